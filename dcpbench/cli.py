@@ -1,6 +1,7 @@
-"""The command line: its commands, and how they end. Each command is a file of commands/; nothing heavy is imported here.
+"""Define the command line: its commands and exit codes.
 
-Every DcpbenchError ends as `error: message` with its own exit code; what nobody foresaw keeps its traceback.
+Each command is a file of commands/; nothing heavy is imported here. Every DcpbenchError ends as `error: message` with
+its own exit code; unexpected exceptions keep their traceback.
 """
 
 import contextlib
@@ -78,7 +79,7 @@ def _root(
 
 
 def main(args: list[str] | None = None) -> None:
-    """Entry point: run a command, turn our errors into one sentence and an exit code."""
+    """Run a command; convert a DcpbenchError to one sentence and an exit code."""
     streams.settle()
     redaction.forget()
     redaction.register_environment()
@@ -124,7 +125,7 @@ def _named(e: OSError) -> DcpbenchError | None:
 
 
 def _end(said: str, code: int) -> None:
-    with contextlib.suppress(OSError):  # nobody may read that either
+    with contextlib.suppress(OSError):  # stderr may have no reader either
         sys.stderr.write(f"{said}\n" if said else "")
     streams.forget_output()
     sys.exit(code)

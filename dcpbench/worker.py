@@ -1,4 +1,4 @@
-"""What one rank does: `python -m dcpbench.worker JOBFILE` under torchrun, or `--probe` alone."""
+"""Run one rank: `python -m dcpbench.worker JOBFILE` under torchrun, or `--probe` alone."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ if TYPE_CHECKING:
     from dcpbench.workloads.session import Session
 
 INTERRUPTED = ExitCode.INTERRUPTED
-"""Exit code of a rank whose run was ended from outside, once it has left its record."""
+"""Exit code of a rank that was interrupted from outside, after it has written its record."""
 
 
 class Worker:
-    """This rank's state through the points of a job."""
+    """Hold this rank's state through the points of a job."""
 
     def __init__(self, job: Job, rank: int, device: torch.device, marks: torch.Tensor | None = None) -> None:
         self.job, self.rank, self.device, self.marks = job, rank, device, marks
@@ -60,13 +60,13 @@ class Worker:
         self.point: Point | None = None
 
     def tell(self, stage: str, note: str = "") -> None:
-        """One progress line, from rank 0."""
+        """Print one progress line, from rank 0."""
         if self.rank == 0:
             index = self.job.points.index(self.point) if self.point else 0
             jobs.tell(self.job, stage, self.point, index=index, note=note)
 
     def run(self) -> None:
-        """All points of the job, in order."""
+        """Run all points of the job, in order."""
         self.tell("start")
         if self.device.type == "cuda" and self.job.kind != "verify":
             fp8 = any(FP8 in (point.weights_precision, point.kv_precision) for point in self.job.points)
@@ -81,7 +81,7 @@ class Worker:
         self.tell("end")
 
     def measure(self, point: Point) -> None:
-        """One point's record."""
+        """Measure one point, and write its record."""
         started, begin = dt.datetime.now(dt.UTC), time.perf_counter()
         session = self.session_for(point)
         if point.load:
@@ -100,11 +100,11 @@ class Worker:
             )
             note = omitted_note(written)
         if record.outcome != "ok":
-            sys.exit(INTERRUPTED)  # on every rank: somebody ended the run
+            sys.exit(INTERRUPTED)  # on every rank: the run was ended
         self.tell("done", note=_numbers(record) + note)
 
     def serve(self, session: Session, point: Point) -> Record:
-        """Workload `serve`, live or in replay."""
+        """Run the workload `serve`, live or in replay."""
         serving = serve.serving_for(session, point)
         job, folder = self.job, Path(self.job.folder)
         if point.load is not None and point.load.mode == REPLAY:
@@ -122,7 +122,7 @@ class Worker:
         return serve.run(serving, point, job.settings, self.environment, folder, rates=self.rates, tell=self.tell)
 
     def session_for(self, point: Point) -> Session:
-        """The engine for a point: the last one where it can be shared, else a new one in its place."""
+        """Return the engine for a point: the last one if it can be shared, else a new one in its place."""
         old = self.session
         if old is not None and budget.same_engine(old.point, point):
             if not budget.same_path(old.point, point):
@@ -145,14 +145,16 @@ class Worker:
         return self.session
 
     def drop_session(self) -> None:
-        """Take down the engine, with all of its graphs: a communicator does not end while one lives that holds its kernels."""
+        """Take down the engine with all of its graphs: a communicator does not end while a graph with its kernels
+        exists.
+        """
         if self.session is not None:
             gc.unfreeze()  # what settle_heap has frozen, cycles of the engine among it
         self.session = None
         free_memory(self.device)
 
     def verify(self, point: Point) -> None:
-        """One point's comparisons."""
+        """Run one point's comparisons."""
         self.tell("check")
         shape = load_shape(point.model if point.weights == "synthetic" else point.weights)
         checks = verify.run(point, shape, self.job, rank=self.rank, device=self.device)
@@ -163,7 +165,7 @@ class Worker:
 
 
 def _numbers(record: Record) -> str:
-    """The last numbers, for the progress line."""
+    """Return the last numbers for the progress line."""
     if record.serve is not None:
         return in_short(record.serve)
     assert record.metrics is not None
@@ -172,7 +174,7 @@ def _numbers(record: Record) -> str:
 
 
 def _fail(folder: Path, rank: int, key: str, e: Exception) -> NoReturn:
-    """Leave what a rank raised at a point, and end."""
+    """Write the exception that a rank raised at a point, and exit."""
     failure = Failure(
         rank=rank,
         key=key,
@@ -191,7 +193,7 @@ def _fail(folder: Path, rank: int, key: str, e: Exception) -> NoReturn:
 
 
 def main(path: str) -> int:
-    """Run a job as one rank of a torchrun. A rank that fails leaves error-R.json and ends at once."""
+    """Run a job as one rank of a torchrun; a rank that fails writes error-R.json and ends at once."""
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     job = jobs.read_job(Path(path))
     folder = Path(job.folder)
@@ -214,7 +216,7 @@ def main(path: str) -> int:
     ranks = int(os.environ["WORLD_SIZE"])
     start(device, rank, ranks, job.port_path(), job.store)
     marks = torch.zeros(1, dtype=torch.int32, pin_memory=True) if job.device == "cuda" else None
-    says = {  # first what asks nobody: CUDA may not answer
+    says = {  # first the answer that needs no other component: CUDA may not respond
         hung.DEVICE: lambda: b"" if marks is None else msgspec.json.encode(Device(norm=int(marks[0]))),
         hung.STACKS: flight_recorder.stacks,
         hung.FLIGHT: flight_recorder.recorded,

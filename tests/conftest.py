@@ -63,6 +63,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is collected stays to the end, so that no collection of garbage looks at it again."""
+    """Freeze everything collected, so that the garbage collector does not visit it again."""
     gc.collect()
     gc.freeze()

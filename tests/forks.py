@@ -63,7 +63,7 @@ def start(command: Sequence[str], env: Mapping[str, str]) -> int:
 
 
 def run(*programs: Program) -> list[int]:
-    """Run these beside each other to their ends; their exit codes, as `Popen.returncode` has them."""
+    """Run these programs concurrently to their ends; return their exit codes, as `Popen.returncode` has them."""
     lines = []
     for arguments, env, output in programs:
         printed = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -93,7 +93,9 @@ def answer(line: socket.socket) -> int:
 
 @functools.cache
 def serving() -> str:
-    """Where the process that is forked is asked; it ends with this one. Its own children find it by their environment."""
+    """Return the address of the forking process, which ends with this one; its own children find it by their
+    environment.
+    """
     folder = tempfile.mkdtemp(prefix="forks")
     address = os.environ[ADDRESS] = f"{folder}/socket"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -121,7 +123,7 @@ def serve(listener: socket.socket, parent: int) -> None:
     interpreter.prepare_once()
     gc.collect()
     gc.freeze()  # else a fork's collections touch, and so copy, all of this memory
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks: they tell their ends themselves
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the forks are not waited for: they report their ends themselves
     wanted = os.pidfd_open(parent)
     while wanted not in select.select([listener, wanted], [], [])[0]:
         line, _ = listener.accept()
@@ -135,7 +137,7 @@ def serve(listener: socket.socket, parent: int) -> None:
 
 
 def keep(line: socket.socket) -> None:
-    """Fork the program that a line asks for, and look after it to its end."""
+    """Fork the program that a line requests, and supervise it to its end."""
     message, files, _, _ = socket.recv_fds(line, MESSAGE_BYTES, 3)
     pid = os.fork()
     if pid == 0:

@@ -1,1 +1,3 @@
-"""Development tools: they test dcpbench itself, are run from the root of the repository, and are no part of the package."""
+"""Hold development tools: they test dcpbench itself, run from the root of the repository, and are not part of the
+package.
+"""

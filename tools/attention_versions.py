@@ -35,16 +35,16 @@ if TYPE_CHECKING:
     from dcpbench.kernels.attention import AttentionSpec, Backend
 
     Make = Callable[[str, AttentionSpec], Backend]
-    """As kernels.attention.make_backend."""
+    """Signature of kernels.attention.make_backend."""
 
 ROOM = Path("dcpbench/kernels/attention")
 OURS = ("partition", "plain_mla", "hopper_mla", "hopper_mla_fp8", "hopper_pairs", "triton_mla")
-"""Modules of a version, each behind those that it imports."""
+"""Modules of a version, each after those that it imports."""
 CASES = "8x8192,48x8192,8x32768,48x32768"
 
 
 def loaded(checkout: Path) -> Make:
-    """What makes a checkout's own backend."""
+    """Return the function that makes a checkout's own backend."""
     names = [name for name in OURS if torch.cuda.is_available() or not name.startswith("hopper_mla")]
     version = Version(checkout, kernels, names)
 
@@ -63,7 +63,9 @@ def loaded(checkout: Path) -> Make:
 
 
 def builds(case: Case, ways: dict[str, Make | None], work: attention.Attention) -> dict[str, Callable[[], Calls]]:
-    """Each one's calls. `ways`: what makes its backend; None for the backend of that name."""
+    """Return a function that builds the calls of each variant; `ways` has the function that makes its backend, or None
+    for the backend of that name.
+    """
 
     def build(name: str, make: Make | None) -> Calls:
         with mock.patch.object(attention, "make_backend", make or kernels.make_backend):
@@ -73,14 +75,14 @@ def builds(case: Case, ways: dict[str, Make | None], work: attention.Attention) 
 
 
 def said(line: dict[str, Any]) -> str:
-    """A case in a line."""
+    """Format a case in a line."""
     sizes = line["sizes"]
     mean = f", values with a mean of {sizes['mean']:g}" if sizes.get("mean") else ""
     return f"{sizes['requests']} × {sizes['context']:,}, H={sizes['heads']}, {sizes['kv']}{mean}: {told(line)}"
 
 
 def cases(asked: argparse.Namespace) -> list[Case]:
-    """Of all sizes that were asked for."""
+    """Return the cases of all requested sizes."""
     loads = [
         (int(requests), int(context))
         for requests, _, context in (load.partition("x") for load in asked.cases.split(","))
@@ -106,7 +108,7 @@ def cases(asked: argparse.Namespace) -> list[Case]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """See the top of this file."""
+    """Run the command line; see the module docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("ways", nargs="+", metavar="NAME=CHECKOUT or BACKEND")
     parser.add_argument("--cases", default=CASES, help="requests x context of each; default: %(default)s")

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 
 def chunk_cases(times: StepTimes) -> list[Measured]:
-    """Of chunks alone, by prefix and tokens; not those among others."""
+    """Return the cases with only chunks, by prefix and tokens."""
     alone = [m for m in times.cases if m.case.chunks and not m.case.decodes and m.case.use != HOT]
     return sorted(alone, key=lambda m: (m.case.work().prefix > 0, m.case.work().tokens, m.case.work().prefix))
 
 
 def table(now: StepTimes, before: StepTimes | None = None) -> list[str]:
-    """Host and device ms of each case, and of both kinds the range of the host's."""
+    """Return host and device ms of each case, and the range of the host's for both kinds."""
     old = {str(m.case): m for m in chunk_cases(before)} if before else {}
     heads = ["chunks", "prefix", "host ms", "device ms", *(["host ms before", "device ms before"] if before else [])]
     lines = [f"| {' | '.join(heads)} |", f"|---|{'---:|' * (len(heads) - 1)}"]
@@ -60,7 +60,7 @@ def _range(cases: Sequence[Measured]) -> str:
 
 
 def main() -> int:
-    """Measure what is not there, and show it."""
+    """Measure missing step times, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("--model", default="deepseek-v2-lite", choices=list(SIZES))

@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 
 NEAR, NEAR_MS, MOST_LATE_MS = 0.02, 1.0, 2.0
 SHARE_WITHIN = 0.99
-"""Of the gaps of a request that meets an objective of ITL."""
+"""Share of the gaps of a request that must be within an ITL objective to meet it."""
 SLO = {"ttft": 200.0, "itl": 60.0}
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A load, and a server for it."""
+    """Hold a load, and a server for it."""
 
     name: str
     server: str
@@ -72,7 +72,7 @@ QUICK = (Case("quick", "--ttft-ms 30 --gap-ms 20", "--concurrency 20 --output-to
 
 @contextlib.contextmanager
 def served(flags: str, log: Path) -> Iterator[str]:
-    """The address of a server with these flags, which has written its account once it is left."""
+    """Yield the address of a server with these flags, which has written its log when the block ends."""
     command = [sys.executable, "-m", "tests.servers.fake_server", "--port", "0", "--log", str(log), *flags.split()]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
@@ -84,13 +84,15 @@ def served(flags: str, log: Path) -> Iterator[str]:
 
 
 def truth(log: Path, requests: int) -> list[dict[str, Any]]:
-    """What the server knows of the load's requests, which came last."""
+    """Return the server's records of the load's requests, which are its last ones."""
     found = [json.loads(line) for line in log.read_text().splitlines()]
     return sorted((sent for sent in found if sent["token_s"]), key=lambda sent: float(sent["came_s"]))[-requests:]
 
 
 def gaps_of(token_s: list[float]) -> Floats:
-    """Between tokens; those of one chunk share the time since the one before evenly, and of a first chunk come at once."""
+    """Return the gaps between tokens; tokens of one chunk share the time since the previous chunk evenly, and have no
+    gaps in the first.
+    """
     times, counts = np.unique(token_s, return_counts=True)
     shared = np.repeat(np.diff(times) / counts[1:], counts[1:])
     return np.concatenate([np.zeros(counts[0] - 1), shared])
@@ -99,7 +101,7 @@ def gaps_of(token_s: list[float]) -> Floats:
 def check(
     case: Case, record: Record, sent: list[dict[str, Any]], rows: list[Any]
 ) -> list[tuple[str, float, float, bool]]:
-    """(what, the server's value, ours, whether they agree) of one load."""
+    """Return (name, the server's value, dcpbench's, True if they agree) for one load."""
     assert record.serve is not None
     m = record.serve
     first = np.array([s["token_s"][0] - s["came_s"] for s in sent]) * 1e3
@@ -135,7 +137,7 @@ def check(
 
 
 def measured(case: Case, folder: Path, more: Sequence[str] = ()) -> tuple[Record, list[tuple[str, float, float, bool]]]:
-    """One case."""
+    """Measure and check one case."""
     log, run = folder / "sent.jsonl", folder / "run"
     slo = ",".join(f"{name}={ms:g}" for name, ms in SLO.items())
     with served(case.server, log) as url:
@@ -154,7 +156,7 @@ def measured(case: Case, folder: Path, more: Sequence[str] = ()) -> tuple[Record
 
 
 def main() -> int:
-    """Measure all cases; 1 where one is off."""
+    """Measure all cases; return 1 if one differs too much."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("-o", "--output", type=Path)
     parser.add_argument("--quick", action="store_true")

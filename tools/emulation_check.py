@@ -28,18 +28,20 @@ if TYPE_CHECKING:
 FOUR = unpack_all() / "emulated_4xH200_2026-11-26" / "bf16"
 PUBLISHED = (FOUR / "deepseek-v3-bf16", FOUR / "kimi-k2-bf16")
 EXCHANGED, CALLS = ("q_gather", "merge"), ("attn_reduce", "dp_gather", "mlp_reduce", "embed", "lm_head")
-"""Phases that are an exchange, and that end in another call between ranks."""
+"""Phases that are an exchange, and phases that end in another call between ranks."""
 EXPERTS = ("moe", "mlp_reduce")
-"""Of whole experts only the sum compares: the emulated rank has most of them, and waits for nobody."""
+"""Phases compared only by their sum with undivided experts: the emulated rank has most of them, and
+waits for no other.
+"""
 SHARE = 0.9
-"""Of points that have to be within a bar."""
+"""Minimum share of points that have to be within a bar."""
 LEAST = 0.005
-"""Of a step: shorter phases are not judged."""
+"""Minimum share of a step; shorter phases are not judged."""
 PHASE_BAR, EXCHANGE_BAR, STEP_BAR = 0.05, 0.1, 0.07
 
 
 def compare(published: Record, emulated: Record) -> dict[str, Any]:
-    """Ratios, emulated over published, of one point."""
+    """Return ratios, emulated over published, of one point."""
     assert published.phases is not None
     assert emulated.phases is not None
     assert published.metrics is not None
@@ -61,7 +63,9 @@ def compare(published: Record, emulated: Record) -> dict[str, Any]:
 
 
 def told(rows: Iterable[dict[str, Any]]) -> tuple[list[str], bool]:
-    """Shares of points within the bars, and where not; whether all are large enough."""
+    """Return lines with the shares of points within the bars and the points outside, and True if all shares are large
+    enough.
+    """
     rows = list(rows)
     lines, held = [], True
     phases = [
@@ -87,7 +91,7 @@ def _engine(record: Record) -> tuple[str, int]:
 
 
 def tokens(text: str) -> set[int]:
-    """A comma list of contexts."""
+    """Parse a comma-separated list of contexts."""
     return {int(n) for n in text.split(",")}
 
 

@@ -36,15 +36,15 @@ BAR = 0.05
 REQUESTS = "1,2,4,8,16,32,64,128,256,512"
 LIVE, EMULATED = "live", "emulated"
 MACHINE = "machine.toml"
-"""In the folder, what `calibrate` makes."""
+"""File in the folder that `calibrate` writes."""
 
 
 class Step(NamedTuple):
-    """One command: `dcpbench` and these words."""
+    """Hold one command: the arguments of `dcpbench`."""
 
     words: list[str]
     only_one: bool = False
-    """Whether it sees the first GPU alone."""
+    """True if the command sees only the first GPU."""
 
 
 def _run(step: Step) -> None:
@@ -55,7 +55,9 @@ def _run(step: Step) -> None:
 
 
 def wire(folder: Path, ranks: int) -> list[Step]:
-    """Benches of the calls between so many GPUs, and the machine file that `calibrate` makes of them."""
+    """Return benchmarks of the calls between this many GPUs, and the command `calibrate` that makes the machine file
+    from them.
+    """
     folders = {bench: str(folder / f"{bench}-{ranks}") for bench in ("collectives", "exchange")}
     variants = ",".join([*COLLECTIVES, *REGISTERED_COLLECTIVES])
     more = {
@@ -86,12 +88,12 @@ def wire(folder: Path, ranks: int) -> list[Step]:
 
 
 def layouts(ranks: int, exchange: str) -> dict[str, list[str]]:
-    """Options of plain tp and dcp, and of dp."""
+    """Return the options of plain tp and dcp, and of dp."""
     return {"dcp": ["--dcp", f"1,{ranks}", "--exchange", exchange], "dp": ["--dp", str(ranks), "--dcp", "1"]}
 
 
 def both(folder: Path, machine: Path | str, model: str, ranks: int, name: str, words: list[str]) -> list[Step]:
-    """A sweep of one layout of `layouts`, live and then emulated; `words` are its other options."""
+    """Return a sweep of one layout of `layouts`, live and then emulated; `words` are its other options."""
     common = ["sweep", "--model", model, "--tp", str(ranks), *words, "--no-baseline"]
     return [
         Step([*common, "-o", str(folder / f"{LIVE}-{model}-{name}"), "--resume"]),
@@ -103,7 +105,7 @@ def both(folder: Path, machine: Path | str, model: str, ranks: int, name: str, w
 
 
 def measure(folder: Path, asked: argparse.Namespace) -> None:
-    """The wire, then every layout live and emulated."""
+    """Measure the wire, then every layout live and emulated."""
     machine = folder / MACHINE
     if not machine.exists():
         for step in wire(folder, asked.ranks):
@@ -116,18 +118,18 @@ def measure(folder: Path, asked: argparse.Namespace) -> None:
 
 
 def _key(point: Point) -> Point:
-    """What both have."""
+    """Return the point without `emulate`, which both sides share."""
     return msgspec.structs.replace(point, emulate=None)
 
 
 def measured(folders: Iterable[Path]) -> list[Record]:
-    """What was measured of decode in these runs."""
+    """Return the measured decode records of these runs."""
     records = [r for there in folders if (there / "records.jsonl").exists() for r in read_run(there).records]
     return [r for r in records if r.outcome == "ok" and r.metrics is not None]
 
 
 def pairs(live: Iterable[Record], emulated: Iterable[Record]) -> Iterator[tuple[Record, Record]]:
-    """(live, emulated) of each point that ran both ways."""
+    """Yield (live, emulated) of each point that ran both ways."""
     its = {_key(r.point): r for r in emulated}
     for key, mine in {_key(r.point): r for r in live}.items():
         if key in its:
@@ -135,7 +137,7 @@ def pairs(live: Iterable[Record], emulated: Iterable[Record]) -> Iterator[tuple[
 
 
 def name(point: Point) -> str:
-    """One point in the table: `deepseek-v3 tp2·dcp2 ep2 symm fp8/fp8, 8 × 4,000`."""
+    """Return the name of a point in the table: `deepseek-v3 tp2·dcp2 ep2 symm fp8/fp8, 8 × 4,000`."""
     precision = f"{point.weights_precision}/{point.kv_precision}"
     who = (point.model, point.layout_name, point.ep_label, point.exchange_label(), precision)
     return f"{' '.join(filter(None, who))}, {load_text(point)}"
@@ -152,7 +154,7 @@ COLUMNS = (
 
 
 class Pair(NamedTuple):
-    """A point that ran both ways, and what its two step times say."""
+    """Hold a point that ran both ways, with its two step times."""
 
     live: Record
     emulated: Record

@@ -35,23 +35,23 @@ SAME_CONTEXT = 0.01
 
 
 class Compared(NamedTuple):
-    """An operator of a record's step beside a bench's, µs of a step."""
+    """Compare an operator of a record's step with a benchmark's, in µs of a step."""
 
     operator: str
     variant: str
     floor_us: float
     bench_floor_us: float
     step_us: float | None
-    """Time of the phases that it is in; None without a profiled pass."""
+    """Time of its phases; None without a profiled pass."""
     bench_us: float
 
     @property
     def agrees(self) -> bool:
-        """Whether the floors are the same but for the rates of two jobs and the drawing of experts."""
+        """Return True if the floors agree except for the rates of two jobs and the drawing of experts."""
         return abs(self.floor_us / self.bench_floor_us - 1) <= WITHIN
 
     def __str__(self) -> str:
-        """A line of the table."""
+        """Format a line of the table."""
         step = (
             "—" if self.step_us is None else f"{self.step_us / 1e3:10.3f} ms, {self.floor_us / self.step_us:.2f} of it"
         )
@@ -64,7 +64,7 @@ class Compared(NamedTuple):
 
 
 def compared(record: Record, benches: Sequence[BenchRecord]) -> Iterator[Compared]:
-    """Every operator of a record's step that a bench has measured."""
+    """Yield every operator of a record's step that a benchmark has measured."""
     for bench in benches:
         found = [r for r in bench.results if r.correct and r.floor_us and r.graph and r.graph.time]
         if bench.bench == "moe":
@@ -77,7 +77,7 @@ def compared(record: Record, benches: Sequence[BenchRecord]) -> Iterator[Compare
 
 
 def _phases(record: Record, bench: str, result: Result) -> tuple[str, ...]:
-    """What of the step a call of a bench is, once a layer; nothing where its sizes are others."""
+    """Return the phases of the step that a benchmark's call covers, once a layer; empty if its sizes differ."""
     point, sizes = record.point, result.case.sizes
     shape, layout = load_shape(point.model), point.layout
     group = shape.heads // layout.attn_tp * layout.dcp
@@ -95,7 +95,7 @@ def _phases(record: Record, bench: str, result: Result) -> tuple[str, ...]:
 
 
 def _experts(record: Record, found: Sequence[Result]) -> Iterator[Compared]:
-    """Gate-up and down of a variant together, where rank 0 has all experts; without router and shared expert."""
+    """Yield gate-up and down of a variant together, if rank 0 has all experts; without router and shared expert."""
     assert record.floor is not None
     point = record.point
     sharding = floors.Sharding.of(point, load_shape(point.model))

@@ -31,24 +31,24 @@ from dcpbench.records.repair import SEALED, audit
 from tests.unit.hostile_files import KINDS, damaged
 
 SLOW_S = 2.0
-"""CPU time that a reader may take for one file."""
+"""Maximum CPU time in s of a reader for one file."""
 STUCK_S = 60
-"""Time after which one is interrupted."""
+"""Time in s after which a reader is interrupted."""
 MEMORY_BYTES = 1 << 30
-"""What a reader may take beyond what its process has."""
+"""Maximum bytes of memory of a reader, in addition to that of its process."""
 LEAST = 1000
-"""Inputs of each kind, however slow it is."""
+"""Minimum number of inputs of each kind, however slow it is."""
 WORST = 10
-"""Violations of a kind that are told one by one."""
+"""Maximum number of violations of a kind that are listed one by one."""
 
 
 class StuckError(BaseException):
-    """A reader that had to be interrupted; no reader can take it for an error of the file."""
+    """Interrupt a reader; no reader can mistake it for an error of the file."""
 
 
 @dataclasses.dataclass
 class Told:
-    """What became of the inputs of a kind."""
+    """Hold the outcomes of the inputs of a kind."""
 
     kind: str
     inputs: int = 0
@@ -64,11 +64,11 @@ class Told:
 
     @property
     def violations(self) -> int:
-        """All together."""
+        """Return the number of all violations."""
         return self.wrong + self.slow + self.memory
 
     def add(self, other: Told) -> None:
-        """Take another round of the same kind in."""
+        """Add another round of the same kind."""
         for name in ("inputs", "read", "refused", "wrong", "slow", "memory"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in ("slowest_s", "peak_bytes", "longest_sentence"):
@@ -77,12 +77,14 @@ class Told:
 
 
 def chance(seed: int, kind: str, number: int) -> random.Random:
-    """What decides how input `number` of a kind is damaged."""
+    """Return the random generator that determines how input `number` of a kind is damaged."""
     return random.Random(f"{seed}/{kind}/{number}")
 
 
 def fuzz(kind: str, seed: int, first: int, least: int, seconds: float) -> Told:
-    """Hand the reader of a kind damaged files, from number `first` on, at least so many and for at least so long."""
+    """Pass damaged files to the reader of a kind, from number `first` on, at least `least` files and for at least
+    `seconds`.
+    """
     told, of = Told(kind), KINDS[kind]
     os.fsync = lambda fd: None  # noqa: ARG005 -- as it is called
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -104,7 +106,7 @@ def fuzz(kind: str, seed: int, first: int, least: int, seconds: float) -> Told:
 
 
 def one(told: Told, number: int, path: Path) -> None:
-    """Have a file read, and count what became of it."""
+    """Read a file, and count the outcome."""
     began = time.process_time()
     signal.alarm(STUCK_S)
     problem = ""
@@ -140,7 +142,7 @@ def _stuck(*_: object) -> None:
 
 
 def flips() -> Told:
-    """Every single bit of a sealed record flipped, one at a time: each must be noticed as damage of its line."""
+    """Flip every single bit of a sealed record, one at a time: each must be detected as damage of its line."""
     told = Told("flipped bits")
     with tempfile.TemporaryDirectory(prefix="dcpbench-fuzz-") as name:
         folder = Path(name)
@@ -166,7 +168,7 @@ def flips() -> Told:
 
 
 def again(name: str, seed: int) -> int:
-    """Read one input without any net."""
+    """Read one input without catching its exception."""
     kind, _, number = name.rpartition(":")
     with tempfile.TemporaryDirectory(prefix="dcpbench-fuzz-") as folder:
         content = KINDS[kind].content(Path(folder))
@@ -183,7 +185,7 @@ def again(name: str, seed: int) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Read the options, fuzz in rounds, and tell."""
+    """Read the options, fuzz in rounds, and print the outcome."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--inputs", type=int, default=1_000_000, help="of all kinds together; default: %(default)s")
     parser.add_argument(
@@ -223,7 +225,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def fresh(kind: str, seed: int, first: int, seconds: float) -> Told:
-    """The same as `fuzz`, in a fork of its own, whose memory and limits are nobody else's."""
+    """Run `fuzz` in a fork with its own memory and limits."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:

@@ -30,43 +30,43 @@ if TYPE_CHECKING:
 
 REPLAYS = 30
 LEFT_FREE = 4 << 30
-"""Bytes that `full` leaves of a GPU's memory."""
+"""Bytes of a GPU's memory that `full` leaves free."""
 LARGE = 1 << 22
-"""Elements of a tensor whose kernels have more blocks than a GPU runs at once."""
+"""Number of elements of a tensor with kernels of more blocks than a GPU runs at once."""
 
 
 class Found(msgspec.Struct, kw_only=True):
-    """Of one way."""
+    """Hold the result of one way."""
 
     way: str
     device: str
     nodes: int
     first_us: list[float]
-    """Per kernel, of each graph right behind its capture."""
+    """µs per kernel of each graph immediately after its capture."""
     again_us: list[float]
-    """Of those that live at the end, in the order of capture."""
+    """µs per kernel of the graphs that still exist at the end, in the order of capture."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """How graphs are captured."""
+    """Describe how graphs are captured."""
 
     what: str
     keeps: bool = True
-    """Whether graphs stay while others are captured."""
+    """True if graphs stay while others are captured."""
     full: bool = False
-    """Whether the GPU's memory is taken before."""
+    """True if the GPU's memory is occupied before."""
     shares: bool = False
-    """Whether graphs allocate from one pool."""
+    """True if graphs allocate from one pool."""
     one_kernel: bool = True
     streams_at: int | None = None
-    """In front of this graph kernels run on two streams, one after the other."""
+    """Index of the graph before which kernels run on two streams, one after the other; None for no graph."""
     primed: int = 0
-    """Nodes of a graph that is captured before all others and kept."""
+    """Number of nodes of a graph that is captured before all others and kept."""
     flags: int = 0
-    """Of cudaGraphInstantiate: 4 makes what kernels could launch, which is in the GPU's memory."""
+    """Flags of cudaGraphInstantiate: 4 prepares for launches by kernels, which uses the GPU's memory."""
     queues: str = ""
-    """CUDA_SCALE_LAUNCH_QUEUES, by which CUDA's queues for launches are larger or smaller."""
+    """Value of CUDA_SCALE_LAUNCH_QUEUES, which scales CUDA's queues for launches."""
 
 
 WAYS = {
@@ -86,7 +86,7 @@ WAYS = {
 
 
 def chain(way: Way, nodes: int) -> Callable[[], None]:
-    """So many kernels, one behind the other."""
+    """Return a function that runs this many kernels in sequence."""
     x = torch.ones(64, device="cuda")
     y = torch.ones(LARGE, device="cuda")
     kinds: list[Callable[[], object]] = [lambda: x.add_(1)]
@@ -111,7 +111,7 @@ def chain(way: Way, nodes: int) -> Callable[[], None]:
 def captured(
     run: Callable[[], None], pool: torch.cuda._POOL_HANDLE | None = None, flags: int = 0
 ) -> tuple[object, Callable[[], object]]:
-    """A graph, to be kept, and what replays it."""
+    """Return a graph, to be kept, and the function that replays it."""
     graph = torch.cuda.CUDAGraph(keep_graph=bool(flags))
     with torch.cuda.graph(graph, pool=pool):
         run()
@@ -126,13 +126,13 @@ def captured(
 
 
 def us_per_kernel(replay: Callable[[], object], nodes: int) -> float:
-    """Median over replays back to back."""
+    """Return the median over consecutive replays."""
     samples_ms, _ = Timer(replay, torch.device("cuda")).chunk(REPLAYS)
     return round(statistics.median(samples_ms) * 1e3 / nodes, 4)
 
 
 def measure(name: str, graphs: int, nodes: int) -> Found:
-    """One way, in this process."""
+    """Measure one way in this process."""
     way = WAYS[name]
     run = chain(way, nodes)
     run()
@@ -160,7 +160,7 @@ def measure(name: str, graphs: int, nodes: int) -> Found:
 
 
 def table(found: list[Found]) -> Iterator[str]:
-    """A line for each way."""
+    """Yield a line for each way."""
     yield "| way | nodes | µs per kernel: graph by graph as captured | those that live, once more |"
     yield "|---|---:|---|---|"
     for f in found:
@@ -169,7 +169,7 @@ def table(found: list[Found]) -> Iterator[str]:
 
 
 def main() -> int:
-    """Each way in a process of its own."""
+    """Run each way in a process of its own."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("--ways", default=",".join(WAYS), help=f"of {', '.join(WAYS)}")

@@ -50,15 +50,15 @@ NAMES = {
     LOOPS: "device",
     FLAG: "signal",
 }
-"""Kind of finding that is right; of the others, the fault's own name."""
+"""Correct kind of finding by fault; for all others, the fault's own name."""
 GPU_MODEL = "deepseek-v2-lite"
-"""Built in seconds, and a step of few enough kernels that the host is not kept from handing one over whole."""
+"""Model that is built in seconds, with a step of so few kernels that the host can hand it over completely."""
 REMAINING = 2
-"""Concurrency of the point that comes after the one that goes wrong."""
+"""Concurrency of the point that follows the faulty one."""
 
 
 def case(fault: str, ranks: int, timeout: float, gpu: str = "") -> tuple[list[str], float, Record]:
-    """(what is wrong, seconds from the limit to the record, the record) of one sweep."""
+    """Return (problems, seconds from the limit to the record, the record) of one sweep."""
     culprit = ranks - 1
     os.environ[FAULT] = f"{fault}:{culprit}:1"
     said: dict[str, float] = {"heard": 0.0}
@@ -114,7 +114,7 @@ def case(fault: str, ranks: int, timeout: float, gpu: str = "") -> tuple[list[st
 
 
 def _checks(fault: str, culprit: int, first: Record, found: Finding | None, rest: list[Record]) -> dict[str, bool]:
-    """By what is wrong where it is not so."""
+    """Return the checks by the text of the problem if they fail."""
     reason = first.reason or ""
     others = [(r.point.concurrency, r.outcome) for r in rest] == [(REMAINING, "ok")]
     if fault == LOOPS:

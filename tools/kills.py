@@ -34,7 +34,7 @@ from tests.cli import dcpbench_fake, fake_worker
 from tests.cli.job_processes import ACCOUNT, AGENT, MARK, RANK, of_role, processes, still
 
 FIRST_CONTEXT = {False: 16, True: 301}
-"""Of real ranks, and of quick ones: those that their worker just measures."""
+"""Context of the first point, for real ranks and for quick ones, which their worker just measures."""
 COMMAND = "command"
 TARGETS = (
     (COMMAND,),
@@ -48,18 +48,18 @@ TARGETS = (
 )
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 ALLOWED_S = 5.0
-"""How long a process may outlive the one that started it."""
+"""Maximum time in s that a process may outlive its parent."""
 ORDERLY_S = 90.0
-"""How long a process may take to end that was asked to, on a busy machine."""
+"""Maximum time in s for a process to end after it was signalled, on a busy machine."""
 ENDS, REFUSED = (0, 4), 2
-"""Exit codes of a sweep that nobody killed: all points measured, or some failed; and of one that is not begun."""
+"""Exit codes of a sweep that was not killed (all points measured, or some failed), and of one that is refused."""
 MEASURING_S = {False: 2.0, True: 1.0}
-"""Until when after the first sign of measuring a kill may come, of real ranks and of quick ones."""
+"""Latest time in s of a kill after the first sign of measuring, for real ranks and for quick ones."""
 QUICK_POINT_S = 0.2
 
 
 def sweep(points: int, *, quick: bool) -> list[str]:
-    """The command line of a sweep of so many points, half of them with dcp 2."""
+    """Return the command line of a sweep of this many points, half of them with dcp 2."""
     contexts = range(FIRST_CONTEXT[quick], FIRST_CONTEXT[quick] + points // 2)
     return [
         *("sweep", "--model", "tiny", "--tp", "2", "--dcp", "1,2", "--concurrency", "1"),
@@ -70,7 +70,7 @@ def sweep(points: int, *, quick: bool) -> list[str]:
 
 @dataclasses.dataclass
 class Count:
-    """What is told at the end."""
+    """Count the results."""
 
     kills: int = 0
     sweeps: int = 0
@@ -87,12 +87,12 @@ class Count:
 
     @property
     def violations(self) -> int:
-        """All kinds together."""
+        """Return the number of violations of all kinds."""
         return self.lost + self.duplicated + self.alive + self.refused + self.late + self.other
 
 
 class Kills:
-    """All sweeps together; each thread does one after the other."""
+    """Hold all sweeps; each thread runs one after the other."""
 
     def __init__(self, asked: argparse.Namespace, folder: Path) -> None:
         self.wanted, self.points, self.quick, self.out = asked.kills, asked.points, asked.quick, asked.out
@@ -111,7 +111,7 @@ class Kills:
             }
 
     def take(self) -> int | None:
-        """The number of the next kill, or None where there have been enough."""
+        """Return the number of the next kill, or None if there have been enough."""
         with self._lock:
             if self.count.kills >= self.wanted or time.monotonic() > self.ends:
                 return None
@@ -137,7 +137,7 @@ class Kills:
 
 
 class Sweep:
-    """One folder, its commands one after the other."""
+    """Hold one folder, in which commands run one after the other."""
 
     def __init__(self, kills: Kills, number: int, chance: random.Random) -> None:
         self.kills, self.number, self.chance = kills, number, chance
@@ -148,7 +148,7 @@ class Sweep:
         self.runs = 0
 
     def run(self) -> None:
-        """Commands until every point is recorded, each killed at random as long as there are kills left."""
+        """Run commands until every point is recorded, each killed at random as long as there are kills left."""
         done = False
         while not done:
             done = self._command()
@@ -164,7 +164,7 @@ class Sweep:
         shutil.rmtree(self.folder)
 
     def _command(self) -> bool:
-        """One command; returns whether it ended by itself with all points measured."""
+        """Run one command; return True if it ended by itself with all points measured."""
         self.runs += 1
         self.kills.count.commands += 1
         log = self.folder.with_suffix(".log")
@@ -191,7 +191,7 @@ class Sweep:
         return run.returncode == 0
 
     def _wait(self, run: subprocess.Popen[bytes]) -> bool:
-        """Until a random moment, of starting or of measuring; False where no kill is due."""
+        """Wait until a random moment of starting or measuring; return False if no kill is due."""
         if self.kills.count.kills >= self.kills.wanted or time.monotonic() > self.kills.ends:
             run.wait()
             return False
@@ -253,7 +253,7 @@ class Sweep:
             run.wait()
 
     def _gone_itself(self, pids: dict[str, int], text: str) -> None:
-        """Wait for what was signalled; all of it ends of any of these signals."""
+        """Wait for the processes that were signalled, all of which end on any of these signals."""
         end = time.monotonic() + ORDERLY_S
         left = set(pids.values())
         while still(str(self.folder), left):
@@ -263,7 +263,7 @@ class Sweep:
             time.sleep(0.02)
 
     def _check_gone(self, pids: set[int], since: float, text: str) -> float:
-        """Count those of the processes that are alive ALLOWED_S later; returns how long the last one took."""
+        """Count those of the processes that are alive ALLOWED_S later; return how long the last one took."""
         took = self._wait_gone(pids, since, ALLOWED_S)
         self.kills.count.longest_s = max(self.kills.count.longest_s, took)
         mark = str(self.folder)
@@ -275,13 +275,15 @@ class Sweep:
         return took
 
     def _said(self) -> tuple[int, int]:
-        """What changes once a command has noticed that a job is broken: it records a point, or begins another job."""
+        """Return counts that change once a command has detected a broken job: it records a point, or begins another
+        job.
+        """
         records = self.folder / RECORDS_FILE
         failed = records.read_bytes().count(b'"outcome":"failed"') if records.exists() else 0
         return failed, len(list(self.folder.glob(JOB_FILES)))
 
     def _check_noticed(self, run: subprocess.Popen[bytes], since: float, said: tuple[int, int], text: str) -> float:
-        """How long a command took from the end of a rank to what it did about it."""
+        """Return the time from the end of a rank to the reaction of its command."""
         while run.poll() is None and self._said() == said and time.monotonic() - since < ORDERLY_S:
             time.sleep(0.02)
         took = time.monotonic() - since
@@ -291,14 +293,14 @@ class Sweep:
         return took
 
     def _wait_gone(self, pids: set[int], since: float, limit_s: float) -> float:
-        """Seconds until all of the processes have ended, at most the limit."""
+        """Return the seconds until all of the processes have ended, at most the limit."""
         mark = str(self.folder)
         while still(mark, pids) and time.monotonic() - since < limit_s:
             time.sleep(0.02)
         return time.monotonic() - since
 
     def _check_records(self) -> None:
-        """No ok record goes, and none comes twice."""
+        """Check that no ok record is lost, and none is duplicated."""
         if not (self.folder / RECORDS_FILE).exists():
             return
         ok = collections.Counter(r.point.key() for r in read_records(self.folder) if r.outcome == "ok")
@@ -311,7 +313,7 @@ class Sweep:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Read the options, kill, and tell."""
+    """Read the options, kill, and print the counts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200, help="default: %(default)s")
     parser.add_argument("--points", type=int, default=6, help="of a sweep, an even number; default: %(default)s")

@@ -63,8 +63,10 @@ FORECAST = {
     f"{LIVE}/replays/alone-*": f"{LIVE}/dcp",
     f"{LIVE}/replays/together-*": f"{LIVE}/dcp",
 }
-"""Replays by step times of one GPU, with the runs that served the same loads. Of `calibrated/` the forecasts whose `prompts` are
-those of the pair of GPUs that did not make the forecast."""
+"""Replays by step times of one GPU, with the runs that served the same loads.
+
+From `calibrated/` only the forecasts with `prompts` of the pair of GPUs that did not make the forecast.
+"""
 
 
 def read_served(pattern: str) -> Iterator[tuple[str, Record]]:

@@ -39,13 +39,13 @@ if TYPE_CHECKING:
     from dcpbench.bench.operators.calls import Calls
 
     Prepare = Callable[[torch.Tensor, "torch.Tensor | Scaled"], Callable[[], tuple[torch.Tensor]]]
-    """As bench.operators.linear.VARIANTS have it."""
+    """Signature of the functions in bench.operators.linear.VARIANTS."""
 
 MODULES = ("e4m3", "block_scaled", "hopper_linear", "linear")
 
 
 def loaded(checkout: Path) -> Prepare:
-    """A checkout's own layer, by its kernels on a CPU, too."""
+    """Return a checkout's own layer, with its kernels, on a CPU, too."""
     names = [name for name in MODULES if torch.cuda.is_available() or not name.startswith("hopper")]
     version = Version(checkout, kernels, names)
     quantise, product = version.modules["block_scaled"].quantise_rows, version.modules["linear"].product
@@ -64,7 +64,7 @@ def loaded(checkout: Path) -> Prepare:
 
 
 def cut(how: ours.Tiling) -> Prepare:
-    """Our layer, cut like this."""
+    """Return our layer with this tiling."""
 
     def prepare(x_TK: torch.Tensor, weight_NK: torch.Tensor | Scaled) -> Callable[[], tuple[torch.Tensor]]:
         assert isinstance(weight_NK, Scaled)
@@ -74,7 +74,7 @@ def cut(how: ours.Tiling) -> Prepare:
 
 
 def builds(case: Case, ways: dict[str, Prepare], work: linear.Linear) -> dict[str, Callable[[], Calls]]:
-    """Each one's calls."""
+    """Return a function that builds the calls of each variant."""
 
     def build(name: str, prepare: Prepare) -> Calls:
         with mock.patch.dict(linear.VARIANTS, {name: prepare}):
@@ -84,7 +84,7 @@ def builds(case: Case, ways: dict[str, Prepare], work: linear.Linear) -> dict[st
 
 
 def cases(asked: argparse.Namespace) -> list[Case]:
-    """Of all layers that were asked for; those of the same size once, with all their names."""
+    """Return all requested layers; layers of the same size appear once, with all their names."""
     found: dict[tuple[int, int], list[str]] = {}
     shape = load_shape(asked.model)
     for tp in map(int, asked.tp.split(",")):
@@ -103,20 +103,20 @@ def cases(asked: argparse.Namespace) -> list[Case]:
 
 
 def cuts(sizes: dict[str, Any], device: torch.device) -> dict[str, Prepare]:
-    """All of a layer, by name."""
+    """Return all tilings of a layer, by name."""
     room = ours.multiprocessors(device), ours.shared_memory(device)
     found = ours.cuts(sizes["rows"], sizes["outputs"], sizes["inputs"], *room)
     return {f"c{how.columns}p{how.parts}": cut(how) for how in found}
 
 
 def said(line: dict[str, Any]) -> str:
-    """A layer in a line."""
+    """Format a layer in a line."""
     sizes = line["sizes"]
     return f"{sizes['layer']}, {sizes['rows']} rows of {sizes['inputs']:,} by {sizes['outputs']:,}: {told(line)}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """See the top of this file."""
+    """Run the command line; see the module docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("versions", nargs="+", metavar="NAME=CHECKOUT")
     parser.add_argument("--cuts", action="store_true", help="with all ways to cut ours; up to 128 rows")

@@ -1,4 +1,4 @@
-"""Writes requirements.lock: every package that CI installs, to the version and with the hashes of its files.
+"""Write requirements.lock: every package that CI installs, with its version and the hashes of its files.
 
     python -m tools.lock uv            # `make lock` brings uv along; the new lock replaces the old one
 
@@ -28,9 +28,11 @@ LOCK = ROOT / "requirements.lock"
 EXTRAS = ("test", "dev")
 OLDEST = "3.11"
 SETTLED = "7 days"
-"""How old a release must be: younger ones are not everywhere yet, and what is wrong with them nobody has said."""
+"""Minimum age of a release: younger ones are not available everywhere, and their problems are not reported yet."""
 EDITABLE = "editables>=0.5"
-"""What hatchling takes to install a folder as it is (-e), beside what pyproject.toml says that building takes."""
+"""Package that hatchling needs for an editable install (-e), in addition to the build requirements
+in pyproject.toml.
+"""
 TORCH = {
     "2.13.0": (  # builds `+cpu` of manylinux_2_28: of Python 3.11 and 3.12 on x86_64, then of both on aarch64
         "6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b",
@@ -39,13 +41,13 @@ TORCH = {
         "6f307c2c32d764ffc6ff6893b801fad6d4752f3e67966cb8abf1843427c02604",
     )
 }
-"""SHA-256 of its files by version, as their index has them; the first was computed from the file."""
+"""SHA-256 of torch's files by version, as their index has them; the first was computed from the file."""
 HEAD = "# What CI installs, by `pip install --require-hashes -r requirements.lock`; `make lock` writes it. Python 3.11 and 3.12.\n"
 HASH = " --hash=sha256:"
 
 
 def wanted() -> list[Requirement]:
-    """What pyproject.toml asks for, to build and to run, with the extras of CI."""
+    """Return the requirements of pyproject.toml, to build and to run, with the extras of CI."""
     told = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     project = told["project"]
     lines, extras = [*project["dependencies"], *told["build-system"]["requires"], EDITABLE], [*EXTRAS]
@@ -60,19 +62,19 @@ def wanted() -> list[Requirement]:
 
 
 def constraints() -> list[Requirement]:
-    """The versions of constraints.txt."""
+    """Return the versions of constraints.txt."""
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     return [Requirement(line) for line in lines if line and not line.startswith("#")]
 
 
 def of_torch() -> list[str]:
-    """What the build of torch that is installed asks for."""
+    """Return the requirements of the installed build of torch."""
     asked = importlib.metadata.requires("torch") or []
     return [line for line in asked if "extra ==" not in line]
 
 
 def torch_entry() -> str:
-    """Its lines in the lock. Exits with a sentence where its hashes are not known."""
+    """Return torch's lines in the lock; exit with a message if its hashes are not known."""
     version = next(str(of.specifier).removeprefix("==") for of in constraints() if of.name == "torch")
     if version not in TORCH:
         sys.exit(
@@ -82,14 +84,14 @@ def torch_entry() -> str:
 
 
 def locked(text: str) -> list[tuple[Requirement, int]]:
-    """Each entry of a lock: its pin, and how many hashes it has."""
+    """Return each entry of a lock: its pin, and the number of its hashes."""
     lines = text.replace("\\\n", "").splitlines()
     parts = [line.partition(HASH) for line in lines if line and not line.startswith("#")]
     return [(Requirement(pin), (HASH + hashes).count(HASH) if hashes else 0) for pin, _, hashes in parts]
 
 
 def problems(text: str, asked: Sequence[Requirement], pinned: Sequence[Requirement]) -> list[str]:
-    """Why a lock is not what pyproject.toml (`asked`) and constraints.txt (`pinned`) ask for, a sentence each."""
+    """Return a sentence for each difference of a lock from pyproject.toml (`asked`) and constraints.txt (`pinned`)."""
     entries = locked(text)
     by_name: dict[str, list[Requirement]] = {}
     for pin, _ in entries:
@@ -110,7 +112,7 @@ def _version(pin: Requirement) -> str:
 
 
 def main(uv: str) -> int:
-    """Resolve and write."""
+    """Resolve and write the lock."""
     asked = [str(of) for of in wanted() if of.name != "torch"] + of_torch()
     words = ["pip", "compile", "-", "--universal", "--python-version", OLDEST, "--generate-hashes", "--quiet"]
     words += ["--no-header", "--no-annotate", "--no-emit-index-url", "--no-emit-find-links", "-c", "constraints.txt"]

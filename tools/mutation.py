@@ -57,7 +57,7 @@ ROOMS = (
     *("records", "reports", "servers", "serving", "show", "syncs", "top"),
 )
 NOT_HERE = ("syncs/dry_run", "syncs/live", "syncs/recorder", "launch/child.py")
-"""What runs inside other programs, or before anything is imported."""
+"""Modules that run inside other programs, or before anything is imported."""
 OPERATORS = re.compile(
     r"core/(ReplaceBinaryOperator_(Add|Sub|Mul|Div|FloorDiv|Mod)_(Add|Sub|Mul|Div|FloorDiv|Mod)"
     r"|ReplaceComparisonOperator_(Eq_NotEq|NotEq_Eq|Lt_LtE|Lt_GtE|LtE_Lt|LtE_Gt|Gt_GtE|Gt_LtE|GtE_Gt|GtE_Lt|Is_IsNot|IsNot_Is|In_NotIn|NotIn_In)"
@@ -77,14 +77,17 @@ LIBRARIES = (
     "torch",
     "typer",
 )
-"""Imported before anything is forked."""
+"""Libraries imported before anything is forked."""
 PYTEST = ("-q", "-n", "0", "-p", "no:cacheprovider", "-p", "no:cov", "--assert=plain")
-"""Assertions stay plain, as what rewrites them loads the whole package itself: it has a plugin of pytest."""
+"""Options of pytest; assertions stay plain, because assertion rewriting loads the package itself: it has a plugin of
+pytest.
+"""
 MOST_S, LONG_S = 60, 1
-"""Of a mutant's tests those are asked that took so long together when they were covered: for half of that the quick and
-specific, of which who took long alone comes last, and for half those that run most lines of the file for their time."""
+"""Maximum total time in s of a mutant's tests, as covered: half for the quick and specific ones, in which a test that
+took longer than LONG_S comes last, and half for those that run most lines of the file for their time.
+"""
 START_S, TEST_S, TIMES = 120, 20, 10
-"""A try takes too long where it is not at its first test by then, or in a test for so long or so many times as long as it took."""
+"""Limits for a try: s until its first test, s within a test, and factor over the test's own time."""
 SEEN, SURVIVED, EQUIVALENT, NOT_REACHED, GONE = "seen", "survived", "equivalent", "not reached", "gone"
 GOOD = 0.9
 PASSED, FAILED, UNREADABLE, LONG, DIED, BROKEN = (
@@ -96,13 +99,13 @@ PASSED, FAILED, UNREADABLE, LONG, DIED, BROKEN = (
     "broke",
 )
 SAID = "DCPBENCH_MUTATION_LOG"
-"""Environment variable with a file for what the tries print."""
+"""Environment variable with a file for the output of the tries."""
 OWN = ("dcpbench", "tests", "tools")
 
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-    """One change."""
+    """Hold one change."""
 
     path: str
     operator: str
@@ -111,21 +114,21 @@ class Mutant:
     was: str
     now: str
     first: int | None = None
-    """`occurrence` when it was first tried, where lines that came since may have moved it."""
+    """Value of `occurrence` when it was first tried, if added lines may have moved it."""
 
     @property
     def name(self) -> str:
-        """As in the list of equivalents: no line number, which moves."""
+        """Return the name in the list of equivalents, without line number, which may change."""
         return f"{self.path}: {self.was.strip()} => {self.now.strip()}"
 
     @property
     def source(self) -> str:
-        """The file as it is."""
+        """Return the unchanged file."""
         return (ROOT / self.path).read_text(encoding="utf-8")
 
     @property
     def code(self) -> str:
-        """The file with the change."""
+        """Return the file with the change."""
         from cosmic_ray import plugins
         from cosmic_ray.mutating import mutate_code
 
@@ -133,23 +136,25 @@ class Mutant:
 
 
 class Ended(NamedTuple):
-    """How a try ended, and in which test."""
+    """Hold how a try ended, and in which test."""
 
     how: str
     test: str
 
 
-# What is changed
+# Selection of the changes
 
 
 def files() -> list[str]:
-    """All files of the rooms that are changed."""
+    """Return all files that are mutated."""
     found = [file.relative_to(ROOT) for room in ROOMS for file in sorted((ROOT / "dcpbench" / room).rglob("*.py"))]
     return [str(f) for f in found if not any(str(f).startswith(f"dcpbench/{part}") for part in NOT_HERE)]
 
 
 def places(paths: Iterable[str], kept: Path) -> list[tuple[str, str, int, int]]:
-    """(file, operator, how manieth of the two, line) of every change that can be made; those of a file are kept, as they take a second."""
+    """Return (file, operator, which of the two, line) of every possible change; those of a file are cached, as they
+    take a second.
+    """
     known = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
     found = []
     for path in paths:
@@ -177,7 +182,7 @@ def _places(path: str) -> list[tuple[str, int, int]]:
 
 
 def mutants(found: Iterable[tuple[str, str, int, int]]) -> Iterator[Mutant]:
-    """The changes at these places that are Python and compile to something else."""
+    """Yield the changes at these places that are valid Python and compile to something else."""
     for place in found:
         bare = Mutant(*place, "", "")
         try:
@@ -190,14 +195,14 @@ def mutants(found: Iterable[tuple[str, str, int, int]]) -> Iterator[Mutant]:
 
 
 def at_random(seed: int, only: str, kept: Path) -> Iterator[Mutant]:
-    """Every change once."""
+    """Yield every change once, in random order."""
     found = places((path for path in files() if only in path), kept)
     random.Random(seed).shuffle(found)
     return mutants(found)
 
 
 def again(paths: Iterable[Path], kept: Path) -> Iterator[Mutant]:
-    """The mutants of files that `run` wrote, where their lines now are; line 0 where they are no more."""
+    """Yield the mutants in files of `run` at their present lines; line 0 if they no longer exist."""
     here = files()
     for row in rows(paths):
         known: dict[str, Any] = {field.name: row.get(field.name) for field in dataclasses.fields(Mutant)}
@@ -212,12 +217,12 @@ def again(paths: Iterable[Path], kept: Path) -> Iterator[Mutant]:
 
 
 def rows(paths: Iterable[Path]) -> list[dict[str, Any]]:
-    """All lines of files that `run` wrote."""
+    """Return all lines of files that `run` wrote."""
     return [json.loads(line) for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def _never_run(source: str) -> set[int]:
-    """Lines of annotations and of imports for types alone, which nothing evaluates."""
+    """Return the lines of annotations and of imports for types alone, which are never evaluated."""
     found: set[int] = set()
     for node in ast.walk(ast.parse(source)):
         spans = [getattr(node, name, None) for name in ("annotation", "returns")]
@@ -230,13 +235,15 @@ def _never_run(source: str) -> set[int]:
 
 
 def changed_functions(mutant: Mutant) -> list[tuple[CodeType, CodeType]] | None:
-    """Functions before and after a change, the inner ones last; None where something differs that runs at import."""
+    """Return functions before and after a change, the inner ones last; None if something differs
+    that runs at import.
+    """
     old, new = (compile(c, str(ROOT / mutant.path), "exec", dont_inherit=True) for c in (mutant.source, mutant.code))
     return _differing(old, new)
 
 
 AT_ONCE = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
-"""Functions that run where they stand: of a module and a class at import."""
+"""Names of functions that run immediately: those of a module and a class at import."""
 
 
 def _differing(old: CodeType, new: CodeType) -> list[tuple[CodeType, CodeType]] | None:
@@ -255,7 +262,7 @@ def _differing(old: CodeType, new: CodeType) -> list[tuple[CodeType, CodeType]] 
 
 
 def _essence(code: CodeType) -> tuple[object, ...]:
-    """What a piece of code does, but for what it holds and where it stands."""
+    """Return what determines a code object's behaviour, without its nested code and its position."""
     constants = tuple(isinstance(c, types.CodeType) or repr(c) for c in code.co_consts)
     names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
     return code.co_code, constants, names, code.co_exceptiontable, code.co_flags
@@ -265,31 +272,31 @@ def _essence(code: CodeType) -> tuple[object, ...]:
 
 
 class Suite(NamedTuple):
-    """What covering left: how long each test took that passed."""
+    """Hold the result of covering: the time of each passed test."""
 
     seconds: dict[str, float]
 
     def limit(self, test: str) -> float:
-        """After how many seconds a test has taken too long."""
+        """Return the seconds after which a test has taken too long."""
         return max(TEST_S, TIMES * self.seconds.get(test, 0.0)) if test else START_S
 
 
 class Times:
-    """A plugin of pytest that notes how long tests took, and which did not pass."""
+    """Record how long tests took, and which did not pass, as a plugin of pytest."""
 
     def __init__(self) -> None:
         self.seconds: collections.Counter[str] = collections.Counter()
         self.others: set[str] = set()
 
     def pytest_runtest_logreport(self, report: Any) -> None:  # noqa: ANN401 -- pytest's
-        """Of one phase of one test."""
+        """Record the report of one phase of one test."""
         self.seconds[report.nodeid] += report.duration
         if not report.passed:
             self.others.add(report.nodeid)
 
 
 def cover(data: Path, tests: list[str]) -> int:
-    """Run the quick tests once (or again some of them), and keep which of them runs which line and how long it takes."""
+    """Run the quick tests once, or some of them again, and store which of them run which line and for how long."""
     import pytest
 
     os.environ["COVERAGE_FILE"] = str(data.absolute())
@@ -303,7 +310,7 @@ def cover(data: Path, tests: list[str]) -> int:
 
 
 def _beside(data: Path) -> Path:
-    """Where the seconds of tests lie."""
+    """Return the file with the seconds of tests."""
     return data.with_suffix(".json")
 
 
@@ -312,7 +319,7 @@ def _seconds(data: Path) -> dict[str, float]:
 
 
 class Covered:
-    """Which tests run which lines."""
+    """Hold which tests run which lines."""
 
     def __init__(self, data: Path, seconds: dict[str, float]) -> None:
         from coverage import CoverageData
@@ -325,7 +332,9 @@ class Covered:
         self._seconds = seconds
 
     def tests(self, mutant: Mutant) -> list[str]:
-        """Tests that run the line, or a line that names what the line makes: of each file in turn the quickest and most specific one."""
+        """Return tests that run the line, or a line that names what the line defines, quickest and most specific first,
+        alternating files.
+        """
         lines = self._lines(mutant.path)
         size = collections.Counter(name for names in lines.values() for name in names)
         ran = set(lines.get(mutant.line, ()))
@@ -368,20 +377,20 @@ class Covered:
         return {line: {name.rpartition("|")[0] for name in names if name} for line, names in found.items()}
 
     def _on(self, path: str, words: re.Pattern[str]) -> set[str]:
-        """Tests that run lines with one of these words."""
+        """Return the tests that run lines with one of these words."""
         text = (ROOT / path).read_text(encoding="utf-8") if (ROOT / path).exists() else ""
         numbers = [n for n, line in enumerate(text.splitlines(), 1) if words.search(line)] if words.search(text) else []
         return set().union(*(self._lines(path).get(n, ()) for n in numbers)) if numbers else set()
 
 
 HOUSE = "tests/unit/test_house.py::test_values"
-"""Tests that look at what all modules make at import."""
+"""Tests that inspect what all modules define at import."""
 FIRST = 12
-"""So many tests go first one by one; the others by their files, which may start something once."""
+"""Number of tests that run one by one first; the others run by file, because a file may start something once."""
 
 
 def naming(words: re.Pattern[str]) -> dict[str, set[str]]:
-    """Files of tests that have one of these words, and which of their tests do."""
+    """Return the test files that have one of these words, and which of their tests do."""
     found: dict[str, set[str]] = {}
     for path in (ROOT / "tests").rglob("test_*.py"):
         text = path.read_text(encoding="utf-8")
@@ -397,7 +406,7 @@ def naming(words: re.Pattern[str]) -> dict[str, set[str]]:
 
 
 def made_at_import(source: str, line: int) -> list[str]:
-    """Names that a line which runs at import gives something to; none for a line inside a function."""
+    """Return the names that a line assigns at import; empty for a line inside a function."""
 
     def inside(body: list[ast.stmt], around: list[str]) -> list[str]:
         for node in body:
@@ -419,13 +428,13 @@ def made_at_import(source: str, line: int) -> list[str]:
 
 
 class Mutated(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Loads one module from changed code."""
+    """Load one module from changed code."""
 
     def __init__(self, mutant: Mutant) -> None:
         self.name, self.file, self.code = module_name(mutant.path), ROOT / mutant.path, mutant.code
 
     def find_spec(self, name: str, *_: Any) -> Any:  # noqa: ANN401 -- importlib's
-        """Its own."""
+        """Find only its own module."""
         if name != self.name:
             return None
         inside = [str(self.file.parent)] if self.file.name == "__init__.py" else None
@@ -437,29 +446,31 @@ class Mutated(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def module_name(path: str) -> str:
-    """As it is imported."""
+    """Return the name under which a file is imported."""
     parts = Path(path).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 class Told:
-    """A plugin of pytest that runs tests by name in the order given, tells each, and ends the process at the first that fails."""
+    """Run tests by name in the given order as a plugin of pytest, report each, and end the process at the first
+    failure.
+    """
 
     def __init__(self, line: Connection, tests: list[str]) -> None:
         self.line, self.tests = line, tests
 
     def pytest_collectreport(self, report: Any) -> None:  # noqa: ANN401 -- pytest's
-        """A file that cannot be imported is as good as a test that fails."""
+        """Treat a file that cannot be imported as a failed test."""
         if report.failed:
             self.end(UNREADABLE, report.nodeid)
 
     def pytest_runtestloop(self, session: Any) -> bool:  # noqa: ANN401 -- pytest's
-        """In place of pytest's."""
+        """Replace pytest's own loop."""
         self.items(session.items)
         return True
 
     def items(self, collected: list[Any]) -> None:
-        """Run them. Of a test whose parameters have changed, those that it has now."""
+        """Run the tests; if the parameters of a test have changed, run its present ones."""
         known = {item.nodeid: item for item in collected}
         by_name = collections.defaultdict(list)
         for item in collected:
@@ -472,25 +483,25 @@ class Told:
         self.end(PASSED, "")
 
     def pytest_runtest_logreport(self, report: Any) -> None:  # noqa: ANN401 -- pytest's
-        """Of one phase of one test."""
+        """Report one phase of one test."""
         if report.failed:
             print(report.nodeid, report.longreprtext, flush=True)
             self.end(FAILED, report.nodeid)
 
     def end(self, how: str, test: str) -> None:
-        """Tell it, and be no more."""
+        """Report the outcome, and exit the process."""
         self.line.send((how, test))
         os._exit(0)
 
 
 class Collected:
-    """A plugin of pytest: a process that has collected the suite, and whose forks run tests of it with functions changed."""
+    """Collect the suite once as a plugin of pytest, and run its tests in forks with changed functions."""
 
     def __init__(self, line: Connection, suite: Suite) -> None:
         self.line, self.suite, self.told = line, suite, Told.__new__(Told)
 
     def pytest_runtestloop(self, session: Any) -> bool:  # noqa: ANN401 -- pytest's
-        """Serve tries until nobody wants any."""
+        """Serve tries until the pipe is closed."""
         for path in files():
             importlib.import_module(module_name(path))
         session.config.pluginmanager.register(self.told)
@@ -512,7 +523,7 @@ class Collected:
         os._exit(0)
 
     def run(self, mutant: Mutant | None, tests: list[str], line: Connection) -> None:
-        """In the fork: change what is to be changed, and run."""
+        """Apply the change, and run the tests, in the fork."""
         if mutant:
             sys.meta_path.insert(0, Mutated(mutant))
             for old, new in changed_functions(mutant) or []:
@@ -525,7 +536,7 @@ class Collected:
 
 
 def ours(code: CodeType) -> bool:
-    """Whether it is of the package."""
+    """Return True if the code belongs to the package."""
     return code.co_filename.startswith(f"{ROOT}/dcpbench/")
 
 
@@ -534,7 +545,9 @@ def _place(code: CodeType) -> tuple[str, str, int]:
 
 
 def loaded(mutant: Mutant | None, tests: list[str], line: Connection) -> None:
-    """In a fork of a process that has nothing of ours: load the changed module in place of its file, and run."""
+    """Load the changed module in place of its file, and run the tests, in a fork of a process without any of our
+    modules.
+    """
     import pytest
 
     if mutant:
@@ -545,7 +558,7 @@ def loaded(mutant: Mutant | None, tests: list[str], line: Connection) -> None:
 
 
 def forked(do: Callable[[Connection], None], suite: Suite) -> Ended:
-    """What a fork tells that does this."""
+    """Return the outcome that a fork running this function reports."""
     mine, its = multiprocessing.Pipe()
     pid = os.fork()
     if pid == 0:
@@ -586,7 +599,7 @@ def forked(do: Callable[[Connection], None], suite: Suite) -> Ended:
 
 
 class Tries:
-    """Tries of mutants."""
+    """Try mutants."""
 
     def __init__(self, suite: Suite) -> None:
         self.suite = suite
@@ -607,14 +620,14 @@ class Tries:
         assert self._line.recv() == "ready"
 
     def once(self, mutant: Mutant | None, tests: list[str], *, inside: bool) -> Ended:
-        """A change inside functions, or one at import."""
+        """Try a change inside functions, or one at import."""
         if not inside:
             return forked(functools.partial(loaded, mutant, tests), self.suite)
         self._line.send((mutant, tests))
         return Ended(*self._line.recv())
 
     def fails(self, mutant: Mutant, tests: list[str], *, inside: bool) -> str:
-        """How the tests show the change; "" where they don't."""
+        """Return how the tests show the change; empty if they do not."""
         while tests := [name for name in tests if name not in self.unfit]:
             ended = self.once(mutant, tests, inside=inside)
             if ended.how == PASSED:
@@ -634,7 +647,7 @@ class Tries:
         return ""
 
     def of(self, mutant: Mutant, tests: list[str], equivalents: set[str]) -> tuple[str, str]:
-        """(what became of a mutant, how)."""
+        """Return (outcome of a mutant, how it was found)."""
         if not mutant.line:
             return GONE, ""
         if mutant.name in equivalents:
@@ -647,7 +660,7 @@ class Tries:
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Try so many mutants, and tell the score."""
+    """Try the mutants, and print the score."""
     for name in LIBRARIES:
         importlib.import_module(name)
     assert not any(name.split(".")[0] == "dcpbench" for name in sys.modules), (
@@ -690,7 +703,7 @@ def run(asked: argparse.Namespace) -> int:
 
 
 def _identity(row: dict[str, Any]) -> tuple[object, ...]:
-    """What tells mutants apart, as long as no line is added or taken away."""
+    """Return what identifies a mutant, as long as no line is added or removed."""
     return row["path"], row["operator"], row["occurrence"], row["now"], row["line"] == 0
 
 

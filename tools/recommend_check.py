@@ -39,7 +39,7 @@ ONE = RESULTS / "fp8_H200_2026-11-23"
 FOUR_NOW = RESULTS / "decode-fp8_4xH200_2026-11-26"
 GRID_NOW = [FOUR_NOW / name for name in ("deepseek-v3", "kimi-k2")]
 NOW = [*GRID_NOW, RESULTS / "steps-fp8_H200_2026-11-26" / "now"]
-"""What today's kernels were measured in; fp8 in all other folders is of those up to commit 630e490a."""
+"""Runs that measured the present kernels; the fp8 runs of all other folders have those up to commit 630e490a."""
 PROMPTS = RESULTS / "replay-against-live_H200_2026-11-26" / "v3-open"
 PAIR = RESULTS / "decode-serving_2xH200_2026-11-26"
 TWO, TWO_BF16, TWO_EXPERTS = (sorted((PAIR / name).iterdir()) for name in ("grid", "bf16", "experts"))
@@ -49,12 +49,12 @@ BF16 = [FOUR / "bf16" / "deepseek-v3-bf16", FOUR / "bf16-k2" / "kimi-k2-bf16"]
 EXPERTS = sorted((FOUR / "experts").iterdir())
 ALONE = [ONE / name for name in ("v3-fp8-kv-ours", "v3-fp8-bf16-kv", "k2-bf16", "k2-fp8-bf16-kv", "k2-fp8-kv")]
 STEPPED = [*NOW, *FP8, *BF16, *EXPERTS, *ALONE]
-"""Decode, a step a record."""
+"""Runs of decode, with a step per record."""
 V3, K2 = FOUR / "seed" / "deepseek-v3", sorted((FOUR / "seed-k2").iterdir())
 TIMED = [V3, *K2, PROMPTS / "build-deepseek-v3"]
-"""Of which there are step times, of steps with prompts among them."""
+"""Runs with step times, including those of steps with prompts."""
 FIRST = ([V3], [*GRID, *sorted((FOUR / "grid").glob("*-tp4")), ONE / "k2-fp8-kv"])
-"""What was measured before all else of these: step times, and decode."""
+"""Earliest measurements: step times, and decode."""
 SETS = {
     "decode in fp8, measured": GRID_NOW,
     "decode in bf16, measured": BF16,
@@ -67,10 +67,12 @@ BEFORE = {
     "decode in fp8 with experts whole and cut, measured": EXPERTS,
     "served in fp8, replayed: 4,000 + 1,500 tokens": [V3, *K2, *sorted((FOUR / "seed-4gib").iterdir())],
 }
-"""Of kernels up to 630e490a, so that they are scored by what steps took with these."""
+"""Runs with kernels up to 630e490a, which are scored by the step times of these kernels."""
 FP8_MULTIPLIED = estimate.MULTIPLIED[estimate.FP8_ATTENTION]
 OLDER = {name: f"{name}, older" for name in (estimate.QUANTISING, estimate.FP8_ATTENTION, FP8_MULTIPLIED)}
-"""What steps of these kernels over an fp8 cache take beyond today's, of which it is a share: launches with fp8 weights, and attention."""
+"""Terms for the additional time of steps with these kernels over an fp8 cache: launches with fp8 weights, and
+attention.
+"""
 AFTERWARDS = {
     "decode in bf16": BF16,
     "decode in fp8 on two": TWO,
@@ -95,7 +97,7 @@ Case = tuple[str, dict[str, float], float]
 
 
 def cases(timed: list[Path], stepped: list[Path], now: list[Path]) -> tuple[list[Case], list[str]]:
-    """Of the steps of runs, and the runs that they lie in; all but `now` are of older kernels."""
+    """Return the steps of runs, and the names of the runs; all but `now` have older kernels."""
     found: list[Case] = []
     for run in timed:
         for file in sorted(run.glob("step-times/*.json")):
@@ -110,13 +112,13 @@ def cases(timed: list[Path], stepped: list[Path], now: list[Path]) -> tuple[list
 
 
 def point_of(path: Mapping[str, object], records: list[Record]) -> Point:
-    """One that was replayed by step times of that path: it is of the same layout."""
+    """Return a point that was replayed by step times of that path, and so has the same layout."""
     same = ("tp", "dp", "dcp", "exchange")
     return next(r.point for r in records if all(getattr(r.point, name) == path[name] for name in same))
 
 
 def case(point: Point, rows: StepRows | None, ms: float, *, older: bool = True) -> Case:
-    """A step that took so long; without rows, that in which all of a point's requests decode."""
+    """Return a measured step; without rows it is the step in which all of a point's requests decode."""
     of = Estimator(point, described(MEASURED_ON), {})
     terms = of.terms(rows or of.decode_rows(point.concurrency, point.context))
     assert terms is not None
@@ -126,7 +128,10 @@ def case(point: Point, rows: StepRows | None, ms: float, *, older: bool = True) 
 
 
 def fitted(timed: list[Path], stepped: list[Path], now: list[Path]) -> tuple[estimate.Steps, estimate.Steps]:
-    """Everything but the bands, which scores say: of the kernels of `now`, and of those before, which are the same without any."""
+    """Return the fit for the kernels of `now` and for those before, without the bands, which scores determine.
+
+    Both are equal without any `now`.
+    """
     found, sources = cases(timed, stepped, now)
     more = tuple(OLDER.values()) if now else ()
     models = list(dict.fromkeys(model for model, _, _ in found))
@@ -153,24 +158,24 @@ def fitted(timed: list[Path], stepped: list[Path], now: list[Path]) -> tuple[est
 
 
 def of_today(terms: dict[str, float]) -> dict[str, float]:
-    """Without what older kernels took beyond."""
+    """Return the terms without the additional time of older kernels."""
     return {name: terms[name] for name in estimate.TERMS}
 
 
 def of_before(terms: dict[str, float]) -> dict[str, float]:
-    """With it, of steps with fp8 weights over an fp8 cache."""
+    """Return the terms with that additional time, for steps with fp8 weights over an fp8 cache."""
     return {name: terms[name] + terms.get(OLDER.get(name, ""), 0.0) for name in estimate.TERMS}
 
 
 def said(terms: dict[str, float]) -> None:
-    """Each share on a line."""
+    """Print each share on a line."""
     for name, factor in terms.items():
         share = 1 / factor if factor and name in estimate.FLOORED else factor
         say(f"  {name}: {share:.3g} {UNITS[name]}" if factor else f"  {name}: not told apart from others")
 
 
 def scored(name: str, folders: list[Path], steps: estimate.Steps, every: int) -> Score:
-    """How estimates did at a set of loads, which is said."""
+    """Print and return the score of the estimates for a set of loads."""
     records = [record for folder in folders for record in read_run(folder).records]
     found = score(records, described(MEASURED_ON), planned(MEASURED_ON, 4), steps, every=every)
     errors, apart = np.abs(found.errors), np.abs(found.ratio_errors)
@@ -192,7 +197,7 @@ def scored(name: str, folders: list[Path], steps: estimate.Steps, every: int) ->
 
 
 def say(text: str) -> None:
-    """A line."""
+    """Print a line."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 

@@ -30,25 +30,25 @@ if TYPE_CHECKING:
 
 BARS = {("ttft_ms", "p50"): 0.05, ("itl_ms", "p50"): 0.05, ("ttft_ms", "p99"): 0.10, ("itl_ms", "p99"): 0.10}
 SHARES = (0.5, 0.7, 0.95)
-"""Of the rate that the most clients are served at; the last is near saturation."""
+"""Shares of the rate at which the most clients are served; the last is near saturation."""
 ENOUGH = 200
-"""Requests that finished, of each load."""
+"""Minimum number of finished requests of each load."""
 BUILD, CLOSED, OPEN, SESSIONS = "build", "closed", "open", "sessions"
 LOADS = (CLOSED, OPEN, SESSIONS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Size:
-    """How large a model's loads are; lengths as `dcpbench serve` takes them."""
+    """Define how large a model's loads are, with lengths in the format of `dcpbench serve`."""
 
     clients: tuple[int, int, int]
-    """Of the closed loops; the last is near saturation, and as many requests are in flight in open loops at most."""
+    """Clients of the closed loops; the last number is near saturation, and the maximum in flight in open loops."""
     prompt: str
     output: str
     longest: tuple[str, str]
-    """Lengths of the load whose step times are measured: no request of the others is longer."""
+    """Lengths of the load that provides the step times: no request of the others is longer."""
     turn: int
-    """Tokens that a turn adds, of four."""
+    """Number of tokens that each of four turns adds."""
     chunk: int
     kv: str
     requests: int = ENOUGH
@@ -89,7 +89,7 @@ SIZES = {
 
 
 def words(model: str, job: str, rates: tuple[float, ...] = ()) -> list[str]:
-    """Options of `dcpbench serve` that say what a job serves, live or replayed."""
+    """Return the options of `dcpbench serve` for a job, live or replayed."""
     size = SIZES[model]
     most = str(size.clients[-1])
     prompt, output = size.longest if job == BUILD else (size.prompt, size.output)
@@ -104,7 +104,7 @@ def words(model: str, job: str, rates: tuple[float, ...] = ()) -> list[str]:
 
 
 def serve(there: Path, *asked: str) -> None:
-    """Run a job of `dcpbench serve` into a folder, or go on with it."""
+    """Run a job of `dcpbench serve` into a folder, or continue it."""
     command = ["serve", *asked, "--no-baseline", "-o", str(there), "--resume"]
     sys.stdout.write(f"$ dcpbench {shlex.join(command)}\n")
     sys.stdout.flush()
@@ -112,7 +112,9 @@ def serve(there: Path, *asked: str) -> None:
 
 
 def records(there: Path) -> list[Record]:
-    """What a job has measured; nothing, which is said, where it has not run or was cut off before its first point."""
+    """Return the records of a job; if it has not run, or was cut off before its first point, print that and return
+    none.
+    """
     if not there.exists():
         return []
     try:
@@ -123,17 +125,17 @@ def records(there: Path) -> list[Record]:
 
 
 def step_times(folder: Path, model: str) -> Path | None:
-    """The step times that the model's first job measured."""
+    """Return the step times that the model's first job measured."""
     return next(iter(sorted((folder / f"{BUILD}-{model}" / "step-times").glob("*.json"))), None)
 
 
 def open_rates(most_request_s: float) -> tuple[float, ...]:
-    """Requests per second of the open loops, of three digits."""
+    """Return the requests per second of the open loops, rounded to three significant digits."""
     return tuple(float(f"{most_request_s * share:.3g}") for share in SHARES)
 
 
 def measure(folder: Path, models: list[str], live: list[str], until: float) -> None:
-    """Step times, then every load replayed and those of `live` live, as far as the time goes."""
+    """Measure step times, then every load replayed and those of `live` live, within the time limit."""
     for model in models:
         build = folder / f"{BUILD}-{model}"
         if not records(build) and time.monotonic() < until:
@@ -173,13 +175,13 @@ def _served(record: Record) -> ServeMetrics:
 
 
 def _load(record: Record) -> tuple[int, float | None]:
-    """What tells the loads of a job apart."""
+    """Return the fields that distinguish the loads of a job."""
     assert record.point.load is not None
     return record.point.concurrency, record.point.load.request_rate
 
 
 def pairs(folder: Path) -> Iterator[tuple[str, Record, Record]]:
-    """(job, live, replayed) of each load that ran both ways."""
+    """Yield (job, live, replayed) of each load that ran both ways."""
     for live in sorted(folder.glob(f"{LIVE}-*")):
         name = live.name.removeprefix(f"{LIVE}-")
         replayed = {_load(r): r for r in records(folder / f"{REPLAY}-{name}")}
@@ -190,7 +192,7 @@ def pairs(folder: Path) -> Iterator[tuple[str, Record, Record]]:
 
 
 def errors(live: ServeMetrics, replayed: ServeMetrics) -> dict[tuple[str, str], float | None]:
-    """Replay / live - 1 of what has a bar; None where there are too few samples."""
+    """Return replay / live - 1 for each metric with a bar; None if there are too few samples."""
     found: dict[tuple[str, str], float | None] = {}
     for metric, quantile in BARS:
         mine = getattr(getattr(live, metric), quantile)
@@ -200,12 +202,12 @@ def errors(live: ServeMetrics, replayed: ServeMetrics) -> dict[tuple[str, str], 
 
 
 def cached(metrics: ServeMetrics) -> tuple[tuple[int, int, int | None], ...]:
-    """(turn, prompt tokens, of these cached) of each turn."""
+    """Return (turn, prompt tokens, cached ones among them) of each turn."""
     return tuple((t.turn, t.input_tokens, t.cached_tokens) for t in metrics.turns)
 
 
 def table(folder: Path) -> list[str]:
-    """Each load's errors, and how many loads hold all bars."""
+    """Return each load's errors, and how many loads meet all bars."""
     heads = [f"{m.removesuffix('_ms').upper()} {q}" for m, q in BARS]
     lines = [
         f"| load | finished | live ms: {', '.join(heads)} | {' | '.join(heads)} | req/s | cached tokens | holds |",

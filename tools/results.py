@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"
 ARCHIVE = "raw.tar.xz"
 STAMP = ".unpacked"
-"""Holds the checksum of the archive that was unpacked beside it."""
+"""File with the checksum of the unpacked archive next to it."""
 
 
 def packed_folders() -> list[Path]:

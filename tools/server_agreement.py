@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 LOAD = {"requests": 150, "rate": 3, "input": 100, "output": 50, "even": 1000}
 VLLM, GUIDELLM = "vllm bench serve", "GuideLLM"
 STARTING_S = {VLLM: 9, GUIDELLM: 22}
-"""What the other tool takes to begin."""
+"""Startup time of the other tool in s."""
 COUNTS = ("completed", "failed")
 NAMES = ("ttft", "itl", "tpot", "e2el")
 GUIDELLMS = {
@@ -47,7 +47,9 @@ GUIDELLMS = {
     "TPOT p50 ms": "inter_token_latency_ms",
     "E2EL p50 ms": "request_latency",
 }
-"""Where GuideLLM says what we say. Its ITL is a mean of each request, which is our TPOT, weighted by tokens."""
+"""GuideLLM's name for each of dcpbench's metrics; its ITL is a mean of each request, which is dcpbench's TPOT, weighted
+by tokens.
+"""
 
 PAIRS = {
     "prefix cache": ("good", "cache"),
@@ -65,7 +67,7 @@ CONTEXTS = "64,240,272,4080,4096"  # close on both sides of where the faults beg
 
 @contextlib.contextmanager
 def faulty_engine() -> Iterator[str]:
-    """Start the stand-in engines; gives their address."""
+    """Start the stand-in engines, and yield their address."""
     command = [sys.executable, "-m", "tests.servers.faulty_engine"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
@@ -76,7 +78,7 @@ def faulty_engine() -> Iterator[str]:
 
 
 def verify(base: str, modes: tuple[str, ...], *more: str) -> dict[str, Any]:
-    """Run `dcpbench verify` against stand-in engines; returns its JSON, with its exit code."""
+    """Run `dcpbench verify` against stand-in engines; return its JSON, with its exit code."""
     out = io.StringIO()
     urls = [word for mode in modes for word in ("--url", f"{base}/{mode}")]
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
@@ -117,7 +119,7 @@ def table_of_faults(lines: list[dict[str, Any]]) -> tuple[str, bool]:
 
 
 def command_of(asked: argparse.Namespace, folder: Path, number: int) -> str:
-    """What the other tool is typed as."""
+    """Return the command line of the other tool."""
     if asked.guidellm:
         return (
             f"{asked.guidellm} run --backend kind=openai_http,target={asked.url},model={asked.model},request_format=/v1/completions "
@@ -135,7 +137,7 @@ def command_of(asked: argparse.Namespace, folder: Path, number: int) -> str:
 
 
 def run(asked: argparse.Namespace, folder: Path, number: int) -> None:
-    """One round of both."""
+    """Run one round of both."""
     wait = STARTING_S[GUIDELLM if asked.guidellm else VLLM]
     ours = (
         f"sleep {wait}; {sys.executable} -m dcpbench.cli serve --url {asked.url} --device cpu --request-rate {LOAD['rate']} "
@@ -149,7 +151,7 @@ def run(asked: argparse.Namespace, folder: Path, number: int) -> None:
 
 
 def of_guidellm(said: dict[str, Any]) -> dict[str, Any]:
-    """What it says of a load that it sent."""
+    """Return GuideLLM's results for a load that it sent."""
     (benchmark,) = said["benchmarks"]
     metrics = benchmark["metrics"]
     totals = metrics["request_totals"]
@@ -162,7 +164,7 @@ def of_guidellm(said: dict[str, Any]) -> dict[str, Any]:
 
 
 def of_vllm(said: dict[str, Any]) -> dict[str, Any]:
-    """The same of `vllm bench serve`."""
+    """Return the results of `vllm bench serve`."""
     return (
         {name: said[name] for name in COUNTS}
         | {"output tok/s": said["output_throughput"]}
@@ -171,7 +173,7 @@ def of_vllm(said: dict[str, Any]) -> dict[str, Any]:
 
 
 def gather(folder: Path) -> list[dict[str, Any]]:
-    """Both summaries of each round in a folder."""
+    """Return both summaries of each round in a folder."""
     rounds = []
     for path in sorted(folder.glob("theirs*.json")):
         said = json.loads(path.read_text())
@@ -188,7 +190,7 @@ def gather(folder: Path) -> list[dict[str, Any]]:
 
 
 def table(rounds: list[dict[str, Any]]) -> str:
-    """As Markdown."""
+    """Return the table as Markdown."""
     tool = next(iter(rounds[0]))
     lines = [f"| round | what | {tool} | dcpbench | apart |", "|---|---|---:|---:|---:|"]
     for number, both in enumerate(rounds, 1):
@@ -201,7 +203,7 @@ def table(rounds: list[dict[str, Any]]) -> str:
 
 
 def main() -> int:
-    """Run, or show what was run."""
+    """Run, or print an earlier run."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=("run", "show", "faults"))
     parser.add_argument("folder", nargs="?", type=Path)

@@ -57,7 +57,7 @@ OTHERS = {
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """How many draws had a property, and the share that is documented, if any."""
+    """Hold how many draws had a property, and the documented share, if any."""
 
     found: int
     of: int
@@ -88,7 +88,7 @@ class Share:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table of shares with the sentence above it."""
+    """Hold a table of shares with the sentence above it."""
 
     title: str
     text: str

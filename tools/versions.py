@@ -1,4 +1,6 @@
-"""Kernels of other checkouts of this project in one process with ours, checked and timed in turns: for the *_versions tools."""
+"""Load kernels of other checkouts of this project into one process, to check and time them in turns, for the *_versions
+tools.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,12 @@ if TYPE_CHECKING:
 
 
 class Version:
-    """Modules of a checkout, that stand in for ours while one of them is loaded or run."""
+    """Hold modules of a checkout, which replace the present ones while one of them is loaded or run."""
 
     def __init__(self, checkout: Path, package: ModuleType, names: Sequence[str]) -> None:
-        """`names`: of modules of the package, each behind those that it imports; what the checkout has not is left out."""
+        """Load `names`, modules of the package, each after those that it imports; modules that the checkout lacks are
+        left out.
+        """
         self.package = package
         self.modules: dict[str, ModuleType] = {}
         room = checkout.joinpath(*package.__name__.split("."))
@@ -50,7 +54,7 @@ class Version:
 
     @contextlib.contextmanager
     def instead(self) -> Iterator[None]:
-        """What is imported by name are this version's modules."""
+        """Replace imports of these modules by this version's inside the block."""
         names = {f"{self.package.__name__}.{name}": module for name, module in self.modules.items()}
         parents = [mock.patch.object(self.package, name, module, create=True) for name, module in self.modules.items()]
         before = {name: sys.modules.get(name) for name in names}
@@ -69,7 +73,7 @@ class Version:
 
 
 def asked_for(parser: argparse.ArgumentParser, cases: Callable[[], list[Case]]) -> list[Case]:
-    """What to measure; ends with the parser's error where that cannot be said of what was typed."""
+    """Return the cases to measure; exit with the parser's error for invalid options."""
     try:
         found = cases()
     except UsageError as e:
@@ -84,7 +88,9 @@ def asked_for(parser: argparse.ArgumentParser, cases: Callable[[], list[Case]]) 
 def measured(
     sizes: dict[str, Any], builds: dict[str, Callable[[], Calls]], device: torch.device, settings: BenchSettings
 ) -> dict[str, Any]:
-    """A line of a file: µs of a call of each, from a CUDA graph, and its error, or what was wrong. Without a GPU none is timed."""
+    """Return a line of a file: µs of a call of each, from a CUDA graph, and its error, or the problem; without a GPU no
+    times.
+    """
     wrong: dict[str, str] = {}
     ready: dict[str, tuple[Calls, Callable[[], None]]] = {}
     for name, build in builds.items():
@@ -108,7 +114,9 @@ def measured(
 
 
 def _why(e: Exception) -> str:
-    """The last line of what it says, as compilers say there what is wrong, or else where it was raised."""
+    """Return the last line of an exception's message, where compilers state the error, or else the place that raised
+    it.
+    """
     lines = str(e).strip().split("\n")
     if not lines[-1]:
         at = traceback.extract_tb(e.__traceback__)[-1]
@@ -117,7 +125,7 @@ def _why(e: Exception) -> str:
 
 
 def written(lines: Iterable[dict[str, Any]], out: Path, said: Callable[[dict[str, Any]], str]) -> int:
-    """Say each line as soon as it is there, and append it to the file; 1 where something was wrong."""
+    """Print each line at once, and append it to the file; return 1 if there was a problem."""
     ok = True
     with out.open("a", encoding="utf-8") as file:
         for line in lines:
@@ -129,7 +137,9 @@ def written(lines: Iterable[dict[str, Any]], out: Path, said: Callable[[dict[str
 
 
 def told(line: dict[str, Any]) -> str:
-    """What was found, in a line: µs, and how many times as fast as the first that was timed; without a GPU errors alone."""
+    """Format the result in a line: µs, and the speed relative to the first that was timed; without
+    a GPU only errors.
+    """
     found = line["found"]
     us = {name: one["median_us"] for name, one in found.items() if "median_us" in one}
     first = next(iter(us.values()), math.nan)

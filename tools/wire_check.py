@@ -37,7 +37,7 @@ FOLDERS = [
 RUNS = [*(run for folder in FOLDERS for run in sorted(folder.iterdir())), *PUBLISHED]
 BAR = 0.1
 ITEMSIZE = 2
-"""Of queries and partial outputs, also over e4m3."""
+"""Bytes per number of queries and partial outputs, also over e4m3."""
 INSIDE = (
     "One layer's exchange (phases `q_gather` and `merge` of a profiled step, divided by the layers), of runs on two and four "
     "H200, against the model. **{within} of {all} are within {bar:.0%}**; no step took part in it: benches alone were fitted to, "
@@ -46,22 +46,22 @@ INSIDE = (
 
 
 class Row(NamedTuple):
-    """One layer's exchange inside a step."""
+    """Hold one layer's exchange inside a step."""
 
     run: str
-    """Its folder, in that of results."""
+    """Name of the run's folder below results."""
     point: Point
     measured_us: float
     modelled_us: float
 
     @property
     def off(self) -> float:
-        """Modelled over measured, less 1."""
+        """Return modelled over measured, minus 1."""
         return self.modelled_us / self.measured_us - 1
 
 
 def layers(run: str, records: Iterable[Record]) -> Iterator[Row]:
-    """Of all steps that have an exchange."""
+    """Yield the exchanges of all steps that have one."""
     wire = built_in(MEASURED_ON).wire.in_step
     for record in records:
         point, phases, honesty = record.point, record.phases, record.honesty
@@ -77,12 +77,12 @@ def layers(run: str, records: Iterable[Record]) -> Iterator[Row]:
 
 
 def within(rows: Sequence[Row]) -> list[Row]:
-    """Those that the model is right about."""
+    """Return the rows for which the model is right."""
     return [row for row in rows if abs(row.off) <= BAR]
 
 
 def by_exchange(rows: Sequence[Row]) -> Iterator[str]:
-    """How many are within, and in the median measured over modelled."""
+    """Yield how many rows are within the bar, and the median of measured over modelled, by exchange."""
     yield f"| exchange | ranks | steps | within {BAR:.0%} | measured over modelled, median |"
     yield "|---|---:|---:|---:|---:|"
     for exchange, ranks in sorted({(row.point.exchange, row.point.dcp) for row in rows}):

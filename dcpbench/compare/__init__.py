@@ -1,1 +1,1 @@
-"""Compares two runs and says FASTER, SLOWER, SAME or UNDECIDED, each with how well it is known. No torch."""
+"""Compare two runs with the verdicts FASTER, SLOWER, SAME or UNDECIDED, each with its uncertainty. No torch."""

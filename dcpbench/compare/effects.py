@@ -1,7 +1,7 @@
-"""Compute the ratio of two sides and how well it is known: launches above repeats above samples. All on logarithms.
+"""Compute the ratio of two sides and its uncertainty, from launches, repeats and samples. All values are logarithms.
 
-A launch is one process that measured, with its own memory, clocks and communicators. These change all samples of a launch
-together, so that only several launches show how much they matter. docs/comparing.md derives every formula.
+A launch is one process that measured, with its own memory, clocks and communicators. These change all samples of a
+launch together, so that only several launches show how much they matter. docs/comparing.md derives every formula.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ EXTRA_DF = 2.0  # degrees of freedom of correlated launches beyond the launches 
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """One metric of one point, as one launch knows it."""
+    """Hold one metric of one point, as one launch measured it."""
 
     log: float  # mean logarithm over its repeats
-    within: Error | None  # error as far as this launch can tell; None without samples
+    within: Error | None  # error estimated from this launch alone; None without samples
     repeats: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """A variance of an effect and the degrees of freedom with which it was estimated."""
+    """Hold a variance of an effect and the degrees of freedom with which it was estimated."""
 
     variance: float
     df: float
@@ -55,7 +55,7 @@ class Scale:
 
 @dataclasses.dataclass(frozen=True)
 class Effect:
-    """The logarithm of B / A with its variance."""
+    """Hold the logarithm of B / A with its variance."""
 
     log: float
     variance: float | None  # for independent launches; None if nothing shows how launches scatter
@@ -70,12 +70,12 @@ class Effect:
 
     @property
     def error(self) -> float:
-        """The standard error of `log` for independent launches; infinite if it is not known."""
+        """Standard error of `log` for independent launches; infinite if it is unknown."""
         return math.inf if self.variance is None else math.sqrt(self.variance)
 
     @property
     def missing_launches(self) -> tuple[int, int]:
-        """How many more launches A and B need before they are judged."""
+        """Return how many more launches A and B need before they are judged."""
         if self.assumed:
             return 0, 0
         a, b = (max(MIN_LAUNCHES - n, 0) for n in self.launches)
@@ -88,12 +88,12 @@ class Effect:
 
     @property
     def least(self) -> float:
-        """The distance from equality of the nearer end of a forecast; below 0 if equality lies between both ends."""
+        """Distance from equality of the nearer end of a forecast; below 0 if equality lies between both ends."""
         return self.log - self.below if self.log > 0 else -self.log - self.above
 
     @property
     def most(self) -> float:
-        """The distance from equality of the other end."""
+        """Distance from equality of the farther end of a forecast."""
         return max(self.log + self.above, self.below - self.log)
 
     def p_differs(self) -> float:
@@ -106,7 +106,7 @@ class Effect:
 
     @property
     def _scales(self) -> list[Scale]:
-        """The scales that have to agree on a verdict; none if the scatter of launches is not known."""
+        """Return the scales that have to agree on a verdict; none if the scatter of launches is unknown."""
         if self.variance is None:
             return []
         return [Scale(self.variance, self.df), *([self.correlated] if self.correlated else [])]

@@ -1,4 +1,4 @@
-"""In what two sides were not the same besides what is compared: machine, software, settings, weights, clocks."""
+"""Find differences between two sides besides what is compared: machine, software, settings, weights, clocks."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ SERVER = (
     ("tokens counted by", "counted"),
 )
 CLOCK_APART = 0.01
-"""Lowest SM clocks further apart than this share are told."""
+"""Minimum relative difference of lowest SM clocks that is reported."""
 MOST_SHOWN, LONGEST = 4, 60
 WITHHELD = " (value withheld)"
 SECRET = re.compile(r"key|token|secret|password|credential", re.IGNORECASE)
 
 
 def differences(pairs: Sequence[Pair]) -> list[Difference]:
-    """Everything recorded of matched points that is not the same set of values on both sides."""
+    """Return every recorded value of matched points that differs between the sides, compared as sets."""
     a = [r for pair in pairs for _, records in pair.a for r in records]
     b = [r for pair in pairs for _, records in pair.b for r in records]
     settings = sorted({name for r in (*a, *b) if r.environment for name in r.environment.settings})
@@ -86,12 +86,14 @@ def layers_held(pairs: Sequence[Pair]) -> list[LayersHeld]:
 
 
 def marks(records: Iterable[Record]) -> list[str]:
-    """All marks of some records, sorted; what throttled is named."""
+    """Return all warnings of some records, sorted; `throttled` with its cause."""
     return sorted({short(mark, LONGEST) for r in records for mark in r.marks})[:20]
 
 
 def _told(r: Record, settings: Sequence[str], asked: Sequence[str]) -> list[tuple[str, Sequence[object]]]:
-    """All that a record says of how it was taken; these `settings` of its machine and its command among it."""
+    """Return how a record was taken, as pairs of name and values, including these `settings` of its machine and its
+    command.
+    """
     env, honesty, given = r.environment, r.honesty, r.measured_with
     return [
         *((what, [getattr(env, name)] if env else []) for what, name in ENVIRONMENT),

@@ -24,7 +24,7 @@ _LIMIT = re.compile(r"(?:(?P<share>\d+(?:\.\d+)?)%|\+(?P<more>\d+(?:\.\d+)?))")
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """One part of --fail-on."""
+    """Hold one part of --fail-on."""
 
     text: str
     name: str

@@ -1,4 +1,4 @@
-"""Judge two sides: compute the effects of all rows, correct for all of them, and say what would decide the rest."""
+"""Judge two sides: compute the effects of all rows, correct for all of them, and find what would decide the rest."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MAX_LOG = 700.0  # exp of more does not fit into a double
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """How two sides are compared."""
+    """Define how two sides are compared."""
 
     margin: float = 0.01  # two values within this share of each other count as the same
     alpha: float = 0.05  # chance of any FASTER or SLOWER if nothing differs
@@ -54,7 +54,7 @@ class Options:
 
 @dataclasses.dataclass
 class _Test:
-    """A row that gets a verdict from its effect."""
+    """Hold a row that gets a verdict from its effect."""
 
     row: Row
     effect: effects.Effect
@@ -103,7 +103,7 @@ def judge(a: Sequence[Run], b: Sequence[Run], options: Options) -> Comparison:
 
 
 def name_of(point: Point) -> str:
-    """The point in a line, whatever stands in its record; the repeat left out."""
+    """Return the point's name in one line, without the repeat."""
     mode = f", {point.load.mode}" if point.load else ""
     try:
         name = point_name(point).partition(", repeat ")[0]
@@ -164,10 +164,11 @@ def _point(pair: Pair, options: Options, a: Sequence[Run], b: Sequence[Run], tes
 
 
 def _unsure(metric: Metric, pair: Pair) -> tuple[float, float] | None:
-    """By how much less and more the logarithm of the ratio may be for the forecasts among its records; 0 without one.
+    """Return by how much the logarithm of the ratio may be lower and higher due to forecasts; 0 without one, None
+    without ends.
 
-    By the ends that are furthest off, as if forecasts of A and of B erred independently: what both err by alike is in no
-    record. None where a forecast has no ends.
+    The ends that are furthest off count, as if forecasts of A and of B erred independently: no record has the error
+    that both share.
     """
     reach = [[_reach(metric, r) for _, records in side for r in records if forecast(r)] for side in (pair.a, pair.b)]
     if any(one is None for side in reach for one in side):
@@ -179,7 +180,7 @@ def _unsure(metric: Metric, pair: Pair) -> tuple[float, float] | None:
 
 
 def _reach(metric: Metric, record: Record) -> tuple[float, float] | None:
-    """How far the ends of a forecast lie below and above its value, in logarithms; None where it has none."""
+    """Return how far the ends of a forecast lie below and above its value, in logarithms; None if it has none."""
     value, ends = metric.value(record), metric.ends(record)
     if not value or ends is None or not min(value, *ends) > 0:
         return None if value else (0.0, 0.0)
@@ -193,7 +194,7 @@ def _values(metric: Metric, kind: Error | None, side: tuple[Run, list[Record]]) 
 def _estimate(
     metric: Metric, kind: Error, launch: Run, records: Sequence[Record], sampled: dict[int, Sampled]
 ) -> effects.Estimate | None:
-    """What a launch knows of a metric; `sampled` keeps the samples of its records from one metric to the next."""
+    """Return the estimate of a metric by one launch; `sampled` caches the samples of its records between metrics."""
     values, errors = [], []
     seed = zlib.crc32(metric.option.encode())  # the same on both sides, for draws of the same requests
     for record in records:
@@ -230,7 +231,7 @@ def _test(
 
 
 def _about(metric: Metric) -> dict[str, Any]:
-    """What a row says of its metric."""
+    """Return the fields of a row that describe its metric."""
     return {
         "metric": metric.option,
         "title": metric.brief,
@@ -243,8 +244,8 @@ def _about(metric: Metric) -> dict[str, Any]:
 def _decide(tests: Sequence[_Test], options: Options) -> None:
     """Correct all rows at once, then give each its interval and its verdict.
 
-    There are two families: whether rows differ, and whether they are the same within the margin. A claim of one does not
-    make those of the other cheaper.
+    There are two families of tests: that rows differ, and that they are the same within the margin. They are corrected
+    separately, so that rejections in one family do not loosen the level of the other.
     """
     margin = math.log1p(options.margin)
     differ = [t.effect.p_differs() for t in tests]

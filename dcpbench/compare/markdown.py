@@ -1,4 +1,4 @@
-"""A comparison as Markdown: for a step summary, a comment on a change, or a document."""
+"""Render a comparison as Markdown: for a step summary, a comment on a change, or a document."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from dcpbench.compare.model import Comparison, PointResult, Row
 
 MOST = 300
-"""Points in the table; JSON has them all."""
+"""Maximum number of points in the table; JSON has them all."""
 MOST_NAMES = 5
 SIGNS = {"SLOWER": "🔴", "FASTER": "🟢", "MORE": "▲", "FEWER": "▼", "SAME": "=", "UNDECIDED": "?"}
 HEAD = "| Point | Metric | A | B | B/A | Interval | Verdict | |\n|---|---|--:|--:|--:|:-:|---|---|"
 
 
 def render(c: Comparison, *, picture: str = "") -> str:
-    """Verdict first, then what differs, rows, points that could not be compared, and how it was judged."""
+    """Return the verdict, what differs, rows, points that could not be compared, and how it was judged."""
     parts = [_verdict(c)]
     parts += [f"> {markdown(note)}" for note in notes_above(c)]
     parts.append(_differences(c))
@@ -56,7 +56,7 @@ def _verdict(c: Comparison) -> str:
 
 
 def _sign(c: Comparison) -> str:
-    """A tick only where everything was decided, and nothing is worse."""
+    """Return a tick if everything was decided and nothing is worse, else another sign."""
     rows = [row for point in c.points for row in point.rows]
     if c.fails or any(row.worse for row in rows):
         return "❌" if c.fails else "🔴"
@@ -73,7 +73,7 @@ def _differences(c: Comparison) -> str:
 
 
 def _launches(names: Sequence[str]) -> str:
-    """The names of a side, of many the first."""
+    """Return the names of a side's launches; if there are many, the first ones."""
     return ", ".join(map(markdown, names[:MOST_NAMES])) + ("…" if len(names) > MOST_NAMES else "")
 
 

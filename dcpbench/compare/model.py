@@ -8,12 +8,12 @@ import msgspec
 
 Workload = Literal["decode", "serve"]
 Verdict = Literal["FASTER", "SLOWER", "MORE", "FEWER", "SAME", "UNDECIDED"]
-"""B against A. MORE and FEWER are of what is counted: syncs, memory, KV capacity."""
+"""Verdicts on B against A; MORE and FEWER are for counted metrics: syncs, memory, KV capacity."""
 WORST_FIRST: tuple[Verdict, ...] = ("SLOWER", "MORE", "FEWER", "FASTER", "UNDECIDED", "SAME")
 
 
 class Row(msgspec.Struct, kw_only=True):
-    """One metric of one point."""
+    """Hold one metric of one point."""
 
     metric: str
     title: str
@@ -23,19 +23,19 @@ class Row(msgspec.Struct, kw_only=True):
     sampled: bool = True  # False for a count, of which every difference is one
     judged: bool = False  # whether it could have got another verdict than UNDECIDED
     a: float
-    """Geometric mean over launches, each the geometric mean of its repeats; of what is counted, the median."""
+    """Geometric mean over launches, each the geometric mean of its repeats; for counted metrics the median."""
     b: float
     ratio: float | None
-    """B / A; null where A is 0."""
+    """B / A; null if A is 0."""
     low: float | None = None
-    """Of the ratio's interval at `confidence`; null where nothing says how well it is known."""
+    """Lower end of the ratio's interval at `confidence`; null if its uncertainty is unknown."""
     high: float | None = None
     confidence: float | None = None
-    """1 - what is left for this interval after correcting for all tests; null for what is counted."""
+    """Confidence of this interval after correcting for all tests; null for counted metrics."""
     p_differs: float | None = None
     p_same: float | None = None
     differs: bool = False
-    """Whether the corrected test says that A and B are not equal, by however little."""
+    """True if the corrected test finds A and B unequal, however small the difference."""
     verdict: Verdict
     least_visible: float | None = None  # smallest ratio above 1 that is found in 4 of 5 cases; null if not judged
     reason: str = ""  # why it is undecided
@@ -49,41 +49,43 @@ class Row(msgspec.Struct, kw_only=True):
 
     @property
     def worse(self) -> bool:
-        """Whether the verdict is a change for the worse."""
+        """Return True if the verdict is a change for the worse."""
         bad = "FEWER" if self.higher_is_better else "MORE"
         return self.verdict in ("SLOWER", bad)
 
 
 class PointResult(msgspec.Struct, kw_only=True):
-    """One point that both sides have."""
+    """Hold one point that both sides have."""
 
     name: str
     other_name: str = ""
-    """What it is in B, where it is not the same (`across`)."""
+    """Name of the point in B if it differs (`across`)."""
     workload: Workload
     mode: str = ""
-    """`live` or `replay`, of served points."""
+    """`live` or `replay`, for served points."""
     cpu: bool = False
     forecast: list[Literal["a", "b"]] = []
     """Sides that are forecasts, of which one rank ran: intervals reach to their ends."""
     without_ends: list[str] = []
-    """Metrics that are not judged, as a forecast has no ends for them."""
+    """Metrics that are not judged because a forecast has no ends for them."""
     marks_a: list[str] = []
     marks_b: list[str] = []
     output_tok_s: tuple[float, float] | None = None
-    """Of A and B in `decode`: concurrency / step time. Null in `serve`, which has rows of its throughput."""
+    """Output tok/s of A and B in `decode`: concurrency / step time. Null in `serve`, which has rows
+    for its throughput.
+    """
     rows: list[Row] = []
     not_compared: list[str] = []
-    """Metrics that one side has and the other has not."""
+    """Metrics that only one side has."""
 
     @property
     def rank(self) -> int:
-        """Worst verdict first."""
+        """Sort key: worst verdict first."""
         return min((WORST_FIRST.index(row.verdict) for row in self.rows), default=len(WORST_FIRST))
 
 
 class Difference(msgspec.Struct, kw_only=True):
-    """Something in which the sides were not the same."""
+    """Hold something in which the sides were not the same."""
 
     what: str
     a: str
@@ -91,7 +93,9 @@ class Difference(msgspec.Struct, kw_only=True):
 
 
 class LayersHeld(msgspec.Struct, frozen=True, kw_only=True):
-    """A model that did not fit on a side: the number of its layers that were in memory, and were cycled through."""
+    """Hold a model that did not fit on a side: the number of its layers that were in memory, and
+    were cycled through.
+    """
 
     side: Literal["a", "b"]
     model: str
@@ -101,20 +105,20 @@ class LayersHeld(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Broken(msgspec.Struct, kw_only=True):
-    """A point that ran on one side only."""
+    """Hold a point that ran on one side only."""
 
     name: str
     side: Literal["a", "b"]
-    """Where it did not run."""
+    """Side on which it did not run."""
     outcome: str
     reason: str
 
 
 class Finding(msgspec.Struct, kw_only=True):
-    """The result of a rule of --fail-on for one row or point.
+    """Hold the result of a rule of --fail-on for one row or point.
 
-    `fails`: B is proven worse · `unjudged`: the row has no test that could have failed · `undecided`: it has one, and the
-    interval reaches beyond the limit.
+    `fails`: B is proven worse · `unjudged`: the row has no test that could have failed · `undecided`: it has one, and
+    the interval reaches beyond the limit.
     """
 
     rule: str
@@ -125,11 +129,11 @@ class Finding(msgspec.Struct, kw_only=True):
 
 
 class Comparison(msgspec.Struct, kw_only=True):
-    """A against B."""
+    """Hold the comparison of A and B."""
 
     schema_version: int = 1
     a: list[str]
-    """Its launches."""
+    """Names of the launches of A."""
     b: list[str]
     paired: bool
     across: list[str]
@@ -138,13 +142,13 @@ class Comparison(msgspec.Struct, kw_only=True):
     launch_noise: float | None  # null if it was not given
     tests: int  # judged rows that were sampled: the family that verdicts are corrected for
     counts: dict[str, int]
-    """Rows by verdict."""
+    """Number of rows by verdict."""
     cpu: bool
-    """Whether any point ran on a CPU, so that its times claim nothing."""
+    """True if any point ran on a CPU, so that its times allow no conclusion about performance."""
     forecast: bool
-    """Whether any point is a forecast on either side; which of them, and what was not judged for it, say the points."""
+    """True if any point is a forecast on either side; the points state which, and what was not judged for them."""
     performance: bool
-    """Whether times of such points were judged all the same (--allow-cpu), or there are none."""
+    """True if times of CPU points were judged nevertheless (--allow-cpu), or if there are none."""
     differences: list[Difference]
     points: list[PointResult]
     only_a: list[str]
@@ -157,10 +161,10 @@ class Comparison(msgspec.Struct, kw_only=True):
 
     @property
     def fails(self) -> list[Finding]:
-        """The findings that make the exit code 1."""
+        """Findings that make the exit code 1."""
         return [f for f in self.findings if f.status == "fails"]
 
     @property
     def unjudged(self) -> list[Finding]:
-        """The findings that make the exit code 3 if no rule fails."""
+        """Findings that make the exit code 3 if no rule fails."""
         return [f for f in self.findings if f.status == "unjudged"]

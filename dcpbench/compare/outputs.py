@@ -29,7 +29,7 @@ NOT_JUDGED = ExitCode.NO_ANSWER  # exit code if a rule had nothing that could ha
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Out:
-    """Files and formats of a comparison."""
+    """Hold the files and formats of a comparison."""
 
     fail_on: str | None = None
     folder: Path | None = None
@@ -77,9 +77,9 @@ def conclude(a: Sequence[Run], b: Sequence[Run], options: Options, out: Out) -> 
 
 
 def write(found: Comparison, out: Out) -> list[Path]:
-    """Markdown, JSON and the forest plot into `out.folder`, JUnit into its file; the paths.
+    """Write Markdown, JSON and the forest plot into `out.folder` and JUnit into its file; return the paths.
 
-    Raises OutputError where one cannot be written.
+    Raise OutputError if a file cannot be written.
     """
     paths: list[Path] = []
     try:

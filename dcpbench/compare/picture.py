@@ -1,4 +1,4 @@
-"""The forest plot: every ratio with its interval, and the margin within which two sides are the same."""
+"""Draw the forest plot: every ratio with its interval, and the margin within which two sides are the same."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
     from dcpbench.compare.model import Comparison, PointResult, Row
 
 MOST = 60
-"""Rows of the picture, worst first."""
+"""Maximum number of rows of the picture, worst first."""
 COLOURS = {"SLOWER": colour(1), "FASTER": colour(2), "SAME": "#777777", "UNDECIDED": colour(0)}
-"""Each verdict has its own mark, too."""
+"""Colour of each verdict; each has its own marker, too."""
 MARKS = {"SLOWER": "v", "FASTER": "^", "SAME": "s", "UNDECIDED": "o"}
 ROW_INCHES, WIDE, LABEL = 0.24, 9.0, 120
 PLOT_INCHES, LETTER_INCHES = 4.8, 0.057
-"""What intervals take beside the names of rows, and a letter of those."""
+"""Width of the intervals next to the rows' names, and of one character of those, in inches."""
 WRAP = 60
-"""Letters of the title in a line as wide as the intervals."""
+"""Maximum number of characters per line of the title, in a line as wide as the intervals."""
 FURTHEST = 3.0
-"""Intervals that reach further than this factor are cut there."""
+"""Maximum factor that is drawn; longer intervals are cut there."""
 
 
 def draw(c: Comparison, folder: Path) -> list[Path]:
-    """Write forest.png and forest.svg; nothing where no ratio has an interval."""
+    """Write forest.png and forest.svg; neither if no ratio has an interval."""
     rows = [(p, row) for p in c.points for row in p.rows if row.low is not None and row.ratio and row.ratio > 0][:MOST]
     if not rows:
         return []
@@ -84,7 +84,7 @@ def _frame(axes: Axes, rows: list[tuple[PointResult, Row]], c: Comparison) -> No
 
 
 def _ticks(reach: float) -> list[float]:
-    """Round ratios, denser the closer the picture looks."""
+    """Return round ratios, closer together for narrower ranges."""
     for step in (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25):
         if reach / step <= 5:  # noqa: PLR2004 -- labels on either side
             return [round(1 + step * k, 4) for k in range(-6, 7) if 1 + step * k > 0]

@@ -1,4 +1,6 @@
-"""How well one launch knows a statistic of its own samples: bootstrap of blocks, as neighbouring samples are alike."""
+"""Estimate the error of a statistic from one launch's own samples: a block bootstrap, because neighbouring samples
+correlate.
+"""
 
 from __future__ import annotations
 
@@ -15,39 +17,43 @@ if TYPE_CHECKING:
 
     Floats = npt.NDArray[np.float64]
     Statistic = Callable[[Floats], Floats]
-    """Of each row of a matrix."""
+    """Function that computes a statistic of each row of a matrix."""
 
 DRAWS = 400
 LEAST = 8
-"""Fewer samples do not say how they scatter."""
+"""Minimum number of samples that show their scatter."""
 MANY = 20_000
-"""More samples are cut into BATCHES contiguous batches instead: the same answer, without copying them 400 times."""
+"""Number of samples above which they are cut into BATCHES contiguous batches: the same result, without copying them 400
+times.
+"""
 BATCHES = 64
 ROOM = 4_000_000
-"""Numbers that are drawn at once."""
+"""Maximum number of values that are drawn at once."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Error:
-    """How well the logarithm of a statistic is known, and the degrees of freedom that this was estimated with."""
+    """Hold the error of the logarithm of a statistic, and the degrees of freedom with which it was estimated."""
 
     variance: float
     df: float
     draws: Floats | None = None
-    """Logarithms of the statistic of resampled requests: the n-th draw of any launch has the same requests."""
+    """Logarithms of the statistic of resampled requests; the n-th draw of any launch has the same requests."""
     samples: int = 0
-    """How many requests that were."""
+    """Number of these requests."""
 
     @property
     def of_requests(self) -> bool:
-        """Whether it says what other requests would have given, by which launches of the same ones do not differ."""
+        """Return True if the error is for a different choice of requests; launches with the same requests do not differ
+        by it.
+        """
         return self.draws is not None
 
 
 def joint(a: Error, b: Error) -> list[tuple[float, float]]:
-    """Variances, with degrees of freedom, of the difference of two launches' logarithms.
+    """Return the variances, with degrees of freedom, of the difference of two launches' logarithms.
 
-    Where both served the same requests, these are drawn for both at once: what a request does to both sides cancels.
+    If both served the same requests, these are drawn for both at once: effects of a request on both sides cancel.
     """
     if a.draws is None or b.draws is None or a.samples != b.samples:
         return [(a.variance, a.df), (b.variance, b.df)]
@@ -55,10 +61,10 @@ def joint(a: Error, b: Error) -> list[tuple[float, float]]:
 
 
 def block_length(series: Floats) -> int:
-    """Samples in a block: (√6·ρ / (1 - ρ²))^⅔ · n^⅓, at least 1 and at most n / 4.
+    """Return the block length in samples: (√6·ρ / (1 - ρ²))^⅔ · n^⅓, at least 1 and at most n / 4.
 
     Politis and White, Automatic block-length selection for the dependent bootstrap (2004), for the circular bootstrap
-    and a series whose correlation falls off as ρ, ρ², …; ρ is the correlation of neighbours, taken as 0 where negative.
+    and a series with autocorrelation ρ, ρ², …; ρ is the correlation of neighbours, taken as 0 if negative.
     """
     n = len(series)
     centred = series - series.mean()
@@ -70,7 +76,9 @@ def block_length(series: Floats) -> int:
 
 
 def drawn(n: int, length: int, draws: int, rng: np.random.Generator) -> npt.NDArray[np.intp]:
-    """Indices of `draws` resampled series: [draws, n], of blocks that begin anywhere and go round at the end."""
+    """Return the indices of `draws` resampled series, [draws, n], made of blocks that start
+    anywhere and wrap around.
+    """
     blocks = math.ceil(n / length)
     starts = rng.integers(0, n, (draws, blocks, 1))
     return ((starts + np.arange(length)) % n).reshape(draws, -1)[:, :n]
@@ -79,11 +87,12 @@ def drawn(n: int, length: int, draws: int, rng: np.random.Generator) -> npt.NDAr
 def error_of(
     samples: Sequence[float] | Floats, statistic: Statistic, seed: int, *, requests: bool = False
 ) -> Error | None:
-    """Error of `statistic` of one launch's samples, in their order; None with too few, or where it is not positive.
+    """Return the error of `statistic` of one launch's samples in their order; None with too few, or if it is not
+    positive.
 
-    `requests`: there is one sample for each request, or for each window of a run, so that two launches can be drawn
-    alike; the length of blocks is then that of `request_blocks`, whatever they are. Samples that are not finite are left
-    out.
+    With `requests` there is one sample per request, or per window of a run, so that two launches can use the same
+    draws; blocks then have the length of `request_blocks`, regardless of the samples. Samples that are not finite are
+    left out.
     """
     series = np.asarray(samples, np.float64)
     series = series[np.isfinite(series)]
@@ -104,15 +113,17 @@ def error_of(
 
 
 def request_blocks(n: int) -> int:
-    """Neighbouring requests that are drawn together: 2·n^⅓, as they share steps and queues."""
+    """Return the number of neighbouring requests that are drawn together, 2·n^⅓, because they share
+    steps and queues.
+    """
     wanted: float = 2 * n ** (1 / 3)
     return max(1, min(round(wanted), n // 4))
 
 
 def error_of_pooled(groups: Sequence[Floats], q: float, seed: int) -> Error | None:
-    """Error of the q-quantile of all groups' samples pooled, where the groups are drawn, not the samples.
+    """Return the error of the q-quantile of all groups' pooled samples, where groups are drawn instead of samples.
 
-    For gaps between tokens: those of a request are dependent, and requests beside each other share steps.
+    It applies to gaps between tokens: those of a request are dependent, and neighbouring requests share steps.
     """
     groups = [kept for g in groups if len(kept := g[np.isfinite(g)])]
     if len(groups) < LEAST:
@@ -132,7 +143,9 @@ def error_of_pooled(groups: Sequence[Floats], q: float, seed: int) -> Error | No
 
 
 def quantile(q: float) -> Statistic:
-    """The q-quantile of each row, linear between neighbours; ten times as fast as numpy's for short rows."""
+    """Return a function for the q-quantile of each row, linear between neighbours; ten times as fast as numpy's for
+    short rows.
+    """
 
     def of_rows(rows: Floats) -> Floats:
         ordered = np.sort(rows, axis=1)
@@ -145,12 +158,14 @@ def quantile(q: float) -> Statistic:
 
 
 def mean(rows: Floats) -> Floats:
-    """The mean of each row."""
+    """Return the mean of each row."""
     return np.asarray(rows.mean(axis=1), np.float64)
 
 
 def _by_batches(series: Floats, statistic: Statistic) -> Error | None:
-    """Batch means: contiguous batches are nearly independent, and their spread over √batches is the error."""
+    """Return the error from batch means: contiguous batches are nearly independent, and their spread over √batches is
+    the error.
+    """
     size = len(series) // BATCHES
     rows = series[: size * BATCHES].reshape(BATCHES, size)
     error = _of_logs(statistic(rows), BATCHES - 1.0)
@@ -158,7 +173,7 @@ def _by_batches(series: Floats, statistic: Statistic) -> Error | None:
 
 
 def _of_logs(values: Floats, df: float, requests: int = 0) -> Error | None:
-    """Of draws of a statistic; those of so many `requests` are kept."""
+    """Return the error from draws of a statistic; with `requests` the draws are kept."""
     if not (np.isfinite(values).all() and (values > 0).all()):
         return None
     logs = np.log(values)

@@ -1,4 +1,4 @@
-"""One round of `ab` in a line, while the others run."""
+"""Summarise one round of `ab` in a line, while the others run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 
 def in_short(a: Run, b: Run) -> str:
-    """The first metric that `compare` compares, B against A: of one point its values, of several the range of ratios.
+    """Return the first metric that `compare` compares, B against A: of one point its values, of several the range of
+    ratios.
 
     `step time 27.56 → 20.52 ms, B/A 0.745`; points that ran on one side only are counted.
     """
@@ -49,6 +50,6 @@ def _ratio(value: float) -> str:
 
 
 def _median(records: Sequence[Record], metric: Metric) -> float | None:
-    """Over repeats."""
+    """Return the median over repeats."""
     values = [value for record in records if (value := metric.value(record)) is not None]
     return statistics.median(values) if values else None

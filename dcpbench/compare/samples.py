@@ -1,4 +1,4 @@
-"""How well one launch knows a metric: which of its samples lie below it, and how these are resampled."""
+"""Estimate the error of a metric by one launch: select the samples behind it, and resample them."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Record
 
 WINDOWS = 64
-"""Of a served run, in each of which its tokens are counted: how a rate scatters."""
+"""Number of windows of a served run in which tokens are counted, to estimate the scatter of a rate."""
 SMALLEST = 1e-150
-"""Nothing that is measured is smaller, or larger than one by this; ratios of such numbers fit into a double."""
+"""Lower bound of measured values, and reciprocal of the upper bound; ratios of such values fit into a double."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Requests:
-    """Requests of one served record, in order of submission; none without a file of samples."""
+    """Hold the requests of one served record in order of submission; none without a file of samples."""
 
     times: list[formulas.RequestTimes]
-    """Times of requests that have tokens, also of those that were cut off."""
+    """Times of requests that have tokens, including those that were cut off."""
     waiting_s: list[float]
-    """Submission of requests that were cut off before their first token."""
+    """Submission times of requests that were cut off before their first token."""
 
     @property
     def finished(self) -> list[formulas.RequestTimes]:
-        """Times of requests whose latency is known."""
+        """Times of requests with a known latency."""
         return [times for times in self.times if times.finished]
 
 
@@ -46,9 +46,9 @@ NO_REQUESTS = Requests([], [])
 
 
 def comparable(metric: Metric, record: Record, *, sampled: bool) -> float | None:
-    """The value as it is shown, where it can be compared; None where it was not measured or cannot be.
+    """Return the value as it is shown; None if it was not measured or cannot be compared.
 
-    A 0 can be where things are counted, and not `sampled`: a sampled one is compared by its logarithm.
+    A value of 0 is allowed for counted metrics, which are not `sampled`: a sampled one is compared by its logarithm.
     """
     found = metric.value(record)
     try:
@@ -83,7 +83,7 @@ def requests_of(record: Record, folder: Path) -> Requests:
 
 
 def error_of(metric: Metric, kind: Error, record: Record, requests: Requests, seed: int) -> resampling.Error | None:
-    """How well the record's launch knows the metric, by its samples of this kind; None where they are too few."""
+    """Return the error of the metric by the record's samples of this kind; None if they are too few."""
     return ERRORS[kind](metric, record, requests, seed)
 
 
@@ -103,7 +103,7 @@ def _gaps(metric: Metric, _: Record, requests: Requests, seed: int) -> resamplin
 
 
 def _quantile(metric: Metric) -> float:
-    """0.99 of a p99; the median of what has no statistics."""
+    """Return 0.99 for a p99; 0.5, the median, for a metric without statistic."""
     return float(metric.statistic.removeprefix("p") or 50) / 100
 
 
@@ -146,4 +146,4 @@ ERRORS: dict[Error, Callable[[Metric, Record, Requests, int], resampling.Error |
     "steady tokens": _steady_tokens,
     "objectives": _objectives,
 }
-"""By the kind of error that the catalogue of metrics names."""
+"""Function for each kind of error in the catalogue of metrics."""

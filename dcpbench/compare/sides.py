@@ -1,4 +1,4 @@
-"""The two sides of a comparison: launches, each the records of one run's folder, and their points matched."""
+"""Read the two sides of a comparison as launches, one per run folder, and match their points."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ if TYPE_CHECKING:
     from dcpbench.records.runs import Run
 
 MOST_POINTS = 10_000
-"""Points that both sides have; each takes milliseconds."""
+"""Maximum number of points that both sides share; each takes milliseconds."""
 FIELDS = tuple(axis.name for axis in (*AXES, *LOAD_AXES) if axis.name not in ("repeat", "workload", "mode"))
-"""Of a point and its load, which `across` may leave out of what it is. Live is never compared with replay."""
+"""Fields of a point and its load that `across` may ignore; live is never compared with replay."""
 
 
 Side = list[tuple["Run", list["Record"]]]
-"""What each launch measured of a point; launches that lack it are left out."""
+"""Records of a point by launch; launches without the point are left out."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """A point that both sides have."""
+    """Hold a point that both sides have."""
 
     a: Side
     b: Side
 
     @property
     def point(self) -> Point:
-        """Of A, the first repeat."""
+        """Point of A, first repeat."""
         return self.a[0][1][0].point
 
     @property
     def records(self) -> list[Record]:
-        """All of both sides."""
+        """All records of both sides."""
         return [record for _, found in (*self.a, *self.b) for record in found]
 
     @property
@@ -58,28 +58,28 @@ class Pair:
 
     @property
     def shares_records(self) -> bool:
-        """Whether a record of A is one of B, too, as in a copy of its folder."""
+        """Return True if a record of A is also one of B, as in a copy of its folder."""
         a, b = ({one for _, found in side for r in found if (one := _identity(r))} for side in (self.a, self.b))
         return not a.isdisjoint(b)
 
 
 @dataclasses.dataclass(frozen=True)
 class Matched:
-    """All points of two sides."""
+    """Hold all points of two sides, matched."""
 
     pairs: list[Pair]
     only_a: list[Record]
-    """One record of each point that the other side does not have at all."""
+    """One record of each point that the other side lacks."""
     only_b: list[Record]
     broken_a: list[Record]
-    """Points that ran in B and not in A: A's record, which has the reason."""
+    """Points that ran in B and not in A, as A's record, which has the reason."""
     broken_b: list[Record]
 
 
 def read_side(paths: Sequence[Path]) -> list[Run]:
-    """The launches that paths stand for: runs' folders, their records.jsonl, or folders that hold several runs.
+    """Read the launches at these paths: run folders, their records.jsonl, or folders that hold several runs.
 
-    A folder named twice counts once. Raises RecordsError where a path holds no records.
+    A folder that is named twice counts once. Raise RecordsError if a path holds no records.
     """
     folders = [inside for path in paths for inside in _runs(path)]
     unique = {folder.resolve(): folder for folder in folders}
@@ -121,7 +121,9 @@ def _check_count(points: int) -> None:
 
 
 def _count_lines(path: Path) -> int:
-    """Return the number of lines of a file; 0 for anything that is no regular file, about which reading it says more."""
+    """Return the number of lines of a file; 0 for anything that is no regular file, for which reading raises a specific
+    error.
+    """
     if not path.is_file():
         return 0
     with path.open("rb") as file:
@@ -129,9 +131,9 @@ def _count_lines(path: Path) -> int:
 
 
 def match(a: Sequence[Run], b: Sequence[Run], across: Sequence[str] = ()) -> Matched:
-    """Points of A with the same points of B; without the fields in `across` they may be several of one name.
+    """Match points of A with the same points of B; without the fields in `across` several points may be the same.
 
-    Raises UsageError for fields that no point has, where a point could be compared with several, and for too many.
+    Raise UsageError for fields that no point has, if a point could be compared with several, and for too many points.
     """
     _check_fields(across)
     sides = [_by_point(launches, across) for launches in (a, b)]
@@ -157,7 +159,7 @@ def match(a: Sequence[Run], b: Sequence[Run], across: Sequence[str] = ()) -> Mat
 
 
 def differing(a: Sequence[Run], b: Sequence[Run]) -> list[str]:
-    """Fields that do not take the same values on both sides: what two variants of one sweep were told differently."""
+    """Return the fields with different values on the two sides: the differences between two variants of one sweep."""
     points = [[r.point for launch in side for r in launch.records] for side in (a, b)]
     values = ([p.values(~Role.REPEAT) for p in side] for side in points)
     taken = [{name: {str(v.get(name)) for v in side} for name in FIELDS} for side in values]
@@ -165,14 +167,14 @@ def differing(a: Sequence[Run], b: Sequence[Run]) -> list[str]:
 
 
 def apart(a: Point, b: Point) -> list[str] | None:
-    """What `across` has to leave out for two points to be one; None where it cannot, as of live and replay."""
+    """Return the fields that `across` has to ignore to match two points; None if it cannot, as for live and replay."""
     one, other = (p.values(~Role.REPEAT) for p in (a, b))
     names = [name for name in one.keys() | other.keys() if one.get(name) != other.get(name)]
     return None if set(names) - set(FIELDS) else sorted(names, key=FIELDS.index)
 
 
 def measured(record: Record) -> bool:
-    """Whether the record has anything to compare."""
+    """Return True if the record has anything to compare."""
     return record.outcome == "ok" and (record.metrics is not None or record.serve is not None)
 
 
@@ -184,12 +186,12 @@ def _runs(path: Path) -> list[Path]:
 
 
 def _key(point: Point, across: Sequence[str]) -> str:
-    """Everything that a point is, its repeat and the fields in `across` left out."""
+    """Return the identity of a point without its repeat and the fields in `across`."""
     return "/".join(f"{name}={value}" for name, value in point.values(~Role.REPEAT).items() if name not in across)
 
 
 def _by_point(launches: Sequence[Run], across: Sequence[str]) -> dict[str, Side]:
-    """By what a point is: its records in each launch. An exact copy of a measurement counts once."""
+    """Group the records of each launch by point; an exact copy of a measurement counts once."""
     found: dict[str, Side] = {}
     seen: set[bytes] = set()
     replayed: set[tuple[str, str]] = set()
@@ -208,14 +210,16 @@ def _by_point(launches: Sequence[Run], across: Sequence[str]) -> dict[str, Side]
 
 
 def _identity(record: Record) -> bytes:
-    """Of a measurement and its copies; none without a time, as two that agree may be two."""
+    """Return the identity of a measurement and its copies; empty without a start time, because two equal ones may be
+    distinct.
+    """
     return measurement(record) if measured(record) and record.started_at else b""
 
 
 def _known(records: Sequence[Record], launch: Run, seen: set[tuple[str, str]], key: str) -> bool:
-    """Whether these are replays by step times that an earlier launch replayed by: those are one measurement, not two.
+    """Return True if these are replays with step times that an earlier launch replayed with: those are one measurement.
 
-    Step times that lie in the launch's own folder were measured by it.
+    Step times in the launch's own folder were measured by it.
     """
     names = {r.honesty.step_times for r in records if r.honesty and r.honesty.step_times}
     shared = {(key, name) for name in names if not (launch.folder / name).is_file()}

@@ -1,4 +1,4 @@
-"""A comparison in a terminal: what differs first, then rows by point, then the verdict. Fits 80 columns."""
+"""Render a comparison for a terminal: what differs first, then rows by point, then the verdict. Fits 80 columns."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ HEAD = f"  {'':<18} {'A':>9} {'B':>9} {'B/A':>6} {'interval':>13}  verdict (+mor
 
 
 def render(c: Comparison, *, every: bool = False) -> list[Text]:
-    """Lines for `rich`, none of which is read as markup; `every`: all points."""
+    """Return lines for `rich`, none of which is parsed as markup; `every` includes all points."""
     shown = c.points if every else c.points[:MAX_POINTS]
     lines = [Text(note, style="yellow") for note in notes_above(c)]
     lines += [Text(f"A  {_launches(c.a)}"), Text(f"B  {_launches(c.b)}")]
@@ -63,7 +63,7 @@ def render(c: Comparison, *, every: bool = False) -> list[Text]:
 
 
 def _left_out(points: list[PointResult]) -> Text:
-    """How many, and how many have which verdict as their worst."""
+    """Return the number of points left out, by their worst verdict."""
     found = collections.Counter[str](WORST_FIRST[point.rank] for point in points if point.rows)
     worst = f" ({verdicts(found)})" if found else ""
     return Text(
@@ -86,7 +86,7 @@ def _differences(c: Comparison) -> list[Text]:
 
 
 def _point(point: PointResult) -> Iterator[Text]:
-    rates = point.output_tok_s  # of decode; others have rows of it
+    rates = point.output_tok_s  # of decode; other workloads have rows for it
     said = f": {' → '.join(short_number(rate, 4) for rate in rates)} tok/s" if rates else ""
     yield Text(point.name + said, style="bold")
     if point.other_name:

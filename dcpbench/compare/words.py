@@ -19,39 +19,39 @@ LARGE = 1000
 
 
 def label(row: Row) -> str:
-    """The metric with its unit."""
+    """Return the metric with its unit."""
     return row.title if row.unit in row.title else f"{row.title} {row.unit}"
 
 
 def ratio_text(row: Row) -> str:
-    """`1.0312`; what is counted and small, and what cannot be divided, has none."""
+    """Return `1.0312`; empty for small counts and for values that cannot be divided."""
     return "" if row.ratio is None or row.absolute else f"{row.ratio:.3f}" if row.ratio < LARGE else f"{row.ratio:.3g}"
 
 
 def range_text(row: Row) -> str:
-    """` [0.9981, 1.0042]`; empty without an interval."""
+    """Return ` [0.9981, 1.0042]`; empty without an interval."""
     return "" if row.low is None or row.high is None else f" [{row.low:.4g}, {row.high:.4g}]"
 
 
 def interval_text(row: Row) -> str:
-    """`0.998…1.004`; empty without an interval."""
+    """Return `0.998…1.004`; empty without an interval."""
     if row.low is None or row.high is None:
         return ""
     return "…".join(f"{x:.3f}" if x < LARGE else f"{x:.2g}" for x in (row.low, row.high))
 
 
 def verdicts(counts: Mapping[str, int]) -> str:
-    """`2 SLOWER, 10 SAME`: how many there are of each, worst first."""
+    """Return the number of rows by verdict, worst first: `2 SLOWER, 10 SAME`."""
     return ", ".join(f"{counts[v]} {v}" for v in WORST_FIRST if v in counts)
 
 
 def summary(c: Comparison) -> str:
-    """The verdicts in one line."""
+    """Return the verdicts in one line."""
     return f"{verdicts(c.counts) or 'nothing'} in {counted(len(c.points), 'point')}, B against A."
 
 
 def forecast_note(c: Comparison) -> str:
-    """Which figures are forecasts, and what follows for their verdicts; empty where all were measured."""
+    """Return which figures are forecasts, and what follows for their verdicts; empty if all were measured."""
     of = [point for point in c.points if point.forecast]
     if not of:
         return ""
@@ -80,7 +80,7 @@ def no_fit_note(c: Comparison) -> str:
 
 
 def notes_above(c: Comparison) -> list[str]:
-    """Return the conditions of all figures, which stand in the first lines of each form of a comparison."""
+    """Return the conditions of all figures, which appear in the first lines of each form of a comparison."""
     return [note for note in (no_fit_note(c), CPU_NOTE if c.cpu else "", forecast_note(c)) if note]
 
 
@@ -122,7 +122,7 @@ def gate_text(c: Comparison) -> str:
 
 
 def not_matched(c: Comparison, most: int = 10) -> list[str]:
-    """Points that could not be compared, one line each."""
+    """Return the points that could not be compared, one line each."""
     lines = [f"did not run in {b.side.upper()}: {b.name}: {b.outcome}: {b.reason}" for b in c.broken]
     for side, names in (("A", c.only_a), ("B", c.only_b)):
         lines += [f"only in {side}: {name}" for name in names[:most]]

@@ -1,4 +1,4 @@
-"""A static site over many runs: each point's history with change points, a page per run, a server of one's own.
+"""Build a static site over many runs: each point's history with change points, a page per run, and a local server.
 
-No torch; what is heavy is imported inside functions.
+No torch; heavy modules are imported inside functions.
 """

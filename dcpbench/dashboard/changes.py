@@ -50,7 +50,7 @@ CONFIDENCE = 0.95
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """A step between two neighbouring runs of a history."""
+    """Hold a step between two neighbouring runs of a history."""
 
     before: int  # index of the last run of the old level; the new level begins at `before + 1`
     old: float  # level in the unit of the values: a geometric mean, or a plain mean if a value is not positive
@@ -62,7 +62,7 @@ class Change:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """The difference of two levels and how well it is known."""
+    """Hold the difference of two levels and its standard error."""
 
     difference: float
     error: float  # standard error, for autocorrelated runs

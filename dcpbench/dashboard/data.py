@@ -1,4 +1,4 @@
-"""Runs as files that a browser loads quickly: columns instead of rows, words once, histories in shards.
+"""Write runs as files that a browser loads quickly: columns instead of rows, each word once, histories in shards.
 
 Each file calls `dcpbenchData(name, data)`: pages opened from a disk may load scripts, and nothing else. Its name holds
 a digest of its content, so that a page never reads half of an old site and half of a new one.
@@ -38,36 +38,38 @@ SHARD_ENTRIES = 800
 DIGITS = 5
 DIGEST = 12
 MOST_WHOLE = 1e15
-"""Numbers from here on stay floats: JSON of larger integers is longer, and no script can read it."""
+"""Limit above which numbers stay floats: JSON of larger integers is longer, and no script can read it."""
 WORDS = ("model", "workload", "layout", "exchange", "how", "load", "hardware", "driver", "conditions")
 NUMBERS = ("context", "concurrency")
 MEASURES = {metric.shown_name: metric for metric in DASHBOARD}
 FOLDER = "data"
 MOST_STEPS = 3
-"""Pairs of runs between which the page opens with what changed, the newest first."""
+"""Maximum number of pairs of runs that the page opens with, the newest first."""
 MOST_TOLD = 5
-"""Points, or groups of points that changed alike, that it tells of each, the largest first."""
+"""Maximum number of points, or groups of points with similar changes, per pair of runs, the largest first."""
 ALIKE = 2.0
-"""Steps within this factor of the largest, in logarithms, are told in one line."""
+"""Maximum factor between steps, in logarithms, that are listed in one line with the largest."""
 
 
 @dataclasses.dataclass(frozen=True)
 class History:
-    """A line with what each run says of it, oldest first."""
+    """Hold a line with its entry of each run, oldest first."""
 
     line: Line
     entries: list[tuple[int, Entry]]
-    """With the number of the run."""
+    """Entries with the number of their run."""
     changes: dict[str, list[tuple[list[int], Change]]] = dataclasses.field(default_factory=dict)
-    """By measure, each with the entries that have a value; none of functional runs."""
+    """Changes by measure, each with the indices of the entries that have a value; none for functional runs."""
 
     @property
     def layers_held(self) -> str:
-        """That the whole model did not fit in the newest run that measured this point; empty if all layers were held."""
+        """Return a note that the whole model did not fit in the newest run of this point; empty if all layers were
+        held.
+        """
         return next((entry.layers_held for _, entry in reversed(self.entries) if entry.values), "")
 
     def find_changes(self) -> None:
-        """Fill them in. Raises MissingPackageError where they cannot be looked for."""
+        """Find the changes; raise MissingPackageError if a package for that is missing."""
         if self.line.cpu or len(self.entries) < changes.MIN_RUNS:
             return
         for name in MEASURES:
@@ -79,28 +81,28 @@ class History:
 
 @dataclasses.dataclass(frozen=True)
 class DataFiles:
-    """What goes into the site's data folder."""
+    """Hold the files of the site's data folder."""
 
     files: dict[str, str]
-    """Path in the site -> text."""
+    """Text by path in the site."""
     index: str
     first: str
-    """Paths of what the page loads at once: the index and the measure that it shows first."""
+    """Paths of the files that the page loads first: the index and the measure that it shows first."""
     lines: int
     entries: int
     changes: int
     skipped: list[str]
-    """A sentence for each run, or page, that was left out."""
+    """Sentence for each run, or page, that was left out."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Content:
-    """Data of a site that do not depend on which runs have a page yet."""
+    """Hold the data of a site that do not depend on which runs have a page yet."""
 
     runs: Sequence[RunData]
     files: dict[str, str]
     index: dict[str, object]
-    """Fields of the index, but for its runs and what was left out."""
+    """Fields of the index, except its runs and what was left out."""
     first: str
     lines: int
     entries: int
@@ -117,7 +119,7 @@ class Content:
 
 @uncollected()
 def make(found: Found, tell: Callable[[str], None]) -> Content:
-    """Return the data of a site. Raises MissingPackageError where change points cannot be looked for."""
+    """Return the data of a site; raise MissingPackageError if a package for change points is missing."""
     histories = _histories(found.runs)
     for number, history in enumerate(histories, 1):
         history.find_changes()
@@ -141,7 +143,7 @@ def make(found: Found, tell: Callable[[str], None]) -> Content:
 
 
 def _histories(runs: Sequence[RunData]) -> list[History]:
-    """All lines, neighbours alike, so that what is looked at together lies in one shard."""
+    """Return all lines, similar ones next to each other, so that lines viewed together are in one shard."""
     found: dict[Line, list[tuple[int, Entry]]] = {}
     for number, run in enumerate(runs):
         for line, entry in run.entries.items():
@@ -228,17 +230,17 @@ def _measures(histories: Sequence[History], files: dict[str, str]) -> list[dict[
 
 @dataclasses.dataclass(frozen=True)
 class Moved:
-    """A point that changed between two runs, in one metric or several."""
+    """Hold a point that changed between two runs, in one metric or several."""
 
     line: int
     steps: dict[int, Change]
-    """By number of the measure."""
+    """Changes by number of the measure."""
     verdict: str
-    """`better`, `worse`, or empty where its largest change is neither."""
+    """`better`, `worse`, or empty if its largest change is neither."""
 
     @property
     def size(self) -> float:
-        """Of its largest change, in logarithms."""
+        """Size of its largest change, in logarithms."""
         return max(map(_size, self.steps.values()))
 
 
@@ -273,7 +275,9 @@ def _latest(histories: Sequence[History], measures: Sequence[str], runs: Sequenc
 
 
 def _alike(moved: Sequence[Moved], histories: Sequence[History]) -> list[list[Moved]]:
-    """Points of one layout that all became better, or all worse, by steps within a factor; the largest first."""
+    """Return groups of points of one layout that all became better, or all worse, by similar steps;
+    the largest first.
+    """
     groups: list[list[Moved]] = []
     newest: dict[tuple[str, str], list[Moved]] = {}
     for one in sorted(moved, key=lambda one: -one.size):
@@ -287,7 +291,9 @@ def _alike(moved: Sequence[Moved], histories: Sequence[History]) -> list[list[Mo
 
 
 def _group(group: Sequence[Moved], histories: Sequence[History]) -> dict[str, object]:
-    """The point that changed most, and each metric with its number of points, its range and its largest change."""
+    """Return the point that changed most, and each metric with its number of points, its range and
+    its largest change.
+    """
     rows = []
     for number in sorted({number for one in group for number in one.steps}):
         steps = sorted((one.steps[number] for one in group if number in one.steps), key=_size, reverse=True)
@@ -310,14 +316,14 @@ def _size(change: Change) -> float:
 
 
 def _verdict(steps: dict[int, Change], measures: Sequence[str]) -> str:
-    """What the largest change says of those that are better one way."""
+    """Return the verdict of the largest change among the measures with a better direction."""
     judged = [(change, MEASURES[measures[number]].better) for number, change in steps.items()]
     change, better = max(judged, key=lambda one: (bool(one[1]), _size(one[0])))
     return ("better" if (better == "higher") == (change.new > change.old) else "worse") if better else ""
 
 
 def _shards(histories: Sequence[History], files: dict[str, str]) -> list[tuple[int, str]]:
-    """First line and path of each."""
+    """Write the shards, and return the first line and the path of each."""
     found: list[tuple[int, str]] = []
     start = size = 0
     for i, history in enumerate(histories):
@@ -362,12 +368,14 @@ def _levels(change: Change) -> list[float | None]:
 
 
 def _gaps(numbers: Sequence[int]) -> list[int]:
-    """Each as the distance from the one before it: small numbers are short."""
+    """Return the differences of successive numbers, which are short."""
     return [b - a for a, b in zip([0, *numbers], numbers, strict=False)]
 
 
 def _short(value: float | None) -> float | int | None:
-    """Five significant digits, which is more than any of these figures is known to; null for what is not finite."""
+    """Return the value with five significant digits, more than any of these figures is accurate to; null if it is not
+    finite.
+    """
     if value is None or not math.isfinite(value):
         return None
     short = float(f"{value:.{DIGITS}g}")

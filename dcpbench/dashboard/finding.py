@@ -1,4 +1,4 @@
-"""Runs below a folder: every record file that can be read, and a sentence about every one that cannot."""
+"""Find the runs below a folder: every record file that can be read, and a sentence about every one that cannot."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Record
 
 STATE_FILE = "site.json"
-"""In a folder that the dashboard wrote; its copies of records are not runs."""
+"""State file in a folder that the dashboard wrote; its copies of records are not runs."""
 MOST_BYTES = 1 << 30
-"""A larger record file holds samples of more points than a page can show."""
+"""Maximum size of a record file; a larger one holds samples of more points than a page can show."""
 MOST_POINTS = 200_000
 PIECE = 1 << 20
 LONGEST_SLUG = 80
 COMMIT = 12
-"""Characters of a git commit that are shown."""
+"""Number of characters of a git commit that are shown."""
 HEADLINE = metrics.DASHBOARD[0].name
 
 
 @dataclasses.dataclass(frozen=True)
 class Stamp:
-    """A record file as it lies there, to see whether it changed without reading it."""
+    """Hold a record file's metadata, to detect changes without reading it."""
 
     path: Path
     size: int
@@ -52,17 +52,17 @@ class Stamp:
 
 @dataclasses.dataclass(frozen=True)
 class RunData:
-    """One run, without its samples."""
+    """Hold one run, without its samples."""
 
     name: str
-    """Folder below the one that was given."""
+    """Path of the run's folder below the given one."""
     slug: str
-    """The same as one safe name of a folder in the site."""
+    """Name of the run's folder in the site, made of safe characters."""
     path: Path
     sha256: str
-    """Of the record file."""
+    """SHA-256 of the record file."""
     date: str | None
-    """UTC, ISO 8601: when its first point was started; null where no record says."""
+    """Start of its first point, UTC, ISO 8601; null if no record has it."""
     commit: str
     hardware: str
     driver: str
@@ -74,24 +74,24 @@ class RunData:
     headline: str
     entries: dict[Line, Entry]
     cut_short: bool = False
-    """Whether the last line of its record file is not whole."""
+    """True if the last line of its record file is incomplete."""
     bad_lines: tuple[BadLine, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """Everything below a folder."""
+    """Hold everything found below a folder."""
 
     runs: list[RunData]
-    """Oldest first; those without a date before all others."""
+    """Runs, oldest first; those without a date come before all others."""
     skipped: list[str]
-    """A sentence for each record file that was left out, or whose last line was."""
+    """Sentence for each record file that was left out, or of which the last line was."""
 
 
 def stamps(root: Path) -> list[Stamp]:
-    """All record files below `root`, in order of their paths; links to folders are not followed.
+    """Return all record files below `root`, in order of their paths; links to folders are not followed.
 
-    Raises UsageError where `root` is no folder.
+    Raise UsageError if `root` is no folder.
     """
     if not root.is_dir():
         raise UsageError(f"{root} is no folder; name the one that holds your runs, such as runs.")
@@ -107,7 +107,7 @@ def stamps(root: Path) -> list[Stamp]:
 
 @uncollected()
 def find(root: Path, known: dict[Stamp, RunData], tell: Callable[[str], None]) -> Found:
-    """Read every run below `root`. `known` saves reading those that did not change, and is brought up to date."""
+    """Read every run below `root`; unchanged runs are taken from `known`, which is updated."""
     runs: list[RunData] = []
     skipped: list[str] = []
     by_digest: dict[str, str] = {}
@@ -205,7 +205,7 @@ def _run(name: str, path: Path, digest: str, records: Sequence[Record]) -> RunDa
 
 
 def _headline(entries: dict[Line, Entry]) -> str:
-    """The point with the highest output throughput per GPU, in words."""
+    """Return a description of the point with the highest output throughput per GPU."""
     timed = {line: e.values[HEADLINE] for line, e in entries.items() if HEADLINE in e.values}
     if not timed and any(e.outcome == "ok" for e in entries.values()):
         return "output per GPU is not known"
@@ -244,7 +244,7 @@ def _name(root: Path, path: Path) -> str:
 
 
 def _slug(name: str) -> str:
-    """Letters, digits and `._~-` alone; told apart by a digest where that changed the name."""
+    """Return a name of letters, digits and `._~-` only; a digest makes it unique if that changed the name."""
     safe = re.sub(r"[^A-Za-z0-9._~-]+", "-", name.replace("/", "~")).strip(".-")[:LONGEST_SLUG]
     if safe == name.replace("/", "~"):
         return safe

@@ -1,4 +1,4 @@
-"""A line is what one history joins: the same point, taken on the same hardware and driver under the same conditions."""
+"""Define a line, which joins one history: the same point on the same hardware and driver under the same conditions."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Environment, Record
 
 LONGEST = 160
-"""Characters of a name that the page carries; what is longer is cut, and still told apart."""
+"""Maximum number of characters of a name on the page; longer names are cut, and stay distinguishable."""
 LONGEST_REASON = 600
 NOT_RECORDED = "not recorded"
 SEPARATOR = ", "
-"""Between conditions."""
+"""Separator between conditions."""
 WITHOUT_EFFECT = ("NCCL_VERSION", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
-"""Variables that images and torchrun set: a version, which histories are over, and what happens after an error."""
+"""Variables set by images and torchrun: a version, which histories span, and the behaviour after an error."""
 PRECISIONS = ("dtype", "weights_dtype", "kv_dtype")
-"""Fields of a point that its precision is made of."""
+"""Fields of a point that determine its precision."""
 WORST = ("hung", "failed", "rejected")
 
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """Two records belong to one line exactly where all of this is equal."""
+    """Identify a line: records belong to the same line if and only if all of these fields are equal."""
 
     point: str
     """Point.same_but_repeat()."""
@@ -49,26 +49,27 @@ class Line:
     """`4 × NVIDIA H200`, or `CPU`."""
     driver: str
     conditions: str
-    """What of the settings changes the figures: KV memory, a limit of time, objectives, NCCL's variables, and
-    where it was imported from."""
+    """Settings that change the figures: KV memory, a time limit, objectives, NCCL's variables, and the source of an
+    import.
+    """
     example: Point = dataclasses.field(compare=False)
     cpu: bool
-    """Functional: its times say nothing about performance."""
+    """True for functional runs, in which times say nothing about performance."""
 
     @property
     def id(self) -> str:
-        """Short name that stays the same over builds, for addresses."""
+        """Return a short name that is stable over builds, for addresses."""
         known = "\n".join((self.point, self.hardware, self.driver, self.conditions, str(self.cpu)))
         return hashlib.sha256(known.encode(errors="replace")).hexdigest()[:10]
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """What one run says of a line."""
+    """Hold one run's values of a line."""
 
     outcome: str
     values: dict[str, Value]
-    """By their metric's name, both in the unit that is shown."""
+    """Values by metric name, in the display unit."""
     repeats: int
     marks: str
     reason: str
@@ -76,7 +77,9 @@ class Entry:
 
 
 def of_run(records: Sequence[Record]) -> dict[Line, Entry]:
-    """The lines of one run; a record without an environment, as a rejected one, takes the run's most common."""
+    """Return the lines of one run; a record without an environment, such as a rejected one, gets the run's most common
+    one.
+    """
     usual = Counter(_hardware(r.environment) for r in records if r.environment)
     fallback = usual.most_common(1)[0][0] if usual else (NOT_RECORDED, NOT_RECORDED)
     conditions = Counter(_conditions(r) for r in records if r.outcome == "ok")
@@ -102,7 +105,7 @@ def described(line: Line, layers_held: str = "") -> dict[str, str | int]:
     """Return what the page shows of a line and filters by; `layers_held` of its newest entry that ran."""
     point = line.example
     mode = f"{words.SEPARATOR}{point.load.mode}" if point.load else ""
-    # what is usual, and what an import does not say, is left out
+    # defaults, and fields that an import lacks, are left out
     load = axes.words(LOAD_AXES, msgspec.structs.asdict(point.load)) if point.load else []
     return {
         "model": clip(point.model),
@@ -125,8 +128,10 @@ def _experts(point: Point) -> list[str]:
 
 
 def _computed(point: Point) -> list[str]:
-    """With the precision of weights and KV as one word, in place of those it is made of: `bf16` alone, beside `fp8 weights`
-    of other rows, would be taken for theirs, too.
+    """Return how a point is computed, with the precision of weights and KV as one word.
+
+    The single word avoids a misreading: `bf16` alone, next to `fp8 weights` of other rows, would be taken for the
+    precision of weights.
     """
     made_of = {axis.text(getattr(point, axis.name)) for axis in AXES if axis.name in PRECISIONS}
     said = [word for word in point.words(COMPUTES, but=Role.EXCHANGE) if word not in {*made_of, point.ep_label}]
@@ -134,13 +139,13 @@ def _computed(point: Point) -> list[str]:
 
 
 def shared(rows: list[dict[str, str | int]]) -> list[str]:
-    """The environment variables that all rows have in common, which a page says once."""
+    """Return the environment variables that all rows share, which a page states once."""
     parts = [str(row["conditions"]).split(SEPARATOR) for row in rows]
     return sorted(part for part in set(parts[0]).intersection(*parts[1:]) if "=" in part) if rows else []
 
 
 def told_apart(rows: list[dict[str, str | int]]) -> list[dict[str, str | int]]:
-    """The same without the environment variables that all rows have in common."""
+    """Return the rows without the environment variables that all rows share."""
     common = shared(rows)
     for row in rows:
         mine = str(row["conditions"]).split(SEPARATOR)
@@ -149,7 +154,7 @@ def told_apart(rows: list[dict[str, str | int]]) -> list[dict[str, str | int]]:
 
 
 def clip(text: str, longest: int = LONGEST) -> str:
-    """`text`, or its beginning with `…`."""
+    """Return `text`, or its beginning with `…`."""
     return cut(text, longest)
 
 

@@ -1,4 +1,4 @@
-"""The page of each run, made anew only where its records or dcpbench changed."""
+"""Make the page of each run, again only if its records or dcpbench changed."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ if TYPE_CHECKING:
 FOLDER = "runs"
 PAGE = "report.html"
 ASSETS = "assets"
-"""Folder of the site with what its pages share."""
+"""Folder of the site with files that its pages share."""
 PLOTLY = f"../../{ASSETS}/{web.PLOTLY}"
-"""From a run's page: a copy in each of them would be most of a site."""
+"""Path of plotly.js relative to a run's page: a copy in each page would be most of a site."""
 MOST_POINTS = 3_000
-"""A report draws every point; beyond these nobody reads it, and it takes minutes."""
+"""Maximum number of points that a page draws; more are unreadable and take minutes."""
 
 
 def key(run: RunData) -> str:
-    """Equal exactly where the page would be the same."""
+    """Return a key that is equal if and only if the page would be the same."""
     return hashlib.sha256(f"{run.sha256} {run.name} {__version__} {PLOTLY}".encode(errors="replace")).hexdigest()
 
 
 def is_made(site: Path, run: RunData, made: Mapping[str, str]) -> bool:
-    """Whether the site holds this run's page as it is to be; `made`: slug -> key of the last build."""
+    """Return True if the site holds this run's current page; `made` maps slugs to keys of the last build."""
     return made.get(run.slug) == key(run) and (site / FOLDER / run.slug / PAGE).is_file()
 
 
 def make(site: Path, run: RunData) -> str:
-    """Write the run's page with a copy of its records; empty, or why there are only the records.
+    """Write the run's page with a copy of its records; return why there are only the records, or an empty string.
 
-    The folder appears whole, in place of the one before it.
+    The folder is complete when it appears, and replaces the previous one.
     """
     parent = site / FOLDER
     new, old = parent / f".new-{run.slug}", parent / f".old-{run.slug}"

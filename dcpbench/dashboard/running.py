@@ -1,4 +1,4 @@
-"""How far the runs are that are at work below a folder, from their progress files. Reads, and never touches a lock."""
+"""Read the progress of current runs below a folder from their progress files; locks are never touched."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ FAILED = ("failed", "hung")
 ENDED = "end"
 LONGEST_NOTE = 200
 MOST_BYTES = 16 << 20
-"""Of a progress file: a line is 300 bytes, and a job has some for each point."""
+"""Maximum size of a progress file: a line is 300 bytes, and a job has some for each point."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Working:
-    """One torchrun job that is at work."""
+    """Hold one torchrun job in progress."""
 
     run: str
     done: int
-    """Points that were recorded or have failed."""
+    """Number of points that were recorded or have failed."""
     failed: int
     of: int
     left_s: float | None
-    """By the mean time of a point so far; null before the first is done."""
+    """Estimated remaining seconds, by the mean time of a point so far; null before the first is done."""
     stage: str
     point: str
     note: str
 
 
 def working(root: Path, now: float | None = None) -> list[Working]:
-    """The newest job of every run below `root` whose command is still alive, in order of folders."""
+    """Return the newest job of every run below `root` with a live command, in order of folders."""
     found = []
     for folder in _locked(root):
         jobs = sorted(folder.glob(JOB_FILES), key=_mtime, reverse=True)
@@ -85,7 +85,7 @@ def _job(root: Path, folder: Path, path: Path, now: float) -> Working | None:
 
 
 def _events(path: Path) -> list[Progress]:
-    """All whole lines of a progress file; what is no event is left out."""
+    """Return all complete lines of a progress file; lines that are no events are left out."""
     return [] if path.stat().st_size > MOST_BYTES else list(Tail(path).decoded(decode_progress))
 
 

@@ -53,7 +53,7 @@ def make_app(watcher: Watcher) -> Starlette:
         return JSONResponse({"index": index, "jobs": [dataclasses.asdict(job) for job in jobs], "note": watcher.note})
 
     async def no_icon(_: Request) -> Response:
-        return Response(status_code=204)  # browsers ask, whatever a page says
+        return Response(status_code=204)  # browsers request it for every page
 
     routes = [Route("/", first), Route("/index.html", first), Route("/live.json", live), Route("/favicon.ico", no_icon)]
     return Starlette(
@@ -66,7 +66,7 @@ def make_app(watcher: Watcher) -> Starlette:
 
 
 class _TrustedHost(TrustedHostMiddleware):
-    """Refuses requests to other hosts, in any case of letters: Starlette before 1.9 compares host names with case."""
+    """Refuse requests to other hosts, ignoring case: Starlette before 1.9 compares host names with case."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on with its host in lower case."""
@@ -77,7 +77,7 @@ class _TrustedHost(TrustedHostMiddleware):
 
 
 class _Files(StaticFiles):
-    """Serves the site's files. Links that lead out of the site are not followed."""
+    """Serve the site's files; links that lead out of the site are not followed."""
 
     def __init__(self, watcher: Watcher) -> None:
         super().__init__(directory=watcher.site, follow_symlink=False)
@@ -96,7 +96,7 @@ class _Files(StaticFiles):
 
 
 class _Headers:
-    """Adds the headers that forbid browsers any use of a response but to show it."""
+    """Add the headers that forbid browsers any use of a response except to show it."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

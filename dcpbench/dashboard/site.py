@@ -1,4 +1,6 @@
-"""Build a whole site in a folder: data and index first, then the pages of runs. A folder that is not ours is refused."""
+"""Build a complete site in a folder: data and index first, then the pages of runs; other programs'
+folders are refused.
+"""
 
 from __future__ import annotations
 
@@ -35,19 +37,19 @@ SHARED = (web.STYLE, *web.SCRIPTS, web.PLOTLY, web.LICENSE)
 
 @dataclasses.dataclass(frozen=True)
 class Built:
-    """What a build did."""
+    """Hold the result of a build."""
 
     site: Path
     runs: int
     points: int
-    """Lines: each point once for hardware, driver and conditions."""
+    """Number of lines: each point counts once per hardware, driver and conditions."""
     entries: int
     changes: int
     pages_made: int
     pages_kept: int
     skipped: list[str]
     version: str
-    """Of the site's content: equal for equal runs."""
+    """Version of the site's content: equal for equal runs."""
 
 
 def build(
@@ -106,7 +108,7 @@ def build(
 
 
 def check(site: Path) -> None:
-    """Raises OutputError where the folder holds something that the dashboard did not write."""
+    """Raise OutputError if the folder holds something that the dashboard did not write."""
     try:
         empty = not site.exists() or (site.is_dir() and not any(site.iterdir()))
     except OSError as e:
@@ -118,7 +120,7 @@ def check(site: Path) -> None:
 
 
 def _enter(site: Path) -> None:
-    """Make the folder ours before anything else lies in it."""
+    """Mark the folder as the dashboard's before anything else is written to it."""
     check(site)
     site.mkdir(parents=True, exist_ok=True)
     if _state(site) is None:
@@ -135,15 +137,15 @@ def _find_pages(site: Path, found: Found, before: dict[str, str]) -> dict[str, s
 
 @dataclasses.dataclass
 class _Publisher:
-    """Writes the index of a site with the pages that are there."""
+    """Write the index of a site with the pages that exist."""
 
     site: Path
     found: Found
     content: data.Content
     here: dict[str, str]
-    """Slug -> key of the pages that the site holds."""
+    """Keys of the pages that the site holds, by slug."""
     notes: list[str] = dataclasses.field(default_factory=list)
-    """Why other runs have no page."""
+    """Reasons why other runs have no page."""
     version: str = ""
     files: DataFiles = dataclasses.field(init=False)
     _at: float = dataclasses.field(init=False)
@@ -180,7 +182,7 @@ def _make_pages(
 
 
 def _write(site: Path, files: DataFiles, here: dict[str, str]) -> str:
-    """Data first, then the page that names it, then what says that all is there."""
+    """Write the data, then the page that names it, then the state file that marks the site as complete."""
     for path, text in files.files.items():
         _put(site / path, text)
     texts = {name: web.read(name) for name in SHARED} | {name: _own(name) for name in (*SCRIPTS, STYLE)}
@@ -212,12 +214,12 @@ def _page(files: DataFiles, stamps: dict[str, str]) -> str:
 
 
 def _own(name: str) -> str:
-    """The text of one of the dashboard's own assets."""
+    """Return the text of one of the dashboard's own assets."""
     return web.read(f"assets/{name}", __package__)
 
 
 def _tidy(site: Path, files: DataFiles, slugs: set[str]) -> None:
-    """Remove data and pages that nothing names any more."""
+    """Remove data and pages that are no longer referenced."""
     for path in (site / data.FOLDER).iterdir():
         if f"{data.FOLDER}/{path.name}" not in files.files:
             path.unlink(missing_ok=True)
@@ -227,25 +229,25 @@ def _tidy(site: Path, files: DataFiles, slugs: set[str]) -> None:
 
 
 def made(site: Path) -> dict[str, str]:
-    """Slug -> pages.key of the pages that the site holds."""
+    """Return the keys (pages.key) of the pages that the site holds, by slug."""
     found = (_state(site) or {}).get("pages")
     return {str(k): str(v) for k, v in found.items()} if isinstance(found, dict) else {}
 
 
 def note_page(site: Path, run: RunData) -> None:
-    """Remember a run's page as soon as it is made, in a build or outside of one."""
+    """Record a run's page as soon as it is made, in a build or outside of one."""
     state = _state(site) or {OURS: FORMAT}
     state["pages"] = dict(sorted((made(site) | {run.slug: pages.key(run)}).items()))
     _note(site, state)
 
 
 def index(site: Path) -> str:
-    """Path of the index that the site's page loads; empty before the first build."""
+    """Return the path of the index that the site's page loads; empty before the first build."""
     return str((_state(site) or {}).get("index", ""))
 
 
 def _state(site: Path) -> dict[str, object] | None:
-    """What the last build left; None where the folder is not ours."""
+    """Return the state of the last build; None if the folder is not the dashboard's."""
     try:
         found = json.loads((site / finding.STATE_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -258,7 +260,7 @@ def _note(site: Path, state: dict[str, object]) -> None:
 
 
 def _put(path: Path, text: str) -> None:
-    """Write a file whole or not at all; one that says the same already keeps its time."""
+    """Write a file atomically; a file with the same content keeps its modification time."""
     new = text.encode("utf-8", errors="replace")
     if path.is_file() and path.stat().st_size == len(new) and path.read_bytes() == new:
         return

@@ -1,4 +1,4 @@
-"""Keeps a site up to date while runs are at work: looks at record files, and builds again what changed."""
+"""Keep a site up to date during runs: watch record files, and rebuild what changed."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ EVERY_S = 2.0
 
 
 class Watcher:
-    """A folder of runs and the site that shows it. Pages of runs are made when somebody asks for them.
+    """Watch a folder of runs and update the site that shows it.
 
-    A machine that measures has better things to do than to draw reports that nobody reads.
+    Pages of runs are made on request, so that a machine that measures does not spend time on reports that are never
+    read.
     """
 
     def __init__(self, root: Path, out: Path, tell: Callable[[str], None]) -> None:
         self.root = root
         self.site = out
         self.note = ""
-        """What went wrong with the last build; empty if nothing did."""
+        """Error of the last build; empty if it succeeded."""
         self._tell = tell
         self._known: dict[Stamp, RunData] = {}
         self._seen: list[Stamp] | None = None
@@ -35,7 +36,9 @@ class Watcher:
         self._stop = threading.Event()
 
     def refresh(self) -> bool:
-        """Build again if a record file came, went or changed; whether one did. Raises as site.build."""
+        """Rebuild if a record file was added, removed or changed; return True if one was; raise the errors of
+        site.build.
+        """
         now = finding.stamps(self.root)
         if now == self._seen:
             return False
@@ -45,7 +48,7 @@ class Watcher:
         return True
 
     def follow(self) -> None:
-        """Refresh until `stop`; what fails is said on the page, and tried again when the records change."""
+        """Refresh until `stop`; errors are shown on the page, and the build is repeated when the records change."""
         while not self._stop.wait(EVERY_S):
             try:
                 self.refresh()
@@ -61,7 +64,9 @@ class Watcher:
         self._stop.set()
 
     def page(self, slug: str) -> str:
-        """Make a run's page if it is missing or older than its records; why there is none, or nothing."""
+        """Make a run's page if it is missing or older than its records; return why there is none,
+        or an empty string.
+        """
         with self._lock:
             run = next((run for run in self._known.values() if run.slug == slug), None)
             if run is None or pages.is_made(self.site, run, site.made(self.site)):

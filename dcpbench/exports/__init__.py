@@ -1,6 +1,6 @@
-"""Records in the formats of other tools, one file for each; nothing heavy is imported before one is asked for.
+"""Export records in the formats of other tools, one module for each; heavy imports happen only when a format is used.
 
-What is written are whole files or none, and never over one that it was not told to replace.
+Either all files are written completely or none, and an existing file is replaced only with `force`.
 """
 
 from __future__ import annotations
@@ -33,50 +33,50 @@ FORMATS = {
     "csv": "csv_table",
     "parquet": "parquet_table",
 }
-"""What --to can be, and the module that renders it."""
+"""Values of --to, and the module that renders each."""
 FOLDER = "exports"
-"""Below the first run's folder, where -o names no other place."""
+"""Default folder below the first run's folder, without -o."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rendered:
-    """Files in memory, by their place below a folder."""
+    """Hold files in memory, by their path below a folder."""
 
     files: dict[str, bytes]
     left_out: Counter[str] = dataclasses.field(default_factory=Counter)
-    """Points that the format cannot carry or must not: how many, by reason."""
+    """Number of points that the format cannot or must not carry, by reason."""
 
 
 def as_json(value: object, *, infinity: bool = False) -> bytes:
-    """A line of JSON. `infinity` lets a float be Infinity, as Python's own json does."""
+    """Return a line of JSON; `infinity` allows floats to be Infinity, as Python's own json does."""
     return (json.dumps(value, ensure_ascii=False, allow_nan=infinity) + "\n").encode("utf-8", "backslashreplace")
 
 
 def as_list(entries: Iterable[object]) -> bytes:
-    """A JSON list with a line per entry."""
+    """Return a JSON list with a line per entry."""
     return b"[\n" + b",\n".join(as_json(entry).rstrip(b"\n") for entry in entries) + b"\n]\n"
 
 
 def as_object(entries: Mapping[str, object]) -> bytes:
-    """A JSON object with a line per entry."""
+    """Return a JSON object with a line per entry."""
     return b"{\n" + b",\n".join(as_json({name: v})[1:-2] for name, v in entries.items()) + b"\n}\n"
 
 
 @dataclasses.dataclass(frozen=True)
 class Exported:
-    """What was written, and what was not."""
+    """Hold which files were written, and which points were not."""
 
     paths: list[Path]
     note: str
-    """A sentence about points that were left out; empty if none was."""
+    """Sentence about points that were left out; empty if none was."""
     runs: list[Run]
 
 
 def export(folders: Sequence[Path], to: str, output: Path | None, *, force: bool = False) -> Exported:
-    """Write the points of these runs in a format; all of its files, or none.
+    """Write the points of these runs in a format: all of its files, or none.
 
-    Raises UsageError for an unknown format and where the format can carry no point of them, RecordsError for runs or
-    samples that cannot be read, OutputError where a file cannot be written or is there already.
+    Raise UsageError for an unknown format and if the format can carry no point, RecordsError for runs or samples that
+    cannot be read, OutputError if a file cannot be written or exists already.
     """
     if to not in FORMATS:
         raise UsageError(f"--to {to} is unknown{did_you_mean(to, tuple(FORMATS))}")
@@ -97,7 +97,7 @@ def export(folders: Sequence[Path], to: str, output: Path | None, *, force: bool
 
 
 def _left_out(reasons: Counter[str], of: int) -> str:
-    """A sentence such as `9 of 72 points left out: 7 decode steps, which have no requests; 2 did not run`."""
+    """Return a sentence such as `9 of 72 points left out: 7 decode steps, which have no requests; 2 did not run`."""
     if not reasons:
         return ""
     why = "; ".join(f"{n} {why}" for why, n in reasons.items())
@@ -105,10 +105,10 @@ def _left_out(reasons: Counter[str], of: int) -> str:
 
 
 def _places(files: Mapping[str, bytes], output: Path | None, run: Path, folder: str) -> dict[Path, bytes]:
-    """Where each file goes.
+    """Return the path of each file.
 
-    `output` is the file itself where there is one to write and `output` ends like a file, else the folder for all of
-    them. Without it they go below the run: several into a folder of the format's own.
+    `output` is the file itself if there is one file to write and `output` has a file extension, else the folder for all
+    of them. Without `output` files go below the run's folder; several files go into a folder of the format's own.
     """
     if output is None:
         base = (run if run.is_dir() else run.parent) / FOLDER
@@ -131,9 +131,9 @@ def _check_free(files: Iterable[Path], *, force: bool) -> None:
 
 
 def _write(files: Mapping[Path, bytes], *, force: bool) -> list[Path]:
-    """Write all of them, each at once and in place of an older one; returns their paths.
+    """Write all files atomically, replacing older ones, and return their paths.
 
-    Raises OutputError where one cannot be written, or is there already and `force` does not say what to do.
+    Raise OutputError if a file cannot be written, or if it exists already and `force` is not set.
     """
     _check_free(files, force=force)
     for path, data in files.items():

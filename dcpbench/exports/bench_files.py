@@ -1,4 +1,4 @@
-"""What the files of `vllm bench serve` and SGLang's bench_serving have in common, of one served point."""
+"""Build the parts that the files of `vllm bench serve` and SGLang's bench_serving share, for one served point."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def samples_of(m: Measured) -> Path | None:
-    """Where a point's samples are, if they are there. Raises RecordsError where that is outside the run's folder."""
+    """Return the path of a point's samples if they exist; raise RecordsError if that is outside the run's folder."""
     return samples_path(m.folder, m.record.serve.samples_file) if m.record.serve else None
 
 
@@ -37,16 +37,16 @@ NO_TIME = Rule(
 )
 SEVERAL = Rule("ran on several instances, of which a file has no number", lambda m: bool(m.record.point.disaggregate))
 CARRIES = (DID_NOT_RUN, DECODE_STEPS, SEVERAL, NO_TIME, NOT_KNOWN)
-"""What neither file has a place for."""
+"""Rules for points that neither file can represent."""
 SAME_NAMES = {name: name for name in ("ttft", "tpot", "itl", "e2el")}
-"""Latencies of a tool that calls them what we do, in its order."""
+"""Latencies of a tool that uses dcpbench's names, in its order."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Requests:
-    """Lists with an entry for each request, in order of submission, by the names and in the order of both files.
+    """Hold lists with an entry for each request, in order of submission, by the names and in the order of both files.
 
-    Times in s. A request that did not finish has no output and an error.
+    Times are in s. A request that did not finish has no output and an error.
     """
 
     input_lens: list[int]
@@ -56,14 +56,14 @@ class Requests:
     latencies: list[float]
     start_times: list[float]
     generated_texts: list[str]
-    """All empty: nobody keeps them."""
+    """Generated texts, all empty because they are not recorded."""
     errors: list[str]
 
     @classmethod
     def of(cls, m: Measured) -> Requests | None:
-        """Those of a served point; None where its samples are not beside the record.
+        """Return the requests of a served point; None if its samples are not next to the record.
 
-        Raises RecordsError for samples that cannot be read, or that lie outside the run's folder.
+        Raise RecordsError for samples that cannot be read, or that lie outside the run's folder.
         """
         path = samples_of(m)
         if path is None:
@@ -82,13 +82,14 @@ class Requests:
         )
 
     def finished(self) -> list[int]:
-        """Indices of those that did."""
+        """Return the indices of the finished requests."""
         return [i for i, error in enumerate(self.errors) if not error]
 
     def spread_ms(self) -> dict[str, float]:
-        """Standard deviation of each latency in ms over finished requests, ITL pooled; none where there is no sample.
+        """Return the standard deviation of each latency in ms over finished requests, ITL pooled; none without a
+        sample.
 
-        Of the population, as numpy's default is and the serving benchmarks have it.
+        It is the population's, as numpy's default is and the serving benchmarks have it.
         """
         import numpy as np
 
@@ -103,7 +104,9 @@ class Requests:
         return {name: float(np.std(found)) * 1e3 for name, found in samples.items() if found}
 
     def most_at_once(self) -> int:
-        """Most finished requests that were in flight at a moment; one that starts as another ends is not beside it."""
+        """Return the maximum number of finished requests in flight; one that starts as another ends does not overlap
+        with it.
+        """
         done = self.finished()
         events = [(self.start_times[i], 1) for i in done] + [
             (self.start_times[i] + self.latencies[i], -1) for i in done
@@ -117,7 +120,7 @@ def _why(row: Row) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Totals:
-    """Sums over finished requests alone, as serving benchmarks have them; unlike ours, which count every token."""
+    """Hold sums over finished requests only, as serving benchmarks have them; dcpbench's own count every token."""
 
     finished: int
     failed: int | None
@@ -126,7 +129,9 @@ class Totals:
 
     @classmethod
     def of(cls, serve: ServeMetrics, requests: Requests | None) -> Totals:
-        """Of the requests, or without them of a run that cut none off: then nobody knew which tokens were theirs."""
+        """Return the totals of the requests or, without them, of a run that cut none off: otherwise the tokens cannot
+        be assigned.
+        """
         if requests is not None:
             done = requests.finished()
             return cls(
@@ -149,7 +154,7 @@ class Totals:
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-    """A served point with its requests, as far as they are known."""
+    """Hold a served point with its requests, as far as they are known."""
 
     m: Measured
     load: Load
@@ -160,22 +165,26 @@ class Served:
 
     @property
     def label(self) -> str:
-        """Who measured it: `dcpbench`, `dcpbench-replay`, `dcpbench-functional`, or an import's own tool."""
+        """Return the tool that measured it: `dcpbench`, `dcpbench-replay`, `dcpbench-functional`, or an import's own
+        tool.
+        """
         return "-".join(filter(None, (self.m.origin, self.m.standing)))
 
     @property
     def max_concurrency(self) -> int | None:
-        """Of a closed loop; our open loops have a bound in the scheduler, not in the client."""
+        """Return the concurrency of a closed loop; None for open loops, which are limited in the scheduler, not in the
+        client.
+        """
         return self.m.record.point.concurrency if self.load.arrival == CLOSED else None
 
     @property
     def request_rate(self) -> float | None:
-        """None where nothing spaces the requests: a closed loop, or a file's own times."""
+        """Return the request rate; None if nothing spaces the requests: a closed loop, or a file's own times."""
         return self.load.request_rate if self.load.arrival == GAMMA else None
 
 
 def served(points: Iterable[Measured], *more: Rule) -> tuple[list[Served], Counter[str]]:
-    """The points that such a file can carry, and how many were left out, by reason."""
+    """Return the points that such a file can carry, and the number left out by reason."""
     kept, left_out = sieve(points, *CARRIES, *more)
     found = []
     for m in kept:
@@ -189,7 +198,7 @@ def served(points: Iterable[Measured], *more: Rule) -> tuple[list[Served], Count
 
 
 def statistics(point: Served, names: Mapping[str, str] = SAME_NAMES) -> dict[str, float]:
-    """`mean_ttft_ms` and its like, by the names that a tool has for ours; percentiles that are not known are absent."""
+    """Return `mean_ttft_ms` and similar statistics by the tool's names; unknown percentiles are absent."""
     spread = point.requests.spread_ms() if point.requests else {}
     found: dict[str, float | None] = {}
     for ours, theirs in names.items():
@@ -204,5 +213,5 @@ def statistics(point: Served, names: Mapping[str, str] = SAME_NAMES) -> dict[str
 
 
 def fixed(length: str) -> int | None:
-    """Tokens where all requests have as many."""
+    """Return the number of tokens if all requests have the same; else None."""
     return int(length) if length.isdecimal() and len(length) < 10 else None  # noqa: PLR2004 - tokens, not a trap

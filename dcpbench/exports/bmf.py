@@ -1,7 +1,7 @@
-"""Bencher Metric Format: a value for each measure of each benchmark, with bounds where an interval is known.
+"""Export the Bencher Metric Format: a value for each measure of each benchmark, with bounds if an interval is known.
 
-Measures have slugs of our own, with the unit in the name: Bencher's `latency` is in nanoseconds and its `throughput`
-in operations per second, and a new slug is made with its first report.
+Measures have slugs of dcpbench's own, with the unit in the name: Bencher's `latency` is in nanoseconds and its
+`throughput` in operations per second, and a new slug is created with its first report.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 FILE = "bmf.json"
 MOST_IN_A_NAME = 1024
-"""Characters of a benchmark's name."""
+"""Maximum number of characters of a benchmark's name."""
 
 
 def render(points: Sequence[Measured]) -> Rendered:
-    """One file with every point."""
+    """Return one file with every point."""
     kept, left_out = measured.sieve(points, measured.DID_NOT_RUN)
     groups = measured.by_point(kept)
     found = {

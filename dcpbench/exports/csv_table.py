@@ -1,6 +1,6 @@
-"""The tidy table: one row per record, units in the names, the same columns for every run; and its CSV.
+"""Export the tidy table as CSV: one row per record, units in the names, the same columns for every run.
 
-There an absent value is empty, and what a spreadsheet would run starts with an apostrophe.
+An absent value is empty, and text that a spreadsheet would execute starts with an apostrophe.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 FILE = "points.csv"
 Cell = str | int | float | bool | None
 LARGEST = 2**63 - 1
-"""Of a whole number in a column of 64 bits; a record may hold any, and one that is larger is none of ours."""
+"""Maximum of an integer in a 64-bit column; a record may hold any, but dcpbench writes none that is larger."""
 NOT_EXPORTED = ("mode", "prefix_groups", "trace_sha256", "prefix_cache", "prefill", "seed")
-"""Of a load: what has another name here, and what tables never had."""
+"""Fields of a load that are not exported: they have another column, or were never part of the tables."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """One column, and what it holds of a record."""
+    """Describe one column, and its value for a record."""
 
     name: str
     kind: type
@@ -40,7 +40,9 @@ class Column:
 
 
 def rows(points: Sequence[Measured]) -> list[dict[str, Cell]]:
-    """Every point, those that did not run with their outcome and reason. Absent values are None."""
+    """Return a row for every point, including those that did not run with their outcome and reason; absent values are
+    None.
+    """
     return [{column.name: _cell(column, m) for column in COLUMNS} for m in points]
 
 
@@ -54,7 +56,7 @@ def _cell(column: Column, m: Measured) -> Cell:
 
 
 def _point(axis: Axis) -> Column:
-    """A field of a point; 0 is what an import does not say, but for its repeat."""
+    """Return the column of a field of a point; 0 means unknown in an import, except for the repeat."""
     unknown = 0 if axis.kind is int and axis.role is not Role.REPEAT else ""
 
     def of(m: Measured) -> Cell:
@@ -77,7 +79,7 @@ def _metric(metric: metrics.Metric) -> Column:
 
 
 def _end(metric: metrics.Metric, name: str, place: int) -> Column:
-    """One end of its interval."""
+    """Return the column of one end of a metric's interval."""
 
     def of(m: Measured) -> float | None:
         interval = metric.interval(m.record)
@@ -115,7 +117,7 @@ COLUMNS: tuple[Column, ...] = (
 
 
 def render(points: Sequence[Measured]) -> Rendered:
-    """One file with every point."""
+    """Return one file with every point."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow([column.name for column in COLUMNS])

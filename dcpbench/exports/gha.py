@@ -1,4 +1,6 @@
-"""github-action-benchmark: a list of entries, one file for what is better smaller and one for what is better bigger."""
+"""Export for github-action-benchmark: a list of entries, one file for metrics that are better smaller and one for
+bigger.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,11 @@ if TYPE_CHECKING:
     from dcpbench.records.metrics import Value
 
 FILES = {"lower": "gha-smaller-is-better.json", "higher": "gha-bigger-is-better.json"}
-"""By which direction is better: for the action's `tool` customSmallerIsBetter and customBiggerIsBetter."""
+"""File for each direction that is better: for the action's `tool` customSmallerIsBetter and customBiggerIsBetter."""
 
 
 def render(points: Sequence[Measured]) -> Rendered:
-    """Both files; the action fails on an empty list, so that one without entries is not written."""
+    """Return both files, without a file that has no entries, because the action fails on an empty list."""
     kept, left_out = measured.sieve(points, measured.DID_NOT_RUN)
     groups = measured.by_point(kept)
     entries: dict[str, list[dict[str, Any]]] = {better: [] for better in FILES}

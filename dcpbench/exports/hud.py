@@ -1,7 +1,7 @@
-"""PyTorch's benchmark database (HUD), schema v3: one record per metric, `extra_info` of strings alone.
+"""Export for PyTorch's benchmark database (HUD), schema v3: one record per metric, `extra_info` with strings only.
 
-The uploader adds time, repository and workflow; runners and dependencies are ours, because where the file is uploaded
-is not where it was measured. Only what was measured on GPUs goes in: the database is public.
+The uploader adds time, repository and workflow; runners and dependencies are written here, because a file may be
+uploaded from another machine than the one that measured. Only GPU measurements are written: the database is public.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 FILE = "hud.json"
 PATH = point_axes(Role.PATH, but=Role.EXCHANGE)
-"""What a point says of its path, besides its exchange."""
+"""Fields of a point for its path, except its exchange."""
 PACKAGES = ("torch", "triton", "nccl", "flashinfer", "flash_mla", "dcpbench")
 GB = 10**9
 BETTER = {"higher": "bigger", "lower": "smaller", "": ""}
-"""Directions in the words of the database."""
+"""Directions in the terms of the database."""
 
 
 def render(points: Sequence[Measured]) -> Rendered:
-    """One file with a list of records."""
+    """Return one file with a list of records."""
     kept, left_out = measured.sieve(points, *measured.PUBLIC)
     found = []
     for group in measured.by_point(kept):
@@ -71,7 +71,7 @@ def _shared(group: Sequence[Measured]) -> dict[str, Any]:
 
 
 def _facts(m: Measured) -> dict[str, object]:
-    """What a point is, in words that one can filter by."""
+    """Return the fields that identify a point, as strings for filters."""
     point = m.record.point
     facts: dict[str, object] = {
         "workload": point.workload,

@@ -1,7 +1,8 @@
-"""InferenceX: a row per served point as its `process_result.py` makes them of vLLM's file. Times in seconds.
+"""Export for InferenceX: a row per served point as its `process_result.py` makes them from vLLM's file. Times in
+seconds.
 
-A row counts input and output tokens in `tput_per_gpu`, and `*_intvty` is 1000 / TPOT in ms. Only points that were measured on
-GPUs are written, because rows are compared in a public ranking.
+A row counts input and output tokens in `tput_per_gpu`, and `*_intvty` is 1000 / TPOT in ms. Only points that were
+measured on GPUs are written, because rows are compared in a public ranking.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 FILE = "inferencex.json"
 GPU = re.compile(r"\b(?:gb|mi|h|b|a)\d{2,3}[a-z]?\b")
-"""Names of hardware as InferenceX has them: `h200` in `NVIDIA H200`, `mi355x`, `gb200`."""
+"""Pattern of hardware names as InferenceX has them: `h200` in `NVIDIA H200`, `mi355x`, `gb200`."""
 OPEN_LOOPS = Rule(
     "open loops, while a row has one concurrency",
     lambda m: not (m.record.point.load and m.record.point.load.arrival == CLOSED),

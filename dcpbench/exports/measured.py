@@ -1,4 +1,4 @@
-"""The points that are exported: which there are, what to call them, and which of them may pass as measured."""
+"""Select the points that are exported, name them, and decide which of them count as measured."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ if TYPE_CHECKING:
     from dcpbench.records.runs import Run
 
 FUNCTIONAL, REPLAYED, EMULATED = "functional", "replay", "emulated"
-"""Standings of what is no measurement of speed."""
+"""Values of `standing` for points that do not measure speed."""
 WRONG = ("graph_differs", "inaccurate")
-"""Marks of points that computed something else than they should."""
+"""Warnings of points with wrong results."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """One record of a run."""
+    """Hold one record of a run."""
 
     run: str
     folder: Path
-    """Where the record's files lie."""
+    """Folder of the record's files."""
     record: Record
 
     @property
     def origin(self) -> str:
-        """The tool that measured it."""
+        """Return the tool that measured it."""
         return origin(self.record)
 
     @property
     def device(self) -> str:
-        """`NVIDIA H200`, `CPU`, or nothing where nobody says."""
+        """Return `NVIDIA H200`, `CPU`, or an empty string if it is unknown."""
         return self.record.environment.device if self.record.environment else ""
 
     @property
     def standing(self) -> str:
-        """`functional` for a run on a CPU, `replay` for what was computed in virtual time, `emulated` where one rank stood
-        for all, or nothing.
+        """Return `functional` for a run on a CPU, `replay` for virtual time, `emulated` if one rank represented all,
+        else an empty string.
         """
         if functional(self.record):
             return FUNCTIONAL
@@ -59,7 +59,7 @@ class Measured:
 
     @property
     def point_id(self) -> str:
-        """The same 12 digits for all repeats of a point, other ones for every other point."""
+        """Return 12 digits that are equal for all repeats of a point, and different for every other point."""
         return digest(self.record.point.same_but_repeat())
 
 
@@ -70,10 +70,10 @@ def of_runs(runs: Sequence[Run]) -> list[Measured]:
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What a format cannot carry, or must not."""
+    """Describe a kind of point that a format cannot or must not carry."""
 
     reason: str
-    """Completes `3 points left out: …`."""
+    """Reason that completes `3 points left out: …`."""
     holds: Callable[[Measured], bool]
 
 
@@ -86,11 +86,11 @@ IN_REPLAY = Rule("replays, which are computed and not measured", lambda m: m.sta
 IN_EMULATION = Rule("forecasts, of which one rank ran and its wire was modelled", lambda m: m.standing == EMULATED)
 COMPUTED_WRONG = Rule("computed something wrong (see their marks)", lambda m: bool(set(WRONG) & set(m.record.marks)))
 PUBLIC = (DID_NOT_RUN, ON_CPU, IN_REPLAY, IN_EMULATION, COMPUTED_WRONG)
-"""What never goes to where results of others stand beside ours."""
+"""Rules for points that are never published next to results of others."""
 
 
 def sieve(points: Iterable[Measured], *rules: Rule) -> tuple[list[Measured], Counter[str]]:
-    """The points that no rule holds for, and how many each first rule kept out."""
+    """Return the points to which no rule applies, and the number of points excluded by each first matching rule."""
     kept: list[Measured] = []
     left_out: Counter[str] = Counter()
     for point in points:
@@ -103,7 +103,7 @@ def sieve(points: Iterable[Measured], *rules: Rule) -> tuple[list[Measured], Cou
 
 
 def by_point(points: Iterable[Measured]) -> list[list[Measured]]:
-    """Repeats of a point together, in order of their first; never one that was measured with one that was not."""
+    """Group repeats of a point, in order of their first; measured points are never grouped with others."""
     groups: dict[tuple[str, str, str, str], list[Measured]] = {}
     for m in points:
         groups.setdefault((m.run, m.origin, m.standing, m.record.point.same_but_repeat()), []).append(m)
@@ -111,14 +111,16 @@ def by_point(points: Iterable[Measured]) -> list[list[Measured]]:
 
 
 def values(group: Sequence[Measured]) -> list[metrics.Value]:
-    """What is known of a point, in the order of the catalogue; what was not measured, or is no number, is left out."""
+    """Return the known values of a point in the order of the catalogue; values that are unmeasured or not finite are
+    left out.
+    """
     return metrics.values([m.record for m in group], metrics.exported())
 
 
 def names(groups: Sequence[Sequence[Measured]]) -> list[str]:
-    """A name for each point, different from all others and the same whenever the same points are exported.
+    """Return a unique name for each point that is the same whenever the same points are exported.
 
-    `deepseek-v3 tp4·dcp4 ag_rs flashinfer bf16, decode: 8 × 4,000`; the run in front where there are several.
+    `deepseek-v3 tp4·dcp4 ag_rs flashinfer bf16, decode: 8 × 4,000`; the run comes first if there are several.
     """
     several = len({group[0].run for group in groups}) > 1
     plain = [_name(group[0], several=several) for group in groups]
@@ -127,7 +129,7 @@ def names(groups: Sequence[Sequence[Measured]]) -> list[str]:
 
 
 def digest(text: str) -> str:
-    """12 hexadecimal digits."""
+    """Return 12 hexadecimal digits."""
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:12]
 
 

@@ -1,4 +1,6 @@
-"""Parquet: the tidy table with types, the same schema for every run, so that files of many runs are one data set."""
+"""Export the tidy table as Parquet with types and the same schema for every run, so that files of many runs are one
+data set.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ FILE = "points.parquet"
 
 
 def render(points: Sequence[Measured]) -> Rendered:
-    """One file with every point."""
+    """Return one file with every point."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -29,11 +31,11 @@ def render(points: Sequence[Measured]) -> Rendered:
 
 
 def schema(pa: Any) -> Any:  # noqa: ANN401 - pyarrow has no types
-    """Of every such file."""
+    """Return the schema of all such files."""
     kinds = {str: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_()}
     return pa.schema([pa.field(column.name, kinds[column.kind]) for column in COLUMNS])
 
 
 def _plain(value: object) -> object:
-    """Text that UTF-8 can hold."""
+    """Return text that UTF-8 can represent."""
     return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value

@@ -1,6 +1,7 @@
-"""Prometheus' text format for the textfile collector of node_exporter: gauges, a series per point.
+"""Export Prometheus' text format for the textfile collector of node_exporter: gauges, a series per point.
 
-No timestamps, which that collector refuses; base units (seconds, bytes); every label escaped.
+There are no timestamps, which that collector refuses; units are base units (seconds, bytes), and every label is
+escaped.
 """
 
 from __future__ import annotations
@@ -19,25 +20,29 @@ if TYPE_CHECKING:
 
 FILE = "dcpbench.prom"
 MARK = "dcpbench_point_mark"
-"""A series of 1 for each mark that a point has, as Prometheus' own ALERTS has one for each alert that fires."""
+"""Metric with a series of value 1 for each warning of a point, as Prometheus' own ALERTS has one for each alert that
+fires.
+"""
 MARK_HELP = "1 for each mark of a point, by the label mark; a point without marks has no series"
 SECONDS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
-"""Units of time, in the base unit."""
+"""Units of time in seconds."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Gauge:
-    """Where a metric goes."""
+    """Describe the gauge of a metric."""
 
     name: str
     help: str
     scale: float = 1.0
     statistic: str = ""
-    """Label that tells the statistics of one latency apart."""
+    """Label that distinguishes the statistics of one latency."""
 
 
 def gauge(metric: Metric) -> Gauge:
-    """`itl_p99_ms` as `dcpbench_itl_seconds{statistic="p99"}`, `host_plan_us` as `dcpbench_host_plan_seconds`."""
+    """Return the gauge of a metric: `itl_p99_ms` as `dcpbench_itl_seconds{statistic="p99"}`, `host_plan_us` as
+    `dcpbench_host_plan_seconds`.
+    """
     if metric.latency:
         help_ = f"{LATENCIES[metric.latency].help}; percentiles only with enough samples"
         return Gauge(f"dcpbench_{metric.latency}_seconds", help_, SECONDS[metric.unit], metric.statistic)
@@ -51,7 +56,7 @@ GAUGES = {metric.name: gauge(metric) for metric in exported()}
 
 
 def render(points: Sequence[Measured]) -> Rendered:
-    """One file; the value of a point is the median of its repeats."""
+    """Return one file; the value of a point is the median of its repeats."""
     kept, left_out = measured.sieve(points, measured.DID_NOT_RUN)
     families: dict[str, list[str]] = {}
     marked: list[str] = []
@@ -78,10 +83,10 @@ def _family(name: str, help_: str, series: Sequence[str]) -> list[str]:
 
 
 def labels_of(m: Measured) -> dict[str, str]:
-    """What a series is of. `point` alone tells apart any two points of a run.
+    """Return the labels of a series; `point` alone distinguishes any two points of a run.
 
-    Nothing that may differ when the same point is measured again, which would end a series and begin another: marks are
-    series of their own.
+    Labels exclude everything that may differ when the same point is measured again, which would end a series and begin
+    another: warnings are series of their own.
     """
     point = m.record.point
     load = point.load
@@ -115,5 +120,5 @@ def _told(labels: dict[str, str]) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Of a help text; in a label quotes are escaped, too."""
+    """Escape a help text; in a label quotes are escaped, too."""
     return text.replace("\\", "\\\\").replace("\n", "\\n")

@@ -1,6 +1,6 @@
-"""SGLang's `bench_serving --output-details`: one JSON line per served point, times of requests in seconds.
+"""Export SGLang's `bench_serving --output-details`: one JSON line per served point, times of requests in seconds.
 
-Fields as of python/sglang/bench_serving.py; docs/exports.md names the commit.
+Fields are those of python/sglang/bench_serving.py; docs/exports.md names the commit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ FILE = "sglang.jsonl"
 
 
 def render(points: Sequence[Measured]) -> Rendered:
-    """One file, a line per point that served requests. A closed loop's rate is Infinity, as SGLang writes it."""
+    """Return one file with a line per point that served requests; a closed loop's rate is Infinity, as SGLang writes
+    it.
+    """
     kept, left_out = bench_files.served(points)
     lines = [as_json(_result(p), infinity=True) for p in kept]
     return Rendered({FILE: b"".join(lines)} if lines else {}, left_out)

@@ -1,6 +1,7 @@
-"""`vllm bench serve --save-result --save-detailed`: one JSON file per served point, times of requests in seconds.
+"""Export `vllm bench serve --save-result --save-detailed`: one JSON file per served point, times of requests in
+seconds.
 
-Fields as of vllm/benchmarks/serve.py; docs/exports.md names the commit.
+Fields are those of vllm/benchmarks/serve.py; docs/exports.md names the commit.
 """
 
 from __future__ import annotations
@@ -20,15 +21,17 @@ if TYPE_CHECKING:
     from dcpbench.exports.measured import Measured
 
 TP, DP, DCP, EP = "tensor_parallel_size", "data_parallel_size", "decode_context_parallel_size", "enable_expert_parallel"
-"""Metadata under vLLM's own option names. Its tp counts the GPUs of one dp replica, ours those of all replicas."""
+"""Metadata under vLLM's own option names; vLLM's tp counts the GPUs of one dp replica, dcpbench's those of all
+replicas.
+"""
 OUTER = {"pp": "pipeline_parallel_size", "pcp": "prefill_context_parallel_size"}
 """Metadata of imported servers with more than one pipeline stage or prefill-context-parallel rank."""
 GOODPUT_OF = ("ttft", "tpot", "e2el")
-"""What vLLM's --goodput can bound; it has no objective for ITL."""
+"""Latencies that vLLM's --goodput can bound; it has no objective for ITL."""
 
 
 def render(points: Sequence[Measured]) -> Rendered:
-    """A file per point that served requests."""
+    """Return a file per point that served requests."""
     kept, left_out = bench_files.served(points)
     return Rendered({_file_name(p): as_json(_result(p)) for p in kept}, left_out)
 
@@ -63,7 +66,7 @@ def _result(p: Served) -> dict[str, Any]:
 
 
 def _metadata(p: Served) -> dict[str, str]:
-    """What vLLM has no field for, as its --metadata would write it."""
+    """Return values without a field in vLLM's file, as its --metadata would write them."""
     point = p.m.record.point
     found = {}
     if point.tp:
@@ -81,7 +84,7 @@ def _metadata(p: Served) -> dict[str, str]:
 
 
 def _goodput(p: Served) -> str:
-    """The objectives as --goodput has them, `ttft:500 e2el:9000`; nothing where it could not have had them."""
+    """Return the objectives for --goodput, `ttft:500 e2el:9000`; empty if vLLM cannot express them."""
     slo = p.serve.slo_ms
     return " ".join(f"{n}:{ms:g}" for n, ms in slo.items()) if slo and set(slo) <= set(GOODPUT_OF) else ""
 

@@ -29,7 +29,7 @@ PICKLE = (b"\x80", b"PK\x03\x04")
 """First bytes of a pickle and of a file written by torch.save."""
 NAMED = re.compile(r"rank[-_ ]?(\d+)|[-_.](\d+)(?:\.[a-z]+)*$", re.IGNORECASE)
 LIKE_A_DUMP = re.compile(r"rank[-_ ]?\d|^(?:dump|flight|nccl[-_]trace|py-spy|stacks?)[-_.]", re.IGNORECASE)
-"""Names of files that somebody meant to be dumps."""
+"""Patterns of file names that are meant to be dumps."""
 NO_DUMP = (
     msgspec.DecodeError,
     AttributeError,

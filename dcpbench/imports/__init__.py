@@ -1,4 +1,4 @@
-"""Runs made of the results of other engines' benchmarks, so that one report shows them with ours.
+"""Import results of other engines' benchmarks as runs, so that one report shows them with dcpbench's own.
 
 Each result becomes a record with its origin, and with samples if the times of its tokens are known.
 """

@@ -1,4 +1,4 @@
-"""The JSON objects of result files, each with its place, and what could not be read."""
+"""Read the JSON objects of result files, each with its place, and list the parts that cannot be read."""
 
 from __future__ import annotations
 

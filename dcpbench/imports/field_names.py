@@ -1,4 +1,4 @@
-"""Names under which result files, and names of files and folders, describe a server and the lengths of requests.
+"""Map the names with which result files, files and folders describe a server and the lengths of requests.
 
 Metadata of a benchmark (`--metadata gpu=H200`), the information of a server, and names such as
 `dsr1_1k1k_tp8_conc64.json` follow no standard. The names that are read are listed here once for all tools.
@@ -74,7 +74,7 @@ _BOTH = re.compile(rf"{_START}(?:in)?(\d{{1,7}})(k?)[_x-]?(?:out)?(\d{{1,7}})(k?
 
 @dataclasses.dataclass(frozen=True)
 class Name:
-    """What the name of a file, or of the folders around it, contains."""
+    """Hold the contents of the name of a file, or of the folders around it."""
 
     degrees: Mapping[str, int]
     """By our names, and `ep`. tp counts the GPUs of one dp replica, as in vLLM."""

@@ -1,4 +1,4 @@
-"""Which server a result was measured on: settings that distinguish servers, and results that repeat each other.
+"""Identify the server of a result: settings that distinguish servers, and results that repeat each other.
 
 A file rarely identifies its server. Labels, metadata and the names of files and folders often do, but they may also name
 the load, or number repeats. Therefore most hints distinguish servers only if one load has several of their values, or

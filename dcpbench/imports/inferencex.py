@@ -1,4 +1,4 @@
-"""InferenceX: rows as its `process_result.py` writes them and its site serves them; docs/exports.md names the commits.
+"""Read rows of InferenceX as its `process_result.py` writes them and its site serves them; docs/exports.md names the commits.
 
 A row is a summary with tokens per second and GPU, and times in seconds. It has neither the duration of the run nor the
 number of requests. The framework of the server is the backend of its point.

@@ -1,4 +1,4 @@
-"""Metrics of an imported result: computed from its requests if the file has them, else the tool's own summary."""
+"""Compute the metrics of an imported result from its requests if the file has them, else from the tool's own summary."""
 
 from __future__ import annotations
 

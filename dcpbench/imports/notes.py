@@ -1,4 +1,4 @@
-"""Sentences about an import: what it contains, what was read from names, and what was left out."""
+"""Describe an import in sentences: what it contains, what was read from names, and what was left out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contents of one result of any tool, once it has been read and checked, and the lengths that results have in common.
+"""Define the checked contents of one result of any tool, and the lengths that results have in common.
 
 A curve belongs to one load, while the sums of tokens differ with every draw of lengths.
 """
@@ -29,7 +29,7 @@ MAX_NAME = 1000  # characters of a model's name and similar texts
 NEAR = 0.05
 """Maximum difference between means of one load, as a share of the smaller one: a tokenizer adds tokens, and draws differ."""
 SAME_CURVE = 0.25
-"""Maximum difference between means along a curve, whose points have different loads: ten drawn lengths have a wide mean."""
+"""Maximum difference between means along a curve of points with different loads: ten drawn lengths have a wide mean."""
 PLAUSIBLE = (0.1, 1.3)
 """Range of the mean over a length from a name, outside which the name means something else."""
 PER_TOKEN = 0.98
@@ -141,7 +141,7 @@ class Result:
     settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Parameters of the server and the load that identify the point and have no field of their own."""
     swept: bool = False
-    """True for a run of a sweep, whose file lists what distinguishes its server."""
+    """True for a run of a sweep; its file lists what distinguishes its server."""
     hints: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Texts that may distinguish two servers: a label, metadata, an image, the names of the file and its folder."""
     facts: Mapping[str, str] = dataclasses.field(default_factory=dict)

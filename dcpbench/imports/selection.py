@@ -1,4 +1,4 @@
-"""Which documents are measurements of a tool, and what the others are."""
+"""Select the documents that are measurements of a tool, and explain what the others are."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def select_measurements(documents: Sequence[Document], engine: str) -> tuple[lis
     ]
     if not kept:
         for document in others.get(_describe_other(engine), [])[:1]:
-            read_result(document, engine)  # raises the error that says what the document is instead
+            read_result(document, engine)  # raises the error that names the actual kind of the document
         raise RecordsError(f"{documents[0].where}: no result of {TOOLS[engine]} was found. {' '.join(left_out)}")
     return kept, left_out
 

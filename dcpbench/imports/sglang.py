@@ -1,4 +1,4 @@
-"""SGLang's `bench_serving`: fields as of python/sglang/bench_serving.py; docs/exports.md names the commit.
+"""Read results of SGLang's `bench_serving`, with the fields of python/sglang/bench_serving.py; docs/exports.md names the commit.
 
 Behind a router that separates prefill and decode, the server's information is a list of servers of each kind (mini_lb.py).
 """

@@ -1,4 +1,4 @@
-"""`vllm bench serve --save-result`: fields as of vllm/benchmarks/serve.py; docs/exports.md names the commit.
+"""Read results of `vllm bench serve --save-result`, with the fields of vllm/benchmarks/serve.py; docs/exports.md names the commit.
 
 `vllm bench sweep` adds the parameters of a run behind `run_number`, and in the name of its folder. InferenceX's copy of the
 benchmark (utils/bench_serving/benchmark_serving.py) keeps lists of lengths without --save-detailed.

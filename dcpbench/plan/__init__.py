@@ -1,1 +1,1 @@
-"""Options become points, judged before anything runs."""
+"""Convert options to points, and validate them before anything runs."""

@@ -1,4 +1,4 @@
-"""A SweepSpec as the grid of points that can run, and those that cannot, each with its reason. No torch."""
+"""Expand a SweepSpec to the grid of points that can run, and those that cannot, each with its reason. No torch."""
 
 from __future__ import annotations
 
@@ -33,40 +33,42 @@ if TYPE_CHECKING:
 WITHOUT_EXCHANGE: dict[str, object] = {axis.name: axis.default for axis in point_axes(Role.EXCHANGE)}
 """Fields of a point with dcp 1."""
 WITHOUT_TRANSFERS: dict[str, object] = {axis.name: axis.default for axis in point_axes(Role.DEPLOYED)}
-"""And of one of whose instances none sends KV to another, besides which there are."""
+"""Fields of a point without transfers of KV between instances."""
 LISTED = [axis for axis in AXES if axis.name in DEGREES or axis.role & (Role.PATH | Role.DEPLOYED)]
-"""Fields of their own in the JSON of --dry-run."""
+"""Fields that have their own keys in the JSON of --dry-run."""
 MOST_POINTS = 100_000
-"""Of one run, as many as its report reads."""
+"""Maximum number of points of one run, which is also what its report reads."""
 MOST_REASONS = 3
-"""Reasons that an error message repeats before it points to --dry-run, and layouts that a line names."""
+"""Maximum number of reasons that an error repeats before it refers to --dry-run, and of layouts that a line names."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One point of the grid: it can run (`plan`), or it cannot (`error`)."""
+    """Hold one point of the grid: it can run (`plan`), or it cannot (`error`)."""
 
     point: Point
     added: bool = False
-    """A baseline that nobody typed."""
+    """True for a baseline that was added automatically."""
     plan: EnginePlan | None = None
     error: DcpbenchError | None = None
 
     def rejected(self) -> Record:
-        """The record of a point that cannot run."""
+        """Return the record of a point that cannot run."""
         no_room = isinstance(self.error, NoRoomError)
         return Record(point=self.point, outcome="rejected", reason=str(self.error), no_room=no_room)
 
 
 def expand(spec: SweepSpec, probe: Probe, nnodes: int = 1) -> list[Candidate]:
-    """Every point of the grid with its baseline, in the order in which they run: neighbours share an engine."""
+    """Return every point of the grid with its baseline, in running order: neighbours share an engine."""
     found = _expand(spec, Machine(probe=probe, nnodes=nnodes))
     _check_used(spec, (c.point for c in found))
     return found
 
 
 def expand_layouts(layouts: Sequence[Layout], spec: SweepSpec, probe: Probe) -> list[Candidate]:
-    """What `verify` compares: the given layouts instead of every combination of tp, dp and dcp, without baselines."""
+    """Return the points that `verify` compares: the given layouts instead of every combination of tp, dp and dcp,
+    without baselines.
+    """
     found = {}
     for x in layouts:
         one = dataclasses.replace(spec, tp=(x.tp,), dp=(x.dp,), dcp=(x.dcp,), baseline=False)
@@ -76,10 +78,10 @@ def expand_layouts(layouts: Sequence[Layout], spec: SweepSpec, probe: Probe) -> 
 
 
 def check_any(candidates: Sequence[Candidate], *, listed_above: bool = False) -> None:
-    """Raise the typed points' own error when none of them can run: a baseline alone is not what was asked for.
+    """Raise the requested points' own error if none of them can run: a baseline alone was not requested.
 
-    Reasons that begin with the same sentence are one, told as of the last point, which has the most DCP; `listed_above`:
-    they are on the screen already.
+    Reasons that begin with the same sentence are merged into the one of the last point, which has the most DCP.
+    `listed_above` is True if the reasons are already on the screen.
     """
     typed = [c for c in candidates if not c.added]
     if any(c.error is None for c in typed):
@@ -92,7 +94,9 @@ def check_any(candidates: Sequence[Candidate], *, listed_above: bool = False) ->
 
 
 def dcp_by_default(candidates: Sequence[Candidate]) -> str:
-    """What who types --tp alone may not expect: that DCP is measured. Empty where no layout that can run has any."""
+    """Return a note that DCP is measured by default, for users who gave only --tp; empty if no layout that can run has
+    DCP.
+    """
     typed = [c for c in candidates if not c.added and c.point.dcp > 1 and c.error is None]
     if not typed:
         return ""
@@ -103,7 +107,9 @@ def dcp_by_default(candidates: Sequence[Candidate]) -> str:
 
 
 def stored_by_default(spec: SweepSpec, candidates: Sequence[Candidate]) -> str:
-    """What who types no precision may not expect: weights as the model is published. Empty where that is not fp8."""
+    """Return a note that weights have the precision of the published model, if that is fp8 and no precision was given;
+    else empty.
+    """
     if AS_PUBLISHED not in spec.how["weights_dtype"]:
         return ""
     points = [c.point for c in candidates if c.point.weights_dtype == FP8 and c.error is None]
@@ -124,24 +130,26 @@ def point_name(point: Point) -> str:
 
 
 def load_text(point: Point) -> str:
-    """`8 × 4,000` requests and tokens, or what is served."""
+    """Return requests and tokens of a point, such as `8 × 4,000`, or its load."""
     return load_name(point.load, point.concurrency) if point.load else f"{point.concurrency} × {point.context:,}"
 
 
 def varied(points: Sequence[Point]) -> dict[str, str]:
-    """By key, what of loads `load_text` does not say and not all points have: `, chunk 4,096`."""
+    """Return by key the parts of loads that `load_text` omits and that differ between points: `, chunk 4,096`."""
     loads = [p.load for p in points if p.load is not None]
     axes = [axis for axis in LOAD_AXES if axis.label and len({getattr(load, axis.name) for load in loads}) > 1]
     return {p.key(): "".join(f", {a.text(getattr(p.load, a.name))}" for a in axes) if p.load else "" for p in points}
 
 
 def path_name(point: Point) -> str:
-    """How a point is computed: `triton a2a +q-replicate`; what is usual, such as the all-reduce, is left out."""
+    """Return how a point is computed, without defaults such as the all-reduce: `triton a2a +q-replicate`."""
     return " ".join(word for word in point.words(Role.PATH | Role.SERVER | Role.DEPLOYED) if word != point.ep_label)
 
 
 def table(candidates: Sequence[Candidate]) -> list[dict[str, object]]:
-    """One row a point for --dry-run: the layout in our and vLLM's words, the load, memory per GPU, or the reason."""
+    """Return one row per point for --dry-run: the layout in dcpbench's and vLLM's terms, the load, memory per GPU, or
+    the reason.
+    """
     rows: list[dict[str, object]] = []
     more = varied([c.point for c in candidates])
     for c in candidates:
@@ -172,7 +180,7 @@ def table(candidates: Sequence[Candidate]) -> list[dict[str, object]]:
 
 
 def _layouts(candidates: Iterable[Candidate]) -> str:
-    """The first of their layouts, each once."""
+    """Return the first of their layouts, each once."""
     names = list(dict.fromkeys(c.point.layout_name for c in candidates))
     return ", ".join(names[:MOST_REASONS]) + (", …" if len(names) > MOST_REASONS else "")
 
@@ -200,7 +208,7 @@ def _grid(spec: SweepSpec, shapes: Mapping[str, ModelShape]) -> Iterable[Point]:
 
 
 def _precision(how: Mapping[str, Value], shape: ModelShape) -> dict[str, str]:
-    """What is computed with, and what of weights and KV is stored otherwise."""
+    """Return the precision of the computation, and those of weights and KV if they differ from it."""
     weights, kv = str(how["weights_dtype"]), str(how["kv_dtype"])
     dtype = computed_with(weights, kv, str(how["dtype"]))
     if weights == AS_PUBLISHED:
@@ -210,13 +218,15 @@ def _precision(how: Mapping[str, Value], shape: ModelShape) -> dict[str, str]:
 
 
 def _idle(tp: int, dp: int, dcp: int) -> dict[str, object]:
-    """Fields that change nothing in a layout, as all of its points have them."""
+    """Return the fields that have no effect in a layout, as all of its points have them."""
     exchange = WITHOUT_EXCHANGE if dcp == 1 else {}
     return exchange | ({} if tp > dp else {"all_reduce": ALL_REDUCES[0]})
 
 
 def _check_count(spec: SweepSpec, each: int) -> None:
-    """Raise UsageError for a grid of more points than a report takes; `each`: those of one repeat, tp and dcp."""
+    """Raise UsageError for a grid with more points than a report reads; `each` is their number per
+    repeat, tp and dcp.
+    """
     count = spec.repeats * len(spec.tp) * len(spec.dcp or (1,)) * each
     if count > MOST_POINTS:
         raise UsageError(
@@ -226,7 +236,7 @@ def _check_count(spec: SweepSpec, each: int) -> None:
 
 
 def _check_used(spec: SweepSpec, points: Iterable[Point]) -> None:
-    """Raise UsageError where an option was typed and no point exchanges anything."""
+    """Raise UsageError if an option of the exchange was given and no point exchanges anything."""
     on = [flag(name) for name in OPTIONS if any(spec.how[name])]
     if on and all(p.dcp == 1 for p in points):
         raise UsageError(
@@ -252,7 +262,9 @@ def _expand(spec: SweepSpec, machine: Machine) -> list[Candidate]:
 
 
 def _baselines(point: Point, spec: SweepSpec) -> Iterable[Point]:
-    """The same without DCP, and of both, where some instances only prefill, as many that all do both."""
+    """Yield the point's baseline and, if some instances only prefill, both points with as many instances that all do
+    both.
+    """
     pair = [point] if spec.settings.step_times else [point, _baseline(point)]  # a file is of one engine
     yield from pair[1:]
     if point.instances.disaggregated:
@@ -267,7 +279,7 @@ def _baseline(point: Point) -> Point:
 
 
 def _order(point: Point, spec: SweepSpec) -> tuple[object, ...]:
-    """One pass after the other, and in each, one job (tp), engine and path after the other; models as typed."""
+    """Return the sort key: by pass, then job (tp), engine and path; models in the given order."""
     engine = point.values(Role.ENGINE) | {"model": spec.model.index(point.model)}
     rest = (point.values(role, but=Role.ENGINE).values() for role in (Role.PATH, Role.LOAD, Role.DEPLOYED))
     load = ((value is not None, value) for value in itertools.chain(*rest))

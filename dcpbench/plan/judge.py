@@ -1,4 +1,4 @@
-"""Whether a point can run on this machine and, where it cannot, what to type instead. No torch."""
+"""Check that a point can run on this machine; otherwise name the options to use instead. No torch."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ if TYPE_CHECKING:
 
 SMALLEST_TILE = 16
 FP8_SINCE = (8, 9)
-"""Compute capability from which on GPUs multiply e4m3."""
+"""Lowest compute capability of GPUs that multiply e4m3."""
 FLASHMLA_PAGE = 64
 """Side of the smallest product that the tensor cores take."""
 SYMMETRIC = "symm"
 """Exchange and all-reduce that work inside one machine."""
 ROW_UNIT = 16
-"""Bytes that a thread of kernels/kv_gather reads at once; a test holds the two together."""
+"""Bytes that a thread of kernels/kv_gather reads at once; a test compares the two."""
 TENSOR_UNIT = 16
 """Bytes of which rows are multiples that a tensor descriptor reads, as kernels/moe/prompts and kernels/keys do."""
 _CPU_VERIFY = "dcpbench verify --device cpu --backend reference can take it"
@@ -66,21 +66,21 @@ _CPU_VERIFY = "dcpbench verify --device cpu --backend reference can take it"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What points are checked against."""
+    """Describe what points are checked against."""
 
     probe: Probe
     nnodes: int = 1
     timed: bool = True
-    """Whether points are measured (`sweep`), on a GPU from CUDA graphs, or only compared (`verify`)."""
+    """True if points are measured (`sweep`; on a GPU with CUDA graphs), False if they are only compared (`verify`)."""
 
     @property
     def gpus(self) -> int:
-        """GPUs of all machines; every machine is taken to have as many as this one."""
+        """Return the number of GPUs of all machines; each is assumed to have as many as this one."""
         return self.probe.count * self.nnodes
 
 
 def check(point: Point, settings: Settings, shape: ModelShape, machine: Machine) -> None:
-    """Raise an error that says what to type instead, unless the point can run."""
+    """Raise an error that names the options to use instead, unless the point can run."""
     probe = machine.probe
     if settings.step_times:  # first, as all else is judged by the machine and the engine of the file
         known_times(settings.step_times).must_be_of(point, settings.step_times)
@@ -113,7 +113,7 @@ def check(point: Point, settings: Settings, shape: ModelShape, machine: Machine)
 
 @functools.cache
 def known_times(path: str) -> StepTimes:
-    """The step times of --step-times, read once."""
+    """Return the step times of --step-times; the file is read once."""
     return read_step_times(Path(path))
 
 
@@ -129,7 +129,7 @@ def _check_decode(point: Point, shape: ModelShape) -> None:
 
 
 def check_positions(context: int, load: Load | None, shape: ModelShape) -> None:
-    """Raise UsageError where a model has fewer positions than requests have tokens."""
+    """Raise UsageError if a model has fewer positions than requests have tokens."""
     if load is None and context + memory.HEADROOM_TOKENS > shape.max_position:
         raise UsageError(
             f"--context {context} and one new token pass {shape.name}'s {shape.max_position} positions; "
@@ -144,7 +144,9 @@ def check_positions(context: int, load: Load | None, shape: ModelShape) -> None:
 
 
 def _check_cpu(point: Point, shape: ModelShape, machine: Machine) -> None:
-    """A full-size model on a machine without GPUs is named first: no other advice would help."""
+    """Raise an error for a point that a CPU cannot run; a full-size model is reported first, because no other advice
+    would help.
+    """
     layers, fp8 = memory.all_layers(shape), point.weights_precision == FP8
     if memory.weight_bytes(shape, Layout(tp=1), ITEMSIZE[point.dtype], *layers) > CPU_BYTES:
         on_gpus = memory.weight_bytes(shape, Layout(tp=1), ITEMSIZE["bf16"], *layers, fp8=fp8)
@@ -176,12 +178,12 @@ def _check_ranks(point: Point, shape: ModelShape, machine: Machine) -> None:
 
 
 def _as_plan(probe: Probe) -> dict[str, str]:
-    """The options that make a command a plan for this machine, where it is none that is here."""
+    """Return the options that turn a command into a plan for this machine, if it is not the present one."""
     return {"--dry-run": "", "--gpu": probe.gpu.name, "--gpus": str(probe.count)} if probe.gpu else {}
 
 
 def _like(point: Point, probe: Probe) -> str:
-    """What of the table of machines this one is like, with a link where one host is too small."""
+    """Return the entry of the table of machines that matches this one, with a link if one host is too small."""
     name = next((gpu.name for gpu in GPUS if gpu.device == probe.name), None)
     if name is None:
         return "MACHINE (see dcpbench machines)"
@@ -189,7 +191,7 @@ def _like(point: Point, probe: Probe) -> str:
 
 
 def _check_emulated(point: Point, machine: Machine) -> None:
-    """A rank that stands for a layout: its wire must be known, and what it leaves is nothing to compare."""
+    """Raise an error unless the rank that emulates a layout has a known wire model and its results are not compared."""
     if machine.nnodes > 1:
         raise UsageError("--emulate runs one rank on this machine alone; leave --nnodes out.")
     if not machine.timed or point.weights != SYNTHETIC:
@@ -217,7 +219,7 @@ def _check_emulated(point: Point, machine: Machine) -> None:
 
 
 def _smaller(point: Point, shape: ModelShape, machine: Machine) -> str:
-    """The command for the largest layout of the same kind that these GPUs can hold."""
+    """Return the command for the largest layout of the same kind that these GPUs can hold."""
     for tp in range(machine.gpus, 0, -1):
         layouts = [x for x in valid_layouts(shape, tp, point.ep) if x.dp <= point.dp and x.dcp <= point.dcp]
         if layouts:
@@ -235,7 +237,7 @@ def _command(point: Point) -> str:
 
 
 def _open(point: Point) -> list[str]:
-    """Options that leave something to be chosen by time."""
+    """Return the options that leave a choice to timing."""
     return [f"--{name} {AUTO}" for name in ("backend", "exchange") if getattr(point, name) == AUTO]
 
 
@@ -296,7 +298,7 @@ def _check_flashmla(point: Point, probe: Probe) -> None:
 
 
 def _check_installed(option: str, library: str, instead: str, probe: Probe) -> None:
-    """`library` as an option's value and as our extra is called."""
+    """Raise an error unless a library is installed; `library` is both the option's value and the name of our extra."""
     if not probe.packages.get(LIBRARIES[library]):
         raise MissingPackageError(
             f"{option} {library}: {LIBRARIES[library]} cannot be imported; {how_to_install(library)}, or use {option} "
@@ -327,7 +329,7 @@ def _check_exchange(point: Point, machine: Machine) -> None:
 
 
 def _check_gpu_kernels(point: Point, shape: ModelShape) -> None:
-    """Kernels of a GPU that no --backend replaces."""
+    """Raise an error if GPU kernels that no --backend replaces cannot take the model."""
     if not _power_of_two(shape.rope):
         raise UsageError(
             f"the rope kernel needs a width that is a power of two from {SMALLEST_TILE}, and {shape.name} has "
@@ -350,7 +352,7 @@ def _check_gpu_kernels(point: Point, shape: ModelShape) -> None:
 
 
 def _check_fp8(point: Point, shape: ModelShape, probe: Probe) -> None:
-    """Raise UsageError where a GPU has no fp8, or a rank's border would cut blocks that its kernels take whole."""
+    """Raise UsageError if a GPU has no fp8, or if a rank's border would cut blocks that its kernels take undivided."""
     for option, kept in (("--weights-dtype", point.weights_precision), ("--kv-dtype", point.kv_precision)):
         if kept == FP8 and probe.capability is not None and _version(probe.capability) < FP8_SINCE:
             raise UsageError(
@@ -371,7 +373,7 @@ def _check_fp8(point: Point, shape: ModelShape, probe: Probe) -> None:
 
 
 def _takes_whole_blocks(point: Point, shape: ModelShape, tp: int) -> bool:
-    """Whether a smaller layout of the same kind cuts no block."""
+    """Return True if a smaller layout of the same kind cuts no block."""
     smaller = msgspec.structs.replace(point, tp=tp, dp=min(point.dp, tp), dcp=1)
     try:
         smaller.layout.check_model(shape, point.ep)
@@ -385,7 +387,7 @@ def _version(capability: str) -> tuple[int, ...]:
 
 
 def _cut_parts(point: Point, shape: ModelShape) -> dict[str, int]:
-    """What of fp8 layers a rank holds, and what of them lies under another: blocks begin and end with each."""
+    """Return the sizes of the parts of fp8 layers that a rank holds or stacks: blocks begin and end with each part."""
     heads = shape.heads // point.layout.attn_tp
     experts = shape.moe_inter // point.tp if point.ep == CUT else shape.moe_inter
     return {
@@ -404,7 +406,7 @@ def _power_of_two(width: int) -> bool:
 
 
 def _check_load(point: Point, load: Load, shape: ModelShape, probe: Probe) -> None:
-    """Raise an error that says what to type instead, unless the load can be served by this model in this layout."""
+    """Raise an error that names the options to use instead, unless this model in this layout can serve the load."""
     if point.disaggregate and load.mode != REPLAY:
         raise UsageError(
             f"--disaggregate {point.disaggregate}: a live run serves on the GPUs of one instance; take --mode replay "
@@ -422,7 +424,9 @@ def _check_load(point: Point, load: Load, shape: ModelShape, probe: Probe) -> No
 
 
 def _check_rows(point: Point, shape: ModelShape) -> None:
-    """A stored prefix comes from the DCP ranks in whole units of the kernel that puts its rows in token order."""
+    """Raise an error unless KV rows have a multiple of the unit with which the kernel reorders rows
+    from the DCP ranks.
+    """
 
     def row_bytes(dtype: str) -> int:
         return shape.kv_width * ITEMSIZE[dtype]
@@ -449,7 +453,9 @@ def _check_chunk(point: Point, load: Load) -> None:
 
 
 def _check_chunk_memory(point: Point, load: Load, shape: ModelShape, probe: Probe) -> None:
-    """A step's chunks must leave something of the GPU; whether weights and KV fit beside them is judged later."""
+    """Raise an error if a step's chunks take a GPU's whole memory; whether weights and KV fit next to them is checked
+    later.
+    """
     total = probe.memory_bytes if probe.device == "cuda" else None
     need = memory.prefill_bytes(
         shape, point.layout, load.chunk, ITEMSIZE[point.dtype], point.ep, kv_itemsize=ITEMSIZE[point.kv_precision]
@@ -486,17 +492,18 @@ def _tokens(load: Load) -> str:
 
 
 def _check_memory(point: Point, settings: Settings, shape: ModelShape, probe: Probe) -> None:
-    """Raise NoRoomError, with what to type instead, where a point lacks room."""
+    """Raise NoRoomError, with options to use instead, if a point does not fit in memory."""
     said, advice = shortage(point, settings, shape, probe)
     if said:
         raise NoRoomError(f"{said}{advice}")
 
 
 def shortage(point: Point, settings: Settings, shape: ModelShape, probe: Probe) -> tuple[str, str]:
-    """What a point has no room for, behind its layout, and what to type instead in its command; both empty where it has room.
+    """Return what does not fit, as text behind the layout, and the options to use instead; both empty if the point
+    fits.
 
-    The pool must hold what a decode step needs, or the longest request that is served; with --kv-memory any request of a
-    load is enough.
+    The pool must hold what a decode step needs, or the longest request that is served; with --kv-memory any request of
+    a load is enough.
     """
     one = memory.page_bytes(shape, point.page_size, ITEMSIZE[point.kv_precision])
     try:
@@ -531,7 +538,9 @@ def shortage(point: Point, settings: Settings, shape: ModelShape, probe: Probe) 
 
 
 def _what_fits(point: Point, settings: Settings, shape: ModelShape, probe: Probe) -> str:
-    """The largest concurrency that fits here, and the smallest larger dcp that takes the point as it is."""
+    """Return the largest concurrency that fits here, and the smallest larger dcp with which the
+    point fits unchanged.
+    """
     pool = most_pages(point, shape, probe)
     if settings.kv_memory_bytes is not None:
         one = memory.page_bytes(shape, point.page_size, ITEMSIZE[point.kv_precision])

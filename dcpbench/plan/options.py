@@ -1,4 +1,6 @@
-"""Reads one option, as typed or as a configuration file has it, or says what to write instead. No torch."""
+"""Parse one option from the command line or a configuration file, or raise an error with the
+accepted form. No torch.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +22,19 @@ if TYPE_CHECKING:
     from dcpbench.points.axes import Axis
 
 LONGEST_NAME = 1_000
-"""Characters of a name or a path."""
+"""Maximum number of characters of a name or a path."""
 LONGEST_SHOWN = 80
-"""Characters of a value that an error repeats."""
+"""Maximum number of characters of a value that an error repeats."""
 
 
 def check_seconds(option: str, value: float, example: int) -> None:
-    """Raise UsageError unless `value` is a time that can pass."""
+    """Raise UsageError unless `value` is a positive, finite time."""
     if not 0 < value < math.inf:
         raise UsageError(f"{option} {value:g} is not a positive number of seconds; try {option} {example}.")
 
 
 def parse_bytes(name: str, value: object) -> int:
-    """`100GiB`, `40GB` or `512 MiB`."""
+    """Parse `100GiB`, `40GB` or `512 MiB`."""
     typed = shown(value)
     if re.fullmatch(r"\s*\d+(\.\d+)?\s*", typed):
         raise UsageError(f"{flag(name)} {typed} has no unit; write for example {flag(name)} 100GiB or 40GB.")
@@ -49,7 +51,7 @@ def parse_bytes(name: str, value: object) -> int:
 
 
 def items(name: str, value: object) -> list[object]:
-    """A comma list, a list or one value; never empty."""
+    """Return the items of a comma-separated list, a list or one value; never empty."""
     found = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
     found = found if isinstance(found, list | tuple) else [found]
     if not found or found == [""]:
@@ -62,7 +64,7 @@ def items(name: str, value: object) -> list[object]:
 
 
 def example(name: str) -> str:
-    """What an option can look like."""
+    """Return an example of an option's value."""
     examples = {axis.name: axis.values[0] for axis in (*AXES, *LOAD_AXES) if axis.values} | {
         "model": "deepseek-v3,kimi-k2",
         "backend": ",".join(BACKENDS),
@@ -94,7 +96,7 @@ def example(name: str) -> str:
 
 
 def ints(name: str, value: object) -> tuple[int, ...]:
-    """`4,8`, each once."""
+    """Parse `4,8`, each number once."""
     return tuple(dict.fromkeys(whole(name, item) for item in items(name, value)))
 
 
@@ -110,17 +112,17 @@ def whole(name: str, value: object) -> int:
 
 
 def degrees(name: str, value: object) -> tuple[str, ...]:
-    """`1,tp`, each once: numbers of ranks, or all of a layout."""
+    """Parse `1,tp`, each value once: numbers of ranks, or all ranks of a layout."""
     return tuple(dict.fromkeys(WHOLE if item == WHOLE else str(whole(name, item)) for item in items(name, value)))
 
 
 def names(name: str, value: object) -> tuple[str, ...]:
-    """`ag_rs,a2a`, each once."""
+    """Parse `ag_rs,a2a`, each name once."""
     return tuple(dict.fromkeys(name_of(name, item) for item in items(name, value)))
 
 
 def name_of(name: str, value: object) -> str:
-    """`bf16`."""
+    """Parse a name such as `bf16`."""
     if value == "":
         raise UsageError(f"{flag(name)} is empty; write for example {example(name)}, or leave it out.")
     if not isinstance(value, str):
@@ -133,35 +135,37 @@ def name_of(name: str, value: object) -> str:
 
 
 def number(name: str, value: object) -> float:
-    """`2.5`."""
+    """Parse a number such as `2.5`."""
     if isinstance(value, int | float) and not isinstance(value, bool):
-        if value not in (math.inf, -math.inf):  # whose option says so itself
+        if value not in (math.inf, -math.inf):  # the options that accept inf handle it themselves
             _check_size(name, value, shown(value))
         return float(value)
     raise UsageError(f"{flag(name)} {quoted(value)}: not a number; write for example {flag(name)} 10.")
 
 
 def switch(name: str, value: object) -> bool:
-    """`true`."""
+    """Parse `true` or `false`."""
     if not isinstance(value, bool):
         raise UsageError(f"{name} is {quoted(value)}; write true or false.")
     return value
 
 
 def switches(name: str, value: object) -> tuple[bool, ...]:
-    """`true`, or `[false, true]` for an axis of both."""
+    """Parse `true`, or `[false, true]` for an axis with both values."""
     values = value if isinstance(value, list) else [value]
     return tuple(dict.fromkeys(switch(name, item) for item in values))
 
 
 def parser_of(axis: Axis) -> Callable[[str, object], object]:
-    """What reads the values of a field of a point or load."""
+    """Return the parser for values of a field of a point or load."""
     one, several = {str: (name_of, names), int: (whole, ints), bool: (switch, switches)}[axis.kind]
     return one if axis.one else several
 
 
 def shown(value: object) -> str:
-    """A value in a sentence: as it is where it is short, else its beginning; no list is followed to its depth."""
+    """Format a value for a sentence: a short value unchanged, else its beginning; nested lists are not expanded in
+    full.
+    """
     if isinstance(value, int) and value.bit_length() > LONGEST_SHOWN:
         return f"(a number of {value.bit_length():,} bits)"
     try:
@@ -172,7 +176,7 @@ def shown(value: object) -> str:
 
 
 def quoted(value: object) -> str:
-    """The same, and text in quotes."""
+    """Format a value as `shown` does, with text in quotes."""
     return repr(shown(value)) if isinstance(value, str) else shown(value)
 
 
@@ -185,18 +189,18 @@ def _check_size(name: str, value: float, typed: str) -> None:
 
 
 def check_positive(name: str, value: int) -> None:
-    """Raise UsageError for 0 and less."""
+    """Raise UsageError for a value of 0 or less."""
     if value < 1:
         raise UsageError(f"{flag(name)} {value} is not positive; try {example(name)}.")
 
 
 def check_known(name: str, value: str, known: tuple[str, ...]) -> None:
-    """Raise UsageError for what is not in `known`, with the nearest of them."""
+    """Raise UsageError with the nearest alternatives if a value is not in `known`."""
     if value not in known:
         raise UsageError(f"{flag(name)} {value} is unknown{did_you_mean(value, known)}")
 
 
 def did_you_mean(value: str, known: Sequence[str]) -> str:
-    """The end of a sentence about a name that is not in `known`."""
+    """Return the end of a sentence about a name that is not in `known`, with the nearest one."""
     near = difflib.get_close_matches(value, known, n=1) or difflib.get_close_matches(value.lower(), known, n=1)
     return (f"; did you mean {near[0]}?" if near else ".") + f" Known: {', '.join(known)}."

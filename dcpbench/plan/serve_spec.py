@@ -1,4 +1,4 @@
-"""What `serve` was asked to run: its options, of the command line and of a file, as loads for points. No torch."""
+"""Convert the options of `serve`, from the command line and a file, to loads for points. No torch."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ if TYPE_CHECKING:
 OTHERS = ("context", "seconds")
 """Options that only `sweep` has."""
 ALIKE = [axis for axis in LOAD_AXES if axis.one]
-"""Of all loads of a run; fields of a load, and options with the same names."""
+"""Fields that are equal for all loads of a run, and options with the same names."""
 MOST_REQUESTS = 10_000_000
-"""Of made-up requests: their prompts, of even 100 tokens, are 4 GB on every rank."""
+"""Maximum number of generated requests: their prompts, of even 100 tokens, are 4 GB on every rank."""
 MOST_TURNS = 10_000
 MOST_THINK_S = 86_400
 YAML_BASE = 60
@@ -60,10 +60,12 @@ LEAST_BURSTINESS = 1e-3
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServeLoads:
-    """What is sent: every combination of concurrency or rate, prompts and answers. See docs/serving.md."""
+    """Describe the loads to send: every combination of concurrency or rate, prompts and answers.
+    See docs/serving.md.
+    """
 
     concurrency: tuple[int, ...] = ()
-    """Empty: not typed; then an open loop has as many in flight as a layout takes."""
+    """Number of clients; empty if not given, and an open loop then has as many requests in flight as a layout takes."""
     request_rate: tuple[float, ...] = ()
     burstiness: float = 1.0
     num_requests: int
@@ -81,12 +83,12 @@ class ServeLoads:
     mode: tuple[str, ...] = (LIVE,)
     disaggregate: tuple[str, ...] = ("",)
     transfer_gb_s: tuple[float, ...] = ()
-    """Empty: nothing is sent."""
+    """Rates of transfers in GB/s; empty if nothing is sent."""
     transfer_ms: float = 0.0
     seed: int = 0
     trace: Trace | None = None
     limit: int | None = None
-    """In requests."""
+    """Maximum number of requests."""
 
     def __post_init__(self) -> None:
         for name in ("num_requests", "prefix_groups"):
@@ -156,7 +158,7 @@ class ServeLoads:
             raise UsageError(f"--turns {self.turns}: a session has at most {MOST_TURNS:,} turns; try --turns 4.")
 
     def _check_transfers(self) -> None:
-        """The rate at which KV crosses is stated, and nothing else is stated of what does not cross."""
+        """Raise UsageError if the rate at which KV is sent is missing, or given although nothing is sent."""
         split = [text for text in self.disaggregate if parse(text).disaggregated]
         if split and not self.transfer_gb_s:
             raise UsageError(
@@ -188,12 +190,12 @@ class ServeLoads:
 
     @property
     def count(self) -> int:
-        """Requests that are sent at most."""
+        """Return the maximum number of requests that are sent."""
         count = self.num_requests if self.trace is None else len(self.trace.rows)
         return min(count, self.limit or count)
 
     def loads(self, dp: int, shape: ModelShape) -> list[PointLoad]:
-        """What the points of a model have to do in `dp` replicas, in the order typed."""
+        """Return the loads of a model's points in `dp` replicas, in the given order."""
         if self.trace and self.trace.largest_id >= shape.vocab:
             raise UsageError(
                 f"{self.trace.path} has token id {self.trace.largest_id}, and {shape.name} has {shape.vocab:,} of them."
@@ -206,7 +208,7 @@ class ServeLoads:
         return found
 
     def _deployed(self) -> Iterator[dict[str, Value]]:
-        """Instances, and how KV crosses between them where it does."""
+        """Yield the instances, and how KV is sent between them if it is."""
         for text in self.disaggregate:
             if not parse(text).disaggregated:
                 yield {"disaggregate": text}
@@ -215,7 +217,7 @@ class ServeLoads:
                 yield {"disaggregate": text, "transfer_gb_s": rate, "transfer_ms": self.transfer_ms}
 
     def each(self) -> Iterator[tuple[int | None, Load]]:
-        """(concurrency, load), the former None where an open loop bounds nothing."""
+        """Yield (concurrency, load); concurrency is None if nothing limits an open loop."""
         count = self.count
         lengths = [(TRACE_LENGTHS, TRACE_LENGTHS)] if self.trace else itertools.product(*self._lengths())
         for (inputs, outputs), rate, concurrency, chunk, mode in itertools.product(
@@ -275,11 +277,13 @@ class ServeLoads:
 
 
 SERVED = {field.name for field in dataclasses.fields(ServeLoads)} - {"trace", "limit"} | {"requests"}
-"""Options that make the loads."""
+"""Options that define the loads."""
 
 
 def make_serve_spec(given: Mapping[str, object], probe: Probe) -> SweepSpec:
-    """Options as typed (None = not typed; comma strings, numbers or lists) and the device's defaults for the rest."""
+    """Build a SweepSpec from options as given (None = not given; comma-separated strings, numbers or lists) and the
+    device's defaults.
+    """
     options = {name: SERVE_PARSERS[name](name, value) for name, value in given.items() if value is not None}
     options.pop("step_times", None)
     base = defaults(probe) | serve_defaults(probe)
@@ -290,9 +294,9 @@ def make_serve_spec(given: Mapping[str, object], probe: Probe) -> SweepSpec:
 
 
 def read_loads(options: dict[str, object], usual: Mapping[str, object]) -> tuple[ServeLoads, dict[str, object]]:
-    """The loads, and fields of Settings; takes both out of options that have been read. `usual`: what is not typed.
+    """Return the loads, and fields of Settings; remove both from the parsed options.
 
-    Clients are as usual only where nothing says when requests come.
+    `usual` holds the defaults. The default number of clients applies only if no option sets when requests come.
     """
     typed = {name: options.pop(name) for name in SERVED if name in options}
     limit, seconds = cast("tuple[int | None, float | None]", options.pop("limit", (None, None)))
@@ -341,17 +345,17 @@ def serve_defaults(probe: Probe) -> dict[str, object]:
 
 @dataclasses.dataclass(frozen=True)
 class ShortSlo:
-    """Objectives that a load can only be judged by at a lower percentile than p99, as it has too few requests."""
+    """Hold objectives for which a load has too few requests, so that they are judged at a lower percentile than p99."""
 
     objectives: tuple[str, ...]
     percentile: int
     samples: int
-    """Requests, or for ITL gaps between tokens, of which there are too few."""
+    """Number of samples, which are too few: requests, or for ITL gaps between tokens."""
     gaps: bool
     remedy: str
 
     def describe(self) -> str:
-        """Return a sentence with what to type."""
+        """Return a sentence with the options to use."""
         of = "gap between tokens" if self.gaps else "request"
         names = listed([name.upper() for name in self.objectives])
         return (
@@ -376,7 +380,7 @@ def find_short_slos(loads: ServeLoads, slo: Mapping[str, float], trace_path: str
 
 
 def _trace(typed: dict[str, object]) -> Trace | None:
-    """The file of --requests; what it says itself cannot be typed."""
+    """Return the file of --requests; raise UsageError for options that set what the file defines."""
     path = typed.pop("requests", None)
     if path is None:
         return None
@@ -391,7 +395,7 @@ def _trace(typed: dict[str, object]) -> Trace | None:
 
 
 def measured_before(given: Mapping[str, object]) -> str | None:
-    """The absolute path of --step-times, where it was given. Raises UsageError where it cannot be."""
+    """Return the absolute path of --step-times, if given; raise UsageError if step times cannot be used."""
     path = given.get("step_times")
     if path is None:
         return None
@@ -414,7 +418,7 @@ def _turns(name: str, value: object) -> str:
 
 
 def longest_turns(turns: str) -> int:
-    """The most turns that a session can have, the median where nothing bounds them."""
+    """Return the maximum number of turns of a session; the median if the distribution is unbounded."""
     lengths = parse_lengths("--turns", turns)
     return max(lengths.low, lengths.high)
 
@@ -438,7 +442,7 @@ def _instances(name: str, value: object) -> tuple[str, ...]:
 
 
 def _real(name: str, value: object) -> float:
-    """A number, also as the text of a comma list."""
+    """Parse a number, also as the text of a comma-separated list."""
     try:
         return float(value) if isinstance(value, str) else read.number(name, value)
     except ValueError as e:
@@ -464,4 +468,4 @@ SERVE_PARSERS: dict[str, Callable[[str, object], object]] = {
     "slo": lambda _, value: parse_slo(value),
     "limit": lambda _, value: parse_limit(value),
 }
-"""Every name that a configuration file of `serve` may hold, and how its value is read."""
+"""Names that a configuration file of `serve` may contain, with their parsers."""

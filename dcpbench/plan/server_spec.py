@@ -1,4 +1,4 @@
-"""Options of `serve --url` and `--engine` as points of the server's engine. No torch."""
+"""Convert the options of `serve --url` and `--engine` to points of the server's engine. No torch."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ TAKEN = [
     "slo",
     "repeats",
 ]
-"""Options of `serve` that apply to a server; all others are those of dcpbench's own engine."""
+"""Options of `serve` that apply to a server; all others belong to dcpbench's own engine."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerSpec:
-    """Loads for one server, and its layout as the user gives it."""
+    """Describe the loads for one server, and its layout as the user gives it."""
 
     model: str | None
     """Name of the model on the server; None: the only one that it serves."""
@@ -106,9 +106,10 @@ def split_layouts(given: Mapping[str, object]) -> list[dict[str, object]]:
 
 
 def make_server_spec(given: Mapping[str, object], *, cpu: bool) -> ServerSpec:
-    """Read the options that were typed. `cpu`: whether the server runs on a CPU, for which loads are small by default.
+    """Parse the given options; `cpu` is True if the server runs on a CPU, for which loads are small by default.
 
-    Raises UsageError for options that only our own engine has, and for several values where one server has one.
+    Raise UsageError for options that only dcpbench's own engine has, and for several values of an option of which one
+    server has one.
     """
     if own := [flag(name) for name in given if name not in TAKEN]:
         raise UsageError(
@@ -135,7 +136,7 @@ def make_server_spec(given: Mapping[str, object], *, cpu: bool) -> ServerSpec:
 
 
 def _layout(typed: Mapping[str, object]) -> dict[str, int]:
-    """Return the degrees that were typed, all 0 without --tp. Raises UsageError for other degrees without --tp."""
+    """Return the given degrees, all 0 without --tp; raise UsageError for other degrees without --tp."""
     if "tp" not in typed:
         if typed:
             given = listed([flag(name) for name in typed])

@@ -1,4 +1,6 @@
-"""What a sweep or a verification was asked to run: options of the command line and of a TOML or YAML file. No torch."""
+"""Convert the options of a sweep or a verification, from the command line and a TOML or YAML file, to a SweepSpec. No
+torch.
+"""
 
 from __future__ import annotations
 
@@ -32,50 +34,52 @@ if TYPE_CHECKING:
 
 
 MOST_GPUS = 72
-"""Of a machine: those of an NVL72, the largest that NVLink joins and that is sold."""
+"""Maximum number of GPUs of a machine: an NVL72, the largest NVLink domain on sale."""
 MOST_BYTES = 1 << 16
-"""Of a file of options."""
+"""Maximum bytes of a file of options."""
 MOST_LISTED = 4096
 """Largest stripe that an error about --interleave names."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PointLoad:
-    """The fields of a point that say what it has to do."""
+    """Hold the fields of a point that define its load."""
 
     concurrency: int
     context: int
     load: Load | None = None
-    """Null for `decode`."""
+    """Load of `serve`; None for `decode`."""
     deployed: Mapping[str, Value] = dataclasses.field(default_factory=dict)
-    """Fields of a point that say which instances serve it."""
+    """Fields of a point that define the instances that serve it."""
 
 
 class Served(Protocol):
-    """What the workload `serve` sends, for each model and layout; serve_spec.py."""
+    """Define the interface of the loads of `serve`, for each model and layout; see serve_spec.py."""
 
     def loads(self, dp: int, shape: ModelShape) -> list[PointLoad]:
-        """In the order typed."""
+        """Return the loads in the given order."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SweepSpec:
-    """The axes of a grid and what is the same for all of its points. Raises UsageError for values that cannot work."""
+    """Describe the axes of a grid and what is equal for all of its points; raise UsageError for values that cannot
+    work.
+    """
 
     model: tuple[str, ...]
     tp: tuple[int, ...]
     dp: tuple[int, ...] = (1,)
     dcp: tuple[int, ...] = ()
-    """Empty: the largest of each tp and dp, which is tp / dp."""
+    """Values of dcp; if empty, the largest for each tp and dp, which is tp / dp."""
     concurrency: tuple[int, ...] = ()
     context: tuple[int, ...] = ()
     serve: Served | None = None
-    """Takes the place of concurrency and context for the workload `serve`."""
+    """Loads of `serve`, which replace concurrency and context."""
     how: Mapping[str, tuple[Value, ...]]
-    """Values of each axis of point.HOW. Those of an exchange are used where dcp > 1."""
+    """Values of each axis of point.HOW; those of an exchange are used if dcp > 1."""
     repeats: int = 1
     baseline: bool = True
-    """Whether each layout is added without dcp, and tp alone for dp without dcp, for each model, backend and load."""
+    """True if each layout is added without dcp, and tp alone for dp without dcp, for each model, backend and load."""
     settings: Settings = Settings()  # noqa: RUF009 -- frozen
 
     def __post_init__(self) -> None:
@@ -99,11 +103,11 @@ class SweepSpec:
 
     @property
     def weights(self) -> str:
-        """Folder of a checkpoint, or SYNTHETIC."""
+        """Return the folder of a checkpoint, or SYNTHETIC."""
         return str(self.how["weights"][0])
 
     def loads(self, dp: int, shape: ModelShape) -> list[PointLoad]:
-        """What the points of a model have to do in `dp` replicas."""
+        """Return the loads of a model's points in `dp` replicas."""
         if self.serve:
             return self.serve.loads(dp, shape)
         return [PointLoad(*pair) for pair in itertools.product(self.concurrency, self.context)]
@@ -130,7 +134,7 @@ class SweepSpec:
 
 
 def check_same_sizes(spec: SweepSpec, shapes: Mapping[str, ModelShape]) -> None:
-    """Raise ModelError unless every model is the one whose weights are read."""
+    """Raise ModelError unless every model has the sizes of the checkpoint."""
     if spec.weights == SYNTHETIC:
         return
     own = dataclasses.asdict(load_shape(spec.weights))
@@ -146,13 +150,15 @@ def check_same_sizes(spec: SweepSpec, shapes: Mapping[str, ModelShape]) -> None:
 
 
 def make_spec(given: Mapping[str, object], probe: Probe) -> SweepSpec:
-    """Options as typed (None = not typed; comma strings, numbers or lists) and the device's defaults for the rest."""
+    """Build a SweepSpec from options as given (None = not given; comma-separated strings, numbers or lists) and the
+    device's defaults.
+    """
     options = {name: PARSERS[name](name, value) for name, value in given.items() if value is not None}
     return complete(options, defaults(probe), {})
 
 
 def complete(options: Mapping[str, object], base: Mapping[str, object], settings: Mapping[str, object]) -> SweepSpec:
-    """Options that have been read, `base` for what is missing, and fields of jobs.Settings beside those of options."""
+    """Build a SweepSpec from parsed options, defaults in `base`, and fields of jobs.Settings that are not options."""
     checkpoint = options.get("weights", SYNTHETIC)
     found = {**base, **({} if checkpoint == SYNTHETIC else {"model": (checkpoint,)}), **options}
     more = {field: found.pop(name) for name, field in _SETTINGS.items() if name in found}
@@ -164,13 +170,13 @@ def complete(options: Mapping[str, object], base: Mapping[str, object], settings
 
 
 OVER_FP8 = "backend over fp8"
-"""Among defaults, the backend where it is not typed and KV is fp8; no option's name."""
+"""Key of the default backend for an fp8 KV cache; it is no option's name."""
 SAID = ("name", "published")
-"""Of a model, what is no size."""
+"""Fields of a model that are not sizes."""
 
 
 def _precisions(options: Mapping[str, object], base: Mapping[str, object], dtype: str) -> dict[str, object]:
-    """Values of `dtype`, `weights_dtype` and `kv_dtype`: --dtype stands for the other two where they are not typed."""
+    """Return the values of `dtype`, `weights_dtype` and `kv_dtype`; --dtype is the default of the other two."""
     check_known("dtype", dtype, PRECISIONS)
     usual = dtype if dtype in DTYPES else base["dtype"]
     alike = (dtype,) if "dtype" in options else None
@@ -185,7 +191,7 @@ def _precisions(options: Mapping[str, object], base: Mapping[str, object], dtype
 
 
 def computed_with(weights: str, kv: str, usual: str) -> str:
-    """The dtype of activations: that of weights or KV which are not fp8. Raises UsageError where they differ."""
+    """Return the dtype of activations: that of weights or KV if they are not fp8; raise UsageError if those differ."""
     found = {name for name in (weights, kv) if name not in (FP8, AS_PUBLISHED)}
     if len(found) > 1:
         raise UsageError(
@@ -196,7 +202,7 @@ def computed_with(weights: str, kv: str, usual: str) -> str:
 
 
 def defaults(probe: Probe) -> dict[str, object]:
-    """What an option means when it was not typed, by device; `dcpbench sweep --help` prints the same."""
+    """Return the defaults of all options, by device; `dcpbench sweep --help` prints the same."""
     if probe.device == "cpu":
         return {
             "model": ("tiny",),
@@ -224,9 +230,9 @@ def defaults(probe: Probe) -> dict[str, object]:
 
 
 def read_options(path: Path, known: Iterable[str] | None = None) -> dict[str, object]:
-    """Options from a .toml, .yaml or .yml file: the command line's names, with `_` or `-`, without the dashes.
+    """Read options from a .toml, .yaml or .yml file: the command line's names, with `_` or `-`, without the dashes.
 
-    `known` are the names that the command takes; None: those of `sweep`.
+    `known` are the names that the command takes; None means those of `sweep`.
     """
     names = PARSERS if known is None else list(known)
     try:
@@ -257,7 +263,7 @@ def read_options(path: Path, known: Iterable[str] | None = None) -> dict[str, ob
 
 
 def effective(probe: Probe, device: str) -> Probe:
-    """The machine as --device auto, cuda or cpu wants it seen."""
+    """Return the machine as --device auto, cuda or cpu selects it."""
     check_known("device", device, ("auto", "cuda", "cpu"))
     if device == "cuda" and probe.device != "cuda":
         raise CapacityError(
@@ -270,7 +276,7 @@ def effective(probe: Probe, device: str) -> Probe:
 
 
 def planned(name: str, count: int) -> Probe:
-    """A machine with so many GPUs of points/gpus.py, installed as for a GPU run. Raises UsageError."""
+    """Return a machine with `count` GPUs of points/gpus.py, with the packages of a GPU run; raise UsageError."""
     check_positive("gpus", count)
     names = [gpu.name for gpu in GPUS]
     if not name.strip():
@@ -327,8 +333,8 @@ PARSERS: dict[str, Callable[[str, object], object]] = {
     "baseline": read.switch,
     "profile": read.switch,
 }
-"""Every name that a configuration file may hold, and how its value is read."""
+"""Names that a configuration file may contain, with their parsers."""
 SWITCHED_OFF = ("baseline", "profile", "prefix_cache")
-"""On by default: files may also say `no-baseline`."""
+"""Switches that are on by default, for which files may also contain the negation, such as `no-baseline`."""
 
 _SETTINGS = {"kv_memory": "kv_memory_bytes", "seconds": "seconds", "profile": "profile"}

@@ -1,4 +1,4 @@
-"""The command line as it was typed, with some options put in the place of others. No torch."""
+"""Provide the command line of this process, with some options replaced. No torch."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ if TYPE_CHECKING:
 HEADER = "--header"
 HIDDEN = "…"
 line: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("line", default=())
-"""The command and its words; empty where none was typed."""
+"""Command and its arguments; empty without a command line."""
 
 
 def retyped(command: str, given: Mapping[str, str], others: Sequence[str] = ()) -> str:
-    """What was typed for this command, with options that are `given` (of a switch: empty) and without some `others`.
+    """Return the command line of this command with the options in `given` (empty for a switch) and without those in
+    `others`.
 
-    Without a command line, or on that of another command: the options that are given alone.
+    Without a command line, or on that of another command, only the options in `given` are returned.
     """
     typed = line.get()
     kept = _without(typed[1:], {*given, *others}) if typed[:1] == (command,) else []
@@ -30,7 +31,7 @@ def retyped(command: str, given: Mapping[str, str], others: Sequence[str] = ()) 
 
 
 def _without(words: Sequence[str], options: set[str]) -> list[str]:
-    """Words without those of options, and without their values."""
+    """Return the arguments without some options and their values."""
     kept, dropped = [], False
     for word in words:
         if word.startswith("-"):

@@ -1,4 +1,6 @@
-"""Read YAML that a user wrote, with bounded aliases: a few lines of them can stand for more than fits in memory. No torch."""
+"""Read YAML that a user wrote, with bounded aliases: a few lines of them can expand to more than fits in memory. No
+torch.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +12,22 @@ from dcpbench.show.text import one_line
 
 
 def load_yaml(text: str, name: str, what: str, *, max_values: int = 0) -> object:
-    """Return what `text` holds, with aliases only if all of it then has at most `max_values` values; 0: none.
+    """Return the value of `text`, with aliases only if it has at most `max_values` values after expansion; 0 forbids
+    aliases.
 
-    Raises UsageError, which names the file `name` and the contents `what`, for other aliases and for text that is no
-    YAML; ImportError without PyYAML.
+    Raise UsageError, which names the file `name` and the contents `what`, for other aliases and for invalid YAML; raise
+    ImportError without PyYAML.
     """
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """Counts values with aliases written out, before any is constructed."""
+        """Count values with aliases expanded, before any is constructed."""
 
         def __init__(self, stream: str) -> None:
             super().__init__(stream)
             self._values = 0
             self._sizes: dict[int, int] = {}
-            """Values of each whole node by its id."""
+            """Number of values of each complete node, by its id."""
 
         def compose_node(self, parent: Any, index: Any) -> Any:  # noqa: ANN401 - yaml has no types
             alias: Any = self.peek_event() if self.check_event(yaml.AliasEvent) else None  # type: ignore[no-untyped-call]

@@ -1,1 +1,1 @@
-"""What is asked: points with their loads and settings, model shapes, layouts, and what they cost in memory."""
+"""Define what is measured: points with their loads and settings, model shapes, layouts, and their memory cost."""

@@ -1,6 +1,6 @@
-"""What a field of a point or a load says, how it is printed, and where it stands in lists. No torch.
+"""Declare for each field of a point or a load what it affects, how it is printed, and its place in lists. No torch.
 
-Each such field is annotated with an Axis; whatever compares, shares, lists or names points reads it from there.
+Each such field is annotated with an Axis; all code that compares, shares, lists or names points reads it from there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Role(enum.Flag):
-    """What is another one where two points differ in a field."""
+    """Name the part of a run that changes if two points differ in a field."""
 
     ENGINE = enum.auto()
     """The engine: its weights, KV pools or process groups."""
@@ -31,9 +31,9 @@ class Role(enum.Flag):
     EXCHANGE = enum.auto()
     """How partial attention is merged, which only points with dcp > 1 do."""
     LOAD = enum.auto()
-    """What there is to do."""
+    """The load that is served or computed."""
     REPEAT = enum.auto()
-    """The pass over the whole sweep."""
+    """The pass over the complete sweep."""
     SERVER = enum.auto()
     """An imported server's own options."""
     DEPLOYED = enum.auto()
@@ -42,35 +42,37 @@ class Role(enum.Flag):
 
 NOTHING = Role(0)
 COMPUTES = Role.ENGINE | Role.PATH | Role.SERVER | Role.DEPLOYED
-"""What runs a point, whatever there is to do."""
+"""Roles of all fields that determine how a point is run, whatever its load."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
-    """One field; what stands before `name` is declared beside it, the rest is read from the struct."""
+    """Describe one field; the attributes before `name` are declared with the field, the rest is
+    read from the struct.
+    """
 
     role: Role
     order: int
-    """Its place in lists, in which neighbours share what is slow to build."""
+    """Place in lists, in which neighbours share what is slow to build."""
     label: str = ""
-    """How a value is printed where it tells two points apart; empty where other words say it, as a layout's."""
+    """Format of a value that distinguishes two points; empty if other text names it, such as a layout's name."""
     _: dataclasses.KW_ONLY
     title: str = ""
-    """What a report's page calls it where points can be filtered by it; empty where they cannot."""
+    """Name of the field as a filter on a report's page; empty if points cannot be filtered by it."""
     values: tuple[str, ...] = ()
-    """Names that it can have, what is taken where none is typed first. Empty: any value of its type."""
+    """Names that are allowed, the default first; empty if any value of the type is allowed."""
     one: bool = False
-    """Whether its option takes one value for a whole run, instead of a list."""
+    """True if the option takes a single value per run instead of a list."""
     later: bool = False
-    """Whether points once had no such field: keys and tables are without it where it has its default."""
+    """True if older points lack the field: keys and tables omit it if it has its default."""
     path: bool = False
-    """Whether a value may be the path of a file, which is printed without its folders."""
+    """True if a value may be the path of a file, which is printed without its folders."""
     name: str = ""
     kind: type = str
     default: Any = msgspec.NODEFAULT
 
     def text(self, value: object) -> str:
-        """A value as it is printed; empty where it says nothing, as in an import that does not know."""
+        """Return a value as it is printed; empty for an unknown value, as in an import without it."""
         if value in (None, "", UNKNOWN) or (value == 0 and self.kind is not bool):
             return ""
         if self.path:
@@ -79,7 +81,7 @@ class Axis:
 
 
 def read(struct: type[msgspec.Struct]) -> tuple[Axis, ...]:
-    """The axes of a struct's fields, in order."""
+    """Return the axes of a struct's fields, in order."""
     found = []
     for field in msgspec.structs.fields(struct):
         axis = next((extra for extra in getattr(field.type, "__metadata__", ()) if isinstance(extra, Axis)), None)
@@ -93,11 +95,11 @@ def read(struct: type[msgspec.Struct]) -> tuple[Axis, ...]:
 
 
 def of_role(axes: Iterable[Axis], role: Role, but: Role = NOTHING) -> tuple[Axis, ...]:
-    """Those that have any of `role`, and nothing of `but`."""
+    """Return the axes that have any of `role`, and nothing of `but`."""
     return tuple(axis for axis in axes if axis.role & role and not axis.role & but)
 
 
 def words(axes: Iterable[Axis], values: Mapping[str, Any]) -> list[str]:
-    """Of values by name, those that are not the defaults, as they are printed: what is usual goes without saying."""
+    """Return the values that differ from their defaults, as they are printed."""
     said = (axis.text(value) for axis in axes if (value := values.get(axis.name, axis.default)) != axis.default)
     return [text for text in said if text]

@@ -1,4 +1,4 @@
-"""The batch sizes that CUDA graphs are captured for, and what pads batches up to them. No torch."""
+"""Define the batch sizes for which CUDA graphs are captured, and the padding of batches to them. No torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PADDING_SLOT, PADDING_POSITION = 0, 0
 
 
 def padded_batch(requests: int) -> int:
-    """Rows of the graph that runs `requests` requests. Raises UsageError past the largest."""
+    """Return the number of rows of the graph that runs `requests` requests; raise UsageError above the largest size."""
     for size in GRAPH_BATCHES:
         if requests <= size:
             return size
@@ -22,8 +22,10 @@ def padded_batch(requests: int) -> int:
 
 
 def batch_rows(requests: int) -> int:
-    """Rows of a step of `requests` requests: those of its graph, or past the largest, where steps run eagerly, as few
-    different sizes as multiples of EAGER_STEP leave.
+    """Return the number of rows of a step of `requests` requests.
+
+    These are the rows of its graph. Above the largest graph steps run eagerly, and rows are rounded up to multiples of
+    EAGER_STEP to have few different sizes.
     """
     return padded_batch(requests) if requests <= GRAPH_BATCHES[-1] else -(-requests // EAGER_STEP) * EAGER_STEP
 
@@ -33,13 +35,13 @@ CHUNK_TILE, CHUNK_STEPS = 16, 16
 
 
 def chunk_rows(rows: int) -> int:
-    """Rows of a step with chunks: those of the graphs that run what lies between its attentions."""
+    """Return the number of rows of a step with chunks: that of the graphs that run the parts between its attentions."""
     tile = max(CHUNK_TILE, (1 << rows.bit_length() >> 1) // CHUNK_STEPS)
     return -(-rows // tile) * tile
 
 
 def chunk_row_sizes(most: int) -> list[int]:
-    """All that `chunk_rows` gives for up to `most` rows."""
+    """Return all values of `chunk_rows` for up to `most` rows."""
     sizes, size = [], 0
     while size < most:
         sizes.append(size := chunk_rows(size + 1))

@@ -1,4 +1,4 @@
-"""Bounds of the numbers that points and records can hold. A line that breaks one is refused when it is decoded. No torch."""
+"""Define bounds of the numbers in points and records. A line that violates one is refused when it is decoded. No torch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""How a GPU's memory is divided between weights and KV: the plan of an engine, made here and nowhere else. No torch.
+"""Plan how a GPU's memory is divided between weights and KV; this module is the only place that does. No torch.
 
-memory.py says how much each thing takes. What --dry-run prints is the plan that is handed to the ranks.
+memory.py computes the size of each part. --dry-run prints the same plan that the ranks receive.
 """
 
 from __future__ import annotations
@@ -28,46 +28,50 @@ if TYPE_CHECKING:
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4, FP8: 1}
 """Bytes of a number, by precision."""
 engine_values = operator.attrgetter(*(axis.name for axis in point_axes(Role.ENGINE)))
-"""What points have in common that can share weights, pools and process groups; compared for every two of a sweep."""
+"""Values that points must share to use the same weights, pools and process groups; compared for every two points of a
+sweep.
+"""
 CPU_BYTES = 4 * GIB
-"""Weights and KV of all ranks together that a CPU run may take: it tests the code, and a laptop should survive it."""
+"""Maximum bytes of weights and KV of all ranks together in a CPU run, which tests the code and must not exhaust a
+laptop.
+"""
 
 
 class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine holds on each rank, for all points that share it. Sizes are bytes per GPU."""
+    """Describe what an engine holds on each rank, for all points that share it; sizes are bytes per GPU."""
 
     point: Point
-    """One of these points."""
+    """One of the points that share the engine."""
     pages: int
-    """Of the KV pool, the padding page included."""
+    """Number of pages of the KV pool, including the padding page."""
     max_requests: int
-    """Requests of one replica in flight."""
+    """Maximum number of requests of one replica in flight."""
     max_context: int
-    """Tokens of a request that can be stored."""
+    """Maximum number of tokens of a request that can be stored."""
     chunk: int = 0
-    """Prompt tokens that a step prefills at most, over the whole layout; 0 where no point serves."""
+    """Maximum number of prompt tokens that a step prefills, over the whole layout; 0 if no point serves."""
     bounded_by: str = "sweep"
-    """What set the size of the KV pool; see records.Kv."""
+    """Limit that determined the size of the KV pool; see records.Kv."""
     kv_bytes: int
-    """The KV pool, every layer real."""
+    """Bytes of the KV pool, for all layers of the model."""
     weight_bytes: int
-    """Weights held in memory."""
+    """Bytes of the weights held in memory."""
     full_weight_bytes: int
-    """Weights if every layer were held."""
+    """Bytes of the weights if every layer were held."""
     held: Layers
-    """Distinct layers in memory; the others reuse them in turn."""
+    """Number of distinct layers in memory; the other layers reuse their weights in turn."""
     layers: int
     l2_warm: bool = False
-    """Whether the weights held are so few that some may still lie in the L2 cache when their turn comes again."""
+    """True if the held weights are so few that some may still be in the L2 cache when they are used again."""
 
     @property
     def layers_held(self) -> int:
-        """Distinct layers' weights in memory."""
+        """Number of distinct layers held in memory."""
         return sum(self.held)
 
 
 def plan_engines(points: Iterable[Point], settings: Settings, probe: Probe) -> list[EnginePlan]:
-    """A plan for each engine that these points need. Raises as `plan_engine`."""
+    """Return a plan for each engine that these points need; raise the errors of `plan_engine`."""
     engines: dict[tuple[object, ...], list[Point]] = {}
     for point in points:
         engines.setdefault(engine_values(point), []).append(point)
@@ -75,18 +79,20 @@ def plan_engines(points: Iterable[Point], settings: Settings, probe: Probe) -> l
 
 
 def engine_of(point: Point, engines: Iterable[EnginePlan]) -> EnginePlan:
-    """The plan, of those made for a run, that is this point's."""
+    """Return the plan of this point among the plans made for a run."""
     found = next((plan for plan in engines if same_engine(plan.point, point)), None)
     assert found is not None, f"no engine was planned for {point.key()}; Work.engines needs plan_engines of all points"
     return found
 
 
 def plan_engine(points: Sequence[Point], settings: Settings, shape: ModelShape, probe: Probe) -> EnginePlan:
-    """The plan of the engine that `points` share. Raises NoRoomError where its KV pool and the fewest weights do not fit.
+    """Return the plan of the engine that `points` share; raise NoRoomError if its KV pool and the fewest weights do not
+    fit.
 
-    The pool is --kv-memory where it was given; else what a GPU has left beside all weights, where every point can run
-    in that; else as much as the largest point needs. `bounded_by` names the three. Points of `serve` run with less than
-    they need, as their requests wait: beside all weights they get what is left, and never more than fits.
+    The pool has the size of --kv-memory if that is given; else the memory left next to all weights, if every point can
+    run in that; else the size that the largest point needs. `bounded_by` names which of the three. Points of `serve`
+    run with less than they need, because their requests wait: next to all weights they get what is left, and never more
+    than fits.
     """
     chunk = max(p.load.chunk if p.load else 0 for p in points)
     rank = _Rank(points[0], chunk, shape, probe)
@@ -109,34 +115,38 @@ def plan_engine(points: Sequence[Point], settings: Settings, shape: ModelShape, 
 
 
 def plan_whole(point: Point, lengths: Sequence[int], shape: ModelShape) -> EnginePlan:
-    """The plan of an engine with every layer, and KV for a request of each of these lengths, whatever there is room for."""
+    """Return the plan of an engine with every layer, and KV for a request of each of these lengths, regardless of the
+    memory available.
+    """
     rank = _Rank(point, 0, shape, Probe(device="cpu", count=0, name="CPU"))
     pages = sum(memory.pages_for(n, point.layout, point.page_size) for n in lengths) + memory.PAGES_OF_PADDING
     return rank.plan(pages, rank.whole, max_requests=len(lengths), max_context=max(lengths))
 
 
 def most_pages(point: Point, shape: ModelShape, probe: Probe) -> int:
-    """Pages of the largest pool that fits beside the fewest weights that may be held; 0 where none does."""
+    """Return the number of pages of the largest pool that fits next to the fewest weights that may be held; 0 if none
+    fits.
+    """
     rank = _Rank(point, point.load.chunk if point.load else 0, shape, probe)
     return max(rank.pages_beside(rank.fewest), 0)
 
 
 class WholeModel(msgspec.Struct, frozen=True, kw_only=True):
-    """What all layers of a model and its KV cache take of each GPU, in bytes, and what a GPU has for them."""
+    """Hold what all layers of a model and its KV cache take of each GPU, and what a GPU has for them, in bytes."""
 
     weight_bytes: int
     kv_bytes: int  # the pool of --kv-memory; else the smallest pool with which the point runs (`least_pages`)
-    available_bytes: int  # for weights and KV, beside `buffer_bytes`
+    available_bytes: int  # for weights and KV, in addition to `buffer_bytes`
     buffer_bytes: int  # of steps with prompts; 0 if the point serves no requests
 
     @property
     def missing_bytes(self) -> int:
-        """Return how much more than a GPU has weights and KV take; 0 if they fit."""
+        """Return the bytes by which weights and KV exceed the memory of a GPU; 0 if they fit."""
         return max(self.weight_bytes + self.kv_bytes - self.available_bytes, 0)
 
 
 def measure_whole_model(point: Point, settings: Settings, shape: ModelShape, probe: Probe) -> WholeModel:
-    """Return the memory that a point takes if all its layers are held, also if that is more than a GPU has."""
+    """Return the memory that a point takes with all its layers held, even if that is more than a GPU has."""
     rank = _Rank(point, point.load.chunk if point.load else 0, shape, probe)
     pages = least_pages(point)
     if settings.kv_memory_bytes is not None:
@@ -150,10 +160,10 @@ def measure_whole_model(point: Point, settings: Settings, shape: ModelShape, pro
 
 
 def pages_needed(point: Point) -> int:
-    """Pages of each rank's pool that this point alone needs, the padding page included.
+    """Return the number of pages of each rank's pool that this point alone needs, including the padding page.
 
-    `serve`: so many that no request ever waits for KV, were all in flight as long as the longest; the scheduler keeps a
-    page for each beside those that it holds.
+    For `serve` no request ever waits for KV with so many pages, even if all in flight are as long as the longest; the
+    scheduler reserves one page for each request in addition to those that it holds.
     """
     if point.load is None:
         return memory.kv_pages_needed(point.layout, point.concurrency, point.context, point.page_size)
@@ -163,30 +173,34 @@ def pages_needed(point: Point) -> int:
 
 
 def least_pages(point: Point) -> int:
-    """Pages without which this point cannot run: `serve` goes on with one request at a time."""
+    """Return the minimum number of pages with which this point can run: `serve` continues with one
+    request at a time.
+    """
     if point.load is None:
         return pages_needed(point)
     return memory.pages_for(point.context, point.layout, point.page_size) + memory.PAGES_OF_PADDING
 
 
 def same_engine(a: Point, b: Point) -> bool:
-    """Whether two points can share weights, pools and process groups."""
+    """Return True if two points can share weights, pools and process groups."""
     return engine_values(a) == engine_values(b)
 
 
 def same_path(a: Point, b: Point) -> bool:
-    """Whether two points are computed by the same kernels and collectives."""
+    """Return True if two points are computed by the same kernels and collectives."""
     return a.values(Role.PATH) == b.values(Role.PATH)
 
 
 class _Rank:
-    """The memory of one rank that weights and KV share, and what they take of it.
+    """Compute how the memory of one rank is shared by weights and KV.
 
     On the CPU every layer is held, and all ranks share CPU_BYTES.
     """
 
     def __init__(self, point: Point, chunk: int, shape: ModelShape, probe: Probe) -> None:
-        """`chunk`: prompt tokens of a step, whose prefill has to find room, too."""
+        """Compute the fixed sizes; `chunk` is the number of prompt tokens of a step, for which prefill buffers are
+        reserved.
+        """
         self.point, self.shape, self.itemsize = point, shape, ITEMSIZE[point.dtype]
         self.fp8 = point.weights_precision == FP8
         self.page_bytes = memory.page_bytes(shape, point.page_size, ITEMSIZE[point.kv_precision])
@@ -207,23 +221,23 @@ class _Rank:
                 self.room -= self.buffers
 
     def weight_bytes(self, layers: Layers) -> int:
-        """Of so many distinct layers."""
+        """Return the bytes of this many distinct layers."""
         point = self.point
         return memory.weight_bytes(
             self.shape, point.layout, self.itemsize, *layers, point.group_wide, fp8=self.fp8, ep=point.ep
         )
 
     def pages_beside(self, layers: Layers) -> int:
-        """Pages for which these layers leave room; negative where they do not fit themselves."""
+        """Return the number of pages that fit next to these layers; negative if the layers alone do not fit."""
         return min((self.room - self.weight_bytes(layers)) // self.page_bytes, self.most_pages)
 
     @property
     def most_pages(self) -> int:
-        """Pages whose tokens have locations."""
+        """Maximum number of pages in which every token has a location."""
         return memory.LOCATIONS // (self.point.page_size * self.point.dcp)
 
     def layers_beside(self, pages: int) -> Layers:
-        """As many layers as fit beside a pool of so many pages. Raises NoRoomError where the fewest do not."""
+        """Return as many layers as fit next to a pool of this many pages; raise NoRoomError if the fewest do not."""
         if self.pages_beside(self.fewest) < pages:
             raise self._too_small(pages)
         dense, moe = self.fewest
@@ -234,7 +248,7 @@ class _Rank:
         return Layers(dense, moe)
 
     def plan(self, pages: int, held: Layers, **limits: Any) -> EnginePlan:  # noqa: ANN401 -- fields of several types
-        """The plan with such a pool, these layers and `limits` of what points may ask for."""
+        """Return the plan with this pool, these layers, and `limits` on what points may request."""
         layout, wide = self.point.layout, self.point.group_wide
         sure = sum(held) * memory.sure_bytes(self.shape, layout, self.itemsize, wide, fp8=self.fp8)
         return EnginePlan(

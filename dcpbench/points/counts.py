@@ -17,7 +17,7 @@ _COUNT = re.compile(rf"\s*({_NUMBER})([kKmM]?)\s*")
 
 
 def parse_count(text: str) -> int | None:
-    """Return the whole number that `text` stands for, or None if it is no number or its unit is ambiguous."""
+    """Return the integer that `text` means, or None if it is no number or its unit is ambiguous."""
     found = _COUNT.fullmatch(text)
     if not found or found[2] not in DECIMAL or ("." in found[1] and not found[2]):
         return None
@@ -26,7 +26,7 @@ def parse_count(text: str) -> int | None:
 
 
 def suggest_counts(text: str) -> str:
-    """Return the numbers that a capital `K` or `M` may stand for, as part of a sentence; empty for any other text."""
+    """Return the numbers that a capital `K` or `M` may mean, as part of a sentence; empty for any other text."""
     found = _COUNT.fullmatch(text)
     if not found or found[2] not in BINARY:
         return ""

@@ -1,4 +1,4 @@
-"""Points that another engine serves. Fields that its files and options do not give are unknown. No torch."""
+"""Make points that another engine serves. Fields that its files and options do not give are unknown. No torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 UNKNOWN_FIELDS: dict[str, Any] = {"chunk": 0, "policy": UNKNOWN, "prefix_cache": None, "prefill": UNKNOWN}
-"""Values of fields of a load that only the engine knows, such as how requests share steps."""
+"""Values of fields of a load that only the engine has, such as how requests share steps."""
 
 
 def engine_point(
@@ -64,7 +64,9 @@ def engine_point(
 
 
 def setting_text(settings: Mapping[str, str]) -> str:
-    """Return what was varied of a server as a point has it: `max-num-seqs=32, dtype=half`, without secrets."""
+    """Return the varied parameters of a server as a point stores them, without secrets:
+    `max-num-seqs=32, dtype=half`.
+    """
     return redact(SETTING.join(f"{name}={value}" for name, value in settings.items()))
 
 

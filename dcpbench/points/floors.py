@@ -1,17 +1,18 @@
-"""Floors: the time below which an operator, a phase and a whole step cannot be on a machine of given rates. No torch.
+"""Compute floors: the minimum time of an operator, a phase and a whole step on a machine of given rates. No torch.
 
     floor of an operator = max(bytes / memory rate, operations / matrix rate, barriers · barrier + received / peer rate)
-    floor of a phase     = sum over its operators, of all layers: each needs what the one before it has left
+    floor of a phase     = sum over its operators, of all layers: each needs the result of the one before it
     floor of a step      = sum over its phases
 
-Work counts what must be done however a kernel is written: weights, inputs and results once each, operations of the
-rows that somebody wants, and of what ranks send each other the least that any algorithm does. Padding of a graph,
-launches, tables and whatever passes through memory between two operators that one kernel could fuse are no part of it.
-A rank's work is that of the busiest one. Benches of single operators count theirs by the same functions.
+Work counts what every kernel must do: weights, inputs and results once each, the operations of the rows that are needed,
+and the fewest bytes that any algorithm sends between ranks. It excludes padding of a graph, launches, tables, and data
+that passes through memory between two operators which one kernel could fuse. A rank's work is that of the busiest one.
+Benchmarks of single operators count their work with the same functions.
 
 Letters: D hidden, H heads of a DCP group of N ranks, h of one rank, R latent, P rope, Q = R + P, V value, E experts,
-k of them a token, I their width, B rows of a replica, T of all replicas; bytes are those of the dtype computed with where
-none are said. Weights of fp8 are a byte each and 4 for every 128 × 128; their products are held against the rate of fp8.
+k of them per token, I their width, B rows of a replica, T of all replicas. Bytes are those of the dtype of the
+computation unless stated otherwise. Weights in fp8 take a byte each and 4 for every block of 128 × 128; their products
+are compared with the fp8 rate.
 """
 
 from __future__ import annotations
@@ -38,45 +39,45 @@ if TYPE_CHECKING:
     from dcpbench.points.shapes import ModelShape
 
 LSE_BYTES = 4
-"""Of a log-sum-exp: fp32."""
+"""Bytes of a log-sum-exp, fp32."""
 SCALE_BYTES = 4
-"""Of a scale of fp8: fp32."""
+"""Bytes of a scale of fp8 values, fp32."""
 CANDIDATE_BYTES = 8
-"""Of a rank's best logit and its token id, by which ranks choose a token."""
+"""Bytes of a rank's best logit and its token id, from which the ranks choose a token."""
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
-    """The least that one call must do, whatever the variant: sizes on paper, not what a kernel was seen to do."""
+    """Describe the minimum work of one call for any variant: computed sizes, not what a kernel was observed to do."""
 
     memory_bytes: int = 0
-    """Device memory read and written, each byte once."""
+    """Device memory read and written, in bytes, each byte counted once."""
     memory_limit: str = "copy"
-    """The limit that these bytes are held against: `read` where hardly anything is written."""
+    """Limit for these bytes: `read` if hardly anything is written."""
     flops: int = 0
     flops_limit: str = "matmul"
-    """The limit that they are held against: `matmul_fp8` where both operands are fp8."""
+    """Limit for the operations: `matmul_fp8` if both operands are fp8."""
     otherwise: str = ""
-    """The limit where a GPU has none of that name, as operands can be widened; empty: there is no other."""
+    """Limit to use on a GPU without that one, because operands can be widened; empty if there is no other."""
     received_bytes: int = 0
-    """From other ranks, by one rank."""
+    """Bytes that one rank receives from other ranks."""
     wire_bytes: int = 0
-    """What the variant receives in their place, by its own formula; 0 where there is but one way."""
+    """Bytes that the chosen variant receives instead, by its own formula; 0 if there is only one variant."""
     barriers: int = 0
-    """Times that ranks have to wait for each other."""
+    """Number of times that ranks have to wait for each other."""
 
     @property
     def nothing(self) -> bool:
-        """Whether there is nothing to do."""
+        """Return True if there is no work."""
         return not (self.memory_bytes or self.flops or self.received_bytes or self.barriers)
 
 
 def flops_limit(work: Work, limits: Mapping[str, float]) -> str:
-    """The limit that its operations are held against on a GPU with these, whether they have it or not."""
+    """Return the name of the limit for the operations on a GPU with these limits, even if the GPU lacks that limit."""
     return work.otherwise if work.otherwise and work.flops_limit not in limits else work.flops_limit
 
 
 def floor_us(work: Work, limits: Mapping[str, float]) -> float | None:
-    """The time below which a call cannot be, or None where a limit that it takes is not known, or it does nothing.
+    """Return the minimum time of a call in µs; None if a limit that it needs is unknown, or if it does nothing.
 
     max(memory_bytes / memory, flops / matmul, barriers · barrier + received_bytes / peer), with limits by name: `read`
     or `copy` and `peer` in bytes/s, `matmul` or `matmul_fp8` in operations/s, `barrier` in s.
@@ -99,11 +100,13 @@ def attention_work(
     latent: int = LATENT,
     kv_itemsize: int | None = None,
 ) -> Work:
-    """MLA decode over one rank's KV rows of requests: rows·Q + B·H·(Q + R) numbers, 2·rows·H·(Q + R) operations.
+    """Return the work of MLA decode over one rank's KV rows of requests: rows·Q + B·H·(Q + R) numbers, 2·rows·H·(Q + R)
+    operations.
 
-    Every KV row, q and o once; per row and head Q multiplications for the score, R for the output, and as many additions.
-    Rows of `kv_itemsize` bytes a number, q and o of `itemsize`. Over rows in fp8 operations are held against the rate of
-    fp8, where the GPU has one: a kernel can quantise q and scores on its way, and one that widens rows takes longer.
+    Every KV row, q and o counts once; each row and head has Q multiplications for the score, R for the output, and as
+    many additions. Rows have `kv_itemsize` bytes per number, q and o `itemsize`. Over rows in fp8 the operations are
+    compared with the fp8 rate, if the GPU has one: a kernel can quantise q and scores on its way, and one that widens
+    rows takes longer.
     """
     rows, each = sum(lengths), heads * (width + latent)
     return Work(
@@ -116,7 +119,7 @@ def attention_work(
 
 
 def product_work(product: memory.Product, rows: int, itemsize: int) -> Work:
-    """A linear layer: its weights, inputs and results once, 2 operations a weight and row."""
+    """Return the work of a linear layer: its weights, inputs and results once, 2 operations per weight and row."""
     through = rows * product.heads * (product.inputs + product.outputs)
     return Work(
         memory_bytes=(product.elements + through) * itemsize, memory_limit="read", flops=2 * rows * product.elements
@@ -126,10 +129,12 @@ def product_work(product: memory.Product, rows: int, itemsize: int) -> Work:
 def expert_work(
     product: memory.Product, *, gated: bool, rows_in: int, rows: int, hit: int, itemsize: int, scaled: bool = False
 ) -> Work:
-    """A product of a rank's experts: weights of the `hit` experts that have a row, rows in and results out.
+    """Return the work of a product of a rank's experts: weights of the `hit` experts that have a row, rows in and
+    results out.
 
-    `rows`: pairs of a token and an expert of this rank. Gated, the two halves of the results become one. Scaled: weights
-    and the rows between both products are fp8 with fp32 scales, the tokens and what comes in the end are not.
+    `rows` counts pairs of a token and an expert of this rank. With `gated`, the two halves of the results become one.
+    With `scaled`, weights and the rows between both products are fp8 with fp32 scales, but the input tokens and the
+    final results are not.
     """
     elements = product.inputs * product.outputs
     blocks = math.ceil(product.inputs / SCALE_BLOCK) * math.ceil(product.outputs / SCALE_BLOCK)
@@ -146,7 +151,7 @@ def expert_work(
 
 
 def linear_work(product: memory.Product, rows: int, *, itemsize: int, scaled: bool) -> Work:
-    """A linear layer whose rows and results are not quantised, over weights that may be fp8 with scales."""
+    """Return the work of a linear layer with unquantised rows and results, over weights that may be fp8 with scales."""
     found = product_work(product, rows, itemsize)
     if not scaled:
         return found
@@ -156,26 +161,29 @@ def linear_work(product: memory.Product, rows: int, *, itemsize: int, scaled: bo
 
 
 def gather_work(message_bytes: int, ranks: int) -> Work:
-    """An all-gather, reduce-scatter or all-to-all of a message: a rank receives (N − 1)/N of it behind one barrier."""
+    """Return the work of an all-gather, reduce-scatter or all-to-all: a rank receives (N − 1)/N of the message behind
+    one barrier.
+    """
     if ranks == 1:
         return Work()
     return Work(received_bytes=round((ranks - 1) / ranks * message_bytes), barriers=1)
 
 
 def all_reduce_work(message_bytes: int, ranks: int) -> Work:
-    """The sum of all ranks' messages on all of them: 2·(N − 1)/N of it is received."""
+    """Return the work of summing all ranks' messages on all of them: a rank receives 2·(N − 1)/N of the message."""
     return gather_work(2 * message_bytes, ranks)
 
 
 def query_work(batch: int, heads: int, ranks: int, width: int, itemsize: int) -> Work:
-    """Queries of a DCP group: (N − 1)/N·B·H·Q numbers behind one barrier."""
+    """Return the work of gathering the queries of a DCP group: (N − 1)/N·B·H·Q numbers behind one barrier."""
     return gather_work(batch * heads * width * itemsize, ranks)
 
 
 def merge_work(batch: int, heads: int, ranks: int, value: int, itemsize: int) -> Work:
-    """Partial outputs and lse of a rank's heads from the others: (N − 1)/N·B·H·(R numbers + 4 bytes), one barrier.
+    """Return the work of receiving partial outputs and lse of a rank's heads: (N − 1)/N·B·H·(R numbers + 4 bytes), one
+    barrier.
 
-    `value` columns of an output: R, or V where they are projected first.
+    `value` is the number of columns of an output: R, or V if outputs are projected first.
     """
     return gather_work(batch * heads * (value * itemsize + LSE_BYTES), ranks)
 
@@ -183,9 +191,10 @@ def merge_work(batch: int, heads: int, ranks: int, value: int, itemsize: int) ->
 def exchanged_bytes(
     exchange: str, batch: int, heads: int, ranks: int, width: int, value: int, itemsize: int
 ) -> tuple[int, int]:
-    """That a rank receives by an exchange's own algorithm (exchange/*.py): of queries, and of partial outputs with their lse.
+    """Return the bytes that a rank receives by an exchange's own algorithm (exchange/*.py): (queries, partial outputs
+    with their lse).
 
-    `ag_rs` adds outputs up in fp32 (its bench's `-bf16` in two bytes), and gives each rank the lse of all.
+    `ag_rs` sums outputs in fp32 (its bench's `-bf16` in two bytes), and gives each rank the lse of all.
     """
     queries = query_work(batch, heads, ranks, width, itemsize).received_bytes
     merged = merge_work(batch, heads, ranks, value, itemsize).received_bytes
@@ -196,23 +205,25 @@ def exchanged_bytes(
 
 
 def expected_hit(experts: int, top_k: int, tokens: int) -> float:
-    """Experts that have a token where each of E is as likely: E·(1 − (1 − k/E)^T), whatever groups they come in."""
+    """Return the expected number of experts with a token if all E are equally likely: E·(1 − (1 − k/E)^T), regardless
+    of groups.
+    """
     return experts * (1 - (1 - top_k / experts) ** tokens)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Routed:
-    """What of a layer's routing reaches one rank."""
+    """Describe which part of a layer's routing reaches one rank."""
 
     hit: int
-    """Its experts that have a row."""
+    """Number of the rank's experts that have a row."""
     rows: int
-    """Pairs of a token and one of its experts."""
+    """Number of pairs of a token and one of the rank's experts."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """How a model lies on its ranks."""
+    """Describe how a model is distributed over its ranks."""
 
     shape: ModelShape
     layout: Layout
@@ -220,15 +231,17 @@ class Sharding:
     interleave: int = 1
     wide: GroupWide = OWN_HEADS
     scaled: bool = False
-    """Whether linear layers and experts have fp8 weights with scales."""
+    """True if linear layers and experts have fp8 weights with scales."""
     kv_itemsize: int | None = None
-    """Bytes of a number in the KV cache; None: as all others."""
+    """Bytes per number in the KV cache; None if they are those of all other tensors."""
     ep: int | None = None
-    """Expert parallel degree; each expert is split by width over the ranks that are left. None: the degree is that of all ranks."""
+    """Expert parallel degree; each expert is split by width over the remaining ranks. None: the degree is the number of
+    ranks.
+    """
 
     @classmethod
     def of(cls, point: Point, shape: ModelShape) -> Sharding:
-        """That of a point."""
+        """Return the sharding of a point."""
         return cls(
             shape=shape,
             layout=point.layout,
@@ -242,69 +255,69 @@ class Sharding:
 
     @property
     def row_bytes(self) -> int:
-        """Of a KV row as it is stored."""
+        """Bytes of a KV row as it is stored."""
         return self.shape.kv_width * (self.kv_itemsize or self.itemsize)
 
     def linear(self, product: memory.Product, rows: int) -> Work:
-        """A linear layer whose weights are stored as those of linear layers and experts are."""
+        """Return the work of a linear layer with weights stored like those of linear layers and experts."""
         return linear_work(product, rows, itemsize=self.itemsize, scaled=self.scaled)
 
     @property
     def expert_ranks(self) -> int:
-        """`ep`, as a number."""
+        """Expert parallel degree as a number."""
         return self.layout.tp if self.ep is None else self.ep
 
     @property
     def expert_width(self) -> int:
-        """Of an expert on one rank."""
+        """Width of an expert on one rank."""
         return self.shape.moe_inter * self.expert_ranks // self.layout.tp
 
     def routed(self, ids: Sequence[int]) -> list[Routed]:
-        """What each rank has to do where tokens take these experts, k a token."""
+        """Return the work of each rank if tokens select these experts, k per token."""
         each = self.shape.experts // self.expert_ranks
         of_rank = [[e for e in ids if e // each == rank] for rank in range(self.expert_ranks)]
         return [Routed(hit=len(set(found)), rows=len(found)) for found in of_rank]
 
     def expected(self, tokens: int) -> Routed:
-        """The same of a rank where nothing is known but the number of tokens: experts are taken alike."""
+        """Return the expected work of a rank if only the number of tokens is known: all experts are equally likely."""
         hit = expected_hit(self.shape.experts, self.shape.top_k, tokens) / self.expert_ranks
         return Routed(hit=round(hit), rows=round(tokens * self.shape.top_k / self.expert_ranks))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepRows:
-    """What a step computes, without padding: of the busiest replica where nothing else is said."""
+    """Describe what a step computes, without padding, of the busiest replica unless stated otherwise."""
 
     decodes: tuple[int, ...] = ()
-    """KV rows that each request which decodes attends to, of all ranks, its own included."""
+    """Number of KV rows that each decoding request attends to, over all ranks, its own included."""
     chunks: tuple[tuple[int, int], ...] = ()
-    """(tokens, stored tokens before them) of each piece of a prompt."""
+    """(tokens, stored tokens before them) of each prompt chunk."""
     sampled: int = 0
-    """Rows whose logits are wanted."""
+    """Number of rows for which logits are needed."""
     tokens: int = 0
-    """Rows of all replicas together, which meet in the experts."""
+    """Number of rows of all replicas together, which share the experts."""
     idle: int = 0
-    """Of these, rows of padding that go to no expert (engine/serve.py)."""
+    """Number of padding rows among them that go to no expert (engine/serve.py)."""
     routing: tuple[tuple[Routed, ...], ...] = ()
-    """Of each layer with experts, what reaches each rank; empty where it is not known and `expected` stands for it."""
+    """Routing per layer with experts and rank; empty if it is unknown, and `expected` is used instead."""
 
     @property
     def rows(self) -> int:
-        """Of a replica."""
+        """Number of rows of a replica."""
         return len(self.decodes) + sum(tokens for tokens, _ in self.chunks)
 
     @property
     def live(self) -> int:
-        """Rows of all replicas that go to experts."""
+        """Number of rows of all replicas that go to experts."""
         return self.tokens - self.idle
 
 
 def step_floors(sharding: Sharding, step: StepRows, limits: Mapping[str, float]) -> dict[str, float] | None:
-    """µs of each phase (measuring.ranges.PHASES) that has something to do, over all layers; None where a limit that one
-    takes is not known: a sum without one of its terms would flatter.
+    """Return the floor in µs of each phase (measuring.ranges.PHASES) with work, over all layers.
 
-    Phases are profiled on rank 0, so the experts' is rank 0's; that of the sum behind them holds the wait for the
-    busiest rank, layer by layer, as its time does. Without known routing all ranks have the same.
+    Return None if a limit is unknown: a sum without one of its terms would be too low. Phases are profiled on rank 0,
+    so the experts' floor is rank 0's; the floor of the following sum includes the wait for the busiest rank, layer by
+    layer, as its measured time does. Without known routing all ranks have the same work.
     """
     found: dict[str, float] = {}
     for phase, times, work in phase_works(sharding, step):
@@ -322,9 +335,10 @@ def step_floors(sharding: Sharding, step: StepRows, limits: Mapping[str, float])
 
 
 def step_matmul_s(sharding: Sharding, step: StepRows, limits: Mapping[str, float]) -> float | None:
-    """Seconds that operations of a step on rank 0 take at the matrix rates, each at that of its operands.
+    """Return the seconds that operations of a step take on rank 0 at the matrix rates, each at the rate of its
+    operands.
 
-    Those of all its linear layers, its experts and its attention. None where a rate is not known.
+    Counted are all linear layers, experts and attention. Return None if a rate is unknown.
     """
     works = [
         (times * work.flops, flops_limit(work, limits)) for _, times, work in phase_works(sharding, step) if work.flops
@@ -335,7 +349,7 @@ def step_matmul_s(sharding: Sharding, step: StepRows, limits: Mapping[str, float
 
 
 def phase_works(sharding: Sharding, step: StepRows) -> Iterator[tuple[str, int, Work]]:
-    """(phase, how often in a step, the work of an operator) of rank 0."""
+    """Yield (phase, number of calls in a step, the work of an operator) for rank 0."""
     s, layout, itemsize = sharding.shape, sharding.layout, sharding.itemsize
     hidden_bytes = s.hidden * itemsize
     layers = memory.all_layers(s)
@@ -361,7 +375,7 @@ def phase_works(sharding: Sharding, step: StepRows) -> Iterator[tuple[str, int, 
 
 
 def _attention(sharding: Sharding, step: StepRows) -> Iterator[tuple[str, Work]]:
-    """One layer's projections, the new KV rows, and what decodes attend to."""
+    """Yield the work of one layer's projections, of writing the new KV rows, and of decode attention."""
     s, layout, itemsize, wide = sharding.shape, sharding.layout, sharding.itemsize, sharding.wide
     products = memory.attention_products(s, layout, wide)
     absorbed = functools.partial(product_work, itemsize=itemsize)
@@ -383,11 +397,12 @@ def _attention(sharding: Sharding, step: StepRows) -> Iterator[tuple[str, Work]]
 
 
 def _prefill(sharding: Sharding, step: StepRows) -> Iterator[tuple[str, Work]]:
-    """One layer's attention of chunks of n tokens behind p stored ones, with keys and values of this rank's heads.
+    """Yield the work of one layer's attention of chunks: n tokens behind p stored ones, with keys and values of this
+    rank's heads.
 
-    n + p rows decompressed, 2·(n + p)·R·h·(nope + V) operations; n·p + n·(n + 1)/2 pairs attended to, each 2·h·(nope + P
-    + V) operations. Rows, weights, q and o once; keys and values need not pass through memory. Stored rows are read, and
-    sent, as they are stored.
+    n + p rows are decompressed with 2·(n + p)·R·h·(nope + V) operations; n·p + n·(n + 1)/2 pairs are attended to, each
+    with 2·h·(nope + P + V) operations. Rows, weights, q and o count once; keys and values need not pass through memory.
+    Stored rows are read, and sent, in their stored precision.
     """
     if not step.chunks:
         return
@@ -410,7 +425,7 @@ def _prefill(sharding: Sharding, step: StepRows) -> Iterator[tuple[str, Work]]:
 
 
 def _moe(sharding: Sharding, step: StepRows, layers: int) -> Iterator[tuple[str, int, Work]]:
-    """Router, shared expert and rank 0's experts of all layers that have them."""
+    """Yield the work of the router, the shared expert and rank 0's experts, for all layers that have them."""
     s, layout, itemsize = sharding.shape, sharding.layout, sharding.itemsize
     yield "moe", layers, product_work(memory.Product(s.hidden, s.experts), step.tokens, itemsize)
     if s.shared_experts:
@@ -423,7 +438,7 @@ def _moe(sharding: Sharding, step: StepRows, layers: int) -> Iterator[tuple[str,
 
 
 def expert_works(sharding: Sharding, step: StepRows, routed: Routed) -> Iterator[Work]:
-    """Both products of a rank's experts in one layer."""
+    """Yield the work of both products of a rank's experts in one layer."""
     for number, product in enumerate(memory.mlp_products(sharding.shape, sharding.expert_width)):
         gated = number == 0
         rows_in = min(step.live, routed.rows) if gated else routed.rows

@@ -1,9 +1,10 @@
-"""The one table of GPUs: what each can do on paper, and what its memory comes to once a driver has taken its share. No torch.
+"""List GPUs with their limits on paper and the memory that remains after the driver's share. No torch.
 
-Rates are those of vendors' data sheets: dense products, without sparsity, and NVLink in one direction, which sheets sum
-over both. Bandwidth of memory is the sheet's, too, unless the driver's width of the bus allows less: width / 8 × twice the
-memory clock. `dcpbench bench` measures what of them a machine reaches. Memory is what CUDA reports in all (torch's
-`total_memory`); it differs by some MiB between drivers, and the least that was seen stands here.
+Rates are those of vendors' data sheets: dense products, without sparsity, and NVLink in one direction, while sheets
+state the sum of both. Memory bandwidth is the sheet's, too, unless the bus width that the driver reports allows less:
+width / 8 × twice the memory clock. `dcpbench bench` measures how much of these rates a machine reaches. Memory is the
+total that CUDA reports (torch's `total_memory`); it differs by some MiB between drivers, and the table has the lowest
+value seen.
 """
 
 from __future__ import annotations
@@ -14,26 +15,26 @@ MIB = 1 << 20
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
-    """A GPU with its limits. Bytes, and each of them, FLOP or J a second."""
+    """Describe a GPU with its limits, in bytes, and in bytes, FLOP or J per second."""
 
     name: str
-    """What --gpu calls it."""
+    """Name for --gpu."""
     device: str
-    """What its driver calls it."""
+    """Name that the driver reports."""
     capability: str
     memory_bytes: int
     l2_bytes: int
     memory_bytes_s: float
     bf16_flop_s: float
     fp8_flop_s: float | None
-    """None: it has no products in fp8."""
+    """Dense fp8 FLOP/s; None if the GPU has no fp8 products."""
     nvlink_bytes_s: float
-    """In one direction."""
+    """NVLink bandwidth in one direction, in bytes/s."""
     watts: int
     source: str
-    """Of the rates and the power."""
+    """Source of the rates and the power."""
     memory_source: str
-    """Of the memory."""
+    """Source of the memory size."""
 
 
 GPUS = (
@@ -116,4 +117,4 @@ GPUS = (
         "public logs",
     ),
 )
-"""By what they hold. Left out for want of a figure that is sure: GB200 (its usable memory); MI300X runs no CUDA."""
+"""Known GPUs. GB200 is left out for lack of a reliable figure for its usable memory; MI300X does not run CUDA."""

@@ -1,4 +1,4 @@
-"""How many instances of a layout serve together, and what each does: the words of --disaggregate. No torch."""
+"""Parse --disaggregate: how many instances of a layout serve together, and what each does. No torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from dcpbench.errors import UsageError
 
 MOST = 256
-"""Instances of one point: more only takes longer."""
+"""Maximum number of instances of one point; more only take longer."""
 HOW_TO_WRITE = "write P:D such as 1:2 (or 1P2D), or a number such as 3 for instances that do both"
 _SPLIT = re.compile(r"(\d{1,9})\s*(?::|[pP])\s*(\d{1,9})\s*[dD]?")
 _ALIKE = re.compile(r"\d{1,9}")
@@ -16,50 +16,50 @@ _ALIKE = re.compile(r"\d{1,9}")
 
 @dataclasses.dataclass(frozen=True)
 class Instances:
-    """Instances of one layout behind a router, each on GPUs of its own."""
+    """Describe the instances of one layout behind a router, each on GPUs of its own."""
 
     prefill: int = 0
-    """That only prefill."""
+    """Number of instances that only prefill."""
     decode: int = 0
-    """That only decode."""
+    """Number of instances that only decode."""
     both: int = 0
-    """That do both; then there are no others."""
+    """Number of instances that do both; if it is not 0 there are no others."""
 
     @property
     def count(self) -> int:
-        """All of them."""
+        """Number of all instances."""
         return self.prefill + self.decode + self.both
 
     @property
     def disaggregated(self) -> bool:
-        """Whether KV goes from one to another."""
+        """Return True if KV is sent from one instance to another."""
         return not self.both
 
     @property
     def serving(self) -> int:
-        """Those in which requests decode."""
+        """Number of instances in which requests decode."""
         return self.decode + self.both
 
     def __str__(self) -> str:
-        """As a point has it: `1:2`, `3`, and nothing for one that does both."""
+        """Return the text that a point stores: `1:2`, `3`, or an empty string for one instance that does both."""
         if self.disaggregated:
             return f"{self.prefill}:{self.decode}"
         return "" if self.both == 1 else f"{self.both}"
 
     @property
     def label(self) -> str:
-        """As printed behind a layout: `1P2D`, `×3`; empty for one that does both."""
+        """Return the text printed behind a layout: `1P2D`, `×3`; empty for one instance that does both."""
         if self.disaggregated:
             return f"{self.prefill}P{self.decode}D"
         return "" if self.both == 1 else f"×{self.both}"
 
     def alike(self) -> Instances:
-        """As many that all do both."""
+        """Return the same number of instances, all of which do both."""
         return Instances(both=self.count)
 
 
 def parse(value: object) -> Instances:
-    """`1:2` or `1P2D`, `3`, or nothing. Raises UsageError, saying what to write."""
+    """Parse `1:2`, `1P2D`, `3` or an empty value; raise UsageError with the accepted forms."""
     text = "" if isinstance(value, bool) else str(value).strip()
     if text == "":
         return Instances(both=1)
@@ -78,9 +78,10 @@ def parse(value: object) -> Instances:
 
 
 def count_gpus(each: int, disaggregate: str, prefill_gpus: int = 0) -> int:
-    """Return the GPUs of all instances. `each` and `prefill_gpus`: GPUs of an instance, and of a prefill instance if that differs.
+    """Return the number of GPUs of all instances, or 0 if `each` is 0, which means an unknown layout.
 
-    0 if `each` is 0, which stands for an unknown layout. Raises UsageError for a text that `parse` refuses.
+    `each` is the number of GPUs of an instance, `prefill_gpus` that of a prefill instance if it differs. Raise
+    UsageError for a text that `parse` refuses.
     """
     found = parse(disaggregate)
     return each * found.serving + (prefill_gpus or each) * found.prefill if each else 0

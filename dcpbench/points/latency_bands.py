@@ -1,4 +1,4 @@
-"""Bands of forecast latencies, by what published forecasts missed. No torch.
+"""Compute bands of forecast latencies from the errors of published forecasts. No torch.
 
 A case is one load that was forecast and that all GPUs served, live or replayed by their own step times. Its ratio is
 measured / forecast. A band reaches as far to both sides as the farthest case of its kind and arrival, as forecasts that are too
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 Kind = Literal["estimated", "emulated", "emulated, prompts together"]
 ESTIMATED: Kind = "estimated"
-EMULATED: Kind = "emulated"  # one rank stands for all, without `prompts` in the machine's file
+EMULATED: Kind = "emulated"  # one rank represents all, without `prompts` in the machine's file
 TOGETHER: Kind = "emulated, prompts together"  # the same with `prompts`: what steps with prompts take GPUs together
 KINDS: tuple[Kind, ...] = (ESTIMATED, EMULATED, TOGETHER)
 Metric = Literal["ttft", "itl"]
@@ -37,7 +37,7 @@ HALF = 0.5  # share of gaps past which the median is a step with prompts
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One load, forecast and served."""
+    """Hold one load, forecast and served."""
 
     kind: Kind
     source: str  # folder of results/ with the record of what was served
@@ -52,14 +52,14 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Published(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The file of cases."""
+    """Hold the file of cases."""
 
     gpu: str
     cases: list[Case]
 
 
 class Band(msgspec.Struct, frozen=True, kw_only=True):
-    """By what factor a forecast p50 may be off, and what that rests on."""
+    """Hold the factor by which a forecast p50 may be off, and its basis."""
 
     low: float  # smallest and largest measured / forecast of the cases
     high: float
@@ -78,11 +78,11 @@ class Band(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Coverage(msgspec.Struct, frozen=True, kw_only=True):
-    """How many left-out cases were inside the band of the cases of other machines."""
+    """Count the left-out cases inside the band of the cases of other machines."""
 
     inside: int
     cases: int  # with a band
-    without_number: int  # cases of which the forecast says nothing
+    without_number: int  # cases without a forecast of this metric
 
 
 @functools.cache

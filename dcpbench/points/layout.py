@@ -1,11 +1,11 @@
-"""Layout(tp, dp, dcp) and the integer arithmetic of interleaved KV storage. No torch.
+"""Define Layout(tp, dp, dcp) and the integer arithmetic of interleaved KV storage. No torch.
 
 Rank order inside one layout: replicas of attention DP are outermost, DCP ranks innermost, so that a DCP
 group is a run of neighbouring ranks (the fastest links):
 
     rank = dp_rank · attn_tp + attn_rank,   attn_rank = dcp_group · dcp + dcp_rank
 
-Interleaved storage (stripes of I tokens; I = 1 unless said otherwise, N = dcp):
+Interleaved storage (stripes of I tokens; I = 1 by default, N = dcp):
 
     owner(loc) = (loc // I) % N
     row(loc)   = (loc // (I·N))·I + loc % I
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupWide:
-    """Projections that a rank holds for all heads of its DCP group, instead of for its own heads alone."""
+    """Describe which projections a rank holds for all heads of its DCP group, instead of for its own heads alone."""
 
     query: bool = False
     """W_UQ and W_UK (--q-replicate): every rank computes all heads' queries, and none are gathered."""
@@ -40,9 +40,9 @@ class GroupWide:
 
 
 MOST_RANKS = 1 << 16
-"""Of a layout: no model is placed on more GPUs, and every divisor of a degree can be named."""
+"""Maximum number of ranks of a layout: no model is placed on more GPUs, and every divisor of a degree can be listed."""
 OWN_HEADS = GroupWide()
-"""What a rank holds unless something else was asked for."""
+"""Default of GroupWide: each rank holds projections for its own heads only."""
 
 Ints = TypeVar("Ints", int, "np.ndarray[Any, np.dtype[np.int32]]")
 
@@ -55,14 +55,14 @@ OUTER_DEGREES = ("pp", "pcp")
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """One way to place a model on `tp` GPUs. Raises LayoutError when the degrees do not nest."""
+    """Describe one way to place a model on `tp` GPUs; raise LayoutError if the degrees do not divide each other."""
 
     tp: int
-    """GPUs that share one copy of the model; the world size."""
+    """Number of GPUs that share one copy of the model; the world size."""
     dp: int = 1
-    """Attention data parallel replicas inside `tp`."""
+    """Number of attention data parallel replicas inside `tp`."""
     dcp: int = 1
-    """Ranks that share the KV cache of one request, inside one attention replica."""
+    """Number of ranks that share the KV cache of one request, inside one attention replica."""
 
     def __post_init__(self) -> None:
         for name in DEGREES:
@@ -83,43 +83,45 @@ class Layout:
 
     @property
     def attn_tp(self) -> int:
-        """Ranks that share the heads of one attention replica."""
+        """Number of ranks that share the heads of one attention replica."""
         return self.tp // self.dp
 
     def __str__(self) -> str:
-        """`tp8`, `tp8·dcp8`, `tp8·dp2·dcp4`."""
+        """Return `tp8`, `tp8·dcp8` or `tp8·dp2·dcp4`."""
         return f"tp{self.tp}" + (f"·dp{self.dp}" if self.dp > 1 else "") + (f"·dcp{self.dcp}" if self.dcp > 1 else "")
 
     def vllm_name(self) -> str:
-        """The same layout in vLLM's words, whose tp counts the ranks of one attention replica."""
+        """Return the layout in vLLM's terms, in which tp counts the ranks of one attention replica."""
         return f"dp{self.dp}·tp{self.attn_tp}·dcp{self.dcp}"
 
     def dp_rank(self, rank: int) -> int:
-        """Attention replica of a rank."""
+        """Return the attention replica of a rank."""
         return rank // self.attn_tp
 
     def attn_rank(self, rank: int) -> int:
-        """Position of a rank inside its attention replica; it holds heads [attn_rank·h, (attn_rank+1)·h)."""
+        """Return the position of a rank inside its attention replica; it holds heads [attn_rank·h, (attn_rank+1)·h)."""
         return rank % self.attn_tp
 
     def dcp_rank(self, rank: int) -> int:
-        """Which residue of the tokens a rank stores."""
+        """Return which residue of the tokens a rank stores."""
         return rank % self.dcp
 
     def attn_groups(self) -> list[list[int]]:
-        """Ranks of each attention replica."""
+        """Return the ranks of each attention replica."""
         return [list(range(d * self.attn_tp, (d + 1) * self.attn_tp)) for d in range(self.dp)]
 
     def dcp_groups(self) -> list[list[int]]:
-        """Ranks that together hold one full KV cache."""
+        """Return the groups of ranks that together hold one full KV cache."""
         return [list(range(start, start + self.dcp)) for start in range(0, self.tp, self.dcp)]
 
     def dp_groups(self) -> list[list[int]]:
-        """Ranks with the same heads in different replicas; tokens are gathered over them for the MoE."""
+        """Return the groups of ranks with the same heads in different replicas; tokens are gathered over them for the
+        MoE.
+        """
         return [list(range(a, self.tp, self.attn_tp)) for a in range(self.attn_tp)]
 
     def check_model(self, shape: ModelShape, ep: str = WHOLE) -> None:
-        """Raise LayoutError, with what would work, unless heads, and experts placed as `ep` says, divide evenly."""
+        """Raise LayoutError, with degrees that work, unless heads and the experts placed by `ep` divide evenly."""
         if shape.heads % self.attn_tp:
             raise LayoutError(
                 f"{shape.name} has {shape.heads} heads, which {self} would split over {self.attn_tp} ranks; "
@@ -151,12 +153,12 @@ class Layout:
 
 
 def place_experts(ep: str, tp: int) -> str:
-    """Return --ep as points hold it: WHOLE for as many ranks as the layout has."""
+    """Return --ep as points store it: WHOLE if it is the number of ranks of the layout."""
     return WHOLE if ep == str(tp) else ep
 
 
 def find_ep_degree(ep: str, tp: int) -> int | None:
-    """Return the expert parallel degree that `ep` stands for in a layout of `tp` ranks; None if it is unknown."""
+    """Return the expert parallel degree of `ep` in a layout of `tp` ranks; None if it is unknown."""
     if ep == WHOLE:
         return tp or None
     return int(ep) if ep.isdecimal() else None
@@ -174,7 +176,7 @@ def name_layout(degrees: object, dp: int, ep_degree: int | None) -> str:
 def valid_layouts(shape: ModelShape, tp: int, ep: str = CUT) -> list[Layout]:
     """Return every layout of `tp` ranks that the model can take with experts placed by `ep`, smallest degrees first.
 
-    Raises LayoutError for a `tp` that no layout has.
+    Raise LayoutError for a `tp` that no layout has.
     """
     Layout(tp=tp)
     found = []
@@ -190,64 +192,66 @@ def valid_layouts(shape: ModelShape, tp: int, ep: str = CUT) -> list[Layout]:
 
 
 def owner(loc: Ints, dcp: int, interleave: int = 1) -> Ints:
-    """DCP rank that stores virtual location (or token index) `loc`; also for arrays of them."""
+    """Return the DCP rank that stores virtual location (or token index) `loc`; also for arrays."""
     return (loc // interleave) % dcp
 
 
 def row(loc: Ints, dcp: int, interleave: int = 1) -> Ints:
-    """Physical row of `loc` in its owner's pool; also for arrays."""
+    """Return the physical row of `loc` in its owner's pool; also for arrays."""
     return loc // (interleave * dcp) * interleave + loc % interleave
 
 
 def loc_of(row: int, rank: int, dcp: int, interleave: int = 1) -> int:
-    """Inverse of (`owner`, `row`): the virtual location that `rank` stores in `row`."""
+    """Return the virtual location that `rank` stores in `row`: the inverse of (`owner`, `row`)."""
     return row // interleave * interleave * dcp + rank * interleave + row % interleave
 
 
 def local_length(tokens: int, rank: int, dcp: int, interleave: int = 1) -> int:
-    """How many of the first `tokens` tokens of a request `rank` stores."""
+    """Return how many of the first `tokens` tokens of a request `rank` stores."""
     stripe = interleave * dcp
     return tokens // stripe * interleave + min(max(tokens % stripe - rank * interleave, 0), interleave)
 
 
 def local_tokens(tokens: int, rank: int, dcp: int, interleave: int = 1) -> list[int]:
-    """Token indices that `rank` stores, in row order: the inverse map of a whole request."""
+    """Return the token indices that `rank` stores, in row order: the inverse map for a complete request."""
     return [loc_of(r, rank, dcp, interleave) for r in range(local_length(tokens, rank, dcp, interleave))]
 
 
 @dataclasses.dataclass(frozen=True)
 class Prefix:
-    """Prefixes of several requests, whose rows a rank packs into its part, request by request in token order."""
+    """Describe prefixes of several requests; a rank packs their rows into its part, request by
+    request in token order.
+    """
 
     lengths: tuple[int, ...]
-    """Tokens of each request; 0 for one without a prefix."""
+    """Number of tokens of each request; 0 for one without a prefix."""
     dcp: int
     interleave: int = 1
 
     @classmethod
     def uneven(cls, tokens: int, requests: int, dcp: int) -> Prefix:
-        """So many tokens of so many requests, whose lengths are as 1 : 2 : 3 …, rounded."""
+        """Return `tokens` tokens of `requests` requests with lengths in the ratio 1 : 2 : 3 …, rounded."""
         ends = [tokens * i * (i + 1) // (requests * (requests + 1)) for i in range(requests + 1)]
         return cls(tuple(end - start for start, end in itertools.pairwise(ends)), dcp)
 
     @functools.cached_property
     def starts(self) -> list[int]:
-        """Of each request, in the tokens of all; one more for the end."""
+        """Start of each request in the tokens of all, followed by the end."""
         return list(itertools.accumulate(self.lengths, initial=0))
 
     @property
     def tokens(self) -> int:
-        """Of all requests."""
+        """Number of tokens of all requests."""
         return self.starts[-1]
 
     def firsts(self, rank: int) -> list[int]:
-        """Of each request, its first row in a rank's part; one more for the end."""
+        """Return the first row of each request in a rank's part, followed by the end."""
         shares = (local_length(n, rank, self.dcp, self.interleave) for n in self.lengths)
         return list(itertools.accumulate(shares, initial=0))
 
     @functools.cached_property
     def part_rows(self) -> int:
-        """Rows of the largest part."""
+        """Number of rows of the largest part."""
         return max(self.firsts(rank)[-1] for rank in range(self.dcp))
 
 

@@ -1,4 +1,4 @@
-"""What the machine is, as far as points depend on it. No torch."""
+"""Describe the machine as far as points depend on it. No torch."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ HOPPER = "9.0"
 
 
 class Probe(msgspec.Struct, frozen=True, kw_only=True):
-    """What `python -m dcpbench.worker --probe` found, so that torch-free rooms can ask about the machine."""
+    """Hold the result of `python -m dcpbench.worker --probe`, so that torch-free code can query the machine."""
 
     device: str
     """`cuda` or `cpu`."""
     count: int
-    """GPUs; 0 without CUDA."""
+    """Number of GPUs; 0 without CUDA."""
     name: str
     memory_bytes: int | None = None
     l2_bytes: int | None = None
     capability: str | None = None
     packages: dict[str, str | None] = {}
-    """Package -> version, None where it cannot be imported."""
+    """Version of each package, None if it cannot be imported."""
     problems: list[str] = []
-    """What is missing for what, in sentences."""
+    """Sentences on what is missing and for which purpose."""
     gpu: Gpu | None = None
-    """Not this machine: one that is planned for, of these GPUs."""
+    """GPU of a planned machine; None if the probe describes this machine."""

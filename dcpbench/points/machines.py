@@ -1,6 +1,6 @@
-"""Machines that can be forecast: hosts of GPUs (gpus.py), the links between them, and what was measured of their wires. No torch.
+"""Describe machines for forecasts: hosts of GPUs (gpus.py), the links between them, and measurements of their calls. No torch.
 
-A machine is named, `H200` or `H200+rdma-400`, or is a file that `dcpbench calibrate` writes and anybody may edit:
+A machine is named, `H200` or `H200+rdma-400`, or is a file that `dcpbench calibrate` writes and that may be edited:
 
     name = "our H200 hosts"
     gpu = "H200"                   # of `dcpbench machines`
@@ -11,8 +11,8 @@ A machine is named, `H200` or `H200+rdma-400`, or is a file that `dcpbench calib
     [calls]                        # [ranks, meetings, bytes that a rank receives, µs] of each
     all-gather = [[2, 1, 7168, 5.84], …]
 
-What no file has, the wire of a built-in machine has from H200, the only host that we have measured; elsewhere bytes are scaled by
-the rates of links on paper, and the band reaches from the scaled to the measured time.
+Built-in machines use the calls measured on H200, the only measured host, for everything without a file. On other GPUs the
+bytes are scaled by the nominal rates of links, and the band reaches from the scaled to the measured time.
 """
 
 from __future__ import annotations
@@ -48,12 +48,14 @@ LINKS = (
     ),
 )
 GPUS_PER_HOST = 8
-"""HGX and DGX boards of all GPUs in the table."""
+"""Number of GPUs per host on HGX and DGX boards of all GPUs in the table."""
 MEASURED_ON = "H200"
 BORROWED_ERROR = 0.1
-"""Two hosts of the same GPU differed by up to 9 % in NCCL's small calls (results/)."""
+"""Relative error of calls taken from another machine: two hosts of the same GPU differed by up to 9 % in NCCL's small
+calls (results/).
+"""
 SCALE_ERROR = 0.1
-"""Kernels that reach a share of a limit on one GPU reach about the same on another; see Machine.scale."""
+"""Relative error of scaled rates: kernels reach about the same share of a limit on another GPU; see Machine.scale."""
 RATES = {
     "read": "memory_bytes_s",
     "copy": "memory_bytes_s",
@@ -61,41 +63,43 @@ RATES = {
     "matmul_fp8": "fp8_flop_s",
     "peer": "nvlink_bytes_s",
 }
-"""Limits as points/floors.py names them, each with the field of a GPU."""
+"""Limits by the names of points/floors.py, each with the field of a GPU."""
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Hosts that are alike, and what joins them."""
+    """Describe identical hosts and the link between them."""
 
     name: str
     gpu: str
-    """Of GPUS."""
+    """Name of the GPU, one of GPUS."""
     gpus_per_host: int = GPUS_PER_HOST
-    """GPUs that read each other's memory."""
+    """Number of GPUs that can read each other's memory."""
     link: str | Link | None = None
-    """Between hosts; None: there is but one."""
+    """Link between hosts; None if there is only one host."""
     measured: str = ""
-    """Where the calls were measured; empty in a description on paper."""
+    """Hardware and software with which the calls were measured; empty for a description on paper."""
     prompts: list[Prompts] = []
-    """How many times as long steps with prompts take on GPUs of a host together as on one that stands for them: at the power
-    limit the slowest GPU decides, and never rests. Sorted by tokens; empty: not measured."""
+    """How many times as long steps with prompts take on GPUs of a host together as on the one GPU that represents them.
+
+    At the power limit the slowest GPU decides, and never rests. Sorted by tokens; empty if not measured.
+    """
     calls: dict[str, list[Sample]] = {}
     sha256: str = ""
-    """Of the file."""
+    """SHA-256 of the file."""
 
     @property
     def card(self) -> Gpu:
-        """The GPU, with its limits."""
+        """Return the GPU with its limits."""
         return next(gpu for gpu in GPUS if gpu.name == self.gpu)
 
     @property
     def wire_measured(self) -> str:
-        """Where what its calls take was measured."""
+        """Return where the times of the machine's calls were measured."""
         return self.measured if self.calls else built_in(MEASURED_ON).measured
 
     @property
     def wire(self) -> Wire:
-        """What its calls take: its own where a file has them, else H200's."""
+        """Return the model of the machine's calls: its own if the file has calls, else that of H200."""
         link = (
             next((link for link in LINKS if link.name == self.link), None) if isinstance(self.link, str) else self.link
         )
@@ -106,9 +110,9 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return Wire(_calls(of), self.gpus_per_host, link, scale=scale, borrowed=BORROWED_ERROR)
 
     def scale(self, rate: str, measured_on: Gpu) -> tuple[float, float]:
-        """(time here over the time on another GPU, its error as a share) of what is bound by a named rate.
+        """Return (time on this GPU over the time on another one, relative error) for work bound by a named rate.
 
-        Raises UsageError where either has no such rate: nothing is then known.
+        Raise UsageError if either GPU lacks the rate, because nothing is known then.
         """
         here, there = (getattr(gpu, RATES[rate]) for gpu in (self.card, measured_on))
         if here is None or there is None:
@@ -122,7 +126,9 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def described(name_or_file: str) -> Machine:
-    """A machine by its name, such as `H200` or `H100+rdma-400`, or by its file. Raises UsageError."""
+    """Return a machine by its name, such as `H200` or `H100+rdma-400`, or by its file; raise UsageError if there is
+    none.
+    """
     path = Path(name_or_file)
     if path.suffix == ".toml" or path.is_file():
         return read(path)
@@ -140,7 +146,7 @@ def described(name_or_file: str) -> Machine:
 
 @functools.cache
 def built_in(gpu: str) -> Machine:
-    """A host of such GPUs; that of H200 has what we measured."""
+    """Return a host of such GPUs; the one of H200 has our measurements."""
     if gpu == MEASURED_ON:
         file = resources.files("dcpbench.points.measured") / f"{gpu.lower()}.toml"
         return parse(file.read_bytes(), f"built-in {gpu}")
@@ -148,7 +154,7 @@ def built_in(gpu: str) -> Machine:
 
 
 def read(path: Path) -> Machine:
-    """A machine from its file. Raises UsageError that names the field."""
+    """Read a machine from its file; raise UsageError that names the field."""
     try:
         content = path.read_bytes()
     except OSError as e:
@@ -157,7 +163,7 @@ def read(path: Path) -> Machine:
 
 
 def parse(content: bytes, where: str) -> Machine:
-    """The same from the file's content."""
+    """Parse the content of a machine's file; raise UsageError that names the field."""
     try:
         found = msgspec.convert(tomllib.loads(content.decode()), Machine)
     except msgspec.ValidationError as e:
@@ -174,7 +180,7 @@ def parse(content: bytes, where: str) -> Machine:
 
 
 def text(machine: Machine) -> str:
-    """The file of a machine."""
+    """Return the text of a machine's file."""
     import json
 
     lines = [
@@ -205,7 +211,7 @@ def _calls(machine: Machine) -> dict[str, Call]:
 
 
 def _wrong(machine: Machine) -> str:
-    """What of a file cannot be, in a sentence that names the field and what to write; empty: nothing."""
+    """Return a sentence with the first invalid field of a file and what to write instead; empty if all are valid."""
     gpus, links = [g.name for g in GPUS], [link.name for link in LINKS]
     if machine.gpu not in gpus:
         return (

@@ -1,4 +1,4 @@
-"""What a layout costs in GPU memory: weights, KV cache, and what prompts need while they are prefilled. No torch.
+"""Compute the GPU memory of a layout: weights, KV cache, and buffers for prefill. No torch.
 
 All formulas count the tensors that engine/weights.py makes; a test compares the two.
 """
@@ -22,10 +22,10 @@ RESERVE_BYTES = 8 * GIB
 CACHE_FACTOR = 4
 """Weights must cycle through this many times the L2 cache between two uses (docs/methodology.md)."""
 LOCATIONS = 1 << 31
-"""Places of tokens that can be told apart, as kernels read them in 32 bits: virtual pages times their tokens."""
+"""Number of distinct token locations, which kernels read in 32 bits: virtual pages times their tokens."""
 PREFILL_WINDOW = 16384
-"""Keys that are decompressed at once, or as many as a step has rows where these are more, and most stored ones among them;
-engine/prefill.py."""
+"""Maximum number of keys that are decompressed at once, and of stored ones among them; a step with more rows decompresses as
+many keys as rows (engine/prefill.py)."""
 FP32 = 4
 """Bytes of a number where partial results are added up."""
 ABSORBED = ("w_uk", "w_uv")
@@ -36,19 +36,19 @@ HEADROOM_TOKENS = 1
 
 
 class Layers(NamedTuple):
-    """How many distinct layers of each kind."""
+    """Hold the number of distinct layers of each kind."""
 
     dense: int
     moe: int
 
 
 def all_layers(shape: ModelShape) -> Layers:
-    """Those of a whole model."""
+    """Return all layers of a model."""
     return Layers(shape.first_dense, shape.layers - shape.first_dense)
 
 
 class Product(NamedTuple):
-    """A linear layer on one rank, or one for each of so many heads."""
+    """Describe a linear layer on one rank, or one for each of several heads."""
 
     inputs: int
     outputs: int
@@ -56,24 +56,25 @@ class Product(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Numbers in its weights."""
+        """Number of elements of its weights."""
         return self.inputs * self.outputs * self.heads
 
 
 def _side(size: int, ranks: int) -> int:
-    """Numbers along a side of a block of fp8 weights where a part so long is one of so many ranks'.
+    """Return the numbers along a side of a block of fp8 weights, for a part of length `size` that is one of `ranks` parts.
 
-    Fewer than published where borders cut blocks: what ranks but the first have, who hold no fewer scales.
+    The side is shorter than published if borders between ranks cut blocks. The result applies to all ranks but the
+    first, which hold at least as many scales.
     """
     whole = ranks == 1 or size % SCALE_BLOCK == 0 or SCALE_BLOCK % size == 0
     return SCALE_BLOCK if whole else math.gcd(size, SCALE_BLOCK)
 
 
 def scaled_bytes(product: Product, heights: tuple[int, ...], *, rows: int = 1, columns: int = 1) -> int:
-    """A linear layer in fp8, or one expert's: e4m3, and an fp32 scale for each block of 128 × 128, as its ranks cut them.
+    """Return the bytes of a linear layer in fp8, or of one expert's: e4m3, and an fp32 scale per block of 128 × 128.
 
-    Parts of such `heights` lie one under the other, as gate and up do. `rows` and `columns` are the ranks over which the
-    first part's rows, or all columns, are split.
+    Ranks may cut the blocks. Parts of these `heights` are stacked, as gate and up are. `rows` and `columns` are the
+    numbers of ranks over which the first part's rows, or all columns, are split.
     """
     side = _side(heights[0], rows)
     for height in heights[:-1]:  # a block ends with a part
@@ -83,7 +84,7 @@ def scaled_bytes(product: Product, heights: tuple[int, ...], *, rows: int = 1, c
 
 
 def attention_products(shape: ModelShape, layout: Layout, wide: GroupWide = OWN_HEADS) -> dict[str, Product]:
-    """Linear layers of one layer's attention, by the names of engine/weights.py; no `q_b` without q-LoRA."""
+    """Return the linear layers of one layer's attention, by the names of engine/weights.py; no `q_b` without q-LoRA."""
     heads = shape.heads // layout.attn_tp
     q_heads = heads * layout.dcp if wide.query else heads
     v_heads = heads * layout.dcp if wide.value else heads
@@ -100,9 +101,9 @@ def attention_products(shape: ModelShape, layout: Layout, wide: GroupWide = OWN_
 def attention_bytes(
     shape: ModelShape, layout: Layout, itemsize: int, wide: GroupWide = OWN_HEADS, *, fp8: bool = False
 ) -> int:
-    """Attention weights of one layer on one rank, with its norms: of q, of latent rows, and the layer's two.
+    """Return the bytes of one layer's attention weights on one rank, with its norms: of q, of latent rows, and two more.
 
-    fp8 are all but the norms and what is absorbed, W_UK and W_UV.
+    With `fp8` all weights are fp8 except the norms and the absorbed ones, W_UK and W_UV.
     """
     products = attention_products(shape, layout, wide)
     norms = ((shape.q_lora or 0) + shape.latent + 2 * shape.hidden) * itemsize
@@ -119,12 +120,12 @@ def attention_bytes(
 
 
 def mlp_products(shape: ModelShape, width: int) -> tuple[Product, Product]:
-    """Gate and up together, and down, of an MLP or an expert that is `width` wide on a rank."""
+    """Return gate and up together, and down, of an MLP or an expert that is `width` wide on a rank."""
     return Product(shape.hidden, 2 * width), Product(width, shape.hidden)
 
 
 def _mlp_bytes(shape: ModelShape, inner: int, ranks: int, itemsize: int, *, fp8: bool) -> int:
-    """A rank's part of an MLP or an expert that is `inner` wide, over so many ranks."""
+    """Return the bytes of a rank's part of an MLP or an expert that is `inner` wide, split over `ranks` ranks."""
     width = inner // ranks
     gate_up, down = mlp_products(shape, width)
     if not fp8:
@@ -133,9 +134,11 @@ def _mlp_bytes(shape: ModelShape, inner: int, ranks: int, itemsize: int, *, fp8:
 
 
 def moe_bytes(shape: ModelShape, layout: Layout, itemsize: int, *, fp8: bool = False, ep: str = WHOLE) -> int:
-    """Router (its bias in fp32), this rank's experts and its slice of the shared expert, of one layer.
+    """Return the bytes of one layer's router (its bias in fp32), this rank's experts, and its slice of the shared
+    expert.
 
-    Some whole experts are as many numbers as that share of all experts' widths, with as many scales or fewer.
+    A number of undivided experts has as many elements as the same share of all experts' widths, with at most as many
+    scales.
     """
     router = shape.experts * shape.hidden * itemsize + shape.experts * FP32
     held, ranks = (shape.experts, layout.tp) if ep == CUT else (shape.experts // layout.tp, 1)
@@ -144,24 +147,24 @@ def moe_bytes(shape: ModelShape, layout: Layout, itemsize: int, *, fp8: bool = F
 
 
 def shared_bytes(shape: ModelShape, layout: Layout, itemsize: int, *, fp8: bool = False) -> int:
-    """This rank's slice of the shared expert of one layer."""
+    """Return the bytes of this rank's slice of the shared expert of one layer."""
     if not shape.shared_experts:
         return 0
     return _mlp_bytes(shape, shape.shared_experts * shape.moe_inter, layout.tp, itemsize, fp8=fp8)
 
 
 def dense_bytes(shape: ModelShape, layout: Layout, itemsize: int, *, fp8: bool = False) -> int:
-    """This rank's slice of one dense MLP."""
+    """Return the bytes of this rank's slice of one dense MLP."""
     return _mlp_bytes(shape, shape.dense_inter, layout.tp, itemsize, fp8=fp8)
 
 
 def vocab_rows(shape: ModelShape, layout: Layout) -> int:
-    """Vocabulary rows per rank of an attention replica; the last rank's are padded."""
+    """Return the number of vocabulary rows per rank of an attention replica; the last rank's are padded."""
     return math.ceil(shape.vocab / layout.attn_tp)
 
 
 def outer_bytes(shape: ModelShape, layout: Layout, itemsize: int) -> int:
-    """Embedding, LM head (both split over an attention replica) and the final norm."""
+    """Return the bytes of the embedding, the LM head (both split over an attention replica) and the final norm."""
     return (2 * vocab_rows(shape, layout) + 1) * shape.hidden * itemsize
 
 
@@ -176,7 +179,9 @@ def weight_bytes(
     fp8: bool = False,
     ep: str = WHOLE,
 ) -> int:
-    """Weights on one rank when `dense` + `moe` distinct layers are held; `itemsize` of what is not fp8."""
+    """Return the bytes of weights on one rank if `dense` + `moe` distinct layers are held; `itemsize` applies to what
+    is not fp8.
+    """
     attention = (dense + moe) * attention_bytes(shape, layout, itemsize, wide, fp8=fp8)
     mlp = dense * dense_bytes(shape, layout, itemsize, fp8=fp8) + moe * moe_bytes(
         shape, layout, itemsize, fp8=fp8, ep=ep
@@ -185,27 +190,29 @@ def weight_bytes(
 
 
 def pages_for(tokens: int, layout: Layout, page_size: int) -> int:
-    """Virtual pages (page_size × dcp tokens each) that one request of `tokens` tokens takes."""
+    """Return the number of virtual pages (page_size × dcp tokens each) that one request of `tokens` tokens takes."""
     return math.ceil(tokens / (page_size * layout.dcp))
 
 
 def kv_pages_needed(layout: Layout, concurrency: int, context: int, page_size: int) -> int:
-    """Pages in each rank's pool for `concurrency` requests over the layout, with the padding page."""
+    """Return the number of pages in each rank's pool for `concurrency` requests over the layout,
+    with the padding page.
+    """
     per_replica = math.ceil(concurrency / layout.dp)
     return per_replica * pages_for(context + HEADROOM_TOKENS, layout, page_size) + PAGES_OF_PADDING
 
 
 def page_bytes(shape: ModelShape, page_size: int, itemsize: int) -> int:
-    """One physical page of one rank, all layers."""
+    """Return the bytes of one physical page of one rank, all layers."""
     return page_size * shape.kv_bytes_per_token(itemsize)
 
 
 def window_bytes(shape: ModelShape, layout: Layout, tokens: int, itemsize: int, kv_itemsize: int | None = None) -> int:
-    """What a window of `tokens` tokens of a stored prefix takes on one rank while a layer attends to it.
+    """Return the bytes of a window of `tokens` tokens of a stored prefix on one rank while a layer attends to it.
 
-    Keys and values of its h heads, 2·h·(nope + P) numbers a token, as a backend may want values as wide as keys, and the
-    rows that they come from, Q numbers; with dcp N > 1, as wide as the pool has them, Q / N sent, Q received, and Q in token
-    order.
+    Keys and values of its h heads take 2·h·(nope + P) numbers per token, because a backend may want values as wide as
+    keys, and the rows that they are computed from Q numbers; with dcp N > 1, in the precision of the pool, Q / N are
+    sent, Q received, and Q stored in token order.
     """
     heads = shape.heads // layout.attn_tp
     travels = 2 * shape.kv_width + -(-shape.kv_width // layout.dcp) if layout.dcp > 1 else 0
@@ -216,14 +223,14 @@ def window_bytes(shape: ModelShape, layout: Layout, tokens: int, itemsize: int, 
 def prefill_bytes(
     shape: ModelShape, layout: Layout, tokens: int, itemsize: int, ep: str = WHOLE, *, kv_itemsize: int | None = None
 ) -> int:
-    """What a step of `tokens` prompt tokens over the layout, of which each replica has its share, takes on one rank.
+    """Return the additional bytes of a step of `tokens` prompt tokens over the layout on one rank, compared with decodes.
 
-    On top of what a step of decodes takes; with B = tokens / dp rows of the replica, and k experts a token:
+    Each replica has its share of the tokens; with B = tokens / dp rows of the replica, and k experts a token:
 
         window    a window of the stored prefix, or as many of the chunks' own tokens (window_bytes)
-        experts   tokens · k · (D + 3·I): their input, which makes way for their output, 2·I and I between. On every
-                  rank as if all its tokens' experts were there, as shapes must not depend on where routers send tokens;
-                  of experts that are cut over the ranks they are, I / tp wide
+        experts   tokens · k · (D + 3·I): their input, replaced by their output, 2·I and I between. Every
+                  rank has buffers for the experts of all its tokens, because shapes must not depend on routing;
+                  tensor-parallel experts are I / tp wide
         hidden    tokens · 4·D, gathered, from the shared expert, from both, reduced; B · 3·D, residual, normed, output
         attention B · (q_lora + 2·Q + h·(3·(nope + P) + 2·V)), and h·V in fp32 where a prefix has windows
     """
@@ -240,9 +247,10 @@ def prefill_bytes(
 def least_layers(
     shape: ModelShape, layout: Layout, itemsize: int, l2_bytes: int, wide: GroupWide = OWN_HEADS, *, fp8: bool = False
 ) -> Layers:
-    """Fewest distinct layers so that weights cycle through CACHE_FACTOR × L2 between two uses.
+    """Return the fewest distinct layers with which weights cycle through CACHE_FACTOR × L2 between two uses.
 
-    Counts only what every step surely reads (attention and shared expert), not the experts that routing picks.
+    Only weights that every step certainly reads count (attention and shared expert), not the experts that routing
+    selects.
     """
     whole = all_layers(shape)
     if not whole.moe:
@@ -254,6 +262,6 @@ def least_layers(
 def sure_bytes(
     shape: ModelShape, layout: Layout, itemsize: int, wide: GroupWide = OWN_HEADS, *, fp8: bool = False
 ) -> int:
-    """Weights that one MoE layer surely reads in every step: attention and shared expert."""
+    """Return the bytes of weights that one MoE layer certainly reads in every step: attention and shared expert."""
     attention = attention_bytes(shape, layout, itemsize, wide, fp8=fp8)
     return attention + shared_bytes(shape, layout, itemsize, fp8=fp8)

@@ -1,4 +1,4 @@
-"""Points as older versions wrote them, with options that are gone. No torch."""
+"""Decode points as older versions wrote them, with removed options. No torch."""
 
 from __future__ import annotations
 
@@ -8,15 +8,20 @@ import msgspec
 
 T = TypeVar("T")
 GONE = {"all_reduce": ("overlap", False)}
-"""Options that points once had, by the field that they stood before, each with what a point says that leaves it off. Such a
-point is the same today without it; keys and names of files, which stay as they are for ever, have it."""
+"""Removed options of points, by the field that followed them, each with the value that means the option is off.
+
+A point with the option off equals a current point without it; keys and names of files, which never change, keep the
+option.
+"""
 OFF = dict(GONE.values())
 HOLD = ("point", "points", "pool_points", "engines")
-"""Names of what holds points in records and jobs."""
+"""Names of the fields that hold points in records and jobs."""
 
 
 def decode(data: bytes, decoder: msgspec.json.Decoder[T]) -> T:
-    """A record or a job of any version. Raises as the decoder does, also for an option that is gone and that a point has on."""
+    """Decode a record or a job of any version; raise the decoder's errors, also if a point has a removed option
+    switched on.
+    """
     try:
         return decoder.decode(data)
     except msgspec.ValidationError:
@@ -26,7 +31,7 @@ def decode(data: bytes, decoder: msgspec.json.Decoder[T]) -> T:
 
 
 def _leave_out(told: object) -> None:
-    """Take what is off out of all points."""
+    """Remove the removed options that are off from all points."""
     if isinstance(told, list):
         for one in told:
             _leave_out(one)

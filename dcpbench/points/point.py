@@ -1,4 +1,4 @@
-"""A point: one layout × workload × load, as asked for. No torch."""
+"""Define a point: one layout × workload × load, as requested. No torch."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ if TYPE_CHECKING:
 ENGINE, PATH, EXCHANGE, LOAD, REPEAT, SERVER, DEPLOYED = Role
 UNKNOWN_LAYOUT = "layout unknown"
 SETTING = ", "
-"""Stands between the settings of a point."""
+"""Separator between the settings of a point."""
 
 
 def _key_fields(of: msgspec.Struct, later: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Fields that a key has, with their values; those of `later` where they say something else than all once did."""
+    """Yield the fields of a key with their values; fields in `later` only if they differ from the earlier fixed
+    behaviour.
+    """
     for name in of.__struct_fields__:
         if name in GONE:
             yield GONE[name]
@@ -37,12 +39,12 @@ def _key_fields(of: msgspec.Struct, later: dict[str, Any]) -> Iterator[tuple[str
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the workload `serve` is asked to serve, and how; docs/serving.md has a sentence for each option."""
+    """Describe what the workload `serve` has to serve, and how; docs/serving.md describes each option."""
 
     mode: Annotated[str, Axis(LOAD, 60, title="live or replay", values=names.MODES)] = names.LIVE
-    """`live`, or `replay`: the same scheduler in virtual time, with step times that were measured before."""
+    """`live`, or `replay`: the same scheduler in virtual time, with previously measured step times."""
     requests: Annotated[Count, Axis(LOAD, 70, "{:,} requests")]
-    """How many are submitted."""
+    """Number of requests submitted."""
     arrival: Annotated[str, Axis(LOAD, 51)] = names.CLOSED
     """`closed` (point.concurrency clients), `gamma` (request_rate and burstiness) or `trace` (the file's times)."""
     request_rate: Annotated[Number | None, Axis(LOAD, 52)] = None
@@ -50,27 +52,33 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     burstiness: Annotated[Number, Axis(LOAD, 53, one=True)] = 1.0
     """Shape of the gamma distribution of the gaps: 1 is Poisson, less comes in bursts, more is regular."""
     paced: Annotated[bool | None, Axis(LOAD, 59, later=True)] = False
-    """Of an open loop, whether gaps, once drawn, are scaled so that the last request comes when the rate says. Their sum was
-    once left to chance, which is 9 % more or less for 120 requests. Null of an import, which does not say."""
+    """True if the drawn gaps of an open loop are scaled so that the last request comes at the time that the rate
+    implies.
+
+    Without scaling the sum is random: it varies by 9 % for 120 requests. Null for an import, which does not have it.
+    """
     input_tokens: Annotated[str, Axis(LOAD, 54)]
     """Length of prompts: `4000`, `uniform:1000-7000` or `lognormal:4000:0.5` (median and sigma); `trace`."""
     output_tokens: Annotated[str, Axis(LOAD, 55)]
-    """Tokens sampled per request, likewise."""
+    """Number of tokens sampled per request, in the format of `input_tokens`."""
     prefix_share: Annotated[Number | None, Axis(LOAD, 56, one=True)] = 0.0
-    """Share of each prompt that it has in common with others of its group, at the beginning. Null, like `prefix_cache`
-    and `seed`, where an import does not say."""
+    """Share of each prompt, at its beginning, that is common to its group; null, like `prefix_cache` and `seed`, if an
+    import lacks it.
+    """
     prefix_groups: Annotated[Count, Axis(LOAD, 57, one=True)] = 1
     turns: Annotated[str, Axis(LOAD, 61, "{} turns", one=True, later=True)] = names.ONE_TURN
-    """Requests of a session, as lengths are written: each begins with all that the session said before."""
+    """Number of requests of a session, in the format of lengths: each begins with the session's earlier prompts and
+    answers.
+    """
     turn_tokens: Annotated[str, Axis(LOAD, 62, "{} a turn", one=True, later=True)] = ""
-    """Length of what a client adds from the second turn on; empty: as `input_tokens`, which is then of all."""
+    """Length of a client's additions from the second turn on; if empty, `input_tokens` applies to all turns."""
     think_time: Annotated[Number, Axis(LOAD, 63, "think {:g} s", one=True, later=True)] = 0.0
     """Seconds from an answer's last token to the next turn."""
     trace: Annotated[str, Axis(LOAD, 58)] = ""
     """Name of the file of requests, without its folder."""
     trace_sha256: Annotated[str, Axis(LOAD, 76, "file {:.8}")] = ""
     chunk: Annotated[Count, Axis(LOAD, 71, "chunk {:,}")]
-    """Prompt tokens that a step prefills at most, over the whole layout."""
+    """Maximum number of prompt tokens that a step prefills, over the whole layout."""
     policy: Annotated[str, Axis(LOAD, 72, "{}", values=names.POLICIES, one=True)] = names.MIXED
     prefix_cache: Annotated[bool | None, Axis(LOAD, 73, "prefix cache {}", one=True)] = True
     prefill: Annotated[str, Axis(PATH, 74, "{} prefill", values=names.PREFILLS, one=True)] = names.PREFILLS[0]
@@ -79,20 +87,22 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def sessions(self) -> bool:
-        """Whether requests are turns of sessions."""
+        """Return True if requests are turns of sessions."""
         return self.turns != names.ONE_TURN
 
     def __str__(self) -> str:
-        """As it stands in keys, the same for ever: without what was added to loads later and is as it was before."""
+        """Return the load as it is written in keys, which never change: without fields added later that have their
+        original behaviour.
+        """
         return f"Load({', '.join(f'{name}={value!r}' for name, value in _key_fields(self, LOADS_LATER))})"
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One layout × workload × load, as asked for."""
+    """Describe one layout × workload × load, as requested."""
 
     model: Annotated[str, Axis(ENGINE, 1, title="model")]
     tp: Annotated[Count, Axis(ENGINE, 2)]
-    """0 where nobody knows the layout: of an import that does not say; dp and dcp likewise."""
+    """Number of ranks; 0 if the layout is unknown, as for an import without it; dp and dcp likewise."""
     dp: Annotated[Count, Axis(ENGINE, 3)] = 1
     dcp: Annotated[Count, Axis(ENGINE, 4)] = 1
     workload: Annotated[str, Axis(LOAD, 5, "{}", title="workload")] = "decode"
@@ -100,9 +110,11 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """`1`: tensor-parallel experts, split by width over the tp ranks. `tp`: expert parallel, as in all records without this
     field. Of an import the expert parallel degree."""
     concurrency: Annotated[Count, Axis(LOAD, 40, title="concurrency")]
-    """Requests in flight over the whole layout; `serve`: at most."""
+    """Number of requests in flight over the whole layout; for `serve` the maximum."""
     context: Annotated[Count, Axis(LOAD, 41, title="context")]
-    """Tokens already in the KV cache of each request; `serve`: the most tokens of a request, output included."""
+    """Tokens already in the KV cache of each request; for `serve` the maximum number of tokens of a request, output
+    included.
+    """
     exchange: Annotated[
         str, Axis(PATH | EXCHANGE, 11, "{}", title="exchange", values=(*names.EXCHANGES, names.AUTO))
     ] = names.NO_EXCHANGE
@@ -116,24 +128,27 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     backend: Annotated[str, Axis(PATH, 10, "{}", values=(*names.BACKENDS, names.AUTO))]
     """The attention kernel; of an import the engine, which chose its own."""
     dtype: Annotated[str, Axis(ENGINE, 21, "{}", values=names.DTYPES, one=True)]
-    """What is computed with: of activations, norms, the router, the embedding and the head, and of whatever is not fp8."""
+    """Precision of the computation: of activations, norms, the router, the embedding and the head, and of all that is
+    not fp8.
+    """
     weights_dtype: Annotated[str, Axis(ENGINE | PATH, 26, "{} weights", later=True)] = names.AS_COMPUTED
     """`fp8`: linear layers and experts as DeepSeek-V3's checkpoint has them; see `weights_precision`."""
     kv_dtype: Annotated[str, Axis(ENGINE | PATH, 27, "{} KV", later=True)] = names.AS_COMPUTED
     """`fp8`: the KV cache; see `kv_precision`."""
     emulate: Annotated[str, Axis(ENGINE | PATH, 28, "emulated on {}", later=True, path=True)] = ""
-    """Of a layout whose other ranks are not there: the machine whose wire is modelled (points/machines.py). Empty: all are."""
+    """Machine for which calls between ranks are modelled (points/machines.py) if only one rank runs; empty if all ranks
+    run.
+    """
     page_size: Annotated[Count, Axis(ENGINE, 22, "page {}", one=True)] = 1
     interleave: Annotated[Count, Axis(ENGINE, 23, "interleave {}", one=True)] = 1
     weights: Annotated[str, Axis(ENGINE, 25, "weights {}", one=True)] = names.SYNTHETIC
     """`synthetic`, or the folder of a checkpoint."""
     repeat: Annotated[Count, Axis(REPEAT, 0)] = 0
-    """Which pass over the whole sweep this is, from 0."""
+    """Index of the pass over the complete sweep, from 0."""
     load: Load | None = None
     """Null for `decode`."""
     settings: Annotated[str, Axis(SERVER, 30, "{}", title="server settings", later=True)] = ""
-    """Of an import: what its benchmark varied of the server or the load and no other field says, such as
-    `max_num_seqs=4`; comma list."""
+    """Parameters of an imported server or load that no other field has, such as `max_num_seqs=4`; comma-separated."""
 
     disaggregate: Annotated[str, Axis(DEPLOYED, 31, later=True)] = ""
     """`1:2`: instances of the layout, each on tp GPUs of its own, of which one only prefills and two only decode. `3`: as
@@ -141,7 +156,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     transfer_gb_s: Annotated[Number, Axis(DEPLOYED, 32, "{:g} GB/s links", later=True)] = 0.0
     """10⁹ bytes a second at which a GPU of an instance that prefills sends KV to one that decodes; 0 where nothing is sent."""
     transfer_ms: Annotated[Number, Axis(DEPLOYED, 33, "{:g} ms a transfer", later=True)] = 0.0
-    """What each request's transfer takes besides."""
+    """Additional time of each request's transfer, in ms."""
     pp: Annotated[Count, Axis(SERVER, 34, later=True)] = 1
     """Pipeline-parallel stages of an imported server. Each stage has `tp` GPUs of its own."""
     pcp: Annotated[Count, Axis(SERVER, 35, later=True)] = 1
@@ -150,18 +165,18 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """GPUs of each prefill instance of an imported server if they have another layout than the decode instances, else 0."""
 
     def __post_init__(self) -> None:
-        """An import that does not say how experts are placed says nothing, also where it was made before it could."""
+        """Set `ep` to unknown for an import without it, including imports made before the field existed."""
         if self.ep == names.WHOLE and self.backend not in (*names.BACKENDS, names.AUTO):
             msgspec.structs.force_setattr(self, "ep", names.UNKNOWN)
 
     @property
     def layout(self) -> Layout:
-        """The point's layout. Raises LayoutError where degrees do not nest."""
+        """Return the point's layout; raise LayoutError if degrees do not divide each other."""
         return Layout(tp=self.tp, dp=self.dp, dcp=self.dcp)
 
     @property
     def instances(self) -> Instances:
-        """Those that serve it. Raises UsageError where `disaggregate` says none."""
+        """Return the instances that serve the point; raise UsageError if `disaggregate` describes none."""
         return parse(self.disaggregate)
 
     @property
@@ -171,24 +186,24 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def world(self) -> int:
-        """Ranks that run: all of an instance, or the one that stands for them."""
+        """Return the number of ranks that run: all of an instance, or the one that represents them."""
         return 1 if self.emulate else self.tp
 
     @property
     def weights_precision(self) -> str:
-        """Of linear layers and experts: `fp8`, or the dtype that is computed with."""
+        """Return the precision of linear layers and experts: `fp8`, or the dtype of the computation."""
         return self.weights_dtype or self.dtype
 
     @property
     def kv_precision(self) -> str:
-        """Of the KV cache, likewise."""
+        """Return the precision of the KV cache: `fp8`, or the dtype of the computation."""
         return self.kv_dtype or self.dtype
 
     @property
     def precision(self) -> str:
-        """Of weights and KV, as printed: `bf16`; `fp8 weights, bf16 KV`; `fp8 weights and KV`.
+        """Return the precision of weights and KV, as printed: `bf16`; `fp8 weights, bf16 KV`; `fp8 weights and KV`.
 
-        Of an import what is known: `fp8 weights`; `computed in bf16`, where weights may be smaller.
+        For an import only what is known: `fp8 weights`; `computed in bf16`, if weights may be smaller.
         """
         weights, kv = self.weights_precision, self.kv_precision
         if weights != kv:
@@ -200,7 +215,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def layout_name(self) -> str:
-        """As printed, with the instances where there are several: `tp4·dcp4 1P2D`."""
+        """Return the layout's name as printed, with the instances if there are several: `tp4·dcp4 1P2D`."""
         return f"{self.instance_name} {self.instances.label}" if self.disaggregate else self.instance_name
 
     @property
@@ -231,60 +246,62 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def group_wide(self) -> GroupWide:
-        """What each rank holds for all heads of its DCP group."""
+        """Return the projections that each rank holds for all heads of its DCP group."""
         return GroupWide(query=self.q_replicate, value=self.project_first)
 
     @property
     def clients(self) -> int | None:
-        """Of a closed loop, each with one request in flight; None where requests come whatever is answered."""
+        """Return the number of clients of a closed loop, each with one request in flight; None for open loops."""
         return self.concurrency if self.load is not None and self.load.arrival == names.CLOSED else None
 
     def exchange_label(self) -> str:
-        """The exchange with the options that are on: `a2a +q-replicate`; empty without one that is known."""
+        """Return the exchange with the options that are on: `a2a +q-replicate`; empty if no exchange is known."""
         return " ".join(self.words(EXCHANGE))
 
     def values(self, role: Role, but: Role = axes.NOTHING) -> dict[str, Value]:
-        """Of the fields of such a role, in order, those of the load after the point's own."""
+        """Return the values of all fields with such a role, in order; those of the load follow the point's own."""
         found = {axis.name: getattr(self, axis.name) for axis in point_axes(role, but)}
         load = load_axes(role, but) if self.load else ()
         return found | {axis.name: getattr(self.load, axis.name) for axis in load}
 
     def words(self, role: Role, but: Role = axes.NOTHING) -> list[str]:
-        """What of the point's own fields of such a role is not as usual: of `ep`, in layouts of its kind."""
+        """Return the point's own fields with such a role that differ from their defaults; `ep` is compared with its
+        layout's default.
+        """
         said = {"ep": str(self.ep_degree) if self.ep_label else names.WHOLE}
         return axes.words(point_axes(role, but), msgspec.structs.asdict(self) | said)
 
     def key(self) -> str:
-        """Everything that makes this point itself; `--resume` and comparisons match on it.
+        """Return the identity of this point, which `--resume` and comparisons match.
 
-        The same for a point for ever: what was added to points later is in it only where it says something, and options
-        that are gone stay in it.
+        The key of a point never changes: it has a field that was added later only if its value is not the default, and
+        it keeps removed options.
         """
         return "/".join(f"{name}={value}" for name, value in _key_fields(self, LATER))
 
     def same_but_repeat(self) -> str:
-        """Key without the repeat, equal for all measurements of the same thing."""
+        """Return the key without the repeat, equal for all measurements of the same thing."""
         return (msgspec.structs.replace(self, repeat=0) if self.repeat else self).key()
 
 
 AXES, LOAD_AXES = axes.read(Point), axes.read(Load)
-"""Of all fields of a point but its load, and of a load; in the order of lists."""
+"""All fields of a point except its load, and of a load, in the order of lists."""
 
 
 @functools.cache
 def point_axes(role: Role, but: Role = axes.NOTHING) -> tuple[Axis, ...]:
-    """Those of a point's own fields that have any of `role`, and nothing of `but`."""
+    """Return the axes of a point's own fields that have any of `role`, and nothing of `but`."""
     return axes.of_role(AXES, role, but)
 
 
 @functools.cache
 def load_axes(role: Role, but: Role = axes.NOTHING) -> tuple[Axis, ...]:
-    """The same of a load's."""
+    """Return the axes of a load's fields that have any of `role`, and nothing of `but`."""
     return axes.of_role(LOAD_AXES, role, but)
 
 
 HOW = tuple(axis for axis in point_axes(ENGINE | PATH) if axis.label)
-"""How a point is computed, besides its model and layout: options of `sweep` with these names."""
+"""Fields for how a point is computed, besides its model and layout: options of `sweep` with these names."""
 OPTIONS = tuple(axis.name for axis in point_axes(EXCHANGE) if axis.kind is bool)
-"""What an exchange can be told, each on or off."""
+"""Names of the switches of an exchange."""
 LATER, LOADS_LATER = ({axis.name: axis.default for axis in of if axis.later} for of in (AXES, LOAD_AXES))

@@ -1,4 +1,4 @@
-"""Token ids that `verify --checkpoint` feeds to the model: read from a file, or random. No torch."""
+"""Provide token ids that `verify --checkpoint` feeds to the model: read from a file, or random. No torch."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ EXAMPLE = "Write lists of token ids, for example [[1, 5, 7], [2]]."
 
 
 def random_prompts(shape: ModelShape, count: int, longest: int) -> Prompts:
-    """Seeded prompts of lengths from 1 to `longest`, so that some DCP ranks hold nothing of a short one."""
+    """Return seeded prompts of lengths from 1 to `longest`, so that some DCP ranks hold no token of a short one."""
     rng = random.Random(0)
     lengths = [1 + (longest - 1) * i // (count - 1) for i in range(count)] if count > 1 else [longest]
     return tuple(tuple(rng.randrange(shape.vocab) for _ in range(n)) for n in lengths)
 
 
 def read_prompts(path: Path, shape: ModelShape, new_tokens: int) -> Prompts:
-    """The prompts in a JSON file. Raises UsageError, naming the prompt, for what this model cannot read."""
+    """Return the prompts in a JSON file; raise UsageError, naming the prompt, for one that this model cannot read."""
     try:
         prompts = msgspec.json.decode(path.read_bytes(), type=Prompts)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:

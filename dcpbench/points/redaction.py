@@ -1,8 +1,8 @@
-"""Keeps API keys and passwords out of everything that is kept, cut or printed. No torch.
+"""Keep API keys and passwords out of everything that is stored, cut or printed. No torch.
 
-Secrets are registered once, when a command line, an environment or a file that holds them is read. Every text that a server, a
-log or a command line brings is redacted before it is cut to a length, as half of a key fits no search; what is written and
-printed is redacted once more. Processes that a command starts get the secrets through a pipe, never as an argument.
+Secrets are registered once, when a command line, an environment or a file that holds them is read. Every text from a server, a
+log or a command line is redacted before it is cut to a length, because half of a key matches no search; written and
+printed text is redacted once more. Processes that a command starts get the secrets through a pipe, never as an argument.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _secrets: dict[str, None] = {}
 
 
 def register(*values: str) -> None:
-    """Add secrets. Values that are too short or too plain to be told from other text are passed over."""
+    """Add secrets; values that are too short or too common to be distinguished from other text are skipped."""
     new = [value for value in values if _is_secret(value) and value not in _secrets]
     if new:
         _secrets.update(dict.fromkeys(new))

@@ -1,4 +1,4 @@
-"""How points are measured. No torch."""
+"""Define how points are measured. No torch."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import msgspec
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """How points are measured; the same for all points of a job."""
+    """Describe how points are measured; the same for all points of a job."""
 
     kv_memory_bytes: int | None = None
     """--kv-memory: size of the KV pool per GPU; None: budget.kv_pages finds one."""
     seconds: float = 10.0
-    """--seconds: time limit of one point's measurement; past it the record says `noisy`."""
+    """--seconds: time limit of one point's measurement; beyond it the record is marked `noisy`."""
     precision: float = 0.01
-    """Stop when the 95 % interval of the median is within ± this share of it."""
+    """Relative half-width of the 95 % interval of the median at which measuring stops."""
     profile: bool = True
-    """Whether the separate profiled pass (phases, host syncs) runs."""
+    """True if the separate profiled pass (phases, host syncs) runs."""
     seed: int = 0
-    """Of weights and KV; a load has its own."""
+    """Seed of weights and KV; a load has its own."""
     slo: dict[str, float] = {}
     """--slo: limits in ms by metric, records.record.ServeMetrics.slo_ms."""
     limit_seconds: float | None = None
@@ -26,4 +26,4 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     trace_path: str = ""
     """--requests: absolute path of the file that Load.trace names."""
     step_times: str = ""
-    """--step-times: absolute path of the file that a replay takes its times from; empty where it measures them."""
+    """--step-times: absolute path of the file with the step times of a replay; empty if the replay measures them."""

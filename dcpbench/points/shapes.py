@@ -1,4 +1,6 @@
-"""ModelShape: the sizes of an MLA + MoE model, published ones or read from a Hugging Face config.json. No torch."""
+"""Define ModelShape: the sizes of an MLA + MoE model, published ones or read from a Hugging Face
+config.json. No torch.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from dcpbench.points.names import FP8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Yarn:
-    """YaRN rope scaling (Peng et al. 2023), as `rope_scaling` in a DeepSeek config gives it."""
+    """Hold the parameters of YaRN rope scaling (Peng et al. 2023), as `rope_scaling` in a DeepSeek config gives it."""
 
     factor: float
     original_max_position: int
@@ -24,7 +26,7 @@ class Yarn:
     mscale_all_dim: float = 0.0
     attention_factor: float | None = None
     truncate: bool = True
-    """Whether the ramp between kept and stretched dimensions begins and ends at whole ones."""
+    """True if the ramp between kept and stretched dimensions begins and ends at integer dimensions."""
 
 
 LATENT, ROPE, NOPE, VALUE = 512, 64, 128, 128
@@ -32,14 +34,14 @@ LATENT, ROPE, NOPE, VALUE = 512, 64, 128, 128
 KV_WIDTH = LATENT + ROPE
 """Numbers in one of their KV rows."""
 BF16 = "bf16"
-"""What models are published in that are not quantised."""
+"""Precision of published models that are not quantised."""
 SCALE_BLOCK = 128
 """Numbers along each side of a block of fp8 weights that has a scale, and in a group of a row that has one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Sizes and routing rule of one model. Letters as in docs/methodology.md (D hidden, R latent, P rope, V value)."""
+    """Hold the sizes and the routing rule of one model. Letters as in docs/methodology.md (D hidden, R latent, P rope, V value)."""
 
     name: str
     hidden: int
@@ -61,7 +63,7 @@ class ModelShape:
     """Expert groups of group-limited routing; 1 = ungrouped."""
     top_groups: int
     normalise: bool
-    """Whether the chosen experts' weights are made to sum to 1 before `routed_scale`."""
+    """True if the weights of the chosen experts are normalised to a sum of 1 before `routed_scale`."""
     routed_scale: float
     latent: int = LATENT
     rope: int = ROPE
@@ -73,7 +75,7 @@ class ModelShape:
     yarn: Yarn | None = None
     max_position: int = 163840
     tied: bool = False
-    """Whether the LM head is the embedding."""
+    """True if the LM head is the embedding."""
     published: str = BF16
     """Precision of the published checkpoint's linear layers: `bf16`, or `fp8` in blocks of 128 × 128 with scales."""
 
@@ -83,7 +85,7 @@ class ModelShape:
         return self.latent + self.rope
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
-        """Bytes that one token takes in one full KV cache, all layers."""
+        """Return the bytes that one token takes in one full KV cache, all layers."""
         return self.layers * self.kv_width * itemsize
 
 
@@ -192,7 +194,7 @@ WEIGHTS_FILE = "model.safetensors"
 
 
 def check_checkpoint(folder: Path, option: str) -> None:
-    """Raise ModelError, naming the option that was typed, unless `folder` has what a checkpoint must have."""
+    """Raise ModelError, naming the option, unless `folder` has the required files of a checkpoint."""
     if not folder.is_dir():
         raise ModelError(f"{option} {folder}: no such folder; give the folder of a Hugging Face checkpoint.")
     if not (folder / "config.json").is_file():
@@ -221,7 +223,7 @@ TOPK_METHODS: dict[str, tuple[str | None, ...]] = {
     "softmax": ("greedy", "group_limited_greedy"),
     "sigmoid": ("noaux_tc", None),
 }
-"""By how routers score."""
+"""Values of `topk_method` by scoring function of the router."""
 
 _FIXED: dict[str, tuple[object, ...]] = {
     "attention_bias": (False,),
@@ -254,14 +256,14 @@ _OF_TRAINING = _words(
     num_nextn_predict_layers output_router_logits router_aux_loss_coef seq_aux
     """
 )
-"""Training, and layers beside the model that predict further tokens."""
+"""Fields about training, and about additional layers that predict further tokens."""
 _OF_STORAGE = _words(
     """
     auto_map compression_config dtype ep_size pretraining_tp quantization_config torch_dtype
     transformers_version use_cache attn_implementation experts_implementation
     """
 )
-"""How weights are stored, and how some engine runs them."""
+"""Fields about how weights are stored, and how some engine runs them."""
 _OF_SAMPLERS = _words(
     """
     bad_words_ids begin_suppress_tokens bos_token_id decoder_start_token_id diversity_penalty do_sample
@@ -272,7 +274,7 @@ _OF_SAMPLERS = _words(
     tokenizer_class top_k top_p typical_p unk_token_id
     """
 )
-"""What is asked of a tokenizer or a sampler."""
+"""Fields for a tokenizer or a sampler."""
 _OF_TRANSFORMERS = _words(
     """
     chunk_size_feed_forward cross_attention_hidden_size finetuning_task id2label is_decoder label2id num_labels
@@ -280,9 +282,9 @@ _OF_TRANSFORMERS = _words(
     tf_legacy_loss torchscript use_bfloat16 unsloth_fixed unsloth_version
     """
 )
-"""What transformers writes for every model."""
+"""Fields that transformers writes for every model."""
 _HARMLESS = _OF_TRAINING | _OF_STORAGE | _OF_SAMPLERS | _OF_TRANSFORMERS
-"""Fields that change nothing here, whatever they say, as do those that begin with `_`."""
+"""Fields that have no effect here, whatever their value, like those that begin with `_`."""
 _ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "KimiK2ForCausalLM")
 _ROPE = _words(
     """
@@ -293,16 +295,18 @@ _ROPE = _words(
 _UNSET: tuple[object, ...] = (None, False, 0, "", [], {})
 
 LARGEST = (1 << 31) - 1
-"""Of whole numbers: sizes of tensors are counted in 32 bits by some kernels."""
+"""Maximum of integers: some kernels count sizes of tensors in 32 bits."""
 MOST_LAYERS = 10_000
 MOST_TOKENS = 1 << 24
-"""Of a vocabulary: the greedy choice over ranks carries token ids in fp32, which has no odd numbers above."""
+"""Maximum size of a vocabulary: the greedy choice over ranks carries token ids in fp32, which has
+no odd numbers above.
+"""
 FP32_RANGE = (1e-38, 1e38)
 """Sizes of numbers that fp32 holds with all its digits."""
 
 
 def load_shape(model: str) -> ModelShape:
-    """A published name, or the path of a Hugging Face config.json or of the folder that holds one."""
+    """Load a published shape by name, or from a Hugging Face config.json or its folder."""
     name = ALIASES.get(model.lower(), model.lower())
     if name in SHAPES:
         return dataclasses.replace(SHAPES[name], name=model.lower())
@@ -330,10 +334,10 @@ def load_shape(model: str) -> ModelShape:
 
 
 def from_config(config: dict[str, Any], path: Path) -> ModelShape:
-    """A Hugging Face `deepseek_v2` / `deepseek_v3` / `kimi_k2` configuration as a ModelShape.
+    """Convert a Hugging Face `deepseek_v2` / `deepseek_v3` / `kimi_k2` configuration to a ModelShape.
 
-    Raises ModelError, naming the field, where the model is not MLA with routed experts, where a field is missing or is
-    no number that can be computed with, and where a field says that something else is computed than the engine does.
+    Raise ModelError, naming the field, if the model is not MLA with routed experts, if a field is missing or is no
+    usable number, or if a field requests a computation that the engine does not have.
     """
     if "kv_lora_rank" not in config:
         raise ModelError(
@@ -376,7 +380,7 @@ def _shape(config: dict[str, Any], path: Path) -> ModelShape:
         routing=config["scoring_func"],
         groups=_whole(config, "n_group") if grouped else 1,
         top_groups=_whole(config, "topk_group") if grouped else 1,
-        # transformers computes V2's softmax weights as they are, whatever the field says
+        # transformers does not normalise V2's softmax weights, regardless of the field
         normalise=sigmoid and _switch(config, "norm_topk_prob", default=True),
         routed_scale=_number(config, "routed_scaling_factor"),
         latent=_whole(config, "kv_lora_rank"),
@@ -401,19 +405,19 @@ _FP8_BLOCKS = {
 }
 """`quantization_config` of DeepSeek-V3."""
 _QUANTISER = {"fmt": "e4m3", "activation_scheme": "dynamic"}
-"""What transformers' fp8 quantiser has where it does not write it."""
+"""Defaults of transformers' fp8 quantiser for fields that it does not write."""
 
 
 def _published(config: dict[str, Any]) -> str:
-    """`fp8` where `quantization_config` says what DeepSeek-V3's does; else, as of a model that is not quantised, `bf16`.
+    """Return `fp8` if `quantization_config` equals DeepSeek-V3's; else `bf16`, as for a model that is not quantised.
 
-    Other quantisations change how tensors are stored and no size; who reads a checkpoint refuses them: `check_checkpoint`.
+    Other quantisations change how tensors are stored but no size; `check_checkpoint` refuses them for checkpoints.
     """
     return FP8 if _quantisation(config) == _FP8_BLOCKS else BF16
 
 
 def _quantisation(config: dict[str, Any]) -> dict[str, object]:
-    """The fields of _FP8_BLOCKS as a configuration has them; empty where nothing is quantised."""
+    """Return the fields of _FP8_BLOCKS as a configuration has them; empty if nothing is quantised."""
     found = config.get("quantization_config")
     if not found:
         return {}
@@ -423,11 +427,11 @@ def _quantisation(config: dict[str, Any]) -> dict[str, object]:
 
 
 def _check_quantisation(path: Path) -> None:
-    """Raise ModelError, naming the field, where config.json says that weights are stored as cannot be read."""
+    """Raise ModelError, naming the field, if config.json declares a storage of weights that cannot be read."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
-        return  # load_shape says what is wrong with it
+        return  # load_shape reports the error
     found = _quantisation(config) if isinstance(config, dict) else {}
     differ = next((name for name, value in found.items() if value != _FP8_BLOCKS[name]), None)
     if differ is not None:
@@ -438,7 +442,7 @@ def _check_quantisation(path: Path) -> None:
 
 
 def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration with what its family takes for fields that it leaves out."""
+    """Return the configuration with its family's defaults for the fields that it leaves out."""
     kind = config["model_type"]
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ValueError(
@@ -457,7 +461,7 @@ def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_fields(config: dict[str, Any]) -> None:
-    """Raise ValueError for fields that say, or may say, that something else is computed than the engine does."""
+    """Raise ValueError for fields that request, or may request, a computation that the engine does not have."""
     for field, values in _FIXED.items():
         value = config.get(field)
         if value is not None and not any(type(value) is type(known) and value == known for known in values):
@@ -477,7 +481,7 @@ def _check_fields(config: dict[str, Any]) -> None:
 
 
 def _check_sizes(config: dict[str, Any], shape: ModelShape) -> None:
-    """Raise ValueError where a field that repeats other ones contradicts them."""
+    """Raise ValueError if a field that repeats other ones contradicts them."""
     mlps = ["dense"] * shape.first_dense + ["sparse"] * (shape.layers - shape.first_dense)
     repeated: dict[str, tuple[object, str]] = {
         "num_key_value_heads": (shape.heads, "'num_attention_heads'"),
@@ -550,14 +554,14 @@ def _yarn(rope: dict[str, Any], max_position: int) -> Yarn | None:
 
 
 def _given(rope: dict[str, Any], field: str) -> dict[str, Any]:
-    """The settings without a field that is null or 0: transformers takes either for the default."""
+    """Return the settings without a field that is null or 0: transformers replaces either by the default."""
     return rope if rope.get(field) else {}
 
 
 def _whole(
     config: dict[str, Any], field: str, default: int | None = None, *, least: int = 1, most: int = LARGEST
 ) -> int:
-    """A field that must be a whole number. Raises KeyError where it is missing and has no default."""
+    """Return a field that must be an integer within limits; raise KeyError if it is missing and has no default."""
     value = config[field] if default is None else config.get(field, default)
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(
@@ -569,7 +573,7 @@ def _whole(
 
 
 def _number(config: dict[str, Any], field: str, default: float | None = None, *, least: float | None = None) -> float:
-    """A field that must be a number which fp32 holds. Raises KeyError where it is missing and has no default."""
+    """Return a field that must be a number in the range of fp32; raise KeyError if it is missing and has no default."""
     value = config[field] if default is None else config.get(field, default)
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise ValueError(f"{field!r} is {_said(value)}, which is not a number")  # noqa: TRY004 - input, not a bug
@@ -595,5 +599,5 @@ def _switch(config: dict[str, Any], field: str, *, default: bool) -> bool:
 
 
 def _said(value: object) -> str:
-    """A value of a file as a sentence can hold it: long ones are cut in their middle."""
+    """Format a value of a file for a sentence; long ones are shortened in the middle."""
     return reprlib.repr(value)

@@ -1,4 +1,4 @@
-"""Sizes in bytes as people read and type them. Below `show`, as errors about points name sizes."""
+"""Format sizes in bytes for people. This module is below `show`, because errors about points name sizes."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def size_that_holds(size: float) -> str:
-    """Bytes as `1.6KiB`, to be typed: rounded up, so that what is typed is enough."""
+    """Format bytes as `1.6KiB` for an option, rounded up so that the printed size is enough."""
     return _rounded(size, math.ceil, "")
 
 
 def size_text(size: float, space: str = " ") -> str:
-    """Bytes as `600 B`, `1.5 KiB` or `131.0 GiB`, rounded down, so that what fits also fits when it is typed."""
+    """Format bytes as `600 B`, `1.5 KiB` or `131.0 GiB`, rounded down so that the printed size fits."""
     return _rounded(size, int, space)
 
 
 def _rounded(size: float, whole: Callable[[float], int], space: str) -> str:
-    """With one digit behind the point, but for bytes."""
+    """Format a size with one decimal digit, except for bytes."""
     power = 0
     while size >= KIB and power < len(UNITS) - 1:
         size, power = size / KIB, power + 1

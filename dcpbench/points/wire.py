@@ -1,15 +1,15 @@
-"""How long a collective or an exchange takes over ranks and bytes: a model of the wire, fitted to what was measured. No torch.
+"""Model the time of a collective or an exchange by ranks and bytes, fitted to measurements. No torch.
 
     seconds(call, N, bytes) = M·(launch + meet·(N − 1)) + bytes / rate         the model
-                              · exp(residual at these bytes)                    what it misses, where that was measured
+                              · exp(residual at these bytes)                    deviation of the measurements
 
-N ranks, M meetings (1 of a collective; 2 of an exchange that gathers q first, else 1), bytes that a rank receives. Launch, meet
+N ranks, M meetings (1 for a collective; 2 for an exchange that gathers q first, else 1), bytes that a rank receives. Launch, meet
 and rate are fitted per call by least squares of relative errors, none negative; the residual is interpolated between the
 sizes that were measured, linearly in the logarithm of the bytes of a meeting, and between numbers of ranks likewise.
 
-The band is what the model errs by where it must do without a measurement: of each size between two others the error of a
-fit without it (its 90th percentile); past the measured ranks, for each doubling, the worst error that a fit to fewer ranks made at
-the most ranks; past the measured sizes, the first error again for each doubling.
+The band is the error of the model without a measurement: between two measured sizes the error of a fit without the size in
+between (its 90th percentile); beyond the measured ranks, for each doubling, the worst error of a fit to fewer ranks at the most
+ranks; beyond the measured sizes, the first error again for each doubling.
 """
 
 from __future__ import annotations
@@ -29,27 +29,28 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 UNKNOWN_RANKS_ERROR = 0.25
-"""Of each doubling of the ranks where only one number of them was measured: from 2 to 4 ranks on H200 the error of NCCL's
-smallest rings is 0.22 to 0.48, and 0.11 to 0.22 of its largest calls."""
+"""Error per doubling of the ranks if only one number of ranks was measured: from 2 to 4 ranks on H200 the error of
+NCCL's smallest rings is 0.22 to 0.48, and 0.11 to 0.22 for its largest calls.
+"""
 UNKNOWN_SIZE_ERROR = 0.2
-"""Where fewer than three sizes were measured, so that none lies between two others."""
+"""Error if fewer than three sizes were measured, so that none lies between two others."""
 LEAST_ERROR = 0.01
-"""Below which two measurements of the same thing on one machine do not agree."""
+"""Minimum error: two measurements of the same thing on one machine do not agree better."""
 
 
 class Sample(msgspec.Struct, frozen=True, array_like=True):
-    """A measured call: the median of its slowest rank, in a CUDA graph."""
+    """Hold a measured call: the median of its slowest rank, in a CUDA graph."""
 
     ranks: int
     meetings: int
     received_bytes: int
-    """By a rank, by the call's own formula (exchange/*.py)."""
+    """Bytes that a rank receives, by the call's own formula (exchange/*.py)."""
     us: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Seconds:
-    """Of one call, on the slowest rank."""
+    """Hold the time of one call on the slowest rank."""
 
     mean: float
     low: float
@@ -57,35 +58,35 @@ class Seconds:
 
     @classmethod
     def within(cls, mean: float, error: float) -> Seconds:
-        """A time that may be off by so much of itself, either way, as a factor of 1 + error."""
+        """Return a time with a relative error in both directions, as a factor of 1 + error."""
         return cls(mean=mean, low=mean / (1 + error), high=mean * (1 + error))
 
     def scaled(self, factor: float) -> Seconds:
-        """So many times as long."""
+        """Return the time multiplied by a factor."""
         return Seconds(mean=factor * self.mean, low=factor * self.low, high=factor * self.high)
 
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """Three numbers with a meaning; microseconds, and microseconds a byte."""
+    """Hold the parameters of the fit, in microseconds and microseconds per byte."""
 
     launch_us: float
     meet_us: float
-    """Of each rank more than one."""
+    """Time for each rank beyond the first, in µs."""
     us_per_byte: float
 
     def us(self, ranks: int, meetings: int, received_bytes: float) -> float:
-        """The model without its residual."""
+        """Return the time of the model without its residual, in µs."""
         return meetings * (self.launch_us + self.meet_us * (ranks - 1)) + received_bytes * self.us_per_byte
 
     @property
     def bytes_s(self) -> float | None:
-        """The rate; None where sizes made no difference."""
+        """Return the rate in bytes/s; None if the time did not depend on the size."""
         return 1e6 / self.us_per_byte if self.us_per_byte else None
 
 
 def fit(samples: Sequence[Sample]) -> Fit:
-    """Least squares of relative errors over these samples; a number that would be negative is 0."""
+    """Fit these samples by least squares of relative errors; a parameter that would be negative is 0."""
     import numpy as np
 
     terms = np.array([[s.meetings, s.meetings * (s.ranks - 1), s.received_bytes] for s in samples], dtype=float)
@@ -104,30 +105,30 @@ def fit(samples: Sequence[Sample]) -> Fit:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One kind of call, by what was measured of it."""
+    """Model one kind of call from its measurements."""
 
     name: str
     samples: tuple[Sample, ...]
 
     @functools.cached_property
     def fitted(self) -> Fit:
-        """To all samples."""
+        """Return the fit to all samples."""
         return fit(self.samples)
 
     @functools.cached_property
     def ranks(self) -> tuple[int, ...]:
-        """Numbers of ranks that were measured."""
+        """Return the numbers of ranks that were measured."""
         return tuple(sorted({s.ranks for s in self.samples}))
 
     @functools.cached_property
     def size_error(self) -> float:
-        """90th percentile of the error at a size between two others, by a fit without it."""
+        """Return the 90th percentile of the error at a size between two others, by a fit without it."""
         errors = sorted(self.errors_without())
         return max(errors[math.ceil(0.9 * len(errors)) - 1], LEAST_ERROR) if errors else UNKNOWN_SIZE_ERROR
 
     @functools.cached_property
     def ranks_error(self) -> float:
-        """Worst error at the most ranks, a doubling of them, by a fit to the fewer."""
+        """Return the worst error per doubling of ranks at the most ranks, by a fit to the fewer ranks."""
         fewer = [s for s in self.samples if s.ranks < self.ranks[-1]]
         if not fewer:
             return UNKNOWN_RANKS_ERROR
@@ -139,7 +140,9 @@ class Call:
         return max(max(errors) / max(doublings, 1.0), LEAST_ERROR)
 
     def errors_without(self) -> list[float]:
-        """At each sample whose size lies between two others of its ranks: the error of all that is known without it."""
+        """Return, for each sample with a size between two others of its ranks, the error of the model without that
+        sample.
+        """
         found = []
         for left_out in self.samples:
             rest = tuple(s for s in self.samples if s is not left_out)
@@ -150,13 +153,13 @@ class Call:
         return found
 
     def us(self, ranks: int, received_bytes: float, meetings: int = 1) -> float:
-        """Microseconds of one call."""
+        """Return the microseconds of one call."""
         size = math.log(max(received_bytes / meetings, 1.0))
         residual = _between(math.log(ranks), [(math.log(n), _between(size, self._residuals[n])) for n in self.ranks])
         return self.fitted.us(ranks, meetings, received_bytes) * math.exp(residual)
 
     def error(self, ranks: int, received_bytes: float, meetings: int = 1) -> float:
-        """How far `us` may be off, as a share; see the module."""
+        """Return the relative error of `us`, as the module describes."""
         sizes = [_size(s) for s in self.samples]
         size = received_bytes / meetings
         past = max(size / max(sizes), min(sizes) / max(size, 1.0), 1.0)
@@ -165,7 +168,9 @@ class Call:
 
     @functools.cached_property
     def _residuals(self) -> Mapping[int, list[tuple[float, float]]]:
-        """By ranks: logarithms of measured over modelled, over those of sizes; means where a size was measured twice."""
+        """Return, by ranks, the logarithms of measured over modelled time against those of sizes; means if a size was
+        measured twice.
+        """
         found: dict[int, dict[float, list[float]]] = {n: {} for n in self.ranks}
         for s in self.samples:
             modelled = self.fitted.us(s.ranks, s.meetings, s.received_bytes)
@@ -178,7 +183,7 @@ def _size(sample: Sample) -> float:
 
 
 def _between(x: float, points: Sequence[tuple[float, float]]) -> float:
-    """Linear between points in order of x; past them as at the last."""
+    """Interpolate linearly between points in order of x; outside them return the nearest point's value."""
     if x <= points[0][0]:
         return points[0][1]
     for (x0, y0), (x1, y1) in itertools.pairwise(points):
@@ -188,7 +193,7 @@ def _between(x: float, points: Sequence[tuple[float, float]]) -> float:
 
 
 RING, OWN_LINK = "ring", "own link"
-"""How bytes leave a host: a ring's over the links of all its GPUs at once, others over each GPU's own."""
+"""How bytes leave a host: a ring uses the links of all its GPUs at once, other calls each GPU's own link."""
 ACROSS: dict[str, str] = {
     "all-gather": RING,
     "reduce-scatter": RING,
@@ -201,41 +206,44 @@ ACROSS: dict[str, str] = {
 """Calls that can cross hosts, collectives as `bench collectives` names them and exchanges as `bench exchange` does; others
 read the memory of peers."""
 GATHERS = {"ag_rs": "all-gather", "a2a": "all-gather", "symm": "symm"}
-"""What brings the queries of each exchange that can be emulated."""
+"""Call that gathers the queries, for each exchange that can be emulated."""
 LINK_SHARE = 0.8
-"""Of a link's rate on paper that large messages reach: nccl-tests' usual share over RDMA; a band stands beside it."""
+"""Share of a link's nominal rate that large messages reach: nccl-tests' usual share over RDMA; its uncertainty is
+LINK_BAND.
+"""
 LINK_BAND = 1.0
-"""No link between hosts was ever measured by us: half to twice."""
+"""Relative error of links between hosts, which we never measured: half to twice the time."""
 
 
 LATE = 1.1
-"""All-reduces in steps of DeepSeek-V3 and Kimi-K2 on two and four H200 over the same calls alone, as work between them takes each rank
-another time: docs/wire.md says what was seen. Exchanges follow soon behind, and have none (docs/wire-checked.md)."""
+"""Time of all-reduces in steps of DeepSeek-V3 and Kimi-K2 on two and four H200 over the time of the same calls alone: the work
+between them takes each rank a different time (docs/wire.md). Exchanges follow shortly after, and have no such factor
+(docs/wire-checked.md)."""
 RANKS_LOW, RANKS_HIGH = 0.01, 0.02
-"""Shares of a step by which that of all ranks may be shorter and longer than that of the one which stands for them, besides
-the error of the wire: the slowest GPU decides, and the busiest rank stands for all. Set by 42 steps of two and four H200, of which 41 lie
+"""Shares of a step by which the step of all ranks may be shorter and longer than that of the emulated rank, in addition to
+the error of calls: the slowest GPU decides, and the busiest rank is emulated. Set by 42 steps of two and four H200, of which 41 lie
 within both errors, if forecasts and live steps have equal gaps between kernels (docs/emulation.md)."""
 CHUNKS_HIGH = 0.09
-"""Share by which a step with prompts may be longer, where that is more than both errors together: the farthest of 112 cases of two
+"""Share by which a step with prompts may be longer, if that is more than both errors together: the largest of 112 cases of two
 pairs of H200 by each of their GPUs (docs/emulation.md)."""
 
 
 PROMPTS_APART = 0.03
-"""The same, shorter too, where the machine's file says how long steps with prompts take its GPUs together: of 224 cases of two pairs of
-H200 by the four GPUs, held against what the other pair took, two are farther (docs/emulation.md)."""
+"""Share by which a step with prompts may be shorter or longer if the machine's file has the times of such steps on its GPUs
+together: of 224 cases of two pairs of H200 by the four GPUs, compared with the other pair, two exceed it (docs/emulation.md)."""
 
 
 class Prompts(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Steps with prompts on GPUs that work together, against one GPU that stands for them."""
+    """Hold the time of steps with prompts on GPUs that work together, relative to one GPU that represents them."""
 
     tokens: int
-    """Of all prompts in a step of a replica."""
+    """Number of prompt tokens in a step of a replica."""
     times: float
-    """As long."""
+    """Factor of the time."""
 
 
 def wrong_prompts(prompts: Sequence[Prompts]) -> str:
-    """What of them cannot be, in a sentence; empty: nothing."""
+    """Return a sentence on the first invalid entry; empty if all are valid."""
     for number, p in enumerate(prompts):
         if p.tokens < 1 or not 0 < p.times < math.inf or (number and p.tokens <= prompts[number - 1].tokens):
             return (
@@ -246,39 +254,43 @@ def wrong_prompts(prompts: Sequence[Prompts]) -> str:
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What joins hosts, on paper."""
+    """Describe a link between hosts by its nominal values."""
 
     name: str
     bytes_s: float
-    """Of each GPU, in one direction."""
+    """Bandwidth of each GPU in one direction, in bytes/s."""
     latency_us: float
-    """Of a message from GPU to GPU."""
+    """Latency of a message from GPU to GPU, in µs."""
     source: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Wire:
-    """All calls of a machine, of which the first `host` ranks share memory."""
+    """Model all calls of a machine, of which the first `host` ranks share memory."""
 
     calls: Mapping[str, Call]
     host: int
     link: Link | None = None
     scale: float = 1.0
-    """Rate of this machine's links over that of the machine that was measured: of the model's bytes, never of launches."""
+    """Rate of this machine's links over that of the measured machine; it scales the bytes of the model, never the
+    launches.
+    """
     borrowed: float = 0.0
-    """More error, where another machine was measured."""
+    """Additional relative error if another machine was measured."""
     late: float = 1.0
-    """Times as long as alone a collective takes, as ranks come to it at different times; not an exchange."""
+    """Factor by which a collective takes longer than alone, because ranks reach it at different times; not applied to
+    exchanges.
+    """
 
     @property
     def in_step(self) -> Wire:
-        """As calls take inside steps, waiting for the slowest."""
+        """Return the model for calls inside steps, which wait for the slowest rank."""
         return dataclasses.replace(self, late=LATE)
 
     def seconds(self, what: str, ranks: int, received_bytes: int, meetings: int = 1) -> Seconds:
-        """Of one call over so many ranks, of which each receives so many bytes.
+        """Return the time of one call over `ranks` ranks, each of which receives `received_bytes`.
 
-        Raises UsageError where nothing is known of such a call, or it cannot leave a host.
+        Raise UsageError if nothing is known of such a call, or if it cannot leave a host.
         """
         if ranks == 1:
             return Seconds(mean=0.0, low=0.0, high=0.0)
@@ -298,7 +310,9 @@ class Wire:
         return Seconds.within(mean * 1e-6, error)
 
     def _across(self, what: str, ranks: int, received_bytes: int, meetings: int, inside_us: float) -> Seconds:
-        """The call inside a host, or the part of it that crosses hosts, whichever is longer, and a message's way for each host."""
+        """Return the larger of the call inside a host and its part between hosts, plus a message's latency for each
+        host.
+        """
         way = ACROSS.get(what)
         if way is None or self.link is None:
             why = "it reads the memory of peers" if way is None else "no link between hosts is described"

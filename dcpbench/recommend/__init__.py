@@ -1,1 +1,3 @@
-"""Which layout to take on a machine that may not be here: layouts that fit, their forecasts, the best of each load. No torch."""
+"""Recommend a layout for a machine that need not be present: layouts that fit, their forecasts, the best of each load.
+No torch.
+"""

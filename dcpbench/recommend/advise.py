@@ -1,4 +1,6 @@
-"""From what is asked to an answer: layouts that fit, the forecast of each under each load, and the best of each load. No torch."""
+"""Answer a query: find the layouts that fit, forecast each under each load, and choose the best of
+each load. No torch.
+"""
 
 from __future__ import annotations
 
@@ -47,50 +49,50 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ask:
-    """What is wanted."""
+    """Describe the query."""
 
     model: str
     machine: Machine
     named: str
-    """The machine as it was typed: a name, or a file."""
+    """Machine as given on the command line: a name, or a file."""
     gpus: tuple[int, ...]
-    """Of a layout; several are set against each other."""
+    """Numbers of GPUs of a layout; several are compared."""
     loads: tuple[tuple[int, int, Load | None], ...]
-    """(requests in flight, tokens of each at most, its load or None: decode steps alone)."""
+    """(requests in flight, maximum tokens of each, load or None for decode steps alone) of each load."""
     weights_dtype: str
     kv_dtype: str
     exchanges: tuple[str, ...]
     slo: Mapping[str, float]
     price: float | None = None
-    """Of a GPU for an hour."""
+    """Price of a GPU per hour."""
     kv_memory: str | None = None
-    """As it was typed; None: what is left beside the weights."""
+    """--kv-memory as given; None means the memory left next to the weights."""
     cycled: bool = False
-    """Whether layouts count whose weights do not fit whole, as `sweep` measures them."""
+    """True if layouts count for which only some layers fit, as `sweep` measures them."""
 
     @property
     def kv_memory_bytes(self) -> int | None:
-        """Of each GPU. Raises UsageError for what is no size."""
+        """Return the KV memory of each GPU in bytes; raise UsageError if the text is no size."""
         return None if self.kv_memory is None else parse_bytes("kv_memory", self.kv_memory)
 
     @property
     def settings(self) -> Settings:
-        """For plans and replays."""
+        """Return the settings for plans and replays."""
         return Settings(kv_memory_bytes=self.kv_memory_bytes, slo=dict(self.slo))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Known:
-    """What there is to go by, besides estimates."""
+    """Hold the evidence that is available in addition to estimates."""
 
     runs: Sequence[Run] = ()
     times: Mapping[str, StepTimes] = dataclasses.field(default_factory=dict)
-    """By file."""
+    """Step times by file."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NoRoom:
-    """Why a layout has no room for a load."""
+    """Hold the reason why a layout has no memory for a load."""
 
     whole_model: bool  # True if all layers and the KV cache do not fit; False if the KV pool is too small for the load
     reason: str
@@ -98,44 +100,44 @@ class NoRoom:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The best of one load, and what else was in question."""
+    """Hold the best layout of one load, and the alternatives."""
 
     name: str
     concurrency: int
     forecasts: list[Forecast]
-    """One of each layout that fits, those that meet the SLO first, then the fastest first."""
+    """One forecast for each layout that fits: first those that meet the SLO, each group fastest first."""
     misses: dict[str, list[str]]
-    """Objectives that a layout misses."""
+    """Objectives that each layout misses."""
     refused: dict[str, str]
-    """Layouts that do not fit, or of which nothing is known, with the reason."""
+    """Layouts that do not fit, or for which nothing is known, with the reason."""
     without_room: set[str] = dataclasses.field(default_factory=set)
-    """Of those refused, layouts that do not fit."""
+    """Refused layouts that do not fit."""
     no_whole_model: set[str] = dataclasses.field(default_factory=set)  # of `without_room`: weights and KV do not fit
     short: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Layouts that are estimated since their step times do not reach the load, with the file and what it lacks."""
+    """Layouts that are estimated because their step times do not cover the load, with the file and what it lacks."""
     runs: list[Forecast] = dataclasses.field(default_factory=list)  # all records and replays of the load
     instead: list[str] = dataclasses.field(default_factory=list)
-    """Where no layout fits under any load: options with each of which one does."""
+    """Options with each of which a layout fits, if none fits under any load."""
 
     @property
     def best(self) -> Forecast | None:
-        """None where no layout fits."""
+        """Return the best forecast; None if no layout fits."""
         return self.forecasts[0] if self.forecasts else None
 
     @property
     def meets(self) -> bool:
-        """Whether the best is within the SLO."""
+        """Return True if the best layout is within the SLO."""
         return self.best is not None and not self.misses.get(self.best.who)
 
     @property
     def next(self) -> Forecast | None:
-        """The runner-up: of those within the SLO, or of all where none is."""
+        """Return the runner-up: among the layouts within the SLO, or among all if none is."""
         rest = [f for f in self.forecasts[1:] if not self.meets or not self.misses.get(f.who)]
         return rest[0] if rest else None
 
     @property
     def level(self) -> list[Forecast]:
-        """The best, and all of which nobody can say that they are slower."""
+        """Return the best layout and all layouts that are not clearly slower."""
         if self.best is None:
             return []
         rest = [f for f in self.forecasts[1:] if not self.meets or not self.misses.get(f.who)]
@@ -143,26 +145,27 @@ class Choice:
 
     @property
     def factor(self) -> float | None:
-        """By what its estimates were set right; None where none were."""
+        """Return the factor that corrects the estimates; None if there is none."""
         return next((f.factor for f in self.forecasts if f.factor), None)
 
     @property
     def decided(self) -> bool:
-        """Whether there is one best."""
+        """Return True if a single layout is best."""
         return len(self.level) == 1
 
 
 def per_gpu(of: Forecast) -> float:
-    """What layouts of different size are compared by."""
+    """Return output tok/s per GPU, by which layouts of different size are compared."""
     return of.tok_s / of.point.tp
 
 
 def margin(a: Forecast, b: Forecast) -> float:
-    """How far ahead a must be of b at least, as a share, for it to count; infinite if launches of one are not known to agree.
+    """Return the minimum lead of a over b, as a share, for it to count; infinite if launches of one are not known to
+    agree.
 
-    Of two estimates, or one set right by records, what ratios are off by, and what their calls between
-    ranks are: a kind of call errs the same way in both, and one kind whatever another does; else both bands; and never less
-    than launches of either may differ.
+    For two estimates, or if one is corrected by records, it is the error of ratios plus the error of calls between
+    ranks, in which the errors of one kind of call cancel between both layouts and different kinds are independent; else
+    it is the sum of both bands. It is never less than launches of either may differ.
     """
     if a.launch_band is None or b.launch_band is None:
         return math.inf
@@ -175,12 +178,14 @@ def margin(a: Forecast, b: Forecast) -> float:
 
 
 def ahead(a: Forecast, b: Forecast) -> bool:
-    """Whether a is clearly faster than b, per GPU."""
+    """Return True if a is clearly faster than b, per GPU."""
     return per_gpu(a) > per_gpu(b) * (1 + margin(a, b))
 
 
 def dollars(price: float, of: Forecast) -> tuple[float, float, float]:
-    """(mean, low, high) of a million output tokens, at a price for a GPU's hour: price · GPUs / (3600 · tok/s) · 10⁶."""
+    """Return (mean, low, high) of the price of a million output tokens: price per GPU hour · GPUs / (3600 · tok/s) ·
+    10⁶.
+    """
 
     def at(tok_s: float) -> float:
         return price * of.point.tp / 3600 / tok_s * 1e6
@@ -190,9 +195,10 @@ def dollars(price: float, of: Forecast) -> tuple[float, float, float]:
 
 
 def advise(ask: Ask, known: Known, steps: Steps, watch: Watch = lambda _: None) -> tuple[list[Choice], list[str]]:
-    """A choice for each load, and what was left out of what is known, in sentences. `watch` hears what is at work.
+    """Return a choice for each load, and sentences on the evidence that was not used.
 
-    Raises UsageError where no layout can be at all, or the model cannot take what is asked.
+    `watch` is called with the work in progress. Raise UsageError if no layout is possible, or if the model cannot take
+    the loads.
     """
     shape = load_shape(ask.model)
     for _, context, load in ask.loads:
@@ -295,9 +301,10 @@ def _choice(
 def find_nearest(
     ask: Ask, choice: Choice, recommended: Forecast, exchanges: Sequence[str], steps: Steps
 ) -> Forecast | None:
-    """Return the forecast of the same layout under the same load with the fastest of `exchanges` and no option of an exchange.
+    """Return the forecast of the same layout and load with the fastest of `exchanges` and no option of an exchange.
 
-    A record comes before an estimate, which is set right by the records of the load. None if nothing is known of its steps.
+    A record takes precedence over an estimate, which is corrected by the records of the load. Return None if nothing is
+    known about its steps.
     """
     point = recommended.point
     load = (point.concurrency, point.context, point.load)
@@ -319,9 +326,9 @@ def _estimated(ask: Ask, point: Point, steps: Steps, watch: Watch = lambda _: No
 
 
 def _quickest(ask: Ask, points: Sequence[Point], steps: Steps) -> Point:
-    """Of a layout's exchanges and places of experts those with the shortest decode step.
+    """Return the point with the shortest decode step among a layout's exchanges and expert placements.
 
-    Raises UsageError where nothing is known of any.
+    Raise UsageError if nothing is known about any.
     """
     known: dict[float, Point] = {}
     said = ""
@@ -337,7 +344,9 @@ def _quickest(ask: Ask, points: Sequence[Point], steps: Steps) -> Point:
 
 
 def _anchored(ask: Ask, found: dict[str, Forecast], steps: Steps) -> dict[str, Forecast]:
-    """With estimates set right by records: times the geometric mean of what these are of their own estimates."""
+    """Return the forecasts with estimates corrected by records: multiplied by the geometric mean of records over their
+    own estimates.
+    """
     there = [f for f in found.values() if f.source != ESTIMATED]
     if not there or len(there) == len(found):
         return found
@@ -354,7 +363,7 @@ def _anchored(ask: Ask, found: dict[str, Forecast], steps: Steps) -> dict[str, F
 
 
 def _name(concurrency: int, context: int, load: Load | None) -> str:
-    """`32 × 4,000 → 1,500 tokens`."""
+    """Return the name of a load, such as `32 × 4,000 → 1,500 tokens`."""
     if load is None:
         return f"{concurrency} × {context:,} tokens"
     what = f"{load.input_tokens} → {load.output_tokens} tokens"
@@ -385,7 +394,7 @@ def _name_placements(points: Sequence[Point]) -> str:
 
 
 def _points(ask: Ask, layout: Layout, concurrency: int, context: int, load: Load | None) -> list[Point]:
-    """A layout under a load, with each exchange and place of experts that is in question."""
+    """Return the points of a layout under a load, one for each exchange and expert placement to compare."""
     exchanges = ask.exchanges if layout.dcp > 1 else (NO_EXCHANGE,)
     return [
         _point(ask, layout, exchange, ep, concurrency, context, load)
@@ -432,7 +441,7 @@ def _split_block(ask: Ask, point: Point) -> str:
 
 
 def find_no_room(ask: Ask, point: Point) -> NoRoom | None:
-    """Return why a layout has no room for a load; None if it has. Without --cycled all layers have to fit beside the KV."""
+    """Return why a layout has no room for a load; None if it has. Without --cycled all layers and the KV have to fit."""
     shape, probe = load_shape(ask.model), _probe(ask)
     if not ask.cycled:
         whole = measure_whole_model(point, ask.settings, shape, probe)
@@ -444,7 +453,9 @@ def find_no_room(ask: Ask, point: Point) -> NoRoom | None:
 
 
 def _drop_layers_held(ask: Ask, found: Forecast) -> Forecast:
-    """Return the forecast without its layers held if the whole model fits for what is asked: its run had less room."""
+    """Return the forecast without its number of held layers if the whole model fits the query: its
+    run had less memory.
+    """
     if found.layers_held is None:
         return found
     whole = measure_whole_model(found.point, ask.settings, load_shape(ask.model), _probe(ask))
@@ -452,7 +463,7 @@ def _drop_layers_held(ask: Ask, found: Forecast) -> Forecast:
 
 
 def _format_missing(whole: WholeModel, *, one_request: bool) -> str:
-    """Return what a whole model takes of each GPU, and how much more that is than a GPU has."""
+    """Return the memory that a whole model takes of each GPU, and by how much that exceeds a GPU."""
     weights = f"its weights take {whole.weight_bytes / GIB:,.1f} GiB"
     if whole.weight_bytes > whole.available_bytes + whole.buffer_bytes:
         room = whole.available_bytes + whole.buffer_bytes
@@ -467,7 +478,7 @@ def _format_missing(whole: WholeModel, *, one_request: bool) -> str:
 
 
 def _answerable(ask: Ask, steps: Steps) -> bool:
-    """Whether a layout fits under a load, and something is known of its steps."""
+    """Return True if a layout fits under a load, and something is known about its steps."""
     shape = load_shape(ask.model)
     for load, tp in itertools.product(ask.loads, ask.gpus):
         for layout in _valid_layouts(shape, tp):
@@ -481,7 +492,7 @@ def _answerable(ask: Ask, steps: Steps) -> bool:
 
 
 def _records(ask: Ask, known: Known) -> tuple[list[tuple[Record, str]], list[str]]:
-    """Records that say something of this machine and model, and in sentences what was left out."""
+    """Return the records that apply to this machine and model, and sentences on those left out."""
     found: list[tuple[Record, str]] = []
     left: dict[str, int] = {}
     held: set[str] = set()
@@ -510,7 +521,7 @@ def _records(ask: Ask, known: Known) -> tuple[list[tuple[Record, str]], list[str
 
 
 def _left_out(record: Record, ask: Ask) -> str:
-    """Why a record says nothing of what is asked; empty where it does."""
+    """Return why a record does not apply to the query; empty if it does."""
     point = record.point
     device = record.environment.device if record.environment else ""
     if functional(record):
@@ -527,7 +538,7 @@ def _left_out(record: Record, ask: Ask) -> str:
 
 
 def _may_be_padded(record: Record) -> bool:
-    """Whether it is of requests served under attention DP, and does not say that experts took no row of padding for them."""
+    """Return True if a record of requests served under attention DP may have sent padding rows to experts."""
     served = record.point.load is not None and record.point.dp > 1
     return served and record.honesty is not None and record.honesty.padded_rows is not False
 
@@ -537,7 +548,7 @@ def _ended(run: Run) -> bool:
 
 
 def _on_a_cpu(ask: Ask) -> str:
-    """Why what ran on a CPU is left out, and how to get what counts."""
+    """Return why CPU results are left out, and how to get results that count."""
     points = [_point(ask, Layout(tp), NO_EXCHANGE, CUT, *load) for tp in ask.gpus for load in ask.loads]
     return (
         f"run on a CPU, whose times say nothing about speed; on {ask.machine.card.device} type "
@@ -546,7 +557,9 @@ def _on_a_cpu(ask: Ask) -> str:
 
 
 def measuring(ask: Ask, points: Sequence[Point], axes: Sequence[str]) -> str:
-    """What measures these points, with all that was asked, and what they have of these axes of layouts."""
+    """Return the command that measures these points with all options of the query and the points' values of these
+    layout axes.
+    """
     loads = [p.load for p in points if p.load is not None]
 
     def values(name: str, of: Sequence[Point] | Sequence[Load] = points) -> str:
@@ -575,7 +588,7 @@ def _is_card(device: str, ask: Ask) -> bool:
 
 
 def _other_precision(point: Point, ask: Ask) -> str:
-    """How it is not as asked; empty where it is."""
+    """Return how a point's precision differs from the query; empty if it does not."""
     pairs = (
         ("--weights-dtype", point.weights_precision, ask.weights_dtype),
         ("--kv-dtype", point.kv_precision, ask.kv_dtype),
@@ -584,7 +597,7 @@ def _other_precision(point: Point, ask: Ask) -> str:
 
 
 def _of_other_loads(records: Sequence[tuple[Record, str]], choices: Sequence[Choice]) -> list[str]:
-    """Of each run that no figure is from, in a sentence, what loads it has."""
+    """Return a sentence on the loads of each run that contributed no figure."""
     used = {f.whence for choice in choices for f in choice.forecasts}
     loads: dict[str, dict[str, None]] = {}
     for record, run in records:
@@ -598,13 +611,13 @@ def _of_other_loads(records: Sequence[tuple[Record, str]], choices: Sequence[Cho
 
 
 def _stands_for(point: Point, ask: Ask) -> bool:
-    """Whether an emulated point is of this machine; inside a host, of its GPU."""
+    """Return True if an emulated point is for this machine; within a host, for its GPU."""
     inside = point.tp <= ask.machine.gpus_per_host
     return point.emulate in (ask.machine.name, ask.named) or (inside and point.emulate == ask.machine.gpu)
 
 
 def _pool(record: Record) -> int | None:
-    """--kv-memory of its run."""
+    """Return --kv-memory of the record's run."""
     found = record.measured_with.get("kv_memory_bytes")
     return found if isinstance(found, int) else None
 
@@ -626,7 +639,9 @@ def _same(seen: Point, wanted: Point) -> bool:
 
 
 def _times(ask: Ask, known: Known) -> tuple[dict[str, StepTimes], list[str]]:
-    """Files of step times that say something of what is asked, and in sentences why the others do not, and what to know of these."""
+    """Return the files of step times that apply to the query, and sentences on the others and on
+    limitations of these.
+    """
     found, notes = {}, []
     for file, times in known.times.items():
         of, device = _by(times, _point(ask, Layout(1), NO_EXCHANGE, CUT, 1, 1, None)), times.environment.device
@@ -657,7 +672,7 @@ def _times(ask: Ask, known: Known) -> tuple[dict[str, StepTimes], list[str]]:
 
 
 def _by(times: StepTimes, point: Point) -> Point:
-    """The point, by the engine of the step times."""
+    """Return the point with the engine settings of the step times."""
     own = {name: times.path[name] for name in Point.__struct_fields__ if name in times.path}
     return msgspec.structs.replace(point, **({"ep": "tp", "weights_dtype": "", "kv_dtype": ""} | own))
 
@@ -678,7 +693,9 @@ def _replayed(
 
 
 def break_even(choices: Sequence[Choice]) -> tuple[int | None, bool]:
-    """(least concurrency from which on a layout with DCP is clearly ahead of all without, whether both were compared)."""
+    """Return (lowest concurrency from which a layout with DCP is clearly ahead of all without, True if both kinds were
+    compared).
+    """
     compared = []
     for choice in sorted(choices, key=lambda c: c.concurrency):
         with_dcp = [f for f in choice.forecasts if f.point.dcp > 1]

@@ -1,4 +1,6 @@
-"""An answer as text, JSON, Markdown and a picture: the sentence, a table of loads, what does not fit, commands to copy. No torch."""
+"""Format an answer as text, JSON, Markdown and a picture: the sentence, a table of loads, what does not fit, commands.
+No torch.
+"""
 
 from __future__ import annotations
 
@@ -38,15 +40,17 @@ if TYPE_CHECKING:
 
 ENGINE_NAMES = {SGLANG: "SGLang", VLLM: "vLLM"}
 DASHED = "--"
-"""The line of estimates."""
+"""Line style of estimates."""
 MOST_NAMED = 4
-"""Layouts in a clause of the sentence."""
+"""Maximum number of layouts in a clause of the sentence."""
 COLUMNS = ("load", "best", "tok/s", "tok/s\nper GPU", "ITL p50\nms", "TTFT p50\nms", "runner-up", "ahead by", "from")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Start:
-    """How an engine is started in a recommended layout or, if it lacks a part of that, in the nearest that it can run."""
+    """Describe how an engine is started in a recommended layout or, if it lacks a part of that, in the nearest that it
+    can run.
+    """
 
     engine: str
     command: str = ""  # empty if there is no configuration that the engine can run
@@ -56,7 +60,7 @@ class Start:
 
 
 def sentence(ask: Ask, choices: Sequence[Choice]) -> str:
-    """Return what to take, from which load on, on what machine, and how sure that is."""
+    """Return which layout to use from which load on, for which machine, and how certain that is."""
     able = [choice for choice in choices if choice.best]
     if not able:
         who, reason = next(iter(choices[0].refused.items()))
@@ -81,7 +85,7 @@ def sentence(ask: Ask, choices: Sequence[Choice]) -> str:
 
 
 def _unjudged(choices: Sequence[Choice]) -> str:
-    """Layouts that would fit, and that the answer says nothing of."""
+    """Return a sentence on the layouts that may fit but could not be judged; empty without any."""
     names = list(dict.fromkeys(who for c in choices for who in c.refused if who not in c.without_room))
     if not names:
         return ""
@@ -103,7 +107,9 @@ def _format_layers_held(choices: Sequence[Choice]) -> str:
 
 
 def _by_waves(ask: Ask, choices: Sequence[Choice]) -> str:
-    """That what the answer names with attention DP gains by clients that go in step."""
+    """Return a sentence if the advantage of attention DP in the answer depends on clients that run in lock-step; else
+    empty.
+    """
     waves = _waves(ask)
     if not waves or not any(f.point.dp > 1 for choice in choices for f in choice.level):
         return ""
@@ -114,7 +120,7 @@ def _by_waves(ask: Ask, choices: Sequence[Choice]) -> str:
 
 
 def _waves(ask: Ask) -> list[Load]:
-    """Loads whose clients go in step."""
+    """Return the loads in which clients run in lock-step."""
     return [load for requests, _, load in ask.loads if load and in_step(load, requests)]
 
 
@@ -123,7 +129,7 @@ def _gpus(ask: Ask) -> str:
 
 
 def _taken(choice: Choice) -> str:
-    """`take tp8·dcp8 (a2a)`, `undecided between …`, or that none is within the SLO."""
+    """Return `take tp8·dcp8 (a2a)`, `undecided between …`, or that no layout is within the SLO."""
     level = [f.who for f in choice.level]
     if not choice.meets:
         level = level[:MOST_NAMED]
@@ -148,7 +154,7 @@ def _basis(choices: Sequence[Choice]) -> str:
 
 
 def pays(choices: Sequence[Choice]) -> str:
-    """Where the break-even of DCP lies."""
+    """Return where the break-even of DCP is."""
     closed = [
         c for c in choices if c.forecasts and (f := c.forecasts[0].point.load) is not None and f.arrival == CLOSED
     ]
@@ -169,7 +175,7 @@ def pays(choices: Sequence[Choice]) -> str:
 
 
 def _of_estimates(ask: Ask, choices: Sequence[Choice], steps: Steps) -> Iterator[str]:
-    """What estimates rest on, and what they were not checked for."""
+    """Yield sentences on the basis of the estimates, and on conditions for which they were not checked."""
     folders = list(dict.fromkeys(Path(source).parts[1] for source in steps.sources))
     yield (
         f"Estimates: floors of steps on {ask.machine.gpu}, by the shares of them that {steps.steps} steps on {steps.machine} reached in "
@@ -187,7 +193,7 @@ def _of_estimates(ask: Ask, choices: Sequence[Choice], steps: Steps) -> Iterator
 
 
 def unknown(ask: Ask, choices: Sequence[Choice], steps: Steps) -> list[str]:
-    """What the answer does not know, in sentences."""
+    """Return sentences on what the answer does not know."""
     used = [f for choice in choices for f in choice.forecasts]
     said: list[str] = []
     if any(f.source == ESTIMATED for f in used):
@@ -245,7 +251,7 @@ def describe_latencies(forecasts: Sequence[Forecast]) -> list[str]:
 
 
 def _energy(choices: Sequence[Choice]) -> str:
-    """J a token of what was measured so, best load by load, or that nothing was."""
+    """Return the measured energy per token in J of the best of each load, or that none was measured."""
     known = [
         f"{f.who} {number(f.joules_per_token)} at {choice.name}"
         for choice in choices
@@ -258,7 +264,7 @@ def _energy(choices: Sequence[Choice]) -> str:
 
 
 def emulate_command(ask: Ask, choices: Sequence[Choice]) -> str:
-    """What measures one rank of each layout, on a machine with a GPU."""
+    """Return the command that measures one rank of each layout, on a machine with a GPU."""
     points = [f.point for choice in choices for f in choice.forecasts]
     by_default = all(point.ep == place_experts(CUT, point.tp) for point in points)
     axes = ["tp", "dp", "dcp", *([] if by_default else ["ep"])]
@@ -266,7 +272,7 @@ def emulate_command(ask: Ask, choices: Sequence[Choice]) -> str:
 
 
 def recommended(choices: Sequence[Choice]) -> list[tuple[Choice, Forecast]]:
-    """Return the best of each load, each layout once and with the first load that it is best of."""
+    """Return the best layouts, each once, with the first load that it is best for."""
     found: dict[str, tuple[Choice, Forecast]] = {}
     for choice in choices:
         if choice.best:
@@ -287,7 +293,7 @@ def explain_start(start: Start) -> str:
 
 
 def rows(ask: Ask, choices: Sequence[Choice]) -> list[list[str]]:
-    """A table row a load, in COLUMNS; with a price one column more."""
+    """Return a table row per load, with the columns COLUMNS and, with a price, one more."""
     found = []
     for choice in choices:
         best, behind = choice.best, choice.next
@@ -327,7 +333,7 @@ def format_p50(ms: float | None, ends: tuple[float, float] | None) -> str:
 
 
 def _open(choice: Choice) -> str:
-    """What is not decided: against the runner-up, or only against others behind it, of which less is known."""
+    """Return what is undecided: against the runner-up, or only against layouts behind it with larger uncertainty."""
     rest = choice.level[1:]
     if not rest:
         return ""
@@ -335,12 +341,12 @@ def _open(choice: Choice) -> str:
 
 
 def columns(ask: Ask) -> list[str]:
-    """Those of `rows`, with their units; on two lines what a terminal has no room for on one."""
+    """Return the column headings of `rows` with their units, on two lines if a terminal has no space for one."""
     return [*COLUMNS, *(["$/M output\ntokens"] if ask.price is not None else [])]
 
 
 def refused(choices: Sequence[Choice]) -> dict[str, list[str]]:
-    """Reasons, with the layouts of which they are told and the loads, each once: `tp4 at 48 × 32,000 tokens`."""
+    """Return the reasons for refusing layouts, each once, with the layouts and loads: `tp4 at 48 × 32,000 tokens`."""
     found: dict[str, dict[str, list[str]]] = {}
     for choice in choices:
         for who, reason in choice.refused.items():
@@ -353,7 +359,7 @@ def refused(choices: Sequence[Choice]) -> dict[str, list[str]]:
 
 
 def as_json(ask: Ask, choices: Sequence[Choice], notes: Sequence[str], steps: Steps, starts: Starts) -> dict[str, Any]:
-    """All of it; numbers in tok/s, ms and dollars."""
+    """Return the complete answer for JSON; numbers in tok/s, ms and dollars."""
     return {
         "answer": sentence(ask, choices),
         "break_even": pays(choices),
@@ -419,7 +425,7 @@ def _forecast(ask: Ask, f: Forecast) -> dict[str, Any]:
 def show(
     ask: Ask, choices: Sequence[Choice], notes: Sequence[str], steps: Steps, starts: Starts, terminal: Console
 ) -> None:
-    """On a terminal."""
+    """Print the answer on a terminal."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -445,7 +451,7 @@ def show(
 
 
 def markdown(ask: Ask, choices: Sequence[Choice], notes: Sequence[str], steps: Steps, starts: Starts) -> str:
-    """A page, with the picture beside it."""
+    """Return the answer as a Markdown page, with a link to the picture."""
     names = [name.replace("\n", " ") for name in columns(ask)]
     lines = [f"# {ask.model} on {_gpus(ask)}", "", sentence(ask, choices), "", pays(choices), ""]
     lines += ["![Output tokens a second and GPU of each layout; hollow: not measured](recommendation.png)", ""]
@@ -462,9 +468,10 @@ def markdown(ask: Ask, choices: Sequence[Choice], notes: Sequence[str], steps: S
 
 
 def picture(ask: Ask, choices: Sequence[Choice], path: Path) -> None:
-    """Output tok/s and GPU over concurrency, a line a layout with its band; a panel for each length of requests.
+    """Draw output tok/s per GPU over concurrency: a line with its band per layout, a panel per request length.
 
-    Layouts are called as in the table. What was not measured has hollow markers, and estimates are joined by dashes.
+    Layouts are named as in the table. Points that were not measured have hollow markers, and estimates are joined by
+    dashes.
     """
     from matplotlib.figure import Figure
 
@@ -502,7 +509,9 @@ def picture(ask: Ask, choices: Sequence[Choice], path: Path) -> None:
 
 
 def _looks(forecasts: Sequence[Forecast]) -> dict[str, dict[str, str]]:
-    """Of each name its colour and marker: those of its layout, with other markers for what else is called by that layout."""
+    """Return colour and marker of each name: those of its layout, with further markers for other names of the same
+    layout.
+    """
     from dcpbench.show.figures import marker
     from dcpbench.show.layouts import colours, place_of_marker
 
@@ -518,7 +527,7 @@ def _looks(forecasts: Sequence[Forecast]) -> dict[str, dict[str, str]]:
 
 
 def _line(ax: Axes, seen: Sequence[tuple[int, Forecast]], look: Mapping[str, str]) -> Line2D:
-    """Draw a layout over concurrency, with its band; its sign for the legend."""
+    """Draw a layout over concurrency with its band, and return its legend entry."""
     from matplotlib.lines import Line2D
 
     colour = look["color"]

@@ -1,13 +1,15 @@
-"""What a step takes where nobody has measured it: floors of its parts, each by the share of it that published steps reach.
+"""Estimate the time of a step that was not measured: floors of its parts, each divided by the share that published steps reach.
 
     seconds(step) = layers · launch + Σ over parts (floor of the part / share) + Σ over kinds of calls (more · calls of the wire)
 
-Parts are groups of the phases of points/floors.py, without what ranks send each other: of that points/wire.py has measurements,
-not floors. What reads as long as its floor has a share of its own, and so has what multiplies as long. To launch a layer with fp8
-weights takes more, as rows are quantised, and so do layers of which ranks hold whole experts, as they wait for the busiest.
-Launch, shares, of which none is above 1, and `more` are fitted to published step times by least squares of relative errors
-(`fit`); `python -m tools.recommend_check --write` does that and writes points/measured/steps-h200.json. Floors scale with the rates of
-a machine, shares do not: a band beside the estimate says how far it was off for a model that the fit had not seen.
+Parts are groups of the phases of points/floors.py, without communication between ranks, for which points/wire.py has
+measurements instead of floors. Work that is bound by reading has one share, and work that is bound by multiplying another.
+Launching a layer with fp8 weights takes longer, because rows are quantised, and so do layers in which ranks hold undivided
+experts, because they wait for the busiest rank.
+
+Launch, shares (none is above 1) and `more` are fitted to published step times by least squares of relative errors (`fit`);
+`python -m tools.recommend_check --write` does that and writes points/measured/steps-h200.json. Floors scale with the rates of
+a machine, shares do not: a band next to the estimate states its error for a model that the fit had not seen.
 """
 
 from __future__ import annotations
@@ -36,11 +38,13 @@ if TYPE_CHECKING:
     from dcpbench.points.wire import Wire
 
 LAUNCH, QUANTISING = "launch", "quantising"
-"""µs of every layer, and more of one with fp8 weights."""
+"""Names of the terms for the µs of every layer, and for the additional µs of one with fp8 weights."""
 WAITING = "waiting"
-"""For the rank whose share of whole experts has most to read: over what drawing experts makes of it."""
+"""Name of the term for the wait for the rank with most experts to read, relative to the wait that random routing
+implies.
+"""
 EXCHANGES, COLLECTIVES = "exchanges", "collectives"
-"""Calls between ranks, over what the wire says of them in steps. DCP's own, and all others."""
+"""Names of the terms for calls between ranks, relative to their modelled time in steps: DCP's own, and all others."""
 PARTS: dict[str, tuple[str, ...]] = {
     "experts": ("moe",),
     "attention": ("attention",),
@@ -48,55 +52,61 @@ PARTS: dict[str, tuple[str, ...]] = {
     "rows": ("embed", "norm", "kv_write"),
     "prefill": ("prefill",),
 }
-"""Phases of points/floors.py, by the part that they belong to; all others are calls between ranks."""
+"""Phases of points/floors.py by the part to which they belong; all other phases are calls between ranks."""
 ATTENTION, FP8_ATTENTION = "attention", "attention over fp8"
-"""Over a cache of each precision: they are different kernels."""
+"""Names of attention over a cache of each precision, which use different kernels."""
 MULTIPLIED = {part: f"{part}, multiplied" for part in ("experts", ATTENTION, FP8_ATTENTION, "linear")}
-"""Of what multiplies as long as its floor; a part alone is read so long."""
+"""Name of the term of each part if it is bound by multiplying; the part's own name is for being bound by reading."""
 PER_LAYER, CALLED = (LAUNCH, QUANTISING), (EXCHANGES, COLLECTIVES)
 FLOORED = (*PARTS, FP8_ATTENTION, *MULTIPLIED.values())
 SAME = [*MULTIPLIED.items(), (ATTENTION, FP8_ATTENTION), (MULTIPLIED[ATTENTION], MULTIPLIED[FP8_ATTENTION])]
-"""Where no step of a fit has one of two, it has the share of the other."""
+"""Pairs of terms: if no step of a fit has one of them, it gets the share of the other."""
 TERMS = (*PER_LAYER, WAITING, *FLOORED, *CALLED)
 ENOUGH = 1e-10
-"""Less than this is nothing, of scaled terms."""
+"""Limit below which a scaled term counts as zero."""
 
 
 class Steps(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What published steps say of steps that nobody ran; a file of its own."""
+    """Hold the parameters that published steps give for steps that were not measured; stored in a file."""
 
     terms: dict[str, float]
-    """Of PER_LAYER µs, of FLOORED 1 / share, of WAITING and CALLED what they are over what is reckoned."""
+    """Fitted parameters: µs for PER_LAYER, 1 / share for FLOORED, the ratio to the computed time for WAITING and
+    CALLED.
+    """
     without: dict[str, dict[str, float]]
-    """The same without the steps of a model, by its name: for scores, which must not have seen what they judge."""
+    """The parameters fitted without the steps of a model, by its name: a score must not use the
+    steps that it judges.
+    """
     band: float
-    """90th percentile of |estimate / measured − 1|, of a model that the fit had not seen."""
+    """90th percentile of |estimate / measured − 1|, for a model that the fit had not seen."""
     ratio_band: float
-    """The same of the ratio of two layouts at one load: what they err by together cancels."""
+    """The same percentile for the ratio of two layouts at one load, in which common errors cancel."""
     machine: str
-    """Where they ran; a GPU of points/gpus.py."""
+    """Machine of the published steps; a GPU of points/gpus.py."""
     sources: list[str]
     """Folders of results/."""
     steps: int
-    """So many were fitted."""
+    """Number of steps that were fitted."""
 
 
 @functools.cache
 def published() -> Steps:
-    """Those of the package."""
+    """Return the parameters of the package."""
     file = resources.files("dcpbench.points.measured") / f"steps-{MEASURED_ON.lower()}.json"
     return msgspec.json.decode(file.read_bytes(), type=Steps)
 
 
 def limits(machine: Machine) -> dict[str, float]:
-    """Rates of its GPU on paper, by the names of points/floors.py."""
+    """Return the nominal rates of the machine's GPU, by the names of points/floors.py."""
     found = {name: getattr(machine.card, field) for name, field in RATES.items()}
     return {name: rate for name, rate in found.items() if rate is not None}
 
 
 def padded(rows: StepRows, replicas: int) -> StepRows:
-    """The step as it runs: decode rows padded to a captured graph's, each of which goes through experts as others do, and
-    all replicas to the rows of the fullest, which in steps with chunks go to no expert.
+    """Return the step as it runs.
+
+    Decode rows are padded to the size of a captured graph, and the padding goes through experts like other rows. All
+    replicas are padded to the rows of the fullest; in steps with chunks that padding goes to no expert.
     """
     decodes = len(rows.decodes)
     more = batch_rows(decodes) - decodes if decodes else 0
@@ -111,7 +121,9 @@ def padded(rows: StepRows, replicas: int) -> StepRows:
 def terms(
     sharding: Sharding, rows: StepRows, rates: Mapping[str, float], known: Wire, exchange: str
 ) -> dict[str, float] | None:
-    """µs of each of TERMS, before what is fitted; None where `rates` lack one that the step takes. Raises as `calls`."""
+    """Return the µs of each of TERMS before fitting; None if `rates` lack one that the step needs; raise the errors of
+    `calls`.
+    """
     found = dict.fromkeys(TERMS, 0.0)
     part_of = {phase: part for part, phases in PARTS.items() for phase in phases}
     for phase, times, work in phase_works(sharding, rows):
@@ -132,10 +144,11 @@ def terms(
 
 
 def waiting_us(sharding: Sharding, tokens: int, rates: Mapping[str, float]) -> float:
-    """What ranks with whole experts wait in a step for the one that reads most of them, if tokens draw them at random.
+    """Return the µs that ranks with undivided experts wait in a step for the rank that reads most of them.
 
-    An expert is hit with p = 1 − (1 − k / E)^T, so the largest of n ranks with E / n each reads √(E / n · p (1 − p)) times
-    the largest of n normal numbers more than the mean (Blom 1958: that of rank n is Φ⁻¹((n − 3/8) / (n + 1/4))).
+    Tokens are assumed to draw experts at random. An expert is hit with p = 1 − (1 − k / E)^T, so the largest of n ranks with
+    E / n each reads √(E / n · p (1 − p)) times the largest of n normal numbers more than the mean (Blom 1958: that of rank n
+    is Φ⁻¹((n − 3/8) / (n + 1/4))).
     """
     s, ranks = sharding.shape, sharding.expert_ranks
     if ranks == 1 or not s.experts or "read" not in rates:
@@ -148,14 +161,15 @@ def waiting_us(sharding: Sharding, tokens: int, rates: Mapping[str, float]) -> f
 
 
 def called(what: str) -> str:
-    """The term of a kind of calls."""
+    """Return the term of a kind of calls."""
     return EXCHANGES if what in names.EXCHANGES else COLLECTIVES
 
 
 def calls(sharding: Sharding, rows: StepRows, known: Wire, exchange: str) -> dict[str, Seconds]:
-    """Calls between ranks of a step, as the engine makes them, by their kind; those of a kind err the same way.
+    """Return the calls between ranks of a step as the engine makes them, by kind; calls of one kind have the same
+    relative error.
 
-    Raises UsageError where one is not known there.
+    Raise UsageError if a call is unknown for the machine.
     """
     s, layout, itemsize = sharding.shape, sharding.layout, sharding.itemsize
     known = known.in_step
@@ -189,11 +203,12 @@ def calls(sharding: Sharding, rows: StepRows, known: Wire, exchange: str) -> dic
 
 
 def fit(found: Sequence[tuple[Mapping[str, float], float]], more_terms: Sequence[str] = ()) -> dict[str, float]:
-    """Least squares of relative errors over (terms, measured µs): no part takes less than its floor, nothing is negative.
+    """Fit (terms, measured µs) by least squares of relative errors: no part takes less than its floor, nothing is
+    negative.
 
-    Solved for what parts take beyond their floors (Lawson and Hanson 1974, chapter 23). A part that no step multiplied as
-    long as its floor has the share with which it was read, and the reverse; then attention that no step had over a cache of
-    one precision has its share over the other. `more_terms`: others, of which nothing is known.
+    The fit solves for the excess of parts over their floors (Lawson and Hanson 1974, chapter 23). A part that no step
+    was bound by multiplying has the share of reading, and the reverse; then attention that no step had over a cache of
+    one precision has its share over the other. `more_terms` are additional terms without floors.
     """
     every = (*TERMS, *more_terms)
     table = np.array([[terms[name] for name in every] for terms, _ in found])
@@ -212,7 +227,7 @@ def fit(found: Sequence[tuple[Mapping[str, float], float]], more_terms: Sequence
 
 
 def _not_negative(table: np.ndarray, sums: np.ndarray) -> np.ndarray:
-    """The numbers ≥ 0 by which sums over rows come nearest to `sums`."""
+    """Return the numbers ≥ 0 by which sums over rows come nearest to `sums`."""
     numbers, free = np.zeros(table.shape[1]), np.zeros(table.shape[1], dtype=bool)
     while True:
         gain = np.where(free, 0.0, table.T @ (sums - table @ numbers))
@@ -232,5 +247,5 @@ def _not_negative(table: np.ndarray, sums: np.ndarray) -> np.ndarray:
 
 
 def us(terms_us: Mapping[str, float], fitted: Mapping[str, float]) -> float:
-    """The estimate."""
+    """Return the estimate in µs."""
     return sum(fitted[name] * amount for name, amount in terms_us.items())

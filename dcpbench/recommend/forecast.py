@@ -1,4 +1,6 @@
-"""The forecast of a load: by a record, by measured step times in virtual time, or by an estimate of its steps. No torch."""
+"""Forecast a load from a record, from measured step times in virtual time, or from an estimate of
+its steps. No torch.
+"""
 
 from __future__ import annotations
 
@@ -41,11 +43,11 @@ if TYPE_CHECKING:
     Watch = Callable[[str], None]
 
 ROUNDS = 4
-"""Requests of each client, where an estimate is served in virtual time: more change it by no more than its band."""
+"""Requests of each client if an estimate is served in virtual time: more change the result by no more than its band."""
 WATCHED_STEPS = 250
-"""After which who waits hears of it: about a second, of a thousand requests in flight."""
+"""Number of steps between progress reports: about a second with a thousand requests in flight."""
 MEASURED, REPLAYED, EMULATED, ESTIMATED = SOURCES = ("measured", "replayed", "emulated", "estimated")
-"""Where a figure comes from, the best first."""
+"""Sources of a figure, the best first."""
 PERCENTILES = ("p50", "p90", "p95", "p99")
 
 NONE = Percentiles()  # of a latency that is not known
@@ -54,34 +56,32 @@ Ends = tuple[float, float]  # low and high, in ms
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """What a layout would do under a load, and where that is from."""
+    """Hold the forecast of a layout under a load, and its source."""
 
     point: Point
     source: str
-    """Of SOURCES."""
+    """Source of the figure, one of SOURCES."""
     whence: str
-    """The run, the file, or what the estimate was made of."""
+    """Name of the run, the file, or the inputs of the estimate."""
     tok_s: float
     low: float
     high: float
-    """Output tokens a second; of a record its interval, of an estimate its band."""
+    """Upper end of output tok/s: the interval of a record, the band of an estimate."""
     wire_errors: dict[str, float] = dataclasses.field(default_factory=dict)
-    """What of the band is that of calls between ranks, by the kind of call."""
+    """Part of the band that is due to calls between ranks, by kind of call."""
     ratio_error: float = 0.0
-    """What the ratio of two such figures is off by, besides that."""
+    """Remaining relative error of the ratio of two such figures."""
     factor: float | None = None
-    """By what an estimate was set right: what records of other layouts under the same load are of their estimates."""
+    """Factor that corrected an estimate: records of other layouts under the same load over their estimates."""
     ttft_ms: Percentiles = NONE
     itl_ms: Percentiles = NONE
     tpot_ms: Percentiles = NONE
     e2el_ms: Percentiles = NONE
     preemptions: int | None = None
     joules_per_token: float | None = None
-    """Of a record that has energy."""
+    """Energy per token of a record, if it has any."""
     launch_band: float | None = REPEATS_AGREE_WITHIN  # share by which another launch may differ; None if not known
-    ttft_band: Ends | None = (
-        None  # ends of the TTFT p50, in ms; None if it was measured, or if nothing says how far it may be off
-    )
+    ttft_band: Ends | None = None  # ends of the TTFT p50, in ms; None if it was measured, or if its error is unknown
     itl_band: Ends | None = None  # likewise of the ITL p50
     mixed_share: float | None = None  # of an estimate's gaps between tokens, how many have prompts in their step
     layers_held: tuple[int, int] | None = (
@@ -90,22 +90,26 @@ class Forecast:
 
     @property
     def band(self) -> tuple[float, float]:
-        """The ends of its output: its own, and at least as far apart as another launch may differ, if that is known."""
+        """Return the ends of the output: its own interval, widened to the difference between
+        launches if that is known.
+        """
         repeats = 1 + (self.launch_band or 0.0)
         return min(self.low, self.tok_s / repeats), max(self.high, self.tok_s * repeats)
 
     @property
     def origin(self) -> str:
-        """`estimated`, or `estimated, set right`."""
+        """Return `estimated`, or `estimated, set right`."""
         return self.source if self.factor is None else f"{self.source}, set right"
 
     @property
     def who(self) -> str:
-        """Return the name of its point, as name_point makes it."""
+        """Return the name of the point, as name_point formats it."""
         return name_point(self.point)
 
     def objective(self, name: str) -> tuple[str, float] | None:
-        """(percentile, ms) that an objective is held against: p99 where there are samples enough, else the next."""
+        """Return (percentile, ms) by which an objective is judged: p99 if there are enough samples, else the next lower
+        one.
+        """
         latencies: Percentiles = getattr(self, f"{name}_ms")
         for percentile in reversed(PERCENTILES):
             value = getattr(latencies, percentile)
@@ -114,7 +118,7 @@ class Forecast:
         return None
 
     def misses(self, slo: Mapping[str, float]) -> list[str]:
-        """`ITL p99 414 ms` of each objective that is not met; `ITL, which is not known`, as nobody can say that this one is."""
+        """Return each objective that is not met, such as `ITL p99 414 ms`, or `ITL, which is not known`."""
         found = ((name.upper(), limit, self.objective(name)) for name, limit in slo.items())
         return [
             f"{name} {known[0]} {known[1]:,.0f} ms" if known else f"{name}, which is not known"
@@ -131,7 +135,7 @@ def name_point(point: Point) -> str:
 
 
 def of_record(record: Record, run: str, launch_band: float | None = REPEATS_AGREE_WITHIN) -> Forecast:
-    """Return a point that ran. Raises UsageError for one without a rate of output."""
+    """Return the forecast of a point that ran; raise UsageError for one without an output rate."""
     point, metrics, serve = record.point, record.metrics, record.serve
     source = EMULATED if point.emulate else REPLAYED if point.load and point.load.mode == "replay" else MEASURED
     joules = METRIC["joules_per_token"].value(record)
@@ -196,9 +200,10 @@ def estimated(
     fitted: Mapping[str, float],
     watch: Watch = lambda _: None,
 ) -> Forecast:
-    """By the floors of its steps; `fitted` are terms of `steps`, and `watch` hears how many were served.
+    """Estimate a point from the floors of its steps.
 
-    Raises UsageError where a rate or a call of the machine is not known.
+    `fitted` are terms of `steps`; `watch` is called with the number of steps served. Raise UsageError if a rate or a
+    call of the machine is unknown.
     """
     point = limit_requests(point)
     of = Estimator(point, machine, fitted)
@@ -238,7 +243,7 @@ def estimated(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServedEstimate:
-    """A load that was served in virtual time, by estimated steps."""
+    """Hold a load that was served in virtual time, with estimated steps."""
 
     serve: ServeMetrics
     mixed_share: float  # of the gaps between tokens, how many have prompts in their step
@@ -247,7 +252,7 @@ class ServedEstimate:
 def serve_estimated(
     of: Estimator, point: Point, plan: EnginePlan, settings: Settings, watch: Watch = lambda _: None
 ) -> ServedEstimate:
-    """Serve the requests of a point by the estimated times of its steps; `watch` hears how many steps were served."""
+    """Serve the requests of a point with estimated step times; `watch` is called with the number of steps served."""
     times = Watched(EstimatedTimes(of, point, plan), watch)
     config = SchedulerConfig.of(point, pages=plan.pages, max_context=plan.max_context)
     vocab = load_shape(point.model).vocab
@@ -293,7 +298,10 @@ def _divide(ends: Ends | None, factor: float) -> Ends | None:
 def replayed(
     point: Point, plan: EnginePlan, times: StepTimes, settings: Settings, whence: str, watch: Watch = lambda _: None
 ) -> Forecast:
-    """By step times that were measured; `watch` hears how many were served. Raises UsageError where they do not reach as far as the load."""
+    """Forecast a point from measured step times; `watch` is called with the number of steps served.
+
+    Raise UsageError if the step times do not cover the load.
+    """
     config = SchedulerConfig.of(point, pages=plan.pages, max_context=plan.max_context)
     vocab = load_shape(point.model).vocab
     found = replay(requests_of(point, settings, vocab), Scheduler(config), point.clients, Watched(times, watch))  # type: ignore[arg-type]
@@ -316,7 +324,7 @@ def _banded(
     point: Point, whence: str, tok_s: float, error: float, own: dict[str, float], steps: Steps, **more: object
 ) -> Forecast:
     high = 1 + error + sum(own.values())
-    if point.load is None:  # ITL is the step, whose error is that of the output
+    if point.load is None:  # ITL is the time of a step and has the error of the output
         ms = point.concurrency / tok_s * 1e3
         more["itl_band"] = ms / high, ms * high
     return Forecast(
@@ -341,7 +349,9 @@ def limit_requests(point: Point) -> Point:
 
 
 def _scaled(machine: Machine, steps: Steps) -> float:
-    """More error on another GPU than the one whose shares these are: the worst of its rates'."""
+    """Return the additional relative error on another GPU than the one of the shares: the largest
+    error of its rates.
+    """
     there = next(gpu for gpu in GPUS if gpu.name == steps.machine)
     if machine.gpu == there.name:
         return 0.0
@@ -350,7 +360,7 @@ def _scaled(machine: Machine, steps: Steps) -> float:
 
 
 class Estimator:
-    """Steps of one layout on one machine."""
+    """Estimate steps of one layout on one machine."""
 
     def __init__(self, point: Point, machine: Machine, fitted: Mapping[str, float]) -> None:
         self.point, self.machine, self.fitted = point, machine, fitted
@@ -368,17 +378,17 @@ class Estimator:
         self.sharding = Sharding.of(point, load_shape(point.model))
 
     def decode_rows(self, requests: int, context: int) -> StepRows:
-        """A step of requests that each have so many tokens, of the fullest replica."""
+        """Return a step of requests with this many tokens each, for the fullest replica."""
         each = -(-requests // self.point.dp)
         return StepRows(decodes=(context,) * each, sampled=each, tokens=requests)
 
     def terms(self, rows: StepRows) -> dict[str, float] | None:
-        """Of a step, padded; as estimate.terms."""
+        """Return the terms of a padded step, as estimate.terms does."""
         padded = estimate.padded(rows, self.point.dp)
         return estimate.terms(self.sharding, padded, self.rates, self.wire, self.point.exchange)
 
     def ms(self, rows: StepRows) -> float:
-        """Of a step, padded. Raises UsageError where nothing says what it takes."""
+        """Return the time of a padded step in ms; raise UsageError if it is unknown."""
         found = self.terms(rows)
         if found is None:
             precision = self.point.precision
@@ -389,7 +399,7 @@ class Estimator:
         return estimate.us(found, self.fitted) / 1e3
 
     def wire_errors(self, rows: StepRows) -> dict[str, float]:
-        """What the step may be off by for each kind of call between ranks, as a share of it."""
+        """Return the error of the step for each kind of call between ranks, as a share of the step."""
         padded = estimate.padded(rows, self.point.dp)
         calls = estimate.calls(self.sharding, padded, self.wire, self.point.exchange)
         step_us = self.ms(rows) * 1e3
@@ -400,7 +410,7 @@ class Estimator:
 
 
 class Watched:
-    """Stands for step times in a replay, and tells now and then how many steps were served."""
+    """Wrap step times in a replay, and report from time to time how many steps were served."""
 
     def __init__(self, times: StepTimes | EstimatedTimes, watch: Watch) -> None:
         self.times, self.watch, self.steps = times, watch, 0
@@ -408,7 +418,7 @@ class Watched:
         self.slowed = times.slowed
 
     def duration_ms(self, step: Step, heat: float = 0.0) -> float:
-        """As StepTimes'."""
+        """Return the duration of a step, as StepTimes does."""
         self.steps += 1
         if self.steps % WATCHED_STEPS == 0:
             self.watch(f"step {self.steps:,}")
@@ -416,7 +426,7 @@ class Watched:
 
 
 class EstimatedTimes:
-    """Stands for serving.step_times.StepTimes in a replay: the same cases, each estimated."""
+    """Replace serving.step_times.StepTimes in a replay: the same cases, each estimated."""
 
     blocking = False
     launch_ms = 0.0
@@ -432,11 +442,13 @@ class EstimatedTimes:
         self.model = StepModel(*map(samples, MODELLED))  # type: ignore[arg-type]
 
     def duration_ms(self, step: Step, _heat: float = 0.0) -> float:
-        """As StepTimes'."""
+        """Return the duration of a step, as StepTimes does."""
         return self.model.step_ms(step_works(step))
 
     def host_ms(self, _step: Step) -> float:
-        """Launching a step is taken to keep the host for less than it takes the device. Of several ranks and chunks that is not
-        so (StepTimes.host_model): an open loop's request waits for up to a step more here.
+        """Return 0: launching a step is assumed to take the host less time than the device needs for it.
+
+        With several ranks and chunks that does not hold (StepTimes.host_model): an open loop's request waits for up to
+        one step more here.
         """
         return 0.0

@@ -1,4 +1,4 @@
-"""What to type where no layout can be recommended: options that were tried, and that help. No torch."""
+"""Suggest options if no layout can be recommended: options that were tried and that lead to an answer. No torch."""
 
 from __future__ import annotations
 
@@ -21,16 +21,18 @@ if TYPE_CHECKING:
     from dcpbench.recommend.advise import Ask
 
     Answers = Callable[[Ask], bool]
-    """Whether what is asked has an answer, for one of its loads."""
+    """Function that returns True if a query has an answer for one of its loads."""
 
 MOST_HOSTS = 8
-"""Of a layout that is suggested."""
+"""Maximum number of hosts of a suggested layout."""
 SMALLER_CHUNK = 8192
-"""Prompt tokens of a step, where more were asked for."""
+"""Number of prompt tokens of a step that is suggested if the query has more."""
 
 
 def that_help(ask: Ask, answers: Answers) -> list[str]:
-    """Options with each of which there is an answer, numbers the nearest that do; two together where none does alone."""
+    """Return options with each of which there is an answer, with the nearest numbers that do; pairs if no single option
+    does.
+    """
     more = (words for words, other in _more_gpus(ask) if answers(other))
     alone = (words for words, other in _switches(ask) if answers(other))
     both = (
@@ -43,7 +45,7 @@ def that_help(ask: Ask, answers: Answers) -> list[str]:
 
 
 def _more_gpus(ask: Ask) -> Iterator[tuple[str, Ask]]:
-    """Layouts of more GPUs, as powers of two; of several hosts where one has no more."""
+    """Yield queries with more GPUs, in powers of two, over several hosts if one has no more."""
     host = ask.machine.gpus_per_host
     linked = f"{ask.machine.gpu}+{LINKS[0].name}"
     gpus = 1 << max(ask.gpus).bit_length()
@@ -60,7 +62,7 @@ def _more_gpus(ask: Ask) -> Iterator[tuple[str, Ask]]:
 
 
 def _switches(ask: Ask) -> Iterator[tuple[str, Ask]]:
-    """Options that are not typed yet, and one that can be left out."""
+    """Yield queries with one option that is not set yet, or without one that is."""
     smaller = tuple((n, most, load and _chunked(load)) for n, most, load in ask.loads)
     for words, other in (
         *((f"--weights-dtype {name}", dataclasses.replace(ask, weights_dtype=name)) for name in (FP8, "bf16")),
@@ -74,7 +76,7 @@ def _switches(ask: Ask) -> Iterator[tuple[str, Ask]]:
 
 
 def _lighter(ask: Ask, answers: Answers) -> list[str]:
-    """The largest of each number of a load with which there is an answer."""
+    """Return the largest value of each number of a load with which there is an answer."""
     found = []
     for option, asked, with_ in _numbers(ask):
         most = _largest(asked - 1, lambda n, with_=with_: answers(with_(n)))  # type: ignore[misc]
@@ -84,7 +86,7 @@ def _lighter(ask: Ask, answers: Answers) -> list[str]:
 
 
 def _numbers(ask: Ask) -> Iterator[tuple[str, int, Callable[[int], Ask]]]:
-    """(option, what it is now, what would be asked with another number), of the lightest load."""
+    """Yield (option, its current value, query with another value) for the lightest load."""
     requests, tokens, load = min(ask.loads, key=lambda of: of[:2])
 
     def of(*loads: object) -> Ask:
@@ -109,7 +111,9 @@ def _chunked(load: Load) -> Load:
 
 
 def _largest(most: int, holds: Callable[[int], bool]) -> int:
-    """The largest number of 1 to `most` of which it holds, where it holds of all smaller ones; 0 where of none."""
+    """Return the largest number of 1 to `most` for which `holds` is true, assuming that it is true up to that number;
+    else 0.
+    """
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,4 +1,6 @@
-"""How often a forecast would have picked the best layout that was measured, beside the best answer that is always the same."""
+"""Score a forecast: how often it would have picked the layout measured as best, compared with the
+best constant answer.
+"""
 
 from __future__ import annotations
 
@@ -22,71 +24,71 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Record
 
 NEAR = 0.03
-"""A pick this close to the best is as good."""
+"""Maximum relative distance to the best with which a pick counts as right."""
 SPREAD = 0.1
-"""A load in which it matters what is picked: the best is ahead of the worst by more than this."""
+"""Minimum relative distance of best and worst for a load in which the choice matters."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Load:
-    """One load that several layouts ran: output tok/s by layout, measured and forecast."""
+    """Hold one load that several layouts ran: output tok/s by layout, measured and forecast."""
 
     name: str
     measured: Mapping[str, float]
     forecast: Mapping[str, float]
     latency_errors: Mapping[str, list[float]] = dataclasses.field(default_factory=dict)
-    """forecast / measured − 1 of the medians of `ttft` and `itl`, of each point."""
+    """forecast / measured − 1 of the medians of `ttft` and `itl`, for each point."""
 
     @property
     def best(self) -> str:
-        """What was the fastest."""
+        """Return the layout measured as fastest."""
         return max(self.measured, key=lambda who: self.measured[who])
 
     @property
     def picked(self) -> str:
-        """What the forecast would have taken."""
+        """Return the layout that the forecast would have picked."""
         return max(self.forecast, key=lambda who: self.forecast[who])
 
     def right(self, who: str) -> bool:
-        """Whether a layout is the best, or within NEAR of it. One that did not run is not."""
+        """Return True if a layout is the best, or within NEAR of it; False for one that did not run."""
         return self.measured.get(who, 0.0) >= (1 - NEAR) * self.measured[self.best]
 
     @property
     def matters(self) -> bool:
-        """Whether the layouts lie more than SPREAD apart."""
+        """Return True if the layouts lie more than SPREAD apart."""
         return self.measured[self.best] > (1 + SPREAD) * min(self.measured.values())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Score:
-    """Of all loads."""
+    """Hold the score over all loads."""
 
     loads: list[Load]
 
     @property
     def right(self) -> int:
-        """Loads in which the pick is right."""
+        """Return the number of loads in which the pick is right."""
         return sum(load.right(load.picked) for load in self.loads)
 
     @property
     def constant(self) -> tuple[str, int]:
-        """The layout that is right most often, and in how many loads."""
+        """Return the layout that is right most often, and in how many loads."""
         names = dict.fromkeys(who for load in self.loads for who in load.measured)
         return max(((who, sum(load.right(who) for load in self.loads)) for who in names), key=lambda pair: pair[1])
 
     @property
     def winners(self) -> collections.Counter[str]:
-        """How often each layout was the best."""
+        """Return how often each layout was the best."""
         return collections.Counter(load.best for load in self.loads)
 
     @property
     def errors(self) -> list[float]:
-        """forecast / measured − 1 of each point."""
+        """Return forecast / measured − 1 of each point."""
         return [load.forecast[who] / tok_s - 1 for load in self.loads for who, tok_s in load.measured.items()]
 
     @property
     def ratio_errors(self) -> list[float]:
-        """The same of the ratio of each two layouts of a load."""
+        """Return forecast / measured − 1 of the ratio of each two layouts of a load."""
         return [
             (load.forecast[a] / load.forecast[b]) / (load.measured[a] / load.measured[b]) - 1
             for load in self.loads
@@ -94,7 +96,7 @@ class Score:
         ]
 
     def as_json(self) -> dict[str, Any]:
-        """All of it; numbers in output tok/s."""
+        """Return the complete score for JSON; numbers in output tok/s."""
         who, constant = self.constant
         return {
             "answer": self.words(),
@@ -114,7 +116,7 @@ class Score:
         }
 
     def words(self) -> str:
-        """The sentence."""
+        """Return the score as a sentence."""
         who, constant = self.constant
         n = len(self.loads)
         return (
@@ -132,10 +134,11 @@ def score(
     every: int = 1,
     watch: Callable[[str], None] = lambda _: None,
 ) -> Score:
-    """Forecast each load that at least two layouts ran, by estimates whose shares have not seen the model where `steps` can.
+    """Forecast each load that at least two layouts ran, with shares fitted without the load's model if `steps` has
+    them.
 
-    A layout that ran in several variants counts with its best one. `every`: only each n-th load. `watch` hears what is
-    at work.
+    A layout that ran in several variants counts with its best one. With `every` n only each n-th load is used. `watch`
+    is called with the work in progress.
     """
     groups: dict[str, list[Record]] = collections.defaultdict(list)
     for record in records:
@@ -167,7 +170,7 @@ def score(
 
 
 def _load(record: Record) -> str:
-    """Whom a point competes with: the same model, precision, load and KV memory."""
+    """Return the key of points that compete: the same model, precision, load and KV memory."""
     point = record.point
     of = f"{point.model}, {point.precision}, {point.tp} GPUs, {point.concurrency} × "
     if point.load is None:

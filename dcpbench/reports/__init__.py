@@ -1,4 +1,4 @@
-"""Reports from record files alone: HTML, Markdown, CSV, figures and the terminal's table.
+"""Make reports from record files alone: HTML, Markdown, CSV, figures and the terminal's table.
 
 Nothing heavy is imported before a report is asked for, so that the command line stays quick.
 """
@@ -26,7 +26,9 @@ PICTURES = (".png", ".svg", ".pdf")
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Without the search for cycles, which goes through all records and rows again and again, and finds none."""
+    """Disable the cyclic garbage collector inside the block: it would visit all records and rows again and again and
+    find no cycles.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -49,18 +51,18 @@ def write_report(
     watch: Callable[[str], None] = lambda _: None,
     on_read: Callable[[list[Run]], None] = lambda _: None,
 ) -> list[Path]:
-    """Write report.html, report.md, points.csv and figures/ about one or several runs into `out`; paths, page first.
+    """Write report.html, report.md, points.csv and figures/ for one or several runs into `out`; return the paths, page first.
 
-    With `page_only` the page, whose charts are then drawn by its script alone, and points.csv. `pdf`: also as PDF. The
-    page is one file that needs nothing else, unless `plotly` names a file that it shares with other pages, by its
-    address from the page. `watch` is called with what is at work, `on_read` with the runs once they have been read.
+    `page_only` limits this to points.csv and the page, with charts drawn only by its script. `pdf` writes figures as PDF,
+    too. The page is self-contained, unless `plotly` names a file that it shares with other pages, by its address from the
+    page. `watch` is called with the work in progress, `on_read` with the runs once they have been read.
 
-    The folder is whole at any time: it has all of an earlier report, or all of this one (whole_files.py).
+    The folder is complete at any time: it has all of an earlier report, or all of this one (whole_files.py).
 
     With `as_repeats` the runs are passes over the same grid and shown as one, with how well they agree. `slo` are
-    objectives in ms (`{"ttft": 2000, "itl": 60}`) that the answer keeps to, instead of those that the runs were
-    measured with. Raises RecordsError for a folder without records, UsageError for no folder, and OutputError or
-    DiskError if `out` cannot be written.
+    objectives in ms (`{"ttft": 2000, "itl": 60}`) for the answer, instead of those that the runs were measured with.
+    Raise RecordsError for a folder without records, UsageError for no folder, and OutputError or DiskError if `out`
+    cannot be written.
     """
     from dcpbench.errors import DiskError, OutputError
     from dcpbench.records.disks import error_number
@@ -94,7 +96,7 @@ def write_report(
 
 
 def _ours(path: Path) -> bool:
-    """Whether a report may remove what lies in its folder."""
+    """Return True if a report may remove this entry of its output folder, which is one that a report wrote."""
     if path.name == FIGURES and path.is_dir():
         return all(picture.suffix in PICTURES and picture.is_file() for picture in path.iterdir())
     return path.name in (PAGE, TEXT, TABLE) and path.is_file()

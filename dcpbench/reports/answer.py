@@ -1,7 +1,7 @@
-"""The answer of a report in sentences: the few that it opens with, and the others, of all workloads, models and runs.
+"""Format the answer of a report as sentences: the few at its top, and the others, for all workloads, models and runs.
 
-Every sentence is made from the records at hand. One with an uncertainty says it: intervals in brackets, `not clearly`
-where intervals overlap or a lead is within what repeats may differ.
+Every sentence is made from the records at hand. A sentence about an uncertain value states the uncertainty: intervals
+in brackets, `not clearly` where intervals overlap or a lead is within the difference between repeats.
 """
 
 from __future__ import annotations
@@ -28,27 +28,31 @@ if TYPE_CHECKING:
     from dcpbench.reports.frames import Frames
 
 MOST = 9
-"""Sentences that a report opens with; what counts less stands further below."""
+"""Maximum number of sentences at the top of a report; less important ones stand further below."""
 MOST_SHAPES = 4
-"""Of more lengths of requests than this a sentence counts loads instead of naming them; the table names them."""
+"""Maximum number of request lengths for which a sentence names loads; above it the sentence counts them and the table
+names them.
+"""
 MOST_LENGTHS = 8
-"""Of more lengths than this the sentence on break-even counts."""
+"""Maximum number of request lengths that the break-even sentence names; above it the sentence counts them."""
 MOST_CLAUSES = 8
-"""Of more changes along the concurrencies than this a sentence counts loads."""
+"""Maximum number of changes along the concurrencies that a sentence names; above it the sentence counts loads."""
 MOST_MARKS = 4
 LOST = "no longer"
-"""Of a lead at some concurrency, which is gone at the highest."""
+"""Text for a lead that exists at some concurrency but not at the highest one."""
 NOT_RUN = {"rejected": "was rejected", "failed": "failed", "hung": "hung"}
-"""What became of a point without numbers, in a sentence."""
+"""Outcome of a point without numbers, as a sentence states it."""
 
 
 def sentences(frames: Frames) -> list[str]:
-    """What a report opens with, in reading order: SLO, best layouts, break-even, room, and how far to trust it."""
+    """Return the sentences at the top of a report, in reading order: SLO, best layouts, break-even, KV capacity, and
+    limits of trust.
+    """
     return split(frames)[0]
 
 
 def split(frames: Frames) -> tuple[list[str], list[str]]:
-    """What a report opens with, see `sentences`, and what else its answer says."""
+    """Return the sentences at the top of a report, see `sentences`, and the remaining sentences of its answer."""
     notes = [(weight, text) for weight, text in _weighed(frames) if text]
     kept = sorted(range(len(notes)), key=lambda i: (notes[i][0], i))[:MOST]
     return [text for i, (_, text) in enumerate(notes) if i in kept], [
@@ -57,13 +61,13 @@ def split(frames: Frames) -> tuple[list[str], list[str]]:
 
 
 def apart(frames: Frames) -> list[float]:
-    """By how much repeats differ, of each point that was measured more than once."""
+    """Return the difference between repeats of each point that was measured more than once."""
     tables = (frames.findings.repeats, findings.served_repeats(frames.served))
     return [float(value) for table in tables if len(table) for value in table["apart"]]
 
 
 def _weighed(frames: Frames) -> list[tuple[float, str]]:
-    """Sentences, of which some are empty, each with how much it counts: 0 most."""
+    """Return pairs of rank and sentence; rank 0 is the most important, and a sentence may be empty."""
     if frames.everything.empty:
         return [(0, f"No point finished: {outcomes(frames)}. There is nothing to compare."), (0.1, commonest(frames))]
     notes = [(0.0, functional(frames)), (0.05, slo.unjudged(frames.everything, frames.slo)), (0.15, imported(frames))]
@@ -77,7 +81,9 @@ def _weighed(frames: Frames) -> list[tuple[float, str]]:
 
 
 def functional(frames: Frames) -> str:
-    """That times of a CPU say nothing, of all points or of some; empty without any."""
+    """State that times measured on a CPU allow no conclusion about performance, for all points or some; empty without
+    CPU points.
+    """
     slow = frames.everything["cpu"]
     if not slow.any():
         return ""
@@ -88,7 +94,9 @@ def functional(frames: Frames) -> str:
 
 
 def _scopes(frames: Frames) -> Iterable[tuple[float, str]]:
-    """Of each run, model and mode: the best layouts, the most within the SLO, where DCP pays, and KV pressure."""
+    """Yield sentences with their rank for each run, model and mode: best layouts, maximum within the SLO, where DCP
+    pays, KV pressure.
+    """
     found = frames.findings
     tables = (found.points, found.best, found.most, found.break_even, found.ratios, found.against_best)
     short = findings.pressure(findings.timed(frames.served))
@@ -111,7 +119,9 @@ def _scopes(frames: Frames) -> Iterable[tuple[float, str]]:
 
 
 def imported(frames: Frames) -> str:
-    """Whose points stand beside ours, and what keeps them from being compared digit by digit; empty without any."""
+    """Return a sentence that counts the imported points per tool and explains why they are not directly comparable with
+    dcpbench's own; empty without imported points.
+    """
     table = frames.served
     counts = Counter(name for name in table["origin"] if of_a_file(name)) if len(table) else Counter[str]()
     if not counts:
@@ -126,7 +136,9 @@ def imported(frames: Frames) -> str:
 
 
 def in_step(frames: Frames) -> str:
-    """That clients of closed loops end and begin together, and what that changes; empty where no point on a GPU does so."""
+    """Describe that clients of closed loops run in lock-step and what that changes; empty if no
+    point on a GPU does so.
+    """
     found = of_waves(frames.served)
     if found.empty:
         return ""
@@ -139,12 +151,14 @@ def in_step(frames: Frames) -> str:
 
 
 def of_waves(served: pd.DataFrame) -> pd.DataFrame:
-    """Points on a GPU whose clients go in step."""
+    """Return the points on a GPU with clients that run in lock-step."""
     return served[served["in_step"].astype(bool) & ~served["cpu"].astype(bool)] if len(served) else served
 
 
 def best(found: pd.DataFrame) -> str:
-    """The best layout of each load of one run, model and mode; loads in a row with the same answer together."""
+    """Return the best layout of each load of one run, model and mode; consecutive loads with the same answer share a
+    clause.
+    """
     if found.empty:
         return "No load was run with two layouts of equally many GPUs, so none can be called the best."
     judged = bool(found["slo_excess"].notna().any())
@@ -167,7 +181,7 @@ def best(found: pd.DataFrame) -> str:
 
 
 def most(found: pd.DataFrame, best_found: pd.DataFrame) -> str:
-    """The most output tok/s of any load that meets the SLO, with DCP and without, for each length of requests."""
+    """Return the highest output tok/s of any load that meets the SLO, with DCP and without, for each request length."""
     if found.empty:
         if best_found.empty:
             return ""
@@ -199,7 +213,7 @@ def _compare_most(row: pd.Series[Any], times: float) -> str:
 
 
 def pays(against: pd.DataFrame) -> str:
-    """In which loads DCP pays (findings.dcp_against_best): with which layout, and by how much."""
+    """Return the loads in which DCP pays (findings.dcp_against_best), with the layout and the gain."""
     compared = against[against["verdict"] != "no rival"] if len(against) else against
     if compared.empty:
         return ""
@@ -224,16 +238,16 @@ def pays(against: pd.DataFrame) -> str:
 
 
 def baseline_is_best(ratios: pd.DataFrame, against: pd.DataFrame) -> bool:
-    """Whether each DCP point meets the SLO, and the same layout without it is the best one that does."""
+    """Return True if, for every DCP point, its baseline meets the SLO and is the best layout without DCP."""
     if ratios.empty or against["verdict"].isin(["misses", "alone"]).any():
         return ratios.empty
     return bool(((ratios["ratio"] == against["ratio"]) | (ratios["ratio"].isna() & against["ratio"].isna())).all())
 
 
 def ahead(even: pd.DataFrame, ratios: pd.DataFrame, others: pd.DataFrame, *, pays: bool) -> str:
-    """For each length of requests, from which concurrency on DCP is ahead of the same layout without it.
+    """Return, for each request length, the concurrency from which DCP is ahead of the same layout without it.
 
-    `pays`: that is where it pays, too, as that layout is the best one without DCP (baseline_is_best).
+    `pays`: True if this is also where DCP pays, because that layout is the best one without DCP (baseline_is_best).
     """
     alone = _without_baseline(ratios, others)
     if even.empty:
@@ -246,7 +260,7 @@ def ahead(even: pd.DataFrame, ratios: pd.DataFrame, others: pd.DataFrame, *, pay
         return f"{begins} at some concurrency in {found}; the tables below name them."
     short = short_shapes(even["rest"])
     shapes = []
-    # one layout in variants that have names, which stand for it then
+    # a single layout with named variants, which then replace its name
     one = str(even["layout"].iloc[0]) if len(set(even["layout"])) == 1 and (even["variant"] != "").all() else ""
     begins = f"Where {one or 'DCP'} starts to pay, in output tok/s over {over}"
     if not pays:
@@ -267,9 +281,10 @@ def ahead(even: pd.DataFrame, ratios: pd.DataFrame, others: pd.DataFrame, *, pay
 
 
 def _where_it_pays(rows: pd.DataFrame) -> str:
-    """`tp4·dcp4 at 24–32 (1.03–1.05× tp4)`, `nowhere (at most 0.99× tp4, tp4·dcp4 at 4)`; of one length of requests.
+    """Return `tp4·dcp4 at 24–32 (1.03–1.05× tp4)` or `nowhere (at most 0.99× tp4, tp4·dcp4 at 4)` for one request
+    length.
 
-    `nowhere clearly` only where some ratio is above 1, by no more than repeats may differ.
+    `nowhere clearly` is used only if some ratio is above 1, but by no more than repeats may differ.
     """
     within = rows[rows["verdict"] != "misses"]
     if within.empty:
@@ -292,7 +307,9 @@ def _where_it_pays(rows: pd.DataFrame) -> str:
 
 
 def jumps(points: pd.DataFrame) -> str:
-    """Why throughput jumps from one concurrency to the next for other reasons than the layout; empty without any."""
+    """Explain jumps of throughput between neighbouring concurrencies that the layout does not
+    cause; empty without any.
+    """
     said = []
     padded = findings.padded(points)
     clauses: dict[str, list[str]] = {}
@@ -317,7 +334,9 @@ def jumps(points: pd.DataFrame) -> str:
 
 
 def pressure(short_of_kv: pd.DataFrame, points: pd.DataFrame) -> str:
-    """The heaviest load under which a layout was short of KV: the shortest and the best there."""
+    """Return the heaviest load under which a layout was short of KV capacity, with the layout that is shortest and the
+    best one there.
+    """
     if short_of_kv.empty:
         return ""
     heaviest = short_of_kv.sort_values(["input_typical", "concurrency"], kind="stable").iloc[-1]
@@ -333,7 +352,9 @@ def pressure(short_of_kv: pd.DataFrame, points: pd.DataFrame) -> str:
 
 
 def room(kv: pd.DataFrame) -> str:
-    """How many more tokens the layout with the most KV room holds, for all models at once where they agree."""
+    """Return how many more tokens the layout with the largest KV capacity holds; one sentence for all models if they
+    agree.
+    """
     more = kv if kv.empty else kv[(kv["dcp"] > 1) & kv["kv_ratio"].notna()]
     if more.empty:
         return ""
@@ -348,7 +369,7 @@ def room(kv: pd.DataFrame) -> str:
 
 
 def replay(found: pd.DataFrame) -> str:
-    """How far replays lie from the live runs of the same loads."""
+    """Return the deviation of replays from the live runs of the same loads."""
     if found.empty:
         return ""
     parts = []
@@ -362,12 +383,14 @@ def replay(found: pd.DataFrame) -> str:
 
 
 def agreement(frames: Frames, apart: list[float]) -> str:
-    """How well repeats agree, and whether gaps between kernels do where it matters."""
+    """State how well repeats agree, and whether gaps between kernels agree if that matters."""
     return " ".join(text for text in (findings.repeats_sentence(apart), gaps.words(frames.findings.points)) if text)
 
 
 def trust(frames: Frames, apart: list[float]) -> str:
-    """How well repeats agree, whether gaps between kernels do, what did not run, and how many points carry a mark."""
+    """State how well repeats and gaps between kernels agree, which points did not run, and how many points carry a
+    warning.
+    """
     said = [agreement(frames, apart)]
     if len(frames.others):
         said.append(f"Not every point ran: {outcomes(frames)}, listed with reasons.")
@@ -379,13 +402,13 @@ def trust(frames: Frames, apart: list[float]) -> str:
 
 
 def outcomes(frames: Frames) -> str:
-    """`8 rejected and 1 hung`."""
+    """Return the counts of points without numbers by outcome, such as `8 rejected and 1 hung`."""
     counts = frames.others["outcome"].value_counts()
     return listed([f"{n} {outcome}" for outcome, n in counts.items()]) or "the record file holds no point"
 
 
 def commonest(frames: Frames) -> str:
-    """Why most of the points that did not run did not, with how many; empty where all ran."""
+    """Return the most frequent reason why points did not run, with its count; empty if all points ran."""
     others = commonest_first(frames.others)
     if others.empty:
         return ""
@@ -397,13 +420,13 @@ def commonest(frames: Frames) -> str:
 
 
 def scope_name(frames: Frames, run: str, model: str, mode: str) -> str:
-    """`kimi-k2, run monday, replay`, with what there is more than one of."""
+    """Return `kimi-k2, run monday, replay`, limited to the parts of which there is more than one."""
     where = f"{model}, run {run}" if len(frames.runs) > 1 else str(model)
     return f"{where}, {mode}" if mode in MODES else where
 
 
 def of(table: pd.DataFrame, run: str, model: str, mode: str | None = None) -> pd.DataFrame:
-    """The rows of one run and model, and mode."""
+    """Return the rows of one run and model, and of one mode if it is given."""
     if table.empty:
         return table
     rows = table[(table["run"] == run) & (table["model"] == model)]
@@ -411,7 +434,7 @@ def of(table: pd.DataFrame, run: str, model: str, mode: str | None = None) -> pd
 
 
 def _runs(found: pd.DataFrame) -> str:
-    """`tp4 at 8–24 (1.03–1.05× the next), none within the SLO at 48`."""
+    """Return `tp4 at 8–24 (1.03–1.05× the next), none within the SLO at 48`."""
     keyed = [(_winner(r), r) for _, r in found.iterrows()]
     clauses = []
     for winner, rows in itertools.groupby(keyed, key=lambda pair: pair[0]):
@@ -436,7 +459,7 @@ def _winner(row: pd.Series[Any]) -> str:
 
 
 def _at(group: list[pd.Series[Any]]) -> str:
-    """`8–24`, or the arrivals of loops that are not closed."""
+    """Return the concurrencies, such as `8–24`, or the arrivals of open loops."""
     if any(r["load_arrival"] != CLOSED for r in group):
         return listed(unique(r["arrival"] for r in group))
     values = [int(r["concurrency"]) for r in group]
@@ -444,7 +467,7 @@ def _at(group: list[pd.Series[Any]]) -> str:
 
 
 def _pays(group: pd.DataFrame) -> str:
-    """`from concurrency 32 on (tp4·dcp4 1.14× there)`, `never up to 48 (at most 0.96×, tp4·dcp4 at 8)`."""
+    """Return `from concurrency 32 on (tp4·dcp4 1.14× there)` or `never up to 48 (at most 0.96×, tp4·dcp4 at 8)`."""
     first = group.iloc[0]
     if missing(first["from"]):
         never = _never(first)
@@ -463,18 +486,20 @@ def _pays(group: pd.DataFrame) -> str:
 
 
 def _never(row: pd.Series[Any]) -> str:
-    """`never` where no ratio is above 1, `never clearly` where one is by no more than repeats may differ, or LOST."""
+    """Return `never` if no ratio is above 1, `never clearly` if one is within the difference
+    between repeats, or LOST.
+    """
     more = launch_bands.BY_MORE if row["single"] else "clearly"
     return LOST if row["ever"] else "never" if row["best"] <= 1 else f"never {more}"
 
 
 def _without_baseline(ratios: pd.DataFrame, others: pd.DataFrame) -> str:
-    """DCP points with nothing to be compared with, where they are, and why that did not run."""
+    """Return the DCP points without a baseline, where they are, and why the baseline did not run."""
     alone = ratios[ratios["verdict"] == "no baseline"] if len(ratios) else ratios
     names = findings.without_dcp(alone)
     lost = others[others["layout"].isin(names)] if len(others) else others
     if alone.empty or lost.empty:
-        return ""  # where nobody asked for it, nothing is missing
+        return ""  # a baseline that was not requested is not missing
     whys = [said for outcome, said in NOT_RUN.items() if outcome in set(lost["outcome"])]
     loads = unique(alone["load"])
     where = f" ({'; '.join(loads)})" if len(loads) <= MOST_SHAPES else ""

@@ -1,4 +1,4 @@
-"""The answer as tables: a row per length of requests, a column per concurrency, and the same point by point."""
+"""Build the answer as tables: a row per request length, a column per concurrency, and the same point by point."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from dcpbench.reports.frames import Frames
 
 MOST_COLUMNS = 9
-"""Concurrencies side by side; of more the first and the last and some between."""
+"""Maximum number of concurrency columns; with more concurrencies the first, the last and some between are shown."""
 MOST_LAYOUTS = 12
-"""Side by side in the table of the most within the SLO."""
+"""Maximum number of layout columns in the table of the highest output within the SLO."""
 MOST_ROWS = 40
-"""Rows of a grid: past these its table is no answer, and the long tables hold the rest."""
+"""Maximum number of rows of a grid; larger grids are left to the long tables."""
 
 
 def grids(frames: Frames) -> list[Table]:
-    """For each model and mode the most of each layout within the SLO, and of closed loops the best layout of each load
-    and DCP over the baseline.
+    """Build the grids of each model and mode: the highest output of each layout within the SLO and, for closed loops, the
+    best layout of each load and DCP over the baseline.
     """
     found = frames.findings
     tables = []
@@ -43,7 +43,9 @@ def grids(frames: Frames) -> list[Table]:
 
 
 def with_rivals(found: Findings) -> pd.DataFrame:
-    """DCP against its baseline, and against the best layout without DCP: `rival` and `rival_ratio`."""
+    """Return each DCP point against its baseline and against the best layout without DCP, the latter as `rival` and
+    `rival_ratio`.
+    """
     if found.ratios.empty:
         return found.ratios
     return found.ratios.assign(rival=found.against_best["rival"], rival_ratio=found.against_best["ratio"])
@@ -100,7 +102,9 @@ def _best_grid(found: pd.DataFrame, where: str) -> Table:
 
 
 def _most_grid(points: pd.DataFrame, where: str) -> Table:
-    """One number for each layout, with the load at which it has it; `none` where the layout ran and never meets the SLO."""
+    """Build the grid of the highest output of each layout and the load at which it has it; `none` if the layout ran and
+    never meets the SLO.
+    """
     judged = points[points["slo_excess"].notna()] if len(points) else points
     if judged.empty:
         return Table("", [], [])
@@ -133,7 +137,9 @@ def _ratio_grid(found: pd.DataFrame, where: str) -> Table:
 
 
 def _grid(title: str, found: pd.DataFrame, keys: list[str], names: list[str], cell: Callable[[Any], str]) -> Table:
-    """A row for each value of `keys`, the first of which is the length of requests, and a column per concurrency."""
+    """Build a grid with a row for each value of `keys`, the first of which is the request length, and a column per
+    concurrency.
+    """
     if found.empty:
         return Table(title, [], [])
     short, shared = short_shapes(found["rest"]), shared_shape(found["rest"])
@@ -148,7 +154,7 @@ def _grid(title: str, found: pd.DataFrame, keys: list[str], names: list[str], ce
 
 def _best_cell(row: pd.Series[Any]) -> str:
     if not row["meets"]:
-        return f"none; nearest {row['label']}"  # what it misses is said of each load further down
+        return f"none; nearest {row['label']}"  # the rows of each load further down name the missed objective
     value = f"{number(row['output_tok_s'], 3)}"
     if missing(row["next"]):
         return f"only {row['label']}: {value}"

@@ -1,4 +1,4 @@
-"""What `auto` stood for at each point, and by how much the others were slower."""
+"""Report which backend or exchange `auto` selected at each point, and by how much the other candidates were slower."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 
 def table(frames: Frames) -> Table:
-    """One row per measured point that left its backend or exchange open, each repeat by itself."""
+    """Build a table with one row per measured point that left its backend or exchange to `auto`; each repeat has its
+    own row.
+    """
     rows = []
     for run in frames.runs:
         for record in run.records:

@@ -1,4 +1,6 @@
-"""Of points that real servers served: what the client that sent the requests cost, and what its times have of its own."""
+"""Report, for points served by real servers, the cost of the client that sent the requests and its share in the
+measured times.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,13 @@ HOW = (
 
 
 def sentences(frames: Frames) -> list[str]:
-    """How it was measured, where it was."""
+    """Describe how the client was measured, if it was."""
     clients = (r.server.client for run in frames.runs for r in run.records if r.server and r.server.client)
     return [HOW] if any(client.null_streams for client in clients) else []
 
 
 def table(frames: Frames) -> Table:
-    """One row for each point that a real server served."""
+    """Build a table with one row for each point that a real server served."""
     rows = [
         {
             "run": run.name,

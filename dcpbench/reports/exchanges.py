@@ -1,4 +1,4 @@
-"""What each exchange, with its options, makes of the ITL that the plain `ag_rs` has in the same layout and load."""
+"""Compare the ITL of each exchange and its options with the ITL of plain `ag_rs` for the same layout and load."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from dcpbench.reports.frames import Frames
 
 PLAIN = EXCHANGES[0]
-"""What the others are compared with: NCCL's collectives as the first implementation used them."""
+"""Exchange that the others are compared with: NCCL's collectives, as in the first implementation."""
 
 
 def frame(timed: pd.DataFrame) -> pd.DataFrame:
-    """One row per point whose twin with the plain exchange was measured, too: `ratio` of their ITL, and its reach.
+    """Return one row per point for which the same point with the plain exchange was measured too.
 
-    `verdict` is `shorter` or `longer` only where the intervals lie apart and the ratio differs from 1 by more than
-    repeats may.
+    `ratio` is the ratio of their ITL, with its interval. `verdict` is `shorter` or `longer` only if the intervals do
+    not overlap and the ratio differs from 1 by more than repeats may.
     """
     if timed.empty:
         return timed
@@ -38,7 +38,7 @@ def frame(timed: pd.DataFrame) -> pd.DataFrame:
 
 
 def sentences(found: pd.DataFrame, frames: Frames) -> list[str]:
-    """How much each exchange changes the ITL, from the least to the most over all loads and layouts of a model."""
+    """Return the range by which each exchange changes the ITL over all loads and layouts of a model."""
     said = []
     for (run, model), of_model in found.groupby(["run", "model"], sort=False) if len(found) else ():
         where = f"{model}, run {run}" if len(frames.runs) > 1 else str(model)
@@ -51,7 +51,7 @@ def sentences(found: pd.DataFrame, frames: Frames) -> list[str]:
 
 
 def table(found: pd.DataFrame) -> Table:
-    """The same for people; empty where the plain exchange has no twin."""
+    """Build the table of the comparison for people; empty if no point has a counterpart with the plain exchange."""
     return make_table(
         f"ITL with each exchange over that with {PLAIN}",
         found,

@@ -1,4 +1,6 @@
-"""The words around the tables: definitions, what marks mean, why a value is absent, what to know first."""
+"""Provide the text around the tables: definitions, the meaning of warnings, reasons for absent values, and what to know
+first.
+"""
 
 from __future__ import annotations
 
@@ -159,9 +161,9 @@ DEFINED = {workload: defined(workload) | EVERYWHERE for workload in (DECODE, SER
 
 
 def definitions(frames: Frames, *names: str) -> Table:
-    """A line for each metric of the workloads at hand; `names` picks some, in their order. docs/metrics.md says more.
+    """Build a table with a line for each metric of the workloads at hand; `names` selects some, in that order.
 
-    One that differs names its workload.
+    A metric that is defined differently per workload names its workload. See docs/metrics.md for more.
     """
     workloads = [w for w, points in ((DECODE, frames.points), (SERVE, frames.served)) if len(points)]
     rows = []
@@ -196,12 +198,12 @@ def _has_chunk_gaps(frames: Frames) -> bool:
 
 
 def commands(frames: Frames) -> list[str]:
-    """The command lines that the records name, each once."""
+    """Return the command lines that the records name, each once."""
     return list(dict.fromkeys(r.environment.command for r in frames.records if r.environment and r.environment.command))
 
 
 def method(frames: Frames) -> list[str]:
-    """How it was measured, as far as it concerns the workloads at hand."""
+    """Describe how the workloads at hand were measured."""
     if frames.served.empty:
         return METHOD
     chunks = ["tok/s/user of points marked chunk_gaps: 1000 / median TPOT in ms."] if _has_chunk_gaps(frames) else []
@@ -239,7 +241,7 @@ def left_out(run: Run) -> list[str]:
 
 
 def absent(points: pd.DataFrame) -> list[str]:
-    """Why a dash stands where a value could be."""
+    """Explain why a dash stands where a value could be."""
     if points.empty:
         return []
     why = [
@@ -255,7 +257,9 @@ def absent(points: pd.DataFrame) -> list[str]:
 
 
 def served(points: pd.DataFrame) -> list[str]:
-    """Of served points of a mode: their objectives, how well steps were predicted, and why a dash stands in a table."""
+    """Describe the served points of one mode: their objectives, the accuracy of step predictions, and the reasons for
+    dashes.
+    """
     slos = [slo for slo in dict.fromkeys(points["slo"]) if slo]
     without = " (not all points)" if (points["slo"] == "").any() else ""
     objectives = f"Objectives behind goodput{without}: {'; or '.join(slos)}."
@@ -270,7 +274,7 @@ def served(points: pd.DataFrame) -> list[str]:
 
 
 def absent_served(points: pd.DataFrame) -> list[str]:
-    """Why a dash stands where a percentile could be, and how many samples it needs."""
+    """Explain why a dash stands where a percentile could be, and how many samples it needs."""
     why = []
     given = points[points["origin"] == OURS]
     for name, what, samples in (("ttft", "TTFT", "finished requests"), ("itl", "ITL", "gaps between tokens")):
@@ -298,7 +302,7 @@ def absent_served(points: pd.DataFrame) -> list[str]:
 
 
 def marks(points: pd.DataFrame) -> list[str]:
-    """The marks that occur, and what they mean."""
+    """Return the warnings that occur, with their meaning."""
     if points.empty:
         return []
     found = sorted({mark for text in points["marks"] for mark in str(text).split(", ") if mark})
@@ -313,7 +317,7 @@ def marks(points: pd.DataFrame) -> list[str]:
 
 
 def phases(points: pd.DataFrame) -> list[str]:
-    """How much the GPU idled and the host blocked, and what the profiled pass did not see."""
+    """Describe how long the GPU idled and the host blocked, and what the profiled pass did not see."""
     if points.empty:
         return []
     said = []
@@ -336,7 +340,7 @@ def phases(points: pd.DataFrame) -> list[str]:
 
 
 def bounds(points: pd.DataFrame) -> list[str]:
-    """What bounded the KV pools that occur."""
+    """Return an explanation of each limit that bounded a KV pool of these points."""
     if points.empty:
         return []
     found = dict.fromkeys(str(v) for v in points["kv_bounded_by"] if not missing(v))
@@ -344,7 +348,7 @@ def bounds(points: pd.DataFrame) -> list[str]:
 
 
 def honesty(points: pd.DataFrame) -> list[str]:
-    """Weights, layers and correctness, in sentences."""
+    """Describe weights, layers and checks of correctness in sentences."""
     if points.empty:
         return []
     said = []

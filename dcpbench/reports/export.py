@@ -1,4 +1,6 @@
-"""The points for other programs: as CSV, one row each, with the units in the column names; and as JSON for scripts."""
+"""Write the points for other programs: as CSV with one row per point and units in the column names, and as JSON for
+scripts.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +22,20 @@ if TYPE_CHECKING:
     from dcpbench.reports.frames import Frames
 
 INNER = ("same_load", "slo_recorded", "in_step")
-"""Columns that only tell points apart."""
+"""Columns that only distinguish points from each other and are not exported."""
 LATER = (
     point.LATER
     | {f"load_{name}": default for name, default in point.LOADS_LATER.items()}
     | dict.fromkeys(FLOORS)
     | {"failed": 0}
 )
-"""Columns that are left out where all points have this: tables once were without."""
+"""Default values of columns added later; a column is left out if all points have its default, as in older tables."""
 
 
 def write_csv(frames: Frames, path: Path) -> None:
-    """Every point that ran, then every point that did not with its outcome and reason. Absent values are empty."""
+    """Write every point that ran, then every point that did not run with its outcome and reason; absent values are
+    empty.
+    """
     import pandas as pd
 
     ran = [table.assign(outcome="ok") for table in (frames.points, frames.served) if len(table)]
@@ -53,14 +57,14 @@ def _cell(value: object) -> object:
 
 
 def dumps(frames: Frames) -> str:
-    """The object as text, in ASCII, so that no string in it steers a terminal."""
+    """Return the report as JSON text in ASCII, so that no string in it can control a terminal."""
     return json.dumps(finite(as_json(frames)), indent=2, allow_nan=False)
 
 
 def as_json(frames: Frames) -> dict[str, Any]:
-    """`runs`, `cpu`, `points`, `served`, `others` and `findings`; docs/reading-a-report.md says what they hold.
+    """Return `runs`, `cpu`, `points`, `served`, `others` and `findings`, as docs/reading-a-report.md describes.
 
-    Rows have the columns of points.csv. What is not known, or not finite, is null.
+    Rows have the columns of points.csv. Values that are unknown or not finite are null.
     """
     return {
         "runs": [

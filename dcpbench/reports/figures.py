@@ -1,7 +1,8 @@
-"""Figures with a line per layout and a panel per length of requests: rates, latencies, frontier, and where DCP pays;
-and with a bar per layout: where a step's time goes, and how much KV cache fits.
+"""Draw figures with a line per layout and a panel per request length (rates, latencies, frontier, DCP over its
+baseline), and with a bar per layout (time of a step by phase, KV capacity).
 
-A figure holds points of `decode`, live runs, or replays. Replays have hollow markers and say so above each panel.
+A figure holds points of `decode`, live runs, or replays. Replays have hollow markers, and each panel's title names
+them.
 """
 
 from __future__ import annotations
@@ -54,29 +55,33 @@ if TYPE_CHECKING:
 WIDE_PANEL = (3.7, 3.0)
 SINGLE_PANEL = (4.4, 3.0)
 TITLE_WIDTH = 42
-"""Characters of a line above a panel."""
+"""Maximum number of characters per line of a panel's title."""
 PALE = "#D0D0D0"
 FRONTIER = (METRIC["tok_s_per_user"], METRIC["output_tok_s_per_gpu"])
-"""Along the axes of the frontier."""
+"""Metrics on the axes of the frontier."""
 MOST_CURVES = 8
-"""Curves of a panel of the break-even figure; of more, each layout with its exchange has a panel of its own."""
+"""Maximum number of curves in a panel of the break-even figure; with more, each layout with its exchange has its own
+panel.
+"""
 MOST_LOADS = 3
-"""Concurrencies shown in the phase figure; of more, the lowest, the middle and the highest."""
+"""Maximum number of concurrencies in the phase figure; with more, the lowest, the middle and the highest are shown."""
 IDLE = "idle"
-"""What no phase takes, at the end of each bar."""
+"""Name of the part of a step that belongs to no phase, drawn at the end of each bar."""
 LABEL_WIDTH = 30
-"""Letters of a bar's label on a line; a longer one takes two."""
+"""Maximum number of characters per line of a bar's label; a longer label takes two lines."""
 ASIDE = 0.05
-"""From one point to the next where they stand beside their load, as a share of it."""
+"""Horizontal offset between points of the same load, as a share of the load."""
 LINE_OF_WORDS = 0.1
-"""Of the height of a panel, what a line of small words takes."""
+"""Height of a line of small text, as a share of the panel's height."""
 LEGEND_WIDTH, LONGEST_NAME = 64, 160
-"""Letters of a name in a legend on a line, and of all of it: names of a server's settings differ at their ends."""
+"""Maximum number of characters of a legend entry per line, and in all; names of a server's settings differ at their
+ends.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Along:
-    """What makes a load heavier."""
+    """Describe the quantity that makes a load heavier, for the x axis."""
 
     column: str
     against: str
@@ -88,11 +93,13 @@ ALONG = {
     CLOSED: Along("concurrency", "concurrency", "concurrency (closed loop)"),
     GAMMA: Along("load_request_rate", "request rate", "request rate (requests/s)"),
 }
-"""Of served requests, by arrival. A trace has one load, which no line can show."""
+"""Quantity on the x axis of served requests, by arrival; a trace is a single load, which no line can show."""
 
 
 def draw_throughput(points: pd.DataFrame, style: Style, title: str) -> Figure:
-    """Output tok/s of the whole layout: 95 % intervals of `decode`; of a served run whole, bars over its repeats."""
+    """Draw output tok/s of the whole layout, with 95 % intervals for `decode` and the range over repeats for served
+    runs.
+    """
     figure, drawn, load = _start(points, title)
     for ax, panel in drawn:
         for line, look in _series(panel, style, load.column):
@@ -106,7 +113,9 @@ def draw_throughput(points: pd.DataFrame, style: Style, title: str) -> Figure:
 
 
 def _draw_latency(points: pd.DataFrame, style: Style, title: str, name: str, label: str) -> Figure:
-    """The median, that of `decode` with its 95 % interval; p99 as a dash, or the highest percentile that has samples."""
+    """Draw the median, for `decode` with its 95 % interval, and p99 as a dash, or the highest percentile that has
+    enough samples.
+    """
     figure, drawn, load = _start(points, title)
     top = _tail_percentile(points, name)
     tail = f"{name}_{top or 'p99'}_ms"
@@ -145,7 +154,9 @@ def _draw_intervals(ax: Axes, line: pd.DataFrame, x: str, y: str, low: str, high
 
 
 def _tail_percentile(points: pd.DataFrame, name: str) -> str:
-    """The highest percentile of a latency that all points have that have a median, else one that some have, else ''."""
+    """Return the highest percentile of a latency that all points with a median have, else one that some have, else an
+    empty string.
+    """
     some = points[points[f"{name}_p50_ms"].notna()]
     known = {p: some[f"{name}_{p}_ms"].notna() for p in PERCENTILES[:0:-1]}
     return next((p for p, has in known.items() if len(some) and has.all()), "") or next(
@@ -154,7 +165,9 @@ def _tail_percentile(points: pd.DataFrame, name: str) -> str:
 
 
 def draw_frontier(points: pd.DataFrame, style: Style, title: str) -> Figure:
-    """Output tok/s/GPU against tok/s/user; grey joins the points that no other beats in both, their load beside them."""
+    """Draw output tok/s/GPU against tok/s/user; a grey line joins the Pareto-optimal points, which are labelled with
+    their load.
+    """
     figure, drawn, load = _start(points, title)
     for ax, panel in drawn:
         best = frontier(panel)
@@ -173,7 +186,7 @@ def draw_frontier(points: pd.DataFrame, style: Style, title: str) -> Figure:
 
 
 def frontier(points: pd.DataFrame) -> pd.DataFrame:
-    """Points for which no other has both more tok/s/user and more tok/s/GPU, fastest user first."""
+    """Return the points for which no other has both more tok/s/user and more tok/s/GPU, fastest user first."""
     ordered = points.dropna(subset=["tok_s_per_user", "output_tok_s_per_gpu"])
     ordered = ordered.sort_values(["tok_s_per_user", "output_tok_s_per_gpu"], ascending=False)
     before = ordered["output_tok_s_per_gpu"].cummax().shift(fill_value=-math.inf)
@@ -186,19 +199,19 @@ LINES = (
     ("itl", "Inter-token latency against {}", draw_itl),
     ("frontier", "Throughput per GPU against speed per user", draw_frontier),
 )
-"""Kind, title and function of each; a `decode` point has no first token."""
+"""Kind, title and drawing function of each line figure; a `decode` point has no first token."""
 SUBJECTS = [kind for kind, _, _ in LINES]
 EDGE = {
     "tok_s_per_user": "a speed for one user (1000 / median ITL)",
     "output_tok_s_per_gpu": "an output per GPU (an import with --tp says how many there were)",
 }
-"""What a point on the frontier has, in words."""
+"""Text for each metric that a point on the frontier needs."""
 NAMES = words.OBJECTIVES | {"frontier": "Throughput per GPU against speed per user"}
-"""Of the figures that some points cannot be in."""
+"""Names of the figures from which some points can be missing."""
 
 
 def lacks(kind: str, points: pd.DataFrame) -> str:
-    """What no point has that a figure of LINES would show; empty where there is something to draw."""
+    """Return which values a figure of LINES needs that no point has; empty if there is something to draw."""
     if kind in ("ttft", "itl"):
         columns = [f"{kind}_{p}_ms" for p in PERCENTILES]
         shown = points.reindex(columns=[*columns, *(["step_ms"] if kind == "itl" else [])])
@@ -209,7 +222,7 @@ def lacks(kind: str, points: pd.DataFrame) -> str:
 
 
 def not_drawn(served: pd.DataFrame, *kinds: str) -> list[str]:
-    """A sentence for each of these figures, mode and model of which nothing can be drawn, and why."""
+    """Return a sentence for each of these figures, mode and model for which nothing can be drawn, with the reason."""
     groups = list(served.groupby(["mode", "model"], sort=False)) if len(served) else []
     said = []
     for (mode, model), points in groups:
@@ -219,11 +232,11 @@ def not_drawn(served: pd.DataFrame, *kinds: str) -> list[str]:
 
 
 def draw_break_even(ratios: pd.DataFrame, style: Style, title: str) -> Figure:
-    """Output tok/s with DCP over that of the same layout without it.
+    """Draw output tok/s with DCP over output tok/s of the same layout without it.
 
-    Along the x axis runs whichever of concurrency and length of requests has more values, a curve stands for each value
-    of the other, and a panel for each model; where that makes too many curves, or curves of one colour that differ in
-    the exchange alone, for each layout with its exchange.
+    The x axis has concurrency or request length, whichever has more values; each value of the other has a curve, and
+    each model a panel. If that makes too many curves, or curves of one colour that differ only in the exchange, each
+    layout with its exchange has a panel.
     """
     x, other = _axes(ratios)
     others = list(dict.fromkeys(ratios.sort_values(["input_typical", "concurrency"], kind="stable")[other]))
@@ -271,13 +284,13 @@ def draw_break_even(ratios: pd.DataFrame, style: Style, title: str) -> Figure:
 
 
 def sides(points: pd.DataFrame) -> pd.Series[str]:
-    """What each point is set against others within: its model, and its run where there are several."""
+    """Return the group within which each point is compared: its model, and its run if there are several."""
     names: pd.Series[str] = points["model"].astype(str)
     return names.str.cat(points["run"].astype(str), sep=", run ") if len(set(points["run"])) > 1 else names
 
 
 def _axes(ratios: pd.DataFrame) -> tuple[str, str]:
-    """The column along the x axis, and the one that has a curve for each of its values."""
+    """Return the column for the x axis, and the column that has a curve for each of its values."""
     lengths, loads = ratios["rest"].nunique(), ratios["concurrency"].nunique()
     known = bool(ratios["input_typical"].notna().all())
     return ("input_typical", "concurrency") if known and lengths > loads else ("concurrency", "rest")
@@ -292,11 +305,11 @@ def _share(values: list[Any], value: object) -> float:
 
 
 def draw_overview(rows: pd.DataFrame, style: Style, title: str, lost: pd.DataFrame) -> Figure:
-    """Each layout's output over that of the best other one (Findings.against_others): models down, with each run of its
-    own where there are several, lengths across.
+    """Draw each layout's output over that of the best other layout (Findings.against_others).
 
-    The band is where no layout is clearly ahead. Hollow marks miss the SLO. `lost` says for which loads there was no
-    room; a line down marks the concurrency from which on a layout with DCP is ahead of all without it.
+    Rows are models, with a row per run if there are several; columns are request lengths. In the shaded band no layout
+    is clearly ahead. Hollow markers miss the SLO. `lost` holds the points rejected for memory; a vertical line marks
+    the concurrency from which a layout with DCP is ahead of all layouts without it.
     """
     there = set(zip(rows["model"], rows["run"], strict=True))
     sides = [side for side in itertools.product(dict.fromkeys(rows["model"]), style.runs) if side in there]
@@ -370,18 +383,18 @@ def _overview_legend(figure: Figure, rows: pd.DataFrame, style: Style) -> None:
 
 
 def _alone(style: Style, layout: str, variant: str) -> dict[str, Any]:
-    """The look of a layout where runs are not told apart."""
+    """Return the look of a layout for figures that do not distinguish runs."""
     return dataclasses.replace(style, runs=[""]).look(layout, variant, "")
 
 
 def _first_ahead(panel: pd.DataFrame) -> float | None:
-    """The least concurrency from which on DCP pays (findings.dcp_against_best)."""
+    """Return the lowest concurrency from which DCP pays (findings.dcp_against_best)."""
     ahead = [(float(str(n)), bool(g["pays"].any())) for n, g in panel.groupby("concurrency")]
     return next((n for i, (n, _) in enumerate(ahead) if all(wins for _, wins in ahead[i:])), None)
 
 
 def _of_panel(lost: pd.DataFrame, panel: pd.DataFrame) -> pd.DataFrame:
-    """The rejected points of a panel."""
+    """Return the rejected points that belong to a panel."""
     if lost.empty or panel.empty:
         return lost.head(0)
     first = panel.iloc[0]
@@ -394,14 +407,14 @@ def _of_panel(lost: pd.DataFrame, panel: pd.DataFrame) -> pd.DataFrame:
 
 
 def alt_overview(title: str, rows: pd.DataFrame) -> str:
-    """What a reader would take from the overview."""
+    """Return the alternative text of the overview figure: its layouts and the largest lead."""
     top = rows.sort_values("ratio", kind="stable").iloc[-1]
     lead = f"{top['who']} over {top['rival']}, {top['model']}, {top['load']}"
     return f"{title}. Layouts: {', '.join(dict.fromkeys(rows['who']))}. Largest lead: {top['ratio']:.2f} times, {lead}."
 
 
 def alt(subject: str, title: str, points: pd.DataFrame) -> str:
-    """A sentence with what a reader would take from a picture; the full numbers stand in the tables."""
+    """Return one sentence with the main result of a figure as alternative text; the tables have the full numbers."""
     known = points[points["output_tok_s"].notna()].sort_values("output_tok_s", kind="stable")
     top = known.iloc[-1] if len(known) else None
     text = f"{title}. Layouts: {layouts(points)}."
@@ -420,37 +433,39 @@ def alt(subject: str, title: str, points: pd.DataFrame) -> str:
 
 
 def alt_break_even(title: str, ratios: pd.DataFrame) -> str:
-    """The same of the break-even curves."""
+    """Return the alternative text of the break-even figure."""
     low, high = ratios["ratio"].min(), ratios["ratio"].max()
     return f"{title}. Layouts: {layouts(ratios)}. From {low:.2f} to {high:.2f} times."
 
 
 def layouts(points: pd.DataFrame) -> str:
-    """The names of all that is shown."""
+    """Return the names of all layouts that are shown."""
     return ", ".join(plain(label, LONGEST_NAME) for label in dict.fromkeys(map(str, points["label"])))
 
 
 def cpu_aside(points: pd.DataFrame) -> str:
-    """What the watermark says, for those who cannot see it."""
+    """Return the watermark's statement as alternative text."""
     return " CPU: functional run, not performance." if bool(points["cpu"].any()) else ""
 
 
 def _start(points: pd.DataFrame, title: str) -> tuple[Figure, Panels, Along]:
-    """A panel for each shape of requests, and what its x axis shows."""
+    """Create a figure with a panel for each request shape, and return it with the panels and the quantity of the x
+    axis.
+    """
     load = along(points)
     form = "{} tokens" if load is DECODE else "{}"
     return *_panels(points, title, by="rest", form=form, order="input_typical"), load
 
 
 def along(points: pd.DataFrame) -> Along:
-    """What makes the load of these points heavier, which are of one mode and arrival."""
+    """Return the quantity that makes the load of these points heavier; all points must have one mode and arrival."""
     return DECODE if points["mode"].iloc[0] == "decode" else ALONG[points["load_arrival"].iloc[0]]
 
 
 def _panels(points: pd.DataFrame, title: str, *, by: str, order: str, form: str = "{}") -> tuple[Figure, Panels]:
-    """A figure with one panel per value of the column `by`, in the order of another, on a shared y axis.
+    """Create a figure with one panel per value of the column `by`, ordered by the column `order`, on a shared y axis.
 
-    `form` makes a panel's title of its value; that of a replay says that it is one.
+    `form` formats a value as the panel's title; a replay's title names the replay.
     """
     form += " (replay)" if points["mode"].iloc[0] == REPLAY else ""
     values = list(dict.fromkeys(points.sort_values(order, kind="stable")[by]))
@@ -471,7 +486,10 @@ def _panels(points: pd.DataFrame, title: str, *, by: str, order: str, form: str 
 def _grid(
     title: str, panels: int, columns: int, size: tuple[float, float], margin: float, *, sharey: bool = False
 ) -> tuple[Figure, list[Axes]]:
-    """A figure of so many panels, of inches in width in all, in height for each row, and in height beside these."""
+    """Create a figure with a number of panels.
+
+    `size` is the total width and the height of each row in inches; `margin` is additional height in inches.
+    """
     rows = math.ceil(panels / columns)
     figure = Figure(figsize=(size[0], rows * size[1] + margin), layout="constrained")
     headline(figure, title)
@@ -482,9 +500,9 @@ def _grid(
 
 
 def _series(panel: pd.DataFrame, style: Style, along: str) -> Iterator[tuple[pd.DataFrame, dict[str, Any]]]:
-    """The points of each layout, variant and run with the look of their line.
+    """Yield the points of each layout, variant and run with the style of their line.
 
-    Where there is one load, lines of a layout are points that would hide each other: they stand beside it.
+    If there is only one load, points of the same layout are drawn side by side, because they would hide each other.
     """
     lines = list(panel.groupby(["layout", "variant", "run"], sort=False))
     alone = len(set(panel[along])) == 1
@@ -497,19 +515,20 @@ def _series(panel: pd.DataFrame, style: Style, along: str) -> Iterator[tuple[pd.
 
 
 def _hollow_in(points: pd.DataFrame) -> list[Line2D]:
-    """What the legend of lines says of hollow markers; nothing where there are none."""
+    """Return the legend entry for hollow markers; an empty list if there are none."""
     return [hollow("replayed")] if points["mode"].iloc[0] == REPLAY else []
 
 
 def _marked(panel: pd.DataFrame, look: dict[str, Any]) -> dict[str, Any]:
-    """Hollow markers for replays."""
+    """Return hollow markers for replays."""
     return {"markerfacecolor": "white" if panel["mode"].iloc[0] == REPLAY else look["color"]}
 
 
 def _legend(figure: Figure, points: pd.DataFrame, style: Style, more: list[Line2D]) -> None:
-    """Below the panels: each layout with its variant, markers of runs where there are several, and `more`.
+    """Draw the legend below the panels: each layout with its variant, markers of runs if there are several, and `more`.
 
-    Where there are both several runs and several variants a dash says which of each it is: then each line stands there.
+    With several runs and several variants a dash style identifies a pair of run and variant, so that the legend lists
+    each line.
     """
     named = [points[name].astype(str) for name in ("layout", "variant", "run")]
     shown = set(zip(*named[:2], strict=True))
@@ -539,7 +558,9 @@ def _in_legend(name: str) -> str:
 
 
 def phases_in_ms(points: pd.DataFrame) -> pd.DataFrame:
-    """Time of each phase in ms, one column per phase in stacking order, the small and the unknown ones as `rest`."""
+    """Return the time of each phase in ms, one column per phase in stacking order; small and unknown phases are summed
+    as `rest`.
+    """
     columns = {c.removeprefix("phase_").removesuffix("_us"): c for c in map(str, points) if PHASE_COLUMN.fullmatch(c)}
     times = points[list(columns.values())].set_axis(list(columns), axis=1) / 1e3
     shown = [name for name in PHASE_COLOURS if name in columns and times[name].sum() > 0]
@@ -548,7 +569,7 @@ def phases_in_ms(points: pd.DataFrame) -> pd.DataFrame:
 
 
 def floors_in_ms(points: pd.DataFrame) -> pd.DataFrame:
-    """The floors of the columns of `phases_in_ms` in ms; columns that no point has one of are left out."""
+    """Return the floors of the columns of `phases_in_ms` in ms, without columns in which no point has a floor."""
     columns = {c.removeprefix("phase_").removesuffix("_us"): c for c in map(str, points) if PHASE_COLUMN.fullmatch(c)}
     found = {}
     for name in phases_in_ms(points):
@@ -560,19 +581,19 @@ def floors_in_ms(points: pd.DataFrame) -> pd.DataFrame:
 
 
 def has_phases(points: pd.DataFrame) -> bool:
-    """Whether any point was profiled."""
+    """Return True if any point was profiled."""
     return bool(points["idle_us"].notna().any()) and phases_in_ms(points).sum().sum() > 0
 
 
 def has_capacity(points: pd.DataFrame) -> bool:
-    """Whether any point says what its KV cache holds."""
+    """Return True if any point has the number of tokens that its KV cache holds."""
     return bool(points["kv_tokens_per_gib"].notna().any())
 
 
 def draw_phases(points: pd.DataFrame, style: Style, title: str) -> Figure:  # noqa: ARG001 - same call for all
-    """Stacked bars of GPU time per step by phase, one panel per context, grouped by concurrency.
+    """Draw stacked bars of GPU time per step by phase, one panel per context, grouped by concurrency.
 
-    A thin bar in each, from where it begins, is as long as the machine needs for it.
+    A thin bar inside each part starts at its left end and is as long as the machine needs at least for it.
     """
     contexts = sorted(points["context"].unique())
     loads = _some(sorted(points["concurrency"].unique()))
@@ -604,14 +625,14 @@ def _colour(phase: str) -> str:
 
 
 def _bar_name(label: str) -> str:
-    """A bar's label on up to two lines."""
+    """Format a bar's label on up to two lines."""
     return "\n".join(textwrap.wrap(plain(label, 2 * LABEL_WIDTH), LABEL_WIDTH)[:2])
 
 
 def _stack(
     ax: Axes, panel: pd.DataFrame, rows: list[tuple[int, str]], times: pd.DataFrame, floors: pd.DataFrame
 ) -> None:
-    """One bar per row; a row without a label is the heading of its group."""
+    """Draw one bar per row; a row without a label is the heading of its group."""
     bars = times.loc[panel.index].to_dict("records")
     # A table without columns has no records (pandas 2).
     least = floors.loc[panel.index].to_dict("records") or [{}] * len(panel)
@@ -654,19 +675,21 @@ def _stack(
 
 
 def _line_below(points: pd.DataFrame) -> float:
-    """Inches of what `watermark_below` adds to panels of bars."""
+    """Return the height in inches that `watermark_below` adds to panels of bars."""
     return LEGEND_LINE_INCHES if bool(points["cpu"].any()) else 0.0
 
 
 def _bars(ax: Axes, parts: list[tuple[int, float, float]], **look: Any) -> None:  # noqa: ANN401 - matplotlib's
-    """Parts of bars that look alike, each its row, width and left end: drawn in one call, which is much faster."""
+    """Draw parts of bars with the same look, each given as row, width and left end, in one call,
+    which is much faster.
+    """
     if parts:
         places, widths, lefts = zip(*parts, strict=True)
         ax.barh(places, widths, left=lefts, **look)
 
 
 def draw_capacity(points: pd.DataFrame, style: Style, title: str) -> Figure:  # noqa: ARG001 - same call for all
-    """Tokens that each GiB of KV memory on each GPU holds and, where it means something, tokens in all."""
+    """Draw the tokens that each GiB of KV memory on each GPU holds and, where it is meaningful, tokens in all."""
     best = points.dropna(subset=["kv_tokens_per_gib"]).sort_values("kv_tokens_per_gib", ascending=False)
     best = best.assign(layout=best["instance"])
     best = best.drop_duplicates("layout").sort_values([*DEGREES], kind="stable")

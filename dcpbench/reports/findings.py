@@ -1,7 +1,8 @@
-"""What the records say, computed: best layout per load, DCP against its baseline, break-even, KV capacity, repeats.
+"""Compute the findings of the records: best layout per load, DCP against its baseline, break-even, KV capacity,
+repeats.
 
-Points of `decode` and of `serve` go the same way, live runs and replays apart, which `replay_against_live` alone
-compares with each other. Nothing is said about the speed of a CPU run.
+Points of `decode` and of `serve` are treated the same way. Live runs and replays are kept apart; only
+`replay_against_live` compares them. CPU runs have no findings about speed.
 """
 
 from __future__ import annotations
@@ -33,30 +34,32 @@ if TYPE_CHECKING:
 
 
 NO_MATCH = -1
-"""A place that no row has."""
+"""Row index that stands for no match."""
 SCOPE = ["run", "model", "mode"]
-"""What a sentence of the answer speaks of."""
+"""Columns that define the scope of a sentence of the answer."""
 LOAD = [*SCOPE, "same_load"]
-"""What points have in common that are set against each other; they differ in their `label`."""
+"""Columns that compared points share; such points differ in their `label`."""
 BASELINE_OF = [*LOAD, *(a.name for a in point_axes(COMPUTES, but=Role.EXCHANGE) if a.name not in ("model", "dcp"))]
-"""And a DCP point and its dcp=1 baseline."""
+"""Columns that a DCP point and its dcp=1 baseline share, in addition to LOAD."""
 RIVAL_OF = [*LOAD, "gpus", "dtype", "weights_dtype", "kv_dtype", "weights", "emulate"]
-"""And layouts of which one is to be chosen: the load, the GPUs, and what is computed."""
+"""Columns that layouts share of which one is to be chosen: the load, the GPUs, and what is computed."""
 SAME_BUT_EXCHANGE = ["run", *(axis.name for axis in point_axes(COMPUTES | Role.LOAD, but=Role.EXCHANGE))]
-"""What points of `decode` have in common that differ in their exchange alone."""
+"""Columns that points of `decode` share if they differ only in their exchange."""
 SAME_BUT_MODE = ["device", "same_load", *(axis.name for axis in point_axes(COMPUTES))]
-"""And a replay and the live run that it stands for."""
+"""Columns that a replay and its live run share."""
 PAYS = ("higher", "alone")
 """Verdicts of dcp_against_best with which DCP pays."""
 MOST_IN_FLIGHT = 0.9
-"""Of a loop's clients, that are on average; below, what its last requests did to throughput is said."""
+"""Share of a loop's clients with a request in flight, on average; below it the report states the effect of the last
+requests on throughput.
+"""
 MOST_CURVES = 2_000
-"""Layouts × lengths of requests whose break-even is looked for; those in the tables above all others."""
+"""Maximum number of pairs of layout and request length for which break-even is computed, in the order of the tables."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Findings:
-    """What is found in the points of a report, each table made once, however many of its parts show it."""
+    """Hold the findings about the points of a report; each table is computed once and shared by all sections."""
 
     points: pd.DataFrame
     best: pd.DataFrame
@@ -68,12 +71,12 @@ class Findings:
 
     @functools.cached_property
     def against_others(self) -> pd.DataFrame:
-        """Each layout's best point of a load against the best other layout; see `_against_others`."""
+        """Return each layout's best point of a load against the best other layout; see `_against_others`."""
         return _against_others(self.points, self.against_best)
 
 
 def find(frames: Frames) -> Findings:
-    """All of them; each function below says what its table holds."""
+    """Compute all findings; each function below documents its table."""
     points = rivals(frames)
     ratios = dcp_against_baseline(points)
     return Findings(
@@ -88,22 +91,22 @@ def find(frames: Frames) -> Findings:
 
 
 def timed(points: pd.DataFrame) -> pd.DataFrame:
-    """Points whose speed may be spoken about: measured or replayed, and not on a CPU."""
+    """Return the points for which speed may be reported: measured or replayed, and not on a CPU."""
     return points if points.empty else points[points["output_tok_s"].notna() & ~points["cpu"].astype(bool)]
 
 
 def rivals(frames: Frames) -> pd.DataFrame:
-    """Such points of both workloads."""
+    """Return the points of both workloads for which speed may be reported."""
     return timed(frames.everything)
 
 
 def best_per_load(points: pd.DataFrame) -> pd.DataFrame:
-    """The layout with the highest throughput of each load that at least two layouts of as many GPUs ran, of those that meet
-    its SLO.
+    """Return the layout with the highest throughput of each load, of those that meet its SLO; only loads that at least
+    two layouts on the same number of GPUs ran.
 
     `clear` is False if its interval overlaps the next one's or it leads by no more than launches may differ; `level`
-    lists it and all that it does not clearly lead. `next` is missing if no other meets the SLO. If none does, `meets` is
-    False, and `label` is the one that comes nearest to it.
+    lists it and all layouts that it does not clearly lead. `next` is missing if no other meets the SLO. If none does,
+    `meets` is False, and `label` is the one that comes nearest to it.
     """
     if len(points):
         points = points[points.groupby([*LOAD, "gpus"])["label"].transform("size") > 1]
@@ -132,10 +135,10 @@ def best_per_load(points: pd.DataFrame) -> pd.DataFrame:
 
 
 def most_per_shape(points: pd.DataFrame) -> pd.DataFrame:
-    """Over all loads with one length of requests: the highest throughput that meets the SLO, with DCP and without.
+    """Return the highest throughput that meets the SLO, with DCP and without, over all loads with one request length.
 
-    A row per run, model, mode and `rest`: the best point, `other` and `other_tok_s`, `other_load`: the best of the
-    other kind (without DCP if the best has it), missing where none meets the SLO.
+    The table has a row per run, model, mode and `rest`: the best point, and `other`, `other_tok_s` and `other_load` for
+    the best of the other kind (without DCP if the best has it), missing if none meets the SLO.
     """
     if points.empty:
         return pd.DataFrame()
@@ -157,17 +160,17 @@ def most_per_shape(points: pd.DataFrame) -> pd.DataFrame:
 
 
 def most_per_layout(points: pd.DataFrame) -> pd.DataFrame:
-    """The point with the highest throughput of those that meet the SLO, of each layout and length of requests."""
+    """Return the point with the highest throughput of those that meet the SLO, for each layout and request length."""
     fits = points[points["slo_excess"] <= 1].sort_values("output_tok_s", ascending=False, kind="stable")
     return fits.drop_duplicates([*SCOPE, "rest", "label"])
 
 
 def dcp_against_baseline(points: pd.DataFrame) -> pd.DataFrame:
-    """Throughput of every DCP point over that of the same layout without DCP under the same load.
+    """Return the throughput of every DCP point over that of the same layout without DCP under the same load.
 
-    `low` and `high` are the widest that the ratio may be. `verdict` is `higher` or `lower` only if the intervals lie
-    apart and the ratio differs from 1 by more than repeats may; `no baseline` where that did not run, and there the
-    ratios are missing. `ttft_ratio` and `itl_ratio` compare the medians.
+    `low` and `high` bound the ratio. `verdict` is `higher` or `lower` only if the intervals do not overlap and the
+    ratio differs from 1 by more than repeats may; it is `no baseline` if the baseline did not run, and the ratios are
+    then missing. `ttft_ratio` and `itl_ratio` compare the medians.
     """
     split = points[points["dcp"] > 1] if len(points) else points
     if split.empty:
@@ -181,12 +184,13 @@ def dcp_against_baseline(points: pd.DataFrame) -> pd.DataFrame:
 
 
 def dcp_against_best(points: pd.DataFrame) -> pd.DataFrame:
-    """Throughput of every DCP point over that of the best layout without DCP under the same load, within the SLO.
+    """Return the throughput of every DCP point over that of the best layout without DCP under the same load, within the
+    SLO.
 
-    `rival` is the fastest of those that meet the SLO, whatever else differs but GPUs, dtype and weights; `low` and
-    `high` are the widest that the ratio may be. `verdict` is `higher` or `lower` as of dcp_against_baseline, `alone`
-    where the point meets the SLO and no rival does, `misses` where the point does not, and `no rival` where none ran.
-    Rows are in the order of dcp_against_baseline.
+    `rival` is the fastest layout that meets the SLO; it may differ in everything except GPUs, dtype and weights. `low`
+    and `high` bound the ratio. `verdict` is `higher` or `lower` as in dcp_against_baseline, `alone` if the point meets
+    the SLO and no rival does, `misses` if the point does not, and `no rival` if none ran. Rows are in the order of
+    dcp_against_baseline.
     """
     split = points[points["dcp"] > 1] if len(points) else points
     if split.empty:
@@ -213,9 +217,10 @@ def plain_layout(tp: int, dp: int, ep: str, disaggregate: str) -> str:
 
 
 def over(points: pd.DataFrame, others: pd.DataFrame, same: list[str], value: str, *more: str) -> pd.DataFrame:
-    """Points beside the first of `others` that shares what is in `same`: its columns `over_…`, of `value` and `more`.
+    """Return the points with columns `over_…`: `value` and `more` of the first row of `others` with the same values in
+    `same`.
 
-    `ratio` is that of their values, missing where there is no other; `low` and `high` are the widest that it may be.
+    `ratio` is the ratio of the two values, missing without a match; `low` and `high` bound it.
     """
     names = (value, f"{value}_low", f"{value}_high", launch_bands.COLUMN, *more)
     first = matching(points, others[[*same, *names]], same)
@@ -246,7 +251,9 @@ def _comparable(table: pd.DataFrame, names: Sequence[str]) -> list[tuple[Any, ..
 
 
 def verdicts(found: pd.DataFrame, *, above: str = "higher", below: str = "lower", without: str = "") -> pd.Series[Any]:
-    """Return whether ratios are `above` or `below` 1: only if all of their reach is, and by more than launches may differ."""
+    """Return whether ratios are `above` or `below` 1, else `without`: only if the whole interval is, and by more than
+    launches may differ.
+    """
     found_verdicts = pd.Series("no clear difference", found.index, dtype=object)
     band = launch_bands.find_band(found[launch_bands.COLUMN], found[f"over_{launch_bands.COLUMN}"])
     found_verdicts[(found["low"] > 1) & (found["ratio"] > 1 + band)] = above
@@ -256,22 +263,25 @@ def verdicts(found: pd.DataFrame, *, above: str = "higher", below: str = "lower"
 
 
 def keys(table: pd.DataFrame, names: Sequence[str]) -> list[tuple[Any, ...]]:
-    """What stands in these columns, row by row; nothing where the table is empty."""
+    """Return the values of these columns row by row; an empty list for an empty table."""
     return list(zip(*(table[name] for name in names), strict=True)) if len(table) else []
 
 
 def slo_aside(ratios: pd.DataFrame) -> str:
-    """What is said of ratios to the same layout without DCP where an SLO is in force, which they do not look at."""
+    """Return the remark on ratios to the same layout without DCP if an SLO is in force, because such ratios ignore the
+    SLO.
+    """
     return ", whether or not the SLO is met" if (ratios["slo_said"] != "").any() else ""
 
 
 def break_even(ratios: pd.DataFrame) -> pd.DataFrame:
-    """Per layout with its exchange and length of requests: the least concurrency from which on DCP is ahead.
+    """Return, per layout with its exchange and request length, the lowest concurrency from which DCP is ahead.
 
-    It is where the verdict of dcp_against_baseline is `higher`. `from` is missing where it is not at the highest
-    concurrency tried; `least` says whether it is the lowest one tried, so that the true one may be lower. `best` is the
-    highest ratio, at `best_at`, `last` the one at the highest concurrency, and `ever` whether DCP is clearly ahead at
-    any. Open loops, whose throughput is their rate until they cannot keep up, have no break-even.
+    `from` is the lowest concurrency from which on every verdict of dcp_against_baseline is `higher`; it is missing if
+    DCP is not ahead at the highest concurrency tried. `least` is True if `from` is the lowest one tried, so that the
+    true one may be lower. `best` is the highest ratio, at `best_at`; `last` is the ratio at the highest concurrency,
+    and `ever` is True if DCP is clearly ahead at any. Open loops, for which throughput equals the request rate until
+    they cannot keep up, have no break-even.
     """
     known = ratios[ratios["ratio"].notna() & (ratios["load_arrival"] == CLOSED)] if len(ratios) else ratios
     kept = [*SCOPE, "label", "rest"]
@@ -303,7 +313,9 @@ def break_even(ratios: pd.DataFrame) -> pd.DataFrame:
 
 
 def kv_by_layout(points: pd.DataFrame) -> pd.DataFrame:
-    """KV cache of an instance of each layout: the pool, what it holds, and how much more than its first layout without DCP or DP."""
+    """Return the KV cache of an instance of each layout: the pool, its tokens, and the gain over the first layout
+    without DCP or DP.
+    """
     if points.empty or points["kv_tokens_per_gib"].isna().all():
         return pd.DataFrame()
     known = points.dropna(subset=["kv_tokens_per_gib"]).sort_values("kv_capacity_tokens", ascending=False)
@@ -316,7 +328,10 @@ def kv_by_layout(points: pd.DataFrame) -> pd.DataFrame:
 
 
 def padded(points: pd.DataFrame) -> pd.DataFrame:
-    """Closed loops whose steps run more rows than requests, as CUDA graphs have fixed sizes: `rows`, over all replicas."""
+    """Return the closed loops in which steps run more rows than requests, because CUDA graphs have fixed sizes.
+
+    `rows` is the number of rows of a step over all replicas.
+    """
     alone = points[points["instances"].isna()] if len(points) else points
     known = alone[(alone["load_arrival"] == CLOSED) & alone["cuda_graph"].eq(True)]  # noqa: FBT003 - may be None
     recorded = known["graph_batch"].tolist() if len(known) else []
@@ -329,9 +344,9 @@ def padded(points: pd.DataFrame) -> pd.DataFrame:
 
 
 def last_waves(points: pd.DataFrame) -> pd.DataFrame:
-    """Closed loops that end with fewer requests than clients, so that much less was in flight on average.
+    """Return the closed loops that end with fewer requests than clients, so that much less was in flight on average.
 
-    Only where KV had room for all clients, and nothing was preempted: else that is why.
+    Loops short of KV capacity and loops with preemptions are excluded, because those explain the lower number.
     """
     if "decode_batch" not in points or "load_requests" not in points:
         return points.iloc[:0]
@@ -343,7 +358,9 @@ def last_waves(points: pd.DataFrame) -> pd.DataFrame:
 
 
 def pressure(points: pd.DataFrame) -> pd.DataFrame:
-    """Served points whose KV cache was short: requests were preempted, or fewer fit than were in flight."""
+    """Return the served points that were short of KV cache: requests were preempted, or fewer fit
+    than were in flight.
+    """
     if points.empty:
         return points
     short = (points["load_arrival"] == CLOSED) & (points["room_for"] < points["concurrency"])
@@ -351,7 +368,9 @@ def pressure(points: pd.DataFrame) -> pd.DataFrame:
 
 
 def replay_against_live(served: pd.DataFrame) -> pd.DataFrame:
-    """Each replay beside the live run of the same point and load, whose figures it has: `…_error` = replay / live - 1."""
+    """Return each replay with the errors against the live run of the same point and load: `…_error` = replay / live -
+    1.
+    """
     if served.empty:
         return served
     names = [metric.name for metric in REPLAYED]
@@ -367,9 +386,9 @@ def replay_against_live(served: pd.DataFrame) -> pd.DataFrame:
 
 
 def repeats(frames: Frames) -> pd.DataFrame:
-    """How far repeated measurements of one point lie apart, over repeats and over runs on the same hardware.
+    """Return how far repeated measurements of one point differ, over repeats and over runs on the same hardware.
 
-    A copy of a record, as in a copied run, is no repeat: it agrees by being the same.
+    A copy of a record, as in a copied run, is not a repeat: it would agree by construction.
     """
     found: dict[tuple[str, str], list[Record]] = {}
     seen: set[tuple[str, bytes]] = set()
@@ -399,7 +418,7 @@ def repeats(frames: Frames) -> pd.DataFrame:
 
 
 def served_repeats(served: pd.DataFrame) -> pd.DataFrame:
-    """Live points that were run more than once; a replay repeats itself exactly, which says nothing."""
+    """Return the live points that were run more than once; replays are excluded because they repeat exactly."""
     if served.empty:
         return served
     again = served[served["spread"].notna() & (served["mode"] == LIVE)]
@@ -407,13 +426,13 @@ def served_repeats(served: pd.DataFrame) -> pd.DataFrame:
 
 
 def spread(intervals: list[Interval]) -> float | None:
-    """Largest relative difference of any two repeats' medians (stats.agreement); None for a single one."""
+    """Return the largest relative difference of any two repeats' medians (stats.agreement); None for a single one."""
     ordered = sorted(intervals, key=lambda interval: interval.median)
     return agreement(ordered[0], ordered[-1]) if len(ordered) > 1 else None
 
 
 def repeats_sentence(apart: Sequence[float]) -> str:
-    """Whether repeats agree; `apart` says of each point measured more than once by how much they differ."""
+    """State how well repeats agree; `apart` holds the relative difference for each point measured more than once."""
     if not len(apart):
         return "Every point was measured once, so how well repeats agree is not known."
     wide = sum(a > REPEATS_AGREE_WITHIN for a in apart)
@@ -428,11 +447,12 @@ def repeats_sentence(apart: Sequence[float]) -> str:
 
 
 def _against_others(points: pd.DataFrame, against_best: pd.DataFrame) -> pd.DataFrame:
-    """A row for each load and layout that has another to be compared with, of closed loops not on a CPU.
+    """Return a row for each load and layout that can be compared with another one, for closed loops not on a CPU.
 
-    `who` is the layout, or the label where all are of one; `named` has its variant where it ran in several; `ratio` its output over that of the fastest other that meets
-    the SLO, and of any other where none does; `meets` whether it does itself; `near` whether it meets the SLO as well
-    as any other and none is clearly ahead of it; `pays` whether it has DCP that pays (dcp_against_best).
+    `who` is the layout, or the label if all points have one layout; `named` adds its variant if it ran in several.
+    `ratio` is its output over that of the fastest other that meets the SLO, or of any other if none does. `meets` is
+    True if it meets the SLO itself. `near` is True if it meets the SLO as well as any other and none is clearly ahead
+    of it. `pays` is True if it has DCP that pays (dcp_against_best).
     """
     if points.empty:
         return points
@@ -448,7 +468,8 @@ def _against_others(points: pd.DataFrame, against_best: pd.DataFrame) -> pd.Data
     one = ordered.drop_duplicates([*RIVAL_OF, "who"])
     groups = one.groupby(RIVAL_OF, sort=False)
     one = one.assign(group=groups.ngroup(), place=groups.cumcount())
-    # In a load the fastest that meets the SLO comes first: it is the other of all but itself, whose other is the next.
+    # The fastest row of a load that meets the SLO comes first: it is the rival of all others, and the second is its
+    # rival.
     rivals = one[one["place"] < 2].assign(place=lambda t: 1 - t["place"]).set_index(["group", "place"])  # noqa: PLR2004
     keys = pd.MultiIndex.from_arrays([one["group"], (one["place"] > 0).astype(int)])
     columns = ["who", "meets", "output_tok_s", "output_tok_s_low", launch_bands.COLUMN]

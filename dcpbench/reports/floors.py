@@ -1,4 +1,4 @@
-"""How far steps are from what their machine allows, and which phases lose most of it."""
+"""Report how far steps are from the machine's limits, and which phases lose most time."""
 
 from __future__ import annotations
 
@@ -15,29 +15,31 @@ if TYPE_CHECKING:
     from dcpbench.reports.frames import Frames
 
 PHASE_COLUMN = re.compile(r"phase_.+_us")
-"""Columns of the time of a phase; `floor_…_us` beside it is its floor."""
+"""Pattern of the columns with the time of a phase; the column `floor_…_us` has its floor."""
 TOLD, LISTED = 3, 6
-"""Phases that a sentence names, and a row of the table."""
+"""Maximum number of phases that a sentence names, and that a row of the table lists."""
 TELLING = 0.01
-"""Share of a step that a phase loses at the least to be named."""
+"""Minimum share of a step that a phase must lose to be named."""
 TITLE = "A step against what its machine allows"
 
 
 class Loss(NamedTuple):
-    """A phase with the time that its machine would not need."""
+    """Hold a phase with the time above its floor."""
 
     phase: str
     share: float
-    """Floor over time."""
+    """Floor divided by time."""
     lost_us: float
 
     def __str__(self) -> str:
-        """`moe 0.63`; of what has no floor, as `idle`, the name alone."""
+        """Return `moe 0.63`; only the name for a phase without a floor, such as `idle`."""
         return f"{self.phase.replace('_', ' ')}{f' {self.share:.2f}' if self.share else ''}"
 
 
 def losses(row: dict[str, Any]) -> list[Loss]:
-    """Phases of a profiled point, the one that loses most first; kernels outside ranges and idle time lose all theirs."""
+    """Return the phases of a profiled point, largest loss first; kernels outside ranges and idle time count as lost in
+    full.
+    """
     found = []
     for name, us in row.items():
         floor = row.get(f"floor_{name.removeprefix('phase_')}")
@@ -49,17 +51,17 @@ def losses(row: dict[str, Any]) -> list[Loss]:
 
 
 def telling(row: dict[str, Any], most: int) -> list[Loss]:
-    """The largest of them, as long as they are worth naming."""
+    """Return at most `most` of the largest losses that are large enough to be named."""
     return [loss for loss in losses(row) if loss.lost_us >= TELLING * row["step_ms"] * 1e3][:most]
 
 
 def told(frames: Frames) -> list[str]:
-    """Of all points, how far their steps are from what their machine allows."""
+    """Return sentences on how far the steps of all points are from the machine's limits."""
     return sentences(frames.points) + served(frames.served)
 
 
 def short(points: pd.DataFrame) -> str:
-    """One sentence of all points of `decode`; empty where none has a floor."""
+    """Return one sentence on all points of `decode`; empty if none has a floor."""
     held = points.dropna(subset=["floor_share"]) if "floor_share" in points else points.head(0)
     if held.empty:
         return ""
@@ -73,7 +75,9 @@ def short(points: pd.DataFrame) -> str:
 
 
 def sentences(points: pd.DataFrame) -> list[str]:
-    """Of each run and model how far steps are from their floors, and where the furthest of them loses it."""
+    """Return, for each run and model, how far steps are from their floors, and in which phases the worst point loses
+    most.
+    """
     if points.empty or "floor_share" not in points:
         return []
     said = []
@@ -96,7 +100,9 @@ def sentences(points: pd.DataFrame) -> list[str]:
 
 
 def served(points: pd.DataFrame) -> list[str]:
-    """Of each run and model how far the steps of its served points are from their floors, from the best to the worst."""
+    """Return, for each run and model, how far the steps of served points are from their floors, from the best to the
+    worst.
+    """
     if points.empty or "prefill_floor_share" not in points:
         return []
     said = []
@@ -115,7 +121,7 @@ def served(points: pd.DataFrame) -> list[str]:
 
 
 def table(points: pd.DataFrame) -> Table:
-    """Each point that has a floor, and its phases by what they lose."""
+    """Build a table of the points that have a floor, with their phases ordered by loss."""
     held = points.dropna(subset=["floor_share"]) if "floor_share" in points else points.head(0)
     return make_table(
         TITLE,
@@ -134,5 +140,5 @@ def table(points: pd.DataFrame) -> Table:
 
 
 def _listed(row: dict[str, Any]) -> str:
-    """`moe 0.63 (51.8), attention 0.60 (7.59)`."""
+    """Format losses, such as `moe 0.63 (51.8), attention 0.60 (7.59)`."""
     return ", ".join(f"{loss} ({number(loss.lost_us / 1e3, 3)})" for loss in telling(row, LISTED))

@@ -1,4 +1,6 @@
-"""Records as tidy tables: one row per point, its repeats merged; what failed or was rejected kept apart."""
+"""Load records as tidy tables: one row per point with its repeats merged, and failed or rejected points in a separate
+table.
+"""
 
 from __future__ import annotations
 
@@ -54,80 +56,82 @@ pd.set_option("mode.string_storage", "python")
 
 MAX_POINTS = 100_000  # of one run; a report about as many takes four minutes
 LONGEST_DETAIL = 8_000
-"""Characters of a log, of which the end tells most."""
+"""Maximum number of characters kept of a log; its end is kept because it is the most informative part."""
 GPU = "gpu="
-"""The setting that makes points of other hardware other points; labels have the hardware itself."""
+"""Prefix of the setting that makes points of different hardware distinct; labels name the hardware itself."""
 BUSIEST = ("busiest_rank_experts", "busiest_rank_rows")
-"""Facts that tables have where any record has them: records once were without."""
+"""Columns that tables have only if any record has them; older records do not."""
 SAME_ENVIRONMENT = ("device", "device_count", "torch", "cuda", "nccl", "flashinfer", "flash_mla", "triton")
-"""What runs must share to be repeats of each other."""
+"""Fields of the environment that runs must share to be repeats of each other."""
 FLASHMLA = LIBRARIES["flashmla"]
 WITHOUT_FLASHMLA = tuple(backend for backend in BACKENDS if LIBRARIES.get(backend) != FLASHMLA)
-"""Backends that run alike whether or not that library is there."""
+"""Backends that run the same with and without FlashMLA."""
 MERGES: dict[str, Callable[[list[float]], float]] = {
     "median": lambda values: statistics.median(map(float, values)),
     "max": max,
     "min": min,
     "first": lambda values: values[0],
 }
-"""How repeats become one value, by the words of the catalogue of metrics."""
+"""Function that merges repeats into one value, for each merge kind in the catalogue of metrics."""
 OF_ENGINE = [m.name for m in metrics.METRICS if m.at and not m.parts & {"metrics", "serve"}]
 OF_DECODE = [m.name for m in metrics.METRICS if "metrics" in m.parts]
-"""Metrics of all points, and of points of `decode`, in the order of a table."""
+"""Metrics of points of `decode`, in the order of a table."""
 SERVED = [name for name in ServeMetrics.__struct_fields__ if name in METRIC and name != "goodput_s"]
-"""Metrics of a served point alone, in the order of a record; goodput is told with its objectives."""
+"""Metrics that only served points have, in the order of a record; goodput is reported with its objectives."""
 VARIES = {
     "at_once": "{:,.0f} at once",
     **{axis.name: axis.label for axis in LOAD_AXES if axis.label and axis.name not in words.OF_SESSIONS},
     "kv_memory_gib": "{:g} GiB of KV",
     "limit_seconds": "ended at {:g} s",
 }
-"""What else of a load, or of the settings it was served with, may tell two points of a report apart, as printed."""
+"""Further fields of a load or of its serving settings that may distinguish two points of a report, with their print
+format.
+"""
 SOME_HAVE = tuple(name for name in VARIES if name not in ("kv_memory_gib", "limit_seconds"))
-"""Of these, what only some points have: that the others have none tells nothing new. No import says any but
-`requests`."""
+"""Fields of VARIES that only some points have; a missing value adds no information. Imports have only `requests`."""
 OTHERS = ("run", "model", "layout", "dcp", "context", "concurrency", "mode", "load", "repeat")
 """Columns of points that did not run, before those of LOST."""
 LOST = ("outcome", "reason", "detail", "no_room", "told", "cause", "device", "cpu", "gpus")
-"""Whether memory was too small, the reason without what differs from job to job or from point to point, and on what it did
-not run."""
+"""Columns of points that did not run: outcome, the reason without job-specific or point-specific parts, memory, and
+hardware.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Frames:
-    """Everything a report is made of."""
+    """Hold the tables from which a report is made."""
 
     runs: list[Run]
     points: pd.DataFrame
     """One row per point of the workload `decode` that ran, repeats merged (see `_point_row`)."""
     served: pd.DataFrame
-    """The same of `serve` (see `_served_columns`)."""
+    """One row per served point of `serve` that ran, repeats merged (see `_served_columns`)."""
     others: pd.DataFrame
-    """Points of any workload that did not, with the columns OTHERS and LOST."""
+    """Points of any workload that did not run, with the columns OTHERS and LOST."""
     slo: dict[str, float] = dataclasses.field(default_factory=dict)
-    """Objectives asked for, in ms; empty: those that the runs were measured with (slo.py)."""
+    """Requested objectives in ms; if empty, those that the runs were measured with apply (slo.py)."""
 
     @property
     def records(self) -> list[Record]:
-        """All records of all runs."""
+        """Return all records of all runs."""
         return [record for run in self.runs for record in run.records]
 
     @property
     def cpu(self) -> bool:
-        """Whether any point was taken on a CPU; where none was taken, whether any failed on one."""
+        """Return True if any point was measured on a CPU, or, without measured points, if any failed on a CPU."""
         table = self.others if self.everything.empty else self.everything
         return len(table) > 0 and bool(table["cpu"].any())
 
     @cached_property
     def everything(self) -> pd.DataFrame:
-        """Points of all workloads, with the columns of each."""
+        """Return the points of all workloads, with the columns of each."""
         if self.points.empty or self.served.empty:
             return self.served if self.points.empty else self.points
         return _plain([*self.points.to_dict("records"), *self.served.to_dict("records")])
 
     @cached_property
     def findings(self) -> findings.Findings:
-        """What the points say when they are compared."""
+        """Return the findings from comparing the points."""
         return findings.find(self)
 
 
@@ -165,7 +169,7 @@ def load(folders: Iterable[Path], *, as_repeats: bool = False, slo: dict[str, fl
 
 
 def _as_loads(points: pd.DataFrame) -> pd.DataFrame:
-    """Points of `decode` with the columns that say of served points what their load was."""
+    """Return points of `decode` with the columns that describe the load of served points."""
     if points.empty:
         return points
     rest = "context " + points["context"].map("{:,}".format)
@@ -183,7 +187,9 @@ def _as_loads(points: pd.DataFrame) -> pd.DataFrame:
 
 
 def _as_served(table: pd.DataFrame) -> pd.DataFrame:
-    """Served points with `load` in words, in reading order: modes apart, then loads from light to heavy, then layouts."""
+    """Return served points with `load` as text, in reading order: by mode, then loads from light to heavy, then
+    layouts.
+    """
     if table.empty:
         return table
     # columns that may be unknown in every row, which pandas would not take for numbers
@@ -203,10 +209,12 @@ def _as_served(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _told(table: pd.DataFrame, name: str) -> pd.Series[Any]:
-    """Of which points it is said. How many requests an import sent is, where nothing else tells two points apart.
+    """Return a mask of the points for which a load field is part of the printed load.
 
-    Other tools send as many as a load needs, often a multiple of the clients: the points are of one curve all the same.
-    Ours that stand beside imports of the same lengths are told apart among themselves, as imports do not say the rest.
+    The number of requests of an import is printed only if nothing else distinguishes two points: other tools send as
+    many requests as a load needs, often a multiple of the clients, and such points belong to one curve. dcpbench's own
+    points next to imports of the same lengths are distinguished only among themselves, because imports do not have the
+    other fields.
     """
     ours = table["origin"].eq(OURS)
     alone = ours
@@ -220,7 +228,7 @@ def _told(table: pd.DataFrame, name: str) -> pd.Series[Any]:
 
 
 def read_runs(folders: Iterable[Path]) -> list[Run]:
-    """Return each folder once, as a run with a name that tells it from the others; errors as of `load`.
+    """Return each folder once, as a run with a unique name; raise the errors of `load`.
 
     Lines that cannot be read are listed in the run, so that the others can be shown.
     """
@@ -248,13 +256,13 @@ def _read(folder: Path, name: str) -> Run:
 
 
 class _Clipper:
-    """Cuts the strings of records to a sensible length, and keeps one copy of an environment that many share."""
+    """Cut the strings of records to a reasonable length, and share one copy of an environment between records."""
 
     def __init__(self) -> None:
         self._environments: dict[bytes, Environment] = {}
 
     def __call__(self, record: Record) -> Record:
-        """The record with strings cut, and an environment that equals one seen before replaced by that."""
+        """Return the record with strings cut, and with an equal environment replaced by the one seen before."""
         names = ("point", "phases", "kv", "honesty", "choice", "sync_sites", "marks", "reason", "gpu", "serve")
         parts = {name: getattr(record, name) for name in names}
         changes = {} if _fits(parts) else {name: _structure(part) for name, part in parts.items()}
@@ -269,7 +277,9 @@ class _Clipper:
 
 
 def _fits(parts: dict[str, Any]) -> bool:
-    """Whether plainly no string inside is cut: as JSON they have no escape, and nothing between two quotes is long."""
+    """Return True if certainly no string inside needs to be cut: as JSON the strings have no escapes, and no text
+    between two quotes is long.
+    """
     text = msgspec.json.encode(parts)
     return text.isascii() and b"\\" not in text and b"\x7f" not in text and max(map(len, text.split(b'"'))) <= LONGEST
 
@@ -280,7 +290,7 @@ def _end(text: str) -> str:
 
 
 def _structure(value: Any) -> Any:  # noqa: ANN401 - whatever a record holds
-    """The same with strings cut, also inside."""
+    """Return the value with its strings cut, including nested ones."""
     if isinstance(value, str):
         return shortened(value)
     if isinstance(value, msgspec.Struct):
@@ -293,9 +303,9 @@ def _structure(value: Any) -> Any:  # noqa: ANN401 - whatever a record holds
 
 
 def _joined(runs: list[Run]) -> Run:
-    """The runs as one: later ones' repeats are counted on, and a point that is rejected in all is rejected once.
+    """Join the runs into one: repeat numbers continue, and a point that is rejected in all runs is rejected once.
 
-    An exact copy of a record is no repeat. Raises UsageError where runs were taken in different environments.
+    An exact copy of a record is not a repeat. Raise UsageError if runs were taken in different environments.
     """
     _check_same_environment(runs)
     records: dict[str, Record] = {}
@@ -322,7 +332,9 @@ def _joined(runs: list[Run]) -> Run:
 
 
 def _check_same_environment(runs: list[Run]) -> None:
-    """FlashMLA counts where points may have run with it."""
+    """Raise UsageError if runs were taken in different environments; FlashMLA counts only if points may have run with
+    it.
+    """
     seen: dict[str, tuple[str, object]] = {}
     for run in runs:
         for record in run.records:
@@ -363,7 +375,7 @@ def _other_row(run: str, record: Record) -> dict[str, Any]:
 
 
 def commonest_first(others: pd.DataFrame) -> pd.DataFrame:
-    """Points that did not run: of what broke those of the commonest cause first, then what was rejected, as it comes."""
+    """Return the points that did not run: failures by frequency of their cause, then rejected points in their order."""
     if others.empty:
         return others
     shared = others.groupby("cause", sort=False)["cause"].transform("size").where(others["outcome"] != "rejected", 0)
@@ -371,7 +383,9 @@ def commonest_first(others: pd.DataFrame) -> pd.DataFrame:
 
 
 def _point_row(run: str, records: list[Record]) -> dict[str, Any]:
-    """Repeats of one point as one row: medians of medians; intervals are the envelope of the repeats' intervals."""
+    """Return the repeats of one point as one row: medians of medians; intervals are the envelope of the repeats'
+    intervals.
+    """
     point = records[0].point
     fields = [name for name in point.__struct_fields__ if name not in ("repeat", "load")]
     row: dict[str, Any] = {name: getattr(point, name) for name in fields}
@@ -414,7 +428,7 @@ def _point_row(run: str, records: list[Record]) -> dict[str, Any]:
 
 
 def _clocks(records: list[Record]) -> dict[str, Any]:
-    """Of the repeat whose SM clock fell most: its highest, and by which share of it the lowest was below."""
+    """Return the highest SM clock and the relative fall below it, for the repeat in which the clock fell most."""
     known = [(g.sm_clock_mhz_min, g.sm_clock_mhz_max) for r in records if (g := r.gpu)]
     falls = [(1 - low / high, high) for low, high in known if low and high]
     fall, high = max(falls, default=(None, None))
@@ -432,7 +446,7 @@ def _decode_columns(records: list[Record]) -> dict[str, Any]:
 
 
 def _served_columns(records: list[Record]) -> dict[str, Any]:
-    """What a served point has beside: medians, and for the output rate what it reached from repeat to repeat."""
+    """Return the additional columns of a served point: medians, and for the output rate its range over repeats."""
     point = records[0].point
     load = point.load
     assert load is not None
@@ -468,9 +482,10 @@ def _served_columns(records: list[Record]) -> dict[str, Any]:
 
 
 def same_load(record: Record) -> str:
-    """The same for all that were sent the same requests, in whichever mode, with the same KV memory and limit.
+    """Return a key that is equal for all points that were sent the same requests, in any mode, with the same KV memory
+    and limit.
 
-    Empty for `decode`, whose point says it all.
+    The key is empty for `decode`, because the point describes it completely.
     """
     if record.point.load is None:
         return ""
@@ -480,15 +495,16 @@ def same_load(record: Record) -> str:
 
 
 def median(values: Iterable[float | None]) -> float | None:
-    """Of those that are known."""
+    """Return the median of the values that are not None; None without any."""
     known = [float(v) for v in values if v is not None]
     return statistics.median(known) if known else None
 
 
 def merged(records: Sequence[Record], *names: str) -> dict[str, float | None]:
-    """Columns of these metrics: what repeats say together, and both ends of an interval where tables have them.
+    """Return columns of these metrics: the merged value of the repeats, and both ends of an interval if tables have
+    them.
 
-    An interval is the envelope of the repeats' intervals, and without these of the repeats.
+    An interval is the envelope of the repeats' intervals, or of the repeats' values if they have no intervals.
     """
     if len(records) == 1:
         return _alone(records[0], names)
@@ -504,7 +520,7 @@ def merged(records: Sequence[Record], *names: str) -> dict[str, float | None]:
 
 
 def _alone(record: Record, names: tuple[str, ...]) -> dict[str, float | None]:
-    """The same of a point without repeats, of which there may be many thousand."""
+    """Return the columns of `merged` for a point without repeats, of which there may be many thousand."""
     row: dict[str, float | None] = {}
     for metric in (METRIC[name] for name in names):
         found = metric.held(record)
@@ -518,14 +534,16 @@ def _alone(record: Record, names: tuple[str, ...]) -> dict[str, float | None]:
 
 
 def _plain(rows: pd.DataFrame | list[dict[Any, Any]]) -> pd.DataFrame:
-    """A table whose strings are objects: even Python's arrays of strings are slow to walk."""
+    """Return a table with strings stored as objects: even pandas' arrays of Python strings are slow to iterate over."""
     table = pd.DataFrame(rows)
     words = [name for name, kind in table.dtypes.items() if isinstance(kind, pd.StringDtype)]
     return table.astype(dict.fromkeys(words, object)).copy()  # in one piece, as pandas wants wide tables
 
 
 def _tidy(rows: list[dict[str, Any]]) -> pd.DataFrame:
-    """Rows as a table in reading order, with a `variant` that tells apart points of the same layout and load."""
+    """Return rows as a table in reading order, with a `variant` that distinguishes points of the
+    same layout and load.
+    """
     if not rows:
         return pd.DataFrame()
     table = _plain(rows)
@@ -539,7 +557,9 @@ def _tidy(rows: list[dict[str, Any]]) -> pd.DataFrame:
 
 
 def _ordered(table: pd.DataFrame, *columns: str) -> pd.DataFrame:
-    """By these columns and the layout; numbers in texts by their size, so that `max_num_seqs=8` comes before `=32`."""
+    """Sort by these columns and the layout; numbers in texts sort by value, so that `max_num_seqs=8` comes before
+    `=32`.
+    """
 
     def places(column: pd.Series[Any]) -> pd.Series[Any]:
         if not any(isinstance(value, str) for value in column):
@@ -568,7 +588,7 @@ def _varying(table: pd.DataFrame, axis: Axis) -> list[str]:
 
 
 def _stored(table: pd.DataFrame, axis: Axis) -> list[str]:
-    """`fp8 KV` and `bf16 KV` of each point, where both are there; of an import that does not say, nothing."""
+    """Return `fp8 KV` or `bf16 KV` for each point if both occur; empty for an import without that information."""
     kept = table[axis.name]
     if len({*kept} - {UNKNOWN}) == 1:
         return []
@@ -589,7 +609,9 @@ def _experts(table: pd.DataFrame) -> list[str]:
 
 
 def _settings(table: pd.DataFrame) -> list[str]:
-    """`max_num_seqs=4`: of each point's settings those that not all of its run have, or another run has otherwise."""
+    """Return for each point the settings that not all points of its run have, or that another run sets differently:
+    `max_num_seqs=4`.
+    """
     told = [[p for p in text.split(SETTING) if p and not p.startswith(GPU)] for text in table["settings"]]
     of_run: dict[str, list[set[str]]] = {}
     values: dict[str, set[str]] = {}
@@ -605,13 +627,15 @@ def _settings(table: pd.DataFrame) -> list[str]:
 
 
 def _devices(table: pd.DataFrame) -> list[str]:
-    """Of imports and what stands beside them the hardware, where there are several; else empty."""
+    """Return the hardware of each point if there are imports and several kinds of hardware; else an empty list."""
     devices = [device if isinstance(device, str) else "" for device in table["device"]]
     return devices if len({*devices} - {""}) > 1 and bool((table["origin"] != OURS).any()) else []
 
 
 def _exchanges(table: pd.DataFrame) -> list[str]:
-    """`a2a +q-replicate`: of each point that exchanges, what not all of these have in common; else empty."""
+    """Return for each point with an exchange the parts that not all of these have in common, such as `a2a
+    +q-replicate`; else empty.
+    """
     own = point_axes(Role.EXCHANGE)
     rows = table[[axis.name for axis in own]].to_dict("records")
     exchanges = ~table["exchange"].isin((NO_EXCHANGE, UNKNOWN))

@@ -1,5 +1,7 @@
-"""Whether the layouts of a load were measured with equal gaps between kernels: graphs have longer ones once a process has used
-two streams, whatever they hold (docs/methodology.md), so that the order of measuring looks like a difference between layouts.
+"""Check that the layouts of a load were measured with equal gaps between kernels.
+
+CUDA graphs have longer gaps once a process has used two streams, regardless of their content (docs/methodology.md), so
+that the order of measuring looks like a difference between layouts.
 """
 
 from __future__ import annotations
@@ -14,13 +16,15 @@ if TYPE_CHECKING:
     import pandas as pd
 
 UNEQUAL = 0.01
-"""Of a step: by how much gaps may differ between two points."""
+"""Maximum difference of gaps between two points, as a share of a step."""
 LONGEST_US = 1.0
-"""Of a gap between kernels of a graph, on average; where it is longer the GPU waits for something else."""
+"""Maximum mean gap between kernels of a graph in µs; with longer gaps the GPU waits for something else."""
 
 
 def words(points: pd.DataFrame) -> str:
-    """Where unequal gaps set two points of a load apart most, and by how much of a step; empty where they do not."""
+    """Describe the two points of one load that unequal gaps separate most, with the share of a step; empty if gaps are
+    equal enough.
+    """
     if points.empty:
         return ""
     gaps_us = points["idle_us"] / points["kernels"]

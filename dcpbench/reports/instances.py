@@ -1,7 +1,8 @@
-"""Instances that prefill beside those that decode: which ratio gives each GPU most under which load, and what bounds it.
+"""Compare ratios of prefill to decode instances: which ratio gives most output per GPU under which load, and what
+bounds it.
 
-Ratios have different numbers of GPUs, so they are compared by what each GPU does, and each with as many GPUs whose
-instances all do both.
+Ratios have different numbers of GPUs, so they are compared per GPU, and each one with the same number of GPUs as
+instances that do both prefill and decode.
 """
 
 from __future__ import annotations
@@ -26,19 +27,21 @@ if TYPE_CHECKING:
 
 Row = dict[Any, Any]
 ALIKE_OF = [*findings.LOAD, "gpus", *(a.name for a in point_axes(COMPUTES, but=Role.DEPLOYED) if a.name != "model")]
-"""What a point has in common with the one on as many GPUs whose instances all do both."""
+"""Columns that a point shares with the point on the same number of GPUs in which all instances do both."""
 BESIDE = ("itl_p99_ms", "ttft_p50_ms")
-"""What is said of both where it differs."""
+"""Latencies that are reported for both if they differ."""
 MOST_COLUMNS = 16
 MOST_LOADS = 6
-"""That sentences speak of; the table has all."""
+"""Maximum number of loads that sentences name; the table has all."""
 UNEVEN = 0.2
-"""Shares of the run in which both sides are busy that differ by more say which of them bounds the other."""
+"""Minimum difference of the busy shares of prefill and decode from which one of them is reported as the bottleneck."""
 
 
 def compared(points: pd.DataFrame) -> pd.DataFrame:
-    """Points of loads that some ratio served: `split` whether instances only prefill or decode, and beside these `over_…`
-    and `ratio`: what they have over as many instances that do both.
+    """Return the points of loads that some prefill:decode ratio served.
+
+    `split` is True if instances only prefill or decode. `over_…` and `ratio` compare the point with instances that do
+    both on the same number of GPUs.
     """
     if points.empty:
         return points
@@ -51,7 +54,9 @@ def compared(points: pd.DataFrame) -> pd.DataFrame:
 
 
 def sentences(points: pd.DataFrame) -> list[str]:
-    """Of each load the ratio with most output for each GPU, of those within the SLO, beside instances that do both."""
+    """Return, for each load, the ratio with most output per GPU within the SLO, compared with
+    instances that do both.
+    """
     found = compared(points)
     said = []
     for scope in dict.fromkeys(findings.keys(found, findings.SCOPE)):
@@ -67,7 +72,7 @@ def sentences(points: pd.DataFrame) -> list[str]:
 
 
 def grid(frames: Frames) -> list[Table]:
-    """Output for each GPU: a row for each load, a column for each ratio, and those that do both."""
+    """Build grids of output per GPU: a row for each load, a column for each ratio and for instances that do both."""
     found = compared(findings.timed(frames.served))
     tables = []
     for scope in dict.fromkeys(findings.keys(found, findings.SCOPE)):
@@ -89,7 +94,7 @@ def grid(frames: Frames) -> list[Table]:
 
 
 def table(frames: Frames, mode: str) -> Table:
-    """Every such point: what each GPU does, how busy either side is, and what transfers take."""
+    """Build a table of all such points: output per GPU, busy shares of both sides, and cost of transfers."""
     found = compared(of_mode(frames.served, mode))
     if len(found):
         found = found.sort_values(["run", "model", "load", "split", "gpus"], kind="stable", key=_as_is(found))
@@ -113,20 +118,20 @@ def table(frames: Frames, mode: str) -> Table:
 
 
 def _as_is(found: pd.DataFrame) -> Any:  # noqa: ANN401 - what pandas takes
-    """A key with which loads keep the order that they have."""
+    """Return a sort key with which loads keep their order."""
     places = {load: place for place, load in enumerate(dict.fromkeys(found["load"]))}
     return lambda column: column.map(places) if column.name == "load" else column
 
 
 def _best(load: pd.DataFrame) -> Row | None:
-    """The point with most output for each GPU of those within the SLO."""
+    """Return the point with most output per GPU of those within the SLO."""
     fits = load[~(load["slo_excess"] > 1)].sort_values("output_tok_s_per_gpu", kind="stable")
     return None if fits.empty else fits.to_dict("records")[-1]
 
 
 def _of_load(load: pd.DataFrame) -> str:
-    """`at closed 48 · 4,000 in · 1,500 out tp4 1P1D, 47.9 tok/s (prefill 20 % busy, decode 99 %)`, and how that stands beside
-    others.
+    """Return `at closed 48 · 4,000 in · 1,500 out tp4 1P1D, 47.9 tok/s (prefill 20 % busy, decode 99 %)`, and the
+    comparison with others.
     """
     where = f"at {load['load'].iloc[0]} "
     best = _best(load)
@@ -151,7 +156,7 @@ def _of_load(load: pd.DataFrame) -> str:
 
 
 def _beside(row: Row) -> str:
-    """`, 0.93× tp4 ×2 with ITL p99 86 instead of 150 ms`."""
+    """Return `, 0.93× tp4 ×2 with ITL p99 86 instead of 150 ms`."""
     if missing(row["ratio"]):
         return ""
     told = []
@@ -163,7 +168,7 @@ def _beside(row: Row) -> str:
 
 
 def _busy(row: Row) -> str:
-    """` (prefill 20 % busy, decode 99 %: decode bounds it)`; nothing where all do both."""
+    """Return ` (prefill 20 % busy, decode 99 %: decode bounds it)`; empty if all instances do both."""
     prefill, decode = row["prefill_busy_share"], row["decode_busy_share"]
     if not row["split"] or missing(prefill) or missing(decode):
         return ""

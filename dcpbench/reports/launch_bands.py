@@ -1,7 +1,7 @@
-"""Say by how much two launches of the same point may differ, depending on what measured it.
+"""Compute by how much two launches of the same point may differ, depending on the server that was measured.
 
-For dcpbench's own engine this is known (docs/reading-a-report.md). For every other server it is known only if a report holds
-several launches of one of its points; until then a lead is one "in one launch each".
+For dcpbench's own engine this is known (docs/reading-a-report.md). For every other server it is known only if a report
+holds several launches of one of its points; until then a lead is one "in one launch each".
 """
 
 from __future__ import annotations
@@ -42,5 +42,5 @@ def find_largest(points: pd.DataFrame) -> float:
 
 
 def are_single(points: pd.DataFrame) -> bool:
-    """Return whether any of these points comes from a server of which no two launches are known."""
+    """Return True if any of these points comes from a server of which no two launches are known."""
     return COLUMN in points and bool(points[COLUMN].isna().any())

@@ -1,4 +1,6 @@
-"""The report as Markdown, for pull requests and READMEs: the answer first, long tables folded, pictures beside it."""
+"""Render the report as Markdown for pull requests and READMEs: the answer first, long tables folded, pictures next to
+them.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ MOST_CHARACTERS = 900_000
 
 
 def render(title: str, sections: list[Section], folder: Path) -> str:
-    """The whole report; pictures are linked relative to `folder`."""
+    """Return the complete report; pictures are linked relative to `folder`."""
     parts = [f"# {markdown(title)}"]
     rows = _rows_that_fit(sections)
     for section in sections:
@@ -51,7 +53,7 @@ def _picture(picture: Picture, folder: Path) -> str:
 
 
 def _rows_that_fit(sections: list[Section]) -> int:
-    """Rows that each table may have for the whole to stay below MOST_CHARACTERS."""
+    """Return the number of rows that each table may have so that the file stays below MOST_CHARACTERS."""
     tables = [table for section in sections for table in section.tables]
     sizes = [sum(map(len, row)) + 4 * len(row) for table in tables for row in table.rows]
     if sum(sizes) < MOST_CHARACTERS:

@@ -1,4 +1,4 @@
-"""Marks of points: which of them tell a point from the others of its run, and by how much clocks fell."""
+"""Select the warnings that distinguish a point from the others of its run, and report by how much clocks fell."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 THROTTLED = "throttled"
 STAY = ("cpu", "graph_differs", "inaccurate")
-"""Beside every number, also where all points have them: who reads one number alone must not use it."""
+"""Warnings shown at every number, even if all points have them, because a reader of a single number
+must not miss them.
+"""
 REASONS = {
     "sw_power_cap": "the power limit",
     "hw_slowdown": "the hardware's slowdown",
@@ -23,16 +25,18 @@ REASONS = {
     "hw_thermal": "heat, by the hardware",
     "hw_power_brake": "the power brake",
 }
-"""What lowered the clocks, in words."""
+"""Text for each cause of lowered clocks."""
 
 
 def of(text: str) -> list[str]:
-    """`noisy, throttled` as a list; without the one that dashes say."""
+    """Return `noisy, throttled` as a list, without the warning that dashes already express."""
     return [mark for mark in text.split(", ") if mark not in ("", FEW_SAMPLES)]
 
 
 def telling(points: pd.DataFrame, *, falls: bool = True) -> list[str]:
-    """Of each point the marks that not all points of its run and mode have, as texts; with `falls` how far clocks fell."""
+    """Return for each point, as text, the warnings that not all points of its run and mode have; with `falls`, how far
+    clocks fell.
+    """
     told = [""] * len(points)
     for _, group in points.reset_index(drop=True).groupby(["run", "mode"], sort=False) if len(points) else ():
         everyone = set(shared(group)) - set(STAY)
@@ -46,13 +50,15 @@ def telling(points: pd.DataFrame, *, falls: bool = True) -> list[str]:
 
 
 def shared(points: pd.DataFrame) -> list[str]:
-    """Marks that all of at least two points have, which tell none of them from the others."""
+    """Return the warnings that all of at least two points have, and that therefore distinguish none of them."""
     found = [of(text) for text in points["marks"]]
     return [mark for mark in found[0] if all(mark in marks for marks in found)] if len(found) > 1 else []
 
 
 def counted(points: pd.DataFrame, most: int) -> str:
-    """`25 throttled (the power limit: …), 3 noisy`, `all throttled`; of more than `most` the first."""
+    """Return counts such as `25 throttled (the power limit: …), 3 noisy` or `all throttled`; of more than `most` kinds
+    the first ones.
+    """
     names = [mark for text in points["marks"] for mark in of(text)]
     everyone = set(shared(points))
     said = []
@@ -63,19 +69,21 @@ def counted(points: pd.DataFrame, most: int) -> str:
 
 
 def throttled(points: pd.DataFrame) -> pd.Series[bool]:
-    """Of each point whether its clocks fell, or those of the step times that it is replayed by."""
+    """Return a mask of the points with lowered clocks, in their own measurement or in the step
+    times of their replay.
+    """
     return marked(points, THROTTLED)
 
 
 def marked(points: pd.DataFrame, mark: str) -> pd.Series[bool]:
-    """Of each point whether it has a mark."""
+    """Return a mask of the points that have a warning."""
     return points["marks"].map(of).map(lambda marks: mark in marks).astype(bool)
 
 
 def clocks(points: pd.DataFrame) -> str:
-    """By how much clocks fell where points are throttled, and what lowered them.
+    """Return by how much clocks fell at throttled points, and the cause; a replay has no clocks.
 
-    `by the power limit: lowest SM clock 0.8–27 % below the highest, 1,455 of 1,980 MHz`. A replay has no clocks.
+    Example: `by the power limit: lowest SM clock 0.8–27 % below the highest, 1,455 of 1,980 MHz`.
     """
     slowed = points[throttled(points)]
     if slowed.empty:

@@ -1,7 +1,7 @@
-"""What a report opens with: a title that says what was measured, one sentence that answers, and the points of one chart.
+"""Build the top of a report: a title with what was measured, one sentence with the answer, and the points of one chart.
 
-Each point of the chart is a layout's output over that of the best other one under the same load, so that who is above 1
-is who to take. Where a layout ran in several variants it stands there once a load, with its best.
+Each point of the chart is a layout's output over that of the best other layout under the same load, so that a layout
+above 1 is the one to choose. A layout that ran in several variants appears once per load, with its best variant.
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ if TYPE_CHECKING:
     from dcpbench.reports.frames import Frames
 
 MOST_NAMES = 6
-"""Layouts or models of more than this a title counts."""
+"""Maximum number of layouts or models that a title names; above it the title counts them."""
 MOST_CLAUSES = 3
-"""Loads with no room that a bullet names."""
+"""Maximum number of loads without KV capacity that a bullet names."""
 MOST_BULLETS = 4
-"""Below the first sentence."""
+"""Maximum number of bullets below the first sentence."""
 
 
 def title(frames: Frames) -> str:
-    """`DeepSeek-V3 · tp4, tp4·dcp4 · 4 × NVIDIA H200 · bf16 · ag_rs · 2026-11-20`; what no record says is left out."""
+    """Return `DeepSeek-V3 · tp4, tp4·dcp4 · 4 × NVIDIA H200 · bf16 · ag_rs · 2026-11-20`, without the parts that no
+    record has.
+    """
     table = frames.everything
     if table.empty:
         return _title_of_none(frames)
@@ -50,7 +52,7 @@ def title(frames: Frames) -> str:
 
 
 def _title_of_none(frames: Frames) -> str:
-    """Of runs in which no point finished."""
+    """Return the title for runs in which no point finished."""
     lost = frames.others
     if lost.empty:
         return "dcpbench: " + ", ".join(run.name for run in frames.runs)
@@ -60,21 +62,21 @@ def _title_of_none(frames: Frames) -> str:
 
 
 def _imports(table: pd.DataFrame) -> str:
-    """`imported from vllm bench serve`; with points of ours beside, that some are."""
+    """Return `imported from vllm bench serve`, or `some imported from …` if dcpbench measured other points."""
     theirs = [name for name in words.unique(table["origin"]) if of_a_file(name)]
     some = "" if table["origin"].map(of_a_file).all() else "some "
     return f"{some}imported from {listed([TOOLS.get(name, name) for name in theirs])}" if theirs else ""
 
 
 def hardware(frames: Frames) -> str:
-    """`4 × NVIDIA H200`, `CPU`; empty where no record says."""
+    """Return `4 × NVIDIA H200` or `CPU`; empty if no record names the hardware."""
     if not frames.everything.empty:
         return hardware_of(frames.everything)
     return hardware_of(frames.others[frames.others["device"].notna()])
 
 
 def hardware_of(table: pd.DataFrame) -> str:
-    """The same of some points."""
+    """Return the hardware of these points, as `hardware` does."""
     devices = [name for name in words.unique(table["device"].dropna()) if name != UNKNOWN]
     if table["cpu"].all() or not devices:
         return _few(devices, "devices")
@@ -93,7 +95,7 @@ def _few(names: list[str], what: str) -> str:
 
 
 def caveats(frames: Frames) -> list[str]:
-    """What changes how the numbers are to be read, in a few words each."""
+    """Return the conditions that change how the numbers are to be read, in a few words each."""
     table = frames.everything
     if table.empty:
         return []
@@ -135,14 +137,14 @@ def caveats(frames: Frames) -> list[str]:
 
 
 def _at_slow_end(frames: Frames) -> str:
-    """How much longer first tokens of forecasts take where steps are as long as they may be."""
+    """State how much longer first tokens of forecasts take at the upper end of the step time estimate."""
     known = [(r.emulated.ttft_p50_ms_high, r.serve.ttft_ms.p50) for r in frames.records if r.emulated and r.serve]
     longer = max((high / p50 - 1 for high, p50 in known if high and p50), default=0.0)
     return f"; TTFT p50 up to {longer:.0%} longer where steps are as long as they may be" if longer > 0 else ""
 
 
 def no_room(frames: Frames) -> pd.DataFrame:
-    """Points that were rejected for memory: model, mode, layout, context, `load` as served, and concurrency."""
+    """Return the points rejected for memory: model, mode, layout, context, `load` as served, and concurrency."""
     others = frames.others
     if others.empty:
         return others
@@ -151,7 +153,7 @@ def no_room(frames: Frames) -> pd.DataFrame:
 
 
 def sentence(frames: Frames) -> str:
-    """Which layout to take, and from which load on; on a CPU, and of other tools' files, what the numbers are."""
+    """Return which layout to use from which load on; for CPU runs and imported files, what the numbers are."""
     table = frames.everything
     if table.empty:
         where = hardware(frames)
@@ -178,7 +180,7 @@ def sentence(frames: Frames) -> str:
 
 
 def _functional(frames: Frames) -> str:
-    """Of a run on a CPU alone."""
+    """Return the sentence for runs on a CPU only."""
     ran = listed(words.unique(frames.everything["layout"]))
     lost = frames.others[frames.others["outcome"] != "rejected"] if len(frames.others) else frames.others
     not_all = f"; {counted(len(lost), 'point')} did not finish" if len(lost) else ""
@@ -187,7 +189,9 @@ def _functional(frames: Frames) -> str:
 
 
 def _alone(frames: Frames, timed: pd.DataFrame) -> str:
-    """Where no closed loop ran with two layouts on as many GPUs: the most that was measured, and what open loops say."""
+    """Return the sentence for reports in which no closed loop ran two layouts on the same number of GPUs: the highest
+    output, and the result of open loops.
+    """
     most = _most(timed)
     best = frames.findings.best
     where = rule.where(timed)
@@ -211,7 +215,9 @@ def _alone(frames: Frames, timed: pd.DataFrame) -> str:
 
 
 def _most(timed: pd.DataFrame) -> str:
-    """The most output, and of which point: of those within the SLO where points are judged by one, and what is nearest where none is."""
+    """Return the highest output and its point: within the SLO if points are judged by one, and the nearest point if
+    none meets it.
+    """
     judged = timed[timed["slo_excess"].notna()]
     pool = timed if judged.empty else judged
     fits = pool[~(pool["slo_excess"] > 1)]
@@ -226,13 +232,13 @@ def _most(timed: pd.DataFrame) -> str:
 
 
 def _not_compared(frames: Frames, names: list[str]) -> str:
-    """Why no layout is set against another."""
+    """Return why no layouts are compared."""
     of_one = " of one run" if len(frames.runs) > 1 else ""
     return f"no two layouts ({listed(names)}) on as many GPUs ran under one load{of_one}"
 
 
 def _imported(frames: Frames, foreign: list[str], rows: pd.DataFrame) -> str:
-    """What other tools' files measured, and whether they say which layout to take."""
+    """Return what the files of other tools measured, and whether they allow choosing a layout."""
     table = frames.everything
     theirs = table[table["origin"].map(of_a_file)]
     whose = listed(
@@ -268,7 +274,7 @@ def _imported(frames: Frames, foreign: list[str], rows: pd.DataFrame) -> str:
 
 
 def short(frames: Frames) -> list[str]:
-    """At most MOST_BULLETS below the sentence; how far to trust it all is the last."""
+    """Return at most MOST_BULLETS bullets for below the sentence; the last one states how far to trust the report."""
     if findings.timed(frames.everything).empty:
         return []
     told = [text for text in (_pays(frames), _full(frames), floors.short(frames.points), _room(frames)) if text]

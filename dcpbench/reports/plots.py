@@ -1,6 +1,6 @@
-"""Every figure of a report, written as PNG and SVG, and as PDF where asked, by matplotlib: one per model and question.
+"""Write every figure of a report as PNG and SVG, and as PDF on request, with matplotlib: one per model and question.
 
-Of more points than one can hold it shows lengths and loads evenly picked, and the fastest layouts.
+If a figure cannot hold all points, it shows evenly picked lengths and loads, and the fastest layouts.
 """
 
 from __future__ import annotations
@@ -31,19 +31,23 @@ MOST_RUNS = 6
 MOST_LENGTHS = 9
 MOST_LINES = 16
 MOST_LOADS = 48
-"""Of one figure: models and runs with figures of their own, panels, lines in a panel, and points of a line."""
+"""Maximum number, per figure, of models and runs with their own figures, of panels, of lines in a panel, and of points
+of a line.
+"""
 SOME_LENGTHS = 6
 SOME_LOADS = 24
-"""Of panels and points, where there are more than that: a sample reads as well by fewer, and is drawn in half the time."""
+"""Maximum number of panels and points if there are more than the limits above: fewer are as readable and drawn in half
+the time.
+"""
 FORMATS = ("png", "svg")
-"""Of every figure."""
+"""File formats of every figure."""
 OVERVIEW, BREAK_EVEN, KV, PHASES = "overview", "break-even", "kv", "phases"
-"""Subjects of the figures that are not of figures.LINES; the first two show all models at once."""
+"""Subjects of the figures that are not in figures.LINES; the first two show all models at once."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Picture:
-    """One drawn figure."""
+    """Describe one drawn figure."""
 
     subject: str
     """`throughput`, `ttft`, `itl`, `frontier`, `overview`, `break-even`, `kv` or `phases`."""
@@ -51,7 +55,7 @@ class Picture:
     """`live` or `replay`, of served requests; empty for `decode`, and for what does not depend on it."""
     title: str
     alt: str
-    """What it shows, for those who cannot see it."""
+    """Alternative text of the figure."""
     png: Path
     svg: Path
     pdf: Path | None = None
@@ -60,9 +64,10 @@ class Picture:
 def draw_all(
     read: Frames, folder: Path, *, drawn: bool = True, pdf: bool = False, watch: Callable[[str], None] = lambda _: None
 ) -> list[Picture]:
-    """Draw every figure that the points allow into `folder`, as `pdf`, too; without `drawn` say which there would be.
+    """Draw every figure that the points allow into `folder`, with `pdf` also as PDF; with `drawn=False` only return the
+    list.
 
-    `watch` hears which one is at work.
+    `watch` is called with the figure in progress.
     """
     if read.everything.empty:
         return []
@@ -76,7 +81,7 @@ def draw_all(
 
 
 def _filled(read: Frames, studio: Studio) -> list[Picture]:
-    """The pictures of a studio that was given every figure."""
+    """Return the pictures of a studio after adding every figure to it."""
     _draw_overview(read, studio)
     _draw_lines(read.points, studio)
     _draw_lines(read.served, studio)
@@ -90,14 +95,14 @@ def _filled(read: Frames, studio: Studio) -> list[Picture]:
 
 
 def _by_model(points: pd.DataFrame) -> list[pd.DataFrame]:
-    """The points of each model, of those that have the most."""
+    """Return the points of each model, for the models with most points."""
     return [points[points["model"] == name] for name in first_of(points, "model", MOST_MODELS)]
 
 
 def _draw_bars(
     points: pd.DataFrame, studio: Studio, subject: str, title: str, draw: Draw, wanted: Callable[[pd.DataFrame], bool]
 ) -> None:
-    """A figure of a model for each run that has what it shows."""
+    """Draw a figure per model for each run that has the wanted values."""
     for run in first_of(points, "run", MOST_RUNS):
         of_run, note = thinned(points[points["run"] == run])
         where = style.plain(points["model"].iloc[0])
@@ -107,7 +112,7 @@ def _draw_bars(
 
 
 def _draw_lines(points: pd.DataFrame, studio: Studio) -> None:
-    """Figures of rates and latencies; live runs and replays have figures of their own, each of which says what it is."""
+    """Draw figures of rates and latencies; live runs and replays have separate figures, each labelled with its mode."""
     known = points if points.empty else points[points["output_tok_s"].notna()]
     if known.empty:
         return
@@ -125,7 +130,7 @@ def _draw_lines(points: pd.DataFrame, studio: Studio) -> None:
 
 
 def _draw_overview(read: Frames, studio: Studio) -> None:
-    """Each layout over the best other one: a figure for decode, one for live runs and one for replays."""
+    """Draw each layout over the best other one: a figure for decode, one for live runs and one for replays."""
     rows, lost = read.findings.against_others, overview.no_room(read)
     draw = functools.partial(figures.draw_overview, lost=lost)
     for mode, found in rows.groupby("mode", sort=False) if len(rows) else ():
@@ -135,7 +140,7 @@ def _draw_overview(read: Frames, studio: Studio) -> None:
 
 
 def _draw_break_even(read: Frames, studio: Studio) -> None:
-    """DCP over its baseline: a figure for decode, one for live runs and one for replays, over all models."""
+    """Draw DCP over its baseline: a figure for decode, one for live runs and one for replays, over all models."""
     ratios = read.findings.ratios
     loops = ratios[ratios["ratio"].notna() & (ratios["load_arrival"] == CLOSED)] if len(ratios) else ratios
     for mode, found in loops.groupby("mode", sort=False) if len(loops) else ():
@@ -145,21 +150,21 @@ def _draw_break_even(read: Frames, studio: Studio) -> None:
 
 
 def _some_sides(found: pd.DataFrame) -> pd.DataFrame:
-    """Of the models that have the most points, and of their runs, as many as a figure has rows or panels for."""
+    """Return the points of the models and runs with most points, as many as a figure has rows or panels for."""
     named = found.assign(side=figures.sides(found))
     return found[named["side"].isin(first_of(named, "side", MOST_LENGTHS))]
 
 
 @dataclasses.dataclass
 class Studio:
-    """Draws figures into a folder, all in one look, and remembers them."""
+    """Draw figures into a folder in one style, and keep a list of them."""
 
     folder: Path
     look: style.Style
     drawn: bool = True
     formats: tuple[str, ...] = FORMATS
     of: int = 0
-    """Figures that there will be."""
+    """Total number of figures."""
     watch: Callable[[str], None] = lambda _: None
     pictures: list[Picture] = dataclasses.field(default_factory=list)
 
@@ -180,7 +185,7 @@ class Studio:
             save(draw(points, self.look, title), path, *self.formats)
 
     def _name(self, subject: str, mode: str, points: pd.DataFrame) -> str:
-        """A file name of plain letters, whatever the model is called, and no name twice."""
+        """Return a unique file name of plain letters for any model name."""
         parts = ["serve", subject, mode] if mode else [subject]
         parts += [points["load_arrival"].iloc[0]] if mode and subject not in (BREAK_EVEN, OVERVIEW) else []
         kind = "-".join(parts)
@@ -220,7 +225,7 @@ def thinned(
 
 
 def evenly(values: Sequence[Any], most: int) -> list[Any]:
-    """The first, the last and evenly picked ones between, at most so many."""
+    """Return at most `most` values: the first, the last and evenly picked ones between."""
     if len(values) <= most:
         return list(values)
     step = (len(values) - 1) / (most - 1)
@@ -228,7 +233,7 @@ def evenly(values: Sequence[Any], most: int) -> list[Any]:
 
 
 def first_of(points: pd.DataFrame, column: str, most: int) -> list[Any]:
-    """The values of a column that have the most points, in order of appearance."""
+    """Return the values of a column that have the most points, in order of appearance."""
     if points.empty:
         return []
     counts = points[column].value_counts(sort=True)

@@ -1,4 +1,4 @@
-"""The command that measures one point of a report again, alone."""
+"""Build the command that measures a single point of a report again."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ if TYPE_CHECKING:
     from dcpbench.points.point import Point
 
 LISTS = [axis.name for axis in AXES if axis.kind is str and not axis.one]
-"""Options that take a comma list of names."""
+"""Options that take a comma-separated list of names."""
 UNTYPED: dict[str, object] = {"exchange": NO_EXCHANGE, "weights": SYNTHETIC, "emulate": ""}
 UNTYPED |= {axis.name: axis.default for axis in point_axes(Role.DEPLOYED)}
-"""Values with which an option is left out."""
+"""Values for which an option is left out."""
 
 
 def command_of(point: Point, settings: Mapping[str, object], *, cpu: bool = False) -> str:
-    """`dcpbench sweep …` or `dcpbench serve …` for a shell, whose only point is this one, as its first repeat.
+    """Return `dcpbench sweep …` or `dcpbench serve …` for a shell, with this point as the only one, as its first
+    repeat.
 
-    `settings` are Record.measured_with, of which those are typed that an option can say. Where the point's KV pool was
-    sized for a larger point of its sweep (kv_memory_bytes is null), it is sized for this point alone.
-    Raises UsageError for a point that no option can say: a name with a comma, or an empty one.
+    `settings` are Record.measured_with; those that have an option are included. If the point's KV pool was sized for a
+    larger point of its sweep (kv_memory_bytes is null), it is sized for this point alone. Raise UsageError for a point
+    that no option can express: a name with a comma, or an empty one.
     """
     words = ["dcpbench", "serve" if point.load else "sweep"]
     how = {axis.name: getattr(point, axis.name) for axis in point_axes(Role.ENGINE | Role.PATH | Role.DEPLOYED)}
     untyped = dict(UNTYPED)
-    if not settings.get("step_times"):  # whose own options are taken where none are typed
+    if not settings.get("step_times"):  # a file of step times has its own defaults
         untyped["ep"] = place_experts(CUT, point.tp)
     how |= {name: FP8 if how[name] == FP8 else point.dtype for name in STORED}
     if all(how[name] == point.dtype for name in STORED):
@@ -54,7 +55,7 @@ def _load(point: Point, settings: Mapping[str, object]) -> dict[str, object]:
     if load is None:
         return {"concurrency": point.concurrency, "context": point.context}
     found: dict[str, object] = {"mode": load.mode}
-    if load.arrival != TRACE:  # a file's own times are taken where nothing else says when requests come
+    if load.arrival != TRACE:  # a file's own times are the default if no option sets the arrival
         found["concurrency"] = point.concurrency
     if load.arrival == GAMMA:
         found |= {"request_rate": load.request_rate, "burstiness": load.burstiness}
@@ -75,7 +76,7 @@ def _load(point: Point, settings: Mapping[str, object]) -> dict[str, object]:
 
 
 def _measured(point: Point, settings: Mapping[str, object]) -> dict[str, object]:
-    """How it was measured, as far as it differs from what happens where nothing is typed."""
+    """Return the measurement settings that differ from the defaults of the command."""
     found: dict[str, object] = {}
     memory, slo = settings.get("kv_memory_bytes"), settings.get("slo")
     if isinstance(memory, int):
@@ -90,7 +91,7 @@ def _measured(point: Point, settings: Mapping[str, object]) -> dict[str, object]
 
 
 def _option(name: str, value: object) -> list[str]:
-    """An option as typed; switches that are off are left out."""
+    """Return an option as command-line words; switches that are off are left out."""
     if isinstance(value, bool):
         return [flag(name)] if value else []
     text = str(value)

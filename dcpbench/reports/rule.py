@@ -1,7 +1,7 @@
-"""Which layout to take, and from which load on: the rule that holds in the most loads, and the words that say it.
+"""Find the rule that says which layout to use from which load on and holds in the most loads, and format it.
 
-A rule is one layout up to a load, and one from a heavier load on, which may be the same. Loads go by their tokens in
-flight, requests × length of each; where all are of one length, or some length is unknown, by their requests alone.
+A rule is one layout up to a load, and one from a heavier load on, which may be the same. Loads are ordered by their
+tokens in flight, requests × length of each; if all have one length, or some length is unknown, by their requests alone.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ if TYPE_CHECKING:
     import pandas as pd
 
 ENOUGH = 0.75
-"""Of all loads: a rule that holds in fewer is told of each model apart, and of one model is none."""
+"""Minimum share of all loads in which a rule must hold; below it each model has its own rule, and a single model has
+none.
+"""
 MOST_RULES = 4
 MOST_LOADS = 2
-"""That are named where several have as many tokens in flight."""
+"""Maximum number of loads named if several have the same number of tokens in flight."""
 MILLION = 1_000_000
 NEEDED = (
     *("device", "named", "who", "concurrency", "input_typical", "load_arrival", "arrival", "layers", "layers_held"),
@@ -34,11 +36,11 @@ NEEDED = (
     *("output_tok_s", "output_tok_s_low", "output_tok_s_high"),
     launch_bands.COLUMN,
 )
-"""Columns of `Findings.against_others` that a rule looks at, besides those of a load."""
+"""Columns of `Findings.against_others` that a rule needs, in addition to those of a load."""
 
 
 def words(rows: pd.DataFrame) -> str:
-    """The first sentence: on which GPUs, what the numbers rest on, what to take from which load on, by how much over what."""
+    """Return the first sentence: the GPUs, the conditions, which layout to use from which load on, and its lead."""
     machines = [own for _, own in rows.groupby([rows["device"].map(str), "gpus"], sort=False)]
     said = [f"{where(own)}{advice(own)}" for own in machines[:MOST_RULES]]
     more = len(machines) - len(said)
@@ -58,7 +60,7 @@ def where(rows: pd.DataFrame) -> str:
 
 
 def forecast(rows: pd.DataFrame) -> str:
-    """`a forecast`, `partly a forecast`, or nothing: whether points were emulated."""
+    """Return `a forecast`, `partly a forecast`, or an empty string, depending on how many points were emulated."""
     emulated = rows["emulate"].fillna("").astype(bool)
     return "" if not emulated.any() else "a forecast" if emulated.all() else "partly a forecast"
 
@@ -95,7 +97,9 @@ def held(rows: pd.DataFrame) -> list[str]:
 
 
 def advice(rows: pd.DataFrame) -> str:
-    """`take tp4 up to …, and tp4·dp4 from … on: …`, of each model apart where one rule does not hold for all."""
+    """Return `take tp4 up to …, and tp4·dp4 from … on: …`, for each model separately if no single
+    rule holds for all.
+    """
     rows = rows[list(dict.fromkeys([*findings.RIVAL_OF, *NEEDED]))]
     rule = find(rows)
     if rule.share >= ENOUGH or len(set(rows["model"])) == 1:
@@ -107,7 +111,7 @@ def advice(rows: pd.DataFrame) -> str:
 
 
 def load_words(row: pd.Series[Any]) -> str:
-    """`32 requests of 32,000 tokens`, `concurrency 32`, `2 req/s Poisson`."""
+    """Return `32 requests of 32,000 tokens`, `concurrency 32` or `2 req/s Poisson`."""
     if row["load_arrival"] != CLOSED:
         return str(row["arrival"])
     if missing(row["input_typical"]):
@@ -117,26 +121,28 @@ def load_words(row: pd.Series[Any]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """One layout up to a load, and one from a heavier load on, which may be the same."""
+    """Describe one layout up to a load, and one from a heavier load on, which may be the same."""
 
     rows: pd.DataFrame
-    """Of all loads."""
+    """Rows of all loads."""
     loads: pd.DataFrame
-    """Of those that some layout runs within the SLO; `place` counts them from light to heavy."""
+    """Rows of the loads that some layout runs within the SLO; `place` numbers them from light to heavy."""
     first: str
     then: str
     at: int
-    """The place of the first load where `then` is to be taken."""
+    """The `place` of the first load from which `then` is to be used."""
     right: list[bool]
-    """Of each load, whether the rule's layout is within the SLO and none is clearly ahead of it."""
+    """True for each load in which the rule's layout is within the SLO and none is clearly ahead of it."""
 
     @property
     def share(self) -> float:
-        """Of the loads, in how many the rule is right."""
+        """Return the share of loads in which the rule is right."""
         return sum(self.right) / len(self.right) if self.right else 1.0
 
     def words(self) -> str:
-        """What to take from which load on, by how much over what, and in how many loads that is right."""
+        """Return which layout to use from which load on, its lead over which layout, and in how many loads that is
+        right.
+        """
         if not self.right:
             return self._none_meets()
         if self.share < ENOUGH:
@@ -156,7 +162,7 @@ class Rule:
         return f"{text}: {self._right()}{self._slo()}{self._launches()}{self._wrong()}{self._beyond()}"
 
     def _slo(self) -> str:
-        """` within the SLO (TTFT ≤ 2,000 ms)`; empty without one."""
+        """Return ` within the SLO (TTFT ≤ 2,000 ms)`; empty without one."""
         judged = self.rows[self.rows["slo_excess"].notna()]
         if judged.empty:
             return ""
@@ -172,7 +178,9 @@ class Rule:
         return bool(lengths.notna().all() and len(set(lengths)) > 1)
 
     def _size(self, load: pd.Series[Any], *, short: bool = False) -> str:
-        """`256,000 tokens`, `16 requests of 4,000 tokens`; `short` where the same was said before: `1.02 million`, `24`."""
+        """Return `256,000 tokens` or `16 requests of 4,000 tokens`; with `short`, after such a text, `1.02 million` or
+        `24`.
+        """
         if not self._by_tokens:
             return count(load["concurrency"]) if short else load_words(load)
         tokens = load["weight"]
@@ -182,7 +190,7 @@ class Rule:
         return f"{many} {'tokens' if self.rows['mode'].eq('decode').any() else 'prompt tokens'}"
 
     def _reach(self, heavy: pd.DataFrame) -> str:
-        """`from 1.02 million on`; `from 64,000 to 96,000` where no layout meets the SLO at some load above."""
+        """Return `from 1.02 million on`, or `from 64,000 to 96,000` if no layout meets the SLO at some load above."""
         least, most = (self._size(heavy.iloc[i], short=True) for i in (0, -1))
         if not self._missed_above():
             return f"from {least} on"
@@ -192,7 +200,7 @@ class Rule:
         return bool(self.rows["weight"].max() > self.loads["weight"].max())
 
     def _named(self, heavy: pd.DataFrame) -> str:
-        """` (32 requests of 32,000 or 8 of 128,000)`: the first loads of a rule that goes by tokens."""
+        """Return ` (32 requests of 32,000 or 8 of 128,000)`: the first loads of a rule that is based on tokens."""
         if not self._by_tokens:
             return ""
         rows = heavy[heavy["weight"] == heavy["weight"].iloc[0]].drop_duplicates(["concurrency", "input_typical"])
@@ -204,8 +212,10 @@ class Rule:
         return f" ({' or '.join(named)})"
 
     def _tried(self) -> str:
-        """`every load tried (8–48 requests of 4,000–128,000 tokens)`, `most` where another one is ahead at some; without
-        the words where there are loads that nobody is within the SLO at.
+        """Return `every load tried (8–48 requests of 4,000–128,000 tokens)`, or `most loads tried` if another layout is
+        ahead at some.
+
+        The words before the brackets are left out if no layout is within the SLO at some load.
         """
         clients, lengths = self.loads["concurrency"], self.loads["input_typical"]
         of = f" of {_range(lengths)} tokens" if lengths.notna().all() else ""
@@ -224,7 +234,7 @@ class Rule:
 
     @property
     def _kind(self) -> str:
-        """The words for a layout at a load where none is clearly ahead of it."""
+        """Return the text for a layout at a load where none is clearly ahead of it."""
         if launch_bands.are_single(self.rows):
             return f"fastest or {launch_bands.NOT_DISTINGUISHABLE} from the fastest"
         return "best or level"
@@ -234,7 +244,9 @@ class Rule:
         return f", {launch_bands.IN_ONE_LAUNCH}" if launch_bands.are_single(self.rows) else ""
 
     def _wrong(self) -> str:
-        """`; in the other 3 it is tp4·dcp4, by up to 4.1 %`: what is ahead where the rule is wrong."""
+        """Return `; in the other 3 it is tp4·dcp4, by up to 4.1 %`: the layout that is ahead where
+        the rule is wrong.
+        """
         wrong = {i: self.first if i < self.at else self.then for i, right in enumerate(self.right) if not right}
         if not wrong:
             return ""
@@ -251,7 +263,7 @@ class Rule:
         return f"; in {others} it is {listed(each)}"
 
     def _beyond(self) -> str:
-        """`; at 50 more loads no layout meets it`: those of which the rule says nothing."""
+        """Return `; at 50 more loads no layout meets it` for the loads that the rule does not cover."""
         n = len(self._missed())
         return f"; at {counted(n, 'more load')} no layout meets it" if n else ""
 
@@ -271,7 +283,7 @@ class Rule:
 
 
 def find(rows: pd.DataFrame) -> Rule:
-    """The rule that holds in the most loads; of several the one without a change, then the one that is fastest."""
+    """Return the rule that holds in the most loads; of several the one without a change, then the fastest one."""
     lengths = rows["input_typical"]
     rows = rows.assign(weight=rows["concurrency"] * (lengths if lengths.notna().all() else 1))
     rows = rows.sort_values(["weight", "input_typical"], kind="stable")
@@ -307,19 +319,21 @@ def _range(values: pd.Series[Any]) -> str:
 
 
 def _fastest(rows: pd.DataFrame) -> pd.DataFrame:
-    """The fastest row of each load."""
+    """Return the fastest row of each load."""
     return rows.sort_values("output_tok_s", ascending=False, kind="stable").drop_duplicates("place")
 
 
 def _level(loads: pd.DataFrame, who: str) -> list[str]:
-    """The layout, and all others that none is clearly ahead of in any of these loads."""
+    """Return the layout, and all others that none is clearly ahead of in any of these loads."""
     near = loads[loads["near"]]["who"].value_counts()
     n = len(set(loads["place"]))
     return [who, *(name for name in unique(loads["who"]) if name != who and near.get(name, 0) == n)]
 
 
 def _taken(loads: pd.DataFrame, who: str) -> str:
-    """`tp4·dcp4 (symm) or tp4·dp4, which are level,`; a layout with its variant where that is the same in all loads."""
+    """Return `tp4·dcp4 (symm) or tp4·dp4, which are level,`; a layout has its variant if that is
+    the same in all loads.
+    """
     named = []
     for name in _level(loads, who):
         variants = unique(loads[loads["who"] == name]["named"])
@@ -331,9 +345,10 @@ def _taken(loads: pd.DataFrame, who: str) -> str:
 
 
 def _lead(loads: pd.DataFrame, who: str, before: str = "") -> str:
-    """`, for up to 10 % more output than tp4·dp4`: over the best other one, where that is clear by findings' rule.
+    """Return `, for up to 10 % more output than tp4·dp4`: the lead over the best other layout, if it is clear by
+    findings' rule.
 
-    What a lead `before` it has said already is left out.
+    A lead that is already stated in `before` is left out.
     """
     level, meets = loads["who"].isin(_level(loads, who)), loads["meets"]
     others = _fastest(loads[~level & meets])

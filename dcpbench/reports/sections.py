@@ -1,4 +1,4 @@
-"""The report as plain text and tables, in reading order; Markdown and HTML only differ in how they print it."""
+"""Build the report as plain text and tables in reading order; Markdown and HTML differ only in how they print it."""
 
 from __future__ import annotations
 
@@ -34,38 +34,38 @@ if TYPE_CHECKING:
 
 
 FOLDED = "The answer in full"
-"""Above the bullets of a section that are behind a click."""
+"""Heading of the bullets of a section that are folded."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class Section:
-    """One part of a report. All strings are plain text: whoever prints them escapes them."""
+    """Hold one part of a report; all strings are plain text, and the renderer escapes them."""
 
     slug: str
     title: str
     lead: str = ""
-    """The sentence that answers."""
+    """Sentence that answers the section's question."""
     aside: str = ""
-    """What changes how numbers beside it are to be read."""
+    """Conditions that change how the numbers of the section are to be read."""
     first: list[Picture] = dataclasses.field(default_factory=list)
     """Pictures above everything but the lead."""
     paragraphs: list[str] = dataclasses.field(default_factory=list)
     bullets: list[str] = dataclasses.field(default_factory=list)
     folded: list[str] = dataclasses.field(default_factory=list)
-    """More of them, behind a click on FOLDED."""
+    """Further bullets, folded under FOLDED."""
     commands: list[str] = dataclasses.field(default_factory=list)
     tables: list[Table] = dataclasses.field(default_factory=list)
     pictures: list[Picture] = dataclasses.field(default_factory=list)
 
     def is_more_than_tables(self) -> bool:
-        """Whether it says or shows anything besides tables."""
+        """Return True if the section has anything besides tables."""
         return bool(
             self.lead or self.folded or self.first or self.paragraphs or self.bullets or self.commands or self.pictures
         )
 
 
 def report(frames: Frames, pictures: list[Picture]) -> list[Section]:
-    """All sections that have something to say."""
+    """Return all sections that have content."""
     folded, further = answer.split(frames)
     sections = [
         _answer(frames, pictures, folded),
@@ -89,7 +89,7 @@ def report(frames: Frames, pictures: list[Picture]) -> list[Section]:
 
 
 def _drawn(pictures: list[Picture], *subjects: str) -> list[Picture]:
-    """Those of these subjects: of decode, then of served requests, live before replayed."""
+    """Return the pictures of these subjects: decode first, then served requests, live before replayed."""
     return [p for subject in subjects for p in pictures if p.subject == subject]
 
 
@@ -110,7 +110,7 @@ def _answer(frames: Frames, pictures: list[Picture], folded: list[str]) -> Secti
 
 
 def _performance(frames: Frames, pictures: list[Picture]) -> list[Section]:
-    """What loads get from layouts, in tokens and in latencies."""
+    """Return the sections on throughput and latencies under load."""
     return [
         Section(
             slug="throughput",
@@ -142,7 +142,7 @@ def _performance(frames: Frames, pictures: list[Picture]) -> list[Section]:
 
 
 def _points(frames: Frames, pictures: list[Picture]) -> list[Section]:
-    """What bounded them, where their time goes, which did not run, and every one of decode."""
+    """Return the sections on KV limits, time of steps, points that did not run, and all points of decode."""
     points, everything = frames.points, frames.everything
     return [
         Section(
@@ -186,7 +186,7 @@ def _points(frames: Frames, pictures: list[Picture]) -> list[Section]:
 
 
 def _served(frames: Frames) -> list[Section]:
-    """Every live point, every replayed one, and how far these lie from each other."""
+    """Return the sections on all live points, all replayed points, and the deviation between the two."""
     served = frames.served
     if served.empty:
         return []
@@ -222,7 +222,7 @@ def _comparisons(frames: Frames, further: list[str]) -> Section:
 
 
 def _trust(frames: Frames) -> list[Section]:
-    """Whether repeats agree, and what was run, how and on what."""
+    """Return the sections on agreement of repeats, and on what was run, how, and on which hardware."""
     everything, repeats = frames.everything, frames.findings.repeats
     return [
         Section(

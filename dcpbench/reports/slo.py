@@ -1,8 +1,8 @@
-"""Whether points meet service level objectives (SLOs), and which percentile each objective is held against.
+"""Judge points by service level objectives (SLOs), and choose the percentile for each objective.
 
-An objective bounds p99, as goodput lets one gap in 100 miss it. Where p99 lacks the samples it bounds the highest of
-p95, p90 and p50 that all points of one load have, so that rivals are held against the same, and the report says which.
-The workload decode has ITL alone. Nothing is judged on a CPU.
+An objective bounds p99, as goodput lets one gap in 100 miss it. If p99 lacks samples it bounds the highest of p95, p90
+and p50 that all points of one load have, so that compared layouts are judged by the same percentile, which the report
+names. The workload decode has ITL alone. Nothing is judged on a CPU.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 PERCENTILES = metrics.PERCENTILES[::-1]
 NARROWLY = 0.02
-"""A value this close to its limit, as a share of it, meets or misses it by no more than repeats may differ."""
+"""Relative distance to a limit within which a value counts as narrow, because repeats may differ by as much."""
 
 
 def recorded(record: Record) -> dict[str, float]:
-    """Objectives that a record was measured with (`--slo` of its run); empty without any."""
+    """Return the objectives that a record was measured with (`--slo` of its run); empty without any."""
     if record.serve and record.serve.slo_ms:
         return dict(record.serve.slo_ms)
     found = record.measured_with.get("slo")
@@ -38,9 +38,10 @@ def recorded(record: Record) -> dict[str, float]:
 
 
 def in_force(table: pd.DataFrame, given: Limits) -> pd.DataFrame:
-    """With a column `slo_limits`: those given, or those that all points of a run, model and mode were measured with.
+    """Add the column `slo_limits`: the given objectives, or those that all points of a run, model and mode were
+    measured with.
 
-    `slo_recorded` goes. Objectives that points of a scope do not share are none.
+    `slo_recorded` is removed. If points of a scope have different objectives, the scope has none.
     """
     if table.empty:
         return table
@@ -54,11 +55,11 @@ def in_force(table: pd.DataFrame, given: Limits) -> pd.DataFrame:
 
 
 def judged(table: pd.DataFrame, given: Limits) -> pd.DataFrame:
-    """With `slo_excess` and `slo_said`.
+    """Add the columns `slo_excess` and `slo_said`.
 
-    `slo_excess` is the largest value / limit, so that 1 or less meets all; missing where nothing is judged.
-    `slo_said` is `meets`, `meets at p50` if p99 of an objective lacks samples, or `misses: ITL p99 414 ms`, with
-    `narrowly` within NARROWLY of the limit, or what is not known.
+    `slo_excess` is the largest value / limit, so that 1 or less meets all; missing if nothing is judged. `slo_said` is
+    `meets`, `meets at p50` if p99 of an objective lacks samples, or `misses: ITL p99 414 ms`, with `narrowly` within
+    NARROWLY of the limit, or what is not known.
     """
     if table.empty:
         return table
@@ -95,7 +96,9 @@ def judged(table: pd.DataFrame, given: Limits) -> pd.DataFrame:
 
 
 def words(table: pd.DataFrame, given: Limits) -> str:
-    """Which objectives are in force, against which percentiles they are held, and who set them, in a sentence."""
+    """State which objectives are in force, by which percentiles they are judged, and where they come from, in one
+    sentence.
+    """
     timed = table if table.empty else table[~table["cpu"]]
     if timed.empty:
         return ""
@@ -114,7 +117,9 @@ def words(table: pd.DataFrame, given: Limits) -> str:
 
 
 def unjudged(table: pd.DataFrame, given: Limits) -> str:
-    """That objectives judge nothing where all ran on a CPU, in a sentence; empty without any, or with a point on a GPU."""
+    """State that the objectives judge nothing because all points ran on a CPU; empty without objectives, or with a
+    point on a GPU.
+    """
     if table.empty or not table["cpu"].all() or not (given or any(table["slo_limits"])):
         return ""
     source = "--slo " + ",".join(f"{name}={ms:g}" for name, ms in given.items()) if given else "the SLO of the run"
@@ -122,14 +127,14 @@ def unjudged(table: pd.DataFrame, given: Limits) -> str:
 
 
 def _who(points: pd.DataFrame) -> str:
-    """Of which points the sentence speaks: `deepseek-v3 live, kimi-k2 live`."""
+    """Return the names of the judged points, such as `deepseek-v3 live, kimi-k2 live`."""
     pairs = dict.fromkeys(keys(points, SCOPE))
     several = len({run for run, _, _ in pairs}) > 1
     return ", ".join(f"{model} {mode}{f', run {run}' if several else ''}" for run, model, mode in pairs)
 
 
 def _limits(points: pd.DataFrame) -> str:
-    """`TTFT ≤ 2,000 ms at p95, ITL ≤ 60 ms at p99`."""
+    """Return the limits, such as `TTFT ≤ 2,000 ms at p95, ITL ≤ 60 ms at p99`."""
     limits = points["slo_limits"].iloc[0]
     parts = []
     for name, limit in limits.items():
@@ -145,13 +150,13 @@ def _limits(points: pd.DataFrame) -> str:
 
 
 def _held_at(points: pd.DataFrame, name: str) -> list[str]:
-    """The percentiles that an objective is held against, the highest first; none where no point has such a latency."""
+    """Return the percentiles by which an objective is judged, highest first; empty if no point has such a latency."""
     column = f"slo_{name}_at"
     return [p for p in PERCENTILES if column in points and (points[column] == p).any()]
 
 
 def _shared(table: pd.DataFrame, name: str, loads: list[pd.Series[Any]]) -> tuple[pd.Series[Any], pd.Series[Any]]:
-    """The highest percentile that all points of a load have, of those that have any: its value and its name."""
+    """Return value and name of the highest percentile that all points of a load have, of the points that have any."""
     value = pd.Series(float("nan"), table.index)
     at = pd.Series("", table.index, dtype=object)
     some = table[f"{name}_p50_ms"].notna()

@@ -1,7 +1,7 @@
-"""What chunks of prompts do to those who decode beside them: which layout keeps the ITL objective under which load, and with
+"""Report how prompt chunks delay concurrent decodes: which layout meets the ITL objective under which load, and with
 which chunk.
 
-A load is the same here whatever `--chunk` it was served with.
+Here a load is the same for every value of `--chunk` that it was served with.
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ if TYPE_CHECKING:
 
 CHUNK = "load_chunk"
 MOST_LOADS = 4
-"""That the sentence speaks of."""
+"""Maximum number of loads that the sentence names."""
 MOST_CHUNKS = 12
-"""Columns of the table."""
+"""Maximum number of columns of the table."""
 BEYOND_P99 = 0.01
-"""Of steps: where fewer have chunks, p99 may lie below all gaps that these make longer."""
+"""Share of steps that hold chunks; below it p99 may be smaller than all gaps that the chunks lengthen."""
 HALF = 0.5
-"""Where more steps have chunks, the median gap is one of those."""
+"""Share of steps that hold chunks; above it the median gap is one of the lengthened ones."""
 
 
 def words(points: pd.DataFrame) -> str:
-    """Under which loads no layout keeps the ITL objective, or some chunk does and another does not, and why; else empty."""
+    """Name the loads in which no layout meets the ITL objective, or in which only some chunks do, with the reason; else
+    empty.
+    """
     judged = _judged(points)
     if judged.empty:
         return ""
@@ -48,7 +50,9 @@ def words(points: pd.DataFrame) -> str:
 
 
 def table(frames: Frames) -> Table:
-    """ITL and output of each load and layout, a column for each chunk; empty where there is one."""
+    """Build a table of ITL and output of each load and layout, with a column for each chunk; empty if there is only one
+    chunk.
+    """
     points = findings.timed(frames.served)
     title = "ITL p99 ms (output tok/s) by the tokens of a chunk"
     chunks = sorted(set(points[CHUNK])) if len(points) else []
@@ -68,13 +72,13 @@ def table(frames: Frames) -> Table:
 
 
 def _without_chunk(points: pd.DataFrame) -> pd.DataFrame:
-    """Points whose `load` does not say the chunk, in the order of loads."""
+    """Return the points with `load` without its chunk, in the order of loads."""
     rest = [SEPARATOR.join(p for p in text.split(SEPARATOR) if not p.startswith("chunk ")) for text in points["rest"]]
     return points.assign(load=[f"{a}{SEPARATOR}{r}" for a, r in zip(points["arrival"], rest, strict=True)])
 
 
 def _judged(points: pd.DataFrame) -> pd.DataFrame:
-    """Served points with an ITL objective: `limit`, the `value` that is held against it, and the percentile `at` which."""
+    """Return the served points with an ITL objective: `limit`, the judged `value`, and its percentile `at`."""
     if points.empty or "slo_itl_at" not in points or CHUNK not in points:
         return pd.DataFrame()
     points = points[(points["slo_itl_at"] != "") & (points["mode"] != "decode")]
@@ -85,7 +89,9 @@ def _judged(points: pd.DataFrame) -> pd.DataFrame:
 
 
 def _of_load(load: pd.DataFrame, gpus: str) -> str:
-    """Of the points of a load with all its chunks, on as many GPUs; empty where all keep the objective, or chunks decide nothing."""
+    """Describe the points of a load with all its chunks on one number of GPUs; empty if all meet the objective, or
+    chunks change nothing.
+    """
     chunks = sorted(set(load[CHUNK].astype(int)))
     several = f" with chunks of {listed([f'{c:,}' for c in chunks], 'or')}" if len(chunks) > 1 else ""
     where = f"at {load['load'].iloc[0]}{gpus} "
@@ -106,17 +112,19 @@ def _of_load(load: pd.DataFrame, gpus: str) -> str:
 
 
 def _named(row: dict[Any, Any], chunks: list[int]) -> str:
-    """`tp4 with 2,048`; without the chunk where there is one."""
+    """Return `tp4 with 2,048`, without the chunk if there is only one."""
     return f"{row['label']} with {int(row[CHUNK]):,}" if len(chunks) > 1 else str(row["label"])
 
 
 def _figures(row: dict[Any, Any]) -> str:
-    """`p99 131 ms, 185 tok/s`."""
+    """Return `p99 131 ms, 185 tok/s`."""
     return f"{row['at']} {number(row['value'], 3)} ms, {number(row['output_tok_s'], 3)} tok/s"
 
 
 def _why(row: dict[Any, Any]) -> str:
-    """`, since chunks of prompts stall decodes (8.3 % of steps, median gap 65.2 ms)`, where that is so; else empty."""
+    """Return `, since chunks of prompts stall decodes (8.3 % of steps, median gap 65.2 ms)` if that
+    holds; else empty.
+    """
     if missing(row["steps"]) or not row["steps"] or parse(row["disaggregate"]).disaggregated or row["preemptions"]:
         return ""
     share = 1 - row["decode_steps"] / row["steps"]

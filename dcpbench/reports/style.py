@@ -1,4 +1,4 @@
-"""How a report's figures tell layouts, variants, runs and phases apart, so that each looks the same wherever it is."""
+"""Define how figures distinguish layouts, variants, runs and phases, so that each looks the same in every figure."""
 
 from __future__ import annotations
 
@@ -36,15 +36,18 @@ FLOOR_LOOK: dict[str, Any] = {"facecolor": "#FFFFFF", "edgecolor": "#1A1A1A", "l
 """Seen on each of these."""
 
 UNLIKE = 3
-"""Places in figures.MARKERS from a variant's marker to the next one's: neighbours there are much alike when small."""
+"""Distance in figures.MARKERS between the markers of consecutive variants: neighbours there are hard to distinguish
+when small.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Style:
-    """Colour by layout (show/layouts.py), dash and marker by variant; with several runs markers are the runs'.
+    """Assign a colour to each layout (show/layouts.py), and a dash and a marker to each variant; with several runs,
+    markers to runs.
 
-    A variant is an exchange, a backend, a server of an import, or how instances share the work: whatever tells two lines of
-    one layout apart.
+    A variant is an exchange, a backend, a server of an import, or how instances share the work: anything that
+    distinguishes two lines of one layout.
     """
 
     lines: list[tuple[str, str]]
@@ -53,7 +56,7 @@ class Style:
 
     @classmethod
     def of(cls, points: pd.DataFrame) -> Style:
-        """The style of what one kind of points shows: of `decode`, of served ones, or of both."""
+        """Return the style for the points of one kind: of `decode`, of served points, or of both."""
         ordered = points.sort_values([*DEGREES], kind="stable")
         pairs = zip(ordered["layout"].astype(str), ordered["variant"].astype(str), strict=True)
         layouts = unique(ordered["layout"])
@@ -62,7 +65,9 @@ class Style:
 
     @cached_property
     def _turns(self) -> dict[str, int]:
-        """Place of each variant: the first, and none, are drawn solid; exchanges come in the order of EXCHANGES."""
+        """Return the index of each variant: the first one, and no variant, are drawn solid; exchanges are in the order
+        of EXCHANGES.
+        """
         lines = [self._split(*line) for line in self.lines]
         named = list(dict.fromkeys(variant for _, variant in lines if variant))
         named.sort(key=lambda name: EXCHANGES.index(first) if (first := name.split(" ")[0]) in EXCHANGES else 0)
@@ -70,7 +75,7 @@ class Style:
         return {"": 0} | {name: place + beside for place, name in enumerate(named)}
 
     def places(self, layout: str, variant: str, run: str) -> tuple[int, int]:
-        """Of a line's dash and of its marker, in figures.LINES and figures.MARKERS."""
+        """Return the indices of a line's dash in figures.LINES and of its marker in figures.MARKERS."""
         turn, of_run = self._turns.get(self._split(layout, variant)[1], 0), self.runs.index(run)
         turns = max(self._turns.values()) + 1
         sign = of_run if len(self.runs) > 1 else place_of_marker(layout) + UNLIKE * turn
@@ -78,22 +83,22 @@ class Style:
 
     @cached_property
     def _several(self) -> set[str]:
-        """Degrees that are drawn with several expert parallel degrees."""
+        """Return the degrees that are drawn with several expert parallel degrees."""
         drawn = Counter(degrees for degrees, _ in {split_experts(split(layout)[0]) for layout, _ in self.lines})
         return {degrees for degrees, count in drawn.items() if count > 1}
 
     def _split(self, layout: str, variant: str) -> tuple[str, str]:
-        """Return the degrees of an instance, which have one colour, and what tells its lines apart."""
+        """Return the degrees of an instance, which have one colour, and the name that distinguishes its lines."""
         alone, instances = split(layout)
         degrees, ep = split_experts(alone)
         return degrees, " ".join(filter(None, (instances, ep if degrees in self._several else "", variant)))
 
     def look(self, layout: str, variant: str, run: str) -> dict[str, Any]:
-        """How matplotlib draws a line."""
+        """Return the keyword arguments with which matplotlib draws a line."""
         dash, sign = self.places(layout, variant, run)
         return {"color": colours(layout)[0], "linestyle": dashes(dash), "marker": marker(sign)}
 
 
 def plain(text: object, most: int = 48) -> str:
-    """Any string as a label: no mathematics, one line, not endless."""
+    """Return any string as a label: no mathematics, one line, limited length."""
     return one_line(str(text), most).replace("$", r"\$")

@@ -1,4 +1,4 @@
-"""Where the host waited in the profiled steps of a run, over all its points."""
+"""Report where the host waited in the profiled steps of a run, over all its points."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def sentences(frames: Frames) -> list[str]:
-    """That no site was found, where a profiled pass looked for some and nothing else says so."""
+    """State that no site was found, if a profiled pass looked for sites and no table lists any."""
     looked = [r for r in frames.records if r.host_syncs_per_step is not None]
     if not looked or any(r.sync_sites for r in looked):
         return []
@@ -25,7 +25,9 @@ def sentences(frames: Frames) -> list[str]:
 
 
 def table(frames: Frames) -> Table:
-    """One row per run, model and site: the worst count, wait and bubble of any point, and how many points have it."""
+    """Build a table with one row per run, model and site: the worst count, wait and bubble of any point, and the number
+    of points.
+    """
     rows = [
         {
             "run": run.name,

@@ -1,6 +1,6 @@
-"""The tables of a report, as strings ready to print. An absent value is a dash, never 0.
+"""Build the tables of a report as strings ready to print; an absent value is a dash, never 0.
 
-A table about served requests holds live runs or replays, and its title says which.
+A table about served requests holds live runs or replays, and its title names which.
 """
 
 from __future__ import annotations
@@ -29,44 +29,48 @@ if TYPE_CHECKING:
     from dcpbench.reports.frames import Frames
 
 FOLD_ABOVE = 24
-"""Tables with more rows than this begin folded where they only support a figure."""
+"""Number of rows above which a table that only supports a figure is folded at first."""
 MANY_ROWS = 12
-"""Of a table that is shown without a click in Markdown, and of a folded one whose summary does not count them."""
+"""Maximum number of rows of a table that Markdown shows unfolded, and of a folded one that does not state its row
+count.
+"""
 MOST_ROWS = 2_000
 MOST_LETTERS = 1_000
-"""Rows of a table, and letters of a cell: no one long name blows it up, and points.csv has more of it."""
+"""Maximum number of rows of a table, and of characters of a cell: a long name must not dominate it, and points.csv has
+all.
+"""
 MOST_DETAIL = 600
-"""Letters of a log, of which the end tells most."""
+"""Maximum number of characters of a log; its end is kept because it is the most informative part."""
 Column = tuple[str, "str | Callable[[Any], str]"]
-"""A heading, and what of a row stands below it: words under a name, or what is made of it."""
+"""Heading of a column, and its content: the name of a row's field, or a function of the row."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table of plain strings."""
+    """Hold a table of plain strings."""
 
     title: str
     columns: list[str]
     rows: list[list[str]]
     text_columns: int = 1
-    """How many leading columns hold words; the others are numbers and go to the right."""
+    """Number of leading columns with text; the others hold numbers and are right-aligned."""
     fold: bool = False
 
     @property
     def summary(self) -> str:
-        """What is clicked on where it is folded: its title, and how many rows there are where they are many."""
+        """Return the clickable text of a folded table: its title, and its number of rows if there are many."""
         return self.title + (f" ({len(self.rows):,} rows)" if len(self.rows) > MANY_ROWS else "")
 
 
 def whole(value: float | None) -> str:
-    """A count; the median of repeats may lie between two."""
+    """Format a count; the median of repeats may lie between two integers."""
     if value is None or missing(value):
         return ABSENT
     return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.1f}"
 
 
 def shown(metric: Metric, value: float | None) -> str:
-    """A metric's value in the unit that it is shown in."""
+    """Format a metric's value in its display unit."""
     if metric.shown_unit == "%":
         return percent(value)
     if metric.shown_unit == "GiB":
@@ -75,17 +79,19 @@ def shown(metric: Metric, value: float | None) -> str:
 
 
 def columns(listed: Iterable[Metric], **instead: Column) -> list[Column]:
-    """Metrics as columns, headed and printed as the catalogue says; some of them `instead` as their table has it."""
+    """Return metrics as columns with heading and format from the catalogue; `instead` replaces
+    columns by metric name.
+    """
     return [instead.get(metric.name) or column(metric) for metric in listed]
 
 
 def column(metric: Metric, heading: str = "") -> Column:
-    """One metric, perhaps with a heading of its table's own."""
+    """Return the column of one metric, optionally with a heading of its own."""
     return heading or metric.heading, lambda row: shown(metric, row[metric.name])
 
 
 def named(*names: str) -> list[Column]:
-    """Columns of words that are headed as the rows have them."""
+    """Return text columns with the row fields' names as headings."""
     return [(name, name) for name in names]
 
 
@@ -94,7 +100,7 @@ APART: Column = ("repeats apart", lambda r: percent(r["spread"]))
 
 
 def points(found: pd.DataFrame) -> Table:
-    """Every point's numbers."""
+    """Build the table with the numbers of every point."""
     return make_table(
         "Medians; 95 % interval in brackets",
         found.assign(telling=marks.telling(found)),
@@ -115,7 +121,7 @@ def points(found: pd.DataFrame) -> Table:
 
 
 def steps(found: pd.DataFrame) -> Table:
-    """What the profiled pass saw."""
+    """Build the table of one step as the profiled pass recorded it."""
     kernels: Column = ("kernels", lambda r: number(r["kernels"] or None))
     return make_table(
         "One step, from the profiled pass",
@@ -131,7 +137,7 @@ def steps(found: pd.DataFrame) -> Table:
 
 
 def served(found: pd.DataFrame, mode: str) -> Table:
-    """What was asked for first: rates and latencies of every served point of a mode."""
+    """Build the table of rates and latencies of every served point of a mode."""
     rows, others = of_mode(found, mode), some_imported(found)
     return make_table(
         words.SERVED[mode],
@@ -152,7 +158,7 @@ def served(found: pd.DataFrame, mode: str) -> Table:
 
 
 def served_details(found: pd.DataFrame, mode: str) -> Table:
-    """The other latencies, and how the steps went."""
+    """Build the table of the other latencies and of step statistics."""
     rows = of_mode(found, mode)
     instead: dict[str, Column] = {
         "decode_steps": ("without prefill", lambda r: percent(r["decode_steps"] / r["steps"] if r["steps"] else None)),
@@ -170,7 +176,7 @@ def served_details(found: pd.DataFrame, mode: str) -> Table:
 
 
 def replay(found: pd.DataFrame) -> Table:
-    """How far replay lies from live."""
+    """Build the table of deviations of replays from live runs."""
     compared = [*LOADED]
     for metric in metrics.REPLAYED:
         compared += [column(metric, f"{metric.in_brief} live"), ("error", _error(f"{metric.name}_error"))]
@@ -179,7 +185,7 @@ def replay(found: pd.DataFrame) -> Table:
 
 
 def kv(found: pd.DataFrame) -> Table:
-    """KV capacity per layout."""
+    """Build the table of KV capacity per layout."""
     return make_table(
         "KV cache by layout (the point with the largest pool)",
         found,
@@ -196,7 +202,7 @@ def kv(found: pd.DataFrame) -> Table:
 
 
 def others(found: pd.DataFrame) -> Table:
-    """Failed, hung and rejected points, those with the same reason together."""
+    """Build the table of failed, hung and rejected points, grouped by reason."""
     rows = []
     load = "context × concurrency" if found["load"].isna().all() else "load"
     same = ["run", "model", "layout", "outcome", "told"]
@@ -218,7 +224,7 @@ def others(found: pd.DataFrame) -> Table:
 
 
 def repeats(found: pd.DataFrame) -> Table:
-    """Points of `decode` whose repeats disagree."""
+    """Build the table of points of `decode` for which repeats disagree."""
     medians: Column = ("step medians ms", lambda r: ", ".join(number(m) for m in r["medians_ms"]))
     context: Column = ("context", lambda r: f"{r['context']:,}")
     shown = [*named("model", "layout"), context, *named("concurrency"), medians]
@@ -226,7 +232,7 @@ def repeats(found: pd.DataFrame) -> Table:
 
 
 def served_repeats(found: pd.DataFrame) -> Table:
-    """Served points whose repeats disagree."""
+    """Build the table of served points for which repeats disagree."""
     rates: Column = ("output tok/s", lambda r: f"{number(r['output_tok_s_low'])} to {number(r['output_tok_s_high'])}")
     return _disagreeing("Served points", found, [*LOADED, rates], 3, " in output throughput")
 
@@ -238,7 +244,7 @@ def _disagreeing(what: str, found: pd.DataFrame, shown: list[Column], text_colum
 
 
 def honesty(found: pd.DataFrame) -> Table:
-    """What stood behind the numbers, per layout; of imports nothing is known."""
+    """Build the table of measurement conditions per layout; imported points have none."""
     found = found[found["origin"] == OURS] if len(found) else found
     rows, busiest = [], "busiest_rank_experts"  # of which tables of old records have no column
     groups: Iterable[Any] = found.groupby(["run", "model", "label"], sort=False) if len(found) else ()
@@ -263,7 +269,7 @@ def honesty(found: pd.DataFrame) -> Table:
 
 
 def runs(frames: Frames) -> Table:
-    """One row per run."""
+    """Build the table with one row per run."""
     rows = []
     for run in frames.runs:
         outcomes = [r.outcome for r in run.records]
@@ -283,7 +289,7 @@ def runs(frames: Frames) -> Table:
 
 
 def environment(frames: Frames) -> Table:
-    """Versions and hardware, one column per run that says something different."""
+    """Build the table of versions and hardware, with one column per distinct environment."""
     columns: dict[str, dict[str, str]] = {}
     for run in frames.runs:
         for record in run.records:
@@ -296,24 +302,24 @@ def environment(frames: Frames) -> Table:
                 if shown not in columns.values():
                     columns[run.name if run.name not in columns else f"{run.name} ({len(columns) + 1})"] = shown
     names = list(next(iter(columns.values()), {}))
-    if all(column["dcpbench"] == ABSENT for column in columns.values()):  # imports, which say little of it
+    if all(column["dcpbench"] == ABSENT for column in columns.values()):  # imports, which have few of these values
         names = [name for name in names if any(column[name] != ABSENT for column in columns.values())]
     rows = [[name, *(column[name] for column in columns.values())] for name in names]
     return Table("Environment", ["what", *columns], rows, text_columns=1 + len(columns))
 
 
 def of_mode(found: pd.DataFrame, mode: str) -> pd.DataFrame:
-    """The points of a mode, if there are any points."""
+    """Return the points of a mode, if there are any points."""
     return found[found["mode"] == mode] if len(found) else found
 
 
 def some_imported(found: pd.DataFrame) -> bool:
-    """Whether some points are of other tools, so that each row must say whose it is."""
+    """Return True if some points come from other tools, so that each row must name its origin."""
     return len(found) > 0 and bool((found["origin"] != OURS).any())
 
 
 class _Row(Mapping[str, Any]):
-    """A row of a table that reads only the columns that are asked for; a table of points has 200."""
+    """Read a row of a table lazily, only the columns that are requested; a table of points has 200."""
 
     def __init__(self, columns: _Columns, number: int) -> None:
         self._columns, self._number = columns, number
@@ -329,7 +335,7 @@ class _Row(Mapping[str, Any]):
 
 
 class _Columns(dict[str, list[Any]]):
-    """Columns of a table as lists of plain values, each made when it is first read."""
+    """Convert columns of a table to lists of plain values, each when it is first read."""
 
     def __init__(self, table: pd.DataFrame) -> None:
         super().__init__()
@@ -356,7 +362,9 @@ def make_table(
     optional: Iterable[str] = (),
     fold: bool = False,
 ) -> Table:
-    """Rows printed by `columns`; the run only where there are several, the load first where it belongs there."""
+    """Build a table of rows formatted by `columns`; the run is shown only if there are several, and the load first if
+    requested.
+    """
     if found.empty:
         return Table(title, [], [])
     first = named("run") if "run" in found and len(set(found["run"])) > 1 else []
@@ -369,7 +377,7 @@ def make_table(
         found = found.head(MOST_ROWS)
     told = [[text(r[s]) if isinstance(s, str) else s(r) for _, s in columns] for r in read_rows(found)]
     rows = [[cut(cell, MOST_LETTERS) for cell in row] for row in told]
-    theirs = "origin" in found and OURS not in set(found["origin"])  # a column of which no file says anything is none
+    theirs = "origin" in found and OURS not in set(found["origin"])  # omit columns that no file has a value for
     keep = [
         i
         for i, (name, _) in enumerate(columns)
@@ -380,7 +388,7 @@ def make_table(
 
 
 def _idle(row: pd.Series[Any]) -> str:
-    """How much the GPU idled; a CPU has none."""
+    """Return how long the GPU idled; a CPU has no such value."""
     return ABSENT if row["cpu"] else percent(row["idle_fraction"])
 
 

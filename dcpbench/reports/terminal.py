@@ -1,6 +1,6 @@
-"""The tables that a terminal shows after a sweep; plain text when piped.
+"""Render the tables that a terminal shows after a sweep, as plain text if piped.
 
-They fit 80 columns, lose some where it is narrower, and never cut a number.
+They fit 80 columns, drop columns on narrower terminals, and never cut a number.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from dcpbench.reports.frames import Frames
 
 MOST = 2_000
-"""Rows of all tables; more would scroll by for minutes."""
+"""Maximum number of rows of all tables; more would scroll by for minutes."""
 MOST_NAMED = 8
-"""Loads of a layout that are named where it misses the SLO."""
+"""Maximum number of loads named per layout that misses the SLO."""
 KINDS = {CLOSED: "closed loop", GAMMA: "open loop", TRACE: TRACE_TIMES}
 LOADS = {CLOSED: "conc.", GAMMA: "req/s"}
 SCATTER = (
@@ -42,14 +42,15 @@ SCATTER = (
     f"to {REPEATS_AGREE_WITHIN * 100:g} %; `dcpbench compare` measures it from four launches of each side."
 )
 IMPLIED = ("cpu", "oversubscribed")
-"""Marks that the title and the layout already say."""
+"""Warnings that the title and the layout already express."""
 LONGEST_WORD = 24
-"""Columns at most that a word of a label may claim."""
+"""Maximum width of a word of a label, in terminal columns."""
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def render(frames: Frames) -> Group:
-    """Return that a model does not fit, a table for each run and model, what did not run, and the headline.
+    """Return a note on models that do not fit, a table for each run and model, the points that did not run, and the
+    headline.
 
     Served points have a table for each mode and kind of load.
     """
@@ -80,7 +81,7 @@ def render(frames: Frames) -> Group:
 
 
 def _misses(points: pd.DataFrame) -> list[str]:
-    """Points that miss the SLO, those of one layout together."""
+    """Return the points that miss the SLO, grouped by layout."""
     notes = []
     missed = points[points["slo_excess"] > 1]
     for (model, mode, label), group in missed.groupby(["model", "mode", "label"], sort=False):
@@ -115,7 +116,7 @@ def _decode_columns(points: pd.DataFrame) -> list[Column]:
 
 
 def _half_width(point: pd.Series[Any]) -> str:
-    """The wider side of the interval, as a share of the median; what is less than 0.05 % is not nothing."""
+    """Return the wider side of the interval as a share of the median; widths below 0.05 % are not shown as zero."""
     median, low, high = (point[f"output_tok_s{x}"] for x in ("", "_low", "_high"))
     if missing(median):
         return ABSENT
@@ -146,7 +147,9 @@ def _load(point: pd.Series[Any]) -> str:
 
 
 def _below(points: pd.DataFrame) -> list[str]:
-    """Marks, what was not served, what was preempted, and what goodput stands for."""
+    """Return notes below a table: warnings, requests that were not served, preemptions, and the objectives behind
+    goodput.
+    """
     marked: dict[str, list[str]] = {}
     for text, (_, p) in zip(points["shown"], points.iterrows(), strict=True):
         if said := ", ".join(mark for mark in text.split(", ") if mark and mark != FEW_SAMPLES):
@@ -167,7 +170,7 @@ def _below(points: pd.DataFrame) -> list[str]:
 
 
 def _of_all(points: pd.DataFrame) -> list[str]:
-    """Marks that all points of a run and mode have, which stand beside none of them, and by how much clocks fell."""
+    """Return the warnings that all points of a run and mode have, which no row shows, and by how much clocks fell."""
     notes = []
     for (run, mode), group in points.groupby(["run", "mode"], sort=False):
         where = "" if len(set(points["run"])) == 1 else f" of {run}"
@@ -180,7 +183,7 @@ def _of_all(points: pd.DataFrame) -> list[str]:
 
 
 def _bounds(points: pd.DataFrame) -> list[str]:
-    """What keeps an open loop from serving more at once. A closed loop's clients stand in the table."""
+    """Return what limits the requests in flight of an open loop; a closed loop's clients are in the table."""
     found: dict[str, list[str]] = {}
     for _, p in points[(points["load_arrival"] != CLOSED) & points["instances"].isna()].iterrows():
         asked, held, sent = p["concurrency"], p["room_for"], p["load_requests"]
@@ -197,37 +200,39 @@ def _bounds(points: pd.DataFrame) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """Numbers, ready to print."""
+    """Hold numbers ready to print."""
 
     name: str
     cells: Sequence[str]
     drop: int | None = None
-    """Where it is narrow, columns with the lowest of these go first; None: stays."""
+    """Rank for dropping: on narrow terminals the columns with the lowest values go first; None means never."""
     said: str = ""
-    """How a column that was left out is called, where its name alone says too little."""
+    """Name of the column in the list of dropped columns, if its heading alone is unclear."""
 
     text: bool = False
 
     @property
     def width(self) -> int:
-        """Columns of the terminal."""
+        """Return the width in terminal columns."""
         return max(len(self.name), *map(len, self.cells))
 
 
 @dataclasses.dataclass(frozen=True)
 class Fitted:
-    """A table with the layout in its first column. Renderable: it takes the shape that fits the terminal."""
+    """Render a table with the layout in its first column in the form that fits the terminal."""
 
     title: str
     labels: Sequence[str]
     columns: Sequence[Column]
     marks: Sequence[str] = ()
-    """Of each row, as one text; empty strings for rows without. Letters with a legend where the words do not fit."""
+    """Warnings of each row as one text, empty for rows without; printed as letters with a legend if the text does not
+    fit.
+    """
     gap: int = 2
-    """Spaces between columns, more than one, where there is room."""
+    """Number of spaces between columns; more than one if the width allows."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """For Rich."""
+        """Yield the parts of the table to Rich."""
         yield plain(self.title, "bold")
         marks = dict.fromkeys(mark for text in self.marks for mark in text.split(", ") if mark)
         legend = {mark: LETTERS[i % len(LETTERS)] for i, mark in enumerate(marks)}
@@ -247,7 +252,7 @@ class Fitted:
             yield plain(f"marks: {', '.join(f'{letter} {mark}' for mark, letter in legend.items())}")
 
     def _too_many(self, columns: Sequence[Column], width: int) -> list[Column]:
-        """Columns that must go, the least important first."""
+        """Return the columns to drop, the least important first."""
         kept, gone = list(columns), []
         for column in sorted((c for c in columns if c.drop is not None), key=lambda c: c.drop or 0):
             if self._needs(kept, 0) <= width:
@@ -257,7 +262,7 @@ class Fitted:
         return gone
 
     def _needs(self, columns: Sequence[Column], gap: int) -> int:
-        """Columns of the terminal without cutting a number, or a word of a label."""
+        """Return the terminal columns that are needed without cutting a number or a word of a label."""
         words = [word for label in self.labels for word in str(label).split()]
         first = max(min(max(map(len, words), default=0), LONGEST_WORD), len("layout"))
         return first + sum(c.width + gap + 1 for c in columns)
@@ -274,10 +279,12 @@ class Fitted:
 
 
 def shown_marks(points: pd.DataFrame) -> list[str]:
-    """Marks of each point that the title and the layout do not say, nor all points of its run and mode have."""
+    """Return the warnings of each point, without those that the title, the layout, or all points of its run and mode
+    have.
+    """
     return [", ".join(m for m in marks.of(text) if m not in IMPLIED) for text in marks.telling(points, falls=False)]
 
 
 def plain(text: object, style: str = "") -> Text:
-    """Text as it is: no markup, and no control characters that would steer the terminal."""
+    """Return the text without markup and without control characters that would control the terminal."""
     return Text(printable(str(text)), style=style)

@@ -1,4 +1,4 @@
-"""Of loads of sessions: what the prefix cache had of each turn's prompt, and how long its first token took, by layout."""
+"""Report, for loads of sessions, each turn's prefix cache hits and time to first token, by layout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def table(frames: Frames, mode: str) -> Table:
-    """A row for each turn of each point of a mode; empty where no load has several."""
+    """Build a table with a row for each turn of each point of a mode; empty if no load has several turns."""
     rows = [
         {
             "load": words.served(record.point),

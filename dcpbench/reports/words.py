@@ -1,4 +1,4 @@
-"""A load in words: `closed 48 · 4,000 in · 1,500 out`, and what its requests had to meet."""
+"""Format a load, such as `closed 48 · 4,000 in · 1,500 out`, and the objectives of its requests."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Record
 
 SERVED = {LIVE: "Served live", REPLAY: "Replay: the same scheduler in virtual time, over step times measured before"}
-"""Above tables of points."""
+"""Headings of the tables of points."""
 FEW_SAMPLES = "few_samples"
-"""The mark that dashes say, and the percentile that an SLO is held against."""
+"""Warning that dashes already express, and percentile by which an SLO is judged."""
 OBJECTIVES = {name: latency.label for name, latency in LATENCIES.items()}
 SEPARATOR = " · "
 OF_SESSIONS = ("turns", "turn_tokens", "think_time")
-"""Fields of a load that `shape` says where requests are turns of sessions, and leaves out where they are not."""
+"""Fields of a load that `shape` prints only if requests are turns of sessions."""
 MODELS = {"deepseek-v3": "DeepSeek-V3", "kimi-k2": "Kimi-K2"}
-"""As their makers write them."""
+"""Names of the models as their makers write them."""
 
 
 def arrival(point: Point) -> str:
-    """When requests come: `closed 48`, `2 req/s Poisson`, `2 req/s gamma 0.5`, `trace times`.
+    """Return the arrival of requests: `closed 48`, `2 req/s Poisson`, `2 req/s gamma 0.5`, `trace times`.
 
-    `2 req/s Poisson, as drawn` where gaps came as fast as they were drawn (`load.paced`).
+    `2 req/s Poisson, as drawn` means that gaps were kept as drawn (`load.paced` is False).
     """
     load = _load(point)
     if load.arrival == CLOSED:
@@ -43,7 +43,7 @@ def arrival(point: Point) -> str:
 
 
 def shape(load: Load) -> str:
-    """What requests look like: `4,000 in · 1,500 out · 50 % shared by 4 groups`, `requests of chat.jsonl`."""
+    """Return the shape of requests: `4,000 in · 1,500 out · 50 % shared by 4 groups` or `requests of chat.jsonl`."""
     parts = [f"{lengths(load.input_tokens)} in", f"{lengths(load.output_tokens)} out"]
     if load.trace:
         parts = [f"requests of {load.trace}"]
@@ -56,14 +56,14 @@ def shape(load: Load) -> str:
 
 
 def served(point: Point) -> str:
-    """Both: `closed 48 · 4,000 in · 1,500 out`."""
+    """Return arrival and shape: `closed 48 · 4,000 in · 1,500 out`."""
     return f"{arrival(point)}{SEPARATOR}{shape(_load(point))}"
 
 
 def lengths(spec: str) -> str:
-    """`4000` as `4,000`, `uniform:1000-7000` as `1,000–7,000`, `lognormal:4000:0.5` as `≈4,000 (σ 0.5)`.
+    """Format `4000` as `4,000`, `uniform:1000-7000` as `1,000–7,000`, `lognormal:4000:0.5` as `≈4,000 (σ 0.5)`.
 
-    Of an import that has lengths of its own, `mean:3552` as `3,552 on average`.
+    Lengths that an import defines itself, such as `mean:3552`, become `3,552 on average`.
     """
     kind, _, rest = spec.partition(":")
     try:
@@ -80,7 +80,7 @@ def lengths(spec: str) -> str:
 
 
 def typical(spec: str) -> float | None:
-    """Tokens in the middle of such lengths; None where the file says."""
+    """Return the middle of such lengths; None if a file defines them."""
     kind, _, rest = spec.partition(":")
     try:
         if kind == "uniform":
@@ -92,7 +92,7 @@ def typical(spec: str) -> float | None:
 
 
 def objectives(slo_ms: Mapping[str, float]) -> str:
-    """`TTFT ≤ 500 ms, ITL ≤ 50 ms in 99 of 100 gaps`; empty without any."""
+    """Format objectives: `TTFT ≤ 500 ms, ITL ≤ 50 ms in 99 of 100 gaps`; empty without any."""
     return ", ".join(
         f"{OBJECTIVES.get(name, name)} ≤ {limit:,g} ms"
         + (f" in {GAPS_PER_MISS - 1} of {GAPS_PER_MISS} gaps" if name == "itl" else "")
@@ -101,7 +101,7 @@ def objectives(slo_ms: Mapping[str, float]) -> str:
 
 
 def short_shapes(rests: Iterable[str]) -> dict[str, str]:
-    """What tells lengths of requests apart: `4,000 in` of `4,000 in · 500 out` where all have 500 out."""
+    """Return the part that distinguishes request lengths: `4,000 in` of `4,000 in · 500 out` if all have 500 out."""
     known = list(dict.fromkeys(rests))
     parts = {rest: rest.split(SEPARATOR) for rest in known}
     shared = set.intersection(*(set(p) for p in parts.values())) if len(known) > 1 else set()
@@ -109,7 +109,9 @@ def short_shapes(rests: Iterable[str]) -> dict[str, str]:
 
 
 def shared_shape(rests: Iterable[str]) -> str:
-    """What all of them have in common: `500 out`; empty where there is one, or nothing."""
+    """Return the part that all request lengths share, such as `500 out`; empty for a single one, or if they share
+    nothing.
+    """
     known = list(dict.fromkeys(rests))
     if len(known) < 2:  # noqa: PLR2004 - one shares everything with itself
         return ""
@@ -129,5 +131,5 @@ def _load(point: Point) -> Load:
 
 
 def unique(values: Iterable[object]) -> list[str]:
-    """Each once, as text, in the order of the first."""
+    """Return each value once, as text, in order of first appearance."""
     return list(dict.fromkeys(map(str, values)))

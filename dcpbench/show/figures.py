@@ -1,4 +1,4 @@
-"""Shared style of figures: colours, markers and axes, the CPU watermark, and the file formats."""
+"""Define the shared style of figures: colours, markers and axes, the CPU watermark, and the file formats."""
 
 from __future__ import annotations
 

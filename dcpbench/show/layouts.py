@@ -1,4 +1,4 @@
-"""Appearance of a layout in all figures: one colour on light, one on dark, and one marker, independent of other
+"""Define the appearance of a layout in all figures: one colour on light, one on dark, and one marker, independent of other
 layouts.
 
 Hue encodes the sharing: blue none (`tp4`), amber to crimson KV over DCP ranks, green attention data parallel, pink to

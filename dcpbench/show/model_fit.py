@@ -1,4 +1,4 @@
-"""Words for a model whose weights and KV cache do not fit into the memory of its GPUs: the same in every output. No torch."""
+"""Format the note on models with weights and KV cache that exceed the memory of their GPUs, for every output. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers with their units as people read them; an absent value is a dash, never 0. Bytes: points.sizes.size_text."""
+"""Format numbers with their units for people; an absent value is a dash, never 0. Bytes: points.sizes.size_text."""
 
 from __future__ import annotations
 

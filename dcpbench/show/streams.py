@@ -1,4 +1,4 @@
-"""Standard output and errors of a command: texts that their encoding lacks, and readers that have gone away."""
+"""Adapt standard output and errors of a command to characters that their encoding lacks, and to readers that closed them."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def settle() -> None:
 
 
 class Redacted:
-    """A text stream that replaces secrets before they are written; otherwise it behaves like the wrapped stream."""
+    """Wrap a text stream and replace secrets before they are written; otherwise it behaves like the wrapped stream."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

@@ -1,4 +1,4 @@
-"""Output of commands to a terminal, a pipe or a log: Rich's console, single lines, and progress."""
+"""Write the output of commands to a terminal, a pipe or a log: Rich's console, single lines, and progress."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _count_columns() -> int:
 
 
 class ProgressLine:
-    """Shows progress on stderr: one line that is overwritten on a terminal, else lines that come ever more rarely."""
+    """Show progress on stderr: one line that is overwritten on a terminal, else lines at increasing intervals."""
 
     def __init__(self) -> None:
         self._terminal = sys.stderr.isatty()

@@ -1,4 +1,4 @@
-"""Words in sentences, and strings of others made fit to be shown: a name in a record or a trace may be anything."""
+"""Format words in sentences, and make foreign strings printable: a name in a record or a trace may be anything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds hidden CUDA synchronisation: in traces, live, and without a GPU.
+"""Find hidden CUDA synchronisation: in traces, live, and without a GPU.
 
 `watch`, `no_syncs` and `allow` are for programs with a GPU; `dry_run`, in the module of that name, is for those
 without. torch is imported when one of them is used, not before.

@@ -1,9 +1,9 @@
-"""Regions of code in which synchronising is allowed, each with its reason.
+"""Define regions of code in which synchronising is allowed, each with its reason.
 
     with dcpbench.syncs.allow("the batch is over"):
         tokens = tokens.cpu()
 
-They hold for the thread that entered them, and for the autograd threads that work for it. No torch here.
+A region applies to the thread that entered it, and to the autograd threads that work for it. No torch here.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _reasons: dict[int, list[str]] = {}
 
 @contextlib.contextmanager
 def allow(reason: str) -> Iterator[None]:
-    """Lets the code inside synchronise; also usable as a decorator. Regions nest, the innermost reason is reported.
+    """Allow the code inside to synchronise; also usable as a decorator.
 
-    Raises UsageError where the reason is empty, or is not a text.
+    Regions nest, and the innermost reason is reported. Raise UsageError if the reason is empty or not a text.
     """
     given: object = reason
     if not isinstance(given, str) or not given.strip():
@@ -41,6 +41,6 @@ def allow(reason: str) -> Iterator[None]:
 
 
 def reason(thread: int | None = None) -> str:
-    """Reason of the innermost region that a thread, by default the calling one, is in; nothing outside of one."""
+    """Return the reason of a thread's innermost region, by default the calling thread's; empty outside of one."""
     reasons = _reasons.get(threading.get_ident() if thread is None else thread)
     return reasons[-1] if reasons else ""

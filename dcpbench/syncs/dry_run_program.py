@@ -1,4 +1,4 @@
-"""`dcpbench syncs dry-run`: runs a program in a process with a virtual GPU, and judges what it tells. No torch here."""
+"""Run a program in a process with a virtual GPU for `dcpbench syncs dry-run`, and judge its report. No torch here."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ EXAMPLE = "dcpbench syncs dry-run -- python script.py"
 
 
 class Job(msgspec.Struct, kw_only=True):
-    """What the process is to run, and where its answer goes."""
+    """Define what the process runs, and where it writes its answer."""
 
     kind: Literal["script", "module", "code"]
     target: str
     """Path of the script, name of the module, or the code."""
     arguments: list[str] = []
     name: str = ""
-    """The program, for people."""
+    """Name of the program for messages."""
     answer: str = ""
     root: str = ""
     assume_device: bool = False
@@ -50,7 +50,7 @@ class Job(msgspec.Struct, kw_only=True):
 
 
 class Answer(msgspec.Struct, kw_only=True):
-    """What the process found."""
+    """Hold the result of the process."""
 
     code: int
     """The program's exit code; 1 after an exception."""
@@ -103,9 +103,9 @@ def dry_run(
 
 
 def parse(command: Sequence[str]) -> tuple[str, list[str], Job]:
-    """(Python, its own flags, what it is to run) of a command as somebody types it.
+    """Return (Python, its own flags, job) of a command line.
 
-    A bare `python` is the one that runs dcpbench. Raises UsageError for anything but Python.
+    A bare `python` is the interpreter that runs dcpbench. Raise UsageError for anything but Python.
     """
     if not command:
         raise UsageError(f"There is no program; write it after `--`: {EXAMPLE}")
@@ -140,7 +140,7 @@ def _suggest(words: Sequence[str]) -> str:
 
 
 def instead_of(command: Sequence[str]) -> str:
-    """What to type where there is no GPU to run this command with."""
+    """Return the command to use instead if there is no GPU for this one."""
     try:
         parse(command)
     except UsageError:
@@ -149,7 +149,7 @@ def instead_of(command: Sequence[str]) -> str:
 
 
 def _job(words: list[str], name: str) -> Job:
-    """What comes after Python's own flags."""
+    """Return the job from the arguments that follow Python's own flags."""
     if words and words[0] in {"-m", "-c"}:
         if len(words) == 1:
             raise UsageError(f"{words[0]} needs what to run: dcpbench syncs dry-run -- python -m package.module")
@@ -172,7 +172,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def _read(job: Job, code: int) -> Answer:
-    """The process's answer; where it died without one, an empty report that says so."""
+    """Return the process's answer; if it died without one, an empty report that states this."""
     try:
         return msgspec.json.decode(Path(job.answer).read_bytes(), type=Answer)
     except (OSError, msgspec.MsgspecError):

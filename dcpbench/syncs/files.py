@@ -1,4 +1,4 @@
-"""Files that commands of `syncs` read and write: traces by folder and glob, and results that are not overwritten."""
+"""Find and write files for the commands of `syncs`: traces by folder and glob, and results that are not overwritten."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ GZIP_LENGTH = 4
 """Bytes at the end of a gzip file that hold the length of its text."""
 SUFFIXES = (".json", ".json.gz")
 PACKED = tuple(f".json{end}" for end in (".xz", ".bz2", ".zst", ".zip", ".tar", ".tar.gz", ".tgz"))
-"""What the reader refuses, and says how to unpack: in a folder it must not be passed over in silence."""
+"""Suffixes that the reader refuses with a hint on unpacking: files in a folder must not be skipped silently."""
 
 
 def expand(names: Sequence[str], skipped: Callable[[Path], None] = lambda _: None) -> list[Path]:
-    """Files that are meant by files, folders and globs, each once, rank 2 before rank 10.
+    """Return the files named by files, folders and globs, each once, rank 2 before rank 10.
 
-    A folder stands for the traces directly in it. Other JSON in folders and among a glob's matches, such as reports, is
-    left out, and `skipped` is told of each; a file that may be a damaged trace stays. Raises UsageError for a name that
-    matches nothing, TraceError where what it matches holds no events at all.
+    A folder contributes the traces directly in it. Other JSON in folders and among a glob's matches, such as reports,
+    is left out, and `skipped` is called for each; a file that may be a damaged trace stays. Raise UsageError for a name
+    that matches nothing, TraceError if its matches hold no events at all.
     """
     found: dict[Path, None] = {}
     for name in names:
@@ -57,7 +57,9 @@ def expand(names: Sequence[str], skipped: Callable[[Path], None] = lambda _: Non
 
 
 def each_text_once(paths: Sequence[Path], repeated: Callable[[Path, Path], None]) -> list[Path]:
-    """The files without links, copies and packed forms of an earlier one; `repeated` is told of (this, the earlier)."""
+    """Return the files without links, copies and packed forms of an earlier one; `repeated` is called with (this, the
+    earlier).
+    """
     by_length: dict[int, list[Path]] = {}
     for path in paths:
         if path.is_file():  # a pipe cannot be looked at twice
@@ -74,7 +76,9 @@ def each_text_once(paths: Sequence[Path], repeated: Callable[[Path, Path], None]
 
 
 def _length(path: Path) -> int:
-    """Bytes of a file's text, modulo 2^32: gzip ends with them, so that files which differ need not be read."""
+    """Return the length of a file's text in bytes, modulo 2^32: gzip ends with it, so that files that differ need not
+    be read.
+    """
     try:
         with path.open("rb") as file:
             packed = file.read(2) == GZIP_MAGIC
@@ -83,12 +87,12 @@ def _length(path: Path) -> int:
                 file.seek(-GZIP_LENGTH, 2)
                 return int.from_bytes(file.read(), "little")
             return size % (1 << 32)
-    except OSError:  # for the reader to say
+    except OSError:  # the reader reports it
         return -1
 
 
 def _text_id(path: Path) -> object:
-    """Equal for files with the same text; the path itself where it cannot be read."""
+    """Return an object that is equal for files with the same text; the path itself if it cannot be read."""
     digest = hashlib.blake2b()
     try:
         with path.open("rb") as file:
@@ -100,7 +104,7 @@ def _text_id(path: Path) -> object:
 
 
 def _traces(files: Iterable[Path], name: str, skipped: Callable[[Path], None]) -> list[Path]:
-    """The files without those that are something else."""
+    """Return the files without those that are something else."""
     files = sorted(files, key=natural)
     others = [path for path in files if is_something_else(path)]
     if len(others) == len(files):
@@ -114,12 +118,12 @@ def _traces(files: Iterable[Path], name: str, skipped: Callable[[Path], None]) -
 
 
 def _named_so(paths: Iterable[Path]) -> list[Path]:
-    """Files with the name of a trace, or of a packed one."""
+    """Return the files with the name of a trace, or of a packed one."""
     return [path for path in paths if path.is_file() and path.name.endswith(SUFFIXES + PACKED)]
 
 
 def check_output(path: Path | None, *, force: bool) -> None:
-    """Raises OutputError where a file cannot be written, or is there already and --force was not given."""
+    """Raise OutputError if a file cannot be written, or exists already and --force was not given."""
     if path is None:
         return
     if path.is_dir():
@@ -131,7 +135,7 @@ def check_output(path: Path | None, *, force: bool) -> None:
 
 
 def write(path: Path, text: str, *, force: bool) -> None:
-    """Write a file as a whole. Raises OutputError as `check_output`, and where the disk refuses."""
+    """Write a complete file; raise OutputError as `check_output` does, and if writing fails."""
     check_output(path, force=force)
     try:
         path.write_text(text, encoding="utf-8")

@@ -1,7 +1,7 @@
-"""The Python stack of a running program: whose line made a call, and what that line is doing just now. No torch here.
+"""Inspect the Python stack of a running program: which line made a call, and what that line is calling. No torch here.
 
-An operator's own name says less than the call does: `one_hot` ends in `_local_scalar_dense` as `item` does, and what
-other threads do is known by nothing else.
+An operator's own name is less specific than the call: `one_hot` ends in `_local_scalar_dense` as `item` does. It is
+also the only source on what other threads do.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SUBSCRIPT, UNKNOWN = "[]", "?"
 
 
 class Frame(NamedTuple):
-    """One Python frame: absolute file, line of the call within it, bare function name."""
+    """Hold one Python frame: absolute file, line of the call within it, bare function name."""
 
     file: str
     line: int
@@ -40,14 +40,16 @@ class Frame(NamedTuple):
 
 
 def walk() -> tuple[tuple[Frame, ...], Frame | None]:
-    """The calling thread's Python stack without frames of the detectors, outermost first, and the user's innermost
-    frame in it: outside torch, Triton, the standard library and frozen modules. None where there is no such frame.
+    """Return the calling thread's Python stack without frames of the detectors, outermost first, and the user's
+    innermost frame.
+
+    The user's frame is outside torch, Triton, the standard library and frozen modules; None if there is none.
     """
     return walk_from(sys._getframe())  # noqa: SLF001  (inspect.stack reads every source file)
 
 
 def walk_from(frame: FrameType | None) -> tuple[tuple[Frame, ...], Frame | None]:
-    """As `walk`, for the stack that ends in `frame`, which may be another thread's."""
+    """Return the same as `walk` for the stack that ends in `frame`, which may be another thread's."""
     frames: list[Frame] = []
     user: Frame | None = None
     outside = outside_of()
@@ -64,19 +66,20 @@ def walk_from(frame: FrameType | None) -> tuple[tuple[Frame, ...], Frame | None]
 
 
 def outside_of() -> tuple[str, ...]:
-    """Folders of the frameworks that are imported now, each with a closing separator."""
+    """Return the folders of the frameworks that are imported now, each with a closing separator."""
     files = (getattr(sys.modules.get(name), "__file__", None) for name in _FRAMEWORKS)
     return tuple(str(Path(file).parent) + os.sep for file in files if file)
 
 
 def is_detector(file: str) -> bool:
-    """Whether a source file belongs to dcpbench.syncs."""
+    """Return True if a source file belongs to dcpbench.syncs."""
     return file.startswith(_HERE)
 
 
 def is_user(file: str, outside: Sequence[str]) -> bool:
-    """Whether a line of this file can be blamed: not torch, not Triton, not Python's own, of which `outside` are the
-    folders. `<string>` and notebook cells count, frozen modules do not.
+    """Return True if a line of this file belongs to the user: not torch, not Triton, not Python's own.
+
+    `outside` has the folders of the frameworks. `<string>` and notebook cells count, frozen modules do not.
     """
     if is_detector(file) or file.startswith(("<frozen", "<__array_function__", *outside)):
         return False
@@ -88,7 +91,7 @@ def _is_installed(file: str) -> bool:
 
 
 def caller_of(user: Frame, frames: Sequence[Frame]) -> Frame | None:
-    """The innermost frame outside libraries around the user's frame, where that lies in one."""
+    """Return the innermost frame outside libraries around the user's frame if that is in a library; else None."""
     if user not in frames or not _is_installed(user.file):
         return None
     outside = outside_of()
@@ -97,15 +100,16 @@ def caller_of(user: Frame, frames: Sequence[Frame]) -> Frame | None:
 
 
 def relative_path(file: str, root: Path | None = None) -> str:
-    """The file below the root, or the working directory, where it lies in it, else as it is."""
+    """Return the file relative to the root, or the working directory, if it is inside; else unchanged."""
     relative = os.path.relpath(file, root) if Path(file).is_absolute() else file
     return file if relative.startswith("..") else relative
 
 
 def call_name(frame: FrameType) -> str:
-    """Bare name of the function that `frame` is calling, `[]` for an index, nothing for all else.
+    """Return the bare name of the function that `frame` is calling, `[]` for an index, empty for all else.
 
-    `x.max().item()` waiting in item gives `item`; `if t:` gives nothing, and source that cannot be read gives `?`.
+    `x.max().item()` waiting in item gives `item`; `if t:` gives an empty string, and source that cannot be read gives
+    `?`.
     """
     source = _source(frame)
     if source is None:
@@ -122,7 +126,7 @@ def call_name(frame: FrameType) -> str:
 
 
 def _source(frame: FrameType) -> bytes | None:
-    """The text of what is being executed; for an assignment to an index, its target."""
+    """Return the text that is being executed; for an assignment to an index, its target."""
     if frame.f_lasti < 0:
         return None
     instructions = frame.f_code.co_positions()

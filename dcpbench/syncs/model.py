@@ -1,7 +1,7 @@
-"""What every detector reports: sites, what they cost, and what the detector could not see. The JSON of `syncs`.
+"""Define the report of every detector: sites, their cost, and what the detector could not see; the JSON of `syncs`.
 Its schema: `python -m dcpbench.syncs.model > docs/syncs.schema.json`.
 
-Times are microseconds. A detector that cannot know a value leaves it None: nothing here is guessed.
+Times are microseconds. A detector leaves values that it cannot know at None: nothing here is guessed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class ChildProcess(msgspec.Struct, frozen=True, kw_only=True):
 
     pid: int | None = None
     command: str = ""
-    """What it runs: words of a command line, or name and target of a multiprocessing.Process."""
+    """Command line of the process, or name and target of a multiprocessing.Process."""
     start_method: str = ""
     """How it was started: `multiprocessing spawn`, `os.fork`, `subprocess`, …"""
     may_use_gpu: bool = True
@@ -42,9 +42,9 @@ class Coverage(msgspec.Struct, kw_only=True):
     ops: int = 0
     """Operators of the framework (`cpu_op`)."""
     stacks: Literal["python_function", "call stack", "frames", "none"] = "none"
-    """Where Python frames come from. `frames`: read live, with the line of the call."""
+    """Source of Python frames; `frames` means that they were read live, with the line of the call."""
     steps_from: str = ""
-    """What the names of the ranges that are steps have in common; empty where no steps were found."""
+    """Common part of the names of the ranges that are steps; empty if no steps were found."""
     steps_by_phase: dict[str, int] = {}
     """Number of steps of each phase, such as decode, where an engine's annotations give it."""
     steps_share: float | None = None
@@ -53,17 +53,17 @@ class Coverage(msgspec.Struct, kw_only=True):
     """Steps are numbered ranges that cover most of the work: a guess, by which no wait is warm-up."""
     unreadable_events: int = 0
     complete: bool = True
-    """False where the file ends early, parts of it could not be read, or it contradicts itself."""
+    """False if the file ends early, parts of it could not be read, or it contradicts itself."""
     damage: list[str] = []
     """Why it is not complete: clauses that go on from the name of the trace, each with what to type."""
     foreign: list[str] = []
     """Traces of accelerators with unknown waits: categories of events, or names of calls."""
     unmeasured: list[str] = []
-    """Operators that ran in a dry run and of which it was never measured whether they wait, such as `mylib::sample`."""
+    """Operators in a dry run for which it was never measured whether they wait, such as `mylib::sample`."""
     children: list[ChildProcess] = []
     """Processes that a dry run did not follow."""
     notes: list[str] = []
-    """What this detector, or this trace, cannot show; one sentence each."""
+    """Limits of this detector, or of this trace; one sentence each."""
 
 
 class TraceSummary(msgspec.Struct, kw_only=True):
@@ -78,7 +78,7 @@ class TraceSummary(msgspec.Struct, kw_only=True):
     pp_rank: int | None = None
     """The same of the pipeline stage."""
     front_end: bool = False
-    """The trace is that of a server's front end, which uses no GPU: it is named and left out of the verdict."""
+    """True for the trace of a server's front end, which uses no GPU: it is listed and excluded from the verdict."""
     steps: int | None = None
     span_us: float | None = None
     """First to last event on host or GPU."""
@@ -111,24 +111,24 @@ class Site(msgspec.Struct, kw_only=True):
     kind: str
     """The rule's name, such as scalar-read."""
     op: str = ""
-    """Innermost operator around the blocking call; empty where there is none."""
+    """Innermost operator around the blocking call; empty if there is none."""
     op_chain: list[str] = []
     """Operators around the blocking call, outermost first."""
     function: str = ""
     """The user's innermost function; empty without Python stacks."""
     file: str = ""
-    """Its file, relative to the repository where it lies in it."""
+    """Its file, relative to the repository if it is inside."""
     line: int | None = None
-    """Line of the call where `line_is` says so, else the function's first line."""
+    """Line of the call if `line_is` marks it so, else the function's first line."""
     line_is: Literal["call", "function", ""] = ""
     stack: list[str] = []
     """Python frames, `file(line): function`, outermost first."""
     called_from: str = ""
-    """First frame outside libraries, `file(line): function`, where the site itself lies in a library."""
+    """First frame outside libraries, `file(line): function`, if the site itself is in a library."""
     range: str = ""
     """Innermost `record_function` range that is not a step."""
     direction: str = ""
-    """Of the copy: DtoH, HtoD, DtoD; with the host's memory where known: `DtoH pageable`."""
+    """Direction of the copy: DtoH, HtoD, DtoD; with the host's memory if known: `DtoH pageable`."""
     call: str = ""
     """Runtime or driver call that blocked, such as cudaStreamSynchronize; `cudaMemcpyAsync` where a copy blocked."""
     threads: list[str] = []
@@ -142,7 +142,7 @@ class Site(msgspec.Struct, kw_only=True):
     count_per_phase: dict[str, float] = {}
     """The same for each phase, such as decode, where there are several."""
     outside: int = 0
-    """Occurrences in no step that are not warm-up, such as those behind the last step; in no count per step."""
+    """Occurrences in no step that are not warm-up, such as those after the last step; excluded from counts per step."""
     warmup_only: bool = False
     """Seen before the first step or in it, but in none of at least two others."""
     wait_us: float | None = None
@@ -231,7 +231,7 @@ def order(site: Site) -> tuple[int, float, float, int, str, int, str]:
 
 
 def totals(sites: list[Site]) -> Totals:
-    """Sums over the sites that are the program's."""
+    """Return the sums over the program's own sites, without those that only may block."""
     mine = [s for s in sites if not (s.own or s.may_block)]
     waits = [s.wait_us for s in mine if s.wait_us is not None]
     bubbles = [s.bubble_us for s in mine if s.bubble_us is not None]
@@ -244,17 +244,17 @@ def totals(sites: list[Site]) -> Totals:
 
 
 def report_of(traces: list[TraceSummary], sites: list[Site]) -> Report:
-    """A report of sites in any order; its verdict is the gate's."""
+    """Return a report of sites in any order; the gate adds the verdict."""
     return Report(traces=traces, sites=sorted(sites, key=order), totals=totals(sites))
 
 
 def encode(value: msgspec.Struct) -> str:
-    """A report or a baseline as JSON, one field a line, so that a change shows as the lines that changed."""
+    """Encode a report or a baseline as JSON with one field per line, so that diffs show only changed fields."""
     return msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n"
 
 
 def json_schema() -> dict[str, Any]:
-    """JSON schema (draft 2020-12) of what `--format json` writes, where every field is always present."""
+    """Return the JSON schema (draft 2020-12) of the output of `--format json`, in which every field is always present."""
     made = msgspec.json.schema(Report)
     definitions = made["$defs"]
     for definition in definitions.values():

@@ -1,4 +1,4 @@
-"""The pytest plugin: tests that must not synchronise with the GPU, or not often.
+"""Define the pytest plugin for tests that must not synchronise with the GPU, or only a limited number of times.
 
     @pytest.mark.no_cuda_sync
     @pytest.mark.max_cuda_syncs(2, allow=["engine.sampler.*"])
@@ -34,7 +34,7 @@ UNMEASURED = "cuda_syncs_unmeasured"  # property of a test that uses operators t
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds the option and the ini setting of one name."""
+    """Add the option and the ini setting of the same name."""
     parser.addini(INI, "auto, live, dry-run or off: how CUDA synchronisation is looked for in marked tests")
     parser.getgroup("dcpbench").addoption(
         "--cuda-sync-mode",
@@ -46,7 +46,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Registers the marks, and refuses a mode that is none."""
+    """Register the marks, and refuse an unknown mode."""
     config.addinivalue_line("markers", f"{NO}(*, allow=[], threads='current'): the test must not wait for the GPU.")
     config.addinivalue_line(
         "markers", f"{MAX}(n, *, allow=[], threads='current'): the test may wait for the GPU n times, not more often."
@@ -56,18 +56,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def mode_of(config: pytest.Config) -> str:
-    """The mode as typed, else as configured."""
+    """Return the mode of the command line, else of the configuration."""
     return config.getoption("--cuda-sync-mode") or str(config.getini(INI)) or "auto"
 
 
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Reads every mark, so that a wrong one ends the run before the first test."""
+    """Read every mark, so that a wrong one ends the run before the first test."""
     for item in items:
         _limit(item)
 
 
 def pytest_report_collectionfinish(config: pytest.Config, items: Sequence[pytest.Item]) -> list[str]:
-    """Says which detector is at work, where a test uses one."""
+    """Return which detector is active, if a test uses one."""
     used = sum(_uses(item) for item in items)
     if not used or mode_of(config) == "off":
         return [f"cuda syncs: off, tests that are not checked: {used}"] if used else []
@@ -83,7 +83,7 @@ def pytest_report_collectionfinish(config: pytest.Config, items: Sequence[pytest
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Fixtures run inside the dry run, too, as they make tensors on the GPU; what they wait for does not count."""
+    """Set up fixtures inside the dry run, because they create tensors on the GPU; their waits do not count."""
     if _uses(item) and mode_of(item.config) != "off":
         from dcpbench.syncs.live.checked import Checked
 
@@ -95,7 +95,7 @@ def pytest_runtest_setup(item: pytest.Item) -> Generator[None, Any, Any]:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Ends the dry run behind the last fixture."""
+    """End the dry run after the last fixture."""
     try:
         return (yield)
     finally:
@@ -105,7 +105,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, Any]:
 
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]:
-    """Watches the test function, and nothing around it."""
+    """Watch the test function, and nothing around it."""
     if CHECKED not in pyfuncitem.stash:
         return (yield)
     with _checking(pyfuncitem):
@@ -114,7 +114,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
-    """The same for methods of unittest.TestCase, which call setUp and tearDown around themselves."""
+    """Watch methods of unittest.TestCase, which call setUp and tearDown around themselves."""
     if not isinstance(item, pytest.Function) or CHECKED not in item.stash:
         return (yield)
     if item.cls is None or not issubclass(item.cls, unittest.TestCase):
@@ -152,7 +152,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:  # noqa: ANN401  (a 
 
 @pytest.fixture(name=FIXTURE)
 def cuda_syncs(request: pytest.FixtureRequest) -> Checked:
-    """What synchronises with the GPU in this test: `count`, `syncs`, `text()` and `report()`."""
+    """Return what synchronises with the GPU in this test: `count`, `syncs`, `text()` and `report()`."""
     from dcpbench.syncs.live.checked import Checked
 
     item: pytest.Item = request.node
@@ -170,8 +170,8 @@ def _watched(item: pytest.Function, method: Callable[..., Any]) -> Callable[...,
 
 @contextlib.contextmanager
 def _checking(item: pytest.Item) -> Iterator[None]:
-    """Watches what is inside. A test that did not fail by itself does where it synchronised more often than its mark
-    allows; the lines are the message.
+    """Watch the body, and fail a test that passed but synchronised more often than its mark allows; the lines are the
+    message.
     """
     checked = item.stash[CHECKED]
     with checked.calling():
@@ -193,12 +193,12 @@ def _uses(item: pytest.Item) -> bool:
 
 
 def _mark(item: pytest.Item) -> pytest.Mark | None:
-    """The mark that is closest to the test: its own comes before its class's."""
+    """Return the mark that is closest to the test: its own takes precedence over its class's."""
     return next((mark for mark in item.iter_markers() if mark.name in {NO, MAX}), None)
 
 
 def _limit(item: pytest.Item) -> tuple[int | None, tuple[str, ...], str]:
-    """(synchronisations that may be, functions that may synchronise, threads) of a test; None for any number."""
+    """Return (maximum synchronisations, functions that may synchronise, threads) of a test; None for any number."""
     mark = _mark(item)
     if mark is None:
         return None, (), "current"

@@ -1,4 +1,4 @@
-"""Ranks of a distributed program: which rank a trace file belongs to, and which ranks have no trace.
+"""Identify ranks of a distributed program: which rank a trace file belongs to, and which ranks have no trace.
 
 File names: vLLM writes `dp0_pp0_tp1_dcp0_ep0_rank1.<ns>.pt.trace.json.gz` for a worker and `<host>_<pid>.async_llm.<ns>…` for its front end,
 SGLang `<id>-TP-1[-DP-0][-PP-0][-EP-0][-EXTEND|-DECODE].trace.json.gz` (sources: `get_worker_rank_suffix` of vllm/distributed/utils.py,
@@ -23,7 +23,7 @@ _SGLANG = re.compile(r"-TP-\d+(?:-(?:DP|PP|EP)-\d+)*(?:-\w+)?\.trace\.json")
 
 
 class Group(NamedTuple):
-    """Part of a server in which ranks count from 0."""
+    """Identify a part of a server in which ranks count from 0."""
 
     dp: int | None = None  # data-parallel rank
     pp: int | None = None  # pipeline-parallel rank
@@ -48,12 +48,12 @@ def parse_file_name(name: str) -> FileRank:
 
 
 def is_front_end(name: str) -> bool:
-    """Return whether a file name is that of vLLM's front end, which records the CPU only."""
+    """Return True if a file name is that of vLLM's front end, which records the CPU only."""
     return bool(_FRONT_END.search(name))
 
 
 class MissingRanks(NamedTuple):
-    """Ranks of one group that have no trace."""
+    """Hold the ranks of one group that have no trace."""
 
     ranks: tuple[int, ...]
     of: int

@@ -1,4 +1,4 @@
-"""Sites of host-blocking calls as the record of a point holds them."""
+"""Convert sites of host-blocking calls to the form in the record of a point."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The kinds of hidden synchronisation: stable ids, what happens, and the usual fix.
+"""Define the kinds of hidden synchronisation: stable ids, what happens, and the usual fix.
 
-Ids are never given to another kind, as baselines, suppressions and code-scanning alerts refer to them.
+An id is never reused for another kind, because baselines, suppressions and code-scanning alerts refer to it.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """One kind of synchronisation."""
+    """Describe one kind of synchronisation."""
 
     id: str
     kind: str
     """Short name, as in `--format json`."""
     title: str
     why: str
-    """What makes the host wait, in a sentence."""
+    """Sentence on what makes the host wait."""
     fix: str
-    """The usual way out, in a sentence."""
+    """Sentence on the usual fix."""
 
 
 SCALAR = Rule(
@@ -70,7 +70,7 @@ PAGEABLE = Rule(
 """Measured on an H200 (torch 2.11, CUDA 13.0) behind 20 ms of GPU work: device to host waits at 4 bytes; host to device
 does not up to 2 MiB, does from 2.2 MiB, and at the 64th copy of 64 KiB or the third of 256 KiB in a row."""
 PINNING_BYTES = 1 << 20
-"""Pinning this much or more takes the host some tenths of a millisecond or more; less is not worth a word."""
+"""Minimum bytes of pinning that is reported: as much takes the host some tenths of a millisecond or more."""
 STAGING_BYTES = 2 << 20
 """Pageable copies to the GPU up to this size need not wait: `may_block`. Larger ones do, and all copies to the host."""
 STREAM = Rule(
@@ -140,12 +140,12 @@ never a reason to report one."""
 
 
 def op_name(op: str) -> str:
-    """`aten::index.Tensor` -> `index`."""
+    """Return `index` for `aten::index.Tensor`."""
     return op.rpartition("::")[2].partition(".")[0]
 
 
 def rule_of_ops(op_chain: Sequence[str]) -> Rule | None:
-    """Rule that operators around a blocking call say, outermost first; None where they say none."""
+    """Return the rule implied by the operators around a blocking call, outermost first; None if they imply none."""
     names = [op_name(op) for op in op_chain]
     if any(name in SHAPE_OPS for name in names):
         return SHAPE
@@ -153,12 +153,12 @@ def rule_of_ops(op_chain: Sequence[str]) -> Rule | None:
 
 
 def rule_of_copy(op_chain: Sequence[str], direction: str, *, waited: bool) -> Rule:
-    """Rule of a blocking copy.
+    """Return the rule of a blocking copy.
 
     Args:
         op_chain: Operators around it, outermost first.
         direction: `DtoH …`, `HtoD …`, `DtoD …` or empty.
-        waited: A synchronisation follows the copy; False where the copy itself blocked because of pageable memory.
+        waited: A synchronisation follows the copy; False if the copy itself blocked because of pageable memory.
     """
     known = rule_of_ops(op_chain)
     if known:

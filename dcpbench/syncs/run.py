@@ -1,7 +1,7 @@
-"""`dcpbench syncs run`: runs somebody's program, unchanged, and scans what torch's profiler recorded. No torch here.
+"""Run a program unchanged for `dcpbench syncs run`, and scan what torch's profiler recorded. No torch here.
 
-The program's Python processes, torchrun's ranks and other children among them, find recorder/ first on PYTHONPATH and
-record themselves. They leave a trace each, and a note that says why where there is none.
+The program's Python processes, including torchrun's ranks and other children, find recorder/ first on PYTHONPATH and
+record themselves. They leave a trace each, and a note with the reason if there is none.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 
 VARIABLE = "DCPBENCH_SYNCS_RECORD"
 CPU_VARIABLE = "DCPBENCH_SYNCS_RECORD_CPU"
-"""Tests record on machines without a GPU with it. Such traces hold no GPU events, and so no synchronisation."""
+"""Environment variable with which tests record on machines without a GPU; such traces hold no GPU events, and so no
+synchronisation.
+"""
 NOBODY = (
     "No Python process of the program imported torch, or it ignored PYTHONPATH (python -E and -I do, and programs that "
     "start others with a new environment): nothing was recorded."
@@ -45,19 +47,19 @@ PROGRAM_FAILED, INTERRUPTED = ExitCode.FAILED, ExitCode.INTERRUPTED
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recording:
-    """What is recorded of each process, as typed."""
+    """Define what is recorded of each process, as given on the command line."""
 
     warmup: int = 0
-    """Steps before it."""
+    """Number of steps before the recording."""
     steps: int | None = None
-    """Steps that it lasts; None until the end."""
+    """Number of recorded steps; None until the end."""
     step: str = ""
     """`MODULE:FUNCTION`, one call of which is a step; empty for the calls of the outermost nn.Module."""
     keep: Path | None = None
-    """Folder in which the traces stay."""
+    """Folder in which the traces are kept."""
 
     def check(self) -> None:
-        """Raises UsageError for values that cannot work, OutputError for a folder that holds other traces."""
+        """Raise UsageError for values that cannot work, OutputError for a folder that holds other traces."""
         if self.warmup < 0:
             raise UsageError(f"--warmup {self.warmup} is no number of steps; give one from 0.")
         if self.steps is not None and self.steps < 1:
@@ -73,7 +75,7 @@ class Recording:
 
 
 class Note(msgspec.Struct):
-    """What a process says of itself, as recorder/recording.py writes it."""
+    """Hold the note of a process, as recorder/recording.py writes it."""
 
     pid: int
     rank: str = ""
@@ -83,12 +85,12 @@ class Note(msgspec.Struct):
     cut: bool = False
     steps: int = 0
     found: bool = True
-    """False where the function of --step was not."""
+    """False if the function of --step was not found."""
     problems: list[str] = []
 
     @property
     def name(self) -> str:
-        """The process, for people."""
+        """Return the name of the process for messages."""
         return f"rank {self.rank} (process {self.pid})" if self.rank else f"process {self.pid} ({self.program})"
 
 
@@ -149,7 +151,9 @@ def start(command: Sequence[str], env: Mapping[str, str]) -> int:
 
 
 def environment(folder: Path, recording: Recording) -> dict[str, str]:
-    """The program's environment: ours, with the recorder first on PYTHONPATH and what it is to do."""
+    """Return the program's environment: that of this process, with the recorder first on PYTHONPATH
+    and its settings.
+    """
     env = dict(os.environ)
     # An empty entry would put the current folder on the program's path.
     env["PYTHONPATH"] = os.pathsep.join(part for part in (str(RECORDER), env.get("PYTHONPATH", "")) if part)
@@ -160,12 +164,12 @@ def environment(folder: Path, recording: Recording) -> dict[str, str]:
         "step": recording.step,
         "cpu": bool(env.get(CPU_VARIABLE)),
     }
-    # Some versions of torch's profiler tell stderr when they start and stop.
+    # Some versions of torch's profiler print to stderr when they start and stop.
     return {"KINETO_LOG_LEVEL": "99"} | env | {VARIABLE: json.dumps(settings)}
 
 
 def has_gpu() -> bool:
-    """Whether there is a GPU of NVIDIA's or AMD's; asked without CUDA, which would cost seconds."""
+    """Return True if there is a GPU of NVIDIA or AMD; CUDA is not used for this, because it would cost seconds."""
     if Path("/dev/kfd").exists():
         return True
     import pynvml
@@ -178,7 +182,7 @@ def has_gpu() -> bool:
 
 
 def notes_in(folder: Path) -> list[Note]:
-    """What the processes say of themselves, by rank and process; what one has not finished writing is left out."""
+    """Return the notes of the processes, by rank and process; incomplete notes are left out."""
     notes = []
     for path in folder.glob("*.note"):
         with contextlib.suppress(OSError, msgspec.MsgspecError):
@@ -187,7 +191,7 @@ def notes_in(folder: Path) -> list[Note]:
 
 
 def explain(notes: Sequence[Note], recording: Recording) -> list[str]:
-    """Sentences on processes whose trace is missing or says less than asked for."""
+    """Return sentences on processes with a missing trace, or with a trace that lacks something requested."""
     if not notes:
         return [NOBODY]
     told = [f"{note.name}: {_why(note, recording)}" for note in notes if not note.trace and note.cuda]
@@ -201,7 +205,7 @@ def explain(notes: Sequence[Note], recording: Recording) -> list[str]:
 
 
 def _no_steps(notes: Sequence[Note], recording: Recording) -> str:
-    """Why no process has begun a step, and what to type."""
+    """Return why no process has begun a step, and the option to use."""
     if not recording.step:
         return "no nn.Module was called; name the function of a step with --step MODULE:FUNCTION."
     if any(note.found for note in notes):
@@ -213,7 +217,7 @@ def _no_steps(notes: Sequence[Note], recording: Recording) -> str:
 
 
 def _why(note: Note, recording: Recording) -> str:
-    """Why a process that used CUDA left no trace."""
+    """Return why a process that used CUDA left no trace."""
     if note.problems:
         return "; ".join(note.problems) + "."
     if not note.steps:
@@ -226,7 +230,7 @@ def _why(note: Note, recording: Recording) -> str:
 
 @contextlib.contextmanager
 def _folder(keep: Path | None) -> Iterator[Path]:
-    """Where processes write: the folder that is kept, or one that is removed."""
+    """Yield the folder for the processes: the one that is kept, or a temporary one."""
     if keep is None:
         with tempfile.TemporaryDirectory(prefix="dcpbench-syncs-", ignore_cleanup_errors=True) as folder:
             yield Path(folder)
@@ -250,7 +254,7 @@ def _without_notes(folder: Path) -> None:
 
 
 def _scan(folder: Path, recording: Recording, gate: Gate) -> Report:
-    """What the traces say, with what the notes add."""
+    """Return the report on the traces, completed from the notes."""
     from dcpbench.show.terminal import ProgressLine
     from dcpbench.syncs.files import expand
     from dcpbench.syncs.scan import scan
@@ -267,7 +271,7 @@ def _scan(folder: Path, recording: Recording, gate: Gate) -> Report:
 
 
 def add_notes(report: Report, notes: Sequence[Note], recording: Recording) -> None:
-    """Lets the report know what is missing, so that it does not say `clean` for a rank that was not recorded."""
+    """Add what is missing to the report, so that it is not `clean` if a rank was not recorded."""
     traces = {Path(trace.path).name: trace for trace in report.traces}
     for note in notes:
         trace = traces.get(note.trace)
@@ -281,7 +285,7 @@ def add_notes(report: Report, notes: Sequence[Note], recording: Recording) -> No
 
 
 def without_folder(report: Report, folder: Path) -> Report:
-    """The report with traces by their names, as their folder will be gone."""
+    """Return the report with the names of traces instead of their paths, because their folder is temporary."""
     names = {trace.path: Path(trace.path).name for trace in report.traces if Path(trace.path).parent == folder}
     for trace in report.traces:
         trace.path = names.get(trace.path, trace.path)

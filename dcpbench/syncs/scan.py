@@ -157,7 +157,7 @@ def _find_work(columns: Columns, step: NDArray[np.bool_]) -> tuple[Floats, Float
 
 
 class _Placed(NamedTuple):
-    """Place of each blocking call in the program."""
+    """Hold the place of each blocking call in the program."""
 
     op_chains: list[Ints]
     lines: list[Line]

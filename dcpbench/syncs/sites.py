@@ -1,4 +1,4 @@
-"""Synchronisations, as every detector describes them, and sites: the places in code that cause them."""
+"""Define synchronisations, as every detector describes them, and sites: the places in code that cause them."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _UNSTABLE = re.compile(r"\b(?=\w*\d)\w{20,}\b|\d+")
 CONTEXT = 2
 """Source lines shown before and after the one that synchronised."""
 _SHARED = "rule op function line called_from cause range direction call may_block allowed own"
-"""What all occurrences of a site have in common."""
+"""Fields that all occurrences of a site share."""
 LINES = 10
 """Lines that are shown in full; of further ones the number is shown."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Sync:
-    """One time that the host waits, or would wait, for the GPU. Every detector leaves out what it cannot know.
+    """Describe one time that the host waits, or would wait, for the GPU.
 
-    Fields that a Site has as well are described there.
+    Detectors leave unknown fields at their default. Fields that a Site has as well are described there.
     """
 
     rule: str
@@ -45,13 +45,13 @@ class Sync:
     """Innermost operator, `aten::_local_scalar_dense`, or the call that waits, `torch.cuda.synchronize`."""
     op_chain: tuple[str, ...] = ()
     frames: tuple[Frame, ...] = ()
-    """The whole Python stack without the detector's own frames, outermost first; of a trace its text is `stack`."""
+    """Complete Python stack without the detector's own frames, outermost first; for a trace `stack` has its text."""
     stack: tuple[str, ...] = ()
     user: Frame | None = None
     """Innermost frame outside torch, Triton, the standard library and the detectors."""
     line_is: Literal["call", "function"] = "call"
     called_from: str = ""
-    """Known here of a trace alone."""
+    """Known here for a trace only."""
     thread: str = ""
     explicit: bool = False
     direction: str = ""
@@ -75,11 +75,11 @@ class Sync:
     bubble: float | None = None
     """Microseconds, at most."""
     waited: bool | None = None
-    """There was something to wait for."""
+    """True if there was something to wait for."""
     waited_for: str = ""
     cause: str = ""
     api: str = ""
-    """What the program called, such as `torch.Tensor.__bool__`, where a detector knows."""
+    """Function that the program called, such as `torch.Tensor.__bool__`, if the detector has it."""
     capturing: bool = False
     """Happened while a CUDA graph was captured, where a real GPU raises an error."""
 
@@ -108,7 +108,7 @@ class Sync:
         return f"{where}: {rule.title} ({self.op or self.call}{api}{copy}) [{self.rule}].{capture} {rule.fix}"
 
     def fingerprint(self, file: str) -> str:
-        """The fingerprint under which a baseline knows it, in this file of the repository."""
+        """Return the fingerprint by which a baseline identifies it, in this file of the repository."""
         where = self.function or (f"range {self.within}" if self.within else "")
         return fingerprint(self.rule, file, where, self.op_chain, self.direction)
 
@@ -142,9 +142,9 @@ def _source(sync: Sync) -> list[str]:
 
 
 def fingerprint(rule: str, file: str, function: str, op_chain: Sequence[str], direction: str) -> str:
-    """Sixteen hexadecimal digits that name a site: no lines, no addresses, no numbers of threads.
+    """Return sixteen hexadecimal digits that identify a site, independent of lines, addresses and thread numbers.
 
-    `function` is the user's innermost one; where a trace has none, `range ` and the name of the range.
+    `function` is the user's innermost one; if a trace has none, `range ` and the name of the range.
     """
     ops = [op if "::" in op else _UNSTABLE.sub("#", op) for op in op_chain]
     text = "\0".join([rule, file, function, ">".join(ops), direction])

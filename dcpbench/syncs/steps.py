@@ -1,4 +1,4 @@
-"""Steps of a program: which annotations mark them, in which step a moment lies, and how often a site occurs per step.
+"""Find the steps of a program: which annotations mark them, in which step a moment lies, and how often a site occurs per step.
 
 Steps are ranges that a name declares (`ProfilerStep#N`, an engine's own annotations, `--step-range`), or numbered ranges
 that cover most of the work, which is a guess.
@@ -32,7 +32,7 @@ StepSource = Literal["", "profiler", "engine", "pattern", "numbered"]
 
 
 class Work(NamedTuple):
-    """GPU work that was launched within some time."""
+    """Hold the GPU work that was launched within some time."""
 
     launches: int = 0
     gpu_us: float = 0.0
@@ -44,23 +44,23 @@ class Work(NamedTuple):
 
 
 class Range(NamedTuple):
-    """One annotation."""
+    """Hold one annotation."""
 
     name: str
     start: float
     end: float
     empty: bool = False
-    """Nothing was launched in it, and nothing waited."""
+    """True if nothing was launched in it, and nothing waited."""
     work: Work = Work()
-    """What was launched in it."""
+    """Work that was launched in it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Steps:
-    """Steps in order of time."""
+    """Hold steps in order of time."""
 
     marked_by: str = ""
-    """What their names have in common, such as `ProfilerStep#`; empty without steps."""
+    """Common part of their names, such as `ProfilerStep#`; empty without steps."""
     start: NDArray[np.float64] = dataclasses.field(default_factory=lambda: np.zeros(0))
     end: float = 0.0
     """End of the last one, or start of one that is left out behind it."""
@@ -76,7 +76,7 @@ class Steps:
 
     @property
     def guessed(self) -> bool:
-        """Only numbers at the end of their names make them steps."""
+        """Return True if only numbers at the end of their names make them steps."""
         return self.source == "numbered"
 
     def __len__(self) -> int:
@@ -105,7 +105,7 @@ class Steps:
 
 
 class Engine(NamedTuple):
-    """Annotations that an engine puts around each forward pass."""
+    """Describe the annotations that an engine puts around each forward pass."""
 
     marked_by: str
     pattern: re.Pattern[str]
@@ -232,7 +232,7 @@ def _make_steps(marked_by: str, ranges: list[Range], source: StepSource, total: 
 
 
 class Occurrences(NamedTuple):
-    """How the occurrences of one site lie in the steps."""
+    """Hold how the occurrences of one site are distributed over the steps."""
 
     per_step: float | None = None
     """Mean over the steps of steady state, of the phase that has most; None without steps."""

@@ -23,7 +23,7 @@ NOTICE = """
 addEventListener("securitypolicyviolation", (e) => console.error(`policy: ${e.violatedDirective} ${e.blockedURI}`));
 """
 NO_LIMIT = 0
-"""Of Playwright's own limits: a busy machine is slow, and pytest ends what never comes."""
+"""Disables Playwright's own limits: a busy machine is slow, and pytest ends tests that hang."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

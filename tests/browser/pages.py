@@ -38,7 +38,7 @@ def page(folder: Path, records: list[Record], *, most: int = MOST_POINTS) -> Pat
 
 
 def page_of(folder: Path, run: Path) -> Path:
-    """The page about a run with the charts that a report of it has, and a grey box for each picture."""
+    """Return the page of a run with the charts of a report on it, and a grey box for each picture."""
 
     def box(_: plots.Studio, path: Path, title: str, points: pd.DataFrame, draw: Any) -> None:
         del title, points, draw

@@ -1,4 +1,6 @@
-"""torchrun's agent, as what it is to its ranks: the process that they are tied to, and not the one that was asked for it."""
+"""Run torchrun's agent in the role that its ranks see: the process that they are tied to, not the
+one that started it.
+"""
 
 import os
 import runpy

@@ -57,7 +57,7 @@ def record(point: Point) -> Record:
 
 
 def served(point: Point, finished: int = 3) -> Record:
-    """A point of `serve`, whose requests take 0.1 s each."""
+    """Return the record of a point of `serve` with requests of 0.1 s each."""
     times = Latencies(mean=100.0, p50=100.0, samples=finished)
     serve = ServeMetrics(
         ttft_ms=times,
@@ -112,7 +112,7 @@ def wait_for(job: jobs.Job, point: Point, stage: str) -> None:
 
 
 def wait_for_the_end(job: jobs.Job) -> None:
-    """As at the real worker's last barrier: no rank ends before rank 0 has said that all is done, or ever."""
+    """Wait as at the real worker's last barrier: no rank ends before rank 0 has reported the end, or ever."""
     while int(os.environ["LOCAL_WORLD_SIZE"]) > RANK and '"stage":"end"' not in _text(job.progress_path()):
         time.sleep(0.05)
     while any(point.context == LINGERS for point in job.points):
@@ -149,12 +149,12 @@ def work(job: jobs.Job) -> None:
 
 
 def first_time(job: jobs.Job, point: Point) -> bool:
-    """Whether the point is one that fails once, and no earlier job has begun it."""
+    """Return True if the point is one that fails once, and no earlier job has begun it."""
     return point.context == FLAKY and len(list(Path(job.folder).glob("job-*.json"))) == 1
 
 
 def answer(job: jobs.Job, point: Point) -> str:
-    """Leave what a point found, and say it in short."""
+    """Write the result of a point, and return it in short form."""
     if point.load:
         serve(job, point)
         return "10 tok/s"
@@ -171,7 +171,7 @@ def answer(job: jobs.Job, point: Point) -> str:
 
 
 def build(job: jobs.Job, point: Point) -> None:
-    """Every rank fails alike, with one of our own errors, and none before rank 0 is there."""
+    """Fail on every rank with the same DcpbenchError, but on none before rank 0 has arrived."""
     if point.context in (NO_TENSOR, NO_MEMORY):
         wait_for(job, point, "build")
     if point.context == NO_TENSOR:

@@ -1,4 +1,4 @@
-"""The processes of a job, found in /proc by a word in their environment, whatever the code under test says of them."""
+"""Find the processes of a job in /proc by a word in their environment, independent of the code under test."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PATIENCE_S = 600.0
 
 
 def processes(mark: str) -> dict[int, list[str]]:
-    """Command line of each living process whose environment has this mark, by its id."""
+    """Return the command line of each living process with this mark in its environment, by process id."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -44,7 +44,7 @@ def _lives(folder: Path, mark: str) -> bool:
 
 
 def role(words: list[str]) -> str:
-    """What a process of a job is."""
+    """Return the role of a process in a job."""
     if "torch.distributed.run" in words or "quick_torchrun" in words:
         return AGENT
     if any(w.endswith("child.py") for w in words):
@@ -58,7 +58,7 @@ def of_role(mark: str, wanted: str) -> list[int]:
 
 
 def opened(pid: int) -> set[str]:
-    """What a process has open, as far as it does not close it meanwhile."""
+    """Return the files that a process has open, except those that it closes meanwhile."""
     found = set()
     with contextlib.suppress(OSError):
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():

@@ -106,7 +106,7 @@ class TwoNodes:
             daemon.wait()
 
     def ask(self, *command: str) -> str:
-        """What a command of Slurm prints, nothing where it fails."""
+        """Return the output of a Slurm command; empty if it fails."""
         done = subprocess.run(command, env=self.env, capture_output=True, text=True, check=False)
         return done.stdout.strip()
 

@@ -18,7 +18,7 @@ ENV = os.environ | {
     "COLUMNS": "140",
     "DCPBENCH_QUICK": "1",
 }
-"""The environment of dcpbench_fake.py as a process, whose jobs are quick ones."""
+"""Environment for dcpbench_fake.py as a process with quick jobs."""
 
 
 class Typed:

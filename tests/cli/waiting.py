@@ -22,7 +22,9 @@ def until(holds: Callable[[], object], process: subprocess.Popen[str] | None = N
 
 
 def is_gone(pid: int) -> bool:
-    """Whether a process has ended, be it that nobody has asked for its exit code: not every container has who would."""
+    """Return True if a process has ended, even if its exit code was not collected: not every container has a process
+    that does.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in (b"Z", b"X")
     except (FileNotFoundError, ProcessLookupError):

@@ -45,7 +45,9 @@ With weights of 0.15 the logits are of size 1 to 10."""
 
 
 def yarn(mscale: float, mscale_all_dim: float) -> dict[str, object]:
-    """Of 8 frequencies 1 is kept, 5 are stretched and 2 lie in between; theta is not the default."""
+    """Return YaRN parameters: of 8 frequencies 1 is kept, 5 are stretched and 2 lie in between; theta is not the
+    default.
+    """
     return {
         "rope_type": "yarn",
         "rope_theta": 5000.0,

@@ -1,4 +1,4 @@
-"""A rank as rank.py starts it, whose engine has the defect that DEFECT names; see defects.py."""
+"""Run a rank as rank.py starts it, with an engine that has the defect in DEFECT; see defects.py."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def _change_layer(patch: Patch, change: Callable[[Layer], Layer]) -> None:
 
 
 def _scaled(weight: torch.Tensor | Scaled, factor: torch.Tensor | float) -> torch.Tensor | Scaled:
-    """Multiply a weight, or the part of it that a factor of its shape says."""
+    """Multiply a weight, or the part of it that the shape of `factor` covers."""
     if not isinstance(weight, Scaled):
         return weight * factor
     if isinstance(factor, torch.Tensor):

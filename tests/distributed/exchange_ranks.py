@@ -1,4 +1,4 @@
-"""The ranks of test_exchange.py, and the data that test and ranks draw alike.
+"""Run the ranks of test_exchange.py, and draw the data that the test and its ranks share.
 
 Started as `python -m tests.distributed.exchange_ranks FOLDER`; ranks are forks of that process, so that torch is
 imported once.
@@ -35,7 +35,7 @@ CHANGES: dict[str, dict[str, object]] = {
     "bf16 wire": {"wire": torch.bfloat16},
 }
 EMPTY_ON_RANK_1, ONLY_ON_RANK_1, EMPTY_EVERYWHERE = 1, 2, 3
-"""What three of the four requests are; request 0 has rows on every rank."""
+"""Indices of three of the four requests by their property; request 0 has rows on every rank."""
 
 
 def partials(ranks: int, group: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -59,7 +59,7 @@ def queries(group: int) -> torch.Tensor:
 
 
 def spec(dtype: torch.dtype, **changes: object) -> ExchangeSpec:
-    """What the exchanges of all layouts are built for."""
+    """Return the specification of the exchanges in all layouts."""
     plain = ExchangeSpec(batch=BATCH, heads=HEADS, width=WIDTH, value=LATENT, dtype=dtype, device=torch.device("cpu"))
     return dataclasses.replace(plain, **changes)
 

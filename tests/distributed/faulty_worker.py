@@ -36,7 +36,7 @@ FAULT, INSIDE = "FAULT", "--inside"
 LOOPS, FLAG = "loops", "flag"
 KINDS = ("missing", "gather", "order", "shape", "dtype", "sleeps", "spins", FLAG)
 ON_GPUS = ("gather", "shape", LOOPS, FLAG)
-"""Of several GPUs."""
+"""Faults for several GPUs."""
 LAYER, STEP = 1, 3
 PHASES = {"order": "merge", "gather": "merge", "sleeps": "moe", "spins": "moe", FLAG: "merge"}
 """In which phase each happens; all others in attn_reduce."""
@@ -52,16 +52,16 @@ class Fault:
         self.kind, self.concurrency, self.culprit = kind, concurrency, culprit
         self.at, self.steps, self.layer, self.attending = False, 0, -1, False
         self.goes_on = torch.ones(1, dtype=torch.int32, pin_memory=kind == LOOPS)
-        """What a kernel that loops waits for."""
+        """Flag that a looping kernel waits for."""
         self.takes_back = torch.zeros(1, dtype=torch.int32, pin_memory=kind == FLAG and torch.cuda.is_available())
-        """Whether a kernel takes a signal back."""
+        """True if a kernel takes a signal back."""
 
     def due(self) -> bool:
-        """Whether this is the moment."""
+        """Return True if the fault is due now."""
         return self.culprit and self.at and self.steps == STEP and self.layer == LAYER
 
     def tell(self, of: Any, stage: str, note: str = "") -> None:
-        """Worker.tell."""
+        """Replace Worker.tell."""
         self.at = stage == "measure" and of.point is not None and of.point.concurrency == self.concurrency
         if self.at and self.culprit:
             self.goes_on.zero_()

@@ -46,7 +46,7 @@ def cases(world: int) -> list[Case]:
 
 
 def main(rank: int, world: int, folder: Path) -> None:
-    """Run every case eagerly, and as a graph holds it twice, and tell what differed."""
+    """Run every case eagerly, and as a graph that holds it twice, and report the differences."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
     bench.register = lambda group, nbytes, *_: Registered(group, torch.zeros(nbytes, dtype=torch.uint8), None)
     workload = KvGather(torch.device("cpu"), 0)

@@ -1,4 +1,4 @@
-"""The ranks of test_prefill.py, and the load that test and ranks know alike.
+"""Run the ranks of test_prefill.py, and define the load that the test and its ranks share.
 
 Started as `python -m tests.distributed.prefill_ranks WORLD FOLDER`, where FOLDER has the checkpoints `v3` and `v2`;
 ranks are forks of that process, so that torch is imported once.
@@ -62,7 +62,7 @@ class Case:
     kv: str = ""
     """`fp8`: how rows are stored; chunks attend to what was stored before them, and to their own rows as they are."""
     pieces: bool = False
-    """Whether steps run in pieces, as they are captured on GPUs."""
+    """True if steps run in pieces, as they are captured on GPUs."""
 
     @property
     def truth(self) -> str:
@@ -185,7 +185,7 @@ def alone(case: Case, folder: Path, replica: int) -> torch.Tensor:
 
 
 def main(rank: int, world: int, folder: Path) -> None:
-    """Run every case and tell its error."""
+    """Run every case and report its error."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous{world}", rank=rank, world_size=world)
     truth = torch.load(folder / "truth.pt")
     found = [error(case, folder, truth, rank) for case in CASES[world]]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 HEAD, PART = 256, 1 << 20
-"""Bytes in which a rank says what it takes part in, and of those with what it gives."""
+"""Bytes for the name of the operation that a rank takes part in, and of these with its data."""
 REDUCED: dict[object, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     dist.ReduceOp.SUM: torch.add,
     dist.ReduceOp.MAX: torch.maximum,
@@ -64,7 +64,7 @@ class Meeting:
         self.half = 0
 
     def exchange(self, asked: str, given: torch.Tensor) -> torch.Tensor:
-        """[N, *given.shape]: what each rank gives, until the next call but one."""
+        """Return the data of each rank, [N, *given.shape], valid until the next call but one."""
         assert given.is_contiguous()
         assert given.nbytes <= PART - HEAD
         begin = self.half * self.size * PART
@@ -97,7 +97,7 @@ class Meeting:
 
 @functools.cache
 def meeting(group: dist.ProcessGroup | None) -> Meeting:
-    """Of this group, made when all its ranks first need it."""
+    """Return the meeting of this group, made when all its ranks first need it."""
     return Meeting(group or dist.group.WORLD)
 
 
@@ -130,7 +130,7 @@ def all_reduce(x: torch.Tensor, op: object = dist.ReduceOp.SUM, group: dist.Proc
 
 
 def broadcast(x: torch.Tensor, src: int, group: dist.ProcessGroup | None = None) -> None:
-    """What rank `src` has, into `x`."""
+    """Copy the data of rank `src` into `x`."""
     x.copy_(meeting(group).exchange(f"broadcast {src}", x)[src])
 
 

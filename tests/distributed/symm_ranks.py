@@ -1,4 +1,4 @@
-"""The ranks of test_symm.py, and the data that test and ranks draw alike.
+"""Run the ranks of test_symm.py, and draw the data that the test and its ranks share.
 
 Started as `python -m tests.distributed.symm_ranks WORLD FOLDER`, with Triton's interpreter; ranks are forks of that
 process, so that torch is imported once.
@@ -49,19 +49,19 @@ def drawn(ranks: int, group: int, layer: int, batch: int) -> tuple[torch.Tensor,
     o_NBHR = torch.randn(ranks, batch, HEADS, LATENT, generator=generator)
     lse_NBH = 3 * torch.randn(ranks, batch, HEADS, generator=generator)
     empty_NBH = torch.rand(ranks, batch, HEADS, generator=generator) < 0.3
-    empty_NBH[:, 0, 0] = True  # nobody has rows for this one
+    empty_NBH[:, 0, 0] = True  # no rank has rows for this one
     o_NBHR[empty_NBH] = float("nan")
     lse_NBH[empty_NBH] = float("-inf")
     return q_NBhQ.bfloat16(), o_NBHR.bfloat16(), lse_NBH
 
 
 def addend(rank: int, number: int) -> torch.Tensor:
-    """What a rank adds to a sum; fp16, as the interpreter cuts bf16 off where a GPU rounds."""
+    """Return a rank's addend to a sum; fp16, because the interpreter truncates bf16 where a GPU rounds."""
     return torch.randn(ADDENDS[number], generator=torch.Generator().manual_seed(100 * rank + number)).half()
 
 
 def layers(group: Group, number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Gathered q and merged output of some layers of two exchanges at once, whose calls alternate."""
+    """Return gathered q and merged output of some layers of two exchanges at once with alternating calls."""
     both = [make_exchange("symm", group, spec()) for _ in range(2)]
     found = []
     for layer, batch in enumerate(BATCHES):

@@ -74,12 +74,12 @@ def _whom() -> int:
 
 
 def _was_another_job(done: Path) -> bool:
-    """Whether it has happened, and not in this job, of which another rank may have come first."""
+    """Return True if the fault has happened in an earlier job; in this job another rank may have come first."""
     return done.exists() and done.read_text() not in ("", os.environ[PARENT])
 
 
 class Rank:
-    """The fake worker's steps with a fault between them, which the other rank waits for as in a collective."""
+    """Run the fake worker's steps with a fault between them, which the other rank waits for as in a collective."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.over = folder, _was_another_job(folder / DONE)
@@ -87,23 +87,23 @@ class Rank:
         self.append = RecordFile.append
 
     def at(self, moment: str, point: Point | None = None) -> bool:
-        """Whether the fault is due now, on this rank or on the other."""
+        """Return True if the fault is due now, on this rank or on the other."""
         return not self.over and moment == MOMENT and (point is None or point.context == AT)
 
     def pass_by(self, moment: str, point: Point | None = None) -> None:
-        """Do it, if this is the rank and the moment."""
+        """Cause the fault if this is the rank and the moment."""
         if self.at(moment, point) and int(WHICH) == fake_worker.RANK:
             commit(self.folder)
 
     def importing(self) -> None:
-        """Do it, or wait for what comes of it: no rank goes on before all have come."""
+        """Cause the fault, or wait for its consequences: no rank continues before all have arrived."""
         if self.at("importing"):
             self.pass_by("importing")
             while True:
                 time.sleep(0.05)
 
     def meet(self, job: jobs.Job, moment: str, point: Point) -> None:
-        """Do it, or wait for what comes of it."""
+        """Cause the fault, or wait for its consequences."""
         if self.at(moment, point):
             fake_worker.wait_for(job, point, moment)
             self.pass_by(moment, point)

@@ -1,6 +1,7 @@
-"""What goes wrong, at which moment, and what is expected then. The sweep is of three points on two ranks.
+"""List injected faults, the moment of each, and the expected outcome.
 
-Whatever it is, the same command with --resume then ends with 0, each point has one good record, and no process is left.
+The sweep has three points on two ranks. For each fault, the same command with --resume then ends with 0, each point has
+one good record, and no process is left.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from typing import NamedTuple
 
 IMPORTING, BUILD, MEASURE, RECORD, RECORDED, END = "importing", "build", "measure", "record", "recorded", "end"
 MOMENTS = (IMPORTING, BUILD, MEASURE, RECORD, RECORDED, END)
-"""Before its first point · building a point's engine · measuring it · half of its record written · its record written, and
-nobody told · all points done."""
+"""Before its first point · building a point's engine · measuring it · half of its record written · its record written,
+but not reported · all points done.
+"""
 OF_RANK_0 = (RECORD, RECORDED)
 """Moments at which only rank 0 does anything."""
 COMMAND, AGENT, ACCOUNT, RANK = "command", "agent", "account", "rank"
@@ -29,9 +31,9 @@ class Case(NamedTuple):
     ends: tuple[int, ...]
     """Exit codes of the first command that are right."""
     reason: str = ""
-    """What the record of the point says of it, where it is the one that failed: a regular expression."""
+    """Regular expression for the reason in the record of the failed point."""
     short: bool = False
-    """Whether `make test` has it."""
+    """True if `make test` includes it."""
 
     @property
     def rank(self) -> int:
@@ -51,7 +53,7 @@ def _killed() -> list[Case]:
     found = []
     for whom, number, moment in itertools.product((COMMAND, AGENT, ACCOUNT, RANK), (9, 15, 2), MOMENTS):
         if whom == AGENT and number == signal.SIGINT:
-            continue  # nobody sends it one: it is in a session of its own
+            continue  # it receives none: it is in a session of its own
         if whom == COMMAND:
             ends, reason = ((-number,) if number == signal.SIGKILL else (128 + number,)), ""
         elif moment in (BUILD, MEASURE, RECORD):
@@ -111,4 +113,4 @@ def _files() -> list[Case]:
 
 CASES = [*_killed(), *_wrong(), *_files()]
 DAMAGE = ("flipped", "cut", "nuls", "joined", "removed", "garbage")
-"""What becomes of a file of records between two commands."""
+"""Damage to a file of records between two commands."""

@@ -66,7 +66,7 @@ def attention() -> None:
 
 
 def exchange() -> None:
-    """The kernels beside NCCL's collectives, for 4 ranks."""
+    """Run the kernels used with NCCL's collectives, for 4 ranks."""
     batch, heads, ranks = 5, 12, 4
     o, lse = _normal(batch, heads, 512), _normal(batch, heads).float()
     correct(o, lse.expand(ranks, -1, -1).contiguous(), 1, torch.float32)

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module", autouse=True)
 def no_loop_is_running() -> Iterator[None]:
-    """A browser that is driven from this process keeps a loop of its own running in it, beside which none could be."""
+    """Hide the running event loop that a browser driven from this process keeps, because no other
+    could run otherwise.
+    """
     held = asyncio._get_running_loop()
     asyncio._set_running_loop(None)
     yield

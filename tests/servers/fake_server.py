@@ -65,7 +65,7 @@ NO_STREAM = {
 }
 """Bodies in place of a stream, each with its type."""
 SAYS_TOO_MUCH = 1 << 30
-"""Bytes that an endless answer has at most, as a test that hangs helps nobody."""
+"""Maximum bytes of an endless answer, so that a failing test does not hang."""
 
 
 @dataclasses.dataclass
@@ -85,11 +85,11 @@ class Script:
     """`asked`: in the last chunk, in each with continuous_usage_stats, where stream_options ask for it; `always` in the
     last chunk; `never`."""
     token_ids: bool = True
-    """Whether return_token_ids is known, as by vLLM."""
+    """True if return_token_ids is supported, as by vLLM."""
     takes_ids: bool = True
-    """Whether a prompt may be token ids."""
+    """True if a prompt may be token ids."""
     ends_early: int = 0
-    """Tokens after which the answer ends whatever was asked for; 0: never."""
+    """Number of tokens after which the answer ends, regardless of the request; 0 means never."""
     fault: str = ""
     fault_every: int = 1
     """Every so manieth request has the fault."""
@@ -97,7 +97,7 @@ class Script:
 
 @dataclasses.dataclass
 class Model:
-    """What is served."""
+    """Describe the served model."""
 
     name: str = "fake"
     vocab: int = 1000
@@ -110,24 +110,25 @@ class Model:
     drift: float = 0.0
     """Added to every logprob from that context length on."""
     noise: float = 0.0
-    """Standard deviation of what is added to each logprob by chance, and the chance in 1 that a token is another one,
-    as engines whose sums depend on the batch have it."""
+    """Standard deviation of random noise on each logprob; also the probability of another token. Engines with
+    batch-dependent sums behave like this.
+    """
     flips: float = 0.0
     logprobs: bool = True
-    """Whether log-probabilities are given; the second token is 2 behind."""
+    """True if log-probabilities are returned; the second token is 2 behind."""
     strict: bool = False
-    """Whether fields that OpenAI's API does not have are refused."""
+    """True if fields that OpenAI's API does not have are refused."""
     api_key: str = ""
     engine: str = "vllm"
     version: str = "0.32.0"
     kv_blocks: int = 1000
     block_size: int = 16
     kv_size_label: bool = True
-    """Whether vllm:cache_config_info has kv_cache_size_tokens, as newer versions have."""
+    """True if vllm:cache_config_info has kv_cache_size_tokens, as newer versions have."""
     log_kv_tokens: int = 0
     """KV cache size in the log; 0: the true one."""
     offer_metrics: bool = True
-    """Whether /metrics is there: SGLang has it with --enable-metrics only."""
+    """True if /metrics exists: SGLang has it with --enable-metrics only."""
     args: dict[str, Any] = dataclasses.field(default_factory=dict)
     """As /get_server_info has them."""
     trace: str = ""
@@ -136,12 +137,14 @@ class Model:
 
 @dataclasses.dataclass
 class Sent:
-    """What the server did for one request; times of time.perf_counter(), which all processes of a machine share."""
+    """Record what the server did for one request; times are of time.perf_counter(), which all processes of a machine
+    share.
+    """
 
     number: int
     path: str
     came_s: float
-    """When all of it was there, by the kernel's stamp where it has one."""
+    """Time when the complete request had arrived, by the kernel's stamp if there is one."""
     prompt_tokens: int = 0
     token_s: list[float] = dataclasses.field(default_factory=list)
     """Just before each token's chunk was written."""
@@ -173,7 +176,7 @@ class Accepted(StampedSocket):
 
 
 def listening(host: str, port: int) -> Listening:
-    """A socket that takes connections, whose requests are stamped."""
+    """Return a socket that takes connections with stamped requests."""
     sock = Listening(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # which asyncio sets TCP_NODELAY by
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     sock.bind((host, port))
@@ -223,7 +226,7 @@ def next_token(context: list[int], vocab: int) -> tuple[int, float]:
 
 
 class FakeServer:
-    """Answers requests as scripts say; `sent` is the account of it."""
+    """Answer requests according to scripts; `sent` records the answers."""
 
     def __init__(self, script: Script | None = None, model: Model | None = None) -> None:
         self.script, self.model = script or Script(), model or Model()
@@ -416,7 +419,7 @@ class FakeServer:
             sent.ended_s = time.perf_counter()
 
     async def _faulty_head(self, writer: asyncio.StreamWriter, sent: Sent, headers: dict[str, str]) -> bool | None:
-        """What is answered in place of an answer; None where one is begun."""
+        """Send a faulty response instead of an answer; return None if the answer is to begin."""
         fault = sent.fault
         if fault == "429-once":
             if headers.get("x-retry") or self.refused > 0:

@@ -34,7 +34,7 @@ class Request:
 
     @property
     def asked(self) -> int:
-        """Tokens that are asked for."""
+        """Number of requested tokens."""
         return int(self.body.get("max_tokens") or 0)
 
     @property
@@ -45,7 +45,7 @@ class Request:
 
     @property
     def measured(self) -> bool:
-        """Whether it is one of the load."""
+        """True if the request belongs to the load."""
         return self.asked > TRIED
 
     async def write(self, data: bytes) -> None:
@@ -66,7 +66,7 @@ class Request:
                 await asyncio.sleep(0.5)
 
     async def plain(self, body: object, status: int = 200, more: bytes = b"") -> None:
-        """Send a whole answer."""
+        """Send a complete answer."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         head = b"HTTP/1.1 %d X\r\nContent-Type: application/json\r\nContent-Length: %d\r\n" % (status, len(data))
         await self.write(head + more + b"\r\n" + data)
@@ -103,7 +103,7 @@ Answer = Callable[[Request], Awaitable[None]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Server:
-    """One hostile server, and what dcpbench has to make of it."""
+    """Describe one hostile server, and how dcpbench has to react to it."""
 
     answer: Answer
     path: str = "/completions"  # the end of the paths that it answers otherwise than a right server
@@ -295,7 +295,7 @@ async def endless_trailers(request: Request) -> None:
 @serves(kind="time-out")
 @load_only
 async def silent_after_done(request: Request) -> None:
-    """Send a whole stream, and never end its last chunk."""
+    """Send a complete stream, and never end its last chunk."""
     await request.write(STREAM)
     await request.event(request.token(request.asked - 1))
     await request.event(b"[DONE]")

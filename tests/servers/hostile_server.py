@@ -1,4 +1,4 @@
-"""A server in a thread of the test's process that says of itself, and of its answers, whatever a test wants."""
+"""Run a server in a thread of the test's process that reports any data about itself and its answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Asks an ASGI application exactly what a test says: no client tidies the path or the headers first."""
+"""Send an ASGI application exactly the request of a test: no client normalises the path or the headers first."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What came back."""
+    """Hold the response."""
 
     status_code: int
     headers: dict[str, str]

@@ -43,7 +43,7 @@ def steps(rng: np.random.Generator, level_ms: float, model: str, cv: float = 0.0
 
 @functools.cache
 def finished(load: int) -> Record:
-    """A record of so many requests at a time, whose metrics are to be replaced."""
+    """Return a record with this many requests at a time, in which metrics are to be replaced."""
     return build.ok(build.point(Layout(4), concurrency=load), steps=20)
 
 
@@ -79,7 +79,7 @@ def write_launches(folder: Path, count: int, **how: object) -> Path:
 
 
 def emulated(**ends: float) -> Emulated:
-    """What was modelled of a forecast, with ends of served figures."""
+    """Return the modelled part of a forecast, with ends of served figures."""
     return Emulated(machine="H200", calls=1, wire_us=1.0, wire_low_us=1.0, wire_high_us=1.0, **ends)
 
 

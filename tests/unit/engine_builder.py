@@ -1,4 +1,4 @@
-"""Engines of single ranks in one process: groups know their size and rank and have nobody to talk to."""
+"""Build engines of single ranks in one process: groups have a size and a rank but no communication."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def engine(
 
 
 class Recorder(SyntheticSource):
-    """Synthetic weights in fp32 that notes every tensor it was asked for."""
+    """Provide synthetic weights in fp32, and record every requested tensor."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__(seed, torch.float32, CPU)

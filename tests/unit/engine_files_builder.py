@@ -29,7 +29,9 @@ TIMES = [(0.0, [0.5, 0.53, 0.561, 0.60]), (0.1, [0.6, 0.65]), (0.2, [0.7])]
 
 
 def vllm(**changes: Any) -> dict[str, Any]:
-    """What `vllm bench serve --save-result --save-detailed` leaves of the three requests, 100 tokens in each."""
+    """Return the file of `vllm bench serve --save-result --save-detailed` for the three requests,
+    100 tokens in each.
+    """
     return {
         "date": "20261121-101112",
         "endpoint_type": "vllm",
@@ -73,7 +75,7 @@ def vllm(**changes: Any) -> dict[str, Any]:
 
 
 def sglang(**changes: Any) -> dict[str, Any]:
-    """What `sglang.bench_serving --output-details` leaves of them; it keeps no moment of submission."""
+    """Return the file of `sglang.bench_serving --output-details` for them; it has no times of submission."""
     return {
         "tag": None,
         "backend": "sglang",
@@ -228,7 +230,7 @@ def measured(
     inputs: int = 100,
     **changes: Any,
 ) -> Measured:
-    """A served point whose tokens came then, with its samples beside the record."""
+    """Return a served point with tokens at these times, with its samples next to the record."""
     of = of or point()
     samples = [
         Sample(virtual_serving.request(i, inputs, len(token_s)), submitted, list(token_s))
@@ -252,7 +254,7 @@ def measured(
 
 
 def served(**changes: Any) -> Measured:
-    """A measured point of fixed lengths, 400 in and 40 out, without samples beside it."""
+    """Return a measured point of fixed lengths, 400 in and 40 out, without samples next to it."""
     return Measured("run", NOWHERE, build.served(build.point(build.DCP), **changes))
 
 

@@ -96,7 +96,7 @@ HOSTILE = (
     "0x" + "f" * 9_000,
     "1:" + "59:" * 3_000 + "1",
 )
-"""What may stand where a value was."""
+"""Values that replace others."""
 
 
 def damaged(text: bytes, rng: random.Random) -> bytes:
@@ -114,7 +114,7 @@ def damaged(text: bytes, rng: random.Random) -> bytes:
 
 
 def spoiled(text: bytes, begin: int, value: bytes) -> bytes:
-    """With `value` in place of what stands between the next two marks of JSON, TOML or YAML."""
+    """Return the text with `value` in place of the text between the next two marks of JSON, TOML or YAML."""
     marks = b":=,[]{}\n"
     while begin < len(text) and text[begin : begin + 1] not in (b":", b"=", b",", b"["):
         begin += 1
@@ -182,12 +182,12 @@ def plan_serve(path: Path) -> None:
 
 
 def made_samples(folder: Path) -> bytes:
-    """Requests beside a record."""
+    """Return samples of requests next to a record."""
     return (folder / samples.write_samples(folder, serve.point(Layout(4, 1, 4)), ROWS)).read_bytes()
 
 
 def text(value: object) -> bytes:
-    """JSON of it."""
+    """Return a value as JSON."""
     return json.dumps(value).encode()
 
 
@@ -211,31 +211,31 @@ class Kind(NamedTuple):
     """A kind of file."""
 
     name: str
-    """Of the file."""
+    """Name of the file."""
     good: Callable[[Path], bytes] | bytes
-    """What one holds, or what makes it with the help of a folder."""
+    """Content of a good file, or a function that makes it with the help of a folder."""
     read: Callable[[Path], object]
 
     def content(self, folder: Path) -> bytes:
-        """What a good one holds."""
+        """Return the content of a good file."""
         return self.good if isinstance(self.good, bytes) else self.good(folder)
 
 
 def beats_of(folder: Path) -> bytes:
-    """What a rank of two left that has made a few steps."""
+    """Return the heartbeats of a rank of two that has made a few steps."""
     job = Job(folder, 2)
     job.steps(3)
     return (folder / "beats-0.bin").read_bytes()
 
 
 def signals_of(folder: Path) -> bytes:
-    """What rank 0 of two left whose peer has passed the meeting that it waits in, and what that peer left."""
+    """Write the signals of rank 1, which has passed the meeting, and return those of rank 0, which waits in it."""
     (folder / "signals-1.json").write_bytes(msgspec.json.encode(merges(1, 2, 5, {0: 5})))
     return msgspec.json.encode(merges(0, 2, 4, {1: 4}))
 
 
 def read_signals(path: Path) -> None:
-    """Together with the other rank's; what is then said not to have been read is refused."""
+    """Read the file together with the other rank's; raise RecordsError if any was not read."""
     found = evidence.of_files([path, *path.parent.glob("signals-1.json")])
     hang_finding.find(found)
     if found.unread:
@@ -254,7 +254,7 @@ def read_audited(path: Path) -> None:
 
 
 def explain(path: Path) -> None:
-    """As `hang explain` reads and tells it."""
+    """Read and format the file as `hang explain` does."""
     hang_finding.find(evidence.of_files([path]))
     (hang,) = said.explained([path])
     said.as_text(hang)
@@ -262,7 +262,7 @@ def explain(path: Path) -> None:
 
 
 def imported(engine: str) -> Callable[[Path], object]:
-    """What reads results of an engine."""
+    """Return a function that reads results of an engine."""
     return lambda path: import_files([path], engine, path.parent / "run", Overrides(), force=True)
 
 

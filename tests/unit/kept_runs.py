@@ -1,4 +1,4 @@
-"""Runs whose records are kept under results/."""
+"""Load runs with records kept under results/."""
 
 from __future__ import annotations
 

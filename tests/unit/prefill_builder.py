@@ -32,7 +32,7 @@ class Prompt:
 
 
 def prompt_tokens(number: int, length: int) -> list[int]:
-    """Token ids that tell positions and requests apart."""
+    """Return token ids that distinguish positions and requests."""
     return [(37 * number + 11 * i + 5) % 199 for i in range(length)]
 
 

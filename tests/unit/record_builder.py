@@ -89,7 +89,7 @@ def point(layout: Layout = Layout(1), **changes: Any) -> Point:  # noqa: B008 - 
 
 
 def ok(of: Point, *, median_ms: float | None = None, steps: int = 700, noise: float = 0.01, **changes: Any) -> Record:
-    """A finished record whose steps scatter around `median_ms`."""
+    """Return a finished record with steps that scatter around `median_ms`."""
     layout = of.layout
     median = step_ms(layout, of.context, of.concurrency) if median_ms is None else median_ms
     rng = random.Random(of.key())

@@ -45,7 +45,9 @@ def step_s(step: Step, layout: Layout, exchange: str) -> float:
 
 @functools.cache
 def metrics(of: Point, pages: int = 1000, until_s: float = float("inf"), faster: float = 1.0) -> ServeMetrics:
-    """What a run of a point gave; with `pages` of 16 tokens for each rank. Steps are `faster` times as fast."""
+    """Return the metrics of a run of a point with `pages` of 16 tokens for each rank, with steps `faster` times as
+    fast.
+    """
     layout, served = of.layout, of.load
     assert served is not None
     inputs, outputs = int(served.input_tokens), int(served.output_tokens)

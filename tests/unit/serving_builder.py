@@ -1,4 +1,4 @@
-"""What schedulers are tested with: requests, and a device on paper that does what steps say and notices wrong KV.
+"""Build requests for tests of schedulers, and a simulated device that executes steps and detects wrong KV.
 
 A KV row of token i depends on all tokens before it. So the device keeps, for each row of each rank's pool, a number
 made of the tokens 0 … i that it was computed from; a step must find these numbers where its request table points.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dcpbench.serving.scheduler import Replica
 
 NOTHING = 0
-"""What a row holds that was never written."""
+"""Value of a row that was never written."""
 
 
 def request(number: int, prompt: list[int] | int, output: int = 1, arrival_s: float | None = None) -> ServeRequest:
@@ -35,7 +35,7 @@ def request(number: int, prompt: list[int] | int, output: int = 1, arrival_s: fl
 
 
 def config(**changes: object) -> SchedulerConfig:
-    """One replica of 8 pages beside the padding page, pages of 2 tokens on 2 ranks, chunks of 8 tokens."""
+    """Return one replica of 8 pages and the padding page, with pages of 2 tokens on 2 ranks and chunks of 8 tokens."""
     usual: dict[str, object] = {
         "replicas": 1,
         "pages": 9,
@@ -60,7 +60,7 @@ def sampled(row: int) -> int:
 
 @dataclasses.dataclass
 class Known:
-    """What the device knows of a request that was prefilled, at least in part."""
+    """Hold the device's state of a request that was prefilled, at least in part."""
 
     sequence: Sequence
     tokens: list[int]
@@ -100,7 +100,7 @@ class Device:
         return layout.owner(loc, dcp, interleave) * self.rows + row
 
     def read(self, loc: int) -> int:
-        """What a location holds."""
+        """Return the value of a location."""
         assert loc >= 0, "a token without location"
         return self.pools[self.places[loc]]
 
@@ -129,7 +129,7 @@ class Device:
                 known.tokens.append(sampled(right[-1]))
 
     def write(self, known: Known, token: int, value: int, written: set[int]) -> int:
-        """Put a KV row where the table says, on the rank that owns the token; returns its location."""
+        """Write a KV row where the table points, on the rank that owns the token; return its location."""
         dcp, interleave = self.config.dcp, self.config.interleave
         loc = int(self.table[known.sequence.slot, token])
         assert loc >= self.config.virtual_page, "neither padding nor a token without location"
@@ -158,7 +158,7 @@ def pages_of(node: Node) -> Iterator[tuple[Node, list[int], list[int]]]:
 
 
 def check_books(replica: Replica, device: Device | None = None) -> None:
-    """Every page has one owner that may write it, all are accounted for, and the cache holds what it says."""
+    """Check that every page has one owner that may write it, all are accounted for, and the cache agrees."""
     allocator, cache = replica.allocator, replica.cache
     nodes = list(pages_of(cache.root))
     cached = [int(page) for node, _, _ in nodes for page in node.pages]
@@ -180,7 +180,7 @@ def check_books(replica: Replica, device: Device | None = None) -> None:
 
 
 def is_above(node: Node, reader: Node | None) -> bool:
-    """Whether `reader` is a node or below it."""
+    """Return True if `reader` is the node or below it."""
     while reader is not None and reader is not node:
         reader = reader.parent
     return reader is node
@@ -195,7 +195,9 @@ def check_cached(device: Device, tokens: list[int], pages: list[int]) -> None:
 
 
 def check_slots(replica: Replica) -> None:
-    """Slots are free or one request's, and slot 0 is nobody's; those who came first run, those after them wait."""
+    """Check that slots are free or belong to one request, slot 0 to none, and that earlier requests run before later
+    ones.
+    """
     inside = [*replica.running, *replica.preempted]
     slots = [*replica.slots, *(s.slot for s in inside)]
     assert sorted(slots) == list(range(1, len(slots) + 1))

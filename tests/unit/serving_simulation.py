@@ -1,4 +1,6 @@
-"""A scheduler whose every step is held against its rules, run by devices on paper, and decided by a twin, too."""
+"""Check every step of a scheduler against its rules, with simulated devices and a twin that makes
+the same decisions.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class Simulation:
         """Steps that prefill while decodes wait, with prefill-first."""
 
     def submit(self, request: ServeRequest) -> bool:
-        """Whether it was accepted; rejected are those that can never be served, and only those."""
+        """Submit a request and return True if it was accepted; check that exactly those are rejected that can never be
+        served.
+        """
         config = self.config
         fits = request.kv_tokens <= min((config.pages - 1) * config.virtual_page, config.max_context)
         reason = self.scheduler.submit(request)
@@ -92,7 +96,7 @@ class Simulation:
             assert len(replica.slots) == self.config.max_requests
 
     def state(self) -> list[list[tuple[Sequence, int, int]]]:
-        """Of each replica's running sequences: computed tokens and preemptions."""
+        """Return computed tokens and preemptions of each replica's running sequences."""
         return [[(s, s.computed, s.preemptions) for s in r.running] for r in self.scheduler.replicas]
 
     def check_rules(self, step: Step, before: list[list[tuple[Sequence, int, int]]]) -> None:

@@ -1,4 +1,4 @@
-"""Step times of an engine on paper, whose true durations are linear in what a step does."""
+"""Build step times of a simulated engine with durations that are linear in the work of a step."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def step_times(
     device: str = "NVIDIA H200",
     path: EnginePath = PATH,
 ) -> StepTimes:
-    """What measuring the whole grid of that engine gives."""
+    """Return the result of measuring the complete grid of that engine."""
     return StepTimes(
         path=path,
         cases=[Measured(case=case, samples_ms=[truth(case.work())]) for case in grid(extent)],

@@ -10,7 +10,7 @@ NOTE = "Calls of the driver API do not show: the trace holds no cuda_sync events
 
 
 def coverage(**changes: Any) -> Coverage:
-    """What a good trace shows."""
+    """Return the coverage of a good trace."""
     fields = {
         "detector": "scan",
         "gpu_events": 100,

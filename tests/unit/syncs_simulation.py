@@ -35,7 +35,7 @@ class Step:
 
 @dataclasses.dataclass
 class Run:
-    """What a program did. Times are (start, end)."""
+    """Hold the events of a program; times are (start, end)."""
 
     waits: dict[int, tuple[int, int]]
     """Step -> the call in which the host waited."""
@@ -43,7 +43,7 @@ class Run:
     """Step -> whether nothing ran and nothing was queued when that call began."""
     launches: list[tuple[int, int]]
     work: list[tuple[int, int]]
-    """Of each launch, in the same order."""
+    """Work of each launch, in the same order."""
 
     @property
     def idle(self) -> float:
@@ -60,7 +60,7 @@ class Run:
 
 
 def run(program: Sequence[Step], *, without: Collection[int] = ()) -> Run:
-    """The program, in whose steps `without` the host goes on at once."""
+    """Run the program; the host does not wait in the steps `without`."""
     now = 0
     done = Run({}, {}, [], [])
     streams: dict[int, int] = {}

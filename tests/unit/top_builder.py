@@ -25,7 +25,7 @@ COMMAND_LINE = "dcpbench sweep --tp 2"
 
 
 def point(context: int, **changes: Any) -> Point:
-    """A point of the tiny model, told from others by its context."""
+    """Return a point of the tiny model, identified by its context."""
     fields: dict[str, Any] = {"model": "tiny", "tp": 2, "concurrency": 2, "backend": "reference", "dtype": "fp32"}
     return Point(context=context, ep="1", **(fields | changes))
 

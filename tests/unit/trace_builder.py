@@ -116,7 +116,7 @@ class Trace:
         return json.dumps({**self.top, "traceEvents": self.events})
 
     def scan(self, folder: Path, name: str = "trace.json", **options: Any) -> Report:
-        """What `scan` reports of it; `folder` is the repository, too."""
+        """Return the report of `scan` on the trace; `folder` is the repository, too."""
         path = Path(folder) / name
         path.write_text(self.text())
         return scan([path], root=Path(folder), **options)
@@ -149,12 +149,12 @@ def sync_with(**changes: Any) -> dict[str, Any]:
 
 
 def scanned(folder: Path, data: bytes | str, name: str = "trace.json") -> Report:
-    """What `scan` reports of a file with these contents; `folder` is the repository, too."""
+    """Return the report of `scan` on a file with these contents; `folder` is the repository, too."""
     path = folder / name
     path.write_bytes(data if isinstance(data, bytes) else data.encode())
     return scan([path], root=folder)
 
 
 def exit_code(report: Report, folder: Path) -> int:
-    """What the gate says without any limit."""
+    """Return the gate's exit code without any limit."""
     return judge(report, Gate(root=folder)).exit_code

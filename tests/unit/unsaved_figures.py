@@ -16,7 +16,7 @@ SVG = '<svg xmlns="http://www.w3.org/2000/svg"/>'
 
 
 def leave_figures_unsaved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests of what a report says beside its pictures: every format of a figure is a file that shows nothing."""
+    """Replace every figure file by an empty picture, for tests of a report's text."""
 
     def save(_: Figure, path: Path, *formats: str) -> list[Path]:
         paths = [path.with_suffix(f".{form}") for form in formats]

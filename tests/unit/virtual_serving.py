@@ -32,7 +32,7 @@ def config(**changes: Any) -> SchedulerConfig:
 
 
 def request(number: int, inputs: int = 32, outputs: int = 8, **changes: Any) -> ServeRequest:
-    """A request whose prompt shares nothing with others'."""
+    """Return a request with a prompt that shares nothing with others'."""
     prompt = np.arange(inputs, dtype=np.int32) + 100_000 * number
     return ServeRequest(number=number, prompt=prompt, output_tokens=outputs, **changes)
 

@@ -1,1 +1,1 @@
-"""The prepared run of two, four or eight GPUs."""
+"""Run the prepared measurements on two, four or eight GPUs."""

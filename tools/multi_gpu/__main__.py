@@ -29,7 +29,7 @@ KNOWN = ("H200", "H100")
 
 
 def gpu_here(gpus: int) -> str:
-    """What `dcpbench machines` calls the GPU that is here, or else is planned for."""
+    """Return the name that `dcpbench machines` has for the GPU of this machine, or else for the planned one."""
     if shutil.which("nvidia-smi") is None:
         return PLANNED[gpus]
     words = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
@@ -38,13 +38,13 @@ def gpu_here(gpus: int) -> str:
 
 
 def devices(gpus: int) -> list[str]:
-    """The GPUs that this process may use."""
+    """Return the GPUs that this process may use."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     return named.split(",")[:gpus] if named else [str(i) for i in range(gpus)]
 
 
 def chosen(parts: list[Part], only: str) -> list[Part]:
-    """Those of `only`, in the order of value. Exits with a sentence where there is no such part."""
+    """Return the parts named in `only`, in the order of value; exit with a message if there is no such part."""
     names = [name for name in only.split(",") if name]
     if unknown := [name for name in names if name not in {part.name for part in parts}]:
         sys.exit(f"--only: there is no part {', '.join(unknown)}; there are {', '.join(p.name for p in parts)}.")
@@ -52,7 +52,7 @@ def chosen(parts: list[Part], only: str) -> list[Part]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run what is asked for, and write README.md."""
+    """Run the selected parts, and write README.md."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.multi_gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

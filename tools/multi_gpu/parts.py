@@ -1,4 +1,6 @@
-"""What is run on two, four and eight GPUs, most valuable first: parts, each a list of commands with estimated minutes."""
+"""List the commands for two, four and eight GPUs, most valuable first: parts, each with commands
+and estimated minutes.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ MIXED = ("--weights-dtype fp8 --kv-dtype bf16", "--weights-dtype bf16 --kv-dtype
 NAMES = {FP8: "fp8", BF16: "bf16", MIXED[0]: "fp8-bf16", MIXED[1]: "bf16-fp8"}
 EXCHANGES = "ag_rs,symm,a2a"
 POINT_MINUTES, ENGINE_MINUTES = 0.08, 0.8
-"""A decode point took 2 to 6 s on four H200, a job's start 15, and each of its engines 4."""
+"""Estimated minutes of a decode point, which took 2 to 6 s on four H200, and of an engine: a job's start took 15 s and
+each engine 4.
+"""
 REQUESTS = "--num-requests 120 --input-tokens uniform:1000-4000 --output-tokens uniform:20-60"
 TURNS = (
     "--concurrency 16 --num-requests 48 --input-tokens uniform:1000-3000 --output-tokens uniform:20-60"
@@ -25,29 +29,31 @@ TURNS = (
 )
 SEED = "--num-requests 480 --input-tokens 4000 --output-tokens 1500 --concurrency 8,32,48"
 RATES = {2: "1.6,2.7", 4: "3.4,5.4", 8: "6.8,10.8"}
-"""Requests a second that so many GPUs are offered; the second is near the most that they serve, where it was tried (2 and 4)."""
+"""Requests per second by number of GPUs; the second is near the maximum that they serve, where it
+was tried (2 and 4).
+"""
 KV = {"H200": "100GiB", "H100": "30GiB"}
-"""Of a grid, by GPU; the less of the weights is held beside it, the sooner an engine is built."""
+"""KV memory of a grid, by GPU; the fewer weights are held next to it, the sooner an engine is built."""
 BF16_KV = KV | {"H200": "90GiB"}
-"""In bf16, where more leave Kimi-K2 no room on two."""
+"""KV memory in bf16, where a larger pool leaves no memory for Kimi-K2 on two GPUs."""
 SERVED_KV = {"H200": "40GiB", "H100": "20GiB"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """One program with its words."""
+    """Hold one program with its arguments."""
 
     program: str
     """`dcpbench`, or a module that `python -m` runs."""
     words: tuple[str, ...]
     minutes: float
     name: str
-    """Of its log, and of the folder that it writes."""
+    """Name of its log, and of the folder that it writes."""
     only_one: bool = False
-    """Whether it takes one GPU: neighbours of its kind run side by side, each on its own."""
+    """True if it takes one GPU: consecutive commands of this kind run in parallel, each on its own GPU."""
 
     def said(self, device: str = "0") -> str:
-        """As typed, on that GPU where it takes one."""
+        """Return the command line, on the given GPU if it takes only one."""
         program = self.program if self.program == "dcpbench" else f"python -m {self.program}"
         words = " ".join("*".join(part and shlex.quote(part) for part in word.split("*")) for word in self.words)
         return f"{f'CUDA_VISIBLE_DEVICES={device} ' if self.only_one else ''}{program} {words}"
@@ -55,7 +61,7 @@ class Command:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Commands that belong together."""
+    """Hold commands that belong together."""
 
     name: str
     what: str
@@ -63,15 +69,17 @@ class Part:
 
     @property
     def minutes(self) -> float:
-        """Its share of the time, one behind the other."""
+        """Return the total minutes of its commands, run in sequence."""
         return sum(command.minutes for command in self.commands)
 
 
 class Plan:
-    """The parts of a machine of so many GPUs, in a folder."""
+    """Hold the parts of a machine with this many GPUs, in a folder."""
 
     def __init__(self, gpus: int, folder: Path, gpu: str, backend: str = "") -> None:
-        """`gpu`: as `dcpbench machines` names it; `backend`: of attention, dcpbench's default where none is given."""
+        """Make the parts; `gpu` is a name of `dcpbench machines`, `backend` the attention backend, dcpbench's default
+        if empty.
+        """
         self.n, self.folder, self.gpu = gpus, folder, gpu
         self.backend = ["--backend", backend] if backend else []
         self.loads = {
@@ -79,13 +87,15 @@ class Plan:
             "open": f"--request-rate {RATES[gpus]} --concurrency 48 {REQUESTS}",
             "turns": TURNS,
         }
-        """Five loads, none of which needs a step time that SEED does not: no longer requests, nor more of them."""
+        """Five loads, none of which needs a step time that SEED lacks: they have no longer requests, and no more of
+        them.
+        """
         self.grid_kv, self.bf16_kv, self.served_kv = (f"--kv-memory {of[gpu]}" for of in (KV, BF16_KV, SERVED_KV))
         self.machine = folder / "wire" / emulation_live.MACHINE
         self.dcps = ",".join(str(d) for d in (1, 2, 4, 8) if d <= gpus and (gpus < EIGHT or d in (1, EIGHT)))
 
     def parts(self) -> list[Part]:
-        """Most valuable first."""
+        """Return the parts, most valuable first."""
         by_gpus = {
             2: [
                 self.wire(), self.grid("grid"), self.emulated(), self.seed("seed", V3), self.served(), self.steps(), self.hangs(),
@@ -104,19 +114,19 @@ class Plan:
         return by_gpus[self.n]
 
     def sweep(self, part: str, name: str, words: str, points: int, *, only_one: bool = False) -> Command:
-        """Decode; `points` that are measured, at most."""
+        """Return a decode sweep; `points` is the maximum number of measured points."""
         there = str(self.folder / part / name)
         words_ = ["sweep", *shlex.split(words), "--no-baseline", *self.backend, "-o", there, "--resume"]
         return Command("dcpbench", tuple(words_), ENGINE_MINUTES + POINT_MINUTES * points, name, only_one)
 
     def serve(self, part: str, name: str, words: str, minutes: float, *, only_one: bool = False) -> Command:
-        """A served load."""
+        """Return a served load."""
         there = str(self.folder / part / name)
         words_ = ["serve", *shlex.split(words), "--no-baseline", *self.backend, "-o", there, "--resume"]
         return Command("dcpbench", tuple(words_), minutes, name, only_one)
 
     def steps(self) -> Part:
-        """The two steps that have a bar."""
+        """Return the two steps that have a bar."""
         found = []
         for precision in (BF16, FP8):
             requests = 24 if precision == BF16 and self.gpu == "H100" else 32  # 80 GB have no room for more
@@ -125,7 +135,7 @@ class Plan:
         return Part("steps", "32 × 32,000 in bf16 (24 on 80 GB) and in fp8", tuple(found))
 
     def hangs(self) -> Part:
-        """Injected hangs, a command for each, so that one that does not end spares the others."""
+        """Return injected hangs, a command for each, so that one that does not end does not affect the others."""
         return Part(
             "hangs",
             "one rank goes wrong: is it named, and how soon",
@@ -141,7 +151,7 @@ class Plan:
         )
 
     def wire(self) -> Part:
-        """Benches of calls between the GPUs, and a machine file of them alone."""
+        """Return benchmarks of calls between the GPUs, and a machine file made from them alone."""
         steps = emulation_live.wire(self.folder / "wire", self.n)
         names, minutes = ("collectives", "exchange", "calibrate"), (0.8, 0.6, 0.1)
         found = [
@@ -151,7 +161,7 @@ class Plan:
         return Part("wire", "calls between the GPUs, and what forecasts are made of", tuple(found))
 
     def emulated(self) -> Part:
-        """Points of the grid, and step times for the served loads, on one GPU."""
+        """Return points of the grid, and step times for the served loads, on one GPU."""
         emulate = f"--emulate {shlex.quote(str(self.machine))}"
         layouts, points = f"--dp 1,{self.n} --dcp 1,{self.n} --exchange ag_rs,symm", 16
         found = [
@@ -170,11 +180,11 @@ class Plan:
         return Part("emulated", "one GPU against all, by a wire that was measured in benches alone", tuple(found))
 
     def of_dcp(self) -> str:
-        """The layout of served loads."""
+        """Return the layout of served loads."""
         return f"--model {V3} --tp {self.n} --dcp {self.n} --exchange symm {FP8} {self.served_kv}"
 
     def served(self) -> Part:
-        """Loads live."""
+        """Return the loads served live."""
         live = [
             self.serve("served", f"live-{name}", f"{self.of_dcp()} {load} --no-profile", 2.6)
             for name, load in self.loads.items()
@@ -182,7 +192,7 @@ class Plan:
         return Part("served", "served loads, live", tuple(live))
 
     def replays(self) -> Part:
-        """The same by step times of the seed's load: of all GPUs, and of one."""
+        """Return the loads replayed with the step times of the seed's load: of all GPUs, and of one."""
         found = []
         for name, run in (("replay", self.folder / "seed" / V3), ("emulated", self.folder / "emulated" / "times")):
             times = f"{run}/step-times/*-dcp{self.n}-*.json"
@@ -194,7 +204,7 @@ class Plan:
         return Part("replays", "served loads by step times of another load; no GPU is needed", tuple(found))
 
     def grid(self, part: str, *models: str, precision: str = FP8) -> Part:
-        """Where DCP pays; a model at a time, all layouts in one job."""
+        """Return the grid on where DCP pays; a model at a time, all layouts in one job."""
         found = []
         concurrency, loads = ("8,32,48,128", 9) if self.n == EIGHT else ("8,32", 5)
         contexts = "4000,32000" if precision == BF16 else "4000,32000,128000"
@@ -208,7 +218,7 @@ class Plan:
         return Part(part, f"decode over requests × context, {NAMES[precision]}", tuple(found))
 
     def experts(self) -> Part:
-        """Both ways to place experts, at three loads."""
+        """Return both placements of experts, at three loads."""
         layouts = f"--dp 1,{self.n} --dcp 1,{self.n} --exchange symm --ep 1,tp"
         load = f"--concurrency 8,32,128 --context 4000 --seconds 0.5 {FP8} {self.grid_kv}"
         found = [
@@ -217,7 +227,7 @@ class Plan:
         return Part("experts", "--ep 1 and tp at three loads", tuple(found))
 
     def reduce(self) -> Part:
-        """Both ways to reduce the partial sums of tp."""
+        """Return both ways to reduce the partial sums of tp."""
         words = (
             f"--model {V3} --tp {self.n} {FP8} {self.grid_kv} --dcp 1,{self.n} --exchange symm --all-reduce nccl,symm"
         )
@@ -225,14 +235,16 @@ class Plan:
         return Part("reduce", "--all-reduce nccl and symm", (self.sweep("reduce", V3, f"{words} {load}", 8),))
 
     def tests(self) -> Part:
-        """All tests that need a GPU: of the files that have any, as each worker would collect all of them first."""
+        """Return all tests that need a GPU, limited to the files that have any, as each worker would collect all of
+        them first.
+        """
         files = [str(f.relative_to(ROOT)) for f in sorted((ROOT / "tests").rglob("test_*.py")) if MARK in f.read_text()]
-        how = ("-n", "12", "--dist", "worksteal", "-p", "no:benchmark")  # a plugin that warns beside workers
+        how = ("-n", "12", "--dist", "worksteal", "-p", "no:benchmark")  # a plugin that warns if there are workers
         words = ("-m", "gpu", *how, "--durations=15", "-q", *files)
         return Part("tests", "all tests that need a GPU", (Command("pytest", words, 1.5, "gpu"),))
 
     def seed(self, part: str, *models: str) -> Part:
-        """The load with which DCP was first measured: 480 × 4,000/1,500 at 8, 32 and 48, in replay."""
+        """Return the load with which DCP was first measured: 480 × 4,000/1,500 at 8, 32 and 48, in replay."""
         found = [
             self.serve(
                 part,
@@ -245,7 +257,7 @@ class Plan:
         return Part(part, "480 × 4,000/1,500 at 8, 32 and 48 clients, in replay", tuple(found))
 
     def live(self) -> Part:
-        """One live point of 96 requests for each layout, and its replay."""
+        """Return one live point of 96 requests for each layout, and its replay."""
         words = f"--model {V3} --tp {self.n} {FP8} --mode live,replay --concurrency 48 --num-requests 96"
         words += " --input-tokens 4000 --output-tokens 1500"
         layouts = {
@@ -257,13 +269,13 @@ class Plan:
         return Part("live", "96 × 4,000/1,500 at 48 clients, live and in replay", tuple(found))
 
     def again(self) -> Part:
-        """Two passes over six loads."""
+        """Return two passes over six loads."""
         words = f"--model {V3} --tp {self.n} --dcp 1,{self.n} --exchange symm {FP8} --seconds 1 --repeats 2"
         load = "--concurrency 8,32,48 --context 4000"
         return Part("again", "two passes of six loads", (self.sweep("again", V3, f"{words} {load}", 12),))
 
     def more(self) -> Part:
-        """What is left of the grid: a2a, 128 requests, other precisions of the KV cache, expert parallel."""
+        """Return the rest of the grid: a2a, 128 requests, other precisions of the KV cache, expert parallel."""
         found = []
         for precision in (FP8, BF16):
             for model in (V3, K2):
@@ -295,11 +307,11 @@ TINY = {
 }  # fmt: skip
 """Options of a rehearsal; those without a value are left out."""
 NO_REHEARSAL = ("calibrate",)
-"""A CPU has no times to make a machine file of."""
+"""Programs that a rehearsal skips: a CPU has no times for a machine file."""
 
 
 def rehearsed(command: Command, like: str) -> Command | None:
-    """The same on the CPU with a tiny model, or None where there is no such thing; `like`: a built-in machine."""
+    """Return the command on the CPU with a tiny model, or None if there is none; `like` is a built-in machine."""
     if command.name in NO_REHEARSAL:
         return None
     words = list(command.words)

@@ -1,4 +1,4 @@
-"""README.md of a run's folder, from what lies there."""
+"""Write README.md of a run's folder from its records."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 BACKENDS = {"flashinfer": "flashinfer", "flashmla": "flash_mla", "DeepGEMM": "deep_gemm"}
 STEP_BARS_MS = {("bf16", "bf16"): 130.0, ("fp8", "fp8"): 80.0}
-"""Of 32 × 32,000 at tp2 on H200, by precision of weights and KV."""
+"""Maximum step time in ms of 32 × 32,000 at tp2 on H200, by precision of weights and KV."""
 BAR_GPU, BAR_REQUESTS = "H200", 32
 LEAST_FLOOR = 0.75
 EMULATED_BAR = 0.07
@@ -34,7 +34,7 @@ GRIDS = (*LAYOUTS, "experts", "reduce")
 
 
 def installed() -> str:
-    """Which optional kernels can be used."""
+    """Return which optional kernels can be used."""
     there = [name for name, module in BACKENDS.items() if importlib.util.find_spec(module)]
     missing = [name for name in BACKENDS if name not in there]
     without = f"; not installed, and gone on without: {', '.join(missing)}" if missing else ""
@@ -42,13 +42,13 @@ def installed() -> str:
 
 
 def records(folder: Path, part: str = "*") -> Iterator[tuple[Path, Record]]:
-    """(its run, record) of all that was measured."""
+    """Yield (run, record) for all measured points."""
     for file in sorted(folder.glob(f"{part}/*/records.jsonl")):
         yield from ((file.parent, record) for record in read_run(file.parent).records)
 
 
 def written(folder: Path, parts: Sequence[Part], state: dict[str, Ran], title: str) -> str:
-    """The text."""
+    """Return the text of README.md."""
     if any(r.environment is not None and r.environment.device == "CPU" for _, r in records(folder)):
         counts = collections.Counter(f"{run.parent.name}: {r.outcome}" for run, r in records(folder))
         points = [f"- {what}, {count} points" for what, count in sorted(counts.items())]
@@ -74,7 +74,7 @@ def written(folder: Path, parts: Sequence[Part], state: dict[str, Ran], title: s
 
 
 def machine(folder: Path) -> str:
-    """Hardware and versions, as records say."""
+    """Return hardware and versions from the records."""
     said = sorted(
         {
             f"{e.device_count} × {e.device}, torch {e.torch}, Triton {e.triton}, CUDA {e.cuda}, NCCL {e.nccl}"
@@ -86,7 +86,7 @@ def machine(folder: Path) -> str:
 
 
 def ran(parts: Sequence[Part], state: dict[str, Ran]) -> list[str]:
-    """A line for each command."""
+    """Return a line for each command."""
     lines = ["| part | command | estimate min | took min | |", "|---|---|---:|---:|---|"]
     for part in parts:
         for command in part.commands:
@@ -99,7 +99,7 @@ def ran(parts: Sequence[Part], state: dict[str, Ran]) -> list[str]:
 
 
 def told(record: Record) -> str:
-    """A point in words, without its load."""
+    """Format a point without its load."""
     p = record.point
     exchange = "" if p.exchange == "none" else f" {p.exchange}"
     experts = f" {p.ep_label}" if p.ep_label else ""
@@ -108,7 +108,7 @@ def told(record: Record) -> str:
 
 
 def ok(folder: Path, part: str = "*", *, workload: str = "decode") -> list[Record]:
-    """Measured points that are no forecasts."""
+    """Return the measured points that are not forecasts."""
     return [
         r
         for _, r in records(folder, part)
@@ -117,14 +117,14 @@ def ok(folder: Path, part: str = "*", *, workload: str = "decode") -> list[Recor
 
 
 def share(record: Record) -> float | None:
-    """Of its floor."""
+    """Return the share of the step time that is its floor; None without one."""
     if record.floor is None or record.metrics is None:
         return None
     return record.floor.floor_ms / record.metrics.step_ms.median
 
 
 def bars(folder: Path) -> list[str]:
-    """The two steps of 32 × 32,000 at tp2."""
+    """Return the two steps of 32 × 32,000 at tp2."""
     lines = []
     for r in ok(folder, "steps"):
         bar = STEP_BARS_MS.get((r.point.weights_precision, r.point.kv_precision))
@@ -143,7 +143,7 @@ def bars(folder: Path) -> list[str]:
 
 
 def decode(folder: Path) -> list[str]:
-    """A line for each step that was measured."""
+    """Return a line for each measured step."""
     rows = [
         f"| {told(r)} | {r.point.concurrency} × {r.point.context:,} | {r.metrics.step_ms.median:.2f} |"
         f" {r.metrics.output_tok_s.median:,.0f} | {'' if share(r) is None else f'{share(r):.2f}'} |"
@@ -157,7 +157,7 @@ def decode(folder: Path) -> list[str]:
 
 
 def pays(folder: Path) -> list[str]:
-    """The best layout with DCP over the best one without, by load."""
+    """Return the best layout with DCP over the best one without, by load."""
     best: dict[tuple[str, str, int, int], dict[bool, Record]] = collections.defaultdict(dict)
     for r in [r for part in LAYOUTS for r in ok(folder, part)]:
         p = r.point
@@ -183,21 +183,21 @@ def _output(record: Record) -> float:
 
 
 def emulated(folder: Path) -> list[str]:
-    """Steps, as tools/emulation_live.py compares them."""
+    """Return the steps as tools/emulation_live.py compares them."""
     forecasts = emulation_live.measured(sorted(folder.glob("emulated/*")))
     found = list(emulation_live.pairs([r for part in GRIDS for r in ok(folder, part)], forecasts))
     return emulation_live.table(found) if found else []
 
 
 def numbers(record: Record) -> tuple[float | None, ...]:
-    """SERVED of a record."""
+    """Return the values of SERVED of a record."""
     assert record.serve is not None
     s = record.serve
     return s.output_tok_s, s.ttft_ms.p50, s.itl_ms.p50, s.ttft_ms.p99, s.itl_ms.p99
 
 
 def served(folder: Path) -> list[str]:
-    """All served loads; replay and emulation with what they are off by from live."""
+    """Return all served loads; replays and emulated ones with their deviation from live."""
     lines = [f"| load | point | how | {' | '.join(SERVED)} | |", "|---|---|---|---:|---:|---:|---:|---:|---|"]
     of: dict[tuple[str, ...], dict[str, Record]] = collections.defaultdict(dict)
     for _, r in records(folder):
@@ -237,7 +237,7 @@ def _verdict(how: str, off: Sequence[float | None]) -> str:
 
 
 def passes(folder: Path) -> list[str]:
-    """Two passes of the same loads."""
+    """Return two passes of the same loads."""
     of: dict[str, list[float]] = collections.defaultdict(list)
     for r in ok(folder, "again"):
         if r.metrics:
@@ -250,7 +250,7 @@ def passes(folder: Path) -> list[str]:
 
 
 def logs(folder: Path, part: str, most: int = 12) -> list[str]:
-    """The last lines that a part's commands printed."""
+    """Return the last lines that a part's commands printed."""
     lines = []
     for log in sorted(folder.glob(f"{part}/*.log")):
         lines += [
@@ -265,7 +265,7 @@ def logs(folder: Path, part: str, most: int = 12) -> list[str]:
 
 
 def failures(folder: Path) -> list[str]:
-    """Points that failed, and those that have no room."""
+    """Return the points that failed, and those without memory."""
     return [
         f"- {run.parent.name}/{run.name}: {told(r)}, {r.point.concurrency} × {r.point.context:,}: {r.outcome}: {r.reason}"
         for run, r in records(folder)

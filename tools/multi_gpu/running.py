@@ -1,4 +1,4 @@
-"""Runs parts under a deadline, and remembers what is done, so that a second call goes on."""
+"""Run parts under a deadline, and record which are done, so that a second call continues."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 
 STATE = "state.json"
 LEAST_SHARE = 0.5
-"""A command is begun where this share of its estimate is left: sweeps keep what they have measured."""
+"""Minimum share of a command's estimate that must be left to begin it: sweeps keep what they have measured."""
 MOST = 1.7
-"""A command may take so many times its estimate."""
+"""Maximum factor of a command's time over its estimate."""
 ATTEMPTS = 2
 LOOK_S = 0.5
-"""How often a command is asked whether the whole run was ended."""
+"""Interval in s between checks of whether the complete run was ended."""
 GRACE_S = 25.0
-"""How long a command may take to keep what it has, once it was told to end."""
+"""Maximum time in s for a command to save its results after it was signalled to end."""
 DONE, FAILED, CUT, SKIPPED = "done", "failed", "cut off", "skipped"
 
 
 class Ran(msgspec.Struct, kw_only=True):
-    """What became of a command."""
+    """Hold the outcome of a command."""
 
     what: str
     code: int | None = None
@@ -44,19 +44,19 @@ class Ran(msgspec.Struct, kw_only=True):
     attempts: int = 0
     note: str = ""
     cut: int = 0
-    """How often it was ended before it was done: its time was over, or Ctrl-C."""
+    """Number of times that it was ended early, by its time limit or Ctrl-C."""
     device: str = ""
-    """Where it ran, if it takes one GPU."""
+    """GPU on which it ran, if it takes one GPU."""
 
 
 @dataclasses.dataclass
 class Runner:
-    """A folder and its state."""
+    """Hold a folder and its state."""
 
     folder: Path
     minutes: float
     devices: Sequence[str] = ("0",)
-    """The GPUs, as CUDA_VISIBLE_DEVICES names them: commands that take one each run side by side."""
+    """GPUs, as CUDA_VISIBLE_DEVICES names them: commands that take one each run in parallel."""
     begun: float = dataclasses.field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
@@ -67,11 +67,13 @@ class Runner:
 
     @property
     def left_s(self) -> float:
-        """Seconds to the deadline."""
+        """Return the seconds to the deadline."""
         return 60 * self.minutes - (time.monotonic() - self.begun)
 
     def run(self, parts: Sequence[Part]) -> None:
-        """All commands that are not done, in order; those that take one GPU beside their neighbours."""
+        """Run all commands that are not done, in order; commands that take one GPU run in parallel with their
+        neighbours.
+        """
         for part in parts:
             ends = time.monotonic() + MOST * 60 * part.minutes
             for alone, commands in itertools.groupby(part.commands, key=lambda command: command.only_one):
@@ -82,7 +84,7 @@ class Runner:
                         self.take(part, command, ends, None)
 
     def side_by_side(self, part: Part, commands: Sequence[Command], ends: float) -> None:
-        """Each on the next GPU that is free."""
+        """Run each command on the next free GPU."""
         free: queue.SimpleQueue[str] = queue.SimpleQueue()
         for device in self.devices:
             free.put(device)
@@ -127,7 +129,7 @@ class Runner:
             self.save()
 
     def one(self, key: str, command: Command, ran: Ran, limit_s: float, device: str | None) -> None:
-        """Run a command, at most so long, on one GPU or on all."""
+        """Run a command for at most `limit_s`, on one GPU or on all."""
         log = self.folder / f"{key}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         said = command.said(device or "0")
@@ -144,28 +146,28 @@ class Runner:
         say(f"{key}: {ran.what} (exit code {code}) after {ran.seconds:.0f} s; {log}")
 
     def save(self) -> None:
-        """Replace the state by the present one."""
+        """Replace the saved state by the present one."""
         new = self.folder / f"{STATE}.new"
         new.write_bytes(msgspec.json.format(msgspec.json.encode(self.state), indent=1))
         new.replace(self.folder / STATE)
 
 
 def argv(command: Command) -> list[str]:
-    """Its words for this Python, with the files that patterns among them stand for, as in a shell."""
+    """Return the command's arguments for this Python, with patterns expanded to files, as in a shell."""
     module = "dcpbench.cli" if command.program == "dcpbench" else command.program
     words = [files(w) or [w] if "*" in w else [w] for w in command.words]
     return [sys.executable, "-m", module, *itertools.chain.from_iterable(words)]
 
 
 def files(pattern: str) -> list[str]:
-    """That are there, in order."""
+    """Return the files that match a pattern, in order."""
     return sorted(map(str, Path(pattern).parent.glob(Path(pattern).name)))
 
 
 def bounded(
     words: list[str], out: object, limit_s: float, device: str | None, stop: threading.Event
 ) -> tuple[int, bool]:
-    """Exit code, and whether it was ended before it was done; its own processes are ended, first as Ctrl-C does."""
+    """Return the exit code, and True if it was ended early; its own processes are ended, first as by Ctrl-C."""
     environment = os.environ | ({"CUDA_VISIBLE_DEVICES": device} if device else {})
     process = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True)  # type: ignore[call-overload]
     until = time.monotonic() + limit_s
@@ -182,7 +184,7 @@ def bounded(
 
 
 def end(process: subprocess.Popen[bytes]) -> int:
-    """Its exit code, once it has ended by what it was told."""
+    """End a process with increasingly strong signals, and return its exit code."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         os.killpg(process.pid, number)
         try:
@@ -193,6 +195,6 @@ def end(process: subprocess.Popen[bytes]) -> int:
 
 
 def say(line: str) -> None:
-    """To stdout, at once."""
+    """Print a line to stdout at once."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()

@@ -1,1 +1,1 @@
-"""Whether the detectors of hidden synchronisation can be believed (corpus), and what scanning a trace costs (speed)."""
+"""Check the accuracy of the detectors of hidden synchronisation (corpus), and the cost of scanning a trace (speed)."""

@@ -1,4 +1,4 @@
-"""What `python -m tools.syncs corpus` and `speed` do."""
+"""Implement `python -m tools.syncs corpus` and `speed`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def corpus(read: Sequence[Path], *, keep: Path | None, as_json: bool, output: Pa
 
 
 def failed(run: CorpusRun) -> list[str]:
-    """What a run promises and does not hold, one sentence each."""
+    """Return a sentence for each documented property that a run does not have."""
     said = contradictions(run)
     for s in score(run):
         if s.detector.startswith("scan, with cuda_sync") and (s.found, s.false) != (s.true, 0):
@@ -57,11 +57,11 @@ def failed(run: CorpusRun) -> list[str]:
 
 
 DRY_RUN_RECALL = 0.95
-"""Least share of the corpus that the dry run must find."""
+"""Minimum share of the corpus that the dry run must find."""
 
 
 def _run(keep: Path | None) -> list[CorpusRun]:
-    """The corpus in a process of its own: it imports torch, and its detectors leave traces in the process."""
+    """Run the corpus in a process of its own: it imports torch, and its detectors leave traces in the process."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = keep or Path(scratch)
         try:
@@ -85,7 +85,7 @@ def _read(path: Path) -> list[CorpusRun]:
 
 
 def speed(trace: Path, size: str, *, hta: Path | None, runs: int, keep: Path | None, as_json: bool) -> int:
-    """Time `scan` on a trace made of a real one, beside HTA's loader where there is one, and print it."""
+    """Time `scan` on a trace made from a real one, with HTA's loader for comparison if there is one, and print it."""
     if runs < 1:
         raise UsageError(f"--runs {runs}: name at least one run")
     check_output(keep, force=False)
@@ -97,7 +97,7 @@ def speed(trace: Path, size: str, *, hta: Path | None, runs: int, keep: Path | N
 
 
 def parse_size(text: str) -> int:
-    """Bytes of `140MB`, `1GB` or a plain number.
+    """Parse `140MB`, `1GB` or a plain number of bytes.
 
     Raises:
         UsageError: It is none, or not more than 0.
@@ -109,7 +109,7 @@ def parse_size(text: str) -> int:
 
 
 def table(found: Speed) -> str:
-    """The timings for people, as Markdown."""
+    """Return the timings for people, as Markdown."""
     name, megabytes, runs = Path(found.source).name, found.trace_bytes / 1e6, len(found.timings[0].runs_wall_s)
     lines = [
         f"{name} {found.copies} times: {megabytes:.0f} MB, {found.events:,} events; one core, best of {runs}",

@@ -1,4 +1,4 @@
-"""How fast and in how much memory `scan` reads a trace of a given size, and how HTA's loader does beside it."""
+"""Measure the time and memory with which `scan` reads a trace of a given size, compared with HTA's loader."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 SHIFTED = ("correlation", "External id", "external id", "Python id", "Python parent id", "Ev Idx", "Record function id")
-"""Numbers within `args` that tell one event from another."""
+"""Numbers within `args` that identify an event."""
 SCAN = "scan"
 PAUSE_US = 100.0
 """Time between two copies of a trace."""
@@ -53,11 +53,11 @@ print(json.dumps({"wall_s": wall, "cpu_s": cpu, "peak_bytes": peak, "base_bytes"
 
 
 class Timing(msgspec.Struct, kw_only=True):
-    """One program on one trace, in a process of its own, on one core. Seconds and bytes."""
+    """Hold the timing of one program on one trace, in a process of its own, on one core, in seconds and bytes."""
 
     tool: Literal["scan", "HTA loader"]
     wall_s: float
-    """Of the best run, without starting Python and importing."""
+    """Seconds of the best run, without starting Python and importing."""
     cpu_s: float
     runs_wall_s: list[float]
     peak_bytes: int
@@ -68,7 +68,7 @@ class Timing(msgspec.Struct, kw_only=True):
 
 
 class Speed(msgspec.Struct, kw_only=True):
-    """What was timed."""
+    """Hold the timings."""
 
     source: str
     trace_bytes: int
@@ -124,7 +124,7 @@ def _ids(event: dict[str, Any]) -> Iterator[int]:
 
 
 def _later(event: dict[str, Any], copies: int, span: float, ids: int) -> dict[str, Any]:
-    """The same event in a later copy."""
+    """Return the event in a later copy."""
     if copies == 0 or not isinstance(event.get("ts"), (int, float)):
         return event
     later = {**event, "ts": event["ts"] + copies * span}
@@ -186,7 +186,7 @@ def measure(
 
 
 def _one_core() -> list[str]:
-    """Prefix of a command that keeps it on one core, where there is one."""
+    """Return the prefix of a command that keeps it on one core, if there is one."""
     return ["taskset", "-c", "0"] if shutil.which("taskset") else []
 
 

@@ -1,1 +1,1 @@
-"""What was measured of machines that are built in: files of `dcpbench calibrate`, see points/machines.py."""
+"""Hold measurements of built-in machines: files of `dcpbench calibrate`, see points/machines.py."""

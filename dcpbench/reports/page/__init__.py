@@ -1,3 +1,3 @@
-"""The report as one HTML file that needs nothing else: charts, filters, a table of all points, and no network."""
+"""Write the report as one self-contained HTML file: charts, filters, a table of all points, and no network access."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Frames as data for the scripts of the page: an array per column. Nothing is computed anew."""
+"""Convert the tables to data for the scripts of the page, with an array per column; nothing is computed here."""
 
 from __future__ import annotations
 
@@ -28,17 +28,19 @@ if TYPE_CHECKING:
     from dcpbench.reports.frames import Frames
 
 MOST_POINTS = 20_000
-"""Points that a page holds; a browser draws these within seconds, and points.csv has all."""
+"""Maximum number of points that a page holds; a browser draws these within seconds, and points.csv has all."""
 DIGITS = 7
-"""Significant digits of numbers in a page; points.csv has all."""
+"""Number of significant digits in a page; points.csv has all."""
 LONGEST = 4000
-"""Characters of a sentence or a cell; records.jsonl has all."""
+"""Maximum number of characters of a sentence or a cell; records.jsonl has all."""
 LONGEST_NAME = 200
-"""Characters of a name in the page's data, where each point repeats it."""
+"""Maximum number of characters of a name in the page's data, where each point repeats it."""
 LONGEST_COMMAND = 2000
-"""Characters of a command; a longer one has a name that reports cut, and would ask for another point."""
+"""Maximum number of characters of a command; a longer one contains a name that reports cut, and would select another
+point.
+"""
 UNMARKED = "unmarked"
-"""Among the marks by which points are filtered: to have none."""
+"""Filter value for points without a warning."""
 LOADS = {
     "concurrency": ("concurrency", "requests"),
     "load_request_rate": ("request rate", "requests/s"),
@@ -48,7 +50,7 @@ LOADS = {
     "dp": ("attention replicas (dp)", ""),
     "dcp": ("KV shards (dcp)", ""),
 }
-"""Numbers of its load and layout: their label and unit."""
+"""Label and unit of the numbers of a load and layout."""
 FILTERS = {
     "layout": "layout",
     **{axis.name: axis.title for axis in (*AXES, *LOAD_AXES) if axis.title},
@@ -57,19 +59,19 @@ FILTERS = {
     "run": "run",
     "marks": "marks",
 }
-"""Names in the page's data, and what the page calls them."""
+"""Names in the page's data, with the label that the page shows."""
 COLOURS = (*(name for name in FILTERS if name not in ("load", "marks")), "backend", "device")
-"""By what the chart that a reader makes can be coloured."""
+"""Names by which the reader's own chart can be coloured."""
 PHASE = "phase:"
 IDLE = f"{PHASE}idle"
 Columns = dict[str, list[Any]]
-"""The values of each name, of all points in order."""
+"""Values of each name, for all points in order."""
 Told = dict[tuple[Any, ...], dict[str, Any]]
-"""What is known of points beside their own row, by SAME."""
+"""Additional values of points, keyed by the columns SAME."""
 
 
 def brief(text: object, most: int = LONGEST) -> str:
-    """The beginning of a text, and how much of it is left out."""
+    """Return the beginning of a text, with the number of characters left out."""
     whole = str(text)
     return whole if len(whole) <= most else f"{whole[:most]}… ({len(whole) - most:,} more characters)"
 
@@ -84,11 +86,13 @@ FIELDS = [
     *(_field(metric.name, metric.label, metric.shown_unit or "", metric) for metric in PAGE),
     _field("repeats", "repeats", ""),
 ]
-"""What the page says of a point in numbers, in order."""
+"""Numeric fields of a point on the page, in order."""
 
 
 def page_data(frames: Frames, most: int = MOST_POINTS) -> dict[str, Any]:
-    """What the scripts of the page read: columns of the first `most` points, looks of their series, and names of everything."""
+    """Return the data for the scripts of the page: columns of the first `most` points, the looks of their series, and
+    all names.
+    """
     tables = [table for table in (frames.points, frames.served) if len(table)]
     series, recorded = _Series(frames), _recorded(frames)
     told = [_ratios(frames), _over_others(frames)]
@@ -125,7 +129,7 @@ def page_data(frames: Frames, most: int = MOST_POINTS) -> dict[str, Any]:
 
 
 def _no_room(frames: Frames) -> list[dict[str, Any]]:
-    """For which points of `decode` there was no room, in the panel that each would have been in."""
+    """Return the points of `decode` that were rejected for memory, with the panel in which each would have been."""
     lost = overview.no_room(frames)
     rows = lost[lost["mode"] == "decode"].to_dict("records") if len(lost) else []
     return [
@@ -140,13 +144,15 @@ def _no_room(frames: Frames) -> list[dict[str, Any]]:
 
 
 LOOPS = {CLOSED: "closed loop", GAMMA: "open loop"}
-"""When requests come."""
+"""Text for each kind of arrival."""
 SAME = [*LOAD, "label"]
-"""What only a point and its comparison with its baseline share."""
+"""Columns that only a point and its comparison with its baseline share."""
 
 
 def _ratios(frames: Frames) -> Told:
-    """What findings say of each DCP point and its baseline; nothing where two points would share it."""
+    """Return the comparison of each DCP point with its baseline; ambiguous entries, which two points share, are
+    dropped.
+    """
     found = frames.findings.ratios
     if found.empty:
         return {}
@@ -157,7 +163,7 @@ def _ratios(frames: Frames) -> Told:
 
 
 def _over_others(frames: Frames) -> Told:
-    """What overview says of each layout's best point of a load."""
+    """Return the comparison of each layout's best point of a load with the best other layout."""
     found = frames.findings.against_others
     if found.empty:
         return {}
@@ -176,7 +182,9 @@ def _columns(
     series: _Series,
     recorded: dict[tuple[str, Point, str], Record],
 ) -> Columns:
-    """Points of one kind: their words, their numbers in the units of FIELDS, and the ends of their intervals."""
+    """Return the points of one kind as columns: text, numbers in the units of FIELDS, and the ends
+    of their intervals.
+    """
     same = list(zip(*(table[name] for name in SAME), strict=True))
     more: list[dict[str, Any]] = [
         {name: value for of in told for name, value in of.get(key, {}).items()} for key in same
@@ -214,7 +222,7 @@ def _columns(
         name, scale = field["name"], METRIC[field["name"]].scale if field["name"] in METRIC else 1.0
         for end in ("", "_low", "_high") if field["range"] else ("",):
             found[name + end] = _numbers(of(name + end), scale)
-    found["context"] = [context or None for context in found["context"]]  # 0 where another tool's file does not say
+    found["context"] = [context or None for context in found["context"]]  # 0 if another tool's file lacks it
     if has_phases(table):
         spent = phases_in_ms(table)
         found |= {f"{PHASE}{name}": _numbers(spent[name].tolist()) for name in spent}
@@ -225,7 +233,7 @@ def _columns(
 
 
 def _exchanges(table: pd.DataFrame, asked: list[Point]) -> list[str]:
-    """Of each point, with its options; points of one label and exchange share what is said."""
+    """Return the exchange of each point with its options, formatted once per distinct combination."""
     options = list(zip(*(table[axis.name] for axis in point_axes(Role.EXCHANGE)), strict=True))
     said = {
         key: point.exchange_label() or point.exchange for key, point in dict(zip(options, asked, strict=True)).items()
@@ -238,7 +246,7 @@ def _short(value: Any) -> Any:  # noqa: ANN401 - whatever a table holds
 
 
 def _panels(table: pd.DataFrame, *, served: bool) -> list[str]:
-    """Points of one panel differ in nothing but the layout, how it is computed, and how heavy the load is."""
+    """Return the panel of each point; points of a panel differ only in layout, computation, and load."""
     if not served:
         pairs = zip(table["model"], table["context"], strict=True)
         return [f"{model}, context {context:,} tokens" for model, context in pairs]
@@ -247,7 +255,7 @@ def _panels(table: pd.DataFrame, *, served: bool) -> list[str]:
 
 
 def _numbers(values: list[Any], scale: float = 1.0) -> list[float | int | None]:
-    """In the unit shown, with DIGITS; null where nothing was measured."""
+    """Return the values in the unit shown, rounded to DIGITS; null for values that were not measured."""
     return [
         None if value is None or value != value or isinstance(value, str) else _number(value, scale)  # noqa: PLR0124 - NaN
         for value in values
@@ -260,7 +268,7 @@ def _number(value: float, scale: float) -> float | int:
 
 
 def points_of(table: pd.DataFrame) -> list[Point]:
-    """The point that each row was made of, as its first repeat."""
+    """Return the point of each row, as its first repeat."""
     fields = [name for name in Point.__struct_fields__ if name not in ("repeat", "load")]
     loads: list[Load | None] = [None] * len(table)
     if (table["mode"] != "decode").any():
@@ -274,11 +282,11 @@ def points_of(table: pd.DataFrame) -> list[Point]:
 
 
 LINE = ("workload", "layout", "variant", "run", "label")
-"""What points of one line have in common; the label follows from the layout and the variant."""
+"""Columns that points of one line share; the label follows from the layout and the variant."""
 
 
 class _Series:
-    """Which line a point belongs to, and how that looks."""
+    """Assign each point to a line, and define the look of each line."""
 
     def __init__(self, frames: Frames) -> None:
         self.looks: list[dict[str, Any]] = []
@@ -290,7 +298,7 @@ class _Series:
             self._styles = {s: dataclasses.replace(style.Style.of(t), runs=runs) for s, t in tables.items()}
 
     def of(self, table: pd.DataFrame) -> list[int]:
-        """The place of each row's series in `looks`."""
+        """Return the index of each row's series in `looks`."""
         look = self._styles[bool((table["mode"] != "decode").any())]
         keys = list(zip(*(table[name].astype(str) for name in LINE), strict=True))
         for key in dict.fromkeys(keys):
@@ -304,7 +312,7 @@ class _Series:
 
 
 def _recorded(frames: Frames) -> dict[tuple[str, Point, str], Record]:
-    """The first record of each point, by run, point and load as sent."""
+    """Return the first record of each point, by run, point and load as sent."""
     found: dict[tuple[str, Point, str], Record] = {}
     for run in frames.runs:
         for record in run.records:
@@ -317,9 +325,10 @@ def _recorded(frames: Frames) -> dict[tuple[str, Point, str], Record]:
 def _commands(
     table: pd.DataFrame, asked: list[Point], recorded: dict[tuple[str, Point, str], Record]
 ) -> list[str | None]:
-    """Each point's command, with the settings that its record was measured with.
+    """Return each point's command, with the settings of its record.
 
-    Null for a point of another tool, one that no option can say, and one that takes no bearable length.
+    The command is null for a point of another tool, for a point that no option can express, and for a command that
+    would be too long.
     """
     loads = table["same_load"].tolist() if any(point.load for point in asked) else [""] * len(asked)
     rows = zip(table["run"], asked, loads, table["cpu"].tolist(), strict=True)

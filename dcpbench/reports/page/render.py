@@ -1,4 +1,4 @@
-"""Fills the template: sections as text, charts as data for scripts, pictures for those who run none."""
+"""Fill the page's template: sections as text, charts as data for scripts, pictures for readers without scripts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 OWN_SCRIPTS = ("points.js", "charts.js", "report.js")
 NO_BREAK = "\N{NO-BREAK SPACE}"
 MOST_ROWS = 1000
-"""Rows of a table that the page prints; points.csv has all points."""
+"""Maximum number of rows of a table that the page prints; points.csv has all points."""
 TITLES = {
     "throughput": "Output throughput against load",
     "ttft": "Time to first token, p50 and p99",
@@ -38,35 +38,35 @@ TITLES = {
     "kv": "KV cache capacity by layout",
     "phases": "Where a step's time goes",
 }
-"""Of the charts that the page draws in place of the pictures of these subjects."""
+"""Titles of the charts that the page draws instead of the pictures of these subjects."""
 
 
 @dataclasses.dataclass
 class Chart:
-    """A chart that the page draws itself, with a panel for each thing that lines must not share."""
+    """Describe a chart that the page draws itself, with a panel for each group of lines."""
 
     kind: str
-    """What charts.js draws: the subject of its pictures."""
+    """Kind of chart for charts.js: the subject of its pictures."""
     workload: str
     """`decode`, `serve`, or empty for both."""
     mode: str
-    """Of `serve`: `live` or `replay`, which no chart mixes."""
+    """Mode of `serve`, `live` or `replay`, which no chart mixes."""
     alts: list[str] = dataclasses.field(default_factory=list)
-    """What it shows, for those who cannot see it."""
+    """Alternative texts of the chart."""
 
     @property
     def title(self) -> str:
-        """What it shows, in a few words."""
+        """Return the title of the chart."""
         return TITLES[self.kind] + (f", {self.mode}" if self.mode else "")
 
     @property
     def slug(self) -> str:
-        """Its name in the page and in the fragment of its address."""
+        """Return the chart's name in the page and in the fragment of its address."""
         return "-".join(filter(None, (self.kind, self.workload if self.mode else "", self.mode)))
 
 
 def charts_of(pictures: Iterable[Picture]) -> list[Chart]:
-    """The charts that stand for these pictures, each once; the page shows other pictures as they are."""
+    """Return the charts that replace these pictures, each once; the page shows other pictures as they are."""
     found: dict[tuple[str, str], Chart] = {}
     for p in pictures:
         if p.subject in TITLES:
@@ -84,10 +84,10 @@ def render(
     pictures: bool = True,
     plotly: str = "",
 ) -> str:
-    """The page, with charts of `most` points, and `pictures` of them for those who run no script.
+    """Return the page, with charts of `most` points, and with `pictures` for readers without scripts.
 
-    `plotly` is the address, from the page, of a plotly.js that several pages share; without one the page carries it.
-    What comes from records is escaped here, or by web.json_block.
+    `plotly` is the address, from the page, of a plotly.js that several pages share; without one the page contains it.
+    Strings from records are escaped here, or by web.json_block.
     """
     data = page_data(frames, most)
     drawn = [chart for section in sections for chart in charts_of([*section.first, *section.pictures])]
@@ -120,25 +120,26 @@ def render(
 
 
 def tied(text: str) -> str:
-    """The same with numbers and signs that no end of a line parts: `25 %`, `ITL ≤ 150 ms`, `4 × H200`."""
+    """Return the text with non-breaking spaces between numbers and signs: `25 %`, `ITL ≤ 150 ms`, `4 × H200`."""
     return re.sub(r"(?<=\d) (?=(?:%|×|ms\b))|(?<=\S) (?=[≤≥])|(?<=[≤≥×]) (?=\S)", NO_BREAK, text)
 
 
 def own(name: str) -> str:
-    """The text of one of the report's own assets."""
+    """Return the text of one of the report's own assets."""
     return web.read(name, __package__)
 
 
 @cache
 def _packed(name: str) -> str:
-    """A script that the page unpacks; half of a report would otherwise be its plotting library."""
+    """Return a compressed script that the page unpacks; otherwise half of a report would be its plotting library."""
     return base64.b64encode(gzip.compress(web.read(name).encode("utf-8"), mtime=0)).decode("ascii")
 
 
 def _data_uri(svg: bytes) -> Markup:
-    """An SVG as an address between double quotes that an image can show; scripts inside an image never run.
+    """Return an SVG as a data URI for an image in double quotes; scripts inside an image never run.
 
-    Without comments, metadata and indents; outlines to a tenth of their unit, a tenth of a point at most.
+    Comments, metadata and indents are removed; outlines are rounded to a tenth of their unit, at most a tenth of a
+    point.
     """
     svg = re.sub(rb"<!--.*?-->|<metadata>.*?</metadata>", b"", svg, flags=re.DOTALL)
     svg = re.sub(rb' d="[^"]*"', lambda d: re.sub(rb"(\d+\.\d)\d+", rb"\1", d[0]), svg)
@@ -147,4 +148,4 @@ def _data_uri(svg: bytes) -> Markup:
 
 
 READABLE = " <>=/:;,.()'!?*+@$|{}[]-_~^`"
-"""What an address in an attribute can hold as it is, which keeps it a quarter shorter than base64."""
+"""Characters that an address in an attribute can hold unescaped, which keeps it a quarter shorter than base64."""

@@ -1,4 +1,4 @@
-"""Parts of web pages: frame, styles, scripts, and data escaped so that browsers do not read it as markup.
+"""Provide parts of web pages: frame, styles, scripts, and data escaped so that browsers do not read it as markup.
 
 `plotly-basic.min.js` is plotly.js-basic-dist-min 4.1.1 as published on npm (MIT, see plotly-license.txt): lines, bars
 and points. Pages embed it or ship with it, because they must open without a network.
@@ -87,7 +87,7 @@ def json_block(data: object) -> str:
     write = functools.partial(json.dumps, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     try:
         text = write(data)
-    except ValueError:  # checking all values beforehand would take as long as writing them
+    except ValueError:  # checking all values first would take as long as writing them
         text = write(finite(data))
     return without_markup(text)
 

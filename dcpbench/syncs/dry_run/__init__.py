@@ -1,6 +1,6 @@
-"""Finds synchronisation without a GPU: runs a program on tensors that stand for a GPU's, and reports what would wait.
+"""Find synchronisation without a GPU: run a program on tensors that emulate a GPU's, and report what would wait.
 
-Values are real, so control flow is as on a GPU. Times, kernels and what libraries do by themselves are unknown.
+Values are real, so control flow is as on a GPU. Times, kernels and the internals of libraries are unknown.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _PYTHON_KERNEL_KEYS = ("CUDA", "CompositeExplicitAutograd", "CompositeImplicitAu
 
 
 class DryRun:
-    """One dry run: what would have synchronised so far, and the report of it."""
+    """Hold the state of one dry run: the waits so far, and the report on them."""
 
     def __init__(self, *, assume_device: bool = False) -> None:
         self.assume_device = assume_device
@@ -81,12 +81,12 @@ class DryRun:
         self.ops = 0
         """Operators on device tensors."""
         self.unmeasured: set[str] = set()
-        """Names of operators on device tensors of which it was never measured whether they wait."""
+        """Names of operators on device tensors for which it was never measured whether they wait."""
         self.local = _Local()
         self.children = Children()
 
     def report(self, *, program: str = "", step_range: str | None = None, root: Path | None = None) -> Report:
-        """Sites, coverage and totals of a program of that name; the verdict is the gate's.
+        """Return sites, coverage and totals of a program of that name; the gate adds the verdict.
 
         `step_range` is a regular expression of the ranges that mark steps, by default as for a trace; files are made
         relative to `root`, or the working directory.
@@ -109,25 +109,25 @@ class DryRun:
         return report_of([summary], sites_of(placed, steps=steps, trace=program, root=root))
 
     def seen(self) -> int:
-        """Operators on device tensors and waits so far; tells whether something happened in a range."""
+        """Return the number of operators on device tensors and waits so far, to detect activity within a range."""
         return self.ops + len(self.syncs)
 
     def wait_by_name(self, rule: rules.Rule, op: str, call: str, *, explicit: bool = True) -> None:
-        """Notes a wait that is no operator's, such as torch.cuda.synchronize()."""
+        """Record a wait that does not come from an operator, such as torch.cuda.synchronize()."""
         self._note(Sync(rule=rule.id, op=op, call=call, explicit=explicit))
 
     def _pinned(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A host tensor that is pinned from now on, which keeps the host busy where it is large."""
+        """Mark a host tensor as pinned, which keeps the host busy if it is large."""
         if tensor.nbytes >= rules.PINNING_BYTES:
             facts = {"bytes": tensor.nbytes, "may_block": True}
             self._note(wait(rules.ALLOCATION, "aten::_pin_memory", direction="", call="cudaHostAlloc", **facts))
         return mark_pinned(tensor)
 
     def _note(self, sync: Sync) -> None:
-        """Keeps a wait with its place in the program.
+        """Record a wait with its place in the program.
 
-        Where the program called a composite that needs a count, that says more than what it is made of: one_hot reads a
-        value to know a size.
+        If the program called a composite operator that needs a count, its rule is more specific than that of its parts:
+        one_hot reads a value to know a size.
         """
         called = getattr(self.local.function, "__name__", "")
         if sync.rule == rules.SCALAR.id and called in rules.SHAPE_OPS:
@@ -149,7 +149,7 @@ class DryRun:
         self.syncs.append(placed)
 
     def operate(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Runs an operator as on a GPU, and notes where it would wait."""
+        """Run an operator as on a GPU, and record where it would wait."""
         if isinstance(func, torch._ops.HigherOrderOperator):
             with ProgramMode(self):
                 return func.py_kernels[torch._C.DispatchKey.CompositeExplicitAutograd](*args, **kwargs)
@@ -200,7 +200,7 @@ class DryRun:
         self.local.node = node
 
     def _on_host(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """An operator between host tensors: never a wait, but it may make or ask for pinned memory."""
+        """Run an operator between host tensors: it never waits, but it may create or request pinned memory."""
         name = func._schema.name
         if name == "aten::is_pinned":
             return is_pinned(args[0])
@@ -214,14 +214,14 @@ class DryRun:
 
 
 def _read(data: Any) -> Any:
-    """Nested lists of numbers and tensors with each value on the GPU read into Python."""
+    """Return nested lists of numbers and tensors with each value on the GPU read into Python."""
     if isinstance(data, DeviceTensor):
         return data.item() if data.dim() == 0 else [_read(row) for row in data]
     return type(data)(_read(item) for item in data) if type(data) in {list, tuple} else data
 
 
 class ProgramMode(TorchDispatchMode):
-    """Sees every operator of a thread, so also those that make the first device tensor."""
+    """Intercept every operator of a thread, including those that create the first device tensor."""
 
     supports_higher_order_operators = True
 
@@ -238,7 +238,7 @@ class ProgramMode(TorchDispatchMode):
 
 
 class CallMode(TorchFunctionMode):
-    """Sees the program's calls into torch: their names, and what never becomes an operator."""
+    """Intercept the program's calls into torch: their names, and calls that never become an operator."""
 
     def __init__(self, run: DryRun) -> None:
         super().__init__()
@@ -268,7 +268,9 @@ class CallMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _from_data(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """torch.tensor and its like, which read lists where no mode sees it: values on the GPU are read one by one."""
+        """Handle torch.tensor and similar functions, which read lists where no mode sees it: values on the GPU are read
+        one by one.
+        """
         args = tuple(_read(a) if isinstance(a, list | tuple) else a for a in args)
         pinned = kwargs.get("pin_memory") and {**kwargs, "pin_memory": False}
         if self.run.assume_device and func is not torch.Tensor.new_tensor and _unplaced(kwargs):
@@ -276,7 +278,9 @@ class CallMode(TorchFunctionMode):
         return func(*args, **pinned).pin_memory() if pinned else func(*args, **kwargs)
 
     def _assumed(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """A tensor that is made without a device; its making is no copy, as it would be made on the GPU."""
+        """Return a tensor that was created without a device; its creation is not a copy, because on a GPU it would be
+        created there.
+        """
         _, user = walk()
         if user is not None and any(first <= user.line <= last for first, last in _host_lines(user.file)):
             return func(*args, **kwargs)
@@ -294,9 +298,9 @@ def _unplaced(kwargs: Mapping[str, Any]) -> bool:
 
 @functools.cache
 def _host_lines(file: str) -> list[tuple[int, int]]:
-    """First and last line of each value that is assigned to, or passed as, a name for host memory.
+    """Return first and last line of each value that is assigned to, or passed as, a name for host memory.
 
-    The file may be a notebook's cell; an unknown one has no such lines.
+    The file may be a notebook's cell; an unknown file has no such lines.
     """
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
@@ -308,7 +312,7 @@ def _host_lines(file: str) -> list[tuple[int, int]]:
 
 
 def _names(node: ast.Assign | ast.AnnAssign | ast.keyword) -> list[str]:
-    """Names that a value is given to; of attributes the last part."""
+    """Return the names that a value is assigned to; for attributes the last part."""
     if isinstance(node, ast.keyword):
         return [node.arg or ""]
     targets = node.targets if isinstance(node, ast.Assign) else [node.target]
@@ -316,26 +320,26 @@ def _names(node: ast.Assign | ast.AnnAssign | ast.keyword) -> list[str]:
 
 
 class _Local(threading.local):
-    """What each thread is doing."""
+    """Hold the state of each thread."""
 
     def __init__(self) -> None:
         self.function: Any = None
-        """The torch function that the program called."""
+        """Function of torch that the program called."""
         self.ranges: list[str] = []
         self.caller: Any = None
         self.node: Any = None
-        """The node of autograd that ran at the last operator."""
+        """Node of autograd that ran at the last operator."""
 
 
 @contextlib.contextmanager
 def dry_run(*, assume_device: bool = False) -> Iterator[DryRun]:
-    """Runs the body with a virtual GPU, and notes every wait for it.
+    """Run the body with a virtual GPU, and record every wait for it.
 
     Args:
         assume_device: Tensors made without a device are on the virtual GPU, for programs that name none. Those made
             with `device="cpu"`, pinned ones and those assigned to a name that ends in `_cpu` stay on the host.
 
-    Raises UsageError inside another dry run, or where this torch takes no stand-in for a GPU.
+    Raise UsageError inside another dry run, or if this version of torch accepts no virtual GPU.
     """
     if device_tensor.state.run is not None:
         raise UsageError("A dry run is on already; leave its `with` block first.")
@@ -368,7 +372,7 @@ def dry_run(*, assume_device: bool = False) -> Iterator[DryRun]:
 
 @contextlib.contextmanager
 def _settings() -> Iterator[None]:
-    """Settings of torch for which there is no attribute to replace."""
+    """Apply the settings of torch for which there is no attribute to replace."""
     lift = torch._C._only_lift_cpu_tensors()
     cudnn = torch._C._get_cudnn_enabled()
     # Lists then become host tensors first, of which the copy to the GPU is an operator that can be seen.
@@ -383,13 +387,15 @@ def _settings() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _modes(run: DryRun) -> Iterator[None]:
-    """Makes the calling thread's operators and calls seen; its backward passes stay on it."""
+    """Activate the modes that intercept the calling thread's operators and calls; its backward passes stay on that
+    thread.
+    """
     with torch.autograd.set_multithreading_enabled(False), CallMode(run), ProgramMode(run):
         yield
 
 
 def _placed(sync: Sync, steps: Steps) -> Sync:
-    """Says which step and which other range a wait is in."""
+    """Return the wait with its step and its other ranges."""
     step = steps.of([sync.at])[0] if sync.at is not None and len(steps) else None
     inner = next((name for name in reversed(sync.ranges) if name not in steps.names), "")
     return dataclasses.replace(sync, step=step, range=inner)
@@ -400,7 +406,9 @@ def _name(function: Any) -> str:
 
 
 def _in_python(func: Any) -> bool:
-    """Whether the program gave the operator a Python version, which then runs with device tensors, too."""
+    """Return True if the program registered a Python implementation of the operator, which then runs with device
+    tensors, too.
+    """
     if func.namespace in {"aten", "prims", "prim", "c10d"}:
         return False
     name = func._schema.name.replace("::", "/")
@@ -408,7 +416,9 @@ def _in_python(func: Any) -> bool:
 
 
 def _check_devices(func: Any, args: Sequence[Any]) -> None:
-    """Raises torch's RuntimeError where an elementwise operator mixes devices, or the GPU has a host tensor's index."""
+    """Raise torch's RuntimeError if an elementwise operator mixes devices, or if the index of a host tensor is on the
+    GPU.
+    """
     if func._schema.name in {"aten::index", "aten::index_put_", "aten::index_put"} and not isinstance(
         args[0], DeviceTensor
     ):
@@ -429,4 +439,4 @@ _ANSWERS = {
     "aten::_use_cudnn_ctc_loss": False,
     "aten::_use_miopen_ctc_loss": False,
 }
-"""Operators that only a GPU has, and what they would say."""
+"""Results of operators that only a GPU has."""

@@ -1,4 +1,4 @@
-"""Waits of backward passes that take another branch for tensor subclasses, and so for the tensors of a dry run.
+"""Find waits of backward passes that take another branch for tensor subclasses, and so for the tensors of a dry run.
 
 torch computes some gradients without a wait for tensor subclasses and with one for tensors of a GPU
 (torch/csrc/autograd/FunctionsManual.cpp: `prod_backward`, `cumprod_backward`, `masked_fill_backward`). The operators that

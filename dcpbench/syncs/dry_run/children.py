@@ -1,4 +1,4 @@
-"""Processes that the program starts. A dry run does not follow them, so it has to know which may use a GPU.
+"""Track processes that the program starts. A dry run does not follow them, so it has to know which may use a GPU.
 
 A forked child has torch. A Python interpreter leaves a note once it imports torch (recorder/child.py), unless it runs
 without the environment or the start-up files of the program. Programs that launch others elsewhere may start anything.
@@ -35,7 +35,7 @@ _SHEBANG_BYTES = 256
 
 
 class Children:
-    """Processes that were started, in order."""
+    """Hold the processes that were started, in order."""
 
     def __init__(self) -> None:
         self._started: list[ChildProcess] = []
@@ -43,7 +43,7 @@ class Children:
         """Indices of those that leave a note once they import torch."""
 
     def add(self, pid: int | None, command: str, start_method: str, *, may_use_gpu: bool, noted: bool = False) -> None:
-        """Remember a process; of one that is known already, what was found later counts."""
+        """Add a process; for a process that is already listed, the newer facts replace the older."""
         child = ChildProcess(pid=pid, command=command, start_method=start_method, may_use_gpu=may_use_gpu)
         known = next((n for n, c in enumerate(self._started) if pid is not None and c.pid == pid), len(self._started))
         self._started[known : known + 1] = [child]
@@ -52,7 +52,7 @@ class Children:
             self._noted.add(known)
 
     def found(self) -> list[ChildProcess]:
-        """Return all processes, with what their notes tell until now."""
+        """Return all processes, updated from the notes that they have left so far."""
         notes = _notes()
         found = list(self._started)
         for n in self._noted:
@@ -154,7 +154,7 @@ def _text(args: Any) -> str:
 
 
 def is_python(program: str, env: Mapping[str, str] | None = None) -> bool:
-    """Return whether a program is a Python interpreter, or a script that names one in its first line."""
+    """Return True if a program is a Python interpreter, or a script that names one in its first line."""
     path = shutil.which(program, path=(os.environ if env is None else env).get("PATH"))
     if PYTHON.fullmatch(Path(program).name) or (path and os.path.realpath(path) == os.path.realpath(sys.executable)):
         return True
@@ -167,13 +167,13 @@ def is_python(program: str, env: Mapping[str, str] | None = None) -> bool:
 
 
 def _inherits(env: Any) -> bool:
-    """Return whether a child in this environment, by default ours, leaves a note."""
+    """Return True if a child in this environment, by default that of this process, leaves a note."""
     given = os.environ if env is None else {os.fsdecode(k): os.fsdecode(v) for k, v in env.items()}
     return CHILDREN in given and given.get("PYTHONPATH", "") == os.environ.get("PYTHONPATH", "")
 
 
 def _is_blind(arguments: Sequence[str]) -> bool:
-    """Return whether Python's own flags, which stand before its script, make it ignore what we ask of it."""
+    """Return True if Python's own flags, which precede its script, make it ignore the environment or start-up files."""
     for word in arguments:
         if not word.startswith("-") or word in {"-", "-c", "-m"}:
             return False

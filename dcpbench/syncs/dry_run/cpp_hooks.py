@@ -1,12 +1,12 @@
-"""Makes torch's C++ believe in a GPU that is not there, and leave one alone that is.
+"""Make torch's C++ code assume a GPU if there is none, and prevent it from using an existing one.
 
-C++ asks a table of device guards before it touches a device. torch puts a guard that does nothing, for its own fake
-tensors, in place of one that says it has no GPU: a build for the CPU has none at all, and a GPU's would start CUDA; so
-we first put one there that says it has none.
+C++ looks up a table of device guards before it uses a device. torch installs a guard without effect, for its own fake
+tensors, in place of one that reports no GPU. A build for the CPU has no guard at all, and the guard of a GPU would
+start CUDA; so a guard that reports no GPU is installed first.
 
-Autograd asks for the stream of every gradient on a GPU, for which torch must first believe that there is one. It asks
-an object of which each answer is a virtual method: for as long as a dry run is on, that object gets a table with two
-answers changed. Where they are is found by asking, as it differs between versions of torch.
+Autograd requests the stream of every gradient on a GPU, for which torch must first assume that there is one. It queries
+an object with virtual methods: during a dry run, that object has a method table with two answers changed. The positions
+of both are found by calling, because they differ between versions of torch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _Method = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 
 
 def _library(name: str) -> ctypes.CDLL:
-    """A library of torch's, on Linux or macOS; an OSError without it."""
+    """Return one of torch's libraries, on Linux or macOS; raise OSError without it."""
     folder = Path(torch.__file__).parent / "lib"
     found = next((path for end in (".so", ".dylib") if (path := folder / f"{name}{end}").exists()), folder / name)
     return ctypes.CDLL(str(found))
@@ -44,9 +44,9 @@ def _library(name: str) -> ctypes.CDLL:
 
 @contextlib.contextmanager
 def cuda_tensors() -> Iterator[None]:
-    """Puts the guard that does nothing there; a GPU's own comes back afterwards, else it stays and harms nobody.
+    """Install the guard without effect; a GPU's own is restored afterwards, else it stays and has no effect.
 
-    Raises UsageError where this torch cannot be told.
+    Raise UsageError if this version of torch does not allow it.
     """
     gpus = torch.cuda.device_count()
     if not gpus:
@@ -65,12 +65,12 @@ def cuda_tensors() -> Iterator[None]:
 
 @functools.cache
 def _placed() -> list[int | None]:
-    """Addresses of guards that torch has put there for us."""
+    """Return the addresses of guards that torch has installed for the dry run."""
     return []
 
 
 def _pretend_no_gpu(table: ctypes.Array[ctypes.c_void_p]) -> None:
-    """A guard of which every method returns 0, so that it has 0 devices; torch replaces it at once."""
+    """Install a guard with methods that all return 0, so that it has 0 devices; torch replaces it at once."""
     before = table[_CUDA]
     answer = ctypes.CFUNCTYPE(ctypes.c_int)(int)
     methods = _Table(*[_address(answer)] * _METHODS)
@@ -97,7 +97,7 @@ def _guards() -> ctypes.Array[ctypes.c_void_p]:
 
 @contextlib.contextmanager
 def gradients() -> Iterator[None]:
-    """Makes torch believe in a GPU while the body runs; does nothing where it cannot be told."""
+    """Make torch assume a GPU while the body runs; do nothing if that is impossible."""
     hooks = _hooks()
     if hooks is None:
         yield
@@ -112,7 +112,7 @@ def gradients() -> Iterator[None]:
 
 @functools.cache
 def _hooks() -> Any:
-    """The object that C++ asks about CUDA; its first word points to its methods."""
+    """Return the object that C++ queries about CUDA; its first word points to its methods."""
     with contextlib.suppress(OSError, AttributeError):
         ask = getattr(_library("libtorch_cpu"), _HOOKS)
         ask.restype = ctypes.POINTER(ctypes.c_void_p)
@@ -135,8 +135,10 @@ def _in_place(hooks: Any, table: ctypes.Array[ctypes.c_void_p]) -> Iterator[None
 
 @functools.cache
 def _places() -> tuple[int, ...]:
-    """Where `hasCUDA` and `hasPrimaryContext` are: those that torch calls when it looks for an accelerator, and in a
-    backward pass with one. Both answer yes.
+    """Return the positions of `hasCUDA` and `hasPrimaryContext`.
+
+    These are the methods that torch calls when it looks for an accelerator, and in a backward pass with one. Both
+    return true.
     """
     available = _called((), torch._C._accelerator_getAccelerator, answer=0)
     return available + _called(available, _backward, answer=1)
@@ -148,7 +150,7 @@ def _backward() -> None:
 
 
 def _called(known: tuple[int, ...], ask: Callable[[], object], *, answer: int) -> tuple[int, ...]:
-    """Positions of methods that `ask` calls. Known ones answer 1, others `answer`."""
+    """Return the positions of methods that `ask` calls; known ones return 1, others `answer`."""
     called = []
 
     def method(place: int) -> Any:

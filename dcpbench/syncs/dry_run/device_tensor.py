@@ -1,4 +1,4 @@
-"""A tensor that reports a GPU as its device and holds its values in host memory, so that a program runs as it would with one.
+"""Define a tensor that reports a GPU as its device and holds its values in host memory, so that programs run as with a GPU.
 
 C++ also takes it for a CUDA tensor: composite operators take their CUDA branch, and the operators that they call arrive
 here. On a GPU a parameter or a subclass is an object of the program's own class. Therefore each such class has a device
@@ -25,25 +25,25 @@ _set_class = object.__dict__["__class__"].__set__
 
 
 def mark_pinned(tensor: torch.Tensor) -> torch.Tensor:
-    """Remember that the memory of a host tensor, and so of every view of it, stands for pinned memory."""
+    """Mark the memory of a host tensor, and so of every view of it, as pinned."""
     setattr(tensor.untyped_storage(), _MARK, True)
     return tensor
 
 
 def is_pinned(tensor: torch.Tensor) -> bool:
-    """Return whether the memory of a host tensor stands for pinned memory."""
+    """Return True if the memory of a host tensor is marked or registered as pinned."""
     if getattr(tensor.untyped_storage(), _MARK, False):
         return True
     return any(start <= tensor.data_ptr() < start + size for start, size in _registered.items())
 
 
 def mark_device_memory(tensor: DeviceTensor) -> None:
-    """Remember that the host memory of a device tensor stands for the GPU's: C++ may pass it on without the stand-in."""
+    """Mark the host memory of a device tensor as GPU memory: C++ may pass it on without the device tensor."""
     setattr(tensor.host_values.untyped_storage(), _DEVICE_MARK, True)
 
 
 def is_device_memory(tensor: torch.Tensor) -> bool:
-    """Return whether a host tensor is a view of memory that stands for the GPU's."""
+    """Return True if a host tensor is a view of memory that is marked as GPU memory."""
     is_host = not isinstance(tensor, DeviceTensor) and tensor.layout == torch.strided
     return is_host and getattr(tensor.untyped_storage(), _DEVICE_MARK, False)
 
@@ -52,7 +52,7 @@ _registered: dict[int, int] = {}  # address -> bytes of memory that cudaHostRegi
 
 
 def register_pinned(address: int, size: int) -> None:
-    """Remember that this host memory stands for pinned memory until it is unregistered."""
+    """Register host memory as pinned until it is unregistered."""
     _registered[address] = size
 
 
@@ -62,13 +62,15 @@ def unregister_pinned(address: int) -> None:
 
 
 class _Attributes(dict[str, Any]):
-    """The attributes of a device tensor, and apart from them its values, which no copy of the attributes takes along."""
+    """Hold the attributes of a device tensor, and its values separately, so that no copy of the attributes includes
+    them.
+    """
 
     host_values: torch.Tensor
 
 
 class _DeviceClass(torch._C._TensorMeta):  # N805 below: ruff does not know it for a metaclass
-    """Metaclass of device classes: each equals the class that it stands for, and a call creates an instance of that."""
+    """Compare a device class equal to the class that it emulates, and create an instance of that class when called."""
 
     def __eq__(cls, other: object) -> bool:  # noqa: N805
         return isinstance(other, type) and kind_of(cls) is kind_of(other)
@@ -81,7 +83,7 @@ class _DeviceClass(torch._C._TensorMeta):  # N805 below: ruff does not know it f
 
 
 class DeviceTensor(torch.Tensor, metaclass=_DeviceClass):
-    """Stand-in for a tensor on `cuda:N`, made by `to_device`; an instance of a device class."""
+    """Emulate a tensor on `cuda:N`; created by `to_device` as an instance of a device class."""
 
     stands_for: type[torch.Tensor] = torch.Tensor
 
@@ -194,23 +196,23 @@ class DeviceTensor(torch.Tensor, metaclass=_DeviceClass):
         self.__dict__.host_values = other.host_values  # type: ignore[attr-defined]
 
 
-# torch disables it in a new class that has a __torch_dispatch__. Device classes have that of the class they stand for,
+# torch disables it in a new class that has a __torch_dispatch__. Device classes have that of the class they emulate,
 # which by default turns results into instances of it.
 del DeviceTensor.__torch_function__
 
 
 class PlainDeviceTensor(DeviceTensor):
-    """Device class of torch.Tensor itself."""
+    """Emulate torch.Tensor itself as a device class."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # else results become of this class
 
 
 state = types.SimpleNamespace(run=None)
-"""What runs operators of DeviceTensors while a dry run is on."""
+"""Dry run that executes operators of DeviceTensors; None outside of one."""
 
 
 def kind_of(cls: type) -> type:
-    """Return the class that a device class stands for; any other class stands for itself."""
+    """Return the class that a device class emulates; any other class is returned unchanged."""
     return cls.stands_for if issubclass(cls, DeviceTensor) else cls
 
 
@@ -291,7 +293,7 @@ def swap(a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def _dress(tensor: torch.Tensor, kind: type, attributes: Mapping[str, Any], values: torch.Tensor | None) -> None:
-    """Set class and attributes of a tensor whose implementation was just replaced; without values it is the host's."""
+    """Set class and attributes of a tensor with a replaced implementation; without values it is a host tensor."""
     if values is None:
         _set_class(tensor, kind)
         tensor.__dict__ = dict(attributes)

@@ -1,4 +1,4 @@
-"""Waits of factorisations, solvers and other operators on matrices, as measured on an H200.
+"""Find waits of factorisations, solvers and other operators on matrices, as measured on an H200.
 
 The measurement is in results/hidden-syncs-operators_H200_2026-11-28. cuSOLVER and MAGMA wait more often for some matrices
 (an iteration that converges slowly, a batch that is solved one matrix after another); the numbers here are the smallest
@@ -24,7 +24,7 @@ MIN_EXP_SIZE = 2  # rows from which matrix_exp is not the exponential of one num
 
 
 class Call:
-    """Call of an operator with a batch of matrices as its first argument."""
+    """Hold the call of an operator with a batch of matrices as its first argument."""
 
     def __init__(self, op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self.op, self.args, self.kwargs = op, args, kwargs

@@ -1,6 +1,6 @@
-"""`python -m dcpbench.syncs.dry_run.main JOB`: is the process in which `dcpbench syncs dry-run` runs a program.
+"""Run a program for `dcpbench syncs dry-run`: `python -m dcpbench.syncs.dry_run.main JOB` is its process.
 
-JOB is a file that dry_run_program.py writes; the answer goes where it says, also where the program fails.
+JOB is a file that dry_run_program.py writes; the answer goes to the path in it, even if the program fails.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ INTERRUPTED = ExitCode.INTERRUPTED
 
 
 def main() -> int:
-    """Runs the job's program to its end; returns the program's exit code."""
+    """Run the job's program to its end, and return the program's exit code."""
     job = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Job)
     process = os.getpid()
     # Else pytest warns that it cannot rewrite the assertions of a plugin's package that is loaded already.
@@ -47,7 +47,7 @@ def main() -> int:
 
 
 def _ending(job: Job) -> int:
-    """Runs the program; its exit code as Python would give it, with its traceback on stderr."""
+    """Run the program, and return its exit code as Python would, with its traceback on stderr."""
     try:
         _run(job)
     except SystemExit as end:
@@ -83,7 +83,7 @@ def _run(job: Job) -> None:
 
 
 def _programs(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback from the program's first frame on."""
+    """Return the traceback from the program's first frame on."""
     while trace is not None and trace.tb_next is not None:
         file = trace.tb_frame.f_code.co_filename
         if file not in {__file__, runpy.__file__} and not file.startswith("<frozen"):

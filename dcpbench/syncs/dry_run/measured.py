@@ -1,4 +1,4 @@
-"""Operators of which it was measured on a GPU whether they wait; the other ones are named in the report."""
+"""List operators for which it was measured on a GPU whether they wait; all others are named in the report."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FILE = Path(__file__).parent / "measured_operators.txt"
 ALLOCATIONS = frozenset(
     {"aten::empty_strided", "aten::empty_permuted"}
 )  # allocate as aten::empty does, without a kernel
-EQUIVALENT = {  # operators that consist of measured ones, or have the same kernels -> a measured one that stands for them
+EQUIVALENT = {  # operators that consist of measured ones, or have the same kernels -> the measured one that represents them
     "aten::_index_put_impl_": "aten::index_put",
     "aten::_native_batch_norm_legit_no_training": "aten::native_batch_norm",
     "aten::_unsafe_index": "aten::index",
@@ -25,7 +25,7 @@ EQUIVALENT = {  # operators that consist of measured ones, or have the same kern
 
 
 def is_measured(func: Any) -> bool:
-    """Return whether it is known if an operator waits.
+    """Return True if it is known whether an operator waits.
 
     An operator is measured if one of its overloads is, in place or not. A view of a tensor never reaches the GPU.
     """
@@ -35,7 +35,7 @@ def is_measured(func: Any) -> bool:
 
 
 def _is_view(func: Any) -> bool:
-    """Return whether an `aten` operator returns its arguments' memory and writes nothing."""
+    """Return True if an `aten` operator returns its arguments' memory and writes nothing."""
     returns = func._schema.returns
     return (
         func.namespace == "aten" and bool(returns) and all(r.alias_info and not r.alias_info.is_write for r in returns)

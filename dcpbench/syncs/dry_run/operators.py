@@ -37,7 +37,7 @@ def run_operator(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
 
 
 def _target(tensors: Sequence[DeviceTensor], kwargs: Mapping[str, Any]) -> int | None:
-    """Index of the GPU that new tensors are on; None for the host."""
+    """Return the index of the GPU that new tensors are on; None for the host."""
     device = kwargs.get("device")
     if device is not None:
         device = torch.device(device)
@@ -46,7 +46,7 @@ def _target(tensors: Sequence[DeviceTensor], kwargs: Mapping[str, Any]) -> int |
 
 
 def on_host(value: Any) -> Any:
-    """The same arguments with the values of device tensors, and the host where a GPU was named."""
+    """Return the arguments with the values of device tensors, and with the host in place of a GPU."""
     if isinstance(value, DeviceTensor):
         return value.host_values
     if isinstance(value, torch.device):
@@ -59,7 +59,7 @@ def on_host(value: Any) -> Any:
 
 
 def device_tensors(values: Iterable[Any]) -> Iterable[DeviceTensor]:
-    """Device tensors among arguments, also those in lists."""
+    """Return the device tensors among arguments, including those in lists."""
     for value in values:
         if isinstance(value, DeviceTensor):
             yield value
@@ -78,7 +78,7 @@ def _wrapped(result: Any, index: int | None, known: Mapping[int, DeviceTensor]) 
 
 
 def _fresh(values: torch.Tensor, index: int, known: Mapping[int, DeviceTensor]) -> DeviceTensor:
-    """A new device tensor. A view of an ordinary tensor stays one in inference mode, as torch demands."""
+    """Return a new device tensor; a view of an ordinary tensor stays one in inference mode, as torch demands."""
     ordinary = [t for t in known.values() if not t.is_inference()] if torch.is_inference_mode_enabled() else []
     if any(t.untyped_storage().data_ptr() == values.untyped_storage().data_ptr() for t in ordinary):
         with torch.inference_mode(mode=False):
@@ -87,7 +87,7 @@ def _fresh(values: torch.Tensor, index: int, known: Mapping[int, DeviceTensor]) 
 
 
 def _follow(tensor: DeviceTensor) -> None:
-    """Gives the stand-in the shape that an operator in place gave to the values: `t_`, `resize_`, `out=`."""
+    """Give the device tensor the shape that an in-place operator gave to the values: `t_`, `resize_`, `out=`."""
     values = tensor.host_values
     if tensor.shape == values.shape and tensor.stride() == values.stride():
         return
@@ -98,7 +98,7 @@ def _follow(tensor: DeviceTensor) -> None:
 def _call(func: Any, args: Any, kwargs: Any) -> Any:
     if (
         func is torch.ops.aten.view_as_real.default
-    ):  # a device tensor does not say that its values are conjugated lazily
+    ):  # a device tensor does not show that its values are conjugated lazily
         args = (args[0].resolve_conj(),)
     try:
         return func(*args, **kwargs)

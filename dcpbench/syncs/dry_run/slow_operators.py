@@ -1,4 +1,4 @@
-"""Operators that torch has for GPUs alone and that ordinary modules need, in terms of others."""
+"""Implement operators that torch has only for GPUs and that ordinary modules need, in terms of others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ def lstm_cell(
     input_bias: Tensor | None = None,
     hidden_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(h, c, activations) of one step; gates (batch, 4 · hidden) in torch's order input, forget, cell, output."""
+    """Return (h, c, activations) of one step; gates are (batch, 4 · hidden) in torch's order input, forget, cell,
+    output.
+    """
     gates = _biased(input_gates, input_bias) + _biased(hidden_gates, hidden_bias)
     i, f, g, o = gates.chunk(4, 1)
     i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
@@ -32,7 +34,7 @@ def lstm_cell(
 def lstm_cell_backward(
     grad_hy: Tensor | None, grad_cy: Tensor | None, cx: Tensor, cy: Tensor, workspace: Tensor, has_bias: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of the gates before activation, of the cell, and of both biases."""
+    """Return the gradients of the gates before activation, of the cell, and of both biases."""
     if grad_hy is None and grad_cy is None:
         return None, None, None
     i, f, g, o = workspace.chunk(4, 1)
@@ -52,7 +54,7 @@ def gru_cell(
     input_bias: Tensor | None = None,
     hidden_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(h, activations) of one step; gates (batch, 3 · hidden) in torch's order reset, update, new."""
+    """Return (h, activations) of one step; gates are (batch, 3 · hidden) in torch's order reset, update, new."""
     ir, iz, inew = _biased(input_gates, input_bias).chunk(3, 1)
     hr, hz, hnew = _biased(hidden_gates, hidden_bias).chunk(3, 1)
     reset, update = (ir + hr).sigmoid(), (iz + hz).sigmoid()
@@ -63,7 +65,7 @@ def gru_cell(
 def gru_cell_backward(
     grad_hy: Tensor, workspace: Tensor, has_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Gradients of the input's gates, the hidden gates, the hidden state, and both biases."""
+    """Return the gradients of the input's gates, the hidden gates, the hidden state, and both biases."""
     reset, update, new, hx, hnew = workspace.chunk(5, 1)
     grad_new = grad_hy * (1 - update) * (1 - new * new)
     grad_update = grad_hy * (hx - new) * update * (1 - update)
@@ -74,12 +76,12 @@ def gru_cell_backward(
 
 
 def histc(values: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:  # noqa: A002  (torch's names)
-    """torch.histc for integers, which only a GPU counts."""
+    """Compute torch.histc for integers, which torch implements only on a GPU."""
     return torch.histc(values.double(), bins, min, max).to(values.dtype)
 
 
 def mm(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """A product whose result is wider than its factors."""
+    """Return a product in a wider dtype than its factors."""
     return torch.mm(a.to(out_dtype), b.to(out_dtype))
 
 
@@ -97,7 +99,7 @@ def flash_attention_forward(
     scale: float | None = None,
     **_others: object,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Attention of sequences one behind the other, (tokens, heads, width) each; the last query sees the last key."""
+    """Compute attention of packed sequences, (tokens, heads, width) each; the last query attends to the last key."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     out, lse = torch.zeros_like(query), query.new_full((query.shape[1], len(query)), float("inf"), dtype=torch.float32)
     ends = zip(itertools.pairwise(cum_seq_q.tolist()), itertools.pairwise(cum_seq_k.tolist()), strict=True)
@@ -114,7 +116,9 @@ def flash_attention_forward(
 
 
 def in_float32(func: Any, args: Any, kwargs: Any) -> Any:
-    """Runs an operator that the CPU lacks for a narrow dtype in float32, results in the dtype of its first tensor."""
+    """Run an operator that the CPU lacks for a narrow dtype in float32, with results in the dtype
+    of its first tensor.
+    """
     narrow = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and _is_narrow(t)]
     if not narrow or func._schema.is_mutable:
         return NotImplemented
@@ -144,7 +148,7 @@ _OURS: dict[str, Callable[..., Any]] = {
 
 
 def slow_version(func: Any) -> Callable[..., Any] | None:
-    """A Python version of an operator that the CPU does not have: ours, else torch's own; None without one."""
+    """Return a Python version of an operator that the CPU does not have, ours or torch's own; None without one."""
     if ours := _OURS.get(func._schema.name):
         return ours
     from torch._decomp import decomposition_table  # late, as that takes a second

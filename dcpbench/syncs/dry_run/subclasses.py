@@ -1,4 +1,4 @@
-"""Functions of torch that create instances of a program's own tensor classes, for tensors on the virtual GPU."""
+"""Replace functions of torch that create instances of a program's own tensor classes, for tensors on the virtual GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operators that make the host wait for the GPU, as measured on an H200 with torch 2.11 and CUDA 13.0.
+"""List operators that make the host wait for the GPU, as measured on an H200 with torch 2.11 and CUDA 13.0.
 
 Most of torch is composed of other operators, which arrive here one by one: `bool(t.all())` arrives as `_local_scalar_dense`.
 The tables hold the operators that wait inside their CUDA code; linear_algebra.py holds those on matrices.
@@ -36,7 +36,7 @@ COUNTING = {  # operators that always need a count or limits -> number of waits
     "bincount": 2,
     "_coalesce": 4,
 }
-READING = {  # operators that read values -> number of waits; 0 stands for one wait for each scalar tensor on the device
+READING = {  # operators that read values -> number of waits; 0 means one wait for each scalar tensor on the device
     "_linalg_check_errors": 1,
     "allclose": 1,
     "linspace": 0,

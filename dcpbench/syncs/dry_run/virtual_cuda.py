@@ -1,4 +1,4 @@
-"""A virtual GPU: what torch.cuda and torch.accelerator say while a dry run is on.
+"""Emulate a GPU: the answers of torch.cuda and torch.accelerator during a dry run.
 
 Its streams, events and graphs order nothing, and report when the host would wait.
 """
@@ -35,13 +35,13 @@ _SAYS = (
     (False, "can_device_access_peer _is_in_bad_fork"),
     ("", "memory_summary list_gpu_processes"),
 )
-"""Answer -> functions of torch.cuda that give it, whatever their arguments."""
+"""Functions of torch.cuda by the constant that they return, regardless of their arguments."""
 _NVTX = "range_push range_pop mark range_start range_end"
 _ids = itertools.count()
 
 
 def always(value: Any) -> Callable[..., Any]:
-    """Return a function, also usable as a method, that returns the value whatever its arguments."""
+    """Return a function, also usable as a method, that returns the value regardless of its arguments."""
     return lambda *_, **__: value
 
 
@@ -54,24 +54,24 @@ def _no_range(*_: Any, **__: Any) -> Any:
 
 
 class Patches:
-    """Attributes that were replaced, to be put back in reverse order."""
+    """Replace attributes, and restore them in reverse order."""
 
     def __init__(self) -> None:
         self._before: list[tuple[Any, str, Any]] = []
 
     def put(self, owner: Any, **values: Any) -> None:
-        """Sets attributes of a module or class, whether they existed or not."""
+        """Set attributes of a module or class, whether they existed or not."""
         for name, value in values.items():
-            # A class's own entry, not what a look-up would make of it: else a static method came back as a function.
+            # The class's own entry, not the result of a look-up: else a static method would be restored as a function.
             self._before.append((owner, name, vars(owner).get(name, _MISSING)))
             setattr(owner, name, value)
 
     def put_where_there(self, owner: Any, **values: Any) -> None:
-        """Sets those attributes that this version of the module has."""
+        """Set those attributes that this version of the module has."""
         self.put(owner, **{name: value for name, value in values.items() if hasattr(owner, name)})
 
     def restore(self) -> None:
-        """Puts everything back."""
+        """Restore all attributes."""
         while self._before:
             owner, name, value = self._before.pop()
             if value is _MISSING:
@@ -81,7 +81,7 @@ class Patches:
 
 
 class VirtualStream:
-    """Stands for torch.cuda.Stream. Work is done as soon as it is asked for."""
+    """Replace torch.cuda.Stream; work is done immediately."""
 
     def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
         index = device if isinstance(device, int) else torch.device(device or "cuda").index
@@ -92,20 +92,20 @@ class VirtualStream:
         self.stream_id = self.cuda_stream = next(_ids)
 
     wait_stream = wait_event = _nothing
-    """The stream waits; the host does not."""
+    """Stand-in for a wait of the stream, during which the host does not wait."""
     query = _yes
     priority_range = staticmethod(always((0, -5)))
 
     def synchronize(self) -> None:
-        """Reports a wait for the stream."""
+        """Report a wait for the stream."""
         gpu.report(rules.STREAM, "torch.cuda.Stream.synchronize", "cudaStreamSynchronize")
 
     def is_capturing(self) -> bool:
-        """Whether a graph is being captured."""
+        """Return True if a graph is being captured."""
         return gpu.capturing()
 
     def record_event(self, event: VirtualEvent | None = None) -> VirtualEvent:
-        """An event that has been recorded."""
+        """Return an event that has been recorded."""
         event = event if event is not None else VirtualEvent()
         event.record(self)
         return event
@@ -125,7 +125,7 @@ class VirtualStream:
 
 
 class VirtualEvent:
-    """Stands for torch.cuda.Event."""
+    """Replace torch.cuda.Event."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.recorded_s: float | None = None
@@ -133,15 +133,15 @@ class VirtualEvent:
         self.device = torch.device("cuda", 0)
 
     wait = _nothing
-    """A stream waits; the host does not."""
+    """Stand-in for a wait of a stream, during which the host does not wait."""
     query = _yes
 
     def record(self, stream: Any = None) -> None:
-        """Notes the time."""
+        """Record the time."""
         self.recorded_s = time.perf_counter()
 
     def synchronize(self) -> None:
-        """Reports a wait, unless the event was never recorded, for which CUDA does not wait."""
+        """Report a wait, unless the event was never recorded, for which CUDA does not wait."""
         if self.recorded_s is not None:
             gpu.report(rules.EVENT, "torch.cuda.Event.synchronize", "cudaEventSynchronize")
 
@@ -150,14 +150,14 @@ class VirtualEvent:
         raise NotImplementedError("A dry run has no events for other processes; use `dcpbench syncs run` on a GPU.")
 
     def elapsed_time(self, end: VirtualEvent) -> float:
-        """Milliseconds between two records on the host's clock; says nothing about a GPU."""
+        """Return the milliseconds between two records on the host's clock, which is no measure of a GPU."""
         if self.recorded_s is None or end.recorded_s is None:
             raise RuntimeError("Both events must be recorded before calculating elapsed time.")
         return (end.recorded_s - self.recorded_s) * 1e3
 
 
 class VirtualGraph:
-    """Stands for torch.cuda.CUDAGraph. Captured work is done at once, and by each replay."""
+    """Replace torch.cuda.CUDAGraph; captured work is done immediately, and again by each replay."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.work: list[tuple[Any, Any, Any, Any]] = []
@@ -167,21 +167,21 @@ class VirtualGraph:
     pool = _pool
 
     def capture_begin(self, *_: Any, **__: Any) -> None:
-        """From here on operators belong to the graph."""
+        """Start the capture: further operators belong to the graph."""
         self.work = []
         gpu.graph = self
 
     def capture_end(self) -> None:
-        """The graph is complete."""
+        """End the capture."""
         gpu.graph = None
 
     def replay(self) -> None:
-        """Runs the captured operators again, results into the tensors of the capture."""
+        """Run the captured operators again, with results in the tensors of the capture."""
         for func, args, kwargs, result in self.work:
             _refill(result, func(*args, **kwargs))
 
     def reset(self) -> None:
-        """Forgets the work."""
+        """Discard the captured work."""
         self.work = []
 
 
@@ -195,36 +195,36 @@ def _refill(old: Any, new: Any) -> None:
 
 
 class Gpu:
-    """The virtual GPUs: which one is current, who is told of waits, and what the calls of torch.cuda need to know."""
+    """Emulate the GPUs: the current device, the receiver of waits, and the state that calls of torch.cuda need."""
 
     index = 0
     touched = False
-    """A device tensor was made since the cache was last emptied, so there may be memory to free."""
+    """True if a device tensor was made since the cache was last emptied, so that there may be memory to free."""
 
     def __init__(self) -> None:
         self.report: Callable[..., None] = _nothing
         self.graph: VirtualGraph | None = None
-        """The one that is being captured."""
+        """Graph that is being captured, if any."""
 
     def capturing(self) -> bool:
-        """Whether a graph is being captured."""
+        """Return True if a graph is being captured."""
         return self.graph is not None
 
     def exchange(self, index: int) -> int:
-        """Sets the current device and returns the one before; negative ones change nothing."""
+        """Set the current device and return the previous one; negative numbers change nothing."""
         before, self.index = self.index, index if index >= 0 else self.index
         return before
 
     def set(self, device: Any) -> None:
-        """torch.cuda.set_device."""
+        """Replace torch.cuda.set_device."""
         self.exchange(device if isinstance(device, int) else torch.device(device).index or 0)
 
     def synchronize(self, device: Any = None) -> None:
-        """torch.cuda.synchronize."""
+        """Replace torch.cuda.synchronize."""
         self.report(rules.DEVICE, "torch.cuda.synchronize", "cudaDeviceSynchronize")
 
     def empty_cache(self) -> None:
-        """torch.cuda.empty_cache frees memory, for which CUDA waits; without any there is no wait."""
+        """Replace torch.cuda.empty_cache: it frees memory, for which CUDA waits; without any there is no wait."""
         if self.touched:
             self.report(rules.ALLOCATION, "torch.cuda.empty_cache", "cudaFree", explicit=False)
         self.touched = False
@@ -235,7 +235,7 @@ DEFAULT = VirtualStream()
 
 
 class _Local(threading.local):
-    """Each thread's streams, the current one last."""
+    """Hold each thread's streams, the current one last."""
 
     def __init__(self) -> None:
         self.streams = [DEFAULT]
@@ -245,25 +245,25 @@ _local = _Local()
 
 
 def stream_context(stream: VirtualStream | None) -> Any:
-    """torch.cuda.stream(s): within it the stream is the thread's; None changes nothing."""
+    """Replace torch.cuda.stream(s): within the context the stream is the thread's current one; None changes nothing."""
     return contextlib.nullcontext() if stream is None else stream
 
 
 def current_stream(device: Any = None) -> VirtualStream:
-    """The calling thread's stream; by default the default one."""
+    """Return the calling thread's stream; by default the default one."""
     return _local.streams[-1]
 
 
 def set_stream(stream: VirtualStream | None) -> None:
-    """Makes a stream the calling thread's; None changes nothing."""
+    """Set the calling thread's stream; None changes nothing."""
     _local.streams[-1] = stream or _local.streams[-1]
 
 
 class VirtualGenerator(torch.Generator):
-    """Stands for a generator on the GPU; its numbers come from the CPU's, so they differ from a GPU's."""
+    """Replace a generator on the GPU; its numbers come from the CPU's, so they differ from a GPU's."""
 
     def __new__(cls, device: Any = "cpu") -> Self:
-        """A generator, seeded like any new one."""
+        """Return a generator, seeded like any new one."""
         made = super().__new__(cls)
         made.where = torch.device(device or "cpu")
         return made
@@ -272,12 +272,14 @@ class VirtualGenerator(torch.Generator):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """Where it was asked to be."""
+        """Return the device that was requested."""
         return torch.device("cuda", self.where.index or 0) if self.where.type == "cuda" else self.where
 
 
 def install(patches: Patches, report: Callable[..., None]) -> None:
-    """Replaces what torch.cuda says until `patches.restore()`; `report` is told rule, name and runtime call of a wait."""
+    """Replace functions of torch.cuda until `patches.restore()`; `report` is called with rule, name and runtime call of
+    a wait.
+    """
     patches.put(gpu, report=report, index=0, touched=False)
     _device(patches)
     _streams(patches)

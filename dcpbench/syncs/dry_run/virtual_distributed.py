@@ -1,4 +1,4 @@
-"""torch.distributed in a dry run: NCCL's groups use gloo, and the waits that NCCL's collectives would cause are reported.
+"""Replace torch.distributed in a dry run: NCCL's groups use gloo, and waits that NCCL's collectives would cause are reported.
 
 A collective of NCCL is queued on a stream, so the host does not wait for it. It does wait for a barrier, and for objects,
 which travel through device tensors. Groups of another backend than NCCL, such as "fake", are left as they are.
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 NCCL, GLOO = "nccl", "gloo"
 MEASURED_ITERATIONS, SAMPLE_RATE = 10, 100
-"""Iterations of DistributedDataParallel whose times torch reads, for which the host waits: the first ones and every 100th
+"""Iterations of DistributedDataParallel in which torch reads times, so that the host waits: the first ones and every 100th
 (torch/csrc/distributed/c10d/reducer.hpp, `should_collect_runtime_stats`)."""
 
 
@@ -28,7 +28,7 @@ def install_distributed(patches: Patches, run: DryRun) -> None:
 
 
 class _Barrier:
-    """Work of an asynchronous barrier: its wait() is the host's."""
+    """Wrap the work of an asynchronous barrier: its wait() blocks the host."""
 
     def __init__(self, work: Any, run: DryRun) -> None:
         self._work, self._run = work, run
@@ -51,10 +51,12 @@ def _groups(patches: Patches, run: DryRun) -> None:
     from torch.distributed import distributed_c10d as c10d
 
     start, group, barrier = c10d.init_process_group, c10d.new_group, c10d.barrier
-    asked: dict[int, str] = {}  # id of a group -> backend that the program asked for
+    asked: dict[int, str] = {}  # id of a group -> backend that the program requested
 
     def on_gpu(made: Any) -> bool:
-        """Return whether barriers and objects of the group go through the GPU: torch prefers the host where both can."""
+        """Return True if barriers and objects of the group go through the GPU: torch prefers the host if both are
+        possible.
+        """
         return asked.get(id(made or c10d.group.WORLD)) == NCCL
 
     @functools.wraps(start)

@@ -1,4 +1,4 @@
-"""Parts of torch around its operators that a dry run replaces: ranges, backward passes, compilation, loading and Triton."""
+"""Replace parts of torch around its operators in a dry run: ranges, backward passes, compilation, loading and Triton."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def install_libraries(patches: Patches, run: DryRun) -> None:
-    """Replaces those parts until `patches.restore()`."""
+    """Replace those parts until `patches.restore()`."""
     _ranges(patches, run)
     _backward(patches, run)
     patches.put(torch, compile=_eager, load=_load(torch.load))
@@ -33,7 +33,7 @@ def install_libraries(patches: Patches, run: DryRun) -> None:
 
 
 def _ranges(patches: Patches, run: DryRun) -> None:
-    """record_function also tells the dry run; a range counts once it has ended, or is open around a wait."""
+    """Make record_function report to the dry run; a range counts once it has ended, or if it is open around a wait."""
     kind = torch.autograd.profiler.record_function
     enter, leave = kind.__enter__, kind.__exit__
 
@@ -56,7 +56,7 @@ def _ranges(patches: Patches, run: DryRun) -> None:
 
 
 def _backward(patches: Patches, run: DryRun) -> None:
-    """Remembers who called backward, as autograd may run nodes where there is no Python stack."""
+    """Record the caller of backward, because autograd may run nodes where there is no Python stack."""
     original = torch.autograd.graph._engine_run_backward
 
     @functools.wraps(original)
@@ -72,14 +72,14 @@ def _backward(patches: Patches, run: DryRun) -> None:
 
 
 def _eager(model: Any = None, **_: Any) -> Any:
-    """Stands for torch.compile, as a function and as a decorator with options."""
+    """Replace torch.compile, as a function and as a decorator with options."""
     return (lambda function: function) if model is None else model
 
 
 def _load(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
-        """torch.load: tensors for the GPU are read on the host and copied."""
+        """Replace torch.load: tensors for the GPU are read on the host and copied."""
         to_gpu = isinstance(map_location, str | torch.device) and torch.device(map_location).type == "cuda"
         if not to_gpu:
             return original(f, map_location=map_location, **kwargs)
@@ -91,7 +91,7 @@ def _load(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _kernels(patches: Patches) -> None:
-    """Triton kernels run in its interpreter, on the values of device tensors; autotuning takes the first choice."""
+    """Run Triton kernels in its interpreter, on the values of device tensors; autotuning takes the first choice."""
     from triton.runtime import autotuner, interpreter, jit
 
     start, finish = interpreter.GridExecutor.__call__, jit.JITFunction.run

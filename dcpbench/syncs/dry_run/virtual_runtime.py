@@ -1,4 +1,4 @@
-"""Answers of CUDA's runtime, allocators and libraries while a dry run is on, for programs that ask them through torch."""
+"""Emulate CUDA's runtime, allocators and libraries during a dry run, for programs that query them through torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from dcpbench.syncs.dry_run.virtual_cuda import Patches
 
-CUDA_VERSION = "13.0"  # of the build of torch whose waits were measured
+CUDA_VERSION = "13.0"  # of the build of torch for which waits were measured
 NCCL_VERSION = (2, 28, 0)
 DEFAULT_WORKSPACE_BYTES = 32 << 20
 _ANSWERS: tuple[tuple[Any, str], ...] = (
@@ -48,7 +48,9 @@ _ANSWERS: tuple[tuple[Any, str], ...] = (
     (DEFAULT_WORKSPACE_BYTES, "_cuda_getCublasWorkspaceSize _cuda_getCublasLtWorkspaceSize"),
     ((MEMORY_BYTES, MEMORY_BYTES), "_accelerator_getMemoryInfo"),
 )
-"""Answer -> functions of torch's C++ module that give it, whatever their arguments. A build for the CPU has none."""
+"""Functions of torch's C++ module by the constant that they return, regardless of their arguments; a build for the CPU
+has none.
+"""
 _LEGACY = {
     "Float": torch.float32,
     "Double": torch.float64,
@@ -106,14 +108,14 @@ def _put_everywhere(patches: Patches, functions: dict[str, Any]) -> None:
 
 
 class CudaError(enum.IntEnum):
-    """Results of calls of the CUDA runtime."""
+    """Define results of calls of the CUDA runtime."""
 
     success = 0
     ERROR_NOT_READY = 34
 
 
 class VirtualRuntime:
-    """Stand-in for torch.cuda.cudart()."""
+    """Replace torch.cuda.cudart()."""
 
     cudaError = CudaError  # noqa: N815 - CUDA's name
     cudaProfilerStart = cudaProfilerStop = cudaStreamCreate = cudaStreamDestroy = always(CudaError.success)  # noqa: N815
@@ -135,7 +137,7 @@ class VirtualRuntime:
 
 
 class VirtualPlanCache:
-    """Stand-in for torch.backends.cuda.cufft_plan_cache, of one device and of all."""
+    """Replace torch.backends.cuda.cufft_plan_cache, of one device and of all."""
 
     size, max_size = 0, 4096
     clear = always(None)
@@ -145,7 +147,7 @@ class VirtualPlanCache:
 
 
 class VirtualPool:
-    """Stand-in for torch.cuda.MemPool. Freeing a pool that was used frees memory, for which CUDA waits."""
+    """Replace torch.cuda.MemPool; freeing a pool that was used frees memory, for which CUDA waits."""
 
     def __init__(self, allocator: Any = None, *_: Any, **__: Any) -> None:
         self.allocator, self.id = allocator, (0, next(_pools))

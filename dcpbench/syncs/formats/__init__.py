@@ -1,4 +1,4 @@
-"""A judged report in the format that its reader needs: one file each, all from the same cleaned report."""
+"""Format a judged report for its readers: one module per format, all from the same cleaned report."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ PLAIN_WIDTH = 140
 
 
 def check_format(name: str) -> None:
-    """Raises UsageError for a format that there is not."""
+    """Raise UsageError for an unknown format."""
     if name not in FORMATS:
         raise UsageError(f"There is no format {name!r}; give one of {', '.join(FORMATS)}.")
 
 
 def render(report: Report, form: str, *, root: Path, width: int = PLAIN_WIDTH, terminal: bool = False) -> str:
-    """A judged report as text that ends with a line feed; empty where the format has nothing to say.
+    """Return a judged report as text that ends with a line feed; empty if the format has no content.
 
     Args:
-        report: Judged: its verdict says what a finding is.
-        form: One of FORMATS; a UsageError for any other.
-        root: Repository that relative paths of sites lie in.
+        report: Judged, with a verdict that defines the findings.
+        form: One of FORMATS; any other raises UsageError.
+        root: Repository for relative paths of sites.
         width: Columns of the table; the other formats have none.
-        terminal: Whether the table may hold colours and hyperlinks.
+        terminal: True if the table may hold colours and hyperlinks.
     """
     check_format(form)
     report = cleaned(report)

@@ -1,4 +1,4 @@
-"""Annotations of GitHub Actions for a judged report: on the lines of a change."""
+"""Format a judged report as annotations of GitHub Actions, on the lines of a change."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def render(report: Report) -> str:
-    """At most ten annotations of each level, worst site first; the step summary has everything.
+    """Return at most ten annotations of each level, worst site first; the step summary has everything.
 
     Findings are errors; permissions that matched nothing and sites that add to an exceeded limit are warnings; sites
     that may stay and what the trace cannot show are notices.
@@ -22,12 +22,14 @@ def render(report: Report) -> str:
 
 
 def left_out(report: Report) -> int:
-    """Sites whose annotations `render` has no room for, over all levels."""
+    """Return the number of sites, over all levels, for which `render` has no annotation left."""
     return sum(max(0, len(sites) - max(0, MOST - len(before))) for before, sites, _ in _levels(report))
 
 
 def _levels(report: Report) -> list[tuple[list[str], list[str], list[str]]]:
-    """Annotations of errors, warnings and notices: those before the sites, the sites, and those behind them."""
+    """Return the annotations of errors, warnings and notices: those before the sites, the sites,
+    and those after them.
+    """
     verdict = report.verdict
     sites = {level: [_site(level, site, report) for site in found] for level, found in _by_level(report).items()}
     errors = [annotation("error", f.message, "Hidden syncs") for f in verdict.findings if not f.fingerprint]

@@ -1,4 +1,4 @@
-"""JUnit XML, which GitLab, Jenkins and others show beside the tests."""
+"""Format a report as JUnit XML, which GitLab, Jenkins and others show next to the tests."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 def render(report: Report) -> str:
-    """Three suites: a case for each site, one for each limit that is exceeded, and one for each trace.
+    """Return three suites: a case for each site, one for each limit that is exceeded, and one for each trace.
 
-    A finding is a failure, an allowed site is skipped with its reason, and a trace that cannot answer is an error.
-    The profiler's own sites are left out.
+    A finding is a failure, an allowed site is skipped with its reason, and a trace that cannot answer is an error. The
+    profiler's own sites are left out.
     """
     sites = [_site(s, report) for s in report.sites if standing(s, report.verdict) != "own"]
     seen: Counter[str] = Counter()
-    for case in sites:  # lines of one function may share everything but the line: a number tells their names apart
+    for case in sites:  # lines of one function may share everything but the line: a number makes their names unique
         name = case.get("name", "")
         seen[name] += 1
         if seen[name] > 1:
@@ -40,7 +40,7 @@ def render(report: Report) -> str:
 
 
 def _site(site: Site, report: Report) -> Element:
-    """A site's case. Its name holds no numbers that change from run to run, as runners compare names."""
+    """Return a site's case; its name holds no numbers that change from run to run, as runners compare names."""
     dotted = modules(site)[0] if site.file and site.function else PurePosixPath(site.file).stem
     parts = (site.rule, site.kind, site.op or site.call, site.direction, f"in {subject(site)}", site.fingerprint)
     classname = dotted.rpartition(".")[0] or dotted or site.range or site.kind
@@ -59,7 +59,9 @@ def _site(site: Site, report: Report) -> Element:
 
 
 def _traces(report: Report) -> list[Element]:
-    """Each trace passes, or is an error where it cannot answer; so do reasons that no trace is to blame for."""
+    """Return a case per trace, which passes or is an error if it cannot answer; likewise for reasons that concern no
+    trace.
+    """
     cases = []
     blamed = set()
     for trace in report.traces:

@@ -1,4 +1,4 @@
-"""Markdown report: for a step summary, a comment on a change, or a document."""
+"""Format a report as Markdown: for a step summary, a comment on a change, or a document."""
 
 from __future__ import annotations
 

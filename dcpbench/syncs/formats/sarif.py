@@ -1,4 +1,4 @@
-"""SARIF 2.1.0: what code scanning of GitHub, GitLab and editors read."""
+"""Format a report as SARIF 2.1.0, which code scanning of GitHub and GitLab, and editors, read."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ PROPERTIES = (
     "kind op call range direction place line_is count count_per_step wait_us bubble_upper_bound_us bytes explicit "
     "waited called_from cause warmup_only may_block stack traces"
 )
-"""Of a result, which bear them in camel case."""
+"""Fields of a site that become properties of a result, in camel case."""
 Json = dict[str, Any]
 
 
 def render(report: Report) -> str:
-    """One run, whose results are the sites; the profiler's own are left out."""
+    """Return one run with the sites as results; the profiler's own are left out."""
     results = [_result(site, report) for site in report.sites if standing(site, report.verdict) != "own"]
     driver = {
         "name": "dcpbench syncs",
@@ -51,7 +51,7 @@ def render(report: Report) -> str:
 
 
 def _rule(rule: Rule) -> Json:
-    """A rule with its help, as text and as Markdown."""
+    """Return a rule with its help, as text and as Markdown."""
     return {
         "id": rule.id,
         "name": "".join(word.capitalize() for word in rule.kind.split("-")),
@@ -84,7 +84,7 @@ def _result(site: Site, report: Report) -> Json:
 
 
 def _location(site: Site) -> Json:
-    """Where it is: the file of the site, or the trace where no file is known. A region only with a known line."""
+    """Return the location: the file of the site, or the trace if no file is known; a region only with a known line."""
     location: Json = {}
     artifact = _artifact(site.file or (site.example.trace if site.example else ""))
     if artifact:
@@ -97,7 +97,7 @@ def _location(site: Site) -> Json:
 
 
 def _artifact(path: str) -> Json:
-    """A relative path below the root of the repository; an absolute one as it is; nothing for no path."""
+    """Return a relative path below the root of the repository, an absolute one unchanged, or nothing for no path."""
     path = path.replace("\\", "/")
     if not path:
         return {}
@@ -114,7 +114,7 @@ def _properties(site: Site) -> Json:
 
 
 def _invocation(report: Report) -> Json:
-    """Whether the analysis could answer, and what it could not see."""
+    """Return the status of the analysis, and notifications of what it could not see."""
     verdict = report.verdict
     notifications = [
         ("error" if verdict.status == "cannot answer" else "warning", reason) for reason in verdict.reasons
@@ -131,12 +131,12 @@ def _invocation(report: Report) -> Json:
 
 
 def _known(**values: object) -> Json:
-    """Without what is not known, and without numbers that JSON has not."""
+    """Return the values without unknown ones, and without numbers that JSON cannot represent."""
     known = {k: v for k, v in values.items() if v is not None and v not in ("", [])}
     return {k: v for k, v in known.items() if not isinstance(v, float) or abs(v) < float("inf")}
 
 
 def message(text: str) -> str:
-    """Text as a SARIF message: braces are placeholders there, and brackets links, unless they are escaped."""
+    """Escape text as a SARIF message, in which braces are placeholders and brackets are links."""
     text = text.replace("{", "{{").replace("}", "}}")
     return re.sub(r"([\[\]])", r"\\\1", text)

@@ -1,4 +1,4 @@
-"""Table for terminals: worst site first, why and how to fix it, totals, and what the trace cannot show."""
+"""Format a report as a table for terminals: worst site first, why and how to fix it, totals, and what the trace cannot show."""
 
 from __future__ import annotations
 

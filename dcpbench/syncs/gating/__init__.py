@@ -1,1 +1,1 @@
-"""Whether a change may pass: limits, baseline, permissions."""
+"""Judge a change by limits, baseline and permissions."""

@@ -1,4 +1,4 @@
-"""Baseline file: the sites that a project has now and how often they occur per step, sorted so that it diffs well.
+"""Read and write the baseline file: the current sites of a project and their counts per step, sorted for short diffs.
 
 Detectors describe a site differently: in a trace it has the operators that the profiler recorded, in a dry run those that
 reach the virtual GPU. A baseline is therefore compared only with reports of the detector that made it.
@@ -32,7 +32,7 @@ SOURCES: dict[Detector, str] = {"scan": "traces", "dry-run": "a dry run"}
 
 
 class Entry(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Known site. Only `fingerprint` and the counts are compared; the rest is for readers."""
+    """Hold a known site. Only `fingerprint` and the counts are compared; the rest is for readers."""
 
     fingerprint: str
     rule: str
@@ -50,7 +50,7 @@ class Entry(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Baseline(msgspec.Struct, kw_only=True):
-    """Contents of the file."""
+    """Hold the contents of the file."""
 
     baseline_version: int
     """Has no default: a report also holds `sites`, and would let all of them pass."""

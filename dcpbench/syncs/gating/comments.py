@@ -1,6 +1,8 @@
-"""Permission in the source itself: `# dcpbench: allow-sync(reason)` on the line that synchronises, or on its function.
+"""Read permissions in the source itself: `# dcpbench: allow-sync(reason)` on the line that synchronises, or on its
+function.
 
-A trace often knows only where a function begins: then a comment anywhere in it counts, but not in functions inside it.
+A trace often has only the line where a function begins: then a comment anywhere in it counts, but not in functions
+inside it.
 """
 
 from __future__ import annotations
@@ -20,35 +22,35 @@ if TYPE_CHECKING:
 
 COMMENT = re.compile(r"#\s*dcpbench:\s*allow-sync\b(?:\s*\((?P<reason>.*)\))?")
 LARGEST = 4 << 20
-"""Bytes of a source file that is still read; what is larger was made by a program."""
+"""Maximum bytes of a source file; a larger one was made by a program."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 
 class Note(NamedTuple):
-    """A comment that belongs to a site."""
+    """Hold a comment that belongs to a site."""
 
     line: int
     reason: str
-    """Empty where the comment gives none, and so allows nothing."""
+    """Reason of the comment; empty if it has none, and then it allows nothing."""
 
 
 class _Source(NamedTuple):
     notes: dict[int, Note]
-    """By line."""
+    """Comments by line."""
     alone: set[int]
     """Lines that hold nothing but a comment."""
     tree: ast.Module | None
-    """None where the file is not the Python of this interpreter."""
+    """Syntax tree; None if this interpreter cannot parse the file."""
 
 
 class Comments:
-    """The comments of the repository at `root`; each file is read once."""
+    """Read the comments of the repository at `root`; each file is read once."""
 
     def __init__(self, root: Path) -> None:
         self._source = functools.cache(functools.partial(_read, root))
 
     def find(self, site: Site) -> Note | None:
-        """The comment that allows the site; None where there is no file, line or comment."""
+        """Return the comment that allows the site; None if there is no file, line or comment."""
         source = self._source(site.file) if site.file and site.line is not None else None
         if source is None or site.line is None or not source.notes:
             return None
@@ -58,7 +60,7 @@ class Comments:
 
 
 def _read(root: Path, file: str) -> _Source | None:
-    """Comments and syntax of a file; None where it is not in the repository or cannot be read."""
+    """Return comments and syntax of a file; None if it is not in the repository or cannot be read."""
     try:
         path = (root / file).resolve()
         if not path.is_relative_to(root.resolve()) or not path.is_file() or path.stat().st_size > LARGEST:
@@ -86,12 +88,12 @@ def _read(root: Path, file: str) -> _Source | None:
 
 
 def _lines(source: _Source, line: int, *, call: bool) -> list[int]:
-    """Lines on which a comment would be about the site."""
+    """Return the lines on which a comment would apply to the site."""
     if source.tree is None:
         return [line]
     functions = [node for node in ast.walk(source.tree) if isinstance(node, Function)]
     if not call:
-        # Lambdas and functions may share a line; the trace cannot say which of them it was.
+        # Lambdas and functions may share a line; the trace does not show which of them it was.
         begin = [f for f in functions if line in (_first(f), f.lineno)]
         return [n for f in begin for n in (*_above(source, _first(f)), *_own_lines(f, functions))]
     around = [f for f in functions if _first(f) <= line <= _last(f)]
@@ -101,7 +103,9 @@ def _lines(source: _Source, line: int, *, call: bool) -> list[int]:
 
 
 def _statement(tree: ast.Module, line: int) -> tuple[int, int]:
-    """First and last line of the statement around a line; of a compound statement only what stands before its body."""
+    """Return first and last line of the statement around a line; of a compound statement only the
+    part before its body.
+    """
     best = (line, line)
     for node in ast.walk(tree):
         if not isinstance(node, ast.stmt):
@@ -114,7 +118,7 @@ def _statement(tree: ast.Module, line: int) -> tuple[int, int]:
 
 
 def _above(source: _Source, line: int) -> list[int]:
-    """The comment lines directly above a line."""
+    """Return the comment lines directly above a line."""
     found = []
     while line - 1 in source.alone:
         line -= 1
@@ -123,14 +127,14 @@ def _above(source: _Source, line: int) -> list[int]:
 
 
 def _header(function: Function) -> range:
-    """Decorators and signature; for a lambda all of it."""
+    """Return the lines of decorators and signature; for a lambda all of it."""
     if isinstance(function, ast.Lambda):
         return range(function.lineno, _last(function) + 1)
     return range(_first(function), function.body[0].lineno)
 
 
 def _own_lines(function: Function, functions: list[Function]) -> list[int]:
-    """Lines of a function without those of the functions defined in it."""
+    """Return the lines of a function without those of the functions defined in it."""
     first, last = _first(function), _last(function)
     inner = [f for f in functions if f is not function and first < _first(f) and _last(f) <= last]
     nested = {n for f in inner if not isinstance(f, ast.Lambda) for n in range(_first(f), _last(f) + 1)}
@@ -138,7 +142,7 @@ def _own_lines(function: Function, functions: list[Function]) -> list[int]:
 
 
 def _first(function: Function) -> int:
-    """Python's `co_firstlineno`: the first decorator's line, where there is one."""
+    """Return Python's `co_firstlineno`: the first decorator's line, if there is one."""
     decorators = [] if isinstance(function, ast.Lambda) else function.decorator_list
     return min([function.lineno, *(d.lineno for d in decorators)])
 

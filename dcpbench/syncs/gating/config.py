@@ -1,4 +1,6 @@
-"""`[tool.dcpbench.syncs]` of pyproject.toml: what may synchronise, with a reason each, and defaults of the gate."""
+"""Read `[tool.dcpbench.syncs]` of pyproject.toml: permissions to synchronise, each with a reason, and defaults of the
+gate.
+"""
 
 from __future__ import annotations
 
@@ -27,21 +29,21 @@ EXAMPLE = '{ function = "engine.sampler.*", reason = "tokens leave the GPU here"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Allow:
-    """One thing that may synchronise. Globs that are empty ask for nothing; all others must match."""
+    """Describe a permission to synchronise; empty globs match everything, and all others must match."""
 
     function: str = ""
-    """Over `module.function`, over the function alone, and over the range where `or_range` is set."""
+    """Glob for `module.function`, for the function alone, and for the range if `or_range` is set."""
     range: str = ""
     file: str = ""
     reason: str
     expires: dt.date | None = None
     """Last day on which it counts."""
     source: str
-    """Where it was written, for messages."""
+    """Place of the permission's definition, for messages."""
     or_range: bool = False
 
     def matches(self, site: Site) -> bool:
-        """Whether the site is meant."""
+        """Return True if the permission covers the site."""
         names = [*modules(site), *([site.range] if self.or_range and site.range else [])]
         return (
             (not self.function or any(fnmatchcase(name, self.function) for name in names))
@@ -50,14 +52,14 @@ class Allow:
         )
 
     def name(self) -> str:
-        """As it was written, for messages."""
+        """Return the permission as it is written in its source, for messages."""
         globs = [(key, getattr(self, key)) for key in GLOBS]
         return f"{self.source} " + ", ".join(f'{key} = "{value}"' for key, value in globs if value)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """What a project's pyproject.toml says about synchronisations."""
+    """Hold a project's settings for synchronisations from its pyproject.toml."""
 
     allow: tuple[Allow, ...] = ()
     max_per_step: float | None = None
@@ -68,15 +70,17 @@ class Config:
 
 
 def find_root(start: Path) -> Path:
-    """Root of the repository around `start`: the folder with `.git`, else with pyproject.toml, else `start` itself."""
+    """Return the root of the repository around `start`: the folder with `.git`, else with pyproject.toml, else `start`
+    itself.
+    """
     around = ((folder, mark) for mark in (".git", FILE) for folder in (start, *start.parents))
     return next((folder for folder, mark in around if (folder / mark).exists()), start)
 
 
 def find_config(start: Path, root: Path) -> Config:
-    """The settings nearest to `start`, looking upwards as far as `root`, then in `root`; defaults where there are none.
+    """Return the settings nearest to `start`, searching upwards to `root`, then in `root`; defaults if there are none.
 
-    Raises UsageError where a file cannot be read or says something that cannot be.
+    Raise UsageError if a file cannot be read or has invalid settings.
     """
     upwards = [folder for folder in (start, *start.parents) if folder.is_relative_to(root)]
     for folder in dict.fromkeys([*upwards, root]):
@@ -87,7 +91,7 @@ def find_config(start: Path, root: Path) -> Config:
 
 
 def _table(path: Path) -> Mapping[str, object] | None:
-    """Our table of a file; None where the file or the table is missing."""
+    """Return the dcpbench table of a file; None if the file or the table is missing."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
@@ -132,7 +136,7 @@ def _path(table: Mapping[str, object], key: str, path: Path) -> Path | None:
 
 
 def _allow(entry: object, where: str) -> Allow:
-    """One entry of the list; raises UsageError with what it should have been."""
+    """Return one entry of the list; raise UsageError with the accepted form."""
     if not isinstance(entry, dict):
         raise UsageError(f"{where} must be a table, such as {EXAMPLE}.")
     _check_keys(entry, (*GLOBS, "reason", "expires"), where)

@@ -1,7 +1,7 @@
-"""The gate: whether a change may pass. Counts and bubbles decide, never microseconds of wait.
+"""Decide if a change may pass, by counts and bubbles, never by microseconds of wait.
 
-Without a limit every site is a finding. A baseline asks for no new site and no more per step; --max-per-step and
---max-bubble-us limit sums. What is allowed, warm-up only or the profiler's own counts nowhere.
+Without a limit every site is a finding. With a baseline there must be no new site and no more per step; --max-per-step
+and --max-bubble-us limit sums. Allowed sites, warm-up-only sites and the profiler's own never count.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MAX_RANKS_NAMED = 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gate:
-    """Limits and permissions, once options and pyproject.toml are read."""
+    """Hold limits and permissions from options and pyproject.toml."""
 
     root: Path
     """Repository in which comments are looked for."""
@@ -127,7 +127,7 @@ def permit(report: Report, gate: Gate, today: dt.date) -> list[str]:
 
 
 def blind(trace: TraceSummary) -> str:
-    """Return why a trace cannot answer, with what to type; empty where it can, or where it is that of a front end."""
+    """Return why a trace cannot answer, with the option to use; empty if it can, or if it is that of a front end."""
     seen = trace.coverage
     if seen.detector == "dry-run" and not seen.complete:
         return f"{trace.path} did not run to its end, so what would come after it is unknown: see its error above."
@@ -206,7 +206,7 @@ def _against_baseline(counted: Sequence[Site], report: Report, gate: Gate) -> It
 
 
 def _more(now: Entry, entry: Entry, count: int) -> str:
-    """Return what has grown, in words; empty where nothing has."""
+    """Return what has grown, as text; empty if nothing has."""
     if entry.count_per_step is not None and now.count_per_step is not None:
         grown = [
             f"{per_step(count)} per {phase}step here, {per_step(before)} in the baseline"

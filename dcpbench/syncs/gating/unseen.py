@@ -1,4 +1,4 @@
-"""Parts of a program that a dry run did not see, for which it cannot answer; each with what to type."""
+"""Explain which parts of a program a dry run did not see and cannot judge, each with the command to use."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Sees synchronisations while they happen: `watch`, `no_syncs` and, from allowed.py, `allow`.
+"""Detect synchronisations while they happen: `watch`, `no_syncs` and, from allowed.py, `allow`.
 
     with dcpbench.syncs.watch() as seen:
         step()
     assert seen.count == 0, seen.text()
 
-What torch tells of a host that waits (callbacks.py) says that and where it happens; a dispatch mode says in which
-operator, and finds copies to and from pageable memory, of which no callback tells.
+Callbacks of torch (callbacks.py) report that and where the host waits. A dispatch mode adds the operator, and finds
+copies to and from pageable memory, which no callback reports.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ _running = threading.local()
 
 
 def has_cuda() -> bool:
-    """Whether there is a device that could be waited for."""
+    """Return True if there is a CUDA device to wait for."""
     return torch.cuda.is_available()
 
 
 class Watch:
-    """What `watch()` returns. Context manager, for one use; watches nest, and each counts what it sees."""
+    """Hold the result of `watch()`: a context manager for one use; watches nest, and each counts what it sees."""
 
     def __init__(self, *, threads: Threads = "current", at_most: int | None = None) -> None:
         if threads not in {"current", "all"}:
@@ -66,26 +66,26 @@ class Watch:
         self.threads = threads
         self.at_most = at_most
         self.syncs: list[Sync] = []
-        """In order of time, without those of allowed regions."""
+        """Synchronisations in order of time, without those of allowed regions."""
         self.hazards: list[Sync] = []
-        """What may have waited and need not have: small copies from pageable memory, and pinning."""
+        """Operations that may have waited without need: small copies from pageable memory, and pinning."""
         self.allowed: list[Sync] = []
-        """Those of allowed regions; `Sync.allowed` is the reason."""
+        """Synchronisations of allowed regions; `Sync.allowed` is the reason."""
         self.thread = 0
         """`threading.get_ident()` of the thread that watches."""
         self._mode = _Operators(self)
 
     @property
     def count(self) -> int:
-        """Synchronisations so far, those of allowed regions left out."""
+        """Return the number of synchronisations so far, without those of allowed regions."""
         return len(self.syncs)
 
     def text(self) -> str:
-        """Every line that synchronised, with its source, why it does and what helps."""
+        """Return every line that synchronised, with its source, the reason and the usual fix."""
         return text_of(self.syncs)
 
     def report(self) -> Report:
-        """The same as `dcpbench syncs` prints; times are unknown, as nothing is measured here."""
+        """Return the same report as `dcpbench syncs`; times are unknown, because nothing is measured here."""
         threads = OTHER_THREADS if self.threads == "all" else "Other threads were not watched."
         notes = [*NOTES, threads]
         events = len(self.syncs) + len(self.allowed)
@@ -120,12 +120,14 @@ class Watch:
             raise SyncError(f"{self.count} CUDA synchronisations where {limit} may be.\n\n{self.text()}")
 
     def concerns(self, calls: Sequence[sighting.Call]) -> bool:
-        """Whether what the calling thread does is this watch's: its own thread's, or work done for it by autograd."""
+        """Return True if the calling thread's activity belongs to this watch: its own thread's, or work of autograd for
+        it.
+        """
         mine = self.threads == "all" or threading.get_ident() == self.thread
         return mine or any(call.watch is self for call in calls)
 
     def add(self, sync: Sync) -> None:
-        """Counts a synchronisation of the calling thread, or notes why it is allowed."""
+        """Count a synchronisation of the calling thread, or record why it is allowed."""
         reason = allowed.reason() or (allowed.reason(self.thread) if self.threads == "current" else "")
         if reason:
             self.allowed.append(dataclasses.replace(sync, allowed=reason))
@@ -136,10 +138,10 @@ class Watch:
 
 
 def watch(*, threads: Threads = "current", at_most: int | None = None) -> Watch:
-    """Looks out for CUDA synchronisation inside a `with`; the Watch that it returns says what happened.
+    """Watch for CUDA synchronisation inside a `with` block, and return the Watch that records it.
 
-    The program is not changed, and a `set_sync_debug_mode` of its own stays in force. Raises CapacityError without a
-    CUDA device, where a count of 0 would say nothing.
+    The program is not changed, and a `set_sync_debug_mode` of its own stays in force. Raise CapacityError without a
+    CUDA device, because a count of 0 would be meaningless.
 
     Args:
         threads: `current` sees this thread and what autograd runs for it; `all` every thread of the process.
@@ -159,7 +161,7 @@ def no_syncs(*, at_most: int = 0, threads: Threads = "current") -> Callable[[Cal
 def no_syncs(
     function: Callable[P, R] | None = None, /, *, at_most: int = 0, threads: Threads = "current"
 ) -> Callable[P, R] | Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorator: each call of the function must not synchronise, or not more often than `at_most`.
+    """Decorate a function so that each call must not synchronise, or not more often than `at_most`.
 
     Write `@no_syncs` or `@no_syncs(at_most=1)`. A call that does raises a SyncError after it has returned.
     """
@@ -183,7 +185,7 @@ def no_syncs(
 
 
 class _Operators(TorchDispatchMode):
-    """Notes which operator runs on this thread, and looks at copies that were asked not to block."""
+    """Record which operator runs on this thread, and inspect copies that were requested not to block."""
 
     # Otherwise torch refuses higher-order operators, such as flex_attention, under this mode.
     supports_higher_order_operators = True
@@ -194,7 +196,7 @@ class _Operators(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled code stays compiled; otherwise torch would run it eagerly under a mode."""
+        """Return True: compiled code stays compiled; otherwise torch would run it eagerly under a mode."""
         return True
 
     def __torch_dispatch__(
@@ -221,13 +223,13 @@ class _Operators(TorchDispatchMode):
 
 
 def _calls() -> list[sighting.Call]:
-    """Operators that run on the calling thread, outermost first."""
+    """Return the operators that run on the calling thread, outermost first."""
     calls: list[sighting.Call] = vars(_running).setdefault("calls", [])
     return calls
 
 
 def _on_wait(kind: str) -> None:
-    """The host is about to wait on the calling thread: tells every watch that is concerned."""
+    """Notify every watch concerned that the host is about to wait on the calling thread."""
     calls = _calls()
     watches = [w for w in _watches if w.concerns(calls)]
     if not watches:

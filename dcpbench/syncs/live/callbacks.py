@@ -1,8 +1,8 @@
-"""How torch tells that the host is about to wait: by callbacks, which every torch has had since 2.0.
+"""Receive torch's callbacks before the host waits, which every version of torch has had since 2.0.
 
-They are private to torch and can be neither taken back nor switched off, so one dispatcher is registered, once, when
-the first watch begins. From then on torch enters Python before each wait, event record and allocation on the GPU. It
-logs what a callback raises, so nothing is raised here.
+They are private to torch and can be neither removed nor switched off, so one dispatcher is registered, once, when the
+first watch begins. From then on torch enters Python before each wait, event record and allocation on the GPU. It logs
+exceptions of a callback, so nothing is raised here.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 STREAM, EVENT, DEVICE = "stream", "event", "device"
 MESSAGE = "called a synchronizing CUDA operation"
-"""Of torch.cuda.set_sync_debug_mode, which warns or raises before ATen waits."""
+"""Message of torch.cuda.set_sync_debug_mode, which warns or raises before ATen waits."""
 _lock = threading.Lock()
 _listener: Callable[[str], None] | None = None
 _registered = False
 
 
 def listen(listener: Callable[[str], None]) -> None:
-    """Calls `listener("stream" | "event" | "device")` on the waiting thread, before each wait, from now on.
+    """Call `listener("stream" | "event" | "device")` on the waiting thread, before each wait, from now on.
 
-    Whoever listened before is replaced. Raises CapacityError where this torch has no such callbacks.
+    The listener replaces any previous one. Raise CapacityError if this version of torch has no such callbacks.
     """
     global _listener, _registered  # noqa: PLW0603  (one dispatcher per process, as torch keeps it for ever)
     with _lock:
@@ -63,5 +63,5 @@ def _register() -> None:
 
 
 def raised_by(error: BaseException) -> bool:
-    """Whether an exception is the mode "error" speaking."""
+    """Return True if an exception comes from the mode "error"."""
     return isinstance(error, RuntimeError) and MESSAGE in str(error)

@@ -1,4 +1,4 @@
-"""One test that is checked for synchronisation, live or by a dry run; what the fixture `cuda_syncs` gives."""
+"""Check one test for synchronisation, live or by a dry run; the fixture `cuda_syncs` returns the result."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def resolve(mode: str) -> tuple[str, str]:
-    """Which detector `auto`, `live`, `dry-run` or `off` means on this machine, and why, in words."""
+    """Return the detector that `auto`, `live`, `dry-run` or `off` selects on this machine, and the reason."""
     if mode == "off":
         return "off", "not checked"
     if mode == "dry-run":
@@ -34,12 +34,12 @@ def resolve(mode: str) -> tuple[str, str]:
 
 
 class Checked:
-    """What synchronises in a test function; its fixtures are left out."""
+    """Hold what synchronises in a test function, without its fixtures."""
 
     def __init__(self, mode: str, *, threads: str, allow: Sequence[str]) -> None:
-        """Takes the mode as typed; `allow` are globs over `module.function`, as of `dcpbench syncs scan --allow`."""
+        """Resolve the mode; `allow` are globs over `module.function`, as for `dcpbench syncs scan --allow`."""
         self.mode, self.words = resolve(mode)
-        """`live`, `dry-run` or `off`, and why."""
+        """`live`, `dry-run` or `off`, and the reason."""
         self._threads = threads
         self._allow = [Allow(function=glob, or_range=True, reason="the test's mark", source="allow") for glob in allow]
         self._stack = contextlib.ExitStack()
@@ -49,11 +49,11 @@ class Checked:
         self._last: int | None = None
         self._ops = 0
         self.unmeasured: list[str] = []
-        """Operators of the test in a dry run of which it was never measured whether they wait, fixtures included."""
+        """Operators in a dry run, fixtures included, for which it was never measured whether they wait."""
 
     @property
     def syncs(self) -> list[Sync]:
-        """Of the test function so far, without those that are allowed or only may block."""
+        """Return the synchronisations of the test function so far, without those that are allowed or only may block."""
         if self._watch is not None:
             seen = self._watch.syncs
         elif self._run is not None:
@@ -67,38 +67,40 @@ class Checked:
 
     @property
     def count(self) -> int:
-        """How many there are so far."""
+        """Return the number of synchronisations so far."""
         return len(self.syncs)
 
     @property
     def unused(self) -> bool:
-        """The test function put nothing on the virtual GPU, so that its count says nothing."""
+        """Return True if the test function put nothing on the virtual GPU, so that its count proves nothing."""
         return self._run is not None and self._last is not None and not self._ops and not self.count
 
     def text(self) -> str:
-        """Every line that synchronised, with its source, why it does and what helps."""
+        """Return every line that synchronised, with its source, the reason and the usual fix."""
         return text_of(self.syncs)
 
     def report(self) -> Report:
-        """All that was seen, allowed or not, as `dcpbench syncs` shows it; of a dry run with the fixtures."""
+        """Return all synchronisations, allowed or not, as `dcpbench syncs` shows them; for a dry run including the
+        fixtures.
+        """
         if self._watch is not None:
             return self._watch.report()
         return self._run.report(program="test") if self._run is not None else Report()
 
     def enter(self) -> None:
-        """The test's fixtures are about to be set up."""
+        """Start before the test's fixtures are set up."""
         if self.mode == "dry-run":
             from dcpbench.syncs.dry_run import dry_run
 
             self._run = self._stack.enter_context(dry_run())
 
     def leave(self) -> None:
-        """The test's fixtures are gone."""
+        """Stop after the test's fixtures were torn down."""
         self._stack.close()
 
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:
-        """The test function runs."""
+        """Watch while the test function runs."""
         if self.mode == "live":
             from dcpbench.syncs.live import Watch
 

@@ -1,8 +1,7 @@
-"""Copies that were asked not to block, and use pageable host memory. No detector of torch reports them.
+"""Find copies that were requested not to block, and use pageable host memory. No detector of torch reports them.
 
-torch copies straight between device and host where both sides have one dtype and one dense layout. Otherwise it
-converts on the device and makes the host's side contiguous in new memory, which is pageable even where the tensor is
-pinned.
+torch copies directly between device and host if both sides have one dtype and one dense layout. Otherwise it converts
+on the device and makes the host's side contiguous in new memory, which is pageable even if the tensor is pinned.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _CUDA, _CPU = "cuda", "cpu"
 
 @dataclasses.dataclass(frozen=True)
 class Copy:
-    """A copy between host and device: `DtoH` or `HtoD`, memory `pinned` or `pageable`, size in bytes."""
+    """Describe a copy between host and device: `DtoH` or `HtoD`, memory `pinned` or `pageable`, size in bytes."""
 
     way: str
     memory: str
@@ -32,12 +31,12 @@ class Copy:
 
     @property
     def direction(self) -> str:
-        """As in `Site.direction`, such as `DtoH pageable`."""
+        """Return the direction as in `Site.direction`, such as `DtoH pageable`."""
         return f"{self.way} {self.memory}"
 
     @property
     def may_return(self) -> bool:
-        """Asked not to block, it need not: CUDA's staging memory takes it."""
+        """Return True if a non-blocking copy need not block: CUDA's staging memory takes it."""
         return self.way == "HtoD" and self.bytes <= rules.STAGING_BYTES
 
 
@@ -49,9 +48,10 @@ def copy_of(
     *,
     is_pinned: Callable[[torch.Tensor], bool] = torch.Tensor.is_pinned,
 ) -> Copy | None:
-    """What an operator, such as `aten::copy_`, copies between host and device, or None where it copies nothing there.
+    """Return what an operator, such as `aten::copy_`, copies between host and device, or None if it copies nothing
+    there.
 
-    `result` is what it returned, None while it runs; `is_pinned` says whether a host tensor's memory is.
+    `result` is the operator's result, None while it runs; `is_pinned` returns True if a host tensor's memory is pinned.
     """
     if op == COPY:
         target, source = args[0], args[1]
@@ -66,7 +66,7 @@ def copy_of(
         return None
     to_host = device.type == _CPU
     if target is None and to_host:
-        # Still running: of a new host tensor only the request is known, and torch pins one that nobody waits for.
+        # Still running: for a new host tensor only the request is known, and torch pins one that is not waited for.
         pinned = bool(kwargs.get("pin_memory")) or non_blocking
     elif target is None:
         pinned = is_pinned(source)
@@ -77,9 +77,10 @@ def copy_of(
 
 
 def staged(source: torch.Tensor, target: torch.Tensor) -> bool:
-    """Whether a copy that must not block goes through new, pageable host memory, whatever memory the host tensor has.
+    """Return True if a non-blocking copy goes through new, pageable host memory, regardless of the memory of the host
+    tensor.
 
-    `source` and `target` lie on different sides, and the source's shape broadcasts to the target's.
+    `source` and `target` are on different sides, and the source's shape broadcasts to the target's.
     """
     host = target if target.device.type == _CPU else source.expand_as(target)
     alike = (source.dtype, source.shape, source.stride()) == (target.dtype, target.shape, target.stride())
@@ -87,7 +88,7 @@ def staged(source: torch.Tensor, target: torch.Tensor) -> bool:
 
 
 def _dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill their memory without gaps, in any order."""
+    """Return True if the elements fill their memory without gaps, in any order."""
     expected = 1
     for stride, size in sorted((s, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n != 1):
         if stride != expected:

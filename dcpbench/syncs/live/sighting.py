@@ -1,4 +1,4 @@
-"""Makes a Sync of what the live detectors see: which rule it is, which operator, which way the data went."""
+"""Build a Sync from an observation of the live detectors: which rule, which operator, and the direction of the data."""
 
 from __future__ import annotations
 
@@ -26,54 +26,58 @@ BY_NAME = {
     callbacks.EVENT: (rules.EVENT, "torch.cuda.Event.synchronize", "cudaEventSynchronize"),
     callbacks.STREAM: (rules.STREAM, "torch.cuda.Stream.synchronize", "cudaStreamSynchronize"),
 }
-"""Kind of a wait -> rule, name and runtime call where no operator is around it."""
+"""Rule, name and runtime call by kind of a wait, if no operator is around it."""
 READ, COUNT = "aten::_local_scalar_dense", "aten::nonzero"
 INDEXING = frozenset({"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"})
 PINNING = frozenset({"aten::_pin_memory", "aten::pin_memory"})
 SYNCHRONIZE = "synchronize"
 FROM_DATA = frozenset({"tensor", "as_tensor", "asarray", "new_tensor", SUBSCRIPT})
-"""Calls that copy host data while no dispatch mode can see it; an index of Python numbers is one, too."""
+"""Calls that copy host data where no dispatch mode can see it; an index of Python numbers is one, too."""
 TO_HOST_CALLS = frozenset({"cpu", "tolist", "numpy"})
 READING_CALLS = frozenset({"", "item", "bool", "int", "float", "range", "is_nonzero", "any", "all"})
-"""Calls that read one value; no call at all is `if t:` and its like."""
+"""Calls that read one value; no call at all is `if t:` and similar."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Call:
-    """An operator that runs, and the watch whose mode saw it."""
+    """Hold an operator that runs, and the watch with the mode that saw it."""
 
     func: Any
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     watch: object
     seen: bool = False
-    """It has waited, and that has been reported."""
+    """True if it has waited, and that has been reported."""
 
     @property
     def op(self) -> str:
-        """Its name without overload, as profilers write it: `aten::index`; higher-order operators have a bare one."""
+        """Return its name without overload, as profilers write it: `aten::index`; higher-order operators have a bare
+        one.
+        """
         schema = getattr(self.func, "_schema", None)
         return str(schema.name if schema is not None else self.func)
 
 
 class _Place(NamedTuple):
-    """Where that is in the user's program."""
+    """Hold a place in the user's program."""
 
     frames: tuple[Frame, ...]
     user: Frame | None
     calls: tuple[str, str]
-    """Names of the calls that the innermost line, which may be torch's, and the user's line are in."""
+    """Names of the calls in progress on the innermost line, which may be torch's, and on the user's line."""
     by_name: bool
-    """The line says `synchronize()` itself."""
+    """True if the line itself calls `synchronize()`."""
     thread: str
     watched: bool
-    """A dispatch mode is at work, so that every operator would be known; printing a tensor, for one, puts them off."""
+    """True if a dispatch mode is active, so that every operator would be known; printing a tensor, for example,
+    suspends modes.
+    """
 
 
 def of_wait(kind: str, calls: Sequence[Call], thread: int) -> Sync:
-    """What is reported of a wait for a `stream`, `event` or `device`, within these operators of the calling thread.
+    """Return the report of a wait for a `stream`, `event` or `device`, within these operators of the calling thread.
 
-    `thread` is the one that watches.
+    `thread` is the watching one.
     """
     place = _place(thread)
     chain = _chain(calls, place)
@@ -88,9 +92,9 @@ def of_wait(kind: str, calls: Sequence[Call], thread: int) -> Sync:
 
 
 def of_hazard(call: Call, result: object, thread: int) -> Sync | None:
-    """What is reported of a finished operator that may have waited without telling; None where it has not.
+    """Return the report of a finished operator that may have waited unnoticed; None if it has not.
 
-    That is a copy which was asked not to block, and pinning of much memory, which may allocate.
+    Such operators are non-blocking copies, and pinning of much memory, which may allocate.
     """
     # Every operator comes by here, and few are either.
     if call.op in PINNING or call.kwargs.get("pin_memory"):
@@ -109,7 +113,9 @@ def of_hazard(call: Call, result: object, thread: int) -> Sync | None:
 
 
 def _in_operator(call: Call, chain: tuple[str, ...], place: _Place) -> Sync:
-    """A stream is waited for inside an operator: a copy, or a value or a count that the host has to know."""
+    """Return the report of a wait for a stream inside an operator: a copy, or a value or a count
+    that the host needs.
+    """
     copy = copy_of(call.op, call.args, call.kwargs, None)
     direction, size = (copy.direction, copy.bytes) if copy else ("", None)
     if copy is None:
@@ -131,7 +137,7 @@ def _is_mask(tensor: torch.Tensor) -> bool:
 
 
 def _tensors(values: object) -> Iterator[torch.Tensor]:
-    """Tensors among arguments, also those in lists."""
+    """Yield the tensors among arguments, including those in lists."""
     if isinstance(values, torch.Tensor):
         yield values
     elif isinstance(values, list | tuple):
@@ -140,9 +146,9 @@ def _tensors(values: object) -> Iterator[torch.Tensor]:
 
 
 def _rule_of_calls(place: _Place) -> tuple[Rule, str] | None:
-    """Rule of a stream's wait outside any operator that a mode sees, and the call that says so.
+    """Return the rule of a stream's wait outside any operator that a mode sees, and the call that implies it.
 
-    On a thread with a mode that is host data on its way to the GPU; elsewhere operators are unknown.
+    On a thread with a mode it is host data on its way to the GPU; elsewhere operators are unknown.
     """
     for name in place.calls:
         if name in FROM_DATA and (place.watched or name != SUBSCRIPT):
@@ -157,7 +163,9 @@ def _rule_of_calls(place: _Place) -> tuple[Rule, str] | None:
 
 
 def _chain(calls: Sequence[Call], place: _Place) -> tuple[str, ...]:
-    """Operators, outermost first: each once, however many watches saw it, below the composite that the line calls."""
+    """Return the operators, outermost first: each once, even with several watches, below the composite that the line
+    calls.
+    """
     names: list[str] = []
     for before, call in zip([None, *calls], calls, strict=False):
         if before is None or before.func is not call.func:
@@ -169,8 +177,10 @@ def _chain(calls: Sequence[Call], place: _Place) -> tuple[str, ...]:
 
 
 def _place(thread: int) -> _Place:
-    """The place in the program: the calling thread's innermost frame that is neither ours nor torch's way to us; for
-    autograd's threads, which have no Python stack, where the watching thread is.
+    """Return the place in the program.
+
+    It is the calling thread's innermost frame that belongs neither to dcpbench nor to torch's path to it; for
+    autograd's threads, which have no Python stack, the frame of the watching thread.
     """
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001  (inspect.stack reads every source file)
     while frame is not None and (is_detector(frame.f_code.co_filename) or frame.f_code.co_name == "fire_callbacks"):
@@ -190,7 +200,7 @@ def _place(thread: int) -> _Place:
 
 
 def _user_call(frame: FrameType | None) -> str:
-    """What the user's innermost frame is calling."""
+    """Return the name of the call in the user's innermost frame."""
     outside = outside_of()
     while frame is not None and not is_user(frame.f_code.co_filename, outside):
         frame = frame.f_back
@@ -198,7 +208,7 @@ def _user_call(frame: FrameType | None) -> str:
 
 
 def _sync(rule: Rule, place: _Place, chain: tuple[str, ...], **facts: Any) -> Sync:  # noqa: ANN401
-    """A synchronisation there, in the last of these operators; the facts are fields of a Sync."""
+    """Return a synchronisation at this place, in the last of these operators; the facts are fields of a Sync."""
     where: dict[str, Any] = {"frames": place.frames, "user": place.user, "thread": place.thread, "op_chain": chain}
     capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
     return Sync(**{"rule": rule.id, "op": chain[-1] if chain else "", "capturing": capturing, **where, **facts})

@@ -11,7 +11,7 @@ SUFFIX = ".child"
 
 
 class Watch(importlib.abc.MetaPathFinder):
-    """Finds no module, and sees which ones are looked for. Processes that are forked later have it, too."""
+    """Watch which modules are imported, without finding any; processes that are forked later inherit it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

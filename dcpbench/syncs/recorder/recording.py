@@ -1,7 +1,7 @@
-"""Records one process with torch's profiler, step by step, and leaves its trace where `dcpbench syncs run` looks for it.
+"""Record one process with torch's profiler, step by step, and write its trace where `dcpbench syncs run` looks for it.
 
     FOLDER/rank0-pid123.json    the trace
-    FOLDER/123.note             what became of the process, also of one that was not recorded
+    FOLDER/123.note             outcome for the process, even if it was not recorded
 
 Without steps, recording begins as soon as the process uses CUDA: no sooner, as a process that has touched CUDA may no
 longer fork workers that use it. Nothing here may ever fail the program.
@@ -43,12 +43,12 @@ OWN_PROFILER = "the program used torch's profiler itself, of which there can be 
 
 
 class Recorder:
-    """The recording of this process.
+    """Record this process.
 
-    Settings: `folder`; `warmup`, steps that are not recorded; `steps`, how many are, or None for all that follow;
-    `cpu`, record although there is no GPU, for tests; `step`, `MODULE:FUNCTION`, one call of which is a step. Without,
-    a step lasts from one outermost call of an nn.Module to the next: what follows the model, such as sampling, belongs
-    to it.
+    Settings: `folder`; `warmup`, the number of steps before; `steps`, the number of recorded steps, or None for all that follow;
+    `cpu`, record without a GPU, for tests; `step`, `MODULE:FUNCTION`, of which one call is a step. Without `step`, a
+    step lasts from one outermost call of an nn.Module to the next: work after the model, such as sampling, belongs to
+    it.
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
@@ -60,33 +60,33 @@ class Recorder:
         self.cpu = bool(settings["cpu"])
         self._module, _, self._function = settings["step"].partition(":")
         self.found = not self._function
-        """The function whose calls are steps, if there is one."""
+        """True if the function of `step` was found, or if none is given."""
         self.state = WAITING
         self.count = 0
-        """Steps begun."""
+        """Number of steps begun."""
         self.cut = False
-        """Recording ended sooner than asked for."""
+        """True if recording ended sooner than requested."""
         self.problems: list[str] = []
         self._local = threading.local()
         self._undo: list[Callable[[], None]] = []
-        """Takes the marks of steps away again."""
+        """Functions that remove the marks of steps."""
         self._torch: Any = None
         self._profiler: Any = None
         self._trace = ""
         self._lock = threading.RLock()
         self._own = False
-        """The profiler is being called from here."""
+        """True while this recorder calls the profiler."""
         self._cuda = self.cpu
-        """CUDA is in use."""
+        """True if CUDA is in use."""
         self._wanted = False
-        """What happens now is to be recorded."""
+        """True if the current activity is to be recorded."""
         self._writing = False
         self._terminated = False
         self._open: tuple[int, Any] | None = None
-        """Thread and range of the step that goes on."""
+        """Thread and range of the current step."""
 
     def torch_imported(self, torch: Any) -> None:  # noqa: ANN401  (a module)
-        """Begins to look out for CUDA, or for steps."""
+        """Start to watch for CUDA, or for steps."""
         self._torch = torch
         atexit.register(self.exit)
         os.register_at_fork(after_in_child=self._forked)
@@ -101,7 +101,7 @@ class Recorder:
         self.look()
 
     def begin_step(self) -> None:
-        """A step begins, and one that has not ended yet ends."""
+        """Begin a step, and end one that has not ended yet."""
         with self._lock, self._unfailing("marking a step"):
             if self.state == DONE or self._torch is None:
                 return
@@ -118,14 +118,14 @@ class Recorder:
                 self._open = (threading.get_ident(), step)
 
     def end_step(self) -> None:
-        """The step ends. After the last that is to be recorded the trace is written."""
+        """End the step; after the last one to record, the trace is written."""
         with self._lock, self._unfailing("marking a step"):
             self._close_step()
             if self.last is not None and self.count >= self.last:
                 self.finish()
 
     def finish(self) -> None:
-        """Writes the trace, once; the program goes on without the profiler."""
+        """Write the trace, once; the program continues without the profiler."""
         with self._lock:
             if self.state != RECORDING:
                 return
@@ -142,14 +142,14 @@ class Recorder:
                 _terminate()
 
     def exit(self) -> None:
-        """The process ends."""
+        """Finish when the process ends."""
         if self._torch is not None:
             with self._lock:
                 self.finish()
                 self.note()
 
     def note(self) -> None:
-        """Writes down what became of this process."""
+        """Write a note with the outcome for this process."""
         with contextlib.suppress(Exception):
             about = {
                 "pid": os.getpid(),
@@ -173,13 +173,13 @@ class Recorder:
             self.problems.append(f"{what} failed: {error!r} ({Path(where.filename).name}:{where.lineno})")
 
     def _start_with_cuda(self) -> None:
-        """Starts now where CUDA is in use, else with its first use."""
+        """Start now if CUDA is in use, else with its first use."""
         self._wanted = True
         if self._cuda:
             self._start()
 
     def _cuda_begins(self) -> None:
-        """torch is about to initialise CUDA, or has."""
+        """Handle that torch is about to initialise CUDA, or has."""
         with self._lock, self._unfailing("starting with CUDA"):
             self._cuda = True
             self.look()  # a script has mostly defined its functions before it uses CUDA
@@ -187,7 +187,7 @@ class Recorder:
                 self._start()
 
     def _close_step(self) -> None:
-        """A range can only be closed by the thread that opened it; the profiler closes what is left."""
+        """Close the step's range on the thread that opened it, as is required; the profiler closes what is left."""
         if self._open is not None:
             (thread, step), self._open = self._open, None
             if thread == threading.get_ident():
@@ -233,7 +233,7 @@ class Recorder:
         self._profiler = made
 
     def _write(self) -> None:
-        """The profiler is stopped first, whatever becomes of its trace."""
+        """Write the trace; the profiler is stopped first, whether or not that succeeds."""
         rank = os.environ.get("RANK", "")
         name = f"rank{rank}-pid{os.getpid()}" if rank.isdecimal() else f"pid{os.getpid()}"
         with self._calling():
@@ -248,7 +248,7 @@ class Recorder:
         self._trace = whole.name
 
     def _distributed(self) -> dict[str, object]:
-        """Rank and world size, also of a job that has already closed its process groups."""
+        """Return rank and world size, also of a job that has already closed its process groups."""
         dist = self._torch.distributed
         if dist.is_available() and dist.is_initialized():
             return {"backend": dist.get_backend(), "rank": dist.get_rank(), "world_size": dist.get_world_size()}
@@ -257,7 +257,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def _calling(self) -> Iterator[None]:
-        """Calls into the profiler are ours meanwhile, and its warnings nobody's."""
+        """Mark calls into the profiler as the recorder's own meanwhile, and suppress its warnings."""
         self._own = True
         try:
             with warnings.catch_warnings():
@@ -267,7 +267,7 @@ class Recorder:
             self._own = False
 
     def _give_way_to_the_program(self) -> None:
-        """A profiler of the program's own works as ever: this recording ends before it begins."""
+        """End this recording before a profiler of the program's own begins, which then works as usual."""
         home = self._torch.autograd.profiler
         for name in ("_prepare_profiler", "_enable_profiler"):
             original = getattr(home, name, None)
@@ -292,13 +292,13 @@ class Recorder:
             _terminate()
 
     def _forked(self) -> None:
-        """The profiler's threads have stayed with the parent, so that this child can record nothing."""
+        """Disable recording in this child: the profiler's threads have stayed with the parent."""
         if self.state == RECORDING:
             self.state, self._cuda = DONE, False
         self._lock = threading.RLock()
 
     def look(self) -> None:
-        """Marks the function of --step as soon as it can be found."""
+        """Mark the function of --step as soon as it can be found."""
         if self.found:
             return
         owner: Any = sys.modules.get(self._module)
@@ -334,7 +334,7 @@ class Recorder:
             self._leave(ends=True)
 
     def _follow_modules(self, call: Any) -> None:  # noqa: ANN401  (nn.Module.__call__)
-        """Puts the shell around the code of nn.Module.__call__. The function stays: torch.compile compares it."""
+        """Wrap the code of nn.Module.__call__; the function object stays, because torch.compile compares it."""
         code, home = call.__code__, call.__globals__
         home["_dcpbench_call"] = types.FunctionType(code, home, call.__name__, call.__defaults__, call.__closure__)
         home["_dcpbench_enter"] = self.look if self._function else self._enter
@@ -362,7 +362,7 @@ def _terminate() -> None:
 
 
 def install(settings: dict[str, Any]) -> None:
-    """Nothing happens before the program imports torch."""
+    """Install the recorder, which is inactive before the program imports torch."""
     recorder = Recorder(settings)
     if settings["step"]:
         after_import(settings["step"].partition(":")[0], lambda _: recorder.look())
@@ -370,9 +370,9 @@ def install(settings: dict[str, Any]) -> None:
 
 
 def after_import(name: str, then: Callable[[ModuleType], None]) -> None:
-    """Calls `then(module)` when the module `name` has run to its end; at once where it has already.
+    """Call `then(module)` when the module `name` has run to its end, or at once if it already has.
 
-    What `then` raises is not the program's, and is dropped.
+    Exceptions of `then` are dropped, because they are not the program's.
     """
     if name in sys.modules:
         _call(then, sys.modules[name])
@@ -386,14 +386,14 @@ def _call(then: Callable[[ModuleType], None], module: ModuleType) -> None:
 
 
 class _Finder:
-    """Finds one module as all others do, and puts a call behind its execution. It leaves nothing behind."""
+    """Find one module as the other finders do, and call a function after its execution; nothing is left behind."""
 
     def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
         self.name = name
         self.then = then
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:  # noqa: ANN401
-        """Part of Python's protocol for finders."""
+        """Implement Python's protocol for finders."""
         if name != self.name:
             return None
         others = (f for f in sys.meta_path if not isinstance(f, _Finder) and hasattr(f, "find_spec"))

@@ -1,4 +1,4 @@
-"""Imported by Python at its start: sets up what this process is to leave, then imports the sitecustomize behind this one."""
+"""Set up the recording or notes of this process when Python starts, then import the next sitecustomize on sys.path."""
 
 import importlib.machinery
 import importlib.util
@@ -24,7 +24,7 @@ def install(part: str, settings: Any) -> None:  # noqa: ANN401 - JSON
 
 
 def other() -> Any:  # noqa: ANN401  (a module, or None)
-    """Return the sitecustomize behind this one on sys.path, not yet run."""
+    """Return the next sitecustomize on sys.path, not yet run."""
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize")
     if spec is None or spec.loader is None or (spec.origin and Path(spec.origin).resolve().parent == HERE):
         return None

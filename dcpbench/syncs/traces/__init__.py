@@ -1,1 +1,1 @@
-"""Reads a profiler's trace and finds what blocked the host in it, and what that cost."""
+"""Read a profiler's trace and find what blocked the host in it, and the cost."""

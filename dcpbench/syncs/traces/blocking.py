@@ -1,4 +1,4 @@
-"""Calls that block the host: which ones, with what copy, for how long."""
+"""Find calls that block the host: which ones, with which copy, for how long."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ API_NAMES = frozenset(
     for name in _KINDS
     for version in ("", "_v2", "_ptsz", "_ptds", "_spt")
 ) | frozenset(_XPU)
-"""Names of all calls that concern us, with the usual suffixes."""
+"""Names of all relevant calls, with the usual suffixes."""
 RUNTIMES = ("cuda", "cu", "hip", "ur", "ze")
-"""Beginnings of the names of calls that can be told apart; XPU's are the last two."""
+"""Prefixes of the names of calls that can be classified; the last two are XPU's."""
 SYNCHRONISE = ("stream", "event", "device")
 ADJACENT_US = 50.0
 """A copy and a synchronisation outside any operator belong together if no more time than this lies between them."""
@@ -75,14 +75,14 @@ _HARMLESS = re.compile("Query|Captur|Attribute|LastError|GetDevice|Occupancy")
 
 
 class Blocked(NamedTuple):
-    """One call that blocked the host."""
+    """Describe one call that blocked the host."""
 
     start: float
     end: float
     wait: float
     """Microseconds in which the host was blocked: of the synchronisation, and of a pageable copy before it."""
     thread: int
-    """-1 where only a `cuda_sync` event outside any operator says that something waited."""
+    """Thread; -1 if only a `cuda_sync` event outside any operator shows the wait."""
     external: int
     """`External id`, -1 without one."""
     call: str
@@ -98,7 +98,7 @@ class Blocked(NamedTuple):
 
 
 class Blocking:
-    """Blocking calls of a trace, by thread and time, then what `cuda_sync` events alone show, also as arrays."""
+    """Hold the blocking calls of a trace by thread and time, then those only in `cuda_sync` events, also as arrays."""
 
     def __init__(self, calls: list[Blocked]) -> None:
         self.calls = calls
@@ -114,7 +114,7 @@ class Blocking:
 
 
 def kind_of(name: str) -> Waits | None:
-    """What a runtime or driver call waits for; None where it does not concern us."""
+    """Return what a runtime or driver call waits for; None for a call that is irrelevant here."""
     if name in _XPU:
         return _XPU[name]
     for prefix in ("cuda", "hip", "cu"):
@@ -124,7 +124,7 @@ def kind_of(name: str) -> Waits | None:
 
 
 def direction_of(name: str) -> str:
-    """`Memcpy DtoH (Device -> Pageable)` -> `DtoH pageable`; empty where the name says no direction."""
+    """Return `DtoH pageable` for `Memcpy DtoH (Device -> Pageable)`; empty if the name has no direction."""
     found = re.search(r"([DHP]to[DHP])", name)
     if found is None:
         known = {"DeviceToHost": "DtoH", "HostToDevice": "HtoD", "DeviceToDevice": "DtoD"}
@@ -134,7 +134,7 @@ def direction_of(name: str) -> str:
 
 
 def rule_of(call: Blocked, op_chain: Sequence[str], direction: str) -> Rule:
-    """Rule of a blocking call within these operators, outermost first, and with a copy in that direction."""
+    """Return the rule of a blocking call within these operators, outermost first, and with a copy in that direction."""
     copies = call.copied >= 0 or call.kind in ("copy", "async copy")
     if call.kind in ("free", "pin"):
         return rules.ALLOCATION
@@ -153,7 +153,9 @@ def rule_of(call: Blocked, op_chain: Sequence[str], direction: str) -> Rule:
 
 
 def cause_of_frees(columns: Columns) -> str:
-    """Why so much memory is freed, as far as the calls tell; empty where little is, or nothing allocated besides."""
+    """Return why much memory is freed, as far as the calls show; empty if little is freed, or nothing is allocated
+    besides.
+    """
     calls = columns.tables["calls"]
     freed = int(columns.named(lambda name: kind_of(name) == "free")[calls.name].sum())
     allocated = int(columns.named(_ALLOCATES.match)[calls.name].sum())
@@ -166,7 +168,7 @@ def cause_of_frees(columns: Columns) -> str:
 
 
 def find_blocking(columns: Columns) -> Blocking:
-    """All calls that block the host, each copy merged with the synchronisation that waits for it."""
+    """Return all calls that block the host, each copy merged with the synchronisation that waits for it."""
     calls, gpu = columns.tables["calls"], columns.tables["gpu"]
     kinds = [kind_of(name) for name in columns.names]
     harmless = columns.named(_HARMLESS.search)
@@ -217,19 +219,23 @@ def find_blocking(columns: Columns) -> Blocking:
 
 
 def _copies_of(calls: Table, gpu: Table, is_copy: Bools) -> Ints:
-    """Row in the GPU table of each call's copy, or -1. Other GPU work with the same id, of another process, is none."""
+    """Return the row in the GPU table of each call's copy, or -1; other GPU work with the same id, of another process,
+    is none.
+    """
     copies = np.flatnonzero(is_copy[gpu.name]) if len(gpu) else np.zeros(0, np.int64)
     at = match(gpu.correlation[copies], calls.correlation)
     return np.where(at >= 0, copies[at], -1) if len(copies) else at
 
 
 def _true_links(table: Table) -> Ints:
-    """`External id` of operators. Older traces give a call without operator its own correlation instead."""
+    """Return `External id` of operators; older traces give a call without operator its own correlation instead."""
     return np.where(table.external == table.correlation, -1, table.external)
 
 
 def _timed(columns: Columns, calls: Table) -> Bools:
-    """Calls behind which the same thread reads the time between two events before it does anything else."""
+    """Return a mask of calls after which the same thread reads the time between two events before it does anything
+    else.
+    """
     reads = columns.named(_ELAPSED.match)
     timed = np.zeros(len(calls), bool)
     timed[:-1] = reads[calls.name[1:]] & (calls.thread[1:] == calls.thread[:-1]) if len(calls) else False
@@ -239,9 +245,9 @@ def _timed(columns: Columns, calls: Table) -> Bools:
 def _copies_before(
     columns: Columns, calls: Table, kind: dict[int, Waits | None], direction: list[str]
 ) -> dict[int, int]:
-    """Synchronisation -> the copy that it waits for: the call just before it on its thread, in the same operator.
+    """Map each synchronisation to the copy that it waits for: the previous call on its thread, in the same operator.
 
-    Nobody on the host waits for a copy from GPU to GPU, so that after one it is the synchronisation that was wanted.
+    The host does not wait for a copy from GPU to GPU, so that after one the synchronisation itself was intended.
     """
     pairs = [
         (i, i - 1)
@@ -266,9 +272,9 @@ def _copies_before(
 
 
 def _held_up(gpu: Table, calls: Table, copied: Ints, direction: list[str]) -> Bools:
-    """Calls that did not return until the GPU was done with what lay before their copy on its stream.
+    """Return a mask of calls that did not return until the GPU had finished the work before their copy on its stream.
 
-    HIP puts copies on streams where nothing else is, and names no memory; there work of any stream counts.
+    HIP puts copies on streams of their own, and names no memory; there work of any stream counts.
     """
     held = np.zeros(len(calls), bool)
     has = np.flatnonzero(copied >= 0)
@@ -289,7 +295,7 @@ def _held_up(gpu: Table, calls: Table, copied: Ints, direction: list[str]) -> Bo
 
 
 def _blocks(kind: Waits | None, direction: str, name: str, held: bool) -> bool:
-    """Whether a copy or a change of memory can block the host."""
+    """Return True if a copy or a change of memory can block the host."""
     if kind == "copy":
         return not direction.startswith("DtoD") or "WithStream" in name
     if kind == "async copy":
@@ -298,10 +304,11 @@ def _blocks(kind: Waits | None, direction: str, name: str, held: bool) -> bool:
 
 
 def _of_sync_events(columns: Columns, explains: Bools) -> list[Blocked]:
-    """What only `cuda_sync` events show: waits through the driver API, in libraries, or of calls without a name.
+    """Return the waits that only `cuda_sync` events show: through the driver API, in libraries, or of calls without a
+    name.
 
     A short `Event Sync` without a call may be a mere query, for which CUPTI writes the same event; it only may block.
-    What `explains` events are the calls that are counted, or are known not to wait.
+    `explains` marks the calls that account for an event: those that are counted, or are known not to wait.
     """
     events, calls, ops = columns.tables["syncs"], columns.tables["calls"], columns.tables["ops"]
     kinds = [SYNC_EVENTS.get(name) for name in columns.names]
@@ -333,7 +340,9 @@ def _middle(table: Table) -> Floats:
 
 
 def _explained(events: Table, calls: Table) -> Bools:
-    """Which `cuda_sync` events belong to one of these calls: by id, or, where either has none, by time, one to each."""
+    """Return a mask of `cuda_sync` events that belong to one of these calls: by id, or, if either has none, by time,
+    one to each.
+    """
     known = match(calls.correlation, events.correlation) >= 0
     free = np.flatnonzero(match(events.correlation, calls.correlation) < 0)
     left = np.flatnonzero(~known)

@@ -1,4 +1,4 @@
-"""What the GPU lost: idle time that a synchronisation caused, at most."""
+"""Compute an upper bound of the GPU idle time that a synchronisation caused."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ if TYPE_CHECKING:
 
 
 def busy_and_idle(columns: Columns) -> tuple[float, float]:
-    """(microseconds in which a stream had work, those between first and last work in which none had)."""
+    """Return (microseconds in which a stream had work, microseconds between first and last work in which none had)."""
     start, end = union(columns.tables["gpu"].start, columns.tables["gpu"].end)
     busy = float((end - start).sum())
     return busy, float(end[-1] - start[0]) - busy if len(start) else 0.0
 
 
 def bubbles(columns: Columns, blocking: Blocking) -> Floats:
-    """Microseconds of GPU idle time that removing each blocking call would win, at most.
+    """Return the maximum GPU idle time in microseconds that removing each blocking call would save.
 
-    Idle is the time between the first and the last GPU work in which no stream has any. To remove a call is to let the
-    host go on at once: what it does later comes earlier by the call's own time, until it waits the next time, and
-    whatever waits for something still waits for the same. In a program of one host thread, removing any one call takes
-    no more idle time away than its bubble. On one stream that is the time from end to end; with several, work may
-    overlap better besides, so that the end comes earlier by more than idle time tells, but by the call's own time at
-    most. Removing several calls may win more than their sum, as one that stays waits for what another no longer does.
+    Idle time is the time between the first and the last GPU work in which no stream has any work. Removing a call lets
+    the host continue immediately: its later work is earlier by the call's own time, until the next wait, and every
+    other wait still waits for the same. In a program of one host thread, removing any one call saves at most the idle
+    time of its bubble. On one stream this is also the saving from end to end; with several streams work may overlap
+    better, so that the end is earlier by more than the idle time, but by at most the call's own time. Removing several
+    calls may save more than the sum of their bubbles, because a remaining call waits for work that another call no
+    longer waits for.
 
-    A bubble is the idle time behind the call's start that ends with work launched after the call on its thread, and
-    launched late, as far as the next wait there; and never more than the call's own time. Where the GPU was dry and
-    nothing queued when a call began, it is therefore not blamed for a long gap around it.
+    A bubble is the idle time after the call's start that ends with work launched after the call on its thread, and
+    launched late, up to the next wait there; it is at most the call's own time. A call is therefore not blamed for a
+    long gap around it if the GPU was idle and nothing was queued when the call began.
     """
     found = np.zeros(len(blocking))
     gaps = _late_gaps(columns)
@@ -47,9 +48,9 @@ def bubbles(columns: Columns, blocking: Blocking) -> Floats:
 
 
 def _own(columns: Columns, blocking: Blocking) -> Floats:
-    """Of each call's own time what the GPU can lose by it: idle time meanwhile, and work that was left when it began.
+    """Return how much of each call's own time the GPU can lose by it: idle time meanwhile, and work left when it began.
 
-    All of it on a GPU that one host thread feeds; nothing before the first work.
+    It is all of the time on a GPU that one host thread feeds, and 0 before the first work.
     """
     gpu, calls = columns.tables["gpu"], columns.tables["calls"]
     start, end = blocking.start, blocking.end
@@ -66,21 +67,21 @@ def _own(columns: Columns, blocking: Blocking) -> Floats:
 
 
 class _Gaps(NamedTuple):
-    """Idle times that end with work which the host launched late, in order."""
+    """Hold idle times that end with work which the host launched late, in order."""
 
     dry: Floats
     wet: Floats
     launched: Floats
-    """When the host began to launch that work."""
+    """Time when the host began to launch that work."""
     thread: Ints
 
     def take(self, which: NDArray[Any]) -> _Gaps:
-        """Those that a mask picks."""
+        """Return the gaps that a mask selects."""
         return _Gaps(*(column[which] for column in self))
 
 
 def _late_gaps(columns: Columns) -> _Gaps:
-    """Gaps before work that did not lie in the queue when the GPU ran dry."""
+    """Return the gaps before work that was not in the queue when the GPU became idle."""
     gpu, calls = columns.tables["gpu"], columns.tables["calls"]
     start, end = union(gpu.start, gpu.end)
     dry, wet = end[:-1], start[1:]
@@ -93,7 +94,7 @@ def _late_gaps(columns: Columns) -> _Gaps:
 
 
 class _WaitsFor(NamedTuple):
-    """What calls wait for, one mask over all calls each."""
+    """Hold what calls wait for, as masks over all calls."""
 
     everything: Bools
     streams: dict[int, Bools]
@@ -101,15 +102,16 @@ class _WaitsFor(NamedTuple):
 
     @property
     def known(self) -> Bools:
-        """Calls of which something is known."""
+        """Return a mask of calls for which something is known."""
         known: Bools = np.any([self.everything, *self.streams.values()], axis=0)
         return known
 
 
 def _waits_for(columns: Columns, blocking: Blocking) -> _WaitsFor:
-    """A trace names no stream or event. The stream of a copy is known, and a long call waited for what ended meanwhile.
+    """Return what each call waits for; a trace names no stream or event.
 
-    Nothing is known of a short call, which may have waited for another stream or for none, nor of what may not block.
+    The stream of a copy is known, and a long call waited for what ended meanwhile. Nothing is known about a short call,
+    which may have waited for another stream or for none, nor about a call that may not block.
     """
     gpu = columns.tables["gpu"]
     blocks = ~blocking.may_block
@@ -125,7 +127,7 @@ def _waits_for(columns: Columns, blocking: Blocking) -> _WaitsFor:
 
 
 def _of_thread(columns: Columns, blocking: Blocking, calls: Ints, gaps: _Gaps, waits: _WaitsFor) -> Floats:
-    """Idle time behind these calls of a thread, in gaps that end with its launches, as far as its next wait."""
+    """Return the idle time after these calls of a thread, in gaps that end with its launches, up to its next wait."""
     start, end = blocking.start[calls], blocking.end[calls]
     idle = np.concatenate([[0.0], np.cumsum(gaps.wet - gaps.dry)])
     first = np.searchsorted(np.maximum.accumulate(gaps.launched), end)
@@ -142,9 +144,9 @@ def _of_thread(columns: Columns, blocking: Blocking, calls: Ints, gaps: _Gaps, w
 
 
 def _unseen(columns: Columns, waits: _WaitsFor, calls: Ints, start: Floats, end: Floats) -> Floats:
-    """Time from start to end in which only streams had work for which each of these calls does not wait.
+    """Return the time from start to end in which only streams had work for which each of these calls does not wait.
 
-    By so much the host may still be ahead after the call, without any gap of the GPU's to show for it.
+    The host may still be ahead by this time after the call, without any gap on the GPU.
     """
     gpu = columns.tables["gpu"]
     most = np.zeros(len(calls))
@@ -159,7 +161,7 @@ def _unseen(columns: Columns, waits: _WaitsFor, calls: Ints, start: Floats, end:
 
 
 def waited_for(columns: Columns, blocking: Blocking) -> list[str]:
-    """Name of the last kernel that ended while each call blocked; of the last copy where there was no kernel."""
+    """Return the name of the last kernel that ended while each call blocked, or of the last copy without a kernel."""
     gpu = columns.tables["gpu"]
     order = np.argsort(gpu.end, kind="stable")
     by_end = gpu.name[order].tolist()
@@ -175,8 +177,10 @@ def waited_for(columns: Columns, blocking: Blocking) -> list[str]:
 
 
 LOOK_BACK = 64
-"""GPU events to look at for a kernel before a copy is named."""
+"""Maximum number of GPU events that are searched for a kernel before a copy is named."""
 LAUNCH_US = 10.0
-"""Work that was launched longer than this before the GPU ran dry lay in the queue: the host is not what came late."""
+"""Minimum age in µs of a launch when the GPU becomes idle, for the work to count as queued, so that the host is not
+late.
+"""
 NO_WAIT_US = 10.0
-"""A call that finds nothing to wait for takes less."""
+"""Maximum duration in µs of a call that finds nothing to wait for."""

@@ -1,4 +1,4 @@
-"""Columns of a trace: one NumPy array per field and kind of event, with names as numbers. 30 to 50 bytes per event."""
+"""Store a trace in columns: one NumPy array per field and kind of event, with names as numbers. 30 to 50 bytes per event."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ _CATEGORIES = {
 CATEGORIES = {name: table for table, names in _CATEGORIES.items() for name in names.split()}
 """Category of an event, in lower case, to the table it goes to. Names with a capital are those of 2021."""
 TIMED = ("calls", "gpu", "syncs")
-"""Kinds of events with durations from which prices are computed."""
+"""Kinds of events with durations from which costs are computed."""
 CAUSES = ("calls", "gpu", "syncs", "ranges")
-"""Tables of which each event may be a wait, or say for what or in which step: none of them may be lost in silence."""
+"""Tables in which each event may be a wait, its object or its step: none of them may be lost silently."""
 ACCELERATORS = re.compile(
     r"(?:async_)?(?:mtia|glow|hpu|npu|tpu|xla|xpu|neuron|musa|mlu|gcu|privateuse1)(?:_|$)", re.IGNORECASE
 )
@@ -49,7 +49,7 @@ _NO_ARGS = Args()
 
 
 class Ids(dict[Any, int]):
-    """Numbers of things, in the order in which they are first seen."""
+    """Number things in the order in which they are first seen."""
 
     def __missing__(self, key: object) -> int:
         number = self[key] = len(self)
@@ -57,7 +57,7 @@ class Ids(dict[Any, int]):
 
 
 class Threads(dict[tuple[object, object], int]):
-    """Numbers of (pid, tid); a string of digits is the same as its number, as traces of 2021 hold both."""
+    """Number pairs (pid, tid); a string of digits is the same as its number, as traces of 2021 hold both."""
 
     def __init__(self) -> None:
         self.numbers = Ids()
@@ -69,7 +69,7 @@ class Threads(dict[tuple[object, object], int]):
 
 
 class CallStacks(Ids):
-    """Numbers of call stacks; NONE for a stack without frames."""
+    """Number call stacks; NONE for a stack without frames."""
 
     def __missing__(self, key: object) -> int:
         return super().__missing__(key) if str(key).strip("; ") else NONE
@@ -77,10 +77,10 @@ class CallStacks(Ids):
 
 @dataclasses.dataclass
 class Table:
-    """Events of one kind. Times are microseconds on the trace's clock; columns that a kind has no use for are empty.
+    """Hold events of one kind.
 
-    `thread` numbers (pid, tid), which for GPU work is its stream; `external`, `correlation` and `bytes` are -1 where
-    the event has none.
+    Times are microseconds on the trace's clock; columns that a kind does not use are empty. `thread` numbers (pid,
+    tid), which for GPU work is its stream; `external`, `correlation` and `bytes` are -1 if the event has none.
     """
 
     start: Floats
@@ -114,7 +114,7 @@ FIELDS = {
 
 
 class Columns:
-    """All that a scan needs of a trace, after `add` has seen every block and `close` was called."""
+    """Hold all that a scan needs of a trace, after `add` has seen every block and `close` was called."""
 
     tables: dict[str, Table]
     names: list[str]

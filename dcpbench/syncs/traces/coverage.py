@@ -1,4 +1,4 @@
-"""Coverage of a trace: what it cannot show, and what in it is lost or contradictory, so that it is never clean."""
+"""Compute the coverage of a trace: what it cannot show, and lost or contradictory parts, with which it is never clean."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which events contain a moment, for all moments at once."""
+"""Find the events that contain a moment, for all moments at once."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ if TYPE_CHECKING:
     Bools = NDArray[np.bool_]
 
 ANY = -2
-"""Number of a thread that stands for all of them."""
+"""Number that matches any thread."""
 
 
 def containing(start: Floats, end: Floats, moments: Floats) -> tuple[Ints, Ints]:
-    """Pairs (moment, interval) with start <= moment < end, by moment, and for each from the outermost to the innermost.
+    """Return pairs (moment, interval) with start <= moment < end, by moment, and for each from the outermost to the
+    innermost.
 
     Intervals may overlap and come in any order. Only intervals that contain a moment cost more than a binary search, so
     that a million operators around a hundred synchronisations are cheap.
@@ -39,7 +40,9 @@ def containing(start: Floats, end: Floats, moments: Floats) -> tuple[Ints, Ints]
 
 
 def chains(table: Table, moments: Floats, threads: Ints) -> list[Ints]:
-    """For each moment, in microseconds, the rows of a table on its thread, or on ANY, that contain it, outermost first."""
+    """Return for each moment, in microseconds, the rows of a table on its thread, or on ANY, that contain it, outermost
+    first.
+    """
     found: list[Ints] = [np.zeros(0, np.int64)] * len(moments)
     for thread in np.unique(threads):
         rows = np.arange(len(table)) if thread == ANY else np.flatnonzero(table.thread == thread)
@@ -53,7 +56,7 @@ def chains(table: Table, moments: Floats, threads: Ints) -> list[Ints]:
 
 
 def union(start: Floats, end: Floats) -> tuple[Floats, Floats]:
-    """Disjoint intervals, in order, that cover the same time."""
+    """Return disjoint intervals, in order, that cover the same time."""
     order = np.argsort(start, kind="stable")
     start, until = start[order], np.maximum.accumulate(end[order]) if len(end) else end
     opens = np.ones(len(start), bool)
@@ -64,7 +67,7 @@ def union(start: Floats, end: Floats) -> tuple[Floats, Floats]:
 
 
 def covered(start: Floats, end: Floats, moments: Floats) -> Floats:
-    """For each moment how much time before it lies in these intervals, which are disjoint and in order."""
+    """Return for each moment how much time before it lies in these intervals, which are disjoint and in order."""
     if not len(start):
         return np.zeros(len(moments))
     before = np.concatenate([[0.0], np.cumsum(end - start)])
@@ -74,7 +77,7 @@ def covered(start: Floats, end: Floats, moments: Floats) -> Floats:
 
 
 def match(keys: Ints, wanted: Ints) -> Ints:
-    """For each wanted key the row of the first equal one in `keys`, -1 where there is none or the key is -1."""
+    """Return for each wanted key the row of the first equal one in `keys`; -1 if there is none or the key is -1."""
     if not len(keys) or not len(wanted):
         return np.full(len(wanted), -1)
     order = np.argsort(keys, kind="stable")

@@ -1,4 +1,6 @@
-"""The Python line of a blocking call, from a trace's frames or an operator's call stack: whose code, in which file."""
+"""Find the Python line of a blocking call, from a trace's frames or an operator's call stack: owner of the code and
+file.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _FRAME = re.compile(r"^(?P<file>.+?)\((?P<line>\d+)\): (?P<function>.*)$")
 _FRAMEWORK = re.compile(r"(?:^|-packages/|/pytorch/)(?:torch|triton)/|/torchinductor_[^/]+/")
-"""Not any folder called triton: engines keep their own kernels in such."""
+"""Pattern of framework paths; not every folder called triton, because engines keep their own kernels in such."""
 _PROFILER = re.compile(r"(?:^|/)torch/(?:profiler/|autograd/profiler)")
 _LIBRARIES = re.compile(r"^.*/(?:site|dist)-packages/")
 _INTERPRETER = re.compile(r"^.*/lib/python3(?:\.\d+)?t?/")
@@ -32,7 +34,7 @@ _PACKAGES = (
     "xformers"
 )
 PACKAGES = frozenset(_PACKAGES.split())
-"""Packages that programs call and seldom are, wherever a trace is read; what is installed here is added to them."""
+"""Packages that programs call and rarely are, wherever a trace is read; packages installed here are added."""
 SOURCE_FOLDERS = ("", "src", "python", "lib")
 """Folders of a repository from which Python may import; the profiler shortens paths by the folder on sys.path."""
 
@@ -43,9 +45,9 @@ def _without_address(name: str) -> str:
 
 @functools.lru_cache(maxsize=1 << 16)
 def parse_frame(name: str) -> Frame:
-    """`model.py(12): forward` -> its parts; built-in functions and `nn.Module: Linear_0` have no file.
+    """Parse `model.py(12): forward` into its parts; built-in functions and `nn.Module: Linear_0` have no file.
 
-    The line is the first one of the function, or the call's: the trace decides.
+    The line is the first one of the function, or the call's, depending on the trace.
     """
     text = _without_address(name)
     found = _FRAME.match(text)
@@ -56,20 +58,20 @@ def parse_frame(name: str) -> Frame:
 
 @functools.cache
 def _installed() -> frozenset[str]:
-    """Names of the packages that are installed beside this program."""
+    """Return the names of the packages that are installed with this program."""
     folders = [Path(folder) for folder in sys.path if folder.endswith("-packages")]
     return frozenset(p.name for folder in folders if folder.is_dir() for p in folder.iterdir() if p.is_dir())
 
 
 class Repository:
-    """Where files of traces lie below a folder."""
+    """Locate files of traces below a folder."""
 
     def __init__(self, root: Path) -> None:
         self.root = root.resolve()
         self._known: dict[str, str] = {}
 
     def path(self, file: str) -> str:
-        """Path below the root where the file is there; else without the parts that differ between machines.
+        """Return the path below the root if the file exists there; else without the parts that differ between machines.
 
         A trace from another checkout has other absolute paths: the longest end of the path that exists here counts.
         """
@@ -93,7 +95,7 @@ class Repository:
         return file
 
     def has(self, file: str) -> bool:
-        """Whether the file lies below the root."""
+        """Return True if the file is below the root."""
         return self._holds(self.path(file))
 
     def _holds(self, relative: str) -> bool:
@@ -103,23 +105,26 @@ class Repository:
             return False
 
     def user_frame(self, frames: Sequence[Frame]) -> int | None:
-        """Index of the innermost frame outside torch, Triton and Python's own library; else of the innermost one with a
-        file outside torch; None where there is none. Frames come outermost first.
+        """Return the index of the user's innermost frame; frames are outermost first.
+
+        It is the innermost frame outside torch, Triton and Python's own library; else the innermost one with a file
+        outside torch; None if there is none.
         """
         candidates = [i for i, f in enumerate(frames) if f.file and not _FRAMEWORK.search(f.file)]
         own = [i for i in candidates if not self._is_python(frames[i].file)]
         return next(reversed(own or candidates), None)
 
     def caller(self, frames: Sequence[Frame], at: int) -> int | None:
-        """Index of the innermost frame outside libraries, where the frame at this index lies in one; else None."""
+        """Return the index of the innermost frame outside libraries if the frame at `at` is in one; else None."""
         if not self._is_library(frames[at].file):
             return None
         own = (i for i in range(at - 1, -1, -1) if frames[i].file and not self._is_library(frames[i].file))
         return next(own, None)
 
     def _is_library(self, file: str) -> bool:
-        """Whether a file belongs to something installed. The profiler shortens paths by the folder on sys.path, so that
-        a package's name may be all there is.
+        """Return True if a file belongs to an installed package.
+
+        The profiler shortens paths by the folder on sys.path, so that a package's name may be all there is.
         """
         if self.has(file):
             return False
@@ -128,7 +133,7 @@ class Repository:
         return "/" in file and not file.startswith("/") and file.split("/", maxsplit=1)[0] in PACKAGES | _installed()
 
     def _is_python(self, file: str) -> bool:
-        """Whether a file is part of Python's own library, shortened or not."""
+        """Return True if a file is part of Python's own library, shortened or not."""
         if file.startswith("/"):
             return bool(_INTERPRETER.match(file)) and "-packages/" not in file
         return file.split("/", maxsplit=1)[0].removesuffix(".py") in sys.stdlib_module_names and not self.has(file)
@@ -138,30 +143,30 @@ Stacks = Literal["python_function", "call stack", "none"]
 
 
 class Line(NamedTuple):
-    """Where a call was made."""
+    """Describe where a call was made."""
 
     user: Frame | None = None
-    """Its file as it lies in the repository."""
+    """User's frame, with its file as it lies in the repository."""
     line_is: Literal["call", "function"] = "function"
     stack: tuple[str, ...] = ()
     """Frames, outermost first."""
     profiler: bool = False
-    """Torch's profiler made the call."""
+    """True if torch's profiler made the call."""
     asks: bool = False
-    """Frames show that something named synchronize is called."""
+    """True if frames show a call of a function named synchronize."""
     called_from: str = ""
-    """First frame outside libraries, where the line itself lies in one."""
+    """First frame outside libraries, if the line itself is in one."""
 
 
 class Attribution:
-    """Finds lines; remembers chains of frames, as a site has the same one each time."""
+    """Find lines, and cache chains of frames, because a site has the same one each time."""
 
     def __init__(self, columns: Columns, repository: Repository, stacks: Stacks) -> None:
         self.columns, self.repository, self.stacks = columns, repository, stacks
         self._known: dict[tuple[str, ...], Line] = {}
 
     def line(self, frames: Ints, ops: Ints) -> Line:
-        """Line of a call within these rows of the Python table, or of the ops table; outermost first."""
+        """Return the line of a call within these rows of the Python table, or of the ops table; outermost first."""
         columns = self.columns
         if len(frames):
             return self._of(tuple(columns.names[columns.tables["python"].name[row]] for row in frames), "function")

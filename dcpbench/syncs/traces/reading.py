@@ -1,4 +1,4 @@
-"""Reader of trace files as blocks of typed events: plain or gzip, damaged or not, of any size, in bounded memory.
+"""Read trace files as blocks of typed events: plain or gzip, damaged or not, of any size, in bounded memory.
 
 A block ends where cutting the text gives a complete JSON array, so no tokenizer of ours is needed: text that is cut
 inside a string or a nested object does not decode, and the next place is tried.
@@ -34,7 +34,7 @@ GZIP_MAGIC = b"\x1f\x8b"
 
 
 class Args(msgspec.Struct, gc=False):
-    """Fields of an event's `args` that are used; -1 stands for a missing number."""
+    """Hold the fields of an event's `args` that are used; -1 means a missing number."""
 
     correlation: int | str | float | None = -1
     external: int | str | float | None = msgspec.field(name="External id", default=-1)
@@ -46,7 +46,7 @@ class Args(msgspec.Struct, gc=False):
 
 
 class Event(msgspec.Struct, gc=False):
-    """Fields of an event that are used."""
+    """Hold the fields of an event that are used."""
 
     ph: str = ""
     cat: str | None = ""
@@ -59,7 +59,7 @@ class Event(msgspec.Struct, gc=False):
 
 
 class Trouble(msgspec.Struct):
-    """Problems found while reading that did not end it."""
+    """Hold problems found while reading that did not end it."""
 
     unreadable_events: int = 0
     truncated: bool = False
@@ -71,7 +71,7 @@ class Trouble(msgspec.Struct):
     untimed_events: int = 0
     """Calls and GPU work without a duration that can be; read as 0."""
     behind: str = ""
-    """What stands behind the end of the trace and was not read, in words."""
+    """Description of the text behind the end of the trace, which was not read."""
 
 
 _DECODER = msgspec.json.Decoder(list[Event])
@@ -79,18 +79,18 @@ _ONE = msgspec.json.Decoder(Event)
 _RAW = msgspec.json.Decoder(list[msgspec.Raw])
 _KEYS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for text that is none, is not UTF-8, or is nested too deeply."""
+"""Exceptions of msgspec for text that is not JSON, is not UTF-8, or is nested too deeply."""
 _BLANK = b"\xef\xbb\xbf \t\r\n"
 _HAS_EVENTS = re.compile(rb'"ph"\s*:\s*"[A-Z]"[^{}]*"cat"\s*:|"cat"\s*:[^{}]*"ph"\s*:\s*"[A-Z]"')
 _A_PHASE = re.compile(rb'"ph"\s*:')
 _EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
 _BETWEEN = re.compile(rb"\}\s*,\s*\{")
 _ENDED = re.compile(r"trailing characters \(byte (\d+)\)")
-"""How msgspec says where a whole array ends and something else begins."""
+"""Message of msgspec for the end of an array with more text behind it."""
 _COMMA = re.compile(r"trailing comma in array \(byte (\d+)\)")
-"""How it says where an array ends behind a comma too many."""
+"""Message of msgspec for the end of an array with a trailing comma."""
 CUT = "truncated"
-"""What it says of text that ends too early."""
+"""Message of msgspec for text that ends too early."""
 COMMAS = 4
 """Trailing commas that are skipped: one before the end of all events, and a few in a neighbouring event."""
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
@@ -179,7 +179,7 @@ _FORMATS = (
         "`curl -L -o trace.json.gz URL` with the address of the file itself, on GitHub that of its button Raw",
     ),
 )
-"""What may hold a trace and is none: its name, its first bytes, and what to type; `{file}` stands for its path."""
+"""Formats that may hold a trace but are not one: name, first bytes, and the command to use; `{file}` is replaced by the path."""
 
 
 def other_format(path: Path, head: bytes, *, packed: bool) -> str:
@@ -232,8 +232,8 @@ def _object_of(text: bytes) -> tuple[Iterable[str] | None, bytes]:
 def is_something_else(path: Path) -> bool:
     """Return whether a file is valid JSON without events, such as a report or a configuration.
 
-    False where it may be a trace, though a damaged one, or cannot be read: what is wrong with it is for the reader to
-    report. An empty file may be the trace of a rank whose disk was full.
+    Return False if it may be a trace, though a damaged one, or cannot be read: the reader reports such problems. An
+    empty file may be the trace of a rank with a full disk.
     """
     text, trouble = bytearray(), Trouble()
     try:
@@ -251,7 +251,7 @@ def is_something_else(path: Path) -> bool:
 
 
 class TraceReader:
-    """Reader of the events of one file, block by block.
+    """Read the events of one file, block by block.
 
     Attributes:
         rank: From the trace's `distributedInfo`, else from the file's name, else None.

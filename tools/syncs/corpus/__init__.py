@@ -1,1 +1,1 @@
-"""Small programs with a known number of synchronisations each, against which every detector is measured."""
+"""Provide small programs with a known number of synchronisations each, against which every detector is measured."""

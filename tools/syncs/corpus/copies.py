@@ -41,7 +41,7 @@ def d2h_pinned_blocking(i: Inputs) -> None:
 
 
 def d2h_pageable_nonblocking(i: Inputs) -> None:
-    """Into pageable memory: CUDA waits, whatever was asked."""
+    """Copy into pageable memory: CUDA waits although the copy is non-blocking."""
     i.host_RC.copy_(i.x_RC, non_blocking=True)
 
 
@@ -76,12 +76,12 @@ def tensor_from_list(i: Inputs) -> None:
 
 
 def tensor_from_list_to(i: Inputs) -> None:
-    """The same in two steps, the second of which is told not to block."""
+    """Copy a list in two steps, the second of which is non-blocking."""
     torch.tensor([1, 2, 3]).to(i.device, non_blocking=True)
 
 
 def tensor_from_list_pinned(i: Inputs) -> None:
-    """And with pinned memory between them."""
+    """Copy a list in two steps with pinned memory between them."""
     torch.tensor([1, 2, 3]).pin_memory().to(i.device, non_blocking=True)
 
 
@@ -91,7 +91,7 @@ def index_int_list(i: Inputs) -> None:
 
 
 def index_cpu_mask(i: Inputs) -> None:
-    """A mask on the host: its count is known, its indices are copied."""
+    """Index with a mask on the host: its count is known, its indices are copied."""
     i.x_RC[i.mask_cpu_R]
 
 
@@ -111,7 +111,7 @@ def add_cpu_scalar(i: Inputs) -> None:
 
 
 def device_sync(i: Inputs) -> None:
-    """The whole device, by name."""
+    """Wait for the whole device by name."""
     torch.cuda.synchronize(i.device)
 
 

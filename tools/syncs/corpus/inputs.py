@@ -1,4 +1,4 @@
-"""What the programs of the corpus work on, made before a detector looks."""
+"""Make the inputs of the corpus programs before a detector starts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ RANKS = 4
 
 @dataclasses.dataclass
 class Inputs:
-    """Tensors of one program. R rows, C columns; `device` is a GPU, or a stand-in for one in a dry run."""
+    """Hold the tensors of one program.
+
+    R rows, C columns; `device` is a GPU, or a stand-in for one in a dry run.
+    """
 
     device: torch.device
     x_RC: torch.Tensor
@@ -43,7 +46,7 @@ class Inputs:
 
 
 def make_inputs(device: torch.device, *, pin: bool = True) -> Inputs:
-    """Inputs on `device`; `pin=False` where there is no pinned memory."""
+    """Make inputs on `device`; `pin=False` if there is no pinned memory."""
     ints_R = torch.arange(ROWS) % 8
     mask_R = torch.arange(ROWS) % RANKS == 0
     loc_R = torch.where(mask_R, torch.arange(ROWS), torch.full((ROWS,), -1))

@@ -62,7 +62,7 @@ def _measure_gpu(run: CorpusRun, folder: Path) -> CorpusRun:
 
 
 def seen_in(trace: Path) -> dict[str, Seen]:
-    """What `scan` says of a recorded trace of the corpus, program by program."""
+    """Return what `scan` finds in a recorded trace of the corpus, program by program."""
     seen = {p.name: Seen() for p in PROGRAMS}
     for site in scan([trace], root=Path.cwd()).sites:
         program = seen.get(site.range.removeprefix(RANGE))
@@ -99,7 +99,7 @@ def _live(p: Program, device: torch.device) -> Seen:
 
 
 def _debug_mode(p: Program, device: torch.device) -> Seen:
-    """Torch's own detector, which says that something waits, and not what."""
+    """Return what torch's own detector reports: that something waits, but not what."""
     inputs = make_inputs(device)
     torch.cuda.synchronize()
     with warnings.catch_warnings(record=True) as said:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def bool_all(i: Inputs) -> None:
-    """A condition over a whole tensor."""
+    """Test a condition over a whole tensor."""
     bool((i.loc_R >= 0).all())
 
 
@@ -30,13 +30,13 @@ def if_tensor(i: Inputs) -> None:
 
 
 def range_tensor(i: Inputs) -> None:
-    """A loop whose length is on the GPU."""
+    """Loop over a range with a length on the GPU."""
     for _ in range(i.five):
         pass
 
 
 def slice_gpu_scalar(i: Inputs) -> None:
-    """A slice whose end is on the GPU."""
+    """Slice with an end on the GPU."""
     i.x_RC[: i.five]
 
 
@@ -82,7 +82,7 @@ def nonzero(i: Inputs) -> None:
 
 
 def nonzero_static(i: Inputs) -> None:
-    """As many indices as are asked for."""
+    """Return a requested number of indices."""
     torch.nonzero_static(i.mask_R, size=16)
 
 
@@ -92,7 +92,7 @@ def argwhere(i: Inputs) -> None:
 
 
 def where_one_argument(i: Inputs) -> None:
-    """And another."""
+    """Return indices of true elements by the one-argument form of where."""
     torch.where(i.mask_R)
 
 
@@ -137,7 +137,7 @@ def repeat_interleave(i: Inputs) -> None:
 
 
 def repeat_interleave_output_size(i: Inputs) -> None:
-    """The sum is known on the host."""
+    """Repeat with a sum that the host knows."""
     torch.repeat_interleave(i.x_RC, i.repeats_R, dim=0, output_size=int(i.lens_cpu_R.sum()))
 
 
@@ -162,7 +162,7 @@ def one_hot(i: Inputs) -> None:
 
 
 def one_hot_num_classes(i: Inputs) -> None:
-    """The number of classes is said."""
+    """Encode with a given number of classes."""
     torch.nn.functional.one_hot(i.ints_R, num_classes=8)
 
 
@@ -189,7 +189,7 @@ def in_a_thread(i: Inputs) -> None:
 
 
 def topk(i: Inputs) -> None:
-    """The size is said."""
+    """Select a given number of largest elements."""
     torch.topk(i.x_RC, 4)
 
 
@@ -204,12 +204,12 @@ def cumsum(i: Inputs) -> None:
 
 
 def multinomial(i: Inputs) -> None:
-    """The number of draws is said."""
+    """Draw a given number of samples."""
     torch.multinomial(i.x_RC + 1, 1)
 
 
 def randperm(i: Inputs) -> None:
-    """The size is said."""
+    """Permute a given number of elements."""
     torch.randperm(64, device=i.device)
 
 
@@ -229,7 +229,7 @@ def index_select(i: Inputs) -> None:
 
 
 def index_put_accumulate(i: Inputs) -> None:
-    """Integer indices have a known number."""
+    """Accumulate at integer indices, the number of which is known."""
     i.pool_RC.index_put_((i.ints_R,), i.x_RC, accumulate=True)
 
 

@@ -1,4 +1,4 @@
-"""How well detectors do on the corpus: what they found of what is there, and what they found that is not."""
+"""Score detectors on the corpus by synchronisations found, missed, and reported wrongly."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import msgspec
 
 
 class Seen(msgspec.Struct, kw_only=True):
-    """What one detector says of one program: a rule id for each synchronisation."""
+    """Hold what one detector reports for one program: a rule id for each synchronisation."""
 
     syncs: list[str] = []
     hazards: list[str] = []
-    """Rules of what only may block."""
+    """Rules of operations that only may block."""
 
 
 class Truth(msgspec.Struct, kw_only=True):
-    """What one program does."""
+    """Hold the true behaviour of one program."""
 
     name: str
     expected: list[str] = []
@@ -26,7 +26,7 @@ class Truth(msgspec.Struct, kw_only=True):
 
 
 class CorpusRun(msgspec.Struct, kw_only=True):
-    """One run of the corpus on one machine."""
+    """Hold one run of the corpus on one machine."""
 
     device: str
     torch: str
@@ -35,38 +35,38 @@ class CorpusRun(msgspec.Struct, kw_only=True):
     queued_ms: float | None = None
     programs: list[Truth]
     detectors: dict[str, dict[str, Seen]]
-    """Detector -> program -> what it saw."""
+    """Findings by detector and program."""
 
 
 class Score(msgspec.Struct, kw_only=True):
-    """One detector over all programs."""
+    """Hold the score of one detector over all programs."""
 
     detector: str
     true: int
-    """Synchronisations that there are."""
+    """Number of true synchronisations."""
     found: int
     false: int
-    """Reported, and not there."""
+    """Number of reported ones that do not exist."""
     named: int
-    """Found under the right rule."""
+    """Number found under the right rule."""
     hazards: int
     hazards_found: int
     wrong: list[str]
-    """Programs in which something is missed or false."""
+    """Programs with missed or false reports."""
 
     @property
     def recall(self) -> float:
-        """Share of what is there that was found."""
+        """Return the share of true synchronisations that was found."""
         return self.found / self.true
 
     @property
     def precision(self) -> float:
-        """Share of what was reported that is there."""
+        """Return the share of reports that is true."""
         return self.found / max(1, self.found + self.false)
 
 
 def score(run: CorpusRun) -> list[Score]:
-    """A score for each detector of a run, over the programs that it saw."""
+    """Return a score for each detector of a run, over the programs that it saw."""
     return [_score(name, seen, run.programs) for name, seen in run.detectors.items()]
 
 
@@ -89,9 +89,10 @@ def _score(detector: str, seen: dict[str, Seen], programs: list[Truth]) -> Score
 
 
 def contradictions(run: CorpusRun) -> list[str]:
-    """Programs whose expectation the clock contradicts: held up without a wait, or back at once in spite of one.
+    """Return the programs with an expectation that the clock contradicts.
 
-    A program is held up if it comes back after more than half of the GPU work that was queued before it.
+    Such a program is held up without a wait, or returns at once in spite of one. A program is held up if it returns
+    after more than half of the GPU work that was queued before it.
     """
     if run.queued_ms is None:
         return []
@@ -103,7 +104,7 @@ def contradictions(run: CorpusRun) -> list[str]:
 
 
 def markdown(runs: list[CorpusRun]) -> str:
-    """The table of docs/syncs-detectors.md."""
+    """Return the table of docs/syncs-detectors.md."""
     lines = [
         "| detector | machine | waits | found | missed | false | recall | precision | right kind | may block |",
         "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|",

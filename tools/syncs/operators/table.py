@@ -13,7 +13,7 @@ from tools.syncs.operators.compare import Measurement, read_measurement
 IN_CORPUS = (
     "aten::_assert_async",
     "aten::randperm",
-)  # used by programs of tools/syncs/corpus, whose waits were measured
+)  # used by programs of tools/syncs/corpus, with measured waits
 HEAD = (
     "# Operators whose waits were measured: {device}, torch {torch}.",
     "# Written by `python -m tools.syncs.operators.table results/hidden-syncs-operators_H200_2026-11-28/ops.jsonl`,",
