@@ -100,7 +100,7 @@ def test_ratios_of_several_runs_have_panels_of_their_own(tmp_path: Path) -> None
     ]
     assert [ax.get_title() for ax in figures.draw_break_even(read.findings.ratios, look, "title").axes] == [
         "kimi-k2, run monday",
-        "kimi-k2, tuesday",
+        "kimi-k2, run tuesday",
     ]
     for ax in compared.axes:
         lines = [line for line in ax.get_lines() if line.get_linestyle() != "None" and len(line.get_xdata()) > 2]  # type: ignore[arg-type]

@@ -82,7 +82,7 @@ def members(last: int) -> None:
 LIMITS: dict[str, tuple[Callable[[Any], object], list[object], list[object]]] = {
     "--num-requests": (lambda n: served(num_requests=n), [1, 10_000_000], [0, 10_000_001]),
     "--burstiness": (lambda x: served(burstiness=x, request_rate=(1,)), [1e-3, 1e6], [0.9e-3, math.inf]),
-    "--request-rate": (lambda x: served(request_rate=(x,)), [1e-9, 1e9, math.inf], [0, 1e10]),
+    "--request-rate": (lambda x: served(request_rate=(x,)), [1e-9, 1e9, math.inf], [0, -1]),
     "--prefix-share": (lambda x: served(prefix_share=x), [0, 0.99], [-0.01, 1]),
     "--think-time": (lambda x: served(think_time=x, turns="4"), [0, 86_400], [-0.1, 86_401]),
     "--turns": (lambda n: served(turns=str(n)), [1, 10_000], [0, 10_001]),
