@@ -106,10 +106,10 @@ def test_each_server_of_a_run_has_a_log_named_by_its_layout_and_settings(tmp_pat
     engine = SimpleNamespace(name="vllm")
     point = SimpleNamespace(tp=4, dp=2, dcp=2, ep_degree=1, settings="a b/c=1.5_x")
     log = _log(tmp_path, engine, point)  # type: ignore[arg-type]
-    assert log == tmp_path / "servers" / "vllm-tp4-dp2-dcp2-a_b_c=1.5_x.log"
+    assert log == tmp_path / "servers" / "vllm-tp4-dp2-dcp2-ep1-a_b_c=1.5_x.log"
     log.parent.mkdir()
     log.touch()
-    assert _log(tmp_path, engine, point).name == "vllm-tp4-dp2-dcp2-a_b_c=1.5_x-1.log"  # type: ignore[arg-type]
+    assert _log(tmp_path, engine, point).name == "vllm-tp4-dp2-dcp2-ep1-a_b_c=1.5_x-1.log"  # type: ignore[arg-type]
     point.settings = "x" * 200
     assert len(_log(tmp_path, engine, point).stem) == 120  # type: ignore[arg-type]
 
