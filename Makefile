@@ -37,9 +37,10 @@ test-long: $(STAMP) ## Run the other tests: real jobs of many ranks, killed swee
 
 SOAK := runs/soak
 
-soak: $(STAMP) ## Run the whole table of faults, then 500 random kills of sweeps of 200 points: an hour or two
+soak: $(STAMP) ## Run the whole table of faults and all hostile servers, then 500 random kills of sweeps of 200 points: an hour or two
 	@mkdir -p $(SOAK)
 	$(PYTEST) tests/faults --dist load --junitxml=$(SOAK)/faults.xml
+	$(PYTEST) -m soak tests/servers/test_hostile.py
 	$(BIN)/python -m tools.kills --kills 500 --points 200 --quick --out $(SOAK)/kills-quick.jsonl
 	$(BIN)/python -m tools.kills --kills 500 --points 200 --minutes 240 --out $(SOAK)/kills-real.jsonl
 

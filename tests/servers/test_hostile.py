@@ -30,6 +30,7 @@ HANDFUL = (
     "metrics_of_64_megabytes",
 )
 MIN_SERVERS = 40
+LONG_EVERY = 5  # of the others, each fifth is one of the long tests; `make soak` runs the rest
 
 
 class Ended(NamedTuple):
@@ -113,9 +114,14 @@ def test_there_are_enough_hostile_servers() -> None:
     assert len(SERVERS) > MIN_SERVERS
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in HANDFUL else pytest.param(name, marks=pytest.mark.long) for name in SERVERS]
-)
+def mark_server(number: int, name: str) -> object:
+    """Return a server's name, with the mark by which it is one of the long tests or one of the soak."""
+    if name in HANDFUL:
+        return name
+    return pytest.param(name, marks=pytest.mark.soak if number % LONG_EVERY else pytest.mark.long)
+
+
+@pytest.mark.parametrize("name", [mark_server(number, name) for number, name in enumerate(SERVERS)])
 def test_a_hostile_server_costs_failed_requests_and_nothing_else(
     name: str, address: str, usual_s: float, tmp_path: Path
 ) -> None:

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import pytest
 from rich.console import Console
+from rich.default_styles import DEFAULT_STYLES
 
 from dcpbench.compare import ci, gate, markdown, table
 from dcpbench.compare.judging import Options, judge
@@ -56,6 +57,8 @@ CODES = {
 def coloured(*parts: RenderableType, width: int = 120) -> str:
     """As a terminal shows it, with codes in words; links without what they lead to."""
     out = io.StringIO()
+    for style in DEFAULT_STYLES.values():
+        style._ansi = None  # Rich keeps the codes of the first colour system, which another test may have chosen
     console = Console(
         file=out,
         width=width,
