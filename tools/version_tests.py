@@ -1,9 +1,9 @@
 """Run the tests of reports and of the command line with the lowest and with the newest versions of the libraries.
 
-    python -m tools.version_tests [lowest|newest] [PYTEST-ARGUMENT...]
+    python -m tools.version_tests [lowest|newest] [--few] [PYTEST-ARGUMENT...]
 
 `lowest` installs the bounds of pyproject.toml, `newest` the newest releases that the package index offers; without either
-word both run. Each has a virtual environment of its own under .venv/versions, made anew for each run. PyTorch, Triton and the
+word both run. `--few` runs the small selection that CI runs. Each has a virtual environment of its own under .venv/versions, made anew for each run. PyTorch, Triton and the
 test suite come from the environment that runs this program. Exit code 1: a test failed or the versions cannot be installed.
 """
 
@@ -57,8 +57,21 @@ TESTS = (
 """Patterns of the test files that run: the libraries decide what these tests see.
 
 Snapshots of whole outputs (test_whole_*.py) are left out, as they hold the ticks and widths of the pinned versions."""
+FEW_TESTS = (
+    "tests/cli/test_help.py",
+    "tests/cli/test_option_groups.py",
+    "tests/unit/test_dashboard_server.py",
+    "tests/unit/test_exports.py",
+    "tests/unit/test_imports_bad_input.py",
+    "tests/unit/test_reports.py",
+    "tests/unit/test_show.py",
+)
+"""Test files that CI runs: reports, help pages, tables and files of each library."""
+FEW = "--few"
 PYTEST = ("-q", "-n", "3", "--dist", "loadfile", "--no-loadscope-reorder", "-p", "no:cacheprovider")
 MARKED = "not long and not browser and not soak"
+TIMED = "tests/cli/test_help.py::test_help_answers_in_half_a_second"
+"""A test of speed, which no version of a library decides."""
 
 
 def read_requirements() -> list[Requirement]:
@@ -85,9 +98,10 @@ def list_packages(which: str) -> list[str]:
     return [required.name for required in read_requirements()]
 
 
-def find_test_files() -> list[str]:
-    """Return the paths of the test files, relative to the repository."""
-    return sorted(str(path.relative_to(ROOT)) for pattern in TESTS for path in ROOT.glob(pattern))
+def find_test_files(*, few: bool = False) -> list[str]:
+    """Return the paths of the test files, relative to the repository; with `few`, of those that CI runs."""
+    patterns = FEW_TESTS if few else TESTS
+    return sorted(str(path.relative_to(ROOT)) for pattern in patterns for path in ROOT.glob(pattern))
 
 
 def create_environment(which: str) -> Path | None:
@@ -133,7 +147,18 @@ def run_tests(which: str, arguments: Sequence[str]) -> int:
     versions = ", ".join(f"{name} {version}" for name, version in read_versions(python).items())
     sys.stdout.write(f"{which}: {versions} (installed in {time.monotonic() - begun:.0f} s)\n")
     sys.stdout.flush()
-    command = [str(python), "-m", "pytest", *PYTEST, "-m", MARKED, *find_test_files(), *arguments]
+    command = [
+        str(python),
+        "-m",
+        "pytest",
+        *PYTEST,
+        "-m",
+        MARKED,
+        "--deselect",
+        TIMED,
+        *find_test_files(few=FEW in arguments),
+    ]
+    command += [argument for argument in arguments if argument != FEW]
     return subprocess.run(command, cwd=ROOT, check=False).returncode
 
 
