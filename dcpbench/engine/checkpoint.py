@@ -23,7 +23,8 @@ SCALE = "_scale_inv"
 """Behind the name of a weight that is published in fp8: its scales."""
 
 
-E4M3_NAN = 0x7F
+E4M3_NAN = 0x7F  # in all bits below the sign; e4m3 has no infinity
+CHECKED_NUMBERS = 1 << 20  # numbers that are checked at once
 
 
 class CheckpointSource:
@@ -80,12 +81,11 @@ class CheckpointSource:
         return cut(data.to(self.device), scale.to(self.device, torch.float32), shape, rows, columns)
 
     def _check_finite(self, name: str, part: torch.Tensor) -> None:
-        """Raise ModelError for NaN and infinity: comparisons with them would always agree, or fail everywhere."""
-        if part.dtype == torch.float8_e4m3fn:  # has no infinity, and NaN is all ones below the sign
-            bad = ((part.view(torch.uint8) & E4M3_NAN) == E4M3_NAN).any()
-        else:
-            bad = ~torch.isfinite(part).all()
-        if bad:
+        """Raise ModelError for NaN and infinity, which would make every comparison agree or differ.
+
+        Numbers are checked in pieces, so that no mask of the whole part is held.
+        """
+        if not all(_is_finite(piece) for piece in part.reshape(-1).split(CHECKED_NUMBERS)):
             raise ModelError(f"{self.folder}: {name!r} holds NaN or infinity; download the checkpoint again.")
 
     def _quantised(self, around_it: torch.Tensor, shape: tuple[int, int], rows: slice, columns: slice) -> Scaled:
@@ -122,6 +122,12 @@ class CheckpointSource:
             except (OSError, SafetensorError) as e:
                 raise ModelError(f"{path} cannot be read as safetensors: {e}.") from e
         return self.open_files[path]
+
+
+def _is_finite(numbers: torch.Tensor) -> bool:
+    if numbers.dtype == torch.float8_e4m3fn:
+        return not bool(((numbers.view(torch.uint8) & E4M3_NAN) == E4M3_NAN).any())
+    return bool(torch.isfinite(numbers).all())
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:
