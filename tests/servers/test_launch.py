@@ -24,9 +24,9 @@ from dcpbench.records.runs import read_run
 from dcpbench.servers import guard
 from dcpbench.servers.launch import Server, ServerError, free_port, reason_in
 from dcpbench.servers.presets import PRESETS, Engine, engine
+from tests.servers.test_profile import TRACE
 
 ROOT = Path(__file__).parents[2]
-TRACE = ROOT / "tests/data/h200_stacks.trace.json.gz"
 FAKE = f"{sys.executable} -m tests.servers.fake_server --port {{port}} -tp {{attn_tp}} -dcp {{dcp}} --served-model-name {{model}}"
 LOAD = ["--device", "cpu", "--num-requests", "4", "--input-tokens", "20", "--output-tokens", "4", "--warm-up", "0"]
 LOAD += ["--no-check-client"]
