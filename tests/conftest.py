@@ -16,6 +16,7 @@ import importlib.util
 import os
 import signal
 import sys
+from collections import Counter
 
 import pytest
 import torch
@@ -54,8 +55,16 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest itself deselects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` on a machine without CUDA."""
+    """Skip tests marked `gpu` on a machine without CUDA, and mark the cases that a sample leaves out as `long`."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        if mark := item.get_closest_marker("sample"):
+            test = item.nodeid.partition("[")[0]
+            if seen[test] % mark.args[0]:
+                item.add_marker(pytest.mark.long)
+            seen[test] += 1
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

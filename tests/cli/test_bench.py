@@ -352,6 +352,7 @@ def test_exchange_for_real_runs_every_exchange_on_two_ranks(real) -> None:
 
 
 @pytest.mark.distributed
+@pytest.mark.long
 def test_collectives_for_real_agree_with_sums_in_fp64(real) -> None:
     record = real("collectives", "--requests", "2", "--width", "32")
     assert len(record["results"]) == 5

@@ -68,6 +68,7 @@ def typed(*words: str) -> int:
         ),
     ],
 )
+@pytest.mark.sample(3)
 def test_it_is_refused_with_what_to_type_instead(
     line: str, said: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

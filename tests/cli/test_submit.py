@@ -660,6 +660,7 @@ class TestWithoutGpus:
         ],
         ids=lambda value: shlex.join(value) if isinstance(value, tuple) else "",
     )
+    @pytest.mark.sample(3)
     def test_it_says_what_to_add(self, typed: Typed, words: tuple[str, ...], gpus: int) -> None:
         add = f"--gpus-per-node {gpus}"
         done = typed("submit", *KINDS[0], "--dry-run", *words)

@@ -162,6 +162,7 @@ class TestGithub:
 
 
 class TestGitlab:
+    @pytest.mark.long
     def test_new_sites_fail_with_junit_sarif_and_markdown(self, checkout: Checkout) -> None:
         done = gitlab(checkout)
         assert done.returncode == 1, done.stderr

@@ -106,6 +106,7 @@ def test_a_checkpoint_in_half_precision_is_quantised_as_it_is_read(tmp_path):
 
 @pytest.mark.parametrize("ep", ["1", "tp"])
 @pytest.mark.parametrize("layout", [Layout(1), Layout(2), Layout(4, dcp=4), Layout(8, dcp=2), Layout(8, dp=8)], ids=str)
+@pytest.mark.sample(4)
 def test_no_number_changes_where_ranks_cut_blocks(layout, ep, folder):
     """Numbers of all ranks' parts, times their scales, are those of the file, bit by bit."""
     shape, source = load_shape(folder), CheckpointSource(Path(folder), torch.float32, torch.device("cpu"))

@@ -112,6 +112,7 @@ def test_every_case_was_measured_alike_on_all_ranks(job) -> None:
     assert {bool(m.case.decodes) + 2 * bool(m.case.chunks) for m in times.cases} == {1, 2, 3}
 
 
+@pytest.mark.long
 def test_the_grid_is_that_of_the_larger_point(job) -> None:
     from dcpbench.serving.step_cases import Extent
 

@@ -72,6 +72,7 @@ def test_a_right_engine_is_not_wrong(precision, shallow):
 
 
 @pytest.mark.parametrize("defect", ALONE)
+@pytest.mark.sample(3)
 def test_a_defect_is_found_in_fp8(defect, shallow):
     assert found(point(shallow, **IN_FP8), defect)
 
@@ -81,6 +82,7 @@ def test_a_defect_is_found_in_bf16(defect, shallow):
     assert found(point(shallow, **IN_BF16), defect)
 
 
+@pytest.mark.long
 def test_a_defect_of_a_rank_is_found_by_all_ranks(shallow, tmp_path, monkeypatch):
     """Two ranks share a request's KV, and the second gives its log-sum-exp to base 2."""
     monkeypatch.setenv(DEFECT, "lse_of_base_2")

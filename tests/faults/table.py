@@ -33,7 +33,7 @@ class Case(NamedTuple):
     reason: str = ""
     """Regular expression for the reason in the record of the failed point."""
     short: bool = False
-    """True if `make test` includes it."""
+    """True if `make test` or `make test-long` includes it."""
 
     @property
     def rank(self) -> int:

@@ -16,7 +16,7 @@ from dcpbench.records.file import read_records
 from dcpbench.records.folder import RECORDS_FILE
 from dcpbench.records.repair import repair
 from tests.cli.job_processes import MARK, processes, wait_until
-from tests.faults.table import CASES, DAMAGE, SOME_FAILED, Case
+from tests.faults.table import CASES, DAMAGE, MEASURE, SOME_FAILED, Case
 
 pytestmark = pytest.mark.timeout(300)
 HERE = Path(__file__).parent
@@ -47,8 +47,12 @@ def good(run: Path) -> list[int]:
 
 
 def params() -> list[object]:
-    """All cases, those of the long form marked."""
-    return [pytest.param(c, id=c.name, marks=() if c.short else (pytest.mark.soak,)) for c in CASES]
+    """Return all cases: the short ones of the moment MEASURE for `make test`, the other short ones as long tests, and the rest for `make soak`."""
+    found = []
+    for case in CASES:
+        mark = () if case.short and case.moment == MEASURE else pytest.mark.long if case.short else pytest.mark.soak
+        found.append(pytest.param(case, id=case.name, marks=mark))
+    return found
 
 
 @pytest.mark.parametrize("case", params())

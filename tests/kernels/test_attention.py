@@ -95,6 +95,7 @@ def assert_agrees(spec, q, kv, shards, found, limit, of_lse=None):
     "lengths", [(5,), (1, 37, 0, 130), (0, 0), (64, 63, 65)], ids=lambda n: "S" + "-".join(map(str, n))
 )
 @pytest.mark.parametrize("name", ["reference", "triton"])
+@pytest.mark.sample(5)
 def test_fp32_backends_agree_with_fp64(name, lengths, heads, page_size, device):
     """Uneven, empty and single-row requests over shuffled pages, with NaN in every row that nobody owns."""
     case = problem(device, torch.float32, lengths, heads=heads, latent=32, rope=16, page_size=page_size)
@@ -118,6 +119,7 @@ def test_rows_in_fp8_are_what_they_stand_for(name, lengths, kv_scale, page_size,
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("heads", [8, 24, 128])
+@pytest.mark.sample(4)
 def test_page_sizes_and_head_counts_that_are_served_agree_with_fp64(heads, page_size, device):
     """More heads than one program takes, heads that fill none, and pages larger than a tile."""
     case = problem(device, torch.float32, (65, 0, 200), heads=heads, latent=32, rope=16, page_size=page_size)
@@ -126,6 +128,7 @@ def test_page_sizes_and_head_counts_that_are_served_agree_with_fp64(heads, page_
     assert_agrees(*case, run(backend, *case[:3]), limit=2e-5)
 
 
+@pytest.mark.long
 def test_a_long_request_beside_short_ones_is_cut_and_merged(device):
     """10,000 rows are most of the batch, so several programs share them and merge what they found."""
     case = problem(device, torch.float32, (3, 10_000, 0, 40), heads=2, latent=32, rope=16, page_size=16)
@@ -421,6 +424,7 @@ def test_rows_beyond_two_to_the_31_elements_are_found():
 @pytest.mark.parametrize("page_size", [1, 64])
 @pytest.mark.parametrize("unowned", [0x7F, 0xFF])
 @pytest.mark.parametrize("name", ["reference", "triton"])
+@pytest.mark.sample(3)
 def test_rows_in_fp8_agree_with_fp64_on_the_values_they_stand_for(name, unowned, page_size, device):
     """Every byte but NaN is exact in fp32, subnormals too; rows that nobody owns are NaN of either sign; scale 0.25."""
     spec, q, kv, shards = problem(

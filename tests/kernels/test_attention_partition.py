@@ -75,7 +75,7 @@ def walked(lengths, parts, *, least, device):
     return tiles, seen.tolist(), longest.tolist(), slots.tolist(), pieces_of.tolist()
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(
     lengths=st.lists(st.integers(0, 90), min_size=1, max_size=9),
     parts=st.integers(1, 12),
@@ -94,7 +94,7 @@ def test_every_tile_is_in_one_share_and_every_piece_in_its_own_slot(lengths, par
     assert {slot: mark for slot, mark in enumerate(slots) if mark} == found
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(
     lengths=st.lists(st.integers(0, 200), min_size=1, max_size=9),
     parts=st.integers(1, 12),

@@ -33,6 +33,7 @@ def fp8(variant: str, product: str) -> Case:
 @pytest.mark.parametrize("rows", ["uniform", "skewed", "few"])
 @pytest.mark.parametrize("product", ["gate-up", "down"])
 @pytest.mark.parametrize("variant", ["triton", "torch"])
+@pytest.mark.sample(5)
 def test_every_variant_agrees_with_fp64(variant, product, rows, device):
     calls = Moe(device, 0).build(case(variant, product, rows))
     assert calls.check(calls.run) == ""
@@ -41,6 +42,7 @@ def test_every_variant_agrees_with_fp64(variant, product, rows, device):
 
 @pytest.mark.parametrize("product", ["gate-up", "down"])
 @pytest.mark.parametrize("variant", ["triton", "torch"])
+@pytest.mark.sample(3)
 def test_a_wrong_product_is_noticed(variant, product, device, monkeypatch):
     """2 % too large; one expert's rows in another order; nothing."""
     right = moe.VARIANTS[variant]
@@ -130,6 +132,7 @@ def test_rows_are_drawn_as_their_names_say(device):
     assert [sum(counts) for counts in found.values()] == [256, 256, 256]
 
 
+@pytest.mark.long
 def test_deepgemm_gets_a_slab_for_each_expert(device, monkeypatch):
     """A stand-in with its signature, which multiplies the rows that it was told of: slabs of 64 rows, 4 of them hit."""
 

@@ -31,7 +31,7 @@ def numbered(prefix: Prefix, width: int, device: torch.device) -> tuple[torch.Te
     return rows.to(device), [part.to(device) for part in parts]
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
     lengths=st.lists(st.integers(0, 40), min_size=1, max_size=6),
     dcp=st.sampled_from([1, 2, 3, 8]),

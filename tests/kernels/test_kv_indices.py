@@ -44,7 +44,7 @@ def buffers(batch: int, device: torch.device) -> tuple[torch.Tensor, ...]:
     return tuple(torch.full(size, UNTOUCHED, dtype=torch.int32, device=device) for size in sizes)
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     lengths=st.lists(st.integers(0, CONTEXT), min_size=1, max_size=5),
     dcp=st.sampled_from([1, 2, 3, 8]),

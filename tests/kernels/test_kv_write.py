@@ -13,6 +13,7 @@ NAN = float("nan")
 @pytest.mark.parametrize("interleave", [1, 2, 4])
 @pytest.mark.parametrize("dcp", [1, 2, 3, 8])
 @pytest.mark.parametrize("width", [48, 576])
+@pytest.mark.sample(5)
 def test_every_rank_stores_its_own_rows_and_touches_no_other(width, dcp, interleave, device):
     """All locations of 5 stripes on every rank, -1 among them, into a pool of NaN."""
     locs = torch.arange(-1, 5 * dcp * interleave, dtype=torch.int32, device=device)

@@ -26,6 +26,7 @@ def bits(pool: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [BF16, E4M3, BYTES], ids=str)
 @pytest.mark.parametrize("width", [48, 576])
 @pytest.mark.parametrize("share", [1, 4, 8])
+@pytest.mark.sample(5)
 def test_own_rows_are_stored_and_all_others_stay_bit_identical(share, width, dtype, scale, index, device):
     """Of 24 tokens every `share`-th goes to a row of its own, in no order; what the others hold is NaN."""
     tokens = 24
@@ -46,6 +47,7 @@ def test_own_rows_are_stored_and_all_others_stay_bit_identical(share, width, dty
 @pytest.mark.parametrize("tiles", [Tiling(16, 16, 4), Tiling(32, 4, 1), Tiling(8, 2, 1)], ids=str)
 @pytest.mark.parametrize("dtype", [BF16, BYTES], ids=str)
 @pytest.mark.parametrize("share", [1, 3, 50])
+@pytest.mark.sample(5)
 def test_however_tokens_are_dealt_to_programs_the_same_rows_are_stored(share, dtype, tiles, settled, device):
     """Of 100 tokens every `share`-th: programs with more rows than they store at a time, with fewer, and with none."""
     tokens = 100

@@ -38,6 +38,7 @@ def near(found, wanted):
 
 @pytest.mark.parametrize("width", [128, 384, 1536, 7168])
 @pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.sample(3)
 def test_a_norm_quantises_what_it_gives(width, adds, device):
     """With its residual, its mark, and rows that are a part of wider ones."""
     x, weight = rows(3, width + 64, device)[:, :width], torch.rand(width, device=device).to(half(device))
@@ -74,6 +75,7 @@ def test_silu_quantises_what_it_gives(width, device):
 
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize(("q_width", "norms"), [(1536, True), (384, True), (768, False)], ids=str)
+@pytest.mark.sample(3)
 def test_the_latents_are_what_norms_and_rope_give(q_width, norms, interleaved, device):
     """KV rows into a part of wider ones, all of whose other columns stay; the query's columns, too, where they have no norm."""
     latent, rope = 512, 64

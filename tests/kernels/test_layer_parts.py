@@ -197,6 +197,7 @@ def error(found, truth):
 @pytest.mark.parametrize("tokens", [9, 40])
 @pytest.mark.parametrize("first", [0, 4, 8])
 @pytest.mark.parametrize("way", ["decode", "prompts"])
+@pytest.mark.sample(5)
 def test_experts_agree_and_ignore_other_ranks_tokens(way, first, tokens, device, monkeypatch):
     """Experts [first, first+4) of 12, 3 for each token; 40 widths of 24 fill no block; undefined rows must not leak."""
     make = numbers(device, first)
@@ -214,6 +215,7 @@ def test_experts_agree_and_ignore_other_ranks_tokens(way, first, tokens, device,
 
 @pytest.mark.parametrize("first", [0, 4])
 @pytest.mark.parametrize("way", ["decode", "prompts", "scaled", "scaled-prompts"])
+@pytest.mark.sample(3)
 def test_tokens_that_go_to_nobody_cost_no_tile_and_change_no_other(way, first, device, monkeypatch):
     """
     Every second of 40 tokens: theirs is the shared expert's row alone, others' are what they are without them, bit by bit,
@@ -341,6 +343,7 @@ def test_experts_on_gpu_agree_in_bf16(tokens):
     assert max(by_torch) < 1
 
 
+@pytest.mark.long
 def test_prompts_of_any_length_need_few_kernels_compiled(device):
     """How far rows of tiles lie apart is a constant of kernels: 1,600 lengths have five, of 64 experts and 6 of a token."""
     ends = torch.zeros(64, dtype=torch.int32, device=device)

@@ -51,6 +51,7 @@ def truth(x, weight):
 
 @pytest.mark.parametrize("parts", [1, 2, 3])
 @pytest.mark.parametrize(("rows", "tile", "first"), [(1, 16, True), (17, 16, True), (33, 64, False)])
+@pytest.mark.sample(4)
 def test_a_product_differs_from_fp64_by_the_rounding_of_sums_alone(rows, tile, first, parts, device):
     """Edges in both directions: 200 columns are no multiple of a block, 5 groups none of the parts."""
     x, weight = operands(rows, 200, 640, device)
@@ -201,6 +202,7 @@ def test_experts_of_any_block_are_those_of_whole_numbers_but_for_their_rows(bloc
     assert 1e-3 < error < 2.0**-4 / 3**0.5
 
 
+@pytest.mark.long
 def test_experts_of_prompts_are_those_of_decode_batches(device, monkeypatch):
     """Sorted by torch into long tiles, or planned by a kernel into short ones."""
     random = torch.Generator(device).manual_seed(4)

@@ -59,6 +59,7 @@ def exchanged(pack_into, combine, o_NBHR, lse_NBH, message):
 @pytest.mark.parametrize(("pack_into", "combine"), VERSIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("ranks", "batch", "h", "columns"), SIZES)
+@pytest.mark.sample(5)
 def test_messages_merge_to_the_reference_in_fp64(pack_into, combine, ranks, batch, h, columns, dtype, device):
     """Every rank gets its heads; NaN of empty shards goes nowhere, and what is empty everywhere is 0."""
     message = Message(batch, h, columns, dtype)

@@ -51,6 +51,7 @@ def soft_limit() -> int:
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
+@pytest.mark.long
 def test_1030_clients_at_1024_descriptors_are_all_served(tmp_path: Path) -> None:
     """Each request takes two seconds, so that all of the clients are connected at once; the soft limit is 1,024."""
     words = "serve --device cpu --tp 8 --concurrency 1030 --num-requests 1030 --input-tokens 20 --output-tokens 4"

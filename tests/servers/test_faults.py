@@ -64,6 +64,7 @@ def test_every_fault_that_the_server_knows_is_tried_here() -> None:
 
 
 @pytest.mark.parametrize("fault", SAID)
+@pytest.mark.sample(3)
 def test_a_fault_is_a_failed_request_with_a_sentence(fault: str) -> None:
     """By its kind, in bounded memory, and long before the 20 s after which `answered` gives up."""
     (outcome,) = asyncio.run(answered(Script(ttft_ms=2, gap_ms=1, fault=fault)))

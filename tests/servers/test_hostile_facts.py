@@ -51,6 +51,7 @@ SERVERS = {
 
 
 @pytest.mark.parametrize("name", SERVERS)
+@pytest.mark.sample(3)
 def test_what_is_written_is_read_and_shown(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Whatever becomes of the point: one record, which show, report and records check read."""
     run = str(tmp_path / "run")

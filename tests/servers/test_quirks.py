@@ -140,17 +140,20 @@ def check_load(url: str, endpoint: str = "completions") -> None:
 
 
 @pytest.mark.parametrize("quirk", WHOLE)
+@pytest.mark.sample(3)
 def test_times_and_tokens_are_those_of_the_server(quirk: str, address: str) -> None:
     """9 requests of 24 tokens, whichever way the server counts them."""
     check_load(f"{address}/{quirk}")
 
 
 @pytest.mark.parametrize("quirk", CHATS)
+@pytest.mark.sample(3)
 def test_times_and_tokens_of_chats_are_those_of_the_server(quirk: str, address: str) -> None:
     check_load(f"{address}/{quirk}", endpoint="chat")
 
 
 @pytest.mark.parametrize("quirk", BROKEN)
+@pytest.mark.sample(2)
 def test_a_request_that_the_server_breaks_is_counted_once(quirk: str, address: str) -> None:
     """3 of 9 on connections that were kept, and the server saw no request twice."""
     found = measure(f"{address}/{quirk}", clients=3)

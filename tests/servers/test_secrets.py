@@ -169,6 +169,7 @@ def seen(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Seen:
 
 
 @pytest.mark.parametrize("mode", [*OF_ITSELF, *ANSWERS, *LATER])
+@pytest.mark.sample(4)
 def test_what_a_measured_server_repeats_is_nowhere(mode: str, seen: Seen) -> None:
     """Before the load, as an answer to all requests, or to all but those that try out how it is asked."""
     with in_thread(Echo(mode)) as url:
@@ -295,6 +296,7 @@ def test_a_command_with_a_key_is_not_submitted(seen: Seen, monkeypatch: pytest.M
     seen.check()
 
 
+@pytest.mark.long
 def test_a_key_of_the_environment_is_in_no_output_of_any_command(seen: Seen) -> None:
     """Even where it is typed in the place of a folder, a model or a name."""
     for words in (

@@ -84,6 +84,7 @@ class TestRealRecords:
         assert not any("same records" in note for note in judge([one], two, Options()).notes)
 
     @pytest.mark.parametrize("folder", RUNS, ids=lambda p: p.name)
+    @pytest.mark.sample(5)
     def test_every_run_that_is_kept_can_be_compared_with_itself(self, folder: Path) -> None:
         """Decode, live and replay, with and without files of samples."""
         found = judge(read_side([folder]), read_side([folder]), Options())

@@ -300,12 +300,14 @@ class TestGuarantees:
         found = [verdicts(rng, model, 5) for _ in range(200)]
         assert sum("FASTER" in v or "SLOWER" in v for v in found) <= 10
 
+    @pytest.mark.long
     def test_with_one_launch_of_each_a_given_noise_keeps_that_promise(self) -> None:
         rng = np.random.default_rng(7)
         found = [verdicts(rng, "shared", 1, launch_noise=0.02) for _ in range(200)]
         assert sum("FASTER" in v or "SLOWER" in v for v in found) <= 10
 
     @pytest.mark.parametrize("model", ["normal", "outliers"])
+    @pytest.mark.long
     def test_a_slowdown_of_5_percent_is_found_by_five_launches_in_95_of_100_points(self, model: str) -> None:
         """Launches scatter by 1 %, their steps by 0.3 % more, and all four points are slower by 5 %."""
         rng = np.random.default_rng(8)
@@ -325,6 +327,7 @@ class TestGuarantees:
         assert wrong <= 5
 
     @pytest.mark.parametrize("alternate", [True, False], ids=["A-B-B-A", "A-B-A-B"])
+    @pytest.mark.long
     def test_a_drift_cancels_where_turns_alternate_and_only_there(self, alternate: bool) -> None:
         """Every launch is 1 % slower than the one before, of either side: A B A B … makes B 1 % slower than A."""
         rng = np.random.default_rng(5)
@@ -340,6 +343,7 @@ class TestGuarantees:
             different += "SLOWER" in found or "FASTER" in found
         assert (different <= 2) if alternate else (different >= 25)
 
+    @pytest.mark.long
     def test_two_equal_variants_are_the_same_once_launches_scatter_little(self) -> None:
         """Launches of 0.2 %, as of one machine; 5 of each: within 1 %, in nearly all of 400 points."""
         rng = np.random.default_rng(9)

@@ -318,6 +318,7 @@ def random_split(seed: int, times: Fixed) -> tuple[Replayed, Disaggregated]:
 
 class TestConservation:
     @pytest.mark.parametrize("seed", RANDOM)
+    @pytest.mark.sample(4)
     def test_every_token_is_computed_once_and_served_once(self, seed: int) -> None:
         """
         Prompt tokens are in chunks or came from the prefix cache; output tokens are those of last chunks and of decodes.

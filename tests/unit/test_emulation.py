@@ -99,6 +99,7 @@ def calls(layout: Layout, exchange: str) -> int:
     ],
     ids=str,
 )
+@pytest.mark.sample(3)
 def test_a_step_of_any_layout_runs_on_one_rank_and_is_marked(layout: Layout, exchange: str) -> None:
     """Every call is counted, the pool is that of the layout's rank, and a step has what the wire is modelled as beside it."""
     asked = point(layout, exchange)

@@ -213,6 +213,7 @@ class TestFiles:
             export([self.run(tmp_path)], "promethues", None)
 
     @pytest.mark.parametrize("to", list(FORMATS))
+    @pytest.mark.long
     def test_a_name_of_ten_million_characters_makes_no_file_of_that_size(self, to: str, tmp_path: Path) -> None:
         """In names and labels it is cut; where a format keeps the model itself, it is there once."""
         m = files.served()

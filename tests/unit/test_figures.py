@@ -51,6 +51,7 @@ def beside(tmp_path: Path) -> frames.Frames:
     return frames.load([tmp_path / "theirs", ours])
 
 
+@pytest.mark.long
 def test_what_is_drawn_beside_ours_looks_as_the_legend_says(beside: frames.Frames) -> None:
     """A dash says which run and which server of it at once: so each line has an entry of its own."""
     assert len(set(beside.served["rest"])) == 1
@@ -188,6 +189,7 @@ def test_the_watermark_of_a_cpu_run_covers_no_mark_and_is_covered_by_no_bar(tmp_
 
 @pytest.mark.parametrize("mode", ["live", "replay"])
 @pytest.mark.parametrize("draw", [figures.draw_throughput, figures.draw_ttft, figures.draw_frontier])
+@pytest.mark.sample(3)
 def test_where_marks_are_hollow_as_points_are_replayed_the_legend_says_so(
     draw: Callable[..., Figure], mode: str, tmp_path: Path
 ) -> None:

@@ -21,6 +21,7 @@ ROUNDS = 100
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sample(3)
 def test_a_damaged_file_is_read_or_refused_in_a_sentence(kind: str, tmp_path: Path) -> None:
     """A fixed seed for each kind. Whatever is no DcpbenchError would be a traceback on somebody's terminal."""
     name, _, read = KINDS[kind]

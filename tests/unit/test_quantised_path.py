@@ -72,6 +72,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize("q_lora", [128, 256, None])
 @pytest.mark.parametrize("shared", [1, 0])
+@pytest.mark.sample(5)
 def test_a_step_computes_the_same_where_kernels_quantise_what_they_give(
     q_lora: int | None, shared: int, on_a_gpu: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

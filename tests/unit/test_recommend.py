@@ -690,6 +690,7 @@ def test_a_machine_file_that_lacks_a_field_or_a_call_names_it(
         "--machine H200 --gpus 1 --cycled --concurrency 2 --input-tokens 100000 --output-tokens 8 --kv-memory 1GiB",
     ],
 )
+@pytest.mark.sample(3)
 def test_where_nothing_fits_each_advice_works_when_it_is_typed(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Every option that the sentence gives, put in the place of what was typed, has an answer; one load more has none."""
     code, out, _ = run(capsys, *words.split())

@@ -212,6 +212,7 @@ class TestChecksum:
     """A line of its own begins with "checked" and ends with the CRC-32 of what stands before its last field."""
 
     @pytest.mark.parametrize("behind", [b"", msgspec.json.encode(FULL) + b"\n"], ids=["last", "a line behind"])
+    @pytest.mark.sample(2)
     def test_every_single_flipped_bit_is_noticed(self, behind: bytes, tmp_path: Path) -> None:
         """Of the line of a full record, its keys, checksum and newline too: refused, with the file and the line."""
         path = written(tmp_path, EVERYTHING)

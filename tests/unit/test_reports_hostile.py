@@ -209,6 +209,7 @@ STRINGS = (
 
 
 @pytest.mark.parametrize("field", STRINGS)
+@pytest.mark.sample(3)
 def test_markup_in_any_string_stays_text(tmp_path: Path, field: str) -> None:
     """In Markdown no tag begins outside of a fenced command, in a terminal no escape, in a table no column."""
     told = everything(run(tmp_path / "run", line(), changed(field, HTML, build.ok(build.point(DCP), steps=5))))
@@ -217,6 +218,7 @@ def test_markup_in_any_string_stays_text(tmp_path: Path, field: str) -> None:
 
 
 @pytest.mark.parametrize("field", [*STRINGS, "reason"])
+@pytest.mark.sample(3)
 def test_ten_megabytes_in_any_string_are_cut_everywhere(tmp_path: Path, field: str) -> None:
     """2,000 letters are kept with how many there were, in tables 1,000; nothing grows with the rest."""
     record = build.failed(build.point(DCP)) if field == "reason" else build.ok(build.point(DCP), steps=5)

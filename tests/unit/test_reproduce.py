@@ -82,6 +82,7 @@ DECODE: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.parametrize("options", DECODE.values(), ids=DECODE)
+@pytest.mark.sample(4)
 def test_a_decode_point_is_measured_again_alone(options: dict[str, object], read_back: ReadBack) -> None:
     check(make_spec(options, H200X4), H200X4, read_back, least=2)
 
@@ -115,6 +116,7 @@ SERVE: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.parametrize("options", SERVE.values(), ids=SERVE)
+@pytest.mark.sample(4)
 def test_a_served_point_is_measured_again_alone(options: dict[str, object], read_back: ReadBack) -> None:
     check(make_serve_spec(options, H200X4), H200X4, read_back, least=2)
 

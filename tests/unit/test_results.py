@@ -38,6 +38,7 @@ def test_the_reports_that_documents_link_are_committed() -> None:
 
 
 @pytest.mark.parametrize(("folder", "typed"), LINES, ids=[shlex.split(typed)[-1] for _, typed in LINES])
+@pytest.mark.sample(4)
 def test_every_report_can_be_written(folder: str, typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The text names every picture."""
     monkeypatch.chdir(RESULTS / folder)

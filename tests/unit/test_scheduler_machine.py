@@ -144,6 +144,7 @@ def crowded(policy: str, replicas: int, seed: int) -> Simulation:
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 @pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.sample(3)
 def test_under_kv_pressure_every_request_finishes_with_the_right_kv(policy, replicas):
     """Twenty loads, none of which can do without preemption and the prefix cache all together."""
     runs = [crowded(policy, replicas, seed) for seed in range(20)]

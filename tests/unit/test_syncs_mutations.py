@@ -120,6 +120,7 @@ def test_no_single_bit_anywhere_does(kind: str, place: float, bit: int, folder: 
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sample(3)
 def test_no_cut_does(kind: str, folder: Path) -> None:
     """What ends anywhere before its last bracket is cut; nothing is lost behind it."""
     data = text(trace_with(kind))
