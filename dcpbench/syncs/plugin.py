@@ -141,13 +141,18 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:  # noqa: ANN401  (a 
     if unused:
         terminalreporter.line("These tests put nothing on the virtual GPU, so that nothing could synchronise in them.")
         terminalreporter.line("Let them make their tensors with device='cuda', inside the test or its fixtures.")
-        for nodeid in unused:
-            terminalreporter.line(f"  {nodeid}")
+        _write_list(terminalreporter, unused)
     if unmeasured:
         terminalreporter.line("These tests use operators of which it was never measured whether they wait.")
         terminalreporter.line("None of their waits is counted; run the tests with --cuda-sync-mode live on a GPU.")
-        for nodeid, names in unmeasured:
-            terminalreporter.line(f"  {nodeid}: {names}")
+        _write_list(terminalreporter, [f"{nodeid}: {names}" for nodeid, names in unmeasured])
+
+
+def _write_list(terminalreporter: Any, lines: Sequence[str]) -> None:  # noqa: ANN401  (a class private to pytest)
+    """Write indented lines and a blank line, which separates them from further indented lines of pytest."""
+    for line in lines:
+        terminalreporter.line(f"  {line}")
+    terminalreporter.line("")
 
 
 @pytest.fixture(name=FIXTURE)

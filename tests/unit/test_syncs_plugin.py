@@ -40,6 +40,13 @@ class Ran:
     def outcomes(self, *names: str) -> list[str]:
         return [self.tests[name][0] for name in names]
 
+    def list_after(self, heading: str) -> list[str]:
+        """Return the indented lines of the list that follows a heading on stdout."""
+        _, found, after = self.stdout.partition(heading)
+        assert found
+        begun = itertools.dropwhile(lambda line: not line.startswith("  "), after.splitlines())
+        return list(itertools.takewhile(lambda line: line.startswith("  "), begun))
+
     def shows(self, name: str, *lines: str) -> None:
         """Asserts that a test failed with these lines in its message, as patterns of fnmatch."""
         outcome, message = self.tests[name]
@@ -136,21 +143,21 @@ class TestDryRun:
     def test_a_test_that_never_touched_the_gpu_is_named(self, dry: Ran) -> None:
         """It passes, and has not been checked."""
         assert dry.outcomes("test_on_the_host") == ["passed"]
-        _, told, after = dry.stdout.partition("These tests put nothing on the virtual GPU")
-        assert told
-        behind = itertools.dropwhile(lambda line: not line.startswith("  "), after.splitlines())
-        listed = itertools.takewhile(lambda line: line.startswith("  "), behind)
-        names = [line.rpartition("::")[2] for line in listed]
-        assert names == ["test_on_the_host", "test_dry"]
+        listed = dry.list_after("These tests put nothing on the virtual GPU")
+        assert [line.rpartition("::")[2] for line in listed] == ["test_on_the_host", "test_dry"]
 
     def test_a_test_with_operators_that_were_never_measured_is_named(self, dry: Ran) -> None:
         """It passes, and whether the operator waits is unknown."""
         assert dry.outcomes("test_operator_that_was_never_measured") == ["passed"]
-        _, _, after = dry.stdout.partition(
-            "These tests use operators of which it was never measured whether they wait."
-        )
-        listed = [line.partition("::")[2] for line in after.splitlines() if line.startswith("  ")]
-        assert listed == ["test_operator_that_was_never_measured: aten::poisson"]
+        listed = dry.list_after("These tests use operators of which it was never measured whether they wait.")
+        names = [line.partition("::")[2] for line in listed]
+        assert names == ["test_operator_that_was_never_measured: aten::poisson"]
+
+    @pytest.mark.parametrize("heading", ["These tests put nothing on the virtual GPU", "These tests use operators"])
+    def test_a_blank_line_ends_each_list(self, dry: Ran, heading: str) -> None:
+        """Without it, an indented line that pytest writes next looks like a part of the list."""
+        listed = dry.list_after(heading)
+        assert f"  {listed[-1].strip()}\n\n" in dry.stdout
 
     def test_the_next_test_is_not_in_the_dry_run(self, dry: Ran) -> None:
         assert dry.outcomes("TestNeighbours.test_dry", "TestNeighbours.test_behind_it") == ["passed", "passed"]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._device import _device_constructors
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from dcpbench.errors import UsageError
 from dcpbench.syncs import allowed, rules
@@ -42,6 +42,7 @@ from dcpbench.syncs.dry_run.virtual_cuda import Patches, gpu, install
 from dcpbench.syncs.dry_run.virtual_distributed import install_distributed
 from dcpbench.syncs.dry_run.virtual_libraries import install_libraries
 from dcpbench.syncs.dry_run.virtual_runtime import install_runtime
+from dcpbench.syncs.dry_run.virtual_torchscript import install_torchscript
 from dcpbench.syncs.dry_run.waits import wait
 from dcpbench.syncs.frames import walk
 from dcpbench.syncs.model import Coverage, Report, TraceSummary, report_of
@@ -157,6 +158,8 @@ class DryRun:
         concerned = next(iter(device_tensors(given)), None) is not None
         if not concerned and not any(isinstance(value, torch.device) and value.type == "cuda" for value in given):
             return self._on_host(func, args, kwargs)
+        if not concerned and any(map(is_traceable_wrapper_subclass, given)):
+            return NotImplemented  # a class such as DTensor runs the operator on the tensors inside
         if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
             with ProgramMode(self):
                 result = func.decompose(*args, **kwargs)
@@ -355,6 +358,7 @@ def dry_run(*, assume_device: bool = False) -> Iterator[DryRun]:
         install_runtime(patches)
         install_libraries(patches, run)
         install_subclasses(patches)
+        install_torchscript(patches)
         install_children(patches, run.children)
         if torch.distributed.is_available():
             install_distributed(patches, run)

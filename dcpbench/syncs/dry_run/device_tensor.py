@@ -8,6 +8,7 @@ class, which derives from it and from DeviceTensor, equals it, and creates insta
 from __future__ import annotations
 
 import copy
+import copyreg
 import functools
 import inspect
 import types
@@ -18,7 +19,6 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-_UNBOUNDED = 1 << 60  # storage size of the stand-in, which has no storage; views are checked on the host values
 _MARK = "_dcpbench_pinned"
 _DEVICE_MARK = "_dcpbench_device"
 _set_class = object.__dict__["__class__"].__set__
@@ -254,11 +254,31 @@ def to_device(values: torch.Tensor, index: int = 0, *, grad: bool = False) -> De
         layout=values.layout,
         device=torch.device("cuda", index),
         requires_grad=grad,
-        storage_size=_UNBOUNDED,
+        storage_size=_storage_bytes(values),
     )
     attributes = made.__dict__ = _Attributes()
     attributes.host_values = values
     return made
+
+
+def _storage_bytes(values: torch.Tensor) -> int:
+    """Return the size of the memory of host values, which is also the size that C++ sees for a device tensor."""
+    return values.untyped_storage().nbytes() if values.layout == torch.strided else 0
+
+
+def set_geometry(tensor: DeviceTensor) -> None:
+    """Give a device tensor the shape, strides and storage size of its values."""
+    values = tensor.host_values
+    with torch.utils._mode_utils.no_dispatch():
+        if get_device_storage(tensor).nbytes() < _storage_bytes(values):
+            torch._C.TensorBase.data.__set__(tensor, to_device(values, tensor.device.index or 0))  # type: ignore[attr-defined]
+        else:
+            tensor.as_strided_(values.shape, values.stride(), values.storage_offset())
+
+
+def get_device_storage(tensor: DeviceTensor) -> torch.UntypedStorage:
+    """Return the storage that C++ sees, which has a size and no memory."""
+    return torch._C.TensorBase.untyped_storage(tensor)
 
 
 def as_kind(tensor: torch.Tensor, kind: type) -> torch.Tensor:
@@ -287,9 +307,21 @@ def swap(a: torch.Tensor, b: torch.Tensor) -> None:
     dresses = [
         (kind_of(type(t)), dict(t.__dict__), t.host_values if isinstance(t, DeviceTensor) else None) for t in (a, b)
     ]
+    slots = [_take_slots(t) for t in (a, b)]
     torch._C._swap_tensor_impl(a, b)
-    _dress(a, *dresses[1])
-    _dress(b, *dresses[0])
+    for tensor, dress, values in ((a, dresses[1], slots[1]), (b, dresses[0], slots[0])):
+        _dress(tensor, *dress)
+        for name, value in values.items():
+            setattr(tensor, name, value)
+
+
+def _take_slots(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return the values in the slots of a class, such as those of DTensor, and empty the slots."""
+    names = copyreg._slotnames(type(tensor))  # type: ignore[attr-defined]
+    values = {name: getattr(tensor, name) for name in names if hasattr(tensor, name)}
+    for name in values:
+        delattr(tensor, name)
+    return values
 
 
 def _dress(tensor: torch.Tensor, kind: type, attributes: Mapping[str, Any], values: torch.Tensor | None) -> None:

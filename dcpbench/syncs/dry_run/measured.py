@@ -11,6 +11,13 @@ ALLOCATIONS = frozenset(
     {"aten::empty_strided", "aten::empty_permuted"}
 )  # allocate as aten::empty does, without a kernel
 EQUIVALENT = {  # operators that consist of measured ones, or have the same kernels -> the measured one that represents them
+    # Functional.cpp of torch calls the process group's collective; wait_tensor waits for its work as dist.all_reduce does.
+    "_c10d_functional::all_gather_into_tensor": "c10d::_allgather_base_",
+    "_c10d_functional::all_reduce": "c10d::allreduce_",
+    "_c10d_functional::all_to_all_single": "c10d::alltoall_base_",
+    "_c10d_functional::broadcast": "c10d::broadcast_",
+    "_c10d_functional::reduce_scatter_tensor": "c10d::_reduce_scatter_base_",
+    "_c10d_functional::wait_tensor": "c10d::allreduce_",
     "aten::_index_put_impl_": "aten::index_put",
     "aten::_native_batch_norm_legit_no_training": "aten::native_batch_norm",
     "aten::_unsafe_index": "aten::index",

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dcpbench.syncs.dry_run.device_tensor import DeviceTensor, to_device
+from dcpbench.syncs.dry_run.device_tensor import DeviceTensor, set_geometry, to_device
 from dcpbench.syncs.dry_run.slow_operators import in_float32, slow_version
+from dcpbench.syncs.dry_run.virtual_torchscript import find_host_storage
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -51,6 +52,8 @@ def on_host(value: Any) -> Any:
         return value.host_values
     if isinstance(value, torch.device):
         return HOST if value.type == "cuda" else value
+    if isinstance(value, torch.UntypedStorage) and value.device.type == "cuda":
+        return find_host_storage(value)
     if isinstance(value, dict):
         return {key: on_host(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -91,8 +94,7 @@ def _follow(tensor: DeviceTensor) -> None:
     values = tensor.host_values
     if tensor.shape == values.shape and tensor.stride() == values.stride():
         return
-    with torch.utils._mode_utils.no_dispatch():
-        tensor.as_strided_(values.shape, values.stride(), values.storage_offset())
+    set_geometry(tensor)
 
 
 def _call(func: Any, args: Any, kwargs: Any) -> Any:

@@ -328,7 +328,12 @@ def _device(patches: Patches) -> None:
     )
     for home in (torch.cuda, torch.cuda.memory):
         patches.put(home, empty_cache=gpu.empty_cache, mem_get_info=always((MEMORY_BYTES, MEMORY_BYTES)))
-    patches.put(torch._C, _cuda_getCurrentRawStream=_zero, _host_emptyCache=_nothing)
+    patches.put(
+        torch._C,
+        _cuda_getCurrentRawStream=_zero,
+        _host_emptyCache=_nothing,
+        _get_accelerator=always(torch.device("cuda")),
+    )
     patches.put(torch, Generator=VirtualGenerator)
     patches.put(torch.cuda.nvtx, **dict.fromkeys(_NVTX.split(), _nothing), range=_no_range)
 
