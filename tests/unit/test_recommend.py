@@ -19,6 +19,7 @@ import pytest
 from dcpbench.cli import main
 from dcpbench.commands import recommend as command
 from dcpbench.errors import RecordsError, UsageError
+from dcpbench.plan import judge
 from dcpbench.plan.judge import shortage
 from dcpbench.plan.serve_spec import serve_defaults
 from dcpbench.plan.spec import planned
@@ -28,6 +29,7 @@ from dcpbench.points.machine import Probe
 from dcpbench.points.machines import described
 from dcpbench.points.point import Load as PointLoad
 from dcpbench.points.point import Point
+from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import load_shape
 from dcpbench.points.wire import Seconds
 from dcpbench.recommend import advise, answer, estimate
@@ -231,14 +233,67 @@ def test_attention_dp_is_forecast_with_the_placement_of_experts_that_has_the_sho
     assert Layout(16) not in advise._valid_layouts(odd, 16)
 
 
-def test_fp8_experts_are_not_split_inside_a_block_of_scales() -> None:
-    """2,048 over 32 ranks are 64 of a block of 128: with attention DP expert parallel stays, without it no placement."""
+def test_layouts_that_split_a_block_of_scales_are_refused_with_the_largest_that_does_not() -> None:
+    """2,048 over 32 ranks are 64 of a block of 128: of a tensor-parallel expert, and of the shared expert in every layout."""
     asked = dataclasses.replace(ask("H200+rdma-400"), weights_dtype="fp8", loads=((64, 4000, None),), gpus=(32,))
     (choice,), _ = advise.advise(asked, advise.Known(), estimate.published())
-    assert {f.point.ep for f in choice.forecasts} == {"tp"}
-    assert "a tensor-parallel expert has 64 numbers on a rank" in choice.refused["tp32"]
+    assert not choice.forecasts
+    assert choice.refused["tp32"] == (
+        "an expert (64 numbers) of deepseek-v3 on a rank ends inside a block of 128, and kernels take whole blocks; give "
+        "--gpus 16, or --weights-dtype bf16"
+    )
+    assert not choice.without_room
     (wide,), _ = advise.advise(dataclasses.replace(asked, weights_dtype="bf16"), advise.Known(), estimate.published())
     assert "tp32" in {f.who for f in wide.forecasts}
+
+
+def why_sweep_refuses(one: Point, probe: Probe) -> str:
+    """The message with which the planner of `sweep` refuses a point; empty if it takes it."""
+    try:
+        judge.check(one, Settings(), load_shape(one.model), judge.Machine(probe=probe))
+    except UsageError as e:
+        return str(e)
+    return ""
+
+
+@pytest.mark.parametrize("model", ["deepseek-v3", "deepseek-v2", "kimi-k2", "deepseek-v2-lite"])
+@pytest.mark.parametrize("weights", ["fp8", "bf16"])
+def test_recommend_refuses_the_layouts_that_sweep_refuses(model: str, weights: str) -> None:
+    """For every layout of up to 32 ranks, with the same reason; memory is not limited here."""
+    asked = dataclasses.replace(ask("H200+rdma-400"), model=model, weights_dtype=weights)
+    refused, accepted = 0, 0
+    for tp in range(1, 33):
+        probe = msgspec.structs.replace(planned("H200", 8), count=tp, memory_bytes=1 << 44)
+        for layout in advise._valid_layouts(load_shape(model), tp):
+            for one in advise._points(asked, layout, 8, 4000, None):
+                reason = advise.explain_refusal(asked, one).partition("; give ")[0]
+                message = why_sweep_refuses(one, probe)
+                assert bool(message) == bool(reason), one.instance_name
+                assert f"{reason}; use " in message or not message
+                refused, accepted = refused + bool(message), accepted + (not message)
+    assert accepted > 10 or (model, weights) == ("deepseek-v2-lite", "fp8"), (
+        "its dense MLP, 10,944 wide, has half a block"
+    )
+    assert refused > 0 or weights == "bf16"
+
+
+def test_more_requests_than_the_largest_graph_are_refused_as_sweep_refuses_them() -> None:
+    """A decode step of 513 requests has no graph with one replica, but has one with two."""
+    asked = dataclasses.replace(ask("H200"), weights_dtype="fp8", loads=((513, 100, None),), gpus=(8,))
+    (choice,), _ = advise.advise(asked, advise.Known(), estimate.published())
+    assert choice.refused["tp8"] == (
+        "--concurrency 513 is more than tp8 takes, 512 requests (the largest CUDA graph); --concurrency can be up to 512"
+    )
+    assert {f.point.dp for f in choice.forecasts} == {2, 4, 8}
+
+
+def test_a_gpu_without_fp8_is_refused_as_sweep_refuses_it() -> None:
+    """An A100 multiplies no e4m3, in any layout."""
+    asked = dataclasses.replace(ask("A100"), weights_dtype="fp8", loads=((8, 4000, None),))
+    (choice,), _ = advise.advise(asked, advise.Known(), estimate.published())
+    assert set(choice.refused.values()) == {
+        "a GPU with fp8 is needed (compute capability 8.9 or later), and NVIDIA A100-SXM4-80GB has 8.0; give --weights-dtype bf16"
+    }
 
 
 def test_padding_rows_go_through_the_experts() -> None:
