@@ -666,8 +666,8 @@ def _times(ask: Ask, known: Known) -> tuple[dict[str, StepTimes], list[str]]:
             found[file] = times
             if times.padded_rows:
                 notes.append(
-                    f"{file}: of an engine of before, in which all replicas had as many rows of prompts in experts as the fullest. "
-                    f"{of.instance_name} may be faster now than it says; measure its step times again."
+                    f"{file}: measured with an older engine, which sent as many prompt rows to experts for every replica as for "
+                    f"the fullest one. {of.instance_name} may be faster now; measure its step times again."
                 )
             continue
         notes.append(f"Left out: {file}, {why}.")

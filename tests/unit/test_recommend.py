@@ -808,7 +808,7 @@ def test_a_pool_that_is_too_small_for_a_step_refuses_a_layout_as_sweep_does(
 
 
 def test_loads_that_nobody_types_are_those_of_serve() -> None:
-    """In lengths and chunks; no clients of theirs go in step."""
+    """In lengths and chunks; their clients do not run in lock-step."""
     of_serve = serve_defaults(Probe(device="cuda", count=8, name="NVIDIA H200"))
     found = command._loads(command.Wanted(), load_shape("deepseek-v3").max_position)
     for requests, context, served in found:
@@ -982,8 +982,8 @@ def test_a_load_is_replayed_by_step_times_of_its_layout() -> None:
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
-        ([{}], "Clients go in step: "),
-        ([{}, {"output_tokens": "uniform:10-30"}], "Clients go in step under 1 of 2 loads: "),
+        ([{}], "Clients run in lock-step: "),
+        ([{}, {"output_tokens": "uniform:10-30"}], "Clients run in lock-step under 1 of 2 loads: "),
         ([{"output_tokens": "uniform:10-30"}], None),
         ([{"arrival": "gamma", "request_rate": 2.0}], None),
     ],
