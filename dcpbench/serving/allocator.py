@@ -201,7 +201,7 @@ class DcpAllocator:
         return taken
 
     def _put(self, pages: np.ndarray) -> None:
-        if self._is_free[pages].any() or len(np.unique(pages)) < len(pages):
+        if self._is_free[pages].any() or (len(pages) > 1 and len(np.unique(pages)) < len(pages)):
             raise ValueError("pages are given back that nobody holds")
         self._is_free[pages] = True
         self._free[self.free_pages : self.free_pages + len(pages)] = pages

@@ -214,8 +214,7 @@ class Scheduler:
         for sequence in [s for s in growing if s.computed % page == 0]:
             if sequence.allocation is not None:  # else it was preempted
                 self._add_page(replica, sequence, todo, step)
-        allocations = (s.allocation for s in growing if s.computed % page)
-        replica.allocator.fill(allocation for allocation in allocations if allocation is not None)
+        replica.allocator.fill([s.allocation for s in growing if s.computed % page and s.allocation is not None])
 
     def _add_page(self, replica: Replica, sequence: Sequence, todo: ReplicaStep, step: Step) -> None:
         """Allocate the next page of a sequence, unless it is itself the latest one and has to be preempted."""
@@ -355,10 +354,13 @@ class Scheduler:
     def _cache_all(self, replica: Replica, emits: list[Sequence]) -> None:
         """Cache the prompts of these sequences, and the answers of finished turns of sessions that continue."""
         page = self.config.virtual_page
-        for sequence in emits:
-            # Most sequences are cached already. For them, reading the prompt would take most of the time of a step.
-            if sequence.allocation is not None and sequence.allocation.shared != sequence.prompt_tokens // page:
-                self._cache(replica, sequence, sequence.request.prompt)
+        # Most sequences are cached already and not finished. Reading their prompts would take most of the time of a step.
+        for sequence in [
+            s
+            for s in emits
+            if s.generated == s.output_tokens or s.allocation is None or s.allocation.shared != s.prompt_tokens // page
+        ]:
+            self._cache(replica, sequence, sequence.request.prompt)
             if sequence.generated == sequence.output_tokens and sequence.request.answer is not None:
                 tokens = np.concatenate((sequence.request.prompt, sequence.request.answer))
                 self._cache(replica, sequence, tokens[: sequence.computed])

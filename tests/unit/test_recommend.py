@@ -40,7 +40,7 @@ from dcpbench.records.runs import read_run
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.servers.presets import PRESETS
 from dcpbench.serving.load_words import ANSWERS, in_step
-from dcpbench.serving.loads import extent
+from dcpbench.serving.loads import extent, requests_of
 from dcpbench.show import terminal
 from tests.unit import record_builder, serve_record_builder, step_times_builder
 
@@ -1196,3 +1196,35 @@ def test_a_folder_of_runs_is_read_as_its_runs(tmp_path: Path) -> None:
     (tmp_path / "empty" / "records.jsonl").touch()
     with pytest.raises(RecordsError, match="holds no record yet; wait for its run, or leave it out"):
         command._known([tmp_path / "empty"])
+
+
+def test_objectives_that_are_met_are_named_with_the_percentile_that_was_judged() -> None:
+    """ITL has samples for p90, TTFT for p50 alone: the table and the JSON state both."""
+    itl, ttft = Percentiles(p50=20.0, p90=25.0, samples=100), Percentiles(p50=900.0, samples=8)
+    best = dataclasses.replace(forecast(1000.0), itl_ms=itl, ttft_ms=ttft)
+    asked = dataclasses.replace(ask("H200"), slo={"ttft": 2000.0, "itl": 30.0}, loads=((32, 4000, None),))
+    choice = advise.Choice(name="32 × 4,000 tokens", concurrency=32, forecasts=[best], misses={}, refused={})
+    ((_, who, *_),) = answer.rows(asked, [choice])
+    assert who == "tp4, meets TTFT p50 900 ms and ITL p90 25 ms"
+    assert answer._layout(asked, choice, best)["objectives"] == [
+        {"name": "ttft", "limit_ms": 2000.0, "percentile": "p50", "ms": 900.0, "met": True},
+        {"name": "itl", "limit_ms": 30.0, "percentile": "p90", "ms": 25.0, "met": True},
+    ]
+    ((_, who, *_),) = answer.rows(dataclasses.replace(asked, slo={}), [choice])
+    assert who == "tp4"
+
+
+def test_forecasts_of_several_layouts_share_their_requests() -> None:
+    """A layout does not draw the prompts of a load again; another load has requests of its own."""
+    load = PointLoad(mode="replay", requests=4, input_tokens="100", output_tokens="8", chunk=8192, prefill="flashinfer")
+    one, other = (point(tp=4, dcp=dcp, workload="serve", load=load) for dcp in (1, 4))
+    first, again = (requests_of(of, Settings(), 1000) for of in (one, other))
+    assert all(a is b for a, b in zip(first, again, strict=True))
+    longer = msgspec.structs.replace(one, load=msgspec.structs.replace(load, input_tokens="200"))
+    assert {r.prompt_tokens for r in requests_of(longer, Settings(), 1000)} == {200}
+
+
+def test_a_call_between_ranks_is_modelled_once() -> None:
+    """Fits of calls take longer than all else of an estimate, and every layout needs them."""
+    first, again = described("H200").wire, described("H200").wire
+    assert all(first.calls[name] is again.calls[name] for name in first.calls)
