@@ -115,7 +115,7 @@ def test_the_headline_says_which_replays_are_of_an_engine_with_padding_in_expert
     def headline(name: str, shown: list[Record]) -> str:
         return "; ".join(overview.caveats(frames.load([build.write(tmp_path / name, shown)])))
 
-    said = "had padding in experts{}: it may be faster now"
+    said = "which sent padding rows to experts{}: it may be faster now"
     assert said.format(" at 1 of 2 points") in headline("both", records)
     assert said.format("") in headline("one", records[:1])
     assert "padding" not in headline("other", records[1:])
