@@ -332,15 +332,15 @@ def _quickest(ask: Ask, points: Sequence[Point], steps: Steps) -> Point:
     Raise UsageError if nothing is known about any.
     """
     known: dict[float, Point] = {}
-    said = ""
+    reason = ""
     for point in points:
         try:
             of = forecast.Estimator(point, ask.machine, steps.terms)
             known[of.ms(of.decode_rows(point.concurrency, point.context))] = point
         except UsageError as e:
-            said = str(e)
+            reason = str(e)
     if not known:
-        raise UsageError(said)
+        raise UsageError(reason)
     return known[min(known)]
 
 

@@ -993,7 +993,7 @@ def test_clients_that_go_in_step_are_told(changed: list[dict[str, object]], told
     loads = tuple((8, 1020, load(requests=100, **more)) for more in changed)
     for requests, words in ((8, told), (1, None)):
         asked = dataclasses.replace(ask("H200"), loads=tuple((requests, *rest) for _, *rest in loads))
-        said = [text for text in answer.unknown(asked, [stepped()], estimate.published()) if "in step" in text]
+        said = [text for text in answer.unknown(asked, [stepped()], estimate.published()) if "in lock-step" in text]
         assert [text[: len(words or "")] for text in said] == [words] * bool(words)
 
 
