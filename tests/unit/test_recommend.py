@@ -1007,7 +1007,7 @@ def test_the_answer_says_that_attention_dp_gains_by_clients_in_step(dp: int, out
     choice = advise.Choice(name="8 × 1,020", concurrency=8, forecasts=[of], misses={}, refused={})
     text = answer.sentence(asked, [choice])
     assert text.endswith("attention DP gains by: ask again with --output-tokens uniform:18-22.") == told
-    assert ("in step" in text) == told
+    assert ("in lock-step" in text) == told
 
 
 def test_where_step_times_do_not_reach_the_load_floors_stand_in() -> None:
