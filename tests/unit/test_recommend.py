@@ -1006,7 +1006,7 @@ def test_the_answer_says_that_attention_dp_gains_by_clients_in_step(dp: int, out
     of = dataclasses.replace(of, point=msgspec.structs.replace(of.point, dp=dp))
     choice = advise.Choice(name="8 × 1,020", concurrency=8, forecasts=[of], misses={}, refused={})
     text = answer.sentence(asked, [choice])
-    assert text.endswith("attention DP gains by: ask again with --output-tokens uniform:18-22.") == told
+    assert text.endswith("which favours attention DP: ask again with --output-tokens uniform:18-22.") == told
     assert ("in lock-step" in text) == told
 
 
