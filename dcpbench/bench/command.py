@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 WORKER = "dcpbench.bench.worker"
 LONGEST_BACKLOG_US = 100_000
-WRONG, SOME_FAILED = ExitCode.WRONG, ExitCode.FAILED
 CPU_RANKS = 2
 CPU_NOTE = (
     "CPU: correctness and synchronisations (dry run) only; a time taken here would say nothing about performance."
@@ -245,8 +244,8 @@ def _finish(record: BenchRecord, paths: list[Path], problem: str, options: Optio
     if problem or failed:
         say(f"{len(failed)} of {counted(len(record.results), 'case')} failed. {problem}".strip())
     if any(r.correct is False for r in record.results):
-        return WRONG
-    return SOME_FAILED if problem or failed else 0
+        return ExitCode.WRONG
+    return ExitCode.FAILED if problem or failed else 0
 
 
 def _write(record: BenchRecord, paths: list[Path]) -> None:

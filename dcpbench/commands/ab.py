@@ -13,10 +13,10 @@ from pathlib import Path
 import typer
 
 from dcpbench.commands import options as opt
-from dcpbench.commands.command import PARSER_ERROR, SOME_FAILED, Command, Group, ended, panel
+from dcpbench.commands.command import PARSER_ERROR, Command, Group, ended, panel
 from dcpbench.commands.compare import Judged, Shown
 from dcpbench.commands.elsewhere import REAL_SERVERS
-from dcpbench.errors import DcpbenchError, OutputError, UsageError
+from dcpbench.errors import DcpbenchError, ExitCode, OutputError, UsageError
 from dcpbench.launch.stopping import INTERRUPTED
 from dcpbench.plan.typed import hide_headers
 from dcpbench.points import redaction
@@ -138,7 +138,7 @@ def ab(
     with folders.locked(folder):
         kept = {side: hide_headers(arguments) for side, arguments in sides.items()}
         state = _state(folder, launches, State(workload=variants.workload, a=kept["a"], b=kept["b"]))
-        _announce(folder, sides, variants, command, allow_cpu=judged.allow_cpu)
+        _announce(folder, sides, variants, command, allow_cpu=judged.allow_cpu, resume=launches.resume)
         code = _launch_all(folder, state, sides, variants.rounds, command, force=launches.force)
         try:
             rounds = (f"round-{n}" for n in range(1, variants.rounds + 1))
@@ -165,7 +165,7 @@ def order(number: int) -> tuple[str, str]:
 def _launch_all(
     folder: Path, state: State, sides: Mapping[str, list[str]], rounds: int, command: Command, *, force: bool
 ) -> int:
-    """Run every launch that has not ended yet, in order; return SOME_FAILED if points failed, INTERRUPTED after Ctrl-C."""
+    """Run every launch that has not ended yet, in order; return ExitCode.FAILED if points failed, INTERRUPTED after Ctrl-C."""
     from dcpbench.commands.runs import as_part
 
     todo = [f"{side}/round-{n}" for n in range(1, rounds + 1) for side in order(n)]
@@ -185,7 +185,7 @@ def _launch_all(
             return INTERRUPTED
         except DcpbenchError as e:
             raise type(e)(f"{name}: {e}") from e
-        if ended not in (0, SOME_FAILED):
+        if ended not in (0, ExitCode.FAILED):
             raise UsageError(f"{name}: `dcpbench {state.workload}` ended with {ended}; its messages are above.")
         state.done[name] = ended
         _write(folder, state)
@@ -193,7 +193,7 @@ def _launch_all(
             eta = (time.monotonic() - began) / index * (len(left) - index)
             about = f"; about {span(eta)} left" if eta else ""
             say(f"Round {number} of {rounds}: {_round_in_short(folder, state, f'round-{number}')}{about}")
-    return SOME_FAILED if SOME_FAILED in state.done.values() else 0
+    return ExitCode.FAILED if ExitCode.FAILED in state.done.values() else 0
 
 
 def _launch(folder: Path, workload: str, options: Sequence[str], command: Command, *, force: bool) -> int:
@@ -348,13 +348,20 @@ def _plan_in_json(variants: Variants, sides: Mapping[str, list[str]], command: C
 
 
 def _announce(
-    folder: Path, sides: Mapping[str, list[str]], variants: Variants, command: Command, *, allow_cpu: bool
+    folder: Path,
+    sides: Mapping[str, list[str]],
+    variants: Variants,
+    command: Command,
+    *,
+    allow_cpu: bool,
+    resume: bool,
 ) -> None:
-    """Say once what all launches run, and what a CPU is worth; their own dry runs know.
+    """Print once what all launches run, as their own dry runs state it, and a note if they run on a CPU.
 
-    Raises what a variant's options are wrong by before the other one has run for nothing.
+    Raise the error of a variant's options, or of a resumed run with an older default, before any variant is launched.
     """
     from dcpbench.commands.runs import as_part
+    from dcpbench.launch import folders
     from dcpbench.launch.progress import CPU_NOTE, rejected_lines
 
     lines: list[str] = []
@@ -366,6 +373,8 @@ def _announce(
                 ended(command, [*arguments, "--dry-run", "--json"])
         except DcpbenchError as e:
             raise type(e)(f"--{side} {redaction.command_line(arguments)!r}: {e}") from e
+        if resume and "ep" not in part.given:
+            folders.check_launches_ep(sorted((folder / side).glob("round-*")), part.points)
         rows = json.loads(plan.getvalue())
         devices |= part.devices
         lines.append(f"{_typed(side, arguments, variants)}  ({counted(sum(not r['reason'] for r in rows), 'point')})")

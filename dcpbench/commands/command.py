@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperCommand
 from typer.models import OptionInfo
 
-from dcpbench.errors import ExitCode, UsageError
+from dcpbench.errors import UsageError
 from dcpbench.launch.stopping import INTERRUPTED
 from dcpbench.plan.options import shown
 from dcpbench.plan.typed import hide_headers, line
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     Does = TypeVar("Does", bound=Callable[..., int])
 
-WRONG, UNANSWERED, SOME_FAILED = ExitCode.WRONG, ExitCode.NO_ANSWER, ExitCode.FAILED
-"""Exit codes of commands that ran."""
 PARSER_ERROR: Any = typer.BadParameter.__base__
 """What a parser raises for any option that it cannot take; its module differs between versions of Typer."""
 

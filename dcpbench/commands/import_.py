@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from dcpbench.commands.command import SOME_FAILED, Group, panel
+from dcpbench.commands.command import Group, panel
+from dcpbench.errors import ExitCode
 from dcpbench.show.terminal import say
 
 LAYOUT = panel("What the engine ran on, if its file does not say it")
@@ -104,4 +105,4 @@ def import_(
     for sentence in done.notes:
         say(sentence)
     typer.echo(f"Wrote {done.path}")
-    return SOME_FAILED if done.errors else 0
+    return ExitCode.FAILED if done.errors else 0

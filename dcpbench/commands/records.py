@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dcpbench.commands import options as opt
-from dcpbench.commands.command import WRONG, command
+from dcpbench.commands.command import command
+from dcpbench.errors import ExitCode
 from dcpbench.show.terminal import say
 from dcpbench.show.text import counted, printable
 
@@ -48,7 +49,7 @@ def check(runs: opt.Runs, as_json: AsJson = False) -> int:
             print("\n".join(map(printable, _said(one))))  # noqa: T201 - the answer
     for one in found:
         check_any(one)
-    return WRONG if any(one.faults for one in found) else 0
+    return ExitCode.WRONG if any(one.faults for one in found) else 0
 
 
 @command(app)

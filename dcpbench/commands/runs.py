@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from dcpbench.commands.command import SOME_FAILED
 from dcpbench.commands.doctor import say_at_start
-from dcpbench.errors import LayoutError, UsageError
+from dcpbench.errors import ExitCode, LayoutError, UsageError
 from dcpbench.launch import folders, launcher, tries
 from dcpbench.launch.nodes import secret, split_endpoint
 from dcpbench.launch.stopping import said_when_stopped
@@ -67,6 +66,8 @@ class Part:
     """What the progress bar counts."""
     devices: set[str] = dataclasses.field(default_factory=set)
     """On which it runs, once that is known."""
+    points: list[Point] = dataclasses.field(default_factory=list)  # points that the command plans
+    given: set[str] = dataclasses.field(default_factory=set)  # names of the options that describe them
 
 
 _part: contextvars.ContextVar[Part | None] = contextvars.ContextVar("part", default=None)
@@ -92,6 +93,13 @@ def on(probe: Probe) -> None:
     """Tell the command that makes this run on what it runs."""
     if part := _part.get():
         part.devices.add(probe.device)
+
+
+def note_plan(candidates: Sequence[grid.Candidate], given: Options) -> None:
+    """Pass the planned points and their options to the command that makes this run."""
+    if part := _part.get():
+        part.points += [c.point for c in candidates]
+        part.given |= set(given or ())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,6 +172,7 @@ def measure(spec: SweepSpec, probe: Probe, run: Run, work_off: WorkOff | None = 
     there = _elsewhere.get()
     candidates = grid.expand(spec, probe, there.nodes if there else run.machines.nnodes)
     say_defaults(spec, candidates)
+    note_plan(candidates, given)
     if only_planned(candidates, probe, run):
         return 0
     folder = run.output or folders.new_folder("-".join(spec.model), spec.tp)
@@ -379,7 +388,7 @@ def _finish(candidates: Sequence[grid.Candidate], folder: Path, probe: Probe, ru
     records = [last[c.point.key()] for c in candidates if c.point.key() in last]
     failed = [r for r in records if r.outcome in ("failed", "hung")]
     if is_part():
-        return SOME_FAILED if failed else 0
+        return ExitCode.FAILED if failed else 0
     with said_when_stopped(no_report([folder])), ProgressLine() as line:
         paths = write_report([folder], folder / "report", watch=line)
     if run.as_json:
@@ -387,7 +396,7 @@ def _finish(candidates: Sequence[grid.Candidate], folder: Path, probe: Probe, ru
     else:
         console().print(terminal_table([folder]))
     print_paths(paths, sys.stderr if run.as_json else sys.stdout)
-    return SOME_FAILED if failed else 0
+    return ExitCode.FAILED if failed else 0
 
 
 def no_report(folders: Sequence[Path]) -> str:

@@ -427,6 +427,7 @@ def _serve_started(remote: Remote, given: dict[str, object], run: opt.Run) -> in
     runs.on(probe)
     if run.dry_run or not runs.is_part():
         _say_about_loads(spec.loads, spec.settings, cpu=run.device == "cpu")
+    runs.note_plan(candidates, given)
     if runs.only_planned(candidates, probe, run):
         able = [c.point for c in candidates if c.error is None]
         if not run.as_json:

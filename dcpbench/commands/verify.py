@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dcpbench.commands import options as opt
-from dcpbench.commands.command import SOME_FAILED, UNANSWERED, WRONG, Group, panel, typed
+from dcpbench.commands.command import Group, panel, typed
+from dcpbench.errors import ExitCode
 from dcpbench.show.terminal import console, say
 from dcpbench.show.text import counted
 
@@ -167,7 +168,7 @@ def verify(layouts: Layouts, load: Load, how: opt.How, remote: Remote, run: Run)
 
 
 def _compare_servers(remote: Remote, own: dict[str, object], load: Load, run: Run) -> int:
-    """Ask the servers, judge their answers, and print the verdict. Returns 0, WRONG if they differ, or UNANSWERED."""
+    """Ask the servers, judge their answers, and print the verdict. Return the exit code."""
     import asyncio
     import secrets
 
@@ -201,7 +202,7 @@ def _compare_servers(remote: Remote, own: dict[str, object], load: Load, run: Ru
     urls = [target.url for target in targets]
     facts = msgspec.to_builtins(report) | {"urls": urls, "seed": questions.seed, "caches": msgspec.to_builtins(caches)}
     _show_servers(report, caches, facts, run)
-    return {DIFFER: WRONG, UNDECIDED: UNANSWERED}.get(report.verdict, 0)
+    return {DIFFER: ExitCode.WRONG, UNDECIDED: ExitCode.NO_ANSWER}.get(report.verdict, 0)
 
 
 def _read_servers(
@@ -318,4 +319,4 @@ def _print_checks(points: Sequence["Point"], folder: Path, run: opt.Run) -> int:
     wrong = sum(not c.ok for c in checks)
     said = f"{len(checks) - wrong} checks ok, {wrong} wrong, {counted(len(failed), 'point')} failed"
     say(f"{said}. Output: {folder}")
-    return 0 if ok else WRONG if wrong else SOME_FAILED
+    return 0 if ok else ExitCode.WRONG if wrong else ExitCode.FAILED

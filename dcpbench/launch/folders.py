@@ -6,6 +6,7 @@ A sweep owns records.jsonl; `verify` owns checks.jsonl and failed.jsonl, and doe
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import os
 import shlex
@@ -33,6 +34,7 @@ from dcpbench.records.folder import (
     progress_file,
     tag_of,
 )
+from dcpbench.records.runs import last_records
 from dcpbench.show.text import printable
 
 if TYPE_CHECKING:
@@ -228,26 +230,65 @@ def check_default_grid(folder: Path, points: Iterable[Point], records: Sequence[
 
 
 def check_default_ep(folder: Path, points: Iterable[Point], records: Iterable[Record]) -> None:
-    """Raise OutputError if points with the default of --ep are in the folder with another expert parallel degree only.
+    """Raise OutputError if points with the default of --ep are in the folder with another expert parallel degree only."""
+    changed = find_changed_ep(folder, points, records)
+    if changed is None:
+        return
+    go_on = (
+        "The records of this run do not state how experts are placed: measure a new run, in another folder with -o"
+        if changed.recorded.ep == UNKNOWN
+        else f"To go on with points of dp > 1, add {flag('ep')} {WHOLE} --no-baseline and give their --dp alone"
+    )
+    planned = changed.planned
+    raise OutputError(
+        f"--resume: {changed.format(folder)} {go_on}; to add {planned.layout_name} to it, add {flag('ep')} {planned.ep}."
+    )
+
+
+def check_launches_ep(folders: Iterable[Path], points: Sequence[Point]) -> None:
+    """Raise OutputError if one of these launches of a variant has points with another default of --ep than `points`.
+
+    Launches of a variant are compared as repeats, so that no launch may be added with another layout.
+    """
+    for folder in folders:
+        changed = find_changed_ep(folder, points, last_records(folder).values())
+        if changed is not None:
+            same = changed.recorded.ep != UNKNOWN
+            keep = f" and {flag('ep')} {WHOLE} in --both for {changed.recorded.layout_name}" if same else ""
+            raise OutputError(
+                f"--resume: {changed.format(folder)} Launches of one variant must have the same layout: begin a new run, in "
+                f"another folder with -o{keep}, or start this one over with --force."
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChangedEp:
+    """Hold a point that was recorded with an older default of --ep, and the point that is planned in place of it."""
+
+    recorded: Point
+    planned: Point
+
+    def format(self, folder: Path) -> str:
+        """Return the difference as a sentence."""
+        return (
+            f"{folder} has {self.recorded.layout_name}, and without {flag('ep')} this command measures "
+            f"{self.planned.layout_name}: the default is {flag('ep')} {self.planned.ep} in every layout, and was another one "
+            "where dp > 1 when the run began."
+        )
+
+
+def find_changed_ep(folder: Path, points: Iterable[Point], records: Iterable[Record]) -> ChangedEp | None:
+    """Return the first point that the folder has with another expert parallel degree only; None if there is none.
 
     The default of --ep was expert parallel where dp > 1. Resumed without --ep, such a run would get points of another layout.
     """
     known = _known_points(folder, records)
-    theirs = {msgspec.structs.replace(point, ep="").key(): point for point in known.values()}
+    recorded = {msgspec.structs.replace(point, ep="").key(): point for point in known.values()}
     for point in points:
-        other = theirs.get(msgspec.structs.replace(point, ep="").key())
-        if point.dp <= 1 or point.key() in known or other is None:
-            continue
-        go_on = (
-            "The records of this run do not state how experts are placed: measure a new run, in another folder with -o"
-            if other.ep == UNKNOWN
-            else f"To go on with points of dp > 1, add {flag('ep')} {WHOLE} --no-baseline and give their --dp alone"
-        )
-        raise OutputError(
-            f"--resume: {folder} has {other.layout_name}, and without {flag('ep')} this command measures {point.layout_name}: the "
-            f"default is {flag('ep')} {point.ep} in every layout, and was another one where dp > 1 when the run began. {go_on}; "
-            f"to add {point.layout_name} to it, add {flag('ep')} {point.ep}."
-        )
+        other = recorded.get(msgspec.structs.replace(point, ep="").key())
+        if point.dp > 1 and point.key() not in known and other is not None:
+            return ChangedEp(recorded=other, planned=point)
+    return None
 
 
 def _known_points(folder: Path, records: Iterable[Record]) -> dict[str, Point]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.errors import CapacityError, LayoutError, MissingPackageError, NoRoomError, UsageError, how_to_install
+from dcpbench.plan.kernel_limits import TENSOR_UNIT, find_kernel_limit
 from dcpbench.plan.typed import retyped
 from dcpbench.points import memory
 from dcpbench.points.batches import GRAPH_BATCHES
@@ -32,11 +33,10 @@ from dcpbench.points.names import (
     REGISTERED,
     REPLAY,
     SYNTHETIC,
-    WHOLE,
     flag,
 )
 from dcpbench.points.point import OPTIONS
-from dcpbench.points.shapes import NOPE, ROPE, SCALE_BLOCK, VALUE
+from dcpbench.points.shapes import NOPE, ROPE, VALUE
 from dcpbench.points.sizes import size_text, size_that_holds
 from dcpbench.points.wire import GATHERS
 from dcpbench.serving.loads import extent
@@ -51,16 +51,12 @@ if TYPE_CHECKING:
     from dcpbench.serving.step_times import StepTimes
 
 SMALLEST_TILE = 16
-FP8_SINCE = (8, 9)
-"""Lowest compute capability of GPUs that multiply e4m3."""
-FLASHMLA_PAGE = 64
 """Side of the smallest product that the tensor cores take."""
+FLASHMLA_PAGE = 64
 SYMMETRIC = "symm"
 """Exchange and all-reduce that work inside one machine."""
 ROW_UNIT = 16
 """Bytes that a thread of kernels/kv_gather reads at once; a test compares the two."""
-TENSOR_UNIT = 16
-"""Bytes of which rows are multiples that a tensor descriptor reads, as kernels/moe/prompts and kernels/keys do."""
 _CPU_VERIFY = "dcpbench verify --device cpu --backend reference can take it"
 
 
@@ -103,11 +99,12 @@ def check(point: Point, settings: Settings, shape: ModelShape, machine: Machine)
         _check_exchange(point, machine)
     if probe.device == "cuda":
         _check_gpu_kernels(point, shape)
-        _check_fp8(point, shape, probe)
+        _check_kernel_limits(point, shape, probe)
     if point.load:
         _check_load(point, point.load, shape, probe)
     else:
-        _check_decode(point, shape)
+        check_decode_batch(point)
+        check_positions(point.context, None, shape)
     _check_memory(point, settings, shape, probe)
 
 
@@ -117,7 +114,8 @@ def known_times(path: str) -> StepTimes:
     return read_step_times(Path(path))
 
 
-def _check_decode(point: Point, shape: ModelShape) -> None:
+def check_decode_batch(point: Point) -> None:
+    """Raise UsageError if a decode step has more requests than the largest CUDA graph."""
     most = GRAPH_BATCHES[-1]
     if -(-point.concurrency // point.dp) > most:
         of = f"{most} requests" if point.dp == 1 else f"{most} requests on each of its {point.dp} replicas"
@@ -125,7 +123,6 @@ def _check_decode(point: Point, shape: ModelShape) -> None:
             f"--concurrency {point.concurrency} is more than {point.instance_name} takes, {of} (the largest CUDA graph); "
             f"--concurrency can be up to {most * point.dp}."
         )
-    check_positions(point.context, None, shape)
 
 
 def check_positions(context: int, load: Load | None, shape: ModelShape) -> None:
@@ -335,13 +332,6 @@ def _check_gpu_kernels(point: Point, shape: ModelShape) -> None:
             f"the rope kernel needs a width that is a power of two from {SMALLEST_TILE}, and {shape.name} has "
             f"'qk_rope_head_dim' {shape.rope}; {_CPU_VERIFY}."
         )
-    width = shape.moe_inter // point.tp
-    if point.ep == CUT and width * ITEMSIZE[point.weights_precision] % TENSOR_UNIT:
-        raise UsageError(
-            f"--ep {CUT} with --tp {point.tp} leaves {width} numbers of {shape.name}'s experts, {shape.moe_inter} wide, to "
-            f"each rank, and the kernels take rows that are multiples of {TENSOR_UNIT} bytes; use --ep {WHOLE}, or a "
-            "smaller --tp."
-        )
     merged_wide = point.dcp > 1 and point.dtype != "fp32" and not point.project_first
     if merged_wide and not (_power_of_two(shape.latent) and _power_of_two(shape.value)):
         raise UsageError(
@@ -351,54 +341,10 @@ def _check_gpu_kernels(point: Point, shape: ModelShape) -> None:
         )
 
 
-def _check_fp8(point: Point, shape: ModelShape, probe: Probe) -> None:
-    """Raise UsageError if a GPU has no fp8, or if a rank's border would cut blocks that its kernels take undivided."""
-    for option, kept in (("--weights-dtype", point.weights_precision), ("--kv-dtype", point.kv_precision)):
-        if kept == FP8 and probe.capability is not None and _version(probe.capability) < FP8_SINCE:
-            raise UsageError(
-                f"{option} fp8 needs a GPU with fp8 (compute capability {FP8_SINCE[0]}.{FP8_SINCE[1]} or later), and "
-                f"{probe.name} has {probe.capability}; use {option} bf16."
-            )
-    if point.weights_precision != FP8:
-        return
-    parts = _cut_parts(point, shape)
-    wrong = next((f"{what} ({size} numbers)" for what, size in parts.items() if size % SCALE_BLOCK), None)
-    if wrong:
-        fits = (tp for tp in range(point.tp - 1, 0, -1) if _takes_whole_blocks(point, shape, tp))
-        smaller = next((f"--tp {tp}, the largest that cuts none, or " for tp in fits), "")
-        raise UsageError(
-            f"--weights-dtype fp8 with {point.instance_name}: {wrong} of {shape.name} on a rank ends inside a block of "
-            f"{SCALE_BLOCK}, and kernels take whole blocks; use {smaller}--weights-dtype bf16."
-        )
-
-
-def _takes_whole_blocks(point: Point, shape: ModelShape, tp: int) -> bool:
-    """Return True if a smaller layout of the same kind cuts no block."""
-    smaller = msgspec.structs.replace(point, tp=tp, dp=min(point.dp, tp), dcp=1)
-    try:
-        smaller.layout.check_model(shape, point.ep)
-    except LayoutError:
-        return False
-    return not any(size % SCALE_BLOCK for size in _cut_parts(smaller, shape).values())
-
-
-def _version(capability: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in capability.split("."))
-
-
-def _cut_parts(point: Point, shape: ModelShape) -> dict[str, int]:
-    """Return the sizes of the parts of fp8 layers that a rank holds or stacks: blocks begin and end with each part."""
-    heads = shape.heads // point.layout.attn_tp
-    experts = shape.moe_inter // point.tp if point.ep == CUT else shape.moe_inter
-    return {
-        "'hidden_size'": shape.hidden,
-        "the queries": heads * (shape.nope + shape.rope) if shape.q_lora is None else shape.q_lora,
-        "q_b": heads * (shape.nope + shape.rope),
-        "o_proj": heads * shape.value,
-        "an expert": experts,
-        "the shared expert": shape.shared_experts * shape.moe_inter // point.tp,
-        "the dense MLP": shape.dense_inter // point.tp if shape.first_dense else 0,
-    }
+def _check_kernel_limits(point: Point, shape: ModelShape, probe: Probe) -> None:
+    limit = find_kernel_limit(point, shape, probe)
+    if limit is not None:
+        raise UsageError(limit.format_for_sweep())
 
 
 def _power_of_two(width: int) -> bool:

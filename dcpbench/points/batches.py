@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+
 from dcpbench.errors import UsageError
 
 GRAPH_BATCHES = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
@@ -13,9 +15,8 @@ PADDING_SLOT, PADDING_POSITION = 0, 0
 
 def padded_batch(requests: int) -> int:
     """Return the number of rows of the graph that runs `requests` requests; raise UsageError above the largest size."""
-    for size in GRAPH_BATCHES:
-        if requests <= size:
-            return size
+    if requests <= GRAPH_BATCHES[-1]:
+        return GRAPH_BATCHES[bisect.bisect_left(GRAPH_BATCHES, requests)]
     raise UsageError(
         f"{requests} requests per replica are more than the largest graph, {GRAPH_BATCHES[-1]}; lower --concurrency."
     )

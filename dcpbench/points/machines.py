@@ -207,7 +207,13 @@ def text(machine: Machine) -> str:
 
 
 def _calls(machine: Machine) -> dict[str, Call]:
-    return {name: Call(name, tuple(samples)) for name, samples in machine.calls.items()}
+    return {name: _model_call(name, tuple(samples)) for name, samples in machine.calls.items()}
+
+
+@functools.cache
+def _model_call(name: str, samples: tuple[Sample, ...]) -> Call:
+    """Return the model of one kind of call; its fits take long, so each is made once in a process."""
+    return Call(name, samples)
 
 
 def _wrong(machine: Machine) -> str:

@@ -16,16 +16,17 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.errors import LayoutError, UsageError
-from dcpbench.plan.judge import check_positions, shortage
+from dcpbench.plan.judge import check_decode_batch, check_positions, shortage
+from dcpbench.plan.kernel_limits import find_kernel_limit
 from dcpbench.plan.options import parse_bytes
 from dcpbench.plan.spec import planned
 from dcpbench.points.budget import measure_whole_model, plan_engine
 from dcpbench.points.layout import DEGREES, Layout, place_experts, valid_layouts
 from dcpbench.points.memory import GIB
-from dcpbench.points.names import CLOSED, CUT, FP8, GAMMA, NO_EXCHANGE, REPLAY, WHOLE, flag
+from dcpbench.points.names import CLOSED, CUT, GAMMA, NO_EXCHANGE, REPLAY, WHOLE, flag
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
-from dcpbench.points.shapes import SCALE_BLOCK, load_shape
+from dcpbench.points.shapes import load_shape
 from dcpbench.recommend import forecast, remedies
 from dcpbench.recommend.forecast import ESTIMATED, SOURCES, Forecast
 from dcpbench.records.launches import measure_bands
@@ -254,11 +255,11 @@ def _choice(
             watch(f"{what}, {served}")
 
         found: list[Forecast] = []
-        split = {point.ep: _split_block(ask, point) for point in points}
-        if all(split.values()):
-            refused[who] = next(iter(split.values()))
+        refusals = {point.ep: explain_refusal(ask, point) for point in points}
+        if all(refusals.values()):
+            refused[who] = next(iter(refusals.values()))
             continue
-        points = [point for point in points if not split[point.ep]]
+        points = [point for point in points if not refusals[point.ep]]
         no_room = {point.ep: find_no_room(ask, point) for point in points}
         if all(no_room.values()):
             reasons = [one for one in no_room.values() if one]
@@ -331,15 +332,15 @@ def _quickest(ask: Ask, points: Sequence[Point], steps: Steps) -> Point:
     Raise UsageError if nothing is known about any.
     """
     known: dict[float, Point] = {}
-    said = ""
+    reason = ""
     for point in points:
         try:
             of = forecast.Estimator(point, ask.machine, steps.terms)
             known[of.ms(of.decode_rows(point.concurrency, point.context))] = point
         except UsageError as e:
-            said = str(e)
+            reason = str(e)
     if not known:
-        raise UsageError(said)
+        raise UsageError(reason)
     return known[min(known)]
 
 
@@ -429,15 +430,17 @@ def _probe(ask: Ask) -> Probe:
     return planned(ask.machine.gpu, ask.machine.gpus_per_host)
 
 
-def _split_block(ask: Ask, point: Point) -> str:
-    """Return why fp8 weights cannot have tensor-parallel experts in a layout, which no engine takes either; empty if they can."""
-    width = load_shape(ask.model).moe_inter // point.tp
-    if point.ep != CUT or point.weights_precision != FP8 or width % SCALE_BLOCK == 0:
-        return ""
-    return (
-        f"in fp8 a tensor-parallel expert has {width} numbers on a rank, which ends inside a block of {SCALE_BLOCK}, and kernels "
-        "take whole blocks; give fewer --gpus, or --weights-dtype bf16"
-    )
+def explain_refusal(ask: Ask, point: Point) -> str:
+    """Return why the planner of `sweep` refuses a layout, memory aside; empty if it accepts the layout."""
+    limit = find_kernel_limit(point, load_shape(ask.model), _probe(ask))
+    if limit is not None:
+        return limit.format_for_recommend()
+    if point.load is None:
+        try:
+            check_decode_batch(point)
+        except UsageError as e:
+            return str(e).rstrip(".")
+    return ""
 
 
 def find_no_room(ask: Ask, point: Point) -> NoRoom | None:
@@ -483,7 +486,7 @@ def _answerable(ask: Ask, steps: Steps) -> bool:
     for load, tp in itertools.product(ask.loads, ask.gpus):
         for layout in _valid_layouts(shape, tp):
             for point in _points(ask, layout, *load):
-                if _split_block(ask, point) or find_no_room(ask, point):
+                if explain_refusal(ask, point) or find_no_room(ask, point):
                     continue
                 with contextlib.suppress(UsageError):
                     _quickest(ask, [point], steps)
@@ -663,8 +666,8 @@ def _times(ask: Ask, known: Known) -> tuple[dict[str, StepTimes], list[str]]:
             found[file] = times
             if times.padded_rows:
                 notes.append(
-                    f"{file}: of an engine of before, in which all replicas had as many rows of prompts in experts as the fullest. "
-                    f"{of.instance_name} may be faster now than it says; measure its step times again."
+                    f"{file}: measured with an older engine, which sent as many prompt rows to experts for every replica as for "
+                    f"the fullest one. {of.instance_name} may be faster now; measure its step times again."
                 )
             continue
         notes.append(f"Left out: {file}, {why}.")

@@ -114,7 +114,7 @@ def _by_waves(ask: Ask, choices: Sequence[Choice]) -> str:
     if not waves or not any(f.point.dp > 1 for choice in choices for f in choice.level):
         return ""
     return (
-        " Requests of one length make clients go in step, which attention DP gains by: ask again with "
+        " Clients with requests of one length run in lock-step, which favours attention DP: ask again with "
         f"{lengths_apart(waves[0].output_tokens)}."
     )
 
@@ -308,10 +308,9 @@ def rows(ask: Ask, choices: Sequence[Choice]) -> list[list[str]]:
                 f"{percent(lead)} ± {percent(needed)}" if math.isfinite(needed) else f"{percent(lead)} in one launch"
             )
             by = known + _open(choice)
-        who = best.who if choice.meets else f"{best.who}, misses {', '.join(choice.misses[best.who])}"
         row = [
             choice.name,
-            who,
+            best.who + _format_slo(ask, choice, best),
             numbers.tok_s(best.tok_s, *best.band, unit=""),
             number(per_gpu(best), 3),
             format_p50(best.itl_ms.p50, best.itl_band),
@@ -325,6 +324,13 @@ def rows(ask: Ask, choices: Sequence[Choice]) -> list[list[str]]:
             row.append(f"{cost:.2f} [{low:.2f}–{high:.2f}]")
         found.append(row)
     return found
+
+
+def _format_slo(ask: Ask, choice: Choice, best: Forecast) -> str:
+    """Return the objectives that the best layout misses or meets, with the percentile that was judged; empty without an SLO."""
+    if not choice.meets:
+        return f", misses {', '.join(choice.misses[best.who])}"
+    return f", meets {listed([judged.format() for judged in best.judge(ask.slo)])}" if ask.slo else ""
 
 
 def format_p50(ms: float | None, ends: tuple[float, float] | None) -> str:
@@ -399,7 +405,8 @@ def _nearest(ask: Ask, start: Start) -> dict[str, Any]:
 
 
 def _layout(ask: Ask, choice: Choice, f: Forecast) -> dict[str, Any]:
-    return _forecast(ask, f) | {"misses": choice.misses.get(f.who, [])}
+    objectives = [dataclasses.asdict(judged) | {"met": judged.met} for judged in f.judge(ask.slo)]
+    return _forecast(ask, f) | {"misses": choice.misses.get(f.who, []), "objectives": objectives}
 
 
 def _forecast(ask: Ask, f: Forecast) -> dict[str, Any]:

@@ -54,6 +54,27 @@ NONE = Percentiles()  # of a latency that is not known
 Ends = tuple[float, float]  # low and high, in ms
 
 
+@dataclasses.dataclass(frozen=True)
+class JudgedObjective:
+    """Hold an objective of the SLO and the latency that it was compared with."""
+
+    name: str  # one of OBJECTIVES
+    limit_ms: float
+    percentile: str | None  # the highest one with enough samples; None if the latency is not known
+    ms: float | None
+
+    @property
+    def met(self) -> bool:
+        """Return True if the latency is known and within the limit."""
+        return self.ms is not None and self.ms <= self.limit_ms
+
+    def format(self) -> str:
+        """Return the latency with its percentile, such as `ITL p99 41 ms`."""
+        if self.ms is None:
+            return f"{self.name.upper()}, which is not known"
+        return f"{self.name.upper()} {self.percentile} {self.ms:,.0f} ms"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Forecast:
     """Hold the forecast of a layout under a load, and its source."""
@@ -117,14 +138,15 @@ class Forecast:
                 return percentile, value
         return None
 
+    def judge(self, slo: Mapping[str, float]) -> list[JudgedObjective]:
+        """Return each objective with the latency that it was compared with."""
+        return [
+            JudgedObjective(name, limit_ms, *(self.objective(name) or (None, None))) for name, limit_ms in slo.items()
+        ]
+
     def misses(self, slo: Mapping[str, float]) -> list[str]:
         """Return each objective that is not met, such as `ITL p99 414 ms`, or `ITL, which is not known`."""
-        found = ((name.upper(), limit, self.objective(name)) for name, limit in slo.items())
-        return [
-            f"{name} {known[0]} {known[1]:,.0f} ms" if known else f"{name}, which is not known"
-            for name, limit, known in found
-            if known is None or known[1] > limit
-        ]
+        return [judged.format() for judged in self.judge(slo) if not judged.met]
 
 
 def name_point(point: Point) -> str:

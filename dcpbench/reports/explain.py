@@ -122,8 +122,8 @@ MARKS = {
     "kv_sources_differ": "the server's endpoints, its log and the degrees given do not agree on its KV capacity; `server.kv_sources` in the record "
     "holds each number and names those that differ.",
     "compiled": "a kernel was compiled or loaded while requests waited; `compiled` in the record names it.",
-    "padded_rows": "step times of an engine of before, in which all attention replicas had as many rows of prompts in experts as the "
-    "fullest: attention DP may be faster now than it is here.",
+    "padded_rows": "step times of an older engine, which sent as many prompt rows to experts for every attention replica as for the "
+    "fullest one: attention DP may be faster now.",
     "oversubscribed": "more ranks than CPU cores shared the machine.",
 }
 

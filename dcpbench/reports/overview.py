@@ -119,12 +119,14 @@ def caveats(frames: Frames) -> list[str]:
     if len(waves):
         every = "" if len(waves) == len(table) else f" at {len(waves):,} of {len(table):,} points"
         favours = (
-            ", which attention DP gains by: it may be behind where lengths differ" if (waves["dp"] > 1).any() else ""
+            ", which favours attention DP: it may be behind where lengths differ" if (waves["dp"] > 1).any() else ""
         )
-        said.append(f"clients go in step{every}, as all their requests are of one length{favours}")
+        said.append(f"clients run in lock-step{every}: all their requests have one length{favours}")
     if (padded := marks.marked(table, PADDED_ROWS)).any():
         every = "" if padded.all() else f" at {int(padded.sum()):,} of {len(table):,} points"
-        said.append(f"attention DP by step times of an engine that had padding in experts{every}: it may be faster now")
+        said.append(
+            f"attention DP by step times of an older engine, which sent padding rows to experts{every}: it may be faster now"
+        )
     power = table["throttle_reasons"].str.contains("power", case=False).fillna(False)  # noqa: FBT003 - pandas' own
     limited = power | marks.throttled(table)
     if limited.any():

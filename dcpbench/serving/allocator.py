@@ -14,10 +14,15 @@ Page 0 is padding: unused rows of a decode graph write to its locations (request
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from dcpbench.errors import CapacityError
 from dcpbench.points.memory import LOCATIONS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 PADDING_PAGE = 0
 NO_PAGES = np.empty(0, dtype=np.int32)
@@ -166,6 +171,16 @@ class DcpAllocator:
         allocation.tokens += tokens
         self.tokens += tokens
 
+    def fill(self, allocations: Iterable[Allocation]) -> None:
+        """Add a token to the last page of each request. Raise ValueError if that page is full."""
+        count = 0
+        for allocation in allocations:
+            if allocation.tokens % self.virtual_page == 0:
+                raise ValueError(f"the last page of a request of {allocation.tokens} tokens has no row left")
+            allocation.tokens += 1
+            count += 1
+        self.tokens += count
+
     def free(self, allocation: Allocation) -> None:
         """Take a request's pages back. Raises ValueError for one that is not live, be it freed twice or not ours."""
         self._check(allocation)
@@ -186,7 +201,7 @@ class DcpAllocator:
         return taken
 
     def _put(self, pages: np.ndarray) -> None:
-        if self._is_free[pages].any() or len(np.unique(pages)) < len(pages):
+        if self._is_free[pages].any() or (len(pages) > 1 and len(np.unique(pages)) < len(pages)):
             raise ValueError("pages are given back that nobody holds")
         self._is_free[pages] = True
         self._free[self.free_pages : self.free_pages + len(pages)] = pages

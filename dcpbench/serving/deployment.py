@@ -109,6 +109,8 @@ class Deployment:
 class Prefills(Scheduler):
     """An instance that only prefills. Who has a token keeps slot and KV until that has crossed."""
 
+    decode_tokens = 0  # a single remaining token is a chunk, too
+
     def __init__(self, config: SchedulerConfig) -> None:
         super().__init__(config)
         self.leaving: list[Sequence] = []
@@ -136,10 +138,6 @@ class Prefills(Scheduler):
 
     def _decode(self, step: Step) -> None:
         """Do nothing: this instance does not decode."""
-
-    def _has_chunks(self, sequence: Sequence) -> bool:
-        """Return True if tokens are left to prefill; a single remaining token is a chunk, too."""
-        return sequence.computed < sequence.target
 
     def _kept_free(self, replica: Replica) -> int:
         """Return 0, as no request grows here."""

@@ -160,8 +160,8 @@ def in_step_words(output_tokens: str, *, some: str = "", dp: bool) -> str:
     """
     others = ["TTFT", *(["ITL p99"] if int(output_tokens) > 1 else []), "goodput", *["what attention DP gives"] * dp]
     return (
-        f"Clients go in step{some}: requests of their closed loop are all of one length, so that they end and begin "
-        f"together, and few steps decode beside a prompt. {capital(listed(others))} are others where lengths differ "
+        f"Clients run in lock-step{some}: all requests of their closed loop have one length, so that they prefill and decode "
+        f"at the same time, and few steps have both. {capital(listed(others))} differ where lengths differ "
         f"({lengths_apart(output_tokens)})."
     )
 

@@ -78,7 +78,15 @@ def make_requests(load: Load, vocab: int, trace: Path | None = None) -> list[Ser
 def requests_of(point: Point, settings: Settings, vocab: int) -> list[ServeRequest]:
     """Return the requests of a point's load, with the file that the settings name. Raise as `make_requests` does."""
     assert point.load is not None
-    return make_requests(point.load, vocab, Path(settings.trace_path) if settings.trace_path else None)
+    if settings.trace_path:
+        return make_requests(point.load, vocab, Path(settings.trace_path))
+    return list(_make_requests_once(point.load, vocab))
+
+
+@functools.lru_cache(maxsize=1)
+def _make_requests_once(load: Load, vocab: int) -> tuple[ServeRequest, ...]:
+    """Return the requests of a load that no file describes. Forecasts of several layouts share them, and so their prompts."""
+    return tuple(make_requests(load, vocab, None))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -70,7 +70,7 @@ class PrefixCache:
             node.used = self._clock
             found.append(node.pages)
             rest = rest[len(node.tokens) :]
-        return np.concatenate(found), node
+        return NO_PAGES if node is self.root else np.concatenate(found), node
 
     def insert(self, tokens: np.ndarray, pages: np.ndarray) -> tuple[np.ndarray, Node]:
         """Insert whole pages of `tokens` and their page numbers into the tree; return the tree's own pages and the

@@ -160,7 +160,7 @@ class _Clock:
         if step is not None:
             begin = max(now + times.launch_ms / 1e3, instance.free)
             duration = times.duration_ms(step, instance.heat.at(begin)) / 1e3
-            instance.heat.ran(duration, times.slowed.left_by(step_works(step)))
+            instance.heat.ran(duration, times.slowed.left_by(step_works(step)) if step.prefills else 0.0)
             end = begin + duration
             instance.launched = end if times.blocking else now + times.host_ms(step) / 1e3
             instance.free = max(end, instance.launched)

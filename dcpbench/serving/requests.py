@@ -134,16 +134,21 @@ class Sequence:
     """Instance that the request is on or was last on, if several serve."""
     transfer: Transfer | None = None
     """First transfer of its KV from a prefill instance to a decode instance."""
+    prompt_tokens: int = dataclasses.field(init=False)  # copied from the request, because each step reads it
+    output_tokens: int = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompt_tokens, self.output_tokens = self.request.prompt_tokens, self.request.output_tokens
 
     @property
     def target(self) -> int:
         """Return the number of known tokens, which prefill has to store before the next token can be sampled."""
-        return self.request.prompt_tokens + self.generated
+        return self.prompt_tokens + self.generated
 
     @property
     def finished(self) -> bool:
         """Return True if its last token has been sampled."""
-        return self.generated == self.request.output_tokens
+        return self.generated == self.output_tokens
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -196,6 +201,8 @@ class ReplicaStep:
     @property
     def emits(self) -> list[Sequence]:
         """Return the sequences with a sampled token, in the order of rows."""
+        if not self.chunks:
+            return self.decodes.copy()
         return [*self.decodes, *(c.sequence for c in self.chunks if c.samples)]
 
 

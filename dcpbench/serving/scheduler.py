@@ -125,6 +125,8 @@ class Replica:
 class Scheduler:
     """See above."""
 
+    decode_tokens = 1  # known tokens of a running sequence that are left to a decode row; the others are prefilled
+
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.replicas = [Replica(r, config) for r in range(config.replicas)]
@@ -194,35 +196,40 @@ class Scheduler:
         """Add a token for every running sequence that has all known tokens but one stored."""
         for replica, todo in zip(self.replicas, step.replicas, strict=True):
             self._grow(replica, todo, step)
-            for sequence in replica.running:
-                if sequence.computed == sequence.target - 1:
-                    todo.decodes.append(sequence)
-                    todo.slots.append(sequence.slot)
-                    todo.positions.append(sequence.computed)
-                    sequence.computed += 1
-                    sequence.generated += 1
+            decodes = [s for s in replica.running if s.computed == s.prompt_tokens + s.generated - 1]
+            todo.decodes = decodes
+            todo.slots = [s.slot for s in decodes]
+            todo.positions = [s.computed for s in decodes]
+            for sequence in decodes:
+                sequence.computed += 1
+                sequence.generated += 1
 
     def _grow(self, replica: Replica, todo: ReplicaStep, step: Step) -> None:
-        """Allocate the next token of every decoding sequence, preempting the latest ones if necessary."""
-        allocator, index = replica.allocator, 0
-        page = allocator.virtual_page
-        while index < len(replica.running):
-            sequence = replica.running[index]
-            allocation = sequence.allocation
-            assert allocation is not None
-            if sequence.computed < allocation.tokens:
-                index += 1  # in prefill, with allocated pages
-                continue
-            if sequence.computed % page == 0:
-                replica.make_room(1)
-                if not allocator.free_pages:
-                    self._preempt(replica, replica.running[-1])
-                    step.preempted += 1
-                    continue
-            allocator.extend(allocation, 1)
-            if sequence.computed % page == 0:
-                todo.table.append(self._table_write(sequence, sequence.computed))
-            index += 1
+        """Allocate the next token of every decoding sequence, preempting the latest ones if necessary.
+
+        A sequence in prefill has allocated pages, and its allocation has more tokens than are computed.
+        """
+        page, running = replica.allocator.virtual_page, replica.running
+        growing = [s for s in running if s.allocation is not None and s.computed >= s.allocation.tokens]
+        for sequence in [s for s in growing if s.computed % page == 0]:
+            if sequence.allocation is not None:  # else it was preempted
+                self._add_page(replica, sequence, todo, step)
+        replica.allocator.fill([s.allocation for s in growing if s.computed % page and s.allocation is not None])
+
+    def _add_page(self, replica: Replica, sequence: Sequence, todo: ReplicaStep, step: Step) -> None:
+        """Allocate the next page of a sequence, unless it is itself the latest one and has to be preempted."""
+        allocator = replica.allocator
+        replica.make_room(1)
+        while not allocator.free_pages:
+            latest = replica.running[-1]
+            self._preempt(replica, latest)
+            step.preempted += 1
+            if latest is sequence:
+                return
+            replica.make_room(1)
+        assert sequence.allocation is not None
+        allocator.extend(sequence.allocation, 1)
+        todo.table.append(self._table_write(sequence, sequence.computed))
 
     def _preempt(self, replica: Replica, sequence: Sequence) -> None:
         replica.running.remove(sequence)
@@ -235,9 +242,9 @@ class Scheduler:
         """Add chunks of prompts: first of running sequences, then of admitted ones."""
         budgets = [self.config.chunk] * len(self.replicas)
         for replica, todo in zip(self.replicas, step.replicas, strict=True):
-            for sequence in replica.running:
-                if self._has_chunks(sequence):
-                    budgets[replica.number] -= self._chunk(sequence, todo, budgets[replica.number])
+            known = -self.decode_tokens
+            for sequence in [s for s in replica.running if s.computed < s.prompt_tokens + s.generated + known]:
+                budgets[replica.number] -= self._chunk(sequence, todo, budgets[replica.number])
             while replica.preempted and self._room(replica, replica.preempted[0], budgets[replica.number]):
                 sequence = replica.preempted.pop(0)
                 budgets[replica.number] -= self._admit(replica, sequence, todo, budgets[replica.number])
@@ -283,12 +290,6 @@ class Scheduler:
         available = replica.available
         replica.cache.unlock(node)
         return need + self._kept_free(replica) <= available
-
-    def _has_chunks(self, sequence: Sequence) -> bool:
-        """Return True if a running sequence has prompt tokens left to prefill; a single remaining token is a decode
-        row.
-        """
-        return sequence.computed < sequence.target - 1
 
     def _kept_free(self, replica: Replica) -> int:
         """Return the number of pages that an admission leaves free: one for each running sequence."""
@@ -341,18 +342,28 @@ class Scheduler:
         for replica, todo in zip(self.replicas, step.replicas, strict=True):
             replica.moved = []
             emits = todo.emits
+            done = [s for s in emits if s.generated == s.output_tokens]
             if self.config.prefix_cache:
-                for sequence in emits:
-                    self._cache(replica, sequence, sequence.request.prompt)
-                    if sequence.finished and sequence.request.answer is not None:
-                        said = np.concatenate((sequence.request.prompt, sequence.request.answer))
-                        self._cache(replica, sequence, said[: sequence.computed])
-            done = [s for s in emits if s.finished]
+                self._cache_all(replica, emits)
             for sequence in done:
                 self._release(replica, sequence)
             if done:
                 replica.running = [s for s in replica.running if not s.finished]
             step.finished += done
+
+    def _cache_all(self, replica: Replica, emits: list[Sequence]) -> None:
+        """Cache the prompts of these sequences, and the answers of finished turns of sessions that continue."""
+        page = self.config.virtual_page
+        # Most sequences are cached already and not finished. Reading their prompts would take most of the time of a step.
+        for sequence in [
+            s
+            for s in emits
+            if s.generated == s.output_tokens or s.allocation is None or s.allocation.shared != s.prompt_tokens // page
+        ]:
+            self._cache(replica, sequence, sequence.request.prompt)
+            if sequence.generated == sequence.output_tokens and sequence.request.answer is not None:
+                tokens = np.concatenate((sequence.request.prompt, sequence.request.answer))
+                self._cache(replica, sequence, tokens[: sequence.computed])
 
     def _cache(self, replica: Replica, sequence: Sequence, tokens: np.ndarray) -> None:
         """Share the full pages of its first tokens through the prefix cache, once; use the cache's pages if they were

@@ -122,16 +122,28 @@ class Surface:
             by_rows[rows].append((x, ms))
         self.sizes = sorted(by_rows)
         self.lines = [Line(by_rows[rows]) for rows in self.sizes]
+        self._nearest: dict[float, tuple[Line, Line, float, float]] = {}
 
     def __call__(self, rows: float, x: float) -> float:
         """Return the time in ms at this number of rows."""
-        a, b, share = _around(self.sizes, rows)
-        return (1 - share) * self.lines[a](x) + share * self.lines[b](x)
+        below, above, share, _ = self._find_nearest(rows)
+        return (1 - share) * below(x) + share * above(x)
 
     def top(self, rows: float) -> float:
         """Return the largest supported x at this number of rows, from the cases of its two neighbours."""
-        a, b, _ = _around(self.sizes, rows)
-        return BEYOND * max(self.lines[a].top, self.lines[b].top)
+        return self._find_nearest(rows)[3]
+
+    def _find_nearest(self, rows: float) -> tuple[Line, Line, float, float]:
+        """Return the lines of the two nearest sizes, the weight of the second, and the largest supported x.
+
+        A replay asks for few different numbers of rows, each many thousand times.
+        """
+        found = self._nearest.get(rows)
+        if found is None:
+            a, b, share = _around(self.sizes, rows)
+            below, above = self.lines[a], self.lines[b]
+            found = self._nearest[rows] = below, above, share, BEYOND * max(below.top, above.top)
+        return found
 
 
 class DecodeTimes:

@@ -144,9 +144,10 @@ class Traffic:
 
     def read(self, step: Step, now_s: float) -> None:
         """Record the tokens of a step that has been read."""
+        sample_of = self.sample_of
         for replica in step.replicas:
             for sequence in replica.emits:
-                self.sample_of[sequence.request.number].token_s.append(now_s)
+                sample_of[sequence.request.number].token_s.append(now_s)
         for sequence in step.finished:
             self.sample_of[sequence.request.number].sequence = sequence
             if (later := self.next_turn.get(sequence.request.number)) is not None:

@@ -38,8 +38,6 @@ TIMEOUT_S = 300.0
 """Default of --timeout."""
 SLACK_S = 2.0
 """How far a record's times may be off, which are written in whole seconds."""
-WRONG, SOME_FAILED, INTERRUPTED = ExitCode.WRONG, ExitCode.FAILED, ExitCode.INTERRUPTED
-"""Exit codes of commands that measure."""
 LEAST = 3
 """Minimum number of finished points for a range."""
 T_95 = (4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
@@ -261,10 +259,10 @@ def _status(facts: Facts, left: int | None, silent_s: float, alive: str, *, know
 def _exit_code(facts: Facts, status: str, failed: int, problem: str) -> int:
     """Return the exit code as far as files show it: an interrupted run and a killed one look the same."""
     if facts.wrong:
-        return WRONG
+        return ExitCode.WRONG
     if status == STOPPED and not problem:
-        return INTERRUPTED
-    return SOME_FAILED if failed or problem else 0
+        return ExitCode.INTERRUPTED
+    return ExitCode.FAILED if failed or problem else 0
 
 
 def _now(job: JobFacts, points: dict[int, Point], now: float) -> Now:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from dcpbench.errors import UsageError
+from dcpbench.errors import ExitCode, UsageError
 from dcpbench.launch import processes
 from dcpbench.records.folder import JOB_FILES, LOCK_FILE, RECORDS_FILE
 from dcpbench.show.streams import write_json
@@ -20,7 +20,7 @@ from dcpbench.show.terminal import console, say
 from dcpbench.show.text import printable
 from dcpbench.top.facts import Facts
 from dcpbench.top.gpus import Gpus
-from dcpbench.top.state import INTERRUPTED, State, state_of
+from dcpbench.top.state import State, state_of
 from dcpbench.top.words import changes, snapshot
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def top(folder: Path | None, *, every: float = 1.0, once: bool = False, as_json:
                         return state.exit_code
                     time.sleep(every)
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return ExitCode.INTERRUPTED
     finally:
         with contextlib.suppress(BrokenPipeError):
             sys.stdout.flush()

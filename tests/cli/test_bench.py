@@ -16,6 +16,7 @@ import pytest
 from dcpbench import cli
 from dcpbench.bench import command
 from dcpbench.bench.record import Case, Event, Result
+from dcpbench.errors import ExitCode
 from dcpbench.launch import launcher, ranks
 from dcpbench.launch.package import Package
 from dcpbench.points.machine import Probe
@@ -424,7 +425,7 @@ def test_a_bench_by_another_package_than_the_commands_measures_nothing(call, mon
     monkeypatch.setattr(command, "WORKER", "dcpbench.bench.worker")
     monkeypatch.setattr(command.package, "started", lambda: Package(folder="/elsewhere/dcpbench", sha256="0" * 64))
     code, out, err = call(*TWO)
-    assert code == command.SOME_FAILED
+    assert code == ExitCode.FAILED
     assert "the bench's worker ended before its first case" in err
     assert "whose files are not those of the command, in /elsewhere/dcpbench" in err
     assert not out

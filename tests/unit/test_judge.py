@@ -12,6 +12,7 @@ import pytest
 from dcpbench.errors import UsageError
 from dcpbench.kernels import keys, kv_gather
 from dcpbench.plan import grid, judge
+from dcpbench.plan.kernel_limits import TENSOR_UNIT, compute_part_sizes
 from dcpbench.plan.spec import make_spec
 from dcpbench.points.layout import Layout
 from dcpbench.points.machine import Probe
@@ -72,7 +73,7 @@ def test_sweep_and_verify_are_told_apart_by_their_grids() -> None:
 
 def test_experts_are_cut_into_what_the_kernels_read() -> None:
     """Over 2 ranks 24 numbers are 12 each, 24 bytes in bf16; 16 numbers are 8, 16 bytes. The CPU takes all."""
-    with pytest.raises(UsageError, match=r"leaves 12 numbers of tiny's experts, 24 wide.*; use --ep tp, or a smaller"):
+    with pytest.raises(UsageError, match=r"has 12 numbers of tiny's experts, 24 wide.*; use --ep tp, or a smaller"):
         check(tiny(moe_inter=24), ep="1")
     check(tiny(moe_inter=24), ep="tp")
     check(tiny(moe_inter=24), ep="1", probe=CPU)
@@ -85,7 +86,7 @@ def test_blocks_of_fp8_end_where_a_ranks_part_does() -> None:
         SHAPES["deepseek-v3"],
         Point(model="deepseek-v3", tp=4, dp=2, ep="1", concurrency=2, context=9, backend="triton", dtype="bf16"),
     )
-    assert judge._cut_parts(point, shape) == {
+    assert compute_part_sizes(point, shape) == {
         "'hidden_size'": 7168,
         "the queries": 1536,
         "q_b": 64 * 192,
@@ -95,8 +96,8 @@ def test_blocks_of_fp8_end_where_a_ranks_part_does() -> None:
         "the dense MLP": 4608,
     }
     whole = msgspec.structs.replace(point, ep="tp")
-    assert judge._cut_parts(whole, shape)["an expert"] == 2048
-    lite = judge._cut_parts(whole, dataclasses.replace(SHAPES["deepseek-v2-lite"], first_dense=0))
+    assert compute_part_sizes(whole, shape)["an expert"] == 2048
+    lite = compute_part_sizes(whole, dataclasses.replace(SHAPES["deepseek-v2-lite"], first_dense=0))
     assert (lite["the queries"], lite["the shared expert"], lite["the dense MLP"]) == (8 * 192, 704, 0)
 
 
@@ -193,7 +194,7 @@ class TestServedRows:
 
     def test_the_unit_is_the_kernels(self) -> None:
         assert kv_gather.UNIT == judge.ROW_UNIT
-        assert keys.UNIT == judge.TENSOR_UNIT
+        assert keys.UNIT == TENSOR_UNIT
 
     def test_keys_and_values_are_made_of_whole_units_on_gpus(self) -> None:
         """Values of 36 bf16 numbers are 72 bytes; a CPU takes them."""

@@ -19,6 +19,7 @@ import pytest
 from dcpbench.cli import main
 from dcpbench.commands import recommend as command
 from dcpbench.errors import RecordsError, UsageError
+from dcpbench.plan import judge
 from dcpbench.plan.judge import shortage
 from dcpbench.plan.serve_spec import serve_defaults
 from dcpbench.plan.spec import planned
@@ -28,6 +29,7 @@ from dcpbench.points.machine import Probe
 from dcpbench.points.machines import described
 from dcpbench.points.point import Load as PointLoad
 from dcpbench.points.point import Point
+from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import load_shape
 from dcpbench.points.wire import Seconds
 from dcpbench.recommend import advise, answer, estimate
@@ -38,7 +40,7 @@ from dcpbench.records.runs import read_run
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.servers.presets import PRESETS
 from dcpbench.serving.load_words import ANSWERS, in_step
-from dcpbench.serving.loads import extent
+from dcpbench.serving.loads import extent, requests_of
 from dcpbench.show import terminal
 from tests.unit import record_builder, serve_record_builder, step_times_builder
 
@@ -231,14 +233,67 @@ def test_attention_dp_is_forecast_with_the_placement_of_experts_that_has_the_sho
     assert Layout(16) not in advise._valid_layouts(odd, 16)
 
 
-def test_fp8_experts_are_not_split_inside_a_block_of_scales() -> None:
-    """2,048 over 32 ranks are 64 of a block of 128: with attention DP expert parallel stays, without it no placement."""
+def test_layouts_that_split_a_block_of_scales_are_refused_with_the_largest_that_does_not() -> None:
+    """2,048 over 32 ranks are 64 of a block of 128: of a tensor-parallel expert, and of the shared expert in every layout."""
     asked = dataclasses.replace(ask("H200+rdma-400"), weights_dtype="fp8", loads=((64, 4000, None),), gpus=(32,))
     (choice,), _ = advise.advise(asked, advise.Known(), estimate.published())
-    assert {f.point.ep for f in choice.forecasts} == {"tp"}
-    assert "a tensor-parallel expert has 64 numbers on a rank" in choice.refused["tp32"]
+    assert not choice.forecasts
+    assert choice.refused["tp32"] == (
+        "an expert (64 numbers) of deepseek-v3 on a rank ends inside a block of 128, and kernels take whole blocks; give "
+        "--gpus 16, or --weights-dtype bf16"
+    )
+    assert not choice.without_room
     (wide,), _ = advise.advise(dataclasses.replace(asked, weights_dtype="bf16"), advise.Known(), estimate.published())
     assert "tp32" in {f.who for f in wide.forecasts}
+
+
+def why_sweep_refuses(one: Point, probe: Probe) -> str:
+    """The message with which the planner of `sweep` refuses a point; empty if it takes it."""
+    try:
+        judge.check(one, Settings(), load_shape(one.model), judge.Machine(probe=probe))
+    except UsageError as e:
+        return str(e)
+    return ""
+
+
+@pytest.mark.parametrize("model", ["deepseek-v3", "deepseek-v2", "kimi-k2", "deepseek-v2-lite"])
+@pytest.mark.parametrize("weights", ["fp8", "bf16"])
+def test_recommend_refuses_the_layouts_that_sweep_refuses(model: str, weights: str) -> None:
+    """For every layout of up to 32 ranks, with the same reason; memory is not limited here."""
+    asked = dataclasses.replace(ask("H200+rdma-400"), model=model, weights_dtype=weights)
+    refused, accepted = 0, 0
+    for tp in range(1, 33):
+        probe = msgspec.structs.replace(planned("H200", 8), count=tp, memory_bytes=1 << 44)
+        for layout in advise._valid_layouts(load_shape(model), tp):
+            for one in advise._points(asked, layout, 8, 4000, None):
+                reason = advise.explain_refusal(asked, one).partition("; give ")[0]
+                message = why_sweep_refuses(one, probe)
+                assert bool(message) == bool(reason), one.instance_name
+                assert f"{reason}; use " in message or not message
+                refused, accepted = refused + bool(message), accepted + (not message)
+    assert accepted > 10 or (model, weights) == ("deepseek-v2-lite", "fp8"), (
+        "its dense MLP, 10,944 wide, has half a block"
+    )
+    assert refused > 0 or weights == "bf16"
+
+
+def test_more_requests_than_the_largest_graph_are_refused_as_sweep_refuses_them() -> None:
+    """A decode step of 513 requests has no graph with one replica, but has one with two."""
+    asked = dataclasses.replace(ask("H200"), weights_dtype="fp8", loads=((513, 100, None),), gpus=(8,))
+    (choice,), _ = advise.advise(asked, advise.Known(), estimate.published())
+    assert choice.refused["tp8"] == (
+        "--concurrency 513 is more than tp8 takes, 512 requests (the largest CUDA graph); --concurrency can be up to 512"
+    )
+    assert {f.point.dp for f in choice.forecasts} == {2, 4, 8}
+
+
+def test_a_gpu_without_fp8_is_refused_as_sweep_refuses_it() -> None:
+    """An A100 multiplies no e4m3, in any layout."""
+    asked = dataclasses.replace(ask("A100"), weights_dtype="fp8", loads=((8, 4000, None),))
+    (choice,), _ = advise.advise(asked, advise.Known(), estimate.published())
+    assert set(choice.refused.values()) == {
+        "a GPU with fp8 is needed (compute capability 8.9 or later), and NVIDIA A100-SXM4-80GB has 8.0; give --weights-dtype bf16"
+    }
 
 
 def test_padding_rows_go_through_the_experts() -> None:
@@ -754,7 +809,7 @@ def test_a_pool_that_is_too_small_for_a_step_refuses_a_layout_as_sweep_does(
 
 
 def test_loads_that_nobody_types_are_those_of_serve() -> None:
-    """In lengths and chunks; no clients of theirs go in step."""
+    """In lengths and chunks; their clients do not run in lock-step."""
     of_serve = serve_defaults(Probe(device="cuda", count=8, name="NVIDIA H200"))
     found = command._loads(command.Wanted(), load_shape("deepseek-v3").max_position)
     for requests, context, served in found:
@@ -928,8 +983,8 @@ def test_a_load_is_replayed_by_step_times_of_its_layout() -> None:
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
-        ([{}], "Clients go in step: "),
-        ([{}, {"output_tokens": "uniform:10-30"}], "Clients go in step under 1 of 2 loads: "),
+        ([{}], "Clients run in lock-step: "),
+        ([{}, {"output_tokens": "uniform:10-30"}], "Clients run in lock-step under 1 of 2 loads: "),
         ([{"output_tokens": "uniform:10-30"}], None),
         ([{"arrival": "gamma", "request_rate": 2.0}], None),
     ],
@@ -939,7 +994,7 @@ def test_clients_that_go_in_step_are_told(changed: list[dict[str, object]], told
     loads = tuple((8, 1020, load(requests=100, **more)) for more in changed)
     for requests, words in ((8, told), (1, None)):
         asked = dataclasses.replace(ask("H200"), loads=tuple((requests, *rest) for _, *rest in loads))
-        said = [text for text in answer.unknown(asked, [stepped()], estimate.published()) if "in step" in text]
+        said = [text for text in answer.unknown(asked, [stepped()], estimate.published()) if "in lock-step" in text]
         assert [text[: len(words or "")] for text in said] == [words] * bool(words)
 
 
@@ -952,8 +1007,8 @@ def test_the_answer_says_that_attention_dp_gains_by_clients_in_step(dp: int, out
     of = dataclasses.replace(of, point=msgspec.structs.replace(of.point, dp=dp))
     choice = advise.Choice(name="8 × 1,020", concurrency=8, forecasts=[of], misses={}, refused={})
     text = answer.sentence(asked, [choice])
-    assert text.endswith("attention DP gains by: ask again with --output-tokens uniform:18-22.") == told
-    assert ("in step" in text) == told
+    assert text.endswith("which favours attention DP: ask again with --output-tokens uniform:18-22.") == told
+    assert ("in lock-step" in text) == told
 
 
 def test_where_step_times_do_not_reach_the_load_floors_stand_in() -> None:
@@ -1142,3 +1197,35 @@ def test_a_folder_of_runs_is_read_as_its_runs(tmp_path: Path) -> None:
     (tmp_path / "empty" / "records.jsonl").touch()
     with pytest.raises(RecordsError, match="holds no record yet; wait for its run, or leave it out"):
         command._known([tmp_path / "empty"])
+
+
+def test_objectives_that_are_met_are_named_with_the_percentile_that_was_judged() -> None:
+    """ITL has samples for p90, TTFT for p50 alone: the table and the JSON state both."""
+    itl, ttft = Percentiles(p50=20.0, p90=25.0, samples=100), Percentiles(p50=900.0, samples=8)
+    best = dataclasses.replace(forecast(1000.0), itl_ms=itl, ttft_ms=ttft)
+    asked = dataclasses.replace(ask("H200"), slo={"ttft": 2000.0, "itl": 30.0}, loads=((32, 4000, None),))
+    choice = advise.Choice(name="32 × 4,000 tokens", concurrency=32, forecasts=[best], misses={}, refused={})
+    ((_, who, *_),) = answer.rows(asked, [choice])
+    assert who == "tp4, meets TTFT p50 900 ms and ITL p90 25 ms"
+    assert answer._layout(asked, choice, best)["objectives"] == [
+        {"name": "ttft", "limit_ms": 2000.0, "percentile": "p50", "ms": 900.0, "met": True},
+        {"name": "itl", "limit_ms": 30.0, "percentile": "p90", "ms": 25.0, "met": True},
+    ]
+    ((_, who, *_),) = answer.rows(dataclasses.replace(asked, slo={}), [choice])
+    assert who == "tp4"
+
+
+def test_forecasts_of_several_layouts_share_their_requests() -> None:
+    """A layout does not draw the prompts of a load again; another load has requests of its own."""
+    load = PointLoad(mode="replay", requests=4, input_tokens="100", output_tokens="8", chunk=8192, prefill="flashinfer")
+    one, other = (point(tp=4, dcp=dcp, workload="serve", load=load) for dcp in (1, 4))
+    first, again = (requests_of(of, Settings(), 1000) for of in (one, other))
+    assert all(a is b for a, b in zip(first, again, strict=True))
+    longer = msgspec.structs.replace(one, load=msgspec.structs.replace(load, input_tokens="200"))
+    assert {r.prompt_tokens for r in requests_of(longer, Settings(), 1000)} == {200}
+
+
+def test_a_call_between_ranks_is_modelled_once() -> None:
+    """Fits of calls take longer than all else of an estimate, and every layout needs them."""
+    first, again = described("H200").wire, described("H200").wire
+    assert all(first.calls[name] is again.calls[name] for name in first.calls)

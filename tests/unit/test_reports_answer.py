@@ -69,12 +69,12 @@ class TestClientsInStep:
 
     def test_they_are_told_with_lengths_that_differ_by_a_tenth(self, tmp_path: Path) -> None:
         found = self.read(tmp_path, serve.point(TP), serve.point(DCP))
-        sentence = said(found, "in step")
-        assert sentence.startswith("Clients go in step: ")
+        sentence = said(found, "in lock-step")
+        assert sentence.startswith("Clients run in lock-step: ")
         assert sentence.endswith(
-            "TTFT, ITL p99 and goodput are others where lengths differ (--output-tokens uniform:36-44)."
+            "TTFT, ITL p99 and goodput differ where lengths differ (--output-tokens uniform:36-44)."
         )
-        assert "clients go in step, as all their requests are of one length" in overview.caveats(found)
+        assert "clients run in lock-step: all their requests have one length" in overview.caveats(found)
 
     @pytest.mark.parametrize(("tokens", "apart"), [("1500", "1350-1650"), ("15", "13-17"), ("2", "1-3")])
     def test_what_to_type_has_lengths_on_both_sides(self, tokens: str, apart: str) -> None:
@@ -84,19 +84,19 @@ class TestClientsInStep:
 
     def test_answers_of_one_token_have_no_gaps(self) -> None:
         words = in_step_words("1", dp=False)
-        assert "TTFT and goodput are others" in words
+        assert "TTFT and goodput differ where" in words
         assert words.endswith("(--input-tokens uniform:LOW-HIGH).")
 
     def test_with_attention_dp_so_is_what_it_gives_and_the_opening_says_it(self, tmp_path: Path) -> None:
         found = self.read(tmp_path, serve.point(DP))
-        assert "ITL p99, goodput and what attention DP gives are" in said(found, "in step")
-        (caveat,) = [text for text in overview.caveats(found) if "in step" in text]
-        assert caveat.endswith(", which attention DP gains by: it may be behind where lengths differ")
+        assert "ITL p99, goodput and what attention DP gives differ" in said(found, "in lock-step")
+        (caveat,) = [text for text in overview.caveats(found) if "in lock-step" in text]
+        assert caveat.endswith(", which favours attention DP: it may be behind where lengths differ")
 
     def test_some_are_counted(self, tmp_path: Path) -> None:
         found = self.read(tmp_path, serve.point(TP), serve.point(TP), output_tokens="uniform:36-44")
-        assert said(found, "in step").startswith("Clients go in step at 1 of 2 served points: ")
-        assert "clients go in step at 1 of 2 points, as all their requests are of one length" in overview.caveats(found)
+        assert said(found, "in lock-step").startswith("Clients run in lock-step at 1 of 2 served points: ")
+        assert "clients run in lock-step at 1 of 2 points: all their requests have one length" in overview.caveats(found)
 
     @pytest.mark.parametrize(
         "changed",
@@ -112,11 +112,11 @@ class TestClientsInStep:
     def test_others_do_not(self, tmp_path: Path, changed: dict[str, object]) -> None:
         """Lengths that differ, requests at a rate, sessions, and clients of which none has a second request."""
         found = self.read(tmp_path, serve.point(TP), **changed)
-        assert not [s for s in answer.sentences(found) if "in step" in s]
-        assert not [s for s in overview.caveats(found) if "in step" in s]
+        assert not [s for s in answer.sentences(found) if "in lock-step" in s]
+        assert not [s for s in overview.caveats(found) if "in lock-step" in s]
 
     def test_one_client_has_nobody_to_be_in_step_with(self, tmp_path: Path) -> None:
-        assert not [s for s in answer.sentences(self.read(tmp_path, serve.point(TP, 1))) if "in step" in s]
+        assert not [s for s in answer.sentences(self.read(tmp_path, serve.point(TP, 1))) if "in lock-step" in s]
 
 
 class TestSlo:

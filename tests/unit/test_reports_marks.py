@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from dcpbench.points.layout import Layout
 from dcpbench.records.record import Emulated, Gpu
-from dcpbench.reports import answer, frames, marks, overview, sections, terminal_table
+from dcpbench.reports import answer, explain, frames, marks, overview, sections, tables, terminal_table
+from dcpbench.reports.page import render
 from dcpbench.reports.page.points import page_data
 from tests.unit import record_builder as build
 from tests.unit import serve_record_builder as serve
 from tests.unit.test_reports_terminal import shown
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from dcpbench.records.record import Record
 
+ROOT = Path(__file__).parents[2]
 TP, DCP = Layout(4), Layout(4, dcp=4)
 LOWERED = Gpu(sm_clock_mhz_min=1485, sm_clock_mhz_max=1980, throttle_reasons=["sw_power_cap"])
 """1,485 of 1,980 MHz are 25 % less."""
@@ -113,7 +115,7 @@ def test_the_headline_says_which_replays_are_of_an_engine_with_padding_in_expert
     def headline(name: str, shown: list[Record]) -> str:
         return "; ".join(overview.caveats(frames.load([build.write(tmp_path / name, shown)])))
 
-    said = "had padding in experts{}: it may be faster now"
+    said = "which sent padding rows to experts{}: it may be faster now"
     assert said.format(" at 1 of 2 points") in headline("both", records)
     assert said.format("") in headline("one", records[:1])
     assert "padding" not in headline("other", records[1:])
@@ -152,3 +154,18 @@ def test_the_repeat_whose_clocks_fell_most_is_told(tmp_path: Path) -> None:
     records[1] = msgspec.structs.replace(records[1], point=msgspec.structs.replace(records[1].point, repeat=1))
     read = frames.load([build.write(tmp_path / "run", records)])
     assert read.points["clock_fall"].tolist() == [0.25]
+
+
+def test_the_documentation_has_every_mark() -> None:
+    """The table of docs/metrics.md has the marks that reports explain, and no others."""
+    section = (ROOT / "docs" / "metrics.md").read_text().partition("\n## Marks\n")[2].partition("\n## ")[0]
+    documented = re.findall(r"^\| `(\w+)` \| .+ \|$", section, re.MULTILINE)
+    assert sorted(documented) == sorted(explain.MARKS)
+
+
+def test_the_documentation_has_the_limits_of_tables() -> None:
+    """The page shows fewer rows than report.md."""
+    text = " ".join((ROOT / "docs" / "reading-a-report.md").read_text().split())
+    assert (
+        f"Tables of `report.md` have {tables.MOST_ROWS:,} rows at most, those of the page {render.MOST_ROWS:,}." in text
+    )

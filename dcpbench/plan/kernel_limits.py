@@ -1,0 +1,127 @@
+"""Find out whether the kernels can take the parts of a model that a layout gives to each rank. No torch.
+
+Engines with fp8 weights scale blocks of 128 × 128 numbers. A part that ends inside a block cannot be multiplied, by our
+kernels or by those of other engines, so `sweep` and `recommend` refuse the same layouts for the same reason.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dcpbench.errors import LayoutError
+from dcpbench.points.budget import ITEMSIZE
+from dcpbench.points.names import CUT, FP8, WHOLE
+from dcpbench.points.shapes import SCALE_BLOCK
+
+if TYPE_CHECKING:
+    from dcpbench.points.machine import Probe
+    from dcpbench.points.point import Point
+    from dcpbench.points.shapes import ModelShape
+
+FP8_SINCE = (8, 9)  # lowest compute capability of GPUs that multiply e4m3
+TENSOR_UNIT = 16  # bytes of which rows are multiples that a tensor descriptor reads (kernels/moe/prompts, kernels/keys)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KernelLimit:
+    """Describe why the kernels cannot run a point, and which options avoid it."""
+
+    given: str  # the options or the layout that the kernels cannot take, such as `--weights-dtype fp8 with tp4`
+    reason: str
+    change: str  # options of `sweep` that avoid the limit, such as `--weights-dtype bf16`
+    change_query: str = ""  # options of `recommend` that avoid it; empty if they are those of `sweep`
+    max_tp: int | None = None  # largest smaller --tp without the limit; None if there is none, or if it is not computed
+
+    def format_for_sweep(self) -> str:
+        """Return the message of `sweep`, `serve` and `verify`."""
+        if self.max_tp is not None:
+            return f"{self.given}: {self.reason}; use --tp {self.max_tp}, the largest that cuts none, or {self.change}."
+        return f"{self.given}: {self.reason}; use {self.change}."
+
+    def format_for_recommend(self) -> str:
+        """Return the reason with the options of `recommend`, without a full stop."""
+        change = self.change_query or self.change
+        if self.max_tp is not None:
+            return f"{self.reason}; give --gpus {self.max_tp}, or {change}"
+        return f"{self.reason}; give {change}"
+
+
+def find_kernel_limit(point: Point, shape: ModelShape, probe: Probe) -> KernelLimit | None:
+    """Return the first limit of the kernels that a point exceeds on a GPU; None if they can take it."""
+    return _find_missing_fp8(point, probe) or _find_odd_rows(point, shape) or find_split_block(point, shape)
+
+
+def find_split_block(point: Point, shape: ModelShape) -> KernelLimit | None:
+    """Return the part of the fp8 weights that ends inside a block of scales on a rank; None if all blocks are whole."""
+    if point.weights_precision != FP8:
+        return None
+    parts = compute_part_sizes(point, shape)
+    split = next((f"{part} ({size} numbers)" for part, size in parts.items() if size % SCALE_BLOCK), None)
+    if split is None:
+        return None
+    fits = (tp for tp in range(point.tp - 1, 0, -1) if _takes_whole_blocks(point, shape, tp))
+    return KernelLimit(
+        given=f"--weights-dtype fp8 with {point.instance_name}",
+        reason=f"{split} of {shape.name} on a rank ends inside a block of {SCALE_BLOCK}, and kernels take whole blocks",
+        change="--weights-dtype bf16",
+        max_tp=next(fits, None),
+    )
+
+
+def compute_part_sizes(point: Point, shape: ModelShape) -> dict[str, int]:
+    """Return the sizes of the parts of fp8 layers that a rank holds or stacks: blocks begin and end with each part."""
+    heads = shape.heads // point.layout.attn_tp
+    experts = shape.moe_inter // point.tp if point.ep == CUT else shape.moe_inter
+    return {
+        "'hidden_size'": shape.hidden,
+        "the queries": heads * (shape.nope + shape.rope) if shape.q_lora is None else shape.q_lora,
+        "q_b": heads * (shape.nope + shape.rope),
+        "o_proj": heads * shape.value,
+        "an expert": experts,
+        "the shared expert": shape.shared_experts * shape.moe_inter // point.tp,
+        "the dense MLP": shape.dense_inter // point.tp if shape.first_dense else 0,
+    }
+
+
+def _takes_whole_blocks(point: Point, shape: ModelShape, tp: int) -> bool:
+    """Return True if a smaller layout of the same kind splits no block."""
+    smaller = msgspec.structs.replace(point, tp=tp, dp=min(point.dp, tp), dcp=1)
+    try:
+        smaller.layout.check_model(shape, point.ep)
+    except LayoutError:
+        return False
+    return not any(size % SCALE_BLOCK for size in compute_part_sizes(smaller, shape).values())
+
+
+def _find_missing_fp8(point: Point, probe: Probe) -> KernelLimit | None:
+    """Return the limit of a GPU that does not multiply e4m3; None if it does, or if no tensor is fp8."""
+    for option, precision in (("--weights-dtype", point.weights_precision), ("--kv-dtype", point.kv_precision)):
+        if precision == FP8 and probe.capability is not None and _parse_version(probe.capability) < FP8_SINCE:
+            return KernelLimit(
+                given=f"{option} fp8",
+                reason=f"a GPU with fp8 is needed (compute capability {FP8_SINCE[0]}.{FP8_SINCE[1]} or later), and "
+                f"{probe.name} has {probe.capability}",
+                change=f"{option} bf16",
+            )
+    return None
+
+
+def _find_odd_rows(point: Point, shape: ModelShape) -> KernelLimit | None:
+    """Return the limit of tensor-parallel experts with rows that a tensor descriptor cannot read; None without it."""
+    width = shape.moe_inter // point.tp
+    if point.ep != CUT or width * ITEMSIZE[point.weights_precision] % TENSOR_UNIT == 0:
+        return None
+    return KernelLimit(
+        given=f"--ep {CUT} with --tp {point.tp}",
+        reason=f"each rank has {width} numbers of {shape.name}'s experts, {shape.moe_inter} wide, and kernels take rows "
+        f"that are multiples of {TENSOR_UNIT} bytes",
+        change=f"--ep {WHOLE}, or a smaller --tp",
+        change_query="fewer --gpus",
+    )
+
+
+def _parse_version(capability: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in capability.split("."))
