@@ -1,66 +1,92 @@
 """Define the command line: its commands and exit codes.
 
-Each command is a file of commands/; nothing heavy is imported here. Every DcpbenchError ends as `error: message` with
-its own exit code; unexpected exceptions keep their traceback.
+Each command is a file of commands/, imported when the command is used; nothing heavy is imported here. Every DcpbenchError
+ends as `error: message` with its own exit code; unexpected exceptions keep their traceback.
 """
+
+from __future__ import annotations
 
 import contextlib
 import errno
+import functools
+import importlib
 import os
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dcpbench import __version__
-from dcpbench.commands import bench, dashboard, hang, records, submit, syncs
-from dcpbench.commands.ab import ab
-from dcpbench.commands.calibrate import calibrate
-from dcpbench.commands.command import command
-from dcpbench.commands.compare import compare
-from dcpbench.commands.doctor import doctor
-from dcpbench.commands.env import env
-from dcpbench.commands.export import export
-from dcpbench.commands.import_ import import_
-from dcpbench.commands.machines import machines
-from dcpbench.commands.recommend import recommend
-from dcpbench.commands.report import report
-from dcpbench.commands.serve import serve
-from dcpbench.commands.show import show
-from dcpbench.commands.sweep import sweep
-from dcpbench.commands.top import top
-from dcpbench.commands.verify import verify
+from dcpbench.commands import catalogue
 from dcpbench.errors import EXIT_CODES, DcpbenchError, DiskError, ExitCode, OutputError
 from dcpbench.points import redaction
 from dcpbench.show import streams
 
-app = typer.Typer(
-    name="dcpbench",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-    context_settings={"help_option_names": ["-h", "--help"]},
-    help="Measure how to serve long-context MLA models: tensor (tp), decode-context (dcp) and attention-data (dp) "
-    "parallelism.\n\nStart with: dcpbench sweep --tp 8 --dcp 8\n\n"
-    f"Exit codes: {' · '.join(f'{code:d} {meaning}' for code, meaning in EXIT_CODES.items())}.",
-)
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from dcpbench.commands.catalogue import Entry
+
 REFUSED = (errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
-MEASURE, READ, CHECK = "Measure", "Read results", "Check"
-COMMANDS = {
-    MEASURE: (sweep, serve, ab, calibrate),
-    READ: (recommend, compare, report, show, top, export, import_),
-    CHECK: (verify, doctor, env, machines),
-}
-for title, members in COMMANDS.items():
-    for member in members:
-        command(app, name=member.__name__.rstrip("_"), rich_help_panel=title)(member)
-app.add_typer(bench.app, rich_help_panel=MEASURE)
-app.add_typer(submit.app, rich_help_panel=MEASURE)
-app.add_typer(syncs.app, rich_help_panel=CHECK)
-app.add_typer(hang.app, rich_help_panel=CHECK)
-app.add_typer(dashboard.app, rich_help_panel=READ)
-app.add_typer(records.app, rich_help_panel=CHECK)
+
+
+def __getattr__(name: str) -> object:
+    """Return `app`, the Typer application with all commands, which is built when something asks for it."""
+    if name == "app":
+        return make_app()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+@functools.cache
+def make_app() -> typer.Typer:
+    """Return the application with all commands."""
+    return _make_app(catalogue.ENTRIES)
+
+
+def choose_app(args: Sequence[str]) -> typer.Typer:
+    """Return an application for these arguments that imports no command without need.
+
+    It has only the command that the arguments begin with, or, if they name no command, all commands by their summaries.
+    """
+    if args and args[0] in catalogue.BY_NAME:
+        return _make_app([catalogue.BY_NAME[args[0]]])
+    return make_app() if not catalogue.BY_NAME.keys().isdisjoint(args) else _make_app(catalogue.ENTRIES, load=False)
+
+
+def _make_app(entries: Iterable[Entry], *, load: bool = True) -> typer.Typer:
+    """Return an application with these commands; without `load` they are only listed in its help."""
+    app = typer.Typer(
+        name="dcpbench",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="rich",
+        context_settings={"help_option_names": ["-h", "--help"]},
+        help="Measure how to serve long-context MLA models: tensor (tp), decode-context (dcp) and attention-data (dp) "
+        "parallelism.\n\nStart with: dcpbench sweep --tp 8 --dcp 8\n\n"
+        f"Exit codes: {' · '.join(f'{code:d} {meaning}' for code, meaning in EXIT_CODES.items())}.",
+    )
+    app.callback()(_root)
+    for entry in entries:
+        if load:
+            _add_command(app, entry)
+        else:
+            app.command(name=entry.name, help=entry.summary, rich_help_panel=entry.panel)(_only_listed)
+    return app
+
+
+def _add_command(app: typer.Typer, entry: Entry) -> None:
+    from dcpbench.commands.command import command
+
+    module = importlib.import_module(f"dcpbench.commands.{entry.function}")
+    if entry.is_group:
+        app.add_typer(module.app, rich_help_panel=entry.panel)
+    else:
+        command(app, name=entry.name, rich_help_panel=entry.panel)(getattr(module, entry.function))
+
+
+def _only_listed() -> None:
+    raise AssertionError("a command that is only listed cannot run")
 
 
 def _version(value: bool) -> None:
@@ -69,7 +95,6 @@ def _version(value: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _root(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")
@@ -86,7 +111,7 @@ def main(args: list[str] | None = None) -> None:
     redaction.register_words(sys.argv[1:] if args is None else args)
     try:
         try:
-            app(args=args, prog_name="dcpbench")
+            choose_app(sys.argv[1:] if args is None else args)(args=args, prog_name="dcpbench")
         finally:
             sys.stdout.flush()
     except DcpbenchError as e:

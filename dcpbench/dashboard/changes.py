@@ -16,6 +16,7 @@ is looked at after every run is ever marked in at most 1 of 100 cases. docs/dash
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import math
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -154,18 +155,21 @@ def _propose(x: Floats) -> list[int]:
     """Return the bounds of PELT's segments, 0 and the length included."""
     usual = _usual(np.diff(x)) / DIFFERENCE_TO_SIGMA
     scale = usual or float(abs(x).max()) * 1e-9 or 1.0
-    steps = make_detector().fit((x - x.mean()).reshape(-1, 1) / scale)
+    steps = _make_detector().fit((x - x.mean()).reshape(-1, 1) / scale)
     return [0, *(int(end) for end in steps.predict(pen=PENALTY * math.log(len(x))))]
 
 
-def make_detector() -> KernelCPD:
+def check_installed() -> None:
+    """Raise MissingPackageError without ruptures; importing it takes seconds, which only long histories need."""
+    if importlib.util.find_spec("ruptures") is None:
+        raise MissingPackageError(f"change points need the package ruptures; type: {how_to_install('dashboard')}")
+
+
+def _make_detector() -> KernelCPD:
     """Return ruptures' PELT. Raises MissingPackageError without it."""
-    try:
-        from ruptures import KernelCPD
-    except ImportError as e:
-        raise MissingPackageError(
-            f"change points need the package ruptures; type: {how_to_install('dashboard')}"
-        ) from e
+    check_installed()
+    from ruptures import KernelCPD
+
     return KernelCPD(kernel="linear", min_size=MIN_SIDE)
 
 

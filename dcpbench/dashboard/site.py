@@ -72,7 +72,7 @@ def build(
     UsageError if `root` is no folder, OutputError if `site` is not ours or cannot be written, and, before anything else,
     MissingPackageError without ruptures.
     """
-    changes.make_detector()
+    changes.check_installed()
     check(site)
     say = now_and_then(tell)
     before = {} if force else made(site)

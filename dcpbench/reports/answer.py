@@ -76,7 +76,7 @@ def _weighed(frames: Frames) -> list[tuple[float, str]]:
         notes.append((2.5, jumps(frames.findings.points)))
         notes += [(1.2, said) for said in instances.sentences(findings.timed(frames.served))]
         notes.append((3.5, replay(findings.replay_against_live(findings.timed(frames.served)))))
-    notes.append((3, room(findings.kv_by_layout(frames.everything))))
+    notes.append((3, room(frames.kv)))
     return [*notes, (0.2, trust(frames, apart(frames)))]
 
 

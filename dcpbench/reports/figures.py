@@ -16,10 +16,6 @@ import textwrap
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter
 
 from dcpbench.points.layout import DEGREES
 from dcpbench.points.names import CLOSED, GAMMA, REPLAY
@@ -49,6 +45,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
     Panels = list[tuple[Axes, pd.DataFrame]]
 
@@ -116,6 +114,8 @@ def _draw_latency(points: pd.DataFrame, style: Style, title: str, name: str, lab
     """Draw the median, for `decode` with its 95 % interval, and p99 as a dash, or the highest percentile that has
     enough samples.
     """
+    from matplotlib.lines import Line2D
+
     figure, drawn, load = _start(points, title)
     top = _tail_percentile(points, name)
     tail = f"{name}_{top or 'p99'}_ms"
@@ -168,6 +168,8 @@ def draw_frontier(points: pd.DataFrame, style: Style, title: str) -> Figure:
     """Draw output tok/s/GPU against tok/s/user; a grey line joins the Pareto-optimal points, which are labelled with
     their load.
     """
+    from matplotlib.lines import Line2D
+
     figure, drawn, load = _start(points, title)
     for ax, panel in drawn:
         best = frontier(panel)
@@ -238,6 +240,9 @@ def draw_break_even(ratios: pd.DataFrame, style: Style, title: str) -> Figure:
     each model a panel. If that makes too many curves, or curves of one colour that differ only in the exchange, each
     layout with its exchange has a panel.
     """
+    from matplotlib.lines import Line2D
+    from matplotlib.ticker import FuncFormatter
+
     x, other = _axes(ratios)
     others = list(dict.fromkeys(ratios.sort_values(["input_typical", "concurrency"], kind="stable")[other]))
     order = ratios.sort_values(["tp", "dcp", "variant"], kind="stable")
@@ -311,6 +316,9 @@ def draw_overview(rows: pd.DataFrame, style: Style, title: str, lost: pd.DataFra
     is clearly ahead. Hollow markers miss the SLO. `lost` holds the points rejected for memory; a vertical line marks
     the concurrency from which a layout with DCP is ahead of all layouts without it.
     """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter
+
     there = set(zip(rows["model"], rows["run"], strict=True))
     sides = [side for side in itertools.product(dict.fromkeys(rows["model"]), style.runs) if side in there]
     several = len(set(rows["run"])) > 1
@@ -370,6 +378,9 @@ def draw_overview(rows: pd.DataFrame, style: Style, title: str, lost: pd.DataFra
 
 
 def _overview_legend(figure: Figure, rows: pd.DataFrame, style: Style) -> None:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
     handles = []
     for (layout, who), line in rows.sort_values([*DEGREES], kind="stable").groupby(["layout", "who"], sort=False):
         variant = "" if who == layout else str(line["variant"].iloc[0])
@@ -490,6 +501,8 @@ def _grid(
 
     `size` is the total width and the height of each row in inches; `margin` is additional height in inches.
     """
+    from matplotlib.figure import Figure
+
     rows = math.ceil(panels / columns)
     figure = Figure(figsize=(size[0], rows * size[1] + margin), layout="constrained")
     headline(figure, title)
@@ -530,6 +543,8 @@ def _legend(figure: Figure, points: pd.DataFrame, style: Style, more: list[Line2
     With several runs and several variants a dash style identifies a pair of run and variant, so that the legend lists
     each line.
     """
+    from matplotlib.lines import Line2D
+
     named = [points[name].astype(str) for name in ("layout", "variant", "run")]
     shown = set(zip(*named[:2], strict=True))
     if len(style.runs) > 1 and len(set(named[1])) > 1:
@@ -595,6 +610,8 @@ def draw_phases(points: pd.DataFrame, style: Style, title: str) -> Figure:  # no
 
     A thin bar inside each part starts at its left end and is as long as the machine needs at least for it.
     """
+    from matplotlib.patches import Patch
+
     contexts = sorted(points["context"].unique())
     loads = _some(sorted(points["concurrency"].unique()))
     labels = list(dict.fromkeys(points.sort_values([*DEGREES], kind="stable")["label"]))

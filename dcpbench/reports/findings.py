@@ -19,7 +19,7 @@ from dcpbench.points.instances import parse
 from dcpbench.points.layout import DEGREES, Layout, find_ep_degree, name_layout
 from dcpbench.points.names import CLOSED, LIVE, REPLAY
 from dcpbench.points.point import point_axes
-from dcpbench.records.metrics import REPLAYED
+from dcpbench.records.metrics import KV_TABLE, REPLAYED
 from dcpbench.records.runs import measurement
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN, agreement
 from dcpbench.reports import launch_bands
@@ -47,6 +47,8 @@ SAME_BUT_EXCHANGE = ["run", *(axis.name for axis in point_axes(COMPUTES | Role.L
 """Columns that points of `decode` share if they differ only in their exchange."""
 SAME_BUT_MODE = ["device", "same_load", *(axis.name for axis in point_axes(COMPUTES))]
 """Columns that a replay and its live run share."""
+KV_COLUMNS = ("run", "model", "origin", "instance", *DEGREES, "kv_bounded_by", "kv_tokens_per_gib", "kv_capacity_tokens")
+"""Columns of kv_by_layout, in addition to the metrics of its table."""
 PAYS = ("higher", "alone")
 """Verdicts of dcp_against_best with which DCP pays."""
 MOST_IN_FLIGHT = 0.9
@@ -92,7 +94,10 @@ def find(frames: Frames) -> Findings:
 
 def timed(points: pd.DataFrame) -> pd.DataFrame:
     """Return the points for which speed may be reported: measured or replayed, and not on a CPU."""
-    return points if points.empty else points[points["output_tok_s"].notna() & ~points["cpu"].astype(bool)]
+    if points.empty:
+        return points
+    kept = points["output_tok_s"].notna() & ~points["cpu"].astype(bool)
+    return points if kept.all() else points[kept]
 
 
 def rivals(frames: Frames) -> pd.DataFrame:
@@ -318,8 +323,9 @@ def kv_by_layout(points: pd.DataFrame) -> pd.DataFrame:
     """
     if points.empty or points["kv_tokens_per_gib"].isna().all():
         return pd.DataFrame()
-    known = points.dropna(subset=["kv_tokens_per_gib"]).sort_values("kv_capacity_tokens", ascending=False)
-    known = known.assign(layout=known["instance"])
+    narrow = [*KV_COLUMNS, *(metric.name for metric in KV_TABLE)]
+    known = points.loc[points["kv_tokens_per_gib"].notna(), list(dict.fromkeys(narrow))]
+    known = known.sort_values("kv_capacity_tokens", ascending=False).rename(columns={"instance": "layout"})
     best = known.drop_duplicates(["run", "model", "layout"])
     best = best.sort_values(["run", "model", *DEGREES], kind="stable")
     plain = best[(best["dp"] == 1) & (best["dcp"] == 1) & (best["kv_tokens_per_gib"] > 0)]
@@ -374,6 +380,8 @@ def replay_against_live(served: pd.DataFrame) -> pd.DataFrame:
     if served.empty:
         return served
     names = [metric.name for metric in REPLAYED]
+    if not {LIVE, REPLAY} <= set(served["mode"]):
+        return served.iloc[:0]
     known = served[served["output_tok_s"].notna()]
     replayed = known[known["mode"] == REPLAY]
     live = matching(replayed, known[known["mode"] == LIVE].drop_duplicates(SAME_BUT_MODE, keep="last"), SAME_BUT_MODE)

@@ -130,6 +130,11 @@ class Frames:
         return _plain([*self.points.to_dict("records"), *self.served.to_dict("records")])
 
     @cached_property
+    def kv(self) -> pd.DataFrame:
+        """Return the KV cache of each layout (findings.kv_by_layout)."""
+        return findings.kv_by_layout(self.everything)
+
+    @cached_property
     def findings(self) -> findings.Findings:
         """Return the findings from comparing the points."""
         return findings.find(self)

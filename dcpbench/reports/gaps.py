@@ -29,8 +29,12 @@ def words(points: pd.DataFrame) -> str:
         return ""
     gaps_us = points["idle_us"] / points["kernels"]
     known = points.assign(gap_us=gaps_us)[(gaps_us < LONGEST_US) & ~points["cpu"].astype(bool)]
+    if len(known) < 2:  # noqa: PLR2004 - a pair
+        return ""
     most, said = UNEQUAL, ""
     for _, rivals in known.groupby(RIVAL_OF, dropna=False, sort=False):
+        if len(rivals) == 1:
+            continue
         least, longest = (rivals.loc[rivals["gap_us"].agg(which)] for which in ("idxmin", "idxmax"))
         apart = (longest["gap_us"] - least["gap_us"]) * least["kernels"] / (least["step_ms"] * 1e3)
         if apart > most:

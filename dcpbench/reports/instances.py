@@ -45,8 +45,10 @@ def compared(points: pd.DataFrame) -> pd.DataFrame:
     """
     if points.empty:
         return points
-    kinds = points["disaggregate"].map(parse)
-    points = points.assign(split=[kind.disaggregated for kind in kinds])
+    split = [parse(text).disaggregated for text in points["disaggregate"]]
+    if not any(split):
+        return points.iloc[:0]
+    points = points.assign(split=split)
     ran = set(findings.keys(points[points["split"]], findings.LOAD))
     points = points[[key in ran for key in findings.keys(points, findings.LOAD)]]
     alike = points[~points["split"]]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pandas as pd
 
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
@@ -30,9 +31,9 @@ def add_bands(points: pd.DataFrame, bands: dict[str, float]) -> pd.DataFrame:
 
 
 def find_band(one: pd.Series[Any], other: pd.Series[Any]) -> pd.Series[Any]:
-    """Return the larger band of each pair, and REPEATS_AGREE_WITHIN if one of them is not known."""
-    both = pd.concat([one, other], axis=1).astype(float)
-    return both.max(axis=1, skipna=False).fillna(REPEATS_AGREE_WITHIN)
+    """Return the larger band of each pair of rows, in their order, and REPEATS_AGREE_WITHIN if one of them is not known."""
+    larger = np.maximum(one.to_numpy(float), other.to_numpy(float))  # NaN if either is
+    return pd.Series(np.where(np.isnan(larger), REPEATS_AGREE_WITHIN, larger), one.index)
 
 
 def find_largest(points: pd.DataFrame) -> float:

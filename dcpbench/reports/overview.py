@@ -322,7 +322,7 @@ def _full(frames: Frames) -> str:
 
 
 def _room(frames: Frames) -> str:
-    kv = findings.kv_by_layout(frames.everything)
+    kv = frames.kv
     more = kv if kv.empty else kv[(kv["dcp"] > 1) & kv["kv_ratio"].notna()]
     if more.empty:
         return ""

@@ -149,7 +149,7 @@ def _points(frames: Frames, pictures: list[Picture]) -> list[Section]:
             slug="kv",
             title="KV capacity and what bounded it",
             pictures=_drawn(pictures, "kv"),
-            tables=[tables.kv(findings.kv_by_layout(everything)), definitions(frames, "KV tokens per GiB")],
+            tables=[tables.kv(frames.kv), definitions(frames, "KV tokens per GiB")],
             bullets=explain.bounds(everything),
         ),
         Section(

@@ -12,12 +12,14 @@ import pandas as pd
 
 from dcpbench.points.instances import parse
 from dcpbench.reports import findings
-from dcpbench.reports.tables import Table, make_table, named
+from dcpbench.reports.tables import Table, make_table, named, read_rows
 from dcpbench.reports.words import SEPARATOR, unique
 from dcpbench.show.numbers import ABSENT, missing, number, percent
 from dcpbench.show.text import counted, listed
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from dcpbench.reports.frames import Frames
 
 CHUNK = "load_chunk"
@@ -63,7 +65,7 @@ def table(frames: Frames) -> Table:
     for (run, model, mode, load, label), own in points.groupby([*findings.SCOPE, "load", "label"], sort=False):
         cells = {
             f"{r[CHUNK]:,}": f"{number(r['itl_p99_ms'], 3)} ({number(r['output_tok_s'], 3)})"
-            for r in own.to_dict("records")
+            for r in read_rows(own)
         }
         rows.append({"run": run, "model": model, "mode": mode, "load": load, "layout": label} | cells)
     names = [f"{chunk:,}" for chunk in chunks[:MOST_CHUNKS]]
@@ -82,7 +84,7 @@ def _judged(points: pd.DataFrame) -> pd.DataFrame:
     if points.empty or "slo_itl_at" not in points or CHUNK not in points:
         return pd.DataFrame()
     points = points[(points["slo_itl_at"] != "") & (points["mode"] != "decode")]
-    value = [row[f"itl_{row['slo_itl_at']}_ms"] for row in points.to_dict("records")]
+    value = [row[f"itl_{row['slo_itl_at']}_ms"] for row in read_rows(points)]
     limit = [limits["itl"] for limits in points["slo_limits"]]
     found = _without_chunk(points.assign(value=value, limit=limit, at=points["slo_itl_at"]))
     return found[found["value"].notna()].assign(keeps=lambda t: t["value"] <= t["limit"])
@@ -97,9 +99,9 @@ def _of_load(load: pd.DataFrame, gpus: str) -> str:
     where = f"at {load['load'].iloc[0]}{gpus} "
     kept, missed = (load[load["keeps"] == own].sort_values("output_tok_s", kind="stable") for own in (True, False))
     if kept.empty:
-        near = load.sort_values("value", kind="stable").to_dict("records")[0]
+        near = read_rows(load.sort_values("value", kind="stable"))[0]
         return f"{where}no layout keeps it{several}{_why(near)}; nearest is {_named(near, chunks)} ({_figures(near)})"
-    of_kept, of_missed = kept.to_dict("records")[-1], missed.to_dict("records")[-1] if len(missed) else None
+    of_kept, of_missed = read_rows(kept)[-1], read_rows(missed)[-1] if len(missed) else None
     if of_missed is None or of_missed["output_tok_s"] <= of_kept["output_tok_s"] or not (why := _why(of_missed)):
         return ""
     others = [label for label in unique(load["label"]) if label not in set(kept["label"])]
@@ -111,17 +113,17 @@ def _of_load(load: pd.DataFrame, gpus: str) -> str:
     return f"{where}{', and '.join(pair)}{why}{none}"
 
 
-def _named(row: dict[Any, Any], chunks: list[int]) -> str:
+def _named(row: Mapping[str, Any], chunks: list[int]) -> str:
     """Return `tp4 with 2,048`, without the chunk if there is only one."""
     return f"{row['label']} with {int(row[CHUNK]):,}" if len(chunks) > 1 else str(row["label"])
 
 
-def _figures(row: dict[Any, Any]) -> str:
+def _figures(row: Mapping[str, Any]) -> str:
     """Return `p99 131 ms, 185 tok/s`."""
     return f"{row['at']} {number(row['value'], 3)} ms, {number(row['output_tok_s'], 3)} tok/s"
 
 
-def _why(row: dict[Any, Any]) -> str:
+def _why(row: Mapping[str, Any]) -> str:
     """Return `, since chunks of prompts stall decodes (8.3 % of steps, median gap 65.2 ms)` if that
     holds; else empty.
     """

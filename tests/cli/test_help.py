@@ -14,6 +14,7 @@ import pytest
 from typer.models import OptionInfo
 
 from dcpbench import cli
+from dcpbench.commands import catalogue
 from dcpbench.plan.serve_spec import SERVE_PARSERS
 from dcpbench.plan.spec import PARSERS
 from dcpbench.points.names import flag
@@ -184,6 +185,51 @@ def test_help_imports_nothing_heavy(args: list[str]) -> None:
         f"print('LOADED', [m for m in {HEAVY} if m in sys.modules])"
     )
     assert "LOADED []" in loaded
+
+
+@pytest.mark.parametrize(
+    ("args", "imported"),
+    [(["--help"], []), (["--version"], []), (["records", "check", "--help"], ["records"])],
+    ids=str,
+)
+def test_help_imports_only_the_command_it_is_about(args: list[str], imported: list[str]) -> None:
+    names = {entry.function for entry in catalogue.ENTRIES}
+    loaded = python(
+        "import sys\nfrom dcpbench import cli\n"
+        f"try:\n    cli.main({args})\nexcept SystemExit:\n    pass\n"
+        f"print('LOADED', [n for n in {sorted(names)} if f'dcpbench.commands.{{n}}' in sys.modules])"
+    )
+    assert loaded.splitlines()[-1] == f"LOADED {imported}"
+
+
+def test_the_list_of_commands_has_the_first_paragraph_of_each_command() -> None:
+    """The list of `dcpbench --help` is made without importing the commands."""
+    import typer
+
+    commands = typer.main.get_command(cli.app).commands
+    own = [
+        (name, command.rich_help_panel, " ".join((command.help or "").split("\n\n")[0].split()))
+        for name, command in commands.items()
+    ]
+    assert own == [(entry.name, entry.panel, entry.summary) for entry in catalogue.ENTRIES]
+
+
+def test_the_list_of_commands_is_the_help_with_all_commands_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = []
+    for app in (cli.app, cli.choose_app(["--help"])):
+        with pytest.raises(SystemExit):
+            app(args=["--help"], prog_name="dcpbench")
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1]
+    assert "sweep" in printed[0]
+
+
+@pytest.mark.parametrize("args", [["env"], ["--", "env"]], ids=" ".join)
+def test_a_command_runs_however_the_line_begins(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*args, "--json"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("{")
 
 
 def processor_s(code: str) -> float:

@@ -123,7 +123,7 @@ def test_an_error_of_a_file_that_no_command_foresaw_is_a_sentence(
     def app(**_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(cli, "app", app)
+    monkeypatch.setattr(cli, "choose_app", lambda _: app)
     with pytest.raises(SystemExit) as end:
         cli.main([])
     assert end.value.code == code
@@ -134,7 +134,7 @@ def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> N
     def app(**_: Any) -> None:
         raise FileNotFoundError(errno.ENOENT, "No such file", "/a")
 
-    monkeypatch.setattr(cli, "app", app)
+    monkeypatch.setattr(cli, "choose_app", lambda _: app)
     with pytest.raises(FileNotFoundError):
         cli.main([])
 

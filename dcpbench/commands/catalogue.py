@@ -1,0 +1,107 @@
+"""List the commands with what the help of `dcpbench` shows of each, so that this help imports none of them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+MEASURE, READ, CHECK = "Measure", "Read results", "Check"
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """Describe one command or group of commands."""
+
+    name: str
+    panel: str  # title of the box of the help in which it is listed
+    summary: str  # first paragraph of its own help
+    is_group: bool = False
+
+    @property
+    def function(self) -> str:
+        """Return the name of the function of a command, and of its module below dcpbench.commands."""
+        return "import_" if self.name == "import" else self.name
+
+
+ENTRIES = (
+    Entry("sweep", MEASURE, "Measure decode over layouts and loads, then write a report."),
+    Entry(
+        "serve",
+        MEASURE,
+        "Serve requests over layouts and loads: TTFT, ITL, throughput and goodput, with prefill and a real scheduler.",
+    ),
+    Entry(
+        "ab",
+        MEASURE,
+        "Run two variants in turn on this machine, so that drift cancels, and compare them round by round.",
+    ),
+    Entry(
+        "calibrate",
+        MEASURE,
+        "Write what a machine's collectives and exchanges take, with the error of predicting them.",
+    ),
+    Entry(
+        "recommend",
+        READ,
+        "Say which layout to take, how sure that is, what it costs, and how SGLang and vLLM are started in it.",
+    ),
+    Entry(
+        "compare",
+        READ,
+        "Say for every point that two sides share whether B is FASTER, SLOWER or the SAME, or that this is UNDECIDED.",
+    ),
+    Entry(
+        "report",
+        READ,
+        "Write the answer, tables, figures and one self-contained HTML page from the records of one or several runs.",
+    ),
+    Entry("show", READ, "Print the table of one or several runs, in the width of the terminal."),
+    Entry("top", READ, "Watch a sweep, serve or verify that is running, from another terminal."),
+    Entry("export", READ, "Write the points of runs in another tool's format."),
+    Entry("import", READ, "Make a run of the results of another engine's benchmark, to show them with ours."),
+    Entry("verify", CHECK, "Check layouts, backends and exchanges against a slow fp64 reference on one rank."),
+    Entry(
+        "doctor",
+        CHECK,
+        "Look this machine over before a long sweep, and say of each finding what to do about it. Nothing is changed.",
+    ),
+    Entry("env", CHECK, "Show what is installed and visible, and what is missing for what."),
+    Entry(
+        "machines",
+        CHECK,
+        "Show the GPUs and links that --gpu, --emulate and recommend know, with where each figure comes from.",
+    ),
+    Entry(
+        "bench",
+        MEASURE,
+        "Measure single operators in several variants: time, share of what this machine can do, host time and synchronisations, and correctness of each.",
+        is_group=True,
+    ),
+    Entry(
+        "submit",
+        MEASURE,
+        "Run sweep, serve or verify as a job of Slurm or Kubernetes, on as many machines as it takes.",
+        is_group=True,
+    ),
+    Entry(
+        "syncs",
+        CHECK,
+        "Find hidden CUDA synchronisation: where the host waits for the GPU, and what it costs. In traces torch.profiler records the first line of a function only, so scan, serve and run name the function; dry-run names the line.",
+        is_group=True,
+    ),
+    Entry(
+        "hang",
+        CHECK,
+        "Who kept whom waiting in a job that stood still: ours, or any program's by its dumps.",
+        is_group=True,
+    ),
+    Entry(
+        "dashboard",
+        READ,
+        "Show many runs together: the history of every point with its changes, and a page per run.",
+        is_group=True,
+    ),
+    Entry(
+        "records", CHECK, "Look through the records of runs, line by line, and take damaged lines out.", is_group=True
+    ),
+)
+BY_NAME = {entry.name: entry for entry in ENTRIES}
