@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from typing import TYPE_CHECKING
 
@@ -211,3 +212,14 @@ def test_without_ruptures_it_says_what_to_install(monkeypatch: pytest.MonkeyPatc
     changes._find.cache_clear()
     with pytest.raises(MissingPackageError, match=r"pip install '\.\[dashboard\]'"):
         changes.find([1.0] * 6 + [2.0] * 6)
+
+
+def test_pages_need_neither_matplotlib_nor_ruptures() -> None:
+    """Importing both takes longer than making several pages."""
+    code = (
+        "import sys, dcpbench.dashboard.site, dcpbench.reports.sections, dcpbench.reports.page.render\n"
+        "dcpbench.dashboard.changes.check_installed()\n"
+        "print([name for name in ('matplotlib', 'ruptures') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
