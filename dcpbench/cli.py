@@ -76,20 +76,20 @@ def _make_app(entries: Iterable[Entry], *, load: bool = True) -> typer.Typer:
 
 
 def _add_command(app: typer.Typer, entry: Entry) -> None:
-    from dcpbench.commands.command import command
+    from dcpbench.commands.command import register_command
 
     module = importlib.import_module(f"dcpbench.commands.{entry.function}")
     if entry.is_group:
         app.add_typer(module.app, rich_help_panel=entry.panel)
     else:
-        command(app, name=entry.name, rich_help_panel=entry.panel)(getattr(module, entry.function))
+        register_command(app, name=entry.name, rich_help_panel=entry.panel)(getattr(module, entry.function))
 
 
 def _only_listed() -> None:
     raise AssertionError("a command that is only listed cannot run")
 
 
-def _version(value: bool) -> None:
+def _print_version(value: bool) -> None:
     if value:
         typer.echo(f"dcpbench {__version__}")
         raise typer.Exit
@@ -97,7 +97,7 @@ def _version(value: bool) -> None:
 
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end.")
     ] = False,
 ) -> None:
     del version
@@ -105,43 +105,45 @@ def _root(
 
 def main(args: list[str] | None = None) -> None:
     """Run a command; convert a DcpbenchError to one sentence and an exit code."""
-    streams.settle()
-    redaction.forget()
+    streams.prepare_streams()
+    redaction.reset_secrets()
     redaction.register_environment()
-    redaction.register_words(sys.argv[1:] if args is None else args)
+    redaction.register_command_line(sys.argv[1:] if args is None else args)
     try:
         try:
             choose_app(sys.argv[1:] if args is None else args)(args=args, prog_name="dcpbench")
         finally:
             sys.stdout.flush()
     except DcpbenchError as e:
-        from dcpbench.show.text import printable  # names in a message come from others, and a terminal would obey them
+        from dcpbench.show.text import (
+            make_printable,  # names in a message come from others, and a terminal would obey them
+        )
 
-        _end("\n".join(map(printable, f"error: {e}".split("\n"))), e.exit_code)
+        _print_and_exit("\n".join(map(make_printable, f"error: {e}".split("\n"))), e.exit_code)
     except BrokenPipeError:
-        _end("", streams.CLOSED)
+        _print_and_exit("", streams.CLOSED)
     except SystemExit as e:
         if isinstance(e.__context__, BrokenPipeError):  # for which Click and Rich end with 1, and that is a verdict
-            _end("", streams.CLOSED)
+            _print_and_exit("", streams.CLOSED)
         if isinstance(
             getattr(e.__context__, "__cause__", None), KeyboardInterrupt
         ):  # which Typer made a code, in silence
-            _end("\nInterrupted. To begin anew, type the same again.", ExitCode.INTERRUPTED)
+            _print_and_exit("\nInterrupted. To begin anew, type the same again.", ExitCode.INTERRUPTED)
         raise
     except OSError as e:
-        error = _named(e)
+        error = _convert_os_error(e)
         if error is None:
             raise
-        _end(f"error: {error}", error.exit_code)
+        _print_and_exit(f"error: {error}", error.exit_code)
 
 
-def _named(e: OSError) -> DcpbenchError | None:
+def _convert_os_error(e: OSError) -> DcpbenchError | None:
     """Return an error of ours for a disk that cannot be written, and for a file that may not be used; None for others."""
-    from dcpbench.records.disks import error_number
-    from dcpbench.show.text import printable
+    from dcpbench.records.disks import get_disk_error_number
+    from dcpbench.show.text import make_printable
 
-    name = "" if e.filename is None else printable(os.fsdecode(e.filename))
-    if (number := error_number(e)) is not None:
+    name = "" if e.filename is None else make_printable(os.fsdecode(e.filename))
+    if (number := get_disk_error_number(e)) is not None:
         what = name or "what the command prints, or a file"
         return DiskError(f"{what} could not be written ({e.strerror}); make room, or check the disk.", number)
     if name and e.errno in REFUSED:
@@ -149,10 +151,10 @@ def _named(e: OSError) -> DcpbenchError | None:
     return None
 
 
-def _end(said: str, code: int) -> None:
+def _print_and_exit(text: str, code: int) -> None:
     with contextlib.suppress(OSError):  # stderr may have no reader either
-        sys.stderr.write(f"{said}\n" if said else "")
-    streams.forget_output()
+        sys.stderr.write(f"{text}\n" if text else "")
+    streams.drop_output()
     sys.exit(code)
 
 

@@ -45,7 +45,7 @@ EXIT_CODES = {
 }
 
 
-def how_to_install(extra: str) -> str:
+def format_install_hint(extra: str) -> str:
     """What to type for an optional part of dcpbench, as the README does: no package index has it."""
     return f"pip install '.[{extra}]' in the folder with dcpbench's pyproject.toml"
 

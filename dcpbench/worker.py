@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from dcpbench.bench.operators import limits
-from dcpbench.bench.operators.ranks import start
+from dcpbench.bench.operators.ranks import start_distributed
 from dcpbench.errors import ExitCode, WorkerError
 from dcpbench.exchange import collectives, registered_memory, signals
 from dcpbench.hangs import beats
@@ -27,16 +27,16 @@ from dcpbench.hangs.evidence import Device
 from dcpbench.launch import hung, jobs, package
 from dcpbench.launch.jobs import Failure, Job
 from dcpbench.measuring import flight_recorder
-from dcpbench.measuring.environment import environment, probe
+from dcpbench.measuring.environment import collect_environment, get_hardware
 from dcpbench.points import budget
 from dcpbench.points.names import FP8, REPLAY
 from dcpbench.points.shapes import load_shape
-from dcpbench.records.disks import error_number
+from dcpbench.records.disks import get_disk_error_number
 from dcpbench.records.file import RecordFile
-from dcpbench.records.record import omitted_note
-from dcpbench.serving.outcome import in_short
+from dcpbench.records.record import format_omitted_note
+from dcpbench.serving.outcome import format_summary
 from dcpbench.workloads import decode, replay, serve, verify
-from dcpbench.workloads.session import build, free_memory
+from dcpbench.workloads.session import build_session, free_memory
 
 if TYPE_CHECKING:
     from dcpbench.points.point import Point
@@ -52,25 +52,27 @@ class Worker:
 
     def __init__(self, job: Job, rank: int, device: torch.device, marks: torch.Tensor | None = None) -> None:
         self.job, self.rank, self.device, self.marks = job, rank, device, marks
-        self.environment = environment(device, job.command)
+        self.environment = collect_environment(device, job.command)
         self.rates: Rates | None = None
         self.records = RecordFile(Path(job.folder))
         self.session: Session | None = None
-        self.step_times: replay.Known = {}
+        self.step_times: replay.StepTimesByPath = {}
         self.point: Point | None = None
 
-    def tell(self, stage: str, note: str = "") -> None:
+    def write_progress(self, stage: str, note: str = "") -> None:
         """Print one progress line, from rank 0."""
         if self.rank == 0:
             index = self.job.points.index(self.point) if self.point else 0
-            jobs.tell(self.job, stage, self.point, index=index, note=note)
+            jobs.write_progress(self.job, stage, self.point, index=index, note=note)
 
     def run(self) -> None:
         """Run all points of the job, in order."""
-        self.tell("start")
+        self.write_progress("start")
         if self.device.type == "cuda" and self.job.kind != "verify":
             fp8 = any(FP8 in (point.weights_precision, point.kv_precision) for point in self.job.points)
-            self.rates = limits.rates(self.device, dist.get_world_size(), fp8=fp8)  # before an engine takes all memory
+            self.rates = limits.measure_rates(
+                self.device, dist.get_world_size(), fp8=fp8
+            )  # before an engine takes all memory
         for point in self.job.points:
             self.point = point
             if self.job.kind == "verify":
@@ -78,16 +80,18 @@ class Worker:
             else:
                 self.measure(point)
         self.point = None
-        self.tell("end")
+        self.write_progress("end")
 
     def measure(self, point: Point) -> None:
         """Measure one point, and write its record."""
         started, begin = dt.datetime.now(dt.UTC), time.perf_counter()
-        session = self.session_for(point)
+        session = self.get_session(point)
         if point.load:
-            record = self.serve(session, point)
+            record = self.run_serve(session, point)
         else:
-            record = decode.run(session, point, self.job.settings, self.environment, rates=self.rates, tell=self.tell)
+            record = decode.run(
+                session, point, self.job.settings, self.environment, rates=self.rates, tell=self.write_progress
+            )
         note = ""
         if self.rank == 0:
             written = self.records.append(
@@ -98,14 +102,14 @@ class Worker:
                     seconds=round(time.perf_counter() - begin, 3),
                 )
             )
-            note = omitted_note(written)
+            note = format_omitted_note(written)
         if record.outcome != "ok":
             sys.exit(INTERRUPTED)  # on every rank: the run was ended
-        self.tell("done", note=_numbers(record) + note)
+        self.write_progress("done", note=_format_numbers(record) + note)
 
-    def serve(self, session: Session, point: Point) -> Record:
+    def run_serve(self, session: Session, point: Point) -> Record:
         """Run the workload `serve`, live or in replay."""
-        serving = serve.serving_for(session, point)
+        serving = serve.get_serving(session, point)
         job, folder = self.job, Path(self.job.folder)
         if point.load is not None and point.load.mode == REPLAY:
             return replay.run(
@@ -117,29 +121,31 @@ class Worker:
                 folder,
                 self.step_times,
                 rates=self.rates,
-                tell=self.tell,
+                tell=self.write_progress,
             )
-        return serve.run(serving, point, job.settings, self.environment, folder, rates=self.rates, tell=self.tell)
+        return serve.run(
+            serving, point, job.settings, self.environment, folder, rates=self.rates, tell=self.write_progress
+        )
 
-    def session_for(self, point: Point) -> Session:
+    def get_session(self, point: Point) -> Session:
         """Return the engine for a point: the last one if it can be shared, else a new one in its place."""
         old = self.session
-        if old is not None and budget.same_engine(old.point, point):
-            if not budget.same_path(old.point, point):
-                self.tell("build")
-                old.follow(point)
+        if old is not None and budget.is_same_engine(old.point, point):
+            if not budget.is_same_path(old.point, point):
+                self.write_progress("build")
+                old.apply_point(point)
             return old
         old = None
         self.drop_session()
-        self.tell("build")
-        self.session = build(
+        self.write_progress("build")
+        self.session = build_session(
             point,
             load_shape(point.model),
-            budget.engine_of(point, self.job.engines),
+            budget.find_engine_plan(point, self.job.engines),
             rank=self.rank,
             device=self.device,
             seed=self.job.settings.seed,
-            alive=lambda: self.tell("build"),
+            alive=lambda: self.write_progress("build"),
         )
         self.session.engine.model.marks = self.marks
         return self.session
@@ -155,25 +161,25 @@ class Worker:
 
     def verify(self, point: Point) -> None:
         """Run one point's comparisons."""
-        self.tell("check")
+        self.write_progress("check")
         shape = load_shape(point.model if point.weights == "synthetic" else point.weights)
         checks = verify.run(point, shape, self.job, rank=self.rank, device=self.device)
         free_memory(self.device)
         if self.rank == 0:
             jobs.write_checks(Path(self.job.folder), checks)
-            self.tell("done", note=f"{sum(c.ok for c in checks)} of {len(checks)} checks agree")
+            self.write_progress("done", note=f"{sum(c.ok for c in checks)} of {len(checks)} checks agree")
 
 
-def _numbers(record: Record) -> str:
+def _format_numbers(record: Record) -> str:
     """Return the last numbers for the progress line."""
     if record.serve is not None:
-        return in_short(record.serve)
+        return format_summary(record.serve)
     assert record.metrics is not None
     chosen = f" with {record.choice}" if record.choice else ""
     return f"{record.metrics.step_ms.median:.2f} ms/step{chosen}"
 
 
-def _fail(folder: Path, rank: int, key: str, e: Exception) -> NoReturn:
+def _report_failure(folder: Path, rank: int, key: str, e: Exception) -> NoReturn:
     """Write the exception that a rank raised at a point, and exit."""
     failure = Failure(
         rank=rank,
@@ -181,7 +187,7 @@ def _fail(folder: Path, rank: int, key: str, e: Exception) -> NoReturn:
         kind=type(e).__name__,
         message=str(e),
         traceback=traceback.format_exc(),
-        disk=error_number(e),
+        disk=get_disk_error_number(e),
         path=str(getattr(e, "filename", None) or ""),
     )
     with contextlib.suppress(OSError):  # a full disk, or a folder that is gone
@@ -200,9 +206,9 @@ def main(path: str) -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # an exception would wait for threads and for the other ranks
     try:
         if job.package is not None:
-            package.must_be(job.package)
+            package.check_same_package(job.package)
     except WorkerError as e:  # before ranks meet, which others may do in another way
-        _fail(folder, rank, "", e)
+        _report_failure(folder, rank, "", e)
     faulthandler.enable()
     stacks = (folder / f"stacks-{rank}.txt").open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
@@ -214,28 +220,29 @@ def main(path: str) -> int:
         device = torch.device("cpu")
         torch.set_num_threads(1)
     ranks = int(os.environ["WORLD_SIZE"])
-    start(device, rank, ranks, job.port_path(), job.store)
+    start_distributed(device, rank, ranks, job.get_port_path(), job.store)
     marks = torch.zeros(1, dtype=torch.int32, pin_memory=True) if job.device == "cuda" else None
     says = {  # first the answer that needs no other component: CUDA may not respond
         hung.DEVICE: lambda: b"" if marks is None else msgspec.json.encode(Device(norm=int(marks[0]))),
-        hung.STACKS: flight_recorder.stacks,
-        hung.FLIGHT: flight_recorder.recorded,
-        hung.SIGNALS: signals.read,
+        hung.STACKS: flight_recorder.collect_stacks,
+        hung.FLIGHT: flight_recorder.export_trace,
+        hung.SIGNALS: signals.read_signals,
         hung.ANSWERED: lambda: b"{}",
     }
-    flight_recorder.answer(
-        job.logs() / hung.ASK.format(rank), {job.logs() / name.format(rank): say for name, say in says.items()}
+    flight_recorder.start_responder(
+        job.get_log_folder() / hung.ASK.format(rank),
+        {job.get_log_folder() / name.format(rank): say for name, say in says.items()},
     )
-    collectives.beat(job.logs() / hung.BEATS.format(rank), rank, ranks, device)
+    collectives.start_rank_heartbeats(job.get_log_folder() / hung.BEATS.format(rank), rank, ranks, device)
     worker = None
     try:
         worker = Worker(job, rank, device, marks)
         with torch.inference_mode():
             worker.run()
-        with beats.collective("barrier", None, dist.group.WORLD):
+        with beats.record_collective("barrier", None, dist.group.WORLD):
             dist.barrier(device_ids=[local_rank] if job.device == "cuda" else None)
     except Exception as e:  # noqa: BLE001 - whatever it is, the launcher has to hear of it
-        _fail(folder, rank, worker.point.key() if worker and worker.point else "", e)
+        _report_failure(folder, rank, worker.point.get_key() if worker and worker.point else "", e)
     if worker is not None:
         worker.drop_session()
     registered_memory.close_all()
@@ -245,6 +252,6 @@ def main(path: str) -> int:
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--probe"]:
-        sys.stdout.write(msgspec.json.encode(probe()).decode() + "\n")
+        sys.stdout.write(msgspec.json.encode(get_hardware()).decode() + "\n")
     else:
         sys.exit(main(sys.argv[1]))

@@ -36,7 +36,7 @@ def agents(put: Callable[[object, str, object], None]) -> None:
     """`put`, which is like setattr, a fork of torch's agent in place of one that imports torch."""
     from dcpbench.launch import torchrun
 
-    own = torchrun._command
+    own = torchrun._make_command
     if forks.ADDRESS not in os.environ:
         forks.serving()
 
@@ -45,7 +45,7 @@ def agents(put: Callable[[object, str, object], None]) -> None:
         place = words.index(AGENT)
         return [*words[:place], __name__, "tests.cli.agent", *words[place + 1 :]]
 
-    put(torchrun, "_command", command)
+    put(torchrun, "_make_command", command)
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ class Program(NamedTuple):
 
 
 def start(command: Sequence[str], env: Mapping[str, str]) -> int:
-    """In place of `dcpbench.syncs.run.start`, for a command of Python's."""
+    """In place of `dcpbench.syncs.run.run_process`, for a command of Python's."""
     assert command[0] == sys.executable
     return run(Program(command[1:], env))[0]
 

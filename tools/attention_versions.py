@@ -69,7 +69,7 @@ def builds(case: Case, ways: dict[str, Make | None], work: attention.Attention) 
 
     def build(name: str, make: Make | None) -> Calls:
         with mock.patch.object(attention, "make_backend", make or kernels.make_backend):
-            return work.build(Case(variant=name, sizes=case.sizes, calls=case.calls))
+            return work.build_calls(Case(variant=name, sizes=case.sizes, calls=case.calls))
 
     return {name: functools.partial(build, name, make) for name, make in ways.items()}
 

@@ -20,13 +20,16 @@ from tools.replay_live import BUILD, SIZES, serve, step_times, words
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dcpbench.serving.step_times import Measured, StepTimes
+    from dcpbench.serving.step_times import MeasuredCase, StepTimes
 
 
-def chunk_cases(times: StepTimes) -> list[Measured]:
+def chunk_cases(times: StepTimes) -> list[MeasuredCase]:
     """Return the cases with only chunks, by prefix and tokens."""
     alone = [m for m in times.cases if m.case.chunks and not m.case.decodes and m.case.use != HOT]
-    return sorted(alone, key=lambda m: (m.case.work().prefix > 0, m.case.work().tokens, m.case.work().prefix))
+    return sorted(
+        alone,
+        key=lambda m: (m.case.compute_work().prefix > 0, m.case.compute_work().tokens, m.case.compute_work().prefix),
+    )
 
 
 def table(now: StepTimes, before: StepTimes | None = None) -> list[str]:
@@ -37,19 +40,19 @@ def table(now: StepTimes, before: StepTimes | None = None) -> list[str]:
     cases = chunk_cases(now)
     for m in cases:
         found = old.get(str(m.case))
-        cells = [str(m.case), f"{m.case.work().prefix:,}", *_both(m)]
+        cells = [str(m.case), f"{m.case.compute_work().prefix:,}", *_both(m)]
         lines.append(f"| {' | '.join(cells + (_both(found) if before else []))} |")
     lines.append("")
     for name, stored in (("without a stored prefix", False), ("with one", True)):
-        lines.append(f"{name}: {_range([m for m in cases if (m.case.work().prefix > 0) == stored])}")
+        lines.append(f"{name}: {_range([m for m in cases if (m.case.compute_work().prefix > 0) == stored])}")
     return lines
 
 
-def _both(case: Measured | None) -> list[str]:
+def _both(case: MeasuredCase | None) -> list[str]:
     return ["–", "–"] if case is None else [f"{case.median_host_ms:.1f}", f"{case.median_ms:.1f}"]
 
 
-def _range(cases: Sequence[Measured]) -> str:
+def _range(cases: Sequence[MeasuredCase]) -> str:
     if not cases:
         return "no case"
     host = [m.median_host_ms for m in cases]

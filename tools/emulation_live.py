@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from dcpbench.bench.cases import COLLECTIVES, REGISTERED_COLLECTIVES
-from dcpbench.plan.grid import load_text
+from dcpbench.plan.grid import format_point_load
 from dcpbench.points.names import EXCHANGES
 from dcpbench.records.runs import read_run
 from dcpbench.reports.gaps import UNEQUAL
@@ -139,8 +139,8 @@ def pairs(live: Iterable[Record], emulated: Iterable[Record]) -> Iterator[tuple[
 def name(point: Point) -> str:
     """Return the name of a point in the table: `deepseek-v3 tp2·dcp2 ep2 symm fp8/fp8, 8 × 4,000`."""
     precision = f"{point.weights_precision}/{point.kv_precision}"
-    who = (point.model, point.layout_name, point.ep_label, point.exchange_label(), precision)
-    return f"{' '.join(filter(None, who))}, {load_text(point)}"
+    who = (point.model, point.layout_name, point.ep_label, point.format_exchange_label(), precision)
+    return f"{' '.join(filter(None, who))}, {format_point_load(point)}"
 
 
 COLUMNS = (

@@ -21,7 +21,7 @@ import msgspec
 
 from dcpbench.bench.record import BenchRecord, Result
 from dcpbench.points import floors, memory
-from dcpbench.points.layout import local_length
+from dcpbench.points.layout import compute_local_length
 from dcpbench.points.shapes import load_shape
 from dcpbench.records.runs import read_run
 
@@ -84,7 +84,7 @@ def _phases(record: Record, bench: str, result: Result) -> tuple[str, ...]:
     if sizes.get("requests") != -(-point.concurrency // point.dp):
         return ()
     if bench == "attention" and sizes["heads"] == group and sizes["lengths"] == "even":
-        rows = local_length(point.context + memory.HEADROOM_TOKENS, 0, layout.dcp, point.interleave)
+        rows = compute_local_length(point.context + memory.HEADROOM_TOKENS, 0, layout.dcp, point.interleave)
         return ("attention",) if abs(int(sizes["context"]) / rows - 1) <= SAME_CONTEXT else ()
     if bench == "exchange" and (sizes["heads"], sizes["ranks"]) == (group, layout.dcp):
         plain = sizes["value"] == shape.latent and sizes["q"] == "gathered"
@@ -98,8 +98,8 @@ def _experts(record: Record, found: Sequence[Result]) -> Iterator[Compared]:
     """Yield gate-up and down of a variant together, if rank 0 has all experts; without router and shared expert."""
     assert record.floor is not None
     point = record.point
-    sharding = floors.Sharding.of(point, load_shape(point.model))
-    shape, layers = sharding.shape, memory.all_layers(sharding.shape).moe
+    sharding = floors.Sharding.from_point(point, load_shape(point.model))
+    shape, layers = sharding.shape, memory.count_all_layers(sharding.shape).moe
     if sharding.expert_ranks > 1 or record.rates is None:
         return
     wanted = {
@@ -112,7 +112,7 @@ def _experts(record: Record, found: Sequence[Result]) -> Iterator[Compared]:
     }
     nothing = ((floors.Routed(hit=0, rows=0),),) * layers
     without = floors.StepRows(tokens=point.concurrency, routing=nothing)
-    others = floors.step_floors(sharding, without, record.rates.limits)
+    others = floors.compute_step_floors(sharding, without, record.rates.limits)
     same = [r for r in found if wanted.items() <= r.case.sizes.items()]
     for variant in dict.fromkeys(r.case.variant for r in same):
         both = [r for r in same if r.case.variant == variant]

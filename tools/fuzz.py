@@ -27,7 +27,7 @@ from pathlib import Path
 
 from dcpbench.errors import DcpbenchError
 from dcpbench.records.folder import RECORDS_FILE
-from dcpbench.records.repair import SEALED, audit
+from dcpbench.records.repair import SEALED, audit_file
 from tests.unit.hostile_files import KINDS, damaged
 
 SLOW_S = 2.0
@@ -150,14 +150,14 @@ def flips() -> Told:
         content = of.content(folder)
         path = folder / RECORDS_FILE
         path.write_bytes(content)
-        assert audit(folder).faults == [], SEALED
-        whole = audit(folder)
+        assert audit_file(folder).faults == [], SEALED
+        whole = audit_file(folder)
         line = content.splitlines(keepends=True)[0]
         for bit in range(8 * len(line)):
             wrong = bytearray(content)
             wrong[bit // 8] ^= 1 << bit % 8
             path.write_bytes(wrong)
-            found = audit(folder)
+            found = audit_file(folder)
             told.inputs += 1
             if found.faults:
                 told.refused += 1

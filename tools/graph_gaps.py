@@ -127,7 +127,7 @@ def captured(
 
 def us_per_kernel(replay: Callable[[], object], nodes: int) -> float:
     """Return the median over consecutive replays."""
-    samples_ms, _ = Timer(replay, torch.device("cuda")).chunk(REPLAYS)
+    samples_ms, _ = Timer(replay, torch.device("cuda")).measure_chunk(REPLAYS)
     return round(statistics.median(samples_ms) * 1e3 / nodes, 4)
 
 

@@ -27,7 +27,7 @@ import msgspec
 from dcpbench.hangs.finding import Finding
 from dcpbench.launch import launcher
 from dcpbench.launch.torchrun import Machines
-from dcpbench.plan.spec import planned
+from dcpbench.plan.spec import make_planned_probe
 from dcpbench.points.budget import plan_engines
 from dcpbench.points.machine import Probe
 from dcpbench.points.point import Point
@@ -89,7 +89,7 @@ def case(fault: str, ranks: int, timeout: float, gpu: str = "") -> tuple[list[st
             msgspec.structs.replace(p, model=GPU_MODEL, context=512, backend="triton", dtype="bf16", page_size=64)
             for p in points
         ]
-        probe = planned(gpu, ranks)
+        probe = make_planned_probe(gpu, ranks)
         settings = msgspec.structs.replace(settings, kv_memory_bytes=4 << 30)
     with tempfile.TemporaryDirectory(prefix="dcpbench-hangs-") as name:
         folder = Path(name)
@@ -101,7 +101,7 @@ def case(fault: str, ranks: int, timeout: float, gpu: str = "") -> tuple[list[st
             timeout=timeout,
             engines=tuple(plan_engines(points, settings, probe)),
         )
-        launcher.run(points, work, Machines(), watch)
+        launcher.run_points(points, work, Machines(), watch)
         first, *rest = read_records(folder)
         where = folder / first.detail.get("evidence", "none") / "finding.json"
         found = msgspec.json.decode(where.read_bytes(), type=Finding) if where.exists() else None

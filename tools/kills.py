@@ -154,7 +154,7 @@ class Sweep:
             done = self._command()
             self._check_records()
         records = [r for r in read_records(self.folder) if r.outcome == "ok"]
-        keys = collections.Counter(r.point.key() for r in records)
+        keys = collections.Counter(r.point.get_key() for r in records)
         wanted = self.kills.points
         if len(keys) != wanted:
             self.kills.found("lost", f"{self.folder}: {len(keys)} of {wanted} points", wanted - len(keys))
@@ -303,7 +303,7 @@ class Sweep:
         """Check that no ok record is lost, and none is duplicated."""
         if not (self.folder / RECORDS_FILE).exists():
             return
-        ok = collections.Counter(r.point.key() for r in read_records(self.folder) if r.outcome == "ok")
+        ok = collections.Counter(r.point.get_key() for r in read_records(self.folder) if r.outcome == "ok")
         if lost := self.known - set(ok):
             self.kills.found("lost", f"{self.folder}: {sorted(lost)}", len(lost))
         if twice := [key for key, number in ok.items() if number > 1 and key not in self.twice]:

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from dcpbench.plan.grid import load_text
-from dcpbench.plan.spec import planned
+from dcpbench.plan.grid import format_point_load
+from dcpbench.plan.spec import make_planned_probe
 from dcpbench.points import latency_bands
 from dcpbench.points.budget import plan_engine
 from dcpbench.points.latency_bands import EMULATED, ESTIMATED, KINDS, TOGETHER, Case, Published
-from dcpbench.points.machines import MEASURED_ON, described
+from dcpbench.points.machines import MEASURED_ON, load_machine
 from dcpbench.points.names import CLOSED, GAMMA
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import load_shape
@@ -88,10 +88,12 @@ def estimate_case(source: str, record: Record) -> Case | None:
     assert record.environment is not None
     kv = record.measured_with.get("kv_memory_bytes")
     settings = Settings(kv_memory_bytes=kv if isinstance(kv, int) else None)
-    steps, machine = estimate.published(), described(MEASURED_ON)
-    plan = plan_engine([point], settings, load_shape(point.model), planned(MEASURED_ON, machine.gpus_per_host))
+    steps, machine = estimate.load_published_steps(), load_machine(MEASURED_ON)
+    plan = plan_engine(
+        [point], settings, load_shape(point.model), make_planned_probe(MEASURED_ON, machine.gpus_per_host)
+    )
     of = forecast.Estimator(point, machine, steps.without[point.model])
-    found = forecast.serve_estimated(of, forecast.limit_requests(point), plan, settings)
+    found = forecast.replay_estimated(of, forecast.limit_requests(point), plan, settings)
     expected = found.serve
     if not (serve.itl_ms.p50 and serve.ttft_ms.p50 and expected.itl_ms.p50 and expected.ttft_ms.p50):
         return None
@@ -123,7 +125,7 @@ def measure_mixed_share(record: Record) -> float | None:
 def name_load(record: Record) -> str:
     """Return model, layout, exchange and load in one line."""
     point = record.point
-    return f"{point.model} {point.layout_name} {point.exchange_label()}, {load_text(point)}"
+    return f"{point.model} {point.layout_name} {point.format_exchange_label()}, {format_point_load(point)}"
 
 
 def emulated_cases() -> Iterator[Case]:
@@ -192,7 +194,7 @@ def table(cases: list[Case]) -> list[str]:
                     f"× or / {band.factor:.2f} | "
                     f"{inside} | {found.without_number} |"
                 )
-    sure = latency_bands.max_sure_share(cases)
+    sure = latency_bands.compute_max_sure_share(cases)
     return [*lines, "", f"Estimates have an ITL p50 if prompts are in the steps of less than {sure:.0%} of gaps."]
 
 

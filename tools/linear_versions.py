@@ -23,7 +23,7 @@ from unittest import mock
 import torch
 
 from dcpbench import kernels
-from dcpbench.bench.cases import LAYERS_BY_NAME, linear_layers
+from dcpbench.bench.cases import LAYERS_BY_NAME, list_linear_layers
 from dcpbench.bench.operators import linear
 from dcpbench.bench.record import BenchSettings, Case
 from dcpbench.kernels import block_scaled
@@ -68,7 +68,7 @@ def cut(how: ours.Tiling) -> Prepare:
 
     def prepare(x_TK: torch.Tensor, weight_NK: torch.Tensor | Scaled) -> Callable[[], tuple[torch.Tensor]]:
         assert isinstance(weight_NK, Scaled)
-        return lambda: (ours.product(block_scaled.quantise_rows(x_TK), weight_NK, x_TK.dtype, how),)
+        return lambda: (ours.compute_product(block_scaled.quantize_rows(x_TK), weight_NK, x_TK.dtype, how),)
 
     return prepare
 
@@ -78,7 +78,7 @@ def builds(case: Case, ways: dict[str, Prepare], work: linear.Linear) -> dict[st
 
     def build(name: str, prepare: Prepare) -> Calls:
         with mock.patch.dict(linear.VARIANTS, {name: prepare}):
-            return work.build(Case(variant=name, sizes=case.sizes, calls=case.calls))
+            return work.build_calls(Case(variant=name, sizes=case.sizes, calls=case.calls))
 
     return {name: functools.partial(build, name, prepare) for name, prepare in ways.items()}
 
@@ -88,7 +88,7 @@ def cases(asked: argparse.Namespace) -> list[Case]:
     found: dict[tuple[int, int], list[str]] = {}
     shape = load_shape(asked.model)
     for tp in map(int, asked.tp.split(",")):
-        for layer, product in linear_layers(shape, tp).items():
+        for layer, product in list_linear_layers(shape, tp).items():
             if layer in asked.matrix.split(","):
                 found.setdefault((product.inputs, product.outputs), []).append(f"tp{tp} {layer}")
     return [
@@ -104,8 +104,8 @@ def cases(asked: argparse.Namespace) -> list[Case]:
 
 def cuts(sizes: dict[str, Any], device: torch.device) -> dict[str, Prepare]:
     """Return all tilings of a layer, by name."""
-    room = ours.multiprocessors(device), ours.shared_memory(device)
-    found = ours.cuts(sizes["rows"], sizes["outputs"], sizes["inputs"], *room)
+    room = ours.count_multiprocessors(device), ours.get_shared_memory(device)
+    found = ours.iter_tilings(sizes["rows"], sizes["outputs"], sizes["inputs"], *room)
     return {f"c{how.columns}p{how.parts}": cut(how) for how in found}
 
 

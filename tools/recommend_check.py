@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from dcpbench.plan.spec import planned
-from dcpbench.points.machines import MEASURED_ON, described
+from dcpbench.plan.spec import make_planned_probe
+from dcpbench.points.machines import MEASURED_ON, load_machine
 from dcpbench.recommend import estimate
 from dcpbench.recommend.forecast import Estimator
-from dcpbench.recommend.score import Score, score
+from dcpbench.recommend.score import Score, compute_score
 from dcpbench.records.runs import read_run
 from dcpbench.serving.step_times import read_step_times
 from tools.results import unpack_all
@@ -103,7 +103,7 @@ def cases(timed: list[Path], stepped: list[Path], now: list[Path]) -> tuple[list
         for file in sorted(run.glob("step-times/*.json")):
             times = read_step_times(file)
             point = point_of(times.path, read_run(run).records)
-            found += [case(point, measured.case.rows(point.dp), measured.median_ms) for measured in times.cases]
+            found += [case(point, measured.case.compute_rows(point.dp), measured.median_ms) for measured in times.cases]
     for run in stepped:
         for r in read_run(run).records:
             if r.metrics is not None:
@@ -119,8 +119,8 @@ def point_of(path: Mapping[str, object], records: list[Record]) -> Point:
 
 def case(point: Point, rows: StepRows | None, ms: float, *, older: bool = True) -> Case:
     """Return a measured step; without rows it is the step in which all of a point's requests decode."""
-    of = Estimator(point, described(MEASURED_ON), {})
-    terms = of.terms(rows or of.decode_rows(point.concurrency, point.context))
+    of = Estimator(point, load_machine(MEASURED_ON), {})
+    terms = of.compute_terms(rows or of.make_decode_rows(point.concurrency, point.context))
     assert terms is not None
     beyond = older and point.kv_dtype == "fp8"
     more = {extra: terms[name] if beyond else 0.0 for name, extra in OLDER.items()}
@@ -135,9 +135,9 @@ def fitted(timed: list[Path], stepped: list[Path], now: list[Path]) -> tuple[est
     found, sources = cases(timed, stepped, now)
     more = tuple(OLDER.values()) if now else ()
     models = list(dict.fromkeys(model for model, _, _ in found))
-    without = {left: estimate.fit([(t, us) for model, t, us in found if model != left], more) for left in models}
-    terms = estimate.fit([(t, us) for _, t, us in found], more)
-    errors = [abs(estimate.us({n: t[n] for n in terms}, without[model]) / us - 1) for model, t, us in found]
+    without = {left: estimate.fit_terms([(t, us) for model, t, us in found if model != left], more) for left in models}
+    terms = estimate.fit_terms([(t, us) for _, t, us in found], more)
+    errors = [abs(estimate.compute_us({n: t[n] for n in terms}, without[model]) / us - 1) for model, t, us in found]
     say(
         f"{len(found)} steps; of a model that the fit had not seen p50 {np.median(errors):.1%}, p90 {np.quantile(errors, 0.9):.1%}"
     )
@@ -177,9 +177,9 @@ def said(terms: dict[str, float]) -> None:
 def scored(name: str, folders: list[Path], steps: estimate.Steps, every: int) -> Score:
     """Print and return the score of the estimates for a set of loads."""
     records = [record for folder in folders for record in read_run(folder).records]
-    found = score(records, described(MEASURED_ON), planned(MEASURED_ON, 4), steps, every=every)
+    found = compute_score(records, load_machine(MEASURED_ON), make_planned_probe(MEASURED_ON, 4), steps, every=every)
     errors, apart = np.abs(found.errors), np.abs(found.ratio_errors)
-    say(f"{name}: {found.words()}")
+    say(f"{name}: {found.format_score()}")
     say(f"  winners: {', '.join(f'{who} {n}' for who, n in found.winners.most_common())}")
     say(
         f"  error of tok/s p50 {np.median(errors):.1%}, p90 {np.quantile(errors, 0.9):.1%}; of the ratio of two layouts "
@@ -190,7 +190,7 @@ def scored(name: str, folders: list[Path], steps: estimate.Steps, every: int) ->
         if len(off):
             say(f"  error of {metric.upper()} p50: p50 {np.median(off):.1%}, p90 {np.quantile(off, 0.9):.1%}")
     for load in found.loads:
-        if not load.right(load.picked):
+        if not load.is_right(load.picked):
             behind = 1 - load.measured[load.picked] / load.measured[load.best]
             say(f"  wrong: {load.name}: {load.picked} for {load.best}, {behind:.1%} behind")
     return found

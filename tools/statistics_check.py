@@ -24,7 +24,7 @@ from scipy.special import betaincinv
 from dcpbench.compare import effects
 from dcpbench.compare.judging import Options
 from dcpbench.dashboard import changes
-from dcpbench.records.stats import StopRule, median_interval
+from dcpbench.records.stats import StopRule, compute_median_interval
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -142,13 +142,13 @@ def draw_histories(kind: str, count: int, runs: int, seed: int, step: float = 0.
 
 def count_marked(histories: Floats) -> int:
     """Return how many histories have a change as they stand."""
-    return sum(bool(changes.find(row)) for row in histories.tolist())
+    return sum(bool(changes.find_changes(row)) for row in histories.tolist())
 
 
 def count_ever_marked(histories: Floats, every: int = 1) -> int:
     """Return how many histories have a change at any look while they grow; a look follows `every` runs."""
     looks = range(changes.MIN_RUNS, histories.shape[1] + 1, every)
-    return sum(any(changes.find(row[:n]) for n in looks) for row in histories.tolist())
+    return sum(any(changes.find_changes(row[:n]) for n in looks) for row in histories.tolist())
 
 
 def check_false_marks(draws: int) -> Table:
@@ -201,15 +201,15 @@ def check_steps_found(draws: int) -> Table:
 def find_different(a: Floats, b: Floats, *, paired: bool = False) -> list[bool]:
     """Return which rows of a comparison are FASTER or SLOWER; sides are logarithms, [row, launch]."""
     options = Options()
-    compare = effects.compare_paired if paired else effects.compare
+    compare = effects.compare_paired if paired else effects.compare_sides
     found = [
         compare([effects.Estimate(v, None) for v in x], [effects.Estimate(v, None) for v in y])
         for x, y in zip(a.tolist(), b.tolist(), strict=True)
     ]
-    p = [effect.p_differs() for effect in found]
-    cut = effects.level(p, options.alpha) if effects.rejected(p, options.alpha) else -1.0
+    p = [effect.compute_p_differs() for effect in found]
+    cut = effects.compute_level(p, options.alpha) if effects.count_rejected(p, options.alpha) else -1.0
     margin = math.log1p(options.margin)
-    return [q <= cut and effect.least > margin for q, effect in zip(p, found, strict=True)]
+    return [q <= cut and effect.min_distance > margin for q, effect in zip(p, found, strict=True)]
 
 
 def draw_sides(
@@ -319,13 +319,13 @@ def count_covered_at_stop(rho: float, draws: int, most: int = 2000) -> Share:
     count = max(draws // 8, 1)
     held = 0
     for row in np.exp(0.03 * draw_ar1(rho, count, most, rng)).tolist():
-        n = next((n for n in range(20, most, 20) if rule.done(row[:n], 0.0)), most)
+        n = next((n for n in range(20, most, 20) if rule.get_stop_reason(row[:n], 0.0)), most)
         held += _holds_one(row[:n])
     return Share(held, count)
 
 
 def _holds_one(samples: Sequence[float]) -> bool:
-    interval = median_interval(samples)
+    interval = compute_median_interval(samples)
     return interval.low <= 1 <= interval.high
 
 

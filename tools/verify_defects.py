@@ -25,7 +25,7 @@ import torch
 from dcpbench.points.layout import Layout
 from dcpbench.points.names import FP8
 from dcpbench.points.point import Point
-from dcpbench.points.prompts import random_prompts
+from dcpbench.points.prompts import make_random_prompts
 from dcpbench.points.shapes import load_shape
 from tests import as_fork
 from tests.distributed import checkpoints
@@ -128,7 +128,7 @@ def point(folder: str, layout: Layout, **fields: Any) -> Point:  # noqa: ANN401
 
 def try_defects(folder: str, jobs: Path) -> Iterator[Row]:
     """Yield a row for the right engine, and for each defect, in bf16 and in fp8."""
-    prompts = random_prompts(load_shape(folder), 2, 9)
+    prompts = make_random_prompts(load_shape(folder), 2, 9)
     for precision in (BF16, FP8_BOTH):
         alone = point(folder, Layout(1), **precision)
         yield Row.of_checks("(right engine)", list(compare_alone(alone, prompts, 2).values()))
@@ -154,11 +154,11 @@ def try_right_engines(folder: Path, *, few: bool) -> Iterator[Row]:
         write(made)
         shape = load_shape(str(made))
         for turn, precision in enumerate(FP8_PRECISIONS):
-            prompts = random_prompts(shape, 1 + turn, 5 + 7 * ((number + turn) % 4))
+            prompts = make_random_prompts(shape, 1 + turn, 5 + 7 * ((number + turn) % 4))
             asked = point(str(made), Layout(1), **precision)
             yield Row.of_checks(f"{name}, tp1", list(compare_alone(asked, prompts, NEW_TOKENS).values()))
         if name in SPREAD:
-            prompts = random_prompts(shape, 5, 13)
+            prompts = make_random_prompts(shape, 5, 13)
             for index, (layout, how) in enumerate(LAYOUTS):
                 precision = FP8_PRECISIONS[index % 2]
                 asked = point(str(made), layout, **precision, **how)

@@ -16,9 +16,9 @@ from unittest import mock
 
 import msgspec
 
-from dcpbench.bench.operators.calls import gpu_times
+from dcpbench.bench.operators.calls import measure_gpu_times
 from dcpbench.errors import UsageError
-from dcpbench.measuring.timing import capture
+from dcpbench.measuring.timing import capture_graph
 
 if TYPE_CHECKING:
     import argparse
@@ -97,7 +97,7 @@ def measured(
         try:
             calls = build()
             said = calls.check(calls.run)
-            replay = capture(calls.run).replay if device.type == "cuda" else calls.run
+            replay = capture_graph(calls.run).replay if device.type == "cuda" else calls.run
             said = said or calls.check(replay)
         except Exception as e:  # noqa: BLE001 -- a version that is being written may raise anything
             said = _why(e)
@@ -106,7 +106,7 @@ def measured(
         else:
             ready[name] = calls, replay
     passes = [(replay, len(calls.calls)) for calls, replay in ready.values()] if device.type == "cuda" else []
-    times, gpu = gpu_times(passes, device, settings) if passes else ([], None)
+    times, gpu = measure_gpu_times(passes, device, settings) if passes else ([], None)
     found = {name: {"error": calls.error()} for name, (calls, _) in ready.items() if calls.error is not None}
     for name, time in zip(ready if times else (), times, strict=True):
         found[name] |= {"median_us": time.median_us, "low_us": time.low_us, "high_us": time.high_us}

@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from dcpbench.bench.calibration import quality
-from dcpbench.bench.shown.wire import markdown
-from dcpbench.points.floors import exchanged_bytes
-from dcpbench.points.machines import MEASURED_ON, built_in
+from dcpbench.bench.calibration import compute_quality
+from dcpbench.bench.shown.wire import format_markdown
+from dcpbench.points.floors import compute_exchanged_bytes
+from dcpbench.points.machines import MEASURED_ON, load_built_in
 from dcpbench.points.shapes import load_shape
 from dcpbench.records.runs import read_run
 from tools import emulation_live
@@ -62,7 +62,7 @@ class Row(NamedTuple):
 
 def layers(run: str, records: Iterable[Record]) -> Iterator[Row]:
     """Yield the exchanges of all steps that have one."""
-    wire = built_in(MEASURED_ON).wire.in_step
+    wire = load_built_in(MEASURED_ON).wire.in_step
     for record in records:
         point, phases, honesty = record.point, record.phases, record.honesty
         if phases is None or honesty is None or point.dcp == 1:
@@ -70,9 +70,9 @@ def layers(run: str, records: Iterable[Record]) -> Iterator[Row]:
         shape, ranks = load_shape(point.model), point.dcp
         batch = honesty.graph_batch or -(-point.concurrency // point.dp)
         heads = shape.heads // point.layout.attn_tp * ranks
-        received = exchanged_bytes(point.exchange, batch, heads, ranks, shape.kv_width, shape.latent, ITEMSIZE)
+        received = compute_exchanged_bytes(point.exchange, batch, heads, ranks, shape.kv_width, shape.latent, ITEMSIZE)
         measured = sum(phases.phase_us[name] for name in EXCHANGED) / shape.layers
-        modelled = wire.seconds(point.exchange, ranks, sum(received), 2).mean * 1e6
+        modelled = wire.predict_seconds(point.exchange, ranks, sum(received), 2).mean * 1e6
         yield Row(run, point, measured, modelled)
 
 
@@ -97,7 +97,7 @@ def _named(run: Path) -> str:
 
 def main() -> int:
     """Write the page."""
-    machine = built_in(MEASURED_ON)
+    machine = load_built_in(MEASURED_ON)
     found = [row for run in RUNS for row in layers(_named(run), read_run(run).records)]
     bf16 = [row for row in found if row.point.weights_precision == "bf16"]
     worst = max(found, key=lambda row: abs(row.off))
@@ -110,7 +110,7 @@ def main() -> int:
         "",
         "Errors are those of predicting a size without it, and the most ranks from fewer; [wire.md](wire.md) has the formula.",
         "",
-        markdown(quality(machine.wire.calls.values())),
+        format_markdown(compute_quality(machine.wire.calls.values())),
         "## Inside a step",
         "",
         INSIDE.format(

@@ -41,17 +41,17 @@ class Quality:
         found = [s.received_bytes for s in self.call.samples]
         return min(found), max(found)
 
-    def percentile(self, share: float) -> float | None:
+    def compute_percentile(self, share: float) -> float | None:
         """Return a percentile of the errors; None if no size lies between two others."""
         return self.errors[min(int(share * len(self.errors)), len(self.errors) - 1)] if self.errors else None
 
 
-def quality(calls: Iterable[Call]) -> list[Quality]:
+def compute_quality(calls: Iterable[Call]) -> list[Quality]:
     """Return the quality of each call."""
-    return [Quality(call, sorted(call.errors_without())) for call in calls]
+    return [Quality(call, sorted(call.compute_left_out_errors())) for call in calls]
 
 
-def records_in(paths: Sequence[Path]) -> list[BenchRecord]:
+def read_records(paths: Sequence[Path]) -> list[BenchRecord]:
     """Return the records of benches between ranks in files, or anywhere below folders; duplicates count once.
 
     Raise UsageError if there is none.
@@ -63,10 +63,10 @@ def records_in(paths: Sequence[Path]) -> list[BenchRecord]:
         if not path.is_dir() or file.stem.removeprefix("bench-") in BENCHES
     ]
     found: list[BenchRecord] = []
-    for record in map(_read, files):
+    for record in map(_read_record, files):
         if record not in found:  # its sizes would predict themselves without an error
             found.append(record)
-    if not any(list(samples_of(record)) for record in found):
+    if not any(list(iter_samples(record)) for record in found):
         where = ", ".join(map(str, paths))
         raise UsageError(
             f"{where}: no times of bench collectives or bench exchange; measure them on GPUs with dcpbench bench collectives "
@@ -75,7 +75,7 @@ def records_in(paths: Sequence[Path]) -> list[BenchRecord]:
     return found
 
 
-def step_times_in(paths: Sequence[Path]) -> list[Path]:
+def find_step_times(paths: Sequence[Path]) -> list[Path]:
     """Return the files of step times among these, and anywhere below folders."""
     return [
         file
@@ -85,7 +85,7 @@ def step_times_in(paths: Sequence[Path]) -> list[Path]:
     ]
 
 
-def prompts_in(files: Sequence[Path]) -> list[Prompts]:
+def compute_prompt_ratios(files: Sequence[Path]) -> list[Prompts]:
     """Return the ratio of step times with prompts on several GPUs to those on a single emulating GPU.
 
     It is given by prompt tokens, as medians over cases and over all pairs of such files of one engine path. Raise
@@ -95,9 +95,9 @@ def prompts_in(files: Sequence[Path]) -> list[Prompts]:
     ratios: dict[int, list[float]] = {}
     for file, one in times.items():
         others = [
-            of for of in times.values() if (of.emulated is None) != (one.emulated is None) and _same_path(of, one)
+            of for of in times.values() if (of.emulated is None) != (one.emulated is None) and _has_same_path(of, one)
         ]
-        if one.blocking:
+        if one.is_blocking:
             raise UsageError(f"{file} is of a CPU, whose times say nothing of GPUs; leave it out.")
         if not others:
             lacks = (
@@ -112,17 +112,17 @@ def prompts_in(files: Sequence[Path]) -> list[Prompts]:
             medians = {m.case: m.median_ms for m in live.cases}
             for m in one.cases:
                 if m.case.chunks and m.case.use == LINE and m.case in medians:
-                    ratios.setdefault(m.case.work().tokens, []).append(medians[m.case] / m.median_ms)
+                    ratios.setdefault(m.case.compute_work().tokens, []).append(medians[m.case] / m.median_ms)
     return [Prompts(tokens, round(statistics.median(found), 4)) for tokens, found in sorted(ratios.items())]
 
 
-def _same_path(one: StepTimes, other: StepTimes) -> bool:
+def _has_same_path(one: StepTimes, other: StepTimes) -> bool:
     """Return True if the paths are equal, apart from emulation."""
     by_all = {"emulate": ""}
     return one.path | by_all == other.path | by_all and one.environment.device == other.environment.device
 
 
-def _read(path: Path) -> BenchRecord:
+def _read_record(path: Path) -> BenchRecord:
     try:
         record = msgspec.json.decode(path.read_bytes(), type=BenchRecord)
     except OSError as e:
@@ -139,7 +139,7 @@ def _read(path: Path) -> BenchRecord:
     return record
 
 
-def samples_of(record: BenchRecord) -> Iterator[tuple[str, Sample]]:
+def iter_samples(record: BenchRecord) -> Iterator[tuple[str, Sample]]:
     """Yield each timed call of a record with its name: medians of the slowest rank, in a CUDA graph; none for a CPU."""
     if record.bench not in BENCHES or not record.performance:
         return
@@ -153,15 +153,15 @@ def samples_of(record: BenchRecord) -> Iterator[tuple[str, Sample]]:
             )
 
 
-def calls_of(records: Iterable[BenchRecord]) -> dict[str, list[Sample]]:
+def collect_samples(records: Iterable[BenchRecord]) -> dict[str, list[Sample]]:
     """Return samples by call, in the order of ranks and sizes. Raise UsageError if records come from different GPUs."""
     records = list(records)
-    devices = {r.environment.device for r in records if r.environment is not None and list(samples_of(r))}
+    devices = {r.environment.device for r in records if r.environment is not None and list(iter_samples(r))}
     if len(devices) > 1:
         raise UsageError(f"these benches ran on {' and '.join(sorted(devices))}; calibrate each kind of GPU by itself.")
     found: dict[str, list[Sample]] = {}
     for record in records:
-        for name, sample in samples_of(record):
+        for name, sample in iter_samples(record):
             found.setdefault(name, []).append(sample)
     order = [*ACROSS, *sorted(found)]
     return {
@@ -170,20 +170,20 @@ def calls_of(records: Iterable[BenchRecord]) -> dict[str, list[Sample]]:
     }
 
 
-def lacking(calls: Collection[str]) -> dict[str, list[str]]:
+def find_missing_calls(calls: Collection[str]) -> dict[str, list[str]]:
     """Return by bench the calls that a machine needs and that were not measured."""
     found = {bench: [name for name in names if name not in calls] for bench, names in BENCHES.items()}
     return {bench: names for bench, names in found.items() if names}
 
 
-def measured_on(records: Iterable[BenchRecord]) -> tuple[str, str]:
+def describe_hardware(records: Iterable[BenchRecord]) -> tuple[str, str]:
     """Return (the GPU's name in the table, or empty; hardware, NCCL and driver as text)."""
-    said: dict[str, None] = {}
+    descriptions: dict[str, None] = {}
     card = ""
     for record in records:
         e = record.environment
-        if e is None or not list(samples_of(record)):
+        if e is None or not list(iter_samples(record)):
             continue
         card = next((gpu.name for gpu in GPUS if gpu.device == e.device), "")
-        said[f"{record.ranks} × {e.device}, NCCL {e.nccl}, torch {e.torch}, {record.started_at[:10]}"] = None
-    return card, "; ".join(said)
+        descriptions[f"{record.ranks} × {e.device}, NCCL {e.nccl}, torch {e.torch}, {record.started_at[:10]}"] = None
+    return card, "; ".join(descriptions)

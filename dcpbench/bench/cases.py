@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from dcpbench.bench.record import Case
 from dcpbench.errors import UsageError
 from dcpbench.plan.options import parse_bytes
-from dcpbench.points.batches import padded_batch
+from dcpbench.points.batches import pad_batch
 from dcpbench.points.counts import parse_count, suggest_counts
-from dcpbench.points.layout import Layout, Prefix, local_length
-from dcpbench.points.memory import attention_products, mlp_products
+from dcpbench.points.layout import Layout, Prefix, compute_local_length
+from dcpbench.points.memory import make_attention_products, make_mlp_products
 from dcpbench.points.names import BACKENDS, EXCHANGES, LIBRARIES, OVER_FP8
 from dcpbench.points.shapes import KV_WIDTH, LATENT, SCALE_BLOCK, VALUE, load_shape
 
@@ -29,7 +29,7 @@ KV_WRITE_VARIANTS = ("check-all", "filter", "masked-kernel")
 DP_SLICE_VARIANTS = ("cuda-slice", "host-slice")
 PADDED_SLOTS_VARIANTS = ("slot-0-live", "slot-0-padding")
 PROMPT_IDS = ("elsewhere", "known")
-SHORTEST_PADDED = 3
+MIN_PADDED_CONTEXT = 3
 """Tokens of a request of padded-slots: two that padding rows may overwrite, and the one that the step reads."""
 DTYPES = ("bf16", "fp8")
 MERGE_VARIANTS = ("head-order", "correct", "pack", "combine", "value-proj")
@@ -57,7 +57,7 @@ MAX_COUNT = 999_999_999
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Asked:
+class BenchOptions:
     """Options of a bench by name, and the values on which the defaults of others depend.
 
     Its functions, and those that make cases from it, raise UsageError for values that cannot work.
@@ -67,7 +67,7 @@ class Asked:
     ranks: int = 1
     typed: Mapping[str, Any]
 
-    def counts(self, name: str, cpu: Sequence[int], gpu: Sequence[int]) -> tuple[int, ...]:
+    def parse_counts(self, name: str, cpu: Sequence[int], gpu: Sequence[int]) -> tuple[int, ...]:
         """Return the numbers of a comma list such as `16,64k`, each once; without one, the default of the device."""
         typed, default = self.typed[name], cpu if self.cpu else gpu
         if typed is None:
@@ -83,7 +83,7 @@ class Asked:
                 raise UsageError(f"--{name} {typed}: '{item}' {wrong}; write for example {example}.")
         return tuple(dict.fromkeys(found))
 
-    def names(self, name: str, known: Sequence[str], default: Sequence[str] | None = None) -> tuple[str, ...]:
+    def parse_names(self, name: str, known: Sequence[str], default: Sequence[str] | None = None) -> tuple[str, ...]:
         """Return a comma list of known names, in their usual order; by default all of them, or `default`."""
         if self.typed[name] is None:
             return tuple(known if default is None else default)
@@ -95,9 +95,9 @@ class Asked:
                 raise UsageError(f"--{name} '{item}' is unknown{hint} Write a comma list of: {', '.join(known)}.")
         return tuple(one for one in known if one in items)
 
-    def heads(self, default: Sequence[int], option: str, ranks: int) -> tuple[int, ...]:
+    def parse_heads(self, default: Sequence[int], option: str, ranks: int) -> tuple[int, ...]:
         """Return the numbers of heads, each divisible by the ranks of a DCP group, which `option` sets."""
-        counts = self.counts("heads", default, (128,))
+        counts = self.parse_counts("heads", default, (128,))
         for h in counts:
             if h % ranks:
                 raise UsageError(
@@ -106,34 +106,34 @@ class Asked:
                 )
         return counts
 
-    def calls(self, name: str = "layers", default: int = 16, untyped: int = 0) -> int:
+    def get_call_count(self, name: str = "layers", default: int = 16, untyped: int = 0) -> int:
         """Return the number of calls of a pass, `untyped` by default; 0: chosen by the bench."""
         typed: int | None = self.typed[name]
         if typed is not None and typed < 1:
             raise UsageError(f"--{name} {typed} is not a positive number; try --{name} {default}.")
         return untyped if typed is None else typed
 
-    def case(self, variant: str, **sizes: float | str) -> Case:
+    def make_case(self, variant: str, **sizes: float | str) -> Case:
         """Return a case with --layers calls."""
-        return Case(variant=variant, calls=self.calls(), sizes=sizes)
+        return Case(variant=variant, calls=self.get_call_count(), sizes=sizes)
 
 
-def attention_cases(asked: Asked) -> list[Case]:
+def list_attention_cases(options: BenchOptions) -> list[Case]:
     """Return every backend at every size, with those of one pool adjacent, so that they can share it."""
     installed = [name for name, package in LIBRARIES.items() if importlib.util.find_spec(package)]
-    usual = ("reference", "triton") if asked.cpu else (*installed, "triton")
-    backends = asked.names("backend", BACKENDS, usual)
+    usual = ("reference", "triton") if options.cpu else (*installed, "triton")
+    backends = options.parse_names("backend", BACKENDS, usual)
     grid = itertools.product(
-        asked.names("kv_dtype", DTYPES, ("bf16",)),
-        asked.names("lengths", LENGTHS),
-        asked.counts("page", (4,), (64,)),
-        asked.counts("context", (16,), (8192, 131072)),
-        asked.counts("requests", (1, 3), (1, 8, 64)),
-        asked.counts("heads", (16,), (16, 64, 128)),
+        options.parse_names("kv_dtype", DTYPES, ("bf16",)),
+        options.parse_names("lengths", LENGTHS),
+        options.parse_counts("page", (4,), (64,)),
+        options.parse_counts("context", (16,), (8192, 131072)),
+        options.parse_counts("requests", (1, 3), (1, 8, 64)),
+        options.parse_counts("heads", (16,), (16, 64, 128)),
         backends,
     )
     cases = [
-        asked.case(name, heads=h, requests=b, context=s, page=p, lengths=division, kv=kv)
+        options.make_case(name, heads=h, requests=b, context=s, page=p, lengths=division, kv=kv)
         for kv, division, p, s, b, h, name in grid
         if kv == "bf16" or name in OVER_FP8
     ]
@@ -142,109 +142,109 @@ def attention_cases(asked: Asked) -> list[Case]:
     return cases
 
 
-def exchange_cases(asked: Asked) -> list[Case]:
+def list_exchange_cases(options: BenchOptions) -> list[Case]:
     """Return every exchange at every size."""
-    value = VALUE if asked.typed["project_first"] else LATENT
-    q = "replicated" if asked.typed["q_replicate"] else "gathered"
+    value = VALUE if options.typed["project_first"] else LATENT
+    q = "replicated" if options.typed["q_replicate"] else "gathered"
     grid = itertools.product(
-        asked.heads((8,), "--ranks", asked.ranks),
-        asked.counts("requests", (1, 4), (1, 8, 32, 128)),
-        asked.names("variant", EXCHANGE_VARIANTS, AUTO_VARIANTS),
+        options.parse_heads((8,), "--ranks", options.ranks),
+        options.parse_counts("requests", (1, 4), (1, 8, 32, 128)),
+        options.parse_names("variant", EXCHANGE_VARIANTS, AUTO_VARIANTS),
     )
-    return [asked.case(name, heads=h, requests=b, ranks=asked.ranks, value=value, q=q) for h, b, name in grid]
+    return [options.make_case(name, heads=h, requests=b, ranks=options.ranks, value=value, q=q) for h, b, name in grid]
 
 
-def merge_cases(asked: Asked) -> list[Case]:
+def list_merge_cases(options: BenchOptions) -> list[Case]:
     """Return every kernel at every size; one request's queries are in the order of heads already."""
     cases = []
-    for n in asked.counts("dcp", (2,), (4,)):
-        counts = asked.heads((8,), "--dcp", n)
-        batches = asked.counts("requests", (1, 3), (1, 8, 32, 128, 512))
+    for n in options.parse_counts("dcp", (2,), (4,)):
+        counts = options.parse_heads((8,), "--dcp", n)
+        batches = options.parse_counts("requests", (1, 3), (1, 8, 32, 128, 512))
         cases += [
-            asked.case(name, heads=h, requests=b, dcp=n)
-            for h, name, b in itertools.product(counts, asked.names("variant", MERGE_VARIANTS), batches)
+            options.make_case(name, heads=h, requests=b, dcp=n)
+            for h, name, b in itertools.product(counts, options.parse_names("variant", MERGE_VARIANTS), batches)
             if (name, b) != ("head-order", 1)
         ]
     return cases
 
 
-def linear_cases(asked: Asked) -> list[Case]:
+def list_linear_cases(options: BenchOptions) -> list[Case]:
     """Return the linear layers of a model on one rank, at every number of rows, for the variants that support its
     weights.
     """
-    shape = load_shape(asked.typed["model"] or ("tiny" if asked.cpu else "deepseek-v3"))
+    shape = load_shape(options.typed["model"] or ("tiny" if options.cpu else "deepseek-v3"))
     usable = [
         name
         for name in LINEAR_VARIANTS
-        if name not in LINEAR_PACKAGES or (not asked.cpu and importlib.util.find_spec(LINEAR_PACKAGES[name]))
+        if name not in LINEAR_PACKAGES or (not options.cpu and importlib.util.find_spec(LINEAR_PACKAGES[name]))
     ]
-    names = asked.names("variant", LINEAR_VARIANTS, usable)
-    wanted = asked.names("matrix", LAYERS_BY_NAME)
+    names = options.parse_names("variant", LINEAR_VARIANTS, usable)
+    wanted = options.parse_names("matrix", LAYERS_BY_NAME)
     cases = []
     for n, weights in itertools.product(
-        asked.counts("tp", (1, 2), (1, 2, 4, 8)), asked.names("weights", DTYPES, ("fp8",))
+        options.parse_counts("tp", (1, 2), (1, 2, 4, 8)), options.parse_names("weights", DTYPES, ("fp8",))
     ):
         if shape.heads % n or shape.dense_inter % n or shape.moe_inter % n:
             raise UsageError(f"--tp {n} does not divide {shape.name}'s heads and widths; try --tp 1.")
-        for layer, product in linear_layers(shape, n).items():
+        for layer, product in list_linear_layers(shape, n).items():
             cases += [
-                asked.case(
+                options.make_case(
                     name, layer=layer, inputs=product.inputs, outputs=product.outputs, rows=rows, weights=weights
                 )
-                for rows in asked.counts("rows", (1, 5), (1, 16, 32, 64, 128))
+                for rows in options.parse_counts("rows", (1, 5), (1, 16, 32, 64, 128))
                 for name in names
-                if layer in wanted and (asked.typed["variant"] or (name == "torch") == (weights == "bf16"))
+                if layer in wanted and (options.typed["variant"] or (name == "torch") == (weights == "bf16"))
             ]
     if not cases:
-        raise UsageError(f"{shape.name} has no {asked.typed['matrix']}; try --matrix o.")
+        raise UsageError(f"{shape.name} has no {options.typed['matrix']}; try --matrix o.")
     return cases
 
 
-def linear_layers(shape: ModelShape, tp: int) -> dict[str, Product]:
+def list_linear_layers(shape: ModelShape, tp: int) -> dict[str, Product]:
     """Return the linear layers of one of tp ranks, by name, that are quantised in a published checkpoint."""
-    attention = attention_products(shape, Layout(tp=tp))
+    attention = make_attention_products(shape, Layout(tp=tp))
     found: dict[str, Product] = {name: attention[name] for name in ("qkv_a", "q_b", "o") if name in attention}
     for name, width in ("shared", shape.shared_experts * shape.moe_inter), ("dense", shape.dense_inter):
-        found |= dict(zip((f"{name}-gate-up", f"{name}-down"), mlp_products(shape, width // tp), strict=True))
+        found |= dict(zip((f"{name}-gate-up", f"{name}-down"), make_mlp_products(shape, width // tp), strict=True))
     return found
 
 
-def moe_cases(asked: Asked) -> list[Case]:
+def list_moe_cases(options: BenchOptions) -> list[Case]:
     """Return both products of a model's experts, with each expert divided by width over tp, at every size.
 
     DeepGEMM is included if it is installed.
     """
-    shape = load_shape(asked.typed["model"] or ("tiny" if asked.cpu else "deepseek-v3"))
-    usable = MOE_VARIANTS if importlib.util.find_spec("deep_gemm") and not asked.cpu else MOE_VARIANTS[:-1]
-    names = asked.names("variant", MOE_VARIANTS, usable)
+    shape = load_shape(options.typed["model"] or ("tiny" if options.cpu else "deepseek-v3"))
+    usable = MOE_VARIANTS if importlib.util.find_spec("deep_gemm") and not options.cpu else MOE_VARIANTS[:-1]
+    names = options.parse_names("variant", MOE_VARIANTS, usable)
     cases = []
     for n, b, kind, weights, product, name in itertools.product(
-        asked.counts("tp", (1, 2), (1, 4, 8)),
-        asked.counts("requests", (1, 4), (8, 32, 128)),
-        asked.names("rows", MOE_ROWS),
-        asked.names("weights", DTYPES),
+        options.parse_counts("tp", (1, 2), (1, 4, 8)),
+        options.parse_counts("requests", (1, 4), (8, 32, 128)),
+        options.parse_names("rows", MOE_ROWS),
+        options.parse_names("weights", DTYPES),
         MOE_PRODUCTS,
         names,
     ):
         if shape.moe_inter % n:
             raise UsageError(f"--tp {n} does not divide {shape.name}'s experts, {shape.moe_inter} wide; try --tp 1.")
         model = {"experts": shape.experts, "top_k": shape.top_k, "hidden": shape.hidden, "width": shape.moe_inter // n}
-        if weights == "fp8" and name == "torch" and not asked.typed["variant"]:
+        if weights == "fp8" and name == "torch" and not options.typed["variant"]:
             continue
         odd = model["width"] % SCALE_BLOCK or shape.hidden % SCALE_BLOCK
         # The CPU's tiny model is a default, and options are checked before the device is known.
-        if weights == "fp8" and odd and asked.typed["model"]:
+        if weights == "fp8" and odd and options.typed["model"]:
             raise UsageError(
                 f"--weights fp8 needs widths that are multiples of {SCALE_BLOCK}, and {shape.name}'s experts are "
                 f"{model['width']} of {shape.hidden} wide at --tp {n}; try --weights bf16."
             )
-        cases.append(asked.case(name, product=product, **model, requests=b, weights=weights, rows=kind))
+        cases.append(options.make_case(name, product=product, **model, requests=b, weights=weights, rows=kind))
     return cases
 
 
-def collectives_cases(asked: Asked) -> list[Case]:
+def list_collectives_cases(options: BenchOptions) -> list[Case]:
     """Return every collective at every size."""
-    ranks, widths = asked.ranks, asked.counts("width", (64,), (7168,))
+    ranks, widths = options.ranks, options.parse_counts("width", (64,), (7168,))
     for w in widths:
         if w % ranks:
             raise UsageError(
@@ -252,28 +252,28 @@ def collectives_cases(asked: Asked) -> list[Case]:
             )
     grid = itertools.product(
         widths,
-        asked.names("variant", (*COLLECTIVES, *REGISTERED_COLLECTIVES), COLLECTIVES),
-        asked.counts("requests", (1, 4), (1, 8, 32, 128, 512)),
+        options.parse_names("variant", (*COLLECTIVES, *REGISTERED_COLLECTIVES), COLLECTIVES),
+        options.parse_counts("requests", (1, 4), (1, 8, 32, 128, 512)),
     )
-    return [asked.case(name, requests=b, width=w, ranks=ranks) for w, name, b in grid]
+    return [options.make_case(name, requests=b, width=w, ranks=ranks) for w, name, b in grid]
 
 
-def kv_write_cases(asked: Asked) -> list[Case]:
+def list_kv_write_cases(options: BenchOptions) -> list[Case]:
     """Return every variant at every size. --empty adds, for each, a rank of the largest dcp that owns none of the
     tokens.
     """
-    scale = asked.typed["scale"]
+    scale = options.typed["scale"]
     if not 0 < scale < math.inf:
         raise UsageError(f"--scale {scale:g} is not a positive number; try --scale 1.")
-    variants = asked.names("variant", KV_WRITE_VARIANTS)
-    sizes = asked.counts("tokens", (16, 64), (16, 256, 4096, 65536))
-    ranks = asked.counts("dcp", (1, 4), (1, 8))
-    layers = 2 if asked.cpu else 61
-    calls = asked.calls("layers", layers, layers)
-    shares = [(n, 1) for n in ranks] + ([(max(ranks), 0)] if asked.typed["empty"] else [])
+    variants = options.parse_names("variant", KV_WRITE_VARIANTS)
+    sizes = options.parse_counts("tokens", (16, 64), (16, 256, 4096, 65536))
+    ranks = options.parse_counts("dcp", (1, 4), (1, 8))
+    layers = 2 if options.cpu else 61
+    calls = options.get_call_count("layers", layers, layers)
+    shares = [(n, 1) for n in ranks] + ([(max(ranks), 0)] if options.typed["empty"] else [])
     cases = []
-    for kind, (n, some), size in itertools.product(asked.names("dtype", DTYPES), shares, sizes):
-        owned = local_length(size, 0, n) * some
+    for kind, (n, some), size in itertools.product(options.parse_names("dtype", DTYPES), shares, sizes):
+        owned = compute_local_length(size, 0, n) * some
         columns: dict[str, int | float | str] = {"tokens": size, "dcp": n, "owned": owned, "dtype": kind}
         if scale != 1.0 and kind == "fp8":
             columns["scale"] = scale
@@ -281,30 +281,30 @@ def kv_write_cases(asked: Asked) -> list[Case]:
     return cases
 
 
-def kv_gather_cases(asked: Asked) -> list[Case]:
+def list_kv_gather_cases(options: BenchOptions) -> list[Case]:
     """Return both ways with every buffer at every size; `outgrown` is a pool that is too small for a case."""
-    ranks, typed = asked.ranks, asked.typed["pool_bytes"]
-    default = CPU_POOL_BYTES if asked.cpu else POOL_BYTES
+    ranks, typed = options.ranks, options.typed["pool_bytes"]
+    default = CPU_POOL_BYTES if options.cpu else POOL_BYTES
     pool = default if typed is None else parse_bytes("pool_bytes", typed)
     cases = []
     for r, t, kind, name in itertools.product(
-        asked.counts("requests", (3,), (1, 16)),
-        asked.counts("tokens", (64,), (8192, 131072, 4194304)),
-        asked.names("buffer", BUFFERS, BUFFERS[:2]),
-        asked.names("variant", KV_GATHER_VARIANTS),
+        options.parse_counts("requests", (3,), (1, 16)),
+        options.parse_counts("tokens", (64,), (8192, 131072, 4194304)),
+        options.parse_names("buffer", BUFFERS, BUFFERS[:2]),
+        options.parse_names("variant", KV_GATHER_VARIANTS),
     ):
         if t < r:
             raise UsageError(f"--tokens {t} are fewer than --requests {r}; try --tokens {64 * r}.")
         if (kind, name) == ("registered", "direct"):
             continue  # it is NCCL that memory is registered with
-        part_bytes = Prefix.uneven(t, r, ranks).part_rows * ROW_BYTES
+        part_bytes = Prefix.make_uneven(t, r, ranks).part_rows * ROW_BYTES
         received = part_bytes * ranks
         # In registered memory the own part follows the received ones, at a multiple of 256 bytes.
         need = -(-received // 256) * 256 + -(-part_bytes // 256) * 256 if kind == "registered" else received
         fits = (part_bytes if name == "direct" else need) <= pool
         grown = {"pool": "outgrown", "registered": "registered-outgrown"}
         buffer = kind if fits else grown.get(kind, kind)
-        cases.append(asked.case(name, requests=r, tokens=t, ranks=ranks, buffer=buffer, pool_bytes=pool))
+        cases.append(options.make_case(name, requests=r, tokens=t, ranks=ranks, buffer=buffer, pool_bytes=pool))
     if not cases:
         raise UsageError(
             "--buffer registered is memory that NCCL knows, which direct does not use; try --variant nccl."
@@ -312,47 +312,47 @@ def kv_gather_cases(asked: Asked) -> list[Case]:
     return cases
 
 
-def dp_slice_cases(asked: Asked) -> list[Case]:
+def list_dp_slice_cases(options: BenchOptions) -> list[Case]:
     """Return every variant for every number of ranks and of tokens of the busiest one."""
-    variants = asked.names("variant", DP_SLICE_VARIANTS)
-    sizes = asked.counts("tokens", (16, 64), (16, 256, 4096))
-    ranks = asked.counts("dp", (4,), (8,))
-    steps = 2 if asked.cpu else 16
-    calls = asked.calls("steps", steps, steps)
+    variants = options.parse_names("variant", DP_SLICE_VARIANTS)
+    sizes = options.parse_counts("tokens", (16, 64), (16, 256, 4096))
+    ranks = options.parse_counts("dp", (4,), (8,))
+    steps = 2 if options.cpu else 16
+    calls = options.get_call_count("steps", steps, steps)
     return [
         Case(variant=name, calls=calls, sizes={"tokens": size, "dp": n})
         for n, size, name in itertools.product(ranks, sizes, variants)
     ]
 
 
-def padded_slots_cases(asked: Asked) -> list[Case]:
+def list_padded_slots_cases(options: BenchOptions) -> list[Case]:
     """Return both variants at every size that leaves a padding row."""
     cases = []
     for b, s, kind, name in itertools.product(
-        asked.counts("requests", (3,), (3, 33)),
-        asked.counts("context", (16,), (64, 8192)),
-        asked.names("ids", PROMPT_IDS),
-        asked.names("variant", PADDED_SLOTS_VARIANTS),
+        options.parse_counts("requests", (3,), (3, 33)),
+        options.parse_counts("context", (16,), (64, 8192)),
+        options.parse_names("ids", PROMPT_IDS),
+        options.parse_names("variant", PADDED_SLOTS_VARIANTS),
     ):
-        rows = padded_batch(b)
+        rows = pad_batch(b)
         if rows == b:
             raise UsageError(f"--requests {b} fill a graph of {rows} rows, and nothing is padded; try --requests 3.")
-        if s < SHORTEST_PADDED:
-            raise UsageError(f"--context {s} leaves nothing to overwrite; try --context {SHORTEST_PADDED}.")
+        if s < MIN_PADDED_CONTEXT:
+            raise UsageError(f"--context {s} leaves nothing to overwrite; try --context {MIN_PADDED_CONTEXT}.")
         cases.append(Case(variant=name, calls=1, sizes={"requests": b, "rows": rows, "context": s, "ids": kind}))
     return cases
 
 
-CASES: dict[str, Callable[[Asked], list[Case]]] = {
-    "attention": attention_cases,
-    "exchange": exchange_cases,
-    "collectives": collectives_cases,
-    "merge": merge_cases,
-    "linear": linear_cases,
-    "moe": moe_cases,
-    "kv-gather": kv_gather_cases,
-    "kv-write": kv_write_cases,
-    "dp-slice": dp_slice_cases,
-    "padded-slots": padded_slots_cases,
+CASES: dict[str, Callable[[BenchOptions], list[Case]]] = {
+    "attention": list_attention_cases,
+    "exchange": list_exchange_cases,
+    "collectives": list_collectives_cases,
+    "merge": list_merge_cases,
+    "linear": list_linear_cases,
+    "moe": list_moe_cases,
+    "kv-gather": list_kv_gather_cases,
+    "kv-write": list_kv_write_cases,
+    "dp-slice": list_dp_slice_cases,
+    "padded-slots": list_padded_slots_cases,
 }
 """Functions that make the cases of each bench from its options."""

@@ -33,14 +33,14 @@ from dcpbench.bench.operators.linear import Linear
 from dcpbench.bench.operators.merge import Merge
 from dcpbench.bench.operators.moe import Moe
 from dcpbench.bench.operators.padded_slots import PaddedSlots
-from dcpbench.bench.operators.ranks import RankError, one_of, start, together
+from dcpbench.bench.operators.ranks import RankError, gather_first_text, run_together, start_distributed
 from dcpbench.bench.record import BenchJob, Event, Graph, Result
-from dcpbench.exchange.collectives import gather_objects, largest_error
+from dcpbench.exchange.collectives import gather_objects, reduce_max_error
 from dcpbench.launch import package
-from dcpbench.measuring.environment import environment
-from dcpbench.measuring.gpu_state import worst
-from dcpbench.measuring.timing import capture
-from dcpbench.points.floors import floor_us
+from dcpbench.measuring.environment import collect_environment
+from dcpbench.measuring.gpu_state import merge_states
+from dcpbench.measuring.timing import capture_graph
+from dcpbench.points.floors import compute_floor_us
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -89,7 +89,7 @@ BENCHES = {
 
 
 @dataclasses.dataclass
-class Ready:
+class PreparedCase:
     """A case on its way."""
 
     calls: Calls
@@ -99,7 +99,7 @@ class Ready:
     replay: Run | None = None
     """A pass as a graph."""
 
-    def put(self, **fields: Any) -> None:  # noqa: ANN401 - of a result
+    def update_result(self, **fields: Any) -> None:  # noqa: ANN401 - of a result
         """Change fields of the result."""
         self.result = msgspec.structs.replace(self.result, **fields)
 
@@ -111,40 +111,40 @@ class BenchWorker:
         self.job, self.rank, self.device = job, rank, device
         self.events = folder / "events.jsonl"
         self.bench = BENCHES[job.bench]
-        self.gpu_time = functools.partial(measuring.gpu_time, device=device, settings=job.settings)
-        self.gpu_times = functools.partial(measuring.gpu_times, device=device, settings=job.settings)
+        self.gpu_time = functools.partial(measuring.measure_gpu_time, device=device, settings=job.settings)
+        self.gpu_times = functools.partial(measuring.measure_gpu_times, device=device, settings=job.settings)
         self.workload = self.bench.workload(device, job.settings.seed)
         self.limits: dict[str, float] = {}
         self.blocking: dict[str, int] = {}
         """First case of each variant that waits for the GPU, by its variant."""
 
-    def tell(self, event: Event) -> None:
+    def write_event(self, event: Event) -> None:
         """Append one event, on rank 0."""
         if self.rank == 0:
             with self.events.open("ab") as f:
                 f.write(msgspec.json.encode(event) + b"\n")
 
-    def run(self) -> None:
+    def run_job(self) -> None:
         """Measure limits, then all cases in up to three rounds."""
-        self.tell(Event(stage="start", environment=environment(self.device, self.job.command)))
+        self.write_event(Event(stage="start", environment=collect_environment(self.device, self.job.command)))
         if self.device.type == "cuda" and self.bench.limits:
-            found, without = limits.measure(self.bench.limits, self.device)
+            found, without = limits.measure_limits(self.bench.limits, self.device)
             self.limits = {limit.name: limit.median for limit in found}
-            self.tell(Event(stage="limits", limits=found, without=without))
+            self.write_event(Event(stage="limits", limits=found, without=without))
         done = {}
-        for group in self.groups():
-            for index, result in self.measure(group):
+        for group in self.group_cases():
+            for index, result in self.measure_group(group):
                 done[index] = result
-                self.tell(Event(stage="done", index=index, result=result))
+                self.write_event(Event(stage="done", index=index, result=result))
         for index, result in done.items():
             if result.outcome == "ok" and self.bench.host:
-                self.count(index, result)
-        ready = {index: self.workload.build(self.job.cases[index]) for index in self.blocking.values()}
+                self.count_case_syncs(index, result)
+        ready = {index: self.workload.build_calls(self.job.cases[index]) for index in self.blocking.values()}
         for index, calls in ready.items():
-            self.tell(Event(stage="graph", index=index, graph=measuring.try_capture(calls)))
-        self.tell(Event(stage="end"))
+            self.write_event(Event(stage="graph", index=index, graph=measuring.try_capture(calls)))
+        self.write_event(Event(stage="end"))
 
-    def groups(self) -> list[dict[int, Case]]:
+    def group_cases(self) -> list[dict[int, Case]]:
         """Return the cases that are measured together, by their numbers: the variants of a case, if they take turns."""
         found: list[dict[int, Case]] = []
         for index, case in enumerate(self.job.cases):
@@ -156,86 +156,89 @@ class BenchWorker:
             found.append({index: case})
         return found
 
-    def measure(self, group: dict[int, Case]) -> Iterator[tuple[int, Result]]:
+    def measure_group(self, group: dict[int, Case]) -> Iterator[tuple[int, Result]]:
         """Yield correctness and, on a GPU, times of each case. A case that fails on any rank is marked as failed;
         others continue.
         """
-        ready: dict[int, Ready] = {}
+        ready: dict[int, PreparedCase] = {}
         for index, case in group.items():
-            self.tell(Event(stage="case", index=index))
+            self.write_event(Event(stage="case", index=index))
             try:
-                ready[index] = self.prepare(index, case)
+                ready[index] = self.prepare_case(index, case)
             except RankError as e:
-                yield index, failed(case, e)
+                yield index, make_failed_result(case, e)
         passes = [(each.replay, len(each.calls.calls)) for each in ready.values() if each.replay]
         try:
-            found, gpu = together(lambda: self.gpu_times(passes)) if passes else ([], None)
+            found, gpu = run_together(lambda: self.gpu_times(passes)) if passes else ([], None)
         except RankError as e:
-            yield from ((index, failed(group[index], e)) for index in ready)
+            yield from ((index, make_failed_result(group[index], e)) for index in ready)
             return
         times = iter(found)
         for index, each in ready.items():
             try:
                 if each.replay:
-                    self.replayed(each, each.replay, next(times), gpu)
-                result = self.finished(each)
+                    self.add_replay(each, each.replay, next(times), gpu)
+                result = self.finish_result(each)
             except RankError as e:
-                result = failed(group[index], e)
+                result = make_failed_result(group[index], e)
             yield index, result
 
-    def prepare(self, index: int, case: Case) -> Ready:
+    def prepare_case(self, index: int, case: Case) -> PreparedCase:
         """Check a case, and on a GPU take the timings that do not involve other cases."""
-        calls = together(lambda: self.workload.build(case))
-        found = checked(calls, calls.check, calls.run)
-        ready = Ready(calls=calls, result=Result(case=case, calls=len(calls.calls), work=calls.work, **found))
+        calls = run_together(lambda: self.workload.build_calls(case))
+        found = check_calls(calls, calls.check, calls.run)
+        ready = PreparedCase(calls=calls, result=Result(case=case, calls=len(calls.calls), work=calls.work, **found))
         if self.device.type == "cpu":
             return ready
         eager = len(calls.calls) if self.bench.host else min(self.bench.eager_calls, len(calls.calls))
         if eager:
             some = functools.partial(measuring.run_all, calls.calls[:eager])
-            time, gpu = together(lambda: self.gpu_time(some, eager))
-            ready.put(time=time)
+            time, gpu = run_together(lambda: self.gpu_time(some, eager))
+            ready.update_result(time=time)
             ready.states.append(gpu)
         if self.bench.host:
-            ready.put(host=together(lambda: measuring.host_time(calls, self.job.settings)))
-        if self.bench.host and together(lambda: measuring.waits(calls.run_captured)):
+            ready.update_result(host=run_together(lambda: measuring.measure_host_time(calls, self.job.settings)))
+        if self.bench.host and run_together(lambda: measuring.has_stream_wait(calls.run_captured)):
             self.blocking.setdefault(case.variant, index)
         else:
-            ready.replay = together(lambda: capture(calls.run_captured).replay)
+            ready.replay = run_together(lambda: capture_graph(calls.run_captured).replay)
         return ready
 
-    def replayed(self, ready: Ready, replay: Run, time: Timing, gpu: Gpu | None) -> None:
+    def add_replay(self, ready: PreparedCase, replay: Run, time: Timing, gpu: Gpu | None) -> None:
         """Add the results of the graph, and check them."""
         calls, result = ready.calls, ready.result
-        found = checked(calls, calls.check_graph or calls.check, replay)
+        found = check_calls(calls, calls.check_graph or calls.check, replay)
         graph = Graph(captured=True, time=time, correct=found["correct"])
         if not result.correct:  # an earlier error takes precedence
             found |= {"correct": False, "difference": result.difference}
         elif not graph.correct:
             found |= {"difference": f"replayed graph: {found['difference']}"}
-        ready.put(graph=graph, **found)
+        ready.update_result(graph=graph, **found)
         ready.states.append(gpu)
 
-    def finished(self, ready: Ready) -> Result:
+    def finish_result(self, ready: PreparedCase) -> Result:
         """Return the result with values derived from its times, if there are any; a CPU has none."""
         if self.device.type == "cpu":
             return ready.result
-        gpu = worst(state for each in gather_objects(ready.states) for state in each)
+        gpu = merge_states(state for each in gather_objects(ready.states) for state in each)
         result = ready.result
         return msgspec.structs.replace(
-            result, gpu=gpu, marks=self.marks(ready.calls, gpu, result), **self.rates(ready.calls, result)
+            result,
+            gpu=gpu,
+            marks=self.list_warnings(ready.calls, gpu, result),
+            **self.compute_rates(ready.calls, result),
         )
 
-    def rates(self, calls: Calls, result: Result) -> dict[str, float | None]:
+    def compute_rates(self, calls: Calls, result: Result) -> dict[str, float | None]:
         """Return the rates of a call by its time, and its floor."""
         work, time = calls.work, result.graph.time if result.graph else result.time
         if work is None or time is None:
             return {}
         amounts = {"bytes_s": work.memory_bytes, "flop_s": work.flops, "received_bytes_s": work.received_bytes}
         rates = {name: amount / time.median_us * 1e6 if amount else None for name, amount in amounts.items()}
-        return rates | {"floor_us": floor_us(work, self.limits)}
+        return rates | {"floor_us": compute_floor_us(work, self.limits)}
 
-    def marks(self, calls: Calls, gpu: Gpu | None, result: Result) -> list[str]:
+    def list_warnings(self, calls: Calls, gpu: Gpu | None, result: Result) -> list[str]:
         """Return the warnings of a result, by their names in records.jsonl."""
         l2_bytes = torch.cuda.get_device_properties(self.device).L2_cache_size
         timings = [t for t in (result.time, result.host, result.graph and result.graph.time) if t]
@@ -247,35 +250,35 @@ class BenchWorker:
         }
         return [name for name, applies in found.items() if applies]
 
-    def count(self, index: int, result: Result) -> None:
+    def count_case_syncs(self, index: int, result: Result) -> None:
         """Count the synchronisations of one case."""
 
-        def build(device: torch.device) -> Calls:
+        def build_case(device: torch.device) -> Calls:
             own = device == self.device  # this process's own workload is kept, with its inputs
             workload = self.workload if own else self.bench.workload(device, self.job.settings.seed)
-            return workload.build(result.case)
+            return workload.build_calls(result.case)
 
         try:
-            syncs = together(lambda: measuring.count_syncs(build, self.device))
-        except RankError as e:  # as in `run`; existing times are kept
+            syncs = run_together(lambda: measuring.count_syncs(build_case, self.device))
+        except RankError as e:  # as in `run_job`; existing times are kept
             failed = msgspec.structs.replace(result, outcome="failed", reason=f"counting synchronisations: {e}")
-            self.tell(Event(stage="counted", index=index, result=failed))
+            self.write_event(Event(stage="counted", index=index, result=failed))
         else:
-            self.tell(Event(stage="counted", index=index, syncs=syncs))
+            self.write_event(Event(stage="counted", index=index, syncs=syncs))
 
 
-def failed(case: Case, error: RankError) -> Result:
+def make_failed_result(case: Case, error: RankError) -> Result:
     """Return the result of a case that failed on some rank."""
     return Result(case=case, outcome="failed", reason=str(error))
 
 
-def checked(calls: Calls, check: Callable[[Run], str], run: Run) -> dict[str, Any]:
+def check_calls(calls: Calls, check: Callable[[Run], str], run: Run) -> dict[str, Any]:
     """Return fields of a result after a pass by `run`: the difference on any rank, and the largest error of all ranks."""
-    difference = one_of(together(lambda: check(run)))
+    difference = gather_first_text(run_together(lambda: check(run)))
     return {
         "correct": not difference,
         "difference": difference,
-        "error": largest_error(together(calls.error)) if calls.error else None,
+        "error": reduce_max_error(run_together(calls.error)) if calls.error else None,
         "overwritten": calls.overwritten and calls.overwritten(),
     }
 
@@ -286,7 +289,7 @@ def main(path: str) -> None:
     folder, rank = Path(path), int(os.environ.get("RANK", "0"))
     job = msgspec.json.decode((folder / "job.json").read_bytes(), type=BenchJob)
     if job.package is not None:
-        package.must_be(job.package)
+        package.check_same_package(job.package)
     if job.device == "cuda":
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
@@ -294,10 +297,10 @@ def main(path: str) -> None:
         device = torch.device("cpu")
         torch.set_num_threads(1)
     if job.ranks > 1:
-        start(device, rank, job.ranks, folder / "port")
+        start_distributed(device, rank, job.ranks, folder / "port")
     worker = BenchWorker(job, folder, rank, device)
     with torch.inference_mode():
-        worker.run()
+        worker.run_job()
     if job.ranks > 1:
         dist.barrier(device_ids=[rank] if job.device == "cuda" else None)
     if worker.blocking or job.ranks > 1:

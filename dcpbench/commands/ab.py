@@ -13,23 +13,23 @@ from pathlib import Path
 import typer
 
 from dcpbench.commands import options as opt
-from dcpbench.commands.command import PARSER_ERROR, Command, Group, ended, panel
+from dcpbench.commands.command import PARSER_ERROR, Command, Group, make_panel, run_command
 from dcpbench.commands.compare import Judged, Shown
 from dcpbench.commands.elsewhere import REAL_SERVERS
 from dcpbench.errors import DcpbenchError, ExitCode, OutputError, UsageError
 from dcpbench.launch.stopping import INTERRUPTED
 from dcpbench.plan.typed import hide_headers
 from dcpbench.points import redaction
-from dcpbench.points.names import flag
+from dcpbench.points.names import format_flag
 from dcpbench.records.folder import RECORDS_FILE
-from dcpbench.show.numbers import span
-from dcpbench.show.terminal import say
-from dcpbench.show.text import counted
+from dcpbench.show.numbers import format_duration
+from dcpbench.show.terminal import print_stderr
+from dcpbench.show.text import format_count
 from dcpbench.show.whole_files import write_file
 
 STATE_FILE = "ab.json"
 WORKLOADS = ("sweep", "serve")
-MOST_ROUNDS = 1000
+MAX_ROUNDS = 1000
 OURS = {
     "output": "-o",
     "resume": "--resume",
@@ -40,9 +40,9 @@ OURS = {
     "node_rank": "--node-rank",
 }
 """Options that a variant cannot have, as `ab` gives them itself, or works on one machine."""
-REMOTE = tuple(flag(name) for name in REAL_SERVERS)
+REMOTE = tuple(format_flag(name) for name in REAL_SERVERS)
 
-RUNS = panel("What is run")
+RUNS = make_panel("What is run")
 
 
 class Variants(Group):
@@ -119,45 +119,45 @@ def ab(
       dcpbench ab --workload serve --both "--engine vllm --model /models/v3 --tp 8" --a "--dcp 1" --b "--dcp 8"
     """
     from dcpbench.compare import outputs
-    from dcpbench.compare.sides import differing, read_side
+    from dcpbench.compare.sides import find_differing_fields, read_side
     from dcpbench.launch import folders
 
-    options, out = judged.options(paired=True), outputs.Out(fail_on=judged.fail_on, **vars(shown))
-    outputs.check(options, out)
-    _check(variants, launches)
+    options, out = judged.make_options(paired=True), outputs.Out(fail_on=judged.fail_on, **vars(shown))
+    outputs.check_options(options, out)
+    _check_options(variants, launches)
     command = getattr(context.find_root().command, "commands", {})[variants.workload]
-    sides = {side: _arguments(variants, side, command) for side in "ab"}
-    _check_told(variants)
+    sides = {side: _parse_arguments(variants, side, command) for side in "ab"}
+    _check_given(variants)
     if sides["a"] == sides["b"]:
-        say("A and B are the same: this shows what differs between launches of one variant.")
+        print_stderr("A and B are the same: this shows what differs between launches of one variant.")
     if launches.dry_run:
-        return (_plan_in_json if out.as_json else _plan)(variants, sides, command)
-    if any(_has(arguments, ["--gpu"]) and not _has(arguments, REMOTE) for arguments in sides.values()):
+        return (_print_plan_json if out.as_json else _print_plan)(variants, sides, command)
+    if any(_has_option(arguments, ["--gpu"]) and not _has_option(arguments, REMOTE) for arguments in sides.values()):
         raise UsageError("--gpu plans for a machine that is not this one; add --dry-run to ab, or leave --gpu out.")
     folder = launches.output or Path("runs") / f"{time.strftime('%Y-%m-%d-%H%M%S')}-ab-{variants.workload}"
-    with folders.locked(folder):
+    with folders.lock_folder(folder):
         kept = {side: hide_headers(arguments) for side, arguments in sides.items()}
-        state = _state(folder, launches, State(workload=variants.workload, a=kept["a"], b=kept["b"]))
-        _announce(folder, sides, variants, command, allow_cpu=judged.allow_cpu, resume=launches.resume)
+        state = _load_state(folder, launches, State(workload=variants.workload, a=kept["a"], b=kept["b"]))
+        _print_start(folder, sides, variants, command, allow_cpu=judged.allow_cpu, resume=launches.resume)
         code = _launch_all(folder, state, sides, variants.rounds, command, force=launches.force)
         try:
             rounds = (f"round-{n}" for n in range(1, variants.rounds + 1))
-            shared = [n for n in rounds if _ended_on_both(folder, state, n)]
+            shared = [n for n in rounds if _has_ended_on_both(folder, state, n)]
             if not shared:
                 raise UsageError(f"no round has ended on both sides, so there is nothing to compare; read {folder}.")
             a, b = (read_side([folder / side / n for n in shared]) for side in "ab")
-            across = differing(a, b)
+            across = find_differing_fields(a, b)
             options = dataclasses.replace(options, across=across)
             if across:
-                say(f"Points are matched without {', '.join(across)}, in which the variants differ.")
-            verdict = outputs.conclude(a, b, options, dataclasses.replace(out, folder=folder))
+                print_stderr(f"Points are matched without {', '.join(across)}, in which the variants differ.")
+            verdict = outputs.run_comparison(a, b, options, dataclasses.replace(out, folder=folder))
         finally:
             if code == INTERRUPTED:
-                say(_to_go_on(folder))
+                print_stderr(_format_resume(folder))
     return code if code == INTERRUPTED else verdict or code
 
 
-def order(number: int) -> tuple[str, str]:
+def get_order(number: int) -> tuple[str, str]:
     """Who goes first in a round, counted from 1: A B, B A, A B, …, so that an even drift cancels over two rounds."""
     return ("a", "b") if number % 2 else ("b", "a")
 
@@ -166,20 +166,20 @@ def _launch_all(
     folder: Path, state: State, sides: Mapping[str, list[str]], rounds: int, command: Command, *, force: bool
 ) -> int:
     """Run every launch that has not ended yet, in order; return ExitCode.FAILED if points failed, INTERRUPTED after Ctrl-C."""
-    from dcpbench.commands.runs import as_part
+    from dcpbench.commands.runs import run_as_part
 
-    todo = [f"{side}/round-{n}" for n in range(1, rounds + 1) for side in order(n)]
+    todo = [f"{side}/round-{n}" for n in range(1, rounds + 1) for side in get_order(n)]
     left = [name for name in todo if name not in state.done]
     began = time.monotonic()
     for index, name in enumerate(left, 1):
         number = name.rpartition("-")[2]
         try:
-            with as_part(f"points of {name[0].upper()}, round {number} of {rounds}"):
+            with run_as_part(f"points of {name[0].upper()}, round {number} of {rounds}"):
                 ended = _launch(folder / name, state.workload, sides[name[0]], command, force=force)
         except (KeyboardInterrupt, SystemExit) as e:
-            shared = any(_ended_on_both(folder, state, f"round-{n}") for n in range(1, rounds + 1))
+            shared = any(_has_ended_on_both(folder, state, f"round-{n}") for n in range(1, rounds + 1))
             compared = "; the rounds that have ended on both sides are compared" if shared else ""
-            say(f"\nInterrupted in {name}{compared}. {'' if shared else _to_go_on(folder)}".rstrip())
+            print_stderr(f"\nInterrupted in {name}{compared}. {'' if shared else _format_resume(folder)}".rstrip())
             if not shared:
                 sys.exit(e.code if isinstance(e, SystemExit) and isinstance(e.code, int) else INTERRUPTED)
             return INTERRUPTED
@@ -188,11 +188,11 @@ def _launch_all(
         if ended not in (0, ExitCode.FAILED):
             raise UsageError(f"{name}: `dcpbench {state.workload}` ended with {ended}; its messages are above.")
         state.done[name] = ended
-        _write(folder, state)
+        _write_state(folder, state)
         if all(f"{side}/round-{number}" in state.done for side in "ab"):
             eta = (time.monotonic() - began) / index * (len(left) - index)
-            about = f"; about {span(eta)} left" if eta else ""
-            say(f"Round {number} of {rounds}: {_round_in_short(folder, state, f'round-{number}')}{about}")
+            about = f"; about {format_duration(eta)} left" if eta else ""
+            print_stderr(f"Round {number} of {rounds}: {_format_round(folder, state, f'round-{number}')}{about}")
     return ExitCode.FAILED if ExitCode.FAILED in state.done.values() else 0
 
 
@@ -201,12 +201,12 @@ def _launch(folder: Path, workload: str, options: Sequence[str], command: Comman
     arguments = [*options, "-o", str(folder)]
     if (folder / RECORDS_FILE).exists():
         arguments.append("--force" if force else "--resume")
-    with _as_typed([workload, *arguments]), contextlib.redirect_stdout(sys.stderr):
-        return ended(command, arguments, prog_name=f"dcpbench {workload}")
+    with _set_argv([workload, *arguments]), contextlib.redirect_stdout(sys.stderr):
+        return run_command(command, arguments, prog_name=f"dcpbench {workload}")
 
 
 @contextlib.contextmanager
-def _as_typed(arguments: Sequence[str]) -> Iterator[None]:
+def _set_argv(arguments: Sequence[str]) -> Iterator[None]:
     """Records name the command that would repeat them, which is not that of `ab`."""
     before = sys.argv
     sys.argv = [before[0], *arguments]
@@ -216,18 +216,18 @@ def _as_typed(arguments: Sequence[str]) -> Iterator[None]:
         sys.argv = before
 
 
-def _check(variants: Variants, launches: Launches) -> None:
+def _check_options(variants: Variants, launches: Launches) -> None:
     if variants.workload not in WORKLOADS:
         raise UsageError(f"--workload {variants.workload}: give {' or '.join(WORKLOADS)}.")
-    if not 1 <= variants.rounds <= MOST_ROUNDS:
-        raise UsageError(f"--rounds {variants.rounds} cannot be; give 1 to {MOST_ROUNDS}, such as --rounds 8.")
+    if not 1 <= variants.rounds <= MAX_ROUNDS:
+        raise UsageError(f"--rounds {variants.rounds} cannot be; give 1 to {MAX_ROUNDS}, such as --rounds 8.")
     if launches.resume and launches.force:
         raise UsageError("--resume and --force contradict each other; --resume goes on, --force starts over.")
     if launches.resume and launches.output is None:
         raise UsageError("--resume needs the run to go on with; add for example -o runs/NAME.")
 
 
-def _check_told(variants: Variants) -> None:
+def _check_given(variants: Variants) -> None:
     """Raise UsageError where a variant is told nothing at all."""
     untold = [side for side in "ab" if not (getattr(variants, side).strip() or variants.both.strip())]
     if len(untold) > 1:
@@ -240,7 +240,7 @@ def _check_told(variants: Variants) -> None:
         )
 
 
-def _arguments(variants: Variants, side: str, command: Command) -> list[str]:
+def _parse_arguments(variants: Variants, side: str, command: Command) -> list[str]:
     """One side's options as the command's own parser takes them. Raises UsageError, which names the side."""
     text = getattr(variants, side)
     try:
@@ -255,21 +255,21 @@ def _arguments(variants: Variants, side: str, command: Command) -> list[str]:
             given = [p.name for p in command.params if p.name in OURS and typed.get(p.name) != p.get_default(context)]
     except PARSER_ERROR as e:
         text = shlex.join(hide_headers(shlex.split(text)))
-        serves = variants.workload != "serve" and _has(arguments, REMOTE)
+        serves = variants.workload != "serve" and _has_option(arguments, REMOTE)
         how = "Add --workload serve." if serves else f"See `dcpbench {variants.workload} --help` for its options."
         raise UsageError(f"--{side} {text!r}: {e.format_message()} {how}") from e
     if given:
         raise UsageError(f"--{side} {text!r}: leave {OURS[given[0]]} out; ab itself says where and how often to run.")
-    asked = typed["baseline"] is not None or (typed["config"] and "baseline" in _of_file(typed["config"], variants))
-    return arguments if asked or _has(arguments, REMOTE) else [*arguments, "--no-baseline"]
+    asked = typed["baseline"] is not None or (typed["config"] and "baseline" in _read_config(typed["config"], variants))
+    return arguments if asked or _has_option(arguments, REMOTE) else [*arguments, "--no-baseline"]
 
 
-def _has(arguments: Sequence[str], names: Sequence[str]) -> bool:
+def _has_option(arguments: Sequence[str], names: Sequence[str]) -> bool:
     """Whether some of these options are typed."""
     return any(word.partition("=")[0] in names for word in arguments)
 
 
-def _of_file(path: Path, variants: Variants) -> Mapping[str, object]:
+def _read_config(path: Path, variants: Variants) -> Mapping[str, object]:
     """Options of a variant that stand in a file."""
     from dcpbench.plan.serve_spec import SERVE_PARSERS
     from dcpbench.plan.spec import read_options
@@ -277,7 +277,7 @@ def _of_file(path: Path, variants: Variants) -> Mapping[str, object]:
     return read_options(path, SERVE_PARSERS if variants.workload == "serve" else None)
 
 
-def _state(folder: Path, launches: Launches, new: State) -> State:
+def _load_state(folder: Path, launches: Launches, new: State) -> State:
     """What the folder holds already, or a new beginning. Raises OutputError where the two do not go together."""
     import msgspec
 
@@ -292,7 +292,7 @@ def _state(folder: Path, launches: Launches, new: State) -> State:
             old = msgspec.json.decode(path.read_bytes(), type=State)
         except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
             raise OutputError(f"{path} cannot be read ({e}); start over with --force.") from e
-        if _without_secrets(old) != _without_secrets(dataclasses.replace(new, done=old.done)):
+        if _remove_secrets(old) != _remove_secrets(dataclasses.replace(new, done=old.done)):
             raise OutputError(
                 f"--resume: {folder} was begun with --a {shlex.join(old.a)!r} and --b {shlex.join(old.b)!r} of "
                 f"{old.workload}; repeat these (--both counted in), or give another folder with -o."
@@ -300,35 +300,35 @@ def _state(folder: Path, launches: Launches, new: State) -> State:
         return dataclasses.replace(new, done=old.done)
     if not launches.force and any((folder / name).exists() for name in ("a", "b", RECORDS_FILE)):
         raise OutputError(f"{folder} holds a run, or folders a or b, that are not of ab; give another folder with -o.")
-    _write(folder, new)
+    _write_state(folder, new)
     return new
 
 
-def _without_secrets(state: State) -> State:
+def _remove_secrets(state: State) -> State:
     return dataclasses.replace(state, a=redaction.redact_values(state.a), b=redaction.redact_values(state.b))
 
 
-def _write(folder: Path, state: State) -> None:
+def _write_state(folder: Path, state: State) -> None:
     import msgspec
 
-    text = msgspec.json.format(msgspec.json.encode(_without_secrets(state)), indent=2)
+    text = msgspec.json.format(msgspec.json.encode(_remove_secrets(state)), indent=2)
     try:
         write_file(folder / STATE_FILE, text + b"\n")
     except OSError as e:
         raise OutputError(f"{folder / STATE_FILE} cannot be written ({e.strerror}); give another folder.") from e
 
 
-def _plan(variants: Variants, sides: Mapping[str, list[str]], command: Command) -> int:
+def _print_plan(variants: Variants, sides: Mapping[str, list[str]], command: Command) -> int:
     for side, arguments in sides.items():
-        say(_typed(side, arguments, variants))
-        if code := ended(command, [*arguments, "--dry-run"]):
+        print_stderr(_format_side(side, arguments, variants))
+        if code := run_command(command, [*arguments, "--dry-run"]):
             return code
-    turns = " ".join("".join(order(n)).upper() for n in range(1, min(variants.rounds, 10) + 1))
-    say(f"{counted(variants.rounds, 'round')}: {turns}{' …' if variants.rounds > 10 else ''}")  # noqa: PLR2004 -- as many as are shown
+    turns = " ".join("".join(get_order(n)).upper() for n in range(1, min(variants.rounds, 10) + 1))
+    print_stderr(f"{format_count(variants.rounds, 'round')}: {turns}{' …' if variants.rounds > 10 else ''}")  # noqa: PLR2004 -- as many as are shown
     return 0
 
 
-def _plan_in_json(variants: Variants, sides: Mapping[str, list[str]], command: Command) -> int:
+def _print_plan_json(variants: Variants, sides: Mapping[str, list[str]], command: Command) -> int:
     """The same for scripts: of each variant what is typed and its points, and whose launches follow each other."""
     from dcpbench.commands.runs import print_json
 
@@ -336,18 +336,18 @@ def _plan_in_json(variants: Variants, sides: Mapping[str, list[str]], command: C
     for side, arguments in sides.items():
         plan = io.StringIO()
         with contextlib.redirect_stdout(plan):
-            if code := ended(command, [*arguments, "--dry-run", "--json"]):
+            if code := run_command(command, [*arguments, "--dry-run", "--json"]):
                 return code
         found[side] = {
             "arguments": [variants.workload, *hide_headers(arguments)],
             "points": json.loads(plan.getvalue()),
         }
-    launches = [side for n in range(1, variants.rounds + 1) for side in order(n)]
+    launches = [side for n in range(1, variants.rounds + 1) for side in get_order(n)]
     print_json(found | {"rounds": variants.rounds, "launches": launches})
     return 0
 
 
-def _announce(
+def _print_start(
     folder: Path,
     sides: Mapping[str, list[str]],
     variants: Variants,
@@ -360,53 +360,55 @@ def _announce(
 
     Raise the error of a variant's options, or of a resumed run with an older default, before any variant is launched.
     """
-    from dcpbench.commands.runs import as_part
+    from dcpbench.commands.runs import run_as_part
     from dcpbench.launch import folders
-    from dcpbench.launch.progress import CPU_NOTE, rejected_lines
+    from dcpbench.launch.progress import CPU_NOTE, format_rejected
 
     lines: list[str] = []
     devices: set[str] = set()
     for side, arguments in sides.items():
         plan, notes = io.StringIO(), io.StringIO()
         try:
-            with as_part() as part, contextlib.redirect_stdout(plan), contextlib.redirect_stderr(notes):
-                ended(command, [*arguments, "--dry-run", "--json"])
+            with run_as_part() as part, contextlib.redirect_stdout(plan), contextlib.redirect_stderr(notes):
+                run_command(command, [*arguments, "--dry-run", "--json"])
         except DcpbenchError as e:
-            raise type(e)(f"--{side} {redaction.command_line(arguments)!r}: {e}") from e
+            raise type(e)(f"--{side} {redaction.format_command_line(arguments)!r}: {e}") from e
         if resume and "ep" not in part.given:
             folders.check_launches_ep(sorted((folder / side).glob("round-*")), part.points)
         rows = json.loads(plan.getvalue())
         devices |= part.devices
-        lines.append(f"{_typed(side, arguments, variants)}  ({counted(sum(not r['reason'] for r in rows), 'point')})")
-        lines += [f"   cannot run: {line}" for line in rejected_lines(rows)]
+        lines.append(
+            f"{_format_side(side, arguments, variants)}  ({format_count(sum(not r['reason'] for r in rows), 'point')})"
+        )
+        lines += [f"   cannot run: {line}" for line in format_rejected(rows)]
         lines += [f"   {note}" for note in notes.getvalue().splitlines()]
     if "cpu" in devices:
         judged = "" if allow_cpu else "; all of them will be UNDECIDED (--allow-cpu judges them all the same)"
-        say(CPU_NOTE + judged)
+        print_stderr(CPU_NOTE + judged)
     for line in lines:
-        say(line)
-    say(f"{counted(variants.rounds, 'round')} of A and B in turn. Output: {folder}")
+        print_stderr(line)
+    print_stderr(f"{format_count(variants.rounds, 'round')} of A and B in turn. Output: {folder}")
 
 
-def _typed(side: str, arguments: Sequence[str], variants: Variants) -> str:
-    return f"{side.upper()}: dcpbench {variants.workload} {redaction.command_line(hide_headers(arguments))}"
+def _format_side(side: str, arguments: Sequence[str], variants: Variants) -> str:
+    return f"{side.upper()}: dcpbench {variants.workload} {redaction.format_command_line(hide_headers(arguments))}"
 
 
-def _to_go_on(folder: Path) -> str:
+def _format_resume(folder: Path) -> str:
     return f"To go on, repeat the command with: -o {shlex.quote(str(folder))} --resume"
 
 
-def _round_in_short(folder: Path, state: State, name: str) -> str:
+def _format_round(folder: Path, state: State, name: str) -> str:
     """What a round says by itself; nothing is judged by it."""
-    from dcpbench.compare.rounds import in_short
+    from dcpbench.compare.rounds import format_round
     from dcpbench.compare.sides import read_side
 
-    if not _ended_on_both(folder, state, name):
+    if not _has_ended_on_both(folder, state, name):
         return "no records"
     (a,), (b,) = (read_side([folder / side / name]) for side in "ab")
-    return in_short(a, b)
+    return format_round(a, b)
 
 
-def _ended_on_both(folder: Path, state: State, name: str) -> bool:
+def _has_ended_on_both(folder: Path, state: State, name: str) -> bool:
     """Whether both launches of a round ended and left records."""
     return all(f"{side}/{name}" in state.done and (folder / side / name / RECORDS_FILE).exists() for side in "ab")

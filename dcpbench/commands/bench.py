@@ -4,7 +4,7 @@ from pathlib import Path
 
 import typer
 
-from dcpbench.commands.command import Group, command, panel
+from dcpbench.commands.command import Group, make_panel, register_command
 
 app = typer.Typer(
     name="bench",
@@ -15,9 +15,9 @@ app = typer.Typer(
 )
 
 TITLE = "What is run (comma lists)"
-WHAT, COUNTS, NAMES = panel(TITLE), panel(TITLE, metavar="N,…"), panel(TITLE, metavar="NAME,…")
-MEASURE = panel("How it is measured")
-OUTPUT = panel("Output")
+WHAT, COUNTS, NAMES = make_panel(TITLE), make_panel(TITLE, metavar="N,…"), make_panel(TITLE, metavar="NAME,…")
+MEASURE = make_panel("How it is measured")
+OUTPUT = make_panel("Output")
 
 HEADS = COUNTS("Query heads of a DCP group. Default: 128 on a GPU; 8 on the CPU.")
 REQUESTS = COUNTS(
@@ -323,17 +323,17 @@ class PaddedSlots(Group):
     variant: str | None = NAMES("slot-0-live, slot-0-padding. Default: both.")
 
 
-def _add(name: str, sizes: type[Group], run: type[Run]) -> None:
+def _register_bench(name: str, sizes: type[Group], run: type[Run]) -> None:
     """The command of a bench, whose help is what its sizes say of it."""
 
     def measure(sizes: Group, run: Run) -> int:
         from dcpbench.bench import command as benches
 
-        return benches.run(name, vars(sizes), benches.Options(**vars(run)))
+        return benches.run_bench(name, vars(sizes), benches.Options(**vars(run)))
 
     measure.__doc__ = sizes.__doc__
     measure.__annotations__ |= {"sizes": sizes, "run": run}
-    command(app, name=name)(measure)
+    register_command(app, name=name)(measure)
 
 
 BENCHES: dict[str, tuple[type[Group], type[Run]]] = {
@@ -349,4 +349,4 @@ BENCHES: dict[str, tuple[type[Group], type[Run]]] = {
     "padded-slots": (PaddedSlots, Run),
 }
 for bench, (its_sizes, its_run) in BENCHES.items():
-    _add(bench, its_sizes, its_run)
+    _register_bench(bench, its_sizes, its_run)

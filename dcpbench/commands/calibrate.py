@@ -9,8 +9,8 @@ import typer
 
 from dcpbench.commands import bench as commands
 from dcpbench.commands import options as opt
-from dcpbench.show.terminal import console, say
-from dcpbench.show.text import listed
+from dcpbench.show.terminal import make_console, print_stderr
+from dcpbench.show.text import format_list
 
 if TYPE_CHECKING:
     from dcpbench.bench.record import BenchRecord
@@ -72,37 +72,37 @@ def calibrate(
     picture = out.with_suffix(".png")
     host = gpus_per_host or machines.GPUS_PER_HOST
     asked = machines.Machine(name="options", gpu=gpu or gpus.GPUS[0].name, gpus_per_host=host, link=link)
-    machines.parse(machines.text(asked).encode(), "these options")
-    prompts = calibration.prompts_in(calibration.step_times_in(runs or []))
-    wires = [path for path in runs or [] if any(path.rglob("bench-*.json")) or not calibration.step_times_in([path])]
+    machines.parse_machine(machines.format_machine(asked).encode(), "these options")
+    prompts = calibration.compute_prompt_ratios(calibration.find_step_times(runs or []))
+    wires = [path for path in runs or [] if any(path.rglob("bench-*.json")) or not calibration.find_step_times([path])]
     if any(path.suffix == ".toml" for path in wires):
-        made = _again(wires, name=name, gpu=gpu, gpus_per_host=gpus_per_host, link=link)
+        made = _update_machine(wires, name=name, gpu=gpu, gpus_per_host=gpus_per_host, link=link)
     else:
-        made = _calibrated(asked, calibration.records_in(wires) if wires else _measured(), name, gpu)
-    written = machines.text(msgspec.structs.replace(made, prompts=prompts or made.prompts)).encode()
-    machine = machines.parse(written, "these options")
+        made = _make_machine(asked, calibration.read_records(wires) if wires else _measure_calls(), name, gpu)
+    written = machines.format_machine(msgspec.structs.replace(made, prompts=prompts or made.prompts)).encode()
+    machine = machines.parse_machine(written, "these options")
     try:
         out.write_bytes(written)
     except OSError as e:
         raise OutputError(f"cannot write {out}: {e.strerror}; name another file with --out.") from e
     calls = [Call(called, tuple(samples)) for called, samples in machine.calls.items()]
     shown.write_picture(calls, picture, f"{machine.name}: {machine.measured}")
-    found = calibration.quality(calls)
-    lacks = calibration.lacking(machine.calls)
-    _say_lacking(lacks, most=max(n for call in calls for n in call.ranks))
+    found = calibration.compute_quality(calls)
+    lacks = calibration.find_missing_calls(machine.calls)
+    _print_lacking(lacks, max_ranks=max(n for call in calls for n in call.ranks))
     if as_json:
-        rows = [dict(zip(shown.COLUMNS, shown.row(q), strict=True)) for q in found]
-        told = {
+        rows = [dict(zip(shown.COLUMNS, shown.format_row(q), strict=True)) for q in found]
+        summary = {
             "file": str(out),
             "picture": str(picture),
             "calls": rows,
             "lacks": [*itertools.chain(*lacks.values())],
             "prompts": machine.prompts,
         }
-        write_json(msgspec.json.encode(told).decode() + "\n")
+        write_json(msgspec.json.encode(summary).decode() + "\n")
         return 0
-    console().print(shown.table(found))
-    _say_prompts(machine)
+    make_console().print(shown.make_table(found))
+    _print_prompts(machine)
     for path in (out, picture):
         typer.echo(f"Wrote {path}")
     return 0
@@ -128,24 +128,24 @@ def _check_files(out: Path, *, force: bool) -> None:
     raise OutputError(f"{out} {why}; name another file with --out, such as --out our-h200.toml.")
 
 
-def _calibrated(asked: "Machine", records: "list[BenchRecord]", name: str | None, gpu: str | None) -> "Machine":
+def _make_machine(asked: "Machine", records: "list[BenchRecord]", name: str | None, gpu: str | None) -> "Machine":
     """The machine asked for, with what was measured; its name and GPU are those of the benches where none was asked for."""
     import msgspec
 
     from dcpbench.bench import calibration
     from dcpbench.errors import UsageError
 
-    card, measured = calibration.measured_on(records)
+    card, measured = calibration.describe_hardware(records)
     if gpu is None and not card:
         raise UsageError(
             "these benches name a GPU that dcpbench machines does not list; say with --gpu which is like it."
         )
     usual = f"{gpu}, its wire measured on {card}" if gpu and card and gpu != card else f"{gpu or card}, measured"
-    calls = calibration.calls_of(records)
+    calls = calibration.collect_samples(records)
     return msgspec.structs.replace(asked, name=name or usual, gpu=gpu or card, measured=measured, calls=calls)
 
 
-def _again(paths: list[Path], **typed: object) -> "Machine":
+def _update_machine(paths: list[Path], **typed: object) -> "Machine":
     """A machine's file with what was typed in place of what it says. Raises UsageError beside benches, for two, or for one without calls."""
     import msgspec
 
@@ -154,35 +154,35 @@ def _again(paths: list[Path], **typed: object) -> "Machine":
 
     if len(paths) > 1:
         raise UsageError(
-            f"{listed([str(path) for path in paths])}: a machine's file has what benches measured; name one such file, or benches."
+            f"{format_list([str(path) for path in paths])}: a machine's file has what benches measured; name one such file, or benches."
         )
-    found = machines.read(paths[0])
+    found = machines.read_machine(paths[0])
     if not found.calls:
         raise UsageError(f"{paths[0]} has no [calls] that were measured; name benches, or a file that has.")
     return msgspec.structs.replace(found, **{k: v for k, v in typed.items() if v is not None})
 
 
-def _say_prompts(machine: "Machine") -> None:
+def _print_prompts(machine: "Machine") -> None:
     """How much longer steps with prompts take its GPUs together, at most, where that was measured."""
     if machine.prompts:
         most = max(machine.prompts, key=lambda p: p.times)
-        say(
+        print_stderr(
             f"Steps with prompts take these GPUs together up to {most.times:.3f} times as long as one that stands for them (at "
             f"{most.tokens:,} prompt tokens); forecasts by this file reckon with it."
         )
 
 
-def _say_lacking(lacks: dict[str, list[str]], most: int) -> None:
+def _print_lacking(lacks: dict[str, list[str]], max_ranks: int) -> None:
     """What was not measured, and what measures it on as many GPUs as the rest."""
     for bench, names in lacks.items():
-        say(
-            f"Not measured: {listed(names)}; what needs them can be neither emulated nor forecast by this file. Type on these "
-            f"GPUs: dcpbench bench {bench} --variant {','.join(names)} --requests {REQUESTS} --ranks {most} -o FOLDER, and name "
+        print_stderr(
+            f"Not measured: {format_list(names)}; what needs them can be neither emulated nor forecast by this file. Type on these "
+            f"GPUs: dcpbench bench {bench} --variant {','.join(names)} --requests {REQUESTS} --ranks {max_ranks} -o FOLDER, and name "
             "FOLDER here, too."
         )
 
 
-def _measured() -> "list[BenchRecord]":
+def _measure_calls() -> "list[BenchRecord]":
     """Both benches on 2, 4, … GPUs of this machine."""
     from dcpbench.bench import calibration
     from dcpbench.bench import command as benches
@@ -190,7 +190,7 @@ def _measured() -> "list[BenchRecord]":
     from dcpbench.errors import CapacityError
     from dcpbench.launch import launcher
 
-    count = launcher.probe(runs.WORKER).count
+    count = launcher.run_probe(runs.WORKER).count
     if count < 2:  # noqa: PLR2004 - one has nobody to send anything to
         raise CapacityError(
             f"calibrate measures what GPUs send each other, and this machine has {count}; name records of bench collectives "
@@ -200,8 +200,8 @@ def _measured() -> "list[BenchRecord]":
         ranks = 2
         while ranks <= count:
             for bench in calibration.BENCHES:
-                say(f"{bench} on {ranks} GPUs …")
+                print_stderr(f"{bench} on {ranks} GPUs …")
                 sizes = vars(OF_BENCH[bench](requests=REQUESTS, ranks=ranks))
-                benches.run(bench, sizes, benches.Options(output=Path(folder) / f"{bench}-{ranks}"))
+                benches.run_bench(bench, sizes, benches.Options(output=Path(folder) / f"{bench}-{ranks}"))
             ranks *= 2
-        return calibration.records_in([Path(folder)])
+        return calibration.read_records([Path(folder)])

@@ -18,10 +18,10 @@ from typer.models import OptionInfo
 
 from dcpbench.errors import UsageError
 from dcpbench.launch.stopping import INTERRUPTED
-from dcpbench.plan.options import shown
+from dcpbench.plan.options import format_value
 from dcpbench.plan.typed import hide_headers, line
 from dcpbench.points.counts import parse_count, suggest_counts
-from dcpbench.points.names import flag
+from dcpbench.points.names import format_flag
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,17 +32,17 @@ PARSER_ERROR: Any = typer.BadParameter.__base__
 """What a parser raises for any option that it cannot take; its module differs between versions of Typer."""
 
 
-def panel(title: str | None, **same: Any) -> Callable[..., Any]:  # noqa: ANN401 -- what Typer takes
+def make_panel(title: str | None, **same: Any) -> Callable[..., Any]:  # noqa: ANN401 -- what Typer takes
     """What makes options that the help shows under this title, and which have the `same` otherwise, too.
 
     Of a field, it takes the help, then names, where they are not the field's own: a `bool` that is not off by default
     can be switched off (`--x/--no-x`).
     """
 
-    def option(text: str, *names: str, default: object = None, **own: Any) -> Any:  # noqa: ANN401 -- as above
+    def make_option(text: str, *names: str, default: object = None, **own: Any) -> Any:  # noqa: ANN401 -- as above
         return typer.Option(default, *names, help=text, rich_help_panel=title, **same, **own)
 
-    return option
+    return make_option
 
 
 @dataclass_transform(kw_only_default=True)
@@ -58,72 +58,78 @@ class Group:
             setattr(self, name, given.get(name, default.default if isinstance(default, OptionInfo) else default))
 
 
-def command(app: typer.Typer, **settings: Any) -> Callable[[Does], Does]:  # noqa: ANN401 -- what Typer takes
+def register_command(app: typer.Typer, **settings: Any) -> Callable[[Does], Does]:  # noqa: ANN401 -- what Typer takes
     """Make a function that returns an exit code a command of `app`; its docstring is the help."""
 
-    def add(function: Does) -> Does:
+    def register(function: Does) -> Does:
         paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
         # Typer would keep the line breaks of a paragraph at any width.
         text = "\n\n".join(p if p.startswith(" ") else p.replace("\n", " ") for p in paragraphs)
-        app.command(cls=Command, help=text, **settings)(_flat(function))
+        app.command(cls=Command, help=text, **settings)(_make_flat(function))
         return function
 
-    return add
+    return register
 
 
-def typed(*groups: object) -> dict[str, object]:
+def collect_typed(*groups: object) -> dict[str, object]:
     """The options of these groups that were typed, by name, as a configuration file has them."""
     given = {name: value for group in groups for name, value in vars(group).items() if value is not None}
     return {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
 
 
-def _flat(function: Callable[..., int]) -> Callable[..., None]:
+def _make_flat(function: Callable[..., int]) -> Callable[..., None]:
     """The function with a parameter for each option, as Typer reads them off a signature."""
     taken: dict[str, inspect.Parameter] = {}
     groups: dict[str, tuple[type[Group], list[str]]] = {}
     for name, p in inspect.signature(function, eval_str=True).parameters.items():
         of_group = isinstance(p.annotation, type) and issubclass(p.annotation, Group)
-        options = _options(p.annotation) if of_group else [_parameter(name, p.annotation, p.default)]
+        options = _list_options(p.annotation) if of_group else [_make_parameter(name, p.annotation, p.default)]
         taken |= {option.name: option for option in options}
         if of_group:
             groups[name] = p.annotation, [option.name for option in options]
 
-    def flat(**given: object) -> None:
+    def run_flat(**given: object) -> None:
         made = {name: kind(**{option: given.pop(option) for option in names}) for name, (kind, names) in groups.items()}
         raise typer.Exit(function(**given, **made))
 
-    flat.__name__ = function.__name__
-    flat.__signature__ = inspect.Signature([*taken.values()])  # type: ignore[attr-defined]
-    flat.__annotations__ = {name: p.annotation for name, p in taken.items()}
-    return flat
+    run_flat.__name__ = function.__name__
+    run_flat.__signature__ = inspect.Signature([*taken.values()])  # type: ignore[attr-defined]
+    run_flat.__annotations__ = {name: p.annotation for name, p in taken.items()}
+    return run_flat
 
 
-def _options(group: type[Group]) -> list[inspect.Parameter]:
+def _list_options(group: type[Group]) -> list[inspect.Parameter]:
     """The options of a group as parameters."""
     fields = {name: (kind, getattr(group, name)) for name, kind in get_type_hints(group).items()}
-    return [_parameter(n, kind, default) for n, (kind, default) in fields.items() if isinstance(default, OptionInfo)]
+    return [
+        _make_parameter(n, kind, default) for n, (kind, default) in fields.items() if isinstance(default, OptionInfo)
+    ]
 
 
-def _parameter(name: str, kind: Any, default: Any) -> inspect.Parameter:  # noqa: ANN401 -- of any type
+def _make_parameter(name: str, kind: Any, default: Any) -> inspect.Parameter:  # noqa: ANN401 -- of any type
     """A parameter with its option beside its type, by the names that it has: Typer's own have changed."""
     if isinstance(default, OptionInfo):
         option, default = copy.copy(default), default.default
-        both = f"{flag(name)}/--no-{flag(name)[2:]}" if kind in (bool, bool | None) and default is not False else ""
-        option.default, option.param_decls = ..., option.param_decls or (both or flag(name),)
+        both = (
+            f"{format_flag(name)}/--no-{format_flag(name)[2:]}"
+            if kind in (bool, bool | None) and default is not False
+            else ""
+        )
+        option.default, option.param_decls = ..., option.param_decls or (both or format_flag(name),)
         if kind in (int, int | None) and option.parser is None:
-            option.parser = functools.partial(_parse_count, flag(name), option.min)
+            option.parser = functools.partial(_parse_count, format_flag(name), option.min)
         kind = Annotated[kind, option]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
 
-def _parse_count(option: str, least: float | None, value: object) -> int:
+def _parse_count(option: str, minimum: float | None, value: object) -> int:
     """Return the number of `8` or `64k`. Raises UsageError for any other text, and for numbers below `least`."""
     found = parse_count(str(value))
     if found is None:
         choices = suggest_counts(str(value)) or "not a whole number; write for example " + f"{option} 8"
-        raise UsageError(f"{option} {shown(value)}: {choices}.")
-    if least is not None and found < least:
-        raise UsageError(f"{option} {found} is less than {least:g}; write for example {option} {max(least, 8):g}.")
+        raise UsageError(f"{option} {format_value(value)}: {choices}.")
+    if minimum is not None and found < minimum:
+        raise UsageError(f"{option} {found} is less than {minimum:g}; write for example {option} {max(minimum, 8):g}.")
     return found
 
 
@@ -136,7 +142,7 @@ class Command(TyperCommand):
         for option, times in Counter(order).items():
             if times > 1 and "…" in (getattr(option, "metavar", None) or ""):
                 name = max(option.opts, key=len)
-                values = [value for typed in option.opts for value in _values(typed, args)]
+                values = [value for typed in option.opts for value in _find_values(typed, args)]
                 raise UsageError(f"{name} is given {times} times; write one list: {name} {','.join(values)}")
             once = option.param_type_name == "option" and not option.multiple
             if times > 1 and once and not getattr(option, "is_flag", False):
@@ -148,7 +154,7 @@ class Command(TyperCommand):
         return rest
 
 
-def _values(option: str, args: list[str]) -> list[str]:
+def _find_values(option: str, args: list[str]) -> list[str]:
     """What is typed for an option, as `--tp 2` or `--tp=2`."""
     pairs = zip(args, [*args[1:], ""], strict=True)
     return [
@@ -158,7 +164,7 @@ def _values(option: str, args: list[str]) -> list[str]:
     ]
 
 
-def ended(command: Command, arguments: Sequence[str], prog_name: str | None = None) -> int:
+def run_command(command: Command, arguments: Sequence[str], prog_name: str | None = None) -> int:
     """The exit code of a command in this process. Raises KeyboardInterrupt where Ctrl-C ended it, which Typer takes for a code."""
     code = int(command.main(list(arguments), prog_name=prog_name, standalone_mode=False) or 0)
     if code == INTERRUPTED:

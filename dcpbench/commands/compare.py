@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dcpbench.commands import options as opt
-from dcpbench.commands.command import Group, panel
+from dcpbench.commands.command import Group, make_panel
 from dcpbench.errors import UsageError
 
 if TYPE_CHECKING:
     from dcpbench.compare.judging import Options
 
-JUDGE = panel("How it is judged")
+JUDGE = make_panel("How it is judged")
 
 
 class Judged(Group):
@@ -37,16 +37,16 @@ class Judged(Group):
     )
     allow_cpu: bool = JUDGE("Judge times of CPU runs, too, which say nothing about performance.", default=False)
 
-    def options(self, *, paired: bool, across: str | None = None) -> "Options":
+    def make_options(self, *, paired: bool, across: str | None = None) -> "Options":
         """Return the options of `judge`. Raises UsageError for a value that is no share."""
         from dcpbench.compare.judging import Options
 
         return Options(
-            margin=_share("--margin", self.margin),
-            launch_noise=None if self.launch_noise is None else _share("--launch-noise", self.launch_noise),
+            margin=_parse_share("--margin", self.margin),
+            launch_noise=None if self.launch_noise is None else _parse_share("--launch-noise", self.launch_noise),
             alpha=self.alpha,
-            metrics=_words(self.metric),
-            across=_words(across),
+            metrics=_split_words(self.metric),
+            across=_split_words(across),
             allow_cpu=self.allow_cpu,
             paired=paired,
         )
@@ -103,25 +103,25 @@ def compare(
 
       dcpbench compare runs/main runs/branch
     """
-    from dcpbench.commands.runs import say_left_out
+    from dcpbench.commands.runs import print_left_out
     from dcpbench.compare import outputs
     from dcpbench.compare.sides import check_sizes, read_side
 
-    options = judged.options(paired=matched.paired, across=matched.across)
+    options = judged.make_options(paired=matched.paired, across=matched.across)
     out = outputs.Out(fail_on=judged.fail_on, **vars(shown))
-    outputs.check(options, out)
+    outputs.check_options(options, out)
     sides = [a, *(matched.with_a or [])], [b, *(matched.with_b or [])]
     check_sizes(*sides, options.across)
     first, second = map(read_side, sides)
-    say_left_out([*first, *second])
-    return outputs.conclude(first, second, options, out)
+    print_left_out([*first, *second])
+    return outputs.run_comparison(first, second, options, out)
 
 
-def _words(text: str | None) -> tuple[str, ...]:
+def _split_words(text: str | None) -> tuple[str, ...]:
     return tuple(word.strip() for word in text.split(",") if word.strip()) if text else ()
 
 
-def _share(option: str, text: str) -> float:
+def _parse_share(option: str, text: str) -> float:
     number = text.strip().removesuffix("%")
     try:
         percent = float(number)

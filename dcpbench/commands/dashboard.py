@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dcpbench.commands.command import command
-from dcpbench.errors import MissingPackageError, OutputError, UsageError, how_to_install
-from dcpbench.show.terminal import ProgressLine, say
-from dcpbench.show.text import counted
+from dcpbench.commands.command import register_command
+from dcpbench.errors import MissingPackageError, OutputError, UsageError, format_install_hint
+from dcpbench.show.terminal import ProgressLine, print_stderr
+from dcpbench.show.text import format_count
 
 if TYPE_CHECKING:
     import socket
 
-    from dcpbench.dashboard.site import Built
+    from dcpbench.dashboard.site import BuildResult
 
 LOOPBACK = "127.0.0.1"
 PORTS_TO_TRY = 100
-INSTALL = how_to_install("dashboard")
+INSTALL = format_install_hint("dashboard")
 
 app = typer.Typer(
     name="dashboard",
@@ -39,7 +39,7 @@ Runs = Annotated[
 ]
 
 
-@command(app)
+@register_command(app)
 def build(
     runs: Runs,
     output: Annotated[
@@ -69,26 +69,26 @@ def build(
     with ProgressLine() as line:
         built = site.build(runs, output, force=force, tell=line, emptied=False)
     for sentence in built.skipped:
-        say(f"left out: {sentence}")
+        print_stderr(f"left out: {sentence}")
     if as_json:
         summary = dataclasses.asdict(built) | {"site": str(built.site), "seconds": round(time.monotonic() - began, 1)}
         write_json(json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
     else:
-        sys.stdout.write(_summed(built, output))
+        sys.stdout.write(_format_summary(built, output))
     return 0
 
 
-def _summed(built: "Built", output: Path) -> str:
+def _format_summary(built: "BuildResult", output: Path) -> str:
     """What a build found and made."""
     pages = f"{built.pages_made:,} made, {built.pages_kept:,} unchanged"
     return (
-        f"{counted(built.runs, 'run')}, {counted(built.points, 'point')} with {counted(built.entries, 'result')}, "
-        f"{counted(built.changes, 'change')}; "
+        f"{format_count(built.runs, 'run')}, {format_count(built.points, 'point')} with {format_count(built.entries, 'result')}, "
+        f"{format_count(built.changes, 'change')}; "
         f"pages of runs: {pages}\nWrote {output / 'index.html'}\n"
     )
 
 
-@command(app)
+@register_command(app)
 def serve(
     runs: Runs,
     port: Annotated[
@@ -116,17 +116,17 @@ def serve(
         from dcpbench.dashboard import finding, server, watching
     except ImportError as e:
         raise MissingPackageError(f"the server needs {e.name}; type: {INSTALL}") from e
-    finding.stamps(runs)
-    with _folder(output) as folder, _bound(port) as bound:
+    finding.list_stamps(runs)
+    with _open_folder(output) as folder, _bind_port(port) as bound:
         if output is not None:
             _check_apart(runs, folder)
-        watcher = watching.Watcher(runs, folder, say)
+        watcher = watching.Watcher(runs, folder, print_stderr)
         watcher.refresh()
         url = f"http://{LOOPBACK}:{bound.getsockname()[1]}/"
         sys.stdout.write(f"Dashboard of {runs}: {url}  (this machine only; Ctrl-C ends it)\n")
         sys.stdout.flush()
         if open_browser and not webbrowser.open(url):
-            say(f"no browser could be started; open {url} yourself.")
+            print_stderr(f"no browser could be started; open {url} yourself.")
         follower = threading.Thread(target=watcher.follow, daemon=True)
         follower.start()
         config = uvicorn.Config(
@@ -140,7 +140,7 @@ def serve(
         try:
             uvicorn.Server(config).run(sockets=[bound])
         except KeyboardInterrupt:
-            say("Ended.")
+            print_stderr("Ended.")
         finally:
             watcher.stop()
             follower.join(timeout=5)
@@ -148,7 +148,7 @@ def serve(
 
 
 @contextlib.contextmanager
-def _folder(output: Path | None) -> Iterator[Path]:
+def _open_folder(output: Path | None) -> Iterator[Path]:
     """The folder of the site: the one given, or a temporary one, which SIGTERM removes as well."""
     if output is not None:
         yield output
@@ -165,7 +165,7 @@ def _folder(output: Path | None) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _bound(port: int) -> Iterator["socket.socket"]:
+def _bind_port(port: int) -> Iterator["socket.socket"]:
     """A socket of loopback alone. Raises UsageError with a port that is free where this one is not."""
     import socket
 
@@ -175,13 +175,13 @@ def _bound(port: int) -> Iterator["socket.socket"]:
             made.bind((LOOPBACK, port))
             made.listen()
         except OSError as e:
-            free = _free(port)
+            free = _find_free_port(port)
             why = "is taken" if e.errno == errno.EADDRINUSE else f"cannot be used ({e.strerror})"
             raise UsageError(f"port {port} {why}; {free} is free: --port {free}") from e
         yield made
 
 
-def _free(port: int) -> int:
+def _find_free_port(port: int) -> int:
     """The next port that nobody listens on; any free one past the last."""
     import socket
 

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dcpbench.commands import options as opt
-from dcpbench.show.terminal import say
+from dcpbench.show.terminal import print_stderr
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dcpbench.doctor import Finding
 
-SAID = {"bad": "✗", "note": "•", "unread": "?"}
+SIGNS = {"bad": "✗", "note": "•", "unread": "?"}
 OF_ONE_GPU = re.compile(r"-i \d+")
 
 
@@ -45,17 +45,17 @@ def doctor(
     import msgspec
 
     from dcpbench.commands.runs import print_json
-    from dcpbench.doctor import OK, examine
+    from dcpbench.doctor import OK, check_machine
     from dcpbench.launch.nodes import split_endpoint
-    from dcpbench.show.terminal import console
+    from dcpbench.show.terminal import make_console
 
     endpoint = split_endpoint(rdzv_endpoint) if rdzv_endpoint else None
-    report = examine(output, nnodes=nnodes, endpoint=endpoint)
+    report = check_machine(output, nnodes=nnodes, endpoint=endpoint)
     if as_json:
         print_json({"exit_code": report.exit_code, "findings": [msgspec.to_builtins(f) for f in report.findings]})
         return report.exit_code
-    terminal = console()
-    for line in lines(report.findings):
+    terminal = make_console()
+    for line in format_findings(report.findings):
         terminal.print(line, soft_wrap=True)
     well = list(dict.fromkeys(f.check for f in report.findings if f.level == OK))
     wrong = {f.check for f in report.findings if f.level != OK}
@@ -65,10 +65,10 @@ def doctor(
     return report.exit_code
 
 
-def lines(findings: "Sequence[Finding]") -> list[str]:
+def format_findings(findings: "Sequence[Finding]") -> list[str]:
     """What is not as it should be, the worst first; what is the same of several GPUs once."""
-    said: list[str] = []
-    for level, sign in SAID.items():
+    texts: list[str] = []
+    for level, sign in SIGNS.items():
         same: dict[tuple[str, str, str], list[Finding]] = {}
         for finding in findings:
             if finding.level == level:
@@ -78,15 +78,15 @@ def lines(findings: "Sequence[Finding]") -> list[str]:
             where = ", ".join(f.where for f in found if f.where)
             ids = ",".join(m[0][3:] for f in found if (m := OF_ONE_GPU.search(f.remedy)))
             remedy = OF_ONE_GPU.sub(f"-i {ids}", found[0].remedy)
-            said.append(
+            texts.append(
                 f"{sign} {check}{f' ({where})' if where else ''}: {what}{f' To do: {remedy}' if remedy else ''}"
             )
-    return said
+    return texts
 
 
-def say_at_start(folder: Path, *, cuda: bool) -> None:
+def report_at_start(folder: Path, *, cuda: bool) -> None:
     """What of this machine would spoil the run that begins, a line each."""
-    from dcpbench.doctor import at_start
+    from dcpbench.doctor import check_at_start
 
-    for line in lines(at_start(folder, cuda=cuda)):
-        say(f"doctor: {line}")
+    for line in format_findings(check_at_start(folder, cuda=cuda)):
+        print_stderr(f"doctor: {line}")

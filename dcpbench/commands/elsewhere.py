@@ -8,7 +8,7 @@ import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dcpbench.commands.command import ended
+from dcpbench.commands.command import run_command
 from dcpbench.errors import DcpbenchError, UsageError
 from dcpbench.points.names import LIBRARIES, SYNTHETIC
 
@@ -38,7 +38,7 @@ class Machines:
     """Whether the GPUs of a machine were said, so that layouts can be held against them."""
 
 
-def unknown_gpus(count: int) -> Probe:
+def make_unknown_probe(count: int) -> Probe:
     """A machine with so many GPUs of which nobody said what they are: it has every kernel, and room for all."""
     from dcpbench.points.machine import HOPPER, Probe
 
@@ -52,44 +52,54 @@ def unknown_gpus(count: int) -> Probe:
     )
 
 
-def known_gpus(name: str, count: int) -> Probe:
+def make_known_probe(name: str, count: int) -> Probe:
     """A machine with so many GPUs of points/gpus.py, for which errors advise what can be run. Raises UsageError."""
     import msgspec
 
-    from dcpbench.plan.spec import planned
+    from dcpbench.plan.spec import make_planned_probe
 
     try:
-        return msgspec.structs.replace(planned(name, 1), count=count, gpu=None)
+        return msgspec.structs.replace(make_planned_probe(name, 1), count=count, gpu=None)
     except UsageError as e:
         raise UsageError(f"{str(e).rstrip('.')}; leave --gpu out for another one.") from e
 
 
-def not_here(command: Any, typed: Mapping[str, Any], *, shared: bool) -> list[str]:  # noqa: ANN401 -- Typer's, by any name
+def find_absent_options(command: Any, typed: Mapping[str, Any], *, shared: bool) -> list[str]:  # noqa: ANN401 -- Typer's, by any name
     """Options, by name, that stand for something of the other machines. `shared`: the current folder is theirs, too, so that what
     it lacks they lack.
     """
     from dcpbench.servers.client import KEY_VARIABLE
 
-    def away(value: object) -> bool:
+    def is_away(value: object) -> bool:
         path = Path(str(value))
         return value != SYNTHETIC and not (shared and (path.exists() or not path.is_absolute()))
 
     files = [p.name for p in command.params if getattr(p, "metavar", None) in ("FILE", "FOLDER")]
-    found = [name for name in files if typed.get(name) is not None and away(typed[name])]
+    found = [name for name in files if typed.get(name) is not None and is_away(typed[name])]
     others = any(typed.get(name) for name in REAL_SERVERS)
     for name in ("emulate", "engine", *(() if others else ("model",))):
         value = typed.get(name) or ""
         words = value if isinstance(value, list) else str(value).split(",")
-        found += [name] if any(_is_path(str(word)) and away(word) for word in words) else []
+        found += [name] if any(_is_path(str(word)) and is_away(word) for word in words) else []
     if not shared and typed.get("api_key_env", KEY_VARIABLE) != KEY_VARIABLE:
         found.append("api_key_env")
     config = typed.get("config")
-    if config is not None and "config" not in found and not_here(command, _options_in(command, config), shared=shared):
+    if (
+        config is not None
+        and "config" not in found
+        and find_absent_options(command, _read_config_options(command, config), shared=shared)
+    ):
         found.append("config")
     return found
 
 
-def check(command: Any, words: Sequence[str], typed: Mapping[str, Any], there: Machines, away: Collection[str]) -> str:  # noqa: ANN401 -- as above
+def check_command(
+    command: Any,  # noqa: ANN401 -- as above
+    words: Sequence[str],
+    typed: Mapping[str, Any],
+    there: Machines,
+    away: Collection[str],
+) -> str:
     """Raise the command's own error where it could not run there, whatever the options `away` stand for.
 
     Returns what was checked, as a sentence.
@@ -102,16 +112,16 @@ def check(command: Any, words: Sequence[str], typed: Mapping[str, Any], there: M
         else:
             _check_plan(command, words, there, away, whole=whole)
     except DcpbenchError as e:
-        said = str(e).replace("--nnodes", "--nodes")  # as submit calls it
-        said = said.replace(f"see dcpbench {words[0]} --help", "see dcpbench submit --help")
-        said = said.replace(f"Type instead: dcpbench {words[0]}", f"Type behind --: {words[0]}")
-        raise type(e)(f"the submitted {words[0]}: {said}") from e
+        message = str(e).replace("--nnodes", "--nodes")  # as submit calls it
+        message = message.replace(f"see dcpbench {words[0]} --help", "see dcpbench submit --help")
+        message = message.replace(f"Type instead: dcpbench {words[0]}", f"Type behind --: {words[0]}")
+        raise type(e)(f"the submitted {words[0]}: {message}") from e
     if each:
         return "Of the others, each was read for itself."
     return "All else was checked." if whole else "Of all else, values were checked, not whether its points can run."
 
 
-def _options_in(command: Any, config: object) -> dict[str, object]:  # noqa: ANN401 -- as above
+def _read_config_options(command: Any, config: object) -> dict[str, object]:  # noqa: ANN401 -- as above
     """Those of a configuration file that is here; of one that cannot be read none, as the command says what is wrong."""
     from dcpbench.plan.spec import read_options
 
@@ -145,14 +155,14 @@ def _check_plan(
 
     unread = {*away, "prompts"} if "checkpoint" in away else set(away)
     options = [option for p in command.params if p.name in unread for option in p.opts]
-    arguments = without(words[1:], options, ())
+    arguments = remove_options(words[1:], options, ())
     errors: list[DcpbenchError] = []
     for probe in there.probes:
         planned = runs.Elsewhere(probe, nodes=there.nodes, points=whole, layouts=there.counted)
-        said = io.StringIO()
+        output = io.StringIO()
         try:
-            with runs.elsewhere(planned), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-                ended(command, arguments, words[0])
+            with runs.run_elsewhere(planned), contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+                run_command(command, arguments, words[0])
         except DcpbenchError as e:
             errors.append(e)
         else:
@@ -165,7 +175,7 @@ def _is_path(word: str) -> bool:
     return "/" in word or word.endswith(".toml") or word in (".", "..")
 
 
-def without(words: Sequence[str], valued: Sequence[str], flags: Sequence[str]) -> list[str]:
+def remove_options(words: Sequence[str], valued: Sequence[str], flags: Sequence[str]) -> list[str]:
     """The words of a command but for these options."""
     kept: list[str] = []
     left = iter(words)

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from dcpbench.show.terminal import console
+from dcpbench.show.terminal import make_console
 
 
 def env(as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False) -> int:
@@ -17,14 +17,14 @@ def env(as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON."
     from dcpbench.commands import runs
     from dcpbench.launch import launcher
 
-    probe = launcher.probe(runs.WORKER)
+    probe = launcher.run_probe(runs.WORKER)
     if as_json:
         runs.print_json(msgspec.to_builtins(probe))
         return 0
-    from dcpbench.launch.progress import env_table
+    from dcpbench.launch.progress import make_env_table
 
-    terminal = console()
-    terminal.print(env_table(probe))
+    terminal = make_console()
+    terminal.print(make_env_table(probe))
     for problem in probe.problems:
         terminal.print(f"• {problem}", soft_wrap=True)
     if not probe.problems:

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from dcpbench.commands import options as opt
-from dcpbench.show.terminal import say
+from dcpbench.show.terminal import print_stderr
 
 
 def export(
@@ -46,12 +46,12 @@ def export(
       dcpbench export runs/monday --to prometheus -o /var/lib/node_exporter/dcpbench.prom --force
     """
     from dcpbench import exports
-    from dcpbench.commands.runs import say_left_out
+    from dcpbench.commands.runs import print_left_out
 
-    done = exports.export(runs, to, output, force=force)
-    say_left_out(done.runs)
+    done = exports.export_runs(runs, to, output, force=force)
+    print_left_out(done.runs)
     if done.note:
-        say(done.note)
+        print_stderr(done.note)
     for path in done.paths:
         typer.echo(f"Wrote {path}")
     return 0

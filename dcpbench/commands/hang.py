@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from dcpbench.commands.command import command
+from dcpbench.commands.command import register_command
 
 app = typer.Typer(
     name="hang",
@@ -15,7 +15,7 @@ app = typer.Typer(
 )
 
 
-@command(app)
+@register_command(app)
 def explain(
     paths: Annotated[
         list[str],
@@ -44,7 +44,7 @@ def explain(
     """
     from dcpbench.errors import OutputError, UsageError
     from dcpbench.hangs import said
-    from dcpbench.show.terminal import say
+    from dcpbench.show.terminal import print_stderr
     from dcpbench.show.whole_files import write_file
 
     if "" in paths:
@@ -53,23 +53,23 @@ def explain(
         raise OutputError(
             f"--html {html} would be written over; give the page a name of its own, such as --html hang.html, or add --force."
         )
-    hangs = said.explained([Path(path) for path in paths])
+    hangs = said.read_hangs([Path(path) for path in paths])
     if html is not None:
         try:
-            write_file(html, said.as_page(hangs).encode())
+            write_file(html, said.render_page(hangs).encode())
         except OSError as e:
             raise OutputError(f"{html} cannot be written ({e.strerror}); give another file.") from e
     if as_json:
         from dcpbench.commands.runs import print_json
 
-        print_json([said.as_json(hang) for hang in hangs])
+        print_json([said.to_json(hang) for hang in hangs])
     else:
-        from dcpbench.show.terminal import console
+        from dcpbench.show.terminal import make_console
 
         for hang in hangs:
-            console().print(said.as_text(hang), markup=False, highlight=False, soft_wrap=True)
+            make_console().print(said.format_text(hang), markup=False, highlight=False, soft_wrap=True)
     if html is not None:
-        say(f"Wrote {html}")
+        print_stderr(f"Wrote {html}")
     return 0
 
 

@@ -5,11 +5,11 @@ from typing import Annotated
 
 import typer
 
-from dcpbench.commands.command import Group, panel
+from dcpbench.commands.command import Group, make_panel
 from dcpbench.errors import ExitCode
-from dcpbench.show.terminal import say
+from dcpbench.show.terminal import print_stderr
 
-LAYOUT = panel("What the engine ran on, if its file does not say it")
+LAYOUT = make_panel("What the engine ran on, if its file does not say it")
 
 
 class Engine(Group):
@@ -103,6 +103,6 @@ def import_(
 
     done = imports.import_files(files, source, output, imports.Overrides(**vars(engine)), force=force)
     for sentence in done.notes:
-        say(sentence)
+        print_stderr(sentence)
     typer.echo(f"Wrote {done.path}")
     return ExitCode.FAILED if done.errors else 0

@@ -1,7 +1,7 @@
 """`dcpbench machines`: what GPUs, hosts and links are described, with their sources."""
 
 from dcpbench.commands import options as opt
-from dcpbench.show.terminal import console
+from dcpbench.show.terminal import make_console
 
 
 def machines(as_json: bool = opt.JSON) -> int:
@@ -16,7 +16,7 @@ def machines(as_json: bool = opt.JSON) -> int:
 
     from dcpbench.commands import runs
     from dcpbench.points.gpus import GPUS
-    from dcpbench.points.machines import GPUS_PER_HOST, LINKS, MEASURED_ON, built_in
+    from dcpbench.points.machines import GPUS_PER_HOST, LINKS, MEASURED_ON, load_built_in
 
     if as_json:
         runs.print_json(
@@ -26,8 +26,8 @@ def machines(as_json: bool = opt.JSON) -> int:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    from dcpbench.points.sizes import size_text
-    from dcpbench.show.numbers import short_number
+    from dcpbench.points.sizes import format_size
+    from dcpbench.show.numbers import format_short_number
 
     shown = Table(
         box=SIMPLE_HEAD, title=f"GPUs, {GPUS_PER_HOST} to a host; rates on paper, dense, NVLink in one direction"
@@ -35,21 +35,27 @@ def machines(as_json: bool = opt.JSON) -> int:
     for name in ("GPU", "memory", "memory TB/s", "bf16 TFLOP/s", "fp8 TFLOP/s", "NVLink GB/s", "W"):
         shown.add_column(name, justify="left" if name == "GPU" else "right")
     for gpu in GPUS:
-        fp8 = "—" if gpu.fp8_flop_s is None else short_number(gpu.fp8_flop_s / 1e12)
-        rates = [short_number(gpu.memory_bytes_s / 1e12), short_number(gpu.bf16_flop_s / 1e12), fp8]
+        fp8 = "—" if gpu.fp8_flop_s is None else format_short_number(gpu.fp8_flop_s / 1e12)
+        rates = [format_short_number(gpu.memory_bytes_s / 1e12), format_short_number(gpu.bf16_flop_s / 1e12), fp8]
         shown.add_row(
-            gpu.name, size_text(gpu.memory_bytes), *rates, short_number(gpu.nvlink_bytes_s / 1e9), str(gpu.watts)
+            gpu.name,
+            format_size(gpu.memory_bytes),
+            *rates,
+            format_short_number(gpu.nvlink_bytes_s / 1e9),
+            str(gpu.watts),
         )
     links = Table(box=SIMPLE_HEAD, title="Links between hosts, of each GPU")
     for name in ("link", "GB/s", "µs", "source"):
         links.add_column(name, overflow="fold")
     for link in LINKS:
-        links.add_row(link.name, short_number(link.bytes_s / 1e9), short_number(link.latency_us), link.source)
-    terminal = console()
+        links.add_row(
+            link.name, format_short_number(link.bytes_s / 1e9), format_short_number(link.latency_us), link.source
+        )
+    terminal = make_console()
     terminal.print(shown)
     terminal.print(links)
     terminal.print(
-        f"What collectives take was measured on {built_in(MEASURED_ON).measured}; on other GPUs bytes are scaled by the rates of "
+        f"What collectives take was measured on {load_built_in(MEASURED_ON).measured}; on other GPUs bytes are scaled by the rates of "
         "NVLink. Nothing was measured between hosts.",
         soft_wrap=True,
     )

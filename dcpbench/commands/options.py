@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dcpbench.commands.command import Group, panel
+from dcpbench.commands.command import Group, make_panel
 from dcpbench.points.gpus import GPUS
-from dcpbench.show.text import listed
+from dcpbench.show.text import format_list
 
 if TYPE_CHECKING:
     from dcpbench.launch.torchrun import Machines
 
-OPTION = panel(None)
-LAYOUT = panel("Layouts (comma lists)", metavar="N,…")
-LOAD = panel("Model and load")
-HOW = panel("How it is computed")
-MEASURE = panel("How it is measured")
-OUTPUT = panel("Output")
-MACHINES = panel("Machines")
+OPTION = make_panel(None)
+LAYOUT = make_panel("Layouts (comma lists)", metavar="N,…")
+LOAD = make_panel("Model and load")
+HOW = make_panel("How it is computed")
+MEASURE = make_panel("How it is measured")
+OUTPUT = make_panel("Output")
+MACHINES = make_panel("Machines")
 
 TP = (
     "GPUs that share one copy of the model, all of a layout: dp and dcp are inside, as in SGLang's --tp-size; vLLM's "
@@ -61,7 +61,7 @@ class Layouts(Group):
         "Ranks that share the KV cache of one request, vLLM's --decode-context-parallel-size; divides tp / dp. Adds no "
         "GPUs. Default: tp / dp, beside dcp 1 as baseline; --dcp 1 measures plain TP alone."
     )
-    ep: str | None = panel("Layouts (comma lists)", metavar="1|tp,…")(
+    ep: str | None = make_panel("Layouts (comma lists)", metavar="1|tp,…")(
         "Expert parallel degree: 1 for tensor-parallel experts, each split over all tp ranks, the default of vLLM and SGLang; tp for "
         "expert parallel, each rank with some of the experts: vLLM's --enable-expert-parallel, SGLang's --ep-size. Default: 1."
     )
@@ -156,7 +156,7 @@ class Run(Group):
     )
 
     gpu: str | None = MACHINES(
-        f"With --dry-run: plan for such GPUs, whatever this machine has: {listed([gpu.name for gpu in GPUS], 'or')}, all "
+        f"With --dry-run: plan for such GPUs, whatever this machine has: {format_list([gpu.name for gpu in GPUS], 'or')}, all "
         "SXM. Default: this machine's.",
         metavar="NAME",
     )

@@ -10,14 +10,14 @@ import typer
 
 from dcpbench.commands import options as opt
 from dcpbench.commands.command import Group
-from dcpbench.points.names import flag
+from dcpbench.points.names import format_flag
 from dcpbench.serving.load_words import ANSWERS, CHUNK, PROMPTS
-from dcpbench.show.terminal import ProgressLine, console
-from dcpbench.show.text import listed
+from dcpbench.show.terminal import ProgressLine, make_console
+from dcpbench.show.text import format_list
 
 if TYPE_CHECKING:
     from dcpbench.points.point import Load
-    from dcpbench.recommend.advise import Ask, Choice, Known
+    from dcpbench.recommend.advise import Choice, Evidence, Query
     from dcpbench.recommend.answer import Start
     from dcpbench.recommend.estimate import Steps
     from dcpbench.recommend.forecast import Forecast
@@ -103,45 +103,45 @@ def recommend(
     from dcpbench.commands.runs import print_json
     from dcpbench.errors import ExitCode, OutputError
     from dcpbench.recommend import answer
-    from dcpbench.recommend.advise import advise
-    from dcpbench.recommend.estimate import published
+    from dcpbench.recommend.advise import choose_layouts
+    from dcpbench.recommend.estimate import load_published_steps
 
-    steps = published()
+    steps = load_published_steps()
     if score is not None:
-        return _score(score, wanted, as_json=as_json)
-    ask, known = _ask(wanted), _known(runs or [])
+        return _print_score(score, wanted, as_json=as_json)
+    ask, known = _make_query(wanted), _load_evidence(runs or [])
     names = ("recommendation.md", "recommendation.json", "recommendation.png")
     if output is not None and not force and (there := [n for n in names if (output / n).exists()]):
         raise OutputError(f"{output / there[0]} would be written over; add --force, or name another folder with -o.")
     if output is not None and output.exists() and not output.is_dir():
         raise OutputError(f"{output} is no folder; name another one with -o.")
     with ProgressLine() as line:
-        choices, notes = advise(ask, known, steps, line)
+        choices, notes = choose_layouts(ask, known, steps, line)
     starts = {
-        best.who: [_start(name, ask, choice, best, steps) for name in answer.ENGINE_NAMES]
-        for choice, best in answer.recommended(choices)
+        best.who: [_make_start(name, ask, choice, best, steps) for name in answer.ENGINE_NAMES]
+        for choice, best in answer.list_recommended(choices)
     }
-    found = answer.as_json(ask, choices, notes, steps, starts)
+    found = answer.convert_to_json(ask, choices, notes, steps, starts)
     if output is not None:
         import json
 
         try:
             output.mkdir(parents=True, exist_ok=True)
-            (output / names[0]).write_text(answer.markdown(ask, choices, notes, steps, starts))
+            (output / names[0]).write_text(answer.render_markdown(ask, choices, notes, steps, starts))
             (output / names[1]).write_text(json.dumps(found, indent=1) + "\n")
-            answer.picture(ask, choices, output / names[2])
+            answer.draw_picture(ask, choices, output / names[2])
         except OSError as e:
             raise OutputError(f"cannot write into {output}: {e.strerror}; name another folder with -o.") from e
     if as_json:
         print_json(found)
     else:
-        answer.show(ask, choices, notes, steps, starts, console())
+        answer.show(ask, choices, notes, steps, starts, make_console())
         if output is not None:
             sys.stdout.write("".join(f"Wrote {output / name}\n" for name in names))
     return ExitCode.OK if any(choice.best for choice in choices) else ExitCode.NO_ANSWER
 
 
-def _start(name: str, ask: "Ask", choice: "Choice", best: "Forecast", steps: "Steps") -> "Start":
+def _make_start(name: str, ask: "Query", choice: "Choice", best: "Forecast", steps: "Steps") -> "Start":
     """Return how an engine is started in a recommended layout, or in the nearest that it can run."""
     from dcpbench.recommend.advise import find_nearest
     from dcpbench.recommend.answer import Start
@@ -159,54 +159,54 @@ def _start(name: str, ask: "Ask", choice: "Choice", best: "Forecast", steps: "St
     return Start(engine=name, command=command, lacking=lacking, nearest=nearest, load=choice.name)
 
 
-def _ask(wanted: Wanted) -> "Ask":
+def _make_query(wanted: Wanted) -> "Query":
     from dcpbench.errors import UsageError
     from dcpbench.plan import options as read
     from dcpbench.points.bounds import MAX_NUMBER
-    from dcpbench.points.machines import described
+    from dcpbench.points.machines import load_machine
     from dcpbench.points.names import AS_PUBLISHED, AUTO_EXCHANGES, FP8
     from dcpbench.points.shapes import load_shape
-    from dcpbench.recommend.advise import Ask
+    from dcpbench.recommend.advise import Query
 
-    named, here = (wanted.machine, 0) if wanted.machine is not None else _here()
-    machine = described(named)
+    named, here = (wanted.machine, 0) if wanted.machine is not None else _find_local_gpu()
+    machine = load_machine(named)
     shape = load_shape(wanted.model)
     weights = shape.published if wanted.weights_dtype == AS_PUBLISHED else wanted.weights_dtype
     for option, value in (("--weights-dtype", weights), ("--kv-dtype", wanted.kv_dtype)):
         if value not in ("bf16", FP8):
             raise UsageError(f"{option} {value} is neither bf16 nor fp8; write one of them.")
-    exchanges = tuple(map(str, read.items("exchange", wanted.exchange)))
+    exchanges = tuple(map(str, read.split_items("exchange", wanted.exchange)))
     if unknown := [name for name in exchanges if name not in AUTO_EXCHANGES]:
         raise UsageError(
             f"--exchange {unknown[0]} is none of {', '.join(AUTO_EXCHANGES)}; write for example --exchange a2a."
         )
     if wanted.price is not None and not 0 < wanted.price <= MAX_NUMBER:
         raise UsageError(f"--price {wanted.price:g} is no price of a GPU for an hour; write for example --price 3.5.")
-    gpus = _positive("gpus", wanted.gpus, "8") if wanted.gpus is not None else (here or machine.gpus_per_host,)
-    return Ask(
+    gpus = _parse_positive("gpus", wanted.gpus, "8") if wanted.gpus is not None else (here or machine.gpus_per_host,)
+    return Query(
         model=wanted.model,
         machine=machine,
         named=named,
         gpus=gpus,
-        loads=tuple(_loads(wanted, shape.max_position)),
+        loads=tuple(_make_loads(wanted, shape.max_position)),
         weights_dtype=weights,
         kv_dtype=wanted.kv_dtype,
         exchanges=exchanges,
-        slo=_slo(wanted),
+        slo=_parse_objectives(wanted),
         price=wanted.price,
         kv_memory=wanted.kv_memory,
         cycled=wanted.cycled,
     )
 
 
-def _here() -> tuple[str, int]:
+def _find_local_gpu() -> tuple[str, int]:
     """The GPU of this machine by its name in the table, and how many there are. Raises UsageError without one."""
     from dcpbench.commands import runs
     from dcpbench.errors import UsageError
     from dcpbench.launch import launcher
     from dcpbench.points.gpus import GPUS
 
-    probe = launcher.probe(runs.WORKER)
+    probe = launcher.run_probe(runs.WORKER)
     for gpu in GPUS:
         if probe.device == "cuda" and gpu.name in re.split(r"[\s-]", probe.name):
             return gpu.name, probe.count
@@ -216,17 +216,17 @@ def _here() -> tuple[str, int]:
     )
 
 
-def _positive(name: str, typed: str, example: str) -> tuple[int, ...]:
+def _parse_positive(name: str, typed: str, example: str) -> tuple[int, ...]:
     from dcpbench.errors import UsageError
     from dcpbench.plan import options as read
 
-    found = read.ints(name, typed)
+    found = read.parse_ints(name, typed)
     if wrong := [n for n in found if n < 1]:
         raise UsageError(f"--{name} {wrong[0]} is not a positive number; write for example --{name} {example}.")
     return found
 
 
-def _loads(wanted: Wanted, positions: int) -> "list[tuple[int, int, Load | None]]":
+def _make_loads(wanted: Wanted, positions: int) -> "list[tuple[int, int, Load | None]]":
     """As Ask has them, for a model of so many positions."""
     from dcpbench.errors import UsageError
     from dcpbench.plan.options import check_positive
@@ -234,16 +234,16 @@ def _loads(wanted: Wanted, positions: int) -> "list[tuple[int, int, Load | None]
     from dcpbench.points.point import Load
     from dcpbench.recommend.forecast import ROUNDS
     from dcpbench.serving.load_words import parse_lengths
-    from dcpbench.serving.loads import extent
+    from dcpbench.serving.loads import compute_extent
 
-    clients = _positive("concurrency", CLIENTS if wanted.concurrency is None else wanted.concurrency, "8,32")
+    clients = _parse_positive("concurrency", CLIENTS if wanted.concurrency is None else wanted.concurrency, "8,32")
     if wanted.context is not None:
-        if no_use := [flag(name) for name in SERVED if getattr(wanted, name) is not None]:
+        if no_use := [format_flag(name) for name in SERVED if getattr(wanted, name) is not None]:
             raise UsageError(
-                f"--context asks for decode steps alone, which have no {listed(no_use, 'or')}; "
-                f"leave out --context, or {listed(no_use)}."
+                f"--context asks for decode steps alone, which have no {format_list(no_use, 'or')}; "
+                f"leave out --context, or {format_list(no_use)}."
             )
-        return [(n, length, None) for length in _positive("context", wanted.context, "32000") for n in clients]
+        return [(n, length, None) for length in _parse_positive("context", wanted.context, "32000") for n in clients]
     if wanted.num_requests is not None and wanted.request_rate is None:
         raise UsageError("--num-requests is of a load at a rate; add --request-rate, or leave it out.")
     prompt = PROMPTS if wanted.input_tokens is None else wanted.input_tokens
@@ -255,7 +255,7 @@ def _loads(wanted: Wanted, positions: int) -> "list[tuple[int, int, Load | None]
     check_positive("chunk", chunk)
     check_positive("num_requests", requests)
 
-    def load(requests: int, rate: float | None = None) -> Load:
+    def make_load(requests: int, rate: float | None = None) -> Load:
         return Load(
             mode="replay",
             requests=requests,
@@ -269,17 +269,19 @@ def _loads(wanted: Wanted, positions: int) -> "list[tuple[int, int, Load | None]
         )
 
     if wanted.request_rate is None:
-        loads = [(n, load(ROUNDS * n)) for n in clients]
-        return [(n, extent(of).served(positions), of) for n, of in loads]
-    rates = _rates(wanted.request_rate)
+        loads = [(n, make_load(ROUNDS * n)) for n in clients]
+        return [(n, compute_extent(of).find_longest_served(positions), of) for n, of in loads]
+    rates = _parse_rates(wanted.request_rate)
     if wanted.concurrency is not None:
         raise UsageError("--concurrency and --request-rate contradict each other; leave one of them out.")
     at_once = min(requests, 512)
-    timed = [(requests, load(requests)) if rate == math.inf else (at_once, load(requests, rate)) for rate in rates]
-    return [(n, extent(of).served(positions), of) for n, of in timed]
+    timed = [
+        (requests, make_load(requests)) if rate == math.inf else (at_once, make_load(requests, rate)) for rate in rates
+    ]
+    return [(n, compute_extent(of).find_longest_served(positions), of) for n, of in timed]
 
 
-def _slo(wanted: Wanted) -> dict[str, float]:
+def _parse_objectives(wanted: Wanted) -> dict[str, float]:
     """By objective, in ms. Raises UsageError for one that requests like these do not have."""
     from dcpbench.errors import UsageError
     from dcpbench.points.names import OBJECTIVES
@@ -299,16 +301,16 @@ def _slo(wanted: Wanted) -> dict[str, float]:
     if unknown := [name for name in slo if name in lacks]:
         rest = ",".join(f"{name}={ms:g}" for name, ms in slo.items() if name not in lacks)
         instead = f"type --slo {rest}" if rest else "leave out --slo"
-        raise UsageError(f"{asks}, without {listed(unknown, 'or')}; {instead}, or leave out {option}.")
+        raise UsageError(f"{asks}, without {format_list(unknown, 'or')}; {instead}, or leave out {option}.")
     return slo
 
 
-def _rates(typed: str) -> list[float]:
+def _parse_rates(typed: str) -> list[float]:
     from dcpbench.errors import UsageError
     from dcpbench.plan import options as read
 
     try:
-        rates = [float(str(item)) for item in read.items("request_rate", typed)]
+        rates = [float(str(item)) for item in read.split_items("request_rate", typed)]
     except ValueError:
         rates = []
     if not rates or any(not rate > 0 for rate in rates):
@@ -318,13 +320,15 @@ def _rates(typed: str) -> list[float]:
     return rates
 
 
-def _known(paths: list[Path]) -> "Known":
-    from dcpbench.recommend.advise import Known
+def _load_evidence(paths: list[Path]) -> "Evidence":
+    from dcpbench.recommend.advise import Evidence
     from dcpbench.serving.step_times import read_step_times
 
     files = [path for path in paths if path.suffix == ".json"]
     folders = dict.fromkeys(run for path in paths if path not in files for run in _find_runs(path))
-    return Known(runs=[_read(run) for run in folders], times={str(path): read_step_times(path) for path in files})
+    return Evidence(
+        runs=[_read_run(run) for run in folders], times={str(path): read_step_times(path) for path in files}
+    )
 
 
 def _find_runs(path: Path) -> list[Path]:
@@ -340,7 +344,7 @@ def _find_runs(path: Path) -> list[Path]:
     return found
 
 
-def _read(path: Path) -> "Run":
+def _read_run(path: Path) -> "Run":
     from dcpbench.errors import RecordsError
     from dcpbench.records.runs import read_run
 
@@ -350,31 +354,33 @@ def _read(path: Path) -> "Run":
     return run
 
 
-def _score(run: Path, wanted: Wanted, *, as_json: bool) -> int:
+def _print_score(run: Path, wanted: Wanted, *, as_json: bool) -> int:
     from dcpbench.commands.runs import print_json
     from dcpbench.errors import UsageError
-    from dcpbench.plan.spec import planned
-    from dcpbench.points.machines import described
-    from dcpbench.recommend.estimate import published
-    from dcpbench.recommend.score import score
-    from dcpbench.records.record import functional
+    from dcpbench.plan.spec import make_planned_probe
+    from dcpbench.points.machines import load_machine
+    from dcpbench.recommend.estimate import load_published_steps
+    from dcpbench.recommend.score import compute_score
+    from dcpbench.records.record import is_functional
     from dcpbench.records.runs import read_run
 
-    steps = published()
-    machine = described(wanted.machine or steps.machine)
-    records = [r for r in read_run(run).records if r.outcome == "ok" and not functional(r)]
+    steps = load_published_steps()
+    machine = load_machine(wanted.machine or steps.machine)
+    records = [r for r in read_run(run).records if r.outcome == "ok" and not is_functional(r)]
     with ProgressLine() as line:
-        found = score(records, machine, planned(machine.gpu, machine.gpus_per_host), steps, watch=line)
+        found = compute_score(
+            records, machine, make_planned_probe(machine.gpu, machine.gpus_per_host), steps, watch=line
+        )
     if not found.loads:
         raise UsageError(f"{run} has no load that two layouts ran on a GPU; name a run with several layouts.")
     seen = sorted({r.point.model for r in records} & set(steps.without))
     if as_json:
-        print_json(found.as_json() | {"fitted_without": seen})
+        print_json(found.convert_to_json() | {"fitted_without": seen})
         return 0
-    terminal = console()
-    terminal.print(found.words(), soft_wrap=True)
+    terminal = make_console()
+    terminal.print(found.format_score(), soft_wrap=True)
     for load in found.loads:
-        if not load.right(load.picked):
+        if not load.is_right(load.picked):
             behind = 1 - load.measured[load.picked] / load.measured[load.best]
             terminal.print(f"Wrong at {load.name}: {load.picked} for {load.best}, {behind:.1%} behind.", soft_wrap=True)
     if seen:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dcpbench.commands import options as opt
-from dcpbench.commands.command import command
+from dcpbench.commands.command import register_command
 from dcpbench.errors import ExitCode
-from dcpbench.show.terminal import say
-from dcpbench.show.text import counted, printable
+from dcpbench.show.terminal import print_stderr
+from dcpbench.show.text import format_count, make_printable
 
 if TYPE_CHECKING:
     from dcpbench.records.repair import Audit, Fault
@@ -21,13 +21,13 @@ app = typer.Typer(
     help="Look through the records of runs, line by line, and take damaged lines out.\n\n"
     "Start with: dcpbench records check runs/monday",
 )
-MOST_FAULTS = 10
+MAX_FAULTS = 10
 """Lines that cannot be read, each told on a line of its own."""
 Run = Annotated[Path, typer.Argument(metavar="RUN", show_default=False, help="A run's folder, or its records.jsonl.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")]
 
 
-@command(app)
+@register_command(app)
 def check(runs: opt.Runs, as_json: AsJson = False) -> int:
     """Say of every line whether it is the record that was written; nothing is changed.
 
@@ -39,20 +39,20 @@ def check(runs: opt.Runs, as_json: AsJson = False) -> int:
     import msgspec
 
     from dcpbench.commands.runs import print_json
-    from dcpbench.records.repair import audit, check_any
+    from dcpbench.records.repair import audit_file, require_records
 
-    found = [audit(run) for run in runs]
+    found = [audit_file(run) for run in runs]
     if as_json:
         print_json([msgspec.to_builtins(one) for one in found])
     else:
         for one in found:
-            print("\n".join(map(printable, _said(one))))  # noqa: T201 - the answer
+            print("\n".join(map(make_printable, _format_audit(one))))  # noqa: T201 - the answer
     for one in found:
-        check_any(one)
+        require_records(one)
     return ExitCode.WRONG if any(one.faults for one in found) else 0
 
 
-@command(app)
+@register_command(app)
 def repair(
     run: Run,
     as_json: AsJson = False,
@@ -76,67 +76,69 @@ def repair(
     import msgspec
 
     from dcpbench.commands.runs import print_json
-    from dcpbench.launch.folders import locked
+    from dcpbench.launch.folders import lock_folder
     from dcpbench.records import repair as repairing
-    from dcpbench.records.file import check_there_are_records
-    from dcpbench.records.folder import run_folder
+    from dcpbench.records.file import require_record_file
+    from dcpbench.records.folder import get_run_folder
 
-    check_there_are_records(run)
-    with locked(run_folder(run)):
-        done = repairing.repair(run, strange=strange)
+    require_record_file(run)
+    with lock_folder(get_run_folder(run)):
+        done = repairing.repair_file(run, strange=strange)
     if as_json:
         print_json(msgspec.to_builtins(done))
         return 0
     for fault in done.left:
-        say(f"line {fault.line}, {fault.kind}: left as it is ({fault.why}); --strange takes it out, too")
+        print_stderr(f"line {fault.line}, {fault.kind}: left as it is ({fault.why}); --strange takes it out, too")
     if not done.taken_out:
         can = "the other" if done.left else "all"
-        say(f"{done.file}: {can} {counted(done.kept, 'record')} can be read; nothing was changed.")
+        print_stderr(f"{done.file}: {can} {format_count(done.kept, 'record')} can be read; nothing was changed.")
         return 0
     for fault in done.taken_out:
-        saved = f"; {counted(fault.held, 'record')} inside it kept" if fault.held else ""
-        say(f"line {fault.line}, {fault.kind}: taken out ({fault.length_bytes:,} bytes){saved}")
-    say(
-        f"{done.file}: {counted(done.kept, 'record')} kept. The file as it was: {done.backup}. To measure again what is "
+        saved = f"; {format_count(fault.held, 'record')} inside it kept" if fault.held else ""
+        print_stderr(f"line {fault.line}, {fault.kind}: taken out ({fault.length_bytes:,} bytes){saved}")
+    print_stderr(
+        f"{done.file}: {format_count(done.kept, 'record')} kept. The file as it was: {done.backup}. To measure again what is "
         "missing, repeat the run's command with --resume."
     )
     return 0
 
 
-def _held(fault: "Fault") -> str:
-    return f" Repair keeps {counted(fault.held, 'whole record')} inside it." if fault.held else ""
+def _format_held(fault: "Fault") -> str:
+    return f" Repair keeps {format_count(fault.held, 'whole record')} inside it." if fault.held else ""
 
 
-def _said(found: "Audit") -> list[str]:
-    from dcpbench.records.checks import repair_command
+def _format_audit(found: "Audit") -> list[str]:
+    from dcpbench.records.checks import format_repair_command
     from dcpbench.records.repair import STRANGE
 
-    lines = _faults(found)
+    lines = _format_faults(found)
     without = f", {found.unsealed:,} of them without a checksum" if found.unsealed else ""
     lines.append(
-        f"{found.file}: {counted(found.records, 'record')} of {counted(found.points, 'point')} can be read{without}."
+        f"{found.file}: {format_count(found.records, 'record')} of {format_count(found.points, 'point')} can be read{without}."
     )
     if found.samples_missing:
         lines.append(
-            f"{found.file}: {counted(len(found.samples_missing), 'file')} of requests not beside it, such as "
+            f"{found.file}: {format_count(len(found.samples_missing), 'file')} of requests not beside it, such as "
             f"{found.samples_missing[0]}; copy the whole folder of a run."
         )
     lines += found.advice
     if found.faults and (found.records or any(fault.held for fault in found.faults)):
         strange = any(fault.kind == STRANGE for fault in found.faults)
-        command = repair_command(Path(found.file), strange=strange)
+        command = format_repair_command(Path(found.file), strange=strange)
         lines.append(f"To take out what cannot be read, and keep a copy: {command}")
     return lines
 
 
-def _faults(found: "Audit") -> list[str]:
+def _format_faults(found: "Audit") -> list[str]:
     """The first lines that cannot be read, each with what is wrong with it, and how many more there are of each kind."""
     lines = [
-        f"{found.file}, line {fault.line}: {fault.kind}: {fault.why}.{_held(fault)}"
-        for fault in found.faults[:MOST_FAULTS]
+        f"{found.file}, line {fault.line}: {fault.kind}: {fault.why}.{_format_held(fault)}"
+        for fault in found.faults[:MAX_FAULTS]
     ]
-    more = Counter(fault.kind for fault in found.faults[MOST_FAULTS:])
+    more = Counter(fault.kind for fault in found.faults[MAX_FAULTS:])
     if more:
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in more.items())
-        lines.append(f"{found.file}: {counted(more.total(), 'more line')} cannot be read ({kinds}); --json has all.")
+        lines.append(
+            f"{found.file}: {format_count(more.total(), 'more line')} cannot be read ({kinds}); --json has all."
+        )
     return lines

@@ -26,17 +26,17 @@ def report(
 
     Example: dcpbench report runs/monday runs/tuesday --as-repeats --slo ttft=2000,itl=60 -o both
     """
-    from dcpbench.commands.runs import no_report, print_paths, say_if_unjudged, say_left_out
-    from dcpbench.launch.stopping import said_when_stopped
+    from dcpbench.commands.runs import format_no_report, print_if_unjudged, print_left_out, print_paths
+    from dcpbench.launch.stopping import print_when_stopped
     from dcpbench.reports import write_report
 
     out = output or (runs[0] if runs[0].is_dir() else runs[0].parent) / "report"
     options = answer.of_runs
     read: list[Run] = []
-    with said_when_stopped(no_report(runs)), ProgressLine() as line:
+    with print_when_stopped(format_no_report(runs)), ProgressLine() as line:
         paths = write_report(runs, out, pdf=pdf, watch=line, on_read=read.extend, **options)
-    say_left_out(read)
+    print_left_out(read)
     if answer.slo is not None:
-        say_if_unjudged(runs, answer.slo)
+        print_if_unjudged(runs, answer.slo)
     print_paths(paths, sys.stdout)
     return 0

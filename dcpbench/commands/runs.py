@@ -16,25 +16,25 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from dcpbench.commands.doctor import say_at_start
+from dcpbench.commands.doctor import report_at_start
 from dcpbench.errors import ExitCode, LayoutError, UsageError
 from dcpbench.launch import folders, launcher, tries
-from dcpbench.launch.nodes import secret, split_endpoint
-from dcpbench.launch.stopping import said_when_stopped
+from dcpbench.launch.nodes import get_secret, split_endpoint
+from dcpbench.launch.stopping import print_when_stopped
 from dcpbench.plan import grid
-from dcpbench.plan.options import check_seconds, shown
-from dcpbench.plan.spec import effective, planned
-from dcpbench.plan.typed import typed_command
-from dcpbench.points.layout import MOST_RANKS, Layout
+from dcpbench.plan.options import check_seconds, format_value
+from dcpbench.plan.spec import make_planned_probe, select_device
+from dcpbench.plan.typed import get_typed_command
+from dcpbench.points.layout import MAX_RANKS, Layout
 from dcpbench.records.checks import OUTCOMES
 from dcpbench.records.file import RecordFile, check_point
-from dcpbench.records.folder import record_file
+from dcpbench.records.folder import get_record_file
 from dcpbench.records.metrics import SWEPT
-from dcpbench.records.record import functional
-from dcpbench.records.runs import last_records, read_run
+from dcpbench.records.record import is_functional
+from dcpbench.records.runs import read_last_records, read_run
 from dcpbench.show.streams import write_json
-from dcpbench.show.terminal import ProgressLine, console, say
-from dcpbench.show.text import counted
+from dcpbench.show.terminal import ProgressLine, make_console, print_stderr
+from dcpbench.show.text import format_count
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -74,7 +74,7 @@ _part: contextvars.ContextVar[Part | None] = contextvars.ContextVar("part", defa
 
 
 @contextlib.contextmanager
-def as_part(what: str = "points") -> Iterator[Part]:
+def run_as_part(what: str = "points") -> Iterator[Part]:
     """What runs in this block shows how far it is and what fails, and leaves the rest, the report too, to the caller."""
     part = Part(what)
     token = _part.set(part)
@@ -89,7 +89,7 @@ def is_part() -> bool:
     return _part.get() is not None
 
 
-def on(probe: Probe) -> None:
+def record_device(probe: Probe) -> None:
     """Tell the command that makes this run on what it runs."""
     if part := _part.get():
         part.devices.add(probe.device)
@@ -119,7 +119,7 @@ _elsewhere: contextvars.ContextVar[Elsewhere | None] = contextvars.ContextVar("e
 
 
 @contextlib.contextmanager
-def elsewhere(there: Elsewhere) -> Iterator[None]:
+def run_elsewhere(there: Elsewhere) -> Iterator[None]:
     """Commands in this block end once they have raised what they are wrong by."""
     token = _elsewhere.set(there)
     try:
@@ -133,18 +133,20 @@ def is_elsewhere() -> bool:
     return _elsewhere.get() is not None
 
 
-def values_alone(tp: Sequence[int], dp: Sequence[int] = (1,), dcp: Sequence[int] = ()) -> bool:
+def is_values_only(tp: Sequence[int], dp: Sequence[int] = (1,), dcp: Sequence[int] = ()) -> bool:
     """Whether no more than the values of options can be judged. Raises LayoutError where no layout can be."""
     there = _elsewhere.get()
     if there is None or there.points:
         return False
-    errors = [_wrong(*degrees) for degrees in itertools.product(tp, dp, dcp or (1,))] if there.layouts else []
+    errors = (
+        [_find_layout_error(*degrees) for degrees in itertools.product(tp, dp, dcp or (1,))] if there.layouts else []
+    )
     if errors and all(errors):
         raise next(filter(None, errors))
     return True
 
 
-def _wrong(tp: int, dp: int, dcp: int) -> LayoutError | None:
+def _find_layout_error(tp: int, dp: int, dcp: int) -> LayoutError | None:
     try:
         Layout(tp=tp, dp=dp, dcp=dcp)
     except LayoutError as e:
@@ -152,12 +154,12 @@ def _wrong(tp: int, dp: int, dcp: int) -> LayoutError | None:
     return None
 
 
-def machine(run: Run) -> Probe:
+def get_probe(run: Run) -> Probe:
     """The machine as --device wants it seen, or the one that --gpu plans for."""
     if there := _elsewhere.get():
-        return effective(there.probe, run.device)
-    found = launcher.probe(WORKER) if run.gpu is None else planned(run.gpu, run.gpus or USUAL_GPUS)
-    return effective(found, run.device)
+        return select_device(there.probe, run.device)
+    found = launcher.run_probe(WORKER) if run.gpu is None else make_planned_probe(run.gpu, run.gpus or USUAL_GPUS)
+    return select_device(found, run.device)
 
 
 def measure(spec: SweepSpec, probe: Probe, run: Run, work_off: WorkOff | None = None, *, given: Options = None) -> int:
@@ -166,27 +168,29 @@ def measure(spec: SweepSpec, probe: Probe, run: Run, work_off: WorkOff | None = 
     `work_off` leaves a record of every point in the folder; None: torchrun jobs do. `given`: the options that describe the
     grid, with which --resume tells a run of another grid; None: --resume does not look at them.
     """
-    on(probe)
-    if values_alone(spec.tp, spec.dp, spec.dcp):
+    record_device(probe)
+    if is_values_only(spec.tp, spec.dp, spec.dcp):
         return 0
     there = _elsewhere.get()
-    candidates = grid.expand(spec, probe, there.nodes if there else run.machines.nnodes)
-    say_defaults(spec, candidates)
+    candidates = grid.expand_grid(spec, probe, there.nodes if there else run.machines.nnodes)
+    print_defaults(spec, candidates)
     note_plan(candidates, given)
-    if only_planned(candidates, probe, run):
+    if finish_if_planned(candidates, probe, run):
         return 0
-    folder = run.output or folders.new_folder("-".join(spec.model), spec.tp)
-    work = work_of(folder, spec.settings, probe, run)
+    folder = run.output or folders.choose_folder("-".join(spec.model), spec.tp)
+    work = make_work(folder, spec.settings, probe, run)
     if run.machines.node_rank:
         folders.make_folder(folder)
-        say(f"Node {run.machines.node_rank}: works for node 0 at {run.machines.rdzv_endpoint}; the records are there.")
-        with stoppable(work):
-            launcher.run([], work, run.machines, lambda _: None)
+        print_stderr(
+            f"Node {run.machines.node_rank}: works for node 0 at {run.machines.rdzv_endpoint}; the records are there."
+        )
+        with handle_stop(work):
+            launcher.run_points([], work, run.machines, lambda _: None)
         return 0
-    return carry_out(candidates, folder, work, probe, run, work_off, given=given)
+    return run_candidates(candidates, folder, work, probe, run, work_off, given=given)
 
 
-def carry_out(
+def run_candidates(
     candidates: Sequence[grid.Candidate],
     folder: Path,
     work: launcher.Work,
@@ -197,27 +201,27 @@ def carry_out(
     given: Options = None,
 ) -> int:
     """Run the points that can run into a folder, and write the report. Returns the exit code. `given`: see measure."""
-    with folders.locked(folder) as lock:
-        with folders.writing(folder):
-            left = _prepare(candidates, folder, work, run, given)
-            points = _without_those_set_aside(left, folder, work.retries)
+    with folders.lock_folder(folder) as lock:
+        with folders.convert_write_errors(folder):
+            left = _prepare_folder(candidates, folder, work, run, given)
+            points = _drop_set_aside(left, folder, work.retries)
             pool_points = tuple(c.point for c in candidates if c.error is None)
             engines = tuple(dict.fromkeys(c.plan for c in candidates if c.plan))
             if not is_part():
-                announce(candidates, points, folder, probe, aside=len(left) - len(points))
+                print_start(candidates, points, folder, probe, aside=len(left) - len(points))
                 if work_off is None:
-                    say_at_start(folder, cuda=probe.device == "cuda")
+                    report_at_start(folder, cuda=probe.device == "cuda")
             (work_off or run_points)(
                 points, msgspec.structs.replace(work, pool_points=pool_points, engines=engines, lock=lock), run
             )
-        return _finish(candidates, folder, probe, run)
+        return _finish_run(candidates, folder, probe, run)
 
 
-def say_defaults(spec: SweepSpec, candidates: Sequence[grid.Candidate]) -> None:
+def print_defaults(spec: SweepSpec, candidates: Sequence[grid.Candidate]) -> None:
     """The first line: what who typed less may not expect."""
-    notes = ["" if spec.dcp else grid.dcp_by_default(candidates), grid.stored_by_default(spec, candidates)]
-    if said := " ".join(filter(None, notes)):
-        say(said)
+    notes = ["" if spec.dcp else grid.format_dcp_note(candidates), grid.format_precision_note(spec, candidates)]
+    if note := " ".join(filter(None, notes)):
+        print_stderr(note)
 
 
 def check_run(run: Run, *, remote: bool = False) -> None:
@@ -237,9 +241,9 @@ def check_run(run: Run, *, remote: bool = False) -> None:
     _check_planned(run)
     if m.nnodes < 1:
         raise UsageError(f"--nnodes {m.nnodes} is not positive; try --nnodes 2, or leave it out.")
-    if m.nnodes > MOST_RANKS:
+    if m.nnodes > MAX_RANKS:
         raise UsageError(
-            f"--nnodes {shown(m.nnodes)} is more than the {MOST_RANKS:,} ranks that a layout can have; try --nnodes 2."
+            f"--nnodes {format_value(m.nnodes)} is more than the {MAX_RANKS:,} ranks that a layout can have; try --nnodes 2."
         )
     if not 0 <= m.node_rank < m.nnodes:
         raise UsageError(
@@ -247,11 +251,11 @@ def check_run(run: Run, *, remote: bool = False) -> None:
         )
     if m.nnodes > 1 and run.gpu is None:
         split_endpoint(m.rdzv_endpoint)
-        secret()
+        get_secret()
 
 
 def _check_isolation(run: Run, *, remote: bool) -> None:
-    retries, limit = _retries(run), _point_limit(run)
+    retries, limit = _get_retries(run), _get_point_limit(run)
     if remote and (retries or limit is not None):
         raise UsageError(
             "--point-retries and --point-limit are about ranks of ours; leave them out where servers are measured."
@@ -262,12 +266,12 @@ def _check_isolation(run: Run, *, remote: bool) -> None:
         check_seconds("--point-limit", limit, 1800)
 
 
-def _retries(run: Run) -> int:
+def _get_retries(run: Run) -> int:
     """0 where the command has no such option."""
     return getattr(run, "point_retries", 0)
 
 
-def _point_limit(run: Run) -> float | None:
+def _get_point_limit(run: Run) -> float | None:
     return getattr(run, "point_limit", None)
 
 
@@ -283,7 +287,7 @@ def _check_planned(run: Run) -> None:
     if run.gpus is not None and run.gpu is None:
         raise UsageError(f"--gpus {run.gpus} says how many GPUs of --gpu a machine has; add for example --gpu H200.")
     if run.gpu is not None:
-        planned(run.gpu, USUAL_GPUS if run.gpus is None else run.gpus)
+        make_planned_probe(run.gpu, USUAL_GPUS if run.gpus is None else run.gpus)
     if run.gpu is not None and not run.dry_run:
         raise UsageError(
             f"--gpu {run.gpu} plans for a machine that is not this one, and nothing can be measured on it; add "
@@ -293,7 +297,7 @@ def _check_planned(run: Run) -> None:
         raise UsageError(f"--gpu {run.gpu} and --device cpu contradict each other; leave one of them out.")
 
 
-def _prepare(
+def _prepare_folder(
     candidates: Sequence[grid.Candidate], folder: Path, work: launcher.Work, run: Run, given: Options
 ) -> list[Point]:
     """Make the folder, record the rejected points once, and return the points that are still to be measured."""
@@ -301,26 +305,26 @@ def _prepare(
         check_point(c.point)
     folders.prepare_sweep(folder, resume=run.resume, force=run.force)
     bad: list[BadLine] = []
-    known = last_records(folder, bad=bad)
+    known = read_last_records(folder, bad=bad)
     if run.resume:
-        say_bad_lines(bad)
+        print_bad_lines(bad)
         folders.check_same_command(folder, candidates[0].point, known.values())
         if given is not None:
             _check_defaults(folder, [c.point for c in candidates], list(known.values()), given)
     if run.resume and not known and not bad:
-        say(f"{folder} holds no run yet; starting one.")
-    elif run.resume and known and not any(c.point.key() in known for c in candidates):
-        say(f"None of these points is in {folder}; to go on with its run, repeat the command of that run.")
+        print_stderr(f"{folder} holds no run yet; starting one.")
+    elif run.resume and known and not any(c.point.get_key() in known for c in candidates):
+        print_stderr(f"None of these points is in {folder}; to go on with its run, repeat the command of that run.")
     if run.resume:
-        now = folders.settings_of(candidates[0].point, work.settings, work.device)
+        now = folders.list_settings(candidates[0].point, work.settings, work.device)
         if changed := folders.check_resumed(folder, now):
-            say(changed)
+            print_stderr(changed)
     for c in candidates:
-        old = known.get(c.point.key())
+        old = known.get(c.point.get_key())
         if c.error is not None and (old is None or old.outcome != "rejected"):
-            RecordFile(folder).append(c.rejected())
+            RecordFile(folder).append(c.make_rejected_record())
     measured = {key for key, record in known.items() if record.outcome == "ok"}
-    return [c.point for c in candidates if c.error is None and c.point.key() not in measured]
+    return [c.point for c in candidates if c.error is None and c.point.get_key() not in measured]
 
 
 def _check_defaults(
@@ -333,36 +337,36 @@ def _check_defaults(
         folders.check_default_grid(folder, points, records)
 
 
-def _without_those_set_aside(points: list[Point], folder: Path, retries: int) -> list[Point]:
+def _drop_set_aside(points: list[Point], folder: Path, retries: int) -> list[Point]:
     """The points that have not failed too often before; says how to try the others all the same."""
-    failed = tries.failed(folder)
-    aside = [p for p in points if tries.set_aside(failed[p.key()], retries)]
+    failed = tries.count_failures(folder)
+    aside = [p for p in points if tries.is_set_aside(failed[p.get_key()], retries)]
     if aside:
-        most = max(failed[p.key()] for p in aside)
-        say(
-            f"{counted(len(aside), 'point')} that failed {most} times {'is' if len(aside) == 1 else 'are'} set aside: the "
-            f"records say why. To try {'it' if len(aside) == 1 else 'them'} again, add --point-retries {most}."
+        max_times = max(failed[p.get_key()] for p in aside)
+        print_stderr(
+            f"{format_count(len(aside), 'point')} that failed {max_times} times {'is' if len(aside) == 1 else 'are'} set aside: the "
+            f"records say why. To try {'it' if len(aside) == 1 else 'them'} again, add --point-retries {max_times}."
         )
     return [p for p in points if p not in aside]
 
 
 def run_points(points: Sequence[Point], work: launcher.Work, run: Run) -> None:
     """Run the points and show how far they are; an interrupt ends the workers, then the command."""
-    with stoppable(work), progress_of(points) as bar:
-        launcher.run(points, work, run.machines, bar)
+    with handle_stop(work), make_progress_bar(points) as bar:
+        launcher.run_points(points, work, run.machines, bar)
 
 
-def progress_of(points: Sequence[Point]) -> ProgressBar:
+def make_progress_bar(points: Sequence[Point]) -> ProgressBar:
     """How far points are, on stderr."""
-    from dcpbench.launch.progress import ProgressBar, names_of
+    from dcpbench.launch.progress import ProgressBar, format_point_names
 
     part = _part.get()
     what = part.what if part else "points"
-    return ProgressBar(names_of(points), console(error=True), what, brief=part is not None)
+    return ProgressBar(format_point_names(points), make_console(error=True), what, brief=part is not None)
 
 
 @contextlib.contextmanager
-def stoppable(work: launcher.Work) -> Iterator[None]:
+def handle_stop(work: launcher.Work) -> Iterator[None]:
     """End the workers first on Ctrl-C, SIGTERM and a lost terminal (SIGHUP), then print what to type next."""
     folder = shlex.quote(str(work.folder))
     again = f"go on, repeat the command with: -o {folder} --resume"
@@ -371,76 +375,76 @@ def stoppable(work: launcher.Work) -> Iterator[None]:
     ended = "" if work.settings.step_times else "the workers have ended and "
 
     def explain() -> str:
-        records = record_file(work.folder)
+        records = get_record_file(work.folder)
         there = records.is_file() and records.stat().st_size > 0
         report = f"\nFor a report of what was measured: dcpbench report {folder}" if there else ""
         return f"Interrupted; {ended}what was measured is in {work.folder}. To {again}{report}"
 
-    with said_when_stopped("" if is_part() else explain):
+    with print_when_stopped("" if is_part() else explain):
         yield
 
 
-def _finish(candidates: Sequence[grid.Candidate], folder: Path, probe: Probe, run: Run) -> int:
+def _finish_run(candidates: Sequence[grid.Candidate], folder: Path, probe: Probe, run: Run) -> int:
     """Write the report, say where it lies, and tell by the exit code whether every point that could run did."""
-    from dcpbench.reports import terminal_table, write_report
+    from dcpbench.reports import render_terminal_table, write_report
 
-    last = last_records(folder, bad=[])
-    records = [last[c.point.key()] for c in candidates if c.point.key() in last]
+    last = read_last_records(folder, bad=[])
+    records = [last[c.point.get_key()] for c in candidates if c.point.get_key() in last]
     failed = [r for r in records if r.outcome in ("failed", "hung")]
     if is_part():
         return ExitCode.FAILED if failed else 0
-    with said_when_stopped(no_report([folder])), ProgressLine() as line:
+    with print_when_stopped(format_no_report([folder])), ProgressLine() as line:
         paths = write_report([folder], folder / "report", watch=line)
     if run.as_json:
-        print_json(_summary(records, folder, paths, probe))
+        print_json(_make_summary(records, folder, paths, probe))
     else:
-        console().print(terminal_table([folder]))
+        make_console().print(render_terminal_table([folder]))
     print_paths(paths, sys.stderr if run.as_json else sys.stdout)
     return ExitCode.FAILED if failed else 0
 
 
-def no_report(folders: Sequence[Path]) -> str:
+def format_no_report(folders: Sequence[Path]) -> str:
     """What is said where a report was interrupted, and what to type."""
     again = shlex.join(["dcpbench", "report", *map(str, folders)])
     return f"Interrupted; no report was written. The records are safe; to write it: {again}"
 
 
-def say_left_out(runs: Sequence[ReadRun]) -> None:
+def print_left_out(runs: Sequence[ReadRun]) -> None:
     """Name the lines of runs that cannot be read, and what to type so that the files are without them."""
-    from dcpbench.records.file import cut_short
+    from dcpbench.records.file import is_last_line_cut_short
 
     for run in runs:
-        if run.path is not None and cut_short(run.path):
-            say(f"{run.path}: the last line of its record file was cut short; it is left out.")
-        say_bad_lines(run.bad_lines)
+        if run.path is not None and is_last_line_cut_short(run.path):
+            print_stderr(f"{run.path}: the last line of its record file was cut short; it is left out.")
+        print_bad_lines(run.bad_lines)
 
 
-def say_bad_lines(lines: Sequence[BadLine]) -> None:
+def print_bad_lines(lines: Sequence[BadLine]) -> None:
     """Name lines that cannot be read and are left out, the first ones each, and the commands that take them out."""
     for bad in lines[:MAX_NAMED]:
-        say(f"{bad.file}, line {bad.line} cannot be read and is left out: {bad.why}.")
+        print_stderr(f"{bad.file}, line {bad.line} cannot be read and is left out: {bad.why}.")
     if len(lines) > MAX_NAMED:
-        say(f"{counted(len(lines) - MAX_NAMED, 'more line')} cannot be read and are left out.")
+        print_stderr(f"{format_count(len(lines) - MAX_NAMED, 'more line')} cannot be read and are left out.")
     for mend in dict.fromkeys(bad.mend for bad in lines if bad.mend):
-        say(f"To take what cannot be read out, and keep a copy of the file: {mend}")
+        print_stderr(f"To take what cannot be read out, and keep a copy of the file: {mend}")
 
 
-def say_if_unjudged(folders: Sequence[Path], slo: str) -> None:
+def print_if_unjudged(folders: Sequence[Path], slo: str) -> None:
     """Say that --slo changes nothing where all that finished ran on a CPU."""
     finished = [r for folder in folders for r in read_run(folder).records if r.outcome == "ok"]
-    if finished and all(functional(r) for r in finished):
-        say(
+    if finished and all(is_functional(r) for r in finished):
+        print_stderr(
             f"--slo {slo} changes nothing here: all points ran on a CPU, whose latencies are held against no objective."
         )
 
 
-def _summary(records: Sequence[Record], folder: Path, paths: Sequence[Path], probe: Probe) -> dict[str, object]:
+def _make_summary(records: Sequence[Record], folder: Path, paths: Sequence[Path], probe: Probe) -> dict[str, object]:
     counts = {o: sum(r.outcome == o for r in records) for o in OUTCOMES}
     results = []
     for r in records:
         row = {"point": msgspec.to_builtins(r.point), "layout": r.point.layout_name, "outcome": r.outcome}
         if r.metrics:
-            row |= {metric.name: metric.value(r) for metric in SWEPT}
+            row |= {metric.name: metric.get_value(r) for metric in SWEPT}
         if r.serve:
             row |= {"serve": msgspec.to_builtins(r.serve)}
         results.append(row | {"reason": r.reason, "marks": r.marks})
@@ -454,39 +458,39 @@ def _summary(records: Sequence[Record], folder: Path, paths: Sequence[Path], pro
     }
 
 
-def only_planned(candidates: Sequence[grid.Candidate], probe: Probe, run: Run) -> bool:
+def finish_if_planned(candidates: Sequence[grid.Candidate], probe: Probe, run: Run) -> bool:
     """Whether nothing is to run: a --dry-run, which is then printed, or a machine that is elsewhere.
 
     Raises the points' own error where none of them can run.
     """
     if run.dry_run:
         _print_plan(candidates, probe, run)
-    grid.check_any(candidates, listed_above=run.dry_run and not run.as_json)
+    grid.require_runnable(candidates, listed_above=run.dry_run and not run.as_json)
     return run.dry_run or is_elsewhere()
 
 
 def _print_plan(candidates: Sequence[grid.Candidate], probe: Probe, run: Run) -> None:
     """Print what --dry-run plans: the points that can run, and why others cannot; in JSON each with the machine it is for."""
-    rows = grid.table(candidates)
+    rows = grid.make_table(candidates)
     if run.as_json:
         machine = {"device": probe.device, "gpus": probe.count, "name": probe.name, "memory_bytes": probe.memory_bytes}
         machine |= {"nnodes": run.machines.nnodes, "planned": msgspec.to_builtins(probe.gpu)}
         print_json([row | {"machine": machine} for row in rows])
         return
-    from dcpbench.launch.progress import candidates_table, no_fit_lines, planned_for, rejected_lines
+    from dcpbench.launch.progress import format_no_fit_lines, format_plan_note, format_rejected, make_candidates_table
 
-    terminal = console()
-    for line in no_fit_lines(rows):
+    terminal = make_console()
+    for line in format_no_fit_lines(rows):
         terminal.print(line, soft_wrap=True, markup=False)
     if probe.gpu:
-        say(planned_for(probe.gpu, probe.count, run.machines.nnodes))
+        print_stderr(format_plan_note(probe.gpu, probe.count, run.machines.nnodes))
     if any(r["reason"] is None for r in rows):
-        terminal.print(candidates_table(rows))
-    for line in rejected_lines(rows):
+        terminal.print(make_candidates_table(rows))
+    for line in format_rejected(rows):
         terminal.print(f"cannot run: {line}", soft_wrap=True)
 
 
-def announce(
+def print_start(
     candidates: Sequence[grid.Candidate],
     points: Sequence[Point],
     folder: Path,
@@ -496,21 +500,21 @@ def announce(
     aside: int = 0,
 ) -> None:
     """Say what will run, what cannot and why, how many points are set `aside`, and where the results will lie."""
-    from dcpbench.launch.progress import CPU_NOTE, rejected_lines
+    from dcpbench.launch.progress import CPU_NOTE, format_rejected
 
     if probe.device == "cpu" and cpu_note:
-        say(CPU_NOTE)
-    for line in rejected_lines(grid.table(candidates)):
-        say(f"cannot run: {line}")
+        print_stderr(CPU_NOTE)
+    for line in format_rejected(grid.make_table(candidates)):
+        print_stderr(f"cannot run: {line}")
     added = sum(c.added for c in candidates if c.error is None)
     possible = sum(c.error is None for c in candidates)
     measured = possible - len(points) - aside
     skipped = (f", {measured} already measured" if measured else "") + (f", {aside} set aside" if aside else "")
     extra = f" ({added} of the grid are baselines; --no-baseline leaves them out)" if added else ""
-    say(f"{counted(len(points), 'point')} to run{skipped}{extra}. Output: {folder}")
+    print_stderr(f"{format_count(len(points), 'point')} to run{skipped}{extra}. Output: {folder}")
 
 
-def work_of(folder: Path, settings: Settings, probe: Probe, run: Run) -> launcher.Work:
+def make_work(folder: Path, settings: Settings, probe: Probe, run: Run) -> launcher.Work:
     """What is the same for all jobs of a command."""
     return launcher.Work(
         folder=folder.absolute(),
@@ -518,9 +522,9 @@ def work_of(folder: Path, settings: Settings, probe: Probe, run: Run) -> launche
         device=probe.device,
         hardware=probe.name,
         timeout=run.timeout,
-        point_limit=_point_limit(run),
-        retries=_retries(run),
-        command=typed_command(),
+        point_limit=_get_point_limit(run),
+        retries=_get_retries(run),
+        command=get_typed_command(),
         worker=WORKER,
     )
 

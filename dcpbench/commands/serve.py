@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from dcpbench.commands import options as opt
-from dcpbench.commands.command import Group, panel, typed
+from dcpbench.commands.command import Group, collect_typed, make_panel
 from dcpbench.serving.load_words import ANSWERS, CHUNK, CPU_ANSWERS, CPU_CHUNK, CPU_PROMPTS, PROMPTS, USUAL_REQUESTS
-from dcpbench.show.terminal import say
+from dcpbench.show.terminal import print_stderr
 
 if TYPE_CHECKING:
     from dcpbench.launch.launcher import Work
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from dcpbench.points.point import Load as PointLoad
     from dcpbench.points.point import Point
     from dcpbench.points.settings import Settings
-    from dcpbench.servers.measure import Asked
+    from dcpbench.servers.measure import ClientConfig
 
 USUAL_STEP_S = 0.05  # order of magnitude of a step of a large model, to estimate how long a live run takes
 LONG_S = 600.0
 MAX_CLIENT_PROCESSES = 64
 
-WHEN = panel("When requests come")
-WHAT = panel("What requests are")
-SERVED = panel("How requests are served")
-REMOTE = panel("Real servers")
+WHEN = make_panel("When requests come")
+WHAT = make_panel("What requests are")
+SERVED = make_panel("How requests are served")
+REMOTE = make_panel("Real servers")
 
 
 class Layouts(opt.Layouts):
@@ -293,39 +293,39 @@ def serve(layouts: Layouts, load: Load, how: How, measured: Measured, remote: Re
 
     from dcpbench.commands import runs
     from dcpbench.errors import UsageError
-    from dcpbench.plan.judge import known_times
-    from dcpbench.plan.serve_spec import OTHERS, SERVE_PARSERS, make_serve_spec, measured_before
+    from dcpbench.plan.judge import load_step_times
+    from dcpbench.plan.serve_spec import OTHERS, SERVE_PARSERS, make_serve_spec, resolve_step_times
     from dcpbench.plan.spec import read_options
     from dcpbench.points.names import NO_EXCHANGE, STORED
 
     runs.check_run(run, remote=remote.url is not None or remote.engine is not None or remote.serve_cmd is not None)
     given = read_options(run.config, SERVE_PARSERS) if run.config else {}
-    given |= typed(layouts, load, how, measured)
+    given |= collect_typed(layouts, load, how, measured)
     check_one_server(remote)
     if remote.url is not None:
-        return _serve_from(remote.url, remote, given, run)
+        return _measure_remote(remote.url, remote, given, run)
     if remote.engine is not None or remote.serve_cmd is not None:
-        return _serve_started(remote, given, run)
+        return _measure_started(remote, given, run)
     check_local(remote)
-    path = measured_before(given)
+    path = resolve_step_times(given)
     if path is None:
-        probe = runs.machine(run)
+        probe = runs.get_probe(run)
         spec = make_serve_spec(given, probe)
-        _say_about(spec, probe, run)
+        _print_notes(spec, probe, run)
         return runs.measure(spec, probe, run, given=given)
     if run.gpu is not None:
         raise UsageError(f"--step-times {path} says itself on which GPUs its steps were taken; leave --gpu out.")
-    times = known_times(path)
+    times = load_step_times(path)
     probe = msgspec.structs.replace(
-        times.probe(),
-        count=max(times.probe().count, int(times.path["tp"])),
+        times.make_probe(),
+        count=max(times.make_probe().count, int(times.path["tp"])),
         packages={"flashinfer": times.environment.flashinfer, "flash_mla": times.environment.flash_mla},
     )
     unsaid = OTHERS + (("exchange",) if times.path["exchange"] == NO_EXCHANGE else ())
     unsaid += tuple(name for name in (*STORED, "emulate") if not times.path[name])
     own = {name: value for name, value in times.path.items() if name not in unsaid}
     spec = make_serve_spec({"baseline": "disaggregate" in given, **own, **given}, probe)
-    _say_about(spec, probe, run)
+    _print_notes(spec, probe, run)
     return runs.measure(spec, probe, run, _replay_points, given={**own, **given})
 
 
@@ -344,54 +344,56 @@ def check_one_server(remote: Remote) -> None:
 def check_local(remote: Remote) -> None:
     """Raise UsageError for an option that needs a server."""
     from dcpbench.errors import UsageError
-    from dcpbench.points.names import flag
+    from dcpbench.points.names import format_flag
 
     usual = vars(Remote())
-    if alone := [flag(name) for name, value in vars(remote).items() if value != usual[name]]:
+    if alone := [format_flag(name) for name, value in vars(remote).items() if value != usual[name]]:
         raise UsageError(f"{alone[0]} is for a server that runs already; add for example --url http://127.0.0.1:8000.")
 
 
-def _serve_from(url: str, remote: Remote, given: dict[str, object], run: opt.Run) -> int:
+def _measure_remote(url: str, remote: Remote, given: dict[str, object], run: opt.Run) -> int:
     """Measure a server that runs already."""
     from dcpbench.commands import runs
     from dcpbench.launch import folders
     from dcpbench.plan.server_spec import make_server_spec
     from dcpbench.points.machine import Probe
-    from dcpbench.servers.measure import judged, look, manner_of, measure_points
+    from dcpbench.servers.measure import fetch_server_info, make_candidates, measure_points, resolve_prompt_format
     from dcpbench.servers.profile import make_traces_folder
 
     spec = make_server_spec(given, cpu=run.device == "cpu")
     if spec.wrong is not None:
         raise spec.wrong
     probe = Probe(device="cpu" if run.device == "cpu" else "cuda", count=spec.layout["tp"], name=run.gpu or "")
-    asked = _asked(url, remote, run, spec.layout["tp"])
+    asked = _make_client_config(url, remote, run, spec.layout["tp"])
     if runs.is_elsewhere():
         return 0
-    info = look(asked.target, asked.retries).with_kv_capacity(dp=spec.layout["dp"], dcp=spec.layout["dcp"])
-    card = info.model(spec.model)
+    info = fetch_server_info(asked.target, asked.retries).with_kv_capacity(dp=spec.layout["dp"], dcp=spec.layout["dcp"])
+    card = info.find_model(spec.model)
     if run.dry_run or not runs.is_part():
         for note in (f"{asked.target.url}: {info.origin.removeprefix('engine ')}, model {card.id}.", *info.notes):
-            say(note)
-    runs.on(probe)
+            print_stderr(note)
+    runs.record_device(probe)
     if run.dry_run or not runs.is_part():
-        _say_about_loads(spec.loads, spec.settings, cpu=run.device == "cpu")
-    candidates = judged(spec.points(info.engine, card.id), card.max_model_len)
-    if runs.only_planned(candidates, probe, run):
+        _print_load_notes(spec.loads, spec.settings, cpu=run.device == "cpu")
+    candidates = make_candidates(spec.make_points(info.engine, card.id), card.max_model_len)
+    if runs.finish_if_planned(candidates, probe, run):
         return 0
     if remote.traces is not None:
         make_traces_folder(remote.traces)
-    manner = manner_of(asked, card.id)
-    folder = run.output or folders.new_folder(f"{info.engine}-{Path(card.id).name}", (spec.layout["tp"],))
+    manner = resolve_prompt_format(asked, card.id)
+    folder = run.output or folders.choose_folder(f"{info.engine}-{Path(card.id).name}", (spec.layout["tp"],))
 
-    def work_off(points: "Sequence[Point]", work: "Work", run: opt.Run) -> None:
+    def run_all(points: "Sequence[Point]", work: "Work", run: opt.Run) -> None:
         del run
-        with runs.stoppable(work), runs.progress_of(points) as bar:
+        with runs.handle_stop(work), runs.make_progress_bar(points) as bar:
             measure_points(points, asked, info, manner, work.settings, work.folder, bar)
 
-    return runs.carry_out(candidates, folder, runs.work_of(folder, spec.settings, probe, run), probe, run, work_off)
+    return runs.run_candidates(
+        candidates, folder, runs.make_work(folder, spec.settings, probe, run), probe, run, run_all
+    )
 
 
-def _serve_started(remote: Remote, given: dict[str, object], run: opt.Run) -> int:
+def _measure_started(remote: Remote, given: dict[str, object], run: opt.Run) -> int:
     """Start a server for each layout and each combination of flags, and measure all loads on it."""
     import itertools
     import shutil
@@ -403,42 +405,43 @@ def _serve_started(remote: Remote, given: dict[str, object], run: opt.Run) -> in
     from dcpbench.plan.server_spec import make_server_spec, split_layouts
     from dcpbench.points import redaction
     from dcpbench.points.machine import Probe
-    from dcpbench.servers.presets import engine
+    from dcpbench.servers.presets import resolve_engine
     from dcpbench.servers.profile import make_traces_folder
     from dcpbench.servers.sweep import measure_started
 
     if not given.get("model"):
         raise UsageError("--engine needs --model: a folder, or a name that the engine knows.")
     check_seconds("--start-timeout", remote.start_timeout, 1800)
-    preset = engine(remote.engine, remote.serve_cmd)
-    split = [_with_default_ep(remote.engine, one) for one in split_layouts({"tp": 1, **given})]
+    preset = resolve_engine(remote.engine, remote.serve_cmd)
+    split = [_add_default_ep(remote.engine, one) for one in split_layouts({"tp": 1, **given})]
     specs = [make_server_spec(one, cpu=run.device == "cpu") for one in split]
     spec, model = specs[0], str(specs[0].model)
-    asked = _asked("http://127.0.0.1:1", remote, run, spec.layout["tp"])
-    if runs.values_alone((), ()):
+    asked = _make_client_config("http://127.0.0.1:1", remote, run, spec.layout["tp"])
+    if runs.is_values_only((), ()):
         return 0
     tps = tuple(dict.fromkeys(one.layout["tp"] for one in specs))
     candidates = [
         candidate
-        for one, settings in itertools.product(specs, preset.labels())
-        for candidate in one.candidates(preset.name, model, settings)
+        for one, settings in itertools.product(specs, preset.list_labels())
+        for candidate in one.make_candidates(preset.name, model, settings)
     ]
     probe = Probe(device="cpu" if run.device == "cpu" else "cuda", count=max(tps), name=run.gpu or "")
-    runs.on(probe)
+    runs.record_device(probe)
     if run.dry_run or not runs.is_part():
-        _say_about_loads(spec.loads, spec.settings, cpu=run.device == "cpu")
+        _print_load_notes(spec.loads, spec.settings, cpu=run.device == "cpu")
     runs.note_plan(candidates, given)
-    if runs.only_planned(candidates, probe, run):
+    if runs.finish_if_planned(candidates, probe, run):
         able = [c.point for c in candidates if c.error is None]
         if not run.as_json:
             traces = str(remote.traces or "")
             for words in dict.fromkeys(
-                redaction.command_line(preset.words(p, preset.settings_of(p), model, 0, traces=traces)) for p in able
+                redaction.format_command_line(preset.make_command(p, preset.find_settings(p), model, 0, traces=traces))
+                for p in able
             ):
-                say(words)
+                print_stderr(words)
         return 0
     first = candidates[0].point
-    program = preset.words(first, preset.settings_of(first), model, 0)[0]
+    program = preset.make_command(first, preset.find_settings(first), model, 0)[0]
     if shutil.which(program, path=preset.env.get("PATH")) is None:
         raise MissingPackageError(
             f"{preset.name} cannot be started: there is no program {program} here; install it, or begin PATH with the "
@@ -446,18 +449,18 @@ def _serve_started(remote: Remote, given: dict[str, object], run: opt.Run) -> in
         )
     if remote.traces is not None:
         make_traces_folder(remote.traces)
-    folder = run.output or folders.new_folder(f"{preset.name}-{Path(model).name}", tps)
+    folder = run.output or folders.choose_folder(f"{preset.name}-{Path(model).name}", tps)
 
-    def work_off(points: "Sequence[Point]", work: "Work", run: opt.Run) -> None:
+    def run_all(points: "Sequence[Point]", work: "Work", run: opt.Run) -> None:
         del run
-        with runs.stoppable(work), runs.progress_of(points) as bar:
+        with runs.handle_stop(work), runs.make_progress_bar(points) as bar:
             measure_started(points, preset, model, asked, work.settings, work.folder, bar, limit_s=remote.start_timeout)
 
-    work = runs.work_of(folder, spec.settings, probe, run)
-    return runs.carry_out(candidates, folder, work, probe, run, work_off, given=given)
+    work = runs.make_work(folder, spec.settings, probe, run)
+    return runs.run_candidates(candidates, folder, work, probe, run, run_all, given=given)
 
 
-def _with_default_ep(engine: str | None, given: dict[str, object]) -> dict[str, object]:
+def _add_default_ep(engine: str | None, given: dict[str, object]) -> dict[str, object]:
     """Return the options of a server, with --ep if it is started with attention data parallel and by a preset.
 
     vLLM and SGLang split experts over all ranks unless they are given their flag for expert parallel.
@@ -469,14 +472,14 @@ def _with_default_ep(engine: str | None, given: dict[str, object]) -> dict[str, 
     return {"ep": CUT, **given} if spread else given
 
 
-def _asked(url: str, remote: Remote, run: opt.Run, tp: int) -> "Asked":
+def _make_client_config(url: str, remote: Remote, run: opt.Run, tp: int) -> "ClientConfig":
     """Return how the server is measured. Raises UsageError."""
     from dcpbench.errors import UsageError
     from dcpbench.plan.options import check_known, check_seconds
-    from dcpbench.plan.typed import typed_command
+    from dcpbench.plan.typed import get_typed_command
     from dcpbench.records.record import CPU
-    from dcpbench.servers.client import Target, api_key
-    from dcpbench.servers.measure import Asked
+    from dcpbench.servers.client import Target, load_api_key
+    from dcpbench.servers.measure import ClientConfig
     from dcpbench.servers.prompts import ENDPOINTS
     from dcpbench.servers.request_options import parse_extra_body, parse_headers
 
@@ -490,9 +493,9 @@ def _asked(url: str, remote: Remote, run: opt.Run, tp: int) -> "Asked":
             f"--client-processes {remote.client_processes} cannot be; write 1 to {MAX_CLIENT_PROCESSES}, or leave it out."
         )
     headers, extra_body = parse_headers(remote.header or ()), parse_extra_body(remote.extra_body)
-    key = api_key(remote.api_key_env)
-    return Asked(
-        target=Target.at(url, key=key, headers=headers, timeout_s=remote.request_timeout),
+    key = load_api_key(remote.api_key_env)
+    return ClientConfig(
+        target=Target.from_url(url, key=key, headers=headers, timeout_s=remote.request_timeout),
         endpoint=remote.endpoint,
         tokenizer=remote.tokenizer,
         extra_body=extra_body,
@@ -502,7 +505,7 @@ def _asked(url: str, remote: Remote, run: opt.Run, tp: int) -> "Asked":
         realtime=remote.client_realtime,
         check_client=remote.check_client,
         traces=remote.traces,
-        command=typed_command(),
+        command=get_typed_command(),
         device=CPU if run.device == "cpu" else run.gpu or "",
         device_count=run.gpus or tp,
     )
@@ -510,23 +513,23 @@ def _asked(url: str, remote: Remote, run: opt.Run, tp: int) -> "Asked":
 
 def _replay_points(points: Sequence["Point"], work: "Work", run: opt.Run) -> None:
     """Replay each point in virtual time, in this process."""
-    from dcpbench.commands.runs import progress_of, stoppable
+    from dcpbench.commands.runs import handle_stop, make_progress_bar
     from dcpbench.errors import DcpbenchError
     from dcpbench.launch.jobs import Progress
-    from dcpbench.points.budget import engine_of
+    from dcpbench.points.budget import find_engine_plan
     from dcpbench.records.file import RecordFile
-    from dcpbench.records.record import Record, omitted_note
-    from dcpbench.serving.outcome import in_short
+    from dcpbench.records.record import Record, format_omitted_note
+    from dcpbench.serving.outcome import format_summary
     from dcpbench.serving.replay import replay_from_file
 
     del run
     out = RecordFile(work.folder)
-    with stoppable(work), progress_of(points) as bar:
+    with handle_stop(work), make_progress_bar(points) as bar:
         for point in points:
             try:
                 record = replay_from_file(
                     point,
-                    engine_of(point, work.engines),
+                    find_engine_plan(point, work.engines),
                     Path(work.settings.step_times),
                     work.settings,
                     work.folder,
@@ -537,11 +540,13 @@ def _replay_points(points: Sequence["Point"], work: "Work", run: opt.Run) -> Non
                 record = Record(point=point, outcome="failed", reason=str(e), detail=detail)
             record = out.append(record)
             stage = "done" if record.outcome == "ok" else record.outcome
-            note = (record.reason or (in_short(record.serve) if record.serve else "")) + omitted_note(record)
-            bar(Progress(stage=stage, key=point.key(), note=note, at=time.time()))
+            note = (record.reason or (format_summary(record.serve) if record.serve else "")) + format_omitted_note(
+                record
+            )
+            bar(Progress(stage=stage, key=point.get_key(), note=note, at=time.time()))
 
 
-def _say_about(spec: "SweepSpec", probe: "Probe", run: opt.Run) -> None:
+def _print_notes(spec: "SweepSpec", probe: "Probe", run: opt.Run) -> None:
     """Print what may be unexpected about the options: unordered traces, and long live runs."""
     from dcpbench.commands.runs import is_elsewhere, is_part
     from dcpbench.points.names import LIVE
@@ -550,34 +555,36 @@ def _say_about(spec: "SweepSpec", probe: "Probe", run: opt.Run) -> None:
         return
     loads = cast("ServeLoads", spec.serve)
     if loads.trace and loads.trace.sorted:
-        say(f"{loads.trace.path}: its times were out of order; the requests are sent by time.")
-    _say_about_loads(loads, spec.settings, cpu=probe.device == "cpu")
+        print_stderr(f"{loads.trace.path}: its times were out of order; the requests are sent by time.")
+    _print_load_notes(loads, spec.settings, cpu=probe.device == "cpu")
     if LIVE not in loads.mode or probe.device == "cpu":
         return
-    seconds = max(_seconds(concurrency, load, spec.settings) for concurrency, load in loads.each())
+    seconds = max(_estimate_seconds(concurrency, load, spec.settings) for concurrency, load in loads.iter_loads())
     if seconds > LONG_S:
-        say(
+        print_stderr(
             f"A live run takes long: about {seconds / 60:,.0f} min for the longest load of each layout, were a step "
             f"{USUAL_STEP_S * 1000:g} ms. --mode replay measures step times and needs seconds for a load; --limit 60s "
             "ends a run early."
         )
 
 
-def _say_about_loads(loads: "ServeLoads", settings: "Settings", *, cpu: bool) -> None:
+def _print_load_notes(loads: "ServeLoads", settings: "Settings", *, cpu: bool) -> None:
     """Print how --request-rate inf is served, and which objectives cannot be judged at p99; a CPU is judged by none."""
     from dcpbench.plan.serve_spec import find_short_slos
 
     if math.inf in loads.request_rate and not loads.concurrency:
-        say("--request-rate inf: all requests are sent at once, as a closed loop with one client for each of them.")
+        print_stderr(
+            "--request-rate inf: all requests are sent at once, as a closed loop with one client for each of them."
+        )
     if not cpu:
         for short in find_short_slos(loads, settings.slo, settings.trace_path):
-            say(short.describe())
+            print_stderr(short.describe())
 
 
-def _seconds(concurrency: int | None, load: "PointLoad", settings: "Settings") -> float:
+def _estimate_seconds(concurrency: int | None, load: "PointLoad", settings: "Settings") -> float:
     """Return the least duration of a live run: until the last request comes, or until all tokens are sampled."""
-    from dcpbench.serving.loads import extent
+    from dcpbench.serving.loads import compute_extent
 
-    size = extent(load, settings.trace_path)
+    size = compute_extent(load, settings.trace_path)
     steps = size.output / (concurrency or load.requests)
     return min(max(size.ends_s, steps * USUAL_STEP_S), settings.limit_seconds or math.inf)

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from dcpbench.commands import options as opt
-from dcpbench.show.terminal import console
+from dcpbench.show.terminal import make_console
 
 
 def show(
@@ -20,18 +20,18 @@ def show(
 
     Example: dcpbench show runs/monday
     """
-    from dcpbench.commands.runs import say_left_out
-    from dcpbench.reports import terminal_table
+    from dcpbench.commands.runs import print_left_out
+    from dcpbench.reports import render_terminal_table
 
     options = answer.of_runs
     if as_json:
         from dcpbench.reports import export, frames
 
-        read = frames.load(runs, **options)
-        text = export.dumps(read)
-        say_left_out(read.runs)
+        read = frames.load_frames(runs, **options)
+        text = export.format_json(read)
+        print_left_out(read.runs)
         sys.stdout.write(text + "\n")
         return 0
-    table = terminal_table(runs, on_read=say_left_out, **options)
-    console().print(table)
+    table = render_terminal_table(runs, on_read=print_left_out, **options)
+    make_console().print(table)
     return 0

@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dcpbench.commands import elsewhere
-from dcpbench.commands.command import PARSER_ERROR, Group, command, panel
-from dcpbench.commands.elsewhere import without
+from dcpbench.commands.command import PARSER_ERROR, Group, make_panel, register_command
+from dcpbench.commands.elsewhere import remove_options
 from dcpbench.errors import CapacityError, OutputError, UsageError
 from dcpbench.points import redaction
-from dcpbench.points.names import flag
-from dcpbench.show.terminal import say
-from dcpbench.show.text import listed
+from dcpbench.points.names import format_flag
+from dcpbench.show.terminal import print_stderr
+from dcpbench.show.text import format_list
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from dcpbench.submit.asked import Asked, Submitted
+    from dcpbench.submit.asked import JobSpec, SubmittedJob
     from dcpbench.submit.follow import Queue, State
 
 app = typer.Typer(
@@ -46,9 +46,9 @@ GPU_OPTION = re.compile(r"-G|.*gpu")
 """An option of sbatch that may ask for GPUs."""
 NAME = re.compile(r"[a-z]([a-z0-9-]{0,40}[a-z0-9])?")
 
-JOB = panel("The job")
-CLUSTER = panel("The cluster")
-CONTAINERS = panel("Containers")
+JOB = make_panel("The job")
+CLUSTER = make_panel("The cluster")
+CONTAINERS = make_panel("Containers")
 
 Words = Annotated[
     list[str] | None,
@@ -145,7 +145,7 @@ class Kubernetes(Group):
     dcpbench: str = CLUSTER("What starts dcpbench in the image.", default="dcpbench", metavar="COMMAND")
 
 
-@command(app, rich_help_panel="Submit", context_settings={"allow_interspersed_args": False})
+@register_command(app, rich_help_panel="Submit", context_settings={"allow_interspersed_args": False})
 def slurm(caller: typer.Context, job: Job, cluster: Slurm, containers: SlurmContainers, words: Words = None) -> int:
     """Submit a run to Slurm, follow it to its end, and end as it ended.
 
@@ -173,7 +173,7 @@ def slurm(caller: typer.Context, job: Job, cluster: Slurm, containers: SlurmCont
     for option in cluster.sbatch or []:
         if not option.startswith("-"):
             raise UsageError(f"--sbatch {option}: write an option of sbatch, such as --sbatch=--qos=high.")
-    asked = _asked(
+    asked = _parse_submission(
         caller,
         words or [],
         job,
@@ -184,7 +184,7 @@ def slurm(caller: typer.Context, job: Job, cluster: Slurm, containers: SlurmCont
         ),
     )
     asks = queue.Cluster(
-        program=_program(cluster.dcpbench, inside=bool(containers.pyxis or containers.apptainer)),
+        program=_find_program(cluster.dcpbench, inside=bool(containers.pyxis or containers.apptainer)),
         directory=Path.cwd(),
         partition=cluster.partition or "",
         account=cluster.account or "",
@@ -199,12 +199,12 @@ def slurm(caller: typer.Context, job: Job, cluster: Slurm, containers: SlurmCont
         mounts=tuple(containers.mount or ()),
     )
     if job.dry_run:
-        sys.stdout.write(queue.script(asked, asks))
+        sys.stdout.write(queue.render_script(asked, asks))
         return 0
-    return _carried_out(asked, lambda asked: queue.submit(asked, asks))
+    return _run_submission(asked, lambda asked: queue.submit(asked, asks))
 
 
-@command(app, rich_help_panel="Submit", context_settings={"allow_interspersed_args": False})
+@register_command(app, rich_help_panel="Submit", context_settings={"allow_interspersed_args": False})
 def k8s(caller: typer.Context, job: Job, cluster: Kubernetes, words: Words = None) -> int:
     """Submit a run to Kubernetes, follow it to its end, copy it here, and end as it ended.
 
@@ -223,9 +223,11 @@ def k8s(caller: typer.Context, job: Job, cluster: Kubernetes, words: Words = Non
     if not cluster.image:
         raise UsageError("Kubernetes needs an image with dcpbench in it; add for example --image registry/dcpbench:1.")
     pod = queue.read_pod(cluster.pod) if cluster.pod else {}
-    asked = _asked(caller, words or [], job, Where("k8s", shared=False, otherwise=queue.gives_gpus(pod)))
+    asked = _parse_submission(
+        caller, words or [], job, Where("k8s", shared=False, otherwise=queue.has_gpu_resources(pod))
+    )
     if asked.time:
-        queue.seconds(asked.time)
+        queue.parse_time_limit(asked.time)
     if cluster.restarts < 0:
         raise UsageError(f"--restarts {cluster.restarts} is negative; try --restarts 1, or leave it out.")
     if cluster.restarts and job.detach:
@@ -246,12 +248,12 @@ def k8s(caller: typer.Context, job: Job, cluster: Kubernetes, words: Words = Non
         pod=pod,
     )
     if job.dry_run:
-        sys.stdout.write(queue.as_yaml(asked, asks))
+        sys.stdout.write(queue.format_manifests(asked, asks))
         return 0
-    return _carried_out(asked, lambda asked: queue.submit(asked, asks), cluster.restarts)
+    return _run_submission(asked, lambda asked: queue.submit(asked, asks), cluster.restarts)
 
 
-@command(app, rich_help_panel="Afterwards")
+@register_command(app, rich_help_panel="Afterwards")
 def follow(run: Run) -> int:
     """Show what a submitted run prints from its beginning on, until it has ended, and end as it ended.
 
@@ -259,34 +261,34 @@ def follow(run: Run) -> int:
 
     For example: dcpbench submit follow runs/monday
     """
-    from dcpbench.launch.stopping import said_when_stopped
-    from dcpbench.submit.asked import job_of
-    from dcpbench.submit.follow import follow as stay
+    from dcpbench.launch.stopping import print_when_stopped
+    from dcpbench.submit.asked import require_job
+    from dcpbench.submit.follow import follow_job as stay
 
     folder = run.absolute()
-    job = job_of(folder)
-    with said_when_stopped(f"{job.said} goes on. To end it: {_again('cancel', folder)}"):
-        return stay(_queue(job, folder)).code
+    job = require_job(folder)
+    with print_when_stopped(f"{job.description} goes on. To end it: {_format_command('cancel', folder)}"):
+        return stay(_make_queue(job, folder)).code
 
 
-@command(app, rich_help_panel="Afterwards")
+@register_command(app, rich_help_panel="Afterwards")
 def cancel(run: Run) -> int:
     """Cancel a submitted run, and wait until nothing of it is left but what it has measured.
 
     For example: dcpbench submit cancel runs/monday
     """
-    from dcpbench.submit.asked import job_of
-    from dcpbench.submit.follow import cancel as end
+    from dcpbench.submit.asked import require_job
+    from dcpbench.submit.follow import cancel_job as end
 
     folder = run.absolute()
-    job = job_of(folder)
-    queue = _queue(job, folder)
-    if queue.look().ended:
-        say(f"{job.said} has ended already.")
-        queue.clean()
+    job = require_job(folder)
+    queue = _make_queue(job, folder)
+    if queue.fetch_state().ended:
+        print_stderr(f"{job.description} has ended already.")
+        queue.delete_remains()
         return 0
     end(queue)
-    say(f"{job.said} is cancelled. {job.rest(folder)}")
+    print_stderr(f"{job.description} is cancelled. {job.describe_results(folder)}")
     return 0
 
 
@@ -297,80 +299,82 @@ def _check_one_line(options: Mapping[str, object]) -> None:
         if name in LINES:
             continue
         if any(isinstance(text, str) and any(c < " " for c in text) for text in texts):
-            raise UsageError(f"{flag(name)} holds a line break or another control character; leave it out.")
+            raise UsageError(f"{format_flag(name)} holds a line break or another control character; leave it out.")
 
 
-def _carried_out(asked: Asked, submit: Callable[[Asked], Submitted], restarts: int = 0) -> int:
+def _run_submission(asked: JobSpec, submit: Callable[[JobSpec], SubmittedJob], restarts: int = 0) -> int:
     """Submit, and stay with the job unless nobody wants to; so often again where it lost a machine."""
     import msgspec
 
     _check_folder(asked)
-    state = _attended(asked, submit)
+    state = _follow_job(asked, submit)
     while state is not None and state.lost and restarts:
         restarts -= 1
         again = f"{asked.name}-again-{restarts}"
-        state = _attended(msgspec.structs.replace(asked, start=asked.again, name=again), submit)
+        state = _follow_job(msgspec.structs.replace(asked, start=asked.again, name=again), submit)
     if state is not None and state.lost:
-        say(f"To go on: submit it again with -o {shlex.quote(str(asked.folder))} --resume")
+        print_stderr(f"To go on: submit it again with -o {shlex.quote(str(asked.folder))} --resume")
     return 0 if state is None else state.code
 
 
-def _attended(asked: Asked, submit: Callable[[Asked], Submitted]) -> State | None:
+def _follow_job(asked: JobSpec, submit: Callable[[JobSpec], SubmittedJob]) -> State | None:
     """How a job ended, None where nobody stays with it. An interrupt cancels it first."""
-    from dcpbench.launch.stopping import held_back, said_when_stopped
-    from dcpbench.submit.follow import cancel as end
-    from dcpbench.submit.follow import follow as stay
+    from dcpbench.launch.stopping import delay_signals, print_when_stopped
+    from dcpbench.submit.follow import cancel_job as end
+    from dcpbench.submit.follow import follow_job as stay
 
     queue: Queue | None = None
-    with said_when_stopped(""):
+    with print_when_stopped(""):
         try:
-            with held_back():  # whoever interrupts it now has a job that must be known to be cancelled
+            with delay_signals():  # whoever interrupts it now has a job that must be known to be cancelled
                 job = submit(asked)
-                queue = _queue(job, asked.folder)
-            say(f"{job.said} is submitted. Run: {asked.folder}")
+                queue = _make_queue(job, asked.folder)
+            print_stderr(f"{job.description} is submitted. Run: {asked.folder}")
             if asked.keeps:
                 return stay(queue)
-            say(f"To see how far it is: {_again('follow', asked.folder)}")
-            say(f"To end it: {_again('cancel', asked.folder)}")
+            print_stderr(f"To see how far it is: {_format_command('follow', asked.folder)}")
+            print_stderr(f"To end it: {_format_command('cancel', asked.folder)}")
         except (KeyboardInterrupt, SystemExit):
             if queue is not None:
-                say(f"\nCancelling {job.said}. If this is interrupted, too: {_again('cancel', asked.folder)}")
+                print_stderr(
+                    f"\nCancelling {job.description}. If this is interrupted, too: {_format_command('cancel', asked.folder)}"
+                )
                 end(queue)
-                say(f"{job.said} is cancelled. {job.rest(asked.folder)}")
+                print_stderr(f"{job.description} is cancelled. {job.describe_results(asked.folder)}")
             raise
     return None
 
 
-def _queue(job: Submitted, folder: Path) -> Queue:
+def _make_queue(job: SubmittedJob, folder: Path) -> Queue:
     from dcpbench.submit import k8s as of_kubernetes
     from dcpbench.submit import slurm as of_slurm
 
-    kinds: dict[str, Callable[[Submitted, Path], Queue]] = {"slurm": of_slurm.Queue, "k8s": of_kubernetes.Queue}
+    kinds: dict[str, Callable[[SubmittedJob, Path], Queue]] = {"slurm": of_slurm.Queue, "k8s": of_kubernetes.Queue}
     return kinds[job.kind](job, folder)
 
 
-def _again(what: str, folder: Path) -> str:
+def _format_command(what: str, folder: Path) -> str:
     return shlex.join(["dcpbench", "submit", what, str(folder)])
 
 
-def _check_folder(asked: Asked) -> None:
+def _check_folder(asked: JobSpec) -> None:
     """Raise OutputError where the folder holds what must not be lost, or a job of it that has not ended."""
     from dcpbench.launch import folders
-    from dcpbench.submit.asked import kept
-    from dcpbench.submit.follow import Silent
+    from dcpbench.submit.asked import load_job
+    from dcpbench.submit.follow import NoAnswerError
 
     folders.check_free(asked.folder, goes_on=bool(asked.start))
-    job = kept(asked.folder)
+    job = load_job(asked.folder)
     if job is None:
         return
     try:
-        ended = _queue(job, asked.folder).look().ended
-    except Silent as e:
+        ended = _make_queue(job, asked.folder).fetch_state().ended
+    except NoAnswerError as e:
         raise OutputError(f"{asked.folder} was submitted before, and {e}; try again, or give another folder.") from e
     if not ended:
         raise OutputError(
-            f"{job.said} of {asked.folder} has not ended; wait for it with `{_again('follow', asked.folder)}`, end it with "
-            f"`{_again('cancel', asked.folder)}`, or give another folder with -o."
+            f"{job.description} of {asked.folder} has not ended; wait for it with `{_format_command('follow', asked.folder)}`, end it with "
+            f"`{_format_command('cancel', asked.folder)}`, or give another folder with -o."
         )
 
 
@@ -386,15 +390,15 @@ class Where:
     """Whether something else than --gpus-per-node may give it GPUs."""
 
 
-def _asked(caller: typer.Context, words: Sequence[str], job: Job, where: Where) -> Asked:
+def _parse_submission(caller: typer.Context, words: Sequence[str], job: Job, where: Where) -> JobSpec:
     """What is to run, as its own command understands it. Raises what that command would, too."""
-    from dcpbench.submit.asked import SUBMIT_FOLDER, Asked
+    from dcpbench.submit.asked import SUBMIT_FOLDER, JobSpec
 
     example = f"dcpbench submit {where.kind} --nodes 2 --gpus-per-node 8 -- sweep --tp 16 --dcp 8"
     words = words[1:] if words[:1] == ["dcpbench"] else words
     if not words or words[0] not in RUNNABLE:
-        said = f"{words[0]!r} cannot be submitted." if words else "what is to run?"
-        raise UsageError(f"{said} Write {listed(RUNNABLE, 'or')} with its options behind --, as in: {example}")
+        problem = f"{words[0]!r} cannot be submitted." if words else "what is to run?"
+        raise UsageError(f"{problem} Write {format_list(RUNNABLE, 'or')} with its options behind --, as in: {example}")
     if job.nodes < 1:
         raise UsageError(f"--nodes {job.nodes} is not positive; try --nodes 1.")
     if job.gpus_per_node is not None and job.gpus_per_node < 0:
@@ -406,18 +410,18 @@ def _asked(caller: typer.Context, words: Sequence[str], job: Job, where: Where) 
     if redaction.redact_values(list(words)) != list(words):
         raise UsageError(
             f"a key stands in the command, which is kept in {SUBMIT_FOLDER}/ of the run and shown by the cluster: "
-            f"{redaction.command_line(words)}. Set it in the environment of the job instead, as VLLM_API_KEY for vLLM, or "
+            f"{redaction.format_command_line(words)}. Set it in the environment of the job instead, as VLLM_API_KEY for vLLM, or "
             "in the [env] of an engine's file that the machines of the job have."
         )
-    runs, typed, given = _parsed(caller, words)
-    _check_words(words[0], typed, given, job)
+    runs, typed, given = _parse_command(caller, words)
+    _check_command(words[0], typed, given, job)
     _check_plan(runs, words, typed, job, where)
     _check_gpus(typed, job, where)
     output = typed["output"]
     folder = Path(output) if output else Path("runs") / f"{time.strftime('%Y-%m-%d-%H%M%S')}-{words[0]}-{where.kind}"
     start = "--resume" if typed.get("resume") else "--force" if typed.get("force") else ""
-    return Asked(
-        words=(words[0], *without(words[1:], ("-o", "--output"), ("--resume", "--force"))),
+    return JobSpec(
+        words=(words[0], *remove_options(words[1:], ("-o", "--output"), ("--resume", "--force"))),
         folder=folder.absolute(),
         start=start,
         again="--resume" if "resume" in typed else "--force",
@@ -429,7 +433,7 @@ def _asked(caller: typer.Context, words: Sequence[str], job: Job, where: Where) 
     )
 
 
-def _parsed(caller: typer.Context, words: Sequence[str]) -> tuple[Any, Mapping[str, Any], set[str]]:
+def _parse_command(caller: typer.Context, words: Sequence[str]) -> tuple[Any, Mapping[str, Any], set[str]]:
     """(the command, its options by name, those that were typed), by the parser of the command itself. Raises UsageError."""
     runs = getattr(caller.find_root().command, "commands", {})[words[0]]
     if {"-h", "--help"} & set(words):
@@ -445,7 +449,7 @@ def _parsed(caller: typer.Context, words: Sequence[str]) -> tuple[Any, Mapping[s
     return runs, typed, given
 
 
-def _check_words(name: str, typed: Mapping[str, Any], given: set[str], job: Job) -> None:
+def _check_command(name: str, typed: Mapping[str, Any], given: set[str], job: Job) -> None:
     """Raise where the command cannot run on these machines."""
     if here := [option for option in WHERE if option in given]:
         raise UsageError(f"leave --{here[0].replace('_', '-')} out behind --; submit says it on each machine.")
@@ -470,7 +474,7 @@ def _check_words(name: str, typed: Mapping[str, Any], given: set[str], job: Job)
 
 
 def _check_tp(typed: Mapping[str, Any], job: Job) -> None:
-    for tp in _tps(typed):
+    for tp in _parse_tps(typed):
         if tp % job.nodes:
             raise UsageError(f"--tp {tp} does not divide over --nodes {job.nodes}; take a multiple of it.")
         there = job.nodes * (job.gpus_per_node or tp)
@@ -481,7 +485,7 @@ def _check_tp(typed: Mapping[str, Any], job: Job) -> None:
             )
 
 
-def _tps(typed: Mapping[str, Any]) -> list[int]:
+def _parse_tps(typed: Mapping[str, Any]) -> list[int]:
     """Those of --tp that are numbers."""
     return [int(word) for word in str(typed.get("tp") or "").split(",") if word.strip().isdecimal()]
 
@@ -493,9 +497,9 @@ def _check_gpus(typed: Mapping[str, Any], job: Job, where: Where) -> None:
     """
     from dcpbench.commands.runs import USUAL_GPUS
 
-    if job.gpus_per_node or where.otherwise or not _wants_gpus(typed):
+    if job.gpus_per_node or where.otherwise or not _needs_gpus(typed):
         return
-    tps = [1] if typed.get("emulate") else _tps(typed)
+    tps = [1] if typed.get("emulate") else _parse_tps(typed)
     add = (
         f"--gpus-per-node {-(-max(tps) // job.nodes)} before --"
         if tps
@@ -508,13 +512,13 @@ def _check_gpus(typed: Mapping[str, Any], job: Job, where: Where) -> None:
             f"no GPU is asked for, and without one this waits in a queue for a run on the CPU; add {add}, {cpu}, or {cuda} pods "
             "get GPUs otherwise."
         )
-    say(
+    print_stderr(
         f"No GPU is asked for, and without one this is a run on the CPU. Unless GPUs come with the partition, add {add}, or {cpu}; "
         f"{cuda} they do."
     )
 
 
-def _wants_gpus(typed: Mapping[str, Any]) -> bool:
+def _needs_gpus(typed: Mapping[str, Any]) -> bool:
     """Whether the command takes GPUs where there are any, and is worth less without."""
     asks_server = typed.get("url") or typed.get("step_times")
     return not asks_server and typed.get("device") == "auto"
@@ -522,24 +526,24 @@ def _wants_gpus(typed: Mapping[str, Any]) -> bool:
 
 def _check_plan(runs: Any, words: Sequence[str], typed: Mapping[str, Any], job: Job, where: Where) -> None:  # noqa: ANN401 -- a Typer command
     """Raise what the command itself would raise there; say what of it could not be looked at."""
-    away = elsewhere.not_here(runs, typed, shared=where.shared)
-    checked = elsewhere.check(runs, words, typed, _machines(typed, job), away)
+    away = elsewhere.find_absent_options(runs, typed, shared=where.shared)
+    checked = elsewhere.check_command(runs, words, typed, _make_machines(typed, job), away)
     if away:
-        said = listed([flag(name) for name in away])
-        say(
-            f"{said} {'is' if len(away) == 1 else 'are'} not looked at here, as only the job has what that names. {checked}"
+        options = format_list([format_flag(name) for name in away])
+        print_stderr(
+            f"{options} {'is' if len(away) == 1 else 'are'} not looked at here, as only the job has what that names. {checked}"
         )
 
 
-def _machines(typed: Mapping[str, Any], job: Job) -> elsewhere.Machines:
+def _make_machines(typed: Mapping[str, Any], job: Job) -> elsewhere.Machines:
     """What the job asks for; where it asks for no GPUs, as many as its layouts take, or a CPU."""
     from dcpbench.commands.runs import USUAL_GPUS
     from dcpbench.points.machine import Probe
 
-    most = max(_tps(typed), default=0)
-    count = job.gpus_per_node or -(-most // job.nodes)
+    max_tp = max(_parse_tps(typed), default=0)
+    count = job.gpus_per_node or -(-max_tp // job.nodes)
     usual = count or USUAL_GPUS
-    gpus = elsewhere.known_gpus(job.gpu, usual) if job.gpu else elsewhere.unknown_gpus(usual)
+    gpus = elsewhere.make_known_probe(job.gpu, usual) if job.gpu else elsewhere.make_unknown_probe(usual)
     cpu = Probe(device="cpu", count=0, name="CPU")
     maybe_none = not job.gpus_per_node and typed.get("device") == "auto"
     return elsewhere.Machines(probes=[gpus, cpu] if maybe_none else [gpus], nodes=job.nodes, counted=bool(count))
@@ -552,7 +556,7 @@ def _check_containers(containers: SlurmContainers) -> None:
         raise UsageError("--mount is about a container; add --pyxis IMAGE or --apptainer IMAGE, or leave it out.")
 
 
-def _program(typed: str | None, *, inside: bool) -> tuple[str, ...]:
+def _find_program(typed: str | None, *, inside: bool) -> tuple[str, ...]:
     """What starts dcpbench on a machine. Raises UsageError where that would be another one than this."""
     from dcpbench.launch import package
 
@@ -563,7 +567,7 @@ def _program(typed: str | None, *, inside: bool) -> tuple[str, ...]:
     script = Path(sys.executable).with_name("dcpbench")
     if not script.exists():
         return (sys.executable, "-m", "dcpbench.cli")
-    mine, other = str(package.folder()), package.of_scripts()
+    mine, other = str(package.get_folder()), package.find_script_folder()
     if other != mine:
         raise UsageError(
             f"the job would run {script}, which is of the dcpbench in {other or 'a folder that is gone'}, and this command is of "

@@ -1,7 +1,7 @@
 """`dcpbench sweep`: decode over layouts and loads."""
 
 from dcpbench.commands import options as opt
-from dcpbench.commands.command import Group, typed
+from dcpbench.commands.command import Group, collect_typed
 
 
 class Load(Group):
@@ -72,6 +72,6 @@ def sweep(
 
     runs.check_run(run)
     from_file = read_options(run.config) if run.config else {}
-    probe = runs.machine(run)
-    given = from_file | typed(layouts, load, how, emulation, measured)
+    probe = runs.get_probe(run)
+    given = from_file | collect_typed(layouts, load, how, emulation, measured)
     return runs.measure(make_spec(given, probe), probe, run, given=given)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dcpbench.commands.command import Group, command, panel
+from dcpbench.commands.command import Group, make_panel, register_command
 
 if TYPE_CHECKING:
     from dcpbench.syncs.commands import GateOptions
@@ -22,10 +22,10 @@ app = typer.Typer(
     "cannot be used · 3 the trace cannot answer (no GPU events, no runtime calls, no steps, a rank is missing, or it ends early).",
 )
 
-READ = panel("What is read")
-RECORD = panel("What is recorded")
-GATE = panel("What may pass")
-OUTPUT = panel("Output")
+READ = make_panel("What is read")
+RECORD = make_panel("What is recorded")
+GATE = make_panel("What may pass")
+OUTPUT = make_panel("Output")
 
 Traces = Annotated[
     list[str],
@@ -69,7 +69,7 @@ class Gate(Group):
         metavar="GLOB",
     )
 
-    def options(self) -> "GateOptions":
+    def make_options(self) -> "GateOptions":
         """As typed."""
         from dcpbench.syncs.commands import GateOptions
 
@@ -122,7 +122,7 @@ class Recorded(Group):
     )
 
 
-@command(app, rich_help_panel="Traces")
+@register_command(app, rich_help_panel="Traces")
 def scan(traces: Traces, gate: Gate, report: Report) -> int:
     r"""Find every place in traces of torch.profiler where the host waits for the GPU.
 
@@ -145,7 +145,7 @@ def scan(traces: Traces, gate: Gate, report: Report) -> int:
     """
     from dcpbench.syncs import commands
 
-    return commands.scan(traces, gate.options(), commands.Out(**vars(report)))
+    return commands.run_scan(traces, gate.make_options(), commands.OutputOptions(**vars(report)))
 
 
 class Served(Group):
@@ -169,7 +169,7 @@ class Served(Group):
     wait: float = READ("How long its traces are waited for.", default=120.0, metavar="SECONDS")
 
 
-@command(app, rich_help_panel="Traces")
+@register_command(app, rich_help_panel="Traces")
 def serve(served: Served, gate: Gate, report: Report) -> int:
     """Find where a running server waits for the GPU: start its profiler, send it a small load, and scan what it wrote.
 
@@ -183,8 +183,8 @@ def serve(served: Served, gate: Gate, report: Report) -> int:
 
     from dcpbench.errors import UsageError
     from dcpbench.plan.options import check_known, check_seconds
-    from dcpbench.servers.client import Target, api_key
-    from dcpbench.servers.profile import profile
+    from dcpbench.servers.client import Target, load_api_key
+    from dcpbench.servers.profile import profile_server
     from dcpbench.servers.prompts import ENDPOINTS
     from dcpbench.servers.request_options import parse_extra_body, parse_headers
     from dcpbench.show.terminal import ProgressLine
@@ -196,13 +196,13 @@ def serve(served: Served, gate: Gate, report: Report) -> int:
         raise UsageError("--traces is missing: name the folder into which the server writes its traces.")
     check_known("endpoint", served.endpoint, ENDPOINTS)
     check_seconds("--wait", served.wait, 120)
-    out = commands.Out(**vars(report))
-    commands.settle(gate.options(), out)  # mistakes are reported before a server is profiled
+    out = commands.OutputOptions(**vars(report))
+    commands.prepare_gate(gate.make_options(), out)  # mistakes are reported before a server is profiled
     headers, extra_body = parse_headers(served.header or ()), parse_extra_body(served.extra_body)
-    target = Target.at(served.url, key=api_key(served.api_key_env), headers=headers)
+    target = Target.from_url(served.url, key=load_api_key(served.api_key_env), headers=headers)
     with ProgressLine() as line:
         found = asyncio.run(
-            profile(
+            profile_server(
                 target,
                 served.traces,
                 requests=served.num_requests,
@@ -215,7 +215,7 @@ def serve(served: Served, gate: Gate, report: Report) -> int:
                 tell=line,
             )
         )
-    return commands.scan([str(path) for path in found], gate.options(), out, all_ranks=True)
+    return commands.run_scan([str(path) for path in found], gate.make_options(), out, all_ranks=True)
 
 
 class Written(Group):
@@ -227,7 +227,7 @@ class Written(Group):
     force: bool = FORCE
 
 
-@command(app, rich_help_panel="Traces")
+@register_command(app, rich_help_panel="Traces")
 def baseline(traces: Traces, written: Written, gate: GateToBe) -> int:
     """Write down which sites there are today, and how often per step, so that only new ones fail.
 
@@ -239,10 +239,10 @@ def baseline(traces: Traces, written: Written, gate: GateToBe) -> int:
     """
     from dcpbench.syncs import commands
 
-    return commands.baseline(traces, gate.options(), written.output, force=written.force)
+    return commands.create_baseline(traces, gate.make_options(), written.output, force=written.force)
 
 
-@command(app, rich_help_panel="Programs", context_settings={"allow_interspersed_args": False})
+@register_command(app, rich_help_panel="Programs", context_settings={"allow_interspersed_args": False})
 def run(
     program: Annotated[
         list[str] | None,
@@ -274,8 +274,8 @@ def run(
     from dcpbench.syncs import commands
     from dcpbench.syncs import run as runs
 
-    out = commands.Out(**vars(report))
-    return runs.run(program or [], runs.Recording(**vars(recorded)), gate.options(), out)
+    out = commands.OutputOptions(**vars(report))
+    return runs.run_program(program or [], runs.Recording(**vars(recorded)), gate.make_options(), out)
 
 
 class Assumed(Group):
@@ -297,7 +297,7 @@ class WrittenByDryRun(Group):
     )
 
 
-@command(app, name="dry-run", rich_help_panel="Programs", context_settings={"allow_interspersed_args": False})
+@register_command(app, name="dry-run", rich_help_panel="Programs", context_settings={"allow_interspersed_args": False})
 def dry_run(
     program: Annotated[
         list[str] | None,
@@ -335,8 +335,12 @@ def dry_run(
     from dcpbench.launch import package
     from dcpbench.syncs import commands, dry_run_program
 
-    out, options, elsewhere = commands.Out(**vars(report)), gate.options(), bool(package.environment())
-    return dry_run_program.dry_run(
+    out, options, elsewhere = (
+        commands.OutputOptions(**vars(report)),
+        gate.make_options(),
+        bool(package.get_environment()),
+    )
+    return dry_run_program.run_without_gpu(
         program or [],
         options,
         out,

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dcpbench.commands import options as opt
-from dcpbench.commands.command import Group, panel, typed
+from dcpbench.commands.command import Group, collect_typed, make_panel
 from dcpbench.errors import ExitCode
-from dcpbench.show.terminal import console, say
-from dcpbench.show.text import counted
+from dcpbench.show.terminal import make_console, print_stderr
+from dcpbench.show.text import format_count
 
 if TYPE_CHECKING:
     from dcpbench.plan.spec import SweepSpec
@@ -25,7 +25,7 @@ NEW_TOKENS, SERVERS_TOKENS = 8, 32
 ANSWERS_FILE = "answers.json"
 USUAL = ((1, 1, 1), (2, 1, 1), (2, 1, 2), (4, 1, 2), (4, 1, 4), (4, 2, 2))
 """(tp, dp, dcp) of the layouts that are checked where none is typed."""
-SERVERS = panel("Running servers")
+SERVERS = make_panel("Running servers")
 USUAL_LOAD = {"concurrency": "4", "context": "37"}
 
 
@@ -137,32 +137,32 @@ def verify(layouts: Layouts, load: Load, how: opt.How, remote: Remote, run: Run)
     from dcpbench.points.shapes import check_checkpoint
 
     if remote.url:
-        return _compare_servers(remote, typed(layouts, how), load, run)
+        return _compare_servers(remote, collect_typed(layouts, how), load, run)
     runs.check_run(run)
-    probe = runs.machine(run)
+    probe = runs.get_probe(run)
     if load.checkpoint:
         check_checkpoint(load.checkpoint, "--checkpoint")
     elif load.prompts:
         raise UsageError("--prompts are for a model that can read them; give it with --checkpoint FOLDER.")
-    given = {name: value for name, value in typed(layouts, load, how).items() if name in PARSERS}
+    given = {name: value for name, value in collect_typed(layouts, load, how).items() if name in PARSERS}
     given |= {name: given.get(name) or value for name, value in USUAL_LOAD.items()}
     spec = make_spec(given | {"weights": str(load.checkpoint) if load.checkpoint else None, "baseline": False}, probe)
-    if runs.values_alone(spec.tp if layouts.tp else (), spec.dp, spec.dcp):
+    if runs.is_values_only(spec.tp if layouts.tp else (), spec.dp, spec.dcp):
         return 0
-    candidates = grid.expand_layouts(_layouts(spec, layouts, probe), spec, probe)
-    if stored := grid.stored_by_default(spec, candidates):
-        say(stored)
-    if runs.only_planned(candidates, probe, run):
+    candidates = grid.expand_layouts(_list_layouts(spec, layouts, probe), spec, probe)
+    if stored := grid.format_precision_note(spec, candidates):
+        print_stderr(stored)
+    if runs.finish_if_planned(candidates, probe, run):
         return 0
-    texts = _prompts(spec, load)
-    folder = run.output or folders.new_folder("verify", spec.tp)
+    texts = _load_prompts(spec, load)
+    folder = run.output or folders.choose_folder("verify", spec.tp)
     points = [c.point for c in candidates if c.error is None]
-    work = runs.work_of(folder, spec.settings, probe, run)
+    work = runs.make_work(folder, spec.settings, probe, run)
     work = msgspec.structs.replace(work, kind="verify", new_tokens=load.new_tokens or NEW_TOKENS, prompts=texts)
-    with folders.locked(folder) as lock:
-        with folders.writing(folder):
+    with folders.lock_folder(folder) as lock:
+        with folders.convert_write_errors(folder):
             folders.prepare_checks(folder, force=run.force)
-            runs.announce(candidates, points, folder, probe, cpu_note=False)
+            runs.print_start(candidates, points, folder, probe, cpu_note=False)
             runs.run_points(points, msgspec.structs.replace(work, lock=lock), run)
         return _print_checks(points, folder, run)
 
@@ -175,7 +175,7 @@ def _compare_servers(remote: Remote, own: dict[str, object], load: Load, run: Ru
     import msgspec
 
     from dcpbench.commands import runs
-    from dcpbench.servers.agreement import DIFFER, UNDECIDED, find_next_length, judge
+    from dcpbench.servers.agreement import DIFFER, UNDECIDED, find_next_length, make_report
     from dcpbench.servers.conditions import Questions, compare_servers
     from dcpbench.show.terminal import ProgressLine
 
@@ -193,12 +193,12 @@ def _compare_servers(remote: Remote, own: dict[str, object], load: Load, run: Ru
     )
     with ProgressLine() as line:
         compared, caches = asyncio.run(compare_servers(targets, questions, contexts=contexts, tell=line))
-        report = judge(compared, remote.tolerance)
+        report = make_report(compared, remote.tolerance)
         while (length := find_next_length(report, questions.tokens)) is not None:
             more, used = asyncio.run(compare_servers(targets, questions, contexts=[length], tell=line))
             compared += more
             caches = [mine + theirs for mine, theirs in zip(caches, used, strict=True)]
-            report = judge(compared, remote.tolerance)
+            report = make_report(compared, remote.tolerance)
     urls = [target.url for target in targets]
     facts = msgspec.to_builtins(report) | {"urls": urls, "seed": questions.seed, "caches": msgspec.to_builtins(caches)}
     _show_servers(report, caches, facts, run)
@@ -211,28 +211,28 @@ def _read_servers(
     """Return the servers, lengths of prompts, and further fields of requests. Raises UsageError."""
     from dcpbench.errors import UsageError
     from dcpbench.plan import options as read
-    from dcpbench.points.names import flag
+    from dcpbench.points.names import format_flag
     from dcpbench.servers.agreement import check_decides
-    from dcpbench.servers.ask import contexts_for
-    from dcpbench.servers.client import Target, api_key
+    from dcpbench.servers.ask import choose_contexts
+    from dcpbench.servers.client import Target, load_api_key
     from dcpbench.servers.prompts import ENDPOINTS
     from dcpbench.servers.request_options import parse_extra_body, parse_headers
 
-    own |= typed(load)
-    if wrong := [flag(name) for name in own if name not in ("context", "new_tokens")]:
+    own |= collect_typed(load)
+    if wrong := [format_flag(name) for name in own if name not in ("context", "new_tokens")]:
         raise UsageError(f"{wrong[0]} is an option of dcpbench's own engine; leave it out, or --url.")
     urls = remote.url or []
     if len(urls) > 2:  # noqa: PLR2004 - A and B
         raise UsageError(f"--url is given {len(urls)} times; give it once, or twice to compare two servers.")
     read.check_known("endpoint", remote.endpoint, ENDPOINTS)
-    contexts = None if load.context is None else list(dict.fromkeys(read.ints("context", load.context)))
+    contexts = None if load.context is None else list(dict.fromkeys(read.parse_ints("context", load.context)))
     for context in contexts or ():
         read.check_positive("context", context)
-    lengths = len(contexts or contexts_for(None, None, load.new_tokens or SERVERS_TOKENS))
+    lengths = len(contexts or choose_contexts(None, None, load.new_tokens or SERVERS_TOKENS))
     check_decides(remote.num_prompts, remote.repeats, lengths, len(urls))
     headers, extra_body = parse_headers(remote.header or ()), parse_extra_body(remote.extra_body, greedy=True)
-    key = api_key(remote.api_key_env)
-    return [Target.at(url, key=key, headers=headers, timeout_s=run.timeout) for url in urls], contexts, extra_body
+    key = load_api_key(remote.api_key_env)
+    return [Target.from_url(url, key=key, headers=headers, timeout_s=run.timeout) for url in urls], contexts, extra_body
 
 
 def _show_servers(report: "Report", caches: "Sequence[CacheUse]", facts: dict[str, Any], run: Run) -> None:
@@ -250,15 +250,15 @@ def _show_servers(report: "Report", caches: "Sequence[CacheUse]", facts: dict[st
     if run.as_json:
         runs.print_json(facts | {"text": format_verdict(report, caches)})
         return
-    terminal = console()
+    terminal = make_console()
     terminal.print(make_table(report, facts["urls"]))
     for sentence in format_verdict(report, caches):
         terminal.print(sentence, soft_wrap=True)
 
 
-def _layouts(spec: "SweepSpec", asked: Layouts, probe: "Probe") -> list["Layout"]:
+def _list_layouts(spec: "SweepSpec", asked: Layouts, probe: "Probe") -> list["Layout"]:
     """Return the usual six layouts that these GPUs can hold; with a typed degree, every valid layout with it."""
-    from dcpbench.points.layout import Layout, place_experts, valid_layouts
+    from dcpbench.points.layout import Layout, list_valid_layouts, place_experts
     from dcpbench.points.shapes import load_shape
 
     if not (asked.tp or asked.dp or asked.dcp):
@@ -270,15 +270,17 @@ def _layouts(spec: "SweepSpec", asked: Layouts, probe: "Probe") -> list["Layout"
     found: list[Layout] = []
     eps = [str(ep) for ep in spec.how["ep"]]
     for tp, dp, dcp in itertools.product(tps, dps, spec.dcp or (None,)):
-        valid = [x for ep in eps for x in valid_layouts(shape, tp, ep) if dp in (None, x.dp) and dcp in (None, x.dcp)]
+        valid = [
+            x for ep in eps for x in list_valid_layouts(shape, tp, ep) if dp in (None, x.dp) and dcp in (None, x.dcp)
+        ]
         if not valid:
             Layout(tp=tp, dp=dp or 1, dcp=dcp or 1).check_model(shape, place_experts(eps[0], tp))
         found += dict.fromkeys(valid)
     return found
 
 
-def _prompts(spec: "SweepSpec", load: Load) -> "Prompts":
-    from dcpbench.points.prompts import random_prompts, read_prompts
+def _load_prompts(spec: "SweepSpec", load: Load) -> "Prompts":
+    from dcpbench.points.prompts import make_random_prompts, read_prompts
     from dcpbench.points.shapes import load_shape
 
     if load.checkpoint is None:
@@ -286,7 +288,7 @@ def _prompts(spec: "SweepSpec", load: Load) -> "Prompts":
     shape = load_shape(str(load.checkpoint))
     if load.prompts:
         return read_prompts(load.prompts, shape, load.new_tokens or NEW_TOKENS)
-    return random_prompts(shape, max(spec.concurrency), max(spec.context))
+    return make_random_prompts(shape, max(spec.concurrency), max(spec.context))
 
 
 def _print_checks(points: Sequence["Point"], folder: Path, run: opt.Run) -> int:
@@ -296,10 +298,10 @@ def _print_checks(points: Sequence["Point"], folder: Path, run: opt.Run) -> int:
     from dcpbench.launch.jobs import read_checks
     from dcpbench.plan import grid
     from dcpbench.records.folder import FAILED_FILE
-    from dcpbench.records.runs import last_records
+    from dcpbench.records.runs import read_last_records
 
     checks = read_checks(folder)
-    failed = list(last_records(folder, FAILED_FILE).values())
+    failed = list(read_last_records(folder, FAILED_FILE).values())
     reported = {f"{c.layout}·ep{c.ep}" for c in checks} | {f"{r.point.layout}·ep{r.point.ep_degree}" for r in failed}
     silent = {f"{p.layout}·ep{p.ep_degree}" for p in points} - reported
     ok = bool(checks) and all(c.ok for c in checks) and not failed and not silent
@@ -309,14 +311,14 @@ def _print_checks(points: Sequence["Point"], folder: Path, run: opt.Run) -> int:
             {"ok": ok, "checks": msgspec.to_builtins(checks), "failed": broken, "unchecked": sorted(silent)}
         )
     elif checks:
-        from dcpbench.launch.progress import checks_table
+        from dcpbench.launch.progress import make_checks_table
 
-        console().print(checks_table(checks))
+        make_console().print(make_checks_table(checks))
     for r in failed:
-        say(f"{r.outcome}: {grid.point_name(r.point)}: {r.reason}")
+        print_stderr(f"{r.outcome}: {grid.format_point_name(r.point)}: {r.reason}")
     if silent:
-        say(f"no check was made for: {', '.join(sorted(silent))}; read {folder / 'logs'}")
+        print_stderr(f"no check was made for: {', '.join(sorted(silent))}; read {folder / 'logs'}")
     wrong = sum(not c.ok for c in checks)
-    said = f"{len(checks) - wrong} checks ok, {wrong} wrong, {counted(len(failed), 'point')} failed"
-    say(f"{said}. Output: {folder}")
+    summary = f"{len(checks) - wrong} checks ok, {wrong} wrong, {format_count(len(failed), 'point')} failed"
+    print_stderr(f"{summary}. Output: {folder}")
     return 0 if ok else ExitCode.WRONG if wrong else ExitCode.FAILED

@@ -6,8 +6,8 @@ import re
 from typing import TYPE_CHECKING, Literal
 
 from dcpbench.compare.model import Difference, LayersHeld
-from dcpbench.records.record import origin
-from dcpbench.show.text import short
+from dcpbench.records.record import get_origin
+from dcpbench.show.text import fit_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -45,28 +45,28 @@ SERVER = (
 )
 CLOCK_APART = 0.01
 """Minimum relative difference of lowest SM clocks that is reported."""
-MOST_SHOWN, LONGEST = 4, 60
+MAX_SHOWN, MAX_TEXT_CHARS = 4, 60
 WITHHELD = " (value withheld)"
 SECRET = re.compile(r"key|token|secret|password|credential", re.IGNORECASE)
 
 
-def differences(pairs: Sequence[Pair]) -> list[Difference]:
+def find_differences(pairs: Sequence[Pair]) -> list[Difference]:
     """Return every recorded value of matched points that differs between the sides, compared as sets."""
     a = [r for pair in pairs for _, records in pair.a for r in records]
     b = [r for pair in pairs for _, records in pair.b for r in records]
     settings = sorted({name for r in (*a, *b) if r.environment for name in r.environment.settings})
     asked = sorted({name for r in (*a, *b) for name in r.measured_with})
-    said = [[_told(record, settings, asked) for record in side] for side in (a, b)]
+    conditions = [[_list_conditions(record, settings, asked) for record in side] for side in (a, b)]
     found = []
-    for i, (what, _) in enumerate(said[0][0]):
-        x, y = ({_text(value) for record in side for value in record[i][1]} for side in said)
+    for i, (what, _) in enumerate(conditions[0][0]):
+        x, y = ({_format_value(value) for record in side for value in record[i][1]} for side in conditions)
         if x != y:
-            shown = ("one", "another") if what.endswith(WITHHELD) else (_set(x), _set(y))
-            found.append(Difference(what=short(what, LONGEST), a=shown[0], b=shown[1]))
-    return found + list(_clocks(a, b))
+            shown = ("one", "another") if what.endswith(WITHHELD) else (_format_set(x), _format_set(y))
+            found.append(Difference(what=fit_name(what, MAX_TEXT_CHARS), a=shown[0], b=shown[1]))
+    return found + list(_compare_clocks(a, b))
 
 
-def layers_held(pairs: Sequence[Pair]) -> list[LayersHeld]:
+def count_layers_held(pairs: Sequence[Pair]) -> list[LayersHeld]:
     """Return for each side and model how many layers were held where the whole model did not fit."""
     counts: dict[tuple[Literal["a", "b"], str, int], list[int]] = {}
     sides: tuple[tuple[Literal["a", "b"], list[Record]], ...] = (
@@ -76,7 +76,7 @@ def layers_held(pairs: Sequence[Pair]) -> list[LayersHeld]:
     for side, records in sides:
         for r in records:
             if r.honesty and r.honesty.layers_held < r.honesty.layers:
-                counts.setdefault((side, short(r.point.model, LONGEST), r.honesty.layers), []).append(
+                counts.setdefault((side, fit_name(r.point.model, MAX_TEXT_CHARS), r.honesty.layers), []).append(
                     r.honesty.layers_held
                 )
     return [
@@ -85,12 +85,12 @@ def layers_held(pairs: Sequence[Pair]) -> list[LayersHeld]:
     ]
 
 
-def marks(records: Iterable[Record]) -> list[str]:
+def collect_warnings(records: Iterable[Record]) -> list[str]:
     """Return all warnings of some records, sorted; `throttled` with its cause."""
-    return sorted({short(mark, LONGEST) for r in records for mark in r.marks})[:20]
+    return sorted({fit_name(mark, MAX_TEXT_CHARS) for r in records for mark in r.marks})[:20]
 
 
-def _told(r: Record, settings: Sequence[str], asked: Sequence[str]) -> list[tuple[str, Sequence[object]]]:
+def _list_conditions(r: Record, settings: Sequence[str], asked: Sequence[str]) -> list[tuple[str, Sequence[object]]]:
     """Return how a record was taken, as pairs of name and values, including these `settings` of its machine and its
     command.
     """
@@ -100,7 +100,7 @@ def _told(r: Record, settings: Sequence[str], asked: Sequence[str]) -> list[tupl
         *((what, [getattr(honesty, name)] if honesty else []) for what, name in HONESTY),
         *((n + WITHHELD if SECRET.search(n) else n, [env.settings.get(n)] if env else []) for n in settings),
         *((f"setting {name}", [given.get(name)] if given else []) for name in asked),
-        ("measured by", [origin(r)]),
+        ("measured by", [get_origin(r)]),
         *((what, [getattr(r.server, name)] if r.server else []) for what, name in SERVER),
         ("auto chose", [r.choice] if r.choice else []),
         ("throttled by", r.gpu.throttle_reasons if r.gpu else []),
@@ -108,17 +108,17 @@ def _told(r: Record, settings: Sequence[str], asked: Sequence[str]) -> list[tupl
     ]
 
 
-def _clocks(a: Sequence[Record], b: Sequence[Record]) -> Iterator[Difference]:
+def _compare_clocks(a: Sequence[Record], b: Sequence[Record]) -> Iterator[Difference]:
     low, other = ([r.gpu.sm_clock_mhz_min for r in s if r.gpu and r.gpu.sm_clock_mhz_min] for s in (a, b))
     if low and other and abs(min(low) - min(other)) > CLOCK_APART * max(min(low), min(other)):
         yield Difference(what="lowest SM clock", a=f"{min(low)} MHz", b=f"{min(other)} MHz")
 
 
-def _set(values: set[str]) -> str:
+def _format_set(values: set[str]) -> str:
     ordered = sorted(values)
-    more = f" and {len(ordered) - MOST_SHOWN} more" if len(ordered) > MOST_SHOWN else ""
-    return (", ".join(short(v, LONGEST) for v in ordered[:MOST_SHOWN]) or "none") + more
+    more = f" and {len(ordered) - MAX_SHOWN} more" if len(ordered) > MAX_SHOWN else ""
+    return (", ".join(fit_name(v, MAX_TEXT_CHARS) for v in ordered[:MAX_SHOWN]) or "none") + more
 
 
-def _text(value: object) -> str:
+def _format_value(value: object) -> str:
     return "none" if value is None else str(value)

@@ -8,10 +8,10 @@ import re
 from typing import TYPE_CHECKING, Literal
 
 from dcpbench.compare.model import Comparison, Finding, PointResult, Row
-from dcpbench.compare.words import range_text
+from dcpbench.compare.words import format_bounds
 from dcpbench.errors import UsageError
 from dcpbench.records import metrics
-from dcpbench.show.numbers import percent, short_number
+from dcpbench.show.numbers import format_percent, format_short_number
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -34,10 +34,10 @@ class Rule:
 
 def read_rules(text: str | None) -> list[Rule]:
     """Parse `slower:2%,syncs:+0`. Raises UsageError with what to type instead."""
-    return [_rule(part.strip()) for part in text.split(",")] if text is not None else []
+    return [_parse_rule(part.strip()) for part in text.split(",")] if text is not None else []
 
 
-def _rule(text: str) -> Rule:
+def _parse_rule(text: str) -> Rule:
     name, colon, limit = (part.strip() for part in text.partition(":"))
     if name in WORDS:
         if colon:
@@ -56,7 +56,7 @@ def _rule(text: str) -> Rule:
     return Rule(text, name, share=float(share) / 100 if share else None, more=float(more) if more else None)
 
 
-def apply(comparison: Comparison, rules: Sequence[Rule]) -> None:
+def apply_rules(comparison: Comparison, rules: Sequence[Rule]) -> None:
     """Judge the comparison by the rules: fill in its findings and the `gate` of each row.
 
     A sampled row fails if its corrected interval leaves out equality on the worse side and its ratio is beyond the limit.
@@ -72,9 +72,11 @@ def apply(comparison: Comparison, rules: Sequence[Rule]) -> None:
     for point in comparison.points:
         for row in point.rows:
             row.gate = ""
-            findings += _of_row(point, row, rules)
+            findings += _apply_to_row(point, row, rules)
     if "undecided" in words and words <= {*WORDS}:
-        findings += [_undecided(p, row) for p in comparison.points for row in p.rows if row.verdict == "UNDECIDED"]
+        findings += [
+            _make_undecided_finding(p, row) for p in comparison.points for row in p.rows if row.verdict == "UNDECIDED"
+        ]
     broken = [b for b in comparison.broken if b.side == "b"]
     findings += [Finding(rule="failed", point=b.name, message=f"{b.name}: {b.outcome}: {b.reason}") for b in broken]
     if "missing" in words:
@@ -83,7 +85,7 @@ def apply(comparison: Comparison, rules: Sequence[Rule]) -> None:
         findings += [Finding(rule="missing", point=name, message=f"{name}: {text}") for name, text in missing]
     findings += [
         Finding(rule=text, message=f"{text}: no compared point has it", status="unjudged")
-        for text in unused(comparison, rules)
+        for text in list_unused(comparison, rules)
     ]
     if "undecided" in words:
         for finding in findings:
@@ -91,7 +93,7 @@ def apply(comparison: Comparison, rules: Sequence[Rule]) -> None:
     comparison.findings = sorted(findings, key=lambda f: STATUSES.index(f.status), reverse=True)
 
 
-def unused(comparison: Comparison, rules: Sequence[Rule]) -> list[str]:
+def list_unused(comparison: Comparison, rules: Sequence[Rule]) -> list[str]:
     """Return the rules about metrics that no compared point has: they guard nothing."""
     seen = {(p.workload, row.metric) for p in comparison.points for row in p.rows}
     return [
@@ -99,31 +101,33 @@ def unused(comparison: Comparison, rules: Sequence[Rule]) -> list[str]:
     ]
 
 
-def _of_row(point: PointResult, row: Row, rules: Sequence[Rule]) -> Iterator[Finding]:
+def _apply_to_row(point: PointResult, row: Row, rules: Sequence[Rule]) -> Iterator[Finding]:
     for rule in rules:
         if rule.name in WORDS or not _is_of(rule, point.workload, row.metric):
             continue
-        status = _status(row, rule)
+        status = _get_status(row, rule)
         row.gate = max(row.gate, status, key=STATUSES.index)
         if status != "passes":
-            message = f"{point.name}: {_describe(row, rule, status)}"
+            message = f"{point.name}: {_describe_row(row, rule, status)}"
             yield Finding(rule=rule.text, point=point.name, metric=row.metric, status=status, message=message)
 
 
-def _describe(row: Row, rule: Rule, status: str) -> str:
+def _describe_row(row: Row, rule: Rule, status: str) -> str:
     """Return what a rule finds of a row, with the numbers, and what it could have found if that is undecided."""
     limit = rule.text.partition(":")[2]
-    ratio = "" if row.ratio is None or row.absolute else f", ratio {row.ratio:.4f}{range_text(row)}"
-    numbers = f"{short_number(row.a, 4)} → {short_number(row.b, 4)} {row.unit}{ratio}"
+    ratio = "" if row.ratio is None or row.absolute else f", ratio {row.ratio:.4f}{format_bounds(row)}"
+    numbers = f"{format_short_number(row.a, 4)} → {format_short_number(row.b, 4)} {row.unit}{ratio}"
     if status == "fails":
         return f"{row.title} worse by more than {limit}: {numbers}"
     if status == "unjudged":
         return f"{row.title} could not be judged: {numbers}; {row.reason}"
-    visible = "" if row.least_visible is None else f"; {percent(row.least_visible - 1)} worse would have been found"
+    visible = (
+        "" if row.least_visible is None else f"; {format_percent(row.least_visible - 1)} worse would have been found"
+    )
     return f"{row.title} may be worse by more than {limit}: {numbers}{visible}"
 
 
-def _undecided(point: PointResult, row: Row) -> Finding:
+def _make_undecided_finding(point: PointResult, row: Row) -> Finding:
     row.gate = "fails"
     why = f": {row.reason}" if row.reason else ""
     return Finding(
@@ -133,23 +137,23 @@ def _undecided(point: PointResult, row: Row) -> Finding:
 
 def _is_of(rule: Rule, workload: str, metric: str) -> bool:
     """Return whether the rule is about this row's metric."""
-    found = metrics.named(rule.name, workload)
+    found = metrics.find_compared_metric(rule.name, workload)
     return found is not None and found.option == metric
 
 
-def _status(row: Row, rule: Rule) -> Literal["fails", "unjudged", "undecided", "passes"]:
+def _get_status(row: Row, rule: Rule) -> Literal["fails", "unjudged", "undecided", "passes"]:
     if not row.sampled:
         change = row.a - row.b if row.higher_is_better else row.b - row.a
         return "fails" if change > (rule.more if rule.more is not None else (rule.share or 0) * row.a) else "passes"
     if not row.judged:
         return "unjudged"
-    limit = _limit(row, rule)
-    if row.differs and _worse(row, row.ratio) > limit:
+    limit = _compute_limit(row, rule)
+    if row.differs and _compute_worsening(row, row.ratio) > limit:
         return "fails"
-    return "undecided" if max(_worse(row, row.low), _worse(row, row.high)) > limit else "passes"
+    return "undecided" if max(_compute_worsening(row, row.low), _compute_worsening(row, row.high)) > limit else "passes"
 
 
-def _limit(row: Row, rule: Rule) -> float:
+def _compute_limit(row: Row, rule: Rule) -> float:
     """Return the limit as a logarithm of how much longer a time is, or how much longer a rate takes for the same."""
     if rule.share is not None:
         return math.log1p(rule.share)
@@ -159,7 +163,7 @@ def _limit(row: Row, rule: Rule) -> float:
     return math.log1p(more / row.a)
 
 
-def _worse(row: Row, ratio: float | None) -> float:
+def _compute_worsening(row: Row, ratio: float | None) -> float:
     if ratio is None:
         return math.inf
     log = math.log(ratio) if ratio > 0 else -math.inf

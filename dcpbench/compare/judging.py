@@ -9,16 +9,16 @@ import zlib
 from typing import TYPE_CHECKING, Any, Literal
 
 from dcpbench.compare import effects
-from dcpbench.compare.environments import differences, layers_held, marks
+from dcpbench.compare.environments import collect_warnings, count_layers_held, find_differences
 from dcpbench.compare.model import WORST_FIRST, Broken, Comparison, PointResult, Row
-from dcpbench.compare.samples import Requests, comparable, error_of, requests_of
-from dcpbench.compare.sides import apart, match
+from dcpbench.compare.samples import Requests, estimate_error, get_comparable, read_record_requests
+from dcpbench.compare.sides import find_fields_apart, match_points
 from dcpbench.compare.words import count_launches
 from dcpbench.errors import UsageError
-from dcpbench.plan.grid import point_name
-from dcpbench.records.metrics import compared
-from dcpbench.records.record import forecast, functional
-from dcpbench.show.text import counted, printable
+from dcpbench.plan.grid import format_point_name
+from dcpbench.records.metrics import list_compared_metrics
+from dcpbench.records.record import is_forecast, is_functional
+from dcpbench.show.text import format_count, make_printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,7 +60,7 @@ class _Test:
     effect: effects.Effect
 
 
-def judge(a: Sequence[Run], b: Sequence[Run], options: Options) -> Comparison:
+def judge_sides(a: Sequence[Run], b: Sequence[Run], options: Options) -> Comparison:
     """Compare B with A: every metric of every point that both have.
 
     Raises UsageError if they have no point in common, and for `paired` sides of different length.
@@ -70,18 +70,18 @@ def judge(a: Sequence[Run], b: Sequence[Run], options: Options) -> Comparison:
             f"--paired needs as many launches of A as of B, not {len(a)} and {len(b)}; leave it out to compare sides "
             "that are not made in pairs."
         )
-    matched = match(a, b, options.across)
+    matched = match_points(a, b, options.across)
     if not matched.pairs:
-        raise UsageError(_nothing(matched))
+        raise UsageError(_explain_no_match(matched))
     tests: list[_Test] = []
-    points = [_point(pair, options, a, b, tests) for pair in matched.pairs]
-    _decide(tests, options)
+    points = [_compare_point(pair, options, a, b, tests) for pair in matched.pairs]
+    _decide_verdicts(tests, options)
     points.sort(key=lambda p: p.rank)
     rows = [row for p in points for row in p.rows]
-    cpu = any(functional(r) for pair in matched.pairs for r in pair.records)
+    cpu = any(is_functional(r) for pair in matched.pairs for r in pair.records)
     return Comparison(
-        a=[printable(x.name) for x in a],
-        b=[printable(x.name) for x in b],
+        a=[make_printable(x.name) for x in a],
+        b=[make_printable(x.name) for x in b],
         paired=options.paired,
         across=list(options.across),
         margin=options.margin,
@@ -92,64 +92,64 @@ def judge(a: Sequence[Run], b: Sequence[Run], options: Options) -> Comparison:
         cpu=cpu,
         forecast=any(point.forecast for point in points),
         performance=not cpu or options.allow_cpu,
-        differences=differences(matched.pairs),
+        differences=find_differences(matched.pairs),
         points=points,
-        only_a=[name_of(r.point) for r in matched.only_a],
-        only_b=[name_of(r.point) for r in matched.only_b],
-        broken=[*(_broken(r, "a") for r in matched.broken_a), *(_broken(r, "b") for r in matched.broken_b)],
-        notes=_notes(a, b, points, options, matched),
-        layers_held=layers_held(matched.pairs),
+        only_a=[format_point(r.point) for r in matched.only_a],
+        only_b=[format_point(r.point) for r in matched.only_b],
+        broken=[*(_make_broken(r, "a") for r in matched.broken_a), *(_make_broken(r, "b") for r in matched.broken_b)],
+        notes=_make_notes(a, b, points, options, matched),
+        layers_held=count_layers_held(matched.pairs),
     )
 
 
-def name_of(point: Point) -> str:
+def format_point(point: Point) -> str:
     """Return the point's name in one line, without the repeat."""
     mode = f", {point.load.mode}" if point.load else ""
     try:
-        name = point_name(point).partition(", repeat ")[0]
+        name = format_point_name(point).partition(", repeat ")[0]
     except (ArithmeticError, ValueError, UsageError):
         name = f"{point.model} tp{point.tp}·dp{point.dp}·dcp{point.dcp} {point.backend} {point.exchange}"
-    return printable(name[:300] + ("" if name.endswith(mode) else mode[:20]))
+    return make_printable(name[:300] + ("" if name.endswith(mode) else mode[:20]))
 
 
-def _point(pair: Pair, options: Options, a: Sequence[Run], b: Sequence[Run], tests: list[_Test]) -> PointResult:
+def _compare_point(pair: Pair, options: Options, a: Sequence[Run], b: Sequence[Run], tests: list[_Test]) -> PointResult:
     point, other = pair.point, pair.b[0][1][0].point
     workload: Workload = "serve" if point.load else "decode"
     found = PointResult(
-        name=name_of(point),
-        other_name=name_of(other) if name_of(other) != name_of(point) else "",
+        name=format_point(point),
+        other_name=format_point(other) if format_point(other) != format_point(point) else "",
         workload=workload,
         forecast=pair.forecasts,
-        mode=printable(point.load.mode[:20]) if point.load else "",
-        cpu=any(map(functional, pair.records)),
-        marks_a=marks(r for _, rs in pair.a for r in rs),
-        marks_b=marks(r for _, rs in pair.b for r in rs),
+        mode=make_printable(point.load.mode[:20]) if point.load else "",
+        cpu=any(map(is_functional, pair.records)),
+        marks_a=collect_warnings(r for _, rs in pair.a for r in rs),
+        marks_b=collect_warnings(r for _, rs in pair.b for r in rs),
     )
     sampled: dict[int, Sampled] = {}
     unjudged: list[_Test] = []
-    for metric in compared(workload, options.metrics):
+    for metric in list_compared_metrics(workload, options.metrics):
         kind = metric.errors.get(workload)
-        left, right = ([_values(metric, kind, side) for side in sides] for sides in (pair.a, pair.b))
+        left, right = ([_list_values(metric, kind, side) for side in sides] for sides in (pair.a, pair.b))
         if not any(left) or not any(right):
             if any(left) or any(right):
                 found.not_compared.append(f"{metric.brief} (absent in {'B' if any(left) else 'A'})")
             continue
         if kind is None:
-            found.rows.append(_counted(metric, left, right, options.margin))
+            found.rows.append(_compare_counts(metric, left, right, options.margin))
             continue
         sides = [
             {
                 launch.name: e
                 for (launch, records), vs in zip(side, values, strict=True)
-                if vs and (e := _estimate(metric, kind, launch, records, sampled))
+                if vs and (e := _estimate_launch(metric, kind, launch, records, sampled))
             }
             for side, values in ((pair.a, left), (pair.b, right))
         ]
-        test = _test(metric, sides, options, [x.name for x in a], [x.name for x in b])
+        test = _make_test(metric, sides, options, [x.name for x in a], [x.name for x in b])
         found.rows.append(test.row)
         if metric.name == "step_ms":
             found.output_tok_s = (point.concurrency * 1e3 / test.row.a, point.concurrency * 1e3 / test.row.b)
-        unsure = _unsure(metric, pair)
+        unsure = _compute_forecast_error(metric, pair)
         if found.cpu and not options.allow_cpu:
             test.row.reason = CPU_REASON
         elif unsure is None:
@@ -159,18 +159,21 @@ def _point(pair: Pair, options: Options, a: Sequence[Run], b: Sequence[Run], tes
             test.effect = dataclasses.replace(test.effect, below=unsure[0], above=unsure[1])
             (tests if test.effect.variance is not None else unjudged).append(test)
     for test in unjudged:
-        _explain(test, options)
+        _explain_undecided(test, options)
     return found
 
 
-def _unsure(metric: Metric, pair: Pair) -> tuple[float, float] | None:
+def _compute_forecast_error(metric: Metric, pair: Pair) -> tuple[float, float] | None:
     """Return by how much the logarithm of the ratio may be lower and higher due to forecasts; 0 without one, None
     without ends.
 
     The ends that are furthest off count, as if forecasts of A and of B erred independently: no record has the error
     that both share.
     """
-    reach = [[_reach(metric, r) for _, records in side for r in records if forecast(r)] for side in (pair.a, pair.b)]
+    reach = [
+        [_compute_reach(metric, r) for _, records in side for r in records if is_forecast(r)]
+        for side in (pair.a, pair.b)
+    ]
     if any(one is None for side in reach for one in side):
         return None
     (below_a, above_a), (below_b, above_b) = (
@@ -179,36 +182,36 @@ def _unsure(metric: Metric, pair: Pair) -> tuple[float, float] | None:
     return below_b + above_a, above_b + below_a
 
 
-def _reach(metric: Metric, record: Record) -> tuple[float, float] | None:
+def _compute_reach(metric: Metric, record: Record) -> tuple[float, float] | None:
     """Return how far the ends of a forecast lie below and above its value, in logarithms; None if it has none."""
-    value, ends = metric.value(record), metric.ends(record)
+    value, ends = metric.get_value(record), metric.get_forecast_bounds(record)
     if not value or ends is None or not min(value, *ends) > 0:
         return None if value else (0.0, 0.0)
     return max(0.0, math.log(value / ends[0])), max(0.0, math.log(ends[1] / value))
 
 
-def _values(metric: Metric, kind: Error | None, side: tuple[Run, list[Record]]) -> list[float]:
-    return [v for record in side[1] if (v := comparable(metric, record, sampled=kind is not None)) is not None]
+def _list_values(metric: Metric, kind: Error | None, side: tuple[Run, list[Record]]) -> list[float]:
+    return [v for record in side[1] if (v := get_comparable(metric, record, sampled=kind is not None)) is not None]
 
 
-def _estimate(
+def _estimate_launch(
     metric: Metric, kind: Error, launch: Run, records: Sequence[Record], sampled: dict[int, Sampled]
 ) -> effects.Estimate | None:
     """Return the estimate of a metric by one launch; `sampled` caches the samples of its records between metrics."""
     values, errors = [], []
     seed = zlib.crc32(metric.option.encode())  # the same on both sides, for draws of the same requests
     for record in records:
-        value = comparable(metric, record, sampled=True)
+        value = get_comparable(metric, record, sampled=True)
         if value is None:
             continue
         if id(record) not in sampled:
-            sampled[id(record)] = launch.whole(record), requests_of(record, launch.folder)
+            sampled[id(record)] = launch.load_with_samples(record), read_record_requests(record, launch.folder)
         values.append(value)
-        errors.append(error_of(metric, kind, *sampled[id(record)], seed))
-    return effects.estimate(values, errors) if values else None
+        errors.append(estimate_error(metric, kind, *sampled[id(record)], seed))
+    return effects.estimate_launch(values, errors) if values else None
 
 
-def _test(
+def _make_test(
     metric: Metric, sides: Sequence[dict[str, effects.Estimate]], options: Options, a: list[str], b: list[str]
 ) -> _Test:
     left, right = (list(side.values()) for side in sides)
@@ -217,12 +220,12 @@ def _test(
         left, right = [x for x, _ in rounds], [y for _, y in rounds]
         effect = effects.compare_paired(left, right, options.launch_noise)
     else:
-        effect = effects.compare(left, right, options.launch_noise)
+        effect = effects.compare_sides(left, right, options.launch_noise)
     row = Row(
-        **_about(metric),
-        a=_exp(statistics.fmean(e.log for e in left)),
-        b=_exp(statistics.fmean(e.log for e in right)),
-        ratio=_exp(effect.log),
+        **_describe_metric(metric),
+        a=_compute_exp(statistics.fmean(e.log for e in left)),
+        b=_compute_exp(statistics.fmean(e.log for e in right)),
+        ratio=_compute_exp(effect.log),
         verdict="UNDECIDED",
         launches=effect.launches,
         repeats=(sum(e.repeats for e in left), sum(e.repeats for e in right)),
@@ -230,7 +233,7 @@ def _test(
     return _Test(row, effect)
 
 
-def _about(metric: Metric) -> dict[str, Any]:
+def _describe_metric(metric: Metric) -> dict[str, Any]:
     """Return the fields of a row that describe its metric."""
     return {
         "metric": metric.option,
@@ -241,42 +244,42 @@ def _about(metric: Metric) -> dict[str, Any]:
     }
 
 
-def _decide(tests: Sequence[_Test], options: Options) -> None:
+def _decide_verdicts(tests: Sequence[_Test], options: Options) -> None:
     """Correct all rows at once, then give each its interval and its verdict.
 
     There are two families of tests: that rows differ, and that they are the same within the margin. They are corrected
     separately, so that rejections in one family do not loosen the level of the other.
     """
     margin = math.log1p(options.margin)
-    differ = [t.effect.p_differs() for t in tests]
-    same = [t.effect.p_same(margin) for t in tests]
-    level = effects.level(differ, options.alpha)
-    same_level = effects.level(same, options.alpha)
-    cut = level if effects.rejected(differ, options.alpha) else -1.0
-    same_cut = same_level if effects.rejected(same, options.alpha) else -1.0
+    differ = [t.effect.compute_p_differs() for t in tests]
+    same = [t.effect.compute_p_same(margin) for t in tests]
+    level = effects.compute_level(differ, options.alpha)
+    same_level = effects.compute_level(same, options.alpha)
+    cut = level if effects.count_rejected(differ, options.alpha) else -1.0
+    same_cut = same_level if effects.count_rejected(same, options.alpha) else -1.0
     for t, p, q in zip(tests, differ, same, strict=True):
         row = t.row
         row.judged = True
         row.p_differs, row.p_same, row.differs = p, q, p <= cut
         is_same = q <= same_cut
         tail = same_level if is_same else level / 2
-        row.low, row.high = (_exp(x) for x in t.effect.interval(tail))
+        row.low, row.high = (_compute_exp(x) for x in t.effect.compute_interval(tail))
         row.confidence = 1 - 2 * tail
-        visible = effects.find_least_visible(t.effect, level / 2)
-        row.least_visible = None if visible is None else _exp(visible)
+        visible = effects.find_min_visible(t.effect, level / 2)
+        row.least_visible = None if visible is None else _compute_exp(visible)
         if is_same:
             row.verdict = "SAME"
-        elif row.differs and t.effect.least > margin:
+        elif row.differs and t.effect.min_distance > margin:
             row.verdict = "FASTER" if (t.effect.log > 0) == row.higher_is_better else "SLOWER"
         else:
-            _explain(t, options, level / 2)
+            _explain_undecided(t, options, level / 2)
 
 
-def _explain(test: _Test, options: Options, tail: float = 0.0) -> None:
+def _explain_undecided(test: _Test, options: Options, tail: float = 0.0) -> None:
     """Give an UNDECIDED row its reason, and how many more launches would decide it."""
     row, effect, margin = test.row, test.effect, math.log1p(options.margin)
-    within = effect.least <= margin < abs(effect.log) or abs(effect.log) <= margin < effect.most
-    if max(effect.below, effect.above) and (effect.least <= 0 or within):
+    within = effect.min_distance <= margin < abs(effect.log) or abs(effect.log) <= margin < effect.max_distance
+    if max(effect.below, effect.above) and (effect.min_distance <= 0 or within):
         row.reason = WITHIN_ENDS
         return
     if any(effect.missing_launches):
@@ -289,7 +292,9 @@ def _explain(test: _Test, options: Options, tail: float = 0.0) -> None:
         row.more_launches = effects.MIN_LAUNCHES
         return
     # SAME is a family of its own, in which all rows that are the same help each other.
-    row.more_launches = effects.more_launches(effect, margin, tail if abs(effect.log) > margin else options.alpha)
+    row.more_launches = effects.estimate_more_launches(
+        effect, margin, tail if abs(effect.log) > margin else options.alpha
+    )
     row.reason = _explain_open(effect, margin, row.more_launches)
     if row.differs:
         row.reason += "; it differs, but perhaps by less than the margin"
@@ -298,7 +303,7 @@ def _explain(test: _Test, options: Options, tail: float = 0.0) -> None:
 def _explain_few(effect: effects.Effect) -> str:
     a, b = effect.launches
     if effect.paired:
-        return f"{counted(a, 'round')} cannot show how launches scatter; verdicts need {effects.MIN_LAUNCHES}"
+        return f"{format_count(a, 'round')} cannot show how launches scatter; verdicts need {effects.MIN_LAUNCHES}"
     return (
         f"{count_launches(a)} of A and {b:,} of B cannot show how launches scatter; verdicts need "
         f"{effects.MIN_LAUNCHES} of each side"
@@ -309,21 +314,21 @@ def _explain_open(effect: effects.Effect, margin: float, more: int | None) -> st
     """Return why enough launches do not decide a row, and what would."""
     several = "rounds" if effect.paired else "launches of each side"
     if more is not None:
-        needed = counted(more, "more round") if effect.paired else f"{count_launches(more, 'more ')} of each side"
+        needed = format_count(more, "more round") if effect.paired else f"{count_launches(more, 'more ')} of each side"
         return f"about {needed} would decide it"
     if abs(abs(effect.log) - margin) < margin / 2:
         return f"more launches cannot decide it: the ratio lies at the margin of {math.expm1(margin):.2g}"
     return f"more than {effects.MAX_LAUNCHES} {several} would be needed; find out what makes launches scatter"
 
 
-def _counted(metric: Metric, a: Sequence[Sequence[float]], b: Sequence[Sequence[float]], margin: float) -> Row:
+def _compare_counts(metric: Metric, a: Sequence[Sequence[float]], b: Sequence[Sequence[float]], margin: float) -> Row:
     """Compare counts, which are not sampled: the sides are the same, or their whole ranges do not overlap."""
     left, right = ([v for launch in side for v in launch] for side in (a, b))
     x, y = statistics.median(left), statistics.median(right)
     slack = 1.0 if metric.absolute else 1 + margin
     ratio = y / x if x else math.inf
     row = Row(
-        **_about(metric),
+        **_describe_metric(metric),
         sampled=False,
         judged=True,
         a=x,
@@ -344,25 +349,27 @@ def _counted(metric: Metric, a: Sequence[Sequence[float]], b: Sequence[Sequence[
     return row
 
 
-def _exp(log: float) -> float:
+def _compute_exp(log: float) -> float:
     return math.exp(log) if abs(log) < MAX_LOG else (0.0 if log < 0 else math.inf)
 
 
-def _broken(record: Record, side: Literal["a", "b"]) -> Broken:
-    reason = printable((record.reason or "no reason was recorded")[:500])
-    return Broken(name=name_of(record.point), side=side, outcome=printable(record.outcome[:20]), reason=reason)
+def _make_broken(record: Record, side: Literal["a", "b"]) -> Broken:
+    reason = make_printable((record.reason or "no reason was recorded")[:500])
+    return Broken(
+        name=format_point(record.point), side=side, outcome=make_printable(record.outcome[:20]), reason=reason
+    )
 
 
-def _notes(
+def _make_notes(
     a: Sequence[Run], b: Sequence[Run], points: Sequence[PointResult], options: Options, matched: Matched
 ) -> list[str]:
     rows = [row for point in points for row in point.rows]
     missing = [max(row.missing_launches[side] for row in rows) if rows else 0 for side in (0, 1)]
-    notes = [_ask_for_launches(missing[0], missing[1], options)] if any(missing) else []
+    notes = [_suggest_launches(missing[0], missing[1], options)] if any(missing) else []
     if {x.folder.resolve() for x in a} & {x.folder.resolve() for x in b}:
         notes.append("A and B share a folder: its records are compared with themselves.")
     elif same := sum(pair.shares_records for pair in matched.pairs):
-        of = "" if same == len(matched.pairs) else f" of {same:,} of {counted(len(matched.pairs), 'point')}"
+        of = "" if same == len(matched.pairs) else f" of {same:,} of {format_count(len(matched.pairs), 'point')}"
         notes.append(
             f"A and B hold the same records{of}, as copies of one run do: they are compared with themselves, which says "
             "nothing about a change."
@@ -370,7 +377,7 @@ def _notes(
     return notes
 
 
-def _ask_for_launches(a: int, b: int, options: Options) -> str:
+def _suggest_launches(a: int, b: int, options: Options) -> str:
     """Return what to type to get the launches that verdicts need."""
     if options.paired:
         return (
@@ -385,19 +392,19 @@ def _ask_for_launches(a: int, b: int, options: Options) -> str:
     )
 
 
-def _nothing(matched: Matched) -> str:
+def _explain_no_match(matched: Matched) -> str:
     nothing = "A and B have no measured point in common"
     if matched.broken_a or matched.broken_b:
         side, broken = ("B", matched.broken_b) if matched.broken_b else ("A", matched.broken_a)
-        return f"{nothing}; in {side} {name_of(broken[0].point)} did not run: {(broken[0].reason or '')[:300]}"
+        return f"{nothing}; in {side} {format_point(broken[0].point)} did not run: {(broken[0].reason or '')[:300]}"
     if matched.only_a and matched.only_b:
         x = matched.only_a[0]
-        ways = [(apart(x.point, y.point), y) for y in matched.only_b]
+        ways = [(find_fields_apart(x.point, y.point), y) for y in matched.only_b]
         names, y = min(ways, key=lambda way: (way[0] is None, len(way[0] or ())))
         what = (
             "measure the same points in both"
             if names is None
             else f"to compare these two, add --across {','.join(names)}"
         )
-        return f"{nothing}: A has {name_of(x.point)}, B has {name_of(y.point)}; {what}."
+        return f"{nothing}: A has {format_point(x.point)}, B has {format_point(y.point)}; {what}."
     return nothing + "; measure the same points in both."

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.compare import ci, gate, markdown, table
-from dcpbench.compare.judging import Options, judge
+from dcpbench.compare.judging import Options, judge_sides
 from dcpbench.errors import ExitCode, OutputError, UsageError
 from dcpbench.records import metrics
-from dcpbench.show.ci import step_summary
+from dcpbench.show.ci import append_step_summary
 from dcpbench.show.streams import write_json
-from dcpbench.show.terminal import console
+from dcpbench.show.terminal import make_console
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,7 +39,7 @@ class Out:
     every: bool = False
 
 
-def check(options: Options, out: Out) -> None:
+def check_options(options: Options, out: Out) -> None:
     """Raise UsageError for options that cannot work, before anything takes long."""
     gate.read_rules(out.fail_on)
     for name, value in (("--margin", options.margin), ("--launch-noise", options.launch_noise)):
@@ -51,32 +51,34 @@ def check(options: Options, out: Out) -> None:
         raise UsageError(f"--metric {unknown[0]}: there is none; give some of {', '.join(metrics.OPTIONS)}.")
 
 
-def conclude(a: Sequence[Run], b: Sequence[Run], options: Options, out: Out) -> int:
+def run_comparison(a: Sequence[Run], b: Sequence[Run], options: Options, out: Out) -> int:
     """Compare two sides, show and write what was found, and return the exit code.
 
     1 if a rule of --fail-on fails, else 3 if a rule could not be judged, else 0.
     """
     rules = gate.read_rules(out.fail_on)
-    found = judge(a, b, options)
-    gate.apply(found, rules)
-    found.notes += [f"--fail-on {text} guards nothing: no compared point has it." for text in gate.unused(found, rules)]
-    paths = write(found, out)
+    found = judge_sides(a, b, options)
+    gate.apply_rules(found, rules)
+    found.notes += [
+        f"--fail-on {text} guards nothing: no compared point has it." for text in gate.list_unused(found, rules)
+    ]
+    paths = write_files(found, out)
     if out.as_json:
         write_json(msgspec.json.format(msgspec.json.encode(found), indent=2).decode() + "\n")
     else:
-        terminal = console()
+        terminal = make_console()
         for line in table.render(found, every=out.every):
             terminal.print(line, soft_wrap=not terminal.is_terminal)
     if out.github:
-        sys.stdout.write(ci.github(found))
+        sys.stdout.write(ci.format_github(found))
         sys.stdout.flush()
-        step_summary(markdown.render(found))
+        append_step_summary(markdown.render(found))
     for path in paths:
         (sys.stderr if out.as_json else sys.stdout).write(f"Wrote {path}\n")
     return ExitCode.WRONG if found.fails else NOT_JUDGED if found.unjudged else 0
 
 
-def write(found: Comparison, out: Out) -> list[Path]:
+def write_files(found: Comparison, out: Out) -> list[Path]:
     """Write Markdown, JSON and the forest plot into `out.folder` and JUnit into its file; return the paths.
 
     Raise OutputError if a file cannot be written.
@@ -93,7 +95,7 @@ def write(found: Comparison, out: Out) -> list[Path]:
             data.write_bytes(msgspec.json.encode(found) + b"\n")
             paths += [page, data, *pictures]
         if out.junit:
-            out.junit.write_text(ci.junit(found), encoding="utf-8")
+            out.junit.write_text(ci.format_junit(found), encoding="utf-8")
             paths.append(out.junit)
     except OSError as e:
         raise OutputError(

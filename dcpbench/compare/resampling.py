@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     """Function that computes a statistic of each row of a matrix."""
 
 DRAWS = 400
-LEAST = 8
+MIN_SAMPLES = 8
 """Minimum number of samples that show their scatter."""
 MANY = 20_000
 """Number of samples above which they are cut into BATCHES contiguous batches: the same result, without copying them 400
 times.
 """
 BATCHES = 64
-ROOM = 4_000_000
+MAX_DRAWN_VALUES = 4_000_000
 """Maximum number of values that are drawn at once."""
 
 
@@ -50,7 +50,7 @@ class Error:
         return self.draws is not None
 
 
-def joint(a: Error, b: Error) -> list[tuple[float, float]]:
+def join_variances(a: Error, b: Error) -> list[tuple[float, float]]:
     """Return the variances, with degrees of freedom, of the difference of two launches' logarithms.
 
     If both served the same requests, these are drawn for both at once: effects of a request on both sides cancel.
@@ -60,7 +60,7 @@ def joint(a: Error, b: Error) -> list[tuple[float, float]]:
     return [(float((b.draws - a.draws).var(ddof=1)), min(a.df, b.df))]
 
 
-def block_length(series: Floats) -> int:
+def compute_block_length(series: Floats) -> int:
     """Return the block length in samples: (√6·ρ / (1 - ρ²))^⅔ · n^⅓, at least 1 and at most n / 4.
 
     Politis and White, Automatic block-length selection for the dependent bootstrap (2004), for the circular bootstrap
@@ -75,7 +75,7 @@ def block_length(series: Floats) -> int:
     return max(1, min(round(best), n // 4))
 
 
-def drawn(n: int, length: int, draws: int, rng: np.random.Generator) -> npt.NDArray[np.intp]:
+def draw_indices(n: int, length: int, draws: int, rng: np.random.Generator) -> npt.NDArray[np.intp]:
     """Return the indices of `draws` resampled series, [draws, n], made of blocks that start
     anywhere and wrap around.
     """
@@ -84,7 +84,7 @@ def drawn(n: int, length: int, draws: int, rng: np.random.Generator) -> npt.NDAr
     return ((starts + np.arange(length)) % n).reshape(draws, -1)[:, :n]
 
 
-def error_of(
+def estimate_error(
     samples: Sequence[float] | Floats, statistic: Statistic, seed: int, *, requests: bool = False
 ) -> Error | None:
     """Return the error of `statistic` of one launch's samples in their order; None with too few, or if it is not
@@ -96,23 +96,23 @@ def error_of(
     """
     series = np.asarray(samples, np.float64)
     series = series[np.isfinite(series)]
-    if len(series) < LEAST or not series.any():
+    if len(series) < MIN_SAMPLES or not series.any():
         return None
     # Over the largest of them no statistic's logarithm scatters otherwise, and no sum overflows.
     series = np.asarray(series / np.abs(series).max(), np.float64)
     if len(series) > MANY:
-        return _by_batches(series, statistic)
-    length = request_blocks(len(series)) if requests else block_length(series)
+        return _estimate_by_batches(series, statistic)
+    length = compute_request_block_length(len(series)) if requests else compute_block_length(series)
     rng = np.random.default_rng(seed)
-    at_once = max(1, ROOM // len(series))
+    at_once = max(1, MAX_DRAWN_VALUES // len(series))
     found = [
-        statistic(series[drawn(len(series), length, min(at_once, DRAWS - done), rng)])
+        statistic(series[draw_indices(len(series), length, min(at_once, DRAWS - done), rng)])
         for done in range(0, DRAWS, at_once)
     ]
-    return _of_logs(np.concatenate(found), len(series) / length - 1, len(series) if requests else 0)
+    return _make_error(np.concatenate(found), len(series) / length - 1, len(series) if requests else 0)
 
 
-def request_blocks(n: int) -> int:
+def compute_request_block_length(n: int) -> int:
     """Return the number of neighbouring requests that are drawn together, 2·n^⅓, because they share
     steps and queues.
     """
@@ -120,59 +120,59 @@ def request_blocks(n: int) -> int:
     return max(1, min(round(wanted), n // 4))
 
 
-def error_of_pooled(groups: Sequence[Floats], q: float, seed: int) -> Error | None:
+def estimate_pooled_error(groups: Sequence[Floats], q: float, seed: int) -> Error | None:
     """Return the error of the q-quantile of all groups' pooled samples, where groups are drawn instead of samples.
 
     It applies to gaps between tokens: those of a request are dependent, and neighbouring requests share steps.
     """
     groups = [kept for g in groups if len(kept := g[np.isfinite(g)])]
-    if len(groups) < LEAST:
+    if len(groups) < MIN_SAMPLES:
         return None
     n = len(groups)
     values = np.concatenate(groups)
     owners = np.repeat(np.arange(n), [len(g) for g in groups])
     order = np.argsort(values, kind="stable")[:: max(1, len(values) // 200_000)]
     values, owners = values[order], owners[order]
-    length = request_blocks(n)
+    length = compute_request_block_length(n)
     rng = np.random.default_rng(seed)
     found = []
-    for indices in drawn(n, length, DRAWS // 2, rng):
+    for indices in draw_indices(n, length, DRAWS // 2, rng):
         below = np.cumsum(np.bincount(indices, minlength=n)[owners])
         found.append(values[min(int(np.searchsorted(below, q * below[-1])), len(values) - 1)])
-    return _of_logs(np.array(found), n / length - 1, n)
+    return _make_error(np.array(found), n / length - 1, n)
 
 
-def quantile(q: float) -> Statistic:
+def make_quantile(q: float) -> Statistic:
     """Return a function for the q-quantile of each row, linear between neighbours; ten times as fast as numpy's for
     short rows.
     """
 
-    def of_rows(rows: Floats) -> Floats:
+    def compute_rows(rows: Floats) -> Floats:
         ordered = np.sort(rows, axis=1)
         place = (rows.shape[1] - 1) * q
         below = math.floor(place)
         low, high = ordered[:, below], ordered[:, min(below + 1, rows.shape[1] - 1)]
         return np.asarray(low + (high - low) * (place - below), np.float64)
 
-    return of_rows
+    return compute_rows
 
 
-def mean(rows: Floats) -> Floats:
+def compute_mean(rows: Floats) -> Floats:
     """Return the mean of each row."""
     return np.asarray(rows.mean(axis=1), np.float64)
 
 
-def _by_batches(series: Floats, statistic: Statistic) -> Error | None:
+def _estimate_by_batches(series: Floats, statistic: Statistic) -> Error | None:
     """Return the error from batch means: contiguous batches are nearly independent, and their spread over √batches is
     the error.
     """
     size = len(series) // BATCHES
     rows = series[: size * BATCHES].reshape(BATCHES, size)
-    error = _of_logs(statistic(rows), BATCHES - 1.0)
+    error = _make_error(statistic(rows), BATCHES - 1.0)
     return None if error is None else dataclasses.replace(error, variance=error.variance / BATCHES)
 
 
-def _of_logs(values: Floats, df: float, requests: int = 0) -> Error | None:
+def _make_error(values: Floats, df: float, requests: int = 0) -> Error | None:
     """Return the error from draws of a statistic; with `requests` the draws are kept."""
     if not (np.isfinite(values).all() and (values > 0).all()):
         return None

@@ -12,7 +12,7 @@ from dcpbench.compare import resampling
 from dcpbench.errors import DcpbenchError
 from dcpbench.records import formulas
 from dcpbench.serving.outcome import CANCELLED, FINISHED
-from dcpbench.serving.samples import read_samples, samples_path
+from dcpbench.serving.samples import find_samples, read_samples
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,12 +45,12 @@ class Requests:
 NO_REQUESTS = Requests([], [])
 
 
-def comparable(metric: Metric, record: Record, *, sampled: bool) -> float | None:
+def get_comparable(metric: Metric, record: Record, *, sampled: bool) -> float | None:
     """Return the value as it is shown; None if it was not measured or cannot be compared.
 
     A value of 0 is allowed for counted metrics, which are not `sampled`: a sampled one is compared by its logarithm.
     """
-    found = metric.value(record)
+    found = metric.get_value(record)
     try:
         value = math.nan if found is None else float(found) * metric.scale
     except OverflowError:
@@ -60,13 +60,13 @@ def comparable(metric: Metric, record: Record, *, sampled: bool) -> float | None
     return value if SMALLEST <= value <= 1 / SMALLEST else None
 
 
-def requests_of(record: Record, folder: Path) -> Requests:
+def read_record_requests(record: Record, folder: Path) -> Requests:
     """Read the requests of a served record from the file of samples that it names in its own run's folder.
 
     Return no requests if there is no file, or if it cannot be read: then the error within a launch is unknown.
     """
     try:
-        path = samples_path(folder, record.serve.samples_file) if record.serve else None
+        path = find_samples(folder, record.serve.samples_file) if record.serve else None
         if path is None:
             return NO_REQUESTS
         rows = sorted(read_samples(path), key=lambda row: row.submitted_s)
@@ -82,68 +82,76 @@ def requests_of(record: Record, folder: Path) -> Requests:
         return NO_REQUESTS
 
 
-def error_of(metric: Metric, kind: Error, record: Record, requests: Requests, seed: int) -> resampling.Error | None:
+def estimate_error(
+    metric: Metric, kind: Error, record: Record, requests: Requests, seed: int
+) -> resampling.Error | None:
     """Return the error of the metric by the record's samples of this kind; None if they are too few."""
     return ERRORS[kind](metric, record, requests, seed)
 
 
-def _steps(metric: Metric, record: Record, _: Requests, seed: int) -> resampling.Error | None:
+def _estimate_step_error(metric: Metric, record: Record, _: Requests, seed: int) -> resampling.Error | None:
     samples = record.metrics.step_samples_ms if record.metrics else []
-    return resampling.error_of([s for s in samples if s > 0], resampling.quantile(_quantile(metric)), seed)
+    return resampling.estimate_error(
+        [s for s in samples if s > 0], resampling.make_quantile(_get_quantile(metric)), seed
+    )
 
 
-def _latencies(metric: Metric, _: Record, requests: Requests, seed: int) -> resampling.Error | None:
+def _estimate_latency_error(metric: Metric, _: Record, requests: Requests, seed: int) -> resampling.Error | None:
     one = formulas.OF_A_REQUEST[metric.latency]
     found = [v for t in requests.finished if (v := one(t)) is not None]
-    return resampling.error_of(found, resampling.quantile(_quantile(metric)), seed, requests=True)
+    return resampling.estimate_error(found, resampling.make_quantile(_get_quantile(metric)), seed, requests=True)
 
 
-def _gaps(metric: Metric, _: Record, requests: Requests, seed: int) -> resampling.Error | None:
-    return resampling.error_of_pooled([formulas.itl_ms(t) for t in requests.finished], _quantile(metric), seed)
+def _estimate_gap_error(metric: Metric, _: Record, requests: Requests, seed: int) -> resampling.Error | None:
+    return resampling.estimate_pooled_error(
+        [formulas.compute_itl_ms(t) for t in requests.finished], _get_quantile(metric), seed
+    )
 
 
-def _quantile(metric: Metric) -> float:
+def _get_quantile(metric: Metric) -> float:
     """Return 0.99 for a p99; 0.5, the median, for a metric without statistic."""
     return float(metric.statistic.removeprefix("p") or 50) / 100
 
 
-def _tokens(_: Metric, __: Record, requests: Requests, seed: int) -> resampling.Error | None:
+def _estimate_token_error(_: Metric, __: Record, requests: Requests, seed: int) -> resampling.Error | None:
     """Return the error by tokens in equal windows of the run."""
     times = requests.times
     whole = (min(t.submitted_s for t in times), max(t.end_s for t in times)) if times else None
-    return _rate(requests, whole, seed)
+    return _estimate_rate_error(requests, whole, seed)
 
 
-def _steady_tokens(_: Metric, record: Record, requests: Requests, seed: int) -> resampling.Error | None:
+def _estimate_steady_token_error(_: Metric, record: Record, requests: Requests, seed: int) -> resampling.Error | None:
     """Return the error by tokens in equal windows of the steady part of the run."""
     clients = record.point.clients
-    steady = formulas.steady_window(requests.times, clients, requests.waiting_s) if clients and clients > 0 else None
-    return _rate(requests, steady, seed)
+    steady = (
+        formulas.find_steady_window(requests.times, clients, requests.waiting_s) if clients and clients > 0 else None
+    )
+    return _estimate_rate_error(requests, steady, seed)
 
 
-def _rate(requests: Requests, span: tuple[float, float] | None, seed: int) -> resampling.Error | None:
+def _estimate_rate_error(requests: Requests, span: tuple[float, float] | None, seed: int) -> resampling.Error | None:
     if span is None or not span[1] > span[0]:
         return None
     counts, _ = np.histogram(np.concatenate([np.asarray(t.token_s) for t in requests.times]), WINDOWS, span)
-    return resampling.error_of(counts.astype(np.float64), resampling.mean, seed, requests=True)
+    return resampling.estimate_error(counts.astype(np.float64), resampling.compute_mean, seed, requests=True)
 
 
-def _objectives(_: Metric, record: Record, requests: Requests, seed: int) -> resampling.Error | None:
+def _estimate_objective_error(_: Metric, record: Record, requests: Requests, seed: int) -> resampling.Error | None:
     """Return the error by whether each request met the objectives."""
     try:
-        slo = formulas.objectives(record.serve.slo_ms if record.serve else {})
+        slo = formulas.validate_objectives(record.serve.slo_ms if record.serve else {})
     except DcpbenchError:
         return None
-    met = np.array([formulas.meets(t, slo) for t in requests.times], np.float64)
-    return resampling.error_of(met, resampling.mean, seed, requests=True)
+    met = np.array([formulas.has_met_slo(t, slo) for t in requests.times], np.float64)
+    return resampling.estimate_error(met, resampling.compute_mean, seed, requests=True)
 
 
 ERRORS: dict[Error, Callable[[Metric, Record, Requests, int], resampling.Error | None]] = {
-    "steps": _steps,
-    "requests": _latencies,
-    "gaps": _gaps,
-    "tokens": _tokens,
-    "steady tokens": _steady_tokens,
-    "objectives": _objectives,
+    "steps": _estimate_step_error,
+    "requests": _estimate_latency_error,
+    "gaps": _estimate_gap_error,
+    "tokens": _estimate_token_error,
+    "steady tokens": _estimate_steady_token_error,
+    "objectives": _estimate_objective_error,
 }
 """Function for each kind of error in the catalogue of metrics."""

@@ -10,10 +10,10 @@ from dcpbench.errors import RecordsError, UsageError
 from dcpbench.points.axes import Role
 from dcpbench.points.point import AXES, LOAD_AXES
 from dcpbench.records.file import read_points
-from dcpbench.records.folder import RECORDS_FILE, find_runs, record_file
-from dcpbench.records.record import forecast
-from dcpbench.records.runs import measurement, read_run
-from dcpbench.show.text import natural
+from dcpbench.records.folder import RECORDS_FILE, find_runs, get_record_file
+from dcpbench.records.record import is_forecast
+from dcpbench.records.runs import compute_measurement_digest, read_run
+from dcpbench.show.text import make_natural_key
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Record
     from dcpbench.records.runs import Run
 
-MOST_POINTS = 10_000
+MAX_POINTS = 10_000
 """Maximum number of points that both sides share; each takes milliseconds."""
 FIELDS = tuple(axis.name for axis in (*AXES, *LOAD_AXES) if axis.name not in ("repeat", "workload", "mode"))
 """Fields of a point and its load that `across` may ignore; live is never compared with replay."""
@@ -54,12 +54,12 @@ class Pair:
     def forecasts(self) -> list[Literal["a", "b"]]:
         """Sides of which any record is a forecast."""
         sides: tuple[tuple[Literal["a", "b"], Side], ...] = (("a", self.a), ("b", self.b))
-        return [name for name, side in sides if any(forecast(record) for _, found in side for record in found)]
+        return [name for name, side in sides if any(is_forecast(record) for _, found in side for record in found)]
 
     @property
     def shares_records(self) -> bool:
         """Return True if a record of A is also one of B, as in a copy of its folder."""
-        a, b = ({one for _, found in side for r in found if (one := _identity(r))} for side in (self.a, self.b))
+        a, b = ({one for _, found in side for r in found if (one := _compute_identity(r))} for side in (self.a, self.b))
         return not a.isdisjoint(b)
 
 
@@ -81,7 +81,7 @@ def read_side(paths: Sequence[Path]) -> list[Run]:
 
     A folder that is named twice counts once. Raise RecordsError if a path holds no records.
     """
-    folders = [inside for path in paths for inside in _runs(path)]
+    folders = [inside for path in paths for inside in _find_launches(path)]
     unique = {folder.resolve(): folder for folder in folders}
     launches = []
     for folder in unique.values():
@@ -95,15 +95,15 @@ def read_side(paths: Sequence[Path]) -> list[Run]:
 def check_sizes(a: Sequence[Path], b: Sequence[Path], across: Sequence[str] = ()) -> None:
     """Raise UsageError for what `match` refuses, if it can be known without reading whole records."""
     _check_fields(across)
-    sides = [[record_file(run) for path in side for run in find_runs(path)] for side in (a, b)]
-    if all(sum(map(_count_lines, side)) > MOST_POINTS for side in sides):
+    sides = [[get_record_file(run) for path in side for run in find_runs(path)] for side in (a, b)]
+    if all(sum(map(_count_lines, side)) > MAX_POINTS for side in sides):
         first, second = (set().union(*(_find_measured(path, across) for path in side)) for side in sides)
         _check_count(len(first & second))
 
 
 def _find_measured(path: Path, across: Sequence[str]) -> set[str]:
     """Return the key of each point of a file that has figures in its last record."""
-    last = {(point.repeat, _key(point, across)): outcome for point, outcome in read_points(path)}
+    last = {(point.repeat, _make_key(point, across)): outcome for point, outcome in read_points(path)}
     return {key for (_, key), outcome in last.items() if outcome == "ok"}
 
 
@@ -113,9 +113,9 @@ def _check_fields(across: Sequence[str]) -> None:
 
 
 def _check_count(points: int) -> None:
-    if points > MOST_POINTS:
+    if points > MAX_POINTS:
         raise UsageError(
-            f"{points:,} points are in both, more than the {MOST_POINTS:,} that are compared at once; "
+            f"{points:,} points are in both, more than the {MAX_POINTS:,} that are compared at once; "
             "compare folders that hold fewer."
         )
 
@@ -130,13 +130,13 @@ def _count_lines(path: Path) -> int:
         return sum(piece.count(b"\n") for piece in iter(functools.partial(file.read, 1 << 20), b""))
 
 
-def match(a: Sequence[Run], b: Sequence[Run], across: Sequence[str] = ()) -> Matched:
+def match_points(a: Sequence[Run], b: Sequence[Run], across: Sequence[str] = ()) -> Matched:
     """Match points of A with the same points of B; without the fields in `across` several points may be the same.
 
     Raise UsageError for fields that no point has, if a point could be compared with several, and for too many points.
     """
     _check_fields(across)
-    sides = [_by_point(launches, across) for launches in (a, b)]
+    sides = [_group_by_point(launches, across) for launches in (a, b)]
     if across:
         _check_one_each(sides, across)
     keys = list(dict.fromkeys([*sides[0], *sides[1]]))
@@ -147,7 +147,7 @@ def match(a: Sequence[Run], b: Sequence[Run], across: Sequence[str] = ()) -> Mat
             (found.only_a if left else found.only_b).append((left or right)[0][1][0])
             continue
         ran = [
-            [(launch, ok) for launch, records in side if (ok := [r for r in records if measured(r)])]
+            [(launch, ok) for launch, records in side if (ok := [r for r in records if has_results(r)])]
             for side in (left, right)
         ]
         if all(ran):
@@ -158,39 +158,39 @@ def match(a: Sequence[Run], b: Sequence[Run], across: Sequence[str] = ()) -> Mat
     return found
 
 
-def differing(a: Sequence[Run], b: Sequence[Run]) -> list[str]:
+def find_differing_fields(a: Sequence[Run], b: Sequence[Run]) -> list[str]:
     """Return the fields with different values on the two sides: the differences between two variants of one sweep."""
     points = [[r.point for launch in side for r in launch.records] for side in (a, b)]
-    values = ([p.values(~Role.REPEAT) for p in side] for side in points)
+    values = ([p.get_values(~Role.REPEAT) for p in side] for side in points)
     taken = [{name: {str(v.get(name)) for v in side} for name in FIELDS} for side in values]
     return [name for name in FIELDS if taken[0][name] != taken[1][name]]
 
 
-def apart(a: Point, b: Point) -> list[str] | None:
+def find_fields_apart(a: Point, b: Point) -> list[str] | None:
     """Return the fields that `across` has to ignore to match two points; None if it cannot, as for live and replay."""
-    one, other = (p.values(~Role.REPEAT) for p in (a, b))
+    one, other = (p.get_values(~Role.REPEAT) for p in (a, b))
     names = [name for name in one.keys() | other.keys() if one.get(name) != other.get(name)]
     return None if set(names) - set(FIELDS) else sorted(names, key=FIELDS.index)
 
 
-def measured(record: Record) -> bool:
+def has_results(record: Record) -> bool:
     """Return True if the record has anything to compare."""
     return record.outcome == "ok" and (record.metrics is not None or record.serve is not None)
 
 
-def _runs(path: Path) -> list[Path]:
+def _find_launches(path: Path) -> list[Path]:
     inside = find_runs(path)
     if not inside:
         raise RecordsError(f"{path} holds no {RECORDS_FILE}; name the folder of a run, or one that holds several runs.")
-    return sorted(inside, key=lambda folder: natural(folder.name))
+    return sorted(inside, key=lambda folder: make_natural_key(folder.name))
 
 
-def _key(point: Point, across: Sequence[str]) -> str:
+def _make_key(point: Point, across: Sequence[str]) -> str:
     """Return the identity of a point without its repeat and the fields in `across`."""
-    return "/".join(f"{name}={value}" for name, value in point.values(~Role.REPEAT).items() if name not in across)
+    return "/".join(f"{name}={value}" for name, value in point.get_values(~Role.REPEAT).items() if name not in across)
 
 
-def _by_point(launches: Sequence[Run], across: Sequence[str]) -> dict[str, Side]:
+def _group_by_point(launches: Sequence[Run], across: Sequence[str]) -> dict[str, Side]:
     """Group the records of each launch by point; an exact copy of a measurement counts once."""
     found: dict[str, Side] = {}
     seen: set[bytes] = set()
@@ -198,25 +198,25 @@ def _by_point(launches: Sequence[Run], across: Sequence[str]) -> dict[str, Side]
     for launch in launches:
         here: dict[str, list[Record]] = {}
         for record in launch.records:
-            if one := _identity(record):
+            if one := _compute_identity(record):
                 if one in seen:
                     continue
                 seen.add(one)
-            here.setdefault(_key(record.point, across), []).append(record)
+            here.setdefault(_make_key(record.point, across), []).append(record)
         for key, records in here.items():
-            if not _known(records, launch, replayed, key):
+            if not _is_repeated_replay(records, launch, replayed, key):
                 found.setdefault(key, []).append((launch, records))
     return found
 
 
-def _identity(record: Record) -> bytes:
+def _compute_identity(record: Record) -> bytes:
     """Return the identity of a measurement and its copies; empty without a start time, because two equal ones may be
     distinct.
     """
-    return measurement(record) if measured(record) and record.started_at else b""
+    return compute_measurement_digest(record) if has_results(record) and record.started_at else b""
 
 
-def _known(records: Sequence[Record], launch: Run, seen: set[tuple[str, str]], key: str) -> bool:
+def _is_repeated_replay(records: Sequence[Record], launch: Run, seen: set[tuple[str, str]], key: str) -> bool:
     """Return True if these are replays with step times that an earlier launch replayed with: those are one measurement.
 
     Step times in the launch's own folder were measured by it.
@@ -231,7 +231,7 @@ def _known(records: Sequence[Record], launch: Run, seen: set[tuple[str, str]], k
 def _check_one_each(sides: Sequence[dict[str, Side]], across: Sequence[str]) -> None:
     for side, name in zip(sides, "AB", strict=True):
         for found in side.values():
-            points = {record.point.same_but_repeat() for _, records in found for record in records}
+            points = {record.point.get_key_without_repeat() for _, records in found for record in records}
             if len(points) > 1:
                 raise UsageError(
                     f"without {', '.join(across)} several points of {name} are the same one, so which of them "

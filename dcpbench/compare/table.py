@@ -9,18 +9,18 @@ from rich.text import Text
 
 from dcpbench.compare.model import WORST_FIRST
 from dcpbench.compare.words import (
-    gate_text,
-    how,
-    interval_text,
-    label,
-    not_matched,
-    notes_above,
-    ratio_text,
-    summary,
-    verdicts,
+    format_gate,
+    format_interval,
+    format_label,
+    format_method,
+    format_ratio,
+    format_summary,
+    format_verdicts,
+    list_notes,
+    list_unmatched,
 )
-from dcpbench.show.numbers import short_number
-from dcpbench.show.text import counted
+from dcpbench.show.numbers import format_short_number
+from dcpbench.show.text import format_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,39 +43,39 @@ HEAD = f"  {'':<18} {'A':>9} {'B':>9} {'B/A':>6} {'interval':>13}  verdict (+mor
 def render(c: Comparison, *, every: bool = False) -> list[Text]:
     """Return lines for `rich`, none of which is parsed as markup; `every` includes all points."""
     shown = c.points if every else c.points[:MAX_POINTS]
-    lines = [Text(note, style="yellow") for note in notes_above(c)]
-    lines += [Text(f"A  {_launches(c.a)}"), Text(f"B  {_launches(c.b)}")]
-    lines += _differences(c)
-    lines += [Text(line, style="yellow") for line in not_matched(c)]
+    lines = [Text(note, style="yellow") for note in list_notes(c)]
+    lines += [Text(f"A  {_format_launches(c.a)}"), Text(f"B  {_format_launches(c.b)}")]
+    lines += _format_differences(c)
+    lines += [Text(line, style="yellow") for line in list_unmatched(c)]
     lines += [Text(), Text(HEAD, style="bold")]
     for point in shown:
-        lines += _point(point)
+        lines += _iter_point_lines(point)
     if len(c.points) > len(shown):
-        lines.append(_left_out(c.points[len(shown) :]))
-    lines += [Text(), Text(summary(c), style="bold"), Text(how(c))]
+        lines.append(_format_left_out(c.points[len(shown) :]))
+    lines += [Text(), Text(format_summary(c), style="bold"), Text(format_method(c))]
     lines += [Text(note) for note in c.notes]
     lines += list(_open_ends(c))
-    if gate := gate_text(c):
+    if gate := format_gate(c):
         named = [*c.fails, *c.unjudged, *(f for f in c.findings if f.status == "undecided")][:MAX_DIFFERENCES]
         lines += [Text(f"- {f.message}", style="red" if f.status == "fails" else "yellow") for f in named]
         lines.append(Text(gate, style="red bold" if c.fails else "yellow" if c.findings else "green"))
     return lines
 
 
-def _left_out(points: list[PointResult]) -> Text:
+def _format_left_out(points: list[PointResult]) -> Text:
     """Return the number of points left out, by their worst verdict."""
     found = collections.Counter[str](WORST_FIRST[point.rank] for point in points if point.rows)
-    worst = f" ({verdicts(found)})" if found else ""
+    worst = f" ({format_verdicts(found)})" if found else ""
     return Text(
-        f"… and {counted(len(points), 'more point')}{worst}; --all shows {'it' if len(points) == 1 else 'them'}."
+        f"… and {format_count(len(points), 'more point')}{worst}; --all shows {'it' if len(points) == 1 else 'them'}."
     )
 
 
-def _launches(names: list[str]) -> str:
+def _format_launches(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)} launches)"
 
 
-def _differences(c: Comparison) -> list[Text]:
+def _format_differences(c: Comparison) -> list[Text]:
     if not c.differences:
         return [Text("Environment and settings: the same.")]
     lines = [Text("Not the same in A and B:", style="bold")]
@@ -85,25 +85,25 @@ def _differences(c: Comparison) -> list[Text]:
     return lines
 
 
-def _point(point: PointResult) -> Iterator[Text]:
+def _iter_point_lines(point: PointResult) -> Iterator[Text]:
     rates = point.output_tok_s  # of decode; other workloads have rows for it
-    said = f": {' → '.join(short_number(rate, 4) for rate in rates)} tok/s" if rates else ""
-    yield Text(point.name + said, style="bold")
+    rate_text = f": {' → '.join(format_short_number(rate, 4) for rate in rates)} tok/s" if rates else ""
+    yield Text(point.name + rate_text, style="bold")
     if point.other_name:
         yield Text(f"  B: {point.other_name}")
     marks = [f"{side}: {', '.join(m)}" for side, m in (("A", point.marks_a), ("B", point.marks_b)) if m]
     if marks:
         yield Text(f"  marks of {'; of '.join(marks)}", style="yellow")
     for row in point.rows:
-        yield _row(row)
+        yield _format_row(row)
     if point.not_compared:
         yield Text(f"  not compared: {', '.join(point.not_compared)}", style="dim")
 
 
-def _row(row: Row) -> Text:
+def _format_row(row: Row) -> Text:
     more = f" +{row.more_launches}" if row.more_launches and row.verdict == "UNDECIDED" else ""
     text = Text(
-        f"  {label(row)[:18]:<18} {short_number(row.a, 4):>9} {short_number(row.b, 4):>9} {ratio_text(row):>6} {interval_text(row):>13}  "
+        f"  {format_label(row)[:18]:<18} {format_short_number(row.a, 4):>9} {format_short_number(row.b, 4):>9} {format_ratio(row):>6} {format_interval(row):>13}  "
     )
     text.append(row.verdict, style=STYLES[row.verdict])
     text.append(more)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dcpbench.errors import MissingPackageError, how_to_install
+from dcpbench.errors import MissingPackageError, format_install_hint
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -78,31 +78,31 @@ class Step:
     @property
     def certainty(self) -> float:
         """The score as a share of the required one; below 1 for a step that chance may have made."""
-        return self.score / required_score(self.runs)
+        return self.score / compute_required_score(self.runs)
 
 
-def required_score(runs: int) -> float:
+def compute_required_score(runs: int) -> float:
     """Return how many standard errors a step among so many runs needs."""
     return MIN_SCORE + SCORE_OF_SHORT / runs
 
 
-def find(values: Sequence[float]) -> tuple[Change, ...]:
+def find_changes(values: Sequence[float]) -> tuple[Change, ...]:
     """Return the changes of a history, oldest first; `values` are medians of runs in order, all finite.
 
     Raises MissingPackageError without ruptures.
     """
-    return _find(tuple(values))
+    return _find_cached(tuple(values))
 
 
 @lru_cache(maxsize=100_000)  # a server builds again and again, and few histories grew meanwhile
-def _find(values: tuple[float, ...]) -> tuple[Change, ...]:
+def _find_cached(values: tuple[float, ...]) -> tuple[Change, ...]:
     x = np.asarray(values, dtype=np.float64)
     if len(x) < MIN_RUNS or float(np.ptp(x)) == 0:
         return ()
     relative = bool((x > 0).all())
     level = _replace_odd_runs(np.log(x) if relative else x)
     smallest = math.log1p(MIN_CHANGE) if relative else 0.0
-    bounds = _drop_uncertain(level, _propose(level))
+    bounds = _drop_uncertain(level, _suggest_bounds(level))
     found = []
     for i in range(1, len(bounds) - 1):
         before, after = level[bounds[i - 1] : bounds[i]], level[bounds[i] : bounds[i + 1]]
@@ -113,7 +113,7 @@ def _find(values: tuple[float, ...]) -> tuple[Change, ...]:
         if not relative:
             found.append(Change(bounds[i] - 1, old, new, None, None, None))
             continue
-        half = _half_interval(step)
+        half = _compute_half_interval(step)
         ends = (old, new, step.difference, step.difference - half, step.difference + half)
         found.append(Change(bounds[i] - 1, *map(math.exp, ends)))
     return tuple(found)
@@ -121,9 +121,9 @@ def _find(values: tuple[float, ...]) -> tuple[Change, ...]:
 
 def _replace_odd_runs(x: Floats) -> Floats:
     """Return the values with each odd run replaced by the median of its neighbours."""
-    around = _median_of_neighbours(x)
+    around = _compute_neighbour_median(x)
     away = x - around
-    limit = ODD * _usual(away) / TO_SIGMA
+    limit = ODD * _compute_usual_size(away) / TO_SIGMA
     replaced = x.copy()
     for i in np.flatnonzero(np.abs(away) > limit):
         as_far = np.count_nonzero((x - around[i]) * np.sign(away[i]) >= abs(away[i]) / 2)
@@ -132,7 +132,7 @@ def _replace_odd_runs(x: Floats) -> Floats:
     return replaced
 
 
-def _usual(deviations: Floats) -> float:
+def _compute_usual_size(deviations: Floats) -> float:
     """Return the USUAL quantile of their sizes, linear between neighbours; ten times as fast as numpy's for short arrays."""
     ordered = np.sort(np.abs(deviations))
     place = (len(ordered) - 1) * USUAL
@@ -141,7 +141,7 @@ def _usual(deviations: Floats) -> float:
     return float(low + (high - low) * (place - below))
 
 
-def _median_of_neighbours(x: Floats) -> Floats:
+def _compute_neighbour_median(x: Floats) -> Floats:
     """Return for each run the median of up to two runs before and two runs behind it."""
     around = np.empty_like(x)
     neighbours = np.sort(np.stack([x[:-4], x[1:-3], x[3:-1], x[4:]]), axis=0)
@@ -151,9 +151,9 @@ def _median_of_neighbours(x: Floats) -> Floats:
     return around
 
 
-def _propose(x: Floats) -> list[int]:
+def _suggest_bounds(x: Floats) -> list[int]:
     """Return the bounds of PELT's segments, 0 and the length included."""
-    usual = _usual(np.diff(x)) / DIFFERENCE_TO_SIGMA
+    usual = _compute_usual_size(np.diff(x)) / DIFFERENCE_TO_SIGMA
     scale = usual or float(abs(x).max()) * 1e-9 or 1.0
     steps = _make_detector().fit((x - x.mean()).reshape(-1, 1) / scale)
     return [0, *(int(end) for end in steps.predict(pen=PENALTY * math.log(len(x))))]
@@ -162,7 +162,7 @@ def _propose(x: Floats) -> list[int]:
 def check_installed() -> None:
     """Raise MissingPackageError without ruptures; importing it takes seconds, which only long histories need."""
     if importlib.util.find_spec("ruptures") is None:
-        raise MissingPackageError(f"change points need the package ruptures; type: {how_to_install('dashboard')}")
+        raise MissingPackageError(f"change points need the package ruptures; type: {format_install_hint('dashboard')}")
 
 
 def _make_detector() -> KernelCPD:
@@ -183,7 +183,7 @@ def _drop_uncertain(x: Floats, bounds: list[int]) -> list[int]:
         certainties = []
         for ends in zip(bounds, bounds[1:], bounds[2:], strict=False):
             if ends not in known:
-                known[ends] = _certainty(x, *ends)
+                known[ends] = _compute_certainty(x, *ends)
             certainties.append(known[ends])
         worst = min(range(len(certainties)), key=certainties.__getitem__)
         if certainties[worst] >= 1:
@@ -192,7 +192,7 @@ def _drop_uncertain(x: Floats, bounds: list[int]) -> list[int]:
     return bounds
 
 
-def _certainty(x: Floats, begin: int, split: int, end: int) -> float:
+def _compute_certainty(x: Floats, begin: int, split: int, end: int) -> float:
     return measure_step(x[begin:split], x[split:end]).certainty if end - begin >= MIN_RUNS else 0.0
 
 
@@ -213,17 +213,17 @@ def measure_step(before: Floats, after: Floats) -> Step:
     rho = sum(float(e[1:] @ e[:-1]) for e in sides) / power
     rho += 2 * (1 + 3 * max(rho, 0.0)) / n
     rho = min(max(rho, MIN_CORRELATION), MAX_CORRELATION)
-    shares = [_variance_of_mean(len(side), rho) for side in sides]
+    shares = [_compute_variance_of_mean(len(side), rho) for side in sides]
     variance = power / (n - sum(len(side) * share for side, share in zip(sides, shares, strict=True)))
     return Step(difference, math.sqrt(variance * sum(shares)), n)
 
 
-def _variance_of_mean(runs: int, rho: float) -> float:
+def _compute_variance_of_mean(runs: int, rho: float) -> float:
     """Return the variance of the mean of so many successive runs, in units of the variance of one run: g(k) in closed form."""
     return ((1 + rho) / (1 - rho) - 2 * rho * (1 - rho**runs) / (runs * (1 - rho) ** 2)) / runs
 
 
-def _half_interval(step: Step) -> float:
+def _compute_half_interval(step: Step) -> float:
     """Return half of the 95 % interval of a step."""
     from scipy.special import stdtrit
 

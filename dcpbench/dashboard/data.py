@@ -23,31 +23,31 @@ from dcpbench.points.layout import DEGREES
 from dcpbench.points.names import BACKENDS
 from dcpbench.records.checks import OUTCOMES
 from dcpbench.records.metrics import DASHBOARD
-from dcpbench.reports import uncollected
-from dcpbench.show.layouts import place_of_marker, themed
-from dcpbench.show.web import without_markup
+from dcpbench.reports import stop_garbage_collector
+from dcpbench.show.layouts import find_marker_index, format_css_colours
+from dcpbench.show.web import encode_markup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from dcpbench.dashboard.changes import Change
-    from dcpbench.dashboard.finding import Found, RunData
+    from dcpbench.dashboard.finding import FoundRuns, RunData
     from dcpbench.dashboard.lines import Entry, Line
 
 SHARD_ENTRIES = 800
 DIGITS = 5
 DIGEST = 12
-MOST_WHOLE = 1e15
+MAX_WHOLE = 1e15
 """Limit above which numbers stay floats: JSON of larger integers is longer, and no script can read it."""
 WORDS = ("model", "workload", "layout", "exchange", "how", "load", "hardware", "driver", "conditions")
 NUMBERS = ("context", "concurrency")
 MEASURES = {metric.shown_name: metric for metric in DASHBOARD}
 FOLDER = "data"
-MOST_STEPS = 3
+MAX_RUN_PAIRS = 3
 """Maximum number of pairs of runs that the page opens with, the newest first."""
-MOST_TOLD = 5
+MAX_GROUPS = 5
 """Maximum number of points, or groups of points with similar changes, per pair of runs, the largest first."""
-ALIKE = 2.0
+MAX_SIZE_RATIO = 2.0
 """Maximum factor between steps, in logarithms, that are listed in one line with the largest."""
 
 
@@ -74,7 +74,7 @@ class History:
             return
         for name in MEASURES:
             having = [i for i, (_, entry) in enumerate(self.entries) if name in entry.values]
-            steps = changes.find([self.entries[i][1].values[name].median for i in having])
+            steps = changes.find_changes([self.entries[i][1].values[name].median for i in having])
             if steps:
                 self.changes[name] = [(having, step) for step in steps]
 
@@ -111,26 +111,30 @@ class Content:
     def add_index(self, pages: Sequence[str], records: Sequence[str], skipped: Sequence[str]) -> DataFiles:
         """Return all data files; `pages` are slugs of the runs that have a page, `records` of those with records to download."""
         files = dict(self.files)
-        index = {"runs": _runs(self.runs, set(pages), set(records)), "skipped": list(skipped), **self.index}
+        index = {
+            "runs": _build_run_columns(self.runs, set(pages), set(records)),
+            "skipped": list(skipped),
+            **self.index,
+        }
         return DataFiles(
-            files, _add(files, "index", index), self.first, self.lines, self.entries, self.changes, list(skipped)
+            files, _add_file(files, "index", index), self.first, self.lines, self.entries, self.changes, list(skipped)
         )
 
 
-@uncollected()
-def make(found: Found, tell: Callable[[str], None]) -> Content:
+@stop_garbage_collector()
+def build_content(found: FoundRuns, tell: Callable[[str], None]) -> Content:
     """Return the data of a site; raise MissingPackageError if a package for change points is missing."""
-    histories = _histories(found.runs)
+    histories = _collect_histories(found.runs)
     for number, history in enumerate(histories, 1):
         history.find_changes()
         tell(f"changes of {number:,} of {len(histories):,} points")
     files: dict[str, str] = {}
-    shards = _shards(histories, files)
-    measures = _measures(histories, files)
+    shards = _add_shards(histories, files)
+    measures = _build_measures(histories, files)
     index = {
-        **_columns(histories, shards),
+        **_build_line_columns(histories, shards),
         "measures": measures,
-        "latest": _latest(histories, [str(measure["id"]) for measure in measures], found.runs),
+        "latest": _collect_latest(histories, [str(measure["id"]) for measure in measures], found.runs),
         "least": changes.MIN_RUNS,
         "backends": BACKENDS,
         "shards": [path for _, path in shards],
@@ -142,22 +146,22 @@ def make(found: Found, tell: Callable[[str], None]) -> Content:
     return Content(found.runs, files, index, first, len(histories), entries, count)
 
 
-def _histories(runs: Sequence[RunData]) -> list[History]:
+def _collect_histories(runs: Sequence[RunData]) -> list[History]:
     """Return all lines, similar ones next to each other, so that lines viewed together are in one shard."""
     found: dict[Line, list[tuple[int, Entry]]] = {}
     for number, run in enumerate(runs):
         for line, entry in run.entries.items():
             found.setdefault(line, []).append((number, entry))
 
-    def place(line: Line) -> tuple[object, ...]:
+    def make_sort_key(line: Line) -> tuple[object, ...]:
         point = line.example
         names = ("model", "workload", "context", "concurrency", *DEGREES, "exchange")
         return (*(getattr(point, n) for n in names), line.hardware, line.driver, line.conditions, line.point)
 
-    return [History(line, found[line]) for line in sorted(found, key=place)]
+    return [History(line, found[line]) for line in sorted(found, key=make_sort_key)]
 
 
-def _runs(runs: Sequence[RunData], pages: set[str], records: set[str]) -> dict[str, list[object]]:
+def _build_run_columns(runs: Sequence[RunData], pages: set[str], records: set[str]) -> dict[str, list[object]]:
     names = ("name", "slug", "date", "commit", "hardware", "driver", "version", "workloads", "models", "headline")
     columns: dict[str, list[object]] = {name: [getattr(run, name) for run in runs] for name in names}
     for outcome in OUTCOMES:
@@ -168,16 +172,16 @@ def _runs(runs: Sequence[RunData], pages: set[str], records: set[str]) -> dict[s
     return columns
 
 
-def _columns(histories: Sequence[History], shards: Sequence[tuple[int, str]]) -> dict[str, object]:
-    rows = [lines.described(history.line, history.layers_held) for history in histories]
-    shared, said = lines.shared(rows), lines.told_apart(rows)
+def _build_line_columns(histories: Sequence[History], shards: Sequence[tuple[int, str]]) -> dict[str, object]:
+    rows = [lines.describe_line(history.line, history.layers_held) for history in histories]
+    shared, distinct = lines.find_shared_settings(rows), lines.remove_shared_settings(rows)
     words: dict[str, list[str]] = {}
     columns: dict[str, list[int] | list[str]] = {"id": [history.line.id for history in histories]}
     for name in WORDS:
-        numbers = {word: i for i, word in enumerate(dict.fromkeys(str(row[name]) for row in said))}
-        words[name], columns[name] = list(numbers), [numbers[str(row[name])] for row in said]
+        numbers = {word: i for i, word in enumerate(dict.fromkeys(str(row[name]) for row in distinct))}
+        words[name], columns[name] = list(numbers), [numbers[str(row[name])] for row in distinct]
     for name in NUMBERS:
-        columns[name] = [int(row[name]) for row in said]
+        columns[name] = [int(row[name]) for row in distinct]
     known = {point: i for i, point in enumerate(dict.fromkeys(history.line.point for history in histories))}
     columns["point"] = [known[history.line.point] for history in histories]
     columns["cpu"] = [int(history.line.cpu) for history in histories]
@@ -189,14 +193,14 @@ def _columns(histories: Sequence[History], shards: Sequence[tuple[int, str]]) ->
     return {
         "shared": shared,
         "words": words | {"outcome": outcomes},
-        "looks": [[themed(layout), place_of_marker(layout)] for layout in words["layout"]],
+        "looks": [[format_css_colours(layout), find_marker_index(layout)] for layout in words["layout"]],
         "lines": columns,
         "starts": [start for start, _ in shards],
     }
 
 
-def _measures(histories: Sequence[History], files: dict[str, str]) -> list[dict[str, object]]:
-    told = []
+def _build_measures(histories: Sequence[History], files: dict[str, str]) -> list[dict[str, object]]:
+    measures = []
     for name, metric in MEASURES.items():
         rows, latest = [], []
         for i, history in enumerate(histories):
@@ -206,16 +210,16 @@ def _measures(histories: Sequence[History], files: dict[str, str]) -> list[dict[
             if found := history.changes.get(name):
                 having, change = found[-1]
                 runs = [history.entries[having[change.before + k]][0] for k in (0, 1)]
-                latest.append([i, *runs, *_levels(change)])
+                latest.append([i, *runs, *_list_levels(change)])
         if not rows:
             continue
         data = {
             "id": name,
-            "line": _gaps([i for i, _, _ in rows]),
+            "line": _encode_gaps([i for i, _, _ in rows]),
             "run": [run for _, run, _ in rows],
-            "value": [_short(v.median) for _, _, v in rows],
-            "low": [_short(v.low) for _, _, v in rows],
-            "high": [_short(v.high) for _, _, v in rows],
+            "value": [_to_json_number(v.median) for _, _, v in rows],
+            "low": [_to_json_number(v.low) for _, _, v in rows],
+            "high": [_to_json_number(v.high) for _, _, v in rows],
             "changes": latest,
         }
         about = {
@@ -224,12 +228,12 @@ def _measures(histories: Sequence[History], files: dict[str, str]) -> list[dict[
             "unit": metric.shown_unit,
             "better": metric.better,
         }
-        told.append(about | {"file": _add(files, f"measure-{name}", data), "changes": len(latest)})
-    return told
+        measures.append(about | {"file": _add_file(files, f"measure-{name}", data), "changes": len(latest)})
+    return measures
 
 
 @dataclasses.dataclass(frozen=True)
-class Moved:
+class ChangedPoint:
     """Hold a point that changed between two runs, in one metric or several."""
 
     line: int
@@ -241,10 +245,12 @@ class Moved:
     @property
     def size(self) -> float:
         """Size of its largest change, in logarithms."""
-        return max(map(_size, self.steps.values()))
+        return max(map(_compute_size, self.steps.values()))
 
 
-def _latest(histories: Sequence[History], measures: Sequence[str], runs: Sequence[RunData]) -> dict[str, object]:
+def _collect_latest(
+    histories: Sequence[History], measures: Sequence[str], runs: Sequence[RunData]
+) -> dict[str, object]:
     """Return the latest changes, by the two runs between which points changed, and the number of earlier pairs.
 
     Points of one layout with changes of similar size are grouped, as a new driver changes many points at once.
@@ -256,50 +262,52 @@ def _latest(histories: Sequence[History], measures: Sequence[str], runs: Sequenc
             for having, change in history.changes.get(name, ()):
                 before, after = (history.entries[having[change.before + k]][0] for k in (0, 1))
                 pairs.setdefault((after, before), {}).setdefault(i, {})[number] = change
-    told = []
-    for after, before in sorted(pairs, reverse=True)[:MOST_STEPS]:
-        moved = [Moved(i, steps, _verdict(steps, measures)) for i, steps in pairs[after, before].items()]
-        groups = _alike(moved, histories)
-        told.append(
+    latest = []
+    for after, before in sorted(pairs, reverse=True)[:MAX_RUN_PAIRS]:
+        moved = [ChangedPoint(i, steps, _compute_verdict(steps, measures)) for i, steps in pairs[after, before].items()]
+        groups = _group_similar(moved, histories)
+        latest.append(
             {
                 "before": before,
                 "after": after,
                 "same_code": int(runs[before].commit == runs[after].commit != ""),
                 "points": len(moved),
                 **{verdict: sum(one.verdict == verdict for one in moved) for verdict in ("worse", "better")},
-                "groups": [_group(group, histories) for group in groups[:MOST_TOLD]],
-                "untold": sum(map(len, groups[MOST_TOLD:])),
+                "groups": [_summarize_group(group, histories) for group in groups[:MAX_GROUPS]],
+                "untold": sum(map(len, groups[MAX_GROUPS:])),
             }
         )
-    return {"steps": told, "more": len(pairs) - len(told)}
+    return {"steps": latest, "more": len(pairs) - len(latest)}
 
 
-def _alike(moved: Sequence[Moved], histories: Sequence[History]) -> list[list[Moved]]:
+def _group_similar(moved: Sequence[ChangedPoint], histories: Sequence[History]) -> list[list[ChangedPoint]]:
     """Return groups of points of one layout that all became better, or all worse, by similar steps;
     the largest first.
     """
-    groups: list[list[Moved]] = []
-    newest: dict[tuple[str, str], list[Moved]] = {}
+    groups: list[list[ChangedPoint]] = []
+    newest: dict[tuple[str, str], list[ChangedPoint]] = {}
     for one in sorted(moved, key=lambda one: -one.size):
         key = (histories[one.line].line.example.layout_name, one.verdict)
         group = newest.get(key)
-        if group is None or one.size * ALIKE < group[0].size:
+        if group is None or one.size * MAX_SIZE_RATIO < group[0].size:
             newest[key] = group = []
             groups.append(group)
         group.append(one)
     return sorted(groups, key=lambda group: (-round(group[0].size, 3), -len(group)))
 
 
-def _group(group: Sequence[Moved], histories: Sequence[History]) -> dict[str, object]:
+def _summarize_group(group: Sequence[ChangedPoint], histories: Sequence[History]) -> dict[str, object]:
     """Return the point that changed most, and each metric with its number of points, its range and
     its largest change.
     """
     rows = []
     for number in sorted({number for one in group for number in one.steps}):
-        steps = sorted((one.steps[number] for one in group if number in one.steps), key=_size, reverse=True)
+        steps = sorted((one.steps[number] for one in group if number in one.steps), key=_compute_size, reverse=True)
         ratios = [step.ratio for step in steps if step.ratio is not None]
         ends = [min(ratios), max(ratios)] if len(ratios) == len(steps) else [None, None]
-        rows.append((_size(steps[0]), [number, len(steps), *map(_short, ends), *_levels(steps[0])]))
+        rows.append(
+            (_compute_size(steps[0]), [number, len(steps), *map(_to_json_number, ends), *_list_levels(steps[0])])
+        )
     rows.sort(key=lambda row: -round(row[0], 3))  # a time and its inverse are as large: in the order of the metrics
     model = len({histories[one.line].line.example.model for one in group}) == 1
     return {
@@ -311,49 +319,49 @@ def _group(group: Sequence[Moved], histories: Sequence[History]) -> dict[str, ob
     }
 
 
-def _size(change: Change) -> float:
+def _compute_size(change: Change) -> float:
     return abs(math.log(change.ratio)) if change.ratio else math.inf
 
 
-def _verdict(steps: dict[int, Change], measures: Sequence[str]) -> str:
+def _compute_verdict(steps: dict[int, Change], measures: Sequence[str]) -> str:
     """Return the verdict of the largest change among the measures with a better direction."""
     judged = [(change, MEASURES[measures[number]].better) for number, change in steps.items()]
-    change, better = max(judged, key=lambda one: (bool(one[1]), _size(one[0])))
+    change, better = max(judged, key=lambda one: (bool(one[1]), _compute_size(one[0])))
     return ("better" if (better == "higher") == (change.new > change.old) else "worse") if better else ""
 
 
-def _shards(histories: Sequence[History], files: dict[str, str]) -> list[tuple[int, str]]:
+def _add_shards(histories: Sequence[History], files: dict[str, str]) -> list[tuple[int, str]]:
     """Write the shards, and return the first line and the path of each."""
     found: list[tuple[int, str]] = []
     start = size = 0
     for i, history in enumerate(histories):
         size += len(history.entries)
         if size >= SHARD_ENTRIES or i + 1 == len(histories):
-            rows = list(map(_history, histories[start : i + 1]))
-            found.append((start, _add(files, f"history-{len(found)}", rows)))
+            rows = list(map(_encode_history, histories[start : i + 1]))
+            found.append((start, _add_file(files, f"history-{len(found)}", rows)))
             start, size = i + 1, 0
     return found
 
 
-def _history(history: History) -> dict[str, object]:
+def _encode_history(history: History) -> dict[str, object]:
     entries = [entry for _, entry in history.entries]
     values: dict[str, list[list[float | None]]] = {}
     for measure in MEASURES:
         found = [entry.values.get(measure) for entry in entries]
         if not any(found):
             continue
-        values[measure] = [[_short(v.median) if v else None for v in found]]
+        values[measure] = [[_to_json_number(v.median) if v else None for v in found]]
         if any(v and v.low is not None for v in found):
             values[measure] += [
-                [_short(v.low) if v else None for v in found],
-                [_short(v.high) if v else None for v in found],
+                [_to_json_number(v.low) if v else None for v in found],
+                [_to_json_number(v.high) if v else None for v in found],
             ]
     changed = {
-        name: [[having[c.before], having[c.before + 1], *_levels(c)] for having, c in steps]
+        name: [[having[c.before], having[c.before + 1], *_list_levels(c)] for having, c in steps]
         for name, steps in history.changes.items()
     }
     return {
-        "run": _gaps([run for run, _ in history.entries]),
+        "run": _encode_gaps([run for run, _ in history.entries]),
         "outcome": [entry.outcome for entry in entries],
         "repeats": [entry.repeats for entry in entries],
         "marks": {i: entry.marks for i, entry in enumerate(entries) if entry.marks},
@@ -363,27 +371,27 @@ def _history(history: History) -> dict[str, object]:
     }
 
 
-def _levels(change: Change) -> list[float | None]:
-    return [_short(x) for x in (change.ratio, change.low, change.high, change.old, change.new)]
+def _list_levels(change: Change) -> list[float | None]:
+    return [_to_json_number(x) for x in (change.ratio, change.low, change.high, change.old, change.new)]
 
 
-def _gaps(numbers: Sequence[int]) -> list[int]:
+def _encode_gaps(numbers: Sequence[int]) -> list[int]:
     """Return the differences of successive numbers, which are short."""
     return [b - a for a, b in zip([0, *numbers], numbers, strict=False)]
 
 
-def _short(value: float | None) -> float | int | None:
+def _to_json_number(value: float | None) -> float | int | None:
     """Return the value with five significant digits, more than any of these figures is accurate to; null if it is not
     finite.
     """
     if value is None or not math.isfinite(value):
         return None
     short = float(f"{value:.{DIGITS}g}")
-    return int(short) if short.is_integer() and abs(short) < MOST_WHOLE else short
+    return int(short) if short.is_integer() and abs(short) < MAX_WHOLE else short
 
 
-def _add(files: dict[str, str], name: str, data: object) -> str:
-    text = without_markup(f'dcpbenchData("{name}",{msgspec.json.encode(data).decode()});\n')
+def _add_file(files: dict[str, str], name: str, data: object) -> str:
+    text = encode_markup(f'dcpbenchData("{name}",{msgspec.json.encode(data).decode()});\n')
     path = f"{FOLDER}/{name}-{hashlib.sha256(text.encode()).hexdigest()[:DIGEST]}.js"
     files[path] = text
     return path

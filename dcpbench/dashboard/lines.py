@@ -15,9 +15,9 @@ from dcpbench.points.memory import GIB
 from dcpbench.points.names import UNKNOWN
 from dcpbench.points.point import AXES, LOAD_AXES
 from dcpbench.records import metrics
-from dcpbench.records.record import CPU, hardware
+from dcpbench.records.record import CPU, format_hardware
 from dcpbench.reports import words
-from dcpbench.show.text import cut
+from dcpbench.show.text import fit_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from dcpbench.records.metrics import Value
     from dcpbench.records.record import Environment, Record
 
-LONGEST = 160
+MAX_NAME_CHARS = 160
 """Maximum number of characters of a name on the page; longer names are cut, and stay distinguishable."""
-LONGEST_REASON = 600
+MAX_REASON_CHARS = 600
 NOT_RECORDED = "not recorded"
 SEPARATOR = ", "
 """Separator between conditions."""
@@ -76,94 +76,102 @@ class Entry:
     layers_held: str = ""  # that the whole model did not fit (show/model_fit.py); empty if all layers were held
 
 
-def of_run(records: Sequence[Record]) -> dict[Line, Entry]:
+def collect_lines(records: Sequence[Record]) -> dict[Line, Entry]:
     """Return the lines of one run; a record without an environment, such as a rejected one, gets the run's most common
     one.
     """
-    usual = Counter(_hardware(r.environment) for r in records if r.environment)
+    usual = Counter(_describe_hardware(r.environment) for r in records if r.environment)
     fallback = usual.most_common(1)[0][0] if usual else (NOT_RECORDED, NOT_RECORDED)
-    conditions = Counter(_conditions(r) for r in records if r.outcome == "ok")
+    conditions = Counter(_format_conditions(r) for r in records if r.outcome == "ok")
     same: dict[Line, list[Record]] = {}
     for record in records:
-        where, driver = _hardware(record.environment) if record.environment else fallback
-        said = _conditions(record)
+        where, driver = _describe_hardware(record.environment) if record.environment else fallback
+        own_conditions = _format_conditions(record)
         if record.outcome != "ok" and not record.measured_with and len(conditions) == 1:
-            said = next(iter(conditions))
+            own_conditions = next(iter(conditions))
         line = Line(
-            point=record.point.same_but_repeat(),
+            point=record.point.get_key_without_repeat(),
             hardware=where,
             driver=driver,
-            conditions=said,
+            conditions=own_conditions,
             example=record.point,
             cpu=where == CPU or "cpu" in record.marks,
         )
         same.setdefault(line, []).append(record)
-    return {line: _entry(found) for line, found in same.items()}
+    return {line: _make_entry(found) for line, found in same.items()}
 
 
-def described(line: Line, layers_held: str = "") -> dict[str, str | int]:
+def describe_line(line: Line, layers_held: str = "") -> dict[str, str | int]:
     """Return what the page shows of a line and filters by; `layers_held` of its newest entry that ran."""
     point = line.example
     mode = f"{words.SEPARATOR}{point.load.mode}" if point.load else ""
     # defaults, and fields that an import lacks, are left out
-    load = axes.words(LOAD_AXES, msgspec.structs.asdict(point.load)) if point.load else []
+    load = axes.format_changed_values(LOAD_AXES, msgspec.structs.asdict(point.load)) if point.load else []
     return {
-        "model": clip(point.model),
-        "workload": clip(f"{point.workload}{mode}"),
+        "model": fit_label(point.model),
+        "workload": fit_label(f"{point.workload}{mode}"),
         "layout": point.layout_name,
-        "exchange": clip(point.exchange_label() or "none"),
-        "how": clip(words.SEPARATOR.join([*_experts(point), *_computed(point), *load, *filter(None, [layers_held])])),
+        "exchange": fit_label(point.format_exchange_label() or "none"),
+        "how": fit_label(
+            words.SEPARATOR.join(
+                [*_describe_experts(point), *_describe_computation(point), *load, *filter(None, [layers_held])]
+            )
+        ),
         "context": point.context,
         "concurrency": point.concurrency,
-        "load": clip(words.served(point) if point.load else ""),
-        "hardware": clip(line.hardware),
-        "driver": clip(line.driver),
-        "conditions": clip(line.conditions),
+        "load": fit_label(words.format_served_load(point) if point.load else ""),
+        "hardware": fit_label(line.hardware),
+        "driver": fit_label(line.driver),
+        "conditions": fit_label(line.conditions),
     }
 
 
-def _experts(point: Point) -> list[str]:
+def _describe_experts(point: Point) -> list[str]:
     """Return `ep8` or `ep1`, which every row has, so that a page can state once what all rows have in common."""
     return [] if point.ep_degree is None else [f"ep{point.ep_degree}"]
 
 
-def _computed(point: Point) -> list[str]:
+def _describe_computation(point: Point) -> list[str]:
     """Return how a point is computed, with the precision of weights and KV as one word.
 
     The single word avoids a misreading: `bf16` alone, next to `fp8 weights` of other rows, would be taken for the
     precision of weights.
     """
-    made_of = {axis.text(getattr(point, axis.name)) for axis in AXES if axis.name in PRECISIONS}
-    said = [word for word in point.words(COMPUTES, but=Role.EXCHANGE) if word not in {*made_of, point.ep_label}]
-    return [*said, *([point.precision] if point.precision != UNKNOWN else [])]
+    made_of = {axis.format_value(getattr(point, axis.name)) for axis in AXES if axis.name in PRECISIONS}
+    texts = [
+        word
+        for word in point.format_changed_fields(COMPUTES, but=Role.EXCHANGE)
+        if word not in {*made_of, point.ep_label}
+    ]
+    return [*texts, *([point.precision] if point.precision != UNKNOWN else [])]
 
 
-def shared(rows: list[dict[str, str | int]]) -> list[str]:
+def find_shared_settings(rows: list[dict[str, str | int]]) -> list[str]:
     """Return the environment variables that all rows share, which a page states once."""
     parts = [str(row["conditions"]).split(SEPARATOR) for row in rows]
     return sorted(part for part in set(parts[0]).intersection(*parts[1:]) if "=" in part) if rows else []
 
 
-def told_apart(rows: list[dict[str, str | int]]) -> list[dict[str, str | int]]:
+def remove_shared_settings(rows: list[dict[str, str | int]]) -> list[dict[str, str | int]]:
     """Return the rows without the environment variables that all rows share."""
-    common = shared(rows)
+    common = find_shared_settings(rows)
     for row in rows:
         mine = str(row["conditions"]).split(SEPARATOR)
         row["conditions"] = SEPARATOR.join(part for part in mine if part not in common)
     return rows
 
 
-def clip(text: str, longest: int = LONGEST) -> str:
+def fit_label(text: str, longest: int = MAX_NAME_CHARS) -> str:
     """Return `text`, or its beginning with `…`."""
-    return cut(text, longest)
+    return fit_text(text, longest)
 
 
-def _hardware(environment: Environment) -> tuple[str, str]:
+def _describe_hardware(environment: Environment) -> tuple[str, str]:
     driver = environment.driver or ("none" if environment.device == CPU else NOT_RECORDED)
-    return hardware(environment), driver
+    return format_hardware(environment), driver
 
 
-def _conditions(record: Record) -> str:
+def _format_conditions(record: Record) -> str:
     known = record.measured_with
     parts = []
     if memory := known.get("kv_memory_bytes"):
@@ -171,7 +179,7 @@ def _conditions(record: Record) -> str:
     if limit := known.get("limit_seconds"):
         parts.append(f"ended after {limit} s")
     if record.serve and record.serve.slo_ms:
-        parts.append(words.objectives(dict(sorted(record.serve.slo_ms.items()))))
+        parts.append(words.format_objectives(dict(sorted(record.serve.slo_ms.items()))))
     if origin := record.origin:
         parts.append(f"from {origin}")
     if record.environment:
@@ -180,7 +188,7 @@ def _conditions(record: Record) -> str:
     return SEPARATOR.join(parts)
 
 
-def _entry(records: Sequence[Record]) -> Entry:
+def _make_entry(records: Sequence[Record]) -> Entry:
     ok = [r for r in records if r.outcome == "ok"]
     failed = [r for r in records if r.outcome != "ok"]
     outcome = "ok" if ok else next((o for o in WORST if any(r.outcome == o for r in failed)), failed[0].outcome)
@@ -188,7 +196,15 @@ def _entry(records: Sequence[Record]) -> Entry:
     if ok and failed:
         reason = f"{len(failed)} of {len(records)} repeats did not finish: {reason}"
     marks = ", ".join(sorted({mark for r in ok for mark in r.marks}))
-    values = {v.metric.shown_name: v.shown() for v in metrics.values(ok, metrics.DASHBOARD, derived=True)}
+    values = {
+        v.metric.shown_name: v.convert_to_shown_unit()
+        for v in metrics.merge_values(ok, metrics.DASHBOARD, derived=True)
+    }
     return Entry(
-        clip(outcome), values, len(ok), clip(marks), clip(reason, LONGEST_REASON), words.describe_layers_held(ok)
+        fit_label(outcome),
+        values,
+        len(ok),
+        fit_label(marks),
+        fit_label(reason, MAX_REASON_CHARS),
+        words.describe_layers_held(ok),
     )

@@ -23,21 +23,21 @@ ASSETS = "assets"
 """Folder of the site with files that its pages share."""
 PLOTLY = f"../../{ASSETS}/{web.PLOTLY}"
 """Path of plotly.js relative to a run's page: a copy in each page would be most of a site."""
-MOST_POINTS = 3_000
+MAX_POINTS = 3_000
 """Maximum number of points that a page draws; more are unreadable and take minutes."""
 
 
-def key(run: RunData) -> str:
+def compute_page_key(run: RunData) -> str:
     """Return a key that is equal if and only if the page would be the same."""
     return hashlib.sha256(f"{run.sha256} {run.name} {__version__} {PLOTLY}".encode(errors="replace")).hexdigest()
 
 
 def is_made(site: Path, run: RunData, made: Mapping[str, str]) -> bool:
     """Return True if the site holds this run's current page; `made` maps slugs to keys of the last build."""
-    return made.get(run.slug) == key(run) and (site / FOLDER / run.slug / PAGE).is_file()
+    return made.get(run.slug) == compute_page_key(run) and (site / FOLDER / run.slug / PAGE).is_file()
 
 
-def make(site: Path, run: RunData) -> str:
+def make_page(site: Path, run: RunData) -> str:
     """Write the run's page with a copy of its records; return why there are only the records, or an empty string.
 
     The folder is complete when it appears, and replaces the previous one.
@@ -52,7 +52,7 @@ def make(site: Path, run: RunData) -> str:
             shutil.copyfile(run.path, new / run.slug / RECORDS_FILE)
         except FileNotFoundError:
             return f"{run.name}: no page, because its records are gone since they were read"
-        note = _report(new / run.slug, run)
+        note = _write_page(new / run.slug, run)
         if (parent / run.slug).exists():
             (parent / run.slug).replace(old)
         (new / run.slug).replace(parent / run.slug)
@@ -62,11 +62,11 @@ def make(site: Path, run: RunData) -> str:
     return note
 
 
-def _report(folder: Path, run: RunData) -> str:
+def _write_page(folder: Path, run: RunData) -> str:
     from dcpbench.reports import write_report
 
-    if len(run.entries) > MOST_POINTS:
-        return f"{run.name}: no page for {len(run.entries):,} points, only for up to {MOST_POINTS:,}"
+    if len(run.entries) > MAX_POINTS:
+        return f"{run.name}: no page for {len(run.entries):,} points, only for up to {MAX_POINTS:,}"
     try:
         write_report([folder], folder, page_only=True, plotly=PLOTLY)
     except DcpbenchError as e:

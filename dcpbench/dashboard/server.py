@@ -43,19 +43,24 @@ FOREVER = b"private, max-age=31536000, immutable"  # for files that have a diges
 def make_app(watcher: Watcher) -> Starlette:
     """Return the application that serves the watcher's site."""
 
-    async def first(_: Request) -> Response:
+    async def send_index(_: Request) -> Response:
         text = await anyio.Path(watcher.site / "index.html").read_text(encoding="utf-8")
         return HTMLResponse(text.replace(STATIC, LIVE, 1))
 
-    async def live(_: Request) -> Response:
-        jobs = await anyio.to_thread.run_sync(running.working, watcher.root)
-        index = await anyio.to_thread.run_sync(site.index, watcher.site)
+    async def send_live_state(_: Request) -> Response:
+        jobs = await anyio.to_thread.run_sync(running.find_running_jobs, watcher.root)
+        index = await anyio.to_thread.run_sync(site.read_index_path, watcher.site)
         return JSONResponse({"index": index, "jobs": [dataclasses.asdict(job) for job in jobs], "note": watcher.note})
 
-    async def no_icon(_: Request) -> Response:
+    async def send_no_icon(_: Request) -> Response:
         return Response(status_code=204)  # browsers request it for every page
 
-    routes = [Route("/", first), Route("/index.html", first), Route("/live.json", live), Route("/favicon.ico", no_icon)]
+    routes = [
+        Route("/", send_index),
+        Route("/index.html", send_index),
+        Route("/live.json", send_live_state),
+        Route("/favicon.ico", send_no_icon),
+    ]
     return Starlette(
         routes=[*routes, Mount("/", _Files(watcher))],
         middleware=[
@@ -89,7 +94,7 @@ class _Files(StaticFiles):
             raise HTTPException(404)
         folder, _, rest = path.partition("/")
         if folder == pages.FOLDER and scope["method"] in ("GET", "HEAD"):
-            note = await anyio.to_thread.run_sync(self._watcher.page, rest.partition("/")[0])
+            note = await anyio.to_thread.run_sync(self._watcher.make_page, rest.partition("/")[0])
             if note:
                 return PlainTextResponse(note, status_code=404)
         return await super().get_response(path, scope)
@@ -105,11 +110,11 @@ class _Headers:
         """Pass a request on and add the headers to its response, errors included."""
         kept = scope.get("path", "").startswith(f"/{data.FOLDER}/")
 
-        async def with_headers(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 cached = FOREVER if kept and message["status"] == 200 else b"no-store"  # noqa: PLR2004 - OK
                 given = [(name, value) for name, value in message.get("headers", []) if name.lower() not in HEADERS]
                 message["headers"] = [*given, *HEADERS.items(), (b"cache-control", cached)]
             await send(message)
 
-        await self._app(scope, receive, with_headers)
+        await self._app(scope, receive, send_with_headers)

@@ -16,7 +16,7 @@ from dcpbench.dashboard import changes, data, finding, pages
 from dcpbench.errors import OutputError, RecordsError
 from dcpbench.records.folder import RECORDS_FILE
 from dcpbench.show import web
-from dcpbench.show.terminal import now_and_then
+from dcpbench.show.terminal import make_rate_limited
 from dcpbench.show.whole_files import write_file
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dcpbench.dashboard.data import DataFiles
-    from dcpbench.dashboard.finding import Found, RunData, Stamp
+    from dcpbench.dashboard.finding import FoundRuns, RunData, Stamp
 
 INDEX_EVERY_S = 10.0  # how often the index is written anew while pages are made
 MAX_REASONS = 10  # runs that were left out, named by an error
@@ -36,7 +36,7 @@ SHARED = (web.STYLE, *web.SCRIPTS, web.PLOTLY, web.LICENSE)
 
 
 @dataclasses.dataclass(frozen=True)
-class Built:
+class BuildResult:
     """Hold the result of a build."""
 
     site: Path
@@ -61,7 +61,7 @@ def build(
     known: dict[Stamp, RunData] | None = None,
     wanted: Callable[[RunData], bool] = lambda _: True,
     emptied: bool = True,
-) -> Built:
+) -> BuildResult:
     """Bring the site up to date with the runs below `root`.
 
     `force` makes every page again. `tell` is called with the progress. `known` is kept between builds by a caller that
@@ -73,28 +73,30 @@ def build(
     MissingPackageError without ruptures.
     """
     changes.check_installed()
-    check(site)
-    say = now_and_then(tell)
-    before = {} if force else made(site)
-    found = finding.find(root, {} if known is None else known, say)
+    check_folder(site)
+    say = make_rate_limited(tell)
+    before = {} if force else read_page_keys(site)
+    found = finding.load_runs(root, {} if known is None else known, say)
     if not (found.runs or emptied):
-        left = f"the site in {site} is left as it is" if made(site) else f"no site is written into {site}"
+        left = f"the site in {site} is left as it is" if read_page_keys(site) else f"no site is written into {site}"
         reasons = [f"left out: {sentence}" for sentence in found.skipped[:MAX_REASONS]]
         raise RecordsError(
             "\n".join([f"{root} holds no run that can be read, so {left}; name the folder of your runs.", *reasons])
         )
     try:
-        _enter(site)
-        publisher = _Publisher(site, found, data.make(found, say), _find_pages(site, found, made(site)))
+        _prepare_folder(site)
+        publisher = _Publisher(
+            site, found, data.build_content(found, say), _find_pages(site, found, read_page_keys(site))
+        )
         publisher.publish()
         _make_pages(publisher, before, wanted, say)
         publisher.publish()
-        _tidy(site, publisher.files, {run.slug for run in found.runs})
+        _remove_unreferenced(site, publisher.files, {run.slug for run in found.runs})
     except OSError as e:
         raise OutputError(f"cannot write the site into {site} ({e.strerror}); give another folder with -o.") from e
     here, files = publisher.here, publisher.files
     new = sum(before.get(slug) != digest for slug, digest in here.items())
-    return Built(
+    return BuildResult(
         site,
         len(found.runs),
         files.lines,
@@ -107,7 +109,7 @@ def build(
     )
 
 
-def check(site: Path) -> None:
+def check_folder(site: Path) -> None:
     """Raise OutputError if the folder holds something that the dashboard did not write."""
     try:
         empty = not site.exists() or (site.is_dir() and not any(site.iterdir()))
@@ -115,21 +117,21 @@ def check(site: Path) -> None:
         raise OutputError(f"{site} cannot be read ({e.strerror}); give another folder with -o.") from e
     if site.exists() and not site.is_dir():
         raise OutputError(f"{site} is a file; give a folder with -o, such as -o site.")
-    if not empty and _state(site) is None:
+    if not empty and _read_state(site) is None:
         raise OutputError(f"{site} is not empty and holds no dashboard; give a new folder with -o.")
 
 
-def _enter(site: Path) -> None:
+def _prepare_folder(site: Path) -> None:
     """Mark the folder as the dashboard's before anything else is written to it."""
-    check(site)
+    check_folder(site)
     site.mkdir(parents=True, exist_ok=True)
-    if _state(site) is None:
-        _note(site, {OURS: FORMAT, "pages": {}})
+    if _read_state(site) is None:
+        _write_state(site, {OURS: FORMAT, "pages": {}})
     for name in (pages.FOLDER, data.FOLDER, pages.ASSETS):
         (site / name).mkdir(exist_ok=True)
 
 
-def _find_pages(site: Path, found: Found, before: dict[str, str]) -> dict[str, str]:
+def _find_pages(site: Path, found: FoundRuns, before: dict[str, str]) -> dict[str, str]:
     """Return slug -> key of the pages that the site holds, of older records too."""
     slugs = [run.slug for run in found.runs if run.slug in before]
     return {slug: before[slug] for slug in slugs if (site / pages.FOLDER / slug / pages.PAGE).is_file()}
@@ -140,7 +142,7 @@ class _Publisher:
     """Write the index of a site with the pages that exist."""
 
     site: Path
-    found: Found
+    found: FoundRuns
     content: data.Content
     here: dict[str, str]
     """Keys of the pages that the site holds, by slug."""
@@ -155,17 +157,19 @@ class _Publisher:
         slugs = [run.slug for run in self.found.runs]
         records = [slug for slug in slugs if (self.site / pages.FOLDER / slug / RECORDS_FILE).is_file()]
         self.files = self.content.add_index(sorted(self.here), records, [*self.found.skipped, *self.notes])
-        self.version = _write(self.site, self.files, {slug: self.here[slug] for slug in slugs if slug in self.here})
+        self.version = _write_site(
+            self.site, self.files, {slug: self.here[slug] for slug in slugs if slug in self.here}
+        )
         self._at = time.monotonic()
 
-    def add(self, run: RunData) -> None:
+    def add_page(self, run: RunData) -> None:
         """Make the page of a run, and publish it with others after INDEX_EVERY_S."""
-        if note := pages.make(self.site, run):
+        if note := pages.make_page(self.site, run):
             self.notes.append(note)
             self.here.pop(run.slug, None)
             return
-        self.here[run.slug] = pages.key(run)
-        note_page(self.site, run)  # what ends the build later does not cost this page
+        self.here[run.slug] = pages.compute_page_key(run)
+        record_page(self.site, run)  # what ends the build later does not cost this page
         if time.monotonic() - self._at >= INDEX_EVERY_S:
             self.publish()
 
@@ -178,30 +182,30 @@ def _make_pages(
     for number, run in enumerate(runs, 1):
         if not pages.is_made(publisher.site, run, before) and wanted(run):
             say(f"page {number} of {len(runs)}: {run.name}")
-            publisher.add(run)
+            publisher.add_page(run)
 
 
-def _write(site: Path, files: DataFiles, here: dict[str, str]) -> str:
+def _write_site(site: Path, files: DataFiles, here: dict[str, str]) -> str:
     """Write the data, then the page that names it, then the state file that marks the site as complete."""
     for path, text in files.files.items():
-        _put(site / path, text)
-    texts = {name: web.read(name) for name in SHARED} | {name: _own(name) for name in (*SCRIPTS, STYLE)}
+        _write_if_changed(site / path, text)
+    texts = {name: web.read_asset(name) for name in SHARED} | {name: _read_asset(name) for name in (*SCRIPTS, STYLE)}
     for name, text in texts.items():
-        _put(site / pages.ASSETS / name, text)
+        _write_if_changed(site / pages.ASSETS / name, text)
     stamps = {name: hashlib.sha256(text.encode()).hexdigest()[: data.DIGEST] for name, text in texts.items()}
-    page = _page(files, stamps)
+    page = _render_index(files, stamps)
     version = hashlib.sha256(page.encode()).hexdigest()[: data.DIGEST]
-    _put(site / "index.html", page)
-    _note(site, {OURS: FORMAT, "version": version, "index": files.index, "pages": dict(sorted(here.items()))})
+    _write_if_changed(site / "index.html", page)
+    _write_state(site, {OURS: FORMAT, "version": version, "index": files.index, "pages": dict(sorted(here.items()))})
     return version
 
 
-def _page(files: DataFiles, stamps: dict[str, str]) -> str:
+def _render_index(files: DataFiles, stamps: dict[str, str]) -> str:
     values: dict[str, object] = {
         "title": "dcpbench dashboard",
         "main": "points",
         "main_called": "points",
-        "policy": web.policy(own_files=True),
+        "policy": web.build_content_policy(own_files=True),
         "index": files.index,
         "first": files.first,
         "styles": (web.STYLE, STYLE),
@@ -210,15 +214,15 @@ def _page(files: DataFiles, stamps: dict[str, str]) -> str:
         "plotly": web.PLOTLY,
         "version": __version__,
     }
-    return web.fill(_own("index.html.j2"), values)
+    return web.render_template(_read_asset("index.html.j2"), values)
 
 
-def _own(name: str) -> str:
+def _read_asset(name: str) -> str:
     """Return the text of one of the dashboard's own assets."""
-    return web.read(f"assets/{name}", __package__)
+    return web.read_asset(f"assets/{name}", __package__)
 
 
-def _tidy(site: Path, files: DataFiles, slugs: set[str]) -> None:
+def _remove_unreferenced(site: Path, files: DataFiles, slugs: set[str]) -> None:
     """Remove data and pages that are no longer referenced."""
     for path in (site / data.FOLDER).iterdir():
         if f"{data.FOLDER}/{path.name}" not in files.files:
@@ -228,25 +232,25 @@ def _tidy(site: Path, files: DataFiles, slugs: set[str]) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def made(site: Path) -> dict[str, str]:
+def read_page_keys(site: Path) -> dict[str, str]:
     """Return the keys (pages.key) of the pages that the site holds, by slug."""
-    found = (_state(site) or {}).get("pages")
+    found = (_read_state(site) or {}).get("pages")
     return {str(k): str(v) for k, v in found.items()} if isinstance(found, dict) else {}
 
 
-def note_page(site: Path, run: RunData) -> None:
+def record_page(site: Path, run: RunData) -> None:
     """Record a run's page as soon as it is made, in a build or outside of one."""
-    state = _state(site) or {OURS: FORMAT}
-    state["pages"] = dict(sorted((made(site) | {run.slug: pages.key(run)}).items()))
-    _note(site, state)
+    state = _read_state(site) or {OURS: FORMAT}
+    state["pages"] = dict(sorted((read_page_keys(site) | {run.slug: pages.compute_page_key(run)}).items()))
+    _write_state(site, state)
 
 
-def index(site: Path) -> str:
+def read_index_path(site: Path) -> str:
     """Return the path of the index that the site's page loads; empty before the first build."""
-    return str((_state(site) or {}).get("index", ""))
+    return str((_read_state(site) or {}).get("index", ""))
 
 
-def _state(site: Path) -> dict[str, object] | None:
+def _read_state(site: Path) -> dict[str, object] | None:
     """Return the state of the last build; None if the folder is not the dashboard's."""
     try:
         found = json.loads((site / finding.STATE_FILE).read_text(encoding="utf-8"))
@@ -255,11 +259,11 @@ def _state(site: Path) -> dict[str, object] | None:
     return found if isinstance(found, dict) and found.get(OURS) == FORMAT else None
 
 
-def _note(site: Path, state: dict[str, object]) -> None:
-    _put(site / finding.STATE_FILE, json.dumps(state, indent=1) + "\n")
+def _write_state(site: Path, state: dict[str, object]) -> None:
+    _write_if_changed(site / finding.STATE_FILE, json.dumps(state, indent=1) + "\n")
 
 
-def _put(path: Path, text: str) -> None:
+def _write_if_changed(path: Path, text: str) -> None:
     """Write a file atomically; a file with the same content keeps its modification time."""
     new = text.encode("utf-8", errors="replace")
     if path.is_file() and path.stat().st_size == len(new) and path.read_bytes() == new:

@@ -39,7 +39,7 @@ class Watcher:
         """Rebuild if a record file was added, removed or changed; return True if one was; raise the errors of
         site.build.
         """
-        now = finding.stamps(self.root)
+        now = finding.list_stamps(self.root)
         if now == self._seen:
             return False
         with self._lock:
@@ -63,15 +63,15 @@ class Watcher:
         """End `follow`."""
         self._stop.set()
 
-    def page(self, slug: str) -> str:
+    def make_page(self, slug: str) -> str:
         """Make a run's page if it is missing or older than its records; return why there is none,
         or an empty string.
         """
         with self._lock:
             run = next((run for run in self._known.values() if run.slug == slug), None)
-            if run is None or pages.is_made(self.site, run, site.made(self.site)):
+            if run is None or pages.is_made(self.site, run, site.read_page_keys(self.site)):
                 return ""
-            note = pages.make(self.site, run)
+            note = pages.make_page(self.site, run)
             if not note:
-                site.note_page(self.site, run)
+                site.record_page(self.site, run)
             return note

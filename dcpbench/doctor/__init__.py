@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-__all__ = ["BAD", "NOTE", "OK", "UNREAD", "Finding", "Report", "at_start", "examine"]
+__all__ = ["BAD", "NOTE", "OK", "UNREAD", "Finding", "Report", "check_at_start", "check_machine"]
 
 PATIENCE_S = 1.0
 """Time in s that the start of a sweep waits for a driver that may not answer."""
 
 
-def examine(
+def check_machine(
     folder: Path,
     *,
     nnodes: int = 1,
@@ -29,15 +29,15 @@ def examine(
     env: Mapping[str, str] | None = None,
 ) -> Report:
     """Return the complete report on this machine, for a run on `nnodes` nodes that writes into `folder`."""
-    report, driver, env = Report(), nvml or _driver(), os.environ if env is None else env
-    gpus.examine(report, driver, env)
-    host.examine(report, system or host.Host(), folder, nnodes=nnodes, endpoint=endpoint)
-    host.settings(report, env)
-    software.examine(report, driver)
+    report, driver, env = Report(), nvml or _import_driver(), os.environ if env is None else env
+    gpus.check_gpus(report, driver, env)
+    host.check_host(report, system or host.Host(), folder, nnodes=nnodes, endpoint=endpoint)
+    host.check_environment(report, env)
+    software.check_versions(report, driver)
     return report
 
 
-def at_start(
+def check_at_start(
     folder: Path,
     *,
     cuda: bool,
@@ -53,13 +53,15 @@ def at_start(
     """
     report, env = Report(), os.environ if env is None else env
 
-    def look() -> None:
-        host.brief(report, system or host.Host(), folder)
-        host.settings(report, env)
+    def run_checks() -> None:
+        host.check_essentials(report, system or host.Host(), folder)
+        host.check_environment(report, env)
         if cuda:
-            gpus.examine(report, nvml or _driver(), env, brief=True)
+            gpus.check_gpus(report, nvml or _import_driver(), env, brief=True)
 
-    asking = threading.Thread(target=look, daemon=True)  # a driver that has lost a GPU may keep its caller for good
+    asking = threading.Thread(
+        target=run_checks, daemon=True
+    )  # a driver that has lost a GPU may keep its caller for good
     asking.start()
     asking.join(patience_s)
     found = [finding for finding in list(report.findings) if finding.level == BAD]
@@ -69,15 +71,15 @@ def at_start(
     return found
 
 
-def _driver() -> Any:  # noqa: ANN401 -- as above
+def _import_driver() -> Any:  # noqa: ANN401 -- as above
     try:
         import pynvml
     except ImportError as e:
-        return _Absent(f"{e}: pip install nvidia-ml-py")
+        return _MissingNvml(f"{e}: pip install nvidia-ml-py")
     return pynvml
 
 
-class _Absent:
+class _MissingNvml:
     """Stand-in for pynvml if it is not installed."""
 
     def __init__(self, why: str) -> None:

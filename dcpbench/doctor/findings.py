@@ -47,7 +47,9 @@ class Report:
         if len(self.findings) < MAX_ENTRIES:
             self.findings.append(Finding(check=check, level=level, where=where, what=what, remedy=remedy))
 
-    def judge(self, check: str, wrong: str, remedy: str, right: str, *, where: str = "", level: str = BAD) -> None:
+    def add_verdict(
+        self, check: str, wrong: str, remedy: str, right: str, *, where: str = "", level: str = BAD
+    ) -> None:
         """Add a finding of this level if `wrong` is not empty, else an OK finding with `right`."""
         self.add(check, level if wrong else OK, wrong or right, remedy if wrong else "", where)
 
@@ -56,7 +58,7 @@ class Report:
         try:
             return ask()
         except Exception as e:  # noqa: BLE001 - a driver fails in many ways, and each means that something is not known
-            self.add(check, UNREAD, f"not known: {said(e)}.", where=where)
+            self.add(check, UNREAD, f"not known: {format_error(e)}.", where=where)
             return None
 
     @property
@@ -68,6 +70,6 @@ class Report:
         return ExitCode.FAILED if UNREAD in levels or not levels else ExitCode.OK
 
 
-def said(error: Exception) -> str:
+def format_error(error: Exception) -> str:
     """Return a short description of an error."""
     return (str(error).strip().rstrip(".") or type(error).__name__)[:200]

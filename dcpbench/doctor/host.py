@@ -54,27 +54,27 @@ class Timex(ctypes.Structure):
 class Host:
     """Queries of the system, which tests replace."""
 
-    def text(self, path: str) -> str:
+    def read_text(self, path: str) -> str:
         """Return the contents of a file of /proc or /sys."""
         return Path(path).read_text().strip()
 
-    def limit(self, which: int) -> int:
+    def get_limit(self, which: int) -> int:
         """Return the soft limit inherited by processes started from here; RLIM_INFINITY: none."""
         return resource.getrlimit(which)[0]
 
-    def free_bytes(self, folder: Path) -> int:
+    def get_free_bytes(self, folder: Path) -> int:
         """Return the free bytes of the disk under a folder."""
         return shutil.disk_usage(folder).free
 
-    def cores(self) -> int:
+    def count_cores(self) -> int:
         """Return the number of cores that this process may use."""
         return len(os.sched_getaffinity(0))
 
-    def load(self) -> float:
+    def get_load(self) -> float:
         """Return the mean number of running or waiting processes in the last minute."""
         return os.getloadavg()[0]
 
-    def clock(self) -> tuple[bool, int]:
+    def read_clock(self) -> tuple[bool, int]:
         """Return (True if the clock is synchronised, its largest error in µs), by adjtimex(2)."""
         found = Timex()
         libc = ctypes.CDLL(None, use_errno=True)
@@ -89,76 +89,84 @@ class Host:
         with socket.create_server((host, port)):
             pass
 
-    def lock(self, folder: Path) -> None:
+    def check_lock(self, folder: Path) -> None:
         """Take a lock on a file there."""
         with tempfile.TemporaryFile(dir=folder) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def examine(
+def check_host(
     report: Report, host: Host, folder: Path, *, nnodes: int = 1, endpoint: tuple[str, int] | None = None
 ) -> None:
     """Run all checks; `endpoint` is the address at which nodes meet."""
-    brief(report, host, folder)
-    _limits(report, host, nnodes)
-    _locks(report, host, folder)
-    _ports(report, host, endpoint)
-    _clock(report, host, nnodes)
-    _cores(report, host)
+    check_essentials(report, host, folder)
+    _check_limits(report, host, nnodes)
+    _check_locks(report, host, folder)
+    _check_ports(report, host, endpoint)
+    _check_clock(report, host, nnodes)
+    _check_cores(report, host)
 
 
-def brief(report: Report, host: Host, folder: Path) -> None:
+def check_essentials(report: Report, host: Host, folder: Path) -> None:
     """Check the conditions that end a run early."""
-    _room(report, host, "shared memory", SHARED, SHARED_BYTES, SHARED_BYTES, "start the container with --shm-size=8g")
-    place = _there(folder)
-    _room(
+    _check_free_space(
+        report, host, "shared memory", SHARED, SHARED_BYTES, SHARED_BYTES, "start the container with --shm-size=8g"
+    )
+    place = _find_existing_folder(folder)
+    _check_free_space(
         report, host, "disk", place, DISK_BYTES, DISK_ROOM_BYTES, "make room, or give a folder on another disk with -o"
     )
-    _room(report, host, "disk", Path(tempfile.gettempdir()), DISK_BYTES, DISK_BYTES, "make room, or set TMPDIR")
+    _check_free_space(
+        report, host, "disk", Path(tempfile.gettempdir()), DISK_BYTES, DISK_BYTES, "make room, or set TMPDIR"
+    )
 
 
-def _there(folder: Path) -> Path:
+def _find_existing_folder(folder: Path) -> Path:
     """Return the folder or its nearest existing parent."""
     return next((place for place in (folder, *folder.absolute().parents) if place.is_dir()), Path("/"))
 
 
-def _room(report: Report, host: Host, check: str, folder: Path, least: int, usual: int, remedy: str) -> None:
-    free = report.read(check, lambda: host.free_bytes(folder), where=str(folder))
+def _check_free_space(
+    report: Report, host: Host, check: str, folder: Path, min_bytes: int, usual: int, remedy: str
+) -> None:
+    free = report.read(check, lambda: host.get_free_bytes(folder), where=str(folder))
     if free is None:
         return
     what = f"{free / GIB:.1f} GiB are free"
-    level = BAD if free < least else NOTE if free < usual else OK
-    wanted = least if level == BAD else usual
-    said = f"{what}." if level == OK else f"{what}, of the {wanted / GIB:.0f} GiB that a long run should have."
-    report.add(check, level, said, "" if level == OK else f"{remedy}.", str(folder))
+    level = BAD if free < min_bytes else NOTE if free < usual else OK
+    wanted = min_bytes if level == BAD else usual
+    text = f"{what}." if level == OK else f"{what}, of the {wanted / GIB:.0f} GiB that a long run should have."
+    report.add(check, level, text, "" if level == OK else f"{remedy}.", str(folder))
 
 
-def _limits(report: Report, host: Host, nnodes: int) -> None:
-    files = report.read("open files", lambda: host.limit(resource.RLIMIT_NOFILE))
+def _check_limits(report: Report, host: Host, nnodes: int) -> None:
+    files = report.read("open files", lambda: host.get_limit(resource.RLIMIT_NOFILE))
     if files is not None:
         many = files == resource.RLIM_INFINITY or files >= OPEN_FILES
         wrong = (
             "" if many else f"a process may have {files:,} open: fewer than a measured server's many connections take."
         )
         level = BAD if files < FEW_FILES else NOTE
-        report.judge("open files", wrong, f"ulimit -n {16 * OPEN_FILES}", "enough.", level=level)
+        report.add_verdict("open files", wrong, f"ulimit -n {16 * OPEN_FILES}", "enough.", level=level)
     if nnodes == 1:
         return
-    locked = report.read("locked memory", lambda: host.limit(resource.RLIMIT_MEMLOCK))
+    locked = report.read("locked memory", lambda: host.get_limit(resource.RLIMIT_MEMLOCK))
     if locked is not None:
         wrong = (
             "" if locked == resource.RLIM_INFINITY else f"{locked / GIB:.3g} GiB: RDMA between machines fails on it."
         )
-        report.judge("locked memory", wrong, "ulimit -l unlimited; for a container --ulimit memlock=-1.", "unlimited.")
+        report.add_verdict(
+            "locked memory", wrong, "ulimit -l unlimited; for a container --ulimit memlock=-1.", "unlimited."
+        )
 
 
-def _locks(report: Report, host: Host, folder: Path) -> None:
+def _check_locks(report: Report, host: Host, folder: Path) -> None:
     place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not place.is_dir():
         report.add("locks", BAD, "it is a file, and a run needs a folder.", "give a folder with -o.", str(place))
         return
     try:
-        host.lock(place)
+        host.check_lock(place)
     except OSError as e:
         what = f"a file there cannot be locked ({e.strerror}), and a run needs that."
         report.add("locks", BAD, what, "give a folder on a local disk, where you may write, with -o.", str(place))
@@ -166,7 +174,7 @@ def _locks(report: Report, host: Host, folder: Path) -> None:
         report.add("locks", OK, "files can be locked.", where=str(place))
 
 
-def _ports(report: Report, host: Host, endpoint: tuple[str, int] | None) -> None:
+def _check_ports(report: Report, host: Host, endpoint: tuple[str, int] | None) -> None:
     try:
         host.bind(LOOPBACK, 0)
     except OSError as e:
@@ -174,17 +182,17 @@ def _ports(report: Report, host: Host, endpoint: tuple[str, int] | None) -> None
         report.add("ports", BAD, what, "ip link set lo up")
     else:
         report.add("ports", OK, f"ranks can meet on {LOOPBACK}.")
-    span = report.read("ports", lambda: host.text("/proc/sys/net/ipv4/ip_local_port_range").split())
+    span = report.read("ports", lambda: host.read_text("/proc/sys/net/ipv4/ip_local_port_range").split())
     if span is not None:
         low, high = int(span[0]), int(span[-1])
         wrong = f"the system gives away {high - low + 1:,} ports." if high - low + 1 < PORTS else ""
         remedy = "sudo sysctl net.ipv4.ip_local_port_range='32768 60999'"
-        report.judge("ports", wrong, remedy, f"{high - low + 1:,} to give away.")
+        report.add_verdict("ports", wrong, remedy, f"{high - low + 1:,} to give away.")
     if endpoint is not None:
-        _meeting(report, host, *endpoint)
+        _check_endpoint(report, host, *endpoint)
 
 
-def _meeting(report: Report, host: Host, name: str, port: int) -> None:
+def _check_endpoint(report: Report, host: Host, name: str, port: int) -> None:
     where = f"{name}:{port}"
     try:
         host.bind(name, port)
@@ -200,8 +208,8 @@ def _meeting(report: Report, host: Host, name: str, port: int) -> None:
         report.add("ports", OK, "node 0 can listen there.", where=where)
 
 
-def _clock(report: Report, host: Host, nnodes: int) -> None:
-    found = report.read("clock", host.clock)
+def _check_clock(report: Report, host: Host, nnodes: int) -> None:
+    found = report.read("clock", host.read_clock)
     if found is None:
         return
     kept, error_us = found
@@ -212,35 +220,35 @@ def _clock(report: Report, host: Host, nnodes: int) -> None:
     elif error_us > APART_US:
         wrong = f"kept, but it may be {error_us / 1e3:,.0f} ms wrong."
     remedy = "start chronyd or systemd-timesyncd, on every machine."
-    report.judge("clock", wrong, remedy, f"kept, wrong by {error_us / 1e3:,.3g} ms at most.", level=level)
+    report.add_verdict("clock", wrong, remedy, f"kept, wrong by {error_us / 1e3:,.3g} ms at most.", level=level)
 
 
-def _cores(report: Report, host: Host) -> None:
-    cores = report.read("cores", host.cores)
-    load = report.read("cores", host.load)
+def _check_cores(report: Report, host: Host) -> None:
+    cores = report.read("cores", host.count_cores)
+    load = report.read("cores", host.get_load)
     if cores is not None and load is not None:
         wrong = f"{load:.1f} processes keep {cores} cores busy." if load > SHARE_BUSY * cores else ""
         remedy = "end what else runs: top shows it. Steps wait for the host where it is busy."
-        report.judge("cores", wrong, remedy, f"{cores}, at rest.", level=NOTE)
-    _setting(
+        report.add_verdict("cores", wrong, remedy, f"{cores}, at rest.", level=NOTE)
+    _check_setting(
         report, host, "NUMA balancing", "/proc/sys/kernel/numa_balancing", "0",
         "the kernel moves memory between sockets (numa_balancing), and steps wait meanwhile.",
         "sudo sysctl kernel.numa_balancing=0",
     )  # fmt: skip
-    _setting(
+    _check_setting(
         report, host, "governor", "/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor", "performance",
         "the cores save power: host times are longer, and differ.", "sudo cpupower frequency-set -g performance",
     )  # fmt: skip
 
 
-def _setting(report: Report, host: Host, check: str, path: str, right: str, wrong: str, remedy: str) -> None:
+def _check_setting(report: Report, host: Host, check: str, path: str, right: str, wrong: str, remedy: str) -> None:
     """Check a kernel setting by its file. It is unknown if the file is missing, as in many virtual machines."""
-    found = report.read(check, lambda: host.text(path))
+    found = report.read(check, lambda: host.read_text(path))
     if found is not None:
-        report.judge(check, "" if found == right else wrong, remedy, f"{Path(path).name} is {right}.", level=NOTE)
+        report.add_verdict(check, "" if found == right else wrong, remedy, f"{Path(path).name} is {right}.", level=NOTE)
 
 
-def settings(report: Report, env: Mapping[str, str]) -> None:
+def check_environment(report: Report, env: Mapping[str, str]) -> None:
     """Check environment variables that slow ranks down or change the measurement."""
     found = False
     for name, values, level, what in HURTFUL:

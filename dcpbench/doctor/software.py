@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
-LEAST_DRIVER = {13: (580,), 12: (525, 60, 13)}
+MIN_DRIVER = {13: (580,), 12: (525, 60, 13)}
 """Minimum driver version by major version of CUDA;
 https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html.
 """
 
 
-class Known(NamedTuple):
+class KnownProblem(NamedTuple):
     """Versions of one thing that are known to hurt."""
 
     thing: str
@@ -34,29 +34,29 @@ class Known(NamedTuple):
     source: str
 
 
-KNOWN = (
-    Known(
+KNOWN_PROBLEMS = (
+    KnownProblem(
         "Linux", (), (5, 5), BAD, "ranks have hung on kernels before 5.5", "start a newer kernel",
         "https://github.com/huggingface/accelerate/issues/2573",
     ),
-    Known(
+    KnownProblem(
         "NCCL", (2, 21, 5), (2, 22), BAD, "ranks have hung in it", "pip install 'nvidia-nccl-cu12>=2.22.3'",
         "https://github.com/sgl-project/sglang/issues/7602, https://github.com/NVIDIA/nccl/issues/1251",
     ),
-    Known(
+    KnownProblem(
         "NCCL", (2, 22), (2, 27, 3), NOTE, "a race is possible where captured and eager collectives mix",
         "pip install a torch with a newer one", "NCCL's release notes of 2.27.3",
     ),
-    Known(
+    KnownProblem(
         "NCCL", (2, 26, 2), (2, 27, 5), NOTE, "capturing large CUDA graphs takes longer than before and after",
         "pip install a torch with a newer one", "NCCL's release notes of 2.27.5",
     ),
-    Known("torch", (), (2, 9), BAD, "dcpbench needs 2.9", "pip install 'torch>=2.9'", "pyproject.toml"),
+    KnownProblem("torch", (), (2, 9), BAD, "dcpbench needs 2.9", "pip install 'torch>=2.9'", "pyproject.toml"),
 )  # fmt: skip
 """Known problems as reported in `source`."""
 
 
-def parts(version: str) -> tuple[int, ...]:
+def parse_version(version: str) -> tuple[int, ...]:
     """Return `2.27.5+cuda12.9` as (2, 27, 5). Raise ValueError without a leading number."""
     found = re.match(r"v?(\d+(?:\.\d+)*)", version)
     if not found:
@@ -64,7 +64,7 @@ def parts(version: str) -> tuple[int, ...]:
     return tuple(map(int, found[1].split(".")))
 
 
-def installed(*names: str) -> str:
+def find_installed_version(*names: str) -> str:
     """Return the version of the first of these packages that is installed. Raise PackageNotFoundError if none is."""
     for name in names[:-1]:
         try:
@@ -74,7 +74,7 @@ def installed(*names: str) -> str:
     return importlib.metadata.version(names[-1])
 
 
-def cuda_of_torch() -> str | None:
+def read_torch_cuda() -> str | None:
     """Return the version of CUDA that the installed torch was built for; None without CUDA. Raise OSError or ValueError
     on failure.
     """
@@ -88,14 +88,14 @@ def cuda_of_torch() -> str | None:
     return found[1]
 
 
-def examine(report: Report, nvml: Any) -> None:  # noqa: ANN401 -- a module with pynvml's functions
+def check_versions(report: Report, nvml: Any) -> None:  # noqa: ANN401 -- a module with pynvml's functions
     """Run all checks."""
     versions: dict[str, Callable[[], str]] = {
         "Linux": platform.release,
-        "torch": lambda: installed("torch"),
-        "NCCL": lambda: installed(*NCCL_PACKAGES),
+        "torch": lambda: find_installed_version("torch"),
+        "NCCL": lambda: find_installed_version(*NCCL_PACKAGES),
     }
-    built_for = report.read("CUDA of torch", cuda_of_torch)
+    built_for = report.read("CUDA of torch", read_torch_cuda)
     if built_for is None and not any(f.check == "CUDA of torch" for f in report.findings):
         report.add(
             "CUDA of torch",
@@ -107,25 +107,25 @@ def examine(report: Report, nvml: Any) -> None:  # noqa: ANN401 -- a module with
     for name, ask in versions.items():
         version = report.read(name, ask)
         if version is not None:
-            _judge(report, name, version)
-    _driver(report, nvml, built_for)
+            _check_version(report, name, version)
+    _check_driver(report, nvml, built_for)
 
 
-def _judge(report: Report, name: str, version: str) -> None:
-    now = report.read(name, lambda: parts(version))
+def _check_version(report: Report, name: str, version: str) -> None:
+    now = report.read(name, lambda: parse_version(version))
     if now is None:
         return
-    hurts = [known for known in KNOWN if known.thing == name and known.since <= now < known.before]
+    hurts = [known for known in KNOWN_PROBLEMS if known.thing == name and known.since <= now < known.before]
     for known in hurts:
         report.add(name, known.level, f"{version}: {known.what} ({known.source}).", known.remedy)
     if not hurts:
         report.add(name, OK, f"{version}; nothing is known against it.")
 
 
-def _driver(report: Report, nvml: Any, built_for: str | None) -> None:  # noqa: ANN401 -- as examine's
+def _check_driver(report: Report, nvml: Any, built_for: str | None) -> None:  # noqa: ANN401 -- as examine's
     try:
         driver = str(nvml.nvmlSystemGetDriverVersion())
-        now = parts(driver)
+        now = parse_version(driver)
     except Exception:  # noqa: BLE001 - a driver that does not answer fails in many ways
         report.add("driver", UNREAD, "its version is not known: it does not answer.")
         return
@@ -134,14 +134,14 @@ def _driver(report: Report, nvml: Any, built_for: str | None) -> None:  # noqa: 
             "driver", UNREAD, f"{driver}; nothing says for which CUDA torch is built, so nothing about both together."
         )
         return
-    least = LEAST_DRIVER.get(parts(built_for)[0])
-    if least is None:
+    min_version = MIN_DRIVER.get(parse_version(built_for)[0])
+    if min_version is None:
         report.add("driver", UNREAD, f"{driver}; what CUDA {built_for} needs is not known here.")
         return
     wrong = (
         ""
-        if now >= least
-        else f"{driver} is too old for CUDA {built_for} of torch, which needs {'.'.join(map(str, least))}."
+        if now >= min_version
+        else f"{driver} is too old for CUDA {built_for} of torch, which needs {'.'.join(map(str, min_version))}."
     )
     remedy = "update the driver, or install a torch for an older CUDA: https://pytorch.org."
-    report.judge("driver", wrong, remedy, f"{driver}, new enough for CUDA {built_for}.")
+    report.add_verdict("driver", wrong, remedy, f"{driver}, new enough for CUDA {built_for}.")

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors import SafetensorError, safe_open
 
-from dcpbench.engine.scaled_weights import ALL, around, cut
+from dcpbench.engine.scaled_weights import ALL, expand_to_blocks, slice_scaled
 from dcpbench.errors import ModelError
-from dcpbench.kernels.block_scaled import dequantise_weight, quantise_weight
+from dcpbench.kernels.block_scaled import dequantize_weight, quantize_weight
 from dcpbench.points.shapes import INDEX_FILE, SCALE_BLOCK, WEIGHTS_FILE
 
 if TYPE_CHECKING:
@@ -31,17 +31,17 @@ class CheckpointSource:
     """Read parts of tensors by name. Raise ModelError for missing or misshaped tensors, naming them.
 
     DeepSeek's published FP8 weights (`weight` in e4m3 with `weight_scale_inv` per 128 × 128 block) are kept if they are
-    requested with `scaled`, and are otherwise converted to the model's dtype while they are read: weight · scale. Files
+    requested with `get_scaled`, and are otherwise converted to the model's dtype while they are read: weight · scale. Files
     are memory-mapped, so only the current part of a file is held.
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         self.kind = str(folder)
         self.folder, self.dtype, self.device = folder, dtype, device
-        self.file_of = _tensor_files(folder)
+        self.file_of = _find_tensor_files(folder)
         self.open_files: dict[Path, safe_open] = {}
 
-    def get(
+    def get_tensor(
         self,
         name: str,
         shape: tuple[int, ...],
@@ -51,11 +51,11 @@ class CheckpointSource:
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         """See weights.Source."""
-        part = self._slice(name, shape)
+        part = self._get_slice(name, shape)
         if name + SCALE in self.file_of:
             height, depth = shape
-            weight = self.scaled(name, (height, depth), rows=rows or ALL, columns=columns or ALL)
-            return dequantise_weight(weight).to(dtype or self.dtype)
+            weight = self.get_scaled(name, (height, depth), rows=rows or ALL, columns=columns or ALL)
+            return dequantize_weight(weight).to(dtype or self.dtype)
         tensor = part[(rows or ALL,) if len(shape) == 1 else (rows or ALL, columns or ALL)]
         if tensor.dtype.itemsize == 1:
             raise ModelError(
@@ -64,21 +64,21 @@ class CheckpointSource:
         self._check_finite(name, tensor)
         return tensor.to(self.device, dtype or self.dtype)
 
-    def scaled(self, name: str, shape: tuple[int, int], *, rows: slice = ALL, columns: slice = ALL) -> Scaled:
+    def get_scaled(self, name: str, shape: tuple[int, int], *, rows: slice = ALL, columns: slice = ALL) -> Scaled:
         """See weights.Source. Weights that are not published in fp8 are quantised in the published blocks."""
-        part = self._slice(name, shape)
+        part = self._get_slice(name, shape)
         if name + SCALE not in self.file_of:
-            around_it = part[around(rows, shape[0]), around(columns, shape[1])]
+            around_it = part[expand_to_blocks(rows, shape[0]), expand_to_blocks(columns, shape[1])]
             self._check_finite(name, around_it)
-            return self._quantised(around_it, shape, rows, columns)
+            return self._quantize_part(around_it, shape, rows, columns)
         data = part[rows, columns]
         if data.dtype != torch.float8_e4m3fn:
             raise ModelError(f"{self.folder}: {name!r} is {data.dtype}, with scales; only e4m3 is read with scales.")
         blocks = tuple(-(-n // SCALE_BLOCK) for n in shape)
-        scale = self._slice(name + SCALE, blocks)[:]
+        scale = self._get_slice(name + SCALE, blocks)[:]
         self._check_finite(name, data)
         self._check_finite(name + SCALE, scale)
-        return cut(data.to(self.device), scale.to(self.device, torch.float32), shape, rows, columns)
+        return slice_scaled(data.to(self.device), scale.to(self.device, torch.float32), shape, rows, columns)
 
     def _check_finite(self, name: str, part: torch.Tensor) -> None:
         """Raise ModelError for NaN and infinity, which would make every comparison agree or differ.
@@ -88,25 +88,25 @@ class CheckpointSource:
         if not all(_is_finite(piece) for piece in part.reshape(-1).split(CHECKED_NUMBERS)):
             raise ModelError(f"{self.folder}: {name!r} holds NaN or infinity; download the checkpoint again.")
 
-    def _quantised(self, around_it: torch.Tensor, shape: tuple[int, int], rows: slice, columns: slice) -> Scaled:
+    def _quantize_part(self, around_it: torch.Tensor, shape: tuple[int, int], rows: slice, columns: slice) -> Scaled:
         """Return a quantised part, computed from the whole blocks around it."""
-        blocks = quantise_weight(around_it.to(self.device))
+        blocks = quantize_weight(around_it.to(self.device))
         scale = torch.ones([-(-n // SCALE_BLOCK) for n in shape], device=self.device)
         data, of_blocks = blocks.data, scale
         for dim, part in enumerate((rows, columns)):
             start, stop, _ = part.indices(shape[dim])
-            first = around(part, shape[dim]).start
+            first = expand_to_blocks(part, shape[dim]).start
             data = data.narrow(dim, start - first, stop - start)
             of_blocks = of_blocks.narrow(dim, first // SCALE_BLOCK, blocks.scale.shape[dim])
         of_blocks.copy_(blocks.scale)
-        return cut(data, scale, shape, rows, columns)
+        return slice_scaled(data, scale, shape, rows, columns)
 
-    def _slice(self, name: str, shape: tuple[int, ...]):  # noqa: ANN202 - safetensors' type is private
+    def _get_slice(self, name: str, shape: tuple[int, ...]):  # noqa: ANN202 - safetensors' type is private
         if name not in self.file_of:
             raise ModelError(f"{self.folder} has no tensor {name!r}; the checkpoint does not match its config.json.")
         path = self.file_of[name]
         try:
-            part = self._open(path).get_slice(name)
+            part = self._open_file(path).get_slice(name)
         except SafetensorError as e:
             raise ModelError(f"{path} has no tensor {name!r}, though {INDEX_FILE} says so: {e}.") from e
         if tuple(part.get_shape()) != shape:
@@ -115,7 +115,7 @@ class CheckpointSource:
             )
         return part
 
-    def _open(self, path: Path) -> safe_open:
+    def _open_file(self, path: Path) -> safe_open:
         if path not in self.open_files:
             try:
                 self.open_files[path] = safe_open(path, framework="pt")
@@ -130,7 +130,7 @@ def _is_finite(numbers: torch.Tensor) -> bool:
     return bool(torch.isfinite(numbers).all())
 
 
-def _tensor_files(folder: Path) -> dict[str, Path]:
+def _find_tensor_files(folder: Path) -> dict[str, Path]:
     index = folder / INDEX_FILE
     if index.is_file():
         try:

@@ -32,34 +32,38 @@ class Groups:
 def make_groups(layout: Layout, rank: int) -> Groups:
     """Return the process groups. Collective: every rank calls it with the same layout."""
     return Groups(
-        attn=_group(layout.attn_groups(), rank),
-        dcp=_group(layout.dcp_groups(), rank),
-        dp=_group(layout.dp_groups(), rank),
+        attn=_make_group(layout.list_attn_groups(), rank),
+        dcp=_make_group(layout.list_dcp_groups(), rank),
+        dp=_make_group(layout.list_dp_groups(), rank),
     )
 
 
-def emulated_groups(layout: Layout, rank: int, emulation: Emulation) -> Groups:
+def make_emulated_groups(layout: Layout, rank: int, emulation: Emulation) -> Groups:
     """Return the emulated groups of a rank without the others."""
 
-    def group(all_ranks: list[list[int]]) -> Group:
+    def make_group(all_ranks: list[list[int]]) -> Group:
         ranks = next(ranks for ranks in all_ranks if rank in ranks)
         if len(ranks) == 1:
             return Group(size=1, rank=0, handle=None)
         return EmulatedGroup(size=len(ranks), rank=ranks.index(rank), handle=None, emulation=emulation)
 
-    return Groups(attn=group(layout.attn_groups()), dcp=group(layout.dcp_groups()), dp=group(layout.dp_groups()))
+    return Groups(
+        attn=make_group(layout.list_attn_groups()),
+        dcp=make_group(layout.list_dcp_groups()),
+        dp=make_group(layout.list_dp_groups()),
+    )
 
 
-def _group(all_ranks: list[list[int]], rank: int) -> Group:
+def _make_group(all_ranks: list[list[int]], rank: int) -> Group:
     mine = Group(size=1, rank=0, handle=None)
     for ranks in all_ranks:  # every rank takes part in making every group, in the same order
-        handle = _handle(tuple(ranks))
+        handle = _get_handle(tuple(ranks))
         if rank in ranks:
             mine = Group(size=len(ranks), rank=ranks.index(rank), handle=handle)
     return mine
 
 
-def _handle(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+def _get_handle(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
     if len(ranks) == 1:
         return None
     if ranks not in _handles:

@@ -33,10 +33,10 @@ class KvPool:
                 "lower --concurrency or --context, or give --kv-memory"
             ) from e
 
-    def all_rows(self) -> torch.Tensor:
+    def get_all_rows(self) -> torch.Tensor:
         """[layers, pages · page_size, width]; a view."""
         return self.data.flatten(1, 2)
 
-    def rows(self, index: int) -> torch.Tensor:
+    def get_rows(self, index: int) -> torch.Tensor:
         """[pages · page_size, width] of one layer; a view, indexed by `layout.row(loc)`."""
         return self.data[index].view(-1, self.data.shape[-1])

@@ -18,16 +18,16 @@ from dcpbench.engine.weights import Moe
 from dcpbench.exchange.symmetric_all_reduce import SymmetricAllReduce
 from dcpbench.hangs import beats
 from dcpbench.kernels import moe
-from dcpbench.kernels.block_scaled import Rows, Scaled, quantise_rows, quantised_for
+from dcpbench.kernels.block_scaled import Rows, Scaled, needs_quantized_input, quantize_rows
 from dcpbench.kernels.kv_indices import Share
 from dcpbench.kernels.kv_write import write_kv
 from dcpbench.kernels.latent import split_latent
-from dcpbench.kernels.linear import linear
-from dcpbench.kernels.moe.busiest import busiest_first
-from dcpbench.kernels.norm import Mark, add_rms_norm, norm_for
-from dcpbench.kernels.rope import rope, rope_table
+from dcpbench.kernels.linear import apply_linear
+from dcpbench.kernels.moe.busiest import rotate_busiest_first
+from dcpbench.kernels.norm import Mark, add_rms_norm, normalize_for
+from dcpbench.kernels.rope import apply_rope, make_rope_table
 from dcpbench.kernels.value_proj import project_values
-from dcpbench.measuring.ranges import phase
+from dcpbench.measuring.ranges import record_range
 from dcpbench.points.layout import OWN_HEADS
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from dcpbench.engine.decode import Batch
     from dcpbench.engine.groups import Groups
     from dcpbench.engine.kv_pool import KvPool
-    from dcpbench.engine.pieces import Room
+    from dcpbench.engine.pieces import StepBuffers
     from dcpbench.engine.prefill import PrefillPlan
     from dcpbench.engine.weights import Attention, Mlp, Weights
     from dcpbench.exchange.symmetric_all_reduce import AllReduce
@@ -100,7 +100,7 @@ class Model:
         self.all_reduce: AllReduce = groups.attn.all_reduce
         """Sums over the ranks of an attention replica."""
         self.heads = shape.heads // layout.attn_tp
-        self.rope_table = rope_table(shape, max_context, device)
+        self.rope_table = make_rope_table(shape, max_context, device)
         self.stands_for = 1
         """Number of expert-parallel ranks that this one represents; it is the busiest of them in each layer."""
         self.marks: torch.Tensor | None = None
@@ -110,56 +110,56 @@ class Model:
         self.observed: dict[str, list[torch.Tensor]] | None = None
         """Set to lists under the names in OBSERVED to collect these tensors of each layer during an eager step."""
 
-    def step(self, batch: StepInput, decodes: Batch | None, prefill: PrefillPlan | None = None) -> torch.Tensor:
+    def run_step(self, batch: StepInput, decodes: Batch | None, prefill: PrefillPlan | None = None) -> torch.Tensor:
         """Return the logits of this rank's vocabulary rows, [B or wanted rows, V_local] in the model's dtype.
         Collective.
 
         `decodes` is the plan of the first rows, if they decode; `prefill` that of the rows after them.
         """
-        return self.walk(
+        return self.walk_layers(
             batch,
-            lambda residual_BD: functools.partial(self.piece, batch=batch, residual_BD=residual_BD),
-            lambda index, q_Bh, row_BQ: self.attention(q_Bh, row_BQ, index, batch.positions, decodes, prefill),
+            lambda residual_BD: functools.partial(self.run_piece, batch=batch, residual_BD=residual_BD),
+            lambda index, q_Bh, row_BQ: self.run_attention(q_Bh, row_BQ, index, batch.positions, decodes, prefill),
         )
 
-    def walk(
+    def walk_layers(
         self,
         batch: StepInput,
         begin: Callable[[torch.Tensor], Callable[[int, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]],
         attention: Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor],
         meanwhile: Callable[[], None] = lambda: None,
     ) -> torch.Tensor:
-        """Run a step with pieces and attention supplied by the caller; return the same as `step`. Collective.
+        """Run a step with pieces and attention supplied by the caller; return the same as `run_step`. Collective.
 
-        `begin` maps the residual [B, D] to a function that runs pieces as `piece` does; `attention` maps a layer, q and
+        `begin` maps the residual [B, D] to a function that runs pieces as `run_piece` does; `attention` maps a layer, q and
         KV rows to values. `meanwhile` is called after each layer has been launched.
         """
-        beats.step(beats.LAUNCH)
-        run = begin(self.embed(batch.tokens))
-        beats.layer(0)
+        beats.record_step(beats.LAUNCH)
+        run = begin(self.embed_tokens(batch.tokens))
+        beats.record_layer(0)
         q_Bh, row_BQ = run(0, None)
         for index in range(self.shape.layers):
-            beats.layer(index)
+            beats.record_layer(index)
             y_BhV = attention(index, q_Bh, row_BQ)
             q_Bh, row_BQ = run(index + 1, y_BhV)
             meanwhile()
         x_BD, residual_BD = q_Bh, row_BQ
-        beats.layer(beats.NO_LAYER)
-        with phase("lm_head"):
+        beats.record_layer(beats.NO_LAYER)
+        with record_range("lm_head"):
             if batch.logit_rows is not None:
                 x_BD, residual_BD = x_BD[batch.logit_rows], residual_BD[batch.logit_rows]
-            last = self.mark(2 * self.shape.layers + 1)
+            last = self.make_mark(2 * self.shape.layers + 1)
             final = add_rms_norm(x_BD, residual_BD, self.weights.final_norm, self.shape.rms_eps, last)
-            return linear(final, self.weights.lm_head)
+            return apply_linear(final, self.weights.lm_head)
 
-    def piece(
+    def run_piece(
         self,
         index: int,
         y_BhV: torch.Tensor | None,
         *,
         batch: StepInput,
         residual_BD: torch.Tensor,
-        out: Room | None = None,
+        out: StepBuffers | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the model between the attention of layer `index` - 1, with output values y, and the attention of layer
         `index`.
@@ -170,51 +170,51 @@ class Model:
         """
         x_BD = None
         if y_BhV is not None:
-            before = self.weights.layer(index - 1)
-            self.observe(VALUES, y_BhV)
-            with phase("o_proj"):
-                x_BD = linear(y_BhV.flatten(1), before.attention.o)
-            with phase("attn_reduce"):
-                x_BD = self.reduce(x_BD)
-            self.observe(ATTENTION, x_BD)
+            before = self.weights.get_layer(index - 1)
+            self.record_result(VALUES, y_BhV)
+            with record_range("o_proj"):
+                x_BD = apply_linear(y_BhV.flatten(1), before.attention.o)
+            with record_range("attn_reduce"):
+                x_BD = self.reduce_hidden(x_BD)
+            self.record_result(ATTENTION, x_BD)
             feeds, routed = None if self.layout.dp > 1 else before.mlp.gate_up, isinstance(before.mlp, Moe)
-            normed = self.norm(x_BD, residual_BD, before.attention.post_norm, 2 * index, feeds, keep=routed)
+            normed = self.apply_norm(x_BD, residual_BD, before.attention.post_norm, 2 * index, feeds, keep=routed)
             del x_BD  # its memory is the MLP's
-            x_BD = self.mlp(normed, before.mlp, self.router_input(batch, index - 1), batch.live)
-            self.observe(MLP, x_BD)
+            x_BD = self.run_mlp(normed, before.mlp, self.get_router_input(batch, index - 1), batch.live)
+            self.record_result(MLP, x_BD)
             if index == self.shape.layers:
                 return (x_BD if out is None else out.last.copy_(x_BD)), residual_BD
-        w = self.weights.layer(index).attention
-        normed = self.norm(x_BD, residual_BD, w.input_norm, 2 * index + 1, w.qkv_a, keep=False)
-        with phase("qkv_proj"):
-            q_Bh, row_BQ = self.project(normed, w, batch.positions, out)
-        self.observe(QUERY, self.own(q_Bh))
-        self.observe(KV_ROW, row_BQ)
-        with phase("kv_write"):
-            write_kv(self.kv.rows(index), row_BQ, batch.locs, self.share, self.kv.scale)
+        w = self.weights.get_layer(index).attention
+        normed = self.apply_norm(x_BD, residual_BD, w.input_norm, 2 * index + 1, w.qkv_a, keep=False)
+        with record_range("qkv_proj"):
+            q_Bh, row_BQ = self.compute_qkv(normed, w, batch.positions, out)
+        self.record_result(QUERY, self.select_own_heads(q_Bh))
+        self.record_result(KV_ROW, row_BQ)
+        with record_range("kv_write"):
+            write_kv(self.kv.get_rows(index), row_BQ, batch.locs, self.share, self.kv.scale)
         return q_Bh, row_BQ
 
-    def observe(self, name: str, tensor: torch.Tensor) -> None:
+    def record_result(self, name: str, tensor: torch.Tensor) -> None:
         """Keep a copy of an intermediate result, one of OBSERVED, if results are collected."""
         if self.observed is not None:
             self.observed[name].append(tensor.clone())
 
-    def reduce(self, x_BD: torch.Tensor) -> torch.Tensor:
+    def reduce_hidden(self, x_BD: torch.Tensor) -> torch.Tensor:
         """Return the sum over the ranks of a replica. Steps with more rows than the symmetric memory holds use NCCL."""
-        if isinstance(self.all_reduce, SymmetricAllReduce) and not self.all_reduce.fits(x_BD):
+        if isinstance(self.all_reduce, SymmetricAllReduce) and not self.all_reduce.supports_size(x_BD):
             return self.groups.attn.all_reduce(x_BD)
         return self.all_reduce(x_BD)
 
-    def embed(self, tokens_B: torch.Tensor) -> torch.Tensor:
+    def embed_tokens(self, tokens_B: torch.Tensor) -> torch.Tensor:
         """Return rows of the embedding; each rank of a replica holds a part of the vocabulary."""
-        with phase("embed"):
+        with record_range("embed"):
             table = self.weights.embed
             local_B = tokens_B - self.groups.attn.rank * table.shape[0]
             mine_B = (local_B >= 0) & (local_B < table.shape[0])
             x_BD = table[local_B.clamp(0, table.shape[0] - 1)] * mine_B.unsqueeze(-1)
-            return self.reduce(x_BD)
+            return self.reduce_hidden(x_BD)
 
-    def norm(
+    def apply_norm(
         self,
         x_BD: torch.Tensor | None,
         residual_BD: torch.Tensor,
@@ -228,15 +228,15 @@ class Model:
 
         For a product with `feeds`, and with `keep` for others, too, if that one takes quantised rows.
         """
-        with phase("norm"):
+        with record_range("norm"):
             x_BD, added_to = (residual_BD, None) if x_BD is None else (x_BD, residual_BD)
-            return norm_for(feeds, x_BD, added_to, weight_D, self.shape.rms_eps, self.mark(number), keep=keep)
+            return normalize_for(feeds, x_BD, added_to, weight_D, self.shape.rms_eps, self.make_mark(number), keep=keep)
 
-    def mark(self, number: int) -> Mark | None:
+    def make_mark(self, number: int) -> Mark | None:
         """Return the marker that norm `number` of a step writes; see hangs/evidence.py."""
         return None if self.marks is None else Mark(self.marks, number)
 
-    def attention(
+    def run_attention(
         self,
         q_Bh: torch.Tensor,
         row_BQ: torch.Tensor,
@@ -249,65 +249,67 @@ class Model:
 
         Decode rows use the absorbed form: q attends to latent rows, and W_UV is applied to the result.
         """
-        w = self.weights.layer(index).attention
+        w = self.weights.get_layer(index).attention
         values, rows = [], decodes.size if decodes else 0
         if prefill is not None:
-            with phase("qkv_proj"):
-                self.rotate(q_Bh, positions_B)
+            with record_range("qkv_proj"):
+                self.rotate_queries(q_Bh, positions_B)
         if decodes is not None:
-            with phase("qkv_proj"):
-                q_BhQ = self.absorb(q_Bh[:rows], w, decodes, None if prefill else positions_B[:rows])
-            values.append(self.values(self.attend(q_BhQ, w, index, decodes), w))
+            with record_range("qkv_proj"):
+                q_BhQ = self.compute_latent_queries(q_Bh[:rows], w, decodes, None if prefill else positions_B[:rows])
+            values.append(self.compute_values(self.run_decode_attention(q_BhQ, w, index, decodes), w))
         if prefill is not None:
             assert prefill.rows.start == rows
-            q_ThX = self.own(q_Bh[prefill.rows]).contiguous()
-            values.append(prefill.attend(q_ThX, lambda seen: prefill.prefiller.decompress(seen, row_BQ, index)))
-        with phase("o_proj"):
-            return self.with_padding(values, len(q_Bh))
+            q_ThX = self.select_own_heads(q_Bh[prefill.rows]).contiguous()
+            values.append(
+                prefill.run_attention(q_ThX, lambda seen: prefill.prefiller.decompress_latents(seen, row_BQ, index))
+            )
+        with record_range("o_proj"):
+            return self.append_padding(values, len(q_Bh))
 
-    def with_padding(self, values: list[torch.Tensor], rows: int) -> torch.Tensor:
+    def append_padding(self, values: list[torch.Tensor], rows: int) -> torch.Tensor:
         """Return values of all rows, [B, h, V], with zeros for padding rows after the others."""
         used = sum(len(y_BhV) for y_BhV in values)
         if rows > used:
             values = [*values, self.weights.embed.new_zeros(rows - used, self.heads, self.shape.value)]
         return values[0] if len(values) == 1 else torch.cat(values)
 
-    def attend(self, q_BhQ: torch.Tensor, w: Attention, index: int, decodes: Batch) -> torch.Tensor:
+    def run_decode_attention(self, q_BhQ: torch.Tensor, w: Attention, index: int, decodes: Batch) -> torch.Tensor:
         """Return the merged output of this rank's heads, [h, B, R]; [h, B, V] if it is projected first. `q_BhQ` is the
         exchange's.
         """
         exchange = decodes.exchange
-        return exchange.merge(*self.partial(exchange.gather_q(q_BhQ), w, index, decodes))
+        return exchange.merge_partials(*self.compute_partial(exchange.gather_q(q_BhQ), w, index, decodes))
 
-    def partial(
+    def compute_partial(
         self, q_BHQ: torch.Tensor, w: Attention, index: int, decodes: Batch
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the result of all heads of the group over this rank's rows, as input of the exchange: outputs and lse
         [B, H].
         """
-        out, lse_BH = decodes.exchange.partial(decodes.size)
-        with phase("attention"):
+        out, lse_BH = decodes.exchange.get_partial_buffers(decodes.size)
+        with record_range("attention"):
             o_BHR = q_BHQ.new_empty(*q_BHQ.shape[:2], self.shape.latent) if self.wide.value else out
             decodes.backend.run(q_BHQ, self.kv.data[index], o_BHR, lse_BH)
         if self.wide.value:
-            with phase("o_proj"):
+            with record_range("o_proj"):
                 torch.bmm(o_BHR.transpose(0, 1), w.w_uv, out=out.transpose(0, 1))
         return out, lse_BH
 
-    def values(self, o_hBR: torch.Tensor, w: Attention) -> torch.Tensor:
+    def compute_values(self, o_hBR: torch.Tensor, w: Attention) -> torch.Tensor:
         """Return merged outputs of this rank's heads as the input of o_proj, [B, h, V]."""
-        with phase("o_proj"):
+        with record_range("o_proj"):
             if self.wide.value:
                 return o_hBR.transpose(0, 1).to(self.dtype, memory_format=torch.contiguous_format)
             return project_values(o_hBR, w.w_uv, self.dtype)
 
-    def project(
-        self, x_BD: torch.Tensor | Rows, w: Attention, positions_B: torch.Tensor, out: Room | None = None
+    def compute_qkv(
+        self, x_BD: torch.Tensor | Rows, w: Attention, positions_B: torch.Tensor, out: StepBuffers | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return q [B, h, nope + P] of the heads projected on this rank, not yet absorbed, and the new KV row [B, Q]."""
         s = self.shape
         q_out = None if out is None else out.q
-        qkv = linear(x_BD, w.qkv_a, None if w.q_b is not None else q_out)
+        qkv = apply_linear(x_BD, w.qkv_a, None if w.q_b is not None else q_out)
         row_BQ = qkv.new_empty(len(qkv), s.kv_width) if out is None else out.kv
         latent = split_latent(
             qkv,
@@ -320,15 +322,15 @@ class Model:
             interleaved=s.rope_interleaved,
             feeds=w.q_b,
         )
-        q = qkv if latent is None or w.q_b is None else linear(latent, w.q_b, q_out)
-        return self.heads_of(q), row_BQ
+        q = qkv if latent is None or w.q_b is None else apply_linear(latent, w.q_b, q_out)
+        return self.reshape_heads(q), row_BQ
 
-    def heads_of(self, q_BN: torch.Tensor) -> torch.Tensor:
+    def reshape_heads(self, q_BN: torch.Tensor) -> torch.Tensor:
         """Return the output of the last projection before q as [B, h, nope + P]; columns of KV may follow q in it."""
         heads, width = self.heads * (self.layout.dcp if self.wide.query else 1), self.shape.nope + self.shape.rope
         return q_BN[:, : heads * width].unflatten(-1, (heads, width))
 
-    def absorb(
+    def compute_latent_queries(
         self, q_Bh: torch.Tensor, w: Attention, decodes: Batch, positions_B: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return queries against latent rows, [B, h, Q], in the exchange's memory; without positions, rope is applied
@@ -336,25 +338,25 @@ class Model:
         """
         s = self.shape
         q_nope, q_rope = q_Bh.split((s.nope, s.rope), dim=-1)
-        q_BhQ = decodes.exchange.query(decodes.size)
+        q_BhQ = decodes.exchange.get_query_buffer(decodes.size)
         torch.bmm(q_nope.transpose(0, 1), w.w_uk, out=q_BhQ[..., : s.latent].transpose(0, 1))
         if positions_B is None:
             q_BhQ[..., s.latent :] = q_rope
         else:
-            rope(q_rope, positions_B, self.rope_table, q_BhQ[..., s.latent :], interleaved=s.rope_interleaved)
+            apply_rope(q_rope, positions_B, self.rope_table, q_BhQ[..., s.latent :], interleaved=s.rope_interleaved)
         return q_BhQ
 
-    def rotate(self, q_BhX: torch.Tensor, positions_B: torch.Tensor) -> None:
+    def rotate_queries(self, q_BhX: torch.Tensor, positions_B: torch.Tensor) -> None:
         """Apply rope to q in place; X = nope + P."""
         q_BhP = q_BhX[..., self.shape.nope :]
-        rope(q_BhP, positions_B, self.rope_table, q_BhP, interleaved=self.shape.rope_interleaved)
+        apply_rope(q_BhP, positions_B, self.rope_table, q_BhP, interleaved=self.shape.rope_interleaved)
 
-    def own(self, q_BHX: torch.Tensor) -> torch.Tensor:
+    def select_own_heads(self, q_BHX: torch.Tensor) -> torch.Tensor:
         """Return the queries of this rank's heads, among those projected here."""
         first = self.groups.dcp.rank * self.heads if self.wide.query else 0
         return q_BHX[:, first : first + self.heads]
 
-    def router_input(self, batch: StepInput, index: int) -> torch.Tensor | None:
+    def get_router_input(self, batch: StepInput, index: int) -> torch.Tensor | None:
         """Return the synthetic router input of a layer, [T, D], if the batch has one."""
         moe_index = index - self.shape.first_dense
         if batch.router_inputs is None or moe_index < 0:
@@ -362,26 +364,26 @@ class Model:
         layers_LTD = batch.router_inputs
         return layers_LTD[moe_index % len(layers_LTD), : len(batch.positions) * self.layout.dp]
 
-    def mlp(
+    def run_mlp(
         self, x_BD: torch.Tensor | Rows, w: Mlp | Moe, router_TD: torch.Tensor | None, live: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return the dense MLP or experts over all tokens of the layout, summed over tp, for this replica's tokens."""
         x_TD = x_BD
         if self.layout.dp > 1:
             assert isinstance(x_BD, torch.Tensor)
-            with phase("dp_gather"):
+            with record_range("dp_gather"):
                 x_TD = self.groups.dp.all_gather(x_BD).flatten(0, 1)
-        y_TD = self.experts(x_TD, w, router_TD, live) if isinstance(w, Moe) else self.dense(x_TD, w)
-        with phase("mlp_reduce"):
+        y_TD = self.run_experts(x_TD, w, router_TD, live) if isinstance(w, Moe) else self.run_dense_mlp(x_TD, w)
+        with record_range("mlp_reduce"):
             # Without attention DP a replica is all ranks; with it, each replica keeps its own tokens first.
-            return self.reduce(y_TD if self.layout.dp == 1 else self.groups.dp.reduce_scatter(y_TD))
+            return self.reduce_hidden(y_TD if self.layout.dp == 1 else self.groups.dp.reduce_scatter(y_TD))
 
-    def dense(self, x_TD: torch.Tensor | Rows, w: Mlp) -> torch.Tensor:
+    def run_dense_mlp(self, x_TD: torch.Tensor | Rows, w: Mlp) -> torch.Tensor:
         """Return this rank's slice of a dense MLP."""
-        with phase("dense_mlp"):
-            return linear(moe.silu_mul(linear(x_TD, w.gate_up), w.down), w.down)
+        with record_range("dense_mlp"):
+            return apply_linear(moe.silu_mul(apply_linear(x_TD, w.gate_up), w.down), w.down)
 
-    def experts(
+    def run_experts(
         self, x_TD: torch.Tensor | Rows, w: Moe, router_TD: torch.Tensor | None, live: torch.Tensor | None
     ) -> torch.Tensor:
         """Return this rank's experts, or its slice of all of them, and its slice of the shared expert, which processes
@@ -389,24 +391,26 @@ class Model:
         """
         plain_TD = x_TD.plain if isinstance(x_TD, Rows) else x_TD
         assert plain_TD is not None
-        with phase("moe"):
-            if quantised_for(w.gate_up) and not isinstance(x_TD, Rows):
-                x_TD = Rows(quantise_rows(plain_TD), plain_TD.dtype, plain_TD)  # once for both kinds of experts
+        with record_range("moe"):
+            if needs_quantized_input(w.gate_up) and not isinstance(x_TD, Rows):
+                x_TD = Rows(quantize_rows(plain_TD), plain_TD.dtype, plain_TD)  # once for both kinds of experts
             if w.shared is None:
                 shared_TD = torch.zeros_like(plain_TD)
             else:
-                shared_TD = linear(moe.silu_mul(linear(x_TD, w.shared.gate_up), w.shared.down), w.shared.down)
-            logits_TE = moe.router_logits(plain_TD if router_TD is None else router_TD, w.router)
-            weights_Tk, ids_Tk = moe.route(logits_TE, w.bias, self.shape, live)
+                shared_TD = apply_linear(
+                    moe.silu_mul(apply_linear(x_TD, w.shared.gate_up), w.shared.down), w.shared.down
+                )
+            logits_TE = moe.compute_router_logits(plain_TD if router_TD is None else router_TD, w.router)
+            weights_Tk, ids_Tk = moe.select_experts(logits_TE, w.bias, self.shape, live)
             if self.chosen_experts is not None:
                 self.chosen_experts.append((logits_TE, ids_Tk))
             if self.stands_for > 1:
-                ids_Tk = busiest_first(ids_Tk, self.shape.experts, self.stands_for)
-            return moe.experts(x_TD, w.gate_up, w.down, weights_Tk, ids_Tk, w.first, shared_TD)
+                ids_Tk = rotate_busiest_first(ids_Tk, self.shape.experts, self.stands_for)
+            return moe.apply_experts(x_TD, w.gate_up, w.down, weights_Tk, ids_Tk, w.first, shared_TD)
 
-    def greedy(self, logits_BV: torch.Tensor) -> torch.Tensor:
+    def sample_greedy(self, logits_BV: torch.Tensor) -> torch.Tensor:
         """Return the token of the largest logit over the replica's ranks, [B] int64; the smallest id wins a tie."""
-        with phase("lm_head"):
+        with record_range("lm_head"):
             rows, attn = logits_BV.shape[1], self.groups.attn
             live = self.shape.vocab - attn.rank * rows
             if live < rows:  # the last rank's rows past the vocabulary
@@ -417,7 +421,7 @@ class Model:
             winner_B = pair_NB2[..., 0].argmax(dim=0)
             return pair_NB2[..., 1].gather(0, winner_B.unsqueeze(0)).squeeze(0).long()
 
-    def full_logits(self, logits_BV: torch.Tensor) -> torch.Tensor:
+    def gather_logits(self, logits_BV: torch.Tensor) -> torch.Tensor:
         """Return all ranks' logits, [B, vocab]; for comparisons, not part of a timed step."""
         parts = self.groups.attn.all_gather(logits_BV.contiguous())
         return parts.transpose(0, 1).flatten(1)[:, : self.shape.vocab]

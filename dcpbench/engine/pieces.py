@@ -23,19 +23,19 @@ import torch
 
 from dcpbench.engine.model import StepInput
 from dcpbench.hangs import beats
-from dcpbench.measuring.ranges import quiet
-from dcpbench.points.batches import PADDING_POSITION, chunk_row_sizes
+from dcpbench.measuring.ranges import drop_ranges
+from dcpbench.points.batches import PADDING_POSITION, list_chunk_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from dcpbench.engine.decode import Batch
     from dcpbench.engine.model import Model
-    from dcpbench.engine.prefill import Prefiller, PrefillPlan, Seen
+    from dcpbench.engine.prefill import KeySet, Prefiller, PrefillPlan
 
 
 @dataclasses.dataclass(frozen=True)
-class Room:
+class StepBuffers:
     """Buffers for the inputs and outputs of pieces; rows as in model.py."""
 
     positions: torch.Tensor
@@ -56,26 +56,26 @@ class Room:
     """[B, h, nope + P]: q of this rank's heads, contiguous; None if `q` has them in this form."""
 
     @classmethod
-    def of(cls, model: Model, rows: int) -> Room:
+    def allocate(cls, model: Model, rows: int) -> StepBuffers:
         """Return buffers for up to `rows` rows."""
-        w, shape, device = model.weights.layer(0).attention, model.shape, model.kv.data.device
+        w, shape, device = model.weights.get_layer(0).attention, model.shape, model.kv.data.device
         whole = w.q_b is not None and not model.wide.query
 
-        def zeros(*size: int, dtype: torch.dtype = model.dtype) -> torch.Tensor:
+        def allocate_zeros(*size: int, dtype: torch.dtype = model.dtype) -> torch.Tensor:
             return torch.zeros(rows, *size, dtype=dtype, device=device)
 
         return cls(
-            positions=zeros(dtype=torch.int64),
-            locs=zeros(dtype=torch.int32),
-            residual=zeros(shape.hidden),
-            q=zeros(len((w.qkv_a if w.q_b is None else w.q_b).data)),
-            own=None if whole else zeros(model.heads, shape.nope + shape.rope),
-            kv=zeros(shape.kv_width),
-            values=zeros(model.heads, shape.value),
-            last=zeros(shape.hidden),
+            positions=allocate_zeros(dtype=torch.int64),
+            locs=allocate_zeros(dtype=torch.int32),
+            residual=allocate_zeros(shape.hidden),
+            q=allocate_zeros(len((w.qkv_a if w.q_b is None else w.q_b).data)),
+            own=None if whole else allocate_zeros(model.heads, shape.nope + shape.rope),
+            kv=allocate_zeros(shape.kv_width),
+            values=allocate_zeros(model.heads, shape.value),
+            last=allocate_zeros(shape.hidden),
         )
 
-    def first(self, rows: int) -> Room:
+    def slice_rows(self, rows: int) -> StepBuffers:
         """Return the part of the buffers for steps of `rows` rows."""
         every = (field.name for field in dataclasses.fields(self))
         return dataclasses.replace(
@@ -88,41 +88,41 @@ class Decodes:
     the CPU.
     """
 
-    def __init__(self, model: Model, room: Room, batch: Batch) -> None:
+    def __init__(self, model: Model, room: StepBuffers, batch: Batch) -> None:
         """Create the attention for `batch`, which has the plan, made again for each step."""
-        self.model, self.room, self.batch = model, room.first(batch.size), batch
+        self.model, self.room, self.batch = model, room.slice_rows(batch.size), batch
         self.graphs: list[torch.cuda.CUDAGraph] = []
 
-    def run(self, index: int) -> None:
+    def run_layer(self, index: int) -> None:
         """Write the values of layer `index` to the buffers. Collective."""
         if self.graphs:
             self.graphs[index].replay()
         else:
-            self._layer(index)
+            self._compute_layer(index)
 
-    def _layer(self, index: int) -> None:
+    def _compute_layer(self, index: int) -> None:
         model, room, batch = self.model, self.room, self.batch
-        w = model.weights.layer(index).attention
-        q_BhQ = model.absorb(model.heads_of(room.q), w, batch)
-        room.values.copy_(model.values(model.attend(q_BhQ, w, index, batch), w))
+        w = model.weights.get_layer(index).attention
+        q_BhQ = model.compute_latent_queries(model.reshape_heads(room.q), w, batch)
+        room.values.copy_(model.compute_values(model.run_decode_attention(q_BhQ, w, index, batch), w))
 
-    def capture(self, pool: torch.cuda._POOL_HANDLE) -> None:
+    def capture_layers(self, pool: torch.cuda._POOL_HANDLE) -> None:
         """Capture every layer. One layer has run before on every rank, so that no module is loaded during capture."""
-        self._layer(0)
+        self._compute_layer(0)
         torch.cuda.synchronize()
         graphs = []
         for index in range(self.model.shape.layers):
-            with _capturing(pool) as graph:
-                self._layer(index)
+            with _capture_graph(pool) as graph:
+                self._compute_layer(index)
             graphs.append(graph)
         self.graphs = graphs
 
 
-class Cut:
+class StepPieces:
     """The pieces of steps of one number of rows; run kernel by kernel until they are captured, and on the CPU."""
 
     def __init__(self, pieces: Pieces, rows: int) -> None:
-        self.pieces, self.model, self.room = pieces, pieces.model, pieces.room.first(rows)
+        self.pieces, self.model, self.room = pieces, pieces.model, pieces.room.slice_rows(rows)
         self.batch = StepInput(
             self.room.positions, self.room.positions, self.room.locs, pieces.router_inputs, live=pieces.live
         )
@@ -130,25 +130,27 @@ class Cut:
         self.left: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Outputs of captured pieces, in the shared buffers."""
 
-    def step(
+    def run_step(
         self,
         batch: StepInput,
         decodes: Decodes | None,
         prefill: PrefillPlan | None,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> torch.Tensor:
-        """Return the result of Model.step for rows of decodes, of chunks, and padding. `meanwhile` as in Model.walk.
+        """Return the result of Model.run_step for rows of decodes, of chunks, and padding. `meanwhile` as in Model.walk_layers.
         Collective.
         """
         room, model, pieces = self.room, self.model, self.pieces
         first = decodes.batch.size if decodes else 0
         rows = prefill.rows if prefill else slice(first, first)
         assert rows.start == first
-        q_BhX = model.own(model.heads_of(room.q)) if room.own is None else room.own
+        q_BhX = model.select_own_heads(model.reshape_heads(room.q)) if room.own is None else room.own
         q_ThX, out_ThV = q_BhX[rows], room.values[rows]
         first_seen = prefill.parts[0].seen if prefill else None
 
-        def begin(residual_BD: torch.Tensor) -> Callable[[int, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]:
+        def start_walk(
+            residual_BD: torch.Tensor,
+        ) -> Callable[[int, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]:
             room.positions.copy_(batch.positions)
             room.locs.copy_(batch.locs)
             room.residual.copy_(residual_BD)
@@ -160,55 +162,55 @@ class Cut:
                 pieces.numbers[:1] = 0
             else:
                 pieces.numbers[: len(first_seen.numbers)].copy_(first_seen.numbers)
-            return run
+            return run_next_piece
 
-        def run(index: int, y_BhV: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        def run_next_piece(index: int, y_BhV: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
             if first_seen is not None and index < model.shape.layers:
-                beats.layer(index)
-                pieces.prefiller.gather(first_seen, index)
-                beats.layer(max(index - 1, 0))  # which the piece ends first
-            return self.run(index, y_BhV)
+                beats.record_layer(index)
+                pieces.prefiller.gather_prefix(first_seen, index)
+                beats.record_layer(max(index - 1, 0))  # which the piece ends first
+            return self.run_piece(index, y_BhV)
 
-        def attend(index: int, *_: torch.Tensor) -> torch.Tensor:
+        def run_attention(index: int, *_: torch.Tensor) -> torch.Tensor:
             if decodes is not None:
-                decodes.run(index)
+                decodes.run_layer(index)
             if prefill is not None:
-                prefill.attend(
-                    q_ThX, lambda seen: None if seen is first_seen else pieces.decompress(seen, index), out_ThV
+                prefill.run_attention(
+                    q_ThX, lambda seen: None if seen is first_seen else pieces.decompress_latents(seen, index), out_ThV
                 )
             return room.values
 
-        return model.walk(batch, begin, attend, meanwhile)
+        return model.walk_layers(batch, start_walk, run_attention, meanwhile)
 
-    def run(self, index: int, y_BhV: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """See Model.piece; y and the results lie in the shared buffers."""
+    def run_piece(self, index: int, y_BhV: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """See Model.run_piece; y and the results lie in the shared buffers."""
         if not self.graphs:
-            return self._piece(index, y_BhV)
+            return self._compute_piece(index, y_BhV)
         self.graphs[index].replay()
         return self.left[index]
 
-    def _piece(self, index: int, y_BhV: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _compute_piece(self, index: int, y_BhV: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         model, room = self.model, self.room
-        q_BHX, row_BQ = model.piece(index, y_BhV, batch=self.batch, residual_BD=room.residual, out=room)
+        q_BHX, row_BQ = model.run_piece(index, y_BhV, batch=self.batch, residual_BD=room.residual, out=room)
         if index < model.shape.layers:
-            model.rotate(q_BHX, room.positions)
+            model.rotate_queries(q_BHX, room.positions)
             if room.own is not None:
-                room.own.copy_(model.own(q_BHX))
-            self.pieces.prefiller.unpack(self.pieces.numbers, row_BQ, index)
+                room.own.copy_(model.select_own_heads(q_BHX))
+            self.pieces.prefiller.unpack_gathered(self.pieces.numbers, row_BQ, index)
         return q_BHX, row_BQ
 
-    def capture(self, pool: torch.cuda._POOL_HANDLE) -> None:
+    def capture_pieces(self, pool: torch.cuda._POOL_HANDLE) -> None:
         """Capture every piece. One of each kind has run before on every rank, so that no module is loaded during
         capture.
         """
         layers, dense = self.model.shape.layers, self.model.shape.first_dense
         for index in sorted({0, min(1, layers), min(dense, layers), min(dense + 1, layers), layers}):
-            self._piece(index, self.room.values if index else None)
+            self._compute_piece(index, self.room.values if index else None)
         torch.cuda.synchronize()
         graphs, left = [], []
         for index in range(layers + 1):
-            with _capturing(pool) as graph:
-                left.append(self._piece(index, self.room.values if index else None))
+            with _capture_graph(pool) as graph:
+                left.append(self._compute_piece(index, self.room.values if index else None))
             graphs.append(graph)
         self.graphs, self.left = graphs, left
 
@@ -219,55 +221,55 @@ class Pieces:
     def __init__(self, prefiller: Prefiller, router_inputs: torch.Tensor | None) -> None:
         """Create the pieces for steps with as many rows as the prefiller can decompress."""
         self.prefiller, self.model, self.router_inputs = prefiller, prefiller.model, router_inputs
-        self.room = Room.of(self.model, prefiller.rows)
+        self.room = StepBuffers.allocate(self.model, prefiller.rows)
         self.numbers, self.more = torch.zeros(2, 1 + len(prefiller.keys), dtype=torch.int32, device=prefiller.device)
-        """Seen.numbers of a step's first part, and of the following call."""
+        """KeySet.numbers of a step's first part, and of the following call."""
         dp = self.model.layout.dp
         self.live = torch.full((dp,), prefiller.rows, device=prefiller.device) if dp > 1 else None
         """StepInput.live of the running step; all rows during capture."""
         self.graphs: list[torch.cuda.CUDAGraph] = []
-        """Graphs of `decompress`, one per layer."""
-        self.cuts: dict[int, Cut] = {}
+        """Graphs of `decompress_latents`, one per layer."""
+        self.cuts: dict[int, StepPieces] = {}
         self.decodes: dict[int, Decodes] = {}
 
-    def of(self, rows: int) -> Cut:
+    def get_pieces(self, rows: int) -> StepPieces:
         """Return the pieces of steps with `rows` rows, one of `chunk_row_sizes`."""
         if rows not in self.cuts:
-            self.cuts[rows] = Cut(self, rows)
+            self.cuts[rows] = StepPieces(self, rows)
         return self.cuts[rows]
 
-    def beside(self, batch: Batch) -> Decodes:
+    def get_decodes(self, batch: Batch) -> Decodes:
         """Return the attention of a batch of decodes in such steps."""
         found = self.decodes.get(batch.size)
         if found is None or found.batch is not batch:
             found = self.decodes[batch.size] = Decodes(self.model, self.room, batch)
         return found
 
-    def decompress(self, seen: Seen, index: int) -> None:
-        """Run Prefiller.decompress on rows of a step in the shared buffers. Collective."""
-        self.prefiller.gather(seen, index)
+    def decompress_latents(self, seen: KeySet, index: int) -> None:
+        """Run Prefiller.decompress_latents on rows of a step in the shared buffers. Collective."""
+        self.prefiller.gather_prefix(seen, index)
         self.more[: len(seen.numbers)].copy_(seen.numbers)
         if self.graphs:
             self.graphs[index].replay()
         else:
-            self.prefiller.unpack(self.more, self.room.kv, index)
+            self.prefiller.unpack_gathered(self.more, self.room.kv, index)
 
     def _capture_keys(self, pool: torch.cuda._POOL_HANDLE) -> None:
-        """Capture `decompress` of every layer; pieces have loaded its kernels."""
+        """Capture `decompress_latents` of every layer; pieces have loaded its kernels."""
         graphs = []
         for index in range(self.model.shape.layers):
-            with _capturing(pool) as graph:
-                self.prefiller.unpack(self.more, self.room.kv, index)
+            with _capture_graph(pool) as graph:
+                self.prefiller.unpack_gathered(self.more, self.room.kv, index)
             graphs.append(graph)
         self.graphs = graphs
 
-    def capture(self, batches: Sequence[Batch], alive: Callable[[], None]) -> None:
+    def capture_all(self, batches: Sequence[Batch], alive: Callable[[], None]) -> None:
         """Capture the pieces of every size and for these batches, planned on padding rows. Collective; once.
 
         The largest size is captured first, and the others use its memory again.
         """
         most = len(self.room.positions)
-        sizes = [size for size in reversed(chunk_row_sizes(most)) if not self.of(size).graphs]
+        sizes = [size for size in reversed(list_chunk_rows(most)) if not self.get_pieces(size).graphs]
         if not sizes:
             return
         self.room.positions.fill_(PADDING_POSITION)
@@ -277,13 +279,13 @@ class Pieces:
         gc.disable()
         try:
             torch.cuda.synchronize()
-            with quiet(), torch.cuda.stream(torch.cuda.Stream(self.room.positions.device)):
+            with drop_ranges(), torch.cuda.stream(torch.cuda.Stream(self.room.positions.device)):
                 for size in sizes:
-                    self.of(size).capture(pool)
+                    self.get_pieces(size).capture_pieces(pool)
                     alive()
                 self._capture_keys(pool)
                 for batch in batches:
-                    self.beside(batch).capture(pool)
+                    self.get_decodes(batch).capture_layers(pool)
                     alive()
             torch.cuda.synchronize()
         finally:
@@ -292,7 +294,7 @@ class Pieces:
 
 
 @contextlib.contextmanager
-def _capturing(pool: torch.cuda._POOL_HANDLE) -> Iterator[torch.cuda.CUDAGraph]:
+def _capture_graph(pool: torch.cuda._POOL_HANDLE) -> Iterator[torch.cuda.CUDAGraph]:
     graph = torch.cuda.CUDAGraph()
     graph.capture_begin(pool=pool)
     yield graph

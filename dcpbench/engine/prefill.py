@@ -26,16 +26,16 @@ import numpy as np
 import torch
 
 from dcpbench.errors import CapacityError, UsageError
-from dcpbench.exchange.prefix import Gatherer, Task, symmetric
-from dcpbench.kernels.keys import decompress, lay
-from dcpbench.kernels.kv_gather import request_table
-from dcpbench.kernels.kv_indices import fill_pages
-from dcpbench.kernels.merge import merge_into
+from dcpbench.exchange.prefix import Gatherer, Task, allocate_symmetric
+from dcpbench.kernels.keys import decompress_latents, gather_rows
+from dcpbench.kernels.kv_gather import make_request_table
+from dcpbench.kernels.kv_indices import write_pages
+from dcpbench.kernels.merge import merge_attn_states
 from dcpbench.kernels.prefill import PrefillSpec, make_prefill
-from dcpbench.kernels.rope import softmax_scale
-from dcpbench.measuring.ranges import phase
+from dcpbench.kernels.rope import compute_softmax_scale
+from dcpbench.measuring.ranges import record_range
 from dcpbench.points import memory
-from dcpbench.points.batches import chunk_rows
+from dcpbench.points.batches import compute_chunk_rows
 from dcpbench.points.layout import Prefix
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from dcpbench.kernels.prefill import Ragged
     from dcpbench.serving.requests import Chunk
 
-FEWEST = 32
+MIN_PREFIXES = 32
 """Prefixes that kernels which look up, gather and order rows are compiled for at least; absent ones are empty."""
 GATHERS = ("nccl", "direct")
 """Ways in which prefixes come from the ranks; see exchange/prefix.py."""
@@ -63,7 +63,7 @@ class Call:
     """True if the chunks' own rows follow the prefixes."""
 
 
-def calls(starts: Sequence[int], stops: Sequence[int], stored: int, keys: int) -> list[list[Call]]:
+def split_calls(starts: Sequence[int], stops: Sequence[int], stored: int, keys: int) -> list[list[Call]]:
     """Return the calls of each part: consecutive chunks with at most `stored` prefix tokens and `keys` tokens, or one
     in windows.
     """
@@ -86,7 +86,7 @@ def calls(starts: Sequence[int], stops: Sequence[int], stored: int, keys: int) -
 
 
 @dataclasses.dataclass(frozen=True)
-class Seen:
+class KeySet:
     """Keys that rows of a step attend to in one call, in the form that its layers need."""
 
     numbers: torch.Tensor
@@ -104,9 +104,9 @@ class Part:
 
     rows: slice
     """Range of the part within the chunks' rows."""
-    seen: Seen
+    seen: KeySet
     """Own rows of the chunks after their prefixes, or own rows alone if there are windows."""
-    windows: list[Seen]
+    windows: list[KeySet]
     """Windows of the prefix of one chunk."""
 
 
@@ -119,13 +119,13 @@ class PrefillPlan:
     """Rows of the chunks in the step, after its decodes."""
     parts: list[Part]
 
-    def attend(
-        self, q_ThX: torch.Tensor, keys: Callable[[Seen], None], out_ThV: torch.Tensor | None = None
+    def run_attention(
+        self, q_ThX: torch.Tensor, keys: Callable[[KeySet], None], out_ThV: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return values of the chunks' tokens for this rank's heads, [T, h, V] in q's dtype, in `out` if given.
         Collective.
 
-        q_ThX [T, h, nope + P] has rope applied and is not absorbed; it is contiguous. `keys` is Prefiller.decompress of
+        q_ThX [T, h, nope + P] has rope applied and is not absorbed; it is contiguous. `keys` is Prefiller.decompress_latents of
         a layer, or an equivalent function.
         """
         at = self.prefiller.keys, self.prefiller.values
@@ -135,16 +135,16 @@ class PrefillPlan:
             q_tX, out_tV = q_ThX[part.rows], out_ThV[part.rows]
             keys(part.seen)
             if not part.windows:
-                with phase("prefill"):
-                    part.seen.attention.values(q_tX, *at, out_tV)
+                with record_range("prefill"):
+                    part.seen.attention.compute_output(q_tX, *at, out_tV)
                 continue
-            with phase("prefill"):
+            with record_range("prefill"):
                 o_tV, lse_t = part.seen.attention.run(q_tX, *at)
                 sum_tV = o_tV.to(torch.float32, memory_format=torch.contiguous_format)
             for window in part.windows:
                 keys(window)
-                with phase("prefill"):
-                    merge_into(sum_tV, lse_t, *window.attention.run(q_tX, *at))
+                with record_range("prefill"):
+                    merge_attn_states(sum_tV, lse_t, *window.attention.run(q_tX, *at))
             out_tV.copy_(sum_tV)
         return out_ThV
 
@@ -180,27 +180,27 @@ class Prefiller:
         """Dtype in which rows of the pool are sent: e4m3 rows as bytes."""
         self.share = dataclasses.replace(model.share, page_size=1)
         self.unit = data.shape[2] * model.layout.dcp
-        self.tokens, self.rows = tokens, chunk_rows(max(tokens, rows))
-        self.window = self._window(window_bytes)
+        self.tokens, self.rows = tokens, compute_chunk_rows(max(tokens, rows))
+        self.window = self._compute_window(window_bytes)
         self.backend = make_prefill(
             backend,
             PrefillSpec(
                 heads=model.heads,
                 width=shape.nope + shape.rope,
                 value=shape.value,
-                scale=softmax_scale(shape),
+                scale=compute_softmax_scale(shape),
                 dtype=self.dtype,
                 device=self.device,
             ),
         )
-        self._reserve()
+        self._allocate_buffers()
 
-    def _window(self, window_bytes: int | None) -> int:
+    def _compute_window(self, window_bytes: int | None) -> int:
         """Return the number of tokens of a window."""
         if window_bytes is None:
             return max(memory.PREFILL_WINDOW // self.unit, 1) * self.unit
         shape, layout = self.model.shape, self.model.layout
-        one = memory.window_bytes(shape, layout, self.unit, self.dtype.itemsize, self.stored.itemsize)
+        one = memory.compute_window_bytes(shape, layout, self.unit, self.dtype.itemsize, self.stored.itemsize)
         if window_bytes < one:
             raise CapacityError(
                 f"{window_bytes} bytes hold no window of a stored prefix: {self.unit} tokens, one page on each DCP "
@@ -208,38 +208,40 @@ class Prefiller:
             )
         return window_bytes // one * self.unit
 
-    def _reserve(self) -> None:
+    def _allocate_buffers(self) -> None:
         """Allocate the buffers reused by every layer: keys, values, their source rows, gathered rows, and transferred
         data.
         """
         shape, width = self.model.shape, self.model.shape.kv_width
         most = max(self.window, self.rows)
 
-        def empty(*size: int, dtype: torch.dtype = self.dtype) -> torch.Tensor:
+        def allocate_empty(*size: int, dtype: torch.dtype = self.dtype) -> torch.Tensor:
             return torch.empty(size, dtype=dtype, device=self.device)
 
-        self.keys = empty(most, self.model.heads, shape.nope + shape.rope)
-        self.values = empty(most, self.model.heads, self.backend.value_width)
+        self.keys = allocate_empty(most, self.model.heads, shape.nope + shape.rope)
+        self.values = allocate_empty(most, self.model.heads, self.backend.value_width)
         self.values[..., shape.value :] = 0
-        self.laid = empty(most, width).zero_()  # rows behind the last one are multiplied, too, with unused results
+        self.laid = allocate_empty(
+            most, width
+        ).zero_()  # rows behind the last one are multiplied, too, with unused results
         self.gatherer: Gatherer | None = None
         self.travels: torch.Tensor | Peers | None = None
         if self.group.size > 1:
             self.gatherer = Gatherer(self.group, self.way, self.device)
-            self.gathered = empty(self.window, width, dtype=self.stored)
+            self.gathered = allocate_empty(self.window, width, dtype=self.stored)
             part = self.window // self.group.size * width * self.stored.itemsize
             if self.way == "direct":
-                self.travels = symmetric(self.group, part, self.device)
+                self.travels = allocate_symmetric(self.group, part, self.device)
             else:
                 self.travels = torch.empty(part * self.group.size, dtype=torch.uint8, device=self.device)
 
-    def compile(self) -> None:
+    def warm_kernels(self) -> None:
         """Run the kernels that only windows need once, so that no step of a load waits for a compiler."""
         one = self.backend.plan([1], [1], causal=False)
         o_ThV, lse_Th = one.run(self.keys[:1], self.keys, self.values)
-        merge_into(o_ThV.to(torch.float32, memory_format=torch.contiguous_format), lse_Th, o_ThV, lse_Th.clone())
+        merge_attn_states(o_ThV.to(torch.float32, memory_format=torch.contiguous_format), lse_Th, o_ThV, lse_Th.clone())
 
-    def plan(self, chunks: Sequence[Chunk], table_SC: torch.Tensor, first: int = 0) -> PrefillPlan:
+    def plan_chunks(self, chunks: Sequence[Chunk], table_SC: torch.Tensor, first: int = 0) -> PrefillPlan:
         """Plan the chunks of a step, at least one, from their host-side integers. Does not wait for the device.
 
         table_SC: int32 virtual locations by request slot and token, on the device; they are looked up after all earlier
@@ -251,96 +253,96 @@ class Prefiller:
             raise UsageError(f"a step of {sum(lengths)} prompt tokens is larger than --chunk allows, {self.tokens}.")
         assert all(start % self.unit == 0 for start in starts)
         rows = list(itertools.accumulate(lengths, initial=first))
-        cut = calls(starts, stops, self.window, len(self.keys))
-        stored = self._rows([chunk.slot for chunk in chunks], starts, table_SC)
-        numbers = iter(self._numbers([_places(call, lengths, rows) for part in cut for call in part]))
+        cut = split_calls(starts, stops, self.window, len(self.keys))
+        stored = self._list_rows([chunk.slot for chunk in chunks], starts, table_SC)
+        numbers = iter(self._make_numbers([_list_places(call, lengths, rows) for part in cut for call in part]))
         found, done = [], 0
         for part in cut:
             seen = []
             for call in part:
                 mine = stored[done : done + sum(call.stored) // self.group.size]
                 done += len(mine)
-                seen.append(self._seen(call, lengths[call.chunks], next(numbers), mine))
+                seen.append(self._make_key_set(call, lengths[call.chunks], next(numbers), mine))
             at = part[0].chunks
             found.append(Part(slice(rows[at.start] - first, rows[at.stop] - first), seen[0], seen[1:]))
         return PrefillPlan(self, slice(first, rows[-1]), found)
 
-    def _numbers(self, places: list[np.ndarray]) -> Sequence[torch.Tensor]:
-        """Return Seen.numbers of the calls, with their stored rows numbered consecutively."""
+    def _make_numbers(self, places: list[np.ndarray]) -> Sequence[torch.Tensor]:
+        """Return KeySet.numbers of the calls, with their stored rows numbered consecutively."""
         host = torch.from_numpy(np.concatenate([part for one in places for part in ([len(one)], one)]).astype(np.int32))
         if self.device.type == "cuda":
             host = host.pin_memory()
         return host.to(self.device, non_blocking=True).split([1 + len(one) for one in places])
 
-    def _seen(self, call: Call, lengths: list[int], numbers: torch.Tensor, stored: torch.Tensor) -> Seen:
+    def _make_key_set(self, call: Call, lengths: list[int], numbers: torch.Tensor, stored: torch.Tensor) -> KeySet:
         """Return the keys of a call; `stored` are this rank's rows of its prefixes, and `lengths` those of its chunks."""
         if len(stored) and self.group.size == 1:
             places = numbers[1:]
             torch.where(places < 0, places, stored[places.clamp(min=0)], out=places)
         keys = [before + own * call.own for before, own in zip(call.stored, lengths, strict=True)]
-        return Seen(
+        return KeySet(
             numbers=numbers,
-            task=self._task(call.stored, stored) if len(stored) and self.group.size > 1 else None,
+            task=self._make_task(call.stored, stored) if len(stored) and self.group.size > 1 else None,
             attention=self.backend.plan(lengths, keys, causal=call.own),
         )
 
-    def _rows(self, slots: list[int], lengths: list[int], table_SC: torch.Tensor) -> torch.Tensor:
+    def _list_rows(self, slots: list[int], lengths: list[int], table_SC: torch.Tensor) -> torch.Tensor:
         """Return this rank's rows of the given number of first tokens of each request, request by request in token
         order.
         """
         rows = torch.empty(sum(lengths) // self.group.size, dtype=torch.int32, device=self.device)
         if not len(rows):
             return rows
-        absent = [0] * (FEWEST - len(slots))
+        absent = [0] * (MIN_PREFIXES - len(slots))
         numbers = torch.tensor([slots + absent, lengths + absent], dtype=torch.int32)
         if self.device.type == "cuda":
             numbers = numbers.pin_memory()
         slots_B, lengths_B = numbers.to(self.device, non_blocking=True)
         ends, shares = torch.empty(2, len(slots_B) + 1, dtype=torch.int32, device=self.device)
-        fill_pages(rows, ends, shares, table_SC, slots_B, lengths_B, self.share)
+        write_pages(rows, ends, shares, table_SC, slots_B, lengths_B, self.share)
         return rows
 
-    def _task(self, lengths: Sequence[int], rows: torch.Tensor) -> Task:
-        lengths = (*lengths, *[0] * (FEWEST - len(lengths)))
+    def _make_task(self, lengths: Sequence[int], rows: torch.Tensor) -> Task:
+        lengths = (*lengths, *[0] * (MIN_PREFIXES - len(lengths)))
         prefix = Prefix(lengths, self.group.size, self.share.interleave)
-        table = request_table(prefix, self.device)
+        table = make_request_table(prefix, self.device)
         return Task(prefix=prefix, table=table, rows=rows, width=self.model.shape.kv_width, dtype=self.stored)
 
-    def gather(self, seen: Seen, index: int) -> None:
+    def gather_prefix(self, seen: KeySet, index: int) -> None:
         """Gather the stored rows of layer `index` in token order, unconverted, valid until the next call. Collective."""
         if seen.task is None:
             return
         assert self.gatherer is not None
         assert self.travels is not None
-        kv_KQ = self.model.kv.rows(index).view(self.stored)
-        with phase("prefix_gather"):
-            self.gatherer.gather(seen.task, kv_KQ, self.gathered[: seen.task.prefix.tokens], self.travels)
+        kv_KQ = self.model.kv.get_rows(index).view(self.stored)
+        with record_range("prefix_gather"):
+            self.gatherer.gather_layer(seen.task, kv_KQ, self.gathered[: seen.task.prefix.tokens], self.travels)
 
-    def decompress(self, seen: Seen, new_BQ: torch.Tensor, index: int) -> None:
-        """Write keys and values of this rank's heads in layer `index` to `keys` and `values`. Collective; see Seen.
+    def decompress_latents(self, seen: KeySet, new_BQ: torch.Tensor, index: int) -> None:
+        """Write keys and values of this rank's heads in layer `index` to `keys` and `values`. Collective; see KeySet.
 
         New rows [B, Q] are contiguous, in the dtype of the computation, and attended to unrounded, in any storage
         format. Other ranks' rows of the layer need to cover only the prefixes.
         """
-        self.gather(seen, index)
-        self.unpack(seen.numbers, new_BQ, index)
+        self.gather_prefix(seen, index)
+        self.unpack_gathered(seen.numbers, new_BQ, index)
 
-    def unpack(self, numbers: torch.Tensor, new_BQ: torch.Tensor, index: int) -> None:
-        """Run `decompress` on gathered rows. The count is read on the device, and may be smaller than the size of
+    def unpack_gathered(self, numbers: torch.Tensor, new_BQ: torch.Tensor, index: int) -> None:
+        """Run `decompress_latents` on gathered rows. The count is read on the device, and may be smaller than the size of
         `numbers`.
         """
-        model, kv_KQ, w = self.model, self.model.kv.rows(index), self.model.weights.layer(index).attention
+        model, kv_KQ, w = self.model, self.model.kv.get_rows(index), self.model.weights.get_layer(index).attention
         stored_KQ = kv_KQ if self.group.size == 1 else self.gathered.view(kv_KQ.dtype)
         own = slice(model.groups.dcp.rank * model.heads, (model.groups.dcp.rank + 1) * model.heads)
         w_uk = w.w_uk[own] if model.wide.query else w.w_uk
         w_uv = w.w_uv[own] if model.wide.value else w.w_uv
-        with phase("prefill"):
-            lay(self.laid, stored_KQ, new_BQ, numbers[:1], numbers[1:], model.kv.scale)
-            decompress(self.laid, numbers[:1], w_uk, w_uv, self.keys, self.values)
+        with record_range("prefill"):
+            gather_rows(self.laid, stored_KQ, new_BQ, numbers[:1], numbers[1:], model.kv.scale)
+            decompress_latents(self.laid, numbers[:1], w_uk, w_uv, self.keys, self.values)
 
 
-def _places(call: Call, lengths: list[int], rows: list[int]) -> np.ndarray:
-    """Return the row of each key of a call in the form of kernels.keys.lay, with stored rows numbered from 0.
+def _list_places(call: Call, lengths: list[int], rows: list[int]) -> np.ndarray:
+    """Return the row of each key of a call in the form of kernels.keys.gather_rows, with stored rows numbered from 0.
 
     `rows` holds the first row of each chunk in the step.
     """

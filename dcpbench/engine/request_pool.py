@@ -36,7 +36,7 @@ class RequestPool:
         self.size = size
         self.max_context = max_context
         self.slots = range(first, first + size)
-        self.clear()
+        self.free_all()
         self.host = np.zeros((size + first, max_context), dtype=np.int32)
         """The same table on the host, to plan from without asking the device."""
         self.table = torch.zeros((size + first, max_context), dtype=torch.int32, device=device)
@@ -51,7 +51,7 @@ class RequestPool:
         """Return the number of requests that can still be admitted."""
         return len(self._free)
 
-    def alloc(self) -> int:
+    def allocate_slot(self) -> int:
         """Return a slot for a new request: the lowest one of a fresh pool, later the last one freed.
 
         Its row holds the entries of the last owner until `set_locs`.
@@ -62,24 +62,24 @@ class RequestPool:
         self._used.add(slot)
         return slot
 
-    def free(self, slot: int) -> None:
+    def free_slot(self, slot: int) -> None:
         """End a request. Raises ValueError for a slot that is not in use, be it freed twice or never handed out."""
-        self._check(slot)
+        self._check_slot(slot)
         self._used.remove(slot)
         self._free.append(slot)
 
-    def clear(self) -> None:
+    def free_all(self) -> None:
         """End all requests."""
         self._free = list(reversed(self.slots))
         self._used: set[int] = set()
 
-    def _check(self, slot: int) -> None:
+    def _check_slot(self, slot: int) -> None:
         if slot not in self._used:
             raise ValueError(f"request slot {slot} is not in use")
 
     def set_locs(self, slot: int, start: int, locs: np.ndarray) -> None:
         """Tokens `start … start + len(locs) - 1` of the request lie at `locs` (integers [n])."""
-        self._check(slot)
+        self._check_slot(slot)
         stop = start + len(locs)
         if start < 0 or stop > self.max_context:
             raise ValueError(f"tokens {start}…{stop - 1} do not fit rows of {self.max_context} tokens")
@@ -88,7 +88,7 @@ class RequestPool:
 
     def set_tokens(self, slot: int, start: int, tokens: np.ndarray | list[int]) -> None:
         """Token ids of the request from token `start` on."""
-        self._check(slot)
+        self._check_slot(slot)
         stop = start + len(tokens)
         if start < 0 or stop > self.tokens.shape[1]:
             raise ValueError(f"tokens {start}…{stop - 1} do not fit rows of {self.tokens.shape[1]} tokens")

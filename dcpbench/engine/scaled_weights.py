@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 ALL = slice(None)
 
 
-def block_of(start: int, stop: int) -> int:
+def compute_block_size(start: int, stop: int) -> int:
     """Return the number of rows, or columns, of a block of the part [start, stop) of published ones."""
     inside_one = start // SCALE_BLOCK == (stop - 1) // SCALE_BLOCK
     return SCALE_BLOCK if inside_one else math.gcd(start, SCALE_BLOCK)
 
 
-def cut(
+def slice_scaled(
     data: torch.Tensor, scale: torch.Tensor, shape: tuple[int, int], rows: slice = ALL, columns: slice = ALL
 ) -> Scaled:
     """Return a part of a weight of `shape`: `data` is the part, `scale` the published scales of the whole weight."""
     block = []
     for dim, part in enumerate((rows, columns)):
         start, stop, _ = part.indices(shape[dim])
-        size = block_of(start, stop)
+        size = compute_block_size(start, stop)
         block.append(size)
         if size == SCALE_BLOCK:
             scale = scale.narrow(dim, start // SCALE_BLOCK, -(-(stop - start) // SCALE_BLOCK))
@@ -42,13 +42,13 @@ def cut(
     return Scaled(data.contiguous(), scale.contiguous(), (block[0], block[1]))
 
 
-def around(part: slice, size: int) -> slice:
+def expand_to_blocks(part: slice, size: int) -> slice:
     """Return the smallest range of whole blocks that contains `part`."""
     start, stop, _ = part.indices(size)
     return slice(start // SCALE_BLOCK * SCALE_BLOCK, min(-(-stop // SCALE_BLOCK) * SCALE_BLOCK, size))
 
 
-def refine(weight: Scaled, block: tuple[int, int]) -> torch.Tensor:
+def expand_scales(weight: Scaled, block: tuple[int, int]) -> torch.Tensor:
     """Return the weight's scales for smaller blocks."""
     scale = weight.scale
     for dim, (large, small) in enumerate(zip(weight.block, block, strict=True), start=-2):
@@ -60,10 +60,10 @@ def refine(weight: Scaled, block: tuple[int, int]) -> torch.Tensor:
     return scale
 
 
-def join(parts: Sequence[Scaled]) -> Scaled:
+def join_rows(parts: Sequence[Scaled]) -> Scaled:
     """Return the weights stacked along the rows, [ΣN, K]."""
     rows, columns = (min(part.block[dim] for part in parts) for dim in (0, 1))
     for part in parts[:-1]:
         rows = math.gcd(rows, len(part.data))
-    scales = [refine(part, (rows, columns)) for part in parts]
+    scales = [expand_scales(part, (rows, columns)) for part in parts]
     return Scaled(torch.cat([part.data for part in parts]), torch.cat(scales), (rows, columns))

@@ -17,8 +17,14 @@ import torch
 from dcpbench.engine.model import StepInput
 from dcpbench.engine.pieces import Pieces
 from dcpbench.engine.request_pool import copy_async
-from dcpbench.measuring.ranges import quiet
-from dcpbench.points.batches import GRAPH_BATCHES, PADDING_POSITION, PADDING_SLOT, batch_rows, chunk_rows
+from dcpbench.measuring.ranges import drop_ranges
+from dcpbench.points.batches import (
+    GRAPH_BATCHES,
+    PADDING_POSITION,
+    PADDING_SLOT,
+    compute_batch_rows,
+    compute_chunk_rows,
+)
 from dcpbench.syncs.allowed import allow
 
 if TYPE_CHECKING:
@@ -34,24 +40,24 @@ READ = "the tokens of a step are read while the next one runs"
 
 
 @dataclasses.dataclass(slots=True)
-class Launched:
+class LaunchedStep:
     """A step on its way."""
 
     step: Step
     tokens: torch.Tensor
-    """Tokens on the host, sampled for this replica's `emits`; valid once `wait` has returned."""
+    """Tokens on the host, sampled for this replica's `emits`; valid once `wait_tokens` has returned."""
     read: torch.cuda.Event | None = None
     started: torch.cuda.Event | None = None
     ended: torch.cuda.Event | None = None
 
     @property
-    def arrived(self) -> bool:
+    def has_arrived(self) -> bool:
         """Return True if the step's tokens are on the host, without waiting. Always False on the CPU, which runs
         synchronously.
         """
         return self.read is not None and self.read.query()
 
-    def wait(self) -> list[int]:
+    def wait_tokens(self) -> list[int]:
         """Return the sampled token ids, once they are on the host."""
         if self.read is not None:
             with allow(READ):
@@ -73,12 +79,12 @@ class ServeEngine:
         self.numbers: dict[int, int] = {}
         """Request number of the prompt in the table of tokens, by slot."""
         while self.requests.available:  # the scheduler hands out slots
-            self.requests.alloc()
+            self.requests.allocate_slot()
         cuda = self.device.type == "cuda"
         self.host = [torch.zeros(engine.largest, dtype=torch.int64, pin_memory=cuda) for _ in range(IN_FLIGHT)]
         self.launches = 0
 
-    def capture(self, alive: Callable[[], None] = lambda: None) -> None:
+    def capture_steps(self, alive: Callable[[], None] = lambda: None) -> None:
         """Capture the step of every batch size, on padding rows, and the capturable pieces of steps with chunks.
 
         On the CPU, only run the former. `alive` is called from time to time.
@@ -87,40 +93,40 @@ class ServeEngine:
         for size in reversed(GRAPH_BATCHES):
             if size > self.engine.largest:
                 continue
-            batch = self._batch([], [], size)
+            batch = self._get_batch([], [], size)
             batches.append(batch)
             if self.device.type == "cuda":
-                self.engine.capture(batch)
+                self.engine.capture_step(batch)
             else:
-                self.engine.run(batch)
+                self.engine.run_eager(batch)
             alive()
-        self.prefiller.compile()
+        self.prefiller.warm_kernels()
         if self.device.type == "cuda":
-            self.pieces.capture(batches, alive)
+            self.pieces.capture_all(batches, alive)
 
-    def forget(self) -> None:
+    def reset_slots(self) -> None:
         """Invalidate the contents of the slots before another scheduler begins."""
         self.numbers = {}
 
-    def launch(self, step: Step, meanwhile: Callable[[], None] = lambda: None) -> Launched:
+    def launch_step(self, step: Step, meanwhile: Callable[[], None] = lambda: None) -> LaunchedStep:
         """Queue a step on the device. At most IN_FLIGHT may be unread.
 
         A step with chunks takes the host a while to launch; `meanwhile` is then called from time to time.
         """
         mine = step.replicas[self.replica]
         self._write_tables(mine)
-        kernels = self._mixed(step, mine, meanwhile) if step.prefills else self._decode(step, mine)
-        started, ended = _events(2, self.device, timing=True)
-        _record(started)
+        kernels = self._prepare_mixed(step, mine, meanwhile) if step.has_chunks else self._prepare_decode(step, mine)
+        started, ended = _make_events(2, self.device, timing=True)
+        _record_event(started)
         sampled = kernels()
-        _record(ended)
-        count = len(mine.emits)
+        _record_event(ended)
+        count = len(mine.sampled_sequences)
         tokens = self.host[self.launches % IN_FLIGHT][:count]
         self.launches += 1
         tokens.copy_(sampled[:count], non_blocking=True)
-        (read,) = _events(1, self.device, timing=False)
-        _record(read)
-        return Launched(step, tokens, read, started, ended)
+        (read,) = _make_events(1, self.device, timing=False)
+        _record_event(read)
+        return LaunchedStep(step, tokens, read, started, ended)
 
     def _write_tables(self, mine: ReplicaStep) -> None:
         for write in mine.table:
@@ -131,23 +137,23 @@ class ServeEngine:
                 self.numbers[chunk.slot] = request.number
                 self.requests.set_tokens(chunk.slot, 0, request.ids)
 
-    def _batch(self, slots: list[int], positions: list[int], rows: int) -> Batch:
-        batch = self.engine.batch(rows)
+    def _get_batch(self, slots: list[int], positions: list[int], rows: int) -> Batch:
+        batch = self.engine.get_batch(rows)
         batch.router_inputs = self.router_inputs
         return self.engine.plan_rows(slots, positions, rows)
 
-    def _decode_rows(self, replica: ReplicaStep) -> int:
+    def _count_decode_rows(self, replica: ReplicaStep) -> int:
         """Return the rows of a replica's decodes in a step with chunks, padded as in a graph."""
-        return batch_rows(len(replica.decodes)) if replica.decodes else 0
+        return compute_batch_rows(len(replica.decodes)) if replica.decodes else 0
 
-    def _rows(self, mine: ReplicaStep, count: int) -> tuple[np.ndarray, list[int]]:
+    def _list_rows(self, mine: ReplicaStep, count: int) -> tuple[np.ndarray, list[int]]:
         """Return slot and position of each of `count` rows, int64 [2, count], and the rows with a sampled next token."""
         rows = np.empty((2, count), dtype=np.int64)
         rows[0], rows[1] = PADDING_SLOT, PADDING_POSITION
         decodes = len(mine.decodes)
         rows[:, :decodes] = mine.slots, mine.positions
         sampled = list(range(decodes))
-        at = self._decode_rows(mine)
+        at = self._count_decode_rows(mine)
         for chunk in mine.chunks:
             rows[0, at : at + chunk.tokens] = chunk.slot
             rows[1, at : at + chunk.tokens] = np.arange(chunk.start, chunk.stop)
@@ -156,36 +162,40 @@ class ServeEngine:
                 sampled.append(at - 1)
         return rows, sampled
 
-    def _decode(self, step: Step, mine: ReplicaStep) -> Callable[[], torch.Tensor]:
-        batch = self._batch(mine.slots, mine.positions, max(len(r.decodes) for r in step.replicas))
+    def _prepare_decode(self, step: Step, mine: ReplicaStep) -> Callable[[], torch.Tensor]:
+        batch = self._get_batch(mine.slots, mine.positions, max(len(r.decodes) for r in step.replicas))
 
-        def kernels() -> torch.Tensor:
-            self.engine.step(batch)
+        def run_kernels() -> torch.Tensor:
+            self.engine.run_step(batch)
             assert batch.next_tokens is not None
             return batch.next_tokens
 
-        return kernels
+        return run_kernels
 
-    def _mixed(self, step: Step, mine: ReplicaStep, meanwhile: Callable[[], None]) -> Callable[[], torch.Tensor]:
+    def _prepare_mixed(
+        self, step: Step, mine: ReplicaStep, meanwhile: Callable[[], None]
+    ) -> Callable[[], torch.Tensor]:
         """Prepare decode rows, padded as in a graph, then chunks, then padding: the same number of rows on all
         replicas.
 
         Rows in excess of those of the replica alone go to no expert.
         """
-        batch = self._batch(mine.slots, mine.positions, len(mine.decodes)) if mine.decodes else None
-        each = [chunk_rows(self._decode_rows(r) + sum(c.tokens for c in r.chunks)) for r in step.replicas]
+        batch = self._get_batch(mine.slots, mine.positions, len(mine.decodes)) if mine.decodes else None
+        each = [compute_chunk_rows(self._count_decode_rows(r) + sum(c.tokens for c in r.chunks)) for r in step.replicas]
         count = max(each)
-        rows, sampled = self._rows(mine, count)
+        rows, sampled = self._list_rows(mine, count)
         slots, positions = self._to_device(rows)
         live = self._to_device(np.asarray(each)) if len(each) > 1 else None
         (last,) = self._to_device(np.asarray([sampled or [0]]))
         prefill = (
-            self.prefiller.plan(mine.chunks, self.requests.table, self._decode_rows(mine)) if mine.chunks else None
+            self.prefiller.plan_chunks(mine.chunks, self.requests.table, self._count_decode_rows(mine))
+            if mine.chunks
+            else None
         )
-        cut = self.pieces.of(count)
-        decodes = self.pieces.beside(batch) if batch else None
+        cut = self.pieces.get_pieces(count)
+        decodes = self.pieces.get_decodes(batch) if batch else None
 
-        def kernels() -> torch.Tensor:
+        def run_kernels() -> torch.Tensor:
             requests = self.requests
             inputs = StepInput(
                 tokens=requests.tokens[slots, positions],
@@ -195,15 +205,15 @@ class ServeEngine:
                 logit_rows=last,
                 live=live,
             )
-            with quiet():
-                logits = cut.step(inputs, decodes, prefill, meanwhile)
+            with drop_ranges():
+                logits = cut.run_step(inputs, decodes, prefill, meanwhile)
             if not sampled:
                 return last[:0]
-            tokens = self.model.greedy(logits)
+            tokens = self.model.sample_greedy(logits)
             requests.tokens[slots[last], positions[last] + 1] = tokens
             return tokens
 
-        return kernels
+        return run_kernels
 
     def _to_device(self, values: np.ndarray) -> torch.Tensor:
         on_device = torch.empty(values.shape, dtype=torch.int64, device=self.device)
@@ -211,10 +221,10 @@ class ServeEngine:
         return on_device
 
 
-def _events(count: int, device: torch.device, *, timing: bool) -> list[torch.cuda.Event | None]:
+def _make_events(count: int, device: torch.device, *, timing: bool) -> list[torch.cuda.Event | None]:
     return [torch.cuda.Event(enable_timing=timing) if device.type == "cuda" else None for _ in range(count)]
 
 
-def _record(event: torch.cuda.Event | None) -> None:
+def _record_event(event: torch.cuda.Event | None) -> None:
     if event is not None:
         event.record()

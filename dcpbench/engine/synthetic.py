@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dcpbench.engine.scaled_weights import ALL, cut
-from dcpbench.kernels.block_scaled import quantise_weight
+from dcpbench.engine.scaled_weights import ALL, slice_scaled
+from dcpbench.kernels.block_scaled import quantize_weight
 from dcpbench.points.shapes import SCALE_BLOCK
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class SyntheticSource:
         self.seed, self.dtype, self.device = seed, dtype, device
         self.generator = torch.Generator(device)
 
-    def get(
+    def get_tensor(
         self,
         name: str,
         shape: tuple[int, ...],
@@ -49,20 +49,20 @@ class SyntheticSource:
         if len(shape) == 1:
             if not name.endswith("bias"):
                 return torch.ones(shape, dtype=dtype, device=self.device)
-            return self._normal(name, shape, 0.01, dtype)
+            return self._make_normal(name, shape, 0.01, dtype)
         std = 1.0 if "embed" in name else shape[1] ** -0.5
         if rows is None and columns is None:
-            return self._normal(name, shape, std, dtype)
+            return self._make_normal(name, shape, std, dtype)
         dim, part = (0, rows) if rows is not None else (1, columns)
         assert part is not None
         size = list(shape)
         size[dim] = part.stop - part.start
         out = torch.empty(size, dtype=dtype, device=self.device)
-        for drawn in self._drawn(name, shape, dim, part, std, dtype):
-            drawn.share(out, dim, part).copy_(drawn.kept(drawn.numbers, dim, part))
+        for drawn in self._iter_blocks(name, shape, dim, part, std, dtype):
+            drawn.slice_output(out, dim, part).copy_(drawn.slice_numbers(drawn.numbers, dim, part))
         return out
 
-    def scaled(self, name: str, shape: tuple[int, int], *, rows: slice = ALL, columns: slice = ALL) -> Scaled:
+    def get_scaled(self, name: str, shape: tuple[int, int], *, rows: slice = ALL, columns: slice = ALL) -> Scaled:
         """See weights.Source. Blocks have the scales of normal numbers: their largest, some four deviations, is 448."""
         dim, part = (0, rows) if columns == ALL else (1, columns)
         part = slice(*part.indices(shape[dim])[:2])
@@ -70,48 +70,48 @@ class SyntheticSource:
         size[dim] = part.stop - part.start
         data = torch.empty(size, dtype=torch.float8_e4m3fn, device=self.device)
         scale = torch.empty([-(-n // SCALE_BLOCK) for n in shape], device=self.device)
-        for drawn in self._drawn(name, shape, dim, part, shape[1] ** -0.5, torch.float32):
-            block = quantise_weight(drawn.numbers)
-            drawn.share(data, dim, part).copy_(drawn.kept(block.data, dim, part))
+        for drawn in self._iter_blocks(name, shape, dim, part, shape[1] ** -0.5, torch.float32):
+            block = quantize_weight(drawn.numbers)
+            drawn.slice_output(data, dim, part).copy_(drawn.slice_numbers(block.data, dim, part))
             scale.narrow(dim, drawn.start // SCALE_BLOCK, block.scale.shape[dim]).copy_(block.scale)
-        return cut(data, scale, shape, rows, columns)
+        return slice_scaled(data, scale, shape, rows, columns)
 
-    def _drawn(
+    def _iter_blocks(
         self, name: str, shape: tuple[int, ...], dim: int, part: slice, std: float, dtype: torch.dtype
-    ) -> Iterator[_Drawn]:
+    ) -> Iterator[_Block]:
         """Yield the blocks of a weight that overlap `part`."""
         size = list(shape)
         for start in range(part.start // BLOCK * BLOCK, part.stop, BLOCK):
             size[dim] = min(BLOCK, shape[dim] - start)
-            yield _Drawn(start, self._normal(f"{name}[{dim}:{start}]", tuple(size), std, dtype))
+            yield _Block(start, self._make_normal(f"{name}[{dim}:{start}]", tuple(size), std, dtype))
 
-    def _normal(self, key: str, size: tuple[int, ...], std: float, dtype: torch.dtype) -> torch.Tensor:
+    def _make_normal(self, key: str, size: tuple[int, ...], std: float, dtype: torch.dtype) -> torch.Tensor:
         self.generator.manual_seed(zlib.crc32(f"{self.seed}/{key}".encode()))
         return torch.empty(size, dtype=dtype, device=self.device).normal_(0.0, std, generator=self.generator)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Drawn:
+class _Block:
     """A block of a weight."""
 
     start: int
     numbers: torch.Tensor
 
-    def share(self, out: torch.Tensor, dim: int, part: slice) -> torch.Tensor:
+    def slice_output(self, out: torch.Tensor, dim: int, part: slice) -> torch.Tensor:
         """Return the block's place in `out`, which is `part` of the weight."""
-        first, last = self._within(dim, part)
+        first, last = self._find_overlap(dim, part)
         return out.narrow(dim, first - part.start, last - first)
 
-    def kept(self, numbers: torch.Tensor, dim: int, part: slice) -> torch.Tensor:
+    def slice_numbers(self, numbers: torch.Tensor, dim: int, part: slice) -> torch.Tensor:
         """Return the block's numbers, plain or quantised, that are in `part`."""
-        first, last = self._within(dim, part)
+        first, last = self._find_overlap(dim, part)
         return numbers.narrow(dim, first - self.start, last - first)
 
-    def _within(self, dim: int, part: slice) -> tuple[int, int]:
+    def _find_overlap(self, dim: int, part: slice) -> tuple[int, int]:
         return max(self.start, part.start), min(self.start + self.numbers.shape[dim], part.stop)
 
 
-def router_inputs(
+def make_router_inputs(
     numbers: list[int], *, layers: int, hidden: int, seed: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     """Return inputs of the router, drawn per request and layer, so that every layout routes to the same experts.

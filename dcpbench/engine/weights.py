@@ -3,8 +3,8 @@
 One description serves both sources. A `Source` returns parts of tensors by their Hugging Face name and either draws
 them (synthetic.py) or reads them (checkpoint.py):
 
-    source.get(name, shape, rows=…, columns=…)      a [rows, columns] part of a 2-D tensor, or a whole 1-D tensor
-    source.scaled(…)                                the same of a 2-D tensor, as e4m3 in blocks with scales
+    source.get_tensor(name, shape, rows=…, columns=…)      a [rows, columns] part of a 2-D tensor, or a whole 1-D tensor
+    source.get_scaled(…)                                the same of a 2-D tensor, as e4m3 in blocks with scales
 
 All tensors have the model's dtype with two exceptions: the routing bias, which is published and computed with in fp32,
 and, for points with fp8 weights, the tensors that DeepSeek-V3 publishes in fp8: the linear layers of attention and the
@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
-from dcpbench.engine.scaled_weights import ALL, join
-from dcpbench.kernels.block_scaled import Scaled, dequantise_weight
+from dcpbench.engine.scaled_weights import ALL, join_rows
+from dcpbench.kernels.block_scaled import Scaled, dequantize_weight
 from dcpbench.points import memory
 from dcpbench.points.layout import OWN_HEADS
 from dcpbench.points.names import WHOLE
@@ -40,7 +40,7 @@ class Source(Protocol):
     dtype: torch.dtype
     """Default dtype of tensors."""
 
-    def get(
+    def get_tensor(
         self,
         name: str,
         shape: tuple[int, ...],
@@ -51,7 +51,7 @@ class Source(Protocol):
     ) -> torch.Tensor:
         """Return part of the tensor `name` of full shape `shape`, on the device in the model's dtype or in `dtype`."""
 
-    def scaled(self, name: str, shape: tuple[int, int], *, rows: slice = ALL, columns: slice = ALL) -> Scaled:
+    def get_scaled(self, name: str, shape: tuple[int, int], *, rows: slice = ALL, columns: slice = ALL) -> Scaled:
         """Return a part of an fp8 weight: its numbers, and the scales of its blocks as in the whole weight."""
 
 
@@ -122,24 +122,24 @@ class Weights:
     moe: list[Layer]
     first_dense: int
 
-    def layer(self, index: int) -> Layer:
+    def get_layer(self, index: int) -> Layer:
         """Return the weights used by layer `index`: its own, or those of a distinct layer of its kind, used in turn."""
         if index < self.first_dense:
             return self.dense[index % len(self.dense)]
         return self.moe[(index - self.first_dense) % len(self.moe)]
 
-    def nbytes(self) -> int:
+    def count_bytes(self) -> int:
         """Return the bytes of all tensors."""
-        return sum(t.nbytes for t in _tensors(self))
+        return sum(t.nbytes for t in _collect_tensors(self))
 
 
-def _tensors(node: object) -> list[torch.Tensor]:
+def _collect_tensors(node: object) -> list[torch.Tensor]:
     if isinstance(node, torch.Tensor):
         return [node]
     if isinstance(node, list):
-        return [t for child in node for t in _tensors(child)]
+        return [t for child in node for t in _collect_tensors(child)]
     if dataclasses.is_dataclass(node):
-        return [t for field in dataclasses.fields(node) for t in _tensors(getattr(node, field.name))]
+        return [t for field in dataclasses.fields(node) for t in _collect_tensors(getattr(node, field.name))]
     return []
 
 
@@ -162,11 +162,11 @@ def load_weights(
     """
     loader = _Loader(source, shape, layout, rank, alive, wide, ep, fp8)
     return Weights(
-        embed=loader.vocab("model.embed_tokens.weight"),
-        lm_head=loader.vocab("model.embed_tokens.weight" if shape.tied else "lm_head.weight"),
-        final_norm=source.get("model.norm.weight", (shape.hidden,)),
-        dense=[loader.layer(i) for i in range(held.dense)],
-        moe=[loader.layer(shape.first_dense + i) for i in range(held.moe)],
+        embed=loader.load_vocab("model.embed_tokens.weight"),
+        lm_head=loader.load_vocab("model.embed_tokens.weight" if shape.tied else "lm_head.weight"),
+        final_norm=source.get_tensor("model.norm.weight", (shape.hidden,)),
+        dense=[loader.load_layer(i) for i in range(held.dense)],
+        moe=[loader.load_layer(shape.first_dense + i) for i in range(held.moe)],
         first_dense=shape.first_dense,
     )
 
@@ -184,84 +184,88 @@ class _Loader:
         fp8: bool,
     ) -> None:
         self.alive, self.wide, self.ep = alive, wide, ep
-        self.fp8, self.linear = fp8, source.scaled if fp8 else source.get
+        self.fp8, self.linear = fp8, source.get_scaled if fp8 else source.get_tensor
         self.source, self.shape, self.layout, self.rank = source, shape, layout, rank
         heads = shape.heads // layout.attn_tp
-        first = layout.attn_rank(rank) * heads
+        first = layout.get_attn_rank(rank) * heads
         self.own = range(first, first + heads)
-        first -= layout.dcp_rank(rank) * heads
+        first -= layout.get_dcp_rank(rank) * heads
         self.group = range(first, first + layout.dcp * heads)
 
-    def vocab(self, name: str) -> torch.Tensor:
-        shape, per_rank = self.shape, memory.vocab_rows(self.shape, self.layout)
-        first = self.layout.attn_rank(self.rank) * per_rank
+    def load_vocab(self, name: str) -> torch.Tensor:
+        shape, per_rank = self.shape, memory.compute_vocab_rows(self.shape, self.layout)
+        first = self.layout.get_attn_rank(self.rank) * per_rank
         last = min(first + per_rank, shape.vocab)
-        part = self.source.get(name, (shape.vocab, shape.hidden), rows=slice(min(first, last), last))
+        part = self.source.get_tensor(name, (shape.vocab, shape.hidden), rows=slice(min(first, last), last))
         return torch.nn.functional.pad(part, (0, 0, 0, per_rank - part.shape[0])) if part.shape[0] < per_rank else part
 
-    def layer(self, index: int) -> Layer:
+    def load_layer(self, index: int) -> Layer:
         self.alive()
         prefix = f"model.layers.{index}."
-        mlp = self.mlp(prefix + "mlp.", self.shape.dense_inter) if index < self.shape.first_dense else self.moe(prefix)
-        return Layer(attention=self.attention(prefix), mlp=mlp)
+        mlp = (
+            self.load_mlp(prefix + "mlp.", self.shape.dense_inter)
+            if index < self.shape.first_dense
+            else self.load_moe(prefix)
+        )
+        return Layer(attention=self.load_attention(prefix), mlp=mlp)
 
-    def of_heads(self, heads: range, width: int, columns: int) -> dict[str, Any]:
+    def select_heads(self, heads: range, width: int, columns: int) -> dict[str, Any]:
         """Return the shape and rows of a projection's part for some heads, with `width` outputs per head."""
         return {"shape": (self.shape.heads * width, columns), "rows": slice(heads.start * width, heads.stop * width)}
 
-    def attention(self, prefix: str) -> Attention:
+    def load_attention(self, prefix: str) -> Attention:
         """Return the attention weights of this rank's heads; tensors shared by all heads are held whole."""
-        s, get, linear, a = self.shape, self.source.get, self.linear, prefix + "self_attn."
+        s, get, linear, a = self.shape, self.source.get_tensor, self.linear, prefix + "self_attn."
         q_heads = self.group if self.wide.query else self.own
         v_heads = self.group if self.wide.value else self.own
         kv_a = linear(a + "kv_a_proj_with_mqa.weight", (s.kv_width, s.hidden))
         if s.q_lora is None:
             q, q_norm, q_b = (
-                linear(a + "q_proj.weight", **self.of_heads(q_heads, s.nope + s.rope, s.hidden)),
+                linear(a + "q_proj.weight", **self.select_heads(q_heads, s.nope + s.rope, s.hidden)),
                 None,
                 None,
             )
         else:
             q = linear(a + "q_a_proj.weight", (s.q_lora, s.hidden))
             q_norm = get(a + "q_a_layernorm.weight", (s.q_lora,))
-            q_b = linear(a + "q_b_proj.weight", **self.of_heads(q_heads, s.nope + s.rope, s.q_lora))
+            q_b = linear(a + "q_b_proj.weight", **self.select_heads(q_heads, s.nope + s.rope, s.q_lora))
         loaded = self.group if self.wide.query or self.wide.value else self.own
-        kv_b = self.kv_up_projection(a + "kv_b_proj.weight", loaded)
+        kv_b = self.load_kv_up_projection(a + "kv_b_proj.weight", loaded)
         uk, uv = kv_b.unflatten(0, (len(loaded), s.nope + s.value)).split((s.nope, s.value), dim=1)
         inner = slice(self.own.start * s.value, self.own.stop * s.value)
         return Attention(
             input_norm=get(prefix + "input_layernorm.weight", (s.hidden,)),
-            qkv_a=_under((q, kv_a)),
+            qkv_a=_join_rows((q, kv_a)),
             q_norm=q_norm,
             q_b=q_b,
             kv_norm=get(a + "kv_a_layernorm.weight", (s.latent,)),
-            w_uk=_of(q_heads, uk, loaded).contiguous(),
-            w_uv=_of(v_heads, uv, loaded).transpose(1, 2).contiguous(),
+            w_uk=_select_rows(q_heads, uk, loaded).contiguous(),
+            w_uv=_select_rows(v_heads, uv, loaded).transpose(1, 2).contiguous(),
             o=linear(a + "o_proj.weight", (s.hidden, s.heads * s.value), columns=inner),
             post_norm=get(prefix + "post_attention_layernorm.weight", (s.hidden,)),
         )
 
-    def kv_up_projection(self, name: str, heads: range) -> torch.Tensor:
+    def load_kv_up_projection(self, name: str, heads: range) -> torch.Tensor:
         """Return the rows of some heads in the model's dtype; of fp8 weights as their e4m3 numbers and scales give them."""
-        rows = self.of_heads(heads, self.shape.nope + self.shape.value, self.shape.latent)
+        rows = self.select_heads(heads, self.shape.nope + self.shape.value, self.shape.latent)
         if not self.fp8:
-            return self.source.get(name, **rows)
-        return dequantise_weight(self.source.scaled(name, **rows)).to(self.source.dtype)
+            return self.source.get_tensor(name, **rows)
+        return dequantize_weight(self.source.get_scaled(name, **rows)).to(self.source.dtype)
 
-    def mlp(self, prefix: str, inner: int) -> Mlp:
+    def load_mlp(self, prefix: str, inner: int) -> Mlp:
         """Return a slice of the inner width over all tp ranks."""
         width = inner // self.layout.tp
-        return self.cut_mlp(prefix, inner, slice(self.rank * width, (self.rank + 1) * width))
+        return self.load_mlp_slice(prefix, inner, slice(self.rank * width, (self.rank + 1) * width))
 
-    def cut_mlp(self, prefix: str, inner: int, mine: slice) -> Mlp:
+    def load_mlp_slice(self, prefix: str, inner: int, mine: slice) -> Mlp:
         """Return a range of the inner width of an MLP."""
         hidden = self.shape.hidden
         gate = self.linear(prefix + "gate_proj.weight", (inner, hidden), rows=mine)
         up = self.linear(prefix + "up_proj.weight", (inner, hidden), rows=mine)
         down = self.linear(prefix + "down_proj.weight", (hidden, inner), columns=mine)
-        return Mlp(gate_up=_under((gate, up)), down=down)
+        return Mlp(gate_up=_join_rows((gate, up)), down=down)
 
-    def moe(self, prefix: str) -> Moe:
+    def load_moe(self, prefix: str) -> Moe:
         """Return whole experts, assigned to the tp ranks in contiguous runs, or a slice of each; and a slice of the
         shared one.
         """
@@ -273,22 +277,22 @@ class _Loader:
         else:
             width //= self.layout.tp
         start = 0 if self.ep == WHOLE else self.rank * width
-        router = self.source.get(m + "gate.weight", (s.experts, s.hidden))
+        router = self.source.get_tensor(m + "gate.weight", (s.experts, s.hidden))
         gate_up, down = _Stack(len(held)), _Stack(len(held))
         for i, expert in enumerate(held):
-            one = self.cut_mlp(f"{m}experts.{expert}.", s.moe_inter, slice(start, start + width))
-            gate_up.put(i, one.gate_up)
-            down.put(i, one.down)
-        bias = routing_bias(self.source, s, prefix)
+            one = self.load_mlp_slice(f"{m}experts.{expert}.", s.moe_inter, slice(start, start + width))
+            gate_up.set_expert(i, one.gate_up)
+            down.set_expert(i, one.down)
+        bias = load_routing_bias(self.source, s, prefix)
         if bias is None:
             bias = torch.zeros(s.experts, device=router.device)
-        shared = self.mlp(m + "shared_experts.", s.shared_experts * s.moe_inter) if s.shared_experts else None
+        shared = self.load_mlp(m + "shared_experts.", s.shared_experts * s.moe_inter) if s.shared_experts else None
         return Moe(
-            router=router, bias=bias, gate_up=gate_up.whole(), down=down.whole(), first=held.start, shared=shared
+            router=router, bias=bias, gate_up=gate_up.get_all(), down=down.get_all(), first=held.start, shared=shared
         )
 
 
-def routing_bias(source: Source, shape: ModelShape, prefix: str) -> torch.Tensor | None:
+def load_routing_bias(source: Source, shape: ModelShape, prefix: str) -> torch.Tensor | None:
     """Return the bias added to the scores of a layer's experts for their selection, [E] in fp32; None if the model has
     none.
 
@@ -297,13 +301,13 @@ def routing_bias(source: Source, shape: ModelShape, prefix: str) -> torch.Tensor
     """
     if shape.routing != "sigmoid":
         return None
-    return source.get(prefix + "mlp.gate.e_score_correction_bias", (shape.experts,), dtype=torch.float32)
+    return source.get_tensor(prefix + "mlp.gate.e_score_correction_bias", (shape.experts,), dtype=torch.float32)
 
 
-def _under(parts: tuple[Linear, ...]) -> Linear:
+def _join_rows(parts: tuple[Linear, ...]) -> Linear:
     """Return the weights stacked along the rows."""
     if isinstance(parts[0], Scaled):
-        return join(cast("tuple[Scaled, ...]", parts))
+        return join_rows(cast("tuple[Scaled, ...]", parts))
     return torch.cat(cast("tuple[torch.Tensor, ...]", parts))
 
 
@@ -314,7 +318,7 @@ class _Stack:
         self.count = count
         self.found: Linear | None = None
 
-    def put(self, index: int, one: Linear) -> None:
+    def set_expert(self, index: int, one: Linear) -> None:
         """Store an expert; all experts have the same shape and blocks."""
         if isinstance(one, Scaled):
             if self.found is None:
@@ -329,12 +333,12 @@ class _Stack:
             assert isinstance(self.found, torch.Tensor)
             self.found[index] = one
 
-    def whole(self) -> Linear:
+    def get_all(self) -> Linear:
         """Return all experts."""
         assert self.found is not None
         return self.found
 
 
-def _of(heads: range, part: torch.Tensor, loaded: range) -> torch.Tensor:
+def _select_rows(heads: range, part: torch.Tensor, loaded: range) -> torch.Tensor:
     """Return the rows of `heads` from a tensor of the rows of the heads `loaded`."""
     return part[heads.start - loaded.start : heads.stop - loaded.start]

@@ -39,17 +39,17 @@ class ExchangeSpec:
     wire: torch.dtype = torch.float32
     """Dtype in which ag_rs reduces partial outputs. Engines use the default; benchmarks compare."""
 
-    def new_query(self, batch: int, ranks: int) -> torch.Tensor:
+    def allocate_query(self, batch: int, ranks: int) -> torch.Tensor:
         """Return memory for one rank's queries, [B, h, Q]; [B, H, Q] if they are replicated."""
         heads = self.heads if self.q_replicate else self.heads // ranks
         return torch.empty(batch, heads, self.width, dtype=self.dtype, device=self.device)
 
-    def new_partial(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def allocate_partial(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return memory for one rank's partial result of all heads: o_BHR and lse_BH (fp32)."""
         o_BHR = torch.empty(batch, self.heads, self.value, dtype=self.dtype, device=self.device)
         return o_BHR, torch.empty(batch, self.heads, dtype=torch.float32, device=self.device)
 
-    def new_merged(self, batch: int, heads: int) -> torch.Tensor:
+    def allocate_merged(self, batch: int, heads: int) -> torch.Tensor:
         """Return memory for the merged output o_hBR: fp32, heads first; projected values are laid out by request in
         `dtype`.
         """
@@ -62,30 +62,30 @@ class Exchange(Protocol):
     """Steps 1 and 4 of a decode attention layer: gathering queries and merging. Both are collective and captured in
     CUDA graphs.
 
-    `query` and `partial` return the buffers that preceding operations write to, because an exchange may need them in
+    `get_query_buffer` and `get_partial_buffers` return the buffers that preceding operations write to, because an exchange may need them in
     memory that peers read. Each layer calls query, gather_q, partial and merge once, in this order and with the same
     batch.
     """
 
-    def query(self, batch: int) -> torch.Tensor:
+    def get_query_buffer(self, batch: int) -> torch.Tensor:
         """Return the buffer for this rank's q, contiguous [B, h, Q]; [B, H, Q] with `q_replicate`."""
 
     def gather_q(self, q_BhQ: torch.Tensor) -> torch.Tensor:
         """Return all heads of the group, contiguous [B, H, Q] with H = N·h, in rank order; `q_BhQ` is the buffer from
-        `query`.
+        `get_query_buffer`.
         """
 
-    def partial(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def get_partial_buffers(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the buffers for this rank's partial result of all heads: o_BHR in the spec's dtype and lse_BH in fp32."""
 
-    def merge(self, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> torch.Tensor:
+    def merge_partials(self, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> torch.Tensor:
         """Return this rank's heads of the merged output, [h, B, R] in o's dtype or a wider one.
 
         Strides are the exchange's choice; the last dimension is contiguous. An fp32 result is not rounded before it is
         projected.
 
         R is the spec's `value`; lse is natural log. Where lse is -inf, o is ignored, including NaN; the result is 0
-        where lse is -inf on all ranks. The arguments are the buffers from `partial`.
+        where lse is -inf on all ranks. The arguments are the buffers from `get_partial_buffers`.
         """
 
 
@@ -95,23 +95,23 @@ class InOwnMemory:
     def __init__(self, group: Group, spec: ExchangeSpec) -> None:
         self.group, self.spec = group, spec
 
-    def query(self, batch: int) -> torch.Tensor:
+    def get_query_buffer(self, batch: int) -> torch.Tensor:
         """See Exchange."""
-        return self.spec.new_query(batch, self.group.size)
+        return self.spec.allocate_query(batch, self.group.size)
 
     def gather_q(self, q_BhQ: torch.Tensor) -> torch.Tensor:
         """See Exchange."""
         return q_BhQ if self.spec.q_replicate or self.group.size == 1 else gather_heads(self.group, q_BhQ)
 
-    def partial(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def get_partial_buffers(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See Exchange."""
-        return self.spec.new_partial(batch)
+        return self.spec.allocate_partial(batch)
 
 
 class NoExchange(InOwnMemory):
     """dcp 1: every rank holds all tokens of its requests."""
 
-    def merge(self, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - the protocol's
+    def merge_partials(self, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - the protocol's
         """See Exchange."""
         return o_BHR.transpose(0, 1)
 

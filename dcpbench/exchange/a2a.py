@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dcpbench.exchange import InOwnMemory
-from dcpbench.kernels.pack import Message, combine, pack
-from dcpbench.measuring.ranges import phase
+from dcpbench.kernels.pack import Message, merge_messages, pack_messages
+from dcpbench.measuring.ranges import record_range
 
 if TYPE_CHECKING:
     import torch
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 class AllToAll(InOwnMemory):
     """See the module."""
 
-    def merge(self, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> torch.Tensor:
+    def merge_partials(self, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> torch.Tensor:
         """See Exchange. Projected values come as [B, h, V] in the spec's dtype, seen as [h, B, V]; else fp32."""
-        with phase("merge"):
-            received_NW = self.group.all_to_all(pack(o_BHR, lse_BH, self.group.size))
+        with record_range("merge"):
+            received_NW = self.group.all_to_all(pack_messages(o_BHR, lse_BH, self.group.size))
             batch, heads, columns = o_BHR.shape
             message = Message(batch, heads // self.group.size, columns, o_BHR.dtype)
-            out_hBR = self.spec.new_merged(batch, message.heads)
-            combine(received_NW, message, out_hBR)
+            out_hBR = self.spec.allocate_merged(batch, message.heads)
+            merge_messages(received_NW, message, out_hBR)
             return out_hBR

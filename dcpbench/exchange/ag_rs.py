@@ -18,10 +18,10 @@ import torch
 
 from dcpbench.exchange import InOwnMemory
 from dcpbench.exchange.collectives import gather_heads
-from dcpbench.exchange.registered_memory import borrow
-from dcpbench.kernels.merge import correct
+from dcpbench.exchange.registered_memory import get_shared_buffer
+from dcpbench.kernels.merge import correct_attn_out
 from dcpbench.kernels.peers import Carver
-from dcpbench.measuring.ranges import phase
+from dcpbench.measuring.ranges import record_range
 from dcpbench.points.names import REGISTERED
 
 if TYPE_CHECKING:
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 class AllGatherReduceScatter(InOwnMemory):
     """See the module."""
 
-    def merge(self, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> torch.Tensor:
+    def merge_partials(self, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> torch.Tensor:
         """See Exchange."""
-        with phase("merge"):
+        with record_range("merge"):
             lse_NBH = self.group.all_gather(lse_BH)
-            share_HBR = correct(o_BHR, lse_NBH, self.group.rank, self.spec.wire)
+            share_HBR = correct_attn_out(o_BHR, lse_NBH, self.group.rank, self.spec.wire)
             return self.group.reduce_scatter(share_HBR)
 
 
@@ -46,13 +46,19 @@ class _Parts:
     def __init__(self, carver: Carver, spec: ExchangeSpec, ranks: int) -> None:
         q = 0 if spec.q_replicate else spec.batch * spec.heads // ranks * spec.width
         lse, o = spec.batch * spec.heads, spec.batch * spec.heads * spec.value
-        self.q, self.all_q = carver.take(q, dtype=spec.dtype), carver.take(ranks * q, dtype=spec.dtype)
-        self.lse = carver.take(lse, dtype=torch.float32)
-        self.all_lse = carver.take(ranks * lse, dtype=torch.float32)
-        self.share, self.merged = carver.take(o, dtype=spec.wire), carver.take(o // ranks, dtype=spec.wire)
+        self.q, self.all_q = (
+            carver.allocate_tensor(q, dtype=spec.dtype),
+            carver.allocate_tensor(ranks * q, dtype=spec.dtype),
+        )
+        self.lse = carver.allocate_tensor(lse, dtype=torch.float32)
+        self.all_lse = carver.allocate_tensor(ranks * lse, dtype=torch.float32)
+        self.share, self.merged = (
+            carver.allocate_tensor(o, dtype=spec.wire),
+            carver.allocate_tensor(o // ranks, dtype=spec.wire),
+        )
 
 
-def _first(flat: torch.Tensor, *shape: int) -> torch.Tensor:
+def _slice_first(flat: torch.Tensor, *shape: int) -> torch.Tensor:
     return flat[: math.prod(shape)].view(shape)
 
 
@@ -64,32 +70,32 @@ class InRegisteredMemory(InOwnMemory):
         super().__init__(group, spec)
         size = Carver()
         _Parts(size, spec, group.size)
-        own = borrow(self, group, size.used, spec.device, f"--exchange {REGISTERED}", "--exchange ag_rs")
+        own = get_shared_buffer(self, group, size.used, spec.device, f"--exchange {REGISTERED}", "--exchange ag_rs")
         self.parts = _Parts(Carver(own), spec, group.size)
 
-    def query(self, batch: int) -> torch.Tensor:
+    def get_query_buffer(self, batch: int) -> torch.Tensor:
         """See Exchange."""
         if self.spec.q_replicate:
-            return super().query(batch)
-        return _first(self.parts.q, batch, self.spec.heads // self.group.size, self.spec.width)
+            return super().get_query_buffer(batch)
+        return _slice_first(self.parts.q, batch, self.spec.heads // self.group.size, self.spec.width)
 
     def gather_q(self, q_BhQ: torch.Tensor) -> torch.Tensor:
         """See Exchange. Of one request it holds until the next layer's."""
         if self.spec.q_replicate:
             return q_BhQ
-        return gather_heads(self.group, q_BhQ, _first(self.parts.all_q, self.group.size, *q_BhQ.shape))
+        return gather_heads(self.group, q_BhQ, _slice_first(self.parts.all_q, self.group.size, *q_BhQ.shape))
 
-    def partial(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def get_partial_buffers(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See Exchange."""
-        o_BHR, _ = super().partial(batch)
-        return o_BHR, _first(self.parts.lse, batch, self.spec.heads)
+        o_BHR, _ = super().get_partial_buffers(batch)
+        return o_BHR, _slice_first(self.parts.lse, batch, self.spec.heads)
 
-    def merge(self, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> torch.Tensor:
+    def merge_partials(self, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> torch.Tensor:
         """See Exchange. It holds until the next layer's."""
         batch, heads, columns = o_BHR.shape
         ranks, parts = self.group.size, self.parts
-        with phase("merge"):
-            lse_NBH = self.group.all_gather(lse_BH, _first(parts.all_lse, ranks, batch, heads))
-            share_HBR = _first(parts.share, heads, batch, columns)
-            correct(o_BHR, lse_NBH, self.group.rank, self.spec.wire, share_HBR)
-            return self.group.reduce_scatter(share_HBR, _first(parts.merged, heads // ranks, batch, columns))
+        with record_range("merge"):
+            lse_NBH = self.group.all_gather(lse_BH, _slice_first(parts.all_lse, ranks, batch, heads))
+            share_HBR = _slice_first(parts.share, heads, batch, columns)
+            correct_attn_out(o_BHR, lse_NBH, self.group.rank, self.spec.wire, share_HBR)
+            return self.group.reduce_scatter(share_HBR, _slice_first(parts.merged, heads // ranks, batch, columns))

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from dcpbench.hangs import beats
-from dcpbench.hangs.beats import collective
-from dcpbench.kernels.head_order import in_head_order
-from dcpbench.measuring.ranges import phase
+from dcpbench.hangs.beats import record_collective
+from dcpbench.kernels.head_order import to_head_order
+from dcpbench.measuring.ranges import record_range
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,7 +36,7 @@ class Group:
             return x.unsqueeze(0)
         if out is None:
             out = x.new_empty(self.size, *x.shape)
-        with collective("all_gather", x, self.handle):
+        with record_collective("all_gather", x, self.handle):
             _all_gather(out.flatten(0, 1), x, group=self.handle)
         return out
 
@@ -49,7 +49,7 @@ class Group:
             return x
         if out is None:
             out = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
-        with collective("reduce_scatter", x, self.handle):
+        with record_collective("reduce_scatter", x, self.handle):
             _reduce_scatter(out, x, group=self.handle)
         return out
 
@@ -61,14 +61,14 @@ class Group:
             return x
         if out is None:
             out = torch.empty_like(x)
-        with collective("all_to_all", x, self.handle):
+        with record_collective("all_to_all", x, self.handle):
             dist.all_to_all_single(out, x, group=self.handle)
         return out
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum x over ranks, in place."""
         if self.handle is not None:
-            with collective("all_reduce", x, self.handle):
+            with record_collective("all_reduce", x, self.handle):
                 dist.all_reduce(x, group=self.handle)
         return x
 
@@ -79,16 +79,16 @@ def gather_heads(group: Group, q_BhQ: torch.Tensor, out: torch.Tensor | None = N
 
     They are received in `out`, [N, B, h, Q], if given.
     """
-    with phase("q_gather"):
-        return in_head_order(group.all_gather(q_BhQ, out))
+    with record_range("q_gather"):
+        return to_head_order(group.all_gather(q_BhQ, out))
 
 
-def beat(path: Path, rank: int, ranks: int, device: torch.device) -> None:
+def start_rank_heartbeats(path: Path, rank: int, ranks: int, device: torch.device) -> None:
     """Start writing this rank's heartbeats to a file: see hangs/beats.py."""
-    beats.begin(path, rank, ranks, waits=device.type == "cpu", members=_members, through=[__file__])
+    beats.start_heartbeats(path, rank, ranks, waits=device.type == "cpu", members=_get_members, through=[__file__])
 
 
-def _members(handle: dist.ProcessGroup) -> tuple[str, list[int]]:
+def _get_members(handle: dist.ProcessGroup) -> tuple[str, list[int]]:
     return handle.group_name, dist.get_process_group_ranks(handle)
 
 
@@ -100,7 +100,7 @@ def gather_objects(value: Value) -> list[Value]:
     if not dist.is_initialized():
         return [value]
     values = [value] * dist.get_world_size()
-    with collective("all_gather_object", None, dist.group.WORLD):
+    with record_collective("all_gather_object", None, dist.group.WORLD):
         dist.all_gather_object(values, value)
     return values
 
@@ -110,6 +110,6 @@ def is_first() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def largest_error(value: float) -> float:
+def reduce_max_error(value: float) -> float:
     """Return the largest error of all ranks; NaN, which a maximum may lose, counts as infinite."""
     return max(gather_objects(math.inf if math.isnan(value) else value))

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 from dcpbench.exchange import InOwnMemory
 from dcpbench.exchange.collectives import Group
-from dcpbench.kernels.hold import hold
-from dcpbench.measuring.ranges import phase
-from dcpbench.points.floors import exchanged_bytes
+from dcpbench.kernels.hold import copy_and_wait
+from dcpbench.measuring.ranges import record_range
+from dcpbench.points.floors import compute_exchanged_bytes
 from dcpbench.points.wire import GATHERS
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Tally:
     low_us: float = 0.0
     high_us: float = 0.0
 
-    def add(self, seconds: Seconds) -> None:
+    def add_call(self, seconds: Seconds) -> None:
         """Add one call."""
         self.calls += 1
         self.us += seconds.mean * 1e6
@@ -52,14 +52,16 @@ class Emulation:
     tally: Tally = dataclasses.field(default_factory=Tally)
     """Sum over the calls since the last reset."""
 
-    def call(self, what: str, ranks: int, received: int, x: torch.Tensor, out: torch.Tensor | None = None) -> None:
-        """Emulate a collective over `ranks` ranks, each of which receives `received` bytes; see kernels.hold."""
-        self.hold(self.wire.seconds(what, ranks, received), x, out)
+    def launch_call(
+        self, what: str, ranks: int, received: int, x: torch.Tensor, out: torch.Tensor | None = None
+    ) -> None:
+        """Emulate a collective over `ranks` ranks, each of which receives `received` bytes; see kernels.hold.copy_and_wait."""
+        self.launch_hold(self.wire.predict_seconds(what, ranks, received), x, out)
 
-    def hold(self, seconds: Seconds, x: torch.Tensor, out: torch.Tensor | None = None) -> None:
+    def launch_hold(self, seconds: Seconds, x: torch.Tensor, out: torch.Tensor | None = None) -> None:
         """Hold the stream for the time of an operation between ranks."""
-        self.tally.add(seconds)
-        hold(x, out, seconds.mean)
+        self.tally.add_call(seconds)
+        copy_and_wait(x, out, seconds.mean)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +74,7 @@ class EmulatedGroup(Group):
         """See Group; every rank's part is a copy of this rank's."""
         if out is None:
             out = x.new_empty(self.size, *x.shape)
-        self.emulation.call("all-gather", self.size, (self.size - 1) * x.nbytes, x, out)
+        self.emulation.launch_call("all-gather", self.size, (self.size - 1) * x.nbytes, x, out)
         return out
 
     def reduce_scatter(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -80,34 +82,34 @@ class EmulatedGroup(Group):
         if out is None:
             out = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
         mine = x.view(self.size, -1)[self.rank]
-        self.emulation.call("reduce-scatter", self.size, self._others(x), mine, out)
+        self.emulation.launch_call("reduce-scatter", self.size, self._count_received_bytes(x), mine, out)
         return out
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """See Group; x is unchanged, because norms follow."""
-        self.emulation.call("all-reduce", self.size, 2 * self._others(x), x)
+        self.emulation.launch_call("all-reduce", self.size, 2 * self._count_received_bytes(x), x)
         return x
 
     def all_reduce_symm(self, x: torch.Tensor) -> torch.Tensor:
         """Emulate an all-reduce over symmetric memory."""
-        self.emulation.call("all-reduce-symm", self.size, 2 * self._others(x), x)
+        self.emulation.launch_call("all-reduce-symm", self.size, 2 * self._count_received_bytes(x), x)
         return x
 
-    def _others(self, x: torch.Tensor) -> int:
+    def _count_received_bytes(self, x: torch.Tensor) -> int:
         return math.ceil((self.size - 1) * x.nbytes / self.size)
 
 
 class EmulatedExchange(InOwnMemory):
     """An exchange of an emulated rank.
 
-    `gather_q` takes the time of its collective, and `merge` the rest of the modelled time of the whole exchange.
+    `gather_q` takes the time of its collective, and `merge_partials` the rest of the modelled time of the whole exchange.
     """
 
     def __init__(self, name: str, group: EmulatedGroup, spec: ExchangeSpec) -> None:
         """Raise UsageError if the exchange was not measured on the emulated machine."""
         super().__init__(group, spec)
         self.name, self.emulation = name, group.emulation
-        self._parts(spec.batch)
+        self._split_time(spec.batch)
 
     def gather_q(self, q_BhQ: torch.Tensor) -> torch.Tensor:
         """See Exchange. Heads lie in the order of arrival, each rank's batch after another's, because their order does
@@ -115,28 +117,28 @@ class EmulatedExchange(InOwnMemory):
         """
         if self.spec.q_replicate:
             return q_BhQ
-        with phase("q_gather"):
+        with record_range("q_gather"):
             all_BHQ = q_BhQ.new_empty(q_BhQ.shape[0], self.spec.heads, q_BhQ.shape[2])
-            self.emulation.hold(self._parts(len(q_BhQ))[0], q_BhQ, all_BHQ)
+            self.emulation.launch_hold(self._split_time(len(q_BhQ))[0], q_BhQ, all_BHQ)
             return all_BHQ
 
-    def merge(self, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - the protocol's
+    def merge_partials(self, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - the protocol's
         """See Exchange."""
-        with phase("merge"):
-            out_hBR = self.spec.new_merged(len(o_BHR), self.spec.heads // self.group.size)
+        with record_range("merge"):
+            out_hBR = self.spec.allocate_merged(len(o_BHR), self.spec.heads // self.group.size)
             mine = o_BHR.view(-1)[: out_hBR.numel()]
             flat = out_hBR.transpose(0, 1) if self.spec.project_first else out_hBR
-            self.emulation.hold(self._parts(len(o_BHR))[1], mine, flat.reshape(-1))
+            self.emulation.launch_hold(self._split_time(len(o_BHR))[1], mine, flat.reshape(-1))
             return out_hBR
 
-    def _parts(self, batch: int) -> tuple[Seconds, Seconds]:
+    def _split_time(self, batch: int) -> tuple[Seconds, Seconds]:
         """Return the times of gathering queries and of merging."""
         spec, ranks, wire = self.spec, self.group.size, self.emulation.wire
         sizes = (batch, spec.heads, ranks, spec.width, spec.value, spec.dtype.itemsize)
-        q_bytes, o_bytes = exchanged_bytes(self.name, *sizes)
+        q_bytes, o_bytes = compute_exchanged_bytes(self.name, *sizes)
         if spec.q_replicate:
-            merged = wire.seconds(self.name, ranks, o_bytes)
-            return merged.scaled(0.0), merged
-        whole = wire.seconds(self.name, ranks, q_bytes + o_bytes, meetings=2)
-        share = min(wire.seconds(GATHERS[self.name], ranks, q_bytes).mean / whole.mean, 1.0)
-        return whole.scaled(share), whole.scaled(1 - share)
+            merged = wire.predict_seconds(self.name, ranks, o_bytes)
+            return merged.apply_factor(0.0), merged
+        whole = wire.predict_seconds(self.name, ranks, q_bytes + o_bytes, meetings=2)
+        share = min(wire.predict_seconds(GATHERS[self.name], ranks, q_bytes).mean / whole.mean, 1.0)
+        return whole.apply_factor(share), whole.apply_factor(1 - share)

@@ -15,12 +15,12 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from dcpbench.exchange.registered_memory import Registered
+from dcpbench.exchange.registered_memory import RegisteredBuffer
 from dcpbench.exchange.signals import Kind, Meetings
-from dcpbench.exchange.symmetric_memory import allocate
-from dcpbench.kernels.kv_gather import in_token_order, pack
+from dcpbench.exchange.symmetric_memory import allocate_peers
+from dcpbench.kernels.kv_gather import gather_in_token_order, pack_rows
 from dcpbench.kernels.peers import Carver, Peers
-from dcpbench.kernels.peers.meeting import fence
+from dcpbench.kernels.peers.meeting import launch_fence
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from dcpbench.exchange.collectives import Group
     from dcpbench.points.layout import Prefix
 
-    Buffer = Peers | Registered | torch.Tensor
+    Buffer = Peers | RegisteredBuffer | torch.Tensor
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,40 +37,40 @@ class Task:
 
     prefix: Prefix
     table: torch.Tensor
-    """Request table of the prefix, made by kernels.kv_gather.request_table."""
+    """Request table of the prefix, made by kernels.kv_gather.make_request_table."""
     rows: torch.Tensor
     """int32, this rank's rows of the KV pool, request by request in token order."""
     width: int
     dtype: torch.dtype
 
-    def part_bytes(self) -> int:
+    def compute_part_bytes(self) -> int:
         """Return the bytes of one rank's part, padded to the largest."""
         return self.prefix.part_rows * self.width * self.dtype.itemsize
 
-    def registered_bytes(self) -> int:
+    def compute_registered_bytes(self) -> int:
         """Return the bytes of a registered buffer: N received parts and the own one."""
         carver = Carver()
-        self.carve(carver)
+        self.split_buffer(carver)
         return carver.used
 
-    def carve(self, carver: Carver) -> tuple[torch.Tensor, torch.Tensor]:
+    def split_buffer(self, carver: Carver) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the received parts [N, J, Q] and the own one [J, Q] in a registered buffer."""
         rows, ranks = self.prefix.part_rows, self.prefix.dcp
-        parts_NJQ = carver.take(ranks, rows, self.width, dtype=self.dtype)
-        return parts_NJQ, carver.take(rows, self.width, dtype=self.dtype)
+        parts_NJQ = carver.allocate_tensor(ranks, rows, self.width, dtype=self.dtype)
+        return parts_NJQ, carver.allocate_tensor(rows, self.width, dtype=self.dtype)
 
-    def buffer_bytes(self, way: str) -> int:
+    def compute_buffer_bytes(self, way: str) -> int:
         """Return the bytes of the transfer buffer: N received parts for `nccl`, or the part that peers read for
         `direct`.
         """
-        return self.part_bytes() * (self.prefix.dcp if way == "nccl" else 1)
+        return self.compute_part_bytes() * (self.prefix.dcp if way == "nccl" else 1)
 
 
-def symmetric(group: Group, nbytes: int, device: torch.device) -> Peers:
+def allocate_symmetric(group: Group, nbytes: int, device: torch.device) -> Peers:
     """Return a buffer that all ranks of the group can read. Collective; waits for the device. Raise CapacityError if
     impossible.
     """
-    return allocate(group, nbytes, device, "gathering directly", "NCCL and plain memory")
+    return allocate_peers(group, nbytes, device, "gathering directly", "NCCL and plain memory")
 
 
 class Gatherer:
@@ -83,43 +83,43 @@ class Gatherer:
         self.group, self.way = group, way
         if way == "direct":
             size = Carver()
-            size.counters(group.size)
-            self.counters = symmetric(group, size.used, device)
-            self.met = Carver(self.counters.own).counters(group.size)
+            size.allocate_counters(group.size)
+            self.counters = allocate_symmetric(group, size.used, device)
+            self.met = Carver(self.counters.own).allocate_counters(group.size)
             kind = Kind(what="fence of prefixes", phase="prefix_gather", counters=self.met, by_blocks=False)
             self.meetings = Meetings(group, [kind])
 
-    def gather(self, task: Task, kv_KQ: torch.Tensor, out_TQ: torch.Tensor, buffer: Buffer) -> None:
+    def gather_layer(self, task: Task, kv_KQ: torch.Tensor, out_TQ: torch.Tensor, buffer: Buffer) -> None:
         """Gather all requests' rows of a layer into the first rows of `out_TQ`, both [rows, Q] and contiguous.
         Collective.
 
-        `buffer` has buffer_bytes(way): symmetric memory, or for nccl also bytes anywhere on this rank's device; or, for
-        nccl, it is a registered one of registered_bytes(). It may be reused after this call.
+        `buffer` has compute_buffer_bytes(way): symmetric memory, or for nccl also bytes anywhere on this rank's device; or, for
+        nccl, it is a registered one of compute_registered_bytes(). It may be reused after this call.
         """
-        if isinstance(buffer, Registered):
+        if isinstance(buffer, RegisteredBuffer):
             assert self.way == "nccl"
-            self._nccl(task, kv_KQ, out_TQ, *task.carve(Carver(buffer.own)))
+            self._gather_nccl(task, kv_KQ, out_TQ, *task.split_buffer(Carver(buffer.own)))
         elif self.way == "nccl":
             own = buffer.own if isinstance(buffer, Peers) else buffer
             rows = task.prefix.part_rows
-            parts_NJQ = own[: task.buffer_bytes("nccl")].view(task.dtype).view(-1, rows, task.width)
-            self._nccl(task, kv_KQ, out_TQ, parts_NJQ, kv_KQ.new_empty(rows, task.width))
+            parts_NJQ = own[: task.compute_buffer_bytes("nccl")].view(task.dtype).view(-1, rows, task.width)
+            self._gather_nccl(task, kv_KQ, out_TQ, parts_NJQ, kv_KQ.new_empty(rows, task.width))
         else:
             assert isinstance(buffer, Peers)
-            self._direct(task, kv_KQ, out_TQ, buffer)
+            self._gather_direct(task, kv_KQ, out_TQ, buffer)
 
-    def _nccl(
+    def _gather_nccl(
         self, task: Task, kv_KQ: torch.Tensor, out_TQ: torch.Tensor, parts_NJQ: torch.Tensor, part_JQ: torch.Tensor
     ) -> None:
-        pack(part_JQ, kv_KQ, task.rows)
+        pack_rows(part_JQ, kv_KQ, task.rows)
         parts_NJQ = self.group.all_gather(part_JQ, out=parts_NJQ)
         order = [(self.group.rank + n) % self.group.size for n in range(self.group.size)]
         addresses = [parts_NJQ[rank].data_ptr() for rank in order]
-        in_token_order(out_TQ, parts_NJQ[self.group.rank], addresses, self.group.rank, task.prefix, task.table)
+        gather_in_token_order(out_TQ, parts_NJQ[self.group.rank], addresses, self.group.rank, task.prefix, task.table)
 
-    def _direct(self, task: Task, kv_KQ: torch.Tensor, out_TQ: torch.Tensor, buffer: Peers) -> None:
-        part_JQ = buffer.own[: task.part_bytes()].view(task.dtype).view(-1, task.width)
-        pack(part_JQ, kv_KQ, task.rows)
-        fence(self.counters, self.met)  # all parts have arrived
-        in_token_order(out_TQ, part_JQ, buffer.addresses, self.group.rank, task.prefix, task.table)
-        fence(self.counters, self.met)  # all have been read
+    def _gather_direct(self, task: Task, kv_KQ: torch.Tensor, out_TQ: torch.Tensor, buffer: Peers) -> None:
+        part_JQ = buffer.own[: task.compute_part_bytes()].view(task.dtype).view(-1, task.width)
+        pack_rows(part_JQ, kv_KQ, task.rows)
+        launch_fence(self.counters, self.met)  # all parts have arrived
+        gather_in_token_order(out_TQ, part_JQ, buffer.addresses, self.group.rank, task.prefix, task.table)
+        launch_fence(self.counters, self.met)  # all have been read

@@ -22,12 +22,12 @@ from dcpbench.exchange import symmetric_memory
 if TYPE_CHECKING:
     from dcpbench.exchange.collectives import Group
 
-OLDEST_NCCL = (2, 27)
+MIN_NCCL = (2, 27)
 """The first with windows and symmetric kernels."""
 
 
 @dataclasses.dataclass(eq=False)
-class Registered:
+class RegisteredBuffer:
     """A window of one group, zeroed bytes on every rank."""
 
     group: Group
@@ -43,15 +43,15 @@ class Registered:
             return
         _open.remove(self)
         torch.cuda.synchronize(self.own.device)
-        symmetric_memory.everywhere(self.group, None)  # no peer is still at work in it
-        backend_of(self.group, self.own.device).deregister_mem_pool(self.pool)
+        symmetric_memory.gather_values(self.group, None)  # no peer is still at work in it
+        get_backend(self.group, self.own.device).deregister_mem_pool(self.pool)
 
 
-_open: list[Registered] = []
+_open: list[RegisteredBuffer] = []
 """Held here, as a window that is freed on one rank alone, when its garbage is collected, would be missed by the others."""
 
 
-def register(group: Group, nbytes: int, device: torch.device, option: str, instead: str) -> Registered:
+def register_buffer(group: Group, nbytes: int, device: torch.device, option: str, instead: str) -> RegisteredBuffer:
     """Return a new registered window of `nbytes` bytes. Collective; waits for the device.
 
     `option` is the option that requires it and `instead` the alternative without it, for the error. Raise CapacityError
@@ -60,29 +60,31 @@ def register(group: Group, nbytes: int, device: torch.device, option: str, inste
     error = f"{option}: {{}}; use {instead} instead."
     if group.handle is None:
         raise CapacityError(error.format("one rank has no peers that could use it"))
-    reasons = symmetric_memory.everywhere(group, missing(group, device))
+    reasons = symmetric_memory.gather_values(group, find_missing_support(group, device))
     if reason := next(filter(None, reasons), ""):
         raise CapacityError(error.format(reason))
-    backend = backend_of(group, device)
-    own, pool = symmetric_memory.agreed(
-        group, functools.partial(allocate, backend, nbytes, device), error, "NCCL memory"
+    backend = get_backend(group, device)
+    own, pool = symmetric_memory.run_on_all(
+        group, functools.partial(allocate_window, backend, nbytes, device), error, "NCCL memory"
     )
     group.all_reduce(own[:1])  # a communicator is made by its first collective
     torch.cuda.synchronize(device)
-    symmetric_memory.everywhere(group, None)  # registration is collective as well: all ranks have their communicator
-    symmetric_memory.agreed(
+    symmetric_memory.gather_values(group, None)  # registration is collective as well: all ranks have their communicator
+    symmetric_memory.run_on_all(
         group, lambda: backend.register_mem_pool(pool, symm=True), error, "registering memory with NCCL"
     )
-    _open.append(Registered(group, own, pool))
+    _open.append(RegisteredBuffer(group, own, pool))
     return _open[-1]
 
 
-def borrow(owner: object, group: Group, nbytes: int, device: torch.device, option: str, instead: str) -> torch.Tensor:
-    """Return at least `nbytes` bytes of a window for the lifetime of `owner`; later callers reuse them. See register."""
+def get_shared_buffer(
+    owner: object, group: Group, nbytes: int, device: torch.device, option: str, instead: str
+) -> torch.Tensor:
+    """Return at least `nbytes` bytes of a window for the lifetime of `owner`; later callers reuse them. See register_buffer."""
     ours = [one for one in _open if one.group == group]
     mine = {i for i, one in enumerate(ours) if not one.lent and one.own.nbytes >= nbytes}
-    free = set.intersection(*symmetric_memory.everywhere(group, mine))  # not every rank has collected its garbage
-    found = ours[min(free)] if free else register(group, nbytes, device, option, instead)
+    free = set.intersection(*symmetric_memory.gather_values(group, mine))  # not every rank has collected its garbage
+    found = ours[min(free)] if free else register_buffer(group, nbytes, device, option, instead)
     found.lent = True
     weakref.finalize(owner, setattr, found, "lent", False)  # noqa: FBT003 - setattr's own order
     return found.own
@@ -94,26 +96,26 @@ def close_all() -> None:
         _open[-1].close()
 
 
-def missing(group: Group, device: torch.device) -> str:
+def find_missing_support(group: Group, device: torch.device) -> str:
     """Return what this rank lacks to register memory; empty if it can."""
     if device.type != "cuda":
         return "memory is registered with NCCL, which needs GPUs"
-    if torch.cuda.nccl.version()[:2] < OLDEST_NCCL:
-        version, oldest = (".".join(map(str, v)) for v in (torch.cuda.nccl.version(), OLDEST_NCCL))
+    if torch.cuda.nccl.version()[:2] < MIN_NCCL:
+        version, oldest = (".".join(map(str, v)) for v in (torch.cuda.nccl.version(), MIN_NCCL))
         return f"this torch has NCCL {version}, and memory is registered from {oldest} on (install a newer torch)"
-    backend = backend_of(group, device)
+    backend = get_backend(group, device)
     if not hasattr(backend, "register_mem_pool") or "symm" not in (backend.register_mem_pool.__doc__ or ""):
         return f"torch {torch.__version__} cannot register memory with NCCL (install torch 2.9 or newer)"
     return ""
 
 
-def backend_of(group: Group, device: torch.device) -> Any:  # noqa: ANN401 - torch has no public name for it
+def get_backend(group: Group, device: torch.device) -> Any:  # noqa: ANN401 - torch has no public name for it
     """Return the communicator of a group, as wrapped by torch."""
     assert group.handle is not None
     return group.handle._get_backend(device)  # noqa: SLF001 - the only way to it
 
 
-def allocate(backend: Any, nbytes: int, device: torch.device) -> tuple[torch.Tensor, Any]:  # noqa: ANN401 - as above
+def allocate_window(backend: Any, nbytes: int, device: torch.device) -> tuple[torch.Tensor, Any]:  # noqa: ANN401 - as above
     """Return (zeroed bytes, their memory pool), with no other allocation in it: the offset in the window is the same on
     all ranks.
     """

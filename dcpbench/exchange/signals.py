@@ -62,7 +62,7 @@ class Meetings:
         for kind, staged in zip(self.kinds, self.staged, strict=True):
             staged.copy_(kind.counters, non_blocking=True)
 
-    def told(self) -> list[Meeting]:
+    def get_meetings(self) -> list[Meeting]:
         """Return the copied counters."""
         return [
             Meeting(
@@ -70,7 +70,7 @@ class Meetings:
                 what=kind.what,
                 phase=kind.phase,
                 ranks=self.ranks,
-                rows=_rows(staged, self.rank, by_blocks=kind.by_blocks),
+                rows=_make_rows(staged, self.rank, by_blocks=kind.by_blocks),
             )
             for kind, staged in zip(self.kinds, self.staged, strict=True)
         ]
@@ -82,7 +82,7 @@ _aside: dict[torch.device, torch.cuda.Stream] = {}
 """Made beforehand: while a kernel does not end, making one may wait for it."""
 
 
-def read(limit_s: float = COPY_S) -> bytes:
+def read_signals(limit_s: float = COPY_S) -> bytes:
     """Return the signals as JSON; empty if this rank has no memory that peers read. Thread-safe; does not raise."""
     _known[:] = [one for one in _known if one() is not None]
     there = [of for one in _known if (of := one()) is not None and of.kinds]
@@ -93,8 +93,8 @@ def read(limit_s: float = COPY_S) -> bytes:
     try:
         with torch.inference_mode():
             devices = {kind.counters.device for of in there for kind in of.kinds}
-            while len(found) < 2 and not (unread := _copied(there, devices, limit_s)):  # noqa: PLR2004 -- before and after
-                found.append([told for of in there for told in of.told()])
+            while len(found) < 2 and not (unread := _wait_for_copies(there, devices, limit_s)):  # noqa: PLR2004 -- before and after
+                found.append([meeting for of in there for meeting in of.get_meetings()])
                 time.sleep(APART_S * (len(found) == 1))
     except RuntimeError as e:  # the type of all CUDA errors in torch
         unread = f"its counters could not be copied: {(str(e) or type(e).__name__).splitlines()[0]}"
@@ -103,7 +103,7 @@ def read(limit_s: float = COPY_S) -> bytes:
     return msgspec.json.encode(Signals(meetings=[] if unread else found[0], unread=unread))
 
 
-def _copied(there: Sequence[Meetings], devices: set[torch.device], limit_s: float) -> str:
+def _wait_for_copies(there: Sequence[Meetings], devices: set[torch.device], limit_s: float) -> str:
     """Wait for all copies; return an empty string, or the reason why they did not complete."""
     until = time.monotonic() + limit_s
     for device in devices:
@@ -124,7 +124,7 @@ def _copied(there: Sequence[Meetings], devices: set[torch.device], limit_s: floa
     return ""
 
 
-def _rows(counters: torch.Tensor, rank: int, *, by_blocks: bool) -> list[list[int]]:
+def _make_rows(counters: torch.Tensor, rank: int, *, by_blocks: bool) -> list[list[int]]:
     """Return rows in the form of Meeting from counters in the layout of meeting.py, with the peer at distance n in
     column n.
     """

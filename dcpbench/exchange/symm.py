@@ -17,7 +17,7 @@ With replicated queries nothing is gathered and a layer has one meeting. Then o 
 slot is overwritten after the next layer's merge; its meeting implies that all peers are done with the slot. This
 requires that the slots alternate in the order of execution, which is known for calls captured into one graph. It is not
 known at the beginning of a graph (the last layer of the preceding work may have used the same slot: a graph with an odd
-number of layers replayed twice, or two graphs in any order) or outside graphs: there a `fence`, one more meeting, comes
+number of layers replayed twice, or two graphs in any order) or outside graphs: there a `launch_fence`, one more meeting, comes
 first. It costs one meeting per replay, not per layer.
 """
 
@@ -30,12 +30,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from dcpbench.exchange.signals import Kind, Meetings
-from dcpbench.exchange.symmetric_memory import allocate
+from dcpbench.exchange.symmetric_memory import allocate_peers
 from dcpbench.kernels.peers import Carver
-from dcpbench.kernels.peers.gather import gather
-from dcpbench.kernels.peers.meeting import fence
-from dcpbench.kernels.peers.merge import merge
-from dcpbench.measuring.ranges import phase
+from dcpbench.kernels.peers.gather import gather_queries
+from dcpbench.kernels.peers.meeting import launch_fence
+from dcpbench.kernels.peers.merge import merge_from_peers
+from dcpbench.measuring.ranges import record_range
 
 if TYPE_CHECKING:
     from dcpbench.exchange import ExchangeSpec
@@ -47,12 +47,12 @@ class _Parts:
 
     def __init__(self, carver: Carver, spec: ExchangeSpec, ranks: int) -> None:
         slots = 2 if spec.q_replicate else 1
-        self.met_for_q = carver.counters(ranks)
-        self.met_for_o = carver.counters(ranks)
-        self.met_at_fence = carver.counters(ranks)
-        self.q = carver.take(0 if spec.q_replicate else spec.batch, spec.heads, spec.width, dtype=spec.dtype)
-        self.o = [carver.take(spec.batch, spec.heads, spec.value, dtype=spec.dtype) for _ in range(slots)]
-        self.lse = [carver.take(spec.batch, spec.heads, dtype=torch.float32) for _ in range(slots)]
+        self.met_for_q = carver.allocate_counters(ranks)
+        self.met_for_o = carver.allocate_counters(ranks)
+        self.met_at_fence = carver.allocate_counters(ranks)
+        self.q = carver.allocate_tensor(0 if spec.q_replicate else spec.batch, spec.heads, spec.width, dtype=spec.dtype)
+        self.o = [carver.allocate_tensor(spec.batch, spec.heads, spec.value, dtype=spec.dtype) for _ in range(slots)]
+        self.lse = [carver.allocate_tensor(spec.batch, spec.heads, dtype=torch.float32) for _ in range(slots)]
 
 
 class SymmetricMemory:
@@ -63,7 +63,7 @@ class SymmetricMemory:
         self.spec = spec
         size = Carver()
         _Parts(size, spec, group.size)
-        self.peers = allocate(group, size.used, spec.device, "--exchange symm", "--exchange a2a")
+        self.peers = allocate_peers(group, size.used, spec.device, "--exchange symm", "--exchange a2a")
         self.parts = _Parts(Carver(self.peers.own), spec, group.size)
         self.meetings = Meetings(
             group,
@@ -76,52 +76,54 @@ class SymmetricMemory:
         self.slot = 0
         self.graph: int | None = None
 
-    def query(self, batch: int) -> torch.Tensor:
+    def get_query_buffer(self, batch: int) -> torch.Tensor:
         """See Exchange."""
-        return self.spec.new_query(batch, self.peers.size)
+        return self.spec.allocate_query(batch, self.peers.size)
 
     def gather_q(self, q_BhQ: torch.Tensor) -> torch.Tensor:
         """See Exchange. The gathered q holds until this layer's merge."""
         if self.spec.q_replicate:
             return q_BhQ
-        with phase("q_gather"):
+        with record_range("q_gather"):
             all_BHQ = self.parts.q[: q_BhQ.shape[0]]
-            gather(self.peers, self.parts.met_for_q, q_BhQ, all_BHQ)
+            gather_queries(self.peers, self.parts.met_for_q, q_BhQ, all_BHQ)
             return all_BHQ
 
-    def partial(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def get_partial_buffers(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See Exchange."""
         if self.spec.q_replicate:
-            self._next_slot()
+            self._move_to_next_slot()
         return self.parts.o[self.slot][:batch], self.parts.lse[self.slot][:batch]
 
-    def merge(self, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> torch.Tensor:
+    def merge_partials(self, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> torch.Tensor:
         """See Exchange."""
-        with phase("merge"):
-            out_hBR = self.spec.new_merged(o_BHR.shape[0], o_BHR.shape[1] // self.peers.size)
-            merge(self.peers, self.parts.met_for_o, o_BHR, lse_BH, out_hBR)
+        with record_range("merge"):
+            out_hBR = self.spec.allocate_merged(o_BHR.shape[0], o_BHR.shape[1] // self.peers.size)
+            merge_from_peers(self.peers, self.parts.met_for_o, o_BHR, lse_BH, out_hBR)
             return out_hBR
 
-    def _next_slot(self) -> None:
-        graph = graph_being_captured(self.spec.device)
+    def _move_to_next_slot(self) -> None:
+        graph = get_capture_id(self.spec.device)
         if graph is None or graph != self.graph:
-            with phase("merge"):
-                fence(self.peers, self.parts.met_at_fence)
+            with record_range("merge"):
+                launch_fence(self.peers, self.parts.met_at_fence)
         self.graph = graph
         self.slot = 1 - self.slot
 
 
-def graph_being_captured(device: torch.device) -> int | None:
+def get_capture_id(device: torch.device) -> int | None:
     """Return the number of the CUDA graph that the current stream is being captured into, unique among graphs, or None."""
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         return None
     status, number = ctypes.c_int(), ctypes.c_uint64()
     stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
-    failed = _driver().cuStreamGetCaptureInfo_v2(stream, ctypes.byref(status), ctypes.byref(number), None, None, None)
+    failed = _load_driver().cuStreamGetCaptureInfo_v2(
+        stream, ctypes.byref(status), ctypes.byref(number), None, None, None
+    )
     assert not failed, f"cuStreamGetCaptureInfo: error {failed}"
     return number.value
 
 
 @functools.cache
-def _driver() -> ctypes.CDLL:
+def _load_driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")

@@ -11,9 +11,9 @@ import torch
 from dcpbench.errors import UsageError
 from dcpbench.exchange.emulated import EmulatedGroup
 from dcpbench.exchange.signals import Kind, Meetings
-from dcpbench.exchange.symmetric_memory import allocate
+from dcpbench.exchange.symmetric_memory import allocate_peers
 from dcpbench.kernels.peers import Carver
-from dcpbench.kernels.peers.add_up import one_shot, two_shot
+from dcpbench.kernels.peers.add_up import reduce_one_shot, reduce_two_shot
 from dcpbench.points.names import ALL_REDUCES
 
 if TYPE_CHECKING:
@@ -51,10 +51,10 @@ def make_all_reduce(name: str, group: Group, spec: ReduceSpec) -> AllReduce:
 class _Parts:
     def __init__(self, carver: Carver, spec: ReduceSpec, ranks: int, small: int) -> None:
         whole = spec.rows * spec.columns * spec.dtype.itemsize
-        self.met_once, self.met_twice = carver.counters(ranks), carver.counters(ranks)
-        self.slots = carver.take(2, -(-min(small, whole) // 16) * 16, dtype=torch.uint8)
-        self.addends = carver.take(whole + ranks * 64, dtype=torch.uint8)
-        self.sums = carver.take(whole // ranks + 64, dtype=torch.uint8)
+        self.met_once, self.met_twice = carver.allocate_counters(ranks), carver.allocate_counters(ranks)
+        self.slots = carver.allocate_tensor(2, -(-min(small, whole) // 16) * 16, dtype=torch.uint8)
+        self.addends = carver.allocate_tensor(whole + ranks * 64, dtype=torch.uint8)
+        self.sums = carver.allocate_tensor(whole // ranks + 64, dtype=torch.uint8)
 
 
 class SymmetricAllReduce:
@@ -69,7 +69,7 @@ class SymmetricAllReduce:
         self.small = ONE_SHOT_BYTES // max(1, group.size - 1) if small is None else small
         size = Carver()
         _Parts(size, spec, group.size, self.small)
-        self.peers = allocate(group, size.used, spec.device, "--all-reduce symm", "--all-reduce nccl")
+        self.peers = allocate_peers(group, size.used, spec.device, "--all-reduce symm", "--all-reduce nccl")
         self.parts = _Parts(Carver(self.peers.own), spec, group.size, self.small)
         self.meetings = Meetings(
             group,
@@ -79,7 +79,7 @@ class SymmetricAllReduce:
             ],
         )
 
-    def fits(self, x: torch.Tensor) -> bool:
+    def supports_size(self, x: torch.Tensor) -> bool:
         """Return True if x is no larger than the allocated memory."""
         return x.numel() <= self.spec.rows * self.spec.columns
 
@@ -87,7 +87,7 @@ class SymmetricAllReduce:
         """See AllReduce. x is at most as large as specified."""
         assert x.is_contiguous()
         assert x.dtype == self.spec.dtype
-        assert self.fits(x)
+        assert self.supports_size(x)
         if x.nbytes <= self.small:
-            return one_shot(self.peers, self.parts.met_once, self.parts.slots, x)
-        return two_shot(self.peers, self.parts.met_twice, self.parts.addends, self.parts.sums, x)
+            return reduce_one_shot(self.peers, self.parts.met_once, self.parts.slots, x)
+        return reduce_two_shot(self.peers, self.parts.met_twice, self.parts.addends, self.parts.sums, x)

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dcpbench.errors import OutputError, UsageError
-from dcpbench.plan.options import did_you_mean
-from dcpbench.show.text import counted
+from dcpbench.plan.options import suggest_known
+from dcpbench.show.text import format_count
 from dcpbench.show.whole_files import write_file
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ FOLDER = "exports"
 
 
 @dataclasses.dataclass(frozen=True)
-class Rendered:
+class RenderedFiles:
     """Hold files in memory, by their path below a folder."""
 
     files: dict[str, bytes]
@@ -47,23 +47,23 @@ class Rendered:
     """Number of points that the format cannot or must not carry, by reason."""
 
 
-def as_json(value: object, *, infinity: bool = False) -> bytes:
+def encode_json(value: object, *, infinity: bool = False) -> bytes:
     """Return a line of JSON; `infinity` allows floats to be Infinity, as Python's own json does."""
     return (json.dumps(value, ensure_ascii=False, allow_nan=infinity) + "\n").encode("utf-8", "backslashreplace")
 
 
-def as_list(entries: Iterable[object]) -> bytes:
+def encode_json_list(entries: Iterable[object]) -> bytes:
     """Return a JSON list with a line per entry."""
-    return b"[\n" + b",\n".join(as_json(entry).rstrip(b"\n") for entry in entries) + b"\n]\n"
+    return b"[\n" + b",\n".join(encode_json(entry).rstrip(b"\n") for entry in entries) + b"\n]\n"
 
 
-def as_object(entries: Mapping[str, object]) -> bytes:
+def encode_json_object(entries: Mapping[str, object]) -> bytes:
     """Return a JSON object with a line per entry."""
-    return b"{\n" + b",\n".join(as_json({name: v})[1:-2] for name, v in entries.items()) + b"\n}\n"
+    return b"{\n" + b",\n".join(encode_json({name: v})[1:-2] for name, v in entries.items()) + b"\n}\n"
 
 
 @dataclasses.dataclass(frozen=True)
-class Exported:
+class ExportResult:
     """Hold which files were written, and which points were not."""
 
     paths: list[Path]
@@ -72,39 +72,39 @@ class Exported:
     runs: list[Run]
 
 
-def export(folders: Sequence[Path], to: str, output: Path | None, *, force: bool = False) -> Exported:
+def export_runs(folders: Sequence[Path], to: str, output: Path | None, *, force: bool = False) -> ExportResult:
     """Write the points of these runs in a format: all of its files, or none.
 
     Raise UsageError for an unknown format and if the format can carry no point, RecordsError for runs or samples that
     cannot be read, OutputError if a file cannot be written or exists already.
     """
     if to not in FORMATS:
-        raise UsageError(f"--to {to} is unknown{did_you_mean(to, tuple(FORMATS))}")
+        raise UsageError(f"--to {to} is unknown{suggest_known(to, tuple(FORMATS))}")
     from dcpbench.exports import measured
     from dcpbench.reports import frames
 
     module = importlib.import_module(f"dcpbench.exports.{FORMATS[to]}")
     if folders and (name := getattr(module, "FILE", "")):  # before records are read, which can take minutes
-        _check_free(_places({name: b""}, output, folders[0], to), force=force)
+        _check_free(_choose_paths({name: b""}, output, folders[0], to), force=force)
     runs = frames.read_runs(folders)
-    points = measured.of_runs(runs)
+    points = measured.collect_points(runs)
     rendered = module.render(points)
-    note = _left_out(rendered.left_out, len(points))
+    note = _format_left_out(rendered.left_out, len(points))
     if not rendered.files:
         why = note or "the runs hold no point."
         raise UsageError(f"nothing to write as {to}: {why} --to csv and --to parquet carry every point.")
-    return Exported(_write(_places(rendered.files, output, folders[0], to), force=force), note, runs)
+    return ExportResult(_write_files(_choose_paths(rendered.files, output, folders[0], to), force=force), note, runs)
 
 
-def _left_out(reasons: Counter[str], of: int) -> str:
+def _format_left_out(reasons: Counter[str], of: int) -> str:
     """Return a sentence such as `9 of 72 points left out: 7 decode steps, which have no requests; 2 did not run`."""
     if not reasons:
         return ""
     why = "; ".join(f"{n} {why}" for why, n in reasons.items())
-    return f"{reasons.total()} of {counted(of, 'point')} left out: {why}."
+    return f"{reasons.total()} of {format_count(of, 'point')} left out: {why}."
 
 
-def _places(files: Mapping[str, bytes], output: Path | None, run: Path, folder: str) -> dict[Path, bytes]:
+def _choose_paths(files: Mapping[str, bytes], output: Path | None, run: Path, folder: str) -> dict[Path, bytes]:
     """Return the path of each file.
 
     `output` is the file itself if there is one file to write and `output` has a file extension, else the folder for all
@@ -130,7 +130,7 @@ def _check_free(files: Iterable[Path], *, force: bool) -> None:
         raise OutputError(f"{there[0]}{more} would be written over; add --force, or give another place with -o.")
 
 
-def _write(files: Mapping[Path, bytes], *, force: bool) -> list[Path]:
+def _write_files(files: Mapping[Path, bytes], *, force: bool) -> list[Path]:
     """Write all files atomically, replacing older ones, and return their paths.
 
     Raise OutputError if a file cannot be written, or if it exists already and `force` is not set.

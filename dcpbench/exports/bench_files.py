@@ -6,11 +6,11 @@ import dataclasses
 import itertools
 from typing import TYPE_CHECKING
 
-from dcpbench.exports.measured import DECODE_STEPS, DID_NOT_RUN, Measured, Rule, sieve
+from dcpbench.exports.measured import DECODE_STEPS, DID_NOT_RUN, MeasuredPoint, Rule, filter_points
 from dcpbench.points.names import CLOSED, GAMMA
 from dcpbench.records.metrics import PERCENTILES
 from dcpbench.serving.outcome import FINISHED, REJECTED
-from dcpbench.serving.samples import read_samples, samples_path
+from dcpbench.serving.samples import find_samples, read_samples
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from dcpbench.serving.outcome import Row
 
 
-def samples_of(m: Measured) -> Path | None:
+def find_point_samples(m: MeasuredPoint) -> Path | None:
     """Return the path of a point's samples if they exist; raise RecordsError if that is outside the run's folder."""
-    return samples_path(m.folder, m.record.serve.samples_file) if m.record.serve else None
+    return find_samples(m.folder, m.record.serve.samples_file) if m.record.serve else None
 
 
 NOT_KNOWN = Rule(
     "had requests cut off, and no samples that say which tokens were theirs",
-    lambda m: m.record.serve is not None and bool(m.record.serve.cancelled) and samples_of(m) is None,
+    lambda m: m.record.serve is not None and bool(m.record.serve.cancelled) and find_point_samples(m) is None,
 )
 NO_TIME = Rule(
     "took no time, or do not say how long",
@@ -60,12 +60,12 @@ class Requests:
     errors: list[str]
 
     @classmethod
-    def of(cls, m: Measured) -> Requests | None:
+    def from_point(cls, m: MeasuredPoint) -> Requests | None:
         """Return the requests of a served point; None if its samples are not next to the record.
 
         Raise RecordsError for samples that cannot be read, or that lie outside the run's folder.
         """
-        path = samples_of(m)
+        path = find_point_samples(m)
         if path is None:
             return None
         rows = read_samples(path)
@@ -78,14 +78,14 @@ class Requests:
             latencies=[r.token_s[-1] - r.submitted_s if ok else 0.0 for r, ok in both],
             start_times=[r.submitted_s for r in rows],
             generated_texts=[""] * len(rows),
-            errors=["" if ok else _why(r) for r, ok in both],
+            errors=["" if ok else _format_error(r) for r, ok in both],
         )
 
-    def finished(self) -> list[int]:
+    def list_finished(self) -> list[int]:
         """Return the indices of the finished requests."""
         return [i for i, error in enumerate(self.errors) if not error]
 
-    def spread_ms(self) -> dict[str, float]:
+    def compute_std_ms(self) -> dict[str, float]:
         """Return the standard deviation of each latency in ms over finished requests, ITL pooled; none without a
         sample.
 
@@ -93,7 +93,7 @@ class Requests:
         """
         import numpy as np
 
-        done = self.finished()
+        done = self.list_finished()
         several = [i for i in done if self.output_lens[i] > 1]
         samples = {
             "ttft": [self.ttfts[i] for i in done],
@@ -103,18 +103,18 @@ class Requests:
         }
         return {name: float(np.std(found)) * 1e3 for name, found in samples.items() if found}
 
-    def most_at_once(self) -> int:
+    def count_max_in_flight(self) -> int:
         """Return the maximum number of finished requests in flight; one that starts as another ends does not overlap
         with it.
         """
-        done = self.finished()
+        done = self.list_finished()
         events = [(self.start_times[i], 1) for i in done] + [
             (self.start_times[i] + self.latencies[i], -1) for i in done
         ]
         return max(itertools.accumulate((change for _, change in sorted(events)), initial=0))
 
 
-def _why(row: Row) -> str:
+def _format_error(row: Row) -> str:
     return f"rejected: {row.reason}" if row.outcome == REJECTED else "cut off when the run ended"
 
 
@@ -128,12 +128,12 @@ class Totals:
     output_tokens: int
 
     @classmethod
-    def of(cls, serve: ServeMetrics, requests: Requests | None) -> Totals:
+    def from_metrics(cls, serve: ServeMetrics, requests: Requests | None) -> Totals:
         """Return the totals of the requests or, without them, of a run that cut none off: otherwise the tokens cannot
         be assigned.
         """
         if requests is not None:
-            done = requests.finished()
+            done = requests.list_finished()
             return cls(
                 finished=len(done),
                 failed=len(requests.errors) - len(done),
@@ -153,10 +153,10 @@ class Totals:
 
 
 @dataclasses.dataclass(frozen=True)
-class Served:
+class ServedPoint:
     """Hold a served point with its requests, as far as they are known."""
 
-    m: Measured
+    m: MeasuredPoint
     load: Load
     serve: ServeMetrics
     requests: Requests | None
@@ -183,23 +183,23 @@ class Served:
         return self.load.request_rate if self.load.arrival == GAMMA else None
 
 
-def served(points: Iterable[Measured], *more: Rule) -> tuple[list[Served], Counter[str]]:
+def collect_served(points: Iterable[MeasuredPoint], *more: Rule) -> tuple[list[ServedPoint], Counter[str]]:
     """Return the points that such a file can carry, and the number left out by reason."""
-    kept, left_out = sieve(points, *CARRIES, *more)
+    kept, left_out = filter_points(points, *CARRIES, *more)
     found = []
     for m in kept:
         load, serve = m.record.point.load, m.record.serve
         assert load is not None
         assert serve is not None
         assert serve.wall_s is not None
-        requests = Requests.of(m)
-        found.append(Served(m, load, serve, requests, Totals.of(serve, requests), serve.wall_s))
+        requests = Requests.from_point(m)
+        found.append(ServedPoint(m, load, serve, requests, Totals.from_metrics(serve, requests), serve.wall_s))
     return found, left_out
 
 
-def statistics(point: Served, names: Mapping[str, str] = SAME_NAMES) -> dict[str, float]:
+def collect_statistics(point: ServedPoint, names: Mapping[str, str] = SAME_NAMES) -> dict[str, float]:
     """Return `mean_ttft_ms` and similar statistics by the tool's names; unknown percentiles are absent."""
-    spread = point.requests.spread_ms() if point.requests else {}
+    spread = point.requests.compute_std_ms() if point.requests else {}
     found: dict[str, float | None] = {}
     for ours, theirs in names.items():
         times: Latencies = getattr(point.serve, f"{ours}_ms")
@@ -212,6 +212,6 @@ def statistics(point: Served, names: Mapping[str, str] = SAME_NAMES) -> dict[str
     return {name: value for name, value in found.items() if value is not None}
 
 
-def fixed(length: str) -> int | None:
+def parse_fixed_length(length: str) -> int | None:
     """Return the number of tokens if all requests have the same; else None."""
     return int(length) if length.isdecimal() and len(length) < 10 else None  # noqa: PLR2004 - tokens, not a trap

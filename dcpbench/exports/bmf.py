@@ -8,32 +8,34 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dcpbench.exports import Rendered, as_object, measured
-from dcpbench.show.text import short
+from dcpbench.exports import RenderedFiles, encode_json_object, measured
+from dcpbench.show.text import fit_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dcpbench.exports.measured import Measured
+    from dcpbench.exports.measured import MeasuredPoint
     from dcpbench.records.metrics import Value
 
 FILE = "bmf.json"
-MOST_IN_A_NAME = 1024
+MAX_NAME_CHARS = 1024
 """Maximum number of characters of a benchmark's name."""
 
 
-def render(points: Sequence[Measured]) -> Rendered:
+def render(points: Sequence[MeasuredPoint]) -> RenderedFiles:
     """Return one file with every point."""
-    kept, left_out = measured.sieve(points, measured.DID_NOT_RUN)
-    groups = measured.by_point(kept)
+    kept, left_out = measured.filter_points(points, measured.DID_NOT_RUN)
+    groups = measured.group_repeats(kept)
     found = {
-        short(name, MOST_IN_A_NAME): {v.metric.name.replace("_", "-"): _metric(v) for v in measured.values(group)}
-        for name, group in zip(measured.names(groups), groups, strict=True)
+        fit_name(name, MAX_NAME_CHARS): {
+            v.metric.name.replace("_", "-"): _build_metric(v) for v in measured.collect_values(group)
+        }
+        for name, group in zip(measured.make_names(groups), groups, strict=True)
     }
-    return Rendered({FILE: as_object(found)} if found else {}, left_out)
+    return RenderedFiles({FILE: encode_json_object(found)} if found else {}, left_out)
 
 
-def _metric(v: Value) -> dict[str, float]:
+def _build_metric(v: Value) -> dict[str, float]:
     metric = {"value": v.median}
     if v.low is not None and v.high is not None:
         metric |= {"lower_value": v.low, "upper_value": v.high}

@@ -10,16 +10,16 @@ import dataclasses
 import io
 from typing import TYPE_CHECKING
 
-from dcpbench.exports import Rendered
+from dcpbench.exports import RenderedFiles
 from dcpbench.points.axes import Role
 from dcpbench.points.point import AXES, LOAD_AXES
 from dcpbench.records import metrics
-from dcpbench.show.text import spreadsheet_cell
+from dcpbench.show.text import format_spreadsheet_cell
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from dcpbench.exports.measured import Measured
+    from dcpbench.exports.measured import MeasuredPoint
     from dcpbench.points.axes import Axis
 
 FILE = "points.csv"
@@ -36,18 +36,18 @@ class Column:
 
     name: str
     kind: type
-    of: Callable[[Measured], Cell]
+    read_value: Callable[[MeasuredPoint], Cell]
 
 
-def rows(points: Sequence[Measured]) -> list[dict[str, Cell]]:
+def build_rows(points: Sequence[MeasuredPoint]) -> list[dict[str, Cell]]:
     """Return a row for every point, including those that did not run with their outcome and reason; absent values are
     None.
     """
-    return [{column.name: _cell(column, m) for column in COLUMNS} for m in points]
+    return [{column.name: _convert_cell(column, m) for column in COLUMNS} for m in points]
 
 
-def _cell(column: Column, m: Measured) -> Cell:
-    value = column.of(m)
+def _convert_cell(column: Column, m: MeasuredPoint) -> Cell:
+    value = column.read_value(m)
     if value is None or value == "":
         return None
     if column.kind is int:
@@ -55,37 +55,37 @@ def _cell(column: Column, m: Measured) -> Cell:
     return value
 
 
-def _point(axis: Axis) -> Column:
+def _make_point_column(axis: Axis) -> Column:
     """Return the column of a field of a point; 0 means unknown in an import, except for the repeat."""
     unknown = 0 if axis.kind is int and axis.role is not Role.REPEAT else ""
 
-    def of(m: Measured) -> Cell:
+    def read_value(m: MeasuredPoint) -> Cell:
         value: Cell = getattr(m.record.point, axis.name)
         return None if value == unknown else value
 
-    return Column(axis.name, axis.kind, of)
+    return Column(axis.name, axis.kind, read_value)
 
 
-def _load(axis: Axis) -> Column:
+def _make_load_column(axis: Axis) -> Column:
     return Column(f"load_{axis.name}", axis.kind, lambda m: getattr(m.record.point.load, axis.name, None))
 
 
-def _env(name: str, kind: type) -> Column:
+def _make_environment_column(name: str, kind: type) -> Column:
     return Column(name, kind, lambda m: getattr(m.record.environment, name, None))
 
 
-def _metric(metric: metrics.Metric) -> Column:
-    return Column(metric.name, int if metric.whole else float, lambda m: metrics.known(metric, m.record))
+def _make_metric_column(metric: metrics.Metric) -> Column:
+    return Column(metric.name, int if metric.whole else float, lambda m: metrics.get_finite_value(metric, m.record))
 
 
-def _end(metric: metrics.Metric, name: str, place: int) -> Column:
+def _make_interval_column(metric: metrics.Metric, name: str, place: int) -> Column:
     """Return the column of one end of a metric's interval."""
 
-    def of(m: Measured) -> float | None:
-        interval = metric.interval(m.record)
+    def read_value(m: MeasuredPoint) -> float | None:
+        interval = metric.get_interval(m.record)
         return None if interval is None else interval[place]
 
-    return Column(f"{metric.name}_{name}", float, of)
+    return Column(f"{metric.name}_{name}", float, read_value)
 
 
 COLUMNS: tuple[Column, ...] = (
@@ -100,36 +100,44 @@ COLUMNS: tuple[Column, ...] = (
     Column("layout", str, lambda m: m.record.point.layout_name),
     Column("precision", str, lambda m: m.record.point.precision),
     Column("mode", str, lambda m: m.record.point.load.mode if m.record.point.load else None),
-    *map(_point, AXES),
-    *(_load(axis) for axis in LOAD_AXES if axis.name not in NOT_EXPORTED),
-    *map(_metric, metrics.exported()),
-    *(_end(m, name, place) for m in metrics.exported() if m.ranged for place, name in enumerate(("low", "high"))),
+    *map(_make_point_column, AXES),
+    *(_make_load_column(axis) for axis in LOAD_AXES if axis.name not in NOT_EXPORTED),
+    *map(_make_metric_column, metrics.list_exported_metrics()),
+    *(
+        _make_interval_column(m, name, place)
+        for m in metrics.list_exported_metrics()
+        if m.ranged
+        for place, name in enumerate(("low", "high"))
+    ),
     Column("step_samples", int, lambda m: m.record.metrics.step_ms.samples if m.record.metrics else None),
     Column("ttft_samples", int, lambda m: m.record.serve.ttft_ms.samples if m.record.serve else None),
     Column("itl_samples", int, lambda m: m.record.serve.itl_ms.samples if m.record.serve else None),
-    _env("device", str),
-    _env("device_count", int),
-    *(_env(name, str) for name in ("driver", "cuda", "torch", "triton", "nccl", "flashinfer", "git_commit")),
+    _make_environment_column("device", str),
+    _make_environment_column("device_count", int),
+    *(
+        _make_environment_column(name, str)
+        for name in ("driver", "cuda", "torch", "triton", "nccl", "flashinfer", "git_commit")
+    ),
     Column("dcpbench_version", str, lambda m: m.record.environment.dcpbench if m.record.environment else None),
-    _env("host_hash", str),
+    _make_environment_column("host_hash", str),
     Column("seconds", float, lambda m: m.record.seconds),
 )
 
 
-def render(points: Sequence[Measured]) -> Rendered:
+def render(points: Sequence[MeasuredPoint]) -> RenderedFiles:
     """Return one file with every point."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow([column.name for column in COLUMNS])
-    writer.writerows([_text(row[column.name]) for column in COLUMNS] for row in rows(points))
-    return Rendered({FILE: out.getvalue().encode("utf-8", "backslashreplace")})
+    writer.writerows([_format_cell(row[column.name]) for column in COLUMNS] for row in build_rows(points))
+    return RenderedFiles({FILE: out.getvalue().encode("utf-8", "backslashreplace")})
 
 
-def _text(value: Cell) -> str:
+def _format_cell(value: Cell) -> str:
     if value is None:
         return ""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        return spreadsheet_cell(value)
+        return format_spreadsheet_cell(value)
     return repr(value)

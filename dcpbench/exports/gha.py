@@ -6,40 +6,42 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dcpbench.exports import Rendered, as_list, measured
+from dcpbench.exports import RenderedFiles, encode_json_list, measured
 from dcpbench.reports import words
-from dcpbench.show.text import short
+from dcpbench.show.text import fit_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dcpbench.exports.measured import Measured
+    from dcpbench.exports.measured import MeasuredPoint
     from dcpbench.records.metrics import Value
 
 FILES = {"lower": "gha-smaller-is-better.json", "higher": "gha-bigger-is-better.json"}
 """File for each direction that is better: for the action's `tool` customSmallerIsBetter and customBiggerIsBetter."""
 
 
-def render(points: Sequence[Measured]) -> Rendered:
+def render(points: Sequence[MeasuredPoint]) -> RenderedFiles:
     """Return both files, without a file that has no entries, because the action fails on an empty list."""
-    kept, left_out = measured.sieve(points, measured.DID_NOT_RUN)
-    groups = measured.by_point(kept)
+    kept, left_out = measured.filter_points(points, measured.DID_NOT_RUN)
+    groups = measured.group_repeats(kept)
     entries: dict[str, list[dict[str, Any]]] = {better: [] for better in FILES}
-    for name, group in zip(measured.names(groups), groups, strict=True):
-        for value in measured.values(group):
+    for name, group in zip(measured.make_names(groups), groups, strict=True):
+        for value in measured.collect_values(group):
             if value.metric.better:
-                entries[value.metric.better].append(_entry(name, group, value))
-    return Rendered({FILES[better]: as_list(found) for better, found in entries.items() if found}, left_out)
+                entries[value.metric.better].append(_build_entry(name, group, value))
+    return RenderedFiles(
+        {FILES[better]: encode_json_list(found) for better, found in entries.items() if found}, left_out
+    )
 
 
-def _entry(name: str, group: Sequence[Measured], v: Value) -> dict[str, Any]:
+def _build_entry(name: str, group: Sequence[MeasuredPoint], v: Value) -> dict[str, Any]:
     entry: dict[str, Any] = {"name": f"{name}: {v.metric.name}", "unit": v.metric.unit, "value": v.median}
     if v.low is not None and v.high is not None:
         entry["range"] = f"± {max(v.high - v.median, v.median - v.low):g}"
     first = group[0]
     facts = [
         v.metric.help,
-        f"measured by {first.origin}" + (f" on {short(first.device)}" if first.device else ""),
+        f"measured by {first.origin}" + (f" on {fit_name(first.device)}" if first.device else ""),
         f"{len(v.each)} repeats" if len(v.each) > 1 else "",
         {
             measured.FUNCTIONAL: "functional run on a CPU: no performance number",

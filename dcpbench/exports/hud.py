@@ -8,21 +8,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dcpbench.exports import Rendered, as_list, measured
+from dcpbench.exports import RenderedFiles, encode_json_list, measured
 from dcpbench.points.axes import Role
-from dcpbench.points.point import point_axes
+from dcpbench.points.point import select_point_axes
 from dcpbench.records.record import OURS
 from dcpbench.reports import words
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dcpbench.exports.measured import Measured
+    from dcpbench.exports.measured import MeasuredPoint
     from dcpbench.records.metrics import Value
     from dcpbench.records.record import Environment
 
 FILE = "hud.json"
-PATH = point_axes(Role.PATH, but=Role.EXCHANGE)
+PATH = select_point_axes(Role.PATH, but=Role.EXCHANGE)
 """Fields of a point for its path, except its exchange."""
 PACKAGES = ("torch", "triton", "nccl", "flashinfer", "flash_mla", "dcpbench")
 GB = 10**9
@@ -30,25 +30,25 @@ BETTER = {"higher": "bigger", "lower": "smaller", "": ""}
 """Directions in the terms of the database."""
 
 
-def render(points: Sequence[Measured]) -> Rendered:
+def render(points: Sequence[MeasuredPoint]) -> RenderedFiles:
     """Return one file with a list of records."""
-    kept, left_out = measured.sieve(points, *measured.PUBLIC)
+    kept, left_out = measured.filter_points(points, *measured.PUBLIC)
     found = []
-    for group in measured.by_point(kept):
-        shared = _shared(group)
-        found += [{"metric": _metric(v), **shared} for v in measured.values(group)]
-    return Rendered({FILE: as_list(found)} if found else {}, left_out)
+    for group in measured.group_repeats(kept):
+        shared = _build_shared_fields(group)
+        found += [{"metric": _build_metric(v), **shared} for v in measured.collect_values(group)]
+    return RenderedFiles({FILE: encode_json_list(found)} if found else {}, left_out)
 
 
-def _metric(v: Value) -> dict[str, Any]:
+def _build_metric(v: Value) -> dict[str, Any]:
     return {
         "name": v.metric.name,
         "benchmark_values": list(v.each),
-        "extra_info": _strings({"unit": v.metric.unit, "better": BETTER[v.metric.better]}),
+        "extra_info": _convert_to_strings({"unit": v.metric.unit, "better": BETTER[v.metric.better]}),
     }
 
 
-def _shared(group: Sequence[Measured]) -> dict[str, Any]:
+def _build_shared_fields(group: Sequence[MeasuredPoint]) -> dict[str, Any]:
     first = group[0]
     point, env = first.record.point, next((m.record.environment for m in group if m.record.environment), None)
     return {
@@ -56,21 +56,23 @@ def _shared(group: Sequence[Measured]) -> dict[str, Any]:
             "name": OURS,
             "mode": "inference",
             "dtype": point.precision,
-            "extra_info": _strings(_facts(first) | {"layers": words.describe_layers_held(m.record for m in group)}),
+            "extra_info": _convert_to_strings(
+                _collect_facts(first) | {"layers": words.describe_layers_held(m.record for m in group)}
+            ),
         },
         "model": {
             "name": point.model,
             "type": "mla-moe-decoder",
             "backend": point.backend,
             "origins": [first.origin],
-            "extra_info": _strings({"weights": point.weights}),
+            "extra_info": _convert_to_strings({"weights": point.weights}),
         },
-        "runners": [] if env is None else [_runner(env)],
-        "dependencies": {} if env is None else _dependencies(env),
+        "runners": [] if env is None else [_describe_runner(env)],
+        "dependencies": {} if env is None else _list_dependencies(env),
     }
 
 
-def _facts(m: Measured) -> dict[str, object]:
+def _collect_facts(m: MeasuredPoint) -> dict[str, object]:
     """Return the fields that identify a point, as strings for filters."""
     point = m.record.point
     facts: dict[str, object] = {
@@ -79,7 +81,7 @@ def _facts(m: Measured) -> dict[str, object]:
         "tensor_parallel_size": point.tp or "",
         "data_parallel_size": point.dp or "",
         "decode_context_parallel_size": point.dcp or "",
-        "exchange": point.exchange_label(),
+        "exchange": point.format_exchange_label(),
         **{axis.name: getattr(point, axis.name) for axis in PATH if axis.name != "backend"},
         "concurrency": point.concurrency,
         "context": point.context or "",
@@ -97,7 +99,7 @@ def _facts(m: Measured) -> dict[str, object]:
     return facts
 
 
-def _runner(env: Environment) -> dict[str, Any]:
+def _describe_runner(env: Environment) -> dict[str, Any]:
     memory = (env.device_memory_bytes or 0) // GB
     return {
         "name": env.host_hash,
@@ -105,11 +107,11 @@ def _runner(env: Environment) -> dict[str, Any]:
         "gpu_info": env.device,
         "gpu_count": env.device_count,
         "avail_gpu_mem_in_gb": memory,
-        "extra_info": _strings({"driver": env.driver or "", "cuda": env.cuda or ""}),
+        "extra_info": _convert_to_strings({"driver": env.driver or "", "cuda": env.cuda or ""}),
     }
 
 
-def _dependencies(env: Environment) -> dict[str, Any]:
+def _list_dependencies(env: Environment) -> dict[str, Any]:
     return {
         name: {"repo": "", "branch": "", "sha": "", "version": str(version), "extra_info": {}}
         for name in PACKAGES
@@ -117,5 +119,5 @@ def _dependencies(env: Environment) -> dict[str, Any]:
     }
 
 
-def _strings(facts: dict[str, object]) -> dict[str, str]:
+def _convert_to_strings(facts: dict[str, object]) -> dict[str, str]:
     return {name: str(value) for name, value in facts.items() if value != ""}

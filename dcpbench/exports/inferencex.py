@@ -10,14 +10,14 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from dcpbench.exports import Rendered, as_list, bench_files
-from dcpbench.exports.measured import PUBLIC, Measured, Rule
+from dcpbench.exports import RenderedFiles, bench_files, encode_json_list
+from dcpbench.exports.measured import PUBLIC, MeasuredPoint, Rule
 from dcpbench.points.names import CLOSED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dcpbench.exports.bench_files import Served
+    from dcpbench.exports.bench_files import ServedPoint
 
 FILE = "inferencex.json"
 GPU = re.compile(r"\b(?:gb|mi|h|b|a)\d{2,3}[a-z]?\b")
@@ -34,22 +34,24 @@ NO_LAYOUT = Rule(
     "have no layout, so nothing is known per GPU (import them again with --tp N)", lambda m: not m.record.point.tp
 )
 NO_HARDWARE = Rule("have no hardware (import them again with --gpu NAME)", lambda m: not m.device)
-UNEVEN = Rule("have requests of different lengths, while a row has one isl and one osl", lambda m: None in _lengths(m))
+UNEVEN = Rule(
+    "have requests of different lengths, while a row has one isl and one osl", lambda m: None in _get_lengths(m)
+)
 
 
-def render(points: Sequence[Measured]) -> Rendered:
+def render(points: Sequence[MeasuredPoint]) -> RenderedFiles:
     """Return one file with a list of rows."""
     rules = (*PUBLIC, OPEN_LOOPS, NO_LAYOUT_NOR_HARDWARE, NO_LAYOUT, NO_HARDWARE, UNEVEN)
-    kept, left_out = bench_files.served(points, *rules)
-    return Rendered({FILE: as_list(_row(p) for p in kept)} if kept else {}, left_out)
+    kept, left_out = bench_files.collect_served(points, *rules)
+    return RenderedFiles({FILE: encode_json_list(_build_row(p) for p in kept)} if kept else {}, left_out)
 
 
-def _row(p: Served) -> dict[str, Any]:
+def _build_row(p: ServedPoint) -> dict[str, Any]:
     point, totals, wall = p.m.record.point, p.totals, p.wall_s
-    isl, osl = _lengths(p.m)
-    times = bench_files.statistics(p)
+    isl, osl = _get_lengths(p.m)
+    times = bench_files.collect_statistics(p)
     found: dict[str, Any] = {
-        "hw": _hardware(p.m.device),
+        "hw": _find_hardware_name(p.m.device),
         "conc": point.concurrency,
         "image": None,
         "model": point.model,
@@ -80,11 +82,15 @@ def _row(p: Served) -> dict[str, Any]:
     return found
 
 
-def _lengths(m: Measured) -> tuple[int | None, int | None]:
+def _get_lengths(m: MeasuredPoint) -> tuple[int | None, int | None]:
     load = m.record.point.load
-    return (bench_files.fixed(load.input_tokens), bench_files.fixed(load.output_tokens)) if load else (None, None)
+    return (
+        (bench_files.parse_fixed_length(load.input_tokens), bench_files.parse_fixed_length(load.output_tokens))
+        if load
+        else (None, None)
+    )
 
 
-def _hardware(device: str) -> str:
+def _find_hardware_name(device: str) -> str:
     found = GPU.search(device.lower())
     return found.group() if found else device.lower()

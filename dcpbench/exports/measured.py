@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from dcpbench.points.names import REPLAY, UNKNOWN, WHOLE
 from dcpbench.records import metrics
-from dcpbench.records.record import forecast, functional, origin
+from dcpbench.records.record import get_origin, is_forecast, is_functional
 from dcpbench.reports import words
-from dcpbench.show.text import short
+from dcpbench.show.text import fit_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -27,7 +27,7 @@ WRONG = ("graph_differs", "inaccurate")
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
+class MeasuredPoint:
     """Hold one record of a run."""
 
     run: str
@@ -38,7 +38,7 @@ class Measured:
     @property
     def origin(self) -> str:
         """Return the tool that measured it."""
-        return origin(self.record)
+        return get_origin(self.record)
 
     @property
     def device(self) -> str:
@@ -50,9 +50,9 @@ class Measured:
         """Return `functional` for a run on a CPU, `replay` for virtual time, `emulated` if one rank represented all,
         else an empty string.
         """
-        if functional(self.record):
+        if is_functional(self.record):
             return FUNCTIONAL
-        if forecast(self.record):
+        if is_forecast(self.record):
             return EMULATED
         load = self.record.point.load
         return REPLAYED if load is not None and load.mode == REPLAY else ""
@@ -60,12 +60,12 @@ class Measured:
     @property
     def point_id(self) -> str:
         """Return 12 digits that are equal for all repeats of a point, and different for every other point."""
-        return digest(self.record.point.same_but_repeat())
+        return compute_digest(self.record.point.get_key_without_repeat())
 
 
-def of_runs(runs: Sequence[Run]) -> list[Measured]:
+def collect_points(runs: Sequence[Run]) -> list[MeasuredPoint]:
     """Return every point of these runs, the last record of each."""
-    return [Measured(run.name, run.folder, record) for run in runs for record in run.records]
+    return [MeasuredPoint(run.name, run.folder, record) for run in runs for record in run.records]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Rule:
 
     reason: str
     """Reason that completes `3 points left out: …`."""
-    holds: Callable[[Measured], bool]
+    holds: Callable[[MeasuredPoint], bool]
 
 
 DID_NOT_RUN = Rule("did not run", lambda m: m.record.outcome != "ok" or not (m.record.metrics or m.record.serve))
@@ -89,9 +89,9 @@ PUBLIC = (DID_NOT_RUN, ON_CPU, IN_REPLAY, IN_EMULATION, COMPUTED_WRONG)
 """Rules for points that are never published next to results of others."""
 
 
-def sieve(points: Iterable[Measured], *rules: Rule) -> tuple[list[Measured], Counter[str]]:
+def filter_points(points: Iterable[MeasuredPoint], *rules: Rule) -> tuple[list[MeasuredPoint], Counter[str]]:
     """Return the points to which no rule applies, and the number of points excluded by each first matching rule."""
-    kept: list[Measured] = []
+    kept: list[MeasuredPoint] = []
     left_out: Counter[str] = Counter()
     for point in points:
         reason = next((rule.reason for rule in rules if rule.holds(point)), None)
@@ -102,46 +102,54 @@ def sieve(points: Iterable[Measured], *rules: Rule) -> tuple[list[Measured], Cou
     return kept, left_out
 
 
-def by_point(points: Iterable[Measured]) -> list[list[Measured]]:
+def group_repeats(points: Iterable[MeasuredPoint]) -> list[list[MeasuredPoint]]:
     """Group repeats of a point, in order of their first; measured points are never grouped with others."""
-    groups: dict[tuple[str, str, str, str], list[Measured]] = {}
+    groups: dict[tuple[str, str, str, str], list[MeasuredPoint]] = {}
     for m in points:
-        groups.setdefault((m.run, m.origin, m.standing, m.record.point.same_but_repeat()), []).append(m)
+        groups.setdefault((m.run, m.origin, m.standing, m.record.point.get_key_without_repeat()), []).append(m)
     return list(groups.values())
 
 
-def values(group: Sequence[Measured]) -> list[metrics.Value]:
+def collect_values(group: Sequence[MeasuredPoint]) -> list[metrics.Value]:
     """Return the known values of a point in the order of the catalogue; values that are unmeasured or not finite are
     left out.
     """
-    return metrics.values([m.record for m in group], metrics.exported())
+    return metrics.merge_values([m.record for m in group], metrics.list_exported_metrics())
 
 
-def names(groups: Sequence[Sequence[Measured]]) -> list[str]:
+def make_names(groups: Sequence[Sequence[MeasuredPoint]]) -> list[str]:
     """Return a unique name for each point that is the same whenever the same points are exported.
 
     `deepseek-v3 tp4·dcp4 ag_rs flashinfer bf16, decode: 8 × 4,000`; the run comes first if there are several.
     """
     several = len({group[0].run for group in groups}) > 1
-    plain = [_name(group[0], several=several) for group in groups]
+    plain = [_make_name(group[0], several=several) for group in groups]
     count = Counter(plain)
     return [f"{n} #{group[0].point_id[:6]}" if count[n] > 1 else n for n, group in zip(plain, groups, strict=True)]
 
 
-def digest(text: str) -> str:
+def compute_digest(text: str) -> str:
     """Return 12 hexadecimal digits."""
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:12]
 
 
-def _name(m: Measured, *, several: bool) -> str:
+def _make_name(m: MeasuredPoint, *, several: bool) -> str:
     point = m.record.point
     in_layout = point.dp > 1 or point.ep in (WHOLE, UNKNOWN)
     ep = "" if in_layout else f"ep {point.ep}"  # this name must not change: histories of others match on it
-    who = [point.model, point.layout_name, ep, point.exchange_label(), point.backend, point.precision, point.settings]
+    who = [
+        point.model,
+        point.layout_name,
+        ep,
+        point.format_exchange_label(),
+        point.backend,
+        point.precision,
+        point.settings,
+    ]
     if point.load is None:
         load = f"{point.workload}: {point.concurrency:,} × {point.context:,}"
     else:
-        load = f"{point.workload}: {words.served(point)}"
+        load = f"{point.workload}: {words.format_served_load(point)}"
     standing = f" [{m.standing}]" if m.standing else ""
-    run = f"{short(m.run)}: " if several else ""
-    return f"{run}{' '.join(short(w) for w in who if w)}, {short(load)}{standing}"
+    run = f"{fit_name(m.run)}: " if several else ""
+    return f"{run}{' '.join(fit_name(w) for w in who if w)}, {fit_name(load)}{standing}"

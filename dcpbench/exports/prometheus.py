@@ -9,14 +9,14 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from dcpbench.exports import Rendered, measured
-from dcpbench.records.metrics import LATENCIES, Metric, exported
-from dcpbench.show.text import short
+from dcpbench.exports import RenderedFiles, measured
+from dcpbench.records.metrics import LATENCIES, Metric, list_exported_metrics
+from dcpbench.show.text import fit_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dcpbench.exports.measured import Measured
+    from dcpbench.exports.measured import MeasuredPoint
 
 FILE = "dcpbench.prom"
 MARK = "dcpbench_point_mark"
@@ -39,7 +39,7 @@ class Gauge:
     """Label that distinguishes the statistics of one latency."""
 
 
-def gauge(metric: Metric) -> Gauge:
+def make_gauge(metric: Metric) -> Gauge:
     """Return the gauge of a metric: `itl_p99_ms` as `dcpbench_itl_seconds{statistic="p99"}`, `host_plan_us` as
     `dcpbench_host_plan_seconds`.
     """
@@ -52,37 +52,37 @@ def gauge(metric: Metric) -> Gauge:
     return Gauge(f"dcpbench_{metric.gauge or metric.name + counted}", metric.help)
 
 
-GAUGES = {metric.name: gauge(metric) for metric in exported()}
+GAUGES = {metric.name: make_gauge(metric) for metric in list_exported_metrics()}
 
 
-def render(points: Sequence[Measured]) -> Rendered:
+def render(points: Sequence[MeasuredPoint]) -> RenderedFiles:
     """Return one file; the value of a point is the median of its repeats."""
-    kept, left_out = measured.sieve(points, measured.DID_NOT_RUN)
+    kept, left_out = measured.filter_points(points, measured.DID_NOT_RUN)
     families: dict[str, list[str]] = {}
     marked: list[str] = []
-    for group in measured.by_point(kept):
-        labels = _told(labels_of(group[0]))
-        for v in measured.values(group):
+    for group in measured.group_repeats(kept):
+        labels = _format_labels(collect_labels(group[0]))
+        for v in measured.collect_values(group):
             to = GAUGES[v.metric.name]
             statistic = f',statistic="{to.statistic}"' if to.statistic else ""
             series = f"{to.name}{{{labels}{statistic}}} {v.median * to.scale!r}\n"
             families.setdefault(to.name, []).append(series)
-        marks = sorted({short(mark) for m in group for mark in m.record.marks})
-        marked += [f"{MARK}{{{labels},{_told({'mark': mark})}}} 1\n" for mark in marks]
+        marks = sorted({fit_name(mark) for m in group for mark in m.record.marks})
+        marked += [f"{MARK}{{{labels},{_format_labels({'mark': mark})}}} 1\n" for mark in marks]
     lines = []
     for to in GAUGES.values():
         if found := families.pop(to.name, None):
-            lines += _family(to.name, to.help, found)
+            lines += _format_family(to.name, to.help, found)
     if lines:
-        lines += _family(MARK, MARK_HELP, marked)
-    return Rendered({FILE: "".join(lines).encode("utf-8", "backslashreplace")} if lines else {}, left_out)
+        lines += _format_family(MARK, MARK_HELP, marked)
+    return RenderedFiles({FILE: "".join(lines).encode("utf-8", "backslashreplace")} if lines else {}, left_out)
 
 
-def _family(name: str, help_: str, series: Sequence[str]) -> list[str]:
-    return [f"# HELP {name} {_escaped(help_)}\n", f"# TYPE {name} gauge\n", *series]
+def _format_family(name: str, help_: str, series: Sequence[str]) -> list[str]:
+    return [f"# HELP {name} {_encode_text(help_)}\n", f"# TYPE {name} gauge\n", *series]
 
 
-def labels_of(m: Measured) -> dict[str, str]:
+def collect_labels(m: MeasuredPoint) -> dict[str, str]:
     """Return the labels of a series; `point` alone distinguishes any two points of a run.
 
     Labels exclude everything that may differ when the same point is measured again, which would end a series and begin
@@ -102,7 +102,7 @@ def labels_of(m: Measured) -> dict[str, str]:
         "dp": str(point.dp),
         "dcp": str(point.dcp),
         "ep": str(point.ep_degree or ""),
-        "exchange": point.exchange_label(),
+        "exchange": point.format_exchange_label(),
         "backend": point.backend,
         "precision": point.precision,
         "workload": point.workload,
@@ -114,11 +114,11 @@ def labels_of(m: Measured) -> dict[str, str]:
     }
 
 
-def _told(labels: dict[str, str]) -> str:
-    quoted = {name: _escaped(short(text)).replace('"', '\\"') for name, text in labels.items()}
+def _format_labels(labels: dict[str, str]) -> str:
+    quoted = {name: _encode_text(fit_name(text)).replace('"', '\\"') for name, text in labels.items()}
     return ",".join(f'{name}="{text}"' for name, text in quoted.items())
 
 
-def _escaped(text: str) -> str:
+def _encode_text(text: str) -> str:
     """Escape a help text; in a label quotes are escaped, too."""
     return text.replace("\\", "\\\\").replace("\n", "\\n")

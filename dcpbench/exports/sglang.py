@@ -8,33 +8,36 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from dcpbench.exports import Rendered, as_json, bench_files
+from dcpbench.exports import RenderedFiles, bench_files, encode_json
 from dcpbench.points.names import TRACE
 from dcpbench.reports import words
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dcpbench.exports.bench_files import Served
-    from dcpbench.exports.measured import Measured
+    from dcpbench.exports.bench_files import ServedPoint
+    from dcpbench.exports.measured import MeasuredPoint
 
 NAMES = {"e2el": "e2e_latency", "ttft": "ttft", "tpot": "tpot", "itl": "itl"}
 FILE = "sglang.jsonl"
 
 
-def render(points: Sequence[Measured]) -> Rendered:
+def render(points: Sequence[MeasuredPoint]) -> RenderedFiles:
     """Return one file with a line per point that served requests; a closed loop's rate is Infinity, as SGLang writes
     it.
     """
-    kept, left_out = bench_files.served(points)
-    lines = [as_json(_result(p), infinity=True) for p in kept]
-    return Rendered({FILE: b"".join(lines)} if lines else {}, left_out)
+    kept, left_out = bench_files.collect_served(points)
+    lines = [encode_json(_build_result(p), infinity=True) for p in kept]
+    return RenderedFiles({FILE: b"".join(lines)} if lines else {}, left_out)
 
 
-def _result(p: Served) -> dict[str, Any]:
+def _build_result(p: ServedPoint) -> dict[str, Any]:
     serve, totals, wall = p.serve, p.totals, p.wall_s
     ranks = p.m.record.point.ep_degree
-    inputs, outputs = bench_files.fixed(p.load.input_tokens), bench_files.fixed(p.load.output_tokens)
+    inputs, outputs = (
+        bench_files.parse_fixed_length(p.load.input_tokens),
+        bench_files.parse_fixed_length(p.load.output_tokens),
+    )
     found: dict[str, Any] = {
         "tag": p.m.record.point.layout_name,
         "backend": p.label,
@@ -57,12 +60,12 @@ def _result(p: Served) -> dict[str, Any]:
         "input_throughput": totals.input_tokens / wall,
         "output_throughput": totals.output_tokens / wall,
         "total_throughput": (totals.input_tokens + totals.output_tokens) / wall,
-        **bench_files.statistics(p, NAMES),
+        **bench_files.collect_statistics(p, NAMES),
         "accept_length": None,
     }
     if serve.e2el_ms.mean is not None:
         found["concurrency"] = serve.e2el_ms.mean / 1e3 * serve.e2el_ms.samples / wall
     if p.requests is not None:
         lists = {name: each for name, each in vars(p.requests).items() if name not in ("latencies", "start_times")}
-        found |= {"max_concurrent_requests": p.requests.most_at_once(), **lists}
+        found |= {"max_concurrent_requests": p.requests.count_max_in_flight(), **lists}
     return found

@@ -9,16 +9,16 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from dcpbench.exports import Rendered, as_json, bench_files
-from dcpbench.exports.measured import digest
+from dcpbench.exports import RenderedFiles, bench_files, encode_json
+from dcpbench.exports.measured import compute_digest
 from dcpbench.reports import words
-from dcpbench.show.text import short
+from dcpbench.show.text import fit_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dcpbench.exports.bench_files import Served
-    from dcpbench.exports.measured import Measured
+    from dcpbench.exports.bench_files import ServedPoint
+    from dcpbench.exports.measured import MeasuredPoint
 
 TP, DP, DCP, EP = "tensor_parallel_size", "data_parallel_size", "decode_context_parallel_size", "enable_expert_parallel"
 """Metadata under vLLM's own option names; vLLM's tp counts the GPUs of one dp replica, dcpbench's those of all
@@ -30,13 +30,13 @@ GOODPUT_OF = ("ttft", "tpot", "e2el")
 """Latencies that vLLM's --goodput can bound; it has no objective for ITL."""
 
 
-def render(points: Sequence[Measured]) -> Rendered:
+def render(points: Sequence[MeasuredPoint]) -> RenderedFiles:
     """Return a file per point that served requests."""
-    kept, left_out = bench_files.served(points)
-    return Rendered({_file_name(p): as_json(_result(p)) for p in kept}, left_out)
+    kept, left_out = bench_files.collect_served(points)
+    return RenderedFiles({_make_file_name(p): encode_json(_build_result(p)) for p in kept}, left_out)
 
 
-def _result(p: Served) -> dict[str, Any]:
+def _build_result(p: ServedPoint) -> dict[str, Any]:
     point, serve, totals = p.m.record.point, p.serve, p.totals
     found: dict[str, Any] = {
         "date": re.sub(r"[-:Z]", "", p.m.record.started_at).replace("T", "-")[:15],
@@ -46,7 +46,7 @@ def _result(p: Served) -> dict[str, Any]:
         "model_id": point.model,
         "tokenizer_id": None,
         "num_prompts": p.load.requests,
-        **_metadata(p),
+        **_build_metadata(p),
         "request_rate": "inf" if p.request_rate is None else p.request_rate,
         "burstiness": p.load.burstiness,
         "max_concurrency": p.max_concurrency,
@@ -56,16 +56,16 @@ def _result(p: Served) -> dict[str, Any]:
         "total_input_tokens": totals.input_tokens,
         "total_output_tokens": totals.output_tokens,
         "request_throughput": totals.finished / p.wall_s,
-        "request_goodput": serve.goodput_s if _goodput(p) else None,
+        "request_goodput": serve.goodput_s if _format_goodput(p) else None,
         "output_throughput": totals.output_tokens / p.wall_s,
         "total_token_throughput": (totals.input_tokens + totals.output_tokens) / p.wall_s,
     }
     if p.requests is not None:
-        found |= {**vars(p.requests), "max_concurrent_requests": p.requests.most_at_once()}
-    return found | bench_files.statistics(p)
+        found |= {**vars(p.requests), "max_concurrent_requests": p.requests.count_max_in_flight()}
+    return found | bench_files.collect_statistics(p)
 
 
-def _metadata(p: Served) -> dict[str, str]:
+def _build_metadata(p: ServedPoint) -> dict[str, str]:
     """Return values without a field in vLLM's file, as its --metadata would write them."""
     point = p.m.record.point
     found = {}
@@ -74,7 +74,7 @@ def _metadata(p: Served) -> dict[str, str]:
         found |= {theirs: str(degree) for ours, theirs in OUTER.items() if (degree := getattr(point, ours)) > 1}
     if point.tp > 1 and point.ep_degree in (1, point.tp):
         found[EP] = str(point.ep_degree == point.tp)
-    if goodput := _goodput(p):
+    if goodput := _format_goodput(p):
         found["goodput"] = goodput
     if held := words.describe_layers_held([p.m.record]):
         found["layers"] = held
@@ -83,16 +83,16 @@ def _metadata(p: Served) -> dict[str, str]:
     return found
 
 
-def _goodput(p: Served) -> str:
+def _format_goodput(p: ServedPoint) -> str:
     """Return the objectives for --goodput, `ttft:500 e2el:9000`; empty if vLLM cannot express them."""
     slo = p.serve.slo_ms
     return " ".join(f"{n}:{ms:g}" for n, ms in slo.items()) if slo and set(slo) <= set(GOODPUT_OF) else ""
 
 
-def _file_name(p: Served) -> str:
+def _make_file_name(p: ServedPoint) -> str:
     point = p.m.record.point
     rate = "inf" if p.request_rate is None else f"{p.request_rate:g}"
     at_once = "" if p.max_concurrency is None else f"-concurrency{p.max_concurrency}"
-    words = f"{p.label}-{rate}qps{at_once}-{short(point.model, 40)}-{point.layout_name.replace('·', '-')}"
+    words = f"{p.label}-{rate}qps{at_once}-{fit_name(point.model, 40)}-{point.layout_name.replace('·', '-')}"
     safe = re.sub(r"[^A-Za-z0-9.-]+", "_", words).strip("._-")
-    return f"{safe}-{digest(f'{p.m.run} {point.key()}')}.json"
+    return f"{safe}-{compute_digest(f'{p.m.run} {point.get_key()}')}.json"

@@ -1,10 +1,10 @@
 """Heartbeats of a rank: a memory-mapped file that other processes read while the rank hangs and after it has ended.
 
-    phase(name), layer(n)       where the host is in a step
-    step(what)                  a step is launched on the device: `replay` of a graph, or `launch` kernel by kernel
-    collective(op, x, group)    a collective begins; its context exits when the collective has returned
+    record_phase(name), record_layer(n)   where the host is in a step
+    record_step(what)                     a step is launched on the device: `replay` of a graph, or `launch` kernel by kernel
+    record_collective(op, x, group)       a collective begins; its context exits when the collective has returned
 
-These functions do nothing before `begin` is called. After that, each one writes a few bytes to the mapped memory,
+These functions do nothing before `start_heartbeats` is called. After that, each one writes a few bytes to the mapped memory,
 without a system call, a lock or any work on the device. The kernel keeps the written bytes when the process is killed.
 
 The file is little endian. It holds a header, the names of phases, a table of collective descriptions (each stored
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Self
 import msgspec
 
 from dcpbench.errors import RecordsError
-from dcpbench.points.layout import MOST_RANKS
+from dcpbench.points.layout import MAX_RANKS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable
@@ -71,18 +71,18 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     """The caller of that function, in the same form."""
 
     @property
-    def said(self) -> str:
+    def description(self) -> str:
         """Return the collective as `all_reduce of float32 [2, 64]`."""
         return f"{self.op} of {self.dtype} {list(self.shape)}" if self.dtype else self.op
 
     @property
-    def what(self) -> tuple[str, str, tuple[int, ...]]:
+    def signature(self) -> tuple[str, str, tuple[int, ...]]:
         """Return what all ranks of the group must agree on: (op, dtype, shape)."""
         return self.op, self.dtype, self.shape
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Met:
+class CollectiveEvent:
     """One collective that a rank began."""
 
     order: int
@@ -115,16 +115,16 @@ class RankBeats:
     phase: str
     """The last that the host entered."""
     layer: int | None
-    met: list[Met]
+    met: list[CollectiveEvent]
     """The last collectives, oldest first."""
 
     @property
-    def last(self) -> Met | None:
+    def last(self) -> CollectiveEvent | None:
         """Return the last collective that the rank began."""
         return self.met[-1] if self.met else None
 
     @property
-    def inside(self) -> Met | None:
+    def inside(self) -> CollectiveEvent | None:
         """Return the collective that the host has not returned from."""
         return self.last if self.last is not None and self.last.state == INSIDE else None
 
@@ -159,27 +159,27 @@ class Beats:
         self._codes: set[object] = set()  # keeps code objects alive, as keys use their ids: hashing is slow
         self._names = {"": 0}
         self._phase, self._at = 0, RING_AT
-        self.layer(NO_LAYER)
+        self.set_layer(NO_LAYER)
 
-    def phase(self, name: str) -> None:
+    def set_phase(self, name: str) -> None:
         """See the module."""
-        self._phase = self._map[PHASE_AT] = self._names[name] if name in self._names else self._new_name(name)
+        self._phase = self._map[PHASE_AT] = self._names[name] if name in self._names else self._add_name(name)
 
-    def layer(self, number: int) -> None:
+    def set_layer(self, number: int) -> None:
         """See the module."""
         self._layer = number
         LAYER.pack_into(self._map, LAYER_AT, number)
 
-    def step(self, what: str) -> None:
+    def record_step(self, what: str) -> None:
         """See the module."""
         self._steps += 1
-        self.phase("")
-        self.layer(NO_LAYER)
+        self.set_phase("")
+        self.set_layer(NO_LAYER)
         STEPS.pack_into(
-            self._map, STEPS_AT, self._steps, self._names[what] if what in self._names else self._new_name(what)
+            self._map, STEPS_AT, self._steps, self._names[what] if what in self._names else self._add_name(what)
         )
 
-    def collective(self, op: str, x: Any, group: Any) -> Self:  # noqa: ANN401 -- a tensor or None, a process group
+    def start_collective(self, op: str, x: Any, group: Any) -> Self:  # noqa: ANN401 -- a tensor or None, a process group
         """See the module."""
         frame = sys._getframe(1)  # noqa: SLF001 -- the module inspect reads sources
         while frame.f_code.co_filename in self._through and frame.f_back is not None:
@@ -187,7 +187,7 @@ class Beats:
         above = frame.f_back or frame
         of = None if x is None else (x.dtype, x.shape)
         key = (op, of, group, id(frame.f_code), frame.f_lasti, id(above.f_code), above.f_lasti)
-        text = self._texts.get(key) or self._new_text(key, op, x, group, (frame, above))
+        text = self._texts.get(key) or self._add_text(key, op, x, group, (frame, above))
         number = self._numbers[group] = self._numbers.get(group, 0) + 1
         self._at = at = RING_AT + self._order % RING * MET.size
         self._order += 1
@@ -202,7 +202,7 @@ class Beats:
         TIME.pack_into(self._map, self._at + ENDED_AT, time.time_ns())
         self._map[self._at + STATE_AT] = RETURNED if kind is None else RAISED
 
-    def _new_name(self, name: str) -> int:
+    def _add_name(self, name: str) -> int:
         number = len(self._names)
         if number == NAMES:
             return 0
@@ -211,13 +211,13 @@ class Beats:
         self._names[name] = number
         return number
 
-    def _new_text(self, key: Hashable, op: str, x: Any, group: Any, frames: tuple[Any, Any]) -> int:  # noqa: ANN401
+    def _add_text(self, key: Hashable, op: str, x: Any, group: Any, frames: tuple[Any, Any]) -> int:  # noqa: ANN401
         self._codes |= {frame.f_code for frame in frames}
-        at = [_place(frame) for frame in frames]
+        at = [_format_frame(frame) for frame in frames]
         name, ranks = self._members(group)
         dtype, shape = ("", ()) if x is None else (str(x.dtype).removeprefix("torch."), tuple(x.shape))
         most = TEXT_BYTES - TEXT.size
-        members, short = spans(ranks), (name[:40], at[0][-100:])
+        members, short = format_ranks(ranks), (name[:40], at[0][-100:])
         for call in (  # the list of members is stored whole or not at all: a truncated number would name another rank
             Call(op, dtype, shape, name, members, *at),
             Call(op, dtype, shape, short[0], members, short[1]),
@@ -239,7 +239,7 @@ class Beats:
 _here: Beats | None = None
 
 
-def begin(
+def start_heartbeats(
     path: Path,
     rank: int,
     ranks: int,
@@ -253,36 +253,36 @@ def begin(
     _here = Beats(path, rank, ranks, waits=waits, members=members, through=through)
 
 
-def end() -> None:
+def stop_heartbeats() -> None:
     """Stop writing heartbeats; keep the file as it is."""
     global _here  # noqa: PLW0603 -- as above
     _here = None
 
 
-def phase(name: str) -> None:
+def record_phase(name: str) -> None:
     """Record that the host enters a phase of a step."""
     if _here is not None:
-        _here.phase(name)
+        _here.set_phase(name)
 
 
-def layer(number: int) -> None:
+def record_layer(number: int) -> None:
     """Record that the host enters a layer, from 0."""
     if _here is not None:
-        _here.layer(number)
+        _here.set_layer(number)
 
 
-def step(what: str) -> None:
+def record_step(what: str) -> None:
     """Record that the host launches a step on the device: REPLAY or LAUNCH."""
     if _here is not None:
-        _here.step(what)
+        _here.record_step(what)
 
 
-def collective(op: str, x: Any, group: Any) -> AbstractContextManager[object]:  # noqa: ANN401 -- no torch here
+def record_collective(op: str, x: Any, group: Any) -> AbstractContextManager[object]:  # noqa: ANN401 -- no torch here
     """Return a context in which this rank is in a collective `op` of tensor `x`, or of None, in a process group."""
-    return _NOTHING if _here is None else _here.collective(op, x, group)
+    return _NOTHING if _here is None else _here.start_collective(op, x, group)
 
 
-def read(path: Path) -> RankBeats:
+def read_heartbeats(path: Path) -> RankBeats:
     """Return the heartbeats in a rank's file. Raise RecordsError if the file is unreadable, damaged or of another
     version.
     """
@@ -293,7 +293,7 @@ def read(path: Path) -> RankBeats:
     if len(data) != SIZE or not data.startswith(MAGIC):
         raise RecordsError(f"{path} holds no beats of this version of dcpbench.")
     _, rank, ranks, pid, waits = HEAD.unpack_from(data)
-    names = [_name(data, number) for number in range(NAMES)]
+    names = [_read_name(data, number) for number in range(NAMES)]
     (begun,), (layer_now,) = ORDER.unpack_from(data, ORDER_AT), LAYER.unpack_from(data, LAYER_AT)
     steps, step_name = STEPS.unpack_from(data, STEPS_AT)
     phase_now = data[PHASE_AT]
@@ -306,10 +306,10 @@ def read(path: Path) -> RankBeats:
         )
         if there == order and at_phase < NAMES and state <= RAISED:  # else it was being written, or is damaged
             met.append(
-                Met(
+                CollectiveEvent(
                     order=order,
                     number=number,
-                    call=_call(data, text),
+                    call=_read_call(data, text),
                     phase=names[at_phase],
                     layer=None if at_layer == NO_LAYER else at_layer,
                     state=state,
@@ -330,7 +330,7 @@ def read(path: Path) -> RankBeats:
     )
 
 
-def spans(ranks: Iterable[int]) -> str:
+def format_ranks(ranks: Iterable[int]) -> str:
     """Return a compact text of ranks: `0-3,6` for 0, 1, 2, 3 and 6."""
     found: list[list[int]] = []
     for rank in sorted(ranks):
@@ -341,23 +341,23 @@ def spans(ranks: Iterable[int]) -> str:
     return ",".join("-".join(map(str, span)) for span in found)
 
 
-def members(text: str) -> list[int]:
-    """Return the ranks in a text of `spans`; none for another text, or for more ranks than a job can have."""
+def parse_ranks(text: str) -> list[int]:
+    """Return the ranks in a text of `format_ranks`; none for another text, or for more ranks than a job can have."""
     try:
         ends = [[int(end) for end in span.split("-")] for span in text.split(",")]
     except ValueError:
         return []
-    if sum(max(span[-1] - span[0], 0) + 1 for span in ends) > MOST_RANKS:
+    if sum(max(span[-1] - span[0], 0) + 1 for span in ends) > MAX_RANKS:
         return []
     return [rank for span in ends for rank in range(span[0], span[-1] + 1)]
 
 
-def _name(data: bytes, number: int) -> str:
+def _read_name(data: bytes, number: int) -> str:
     start = NAMES_AT + number * NAME_BYTES
     return data[start : start + NAME_BYTES].rstrip(b"\0").decode(errors="replace")
 
 
-def _call(data: bytes, number: int) -> Call | None:
+def _read_call(data: bytes, number: int) -> Call | None:
     start = TEXTS_AT + number % TEXTS * TEXT_BYTES
     there, length = TEXT.unpack_from(data, start)
     try:
@@ -367,6 +367,6 @@ def _call(data: bytes, number: int) -> Call | None:
         return None
 
 
-def _place(frame: Any) -> str:  # noqa: ANN401 -- types.FrameType
+def _format_frame(frame: Any) -> str:  # noqa: ANN401 -- types.FrameType
     file = "/".join(Path(frame.f_code.co_filename).parts[-3:])
     return f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dcpbench.errors import RecordsError
-from dcpbench.hangs.beats import INSIDE, RETURNED, Call, Met, spans
+from dcpbench.hangs.beats import INSIDE, RETURNED, Call, CollectiveEvent, format_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-MOST_BYTES = 256 << 20
+MAX_BYTES = 256 << 20
 PROCESS = re.compile(r"^Process (\d+): (.*)$")
 SPY_THREAD = re.compile(r"^Thread (\S+)(?: \(([^)]*)\))?(?:: \"(.*)\")?\s*$")
 SPY_FRAME = re.compile(r"^ {4}(.+?) \((.+?)(?::(\d+))?\)\s*$")
@@ -41,7 +41,7 @@ NO_DUMP = (
     ValueError,
 )
 """Exceptions raised while decoding JSON that has another structure."""
-NOBODY = -1
+NO_RANK = -1
 """Rank of a process for which no rank number is known."""
 
 
@@ -53,7 +53,7 @@ class Frame(msgspec.Struct, frozen=True):
     line: int | None
 
     @property
-    def said(self) -> str:
+    def location(self) -> str:
         """Return the frame as `engine/model.py:12 in step`."""
         place = "/".join(self.file.strip("/").split("/")[-3:])
         return f"{place}{'' if self.line is None else f':{self.line}'} in {self.function}"
@@ -70,22 +70,22 @@ class Thread(msgspec.Struct, frozen=True, kw_only=True):
     frames: tuple[Frame, ...]
 
     @property
-    def main(self) -> bool:
+    def is_main(self) -> bool:
         """Return True if this is the main thread of its program, which alone executes module-level code."""
         return self.name == "MainThread" or any(frame.function == "<module>" for frame in self.frames)
 
 
-def rank_of(path: Path) -> int:
-    """Return the rank in a file's name, `stacks-3.txt` or `nccl_trace_rank_3`; NOBODY without one."""
+def parse_rank(path: Path) -> int:
+    """Return the rank in a file's name, `stacks-3.txt` or `nccl_trace_rank_3`; NO_RANK without one."""
     found = NAMED.search(path.name)
-    return int(found[1] or found[2]) if found else NOBODY
+    return int(found[1] or found[2]) if found else NO_RANK
 
 
-def text_of(path: Path) -> str:
+def read_text(path: Path) -> str:
     """Return the text of a file. Raise RecordsError if it cannot be read."""
     try:
-        if path.stat().st_size > MOST_BYTES:
-            raise RecordsError(f"{path} has more than {MOST_BYTES >> 20} MiB; name a smaller dump.")
+        if path.stat().st_size > MAX_BYTES:
+            raise RecordsError(f"{path} has more than {MAX_BYTES >> 20} MiB; name a smaller dump.")
         data = path.read_bytes()
     except OSError as e:
         raise RecordsError(f"{path} cannot be read: {e.strerror}.") from e
@@ -97,7 +97,7 @@ def text_of(path: Path) -> str:
     return data.decode(errors="replace")
 
 
-def threads(text: str, rank: int = NOBODY) -> list[Thread]:
+def parse_threads(text: str, rank: int = NO_RANK) -> list[Thread]:
     """Return all threads in a dump of py-spy, of one process or several, or of faulthandler; none for another text."""
     found: list[Thread] = []
     process = name = ""
@@ -115,7 +115,7 @@ def threads(text: str, rank: int = NOBODY) -> list[Thread]:
         elif thread:
             name, active = "", None
         elif spied:
-            name, active = spied[3] or "", _active(spied[2] or "")
+            name, active = spied[3] or "", _parse_active(spied[2] or "")
         elif headed and (frame := FAULT_FRAME.match(line)):
             frames.append(Frame(frame[3], frame[1], int(frame[2])))
         elif headed and (frame := SPY_FRAME.match(line)):
@@ -123,11 +123,11 @@ def threads(text: str, rank: int = NOBODY) -> list[Thread]:
     return found
 
 
-def _active(words: str) -> bool | None:
-    return True if "active" in words else False if "idle" in words else None
+def _parse_active(status: str) -> bool | None:
+    return True if "active" in status else False if "idle" in status else None
 
 
-def flight(text: str, path: Path, named: int = NOBODY) -> tuple[int, list[Met]]:
+def parse_flight(text: str, path: Path, named: int = NO_RANK) -> tuple[int, list[CollectiveEvent]]:
     """Parse the JSON of a flight recorder; return (rank, its last collectives, oldest first).
 
     `named` is the rank to use if the JSON has none. A collective has ended if torch has found so: for NCCL by querying
@@ -135,24 +135,24 @@ def flight(text: str, path: Path, named: int = NOBODY) -> tuple[int, list[Met]]:
     is not the JSON of a flight recorder.
     """
     try:
-        told = msgspec.json.decode(text)
-        entries, groups = told["entries"], told.get("pg_config") or {}
-        rank = told["rank"] if isinstance(told.get("rank"), int) else named
-        ranks = {str(name): _ranks(of.get("ranks")) for name, of in groups.items()}
-        met = [_met(order, e, ranks) for order, e in enumerate(entries, 1) if not e.get("is_p2p")]
+        trace = msgspec.json.decode(text)
+        entries, groups = trace["entries"], trace.get("pg_config") or {}
+        rank = trace["rank"] if isinstance(trace.get("rank"), int) else named
+        ranks = {str(name): _convert_ranks(of.get("ranks")) for name, of in groups.items()}
+        met = [_convert_entry(order, e, ranks) for order, e in enumerate(entries, 1) if not e.get("is_p2p")]
     except NO_DUMP as e:
         raise RecordsError(f"{path} is no JSON of torch's flight recorder ({type(e).__name__}: {str(e)[:100]}).") from e
     return rank, met
 
 
-def _met(order: int, e: dict[str, Any], ranks: dict[str, str]) -> Met:
+def _convert_entry(order: int, e: dict[str, Any], ranks: dict[str, str]) -> CollectiveEvent:
     name = str(e["process_group"][0])
     shape = tuple(int(n) for n in next(iter(e["input_sizes"]), ()))
     dtype = str(next(iter(e["input_dtypes"]), "")).lower()
     at = next((f"{f.get('filename')}:{f.get('line')} in {f.get('name')}" for f in e.get("frames") or []), "")
     op = str(e["profiling_name"]).rpartition(":")[2]
     done = bool(e.get("retired")) or e.get("state") == "completed"
-    return Met(
+    return CollectiveEvent(
         order=order,
         number=int(e["collective_seq_id"]),
         call=Call(op, dtype, shape, name, ranks.get(name, ranks.get("", "")), at),
@@ -163,9 +163,9 @@ def _met(order: int, e: dict[str, Any], ranks: dict[str, str]) -> Met:
     )
 
 
-def _ranks(said: object) -> str:
-    """Return a list of ranks, given as `[0, 1]` or as a list, in the form of `spans`."""
+def _convert_ranks(given: object) -> str:
+    """Return a list of ranks, given as `[0, 1]` or as a list, in the form of `format_ranks`."""
     numbers: Iterable[Any] = (
-        re.findall(r"\d+", said) if isinstance(said, str) else said if isinstance(said, list) else []
+        re.findall(r"\d+", given) if isinstance(given, str) else given if isinstance(given, list) else []
     )
-    return spans(int(n) for n in numbers)
+    return format_ranks(int(n) for n in numbers)

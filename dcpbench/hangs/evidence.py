@@ -3,7 +3,7 @@
 beats-R.bin                 see beats.py
 flight-R.json               torch's flight recorder
 stacks-R.txt, py-spy-R.txt  Python stacks, by faulthandler and by py-spy
-ranks.json                  state of each process, one Seen per process
+ranks.json                  state of each process, one ProcessState per process
 device-R.json               last norm that the rank's device began, a Device
 signals-R.json              signal counters in the rank's memory, a Signals
 log-R.txt                   last lines of the rank's log
@@ -20,15 +20,15 @@ import msgspec
 
 from dcpbench.errors import RecordsError
 from dcpbench.hangs import beats, dumps
-from dcpbench.hangs.dumps import NOBODY
+from dcpbench.hangs.dumps import NO_RANK
 from dcpbench.hangs.meetings import Signals
-from dcpbench.show.text import told_apart
+from dcpbench.show.text import make_unique_names
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from dcpbench.hangs.beats import Met, RankBeats
+    from dcpbench.hangs.beats import CollectiveEvent, RankBeats
     from dcpbench.hangs.dumps import Frame, Thread
 
 SEEN_FILE, GPUS_FILE, NCCL_FILE = "ranks.json", "gpus.txt", "nccl-ras.txt"
@@ -39,7 +39,7 @@ BUSY, IDLE = 0.7, 0.2
 Read = TypeVar("Read")
 
 
-class Seen(msgspec.Struct, frozen=True, kw_only=True):
+class ProcessState(msgspec.Struct, frozen=True, kw_only=True):
     """A rank's process when it was looked at."""
 
     rank: int
@@ -75,7 +75,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
         return "attention" if self.norm % 2 else "mlp"
 
     @property
-    def said(self) -> str:
+    def position(self) -> str:
         """Return the position as `attention of layer 3`; past the last norm of a step it is the attention of one more
         layer.
         """
@@ -89,11 +89,11 @@ class Rank:
     rank: int
     name: str
     beats: RankBeats | None = None
-    flight: list[Met] | None = None
+    flight: list[CollectiveEvent] | None = None
     device: Device | None = None
     signals: Signals | None = None
     threads: list[Thread] = dataclasses.field(default_factory=list)
-    seen: Seen | None = None
+    seen: ProcessState | None = None
     log: str = ""
 
     @property
@@ -103,7 +103,7 @@ class Rank:
         If no thread is known to be the main one, return the stack of the only thread, or an empty tuple if there are
         several.
         """
-        main = next((t for t in self.threads if t.main), None)
+        main = next((t for t in self.threads if t.is_main), None)
         return (main or self.threads[0]).frames if main or len(self.threads) == 1 else ()
 
     @property
@@ -126,36 +126,36 @@ class Evidence:
     gpus: str = ""
     nccl: str = ""
 
-    def of(self, rank: int, name: str = "") -> Rank:
+    def get_rank(self, rank: int, name: str = "") -> Rank:
         """Return the rank with this number, or the process with this name if it has no rank."""
-        found = next((r for r in self.ranks if r.rank == rank and (rank != NOBODY or r.name == name)), None)
+        found = next((r for r in self.ranks if r.rank == rank and (rank != NO_RANK or r.name == name)), None)
         if found is None:
-            found = Rank(rank, f"rank {rank}" if rank != NOBODY else name)
+            found = Rank(rank, f"rank {rank}" if rank != NO_RANK else name)
             self.ranks.append(found)
         return found
 
 
-def of_files(paths: Sequence[Path]) -> Evidence:
+def read_evidence(paths: Sequence[Path]) -> Evidence:
     """Read evidence from `paths`: files, and all files in folders. Raise RecordsError if no file could be read."""
     found = Evidence()
     typed = {os.path.realpath(path): path for path in paths if not path.is_dir()}
     inside = [path for folder in paths if folder.is_dir() for path in sorted(folder.iterdir()) if path.is_file()]
     named = typed | {os.path.realpath(path): path for path in inside}
     missed = []
-    for path, name in told_apart([*named.values()]).items():
+    for path, name in make_unique_names([*named.values()]).items():
         try:
-            if _take(found, path, name):
+            if _read_file(found, path, name):
                 found.read.append(name)
             elif os.path.realpath(path) in typed or dumps.LIKE_A_DUMP.search(path.name):
                 found.unread.append(f"{path} is no dump of py-spy or faulthandler, and no JSON of the flight recorder.")
-                missed.append(dumps.rank_of(path))
+                missed.append(dumps.parse_rank(path))
         except RecordsError as e:
             found.unread.append(str(e))
-            missed.append(dumps.rank_of(path))
+            missed.append(dumps.parse_rank(path))
     known = {rank.rank for rank in found.ranks}
-    if NOBODY not in known:  # otherwise numbers in names may be process ids
-        found.unknown = sorted({*missed} - known - {NOBODY})
-    found.ranks.sort(key=lambda r: (r.rank == NOBODY, r.rank, r.name))
+    if NO_RANK not in known:  # otherwise numbers in names may be process ids
+        found.unknown = sorted({*missed} - known - {NO_RANK})
+    found.ranks.sort(key=lambda r: (r.rank == NO_RANK, r.rank, r.name))
     if not found.ranks:
         why = " ".join(found.unread[:3])
         raise RecordsError(
@@ -165,72 +165,72 @@ def of_files(paths: Sequence[Path]) -> Evidence:
     return found
 
 
-def _take(found: Evidence, path: Path, called: str) -> bool:
+def _read_file(found: Evidence, path: Path, called: str) -> bool:
     """Read one file by its name or content into `found`; return True if its kind is known.
 
     Dumps with the same file name come from several hosts, so the number in such a name is local to its host.
     """
     if path.suffix == ".bin":
-        read = beats.read(path)
-        found.of(read.rank).beats = read
+        read = beats.read_heartbeats(path)
+        found.get_rank(read.rank).beats = read
         return True
     for beginning, take in OURS.items():
         if path.name.startswith(beginning) and path.suffix == ".json":
             take(found, path)
             return True
     if path.name.startswith("log-"):
-        found.of(dumps.rank_of(path), path.name).log = dumps.text_of(path)
+        found.get_rank(dumps.parse_rank(path), path.name).log = dumps.read_text(path)
         return True
     if path.name in (GPUS_FILE, NCCL_FILE):
-        setattr(found, "gpus" if path.name == GPUS_FILE else "nccl", dumps.text_of(path))
+        setattr(found, "gpus" if path.name == GPUS_FILE else "nccl", dumps.read_text(path))
         return True
     if path.suffix == ".html" or path.name == "finding.json":
         return False
-    text = dumps.text_of(path)
-    named = dumps.rank_of(path) if called == path.name else NOBODY
+    text = dumps.read_text(path)
+    named = dumps.parse_rank(path) if called == path.name else NO_RANK
     if text.lstrip().startswith("{") and '"entries"' in text:
-        _take_flight(found, *dumps.flight(text, path, named), path, called)
+        _add_flight(found, *dumps.parse_flight(text, path, named), path, called)
         return True
-    threads = dumps.threads(text, named)
+    threads = dumps.parse_threads(text, named)
     for process in dict.fromkeys(t.process for t in threads):
         pid = process.partition(":")[0]
         name = f"process {pid} ({called})" if process else called
         rank = named
         if str(rank) == pid or len({t.process for t in threads}) > 1:  # a file may be named by its process, too
-            rank = NOBODY
-        of = found.of(rank, name)
+            rank = NO_RANK
+        of = found.get_rank(rank, name)
         of.threads = of.threads or [t for t in threads if t.process == process]
     return bool(threads)
 
 
-def _take_flight(found: Evidence, rank: int, met: list[Met], path: Path, called: str) -> None:
-    of = found.of(rank, called)
+def _add_flight(found: Evidence, rank: int, met: list[CollectiveEvent], path: Path, called: str) -> None:
+    of = found.get_rank(rank, called)
     if of.flight is not None:
         raise RecordsError(f"{path} is of {of.name}, and so is another flight recorder; name those of one job.")
     of.flight = met
 
 
-def _take_device(found: Evidence, path: Path) -> None:
-    found.of(dumps.rank_of(path)).device = _decoded(path, Device)
+def _read_device(found: Evidence, path: Path) -> None:
+    found.get_rank(dumps.parse_rank(path)).device = _decode_json(path, Device)
 
 
-def _take_signals(found: Evidence, path: Path) -> None:
-    rank = found.of(dumps.rank_of(path))
-    rank.signals = _decoded(path, Signals)
+def _read_signals(found: Evidence, path: Path) -> None:
+    rank = found.get_rank(dumps.parse_rank(path))
+    rank.signals = _decode_json(path, Signals)
     if rank.signals.unread:
         found.unread.append(f"Signals of {rank.name}: {rank.signals.unread}.")
 
 
-def _take_seen(found: Evidence, path: Path) -> None:
-    for seen in _decoded(path, list[Seen]):
-        found.of(seen.rank).seen = seen
+def _read_processes(found: Evidence, path: Path) -> None:
+    for seen in _decode_json(path, list[ProcessState]):
+        found.get_rank(seen.rank).seen = seen
 
 
-OURS = {"device-": _take_device, "signals-": _take_signals, SEEN_FILE: _take_seen}
+OURS = {"device-": _read_device, "signals-": _read_signals, SEEN_FILE: _read_processes}
 """Readers of our own JSON files, by the beginning of the file name."""
 
 
-def _decoded(path: Path, kind: type[Read]) -> Read:
+def _decode_json(path: Path, kind: type[Read]) -> Read:
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as e:

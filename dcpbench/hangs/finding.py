@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.hangs import meetings
-from dcpbench.hangs.beats import INSIDE, RAISED, RETURNED, Met, members, spans
-from dcpbench.hangs.dumps import NOBODY
-from dcpbench.show.text import listed
+from dcpbench.hangs.beats import INSIDE, RAISED, RETURNED, CollectiveEvent, format_ranks, parse_ranks
+from dcpbench.hangs.dumps import NO_RANK
+from dcpbench.show.text import format_list
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 UNEVEN = ("all_gather", "all_to_all", "alltoall", "gather", "reduce_scatter", "scatter")
 REDUCES = {"attention": "attn_reduce", "mlp": "mlp_reduce"}
 """The phase of a reduction by the half of a layer that it ends."""
-MOST_APART = 2
+MAX_NORM_GAP = 2
 """Norms between ranks of one step: they meet in each half of a layer."""
 OURS = "dcpbench/"
 WAITS = frozenset(
@@ -115,34 +115,36 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 class _Line:
     """Collectives that one rank began in one group, by number."""
 
-    by_number: Mapping[int, Met]
+    by_number: Mapping[int, CollectiveEvent]
 
     @property
     def front(self) -> int:
         return max(self.by_number)
 
 
-def find(evidence: Evidence) -> Finding:
+def find_cause(evidence: Evidence) -> Finding:
     """Return the finding that the evidence supports."""
-    groups = _groups(evidence)
-    found = _mismatch(evidence, groups) or _at_meetings(evidence, groups) or _behind(evidence, groups)
-    found = _held(evidence, found) or found or _together(evidence, groups)
-    found = found or _on_devices(evidence) or _by_stacks(evidence) or _outside(evidence)
-    numbers = listed(spans(evidence.unknown).split(","))
+    groups = _group_collectives(evidence)
+    found = (
+        _find_first_mismatch(evidence, groups) or _find_meeting_wait(evidence, groups) or _find_behind(evidence, groups)
+    )
+    found = _find_blocked(evidence, found) or found or _find_stalled_collective(evidence, groups)
+    found = found or _find_device_stall(evidence) or _find_by_stacks(evidence) or _report_outside(evidence)
+    numbers = format_list(format_ranks(evidence.unknown).split(","))
     unknown = (
         [f"Of rank{'s' if len(evidence.unknown) > 1 else ''} {numbers} nothing is known."] if evidence.unknown else []
     )
     return msgspec.structs.replace(found, why=[*found.why, *unknown], read=evidence.read, unread=evidence.unread)
 
 
-def differs(evidence: Evidence) -> Finding | None:
+def find_mismatch(evidence: Evidence) -> Finding | None:
     """Return a finding if two ranks began different collectives, else None; it explains a job that broke before it
     hung.
     """
-    return _mismatch(evidence, _groups(evidence))
+    return _find_first_mismatch(evidence, _group_collectives(evidence))
 
 
-def met(rank: Rank) -> list[Met]:
+def get_collectives(rank: Rank) -> list[CollectiveEvent]:
     """Return the rank's last collectives.
 
     They come from the heartbeats if the host waited in collectives, otherwise from the flight recorder with the source
@@ -153,10 +155,10 @@ def met(rank: Rank) -> list[Met]:
     if rank.flight is None:
         return []
     own = rank.beats.met if rank.beats else []
-    return [_placed(one, own) for one in rank.flight]
+    return [_add_source_line(one, own) for one in rank.flight]
 
 
-def _placed(one: Met, own: Sequence[Met]) -> Met:
+def _add_source_line(one: CollectiveEvent, own: Sequence[CollectiveEvent]) -> CollectiveEvent:
     at = next(
         (b for b in reversed(own) if b.began_ns <= one.began_ns and (not b.ended_ns or one.began_ns <= b.ended_ns)),
         None,
@@ -169,82 +171,89 @@ def _placed(one: Met, own: Sequence[Met]) -> Met:
     return dataclasses.replace(one, call=call, phase=at.phase, layer=at.layer)
 
 
-def inside(rank: Rank) -> Met | None:
+def get_open_collective(rank: Rank) -> CollectiveEvent | None:
     """Return the collective that the rank waits in, or None if it waits in none or this is unknown."""
-    known = met(rank)
+    known = get_collectives(rank)
     if rank.beats is not None and not rank.beats.waits and rank.flight is None:
         return None  # collectives were only launched on the device, and its progress is unknown
     return next((m for m in known if m.state == INSIDE), None)
 
 
-def at_meetings(evidence: Evidence) -> list[Wait]:
+def find_signal_waits(evidence: Evidence) -> list[Wait]:
     """Return the ranks that wait in a kernel for signals of their peers."""
-    return meetings.waits({rank.rank: rank.signals for rank in evidence.ranks if rank.signals is not None})
+    return meetings.find_waits({rank.rank: rank.signals for rank in evidence.ranks if rank.signals is not None})
 
 
-def _groups(evidence: Evidence) -> dict[str, dict[int, _Line]]:
+def _group_collectives(evidence: Evidence) -> dict[str, dict[int, _Line]]:
     """Return the collectives that each rank began, by group and rank."""
-    lines: dict[str, dict[int, dict[int, Met]]] = collections.defaultdict(lambda: collections.defaultdict(dict))
+    lines: dict[str, dict[int, dict[int, CollectiveEvent]]] = collections.defaultdict(
+        lambda: collections.defaultdict(dict)
+    )
     for rank in evidence.ranks:
-        for one in met(rank):
+        for one in get_collectives(rank):
             if one.call is not None:
                 lines[one.call.group][rank.rank][one.number] = one
     return {group: {rank: _Line(by) for rank, by in ranks.items()} for group, ranks in lines.items()}
 
 
-def _place(one: Met) -> tuple[object, ...]:
+def _get_place(one: CollectiveEvent) -> tuple[object, ...]:
     assert one.call is not None
-    return one.call.what, one.phase, one.layer, one.call.at
+    return one.call.signature, one.phase, one.layer, one.call.at
 
 
-def _mismatch(evidence: Evidence, groups: Mapping[str, Mapping[int, _Line]]) -> Finding | None:
+def _find_first_mismatch(evidence: Evidence, groups: Mapping[str, Mapping[int, _Line]]) -> Finding | None:
     """Return the finding of case 1, the earliest over all groups."""
     found = []
     for lines in groups.values():
         numbers = sorted({n for line in lines.values() for n in line.by_number})
         by_number = {n: {r: line.by_number[n] for r, line in lines.items() if n in line.by_number} for n in numbers}
         split = next(
-            (n for n, of in by_number.items() if not _agree(of) and not _passed(of, by_number.get(n + 1))), None
+            (
+                n
+                for n, of in by_number.items()
+                if not _is_same_collective(of) and not _is_harmless(of, by_number.get(n + 1))
+            ),
+            None,
         )
         if split is None:
             continue
-        strayed = next((n for n, of in by_number.items() if len({_place(m) for m in of.values()}) > 1), split)
+        strayed = next((n for n, of in by_number.items() if len({_get_place(m) for m in of.values()}) > 1), split)
         found.append((min(m.began_ns for m in by_number[strayed].values()), lines, by_number[strayed], strayed, split))
     if not found:
         return None
     _, lines, at, number, split = min(found, key=lambda one: one[0])
-    return _differing(evidence, lines, at, number, split)
+    return _describe_mismatch(evidence, lines, at, number, split)
 
 
-def _agree(of: Mapping[int, Met]) -> bool:
+def _is_same_collective(of: Mapping[int, CollectiveEvent]) -> bool:
     """Return True if all ranks began the same collective."""
-    return len({_what(one) for one in of.values()}) <= 1
+    return len({_get_signature(one) for one in of.values()}) <= 1
 
 
-def _passed(of: Mapping[int, Met], following: Mapping[int, Met] | None) -> bool:
+def _is_harmless(of: Mapping[int, CollectiveEvent], following: Mapping[int, CollectiveEvent] | None) -> bool:
     """Return True if a difference did no harm: every rank returned from it, and the following collectives agree.
 
     Collectives of dcpbench never pass: its ranks agree in every argument, and NCCL may return on a rank that gave fewer
     bytes.
     """
     back = all(one.state == RETURNED and one.call is not None and not one.call.at for one in of.values())
-    return back and following is not None and following.keys() == of.keys() and _agree(following)
+    return back and following is not None and following.keys() == of.keys() and _is_same_collective(following)
 
 
-def _what(one: Met) -> tuple[str, str, tuple[int, ...]]:
+def _get_signature(one: CollectiveEvent) -> tuple[str, str, tuple[int, ...]]:
     """Return the part of a collective that must agree: (op, dtype, shape).
 
     The shape is left empty for collectives of other programs that accept parts of different sizes.
     """
     assert one.call is not None
-    op, dtype, shape = one.call.what
+    op, dtype, shape = one.call.signature
     return op, dtype, () if op in UNEVEN and not one.call.at else shape
 
 
-def _differing(
-    evidence: Evidence, lines: Mapping[int, _Line], at: Mapping[int, Met], number: int, split: int
+def _describe_mismatch(
+    evidence: Evidence, lines: Mapping[int, _Line], at: Mapping[int, CollectiveEvent], number: int, split: int
 ) -> Finding:
-    odd, sure, why = _odd(lines, at, number)
+    odd, sure, why = _find_odd_ranks(lines, at, number)
     others = sorted(set(at) - odd)
     theirs, mine = at[others[0]], at[min(odd)]
     assert theirs.call is not None
@@ -257,25 +266,29 @@ def _differing(
         mine.call.op,
     ):
         kind = "dtype" if theirs.call.dtype != mine.call.dtype else "shape"
-    who, them = _ranks(odd), _ranks(others)
-    said = (
-        f"{who} began {mine.call.said}{_where(mine)} as collective {number} of the group, and {them} "
-        f"{theirs.call.said}{_where(theirs)}"
+    who, them = _describe_ranks(odd), _describe_ranks(others)
+    sentence = (
+        f"{who} began {mine.call.description}{_format_context(mine)} as collective {number} of the group, and {them} "
+        f"{theirs.call.description}{_format_context(theirs)}"
     )
     if kind == "order":
-        why += _order(lines, at, odd, number)
+        why += _explain_order(lines, at, odd, number)
     if not sure:
         why.append("Nothing tells which of the two is right.")
     if split > number:
         why.append(f"From there on they agree in op, dtype and shape up to collective {split}, where they stand still.")
     return Finding(
         kind=kind,
-        said=said,
+        said=sentence,
         ranks=sorted(odd),
-        waiting=[r for r in others if (of := next((e for e in evidence.ranks if e.rank == r), None)) and inside(of)],
+        waiting=[
+            r
+            for r in others
+            if (of := next((e for e in evidence.ranks if e.rank == r), None)) and get_open_collective(of)
+        ],
         phase=mine.phase,
         layer=mine.layer,
-        collective=theirs.call.said,
+        collective=theirs.call.description,
         number=number,
         line=mine.call.at,
         waiting_at=theirs.call.at,
@@ -283,123 +296,133 @@ def _differing(
     )
 
 
-def _odd(lines: Mapping[int, _Line], at: Mapping[int, Met], number: int) -> tuple[set[int], bool, list[str]]:
+def _find_odd_ranks(
+    lines: Mapping[int, _Line], at: Mapping[int, CollectiveEvent], number: int
+) -> tuple[set[int], bool, list[str]]:
     """Return (ranks that differ, True if that is certain, reasons).
 
     The minority differs from the majority; in a tie, the ranks that left the order of earlier steps differ.
     """
     sides: dict[object, set[int]] = collections.defaultdict(set)
     for rank, one in at.items():
-        sides[_place(one)].add(rank)
+        sides[_get_place(one)].add(rank)
     by_size = sorted(sides.values(), key=lambda side: (len(side), -min(side)))
     if len(by_size[-1]) > len(by_size[-2]):
-        return set(at) - by_size[-1], True, [f"{_ranks(by_size[-1])} agree."]
-    as_before = [side for side in by_size if all(_followed(lines, at, r, number) for r in side)]
+        return set(at) - by_size[-1], True, [f"{_describe_ranks(by_size[-1])} agree."]
+    as_before = [side for side in by_size if all(_is_usual_successor(lines, at, r, number) for r in side)]
     if len(as_before) == 1:
-        return set(at) - as_before[0], True, [f"{_ranks(as_before[0])} went on as in earlier steps."]
+        return set(at) - as_before[0], True, [f"{_describe_ranks(as_before[0])} went on as in earlier steps."]
     return by_size[0], False, []
 
 
-def _followed(lines: Mapping[int, _Line], at: Mapping[int, Met], rank: int, number: int) -> bool:
+def _is_usual_successor(lines: Mapping[int, _Line], at: Mapping[int, CollectiveEvent], rank: int, number: int) -> bool:
     """Return True if the collective that the rank began followed the one before it in an earlier step, too."""
     before = lines[rank].by_number.get(number - 1)
-    return before is not None and _place(at[rank]) in _behind_it(lines, before, number)
+    return before is not None and _get_place(at[rank]) in _list_successors(lines, before, number)
 
 
-def _behind_it(lines: Mapping[int, _Line], one: Met, number: int) -> list[tuple[object, ...]]:
+def _list_successors(lines: Mapping[int, _Line], one: CollectiveEvent, number: int) -> list[tuple[object, ...]]:
     """Return the collectives that followed `one` each time any rank began it at the same place before."""
     return [
-        _place(line.by_number[n + 1])
+        _get_place(line.by_number[n + 1])
         for line in lines.values()
         for n, m in line.by_number.items()
-        if n + 1 < number and n + 1 in line.by_number and _place(m) == _place(one)
+        if n + 1 < number and n + 1 in line.by_number and _get_place(m) == _get_place(one)
     ]
 
 
-def _order(lines: Mapping[int, _Line], at: Mapping[int, Met], odd: set[int], number: int) -> list[str]:
+def _explain_order(
+    lines: Mapping[int, _Line], at: Mapping[int, CollectiveEvent], odd: set[int], number: int
+) -> list[str]:
     """Return further facts about an order that differs: swapped, additional or missing collectives."""
     one, other = min(odd), min(set(at) - odd)
     mine, theirs = lines[one].by_number, lines[other].by_number
     places = {
-        n: (_place(mine[n]) if n in mine else None, _place(theirs[n]) if n in theirs else None)
+        n: (_get_place(mine[n]) if n in mine else None, _get_place(theirs[n]) if n in theirs else None)
         for n in (number, number + 1)
     }
     (mine_now, theirs_now), (mine_next, theirs_next) = places[number], places[number + 1]
     if mine_next == theirs_now and theirs_next == mine_now:
-        return [f"{_ranks(odd)} took it and the one after it in the other order."]
+        return [f"{_describe_ranks(odd)} took it and the one after it in the other order."]
     if mine_next is not None and mine_next == theirs_now:
-        return [f"{_ranks(odd)} began one more in between, or took two in the other order."]
-    if mine_now == theirs_next or mine_now in _behind_it(lines, at[other], number):
-        return [f"It comes behind the other's: {_ranks(odd)} left that one out, or took the two in the other order."]
+        return [f"{_describe_ranks(odd)} began one more in between, or took two in the other order."]
+    if mine_now == theirs_next or mine_now in _list_successors(lines, at[other], number):
+        return [
+            f"It comes behind the other's: {_describe_ranks(odd)} left that one out, or took the two in the other order."
+        ]
     return []
 
 
-def _at_meetings(evidence: Evidence, groups: Mapping[str, Mapping[int, _Line]]) -> Finding | None:
+def _find_meeting_wait(evidence: Evidence, groups: Mapping[str, Mapping[int, _Line]]) -> Finding | None:
     """Return the finding of case 2; None if the absent rank waits in another collective."""
     by_rank = {rank.rank: rank for rank in evidence.ranks}
-    waiting = at_meetings(evidence)
+    waiting = find_signal_waits(evidence)
     if lost := [wait for wait in waiting if wait.passed]:
-        return _signal(by_rank, lost)
+        return _report_lost_signal(by_rank, lost)
     roots = {r for wait in waiting for r in wait.absent} - {wait.rank for wait in waiting}
     if not roots:
-        return _meetings_apart(by_rank, waiting) if waiting else None
+        return _report_crossed_meetings(by_rank, waiting) if waiting else None
     others = {rank.rank for rank in evidence.ranks} - roots - {wait.rank for wait in waiting}
-    in_one = [one for root in roots & by_rank.keys() if (one := inside(by_rank[root])) and one.call]
-    if any(inside(by_rank[r]) is None for one in in_one for r in _late(groups, one) & others):
+    in_one = [one for root in roots & by_rank.keys() if (one := get_open_collective(by_rank[root])) and one.call]
+    if any(get_open_collective(by_rank[r]) is None for one in in_one for r in _find_late_ranks(groups, one) & others):
         return None
-    return _absent(by_rank, roots, [wait for wait in waiting if roots & {*wait.absent}])
+    return _report_absent_ranks(by_rank, roots, [wait for wait in waiting if roots & {*wait.absent}])
 
 
-def _late(groups: Mapping[str, Mapping[int, _Line]], one: Met) -> set[int]:
+def _find_late_ranks(groups: Mapping[str, Mapping[int, _Line]], one: CollectiveEvent) -> set[int]:
     """Return the ranks that have not begun a collective."""
     assert one.call is not None
     lines = groups[one.call.group]
-    expected = set(members(one.call.ranks)) or set(lines)
+    expected = set(parse_ranks(one.call.ranks)) or set(lines)
     return {r for r in expected if r not in lines or lines[r].front < one.number}
 
 
-def _signal(by_rank: Mapping[int, Rank], lost: Sequence[Wait]) -> Finding:
+def _report_lost_signal(by_rank: Mapping[int, Rank], lost: Sequence[Wait]) -> Finding:
     """Return the finding for missing signals of ranks that have passed the meeting."""
     one = lost[0]
-    same = [w for w in lost if (w.said, w.passed, w.meeting.ranks) == (one.said, one.passed, one.meeting.ranks)]
+    same = [
+        w
+        for w in lost
+        if (w.description, w.passed, w.meeting.ranks) == (one.description, one.passed, one.meeting.ranks)
+    ]
     waiting = sorted({w.rank for w in same})
     who = sorted(one.passed)
-    phase, layer = _meeting_place(by_rank[one.rank], one)
+    phase, layer = _get_meeting_place(by_rank[one.rank], one)
     culprit = by_rank[who[0]]
     return Finding(
         kind="signal",
-        said=f"{_ranks(who)} {_verb(who, 'has', 'have')} passed {one.said}, and no signal of it has come to {_ranks(waiting)}, "
-        f"where a kernel waits for it{_in_step(phase, layer)}; {_ranks(who)} {_verb(who, 'is', 'are')} {_whereabouts(culprit)}",
+        said=f"{_describe_ranks(who)} {_choose_verb(who, 'has', 'have')} passed {one.description}, and no signal of it has come to {_describe_ranks(waiting)}, "
+        f"where a kernel waits for it{_format_step_place(phase, layer)}; {_describe_ranks(who)} {_choose_verb(who, 'is', 'are')} {_format_position(culprit)}",
         ranks=who,
         waiting=waiting,
         phase=phase,
         layer=layer,
         collective=one.meeting.what,
         number=one.number,
-        line=spot(culprit)[2],
-        waiting_at=spot(by_rank[one.rank])[2],
+        line=get_position(culprit)[2],
+        waiting_at=get_position(by_rank[one.rank])[2],
         why=[
-            f"{_ranks(waiting)} {_verb(waiting, 'has', 'have')} ended {one.number - 1} such meetings, by its counters."
+            f"{_describe_ranks(waiting)} {_choose_verb(waiting, 'has', 'have')} ended {one.number - 1} such meetings, by its counters."
         ],
     )
 
 
-def _absent(by_rank: Mapping[int, Rank], roots: set[int], waiting: Sequence[Wait]) -> Finding:
+def _report_absent_ranks(by_rank: Mapping[int, Rank], roots: set[int], waiting: Sequence[Wait]) -> Finding:
     """Return the finding for ranks that have not reached a meeting."""
     one = waiting[0]
     known = [by_rank[r] for r in sorted(roots) if r in by_rank]
     ended = {rank.rank: rank.seen.ended for rank in known if rank.seen and rank.seen.ended}
-    phase, layer = _meeting_place(by_rank[one.rank], one)
+    phase, layer = _get_meeting_place(by_rank[one.rank], one)
     gone = len(ended) == len(roots)
     first = next((rank for rank in known if rank.rank not in ended), known[0] if known else None)
-    at = "has ended" if gone else f"is {_whereabouts(first)}" if first else "is at a place that is not known"
+    at = "has ended" if gone else f"is {_format_position(first)}" if first else "is at a place that is not known"
     ranks = sorted({w.rank for w in waiting})
-    own = spot(first) if first else ("", None, "")
-    on_device = None if first is None or _by_host(first) else first.device
+    own = get_position(first) if first else ("", None, "")
+    on_device = None if first is None or _is_host_position(first) else first.device
     return Finding(
         kind="gone" if gone else "behind",
-        said=f"{_ranks(roots)} {at}; {_ranks(ranks)} {_verb(ranks, 'waits', 'wait')} for its signal in a kernel, "
-        f"in {one.said}{_in_step(phase, layer)}",
+        said=f"{_describe_ranks(roots)} {at}; {_describe_ranks(ranks)} {_choose_verb(ranks, 'waits', 'wait')} for its signal in a kernel, "
+        f"in {one.description}{_format_step_place(phase, layer)}",
         ranks=sorted(roots),
         waiting=ranks,
         phase=on_device.half if on_device else own[0] or phase,
@@ -407,20 +430,22 @@ def _absent(by_rank: Mapping[int, Rank], roots: set[int], waiting: Sequence[Wait
         collective=one.meeting.what,
         number=one.number,
         line=own[2],
-        waiting_at=spot(by_rank[one.rank])[2],
+        waiting_at=get_position(by_rank[one.rank])[2],
         why=[f"rank {r} ended: {how}." for r, how in ended.items()]
-        + [_process(rank) for rank in known if rank.seen and rank.rank not in ended],
+        + [_describe_process(rank) for rank in known if rank.seen and rank.rank not in ended],
     )
 
 
-def _meetings_apart(by_rank: Mapping[int, Rank], waiting: Sequence[Wait]) -> Finding:
+def _report_crossed_meetings(by_rank: Mapping[int, Rank], waiting: Sequence[Wait]) -> Finding:
     """Return the finding for ranks in several meetings that wait for each other."""
     one = waiting[0]
-    phase, layer = _meeting_place(by_rank[one.rank], one)
+    phase, layer = _get_meeting_place(by_rank[one.rank], one)
     ranks = sorted({w.rank for w in waiting})
     return Finding(
         kind="apart",
-        said="; ".join(f"rank {w.rank} is in {w.said} and waits for {_ranks(w.absent)}" for w in waiting),
+        said="; ".join(
+            f"rank {w.rank} is in {w.description} and waits for {_describe_ranks(w.absent)}" for w in waiting
+        ),
         ranks=ranks,
         waiting=ranks,
         phase=phase,
@@ -431,107 +456,113 @@ def _meetings_apart(by_rank: Mapping[int, Rank], waiting: Sequence[Wait]) -> Fin
     )
 
 
-def _by_host(rank: Rank) -> bool:
+def _is_host_position(rank: Rank) -> bool:
     """Return True if the position of the rank is that of its host because the position of its device is unknown."""
     return rank.device is None or not rank.device.norm or rank.beats is None or rank.beats.waits
 
 
-def _meeting_place(rank: Rank, wait: Wait) -> tuple[str, int | None]:
+def _get_meeting_place(rank: Rank, wait: Wait) -> tuple[str, int | None]:
     """Return (phase, layer) of the meeting that a rank is in."""
-    if not _by_host(rank):
+    if not _is_host_position(rank):
         assert rank.device is not None
         # In captured pieces prefixes of a layer are gathered ahead of its first norm (engine/pieces.py).
         ahead = wait.meeting.phase == "prefix_gather" and rank.device.half == "mlp"
         return wait.meeting.phase or REDUCES[rank.device.half], rank.device.layer + ahead
-    phase, layer, _ = spot(rank)
+    phase, layer, _ = get_position(rank)
     host_waits = rank.beats is not None and rank.beats.waits
     return wait.meeting.phase or (phase if host_waits else ""), layer if host_waits else None
 
 
-def _whereabouts(rank: Rank) -> str:
+def _format_position(rank: Rank) -> str:
     """Return `by its device in attention of layer 1` or `in phase moe of layer 1 at model.py:12 in experts`."""
-    if not _by_host(rank):
+    if not _is_host_position(rank):
         assert rank.device is not None
-        return f"by its device in {rank.device.said}"
-    return _at(*spot(rank)).strip()
+        return f"by its device in {rank.device.position}"
+    return _format_place(*get_position(rank)).strip()
 
 
-def _in_step(phase: str, layer: int | None) -> str:
+def _format_step_place(phase: str, layer: int | None) -> str:
     parts = [f"phase {phase}" if phase else "", f"layer {layer}" if layer is not None else ""]
     return f" ({', '.join(filter(None, parts))})" if any(parts) else ""
 
 
-def _behind(evidence: Evidence, groups: Mapping[str, Mapping[int, _Line]]) -> Finding | None:
+def _find_behind(evidence: Evidence, groups: Mapping[str, Mapping[int, _Line]]) -> Finding | None:
     """Return the finding of case 3, from the ranks that each waiting rank waits for, or for groups that wait for each
     other.
     """
     by_rank = {rank.rank: rank for rank in evidence.ranks}
-    waits: dict[int, Met] = {r: one for r, rank in by_rank.items() if (one := inside(rank)) and one.call}
-    for_whom = {rank: _late(groups, one) - {rank} for rank, one in waits.items()}
-    late = set().union(*for_whom.values()) - {wait.rank for wait in at_meetings(evidence)}
-    unread = {r for r in late if r not in by_rank or not _tells(by_rank[r])}
+    waits: dict[int, CollectiveEvent] = {
+        r: one for r, rank in by_rank.items() if (one := get_open_collective(rank)) and one.call
+    }
+    for_whom = {rank: _find_late_ranks(groups, one) - {rank} for rank, one in waits.items()}
+    late = set().union(*for_whom.values()) - {wait.rank for wait in find_signal_waits(evidence)}
+    unread = {r for r in late if r not in by_rank or not _has_progress(by_rank[r])}
     roots = {r for r in late - unread if not for_whom.get(r)}  # in no collective, or in one that all have reached
     if not late:
         return None
     if not roots:
-        return _of_unread(waits, unread) if unread else _apart(waits, for_whom, late)
+        return _report_unread_ranks(waits, unread) if unread else _report_crossed_groups(waits, for_whom, late)
     waiting = sorted(r for r, whom in for_whom.items() if whom & roots)
     one = waits[waiting[0]]
     assert one.call is not None
     known = [by_rank[r] for r in sorted(roots)]
     ended = {rank.rank: rank.seen.ended for rank in known if rank.seen and rank.seen.ended}
     first = next((rank for rank in known if rank.rank not in ended), known[0])
-    phase, layer, line = spot(first)
-    doing = "has ended" if ended and len(ended) == len(roots) else _doing(first)
-    said = (
-        f"{_ranks(roots)} {doing}{_at(phase, layer, line)}; {_ranks(waiting)} {_verb(waiting, 'waits', 'wait')} for it in "
-        f"{one.call.said}, collective {one.number} of the group{_where(one)}"
+    phase, layer, line = get_position(first)
+    doing = "has ended" if ended and len(ended) == len(roots) else _describe_state(first)
+    sentence = (
+        f"{_describe_ranks(roots)} {doing}{_format_place(phase, layer, line)}; {_describe_ranks(waiting)} {_choose_verb(waiting, 'waits', 'wait')} for it in "
+        f"{one.call.description}, collective {one.number} of the group{_format_context(one)}"
     )
     why = [f"rank {r} ended: {how}." for r, how in ended.items()]
-    why += [f"Of {_ranks(unread)} no collectives were read."] if unread else []
+    why += [f"Of {_describe_ranks(unread)} no collectives were read."] if unread else []
     return Finding(
         kind="gone" if len(ended) == len(roots) else "behind",
-        said=said,
+        said=sentence,
         ranks=sorted(roots),
         waiting=waiting,
         phase=phase or one.phase,
         layer=layer if layer is not None else one.layer,
-        collective=one.call.said,
+        collective=one.call.description,
         number=one.number,
         line=line,
         waiting_at=one.call.at,
-        why=why + [_process(rank) for rank in known if rank.seen and rank.rank not in ended],
+        why=why + [_describe_process(rank) for rank in known if rank.seen and rank.rank not in ended],
     )
 
 
-def _tells(rank: Rank) -> bool:
+def _has_progress(rank: Rank) -> bool:
     """Return True if it is known which collectives the rank began, or that the rank has ended."""
     return rank.beats is not None or rank.flight is not None or bool(rank.seen and rank.seen.ended)
 
 
-def _of_unread(waits: Mapping[int, Met], unread: set[int]) -> Finding:
+def _report_unread_ranks(waits: Mapping[int, CollectiveEvent], unread: set[int]) -> Finding:
     """Return the finding for ranks that wait for ranks without any evidence of their collectives."""
     rank, one = next(iter(waits.items()))
     assert one.call is not None
     return Finding(
         kind="unknown",
-        said=f"unknown: {_ranks(waits)} {_verb([*waits], 'waits', 'wait')}, rank {rank} in {one.call.said}{_where(one)}, and of "
-        f"{_ranks(unread)} no collectives were read",
+        said=f"unknown: {_describe_ranks(waits)} {_choose_verb([*waits], 'waits', 'wait')}, rank {rank} in {one.call.description}{_format_context(one)}, and of "
+        f"{_describe_ranks(unread)} no collectives were read",
         waiting=sorted(waits),
-        collective=one.call.said,
+        collective=one.call.description,
         number=one.number,
         waiting_at=one.call.at,
     )
 
 
-def _apart(waits: Mapping[int, Met], for_whom: Mapping[int, set[int]], late: set[int]) -> Finding:
+def _report_crossed_groups(
+    waits: Mapping[int, CollectiveEvent], for_whom: Mapping[int, set[int]], late: set[int]
+) -> Finding:
     """Return the finding for ranks of several groups that wait for each other."""
     ranks = sorted(r for r in late if for_whom.get(r))
     parts = []
     for rank in ranks:
         one = waits[rank]
         assert one.call is not None
-        parts.append(f"rank {rank} is in {one.call.said}{_where(one)} and waits for {_ranks(for_whom[rank])}")
+        parts.append(
+            f"rank {rank} is in {one.call.description}{_format_context(one)} and waits for {_describe_ranks(for_whom[rank])}"
+        )
     one = waits[ranks[0]]
     assert one.call is not None
     return Finding(
@@ -541,14 +572,14 @@ def _apart(waits: Mapping[int, Met], for_whom: Mapping[int, set[int]], late: set
         waiting=ranks,
         phase=one.phase,
         layer=one.layer,
-        collective=one.call.said,
+        collective=one.call.description,
         number=one.number,
         line=one.call.at,
         why=["They began collectives of different groups in different orders."],
     )
 
 
-def _held(evidence: Evidence, found: Finding | None) -> Finding | None:
+def _find_blocked(evidence: Evidence, found: Finding | None) -> Finding | None:
     """Return the finding of case 4: ranks blocked in the operating system's kernel.
 
     If `found` names such a rank, return it with this reason added; if it names only others, return None.
@@ -556,39 +587,39 @@ def _held(evidence: Evidence, found: Finding | None) -> Finding | None:
     held = {rank.rank: rank.seen.held_in for rank in evidence.ranks if rank.seen is not None and rank.seen.held}
     if not held or (found is not None and not set(found.ranks) & set(held)):
         return None
-    names = listed(sorted(set(filter(None, held.values()))))
+    names = format_list(sorted(set(filter(None, held.values()))))
     where = f" in {names}" if names else ""
     verb = "waits" if len(held) == 1 else "wait"
-    why = f"{_ranks(held)} {verb} in the kernel{where}, where no signal reaches a process (state D)."
+    why = f"{_describe_ranks(held)} {verb} in the kernel{where}, where no signal reaches a process (state D)."
     if found is not None:
         return msgspec.structs.replace(found, why=[*found.why, why])
     return Finding(
         kind="kernel",
-        said=f"{_ranks(held)} {verb} in the kernel{where}, for a disk, a network file system or a driver that does not answer",
+        said=f"{_describe_ranks(held)} {verb} in the kernel{where}, for a disk, a network file system or a driver that does not answer",
         ranks=sorted(held),
         waiting=sorted({rank.rank for rank in evidence.ranks} - set(held)),
         why=[why],
     )
 
 
-def _together(evidence: Evidence, groups: Mapping[str, Mapping[int, _Line]]) -> Finding | None:
+def _find_stalled_collective(evidence: Evidence, groups: Mapping[str, Mapping[int, _Line]]) -> Finding | None:
     """Return the finding of case 5."""
-    waits = {rank.rank: one for rank in evidence.ranks if (one := inside(rank)) and one.call}
+    waits = {rank.rank: one for rank in evidence.ranks if (one := get_open_collective(rank)) and one.call}
     if not waits:
         return None
     one = next(iter(waits.values()))
     assert one.call is not None
-    expected = set(members(one.call.ranks)) or set(groups[one.call.group])
+    expected = set(parse_ranks(one.call.ranks)) or set(groups[one.call.group])
     same = {r for r, m in waits.items() if m.call and (m.call.group, m.number) == (one.call.group, one.number)}
     if same != expected:
         return None
     return Finding(
         kind="together",
-        said=f"{_ranks(same)} are all in {one.call.said}, collective {one.number} of the group{_where(one)}, and none is behind",
+        said=f"{_describe_ranks(same)} are all in {one.call.description}, collective {one.number} of the group{_format_context(one)}, and none is behind",
         waiting=sorted(same),
         phase=one.phase,
         layer=one.layer,
-        collective=one.call.said,
+        collective=one.call.description,
         number=one.number,
         waiting_at=one.call.at,
         why=[
@@ -597,7 +628,7 @@ def _together(evidence: Evidence, groups: Mapping[str, Mapping[int, _Line]]) -> 
     )
 
 
-def _on_devices(evidence: Evidence) -> Finding | None:
+def _find_device_stall(evidence: Evidence) -> Finding | None:
     """Return the finding of case 6 if hosts only launched steps on devices that mark their progress."""
     known = {rank.rank: rank.device for rank in evidence.ranks if rank.device is not None and rank.device.norm}
     handed = [rank.beats for rank in evidence.ranks if rank.beats is not None and not rank.beats.waits]
@@ -605,12 +636,12 @@ def _on_devices(evidence: Evidence) -> Finding | None:
         return None
     norms = sorted({device.norm for device in known.values()})
     by_norm = [[r for r, d in known.items() if d.norm == n] for n in norms]
-    places = ", ".join(f"{_ranks(ranks)} in {known[ranks[0]].said}" for ranks in by_norm)
-    alike, far = len(norms) == 1, norms[-1] - norms[0] > MOST_APART
-    late = [] if alike or far else by_norm[0]
+    places = ", ".join(f"{_describe_ranks(ranks)} in {known[ranks[0]].position}" for ranks in by_norm)
+    same_norm, far = len(norms) == 1, norms[-1] - norms[0] > MAX_NORM_GAP
+    late = [] if same_norm or far else by_norm[0]
     at = None if far else known[by_norm[0][0]]
     why = ["By the norm that each began last: what comes behind it, up to the next one, is not told apart."]
-    why += ["None is behind the others."] if alike and len(known) > 1 else []
+    why += ["None is behind the others."] if same_norm and len(known) > 1 else []
     why += ["They are too far apart to be in one step: who is behind is not known."] if far else []
     return Finding(
         kind="device",
@@ -623,44 +654,49 @@ def _on_devices(evidence: Evidence) -> Finding | None:
     )
 
 
-def _by_stacks(evidence: Evidence) -> Finding | None:
+def _find_by_stacks(evidence: Evidence) -> Finding | None:
     """Return the finding of case 3 from stacks alone: some ranks are in a waiting function of torch, and others are
     not.
     """
-    stacks = {rank: frames for rank in map(id, evidence.ranks) if (frames := _frames(evidence, rank))}
+    stacks = {rank: frames for rank in map(id, evidence.ranks) if (frames := _get_frames(evidence, rank))}
     ranks = {id(rank): rank for rank in evidence.ranks}
-    waits = {r: call for r, frames in stacks.items() if (call := _waits_in(frames)) is not None}
+    waits = {r: call for r, frames in stacks.items() if (call := _find_waiting_call(frames)) is not None}
     out = [r for r in stacks if r not in waits]
-    if any(met(rank) for rank in evidence.ranks) or len(stacks) < 2 or not waits or len(out) * 2 >= len(stacks):  # noqa: PLR2004
+    if (
+        any(get_collectives(rank) for rank in evidence.ranks)
+        or len(stacks) < 2  # noqa: PLR2004
+        or not waits
+        or len(out) * 2 >= len(stacks)
+    ):
         return None
     if not out:
-        return _lines_apart(ranks, waits)
+        return _find_odd_line(ranks, waits)
     names = ", ".join(ranks[r].name for r in out)
-    spot = _own(stacks[out[0]])
+    spot = _find_own_frame(stacks[out[0]])
     wait = next(iter(waits.values()))
     return Finding(
         kind="behind",
-        said=f"{names} {'is' if len(out) == 1 else 'are'} at {spot.said}, and the other {len(waits)} wait in {wait[0].function}, "
-        f"at {wait[1].said}",
-        ranks=_numbers(ranks, out),
-        waiting=_numbers(ranks, waits),
+        said=f"{names} {'is' if len(out) == 1 else 'are'} at {spot.location}, and the other {len(waits)} wait in {wait[0].function}, "
+        f"at {wait[1].location}",
+        ranks=_list_rank_numbers(ranks, out),
+        waiting=_list_rank_numbers(ranks, waits),
         collective=wait[0].function,
-        line=spot.said,
-        waiting_at=wait[1].said,
+        line=spot.location,
+        waiting_at=wait[1].location,
         why=["By Python stacks alone: which collective it is, and whether it is the same one, they do not say."],
     )
 
 
-def _numbers(ranks: Mapping[int, Rank], some: Iterable[int]) -> list[int]:
+def _list_rank_numbers(ranks: Mapping[int, Rank], some: Iterable[int]) -> list[int]:
     """Return the numbers of those ranks that have one."""
-    return [ranks[r].rank for r in some if ranks[r].rank != NOBODY]
+    return [ranks[r].rank for r in some if ranks[r].rank != NO_RANK]
 
 
-def _lines_apart(ranks: Mapping[int, Rank], waits: Mapping[int, tuple[Frame, Frame]]) -> Finding | None:
+def _find_odd_line(ranks: Mapping[int, Rank], waits: Mapping[int, tuple[Frame, Frame]]) -> Finding | None:
     """Return the finding if all ranks wait, and a minority of them at another line."""
     lines: dict[str, list[int]] = collections.defaultdict(list)
     for r, (call, own) in waits.items():
-        lines[f"{call.function}, at {own.said}"].append(r)
+        lines[f"{call.function}, at {own.location}"].append(r)
     most = max(lines.values(), key=len)
     few = [r for r in waits if r not in most]
     if not few or len(few) * 2 >= len(waits):
@@ -670,8 +706,8 @@ def _lines_apart(ranks: Mapping[int, Rank], waits: Mapping[int, tuple[Frame, Fra
     return Finding(
         kind="order",
         said=f"{', '.join(ranks[r].name for r in few)} waits in {at}, and the other {len(most)} in {common}",
-        ranks=_numbers(ranks, few),
-        waiting=_numbers(ranks, waits),
+        ranks=_list_rank_numbers(ranks, few),
+        waiting=_list_rank_numbers(ranks, waits),
         collective=common,
         line=at,
         waiting_at=common,
@@ -679,27 +715,31 @@ def _lines_apart(ranks: Mapping[int, Rank], waits: Mapping[int, tuple[Frame, Fra
     )
 
 
-def _outside(evidence: Evidence) -> Finding:
+def _report_outside(evidence: Evidence) -> Finding:
     """Return the finding for ranks outside collectives (case 6), or `unknown`."""
     placed = [rank for rank in evidence.ranks if rank.beats is not None or rank.frames]
-    parts = [f"{rank.name} {_doing(rank)}{_at(*spot(rank))}" for rank in placed[:8]]
-    if placed and all(rank.beats is not None for rank in placed) and not any(inside(rank) for rank in placed):
+    parts = [f"{rank.name} {_describe_state(rank)}{_format_place(*get_position(rank))}" for rank in placed[:8]]
+    if (
+        placed
+        and all(rank.beats is not None for rank in placed)
+        and not any(get_open_collective(rank) for rank in placed)
+    ):
         on_device = [rank for rank in placed if rank.beats is not None and not rank.beats.waits]
         why = ["No rank waits in a collective."]
         if on_device:
             why = ["What the device is at inside a step, the host does not see; torch's flight recorder had nothing."]
         return Finding(kind="unknown" if on_device else "outside", said="; ".join(parts), why=why)
-    said = "what was read does not tell who keeps whom waiting"
-    unnamed = any(rank.flight is not None and rank.rank == NOBODY for rank in evidence.ranks)
+    summary = "what was read does not tell who keeps whom waiting"
+    unnamed = any(rank.flight is not None and rank.rank == NO_RANK for rank in evidence.ranks)
     why = [NAME_THEM] if unnamed else []
-    return Finding(kind="unknown", said=". ".join(filter(None, (said, "; ".join(parts)))), why=why)
+    return Finding(kind="unknown", said=". ".join(filter(None, (summary, "; ".join(parts)))), why=why)
 
 
-def _frames(evidence: Evidence, key: int) -> tuple[Frame, ...]:
+def _get_frames(evidence: Evidence, key: int) -> tuple[Frame, ...]:
     return next(rank.frames for rank in evidence.ranks if id(rank) == key)
 
 
-def _waits_in(frames: Sequence[Frame]) -> tuple[Frame, Frame] | None:
+def _find_waiting_call(frames: Sequence[Frame]) -> tuple[Frame, Frame] | None:
     """Return (the outermost waiting function of torch, its caller)."""
     for call, above in reversed([*itertools.pairwise(frames)]):
         if call.function in WAITS and any(part in call.file for part in WAITS_IN):
@@ -707,29 +747,29 @@ def _waits_in(frames: Sequence[Frame]) -> tuple[Frame, Frame] | None:
     return None
 
 
-def _own(frames: Sequence[Frame]) -> Frame:
+def _find_own_frame(frames: Sequence[Frame]) -> Frame:
     """Return the innermost frame of dcpbench, else the innermost known frame."""
     return next((f for f in frames if OURS in f.file), next((f for f in frames if f.line is not None), frames[0]))
 
 
-def spot(rank: Rank) -> tuple[str, int | None, str]:
+def get_position(rank: Rank) -> tuple[str, int | None, str]:
     """Return the position of a rank as (phase, layer, line)."""
     beat = rank.beats
     line = ""
     if rank.frames:
         inner = next((f for f in rank.frames if f.line is not None), rank.frames[0])
-        own = _own(rank.frames)
-        line = inner.said if inner == own else f"{inner.said}, called at {own.said}"
+        own = _find_own_frame(rank.frames)
+        line = inner.location if inner == own else f"{inner.location}, called at {own.location}"
     return (beat.phase, beat.layer, line) if beat else ("", None, line)
 
 
-def _doing(rank: Rank) -> str:
+def _describe_state(rank: Rank) -> str:
     if rank.beats is not None and rank.beats.last is not None and rank.beats.last.state == RAISED:
         return "has left a collective with an error and is"
     return {"sleeps": "sleeps", "spins": "spins"}.get(rank.pace, "is")
 
 
-def _process(rank: Rank) -> str:
+def _describe_process(rank: Rank) -> str:
     seen = rank.seen
     assert seen is not None
     if seen.cpu is None:
@@ -737,7 +777,7 @@ def _process(rank: Rank) -> str:
     return f"rank {rank.rank}: its main thread used {seen.cpu:.0%} of a CPU."
 
 
-def _at(phase: str, layer: int | None, line: str) -> str:
+def _format_place(phase: str, layer: int | None, line: str) -> str:
     parts = [
         f"in phase {phase}" if phase else "",
         f"of layer {layer}" if layer is not None else "",
@@ -746,7 +786,7 @@ def _at(phase: str, layer: int | None, line: str) -> str:
     return "".join(f" {part}" for part in parts if part) if any(parts) else " at a place that is not known"
 
 
-def _where(one: Met) -> str:
+def _format_context(one: CollectiveEvent) -> str:
     assert one.call is not None
     parts = [
         f"phase {one.phase}" if one.phase else "",
@@ -756,10 +796,10 @@ def _where(one: Met) -> str:
     return f" ({', '.join(filter(None, parts))})" if any(parts) else ""
 
 
-def _ranks(ranks: Iterable[int]) -> str:
+def _describe_ranks(ranks: Iterable[int]) -> str:
     known = sorted(ranks)
-    return f"rank {known[0]}" if len(known) == 1 else f"ranks {spans(known)}"
+    return f"rank {known[0]}" if len(known) == 1 else f"ranks {format_ranks(known)}"
 
 
-def _verb(ranks: Sequence[int], of_one: str, of_many: str) -> str:
+def _choose_verb(ranks: Sequence[int], of_one: str, of_many: str) -> str:
     return of_one if len(ranks) == 1 else of_many

@@ -60,39 +60,39 @@ class Wait:
     """Peers that have not begun the meeting, as far as is known."""
 
     @property
-    def said(self) -> str:
+    def description(self) -> str:
         """Return the meeting as `merge of symm, meeting 70`."""
         return f"{self.meeting.what}, meeting {self.number}"
 
 
-def waits(signals: Mapping[int, Signals]) -> list[Wait]:
+def find_waits(signals: Mapping[int, Signals]) -> list[Wait]:
     """Return all waiting ranks, in order; for each rank the first meeting of each buffer and kind."""
     kinds: dict[tuple[object, ...], dict[int, Meeting]] = {}
-    for rank, told in sorted(signals.items()):
-        for meeting in told.meetings:
+    for rank, rank_signals in sorted(signals.items()):
+        for meeting in rank_signals.meetings:
             if rank in meeting.ranks:
                 kinds.setdefault((meeting.number, meeting.what, meeting.ranks), {})[rank] = meeting
-    found = [wait for by_rank in kinds.values() for rank in by_rank if (wait := _wait(by_rank, rank)) is not None]
+    found = [wait for by_rank in kinds.values() for rank in by_rank if (wait := _find_wait(by_rank, rank)) is not None]
     return sorted(found, key=lambda wait: wait.rank)
 
 
-def _wait(by_rank: Mapping[int, Meeting], rank: int) -> Wait | None:
+def _find_wait(by_rank: Mapping[int, Meeting], rank: int) -> Wait | None:
     """Return the first wait among the rank's blocks, or None."""
     ranks = by_rank[rank].ranks
     for block in range(max(len(meeting.rows) for meeting in by_rank.values())):
-        ended = _ended(by_rank[rank], block)
-        ahead = max((_ahead(heard, ended) for heard in _heard_of(by_rank, rank, block)), default=0)
+        ended = _count_ended(by_rank[rank], block)
+        ahead = max((_compute_lead(heard, ended) for heard in _iter_received_signals(by_rank, rank, block)), default=0)
         if ahead != 1:  # a peer can be ahead by at most one: these counters were read while ranks went on
             continue
-        missing = [p for p in ranks if p != rank and _ahead(_signals(by_rank[rank], block, p), ended) <= 0]
+        missing = [p for p in ranks if p != rank and _compute_lead(_count_signals(by_rank[rank], block, p), ended) <= 0]
         if missing:
             passed = [
                 p
                 for p in missing
                 if p in by_rank
                 and (
-                    _ahead(_ended(by_rank[p], block), ended) > 0
-                    or any(_ahead(heard, ended) > 0 for heard in _heard_of(by_rank, p, block))
+                    _compute_lead(_count_ended(by_rank[p], block), ended) > 0
+                    or any(_compute_lead(heard, ended) > 0 for heard in _iter_received_signals(by_rank, p, block))
                 )
             ]
             absent = [p for p in missing if p not in passed]
@@ -100,20 +100,20 @@ def _wait(by_rank: Mapping[int, Meeting], rank: int) -> Wait | None:
     return None
 
 
-def _heard_of(by_rank: Mapping[int, Meeting], rank: int, block: int) -> Iterator[int]:
+def _iter_received_signals(by_rank: Mapping[int, Meeting], rank: int, block: int) -> Iterator[int]:
     """Yield the number of this rank's signals that each of its peers has received."""
-    return (_signals(meeting, block, rank) for peer, meeting in by_rank.items() if peer != rank)
+    return (_count_signals(meeting, block, rank) for peer, meeting in by_rank.items() if peer != rank)
 
 
-def _ended(meeting: Meeting, block: int) -> int:
+def _count_ended(meeting: Meeting, block: int) -> int:
     return next(iter(meeting.rows[block]), 0) if block < len(meeting.rows) else 0
 
 
-def _signals(meeting: Meeting, block: int, peer: int) -> int:
+def _count_signals(meeting: Meeting, block: int, peer: int) -> int:
     place = 1 + meeting.ranks.index(peer)
     return meeting.rows[block][place] if block < len(meeting.rows) and place < len(meeting.rows[block]) else 0
 
 
-def _ahead(count: int, of: int) -> int:
+def _compute_lead(count: int, of: int) -> int:
     """Return by how much a wrapping counter is ahead of another."""
     return (count - of + WRAP // 2) % WRAP - WRAP // 2

@@ -9,10 +9,10 @@ import msgspec
 
 from dcpbench.hangs import evidence, finding
 from dcpbench.hangs.beats import RAISED
-from dcpbench.hangs.finding import at_meetings, find, inside
+from dcpbench.hangs.finding import find_cause, find_signal_waits, get_open_collective
 from dcpbench.records.folder import HANGS_FOLDER
 from dcpbench.show import web
-from dcpbench.show.text import LINES, LONGEST_LINE, capital, cut, printable
+from dcpbench.show.text import LINES, MAX_LINE_CHARS, fit_text, format_capitalized, make_printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,7 +32,7 @@ class Hang:
     finding: Finding
 
 
-def explained(paths: Sequence[Path]) -> list[Hang]:
+def read_hangs(paths: Sequence[Path]) -> list[Hang]:
     """Return a Hang for each named hang of a run, and one for all other files together. Raise RecordsError if none can
     be read.
     """
@@ -42,22 +42,28 @@ def explained(paths: Sequence[Path]) -> list[Hang]:
             sorted(p for p in (path / HANGS_FOLDER).iterdir() if p.is_dir()) if (path / HANGS_FOLDER).is_dir() else []
         )
         if below:
-            hangs += [_hang([folder], str(folder)) for folder in below]
+            hangs += [_read_hang([folder], str(folder)) for folder in below]
         else:
             others.append(path)
-    return hangs + ([_hang(others, ", ".join(map(str, others[:3])) + (" …" if others[3:] else ""))] if others else [])
+    return hangs + (
+        [_read_hang(others, ", ".join(map(str, others[:3])) + (" …" if others[3:] else ""))] if others else []
+    )
 
 
-def _hang(paths: Sequence[Path], name: str) -> Hang:
-    found = evidence.of_files(paths)
-    return Hang(name, found, find(found))
+def _read_hang(paths: Sequence[Path], name: str) -> Hang:
+    found = evidence.read_evidence(paths)
+    return Hang(name, found, find_cause(found))
 
 
-def as_json(hang: Hang) -> dict[str, object]:
+def to_json(hang: Hang) -> dict[str, object]:
     """Return the finding and the position of each rank as values for JSON."""
-    met = {wait.rank: wait for wait in at_meetings(hang.evidence)}
+    met = {wait.rank: wait for wait in find_signal_waits(hang.evidence)}
     ranks = [
-        {"rank": rank.rank, "name": rank.name, **dict(zip(COLUMNS, _row(rank, met.get(rank.rank))[1:], strict=True))}
+        {
+            "rank": rank.rank,
+            "name": rank.name,
+            **dict(zip(COLUMNS, _make_row(rank, met.get(rank.rank))[1:], strict=True)),
+        }
         for rank in hang.evidence.ranks
     ]
     return {"name": hang.name, **msgspec.to_builtins(hang.finding), "at": ranks}
@@ -66,13 +72,13 @@ def as_json(hang: Hang) -> dict[str, object]:
 COLUMNS = ("phase", "layer", "collective", "number", "cpu", "line")
 
 
-def _row(rank: Rank, wait: Wait | None) -> list[str]:
-    beat, one = rank.beats, inside(rank)
-    _, _, line = finding.spot(rank)
+def _make_row(rank: Rank, wait: Wait | None) -> list[str]:
+    beat, one = rank.beats, get_open_collective(rank)
+    _, _, line = finding.get_position(rank)
     cpu = rank.seen.cpu if rank.seen else None
     if one is None and beat is not None and beat.last is not None and beat.last.state == RAISED:
         one = beat.last
-    call = one.call.said if one and one.call else ""
+    call = one.call.description if one and one.call else ""
     if one and one.state == RAISED:
         call += ", left with an error"
     if not call and rank.seen and rank.seen.ended:
@@ -91,15 +97,15 @@ def _row(rank: Rank, wait: Wait | None) -> list[str]:
     ]
 
 
-def as_text(hang: Hang) -> str:
+def format_text(hang: Hang) -> str:
     """Return the report as text: the sentence, the reasons, a table of the ranks, and the files that were read."""
     found = hang.finding
-    rows = _rows(hang.evidence)
+    rows = _make_rows(hang.evidence)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines = [
         f"{hang.name}: {found.kind}",
-        f"{capital(found.said)}.",
+        f"{format_capitalized(found.said)}.",
         *found.why,
         "",
         *table,
@@ -108,24 +114,26 @@ def as_text(hang: Hang) -> str:
         *(f"Not read: {text}" for text in found.unread),
         *hang.evidence.gpus.strip().splitlines(),
     ]
-    return "\n".join(cut(printable(line), 4 * LONGEST_LINE) for line in lines).rstrip() + "\n"
+    return "\n".join(fit_text(make_printable(line), 4 * MAX_LINE_CHARS) for line in lines).rstrip() + "\n"
 
 
-def as_page(hangs: Sequence[Hang]) -> str:
+def render_page(hangs: Sequence[Hang]) -> str:
     """Return an HTML page that loads no other file."""
-    told = [
+    entries = [
         {
-            "name": printable(hang.name),
+            "name": make_printable(hang.name),
             "kind": hang.finding.kind,
-            "said": printable(capital(hang.finding.said)),
-            "why": [printable(why) for why in hang.finding.why],
-            "columns": _rows(hang.evidence)[0],
-            "rows": [[printable(cell) for cell in row] for row in _rows(hang.evidence)[1:]],
-            "stacks": [(rank.name, printable(_stacks(rank), LINES)) for rank in hang.evidence.ranks if rank.threads],
-            "gpus": printable(hang.evidence.gpus, LINES),
-            "nccl": printable(hang.evidence.nccl, LINES),
-            "read": [printable(name) for name in hang.finding.read],
-            "unread": [printable(text) for text in hang.finding.unread],
+            "said": make_printable(format_capitalized(hang.finding.said)),
+            "why": [make_printable(why) for why in hang.finding.why],
+            "columns": _make_rows(hang.evidence)[0],
+            "rows": [[make_printable(cell) for cell in row] for row in _make_rows(hang.evidence)[1:]],
+            "stacks": [
+                (rank.name, make_printable(_format_stacks(rank), LINES)) for rank in hang.evidence.ranks if rank.threads
+            ],
+            "gpus": make_printable(hang.evidence.gpus, LINES),
+            "nccl": make_printable(hang.evidence.nccl, LINES),
+            "read": [make_printable(name) for name in hang.finding.read],
+            "unread": [make_printable(text) for text in hang.finding.unread],
         }
         for hang in hangs
     ]
@@ -133,21 +141,21 @@ def as_page(hangs: Sequence[Hang]) -> str:
         "title": "Hangs",
         "main": "main",
         "main_called": "hangs",
-        "policy": web.policy(),
-        "theme": web.read(web.STYLE),
+        "policy": web.build_content_policy(),
+        "theme": web.read_asset(web.STYLE),
     }
-    return web.fill(web.read("page.html.j2", __package__ or ""), values | {"hangs": told})
+    return web.render_template(web.read_asset("page.html.j2", __package__ or ""), values | {"hangs": entries})
 
 
-def _rows(evidence: Evidence) -> list[list[str]]:
+def _make_rows(evidence: Evidence) -> list[list[str]]:
     """Return the header and a row per rank, with the columns that have a value."""
-    met = {wait.rank: wait for wait in at_meetings(evidence)}
-    rows = [["rank", *COLUMNS], *(_row(rank, met.get(rank.rank)) for rank in evidence.ranks)]
+    met = {wait.rank: wait for wait in find_signal_waits(evidence)}
+    rows = [["rank", *COLUMNS], *(_make_row(rank, met.get(rank.rank)) for rank in evidence.ranks)]
     shown = [column for column in range(len(rows[0])) if any(row[column] for row in rows[1:])]
     return [[row[column] for column in shown] for row in rows]
 
 
-def _stacks(rank: Rank) -> str:
+def _format_stacks(rank: Rank) -> str:
     return "\n\n".join(
-        "\n".join([thread.name or "thread", *(f"  {f.said}" for f in thread.frames)]) for thread in rank.threads
+        "\n".join([thread.name or "thread", *(f"  {f.location}" for f in thread.frames)]) for thread in rank.threads
     )

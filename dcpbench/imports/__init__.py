@@ -16,19 +16,19 @@ import msgspec
 
 from dcpbench.errors import LayoutError, OutputError, RecordsError, UsageError
 from dcpbench.imports import documents, field_names, identity, metrics, notes, vllm
-from dcpbench.imports.result import shapes_of
+from dcpbench.imports.result import make_shapes
 from dcpbench.imports.selection import read_result, select_measurements
-from dcpbench.launch.folders import locked
-from dcpbench.plan.options import did_you_mean
-from dcpbench.points.engines import engine_load, engine_point
+from dcpbench.launch.folders import lock_folder
+from dcpbench.plan.options import suggest_known
+from dcpbench.points.engines import make_engine_load, make_engine_point
 from dcpbench.points.instances import count_gpus
-from dcpbench.points.layout import DEGREES, MOST_RANKS, OUTER_DEGREES, Layout
-from dcpbench.points.names import ENGINES, GAMMA, SGLANG, UNKNOWN, WHOLE, flag
+from dcpbench.points.layout import DEGREES, MAX_RANKS, OUTER_DEGREES, Layout
+from dcpbench.points.names import ENGINES, GAMMA, SGLANG, UNKNOWN, WHOLE, format_flag
 from dcpbench.records.file import RecordFile
 from dcpbench.records.folder import RECORDS_FILE
 from dcpbench.records.record import CPU, Environment, Record, ServeMetrics
-from dcpbench.serving.load_words import MOST_TOKENS
-from dcpbench.serving.samples import FOLDER, samples_name, write_samples
+from dcpbench.serving.load_words import MAX_TOKENS
+from dcpbench.serving.samples import FOLDER, make_samples_name, write_samples
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -91,22 +91,22 @@ def import_files(
     and if no result is left, OutputError for a folder that cannot be written or already holds records.
     """
     if engine not in ENGINES:
-        raise UsageError(f"--from {engine} is unknown{did_you_mean(engine, ENGINES)}")
+        raise UsageError(f"--from {engine} is unknown{suggest_known(engine, ENGINES)}")
     folder = output or Path("runs") / f"{time.strftime('%Y-%m-%d-%H%M%S')}-import-{engine}"
     check_overrides(overrides)
-    gathered = documents.gather(dict.fromkeys(files))
+    gathered = documents.gather_documents(dict.fromkeys(files))
     if not gathered.documents:
         raise gathered.errors[0]
     kept, left_out = select_measurements(gathered.documents, engine)
     readings, errors = _read_all(kept, engine, overrides)
-    results = identity.name_hints([reading.file for reading in readings], [reading.result for reading in readings])
-    shapes = shapes_of(results, [(*identity.identify_server(r), identity.identify_load(r)) for r in results])
-    results = identity.distinguish(results, shapes)
+    results = identity.add_name_hints([reading.file for reading in readings], [reading.result for reading in readings])
+    shapes = make_shapes(results, [(*identity.identify_server(r), identity.identify_load(r)) for r in results])
+    results = identity.add_server_settings(results, shapes)
     pairs = zip(results, shapes, strict=True)
     points = identity.number_repeats(_make_point(result, shape, engine, overrides) for result, shape in pairs)
     readings = [dataclasses.replace(own, result=result) for own, result in zip(readings, results, strict=True)]
     records = [_make_record(*one, engine, overrides) for one in zip(readings, points, shapes, strict=True)]
-    path = _write(list(zip(results, records, strict=True)), folder, force=force)
+    path = _write_run(list(zip(results, records, strict=True)), folder, force=force)
     all_errors = [*gathered.errors, *errors]
     from_names: dict[str, list[str]] = {}
     for reading in readings:
@@ -129,7 +129,7 @@ def _read_all(kept: Sequence[Document], engine: str, overrides: Overrides) -> tu
     errors: list[RecordsError] = []
     for document in kept:
         try:
-            readings.append(_read(document, engine, overrides))
+            readings.append(_read_document(document, engine, overrides))
         except RecordsError as e:
             if not document.found:
                 raise
@@ -139,9 +139,9 @@ def _read_all(kept: Sequence[Document], engine: str, overrides: Overrides) -> tu
     return readings, errors
 
 
-def _read(document: Document, engine: str, overrides: Overrides) -> Reading:
+def _read_document(document: Document, engine: str, overrides: Overrides) -> Reading:
     """Read a document, complete it from the options and its name, and compute its metrics."""
-    result, from_name = _complete(read_result(document, engine), document.file, engine, overrides)
+    result, from_name = _add_missing(read_result(document, engine), document.file, engine, overrides)
     result = dataclasses.replace(result, layout=_choose_layout(result, overrides))
     if not (result.rates.output if result.rates else result.completed and result.output_tokens):
         return Reading(result, document.file, None, [], from_name)
@@ -154,7 +154,7 @@ def _count_all_gpus(result: Result) -> int:
     return count_gpus(result.gpus, result.disaggregate, result.prefill_gpus)
 
 
-def _complete(result: Result, file: str, engine: str, overrides: Overrides) -> tuple[Result, list[str]]:
+def _add_missing(result: Result, file: str, engine: str, overrides: Overrides) -> tuple[Result, list[str]]:
     """Return a result with what its file lacks, from the options or else from its name, and texts of the latter.
 
     Raises UsageError if lengths of the options contradict the file.
@@ -164,12 +164,16 @@ def _complete(result: Result, file: str, engine: str, overrides: Overrides) -> t
     device = field_names.format_device(overrides.gpu) if overrides.gpu else result.device
     precision = {**result.precision, "weights_dtype": overrides.dtype} if overrides.dtype else result.precision
     nominal = (overrides.input_len or result.nominal[0], overrides.output_len or result.nominal[1])
-    if (overrides.input_len or overrides.output_len) and (means := result.means()) and not result.plausible(nominal):
+    if (
+        (overrides.input_len or overrides.output_len)
+        and (means := result.compute_means())
+        and not result.is_plausible(nominal)
+    ):
         raise UsageError(
             f"{result.where}: requests had {means[0]:,.0f} tokens in and {means[1]:,.0f} out on average, which is not "
             "what --input-len and --output-len say."
         )
-    if not any((*nominal, *result.lengths)) and any(name.lengths) and result.plausible(name.lengths):
+    if not any((*nominal, *result.lengths)) and any(name.lengths) and result.is_plausible(name.lengths):
         nominal = name.lengths
         from_name.append(" in, ".join(str(n or UNKNOWN) for n in nominal) + " out")
     layout = result.layout
@@ -206,7 +210,7 @@ def _complete_layout(name: field_names.Name, engine: str, overrides: Overrides) 
     if not more or name.several_instances:
         return {}
     combined = dict.fromkeys(ALL_DEGREES, 1) | more | given
-    return combined if _divides(combined) else {}
+    return combined if _is_valid_layout(combined) else {}
 
 
 def read_named_layout(name: field_names.Name, engine: str) -> dict[str, int]:
@@ -219,10 +223,10 @@ def read_named_layout(name: field_names.Name, engine: str) -> dict[str, int]:
     if name.several_instances or (engine == SGLANG and degrees.get("dp", 1) > 1 and degrees.get("tp") != 1):
         return {}
     layout = vllm.read_layout(degrees)
-    return layout if layout and _divides(layout) else {}
+    return layout if layout and _is_valid_layout(layout) else {}
 
 
-def _divides(layout: Mapping[str, int]) -> bool:
+def _is_valid_layout(layout: Mapping[str, int]) -> bool:
     try:
         Layout(**{name: layout[name] for name in DEGREES})
     except LayoutError:
@@ -233,8 +237,8 @@ def _divides(layout: Mapping[str, int]) -> bool:
 def check_overrides(overrides: Overrides) -> None:
     """Raise UsageError for options that cannot work."""
     for name in ("input_len", "output_len"):
-        if (length := getattr(overrides, name)) is not None and not 1 <= length <= MOST_TOKENS:
-            raise UsageError(f"{flag(name)} {length} is no length; try {flag(name)} 1024.")
+        if (length := getattr(overrides, name)) is not None and not 1 <= length <= MAX_TOKENS:
+            raise UsageError(f"{format_flag(name)} {length} is no length; try {format_flag(name)} 1024.")
     if overrides.tp is None:
         if given := [f"--{name}" for name in ALL_DEGREES if getattr(overrides, name) is not None]:
             raise UsageError(f"{', '.join(given)} without --tp: say how many GPUs there were, for example --tp 8.")
@@ -243,8 +247,8 @@ def check_overrides(overrides: Overrides) -> None:
         degree = getattr(overrides, name)
         if (1 if degree is None else degree) < 1:
             raise UsageError(f"--{name} {degree} is not positive; try --{name} 1.")
-        if name in OUTER_DEGREES and (degree or 1) > MOST_RANKS:
-            raise UsageError(f"--{name} {degree} is more than the {MOST_RANKS:,} ranks that a layout can have.")
+        if name in OUTER_DEGREES and (degree or 1) > MAX_RANKS:
+            raise UsageError(f"--{name} {degree} is more than the {MAX_RANKS:,} ranks that a layout can have.")
     try:
         Layout(tp=overrides.tp, dp=overrides.dp or 1, dcp=overrides.dcp or 1)
     except LayoutError as e:
@@ -259,7 +263,7 @@ def _choose_layout(result: Result, overrides: Overrides) -> dict[str, int]:
     if overrides.tp is None and not result.layout:
         return {}
     typed = {name: n for name in ALL_DEGREES if (n := getattr(overrides, name)) is not None}
-    if any(_contradicts(name, n, result) for name, n in typed.items()):
+    if any(_does_contradict(name, n, result) for name, n in typed.items()):
         listed = ", ".join(f"{name} {n}" for name, n in result.layout.items() if n > 1 or name in DEGREES)
         options = ", ".join(f"--{name}" for name in typed)
         raise UsageError(f"{result.where} says {listed}; leave {options} out, or import it by itself.")
@@ -269,12 +273,12 @@ def _choose_layout(result: Result, overrides: Overrides) -> dict[str, int]:
     except LayoutError as e:
         raise RecordsError(f"{result.where} says a layout that cannot be, in our degrees: {e}") from e
     for name in OUTER_DEGREES:
-        if layout[name] > MOST_RANKS:
+        if layout[name] > MAX_RANKS:
             raise RecordsError(f"{result.where} says {name} {layout[name]:,}, more ranks than a layout can have.")
     return layout
 
 
-def _contradicts(name: str, typed: int, result: Result) -> bool:
+def _does_contradict(name: str, typed: int, result: Result) -> bool:
     """Return whether an option contradicts the degree of a file.
 
     A file without dcp, pp or pcp may be of a version that has none, or of a server that got them by other means. Rates per
@@ -298,7 +302,7 @@ def _make_point(result: Result, shape: Shape, engine: str, overrides: Overrides)
     if not model:
         raise UsageError(f"{result.where} names no model; add --model NAME.")
     requests = result.submitted if result.submitted is not None else result.completed or 0
-    return engine_point(
+    return make_engine_point(
         model=model,
         layout=result.layout or dict.fromkeys(DEGREES, 0),
         ep=_format_experts(result),
@@ -306,7 +310,7 @@ def _make_point(result: Result, shape: Shape, engine: str, overrides: Overrides)
         context=shape.longest,
         backend=result.backend or engine,
         precision=result.precision,
-        load=engine_load(
+        load=make_engine_load(
             requests=requests,
             arrival=result.arrival,
             request_rate=result.request_rate,
@@ -335,18 +339,18 @@ def _make_record(reading: Reading, point: Point, shape: Shape, engine: str, over
         reason = f"no output token came; see {result.where} and the server's log."
         return msgspec.structs.replace(record, reason=reason)
     if metrics.make_rows(result) is not None:
-        serve = msgspec.structs.replace(serve, samples_file=samples_name(point))
+        serve = msgspec.structs.replace(serve, samples_file=make_samples_name(point))
     more = {metrics.NOMINAL: shape.nominal, "cpu": overrides.gpu == CPU}
     marks = [*reading.marks, *(mark for mark, is_set in more.items() if is_set)]
     return msgspec.structs.replace(record, outcome="ok", marks=marks, serve=serve, seconds=result.duration_s or 0.0)
 
 
-def _write(found: Sequence[tuple[Result, Record]], folder: Path, *, force: bool) -> Path:
+def _write_run(found: Sequence[tuple[Result, Record]], folder: Path, *, force: bool) -> Path:
     """Write all files into a temporary folder inside `folder`, then move them into place, the records last."""
     path = folder / RECORDS_FILE
     if path.exists() and path.stat().st_size and not force:
         raise OutputError(f"{folder} already holds records; add --force to start over, or give another with -o.")
-    with locked(folder), tempfile.TemporaryDirectory(dir=folder, prefix=".import-") as name:
+    with lock_folder(folder), tempfile.TemporaryDirectory(dir=folder, prefix=".import-") as name:
         half = Path(name)
         for result, record in found:
             if (rows := metrics.make_rows(result)) is not None and record.serve:

@@ -8,7 +8,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from dcpbench.errors import RecordsError
-from dcpbench.show.text import natural
+from dcpbench.show.text import make_natural_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -48,7 +48,7 @@ class Contents:
     errors: list[RecordsError]
 
 
-def gather(paths: Iterable[Path]) -> Contents:
+def gather_documents(paths: Iterable[Path]) -> Contents:
     """Read files, and all result files below folders, in the order of the numbers in their names; each file once.
 
     Unreadable parts of files below a folder are returned as errors. Raises RecordsError for an unreadable file that was
@@ -70,7 +70,7 @@ def gather(paths: Iterable[Path]) -> Contents:
 
 def _read_below(path: Path, file: Path, resolved: Path) -> Contents:
     """Read a file that is `path`, or lies below it."""
-    contents = read(file)
+    contents = read_file(file)
     if contents.errors and path == file:
         raise contents.errors[0]
     around = [name for name in resolved.parent.parts if name.startswith(SWEEPS)]
@@ -86,10 +86,10 @@ def _read_below(path: Path, file: Path, resolved: Path) -> Contents:
 def _list_files(folder: Path) -> list[Path]:
     files = (path for path in folder.rglob("*") if path.suffix in SUFFIXES and path.is_file())
     shown = (path for path in files if not any(part.startswith(".") for part in path.relative_to(folder).parts))
-    return sorted(shown, key=natural)
+    return sorted(shown, key=make_natural_key)
 
 
-def read(path: Path) -> Contents:
+def read_file(path: Path) -> Contents:
     """Read a file with one object, a list of objects, or an object per line. Infinity is a number, as Python writes it.
 
     A file, an entry or a line that cannot be read is an error in the result.

@@ -12,7 +12,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from dcpbench.points.names import UNKNOWN
-from dcpbench.show.text import one_line, shortened
+from dcpbench.show.text import fit_line, summarize_long_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -126,7 +126,7 @@ def _find_number(form: re.Pattern[str], parts: Iterable[str]) -> str:
 
 def shorten_label(text: str) -> str:
     """Return a text on one line, no longer than a label may be."""
-    return shortened(one_line(text), MAX_LABEL)
+    return summarize_long_text(fit_line(text), MAX_LABEL)
 
 
 def is_true(value: object) -> bool:

@@ -59,7 +59,7 @@ def identify_load(result: Result) -> tuple[object, ...]:
     return (result.arrival, result.trace, result.request_rate, result.burstiness, result.concurrency)
 
 
-def name_hints(files: Sequence[str], results: Sequence[Result]) -> list[Result]:
+def add_name_hints(files: Sequence[str], results: Sequence[Result]) -> list[Result]:
     """Return the results with hints from the names of their files and folders.
 
     A sweep names its parameters itself, so that its results get none. Degrees are hints if the layout is unknown. Parts
@@ -67,7 +67,7 @@ def name_hints(files: Sequence[str], results: Sequence[Result]) -> list[Result]:
     """
     folders = [Path(file).parent for file in files]
     several = len(set(folders)) > 1
-    words = [_split(_SERIAL.sub(" ", strip_load(Path(file).stem, r))) for file, r in zip(files, results, strict=True)]
+    words = [_split(_SERIAL.sub(" ", remove_load(Path(file).stem, r))) for file, r in zip(files, results, strict=True)]
     common = set.intersection(*map(set, words)) if words else set()
     found = []
     for result, file, folder, own in zip(results, files, folders, words, strict=True):
@@ -84,28 +84,28 @@ def _split(text: str) -> list[str]:
     return [word for word in _SEPARATORS.split(text) if word]
 
 
-def strip_load(text: str, result: Result) -> str:
+def remove_load(text: str, result: Result) -> str:
     """Return a label without the load of its result, such as `c8` of 8 clients, and without the number of a repeat."""
     figures = {str(number) for number in (result.concurrency, result.submitted, result.completed) if number}
     figures.add("inf" if result.request_rate is None else f"{result.request_rate:g}")
 
-    def replace(match: re.Match[str]) -> str:
+    def get_replacement(match: re.Match[str]) -> str:
         number = (match[1] or match[2]).lower()
         number = number if number == "inf" else f"{float(number):g}" if "." in number else number
         return " " if number in figures else match[0]
 
-    stripped = _REPEAT.sub(" ", _LOAD.sub(replace, text))
+    stripped = _REPEAT.sub(" ", _LOAD.sub(get_replacement, text))
     return text if stripped == text else " ".join(stripped.split()).strip(" _-,;=+")
 
 
-def distinguish(results: Sequence[Result], shapes: Sequence[Shape]) -> list[Result]:
+def add_server_settings(results: Sequence[Result], shapes: Sequence[Shape]) -> list[Result]:
     """Return the results with settings that distinguish their servers: the hardware if there are several, and hints."""
     found = list(results)
     if len({result.device for result in found}) > 1:
         found = [_add_setting(result, "gpu", result.device or UNKNOWN) for result in found]
     for hint in dict.fromkeys(name for result in results for name in result.hints):
-        values = [strip_load(result.hints.get(hint, ""), result) for result in found]
-        if _distinguishes(hint, values, found, shapes):
+        values = [remove_load(result.hints.get(hint, ""), result) for result in found]
+        if _is_server_hint(hint, values, found, shapes):
             found = [
                 _add_setting(result, hint, value) if hint in result.hints else result
                 for result, value in zip(found, values, strict=True)
@@ -117,16 +117,16 @@ def _add_setting(result: Result, name: str, value: str) -> Result:
     return dataclasses.replace(result, settings={**result.settings, name: value}) if value else result
 
 
-def _distinguishes(hint: str, values: Sequence[str], results: Sequence[Result], shapes: Sequence[Shape]) -> bool:
+def _is_server_hint(hint: str, values: Sequence[str], results: Sequence[Result], shapes: Sequence[Shape]) -> bool:
     """Return whether a hint distinguishes servers, rather than naming the load of each result."""
     lines: dict[object, set[tuple[object, str]]] = {}
     for value, result, shape in zip(values, results, shapes, strict=True):
         line = (identify_server(result), shape.prompts, shape.answers)
         lines.setdefault(line, set()).add((identify_load(result), value))
-    return any(_differs(hint, pairs) for pairs in lines.values())
+    return any(_has_difference(hint, pairs) for pairs in lines.values())
 
 
-def _differs(hint: str, pairs: set[tuple[object, str]]) -> bool:
+def _has_difference(hint: str, pairs: set[tuple[object, str]]) -> bool:
     """Return whether a hint distinguishes servers among the loads and values of one line."""
     loads, values = ({pair[side] for pair in pairs} for side in (0, 1))
     if len(values) == 1 or hint.replace("-", "_") in LAYOUT:
@@ -141,8 +141,8 @@ def number_repeats(points: Iterable[Point]) -> list[Point]:
     seen: Counter[str] = Counter()
     found = []
     for point in points:
-        found.append(msgspec.structs.replace(point, repeat=seen[point.key()]))
-        seen[point.key()] += 1
+        found.append(msgspec.structs.replace(point, repeat=seen[point.get_key()]))
+        seen[point.get_key()] += 1
     return found
 
 
@@ -150,5 +150,5 @@ def list_repeats(points: Sequence[Point], places: Sequence[str]) -> list[list[st
     """Return the places of the results of each point that has several."""
     groups: dict[str, list[str]] = {}
     for point, place in zip(points, places, strict=True):
-        groups.setdefault(point.same_but_repeat(), []).append(place)
+        groups.setdefault(point.get_key_without_repeat(), []).append(place)
     return [places for places in groups.values() if len(places) > 1]

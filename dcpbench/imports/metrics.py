@@ -14,7 +14,7 @@ from dcpbench.points.bounds import MAX_NUMBER
 from dcpbench.points.names import CLOSED
 from dcpbench.records import formulas
 from dcpbench.records.record import ServeMetrics
-from dcpbench.serving.outcome import FINISHED, REQUESTS_FAILED, Row, marks
+from dcpbench.serving.outcome import FINISHED, REQUESTS_FAILED, Row, find_warnings
 
 if TYPE_CHECKING:
     from dcpbench.imports.result import Details, Result
@@ -36,10 +36,10 @@ def compute_metrics(result: Result, gpus: int) -> tuple[ServeMetrics, list[str]]
     details = result.details
     chunked = result.several_tokens or (count_chunk_tokens(result) or 1.0) >= MIN_CHUNK_TOKENS
     if details is not None:
-        chunked |= details.in_chunks()
-    found = _fill_metrics(result if details is None else _summarise(result, details), gpus, chunked=chunked)
+        chunked |= details.has_chunk_gaps()
+    found = _fill_metrics(result if details is None else _summarize_requests(result, details), gpus, chunked=chunked)
     holds = {REQUESTS_FAILED: bool(result.failed), SUMMARY_ONLY: details is None, CHUNK_GAPS: chunked}
-    return found, [*(mark for mark, is_set in holds.items() if is_set), *(marks(found) if details else ())]
+    return found, [*(mark for mark, is_set in holds.items() if is_set), *(find_warnings(found) if details else ())]
 
 
 def count_chunk_tokens(result: Result) -> float | None:
@@ -49,7 +49,7 @@ def count_chunk_tokens(result: Result) -> float | None:
     """
     if result.details is None:
         return result.estimate_chunk_tokens()
-    done = result.details.finished()
+    done = result.details.list_finished()
     gaps = sum(len(result.details.itls[i]) for i in done)
     return sum(result.details.output_lens[i] - 1 for i in done) / gaps if gaps else None
 
@@ -60,11 +60,11 @@ def make_rows(result: Result) -> list[Row] | None:
     They are unknown if requests have no start, or if chunks hold several tokens.
     """
     details = result.details
-    if details is None or details.start_times is None or not details.per_token():
+    if details is None or details.start_times is None or not details.has_token_times():
         return None
     first = min(details.start_times)
     found = []
-    for i in details.finished():
+    for i in details.list_finished():
         submitted_s = details.start_times[i] - first
         token_s = list(itertools.accumulate(details.itls[i], initial=submitted_s + details.ttfts[i]))
         found.append(
@@ -82,27 +82,27 @@ def make_rows(result: Result) -> list[Row] | None:
     return found
 
 
-def _summarise(result: Result, details: Details) -> Result:
+def _summarize_requests(result: Result, details: Details) -> Result:
     """Return the result with sums, times and statistics of its requests in place of the tool's."""
-    done, starts = details.finished(), details.start_times
+    done, starts = details.list_finished(), details.start_times
     wall = result.duration_s
     if starts is not None:
-        wall = max(starts[i] + details.latency(i) for i in done) - min(starts[i] for i in done)
+        wall = max(starts[i] + details.compute_latency(i) for i in done) - min(starts[i] for i in done)
     streamed = any(details.ttfts[i] > 0 for i in done)
     several = [i for i in done if details.output_lens[i] > 1]
-    tpot = [(details.latency(i) - details.ttfts[i]) / (details.output_lens[i] - 1) * 1e3 for i in several]
+    tpot = [(details.compute_latency(i) - details.ttfts[i]) / (details.output_lens[i] - 1) * 1e3 for i in several]
     samples = {
         "ttft": [details.ttfts[i] * 1e3 for i in done] if streamed else [],
         "itl": [gap * 1e3 for i in done for gap in details.itls[i]],
         "tpot": tpot if streamed else [],
-        "e2el": [details.latency(i) * 1e3 for i in done],
+        "e2el": [details.compute_latency(i) * 1e3 for i in done],
     }
     return dataclasses.replace(
         result,
         duration_s=wall,
         input_tokens=sum(details.input_lens[i] for i in done),
         output_tokens=sum(details.output_lens[i] for i in done),
-        summary={name: formulas.latencies(found) for name, found in samples.items()},
+        summary={name: formulas.summarize_latencies(found) for name, found in samples.items()},
     )
 
 
@@ -116,17 +116,17 @@ def _fill_metrics(result: Result, gpus: int, *, chunked: bool) -> ServeMetrics:
         assert wall_s is not None
         rate, total = result.output_tokens / wall_s, (result.input_tokens + result.output_tokens) / wall_s
     per_token = times["tpot" if chunked else "itl"].p50
-    steady_tok_s, steady_s = _steady(result)
+    steady_tok_s, steady_s = _compute_steady(result)
     found = ServeMetrics(
         ttft_ms=times["ttft"],
         itl_ms=times["itl"],
         tpot_ms=times["tpot"],
         e2el_ms=times["e2el"],
         output_tok_s=rate,
-        output_tok_s_per_gpu=formulas.per_gpu(rate, gpus) if gpus else None,
+        output_tok_s_per_gpu=formulas.compute_tok_s_per_gpu(rate, gpus) if gpus else None,
         total_tok_s=total,
         request_s=None if wall_s is None or result.completed is None else result.completed / wall_s,
-        tok_s_per_user=formulas.tok_s_per_user(per_token) if per_token else None,
+        tok_s_per_user=formulas.compute_tok_s_per_user(per_token) if per_token else None,
         tok_s_per_user_from=FROM_TPOT if per_token and chunked else msgspec.UNSET,
         steady_tok_s=steady_tok_s,
         steady_s=steady_s,
@@ -154,10 +154,10 @@ def _fill_metrics(result: Result, gpus: int, *, chunked: bool) -> ServeMetrics:
     return found
 
 
-def _steady(result: Result) -> tuple[float | None, float | None]:
+def _compute_steady(result: Result) -> tuple[float | None, float | None]:
     """Return the throughput at the target concurrency and its duration; None unless requests have a start and a target."""
     if result.arrival != CLOSED or not result.concurrency or (served := make_rows(result)) is None:
         return None, None
     times = [formulas.RequestTimes(row.submitted_s, row.token_s) for row in served]
-    window = formulas.steady_window(times, result.concurrency)
-    return (None, None) if window is None else (formulas.tok_s_within(times, window), window[1] - window[0])
+    window = formulas.find_steady_window(times, result.concurrency)
+    return (None, None) if window is None else (formulas.compute_tok_s_within(times, window), window[1] - window[0])

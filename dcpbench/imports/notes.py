@@ -6,9 +6,9 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from dcpbench.imports import identity, metrics
-from dcpbench.imports.selection import MAX_NAMED, name_first
+from dcpbench.imports.selection import MAX_NAMED, format_first
 from dcpbench.points.names import CLOSED, SGLANG, TOOLS, VLLM
-from dcpbench.show.text import counted, one_line
+from dcpbench.show.text import fit_line, format_count
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ def describe_records(records: Sequence[Record], engine: str) -> list[str]:
     """Return what a reader must know about all records."""
     marks = Counter(mark for record in records for mark in record.marks)
     count = len(records)
-    found = [f"{counted(count, 'result')} of {TOOLS[engine]}."]
+    found = [f"{format_count(count, 'result')} of {TOOLS[engine]}."]
     if n := marks[metrics.SUMMARY_ONLY]:
         computed = f" With details ({DETAILED[engine]}) ours are computed." if engine in DETAILED else ""
         found.append(f"{n} of {count} without times of requests: means and percentiles are the tool's own.{computed}")
@@ -58,10 +58,10 @@ def describe_repeats(records: Sequence[Record], results: Sequence[Result]) -> li
     repeats = identity.list_repeats([point for point, _ in pairs], [where for _, where in pairs])
     if not repeats:
         return []
-    count = counted(sum(len(places) for places in repeats), "result")
+    count = format_count(sum(len(places) for places in repeats), "result")
     sentence = (
-        f"{count} are repeats of {counted(len(repeats), 'point')}, as nothing distinguishes their servers: "
-        f"{name_first(repeats[0])}. Import results of another server into another run."
+        f"{count} are repeats of {format_count(len(repeats), 'point')}, as nothing distinguishes their servers: "
+        f"{format_first(repeats[0])}. Import results of another server into another run."
     )
     return [sentence]
 
@@ -77,13 +77,13 @@ def describe_unread(results: Sequence[Result]) -> list[str]:
     counts = Counter(name for result in results for name in result.unread)
     if not counts:
         return []
-    names = name_first([f"{name} (in {n:,} of {len(results):,})" for name, n in counts.items()])
+    names = format_first([f"{name} (in {n:,} of {len(results):,})" for name, n in counts.items()])
     return [f"Not read, as no field of ours means the same: {names}."]
 
 
 def describe_errors(errors: Sequence[RecordsError]) -> list[str]:
     """Return a sentence for each of the first results that could not be read, and the number of the others."""
-    found = [f"Left out: {one_line(str(error))}" for error in errors[:MAX_NAMED]]
+    found = [f"Left out: {fit_line(str(error))}" for error in errors[:MAX_NAMED]]
     if len(errors) > MAX_NAMED:
         found.append(f"Left out for similar reasons: {len(errors) - MAX_NAMED:,} more.")
     return found

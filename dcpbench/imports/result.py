@@ -16,8 +16,8 @@ import msgspec
 from dcpbench.errors import RecordsError
 from dcpbench.points.bounds import MAX_NUMBER
 from dcpbench.points.names import UNKNOWN
-from dcpbench.serving.load_words import MOST_TOKENS, parse_lengths
-from dcpbench.show.text import one_line
+from dcpbench.serving.load_words import MAX_TOKENS, parse_lengths
+from dcpbench.show.text import fit_line
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -52,32 +52,32 @@ class Details:
     latencies: list[float] | None = None
     start_times: list[float] | None = None
 
-    def finished(self) -> list[int]:
+    def list_finished(self) -> list[int]:
         """Return the indices of requests with tokens and without an error."""
         return [
             i for i, (n, error) in enumerate(zip(self.output_lens, self.errors, strict=True)) if n > 0 and not error
         ]
 
-    def longest(self) -> int:
+    def compute_max_tokens(self) -> int:
         """Return the tokens of the longest finished request, answer included; 0 without finished requests."""
-        return max((self.input_lens[i] + self.output_lens[i] for i in self.finished()), default=0)
+        return max((self.input_lens[i] + self.output_lens[i] for i in self.list_finished()), default=0)
 
-    def latency(self, i: int) -> float:
+    def compute_latency(self, i: int) -> float:
         """Return the end-to-end latency of a request in s."""
         return self.latencies[i] if self.latencies is not None else self.ttfts[i] + math.fsum(self.itls[i])
 
-    def per_token(self) -> bool:
+    def has_token_times(self) -> bool:
         """Return whether every gap lies between two tokens, so that the time of every token is known."""
-        return all(len(self.itls[i]) == self.output_lens[i] - 1 for i in self.finished())
+        return all(len(self.itls[i]) == self.output_lens[i] - 1 for i in self.list_finished())
 
-    def in_chunks(self) -> bool:
+    def has_chunk_gaps(self) -> bool:
         """Return whether more than 2 % of the tokens arrived in a chunk with others, so that gaps are those of chunks."""
-        gaps = sum(len(self.itls[i]) for i in self.finished())
-        return gaps < PER_TOKEN * sum(self.output_lens[i] - 1 for i in self.finished())
+        gaps = sum(len(self.itls[i]) for i in self.list_finished())
+        return gaps < PER_TOKEN * sum(self.output_lens[i] - 1 for i in self.list_finished())
 
-    def divided(self) -> bool:
+    def has_divided_gaps(self) -> bool:
         """Return whether the tool divided gaps among the tokens of a chunk: a clock rarely yields equal gaps in a row."""
-        gaps = [gap for i in self.finished() for gap in itertools.pairwise(self.itls[i])]
+        gaps = [gap for i in self.list_finished() for gap in itertools.pairwise(self.itls[i])]
         return sum(a == b for a, b in gaps) > (1 - PER_TOKEN) * len(gaps)
 
 
@@ -154,15 +154,15 @@ class Result:
         """GPUs of one instance; 0 if the layout is unknown."""
         return count_instance_gpus(self.layout)
 
-    def means(self) -> tuple[float, float] | None:
+    def compute_means(self) -> tuple[float, float] | None:
         """Return the mean tokens of a prompt and of an answer; None if the sums are unknown."""
         done = self.completed
         return (self.input_tokens / done, self.output_tokens / done) if done else None
 
-    def plausible(self, lengths: tuple[int | None, int | None]) -> bool:
+    def is_plausible(self, lengths: tuple[int | None, int | None]) -> bool:
         """Return whether requests of such lengths can have had these means."""
         low, high = PLAUSIBLE
-        pairs = zip(self.means() or (), lengths, strict=False)
+        pairs = zip(self.compute_means() or (), lengths, strict=False)
         return all(low <= mean / asked <= high for mean, asked in pairs if asked)
 
     def estimate_chunk_tokens(self) -> float | None:
@@ -220,29 +220,31 @@ class _Side:
         return bool(self.nominal and self.requests and abs(self.mean / self.nominal - 1) > NEAR)
 
 
-def shapes_of(results: Sequence[Result], loads: Sequence[object]) -> list[Shape]:
+def make_shapes(results: Sequence[Result], loads: Sequence[object]) -> list[Shape]:
     """Return the shape of each result: the requested lengths if they are known, else a mean that results of a load share.
 
     `loads` has for each result the server and the load. A curve has none of them twice.
     """
-    pairs = [_sides(result) for result in results]
-    prompts, answers = (_named(sides, loads) for sides in zip(*pairs, strict=True))
+    pairs = [_make_sides(result) for result in results]
+    prompts, answers = (_format_lengths(sides, loads) for sides in zip(*pairs, strict=True))
     longest: dict[tuple[str, str], list[int]] = {}
     for result, *names in zip(results, prompts, answers, strict=True):
-        longest.setdefault((names[0], names[1]), []).append(result.details.longest() if result.details else 0)
+        longest.setdefault((names[0], names[1]), []).append(
+            result.details.compute_max_tokens() if result.details else 0
+        )
     return [
         Shape(
             p,
             a,
             any(side.fixed is None and side.is_off() for side in sides),
-            _longest(p, a) or (max(longest[p, a]) if all(longest[p, a]) else 0),
+            _compute_max_tokens(p, a) or (max(longest[p, a]) if all(longest[p, a]) else 0),
         )
         for p, a, sides in zip(prompts, answers, pairs, strict=True)
     ]
 
 
-def _sides(result: Result) -> tuple[_Side, _Side]:
-    details, done = result.details, result.details.finished() if result.details else []
+def _make_sides(result: Result) -> tuple[_Side, _Side]:
+    details, done = result.details, result.details.list_finished() if result.details else []
     sums = (result.input_tokens, result.output_tokens)
     found = []
     for fixed, nominal, tokens, lens in zip(
@@ -258,7 +260,7 @@ def _sides(result: Result) -> tuple[_Side, _Side]:
     return found[0], found[1]
 
 
-def _named(sides: Iterable[_Side], loads: Sequence[object]) -> list[str]:
+def _format_lengths(sides: Iterable[_Side], loads: Sequence[object]) -> list[str]:
     """Return the length of each side; if it is unknown, the mean over all sides with nearly the same mean.
 
     The smallest mean decides which others are near it. Two groups belong to one curve if they are not far apart and have
@@ -289,7 +291,7 @@ def _named(sides: Iterable[_Side], loads: Sequence[object]) -> list[str]:
     ]
 
 
-def _longest(prompts: str, answers: str) -> int:
+def _compute_max_tokens(prompts: str, answers: str) -> int:
     """Return the tokens of the longest request for lengths with an upper bound; 0 for means."""
     if UNKNOWN in (prompts, answers) or "mean:" in prompts + answers:
         return 0
@@ -302,10 +304,10 @@ def convert(document: Document, into: type[Any], tool: str) -> Any:  # noqa: ANN
     try:
         found = msgspec.convert(document.fields, into)
     except msgspec.ValidationError as e:
-        raise RecordsError(f"{document.where} is not what {tool} writes: {one_line(str(e))}.") from e
+        raise RecordsError(f"{document.where} is not what {tool} writes: {fit_line(str(e))}.") from e
     for name in found.__struct_fields__:
-        limit = MOST_TOKENS if name.endswith("_len") else MAX_NUMBER
-        _check(getattr(found, name), f"{document.where}: {name}", limit=limit)
+        limit = MAX_TOKENS if name.endswith("_len") else MAX_NUMBER
+        _check_values(getattr(found, name), f"{document.where}: {name}", limit=limit)
     return found
 
 
@@ -323,16 +325,16 @@ def read_details(document: Document, completed: int) -> Details | None:
     try:
         found = msgspec.convert(given, Details)
     except msgspec.ValidationError as e:
-        raise RecordsError(f"{document.where}: {one_line(str(e))}.") from e
+        raise RecordsError(f"{document.where}: {fit_line(str(e))}.") from e
     sizes = {name: len(getattr(found, name)) for name in given}
     if len(set(sizes.values())) > 1:
         counts = ", ".join(f"{name} {size:,}" for name, size in sizes.items())
         raise RecordsError(f"{document.where}: lists of requests differ in length: {counts}; it is not whole.")
     for name in sizes:
-        limit = MOST_TOKENS if name in LENS else MAX_NUMBER
+        limit = MAX_TOKENS if name in LENS else MAX_NUMBER
         if name != "errors":
-            _check(getattr(found, name), f"{document.where}: {name}", signed=name == "start_times", limit=limit)
-    if (listed := len(found.finished())) != completed:
+            _check_values(getattr(found, name), f"{document.where}: {name}", signed=name == "start_times", limit=limit)
+    if (listed := len(found.list_finished())) != completed:
         raise RecordsError(
             f"{document.where} says that {completed:,} requests completed, while its lists hold {listed:,} "
             "with tokens and without error; remove the lists (ttfts, itls, …) to import its summary alone."
@@ -350,7 +352,9 @@ def read_equal_lengths(document: Document) -> tuple[str | None, str | None]:
         pairs = list(zip(msgspec.convert(prompts, list[int]), msgspec.convert(answers, list[int]), strict=True))
     except (msgspec.ValidationError, ValueError) as e:
         raise RecordsError(f"{document.where}: {' and '.join(LENS)} are not lists of equally many lengths.") from e
-    _check([length for pair in pairs for length in pair], f"{document.where}: {' or '.join(LENS)}", limit=MOST_TOKENS)
+    _check_values(
+        [length for pair in pairs for length in pair], f"{document.where}: {' or '.join(LENS)}", limit=MAX_TOKENS
+    )
     finished = [pair for pair in pairs if pair[1]]
     prompts, answers = (
         str(lengths.pop()) if len(lengths := {pair[side] for pair in finished}) == 1 else None for side in (0, 1)
@@ -366,7 +370,7 @@ def read_rate(document: Document, tool: str, words: Sequence[str]) -> float | No
     value = document.fields.get("request_rate")
     if value is None or value in words:
         return None
-    number = _number(value)
+    number = _parse_number(value)
     if number == math.inf:
         return None
     if number is None or not 0 < number <= MAX_NUMBER:
@@ -391,11 +395,11 @@ def read_model(name: object, where: str) -> str | None:
     """Return the name of a model; None for an empty one. Raises RecordsError for a name that is too long."""
     if not isinstance(name, str) or not name.strip():
         return None
-    _check(name, f"{where}: the model's name")
+    _check_values(name, f"{where}: the model's name")
     return name
 
 
-def _number(value: object) -> float | None:
+def _parse_number(value: object) -> float | None:
     """Return a number, also from a text, as parameters of a sweep may be; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
@@ -411,11 +415,11 @@ def read_integer(value: object) -> int | None:
     return int(text) if text.isdecimal() and len(text) < 7 and int(text) else None  # noqa: PLR2004 - a degree
 
 
-def _check(value: object, what: str, *, signed: bool = False, limit: float = MAX_NUMBER) -> None:
+def _check_values(value: object, what: str, *, signed: bool = False, limit: float = MAX_NUMBER) -> None:
     """Raise RecordsError unless numbers are finite, not negative and at most `limit`, and texts no longer than a name."""
     if isinstance(value, list):
         for entry in value:
-            _check(entry, what, signed=signed, limit=limit)
+            _check_values(entry, what, signed=signed, limit=limit)
     elif isinstance(value, str) and len(value) > MAX_NAME:
         raise RecordsError(f"{what} has {len(value):,} characters, which is no name; was the file written by hand?")
     elif isinstance(value, float | int) and not isinstance(value, bool):

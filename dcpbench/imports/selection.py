@@ -8,7 +8,7 @@ from dcpbench.errors import RecordsError
 from dcpbench.imports import inferencex, sglang, vllm
 from dcpbench.points.names import INFERENCEX, SGLANG, TOOLS, VLLM
 from dcpbench.records.record import OURS
-from dcpbench.show.text import short
+from dcpbench.show.text import fit_name
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -42,7 +42,7 @@ def select_measurements(documents: Sequence[Document], engine: str) -> tuple[lis
         (others.setdefault(kind, []) if kind else kept).append(document)
     partly = {document.file for document in kept}  # files of which other entries are kept
     left_out = [
-        f"Left out, {kind}: {name_first(dict.fromkeys(d.where if d.file in partly else d.file for d in those))}."
+        f"Left out, {kind}: {format_first(dict.fromkeys(d.where if d.file in partly else d.file for d in those))}."
         for kind, those in others.items()
     ]
     if not kept:
@@ -59,11 +59,11 @@ def _classify(document: Document, engine: str, alone: Collection[frozenset[tuple
         return "runs of the sweep that failed"
     if fields.get("run_number") == WARM_UP:
         return "warm-ups"
-    if engine == INFERENCEX and _recognise(fields) == INFERENCEX and (why := inferencex.explain_unsupported(fields)):
+    if engine == INFERENCEX and _find_tool(fields) == INFERENCEX and (why := inferencex.explain_unsupported(fields)):
         return why
     if document.listed and _collect_numbers(fields) in alone:
         return "summaries of results that have files of their own"
-    if document.found and (_recognise(fields) != engine or _is_ours(fields)):
+    if document.found and (_find_tool(fields) != engine or _is_ours(fields)):
         return _describe_other(engine)
     return ""
 
@@ -86,7 +86,7 @@ def read_result(document: Document, engine: str) -> Result:
         raise RecordsError(
             f"{document.where} was exported by dcpbench, not measured by {engine}; report the run that it came from."
         )
-    other = _recognise(fields)
+    other = _find_tool(fields)
     if other not in (engine, ""):
         raise RecordsError(f"{document.where} looks like a result of {other}; import it with --from {other}.")
     if not other:
@@ -104,14 +104,14 @@ def _is_ours(fields: dict[str, Any]) -> bool:
     return str(fields.get("backend", "")).startswith(OURS)
 
 
-def _recognise(fields: dict[str, Any]) -> str:
+def _find_tool(fields: dict[str, Any]) -> str:
     """Return the tool that wrote a document; empty if no tool's fields are in it."""
     fields = inferencex.flatten(fields)
     return next((engine for engine, names in RECOGNISED_BY.items() if any(name in fields for name in names)), "")
 
 
-def name_first(items: Iterable[str]) -> str:
+def format_first(items: Iterable[str]) -> str:
     """Return the first names, printable and short, and the number of the others."""
     names = list(items)
-    shown = ", ".join(short(name) for name in names[:MAX_NAMED])
+    shown = ", ".join(fit_name(name) for name in names[:MAX_NAMED])
     return shown + (f" and {len(names) - MAX_NAMED:,} more" if len(names) > MAX_NAMED else "")

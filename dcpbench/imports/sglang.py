@@ -14,8 +14,7 @@ from dcpbench.errors import RecordsError
 from dcpbench.imports import field_names, result
 from dcpbench.imports.result import Result
 from dcpbench.imports.vllm import read_experts, read_summary
-from dcpbench.points.instances import MOST as MAX_INSTANCES
-from dcpbench.points.instances import Instances
+from dcpbench.points.instances import MAX_INSTANCES, Instances
 from dcpbench.points.layout import DEGREES
 from dcpbench.points.names import CLOSED, GAMMA, SGLANG, TOOLS, TRACE
 
@@ -107,7 +106,7 @@ def read(document: Document) -> Result:
         output_tokens=found.total_output_tokens,
         lengths=_read_lengths(found),
         summary={ours: read_summary(document, ours, found.completed, theirs) for ours, theirs in NAMES.items()},
-        several_tokens=(found.accept_length or 1.0) > ONE_TOKEN or (details is not None and details.divided()),
+        several_tokens=(found.accept_length or 1.0) > ONE_TOKEN or (details is not None and details.has_divided_gaps()),
         layout=deployment.layout,
         disaggregate=deployment.disaggregate,
         prefill_gpus=deployment.prefill_gpus,
@@ -122,7 +121,7 @@ def read(document: Document) -> Result:
     )
 
 
-def _server_info(document: Document) -> dict[str, Any]:
+def _get_server_info(document: Document) -> dict[str, Any]:
     info = document.fields.get("server_info")
     return info if isinstance(info, dict) else {}
 
@@ -135,7 +134,7 @@ def _list_servers(info: Mapping[str, Any], kind: str) -> list[dict[str, Any]]:
 
 def _read_deployment(document: Document) -> Deployment:
     """Read which servers there were. Raises RecordsError if servers of one kind have different layouts."""
-    info = _server_info(document)
+    info = _get_server_info(document)
     prefill, decode = _list_servers(info, PREFILL), _list_servers(info, DECODE)
     if prefill and decode:
         return _read_instances(document.where, prefill, decode)
@@ -217,6 +216,6 @@ def _format_range(longest: int | None, ratio: float) -> str | None:
 
 def _read_model(document: Document) -> str | None:
     """Return the model of the server, or of the first server behind a router that has one."""
-    info = _server_info(document)
+    info = _get_server_info(document)
     servers = [info, *_list_servers(info, PREFILL), *_list_servers(info, DECODE)]
     return next((name for s in servers if (name := result.read_model(s.get("model_path"), document.where))), None)

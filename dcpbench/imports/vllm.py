@@ -19,7 +19,7 @@ from dcpbench.imports.result import Result
 from dcpbench.points.bounds import MAX_NUMBER
 from dcpbench.points.names import CLOSED, CUT, GAMMA, TOOLS, TRACE, VLLM, WHOLE
 from dcpbench.records.record import Latencies
-from dcpbench.show.text import shortened
+from dcpbench.show.text import summarize_long_text
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -86,7 +86,7 @@ def read(document: Document) -> Result:
         where=document.where,
         model=result.read_model(found.model_id, document.where),
         arrival=TRACE if found.ramp_up_strategy else CLOSED if rate is None else GAMMA,
-        trace=_name_ramp_up(document, found),
+        trace=_format_ramp_up(document, found),
         request_rate=rate,
         burstiness=found.burstiness,
         concurrency=found.max_concurrency,
@@ -131,7 +131,7 @@ def _list_unused(varied: Mapping[str, str], layout: Mapping[str, int], ep: str) 
     return unused
 
 
-def _name_ramp_up(document: Document, found: File) -> str:
+def _format_ramp_up(document: Document, found: File) -> str:
     """Return the name of a load with a rising rate, with its rates; empty for other loads."""
     if not found.ramp_up_strategy:
         return ""
@@ -193,7 +193,7 @@ def _read_parameters(document: Document) -> dict[str, str]:
         found = {normalise_option(n): value for folder in document.folders for n, value in IN_A_NAME.findall(folder)}
     if len(found) > MAX_SETTINGS:
         raise RecordsError(f"{document.where} has {len(found):,} parameters of a sweep; was the file damaged?")
-    return {name: shortened(value, MAX_SETTING) for name, value in found.items()}
+    return {name: summarize_long_text(value, MAX_SETTING) for name, value in found.items()}
 
 
 def _format_value(value: object) -> str:

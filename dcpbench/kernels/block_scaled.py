@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dcpbench.kernels.e4m3 import LARGEST, capability, e4m3_byte, has_cast
+from dcpbench.kernels.e4m3 import LARGEST, e4m3_byte, get_capability, has_cast
 from dcpbench.points.shapes import SCALE_BLOCK
 
 FEW_ROWS = 128
@@ -22,7 +22,7 @@ SCALE_STRIDES = ("scale_row", "scale_group")
 """Stride arguments of kernels that take the scales of rows in any layout. They are not specialised, so that batches of
 all sizes share one kernel.
 """
-LEAST = 1e-10
+MIN_ABS_MAX = 1e-10
 """Lower bound of a block's largest number, so that a block of zeros has a scale."""
 
 
@@ -33,7 +33,7 @@ class Scaled:
     data: torch.Tensor
     """e4m3 [..., N, K], contiguous."""
     scale: torch.Tensor
-    """fp32: of a weight [..., ⌈N / block[0]⌉, ⌈K / block[1]⌉], contiguous; of rows [N, ⌈K / block[1]⌉], as empty_rows() has them
+    """fp32: of a weight [..., ⌈N / block[0]⌉, ⌈K / block[1]⌉], contiguous; of rows [N, ⌈K / block[1]⌉], as allocate_rows() has them
     or contiguous."""
     block: tuple[int, int] = (SCALE_BLOCK, SCALE_BLOCK)
     """Rows and columns that share a scale; the last ones may be fewer. Rows of activations have each their own. Smaller
@@ -56,12 +56,12 @@ class Rows:
     """Numbers before quantisation, if requested."""
 
 
-def quantised_for(weight: torch.Tensor | Scaled | None) -> bool:
+def needs_quantized_input(weight: torch.Tensor | Scaled | None) -> bool:
     """Return True if kernels that make activations for a product with this weight also quantise them."""
     return isinstance(weight, Scaled) and weight.data.is_cuda
 
 
-def empty_rows(rows: int, depth: int, device: torch.device) -> Scaled:
+def allocate_rows(rows: int, depth: int, device: torch.device) -> Scaled:
     """Room for rows in groups of 128 columns; `depth` must be a multiple of that.
 
     A program of a product reads a group's scales of all its rows at once. Of few rows these lie side by side.
@@ -111,15 +111,20 @@ def store_quantised(
     tl.store(data + at, byte_GK, mask=live[:, None])
 
 
-def into(rows: Scaled | None) -> dict[str, object]:
+def make_store_arguments(rows: Scaled | None) -> dict[str, object]:
     """Arguments of a kernel that stores quantised rows, or does not."""
     given: dict[str, object] = {"data": None, "scale": None, "NATIVE": False, "EARLY": False}
     row = group = 0
     if rows is not None:
         device, (row, group) = rows.data.device, rows.scale.stride()
-        given = {"data": rows.data.view(torch.uint8), "scale": rows.scale, "NATIVE": has_cast(device), **early(device)}
+        given = {
+            "data": rows.data.view(torch.uint8),
+            "scale": rows.scale,
+            "NATIVE": has_cast(device),
+            **get_launch_options(device),
+        }
     at = {"scale_row": row, "scale_group": group}
-    return given | at | {"QUANTISED": rows is not None, "LEAST": LEAST, "LARGEST": LARGEST}
+    return given | at | {"QUANTISED": rows is not None, "LEAST": MIN_ABS_MAX, "LARGEST": LARGEST}
 
 
 @triton.jit(do_not_specialize=SCALE_STRIDES)
@@ -150,7 +155,7 @@ def _rows_kernel(
     tl.store(data + at, byte_GK, mask=live[:, None])
 
 
-def early(device: torch.device) -> dict[str, bool]:
+def get_launch_options(device: torch.device) -> dict[str, bool]:
     """Return the options of a launch with programs that start while the preceding kernel ends, and wait for it themselves.
 
     All programs of all kernels launched this way must wait. They let the next kernel's programs begin before they wait,
@@ -158,12 +163,12 @@ def early(device: torch.device) -> dict[str, bool]:
     that follows one of them follows all before it. Before its wait a program writes nothing, and reads no data that any
     of them writes.
     """
-    return {"EARLY": True, "launch_pdl": True} if capability(device) >= (9, 0) else {"EARLY": False}
+    return {"EARLY": True, "launch_pdl": True} if get_capability(device) >= (9, 0) else {"EARLY": False}
 
 
-def quantise_rows(x_TK: torch.Tensor) -> Scaled:
+def quantize_rows(x_TK: torch.Tensor) -> Scaled:
     """Rows [T, K] in groups of 128 columns, each divided by its largest |x| / 448. K must be a multiple of 128."""
-    rows = empty_rows(len(x_TK), x_TK.shape[1], x_TK.device)
+    rows = allocate_rows(len(x_TK), x_TK.shape[1], x_TK.device)
     count = rows.scale.numel()
     block = MORE_GROUPS if count > MANY else GROUPS
     _rows_kernel[(triton.cdiv(count, block),)](
@@ -173,28 +178,28 @@ def quantise_rows(x_TK: torch.Tensor) -> Scaled:
         *rows.scale.stride(),
         count,
         rows.scale.shape[1],
-        LEAST=LEAST,
+        LEAST=MIN_ABS_MAX,
         LARGEST=LARGEST,
         BLOCK_G=block,
         NATIVE=has_cast(x_TK.device),
         num_warps=4,
-        **early(x_TK.device),
+        **get_launch_options(x_TK.device),
     )
     return rows
 
 
-def quantise_rows_reference(x_TK: torch.Tensor, group: int = SCALE_BLOCK) -> Scaled:
+def quantize_rows_reference(x_TK: torch.Tensor, group: int = SCALE_BLOCK) -> Scaled:
     """Return the reference quantisation, in groups of any number of columns; the last group may be smaller."""
-    scaled = _quantise(x_TK.unsqueeze(-2), (1, group))
+    scaled = _quantize_blocks(x_TK.unsqueeze(-2), (1, group))
     return Scaled(scaled.data.squeeze(-2), scaled.scale.squeeze(-2), (1, group))
 
 
-def quantise_weight(weight: torch.Tensor, block: tuple[int, int] = (SCALE_BLOCK, SCALE_BLOCK)) -> Scaled:
+def quantize_weight(weight: torch.Tensor, block: tuple[int, int] = (SCALE_BLOCK, SCALE_BLOCK)) -> Scaled:
     """A weight [..., N, K] in blocks, those at the lower and right edges maybe smaller."""
-    return _quantise(weight, block)
+    return _quantize_blocks(weight, block)
 
 
-def _quantise(x: torch.Tensor, block: tuple[int, int]) -> Scaled:
+def _quantize_blocks(x: torch.Tensor, block: tuple[int, int]) -> Scaled:
     *_, height, depth = x.shape
     down, across = -(-height // block[0]), -(-depth // block[1])
     missing = (0, across * block[1] - depth, 0, down * block[0] - height)
@@ -202,18 +207,18 @@ def _quantise(x: torch.Tensor, block: tuple[int, int]) -> Scaled:
     blocks = padded.unflatten(-1, (across, block[1])).unflatten(-3, (down, block[0]))
     # By a tensor, as torch on a GPU multiplies with the reciprocal of a number.
     largest = torch.full((), LARGEST, device=x.device)
-    scale = blocks.abs().amax((-3, -1)).clamp(min=LEAST) / largest
+    scale = blocks.abs().amax((-3, -1)).clamp(min=MIN_ABS_MAX) / largest
     data = (blocks / scale[..., :, None, :, None]).flatten(-4, -3).flatten(-2)[..., :height, :depth]
     return Scaled(data.to(torch.float8_e4m3fn).contiguous(), scale, block)
 
 
-def dequantise_weight(weight: Scaled) -> torch.Tensor:
+def dequantize_weight(weight: Scaled) -> torch.Tensor:
     """Return the represented weight, fp32 [..., N, K]."""
     *_, height, depth = weight.data.shape
     scale = weight.scale.repeat_interleave(weight.block[0], -2).repeat_interleave(weight.block[1], -1)
     return weight.data.float() * scale[..., :height, :depth]
 
 
-def dequantise_rows(rows: Scaled) -> torch.Tensor:
+def dequantize_rows(rows: Scaled) -> torch.Tensor:
     """Return the represented rows, fp32 [T, K]."""
     return rows.data.float() * rows.scale.repeat_interleave(rows.block[1], -1)[..., : rows.data.shape[-1]]

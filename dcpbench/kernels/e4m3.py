@@ -48,7 +48,7 @@ def e4m3_number(byte):
 
 
 @functools.cache
-def capability(device: torch.device) -> tuple[int, int]:
+def get_capability(device: torch.device) -> tuple[int, int]:
     """Return the compute capability of a GPU, or (0, 0) for a CPU and in Triton's interpreter, where a dry run's
     tensors claim CUDA.
     """
@@ -59,4 +59,4 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 def has_cast(device: torch.device) -> bool:
     """Return True if `e4m3_byte` may be NATIVE."""
-    return capability(device) >= (8, 9)
+    return get_capability(device) >= (8, 9)

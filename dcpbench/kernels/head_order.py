@@ -17,14 +17,14 @@ BLOCK = 2048
 """Numbers that one program copies."""
 
 
-def in_head_order(q_NBhQ: torch.Tensor) -> torch.Tensor:
+def to_head_order(q_NBhQ: torch.Tensor) -> torch.Tensor:
     """Return contiguous [N, B, h, Q] as contiguous [B, N·h, Q]; the same memory with one rank or one request."""
     if 1 in q_NBhQ.shape[:2]:
         return q_NBhQ.transpose(0, 1).flatten(1, 2)
-    return in_head_order_fused(q_NBhQ) if q_NBhQ.is_cuda else in_head_order_reference(q_NBhQ)
+    return to_head_order_fused(q_NBhQ) if q_NBhQ.is_cuda else to_head_order_reference(q_NBhQ)
 
 
-def in_head_order_reference(q_NBhQ: torch.Tensor) -> torch.Tensor:
+def to_head_order_reference(q_NBhQ: torch.Tensor) -> torch.Tensor:
     """Slow and obvious."""
     return q_NBhQ.transpose(0, 1).flatten(1, 2).contiguous()
 
@@ -38,7 +38,7 @@ def _order_kernel(q, out, batch, length, N: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + (b * N + n) * length + at, values, mask=at < length)
 
 
-def in_head_order_fused(q_NBhQ: torch.Tensor) -> torch.Tensor:
+def to_head_order_fused(q_NBhQ: torch.Tensor) -> torch.Tensor:
     """One kernel."""
     ranks, batch, heads, width = q_NBhQ.shape
     out_BHQ = q_NBhQ.new_empty(batch, ranks * heads, width)

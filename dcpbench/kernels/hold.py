@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
-from dcpbench.measuring.timing import capture
+from dcpbench.measuring.timing import capture_graph
 
 BLOCK = 4096
-MOST_BLOCKS = 32
+MAX_BLOCKS = 32
 """Maximum number of blocks, about as many as NCCL uses for a large message."""
 PASSES, CALLS = 5, 200
 
@@ -37,7 +37,7 @@ def _hold_kernel(x_ptr, out_ptr, size, copies, wait_ns, COPY: tl.constexpr, BLOC
         pass
 
 
-def hold(x: torch.Tensor, out: torch.Tensor | None, seconds: float) -> None:
+def copy_and_wait(x: torch.Tensor, out: torch.Tensor | None, seconds: float) -> None:
     """Fill `out`, contiguous and an integer multiple of the size of x, with copies of x, and end after `seconds`.
 
     x is contiguous. Without `out` nothing is copied and x is unchanged.
@@ -47,22 +47,22 @@ def hold(x: torch.Tensor, out: torch.Tensor | None, seconds: float) -> None:
         if out is not None:
             out.view(copies, -1).copy_(x.reshape(1, -1).expand(copies, -1))
         return
-    held_ns = max(round((seconds - overhead_s(x.device)) * 1e9), 0)
-    blocks = max(min(triton.cdiv(x.numel(), BLOCK), MOST_BLOCKS), 1) if copies else 1
+    held_ns = max(round((seconds - measure_overhead_s(x.device)) * 1e9), 0)
+    blocks = max(min(triton.cdiv(x.numel(), BLOCK), MAX_BLOCKS), 1) if copies else 1
     _hold_kernel[(blocks,)](x, x if out is None else out, x.numel(), copies, held_ns, COPY=copies > 0, BLOCK=BLOCK)
 
 
 @functools.cache
-def overhead_s(device: torch.device) -> float:
+def measure_overhead_s(device: torch.device) -> float:
     """Return the duration of a kernel that holds for 0 s in a sequence in a CUDA graph, by which the wait is shortened."""
-    _launch(device)
+    _launch_empty(device)
     torch.cuda.synchronize(device)
 
-    def calls() -> None:
+    def run_calls() -> None:
         for _ in range(CALLS):
-            _launch(device)
+            _launch_empty(device)
 
-    graph = capture(calls)
+    graph = capture_graph(run_calls)
     times = []
     for _ in range(PASSES):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -74,6 +74,6 @@ def overhead_s(device: torch.device) -> float:
     return sorted(times)[PASSES // 2]
 
 
-def _launch(device: torch.device) -> None:
+def _launch_empty(device: torch.device) -> None:
     nothing = torch.empty(1, device=device)
     _hold_kernel[(1,)](nothing, nothing, 1, 0, 0, COPY=False, BLOCK=BLOCK)

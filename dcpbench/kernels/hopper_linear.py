@@ -28,9 +28,9 @@ GROUP = gl.constexpr(128)
 def place(tile, down, across, TOGETHER: gl.constexpr):
     """Tile of rows and block of columns of a tile: TOGETHER tiles of rows go through the columns side by side."""
     first = tile // (TOGETHER * across) * TOGETHER
-    beside = gl.minimum(down - first, TOGETHER)
+    group_size = gl.minimum(down - first, TOGETHER)
     inside = tile % (TOGETHER * across)
-    return first + inside % beside, inside // beside
+    return first + inside % group_size, inside // group_size
 
 
 @gluon.jit
@@ -134,7 +134,9 @@ def _product_kernel(
     )
 
 
-def product(x: Scaled, weight: Scaled, out: torch.Tensor, programs: int, stages: int = 6, together: int = 4) -> None:
+def compute_product(
+    x: Scaled, weight: Scaled, out: torch.Tensor, programs: int, stages: int = 6, together: int = 4
+) -> None:
     """Rows [T, K] times weights [N, K] in blocks of 128 × 128 into out [T, N]; K is a multiple of 128, N of 8."""
     layout = gl.NVMMASharedLayout(128, 8, rank=2)
     (rows, depth), columns = x.data.shape, len(weight.data)

@@ -15,21 +15,21 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dcpbench.kernels.e4m3 import e4m3_number
-from dcpbench.kernels.kv_write import copy_rows, widths
-from dcpbench.kernels.linear import multiprocessors
+from dcpbench.kernels.kv_write import copy_rows, split_width
+from dcpbench.kernels.linear import count_multiprocessors
 
 ROWS, COPIES = 16, 4
-"""Rows that a program of `lay` has under way, and programs for each multiprocessor."""
+"""Rows that a program of `gather_rows` has under way, and programs for each multiprocessor."""
 SIDE, WIDE_SIDE, BLOCK_BYTES, PRODUCTS = 128, 32, 128, 2
-"""Rows and most columns of a tile of `decompress`, and of one in fp32, which is for comparisons; bytes of its depth; and
+"""Rows and most columns of a tile of `decompress_latents`, and of one in fp32, which is for comparisons; bytes of its depth; and
 programs for each multiprocessor: of so many one adds up while the other stores."""
-SMALLEST = 16
+MIN_DOT_SIZE = 16
 """Side of the smallest product that the tensor cores take."""
 UNIT = 16
 """Row size in bytes required by tensor descriptors: a multiple of this."""
 
 
-def lay(
+def gather_rows(
     out_SQ: torch.Tensor,
     stored_KQ: torch.Tensor,
     new_BQ: torch.Tensor,
@@ -42,10 +42,10 @@ def lay(
     count is int32 [1], place_S int32 [S or more]. stored_KQ is of the dtype of the two others, or float8_e4m3fn of numbers that were
     divided by `scale`. All rows are contiguous. No host sync; further rows are left alone.
     """
-    (lay_fused if out_SQ.is_cuda else lay_reference)(out_SQ, stored_KQ, new_BQ, count, place_S, scale)
+    (gather_rows_fused if out_SQ.is_cuda else gather_rows_reference)(out_SQ, stored_KQ, new_BQ, count, place_S, scale)
 
 
-def decompress(
+def decompress_latents(
     row_SQ: torch.Tensor,
     count: torch.Tensor,
     w_uk: torch.Tensor,
@@ -59,10 +59,12 @@ def decompress(
     are. count is int32 [1]; weights are contiguous, and so are the last dimensions of all. No host sync. Raises
     ValueError for widths of rows, latent part and values that are no multiples of 16 bytes.
     """
-    (decompress_fused if row_SQ.is_cuda else decompress_reference)(row_SQ, count, w_uk, w_uv, key_ShX, value_ShW)
+    (decompress_latents_fused if row_SQ.is_cuda else decompress_latents_reference)(
+        row_SQ, count, w_uk, w_uv, key_ShX, value_ShW
+    )
 
 
-def lay_reference(
+def gather_rows_reference(
     out_SQ: torch.Tensor,
     stored_KQ: torch.Tensor,
     new_BQ: torch.Tensor,
@@ -79,7 +81,7 @@ def lay_reference(
     out_SQ[stored_S] = found_JQ * scale if stored_KQ.dtype != out_SQ.dtype else found_JQ
 
 
-def decompress_reference(
+def decompress_latents_reference(
     row_SQ: torch.Tensor,
     count: torch.Tensor,
     w_uk: torch.Tensor,
@@ -138,7 +140,7 @@ def _lay_kernel(
             copy_rows(old, target, live & (place >= 0), 1.0, WIDTH, HEAD, TAIL, False, False, False)
 
 
-def lay_fused(
+def gather_rows_fused(
     out_SQ: torch.Tensor,
     stored_KQ: torch.Tensor,
     new_BQ: torch.Tensor,
@@ -148,7 +150,7 @@ def lay_fused(
 ) -> None:
     """One kernel."""
     e4m3 = stored_KQ.dtype != out_SQ.dtype
-    _lay_kernel[(_programs(out_SQ.device, COPIES, triton.cdiv(len(out_SQ), ROWS)),)](
+    _lay_kernel[(_count_programs(out_SQ.device, COPIES, triton.cdiv(len(out_SQ), ROWS)),)](
         out_SQ,
         stored_KQ.view(torch.uint8) if e4m3 else stored_KQ,
         new_BQ,
@@ -156,7 +158,7 @@ def lay_fused(
         place_S,
         scale,
         E4M3=e4m3,
-        **widths(out_SQ.shape[1]),
+        **split_width(out_SQ.shape[1]),
         ROWS=ROWS,
         num_warps=8,
     )
@@ -207,7 +209,7 @@ def _decompress_kernel(
             tl.store(target + N + p, rope, mask=tail)
 
 
-def decompress_fused(
+def decompress_latents_fused(
     row_SQ: torch.Tensor,
     count: torch.Tensor,
     w_uk: torch.Tensor,
@@ -223,14 +225,14 @@ def decompress_fused(
         raise ValueError(f"rows {row_SQ.shape[1]}, {latent} and {value} wide must be multiples of {UNIT} bytes")
     side = SIDE if row_SQ.itemsize < torch.float32.itemsize else WIDE_SIDE
     latent_SR, ropes = row_SQ[:, :latent], row_SQ[:, latent:]
-    step = min(max(triton.next_power_of_2(latent), SMALLEST), BLOCK_BYTES // row_SQ.itemsize)
+    step = min(max(triton.next_power_of_2(latent), MIN_DOT_SIZE), BLOCK_BYTES // row_SQ.itemsize)
     for weight, columns, across, out, tail in (
         (w_uk, w_uk.shape[1], False, key_ShX, ropes.shape[1]),
         (w_uv, value, True, value_ShW, 0),
     ):
-        block = min(max(triton.next_power_of_2(columns), SMALLEST), side)
+        block = min(max(triton.next_power_of_2(columns), MIN_DOT_SIZE), side)
         tiles = triton.cdiv(len(row_SQ), side) * heads * triton.cdiv(columns, block)
-        _decompress_kernel[(_programs(row_SQ.device, PRODUCTS, tiles),)](
+        _decompress_kernel[(_count_programs(row_SQ.device, PRODUCTS, tiles),)](
             TensorDescriptor.from_tensor(latent_SR, [side, step]),
             ropes,
             count,
@@ -252,6 +254,6 @@ def decompress_fused(
         )
 
 
-def _programs(device: torch.device, each: int, tiles: int) -> int:
+def _count_programs(device: torch.device, each: int, tiles: int) -> int:
     """So many for each multiprocessor, and no more than there can be tiles."""
-    return max(min(each * multiprocessors(device), tiles), 1)
+    return max(min(each * count_multiprocessors(device), tiles), 1)

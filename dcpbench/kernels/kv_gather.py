@@ -1,7 +1,7 @@
 """Gather the KV prefix of several requests into token order, from rows interleaved on the ranks of a DCP group.
 
 A rank packs its own rows, request by request and in token order, into a part: `part[first(request) + k]` is its k-th
-row of that request. From all ranks' parts, at any addresses, `in_token_order` makes `out[start(request) + token]`.
+row of that request. From all ranks' parts, at any addresses, `gather_in_token_order` makes `out[start(request) + token]`.
 Because token_idx % N == loc % N, the owner of a token follows from its index alone, and no table has to be sent.
 
 In both kernels a program copies ROWS rows, 16 bytes per thread, all of them loaded before it writes.
@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dcpbench.kernels.kv_write import copy_rows, widths
+from dcpbench.kernels.kv_write import copy_rows, split_width
 from dcpbench.points import layout
 
 if TYPE_CHECKING:
@@ -29,29 +29,29 @@ UNIT = 16
 """Bytes that a thread reads at once; rows and addresses are multiples of it."""
 
 
-def request_table(prefix: Prefix, device: torch.device) -> torch.Tensor:
+def make_request_table(prefix: Prefix, device: torch.device) -> torch.Tensor:
     """int32 [requests, 1 + N]: each request's start, and its first row in each rank's part. Does not wait."""
-    columns = [prefix.starts, *(prefix.firsts(rank) for rank in range(prefix.dcp))]
+    columns = [prefix.starts, *(prefix.list_first_rows(rank) for rank in range(prefix.dcp))]
     host = torch.tensor(columns, dtype=torch.int32)[:, :-1].T.contiguous()
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
-def pack(part_JQ: torch.Tensor, kv_KQ: torch.Tensor, row_J: torch.Tensor) -> None:
+def pack_rows(part_JQ: torch.Tensor, kv_KQ: torch.Tensor, row_J: torch.Tensor) -> None:
     """Pack this rank's rows: `part_JQ[j] = kv_KQ[row_J[j]]`. No host sync.
 
-    row_J is int32, as kv_indices.fill_pages makes it with pages of one row; part_JQ has at least as many rows, is
+    row_J is int32, as kv_indices.write_pages makes it with pages of one row; part_JQ has at least as many rows, is
     contiguous and of the dtype of kv_KQ, which has a contiguous last dimension.
     """
-    (pack_fused if kv_KQ.is_cuda else pack_reference)(part_JQ, kv_KQ, row_J)
+    (pack_rows_fused if kv_KQ.is_cuda else pack_rows_reference)(part_JQ, kv_KQ, row_J)
 
 
-def in_token_order(
+def gather_in_token_order(
     out_TQ: torch.Tensor, own_JQ: torch.Tensor, addresses: Sequence[int], rank: int, prefix: Prefix, table: torch.Tensor
 ) -> None:
     """All tokens' rows into the first `prefix.tokens` rows of `out_TQ`. No host sync; further rows are left alone.
 
     own_JQ is this rank's part, contiguous, in the dtype of out_TQ, which is contiguous, too; addresses are where the
-    parts of rank, rank + 1, … around the group begin, own_JQ's first; table is request_table(prefix). Parts that lie in
+    parts of rank, rank + 1, … around the group begin, own_JQ's first; table is make_request_table(prefix). Parts that lie in
     other GPUs' memory are read in place. Always a kernel, as addresses are all that is known of other ranks' parts:
     without a GPU it runs in Triton's interpreter. Raises ValueError for rows or addresses that are no multiples of 16
     bytes.
@@ -72,25 +72,25 @@ def in_token_order(
         REQUESTS=triton.next_power_of_2(len(prefix.lengths)),
         ITEM_BYTES=out_TQ.itemsize,
         UNIT=UNIT,
-        **widths(width),
+        **split_width(width),
         ROWS=ROWS,
         num_warps=WARPS,
     )
 
 
-def pack_reference(part_JQ: torch.Tensor, kv_KQ: torch.Tensor, row_J: torch.Tensor) -> None:
+def pack_rows_reference(part_JQ: torch.Tensor, kv_KQ: torch.Tensor, row_J: torch.Tensor) -> None:
     """One row at a time."""
     for j, row in enumerate(row_J.tolist()):
         part_JQ[j] = kv_KQ[row]
 
 
-def in_token_order_reference(out_TQ: torch.Tensor, parts: list[torch.Tensor], prefix: Prefix) -> None:
+def gather_in_token_order_reference(out_TQ: torch.Tensor, parts: list[torch.Tensor], prefix: Prefix) -> None:
     """Copy one row at a time; parts are those of ranks 0 to N−1."""
-    firsts = [prefix.firsts(rank) for rank in range(prefix.dcp)]
+    firsts = [prefix.list_first_rows(rank) for rank in range(prefix.dcp)]
     for request, length in enumerate(prefix.lengths):
         for token in range(length):
-            owner = layout.owner(token, prefix.dcp, prefix.interleave)
-            row = firsts[owner][request] + layout.row(token, prefix.dcp, prefix.interleave)
+            owner = layout.get_owner(token, prefix.dcp, prefix.interleave)
+            row = firsts[owner][request] + layout.get_row(token, prefix.dcp, prefix.interleave)
             out_TQ[prefix.starts[request] + token] = parts[owner][row]
 
 
@@ -155,9 +155,9 @@ def _order_kernel(
     )
 
 
-def pack_fused(part_JQ: torch.Tensor, kv_KQ: torch.Tensor, row_J: torch.Tensor) -> None:
+def pack_rows_fused(part_JQ: torch.Tensor, kv_KQ: torch.Tensor, row_J: torch.Tensor) -> None:
     """One kernel."""
     count = len(row_J)
     _pack_kernel[(triton.cdiv(count, ROWS),)](
-        part_JQ, kv_KQ, row_J, count, kv_KQ.stride(0), **widths(kv_KQ.shape[1]), ROWS=ROWS, num_warps=WARPS
+        part_JQ, kv_KQ, row_J, count, kv_KQ.stride(0), **split_width(kv_KQ.shape[1]), ROWS=ROWS, num_warps=WARPS
     )

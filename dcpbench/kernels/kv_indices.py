@@ -32,7 +32,7 @@ class Share:
     page_size: int = 1
 
 
-def fill_pages(
+def write_pages(
     pages: torch.Tensor,
     indptr: torch.Tensor | None,
     local_lengths_B: torch.Tensor,
@@ -52,18 +52,18 @@ def fill_pages(
     large enough for all. Written values are int32, and the last dimension of `pages` is contiguous; entries behind a
     request's pages are unchanged. One kernel, which can be captured in a graph.
     """
-    fill = fill_fused if pages.is_cuda else fill_reference
+    fill = write_pages_fused if pages.is_cuda else write_pages_reference
     fill(pages, indptr, local_lengths_B, table_SC, slots_B, lengths_B, share)
 
 
-def pages_of(locs: list[int], share: Share) -> list[int]:
+def list_pages(locs: list[int], share: Share) -> list[int]:
     """Return the pages of a request's share, in token order; `locs` are the virtual locations of all its tokens."""
-    mine = layout.local_tokens(len(locs), share.rank, share.dcp, share.interleave)
-    rows = [layout.row(locs[token], share.dcp, share.interleave) for token in mine]
+    mine = layout.list_local_tokens(len(locs), share.rank, share.dcp, share.interleave)
+    rows = [layout.get_row(locs[token], share.dcp, share.interleave) for token in mine]
     return [row // share.page_size for row in rows[:: share.page_size]]
 
 
-def fill_reference(
+def write_pages_reference(
     pages: torch.Tensor,
     indptr: torch.Tensor | None,
     local_lengths_B: torch.Tensor,
@@ -75,10 +75,10 @@ def fill_reference(
     """Fill one local row at a time, with the integer arithmetic of layout.py."""
     ends = [0]
     for b, (slot, length) in enumerate(zip(slots_B.tolist(), lengths_B.tolist(), strict=True)):
-        found = pages_of(table_SC[slot, :length].tolist(), share)
+        found = list_pages(table_SC[slot, :length].tolist(), share)
         out = pages[b] if indptr is None else pages[ends[-1] :]
         out[: len(found)] = pages.new_tensor(found)
-        local_lengths_B[b] = layout.local_length(length, share.rank, share.dcp, share.interleave)
+        local_lengths_B[b] = layout.compute_local_length(length, share.rank, share.dcp, share.interleave)
         ends.append(ends[-1] + len(found))
     if indptr is not None:
         indptr[: len(ends)] = indptr.new_tensor(ends)
@@ -139,7 +139,7 @@ def _fill_kernel(
         tl.store(out + page, row // PAGE, mask=page < count)
 
 
-def fill_fused(
+def write_pages_fused(
     pages: torch.Tensor,
     indptr: torch.Tensor | None,
     local_lengths_B: torch.Tensor,

@@ -63,8 +63,8 @@ def write_rows(
     was written by the directly preceding kernel, so that both may be read while it still runs; nor by those before it,
     if it lets this one begin before it has waited for them, as norms and linear layers over e4m3 do.
     """
-    nobody = {"OWNED": False, "rank": 0, "DCP": 1, "INTERLEAVE": 1}
-    launch(kv_KQ, new_BQ, row_B, tiling(len(row_B), share), scale, settled, **nobody)
+    no_owner = {"OWNED": False, "rank": 0, "DCP": 1, "INTERLEAVE": 1}
+    launch_kernel(kv_KQ, new_BQ, row_B, choose_tiling(len(row_B), share), scale, settled, **no_owner)
 
 
 def write_kv_reference(
@@ -72,18 +72,18 @@ def write_kv_reference(
 ) -> None:
     """One row at a time, with the integer arithmetic of layout.py."""
     for b, loc in enumerate(loc_B.tolist()):
-        if loc >= 0 and layout.owner(loc, share.dcp, share.interleave) == share.rank:
-            kv_KQ[layout.row(loc, share.dcp, share.interleave)] = as_stored(new_BQ[b], kv_KQ.dtype, scale)
+        if loc >= 0 and layout.get_owner(loc, share.dcp, share.interleave) == share.rank:
+            kv_KQ[layout.get_row(loc, share.dcp, share.interleave)] = convert_to_stored(new_BQ[b], kv_KQ.dtype, scale)
 
 
 def write_rows_reference(kv_KQ: torch.Tensor, new_BQ: torch.Tensor, row_B: torch.Tensor, scale: float = 1.0) -> None:
     """One row at a time."""
     for b, row in enumerate(row_B.tolist()):
         if row >= 0:
-            kv_KQ[row] = as_stored(new_BQ[b], kv_KQ.dtype, scale)
+            kv_KQ[row] = convert_to_stored(new_BQ[b], kv_KQ.dtype, scale)
 
 
-def as_stored(new: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
+def convert_to_stored(new: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
     """`new` as a pool of `dtype` holds it: as it is, or as float8_e4m3fn of new × (1 / scale), which ±448 bound.
 
     A pool of uint8 gets the bytes of the float8 numbers. The product is fp32, as in the kernel.
@@ -195,7 +195,7 @@ class Tiling:
     warps: int
 
 
-def tiling(tokens: int, share: int) -> Tiling:
+def choose_tiling(tokens: int, share: int) -> Tiling:
     """Return the fastest tiling on an H200 (docs/kernels-kv.md) if one token of `share` is stored."""
     if share < 4 or tokens < NUMBERED_FROM:
         return Tiling(tile=16, rows=16, warps=8)
@@ -207,10 +207,10 @@ def write_kv_fused(
 ) -> None:
     """One kernel."""
     owner = {"OWNED": True, "rank": share.rank, "DCP": share.dcp, "INTERLEAVE": share.interleave}
-    launch(kv_KQ, new_BQ, loc_B, tiling(len(loc_B), share.dcp), scale, settled=False, **owner)
+    launch_kernel(kv_KQ, new_BQ, loc_B, choose_tiling(len(loc_B), share.dcp), scale, settled=False, **owner)
 
 
-def launch(
+def launch_kernel(
     kv_KQ: torch.Tensor,
     new_BQ: torch.Tensor,
     places_B: torch.Tensor,
@@ -221,7 +221,7 @@ def launch(
 ) -> None:
     """Launch one kernel; `owner` holds the arguments that determine the owner of a location."""
     fp8 = kv_KQ.element_size() == 1
-    hopper = _launches_dependents(kv_KQ.device)
+    hopper = _supports_dependents(kv_KQ.device)
     _write_kernel[(triton.cdiv(len(places_B), tiles.tile),)](
         kv_KQ.view(torch.uint8) if fp8 else kv_KQ,
         new_BQ,
@@ -230,7 +230,7 @@ def launch(
         kv_KQ.stride(0),
         new_BQ.stride(0),
         1.0 / scale,
-        **widths(kv_KQ.shape[1]),
+        **split_width(kv_KQ.shape[1]),
         FP8=fp8,
         NATIVE=e4m3.has_cast(kv_KQ.device),
         TILE=tiles.tile,
@@ -244,12 +244,12 @@ def launch(
 
 
 @functools.cache
-def _launches_dependents(device: torch.device) -> bool:
+def _supports_dependents(device: torch.device) -> bool:
     """Return True for Hopper and later; Triton's interpreter does not launch dependents."""
-    return e4m3.capability(device) >= (9, 0)
+    return e4m3.get_capability(device) >= (9, 0)
 
 
-def widths(width: int) -> dict[str, int]:
+def split_width(width: int) -> dict[str, int]:
     """Return the constants of `copy_rows` for rows of `width` numbers."""
     head = 1 << (width.bit_length() - 1)
     return {"WIDTH": width, "HEAD": head, "TAIL": triton.next_power_of_2(max(1, width - head))}

@@ -9,9 +9,17 @@ import torch
 import triton
 import triton.language as tl
 
-from dcpbench.kernels.block_scaled import SCALE_STRIDES, Rows, Scaled, empty_rows, into, quantised_for, store_quantised
-from dcpbench.kernels.norm import norm_reference, normalised
-from dcpbench.kernels.rope import rope_reference, turn
+from dcpbench.kernels.block_scaled import (
+    SCALE_STRIDES,
+    Rows,
+    Scaled,
+    allocate_rows,
+    make_store_arguments,
+    needs_quantized_input,
+    store_quantised,
+)
+from dcpbench.kernels.norm import normalised, normalize_reference
+from dcpbench.kernels.rope import apply_rope_reference, turn
 
 
 def split_latent(
@@ -42,7 +50,7 @@ def split_latent(
     given = (qkv_BN, q_norm, kv_norm, positions_B, table, row_BQ, eps)
     if not qkv_BN.is_cuda:
         return split_latent_reference(*given, interleaved=interleaved)
-    return split_latent_fused(*given, interleaved=interleaved, quantise=quantised_for(feeds))
+    return split_latent_fused(*given, interleaved=interleaved, quantise=needs_quantized_input(feeds))
 
 
 def split_latent_reference(
@@ -59,9 +67,9 @@ def split_latent_reference(
     """Slow and obvious."""
     latent, columns = len(kv_norm), row_BQ.shape[1]
     q, kv_BQ = qkv_BN.split((qkv_BN.shape[1] - columns, columns), dim=-1)
-    row_BQ[:, :latent] = norm_reference(kv_BQ[:, :latent], None, kv_norm, eps)
-    rope_reference(kv_BQ[:, None, latent:], positions_B, table, row_BQ[:, None, latent:], interleaved)
-    return None if q_norm is None else norm_reference(q, None, q_norm, eps)
+    row_BQ[:, :latent] = normalize_reference(kv_BQ[:, :latent], None, kv_norm, eps)
+    apply_rope_reference(kv_BQ[:, None, latent:], positions_B, table, row_BQ[:, None, latent:], interleaved)
+    return None if q_norm is None else normalize_reference(q, None, q_norm, eps)
 
 
 @triton.jit
@@ -146,7 +154,7 @@ def split_latent_fused(
     q_width = qkv_BN.shape[1] - columns
     out = rows = None
     if q_norm is not None and quantise:
-        rows = empty_rows(batch, q_width, qkv_BN.device)
+        rows = allocate_rows(batch, q_width, qkv_BN.device)
     elif q_norm is not None:
         out = torch.empty(batch, q_width, dtype=qkv_BN.dtype, device=qkv_BN.device)
     block_q, block_r = triton.next_power_of_2(q_width), triton.next_power_of_2(latent)
@@ -169,6 +177,6 @@ def split_latent_fused(
         BLOCK_Q=block_q,
         BLOCK_R=block_r,
         num_warps=max(1, min(8, max(block_q if q_norm is not None else 0, block_r) // 512)),
-        **into(rows),
+        **make_store_arguments(rows),
     )
     return out if rows is None else Rows(rows, qkv_BN.dtype)

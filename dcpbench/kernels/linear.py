@@ -24,13 +24,13 @@ from dcpbench.kernels.block_scaled import (
     FEW_ROWS,
     Rows,
     Scaled,
-    dequantise_rows,
-    dequantise_weight,
-    early,
-    quantise_rows,
-    quantise_rows_reference,
+    dequantize_rows,
+    dequantize_weight,
+    get_launch_options,
+    quantize_rows,
+    quantize_rows_reference,
 )
-from dcpbench.kernels.e4m3 import capability
+from dcpbench.kernels.e4m3 import get_capability
 from dcpbench.points.shapes import SCALE_BLOCK
 
 if TYPE_CHECKING:
@@ -40,37 +40,37 @@ HOPPER = 9
 """Major compute capability."""
 SHARED, RESERVED = 228 * 1024, 1024
 """Bytes of shared memory of a Hopper multiprocessor, and bytes reserved per program in addition to its own."""
-FEWEST_STAGES = 4
-MOST_TOGETHER = 3
+MIN_STAGES = 4
+MAX_TOGETHER = 3
 """Programs on a multiprocessor from which on they hide each other's waiting."""
 PROGRAM_RATE, MEMORY_RATE, ADD_UP_RATE = 47e3, 3.9e6, 2e6
 """Bytes a µs: of rows and weights that a program goes through, alone on a multiprocessor; of weights that all of them read at
 most; of parts that are stored and added up."""
-BESIDE = 0.43
+SHARING_SLOWDOWN = 0.43
 """Relative slowdown of a program per additional program on the same multiprocessor."""
 ADD_UP_US = 1.7
 """Fixed time of adding up partial sums."""
 
 
-def linear(
+def apply_linear(
     x_TK: torch.Tensor | Rows, weight_NK: torch.Tensor | Scaled, out_TN: torch.Tensor | None = None
 ) -> torch.Tensor:
     """x · weightᵀ in x's dtype, [T, N], in `out` if given. On a GPU, scales are of blocks of 128 × 128, K a multiple of 128."""
     if isinstance(x_TK, Rows):
         assert isinstance(weight_NK, Scaled)
-        return product(x_TK.scaled, weight_NK, x_TK.dtype, out=out_TN)
+        return compute_product(x_TK.scaled, weight_NK, x_TK.dtype, out=out_TN)
     if not isinstance(weight_NK, Scaled):
         return functional.linear(x_TK, weight_NK) if out_TN is None else torch.mm(x_TK, weight_NK.t(), out=out_TN)
     if not x_TK.is_cuda:
-        y_TN = linear_reference(x_TK, weight_NK)
+        y_TN = apply_linear_reference(x_TK, weight_NK)
         return y_TN if out_TN is None else out_TN.copy_(y_TN)
-    return product(quantise_rows(x_TK.contiguous()), weight_NK, x_TK.dtype, out=out_TN)
+    return compute_product(quantize_rows(x_TK.contiguous()), weight_NK, x_TK.dtype, out=out_TN)
 
 
-def linear_reference(x_TK: torch.Tensor, weight_NK: Scaled) -> torch.Tensor:
+def apply_linear_reference(x_TK: torch.Tensor, weight_NK: Scaled) -> torch.Tensor:
     """Return the reference product over blocks of any size, from the represented e4m3 values in fp32."""
-    rows = dequantise_rows(quantise_rows_reference(x_TK, weight_NK.block[1]))
-    return functional.linear(rows, dequantise_weight(weight_NK)).to(x_TK.dtype)
+    rows = dequantize_rows(quantize_rows_reference(x_TK, weight_NK.block[1]))
+    return functional.linear(rows, dequantize_weight(weight_NK)).to(x_TK.dtype)
 
 
 @triton.jit
@@ -151,7 +151,7 @@ class Tiling:
     """True if weights are the first operand, so that few rows are the narrow side of a wgmma."""
 
 
-def product(
+def compute_product(
     x: Scaled, weight: Scaled, dtype: torch.dtype, how: Tiling | None = None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The product of rows [T, K], fp32 sums rounded to `dtype`. Blocks of 128 × 128, K a multiple of 128."""
@@ -160,13 +160,13 @@ def product(
     assert depth % SCALE_BLOCK == 0
     if out is None:
         out = torch.empty(rows, columns, dtype=dtype, device=device)
-    if how is None and rows > FEW_ROWS and capability(device)[0] == HOPPER:
+    if how is None and rows > FEW_ROWS and get_capability(device)[0] == HOPPER:
         # Imported only where it runs: Triton before 3.6 and its interpreter cannot import it.
         from dcpbench.kernels import hopper_linear
 
-        hopper_linear.product(x, weight, out, multiprocessors(device))
+        hopper_linear.compute_product(x, weight, out, count_multiprocessors(device))
         return out
-    how = how or tiling(rows, columns, depth, multiprocessors(device), shared_memory(device))
+    how = how or choose_tiling(rows, columns, depth, count_multiprocessors(device), get_shared_memory(device))
     partial = out
     if how.parts > 1:
         partial = torch.empty(how.parts, rows, columns, dtype=torch.float32, device=device)
@@ -187,24 +187,24 @@ def product(
         STAGES=how.stages,
         WHOLE=rows % how.rows == 0,
         num_warps=how.warps,
-        **early(device),
+        **get_launch_options(device),
     )
     if how.parts > 1:
         block = 512
         _add_up_kernel[(triton.cdiv(out.numel(), block),)](
-            partial, out, out.numel(), how.parts, BLOCK=block, **early(device)
+            partial, out, out.numel(), how.parts, BLOCK=block, **get_launch_options(device)
         )
     return out
 
 
 @functools.cache
-def multiprocessors(device: torch.device) -> int:
+def count_multiprocessors(device: torch.device) -> int:
     """Return the number of multiprocessors of a GPU; 1 for the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @functools.cache
-def shared_memory(device: torch.device) -> int:
+def get_shared_memory(device: torch.device) -> int:
     """Bytes of a multiprocessor; the interpreter minds none."""
     return (
         torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor if device.type == "cuda" else SHARED
@@ -212,17 +212,17 @@ def shared_memory(device: torch.device) -> int:
 
 
 @functools.cache
-def tiling(rows: int, columns: int, depth: int, multiprocessors: int, shared: int = SHARED) -> Tiling:
-    """Return the tiling of a product with the least time by microseconds()."""
+def choose_tiling(rows: int, columns: int, depth: int, multiprocessors: int, shared: int = SHARED) -> Tiling:
+    """Return the tiling of a product with the least time by estimate_us()."""
     if rows > FEW_ROWS:
         return Tiling(rows=128, columns=128, stages=3, warps=8, weight_first=False)
     return min(
-        cuts(rows, columns, depth, multiprocessors, shared),
-        key=lambda how: microseconds(how, rows, columns, depth, multiprocessors, shared),
+        iter_tilings(rows, columns, depth, multiprocessors, shared),
+        key=lambda how: estimate_us(how, rows, columns, depth, multiprocessors, shared),
     )
 
 
-def cuts(rows: int, columns: int, depth: int, multiprocessors: int, shared: int = SHARED) -> Iterator[Tiling]:
+def iter_tilings(rows: int, columns: int, depth: int, multiprocessors: int, shared: int = SHARED) -> Iterator[Tiling]:
     """All that a product of few rows is chosen from: one to four parts, or as many as fill the GPU once or twice.
 
     Of those that take as long the first is chosen: broader programs read rows fewer times.
@@ -234,11 +234,11 @@ def cuts(rows: int, columns: int, depth: int, multiprocessors: int, shared: int 
         once = multiprocessors // blocks
         for parts in sorted({1, 2, 3, 4, once, 2 * once}):
             if parts == 1 or (1 < parts <= most and blocks * parts <= 4 * multiprocessors):
-                stages = spread(blocks * parts, multiprocessors, (tile + width) * SCALE_BLOCK, shared)
+                stages = choose_stages(blocks * parts, multiprocessors, (tile + width) * SCALE_BLOCK, shared)
                 yield Tiling(rows=tile, columns=width, stages=stages, warps=4, parts=parts)
 
 
-def microseconds(how: Tiling, rows: int, columns: int, depth: int, multiprocessors: int, shared: int = SHARED) -> float:
+def estimate_us(how: Tiling, rows: int, columns: int, depth: int, multiprocessors: int, shared: int = SHARED) -> float:
     """Return the modelled time of a product of few rows without its start-up: the slowest programs or the memory read,
     plus adding up.
 
@@ -249,17 +249,17 @@ def microseconds(how: Tiling, rows: int, columns: int, depth: int, multiprocesso
     share = triton.cdiv(triton.cdiv(columns, how.columns) * how.parts, multiprocessors)
     together = max(1, min(share, shared // (how.stages * stage + RESERVED)))
     rounds = triton.cdiv(share, together) * triton.cdiv(depth // SCALE_BLOCK, how.parts)
-    programs = rounds * stage * (1 + BESIDE * (together - 1)) / PROGRAM_RATE
+    programs = rounds * stage * (1 + SHARING_SLOWDOWN * (together - 1)) / PROGRAM_RATE
     added = ADD_UP_US + how.parts * rows * columns * 4 / ADD_UP_RATE if how.parts > 1 else 0
     return max(programs, columns * depth / MEMORY_RATE) + added
 
 
-def spread(programs: int, multiprocessors: int, stage_bytes: int, shared: int = SHARED) -> int:
+def choose_stages(programs: int, multiprocessors: int, stage_bytes: int, shared: int = SHARED) -> int:
     """The fewest stages that leave a multiprocessor no room for more programs than its share.
 
     Programs of a product may begin while those of the kernel before still run. A multiprocessor takes none with this much
     shared memory until it has none of the others left, and the first ones to be free would take all that fit: a third of
     the GPU then does all of the work.
     """
-    together = min(triton.cdiv(programs, multiprocessors), MOST_TOGETHER)
-    return max(FEWEST_STAGES, (shared // (together + 1) - RESERVED) // stage_bytes + 1)
+    together = min(triton.cdiv(programs, multiprocessors), MAX_TOGETHER)
+    return max(MIN_STAGES, (shared // (together + 1) - RESERVED) // stage_bytes + 1)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 
-def correct(
+def correct_attn_out(
     o_BHR: torch.Tensor, lse_NBH: torch.Tensor, rank: int, dtype: torch.dtype, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return this rank's share of the merged output: exp(lse_rank − lse*)·o, as [H, B, R] in `dtype`, heads first.
@@ -17,47 +17,49 @@ def correct(
     given, contiguous.
     """
     if o_BHR.is_cuda:
-        return correct_fused(o_BHR, lse_NBH, rank, dtype, out)
-    share_HBR = correct_reference(o_BHR, lse_NBH, rank, dtype)
+        return correct_attn_out_fused(o_BHR, lse_NBH, rank, dtype, out)
+    share_HBR = correct_attn_out_reference(o_BHR, lse_NBH, rank, dtype)
     return share_HBR if out is None else out.copy_(share_HBR)
 
 
-def merge_into(o_ThV: torch.Tensor, lse_Th: torch.Tensor, more_ThV: torch.Tensor, more_Th: torch.Tensor) -> None:
+def merge_attn_states(o_ThV: torch.Tensor, lse_Th: torch.Tensor, more_ThV: torch.Tensor, more_Th: torch.Tensor) -> None:
     """Merge the attention of the same queries over more keys into `o_ThV` (fp32) and `lse_Th`, in place. No host sync.
 
     o* = Σ_n exp(lse_n − lse*)·o_n, lse* = logsumexp over the two. A side with lse −inf has weight 0 for any o,
     including NaN; if both have, the result is 0 and −inf. o_ThV is contiguous, the others may be strided, except for
     the last dimension of more_ThV. Reads and writes 12 bytes for each number of o, in bf16 2 fewer.
     """
-    (merge_into_fused if o_ThV.is_cuda else merge_into_reference)(o_ThV, lse_Th, more_ThV, more_Th)
+    (merge_attn_states_fused if o_ThV.is_cuda else merge_attn_states_reference)(o_ThV, lse_Th, more_ThV, more_Th)
 
 
-def merge(o_NBHR: torch.Tensor, lse_NBH: torch.Tensor) -> torch.Tensor:
+def merge_partials(o_NBHR: torch.Tensor, lse_NBH: torch.Tensor) -> torch.Tensor:
     """Return all ranks' partial outputs merged on one rank, in o's dtype: the reference for exchanges."""
-    weight_NBH1 = weights(lse_NBH).unsqueeze(-1).to(o_NBHR.dtype)
+    weight_NBH1 = compute_weights(lse_NBH).unsqueeze(-1).to(o_NBHR.dtype)
     return torch.where(weight_NBH1 > 0, weight_NBH1 * o_NBHR, 0.0).sum(0)
 
 
-def weights(lse_NBH: torch.Tensor) -> torch.Tensor:
+def compute_weights(lse_NBH: torch.Tensor) -> torch.Tensor:
     """exp(lse_n − logsumexp_n lse_n), with 0 where everything is −inf."""
     total_BH = torch.logsumexp(lse_NBH, dim=0)
     nothing_BH = torch.isneginf(total_BH)
     return torch.exp(lse_NBH - total_BH.masked_fill(nothing_BH, 0.0))
 
 
-def correct_reference(o_BHR: torch.Tensor, lse_NBH: torch.Tensor, rank: int, dtype: torch.dtype) -> torch.Tensor:
+def correct_attn_out_reference(
+    o_BHR: torch.Tensor, lse_NBH: torch.Tensor, rank: int, dtype: torch.dtype
+) -> torch.Tensor:
     """Slow and obvious."""
-    weight_BH1 = weights(lse_NBH)[rank].unsqueeze(-1)
+    weight_BH1 = compute_weights(lse_NBH)[rank].unsqueeze(-1)
     share_BHR = torch.where(weight_BH1 > 0, weight_BH1 * o_BHR.float(), 0.0)
     return share_BHR.transpose(0, 1).to(dtype).contiguous()
 
 
-def merge_into_reference(
+def merge_attn_states_reference(
     o_ThV: torch.Tensor, lse_Th: torch.Tensor, more_ThV: torch.Tensor, more_Th: torch.Tensor
 ) -> None:
     """Slow and obvious."""
     lse_NTh = torch.stack((lse_Th, more_Th))
-    o_ThV.copy_(merge(torch.stack((o_ThV, more_ThV.to(o_ThV.dtype))), lse_NTh))
+    o_ThV.copy_(merge_partials(torch.stack((o_ThV, more_ThV.to(o_ThV.dtype))), lse_NTh))
     lse_Th.copy_(torch.logsumexp(lse_NTh, dim=0))
 
 
@@ -84,7 +86,7 @@ def _correct_kernel(
     )
 
 
-def correct_fused(
+def correct_attn_out_fused(
     o_BHR: torch.Tensor, lse_NBH: torch.Tensor, rank: int, dtype: torch.dtype, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """One kernel, writing heads first as the reduce-scatter wants it."""
@@ -146,7 +148,9 @@ def _merge_into_kernel(
     tl.store(lse + t * lse_t + h * lse_h, tl.where(nothing, float("-inf"), finite + tl.log(total)), mask=live)
 
 
-def merge_into_fused(o_ThV: torch.Tensor, lse_Th: torch.Tensor, more_ThV: torch.Tensor, more_Th: torch.Tensor) -> None:
+def merge_attn_states_fused(
+    o_ThV: torch.Tensor, lse_Th: torch.Tensor, more_ThV: torch.Tensor, more_Th: torch.Tensor
+) -> None:
     """One kernel."""
     rows, heads, value = o_ThV.shape
     block = min(8, triton.next_power_of_2(heads))

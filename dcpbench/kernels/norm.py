@@ -8,7 +8,15 @@ import torch
 import triton
 import triton.language as tl
 
-from dcpbench.kernels.block_scaled import SCALE_STRIDES, Rows, Scaled, empty_rows, into, quantised_for, store_quantised
+from dcpbench.kernels.block_scaled import (
+    SCALE_STRIDES,
+    Rows,
+    Scaled,
+    allocate_rows,
+    make_store_arguments,
+    needs_quantized_input,
+    store_quantised,
+)
 
 
 class Mark(NamedTuple):
@@ -23,10 +31,10 @@ def add_rms_norm(
     x_BD: torch.Tensor, residual_BD: torch.Tensor, weight_D: torch.Tensor, eps: float, mark: Mark | None = None
 ) -> torch.Tensor:
     """residual += x in place, then weight · residual / sqrt(mean(residual²) + eps), mean in fp32, result in x's dtype."""
-    return (norm_fused if x_BD.is_cuda else norm_reference)(x_BD, residual_BD, weight_D, eps, mark)
+    return (normalize_fused if x_BD.is_cuda else normalize_reference)(x_BD, residual_BD, weight_D, eps, mark)
 
 
-def norm_for(
+def normalize_for(
     feeds: torch.Tensor | Scaled | None,
     x_BD: torch.Tensor,
     residual_BD: torch.Tensor | None,
@@ -39,12 +47,12 @@ def norm_for(
     """The same, of x alone without a residual, for a product with the weight `feeds`: quantised where that is done, and with
     `keep` as it is, too. Rows of x may be strided.
     """
-    if quantised_for(feeds):
-        return norm_rows(x_BD, residual_BD, weight_D, eps, mark, keep=keep)
-    return (norm_fused if x_BD.is_cuda else norm_reference)(x_BD, residual_BD, weight_D, eps, mark)
+    if needs_quantized_input(feeds):
+        return normalize_rows(x_BD, residual_BD, weight_D, eps, mark, keep=keep)
+    return (normalize_fused if x_BD.is_cuda else normalize_reference)(x_BD, residual_BD, weight_D, eps, mark)
 
 
-def norm_reference(
+def normalize_reference(
     x_BD: torch.Tensor,
     residual_BD: torch.Tensor | None,
     weight_D: torch.Tensor,
@@ -118,7 +126,7 @@ def _norm_kernel(
         )
 
 
-def norm_fused(
+def normalize_fused(
     x_BD: torch.Tensor,
     residual_BD: torch.Tensor | None,
     weight_D: torch.Tensor,
@@ -127,11 +135,11 @@ def norm_fused(
 ) -> torch.Tensor:
     """One kernel, a program for each row; the first one leaves the mark."""
     out_BD = torch.empty(x_BD.shape, dtype=x_BD.dtype, device=x_BD.device)
-    _launch(x_BD, residual_BD, weight_D, eps, mark, out_BD, None)
+    _launch_norm(x_BD, residual_BD, weight_D, eps, mark, out_BD, None)
     return out_BD
 
 
-def norm_rows(
+def normalize_rows(
     x_BD: torch.Tensor,
     residual_BD: torch.Tensor | None,
     weight_D: torch.Tensor,
@@ -140,16 +148,16 @@ def norm_rows(
     *,
     keep: bool = True,
 ) -> Rows:
-    """Run norm_fused and quantise_rows in one kernel, bit-identical; D must be a multiple of 128. `keep`: also return
+    """Run normalize_fused and quantize_rows in one kernel, bit-identical; D must be a multiple of 128. `keep`: also return
     plain rows.
     """
     out_BD = torch.empty(x_BD.shape, dtype=x_BD.dtype, device=x_BD.device) if keep else None
-    rows = empty_rows(len(x_BD), x_BD.shape[1], x_BD.device)
-    _launch(x_BD, residual_BD, weight_D, eps, mark, out_BD, rows)
+    rows = allocate_rows(len(x_BD), x_BD.shape[1], x_BD.device)
+    _launch_norm(x_BD, residual_BD, weight_D, eps, mark, out_BD, rows)
     return Rows(rows, x_BD.dtype, out_BD)
 
 
-def _launch(
+def _launch_norm(
     x_BD: torch.Tensor,
     residual_BD: torch.Tensor | None,
     weight_D: torch.Tensor,
@@ -175,5 +183,5 @@ def _launch(
         KEEP=out_BD is not None,
         BLOCK=block,
         num_warps=max(1, min(16, block // 512)),
-        **into(rows),
+        **make_store_arguments(rows),
     )

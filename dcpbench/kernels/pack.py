@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dcpbench.kernels.merge import merge
+from dcpbench.kernels.merge import merge_partials
 
 WORD = 4
 """Bytes of an fp32 number."""
@@ -37,21 +37,21 @@ class Message:
     @property
     def o_words(self) -> int:
         """Return the words of o, padding included."""
-        return _aligned(self.batch * self.heads * self.columns * self.dtype.itemsize)
+        return _count_aligned_words(self.batch * self.heads * self.columns * self.dtype.itemsize)
 
     @property
     def words(self) -> int:
         """Return the words of the whole message."""
-        return self.o_words + _aligned(self.batch * self.heads * WORD)
+        return self.o_words + _count_aligned_words(self.batch * self.heads * WORD)
 
-    def views(self, wire_NW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def split_views(self, wire_NW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return o [N, B, h, R] in its dtype and lse [N, B, h], as views of N messages."""
         o = wire_NW[:, : self.o_words].view(self.dtype)
         lse = wire_NW[:, self.o_words :]
-        return _view(o, self.batch, self.heads, self.columns), _view(lse, self.batch, self.heads)
+        return _reshape_part(o, self.batch, self.heads, self.columns), _reshape_part(lse, self.batch, self.heads)
 
 
-def pack(o_BHR: torch.Tensor, lse_BH: torch.Tensor, ranks: int) -> torch.Tensor:
+def pack_messages(o_BHR: torch.Tensor, lse_BH: torch.Tensor, ranks: int) -> torch.Tensor:
     """Return messages to all N ranks, [N, words] fp32; H = N·h, and rank n gets heads n·h to (n + 1)·h.
 
     o is contiguous in fp32, fp16 or bf16, and lse in fp32. Values are not rounded; NaN in o is preserved.
@@ -59,30 +59,30 @@ def pack(o_BHR: torch.Tensor, lse_BH: torch.Tensor, ranks: int) -> torch.Tensor:
     batch, heads, columns = o_BHR.shape
     message = Message(batch, heads // ranks, columns, o_BHR.dtype)
     wire_NW = torch.empty(ranks, message.words, dtype=torch.float32, device=o_BHR.device)
-    (pack_fused if o_BHR.is_cuda else pack_reference)(o_BHR, lse_BH, message, wire_NW)
+    (pack_messages_fused if o_BHR.is_cuda else pack_messages_reference)(o_BHR, lse_BH, message, wire_NW)
     return wire_NW
 
 
-def combine(wire_NW: torch.Tensor, message: Message, out_hBR: torch.Tensor) -> None:
+def merge_messages(wire_NW: torch.Tensor, message: Message, out_hBR: torch.Tensor) -> None:
     """Merge the messages of N ranks for this rank's heads: Σ exp(lse_n − lse*)·o_n in fp32, into `out_hBR` [h, B, R].
 
     `out_hBR` may have any dtype and strides with a contiguous last dimension. A rank with lse −inf has weight 0 for any
     o, including NaN; if all are −inf the result is 0.
     """
-    (combine_fused if wire_NW.is_cuda else combine_reference)(wire_NW, message, out_hBR)
+    (merge_messages_fused if wire_NW.is_cuda else merge_messages_reference)(wire_NW, message, out_hBR)
 
 
-def pack_reference(o_BHR: torch.Tensor, lse_BH: torch.Tensor, message: Message, wire_NW: torch.Tensor) -> None:
+def pack_messages_reference(o_BHR: torch.Tensor, lse_BH: torch.Tensor, message: Message, wire_NW: torch.Tensor) -> None:
     """Slow and obvious."""
-    o_NBhR, lse_NBh = message.views(wire_NW)
+    o_NBhR, lse_NBh = message.split_views(wire_NW)
     o_NBhR.copy_(o_BHR.unflatten(1, (-1, message.heads)).transpose(0, 1))
     lse_NBh.copy_(lse_BH.unflatten(1, (-1, message.heads)).transpose(0, 1))
 
 
-def combine_reference(wire_NW: torch.Tensor, message: Message, out_hBR: torch.Tensor) -> None:
+def merge_messages_reference(wire_NW: torch.Tensor, message: Message, out_hBR: torch.Tensor) -> None:
     """Slow and obvious."""
-    o_NBhR, lse_NBh = message.views(wire_NW)
-    out_hBR.copy_(merge(o_NBhR.float(), lse_NBh).transpose(0, 1))
+    o_NBhR, lse_NBh = message.split_views(wire_NW)
+    out_hBR.copy_(merge_partials(o_NBhR.float(), lse_NBh).transpose(0, 1))
 
 
 @triton.jit
@@ -146,9 +146,9 @@ def _combine_kernel(
     tl.store(out + h * out_h + b * out_b + r, acc.to(out.dtype.element_ty), mask=r < R)
 
 
-def pack_fused(o_BHR: torch.Tensor, lse_BH: torch.Tensor, message: Message, wire_NW: torch.Tensor) -> None:
+def pack_messages_fused(o_BHR: torch.Tensor, lse_BH: torch.Tensor, message: Message, wire_NW: torch.Tensor) -> None:
     """One kernel."""
-    o_NBhR, lse_NBh = message.views(wire_NW)
+    o_NBhR, lse_NBh = message.split_views(wire_NW)
     ranks, length = wire_NW.shape[0], message.heads * message.columns
     _pack_kernel[(message.batch, ranks, triton.cdiv(length, BLOCK))](
         o_BHR,
@@ -166,9 +166,9 @@ def pack_fused(o_BHR: torch.Tensor, lse_BH: torch.Tensor, message: Message, wire
     )
 
 
-def combine_fused(wire_NW: torch.Tensor, message: Message, out_hBR: torch.Tensor) -> None:
+def merge_messages_fused(wire_NW: torch.Tensor, message: Message, out_hBR: torch.Tensor) -> None:
     """One kernel."""
-    o_NBhR, lse_NBh = message.views(wire_NW)
+    o_NBhR, lse_NBh = message.split_views(wire_NW)
     ranks = wire_NW.shape[0]
     _combine_kernel[(message.batch, message.heads)](
         o_NBhR,
@@ -187,9 +187,9 @@ def combine_fused(wire_NW: torch.Tensor, message: Message, out_hBR: torch.Tensor
     )
 
 
-def _aligned(nbytes: int) -> int:
+def _count_aligned_words(nbytes: int) -> int:
     return -(-nbytes // (WORD * ALIGNED)) * ALIGNED
 
 
-def _view(part: torch.Tensor, *sizes: int) -> torch.Tensor:
+def _reshape_part(part: torch.Tensor, *sizes: int) -> torch.Tensor:
     return part[:, : math.prod(sizes)].unflatten(1, sizes)

@@ -14,7 +14,7 @@ BLOCK = 16384
 """Numbers that are added up to one."""
 
 
-def read(x: torch.Tensor, out: torch.Tensor) -> None:
+def read_memory(x: torch.Tensor, out: torch.Tensor) -> None:
     """Sums of `x` by blocks of BLOCK numbers: a read of everything that no compiler can leave out.
 
     Args:

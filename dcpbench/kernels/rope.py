@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from dcpbench.points.shapes import ModelShape, Yarn
 
 
-def rope(
+def apply_rope(
     x_BhP: torch.Tensor, positions_B: torch.Tensor, table: torch.Tensor, out_BhP: torch.Tensor, *, interleaved: bool
 ) -> None:
     """Rotate `x` by its position into `out`, both possibly strided views with unit last stride; `out` may be `x`.
@@ -25,11 +25,11 @@ def rope(
     where `interleaved` (DeepSeek's storage order), else (i, i + P/2). Pairs stay where they are: q·k does not depend on
     it.
     """
-    rotate = rope_fused if x_BhP.is_cuda else rope_reference
+    rotate = apply_rope_fused if x_BhP.is_cuda else apply_rope_reference
     rotate(x_BhP, positions_B, table, out_BhP, interleaved)
 
 
-def rope_reference(
+def apply_rope_reference(
     x_BhP: torch.Tensor, positions_B: torch.Tensor, table: torch.Tensor, out_BhP: torch.Tensor, interleaved: bool
 ) -> None:
     """Slow and obvious."""
@@ -85,7 +85,7 @@ def _rope_kernel(
     turn(x, out, cos, sin, live, BLOCK_H, HALF, INTERLEAVED)
 
 
-def rope_fused(
+def apply_rope_fused(
     x_BhP: torch.Tensor, positions_B: torch.Tensor, table: torch.Tensor, out_BhP: torch.Tensor, interleaved: bool
 ) -> None:
     """One kernel, all heads of a request in one program."""
@@ -108,46 +108,46 @@ def rope_fused(
     )
 
 
-def softmax_scale(shape: ModelShape) -> float:
+def compute_softmax_scale(shape: ModelShape) -> float:
     """Return (nope + rope)^-0.5, times the squared factor of mscale_all_dim if the config has YaRN."""
     scale = (shape.nope + shape.rope) ** -0.5
     if shape.yarn and shape.yarn.mscale_all_dim:
-        scale *= _mscale(shape.yarn.factor, shape.yarn.mscale_all_dim) ** 2
+        scale *= _compute_mscale(shape.yarn.factor, shape.yarn.mscale_all_dim) ** 2
     return scale
 
 
-def rope_table(shape: ModelShape, positions: int, device: torch.device) -> torch.Tensor:
+def make_rope_table(shape: ModelShape, positions: int, device: torch.device) -> torch.Tensor:
     """Return [positions, P] fp32: cos ‖ sin of position × frequency, times YaRN's attention factor."""
     exponents = torch.arange(0, shape.rope, 2, dtype=torch.float32, device=device) / shape.rope
     frequencies = 1.0 / shape.rope_theta**exponents
     factor = 1.0
     if shape.yarn:
-        frequencies = _stretch(frequencies, shape, shape.yarn)
-        factor = _attention_factor(shape.yarn)
+        frequencies = _scale_frequencies(frequencies, shape, shape.yarn)
+        factor = _compute_attention_factor(shape.yarn)
     angles = torch.outer(torch.arange(positions, dtype=torch.float32, device=device), frequencies)
     return torch.cat((angles.cos(), angles.sin()), dim=-1) * factor
 
 
-def _mscale(factor: float, mscale: float) -> float:
+def _compute_mscale(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def _attention_factor(yarn: Yarn) -> float:
+def _compute_attention_factor(yarn: Yarn) -> float:
     if yarn.attention_factor is not None:
         return yarn.attention_factor
     if yarn.mscale and yarn.mscale_all_dim:
-        return _mscale(yarn.factor, yarn.mscale) / _mscale(yarn.factor, yarn.mscale_all_dim)
-    return _mscale(yarn.factor, 1.0)
+        return _compute_mscale(yarn.factor, yarn.mscale) / _compute_mscale(yarn.factor, yarn.mscale_all_dim)
+    return _compute_mscale(yarn.factor, 1.0)
 
 
-def _stretch(frequencies: torch.Tensor, shape: ModelShape, yarn: Yarn) -> torch.Tensor:
+def _scale_frequencies(frequencies: torch.Tensor, shape: ModelShape, yarn: Yarn) -> torch.Tensor:
     """Slow dimensions are interpolated by `factor`, fast ones kept, with a linear ramp between (section 3.2)."""
 
-    def dimension(rotations: float) -> float:
+    def compute_dimension(rotations: float) -> float:
         span = yarn.original_max_position / (rotations * 2 * math.pi)
         return shape.rope * math.log(span) / (2 * math.log(shape.rope_theta))
 
-    first, last = dimension(yarn.beta_fast), dimension(yarn.beta_slow)
+    first, last = compute_dimension(yarn.beta_fast), compute_dimension(yarn.beta_slow)
     if yarn.truncate:
         first, last = math.floor(first), math.ceil(last)
     low, high = max(first, 0), min(last, shape.rope - 1)

@@ -33,8 +33,8 @@ def fill_request(kv: torch.Tensor, locs_S: torch.Tensor, share: Share, *, reques
 def fill_reference(kv: torch.Tensor, locs_S: torch.Tensor, share: Share, *, request: int, seed: int) -> None:
     """Draws the whole request and keeps this rank's share."""
     locs = locs_S.numpy()
-    mine = torch.from_numpy(layout.owner(locs, share.dcp, share.interleave) == share.rank)
-    rows = torch.from_numpy(layout.row(locs, share.dcp, share.interleave)).long()[mine]
+    mine = torch.from_numpy(layout.get_owner(locs, share.dcp, share.interleave) == share.rank)
+    rows = torch.from_numpy(layout.get_row(locs, share.dcp, share.interleave)).long()[mine]
     for index, pool in enumerate(kv):
         generator = torch.Generator().manual_seed((seed * 1_000_003 + index) * 1_000_003 + request)
         drawn = torch.empty(len(locs_S), kv.shape[-1]).normal_(generator=generator)

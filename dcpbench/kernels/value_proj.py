@@ -8,7 +8,7 @@ import triton.language as tl
 
 from dcpbench.errors import UsageError
 
-SMALLEST = 16
+MIN_DOT_SIZE = 16
 """Side of the smallest product that the tensor cores take."""
 
 
@@ -70,9 +70,9 @@ def project_values_fused(
     heads, batch, latent = o_hBR.shape
     value = w_uv.shape[2]
     for what, size in (("latent", latent), ("value", value)):
-        if size < SMALLEST or size & (size - 1):
+        if size < MIN_DOT_SIZE or size & (size - 1):
             raise UsageError(
-                f"merging in fp32 needs a {what} width that is a power of two from {SMALLEST}, not {size}."
+                f"merging in fp32 needs a {what} width that is a power of two from {MIN_DOT_SIZE}, not {size}."
             )
     block_b, block_v = min(64, max(16, triton.next_power_of_2(batch))), min(32, value)
     _project_kernel[(heads, triton.cdiv(batch, block_b), value // block_v)](

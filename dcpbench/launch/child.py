@@ -39,17 +39,17 @@ PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Signals with which torchrun ends its ranks, apart from SIGKILL."""
 
 
-def tied(command: Sequence[str]) -> list[str]:
+def make_tied_command(command: Sequence[str]) -> list[str]:
     """Return a command line that runs `command`, starting with a path, tied to this process."""
     return [sys.executable, "-I", "-S", __file__, "tied", str(os.getpid()), *command]
 
 
-def of_rank(worker: str, job: str, folder: str, logs: str, first: int, ranks: int) -> list[str]:
+def make_rank_command(worker: str, job: str, folder: str, logs: str, first: int, ranks: int) -> list[str]:
     """Return the command line of each rank, for a tied parent named by PARENT: a torchrun, or this process."""
     return [sys.executable, "-I", "-S", __file__, "rank", worker, job, folder, logs, str(first), str(ranks)]
 
 
-def start_ticks(pid: int) -> tuple[str, int] | None:
+def read_start_ticks(pid: int) -> tuple[str, int] | None:
     """Return (state, clock ticks from boot to start) of a process, by proc(5); None if it does not exist."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123 -- no path of a user
@@ -73,7 +73,7 @@ def _become(parent: int, command: list[str]) -> NoReturn:
     os.execvp(command[0], command)  # noqa: S606 -- a list of arguments, no shell
 
 
-def _account_for(worker: str, job: str, folder: str, logs: str, first: str, ranks: str) -> int:
+def _run_rank(worker: str, job: str, folder: str, logs: str, first: str, ranks: str) -> int:
     """Start the rank, pass signals on to it, and write how it ended. Returns the exit code, as of a shell."""
     _tie(int(os.environ[PARENT]))
     rank, own, asked, child = str(int(first) + int(os.environ["LOCAL_RANK"])), os.getpid(), [], 0
@@ -88,7 +88,7 @@ def _account_for(worker: str, job: str, folder: str, logs: str, first: str, rank
     child = os.fork()
     if child == 0:
         try:
-            _be_rank(own, rank, [sys.executable, "-m", worker, job], folder, logs)
+            _exec_rank(own, rank, [sys.executable, "-m", worker, job], folder, logs)
         finally:
             traceback.print_exc()
             sys.stderr.flush()
@@ -97,13 +97,13 @@ def _account_for(worker: str, job: str, folder: str, logs: str, first: str, rank
         signal.signal(number, pass_on)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    told = {"rank": int(rank), "code": code, "asked": bool(asked), "at": time.time()}
+    result = {"rank": int(rank), "code": code, "asked": bool(asked), "at": time.time()}
     with contextlib.suppress(OSError):  # a full disk, or a folder that is gone
-        _write(f"{logs}/rank-{rank}.exit", json.dumps(told))
+        _write_atomically(f"{logs}/rank-{rank}.exit", json.dumps(result))
     return code if code >= 0 else 128 - code
 
 
-def _be_rank(parent: int, rank: str, command: list[str], folder: str, logs: str) -> NoReturn:
+def _exec_rank(parent: int, rank: str, command: list[str], folder: str, logs: str) -> NoReturn:
     os.setpgid(0, 0)  # torchrun signals its process group, and this one gets each signal once
     _tie(parent)
     pid = os.getpid()
@@ -111,8 +111,8 @@ def _be_rank(parent: int, rank: str, command: list[str], folder: str, logs: str)
         lock = os.dup(0)
         os.set_inheritable(lock, True)  # noqa: FBT003 -- it has no name
         os.write(lock, f"{pid}\n".encode())
-    began = start_ticks(pid)
-    _write(f"{folder}/rank-{rank}.pid", f"{pid} {began and began[1]}\n")
+    began = read_start_ticks(pid)
+    _write_atomically(f"{folder}/rank-{rank}.pid", f"{pid} {began and began[1]}\n")
     nothing = os.open(os.devnull, os.O_RDONLY)
     log = os.open(f"{logs}/rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for descriptor, standard in ((nothing, 0), (log, 1), (log, 2)):
@@ -123,7 +123,7 @@ def _be_rank(parent: int, rank: str, command: list[str], folder: str, logs: str)
     os.execv(command[0], command)  # noqa: S606 -- a list of arguments, no shell
 
 
-def _write(path: str, text: str) -> None:
+def _write_atomically(path: str, text: str) -> None:
     """Write a file atomically, because it is read while others are being written."""
     with open(f"{path}.part", "w", encoding="utf-8") as file:  # noqa: PTH123 -- pathlib takes longer to import
         file.write(text)
@@ -133,4 +133,4 @@ def _write(path: str, text: str) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "tied":
         _become(int(sys.argv[2]), sys.argv[3:])
-    sys.exit(_account_for(*sys.argv[2:]))
+    sys.exit(_run_rank(*sys.argv[2:]))

@@ -20,8 +20,8 @@ import msgspec
 
 from dcpbench.errors import DcpbenchError, OutputError
 from dcpbench.launch.jobs import read_job
-from dcpbench.launch.processes import COMMAND, alive, alive_pid
-from dcpbench.points.names import UNKNOWN, WHOLE, flag
+from dcpbench.launch.processes import COMMAND, find_alive, find_alive_pid
+from dcpbench.points.names import UNKNOWN, WHOLE, format_flag
 from dcpbench.points.point import HOW
 from dcpbench.records import disks
 from dcpbench.records.folder import (
@@ -31,11 +31,11 @@ from dcpbench.records.folder import (
     JOB_FILES,
     LOCK_FILE,
     RECORDS_FILE,
-    progress_file,
-    tag_of,
+    get_job_tag,
+    get_progress_file,
 )
-from dcpbench.records.runs import last_records
-from dcpbench.show.text import printable
+from dcpbench.records.runs import read_last_records
+from dcpbench.show.text import make_printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -58,7 +58,7 @@ def make_folder(folder: Path) -> None:
         str(folder).encode()
     except UnicodeEncodeError as e:
         raise OutputError(
-            f"{printable(str(folder))} is no name in UTF-8, so records cannot name it; give another folder with -o."
+            f"{make_printable(str(folder))} is no name in UTF-8, so records cannot name it; give another folder with -o."
         ) from e
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -66,11 +66,11 @@ def make_folder(folder: Path) -> None:
             pass
     except OSError as e:
         if e.errno in disks.FULL:
-            raise disks.disk_error(folder, e.errno) from e
+            raise disks.make_disk_error(folder, e.errno) from e
         raise OutputError(f"{folder} cannot be used as output folder ({e.strerror}); give another with -o.") from e
 
 
-def new_folder(name: str, tp: Sequence[int]) -> Path:
+def choose_folder(name: str, tp: Sequence[int]) -> Path:
     """Return a folder that does not exist yet, named by the time, `name` and the world sizes."""
     safe = "".join(c if c.isalnum() or c in "-." else "_" for c in name.replace("/", "_").strip("._"))
     base = Path("runs") / f"{time.strftime('%Y-%m-%d-%H%M%S')}-{safe}-tp{'-'.join(map(str, tp))}"
@@ -79,7 +79,7 @@ def new_folder(name: str, tp: Sequence[int]) -> Path:
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[int]:
+def lock_folder(folder: Path) -> Iterator[int]:
     """Create the folder and lock it against every other run; yield the descriptor, which all processes of a job
     inherit.
 
@@ -92,7 +92,7 @@ def locked(folder: Path) -> Iterator[int]:
     except OSError as e:
         raise OutputError(f"{folder / LOCK_FILE} cannot be written ({e.strerror}); give another folder with -o.") from e
     try:
-        _take(lock, folder)
+        _wait_for_lock(lock, folder)
         os.ftruncate(lock, 0)
         os.write(lock, f"{os.getpid()}\n".encode())
         yield lock
@@ -100,17 +100,17 @@ def locked(folder: Path) -> Iterator[int]:
         os.close(lock)
 
 
-def _take(lock: int, folder: Path) -> None:
+def _wait_for_lock(lock: int, folder: Path) -> None:
     """Take the lock. If the command that held it is gone, wait ENDING_S for its workers to end."""
     refused = time.monotonic() + ENDING_S
     while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as e:
-            if alive(folder)[0] != COMMAND and time.monotonic() < refused:
+            if find_alive(folder)[0] != COMMAND and time.monotonic() < refused:
                 time.sleep(LOOK_S)
                 continue
-            pid = alive_pid(folder) or "unknown"
+            pid = find_alive_pid(folder) or "unknown"
             raise OutputError(
                 f"{folder}: a run is still writing here; wait for it, or end it (pid {pid}), or give another folder "
                 "with -o."
@@ -124,31 +124,31 @@ def _take(lock: int, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def writing(folder: Path) -> Iterator[None]:
+def convert_write_errors(folder: Path) -> Iterator[None]:
     """Convert errors of writes to the run's folder into errors that name the disk, or the missing folder."""
     try:
         yield
     except OSError as e:
-        if (number := disks.error_number(e)) is not None:
-            raise disks.disk_error(folder, number) from e
+        if (number := disks.get_disk_error_number(e)) is not None:
+            raise disks.make_disk_error(folder, number) from e
         if not folder.is_dir():
-            raise _removed(folder) from e
+            raise _make_removed_error(folder) from e
         if e.filename is not None and Path(os.fsdecode(e.filename)).absolute().is_relative_to(folder.absolute()):
-            raise disks.write_error(Path(os.fsdecode(e.filename)), e, run=folder) from e
+            raise disks.make_write_error(Path(os.fsdecode(e.filename)), e, run=folder) from e
         raise
 
 
-def check_there(folder: Path, lock: int) -> None:
+def check_not_removed(folder: Path, lock: int) -> None:
     """Raise OutputError if the folder is no longer the locked one: it was removed, or moved away."""
     try:
         same = os.path.samestat(os.fstat(lock), (folder / LOCK_FILE).stat())
     except OSError:
         same = False
     if not same:
-        raise _removed(folder)
+        raise _make_removed_error(folder)
 
 
-def _removed(folder: Path) -> OutputError:
+def _make_removed_error(folder: Path) -> OutputError:
     return OutputError(
         f"{folder} was removed or moved away while the run was writing there, and the run has ended; repeat the "
         "command, and where its records still are, add --resume and -o with that folder."
@@ -157,7 +157,7 @@ def _removed(folder: Path) -> OutputError:
 
 def check_free(folder: Path, *, goes_on: bool) -> None:
     """Raise OutputError if a folder holds records and no option selects what to do with them."""
-    if _holds(folder / RECORDS_FILE) and not goes_on:
+    if _has_content(folder / RECORDS_FILE) and not goes_on:
         raise OutputError(
             f"{folder} already holds records; add --resume to measure only what is missing, "
             "--force to start over, or give another folder with -o."
@@ -172,20 +172,20 @@ def prepare_sweep(folder: Path, *, resume: bool, force: bool) -> None:
     check_free(folder, goes_on=resume or force)
     make_folder(folder)
     if force:
-        _start_over(folder, RECORDS_FILE)
+        _remove_results(folder, RECORDS_FILE)
 
 
 def prepare_checks(folder: Path, *, force: bool) -> None:
     """Create the folder for `verify`, which never touches a sweep's records."""
-    if _holds(folder / RECORDS_FILE):
+    if _has_content(folder / RECORDS_FILE):
         raise OutputError(f"{folder} holds the records of a sweep; give verify another folder with -o.")
-    if (_holds(folder / CHECKS_FILE) or _holds(folder / FAILED_FILE)) and not force:
+    if (_has_content(folder / CHECKS_FILE) or _has_content(folder / FAILED_FILE)) and not force:
         raise OutputError(f"{folder} already holds checks; add --force to check again, or give another folder with -o.")
     make_folder(folder)
-    _start_over(folder, CHECKS_FILE, FAILED_FILE)
+    _remove_results(folder, CHECKS_FILE, FAILED_FILE)
 
 
-def settings_of(point: Point, settings: Settings, device: str) -> dict[str, object]:
+def list_settings(point: Point, settings: Settings, device: str) -> dict[str, object]:
     """Return the settings shared by all points of a run, by option."""
     return {
         "--seconds": settings.seconds,
@@ -194,20 +194,20 @@ def settings_of(point: Point, settings: Settings, device: str) -> dict[str, obje
         "--limit": settings.limit_seconds and f"{settings.limit_seconds:g}s",
         "--step-times": settings.step_times or None,
         "--kv-memory": settings.kv_memory_bytes and f"{settings.kv_memory_bytes}B",
-        **{flag(axis.name): getattr(point, axis.name) for axis in HOW if axis.one},
+        **{format_flag(axis.name): getattr(point, axis.name) for axis in HOW if axis.one},
         "--device": device,
     }
 
 
 def check_same_command(folder: Path, point: Point, records: Iterable[Record]) -> None:
     """Raise OutputError if the folder holds a run of another command (sweep or serve) than the one that measures `point`."""
-    job = _last_job(folder)
+    job = _find_last_job(folder)
     known = list(records)
     before = job.points[0] if job else next((record.point for record in known), point)
     if before.workload == point.workload:
         return
     theirs, mine = (COMMANDS.get(p.workload, p.workload) for p in (before, point))
-    again = command_to_resume(folder, known) or f"dcpbench {theirs} … -o {shlex.quote(str(folder))} --resume"
+    again = format_resume_command(folder, known) or f"dcpbench {theirs} … -o {shlex.quote(str(folder))} --resume"
     raise OutputError(
         f"--resume: {folder} holds a run of {theirs}, and this is {mine}; to go on with that run, type: {again}"
     )
@@ -218,10 +218,10 @@ def check_default_grid(folder: Path, points: Iterable[Point], records: Sequence[
 
     Without options a command measures its default grid. With --resume that would add points to a run of another grid.
     """
-    known = _known_points(folder, records)
-    if not known or all(point.key() in known for point in points):
+    known = _list_point_keys(folder, records)
+    if not known or all(point.get_key() in known for point in points):
         return
-    again = command_to_resume(folder, records)
+    again = format_resume_command(folder, records)
     type_this = f"type: {again}" if again else "repeat its options"
     raise OutputError(
         f"--resume: no options are given, and the default grid of this machine is not the grid of the run in {folder}. "
@@ -237,11 +237,11 @@ def check_default_ep(folder: Path, points: Iterable[Point], records: Iterable[Re
     go_on = (
         "The records of this run do not state how experts are placed: measure a new run, in another folder with -o"
         if changed.recorded.ep == UNKNOWN
-        else f"To go on with points of dp > 1, add {flag('ep')} {WHOLE} --no-baseline and give their --dp alone"
+        else f"To go on with points of dp > 1, add {format_flag('ep')} {WHOLE} --no-baseline and give their --dp alone"
     )
     planned = changed.planned
     raise OutputError(
-        f"--resume: {changed.format(folder)} {go_on}; to add {planned.layout_name} to it, add {flag('ep')} {planned.ep}."
+        f"--resume: {changed.format(folder)} {go_on}; to add {planned.layout_name} to it, add {format_flag('ep')} {planned.ep}."
     )
 
 
@@ -251,10 +251,10 @@ def check_launches_ep(folders: Iterable[Path], points: Sequence[Point]) -> None:
     Launches of a variant are compared as repeats, so that no launch may be added with another layout.
     """
     for folder in folders:
-        changed = find_changed_ep(folder, points, last_records(folder).values())
+        changed = find_changed_ep(folder, points, read_last_records(folder).values())
         if changed is not None:
             same = changed.recorded.ep != UNKNOWN
-            keep = f" and {flag('ep')} {WHOLE} in --both for {changed.recorded.layout_name}" if same else ""
+            keep = f" and {format_flag('ep')} {WHOLE} in --both for {changed.recorded.layout_name}" if same else ""
             raise OutputError(
                 f"--resume: {changed.format(folder)} Launches of one variant must have the same layout: begin a new run, in "
                 f"another folder with -o{keep}, or start this one over with --force."
@@ -271,8 +271,8 @@ class ChangedEp:
     def format(self, folder: Path) -> str:
         """Return the difference as a sentence."""
         return (
-            f"{folder} has {self.recorded.layout_name}, and without {flag('ep')} this command measures "
-            f"{self.planned.layout_name}: the default is {flag('ep')} {self.planned.ep} in every layout, and was another one "
+            f"{folder} has {self.recorded.layout_name}, and without {format_flag('ep')} this command measures "
+            f"{self.planned.layout_name}: the default is {format_flag('ep')} {self.planned.ep} in every layout, and was another one "
             "where dp > 1 when the run began."
         )
 
@@ -282,24 +282,24 @@ def find_changed_ep(folder: Path, points: Iterable[Point], records: Iterable[Rec
 
     The default of --ep was expert parallel where dp > 1. Resumed without --ep, such a run would get points of another layout.
     """
-    known = _known_points(folder, records)
-    recorded = {msgspec.structs.replace(point, ep="").key(): point for point in known.values()}
+    known = _list_point_keys(folder, records)
+    recorded = {msgspec.structs.replace(point, ep="").get_key(): point for point in known.values()}
     for point in points:
-        other = recorded.get(msgspec.structs.replace(point, ep="").key())
-        if point.dp > 1 and point.key() not in known and other is not None:
+        other = recorded.get(msgspec.structs.replace(point, ep="").get_key())
+        if point.dp > 1 and point.get_key() not in known and other is not None:
             return ChangedEp(recorded=other, planned=point)
     return None
 
 
-def _known_points(folder: Path, records: Iterable[Record]) -> dict[str, Point]:
+def _list_point_keys(folder: Path, records: Iterable[Record]) -> dict[str, Point]:
     """Return the points that a run has measured or planned, by their keys."""
-    known = {record.point.key(): record.point for record in records}
-    return known | {point.key(): point for job in _jobs(folder) for point in (*job.points, *job.pool_points)}
+    known = {record.point.get_key(): record.point for record in records}
+    return known | {point.get_key(): point for job in _iter_jobs(folder) for point in (*job.points, *job.pool_points)}
 
 
-def command_to_resume(folder: Path, records: Iterable[Record]) -> str:
+def format_resume_command(folder: Path, records: Iterable[Record]) -> str:
     """Return the command line that continues the run in `folder`; empty if neither its jobs nor its records name one."""
-    job = _last_job(folder)
+    job = _find_last_job(folder)
     typed = [job.command] if job else [r.environment.command for r in records if r.environment]
     command = next((command for command in typed if command.startswith("dcpbench ")), "")
     if not command:
@@ -315,51 +315,55 @@ def check_resumed(folder: Path, now: Mapping[str, object]) -> str:
     Raise OutputError if new points would not be comparable with the recorded ones: another pool, layout of the KV
     cache, dtype, checkpoint or device.
     """
-    job = _last_job(folder)
-    before = settings_of(job.points[0], job.settings, job.device) if job else {}
+    job = _find_last_job(folder)
+    before = list_settings(job.points[0], job.settings, job.device) if job else {}
     differ = {name: (old, now[name]) for name, old in before.items() if old != now[name]}
-    said = ", ".join(f"{name} was {_text(old)} and is {_text(new)}" for name, (old, new) in differ.items())
+    differences = ", ".join(
+        f"{name} was {_format_value(old)} and is {_format_value(new)}" for name, (old, new) in differ.items()
+    )
     refused = [name for name in differ if name not in MAY_CHANGE]
     if refused:
         raise OutputError(
-            f"--resume: in {folder} {said}. Points of one run share {' and '.join(refused)}: give what it was, or "
+            f"--resume: in {folder} {differences}. Points of one run share {' and '.join(refused)}: give what it was, or "
             "another folder with -o."
         )
-    return f"--resume: in {folder} {said}; points measured from here on have the new value." if said else ""
+    return (
+        f"--resume: in {folder} {differences}; points measured from here on have the new value." if differences else ""
+    )
 
 
-def _jobs(folder: Path) -> Iterator[Job]:
+def _iter_jobs(folder: Path) -> Iterator[Job]:
     """Yield the readable jobs of a run, the newest first."""
     for path in sorted(folder.glob(JOB_FILES), key=lambda p: p.stat().st_mtime, reverse=True):
         with contextlib.suppress(DcpbenchError):
             yield read_job(path)
 
 
-def _last_job(folder: Path) -> Job | None:
-    return next(_jobs(folder), None)
+def _find_last_job(folder: Path) -> Job | None:
+    return next(_iter_jobs(folder), None)
 
 
-def _text(value: object) -> str:
+def _format_value(value: object) -> str:
     if value is None or isinstance(value, bool):
         return "on" if value else "off" if value is False else "not given"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _holds(path: Path) -> bool:
+def _has_content(path: Path) -> bool:
     try:
         return path.exists() and path.stat().st_size > 0
     except OSError as e:
         raise OutputError(f"{path.parent} cannot be read ({e.strerror}); give another folder with -o.") from e
 
 
-def _start_over(folder: Path, *results: str) -> None:
+def _remove_results(folder: Path, *results: str) -> None:
     """Remove results and jobs of an earlier run, which would speak for this one."""
     try:
         for path in folder.glob(JOB_FILES):
-            tag = tag_of(path)
+            tag = get_job_tag(path)
             for kept in (folder / "logs" / tag, *(folder / HANGS_FOLDER).glob(f"{tag}-*")):
                 shutil.rmtree(kept, ignore_errors=True)
-            progress_file(folder, tag).unlink(missing_ok=True)
+            get_progress_file(folder, tag).unlink(missing_ok=True)
             path.unlink()
         for name in results:
             (folder / name).unlink(missing_ok=True)

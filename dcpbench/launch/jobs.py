@@ -27,7 +27,7 @@ from dcpbench.points.names import ALL_REDUCES
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
 from dcpbench.records import checksums
-from dcpbench.records.folder import CHECKS_FILE, job_file, progress_file
+from dcpbench.records.folder import CHECKS_FILE, get_job_file, get_progress_file
 from dcpbench.records.lines import UNREADABLE
 
 if TYPE_CHECKING:
@@ -71,21 +71,21 @@ class Job(Command, frozen=True, kw_only=True):
     package: Package | None = None
     """The dcpbench that starts it, and that its ranks must have; None: whichever they have."""
 
-    def path(self) -> Path:
+    def get_path(self) -> Path:
         """Return the path of the job file."""
-        return job_file(Path(self.folder), self.tag)
+        return get_job_file(Path(self.folder), self.tag)
 
-    def logs(self) -> Path:
+    def get_log_folder(self) -> Path:
         """Return the folder with the output of the job's processes."""
         return Path(self.folder) / "logs" / self.tag
 
-    def port_path(self) -> Path:
+    def get_port_path(self) -> Path:
         """See `store`."""
-        return self.logs() / "port"
+        return self.get_log_folder() / "port"
 
-    def progress_path(self) -> Path:
+    def get_progress_path(self) -> Path:
         """Return the path of the file to which rank 0 writes Progress lines."""
-        return progress_file(Path(self.folder), self.tag)
+        return get_progress_file(Path(self.folder), self.tag)
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
@@ -162,7 +162,7 @@ decode_progress = msgspec.json.Decoder(Progress).decode
 def write_checks(folder: Path, checks: Iterable[Check]) -> None:
     """Append checks to those of a run, each a line with its checksum."""
     with (folder / CHECKS_FILE).open("ab") as f:
-        f.writelines(checksums.seal(msgspec.json.encode(check)) + b"\n" for check in checks)
+        f.writelines(checksums.add_checksum(msgspec.json.encode(check)) + b"\n" for check in checks)
 
 
 def decode_check(line: bytes) -> Check:
@@ -188,7 +188,7 @@ def read_checks(folder: Path) -> list[Check]:
     return found
 
 
-def code_words(code: int) -> str:
+def format_exit_code(code: int) -> str:
     """Return a phrase that describes the end of a process by its exit code or, if negative, its signal."""
     if code >= 0:
         return f"ended with exit code {code}"
@@ -196,7 +196,7 @@ def code_words(code: int) -> str:
     return f"was ended by signal {-code}{name}"
 
 
-def listen(host: str, port: int) -> socket.socket:
+def open_listener(host: str, port: int) -> socket.socket:
     """Return a socket that listens only at this address of this machine; port 0 selects a free one."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     return socket.create_server(found[4][:2], family=found[0])
@@ -205,15 +205,15 @@ def listen(host: str, port: int) -> socket.socket:
 def read_job(path: Path) -> Job:
     """Read a job file."""
     try:
-        return older.decode(path.read_bytes(), _jobs)
+        return older.decode_any_version(path.read_bytes(), _jobs)
     except (OSError, *UNREADABLE) as e:
         raise DcpbenchError(f"cannot read the job file {path}: {e}") from e
 
 
-def tell(job: Job, stage: str, point: Point | None = None, *, index: int = 0, note: str = "") -> None:
+def write_progress(job: Job, stage: str, point: Point | None = None, *, index: int = 0, note: str = "") -> None:
     """Append one Progress line (rank 0 only)."""
     event = Progress(
-        stage=stage, key=point.key() if point else "", index=index, of=len(job.points), note=note, at=time.time()
+        stage=stage, key=point.get_key() if point else "", index=index, of=len(job.points), note=note, at=time.time()
     )
-    with job.progress_path().open("ab") as f:
+    with job.get_progress_path().open("ab") as f:
         f.write(msgspec.json.encode(event) + b"\n")

@@ -24,15 +24,15 @@ import msgspec
 from dcpbench import errors
 from dcpbench.errors import DiskError, WorkerError
 from dcpbench.launch import child, folders, hung, jobs, package, tries
-from dcpbench.launch.jobs import Exit, Failure, Job, Progress, code_words
-from dcpbench.launch.nodes import FAILED, STOP, Ended, Leader, Line, follow, split_endpoint
+from dcpbench.launch.jobs import Exit, Failure, Job, Progress, format_exit_code
+from dcpbench.launch.nodes import FAILED, STOP, Ended, Leader, Line, join_leader, split_endpoint
 from dcpbench.launch.ranks import LOG_LINES
 from dcpbench.launch.torchrun import KEEP_WAIT_S, Machines, Running
 from dcpbench.points import budget
 from dcpbench.points.machine import Probe
 from dcpbench.records import disks
 from dcpbench.records.file import RecordFile
-from dcpbench.records.folder import FAILED_FILE, RECORDS_FILE, job_file
+from dcpbench.records.folder import FAILED_FILE, RECORDS_FILE, get_job_file
 from dcpbench.records.record import READ_LOG, Record
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Work(jobs.Command, frozen=True, kw_only=True):
     lock: int | None = None
     """Descriptor of the folder's lock (folders.locked)."""
 
-    def limit_s(self, stage: str) -> float:
+    def get_limit_s(self, stage: str) -> float:
         """Return the seconds without a sign of life after which a job in this stage counts as hung."""
         if stage == ENDED:
             return ENDING_S
@@ -85,7 +85,7 @@ class Work(jobs.Command, frozen=True, kw_only=True):
     def check_folder(self) -> None:
         """Raise OutputError if the folder no longer exists."""
         if self.lock is not None:
-            folders.check_there(self.folder, self.lock)
+            folders.check_not_removed(self.folder, self.lock)
 
     @property
     def records(self) -> str:
@@ -93,11 +93,11 @@ class Work(jobs.Command, frozen=True, kw_only=True):
         return FAILED_FILE if self.kind == "verify" else RECORDS_FILE
 
 
-def probe(worker: str = WORKER) -> Probe:
+def run_probe(worker: str = WORKER) -> Probe:
     """Return the hardware of the machine, from a subprocess, so that this process never loads torch."""
-    package.started()  # files edited later count as another program
-    command = child.tied([sys.executable, "-m", worker, "--probe"])
-    env = os.environ | package.environment()
+    package.get_started_package()  # files edited later count as another program
+    command = child.make_tied_command([sys.executable, "-m", worker, "--probe"])
+    env = os.environ | package.get_environment()
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     lines = done.stdout.strip().splitlines()
     try:
@@ -110,14 +110,14 @@ def probe(worker: str = WORKER) -> Probe:
         ) from e
 
 
-def run(points: Sequence[Point], work: Work, machines: Machines, watch: Callable[[Progress], None]) -> None:
+def run_points(points: Sequence[Point], work: Work, machines: Machines, watch: Callable[[Progress], None]) -> None:
     """Run all points, one job per world size; every point leaves a record (kind `verify`: checks, or a failed one).
 
     `watch` gets each Progress event, and `failed` or `hung` with the reason. Raises WorkerError when a job dies twice
     before it reaches a point. On nodes other than 0 it serves node 0's jobs until the sweep is over.
     """
     if machines.node_rank:
-        _serve(work, machines)
+        _follow_leader(work, machines)
         return
     left = list(points)
     with Leader(machines.rdzv_endpoint, machines.nnodes, max(work.timeout, PATIENCE_S), machines.rdzv_id) as others:
@@ -126,16 +126,16 @@ def run(points: Sequence[Point], work: Work, machines: Machines, watch: Callable
             unusable = _run_size([p for p in left if p.world == world], work, machines, others, watch)
             left = [p for p in left if p.world != world]
             for record in unusable:
-                left = _spare(left, record, work, watch)
+                left = _record_doomed(left, record, work, watch)
 
 
-def blame(failures: Sequence[Failure]) -> Failure | None:
+def find_cause(failures: Sequence[Failure]) -> Failure | None:
     """Return the failure that explains the others: the first that is not merely a broken collective."""
     causes = [f for f in failures if not _is_collective(f)]
     return next(iter(causes or failures), None)
 
 
-def first_gone(failures: Sequence[Failure], exits: Sequence[Exit], *, finished: bool) -> Exit | None:
+def find_first_gone(failures: Sequence[Failure], exits: Sequence[Exit], *, finished: bool) -> Exit | None:
     """Return the first rank that ended unasked and without an error message, before any rank with an error that
     explains the others.
 
@@ -143,13 +143,13 @@ def first_gone(failures: Sequence[Failure], exits: Sequence[Exit], *, finished: 
     """
     spoke = {f.rank for f in failures}
     causes = {f.rank for f in failures if not _is_collective(f)}
-    said = min((e.at for e in exits if e.rank in causes), default=math.inf)
+    first_error_at = min((e.at for e in exits if e.rank in causes), default=math.inf)
     gone = [e for e in exits if not e.asked and e.rank not in spoke and not (finished and e.code == 0)]
     first = min(gone, key=lambda e: e.at, default=None)
-    return first if first is not None and (first.at < said or not causes) else None
+    return first if first is not None and (first.at < first_error_at or not causes) else None
 
 
-def exit_words(end: Exit) -> str:
+def format_exit(end: Exit) -> str:
     """Return a phrase for a rank that ended without an error message."""
     if end.code == -signal.SIGKILL:
         return (
@@ -159,9 +159,9 @@ def exit_words(end: Exit) -> str:
     if end.code < 0:
         crashed = -end.code in CRASHES
         why = "native code crashed: the end of its log may say where" if crashed else "sent by another process"
-        return f"rank {end.rank} {code_words(end.code)}, {why}"
+        return f"rank {end.rank} {format_exit_code(end.code)}, {why}"
     why = " and without an error message" if end.code else " before its points were done"
-    return f"rank {end.rank} {code_words(end.code)}{why}"
+    return f"rank {end.rank} {format_exit_code(end.code)}{why}"
 
 
 def _is_collective(failure: Failure) -> bool:
@@ -176,19 +176,19 @@ def _run_size(
     """
     stillborn = 0
     unusable = []
-    failed = tries.failed(work.folder) if work.kind == "sweep" else collections.Counter[str]()
+    failed = tries.count_failures(work.folder) if work.kind == "sweep" else collections.Counter[str]()
     while points:
         work.check_folder()
         records = RecordFile(work.folder, work.records)
-        begin = records.end()
-        job = _job(points, work, machines)
+        begin = records.get_end_offset()
+        job = _make_job(points, work, machines)
         others.start(job)
-        with Running(job, machines, work.worker, work.lock) as running, _keeping(running, watch):
+        with Running(job, machines, work.worker, work.lock) as running, _save_on_interrupt(running, watch):
             end = _follow_job(running, work, others, watch)
         work.check_folder()
         _check_disk(end, work.folder)
-        end.done |= {record.point.key() for record in records.since(begin)}
-        points = [p for p in points if p.key() not in end.done]
+        end.done |= {record.point.get_key() for record in records.read_since(begin)}
+        points = [p for p in points if p.get_key() not in end.done]
         if not points:
             break
         if not end.failed:
@@ -196,57 +196,57 @@ def _run_size(
         if not end.started:
             stillborn += 1
             if stillborn == 2:  # noqa: PLR2004 -- once may be a port taken in between
-                raise WorkerError(_stillborn(running, end))
+                raise WorkerError(_format_stillborn(running, end))
             continue
         stillborn = 0
-        cause = blame(end.failures)  # raised at a point that rank 0 may not have reached
-        stuck = next((p for p in points if p.key() in (end.key, cause and cause.key)), None)
+        cause = find_cause(end.failures)  # raised at a point that rank 0 may not have reached
+        stuck = next((p for p in points if p.get_key() in (end.key, cause and cause.key)), None)
         if stuck is not None:  # no point is at fault between two points: the remaining ones are started again
-            key = stuck.key()
-            record = _record(stuck, running, end, work, failed[key])
+            key = stuck.get_key()
+            record = _make_record(stuck, running, end, work, failed[key])
             points.remove(stuck)
             failed[key] += 1
-            if again := tries.may_pass(record) and failed[key] <= work.retries:
+            if again := tries.can_pass(record) and failed[key] <= work.retries:
                 points.append(stuck)  # after the others, so that it cannot prevent their measurement
-            _tell(record, work, watch, again=again)
+            _record_failure(record, work, watch, again=again)
             if _is_model_error(record):
                 unusable.append(record)
-            points = _spare(points, record, work, watch)
+            points = _record_doomed(points, record, work, watch)
     return unusable
 
 
-def _check_disk(end: _End, folder: Path) -> None:
+def _check_disk(end: _JobEnd, folder: Path) -> None:
     """Raise DiskError if a disk ended the job, also if the ranks could not leave their errors on it."""
     for failure in end.failures:
         if failure.disk is not None:
             elsewhere = failure.path and not Path(failure.path).is_relative_to(folder)
-            raise disks.disk_error(folder, failure.disk, failure.path if elsewhere else "")
+            raise disks.make_disk_error(folder, failure.disk, failure.path if elsewhere else "")
     if end.failed:
-        disks.check_room(folder)
+        disks.check_free_space(folder)
 
 
-def _tell(record: Record, work: Work, watch: Callable[[Progress], None], *, again: bool = False) -> None:
+def _record_failure(record: Record, work: Work, watch: Callable[[Progress], None], *, again: bool = False) -> None:
     """Record a point that failed, and say so; `again`: that it will be begun once more."""
     record = RecordFile(work.folder, work.records).append(record)
     stage = AGAIN if again else record.outcome
-    watch(Progress(stage=stage, key=record.point.key(), note=record.reason or "", at=time.time()))
+    watch(Progress(stage=stage, key=record.point.get_key(), note=record.reason or "", at=time.time()))
 
 
-def _spare(points: list[Point], record: Record, work: Work, watch: Callable[[Progress], None]) -> list[Point]:
+def _record_doomed(points: list[Point], record: Record, work: Work, watch: Callable[[Progress], None]) -> list[Point]:
     """Record the points that would fail as `record` did without starting a job for each; returns the others."""
-    doomed = [p for p in points if _shares(p, record)]
+    doomed = [p for p in points if _has_same_cause(p, record)]
     for point in doomed:
-        _tell(msgspec.structs.replace(record, point=point, seconds=0.0), work, watch)
+        _record_failure(msgspec.structs.replace(record, point=point, seconds=0.0), work, watch)
     return [p for p in points if p not in doomed]
 
 
-def _shares(point: Point, record: Record) -> bool:
+def _has_same_cause(point: Point, record: Record) -> bool:
     """Return True if the cause lies in the model and its weights, or in an engine that could not be built."""
     failed = record.point
     if _is_model_error(record):
         return (point.model, point.weights) == (failed.model, failed.weights)
     ours, built = record.detail.get("error") in tries.OURS, record.detail.get("stage") == "build"
-    return ours and built and budget.same_path(point, failed) and budget.same_engine(point, failed)
+    return ours and built and budget.is_same_path(point, failed) and budget.is_same_engine(point, failed)
 
 
 def _is_model_error(record: Record) -> bool:
@@ -254,7 +254,7 @@ def _is_model_error(record: Record) -> bool:
 
 
 @dataclasses.dataclass
-class _End:
+class _JobEnd:
     """End of a job."""
 
     done: set[str] = dataclasses.field(default_factory=set)
@@ -289,17 +289,17 @@ class _End:
     @property
     def gone(self) -> Exit | None:
         """See first_gone."""
-        return first_gone(self.failures, self.exits, finished=self.stage == ENDED)
+        return find_first_gone(self.failures, self.exits, finished=self.stage == ENDED)
 
-    def ended(self, rank: int) -> bool:
+    def has_been_ended(self, rank: int) -> bool:
         """Return True if a rank was ended by torchrun, or together with it."""
         return self.code < 0 or any(e.asked for e in self.exits if e.rank == rank)
 
-    def past(self, limit_s: float | None) -> bool:
+    def is_past_limit(self, limit_s: float | None) -> bool:
         """Return True if the current point has taken longer than `limit_s`."""
         return limit_s is not None and bool(self.key) and time.monotonic() - self.begun > limit_s
 
-    def see(self, event: Progress) -> None:
+    def update(self, event: Progress) -> None:
         self.stage = event.stage
         self.started |= bool(event.key)
         if event.stage == "done":
@@ -316,60 +316,60 @@ class Watchdog:
         self._heard = time.monotonic()
         self._failing: float | None = None
 
-    def hear(self) -> None:
+    def record_activity(self) -> None:
         """Note a sign of life."""
         self._heard = time.monotonic()
 
-    def past_grace(self, failing: Callable[[], bool]) -> bool:
+    def is_past_grace(self, failing: Callable[[], bool]) -> bool:
         """Return True if a rank has failed and the grace period for the others to end or report is over."""
         now = time.monotonic()
         if self._failing is None and failing():
             self._failing = now
         return self._failing is not None and now - self._failing > GRACE_S
 
-    def silent(self, limit_s: float) -> bool:
+    def is_silent(self, limit_s: float) -> bool:
         """Return True if there was no sign of life for longer than `limit_s` and no rank has failed."""
         return self._failing is None and time.monotonic() - self._heard > limit_s
 
 
-def _follow_job(running: Running, work: Work, others: Leader, watch: Callable[[Progress], None]) -> _End:
+def _follow_job(running: Running, work: Work, others: Leader, watch: Callable[[Progress], None]) -> _JobEnd:
     """Follow a job until it has ended on all nodes: by itself, by a failure, or by its silence."""
-    end, watchdog = _End(), Watchdog()
+    end, watchdog = _JobEnd(), Watchdog()
 
-    def failing() -> bool:
+    def has_failed_rank() -> bool:
         """Return True if a rank has failed, or ended while points are left."""
-        failures = running.failures()
-        gone = failures or first_gone(failures, running.exits(), finished=end.stage == ENDED)
-        return bool(gone) or others.in_trouble()
+        failures = running.read_failures()
+        gone = failures or find_first_gone(failures, running.read_exits(), finished=end.stage == ENDED)
+        return bool(gone) or others.has_failure()
 
     while True:
         code = running.poll()
-        for event in running.events():
-            watchdog.hear()
-            end.see(event)
+        for event in running.read_events():
+            watchdog.record_activity()
+            end.update(event)
             watch(event)
         if code is not None:
             end.code = code
             break
-        if running.stopped():
+        if running.is_stopped():
             watch(Progress(stage=STOPPED, note="torchrun had been stopped (SIGSTOP); dcpbench lets it go on"))
-            running.go_on()
-        if watchdog.past_grace(failing):
+            running.resume()
+        if watchdog.is_past_grace(has_failed_rank):
             end.code = 1
             break
         work.check_folder()
-        silent = watchdog.silent(work.limit_s(end.stage))
-        if silent or end.past(work.point_limit):
-            end.hung_s, end.over_s = (work.limit_s(end.stage), 0.0) if silent else (0.0, work.point_limit or 0.0)
+        silent = watchdog.is_silent(work.get_limit_s(end.stage))
+        if silent or end.is_past_limit(work.point_limit):
+            end.hung_s, end.over_s = (work.get_limit_s(end.stage), 0.0) if silent else (0.0, work.point_limit or 0.0)
             _check_answers(work.folder, watch)
-            end.evidence, end.stacks = hung.take_down(running)
-            _tell_of_lingering(end, watch)
+            end.evidence, end.stacks = hung.capture_hang(running)
+            _report_lingering(end, watch)
             break
         time.sleep(POLL_S)
-    end.exits = running.exits()  # before kill, which would add exits that the ranks did not cause
+    end.exits = running.read_exits()  # before kill, which would add exits that the ranks did not cause
     if end.hung or end.code != 0:
         running.kill()
-    end.failures = running.failures()
+    end.failures = running.read_failures()
     for other in others.stop():
         end.failures += other.failures
         end.exits += other.exits
@@ -386,7 +386,7 @@ def _check_answers(folder: Path, watch: Callable[[Progress], None]) -> None:
         raise
 
 
-def _tell_of_lingering(end: _End, watch: Callable[[Progress], None]) -> None:
+def _report_lingering(end: _JobEnd, watch: Callable[[Progress], None]) -> None:
     """Report why a job that has measured all its points is ended."""
     if end.stage == ENDED:
         note = f"all is measured, but its ranks had not ended {ENDING_S:.0f} s later; dcpbench ends them"
@@ -394,7 +394,7 @@ def _tell_of_lingering(end: _End, watch: Callable[[Progress], None]) -> None:
 
 
 @contextlib.contextmanager
-def _keeping(running: Running, watch: Callable[[Progress], None]) -> Iterator[None]:
+def _save_on_interrupt(running: Running, watch: Callable[[Progress], None]) -> Iterator[None]:
     """On an interrupt, let a run of requests write its finished requests before its ranks end."""
     try:
         yield
@@ -405,9 +405,9 @@ def _keeping(running: Running, watch: Callable[[Progress], None]) -> Iterator[No
         raise
 
 
-def _serve(work: Work, machines: Machines) -> None:
+def _follow_leader(work: Work, machines: Machines) -> None:
     """Take part in a sweep as another node: start the jobs that node 0 sends and end them on its request."""
-    line = follow(machines.rdzv_endpoint, max(work.timeout, PATIENCE_S), machines.node_rank, machines.rdzv_id)
+    line = join_leader(machines.rdzv_endpoint, max(work.timeout, PATIENCE_S), machines.node_rank, machines.rdzv_id)
     with contextlib.closing(line):
         while not line.closed:
             message = line.receive(1.0)
@@ -423,36 +423,38 @@ def _serve(work: Work, machines: Machines) -> None:
 
 
 def _serve_job(running: Running, line: Line, machines: Machines) -> Ended:
-    told = False
+    reported = False
     while not line.closed and line.receive(POLL_S) != STOP:
-        if not told and (running.poll() or running.failures() or any(e.code for e in running.exits())):
+        if not reported and (running.poll() or running.read_failures() or any(e.code for e in running.read_exits())):
             line.send(FAILED)
-            told = True
+            reported = True
     code = None if line.closed else running.wait(GRACE_S)
-    stacks = running.stacks() if code is None and not line.closed else {}
+    stacks = running.collect_stacks() if code is None and not line.closed else {}
     running.kill()
     return Ended(
         node=machines.node_rank,
         code=1 if code is None else code,
-        failures=running.failures(),
-        exits=running.exits(),
+        failures=running.read_failures(),
+        exits=running.read_exits(),
         stacks=stacks,
     )
 
 
-def _job(points: list[Point], work: Work, machines: Machines) -> Job:
+def _make_job(points: list[Point], work: Work, machines: Machines) -> Job:
     tags = (f"tp{points[0].world}-{n}" for n in itertools.count())
-    tag = next(t for t in tags if not job_file(work.folder, t).exists())
+    tag = next(t for t in tags if not get_job_file(work.folder, t).exists())
     store = split_endpoint(machines.rdzv_endpoint) if machines.nnodes > 1 else None
     same = {name: getattr(work, name) for name in jobs.Command.__struct_fields__}
-    return Job(tag=tag, folder=str(work.folder), points=points, store=store, package=package.started(), **same)
+    return Job(
+        tag=tag, folder=str(work.folder), points=points, store=store, package=package.get_started_package(), **same
+    )
 
 
-def _record(point: Point, running: Running, end: _End, work: Work, before: int = 0) -> Record:
+def _make_record(point: Point, running: Running, end: _JobEnd, work: Work, before: int = 0) -> Record:
     """Return the record of a point that ended before it could write its own; it had failed `before` times."""
-    gone, cause = end.gone, blame(end.failures)
+    gone, cause = end.gone, find_cause(end.failures)
     if gone is None and (cause is None or _is_collective(cause)):
-        gone = _unheard(running, end)
+        gone = _find_unheard(running, end)
     tail = running.log_tail([gone.rank] if gone else [])
     detail = {"device": work.hardware} if work.hardware else {}
     detail |= {"log": str(running.logs.relative_to(work.folder)), "stage": end.stage, "log_tail": tail}
@@ -462,7 +464,7 @@ def _record(point: Point, running: Running, end: _End, work: Work, before: int =
             reason = f"not done after {end.over_s:g} s (--point-limit), in stage '{end.stage}'"
         detail |= {f"stacks_rank_{rank}": text for rank, text in end.stacks.items()}
         if end.evidence is not None:
-            found = hung.explain(end.evidence, end.stacks)
+            found = hung.explain_hang(end.evidence, end.stacks)
             reason += f": {found.said}" if found else ""
             detail |= {
                 "hang": found.kind if found else "unknown",
@@ -471,20 +473,20 @@ def _record(point: Point, running: Running, end: _End, work: Work, before: int =
     else:
         detail["exit_code"] = str(gone.code if gone else end.code)
         detail |= {f"error_rank_{f.rank}": f"{f.kind}: {f.message}" for f in end.failures}
-        apart = hung.differing(running) if cause is None or _is_collective(cause) else None
+        apart = hung.find_difference(running) if cause is None or _is_collective(cause) else None
         if apart is not None:
             folder, found = apart
             reason = f"ranks began different collectives: {found.said}"
             detail |= {"hang": found.kind, "evidence": str(folder.relative_to(work.folder))}
         elif gone is not None:
-            reason = exit_words(gone)
-        elif cause is not None and not (_is_collective(cause) and end.ended(cause.rank)):
+            reason = format_exit(gone)
+        elif cause is not None and not (_is_collective(cause) and end.has_been_ended(cause.rank)):
             reason = f"rank {cause.rank}: {cause.kind}: {cause.message}"
             detail |= {"error": cause.kind, "traceback": cause.traceback}
         else:
-            reason = f"torchrun itself {code_words(end.code)}, and its ranks with it"
+            reason = f"torchrun itself {format_exit_code(end.code)}, and its ranks with it"
     if detail.get("error") not in tries.OURS:
-        how = tries.how_to_try_again(before + 1, work.retries)
+        how = tries.format_retry_options(before + 1, work.retries)
         again = f", then try again with {how}" if work.kind == "sweep" else ""
         log = detail["log"].removeprefix("logs/")
         reason = f"{reason.rstrip('.')}{READ_LOG}{log} in the run's folder{again}"
@@ -500,19 +502,19 @@ def _record(point: Point, running: Running, end: _End, work: Work, before: int =
     )
 
 
-def _unheard(running: Running, end: _End) -> Exit | None:
+def _find_unheard(running: Running, end: _JobEnd) -> Exit | None:
     """Return the rank that torchrun saw end first, if it left no error of its own."""
-    first = running.seen_first()
+    first = running.find_first_seen()
     return first if first is not None and first.rank not in {f.rank for f in end.failures} else None
 
 
-def _stillborn(running: Running, end: _End) -> str:
-    what = f"gave no sign of life for {end.hung_s:g} s" if end.hung_s else code_words(end.code)
-    cause = blame(end.failures)
-    gone = end.gone or _unheard(running, end)
+def _format_stillborn(running: Running, end: _JobEnd) -> str:
+    what = f"gave no sign of life for {end.hung_s:g} s" if end.hung_s else format_exit_code(end.code)
+    cause = find_cause(end.failures)
+    gone = end.gone or _find_unheard(running, end)
     why = f"rank {cause.rank}: {cause.kind}: {cause.message}\n" if cause else ""
     if gone:
-        why = f"{exit_words(gone)}.\n"
+        why = f"{format_exit(gone)}.\n"
     return (
         f"the job for --tp {running.job.points[0].tp} {what} before its first point, twice. {why}"
         f"Logs of every rank: {running.logs}. The last lines:\n{running.log_tail()}"

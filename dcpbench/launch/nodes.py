@@ -27,13 +27,13 @@ from typing import Self
 import msgspec
 
 from dcpbench.errors import UsageError, WorkerError
-from dcpbench.launch.jobs import SECRET, Exit, Failure, Job, listen
+from dcpbench.launch.jobs import SECRET, Exit, Failure, Job, open_listener
 
 STOP = b"stop"
 FAILED = b"failed"
 ANSWER_WAIT_S = 60.0
 HELLO_WAIT_S = 5.0
-LONGEST_HELLO, LONGEST = 1 << 10, 64 << 20
+MAX_HELLO_BYTES, MAX_LINE_BYTES = 1 << 10, 64 << 20
 """Bytes of a line; a job with the prompts of a checkpoint's check has the longest."""
 CODE = 64
 """Hexadecimal digits of an authentication code."""
@@ -67,20 +67,20 @@ class Line:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._pending = b""
-        self._longest = LONGEST_HELLO
+        self._longest = MAX_HELLO_BYTES
         self._key = b""
         self._mine = self._theirs = b""
         self._sent = self._received = 0
         self.closed = False
 
-    def trust(self, key: bytes, mine: bytes, theirs: bytes) -> None:
+    def set_key(self, key: bytes, mine: bytes, theirs: bytes) -> None:
         """Authenticate every later line with this key; `mine` and `theirs` distinguish the two directions."""
-        self._key, self._mine, self._theirs, self._longest = key, mine, theirs, LONGEST
+        self._key, self._mine, self._theirs, self._longest = key, mine, theirs, MAX_LINE_BYTES
 
     def send(self, data: bytes) -> None:
         """Send one line, given without its end. A peer that has gone away sets `closed`."""
         if self._key:
-            data = _code(self._key, self._mine, b"%d" % self._sent, data) + data
+            data = _compute_code(self._key, self._mine, b"%d" % self._sent, data) + data
             self._sent += 1
         try:
             self._connection.sendall(data + b"\n")
@@ -105,11 +105,11 @@ class Line:
             self._pending += data
             self.closed = not data or (b"\n" not in data and len(self._pending) > self._longest)
         line, _, self._pending = self._pending.partition(b"\n")
-        return self._checked(line) if self._key else line
+        return self._verify(line) if self._key else line
 
-    def _checked(self, line: bytes) -> bytes | None:
+    def _verify(self, line: bytes) -> bytes | None:
         code, data = line[:CODE], line[CODE:]
-        if not hmac.compare_digest(code, _code(self._key, self._theirs, b"%d" % self._received, data)):
+        if not hmac.compare_digest(code, _compute_code(self._key, self._theirs, b"%d" % self._received, data)):
             self.closed = True
             return None
         self._received += 1
@@ -128,7 +128,7 @@ class Leader:
         """Wait for all others, at most `timeout` seconds; `name` is --rdzv-id."""
         self._lines: list[Line] = []
         if nnodes > 1:
-            self._lines = _accept(endpoint, nnodes - 1, timeout, name)
+            self._lines = _wait_for_nodes(endpoint, nnodes - 1, timeout, name)
 
     def __enter__(self) -> Self:
         return self
@@ -146,19 +146,19 @@ class Leader:
         """Have every other node end its part, and hear how it ended."""
         for line in self._lines:
             line.send(STOP)
-        return [_ended(a) for line in self._lines if (a := _answer(line))]
+        return [_decode_ended(a) for line in self._lines if (a := _receive_answer(line))]
 
-    def in_trouble(self) -> bool:
+    def has_failure(self) -> bool:
         """Return True if a rank of another node died, or a node disconnected."""
         return any(line.receive(0) == FAILED or line.closed for line in self._lines)
 
 
-def follow(endpoint: str, timeout: float, node: int = 1, name: str = "") -> Line:
+def join_leader(endpoint: str, timeout: float, node: int = 1, name: str = "") -> Line:
     """Connect another node to node 0, which may not be up yet. Raise WorkerError if the peer does not belong to the
     sweep.
     """
     host, port = split_endpoint(endpoint)
-    key = secret()
+    key = get_secret()
     end = time.monotonic() + timeout
     while True:
         try:
@@ -173,7 +173,7 @@ def follow(endpoint: str, timeout: float, node: int = 1, name: str = "") -> Line
             continue
         connection.settimeout(None)
         line = Line(connection)
-        if not _introduced(line, key, node, name):
+        if not _send_greeting(line, key, node, name):
             line.close()
             raise WorkerError(
                 f"{endpoint} did not take this node for one of its sweep: {SECRET} and --rdzv-id must be those of node "
@@ -182,7 +182,7 @@ def follow(endpoint: str, timeout: float, node: int = 1, name: str = "") -> Line
         return line
 
 
-def secret() -> bytes:
+def get_secret() -> bytes:
     """Return the secret shared by the machines of a sweep. Raise UsageError without one."""
     value = os.environ.get(SECRET, "")
     if not value:
@@ -193,46 +193,50 @@ def secret() -> bytes:
     return value.encode()
 
 
-def _code(key: bytes, *parts: bytes) -> bytes:
+def _compute_code(key: bytes, *parts: bytes) -> bytes:
     """Return the authentication code of these parts, separated by their lengths."""
     text = b"".join(b"%d:%b" % (len(part), part) for part in parts)
     return hmac.new(key, text, hashlib.sha256).hexdigest().encode()
 
 
-def _proof(key: bytes, side: bytes, node: int, nonces: tuple[str, str], name: str) -> str:
-    return _code(key, side, b"%d" % node, *(n.encode() for n in nonces), name.encode()).decode()
+def _compute_proof(key: bytes, side: bytes, node: int, nonces: tuple[str, str], name: str) -> str:
+    return _compute_code(key, side, b"%d" % node, *(n.encode() for n in nonces), name.encode()).decode()
 
 
-def _introduced(line: Line, key: bytes, node: int, name: str) -> bool:
+def _send_greeting(line: Line, key: bytes, node: int, name: str) -> bool:
     """Perform another node's half of the greeting; return True if both sides have proved their identity."""
-    theirs = _hello(line)
+    theirs = _receive_hello(line)
     if theirs is None:
         return False
     nonces = theirs.nonce, secrets.token_hex(16)
-    line.send(msgspec.json.encode(Hello(node=node, nonce=nonces[1], proof=_proof(key, FOLLOWS, node, nonces, name))))
-    answer = _hello(line)
-    if answer is None or not hmac.compare_digest(answer.proof, _proof(key, LEADS, node, nonces, name)):
+    line.send(
+        msgspec.json.encode(Hello(node=node, nonce=nonces[1], proof=_compute_proof(key, FOLLOWS, node, nonces, name)))
+    )
+    answer = _receive_hello(line)
+    if answer is None or not hmac.compare_digest(answer.proof, _compute_proof(key, LEADS, node, nonces, name)):
         return False
-    line.trust(_code(key, b"key", *(n.encode() for n in nonces)), FOLLOWS, LEADS)
+    line.set_key(_compute_code(key, b"key", *(n.encode() for n in nonces)), FOLLOWS, LEADS)
     return True
 
 
-def _met(line: Line, key: bytes, name: str, expected: set[int]) -> int | None:
+def _receive_greeting(line: Line, key: bytes, name: str, expected: set[int]) -> int | None:
     """Perform node 0's half of the greeting; return the number of the node, or None for an unexpected peer."""
     nonce = secrets.token_hex(16)
     line.send(msgspec.json.encode(Hello(node=0, nonce=nonce)))
-    theirs = _hello(line)
+    theirs = _receive_hello(line)
     if theirs is None or theirs.node not in expected:
         return None
     nonces = nonce, theirs.nonce
-    if not hmac.compare_digest(theirs.proof, _proof(key, FOLLOWS, theirs.node, nonces, name)):
+    if not hmac.compare_digest(theirs.proof, _compute_proof(key, FOLLOWS, theirs.node, nonces, name)):
         return None
-    line.send(msgspec.json.encode(Hello(node=0, nonce=nonce, proof=_proof(key, LEADS, theirs.node, nonces, name))))
-    line.trust(_code(key, b"key", *(n.encode() for n in nonces)), LEADS, FOLLOWS)
+    line.send(
+        msgspec.json.encode(Hello(node=0, nonce=nonce, proof=_compute_proof(key, LEADS, theirs.node, nonces, name)))
+    )
+    line.set_key(_compute_code(key, b"key", *(n.encode() for n in nonces)), LEADS, FOLLOWS)
     return theirs.node
 
 
-def _hello(line: Line) -> Hello | None:
+def _receive_hello(line: Line) -> Hello | None:
     data = line.receive(HELLO_WAIT_S)
     try:
         found = msgspec.json.decode(data or b"", type=Hello)
@@ -241,7 +245,7 @@ def _hello(line: Line) -> Hello | None:
     return found if found.proof.isascii() else None
 
 
-def _ended(answer: bytes) -> Ended:
+def _decode_ended(answer: bytes) -> Ended:
     try:
         return msgspec.json.decode(answer, type=Ended)
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
@@ -261,17 +265,17 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _answer(line: Line) -> bytes | None:
+def _receive_answer(line: Line) -> bytes | None:
     answer = line.receive(ANSWER_WAIT_S)
     return line.receive(ANSWER_WAIT_S) if answer == FAILED else answer
 
 
-def _accept(endpoint: str, count: int, timeout: float, name: str) -> list[Line]:
+def _wait_for_nodes(endpoint: str, count: int, timeout: float, name: str) -> list[Line]:
     """Return the connections to all other nodes; peers without the secret are rejected, and waiting continues."""
     host, port = split_endpoint(endpoint)
-    key = secret()
+    key = get_secret()
     try:
-        server = listen(host, port)
+        server = open_listener(host, port)
     except OSError as e:
         raise UsageError(
             f"--rdzv-endpoint {endpoint}: node 0 cannot listen there ({e}); give an address that it has, and a free "
@@ -290,7 +294,7 @@ def _accept(endpoint: str, count: int, timeout: float, name: str) -> list[Line]:
                     f"{len(lines)} of {count} other nodes came to {endpoint} within {timeout:.0f} s; start the same "
                     f"command with its own --node-rank on each, or raise --timeout.{others}"
                 ) from e
-            node = _met(line, key, name, set(range(1, count + 1)) - set(lines))
+            node = _receive_greeting(line, key, name, set(range(1, count + 1)) - set(lines))
             if node is None:
                 line.close()
                 refused += 1

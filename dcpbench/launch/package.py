@@ -28,21 +28,21 @@ class Package(msgspec.Struct, frozen=True, kw_only=True):
     """SHA-256 of its modules and kernels, independent of the folder."""
 
 
-def folder() -> Path:
+def get_folder() -> Path:
     """Return the folder of this process's package."""
     return Path(dcpbench.__file__).parent
 
 
-def own() -> Package:
+def read_package() -> Package:
     """Return this process's package, as it is on the disk now."""
-    here, found = folder(), hashlib.sha256()
+    here, found = get_folder(), hashlib.sha256()
     for path in sorted(path for kind in SOURCES for path in here.rglob(f"[!.]*{kind}")):  # not hidden
         code = path.read_bytes()
         found.update(f"{path.relative_to(here)} {len(code)}\n".encode() + code)
     return Package(folder=str(here), sha256=found.hexdigest())
 
 
-def of_scripts() -> str:
+def find_script_folder() -> str:
     """Return the dcpbench folder used by scripts installed with this Python, such as bin/dcpbench; empty if there is
     none.
     """
@@ -51,21 +51,21 @@ def of_scripts() -> str:
 
 
 @functools.cache
-def started() -> Package:
+def get_started_package() -> Package:
     """Return the package of a command as it was on the disk at the first call, before its first rank is started."""
-    return own()
+    return read_package()
 
 
-def environment() -> dict[str, str]:
+def get_environment() -> dict[str, str]:
     """Return the variables with which `python -m` ignores the working directory, unless this process's package lies
     there.
     """
-    return {} if folder().parent.resolve() == Path.cwd() else {"PYTHONSAFEPATH": "1"}
+    return {} if get_folder().parent.resolve() == Path.cwd() else {"PYTHONSAFEPATH": "1"}
 
 
-def must_be(wanted: Package) -> None:
+def check_same_package(wanted: Package) -> None:
     """Raise WorkerError if this process has other files than the command that started the job."""
-    mine = own()
+    mine = read_package()
     if mine.sha256 == wanted.sha256:
         return
     if mine.folder == wanted.folder:

@@ -20,41 +20,41 @@ SLACK_S = 3.0
 """Tolerated difference in s between the start time of a process and the time of a file, which come from different
 clocks.
 """
-MOST_BYTES = 4096
+MAX_LOCK_BYTES = 4096
 
 
-def alive(folder: Path) -> tuple[str, float | None]:
+def find_alive(folder: Path) -> tuple[str, float | None]:
     """Return the living processes of the run, COMMAND, only its WORKERS, or NONE, and the start of the command in Unix
     time.
     """
-    began = [when for _, when in _named(folder)]
+    began = [when for _, when in _read_processes(folder)]
     if began and began[0] is not None:
         return COMMAND, began[0]
     return (WORKERS, None) if any(b is not None for b in began) else (NONE, None)
 
 
-def alive_pid(folder: Path) -> int | None:
+def find_alive_pid(folder: Path) -> int | None:
     """Return a living process of the run, preferably the command; None if the lock file names none."""
-    return next((pid for pid, when in _named(folder) if when is not None), None)
+    return next((pid for pid, when in _read_processes(folder) if when is not None), None)
 
 
-def _named(folder: Path) -> list[tuple[int, float | None]]:
+def _read_processes(folder: Path) -> list[tuple[int, float | None]]:
     """Return the process ids in the lock file, each with its start time by _began; other words are skipped."""
     try:
         with (folder / LOCK_FILE).open("rb") as file:
-            words = file.read(MOST_BYTES).split()
+            words = file.read(MAX_LOCK_BYTES).split()
         written = (folder / LOCK_FILE).stat().st_mtime
     except OSError:
         return []
     pids = [int(w) for w in words if w.isdigit() and len(w) < 10]  # noqa: PLR2004 -- a process id has 32 bits
-    return [(pid, _began(pid, written)) for pid in pids]
+    return [(pid, _read_start_time(pid, written)) for pid in pids]
 
 
-def _began(pid: int, written: float) -> float | None:
+def _read_start_time(pid: int, written: float) -> float | None:
     """Return the Unix time at which the process started; None if it is gone, or its id was reused after the lock was
     written.
     """
-    found = child.start_ticks(pid)
+    found = child.read_start_ticks(pid)
     if found is None:
         return None
     state, ticks = found

@@ -12,13 +12,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 from rich.text import Text
 
-from dcpbench.plan.grid import point_name, varied
-from dcpbench.points.axes import Role, words
-from dcpbench.points.point import point_axes
-from dcpbench.points.sizes import size_text
+from dcpbench.plan.grid import format_point_name, format_varied_parts
+from dcpbench.points.axes import Role, format_changed_values
+from dcpbench.points.point import select_point_axes
+from dcpbench.points.sizes import format_size
 from dcpbench.show.model_fit import format_no_fit, format_range
-from dcpbench.show.numbers import span
-from dcpbench.show.text import capital, listed
+from dcpbench.show.numbers import format_duration
+from dcpbench.show.text import format_capitalized, format_list
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -89,7 +89,7 @@ class ProgressBar:
         if event.stage in FINISHED and name:
             self._finished += 1
             if not self._brief or event.stage != "done":
-                self._line(event, name)
+                self._print_point(event, name)
         elif event.stage == "again":
             self._print(f"{name}  AGAIN, after the others: {event.note}")
         elif event.stage == "ending":
@@ -100,43 +100,43 @@ class ProgressBar:
             self._print(f"{name} {event.stage}: {event.note}")
         if self._bar:
             now = f"{name} {event.stage}".strip() + (f" · {self._last}" if self._last else "")
-            self._bar.update(self._task, completed=self._finished, description=escape(now), left=self._eta())
+            self._bar.update(self._task, completed=self._finished, description=escape(now), left=self._format_eta())
 
-    def _line(self, event: jobs.Progress, name: str) -> None:
+    def _print_point(self, event: jobs.Progress, name: str) -> None:
         """Print a finished point, which stays on the screen, above the bar if there is one."""
         of = len(self._names)
         mark = "" if event.stage == "done" else f"{event.stage.upper()}: "
         note = f"  {mark}{event.note}" if event.note or mark else ""
-        eta = f"  ({self._eta()})" if not self._bar and self._finished < of else ""
+        eta = f"  ({self._format_eta()})" if not self._bar and self._finished < of else ""
         self._print(f"[{self._finished}/{of}] {name}{note}{eta}")
 
     def _print(self, text: str) -> None:
         self._spoke = time.monotonic()
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def _eta(self) -> str:
+    def _format_eta(self) -> str:
         if not self._finished:
             return ""
         left = (time.monotonic() - self._began) / self._finished * (len(self._names) - self._finished)
-        return f"about {span(left)} left"
+        return f"about {format_duration(left)} left"
 
 
-def names_of(points: Sequence[Point]) -> dict[str, str]:
+def format_point_names(points: Sequence[Point]) -> dict[str, str]:
     """Return the names of running points, by key."""
-    more = varied(points)
-    return {p.key(): point_name(p) + more[p.key()] for p in points}
+    more = format_varied_parts(points)
+    return {p.get_key(): format_point_name(p) + more[p.get_key()] for p in points}
 
 
-def planned_for(gpu: Gpu, count: int, nnodes: int) -> str:
+def format_plan_note(gpu: Gpu, count: int, nnodes: int) -> str:
     """Return the note that --dry-run --gpu plans for other hardware than this machine."""
     machine = f"{count} × {gpu.device}" + (f" on each of {nnodes} machines" if nnodes > 1 else "")
     return (
-        f"A plan for {machine}, not for this machine; nothing is measured. A GPU has {size_text(gpu.memory_bytes)} as "
+        f"A plan for {machine}, not for this machine; nothing is measured. A GPU has {format_size(gpu.memory_bytes)} as "
         f"drivers report them, and {gpu.memory_bytes_s / 1e12:.3g} TB/s on paper; FlashInfer and FlashMLA are taken to be installed."
     )
 
 
-def no_fit_lines(rows: Sequence[dict[str, object]]) -> list[str]:
+def format_no_fit_lines(rows: Sequence[dict[str, object]]) -> list[str]:
     """Return that whole models do not fit, a line for each model, with the layers that points hold; empty if all are held."""
     held: dict[tuple[str, str], list[int]] = {}
     for r in rows:
@@ -144,12 +144,12 @@ def no_fit_lines(rows: Sequence[dict[str, object]]) -> list[str]:
             held.setdefault((str(r["model"]), str(r["layers"])), []).append(int(str(r["layers_held"])))
     several = len({r["model"] for r in rows}) > 1
     return [
-        capital(f"{format_no_fit(format_range(counts), layers)}{f' ({model})' if several else ''}.")
+        format_capitalized(f"{format_no_fit(format_range(counts), layers)}{f' ({model})' if several else ''}.")
         for (model, layers), counts in held.items()
     ]
 
 
-def candidates_table(rows: Sequence[dict[str, object]]) -> Table:
+def make_candidates_table(rows: Sequence[dict[str, object]]) -> Table:
     """Return the table of --dry-run: the points that would run, with memory per rank, which is one GPU."""
     table = Table(title="Points, in running order", box=box.SIMPLE, title_justify="left")
     for name in ("model", "layout", "in vLLM's words", "attention"):
@@ -169,8 +169,8 @@ def candidates_table(rows: Sequence[dict[str, object]]) -> Table:
             str(r["vllm_layout"] or ""),
             str(r["path"]),
             str(r["load_text"]),
-            _size(r["kv_pool_bytes"]),
-            _size(r["weights_held_bytes"]),
+            _format_size(r["kv_pool_bytes"]),
+            _format_size(r["weights_held_bytes"]),
             f"{r['layers_held']} of {r['layers']}" if r["layers"] else "",
         )
     if any(r["added"] for r in rows):
@@ -179,7 +179,7 @@ def candidates_table(rows: Sequence[dict[str, object]]) -> Table:
     return table
 
 
-def rejected_lines(rows: Sequence[dict[str, object]]) -> list[str]:
+def format_rejected(rows: Sequence[dict[str, object]]) -> list[str]:
     """Return the points that cannot run, each with its reason: `tp4, tp8 at 8 × 4,000, 64 × 4,000: …`; a layout is
     named once.
     """
@@ -194,13 +194,13 @@ def rejected_lines(rows: Sequence[dict[str, object]]) -> list[str]:
     for reason, found in reasons.items():
         same: dict[tuple[str, str], list[str]] = {}
         for (model, layout), loads in found.items():
-            same.setdefault((model, listed(list(loads))), []).append(layout)
-        points = "; ".join(f"{model}{listed(layouts)} at {loads}" for (model, loads), layouts in same.items())
+            same.setdefault((model, format_list(list(loads))), []).append(layout)
+        points = "; ".join(f"{model}{format_list(layouts)} at {loads}" for (model, loads), layouts in same.items())
         lines.append(f"{points}: {reason}")
     return lines
 
 
-def checks_table(checks: Sequence[jobs.Check]) -> Table:
+def make_checks_table(checks: Sequence[jobs.Check]) -> Table:
     """Return the table of `verify`: every comparison with its error and its limit."""
     table = Table(title="Checks", box=box.SIMPLE, title_justify="left")
     for name in ("check", "layout", "attention", "dtype"):
@@ -214,7 +214,7 @@ def checks_table(checks: Sequence[jobs.Check]) -> Table:
         table.add_row(
             c.name,
             f"{c.layout}·ep{c.ep}" if c.ep else c.layout,
-            " ".join(words(point_axes(Role.PATH, but=Role.ENGINE), msgspec.structs.asdict(c))),
+            " ".join(format_changed_values(select_point_axes(Role.PATH, but=Role.ENGINE), msgspec.structs.asdict(c))),
             c.dtype,
             "not finite" if c.error is None else f"{c.error:.2g}",
             "none" if c.limit is None else f"{c.limit:.2g}",
@@ -224,12 +224,14 @@ def checks_table(checks: Sequence[jobs.Check]) -> Table:
     return table
 
 
-def env_table(probe: Probe) -> Table:
+def make_env_table(probe: Probe) -> Table:
     """Return the table of `env`: the device and the packages."""
     table = Table(box=box.SIMPLE, show_header=False)
     table.add_row("device", f"{probe.count} × {probe.name}" if probe.count else probe.name)
     if probe.memory_bytes:
-        table.add_row("memory", f"{_size(probe.memory_bytes)} each" if probe.count else _size(probe.memory_bytes))
+        table.add_row(
+            "memory", f"{_format_size(probe.memory_bytes)} each" if probe.count else _format_size(probe.memory_bytes)
+        )
     if probe.l2_bytes:
         table.add_row("L2 cache", f"{probe.l2_bytes / (1 << 20):.0f} MiB")
     if probe.capability:
@@ -239,5 +241,5 @@ def env_table(probe: Probe) -> Table:
     return table
 
 
-def _size(value: object) -> str:
-    return size_text(value) if isinstance(value, int | float) else ""
+def _format_size(value: object) -> str:
+    return format_size(value) if isinstance(value, int | float) else ""

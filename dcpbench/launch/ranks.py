@@ -33,17 +33,17 @@ class Ranks:
     def __init__(self, folder: Path, logs: Path, events: Path, ranks: range) -> None:
         """Observe `ranks`; `events` is the file to which rank 0 appends a line of JSON for each event."""
         self.folder, self.logs, self.ranks = folder, logs, ranks
-        self.told = Tail(events)
+        self.event_tail = Tail(events)
 
-    def failures(self) -> list[Failure]:
+    def read_failures(self) -> list[Failure]:
         """Return the exceptions recorded by ranks of this machine, by rank."""
         found = []
-        for path in self.files("error-{}.json"):
+        for path in self.list_files("error-{}.json"):
             with contextlib.suppress(OSError, msgspec.DecodeError):
                 found.append(msgspec.json.decode(path.read_bytes(), type=Failure))
         return found
 
-    def exits(self) -> list[Exit]:
+    def read_exits(self) -> list[Exit]:
         """Return the exits of the ranks of this machine that have ended, in order of time."""
         found = []
         for rank in self.ranks:
@@ -51,51 +51,55 @@ class Ranks:
                 found.append(msgspec.json.decode((self.logs / f"rank-{rank}.exit").read_bytes(), type=Exit))
         return sorted(found, key=lambda e: e.at)
 
-    def last_words(self, first: Sequence[int] = ()) -> tuple[str, list[str]]:
+    def read_last_lines(self, first: Sequence[int] = ()) -> tuple[str, list[str]]:
         """Return (log, its last lines) of the first of these ranks with any output, else of one that failed, else of
         any.
         """
-        ranks = [*first, *(f.rank for f in self.failures()), *self.ranks]
-        for path in [self.logs / f"rank-{rank}.log" for rank in ranks] + self.other_logs():
-            if lines := read(path).strip().splitlines():
+        ranks = [*first, *(f.rank for f in self.read_failures()), *self.ranks]
+        for path in [self.logs / f"rank-{rank}.log" for rank in ranks] + self.list_other_logs():
+            if lines := read_text(path).strip().splitlines():
                 return path.name, lines[-LOG_LINES:]
         return "", []
 
-    def other_logs(self) -> list[Path]:
+    def list_other_logs(self) -> list[Path]:
         """Return the logs other than those of the ranks."""
         return []
 
-    def stacks(self) -> dict[str, str]:
+    def collect_stacks(self) -> dict[str, str]:
         """Return the Python stacks of every rank of this machine; they write them on SIGUSR1, to their file or into
         their logs.
         """
-        self.signal(signal.SIGUSR1)
+        self.send_signal(signal.SIGUSR1)
         time.sleep(STACKS_WAIT_S)
-        return {p.stem.partition("-")[2]: read(p) for p in self.files("stacks-{}.txt")}
+        return {p.stem.partition("-")[2]: read_text(p) for p in self.list_files("stacks-{}.txt")}
 
-    def signal(self, number: int) -> None:
+    def send_signal(self, number: int) -> None:
         """Send a signal to every rank of this machine that is alive."""
-        for pid in self.pids():
+        for pid in self.read_pids():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, number)
 
-    def pids(self) -> list[int]:
+    def read_pids(self) -> list[int]:
         """Return the ids of the living ranks of this machine, excluding processes that have reused an id."""
-        return [*self.pid_of().values()]
+        return [*self.find_pids().values()]
 
-    def pid_of(self) -> dict[int, int]:
+    def find_pids(self) -> dict[int, int]:
         """Return the ids of the living ranks, by rank."""
-        words = {rank: read(self.folder / f"rank-{rank}.pid").split() for rank in self.ranks}
-        told = {r: (int(w[0]), w[1]) for r, w in words.items() if len(w) == 2 and w[0].isdecimal()}  # noqa: PLR2004 -- id and ticks
-        return {r: pid for r, (pid, ticks) in told.items() if str((child.start_ticks(pid) or ("", None))[1]) == ticks}
+        words = {rank: read_text(self.folder / f"rank-{rank}.pid").split() for rank in self.ranks}
+        recorded = {r: (int(w[0]), w[1]) for r, w in words.items() if len(w) == 2 and w[0].isdecimal()}  # noqa: PLR2004 -- id and ticks
+        return {
+            r: pid
+            for r, (pid, ticks) in recorded.items()
+            if str((child.read_start_ticks(pid) or ("", None))[1]) == ticks
+        }
 
-    def forget(self) -> None:
+    def remove_files(self) -> None:
         """Remove the files of an earlier job, as its process ids may have been reused."""
         for name in ("rank-{}.pid", "error-{}.json", "stacks-{}.txt"):
-            for path in self.files(name):
+            for path in self.list_files(name):
                 path.unlink(missing_ok=True)
 
-    def files(self, name: str) -> list[Path]:
+    def list_files(self, name: str) -> list[Path]:
         """Return the files with this name pattern for the ranks of this machine."""
         paths = [self.folder / name.format(rank) for rank in self.ranks]
         return [p for p in paths if p.exists()]
@@ -110,12 +114,12 @@ class Started(Ranks):
     def __init__(self, folder: Path, events: Path, count: int, worker: str, device: str) -> None:
         """Start `python -m WORKER FOLDER` for each rank, with RANK and WORLD_SIZE in its environment."""
         super().__init__(folder, folder, events, range(count))
-        self._command = child.of_rank(worker, str(folder), str(folder), str(folder), 0, count)
+        self._command = child.make_rank_command(worker, str(folder), str(folder), str(folder), 0, count)
         self._device = device
         self._accounts: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Self:
-        env = environment(self._device) | {child.PARENT: str(os.getpid())}
+        env = make_environment(self._device) | {child.PARENT: str(os.getpid())}
         try:
             for rank in self.ranks:
                 self._accounts.append(
@@ -136,22 +140,22 @@ class Started(Ranks):
     def __exit__(self, *_: object) -> None:
         self.kill()
 
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Return True if all ranks have ended."""
         return None not in [account.poll() for account in self._accounts]
 
     def kill(self) -> None:
         """Kill all ranks; the kernel kills a rank without a pid file together with the process that watches it."""
-        self.signal(signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)
         for account in self._accounts:
             account.kill()
         for account in self._accounts:
             account.wait()
 
 
-def environment(device: str, *, loopback: bool = True) -> dict[str, str]:
+def make_environment(device: str, *, loopback: bool = True) -> dict[str, str]:
     """Return the environment of ranks on this device; with `loopback` they listen only there unless it says otherwise."""
-    env = os.environ | package.environment()
+    env = os.environ | package.get_environment()
     env.pop(SECRET, None)  # of no use to ranks
     if device == "cpu":
         env.setdefault("OMP_NUM_THREADS", "1")
@@ -162,7 +166,7 @@ def environment(device: str, *, loopback: bool = True) -> dict[str, str]:
     return env
 
 
-def read(path: Path) -> str:
+def read_text(path: Path) -> str:
     """Return the text of a file, empty if it does not exist."""
     try:
         return path.read_text(errors="replace")

@@ -26,7 +26,7 @@ import msgspec
 
 from dcpbench.launch import child, hung
 from dcpbench.launch.jobs import Exit, Job, Progress, decode_progress
-from dcpbench.launch.ranks import Ranks, environment, read
+from dcpbench.launch.ranks import Ranks, make_environment, read_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -68,21 +68,21 @@ class Running(Ranks):
         """Start it; `lock` is the descriptor of the folder's lock, which is held until the last rank is gone."""
         here = job.points[0].world // machines.nnodes
         ranks = range(machines.node_rank * here, (machines.node_rank + 1) * here)
-        super().__init__(Path(job.folder), job.logs(), job.progress_path(), ranks)
+        super().__init__(Path(job.folder), job.get_log_folder(), job.get_progress_path(), ranks)
         self.job = job
         self.agent_log = self.logs / "agent.log"
         self.started, self.begun = time.time(), time.monotonic()
-        self.forget()
+        self.remove_files()
         self.logs.mkdir(parents=True, exist_ok=True)
         (self.logs / RENDEZVOUS).unlink(missing_ok=True)  # of a job of this tag that was killed
-        job.path().write_bytes(msgspec.json.encode(job))
+        job.get_path().write_bytes(msgspec.json.encode(job))
         with self.agent_log.open("ab") as log:
             self._agent = subprocess.Popen(
-                child.tied(_command(job, machines, worker, self.ranks)),
+                child.make_tied_command(_make_command(job, machines, worker, self.ranks)),
                 stdin=subprocess.DEVNULL if lock is None else lock,
                 stdout=log,
                 stderr=log,
-                env=_environment(job, machines),
+                env=_make_environment(job, machines),
                 start_new_session=True,
             )
         if lock is not None:
@@ -104,36 +104,36 @@ class Running(Ranks):
             return self._agent.wait(seconds)
         return None
 
-    def events(self) -> Iterator[Progress]:
+    def read_events(self) -> Iterator[Progress]:
         """Yield the progress written since the last call; skip damaged lines."""
-        return self.told.decoded(decode_progress)
+        return self.event_tail.decode_lines(decode_progress)
 
-    def stopped(self) -> bool:
+    def is_stopped(self) -> bool:
         """Return True if torchrun's agent was stopped (SIGSTOP), so that it would never notice the end of its ranks."""
-        return (child.start_ticks(self._agent.pid) or ("", 0))[0] == STOPPED
+        return (child.read_start_ticks(self._agent.pid) or ("", 0))[0] == STOPPED
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Resume a stopped agent."""
         self._agent.send_signal(signal.SIGCONT)
 
     def log_tail(self, first: Sequence[int] = ()) -> str:
         """Return the last lines of the first of these ranks, else of one that failed, else of rank 0, else of torchrun."""
-        name, lines = self.last_words(first)
+        name, lines = self.read_last_lines(first)
         return "\n".join([f"{name}:", *lines]) if lines else ""
 
-    def seen_first(self) -> Exit | None:
+    def find_first_seen(self) -> Exit | None:
         """Return the rank that torchrun saw end first, by its log.
 
         It covers a rank that was killed together with its watching process, and so left no exit file.
         """
-        found = ROOT_CAUSE.search(read(self.agent_log))
+        found = ROOT_CAUSE.search(read_text(self.agent_log))
         if found is None:
             return None
         rank, code = int(found[1]), int(found[2])
         code = OF_A_SHELL - code if code > OF_A_SHELL else code
         return Exit(rank=self.ranks.start + rank, code=code, asked=False, at=0.0)
 
-    def other_logs(self) -> list[Path]:
+    def list_other_logs(self) -> list[Path]:
         """Return torchrun's log."""
         return [self.agent_log]
 
@@ -146,7 +146,7 @@ class Running(Ranks):
             self._agent.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
                 self._agent.wait(wait_s)
-        self.signal(signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
             self._agent.wait(REAP_WAIT_S)
         if self._agent.poll() is None:
@@ -155,17 +155,24 @@ class Running(Ranks):
             self._agent.wait()
         asks = self.logs.glob(hung.ASK.format("*"))
         beats = self.logs.glob(hung.BEATS.format("*")) if self._agent.poll() == 0 else ()
-        unused = [path for path in self.files("stacks-{}.txt") if not path.stat().st_size]
-        for path in (*self.files("rank-{}.pid"), self.logs / RENDEZVOUS, self.job.port_path(), *asks, *beats, *unused):
+        unused = [path for path in self.list_files("stacks-{}.txt") if not path.stat().st_size]
+        for path in (
+            *self.list_files("rank-{}.pid"),
+            self.logs / RENDEZVOUS,
+            self.job.get_port_path(),
+            *asks,
+            *beats,
+            *unused,
+        ):
             path.unlink(missing_ok=True)
 
 
-def _command(job: Job, machines: Machines, worker: str, ranks: range) -> list[str]:
+def _make_command(job: Job, machines: Machines, worker: str, ranks: range) -> list[str]:
     """Return the command line of torchrun, which only covers this machine; nodes.py connects machines.
 
     Its own rendezvous is a file. By TCP it would listen on all interfaces without access control.
     """
-    logs = job.logs()
+    logs = job.get_log_folder()
     options = {
         "--nnodes": "1",
         "--nproc-per-node": str(len(ranks)),
@@ -176,13 +183,13 @@ def _command(job: Job, machines: Machines, worker: str, ranks: range) -> list[st
         "--local-addr": LOOPBACK,
         "--max-restarts": "0",
     }
-    rank = child.of_rank(worker, str(job.path()), job.folder, str(logs), ranks.start, job.points[0].world)
+    rank = child.make_rank_command(worker, str(job.get_path()), job.folder, str(logs), ranks.start, job.points[0].world)
     flat = itertools.chain.from_iterable(options.items())
     return [sys.executable, "-m", "torch.distributed.run", *flat, "--no-python", *rank]
 
 
-def _environment(job: Job, machines: Machines) -> dict[str, str]:
+def _make_environment(job: Job, machines: Machines) -> dict[str, str]:
     own = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # torchrun would open another store
-    env = environment(job.device, loopback=machines.nnodes == 1) | own
+    env = make_environment(job.device, loopback=machines.nnodes == 1) | own
     env.setdefault(FLIGHT_RECORDER, str(RECORDED))
     return env

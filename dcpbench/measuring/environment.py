@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 import dcpbench
-from dcpbench.errors import how_to_install
+from dcpbench.errors import format_install_hint
 from dcpbench.points.machine import Probe
 from dcpbench.records.record import Environment
 
@@ -46,17 +46,17 @@ results.
 """
 WANTED_FOR = {
     "triton": "--backend triton and every run on a GPU",
-    "flashinfer": f"--backend flashinfer, the default on GPUs other than Hopper, and prompts; {how_to_install('flashinfer')}",
-    "flash_mla": f"--backend flashmla, on Hopper GPUs; {how_to_install('flashmla')}",
+    "flashinfer": f"--backend flashinfer, the default on GPUs other than Hopper, and prompts; {format_install_hint('flashinfer')}",
+    "flash_mla": f"--backend flashmla, on Hopper GPUs; {format_install_hint('flashmla')}",
     "pynvml": "clocks, power and throttling in records; pip install nvidia-ml-py",
-    "transformers": f"comparing logits with `dcpbench verify --checkpoint`; {how_to_install('test')}",
-    "ruptures": f"the change points of `dcpbench dashboard`; {how_to_install('dashboard')}",
-    "starlette": f"`dcpbench dashboard serve`; {how_to_install('dashboard')}",
-    "uvicorn": f"`dcpbench dashboard serve`; {how_to_install('dashboard')}",
+    "transformers": f"comparing logits with `dcpbench verify --checkpoint`; {format_install_hint('test')}",
+    "ruptures": f"the change points of `dcpbench dashboard`; {format_install_hint('dashboard')}",
+    "starlette": f"`dcpbench dashboard serve`; {format_install_hint('dashboard')}",
+    "uvicorn": f"`dcpbench dashboard serve`; {format_install_hint('dashboard')}",
 }
 
 
-def environment(device: torch.device, command: str) -> Environment:
+def collect_environment(device: torch.device, command: str) -> Environment:
     """Return the environment of this process."""
     cuda = device.type == "cuda"
     properties = torch.cuda.get_device_properties(device) if cuda else None
@@ -65,13 +65,13 @@ def environment(device: torch.device, command: str) -> Environment:
         device_count=torch.cuda.device_count() if cuda else 0,
         device_memory_bytes=properties.total_memory if properties else None,
         l2_bytes=properties.L2_cache_size if properties else None,
-        driver=_driver() if cuda else None,
+        driver=_get_driver_version() if cuda else None,
         cuda=torch.version.cuda,
         torch=str(torch.__version__),
-        triton=_version("triton"),
+        triton=_get_version("triton"),
         nccl=".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
-        flashinfer=_version("flashinfer"),
-        flash_mla=_version("flash_mla"),
+        flashinfer=_get_version("flashinfer"),
+        flash_mla=_get_version("flash_mla"),
         python=platform.python_version(),
         dcpbench=dcpbench.__version__,
         settings={
@@ -79,15 +79,15 @@ def environment(device: torch.device, command: str) -> Environment:
             for name, value in sorted(os.environ.items())
             if name.startswith(("NCCL_", "TORCH_NCCL_")) and (name, value) != ON_LOOPBACK
         },
-        git_commit=_git_commit(),
-        host_hash=_host_hash(torch.cuda.device_count() if cuda else 0),
+        git_commit=_get_git_commit(),
+        host_hash=_compute_host_hash(torch.cuda.device_count() if cuda else 0),
         command=command,
     )
 
 
-def probe() -> Probe:
+def get_hardware() -> Probe:
     """Return the hardware of this machine, for packages that must not import torch."""
-    packages = {name: _version(name) for name in PACKAGES}
+    packages = {name: _get_version(name) for name in PACKAGES}
     problems = [f"{name} is missing, needed for {WANTED_FOR[name]}" for name in WANTED_FOR if packages[name] is None]
     if not torch.cuda.is_available():
         why = "this torch is built without CUDA" if torch.version.cuda is None else "torch finds no usable GPU"
@@ -106,19 +106,19 @@ def probe() -> Probe:
     )
 
 
-def _version(package: str) -> str | None:
+def _get_version(package: str) -> str | None:
     """Return the version of an installed package, or None. It is not imported, because some imports take seconds."""
     if importlib.util.find_spec(package) is None:
         return None
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version(_distributions().get(package, [package])[0])
+        return importlib.metadata.version(_list_distributions().get(package, [package])[0])
     return "unknown"
 
 
 @functools.cache
-def _distributions() -> Mapping[str, list[str]]:
+def _list_distributions() -> Mapping[str, list[str]]:
     """Return a mapping of import names to distributions.
 
     It reads every installed package, which takes most of a second: once, and only for packages with other import names.
@@ -126,7 +126,7 @@ def _distributions() -> Mapping[str, list[str]]:
     return importlib.metadata.packages_distributions()
 
 
-def _host_hash(gpus: int) -> str:
+def _compute_host_hash(gpus: int) -> str:
     """Return a hash of the host. Virtual machines often share a host name, so the system's own id and the GPUs are
     included.
     """
@@ -136,7 +136,7 @@ def _host_hash(gpus: int) -> str:
     return hashlib.sha256("/".join(names).encode()).hexdigest()[:12]
 
 
-def _driver() -> str | None:
+def _get_driver_version() -> str | None:
     try:
         import pynvml
 
@@ -146,7 +146,7 @@ def _driver() -> str | None:
         return None
 
 
-def _git_commit() -> str | None:
+def _get_git_commit() -> str | None:
     """Return the commit of the running dcpbench, with `-dirty` if its files differ; None for an installed wheel.
 
     DCPBENCH_GIT_COMMIT overrides it, for files copied without their repository, for example into a container.

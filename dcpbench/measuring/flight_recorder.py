@@ -20,14 +20,14 @@ EACH_S = 1.0
 """Maximum time in s that a writer may delay the next one."""
 
 
-def recorded() -> bytes:
+def export_trace() -> bytes:
     """Return the recorder's JSON; empty if this torch has none."""
     dump = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
     dump = dump or getattr(_distributed_c10d, "_dump_nccl_trace_json", None)
     return b"" if dump is None else bytes(dump())
 
 
-def stacks() -> bytes:
+def collect_stacks() -> bytes:
     """Return the Python stacks of all threads, collected by the calling one."""
     with tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file, all_threads=True)
@@ -35,15 +35,15 @@ def stacks() -> bytes:
         return file.read()
 
 
-def _write(file: Path, say: Callable[[], bytes]) -> None:
+def _write_content(file: Path, produce: Callable[[], bytes]) -> None:
     with contextlib.suppress(OSError, RuntimeError):  # torch's, where CUDA is broken
-        if said := say():
+        if content := produce():
             part = file.with_suffix(".part")
-            part.write_bytes(said)
+            part.write_bytes(content)
             part.replace(file)
 
 
-def answer(pipe: Path, says: Mapping[Path, Callable[[], bytes]]) -> None:
+def start_responder(pipe: Path, producers: Mapping[Path, Callable[[], bytes]]) -> None:
     """Create a named pipe; each time it is opened for writing and closed, write the result of each function to its
     file.
 
@@ -56,13 +56,13 @@ def answer(pipe: Path, says: Mapping[Path, Callable[[], bytes]]) -> None:
     except OSError:
         return
 
-    def wait() -> None:
+    def handle_requests() -> None:
         while pipe.exists():
             with contextlib.suppress(OSError):
                 pipe.read_bytes()  # until the other end has closed it
-            for file, say in says.items():
-                writing = threading.Thread(target=_write, args=(file, say), name=file.stem, daemon=True)
+            for file, produce in producers.items():
+                writing = threading.Thread(target=_write_content, args=(file, produce), name=file.stem, daemon=True)
                 writing.start()
                 writing.join(EACH_S)
 
-    threading.Thread(target=wait, name="flight-recorder", daemon=True).start()
+    threading.Thread(target=handle_requests, name="flight-recorder", daemon=True).start()

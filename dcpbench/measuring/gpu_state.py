@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from dcpbench.records.record import Gpu, throttle_reasons
+from dcpbench.records.record import Gpu, decode_throttle_reasons
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 PERIOD_S = 0.05
-LEAST_S = 0.25
+MIN_POWER_INTERVAL_S = 0.25
 """Minimum time in s between two changes of the energy counter, updated every 20 to 100 ms, to compute the mean power.
 """
 ENERGY = "energy"
@@ -28,12 +28,12 @@ class GpuSampler:
     """Context manager that samples the GPU in a thread; read `state()` afterwards. Values that NVML lacks are absent."""
 
     def __init__(self, device: torch.device) -> None:
-        self.queries = _queries(device)
+        self.queries = _make_queries(device)
         self.seen: dict[str, list[int]] = {name: [] for name in self.queries}
         self.energy: list[tuple[float, int]] = []
         """(seconds, mJ since the driver was loaded) at each change of the counter."""
         self.stop = threading.Event()
-        self.thread = threading.Thread(target=self._sample, daemon=True)
+        self.thread = threading.Thread(target=self._sample_loop, daemon=True)
 
     def __enter__(self) -> Self:
         self.thread.start()
@@ -43,29 +43,29 @@ class GpuSampler:
         self.stop.set()
         self.thread.join()
 
-    def _sample(self) -> None:
+    def _sample_loop(self) -> None:
         while self.queries and not self.stop.is_set():
             for name, query in list(self.queries.items()):
                 try:
-                    self._see(name, query())
+                    self._record_value(name, query())
                 except Exception:  # noqa: BLE001 - a quantity that this GPU does not report is not known
                     del self.queries[name]
             self.stop.wait(PERIOD_S)
 
-    def _see(self, name: str, value: int) -> None:
+    def _record_value(self, name: str, value: int) -> None:
         if name != ENERGY:
             self.seen[name].append(value)
         elif not self.energy or value != self.energy[-1][1]:
             self.energy.append((time.perf_counter(), value))
 
-    def power_w(self) -> float | None:
+    def compute_power_w(self) -> float | None:
         """Return the mean power in W between the first observed change of the counter and the last one."""
         if len(self.energy) < 3:  # noqa: PLR2004 - when the first value came is not known
             return None
         (begin, first), (end, last) = self.energy[1], self.energy[-1]
-        return (last - first) / 1e3 / (end - begin) if end - begin >= LEAST_S else None
+        return (last - first) / 1e3 / (end - begin) if end - begin >= MIN_POWER_INTERVAL_S else None
 
-    def state(self) -> Gpu | None:
+    def get_state(self) -> Gpu | None:
         """Return the observed state, or None without NVML."""
         if not (any(self.seen.values()) or self.energy):
             return None
@@ -74,13 +74,13 @@ class GpuSampler:
             sm_clock_mhz_min=min(clock, default=None),
             sm_clock_mhz_max=max(clock, default=None),
             power_w_max=None if power is None else power / 1e3,
-            power_w_all=self.power_w(),
+            power_w_all=self.compute_power_w(),
             temperature_c_max=max(self.seen["temperature"], default=None),
-            throttle_reasons=throttle_reasons(functools.reduce(operator.or_, self.seen["reasons"], 0)),
+            throttle_reasons=decode_throttle_reasons(functools.reduce(operator.or_, self.seen["reasons"], 0)),
         )
 
 
-def worst(states: Iterable[Gpu | None]) -> Gpu | None:
+def merge_states(states: Iterable[Gpu | None]) -> Gpu | None:
     """Return the worst of all ranks' states, field by field, with the power of all ranks together."""
     states = list(states)
     seen = [s for s in states if s is not None]
@@ -100,12 +100,12 @@ def worst(states: Iterable[Gpu | None]) -> Gpu | None:
     )
 
 
-def throttled(gpu: Gpu | None) -> bool:
+def is_throttled(gpu: Gpu | None) -> bool:
     """Return True if a throttle reason was observed."""
     return gpu is not None and bool(gpu.throttle_reasons)
 
 
-def _queries(device: torch.device) -> dict[str, Callable[[], int]]:
+def _make_queries(device: torch.device) -> dict[str, Callable[[], int]]:
     """Return the NVML queries for this rank's GPU; none if NVML cannot be used."""
     if device.type != "cuda":
         return {}

@@ -20,10 +20,10 @@ from torch._C._profiler import _ExperimentalConfig
 
 from dcpbench.measuring.ranges import PHASES
 from dcpbench.records.record import Phases
-from dcpbench.syncs.recorded import sync_sites
-from dcpbench.syncs.scan import analyse
+from dcpbench.syncs.recorded import build_sync_sites
+from dcpbench.syncs.scan import scan_columns
 from dcpbench.syncs.traces.columns import read_columns
-from dcpbench.syncs.traces.intervals import match
+from dcpbench.syncs.traces.intervals import match_keys
 from dcpbench.syncs.traces.python_lines import Repository
 from dcpbench.syncs.traces.reading import TraceReader
 
@@ -51,7 +51,7 @@ class Kernel(NamedTuple):
     thread: int
 
 
-class Around(NamedTuple):
+class HostRange(NamedTuple):
     """A range of the host."""
 
     name: str
@@ -59,7 +59,7 @@ class Around(NamedTuple):
     end: float
     thread: int
 
-    def launched(self, kernel: Kernel) -> bool:
+    def has_launched(self, kernel: Kernel) -> bool:
         """Return True if a kernel was launched inside the range."""
         return self.thread == kernel.thread and self.start <= kernel.launched <= self.end
 
@@ -69,7 +69,7 @@ class Kernels:
 
     def __init__(self, columns: Columns) -> None:
         gpu, calls, ranges = (columns.tables[name] for name in ("gpu", "calls", "ranges"))
-        launch = match(calls.correlation, gpu.correlation)
+        launch = match_keys(calls.correlation, gpu.correlation)
         work = sorted(
             (
                 Kernel(columns.names[name], start, end - start, float(calls.start[row]), int(calls.thread[row]))
@@ -82,12 +82,14 @@ class Kernels:
         is_phase = np.isin(names, PHASES)
         self.phases, self.names = ranges.take(is_phase), list(itertools.compress(names, is_phase))
         around = [
-            Around(*r) for r in zip(names, ranges.start, ranges.end, ranges.thread, strict=True) if r[0] == STEP_RANGE
+            HostRange(*r)
+            for r in zip(names, ranges.start, ranges.end, ranges.thread, strict=True)
+            if r[0] == STEP_RANGE
         ]
         steps = sorted(around, key=lambda r: r.start)
-        self.steps = [[k for k in work if step.launched(k)] for step in steps]
+        self.steps = [[k for k in work if step.has_launched(k)] for step in steps]
 
-    def phase_of(self, kernel: Kernel) -> str:
+    def find_phase(self, kernel: Kernel) -> str:
         """Return the range that contains the kernel's launch."""
         ranges, at = self.phases, kernel.launched
         (around,) = np.nonzero((ranges.start <= at) & (ranges.end >= at) & (ranges.thread == kernel.thread))
@@ -101,7 +103,7 @@ class Pass(NamedTuple):
     sites: list[Site]
 
 
-def record(step: Callable[[], object], steps: int, *, enabled: bool, stacks: bool) -> Pass | None:
+def record_steps(step: Callable[[], object], steps: int, *, enabled: bool, stacks: bool) -> Pass | None:
     """Profile `steps` steps on this rank; ranks that are not `enabled` only run them.
 
     Args:
@@ -132,8 +134,8 @@ def record(step: Callable[[], object], steps: int, *, enabled: bool, stacks: boo
 def read_pass(path: Path) -> Pass:
     """Return a profiled pass from its trace."""
     reader = TraceReader(path)
-    columns = read_columns(reader.blocks(), reader.trouble)
-    _, sites = analyse(columns, path.name, Repository(Path.cwd()), step_range=f"^{STEP_RANGE}$")
+    columns = read_columns(reader.read_blocks(), reader.trouble)
+    _, sites = scan_columns(columns, path.name, Repository(Path.cwd()), step_range=f"^{STEP_RANGE}$")
     return Pass(Kernels(columns), sites)
 
 
@@ -153,16 +155,16 @@ def profile_step(
     The first profiled step of each pass is left out, because it contains the profiler's own start-up, and so is the
     last replay for the phases, because no other follows it: a step lasts until the next one's first kernel.
     """
-    launched = record(eager, EAGER_STEPS, enabled=enabled, stacks=False)
-    replayed = record(replay, steps + 2, enabled=enabled, stacks=False)
-    waits = launched is not None and bool(sync_sites(launched.sites, "eager"))
-    named = record(eager, EAGER_STEPS, enabled=enabled, stacks=True) if agree(waits) else launched
+    launched = record_steps(eager, EAGER_STEPS, enabled=enabled, stacks=False)
+    replayed = record_steps(replay, steps + 2, enabled=enabled, stacks=False)
+    waits = launched is not None and bool(build_sync_sites(launched.sites, "eager"))
+    named = record_steps(eager, EAGER_STEPS, enabled=enabled, stacks=True) if agree(waits) else launched
     if launched is None or replayed is None or named is None:
         return None
-    pattern = [(k.name, launched.kernels.phase_of(k)) for k in launched.kernels.steps[-1]]
+    pattern = [(k.name, launched.kernels.find_phase(k)) for k in launched.kernels.steps[-1]]
     sums: dict[str, float] = {}
     for kernels, following in itertools.pairwise(replayed.kernels.steps[1:]):
-        for name, us in _attribute(kernels, _label(kernels, pattern), following[0].ts).items():
+        for name, us in _split_time(kernels, _match_phases(kernels, pattern), following[0].ts).items():
             sums[name] = sums.get(name, 0.0) + us / steps
     idle = sums.pop("idle")
     step_us = idle + sum(sums.values())
@@ -175,10 +177,10 @@ def profile_step(
         kernels=len(replayed.kernels.steps[-1]),
         steps=steps,
     )
-    return phases, sync_sites(named.sites, "eager") + sync_sites(replayed.sites, "replay")
+    return phases, build_sync_sites(named.sites, "eager") + build_sync_sites(replayed.sites, "replay")
 
 
-def _label(kernels: list[Kernel], pattern: list[tuple[str, str]]) -> list[str]:
+def _match_phases(kernels: list[Kernel], pattern: list[tuple[str, str]]) -> list[str]:
     """Return the phase of each kernel by its place in the eager pass; `other` for kernels without a match."""
     names = [e.name for e in kernels]
     expected = [name for name, _ in pattern]
@@ -191,7 +193,7 @@ def _label(kernels: list[Kernel], pattern: list[tuple[str, str]]) -> list[str]:
     return labels
 
 
-def _attribute(kernels: list[Kernel], labels: list[str], end_of_step: float) -> dict[str, float]:
+def _split_time(kernels: list[Kernel], labels: list[str], end_of_step: float) -> dict[str, float]:
     """Assign every microsecond until `end_of_step` to one phase or to `idle`; for overlapping kernels, to the earlier
     one.
     """

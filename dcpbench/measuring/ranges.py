@@ -32,7 +32,7 @@ PHASES = (
     "mlp_reduce",
     "lm_head",
 )
-"""Every name that `phase` is called with, in the order of a layer. A collective's time includes waiting for the slowest
+"""Every name that `record_range` is called with, in the order of a layer. A collective's time includes waiting for the slowest
 rank: `mlp_reduce` shows how unevenly the experts were loaded."""
 
 
@@ -41,7 +41,7 @@ _NOTHING = contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def drop_ranges() -> Iterator[None]:
     """Disable ranges, because marking them delays each kernel of a step that is launched kernel by kernel."""
     global _quiet  # noqa: PLW0603 - one host thread launches
     before, _quiet = _quiet, True
@@ -51,14 +51,14 @@ def quiet() -> Iterator[None]:
         _quiet = before
 
 
-def phase(name: str) -> AbstractContextManager[None]:
+def record_range(name: str) -> AbstractContextManager[None]:
     """Mark a phase of a step; its beginning is also written to the heartbeats."""
-    beats.phase(name)
-    return _NOTHING if _quiet else _marked(name)
+    beats.record_phase(name)
+    return _NOTHING if _quiet else _record_named_range(name)
 
 
 @contextlib.contextmanager
-def _marked(name: str) -> Iterator[None]:
+def _record_named_range(name: str) -> Iterator[None]:
     recording = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]  # noqa: SLF001 - has no public name
     recorded = torch.profiler.record_function(name) if recording else _NOTHING
     with nvtx.annotate(name, domain="dcpbench"), recorded:

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 import triton
 
-from dcpbench.hangs.beats import collective
-from dcpbench.records.stats import StopRule, settled
+from dcpbench.hangs.beats import record_collective
+from dcpbench.records.stats import StopRule, has_settled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -30,11 +30,11 @@ CHUNK_SECONDS = 0.4
 """Approximate duration in s of the chunks in which steps are queued; between chunks ranks communicate and the stop rule
 is evaluated.
 """
-LEAST_ROUNDS = 8
+MIN_ROUNDS = 8
 """Minimum number of rounds when several variants are timed in turns."""
 CHUNK_STEPS = (5, 100)
 """Fewest and most steps of a chunk."""
-LEAST_MEDIANS = 2
+MIN_MEDIANS = 2
 """Minimum number of medians that warm-up compares, even for slow steps."""
 KERNELS = 100
 """Run in a stream, so that it has been used."""
@@ -42,7 +42,7 @@ WARM_UP_SHARE = 0.5
 """Warm-up that has not settled after this share of the time limit ends all the same, and the point is `unsettled`."""
 
 
-def capture(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+def capture_graph(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
     """Return a CUDA graph of `run`, which has run before, with gaps between its kernels as long as a server's."""
     use_two_streams()
     graph = torch.cuda.CUDAGraph()
@@ -67,17 +67,17 @@ def use_two_streams() -> None:
 
 
 @contextlib.contextmanager
-def compiled_kernels() -> Iterator[list[str]]:
+def collect_compiled_kernels() -> Iterator[list[str]]:
     """Yield a list of the Triton kernels that are compiled or loaded within the block: each of them delayed the timing."""
     names: list[str] = []
     before = triton.knobs.compilation.listener
 
-    def listen(*, src: Any, **others: Any) -> None:  # noqa: ANN401 - Triton has no types
+    def record_name(*, src: Any, **others: Any) -> None:  # noqa: ANN401 - Triton has no types
         names.append(getattr(src, "name", "a kernel"))
         if before is not None:
             before(src=src, **others)
 
-    triton.knobs.compilation.listener = listen
+    triton.knobs.compilation.listener = record_name
     try:
         yield names
     finally:
@@ -110,18 +110,18 @@ class Timer:
     def __init__(self, step: Callable[[], object], device: torch.device) -> None:
         self.step, self.device = step, device
 
-    def chunk(self, steps: int) -> tuple[list[float], float]:
+    def measure_chunk(self, steps: int) -> tuple[list[float], float]:
         """Return (samples in ms, elapsed seconds), each the largest over ranks; every rank returns the same numbers."""
         start = time.perf_counter()
-        mine = self._cuda_chunk(steps) if self.device.type == "cuda" else self._cpu_chunk(steps)
+        mine = self._measure_cuda_chunk(steps) if self.device.type == "cuda" else self._measure_cpu_chunk(steps)
         numbers = torch.tensor([*mine, time.perf_counter() - start], dtype=torch.float64, device=self.device)
         if dist.is_initialized():
-            with collective("all_reduce", numbers, dist.group.WORLD):
+            with record_collective("all_reduce", numbers, dist.group.WORLD):
                 dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
         *samples, elapsed = numbers.tolist()
         return samples, elapsed
 
-    def _cuda_chunk(self, steps: int) -> list[float]:
+    def _measure_cuda_chunk(self, steps: int) -> list[float]:
         events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
         self.step()  # not timed: ranks arrive here at different times and wait for each other in its collectives
         for event in events[:-1]:
@@ -131,9 +131,9 @@ class Timer:
         events[-1].synchronize()
         return [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
 
-    def _cpu_chunk(self, steps: int) -> list[float]:
+    def _measure_cpu_chunk(self, steps: int) -> list[float]:
         if dist.is_initialized():
-            with collective("barrier", None, dist.group.WORLD):
+            with record_collective("barrier", None, dist.group.WORLD):
                 dist.barrier()
         times = [time.perf_counter()]
         for _ in range(steps):
@@ -142,7 +142,7 @@ class Timer:
         return [(b - a) * 1e3 for a, b in itertools.pairwise(times)]
 
 
-def time_steps(
+def measure_steps(
     step: Callable[[], None], device: torch.device, settings: Settings, alive: Callable[[], None] = lambda: None
 ) -> Timing:
     """Warm up until two successive medians agree within 1 %, then measure until the stop rule is met.
@@ -151,17 +151,17 @@ def time_steps(
     GPU to the next one's. `alive` is called from time to time, for the hang watchdog.
     """
     rule = StopRule(precision=settings.precision, seconds=settings.seconds)
-    return time_chunks(Timer(step, device).chunk, rule, alive)
+    return measure_chunks(Timer(step, device).measure_chunk, rule, alive)
 
 
-def time_chunks(
+def measure_chunks(
     chunk: Chunk, rule: StopRule, alive: Callable[[], None] = lambda: None, chunk_seconds: float = CHUNK_SECONDS
 ) -> Timing:
-    """Measure like `time_steps`, with samples from any function."""
-    return time_in_turns([chunk], rule, alive, chunk_seconds)[0]
+    """Measure like `measure_steps`, with samples from any function."""
+    return measure_in_turns([chunk], rule, alive, chunk_seconds)[0]
 
 
-def time_in_turns(
+def measure_in_turns(
     chunks: Sequence[Chunk],
     rule: StopRule,
     alive: Callable[[], None] = lambda: None,
@@ -170,25 +170,25 @@ def time_in_turns(
     """Measure several variants for comparison, a chunk of each in turn until all are done, so that all run at the same
     clocks.
 
-    Each round has its own order, and there are LEAST_ROUNDS if time permits: a device at its power limit is slower
+    Each round has its own order, and there are MIN_ROUNDS if time permits: a device at its power limit is slower
     after the variant with the highest power, although samples of one chunk agree.
     """
-    rounds = LEAST_ROUNDS if len(chunks) > 1 else 1
-    ways = [_Way(chunk, rule, alive, chunk_seconds, rounds) for chunk in chunks]
+    rounds = MIN_ROUNDS if len(chunks) > 1 else 1
+    ways = [_TimedVariant(chunk, rule, alive, chunk_seconds, rounds) for chunk in chunks]
     orders = random.Random(0)
-    _until_all([way.warm for way in ways], orders)
-    _until_all([way.measured for way in ways], orders)
-    return [way.timing() for way in ways]
+    _run_until_all([way.warm_up for way in ways], orders)
+    _run_until_all([way.measure_chunk for way in ways], orders)
+    return [way.get_timing() for way in ways]
 
 
-def _until_all(asked: Sequence[Callable[[], bool]], orders: random.Random) -> None:
+def _run_until_all(attempts: Sequence[Callable[[], bool]], orders: random.Random) -> None:
     """Call each in turn, until all return True in one round."""
-    said = [False]
-    while not all(said):
-        said = [each() for each in orders.sample(asked, len(asked))]
+    results = [False]
+    while not all(results):
+        results = [each() for each in orders.sample(attempts, len(attempts))]
 
 
-class _Way:
+class _TimedVariant:
     """One of the ways that are timed in turns."""
 
     def __init__(
@@ -196,41 +196,41 @@ class _Way:
     ) -> None:
         self.chunk, self.rule, self.alive, self.rounds = chunk, rule, alive, rounds
         samples, self.elapsed = chunk(CHUNK_STEPS[0])
-        self.steps = _steps_per_chunk(statistics.median(samples), chunk_seconds)
+        self.steps = _compute_steps_per_chunk(statistics.median(samples), chunk_seconds)
         self.medians: list[float] = []
         self.calm = False
         self.samples: list[float] = []
         self.measuring = 0.0
         self.verdict: str | None = None
 
-    def warm(self) -> bool:
+    def warm_up(self) -> bool:
         """Run one more chunk; whether it has settled, or has had its time."""
-        median = statistics.median(self._chunk()[0])
-        self.calm = self.calm or settled(self.medians[-1] if self.medians else None, median)
+        median = statistics.median(self._run_chunk()[0])
+        self.calm = self.calm or has_settled(self.medians[-1] if self.medians else None, median)
         self.medians.append(median)
-        over = self.elapsed >= self.rule.seconds * WARM_UP_SHARE and len(self.medians) >= LEAST_MEDIANS
+        over = self.elapsed >= self.rule.seconds * WARM_UP_SHARE and len(self.medians) >= MIN_MEDIANS
         return self.calm or over
 
-    def measured(self) -> bool:
+    def measure_chunk(self) -> bool:
         """Measure one more chunk; whether that is enough."""
-        samples, seconds = self._chunk()
+        samples, seconds = self._run_chunk()
         self.samples += samples
         self.measuring += seconds
         self.rounds -= 1
-        self.verdict = self.rule.done(self.samples, self.measuring)
+        self.verdict = self.rule.get_stop_reason(self.samples, self.measuring)
         return self.verdict is not None and (self.rounds <= 0 or self.measuring >= self.rule.seconds)
 
-    def timing(self) -> Timing:
+    def get_timing(self) -> Timing:
         """Return the result of the timing."""
         return Timing(samples_ms=self.samples, noisy=self.verdict != "precise", unsettled=not self.calm)
 
-    def _chunk(self) -> tuple[list[float], float]:
+    def _run_chunk(self) -> tuple[list[float], float]:
         samples, seconds = self.chunk(self.steps)
         self.alive()
         self.elapsed += seconds
         return samples, seconds
 
 
-def _steps_per_chunk(median_ms: float, chunk_seconds: float = CHUNK_SECONDS) -> int:
+def _compute_steps_per_chunk(median_ms: float, chunk_seconds: float = CHUNK_SECONDS) -> int:
     fewest, most = CHUNK_STEPS
     return max(fewest, min(most, round(chunk_seconds * 1e3 / max(median_ms, 1e-3))))

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.errors import DcpbenchError, NoRoomError, UsageError
-from dcpbench.plan.judge import Machine, check
-from dcpbench.plan.spec import check_same_sizes, computed_with
+from dcpbench.plan.judge import Machine, check_runnable
+from dcpbench.plan.spec import check_same_sizes, resolve_compute_dtype
 from dcpbench.points.axes import Role
-from dcpbench.points.budget import EnginePlan, engine_of, plan_engines
+from dcpbench.points.budget import EnginePlan, find_engine_plan, plan_engines
 from dcpbench.points.layout import DEGREES, place_experts
-from dcpbench.points.names import ALL_REDUCES, AS_COMPUTED, AS_PUBLISHED, FP8, flag
-from dcpbench.points.point import AXES, LOAD_AXES, OPTIONS, Point, point_axes
+from dcpbench.points.names import ALL_REDUCES, AS_COMPUTED, AS_PUBLISHED, FP8, format_flag
+from dcpbench.points.point import AXES, LOAD_AXES, OPTIONS, Point, select_point_axes
 from dcpbench.points.shapes import ModelShape, load_shape
 from dcpbench.records.record import Record
-from dcpbench.serving.load_words import load_name
-from dcpbench.show.text import listed
+from dcpbench.serving.load_words import format_load
+from dcpbench.show.text import format_list
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
     from dcpbench.points.layout import Layout
     from dcpbench.points.machine import Probe
 
-WITHOUT_EXCHANGE: dict[str, object] = {axis.name: axis.default for axis in point_axes(Role.EXCHANGE)}
+WITHOUT_EXCHANGE: dict[str, object] = {axis.name: axis.default for axis in select_point_axes(Role.EXCHANGE)}
 """Fields of a point with dcp 1."""
-WITHOUT_TRANSFERS: dict[str, object] = {axis.name: axis.default for axis in point_axes(Role.DEPLOYED)}
+WITHOUT_TRANSFERS: dict[str, object] = {axis.name: axis.default for axis in select_point_axes(Role.DEPLOYED)}
 """Fields of a point without transfers of KV between instances."""
 LISTED = [axis for axis in AXES if axis.name in DEGREES or axis.role & (Role.PATH | Role.DEPLOYED)]
 """Fields that have their own keys in the JSON of --dry-run."""
-MOST_POINTS = 100_000
+MAX_POINTS = 100_000
 """Maximum number of points of one run, which is also what its report reads."""
-MOST_REASONS = 3
+MAX_REASONS = 3
 """Maximum number of reasons that an error repeats before it refers to --dry-run, and of layouts that a line names."""
 
 
@@ -52,15 +52,15 @@ class Candidate:
     plan: EnginePlan | None = None
     error: DcpbenchError | None = None
 
-    def rejected(self) -> Record:
+    def make_rejected_record(self) -> Record:
         """Return the record of a point that cannot run."""
         no_room = isinstance(self.error, NoRoomError)
         return Record(point=self.point, outcome="rejected", reason=str(self.error), no_room=no_room)
 
 
-def expand(spec: SweepSpec, probe: Probe, nnodes: int = 1) -> list[Candidate]:
+def expand_grid(spec: SweepSpec, probe: Probe, nnodes: int = 1) -> list[Candidate]:
     """Return every point of the grid with its baseline, in running order: neighbours share an engine."""
-    found = _expand(spec, Machine(probe=probe, nnodes=nnodes))
+    found = _expand_spec(spec, Machine(probe=probe, nnodes=nnodes))
     _check_used(spec, (c.point for c in found))
     return found
 
@@ -72,12 +72,12 @@ def expand_layouts(layouts: Sequence[Layout], spec: SweepSpec, probe: Probe) -> 
     found = {}
     for x in layouts:
         one = dataclasses.replace(spec, tp=(x.tp,), dp=(x.dp,), dcp=(x.dcp,), baseline=False)
-        found.update({c.point.key(): c for c in _expand(one, Machine(probe=probe, timed=False))})
+        found.update({c.point.get_key(): c for c in _expand_spec(one, Machine(probe=probe, timed=False))})
     _check_used(spec, (c.point for c in found.values()))
-    return sorted(found.values(), key=lambda c: _order(c.point, spec))
+    return sorted(found.values(), key=lambda c: _get_sort_key(c.point, spec))
 
 
-def check_any(candidates: Sequence[Candidate], *, listed_above: bool = False) -> None:
+def require_runnable(candidates: Sequence[Candidate], *, listed_above: bool = False) -> None:
     """Raise the requested points' own error if none of them can run: a baseline alone was not requested.
 
     Reasons that begin with the same sentence are merged into the one of the last point, which has the most DCP.
@@ -89,24 +89,24 @@ def check_any(candidates: Sequence[Candidate], *, listed_above: bool = False) ->
     if listed_above:
         raise type(typed[0].error)("None of these points can run; the plan says why, and what to type instead.")  # type: ignore[misc]
     reasons = list({str(c.error).partition(". ")[0]: str(c.error) for c in typed}.values())
-    more = f"\n({len(reasons) - MOST_REASONS} more; see them all with --dry-run)" if len(reasons) > MOST_REASONS else ""
-    raise type(typed[0].error)("\n".join(reasons[:MOST_REASONS]) + more)  # type: ignore[misc]
+    more = f"\n({len(reasons) - MAX_REASONS} more; see them all with --dry-run)" if len(reasons) > MAX_REASONS else ""
+    raise type(typed[0].error)("\n".join(reasons[:MAX_REASONS]) + more)  # type: ignore[misc]
 
 
-def dcp_by_default(candidates: Sequence[Candidate]) -> str:
+def format_dcp_note(candidates: Sequence[Candidate]) -> str:
     """Return a note that DCP is measured by default, for users who gave only --tp; empty if no layout that can run has
     DCP.
     """
     typed = [c for c in candidates if not c.added and c.point.dcp > 1 and c.error is None]
     if not typed:
         return ""
-    baselines = _layouts(c for c in candidates if c.added and c.error is None)
-    beside = f", beside {baselines} as baseline" if baselines else ""
+    baselines = _format_layouts(c for c in candidates if c.added and c.error is None)
+    baseline_note = f", beside {baselines} as baseline" if baselines else ""
     alone = "plain TP alone" if all(c.point.dp == 1 for c in typed) else "layouts without it alone"
-    return f"DCP is measured by default: {_layouts(typed)}{beside}. For {alone}, add --dcp 1."
+    return f"DCP is measured by default: {_format_layouts(typed)}{baseline_note}. For {alone}, add --dcp 1."
 
 
-def stored_by_default(spec: SweepSpec, candidates: Sequence[Candidate]) -> str:
+def format_precision_note(spec: SweepSpec, candidates: Sequence[Candidate]) -> str:
     """Return a note that weights have the precision of the published model, if that is fp8 and no precision was given;
     else empty.
     """
@@ -116,58 +116,63 @@ def stored_by_default(spec: SweepSpec, candidates: Sequence[Candidate]) -> str:
     if not points:
         return ""
     models = list(dict.fromkeys(point.model for point in points))
-    kept = listed(list(dict.fromkeys(point.kv_precision for point in points)))
-    published = f"as {listed(models)} {'is' if len(models) == 1 else 'are'} published"
+    kept = format_list(list(dict.fromkeys(point.kv_precision for point in points)))
+    published = f"as {format_list(models)} {'is' if len(models) == 1 else 'are'} published"
     return f"Weights {FP8}, {published}; KV {kept}. For weights in bf16, add --weights-dtype bf16."
 
 
-def point_name(point: Point) -> str:
+def format_point_name(point: Point) -> str:
     """Return a point in a line: `tiny tp8·dcp8 reference ag_rs, 8 × 100 tokens`; with expert parallel `tp8·dcp8 ep8`."""
     repeat = f", repeat {point.repeat}" if point.repeat else ""
-    load = load_text(point) + ("" if point.load else " tokens")
-    who = (point.model, point.layout_name, point.ep_label, path_name(point))
+    load = format_point_load(point) + ("" if point.load else " tokens")
+    who = (point.model, point.layout_name, point.ep_label, format_path(point))
     return f"{' '.join(filter(None, who))}, {load}{repeat}"
 
 
-def load_text(point: Point) -> str:
+def format_point_load(point: Point) -> str:
     """Return requests and tokens of a point, such as `8 × 4,000`, or its load."""
-    return load_name(point.load, point.concurrency) if point.load else f"{point.concurrency} × {point.context:,}"
+    return format_load(point.load, point.concurrency) if point.load else f"{point.concurrency} × {point.context:,}"
 
 
-def varied(points: Sequence[Point]) -> dict[str, str]:
+def format_varied_parts(points: Sequence[Point]) -> dict[str, str]:
     """Return by key the parts of loads that `load_text` omits and that differ between points: `, chunk 4,096`."""
     loads = [p.load for p in points if p.load is not None]
     axes = [axis for axis in LOAD_AXES if axis.label and len({getattr(load, axis.name) for load in loads}) > 1]
-    return {p.key(): "".join(f", {a.text(getattr(p.load, a.name))}" for a in axes) if p.load else "" for p in points}
+    return {
+        p.get_key(): "".join(f", {a.format_value(getattr(p.load, a.name))}" for a in axes) if p.load else ""
+        for p in points
+    }
 
 
-def path_name(point: Point) -> str:
+def format_path(point: Point) -> str:
     """Return how a point is computed, without defaults such as the all-reduce: `triton a2a +q-replicate`."""
-    return " ".join(word for word in point.words(Role.PATH | Role.SERVER | Role.DEPLOYED) if word != point.ep_label)
+    return " ".join(
+        word for word in point.format_changed_fields(Role.PATH | Role.SERVER | Role.DEPLOYED) if word != point.ep_label
+    )
 
 
-def table(candidates: Sequence[Candidate]) -> list[dict[str, object]]:
+def make_table(candidates: Sequence[Candidate]) -> list[dict[str, object]]:
     """Return one row per point for --dry-run: the layout in dcpbench's and vLLM's terms, the load, memory per GPU, or
     the reason.
     """
     rows: list[dict[str, object]] = []
-    more = varied([c.point for c in candidates])
+    more = format_varied_parts([c.point for c in candidates])
     for c in candidates:
         p, plan = c.point, c.plan
         rows.append(
             {
                 "model": p.model,
                 "layout": p.layout_name,
-                "vllm_layout": p.layout.vllm_name() if c.error is None and p.tp else None,
+                "vllm_layout": p.layout.format_vllm_name() if c.error is None and p.tp else None,
                 **{axis.name: getattr(p, axis.name) for axis in LISTED},
                 "ep_text": p.ep_label,
-                "path": path_name(p),
+                "path": format_path(p),
                 "workload": p.workload,
                 "concurrency": p.concurrency,
                 "context": p.context,
                 "repeat": p.repeat,
                 "load": msgspec.to_builtins(p.load),
-                "load_text": load_text(p) + more[p.key()],
+                "load_text": format_point_load(p) + more[p.get_key()],
                 "added": c.added,
                 "kv_pool_bytes": plan.kv_bytes if plan else None,
                 "weights_held_bytes": plan.weight_bytes if plan else None,
@@ -179,14 +184,14 @@ def table(candidates: Sequence[Candidate]) -> list[dict[str, object]]:
     return rows
 
 
-def _layouts(candidates: Iterable[Candidate]) -> str:
+def _format_layouts(candidates: Iterable[Candidate]) -> str:
     """Return the first of their layouts, each once."""
     names = list(dict.fromkeys(c.point.layout_name for c in candidates))
-    return ", ".join(names[:MOST_REASONS]) + (", …" if len(names) > MOST_REASONS else "")
+    return ", ".join(names[:MAX_REASONS]) + (", …" if len(names) > MAX_REASONS else "")
 
 
-def _grid(spec: SweepSpec, shapes: Mapping[str, ModelShape]) -> Iterable[Point]:
-    loads = {(model, dp): spec.loads(dp, shapes[model]) for model in spec.model for dp in spec.dp}
+def _iter_points(spec: SweepSpec, shapes: Mapping[str, ModelShape]) -> Iterable[Point]:
+    loads = {(model, dp): spec.make_loads(dp, shapes[model]) for model in spec.model for dp in spec.dp}
     _check_count(spec, sum(map(len, loads.values())) * math.prod(map(len, spec.how.values())))
     hows = [dict(zip(spec.how, values, strict=True)) for values in itertools.product(*spec.how.values())]
     axes = itertools.product(range(spec.repeats), spec.tp, spec.dp, spec.model, hows)
@@ -203,21 +208,27 @@ def _grid(spec: SweepSpec, shapes: Mapping[str, ModelShape]) -> Iterable[Point]:
                 load=given.load,
                 workload="serve" if given.load else "decode",
                 repeat=repeat,
-                **(how | placed | _precision(how, shapes[model]) | _idle(tp, dp, dcp) | dict(given.deployed)),  # type: ignore[arg-type]
+                **(
+                    how  # type: ignore[arg-type]
+                    | placed
+                    | _resolve_precision(how, shapes[model])
+                    | _get_idle_fields(tp, dp, dcp)
+                    | dict(given.deployed)
+                ),
             )
 
 
-def _precision(how: Mapping[str, Value], shape: ModelShape) -> dict[str, str]:
+def _resolve_precision(how: Mapping[str, Value], shape: ModelShape) -> dict[str, str]:
     """Return the precision of the computation, and those of weights and KV if they differ from it."""
     weights, kv = str(how["weights_dtype"]), str(how["kv_dtype"])
-    dtype = computed_with(weights, kv, str(how["dtype"]))
+    dtype = resolve_compute_dtype(weights, kv, str(how["dtype"]))
     if weights == AS_PUBLISHED:
         weights = FP8 if shape.published == FP8 and dtype == "bf16" else dtype
     stored = {"weights_dtype": weights, "kv_dtype": kv}
     return {"dtype": dtype} | {name: FP8 if typed == FP8 else AS_COMPUTED for name, typed in stored.items()}
 
 
-def _idle(tp: int, dp: int, dcp: int) -> dict[str, object]:
+def _get_idle_fields(tp: int, dp: int, dcp: int) -> dict[str, object]:
     """Return the fields that have no effect in a layout, as all of its points have them."""
     exchange = WITHOUT_EXCHANGE if dcp == 1 else {}
     return exchange | ({} if tp > dp else {"all_reduce": ALL_REDUCES[0]})
@@ -228,16 +239,16 @@ def _check_count(spec: SweepSpec, each: int) -> None:
     repeat, tp and dcp.
     """
     count = spec.repeats * len(spec.tp) * len(spec.dcp or (1,)) * each
-    if count > MOST_POINTS:
+    if count > MAX_POINTS:
         raise UsageError(
-            f"{count:,} points are asked for, more than the {MOST_POINTS:,} that a run can have; lower --repeats, or "
+            f"{count:,} points are asked for, more than the {MAX_POINTS:,} that a run can have; lower --repeats, or "
             "give fewer values of an option."
         )
 
 
 def _check_used(spec: SweepSpec, points: Iterable[Point]) -> None:
     """Raise UsageError if an option of the exchange was given and no point exchanges anything."""
-    on = [flag(name) for name in OPTIONS if any(spec.how[name])]
+    on = [format_flag(name) for name in OPTIONS if any(spec.how[name])]
     if on and all(p.dcp == 1 for p in points):
         raise UsageError(
             f"{', '.join(on)} without a layout with --dcp > 1: nothing is exchanged. Add for example --dcp 2, "
@@ -245,50 +256,53 @@ def _check_used(spec: SweepSpec, points: Iterable[Point]) -> None:
         )
 
 
-def _expand(spec: SweepSpec, machine: Machine) -> list[Candidate]:
+def _expand_spec(spec: SweepSpec, machine: Machine) -> list[Candidate]:
     shapes = {model: load_shape(model) for model in spec.model}
     check_same_sizes(spec, shapes)
-    typed = {point.key(): _judge(point, spec, shapes[point.model], machine) for point in _grid(spec, shapes)}
+    typed = {
+        point.get_key(): _make_candidate(point, spec, shapes[point.model], machine)
+        for point in _iter_points(spec, shapes)
+    }
     added = {}
     if spec.baseline:
         for found in typed.values():
-            for point in _baselines(found.point, spec) if found.error is None else ():
-                if point.key() not in typed and point.key() not in added:
-                    judged = _judge(point, spec, shapes[point.model], machine)
-                    added[point.key()] = dataclasses.replace(judged, added=True)
-    order = sorted([*typed.values(), *added.values()], key=lambda c: _order(c.point, spec))
+            for point in _iter_baselines(found.point, spec) if found.error is None else ():
+                if point.get_key() not in typed and point.get_key() not in added:
+                    judged = _make_candidate(point, spec, shapes[point.model], machine)
+                    added[point.get_key()] = dataclasses.replace(judged, added=True)
+    order = sorted([*typed.values(), *added.values()], key=lambda c: _get_sort_key(c.point, spec))
     engines = plan_engines((c.point for c in order if c.error is None), spec.settings, machine.probe)
-    return [c if c.error else dataclasses.replace(c, plan=engine_of(c.point, engines)) for c in order]
+    return [c if c.error else dataclasses.replace(c, plan=find_engine_plan(c.point, engines)) for c in order]
 
 
-def _baselines(point: Point, spec: SweepSpec) -> Iterable[Point]:
+def _iter_baselines(point: Point, spec: SweepSpec) -> Iterable[Point]:
     """Yield the point's baseline and, if some instances only prefill, both points with as many instances that all do
     both.
     """
-    pair = [point] if spec.settings.step_times else [point, _baseline(point)]  # a file is of one engine
+    pair = [point] if spec.settings.step_times else [point, _make_baseline(point)]  # a file is of one engine
     yield from pair[1:]
     if point.instances.disaggregated:
-        alike = WITHOUT_TRANSFERS | {"disaggregate": str(point.instances.alike())}
-        yield from (msgspec.structs.replace(one, **alike) for one in pair)
+        combined = WITHOUT_TRANSFERS | {"disaggregate": str(point.instances.convert_to_both())}
+        yield from (msgspec.structs.replace(one, **combined) for one in pair)
 
 
-def _baseline(point: Point) -> Point:
+def _make_baseline(point: Point) -> Point:
     """Return the same layout without DCP; for a layout without DCP, tensor parallelism alone."""
     dp = point.dp if point.dcp > 1 else 1
     return msgspec.structs.replace(point, dp=dp, dcp=1, **WITHOUT_EXCHANGE)
 
 
-def _order(point: Point, spec: SweepSpec) -> tuple[object, ...]:
+def _get_sort_key(point: Point, spec: SweepSpec) -> tuple[object, ...]:
     """Return the sort key: by pass, then job (tp), engine and path; models in the given order."""
-    engine = point.values(Role.ENGINE) | {"model": spec.model.index(point.model)}
-    rest = (point.values(role, but=Role.ENGINE).values() for role in (Role.PATH, Role.LOAD, Role.DEPLOYED))
+    engine = point.get_values(Role.ENGINE) | {"model": spec.model.index(point.model)}
+    rest = (point.get_values(role, but=Role.ENGINE).values() for role in (Role.PATH, Role.LOAD, Role.DEPLOYED))
     load = ((value is not None, value) for value in itertools.chain(*rest))
     return (point.repeat, point.tp, *engine.values(), *load)
 
 
-def _judge(point: Point, spec: SweepSpec, shape: ModelShape, machine: Machine) -> Candidate:
+def _make_candidate(point: Point, spec: SweepSpec, shape: ModelShape, machine: Machine) -> Candidate:
     try:
-        check(point, spec.settings, shape, machine)
+        check_runnable(point, spec.settings, shape, machine)
     except DcpbenchError as e:
         return Candidate(point=point, error=e)
     return Candidate(point=point)

@@ -9,16 +9,30 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from dcpbench.errors import CapacityError, LayoutError, MissingPackageError, NoRoomError, UsageError, how_to_install
+from dcpbench.errors import (
+    CapacityError,
+    LayoutError,
+    MissingPackageError,
+    NoRoomError,
+    UsageError,
+    format_install_hint,
+)
 from dcpbench.plan.kernel_limits import TENSOR_UNIT, find_kernel_limit
-from dcpbench.plan.typed import retyped
+from dcpbench.plan.typed import format_retyped_command
 from dcpbench.points import memory
 from dcpbench.points.batches import GRAPH_BATCHES
-from dcpbench.points.budget import CPU_BYTES, ITEMSIZE, least_pages, most_pages, pages_needed, plan_engine
+from dcpbench.points.budget import (
+    CPU_BYTES,
+    ITEMSIZE,
+    compute_max_pages,
+    count_min_pages,
+    count_needed_pages,
+    plan_engine,
+)
 from dcpbench.points.gpus import GPUS
-from dcpbench.points.layout import Layout, place_experts, valid_layouts
+from dcpbench.points.layout import Layout, list_valid_layouts, place_experts
 from dcpbench.points.machine import HOPPER
-from dcpbench.points.machines import LINKS, described
+from dcpbench.points.machines import LINKS, load_machine
 from dcpbench.points.memory import GIB
 from dcpbench.points.names import (
     ALL_REDUCES,
@@ -33,15 +47,15 @@ from dcpbench.points.names import (
     REGISTERED,
     REPLAY,
     SYNTHETIC,
-    flag,
+    format_flag,
 )
 from dcpbench.points.point import OPTIONS
 from dcpbench.points.shapes import NOPE, ROPE, VALUE
-from dcpbench.points.sizes import size_text, size_that_holds
+from dcpbench.points.sizes import format_size, format_size_up
 from dcpbench.points.wire import GATHERS
-from dcpbench.serving.loads import extent
+from dcpbench.serving.loads import compute_extent
 from dcpbench.serving.step_times import read_step_times
-from dcpbench.show.text import counted
+from dcpbench.show.text import format_count
 
 if TYPE_CHECKING:
     from dcpbench.points.machine import Probe
@@ -75,11 +89,11 @@ class Machine:
         return self.probe.count * self.nnodes
 
 
-def check(point: Point, settings: Settings, shape: ModelShape, machine: Machine) -> None:
+def check_runnable(point: Point, settings: Settings, shape: ModelShape, machine: Machine) -> None:
     """Raise an error that names the options to use instead, unless the point can run."""
     probe = machine.probe
     if settings.step_times:  # first, as all else is judged by the machine and the engine of the file
-        known_times(settings.step_times).must_be_of(point, settings.step_times)
+        load_step_times(settings.step_times).check_point(point, settings.step_times)
         if machine.nnodes > 1:
             raise UsageError("--step-times are replayed by one process on one machine; leave --nnodes out.")
     if probe.device == "cpu":
@@ -109,7 +123,7 @@ def check(point: Point, settings: Settings, shape: ModelShape, machine: Machine)
 
 
 @functools.cache
-def known_times(path: str) -> StepTimes:
+def load_step_times(path: str) -> StepTimes:
     """Return the step times of --step-times; the file is read once."""
     return read_step_times(Path(path))
 
@@ -135,7 +149,7 @@ def check_positions(context: int, load: Load | None, shape: ModelShape) -> None:
     if load is not None and context > shape.max_position:
         remedy = "take longer ones out of the file" if load.trace else "lower --input-tokens or --output-tokens"
         raise UsageError(
-            f"requests of {_tokens(load)}, {context:,} tokens together, pass {shape.name}'s "
+            f"requests of {_format_tokens(load)}, {context:,} tokens together, pass {shape.name}'s "
             f"{shape.max_position:,} positions; {remedy}."
         )
 
@@ -144,16 +158,16 @@ def _check_cpu(point: Point, shape: ModelShape, machine: Machine) -> None:
     """Raise an error for a point that a CPU cannot run; a full-size model is reported first, because no other advice
     would help.
     """
-    layers, fp8 = memory.all_layers(shape), point.weights_precision == FP8
-    if memory.weight_bytes(shape, Layout(tp=1), ITEMSIZE[point.dtype], *layers) > CPU_BYTES:
-        on_gpus = memory.weight_bytes(shape, Layout(tp=1), ITEMSIZE["bf16"], *layers, fp8=fp8)
-        like = described(point.emulate or "H200")
+    layers, fp8 = memory.count_all_layers(shape), point.weights_precision == FP8
+    if memory.compute_weight_bytes(shape, Layout(tp=1), ITEMSIZE[point.dtype], *layers) > CPU_BYTES:
+        on_gpus = memory.compute_weight_bytes(shape, Layout(tp=1), ITEMSIZE["bf16"], *layers, fp8=fp8)
+        like = load_machine(point.emulate or "H200")
         plan = {"--model": point.model, "--dry-run": "", "--gpu": like.gpu, "--gpus": str(like.gpus_per_host)}
         raise CapacityError(
             f"--model {point.model} has about {on_gpus / GIB:,.0f} GiB of weights in {FP8 if fp8 else 'bf16'} and needs GPUs; none are "
             f"{'used with --device cpu' if machine.probe.count else 'visible'} (`dcpbench env` says what is). "
-            f"To plan it for GPUs type: {retyped(_command(point), plan, ['--device'])}. "
-            f"For a functional run on the CPU type: dcpbench {_command(point)} --model tiny --tp 8 --dcp 8"
+            f"To plan it for GPUs type: {format_retyped_command(_get_command(point), plan, ['--device'])}. "
+            f"For a functional run on the CPU type: dcpbench {_get_command(point)} --model tiny --tp 8 --dcp 8"
         )
 
 
@@ -168,23 +182,23 @@ def _check_ranks(point: Point, shape: ModelShape, machine: Machine) -> None:
     nodes = -(-point.tp // machine.probe.count)
     raise CapacityError(
         f"--tp {point.tp} needs {point.tp} GPUs and there are {machine.gpus} ({machine.probe.name}). "
-        f"Type instead: {_smaller(point, shape, machine)} "
-        f"(or run it on {nodes} such machines with --nnodes {nodes}; see dcpbench {_command(point)} --help). To forecast "
-        f"{point.instance_name} from one GPU, add --emulate {_like(point, machine.probe)}."
+        f"Type instead: {_suggest_smaller(point, shape, machine)} "
+        f"(or run it on {nodes} such machines with --nnodes {nodes}; see dcpbench {_get_command(point)} --help). To forecast "
+        f"{point.instance_name} from one GPU, add --emulate {_find_machine_name(point, machine.probe)}."
     )
 
 
-def _as_plan(probe: Probe) -> dict[str, str]:
+def _get_plan_options(probe: Probe) -> dict[str, str]:
     """Return the options that turn a command into a plan for this machine, if it is not the present one."""
     return {"--dry-run": "", "--gpu": probe.gpu.name, "--gpus": str(probe.count)} if probe.gpu else {}
 
 
-def _like(point: Point, probe: Probe) -> str:
+def _find_machine_name(point: Point, probe: Probe) -> str:
     """Return the entry of the table of machines that matches this one, with a link if one host is too small."""
     name = next((gpu.name for gpu in GPUS if gpu.device == probe.name), None)
     if name is None:
         return "MACHINE (see dcpbench machines)"
-    return name if point.tp <= described(name).gpus_per_host else f"{name}+{LINKS[0].name}"
+    return name if point.tp <= load_machine(name).gpus_per_host else f"{name}+{LINKS[0].name}"
 
 
 def _check_emulated(point: Point, machine: Machine) -> None:
@@ -201,7 +215,7 @@ def _check_emulated(point: Point, machine: Machine) -> None:
             f"--emulate {point.emulate}: requests are answered by all ranks, and one has no answers; add --mode replay, which "
             "serves them in virtual time."
         )
-    described_machine = described(point.emulate)
+    described_machine = load_machine(point.emulate)
     if point.exchange == REGISTERED:
         raise UsageError(f"--exchange {REGISTERED} cannot be emulated; use --exchange {', '.join(GATHERS)}.")
     gather = GATHERS.get(point.exchange)
@@ -212,34 +226,36 @@ def _check_emulated(point: Point, machine: Machine) -> None:
         needed.append(("all-gather", point.dcp))  # of stored prefixes
     for name, ranks in needed:
         if ranks > 1:
-            described_machine.wire.seconds(name, ranks, 1)
+            described_machine.wire.predict_seconds(name, ranks, 1)
 
 
-def _smaller(point: Point, shape: ModelShape, machine: Machine) -> str:
+def _suggest_smaller(point: Point, shape: ModelShape, machine: Machine) -> str:
     """Return the command for the largest layout of the same kind that these GPUs can hold."""
     for tp in range(machine.gpus, 0, -1):
-        layouts = [x for x in valid_layouts(shape, tp, point.ep) if x.dp <= point.dp and x.dcp <= point.dcp]
+        layouts = [x for x in list_valid_layouts(shape, tp, point.ep) if x.dp <= point.dp and x.dcp <= point.dcp]
         if layouts:
             best = max(layouts, key=lambda x: (x.dp == point.dp, x.dcp))
             given = {"--model": point.model, "--tp": str(best.tp)}
             given |= {"--dp": str(best.dp)} if best.dp > 1 else {}
             given |= {"--dcp": str(best.dcp)}
             given |= {"--ep": point.ep} if point.ep != place_experts(CUT, point.tp) else {}
-            return retyped(_command(point), given | _as_plan(machine.probe), ["--dp", "--ep"])
-    return f"dcpbench {_command(point)} --device cpu --model tiny --tp 8 --dcp 8"
+            return format_retyped_command(
+                _get_command(point), given | _get_plan_options(machine.probe), ["--dp", "--ep"]
+            )
+    return f"dcpbench {_get_command(point)} --device cpu --model tiny --tp 8 --dcp 8"
 
 
-def _command(point: Point) -> str:
+def _get_command(point: Point) -> str:
     return "serve" if point.load else "sweep"
 
 
-def _open(point: Point) -> list[str]:
+def _list_auto_options(point: Point) -> list[str]:
     """Return the options that leave a choice to timing."""
     return [f"--{name} {AUTO}" for name in ("backend", "exchange") if getattr(point, name) == AUTO]
 
 
 def _check_auto(point: Point, machine: Machine) -> None:
-    open_ = _open(point)
+    open_ = _list_auto_options(point)
     asked = f"{' and '.join(open_)} choose{'s' if len(open_) == 1 else ''} by time"
     if open_ and not machine.timed:
         raise UsageError(f"{asked}, and verify measures none; name what it should compare.")
@@ -254,7 +270,7 @@ def _check_backend(point: Point, shape: ModelShape, machine: Machine) -> None:
             "--backend reference plans with new tensors in every step, which a CUDA graph would not see; use --backend "
             "triton or --backend flashinfer. On a GPU the reference is for dcpbench verify."
         )
-    if point.backend in ("triton", AUTO) and not (_power_of_two(shape.latent) and _power_of_two(shape.rope)):
+    if point.backend in ("triton", AUTO) and not (_is_power_of_two(shape.latent) and _is_power_of_two(shape.rope)):
         instead = "use --backend reference" if probe.device == "cpu" else _CPU_VERIFY
         raise UsageError(
             f"--backend {point.backend} needs a latent and a rope width that are powers of two from {SMALLEST_TILE}, "
@@ -298,13 +314,13 @@ def _check_installed(option: str, library: str, instead: str, probe: Probe) -> N
     """Raise an error unless a library is installed; `library` is both the option's value and the name of our extra."""
     if not probe.packages.get(LIBRARIES[library]):
         raise MissingPackageError(
-            f"{option} {library}: {LIBRARIES[library]} cannot be imported; {how_to_install(library)}, or use {option} "
+            f"{option} {library}: {LIBRARIES[library]} cannot be imported; {format_install_hint(library)}, or use {option} "
             f"{instead}."
         )
 
 
 def _check_exchange(point: Point, machine: Machine) -> None:
-    on = [flag(name) for name in OPTIONS if getattr(point, name)]
+    on = [format_flag(name) for name in OPTIONS if getattr(point, name)]
     if on and point.exchange == NO_EXCHANGE:
         raise UsageError(
             f"{', '.join(on)}: {point.instance_name} exchanges nothing; use --dcp 2 or more, or leave it out."
@@ -313,7 +329,7 @@ def _check_exchange(point: Point, machine: Machine) -> None:
         raise UsageError(
             f"--exchange {REGISTERED} registers memory with NCCL, which needs GPUs; use --exchange {EXCHANGES[0]}."
         )
-    near = described(point.emulate).gpus_per_host if point.emulate else point.tp // machine.nnodes
+    near = load_machine(point.emulate).gpus_per_host if point.emulate else point.tp // machine.nnodes
     for option, name, ranks, instead in (
         ("--exchange", point.exchange, point.dcp, "a2a"),
         ("--all-reduce", point.all_reduce, point.layout.attn_tp, "nccl"),
@@ -327,13 +343,13 @@ def _check_exchange(point: Point, machine: Machine) -> None:
 
 def _check_gpu_kernels(point: Point, shape: ModelShape) -> None:
     """Raise an error if GPU kernels that no --backend replaces cannot take the model."""
-    if not _power_of_two(shape.rope):
+    if not _is_power_of_two(shape.rope):
         raise UsageError(
             f"the rope kernel needs a width that is a power of two from {SMALLEST_TILE}, and {shape.name} has "
             f"'qk_rope_head_dim' {shape.rope}; {_CPU_VERIFY}."
         )
     merged_wide = point.dcp > 1 and point.dtype != "fp32" and not point.project_first
-    if merged_wide and not (_power_of_two(shape.latent) and _power_of_two(shape.value)):
+    if merged_wide and not (_is_power_of_two(shape.latent) and _is_power_of_two(shape.value)):
         raise UsageError(
             f"with --dcp {point.dcp} the values are projected in fp32, which needs 'kv_lora_rank' and 'v_head_dim' to "
             f"be powers of two from {SMALLEST_TILE}, and {shape.name} has {shape.latent} and {shape.value}; use --dcp "
@@ -347,7 +363,7 @@ def _check_kernel_limits(point: Point, shape: ModelShape, probe: Probe) -> None:
         raise UsageError(limit.format_for_sweep())
 
 
-def _power_of_two(width: int) -> bool:
+def _is_power_of_two(width: int) -> bool:
     return width >= SMALLEST_TILE and not width & (width - 1)
 
 
@@ -358,7 +374,7 @@ def _check_load(point: Point, load: Load, shape: ModelShape, probe: Probe) -> No
             f"--disaggregate {point.disaggregate}: a live run serves on the GPUs of one instance; take --mode replay "
             "alone, which serves several in virtual time."
         )
-    if open_ := _open(point):
+    if open_ := _list_auto_options(point):
         raise UsageError(
             f"{' and '.join(open_)}: serve takes what is named; dcpbench sweep {' '.join(open_)} says which is fastest."
         )
@@ -374,17 +390,17 @@ def _check_rows(point: Point, shape: ModelShape) -> None:
     from the DCP ranks.
     """
 
-    def row_bytes(dtype: str) -> int:
+    def compute_row_bytes(dtype: str) -> int:
         return shape.kv_width * ITEMSIZE[dtype]
 
     kept = point.kv_precision
-    if point.dcp == 1 or row_bytes(kept) % ROW_UNIT == 0:
+    if point.dcp == 1 or compute_row_bytes(kept) % ROW_UNIT == 0:
         return
-    fits = [f"--dtype {dtype}, " for dtype in DTYPES if row_bytes(dtype) % ROW_UNIT == 0]
+    fits = [f"--dtype {dtype}, " for dtype in DTYPES if compute_row_bytes(dtype) % ROW_UNIT == 0]
     raise UsageError(
         f"--dcp {point.dcp}: the prefix of a prompt is gathered from the ranks in rows that are multiples of "
         f"{ROW_UNIT} bytes, and {shape.name} has KV rows of {shape.kv_width} {kept} numbers, "
-        f"{row_bytes(kept)} bytes; use {''.join(fits)}--dcp 1, or dcpbench sweep for decode steps alone."
+        f"{compute_row_bytes(kept)} bytes; use {''.join(fits)}--dcp 1, or dcpbench sweep for decode steps alone."
     )
 
 
@@ -403,13 +419,13 @@ def _check_chunk_memory(point: Point, load: Load, shape: ModelShape, probe: Prob
     later.
     """
     total = probe.memory_bytes if probe.device == "cuda" else None
-    need = memory.prefill_bytes(
+    need = memory.compute_prefill_bytes(
         shape, point.layout, load.chunk, ITEMSIZE[point.dtype], point.ep, kv_itemsize=ITEMSIZE[point.kv_precision]
     )
     if total is not None and need > total:
         raise CapacityError(
-            f"--chunk {load.chunk}: a step of so many prompt tokens needs {size_text(need)} on a GPU of "
-            f"{size_text(total)}; use a smaller one, such as --chunk 8192."
+            f"--chunk {load.chunk}: a step of so many prompt tokens needs {format_size(need)} on a GPU of "
+            f"{format_size(total)}; use a smaller one, such as --chunk 8192."
         )
 
 
@@ -433,72 +449,72 @@ def _check_prefill(point: Point, load: Load, shape: ModelShape, probe: Probe) ->
         )
 
 
-def _tokens(load: Load) -> str:
+def _format_tokens(load: Load) -> str:
     return f"{load.trace}" if load.trace else f"--input-tokens {load.input_tokens} --output-tokens {load.output_tokens}"
 
 
 def _check_memory(point: Point, settings: Settings, shape: ModelShape, probe: Probe) -> None:
     """Raise NoRoomError, with options to use instead, if a point does not fit in memory."""
-    said, advice = shortage(point, settings, shape, probe)
-    if said:
-        raise NoRoomError(f"{said}{advice}")
+    problem, advice = find_shortage(point, settings, shape, probe)
+    if problem:
+        raise NoRoomError(f"{problem}{advice}")
 
 
-def shortage(point: Point, settings: Settings, shape: ModelShape, probe: Probe) -> tuple[str, str]:
+def find_shortage(point: Point, settings: Settings, shape: ModelShape, probe: Probe) -> tuple[str, str]:
     """Return what does not fit, as text behind the layout, and the options to use instead; both empty if the point
     fits.
 
     The pool must hold what a decode step needs, or the longest request that is served; with --kv-memory any request of
     a load is enough.
     """
-    one = memory.page_bytes(shape, point.page_size, ITEMSIZE[point.kv_precision])
+    one = memory.compute_page_bytes(shape, point.page_size, ITEMSIZE[point.kv_precision])
     try:
         plan = plan_engine([point], settings, shape, probe)
     except NoRoomError as e:
-        advice = "" if point.load else f" {_what_fits(point, settings, shape, probe)}"
+        advice = "" if point.load else f" {_suggest_fit(point, settings, shape, probe)}"
         if settings.kv_memory_bytes is not None:
-            room = most_pages(point, shape, probe) * one
-            advice = f" --kv-memory can be up to {size_text(room, '')} here."
+            room = compute_max_pages(point, shape, probe) * one
+            advice = f" --kv-memory can be up to {format_size(room, '')} here."
         return str(e), f".{advice}"
-    holds = f"{point.instance_name}: --kv-memory holds {size_text(plan.kv_bytes)} of KV cache per GPU"
+    holds = f"{point.instance_name}: --kv-memory holds {format_size(plan.kv_bytes)} of KV cache per GPU"
     if point.load is None:
-        missing = (pages_needed(point) - plan.pages) * one
+        missing = (count_needed_pages(point) - plan.pages) * one
         if missing > 0:
-            room = pages_needed(point) <= most_pages(point, shape, probe)
-            more = f" --kv-memory {size_that_holds(pages_needed(point) * one)} holds all of them." if room else ""
+            room = count_needed_pages(point) <= compute_max_pages(point, shape, probe)
+            more = f" --kv-memory {format_size_up(count_needed_pages(point) * one)} holds all of them." if room else ""
             needs = "needs" if point.concurrency == 1 else "need"
-            needed = f"{counted(point.concurrency, 'request')} of {point.context} tokens {needs}"
+            needed = f"{format_count(point.concurrency, 'request')} of {point.context} tokens {needs}"
             return (
-                f"{holds}, {size_text(missing)} less than {needed}",
-                f". {_what_fits(point, settings, shape, probe)}{more}",
+                f"{holds}, {format_size(missing)} less than {needed}",
+                f". {_suggest_fit(point, settings, shape, probe)}{more}",
             )
     elif plan.bounded_by == "kv_memory":  # else it is sized for the longest request, or more
-        shortest = extent(point.load, settings.trace_path).shortest
-        need = memory.pages_for(shortest - 1, point.layout, point.page_size) + memory.PAGES_OF_PADDING
+        shortest = compute_extent(point.load, settings.trace_path).shortest
+        need = memory.count_pages(shortest - 1, point.layout, point.page_size) + memory.PAGES_OF_PADDING
         if need > plan.pages:
             return (
-                f"{holds}, and the shortest request, {shortest:,} tokens, needs {size_text(need * one)}",
-                f"; all requests here need {size_that_holds(least_pages(point) * one)} or more.",
+                f"{holds}, and the shortest request, {shortest:,} tokens, needs {format_size(need * one)}",
+                f"; all requests here need {format_size_up(count_min_pages(point) * one)} or more.",
             )
     return "", ""
 
 
-def _what_fits(point: Point, settings: Settings, shape: ModelShape, probe: Probe) -> str:
+def _suggest_fit(point: Point, settings: Settings, shape: ModelShape, probe: Probe) -> str:
     """Return the largest concurrency that fits here, and the smallest larger dcp with which the
     point fits unchanged.
     """
-    pool = most_pages(point, shape, probe)
+    pool = compute_max_pages(point, shape, probe)
     if settings.kv_memory_bytes is not None:
-        one = memory.page_bytes(shape, point.page_size, ITEMSIZE[point.kv_precision])
+        one = memory.compute_page_bytes(shape, point.page_size, ITEMSIZE[point.kv_precision])
         pool = min(pool, settings.kv_memory_bytes // one)
-    one = memory.pages_for(point.context + memory.HEADROOM_TOKENS, point.layout, point.page_size)
-    most = max((pool - memory.PAGES_OF_PADDING) // one, 0) * point.dp
+    one = memory.count_pages(point.context + memory.HEADROOM_TOKENS, point.layout, point.page_size)
+    max_requests = max((pool - memory.PAGES_OF_PADDING) // one, 0) * point.dp
     advice = (
-        f"At --context {point.context} the largest --concurrency that fits is {most}."
-        if most
+        f"At --context {point.context} the largest --concurrency that fits is {max_requests}."
+        if max_requests
         else f"Not even one request of {point.context} tokens fits."
     )
-    for layout in valid_layouts(shape, point.tp, point.ep):
+    for layout in list_valid_layouts(shape, point.tp, point.ep):
         if layout.dp != point.dp or layout.dcp <= point.dcp:
             continue
         wider = msgspec.structs.replace(point, dcp=layout.dcp)
@@ -506,6 +522,6 @@ def _what_fits(point: Point, settings: Settings, shape: ModelShape, probe: Probe
             plan = plan_engine([wider], settings, shape, probe)
         except NoRoomError:
             continue
-        if pages_needed(wider) <= plan.pages:
+        if count_needed_pages(wider) <= plan.pages:
             return f"{advice} With --dcp {layout.dcp} it fits."
     return advice

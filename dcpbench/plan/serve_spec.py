@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, cast
 from dcpbench.errors import UsageError
 from dcpbench.plan import options as read
 from dcpbench.plan.options import check_known, check_positive
-from dcpbench.plan.spec import PARSERS, PointLoad, complete, defaults
+from dcpbench.plan.spec import PARSERS, PointLoad, build_spec, get_defaults
 from dcpbench.points.batches import GRAPH_BATCHES
-from dcpbench.points.instances import parse
-from dcpbench.points.names import CLOSED, GAMMA, LIVE, MIXED, ONE_TURN, PREFILLS, REPLAY, TRACE, flag
+from dcpbench.points.instances import parse_instances
+from dcpbench.points.names import CLOSED, GAMMA, LIVE, MIXED, ONE_TURN, PREFILLS, REPLAY, TRACE, format_flag
 from dcpbench.points.point import LOAD_AXES, Load
-from dcpbench.records.stats import OBJECTIVE, find_highest_percentile, least_samples
+from dcpbench.records.stats import OBJECTIVE, compute_min_samples, find_highest_percentile
 from dcpbench.serving.load_words import (
     ANSWERS,
     CHUNK,
@@ -31,9 +31,9 @@ from dcpbench.serving.load_words import (
     parse_limit,
     parse_slo,
 )
-from dcpbench.serving.loads import extent, session_count
+from dcpbench.serving.loads import compute_extent, count_sessions
 from dcpbench.serving.request_files import read_requests
-from dcpbench.show.text import counted, listed
+from dcpbench.show.text import format_count, format_list
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -46,15 +46,15 @@ if TYPE_CHECKING:
 
 OTHERS = ("context", "seconds")
 """Options that only `sweep` has."""
-ALIKE = [axis for axis in LOAD_AXES if axis.one]
+SHARED_AXES = [axis for axis in LOAD_AXES if axis.one]
 """Fields that are equal for all loads of a run, and options with the same names."""
-MOST_REQUESTS = 10_000_000
+MAX_REQUESTS = 10_000_000
 """Maximum number of generated requests: their prompts, of even 100 tokens, are 4 GB on every rank."""
-MOST_TURNS = 10_000
-MOST_THINK_S = 86_400
+MAX_TURNS = 10_000
+MAX_THINK_S = 86_400
 YAML_BASE = 60
-LEAST_GB_S, MOST_GB_S, MOST_TRANSFER_MS = 1e-3, 1e6, 60_000
-LEAST_BURSTINESS = 1e-3
+MIN_GB_S, MAX_GB_S, MAX_TRANSFER_MS = 1e-3, 1e6, 60_000
+MIN_BURSTINESS = 1e-3
 """Gaps are then 32 times as uneven as Poisson's; below, floating point leaves only gaps of 0."""
 
 
@@ -95,9 +95,9 @@ class ServeLoads:
             check_positive(name, getattr(self, name))
         for value in self.chunk:
             check_positive("chunk", value)
-        if self.num_requests > MOST_REQUESTS:
+        if self.num_requests > MAX_REQUESTS:
             raise UsageError(
-                f"--num-requests {self.num_requests} is more than {MOST_REQUESTS:,}, which would not fit in memory; "
+                f"--num-requests {self.num_requests} is more than {MAX_REQUESTS:,}, which would not fit in memory; "
                 "lower it."
             )
         for value in self.concurrency:
@@ -120,10 +120,10 @@ class ServeLoads:
                     f"--request-rate {rate:g} is not a positive number of requests per second; try --request-rate 2, or "
                     "--request-rate inf for all requests at once."
                 )
-        if not LEAST_BURSTINESS <= self.burstiness < math.inf:
+        if not MIN_BURSTINESS <= self.burstiness < math.inf:
             raise UsageError(
                 f"--burstiness {self.burstiness:g} is not positive, or too near to 0; 1 is Poisson, less comes in "
-                f"bursts, down to {LEAST_BURSTINESS:g}, more regularly."
+                f"bursts, down to {MIN_BURSTINESS:g}, more regularly."
             )
         if self.burstiness != 1 and self.request_rate == (math.inf,):
             raise UsageError("--burstiness shapes gaps, and --request-rate inf has none; leave --burstiness out.")
@@ -142,24 +142,26 @@ class ServeLoads:
             self._check_trace(self.trace)
 
     def _check_sessions(self) -> None:
-        if not 0 <= self.think_time <= MOST_THINK_S:
+        if not 0 <= self.think_time <= MAX_THINK_S:
             raise UsageError(
-                f"--think-time {self.think_time:g}: not 0 to {MOST_THINK_S:,} seconds; write for example --think-time 5."
+                f"--think-time {self.think_time:g}: not 0 to {MAX_THINK_S:,} seconds; write for example --think-time 5."
             )
         if self.turns == ONE_TURN:
             for name in ("turn_tokens", "think_time"):
                 if getattr(self, name):
-                    raise UsageError(f"{flag(name)} without --turns: no request has a next turn; add --turns 4, say.")
+                    raise UsageError(
+                        f"{format_flag(name)} without --turns: no request has a next turn; add --turns 4, say."
+                    )
         elif self.trace:
             raise UsageError(
                 f"--turns and --requests {self.trace.path} contradict each other: the file says which requests there are."
             )
-        elif longest_turns(self.turns) > MOST_TURNS:
-            raise UsageError(f"--turns {self.turns}: a session has at most {MOST_TURNS:,} turns; try --turns 4.")
+        elif compute_max_turns(self.turns) > MAX_TURNS:
+            raise UsageError(f"--turns {self.turns}: a session has at most {MAX_TURNS:,} turns; try --turns 4.")
 
     def _check_transfers(self) -> None:
         """Raise UsageError if the rate at which KV is sent is missing, or given although nothing is sent."""
-        split = [text for text in self.disaggregate if parse(text).disaggregated]
+        split = [text for text in self.disaggregate if parse_instances(text).disaggregated]
         if split and not self.transfer_gb_s:
             raise UsageError(
                 f"--disaggregate {split[0]} needs the rate at which a GPU sends KV: add --transfer-gb-s 50 for a link of 400 Gb/s "
@@ -168,22 +170,22 @@ class ServeLoads:
         for name, values in (("transfer_gb_s", self.transfer_gb_s), ("transfer_ms", (self.transfer_ms,))):
             if not split and any(values):
                 raise UsageError(
-                    f"{flag(name)} without instances that prefill for others: no KV crosses; add --disaggregate 1:1, say."
+                    f"{format_flag(name)} without instances that prefill for others: no KV crosses; add --disaggregate 1:1, say."
                 )
         for rate in self.transfer_gb_s:
-            if not LEAST_GB_S <= rate <= MOST_GB_S:
+            if not MIN_GB_S <= rate <= MAX_GB_S:
                 raise UsageError(
-                    f"--transfer-gb-s {rate:g}: not {LEAST_GB_S:g} to {MOST_GB_S:,.0f} GB/s; 400 Gb/s are --transfer-gb-s 50."
+                    f"--transfer-gb-s {rate:g}: not {MIN_GB_S:g} to {MAX_GB_S:,.0f} GB/s; 400 Gb/s are --transfer-gb-s 50."
                 )
-        if not 0 <= self.transfer_ms <= MOST_TRANSFER_MS:
+        if not 0 <= self.transfer_ms <= MAX_TRANSFER_MS:
             raise UsageError(
-                f"--transfer-ms {self.transfer_ms:g}: not 0 to {MOST_TRANSFER_MS:,} ms; write for example --transfer-ms 2."
+                f"--transfer-ms {self.transfer_ms:g}: not 0 to {MAX_TRANSFER_MS:,} ms; write for example --transfer-ms 2."
             )
 
     def _check_trace(self, trace: Trace) -> None:
-        if self.prefix_share and not trace.takes_shares:
+        if self.prefix_share and not trace.supports_prefix_share:
             raise UsageError(f"{trace.path} says itself what its prompts share; leave --prefix-share out.")
-        if trace.grouped and not self.prefix_share:
+        if trace.has_groups and not self.prefix_share:
             raise UsageError(
                 f"{trace.path} has prefix_group; say with --prefix-share how much of a prompt its group has in common."
             )
@@ -194,41 +196,43 @@ class ServeLoads:
         count = self.num_requests if self.trace is None else len(self.trace.rows)
         return min(count, self.limit or count)
 
-    def loads(self, dp: int, shape: ModelShape) -> list[PointLoad]:
+    def make_loads(self, dp: int, shape: ModelShape) -> list[PointLoad]:
         """Return the loads of a model's points in `dp` replicas, in the given order."""
         if self.trace and self.trace.largest_id >= shape.vocab:
             raise UsageError(
                 f"{self.trace.path} has token id {self.trace.largest_id}, and {shape.name} has {shape.vocab:,} of them."
             )
         found = []
-        for concurrency, load in self.each():
-            most = concurrency or min(GRAPH_BATCHES[-1] * dp, load.requests)
-            served = extent(load, str(self.trace.path) if self.trace else "").served(shape.max_position)
-            found += [PointLoad(most, served, load, deployed) for deployed in self._deployed()]
+        for concurrency, load in self.iter_loads():
+            max_concurrency = concurrency or min(GRAPH_BATCHES[-1] * dp, load.requests)
+            served = compute_extent(load, str(self.trace.path) if self.trace else "").find_longest_served(
+                shape.max_position
+            )
+            found += [PointLoad(max_concurrency, served, load, deployed) for deployed in self._iter_deployments()]
         return found
 
-    def _deployed(self) -> Iterator[dict[str, Value]]:
+    def _iter_deployments(self) -> Iterator[dict[str, Value]]:
         """Yield the instances, and how KV is sent between them if it is."""
         for text in self.disaggregate:
-            if not parse(text).disaggregated:
+            if not parse_instances(text).disaggregated:
                 yield {"disaggregate": text}
                 continue
             for rate in self.transfer_gb_s:
                 yield {"disaggregate": text, "transfer_gb_s": rate, "transfer_ms": self.transfer_ms}
 
-    def each(self) -> Iterator[tuple[int | None, Load]]:
+    def iter_loads(self) -> Iterator[tuple[int | None, Load]]:
         """Yield (concurrency, load); concurrency is None if nothing limits an open loop."""
         count = self.count
-        lengths = [(TRACE_LENGTHS, TRACE_LENGTHS)] if self.trace else itertools.product(*self._lengths())
+        lengths = [(TRACE_LENGTHS, TRACE_LENGTHS)] if self.trace else itertools.product(*self._parse_lengths())
         for (inputs, outputs), rate, concurrency, chunk, mode in itertools.product(
             lengths, self.request_rate or (None,), self.concurrency or (None,), self.chunk, self.mode
         ):
-            arrival = self._arrival(rate)
+            arrival = self._choose_arrival(rate)
             rate = None if rate == math.inf else rate  # noqa: PLW2901 -- not a rate: see _arrival
             if arrival == CLOSED and concurrency and concurrency > count:
                 raise UsageError(
                     f"--concurrency {concurrency} is more than the {count} requests, so that fewer are in flight; use "
-                    f"{self._more(concurrency)}, or a smaller --concurrency."
+                    f"{self._suggest_more_requests(concurrency)}, or a smaller --concurrency."
                 )
             load = Load(
                 mode=mode,
@@ -241,16 +245,16 @@ class ServeLoads:
                 chunk=chunk,
                 trace=self.trace.path.name if self.trace else "",
                 trace_sha256=self.trace.sha256 if self.trace else "",
-                **{axis.name: getattr(self, axis.name) for axis in ALIKE},
+                **{axis.name: getattr(self, axis.name) for axis in SHARED_AXES},
             )
-            if arrival == CLOSED and concurrency and concurrency > (held := session_count(load)):
+            if arrival == CLOSED and concurrency and concurrency > (held := count_sessions(load)):
                 raise UsageError(
                     f"--concurrency {concurrency} is more than the {held} sessions of --turns {self.turns} that {count} "
-                    f"requests are; use {self._more(concurrency)}, or a smaller --concurrency."
+                    f"requests are; use {self._suggest_more_requests(concurrency)}, or a smaller --concurrency."
                 )
-            yield concurrency or (session_count(load) if arrival == CLOSED else None), load
+            yield concurrency or (count_sessions(load) if arrival == CLOSED else None), load
 
-    def _more(self, concurrency: int) -> str:
+    def _suggest_more_requests(self, concurrency: int) -> str:
         """Return the option for ten times as many requests as clients."""
         return self.suggest_requests(10 * concurrency)
 
@@ -260,7 +264,7 @@ class ServeLoads:
             return f"--limit {count} or none"
         return "a longer file" if self.trace else f"--num-requests {count}"
 
-    def _arrival(self, rate: float | None) -> str:
+    def _choose_arrival(self, rate: float | None) -> str:
         """Return when requests come. A rate of inf sends all at once: a closed loop with one client for each request.
 
         With --concurrency that many are in flight, as with --max-concurrency of `vllm bench serve`.
@@ -269,11 +273,11 @@ class ServeLoads:
             return CLOSED
         if rate is not None:
             return GAMMA
-        return TRACE if self.trace and self.trace.timed and not self.concurrency else CLOSED
+        return TRACE if self.trace and self.trace.has_times and not self.concurrency else CLOSED
 
-    def _lengths(self) -> list[list[str]]:
+    def _parse_lengths(self) -> list[list[str]]:
         axes = ("input_tokens", "output_tokens")
-        return [[str(parse_lengths(flag(name), text)) for text in getattr(self, name)] for name in axes]
+        return [[str(parse_lengths(format_flag(name), text)) for text in getattr(self, name)] for name in axes]
 
 
 SERVED = {field.name for field in dataclasses.fields(ServeLoads)} - {"trace", "limit"} | {"requests"}
@@ -286,11 +290,11 @@ def make_serve_spec(given: Mapping[str, object], probe: Probe) -> SweepSpec:
     """
     options = {name: SERVE_PARSERS[name](name, value) for name, value in given.items() if value is not None}
     options.pop("step_times", None)
-    base = defaults(probe) | serve_defaults(probe)
-    loads, settings = read_loads(options, serve_defaults(probe) | usual_clients(probe.device))
-    settings |= {"step_times": measured_before(given) or ""}
+    base = get_defaults(probe) | get_serve_defaults(probe)
+    loads, settings = read_loads(options, get_serve_defaults(probe) | get_default_clients(probe.device))
+    settings |= {"step_times": resolve_step_times(given) or ""}
     rest = {name: value for name, value in base.items() if name not in (*SERVED, *OTHERS)}
-    return complete(options | {"serve": loads}, rest, settings)
+    return build_spec(options | {"serve": loads}, rest, settings)
 
 
 def read_loads(options: dict[str, object], usual: Mapping[str, object]) -> tuple[ServeLoads, dict[str, object]]:
@@ -300,13 +304,13 @@ def read_loads(options: dict[str, object], usual: Mapping[str, object]) -> tuple
     """
     typed = {name: options.pop(name) for name in SERVED if name in options}
     limit, seconds = cast("tuple[int | None, float | None]", options.pop("limit", (None, None)))
-    trace = _trace(typed)
+    trace = _load_trace(typed)
     base = {name: value for name, value in usual.items() if name in SERVED and name != "concurrency"}
     loads = ServeLoads(**(base | typed), trace=trace, limit=limit)  # type: ignore[arg-type]
-    if not loads.concurrency and not loads.request_rate and not (trace and trace.timed):
+    if not loads.concurrency and not loads.request_rate and not (trace and trace.has_times):
         some = cast("tuple[int, ...]", usual["concurrency"])
-        most = max(loads.count // longest_turns(loads.turns), 1)
-        loads = dataclasses.replace(loads, concurrency=tuple(c for c in some if c <= most) or (most,))
+        max_clients = max(loads.count // compute_max_turns(loads.turns), 1)
+        loads = dataclasses.replace(loads, concurrency=tuple(c for c in some if c <= max_clients) or (max_clients,))
     settings: dict[str, object] = {
         "slo": options.pop("slo", {}),
         "limit_seconds": seconds,
@@ -315,12 +319,12 @@ def read_loads(options: dict[str, object], usual: Mapping[str, object]) -> tuple
     return loads, settings
 
 
-def usual_clients(device: str) -> dict[str, object]:
+def get_default_clients(device: str) -> dict[str, object]:
     """Return the default of --concurrency for closed loops."""
     return {"concurrency": (4,) if device == "cpu" else USUAL_CLIENTS}
 
 
-def serve_defaults(probe: Probe) -> dict[str, object]:
+def get_serve_defaults(probe: Probe) -> dict[str, object]:
     """Return the default of each option, by device; `dcpbench serve --help` prints the same.
 
     On GPUs the mean lengths are those with which DCP was first measured in an engine.
@@ -357,17 +361,17 @@ class ShortSlo:
     def describe(self) -> str:
         """Return a sentence with the options to use."""
         of = "gap between tokens" if self.gaps else "request"
-        names = listed([name.upper() for name in self.objectives])
+        names = format_list([name.upper() for name in self.objectives])
         return (
-            f"Warning: --slo {names}: with {counted(self.samples, of)} the SLO is judged at p{self.percentile}, not at "
-            f"p{OBJECTIVE}, which needs {least_samples(OBJECTIVE)} {'gaps' if self.gaps else 'completed requests'}. "
+            f"Warning: --slo {names}: with {format_count(self.samples, of)} the SLO is judged at p{self.percentile}, not at "
+            f"p{OBJECTIVE}, which needs {compute_min_samples(OBJECTIVE)} {'gaps' if self.gaps else 'completed requests'}. "
             f"For p{OBJECTIVE} use {self.remedy}."
         )
 
 
 def find_short_slos(loads: ServeLoads, slo: Mapping[str, float], trace_path: str) -> list[ShortSlo]:
     """Return the objectives of `slo` that no load can be judged by at p99, even if all of its requests finish."""
-    sizes = [extent(load, trace_path) for _, load in loads.each()]
+    sizes = [compute_extent(load, trace_path) for _, load in loads.iter_loads()]
     gaps = max(0, *(size.output - loads.count for size in sizes))
     found = []
     for of_gaps, samples in ((False, loads.count), (True, gaps)):
@@ -379,7 +383,7 @@ def find_short_slos(loads: ServeLoads, slo: Mapping[str, float], trace_path: str
     return found
 
 
-def _trace(typed: dict[str, object]) -> Trace | None:
+def _load_trace(typed: dict[str, object]) -> Trace | None:
     """Return the file of --requests; raise UsageError for options that set what the file defines."""
     path = typed.pop("requests", None)
     if path is None:
@@ -390,16 +394,16 @@ def _trace(typed: dict[str, object]) -> Trace | None:
         ("output_tokens", "the file says them"),
     ):
         if name in typed:
-            raise UsageError(f"{flag(name)} and --requests {path} contradict each other; {instead}.")
+            raise UsageError(f"{format_flag(name)} and --requests {path} contradict each other; {instead}.")
     return read_requests(Path(str(path)))
 
 
-def measured_before(given: Mapping[str, object]) -> str | None:
+def resolve_step_times(given: Mapping[str, object]) -> str | None:
     """Return the absolute path of --step-times, if given; raise UsageError if step times cannot be used."""
     path = given.get("step_times")
     if path is None:
         return None
-    if set(read.names("mode", given.get("mode", LIVE))) != {REPLAY}:
+    if set(read.parse_names("mode", given.get("mode", LIVE))) != {REPLAY}:
         raise UsageError(f"--step-times {path} is for replays alone; add --mode replay, or leave it out.")
     if Path(str(path)).is_dir():
         files = sorted(Path(str(path)).glob("**/step-times/*.json")) or sorted(Path(str(path)).glob("*.json"))
@@ -410,61 +414,65 @@ def measured_before(given: Mapping[str, object]) -> str | None:
     return str(Path(str(path)).absolute())
 
 
-def _turns(name: str, value: object) -> str:
+def _parse_turns(name: str, value: object) -> str:
     try:
-        return str(parse_lengths(flag(name), value))
+        return str(parse_lengths(format_flag(name), value))
     except UsageError as e:
-        raise UsageError(f"{flag(name)} {value}: no number of turns; write 4, uniform:2-8 or lognormal:4:0.5.") from e
+        raise UsageError(
+            f"{format_flag(name)} {value}: no number of turns; write 4, uniform:2-8 or lognormal:4:0.5."
+        ) from e
 
 
-def longest_turns(turns: str) -> int:
+def compute_max_turns(turns: str) -> int:
     """Return the maximum number of turns of a session; the median if the distribution is unbounded."""
     lengths = parse_lengths("--turns", turns)
     return max(lengths.low, lengths.high)
 
 
-def _specs(name: str, value: object) -> tuple[str, ...]:
-    words = (item if isinstance(item, str) else read.shown(item) for item in read.items(name, value))
+def _parse_specs(name: str, value: object) -> tuple[str, ...]:
+    words = (item if isinstance(item, str) else read.format_value(item) for item in read.split_items(name, value))
     return tuple(dict.fromkeys(words))
 
 
-def _rates(name: str, value: object) -> tuple[float, ...]:
-    return tuple(dict.fromkeys(_real(name, item) for item in read.items(name, value)))
+def _parse_rates(name: str, value: object) -> tuple[float, ...]:
+    return tuple(dict.fromkeys(_parse_real(name, item) for item in read.split_items(name, value)))
 
 
-def _instances(name: str, value: object) -> tuple[str, ...]:
-    found = read.items(name, value)
+def _parse_instances(name: str, value: object) -> tuple[str, ...]:
+    found = read.split_items(name, value)
     if number := next((one for one in found if isinstance(one, int) and one >= YAML_BASE), None):
         raise UsageError(
-            f"{flag(name)} {number}: YAML reads 1:2 as a number of base {YAML_BASE}; write it in quotes, or 1P2D."
+            f"{format_flag(name)} {number}: YAML reads 1:2 as a number of base {YAML_BASE}; write it in quotes, or 1P2D."
         )
-    return tuple(dict.fromkeys(str(parse(one)) for one in found))
+    return tuple(dict.fromkeys(str(parse_instances(one)) for one in found))
 
 
-def _real(name: str, value: object) -> float:
+def _parse_real(name: str, value: object) -> float:
     """Parse a number, also as the text of a comma-separated list."""
     try:
-        return float(value) if isinstance(value, str) else read.number(name, value)
+        return float(value) if isinstance(value, str) else read.parse_number(name, value)
     except ValueError as e:
-        raise UsageError(f"{flag(name)} {value}: not a number; write for example {read.example(name)}.") from e
+        raise UsageError(
+            f"{format_flag(name)} {value}: not a number; write for example {read.format_example(name)}."
+        ) from e
 
 
 SERVE_PARSERS: dict[str, Callable[[str, object], object]] = {
     **{name: parser for name, parser in PARSERS.items() if name not in OTHERS},
-    **{axis.name: _real if axis.kind is float else read.parser_of(axis) for axis in ALIKE},
-    "turns": _turns,
-    "turn_tokens": lambda name, value: str(parse_lengths(flag(name), value)),
-    "request_rate": _rates,
-    "requests": read.name_of,
-    "num_requests": read.whole,
-    "chunk": read.ints,
-    "input_tokens": _specs,
-    "output_tokens": _specs,
-    "mode": read.names,
-    "disaggregate": _instances,
-    "transfer_gb_s": _rates,
-    "transfer_ms": _real,
-    "step_times": read.name_of,
+    **{axis.name: _parse_real if axis.kind is float else read.get_parser(axis) for axis in SHARED_AXES},
+    "turns": _parse_turns,
+    "turn_tokens": lambda name, value: str(parse_lengths(format_flag(name), value)),
+    "request_rate": _parse_rates,
+    "requests": read.parse_name,
+    "num_requests": read.parse_int,
+    "chunk": read.parse_ints,
+    "input_tokens": _parse_specs,
+    "output_tokens": _parse_specs,
+    "mode": read.parse_names,
+    "disaggregate": _parse_instances,
+    "transfer_gb_s": _parse_rates,
+    "transfer_ms": _parse_real,
+    "step_times": read.parse_name,
     "slo": lambda _, value: parse_slo(value),
     "limit": lambda _, value: parse_limit(value),
 }

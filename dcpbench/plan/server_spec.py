@@ -12,14 +12,14 @@ from dcpbench.errors import LayoutError, UsageError
 from dcpbench.plan import options as read
 from dcpbench.plan.grid import Candidate
 from dcpbench.plan.options import check_positive
-from dcpbench.plan.serve_spec import SERVE_PARSERS, read_loads, serve_defaults, usual_clients
-from dcpbench.points.engines import UNKNOWN_FIELDS, engine_load, engine_point
+from dcpbench.plan.serve_spec import SERVE_PARSERS, get_default_clients, get_serve_defaults, read_loads
+from dcpbench.points.engines import UNKNOWN_FIELDS, make_engine_load, make_engine_point
 from dcpbench.points.layout import DEGREES, Layout
 from dcpbench.points.machine import Probe
-from dcpbench.points.names import UNKNOWN, WHOLE, flag
+from dcpbench.points.names import UNKNOWN, WHOLE, format_flag
 from dcpbench.points.settings import Settings
-from dcpbench.serving.loads import extent
-from dcpbench.show.text import listed
+from dcpbench.serving.loads import compute_extent
+from dcpbench.show.text import format_list
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -69,38 +69,38 @@ class ServerSpec:
     repeats: int
     settings: Settings
 
-    def points(self, engine: str, model: str, settings: Mapping[str, str] | None = None) -> list[Point]:
+    def make_points(self, engine: str, model: str, settings: Mapping[str, str] | None = None) -> list[Point]:
         """Return the points of this engine in the order in which they run. `settings`: flags of the server that are varied."""
         found = []
         for repeat in range(self.repeats):
-            for concurrency, load in self.loads.each():
+            for concurrency, load in self.loads.iter_loads():
                 fields = {
                     name: value for name, value in msgspec.structs.asdict(load).items() if name not in UNKNOWN_FIELDS
                 }
                 found.append(
-                    engine_point(
+                    make_engine_point(
                         model=model,
                         layout=self.layout,
                         ep=self.ep,
                         precision={"dtype": self.dtype} if self.dtype else {},
                         backend=engine,
                         concurrency=concurrency or load.requests,
-                        context=extent(load, self.settings.trace_path).longest,
-                        load=engine_load(**fields),
+                        context=compute_extent(load, self.settings.trace_path).longest,
+                        load=make_engine_load(**fields),
                         settings=settings,
                         repeat=repeat,
                     )
                 )
         return found
 
-    def candidates(self, engine: str, model: str, settings: Mapping[str, str] | None = None) -> list[Candidate]:
+    def make_candidates(self, engine: str, model: str, settings: Mapping[str, str] | None = None) -> list[Candidate]:
         """Return the same points, with the error if the degrees do not divide each other."""
-        return [Candidate(point=point, error=self.wrong) for point in self.points(engine, model, settings)]
+        return [Candidate(point=point, error=self.wrong) for point in self.make_points(engine, model, settings)]
 
 
 def split_layouts(given: Mapping[str, object]) -> list[dict[str, object]]:
     """Return options for each server, with one value of each degree, for all combinations of their lists."""
-    axes = {name: read.ints(name, given[name]) for name in DEGREES if given.get(name) is not None}
+    axes = {name: read.parse_ints(name, given[name]) for name in DEGREES if given.get(name) is not None}
     rest = {name: value for name, value in given.items() if name not in axes}
     return [rest | dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
@@ -111,22 +111,22 @@ def make_server_spec(given: Mapping[str, object], *, cpu: bool) -> ServerSpec:
     Raise UsageError for options that only dcpbench's own engine has, and for several values of an option of which one
     server has one.
     """
-    if own := [flag(name) for name in given if name not in TAKEN]:
+    if own := [format_flag(name) for name in given if name not in TAKEN]:
         raise UsageError(
-            f"{listed(own)}: that is an option of dcpbench's own engine, and --url measures a server as it runs; leave "
+            f"{format_list(own)}: that is an option of dcpbench's own engine, and --url measures a server as it runs; leave "
             f"{'it' if len(own) == 1 else 'them'} out, or --url."
         )
     probe = Probe(device="cpu" if cpu else "cuda", count=0, name="")
     options = {name: SERVE_PARSERS[name](name, value) for name, value in given.items() if value is not None}
-    loads, settings = read_loads(options, serve_defaults(probe) | usual_clients(probe.device))
-    layout = _layout({name: _one(name, options.pop(name)) for name in DEGREES if name in options})
-    ep = str(_one("ep", options.pop("ep"))) if "ep" in options else UNKNOWN
+    loads, settings = read_loads(options, get_serve_defaults(probe) | get_default_clients(probe.device))
+    layout = _parse_layout({name: _get_single(name, options.pop(name)) for name in DEGREES if name in options})
+    ep = str(_get_single("ep", options.pop("ep"))) if "ep" in options else UNKNOWN
     repeats = cast("int", options.pop("repeats", 1))
     check_positive("repeats", repeats)
     return ServerSpec(
-        model=cast("str | None", _one("model", options.pop("model"))) if "model" in options else None,
+        model=cast("str | None", _get_single("model", options.pop("model"))) if "model" in options else None,
         layout=layout,
-        wrong=_wrong(layout),
+        wrong=_find_layout_error(layout),
         ep=str(layout["tp"]) if ep == WHOLE and layout["tp"] else ep,
         dtype=cast("str | None", options.pop("dtype", None)),
         loads=loads,
@@ -135,17 +135,17 @@ def make_server_spec(given: Mapping[str, object], *, cpu: bool) -> ServerSpec:
     )
 
 
-def _layout(typed: Mapping[str, object]) -> dict[str, int]:
+def _parse_layout(typed: Mapping[str, object]) -> dict[str, int]:
     """Return the given degrees, all 0 without --tp; raise UsageError for other degrees without --tp."""
     if "tp" not in typed:
         if typed:
-            given = listed([flag(name) for name in typed])
+            given = format_list([format_flag(name) for name in typed])
             raise UsageError(f"{given} without --tp: say how many GPUs the server has, for example --tp 8.")
         return dict.fromkeys(DEGREES, 0)
     return {name: cast("int", typed.get(name, 1)) for name in DEGREES}
 
 
-def _wrong(layout: Mapping[str, int]) -> LayoutError | None:
+def _find_layout_error(layout: Mapping[str, int]) -> LayoutError | None:
     try:
         if any(layout.values()):
             Layout(**layout)
@@ -154,11 +154,11 @@ def _wrong(layout: Mapping[str, int]) -> LayoutError | None:
     return None
 
 
-def _one(name: str, value: object) -> object:
+def _get_single(name: str, value: object) -> object:
     values = value if isinstance(value, tuple) else (value,)
     if len(values) > 1:
         raise UsageError(
-            f"{flag(name)} {','.join(map(str, values))}: the server at --url has one; name it, and measure another server "
+            f"{format_flag(name)} {','.join(map(str, values))}: the server at --url has one; name it, and measure another server "
             "by another command."
         )
     return values[0]

@@ -14,16 +14,16 @@ import msgspec
 
 from dcpbench.errors import CapacityError, MissingPackageError, ModelError, UsageError
 from dcpbench.plan import options as read
-from dcpbench.plan.options import check_known, check_positive, check_seconds, did_you_mean
+from dcpbench.plan.options import check_known, check_positive, check_seconds, suggest_known
 from dcpbench.plan.yaml_text import load_yaml
 from dcpbench.points.gpus import GPUS
 from dcpbench.points.layout import DEGREES
 from dcpbench.points.machine import HOPPER, Probe
-from dcpbench.points.names import AS_PUBLISHED, CUT, DTYPES, FP8, LIBRARIES, PRECISIONS, STORED, SYNTHETIC, flag
+from dcpbench.points.names import AS_PUBLISHED, CUT, DTYPES, FP8, LIBRARIES, PRECISIONS, STORED, SYNTHETIC, format_flag
 from dcpbench.points.point import HOW
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import check_checkpoint, load_shape
-from dcpbench.show.text import listed, one_line
+from dcpbench.show.text import fit_line, format_list
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from dcpbench.points.shapes import ModelShape
 
 
-MOST_GPUS = 72
+MAX_GPUS = 72
 """Maximum number of GPUs of a machine: an NVL72, the largest NVLink domain on sale."""
-MOST_BYTES = 1 << 16
+MAX_FILE_BYTES = 1 << 16
 """Maximum bytes of a file of options."""
-MOST_LISTED = 4096
+MAX_LISTED_STRIPE = 4096
 """Largest stripe that an error about --interleave names."""
 
 
@@ -56,7 +56,7 @@ class PointLoad:
 class Served(Protocol):
     """Define the interface of the loads of `serve`, for each model and layout; see serve_spec.py."""
 
-    def loads(self, dp: int, shape: ModelShape) -> list[PointLoad]:
+    def make_loads(self, dp: int, shape: ModelShape) -> list[PointLoad]:
         """Return the loads in the given order."""
 
 
@@ -87,7 +87,7 @@ class SweepSpec:
         needed = {name: getattr(self, name) for name in ("model", "tp", "dp", *loads)}
         for name, values in (needed | dict(self.how)).items():
             if not values:
-                raise UsageError(f"{flag(name)} is empty; give at least one value or leave the option out.")
+                raise UsageError(f"{format_flag(name)} is empty; give at least one value or leave the option out.")
         for name in (*DEGREES, "concurrency", "context"):
             for value in getattr(self, name):
                 check_positive(name, value)
@@ -106,10 +106,10 @@ class SweepSpec:
         """Return the folder of a checkpoint, or SYNTHETIC."""
         return str(self.how["weights"][0])
 
-    def loads(self, dp: int, shape: ModelShape) -> list[PointLoad]:
+    def make_loads(self, dp: int, shape: ModelShape) -> list[PointLoad]:
         """Return the loads of a model's points in `dp` replicas."""
         if self.serve:
-            return self.serve.loads(dp, shape)
+            return self.serve.make_loads(dp, shape)
         return [PointLoad(*pair) for pair in itertools.product(self.concurrency, self.context)]
 
     def _check_precisions(self) -> None:
@@ -118,12 +118,12 @@ class SweepSpec:
                 if value != AS_PUBLISHED:
                     check_known(name, str(value), PRECISIONS)
         for weights, kv in itertools.product(*(self.how[name] for name in STORED)):
-            computed_with(str(weights), str(kv), "")
+            resolve_compute_dtype(str(weights), str(kv), "")
 
     def _check_sizes(self) -> None:
         page, stripe = (cast("int", self.how[name][0]) for name in ("page_size", "interleave"))
         if page % stripe:
-            valid = [str(i) for i in range(1, min(page, MOST_LISTED) + 1) if page % i == 0]
+            valid = [str(i) for i in range(1, min(page, MAX_LISTED_STRIPE) + 1) if page % i == 0]
             raise UsageError(
                 f"--interleave {stripe} does not divide --page-size {page}; these do: "
                 f"{', '.join(valid)}. A stripe must not cross a page."
@@ -140,7 +140,9 @@ def check_same_sizes(spec: SweepSpec, shapes: Mapping[str, ModelShape]) -> None:
     own = dataclasses.asdict(load_shape(spec.weights))
     for model, shape in shapes.items():
         differ = [
-            f"{k} {v} and {own[k]}" for k, v in dataclasses.asdict(shape).items() if k not in SAID and v != own[k]
+            f"{k} {v} and {own[k]}"
+            for k, v in dataclasses.asdict(shape).items()
+            if k not in UNSIZED_FIELDS and v != own[k]
         ]
         if differ:
             raise ModelError(
@@ -154,15 +156,15 @@ def make_spec(given: Mapping[str, object], probe: Probe) -> SweepSpec:
     device's defaults.
     """
     options = {name: PARSERS[name](name, value) for name, value in given.items() if value is not None}
-    return complete(options, defaults(probe), {})
+    return build_spec(options, get_defaults(probe), {})
 
 
-def complete(options: Mapping[str, object], base: Mapping[str, object], settings: Mapping[str, object]) -> SweepSpec:
+def build_spec(options: Mapping[str, object], base: Mapping[str, object], settings: Mapping[str, object]) -> SweepSpec:
     """Build a SweepSpec from parsed options, defaults in `base`, and fields of jobs.Settings that are not options."""
     checkpoint = options.get("weights", SYNTHETIC)
     found = {**base, **({} if checkpoint == SYNTHETIC else {"model": (checkpoint,)}), **options}
     more = {field: found.pop(name) for name, field in _SETTINGS.items() if name in found}
-    found |= _precisions(options, base, str(found["dtype"]))
+    found |= _resolve_precisions(options, base, str(found["dtype"]))
     found.pop(OVER_FP8, None)
     how = {axis.name: found.pop(axis.name, axis.values[0] if axis.values else axis.default) for axis in HOW}
     how = {name: values if isinstance(values, tuple) else (values,) for name, values in how.items()}
@@ -171,26 +173,26 @@ def complete(options: Mapping[str, object], base: Mapping[str, object], settings
 
 OVER_FP8 = "backend over fp8"
 """Key of the default backend for an fp8 KV cache; it is no option's name."""
-SAID = ("name", "published")
+UNSIZED_FIELDS = ("name", "published")
 """Fields of a model that are not sizes."""
 
 
-def _precisions(options: Mapping[str, object], base: Mapping[str, object], dtype: str) -> dict[str, object]:
+def _resolve_precisions(options: Mapping[str, object], base: Mapping[str, object], dtype: str) -> dict[str, object]:
     """Return the values of `dtype`, `weights_dtype` and `kv_dtype`; --dtype is the default of the other two."""
     check_known("dtype", dtype, PRECISIONS)
     usual = dtype if dtype in DTYPES else base["dtype"]
-    alike = (dtype,) if "dtype" in options else None
+    typed = (dtype,) if "dtype" in options else None
     found: dict[str, object] = {
         "dtype": usual,
-        "weights_dtype": options.get("weights_dtype", alike or (base["weights_dtype"],)),
-        "kv_dtype": options.get("kv_dtype", alike or (usual,)),
+        "weights_dtype": options.get("weights_dtype", typed or (base["weights_dtype"],)),
+        "kv_dtype": options.get("kv_dtype", typed or (usual,)),
     }
     if FP8 in cast("tuple[str, ...]", found["kv_dtype"]) and "backend" not in options:
         found["backend"] = base.get(OVER_FP8, base["backend"])
     return found
 
 
-def computed_with(weights: str, kv: str, usual: str) -> str:
+def resolve_compute_dtype(weights: str, kv: str, usual: str) -> str:
     """Return the dtype of activations: that of weights or KV if they are not fp8; raise UsageError if those differ."""
     found = {name for name in (weights, kv) if name not in (FP8, AS_PUBLISHED)}
     if len(found) > 1:
@@ -201,7 +203,7 @@ def computed_with(weights: str, kv: str, usual: str) -> str:
     return found.pop() if found else usual
 
 
-def defaults(probe: Probe) -> dict[str, object]:
+def get_defaults(probe: Probe) -> dict[str, object]:
     """Return the defaults of all options, by device; `dcpbench sweep --help` prints the same."""
     if probe.device == "cpu":
         return {
@@ -240,21 +242,23 @@ def read_options(path: Path, known: Iterable[str] | None = None) -> dict[str, ob
     except (OSError, UnicodeDecodeError) as e:
         why = e.strerror if isinstance(e, OSError) else "it is not text"
         raise UsageError(f"--config {path} cannot be read ({why}); name a TOML or YAML file of options.") from e
-    if size > MOST_BYTES:
-        raise UsageError(f"--config {path} has {size:,} bytes, and options fit into {MOST_BYTES:,}; name another file.")
+    if size > MAX_FILE_BYTES:
+        raise UsageError(
+            f"--config {path} has {size:,} bytes, and options fit into {MAX_FILE_BYTES:,}; name another file."
+        )
     found = _parse_toml(path, text) if path.suffix == ".toml" else _parse_yaml(path, text)
     if not isinstance(found, dict):
         raise UsageError(f"{path} holds no options; write lines such as `tp = [4, 8]` (TOML) or `tp: [4, 8]` (YAML).")
     options: dict[str, object] = {}
     for typed, value in found.items():
-        typed = read.shown(typed)  # noqa: PLW2901 - a file may call anything an option
+        typed = read.format_value(typed)  # noqa: PLW2901 - a file may call anything an option
         name = typed.replace("-", "_")
         off = name.removeprefix("no_")
         if off in SWITCHED_OFF and off in names and name != off and isinstance(value, bool):
             options[off] = not value
             continue
         if name not in names:
-            near = did_you_mean(name.replace("_", "-"), [n.replace("_", "-") for n in names])
+            near = suggest_known(name.replace("_", "-"), [n.replace("_", "-") for n in names])
             raise UsageError(f"{path}: unknown option '{typed}'{near}")
         if value is None:
             raise UsageError(f"{path}: '{typed}' has no value; give one, or leave the line out.")
@@ -262,7 +266,7 @@ def read_options(path: Path, known: Iterable[str] | None = None) -> dict[str, ob
     return options
 
 
-def effective(probe: Probe, device: str) -> Probe:
+def select_device(probe: Probe, device: str) -> Probe:
     """Return the machine as --device auto, cuda or cpu selects it."""
     check_known("device", device, ("auto", "cuda", "cpu"))
     if device == "cuda" and probe.device != "cuda":
@@ -275,21 +279,21 @@ def effective(probe: Probe, device: str) -> Probe:
     return probe
 
 
-def planned(name: str, count: int) -> Probe:
+def make_planned_probe(name: str, count: int) -> Probe:
     """Return a machine with `count` GPUs of points/gpus.py, with the packages of a GPU run; raise UsageError."""
     check_positive("gpus", count)
     names = [gpu.name for gpu in GPUS]
     if not name.strip():
-        raise UsageError(f"--gpu is empty; type one of {listed(names, 'or')}, as in --gpu H200.")
-    if count > MOST_GPUS:
+        raise UsageError(f"--gpu is empty; type one of {format_list(names, 'or')}, as in --gpu H200.")
+    if count > MAX_GPUS:
         raise UsageError(
-            f"--gpus {read.shown(count)} is more than the {MOST_GPUS} of the largest machine; for several, add --nnodes, as in "
+            f"--gpus {read.format_value(count)} is more than the {MAX_GPUS} of the largest machine; for several, add --nnodes, as in "
             "--gpus 8 --nnodes 4."
         )
     by_name = {called.lower(): gpu for gpu in GPUS for called in (gpu.name, f"NVIDIA {gpu.name}", gpu.device)}
     found = by_name.get(name.strip().lower())
     if found is None:
-        raise UsageError(f"--gpu {read.shown(name)} is unknown{did_you_mean(name, names)}")
+        raise UsageError(f"--gpu {read.format_value(name)} is unknown{suggest_known(name, names)}")
     return Probe(
         device="cuda",
         count=count,
@@ -306,7 +310,7 @@ def _parse_toml(path: Path, text: str) -> object:
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as e:
-        raise UsageError(f"{path} is not valid TOML: {_why(e)}.") from e
+        raise UsageError(f"{path} is not valid TOML: {_format_error(e)}.") from e
 
 
 def _parse_yaml(path: Path, text: str) -> object:
@@ -318,20 +322,20 @@ def _parse_yaml(path: Path, text: str) -> object:
         raise MissingPackageError("YAML files need PyYAML: pip install pyyaml, or write the file as TOML.") from e
 
 
-def _why(error: Exception) -> str:
-    return "it is nested too deep" if isinstance(error, RecursionError) else one_line(str(error)).rstrip(".")
+def _format_error(error: Exception) -> str:
+    return "it is nested too deep" if isinstance(error, RecursionError) else fit_line(str(error)).rstrip(".")
 
 
 PARSERS: dict[str, Callable[[str, object], object]] = {
-    "model": read.names,
-    **dict.fromkeys((*DEGREES, "concurrency", "context"), read.ints),
-    **{axis.name: read.parser_of(axis) for axis in HOW},
-    "ep": read.degrees,
+    "model": read.parse_names,
+    **dict.fromkeys((*DEGREES, "concurrency", "context"), read.parse_ints),
+    **{axis.name: read.get_parser(axis) for axis in HOW},
+    "ep": read.parse_degrees,
     "kv_memory": read.parse_bytes,
-    "seconds": read.number,
-    "repeats": read.whole,
-    "baseline": read.switch,
-    "profile": read.switch,
+    "seconds": read.parse_number,
+    "repeats": read.parse_int,
+    "baseline": read.parse_bool,
+    "profile": read.parse_bool,
 }
 """Names that a configuration file may contain, with their parsers."""
 SWITCHED_OFF = ("baseline", "profile", "prefix_cache")

@@ -18,19 +18,19 @@ line: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("line", d
 """Command and its arguments; empty without a command line."""
 
 
-def retyped(command: str, given: Mapping[str, str], others: Sequence[str] = ()) -> str:
+def format_retyped_command(command: str, given: Mapping[str, str], others: Sequence[str] = ()) -> str:
     """Return the command line of this command with the options in `given` (empty for a switch) and without those in
     `others`.
 
     Without a command line, or on that of another command, only the options in `given` are returned.
     """
     typed = line.get()
-    kept = _without(typed[1:], {*given, *others}) if typed[:1] == (command,) else []
+    kept = _remove_options(typed[1:], {*given, *others}) if typed[:1] == (command,) else []
     put = (word for option, value in given.items() for word in (option, value) if word)
     return shlex.join(["dcpbench", command, *put, *kept])
 
 
-def _without(words: Sequence[str], options: set[str]) -> list[str]:
+def _remove_options(words: Sequence[str], options: set[str]) -> list[str]:
     """Return the arguments without some options and their values."""
     kept, dropped = [], False
     for word in words:
@@ -41,9 +41,9 @@ def _without(words: Sequence[str], options: set[str]) -> list[str]:
     return kept
 
 
-def typed_command() -> str:
+def get_typed_command() -> str:
     """Return the command line of this process as records keep it: without secrets and without values of headers."""
-    return redaction.command_line(["dcpbench", *hide_headers(sys.argv[1:])])
+    return redaction.format_command_line(["dcpbench", *hide_headers(sys.argv[1:])])
 
 
 def hide_headers(words: Sequence[str]) -> list[str]:
@@ -51,9 +51,9 @@ def hide_headers(words: Sequence[str]) -> list[str]:
     found: list[str] = []
     for before, word in zip(["", *words], words, strict=False):
         if before == HEADER:
-            found.append(_hide(word))
+            found.append(_hide_value(word))
         elif word.startswith(f"{HEADER}="):
-            found.append(f"{HEADER}={_hide(word.partition('=')[2])}")
+            found.append(f"{HEADER}={_hide_value(word.partition('=')[2])}")
         elif word.startswith("--") and HEADER in word.partition("=")[2]:
             option, _, value = word.partition("=")
             found.append(f"{option}={_hide_nested(value)}")
@@ -76,6 +76,6 @@ def _hide_nested(text: str) -> str:
     return shlex.join(hide_headers(words))
 
 
-def _hide(text: str) -> str:
+def _hide_value(text: str) -> str:
     name, colon, _ = text.partition(":")
     return f"{name}{colon} {HIDDEN}" if colon else HIDDEN

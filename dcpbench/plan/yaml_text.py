@@ -7,8 +7,8 @@ from __future__ import annotations
 from typing import Any
 
 from dcpbench.errors import UsageError
-from dcpbench.plan.options import shown
-from dcpbench.show.text import one_line
+from dcpbench.plan.options import format_value
+from dcpbench.show.text import fit_line
 
 
 def load_yaml(text: str, name: str, what: str, *, max_values: int = 0) -> object:
@@ -34,7 +34,7 @@ def load_yaml(text: str, name: str, what: str, *, max_values: int = 0) -> object
             if alias is not None and not max_values:
                 raise UsageError(
                     f"{name}, line {alias.start_mark.line + 1}: {what} are read without aliases, and "
-                    f"*{shown(alias.anchor)} is one; write out what it stands for."
+                    f"*{format_value(alias.anchor)} is one; write out what it stands for."
                 )
             before = self._values
             node = super().compose_node(parent, index)
@@ -42,7 +42,7 @@ def load_yaml(text: str, name: str, what: str, *, max_values: int = 0) -> object
                 self._values += 1
                 self._sizes[id(node)] = self._values - before
                 return node
-            where = f"{name}, line {alias.start_mark.line + 1}: *{shown(alias.anchor)}"
+            where = f"{name}, line {alias.start_mark.line + 1}: *{format_value(alias.anchor)}"
             if id(node) not in self._sizes:
                 raise UsageError(f"{where} holds itself; write out what it stands for.")
             self._values += self._sizes[id(node)]
@@ -53,5 +53,5 @@ def load_yaml(text: str, name: str, what: str, *, max_values: int = 0) -> object
     try:
         return yaml.load(text, Loader)  # noqa: S506 - a safe loader
     except (yaml.YAMLError, ArithmeticError, ValueError, RecursionError) as e:
-        why = "it is nested too deep" if isinstance(e, RecursionError) else one_line(str(e)).rstrip(".")
+        why = "it is nested too deep" if isinstance(e, RecursionError) else fit_line(str(e)).rstrip(".")
         raise UsageError(f"{name} is not valid YAML: {why}.") from e

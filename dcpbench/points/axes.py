@@ -71,7 +71,7 @@ class Axis:
     kind: type = str
     default: Any = msgspec.NODEFAULT
 
-    def text(self, value: object) -> str:
+    def format_value(self, value: object) -> str:
         """Return a value as it is printed; empty for an unknown value, as in an import without it."""
         if value in (None, "", UNKNOWN) or (value == 0 and self.kind is not bool):
             return ""
@@ -80,7 +80,7 @@ class Axis:
         return self.label.format(("off", "on")[bool(value)] if self.kind is bool else value)
 
 
-def read(struct: type[msgspec.Struct]) -> tuple[Axis, ...]:
+def read_axes(struct: type[msgspec.Struct]) -> tuple[Axis, ...]:
     """Return the axes of a struct's fields, in order."""
     found = []
     for field in msgspec.structs.fields(struct):
@@ -94,12 +94,14 @@ def read(struct: type[msgspec.Struct]) -> tuple[Axis, ...]:
     return tuple(sorted(found, key=lambda axis: axis.order))
 
 
-def of_role(axes: Iterable[Axis], role: Role, but: Role = NOTHING) -> tuple[Axis, ...]:
+def select_axes(axes: Iterable[Axis], role: Role, but: Role = NOTHING) -> tuple[Axis, ...]:
     """Return the axes that have any of `role`, and nothing of `but`."""
     return tuple(axis for axis in axes if axis.role & role and not axis.role & but)
 
 
-def words(axes: Iterable[Axis], values: Mapping[str, Any]) -> list[str]:
+def format_changed_values(axes: Iterable[Axis], values: Mapping[str, Any]) -> list[str]:
     """Return the values that differ from their defaults, as they are printed."""
-    said = (axis.text(value) for axis in axes if (value := values.get(axis.name, axis.default)) != axis.default)
-    return [text for text in said if text]
+    texts = (
+        axis.format_value(value) for axis in axes if (value := values.get(axis.name, axis.default)) != axis.default
+    )
+    return [text for text in texts if text]

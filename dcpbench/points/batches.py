@@ -13,7 +13,7 @@ PADDING_SLOT, PADDING_POSITION = 0, 0
 """A padding row has one token, on slot 0: it attends to and writes the padding page."""
 
 
-def padded_batch(requests: int) -> int:
+def pad_batch(requests: int) -> int:
     """Return the number of rows of the graph that runs `requests` requests; raise UsageError above the largest size."""
     if requests <= GRAPH_BATCHES[-1]:
         return GRAPH_BATCHES[bisect.bisect_left(GRAPH_BATCHES, requests)]
@@ -22,28 +22,28 @@ def padded_batch(requests: int) -> int:
     )
 
 
-def batch_rows(requests: int) -> int:
+def compute_batch_rows(requests: int) -> int:
     """Return the number of rows of a step of `requests` requests.
 
     These are the rows of its graph. Above the largest graph steps run eagerly, and rows are rounded up to multiples of
     EAGER_STEP to have few different sizes.
     """
-    return padded_batch(requests) if requests <= GRAPH_BATCHES[-1] else -(-requests // EAGER_STEP) * EAGER_STEP
+    return pad_batch(requests) if requests <= GRAPH_BATCHES[-1] else -(-requests // EAGER_STEP) * EAGER_STEP
 
 
 CHUNK_TILE, CHUNK_STEPS = 16, 16
 """Rows of steps with chunks are multiples of CHUNK_TILE, and of a CHUNK_STEPS-th of the power of two below them."""
 
 
-def chunk_rows(rows: int) -> int:
+def compute_chunk_rows(rows: int) -> int:
     """Return the number of rows of a step with chunks: that of the graphs that run the parts between its attentions."""
     tile = max(CHUNK_TILE, (1 << rows.bit_length() >> 1) // CHUNK_STEPS)
     return -(-rows // tile) * tile
 
 
-def chunk_row_sizes(most: int) -> list[int]:
+def list_chunk_rows(max_rows: int) -> list[int]:
     """Return all values of `chunk_rows` for up to `most` rows."""
     sizes, size = [], 0
-    while size < most:
-        sizes.append(size := chunk_rows(size + 1))
+    while size < max_rows:
+        sizes.append(size := compute_chunk_rows(size + 1))
     return sizes

@@ -16,7 +16,7 @@ from dcpbench.points.axes import Role
 from dcpbench.points.machine import Probe
 from dcpbench.points.memory import GIB, Layers
 from dcpbench.points.names import FP8
-from dcpbench.points.point import Point, point_axes
+from dcpbench.points.point import Point, select_point_axes
 from dcpbench.points.shapes import load_shape
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4, FP8: 1}
 """Bytes of a number, by precision."""
-engine_values = operator.attrgetter(*(axis.name for axis in point_axes(Role.ENGINE)))
+engine_values = operator.attrgetter(*(axis.name for axis in select_point_axes(Role.ENGINE)))
 """Values that points must share to use the same weights, pools and process groups; compared for every two points of a
 sweep.
 """
@@ -78,10 +78,12 @@ def plan_engines(points: Iterable[Point], settings: Settings, probe: Probe) -> l
     return [plan_engine(sharing, settings, load_shape(sharing[0].model), probe) for sharing in engines.values()]
 
 
-def engine_of(point: Point, engines: Iterable[EnginePlan]) -> EnginePlan:
+def find_engine_plan(point: Point, engines: Iterable[EnginePlan]) -> EnginePlan:
     """Return the plan of this point among the plans made for a run."""
-    found = next((plan for plan in engines if same_engine(plan.point, point)), None)
-    assert found is not None, f"no engine was planned for {point.key()}; Work.engines needs plan_engines of all points"
+    found = next((plan for plan in engines if is_same_engine(plan.point, point)), None)
+    assert found is not None, (
+        f"no engine was planned for {point.get_key()}; Work.engines needs plan_engines of all points"
+    )
     return found
 
 
@@ -96,17 +98,17 @@ def plan_engine(points: Sequence[Point], settings: Settings, shape: ModelShape, 
     """
     chunk = max(p.load.chunk if p.load else 0 for p in points)
     rank = _Rank(points[0], chunk, shape, probe)
-    need, least = max(map(pages_needed, points)), max(map(least_pages, points))
-    beside_all = rank.pages_beside(rank.whole)
+    need, min_pages = max(map(count_needed_pages, points)), max(map(count_min_pages, points))
+    pages_left = rank.compute_pages_left(rank.whole)
     if settings.kv_memory_bytes is not None:
-        pages, bounded_by = min(settings.kv_memory_bytes // rank.page_bytes, rank.most_pages), "kv_memory"
-    elif rank.gpu and beside_all >= least:
-        pages, bounded_by = beside_all, "weights"
+        pages, bounded_by = min(settings.kv_memory_bytes // rank.page_bytes, rank.max_pages), "kv_memory"
+    elif rank.gpu and pages_left >= min_pages:
+        pages, bounded_by = pages_left, "weights"
     else:
-        pages, bounded_by = max(least, min(need, rank.pages_beside(rank.fewest))), "sweep"
-    return rank.plan(
+        pages, bounded_by = max(min_pages, min(need, rank.compute_pages_left(rank.fewest))), "sweep"
+    return rank.make_plan(
         pages,
-        rank.layers_beside(pages),
+        rank.fit_layers(pages),
         max_requests=max(-(-p.concurrency // p.dp) for p in points),
         max_context=max(p.context for p in points) + memory.HEADROOM_TOKENS,
         chunk=chunk,
@@ -119,16 +121,16 @@ def plan_whole(point: Point, lengths: Sequence[int], shape: ModelShape) -> Engin
     memory available.
     """
     rank = _Rank(point, 0, shape, Probe(device="cpu", count=0, name="CPU"))
-    pages = sum(memory.pages_for(n, point.layout, point.page_size) for n in lengths) + memory.PAGES_OF_PADDING
-    return rank.plan(pages, rank.whole, max_requests=len(lengths), max_context=max(lengths))
+    pages = sum(memory.count_pages(n, point.layout, point.page_size) for n in lengths) + memory.PAGES_OF_PADDING
+    return rank.make_plan(pages, rank.whole, max_requests=len(lengths), max_context=max(lengths))
 
 
-def most_pages(point: Point, shape: ModelShape, probe: Probe) -> int:
+def compute_max_pages(point: Point, shape: ModelShape, probe: Probe) -> int:
     """Return the number of pages of the largest pool that fits next to the fewest weights that may be held; 0 if none
     fits.
     """
     rank = _Rank(point, point.load.chunk if point.load else 0, shape, probe)
-    return max(rank.pages_beside(rank.fewest), 0)
+    return max(rank.compute_pages_left(rank.fewest), 0)
 
 
 class WholeModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -148,47 +150,47 @@ class WholeModel(msgspec.Struct, frozen=True, kw_only=True):
 def measure_whole_model(point: Point, settings: Settings, shape: ModelShape, probe: Probe) -> WholeModel:
     """Return the memory that a point takes with all its layers held, even if that is more than a GPU has."""
     rank = _Rank(point, point.load.chunk if point.load else 0, shape, probe)
-    pages = least_pages(point)
+    pages = count_min_pages(point)
     if settings.kv_memory_bytes is not None:
         pages = settings.kv_memory_bytes // rank.page_bytes
     return WholeModel(
-        weight_bytes=rank.weight_bytes(rank.whole),
+        weight_bytes=rank.compute_weight_bytes(rank.whole),
         kv_bytes=pages * rank.page_bytes,
         available_bytes=rank.room,
         buffer_bytes=rank.buffers,
     )
 
 
-def pages_needed(point: Point) -> int:
+def count_needed_pages(point: Point) -> int:
     """Return the number of pages of each rank's pool that this point alone needs, including the padding page.
 
     For `serve` no request ever waits for KV with so many pages, even if all in flight are as long as the longest; the
     scheduler reserves one page for each request in addition to those that it holds.
     """
     if point.load is None:
-        return memory.kv_pages_needed(point.layout, point.concurrency, point.context, point.page_size)
+        return memory.count_kv_pages(point.layout, point.concurrency, point.context, point.page_size)
     requests = -(-min(point.concurrency, point.load.requests) // point.dp)
-    one = memory.pages_for(point.context, point.layout, point.page_size)
+    one = memory.count_pages(point.context, point.layout, point.page_size)
     return requests * (one + 1) + memory.PAGES_OF_PADDING
 
 
-def least_pages(point: Point) -> int:
+def count_min_pages(point: Point) -> int:
     """Return the minimum number of pages with which this point can run: `serve` continues with one
     request at a time.
     """
     if point.load is None:
-        return pages_needed(point)
-    return memory.pages_for(point.context, point.layout, point.page_size) + memory.PAGES_OF_PADDING
+        return count_needed_pages(point)
+    return memory.count_pages(point.context, point.layout, point.page_size) + memory.PAGES_OF_PADDING
 
 
-def same_engine(a: Point, b: Point) -> bool:
+def is_same_engine(a: Point, b: Point) -> bool:
     """Return True if two points can share weights, pools and process groups."""
     return engine_values(a) == engine_values(b)
 
 
-def same_path(a: Point, b: Point) -> bool:
+def is_same_path(a: Point, b: Point) -> bool:
     """Return True if two points are computed by the same kernels and collectives."""
-    return a.values(Role.PATH) == b.values(Role.PATH)
+    return a.get_values(Role.PATH) == b.get_values(Role.PATH)
 
 
 class _Rank:
@@ -203,68 +205,68 @@ class _Rank:
         """
         self.point, self.shape, self.itemsize = point, shape, ITEMSIZE[point.dtype]
         self.fp8 = point.weights_precision == FP8
-        self.page_bytes = memory.page_bytes(shape, point.page_size, ITEMSIZE[point.kv_precision])
+        self.page_bytes = memory.compute_page_bytes(shape, point.page_size, ITEMSIZE[point.kv_precision])
         self.l2_bytes = probe.l2_bytes or 0
-        self.fewest = self.whole = memory.all_layers(shape)
+        self.fewest = self.whole = memory.count_all_layers(shape)
         self.room, self.buffers = CPU_BYTES // point.world, 0
         self.gpu = probe.device == "cuda" and probe.memory_bytes is not None
         if self.gpu:
-            self.fewest = memory.least_layers(
+            self.fewest = memory.compute_min_layers(
                 shape, point.layout, self.itemsize, self.l2_bytes, point.group_wide, fp8=self.fp8
             )
             self.room = (probe.memory_bytes or 0) - memory.RESERVE_BYTES
             if chunk:
                 kv_itemsize = ITEMSIZE[point.kv_precision]
-                self.buffers = memory.prefill_bytes(
+                self.buffers = memory.compute_prefill_bytes(
                     shape, point.layout, chunk, self.itemsize, point.ep, kv_itemsize=kv_itemsize
                 )
                 self.room -= self.buffers
 
-    def weight_bytes(self, layers: Layers) -> int:
+    def compute_weight_bytes(self, layers: Layers) -> int:
         """Return the bytes of this many distinct layers."""
         point = self.point
-        return memory.weight_bytes(
+        return memory.compute_weight_bytes(
             self.shape, point.layout, self.itemsize, *layers, point.group_wide, fp8=self.fp8, ep=point.ep
         )
 
-    def pages_beside(self, layers: Layers) -> int:
+    def compute_pages_left(self, layers: Layers) -> int:
         """Return the number of pages that fit next to these layers; negative if the layers alone do not fit."""
-        return min((self.room - self.weight_bytes(layers)) // self.page_bytes, self.most_pages)
+        return min((self.room - self.compute_weight_bytes(layers)) // self.page_bytes, self.max_pages)
 
     @property
-    def most_pages(self) -> int:
+    def max_pages(self) -> int:
         """Maximum number of pages in which every token has a location."""
         return memory.LOCATIONS // (self.point.page_size * self.point.dcp)
 
-    def layers_beside(self, pages: int) -> Layers:
+    def fit_layers(self, pages: int) -> Layers:
         """Return as many layers as fit next to a pool of this many pages; raise NoRoomError if the fewest do not."""
-        if self.pages_beside(self.fewest) < pages:
-            raise self._too_small(pages)
+        if self.compute_pages_left(self.fewest) < pages:
+            raise self._make_no_room_error(pages)
         dense, moe = self.fewest
-        while dense < self.whole.dense and self.pages_beside(Layers(dense + 1, moe)) >= pages:
+        while dense < self.whole.dense and self.compute_pages_left(Layers(dense + 1, moe)) >= pages:
             dense += 1
-        while moe < self.whole.moe and self.pages_beside(Layers(dense, moe + 1)) >= pages:
+        while moe < self.whole.moe and self.compute_pages_left(Layers(dense, moe + 1)) >= pages:
             moe += 1
         return Layers(dense, moe)
 
-    def plan(self, pages: int, held: Layers, **limits: Any) -> EnginePlan:  # noqa: ANN401 -- fields of several types
+    def make_plan(self, pages: int, held: Layers, **limits: Any) -> EnginePlan:  # noqa: ANN401 -- fields of several types
         """Return the plan with this pool, these layers, and `limits` on what points may request."""
         layout, wide = self.point.layout, self.point.group_wide
-        sure = sum(held) * memory.sure_bytes(self.shape, layout, self.itemsize, wide, fp8=self.fp8)
+        sure = sum(held) * memory.compute_certain_bytes(self.shape, layout, self.itemsize, wide, fp8=self.fp8)
         return EnginePlan(
             point=self.point,
             pages=pages,
             kv_bytes=pages * self.page_bytes,
-            weight_bytes=self.weight_bytes(held),
-            full_weight_bytes=self.weight_bytes(self.whole),
+            weight_bytes=self.compute_weight_bytes(held),
+            full_weight_bytes=self.compute_weight_bytes(self.whole),
             held=held,
             layers=self.shape.layers,
             l2_warm=sure < memory.CACHE_FACTOR * self.l2_bytes,
             **limits,
         )
 
-    def _too_small(self, pages: int) -> NoRoomError:
-        kv, weights, layout = pages * self.page_bytes, self.weight_bytes(self.fewest), self.point.layout
+    def _make_no_room_error(self, pages: int) -> NoRoomError:
+        kv, weights, layout = pages * self.page_bytes, self.compute_weight_bytes(self.fewest), self.point.layout
         name = self.point.instance_name
         if self.gpu:
             return NoRoomError(

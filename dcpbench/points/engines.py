@@ -15,7 +15,7 @@ UNKNOWN_FIELDS: dict[str, Any] = {"chunk": 0, "policy": UNKNOWN, "prefix_cache":
 """Values of fields of a load that only the engine has, such as how requests share steps."""
 
 
-def engine_point(
+def make_engine_point(
     *,
     model: str,
     layout: Mapping[str, int],
@@ -54,7 +54,7 @@ def engine_point(
         interleave=0,
         weights=UNKNOWN,
         load=load,
-        settings=setting_text(settings or {}),
+        settings=format_settings(settings or {}),
         repeat=repeat,
         disaggregate=disaggregate,
         pp=layout.get("pp", 1),
@@ -63,13 +63,13 @@ def engine_point(
     )
 
 
-def setting_text(settings: Mapping[str, str]) -> str:
+def format_settings(settings: Mapping[str, str]) -> str:
     """Return the varied parameters of a server as a point stores them, without secrets:
     `max-num-seqs=32, dtype=half`.
     """
     return redact(SETTING.join(f"{name}={value}" for name, value in settings.items()))
 
 
-def engine_load(**fields: Any) -> Load:  # noqa: ANN401 -- fields of several types
+def make_engine_load(**fields: Any) -> Load:  # noqa: ANN401 -- fields of several types
     """Return a load that another engine serves."""
     return Load(**UNKNOWN_FIELDS, **fields)

@@ -27,7 +27,7 @@ import msgspec
 
 from dcpbench.points import memory
 from dcpbench.points.budget import ITEMSIZE
-from dcpbench.points.layout import OWN_HEADS, local_length
+from dcpbench.points.layout import OWN_HEADS, compute_local_length
 from dcpbench.points.names import FP8
 from dcpbench.points.shapes import KV_WIDTH, LATENT, SCALE_BLOCK
 
@@ -66,23 +66,23 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     """Number of times that ranks have to wait for each other."""
 
     @property
-    def nothing(self) -> bool:
+    def is_empty(self) -> bool:
         """Return True if there is no work."""
         return not (self.memory_bytes or self.flops or self.received_bytes or self.barriers)
 
 
-def flops_limit(work: Work, limits: Mapping[str, float]) -> str:
+def get_flops_limit(work: Work, limits: Mapping[str, float]) -> str:
     """Return the name of the limit for the operations on a GPU with these limits, even if the GPU lacks that limit."""
     return work.otherwise if work.otherwise and work.flops_limit not in limits else work.flops_limit
 
 
-def floor_us(work: Work, limits: Mapping[str, float]) -> float | None:
+def compute_floor_us(work: Work, limits: Mapping[str, float]) -> float | None:
     """Return the minimum time of a call in µs; None if a limit that it needs is unknown, or if it does nothing.
 
     max(memory_bytes / memory, flops / matmul, barriers · barrier + received_bytes / peer), with limits by name: `read`
     or `copy` and `peer` in bytes/s, `matmul` or `matmul_fp8` in operations/s, `barrier` in s.
     """
-    multiplied = flops_limit(work, limits)
+    multiplied = get_flops_limit(work, limits)
     needs = {work.memory_limit: work.memory_bytes, multiplied: work.flops}
     needs |= {"peer": work.received_bytes, "barrier": work.barriers}
     if any(amount and name not in limits for name, amount in needs.items()):
@@ -92,7 +92,7 @@ def floor_us(work: Work, limits: Mapping[str, float]) -> float | None:
     return max(seconds[work.memory_limit], seconds[multiplied], waiting + seconds["peer"]) * 1e6 or None
 
 
-def attention_work(
+def compute_attention_work(
     heads: int,
     lengths: Sequence[int],
     itemsize: int,
@@ -118,7 +118,7 @@ def attention_work(
     )
 
 
-def product_work(product: memory.Product, rows: int, itemsize: int) -> Work:
+def compute_product_work(product: memory.Product, rows: int, itemsize: int) -> Work:
     """Return the work of a linear layer: its weights, inputs and results once, 2 operations per weight and row."""
     through = rows * product.heads * (product.inputs + product.outputs)
     return Work(
@@ -126,7 +126,7 @@ def product_work(product: memory.Product, rows: int, itemsize: int) -> Work:
     )
 
 
-def expert_work(
+def compute_expert_work(
     product: memory.Product, *, gated: bool, rows_in: int, rows: int, hit: int, itemsize: int, scaled: bool = False
 ) -> Work:
     """Return the work of a product of a rank's experts: weights of the `hit` experts that have a row, rows in and
@@ -150,9 +150,9 @@ def expert_work(
     )
 
 
-def linear_work(product: memory.Product, rows: int, *, itemsize: int, scaled: bool) -> Work:
+def compute_linear_work(product: memory.Product, rows: int, *, itemsize: int, scaled: bool) -> Work:
     """Return the work of a linear layer with unquantised rows and results, over weights that may be fp8 with scales."""
-    found = product_work(product, rows, itemsize)
+    found = compute_product_work(product, rows, itemsize)
     if not scaled:
         return found
     blocks = math.ceil(product.inputs / SCALE_BLOCK) * math.ceil(product.outputs / SCALE_BLOCK)
@@ -160,7 +160,7 @@ def linear_work(product: memory.Product, rows: int, *, itemsize: int, scaled: bo
     return msgspec.structs.replace(found, memory_bytes=found.memory_bytes - fewer, flops_limit="matmul_fp8")
 
 
-def gather_work(message_bytes: int, ranks: int) -> Work:
+def compute_gather_work(message_bytes: int, ranks: int) -> Work:
     """Return the work of an all-gather, reduce-scatter or all-to-all: a rank receives (N − 1)/N of the message behind
     one barrier.
     """
@@ -169,26 +169,26 @@ def gather_work(message_bytes: int, ranks: int) -> Work:
     return Work(received_bytes=round((ranks - 1) / ranks * message_bytes), barriers=1)
 
 
-def all_reduce_work(message_bytes: int, ranks: int) -> Work:
+def compute_all_reduce_work(message_bytes: int, ranks: int) -> Work:
     """Return the work of summing all ranks' messages on all of them: a rank receives 2·(N − 1)/N of the message."""
-    return gather_work(2 * message_bytes, ranks)
+    return compute_gather_work(2 * message_bytes, ranks)
 
 
-def query_work(batch: int, heads: int, ranks: int, width: int, itemsize: int) -> Work:
+def compute_query_work(batch: int, heads: int, ranks: int, width: int, itemsize: int) -> Work:
     """Return the work of gathering the queries of a DCP group: (N − 1)/N·B·H·Q numbers behind one barrier."""
-    return gather_work(batch * heads * width * itemsize, ranks)
+    return compute_gather_work(batch * heads * width * itemsize, ranks)
 
 
-def merge_work(batch: int, heads: int, ranks: int, value: int, itemsize: int) -> Work:
+def compute_merge_work(batch: int, heads: int, ranks: int, value: int, itemsize: int) -> Work:
     """Return the work of receiving partial outputs and lse of a rank's heads: (N − 1)/N·B·H·(R numbers + 4 bytes), one
     barrier.
 
     `value` is the number of columns of an output: R, or V if outputs are projected first.
     """
-    return gather_work(batch * heads * (value * itemsize + LSE_BYTES), ranks)
+    return compute_gather_work(batch * heads * (value * itemsize + LSE_BYTES), ranks)
 
 
-def exchanged_bytes(
+def compute_exchanged_bytes(
     exchange: str, batch: int, heads: int, ranks: int, width: int, value: int, itemsize: int
 ) -> tuple[int, int]:
     """Return the bytes that a rank receives by an exchange's own algorithm (exchange/*.py): (queries, partial outputs
@@ -196,15 +196,15 @@ def exchanged_bytes(
 
     `ag_rs` sums outputs in fp32 (its bench's `-bf16` in two bytes), and gives each rank the lse of all.
     """
-    queries = query_work(batch, heads, ranks, width, itemsize).received_bytes
-    merged = merge_work(batch, heads, ranks, value, itemsize).received_bytes
+    queries = compute_query_work(batch, heads, ranks, width, itemsize).received_bytes
+    merged = compute_merge_work(batch, heads, ranks, value, itemsize).received_bytes
     if exchange.startswith("ag_rs"):
         numbers = batch * heads * value * (ranks - 1) // ranks
         merged = numbers * (2 if exchange.endswith("-bf16") else 4) + (ranks - 1) * batch * heads * LSE_BYTES
     return queries, merged
 
 
-def expected_hit(experts: int, top_k: int, tokens: int) -> float:
+def estimate_experts_hit(experts: int, top_k: int, tokens: int) -> float:
     """Return the expected number of experts with a token if all E are equally likely: E·(1 − (1 − k/E)^T), regardless
     of groups.
     """
@@ -240,7 +240,7 @@ class Sharding:
     """
 
     @classmethod
-    def of(cls, point: Point, shape: ModelShape) -> Sharding:
+    def from_point(cls, point: Point, shape: ModelShape) -> Sharding:
         """Return the sharding of a point."""
         return cls(
             shape=shape,
@@ -258,9 +258,9 @@ class Sharding:
         """Bytes of a KV row as it is stored."""
         return self.shape.kv_width * (self.kv_itemsize or self.itemsize)
 
-    def linear(self, product: memory.Product, rows: int) -> Work:
+    def get_linear_work(self, product: memory.Product, rows: int) -> Work:
         """Return the work of a linear layer with weights stored like those of linear layers and experts."""
-        return linear_work(product, rows, itemsize=self.itemsize, scaled=self.scaled)
+        return compute_linear_work(product, rows, itemsize=self.itemsize, scaled=self.scaled)
 
     @property
     def expert_ranks(self) -> int:
@@ -272,15 +272,15 @@ class Sharding:
         """Width of an expert on one rank."""
         return self.shape.moe_inter * self.expert_ranks // self.layout.tp
 
-    def routed(self, ids: Sequence[int]) -> list[Routed]:
+    def count_routed(self, ids: Sequence[int]) -> list[Routed]:
         """Return the work of each rank if tokens select these experts, k per token."""
         each = self.shape.experts // self.expert_ranks
         of_rank = [[e for e in ids if e // each == rank] for rank in range(self.expert_ranks)]
         return [Routed(hit=len(set(found)), rows=len(found)) for found in of_rank]
 
-    def expected(self, tokens: int) -> Routed:
+    def estimate_routed(self, tokens: int) -> Routed:
         """Return the expected work of a rank if only the number of tokens is known: all experts are equally likely."""
-        hit = expected_hit(self.shape.experts, self.shape.top_k, tokens) / self.expert_ranks
+        hit = estimate_experts_hit(self.shape.experts, self.shape.top_k, tokens) / self.expert_ranks
         return Routed(hit=round(hit), rows=round(tokens * self.shape.top_k / self.expert_ranks))
 
 
@@ -312,7 +312,7 @@ class StepRows:
         return self.tokens - self.idle
 
 
-def step_floors(sharding: Sharding, step: StepRows, limits: Mapping[str, float]) -> dict[str, float] | None:
+def compute_step_floors(sharding: Sharding, step: StepRows, limits: Mapping[str, float]) -> dict[str, float] | None:
     """Return the floor in µs of each phase (measuring.ranges.PHASES) with work, over all layers.
 
     Return None if a limit is unknown: a sum without one of its terms would be too low. Phases are profiled on rank 0,
@@ -320,83 +320,85 @@ def step_floors(sharding: Sharding, step: StepRows, limits: Mapping[str, float])
     layer, as its measured time does. Without known routing all ranks have the same work.
     """
     found: dict[str, float] = {}
-    for phase, times, work in phase_works(sharding, step):
-        if work.nothing:
+    for phase, times, work in iter_phase_works(sharding, step):
+        if work.is_empty:
             continue
-        us = floor_us(work, limits)
+        us = compute_floor_us(work, limits)
         if us is None:
             return None
         found[phase] = found.get(phase, 0.0) + times * us
     for layer in step.routing:
-        waits = [_experts_us(sharding, step, routed, limits) for routed in layer]
+        waits = [_compute_experts_us(sharding, step, routed, limits) for routed in layer]
         if max(waits) > waits[0]:
             found["mlp_reduce"] = found.get("mlp_reduce", 0.0) + max(waits) - waits[0]
     return found
 
 
-def step_matmul_s(sharding: Sharding, step: StepRows, limits: Mapping[str, float]) -> float | None:
+def compute_step_matmul_s(sharding: Sharding, step: StepRows, limits: Mapping[str, float]) -> float | None:
     """Return the seconds that operations of a step take on rank 0 at the matrix rates, each at the rate of its
     operands.
 
     Counted are all linear layers, experts and attention. Return None if a rate is unknown.
     """
     works = [
-        (times * work.flops, flops_limit(work, limits)) for _, times, work in phase_works(sharding, step) if work.flops
+        (times * work.flops, get_flops_limit(work, limits))
+        for _, times, work in iter_phase_works(sharding, step)
+        if work.flops
     ]
     if any(limit not in limits for _, limit in works):
         return None
     return sum(flops / limits[limit] for flops, limit in works)
 
 
-def phase_works(sharding: Sharding, step: StepRows) -> Iterator[tuple[str, int, Work]]:
+def iter_phase_works(sharding: Sharding, step: StepRows) -> Iterator[tuple[str, int, Work]]:
     """Yield (phase, number of calls in a step, the work of an operator) for rank 0."""
     s, layout, itemsize = sharding.shape, sharding.layout, sharding.itemsize
     hidden_bytes = s.hidden * itemsize
-    layers = memory.all_layers(s)
+    layers = memory.count_all_layers(s)
     rows = step.rows
-    reduced = all_reduce_work(rows * hidden_bytes, layout.attn_tp)
+    reduced = compute_all_reduce_work(rows * hidden_bytes, layout.attn_tp)
     yield "embed", 1, Work(memory_bytes=2 * rows * hidden_bytes)
     yield "embed", 1, reduced
     # The first reads the residual alone, the one behind the last layer belongs to the LM head.
     yield "norm", 2 * s.layers - 1, Work(memory_bytes=4 * rows * hidden_bytes)
     yield "norm", 1, Work(memory_bytes=2 * rows * hidden_bytes)
-    for phase, work in itertools.chain(_attention(sharding, step), _prefill(sharding, step)):
+    for phase, work in itertools.chain(_iter_attention_works(sharding, step), _iter_prefill_works(sharding, step)):
         yield phase, s.layers, work
     yield "attn_reduce", s.layers, reduced
-    yield "dp_gather", s.layers, gather_work(step.tokens * hidden_bytes, layout.dp)
-    for product in memory.mlp_products(s, s.dense_inter // layout.tp):
-        yield "dense_mlp", layers.dense, sharding.linear(product, step.tokens)
-    yield from _moe(sharding, step, layers.moe)
-    yield "mlp_reduce", s.layers, gather_work(step.tokens * hidden_bytes, layout.dp)
+    yield "dp_gather", s.layers, compute_gather_work(step.tokens * hidden_bytes, layout.dp)
+    for product in memory.make_mlp_products(s, s.dense_inter // layout.tp):
+        yield "dense_mlp", layers.dense, sharding.get_linear_work(product, step.tokens)
+    yield from _iter_moe_works(sharding, step, layers.moe)
+    yield "mlp_reduce", s.layers, compute_gather_work(step.tokens * hidden_bytes, layout.dp)
     yield "mlp_reduce", s.layers, reduced
-    head = memory.Product(s.hidden, memory.vocab_rows(s, layout))
-    yield "lm_head", 1, product_work(head, step.sampled, itemsize)
-    yield "lm_head", 1, gather_work(step.sampled * CANDIDATE_BYTES * layout.attn_tp, layout.attn_tp)
+    head = memory.Product(s.hidden, memory.compute_vocab_rows(s, layout))
+    yield "lm_head", 1, compute_product_work(head, step.sampled, itemsize)
+    yield "lm_head", 1, compute_gather_work(step.sampled * CANDIDATE_BYTES * layout.attn_tp, layout.attn_tp)
 
 
-def _attention(sharding: Sharding, step: StepRows) -> Iterator[tuple[str, Work]]:
+def _iter_attention_works(sharding: Sharding, step: StepRows) -> Iterator[tuple[str, Work]]:
     """Yield the work of one layer's projections, of writing the new KV rows, and of decode attention."""
     s, layout, itemsize, wide = sharding.shape, sharding.layout, sharding.itemsize, sharding.wide
-    products = memory.attention_products(s, layout, wide)
-    absorbed = functools.partial(product_work, itemsize=itemsize)
+    products = memory.make_attention_products(s, layout, wide)
+    absorbed = functools.partial(compute_product_work, itemsize=itemsize)
     decodes, heads = len(step.decodes), s.heads // layout.attn_tp * layout.dcp
-    yield "qkv_proj", sharding.linear(products["qkv_a"], step.rows)
+    yield "qkv_proj", sharding.get_linear_work(products["qkv_a"], step.rows)
     if "q_b" in products:
-        yield "qkv_proj", sharding.linear(products["q_b"], step.rows)
+        yield "qkv_proj", sharding.get_linear_work(products["q_b"], step.rows)
     yield "kv_write", Work(memory_bytes=step.rows * (s.kv_width * itemsize + sharding.row_bytes))
-    yield "o_proj", sharding.linear(products["o"], step.rows)
+    yield "o_proj", sharding.get_linear_work(products["o"], step.rows)
     if not decodes:
         return
     yield "qkv_proj", absorbed(products["w_uk"], decodes)
     if not wide.query:
-        yield "q_gather", query_work(decodes, heads, layout.dcp, s.kv_width, itemsize)
-    lengths = [local_length(n, 0, layout.dcp, sharding.interleave) for n in step.decodes]
-    yield "attention", attention_work(heads, lengths, itemsize, s.kv_width, s.latent, sharding.kv_itemsize)
-    yield "merge", merge_work(decodes, heads, layout.dcp, s.value if wide.value else s.latent, itemsize)
+        yield "q_gather", compute_query_work(decodes, heads, layout.dcp, s.kv_width, itemsize)
+    lengths = [compute_local_length(n, 0, layout.dcp, sharding.interleave) for n in step.decodes]
+    yield "attention", compute_attention_work(heads, lengths, itemsize, s.kv_width, s.latent, sharding.kv_itemsize)
+    yield "merge", compute_merge_work(decodes, heads, layout.dcp, s.value if wide.value else s.latent, itemsize)
     yield "o_proj", absorbed(products["w_uv"], decodes)
 
 
-def _prefill(sharding: Sharding, step: StepRows) -> Iterator[tuple[str, Work]]:
+def _iter_prefill_works(sharding: Sharding, step: StepRows) -> Iterator[tuple[str, Work]]:
     """Yield the work of one layer's attention of chunks: n tokens behind p stored ones, with keys and values of this
     rank's heads.
 
@@ -413,7 +415,7 @@ def _prefill(sharding: Sharding, step: StepRows) -> Iterator[tuple[str, Work]]:
     weights = s.latent * heads * (s.nope + s.value)
     numbers = tokens * s.kv_width + weights + tokens * heads * (s.nope + s.rope + s.value)
     decompressed, attended = (tokens + stored) * weights, pairs * heads * (s.nope + s.rope + s.value)
-    yield "prefix_gather", gather_work(stored * sharding.row_bytes, layout.dcp)
+    yield "prefix_gather", compute_gather_work(stored * sharding.row_bytes, layout.dcp)
     yield (
         "prefill",
         Work(
@@ -424,25 +426,25 @@ def _prefill(sharding: Sharding, step: StepRows) -> Iterator[tuple[str, Work]]:
     )
 
 
-def _moe(sharding: Sharding, step: StepRows, layers: int) -> Iterator[tuple[str, int, Work]]:
+def _iter_moe_works(sharding: Sharding, step: StepRows, layers: int) -> Iterator[tuple[str, int, Work]]:
     """Yield the work of the router, the shared expert and rank 0's experts, for all layers that have them."""
     s, layout, itemsize = sharding.shape, sharding.layout, sharding.itemsize
-    yield "moe", layers, product_work(memory.Product(s.hidden, s.experts), step.tokens, itemsize)
+    yield "moe", layers, compute_product_work(memory.Product(s.hidden, s.experts), step.tokens, itemsize)
     if s.shared_experts:
-        for product in memory.mlp_products(s, s.shared_experts * s.moe_inter // layout.tp):
-            yield "moe", layers, sharding.linear(product, step.tokens)
-    routing = [(1, layer[0]) for layer in step.routing] or [(layers, sharding.expected(step.live))]
+        for product in memory.make_mlp_products(s, s.shared_experts * s.moe_inter // layout.tp):
+            yield "moe", layers, sharding.get_linear_work(product, step.tokens)
+    routing = [(1, layer[0]) for layer in step.routing] or [(layers, sharding.estimate_routed(step.live))]
     for times, routed in routing:
-        for work in expert_works(sharding, step, routed):
+        for work in iter_expert_works(sharding, step, routed):
             yield "moe", times, work
 
 
-def expert_works(sharding: Sharding, step: StepRows, routed: Routed) -> Iterator[Work]:
+def iter_expert_works(sharding: Sharding, step: StepRows, routed: Routed) -> Iterator[Work]:
     """Yield the work of both products of a rank's experts in one layer."""
-    for number, product in enumerate(memory.mlp_products(sharding.shape, sharding.expert_width)):
+    for number, product in enumerate(memory.make_mlp_products(sharding.shape, sharding.expert_width)):
         gated = number == 0
         rows_in = min(step.live, routed.rows) if gated else routed.rows
-        yield expert_work(
+        yield compute_expert_work(
             product,
             gated=gated,
             rows_in=rows_in,
@@ -453,5 +455,5 @@ def expert_works(sharding: Sharding, step: StepRows, routed: Routed) -> Iterator
         )
 
 
-def _experts_us(sharding: Sharding, step: StepRows, routed: Routed, limits: Mapping[str, float]) -> float:
-    return sum(floor_us(work, limits) or 0.0 for work in expert_works(sharding, step, routed))
+def _compute_experts_us(sharding: Sharding, step: StepRows, routed: Routed, limits: Mapping[str, float]) -> float:
+    return sum(compute_floor_us(work, limits) or 0.0 for work in iter_expert_works(sharding, step, routed))

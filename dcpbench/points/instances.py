@@ -7,11 +7,11 @@ import re
 
 from dcpbench.errors import UsageError
 
-MOST = 256
+MAX_INSTANCES = 256
 """Maximum number of instances of one point; more only take longer."""
 HOW_TO_WRITE = "write P:D such as 1:2 (or 1P2D), or a number such as 3 for instances that do both"
 _SPLIT = re.compile(r"(\d{1,9})\s*(?::|[pP])\s*(\d{1,9})\s*[dD]?")
-_ALIKE = re.compile(r"\d{1,9}")
+_COUNT = re.compile(r"\d{1,9}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,12 +53,12 @@ class Instances:
             return f"{self.prefill}P{self.decode}D"
         return "" if self.both == 1 else f"×{self.both}"
 
-    def alike(self) -> Instances:
+    def convert_to_both(self) -> Instances:
         """Return the same number of instances, all of which do both."""
         return Instances(both=self.count)
 
 
-def parse(value: object) -> Instances:
+def parse_instances(value: object) -> Instances:
     """Parse `1:2`, `1P2D`, `3` or an empty value; raise UsageError with the accepted forms."""
     text = "" if isinstance(value, bool) else str(value).strip()
     if text == "":
@@ -68,12 +68,12 @@ def parse(value: object) -> Instances:
         if not made.prefill or not made.decode:
             side = "prefill" if not made.prefill else "decode"
             raise UsageError(f"--disaggregate {text}: no instance would {side}; {HOW_TO_WRITE}.")
-    elif _ALIKE.fullmatch(text):
+    elif _COUNT.fullmatch(text):
         made = Instances(both=int(text))
     else:
         raise UsageError(f"--disaggregate {text[:80]}: not a ratio of instances; {HOW_TO_WRITE}.")
-    if not 1 <= made.count <= MOST:
-        raise UsageError(f"--disaggregate {text}: {made.count:,} instances; write 1 to {MOST} in all.")
+    if not 1 <= made.count <= MAX_INSTANCES:
+        raise UsageError(f"--disaggregate {text}: {made.count:,} instances; write 1 to {MAX_INSTANCES} in all.")
     return made
 
 
@@ -83,5 +83,5 @@ def count_gpus(each: int, disaggregate: str, prefill_gpus: int = 0) -> int:
     `each` is the number of GPUs of an instance, `prefill_gpus` that of a prefill instance if it differs. Raise
     UsageError for a text that `parse` refuses.
     """
-    found = parse(disaggregate)
+    found = parse_instances(disaggregate)
     return each * found.serving + (prefill_gpus or each) * found.prefill if each else 0

@@ -71,7 +71,7 @@ class Band(msgspec.Struct, frozen=True, kw_only=True):
         """Return the largest error of the cases as a factor, 1 or more, whichever way it was."""
         return max(self.high, 1 / self.low, 1.0)
 
-    def around(self, ms: float, error: float = 0.0) -> tuple[float, float]:
+    def compute_ends(self, ms: float, error: float = 0.0) -> tuple[float, float]:
         """Return the ends around a forecast, which may be off by a further share `error`."""
         factor = self.factor * (1 + error)
         return ms / factor, ms * factor
@@ -101,7 +101,7 @@ def find_band(
     """
     of_kind = [case for case in cases if case.kind == kind]
     if kind == ESTIMATED and metric == "itl":
-        limit = max_sure_share(cases)
+        limit = compute_max_sure_share(cases)
         if mixed_share is None or mixed_share >= limit:
             return None
         of_kind = [case for case in of_kind if case.mixed_share is not None and case.mixed_share < limit]
@@ -114,7 +114,7 @@ def find_band(
     return Band(low=min(ratios), high=max(ratios), cases=len(chosen), machines=len({case.machine for case in chosen}))
 
 
-def max_sure_share(cases: Iterable[Case]) -> float:
+def compute_max_sure_share(cases: Iterable[Case]) -> float:
     """Return the share of gaps with prompts, as estimated, below which the measured share of no case reached one half.
 
     It is one half less the largest error of the estimated share.
@@ -136,7 +136,7 @@ def compute_coverage(kind: Kind, metric: Metric, arrival: str, cases: Sequence[C
         if band is None:
             unknown += 1
             continue
-        low, high = band.around(1.0)
+        low, high = band.compute_ends(1.0)
         known += 1
         inside += low <= getattr(case, metric) <= high
     return Coverage(inside=inside, cases=known, without_number=unknown)

@@ -39,7 +39,7 @@ class GroupWide:
     """W_UV (--project-first): partial outputs are projected before they are exchanged."""
 
 
-MOST_RANKS = 1 << 16
+MAX_RANKS = 1 << 16
 """Maximum number of ranks of a layout: no model is placed on more GPUs, and every divisor of a degree can be listed."""
 OWN_HEADS = GroupWide()
 """Default of GroupWide: each rank holds projections for its own heads only."""
@@ -68,18 +68,18 @@ class Layout:
         for name in DEGREES:
             if getattr(self, name) < 1:
                 raise LayoutError(f"--{name} {getattr(self, name)} is not a positive number; try --{name} 1.")
-            if getattr(self, name) > MOST_RANKS:
+            if getattr(self, name) > MAX_RANKS:
                 raise LayoutError(
-                    f"--{name} {getattr(self, name)} is more than the {MOST_RANKS:,} ranks that a layout can have; try "
+                    f"--{name} {getattr(self, name)} is more than the {MAX_RANKS:,} ranks that a layout can have; try "
                     f"--{name} 8."
                 )
         if self.tp % self.dp:
             raise LayoutError(
-                f"--dp {self.dp} does not divide --tp {self.tp}; with --tp {self.tp} these do: {_divisors(self.tp)}."
+                f"--dp {self.dp} does not divide --tp {self.tp}; with --tp {self.tp} these do: {_format_divisors(self.tp)}."
             )
         if self.attn_tp % self.dcp:
             of = f"--tp {self.tp}" if self.dp == 1 else f"--tp {self.tp} / --dp {self.dp} = {self.attn_tp}"
-            raise LayoutError(f"--dcp {self.dcp} does not divide {of}; these do: {_divisors(self.attn_tp)}.")
+            raise LayoutError(f"--dcp {self.dcp} does not divide {of}; these do: {_format_divisors(self.attn_tp)}.")
 
     @property
     def attn_tp(self) -> int:
@@ -90,31 +90,31 @@ class Layout:
         """Return `tp8`, `tp8·dcp8` or `tp8·dp2·dcp4`."""
         return f"tp{self.tp}" + (f"·dp{self.dp}" if self.dp > 1 else "") + (f"·dcp{self.dcp}" if self.dcp > 1 else "")
 
-    def vllm_name(self) -> str:
+    def format_vllm_name(self) -> str:
         """Return the layout in vLLM's terms, in which tp counts the ranks of one attention replica."""
         return f"dp{self.dp}·tp{self.attn_tp}·dcp{self.dcp}"
 
-    def dp_rank(self, rank: int) -> int:
+    def get_dp_rank(self, rank: int) -> int:
         """Return the attention replica of a rank."""
         return rank // self.attn_tp
 
-    def attn_rank(self, rank: int) -> int:
+    def get_attn_rank(self, rank: int) -> int:
         """Return the position of a rank inside its attention replica; it holds heads [attn_rank·h, (attn_rank+1)·h)."""
         return rank % self.attn_tp
 
-    def dcp_rank(self, rank: int) -> int:
+    def get_dcp_rank(self, rank: int) -> int:
         """Return which residue of the tokens a rank stores."""
         return rank % self.dcp
 
-    def attn_groups(self) -> list[list[int]]:
+    def list_attn_groups(self) -> list[list[int]]:
         """Return the ranks of each attention replica."""
         return [list(range(d * self.attn_tp, (d + 1) * self.attn_tp)) for d in range(self.dp)]
 
-    def dcp_groups(self) -> list[list[int]]:
+    def list_dcp_groups(self) -> list[list[int]]:
         """Return the groups of ranks that together hold one full KV cache."""
         return [list(range(start, start + self.dcp)) for start in range(0, self.tp, self.dcp)]
 
-    def dp_groups(self) -> list[list[int]]:
+    def list_dp_groups(self) -> list[list[int]]:
         """Return the groups of ranks with the same heads in different replicas; tokens are gathered over them for the
         MoE.
         """
@@ -125,7 +125,7 @@ class Layout:
         if shape.heads % self.attn_tp:
             raise LayoutError(
                 f"{shape.name} has {shape.heads} heads, which {self} would split over {self.attn_tp} ranks; "
-                f"tp/dp can be {_divisors(shape.heads, 64)}."
+                f"tp/dp can be {_format_divisors(shape.heads, 64)}."
             )
         shared = shape.shared_experts * shape.moe_inter
         experts = {
@@ -143,7 +143,7 @@ class Layout:
         )
         for size, text in (experts[ep], *others):
             if size % self.tp:
-                possible = _divisors(math.gcd(experts[ep][0], shape.dense_inter, shared), 64)
+                possible = _format_divisors(math.gcd(experts[ep][0], shape.dense_inter, shared), 64)
                 other = CUT if ep == WHOLE else WHOLE
                 instead = any(n % self.tp for n, _ in (experts[other], *others))
                 raise LayoutError(
@@ -164,7 +164,7 @@ def find_ep_degree(ep: str, tp: int) -> int | None:
     return int(ep) if ep.isdecimal() else None
 
 
-def name_layout(degrees: object, dp: int, ep_degree: int | None) -> str:
+def format_layout_name(degrees: object, dp: int, ep_degree: int | None) -> str:
     """Return the name of a layout: with attention data parallel it ends with the expert parallel degree, if that is known.
 
     `tp4·dp4·ep1` has tensor-parallel experts and `tp4·dp4·ep4` is expert parallel. The name `tp4·dp4` means that the source of
@@ -173,15 +173,15 @@ def name_layout(degrees: object, dp: int, ep_degree: int | None) -> str:
     return str(degrees) if dp <= 1 or ep_degree is None else f"{degrees}·ep{ep_degree}"
 
 
-def valid_layouts(shape: ModelShape, tp: int, ep: str = CUT) -> list[Layout]:
+def list_valid_layouts(shape: ModelShape, tp: int, ep: str = CUT) -> list[Layout]:
     """Return every layout of `tp` ranks that the model can take with experts placed by `ep`, smallest degrees first.
 
     Raise LayoutError for a `tp` that no layout has.
     """
     Layout(tp=tp)
     found = []
-    for dp in _divisor_list(tp):
-        for dcp in _divisor_list(tp // dp):
+    for dp in _list_divisors(tp):
+        for dcp in _list_divisors(tp // dp):
             layout = Layout(tp=tp, dp=dp, dcp=dcp)
             try:
                 layout.check_model(shape, place_experts(ep, tp))
@@ -191,30 +191,30 @@ def valid_layouts(shape: ModelShape, tp: int, ep: str = CUT) -> list[Layout]:
     return found
 
 
-def owner(loc: Ints, dcp: int, interleave: int = 1) -> Ints:
+def get_owner(loc: Ints, dcp: int, interleave: int = 1) -> Ints:
     """Return the DCP rank that stores virtual location (or token index) `loc`; also for arrays."""
     return (loc // interleave) % dcp
 
 
-def row(loc: Ints, dcp: int, interleave: int = 1) -> Ints:
+def get_row(loc: Ints, dcp: int, interleave: int = 1) -> Ints:
     """Return the physical row of `loc` in its owner's pool; also for arrays."""
     return loc // (interleave * dcp) * interleave + loc % interleave
 
 
-def loc_of(row: int, rank: int, dcp: int, interleave: int = 1) -> int:
+def get_loc(row: int, rank: int, dcp: int, interleave: int = 1) -> int:
     """Return the virtual location that `rank` stores in `row`: the inverse of (`owner`, `row`)."""
     return row // interleave * interleave * dcp + rank * interleave + row % interleave
 
 
-def local_length(tokens: int, rank: int, dcp: int, interleave: int = 1) -> int:
+def compute_local_length(tokens: int, rank: int, dcp: int, interleave: int = 1) -> int:
     """Return how many of the first `tokens` tokens of a request `rank` stores."""
     stripe = interleave * dcp
     return tokens // stripe * interleave + min(max(tokens % stripe - rank * interleave, 0), interleave)
 
 
-def local_tokens(tokens: int, rank: int, dcp: int, interleave: int = 1) -> list[int]:
+def list_local_tokens(tokens: int, rank: int, dcp: int, interleave: int = 1) -> list[int]:
     """Return the token indices that `rank` stores, in row order: the inverse map for a complete request."""
-    return [loc_of(r, rank, dcp, interleave) for r in range(local_length(tokens, rank, dcp, interleave))]
+    return [get_loc(r, rank, dcp, interleave) for r in range(compute_local_length(tokens, rank, dcp, interleave))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,7 +229,7 @@ class Prefix:
     interleave: int = 1
 
     @classmethod
-    def uneven(cls, tokens: int, requests: int, dcp: int) -> Prefix:
+    def make_uneven(cls, tokens: int, requests: int, dcp: int) -> Prefix:
         """Return `tokens` tokens of `requests` requests with lengths in the ratio 1 : 2 : 3 …, rounded."""
         ends = [tokens * i * (i + 1) // (requests * (requests + 1)) for i in range(requests + 1)]
         return cls(tuple(end - start for start, end in itertools.pairwise(ends)), dcp)
@@ -244,20 +244,20 @@ class Prefix:
         """Number of tokens of all requests."""
         return self.starts[-1]
 
-    def firsts(self, rank: int) -> list[int]:
+    def list_first_rows(self, rank: int) -> list[int]:
         """Return the first row of each request in a rank's part, followed by the end."""
-        shares = (local_length(n, rank, self.dcp, self.interleave) for n in self.lengths)
+        shares = (compute_local_length(n, rank, self.dcp, self.interleave) for n in self.lengths)
         return list(itertools.accumulate(shares, initial=0))
 
     @functools.cached_property
     def part_rows(self) -> int:
         """Number of rows of the largest part."""
-        return max(self.firsts(rank)[-1] for rank in range(self.dcp))
+        return max(self.list_first_rows(rank)[-1] for rank in range(self.dcp))
 
 
-def _divisor_list(n: int, most: int | None = None) -> list[int]:
-    return [d for d in range(1, (n if most is None else min(n, most)) + 1) if n % d == 0]
+def _list_divisors(n: int, limit: int | None = None) -> list[int]:
+    return [d for d in range(1, (n if limit is None else min(n, limit)) + 1) if n % d == 0]
 
 
-def _divisors(n: int, most: int | None = None) -> str:
-    return ", ".join(map(str, _divisor_list(n, most)))
+def _format_divisors(n: int, limit: int | None = None) -> str:
+    return ", ".join(map(str, _list_divisors(n, limit)))

@@ -28,7 +28,7 @@ import msgspec
 
 from dcpbench.errors import UsageError
 from dcpbench.points.gpus import GPUS, Gpu
-from dcpbench.points.wire import Call, Link, Prompts, Sample, Wire, wrong_prompts
+from dcpbench.points.wire import Call, Link, Prompts, Sample, Wire, describe_invalid_prompts
 
 LINKS = (
     Link(
@@ -95,7 +95,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     @property
     def wire_measured(self) -> str:
         """Return where the times of the machine's calls were measured."""
-        return self.measured if self.calls else built_in(MEASURED_ON).measured
+        return self.measured if self.calls else load_built_in(MEASURED_ON).measured
 
     @property
     def wire(self) -> Wire:
@@ -104,12 +104,12 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             next((link for link in LINKS if link.name == self.link), None) if isinstance(self.link, str) else self.link
         )
         if self.calls:
-            return Wire(_calls(self), self.gpus_per_host, link)
-        of = built_in(MEASURED_ON)
+            return Wire(_make_calls(self), self.gpus_per_host, link)
+        of = load_built_in(MEASURED_ON)
         scale = self.card.nvlink_bytes_s / of.card.nvlink_bytes_s
-        return Wire(_calls(of), self.gpus_per_host, link, scale=scale, borrowed=BORROWED_ERROR)
+        return Wire(_make_calls(of), self.gpus_per_host, link, scale=scale, borrowed=BORROWED_ERROR)
 
-    def scale(self, rate: str, measured_on: Gpu) -> tuple[float, float]:
+    def compute_scale(self, rate: str, measured_on: Gpu) -> tuple[float, float]:
         """Return (time on this GPU over the time on another one, relative error) for work bound by a named rate.
 
         Raise UsageError if either GPU lacks the rate, because nothing is known then.
@@ -125,13 +125,13 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return ratio, 0.0 if ratio == 1 else SCALE_ERROR * (1 + abs(math.log2(ratio)))
 
 
-def described(name_or_file: str) -> Machine:
+def load_machine(name_or_file: str) -> Machine:
     """Return a machine by its name, such as `H200` or `H100+rdma-400`, or by its file; raise UsageError if there is
     none.
     """
     path = Path(name_or_file)
     if path.suffix == ".toml" or path.is_file():
-        return read(path)
+        return read_machine(path)
     name, _, link = name_or_file.partition("+")
     gpu = next((g.name for g in GPUS if name.strip().lower() in (g.name.lower(), g.device.lower())), None)
     if gpu is None or (link and link not in [known.name for known in LINKS]):
@@ -140,46 +140,46 @@ def described(name_or_file: str) -> Machine:
             f"{name_or_file!r} is no machine that is known: name a GPU ({gpus}), with +LINK ({links}) for more than one host, "
             "or a file that dcpbench calibrate wrote."
         )
-    found = built_in(gpu)
+    found = load_built_in(gpu)
     return msgspec.structs.replace(found, name=name_or_file, link=link) if link else found
 
 
 @functools.cache
-def built_in(gpu: str) -> Machine:
+def load_built_in(gpu: str) -> Machine:
     """Return a host of such GPUs; the one of H200 has our measurements."""
     if gpu == MEASURED_ON:
         file = resources.files("dcpbench.points.measured") / f"{gpu.lower()}.toml"
-        return parse(file.read_bytes(), f"built-in {gpu}")
+        return parse_machine(file.read_bytes(), f"built-in {gpu}")
     return Machine(name=gpu, gpu=gpu)
 
 
-def read(path: Path) -> Machine:
+def read_machine(path: Path) -> Machine:
     """Read a machine from its file; raise UsageError that names the field."""
     try:
         content = path.read_bytes()
     except OSError as e:
         raise UsageError(f"{path}: {e.strerror}; dcpbench calibrate writes such a file.") from e
-    return parse(content, str(path))
+    return parse_machine(content, str(path))
 
 
-def parse(content: bytes, where: str) -> Machine:
+def parse_machine(content: bytes, where: str) -> Machine:
     """Parse the content of a machine's file; raise UsageError that names the field."""
     try:
         found = msgspec.convert(tomllib.loads(content.decode()), Machine)
     except msgspec.ValidationError as e:
-        said, _, place = str(e).partition(" - at `$.")
+        message, _, place = str(e).partition(" - at `$.")
         field = place.rstrip("`")
-        raise UsageError(f"{where}: {f'{field}: ' if field else ''}{said}; docs/wire.md shows a whole file.") from e
+        raise UsageError(f"{where}: {f'{field}: ' if field else ''}{message}; docs/wire.md shows a whole file.") from e
     except (ValueError, RecursionError) as e:
         why = "it is nested too deep" if isinstance(e, RecursionError) else str(e)
         raise UsageError(f"{where} is not valid TOML: {why}; docs/wire.md shows a whole file.") from e
-    wrong = _wrong(found)
+    wrong = _describe_invalid_field(found)
     if wrong:
         raise UsageError(f"{where}: {wrong}")
     return msgspec.structs.replace(found, sha256=hashlib.sha256(content).hexdigest())
 
 
-def text(machine: Machine) -> str:
+def format_machine(machine: Machine) -> str:
     """Return the text of a machine's file."""
     import json
 
@@ -206,7 +206,7 @@ def text(machine: Machine) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _calls(machine: Machine) -> dict[str, Call]:
+def _make_calls(machine: Machine) -> dict[str, Call]:
     return {name: _model_call(name, tuple(samples)) for name, samples in machine.calls.items()}
 
 
@@ -216,7 +216,7 @@ def _model_call(name: str, samples: tuple[Sample, ...]) -> Call:
     return Call(name, samples)
 
 
-def _wrong(machine: Machine) -> str:
+def _describe_invalid_field(machine: Machine) -> str:
     """Return a sentence with the first invalid field of a file and what to write instead; empty if all are valid."""
     gpus, links = [g.name for g in GPUS], [link.name for link in LINKS]
     if machine.gpu not in gpus:
@@ -231,10 +231,10 @@ def _wrong(machine: Machine) -> str:
         0 < machine.link.bytes_s < math.inf and 0 <= machine.link.latency_us < math.inf
     ):
         return "link: bytes_s and latency_us are positive numbers, such as 50e9 and 5.0."
-    return wrong_prompts(machine.prompts) or _wrong_calls(machine.calls)
+    return describe_invalid_prompts(machine.prompts) or _describe_invalid_call(machine.calls)
 
 
-def _wrong_calls(calls: dict[str, list[Sample]]) -> str:
+def _describe_invalid_call(calls: dict[str, list[Sample]]) -> str:
     for name, samples in calls.items():
         if not samples:
             return (

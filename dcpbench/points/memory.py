@@ -42,7 +42,7 @@ class Layers(NamedTuple):
     moe: int
 
 
-def all_layers(shape: ModelShape) -> Layers:
+def count_all_layers(shape: ModelShape) -> Layers:
     """Return all layers of a model."""
     return Layers(shape.first_dense, shape.layers - shape.first_dense)
 
@@ -60,7 +60,7 @@ class Product(NamedTuple):
         return self.inputs * self.outputs * self.heads
 
 
-def _side(size: int, ranks: int) -> int:
+def _compute_block_side(size: int, ranks: int) -> int:
     """Return the numbers along a side of a block of fp8 weights, for a part of length `size` that is one of `ranks` parts.
 
     The side is shorter than published if borders between ranks cut blocks. The result applies to all ranks but the
@@ -70,20 +70,20 @@ def _side(size: int, ranks: int) -> int:
     return SCALE_BLOCK if whole else math.gcd(size, SCALE_BLOCK)
 
 
-def scaled_bytes(product: Product, heights: tuple[int, ...], *, rows: int = 1, columns: int = 1) -> int:
+def compute_scaled_bytes(product: Product, heights: tuple[int, ...], *, rows: int = 1, columns: int = 1) -> int:
     """Return the bytes of a linear layer in fp8, or of one expert's: e4m3, and an fp32 scale per block of 128 × 128.
 
     Ranks may cut the blocks. Parts of these `heights` are stacked, as gate and up are. `rows` and `columns` are the
     numbers of ranks over which the first part's rows, or all columns, are split.
     """
-    side = _side(heights[0], rows)
+    side = _compute_block_side(heights[0], rows)
     for height in heights[:-1]:  # a block ends with a part
         side = math.gcd(side, height)
     blocks = sum(math.ceil(height / side) for height in heights)
-    return product.elements + blocks * math.ceil(product.inputs / _side(product.inputs, columns)) * FP32
+    return product.elements + blocks * math.ceil(product.inputs / _compute_block_side(product.inputs, columns)) * FP32
 
 
-def attention_products(shape: ModelShape, layout: Layout, wide: GroupWide = OWN_HEADS) -> dict[str, Product]:
+def make_attention_products(shape: ModelShape, layout: Layout, wide: GroupWide = OWN_HEADS) -> dict[str, Product]:
     """Return the linear layers of one layer's attention, by the names of engine/weights.py; no `q_b` without q-LoRA."""
     heads = shape.heads // layout.attn_tp
     q_heads = heads * layout.dcp if wide.query else heads
@@ -98,42 +98,44 @@ def attention_products(shape: ModelShape, layout: Layout, wide: GroupWide = OWN_
     return found if shape.q_lora is None else found | {"q_b": Product(shape.q_lora, q_width)}
 
 
-def attention_bytes(
+def compute_attention_bytes(
     shape: ModelShape, layout: Layout, itemsize: int, wide: GroupWide = OWN_HEADS, *, fp8: bool = False
 ) -> int:
     """Return the bytes of one layer's attention weights on one rank, with its norms: of q, of latent rows, and two more.
 
     With `fp8` all weights are fp8 except the norms and the absorbed ones, W_UK and W_UV.
     """
-    products = attention_products(shape, layout, wide)
+    products = make_attention_products(shape, layout, wide)
     norms = ((shape.q_lora or 0) + shape.latent + 2 * shape.hidden) * itemsize
     if not fp8:
         return sum(product.elements for product in products.values()) * itemsize + norms
     ranks = layout.attn_tp // layout.dcp if wide.query else layout.attn_tp
     qkv_a, o = products["qkv_a"], products["o"]
     above = (qkv_a.outputs - shape.kv_width, shape.kv_width)
-    found = scaled_bytes(qkv_a, above, rows=ranks if shape.q_lora is None else 1)
-    found += scaled_bytes(o, (o.outputs,), columns=layout.attn_tp)
+    found = compute_scaled_bytes(qkv_a, above, rows=ranks if shape.q_lora is None else 1)
+    found += compute_scaled_bytes(o, (o.outputs,), columns=layout.attn_tp)
     if "q_b" in products:
-        found += scaled_bytes(products["q_b"], (products["q_b"].outputs,), rows=ranks)
+        found += compute_scaled_bytes(products["q_b"], (products["q_b"].outputs,), rows=ranks)
     return found + sum(products[name].elements for name in ABSORBED) * itemsize + norms
 
 
-def mlp_products(shape: ModelShape, width: int) -> tuple[Product, Product]:
+def make_mlp_products(shape: ModelShape, width: int) -> tuple[Product, Product]:
     """Return gate and up together, and down, of an MLP or an expert that is `width` wide on a rank."""
     return Product(shape.hidden, 2 * width), Product(width, shape.hidden)
 
 
-def _mlp_bytes(shape: ModelShape, inner: int, ranks: int, itemsize: int, *, fp8: bool) -> int:
+def _compute_mlp_bytes(shape: ModelShape, inner: int, ranks: int, itemsize: int, *, fp8: bool) -> int:
     """Return the bytes of a rank's part of an MLP or an expert that is `inner` wide, split over `ranks` ranks."""
     width = inner // ranks
-    gate_up, down = mlp_products(shape, width)
+    gate_up, down = make_mlp_products(shape, width)
     if not fp8:
         return (gate_up.elements + down.elements) * itemsize
-    return scaled_bytes(gate_up, (width, width), rows=ranks) + scaled_bytes(down, (down.outputs,), columns=ranks)
+    return compute_scaled_bytes(gate_up, (width, width), rows=ranks) + compute_scaled_bytes(
+        down, (down.outputs,), columns=ranks
+    )
 
 
-def moe_bytes(shape: ModelShape, layout: Layout, itemsize: int, *, fp8: bool = False, ep: str = WHOLE) -> int:
+def compute_moe_bytes(shape: ModelShape, layout: Layout, itemsize: int, *, fp8: bool = False, ep: str = WHOLE) -> int:
     """Return the bytes of one layer's router (its bias in fp32), this rank's experts, and its slice of the shared
     expert.
 
@@ -142,33 +144,33 @@ def moe_bytes(shape: ModelShape, layout: Layout, itemsize: int, *, fp8: bool = F
     """
     router = shape.experts * shape.hidden * itemsize + shape.experts * FP32
     held, ranks = (shape.experts, layout.tp) if ep == CUT else (shape.experts // layout.tp, 1)
-    experts = held * _mlp_bytes(shape, shape.moe_inter, ranks, itemsize, fp8=fp8)
-    return router + experts + shared_bytes(shape, layout, itemsize, fp8=fp8)
+    experts = held * _compute_mlp_bytes(shape, shape.moe_inter, ranks, itemsize, fp8=fp8)
+    return router + experts + compute_shared_expert_bytes(shape, layout, itemsize, fp8=fp8)
 
 
-def shared_bytes(shape: ModelShape, layout: Layout, itemsize: int, *, fp8: bool = False) -> int:
+def compute_shared_expert_bytes(shape: ModelShape, layout: Layout, itemsize: int, *, fp8: bool = False) -> int:
     """Return the bytes of this rank's slice of the shared expert of one layer."""
     if not shape.shared_experts:
         return 0
-    return _mlp_bytes(shape, shape.shared_experts * shape.moe_inter, layout.tp, itemsize, fp8=fp8)
+    return _compute_mlp_bytes(shape, shape.shared_experts * shape.moe_inter, layout.tp, itemsize, fp8=fp8)
 
 
-def dense_bytes(shape: ModelShape, layout: Layout, itemsize: int, *, fp8: bool = False) -> int:
+def compute_dense_mlp_bytes(shape: ModelShape, layout: Layout, itemsize: int, *, fp8: bool = False) -> int:
     """Return the bytes of this rank's slice of one dense MLP."""
-    return _mlp_bytes(shape, shape.dense_inter, layout.tp, itemsize, fp8=fp8)
+    return _compute_mlp_bytes(shape, shape.dense_inter, layout.tp, itemsize, fp8=fp8)
 
 
-def vocab_rows(shape: ModelShape, layout: Layout) -> int:
+def compute_vocab_rows(shape: ModelShape, layout: Layout) -> int:
     """Return the number of vocabulary rows per rank of an attention replica; the last rank's are padded."""
     return math.ceil(shape.vocab / layout.attn_tp)
 
 
-def outer_bytes(shape: ModelShape, layout: Layout, itemsize: int) -> int:
+def compute_outer_bytes(shape: ModelShape, layout: Layout, itemsize: int) -> int:
     """Return the bytes of the embedding, the LM head (both split over an attention replica) and the final norm."""
-    return (2 * vocab_rows(shape, layout) + 1) * shape.hidden * itemsize
+    return (2 * compute_vocab_rows(shape, layout) + 1) * shape.hidden * itemsize
 
 
-def weight_bytes(
+def compute_weight_bytes(
     shape: ModelShape,
     layout: Layout,
     itemsize: int,
@@ -182,32 +184,34 @@ def weight_bytes(
     """Return the bytes of weights on one rank if `dense` + `moe` distinct layers are held; `itemsize` applies to what
     is not fp8.
     """
-    attention = (dense + moe) * attention_bytes(shape, layout, itemsize, wide, fp8=fp8)
-    mlp = dense * dense_bytes(shape, layout, itemsize, fp8=fp8) + moe * moe_bytes(
+    attention = (dense + moe) * compute_attention_bytes(shape, layout, itemsize, wide, fp8=fp8)
+    mlp = dense * compute_dense_mlp_bytes(shape, layout, itemsize, fp8=fp8) + moe * compute_moe_bytes(
         shape, layout, itemsize, fp8=fp8, ep=ep
     )
-    return outer_bytes(shape, layout, itemsize) + attention + mlp
+    return compute_outer_bytes(shape, layout, itemsize) + attention + mlp
 
 
-def pages_for(tokens: int, layout: Layout, page_size: int) -> int:
+def count_pages(tokens: int, layout: Layout, page_size: int) -> int:
     """Return the number of virtual pages (page_size × dcp tokens each) that one request of `tokens` tokens takes."""
     return math.ceil(tokens / (page_size * layout.dcp))
 
 
-def kv_pages_needed(layout: Layout, concurrency: int, context: int, page_size: int) -> int:
+def count_kv_pages(layout: Layout, concurrency: int, context: int, page_size: int) -> int:
     """Return the number of pages in each rank's pool for `concurrency` requests over the layout,
     with the padding page.
     """
     per_replica = math.ceil(concurrency / layout.dp)
-    return per_replica * pages_for(context + HEADROOM_TOKENS, layout, page_size) + PAGES_OF_PADDING
+    return per_replica * count_pages(context + HEADROOM_TOKENS, layout, page_size) + PAGES_OF_PADDING
 
 
-def page_bytes(shape: ModelShape, page_size: int, itemsize: int) -> int:
+def compute_page_bytes(shape: ModelShape, page_size: int, itemsize: int) -> int:
     """Return the bytes of one physical page of one rank, all layers."""
-    return page_size * shape.kv_bytes_per_token(itemsize)
+    return page_size * shape.compute_kv_bytes_per_token(itemsize)
 
 
-def window_bytes(shape: ModelShape, layout: Layout, tokens: int, itemsize: int, kv_itemsize: int | None = None) -> int:
+def compute_window_bytes(
+    shape: ModelShape, layout: Layout, tokens: int, itemsize: int, kv_itemsize: int | None = None
+) -> int:
     """Return the bytes of a window of `tokens` tokens of a stored prefix on one rank while a layer attends to it.
 
     Keys and values of its h heads take 2·h·(nope + P) numbers per token, because a backend may want values as wide as
@@ -220,7 +224,7 @@ def window_bytes(shape: ModelShape, layout: Layout, tokens: int, itemsize: int, 
     return tokens * (each * itemsize + travels * (kv_itemsize or itemsize))
 
 
-def prefill_bytes(
+def compute_prefill_bytes(
     shape: ModelShape, layout: Layout, tokens: int, itemsize: int, ep: str = WHOLE, *, kv_itemsize: int | None = None
 ) -> int:
     """Return the additional bytes of a step of `tokens` prompt tokens over the layout on one rank, compared with decodes.
@@ -235,7 +239,7 @@ def prefill_bytes(
         attention B · (q_lora + 2·Q + h·(3·(nope + P) + 2·V)), and h·V in fp32 where a prefix has windows
     """
     rows, heads = tokens // layout.dp, shape.heads // layout.attn_tp
-    window = window_bytes(shape, layout, max(PREFILL_WINDOW, rows), itemsize, kv_itemsize)
+    window = compute_window_bytes(shape, layout, max(PREFILL_WINDOW, rows), itemsize, kv_itemsize)
     width = shape.moe_inter if ep == WHOLE else shape.moe_inter // layout.tp
     experts = tokens * shape.top_k * (shape.hidden + 3 * width)
     hidden = (4 * tokens + 3 * rows) * shape.hidden
@@ -244,7 +248,7 @@ def prefill_bytes(
     return window + (experts + hidden + attention) * itemsize + rows * heads * shape.value * FP32
 
 
-def least_layers(
+def compute_min_layers(
     shape: ModelShape, layout: Layout, itemsize: int, l2_bytes: int, wide: GroupWide = OWN_HEADS, *, fp8: bool = False
 ) -> Layers:
     """Return the fewest distinct layers with which weights cycle through CACHE_FACTOR × L2 between two uses.
@@ -252,16 +256,16 @@ def least_layers(
     Only weights that every step certainly reads count (attention and shared expert), not the experts that routing
     selects.
     """
-    whole = all_layers(shape)
+    whole = count_all_layers(shape)
     if not whole.moe:
         return whole
-    sure = sure_bytes(shape, layout, itemsize, wide, fp8=fp8)
+    sure = compute_certain_bytes(shape, layout, itemsize, wide, fp8=fp8)
     return Layers(min(1, whole.dense), min(max(math.ceil(CACHE_FACTOR * l2_bytes / sure), 1), whole.moe))
 
 
-def sure_bytes(
+def compute_certain_bytes(
     shape: ModelShape, layout: Layout, itemsize: int, wide: GroupWide = OWN_HEADS, *, fp8: bool = False
 ) -> int:
     """Return the bytes of weights that one MoE layer certainly reads in every step: attention and shared expert."""
-    attention = attention_bytes(shape, layout, itemsize, wide, fp8=fp8)
-    return attention + shared_bytes(shape, layout, itemsize, fp8=fp8)
+    attention = compute_attention_bytes(shape, layout, itemsize, wide, fp8=fp8)
+    return attention + compute_shared_expert_bytes(shape, layout, itemsize, fp8=fp8)

@@ -67,6 +67,6 @@ TRACE_TIMES = "trace times"  # when requests of a trace come, as tables name it 
 """Text for the arrival times of a trace."""
 
 
-def flag(name: str) -> str:
+def format_flag(name: str) -> str:
     """Return the option of a name: `--page-size` for `page_size`."""
     return "--" + name.replace("_", "-")

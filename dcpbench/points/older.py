@@ -18,26 +18,26 @@ HOLD = ("point", "points", "pool_points", "engines")
 """Names of the fields that hold points in records and jobs."""
 
 
-def decode(data: bytes, decoder: msgspec.json.Decoder[T]) -> T:
+def decode_any_version(data: bytes, decoder: msgspec.json.Decoder[T]) -> T:
     """Decode a record or a job of any version; raise the decoder's errors, also if a point has a removed option
     switched on.
     """
     try:
         return decoder.decode(data)
     except msgspec.ValidationError:
-        told = msgspec.json.decode(data)
-        _leave_out(told)
-        return decoder.decode(msgspec.json.encode(told))
+        values = msgspec.json.decode(data)
+        _drop_removed_options(values)
+        return decoder.decode(msgspec.json.encode(values))
 
 
-def _leave_out(told: object) -> None:
+def _drop_removed_options(value: object) -> None:
     """Remove the removed options that are off from all points."""
-    if isinstance(told, list):
-        for one in told:
-            _leave_out(one)
-    elif isinstance(told, dict):
+    if isinstance(value, list):
+        for one in value:
+            _drop_removed_options(one)
+    elif isinstance(value, dict):
         for name, off in OFF.items():
-            if told.get(name) is off:
-                del told[name]
+            if value.get(name) is off:
+                del value[name]
         for name in HOLD:
-            _leave_out(told.get(name))
+            _drop_removed_options(value.get(name))

@@ -11,8 +11,8 @@ from dcpbench.errors import LayoutError
 from dcpbench.points import axes, names
 from dcpbench.points.axes import Axis, Role
 from dcpbench.points.bounds import Count, Number
-from dcpbench.points.instances import Instances, count_gpus, parse
-from dcpbench.points.layout import GroupWide, Layout, find_ep_degree, name_layout
+from dcpbench.points.instances import Instances, count_gpus, parse_instances
+from dcpbench.points.layout import GroupWide, Layout, find_ep_degree, format_layout_name
 from dcpbench.points.older import GONE
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ SETTING = ", "
 """Separator between the settings of a point."""
 
 
-def _key_fields(of: msgspec.Struct, later: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def _iter_key_fields(of: msgspec.Struct, later: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the fields of a key with their values; fields in `later` only if they differ from the earlier fixed
     behaviour.
     """
@@ -94,7 +94,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Return the load as it is written in keys, which never change: without fields added later that have their
         original behaviour.
         """
-        return f"Load({', '.join(f'{name}={value!r}' for name, value in _key_fields(self, LOADS_LATER))})"
+        return f"Load({', '.join(f'{name}={value!r}' for name, value in _iter_key_fields(self, LOADS_LATER))})"
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -177,7 +177,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     @property
     def instances(self) -> Instances:
         """Return the instances that serve the point; raise UsageError if `disaggregate` describes none."""
-        return parse(self.disaggregate)
+        return parse_instances(self.disaggregate)
 
     @property
     def gpus(self) -> int:
@@ -232,7 +232,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             degrees = str(self.layout)
         except LayoutError:
             degrees = f"tp{self.tp}·dp{self.dp}·dcp{self.dcp}"
-        return name_layout(f"{degrees}{outer}", self.dp, self.ep_degree)
+        return format_layout_name(f"{degrees}{outer}", self.dp, self.ep_degree)
 
     @property
     def ep_degree(self) -> int | None:
@@ -254,54 +254,54 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         """Return the number of clients of a closed loop, each with one request in flight; None for open loops."""
         return self.concurrency if self.load is not None and self.load.arrival == names.CLOSED else None
 
-    def exchange_label(self) -> str:
+    def format_exchange_label(self) -> str:
         """Return the exchange with the options that are on: `a2a +q-replicate`; empty if no exchange is known."""
-        return " ".join(self.words(EXCHANGE))
+        return " ".join(self.format_changed_fields(EXCHANGE))
 
-    def values(self, role: Role, but: Role = axes.NOTHING) -> dict[str, Value]:
+    def get_values(self, role: Role, but: Role = axes.NOTHING) -> dict[str, Value]:
         """Return the values of all fields with such a role, in order; those of the load follow the point's own."""
-        found = {axis.name: getattr(self, axis.name) for axis in point_axes(role, but)}
-        load = load_axes(role, but) if self.load else ()
+        found = {axis.name: getattr(self, axis.name) for axis in select_point_axes(role, but)}
+        load = select_load_axes(role, but) if self.load else ()
         return found | {axis.name: getattr(self.load, axis.name) for axis in load}
 
-    def words(self, role: Role, but: Role = axes.NOTHING) -> list[str]:
+    def format_changed_fields(self, role: Role, but: Role = axes.NOTHING) -> list[str]:
         """Return the point's own fields with such a role that differ from their defaults; `ep` is compared with its
         layout's default.
         """
-        said = {"ep": str(self.ep_degree) if self.ep_label else names.WHOLE}
-        return axes.words(point_axes(role, but), msgspec.structs.asdict(self) | said)
+        overrides = {"ep": str(self.ep_degree) if self.ep_label else names.WHOLE}
+        return axes.format_changed_values(select_point_axes(role, but), msgspec.structs.asdict(self) | overrides)
 
-    def key(self) -> str:
+    def get_key(self) -> str:
         """Return the identity of this point, which `--resume` and comparisons match.
 
         The key of a point never changes: it has a field that was added later only if its value is not the default, and
         it keeps removed options.
         """
-        return "/".join(f"{name}={value}" for name, value in _key_fields(self, LATER))
+        return "/".join(f"{name}={value}" for name, value in _iter_key_fields(self, LATER))
 
-    def same_but_repeat(self) -> str:
+    def get_key_without_repeat(self) -> str:
         """Return the key without the repeat, equal for all measurements of the same thing."""
-        return (msgspec.structs.replace(self, repeat=0) if self.repeat else self).key()
+        return (msgspec.structs.replace(self, repeat=0) if self.repeat else self).get_key()
 
 
-AXES, LOAD_AXES = axes.read(Point), axes.read(Load)
+AXES, LOAD_AXES = axes.read_axes(Point), axes.read_axes(Load)
 """All fields of a point except its load, and of a load, in the order of lists."""
 
 
 @functools.cache
-def point_axes(role: Role, but: Role = axes.NOTHING) -> tuple[Axis, ...]:
+def select_point_axes(role: Role, but: Role = axes.NOTHING) -> tuple[Axis, ...]:
     """Return the axes of a point's own fields that have any of `role`, and nothing of `but`."""
-    return axes.of_role(AXES, role, but)
+    return axes.select_axes(AXES, role, but)
 
 
 @functools.cache
-def load_axes(role: Role, but: Role = axes.NOTHING) -> tuple[Axis, ...]:
+def select_load_axes(role: Role, but: Role = axes.NOTHING) -> tuple[Axis, ...]:
     """Return the axes of a load's fields that have any of `role`, and nothing of `but`."""
-    return axes.of_role(LOAD_AXES, role, but)
+    return axes.select_axes(LOAD_AXES, role, but)
 
 
-HOW = tuple(axis for axis in point_axes(ENGINE | PATH) if axis.label)
+HOW = tuple(axis for axis in select_point_axes(ENGINE | PATH) if axis.label)
 """Fields for how a point is computed, besides its model and layout: options of `sweep` with these names."""
-OPTIONS = tuple(axis.name for axis in point_axes(EXCHANGE) if axis.kind is bool)
+OPTIONS = tuple(axis.name for axis in select_point_axes(EXCHANGE) if axis.kind is bool)
 """Names of the switches of an exchange."""
 LATER, LOADS_LATER = ({axis.name: axis.default for axis in of if axis.later} for of in (AXES, LOAD_AXES))

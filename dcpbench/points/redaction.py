@@ -35,26 +35,26 @@ _forms: list[str] = []  # every way in which a secret may be written, longest fi
 _secrets: dict[str, None] = {}
 
 
-def register(*values: str) -> None:
+def register_secrets(*values: str) -> None:
     """Add secrets; values that are too short or too common to be distinguished from other text are skipped."""
     new = [value for value in values if _is_secret(value) and value not in _secrets]
     if new:
         _secrets.update(dict.fromkeys(new))
-        _forms[:] = sorted({form for secret in _secrets for form in _forms_of(secret)}, key=len, reverse=True)
+        _forms[:] = sorted({form for secret in _secrets for form in _iter_forms(secret)}, key=len, reverse=True)
 
 
-def forget() -> None:
+def reset_secrets() -> None:
     """Forget all secrets, as at the beginning of a command."""
     _secrets.clear()
     _forms.clear()
 
 
-def secrets() -> tuple[str, ...]:
+def list_secrets() -> tuple[str, ...]:
     """Return the secrets, for a process that this one starts."""
     return tuple(_secrets)
 
 
-def forms() -> tuple[str, ...]:
+def list_forms() -> tuple[str, ...]:
     """Return every way in which the secrets may be written, longest first."""
     return tuple(_forms)
 
@@ -69,7 +69,7 @@ def redact(text: str) -> str:
 
 def redact_part(text: str) -> str:
     """Return the same of a text that others cut: also the beginning of a secret at its end, and the end of one at its start."""
-    return _without_cut_secrets(redact(text)) if _forms else text
+    return _remove_cut_secrets(redact(text)) if _forms else text
 
 
 def redact_bytes(data: bytes) -> bytes:
@@ -89,27 +89,27 @@ def redact_values(value: Any) -> Any:  # noqa: ANN401 - whatever JSON holds
     return [redact_values(item) for item in value] if isinstance(value, list) else value
 
 
-def command_line(words: Iterable[str]) -> str:
+def format_command_line(words: Iterable[str]) -> str:
     """Return a command line as it may be recorded and printed: redacted before it is quoted."""
     return shlex.join(map(redact, words))
 
 
 def register_environment(environment: Mapping[str, str] = os.environ) -> None:
     """Add the values of environment variables that are named as keys, tokens, secrets and passwords are."""
-    register(*(value for name, value in environment.items() if VARIABLE.search(name)))
+    register_secrets(*(value for name, value in environment.items() if VARIABLE.search(name)))
 
 
-def register_words(words: Sequence[str]) -> None:
+def register_command_line(words: Sequence[str]) -> None:
     """Add the secrets in a command line: values of options, assignments, headers, URLs, JSON, and command lines inside."""
-    register(*_in_words(words, MAX_NESTING))
+    register_secrets(*_scan_words(words, MAX_NESTING))
 
 
 def register_url(url: str) -> None:
     """Add the secrets in an address: its user and password, and the values of its query."""
-    register(*_in_url(url))
+    register_secrets(*_scan_url(url))
 
 
-def _in_words(words: Sequence[str], nesting: int) -> Iterator[str]:
+def _scan_words(words: Sequence[str], nesting: int) -> Iterator[str]:
     option = ""
     for word in words:
         if word.startswith("-"):
@@ -120,26 +120,26 @@ def _in_words(words: Sequence[str], nesting: int) -> Iterator[str]:
                 yield value
         elif option:  # vLLM's --api-key takes several
             yield word
-        yield from _in_word(word)
+        yield from _scan_word(word)
         if nesting and any(c.isspace() for c in word):
             with contextlib.suppress(ValueError):
-                yield from _in_words(shlex.split(word), nesting - 1)
+                yield from _scan_words(shlex.split(word), nesting - 1)
 
 
-def _in_word(word: str) -> Iterator[str]:
+def _scan_word(word: str) -> Iterator[str]:
     value = word.partition("=")[2] if word.startswith("-") else word
     if (assigned := ASSIGNMENT.fullmatch(word)) and VARIABLE.search(assigned[1].upper()):
         yield assigned[2]
     if (header := HEADER.fullmatch(value)) and SECRET_HEADER.search(header[1]):
-        yield from _in_header(header[2].strip())
+        yield from _scan_header(header[2].strip())
     if "://" in value:
-        yield from _in_url(value)
+        yield from _scan_url(value)
     if value.lstrip().startswith(("{", "[")):
         with contextlib.suppress(ValueError, RecursionError):
-            yield from _in_json(json.loads(value))
+            yield from _scan_json(json.loads(value))
 
 
-def _in_header(value: str) -> Iterator[str]:
+def _scan_header(value: str) -> Iterator[str]:
     """Yield the secrets in the value of a header: `Bearer KEY`, and of `Basic` the password that it encodes."""
     scheme, _, rest = value.partition(" ")
     yield rest.strip() or value
@@ -148,7 +148,7 @@ def _in_header(value: str) -> Iterator[str]:
             yield base64.b64decode(rest.strip()).decode().partition(":")[2]
 
 
-def _in_url(url: str) -> Iterator[str]:
+def _scan_url(url: str) -> Iterator[str]:
     address = re.search(r"[A-Za-z][A-Za-z0-9+.-]*://\S+", url)
     try:
         parts = urllib.parse.urlsplit(address[0] if address else url)
@@ -164,15 +164,15 @@ def _in_url(url: str) -> Iterator[str]:
             yield value or name
 
 
-def _in_json(value: object, name: str = "") -> Iterator[str]:
+def _scan_json(value: object, name: str = "") -> Iterator[str]:
     if isinstance(value, dict):
         for key, item in value.items():
-            yield from _in_json(item, str(key).replace("-", "_"))
+            yield from _scan_json(item, str(key).replace("-", "_"))
     elif isinstance(value, list):
         for item in value:
-            yield from _in_json(item, name)
+            yield from _scan_json(item, name)
     elif isinstance(value, str) and (OPTION.search(name) or name.lower() == "authorization"):
-        yield from _in_header(value)
+        yield from _scan_header(value)
 
 
 def _is_secret(value: str) -> bool:
@@ -180,7 +180,7 @@ def _is_secret(value: str) -> bool:
     return len(value) >= MIN_LENGTH and len(set(value)) >= MIN_DISTINCT and not plain
 
 
-def _forms_of(secret: str) -> Iterator[str]:
+def _iter_forms(secret: str) -> Iterator[str]:
     in_json = json.dumps(secret)[1:-1]
     yield secret
     yield in_json
@@ -193,7 +193,7 @@ def _forms_of(secret: str) -> Iterator[str]:
     yield repr(secret)[1:-1]
 
 
-def _without_cut_secrets(text: str) -> str:
+def _remove_cut_secrets(text: str) -> str:
     for form in _forms:
         for length in range(min(len(form) - 1, len(text)), MIN_LENGTH - 1, -1):
             if text.endswith(form[:length]):

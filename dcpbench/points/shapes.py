@@ -84,7 +84,7 @@ class ModelShape:
         """Numbers in one KV row: latent ‖ rope key."""
         return self.latent + self.rope
 
-    def kv_bytes_per_token(self, itemsize: int) -> int:
+    def compute_kv_bytes_per_token(self, itemsize: int) -> int:
         """Return the bytes that one token takes in one full KV cache, all layers."""
         return self.layers * self.kv_width * itemsize
 
@@ -236,11 +236,11 @@ _FIXED: dict[str, tuple[object, ...]] = {
 """Fields that change what is computed, each with the only values that the engine has; null is as good as absent."""
 
 
-def _words(text: str) -> frozenset[str]:
+def _split_words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_READ = _words(
+_READ = _split_words(
     """
     model_type architectures hidden_size num_hidden_layers num_attention_heads num_key_value_heads q_lora_rank
     kv_lora_rank qk_rope_head_dim qk_nope_head_dim qk_head_dim v_head_dim head_dim n_routed_experts num_experts
@@ -250,21 +250,21 @@ _READ = _words(
     max_position_embeddings tie_word_embeddings layer_types mlp_layer_types
     """
 ) | frozenset(_FIXED)
-_OF_TRAINING = _words(
+_OF_TRAINING = _split_words(
     """
     attention_dropout aux_loss_alpha gradient_checkpointing initializer_range num_mtp_layers
     num_nextn_predict_layers output_router_logits router_aux_loss_coef seq_aux
     """
 )
 """Fields about training, and about additional layers that predict further tokens."""
-_OF_STORAGE = _words(
+_OF_STORAGE = _split_words(
     """
     auto_map compression_config dtype ep_size pretraining_tp quantization_config torch_dtype
     transformers_version use_cache attn_implementation experts_implementation
     """
 )
 """Fields about how weights are stored, and how some engine runs them."""
-_OF_SAMPLERS = _words(
+_OF_SAMPLERS = _split_words(
     """
     bad_words_ids begin_suppress_tokens bos_token_id decoder_start_token_id diversity_penalty do_sample
     early_stopping encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty
@@ -275,7 +275,7 @@ _OF_SAMPLERS = _words(
     """
 )
 """Fields for a tokenizer or a sampler."""
-_OF_TRANSFORMERS = _words(
+_OF_TRANSFORMERS = _split_words(
     """
     chunk_size_feed_forward cross_attention_hidden_size finetuning_task id2label is_decoder label2id num_labels
     output_attentions output_hidden_states problem_type pruned_heads return_dict task_specific_params
@@ -286,7 +286,7 @@ _OF_TRANSFORMERS = _words(
 _HARMLESS = _OF_TRAINING | _OF_STORAGE | _OF_SAMPLERS | _OF_TRANSFORMERS
 """Fields that have no effect here, whatever their value, like those that begin with `_`."""
 _ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "KimiK2ForCausalLM")
-_ROPE = _words(
+_ROPE = _split_words(
     """
     type rope_type rope_theta factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim
     attention_factor truncate partial_rotary_factor
@@ -294,10 +294,10 @@ _ROPE = _words(
 )
 _UNSET: tuple[object, ...] = (None, False, 0, "", [], {})
 
-LARGEST = (1 << 31) - 1
+MAX_INT = (1 << 31) - 1
 """Maximum of integers: some kernels count sizes of tensors in 32 bits."""
-MOST_LAYERS = 10_000
-MOST_TOKENS = 1 << 24
+MAX_LAYERS = 10_000
+MAX_VOCAB = 1 << 24
 """Maximum size of a vocabulary: the greedy choice over ranks carries token ids in fp32, which has
 no odd numbers above.
 """
@@ -341,13 +341,13 @@ def from_config(config: dict[str, Any], path: Path) -> ModelShape:
     """
     if "kv_lora_rank" not in config:
         raise ModelError(
-            f"{path} is not an MLA model (model_type {_said(config.get('model_type', 'missing'))}, no 'kv_lora_rank'); "
+            f"{path} is not an MLA model (model_type {_format_value(config.get('model_type', 'missing'))}, no 'kv_lora_rank'); "
             f"give a DeepSeek-V2/V3/R1 or Kimi-K2 configuration, or one of: {', '.join(SHAPES)}."
         )
     try:
-        config = _with_defaults(config)
+        config = _apply_defaults(config)
         _check_fields(config)
-        shape = _shape(config, path)
+        shape = _parse_shape(config, path)
         _check_sizes(config, shape)
         _check_routing(shape)
         _check_rope(shape)
@@ -358,42 +358,42 @@ def from_config(config: dict[str, Any], path: Path) -> ModelShape:
     return shape
 
 
-def _shape(config: dict[str, Any], path: Path) -> ModelShape:
+def _parse_shape(config: dict[str, Any], path: Path) -> ModelShape:
     sigmoid = config["scoring_func"] == "sigmoid"
     grouped = sigmoid or config["topk_method"] == "group_limited_greedy"
-    rope = _rope(config)
-    layers = _whole(config, "num_hidden_layers", most=MOST_LAYERS)
-    position = _whole(config, "max_position_embeddings")
+    rope = _parse_rope(config)
+    layers = _parse_int(config, "num_hidden_layers", maximum=MAX_LAYERS)
+    position = _parse_int(config, "max_position_embeddings")
     return ModelShape(
         name=path.parent.name if path.name == "config.json" else path.stem,
-        hidden=_whole(config, "hidden_size"),
+        hidden=_parse_int(config, "hidden_size"),
         layers=layers,
-        heads=_whole(config, "num_attention_heads"),
-        q_lora=None if config["q_lora_rank"] is None else _whole(config, "q_lora_rank"),
-        experts=_whole(config, "n_routed_experts"),
-        top_k=_whole(config, "num_experts_per_tok"),
-        shared_experts=0 if config["n_shared_experts"] is None else _whole(config, "n_shared_experts", least=0),
-        moe_inter=_whole(config, "moe_intermediate_size"),
-        dense_inter=_whole(config, "intermediate_size"),
-        first_dense=min(_whole(config, "first_k_dense_replace", least=0), layers),
-        vocab=_whole(config, "vocab_size", most=MOST_TOKENS),
+        heads=_parse_int(config, "num_attention_heads"),
+        q_lora=None if config["q_lora_rank"] is None else _parse_int(config, "q_lora_rank"),
+        experts=_parse_int(config, "n_routed_experts"),
+        top_k=_parse_int(config, "num_experts_per_tok"),
+        shared_experts=0 if config["n_shared_experts"] is None else _parse_int(config, "n_shared_experts", minimum=0),
+        moe_inter=_parse_int(config, "moe_intermediate_size"),
+        dense_inter=_parse_int(config, "intermediate_size"),
+        first_dense=min(_parse_int(config, "first_k_dense_replace", minimum=0), layers),
+        vocab=_parse_int(config, "vocab_size", maximum=MAX_VOCAB),
         routing=config["scoring_func"],
-        groups=_whole(config, "n_group") if grouped else 1,
-        top_groups=_whole(config, "topk_group") if grouped else 1,
+        groups=_parse_int(config, "n_group") if grouped else 1,
+        top_groups=_parse_int(config, "topk_group") if grouped else 1,
         # transformers does not normalise V2's softmax weights, regardless of the field
-        normalise=sigmoid and _switch(config, "norm_topk_prob", default=True),
-        routed_scale=_number(config, "routed_scaling_factor"),
-        latent=_whole(config, "kv_lora_rank"),
-        rope=_whole(config, "qk_rope_head_dim"),
-        nope=_whole(config, "qk_nope_head_dim"),
-        value=_whole(config, "v_head_dim"),
-        rms_eps=_number(config, "rms_norm_eps", 1e-6, least=0),
-        rope_theta=_number(rope if "rope_theta" in rope else config, "rope_theta", 10000.0),
-        rope_interleaved=not sigmoid or _switch(config, "rope_interleave", default=True),
-        yarn=_yarn(rope, position),
+        normalise=sigmoid and _parse_bool(config, "norm_topk_prob", default=True),
+        routed_scale=_parse_number(config, "routed_scaling_factor"),
+        latent=_parse_int(config, "kv_lora_rank"),
+        rope=_parse_int(config, "qk_rope_head_dim"),
+        nope=_parse_int(config, "qk_nope_head_dim"),
+        value=_parse_int(config, "v_head_dim"),
+        rms_eps=_parse_number(config, "rms_norm_eps", 1e-6, minimum=0),
+        rope_theta=_parse_number(rope if "rope_theta" in rope else config, "rope_theta", 10000.0),
+        rope_interleaved=not sigmoid or _parse_bool(config, "rope_interleave", default=True),
+        yarn=_parse_yarn(rope, position),
         max_position=position,
-        tied=_switch(config, "tie_word_embeddings", default=False),
-        published=_published(config),
+        tied=_parse_bool(config, "tie_word_embeddings", default=False),
+        published=_parse_published_precision(config),
     )
 
 
@@ -408,15 +408,15 @@ _QUANTISER = {"fmt": "e4m3", "activation_scheme": "dynamic"}
 """Defaults of transformers' fp8 quantiser for fields that it does not write."""
 
 
-def _published(config: dict[str, Any]) -> str:
+def _parse_published_precision(config: dict[str, Any]) -> str:
     """Return `fp8` if `quantization_config` equals DeepSeek-V3's; else `bf16`, as for a model that is not quantised.
 
     Other quantisations change how tensors are stored but no size; `check_checkpoint` refuses them for checkpoints.
     """
-    return FP8 if _quantisation(config) == _FP8_BLOCKS else BF16
+    return FP8 if _get_quantisation(config) == _FP8_BLOCKS else BF16
 
 
-def _quantisation(config: dict[str, Any]) -> dict[str, object]:
+def _get_quantisation(config: dict[str, Any]) -> dict[str, object]:
     """Return the fields of _FP8_BLOCKS as a configuration has them; empty if nothing is quantised."""
     found = config.get("quantization_config")
     if not found:
@@ -432,31 +432,31 @@ def _check_quantisation(path: Path) -> None:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return  # load_shape reports the error
-    found = _quantisation(config) if isinstance(config, dict) else {}
+    found = _get_quantisation(config) if isinstance(config, dict) else {}
     differ = next((name for name, value in found.items() if value != _FP8_BLOCKS[name]), None)
     if differ is not None:
         raise ModelError(
-            f"{path}: in 'quantization_config' {differ!r} is {_said(found[differ])}, and quantised weights are read in fp8 "
-            f"with {_said(_FP8_BLOCKS[differ])} alone, as DeepSeek-V3 is published; give such a checkpoint, or one in bf16."
+            f"{path}: in 'quantization_config' {differ!r} is {_format_value(found[differ])}, and quantised weights are read in fp8 "
+            f"with {_format_value(_FP8_BLOCKS[differ])} alone, as DeepSeek-V3 is published; give such a checkpoint, or one in bf16."
         )
 
 
-def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
+def _apply_defaults(config: dict[str, Any]) -> dict[str, Any]:
     """Return the configuration with its family's defaults for the fields that it leaves out."""
     kind = config["model_type"]
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ValueError(
-            f"'model_type' is {_said(kind)}, which may compute otherwise; {', '.join(FAMILIES)} are supported"
+            f"'model_type' is {_format_value(kind)}, which may compute otherwise; {', '.join(FAMILIES)} are supported"
         )
     usual = FAMILIES[kind]
     found = usual | config
     routing = usual["scoring_func"]
     found["scoring_func"] = found["scoring_func"] or routing
     if found["scoring_func"] != routing:
-        raise ValueError(f"'scoring_func' is {_said(found['scoring_func'])}; {kind} has {routing!r}")
+        raise ValueError(f"'scoring_func' is {_format_value(found['scoring_func'])}; {kind} has {routing!r}")
     if found["topk_method"] not in TOPK_METHODS[routing]:
         known = " or ".join(repr(known) for known in TOPK_METHODS[routing] if known)
-        raise ValueError(f"'topk_method' is {_said(found['topk_method'])}; {kind} has {known}")
+        raise ValueError(f"'topk_method' is {_format_value(found['topk_method'])}; {kind} has {known}")
     return found
 
 
@@ -465,17 +465,21 @@ def _check_fields(config: dict[str, Any]) -> None:
     for field, values in _FIXED.items():
         value = config.get(field)
         if value is not None and not any(type(value) is type(known) and value == known for known in values):
-            raise ValueError(f"{field!r} is {_said(value)}; only {values[0]!r} is supported")
+            raise ValueError(f"{field!r} is {_format_value(value)}; only {values[0]!r} is supported")
     architectures = config.get("architectures") or []
     if not isinstance(architectures, list) or any(name not in _ARCHITECTURES for name in architectures):
-        raise ValueError(f"'architectures' is {_said(architectures)}; {', '.join(_ARCHITECTURES)} are supported")
+        raise ValueError(
+            f"'architectures' is {_format_value(architectures)}; {', '.join(_ARCHITECTURES)} are supported"
+        )
     if config["model_type"] == "deepseek_v2" and config.get("rope_interleave") not in (None, True):
-        raise ValueError(f"'rope_interleave' is {_said(config['rope_interleave'])}; deepseek_v2 has no other than True")
+        raise ValueError(
+            f"'rope_interleave' is {_format_value(config['rope_interleave'])}; deepseek_v2 has no other than True"
+        )
     for field, value in config.items():
         if field in _READ or field in _HARMLESS or field.startswith("_") or value in _UNSET:
             continue
         raise ValueError(
-            f"{_said(field)} is {_said(value)}, and dcpbench does not know what that changes; if it changes nothing "
+            f"{_format_value(field)} is {_format_value(value)}, and dcpbench does not know what that changes; if it changes nothing "
             "that is computed, take it out of a copy of this file and give the copy"
         )
 
@@ -494,7 +498,9 @@ def _check_sizes(config: dict[str, Any], shape: ModelShape) -> None:
     }
     for field, (value, source) in repeated.items():
         if config.get(field) is not None and config[field] != value:
-            raise ValueError(f"{field!r} is {_said(config[field])}; here it must be {source}, {_said(value)}")
+            raise ValueError(
+                f"{field!r} is {_format_value(config[field])}; here it must be {source}, {_format_value(value)}"
+            )
 
 
 def _check_routing(shape: ModelShape) -> None:
@@ -520,84 +526,88 @@ def _check_rope(shape: ModelShape) -> None:
         raise ValueError(f"'rope_theta' is {shape.rope_theta:g}; frequencies fall only where it is above 1")
 
 
-def _rope(config: dict[str, Any]) -> dict[str, Any]:
+def _parse_rope(config: dict[str, Any]) -> dict[str, Any]:
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(rope, dict):
-        raise ValueError(f"the rope settings are {_said(rope)}, not an object")  # noqa: TRY004 - input, not a bug
+        raise ValueError(f"the rope settings are {_format_value(rope)}, not an object")  # noqa: TRY004 - input, not a bug
     for field, value in rope.items():
         if field not in _ROPE and value is not None:
             raise ValueError(
-                f"the rope setting {_said(field)} is {_said(value)}; it is none of YaRN as DeepSeek has it"
+                f"the rope setting {_format_value(field)} is {_format_value(value)}; it is none of YaRN as DeepSeek has it"
             )
     if rope.get("partial_rotary_factor") not in (None, 1):
-        raise ValueError(f"'partial_rotary_factor' is {_said(rope['partial_rotary_factor'])}; only 1 is supported")
+        raise ValueError(
+            f"'partial_rotary_factor' is {_format_value(rope['partial_rotary_factor'])}; only 1 is supported"
+        )
     return rope
 
 
-def _yarn(rope: dict[str, Any], max_position: int) -> Yarn | None:
+def _parse_yarn(rope: dict[str, Any], max_position: int) -> Yarn | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None
     if kind != "yarn":
-        raise ValueError(f"rope scaling {_said(kind)} is not supported, only 'yarn'")
+        raise ValueError(f"rope scaling {_format_value(kind)} is not supported, only 'yarn'")
     factor = rope.get("attention_factor")
     return Yarn(
-        factor=_positive(rope, "factor"),
-        original_max_position=_whole(rope, "original_max_position_embeddings", max_position),
-        beta_fast=_positive(_given(rope, "beta_fast"), "beta_fast", 32.0),
-        beta_slow=_positive(_given(rope, "beta_slow"), "beta_slow", 1.0),
-        mscale=_number(_given(rope, "mscale"), "mscale", 0.0, least=0),
-        mscale_all_dim=_number(_given(rope, "mscale_all_dim"), "mscale_all_dim", 0.0, least=0),
-        attention_factor=None if factor is None else _number(rope, "attention_factor"),
-        truncate=_switch(rope, "truncate", default=True),
+        factor=_parse_positive(rope, "factor"),
+        original_max_position=_parse_int(rope, "original_max_position_embeddings", max_position),
+        beta_fast=_parse_positive(_drop_unset(rope, "beta_fast"), "beta_fast", 32.0),
+        beta_slow=_parse_positive(_drop_unset(rope, "beta_slow"), "beta_slow", 1.0),
+        mscale=_parse_number(_drop_unset(rope, "mscale"), "mscale", 0.0, minimum=0),
+        mscale_all_dim=_parse_number(_drop_unset(rope, "mscale_all_dim"), "mscale_all_dim", 0.0, minimum=0),
+        attention_factor=None if factor is None else _parse_number(rope, "attention_factor"),
+        truncate=_parse_bool(rope, "truncate", default=True),
     )
 
 
-def _given(rope: dict[str, Any], field: str) -> dict[str, Any]:
+def _drop_unset(rope: dict[str, Any], field: str) -> dict[str, Any]:
     """Return the settings without a field that is null or 0: transformers replaces either by the default."""
     return rope if rope.get(field) else {}
 
 
-def _whole(
-    config: dict[str, Any], field: str, default: int | None = None, *, least: int = 1, most: int = LARGEST
+def _parse_int(
+    config: dict[str, Any], field: str, default: int | None = None, *, minimum: int = 1, maximum: int = MAX_INT
 ) -> int:
     """Return a field that must be an integer within limits; raise KeyError if it is missing and has no default."""
     value = config[field] if default is None else config.get(field, default)
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
         raise ValueError(
-            f"{field!r} is {_said(value)}, which is not a {'positive' if least else 'non-negative'} integer"
+            f"{field!r} is {_format_value(value)}, which is not a {'positive' if minimum else 'non-negative'} integer"
         )
-    if value > most:
-        raise ValueError(f"{field!r} is {_said(value)}; it can be up to {most:,}")
+    if value > maximum:
+        raise ValueError(f"{field!r} is {_format_value(value)}; it can be up to {maximum:,}")
     return value
 
 
-def _number(config: dict[str, Any], field: str, default: float | None = None, *, least: float | None = None) -> float:
+def _parse_number(
+    config: dict[str, Any], field: str, default: float | None = None, *, minimum: float | None = None
+) -> float:
     """Return a field that must be a number in the range of fp32; raise KeyError if it is missing and has no default."""
     value = config[field] if default is None else config.get(field, default)
     if not isinstance(value, int | float) or isinstance(value, bool):
-        raise ValueError(f"{field!r} is {_said(value)}, which is not a number")  # noqa: TRY004 - input, not a bug
+        raise ValueError(f"{field!r} is {_format_value(value)}, which is not a number")  # noqa: TRY004 - input, not a bug
     if value != 0 and not FP32_RANGE[0] <= abs(value) <= FP32_RANGE[1]:
-        raise ValueError(f"{field!r} is {_said(value)}, which fp32 cannot hold")
-    if least is not None and value < least:
-        raise ValueError(f"{field!r} is {_said(value)}, which is below {least:g}")
+        raise ValueError(f"{field!r} is {_format_value(value)}, which fp32 cannot hold")
+    if minimum is not None and value < minimum:
+        raise ValueError(f"{field!r} is {_format_value(value)}, which is below {minimum:g}")
     return float(value)
 
 
-def _positive(config: dict[str, Any], field: str, default: float | None = None) -> float:
-    value = _number(config, field, default)
+def _parse_positive(config: dict[str, Any], field: str, default: float | None = None) -> float:
+    value = _parse_number(config, field, default)
     if value <= 0:
         raise ValueError(f"{field!r} is {value:g}, which is not a positive number")
     return value
 
 
-def _switch(config: dict[str, Any], field: str, *, default: bool) -> bool:
+def _parse_bool(config: dict[str, Any], field: str, *, default: bool) -> bool:
     value = config.get(field, default)
     if not isinstance(value, bool):
-        raise ValueError(f"{field!r} is {_said(value)}, which is neither true nor false")  # noqa: TRY004 - input
+        raise ValueError(f"{field!r} is {_format_value(value)}, which is neither true nor false")  # noqa: TRY004 - input
     return value
 
 
-def _said(value: object) -> str:
+def _format_value(value: object) -> str:
     """Format a value of a file for a sentence; long ones are shortened in the middle."""
     return reprlib.repr(value)

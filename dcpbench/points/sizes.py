@@ -12,17 +12,17 @@ KIB = 1024
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-def size_that_holds(size: float) -> str:
+def format_size_up(size: float) -> str:
     """Format bytes as `1.6KiB` for an option, rounded up so that the printed size is enough."""
-    return _rounded(size, math.ceil, "")
+    return _format_rounded(size, math.ceil, "")
 
 
-def size_text(size: float, space: str = " ") -> str:
+def format_size(size: float, space: str = " ") -> str:
     """Format bytes as `600 B`, `1.5 KiB` or `131.0 GiB`, rounded down so that the printed size fits."""
-    return _rounded(size, int, space)
+    return _format_rounded(size, int, space)
 
 
-def _rounded(size: float, whole: Callable[[float], int], space: str) -> str:
+def _format_rounded(size: float, whole: Callable[[float], int], space: str) -> str:
     """Format a size with one decimal digit, except for bytes."""
     power = 0
     while size >= KIB and power < len(UNITS) - 1:

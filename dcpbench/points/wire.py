@@ -34,7 +34,7 @@ NCCL's smallest rings is 0.22 to 0.48, and 0.11 to 0.22 for its largest calls.
 """
 UNKNOWN_SIZE_ERROR = 0.2
 """Error if fewer than three sizes were measured, so that none lies between two others."""
-LEAST_ERROR = 0.01
+MIN_ERROR = 0.01
 """Minimum error: two measurements of the same thing on one machine do not agree better."""
 
 
@@ -57,11 +57,11 @@ class Seconds:
     high: float
 
     @classmethod
-    def within(cls, mean: float, error: float) -> Seconds:
+    def from_mean(cls, mean: float, error: float) -> Seconds:
         """Return a time with a relative error in both directions, as a factor of 1 + error."""
         return cls(mean=mean, low=mean / (1 + error), high=mean * (1 + error))
 
-    def scaled(self, factor: float) -> Seconds:
+    def apply_factor(self, factor: float) -> Seconds:
         """Return the time multiplied by a factor."""
         return Seconds(mean=factor * self.mean, low=factor * self.low, high=factor * self.high)
 
@@ -75,7 +75,7 @@ class Fit:
     """Time for each rank beyond the first, in µs."""
     us_per_byte: float
 
-    def us(self, ranks: int, meetings: int, received_bytes: float) -> float:
+    def predict_us(self, ranks: int, meetings: int, received_bytes: float) -> float:
         """Return the time of the model without its residual, in µs."""
         return meetings * (self.launch_us + self.meet_us * (ranks - 1)) + received_bytes * self.us_per_byte
 
@@ -85,7 +85,7 @@ class Fit:
         return 1e6 / self.us_per_byte if self.us_per_byte else None
 
 
-def fit(samples: Sequence[Sample]) -> Fit:
+def fit_samples(samples: Sequence[Sample]) -> Fit:
     """Fit these samples by least squares of relative errors; a parameter that would be negative is 0."""
     import numpy as np
 
@@ -113,7 +113,7 @@ class Call:
     @functools.cached_property
     def fitted(self) -> Fit:
         """Return the fit to all samples."""
-        return fit(self.samples)
+        return fit_samples(self.samples)
 
     @functools.cached_property
     def ranks(self) -> tuple[int, ...]:
@@ -123,8 +123,8 @@ class Call:
     @functools.cached_property
     def size_error(self) -> float:
         """Return the 90th percentile of the error at a size between two others, by a fit without it."""
-        errors = sorted(self.errors_without())
-        return max(errors[math.ceil(0.9 * len(errors)) - 1], LEAST_ERROR) if errors else UNKNOWN_SIZE_ERROR
+        errors = sorted(self.compute_left_out_errors())
+        return max(errors[math.ceil(0.9 * len(errors)) - 1], MIN_ERROR) if errors else UNKNOWN_SIZE_ERROR
 
     @functools.cached_property
     def ranks_error(self) -> float:
@@ -135,32 +135,36 @@ class Call:
         by_fewer = Call(self.name, tuple(fewer))
         doublings = math.log2(self.ranks[-1] / by_fewer.ranks[-1])
         errors = [
-            abs(by_fewer.us(s.ranks, s.received_bytes, s.meetings) / s.us - 1) for s in self.samples if s not in fewer
+            abs(by_fewer.predict_us(s.ranks, s.received_bytes, s.meetings) / s.us - 1)
+            for s in self.samples
+            if s not in fewer
         ]
-        return max(max(errors) / max(doublings, 1.0), LEAST_ERROR)
+        return max(max(errors) / max(doublings, 1.0), MIN_ERROR)
 
-    def errors_without(self) -> list[float]:
+    def compute_left_out_errors(self) -> list[float]:
         """Return, for each sample with a size between two others of its ranks, the error of the model without that
         sample.
         """
         found = []
         for left_out in self.samples:
             rest = tuple(s for s in self.samples if s is not left_out)
-            sizes = [_size(s) for s in rest if s.ranks == left_out.ranks]
-            if len(sizes) > 1 and min(sizes) < _size(left_out) < max(sizes):
-                us = Call(self.name, rest).us(left_out.ranks, left_out.received_bytes, left_out.meetings)
+            sizes = [_compute_size(s) for s in rest if s.ranks == left_out.ranks]
+            if len(sizes) > 1 and min(sizes) < _compute_size(left_out) < max(sizes):
+                us = Call(self.name, rest).predict_us(left_out.ranks, left_out.received_bytes, left_out.meetings)
                 found.append(abs(us / left_out.us - 1))
         return found
 
-    def us(self, ranks: int, received_bytes: float, meetings: int = 1) -> float:
+    def predict_us(self, ranks: int, received_bytes: float, meetings: int = 1) -> float:
         """Return the microseconds of one call."""
         size = math.log(max(received_bytes / meetings, 1.0))
-        residual = _between(math.log(ranks), [(math.log(n), _between(size, self._residuals[n])) for n in self.ranks])
-        return self.fitted.us(ranks, meetings, received_bytes) * math.exp(residual)
+        residual = _interpolate(
+            math.log(ranks), [(math.log(n), _interpolate(size, self._residuals[n])) for n in self.ranks]
+        )
+        return self.fitted.predict_us(ranks, meetings, received_bytes) * math.exp(residual)
 
-    def error(self, ranks: int, received_bytes: float, meetings: int = 1) -> float:
+    def estimate_error(self, ranks: int, received_bytes: float, meetings: int = 1) -> float:
         """Return the relative error of `us`, as the module describes."""
-        sizes = [_size(s) for s in self.samples]
+        sizes = [_compute_size(s) for s in self.samples]
         size = received_bytes / meetings
         past = max(size / max(sizes), min(sizes) / max(size, 1.0), 1.0)
         more = max(ranks / self.ranks[-1], self.ranks[0] / ranks, 1.0)
@@ -173,16 +177,16 @@ class Call:
         """
         found: dict[int, dict[float, list[float]]] = {n: {} for n in self.ranks}
         for s in self.samples:
-            modelled = self.fitted.us(s.ranks, s.meetings, s.received_bytes)
-            found[s.ranks].setdefault(math.log(_size(s)), []).append(math.log(s.us / modelled))
+            modelled = self.fitted.predict_us(s.ranks, s.meetings, s.received_bytes)
+            found[s.ranks].setdefault(math.log(_compute_size(s)), []).append(math.log(s.us / modelled))
         return {n: [(x, sum(ys) / len(ys)) for x, ys in sorted(of.items())] for n, of in found.items()}
 
 
-def _size(sample: Sample) -> float:
+def _compute_size(sample: Sample) -> float:
     return sample.received_bytes / sample.meetings
 
 
-def _between(x: float, points: Sequence[tuple[float, float]]) -> float:
+def _interpolate(x: float, points: Sequence[tuple[float, float]]) -> float:
     """Interpolate linearly between points in order of x; outside them return the nearest point's value."""
     if x <= points[0][0]:
         return points[0][1]
@@ -247,7 +251,7 @@ class Prompts(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     """Factor of the time."""
 
 
-def wrong_prompts(prompts: Sequence[Prompts]) -> str:
+def describe_invalid_prompts(prompts: Sequence[Prompts]) -> str:
     """Return a sentence on the first invalid entry; empty if all are valid."""
     for number, p in enumerate(prompts):
         if p.tokens < 1 or not 0 < p.times < math.inf or (number and p.tokens <= prompts[number - 1].tokens):
@@ -292,7 +296,7 @@ class Wire:
         """Return the model for calls inside steps, which wait for the slowest rank."""
         return dataclasses.replace(self, late=LATE)
 
-    def seconds(self, what: str, ranks: int, received_bytes: int, meetings: int = 1) -> Seconds:
+    def predict_seconds(self, what: str, ranks: int, received_bytes: int, meetings: int = 1) -> Seconds:
         """Return the time of one call over `ranks` ranks, each of which receives `received_bytes`.
 
         Raise UsageError if nothing is known of such a call, or if it cannot leave a host.
@@ -305,16 +309,18 @@ class Wire:
             raise UsageError(
                 f"{what} was not measured on this machine (known: {known}); measure it with dcpbench calibrate."
             )
-        us = call.us(ranks, received_bytes, meetings)
+        us = call.predict_us(ranks, received_bytes, meetings)
         bytes_us = min(received_bytes * call.fitted.us_per_byte, us)
         alone = us - bytes_us * (1 - 1 / self.scale)
-        error = call.error(ranks, received_bytes, meetings) + self.borrowed + abs(us / alone - 1)
+        error = call.estimate_error(ranks, received_bytes, meetings) + self.borrowed + abs(us / alone - 1)
         mean = alone * (1.0 if what in EXCHANGES else self.late)
         if ranks > self.host:
-            return self._across(what, ranks, received_bytes, meetings, mean)
-        return Seconds.within(mean * 1e-6, error)
+            return self._predict_across_hosts(what, ranks, received_bytes, meetings, mean)
+        return Seconds.from_mean(mean * 1e-6, error)
 
-    def _across(self, what: str, ranks: int, received_bytes: int, meetings: int, inside_us: float) -> Seconds:
+    def _predict_across_hosts(
+        self, what: str, ranks: int, received_bytes: int, meetings: int, inside_us: float
+    ) -> Seconds:
         """Return the larger of the call inside a host and its part between hosts, plus a message's latency for each
         host.
         """
@@ -329,4 +335,4 @@ class Wire:
         crossing = received_bytes / self.host if way == RING else received_bytes * (ranks - self.host) / (ranks - 1)
         hops = meetings * (math.ceil(ranks / self.host) - 1 if way == RING else 1)
         us = max(inside_us, crossing / rate * 1e6) + hops * self.link.latency_us
-        return Seconds.within(us * 1e-6, LINK_BAND)
+        return Seconds.from_mean(us * 1e-6, LINK_BAND)

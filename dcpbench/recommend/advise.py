@@ -16,22 +16,22 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.errors import LayoutError, UsageError
-from dcpbench.plan.judge import check_decode_batch, check_positions, shortage
+from dcpbench.plan.judge import check_decode_batch, check_positions, find_shortage
 from dcpbench.plan.kernel_limits import find_kernel_limit
 from dcpbench.plan.options import parse_bytes
-from dcpbench.plan.spec import planned
+from dcpbench.plan.spec import make_planned_probe
 from dcpbench.points.budget import measure_whole_model, plan_engine
-from dcpbench.points.layout import DEGREES, Layout, place_experts, valid_layouts
+from dcpbench.points.layout import DEGREES, Layout, list_valid_layouts, place_experts
 from dcpbench.points.memory import GIB
-from dcpbench.points.names import CLOSED, CUT, GAMMA, NO_EXCHANGE, REPLAY, WHOLE, flag
+from dcpbench.points.names import CLOSED, CUT, GAMMA, NO_EXCHANGE, REPLAY, WHOLE, format_flag
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import load_shape
 from dcpbench.recommend import forecast, remedies
 from dcpbench.recommend.forecast import ESTIMATED, SOURCES, Forecast
 from dcpbench.records.launches import measure_bands
-from dcpbench.records.record import functional, origin
-from dcpbench.show.text import counted, listed
+from dcpbench.records.record import get_origin, is_functional
+from dcpbench.show.text import format_count, format_list
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Ask:
+class Query:
     """Describe the query."""
 
     model: str
@@ -83,7 +83,7 @@ class Ask:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Known:
+class Evidence:
     """Hold the evidence that is available in addition to estimates."""
 
     runs: Sequence[Run] = ()
@@ -92,7 +92,7 @@ class Known:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NoRoom:
+class NoFit:
     """Hold the reason why a layout has no memory for a load."""
 
     whole_model: bool  # True if all layers and the KV cache do not fit; False if the KV pool is too small for the load
@@ -142,7 +142,7 @@ class Choice:
         if self.best is None:
             return []
         rest = [f for f in self.forecasts[1:] if not self.meets or not self.misses.get(f.who)]
-        return [self.best, *(f for f in rest if not ahead(self.best, f))]
+        return [self.best, *(f for f in rest if not is_ahead(self.best, f))]
 
     @property
     def factor(self) -> float | None:
@@ -155,12 +155,12 @@ class Choice:
         return len(self.level) == 1
 
 
-def per_gpu(of: Forecast) -> float:
+def compute_tok_s_per_gpu(of: Forecast) -> float:
     """Return output tok/s per GPU, by which layouts of different size are compared."""
     return of.tok_s / of.point.tp
 
 
-def margin(a: Forecast, b: Forecast) -> float:
+def compute_margin(a: Forecast, b: Forecast) -> float:
     """Return the minimum lead of a over b, as a share, for it to count; infinite if launches of one are not known to
     agree.
 
@@ -178,24 +178,26 @@ def margin(a: Forecast, b: Forecast) -> float:
     return max((a.tok_s / a.low) * (b.high / b.tok_s) - 1, launches)
 
 
-def ahead(a: Forecast, b: Forecast) -> bool:
+def is_ahead(a: Forecast, b: Forecast) -> bool:
     """Return True if a is clearly faster than b, per GPU."""
-    return per_gpu(a) > per_gpu(b) * (1 + margin(a, b))
+    return compute_tok_s_per_gpu(a) > compute_tok_s_per_gpu(b) * (1 + compute_margin(a, b))
 
 
-def dollars(price: float, of: Forecast) -> tuple[float, float, float]:
+def compute_price(price: float, of: Forecast) -> tuple[float, float, float]:
     """Return (mean, low, high) of the price of a million output tokens: price per GPU hour · GPUs / (3600 · tok/s) ·
     10⁶.
     """
 
-    def at(tok_s: float) -> float:
+    def compute_at(tok_s: float) -> float:
         return price * of.point.tp / 3600 / tok_s * 1e6
 
     low, high = of.band
-    return at(of.tok_s), at(high), at(low)
+    return compute_at(of.tok_s), compute_at(high), compute_at(low)
 
 
-def advise(ask: Ask, known: Known, steps: Steps, watch: Watch = lambda _: None) -> tuple[list[Choice], list[str]]:
+def choose_layouts(
+    ask: Query, known: Evidence, steps: Steps, watch: Watch = lambda _: None
+) -> tuple[list[Choice], list[str]]:
     """Return a choice for each load, and sentences on the evidence that was not used.
 
     `watch` is called with the work in progress. Raise UsageError if no layout is possible, or if the model cannot take
@@ -204,30 +206,30 @@ def advise(ask: Ask, known: Known, steps: Steps, watch: Watch = lambda _: None) 
     shape = load_shape(ask.model)
     for _, context, load in ask.loads:
         check_positions(context, load, shape)
-    records, notes = _records(ask, known)
-    times, unused = _times(ask, known)
+    records, notes = _select_records(ask, known)
+    times, unused = _select_step_times(ask, known)
     layouts: list[Layout] = []
     for tp in ask.gpus:
-        found = _valid_layouts(shape, tp)
+        found = _list_valid_layouts(shape, tp)
         if not found:
-            able = [str(n) for n in range(1, ask.machine.gpus_per_host + 1) if _valid_layouts(shape, n)]
+            able = [str(n) for n in range(1, ask.machine.gpus_per_host + 1) if _list_valid_layouts(shape, n)]
             raise UsageError(
-                f"{ask.model} cannot be placed on {counted(tp, 'GPU')}; within a host it can on {listed(able, 'or')}, as in --gpus {able[-1]}."
+                f"{ask.model} cannot be placed on {format_count(tp, 'GPU')}; within a host it can on {format_list(able, 'or')}, as in --gpus {able[-1]}."
             )
         layouts += found
     count = len(ask.loads)
     watched = [lambda what, n=n: watch(f"load {n} of {count}, {what}") for n in range(1, count + 1)]
     named = zip(ask.loads, watched, strict=True)
     bands = measure_bands(known.runs)
-    choices = [_choice(ask, times, steps, records, bands, layouts, tell, *load) for load, tell in named]
+    choices = [_choose_layout(ask, times, steps, records, bands, layouts, tell, *load) for load, tell in named]
     if not any(choice.best for choice in choices):
-        instead = remedies.that_help(ask, lambda other: _answerable(other, steps))
+        instead = remedies.suggest_options(ask, lambda other: _has_answer(other, steps))
         choices = [dataclasses.replace(choice, instead=instead) for choice in choices]
-    return choices, [*notes, *unused, *_of_other_loads(records, choices)]
+    return choices, [*notes, *unused, *_list_unused_runs(records, choices)]
 
 
-def _choice(
-    ask: Ask,
+def _choose_layout(
+    ask: Query,
     times: Mapping[str, StepTimes],
     steps: Steps,
     records: Sequence[tuple[Record, str]],
@@ -238,7 +240,7 @@ def _choice(
     context: int,
     load: Load | None,
 ) -> Choice:
-    name = _name(concurrency, context, load)
+    name = _format_load(concurrency, context, load)
     best: dict[str, Forecast] = {}
     refused: dict[str, str] = {}
     without_room: set[str] = set()
@@ -246,12 +248,12 @@ def _choice(
     short: dict[str, str] = {}
     runs: list[Forecast] = []
     for number, layout in enumerate(layouts, 1):
-        points = _points(ask, layout, concurrency, context, load)
-        who = _name_placements(points)
+        points = _make_points(ask, layout, concurrency, context, load)
+        who = _format_placements(points)
         what = f"{name}: {who}, layout {number} of {len(layouts)}"
         watch(what)
 
-        def more(served: str, what: str = what) -> None:
+        def report_progress(served: str, what: str = what) -> None:
             watch(f"{what}, {served}")
 
         found: list[Forecast] = []
@@ -260,7 +262,7 @@ def _choice(
             refused[who] = next(iter(refusals.values()))
             continue
         points = [point for point in points if not refusals[point.ep]]
-        no_room = {point.ep: find_no_room(ask, point) for point in points}
+        no_room = {point.ep: find_no_fit(ask, point) for point in points}
         if all(no_room.values()):
             reasons = [one for one in no_room.values() if one]
             refused[who] = reasons[0].reason
@@ -269,23 +271,27 @@ def _choice(
                 no_whole_model.add(who)
             continue
         points = [point for point in points if not no_room[point.ep]]
-        found += [forecast.of_record(r, run, bands.get(origin(r))) for r, run in records if _same(r.point, points[0])]
-        replays = [_replayed(ask, points[0], *file, more) for file in times.items()]
+        found += [
+            forecast.from_record(r, run, bands.get(get_origin(r)))
+            for r, run in records
+            if _is_same_load(r.point, points[0])
+        ]
+        replays = [_replay_point(ask, points[0], *file, report_progress) for file in times.items()]
         found += [f for f in replays if isinstance(f, Forecast)]
         runs += found
         if found:
             surest = min(SOURCES.index(f.source) for f in found)
-            best[who] = max((f for f in found if SOURCES.index(f.source) == surest), key=per_gpu)
+            best[who] = max((f for f in found if SOURCES.index(f.source) == surest), key=compute_tok_s_per_gpu)
             continue
         if too_short := [reason for reason in replays if isinstance(reason, str)]:
             short[who] = too_short[-1]
         try:
-            best[who] = _estimated(ask, _quickest(ask, points, steps), steps, more)
+            best[who] = _estimate_point(ask, _find_quickest(ask, points, steps), steps, report_progress)
         except UsageError as e:
             refused[who] = short.pop(who, str(e))
-    best = {who: _drop_layers_held(ask, f) for who, f in _anchored(ask, best, steps).items()}
-    misses = {f.who: missed for f in best.values() if (missed := f.misses(ask.slo))}
-    ordered = sorted(best.values(), key=lambda f: (bool(misses.get(f.who)), -per_gpu(f)))
+    best = {who: _drop_layers_held(ask, f) for who, f in _apply_records(ask, best, steps).items()}
+    misses = {f.who: missed for f in best.values() if (missed := f.list_missed(ask.slo))}
+    ordered = sorted(best.values(), key=lambda f: (bool(misses.get(f.who)), -compute_tok_s_per_gpu(f)))
     return Choice(
         name=name,
         concurrency=concurrency,
@@ -300,7 +306,7 @@ def _choice(
 
 
 def find_nearest(
-    ask: Ask, choice: Choice, recommended: Forecast, exchanges: Sequence[str], steps: Steps
+    ask: Query, choice: Choice, recommended: Forecast, exchanges: Sequence[str], steps: Steps
 ) -> Forecast | None:
     """Return the forecast of the same layout and load with the fastest of `exchanges` and no option of an exchange.
 
@@ -309,24 +315,24 @@ def find_nearest(
     """
     point = recommended.point
     load = (point.concurrency, point.context, point.load)
-    points = [_point(ask, point.layout, exchange, point.ep, *load) for exchange in exchanges]
-    names = {forecast.name_point(point) for point in points}
+    points = [_make_point(ask, point.layout, exchange, point.ep, *load) for exchange in exchanges]
+    names = {forecast.format_point(point) for point in points}
     if ran := [f for f in choice.runs if f.who in names]:
         return min(ran, key=lambda f: (SOURCES.index(f.source), -f.tok_s))
     try:
-        found = _estimated(ask, _quickest(ask, points, steps), steps)
+        found = _estimate_point(ask, _find_quickest(ask, points, steps), steps)
     except UsageError:
         return None
     others = {f.who: f for f in choice.forecasts if f.source != ESTIMATED}
-    return _anchored(ask, others | {found.who: found}, steps)[found.who]
+    return _apply_records(ask, others | {found.who: found}, steps)[found.who]
 
 
-def _estimated(ask: Ask, point: Point, steps: Steps, watch: Watch = lambda _: None) -> Forecast:
-    plan = plan_engine([point], ask.settings, load_shape(ask.model), _probe(ask))
-    return forecast.estimated(point, plan, ask.machine, ask.settings, steps, steps.terms, watch)
+def _estimate_point(ask: Query, point: Point, steps: Steps, watch: Watch = lambda _: None) -> Forecast:
+    plan = plan_engine([point], ask.settings, load_shape(ask.model), _make_probe(ask))
+    return forecast.estimate_point(point, plan, ask.machine, ask.settings, steps, steps.terms, watch)
 
 
-def _quickest(ask: Ask, points: Sequence[Point], steps: Steps) -> Point:
+def _find_quickest(ask: Query, points: Sequence[Point], steps: Steps) -> Point:
     """Return the point with the shortest decode step among a layout's exchanges and expert placements.
 
     Raise UsageError if nothing is known about any.
@@ -336,7 +342,7 @@ def _quickest(ask: Ask, points: Sequence[Point], steps: Steps) -> Point:
     for point in points:
         try:
             of = forecast.Estimator(point, ask.machine, steps.terms)
-            known[of.ms(of.decode_rows(point.concurrency, point.context))] = point
+            known[of.estimate_ms(of.make_decode_rows(point.concurrency, point.context))] = point
         except UsageError as e:
             reason = str(e)
     if not known:
@@ -344,7 +350,7 @@ def _quickest(ask: Ask, points: Sequence[Point], steps: Steps) -> Point:
     return known[min(known)]
 
 
-def _anchored(ask: Ask, found: dict[str, Forecast], steps: Steps) -> dict[str, Forecast]:
+def _apply_records(ask: Query, found: dict[str, Forecast], steps: Steps) -> dict[str, Forecast]:
     """Return the forecasts with estimates corrected by records: multiplied by the geometric mean of records over their
     own estimates.
     """
@@ -354,16 +360,16 @@ def _anchored(ask: Ask, found: dict[str, Forecast], steps: Steps) -> dict[str, F
     ratios = []
     for f in there:
         try:
-            ratios.append(f.tok_s / _estimated(ask, f.point, steps).tok_s)
+            ratios.append(f.tok_s / _estimate_point(ask, f.point, steps).tok_s)
         except UsageError:
             continue
     if not ratios:
         return found
     factor = statistics.geometric_mean(ratios)
-    return {who: forecast.anchored(f, factor) if f.source == ESTIMATED else f for who, f in found.items()}
+    return {who: forecast.apply_factor(f, factor) if f.source == ESTIMATED else f for who, f in found.items()}
 
 
-def _name(concurrency: int, context: int, load: Load | None) -> str:
+def _format_load(concurrency: int, context: int, load: Load | None) -> str:
     """Return the name of a load, such as `32 × 4,000 → 1,500 tokens`."""
     if load is None:
         return f"{concurrency} × {context:,} tokens"
@@ -371,13 +377,13 @@ def _name(concurrency: int, context: int, load: Load | None) -> str:
     return f"{concurrency} × {what}" if load.arrival == CLOSED else f"{load.request_rate:g} req/s × {what}"
 
 
-def _valid_layouts(shape: ModelShape, tp: int) -> list[Layout]:
+def _list_valid_layouts(shape: ModelShape, tp: int) -> list[Layout]:
     """Return the layouts of `tp` ranks that the model can take in one of the placements of experts that are compared."""
-    found = [*valid_layouts(shape, tp, CUT), *(x for x in valid_layouts(shape, tp, WHOLE) if x.dp > 1)]
+    found = [*list_valid_layouts(shape, tp, CUT), *(x for x in list_valid_layouts(shape, tp, WHOLE) if x.dp > 1)]
     return sorted(set(found), key=lambda x: (x.dp, x.dcp))
 
 
-def _placements(ask: Ask, layout: Layout) -> list[str]:
+def _list_placements(ask: Query, layout: Layout) -> list[str]:
     """Return the placements of experts that are compared in a layout: tensor-parallel, and with attention DP expert parallel too."""
     found = []
     for ep in (CUT, WHOLE)[: 2 if layout.dp > 1 else 1]:
@@ -387,25 +393,25 @@ def _placements(ask: Ask, layout: Layout) -> list[str]:
     return found
 
 
-def _name_placements(points: Sequence[Point]) -> str:
+def _format_placements(points: Sequence[Point]) -> str:
     """Return the name of a layout with all placements of experts that `points` have: `tp8·dp8 (ep1 or ep8)`."""
     names = list(dict.fromkeys(point.instance_name for point in points))
     degrees = dict.fromkeys(f"ep{point.ep_degree}" for point in points)
-    return names[0] if len(names) == 1 else f"{points[0].layout} ({listed(list(degrees), 'or')})"
+    return names[0] if len(names) == 1 else f"{points[0].layout} ({format_list(list(degrees), 'or')})"
 
 
-def _points(ask: Ask, layout: Layout, concurrency: int, context: int, load: Load | None) -> list[Point]:
+def _make_points(ask: Query, layout: Layout, concurrency: int, context: int, load: Load | None) -> list[Point]:
     """Return the points of a layout under a load, one for each exchange and expert placement to compare."""
     exchanges = ask.exchanges if layout.dcp > 1 else (NO_EXCHANGE,)
     return [
-        _point(ask, layout, exchange, ep, concurrency, context, load)
+        _make_point(ask, layout, exchange, ep, concurrency, context, load)
         for exchange in exchanges
-        for ep in _placements(ask, layout)
+        for ep in _list_placements(ask, layout)
     ]
 
 
-def _point(
-    ask: Ask, layout: Layout, exchange: str, ep: str, concurrency: int, context: int, load: Load | None
+def _make_point(
+    ask: Query, layout: Layout, exchange: str, ep: str, concurrency: int, context: int, load: Load | None
 ) -> Point:
     return Point(
         model=ask.model,
@@ -426,13 +432,13 @@ def _point(
     )
 
 
-def _probe(ask: Ask) -> Probe:
-    return planned(ask.machine.gpu, ask.machine.gpus_per_host)
+def _make_probe(ask: Query) -> Probe:
+    return make_planned_probe(ask.machine.gpu, ask.machine.gpus_per_host)
 
 
-def explain_refusal(ask: Ask, point: Point) -> str:
+def explain_refusal(ask: Query, point: Point) -> str:
     """Return why the planner of `sweep` refuses a layout, memory aside; empty if it accepts the layout."""
-    limit = find_kernel_limit(point, load_shape(ask.model), _probe(ask))
+    limit = find_kernel_limit(point, load_shape(ask.model), _make_probe(ask))
     if limit is not None:
         return limit.format_for_recommend()
     if point.load is None:
@@ -443,25 +449,25 @@ def explain_refusal(ask: Ask, point: Point) -> str:
     return ""
 
 
-def find_no_room(ask: Ask, point: Point) -> NoRoom | None:
+def find_no_fit(ask: Query, point: Point) -> NoFit | None:
     """Return why a layout has no room for a load; None if it has. Without --cycled all layers and the KV have to fit."""
-    shape, probe = load_shape(ask.model), _probe(ask)
+    shape, probe = load_shape(ask.model), _make_probe(ask)
     if not ask.cycled:
         whole = measure_whole_model(point, ask.settings, shape, probe)
         if whole.missing_bytes:
             one_request = point.load is not None and ask.kv_memory is None
-            return NoRoom(whole_model=True, reason=_format_missing(whole, one_request=one_request))
-    reason, _ = shortage(point, ask.settings, shape, probe)
-    return NoRoom(whole_model=False, reason=reason.removeprefix(f"{point.instance_name}: ")) if reason else None
+            return NoFit(whole_model=True, reason=_format_missing(whole, one_request=one_request))
+    reason, _ = find_shortage(point, ask.settings, shape, probe)
+    return NoFit(whole_model=False, reason=reason.removeprefix(f"{point.instance_name}: ")) if reason else None
 
 
-def _drop_layers_held(ask: Ask, found: Forecast) -> Forecast:
+def _drop_layers_held(ask: Query, found: Forecast) -> Forecast:
     """Return the forecast without its number of held layers if the whole model fits the query: its
     run had less memory.
     """
     if found.layers_held is None:
         return found
-    whole = measure_whole_model(found.point, ask.settings, load_shape(ask.model), _probe(ask))
+    whole = measure_whole_model(found.point, ask.settings, load_shape(ask.model), _make_probe(ask))
     return found if whole.missing_bytes else dataclasses.replace(found, layers_held=None)
 
 
@@ -480,21 +486,21 @@ def _format_missing(whole: WholeModel, *, one_request: bool) -> str:
     )
 
 
-def _answerable(ask: Ask, steps: Steps) -> bool:
+def _has_answer(ask: Query, steps: Steps) -> bool:
     """Return True if a layout fits under a load, and something is known about its steps."""
     shape = load_shape(ask.model)
     for load, tp in itertools.product(ask.loads, ask.gpus):
-        for layout in _valid_layouts(shape, tp):
-            for point in _points(ask, layout, *load):
-                if explain_refusal(ask, point) or find_no_room(ask, point):
+        for layout in _list_valid_layouts(shape, tp):
+            for point in _make_points(ask, layout, *load):
+                if explain_refusal(ask, point) or find_no_fit(ask, point):
                     continue
                 with contextlib.suppress(UsageError):
-                    _quickest(ask, [point], steps)
+                    _find_quickest(ask, [point], steps)
                     return True
     return False
 
 
-def _records(ask: Ask, known: Known) -> tuple[list[tuple[Record, str]], list[str]]:
+def _select_records(ask: Query, known: Evidence) -> tuple[list[tuple[Record, str]], list[str]]:
     """Return the records that apply to this machine and model, and sentences on those left out."""
     found: list[tuple[Record, str]] = []
     left: dict[str, int] = {}
@@ -504,16 +510,16 @@ def _records(ask: Ask, known: Known) -> tuple[list[tuple[Record, str]], list[str
         for record in run.records:
             if record.outcome != "ok":
                 continue
-            if why := _left_out(record, ask):
+            if why := _explain_exclusion(record, ask):
                 left[why] = left.get(why, 0) + 1
                 continue
             found.append((record, run.name))
             if record.honesty and record.honesty.layers_held < record.honesty.layers:
                 held.add(run.name)
-            if _may_be_padded(record):
+            if _can_be_padded(record):
                 padded.add(run.name)
-    notes = [f"{run.name}: no point of it ran to its end." for run in known.runs if not _ended(run)]
-    notes += [f"Left out: {counted(n, 'record')} {why}." for why, n in left.items()]
+    notes = [f"{run.name}: no point of it ran to its end." for run in known.runs if not _has_ended(run)]
+    notes += [f"Left out: {format_count(n, 'record')} {why}." for why, n in left.items()]
     notes += [f"{name}: a part of the layers was held and used in turn." for name in sorted(held)]
     notes += [
         f"{name}: it does not say that its engine left rows of padding out of experts, as it does now where attention replicas "
@@ -523,56 +529,62 @@ def _records(ask: Ask, known: Known) -> tuple[list[tuple[Record, str]], list[str
     return found, notes
 
 
-def _left_out(record: Record, ask: Ask) -> str:
+def _explain_exclusion(record: Record, ask: Query) -> str:
     """Return why a record does not apply to the query; empty if it does."""
     point = record.point
     device = record.environment.device if record.environment else ""
-    if functional(record):
-        return _on_a_cpu(ask)
+    if is_functional(record):
+        return _explain_cpu(ask)
     if point.model != ask.model:
         return f"of {point.model}, not of {ask.model}"
-    if point.emulate and not _stands_for(point, ask):
+    if point.emulate and not _is_emulated_for(point, ask):
         return f"emulated for {point.emulate}, not for {ask.named}"
     if not point.emulate and not _is_card(device, ask):
         return f"run on {device or 'an unnamed machine'}, not on {ask.machine.card.device}"
-    if point.load is not None and _pool(record) != ask.kv_memory_bytes:
-        return f"with {_gib(_pool(record))} of KV on each GPU, not {_gib(ask.kv_memory_bytes)} (--kv-memory)"
-    return _other_precision(point, ask)
+    if point.load is not None and _get_pool_size(record) != ask.kv_memory_bytes:
+        return f"with {_format_gib(_get_pool_size(record))} of KV on each GPU, not {_format_gib(ask.kv_memory_bytes)} (--kv-memory)"
+    return _describe_other_precision(point, ask)
 
 
-def _may_be_padded(record: Record) -> bool:
+def _can_be_padded(record: Record) -> bool:
     """Return True if a record of requests served under attention DP may have sent padding rows to experts."""
     served = record.point.load is not None and record.point.dp > 1
     return served and record.honesty is not None and record.honesty.padded_rows is not False
 
 
-def _ended(run: Run) -> bool:
+def _has_ended(run: Run) -> bool:
     return any(record.outcome == "ok" for record in run.records)
 
 
-def _on_a_cpu(ask: Ask) -> str:
+def _explain_cpu(ask: Query) -> str:
     """Return why CPU results are left out, and how to get results that count."""
-    points = [_point(ask, Layout(tp), NO_EXCHANGE, CUT, *load) for tp in ask.gpus for load in ask.loads]
+    points = [_make_point(ask, Layout(tp), NO_EXCHANGE, CUT, *load) for tp in ask.gpus for load in ask.loads]
     return (
         f"run on a CPU, whose times say nothing about speed; on {ask.machine.card.device} type "
-        f"{measuring(ask, points, ['tp'])} -o runs/measured, and name runs/measured here"
+        f"{format_measure_command(ask, points, ['tp'])} -o runs/measured, and name runs/measured here"
     )
 
 
-def measuring(ask: Ask, points: Sequence[Point], axes: Sequence[str]) -> str:
+def format_measure_command(ask: Query, points: Sequence[Point], axes: Sequence[str]) -> str:
     """Return the command that measures these points with all options of the query and the points' values of these
     layout axes.
     """
     loads = [p.load for p in points if p.load is not None]
 
-    def values(name: str, of: Sequence[Point] | Sequence[Load] = points) -> str:
-        return f"{flag(name)} {','.join(dict.fromkeys(str(getattr(one, name)) for one in of))}"
+    def format_values(name: str, of: Sequence[Point] | Sequence[Load] = points) -> str:
+        return f"{format_flag(name)} {','.join(dict.fromkeys(str(getattr(one, name)) for one in of))}"
 
     names = [*axes] if loads else [*axes, "concurrency", "context"]
-    words = [f"serve --mode {REPLAY}" if loads else "sweep", f"--model {shlex.quote(ask.model)}", *map(values, names)]
+    words = [
+        f"serve --mode {REPLAY}" if loads else "sweep",
+        f"--model {shlex.quote(ask.model)}",
+        *map(format_values, names),
+    ]
     if loads:
-        words.append(values("request_rate", loads) if loads[0].arrival == GAMMA else values("concurrency"))
-        words += [values(name, loads) for name in ("input_tokens", "output_tokens", "chunk")]
+        words.append(
+            format_values("request_rate", loads) if loads[0].arrival == GAMMA else format_values("concurrency")
+        )
+        words += [format_values(name, loads) for name in ("input_tokens", "output_tokens", "chunk")]
         words.append(f"--num-requests {max(load.requests for load in loads)}")
     words += [
         f"--exchange {','.join(ask.exchanges)}",
@@ -586,50 +598,50 @@ def measuring(ask: Ask, points: Sequence[Point], axes: Sequence[str]) -> str:
     return f"dcpbench {' '.join(words)}"
 
 
-def _is_card(device: str, ask: Ask) -> bool:
+def _is_card(device: str, ask: Query) -> bool:
     return ask.machine.card.name in re.split(r"[\s-]", device)
 
 
-def _other_precision(point: Point, ask: Ask) -> str:
+def _describe_other_precision(point: Point, ask: Query) -> str:
     """Return how a point's precision differs from the query; empty if it does not."""
     pairs = (
         ("--weights-dtype", point.weights_precision, ask.weights_dtype),
         ("--kv-dtype", point.kv_precision, ask.kv_dtype),
     )
-    return listed([f"{option} {seen}, not {wanted}" for option, seen, wanted in pairs if seen != wanted])
+    return format_list([f"{option} {seen}, not {wanted}" for option, seen, wanted in pairs if seen != wanted])
 
 
-def _of_other_loads(records: Sequence[tuple[Record, str]], choices: Sequence[Choice]) -> list[str]:
+def _list_unused_runs(records: Sequence[tuple[Record, str]], choices: Sequence[Choice]) -> list[str]:
     """Return a sentence on the loads of each run that contributed no figure."""
     used = {f.whence for choice in choices for f in choice.forecasts}
     loads: dict[str, dict[str, None]] = {}
     for record, run in records:
         if run not in used:
             point = record.point
-            loads.setdefault(run, {})[_name(point.concurrency, point.context, point.load)] = None
+            loads.setdefault(run, {})[_format_load(point.concurrency, point.context, point.load)] = None
     return [
-        f"{run}: no figure is from it; the first of its {counted(len(of), 'load')} is {next(iter(of))}."
+        f"{run}: no figure is from it; the first of its {format_count(len(of), 'load')} is {next(iter(of))}."
         for run, of in loads.items()
     ]
 
 
-def _stands_for(point: Point, ask: Ask) -> bool:
+def _is_emulated_for(point: Point, ask: Query) -> bool:
     """Return True if an emulated point is for this machine; within a host, for its GPU."""
     inside = point.tp <= ask.machine.gpus_per_host
     return point.emulate in (ask.machine.name, ask.named) or (inside and point.emulate == ask.machine.gpu)
 
 
-def _pool(record: Record) -> int | None:
+def _get_pool_size(record: Record) -> int | None:
     """Return --kv-memory of the record's run."""
     found = record.measured_with.get("kv_memory_bytes")
     return found if isinstance(found, int) else None
 
 
-def _gib(size: int | None) -> str:
+def _format_gib(size: int | None) -> str:
     return "all that was left" if size is None else f"{size / GIB:g} GiB"
 
 
-def _same(seen: Point, wanted: Point) -> bool:
+def _is_same_load(seen: Point, wanted: Point) -> bool:
     """Return whether a record has these degrees under this load; placement of experts, exchange and kernels may differ."""
     if any(getattr(seen, name) != getattr(wanted, name) for name in (*DEGREES, "disaggregate", "concurrency")):
         return False
@@ -641,30 +653,33 @@ def _same(seen: Point, wanted: Point) -> bool:
     )
 
 
-def _times(ask: Ask, known: Known) -> tuple[dict[str, StepTimes], list[str]]:
+def _select_step_times(ask: Query, known: Evidence) -> tuple[dict[str, StepTimes], list[str]]:
     """Return the files of step times that apply to the query, and sentences on the others and on
     limitations of these.
     """
     found, notes = {}, []
     for file, times in known.times.items():
-        of, device = _by(times, _point(ask, Layout(1), NO_EXCHANGE, CUT, 1, 1, None)), times.environment.device
-        if times.blocking:
-            why = f"step times {_on_a_cpu(ask)}"
+        of, device = (
+            _add_engine_settings(times, _make_point(ask, Layout(1), NO_EXCHANGE, CUT, 1, 1, None)),
+            times.environment.device,
+        )
+        if times.is_blocking:
+            why = f"step times {_explain_cpu(ask)}"
         elif of.model != ask.model:
             why = f"step times of {of.model}, not of {ask.model}"
-        elif of.emulate and not _stands_for(of, ask):
+        elif of.emulate and not _is_emulated_for(of, ask):
             why = f"step times emulated for {of.emulate}, not for {ask.named}"
         elif not of.emulate and not _is_card(device, ask):
             why = f"step times of {device}, not of {ask.machine.card.device}"
         elif of.tp not in ask.gpus:
-            why = f"step times of {counted(of.tp, 'GPU')}, not of {listed([str(n) for n in ask.gpus], 'or')} (--gpus)"
-        elif wrong := _other_precision(of, ask):
+            why = f"step times of {format_count(of.tp, 'GPU')}, not of {format_list([str(n) for n in ask.gpus], 'or')} (--gpus)"
+        elif wrong := _describe_other_precision(of, ask):
             why = f"step times of {wrong}"
         elif not any(load for _, _, load in ask.loads):
             why = "step times, by which served loads are replayed; --context asks for decode steps alone"
         else:
             found[file] = times
-            if times.padded_rows:
+            if times.has_padded_rows:
                 notes.append(
                     f"{file}: measured with an older engine, which sent as many prompt rows to experts for every replica as for "
                     f"the fullest one. {of.instance_name} may be faster now; measure its step times again."
@@ -674,28 +689,28 @@ def _times(ask: Ask, known: Known) -> tuple[dict[str, StepTimes], list[str]]:
     return found, notes
 
 
-def _by(times: StepTimes, point: Point) -> Point:
+def _add_engine_settings(times: StepTimes, point: Point) -> Point:
     """Return the point with the engine settings of the step times."""
     own = {name: times.path[name] for name in Point.__struct_fields__ if name in times.path}
     return msgspec.structs.replace(point, **({"ep": "tp", "weights_dtype": "", "kv_dtype": ""} | own))
 
 
-def _replayed(
-    ask: Ask, point: Point, file: str, times: StepTimes, watch: Watch = lambda _: None
+def _replay_point(
+    ask: Query, point: Point, file: str, times: StepTimes, watch: Watch = lambda _: None
 ) -> Forecast | str | None:
     """Return the forecast by a file of step times, or why its times do not reach the load; None if it has another layout."""
     if point.load is None or any(times.path[name] != getattr(point, name) for name in ("tp", "dp", "dcp")):
         return None
     load = msgspec.structs.replace(point.load, mode=REPLAY, prefill=str(times.path["prefill"]))
-    of = msgspec.structs.replace(_by(times, point), load=load)
+    of = msgspec.structs.replace(_add_engine_settings(times, point), load=load)
     try:
-        plan = plan_engine([of], ask.settings, load_shape(ask.model), times.probe())
-        return forecast.replayed(of, plan, times, ask.settings, file, watch)
+        plan = plan_engine([of], ask.settings, load_shape(ask.model), times.make_probe())
+        return forecast.replay_point(of, plan, times, ask.settings, file, watch)
     except UsageError as e:
         return f"{file}: {e}"
 
 
-def break_even(choices: Sequence[Choice]) -> tuple[int | None, bool]:
+def find_break_even(choices: Sequence[Choice]) -> tuple[int | None, bool]:
     """Return (lowest concurrency from which a layout with DCP is clearly ahead of all without, True if both kinds were
     compared).
     """
@@ -704,7 +719,7 @@ def break_even(choices: Sequence[Choice]) -> tuple[int | None, bool]:
         with_dcp = [f for f in choice.forecasts if f.point.dcp > 1]
         others = [f for f in choice.forecasts if f.point.dcp == 1]
         if with_dcp and (others or choice.refused):
-            best = max(with_dcp, key=per_gpu)
-            compared.append((choice.concurrency, all(ahead(best, other) for other in others)))
+            best = max(with_dcp, key=compute_tok_s_per_gpu)
+            compared.append((choice.concurrency, all(is_ahead(best, other) for other in others)))
     pays = list(itertools.takewhile(lambda pair: pair[1], reversed(compared)))
     return (pays[-1][0] if pays else None), bool(compared)

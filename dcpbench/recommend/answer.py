@@ -16,13 +16,19 @@ import msgspec
 from dcpbench.points import latency_bands
 from dcpbench.points.layout import place_experts
 from dcpbench.points.names import CLOSED, CUT, FP8, OBJECTIVES, SGLANG, VLLM
-from dcpbench.recommend.advise import break_even, dollars, margin, measuring, per_gpu
+from dcpbench.recommend.advise import (
+    compute_margin,
+    compute_price,
+    compute_tok_s_per_gpu,
+    find_break_even,
+    format_measure_command,
+)
 from dcpbench.recommend.forecast import EMULATED, ESTIMATED, MEASURED, SOURCES
-from dcpbench.serving.load_words import in_step, in_step_words, lengths_apart
+from dcpbench.serving.load_words import format_lock_step_warning, format_varied_option, is_lock_step
 from dcpbench.show import numbers
 from dcpbench.show.model_fit import NO_FIT, format_no_fit, format_range
-from dcpbench.show.numbers import number, percent, times
-from dcpbench.show.text import capital, listed
+from dcpbench.show.numbers import format_number, format_percent, format_ratio
+from dcpbench.show.text import format_capitalized, format_list
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +38,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from dcpbench.points.point import Load
-    from dcpbench.recommend.advise import Ask, Choice
+    from dcpbench.recommend.advise import Choice, Query
     from dcpbench.recommend.estimate import Steps
     from dcpbench.recommend.forecast import Forecast
 
@@ -41,7 +47,7 @@ if TYPE_CHECKING:
 ENGINE_NAMES = {SGLANG: "SGLang", VLLM: "vLLM"}
 DASHED = "--"
 """Line style of estimates."""
-MOST_NAMED = 4
+MAX_NAMED = 4
 """Maximum number of layouts in a clause of the sentence."""
 COLUMNS = ("load", "best", "tok/s", "tok/s\nper GPU", "ITL p50\nms", "TTFT p50\nms", "runner-up", "ahead by", "from")
 
@@ -59,19 +65,19 @@ class Start:
     load: str = ""  # the load that `nearest` is forecast for
 
 
-def sentence(ask: Ask, choices: Sequence[Choice]) -> str:
+def format_answer(ask: Query, choices: Sequence[Choice]) -> str:
     """Return which layout to use from which load on, for which machine, and how certain that is."""
     able = [choice for choice in choices if choice.best]
     if not able:
         who, reason = next(iter(choices[0].refused.items()))
         instead = choices[0].instead if who in choices[0].without_room else []
-        give = f"; give {listed(instead, 'or')}" if instead else ""
+        give = f"; give {format_list(instead, 'or')}" if instead else ""
         why = (
             f", as the {NO_FIT}" if all(choice.no_whole_model.issuperset(choice.refused) for choice in choices) else ""
         )
-        return f"No layout of {ask.model} on {_gpus(ask)} can be recommended{why}: {who}: {reason.rstrip('.')}{give}."
+        return f"No layout of {ask.model} on {_format_gpus(ask)} can be recommended{why}: {who}: {reason.rstrip('.')}{give}."
     runs = []
-    for said, group in itertools.groupby(able, key=_taken):
+    for text, group in itertools.groupby(able, key=_format_choice):
         loads = list(group)
         first, last = loads[0].name, loads[-1].name
         if len(loads) == 1:
@@ -80,16 +86,16 @@ def sentence(ask: Ask, choices: Sequence[Choice]) -> str:
             names = f"{first.partition(' × ')[0]} to {last}"
         else:
             names = f"{first} to {last}"
-        runs.append(f"{said} at {names}")
-    return f"{capital(_gpus(ask))}{_format_layers_held(able)}: {'; '.join(runs)} ({_basis(able)}).{_unjudged(choices)}{_by_waves(ask, able)}"
+        runs.append(f"{text} at {names}")
+    return f"{format_capitalized(_format_gpus(ask))}{_format_layers_held(able)}: {'; '.join(runs)} ({_format_basis(able)}).{_format_unjudged(choices)}{_format_lock_step(ask, able)}"
 
 
-def _unjudged(choices: Sequence[Choice]) -> str:
+def _format_unjudged(choices: Sequence[Choice]) -> str:
     """Return a sentence on the layouts that may fit but could not be judged; empty without any."""
     names = list(dict.fromkeys(who for c in choices for who in c.refused if who not in c.without_room))
     if not names:
         return ""
-    who = listed(names) if len(names) <= MOST_NAMED else f"{len(names)} layouts"
+    who = format_list(names) if len(names) <= MAX_NAMED else f"{len(names)} layouts"
     return f" Not judged at every load: {who}; why, see below."
 
 
@@ -101,85 +107,85 @@ def _format_layers_held(choices: Sequence[Choice]) -> str:
         return ""
     held, (_, layers) = [f.layers_held[0] for f in cut if f.layers_held], cut[0].layers_held or (0, 0)
     names = list(dict.fromkeys(f.point.layout_name for f in cut))
-    who = listed(names) if len(names) <= MOST_NAMED else f"{len(names)} layouts"
+    who = format_list(names) if len(names) <= MAX_NAMED else f"{len(names)} layouts"
     some = "" if len(cut) == len(forecasts) else f" in {who}"
     return f" ({format_no_fit(format_range(held), str(layers))}{some})"
 
 
-def _by_waves(ask: Ask, choices: Sequence[Choice]) -> str:
+def _format_lock_step(ask: Query, choices: Sequence[Choice]) -> str:
     """Return a sentence if the advantage of attention DP in the answer depends on clients that run in lock-step; else
     empty.
     """
-    waves = _waves(ask)
+    waves = _list_lock_step_loads(ask)
     if not waves or not any(f.point.dp > 1 for choice in choices for f in choice.level):
         return ""
     return (
         " Clients with requests of one length run in lock-step, which favours attention DP: ask again with "
-        f"{lengths_apart(waves[0].output_tokens)}."
+        f"{format_varied_option(waves[0].output_tokens)}."
     )
 
 
-def _waves(ask: Ask) -> list[Load]:
+def _list_lock_step_loads(ask: Query) -> list[Load]:
     """Return the loads in which clients run in lock-step."""
-    return [load for requests, _, load in ask.loads if load and in_step(load, requests)]
+    return [load for requests, _, load in ask.loads if load and is_lock_step(load, requests)]
 
 
-def _gpus(ask: Ask) -> str:
-    return f"{listed([f'{n}' for n in ask.gpus], 'or')} × {ask.machine.name}"
+def _format_gpus(ask: Query) -> str:
+    return f"{format_list([f'{n}' for n in ask.gpus], 'or')} × {ask.machine.name}"
 
 
-def _taken(choice: Choice) -> str:
+def _format_choice(choice: Choice) -> str:
     """Return `take tp8·dcp8 (a2a)`, `undecided between …`, or that no layout is within the SLO."""
     level = [f.who for f in choice.level]
     if not choice.meets:
-        level = level[:MOST_NAMED]
+        level = level[:MAX_NAMED]
         return (
             f"none within the SLO, nearest {level[0]}"
             if len(level) == 1
-            else f"none within the SLO, nearest {listed(level, 'or')}"
+            else f"none within the SLO, nearest {format_list(level, 'or')}"
         )
     if len(level) == 1:
         return f"take {level[0]}"
-    if len(level) > MOST_NAMED:
+    if len(level) > MAX_NAMED:
         return f"undecided, {level[0]} first of {len(level)} layouts that nothing tells apart"
-    return f"undecided between {listed(level)}"
+    return f"undecided between {format_list(level)}"
 
 
-def _basis(choices: Sequence[Choice]) -> str:
+def _format_basis(choices: Sequence[Choice]) -> str:
     used = dict.fromkeys(f.source for choice in choices for f in choice.forecasts)
-    said = [name for name in SOURCES if name in used]
+    sources = [name for name in SOURCES if name in used]
     estimates = [f for choice in choices for f in choice.forecasts if f.source == ESTIMATED]
-    band = f", with bands of up to {percent(max(f.high / f.tok_s - 1 for f in estimates))}" if estimates else ""
-    return f"{listed(said)}{band}"
+    band = f", with bands of up to {format_percent(max(f.high / f.tok_s - 1 for f in estimates))}" if estimates else ""
+    return f"{format_list(sources)}{band}"
 
 
-def pays(choices: Sequence[Choice]) -> str:
+def format_break_even(choices: Sequence[Choice]) -> str:
     """Return where the break-even of DCP is."""
     closed = [
         c for c in choices if c.forecasts and (f := c.forecasts[0].point.load) is not None and f.arrival == CLOSED
     ]
     steps = [c for c in choices if c.forecasts and c.forecasts[0].point.load is None]
-    said: list[str] = []
+    clauses: list[str] = []
     groups: dict[str, list[Choice]] = {}
     for choice in (*steps, *closed):
         groups.setdefault(choice.name.partition(" × ")[2], []).append(choice)
     for of, group in groups.items():
-        least, compared = break_even(group)
+        least, compared = find_break_even(group)
         if not compared:
             continue
         ends = dict.fromkeys((min(c.concurrency for c in group), max(c.concurrency for c in group)))
         tried = " to ".join(map(str, ends))
         where = "at no concurrency" if least is None else f"from concurrency {least} on"
-        said.append(f"{of}: {where} (tried: {tried})")
-    return f"A layout with DCP is clearly ahead of all without, {'; '.join(said)}." if said else ""
+        clauses.append(f"{of}: {where} (tried: {tried})")
+    return f"A layout with DCP is clearly ahead of all without, {'; '.join(clauses)}." if clauses else ""
 
 
-def _of_estimates(ask: Ask, choices: Sequence[Choice], steps: Steps) -> Iterator[str]:
+def _iter_estimate_notes(ask: Query, choices: Sequence[Choice], steps: Steps) -> Iterator[str]:
     """Yield sentences on the basis of the estimates, and on conditions for which they were not checked."""
     folders = list(dict.fromkeys(Path(source).parts[1] for source in steps.sources))
     yield (
         f"Estimates: floors of steps on {ask.machine.gpu}, by the shares of them that {steps.steps} steps on {steps.machine} reached in "
-        f"{listed(folders)} of results/. They are not measured."
+        f"{format_list(folders)} of results/. They are not measured."
     )
     if ask.weights_dtype != FP8 and any(load for _, _, load in ask.loads):
         yield "Of those with prompts all had fp8 weights: that bf16 reaches the same shares there was not checked."
@@ -189,40 +195,46 @@ def _of_estimates(ask: Ask, choices: Sequence[Choice], steps: Steps) -> Iterator
         yield f"No step was measured on {ask.machine.gpu}: shares are taken to be those of {steps.machine}."
     if max(ask.gpus) > 4:  # noqa: PLR2004 - the published runs'
         yield "More than 4 ranks were never measured: calls among them are the wire's model, with its error in the band."
-    yield f"Measured steps replace estimates: {emulate_command(ask, choices)}, then name its run here."
+    yield f"Measured steps replace estimates: {format_emulate_command(ask, choices)}, then name its run here."
 
 
-def unknown(ask: Ask, choices: Sequence[Choice], steps: Steps) -> list[str]:
+def list_unknowns(ask: Query, choices: Sequence[Choice], steps: Steps) -> list[str]:
     """Return sentences on what the answer does not know."""
     used = [f for choice in choices for f in choice.forecasts]
-    said: list[str] = []
+    sentences: list[str] = []
     if any(f.source == ESTIMATED for f in used):
-        said += _of_estimates(ask, choices, steps)
-    if right := [f"{times(c.factor)} at {c.name}" for c in choices if c.factor]:
-        said.append(
+        sentences += _iter_estimate_notes(ask, choices, steps)
+    if right := [f"{format_ratio(c.factor)} at {c.name}" for c in choices if c.factor]:
+        sentences.append(
             "Estimates of loads of which there are records are set right by them, tok/s by what the records are of their own estimates "
-            f"({listed(right)}), ITL, TTFT and other latencies by one over that."
+            f"({format_list(right)}), ITL, TTFT and other latencies by one over that."
         )
-    said += describe_latencies(used)
-    waves = _waves(ask)
+    sentences += describe_latencies(used)
+    waves = _list_lock_step_loads(ask)
     if waves and used:
         some = "" if len(waves) == len(ask.loads) else f" under {len(waves)} of {len(ask.loads)} loads"
-        said.append(in_step_words(waves[0].output_tokens, some=some, dp=any(f.point.dp > 1 for f in used)))
+        sentences.append(
+            format_lock_step_warning(waves[0].output_tokens, some=some, dp=any(f.point.dp > 1 for f in used))
+        )
     for choice in choices:
-        said += [f"{who} at {choice.name} is estimated: {why.rstrip('.')}." for who, why in choice.short.items()]
+        sentences += [f"{who} at {choice.name} is estimated: {why.rstrip('.')}." for who, why in choice.short.items()]
     if ask.cycled:
-        said.append("With --cycled, weights need not fit: servers of these layouts may not start on this many GPUs.")
+        sentences.append(
+            "With --cycled, weights need not fit: servers of these layouts may not start on this many GPUs."
+        )
     if any(f.source == EMULATED for f in used):
-        said.append(
+        sentences.append(
             "Emulated points model what ranks wait for each other; docs/emulation.md says what they do not know."
         )
-    said.append(_energy(choices))
+    sentences.append(_format_energy(choices))
     if ask.kv_memory is not None and used:
-        said.append(
+        sentences.append(
             "The commands of SGLang and vLLM say nothing of --kv-memory: their pools are as large as they make them."
         )
-    said.append("SGLang and vLLM have kernels and schedulers of their own: the forecasts are of dcpbench's engine.")
-    return said
+    sentences.append(
+        "SGLang and vLLM have kernels and schedulers of their own: the forecasts are of dcpbench's engine."
+    )
+    return sentences
 
 
 def describe_latencies(forecasts: Sequence[Forecast]) -> list[str]:
@@ -234,26 +246,26 @@ def describe_latencies(forecasts: Sequence[Forecast]) -> list[str]:
     arrivals = list(dict.fromkeys(f.point.load.arrival for f in estimates if f.point.load))
     bands = [latency_bands.find_band(latency_bands.ESTIMATED, "ttft", arrival, cases) for arrival in arrivals]
     count = sum(band.cases for band in bands if band)
-    said = [
+    sentences = [
         (
             f"The ends of TTFT and ITL p50 are the largest errors of estimates of {count} published loads, by steps of "
             "another model. Other percentiles, TPOT and E2EL have no ends, also where objectives are held against them."
         )
     ]
     if without := list(dict.fromkeys(f.who for f in estimates if f.itl_band is None)):
-        limit = latency_bands.max_sure_share(cases)
-        who = listed(without) if len(without) <= MOST_NAMED else f"{len(without)} layouts"
-        said.append(
-            f"{who}: no ITL, as prompts are in the steps of {percent(limit)} or more of the gaps between tokens. The median may be a "
+        limit = latency_bands.compute_max_sure_share(cases)
+        who = format_list(without) if len(without) <= MAX_NAMED else f"{len(without)} layouts"
+        sentences.append(
+            f"{who}: no ITL, as prompts are in the steps of {format_percent(limit)} or more of the gaps between tokens. The median may be a "
             "decode step or a step with a prompt there, which takes several times as long."
         )
-    return said
+    return sentences
 
 
-def _energy(choices: Sequence[Choice]) -> str:
+def _format_energy(choices: Sequence[Choice]) -> str:
     """Return the measured energy per token in J of the best of each load, or that none was measured."""
     known = [
-        f"{f.who} {number(f.joules_per_token)} at {choice.name}"
+        f"{f.who} {format_number(f.joules_per_token)} at {choice.name}"
         for choice in choices
         for f in sorted(choice.forecasts, key=lambda f: f.joules_per_token or math.inf)
         if f.joules_per_token
@@ -263,15 +275,15 @@ def _energy(choices: Sequence[Choice]) -> str:
     return f"Joules a token, of all GPUs, where records have energy from NVML: {'; '.join(known)}. Of the others it is not known."
 
 
-def emulate_command(ask: Ask, choices: Sequence[Choice]) -> str:
+def format_emulate_command(ask: Query, choices: Sequence[Choice]) -> str:
     """Return the command that measures one rank of each layout, on a machine with a GPU."""
     points = [f.point for choice in choices for f in choice.forecasts]
     by_default = all(point.ep == place_experts(CUT, point.tp) for point in points)
     axes = ["tp", "dp", "dcp", *([] if by_default else ["ep"])]
-    return f"{measuring(ask, points, axes)} --emulate {shlex.quote(ask.named)} -o runs/emulated"
+    return f"{format_measure_command(ask, points, axes)} --emulate {shlex.quote(ask.named)} -o runs/emulated"
 
 
-def recommended(choices: Sequence[Choice]) -> list[tuple[Choice, Forecast]]:
+def list_recommended(choices: Sequence[Choice]) -> list[tuple[Choice, Forecast]]:
     """Return the best layouts, each once, with the first load that it is best for."""
     found: dict[str, tuple[Choice, Forecast]] = {}
     for choice in choices:
@@ -284,15 +296,15 @@ def explain_start(start: Start) -> str:
     """Return what the engine lacks and what its command starts in place of that; empty if it lacks nothing."""
     if not start.lacking:
         return ""
-    name, parts = ENGINE_NAMES[start.engine], listed(list(start.lacking), "or")
+    name, parts = ENGINE_NAMES[start.engine], format_list(list(start.lacking), "or")
     if start.nearest is None:
         return f"{name} has no {parts}, and nothing is known of a configuration near to it that {name} can run: no command."
     of = start.nearest
-    rate = numbers.tok_s(of.tok_s, *of.band)
+    rate = numbers.format_tok_s(of.tok_s, *of.band)
     return f"{name} has no {parts}. The nearest that it can run is {of.who}, {rate} at {start.load} ({of.origin}):"
 
 
-def rows(ask: Ask, choices: Sequence[Choice]) -> list[list[str]]:
+def make_rows(ask: Query, choices: Sequence[Choice]) -> list[list[str]]:
     """Return a table row per load, with the columns COLUMNS and, with a price, one more."""
     found = []
     for choice in choices:
@@ -303,16 +315,18 @@ def rows(ask: Ask, choices: Sequence[Choice]) -> list[list[str]]:
             continue
         by = "alone"
         if behind is not None:
-            lead, needed = per_gpu(best) / per_gpu(behind) - 1, margin(best, behind)
+            lead, needed = compute_tok_s_per_gpu(best) / compute_tok_s_per_gpu(behind) - 1, compute_margin(best, behind)
             known = (
-                f"{percent(lead)} ± {percent(needed)}" if math.isfinite(needed) else f"{percent(lead)} in one launch"
+                f"{format_percent(lead)} ± {format_percent(needed)}"
+                if math.isfinite(needed)
+                else f"{format_percent(lead)} in one launch"
             )
-            by = known + _open(choice)
+            by = known + _format_undecided(choice)
         row = [
             choice.name,
             best.who + _format_slo(ask, choice, best),
-            numbers.tok_s(best.tok_s, *best.band, unit=""),
-            number(per_gpu(best), 3),
+            numbers.format_tok_s(best.tok_s, *best.band, unit=""),
+            format_number(compute_tok_s_per_gpu(best), 3),
             format_p50(best.itl_ms.p50, best.itl_band),
             format_p50(best.ttft_ms.p50, best.ttft_band),
             behind.who if behind else "",
@@ -320,25 +334,25 @@ def rows(ask: Ask, choices: Sequence[Choice]) -> list[list[str]]:
             best.origin,
         ]
         if ask.price is not None:
-            cost, low, high = dollars(ask.price, best)
+            cost, low, high = compute_price(ask.price, best)
             row.append(f"{cost:.2f} [{low:.2f}–{high:.2f}]")
         found.append(row)
     return found
 
 
-def _format_slo(ask: Ask, choice: Choice, best: Forecast) -> str:
+def _format_slo(ask: Query, choice: Choice, best: Forecast) -> str:
     """Return the objectives that the best layout misses or meets, with the percentile that was judged; empty without an SLO."""
     if not choice.meets:
         return f", misses {', '.join(choice.misses[best.who])}"
-    return f", meets {listed([judged.format() for judged in best.judge(ask.slo)])}" if ask.slo else ""
+    return f", meets {format_list([judged.format() for judged in best.judge(ask.slo)])}" if ask.slo else ""
 
 
 def format_p50(ms: float | None, ends: tuple[float, float] | None) -> str:
     """Return a median latency with the ends of its band, if it has one."""
-    return number(ms, 3) if ms is None or ends is None else numbers.tok_s(ms, *ends, unit="")
+    return format_number(ms, 3) if ms is None or ends is None else numbers.format_tok_s(ms, *ends, unit="")
 
 
-def _open(choice: Choice) -> str:
+def _format_undecided(choice: Choice) -> str:
     """Return what is undecided: against the runner-up, or only against layouts behind it with larger uncertainty."""
     rest = choice.level[1:]
     if not rest:
@@ -346,12 +360,12 @@ def _open(choice: Choice) -> str:
     return ", undecided" if choice.next in rest else f", undecided against {rest[0].who}"
 
 
-def columns(ask: Ask) -> list[str]:
+def list_columns(ask: Query) -> list[str]:
     """Return the column headings of `rows` with their units, on two lines if a terminal has no space for one."""
     return [*COLUMNS, *(["$/M output\ntokens"] if ask.price is not None else [])]
 
 
-def refused(choices: Sequence[Choice]) -> dict[str, list[str]]:
+def group_refused(choices: Sequence[Choice]) -> dict[str, list[str]]:
     """Return the reasons for refusing layouts, each once, with the layouts and loads: `tp4 at 48 × 32,000 tokens`."""
     found: dict[str, dict[str, list[str]]] = {}
     for choice in choices:
@@ -359,16 +373,18 @@ def refused(choices: Sequence[Choice]) -> dict[str, list[str]]:
             found.setdefault(reason, {}).setdefault(who, []).append(choice.name)
     every = len(choices)
     return {
-        reason: [who if len(loads) == every else f"{who} at {listed(loads)}" for who, loads in of.items()]
+        reason: [who if len(loads) == every else f"{who} at {format_list(loads)}" for who, loads in of.items()]
         for reason, of in found.items()
     }
 
 
-def as_json(ask: Ask, choices: Sequence[Choice], notes: Sequence[str], steps: Steps, starts: Starts) -> dict[str, Any]:
+def convert_to_json(
+    ask: Query, choices: Sequence[Choice], notes: Sequence[str], steps: Steps, starts: Starts
+) -> dict[str, Any]:
     """Return the complete answer for JSON; numbers in tok/s, ms and dollars."""
     return {
-        "answer": sentence(ask, choices),
-        "break_even": pays(choices),
+        "answer": format_answer(ask, choices),
+        "break_even": format_break_even(choices),
         "machine": ask.machine.name,
         "gpus": list(ask.gpus),
         "model": ask.model,
@@ -380,37 +396,37 @@ def as_json(ask: Ask, choices: Sequence[Choice], notes: Sequence[str], steps: St
                 "decided": choice.decided,
                 "level": [f.who for f in choice.level],
                 "meets_slo": choice.meets,
-                "layouts": [_layout(ask, choice, f) for f in choice.forecasts],
+                "layouts": [_make_layout_json(ask, choice, f) for f in choice.forecasts],
                 "refused": choice.refused,
             }
             for choice in choices
         ],
         "commands": {who: {s.engine: s.command for s in of if not s.lacking} for who, of in starts.items()},
         "nearest": {
-            who: {s.engine: _nearest(ask, s) for s in lacking}
+            who: {s.engine: _make_nearest_json(ask, s) for s in lacking}
             for who, of in starts.items()
             if (lacking := [s for s in of if s.lacking])
         },
-        "unknown": [*notes, *unknown(ask, choices, steps)],
+        "unknown": [*notes, *list_unknowns(ask, choices, steps)],
     }
 
 
-def _nearest(ask: Ask, start: Start) -> dict[str, Any]:
+def _make_nearest_json(ask: Query, start: Start) -> dict[str, Any]:
     """Return what an engine lacks of a recommended configuration, and the nearest that it can run."""
     found: dict[str, Any] = {"lacks": list(start.lacking), "layout": None, "load": None, "command": None}
     if start.nearest is not None:
-        layout = _forecast(ask, start.nearest)
+        layout = _make_forecast_json(ask, start.nearest)
         found |= {"layout": layout, "load": start.load, "command": start.command}
     return found
 
 
-def _layout(ask: Ask, choice: Choice, f: Forecast) -> dict[str, Any]:
+def _make_layout_json(ask: Query, choice: Choice, f: Forecast) -> dict[str, Any]:
     objectives = [dataclasses.asdict(judged) | {"met": judged.met} for judged in f.judge(ask.slo)]
-    return _forecast(ask, f) | {"misses": choice.misses.get(f.who, []), "objectives": objectives}
+    return _make_forecast_json(ask, f) | {"misses": choice.misses.get(f.who, []), "objectives": objectives}
 
 
-def _forecast(ask: Ask, f: Forecast) -> dict[str, Any]:
-    cost = dollars(ask.price, f) if ask.price is not None else None
+def _make_forecast_json(ask: Query, f: Forecast) -> dict[str, Any]:
+    cost = compute_price(ask.price, f) if ask.price is not None else None
     return {
         "layout": f.who,
         "gpus": f.point.tp,
@@ -418,7 +434,7 @@ def _forecast(ask: Ask, f: Forecast) -> dict[str, Any]:
         "set_right_by": f.factor,
         "whence": f.whence,
         "output_tok_s": dict(zip(("mean", "low", "high"), (f.tok_s, *f.band), strict=True)),
-        "output_tok_s_per_gpu": per_gpu(f),
+        "output_tok_s_per_gpu": compute_tok_s_per_gpu(f),
         **{f"{name}_ms": msgspec.to_builtins(getattr(f, f"{name}_ms")) for name in OBJECTIVES},
         "ttft_p50_ms_band": f.ttft_band,
         "itl_p50_ms_band": f.itl_band,
@@ -430,51 +446,66 @@ def _forecast(ask: Ask, f: Forecast) -> dict[str, Any]:
 
 
 def show(
-    ask: Ask, choices: Sequence[Choice], notes: Sequence[str], steps: Steps, starts: Starts, terminal: Console
+    ask: Query, choices: Sequence[Choice], notes: Sequence[str], steps: Steps, starts: Starts, terminal: Console
 ) -> None:
     """Print the answer on a terminal."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    terminal.print(sentence(ask, choices), soft_wrap=True)
-    if told := pays(choices):
-        terminal.print(told, soft_wrap=True)
+    terminal.print(format_answer(ask, choices), soft_wrap=True)
+    if break_even_text := format_break_even(choices):
+        terminal.print(break_even_text, soft_wrap=True)
     table = Table(box=SIMPLE_HEAD)
-    for name in columns(ask):
+    for name in list_columns(ask):
         table.add_column(name, overflow="fold")
-    for row in rows(ask, choices):
+    for row in make_rows(ask, choices):
         table.add_row(*row)
     terminal.print(table)
-    for reason, those in refused(choices).items():
-        terminal.print(f"Not {listed(those)}: {reason.rstrip('.')}.", soft_wrap=True)
+    for reason, those in group_refused(choices).items():
+        terminal.print(f"Not {format_list(those)}: {reason.rstrip('.')}.", soft_wrap=True)
     for who, of in starts.items():
         terminal.print(f"\n{who}:", soft_wrap=True)
         for start in of:
             for text in filter(None, (explain_start(start), start.command)):
                 terminal.print(f"  {text}", soft_wrap=True)
     terminal.print("\nWhat this does not know:")
-    for text in (*notes, *unknown(ask, choices, steps)):
+    for text in (*notes, *list_unknowns(ask, choices, steps)):
         terminal.print(f"- {text}", soft_wrap=True)
 
 
-def markdown(ask: Ask, choices: Sequence[Choice], notes: Sequence[str], steps: Steps, starts: Starts) -> str:
+def render_markdown(ask: Query, choices: Sequence[Choice], notes: Sequence[str], steps: Steps, starts: Starts) -> str:
     """Return the answer as a Markdown page, with a link to the picture."""
-    names = [name.replace("\n", " ") for name in columns(ask)]
-    lines = [f"# {ask.model} on {_gpus(ask)}", "", sentence(ask, choices), "", pays(choices), ""]
+    names = [name.replace("\n", " ") for name in list_columns(ask)]
+    lines = [
+        f"# {ask.model} on {_format_gpus(ask)}",
+        "",
+        format_answer(ask, choices),
+        "",
+        format_break_even(choices),
+        "",
+    ]
     lines += ["![Output tokens a second and GPU of each layout; hollow: not measured](recommendation.png)", ""]
     lines += ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
-    lines += ["| " + " | ".join(row) + " |" for row in rows(ask, choices)]
-    lines += ["", *(f"- Not {listed(those)}: {reason.rstrip('.')}." for reason, those in refused(choices).items())]
+    lines += ["| " + " | ".join(row) + " |" for row in make_rows(ask, choices)]
+    lines += [
+        "",
+        *(f"- Not {format_list(those)}: {reason.rstrip('.')}." for reason, those in group_refused(choices).items()),
+    ]
     for who, of in starts.items():
         lines += ["", f"## {who}"]
         for start in of:
             lines += ["", text] if (text := explain_start(start)) else []
             lines += ["", "```", start.command, "```"] if start.command else []
-    lines += ["", "## What this does not know", "", *(f"- {text}" for text in (*notes, *unknown(ask, choices, steps)))]
+    lines += [
+        "",
+        "## What this does not know",
+        "",
+        *(f"- {text}" for text in (*notes, *list_unknowns(ask, choices, steps))),
+    ]
     return "\n".join(lines) + "\n"
 
 
-def picture(ask: Ask, choices: Sequence[Choice], path: Path) -> None:
+def draw_picture(ask: Query, choices: Sequence[Choice], path: Path) -> None:
     """Draw output tok/s per GPU over concurrency: a line with its band per layout, a panel per request length.
 
     Layouts are named as in the table. Points that were not measured have hollow markers, and estimates are joined by
@@ -482,16 +513,24 @@ def picture(ask: Ask, choices: Sequence[Choice], path: Path) -> None:
     """
     from matplotlib.figure import Figure
 
-    from dcpbench.show.figures import columns_for, drawing, headline, hollow, legend_below, measured_ticks, save
+    from dcpbench.show.figures import (
+        apply_style,
+        choose_columns,
+        draw_legend_below,
+        make_hollow_entry,
+        save_figure,
+        set_headline,
+        set_measured_ticks,
+    )
 
     groups: dict[str, list[Choice]] = {}
     for choice in choices:
         if choice.forecasts:
             groups.setdefault(choice.name.partition(" × ")[2], []).append(choice)
-    columns = columns_for(len(groups))
+    columns = choose_columns(len(groups))
     drawn = [f for group in groups.values() for c in group for f in c.forecasts]
-    looks = _looks(drawn)
-    with drawing():
+    looks = _choose_styles(drawn)
+    with apply_style():
         figure = Figure(figsize=(5.5 * columns, 3.6 * -(-len(groups) // columns)), layout="constrained")
         panels = figure.subplots(-(-len(groups) // columns), columns, squeeze=False).ravel()
         handles: dict[str, Any] = {}
@@ -500,50 +539,54 @@ def picture(ask: Ask, choices: Sequence[Choice], path: Path) -> None:
         for ax, (name, group) in zip(panels, groups.items(), strict=False):
             for who in dict.fromkeys(f.who for choice in group for f in choice.forecasts):
                 seen = [(c.concurrency, f) for c in group for f in c.forecasts if f.who == who]
-                handles[who] = _line(ax, sorted(seen, key=lambda pair: pair[0]), looks[who])
-            measured_ticks(ax, [c.concurrency for c in group])
+                handles[who] = _draw_line(ax, sorted(seen, key=lambda pair: pair[0]), looks[who])
+            set_measured_ticks(ax, [c.concurrency for c in group])
             ax.set_title(name)
             ax.set_xlabel("requests in flight")
             ax.set_ylabel("output tok/s a GPU")
             ax.set_ylim(bottom=0)
-        headline(figure, f"{ask.model} on {_gpus(ask)}: {_basis([c for g in groups.values() for c in g])}")
+        set_headline(
+            figure, f"{ask.model} on {_format_gpus(ask)}: {_format_basis([c for g in groups.values() for c in g])}"
+        )
         sources = [name for name in SOURCES if any(f.source == name for f in drawn)]
         ran = [name for name in sources if name not in (MEASURED, ESTIMATED)]
-        signs = [hollow(listed(ran, "or"))] if ran else []
-        signs += [hollow(ESTIMATED, DASHED)] if ESTIMATED in sources else []
-        legend_below(figure, [*handles.values(), *signs])
-        save(figure, path.with_suffix(""), "png")
+        signs = [make_hollow_entry(format_list(ran, "or"))] if ran else []
+        signs += [make_hollow_entry(ESTIMATED, DASHED)] if ESTIMATED in sources else []
+        draw_legend_below(figure, [*handles.values(), *signs])
+        save_figure(figure, path.with_suffix(""), "png")
 
 
-def _looks(forecasts: Sequence[Forecast]) -> dict[str, dict[str, str]]:
+def _choose_styles(forecasts: Sequence[Forecast]) -> dict[str, dict[str, str]]:
     """Return colour and marker of each name: those of its layout, with further markers for other names of the same
     layout.
     """
-    from dcpbench.show.figures import marker
-    from dcpbench.show.layouts import colours, place_of_marker
+    from dcpbench.show.figures import get_marker
+    from dcpbench.show.layouts import find_marker_index, get_colours
 
     found: dict[str, dict[str, str]] = {}
     places: dict[str, int] = {}
     for f in forecasts:
         layout = str(f.point.layout)
         if f.who not in found:
-            place = places.setdefault(layout, place_of_marker(layout))
-            found[f.who] = {"color": colours(layout)[0], "marker": marker(place), "label": f.who}
+            place = places.setdefault(layout, find_marker_index(layout))
+            found[f.who] = {"color": get_colours(layout)[0], "marker": get_marker(place), "label": f.who}
             places[layout] = place + 1
     return found
 
 
-def _line(ax: Axes, seen: Sequence[tuple[int, Forecast]], look: Mapping[str, str]) -> Line2D:
+def _draw_line(ax: Axes, seen: Sequence[tuple[int, Forecast]], look: Mapping[str, str]) -> Line2D:
     """Draw a layout over concurrency with its band, and return its legend entry."""
     from matplotlib.lines import Line2D
 
     colour = look["color"]
     for (x, f), (after, other) in itertools.pairwise(seen):
         style = DASHED if ESTIMATED in (f.source, other.source) else "-"
-        ax.plot([x, after], [per_gpu(f), per_gpu(other)], color=colour, linestyle=style)
+        ax.plot([x, after], [compute_tok_s_per_gpu(f), compute_tok_s_per_gpu(other)], color=colour, linestyle=style)
     for x, f in seen:
         face = colour if f.source == MEASURED else "white"
-        ax.plot([x], [per_gpu(f)], color=colour, marker=look["marker"], markerfacecolor=face, linestyle="")
+        ax.plot(
+            [x], [compute_tok_s_per_gpu(f)], color=colour, marker=look["marker"], markerfacecolor=face, linestyle=""
+        )
     low, high = zip(*(f.band for _, f in seen), strict=True)
     gpus = seen[0][1].point.tp
     ax.fill_between(

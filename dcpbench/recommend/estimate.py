@@ -25,8 +25,8 @@ import msgspec
 import numpy as np
 
 from dcpbench.points import memory, names
-from dcpbench.points.batches import batch_rows
-from dcpbench.points.floors import exchanged_bytes, floor_us, flops_limit, phase_works
+from dcpbench.points.batches import compute_batch_rows
+from dcpbench.points.floors import compute_exchanged_bytes, compute_floor_us, get_flops_limit, iter_phase_works
 from dcpbench.points.machines import MEASURED_ON, RATES
 from dcpbench.points.wire import Seconds
 
@@ -90,26 +90,26 @@ class Steps(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 @functools.cache
-def published() -> Steps:
+def load_published_steps() -> Steps:
     """Return the parameters of the package."""
     file = resources.files("dcpbench.points.measured") / f"steps-{MEASURED_ON.lower()}.json"
     return msgspec.json.decode(file.read_bytes(), type=Steps)
 
 
-def limits(machine: Machine) -> dict[str, float]:
+def get_limits(machine: Machine) -> dict[str, float]:
     """Return the nominal rates of the machine's GPU, by the names of points/floors.py."""
     found = {name: getattr(machine.card, field) for name, field in RATES.items()}
     return {name: rate for name, rate in found.items() if rate is not None}
 
 
-def padded(rows: StepRows, replicas: int) -> StepRows:
+def pad_step(rows: StepRows, replicas: int) -> StepRows:
     """Return the step as it runs.
 
     Decode rows are padded to the size of a captured graph, and the padding goes through experts like other rows. All
     replicas are padded to the rows of the fullest; in steps with chunks that padding goes to no expert.
     """
     decodes = len(rows.decodes)
-    more = batch_rows(decodes) - decodes if decodes else 0
+    more = compute_batch_rows(decodes) - decodes if decodes else 0
     return dataclasses.replace(
         rows,
         decodes=rows.decodes + (1,) * more,
@@ -118,7 +118,7 @@ def padded(rows: StepRows, replicas: int) -> StepRows:
     )
 
 
-def terms(
+def compute_terms(
     sharding: Sharding, rows: StepRows, rates: Mapping[str, float], known: Wire, exchange: str
 ) -> dict[str, float] | None:
     """Return the µs of each of TERMS before fitting; None if `rates` lack one that the step needs; raise the errors of
@@ -126,24 +126,24 @@ def terms(
     """
     found = dict.fromkeys(TERMS, 0.0)
     part_of = {phase: part for part, phases in PARTS.items() for phase in phases}
-    for phase, times, work in phase_works(sharding, rows):
-        if work.nothing or work.barriers:
+    for phase, times, work in iter_phase_works(sharding, rows):
+        if work.is_empty or work.barriers:
             continue
-        us = floor_us(work, rates)
+        us = compute_floor_us(work, rates)
         if us is None:
             return None
         part = FP8_ATTENTION if phase == ATTENTION and sharding.kv_itemsize == 1 else part_of[phase]
-        multiplies = work.flops and work.flops / rates[flops_limit(work, rates)] * 1e6 >= us
+        multiplies = work.flops and work.flops / rates[get_flops_limit(work, rates)] * 1e6 >= us
         found[MULTIPLIED.get(part, part) if multiplies else part] += times * us
     found[LAUNCH] = float(sharding.shape.layers)
     found[QUANTISING] = float(sharding.shape.layers if sharding.scaled else 0)
-    found[WAITING] = waiting_us(sharding, rows.live, rates)
-    for what, each in calls(sharding, rows, known, exchange).items():
-        found[called(what)] += each.mean * 1e6
+    found[WAITING] = compute_waiting_us(sharding, rows.live, rates)
+    for what, each in predict_calls(sharding, rows, known, exchange).items():
+        found[get_call_term(what)] += each.mean * 1e6
     return found
 
 
-def waiting_us(sharding: Sharding, tokens: int, rates: Mapping[str, float]) -> float:
+def compute_waiting_us(sharding: Sharding, tokens: int, rates: Mapping[str, float]) -> float:
     """Return the µs that ranks with undivided experts wait in a step for the rank that reads most of them.
 
     Tokens are assumed to draw experts at random. An expert is hit with p = 1 − (1 − k / E)^T, so the largest of n ranks with
@@ -157,15 +157,15 @@ def waiting_us(sharding: Sharding, tokens: int, rates: Mapping[str, float]) -> f
     spread = math.sqrt(s.experts / ranks * hit * (1 - hit))
     largest = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
     expert_bytes = 3 * s.hidden * s.moe_inter * (1 if sharding.scaled else sharding.itemsize)
-    return memory.all_layers(s).moe * largest * spread * expert_bytes / rates["read"] * 1e6
+    return memory.count_all_layers(s).moe * largest * spread * expert_bytes / rates["read"] * 1e6
 
 
-def called(what: str) -> str:
+def get_call_term(what: str) -> str:
     """Return the term of a kind of calls."""
     return EXCHANGES if what in names.EXCHANGES else COLLECTIVES
 
 
-def calls(sharding: Sharding, rows: StepRows, known: Wire, exchange: str) -> dict[str, Seconds]:
+def predict_calls(sharding: Sharding, rows: StepRows, known: Wire, exchange: str) -> dict[str, Seconds]:
     """Return the calls between ranks of a step as the engine makes them, by kind; calls of one kind have the same
     relative error.
 
@@ -185,14 +185,14 @@ def calls(sharding: Sharding, rows: StepRows, known: Wire, exchange: str) -> dic
     ]
     if layout.dcp > 1:
         ranks, heads = layout.dcp, s.heads // layout.attn_tp * layout.dcp
-        both = exchanged_bytes(exchange, decodes, heads, ranks, s.kv_width, s.latent, itemsize)
+        both = compute_exchanged_bytes(exchange, decodes, heads, ranks, s.kv_width, s.latent, itemsize)
         made.append((exchange, ranks, sum(both), 2))
         stored = sum(prefix for _, prefix in rows.chunks)
         made.append(("all-gather", ranks, (ranks - 1) / ranks * stored * sharding.row_bytes, 1))
     found: dict[str, Seconds] = {}
     for what, over, received, meetings in made:
         if over > 1 and received:
-            each = known.seconds(what, over, math.ceil(received), meetings)
+            each = known.predict_seconds(what, over, math.ceil(received), meetings)
             before = found.get(what, Seconds(mean=0.0, low=0.0, high=0.0))
             found[what] = Seconds(
                 mean=before.mean + s.layers * each.mean,
@@ -202,7 +202,7 @@ def calls(sharding: Sharding, rows: StepRows, known: Wire, exchange: str) -> dic
     return found
 
 
-def fit(found: Sequence[tuple[Mapping[str, float], float]], more_terms: Sequence[str] = ()) -> dict[str, float]:
+def fit_terms(found: Sequence[tuple[Mapping[str, float], float]], more_terms: Sequence[str] = ()) -> dict[str, float]:
     """Fit (terms, measured µs) by least squares of relative errors: no part takes less than its floor, nothing is
     negative.
 
@@ -216,7 +216,7 @@ def fit(found: Sequence[tuple[Mapping[str, float], float]], more_terms: Sequence
     floors = np.array([name in FLOORED for name in every])
     present = np.abs(table).sum(axis=0) > 0
     scale = np.where(present, np.abs(table).max(axis=0), 1.0)
-    more = _not_negative(table / scale, 1 - table[:, floors].sum(axis=1)) / scale
+    more = _fit_nonnegative(table / scale, 1 - table[:, floors].sum(axis=1)) / scale
     solved = dict(zip(every, map(float, np.where(present, floors + more, 0.0)), strict=True))
     known = dict(zip(every, present, strict=True))
     for pair in SAME:
@@ -226,7 +226,7 @@ def fit(found: Sequence[tuple[Mapping[str, float], float]], more_terms: Sequence
     return solved
 
 
-def _not_negative(table: np.ndarray, sums: np.ndarray) -> np.ndarray:
+def _fit_nonnegative(table: np.ndarray, sums: np.ndarray) -> np.ndarray:
     """Return the numbers ≥ 0 by which sums over rows come nearest to `sums`."""
     numbers, free = np.zeros(table.shape[1]), np.zeros(table.shape[1], dtype=bool)
     while True:
@@ -246,6 +246,6 @@ def _not_negative(table: np.ndarray, sums: np.ndarray) -> np.ndarray:
             numbers[~free] = 0.0
 
 
-def us(terms_us: Mapping[str, float], fitted: Mapping[str, float]) -> float:
+def compute_us(terms_us: Mapping[str, float], fitted: Mapping[str, float]) -> float:
     """Return the estimate in µs."""
     return sum(fitted[name] * amount for name, amount in terms_us.items())

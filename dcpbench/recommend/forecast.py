@@ -20,11 +20,11 @@ from dcpbench.records.metrics import METRIC
 from dcpbench.records.record import Percentiles
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.serving import step_cases
-from dcpbench.serving.loads import requests_of
-from dcpbench.serving.outcome import serve_metrics
-from dcpbench.serving.replay import replay
+from dcpbench.serving.loads import make_point_requests
+from dcpbench.serving.outcome import compute_serve_metrics
+from dcpbench.serving.replay import replay_requests
 from dcpbench.serving.scheduler import Scheduler, SchedulerConfig
-from dcpbench.serving.step_model import Slowed, StepModel, step_works
+from dcpbench.serving.step_model import Slowdown, StepModel, compute_step_works
 from dcpbench.serving.step_times import MODELLED
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from dcpbench.points.point import Point
     from dcpbench.points.settings import Settings
     from dcpbench.recommend.estimate import Steps
-    from dcpbench.records.record import Honesty, Record, ServeMetrics
+    from dcpbench.records.record import Conditions, Record, ServeMetrics
     from dcpbench.serving.requests import Step
     from dcpbench.serving.step_times import StepTimes
 
@@ -125,9 +125,9 @@ class Forecast:
     @property
     def who(self) -> str:
         """Return the name of the point, as name_point formats it."""
-        return name_point(self.point)
+        return format_point(self.point)
 
-    def objective(self, name: str) -> tuple[str, float] | None:
+    def get_judged_value(self, name: str) -> tuple[str, float] | None:
         """Return (percentile, ms) by which an objective is judged: p99 if there are enough samples, else the next lower
         one.
         """
@@ -141,26 +141,27 @@ class Forecast:
     def judge(self, slo: Mapping[str, float]) -> list[JudgedObjective]:
         """Return each objective with the latency that it was compared with."""
         return [
-            JudgedObjective(name, limit_ms, *(self.objective(name) or (None, None))) for name, limit_ms in slo.items()
+            JudgedObjective(name, limit_ms, *(self.get_judged_value(name) or (None, None)))
+            for name, limit_ms in slo.items()
         ]
 
-    def misses(self, slo: Mapping[str, float]) -> list[str]:
+    def list_missed(self, slo: Mapping[str, float]) -> list[str]:
         """Return each objective that is not met, such as `ITL p99 414 ms`, or `ITL, which is not known`."""
         return [judged.format() for judged in self.judge(slo) if not judged.met]
 
 
-def name_point(point: Point) -> str:
+def format_point(point: Point) -> str:
     """Return a layout with its exchange and placement of experts: `tp8·dcp8 (a2a)`, `tp8·dcp8 (a2a, ep8)`, `tp8·dp8·ep1`."""
-    exchange = point.exchange_label() if point.dcp > 1 else ""
+    exchange = point.format_exchange_label() if point.dcp > 1 else ""
     details = ", ".join(filter(None, (exchange, point.ep_label)))
     return point.layout_name + (f" ({details})" if details else "")
 
 
-def of_record(record: Record, run: str, launch_band: float | None = REPEATS_AGREE_WITHIN) -> Forecast:
+def from_record(record: Record, run: str, launch_band: float | None = REPEATS_AGREE_WITHIN) -> Forecast:
     """Return the forecast of a point that ran; raise UsageError for one without an output rate."""
     point, metrics, serve = record.point, record.metrics, record.serve
     source = EMULATED if point.emulate else REPLAYED if point.load and point.load.mode == "replay" else MEASURED
-    joules = METRIC["joules_per_token"].value(record)
+    joules = METRIC["joules_per_token"].get_value(record)
     if metrics is not None:
         rate = metrics.output_tok_s
         return Forecast(
@@ -185,7 +186,7 @@ def of_record(record: Record, run: str, launch_band: float | None = REPEATS_AGRE
         tok_s=tok_s,
         low=tok_s,
         high=tok_s,
-        **{f"{name}_ms": _percentiles(getattr(serve, f"{name}_ms")) for name in OBJECTIVES},  # type: ignore[arg-type]
+        **{f"{name}_ms": _make_percentiles(getattr(serve, f"{name}_ms")) for name in OBJECTIVES},  # type: ignore[arg-type]
         preemptions=serve.preemptions,
         launch_band=launch_band,
         joules_per_token=joules,
@@ -201,19 +202,19 @@ def _find_emulated_ends(record: Record, metric: Metric) -> Ends | None:
     return None if low is None or high is None else (low, high)
 
 
-def _find_layers_held(conditions: Honesty | None) -> tuple[int, int] | None:
+def _find_layers_held(conditions: Conditions | None) -> tuple[int, int] | None:
     """Return (layers in memory, layers of the model) of what was measured; None if all were held, or if unknown."""
     if conditions is None or conditions.layers_held >= conditions.layers:
         return None
     return conditions.layers_held, conditions.layers
 
 
-def _percentiles(of: Percentiles, times: float = 1.0) -> Percentiles:
+def _make_percentiles(of: Percentiles, times: float = 1.0) -> Percentiles:
     known = {name: getattr(of, name) for name in PERCENTILES}
     return Percentiles(samples=of.samples, **{name: None if ms is None else ms * times for name, ms in known.items()})
 
 
-def estimated(
+def estimate_point(
     point: Point,
     plan: EnginePlan,
     machine: Machine,
@@ -229,25 +230,25 @@ def estimated(
     """
     point = limit_requests(point)
     of = Estimator(point, machine, fitted)
-    error = steps.band + _scaled(machine, steps)
+    error = steps.band + _compute_scale_error(machine, steps)
     whence = f"floors of {machine.gpu}, shares of {len(steps.sources)} published runs on {steps.machine}"
     held = (plan.layers_held, plan.layers) if plan.layers_held < plan.layers else None
     if point.load is None:
-        rows = of.decode_rows(point.concurrency, point.context)
-        ms = of.ms(rows)
-        own = of.wire_errors(rows)
-        return _banded(
+        rows = of.make_decode_rows(point.concurrency, point.context)
+        ms = of.estimate_ms(rows)
+        own = of.compute_wire_errors(rows)
+        return _make_estimate(
             point, whence, point.concurrency / ms * 1e3, error, own, steps, itl_ms=Percentiles(p50=ms), layers_held=held
         )
-    found = serve_estimated(of, point, plan, settings, watch)
-    own = of.wire_errors(of.decode_rows(point.concurrency, point.context))
-    beyond = _scaled(machine, steps) + sum(own.values())
-    latencies = {f"{name}_ms": _percentiles(getattr(found.serve, f"{name}_ms")) for name in OBJECTIVES}
+    found = replay_estimated(of, point, plan, settings, watch)
+    own = of.compute_wire_errors(of.make_decode_rows(point.concurrency, point.context))
+    beyond = _compute_scale_error(machine, steps) + sum(own.values())
+    latencies = {f"{name}_ms": _make_percentiles(getattr(found.serve, f"{name}_ms")) for name in OBJECTIVES}
     ttft_band = _find_ends("ttft", point, found, beyond)
     itl_band = _find_ends("itl", point, found, beyond)
     if itl_band is None:
         latencies["itl_ms"] = NONE
-    return _banded(
+    return _make_estimate(
         point,
         whence,
         found.serve.output_tok_s,
@@ -271,15 +272,17 @@ class ServedEstimate:
     mixed_share: float  # of the gaps between tokens, how many have prompts in their step
 
 
-def serve_estimated(
+def replay_estimated(
     of: Estimator, point: Point, plan: EnginePlan, settings: Settings, watch: Watch = lambda _: None
 ) -> ServedEstimate:
     """Serve the requests of a point with estimated step times; `watch` is called with the number of steps served."""
     times = Watched(EstimatedTimes(of, point, plan), watch)
-    config = SchedulerConfig.of(point, pages=plan.pages, max_context=plan.max_context)
+    config = SchedulerConfig.from_point(point, pages=plan.pages, max_context=plan.max_context)
     vocab = load_shape(point.model).vocab
-    found = replay(requests_of(point, settings, vocab), Scheduler(config), point.clients, times)  # type: ignore[arg-type]
-    serve = serve_metrics(found.traffic, gpus=point.tp, concurrency=point.clients, slo=settings.slo, steps=found.counts)
+    found = replay_requests(make_point_requests(point, settings, vocab), Scheduler(config), point.clients, times)  # type: ignore[arg-type]
+    serve = compute_serve_metrics(
+        found.traffic, gpus=point.tp, concurrency=point.clients, slo=settings.slo, steps=found.counts
+    )
     gaps = sum(max(len(sample.token_s) - 1, 0) for sample in found.traffic.samples)
     return ServedEstimate(serve=serve, mixed_share=1 - found.counts.decode_rows / gaps if gaps else 0.0)
 
@@ -291,10 +294,10 @@ def _find_ends(metric: Metric, point: Point, found: ServedEstimate, beyond: floa
     band = latency_bands.find_band(
         latency_bands.ESTIMATED, metric, point.load.arrival, latency_bands.load_published(), found.mixed_share
     )
-    return None if band is None or ms is None else band.around(ms, beyond)
+    return None if band is None or ms is None else band.compute_ends(ms, beyond)
 
 
-def anchored(found: Forecast, factor: float) -> Forecast:
+def apply_factor(found: Forecast, factor: float) -> Forecast:
     """Return the estimate as if its steps ran `factor` times as fast, which is measured / estimated of other layouts.
 
     All latencies and their ends are divided by it. The band of the output is then that of ratios.
@@ -309,7 +312,7 @@ def anchored(found: Forecast, factor: float) -> Forecast:
         whence=f"{found.whence}, set right by records of other layouts",
         ttft_band=_divide(found.ttft_band, factor),
         itl_band=_divide(found.itl_band, factor),
-        **{f"{name}_ms": _percentiles(getattr(found, f"{name}_ms"), 1 / factor) for name in OBJECTIVES},  # type: ignore[arg-type]
+        **{f"{name}_ms": _make_percentiles(getattr(found, f"{name}_ms"), 1 / factor) for name in OBJECTIVES},  # type: ignore[arg-type]
     )
 
 
@@ -317,17 +320,24 @@ def _divide(ends: Ends | None, factor: float) -> Ends | None:
     return None if ends is None else (ends[0] / factor, ends[1] / factor)
 
 
-def replayed(
+def replay_point(
     point: Point, plan: EnginePlan, times: StepTimes, settings: Settings, whence: str, watch: Watch = lambda _: None
 ) -> Forecast:
     """Forecast a point from measured step times; `watch` is called with the number of steps served.
 
     Raise UsageError if the step times do not cover the load.
     """
-    config = SchedulerConfig.of(point, pages=plan.pages, max_context=plan.max_context)
+    config = SchedulerConfig.from_point(point, pages=plan.pages, max_context=plan.max_context)
     vocab = load_shape(point.model).vocab
-    found = replay(requests_of(point, settings, vocab), Scheduler(config), point.clients, Watched(times, watch))  # type: ignore[arg-type]
-    serve = serve_metrics(found.traffic, gpus=point.tp, concurrency=point.clients, slo=settings.slo, steps=found.counts)
+    found = replay_requests(
+        make_point_requests(point, settings, vocab),
+        Scheduler(config),
+        point.clients,
+        Watched(times, watch),  # type: ignore[arg-type]
+    )
+    serve = compute_serve_metrics(
+        found.traffic, gpus=point.tp, concurrency=point.clients, slo=settings.slo, steps=found.counts
+    )
     tok_s = serve.output_tok_s
     return Forecast(
         point=point,
@@ -336,13 +346,13 @@ def replayed(
         tok_s=tok_s,
         low=tok_s,
         high=tok_s,
-        **{f"{name}_ms": _percentiles(getattr(serve, f"{name}_ms")) for name in OBJECTIVES},  # type: ignore[arg-type]
+        **{f"{name}_ms": _make_percentiles(getattr(serve, f"{name}_ms")) for name in OBJECTIVES},  # type: ignore[arg-type]
         preemptions=serve.preemptions,
         layers_held=_find_layers_held(times.honesty),
     )
 
 
-def _banded(
+def _make_estimate(
     point: Point, whence: str, tok_s: float, error: float, own: dict[str, float], steps: Steps, **more: object
 ) -> Forecast:
     high = 1 + error + sum(own.values())
@@ -370,15 +380,15 @@ def limit_requests(point: Point) -> Point:
     return msgspec.structs.replace(point, load=msgspec.structs.replace(point.load, requests=few))
 
 
-def _scaled(machine: Machine, steps: Steps) -> float:
+def _compute_scale_error(machine: Machine, steps: Steps) -> float:
     """Return the additional relative error on another GPU than the one of the shares: the largest
     error of its rates.
     """
     there = next(gpu for gpu in GPUS if gpu.name == steps.machine)
     if machine.gpu == there.name:
         return 0.0
-    known = estimate.limits(machine)
-    return max(machine.scale(rate, there)[1] for rate in ("read", "matmul", "matmul_fp8") if rate in known)
+    known = estimate.get_limits(machine)
+    return max(machine.compute_scale(rate, there)[1] for rate in ("read", "matmul", "matmul_fp8") if rate in known)
 
 
 class Estimator:
@@ -386,7 +396,7 @@ class Estimator:
 
     def __init__(self, point: Point, machine: Machine, fitted: Mapping[str, float]) -> None:
         self.point, self.machine, self.fitted = point, machine, fitted
-        self.rates, self.wire = estimate.limits(machine), machine.wire
+        self.rates, self.wire = estimate.get_limits(machine), machine.wire
         layout, host = point.layout, machine.gpus_per_host
         if layout.tp > host and machine.link is None:
             raise UsageError(
@@ -397,36 +407,36 @@ class Estimator:
             raise UsageError(
                 "its attention replicas lie on several hosts, and what calls between a few ranks of different hosts take is not known"
             )
-        self.sharding = Sharding.of(point, load_shape(point.model))
+        self.sharding = Sharding.from_point(point, load_shape(point.model))
 
-    def decode_rows(self, requests: int, context: int) -> StepRows:
+    def make_decode_rows(self, requests: int, context: int) -> StepRows:
         """Return a step of requests with this many tokens each, for the fullest replica."""
         each = -(-requests // self.point.dp)
         return StepRows(decodes=(context,) * each, sampled=each, tokens=requests)
 
-    def terms(self, rows: StepRows) -> dict[str, float] | None:
+    def compute_terms(self, rows: StepRows) -> dict[str, float] | None:
         """Return the terms of a padded step, as estimate.terms does."""
-        padded = estimate.padded(rows, self.point.dp)
-        return estimate.terms(self.sharding, padded, self.rates, self.wire, self.point.exchange)
+        padded = estimate.pad_step(rows, self.point.dp)
+        return estimate.compute_terms(self.sharding, padded, self.rates, self.wire, self.point.exchange)
 
-    def ms(self, rows: StepRows) -> float:
+    def estimate_ms(self, rows: StepRows) -> float:
         """Return the time of a padded step in ms; raise UsageError if it is unknown."""
-        found = self.terms(rows)
+        found = self.compute_terms(rows)
         if found is None:
             precision = self.point.precision
             raise UsageError(
                 f"{self.machine.gpu} has no rate for {precision} in the table of GPUs, so nothing says how long a step takes there; "
                 "use --weights-dtype bf16, or another machine."
             )
-        return estimate.us(found, self.fitted) / 1e3
+        return estimate.compute_us(found, self.fitted) / 1e3
 
-    def wire_errors(self, rows: StepRows) -> dict[str, float]:
+    def compute_wire_errors(self, rows: StepRows) -> dict[str, float]:
         """Return the error of the step for each kind of call between ranks, as a share of the step."""
-        padded = estimate.padded(rows, self.point.dp)
-        calls = estimate.calls(self.sharding, padded, self.wire, self.point.exchange)
-        step_us = self.ms(rows) * 1e3
+        padded = estimate.pad_step(rows, self.point.dp)
+        calls = estimate.predict_calls(self.sharding, padded, self.wire, self.point.exchange)
+        step_us = self.estimate_ms(rows) * 1e3
         return {
-            what: (each.high - each.mean) * 1e6 * self.fitted[estimate.called(what)] / step_us
+            what: (each.high - each.mean) * 1e6 * self.fitted[estimate.get_call_term(what)] / step_us
             for what, each in calls.items()
         }
 
@@ -436,38 +446,44 @@ class Watched:
 
     def __init__(self, times: StepTimes | EstimatedTimes, watch: Watch) -> None:
         self.times, self.watch, self.steps = times, watch, 0
-        self.blocking, self.launch_ms, self.host_ms = times.blocking, times.launch_ms, times.host_ms
-        self.slowed = times.slowed
+        self.is_blocking, self.launch_ms, self.predict_host_ms = (
+            times.is_blocking,
+            times.launch_ms,
+            times.predict_host_ms,
+        )
+        self.slowdown = times.slowdown
 
-    def duration_ms(self, step: Step, heat: float = 0.0) -> float:
+    def predict_duration_ms(self, step: Step, heat: float = 0.0) -> float:
         """Return the duration of a step, as StepTimes does."""
         self.steps += 1
         if self.steps % WATCHED_STEPS == 0:
             self.watch(f"step {self.steps:,}")
-        return self.times.duration_ms(step, heat)
+        return self.times.predict_duration_ms(step, heat)
 
 
 class EstimatedTimes:
     """Replace serving.step_times.StepTimes in a replay: the same cases, each estimated."""
 
-    blocking = False
+    is_blocking = False
     launch_ms = 0.0
-    slowed = Slowed([])
+    slowdown = Slowdown([])
 
     def __init__(self, of: Estimator, point: Point, plan: EnginePlan) -> None:
-        extent = step_cases.Extent.of([point], pages=plan.pages, max_context=plan.max_context)
-        cases = step_cases.grid(extent)
+        extent = step_cases.Extent.from_points([point], pages=plan.pages, max_context=plan.max_context)
+        cases = step_cases.make_cases(extent)
 
         def samples(use: str) -> list[tuple[object, float]]:
-            return [(case.work(), of.ms(case.rows(point.dp))) for case in cases if case.use == use]
+            return [
+                (case.compute_work(), of.estimate_ms(case.compute_rows(point.dp))) for case in cases if case.use == use
+            ]
 
         self.model = StepModel(*map(samples, MODELLED))  # type: ignore[arg-type]
 
-    def duration_ms(self, step: Step, _heat: float = 0.0) -> float:
+    def predict_duration_ms(self, step: Step, _heat: float = 0.0) -> float:
         """Return the duration of a step, as StepTimes does."""
-        return self.model.step_ms(step_works(step))
+        return self.model.predict_step_ms(compute_step_works(step))
 
-    def host_ms(self, _step: Step) -> float:
+    def predict_host_ms(self, _step: Step) -> float:
         """Return 0: launching a step is assumed to take the host less time than the device needs for it.
 
         With several ranks and chunks that does not hold (StepTimes.host_model): an open loop's request waits for up to

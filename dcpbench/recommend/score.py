@@ -49,7 +49,7 @@ class Load:
         """Return the layout that the forecast would have picked."""
         return max(self.forecast, key=lambda who: self.forecast[who])
 
-    def right(self, who: str) -> bool:
+    def is_right(self, who: str) -> bool:
         """Return True if a layout is the best, or within NEAR of it; False for one that did not run."""
         return self.measured.get(who, 0.0) >= (1 - NEAR) * self.measured[self.best]
 
@@ -68,13 +68,13 @@ class Score:
     @property
     def right(self) -> int:
         """Return the number of loads in which the pick is right."""
-        return sum(load.right(load.picked) for load in self.loads)
+        return sum(load.is_right(load.picked) for load in self.loads)
 
     @property
     def constant(self) -> tuple[str, int]:
         """Return the layout that is right most often, and in how many loads."""
         names = dict.fromkeys(who for load in self.loads for who in load.measured)
-        return max(((who, sum(load.right(who) for load in self.loads)) for who in names), key=lambda pair: pair[1])
+        return max(((who, sum(load.is_right(who) for load in self.loads)) for who in names), key=lambda pair: pair[1])
 
     @property
     def winners(self) -> collections.Counter[str]:
@@ -95,11 +95,11 @@ class Score:
             for a, b in itertools.combinations(load.measured, 2)
         ]
 
-    def as_json(self) -> dict[str, Any]:
+    def convert_to_json(self) -> dict[str, Any]:
         """Return the complete score for JSON; numbers in output tok/s."""
         who, constant = self.constant
         return {
-            "answer": self.words(),
+            "answer": self.format_score(),
             "right": self.right,
             "constant": {"layout": who, "right": constant},
             "loads": [
@@ -107,7 +107,7 @@ class Score:
                     "load": load.name,
                     "best": load.best,
                     "picked": load.picked,
-                    "right": load.right(load.picked),
+                    "right": load.is_right(load.picked),
                     "measured": dict(load.measured),
                     "forecast": dict(load.forecast),
                 }
@@ -115,7 +115,7 @@ class Score:
             ],
         }
 
-    def words(self) -> str:
+    def format_score(self) -> str:
         """Return the score as a sentence."""
         who, constant = self.constant
         n = len(self.loads)
@@ -125,7 +125,7 @@ class Score:
         )
 
 
-def score(
+def compute_score(
     records: Iterable[Record],
     machine: Machine,
     probe: Probe,
@@ -143,7 +143,7 @@ def score(
     groups: dict[str, list[Record]] = collections.defaultdict(list)
     for record in records:
         if record.outcome == "ok" and not record.point.emulate and (record.metrics or record.serve):
-            groups[_load(record)].append(record)
+            groups[_format_load_key(record)].append(record)
     loads = []
     several = [(name, of) for name, of in groups.items() if len({r.point.layout_name for r in of}) > 1][::every]
     for number, (name, of) in enumerate(several, 1):
@@ -157,19 +157,19 @@ def score(
             settings = Settings(kv_memory_bytes=record.measured_with.get("kv_memory_bytes"))  # type: ignore[arg-type]
             plan = plan_engine([point], settings, load_shape(point.model), probe)
             fitted = steps.without.get(point.model, steps.terms)
-            found = forecast.estimated(point, plan, machine, settings, steps, fitted)
-            true = forecast.of_record(record, "")
+            found = forecast.estimate_point(point, plan, machine, settings, steps, fitted)
+            true = forecast.from_record(record, "")
             measured[who] = max(measured.get(who, 0.0), true.tok_s)
             for metric, errors in latency.items():
-                seen, said = (getattr(f, f"{metric}_ms").p50 for f in (true, found))
-                if seen and said:
-                    errors.append(said / seen - 1)
+                seen, estimated = (getattr(f, f"{metric}_ms").p50 for f in (true, found))
+                if seen and estimated:
+                    errors.append(estimated / seen - 1)
             expected[who] = max(expected.get(who, 0.0), found.tok_s)
         loads.append(Load(name=name, measured=measured, forecast=expected, latency_errors=latency))
     return Score(loads=loads)
 
 
-def _load(record: Record) -> str:
+def _format_load_key(record: Record) -> str:
     """Return the key of points that compete: the same model, precision, load and KV memory."""
     point = record.point
     of = f"{point.model}, {point.precision}, {point.tp} GPUs, {point.concurrency} × "

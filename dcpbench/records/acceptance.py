@@ -12,10 +12,10 @@ import msgspec
 
 from dcpbench.errors import UsageError
 from dcpbench.records import checksums
-from dcpbench.records.bounds import REFUSED, accepted, record_type
+from dcpbench.records.bounds import REFUSED, drop_refused_parts, get_record_type
 from dcpbench.records.checks import MAX_ENTRIES, ImpossibleValueError
 from dcpbench.records.lines import UNREADABLE
-from dcpbench.records.record import Omitted, Record
+from dcpbench.records.record import OmittedValue, Record
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,73 +28,75 @@ OMITTED_MARK = "values_omitted"
 NOT_WRITABLE = (OverflowError, UnicodeEncodeError)  # raised for integers beyond 64 bits and for lone surrogates
 
 
-def accept(record: Record, decode: Decode) -> tuple[Record, bytes]:
+def prepare_record(record: Record, decode: Decode) -> tuple[Record, bytes]:
     """Return the record as its reader accepts it, and its line with a checksum.
 
     Raises UsageError for a point that no reader would accept, which `file.check_point` finds before anything is measured.
     """
-    found = _line(record, decode)
+    found = _encode_line(record, decode)
     if found is None:
-        record = _without_bad_numbers(record)
-        found = _line(record, decode)
+        record = _remove_bad_numbers(record)
+        found = _encode_line(record, decode)
     if found is None:
-        record = _without_problems(record, decode)
-        found = _line(record, decode)
+        record = _remove_problems(record, decode)
+        found = _encode_line(record, decode)
     assert found is not None, record
     return record, found
 
 
-def mend(line: bytes, decode: Decode) -> tuple[Record, bytes] | None:
+def drop_invalid_values(line: bytes, decode: Decode) -> tuple[Record, bytes] | None:
     """Return the record that `accept` makes of a line that its reader refuses, and its line; None if its point is
     invalid.
     """
     data = msgspec.json.decode(line)
-    omitted: list[Omitted] = []
-    fields = accepted({name: value for name, value in data.items() if name not in SEAL}, record_type(), (), omitted)
+    omitted: list[OmittedValue] = []
+    fields = drop_refused_parts(
+        {name: value for name, value in data.items() if name not in SEAL}, get_record_type(), (), omitted
+    )
     if any(one.field.startswith("point.") for one in omitted):
         return None
     try:
         before = msgspec.convert(fields, Record)
         lost = [part for part in MEASURED if data.get(part) is not None and getattr(before, part) is None]
-        return accept(_with_omitted(before, lost, omitted) if omitted else before, decode)
+        return prepare_record(_add_omitted(before, lost, omitted) if omitted else before, decode)
     except (msgspec.ValidationError, UsageError):
         return None
 
 
-def _line(record: Record, decode: Decode) -> bytes | None:
+def _encode_line(record: Record, decode: Decode) -> bytes | None:
     """Return the line of a record, or None if its reader would refuse it or read something else."""
     try:
-        line = checksums.seal(msgspec.json.encode(record))
-        return line if _same(decode(line), record) else None
+        line = checksums.add_checksum(msgspec.json.encode(record))
+        return line if _has_same_values(decode(line), record) else None
     except (*UNREADABLE, *NOT_WRITABLE):
         return None
 
 
-def _same(one: Record, other: Record) -> bool:
+def _has_same_values(one: Record, other: Record) -> bool:
     """Return whether two records hold the same values. NaN and infinity, which JSON writes as null, make them differ."""
     return one == other or bool(msgspec.to_builtins(one) == msgspec.to_builtins(other))
 
 
-def _without_bad_numbers(record: Record) -> Record:
-    omitted: list[Omitted] = []
-    data = accepted(msgspec.to_builtins(record), record_type(), (), omitted)
+def _remove_bad_numbers(record: Record) -> Record:
+    omitted: list[OmittedValue] = []
+    data = drop_refused_parts(msgspec.to_builtins(record), get_record_type(), (), omitted)
     if wrong := next((one for one in omitted if one.field.startswith("point.")), None):
         raise UsageError(f"{wrong}, which no record can hold; give another value.")
     assert data is not REFUSED, omitted
     try:
         found = msgspec.convert(data, Record)
     except msgspec.ValidationError as e:  # a value of another type, wherever it came from
-        omitted.append(Omitted(field="record", what=f"cannot be read back: {e}"))
-        found = _bare(record)
-    return _with_omitted(found, _lost(record, found), omitted) if omitted else found
+        omitted.append(OmittedValue(field="record", what=f"cannot be read back: {e}"))
+        found = _make_bare_record(record)
+    return _add_omitted(found, _list_lost_parts(record, found), omitted) if omitted else found
 
 
-def _without_problems(record: Record, decode: Decode) -> Record:
+def _remove_problems(record: Record, decode: Decode) -> Record:
     """Return the record without the values that `checks.find_problem` reports: surplus entries and impossible metrics."""
     found = record
     while True:
         try:
-            decode(checksums.seal(msgspec.json.encode(found)))
+            decode(checksums.add_checksum(msgspec.json.encode(found)))
         except ImpossibleValueError as e:
             problem = e.problem
         else:
@@ -102,7 +104,7 @@ def _without_problems(record: Record, decode: Decode) -> Record:
         part, _, name = problem.field.partition(".")
         if part == "point":
             raise UsageError(f"{problem}; give another value.")
-        what = Omitted(field=problem.field, what=problem.what.removeprefix(" ").removeprefix(": "))
+        what = OmittedValue(field=problem.field, what=problem.what.removeprefix(" ").removeprefix(": "))
         value = getattr(found, part)
         if name or part in MEASURED:
             changes: dict[str, Any] = {part: None}
@@ -111,15 +113,15 @@ def _without_problems(record: Record, decode: Decode) -> Record:
                 part: dict(list(value.items())[:MAX_ENTRIES]) if isinstance(value, dict) else value[:MAX_ENTRIES]
             }
         now = msgspec.structs.replace(found, **changes)
-        found = _with_omitted(now, _lost(found, now), [what])
+        found = _add_omitted(now, _list_lost_parts(found, now), [what])
 
 
-def _lost(before: Record, now: Record) -> list[str]:
+def _list_lost_parts(before: Record, now: Record) -> list[str]:
     """Return the names of the measured parts that the record has lost."""
     return [part for part in MEASURED if getattr(before, part) is not None and getattr(now, part) is None]
 
 
-def _with_omitted(now: Record, lost: list[str], omitted: list[Omitted]) -> Record:
+def _add_omitted(now: Record, lost: list[str], omitted: list[OmittedValue]) -> Record:
     """Return the record with `omitted` added; mark it as failed if it has lost a measured part."""
     marks = now.marks[: MAX_ENTRIES - 1]
     changes: dict[str, Any] = {"omitted": [*(now.omitted or []), *omitted][:MAX_ENTRIES]}
@@ -130,6 +132,6 @@ def _with_omitted(now: Record, lost: list[str], omitted: list[Omitted]) -> Recor
     return msgspec.structs.replace(now, **changes)
 
 
-def _bare(record: Record) -> Record:
+def _make_bare_record(record: Record) -> Record:
     """Return a record of the same point without anything that was measured or noted."""
     return Record(point=record.point, outcome="failed", reason=record.reason)

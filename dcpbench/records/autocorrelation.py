@@ -46,8 +46,8 @@ def measure_correlation(samples: Sequence[float], median: float) -> Correlation:
         return Correlation(None, 1.0)
     deviations = [x - median for x in samples]
     signs = [math.copysign(1.0, d) if d else 0.0 for d in deviations]
-    rho = _neighbours(_limit_outliers(deviations) or signs)
-    return Correlation(rho, max(1.0, _inflation_of_ar1(rho, n), _inflation_of_signs(signs)))
+    rho = _compute_neighbour_correlation(_limit_outliers(deviations) or signs)
+    return Correlation(rho, max(1.0, _estimate_ar1_inflation(rho, n), _estimate_sign_inflation(signs)))
 
 
 def _limit_outliers(deviations: Sequence[float]) -> list[float]:
@@ -58,9 +58,9 @@ def _limit_outliers(deviations: Sequence[float]) -> list[float]:
     return [min(max(d / limit, -1.0), 1.0) for d in deviations] if limit > 0 else []
 
 
-def _neighbours(series: Sequence[float]) -> float:
+def _compute_neighbour_correlation(series: Sequence[float]) -> float:
     """Return the correlation of neighbours, corrected by (1 + 3ρ) / n for the fitted mean (Marriott and Pope 1954)."""
-    centred, power = _centre(series)
+    centred, power = _remove_mean(series)
     if power == 0:
         return 0.0
     rho = sum(a * b for a, b in itertools.pairwise(centred)) / power
@@ -68,7 +68,7 @@ def _neighbours(series: Sequence[float]) -> float:
     return min(max(rho, 0.0), MAX_CORRELATION)
 
 
-def _inflation_of_ar1(rho: float, n: int) -> float:
+def _estimate_ar1_inflation(rho: float, n: int) -> float:
     """Return 1 + 2·Σ(1 - k/n)·2/π·asin(ρᵏ)."""
     total, power = 1.0, rho
     for lag in range(1, n):
@@ -79,24 +79,24 @@ def _inflation_of_ar1(rho: float, n: int) -> float:
     return total
 
 
-def _inflation_of_signs(signs: Sequence[float]) -> float:
+def _estimate_sign_inflation(signs: Sequence[float]) -> float:
     """Return the variance of the mean of the signs over that of independent ones."""
-    _, power = _centre(signs)
+    _, power = _remove_mean(signs)
     size = math.ceil(len(signs) / MAX_SERIES)
     whole = len(signs) // size * size
     batches = [sum(signs[i : i + size]) for i in range(0, whole, size)]
-    centred, of_batches = _centre(batches)
+    centred, of_batches = _remove_mean(batches)
     if power == 0 or of_batches == 0:
         return 1.0
     batched = of_batches / len(batches) / size / (power / len(signs))
-    return batched * _inflation_of_series(centred, of_batches)
+    return batched * _estimate_series_inflation(centred, of_batches)
 
 
-def _inflation_of_series(centred: Sequence[float], power: float) -> float:
+def _estimate_series_inflation(centred: Sequence[float], power: float) -> float:
     """Return 2·Σ(ρ₂ⱼ + ρ₂ⱼ₊₁) - 1 over pairs of lags until one is not positive, each at most the one before it."""
     total, least = 0.0, math.inf
     for lag in range(0, len(centred) - 1, 2):
-        pair = sum(_product_at(centred, k) for k in (lag, lag + 1)) / power
+        pair = sum(_compute_lag_product(centred, k) for k in (lag, lag + 1)) / power
         if pair <= 0:
             break
         least = min(least, pair)
@@ -104,11 +104,11 @@ def _inflation_of_series(centred: Sequence[float], power: float) -> float:
     return max(total - 1, 0.0)
 
 
-def _product_at(centred: Sequence[float], lag: int) -> float:
+def _compute_lag_product(centred: Sequence[float], lag: int) -> float:
     return sum(a * b for a, b in zip(centred, centred[lag:], strict=False))
 
 
-def _centre(series: Sequence[float]) -> tuple[list[float], float]:
+def _remove_mean(series: Sequence[float]) -> tuple[list[float], float]:
     """Return the series without its mean, and the sum of its squares."""
     mean = math.fsum(series) / len(series)
     centred = [x - mean for x in series]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import inspect
 
-from dcpbench.records.record import Omitted, Record
+from dcpbench.records.record import OmittedValue, Record
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,72 +34,76 @@ class BadValue(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def field(self) -> str:
         """Return the dotted name of the field, without places in lists: `serve.turns.cached_tokens`."""
-        return dotted(self.path)
+        return format_field_name(self.path)
 
 
-def dotted(path: Path) -> str:
+def format_field_name(path: Path) -> str:
     """Return the name of a field, without places in lists."""
     return ".".join(name[:MAX_SHOWN] for name in path if isinstance(name, str))
 
 
 @functools.cache
-def record_type() -> inspect.Type:
+def get_record_type() -> inspect.Type:
     """Return the declared type of a record."""
     return inspect.type_info(Record)
 
 
-def bad_values(value: object, kind: inspect.Type, path: Path = ()) -> Iterator[BadValue]:
+def find_bad_values(value: object, kind: inspect.Type, path: Path = ()) -> Iterator[BadValue]:
     """Yield the numbers in plain dicts and lists that are outside of the bounds of their declared type."""
-    if isinstance(value, dict) and (struct := _variant(kind, inspect.StructType)):
+    if isinstance(value, dict) and (struct := _find_variant(kind, inspect.StructType)):
         for field in struct.fields:
             if field.encode_name in value:
-                yield from bad_values(value[field.encode_name], field.type, (*path, field.encode_name))
-    elif isinstance(value, dict) and (mapping := _variant(kind, inspect.DictType)):
+                yield from find_bad_values(value[field.encode_name], field.type, (*path, field.encode_name))
+    elif isinstance(value, dict) and (mapping := _find_variant(kind, inspect.DictType)):
         for name, item in value.items():
-            yield from bad_values(item, mapping.value_type, (*path, name))
-    elif isinstance(value, list) and (items := _variant(kind, inspect.ListType, inspect.VarTupleType)):
+            yield from find_bad_values(item, mapping.value_type, (*path, name))
+    elif isinstance(value, list) and (items := _find_variant(kind, inspect.ListType, inspect.VarTupleType)):
         for place, item in enumerate(value):
-            yield from bad_values(item, items.item_type, (*path, place))
-    elif isinstance(value, int | float) and (what := _what_is_wrong(value, kind)):
+            yield from find_bad_values(item, items.item_type, (*path, place))
+    elif isinstance(value, int | float) and (what := _describe_violation(value, kind)):
         yield BadValue(path=path, value=value, what=what)
 
 
-def accepted(value: Any, kind: inspect.Type, path: Path, omitted: list[Omitted]) -> Any:  # noqa: ANN401 - any field
+def drop_refused_parts(value: Any, kind: inspect.Type, path: Path, omitted: list[OmittedValue]) -> Any:  # noqa: ANN401 - any field
     """Return the value with null in place of each part that a reader would refuse, or REFUSED if its type allows no
     null.
 
     The innermost part that may be null or empty is replaced, and the problem is appended to `omitted`.
     """
     if isinstance(value, str):
-        return _plain_text(value, path, omitted)
-    if isinstance(value, dict) and (struct := _variant(kind, inspect.StructType)):
-        return _accepted_struct(value, struct, path, omitted)
-    if isinstance(value, dict) and (mapping := _variant(kind, inspect.DictType)):
+        return _encode_surrogates(value, path, omitted)
+    if isinstance(value, dict) and (struct := _find_variant(kind, inspect.StructType)):
+        return _drop_refused_fields(value, struct, path, omitted)
+    if isinstance(value, dict) and (mapping := _find_variant(kind, inspect.DictType)):
         pairs = {
-            _plain_text(name, path, omitted): accepted(item, mapping.value_type, (*path, name), omitted)
+            _encode_surrogates(name, path, omitted): drop_refused_parts(
+                item, mapping.value_type, (*path, name), omitted
+            )
             for name, item in value.items()
         }
         return REFUSED if any(item is REFUSED for item in pairs.values()) else pairs
-    if isinstance(value, list) and (items := _variant(kind, inspect.ListType, inspect.VarTupleType)):
-        found = [accepted(item, items.item_type, (*path, place), omitted) for place, item in enumerate(value)]
+    if isinstance(value, list) and (items := _find_variant(kind, inspect.ListType, inspect.VarTupleType)):
+        found = [drop_refused_parts(item, items.item_type, (*path, place), omitted) for place, item in enumerate(value)]
         return REFUSED if any(item is REFUSED for item in found) else found
-    if isinstance(value, int | float) and (what := _what_is_wrong(value, kind)):
-        omitted.append(Omitted(field=dotted(path), what=what))
+    if isinstance(value, int | float) and (what := _describe_violation(value, kind)):
+        omitted.append(OmittedValue(field=format_field_name(path), what=what))
         return REFUSED
-    if isinstance(value, float) and _variant(kind, inspect.IntType) and not _variant(kind, inspect.FloatType):
+    if isinstance(value, float) and _find_variant(kind, inspect.IntType) and not _find_variant(kind, inspect.FloatType):
         return int(value)  # 8.0, which no reader takes for a whole number
     return value
 
 
-def _accepted_struct(value: dict[str, Any], kind: inspect.StructType, path: Path, omitted: list[Omitted]) -> Any:  # noqa: ANN401
+def _drop_refused_fields(
+    value: dict[str, Any], kind: inspect.StructType, path: Path, omitted: list[OmittedValue]
+) -> Any:  # noqa: ANN401
     found = dict(value)
     for field in kind.fields:
         name = field.encode_name
         if name in value:
-            found[name] = accepted(value[name], field.type, (*path, name), omitted)
+            found[name] = drop_refused_parts(value[name], field.type, (*path, name), omitted)
         if found.get(name) is not REFUSED:
             continue
-        if _variant(field.type, inspect.NoneType):
+        if _find_variant(field.type, inspect.NoneType):
             found[name] = None
         elif field.default_factory is not msgspec.NODEFAULT:  # an empty list or dict
             found[name] = field.default_factory()
@@ -110,23 +114,23 @@ def _accepted_struct(value: dict[str, Any], kind: inspect.StructType, path: Path
     return found
 
 
-def _plain_text(text: str, path: Path, omitted: list[Omitted]) -> str:
+def _encode_surrogates(text: str, path: Path, omitted: list[OmittedValue]) -> str:
     """Return the text with lone surrogates spelled out, as UTF-8 cannot hold them."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        omitted.append(Omitted(field=dotted(path), what="holds characters that are no Unicode text"))
+        omitted.append(OmittedValue(field=format_field_name(path), what="holds characters that are no Unicode text"))
         return text.encode("utf-8", "backslashreplace").decode()
     return text
 
 
-def _what_is_wrong(value: float, kind: inspect.Type) -> str:
+def _describe_violation(value: float, kind: inspect.Type) -> str:
     """Return the problem with a number, or an empty string if it is within the bounds of its type."""
     if isinstance(value, bool):
         return ""
     if not isinstance(value, int) and not math.isfinite(value):
         return f"is {value}, not a finite number"
-    declared = _variant(kind, inspect.FloatType) or _variant(kind, inspect.IntType)
+    declared = _find_variant(kind, inspect.FloatType) or _find_variant(kind, inspect.IntType)
     if declared is None or declared.le is None:
         return ""
     if value > declared.le or (declared.ge and value < declared.ge):
@@ -139,7 +143,7 @@ def _what_is_wrong(value: float, kind: inspect.Type) -> str:
     return f"is {value:g}, not a whole number" if whole else ""
 
 
-def _variant(kind: inspect.Type, *wanted: type[Any]) -> Any:  # noqa: ANN401 - of the class that was asked for
+def _find_variant(kind: inspect.Type, *wanted: type[Any]) -> Any:  # noqa: ANN401 - of the class that was asked for
     """Return the type, or the variant of a union, that is of one of these classes; None if there is none."""
     variants = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
     return next((one for one in variants if isinstance(one, wanted)), None)

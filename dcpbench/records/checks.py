@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.errors import UsageError
-from dcpbench.points.layout import DEGREES, MOST_RANKS, OUTER_DEGREES
+from dcpbench.points.layout import DEGREES, MAX_RANKS, OUTER_DEGREES
 from dcpbench.records import checksums
-from dcpbench.records.bounds import bad_values, record_type
+from dcpbench.records.bounds import find_bad_values, get_record_type
 from dcpbench.records.metrics import METRICS
-from dcpbench.records.record import Interval, of_a_file, origin
+from dcpbench.records.record import Interval, get_origin, is_imported_origin
 
 if TYPE_CHECKING:
     from collections.abc import Sized
@@ -65,22 +65,22 @@ class OtherVersionError(msgspec.ValidationError):
 
 def find_problem(record: Record) -> Problem | None:
     """Return the first thing in a decoded record that cannot be, beyond the bounds of single numbers."""
-    found = (check(record) for check in (_outcome, _layout, _metrics, _entries))
+    found = (check(record) for check in (_check_outcome, _check_layout, _check_metrics, _check_entry_counts))
     return next((problem for problem in found if problem is not None), None)
 
 
 def find_bad_number(line: bytes) -> Problem | None:
     """Return the first number of a line that is outside of the bounds of its field."""
-    bad = next(bad_values(msgspec.json.decode(line), record_type()), None)
+    bad = next(find_bad_values(msgspec.json.decode(line), get_record_type()), None)
     return Problem(field=bad.field, what=f" {bad.what}") if bad else None
 
 
-def why(line: bytes, error: Exception) -> str:
+def explain_bad_line(line: bytes, error: Exception) -> str:
     """Return the problem with a line that cannot be read, and the remedy."""
-    return f"{wrong(line, error)}. {advice(line, error)}"
+    return f"{describe_bad_line(line, error)}. {suggest_remedy(line, error)}"
 
 
-def wrong(line: bytes, error: Exception) -> str:
+def describe_bad_line(line: bytes, error: Exception) -> str:
     """Return the problem with a line alone, without a full stop."""
     if isinstance(error, OtherVersionError):
         return str(error)
@@ -91,7 +91,7 @@ def wrong(line: bytes, error: Exception) -> str:
     return "its brackets are nested too deep" if isinstance(error, RecursionError) else str(error)[:300]
 
 
-def advice(line: bytes, error: Exception) -> str:
+def suggest_remedy(line: bytes, error: Exception) -> str:
     """Return the remedy for a line that cannot be read; it is the same for all lines of its kind."""
     if isinstance(error, OtherVersionError):
         return "Not written by this version of dcpbench: read it with the version that wrote it."
@@ -114,7 +114,7 @@ def advice(line: bytes, error: Exception) -> str:
     return "Not written by this version of dcpbench; take the line out, and measure its point again."
 
 
-def of_a_record(line: bytes) -> bool:
+def is_record_line(line: bytes) -> bool:
     """Return True if a line that cannot be read was once a record, or is a record of another version."""
     return b'"schema_version"' in line
 
@@ -126,31 +126,31 @@ def is_strange(error: Exception) -> bool:
     return isinstance(error, msgspec.ValidationError) and not isinstance(error, checksums.DamageError)
 
 
-def repair_command(path: Path, *, strange: bool) -> str:
+def format_repair_command(path: Path, *, strange: bool) -> str:
     """Return the command that removes the unreadable lines from a file of records."""
     return shlex.join(["dcpbench", "records", "repair", *(["--strange"] if strange else []), str(path)])
 
 
-def how_to_mend(path: Path, error: Exception) -> str:
+def suggest_repair_command(path: Path, error: Exception) -> str:
     """Return the command that removes a line; empty if another version, or a change of the file, can read it."""
     if isinstance(error, OtherVersionError | checksums.RewrittenError):
         return ""
-    return repair_command(path, strange=is_strange(error))
+    return format_repair_command(path, strange=is_strange(error))
 
 
-def _outcome(record: Record) -> Problem | None:
+def _check_outcome(record: Record) -> Problem | None:
     if record.outcome in OUTCOMES:
         return None
     return Problem(field="outcome", what=f" is {record.outcome[:40]!r}, none of {', '.join(OUTCOMES)}")
 
 
-def _layout(record: Record) -> Problem | None:
+def _check_layout(record: Record) -> Problem | None:
     """Check that the parallel degrees nest. An import may have none, and a rejected point has the requested ones."""
     tp, dp, dcp = degrees = record.point.tp, record.point.dp, record.point.dcp
     if record.outcome == NOT_RUN or not any(degrees):
         return None
     for name, degree in zip(DEGREES, degrees, strict=True):
-        if not 1 <= degree <= MOST_RANKS:
+        if not 1 <= degree <= MAX_RANKS:
             return Problem(field=f"point.{name}", what=f" is {degree}, which no layout that ran has")
     if tp % dp:
         return Problem(field="point.dp", what=f" {dp} does not divide tp {tp}, so that it cannot have run")
@@ -164,7 +164,7 @@ def _layout(record: Record) -> Problem | None:
 def _check_outer_degrees(point: Point) -> Problem | None:
     """Check the degrees that multiply the GPUs of an imported server."""
     for name in OUTER_DEGREES:
-        if not 1 <= getattr(point, name) <= MOST_RANKS:
+        if not 1 <= getattr(point, name) <= MAX_RANKS:
             return Problem(field=f"point.{name}", what=f" is {getattr(point, name)}, which no layout that ran has")
     return None
 
@@ -178,17 +178,17 @@ def _check_instances(record: Record) -> Problem | None:
         return Problem(
             field="point.disaggregate", what=f" is {point.disaggregate[:40]!r}, which no instances that ran are"
         )
-    if split and not point.transfer_gb_s > 0 and not of_a_file(origin(record)):
+    if split and not point.transfer_gb_s > 0 and not is_imported_origin(get_origin(record)):
         return Problem(
             field="point.transfer_gb_s", what=f" is {point.transfer_gb_s:g}, at which no KV can have crossed"
         )
     return None
 
 
-def _metrics(record: Record) -> Problem | None:
+def _check_metrics(record: Record) -> Problem | None:
     """Check that metrics are above 0 and that intervals hold their medians."""
     for metric in POSITIVE:
-        found = metric.held(record)
+        found = metric.get_recorded(record)
         if found is None:
             continue
         name = f"{'serve' if record.serve else 'metrics'}.{metric.name}"
@@ -201,7 +201,7 @@ def _metrics(record: Record) -> Problem | None:
     return None
 
 
-def _entries(record: Record) -> Problem | None:
+def _check_entry_counts(record: Record) -> Problem | None:
     many: dict[str, Sized] = {
         "marks": record.marks,
         "sync_sites": record.sync_sites,

@@ -40,13 +40,13 @@ class UnfinishedError(msgspec.DecodeError):
     """A line that promises a checksum and does not have it: its end is missing, or was damaged."""
 
 
-def seal(text: bytes) -> bytes:
+def add_checksum(text: bytes) -> bytes:
     """Return a JSON object with at least one field as a line with its checksum, without a newline."""
     body = HEAD + text[1:-1]
     return body + TAIL % zlib.crc32(body)
 
 
-def sealed_parts(line: bytes) -> Iterator[bytes]:
+def find_sealed_parts(line: bytes) -> Iterator[bytes]:
     """Yield the parts of a damaged line that match a checksum, as where two lines became one; no part is decoded."""
     begins = [found.start() for found in re.finditer(re.escape(HEAD), line)]
     for begin, end in itertools.pairwise([*begins, len(line)]):  # a string inside a record escapes its quotes
@@ -60,11 +60,11 @@ def check(line: bytes) -> bool:
 
     Raise one of the errors above for a line that was sealed and has changed since.
     """
-    if line.startswith(HEAD) and _fits(line):
+    if line.startswith(HEAD) and _has_valid_checksum(line):
         return True
     text = line.strip(_BLANKS)
     begun, ended = text.startswith(HEAD), _TAIL.fullmatch(text[-_TAIL_BYTES:])
-    if begun and _fits(text):
+    if begun and _has_valid_checksum(text):
         return True
     if ended or (begun and _TAIL.search(text)):
         raise DamageError("its checksum (crc32) is not that of the line: some of it was damaged after it was written")
@@ -75,7 +75,7 @@ def check(line: bytes) -> bool:
     return False
 
 
-def _fits(line: bytes) -> bool:
+def _has_valid_checksum(line: bytes) -> bool:
     """Return True if a line, with or without its newline, ends with the checksum of the bytes before it."""
     end = len(line) - line.endswith(b"\n")
     body = memoryview(line)[: max(end - _TAIL_BYTES, 0)]  # a copy would take longer than the sum

@@ -19,30 +19,30 @@ if TYPE_CHECKING:
 FULL = (errno.ENOSPC, errno.EDQUOT)
 BROKEN = (errno.EIO, errno.EROFS, errno.ESTALE, errno.ENODEV, errno.ENXIO)
 DISK_ERRORS = (*FULL, *BROKEN)
-OUR_ROOM = 1 << 20  # bytes that a run needs to go on: records, logs and samples of a point
+MIN_FREE_BYTES = 1 << 20  # bytes that a run needs to go on: records, logs and samples of a point
 ANSWER_S = 5.0  # for a write of a few bytes, after which a file system counts as frozen
 KILL_S = 0.5
 PROBE = "import os, sys, tempfile\nwith tempfile.TemporaryFile(dir=sys.argv[1]) as f:\n f.write(b'x'); f.flush(); os.fsync(f.fileno())"
 
 
-def error_number(error: BaseException) -> int | None:
+def get_disk_error_number(error: BaseException) -> int | None:
     """Return the number of an error of the disk, which no point and no server causes; None for any other error."""
     number = error.number if isinstance(error, DiskError) else error.errno if isinstance(error, OSError) else None
     return number if number in DISK_ERRORS else None
 
 
-def write_error(path: Path, error: OSError, run: Path | None = None) -> DcpbenchError:
+def make_write_error(path: Path, error: OSError, run: Path | None = None) -> DcpbenchError:
     """Return the error to raise where a file of a run's folder, by default the file's own, could not be written."""
     folder = path.parent if run is None else run
-    if (number := error_number(error)) is not None:
-        return disk_error(folder, number)
+    if (number := get_disk_error_number(error)) is not None:
+        return make_disk_error(folder, number)
     return OutputError(
         f"{path} cannot be written ({error.strerror or error}). Let this user write there, then repeat the command with "
-        f"{_resume(folder)}; or give another folder with -o."
+        f"{_format_resume_options(folder)}; or give another folder with -o."
     )
 
 
-def disk_error(folder: Path, number: int, where: str = "") -> DiskError:
+def make_disk_error(folder: Path, number: int, where: str = "") -> DiskError:
     """Return the error to raise if a disk accepts no more data: the disk of a run's folder, or of the file `where`.
 
     The error states that every earlier record is on the disk of the run.
@@ -55,22 +55,22 @@ def disk_error(folder: Path, number: int, where: str = "") -> DiskError:
     }.get(number, (f"its disk cannot be written ({os.strerror(number)})", "check the disk"))
     return DiskError(
         f"{where or folder}: {what}. No point is to blame, and what was recorded before is safe: {how}, then repeat the "
-        f"command with {_resume(folder)}; or write its report elsewhere with `dcpbench report {shlex.quote(str(folder))} -o "
+        f"command with {_format_resume_options(folder)}; or write its report elsewhere with `dcpbench report {shlex.quote(str(folder))} -o "
         "ELSEWHERE`.",
         number,
     )
 
 
-def check_room(folder: Path) -> None:
+def check_free_space(folder: Path) -> None:
     """Raise DiskError if the disk of a folder cannot take the next write of a run."""
     try:
         with tempfile.TemporaryFile(dir=folder) as f:
-            f.write(bytes(OUR_ROOM))
+            f.write(bytes(MIN_FREE_BYTES))
             f.flush()
             os.fsync(f.fileno())
     except OSError as e:
-        if (number := error_number(e)) is not None:
-            raise disk_error(folder, number) from e
+        if (number := get_disk_error_number(e)) is not None:
+            raise make_disk_error(folder, number) from e
 
 
 def check_answers(folder: Path) -> None:
@@ -93,9 +93,9 @@ def check_answers(folder: Path) -> None:
             probe.wait(KILL_S)
         raise DiskError(
             f"{folder}: its file system does not answer, as a file could not be written within {ANSWER_S:g} s. No point is "
-            f"to blame: see that it can be written again, then repeat the command with {_resume(folder)}."
+            f"to blame: see that it can be written again, then repeat the command with {_format_resume_options(folder)}."
         ) from None
 
 
-def _resume(folder: Path) -> str:
+def _format_resume_options(folder: Path) -> str:
     return f"-o {shlex.quote(str(folder))} --resume"

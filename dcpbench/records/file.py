@@ -17,7 +17,7 @@ from dcpbench.errors import OutputError, RecordsError
 from dcpbench.points import older, redaction
 from dcpbench.points.point import Point
 from dcpbench.records import acceptance, checks, checksums, disks
-from dcpbench.records.folder import ASIDE_FILE, JOB_FILES, LOCK_FILE, RECORDS_FILE, record_file
+from dcpbench.records.folder import ASIDE_FILE, JOB_FILES, LOCK_FILE, RECORDS_FILE, get_record_file
 from dcpbench.records.lines import UNREADABLE
 from dcpbench.records.record import SCHEMA_VERSION, Record
 
@@ -67,35 +67,35 @@ class RecordFile:
         crash cut short goes to `records.truncated.txt` first. Raises OutputError if the file cannot be written, if another
         process holds its lock for WAIT_S, or if the file system has no locks.
         """
-        kept, line = acceptance.accept(record, decode)
-        if redaction.secrets():
-            kept = _redacted(kept)
-            line = checksums.seal(_encoder.encode(kept))
+        kept, line = acceptance.prepare_record(record, decode_record)
+        if redaction.list_secrets():
+            kept = _remove_secrets(kept)
+            line = checksums.add_checksum(_encoder.encode(kept))
         try:
             with self.path.open("ab") as f:
-                _lock(f, self.path)
-                _end_last_line(self.path)
+                _wait_for_lock(f, self.path)
+                _finish_last_line(self.path)
                 f.write(line + b"\n")
                 f.flush()
                 os.fsync(f.fileno())
         except OSError as e:
-            raise disks.write_error(self.path, e) from e
+            raise disks.make_write_error(self.path, e) from e
         return kept
 
-    def end(self) -> int:
+    def get_end_offset(self) -> int:
         """Return the byte at which the next record will begin."""
         if not self.path.exists():
             return 0
-        last = _last_line(self.path)
+        last = _find_last_line(self.path)
         return last.next if last else self.path.stat().st_size
 
-    def since(self, begin: int) -> Iterator[Record]:
+    def read_since(self, begin: int) -> Iterator[Record]:
         """Yield the records that were appended since `end` returned `begin`; errors as of `read_records`."""
         if self.path.exists():
-            yield from (record for _, record in placed_records(self.path, begin))
+            yield from (record for _, record in iter_records(self.path, begin))
 
 
-def _redacted(record: Record) -> Record:
+def _remove_secrets(record: Record) -> Record:
     before = msgspec.to_builtins(record)
     after = redaction.redact_values(before) | {"point": before["point"]}
     return record if before == after else msgspec.convert(after, Record)
@@ -103,7 +103,7 @@ def _redacted(record: Record) -> Record:
 
 def check_point(point: Point) -> None:
     """Raise UsageError for a point that no reader of records would accept, before it is measured."""
-    acceptance.accept(Record(point=point, outcome=checks.NOT_RUN), decode)
+    acceptance.prepare_record(Record(point=point, outcome=checks.NOT_RUN), decode_record)
 
 
 def read_records(folder: Path) -> list[Record]:
@@ -115,7 +115,7 @@ def read_records(folder: Path) -> list[Record]:
     checksum (checksums.py) does not fit, for values that cannot be (checks.py) and for records of another
     version.
     """
-    return [record for _, record in placed_records(folder)]
+    return [record for _, record in iter_records(folder)]
 
 
 class _Measured(msgspec.Struct, frozen=True):
@@ -133,7 +133,7 @@ def read_points(path: Path) -> Iterator[tuple[Point, str]]:
                 yield found.point, found.outcome
 
 
-def placed_records(
+def iter_records(
     run: Path, begin: int = 0, *, samples: bool = True, bad: list[BadLine] | None = None
 ) -> Iterator[tuple[int, Record]]:
     """Yield the records from byte `begin` on, each with the byte at which its line begins; errors as of `read_records`.
@@ -141,17 +141,17 @@ def placed_records(
     Without `samples`, step samples are left out where a checksum vouches for them. With `bad`, a line that cannot be read is
     added to that list instead of being an error, as long as the file is one of records.
     """
-    path = record_file(run)
-    check_there_are_records(run)
+    path = get_record_file(run)
+    require_record_file(run)
     try:
         with path.open("rb", buffering=READ_BYTES) as f:
             f.seek(begin)
-            yield from records_in(f, path, begin, samples=samples, bad=bad)
+            yield from parse_records(f, path, begin, samples=samples, bad=bad)
     except OSError as e:
         raise RecordsError(f"{path} cannot be read: {e.strerror or e}; name another folder.") from e
 
 
-def records_in(
+def parse_records(
     lines: Iterable[bytes], path: Path, begin: int = 0, *, samples: bool = True, bad: list[BadLine] | None = None
 ) -> Iterator[tuple[int, Record]]:
     """Yield the records of an open file at byte `begin`; `path` is its name in errors."""
@@ -161,56 +161,56 @@ def records_in(
         line = whole if whole.endswith(b"\n") else whole.rstrip(NUL)
         if line and not line.isspace():
             try:
-                yield place, decode(line, samples=samples)
+                yield place, decode_record(line, samples=samples)
                 read = True
             except UNREADABLE as e:
                 if is_cut_short(line, e):
                     return
                 before = path.read_bytes().count(b"\n", 0, begin) if begin else 0
-                read = read or _holds_record(path)
-                if bad is None or not (read or checks.of_a_record(line)):
-                    raise RecordsError(_unreadable(path, before + number, line, e, read=read)) from e
-                mend = checks.how_to_mend(path, e)
-                bad.append(BadLine(file=str(path), line=before + number, why=checks.wrong(line, e), mend=mend))
+                read = read or _has_record(path)
+                if bad is None or not (read or checks.is_record_line(line)):
+                    raise RecordsError(_explain_unreadable_line(path, before + number, line, e, read=read)) from e
+                mend = checks.suggest_repair_command(path, e)
+                bad.append(
+                    BadLine(file=str(path), line=before + number, why=checks.describe_bad_line(line, e), mend=mend)
+                )
         place += len(whole)
 
 
-def _holds_record(path: Path) -> bool:
-    from dcpbench.records.repair import holds_record
+def _has_record(path: Path) -> bool:
+    from dcpbench.records.repair import has_record
 
-    return holds_record(path)
+    return has_record(path)
 
 
-def _unreadable(path: Path, number: int, line: bytes, error: Exception, *, read: bool) -> str:
+def _explain_unreadable_line(path: Path, number: int, line: bytes, error: Exception, *, read: bool) -> str:
     """Return the problem with a line and the remedy: `repair` only if the file holds a record."""
     where = f"{path}, line {number}: "
     if read:
-        mend = checks.how_to_mend(path, error)
-        return (
-            f"{where}{checks.why(line, error)}{f' To take it out, and keep a copy of the file: {mend}' if mend else ''}"
-        )
-    if checks.of_a_record(line):
-        return f"{where}{checks.why(line, error)}"
-    return f"{path} is no file of records, as no line of it is one (line {number}: {checks.wrong(line, error)}); {NAME_A_RUN}"
+        mend = checks.suggest_repair_command(path, error)
+        return f"{where}{checks.explain_bad_line(line, error)}{f' To take it out, and keep a copy of the file: {mend}' if mend else ''}"
+    if checks.is_record_line(line):
+        return f"{where}{checks.explain_bad_line(line, error)}"
+    return f"{path} is no file of records, as no line of it is one (line {number}: {checks.describe_bad_line(line, error)}); {NAME_A_RUN}"
 
 
-def record_at(path: Path, place: int) -> Record | None:
+def read_record_at(path: Path, place: int) -> Record | None:
     """Return the record of the line at this byte offset; None if there is no readable record."""
     try:
         with path.open("rb") as f:
             f.seek(place)
-            return decode(f.readline().rstrip(NUL))
+            return decode_record(f.readline().rstrip(NUL))
     except (OSError, *UNREADABLE):
         return None
 
 
-def check_there_are_records(run: Path) -> None:
+def require_record_file(run: Path) -> None:
     """Raise RecordsError if a folder or file holds no records."""
-    if not record_file(run).is_file():
-        raise RecordsError(_no_records(run))
+    if not get_record_file(run).is_file():
+        raise RecordsError(_explain_missing_records(run))
 
 
-def _no_records(folder: Path) -> str:
+def _explain_missing_records(folder: Path) -> str:
     """Return a message for a path that is not a run, with the command or name to use instead."""
     try:
         inside = [path.name for path in folder.iterdir()] if folder.is_dir() else None
@@ -231,11 +231,11 @@ def _no_records(folder: Path) -> str:
     return f"{folder} holds no {RECORDS_FILE}, so it is no run; name the folder of one, such as those in runs/."
 
 
-def cut_short(run: Path) -> bool:
+def is_last_line_cut_short(run: Path) -> bool:
     """Return True if the last line of a record file is incomplete and therefore left out."""
-    path = record_file(run)
+    path = get_record_file(run)
     try:
-        last = _last_line(path)
+        last = _find_last_line(path)
     except OSError as e:
         raise RecordsError(f"{path} cannot be read: {e.strerror or e}; name another folder.") from e
     if last is None or last.error is None:
@@ -250,16 +250,16 @@ def is_cut_short(line: bytes, error: Exception) -> bool:
     )
 
 
-def decode(line: bytes, *, samples: bool = True) -> Record:
+def decode_record(line: bytes, *, samples: bool = True) -> Record:
     """Decode the record of one line after comparing it with its checksum. Raises UNREADABLE.
 
     Without `samples`, the step samples of a line with a checksum are neither decoded nor checked: they are nearly all of a
     long line, and `RecordFile.append` checked them.
     """
     if checksums.check(line) and not samples:
-        line = _without_samples(line)
+        line = _remove_samples(line)
     try:
-        record = older.decode(line, _decoder)
+        record = older.decode_any_version(line, _decoder)
     except msgspec.ValidationError as e:
         _check_version(_version_decoder.decode(line).schema_version)
         if (bad := checks.find_bad_number(line)) is not None:
@@ -271,7 +271,7 @@ def decode(line: bytes, *, samples: bool = True) -> Record:
     return record
 
 
-def _without_samples(line: bytes) -> bytes:
+def _remove_samples(line: bytes) -> bytes:
     begin = line.find(SAMPLES)  # only a key can look like this, as strings escape their quotes
     return line if begin < 0 else line[: begin + len(SAMPLES)] + line[line.find(b"]", begin) :]
 
@@ -297,7 +297,7 @@ class _LastLine:
         return self.begin + (0 if self.error else len(self.line))
 
 
-def _last_line(path: Path, block: int = 1 << 20) -> _LastLine | None:
+def _find_last_line(path: Path, block: int = 1 << 20) -> _LastLine | None:
     """Read from the end of the file; None where that is a newline, as it should be."""
     with path.open("rb") as f:
         end = size = f.seek(0, os.SEEK_END)
@@ -309,13 +309,13 @@ def _last_line(path: Path, block: int = 1 << 20) -> _LastLine | None:
     whole = tail.rpartition(b"\n")[2]
     line = whole.rstrip(NUL)
     try:
-        decode(line)
+        decode_record(line)
     except UNREADABLE as e:
         return _LastLine(size - len(whole), line, e) if whole else None
     return _LastLine(size - len(whole), line, None)
 
 
-def _lock(file: BinaryIO, path: Path) -> None:
+def _wait_for_lock(file: BinaryIO, path: Path) -> None:
     """Keep every other append out until the file is closed; its folder's lock (launch/folders.py) keeps other runs out."""
     refused = time.monotonic() + WAIT_S
     while True:
@@ -337,9 +337,9 @@ def _lock(file: BinaryIO, path: Path) -> None:
             return
 
 
-def _end_last_line(path: Path) -> None:
+def _finish_last_line(path: Path) -> None:
     """Make the file end with a newline: complete a whole last line, move half of one to the file aside."""
-    last = _last_line(path) if path.exists() else None
+    last = _find_last_line(path) if path.exists() else None
     if last is None:
         return
     if last.error:

@@ -20,22 +20,22 @@ HANGS_FOLDER = "hangs"
 """Folder of the evidence captured from hanging jobs, one subfolder TAG-N per hang."""
 
 
-def job_file(folder: Path, tag: str) -> Path:
+def get_job_file(folder: Path, tag: str) -> Path:
     """Return the job file of this tag."""
     return folder / JOB_FILES.replace("*", tag)
 
 
-def tag_of(job: Path) -> str:
+def get_job_tag(job: Path) -> str:
     """Return the tag of a job's file."""
     return job.stem.removeprefix("job-")
 
 
-def progress_file(folder: Path, tag: str) -> Path:
+def get_progress_file(folder: Path, tag: str) -> Path:
     """Return the file of progress messages that the job with this tag writes."""
     return folder / f"progress-{tag}.jsonl"
 
 
-def record_file(run: Path) -> Path:
+def get_record_file(run: Path) -> Path:
     """Return the records file of a run: in its folder, or the given file itself."""
     return run / RECORDS_FILE if run.is_dir() else run
 
@@ -47,6 +47,6 @@ def find_runs(path: Path) -> list[Path]:
     return sorted(found.parent for found in path.glob(f"*/{RECORDS_FILE}"))
 
 
-def run_folder(run: Path) -> Path:
+def get_run_folder(run: Path) -> Path:
     """Return the folder of a run, given by it or by its records file."""
     return run if run.is_dir() else run.parent

@@ -17,7 +17,7 @@ import msgspec
 from dcpbench.errors import UsageError
 from dcpbench.points.names import OBJECTIVES
 from dcpbench.records.record import Emulated, Latencies, Metrics, Percentiles
-from dcpbench.records.stats import PERCENTILES, least_samples, median_interval, percentile
+from dcpbench.records.stats import PERCENTILES, compute_median_interval, compute_min_samples, compute_percentile
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -69,7 +69,7 @@ class RequestTimes:
         return float(self.token_s[-1])
 
 
-def objectives(slo: Mapping[str, float]) -> dict[str, float]:
+def validate_objectives(slo: Mapping[str, float]) -> dict[str, float]:
     """Service level objectives such as `{"ttft": 500, "itl": 50}`, in ms.
 
     Raises UsageError for other names and for limits of 0 or less.
@@ -82,7 +82,7 @@ def objectives(slo: Mapping[str, float]) -> dict[str, float]:
     return dict(slo)
 
 
-def token_times(chunk_s: Sequence[float], chunk_tokens: Sequence[int]) -> list[float]:
+def compute_token_times(chunk_s: Sequence[float], chunk_tokens: Sequence[int]) -> list[float]:
     """Return the arrival time of each token of a stream that has several tokens per chunk. Unit: s.
 
     Tokens of a chunk are spread evenly over the gap since the chunk before, as in SGLang's bench_serving; vLLM's
@@ -97,34 +97,34 @@ def token_times(chunk_s: Sequence[float], chunk_tokens: Sequence[int]) -> list[f
     return found
 
 
-def ttft_ms(request: RequestTimes) -> float:
+def compute_ttft_ms(request: RequestTimes) -> float:
     """Time to first token: t1 - t0, queueing included. Unit: ms."""
     return (float(request.token_s[0]) - request.submitted_s) * 1e3
 
 
-def itl_ms(request: RequestTimes) -> Floats:
+def compute_itl_ms(request: RequestTimes) -> Floats:
     """Inter-token latencies: each gap between consecutive output tokens, n - 1 of them. Unit: ms. Pool them."""
     import numpy as np
 
     return np.diff(request.token_s) * 1e3
 
 
-def tpot_ms(request: RequestTimes) -> float | None:
+def compute_tpot_ms(request: RequestTimes) -> float | None:
     """Time per output token: (tn - t1) / (n - 1). Unit: ms. None if n < 2."""
     gaps = len(request.token_s) - 1
     return (request.end_s - float(request.token_s[0])) / gaps * 1e3 if gaps else None
 
 
-def e2el_ms(request: RequestTimes) -> float:
+def compute_e2el_ms(request: RequestTimes) -> float:
     """End-to-end latency: tn - t0. Unit: ms."""
     return (request.end_s - request.submitted_s) * 1e3
 
 
-OF_A_REQUEST = {"ttft": ttft_ms, "tpot": tpot_ms, "e2el": e2el_ms}
+OF_A_REQUEST = {"ttft": compute_ttft_ms, "tpot": compute_tpot_ms, "e2el": compute_e2el_ms}
 """Latencies that are one number of a request."""
 
 
-def latencies(samples: Sequence[float] | Floats) -> Latencies:
+def summarize_latencies(samples: Sequence[float] | Floats) -> Latencies:
     """Mean and percentiles in the unit of the samples; percentiles are None where there are too few.
 
     p50 needs 1 sample, p90 64, p95 130, p99 662 (stats.least_samples); linear between neighbours. Raises UsageError for
@@ -137,12 +137,12 @@ def latencies(samples: Sequence[float] | Floats) -> Latencies:
         return Latencies()
     if not np.isfinite(values).all():
         raise UsageError("samples hold NaN or infinity; a sample that was not measured must be left out.")
-    known = [p for p in PERCENTILES if len(values) >= least_samples(p)]
+    known = [p for p in PERCENTILES if len(values) >= compute_min_samples(p)]
     found = {f"p{p}": float(v) for p, v in zip(known, np.percentile(values, known), strict=True)}
     return Latencies(mean=float(values.mean()), samples=len(values), **found)
 
 
-def wall_s(requests: Sequence[RequestTimes]) -> float:
+def compute_wall_s(requests: Sequence[RequestTimes]) -> float:
     """Wall time of a run: last token - first submission. Unit: s. Raises UsageError for no requests or no time."""
     if not requests:
         raise UsageError("no finished requests: throughput is not defined.")
@@ -152,7 +152,7 @@ def wall_s(requests: Sequence[RequestTimes]) -> float:
     return wall
 
 
-def steady_window(
+def find_steady_window(
     requests: Sequence[RequestTimes], concurrency: int, waiting_s: Sequence[float] = ()
 ) -> tuple[float, float] | None:
     """Longest time in which at least 95 % of `concurrency` requests are in flight, as (start, end) in s.
@@ -183,7 +183,7 @@ def steady_window(
     return max((w for w in windows if w[1] > w[0]), key=lambda w: w[1] - w[0], default=None)
 
 
-def tok_s_within(requests: Sequence[RequestTimes], window: tuple[float, float]) -> float:
+def compute_tok_s_within(requests: Sequence[RequestTimes], window: tuple[float, float]) -> float:
     """Output tokens in (start, end] / its length, so that a token on the border of two windows counts once.
 
     Unit: tok/s.
@@ -194,14 +194,14 @@ def tok_s_within(requests: Sequence[RequestTimes], window: tuple[float, float]) 
     return sum(int(np.diff(np.searchsorted(r.token_s, window, "right"))[0]) for r in requests) / (end - start)
 
 
-def per_gpu(tok_s: float, tp: int) -> float:
+def compute_tok_s_per_gpu(tok_s: float, tp: int) -> float:
     """Throughput per GPU: tok/s / tp. DCP and DP add no GPUs. Unit: tok/s/GPU. Raises UsageError for tp < 1."""
     if tp < 1:
         raise UsageError(f"a layout has at least one GPU, not tp={tp}.")
     return tok_s / tp
 
 
-def tok_s_per_user(median_itl_ms: float) -> float:
+def compute_tok_s_per_user(median_itl_ms: float) -> float:
     """Return the rate that one user sees: 1000 / median ITL in ms. Unit: tok/s/user.
 
     Raise UsageError if the ITL is not positive.
@@ -211,7 +211,7 @@ def tok_s_per_user(median_itl_ms: float) -> float:
     return 1e3 / median_itl_ms
 
 
-def meets(request: RequestTimes, slo: Mapping[str, float]) -> bool:
+def has_met_slo(request: RequestTimes, slo: Mapping[str, float]) -> bool:
     """Return True if a finished request meets all objectives in `slo`; a request that was cut off meets none.
 
     TTFT, TPOT and E2EL are each one number per request. An ITL objective is met if at least 99 of 100 gaps of the
@@ -224,7 +224,7 @@ def meets(request: RequestTimes, slo: Mapping[str, float]) -> bool:
         return False
     for name, limit in slo.items():
         if name == "itl":
-            gaps = itl_ms(request)
+            gaps = compute_itl_ms(request)
             if int((gaps > limit).sum()) * GAPS_PER_MISS > len(gaps):
                 return False
         elif (measured := OF_A_REQUEST[name](request)) is not None and not measured <= limit:
@@ -232,21 +232,21 @@ def meets(request: RequestTimes, slo: Mapping[str, float]) -> bool:
     return True
 
 
-def goodput(requests: Sequence[RequestTimes], slo: Mapping[str, float]) -> float:
+def compute_goodput(requests: Sequence[RequestTimes], slo: Mapping[str, float]) -> float:
     """Goodput: requests that meet all objectives in `slo` / wall time of the run. Unit: requests/s.
 
     Raises UsageError as `wall_s` does.
     """
-    return sum(meets(r, slo) for r in requests) / wall_s(requests)
+    return sum(has_met_slo(r, slo) for r in requests) / compute_wall_s(requests)
 
 
-def percentiles(samples: Sequence[float]) -> Percentiles:
+def compute_percentiles(samples: Sequence[float]) -> Percentiles:
     """p50, p90, p95 and p99 in the unit of the samples; None where there are too few (stats.least_samples)."""
-    p50, p90, p95, p99 = (percentile(samples, p) for p in PERCENTILES)
+    p50, p90, p95, p99 = (compute_percentile(samples, p) for p in PERCENTILES)
     return Percentiles(p50=p50, p90=p90, p95=p95, p99=p99, samples=len(samples))
 
 
-def forecast_error(emulated: Emulated, step_us: float) -> tuple[float, float]:
+def compute_forecast_error(emulated: Emulated, step_us: float) -> tuple[float, float]:
     """Return the shares by which a step of this length may be shorter and longer.
 
     They combine the error of the wire model with the differences between ranks.
@@ -258,7 +258,7 @@ def forecast_error(emulated: Emulated, step_us: float) -> tuple[float, float]:
     )
 
 
-def decode_metrics(
+def compute_decode_metrics(
     step_samples_ms: list[float], concurrency: int, tp: int, unsure: tuple[float, float] = (0.0, 0.0)
 ) -> Metrics:
     """Return the metrics of the workload `decode`, in which every request gets one token from every step.
@@ -272,7 +272,7 @@ def decode_metrics(
         raise UsageError(f"a step of {concurrency} requests makes no tokens; give at least 1.")
     if any(not ms > 0 for ms in step_samples_ms):
         raise UsageError("a step takes more than 0 ms; leave out samples that were not measured.")
-    step = median_interval(step_samples_ms)
+    step = compute_median_interval(step_samples_ms)
     shorter, longer = (share * step.median for share in unsure)
     step = msgspec.structs.replace(step, low=step.low - shorter, high=step.high + longer)
     tok_s = msgspec.structs.replace(
@@ -283,9 +283,9 @@ def decode_metrics(
     )
     return Metrics(
         step_ms=step,
-        itl_ms=percentiles(step_samples_ms),
+        itl_ms=compute_percentiles(step_samples_ms),
         output_tok_s=tok_s,
-        output_tok_s_per_gpu=per_gpu(tok_s.median, tp),
-        tok_s_per_user=tok_s_per_user(step.median),
+        output_tok_s_per_gpu=compute_tok_s_per_gpu(tok_s.median, tp),
+        tok_s_per_user=compute_tok_s_per_user(step.median),
         step_samples_ms=list(step_samples_ms),
     )

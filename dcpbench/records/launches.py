@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING
 
-from dcpbench.records.record import OURS, origin
-from dcpbench.records.runs import measurement
+from dcpbench.records.record import OURS, get_origin
+from dcpbench.records.runs import compute_measurement_digest
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 
 if TYPE_CHECKING:
@@ -27,11 +27,11 @@ def measure_bands(runs: Sequence[Run]) -> dict[str, float]:
     launches: dict[tuple[str, str], dict[int, list[float]]] = {}
     for number, run in enumerate(runs):
         for record in run.records:
-            rate = _rate(record)
-            if rate is None or (one := measurement(record)) in seen:
+            rate = _get_tok_s(record)
+            if rate is None or (one := compute_measurement_digest(record)) in seen:
                 continue
             seen.add(one)
-            key = (origin(record), f"{record.point.same_but_repeat()} {record.measured_with}")
+            key = (get_origin(record), f"{record.point.get_key_without_repeat()} {record.measured_with}")
             launches.setdefault(key, {}).setdefault(number, []).append(rate)
     bands: dict[str, float] = {}
     for (name, _), of_point in launches.items():
@@ -41,7 +41,7 @@ def measure_bands(runs: Sequence[Run]) -> dict[str, float]:
     return bands | {OURS: REPEATS_AGREE_WITHIN}
 
 
-def _rate(record: Record) -> float | None:
+def _get_tok_s(record: Record) -> float | None:
     if record.outcome != "ok":
         return None
     rate = record.serve.output_tok_s if record.serve else record.metrics.output_tok_s.median if record.metrics else None

@@ -27,19 +27,19 @@ class Tail:
         self._read = 0
         self._inode = 0
 
-    def replaced(self) -> bool:
+    def reset_if_replaced(self) -> bool:
         """Return True if the path no longer refers to the file that was read, or the file is shorter; reading then
         starts anew.
         """
-        found = _regular(self.path)
+        found = _get_regular_stat(self.path)
         if not self._inode or (found and found.st_ino == self._inode and found.st_size >= self._read):
             return False
         self._read = self._inode = 0
         return True
 
-    def lines(self) -> Iterator[bytes]:
+    def read_lines(self) -> Iterator[bytes]:
         """Yield the complete new lines, without their ends; none if the file is missing or unreadable."""
-        found = _regular(self.path)
+        found = _get_regular_stat(self.path)
         if found is None or (self._inode and found.st_size == self._read):
             return
         try:
@@ -56,9 +56,9 @@ class Tail:
                 self._read += len(line)
                 yield line[:-1]
 
-    def decoded(self, decode: Callable[[bytes], T]) -> Iterator[T]:
+    def decode_lines(self, decode: Callable[[bytes], T]) -> Iterator[T]:
         """Yield the decoded new lines; leave out and count lines that raise UNREADABLE."""
-        for line in self.lines():
+        for line in self.read_lines():
             try:
                 found = decode(line)
             except UNREADABLE:
@@ -67,7 +67,7 @@ class Tail:
                 yield found
 
 
-def _regular(path: Path) -> os.stat_result | None:
+def _get_regular_stat(path: Path) -> os.stat_result | None:
     """Return the file's status, or None for a file that could block a reader, such as a pipe."""
     try:
         found = path.stat()

@@ -15,7 +15,7 @@ import statistics
 from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 from dcpbench.points.memory import GIB
-from dcpbench.records.record import Floor, Gpu, Honesty, Interval, Kv, Metrics, Phases, Record, ServeMetrics
+from dcpbench.records.record import Conditions, Floor, Gpu, Interval, Kv, Metrics, Phases, Record, ServeMetrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -39,14 +39,14 @@ PARTS = {
     "phases": Phases,
     "floor": Floor,
     "kv": Kv,
-    "honesty": Honesty,
+    "honesty": Conditions,
     "gpu": Gpu,
     "": Record,
 }
 """Parts of a record that hold numbers, and itself; those of `kv` are metrics with `kv_` before their names."""
 
 
-def _places() -> dict[str, dict[str, bool]]:
+def _collect_places() -> dict[str, dict[str, bool]]:
     """Return, by metric name, the paths in a record that hold the metric, and True for each path that holds an integer."""
     found: dict[str, dict[str, bool]] = collections.defaultdict(dict)
     for part, struct in PARTS.items():
@@ -56,7 +56,7 @@ def _places() -> dict[str, dict[str, bool]]:
     return found
 
 
-PLACES = _places()
+PLACES = _collect_places()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -180,7 +180,7 @@ class Metric:
         """Return the name with the displayed unit: `memory_peak_gib`."""
         return self.name.replace("_bytes", "_gib") if self.shown_unit == "GiB" else self.name
 
-    def held(self, record: Record) -> float | Interval | None:
+    def get_recorded(self, record: Record) -> float | Interval | None:
         """Return the value or interval that a record holds; None if it was not measured."""
         if self.of is not None:
             return self.of(record)
@@ -192,23 +192,23 @@ class Metric:
                 return found if isinstance(found, float | int | Interval) else None
         return None
 
-    def value(self, record: Record) -> float | None:
+    def get_value(self, record: Record) -> float | None:
         """Return the value that a record holds, or the median of its interval."""
-        found = self.held(record)
+        found = self.get_recorded(record)
         return found.median if isinstance(found, Interval) else found
 
-    def interval(self, record: Record) -> tuple[float, float] | None:
+    def get_interval(self, record: Record) -> tuple[float, float] | None:
         """Return the ends of the 95 % interval, if a record holds one."""
-        found = self.held(record)
+        found = self.get_recorded(record)
         return (found.low, found.high) if isinstance(found, Interval) else None
 
-    def ends(self, record: Record) -> tuple[float, float] | None:
+    def get_forecast_bounds(self, record: Record) -> tuple[float, float] | None:
         """Return the bounds (low, high) of a forecast record; None if the record has none.
 
         For a step they are the ends of its interval, which includes the error of the forecast.
         """
         low, high = (getattr(record.emulated, f"{self.name}_{end}", None) for end in ("low", "high"))
-        return self.interval(record) if low is None or high is None else (low, high)
+        return self.get_interval(record) if low is None or high is None else (low, high)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,7 +220,7 @@ class Latency:
     help: str
     defined: Mapping[str, str]
 
-    def metric(self, statistic: str) -> Metric:
+    def make_metric(self, statistic: str) -> Metric:
         """Return the metric of a statistic, such as `ttft_p50_ms`."""
         in_decode = self.name in OF_STEPS and statistic in PERCENTILES
         errors: dict[str, Error] = {SERVE: "gaps" if self.name == "itl" else "requests"}
@@ -257,53 +257,53 @@ LATENCIES = {
 """Latencies by their name in --slo (names.OBJECTIVES)."""
 
 
-def _both(definition: str) -> dict[str, str]:
+def _make_definitions(definition: str) -> dict[str, str]:
     return dict.fromkeys((DECODE, SERVE), definition)
 
 
-def _per_gpu_interval(record: Record) -> tuple[float, float] | None:
+def _compute_per_gpu_interval(record: Record) -> tuple[float, float] | None:
     """Return the interval of the output throughput divided by the number of GPUs."""
     if record.metrics is None:
         return None
     return record.metrics.output_tok_s.low / record.point.tp, record.metrics.output_tok_s.high / record.point.tp
 
 
-def _per_user_interval(record: Record) -> tuple[float, float] | None:
+def _compute_per_user_interval(record: Record) -> tuple[float, float] | None:
     """Return the inverted interval of the step time: the gaps between tokens of `decode` are its steps. Unit:
     tok/s/user.
     """
     return None if record.metrics is None else (1000 / record.metrics.step_ms.high, 1000 / record.metrics.step_ms.low)
 
 
-def _kv_tokens_per_gib(record: Record) -> float | None:
+def _compute_kv_tokens_per_gib(record: Record) -> float | None:
     kv = record.kv
     return kv.capacity_tokens / (kv.pool_bytes_per_gpu / GIB) if kv and kv.pool_bytes_per_gpu else None
 
 
-def _cached_share(record: Record) -> float | None:
+def _compute_cached_share(record: Record) -> float | None:
     serve = record.serve
     if serve is None or serve.cached_tokens is None or not serve.input_tokens:
         return None
     return serve.cached_tokens / serve.input_tokens
 
 
-def _busy(kind: str) -> Callable[[Record], float | None]:
+def _make_busy_share(kind: str) -> Callable[[Record], float | None]:
     """Return a function for the share of the run in which instances of a kind ran steps."""
 
-    def share(record: Record) -> float | None:
+    def get_share(record: Record) -> float | None:
         found = record.serve.instances if record.serve else None
         return found.busy_share.get(kind, found.busy_share.get("both")) if found else None
 
-    return share
+    return get_share
 
 
-def _floor_share(record: Record) -> float | None:
+def _compute_floor_share(record: Record) -> float | None:
     """Return the floor over the measured step time; None for a floor of 0."""
     floor, measured = record.floor, record.metrics
     return floor.floor_ms / measured.step_ms.median if measured and floor and floor.floor_ms else None
 
 
-def _joules_per_token(record: Record) -> float | None:
+def _compute_joules_per_token(record: Record) -> float | None:
     """Return the energy per output token in J: power of all GPUs over output throughput; None for emulation and replay."""
     power_w = record.gpu.power_w_all if record.gpu and not record.point.emulate else None
     found = record.metrics.output_tok_s.median if record.metrics else record.serve and record.serve.output_tok_s
@@ -336,27 +336,27 @@ METRICS: tuple[Metric, ...] = (
         "output_tok_s_per_gpu",
         "tok/s/GPU",
         "output tokens per second and GPU",
-        derived=_per_gpu_interval,
+        derived=_compute_per_gpu_interval,
         positive=True,
         gauge="output_tokens_per_second_per_gpu",
         label="output per GPU",
         title="output throughput per GPU",
         heading="tok/s/GPU",
         term="per GPU",
-        defined=_both("output throughput / tp; neither dp nor dcp adds GPUs"),
+        defined=_make_definitions("output throughput / tp; neither dp nor dcp adds GPUs"),
     ),
     Metric(
         "tok_s_per_user",
         "tok/s/user",
         "1000 over the median ITL in ms",
-        derived=_per_user_interval,
+        derived=_compute_per_user_interval,
         positive=True,
         gauge="output_tokens_per_second_per_user",
         label="speed for one user",
         heading="tok/s/user",
         digits=3,
         term="per user",
-        defined=_both("1000 / median ITL in ms"),
+        defined=_make_definitions("1000 / median ITL in ms"),
     ),
     Metric(
         "total_tok_s",
@@ -428,10 +428,10 @@ METRICS: tuple[Metric, ...] = (
         "J/token",
         "energy of all GPUs for an output token: their mean power while measured, by NVML's counters, over the output throughput",
         "lower",
-        of=_joules_per_token,
+        of=_compute_joules_per_token,
         label="energy",
         brief="J/token",
-        defined=_both(
+        defined=_make_definitions(
             "mean power of all GPUs while the point was measured (NVML's energy counters) / output throughput"
         ),
     ),
@@ -440,12 +440,12 @@ METRICS: tuple[Metric, ...] = (
         "share",
         "floor of a decode step over its time: 1 where the machine allows no faster step",
         "higher",
-        of=_floor_share,
+        of=_compute_floor_share,
         label="share of the machine's limit",
         brief="of the limit",
         **IN_PERCENT,
     ),
-    *(latency.metric(statistic) for latency in LATENCIES.values() for statistic in STATISTICS),
+    *(latency.make_metric(statistic) for latency in LATENCIES.values() for statistic in STATISTICS),
     Metric(
         "host_syncs_per_step",
         "syncs/step",
@@ -543,12 +543,12 @@ METRICS: tuple[Metric, ...] = (
         "tokens/GiB",
         "tokens that the KV pools hold, over the GiB of one GPU's pool",
         "higher",
-        of=_kv_tokens_per_gib,
+        of=_compute_kv_tokens_per_gib,
         exported=False,
         label="KV tokens per GiB on each GPU",
         shown_unit="tokens",
         term="KV tokens per GiB",
-        defined=_both("tokens that the layout's pools hold, each counted once / GiB of one GPU's pool"),
+        defined=_make_definitions("tokens that the layout's pools hold, each counted once / GiB of one GPU's pool"),
     ),
     Metric(
         "memory_peak_bytes",
@@ -600,7 +600,7 @@ METRICS: tuple[Metric, ...] = (
         "cached_share",
         "share",
         "prompt tokens that the prefix cache had, as a share of all",
-        of=_cached_share,
+        of=_compute_cached_share,
         exported=False,
         label="prompt tokens from the prefix cache",
         heading="cached",
@@ -611,7 +611,7 @@ METRICS: tuple[Metric, ...] = (
         "share",
         "share of the run in which instances that prefill ran steps, where several instances serve",
         "",
-        of=_busy("prefill"),
+        of=_make_busy_share("prefill"),
         label="prefill instances busy",
         heading="prefill busy",
         **IN_PERCENT,
@@ -621,7 +621,7 @@ METRICS: tuple[Metric, ...] = (
         "share",
         "share of the run in which instances that decode ran steps, where several instances serve",
         "",
-        of=_busy("decode"),
+        of=_make_busy_share("decode"),
         label="decode instances busy",
         heading="decode busy",
         **IN_PERCENT,
@@ -708,11 +708,11 @@ METRICS: tuple[Metric, ...] = (
 METRIC = {metric.name: metric for metric in METRICS}
 
 
-def _listed(names: str) -> tuple[Metric, ...]:
+def _list_metrics(names: str) -> tuple[Metric, ...]:
     return tuple(METRIC[name] for name in names.split())
 
 
-PAGE = _listed(
+PAGE = _list_metrics(
     """
     output_tok_s output_tok_s_per_gpu tok_s_per_user dcp_ratio steady_tok_s
     step_ms floor_ms floor_share itl_p50_ms itl_p90_ms itl_p95_ms itl_p99_ms ttft_p50_ms ttft_p90_ms ttft_p95_ms ttft_p99_ms
@@ -725,28 +725,30 @@ PAGE = _listed(
     """
 )
 """Metrics that the HTML report shows for the point under the pointer, and offers as an axis."""
-PAGE_TABLE = _listed(
+PAGE_TABLE = _list_metrics(
     """
     output_tok_s output_tok_s_per_gpu tok_s_per_user step_ms itl_p50_ms itl_p99_ms ttft_p50_ms ttft_p99_ms
     goodput_s preemptions kv_capacity_tokens
     """
 )
 """Metrics of PAGE that are columns in the table of points."""
-DECODE_TABLE = _listed("output_tok_s_per_gpu tok_s_per_user itl_p50_ms itl_p90_ms itl_p95_ms itl_p99_ms ttft_p50_ms")
+DECODE_TABLE = _list_metrics(
+    "output_tok_s_per_gpu tok_s_per_user itl_p50_ms itl_p90_ms itl_p95_ms itl_p99_ms ttft_p50_ms"
+)
 """Columns of a report's table of points of `decode`, between the throughput with its interval and the objectives."""
-PROFILE_TABLE = _listed("idle_fraction host_syncs_per_step allocations_per_step kernels host_plan_us")
+PROFILE_TABLE = _list_metrics("idle_fraction host_syncs_per_step allocations_per_step kernels host_plan_us")
 """Columns of its table of steps, after the step time."""
-KV_TABLE = _listed("kv_pool_bytes_per_gpu kv_bytes_per_token_per_gpu")
+KV_TABLE = _list_metrics("kv_pool_bytes_per_gpu kv_bytes_per_token_per_gpu")
 """Leading columns of the table of KV caches."""
-SERVED_TABLE = _listed(
+SERVED_TABLE = _list_metrics(
     """
     output_tok_s steady_tok_s output_tok_s_per_gpu tok_s_per_user ttft_p50_ms ttft_p99_ms itl_p50_ms itl_p99_ms
     """
 )
 """Columns of its table of served points before the objectives."""
-SERVED_COUNTS = _listed("goodput_s preemptions cached_share finished")
+SERVED_COUNTS = _list_metrics("goodput_s preemptions cached_share finished")
 """Trailing columns of the table of served points."""
-SERVED_DETAILS = _listed(
+SERVED_DETAILS = _list_metrics(
     """
     ttft_mean_ms ttft_p90_ms ttft_p95_ms itl_mean_ms itl_p90_ms itl_p95_ms tpot_p50_ms e2el_p50_ms total_tok_s wall_s
     steps decode_steps decode_batch eager_decode_steps prefill_floor_share prefill_matmul_share decode_floor_share
@@ -754,13 +756,13 @@ SERVED_DETAILS = _listed(
     """
 )
 """Columns of its second table of served points."""
-INSTANCES = _listed("prefill_busy_share decode_busy_share link_busy_share transfer_p50_ms transfer_wait_p50_ms")
+INSTANCES = _list_metrics("prefill_busy_share decode_busy_share link_busy_share transfer_p50_ms transfer_wait_p50_ms")
 """Metrics of the division of work between instances that serve together, and of the transfers between them."""
 FLOORS = ("floor_ms", "floor_share", "prefill_floor_share", "prefill_matmul_share", "decode_floor_share")
 """Metrics derived from measured rates of the machine, which older records lack; left out if no point has them."""
-REPLAYED = _listed("output_tok_s ttft_p50_ms ttft_p99_ms itl_p50_ms itl_p99_ms")
+REPLAYED = _list_metrics("output_tok_s ttft_p50_ms ttft_p99_ms itl_p50_ms itl_p99_ms")
 """Metrics by which a replay is compared with the live run of the same load."""
-DASHBOARD = _listed(
+DASHBOARD = _list_metrics(
     """
     output_tok_s_per_gpu output_tok_s tok_s_per_user
     step_ms floor_share itl_p50_ms itl_p99_ms ttft_p50_ms ttft_p99_ms tpot_p50_ms e2el_p50_ms steady_tok_s request_s goodput_s
@@ -770,8 +772,8 @@ DASHBOARD = _listed(
 """Metrics that the dashboard follows over runs; the first one is shown by default."""
 _COUNTED = "kv_capacity_tokens memory_peak_bytes host_syncs_per_step"
 COMPARED = {
-    DECODE: _listed(f"step_ms itl_p90_ms itl_p99_ms {_COUNTED}"),
-    SERVE: _listed(
+    DECODE: _list_metrics(f"step_ms itl_p90_ms itl_p99_ms {_COUNTED}"),
+    SERVE: _list_metrics(
         "output_tok_s steady_tok_s ttft_p50_ms ttft_p99_ms itl_p50_ms itl_p99_ms tpot_p50_ms e2el_p50_ms goodput_s "
         f"{_COUNTED}"
     ),
@@ -779,7 +781,7 @@ COMPARED = {
 """Metrics that `compare` tests for a point, by workload. In `decode` throughput is concurrency / step time, and the
 median ITL is the step time: they are one test, and two of the three names are aliases.
 """
-SWEPT = _listed("step_ms output_tok_s output_tok_s_per_gpu tok_s_per_user")
+SWEPT = _list_metrics("step_ms output_tok_s output_tok_s_per_gpu tok_s_per_user")
 """Metrics that a measuring command prints for a point of `decode` with --json."""
 TOP = {
     "tok_s": METRIC["output_tok_s"],
@@ -790,25 +792,29 @@ TOP = {
 """Metrics that `top` shows for a finished point, by the names that it uses."""
 
 
-def defined(workload: str) -> dict[str, tuple[str, str]]:
+def get_definitions(workload: str) -> dict[str, tuple[str, str]]:
     """Return the terms that a report explains for this workload, each with its explanation and unit."""
     latencies = [(latency.label, latency.defined, "ms") for latency in LATENCIES.values()]
     step, *others = (
         (metric.term, metric.defined, metric.unit)
-        for metric in _listed("step_ms output_tok_s steady_tok_s goodput_s output_tok_s_per_gpu tok_s_per_user")
+        for metric in _list_metrics("step_ms output_tok_s steady_tok_s goodput_s output_tok_s_per_gpu tok_s_per_user")
     )
-    return {term: (said[workload], unit) for term, said, unit in (step, *latencies, *others) if workload in said}
+    return {
+        term: (explanations[workload], unit)
+        for term, explanations, unit in (step, *latencies, *others)
+        if workload in explanations
+    }
 
 
-def compared(workload: str, options: Sequence[str] = ()) -> list[Metric]:
+def list_compared_metrics(workload: str, options: Sequence[str] = ()) -> list[Metric]:
     """Return the metrics that `compare` tests for a point of this workload; only the named ones if `options` is not
     empty.
     """
-    wanted = {named(option, workload) for option in options}
+    wanted = {find_compared_metric(option, workload) for option in options}
     return [metric for metric in COMPARED[workload] if not wanted or metric in wanted]
 
 
-def named(option: str, workload: str) -> Metric | None:
+def find_compared_metric(option: str, workload: str) -> Metric | None:
     """Return the metric with this option name of `compare` for the workload, or None."""
     return next((metric for metric in COMPARED[workload] if option in metric.options), None)
 
@@ -822,7 +828,7 @@ OPTIONS = tuple(
 
 def is_option(name: str) -> bool:
     """Return True if an option of `compare` may use this name for a metric."""
-    return any(named(name, workload) for workload in COMPARED)
+    return any(find_compared_metric(name, workload) for workload in COMPARED)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -837,25 +843,25 @@ class Value:
     each: tuple[float, ...]
     """Value of each repeat that has one."""
 
-    def shown(self) -> Value:
+    def convert_to_shown_unit(self) -> Value:
         """Return the value in the displayed unit."""
         scale = self.metric.scale
         low, high = (None if end is None else end * scale for end in (self.low, self.high))
         return Value(self.metric, self.median * scale, low, high, tuple(v * scale for v in self.each))
 
 
-def exported() -> tuple[Metric, ...]:
+def list_exported_metrics() -> tuple[Metric, ...]:
     """Return the exported metrics, in the order of their columns."""
     return tuple(metric for metric in METRICS if metric.exported)
 
 
-def known(metric: Metric, record: Record) -> float | None:
+def get_finite_value(metric: Metric, record: Record) -> float | None:
     """Return the number, or None if it was not measured or is not a valid number."""
-    value = metric.value(record)
+    value = metric.get_value(record)
     return None if value is None or not math.isfinite(value) else float(value)
 
 
-def values(records: Sequence[Record], metrics: Iterable[Metric], *, derived: bool = False) -> list[Value]:
+def merge_values(records: Sequence[Record], metrics: Iterable[Metric], *, derived: bool = False) -> list[Value]:
     """Return the merged value of repeats of a point for each metric, in the order of `metrics`; leave out unknown ones.
 
     With `derived`, also use intervals that are derived from those of other metrics, in addition to recorded ones.
@@ -864,22 +870,22 @@ def values(records: Sequence[Record], metrics: Iterable[Metric], *, derived: boo
     for metric in metrics:
         each, ends = [], []
         for record in records:
-            value = known(metric, record)
+            value = get_finite_value(metric, record)
             if value is None:
                 continue
             each.append(value)
-            interval = metric.interval(record)
+            interval = metric.get_interval(record)
             if interval is None and derived and metric.derived is not None:
                 interval = metric.derived(record)
             if interval is not None:
                 ends.append(interval)
         if each:
-            low, high = _reach(each, ends)
+            low, high = _compute_range(each, ends)
             found.append(Value(metric, statistics.median(each), low, high, tuple(each)))
     return found
 
 
-def _reach(each: Sequence[float], ends: Sequence[tuple[float, float]]) -> tuple[float | None, float | None]:
+def _compute_range(each: Sequence[float], ends: Sequence[tuple[float, float]]) -> tuple[float | None, float | None]:
     if len(each) == 1 and not ends:
         return None, None
     low, high = min([*each, *(low for low, _ in ends)]), max([*each, *(high for _, high in ends)])

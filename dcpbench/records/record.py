@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.points.bounds import Count, Number, PositiveNumber, Rate, SignedCount, SignedNumber
-from dcpbench.points.memory import PAGES_OF_PADDING, pages_for
+from dcpbench.points.memory import PAGES_OF_PADDING, count_pages
 from dcpbench.points.names import NO_EXCHANGE
 from dcpbench.points.point import Point
 from dcpbench.points.wire import Prompts
@@ -25,7 +25,7 @@ A_SERVER = "engine "
 """Origin of points measured by this package."""
 CPU = "CPU"
 """Environment.device of a run without GPUs."""
-SAID_NO_ROOM = re.compile(
+OUT_OF_MEMORY_REASON = re.compile(
     r": --kv-memory holds .* of KV cache per GPU, |: the KV cache needs .* and the fewest weights "
 )
 """Matches the reason of a point that did not fit, in records without `no_room`."""
@@ -41,7 +41,7 @@ THROTTLE_BITS = {
 """Bits of nvmlDeviceGetCurrentClocksEventReasons; idle and application clocks are not among them."""
 
 
-def throttle_reasons(bits: int) -> list[str]:
+def decode_throttle_reasons(bits: int) -> list[str]:
     """Return the names of the set bits."""
     return [name for bit, name in THROTTLE_BITS.items() if bits & bit]
 
@@ -253,7 +253,7 @@ class Kv(msgspec.Struct, frozen=True, kw_only=True):
     """Share of allocated rows that hold no token (page and stripe rounding)."""
 
     @classmethod
-    def of(cls, plan: EnginePlan, tokens: int, fragmentation: float = 0.0) -> Kv:
+    def from_plan(cls, plan: EnginePlan, tokens: int, fragmentation: float = 0.0) -> Kv:
         """Return the KV capacity of an engine, for requests of `tokens` tokens."""
         point, layout = plan.point, plan.point.layout
         pages = plan.pages - PAGES_OF_PADDING
@@ -262,13 +262,13 @@ class Kv(msgspec.Struct, frozen=True, kw_only=True):
             pool_bytes_per_gpu=plan.kv_bytes,
             bytes_per_token_per_gpu=plan.kv_bytes // plan.pages / (per_page * point.dp),
             capacity_tokens=pages * per_page * point.dp,
-            capacity_requests=pages // pages_for(tokens, layout, point.page_size) * point.dp,
+            capacity_requests=pages // count_pages(tokens, layout, point.page_size) * point.dp,
             bounded_by=plan.bounded_by,
             fragmentation=fragmentation,
         )
 
 
-class Honesty(msgspec.Struct, frozen=True, kw_only=True):
+class Conditions(msgspec.Struct, frozen=True, kw_only=True):
     """Conditions of the measurement that a reader must know before trusting the numbers."""
 
     weights: str
@@ -469,7 +469,7 @@ class _Kernels(msgspec.Struct, frozen=True, kw_only=True):
         return self.backend if self.exchange == NO_EXCHANGE else f"{self.backend} {self.exchange}"
 
 
-class Tried(_Kernels, frozen=True, kw_only=True):
+class Candidate(_Kernels, frozen=True, kw_only=True):
     """A candidate that `auto` measured."""
 
     layer_us: Number | None = None
@@ -481,11 +481,11 @@ class Tried(_Kernels, frozen=True, kw_only=True):
 class Choice(_Kernels, frozen=True, kw_only=True):
     """The kernels that `auto` chose for the measurement of the point."""
 
-    candidates: list[Tried]
+    candidates: list[Candidate]
     """All candidates, in the order in which they were tried."""
 
 
-class Failed(msgspec.Struct, frozen=True, kw_only=True):
+class FailedRequests(msgspec.Struct, frozen=True, kw_only=True):
     """Requests to a real server that failed for the same reason."""
 
     kind: str
@@ -560,13 +560,13 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
     """Source of the token count of a chunk: `token ids`, `usage`, or `chunks` with one token each."""
     retries: Count = 0
     """Requests that were sent again, each counted every time."""
-    failures: list[Failed] = []
+    failures: list[FailedRequests] = []
     client: ClientLoad | None = None
     facts: dict[str, str] = {}
     """Further facts about the server: its command, its flags."""
 
 
-class Omitted(msgspec.Struct, frozen=True, kw_only=True):
+class OmittedValue(msgspec.Struct, frozen=True, kw_only=True):
     """A value that no reader would accept, so that it was replaced when the record was written."""
 
     field: str
@@ -615,7 +615,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """Host time to plan one step (index building, copies, backend plan), slowest rank; not in `step_ms`."""
     kv: Kv | None = None
     memory_peak_bytes: Count | None = None
-    honesty: Honesty | None = None
+    honesty: Conditions | None = None
     choice: Choice | None = None
     """Choice of `auto`; null if the point names its backend and its exchange."""
     gpu: Gpu | None = None
@@ -634,64 +634,68 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """The slowest rank, if one is a straggler; unset otherwise."""
     server: Server | msgspec.UnsetType = msgspec.UNSET
     """The real server that served the point; absent from the lines of all other records."""
-    omitted: list[Omitted] | msgspec.UnsetType = msgspec.UNSET
+    omitted: list[OmittedValue] | msgspec.UnsetType = msgspec.UNSET
     """Values that were replaced when the record was written; only in the lines of records that have some."""
 
 
-def omitted_note(record: Record) -> str:
+def format_omitted_note(record: Record) -> str:
     """Return the text that follows the numbers of a point in a progress line if values were omitted, else an empty
     string.
     """
     return f"; not recorded: {'; '.join(map(str, record.omitted))}" if record.omitted else ""
 
 
-def origin(record: Record) -> str:
+def get_origin(record: Record) -> str:
     """Return the tool that measured a point, in the form of an origin: `dcpbench`, `vllm`, `engine sglang 0.5.5`."""
     return str(record.origin) if record.origin else OURS
 
 
-def of_a_file(name: str) -> bool:
+def is_imported_origin(name: str) -> bool:
     """Return True if an origin is another tool, from which a result file was imported."""
     return name != OURS and not name.startswith(A_SERVER)
 
 
-def hardware(environment: Environment) -> str:
+def format_hardware(environment: Environment) -> str:
     """Return `4 × NVIDIA H200`, or `CPU`; for an import without the number of GPUs, `H200`."""
     if environment.device == CPU or not environment.device_count:
         return environment.device
     return f"{environment.device_count} × {environment.device}"
 
 
-def no_room(record: Record) -> bool:
+def is_rejected_for_memory(record: Record) -> bool:
     """Return True if a point was rejected because memory was too small."""
     if record.outcome != "rejected":
         return False
-    return bool(SAID_NO_ROOM.search(record.reason or "")) if record.no_room is msgspec.UNSET else bool(record.no_room)
+    return (
+        bool(OUT_OF_MEMORY_REASON.search(record.reason or ""))
+        if record.no_room is msgspec.UNSET
+        else bool(record.no_room)
+    )
 
 
-def told(record: Record) -> str:
+def get_reason(record: Record) -> str:
     """Return why a point is not `ok`, without the parts that differ between jobs: the logs to read and how to try
     again.
     """
     return (record.reason or "no reason was recorded").partition(READ_LOG)[0]
 
 
-def cause(record: Record) -> str:
+def get_cause(record: Record) -> str:
     """Return the reason without the positions of the ranks, which differ between points that hung."""
-    found = IN_STAGE.match(told(record)) if record.outcome == "hung" else None
-    return found[0] if found else told(record)
+    found = IN_STAGE.match(get_reason(record)) if record.outcome == "hung" else None
+    return found[0] if found else get_reason(record)
 
 
-def device_of(record: Record) -> str | None:
+def get_device(record: Record) -> str | None:
     """Return the device that the point ran or failed on; None if it is unknown."""
     return record.environment.device if record.environment else record.detail.get("device")
 
 
-def functional(record: Record) -> bool:
+def is_functional(record: Record) -> bool:
     """Return True if the point ran on a CPU, so that its times have no meaning for performance."""
     return "cpu" in record.marks or (record.environment is not None and record.environment.device == CPU)
 
 
-def forecast(record: Record) -> bool:
+def is_forecast(record: Record) -> bool:
     """Return True if one rank ran for all, with a model of the wire."""
     return bool(record.point.emulate)

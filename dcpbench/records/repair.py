@@ -20,8 +20,8 @@ import msgspec
 
 from dcpbench.errors import OutputError, RecordsError
 from dcpbench.records import acceptance, checks, checksums
-from dcpbench.records.file import NUL, check_there_are_records, decode, is_cut_short
-from dcpbench.records.folder import record_file, run_folder
+from dcpbench.records.file import NUL, decode_record, is_cut_short, require_record_file
+from dcpbench.records.folder import get_record_file, get_run_folder
 from dcpbench.records.lines import UNREADABLE
 from dcpbench.records.record import Record
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 SEALED, UNSEALED, CUT_SHORT, DAMAGED, STRANGE = "sealed", "unsealed", "cut short", "damaged", "strange"
-MOST_BROKEN = 64
+MAX_BROKEN_OBJECTS = 64
 """Objects within a damaged line that are tried and have no end: a record has some 20, and each costs a look at the line."""
 _BEGIN, _VALUE = re.compile(r'\{\s*"'), json.JSONDecoder()
 BACKUP = ".before-repair"
@@ -81,24 +81,24 @@ class Repair(msgspec.Struct, frozen=True, kw_only=True):
     """Path of the copy of the original file; empty if nothing was changed."""
 
 
-def audit(run: Path) -> Audit:
+def audit_file(run: Path) -> Audit:
     """Check the records of a run's folder, or of a file given directly, without changing anything.
 
     Raise RecordsError if there is no such file or it cannot be read.
     """
-    path = record_file(run)
+    path = get_record_file(run)
     faults, keys, missing = [], set(), set()
     advice: dict[str, bool] = {}
     records = unsealed = 0
-    for line in _lines(path):
+    for line in _iter_lines(path):
         if line.fault:
             faults.append(line.fault)
-            advice[line.advice] = advice.get(line.advice, False) or line.of_a_record
+            advice[line.advice] = advice.get(line.advice, False) or line.was_record
         for record in line.records if not line.fault else []:
             records, unsealed = records + 1, unsealed + (line.kind == UNSEALED)
-            keys.add(record.point.key())
+            keys.add(record.point.get_key())
             named = record.serve.samples_file if record.serve else ""
-            if named and not (run_folder(run) / named).is_file():
+            if named and not (get_run_folder(run) / named).is_file():
                 missing.add(named)
     mends = records > 0 or any(fault.held for fault in faults)
     return Audit(
@@ -112,7 +112,7 @@ def audit(run: Path) -> Audit:
     )
 
 
-def repair(run: Path, *, strange: bool = False) -> Repair:
+def repair_file(run: Path, *, strange: bool = False) -> Repair:
     """Remove damaged lines from a file, and keep a copy of the original. Whole lines are unchanged.
 
     Complete records between damage in one line, as after a lost newline, get lines of their own. Strange lines stay
@@ -120,16 +120,16 @@ def repair(run: Path, *, strange: bool = False) -> Repair:
     RecordsError if no line is a record or the file cannot be read, and OutputError if the folder cannot be written; the
     file is then unchanged.
     """
-    path = record_file(run)
-    found = audit(run)
-    check_any(found)
+    path = get_record_file(run)
+    found = audit_file(run)
+    require_records(found)
     left = [fault for fault in found.faults if fault.kind == STRANGE and not strange]
     taken_out = [fault for fault in found.faults if fault not in left]
     if not taken_out:
         return Repair(file=str(path), kept=found.records, taken_out=[], left=left)
     try:
-        backup = _copy(path)
-        kept = _rewrite(path, strange=strange)
+        backup = _create_backup(path)
+        kept = _write_repaired_file(path, strange=strange)
     except OSError as e:
         raise OutputError(
             f"{path} cannot be repaired ({e.strerror}); it is as it was. Copy it to a disk with room."
@@ -137,12 +137,12 @@ def repair(run: Path, *, strange: bool = False) -> Repair:
     return Repair(file=str(path), kept=kept, taken_out=taken_out, left=left, backup=str(backup))
 
 
-def holds_record(path: Path) -> bool:
+def has_record(path: Path) -> bool:
     """Return True if any line of a file is a record or has one inside its damage, so that the file can be repaired."""
-    return any(line.records for line in _lines(path))
+    return any(line.records for line in _iter_lines(path))
 
 
-def check_any(found: Audit) -> None:
+def require_records(found: Audit) -> None:
     """Raise RecordsError if no record was found, not even inside damaged lines."""
     if not found.records and not any(fault.held for fault in found.faults):
         raise RecordsError(
@@ -159,47 +159,51 @@ class _Line(msgspec.Struct, frozen=True):
     fault: Fault | None = None
     advice: str = ""
     """Remedy for the fault; empty if the line was cut short."""
-    of_a_record: bool = True
+    was_record: bool = True
     whole: bytes = b""
     """Original line of a fault."""
 
 
-def _lines(path: Path) -> Iterator[_Line]:
+def _iter_lines(path: Path) -> Iterator[_Line]:
     """Yield all lines but blank ones."""
-    check_there_are_records(path)
+    require_record_file(path)
     try:
         with path.open("rb") as f:
             for number, whole in enumerate(f, 1):
                 line = whole if whole.endswith(b"\n") else whole.rstrip(NUL)
                 if line.strip() or line != whole:
-                    yield _read(number, line)
+                    yield _parse_line(number, line)
     except OSError as e:
         raise RecordsError(f"{path} cannot be read: {e.strerror or e}; name another folder.") from e
 
 
-def _read(number: int, line: bytes) -> _Line:
+def _parse_line(number: int, line: bytes) -> _Line:
     try:
-        record = decode(line)
+        record = decode_record(line)
     except UNREADABLE as error:
-        e = _malformed(line) or error if isinstance(error, checksums.RewrittenError) else error
+        e = _find_json_error(line) or error if isinstance(error, checksums.RewrittenError) else error
         kind = CUT_SHORT if not line or is_cut_short(line, e) else STRANGE if checks.is_strange(e) else DAMAGED
-        inside = list(_inside(line)) if kind != STRANGE else _mended(line, e)
-        told = ("the end of the file was never written", "")
-        why, advice = told if kind == CUT_SHORT else (checks.wrong(line, e), checks.advice(line, e))
+        inside = list(_find_inner_records(line)) if kind != STRANGE else _drop_invalid_value(line, e)
+        unwritten = ("the end of the file was never written", "")
+        why, advice = (
+            unwritten if kind == CUT_SHORT else (checks.describe_bad_line(line, e), checks.suggest_remedy(line, e))
+        )
         fault = Fault(line=number, kind=kind, why=why, length_bytes=len(line), held=len(inside))
         records, texts = [record for record, _ in inside], [text for _, text in inside]
-        return _Line(kind, records, texts, fault, advice, checks.of_a_record(line), line.rstrip(b"\n") + b"\n")
+        return _Line(kind, records, texts, fault, advice, checks.is_record_line(line), line.rstrip(b"\n") + b"\n")
     kind = SEALED if line.lstrip().startswith(checksums.HEAD) else UNSEALED
     return _Line(kind, [record], [line.strip(b"\r\n")])
 
 
-def _mended(line: bytes, error: Exception) -> list[tuple[Record, bytes]]:
+def _drop_invalid_value(line: bytes, error: Exception) -> list[tuple[Record, bytes]]:
     """Return the record of a line that is refused for one value, without that value; none if its point cannot be."""
-    mended = acceptance.mend(line, decode) if isinstance(error, checks.ImpossibleValueError) else None
+    mended = (
+        acceptance.drop_invalid_values(line, decode_record) if isinstance(error, checks.ImpossibleValueError) else None
+    )
     return [] if mended is None else [mended]
 
 
-def _malformed(line: bytes) -> Exception | None:
+def _find_json_error(line: bytes) -> Exception | None:
     """Return the error if a line is not a single JSON value, as where damage joined two; else None."""
     try:
         msgspec.json.decode(line)
@@ -208,31 +212,31 @@ def _malformed(line: bytes) -> Exception | None:
     return None
 
 
-def _inside(line: bytes) -> Iterator[tuple[Record, bytes]]:
+def _find_inner_records(line: bytes) -> Iterator[tuple[Record, bytes]]:
     """Yield whole records inside a damaged line, with their bytes: sealed ones, and those without a checksum between
     them.
     """
-    for text in _parts(line):
+    for text in _split_damaged_line(line):
         try:
-            yield decode(text), text
+            yield decode_record(text), text
         except UNREADABLE:
             continue
 
 
-def _parts(line: bytes) -> Iterator[bytes]:
+def _split_damaged_line(line: bytes) -> Iterator[bytes]:
     rest = line
-    for sealed in checksums.sealed_parts(line):
+    for sealed in checksums.find_sealed_parts(line):
         before, _, rest = rest.partition(sealed)
-        yield from _objects(before)
+        yield from _scan_objects(before)
         yield sealed
-    yield from _objects(rest)
+    yield from _scan_objects(rest)
 
 
-def _objects(text: bytes) -> Iterator[bytes]:
+def _scan_objects(text: bytes) -> Iterator[bytes]:
     """Yield JSON objects in a text, and those inside an unfinished one. Stop after MOST_BROKEN invalid ones."""
     chars = text.decode("latin-1")  # a character for each byte, so that places are the same
     end = broken = 0
-    while broken < MOST_BROKEN and (begun := _BEGIN.search(chars, end)):
+    while broken < MAX_BROKEN_OBJECTS and (begun := _BEGIN.search(chars, end)):
         try:
             _, end = _VALUE.raw_decode(chars, begun.start())
         except RecursionError:
@@ -243,7 +247,7 @@ def _objects(text: bytes) -> Iterator[bytes]:
             yield text[begun.start() : end]
 
 
-def _copy(path: Path) -> Path:
+def _create_backup(path: Path) -> Path:
     """Copy the file durably to an unused name, and return the copy."""
     names = (path.with_name(f"{path.name}{BACKUP}{n}") for n in ("", *(f"-{n}" for n in range(2, 10_000))))
     for backup in names:
@@ -258,13 +262,13 @@ def _copy(path: Path) -> Path:
     raise OutputError(f"{path.parent} holds 9,999 copies of {path.name} by earlier repairs; move them elsewhere.")
 
 
-def _rewrite(path: Path, *, strange: bool) -> int:
+def _write_repaired_file(path: Path, *, strange: bool) -> int:
     """Put a file of all whole records in the place of the file, and return how many there are. Strange lines stay, or go."""
     kept = 0
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-", suffix=".part")
     try:
         with os.fdopen(handle, "wb") as out:
-            for line in _lines(path):
+            for line in _iter_lines(path):
                 texts = [line.whole.rstrip(b"\n")] if line.kind == STRANGE and not strange else line.texts
                 for text in texts:
                     out.write(text + b"\n")

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.errors import RecordsError
-from dcpbench.records.file import BadLine, cut_short, placed_records, read_records, record_at
-from dcpbench.records.folder import ASIDE_FILE, RECORDS_FILE, record_file, run_folder
+from dcpbench.records.file import BadLine, is_last_line_cut_short, iter_records, read_record_at, read_records
+from dcpbench.records.folder import ASIDE_FILE, RECORDS_FILE, get_record_file, get_run_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,28 +44,28 @@ class Run:
     places: dict[str, int] = dataclasses.field(default_factory=dict, repr=False)
     """Byte offset of each record's line in that file, by the point's key."""
 
-    def whole(self, record: Record) -> Record:
+    def load_with_samples(self, record: Record) -> Record:
         """Return one of these records with its step samples, read from the file again.
 
         Raise RecordsError if its line has changed.
         """
         if record.metrics is None or self.path is None:
             return record
-        key = record.point.key()
-        found = record_at(self.path, self.places[key])
-        if found is None or measurement(found) != measurement(record):
+        key = record.point.get_key()
+        found = read_record_at(self.path, self.places[key])
+        if found is None or compute_measurement_digest(found) != compute_measurement_digest(record):
             raise RecordsError(f"{self.path} was changed while it was read; repeat the command once its run has ended.")
         return found
 
 
-def without_samples(record: Record) -> Record:
+def remove_samples(record: Record) -> Record:
     """Return the record without its step samples."""
     if record.metrics is None or not record.metrics.step_samples_ms:
         return record
     return msgspec.structs.replace(record, metrics=msgspec.structs.replace(record.metrics, step_samples_ms=[]))
 
 
-def without_detail(record: Record) -> Record:
+def remove_detail(record: Record) -> Record:
     """Return the record without the details of a failure; its reason stays."""
     return msgspec.structs.replace(record, detail={}) if record.detail else record
 
@@ -74,8 +74,8 @@ def read_run(
     run: Path,
     name: str = "",
     *,
-    keep: Callable[[Record], Record] = without_detail,
-    most: int | None = None,
+    keep: Callable[[Record], Record] = remove_detail,
+    max_points: int | None = None,
     skip_bad_lines: bool = False,
 ) -> Run:
     """Return the run in a folder, or of a records.jsonl given directly; `name` replaces the path as the run's name.
@@ -84,37 +84,37 @@ def read_run(
     read are an error, or are listed in the run with `skip_bad_lines`, as long as any other line can be read. Raise
     RecordsError as `records.file.read_records` does, and for more than `most` points.
     """
-    path = record_file(run)
+    path = get_record_file(run)
     last: dict[str, Record] = {}
     places: dict[str, int] = {}
     bad: list[BadLine] | None = [] if skip_bad_lines else None
     read = 0
-    for place, record in placed_records(run, samples=False, bad=bad):
-        kept = keep(without_samples(record))
-        key = kept.point.key()
+    for place, record in iter_records(run, samples=False, bad=bad):
+        kept = keep(remove_samples(record))
+        key = kept.point.get_key()
         last[key], places[key] = kept, place
         read += 1
-        if most is not None and len(last) > most:
+        if max_points is not None and len(last) > max_points:
             raise RecordsError(
-                f"{path} holds more than {most:,} points, the most that is read of one run; put its lines into "
-                f"several folders, as with `split -l {most}`, and name one."
+                f"{path} holds more than {max_points:,} points, the most that is read of one run; put its lines into "
+                f"several folders, as with `split -l {max_points}`, and name one."
             )
     if bad and not read:
         read_records(run)  # raises the error of the first line
-    folder = run_folder(run)
+    folder = get_run_folder(run)
     return Run(
         name=name or str(run),
         folder=folder,
         records=list(last.values()),
         replaced=read - len(last),
-        truncated=cut_short(run) or (folder / ASIDE_FILE).exists(),
+        truncated=is_last_line_cut_short(run) or (folder / ASIDE_FILE).exists(),
         bad_lines=tuple(bad or ()),
         path=path,
         places=places,
     )
 
 
-def last_records(folder: Path, name: str = RECORDS_FILE, *, bad: list[BadLine] | None = None) -> dict[str, Record]:
+def read_last_records(folder: Path, name: str = RECORDS_FILE, *, bad: list[BadLine] | None = None) -> dict[str, Record]:
     """Return the last record of each point by its key; none where there is no such file.
 
     Lines that cannot be read are an error, or are added to `bad`.
@@ -122,14 +122,14 @@ def last_records(folder: Path, name: str = RECORDS_FILE, *, bad: list[BadLine] |
     path = folder / name
     if not path.exists():
         return {}
-    found = placed_records(path, samples=False, bad=bad)
-    return {record.point.key(): without_detail(without_samples(record)) for _, record in found}
+    found = iter_records(path, samples=False, bad=bad)
+    return {record.point.get_key(): remove_detail(remove_samples(record)) for _, record in found}
 
 
-def measurement(record: Record) -> bytes:
+def compute_measurement_digest(record: Record) -> bytes:
     """Return a digest that is equal only for a measurement and its copies: point, time and every figure but the
     samples.
     """
     point = msgspec.structs.replace(record.point, repeat=0)
-    figures = without_samples(record).metrics or record.serve
+    figures = remove_samples(record).metrics or record.serve
     return hashlib.sha256(msgspec.json.encode((point, record.started_at, figures))).digest()

@@ -28,7 +28,7 @@ PERCENTILES = (50, 90, 95, 99)  # of latencies in records
 OBJECTIVE = PERCENTILES[-1]  # percentile that an SLO bounds, where there are enough samples
 
 
-def median_interval(samples: Sequence[float]) -> Interval:
+def compute_median_interval(samples: Sequence[float]) -> Interval:
     """Return the median with its confidence interval; `samples` are in the order in which they were taken.
 
     The interval is [x_(k), x_(n+1-k)] of the sorted samples. For independent samples k is the largest one for which it
@@ -37,10 +37,14 @@ def median_interval(samples: Sequence[float]) -> Interval:
     - 1 degrees of freedom. With fewer than MIN_EFFECTIVE effective samples no pair reaches 95 %: then it is the smallest
     and the largest sample. Raises UsageError for no samples and for NaN or infinite ones.
     """
-    ordered = _sorted_finite(samples)
-    n, median = len(ordered), _quantile(ordered, 0.5)
+    ordered = _sort_finite(samples)
+    n, median = len(ordered), _compute_quantile(ordered, 0.5)
     found = measure_correlation(samples, median)
-    k = _interval_rank(n) if found.inflation == 1 else min(_interval_rank(n), _correlated_rank(n, found.inflation))
+    k = (
+        _compute_interval_rank(n)
+        if found.inflation == 1
+        else min(_compute_interval_rank(n), _compute_correlated_rank(n, found.inflation))
+    )
     return Interval(
         median=median,
         low=ordered[k - 1],
@@ -51,18 +55,18 @@ def median_interval(samples: Sequence[float]) -> Interval:
     )
 
 
-def percentile(samples: Sequence[float], p: float) -> float | None:
+def compute_percentile(samples: Sequence[float], p: float) -> float | None:
     """The p-th percentile (0-100, linear between neighbours, as numpy does), or None with too few samples.
 
     Too few means fewer than `least_samples(p)`. Raises UsageError for p outside 0-100 and for NaN or infinite samples.
     """
-    if not samples or len(samples) < least_samples(p):
+    if not samples or len(samples) < compute_min_samples(p):
         return None
-    return _quantile(_sorted_finite(samples), p / 100)
+    return _compute_quantile(_sort_finite(samples), p / 100)
 
 
 @lru_cache(maxsize=64)
-def least_samples(p: float) -> int:
+def compute_min_samples(p: float) -> int:
     """Return the number of samples required to report a percentile above the median: 64 for p90, 130 for p95, 662 for
     p99.
 
@@ -87,7 +91,7 @@ def least_samples(p: float) -> int:
 
 def find_highest_percentile(samples: int) -> int:
     """Return the highest percentile of PERCENTILES that so many samples can show; the median for no samples."""
-    return max((p for p in PERCENTILES if least_samples(p) <= samples), default=MEDIAN)
+    return max((p for p in PERCENTILES if compute_min_samples(p) <= samples), default=MEDIAN)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,33 +102,33 @@ class StopRule:
     seconds: float = 10.0  # time limit, after which a point that is not precise is marked `noisy`
     least_samples: int = 20  # measuring never stops before this many samples, not even at the time limit
 
-    def done(self, samples: Sequence[float], elapsed_s: float) -> str | None:
+    def get_stop_reason(self, samples: Sequence[float], elapsed_s: float) -> str | None:
         """Return `precise` or `noisy` if measuring may stop, or None. Sorts the samples: call it every few samples."""
         if len(samples) < self.least_samples:
             return None
-        if self._precise(samples):
+        if self._is_precise(samples):
             return "precise"
         return "noisy" if elapsed_s >= self.seconds else None
 
-    def _precise(self, samples: Sequence[float]) -> bool:
+    def _is_precise(self, samples: Sequence[float]) -> bool:
         """Return whether the interval is narrow enough, and rests on enough samples to be one of 95 %."""
-        ordered = _sorted_finite(samples)
-        median, k = _quantile(ordered, 0.5), _interval_rank(len(ordered))
-        if not self._narrow(median, ordered[k - 1], ordered[-k]):
+        ordered = _sort_finite(samples)
+        median, k = _compute_quantile(ordered, 0.5), _compute_interval_rank(len(ordered))
+        if not self._is_narrow(median, ordered[k - 1], ordered[-k]):
             return False  # independent samples have the narrowest interval, and it costs least
-        found = median_interval(samples)
-        return (found.effective_samples or 0) >= MIN_EFFECTIVE and self._narrow(found.median, found.low, found.high)
+        found = compute_median_interval(samples)
+        return (found.effective_samples or 0) >= MIN_EFFECTIVE and self._is_narrow(found.median, found.low, found.high)
 
-    def _narrow(self, median: float, low: float, high: float) -> bool:
+    def _is_narrow(self, median: float, low: float, high: float) -> bool:
         return max(high - median, median - low) <= self.precision * median
 
 
-def settled(previous_median: float | None, median: float, tolerance: float = 0.01) -> bool:
+def has_settled(previous_median: float | None, median: float, tolerance: float = 0.01) -> bool:
     """Return True if warm-up is over: two successive medians differ by no more than `tolerance` of the earlier one."""
     return previous_median is not None and abs(median - previous_median) <= tolerance * abs(previous_median)
 
 
-def agreement(a: Interval, b: Interval) -> float:
+def compute_median_distance(a: Interval, b: Interval) -> float:
     """Return the relative distance of the medians of two repeats: |a - b| / ((a + b) / 2).
 
     0.02 is the 2 % of REPEATS_AGREE_WITHIN. The result is symmetric, so the order of the runs does not matter. Raise
@@ -135,7 +139,7 @@ def agreement(a: Interval, b: Interval) -> float:
     return abs(a.median - b.median) / ((a.median + b.median) / 2)
 
 
-def _sorted_finite(samples: Sequence[float]) -> list[float]:
+def _sort_finite(samples: Sequence[float]) -> list[float]:
     if not samples:
         raise UsageError("no samples: nothing was measured, so there is no median; record the point as failed.")
     if not all(map(math.isfinite, samples)):
@@ -143,21 +147,21 @@ def _sorted_finite(samples: Sequence[float]) -> list[float]:
     return sorted(samples)
 
 
-def _quantile(ordered: Sequence[float], q: float) -> float:
+def _compute_quantile(ordered: Sequence[float], q: float) -> float:
     position = (len(ordered) - 1) * q
     below = math.floor(position)
     above = min(below + 1, len(ordered) - 1)
     return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
 
 
-def _correlated_rank(n: int, inflation: float) -> int:
+def _compute_correlated_rank(n: int, inflation: float) -> int:
     """Return the rank k of the lower end if the number of samples below the median has `inflation` times the variance."""
-    t = student.quantile((1 - CONFIDENCE) / 2, max(n / inflation - 1, 1.0))
+    t = student.compute_quantile((1 - CONFIDENCE) / 2, max(n / inflation - 1, 1.0))
     return max(math.floor(n / 2 - t * math.sqrt(n * inflation) / 2), 1)
 
 
 @lru_cache(maxsize=4096)
-def _interval_rank(n: int) -> int:
+def _compute_interval_rank(n: int) -> int:
     """Return the largest k with 1 - 2·P(Bin(n, ½) ≤ k-1) ≥ 0.95, at least 1.
 
     The sum starts ten standard deviations below n/2, where the omitted tail is below 1e-22.

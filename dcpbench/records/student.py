@@ -26,11 +26,11 @@ def sf(t: float, df: float) -> float:
     if math.isinf(t):
         return 0.0
     square = t * t
-    return _incomplete_beta(df / 2, 0.5, df / (df + square), square / (df + square)) / 2
+    return _compute_incomplete_beta(df / 2, 0.5, df / (df + square), square / (df + square)) / 2
 
 
 @lru_cache(maxsize=65536)
-def quantile(tail: float, df: float) -> float:
+def compute_quantile(tail: float, df: float) -> float:
     """Return the t that is exceeded with probability `tail`, 0 < tail ≤ 1/2; infinity if it exceeds the range of
     floats.
     """
@@ -47,7 +47,7 @@ def quantile(tail: float, df: float) -> float:
     return (low + high) / 2
 
 
-def _incomplete_beta(a: float, b: float, x: float, rest: float) -> float:
+def _compute_incomplete_beta(a: float, b: float, x: float, rest: float) -> float:
     """Return the regularised incomplete beta function I_x(a, b); `rest` is 1 - x, passed separately because x may round
     to 1.
     """
@@ -55,13 +55,13 @@ def _incomplete_beta(a: float, b: float, x: float, rest: float) -> float:
         return 0.0 if x <= 0 else 1.0
     front = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log(rest)
     if x < (a + 1) / (a + b + 2):
-        return math.exp(front) * _fraction(a, b, x) / a
-    return 1 - math.exp(front) * _fraction(b, a, rest) / b
+        return math.exp(front) * _compute_beta_fraction(a, b, x) / a
+    return 1 - math.exp(front) * _compute_beta_fraction(b, a, rest) / b
 
 
-def _fraction(a: float, b: float, x: float) -> float:
+def _compute_beta_fraction(a: float, b: float, x: float) -> float:
     """Evaluate the continued fraction of the incomplete beta function (26.5.8 there) from the front (Lentz's method)."""
-    c, d = 1.0, 1 / _not_zero(1 - (a + b) * x / (a + 1))
+    c, d = 1.0, 1 / _ensure_nonzero(1 - (a + b) * x / (a + 1))
     value = d
     for m in range(1, STEPS):
         for numerator in (
@@ -77,5 +77,5 @@ def _fraction(a: float, b: float, x: float) -> float:
     return value
 
 
-def _not_zero(value: float) -> float:
+def _ensure_nonzero(value: float) -> float:
     return value if abs(value) > TINY else TINY

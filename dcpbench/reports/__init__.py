@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
     from dcpbench.records.runs import Run
 
-__all__ = ["terminal_table", "uncollected", "write_report"]
+__all__ = ["render_terminal_table", "stop_garbage_collector", "write_report"]
 
 PAGE, TEXT, TABLE, FIGURES = "report.html", "report.md", "points.csv", "figures"
 PICTURES = (".png", ".svg", ".pdf")
 
 
 @contextlib.contextmanager
-def uncollected() -> Iterator[None]:
+def stop_garbage_collector() -> Iterator[None]:
     """Disable the cyclic garbage collector inside the block: it would visit all records and rows again and again and
     find no cycles.
     """
@@ -38,7 +38,7 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-@uncollected()
+@stop_garbage_collector()
 def write_report(
     folders: list[Path],
     out: Path,
@@ -65,44 +65,48 @@ def write_report(
     cannot be written.
     """
     from dcpbench.errors import DiskError, OutputError
-    from dcpbench.records.disks import error_number
+    from dcpbench.records.disks import get_disk_error_number
     from dcpbench.reports import export, frames, markdown, overview, plots, sections
-    from dcpbench.reports.page.render import render
-    from dcpbench.show.whole_files import whole_folder
+    from dcpbench.reports.page.render import render_page
+    from dcpbench.show.whole_files import write_folder
 
     watch("reading records")
-    read = frames.load(folders, as_repeats=as_repeats, slo=slo)
+    read = frames.load_frames(folders, as_repeats=as_repeats, slo=slo)
     on_read(read.runs)
-    title = overview.title(read)
+    title = overview.format_title(read)
     try:
-        with whole_folder(out, last=[TABLE, TEXT, PAGE], ours=_ours) as new:
+        with write_folder(out, last=[TABLE, TEXT, PAGE], ours=_is_ours) as new:
             pictures = plots.draw_all(read, new / FIGURES, drawn=not page_only, pdf=pdf, watch=watch)
             watch("writing the page")
-            told = sections.report(read, pictures)
-            (new / PAGE).write_text(render(title, told, read, pictures=not page_only, plotly=plotly), encoding="utf-8")
+            parts = sections.build_sections(read, pictures)
+            (new / PAGE).write_text(
+                render_page(title, parts, read, pictures=not page_only, plotly=plotly), encoding="utf-8"
+            )
             export.write_csv(read, new / TABLE)
             if page_only:
                 return [out / PAGE, out / TABLE]
-            (new / TEXT).write_text(markdown.render(title, told, new), encoding="utf-8")
+            (new / TEXT).write_text(markdown.render(title, parts, new), encoding="utf-8")
             drawn = [str(path.relative_to(new)) for p in pictures for path in (p.png, p.svg, p.pdf) if path]
     except OSError as e:
         again = shlex.join(["dcpbench", "report", *map(str, folders)])
-        said = (
+        message = (
             f"cannot write the report into {out}: {e.strerror or e}. The records are safe; make room, or type: {again} "
             "-o ELSEWHERE"
         )
-        raise (OutputError(said) if (number := error_number(e)) is None else DiskError(said, number)) from e
+        raise (
+            OutputError(message) if (number := get_disk_error_number(e)) is None else DiskError(message, number)
+        ) from e
     return [out / name for name in (PAGE, TEXT, TABLE, *drawn)]
 
 
-def _ours(path: Path) -> bool:
+def _is_ours(path: Path) -> bool:
     """Return True if a report may remove this entry of its output folder, which is one that a report wrote."""
     if path.name == FIGURES and path.is_dir():
         return all(picture.suffix in PICTURES and picture.is_file() for picture in path.iterdir())
     return path.name in (PAGE, TEXT, TABLE) and path.is_file()
 
 
-def terminal_table(
+def render_terminal_table(
     folders: list[Path],
     *,
     as_repeats: bool = False,
@@ -112,6 +116,6 @@ def terminal_table(
     """Return what `rich` prints about one or several runs; see `write_report` for options and errors."""
     from dcpbench.reports import frames, terminal
 
-    read = frames.load(folders, as_repeats=as_repeats, slo=slo)
+    read = frames.load_frames(folders, as_repeats=as_repeats, slo=slo)
     on_read(read.runs)
     return terminal.render(read)

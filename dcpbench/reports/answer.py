@@ -12,13 +12,21 @@ from typing import TYPE_CHECKING, Any
 
 from dcpbench.points.names import CLOSED, MODES, TOOLS
 from dcpbench.records.metrics import REPLAYED
-from dcpbench.records.record import of_a_file
+from dcpbench.records.record import is_imported_origin
 from dcpbench.reports import findings, gaps, instances, launch_bands, marks, slo, stalls
-from dcpbench.reports.frames import commonest_first
-from dcpbench.reports.words import short_shapes, unique
-from dcpbench.serving.load_words import in_step_words
-from dcpbench.show.numbers import count, missing, number, percent, reach, tok_s, with_reach
-from dcpbench.show.text import capital, counted, listed, one_line
+from dcpbench.reports.frames import sort_commonest_first
+from dcpbench.reports.words import list_unique, make_short_shapes
+from dcpbench.serving.load_words import format_lock_step_warning
+from dcpbench.show.numbers import (
+    format_integer,
+    format_number,
+    format_percent,
+    format_tok_s,
+    format_value_range,
+    format_with_range,
+    is_missing,
+)
+from dcpbench.show.text import fit_line, format_capitalized, format_count, format_list
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -27,60 +35,73 @@ if TYPE_CHECKING:
 
     from dcpbench.reports.frames import Frames
 
-MOST = 9
+MAX_SENTENCES = 9
 """Maximum number of sentences at the top of a report; less important ones stand further below."""
-MOST_SHAPES = 4
+MAX_SHAPES = 4
 """Maximum number of request lengths for which a sentence names loads; above it the sentence counts them and the table
 names them.
 """
-MOST_LENGTHS = 8
+MAX_LENGTHS = 8
 """Maximum number of request lengths that the break-even sentence names; above it the sentence counts them."""
-MOST_CLAUSES = 8
+MAX_CLAUSES = 8
 """Maximum number of changes along the concurrencies that a sentence names; above it the sentence counts loads."""
-MOST_MARKS = 4
+MAX_WARNINGS = 4
 LOST = "no longer"
 """Text for a lead that exists at some concurrency but not at the highest one."""
 NOT_RUN = {"rejected": "was rejected", "failed": "failed", "hung": "hung"}
 """Outcome of a point without numbers, as a sentence states it."""
 
 
-def sentences(frames: Frames) -> list[str]:
+def format_top_sentences(frames: Frames) -> list[str]:
     """Return the sentences at the top of a report, in reading order: SLO, best layouts, break-even, KV capacity, and
     limits of trust.
     """
-    return split(frames)[0]
+    return split_sentences(frames)[0]
 
 
-def split(frames: Frames) -> tuple[list[str], list[str]]:
+def split_sentences(frames: Frames) -> tuple[list[str], list[str]]:
     """Return the sentences at the top of a report, see `sentences`, and the remaining sentences of its answer."""
-    notes = [(weight, text) for weight, text in _weighed(frames) if text]
-    kept = sorted(range(len(notes)), key=lambda i: (notes[i][0], i))[:MOST]
+    notes = [(weight, text) for weight, text in _collect_ranked(frames) if text]
+    kept = sorted(range(len(notes)), key=lambda i: (notes[i][0], i))[:MAX_SENTENCES]
     return [text for i, (_, text) in enumerate(notes) if i in kept], [
         text for i, (_, text) in enumerate(notes) if i not in kept
     ]
 
 
-def apart(frames: Frames) -> list[float]:
+def collect_repeat_differences(frames: Frames) -> list[float]:
     """Return the difference between repeats of each point that was measured more than once."""
-    tables = (frames.findings.repeats, findings.served_repeats(frames.served))
+    tables = (frames.findings.repeats, findings.select_served_repeats(frames.served))
     return [float(value) for table in tables if len(table) for value in table["apart"]]
 
 
-def _weighed(frames: Frames) -> list[tuple[float, str]]:
+def _collect_ranked(frames: Frames) -> list[tuple[float, str]]:
     """Return pairs of rank and sentence; rank 0 is the most important, and a sentence may be empty."""
     if frames.everything.empty:
-        return [(0, f"No point finished: {outcomes(frames)}. There is nothing to compare."), (0.1, commonest(frames))]
-    notes = [(0.0, functional(frames)), (0.05, slo.unjudged(frames.everything, frames.slo)), (0.15, imported(frames))]
+        return [
+            (0, f"No point finished: {format_outcomes(frames)}. There is nothing to compare."),
+            (0.1, format_commonest_reason(frames)),
+        ]
+    notes = [
+        (0.0, describe_functional(frames)),
+        (0.05, slo.explain_unjudged(frames.everything, frames.slo)),
+        (0.15, describe_imports(frames)),
+    ]
     if len(frames.findings.points):
-        notes += [(0.1, slo.words(frames.findings.points, frames.slo)), (0.12, in_step(frames)), *_scopes(frames)]
-        notes.append((2.5, jumps(frames.findings.points)))
-        notes += [(1.2, said) for said in instances.sentences(findings.timed(frames.served))]
-        notes.append((3.5, replay(findings.replay_against_live(findings.timed(frames.served)))))
-    notes.append((3, room(frames.kv)))
-    return [*notes, (0.2, trust(frames, apart(frames)))]
+        notes += [
+            (0.1, slo.describe_objectives(frames.findings.points, frames.slo)),
+            (0.12, describe_lock_step(frames)),
+            *_iterate_scopes(frames),
+        ]
+        notes.append((2.5, explain_jumps(frames.findings.points)))
+        notes += [(1.2, sentence) for sentence in instances.describe_best_ratios(findings.select_timed(frames.served))]
+        notes.append(
+            (3.5, describe_replay_errors(findings.compare_replay_with_live(findings.select_timed(frames.served))))
+        )
+    notes.append((3, describe_kv_capacity(frames.kv)))
+    return [*notes, (0.2, describe_trust(frames, collect_repeat_differences(frames)))]
 
 
-def functional(frames: Frames) -> str:
+def describe_functional(frames: Frames) -> str:
     """State that times measured on a CPU allow no conclusion about performance, for all points or some; empty without
     CPU points.
     """
@@ -90,115 +111,117 @@ def functional(frames: Frames) -> str:
     nothing = "No conclusion about performance can be drawn from"
     if slow.all():
         return f"CPU: functional run. It shows which layouts run. {nothing} its times."
-    return f"CPU: {int(slow.sum()):,} of {counted(len(slow), 'point')} are a functional run. {nothing} their times."
+    return (
+        f"CPU: {int(slow.sum()):,} of {format_count(len(slow), 'point')} are a functional run. {nothing} their times."
+    )
 
 
-def _scopes(frames: Frames) -> Iterable[tuple[float, str]]:
+def _iterate_scopes(frames: Frames) -> Iterable[tuple[float, str]]:
     """Yield sentences with their rank for each run, model and mode: best layouts, maximum within the SLO, where DCP
     pays, KV pressure.
     """
     found = frames.findings
     tables = (found.points, found.best, found.most, found.break_even, found.ratios, found.against_best)
-    short = findings.pressure(findings.timed(frames.served))
-    for i, scope in enumerate(dict.fromkeys(findings.keys(found.points, findings.SCOPE))):
-        points, best_found, most_found, even, over, against = (of(table, *scope) for table in tables)
-        lost = of(frames.others, *scope[:2])
+    short = findings.find_kv_pressure(findings.select_timed(frames.served))
+    for i, scope in enumerate(dict.fromkeys(findings.list_keys(found.points, findings.SCOPE))):
+        points, best_found, most_found, even, over, against = (select_scope(table, *scope) for table in tables)
+        lost = select_scope(frames.others, *scope[:2])
         lost = lost[lost["mode"].fillna("decode") == scope[2]] if len(lost) else lost
         judged = len(best_found) and best_found["slo_excess"].notna().any()
-        plain = baseline_is_best(over, against)
-        name = scope_name(frames, *scope)
+        plain = is_baseline_best(over, against)
+        name = format_scope(frames, *scope)
         for weight, text in (
-            (1.0 if len(best_found) else 4.5, best(best_found)),
-            (2.0, most(most_found, best_found) if judged else ""),
-            (1.5, "" if plain else pays(against)),
-            (1.5 if plain else 3.2, ahead(even, over, lost, pays=plain)),
-            (4.0, pressure(of(short, *scope), points)),
-            (4.1, stalls.words(points)),
+            (1.0 if len(best_found) else 4.5, describe_best(best_found)),
+            (2.0, describe_maximum(most_found, best_found) if judged else ""),
+            (1.5, "" if plain else describe_dcp_gain(against)),
+            (1.5 if plain else 3.2, describe_break_even(even, over, lost, pays=plain)),
+            (4.0, describe_kv_pressure(select_scope(short, *scope), points)),
+            (4.1, stalls.describe_stalls(points)),
         ):
             yield weight + i / 10, f"{name}: {text}" if text else ""
 
 
-def imported(frames: Frames) -> str:
+def describe_imports(frames: Frames) -> str:
     """Return a sentence that counts the imported points per tool and explains why they are not directly comparable with
     dcpbench's own; empty without imported points.
     """
     table = frames.served
-    counts = Counter(name for name in table["origin"] if of_a_file(name)) if len(table) else Counter[str]()
+    counts = Counter(name for name in table["origin"] if is_imported_origin(name)) if len(table) else Counter[str]()
     if not counts:
         return ""
-    whose = " and ".join(f"{counted(n, 'point')} of {TOOLS.get(name, name)}" for name, n in counts.items())
+    sources = " and ".join(f"{format_count(n, 'point')} of {TOOLS.get(name, name)}" for name, n in counts.items())
     others = len(table) - counts.total()
-    beside = f", beside {counted(others, 'point')} of dcpbench" if others else ""
+    addition = f", beside {format_count(others, 'point')} of dcpbench" if others else ""
     return (
-        f"Imported: {whose}{beside}. Engines are measured through HTTP and with a tokenizer, dcpbench without either, "
+        f"Imported: {sources}{addition}. Engines are measured through HTTP and with a tokenizer, dcpbench without either, "
         "so that more than the layout differs. What their files do not say is a dash."
     )
 
 
-def in_step(frames: Frames) -> str:
+def describe_lock_step(frames: Frames) -> str:
     """Describe that clients of closed loops run in lock-step and what that changes; empty if no
     point on a GPU does so.
     """
-    found = of_waves(frames.served)
+    found = select_lock_step(frames.served)
     if found.empty:
         return ""
     some = (
         ""
         if len(found) == len(frames.served)
-        else f" at {len(found):,} of {counted(len(frames.served), 'served point')}"
+        else f" at {len(found):,} of {format_count(len(frames.served), 'served point')}"
     )
-    return in_step_words(found["load_output_tokens"].iloc[0], some=some, dp=bool((found["dp"] > 1).any()))
+    return format_lock_step_warning(found["load_output_tokens"].iloc[0], some=some, dp=bool((found["dp"] > 1).any()))
 
 
-def of_waves(served: pd.DataFrame) -> pd.DataFrame:
+def select_lock_step(served: pd.DataFrame) -> pd.DataFrame:
     """Return the points on a GPU with clients that run in lock-step."""
     return served[served["in_step"].astype(bool) & ~served["cpu"].astype(bool)] if len(served) else served
 
 
-def best(found: pd.DataFrame) -> str:
+def describe_best(found: pd.DataFrame) -> str:
     """Return the best layout of each load of one run, model and mode; consecutive loads with the same answer share a
     clause.
     """
     if found.empty:
         return "No load was run with two layouts of equally many GPUs, so none can be called the best."
     judged = bool(found["slo_excess"].notna().any())
-    single = launch_bands.are_single(found)
+    single = launch_bands.has_single_launches(found)
     kind = f"Fastest layout {launch_bands.IN_ONE_LAUNCH}," if single else "Best layout"
     what = f"{kind} by output tok/s" + (" within the SLO" if judged else "")
     answers = found["rest"].str.cat(found["label"]).where(found["clear"], "tie")
     changes = int((answers != answers.shift()).sum())  # from one load to the next
-    if found["rest"].nunique() > MOST_SHAPES or changes > MOST_CLAUSES:
+    if found["rest"].nunique() > MAX_SHAPES or changes > MAX_CLAUSES:
         clear, meets = found["clear"].astype(bool), found["meets"].astype(bool)
         won = [f"{label} in {n}" for label, n in found[clear]["label"].value_counts().items()]
         tied, none = int((meets & ~clear).sum()), int((~meets).sum())
         won += [f"no layout {launch_bands.BY_MORE if single else 'clearly'} in {tied}"] if tied else []
         won += [f"none within the SLO in {none}"] if none else []
-        return f"{what}: of {counted(len(found), 'load')}, {listed(won)}."
-    short = short_shapes(found["rest"])
-    shapes = [f"{short[str(rest)]}: {_runs(loads)}" for rest, loads in found.groupby("rest", sort=False)]
+        return f"{what}: of {format_count(len(found), 'load')}, {format_list(won)}."
+    short = make_short_shapes(found["rest"])
+    shapes = [f"{short[str(rest)]}: {_format_winners(loads)}" for rest, loads in found.groupby("rest", sort=False)]
     closed = found["load_arrival"].eq(CLOSED).all()
-    return f"{what}{', at each concurrency' if closed else ''}. {capital('; '.join(shapes))}."
+    return f"{what}{', at each concurrency' if closed else ''}. {format_capitalized('; '.join(shapes))}."
 
 
-def most(found: pd.DataFrame, best_found: pd.DataFrame) -> str:
+def describe_maximum(found: pd.DataFrame, best_found: pd.DataFrame) -> str:
     """Return the highest output tok/s of any load that meets the SLO, with DCP and without, for each request length."""
     if found.empty:
         if best_found.empty:
             return ""
         near = best_found.sort_values("slo_excess", kind="stable").iloc[0]
         return f"No point meets the SLO; nearest is {near['label']} at {near['load']} ({near['slo_said']})."
-    if len(found) > MOST_SHAPES:
+    if len(found) > MAX_SHAPES:
         return ""
-    short = short_shapes(found["rest"])
+    short = make_short_shapes(found["rest"])
     clauses = []
     for _, r in found.iterrows():
         kind = "without DCP" if r["dcp"] > 1 else "with DCP"
         over = f"nothing {kind} meets it"
-        if not missing(r["other"]):
+        if not is_missing(r["other"]):
             times = r["output_tok_s"] / r["other_tok_s"]
             lead = _compare_most(r, times)
-            over = f"{lead} the most {kind} ({number(r['other_tok_s'], 3)}, {r['other']} at {r['other_load']})"
-        value = tok_s(r["output_tok_s"], r["output_tok_s_low"], r["output_tok_s_high"])
+            over = f"{lead} the most {kind} ({format_number(r['other_tok_s'], 3)}, {r['other']} at {r['other_load']})"
+        value = format_tok_s(r["output_tok_s"], r["output_tok_s_low"], r["output_tok_s_high"])
         clauses.append(f"{short[r['rest']]}: {value} with {r['label']} at {r['arrival']}, {over}")
     return f"The most within the SLO: {'; '.join(clauses)}."
 
@@ -206,13 +229,13 @@ def most(found: pd.DataFrame, best_found: pd.DataFrame) -> str:
 def _compare_most(row: pd.Series[Any], times: float) -> str:
     """Return `1.20 times`, `not clearly more than`, or `1.04 times, in one launch each,`."""
     bands = (row[launch_bands.COLUMN], row["other_band"])
-    if any(map(missing, bands)):
+    if any(map(is_missing, bands)):
         return f"{times:.2f} times, {launch_bands.IN_ONE_LAUNCH},"
     clear = row["output_tok_s_low"] > row["other_high"] and times > 1 + max(bands)
     return f"{times:.2f} times" if clear else "not clearly more than"
 
 
-def pays(against: pd.DataFrame) -> str:
+def describe_dcp_gain(against: pd.DataFrame) -> str:
     """Return the loads in which DCP pays (findings.dcp_against_best), with the layout and the gain."""
     compared = against[against["verdict"] != "no rival"] if len(against) else against
     if compared.empty:
@@ -221,44 +244,46 @@ def pays(against: pd.DataFrame) -> str:
     paying = compared[compared["verdict"].isin(findings.PAYS)]
     loads = compared["same_load"].nunique()
     within = " within the SLO" if judged else ""
-    single = launch_bands.are_single(compared)
-    many = f"DCP pays in {paying['same_load'].nunique():,} of {counted(loads, 'load')}, in output tok/s{within}"
+    single = launch_bands.has_single_launches(compared)
+    many = f"DCP pays in {paying['same_load'].nunique():,} of {format_count(loads, 'load')}, in output tok/s{within}"
     if single:
-        text = f"{capital(launch_bands.IN_ONE_LAUNCH)}, {many} over the fastest layout without DCP"
+        text = f"{format_capitalized(launch_bands.IN_ONE_LAUNCH)}, {many} over the fastest layout without DCP"
     else:
         text = f"{many} over the best layout without DCP"
-    if compared["rest"].nunique() > MOST_LENGTHS:
+    if compared["rest"].nunique() > MAX_LENGTHS:
         return f"{text}."
-    short = short_shapes(compared["rest"])
+    short = make_short_shapes(compared["rest"])
     shapes: dict[str, list[str]] = {}
     for rest, rows in compared.groupby("rest", sort=False):
-        shapes.setdefault(_where_it_pays(rows), []).append(short[str(rest)])
-    clauses = [f"{', '.join(names)}: {said}" for said, names in shapes.items()]
-    return f"{text}. {capital('; '.join(clauses))}."
+        shapes.setdefault(_format_paying_loads(rows), []).append(short[str(rest)])
+    clauses = [f"{', '.join(names)}: {where}" for where, names in shapes.items()]
+    return f"{text}. {format_capitalized('; '.join(clauses))}."
 
 
-def baseline_is_best(ratios: pd.DataFrame, against: pd.DataFrame) -> bool:
+def is_baseline_best(ratios: pd.DataFrame, against: pd.DataFrame) -> bool:
     """Return True if, for every DCP point, its baseline meets the SLO and is the best layout without DCP."""
     if ratios.empty or against["verdict"].isin(["misses", "alone"]).any():
         return ratios.empty
     return bool(((ratios["ratio"] == against["ratio"]) | (ratios["ratio"].isna() & against["ratio"].isna())).all())
 
 
-def ahead(even: pd.DataFrame, ratios: pd.DataFrame, others: pd.DataFrame, *, pays: bool) -> str:
+def describe_break_even(even: pd.DataFrame, ratios: pd.DataFrame, others: pd.DataFrame, *, pays: bool) -> str:
     """Return, for each request length, the concurrency from which DCP is ahead of the same layout without it.
 
     `pays`: True if this is also where DCP pays, because that layout is the best one without DCP (baseline_is_best).
     """
-    alone = _without_baseline(ratios, others)
+    alone = _describe_missing_baseline(ratios, others)
     if even.empty:
         return f"{alone}." if alone else ""
-    over = listed(unique(even["baseline"]), "or")
-    loosely = f"Looser, over {over} alone{findings.slo_aside(ratios)}"  # `Looser, over tp4 alone, whether or not …`
-    if even["rest"].nunique() > MOST_LENGTHS:
+    over = format_list(list_unique(even["baseline"]), "or")
+    loosely = (
+        f"Looser, over {over} alone{findings.format_slo_aside(ratios)}"  # `Looser, over tp4 alone, whether or not …`
+    )
+    if even["rest"].nunique() > MAX_LENGTHS:
         begins = "DCP starts to pay" if pays else f"{loosely}, DCP is ahead"
         found = f"{even['from'].notna().sum():,} of {len(even):,} combinations of layout and length"
         return f"{begins} at some concurrency in {found}; the tables below name them."
-    short = short_shapes(even["rest"])
+    short = make_short_shapes(even["rest"])
     shapes = []
     # a single layout with named variants, which then replace its name
     one = str(even["layout"].iloc[0]) if len(set(even["layout"])) == 1 and (even["variant"] != "").all() else ""
@@ -271,16 +296,16 @@ def ahead(even: pd.DataFrame, ratios: pd.DataFrame, others: pd.DataFrame, *, pay
         even = even.assign(label=even["variant"])
     for rest, rows in even.groupby("rest", sort=False):
         same = [
-            f"never {r['measured'][-1]} {_never(r)}" if missing(r["from"]) else f"{r['from']} {r['least']}"
+            f"never {r['measured'][-1]} {_format_never(r)}" if is_missing(r["from"]) else f"{r['from']} {r['least']}"
             for _, r in rows.iterrows()
         ]
         groups = [group for _, group in rows.assign(same=same).groupby("same", sort=False)]
-        shapes.append(f"{short[str(rest)]}: {', '.join(map(_pays, groups))}")
-    text = f"{begins}. {capital('; '.join(shapes))}"
+        shapes.append(f"{short[str(rest)]}: {', '.join(map(_format_break_even, groups))}")
+    text = f"{begins}. {format_capitalized('; '.join(shapes))}"
     return f"{text}. Also, {alone}." if alone else f"{text}."
 
 
-def _where_it_pays(rows: pd.DataFrame) -> str:
+def _format_paying_loads(rows: pd.DataFrame) -> str:
     """Return `tp4·dcp4 at 24–32 (1.03–1.05× tp4)` or `nowhere (at most 0.99× tp4, tp4·dcp4 at 4)` for one request
     length.
 
@@ -292,48 +317,52 @@ def _where_it_pays(rows: pd.DataFrame) -> str:
     paying = within[within["verdict"].isin(findings.PAYS)]
     if paying.empty:
         top = within.sort_values("ratio", kind="stable").iloc[-1]
-        more = launch_bands.BY_MORE if launch_bands.are_single(rows) else "clearly"
+        more = launch_bands.BY_MORE if launch_bands.has_single_launches(rows) else "clearly"
         nowhere = "nowhere" if top["ratio"] <= 1 else f"nowhere {more}"
-        return f"{nowhere} (at most {top['ratio']:.2f}× {top['rival']}, {top['label']} at {_at([top])})"
+        return f"{nowhere} (at most {top['ratio']:.2f}× {top['rival']}, {top['label']} at {_format_loads([top])})"
     fastest = paying.sort_values("output_tok_s", ascending=False, kind="stable").drop_duplicates("same_load")
     found = [r for _, r in fastest.sort_values("concurrency", kind="stable").iterrows()]
     clauses = []
-    keyed = [((r["label"], "" if missing(r["rival"]) else r["rival"]), r) for r in found]
+    keyed = [((r["label"], "" if is_missing(r["rival"]) else r["rival"]), r) for r in found]
     for (label, rival), group in itertools.groupby(keyed, key=lambda pair: pair[0]):
         loads = [r for _, r in group]
-        over = f"{reach([r['ratio'] for r in loads])} {rival}" if rival else "no layout without DCP meets the SLO"
-        clauses.append(f"{label} at {_at(loads)} ({over})")
+        over = (
+            f"{format_value_range([r['ratio'] for r in loads])} {rival}"
+            if rival
+            else "no layout without DCP meets the SLO"
+        )
+        clauses.append(f"{label} at {_format_loads(loads)} ({over})")
     return ", ".join(clauses)
 
 
-def jumps(points: pd.DataFrame) -> str:
+def explain_jumps(points: pd.DataFrame) -> str:
     """Explain jumps of throughput between neighbouring concurrencies that the layout does not
     cause; empty without any.
     """
-    said = []
-    padded = findings.padded(points)
+    texts = []
+    padded = findings.find_padded(points)
     clauses: dict[str, list[str]] = {}
     for layout, group in padded.groupby("layout", sort=False):
-        pairs = sorted(set(findings.keys(group, ["concurrency", "rows"])))
-        if len(pairs) <= MOST_CLAUSES:
-            clauses.setdefault(listed([f"{n:,} as {rows:,}" for n, rows in pairs]), []).append(str(layout))
+        pairs = sorted(set(findings.list_keys(group, ["concurrency", "rows"])))
+        if len(pairs) <= MAX_CLAUSES:
+            clauses.setdefault(format_list([f"{n:,} as {rows:,}" for n, rows in pairs]), []).append(str(layout))
     if clauses:
-        runs = "; ".join(f"{listed(names)} runs {pairs}" for pairs, names in clauses.items())
-        said.append(
+        runs = "; ".join(f"{format_list(names)} runs {pairs}" for pairs, names in clauses.items())
+        texts.append(
             f"CUDA graphs have fixed sizes on each replica, and steps of fewer requests take as long: {runs}. "
             "Output jumps from there to the next size."
         )
-    waves = findings.last_waves(points)
+    waves = findings.find_last_waves(points)
     for same, group in list(waves.groupby(["concurrency", "load_requests", "left"]))[:2] if len(waves) else ():
         n, requests, left = (f"{value:,.0f}" for value in same)
-        said.append(
+        texts.append(
             f"{requests} requests are no multiple of {n}: the last {'one runs' if left == '1' else f'{left} run'} alone, on average "
             f"{group['decode_batch'].median():.0f} of {n} are in flight, and output at {n} is that much lower."
         )
-    return f"Jumps between concurrencies: {' '.join(said)}" if said else ""
+    return f"Jumps between concurrencies: {' '.join(texts)}" if texts else ""
 
 
-def pressure(short_of_kv: pd.DataFrame, points: pd.DataFrame) -> str:
+def describe_kv_pressure(short_of_kv: pd.DataFrame, points: pd.DataFrame) -> str:
     """Return the heaviest load under which a layout was short of KV capacity, with the layout that is shortest and the
     best one there.
     """
@@ -344,14 +373,14 @@ def pressure(short_of_kv: pd.DataFrame, points: pd.DataFrame) -> str:
     least = group.sort_values("room_for", kind="stable").iloc[0]
     top = group.sort_values("output_tok_s", kind="stable").iloc[-1]
     clauses = [
-        f"{r['label']} has room for {count(r['room_for'])} request{'' if r['room_for'] == 1 else 's'}, {count(r['preemptions'])} "
-        f"preemption{'' if r['preemptions'] == 1 else 's'}, TTFT p50 {number(r['ttft_p50_ms'], 3)} ms"
+        f"{r['label']} has room for {format_integer(r['room_for'])} request{'' if r['room_for'] == 1 else 's'}, {format_integer(r['preemptions'])} "
+        f"preemption{'' if r['preemptions'] == 1 else 's'}, TTFT p50 {format_number(r['ttft_p50_ms'], 3)} ms"
         for r in ([least, top] if least["label"] != top["label"] else [top])
     ]
     return f"KV pressure under {heaviest['load']}: {'; '.join(clauses)}."
 
 
-def room(kv: pd.DataFrame) -> str:
+def describe_kv_capacity(kv: pd.DataFrame) -> str:
     """Return how many more tokens the layout with the largest KV capacity holds; one sentence for all models if they
     agree.
     """
@@ -361,14 +390,16 @@ def room(kv: pd.DataFrame) -> str:
     top = more.sort_values("kv_ratio", kind="stable").drop_duplicates(["run", "model"], keep="last")
     clauses: dict[str, list[str]] = {}
     for _, r in top.iterrows():
-        said = f"{r['layout']} holds {r['kv_ratio']:.2f} times as many tokens as tp{r['tp']}"
-        clauses.setdefault(said, []).append(str(r["model"]))
+        clause = f"{r['layout']} holds {r['kv_ratio']:.2f} times as many tokens as tp{r['tp']}"
+        clauses.setdefault(clause, []).append(str(r["model"]))
     several = len(set(top["model"])) > 1
-    told = [f"{text} ({listed(unique(models))})" if several else text for text, models in clauses.items()]
-    return f"Per GiB of KV memory on each GPU, {'; '.join(told)}."
+    statements = [
+        f"{text} ({format_list(list_unique(models))})" if several else text for text, models in clauses.items()
+    ]
+    return f"Per GiB of KV memory on each GPU, {'; '.join(statements)}."
 
 
-def replay(found: pd.DataFrame) -> str:
+def describe_replay_errors(found: pd.DataFrame) -> str:
     """Return the deviation of replays from the live runs of the same loads."""
     if found.empty:
         return ""
@@ -377,55 +408,59 @@ def replay(found: pd.DataFrame) -> str:
         errors = found[f"{metric.name}_error"].dropna().abs()
         if len(errors):
             among = "" if len(errors) == len(found) else f" ({len(errors)} of {len(found)})"
-            parts.append(f"{metric.brief} {percent(errors.max())}{among}")
+            parts.append(f"{metric.brief} {format_percent(errors.max())}{among}")
     many = "1 point that was" if len(found) == 1 else f"{len(found)} points that were"
     return f"Replay against live, largest errors over {many} run both ways: {', '.join(parts)}."
 
 
-def agreement(frames: Frames, apart: list[float]) -> str:
+def describe_agreement(frames: Frames, apart: list[float]) -> str:
     """State how well repeats agree, and whether gaps between kernels agree if that matters."""
-    return " ".join(text for text in (findings.repeats_sentence(apart), gaps.words(frames.findings.points)) if text)
+    return " ".join(
+        text
+        for text in (findings.format_repeats_sentence(apart), gaps.describe_unequal_gaps(frames.findings.points))
+        if text
+    )
 
 
-def trust(frames: Frames, apart: list[float]) -> str:
+def describe_trust(frames: Frames, apart: list[float]) -> str:
     """State how well repeats and gaps between kernels agree, which points did not run, and how many points carry a
     warning.
     """
-    said = [agreement(frames, apart)]
+    texts = [describe_agreement(frames, apart)]
     if len(frames.others):
-        said.append(f"Not every point ran: {outcomes(frames)}, listed with reasons.")
+        texts.append(f"Not every point ran: {format_outcomes(frames)}, listed with reasons.")
     marked = frames.findings.points
     if len(marked):
-        counts = marks.counted(marked, MOST_MARKS)
-        said += [f"Marked, of {counted(len(frames.everything), 'point')}: {counts}."] if counts else []
-    return " ".join(said)
+        counts = marks.summarize_warnings(marked, MAX_WARNINGS)
+        texts += [f"Marked, of {format_count(len(frames.everything), 'point')}: {counts}."] if counts else []
+    return " ".join(texts)
 
 
-def outcomes(frames: Frames) -> str:
+def format_outcomes(frames: Frames) -> str:
     """Return the counts of points without numbers by outcome, such as `8 rejected and 1 hung`."""
     counts = frames.others["outcome"].value_counts()
-    return listed([f"{n} {outcome}" for outcome, n in counts.items()]) or "the record file holds no point"
+    return format_list([f"{n} {outcome}" for outcome, n in counts.items()]) or "the record file holds no point"
 
 
-def commonest(frames: Frames) -> str:
+def format_commonest_reason(frames: Frames) -> str:
     """Return the most frequent reason why points did not run, with its count; empty if all points ran."""
-    others = commonest_first(frames.others)
+    others = sort_commonest_first(frames.others)
     if others.empty:
         return ""
     first = others.iloc[0]
     same = int((others["cause"] == first["cause"]).sum())
     of = "The reason" if same == len(others) else f"The reason at {same:,} of {len(others):,} points"
-    said = one_line(first["cause"]).rstrip(".")
-    return f"{of}: {said}" + ("" if said.endswith("…") else ".")
+    reason = fit_line(first["cause"]).rstrip(".")
+    return f"{of}: {reason}" + ("" if reason.endswith("…") else ".")
 
 
-def scope_name(frames: Frames, run: str, model: str, mode: str) -> str:
+def format_scope(frames: Frames, run: str, model: str, mode: str) -> str:
     """Return `kimi-k2, run monday, replay`, limited to the parts of which there is more than one."""
     where = f"{model}, run {run}" if len(frames.runs) > 1 else str(model)
     return f"{where}, {mode}" if mode in MODES else where
 
 
-def of(table: pd.DataFrame, run: str, model: str, mode: str | None = None) -> pd.DataFrame:
+def select_scope(table: pd.DataFrame, run: str, model: str, mode: str | None = None) -> pd.DataFrame:
     """Return the rows of one run and model, and of one mode if it is given."""
     if table.empty:
         return table
@@ -433,59 +468,61 @@ def of(table: pd.DataFrame, run: str, model: str, mode: str | None = None) -> pd
     return rows if mode is None else rows[rows["mode"] == mode]
 
 
-def _runs(found: pd.DataFrame) -> str:
+def _format_winners(found: pd.DataFrame) -> str:
     """Return `tp4 at 8–24 (1.03–1.05× the next), none within the SLO at 48`."""
-    keyed = [(_winner(r), r) for _, r in found.iterrows()]
+    keyed = [(_format_winner(r), r) for _, r in found.iterrows()]
     clauses = []
     for winner, rows in itertools.groupby(keyed, key=lambda pair: pair[0]):
         group = [r for _, r in rows]
-        leads = [r["lead"] for r in group if r["clear"] and not missing(r["lead"])]
-        more = f" ({reach(leads)} the next)" if leads else ""
-        clauses.append(f"{winner} at {_at(group)}{more}")
+        leads = [r["lead"] for r in group if r["clear"] and not is_missing(r["lead"])]
+        more = f" ({format_value_range(leads)} the next)" if leads else ""
+        clauses.append(f"{winner} at {_format_loads(group)}{more}")
     return ", ".join(clauses)
 
 
-def _winner(row: pd.Series[Any]) -> str:
+def _format_winner(row: pd.Series[Any]) -> str:
     if not row["meets"]:
         return "none within the SLO"
-    if missing(row["next"]):
+    if is_missing(row["next"]):
         return f"only {row['label']}"
-    level = listed(sorted(row["level"]), "or")
+    level = format_list(sorted(row["level"]), "or")
     if row["clear"]:
         return str(row["label"])
     return (
-        f"{level} ({launch_bands.NOT_DISTINGUISHABLE})" if missing(row[launch_bands.COLUMN]) else f"not clearly {level}"
+        f"{level} ({launch_bands.NOT_DISTINGUISHABLE})"
+        if is_missing(row[launch_bands.COLUMN])
+        else f"not clearly {level}"
     )
 
 
-def _at(group: list[pd.Series[Any]]) -> str:
+def _format_loads(group: list[pd.Series[Any]]) -> str:
     """Return the concurrencies, such as `8–24`, or the arrivals of open loops."""
     if any(r["load_arrival"] != CLOSED for r in group):
-        return listed(unique(r["arrival"] for r in group))
+        return format_list(list_unique(r["arrival"] for r in group))
     values = [int(r["concurrency"]) for r in group]
     return f"{values[0]:,}" + (f"–{values[-1]:,}" if len(values) > 1 else "")
 
 
-def _pays(group: pd.DataFrame) -> str:
+def _format_break_even(group: pd.DataFrame) -> str:
     """Return `from concurrency 32 on (tp4·dcp4 1.14× there)` or `never up to 48 (at most 0.96×, tp4·dcp4 at 8)`."""
     first = group.iloc[0]
-    if missing(first["from"]):
-        never = _never(first)
+    if is_missing(first["from"]):
+        never = _format_never(first)
         top = group.sort_values("best", kind="stable").iloc[-1]
-        who = listed(unique(group["label"])) + " " if len(group) == 1 else ""
+        who = format_list(list_unique(group["label"])) + " " if len(group) == 1 else ""
         where = "" if who else f"{top['label']} "
         last, at = first["measured"][-1], f"{where}at {top['best_at']:,}"
         if never == LOST:
-            return f"{who}{never} at {last:,} ({reach(group['last'])} there; at most {top['best']:.2f}×, {at})"
+            return f"{who}{never} at {last:,} ({format_value_range(group['last'])} there; at most {top['best']:.2f}×, {at})"
         return f"{who}{never} up to {last:,} (at most {top['best']:.2f}×, {at})"
     least = ", the lowest tried," if first["least"] else ""
-    gains = [f"{r['label']} {with_reach(r['ratio'], r['low'], r['high'])}" for _, r in group.iterrows()]
-    if len(gains) > MOST_SHAPES:
-        gains = [reach(group["ratio"])]
+    gains = [f"{r['label']} {format_with_range(r['ratio'], r['low'], r['high'])}" for _, r in group.iterrows()]
+    if len(gains) > MAX_SHAPES:
+        gains = [format_value_range(group["ratio"])]
     return f"from concurrency {first['from']:,.0f}{least} on ({', '.join(gains)} there)"
 
 
-def _never(row: pd.Series[Any]) -> str:
+def _format_never(row: pd.Series[Any]) -> str:
     """Return `never` if no ratio is above 1, `never clearly` if one is within the difference
     between repeats, or LOST.
     """
@@ -493,15 +530,15 @@ def _never(row: pd.Series[Any]) -> str:
     return LOST if row["ever"] else "never" if row["best"] <= 1 else f"never {more}"
 
 
-def _without_baseline(ratios: pd.DataFrame, others: pd.DataFrame) -> str:
+def _describe_missing_baseline(ratios: pd.DataFrame, others: pd.DataFrame) -> str:
     """Return the DCP points without a baseline, where they are, and why the baseline did not run."""
     alone = ratios[ratios["verdict"] == "no baseline"] if len(ratios) else ratios
-    names = findings.without_dcp(alone)
+    names = findings.list_without_dcp(alone)
     lost = others[others["layout"].isin(names)] if len(others) else others
     if alone.empty or lost.empty:
         return ""  # a baseline that was not requested is not missing
-    whys = [said for outcome, said in NOT_RUN.items() if outcome in set(lost["outcome"])]
-    loads = unique(alone["load"])
-    where = f" ({'; '.join(loads)})" if len(loads) <= MOST_SHAPES else ""
-    ran = counted(len(alone), "point")
-    return f"{ran} with DCP ran where {listed(names, 'or')} {' or '.join(whys)}{where}"
+    whys = [text for outcome, text in NOT_RUN.items() if outcome in set(lost["outcome"])]
+    loads = list_unique(alone["load"])
+    where = f" ({'; '.join(loads)})" if len(loads) <= MAX_SHAPES else ""
+    ran = format_count(len(alone), "point")
+    return f"{ran} with DCP ran where {format_list(names, 'or')} {' or '.join(whys)}{where}"

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from dcpbench.points.names import CLOSED
 from dcpbench.reports import answer, launch_bands
-from dcpbench.reports.findings import SCOPE, keys, most_per_layout, plain_layout, slo_aside
-from dcpbench.reports.plots import evenly
-from dcpbench.reports.tables import FOLD_ABOVE, LOADED, Table, make_table, named, of_mode
-from dcpbench.reports.words import shared_shape, short_shapes
-from dcpbench.show.numbers import ABSENT, missing, number, times, with_interval
-from dcpbench.show.text import listed
+from dcpbench.reports.findings import SCOPE, find_most_per_layout, format_plain_layout, format_slo_aside, list_keys
+from dcpbench.reports.plots import sample_evenly
+from dcpbench.reports.tables import FOLD_ABOVE, LOADED, Table, make_table, make_text_columns, select_mode
+from dcpbench.reports.words import find_shared_shape, make_short_shapes
+from dcpbench.show.numbers import ABSENT, format_number, format_ratio, format_with_interval, is_missing
+from dcpbench.show.text import format_list
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,28 +21,30 @@ if TYPE_CHECKING:
     from dcpbench.reports.findings import Findings
     from dcpbench.reports.frames import Frames
 
-MOST_COLUMNS = 9
+MAX_COLUMNS = 9
 """Maximum number of concurrency columns; with more concurrencies the first, the last and some between are shown."""
-MOST_LAYOUTS = 12
+MAX_LAYOUTS = 12
 """Maximum number of layout columns in the table of the highest output within the SLO."""
-MOST_ROWS = 40
+MAX_ROWS = 40
 """Maximum number of rows of a grid; larger grids are left to the long tables."""
 
 
-def grids(frames: Frames) -> list[Table]:
+def build_grids(frames: Frames) -> list[Table]:
     """Build the grids of each model and mode: the highest output of each layout within the SLO and, for closed loops, the
     best layout of each load and DCP over the baseline.
     """
     found = frames.findings
     tables = []
-    for scope in dict.fromkeys([*keys(found.best, SCOPE), *keys(found.ratios, SCOPE)]):
-        won, points, over = (answer.of(table, *scope) for table in (found.best, found.points, with_rivals(found)))
-        where = f": {answer.scope_name(frames, *scope)}"
-        tables += [_most_grid(points, where), _best_grid(won, where), _ratio_grid(over, where)]
+    for scope in dict.fromkeys([*list_keys(found.best, SCOPE), *list_keys(found.ratios, SCOPE)]):
+        won, points, over = (
+            answer.select_scope(table, *scope) for table in (found.best, found.points, add_rivals(found))
+        )
+        where = f": {answer.format_scope(frames, *scope)}"
+        tables += [_build_maximum_grid(points, where), _build_best_grid(won, where), _build_ratio_grid(over, where)]
     return [table for table in tables if table.rows]
 
 
-def with_rivals(found: Findings) -> pd.DataFrame:
+def add_rivals(found: Findings) -> pd.DataFrame:
     """Return each DCP point against its baseline and against the best layout without DCP, the latter as `rival` and
     `rival_ratio`.
     """
@@ -51,21 +53,21 @@ def with_rivals(found: Findings) -> pd.DataFrame:
     return found.ratios.assign(rival=found.against_best["rival"], rival_ratio=found.against_best["ratio"])
 
 
-def best(found: pd.DataFrame, mode: str) -> Table:
+def build_best_table(found: pd.DataFrame, mode: str) -> Table:
     """Return the best layout per load, point by point."""
-    found = of_mode(found, mode)
-    single = launch_bands.are_single(found)
+    found = select_mode(found, mode)
+    single = launch_bands.has_single_launches(found)
     return make_table(
-        f"Highest output throughput of each load{_said(mode)}{_launches(found)}",
+        f"Highest output throughput of each load{_format_mode(mode)}{_format_launches(found)}",
         found,
         [
-            *named("model", "load"),
-            ("fastest layout" if single else "best layout", _best_label),
-            *named("next"),
-            ("output tok/s [95 %]", _rate),
-            ("over the next", lambda r: times(r["lead"])),
-            ("TTFT p50 ms", lambda r: number(r["ttft_p50_ms"])),
-            ("ITL p50 ms", lambda r: number(r["itl_p50_ms"])),
+            *make_text_columns("model", "load"),
+            ("fastest layout" if single else "best layout", _format_best_label),
+            *make_text_columns("next"),
+            ("output tok/s [95 %]", _format_rate),
+            ("over the next", lambda r: format_ratio(r["lead"])),
+            ("TTFT p50 ms", lambda r: format_number(r["ttft_p50_ms"])),
+            ("ITL p50 ms", lambda r: format_number(r["itl_p50_ms"])),
         ],
         text_columns=4,
         optional=("TTFT p50 ms",),
@@ -73,20 +75,20 @@ def best(found: pd.DataFrame, mode: str) -> Table:
     )
 
 
-def ratios(found: pd.DataFrame, mode: str) -> Table:
+def build_ratios_table(found: pd.DataFrame, mode: str) -> Table:
     """Return DCP against its baseline, point by point."""
-    found = of_mode(found, mode)
+    found = select_mode(found, mode)
     return make_table(
-        f"DCP over the same layout without it{_said(mode)}{_launches(found)}",
+        f"DCP over the same layout without it{_format_mode(mode)}{_format_launches(found)}",
         found,
         [
             *LOADED,
-            *named("baseline", "verdict"),
+            *make_text_columns("baseline", "verdict"),
             ("SLO", "slo_said"),
             ("baseline's", "baseline_slo"),
-            ("output tok/s [widest]", lambda r: with_interval(r["ratio"], r["low"], r["high"], 3)),
-            ("TTFT p50", lambda r: times(r["ttft_ratio"])),
-            ("ITL p50", lambda r: times(r["itl_ratio"])),
+            ("output tok/s [widest]", lambda r: format_with_interval(r["ratio"], r["low"], r["high"], 3)),
+            ("TTFT p50", lambda r: format_ratio(r["ttft_ratio"])),
+            ("ITL p50", lambda r: format_ratio(r["itl_ratio"])),
         ],
         text_columns=7,
         optional=("SLO", "baseline's", "TTFT p50"),
@@ -94,101 +96,103 @@ def ratios(found: pd.DataFrame, mode: str) -> Table:
     )
 
 
-def _best_grid(found: pd.DataFrame, where: str) -> Table:
+def _build_best_grid(found: pd.DataFrame, where: str) -> Table:
     found = found[found["load_arrival"] == CLOSED] if len(found) else found
-    kind = f"Fastest layout {launch_bands.IN_ONE_LAUNCH}" if launch_bands.are_single(found) else "Best layout"
+    kind = f"Fastest layout {launch_bands.IN_ONE_LAUNCH}" if launch_bands.has_single_launches(found) else "Best layout"
     title = f"{kind}, tok/s, and its lead over the next{where}"
-    return _grid(title, found, ["rest"], ["load"], _best_cell)
+    return _build_grid(title, found, ["rest"], ["load"], _format_best_cell)
 
 
-def _most_grid(points: pd.DataFrame, where: str) -> Table:
+def _build_maximum_grid(points: pd.DataFrame, where: str) -> Table:
     """Build the grid of the highest output of each layout and the load at which it has it; `none` if the layout ran and
     never meets the SLO.
     """
     judged = points[points["slo_excess"].notna()] if len(points) else points
     if judged.empty:
         return Table("", [], [])
-    tops = {(row["rest"], row["label"]): row for _, row in most_per_layout(judged).iterrows()}
-    labels = list(dict.fromkeys(judged["label"]))[:MOST_LAYOUTS]
-    ran = set(keys(judged, ["rest", "label"]))
-    short, shared = short_shapes(judged["rest"]), shared_shape(judged["rest"])
+    tops = {(row["rest"], row["label"]): row for _, row in find_most_per_layout(judged).iterrows()}
+    labels = list(dict.fromkeys(judged["label"]))[:MAX_LAYOUTS]
+    ran = set(list_keys(judged, ["rest", "label"]))
+    short, shared = make_short_shapes(judged["rest"]), find_shared_shape(judged["rest"])
 
-    def cell(rest: str, label: str) -> str:
+    def format_cell(rest: str, label: str) -> str:
         best = tops.get((rest, label))
         if best is None:
             return "none" if (rest, label) in ran else ABSENT
         at = f"{best['concurrency']:,}" if best["load_arrival"] == CLOSED else str(best["arrival"])
-        return f"{number(best['output_tok_s'], 3)} at {at}"
+        return f"{format_number(best['output_tok_s'], 3)} at {at}"
 
-    rows = [[short[rest], *(cell(rest, label) for label in labels)] for rest in dict.fromkeys(judged["rest"])]
+    rows = [[short[rest], *(format_cell(rest, label) for label in labels)] for rest in dict.fromkeys(judged["rest"])]
     title = f"Maximum output tok/s within the SLO, at which concurrency of those that ran{where}"
     if (judged["load_arrival"] != CLOSED).any():
         title = title.replace("concurrency", "load")
     columns = ["load", *labels]
-    return Table(f"{title}; {shared}" if shared else title, columns, rows[:MOST_ROWS], len(columns))
+    return Table(f"{title}; {shared}" if shared else title, columns, rows[:MAX_ROWS], len(columns))
 
 
-def _ratio_grid(found: pd.DataFrame, where: str) -> Table:
+def _build_ratio_grid(found: pd.DataFrame, where: str) -> Table:
     found = found[(found["load_arrival"] == CLOSED)] if len(found) else found
     if found.empty or found["ratio"].isna().all():
         return Table("", [], [])
-    title = f"DCP over the same layout without it, output tok/s{slo_aside(found)}{where}"
-    return _grid(title, found, ["rest", "label"], ["load", "layout"], _ratio_cell)
+    title = f"DCP over the same layout without it, output tok/s{format_slo_aside(found)}{where}"
+    return _build_grid(title, found, ["rest", "label"], ["load", "layout"], _format_ratio_cell)
 
 
-def _grid(title: str, found: pd.DataFrame, keys: list[str], names: list[str], cell: Callable[[Any], str]) -> Table:
+def _build_grid(
+    title: str, found: pd.DataFrame, keys: list[str], names: list[str], cell: Callable[[Any], str]
+) -> Table:
     """Build a grid with a row for each value of `keys`, the first of which is the request length, and a column per
     concurrency.
     """
     if found.empty:
         return Table(title, [], [])
-    short, shared = short_shapes(found["rest"]), shared_shape(found["rest"])
-    loads = evenly(sorted(set(map(int, found["concurrency"]))), MOST_COLUMNS)
+    short, shared = make_short_shapes(found["rest"]), find_shared_shape(found["rest"])
+    loads = sample_evenly(sorted(set(map(int, found["concurrency"]))), MAX_COLUMNS)
     rows = []
-    for key, group in list(found.groupby(keys, sort=False))[:MOST_ROWS]:
+    for key, group in list(found.groupby(keys, sort=False))[:MAX_ROWS]:
         cells = {int(r["concurrency"]): cell(r) for _, r in group.iterrows() if int(r["concurrency"]) in loads}
         rows.append([short[str(key[0])], *map(str, key[1:]), *(cells.get(n, ABSENT) for n in loads)])
     columns = [*names, *(f"{n:,}" if i else f"concurrency {n:,}" for i, n in enumerate(loads))]
     return Table(f"{title}; {shared}" if shared else title, columns, rows, len(columns))
 
 
-def _best_cell(row: pd.Series[Any]) -> str:
+def _format_best_cell(row: pd.Series[Any]) -> str:
     if not row["meets"]:
         return f"none; nearest {row['label']}"  # the rows of each load further down name the missed objective
-    value = f"{number(row['output_tok_s'], 3)}"
-    if missing(row["next"]):
+    value = f"{format_number(row['output_tok_s'], 3)}"
+    if is_missing(row["next"]):
         return f"only {row['label']}: {value}"
     return f"{row['label']}: {value}, {row['lead']:.2f}×" if row["clear"] else f"{' ≈ '.join(row['level'])}: {value}"
 
 
-def _ratio_cell(row: pd.Series[Any]) -> str:
-    if missing(row["ratio"]):
-        beside = "" if missing(row["rival"]) else f"; {row['rival_ratio']:.2f}× {row['rival']}"
-        return f"no {plain_layout(row['tp'], row['dp'], row['ep'], row['disaggregate'])}{beside}"
+def _format_ratio_cell(row: pd.Series[Any]) -> str:
+    if is_missing(row["ratio"]):
+        rival = "" if is_missing(row["rival"]) else f"; {row['rival_ratio']:.2f}× {row['rival']}"
+        return f"no {format_plain_layout(row['tp'], row['dp'], row['ep'], row['disaggregate'])}{rival}"
     sign = {"higher": "▲ ", "lower": "▼ "}.get(row["verdict"], "≈ ")
     return f"{sign}{row['ratio']:.2f}×"
 
 
-def _best_label(row: pd.Series[Any]) -> str:
+def _format_best_label(row: pd.Series[Any]) -> str:
     if not row["meets"]:
         return f"none meets the SLO; nearest {row['label']} ({row['slo_said']})"
-    if missing(row["next"]):
+    if is_missing(row["next"]):
         return f"{row['label']} (the only one that meets the SLO)"
     if row["clear"]:
         return str(row["label"])
-    how = launch_bands.NOT_DISTINGUISHABLE if missing(row[launch_bands.COLUMN]) else "not clearly"
-    return f"{listed(row['level'], 'or')} ({how})"
+    how = launch_bands.NOT_DISTINGUISHABLE if is_missing(row[launch_bands.COLUMN]) else "not clearly"
+    return f"{format_list(row['level'], 'or')} ({how})"
 
 
-def _rate(row: pd.Series[Any]) -> str:
+def _format_rate(row: pd.Series[Any]) -> str:
     low, high = row["output_tok_s_low"], row["output_tok_s_high"]
-    return number(row["output_tok_s"]) if low == high else with_interval(row["output_tok_s"], low, high)
+    return format_number(row["output_tok_s"]) if low == high else format_with_interval(row["output_tok_s"], low, high)
 
 
-def _launches(found: pd.DataFrame) -> str:
+def _format_launches(found: pd.DataFrame) -> str:
     """Return `, in one launch each` if a server's launches are not known to agree."""
-    return f", {launch_bands.IN_ONE_LAUNCH}" if launch_bands.are_single(found) else ""
+    return f", {launch_bands.IN_ONE_LAUNCH}" if launch_bands.has_single_launches(found) else ""
 
 
-def _said(mode: str) -> str:
+def _format_mode(mode: str) -> str:
     return "" if mode == "decode" else f", {mode}"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from dcpbench.reports.tables import Table, make_table
-from dcpbench.show.numbers import number, percent
+from dcpbench.show.numbers import format_number, format_percent
 
 if TYPE_CHECKING:
     from dcpbench.reports.frames import Frames
@@ -21,13 +21,13 @@ HOW = (
 )
 
 
-def sentences(frames: Frames) -> list[str]:
+def describe_client(frames: Frames) -> list[str]:
     """Describe how the client was measured, if it was."""
     clients = (r.server.client for run in frames.runs for r in run.records if r.server and r.server.client)
     return [HOW] if any(client.null_streams for client in clients) else []
 
 
-def table(frames: Frames) -> Table:
+def build_table(frames: Frames) -> Table:
     """Build a table with one row for each point that a real server served."""
     rows = [
         {
@@ -47,15 +47,15 @@ def table(frames: Frames) -> Table:
             ("layout", "layout"),
             ("concurrency", lambda r: f"{r['concurrency']:,}"),
             ("processes", lambda r: f"{r['processes']:,}"),
-            ("CPU of the busiest", lambda r: percent(r["cpu_share"])),
-            ("sent late p99 ms", lambda r: number(r["late_p99_ms"], 3)),
-            ("lag p99 ms", lambda r: number(r["lag_p99_ms"], 3)),
-            ("read late p99 ms", lambda r: number(r["read_late_p99_ms"], 3)),
-            ("without a core", lambda r: percent(r["starved_share"])),
-            ("streams alone", lambda r: number(r["null_streams"], 3)),
-            ("CPU for an event alone µs", lambda r: number(r["null_event_us"], 3)),
-            ("TTFT alone p50 ms", lambda r: number(r["null_ttft_p50_ms"], 3)),
-            ("ITL alone p99 ms", lambda r: number(r["null_lag_p99_ms"], 3)),
+            ("CPU of the busiest", lambda r: format_percent(r["cpu_share"])),
+            ("sent late p99 ms", lambda r: format_number(r["late_p99_ms"], 3)),
+            ("lag p99 ms", lambda r: format_number(r["lag_p99_ms"], 3)),
+            ("read late p99 ms", lambda r: format_number(r["read_late_p99_ms"], 3)),
+            ("without a core", lambda r: format_percent(r["starved_share"])),
+            ("streams alone", lambda r: format_number(r["null_streams"], 3)),
+            ("CPU for an event alone µs", lambda r: format_number(r["null_event_us"], 3)),
+            ("TTFT alone p50 ms", lambda r: format_number(r["null_ttft_p50_ms"], 3)),
+            ("ITL alone p99 ms", lambda r: format_number(r["null_lag_p99_ms"], 3)),
         ],
         optional=(
             "read late p99 ms",

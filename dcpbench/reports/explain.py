@@ -8,13 +8,13 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from dcpbench.points.names import WHOLE
-from dcpbench.records.metrics import DECODE, METRIC, SERVE, defined
-from dcpbench.records.record import OURS, of_a_file
-from dcpbench.records.stats import least_samples
-from dcpbench.reports import marks as told
-from dcpbench.reports.tables import Table, some_imported
-from dcpbench.show.numbers import missing, number, percent
-from dcpbench.show.text import capital, counted
+from dcpbench.records.metrics import DECODE, METRIC, SERVE, get_definitions
+from dcpbench.records.record import OURS, is_imported_origin
+from dcpbench.records.stats import compute_min_samples
+from dcpbench.reports import marks
+from dcpbench.reports.tables import Table, has_imported
+from dcpbench.show.numbers import format_number, format_percent, is_missing
+from dcpbench.show.text import format_capitalized, format_count
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 MAX_NAMED = 10  # lines and values of a run, each with a sentence of its own
 
 
-def _paragraphs(text: str) -> list[str]:
+def _split_paragraphs(text: str) -> list[str]:
     return [" ".join(paragraph.split()) for paragraph in text.strip().split("\n\n")]
 
 
-METHOD = _paragraphs(
+METHOD = _split_paragraphs(
     f"""
     Step time: replays of a captured CUDA graph, timed by CUDA events on every rank; a sample is the slowest rank's.
     On a CPU it is wall time.
@@ -42,7 +42,7 @@ METHOD = _paragraphs(
     (exact binomial). Where a point was repeated, the value is the median of the repeats and the interval spans all of
     theirs.
 
-    Percentiles need {least_samples(90)} samples for p90, {least_samples(95)} for p95 and {least_samples(99)} for p99:
+    Percentiles need {compute_min_samples(90)} samples for p90, {compute_min_samples(95)} for p95 and {compute_min_samples(99)} for p99:
     then at least two samples lie beyond the true percentile with 99 % probability. With fewer they are not reported.
 
     ITL (inter-token latency): the gap between two output tokens of a request. In the workload decode every request
@@ -72,7 +72,7 @@ METHOD = _paragraphs(
 )
 COMMON = ("Percentiles need", "tok/s/user", "KV tokens per GiB")
 """Beginnings of those that hold for served requests, too."""
-SERVED = _paragraphs(
+SERVED = _split_paragraphs(
     """
     Served requests: t0 is when a request was submitted (in an open loop, when it was due), t1 its first output token,
     tn its last, n its output tokens. TTFT = t1 - t0, queueing included. ITL: each gap between output tokens, pooled
@@ -157,10 +157,10 @@ OTHERS = {
     ),
     "clearly": ("intervals lie apart, and the difference is more than launches of the same engine may differ", ""),
 }
-DEFINED = {workload: defined(workload) | EVERYWHERE for workload in (DECODE, SERVE)}
+DEFINED = {workload: get_definitions(workload) | EVERYWHERE for workload in (DECODE, SERVE)}
 
 
-def definitions(frames: Frames, *names: str) -> Table:
+def build_definitions(frames: Frames, *names: str) -> Table:
     """Build a table with a line for each metric of the workloads at hand; `names` selects some, in that order.
 
     A metric that is defined differently per workload names its workload. See docs/metrics.md for more.
@@ -173,13 +173,13 @@ def definitions(frames: Frames, *names: str) -> Table:
             {"": OTHERS[name]} if name in OTHERS and (floored or name != FLOOR.term) else {}
         )
         differ = len(set(found.values())) > 1
-        for workload, (said, unit) in list(found.items())[: None if differ else 1]:
-            definition = said + _qualify(frames, name)
+        for workload, (text, unit) in list(found.items())[: None if differ else 1]:
+            definition = text + _explain_difference(frames, name)
             rows.append([f"{name} ({workload})" if differ else name, definition, unit or "—"])
     return Table(WORDS, ["metric", "definition", "unit"], rows, text_columns=3, fold=True)
 
 
-def _qualify(frames: Frames, name: str) -> str:
+def _explain_difference(frames: Frames, name: str) -> str:
     """Return what differs from the definition of a metric for imported points of a report; empty if nothing does."""
     served = frames.served
     if name == "per user" and _has_chunk_gaps(frames):
@@ -187,7 +187,7 @@ def _qualify(frames: Frames, name: str) -> str:
     if (
         name == "per GPU"
         and len(served)
-        and bool((served["gpus"] != served["tp"])[served["origin"].map(of_a_file)].any())
+        and bool((served["gpus"] != served["tp"])[served["origin"].map(is_imported_origin)].any())
     ):
         return "; of an import / all GPUs: tp × pp × pcp of every instance"
     return ""
@@ -197,12 +197,12 @@ def _has_chunk_gaps(frames: Frames) -> bool:
     return len(frames.served) > 0 and bool(frames.served["marks"].str.contains("chunk_gaps", regex=False).any())
 
 
-def commands(frames: Frames) -> list[str]:
+def list_commands(frames: Frames) -> list[str]:
     """Return the command lines that the records name, each once."""
     return list(dict.fromkeys(r.environment.command for r in frames.records if r.environment and r.environment.command))
 
 
-def method(frames: Frames) -> list[str]:
+def describe_method(frames: Frames) -> list[str]:
     """Describe how the workloads at hand were measured."""
     if frames.served.empty:
         return METHOD
@@ -210,11 +210,11 @@ def method(frames: Frames) -> list[str]:
     return [*(METHOD if len(frames.points) else [p for p in METHOD if p.startswith(COMMON)]), *chunks, *SERVED]
 
 
-def file_notes(frames: Frames) -> list[str]:
+def list_file_notes(frames: Frames) -> list[str]:
     """Return what a reader must know about the files themselves."""
     notes = []
     for run in frames.runs:
-        notes += [f"Run {run.name}: {note}" for note in left_out(run)]
+        notes += [f"Run {run.name}: {note}" for note in list_left_out(run)]
         if run.replaced:
             notes.append(
                 f"Run {run.name}: {run.replaced} older records of points that were measured again are left out."
@@ -224,7 +224,7 @@ def file_notes(frames: Frames) -> list[str]:
     return notes
 
 
-def left_out(run: Run) -> list[str]:
+def list_left_out(run: Run) -> list[str]:
     """Return a sentence for each line of a run's records that is left out, and for values that were omitted."""
     notes = ["the last line of its record file was cut short; it is left out."] if run.truncated else []
     notes += [
@@ -232,20 +232,20 @@ def left_out(run: Run) -> list[str]:
         for bad in run.bad_lines[:MAX_NAMED]
     ]
     if len(run.bad_lines) > MAX_NAMED:
-        more = counted(len(run.bad_lines) - MAX_NAMED, "more line")
+        more = format_count(len(run.bad_lines) - MAX_NAMED, "more line")
         notes.append(f"{more} of its record file cannot be read; `dcpbench records check` lists all.")
     omitted = Counter(str(value) for record in run.records for value in record.omitted or [])
     for value, count in omitted.most_common(MAX_NAMED):
-        notes.append(f"a value was left out of {counted(count, 'record')} when it was written: {value}.")
+        notes.append(f"a value was left out of {format_count(count, 'record')} when it was written: {value}.")
     return notes
 
 
-def absent(points: pd.DataFrame) -> list[str]:
+def explain_absent(points: pd.DataFrame) -> list[str]:
     """Explain why a dash stands where a value could be."""
     if points.empty:
         return []
     why = [
-        f"p{p} needs {least_samples(p)} steps in one measurement"
+        f"p{p} needs {compute_min_samples(p)} steps in one measurement"
         for p in (90, 95, 99)
         if (points[f"itl_p{p}_ms"].isna() & points["itl_p50_ms"].notna()).any()
     ]
@@ -256,24 +256,24 @@ def absent(points: pd.DataFrame) -> list[str]:
     return [f"A dash means not measured: {'; '.join(why)}."] if why else []
 
 
-def served(points: pd.DataFrame) -> list[str]:
+def describe_served(points: pd.DataFrame) -> list[str]:
     """Describe the served points of one mode: their objectives, the accuracy of step predictions, and the reasons for
     dashes.
     """
     slos = [slo for slo in dict.fromkeys(points["slo"]) if slo]
     without = " (not all points)" if (points["slo"] == "").any() else ""
     objectives = f"Objectives behind goodput{without}: {'; or '.join(slos)}."
-    said = [objectives if slos else "No objective was given (--slo), so there is no goodput."]
+    sentences = [objectives if slos else "No objective was given (--slo), so there is no goodput."]
     errors = points["step_error"].dropna()
     if len(errors):
-        among = f"known for {len(errors)} of {counted(len(points), 'point')}"
-        said.append(
-            f"Steps that were measured to check their prediction were up to {percent(errors.max())} off ({among})."
+        among = f"known for {len(errors)} of {format_count(len(points), 'point')}"
+        sentences.append(
+            f"Steps that were measured to check their prediction were up to {format_percent(errors.max())} off ({among})."
         )
-    return said + absent_served(points)
+    return sentences + explain_absent_served(points)
 
 
-def absent_served(points: pd.DataFrame) -> list[str]:
+def explain_absent_served(points: pd.DataFrame) -> list[str]:
     """Explain why a dash stands where a percentile could be, and how many samples it needs."""
     why = []
     given = points[points["origin"] == OURS]
@@ -283,102 +283,106 @@ def absent_served(points: pd.DataFrame) -> list[str]:
             if len(lacking):
                 most = int(lacking[f"{name}_samples"].max())
                 why.append(
-                    f"{what} p{p} needs {least_samples(p)} {samples} in one run (where it is missing: at most {most:,})"
+                    f"{what} p{p} needs {compute_min_samples(p)} {samples} in one run (where it is missing: at most {most:,})"
                 )
-    said = [f"A dash means not known: {'; '.join(why)}."] if why else []
-    if some_imported(points):
-        said.append("Of imported points a dash is what their files do not say.")
+    sentences = [f"A dash means not known: {'; '.join(why)}."] if why else []
+    if has_imported(points):
+        sentences.append("Of imported points a dash is what their files do not say.")
     if (given["steady_tok_s"].isna() & given["output_tok_s"].notna()).any():
-        said.append("No steady throughput: nothing is targeted in an open loop, or the target was never reached.")
+        sentences.append("No steady throughput: nothing is targeted in an open loop, or the target was never reached.")
     if (points["cancelled"] > 0).any():
-        said.append(
+        sentences.append(
             "Some runs ended before their requests did: tokens of requests that were cut off count as output, and "
             "their latencies are not known. Those that wait longest are missing, so latencies look better than they "
             "were."
         )
     if (points["rejected"] > 0).any():
-        said.append("Some requests could never fit and were rejected; all figures are of the others.")
-    return said
+        sentences.append("Some requests could never fit and were rejected; all figures are of the others.")
+    return sentences
 
 
-def marks(points: pd.DataFrame) -> list[str]:
+def explain_warnings(points: pd.DataFrame) -> list[str]:
     """Return the warnings that occur, with their meaning."""
     if points.empty:
         return []
     found = sorted({mark for text in points["marks"] for mark in str(text).split(", ") if mark})
-    everyone = told.shared(points)
-    said = []
+    everyone = marks.find_shared_warnings(points)
+    sentences = []
     for mark in found:
-        where = f" (all {len(points):,} points{'' if mark in told.STAY else ', so it stands beside none'})"
-        here = capital(told.clocks(points)) + "." if mark == told.THROTTLED else ""
+        where = f" (all {len(points):,} points{'' if mark in marks.STAY else ', so it stands beside none'})"
+        here = format_capitalized(marks.describe_clocks(points)) + "." if mark == marks.THROTTLED else ""
         meaning = MARKS.get(mark, "not known to this version of dcpbench.")
-        said.append(f"{mark}{where if mark in everyone else ''}: {meaning} {here}".rstrip())
-    return said
+        sentences.append(f"{mark}{where if mark in everyone else ''}: {meaning} {here}".rstrip())
+    return sentences
 
 
-def phases(points: pd.DataFrame) -> list[str]:
+def describe_phases(points: pd.DataFrame) -> list[str]:
     """Describe how long the GPU idled and the host blocked, and what the profiled pass did not see."""
     if points.empty:
         return []
-    said = []
+    sentences = []
     if points["cpu"].any():
-        said.append("On a CPU there is no GPU to idle and no host sync; phases are host time by range on one rank.")
+        sentences.append(
+            "On a CPU there is no GPU to idle and no host sync; phases are host time by range on one rank."
+        )
     on_gpu = points[~points["cpu"]]
     idle, syncs = on_gpu["idle_fraction"].dropna(), on_gpu["host_syncs_per_step"].dropna()
     if len(idle):
-        said.append(f"The GPU idled {percent(idle.min())} to {percent(idle.max())} of a profiled step.")
+        sentences.append(
+            f"The GPU idled {format_percent(idle.min())} to {format_percent(idle.max())} of a profiled step."
+        )
     if len(syncs):
         most = syncs.max()
-        said.append(
+        sentences.append(
             "No step made the host wait for the GPU."
             if most == 0
-            else f"Up to {number(most, 3)} calls in a step made the host wait for the GPU; the tables say where."
+            else f"Up to {format_number(most, 3)} calls in a step made the host wait for the GPU; the tables say where."
         )
     if points["idle_us"].isna().any():
-        said.append("A dash means that the point had no profiled pass, or that the device has no such number.")
-    return said
+        sentences.append("A dash means that the point had no profiled pass, or that the device has no such number.")
+    return sentences
 
 
-def bounds(points: pd.DataFrame) -> list[str]:
+def explain_bounds(points: pd.DataFrame) -> list[str]:
     """Return an explanation of each limit that bounded a KV pool of these points."""
     if points.empty:
         return []
-    found = dict.fromkeys(str(v) for v in points["kv_bounded_by"] if not missing(v))
+    found = dict.fromkeys(str(v) for v in points["kv_bounded_by"] if not is_missing(v))
     return [BOUNDS.get(name, f"{name}: not known to this version of dcpbench.") for name in found]
 
 
-def honesty(points: pd.DataFrame) -> list[str]:
+def describe_conditions(points: pd.DataFrame) -> list[str]:
     """Describe weights, layers and checks of correctness in sentences."""
     if points.empty:
         return []
-    said = []
+    sentences = []
     kinds = sorted(set(map(str, points["weights"])))
     if kinds == ["synthetic"]:
-        said.append(
+        sentences.append(
             "Weights are synthetic: random numbers in the real sizes. Which experts a token goes to is drawn, too: "
             "close to uniform, and the same in every layout."
         )
     else:
-        said.append(f"Weights: {', '.join(kinds)}.")
-    said += _uneven(points)
+        sentences.append(f"Weights: {', '.join(kinds)}.")
+    sentences += _describe_uneven_experts(points)
     held = points.dropna(subset=["layers", "layers_held"])
     if len(held) and (held["layers_held"] < held["layers"]).any():
-        said.append(
+        sentences.append(
             "Not all layers' weights fit into memory. The distinct layers that were held are cycled through, so a step "
             "does the work of all layers; the KV cache of every layer is real."
         )
     error = points["attention_error"].dropna()
     if len(error):
-        said.append(
-            f"Worst relative error of the merged attention output against fp64: {number(error.max(), 2)} "
-            f"(checked for {len(error)} of {counted(len(points), 'point')})."
+        sentences.append(
+            f"Worst relative error of the merged attention output against fp64: {format_number(error.max(), 2)} "
+            f"(checked for {len(error)} of {format_count(len(points), 'point')})."
         )
     else:
-        said.append("The attention output of these points was not compared with a reference.")
-    return said
+        sentences.append("The attention output of these points was not compared with a reference.")
+    return sentences
 
 
-def _uneven(points: pd.DataFrame) -> list[str]:
+def _describe_uneven_experts(points: pd.DataFrame) -> list[str]:
     """Return how much more than the mean rank the busiest rank of expert parallel reads, if any record has it."""
     if "busiest_rank_experts" not in points:
         return []

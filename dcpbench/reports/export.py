@@ -11,8 +11,8 @@ from dcpbench.points import point
 from dcpbench.records.metrics import FLOORS
 from dcpbench.reports import answer, floors
 from dcpbench.reports.frames import LOST
-from dcpbench.show.numbers import finite
-from dcpbench.show.text import spreadsheet_cell
+from dcpbench.show.numbers import drop_non_finite
+from dcpbench.show.text import format_spreadsheet_cell
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,23 +45,23 @@ def write_csv(frames: Frames, path: Path) -> None:
     else:
         table = parts[0] if parts else frames.others
     usual = [name for name, default in LATER.items() if name in table and set(table[name].dropna()) <= {default}]
-    table = table.drop(columns=[c for c in table if str(c) in usual or _inner(str(c))])
+    table = table.drop(columns=[c for c in table if str(c) in usual or _is_inner(str(c))])
     words = [c for c in table.columns if not pd.api.types.is_numeric_dtype(table[c])]
     for column in words:
-        table[column] = pd.Series([_cell(v) for v in table[column]], index=table.index, dtype=object)
+        table[column] = pd.Series([_format_cell(v) for v in table[column]], index=table.index, dtype=object)
     table.to_csv(path, index=False, lineterminator="\n")
 
 
-def _cell(value: object) -> object:
-    return spreadsheet_cell(value) if isinstance(value, str) else value
+def _format_cell(value: object) -> object:
+    return format_spreadsheet_cell(value) if isinstance(value, str) else value
 
 
-def dumps(frames: Frames) -> str:
+def format_json(frames: Frames) -> str:
     """Return the report as JSON text in ASCII, so that no string in it can control a terminal."""
-    return json.dumps(finite(as_json(frames)), indent=2, allow_nan=False)
+    return json.dumps(drop_non_finite(build_json(frames)), indent=2, allow_nan=False)
 
 
-def as_json(frames: Frames) -> dict[str, Any]:
+def build_json(frames: Frames) -> dict[str, Any]:
     """Return `runs`, `cpu`, `points`, `served`, `others` and `findings`, as docs/reading-a-report.md describes.
 
     Rows have the columns of points.csv. Values that are unknown or not finite are null.
@@ -78,17 +78,17 @@ def as_json(frames: Frames) -> dict[str, Any]:
             for run in frames.runs
         ],
         "cpu": frames.cpu,
-        "points": _rows(frames.points),
-        "served": _rows(frames.served),
-        "others": _rows(frames.others),
-        "findings": answer.sentences(frames) + floors.told(frames),
+        "points": _list_rows(frames.points),
+        "served": _list_rows(frames.served),
+        "others": _list_rows(frames.others),
+        "findings": answer.format_top_sentences(frames) + floors.format_floor_sentences(frames),
     }
 
 
-def _rows(table: pd.DataFrame) -> list[dict[str, Any]]:
-    shown = table[[name for name in table if not _inner(str(name))]]
+def _list_rows(table: pd.DataFrame) -> list[dict[str, Any]]:
+    shown = table[[name for name in table if not _is_inner(str(name))]]
     return [{str(name): value for name, value in row.items()} for row in shown.to_dict("records")]
 
 
-def _inner(name: str) -> bool:
+def _is_inner(name: str) -> bool:
     return name in INNER or name.startswith("slo_limit")

@@ -22,24 +22,24 @@ from dcpbench.points.names import CLOSED, GAMMA, REPLAY
 from dcpbench.records.metrics import METRIC, PERCENTILES
 from dcpbench.reports import launch_bands, words
 from dcpbench.reports.floors import PHASE_COLUMN
-from dcpbench.reports.style import FLOOR_LOOK, IDLE_COLOUR, PHASE_COLOURS, REST_COLOUR, Style, plain
+from dcpbench.reports.style import FLOOR_LOOK, IDLE_COLOUR, PHASE_COLOURS, REST_COLOUR, Style, format_label
 from dcpbench.show.figures import (
     GREY,
     LEGEND_LINE_INCHES,
-    axis_labels,
-    columns_for,
-    dashes,
-    headline,
-    hollow,
-    legend_below,
-    marker,
-    measured_ticks,
-    value_axis,
-    watermark,
-    watermark_below,
+    choose_columns,
+    draw_legend_below,
+    draw_watermark,
+    draw_watermark_below,
+    get_line_style,
+    get_marker,
+    make_hollow_entry,
+    set_axis_labels,
+    set_headline,
+    set_measured_ticks,
+    set_value_axis,
 )
-from dcpbench.show.layouts import colours, paled
-from dcpbench.show.numbers import count
+from dcpbench.show.layouts import compute_shade, get_colours
+from dcpbench.show.numbers import format_integer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -57,11 +57,11 @@ TITLE_WIDTH = 42
 PALE = "#D0D0D0"
 FRONTIER = (METRIC["tok_s_per_user"], METRIC["output_tok_s_per_gpu"])
 """Metrics on the axes of the frontier."""
-MOST_CURVES = 8
+MAX_CURVES = 8
 """Maximum number of curves in a panel of the break-even figure; with more, each layout with its exchange has its own
 panel.
 """
-MOST_LOADS = 3
+MAX_LOADS = 3
 """Maximum number of concurrencies in the phase figure; with more, the lowest, the middle and the highest are shown."""
 IDLE = "idle"
 """Name of the part of a step that belongs to no phase, drawn at the end of each bar."""
@@ -71,14 +71,14 @@ ASIDE = 0.05
 """Horizontal offset between points of the same load, as a share of the load."""
 LINE_OF_WORDS = 0.1
 """Height of a line of small text, as a share of the panel's height."""
-LEGEND_WIDTH, LONGEST_NAME = 64, 160
+LEGEND_WIDTH, MAX_NAME_CHARS = 64, 160
 """Maximum number of characters of a legend entry per line, and in all; names of a server's settings differ at their
 ends.
 """
 
 
 @dataclasses.dataclass(frozen=True)
-class Along:
+class LoadAxis:
     """Describe the quantity that makes a load heavier, for the x axis."""
 
     column: str
@@ -86,10 +86,10 @@ class Along:
     label: str
 
 
-DECODE = Along("concurrency", "concurrency", "concurrency (requests in flight)")
-ALONG = {
-    CLOSED: Along("concurrency", "concurrency", "concurrency (closed loop)"),
-    GAMMA: Along("load_request_rate", "request rate", "request rate (requests/s)"),
+DECODE = LoadAxis("concurrency", "concurrency", "concurrency (requests in flight)")
+AXIS_OF_ARRIVAL = {
+    CLOSED: LoadAxis("concurrency", "concurrency", "concurrency (closed loop)"),
+    GAMMA: LoadAxis("load_request_rate", "request rate", "request rate (requests/s)"),
 }
 """Quantity on the x axis of served requests, by arrival; a trace is a single load, which no line can show."""
 
@@ -98,15 +98,15 @@ def draw_throughput(points: pd.DataFrame, style: Style, title: str) -> Figure:
     """Draw output tok/s of the whole layout, with 95 % intervals for `decode` and the range over repeats for served
     runs.
     """
-    figure, drawn, load = _start(points, title)
+    figure, drawn, load = _start_figure(points, title)
     for ax, panel in drawn:
-        for line, look in _series(panel, style, load.column):
+        for line, look in _iterate_series(panel, style, load.column):
             columns = (load.column, "output_tok_s", "output_tok_s_low", "output_tok_s_high")
             _draw_intervals(ax, line, *columns, capsize=3, **look)
-        measured_ticks(ax, panel[load.column])
-        value_axis(ax, points["output_tok_s_high"], "y")
-    axis_labels(figure, load.label, "output throughput (tok/s)")
-    _legend(figure, points, style, [])
+        set_measured_ticks(ax, panel[load.column])
+        set_value_axis(ax, points["output_tok_s_high"], "y")
+    set_axis_labels(figure, load.label, "output throughput (tok/s)")
+    _draw_legend(figure, points, style, [])
     return figure
 
 
@@ -116,28 +116,30 @@ def _draw_latency(points: pd.DataFrame, style: Style, title: str, name: str, lab
     """
     from matplotlib.lines import Line2D
 
-    figure, drawn, load = _start(points, title)
-    top = _tail_percentile(points, name)
+    figure, drawn, load = _start_figure(points, title)
+    top = _find_tail_percentile(points, name)
     tail = f"{name}_{top or 'p99'}_ms"
     decode = load is DECODE
     median = "step_ms" if decode else f"{name}_p50_ms"
     dash = {"markersize": 9} if decode else {"markersize": 11, "markeredgewidth": 2}
     for ax, panel in drawn:
-        for line, look in _series(panel, style, load.column):
+        for line, look in _iterate_series(panel, style, load.column):
             if decode:
                 _draw_intervals(ax, line, load.column, median, f"{median}_low", f"{median}_high", **look)
             else:
                 ax.plot(line[load.column], line[median], **look)
             ax.plot(line[load.column], line[tail].astype(float), "_", color=look["color"], **dash)
-        measured_ticks(ax, panel[load.column])
-        value_axis(ax, [*points[f"{median}_high" if decode else median].dropna(), *points[tail].dropna()], "y")
-    axis_labels(figure, load.label, label)
+        set_measured_ticks(ax, panel[load.column])
+        set_value_axis(ax, [*points[f"{median}_high" if decode else median].dropna(), *points[tail].dropna()], "y")
+    set_axis_labels(figure, load.label, label)
     handles = []
     if top:
-        said = top if top == "p99" else f"{top} (p99 lacks samples)"
+        tail_label = top if top == "p99" else f"{top} (p99 lacks samples)"
         size = dash["markersize"]
-        handles = [Line2D([], [], color=GREY, marker="_", linestyle="", markersize=size, markeredgewidth=2, label=said)]
-    _legend(figure, points, style, handles)
+        handles = [
+            Line2D([], [], color=GREY, marker="_", linestyle="", markersize=size, markeredgewidth=2, label=tail_label)
+        ]
+    _draw_legend(figure, points, style, handles)
     return figure
 
 
@@ -153,7 +155,7 @@ def _draw_intervals(ax: Axes, line: pd.DataFrame, x: str, y: str, low: str, high
     ax.errorbar(line[x], line[y], yerr=[(line[y] - line[low]).to_list(), (line[high] - line[y]).to_list()], **look)
 
 
-def _tail_percentile(points: pd.DataFrame, name: str) -> str:
+def _find_tail_percentile(points: pd.DataFrame, name: str) -> str:
     """Return the highest percentile of a latency that all points with a median have, else one that some have, else an
     empty string.
     """
@@ -170,24 +172,24 @@ def draw_frontier(points: pd.DataFrame, style: Style, title: str) -> Figure:
     """
     from matplotlib.lines import Line2D
 
-    figure, drawn, load = _start(points, title)
+    figure, drawn, load = _start_figure(points, title)
     for ax, panel in drawn:
-        best = frontier(panel)
+        best = find_frontier(panel)
         ax.plot(best["tok_s_per_user"], best["output_tok_s_per_gpu"], color=PALE, linewidth=7, zorder=1)
-        for line, look in _series(panel, style, load.column):
+        for line, look in _iterate_series(panel, style, load.column):
             ax.plot(line["tok_s_per_user"], line["output_tok_s_per_gpu"], **look)
         for _, point in best.drop_duplicates(load.column, keep="last").iterrows():
             at = (point["tok_s_per_user"], point["output_tok_s_per_gpu"])
-            said = f"{point[load.column]:g}"
-            ax.annotate(said, at, (6, 6), textcoords="offset points", fontsize=9, color="#444444")
-        value_axis(ax, points["tok_s_per_user"].dropna(), "x")
-        value_axis(ax, points["output_tok_s_per_gpu"].dropna(), "y")
-    axis_labels(figure, *(f"{metric.label} ({metric.shown_unit})" for metric in FRONTIER))
-    _legend(figure, points, style, [Line2D([], [], color=PALE, linewidth=7, label=f"best ({load.against})")])
+            label = f"{point[load.column]:g}"
+            ax.annotate(label, at, (6, 6), textcoords="offset points", fontsize=9, color="#444444")
+        set_value_axis(ax, points["tok_s_per_user"].dropna(), "x")
+        set_value_axis(ax, points["output_tok_s_per_gpu"].dropna(), "y")
+    set_axis_labels(figure, *(f"{metric.label} ({metric.shown_unit})" for metric in FRONTIER))
+    _draw_legend(figure, points, style, [Line2D([], [], color=PALE, linewidth=7, label=f"best ({load.against})")])
     return figure
 
 
-def frontier(points: pd.DataFrame) -> pd.DataFrame:
+def find_frontier(points: pd.DataFrame) -> pd.DataFrame:
     """Return the points for which no other has both more tok/s/user and more tok/s/GPU, fastest user first."""
     ordered = points.dropna(subset=["tok_s_per_user", "output_tok_s_per_gpu"])
     ordered = ordered.sort_values(["tok_s_per_user", "output_tok_s_per_gpu"], ascending=False)
@@ -212,7 +214,7 @@ NAMES = words.OBJECTIVES | {"frontier": "Throughput per GPU against speed per us
 """Names of the figures from which some points can be missing."""
 
 
-def lacks(kind: str, points: pd.DataFrame) -> str:
+def find_missing_values(kind: str, points: pd.DataFrame) -> str:
     """Return which values a figure of LINES needs that no point has; empty if there is something to draw."""
     if kind in ("ttft", "itl"):
         columns = [f"{kind}_{p}_ms" for p in PERCENTILES]
@@ -220,17 +222,21 @@ def lacks(kind: str, points: pd.DataFrame) -> str:
         return "" if shown.notna().any(axis=None) else f"a median or percentile of {NAMES[kind]}"
     if kind != "frontier" or points[list(EDGE)].notna().all(axis=1).any():
         return ""
-    return ", and none ".join(said for column, said in EDGE.items() if points[column].isna().all()) or "both"
+    return ", and none ".join(text for column, text in EDGE.items() if points[column].isna().all()) or "both"
 
 
-def not_drawn(served: pd.DataFrame, *kinds: str) -> list[str]:
+def explain_not_drawn(served: pd.DataFrame, *kinds: str) -> list[str]:
     """Return a sentence for each of these figures, mode and model for which nothing can be drawn, with the reason."""
     groups = list(served.groupby(["mode", "model"], sort=False)) if len(served) else []
-    said = []
+    sentences = []
     for (mode, model), points in groups:
         where = f" for {model}, {mode}" if len(groups) > 1 else ""
-        said += [f"{NAMES[k]} is not drawn{where}: no point has {what}." for k in kinds if (what := lacks(k, points))]
-    return said
+        sentences += [
+            f"{NAMES[k]} is not drawn{where}: no point has {what}."
+            for k in kinds
+            if (what := find_missing_values(k, points))
+        ]
+    return sentences
 
 
 def draw_break_even(ratios: pd.DataFrame, style: Style, title: str) -> Figure:
@@ -243,69 +249,76 @@ def draw_break_even(ratios: pd.DataFrame, style: Style, title: str) -> Figure:
     from matplotlib.lines import Line2D
     from matplotlib.ticker import FuncFormatter
 
-    x, other = _axes(ratios)
+    x, other = _choose_axes(ratios)
     others = list(dict.fromkeys(ratios.sort_values(["input_typical", "concurrency"], kind="stable")[other]))
     order = ratios.sort_values(["tp", "dcp", "variant"], kind="stable")
     labels = list(dict.fromkeys(order["label"]))
     one = len(others) == 1
-    alike = not one and ratios["layout"].nunique() < len(labels)
-    split = len(labels) > 1 and (alike or len(labels) * len(others) > MOST_CURVES)
-    names = sides(ratios)
+    same_colours = not one and ratios["layout"].nunique() < len(labels)
+    split = len(labels) > 1 and (same_colours or len(labels) * len(others) > MAX_CURVES)
+    names = get_sides(ratios)
     names = names.str.cat(ratios["label"], sep=": ") if split else names
     table = ratios.assign(cpu=False, panel=names)
-    figure, drawn = _panels(table, title, by="panel", order="panel")
+    figure, drawn = _make_panels(table, title, by="panel", order="panel")
     for ax, panel in drawn:
         for (run, layout, variant, value), line in panel.sort_values(x).groupby(
             ["run", "layout", "variant", other], sort=False
         ):
-            look = style.look(str(layout), str(variant), str(run))
-            look |= {} if one else _curve(others.index(value))
+            look = style.get_look(str(layout), str(variant), str(run))
+            look |= {} if one else _make_curve_look(others.index(value))
             if split:
-                look["color"] = paled(str(layout), _share(others, value))
+                look["color"] = compute_shade(str(layout), _compute_share(others, value))
             look["markersize"] = 5
-            _draw_intervals(ax, line, x, "ratio", "low", "high", capsize=3, **look, **_marked(panel, look))
+            _draw_intervals(ax, line, x, "ratio", "low", "high", capsize=3, **look, **_get_marker_look(panel, look))
         ax.axhline(1, color=GREY, linewidth=1)
-        measured_ticks(ax, panel[x])
+        set_measured_ticks(ax, panel[x])
         ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}×"))
     decode = bool((ratios["mode"] == "decode").all())
     length = "context (tokens)" if decode else "prompt (tokens)"
-    loads = (DECODE if decode else ALONG[CLOSED]).label
-    axis_labels(figure, length if x == "input_typical" else loads, "with DCP / without")
-    named = [plain(f"concurrency {v}" if other == "concurrency" else v) for v in others]
+    loads = (DECODE if decode else AXIS_OF_ARRIVAL[CLOSED]).label
+    set_axis_labels(figure, length if x == "input_typical" else loads, "with DCP / without")
+    named = [format_label(f"concurrency {v}" if other == "concurrency" else v) for v in others]
     curves = [
-        Line2D([], [], markersize=5, color=paled("", _share(others, v)) if split else GREY, label=name, **_curve(i))
+        Line2D(
+            [],
+            [],
+            markersize=5,
+            color=compute_shade("", _compute_share(others, v)) if split else GREY,
+            label=name,
+            **_make_curve_look(i),
+        )
         for i, (v, name) in enumerate(zip(others, named, strict=True))
     ]
     pairs = order.drop_duplicates("label")[["layout", "variant"]].astype(str)
-    looks = [style.look(layout, variant, style.runs[0]) for layout, variant in pairs.itertuples(index=False)]
+    looks = [style.get_look(layout, variant, style.runs[0]) for layout, variant in pairs.itertuples(index=False)]
     bare = {} if one else {"linestyle": "-", "marker": ""}
     layouts = [
-        Line2D([], [], markersize=5, label=_in_legend(name), **look | bare)
+        Line2D([], [], markersize=5, label=_format_legend_label(name), **look | bare)
         for name, look in zip(labels, looks, strict=True)
     ]
     entries = curves if split else [*layouts, *([] if one and len(labels) > 1 else curves)]
-    legend_below(figure, [*entries, *_hollow_in(ratios)])
+    draw_legend_below(figure, [*entries, *_make_hollow_entries(ratios)])
     return figure
 
 
-def sides(points: pd.DataFrame) -> pd.Series[str]:
+def get_sides(points: pd.DataFrame) -> pd.Series[str]:
     """Return the group within which each point is compared: its model, and its run if there are several."""
     names: pd.Series[str] = points["model"].astype(str)
     return names.str.cat(points["run"].astype(str), sep=", run ") if len(set(points["run"])) > 1 else names
 
 
-def _axes(ratios: pd.DataFrame) -> tuple[str, str]:
+def _choose_axes(ratios: pd.DataFrame) -> tuple[str, str]:
     """Return the column for the x axis, and the column that has a curve for each of its values."""
     lengths, loads = ratios["rest"].nunique(), ratios["concurrency"].nunique()
     known = bool(ratios["input_typical"].notna().all())
     return ("input_typical", "concurrency") if known and lengths > loads else ("concurrency", "rest")
 
 
-def _curve(index: int) -> dict[str, Any]:
-    return {"linestyle": dashes(index), "marker": marker(index)}
+def _make_curve_look(index: int) -> dict[str, Any]:
+    return {"linestyle": get_line_style(index), "marker": get_marker(index)}
 
 
-def _share(values: list[Any], value: object) -> float:
+def _compute_share(values: list[Any], value: object) -> float:
     return values.index(value) / max(len(values) - 1, 1)
 
 
@@ -323,10 +336,10 @@ def draw_overview(rows: pd.DataFrame, style: Style, title: str, lost: pd.DataFra
     sides = [side for side in itertools.product(dict.fromkeys(rows["model"]), style.runs) if side in there]
     several = len(set(rows["run"])) > 1
     rests = list(dict.fromkeys(rows.sort_values(["input_typical", "rest"], kind="stable")["rest"]))
-    short = words.short_shapes(rests)
+    short = words.make_short_shapes(rests)
     wide = max(2.7, 6.0 / len(rests))  # inches of a panel, at 12.6 letters of its title each
     figure = Figure(figsize=(len(rests) * wide + 0.6, len(sides) * 2.3 + 1.2), layout="constrained")
-    headline(figure, title)
+    set_headline(figure, title)
     grid = figure.subplots(len(sides), len(rests), sharex=True, sharey=True, squeeze=False)
     band = launch_bands.find_largest(rows)
     for (i, (model, run)), (j, rest) in itertools.product(enumerate(sides), enumerate(rests)):
@@ -335,37 +348,39 @@ def draw_overview(rows: pd.DataFrame, style: Style, title: str, lost: pd.DataFra
         name = f"{model}, run {run}" if several else model
         ax.axhspan(1 - band, 1 + band, color="#EEEEEE", zorder=0)
         ax.axhline(1, color=GREY, linewidth=1)
-        ax.set_title(textwrap.fill(plain(f"{name}, {short[rest]}", 2 * TITLE_WIDTH), int(12.6 * wide)), fontsize=9)
+        ax.set_title(
+            textwrap.fill(format_label(f"{name}, {short[rest]}", 2 * TITLE_WIDTH), int(12.6 * wide)), fontsize=9
+        )
         for (layout, who), line in panel.groupby(["layout", "who"], sort=False):
             variant = "" if who == layout else str(line["variant"].iloc[0])
-            look = _alone(style, str(layout), variant)
+            look = _get_plain_look(style, str(layout), variant)
             ordered = line.sort_values("concurrency")
             ax.plot(ordered["concurrency"], ordered["ratio"], linewidth=1.6, **look | {"marker": ""})
             for meets, some in ordered.groupby("meets"):
                 face = look["color"] if meets else "white"
                 signs = look | {"linestyle": "", "markerfacecolor": face, "markersize": 5}
                 ax.plot(some["concurrency"], some["ratio"], **signs)
-        paying = _first_ahead(panel)
+        paying = _find_first_ahead(panel)
         if paying is not None:
             ax.axvline(paying, color=GREY, linestyle=":", linewidth=1.4)
             left = paying**2 < rows["concurrency"].min() * rows["concurrency"].max()  # on an axis that is logarithmic
             ax.text(
                 paying,
                 0.99,
-                f" DCP ahead from {count(paying)} ",
+                f" DCP ahead from {format_integer(paying)} ",
                 transform=ax.get_xaxis_transform(),
                 ha="left" if left else "right",
                 va="top",
                 fontsize=8,
             )
-        gone = _of_panel(lost, panel)
+        gone = _select_panel(lost, panel)
         for place, (layout, own) in enumerate(gone.groupby("layout", sort=False) if len(gone) else ()):
-            color = colours(str(layout))[0]
-            said = f"{layout!s}: no room from {count(own['concurrency'].min())}"
+            color = get_colours(str(layout))[0]
+            text = f"{layout!s}: no room from {format_integer(own['concurrency'].min())}"
             ax.text(
-                0.98, 0.03 + LINE_OF_WORDS * place, said, transform=ax.transAxes, ha="right", fontsize=8, color=color
+                0.98, 0.03 + LINE_OF_WORDS * place, text, transform=ax.transAxes, ha="right", fontsize=8, color=color
             )
-        measured_ticks(ax, rows["concurrency"])
+        set_measured_ticks(ax, rows["concurrency"])
         ax.tick_params(labelleft=j == 0, labelbottom=i == len(sides) - 1)
         ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}×"))
     for ax in grid[-1]:
@@ -373,38 +388,46 @@ def draw_overview(rows: pd.DataFrame, style: Style, title: str, lost: pd.DataFra
     bottom, top = grid[0][0].get_ylim()
     grid[0][0].set_ylim(bottom, top + LINE_OF_WORDS * (top - bottom))
     figure.supylabel("output over the best other layout", fontsize=10)
-    _overview_legend(figure, rows, style)
+    _draw_overview_legend(figure, rows, style)
     return figure
 
 
-def _overview_legend(figure: Figure, rows: pd.DataFrame, style: Style) -> None:
+def _draw_overview_legend(figure: Figure, rows: pd.DataFrame, style: Style) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     handles = []
     for (layout, who), line in rows.sort_values([*DEGREES], kind="stable").groupby(["layout", "who"], sort=False):
         variant = "" if who == layout else str(line["variant"].iloc[0])
-        handles.append(Line2D([], [], label=_in_legend(str(who)), markersize=5, **_alone(style, str(layout), variant)))
+        handles.append(
+            Line2D(
+                [],
+                [],
+                label=_format_legend_label(str(who)),
+                markersize=5,
+                **_get_plain_look(style, str(layout), variant),
+            )
+        )
     if not rows["meets"].all():
-        handles.append(hollow("misses the SLO"))
+        handles.append(make_hollow_entry("misses the SLO"))
     within = f"within {launch_bands.find_largest(rows) * 100:.2g} %"
-    level = f"{within}, {launch_bands.IN_ONE_LAUNCH}" if launch_bands.are_single(rows) else f"level ({within})"
+    level = f"{within}, {launch_bands.IN_ONE_LAUNCH}" if launch_bands.has_single_launches(rows) else f"level ({within})"
     handles.append(Patch(color="#EEEEEE", label=level))
-    legend_below(figure, handles)
+    draw_legend_below(figure, handles)
 
 
-def _alone(style: Style, layout: str, variant: str) -> dict[str, Any]:
+def _get_plain_look(style: Style, layout: str, variant: str) -> dict[str, Any]:
     """Return the look of a layout for figures that do not distinguish runs."""
-    return dataclasses.replace(style, runs=[""]).look(layout, variant, "")
+    return dataclasses.replace(style, runs=[""]).get_look(layout, variant, "")
 
 
-def _first_ahead(panel: pd.DataFrame) -> float | None:
+def _find_first_ahead(panel: pd.DataFrame) -> float | None:
     """Return the lowest concurrency from which DCP pays (findings.dcp_against_best)."""
     ahead = [(float(str(n)), bool(g["pays"].any())) for n, g in panel.groupby("concurrency")]
     return next((n for i, (n, _) in enumerate(ahead) if all(wins for _, wins in ahead[i:])), None)
 
 
-def _of_panel(lost: pd.DataFrame, panel: pd.DataFrame) -> pd.DataFrame:
+def _select_panel(lost: pd.DataFrame, panel: pd.DataFrame) -> pd.DataFrame:
     """Return the rejected points that belong to a panel."""
     if lost.empty or panel.empty:
         return lost.head(0)
@@ -417,84 +440,84 @@ def _of_panel(lost: pd.DataFrame, panel: pd.DataFrame) -> pd.DataFrame:
     return own[[str(load).endswith(str(first["shape"])) for load in own["load"]]]
 
 
-def alt_overview(title: str, rows: pd.DataFrame) -> str:
+def format_alt_overview(title: str, rows: pd.DataFrame) -> str:
     """Return the alternative text of the overview figure: its layouts and the largest lead."""
     top = rows.sort_values("ratio", kind="stable").iloc[-1]
     lead = f"{top['who']} over {top['rival']}, {top['model']}, {top['load']}"
     return f"{title}. Layouts: {', '.join(dict.fromkeys(rows['who']))}. Largest lead: {top['ratio']:.2f} times, {lead}."
 
 
-def alt(subject: str, title: str, points: pd.DataFrame) -> str:
+def format_alt(subject: str, title: str, points: pd.DataFrame) -> str:
     """Return one sentence with the main result of a figure as alternative text; the tables have the full numbers."""
     known = points[points["output_tok_s"].notna()].sort_values("output_tok_s", kind="stable")
     top = known.iloc[-1] if len(known) else None
-    text = f"{title}. Layouts: {layouts(points)}."
+    text = f"{title}. Layouts: {format_layouts(points)}."
     if points["mode"].iloc[0] != "decode" and subject in SUBJECTS:
-        text += f" Requests: {'; '.join(plain(rest) for rest in dict.fromkeys(map(str, points['rest'])))}."
+        text += f" Requests: {'; '.join(format_label(rest) for rest in dict.fromkeys(map(str, points['rest'])))}."
         if top is not None:
             text += f" Highest output: {top['label']} with {top['output_tok_s']:,.0f} tok/s under {top['load']}."
-        return text + cpu_aside(points)
-    text += f" Contexts: {', '.join(count(c) for c in sorted(points['context'].unique()))} tokens."
+        return text + format_cpu_aside(points)
+    text += f" Contexts: {', '.join(format_integer(c) for c in sorted(points['context'].unique()))} tokens."
     if subject in ("throughput", "frontier") and top is not None:
         text += (
             f" Highest: {top['label']} with {top['output_tok_s']:,.0f} tok/s at context {top['context']:,} "
             f"and concurrency {top['concurrency']}."
         )
-    return text + cpu_aside(points)
+    return text + format_cpu_aside(points)
 
 
-def alt_break_even(title: str, ratios: pd.DataFrame) -> str:
+def format_alt_break_even(title: str, ratios: pd.DataFrame) -> str:
     """Return the alternative text of the break-even figure."""
     low, high = ratios["ratio"].min(), ratios["ratio"].max()
-    return f"{title}. Layouts: {layouts(ratios)}. From {low:.2f} to {high:.2f} times."
+    return f"{title}. Layouts: {format_layouts(ratios)}. From {low:.2f} to {high:.2f} times."
 
 
-def layouts(points: pd.DataFrame) -> str:
+def format_layouts(points: pd.DataFrame) -> str:
     """Return the names of all layouts that are shown."""
-    return ", ".join(plain(label, LONGEST_NAME) for label in dict.fromkeys(map(str, points["label"])))
+    return ", ".join(format_label(label, MAX_NAME_CHARS) for label in dict.fromkeys(map(str, points["label"])))
 
 
-def cpu_aside(points: pd.DataFrame) -> str:
+def format_cpu_aside(points: pd.DataFrame) -> str:
     """Return the watermark's statement as alternative text."""
     return " CPU: functional run, not performance." if bool(points["cpu"].any()) else ""
 
 
-def _start(points: pd.DataFrame, title: str) -> tuple[Figure, Panels, Along]:
+def _start_figure(points: pd.DataFrame, title: str) -> tuple[Figure, Panels, LoadAxis]:
     """Create a figure with a panel for each request shape, and return it with the panels and the quantity of the x
     axis.
     """
-    load = along(points)
+    load = get_load_axis(points)
     form = "{} tokens" if load is DECODE else "{}"
-    return *_panels(points, title, by="rest", form=form, order="input_typical"), load
+    return *_make_panels(points, title, by="rest", form=form, order="input_typical"), load
 
 
-def along(points: pd.DataFrame) -> Along:
+def get_load_axis(points: pd.DataFrame) -> LoadAxis:
     """Return the quantity that makes the load of these points heavier; all points must have one mode and arrival."""
-    return DECODE if points["mode"].iloc[0] == "decode" else ALONG[points["load_arrival"].iloc[0]]
+    return DECODE if points["mode"].iloc[0] == "decode" else AXIS_OF_ARRIVAL[points["load_arrival"].iloc[0]]
 
 
-def _panels(points: pd.DataFrame, title: str, *, by: str, order: str, form: str = "{}") -> tuple[Figure, Panels]:
+def _make_panels(points: pd.DataFrame, title: str, *, by: str, order: str, form: str = "{}") -> tuple[Figure, Panels]:
     """Create a figure with one panel per value of the column `by`, ordered by the column `order`, on a shared y axis.
 
     `form` formats a value as the panel's title; a replay's title names the replay.
     """
     form += " (replay)" if points["mode"].iloc[0] == REPLAY else ""
     values = list(dict.fromkeys(points.sort_values(order, kind="stable")[by]))
-    columns = columns_for(len(values))
+    columns = choose_columns(len(values))
     width, height = SINGLE_PANEL if columns == 1 else WIDE_PANEL
-    figure, axes = _grid(title, len(values), columns, (max(columns * width, 6.0), height), 1.0, sharey=True)
+    figure, axes = _make_grid(title, len(values), columns, (max(columns * width, 6.0), height), 1.0, sharey=True)
     found = []
     for ax, value in zip(axes, values, strict=True):
         panel = points[points[by] == value]
-        ax.set_title(textwrap.fill(plain(form.format(value), 2 * TITLE_WIDTH), TITLE_WIDTH))
+        ax.set_title(textwrap.fill(format_label(form.format(value), 2 * TITLE_WIDTH), TITLE_WIDTH))
         ax.tick_params(labelleft=True)
         if bool(panel["cpu"].any()):
-            watermark(ax)
+            draw_watermark(ax)
         found.append((ax, panel))
     return figure, found
 
 
-def _grid(
+def _make_grid(
     title: str, panels: int, columns: int, size: tuple[float, float], margin: float, *, sharey: bool = False
 ) -> tuple[Figure, list[Axes]]:
     """Create a figure with a number of panels.
@@ -505,14 +528,14 @@ def _grid(
 
     rows = math.ceil(panels / columns)
     figure = Figure(figsize=(size[0], rows * size[1] + margin), layout="constrained")
-    headline(figure, title)
+    set_headline(figure, title)
     axes = list(figure.subplots(rows, columns, sharey=sharey, squeeze=False).flat)
     for ax in axes[panels:]:
         ax.remove()
     return figure, axes[:panels]
 
 
-def _series(panel: pd.DataFrame, style: Style, along: str) -> Iterator[tuple[pd.DataFrame, dict[str, Any]]]:
+def _iterate_series(panel: pd.DataFrame, style: Style, along: str) -> Iterator[tuple[pd.DataFrame, dict[str, Any]]]:
     """Yield the points of each layout, variant and run with the style of their line.
 
     If there is only one load, points of the same layout are drawn side by side, because they would hide each other.
@@ -523,21 +546,21 @@ def _series(panel: pd.DataFrame, style: Style, along: str) -> Iterator[tuple[pd.
         own = [key for key, _ in lines if key[0] == layout]
         place = own.index((layout, variant, run)) - (len(own) - 1) / 2
         aside = line.assign(**{along: line[along] * (1 + ASIDE * place)}) if alone else line
-        look = style.look(str(layout), str(variant), str(run)) | {"markersize": 5, "linewidth": 1.6}
-        yield aside.sort_values(along), look | _marked(panel, look)
+        look = style.get_look(str(layout), str(variant), str(run)) | {"markersize": 5, "linewidth": 1.6}
+        yield aside.sort_values(along), look | _get_marker_look(panel, look)
 
 
-def _hollow_in(points: pd.DataFrame) -> list[Line2D]:
+def _make_hollow_entries(points: pd.DataFrame) -> list[Line2D]:
     """Return the legend entry for hollow markers; an empty list if there are none."""
-    return [hollow("replayed")] if points["mode"].iloc[0] == REPLAY else []
+    return [make_hollow_entry("replayed")] if points["mode"].iloc[0] == REPLAY else []
 
 
-def _marked(panel: pd.DataFrame, look: dict[str, Any]) -> dict[str, Any]:
+def _get_marker_look(panel: pd.DataFrame, look: dict[str, Any]) -> dict[str, Any]:
     """Return hollow markers for replays."""
     return {"markerfacecolor": "white" if panel["mode"].iloc[0] == REPLAY else look["color"]}
 
 
-def _legend(figure: Figure, points: pd.DataFrame, style: Style, more: list[Line2D]) -> None:
+def _draw_legend(figure: Figure, points: pd.DataFrame, style: Style, more: list[Line2D]) -> None:
     """Draw the legend below the panels: each layout with its variant, markers of runs if there are several, and `more`.
 
     With several runs and several variants a dash style identifies a pair of run and variant, so that the legend lists
@@ -551,28 +574,28 @@ def _legend(figure: Figure, points: pd.DataFrame, style: Style, more: list[Line2
         drawn = set(zip(*named, strict=True))
         lines = [(*line, run) for line in style.lines for run in style.runs if (*line, run) in drawn]
         every = [
-            (f"{layout} {variant}".strip() + f", {run}", style.look(layout, variant, run))
+            (f"{layout} {variant}".strip() + f", {run}", style.get_look(layout, variant, run))
             for layout, variant, run in lines
         ]
-        handles = [Line2D([], [], markersize=5, label=_in_legend(name), **look) for name, look in every]
-        legend_below(figure, [*handles, *more, *_hollow_in(points)])
+        handles = [Line2D([], [], markersize=5, label=_format_legend_label(name), **look) for name, look in every]
+        draw_legend_below(figure, [*handles, *more, *_make_hollow_entries(points)])
         return
     runs = [name for name in style.runs if name in set(points["run"])] if len(style.runs) > 1 else []
     handles = []
     for layout, variant in [line for line in style.lines if line in shown]:
-        look = style.look(layout, variant, style.runs[0]) | ({"marker": ""} if runs else {})
-        handles.append(Line2D([], [], markersize=5, label=_in_legend(f"{layout} {variant}".strip()), **look))
+        look = style.get_look(layout, variant, style.runs[0]) | ({"marker": ""} if runs else {})
+        handles.append(Line2D([], [], markersize=5, label=_format_legend_label(f"{layout} {variant}".strip()), **look))
     for name in runs:
-        look = style.look("", "", name) | {"color": GREY}
-        handles.append(Line2D([], [], markersize=5, label=f"run {plain(name, 24)}", **look))
-    legend_below(figure, [*handles, *more, *_hollow_in(points)])
+        look = style.get_look("", "", name) | {"color": GREY}
+        handles.append(Line2D([], [], markersize=5, label=f"run {format_label(name, 24)}", **look))
+    draw_legend_below(figure, [*handles, *more, *_make_hollow_entries(points)])
 
 
-def _in_legend(name: str) -> str:
-    return textwrap.fill(plain(name, LONGEST_NAME), LEGEND_WIDTH)
+def _format_legend_label(name: str) -> str:
+    return textwrap.fill(format_label(name, MAX_NAME_CHARS), LEGEND_WIDTH)
 
 
-def phases_in_ms(points: pd.DataFrame) -> pd.DataFrame:
+def compute_phases_ms(points: pd.DataFrame) -> pd.DataFrame:
     """Return the time of each phase in ms, one column per phase in stacking order; small and unknown phases are summed
     as `rest`.
     """
@@ -583,11 +606,11 @@ def phases_in_ms(points: pd.DataFrame) -> pd.DataFrame:
     return times[shown].assign(rest=times[rest].sum(axis=1, min_count=1)) if rest else times[shown]
 
 
-def floors_in_ms(points: pd.DataFrame) -> pd.DataFrame:
+def compute_floors_ms(points: pd.DataFrame) -> pd.DataFrame:
     """Return the floors of the columns of `phases_in_ms` in ms, without columns in which no point has a floor."""
     columns = {c.removeprefix("phase_").removesuffix("_us"): c for c in map(str, points) if PHASE_COLUMN.fullmatch(c)}
     found = {}
-    for name in phases_in_ms(points):
+    for name in compute_phases_ms(points):
         own = [n for n in columns if n not in PHASE_COLOURS] if name == "rest" else [name]
         held = [floor for n in own if (floor := f"floor_{n}_us") in points]
         if held:
@@ -597,7 +620,7 @@ def floors_in_ms(points: pd.DataFrame) -> pd.DataFrame:
 
 def has_phases(points: pd.DataFrame) -> bool:
     """Return True if any point was profiled."""
-    return bool(points["idle_us"].notna().any()) and phases_in_ms(points).sum().sum() > 0
+    return bool(points["idle_us"].notna().any()) and compute_phases_ms(points).sum().sum() > 0
 
 
 def has_capacity(points: pd.DataFrame) -> bool:
@@ -613,40 +636,40 @@ def draw_phases(points: pd.DataFrame, style: Style, title: str) -> Figure:  # no
     from matplotlib.patches import Patch
 
     contexts = sorted(points["context"].unique())
-    loads = _some(sorted(points["concurrency"].unique()))
+    loads = _select_some(sorted(points["concurrency"].unique()))
     labels = list(dict.fromkeys(points.sort_values([*DEGREES], kind="stable")["label"]))
     rows: list[tuple[int, str]] = [row for c in loads for row in ((c, ""), *((c, label) for label in labels))]
-    columns = columns_for(len(contexts))
-    row_inches = 0.32 if any("\n" in _bar_name(label) for label in labels) else 0.2
-    size = (max(2.9 * columns + 1.3, 6.0), row_inches * len(rows) + 0.9 + _line_below(points))
-    figure, axes = _grid(title, len(contexts), columns, size, 1.1)
-    times, floors = phases_in_ms(points), floors_in_ms(points)
+    columns = choose_columns(len(contexts))
+    row_inches = 0.32 if any("\n" in _format_bar_name(label) for label in labels) else 0.2
+    size = (max(2.9 * columns + 1.3, 6.0), row_inches * len(rows) + 0.9 + _compute_height_below(points))
+    figure, axes = _make_grid(title, len(contexts), columns, size, 1.1)
+    times, floors = compute_phases_ms(points), compute_floors_ms(points)
     for ax, context in zip(axes, contexts, strict=True):
         panel = points[points["context"] == context]
-        _stack(ax, panel, rows, times, floors)
-        ax.set_title(f"context {count(context)} tokens")
+        _draw_stack(ax, panel, rows, times, floors)
+        ax.set_title(f"context {format_integer(context)} tokens")
         ax.set_xlabel("profiled step (ms)")
         if bool(panel["cpu"].any()):
-            watermark_below(ax)
-    handles = [Patch(color=_colour(str(name)), label=str(name).replace("_", " ")) for name in times]
+            draw_watermark_below(ax)
+    handles = [Patch(color=_get_phase_colour(str(name)), label=str(name).replace("_", " ")) for name in times]
     outside = "outside ranges" if bool(points["cpu"].all()) else "idle"
     handles.append(Patch(facecolor=IDLE_COLOUR, hatch="///", edgecolor="#999999", label=outside))
     if len(floors.columns):
         handles.append(Patch(**FLOOR_LOOK, label="floor"))
-    legend_below(figure, handles)
+    draw_legend_below(figure, handles)
     return figure
 
 
-def _colour(phase: str) -> str:
+def _get_phase_colour(phase: str) -> str:
     return IDLE_COLOUR if phase == IDLE else PHASE_COLOURS.get(phase, REST_COLOUR)
 
 
-def _bar_name(label: str) -> str:
+def _format_bar_name(label: str) -> str:
     """Format a bar's label on up to two lines."""
-    return "\n".join(textwrap.wrap(plain(label, 2 * LABEL_WIDTH), LABEL_WIDTH)[:2])
+    return "\n".join(textwrap.wrap(format_label(label, 2 * LABEL_WIDTH), LABEL_WIDTH)[:2])
 
 
-def _stack(
+def _draw_stack(
     ax: Axes, panel: pd.DataFrame, rows: list[tuple[int, str]], times: pd.DataFrame, floors: pd.DataFrame
 ) -> None:
     """Draw one bar per row; a row without a label is the heading of its group."""
@@ -678,10 +701,10 @@ def _stack(
                 left += ms
     for name, parts in drawn.items():
         look = {"hatch": "///", "edgecolor": "#999999"} if name == IDLE else {}
-        _bars(ax, parts, height=0.8, color=_colour(name), **look)
-    _bars(ax, marked, height=0.24, **FLOOR_LOOK)
+        _draw_bars(ax, parts, height=0.8, color=_get_phase_colour(name), **look)
+    _draw_bars(ax, marked, height=0.24, **FLOOR_LOOK)
     ax.set_yticks(
-        range(len(rows)), [_bar_name(label) if label else f"concurrency {c}" for c, label in rows], fontsize=9
+        range(len(rows)), [_format_bar_name(label) if label else f"concurrency {c}" for c, label in rows], fontsize=9
     )
     ax.set_ylim(len(rows) - 0.4, -0.6)
     for tick, (_, label) in zip(ax.get_yticklabels(), rows, strict=True):
@@ -691,12 +714,12 @@ def _stack(
     ax.tick_params(axis="y", length=0, labelleft=True)
 
 
-def _line_below(points: pd.DataFrame) -> float:
+def _compute_height_below(points: pd.DataFrame) -> float:
     """Return the height in inches that `watermark_below` adds to panels of bars."""
     return LEGEND_LINE_INCHES if bool(points["cpu"].any()) else 0.0
 
 
-def _bars(ax: Axes, parts: list[tuple[int, float, float]], **look: Any) -> None:  # noqa: ANN401 - matplotlib's
+def _draw_bars(ax: Axes, parts: list[tuple[int, float, float]], **look: Any) -> None:  # noqa: ANN401 - matplotlib's
     """Draw parts of bars with the same look, each given as row, width and left end, in one call,
     which is much faster.
     """
@@ -715,26 +738,26 @@ def draw_capacity(points: pd.DataFrame, style: Style, title: str) -> Figure:  # 
     if len(real):
         panels.append(("kv_capacity_tokens", "tokens held in all", real))
     columns = len(panels)
-    figure, axes = _grid(
-        title, columns, columns, (max(5.0 * columns, 6.4), 0.38 * len(best) + 0.9 + _line_below(best)), 0.6
+    figure, axes = _make_grid(
+        title, columns, columns, (max(5.0 * columns, 6.4), 0.38 * len(best) + 0.9 + _compute_height_below(best)), 0.6
     )
     for ax, (column, label, table) in zip(axes, panels, strict=True):
         values = table[column].astype(float).tolist()
-        ax.barh(range(len(values)), values, color=[colours(name)[0] for name in table["layout"]], height=0.7)
+        ax.barh(range(len(values)), values, color=[get_colours(name)[0] for name in table["layout"]], height=0.7)
         for y, value in enumerate(values):
-            ax.text(value, y, f" {count(value)}  ({value / values[0]:.3g}×)", va="center", fontsize=9)
-        ax.set_yticks(range(len(values)), [plain(layout, 30) for layout in table["layout"]])
+            ax.text(value, y, f" {format_integer(value)}  ({value / values[0]:.3g}×)", va="center", fontsize=9)
+        ax.set_yticks(range(len(values)), [format_label(layout, 30) for layout in table["layout"]])
         ax.invert_yaxis()
         ax.set_xlim(0, max(values) * 1.5)
         ax.set_xticks([])
-        ax.set_xlabel(f"{label} (× of {plain(table['layout'].iloc[0])})")
+        ax.set_xlabel(f"{label} (× of {format_label(table['layout'].iloc[0])})")
         ax.grid(visible=False)
         ax.spines["bottom"].set_visible(False)
         if bool(table["cpu"].any()):
-            watermark_below(ax)
+            draw_watermark_below(ax)
         ax.tick_params(axis="y", length=0)
     return figure
 
 
-def _some(values: list[int]) -> list[int]:
-    return values if len(values) <= MOST_LOADS else [values[0], values[len(values) // 2], values[-1]]
+def _select_some(values: list[int]) -> list[int]:
+    return values if len(values) <= MAX_LOADS else [values[0], values[len(values) // 2], values[-1]]

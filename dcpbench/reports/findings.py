@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from dcpbench.points.axes import COMPUTES, Role
-from dcpbench.points.batches import batch_rows
-from dcpbench.points.instances import parse
-from dcpbench.points.layout import DEGREES, Layout, find_ep_degree, name_layout
+from dcpbench.points.batches import compute_batch_rows
+from dcpbench.points.instances import parse_instances
+from dcpbench.points.layout import DEGREES, Layout, find_ep_degree, format_layout_name
 from dcpbench.points.names import CLOSED, LIVE, REPLAY
-from dcpbench.points.point import point_axes
+from dcpbench.points.point import select_point_axes
 from dcpbench.records.metrics import KV_TABLE, REPLAYED
-from dcpbench.records.runs import measurement
-from dcpbench.records.stats import REPEATS_AGREE_WITHIN, agreement
+from dcpbench.records.runs import compute_measurement_digest
+from dcpbench.records.stats import REPEATS_AGREE_WITHIN, compute_median_distance
 from dcpbench.reports import launch_bands
-from dcpbench.show.numbers import missing, percent
-from dcpbench.show.text import counted
+from dcpbench.show.numbers import format_percent, is_missing
+from dcpbench.show.text import format_count
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,23 +39,35 @@ SCOPE = ["run", "model", "mode"]
 """Columns that define the scope of a sentence of the answer."""
 LOAD = [*SCOPE, "same_load"]
 """Columns that compared points share; such points differ in their `label`."""
-BASELINE_OF = [*LOAD, *(a.name for a in point_axes(COMPUTES, but=Role.EXCHANGE) if a.name not in ("model", "dcp"))]
+BASELINE_OF = [
+    *LOAD,
+    *(a.name for a in select_point_axes(COMPUTES, but=Role.EXCHANGE) if a.name not in ("model", "dcp")),
+]
 """Columns that a DCP point and its dcp=1 baseline share, in addition to LOAD."""
 RIVAL_OF = [*LOAD, "gpus", "dtype", "weights_dtype", "kv_dtype", "weights", "emulate"]
 """Columns that layouts share of which one is to be chosen: the load, the GPUs, and what is computed."""
-SAME_BUT_EXCHANGE = ["run", *(axis.name for axis in point_axes(COMPUTES | Role.LOAD, but=Role.EXCHANGE))]
+SAME_BUT_EXCHANGE = ["run", *(axis.name for axis in select_point_axes(COMPUTES | Role.LOAD, but=Role.EXCHANGE))]
 """Columns that points of `decode` share if they differ only in their exchange."""
-SAME_BUT_MODE = ["device", "same_load", *(axis.name for axis in point_axes(COMPUTES))]
+SAME_BUT_MODE = ["device", "same_load", *(axis.name for axis in select_point_axes(COMPUTES))]
 """Columns that a replay and its live run share."""
-KV_COLUMNS = ("run", "model", "origin", "instance", *DEGREES, "kv_bounded_by", "kv_tokens_per_gib", "kv_capacity_tokens")
+KV_COLUMNS = (
+    "run",
+    "model",
+    "origin",
+    "instance",
+    *DEGREES,
+    "kv_bounded_by",
+    "kv_tokens_per_gib",
+    "kv_capacity_tokens",
+)
 """Columns of kv_by_layout, in addition to the metrics of its table."""
 PAYS = ("higher", "alone")
 """Verdicts of dcp_against_best with which DCP pays."""
-MOST_IN_FLIGHT = 0.9
+MIN_IN_FLIGHT_SHARE = 0.9
 """Share of a loop's clients with a request in flight, on average; below it the report states the effect of the last
 requests on throughput.
 """
-MOST_CURVES = 2_000
+MAX_CURVES = 2_000
 """Maximum number of pairs of layout and request length for which break-even is computed, in the order of the tables."""
 
 
@@ -74,25 +86,25 @@ class Findings:
     @functools.cached_property
     def against_others(self) -> pd.DataFrame:
         """Return each layout's best point of a load against the best other layout; see `_against_others`."""
-        return _against_others(self.points, self.against_best)
+        return _compare_with_others(self.points, self.against_best)
 
 
-def find(frames: Frames) -> Findings:
+def compute_findings(frames: Frames) -> Findings:
     """Compute all findings; each function below documents its table."""
-    points = rivals(frames)
-    ratios = dcp_against_baseline(points)
+    points = select_rivals(frames)
+    ratios = compare_dcp_with_baseline(points)
     return Findings(
         points=points,
-        best=best_per_load(points),
-        most=most_per_shape(points),
+        best=find_best_per_load(points),
+        most=find_most_per_shape(points),
         ratios=ratios,
-        break_even=break_even(ratios),
-        against_best=dcp_against_best(points),
-        repeats=repeats(frames),
+        break_even=find_break_even(ratios),
+        against_best=compare_dcp_with_best(points),
+        repeats=compare_repeats(frames),
     )
 
 
-def timed(points: pd.DataFrame) -> pd.DataFrame:
+def select_timed(points: pd.DataFrame) -> pd.DataFrame:
     """Return the points for which speed may be reported: measured or replayed, and not on a CPU."""
     if points.empty:
         return points
@@ -100,12 +112,12 @@ def timed(points: pd.DataFrame) -> pd.DataFrame:
     return points if kept.all() else points[kept]
 
 
-def rivals(frames: Frames) -> pd.DataFrame:
+def select_rivals(frames: Frames) -> pd.DataFrame:
     """Return the points of both workloads for which speed may be reported."""
-    return timed(frames.everything)
+    return select_timed(frames.everything)
 
 
-def best_per_load(points: pd.DataFrame) -> pd.DataFrame:
+def find_best_per_load(points: pd.DataFrame) -> pd.DataFrame:
     """Return the layout with the highest throughput of each load, of those that meet its SLO; only loads that at least
     two layouts on the same number of GPUs ran.
 
@@ -139,7 +151,7 @@ def best_per_load(points: pd.DataFrame) -> pd.DataFrame:
     return pd.concat(tables).reindex(columns=found.columns).sort_index().reset_index(drop=True)
 
 
-def most_per_shape(points: pd.DataFrame) -> pd.DataFrame:
+def find_most_per_shape(points: pd.DataFrame) -> pd.DataFrame:
     """Return the highest throughput that meets the SLO, with DCP and without, over all loads with one request length.
 
     The table has a row per run, model, mode and `rest`: the best point, and `other`, `other_tok_s` and `other_load` for
@@ -153,7 +165,7 @@ def most_per_shape(points: pd.DataFrame) -> pd.DataFrame:
     keys = [*SCOPE, "rest"]
     best = fits.drop_duplicates(keys)
     split = fits.assign(with_dcp=fits["dcp"] > 1).drop_duplicates([*keys, "with_dcp"])
-    other = matching(best, split[split["with_dcp"] != (matching(split, best, keys)["dcp"] > 1)], keys)
+    other = match_rows(best, split[split["with_dcp"] != (match_rows(split, best, keys)["dcp"] > 1)], keys)
     found = best.assign(
         other=other["label"],
         other_tok_s=other["output_tok_s"],
@@ -164,13 +176,13 @@ def most_per_shape(points: pd.DataFrame) -> pd.DataFrame:
     return found.sort_values(["run", "model", "mode", "input_typical", "rest"], kind="stable", ignore_index=True)
 
 
-def most_per_layout(points: pd.DataFrame) -> pd.DataFrame:
+def find_most_per_layout(points: pd.DataFrame) -> pd.DataFrame:
     """Return the point with the highest throughput of those that meet the SLO, for each layout and request length."""
     fits = points[points["slo_excess"] <= 1].sort_values("output_tok_s", ascending=False, kind="stable")
     return fits.drop_duplicates([*SCOPE, "rest", "label"])
 
 
-def dcp_against_baseline(points: pd.DataFrame) -> pd.DataFrame:
+def compare_dcp_with_baseline(points: pd.DataFrame) -> pd.DataFrame:
     """Return the throughput of every DCP point over that of the same layout without DCP under the same load.
 
     `low` and `high` bound the ratio. `verdict` is `higher` or `lower` only if the intervals do not overlap and the
@@ -181,14 +193,14 @@ def dcp_against_baseline(points: pd.DataFrame) -> pd.DataFrame:
     if split.empty:
         return pd.DataFrame()
     taken = ("label", "slo_said", "ttft_p50_ms", "itl_p50_ms")
-    found = over(split, points[points["dcp"] == 1], BASELINE_OF, "output_tok_s", *taken)
+    found = add_ratios(split, points[points["dcp"] == 1], BASELINE_OF, "output_tok_s", *taken)
     found = found.rename(columns={"over_label": "baseline", "over_slo_said": "baseline_slo"})
     for name in ("ttft", "itl"):
         found[f"{name}_ratio"] = found[f"{name}_p50_ms"].astype(float) / found[f"over_{name}_p50_ms"].astype(float)
-    return found.assign(verdict=verdicts(found, without="no baseline")).reset_index(drop=True)
+    return found.assign(verdict=compute_verdicts(found, without="no baseline")).reset_index(drop=True)
 
 
-def dcp_against_best(points: pd.DataFrame) -> pd.DataFrame:
+def compare_dcp_with_best(points: pd.DataFrame) -> pd.DataFrame:
     """Return the throughput of every DCP point over that of the best layout without DCP under the same load, within the
     SLO.
 
@@ -201,34 +213,34 @@ def dcp_against_best(points: pd.DataFrame) -> pd.DataFrame:
     if split.empty:
         return pd.DataFrame()
     others = points[points["dcp"] == 1]
-    ran = set(keys(others, RIVAL_OF))
+    ran = set(list_keys(others, RIVAL_OF))
     fits = others[~(others["slo_excess"] > 1)].sort_values("output_tok_s", ascending=False, kind="stable")
-    found = over(split, fits, RIVAL_OF, "output_tok_s", "label").rename(columns={"over_label": "rival"})
-    found["verdict"] = verdicts(found, without="alone")
+    found = add_ratios(split, fits, RIVAL_OF, "output_tok_s", "label").rename(columns={"over_label": "rival"})
+    found["verdict"] = compute_verdicts(found, without="alone")
     found.loc[found["slo_excess"] > 1, "verdict"] = "misses"
-    found.loc[[key not in ran for key in keys(found, RIVAL_OF)], "verdict"] = "no rival"
+    found.loc[[key not in ran for key in list_keys(found, RIVAL_OF)], "verdict"] = "no rival"
     return found.reset_index(drop=True)
 
 
-def without_dcp(points: pd.DataFrame) -> list[str]:
+def list_without_dcp(points: pd.DataFrame) -> list[str]:
     """Return the names of the same layouts without DCP, each once: `tp4`, whether or not it ran."""
-    return list(dict.fromkeys(plain_layout(*of) for of in keys(points, ["tp", "dp", "ep", "disaggregate"])))
+    return list(dict.fromkeys(format_plain_layout(*of) for of in list_keys(points, ["tp", "dp", "ep", "disaggregate"])))
 
 
-def plain_layout(tp: int, dp: int, ep: str, disaggregate: str) -> str:
+def format_plain_layout(tp: int, dp: int, ep: str, disaggregate: str) -> str:
     """Return the name of a layout without DCP, with its instances: `tp4`, `tp4·dp2·ep1`, `tp4 1P2D`."""
-    name = name_layout(Layout(tp, dp=dp), dp, find_ep_degree(ep, tp))
-    return f"{name} {parse(disaggregate).label}".rstrip()
+    name = format_layout_name(Layout(tp, dp=dp), dp, find_ep_degree(ep, tp))
+    return f"{name} {parse_instances(disaggregate).label}".rstrip()
 
 
-def over(points: pd.DataFrame, others: pd.DataFrame, same: list[str], value: str, *more: str) -> pd.DataFrame:
+def add_ratios(points: pd.DataFrame, others: pd.DataFrame, same: list[str], value: str, *more: str) -> pd.DataFrame:
     """Return the points with columns `over_…`: `value` and `more` of the first row of `others` with the same values in
     `same`.
 
     `ratio` is the ratio of the two values, missing without a match; `low` and `high` bound it.
     """
     names = (value, f"{value}_low", f"{value}_high", launch_bands.COLUMN, *more)
-    first = matching(points, others[[*same, *names]], same)
+    first = match_rows(points, others[[*same, *names]], same)
     found = points.assign(**{f"over_{name}": first[name] for name in names})
     return found.assign(
         ratio=found[value] / found[f"over_{value}"],
@@ -237,7 +249,7 @@ def over(points: pd.DataFrame, others: pd.DataFrame, same: list[str], value: str
     )
 
 
-def matching(points: pd.DataFrame, others: pd.DataFrame, same: Sequence[str]) -> pd.DataFrame:
+def match_rows(points: pd.DataFrame, others: pd.DataFrame, same: Sequence[str]) -> pd.DataFrame:
     """Return for each of `points` the first row of `others` that has the same values in the columns `same`.
 
     The result has the index of `points`; a row without a match has no values. An absent value equals another absent one. A join
@@ -245,17 +257,19 @@ def matching(points: pd.DataFrame, others: pd.DataFrame, same: Sequence[str]) ->
     fails where all values of a column are absent.
     """
     places: dict[tuple[Any, ...], int] = {}
-    for place, key in enumerate(_comparable(others, same)):
+    for place, key in enumerate(_list_comparable_keys(others, same)):
         places.setdefault(key, place)
-    found = [places.get(key, NO_MATCH) for key in _comparable(points, same)]
+    found = [places.get(key, NO_MATCH) for key in _list_comparable_keys(points, same)]
     return others.reset_index(drop=True).reindex(found).set_axis(points.index)
 
 
-def _comparable(table: pd.DataFrame, names: Sequence[str]) -> list[tuple[Any, ...]]:
-    return [tuple(None if missing(value) else value for value in key) for key in keys(table, names)]
+def _list_comparable_keys(table: pd.DataFrame, names: Sequence[str]) -> list[tuple[Any, ...]]:
+    return [tuple(None if is_missing(value) else value for value in key) for key in list_keys(table, names)]
 
 
-def verdicts(found: pd.DataFrame, *, above: str = "higher", below: str = "lower", without: str = "") -> pd.Series[Any]:
+def compute_verdicts(
+    found: pd.DataFrame, *, above: str = "higher", below: str = "lower", without: str = ""
+) -> pd.Series[Any]:
     """Return whether ratios are `above` or `below` 1, else `without`: only if the whole interval is, and by more than
     launches may differ.
     """
@@ -267,19 +281,19 @@ def verdicts(found: pd.DataFrame, *, above: str = "higher", below: str = "lower"
     return found_verdicts
 
 
-def keys(table: pd.DataFrame, names: Sequence[str]) -> list[tuple[Any, ...]]:
+def list_keys(table: pd.DataFrame, names: Sequence[str]) -> list[tuple[Any, ...]]:
     """Return the values of these columns row by row; an empty list for an empty table."""
     return list(zip(*(table[name] for name in names), strict=True)) if len(table) else []
 
 
-def slo_aside(ratios: pd.DataFrame) -> str:
+def format_slo_aside(ratios: pd.DataFrame) -> str:
     """Return the remark on ratios to the same layout without DCP if an SLO is in force, because such ratios ignore the
     SLO.
     """
     return ", whether or not the SLO is met" if (ratios["slo_said"] != "").any() else ""
 
 
-def break_even(ratios: pd.DataFrame) -> pd.DataFrame:
+def find_break_even(ratios: pd.DataFrame) -> pd.DataFrame:
     """Return, per layout with its exchange and request length, the lowest concurrency from which DCP is ahead.
 
     `from` is the lowest concurrency from which on every verdict of dcp_against_baseline is `higher`; it is missing if
@@ -291,7 +305,7 @@ def break_even(ratios: pd.DataFrame) -> pd.DataFrame:
     known = ratios[ratios["ratio"].notna() & (ratios["load_arrival"] == CLOSED)] if len(ratios) else ratios
     kept = [*SCOPE, "label", "rest"]
     if len(known):
-        known = known[known.groupby(kept, sort=False).ngroup() < MOST_CURVES]
+        known = known[known.groupby(kept, sort=False).ngroup() < MAX_CURVES]
     rows: list[dict[str, Any]] = []
     for key, group in known.groupby(kept, sort=False) if len(known) else ():
         ordered = group.sort_values("concurrency", kind="stable")
@@ -311,13 +325,13 @@ def break_even(ratios: pd.DataFrame) -> pd.DataFrame:
                 "best_at": top["concurrency"],
                 "last": ordered["ratio"].iloc[-1],
                 "ever": any(ahead),
-                "single": launch_bands.are_single(ordered),
+                "single": launch_bands.has_single_launches(ordered),
             }
         )
     return pd.DataFrame(rows)
 
 
-def kv_by_layout(points: pd.DataFrame) -> pd.DataFrame:
+def compute_kv_by_layout(points: pd.DataFrame) -> pd.DataFrame:
     """Return the KV cache of an instance of each layout: the pool, its tokens, and the gain over the first layout
     without DCP or DP.
     """
@@ -329,11 +343,11 @@ def kv_by_layout(points: pd.DataFrame) -> pd.DataFrame:
     best = known.drop_duplicates(["run", "model", "layout"])
     best = best.sort_values(["run", "model", *DEGREES], kind="stable")
     plain = best[(best["dp"] == 1) & (best["dcp"] == 1) & (best["kv_tokens_per_gib"] > 0)]
-    first = matching(best, plain, ["run", "model", "tp"])
+    first = match_rows(best, plain, ["run", "model", "tp"])
     return best.assign(kv_ratio=best["kv_tokens_per_gib"] / first["kv_tokens_per_gib"])
 
 
-def padded(points: pd.DataFrame) -> pd.DataFrame:
+def find_padded(points: pd.DataFrame) -> pd.DataFrame:
     """Return the closed loops in which steps run more rows than requests, because CUDA graphs have fixed sizes.
 
     `rows` is the number of rows of a step over all replicas.
@@ -342,14 +356,14 @@ def padded(points: pd.DataFrame) -> pd.DataFrame:
     known = alone[(alone["load_arrival"] == CLOSED) & alone["cuda_graph"].eq(True)]  # noqa: FBT003 - may be None
     recorded = known["graph_batch"].tolist() if len(known) else []
     rows = [
-        dp * int(batch_rows(-(-n // dp)) if missing(batch) else batch)
+        dp * int(compute_batch_rows(-(-n // dp)) if is_missing(batch) else batch)
         for n, dp, batch in zip(known["concurrency"], known["dp"], recorded, strict=True)
     ]
     known = known.assign(rows=rows)
     return known[known["rows"] > known["concurrency"]]
 
 
-def last_waves(points: pd.DataFrame) -> pd.DataFrame:
+def find_last_waves(points: pd.DataFrame) -> pd.DataFrame:
     """Return the closed loops that end with fewer requests than clients, so that much less was in flight on average.
 
     Loops short of KV capacity and loops with preemptions are excluded, because those explain the lower number.
@@ -359,11 +373,11 @@ def last_waves(points: pd.DataFrame) -> pd.DataFrame:
     points = points[points["instances"].isna()]
     left = points["load_requests"] % points["concurrency"]
     room = (points["room_for"] >= points["concurrency"]) & ~(points["preemptions"] > 0)
-    few = points["decode_batch"] < MOST_IN_FLIGHT * points["concurrency"]
+    few = points["decode_batch"] < MIN_IN_FLIGHT_SHARE * points["concurrency"]
     return points.assign(left=left)[(points["load_arrival"] == CLOSED) & (left > 0) & room & few]
 
 
-def pressure(points: pd.DataFrame) -> pd.DataFrame:
+def find_kv_pressure(points: pd.DataFrame) -> pd.DataFrame:
     """Return the served points that were short of KV cache: requests were preempted, or fewer fit
     than were in flight.
     """
@@ -373,7 +387,7 @@ def pressure(points: pd.DataFrame) -> pd.DataFrame:
     return points[(points["preemptions"] > 0) | short]
 
 
-def replay_against_live(served: pd.DataFrame) -> pd.DataFrame:
+def compare_replay_with_live(served: pd.DataFrame) -> pd.DataFrame:
     """Return each replay with the errors against the live run of the same point and load: `…_error` = replay / live -
     1.
     """
@@ -384,7 +398,7 @@ def replay_against_live(served: pd.DataFrame) -> pd.DataFrame:
         return served.iloc[:0]
     known = served[served["output_tok_s"].notna()]
     replayed = known[known["mode"] == REPLAY]
-    live = matching(replayed, known[known["mode"] == LIVE].drop_duplicates(SAME_BUT_MODE, keep="last"), SAME_BUT_MODE)
+    live = match_rows(replayed, known[known["mode"] == LIVE].drop_duplicates(SAME_BUT_MODE, keep="last"), SAME_BUT_MODE)
     ran = live["output_tok_s"].notna()
     replayed, live = replayed[ran], live[ran]
     errors = {f"{n}_error": replayed[n] / live[n].where(live[n] != 0) - 1 for n in names}
@@ -393,7 +407,7 @@ def replay_against_live(served: pd.DataFrame) -> pd.DataFrame:
     return replayed.assign(**replays, **{n: live[n] for n in names}, cpu=cpu, **errors)
 
 
-def repeats(frames: Frames) -> pd.DataFrame:
+def compare_repeats(frames: Frames) -> pd.DataFrame:
     """Return how far repeated measurements of one point differ, over repeats and over runs on the same hardware.
 
     A copy of a record, as in a copied run, is not a repeat: it would agree by construction.
@@ -403,14 +417,14 @@ def repeats(frames: Frames) -> pd.DataFrame:
     for record in frames.records:
         if record.outcome == "ok" and record.metrics and record.environment:
             device = record.environment.device
-            one = (device, measurement(record))
+            one = (device, compute_measurement_digest(record))
             if one not in seen:
                 seen.add(one)
-                found.setdefault((record.point.same_but_repeat(), device), []).append(record)
+                found.setdefault((record.point.get_key_without_repeat(), device), []).append(record)
     rows: list[dict[str, Any]] = []
     for measured in found.values():
         steps = [record.metrics.step_ms for record in measured if record.metrics]
-        if (apart := spread(steps)) is not None:
+        if (apart := compute_spread(steps)) is not None:
             point = measured[0].point
             rows.append(
                 {
@@ -425,7 +439,7 @@ def repeats(frames: Frames) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def served_repeats(served: pd.DataFrame) -> pd.DataFrame:
+def select_served_repeats(served: pd.DataFrame) -> pd.DataFrame:
     """Return the live points that were run more than once; replays are excluded because they repeat exactly."""
     if served.empty:
         return served
@@ -433,28 +447,28 @@ def served_repeats(served: pd.DataFrame) -> pd.DataFrame:
     return again.rename(columns={"spread": "apart"})
 
 
-def spread(intervals: list[Interval]) -> float | None:
+def compute_spread(intervals: list[Interval]) -> float | None:
     """Return the largest relative difference of any two repeats' medians (stats.agreement); None for a single one."""
     ordered = sorted(intervals, key=lambda interval: interval.median)
-    return agreement(ordered[0], ordered[-1]) if len(ordered) > 1 else None
+    return compute_median_distance(ordered[0], ordered[-1]) if len(ordered) > 1 else None
 
 
-def repeats_sentence(apart: Sequence[float]) -> str:
+def format_repeats_sentence(apart: Sequence[float]) -> str:
     """State how well repeats agree; `apart` holds the relative difference for each point measured more than once."""
     if not len(apart):
         return "Every point was measured once, so how well repeats agree is not known."
     wide = sum(a > REPEATS_AGREE_WITHIN for a in apart)
     within = f"{REPEATS_AGREE_WITHIN:.0%}".replace("%", " %")
-    points = counted(len(apart), "point")
+    points = format_count(len(apart), "point")
     if wide:
         verb = "disagrees" if wide == 1 else "disagree"
         return f"Repeats: {wide} of {points} measured more than once {verb} by more than {within}."
     if len(apart) == 1:
-        return f"Repeats: the one point measured more than once agrees within {percent(max(apart))}."
-    return f"Repeats: all {points} measured more than once agree within {percent(max(apart))}."
+        return f"Repeats: the one point measured more than once agrees within {format_percent(max(apart))}."
+    return f"Repeats: all {points} measured more than once agree within {format_percent(max(apart))}."
 
 
-def _against_others(points: pd.DataFrame, against_best: pd.DataFrame) -> pd.DataFrame:
+def _compare_with_others(points: pd.DataFrame, against_best: pd.DataFrame) -> pd.DataFrame:
     """Return a row for each load and layout that can be compared with another one, for closed loops not on a CPU.
 
     `who` is the layout, or the label if all points have one layout; `named` adds its variant if it ran in several.

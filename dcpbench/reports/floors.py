@@ -6,8 +6,8 @@ import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dcpbench.reports.tables import FOLD_ABOVE, Table, make_table
-from dcpbench.show.numbers import missing, number, reach, times
-from dcpbench.show.text import listed
+from dcpbench.show.numbers import format_number, format_ratio, format_value_range, is_missing
+from dcpbench.show.text import format_list
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 PHASE_COLUMN = re.compile(r"phase_.+_us")
 """Pattern of the columns with the time of a phase; the column `floor_…_us` has its floor."""
-TOLD, LISTED = 3, 6
+MAX_SENTENCE_PHASES, MAX_ROW_PHASES = 3, 6
 """Maximum number of phases that a sentence names, and that a row of the table lists."""
 TELLING = 0.01
 """Minimum share of a step that a phase must lose to be named."""
@@ -36,91 +36,97 @@ class Loss(NamedTuple):
         return f"{self.phase.replace('_', ' ')}{f' {self.share:.2f}' if self.share else ''}"
 
 
-def losses(row: dict[str, Any]) -> list[Loss]:
+def list_losses(row: dict[str, Any]) -> list[Loss]:
     """Return the phases of a profiled point, largest loss first; kernels outside ranges and idle time count as lost in
     full.
     """
     found = []
     for name, us in row.items():
         floor = row.get(f"floor_{name.removeprefix('phase_')}")
-        if PHASE_COLUMN.fullmatch(name) and not missing(us) and not missing(floor) and us > 0:
+        if PHASE_COLUMN.fullmatch(name) and not is_missing(us) and not is_missing(floor) and us > 0:
             found.append(Loss(name.removeprefix("phase_").removesuffix("_us"), floor / us, us - floor))
-    if found and not missing(row["idle_us"]) and row["idle_us"] > 0:
+    if found and not is_missing(row["idle_us"]) and row["idle_us"] > 0:
         found.append(Loss("idle", 0.0, row["idle_us"]))
     return sorted(found, key=lambda loss: -loss.lost_us)
 
 
-def telling(row: dict[str, Any], most: int) -> list[Loss]:
+def list_named_losses(row: dict[str, Any], most: int) -> list[Loss]:
     """Return at most `most` of the largest losses that are large enough to be named."""
-    return [loss for loss in losses(row) if loss.lost_us >= TELLING * row["step_ms"] * 1e3][:most]
+    return [loss for loss in list_losses(row) if loss.lost_us >= TELLING * row["step_ms"] * 1e3][:most]
 
 
-def told(frames: Frames) -> list[str]:
+def format_floor_sentences(frames: Frames) -> list[str]:
     """Return sentences on how far the steps of all points are from the machine's limits."""
-    return sentences(frames.points) + served(frames.served)
+    return format_decode_sentences(frames.points) + format_served_sentences(frames.served)
 
 
-def short(points: pd.DataFrame) -> str:
+def format_short_sentence(points: pd.DataFrame) -> str:
     """Return one sentence on all points of `decode`; empty if none has a floor."""
     held = points.dropna(subset=["floor_share"]) if "floor_share" in points else points.head(0)
     if held.empty:
         return ""
     far = {str(k): v for k, v in held.sort_values("floor_share", kind="stable").iloc[0].items()}
-    lost = listed(
-        [f"{loss.phase.replace('_', ' ')} ({loss.share:.2f} of its limit)" for loss in telling(far, 2) if loss.share]
+    lost = format_list(
+        [
+            f"{loss.phase.replace('_', ' ')} ({loss.share:.2f} of its limit)"
+            for loss in list_named_losses(far, 2)
+            if loss.share
+        ]
     )
-    over = reach(1 / held["floor_share"])
+    over = format_value_range(1 / held["floor_share"])
     where = f" at {far['label']}" if len(held) > 1 and lost else ""
     return f"A step takes {over} what the hardware allows{f'; most is lost in {lost}{where}' if lost else ''}."
 
 
-def sentences(points: pd.DataFrame) -> list[str]:
+def format_decode_sentences(points: pd.DataFrame) -> list[str]:
     """Return, for each run and model, how far steps are from their floors, and in which phases the worst point loses
     most.
     """
     if points.empty or "floor_share" not in points:
         return []
-    said = []
+    texts = []
     held = points.dropna(subset=["floor_share"])
     for (_, model), group in held.groupby(["run", "model"], sort=False):
         rows = sorted(group.to_dict("records"), key=lambda row: row["floor_share"])
         far, near = ({str(k): v for k, v in row.items()} for row in (rows[0], rows[-1]))
-        over, least = (times(1 / row["floor_share"], 2) for row in (far, near))
+        over, least = (format_ratio(1 / row["floor_share"], 2) for row in (far, near))
         where = f"{far['label']} at {far['load']}"
-        took = f"{number(far['step_ms'], 3)} ms where {number(far['floor_ms'], 3)} would do"
-        lost = ", ".join(map(str, telling(far, TOLD)))
+        took = f"{format_number(far['step_ms'], 3)} ms where {format_number(far['floor_ms'], 3)} would do"
+        lost = ", ".join(map(str, list_named_losses(far, MAX_SENTENCE_PHASES)))
         lost = f". Largest losses, as shares of their own limits: {lost}" if lost else ""
         if len(rows) == 1 or over == least:
-            said.append(f"{model}: a step takes {over} what this machine allows ({where}: {took}){lost}.")
+            texts.append(f"{model}: a step takes {over} what this machine allows ({where}: {took}){lost}.")
         else:
-            said.append(
+            texts.append(
                 f"{model}: a step takes {least} to {over} what this machine allows; furthest is {where}: {took}{lost}."
             )
-    return said
+    return texts
 
 
-def served(points: pd.DataFrame) -> list[str]:
+def format_served_sentences(points: pd.DataFrame) -> list[str]:
     """Return, for each run and model, how far the steps of served points are from their floors, from the best to the
     worst.
     """
     if points.empty or "prefill_floor_share" not in points:
         return []
-    said = []
+    texts = []
     for (_, model), group in points.groupby(["run", "model"], sort=False):
         prompts, products, others = (
             group[f"{name}_share"].dropna() for name in ("prefill_floor", "prefill_matmul", "decode_floor")
         )
-        told = []
+        clauses = []
         if len(prompts):
-            rate = f" (at {reach(products, '{:.2f}')} of its matrix rate)" if len(products) else ""
-            told.append(f"steps with prompts take {reach(1 / prompts)} what this machine allows{rate}")
+            rate = f" (at {format_value_range(products, '{:.2f}')} of its matrix rate)" if len(products) else ""
+            clauses.append(f"steps with prompts take {format_value_range(1 / prompts)} what this machine allows{rate}")
         if len(others):
-            told.append(f"steps without prompts {'' if told else 'take '}{reach(1 / others)}")
-        said += [f"{model}: {', '.join(told)}{'' if len(prompts) else ' what this machine allows'}."] if told else []
-    return said
+            clauses.append(f"steps without prompts {'' if clauses else 'take '}{format_value_range(1 / others)}")
+        texts += (
+            [f"{model}: {', '.join(clauses)}{'' if len(prompts) else ' what this machine allows'}."] if clauses else []
+        )
+    return texts
 
 
-def table(points: pd.DataFrame) -> Table:
+def build_table(points: pd.DataFrame) -> Table:
     """Build a table of the points that have a floor, with their phases ordered by loss."""
     held = points.dropna(subset=["floor_share"]) if "floor_share" in points else points.head(0)
     return make_table(
@@ -128,10 +134,10 @@ def table(points: pd.DataFrame) -> Table:
         held,
         [
             ("layout", "label"),
-            ("largest losses: share of its limit, ms lost", _listed),
-            ("step ms", lambda r: number(r["step_ms"])),
-            ("floor ms", lambda r: number(r["floor_ms"])),
-            ("step / floor", lambda r: times(1 / r["floor_share"], 2)),
+            ("largest losses: share of its limit, ms lost", _format_losses),
+            ("step ms", lambda r: format_number(r["step_ms"])),
+            ("floor ms", lambda r: format_number(r["floor_ms"])),
+            ("step / floor", lambda r: format_ratio(1 / r["floor_share"], 2)),
         ],
         load=True,
         text_columns=2,
@@ -139,6 +145,8 @@ def table(points: pd.DataFrame) -> Table:
     )
 
 
-def _listed(row: dict[str, Any]) -> str:
+def _format_losses(row: dict[str, Any]) -> str:
     """Format losses, such as `moe 0.63 (51.8), attention 0.60 (7.59)`."""
-    return ", ".join(f"{loss} ({number(loss.lost_us / 1e3, 3)})" for loss in telling(row, LISTED))
+    return ", ".join(
+        f"{loss} ({format_number(loss.lost_us / 1e3, 3)})" for loss in list_named_losses(row, MAX_ROW_PHASES)
+    )

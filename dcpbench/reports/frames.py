@@ -18,9 +18,9 @@ from dcpbench.points.axes import Role
 from dcpbench.points.layout import DEGREES, find_ep_degree
 from dcpbench.points.memory import GIB
 from dcpbench.points.names import BACKENDS, CLOSED, LIBRARIES, NO_EXCHANGE, STORED, UNKNOWN, WHOLE
-from dcpbench.points.point import AXES, LOAD_AXES, SETTING, point_axes
+from dcpbench.points.point import AXES, LOAD_AXES, SETTING, select_point_axes
 from dcpbench.records import metrics
-from dcpbench.records.folder import RECORDS_FILE, record_file, run_folder
+from dcpbench.records.folder import RECORDS_FILE, get_record_file, get_run_folder
 from dcpbench.records.launches import measure_bands
 from dcpbench.records.metrics import LATENCIES, METRIC, STATISTICS
 from dcpbench.records.record import (
@@ -29,20 +29,27 @@ from dcpbench.records.record import (
     Interval,
     Kv,
     ServeMetrics,
-    cause,
-    device_of,
-    functional,
-    no_room,
-    of_a_file,
-    origin,
-    told,
+    get_cause,
+    get_device,
+    get_origin,
+    get_reason,
+    is_functional,
+    is_imported_origin,
+    is_rejected_for_memory,
 )
-from dcpbench.records.runs import Run, measurement, read_run
+from dcpbench.records.runs import Run, compute_measurement_digest, read_run
 from dcpbench.reports import findings, launch_bands, words
 from dcpbench.reports import slo as objectives
-from dcpbench.serving.load_words import in_step
-from dcpbench.show.numbers import missing
-from dcpbench.show.text import LINES, LONGEST, natural, printable, shortened, told_apart
+from dcpbench.serving.load_words import is_lock_step
+from dcpbench.show.numbers import is_missing
+from dcpbench.show.text import (
+    LINES,
+    MAX_TEXT_CHARS,
+    make_natural_key,
+    make_printable,
+    make_unique_names,
+    summarize_long_text,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -55,7 +62,7 @@ if TYPE_CHECKING:
 pd.set_option("mode.string_storage", "python")
 
 MAX_POINTS = 100_000  # of one run; a report about as many takes four minutes
-LONGEST_DETAIL = 8_000
+MAX_DETAIL_CHARS = 8_000
 """Maximum number of characters kept of a log; its end is kept because it is the most informative part."""
 GPU = "gpu="
 """Prefix of the setting that makes points of different hardware distinct; labels name the hardware itself."""
@@ -127,20 +134,20 @@ class Frames:
         """Return the points of all workloads, with the columns of each."""
         if self.points.empty or self.served.empty:
             return self.served if self.points.empty else self.points
-        return _plain([*self.points.to_dict("records"), *self.served.to_dict("records")])
+        return _make_plain_table([*self.points.to_dict("records"), *self.served.to_dict("records")])
 
     @cached_property
     def kv(self) -> pd.DataFrame:
         """Return the KV cache of each layout (findings.kv_by_layout)."""
-        return findings.kv_by_layout(self.everything)
+        return findings.compute_kv_by_layout(self.everything)
 
     @cached_property
     def findings(self) -> findings.Findings:
         """Return the findings from comparing the points."""
-        return findings.find(self)
+        return findings.compute_findings(self)
 
 
-def load(folders: Iterable[Path], *, as_repeats: bool = False, slo: dict[str, float] | None = None) -> Frames:
+def load_frames(folders: Iterable[Path], *, as_repeats: bool = False, slo: dict[str, float] | None = None) -> Frames:
     """Read and join run folders; with `as_repeats` as one run in which each folder is a pass over the same grid.
 
     `slo` are objectives in ms by name, instead of those that the runs were measured with.
@@ -150,7 +157,7 @@ def load(folders: Iterable[Path], *, as_repeats: bool = False, slo: dict[str, fl
     runs = read_runs(folders)
     bands = measure_bands(runs)
     if as_repeats:
-        runs = [_joined(runs)]
+        runs = [_join_runs(runs)]
     rows: list[dict[str, Any]] = []
     served: list[dict[str, Any]] = []
     others: list[dict[str, Any]] = []
@@ -158,22 +165,26 @@ def load(folders: Iterable[Path], *, as_repeats: bool = False, slo: dict[str, fl
         same: dict[str, list[Record]] = {}
         for record in run.records:
             if record.outcome == "ok":
-                same.setdefault(f"{record.point.same_but_repeat()} {same_load(record)}", []).append(record)
+                same.setdefault(f"{record.point.get_key_without_repeat()} {make_load_key(record)}", []).append(record)
             else:
-                others.append(_other_row(run.name, record))
+                others.append(_make_other_row(run.name, record))
         for records in same.values():
-            (served if records[0].point.load else rows).append(_point_row(run.name, records))
+            (served if records[0].point.load else rows).append(_make_point_row(run.name, records))
     slo = slo or {}
     return Frames(
         runs=runs,
-        points=launch_bands.add_bands(_plain(objectives.judged(_as_loads(_tidy(rows)), slo)), bands),
-        served=launch_bands.add_bands(_plain(objectives.judged(_as_served(_tidy(served)), slo)), bands),
+        points=launch_bands.add_bands(
+            _make_plain_table(objectives.add_slo_results(_add_load_columns(_build_tidy_table(rows)), slo)), bands
+        ),
+        served=launch_bands.add_bands(
+            _make_plain_table(objectives.add_slo_results(_add_served_columns(_build_tidy_table(served)), slo)), bands
+        ),
         slo=slo,
         others=pd.DataFrame(others, columns=[*OTHERS, *LOST]),
     )
 
 
-def _as_loads(points: pd.DataFrame) -> pd.DataFrame:
+def _add_load_columns(points: pd.DataFrame) -> pd.DataFrame:
     """Return points of `decode` with the columns that describe the load of served points."""
     if points.empty:
         return points
@@ -191,7 +202,7 @@ def _as_loads(points: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def _as_served(table: pd.DataFrame) -> pd.DataFrame:
+def _add_served_columns(table: pd.DataFrame) -> pd.DataFrame:
     """Return served points with `load` as text, in reading order: by mode, then loads from light to heavy, then
     layouts.
     """
@@ -201,19 +212,21 @@ def _as_served(table: pd.DataFrame) -> pd.DataFrame:
     table = table.assign(**{name: pd.to_numeric(table[name]) for name in METRIC if name in table})
     parts = [table["shape"].tolist()]
     for name, form in VARIES.items():
-        told = _told(table, name).tolist()
+        shown = _find_printed(table, name).tolist()
         loads = table[f"load_{name}"].tolist()
-        values = [None if v == "" or missing(v) or not said else v for v, said in zip(loads, told, strict=True)]
+        values = [
+            None if v == "" or is_missing(v) or not printed else v for v, printed in zip(loads, shown, strict=True)
+        ]
         if len(set(values) - ({None} if name in SOME_HAVE else set())) > 1:
-            said = [("on" if v else "off") if isinstance(v, bool) else v for v in values]
-            parts.append(["" if v is None else form.format(v) for v in said])
+            printed = [("on" if v else "off") if isinstance(v, bool) else v for v in values]
+            parts.append(["" if v is None else form.format(v) for v in printed])
     rest = [words.SEPARATOR.join(filter(None, texts)) for texts in zip(*parts, strict=True)]
     load = [f"{a}{words.SEPARATOR}{r}" for a, r in zip(table["arrival"], rest, strict=True)]
     by = ("run", "model", "mode", "load_arrival", "input_typical", "rest", "load_request_rate", "concurrency")
-    return _ordered(table.assign(rest=rest, load=load).copy(), *by)  # in one piece, as pandas wants wide tables
+    return _sort_table(table.assign(rest=rest, load=load).copy(), *by)  # in one piece, as pandas wants wide tables
 
 
-def _told(table: pd.DataFrame, name: str) -> pd.Series[Any]:
+def _find_printed(table: pd.DataFrame, name: str) -> pd.Series[Any]:
     """Return a mask of the points for which a load field is part of the printed load.
 
     The number of requests of an import is printed only if nothing else distinguishes two points: other tools send as
@@ -240,17 +253,17 @@ def read_runs(folders: Iterable[Path]) -> list[Run]:
     folders = list(dict.fromkeys(folders))
     if not folders:
         raise UsageError("no run folder given; name at least one, as in `dcpbench report runs/latest`.")
-    paths = [run_folder(folder).resolve() for folder in folders]
-    names = told_apart(paths)
-    return [_read(folder, names[path]) for folder, path in zip(folders, paths, strict=True)]
+    paths = [get_run_folder(folder).resolve() for folder in folders]
+    names = make_unique_names(paths)
+    return [_load_run(folder, names[path]) for folder, path in zip(folders, paths, strict=True)]
 
 
-def _read(folder: Path, name: str) -> Run:
-    path = record_file(folder)
+def _load_run(folder: Path, name: str) -> Run:
+    path = get_record_file(folder)
     inside = sorted(p.parent for p in folder.glob(f"*/{RECORDS_FILE}"))
     if inside and not path.exists():
         raise RecordsError(f"{folder} is no run, but holds some; name one or several: {' '.join(map(str, inside))}")
-    run = read_run(folder, name, keep=_Clipper(), most=MAX_POINTS, skip_bad_lines=True)
+    run = read_run(folder, name, keep=_Clipper(), max_points=MAX_POINTS, skip_bad_lines=True)
     if run.truncated and not run.records:
         raise RecordsError(f"{path} holds only a part of one record; repeat its sweep with -o {folder} --force.")
     if not run.records and not run.bad_lines:
@@ -270,44 +283,49 @@ class _Clipper:
         """Return the record with strings cut, and with an equal environment replaced by the one seen before."""
         names = ("point", "phases", "kv", "honesty", "choice", "sync_sites", "marks", "reason", "gpu", "serve")
         parts = {name: getattr(record, name) for name in names}
-        changes = {} if _fits(parts) else {name: _structure(part) for name, part in parts.items()}
+        changes = {} if _is_short(parts) else {name: _fit_strings(part) for name, part in parts.items()}
         if record.environment is not None:
             key = msgspec.json.encode(record.environment)
             if key not in self._environments:
-                self._environments[key] = _structure(record.environment)
+                self._environments[key] = _fit_strings(record.environment)
             changes["environment"] = self._environments[key]
         if record.detail:
-            changes["detail"] = {shortened(name): _end(text) for name, text in record.detail.items()}
+            changes["detail"] = {summarize_long_text(name): _fit_detail(text) for name, text in record.detail.items()}
         return msgspec.structs.replace(record, **changes)
 
 
-def _fits(parts: dict[str, Any]) -> bool:
+def _is_short(parts: dict[str, Any]) -> bool:
     """Return True if certainly no string inside needs to be cut: as JSON the strings have no escapes, and no text
     between two quotes is long.
     """
     text = msgspec.json.encode(parts)
-    return text.isascii() and b"\\" not in text and b"\x7f" not in text and max(map(len, text.split(b'"'))) <= LONGEST
+    return (
+        text.isascii()
+        and b"\\" not in text
+        and b"\x7f" not in text
+        and max(map(len, text.split(b'"'))) <= MAX_TEXT_CHARS
+    )
 
 
-def _end(text: str) -> str:
-    short = text if len(text) <= LONGEST_DETAIL else f"({len(text):,} characters) … {text[-LONGEST_DETAIL:]}"
-    return printable(short, LINES)
+def _fit_detail(text: str) -> str:
+    short = text if len(text) <= MAX_DETAIL_CHARS else f"({len(text):,} characters) … {text[-MAX_DETAIL_CHARS:]}"
+    return make_printable(short, LINES)
 
 
-def _structure(value: Any) -> Any:  # noqa: ANN401 - whatever a record holds
+def _fit_strings(value: Any) -> Any:  # noqa: ANN401 - whatever a record holds
     """Return the value with its strings cut, including nested ones."""
     if isinstance(value, str):
-        return shortened(value)
+        return summarize_long_text(value)
     if isinstance(value, msgspec.Struct):
-        return msgspec.structs.replace(value, **_structure(msgspec.structs.asdict(value)))
+        return msgspec.structs.replace(value, **_fit_strings(msgspec.structs.asdict(value)))
     if isinstance(value, list):
-        return [_structure(v) for v in value]
+        return [_fit_strings(v) for v in value]
     if isinstance(value, dict):
-        return {shortened(name): _structure(v) for name, v in value.items()}
+        return {summarize_long_text(name): _fit_strings(v) for name, v in value.items()}
     return value
 
 
-def _joined(runs: list[Run]) -> Run:
+def _join_runs(runs: list[Run]) -> Run:
     """Join the runs into one: repeat numbers continue, and a point that is rejected in all runs is rejected once.
 
     An exact copy of a record is not a repeat. Raise UsageError if runs were taken in different environments.
@@ -319,11 +337,11 @@ def _joined(runs: list[Run]) -> Run:
     for run in runs:
         for record in run.records:
             if record.metrics or record.serve:
-                if (one := measurement(record)) in measured:
+                if (one := compute_measurement_digest(record)) in measured:
                     continue
                 measured.add(one)
             point = msgspec.structs.replace(record.point, repeat=record.point.repeat + passes)
-            key = record.point.same_but_repeat() if record.outcome == "rejected" else point.key()
+            key = record.point.get_key_without_repeat() if record.outcome == "rejected" else point.get_key()
             records.setdefault(key, msgspec.structs.replace(record, point=point))
         passes += 1 + max((r.point.repeat for r in run.records), default=0)
     return Run(
@@ -355,7 +373,7 @@ def _check_same_environment(runs: list[Run]) -> None:
                     )
 
 
-def _other_row(run: str, record: Record) -> dict[str, Any]:
+def _make_other_row(run: str, record: Record) -> dict[str, Any]:
     point = record.point
     return {
         "run": run,
@@ -365,21 +383,21 @@ def _other_row(run: str, record: Record) -> dict[str, Any]:
         "context": point.context,
         "concurrency": point.concurrency,
         "mode": point.load.mode if point.load else None,
-        "load": words.served(point) if point.load else None,
+        "load": words.format_served_load(point) if point.load else None,
         "repeat": point.repeat,
         "outcome": record.outcome,
         "reason": record.reason or "no reason was recorded",
         "detail": "\n".join(f"{name}: {text}" for name, text in record.detail.items()),
-        "no_room": no_room(record),
-        "told": told(record),
-        "cause": cause(record),
-        "device": CPU if functional(record) else device_of(record),
-        "cpu": functional(record),
+        "no_room": is_rejected_for_memory(record),
+        "told": get_reason(record),
+        "cause": get_cause(record),
+        "device": CPU if is_functional(record) else get_device(record),
+        "cpu": is_functional(record),
         "gpus": point.gpus,
     }
 
 
-def commonest_first(others: pd.DataFrame) -> pd.DataFrame:
+def sort_commonest_first(others: pd.DataFrame) -> pd.DataFrame:
     """Return the points that did not run: failures by frequency of their cause, then rejected points in their order."""
     if others.empty:
         return others
@@ -387,7 +405,7 @@ def commonest_first(others: pd.DataFrame) -> pd.DataFrame:
     return others.assign(shared=shared).sort_values("shared", ascending=False, kind="stable").drop(columns="shared")
 
 
-def _point_row(run: str, records: list[Record]) -> dict[str, Any]:
+def _make_point_row(run: str, records: list[Record]) -> dict[str, Any]:
     """Return the repeats of one point as one row: medians of medians; intervals are the envelope of the repeats'
     intervals.
     """
@@ -400,7 +418,7 @@ def _point_row(run: str, records: list[Record]) -> dict[str, Any]:
     phases = dict.fromkeys(name for p in profiled for name in p.phase_us)
     floors = [r.floor for r in records if r.floor]
     floored = dict.fromkeys(name for f in floors for name in (*phases, *f.phase_floor_us))
-    told = ("layers", "layers_held", "attention_error", "experts_hit", "graph_batch", "cuda_graph")
+    condition_names = ("layers", "layers_held", "attention_error", "experts_hit", "graph_batch", "cuda_graph")
     busiest = {name: v for name in BUSIEST if honesty and (v := getattr(honesty, name)) is not None}
     row |= {
         "run": run,
@@ -410,29 +428,29 @@ def _point_row(run: str, records: list[Record]) -> dict[str, Any]:
         "gpus": point.gpus,
         "precision": point.precision,
         "repeats": len(records),
-        "origin": origin(records[0]),
+        "origin": get_origin(records[0]),
         "marks": ", ".join(sorted({mark for r in records for mark in r.marks})),
-        "cpu": any(map(functional, records)),
-        "device": next(filter(None, map(device_of, records)), None),
-        "slo_recorded": objectives.recorded(records[0]),
+        "cpu": any(map(is_functional, records)),
+        "device": next(filter(None, map(get_device, records)), None),
+        "slo_recorded": objectives.get_recorded_slo(records[0]),
         **{f"kv_{name}": getattr(kv, name, None) for name in Kv.__struct_fields__},
         "room_for": kv.capacity_requests * instances.serving if kv else None,
-        **merged(records, "kv_tokens_per_gib"),
-        **{f"phase_{name}_us": median(p.phase_us.get(name, 0.0) for p in profiled) for name in phases},
-        "idle_us": median(p.idle_us for p in profiled),
-        **{f"floor_{name}_us": median(f.phase_floor_us.get(name, 0.0) for f in floors) for name in floored},
-        **merged(records, "idle_fraction", "kernels"),
-        **{name: getattr(honesty, name, None) for name in told},
+        **merge_metrics(records, "kv_tokens_per_gib"),
+        **{f"phase_{name}_us": compute_median(p.phase_us.get(name, 0.0) for p in profiled) for name in phases},
+        "idle_us": compute_median(p.idle_us for p in profiled),
+        **{f"floor_{name}_us": compute_median(f.phase_floor_us.get(name, 0.0) for f in floors) for name in floored},
+        **merge_metrics(records, "idle_fraction", "kernels"),
+        **{name: getattr(honesty, name, None) for name in condition_names},
         **busiest,
-        **merged(records, *OF_ENGINE),
-        **merged(records, "floor_share"),
+        **merge_metrics(records, *OF_ENGINE),
+        **merge_metrics(records, "floor_share"),
         "throttle_reasons": ", ".join(sorted({reason for r in records if r.gpu for reason in r.gpu.throttle_reasons})),
-        **_clocks(records),
+        **_collect_clocks(records),
     }
-    return row | (_served_columns(records) if point.load else _decode_columns(records))
+    return row | (_make_served_columns(records) if point.load else _make_decode_columns(records))
 
 
-def _clocks(records: list[Record]) -> dict[str, Any]:
+def _collect_clocks(records: list[Record]) -> dict[str, Any]:
     """Return the highest SM clock and the relative fall below it, for the repeat in which the clock fell most."""
     known = [(g.sm_clock_mhz_min, g.sm_clock_mhz_max) for r in records if (g := r.gpu)]
     falls = [(1 - low / high, high) for low, high in known if low and high]
@@ -440,17 +458,17 @@ def _clocks(records: list[Record]) -> dict[str, Any]:
     return {"sm_clock_mhz_max": high, "clock_fall": fall}
 
 
-def _decode_columns(records: list[Record]) -> dict[str, Any]:
+def _make_decode_columns(records: list[Record]) -> dict[str, Any]:
     steps = [r.metrics.step_ms for r in records if r.metrics]
     latencies = [f"{name}_{p}_ms" for p in metrics.PERCENTILES for name in ("itl", "ttft")]
     return {
         "samples": sum(interval.samples for interval in steps),
-        "spread": findings.spread(steps),
-        **merged(records, "step_ms", "output_tok_s", *latencies, *OF_DECODE),
+        "spread": findings.compute_spread(steps),
+        **merge_metrics(records, "step_ms", "output_tok_s", *latencies, *OF_DECODE),
     }
 
 
-def _served_columns(records: list[Record]) -> dict[str, Any]:
+def _make_served_columns(records: list[Record]) -> dict[str, Any]:
     """Return the additional columns of a served point: medians, and for the output rate its range over repeats."""
     point = records[0].point
     load = point.load
@@ -460,33 +478,36 @@ def _served_columns(records: list[Record]) -> dict[str, Any]:
     row: dict[str, Any] = {f"load_{name}": getattr(load, name) for name in load.__struct_fields__ if name != "mode"}
     settings = records[0].measured_with
     limit, kv_memory = settings.get("limit_seconds"), settings.get("kv_memory_bytes")
-    slos = list({words.objectives(m.slo_ms) for m in measured})
+    slos = list({words.format_objectives(m.slo_ms) for m in measured})
     row |= {
         "load_at_once": None if load.arrival == CLOSED else point.concurrency,
         "load_kv_memory_gib": kv_memory / GIB if isinstance(kv_memory, int) else None,
         "load_limit_seconds": limit if isinstance(limit, float | int) else None,
         "mode": load.mode,
-        "arrival": words.arrival(point),
-        "shape": words.shape(load),
-        "input_typical": words.typical(load.input_tokens),
-        "same_load": same_load(records[0]),
-        "in_step": in_step(load, point.concurrency) and not of_a_file(origin(records[0])),
+        "arrival": words.format_arrival(point),
+        "shape": words.format_shape(load),
+        "input_typical": words.get_typical_length(load.input_tokens),
+        "same_load": make_load_key(records[0]),
+        "in_step": is_lock_step(load, point.concurrency) and not is_imported_origin(get_origin(records[0])),
         "output_tok_s_low": min(rates, default=None),
         "output_tok_s_high": max(rates, default=None),
-        "spread": findings.spread([Interval(median=rate, low=rate, high=rate, samples=1) for rate in rates]),
+        "spread": findings.compute_spread([Interval(median=rate, low=rate, high=rate, samples=1) for rate in rates]),
         "step_error": max((e for r in records if r.honesty and (e := r.honesty.step_error) is not None), default=None),
     }
-    row |= merged(records, *SERVED)
+    row |= merge_metrics(records, *SERVED)
     for name in LATENCIES:
-        row |= merged(records, *(f"{name}_{statistic}_ms" for statistic in STATISTICS))
+        row |= merge_metrics(records, *(f"{name}_{statistic}_ms" for statistic in STATISTICS))
         row[f"{name}_samples"] = max((getattr(m, f"{name}_ms").samples for m in measured), default=0)
-    row |= merged(records, "cached_share", *(metric.name for metric in metrics.INSTANCES))
+    row |= merge_metrics(records, "cached_share", *(metric.name for metric in metrics.INSTANCES))
     # repeats with different objectives have none in common
-    alike = len(slos) == 1
-    return row | {"slo": slos[0] if alike else "", "goodput_s": median(m.goodput_s for m in measured if alike)}
+    same_objectives = len(slos) == 1
+    return row | {
+        "slo": slos[0] if same_objectives else "",
+        "goodput_s": compute_median(m.goodput_s for m in measured if same_objectives),
+    }
 
 
-def same_load(record: Record) -> str:
+def make_load_key(record: Record) -> str:
     """Return a key that is equal for all points that were sent the same requests, in any mode, with the same KV memory
     and limit.
 
@@ -499,23 +520,23 @@ def same_load(record: Record) -> str:
     return f"{record.point.concurrency} {sent} {settings}"
 
 
-def median(values: Iterable[float | None]) -> float | None:
+def compute_median(values: Iterable[float | None]) -> float | None:
     """Return the median of the values that are not None; None without any."""
     known = [float(v) for v in values if v is not None]
     return statistics.median(known) if known else None
 
 
-def merged(records: Sequence[Record], *names: str) -> dict[str, float | None]:
+def merge_metrics(records: Sequence[Record], *names: str) -> dict[str, float | None]:
     """Return columns of these metrics: the merged value of the repeats, and both ends of an interval if tables have
     them.
 
     An interval is the envelope of the repeats' intervals, or of the repeats' values if they have no intervals.
     """
     if len(records) == 1:
-        return _alone(records[0], names)
+        return _collect_single(records[0], names)
     row: dict[str, float | None] = {}
     for metric in (METRIC[name] for name in names):
-        held = [found for record in records if (found := metric.held(record)) is not None]
+        held = [found for record in records if (found := metric.get_recorded(record)) is not None]
         known = [(f.median, f.low, f.high) if isinstance(f, Interval) else (f, f, f) for f in held]
         row[metric.name] = MERGES[metric.merged]([value for value, _, _ in known]) if known else None
         if metric.ranged:
@@ -524,11 +545,11 @@ def merged(records: Sequence[Record], *names: str) -> dict[str, float | None]:
     return row
 
 
-def _alone(record: Record, names: tuple[str, ...]) -> dict[str, float | None]:
+def _collect_single(record: Record, names: tuple[str, ...]) -> dict[str, float | None]:
     """Return the columns of `merged` for a point without repeats, of which there may be many thousand."""
     row: dict[str, float | None] = {}
     for metric in (METRIC[name] for name in names):
-        found = metric.held(record)
+        found = metric.get_recorded(record)
         value, low, high = (
             (found.median, found.low, found.high) if isinstance(found, Interval) else (found, found, found)
         )
@@ -538,69 +559,69 @@ def _alone(record: Record, names: tuple[str, ...]) -> dict[str, float | None]:
     return row
 
 
-def _plain(rows: pd.DataFrame | list[dict[Any, Any]]) -> pd.DataFrame:
+def _make_plain_table(rows: pd.DataFrame | list[dict[Any, Any]]) -> pd.DataFrame:
     """Return a table with strings stored as objects: even pandas' arrays of Python strings are slow to iterate over."""
     table = pd.DataFrame(rows)
     words = [name for name, kind in table.dtypes.items() if isinstance(kind, pd.StringDtype)]
     return table.astype(dict.fromkeys(words, object)).copy()  # in one piece, as pandas wants wide tables
 
 
-def _tidy(rows: list[dict[str, Any]]) -> pd.DataFrame:
+def _build_tidy_table(rows: list[dict[str, Any]]) -> pd.DataFrame:
     """Return rows as a table in reading order, with a `variant` that distinguishes points of the
     same layout and load.
     """
     if not rows:
         return pd.DataFrame()
-    table = _plain(rows)
-    found = [_exchanges(table) if axis.name == "exchange" else _varying(table, axis) for axis in AXES]
-    parts = [texts for texts in (*found, _devices(table)) if texts]
+    table = _make_plain_table(rows)
+    found = [_format_exchanges(table) if axis.name == "exchange" else _format_varying(table, axis) for axis in AXES]
+    parts = [texts for texts in (*found, _format_devices(table)) if texts]
     table["variant"] = [", ".join(filter(None, texts)) for texts in zip(*parts, strict=True)]
     table["label"] = [
         f"{lay} ({var})" if var else lay for lay, var in zip(table["layout"], table["variant"], strict=True)
     ]
-    return _ordered(table, "run", "model", "context", "concurrency")
+    return _sort_table(table, "run", "model", "context", "concurrency")
 
 
-def _ordered(table: pd.DataFrame, *columns: str) -> pd.DataFrame:
+def _sort_table(table: pd.DataFrame, *columns: str) -> pd.DataFrame:
     """Sort by these columns and the layout; numbers in texts sort by value, so that `max_num_seqs=8` comes before
     `=32`.
     """
 
-    def places(column: pd.Series[Any]) -> pd.Series[Any]:
+    def make_sort_key(column: pd.Series[Any]) -> pd.Series[Any]:
         if not any(isinstance(value, str) for value in column):
             return column
-        return column.map({text: place for place, text in enumerate(sorted(set(column), key=natural))})
+        return column.map({text: place for place, text in enumerate(sorted(set(column), key=make_natural_key))})
 
     order = [*columns, *DEGREES, "ep", "variant"]
-    return table.sort_values(order, kind="stable", ignore_index=True, key=places)
+    return table.sort_values(order, kind="stable", ignore_index=True, key=make_sort_key)
 
 
 DISTINCT_WHEN_ABSENT = ("emulate", "prefill_gpus")  # fields of which an empty value means something, not "unknown"
 
 
-def _varying(table: pd.DataFrame, axis: Axis) -> list[str]:
+def _format_varying(table: pd.DataFrame, axis: Axis) -> list[str]:
     """Return the text of a field for each point, such as `page 64`; empty unless it distinguishes two points that have it."""
     if axis.name == "settings":
-        return _settings(table)
+        return _format_settings(table)
     if axis.name == "ep":
-        return _experts(table)
+        return _format_experts(table)
     if axis.name in STORED:
-        return _stored(table, axis)
+        return _format_stored(table, axis)
     own = axis.label and Role.EXCHANGE not in axis.role
-    texts = [axis.text(value) for value in table[axis.name]] if own else []
+    texts = [axis.format_value(value) for value in table[axis.name]] if own else []
     silent = set() if axis.name in DISTINCT_WHEN_ABSENT else {""}
     return texts if len({*texts} - silent) > 1 else []
 
 
-def _stored(table: pd.DataFrame, axis: Axis) -> list[str]:
+def _format_stored(table: pd.DataFrame, axis: Axis) -> list[str]:
     """Return `fp8 KV` or `bf16 KV` for each point if both occur; empty for an import without that information."""
     kept = table[axis.name]
     if len({*kept} - {UNKNOWN}) == 1:
         return []
-    return [axis.text(value or dtype) for value, dtype in zip(kept, table["dtype"], strict=True)]
+    return [axis.format_value(value or dtype) for value, dtype in zip(kept, table["dtype"], strict=True)]
 
 
-def _experts(table: pd.DataFrame) -> list[str]:
+def _format_experts(table: pd.DataFrame) -> list[str]:
     """Return `ep8` or `ep1` for each point without attention data parallel; an empty list if all place experts the same way.
 
     With attention data parallel the name of the layout has the degree.
@@ -613,39 +634,39 @@ def _experts(table: pd.DataFrame) -> list[str]:
     return [] if len(kinds) <= 1 else ["" if degree is None else f"ep{degree}" for _, degree in placed]
 
 
-def _settings(table: pd.DataFrame) -> list[str]:
+def _format_settings(table: pd.DataFrame) -> list[str]:
     """Return for each point the settings that not all points of its run have, or that another run sets differently:
     `max_num_seqs=4`.
     """
-    told = [[p for p in text.split(SETTING) if p and not p.startswith(GPU)] for text in table["settings"]]
+    settings = [[p for p in text.split(SETTING) if p and not p.startswith(GPU)] for text in table["settings"]]
     of_run: dict[str, list[set[str]]] = {}
     values: dict[str, set[str]] = {}
-    for run, parts in zip(table["run"], told, strict=True):
+    for run, parts in zip(table["run"], settings, strict=True):
         of_run.setdefault(run, []).append(set(parts))
         for part in parts:
             values.setdefault(part.partition("=")[0], set()).add(part)
     common = {run: set.intersection(*found) for run, found in of_run.items()}
     return [
         SETTING.join(p for p in parts if p not in common[run] or len(values[p.partition("=")[0]]) > 1)
-        for run, parts in zip(table["run"], told, strict=True)
+        for run, parts in zip(table["run"], settings, strict=True)
     ]
 
 
-def _devices(table: pd.DataFrame) -> list[str]:
+def _format_devices(table: pd.DataFrame) -> list[str]:
     """Return the hardware of each point if there are imports and several kinds of hardware; else an empty list."""
     devices = [device if isinstance(device, str) else "" for device in table["device"]]
     return devices if len({*devices} - {""}) > 1 and bool((table["origin"] != OURS).any()) else []
 
 
-def _exchanges(table: pd.DataFrame) -> list[str]:
+def _format_exchanges(table: pd.DataFrame) -> list[str]:
     """Return for each point with an exchange the parts that not all of these have in common, such as `a2a
     +q-replicate`; else empty.
     """
-    own = point_axes(Role.EXCHANGE)
+    own = select_point_axes(Role.EXCHANGE)
     rows = table[[axis.name for axis in own]].to_dict("records")
     exchanges = ~table["exchange"].isin((NO_EXCHANGE, UNKNOWN))
     varying = [axis for axis in own if len(set(table[axis.name][exchanges])) > 1]
     return [
-        " ".join(axes.words(varying, {str(k): v for k, v in row.items()})) if exchanging else ""
+        " ".join(axes.format_changed_values(varying, {str(k): v for k, v in row.items()})) if exchanging else ""
         for row, exchanging in zip(rows, exchanges, strict=True)
     ]

@@ -12,32 +12,36 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from dcpbench.points.axes import COMPUTES, Role
-from dcpbench.points.instances import parse
-from dcpbench.points.point import point_axes
+from dcpbench.points.instances import parse_instances
+from dcpbench.points.point import select_point_axes
 from dcpbench.records import metrics
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.reports import findings, launch_bands
-from dcpbench.reports.tables import FOLD_ABOVE, LOADED, Column, Table, columns, make_table, of_mode
-from dcpbench.reports.words import MODELS, short_shapes
-from dcpbench.show.numbers import ABSENT, missing, number, percent, times
-from dcpbench.show.text import listed
+from dcpbench.reports.tables import FOLD_ABOVE, LOADED, Column, Table, make_columns, make_table, select_mode
+from dcpbench.reports.words import MODELS, make_short_shapes
+from dcpbench.show.numbers import ABSENT, format_number, format_percent, format_ratio, is_missing
+from dcpbench.show.text import format_list
 
 if TYPE_CHECKING:
     from dcpbench.reports.frames import Frames
 
 Row = dict[Any, Any]
-ALIKE_OF = [*findings.LOAD, "gpus", *(a.name for a in point_axes(COMPUTES, but=Role.DEPLOYED) if a.name != "model")]
+SAME_BUT_INSTANCES = [
+    *findings.LOAD,
+    "gpus",
+    *(a.name for a in select_point_axes(COMPUTES, but=Role.DEPLOYED) if a.name != "model"),
+]
 """Columns that a point shares with the point on the same number of GPUs in which all instances do both."""
-BESIDE = ("itl_p99_ms", "ttft_p50_ms")
+COMPARED_LATENCIES = ("itl_p99_ms", "ttft_p50_ms")
 """Latencies that are reported for both if they differ."""
-MOST_COLUMNS = 16
-MOST_LOADS = 6
+MAX_COLUMNS = 16
+MAX_LOADS = 6
 """Maximum number of loads that sentences name; the table has all."""
 UNEVEN = 0.2
 """Minimum difference of the busy shares of prefill and decode from which one of them is reported as the bottleneck."""
 
 
-def compared(points: pd.DataFrame) -> pd.DataFrame:
+def compare_ratios(points: pd.DataFrame) -> pd.DataFrame:
     """Return the points of loads that some prefill:decode ratio served.
 
     `split` is True if instances only prefill or decode. `over_…` and `ratio` compare the point with instances that do
@@ -45,46 +49,46 @@ def compared(points: pd.DataFrame) -> pd.DataFrame:
     """
     if points.empty:
         return points
-    split = [parse(text).disaggregated for text in points["disaggregate"]]
+    split = [parse_instances(text).disaggregated for text in points["disaggregate"]]
     if not any(split):
         return points.iloc[:0]
     points = points.assign(split=split)
-    ran = set(findings.keys(points[points["split"]], findings.LOAD))
-    points = points[[key in ran for key in findings.keys(points, findings.LOAD)]]
-    alike = points[~points["split"]]
-    return findings.over(points, alike, ALIKE_OF, "output_tok_s", "label", *BESIDE)
+    ran = set(findings.list_keys(points[points["split"]], findings.LOAD))
+    points = points[[key in ran for key in findings.list_keys(points, findings.LOAD)]]
+    unsplit = points[~points["split"]]
+    return findings.add_ratios(points, unsplit, SAME_BUT_INSTANCES, "output_tok_s", "label", *COMPARED_LATENCIES)
 
 
-def sentences(points: pd.DataFrame) -> list[str]:
+def describe_best_ratios(points: pd.DataFrame) -> list[str]:
     """Return, for each load, the ratio with most output per GPU within the SLO, compared with
     instances that do both.
     """
-    found = compared(points)
-    said = []
-    for scope in dict.fromkeys(findings.keys(found, findings.SCOPE)):
-        own = found[[key == scope for key in findings.keys(found, findings.SCOPE)]]
-        loads = [_of_load(load) for _, load in own.groupby("load", sort=False)]
-        more = len(loads) - MOST_LOADS
-        told = "; ".join(loads[:MOST_LOADS]) + (f"; {more:,} more loads are in the table" if more > 0 else "")
-        launches = f" {launch_bands.IN_ONE_LAUNCH}" if launch_bands.are_single(own) else ""
-        said.append(
-            f"Prefill apart from decode, {MODELS.get(scope[1], scope[1])}, most output for each GPU{launches}: {told}."
+    found = compare_ratios(points)
+    texts = []
+    for scope in dict.fromkeys(findings.list_keys(found, findings.SCOPE)):
+        own = found[[key == scope for key in findings.list_keys(found, findings.SCOPE)]]
+        loads = [_describe_load(load) for _, load in own.groupby("load", sort=False)]
+        more = len(loads) - MAX_LOADS
+        clauses = "; ".join(loads[:MAX_LOADS]) + (f"; {more:,} more loads are in the table" if more > 0 else "")
+        launches = f" {launch_bands.IN_ONE_LAUNCH}" if launch_bands.has_single_launches(own) else ""
+        texts.append(
+            f"Prefill apart from decode, {MODELS.get(scope[1], scope[1])}, most output for each GPU{launches}: {clauses}."
         )
-    return said
+    return texts
 
 
-def grid(frames: Frames) -> list[Table]:
+def build_grids(frames: Frames) -> list[Table]:
     """Build grids of output per GPU: a row for each load, a column for each ratio and for instances that do both."""
-    found = compared(findings.timed(frames.served))
+    found = compare_ratios(findings.select_timed(frames.served))
     tables = []
-    for scope in dict.fromkeys(findings.keys(found, findings.SCOPE)):
-        own = found[[key == scope for key in findings.keys(found, findings.SCOPE)]]
-        labels = list(dict.fromkeys(own.sort_values(["split", "gpus"], kind="stable")["label"]))[:MOST_COLUMNS]
-        short = short_shapes(own["rest"])
+    for scope in dict.fromkeys(findings.list_keys(found, findings.SCOPE)):
+        own = found[[key == scope for key in findings.list_keys(found, findings.SCOPE)]]
+        labels = list(dict.fromkeys(own.sort_values(["split", "gpus"], kind="stable")["label"]))[:MAX_COLUMNS]
+        short = make_short_shapes(own["rest"])
         rows = []
         for _, load in own.groupby("load", sort=False):
-            best = _best(load)
-            cells = {row["label"]: _cell(row, best) for row in load.to_dict("records")}
+            best = _find_best(load)
+            cells = {row["label"]: _format_cell(row, best) for row in load.to_dict("records")}
             first = load.iloc[0]
             rows.append({"load": f"{first['arrival']} · {short[first['rest']]}"} | cells)
         table = pd.DataFrame(rows).reindex(columns=["load", *labels]).fillna(ABSENT)
@@ -95,18 +99,18 @@ def grid(frames: Frames) -> list[Table]:
     return tables
 
 
-def table(frames: Frames, mode: str) -> Table:
+def build_table(frames: Frames, mode: str) -> Table:
     """Build a table of all such points: output per GPU, busy shares of both sides, and cost of transfers."""
-    found = compared(of_mode(frames.served, mode))
+    found = compare_ratios(select_mode(frames.served, mode))
     if len(found):
-        found = found.sort_values(["run", "model", "load", "split", "gpus"], kind="stable", key=_as_is(found))
+        found = found.sort_values(["run", "model", "load", "split", "gpus"], kind="stable", key=_make_order_key(found))
     shown: list[Column] = [
         *LOADED,
         ("GPUs", lambda r: f"{r['gpus']:,}"),
-        *columns([metrics.METRIC["output_tok_s_per_gpu"]]),
-        ("output over instances that do both", lambda r: times(r["ratio"]) if r["split"] else ABSENT),
-        *columns(metrics.METRIC[name] for name in ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms")),
-        *columns(metrics.INSTANCES),
+        *make_columns([metrics.METRIC["output_tok_s_per_gpu"]]),
+        ("output over instances that do both", lambda r: format_ratio(r["ratio"]) if r["split"] else ABSENT),
+        *make_columns(metrics.METRIC[name] for name in ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms")),
+        *make_columns(metrics.INSTANCES),
         ("SLO", "slo_said"),
     ]
     return make_table(
@@ -119,24 +123,24 @@ def table(frames: Frames, mode: str) -> Table:
     )
 
 
-def _as_is(found: pd.DataFrame) -> Any:  # noqa: ANN401 - what pandas takes
+def _make_order_key(found: pd.DataFrame) -> Any:  # noqa: ANN401 - what pandas takes
     """Return a sort key with which loads keep their order."""
     places = {load: place for place, load in enumerate(dict.fromkeys(found["load"]))}
     return lambda column: column.map(places) if column.name == "load" else column
 
 
-def _best(load: pd.DataFrame) -> Row | None:
+def _find_best(load: pd.DataFrame) -> Row | None:
     """Return the point with most output per GPU of those within the SLO."""
     fits = load[~(load["slo_excess"] > 1)].sort_values("output_tok_s_per_gpu", kind="stable")
     return None if fits.empty else fits.to_dict("records")[-1]
 
 
-def _of_load(load: pd.DataFrame) -> str:
+def _describe_load(load: pd.DataFrame) -> str:
     """Return `at closed 48 · 4,000 in · 1,500 out tp4 1P1D, 47.9 tok/s (prefill 20 % busy, decode 99 %)`, and the
     comparison with others.
     """
     where = f"at {load['load'].iloc[0]} "
-    best = _best(load)
+    best = _find_best(load)
     if best is None:
         near = load.sort_values("slo_excess", kind="stable").iloc[0]
         return f"{where}none is within the SLO, nearest {near['label']}"
@@ -144,42 +148,44 @@ def _of_load(load: pd.DataFrame) -> str:
     band = launch_bands.find_largest(load)
     level = level[level["output_tok_s_per_gpu"] * (1 + band) >= best["output_tok_s_per_gpu"]]
     names = [best["label"], *(name for name in level["label"] if name != best["label"])]
-    said = f"{where}{listed(names, 'or')}, {number(best['output_tok_s_per_gpu'], 3)} tok/s{_busy(best)}"
-    if best["split"]:
-        return said + _beside(best)
-    split = _best(load[load["split"]])
-    if split is None:
-        return f"{said}; no ratio is within the SLO"
-    if split["label"] in names:
-        return said
-    return (
-        f"{said}; of ratios {split['label']}, {number(split['output_tok_s_per_gpu'], 3)}{_busy(split)}{_beside(split)}"
+    text = (
+        f"{where}{format_list(names, 'or')}, {format_number(best['output_tok_s_per_gpu'], 3)} tok/s{_format_busy(best)}"
     )
+    if best["split"]:
+        return text + _format_comparison(best)
+    split = _find_best(load[load["split"]])
+    if split is None:
+        return f"{text}; no ratio is within the SLO"
+    if split["label"] in names:
+        return text
+    return f"{text}; of ratios {split['label']}, {format_number(split['output_tok_s_per_gpu'], 3)}{_format_busy(split)}{_format_comparison(split)}"
 
 
-def _beside(row: Row) -> str:
+def _format_comparison(row: Row) -> str:
     """Return `, 0.93× tp4 ×2 with ITL p99 86 instead of 150 ms`."""
-    if missing(row["ratio"]):
+    if is_missing(row["ratio"]):
         return ""
-    told = []
-    for name in BESIDE:
+    differences = []
+    for name in COMPARED_LATENCIES:
         own, other = row[name], row[f"over_{name}"]
-        if not missing(own) and not missing(other) and abs(own / other - 1) > REPEATS_AGREE_WITHIN:
-            told.append(f"{metrics.METRIC[name].label} {number(own, 3)} instead of {number(other, 3)} ms")
-    return f", {row['ratio']:.2f}× {row['over_label']}" + (f" with {listed(told)}" if told else "")
+        if not is_missing(own) and not is_missing(other) and abs(own / other - 1) > REPEATS_AGREE_WITHIN:
+            differences.append(
+                f"{metrics.METRIC[name].label} {format_number(own, 3)} instead of {format_number(other, 3)} ms"
+            )
+    return f", {row['ratio']:.2f}× {row['over_label']}" + (f" with {format_list(differences)}" if differences else "")
 
 
-def _busy(row: Row) -> str:
+def _format_busy(row: Row) -> str:
     """Return ` (prefill 20 % busy, decode 99 %: decode bounds it)`; empty if all instances do both."""
     prefill, decode = row["prefill_busy_share"], row["decode_busy_share"]
-    if not row["split"] or missing(prefill) or missing(decode):
+    if not row["split"] or is_missing(prefill) or is_missing(decode):
         return ""
     bound = "" if abs(prefill - decode) <= UNEVEN else f": {'prefill' if prefill > decode else 'decode'} bounds it"
-    return f" (prefill {percent(prefill)} busy, decode {percent(decode)}{bound})"
+    return f" (prefill {format_percent(prefill)} busy, decode {format_percent(decode)}{bound})"
 
 
-def _cell(row: Row, best: Row | None) -> str:
-    value = number(row["output_tok_s_per_gpu"], 3)
+def _format_cell(row: Row, best: Row | None) -> str:
+    value = format_number(row["output_tok_s_per_gpu"], 3)
     if row["slo_excess"] > 1:
         return f"({value})"
     return f"▲ {value}" if best is not None and row["label"] == best["label"] else value

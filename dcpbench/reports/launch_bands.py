@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
-from dcpbench.show.numbers import percent
+from dcpbench.show.numbers import format_percent
 
 if TYPE_CHECKING:
     from typing import Any
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 COLUMN = "launch_band"  # share by which two launches of a point may differ; missing if that is not known
 IN_ONE_LAUNCH = "in one launch each"
 NOT_DISTINGUISHABLE = "not distinguishable"
-BY_MORE = f"by more than {percent(REPEATS_AGREE_WITHIN)}"
+BY_MORE = f"by more than {format_percent(REPEATS_AGREE_WITHIN)}"
 
 
 def add_bands(points: pd.DataFrame, bands: dict[str, float]) -> pd.DataFrame:
@@ -42,6 +42,6 @@ def find_largest(points: pd.DataFrame) -> float:
     return float(known.max()) if len(known) else REPEATS_AGREE_WITHIN
 
 
-def are_single(points: pd.DataFrame) -> bool:
+def has_single_launches(points: pd.DataFrame) -> bool:
     """Return True if any of these points comes from a server of which no two launches are known."""
     return COLUMN in points and bool(points[COLUMN].isna().any())

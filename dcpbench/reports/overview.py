@@ -11,141 +11,146 @@ from typing import TYPE_CHECKING
 
 from dcpbench.points.names import CLOSED, REPLAY, TOOLS, UNKNOWN
 from dcpbench.points.point import UNKNOWN_LAYOUT
-from dcpbench.records.record import A_SERVER, CPU, of_a_file
+from dcpbench.records.record import A_SERVER, CPU, is_imported_origin
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.reports import answer, findings, floors, launch_bands, marks, rule, slo, words
 from dcpbench.serving.step_times import PADDED_ROWS
-from dcpbench.show.numbers import missing, number, percent
-from dcpbench.show.text import capital, counted, listed
+from dcpbench.show.numbers import format_number, format_percent, is_missing
+from dcpbench.show.text import format_capitalized, format_count, format_list
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from dcpbench.reports.frames import Frames
 
-MOST_NAMES = 6
+MAX_NAMES = 6
 """Maximum number of layouts or models that a title names; above it the title counts them."""
-MOST_CLAUSES = 3
+MAX_CLAUSES = 3
 """Maximum number of loads without KV capacity that a bullet names."""
-MOST_BULLETS = 4
+MAX_BULLETS = 4
 """Maximum number of bullets below the first sentence."""
 
 
-def title(frames: Frames) -> str:
+def format_title(frames: Frames) -> str:
     """Return `DeepSeek-V3 · tp4, tp4·dcp4 · 4 × NVIDIA H200 · bf16 · ag_rs · 2026-11-20`, without the parts that no
     record has.
     """
     table = frames.everything
     if table.empty:
-        return _title_of_none(frames)
+        return _format_title_of_none(frames)
     parts = [
-        _few([words.MODELS.get(name, name) for name in words.unique(table["model"])], "models"),
-        _few(words.unique(table.sort_values(["tp", "dp", "dcp"], kind="stable")["layout"]), "layouts"),
-        hardware(frames),
-        _few([kept.replace(", ", " + ") for kept in words.unique(table["precision"])], "precisions"),
-        _few(words.unique(n for n in table["exchange"] if n not in ("none", UNKNOWN)), "exchanges"),
-        _dates(frames),
-        rule.forecast(table),
-        _imports(table),
+        _format_few([words.MODELS.get(name, name) for name in words.list_unique(table["model"])], "models"),
+        _format_few(words.list_unique(table.sort_values(["tp", "dp", "dcp"], kind="stable")["layout"]), "layouts"),
+        format_report_hardware(frames),
+        _format_few([kept.replace(", ", " + ") for kept in words.list_unique(table["precision"])], "precisions"),
+        _format_few(words.list_unique(n for n in table["exchange"] if n not in ("none", UNKNOWN)), "exchanges"),
+        _format_dates(frames),
+        rule.format_forecast(table),
+        _format_imports(table),
     ]
     return words.SEPARATOR.join(part for part in parts if part and part != UNKNOWN)
 
 
-def _title_of_none(frames: Frames) -> str:
+def _format_title_of_none(frames: Frames) -> str:
     """Return the title for runs in which no point finished."""
     lost = frames.others
     if lost.empty:
         return "dcpbench: " + ", ".join(run.name for run in frames.runs)
-    models = _few([words.MODELS.get(name, name) for name in words.unique(lost["model"])], "models")
-    parts = [models, _few(words.unique(lost["layout"]), "layouts"), hardware(frames), _dates(frames)]
+    models = _format_few([words.MODELS.get(name, name) for name in words.list_unique(lost["model"])], "models")
+    parts = [
+        models,
+        _format_few(words.list_unique(lost["layout"]), "layouts"),
+        format_report_hardware(frames),
+        _format_dates(frames),
+    ]
     return words.SEPARATOR.join([*filter(None, parts), "no point finished"])
 
 
-def _imports(table: pd.DataFrame) -> str:
+def _format_imports(table: pd.DataFrame) -> str:
     """Return `imported from vllm bench serve`, or `some imported from …` if dcpbench measured other points."""
-    theirs = [name for name in words.unique(table["origin"]) if of_a_file(name)]
-    some = "" if table["origin"].map(of_a_file).all() else "some "
-    return f"{some}imported from {listed([TOOLS.get(name, name) for name in theirs])}" if theirs else ""
+    theirs = [name for name in words.list_unique(table["origin"]) if is_imported_origin(name)]
+    some = "" if table["origin"].map(is_imported_origin).all() else "some "
+    return f"{some}imported from {format_list([TOOLS.get(name, name) for name in theirs])}" if theirs else ""
 
 
-def hardware(frames: Frames) -> str:
+def format_report_hardware(frames: Frames) -> str:
     """Return `4 × NVIDIA H200` or `CPU`; empty if no record names the hardware."""
     if not frames.everything.empty:
-        return hardware_of(frames.everything)
-    return hardware_of(frames.others[frames.others["device"].notna()])
+        return format_table_hardware(frames.everything)
+    return format_table_hardware(frames.others[frames.others["device"].notna()])
 
 
-def hardware_of(table: pd.DataFrame) -> str:
+def format_table_hardware(table: pd.DataFrame) -> str:
     """Return the hardware of these points, as `hardware` does."""
-    devices = [name for name in words.unique(table["device"].dropna()) if name != UNKNOWN]
+    devices = [name for name in words.list_unique(table["device"].dropna()) if name != UNKNOWN]
     if table["cpu"].all() or not devices:
-        return _few(devices, "devices")
-    sizes = sorted({int(n) for n in table["gpus"] if not missing(n) and n})
+        return _format_few(devices, "devices")
+    sizes = sorted({int(n) for n in table["gpus"] if not is_missing(n) and n})
     many = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]}–{sizes[-1]}" if sizes else ""
-    return f"{many} × {_few(devices, 'devices')}" if many else _few(devices, "devices")
+    return f"{many} × {_format_few(devices, 'devices')}" if many else _format_few(devices, "devices")
 
 
-def _dates(frames: Frames) -> str:
+def _format_dates(frames: Frames) -> str:
     days = sorted({record.started_at[:10] for record in frames.records if record.started_at})
     return "" if not days else days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
 
 
-def _few(names: list[str], what: str) -> str:
-    return ", ".join(names) if len(names) <= MOST_NAMES else f"{len(names)} {what}"
+def _format_few(names: list[str], what: str) -> str:
+    return ", ".join(names) if len(names) <= MAX_NAMES else f"{len(names)} {what}"
 
 
-def caveats(frames: Frames) -> list[str]:
+def list_caveats(frames: Frames) -> list[str]:
     """Return the conditions that change how the numbers are to be read, in a few words each."""
     table = frames.everything
     if table.empty:
         return []
-    said = rule.held(table)
+    found = rule.format_no_fit_notes(table)
     if (table["weights"] == "synthetic").any():
-        said.append("synthetic weights")
+        found.append("synthetic weights")
     replayed = table["mode"] == REPLAY
     if replayed.any():
         every = "" if replayed.all() else f" ({int(replayed.sum()):,} of {len(table):,} points)"
-        said.append(f"replayed in virtual time over measured step times, not served live{every}")
-    servers = [name.removeprefix(A_SERVER) for name in words.unique(table["origin"]) if name.startswith(A_SERVER)]
+        found.append(f"replayed in virtual time over measured step times, not served live{every}")
+    servers = [name.removeprefix(A_SERVER) for name in words.list_unique(table["origin"]) if name.startswith(A_SERVER)]
     if servers:
         every = "" if table["origin"].str.startswith(A_SERVER).all() else " (those points)"
-        said.append(f"measured through HTTP on {listed(servers)} as it runs{every}")
+        found.append(f"measured through HTTP on {format_list(servers)} as it runs{every}")
     emulated = table["emulate"].fillna("") != ""
     if emulated.any():
         every = "" if emulated.all() else f" ({int(emulated.sum()):,} of {len(table):,} points)"
         on = ", ".join(sorted({PurePath(name).name for name in table["emulate"][emulated]}))
-        said.append(f"forecast: one rank ran, its wire modelled as of {on}{every}{_at_slow_end(frames)}")
-    waves = answer.of_waves(frames.served)
+        found.append(f"forecast: one rank ran, its wire modelled as of {on}{every}{_format_slow_end(frames)}")
+    waves = answer.select_lock_step(frames.served)
     if len(waves):
         every = "" if len(waves) == len(table) else f" at {len(waves):,} of {len(table):,} points"
         favours = (
             ", which favours attention DP: it may be behind where lengths differ" if (waves["dp"] > 1).any() else ""
         )
-        said.append(f"clients run in lock-step{every}: all their requests have one length{favours}")
-    if (padded := marks.marked(table, PADDED_ROWS)).any():
+        found.append(f"clients run in lock-step{every}: all their requests have one length{favours}")
+    if (padded := marks.find_marked(table, PADDED_ROWS)).any():
         every = "" if padded.all() else f" at {int(padded.sum()):,} of {len(table):,} points"
-        said.append(
+        found.append(
             f"attention DP by step times of an older engine, which sent padding rows to experts{every}: it may be faster now"
         )
     power = table["throttle_reasons"].str.contains("power", case=False).fillna(False)  # noqa: FBT003 - pandas' own
-    limited = power | marks.throttled(table)
+    limited = power | marks.find_throttled(table)
     if limited.any():
         by_steps = limited & replayed & (table["throttle_reasons"] == "")
         some = by_steps.any() and (limited & ~by_steps).any()
         steps = f" ({f'{int(by_steps.sum()):,} ' if some else ''}by their step times)" if by_steps.any() else ""
         every = "" if limited.all() and not some else f" at {int(limited.sum()):,} of {len(table):,} points"
-        said.append(f"clocks limited{'' if (limited & ~power).any() else ' by power'}{every}{steps}")
-    return said
+        found.append(f"clocks limited{'' if (limited & ~power).any() else ' by power'}{every}{steps}")
+    return found
 
 
-def _at_slow_end(frames: Frames) -> str:
+def _format_slow_end(frames: Frames) -> str:
     """State how much longer first tokens of forecasts take at the upper end of the step time estimate."""
     known = [(r.emulated.ttft_p50_ms_high, r.serve.ttft_ms.p50) for r in frames.records if r.emulated and r.serve]
     longer = max((high / p50 - 1 for high, p50 in known if high and p50), default=0.0)
     return f"; TTFT p50 up to {longer:.0%} longer where steps are as long as they may be" if longer > 0 else ""
 
 
-def no_room(frames: Frames) -> pd.DataFrame:
+def select_rejected_for_memory(frames: Frames) -> pd.DataFrame:
     """Return the points rejected for memory: model, mode, layout, context, `load` as served, and concurrency."""
     others = frames.others
     if others.empty:
@@ -154,69 +159,77 @@ def no_room(frames: Frames) -> pd.DataFrame:
     return rejected.assign(mode=rejected["mode"].fillna("decode"))
 
 
-def sentence(frames: Frames) -> str:
+def format_answer(frames: Frames) -> str:
     """Return which layout to use from which load on; for CPU runs and imported files, what the numbers are."""
     table = frames.everything
     if table.empty:
-        where = hardware(frames)
+        where = format_report_hardware(frames)
         on = f" on {'a CPU' if where == CPU else where}" if where else ""
-        said = f"No point finished{on} ({answer.outcomes(frames)}), so nothing here says which layout to take."
-        return " ".join(filter(None, (said, answer.commonest(frames))))
-    timed = findings.timed(table)
-    foreign = [name for name in words.unique(table["origin"]) if of_a_file(name)]
+        text = f"No point finished{on} ({answer.format_outcomes(frames)}), so nothing here says which layout to take."
+        return " ".join(filter(None, (text, answer.format_commonest_reason(frames))))
+    timed = findings.select_timed(table)
+    foreign = [name for name in words.list_unique(table["origin"]) if is_imported_origin(name)]
     if timed.empty and foreign:
-        return _imported(frames, foreign, timed)
+        return _describe_imported(frames, foreign, timed)
     if table["cpu"].all():
-        return _functional(frames)
+        return _describe_functional(frames)
     if timed.empty:
         return "No point has a rate of output, so nothing here says which layout to take."
     rows = frames.findings.against_others
     if foreign:
-        said = _imported(frames, foreign, rows)
+        text = _describe_imported(frames, foreign, rows)
     elif rows.empty:
-        said = _alone(frames, timed)
+        text = _describe_single(frames, timed)
     else:
-        said = rule.words(rows)
+        text = rule.format_recommendation(rows)
     slow = int(table["cpu"].sum())
-    return f"{said} {capital(counted(slow, 'point'))} ran on a CPU, which says nothing about speed." if slow else said
+    return (
+        f"{text} {format_capitalized(format_count(slow, 'point'))} ran on a CPU, which says nothing about speed."
+        if slow
+        else text
+    )
 
 
-def _functional(frames: Frames) -> str:
+def _describe_functional(frames: Frames) -> str:
     """Return the sentence for runs on a CPU only."""
-    ran = listed(words.unique(frames.everything["layout"]))
+    ran = format_list(words.list_unique(frames.everything["layout"]))
     lost = frames.others[frames.others["outcome"] != "rejected"] if len(frames.others) else frames.others
-    not_all = f"; {counted(len(lost), 'point')} did not finish" if len(lost) else ""
-    said = f"This says nothing about speed: a functional run on a CPU, which shows that {ran} can run{not_all}."
-    return " ".join(filter(None, (said, slo.unjudged(frames.everything, frames.slo))))
+    not_all = f"; {format_count(len(lost), 'point')} did not finish" if len(lost) else ""
+    text = f"This says nothing about speed: a functional run on a CPU, which shows that {ran} can run{not_all}."
+    return " ".join(filter(None, (text, slo.explain_unjudged(frames.everything, frames.slo))))
 
 
-def _alone(frames: Frames, timed: pd.DataFrame) -> str:
+def _describe_single(frames: Frames, timed: pd.DataFrame) -> str:
     """Return the sentence for reports in which no closed loop ran two layouts on the same number of GPUs: the highest
     output, and the result of open loops.
     """
-    most = _most(timed)
+    most = _format_maximum(timed)
     best = frames.findings.best
-    where = rule.where(timed)
-    names = words.unique(timed["layout"])
+    where = rule.format_conditions(timed)
+    names = words.list_unique(timed["layout"])
     if best.empty or best["load_arrival"].eq(CLOSED).any():
         if len(names) > 1:
-            return f"{capital(f'{where}{_not_compared(frames, names)}')}, so nothing here says which layout to take: {most}."
-        lost = [n for n in words.unique(no_room(frames)["layout"]) if n not in names] if len(no_room(frames)) else []
+            return f"{format_capitalized(f'{where}{_explain_not_compared(frames, names)}')}, so nothing here says which layout to take: {most}."
+        lost = (
+            [n for n in words.list_unique(select_rejected_for_memory(frames)["layout"]) if n not in names]
+            if len(select_rejected_for_memory(frames))
+            else []
+        )
         if lost:
-            why = f"as {listed(lost)} {'has' if len(lost) == 1 else 'have'} no room in memory"
-            return f"{capital(where)}only {names[0]} ran, {why}: {most}."
-        return f"{capital(where)}only {names[0]} ran, so nothing here says which layout to take: {most}."
+            why = f"as {format_list(lost)} {'has' if len(lost) == 1 else 'have'} no room in memory"
+            return f"{format_capitalized(where)}only {names[0]} ran, {why}: {most}."
+        return f"{format_capitalized(where)}only {names[0]} ran, so nothing here says which layout to take: {most}."
     won = [f"{label} in {n}" for label, n in best[best["clear"]]["label"].value_counts().items()]
     tied, none = int((best["meets"] & ~best["clear"]).sum()), int((~best["meets"].astype(bool)).sum())
-    single = launch_bands.are_single(best)
+    single = launch_bands.has_single_launches(best)
     won += [f"no layout {launch_bands.BY_MORE if single else 'clearly'} in {tied}"] if tied else []
     won += [f"none within the SLO in {none}"] if none else []
-    loads = counted(len(best), "load")
+    loads = format_count(len(best), "load")
     launches = f", {launch_bands.IN_ONE_LAUNCH}," if single else ""
-    return f"{capital(where)}of {loads} with requests at a rate, the fastest{launches} is {listed(won)}: {most}."
+    return f"{format_capitalized(where)}of {loads} with requests at a rate, the fastest{launches} is {format_list(won)}: {most}."
 
 
-def _most(timed: pd.DataFrame) -> str:
+def _format_maximum(timed: pd.DataFrame) -> str:
     """Return the highest output and its point: within the SLO if points are judged by one, and the nearest point if
     none meets it.
     """
@@ -225,65 +238,76 @@ def _most(timed: pd.DataFrame) -> str:
     fits = pool[~(pool["slo_excess"] > 1)]
     within = "" if judged.empty else " within the SLO"
     top = (pool if fits.empty else fits).sort_values("output_tok_s", kind="stable").iloc[-1]
-    most = f"{number(top['output_tok_s'], 3)} output tok/s{'' if fits.empty else within}, with {top['label']} at {rule.load_words(top)}"
+    most = f"{format_number(top['output_tok_s'], 3)} output tok/s{'' if fits.empty else within}, with {top['label']} at {rule.format_load(top)}"
     if len(fits):
         return f"at most {most}"
     near = pool.sort_values("slo_excess", kind="stable").iloc[0]
-    nearest = "" if near.name == top.name else f": nearest is {near['label']} at {rule.load_words(near)}"
+    nearest = "" if near.name == top.name else f": nearest is {near['label']} at {rule.format_load(near)}"
     return f"at most {most}; no point meets the SLO{nearest} ({near['slo_said']})"
 
 
-def _not_compared(frames: Frames, names: list[str]) -> str:
+def _explain_not_compared(frames: Frames, names: list[str]) -> str:
     """Return why no layouts are compared."""
     of_one = " of one run" if len(frames.runs) > 1 else ""
-    return f"no two layouts ({listed(names)}) on as many GPUs ran under one load{of_one}"
+    return f"no two layouts ({format_list(names)}) on as many GPUs ran under one load{of_one}"
 
 
-def _imported(frames: Frames, foreign: list[str], rows: pd.DataFrame) -> str:
+def _describe_imported(frames: Frames, foreign: list[str], rows: pd.DataFrame) -> str:
     """Return what the files of other tools measured, and whether they allow choosing a layout."""
     table = frames.everything
-    theirs = table[table["origin"].map(of_a_file)]
-    whose = listed(
+    theirs = table[table["origin"].map(is_imported_origin)]
+    sources = format_list(
         [
-            f"{counted(int(theirs['repeats'][theirs['origin'] == n].sum()), 'result')} of {TOOLS.get(n, n)}"
+            f"{format_count(int(theirs['repeats'][theirs['origin'] == n].sum()), 'result')} of {TOOLS.get(n, n)}"
             for n in foreign
         ]
     )
-    machine = hardware_of(theirs)
-    text = f"These figures are what the imported files measured: {whose}{f' on {machine}' if machine else ''}"
+    machine = format_table_hardware(theirs)
+    text = f"These figures are what the imported files measured: {sources}{f' on {machine}' if machine else ''}"
     tops = theirs.sort_values("output_tok_s", kind="stable").dropna(subset=["output_tok_s"])
     if len(tops):
         top = tops.iloc[-1]
         layout = "" if top["layout"] == UNKNOWN_LAYOUT else f" with {top['label']}"
-        most = number(top["output_tok_s"], 3)
-        text += f", at most {most} output tok/s ({top['model']}{layout} at {rule.load_words(top)})"
+        most = format_number(top["output_tok_s"], 3)
+        text += f", at most {most} output tok/s ({top['model']}{layout} at {rule.format_load(top)})"
     if len(table) > len(theirs):
-        text += f", beside {counted(len(table) - len(theirs), 'point')} of dcpbench"
+        text += f", beside {format_count(len(table) - len(theirs), 'point')} of dcpbench"
     if theirs["cpu"].all():
         return f"{text}. They ran on a CPU, which says nothing about speed."
-    compared, ours = (rows[~rows["origin"].map(of_a_file) == own] if len(rows) else rows for own in (False, True))
-    layouts = words.unique(theirs["layout"])
+    compared, ours = (
+        rows[~rows["origin"].map(is_imported_origin) == own] if len(rows) else rows for own in (False, True)
+    )
+    layouts = words.list_unique(theirs["layout"])
     nothing = "so nothing here says which to take"
     if len(compared):
-        text = f"{text}. By these, {rule.advice(compared)}."
+        text = f"{text}. By these, {rule.format_advice(compared)}."
     elif layouts == [UNKNOWN_LAYOUT]:
         text = f"{text}. They do not say which layout ran, {nothing}."
     elif len(layouts) == 1:
         text = f"{text}. They are of one layout, {nothing}."
     else:
-        text = f"{text}. {capital(_not_compared(frames, layouts))}, {nothing}."
-    return f"{text} Of dcpbench's own points: {rule.words(ours)}" if len(ours) else text
+        text = f"{text}. {format_capitalized(_explain_not_compared(frames, layouts))}, {nothing}."
+    return f"{text} Of dcpbench's own points: {rule.format_recommendation(ours)}" if len(ours) else text
 
 
-def short(frames: Frames) -> list[str]:
+def format_bullets(frames: Frames) -> list[str]:
     """Return at most MOST_BULLETS bullets for below the sentence; the last one states how far to trust the report."""
-    if findings.timed(frames.everything).empty:
+    if findings.select_timed(frames.everything).empty:
         return []
-    told = [text for text in (_pays(frames), _full(frames), floors.short(frames.points), _room(frames)) if text]
-    return [text for text in (*told[: MOST_BULLETS - 1], _trust(frames)) if text]
+    bullets = [
+        text
+        for text in (
+            _describe_dcp_gain(frames),
+            _describe_rejections(frames),
+            floors.format_short_sentence(frames.points),
+            _describe_kv_capacity(frames),
+        )
+        if text
+    ]
+    return [text for text in (*bullets[: MAX_BULLETS - 1], _describe_trust(frames)) if text]
 
 
-def _pays(frames: Frames) -> str:
+def _describe_dcp_gain(frames: Frames) -> str:
     against = frames.findings.against_best
     known = against[against["verdict"] != "no rival"] if len(against) else against
     if known.empty:
@@ -293,7 +317,7 @@ def _pays(frames: Frames) -> str:
     within = " within the SLO" if known["slo_excess"].notna().any() else ""
     many = "the one load compared" if loads == 1 else f"{f'{paid:,}' if paid else 'none'} of {loads:,} loads"
     dcp = "is DCP" if not paid and loads > 1 else "DCP is" if paid else "DCP is not"
-    if launch_bands.are_single(known):
+    if launch_bands.has_single_launches(known):
         text = f"At {many}, {launch_bands.IN_ONE_LAUNCH}, {dcp} ahead {launch_bands.BY_MORE} of the fastest layout without it{within}"
     else:
         text = f"At {many} {dcp} clearly ahead of the best layout without it{within}"
@@ -301,27 +325,27 @@ def _pays(frames: Frames) -> str:
     if rated.empty:
         return f"{text}."
     top = rated.sort_values("ratio", kind="stable").iloc[-1]
-    who = f"{words.MODELS.get(top['model'], top['model'])}, {top['label']} at {rule.load_words(top)}"
+    who = f"{words.MODELS.get(top['model'], top['model'])}, {top['label']} at {rule.format_load(top)}"
     if paid:
-        return f"{text}, by at most {percent(top['ratio'] - 1)} ({who})."
+        return f"{text}, by at most {format_percent(top['ratio'] - 1)} ({who})."
     return f"{text}; nearest is {top['ratio']:.2f}× ({who})."
 
 
-def _full(frames: Frames) -> str:
-    lost = no_room(frames)
+def _describe_rejections(frames: Frames) -> str:
+    lost = select_rejected_for_memory(frames)
     if lost.empty:
         return ""
     clauses: dict[str, list[str]] = {}
     for (context, mode, layout), rows in lost.groupby(["context", "mode", "layout"], sort=False):
         least = int(rows["concurrency"].min())
         length = f" of {'' if mode == 'decode' else 'up to '}{context:,} tokens" if context != 0 else ""
-        clauses.setdefault(f"from {counted(least, 'request')}{length} on", []).append(str(layout))
-    said = [f"{listed(words.unique(names))} {where}" for where, names in clauses.items()]
-    more = f"; and {len(said) - MOST_CLAUSES:,} more" if len(said) > MOST_CLAUSES else ""
-    return f"No room in memory: {'; '.join(said[:MOST_CLAUSES])}{more}."
+        clauses.setdefault(f"from {format_count(least, 'request')}{length} on", []).append(str(layout))
+    texts = [f"{format_list(words.list_unique(names))} {where}" for where, names in clauses.items()]
+    more = f"; and {len(texts) - MAX_CLAUSES:,} more" if len(texts) > MAX_CLAUSES else ""
+    return f"No room in memory: {'; '.join(texts[:MAX_CLAUSES])}{more}."
 
 
-def _room(frames: Frames) -> str:
+def _describe_kv_capacity(frames: Frames) -> str:
     kv = frames.kv
     more = kv if kv.empty else kv[(kv["dcp"] > 1) & kv["kv_ratio"].notna()]
     if more.empty:
@@ -330,9 +354,9 @@ def _room(frames: Frames) -> str:
     same = kv[
         (kv["tp"] == top["tp"]) & (kv["dcp"] == 1) & (kv["kv_ratio"] >= top["kv_ratio"] * (1 - REPEATS_AGREE_WITHIN))
     ]
-    too = f", as does {listed(words.unique(same['layout']), 'or')}" if len(same) else ""
+    too = f", as does {format_list(words.list_unique(same['layout']), 'or')}" if len(same) else ""
     return f"{top['layout']} holds {top['kv_ratio']:.2f}× the tokens of tp{top['tp']} in the same KV memory{too}."
 
 
-def _trust(frames: Frames) -> str:
-    return answer.agreement(frames, answer.apart(frames))
+def _describe_trust(frames: Frames) -> str:
+    return answer.describe_agreement(frames, answer.collect_repeat_differences(frames))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dcpbench.points.names import CLOSED
 from dcpbench.reports import figures, findings, overview, style
-from dcpbench.show.figures import drawing, save
+from dcpbench.show.figures import apply_style, save_figure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
     Draw = Callable[..., Figure]
 
-MOST_MODELS = 12
-MOST_RUNS = 6
-MOST_LENGTHS = 9
-MOST_LINES = 16
-MOST_LOADS = 48
+MAX_MODELS = 12
+MAX_RUNS = 6
+MAX_LENGTHS = 9
+MAX_LINES = 16
+MAX_LOADS = 48
 """Maximum number, per figure, of models and runs with their own figures, of panels, of lines in a panel, and of points
 of a line.
 """
@@ -72,91 +72,100 @@ def draw_all(
     if read.everything.empty:
         return []
     formats = (*FORMATS, "pdf") if pdf else FORMATS
-    look = style.Style.of(read.everything)
-    all_of_them = _filled(read, Studio(folder, look, drawn=False, formats=formats))
+    look = style.Style.from_points(read.everything)
+    all_of_them = _draw_figures(read, FigureWriter(folder, look, drawn=False, formats=formats))
     if not drawn:
         return all_of_them
     folder.mkdir(parents=True, exist_ok=True)
-    return _filled(read, Studio(folder, look, formats=formats, of=len(all_of_them), watch=watch))
+    return _draw_figures(read, FigureWriter(folder, look, formats=formats, of=len(all_of_them), watch=watch))
 
 
-def _filled(read: Frames, studio: Studio) -> list[Picture]:
+def _draw_figures(read: Frames, studio: FigureWriter) -> list[Picture]:
     """Return the pictures of a studio after adding every figure to it."""
     _draw_overview(read, studio)
     _draw_lines(read.points, studio)
     _draw_lines(read.served, studio)
     _draw_break_even(read, studio)
-    for points in _by_model(read.points):
-        few, _ = thinned(points)
+    for points in _group_by_model(read.points):
+        few, _ = sample_points(points)
         _draw_bars(few, studio, PHASES, "Where a step's time goes", figures.draw_phases, figures.has_phases)
-    for points in _by_model(read.everything):
+    for points in _group_by_model(read.everything):
         _draw_bars(points, studio, KV, "KV cache capacity by layout", figures.draw_capacity, figures.has_capacity)
     return studio.pictures
 
 
-def _by_model(points: pd.DataFrame) -> list[pd.DataFrame]:
+def _group_by_model(points: pd.DataFrame) -> list[pd.DataFrame]:
     """Return the points of each model, for the models with most points."""
-    return [points[points["model"] == name] for name in first_of(points, "model", MOST_MODELS)]
+    return [points[points["model"] == name] for name in find_most_frequent(points, "model", MAX_MODELS)]
 
 
 def _draw_bars(
-    points: pd.DataFrame, studio: Studio, subject: str, title: str, draw: Draw, wanted: Callable[[pd.DataFrame], bool]
+    points: pd.DataFrame,
+    studio: FigureWriter,
+    subject: str,
+    title: str,
+    draw: Draw,
+    wanted: Callable[[pd.DataFrame], bool],
 ) -> None:
     """Draw a figure per model for each run that has the wanted values."""
-    for run in first_of(points, "run", MOST_RUNS):
-        of_run, note = thinned(points[points["run"] == run])
-        where = style.plain(points["model"].iloc[0])
-        where += f", run {style.plain(run)}" if len(studio.look.runs) > 1 else ""
+    for run in find_most_frequent(points, "run", MAX_RUNS):
+        of_run, note = sample_points(points[points["run"] == run])
+        where = style.format_label(points["model"].iloc[0])
+        where += f", run {style.format_label(run)}" if len(studio.look.runs) > 1 else ""
         if wanted(of_run):
-            studio.add(subject, f"{title}, {where}{note}", of_run, draw)
+            studio.add_figure(subject, f"{title}, {where}{note}", of_run, draw)
 
 
-def _draw_lines(points: pd.DataFrame, studio: Studio) -> None:
+def _draw_lines(points: pd.DataFrame, studio: FigureWriter) -> None:
     """Draw figures of rates and latencies; live runs and replays have separate figures, each labelled with its mode."""
     known = points if points.empty else points[points["output_tok_s"].notna()]
     if known.empty:
         return
-    studio.look = dataclasses.replace(studio.look, lines=style.Style.of(known).lines)
-    along = known[known["load_arrival"].isin(figures.ALONG)]
-    shown = along[along["model"].isin(first_of(along, "model", MOST_MODELS))]
+    studio.look = dataclasses.replace(studio.look, lines=style.Style.from_points(known).lines)
+    along = known[known["load_arrival"].isin(figures.AXIS_OF_ARRIVAL)]
+    shown = along[along["model"].isin(find_most_frequent(along, "model", MAX_MODELS))]
     for (mode, model, _), found in shown.groupby(["mode", "model", "load_arrival"], sort=False):
-        load, decode = figures.along(found), mode == "decode"
-        group, note = thinned(found, load.column)
+        load, decode = figures.get_load_axis(found), mode == "decode"
+        group, note = sample_points(found, load.column)
         for subject, title, draw in figures.LINES:
-            if not figures.lacks(subject, group):
-                where = style.plain(model) if decode else f"{style.plain(model)}, {mode}"
-                told = f"{title.format(load.against)}, {where}{note}"
-                studio.add(subject, told, group, draw)
+            if not figures.find_missing_values(subject, group):
+                where = style.format_label(model) if decode else f"{style.format_label(model)}, {mode}"
+                full_title = f"{title.format(load.against)}, {where}{note}"
+                studio.add_figure(subject, full_title, group, draw)
 
 
-def _draw_overview(read: Frames, studio: Studio) -> None:
+def _draw_overview(read: Frames, studio: FigureWriter) -> None:
     """Draw each layout over the best other one: a figure for decode, one for live runs and one for replays."""
-    rows, lost = read.findings.against_others, overview.no_room(read)
+    rows, lost = read.findings.against_others, overview.select_rejected_for_memory(read)
     draw = functools.partial(figures.draw_overview, lost=lost)
     for mode, found in rows.groupby("mode", sort=False) if len(rows) else ():
-        group, note = thinned(_some_sides(found), rate="ratio")
-        told = f"Output of each layout over the best other one{'' if mode == 'decode' else f', {mode}'}{note}"
-        studio.add(OVERVIEW, told, group, draw, figures.alt_overview(told, group))
+        group, note = sample_points(_select_sides(found), rate="ratio")
+        full_title = f"Output of each layout over the best other one{'' if mode == 'decode' else f', {mode}'}{note}"
+        studio.add_figure(OVERVIEW, full_title, group, draw, figures.format_alt_overview(full_title, group))
 
 
-def _draw_break_even(read: Frames, studio: Studio) -> None:
+def _draw_break_even(read: Frames, studio: FigureWriter) -> None:
     """Draw DCP over its baseline: a figure for decode, one for live runs and one for replays, over all models."""
     ratios = read.findings.ratios
     loops = ratios[ratios["ratio"].notna() & (ratios["load_arrival"] == CLOSED)] if len(ratios) else ratios
     for mode, found in loops.groupby("mode", sort=False) if len(loops) else ():
-        group, note = thinned(_some_sides(found), rate="ratio")
-        told = f"Output tok/s with DCP over the same layout without it, {mode}{findings.slo_aside(group)}{note}"
-        studio.add(BREAK_EVEN, told, group, figures.draw_break_even, figures.alt_break_even(told, group))
+        group, note = sample_points(_select_sides(found), rate="ratio")
+        full_title = (
+            f"Output tok/s with DCP over the same layout without it, {mode}{findings.format_slo_aside(group)}{note}"
+        )
+        studio.add_figure(
+            BREAK_EVEN, full_title, group, figures.draw_break_even, figures.format_alt_break_even(full_title, group)
+        )
 
 
-def _some_sides(found: pd.DataFrame) -> pd.DataFrame:
+def _select_sides(found: pd.DataFrame) -> pd.DataFrame:
     """Return the points of the models and runs with most points, as many as a figure has rows or panels for."""
-    named = found.assign(side=figures.sides(found))
-    return found[named["side"].isin(first_of(named, "side", MOST_LENGTHS))]
+    named = found.assign(side=figures.get_sides(found))
+    return found[named["side"].isin(find_most_frequent(named, "side", MAX_LENGTHS))]
 
 
 @dataclasses.dataclass
-class Studio:
+class FigureWriter:
     """Draw figures into a folder in one style, and keep a list of them."""
 
     folder: Path
@@ -168,23 +177,23 @@ class Studio:
     watch: Callable[[str], None] = lambda _: None
     pictures: list[Picture] = dataclasses.field(default_factory=list)
 
-    def add(self, subject: str, title: str, points: pd.DataFrame, draw: Draw, alt: str = "") -> None:
+    def add_figure(self, subject: str, title: str, points: pd.DataFrame, draw: Draw, alt: str = "") -> None:
         """Draw one figure and write it."""
         mode = points["mode"].iloc[0]
         mode = "" if subject == KV or mode == "decode" else str(mode)
-        path = self.folder / self._name(subject, mode, points)
+        path = self.folder / self._make_name(subject, mode, points)
         if self.drawn:
             self.watch(f"figure {len(self.pictures) + 1} of {self.of}: {title}")
-            self.draw(path, title, points, draw)
+            self.write_figure(path, title, points, draw)
         files = [path.with_suffix(f".{form}") for form in self.formats]
-        self.pictures.append(Picture(subject, mode, title, alt or figures.alt(subject, title, points), *files))
+        self.pictures.append(Picture(subject, mode, title, alt or figures.format_alt(subject, title, points), *files))
 
-    def draw(self, path: Path, title: str, points: pd.DataFrame, draw: Draw) -> None:
+    def write_figure(self, path: Path, title: str, points: pd.DataFrame, draw: Draw) -> None:
         """Write a figure in all formats."""
-        with drawing():
-            save(draw(points, self.look, title), path, *self.formats)
+        with apply_style():
+            save_figure(draw(points, self.look, title), path, *self.formats)
 
-    def _name(self, subject: str, mode: str, points: pd.DataFrame) -> str:
+    def _make_name(self, subject: str, mode: str, points: pd.DataFrame) -> str:
         """Return a unique file name of plain letters for any model name."""
         parts = ["serve", subject, mode] if mode else [subject]
         parts += [points["load_arrival"].iloc[0]] if mode and subject not in (BREAK_EVEN, OVERVIEW) else []
@@ -199,32 +208,32 @@ class Studio:
         return next(unique for unique in itertools.chain([name], others) if unique not in taken)
 
 
-def thinned(
+def sample_points(
     points: pd.DataFrame, along: str = "concurrency", *, rate: str = "output_tok_s"
 ) -> tuple[pd.DataFrame, str]:
     """Return the points that a figure shows, and how many of what that is in words; empty if it is all of them."""
-    if len(points) <= min(MOST_LENGTHS, MOST_LOADS, MOST_LINES):
+    if len(points) <= min(MAX_LENGTHS, MAX_LOADS, MAX_LINES):
         return points, ""
-    said: list[str] = []
+    notes: list[str] = []
     for column, by, most, some in (
-        ("rest", ["input_typical", "rest"], MOST_LENGTHS, SOME_LENGTHS),
-        (along, [along], MOST_LOADS, SOME_LOADS),
+        ("rest", ["input_typical", "rest"], MAX_LENGTHS, SOME_LENGTHS),
+        (along, [along], MAX_LOADS, SOME_LOADS),
     ):
         narrow = points[list(dict.fromkeys([column, *by]))]  # every step copies all columns, of which there are 200
         values = narrow.drop_duplicates(column).sort_values(by, kind="stable")[column].dropna().tolist()
-        kept = evenly(values, some) if len(values) > most else values
+        kept = sample_evenly(values, some) if len(values) > most else values
         if len(kept) < len(values):
-            said.append(f"{len(kept)} of {len(values):,} {'lengths' if column == 'rest' else 'loads'}")
+            notes.append(f"{len(kept)} of {len(values):,} {'lengths' if column == 'rest' else 'loads'}")
             points = points[points[column].isin(set(kept))]
     series = points["run"].astype(str).str.cat(points["label"].astype(str), sep="\n")
     fastest = points[rate].astype(float).groupby(series).max().sort_values(ascending=False, kind="stable")
-    if len(fastest) > MOST_LINES:
-        points = points[series.isin(set(fastest.index[:MOST_LINES]))]
-        said.append(f"the {MOST_LINES} fastest of {len(fastest):,} layouts")
-    return points, f" (shown: {', '.join(said)}; all in points.csv)" if said else ""
+    if len(fastest) > MAX_LINES:
+        points = points[series.isin(set(fastest.index[:MAX_LINES]))]
+        notes.append(f"the {MAX_LINES} fastest of {len(fastest):,} layouts")
+    return points, f" (shown: {', '.join(notes)}; all in points.csv)" if notes else ""
 
 
-def evenly(values: Sequence[Any], most: int) -> list[Any]:
+def sample_evenly(values: Sequence[Any], most: int) -> list[Any]:
     """Return at most `most` values: the first, the last and evenly picked ones between."""
     if len(values) <= most:
         return list(values)
@@ -232,7 +241,7 @@ def evenly(values: Sequence[Any], most: int) -> list[Any]:
     return [values[round(i * step)] for i in range(most)]
 
 
-def first_of(points: pd.DataFrame, column: str, most: int) -> list[Any]:
+def find_most_frequent(points: pd.DataFrame, column: str, most: int) -> list[Any]:
     """Return the values of a column that have the most points, in order of appearance."""
     if points.empty:
         return []

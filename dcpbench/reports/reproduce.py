@@ -10,8 +10,8 @@ from dcpbench.errors import UsageError
 from dcpbench.points.axes import Role
 from dcpbench.points.layout import DEGREES, place_experts
 from dcpbench.points.memory import GIB
-from dcpbench.points.names import CUT, FP8, GAMMA, NO_EXCHANGE, STORED, SYNTHETIC, TRACE, flag
-from dcpbench.points.point import AXES, point_axes
+from dcpbench.points.names import CUT, FP8, GAMMA, NO_EXCHANGE, STORED, SYNTHETIC, TRACE, format_flag
+from dcpbench.points.point import AXES, select_point_axes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 LISTS = [axis.name for axis in AXES if axis.kind is str and not axis.one]
 """Options that take a comma-separated list of names."""
 UNTYPED: dict[str, object] = {"exchange": NO_EXCHANGE, "weights": SYNTHETIC, "emulate": ""}
-UNTYPED |= {axis.name: axis.default for axis in point_axes(Role.DEPLOYED)}
+UNTYPED |= {axis.name: axis.default for axis in select_point_axes(Role.DEPLOYED)}
 """Values for which an option is left out."""
 
 
-def command_of(point: Point, settings: Mapping[str, object], *, cpu: bool = False) -> str:
+def build_command(point: Point, settings: Mapping[str, object], *, cpu: bool = False) -> str:
     """Return `dcpbench sweep …` or `dcpbench serve …` for a shell, with this point as the only one, as its first
     repeat.
 
@@ -34,7 +34,7 @@ def command_of(point: Point, settings: Mapping[str, object], *, cpu: bool = Fals
     that no option can express: a name with a comma, or an empty one.
     """
     words = ["dcpbench", "serve" if point.load else "sweep"]
-    how = {axis.name: getattr(point, axis.name) for axis in point_axes(Role.ENGINE | Role.PATH | Role.DEPLOYED)}
+    how = {axis.name: getattr(point, axis.name) for axis in select_point_axes(Role.ENGINE | Role.PATH | Role.DEPLOYED)}
     untyped = dict(UNTYPED)
     if not settings.get("step_times"):  # a file of step times has its own defaults
         untyped["ep"] = place_experts(CUT, point.tp)
@@ -43,14 +43,16 @@ def command_of(point: Point, settings: Mapping[str, object], *, cpu: bool = Fals
         untyped |= dict.fromkeys(STORED, point.dtype)
     how = {name: value for name, value in how.items() if untyped.get(name) != value}
     layout = {name: how.pop(name) for name in ("model", *DEGREES, "ep", "weights") if name in how}
-    for name, value in (layout | _load(point, settings) | how | _measured(point, settings)).items():
-        words += _option(name, value)
+    for name, value in (
+        layout | _collect_load_options(point, settings) | how | _collect_measure_options(point, settings)
+    ).items():
+        words += _format_option(name, value)
     words += ["--no-baseline"]
     words += ["--device", "cpu"] if cpu else []
     return shlex.join(words)
 
 
-def _load(point: Point, settings: Mapping[str, object]) -> dict[str, object]:
+def _collect_load_options(point: Point, settings: Mapping[str, object]) -> dict[str, object]:
     load = point.load
     if load is None:
         return {"concurrency": point.concurrency, "context": point.context}
@@ -75,7 +77,7 @@ def _load(point: Point, settings: Mapping[str, object]) -> dict[str, object]:
     return found | ({} if load.prefix_cache else {"no_prefix_cache": True})
 
 
-def _measured(point: Point, settings: Mapping[str, object]) -> dict[str, object]:
+def _collect_measure_options(point: Point, settings: Mapping[str, object]) -> dict[str, object]:
     """Return the measurement settings that differ from the defaults of the command."""
     found: dict[str, object] = {}
     memory, slo = settings.get("kv_memory_bytes"), settings.get("slo")
@@ -90,11 +92,11 @@ def _measured(point: Point, settings: Mapping[str, object]) -> dict[str, object]
     return found | ({"no_profile": True} if settings.get("profile") is False else {})
 
 
-def _option(name: str, value: object) -> list[str]:
+def _format_option(name: str, value: object) -> list[str]:
     """Return an option as command-line words; switches that are off are left out."""
     if isinstance(value, bool):
-        return [flag(name)] if value else []
+        return [format_flag(name)] if value else []
     text = str(value)
     if not text or ("," in text and name in LISTS):
-        raise UsageError(f"{flag(name)} cannot be {text!r}: a comma list, and nothing, have another meaning.")
-    return [f"{flag(name)}={text}"] if text.startswith("-") else [flag(name), text]
+        raise UsageError(f"{format_flag(name)} cannot be {text!r}: a comma list, and nothing, have another meaning.")
+    return [f"{format_flag(name)}={text}"] if text.startswith("-") else [format_flag(name), text]

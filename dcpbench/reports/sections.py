@@ -24,8 +24,8 @@ from dcpbench.reports import (
     turns,
     words,
 )
-from dcpbench.reports.explain import definitions
-from dcpbench.show.text import capital
+from dcpbench.reports.explain import build_definitions
+from dcpbench.show.text import format_capitalized
 
 if TYPE_CHECKING:
     from dcpbench.reports.frames import Frames
@@ -64,22 +64,22 @@ class Section:
         )
 
 
-def report(frames: Frames, pictures: list[Picture]) -> list[Section]:
+def build_sections(frames: Frames, pictures: list[Picture]) -> list[Section]:
     """Return all sections that have content."""
-    folded, further = answer.split(frames)
+    folded, further = answer.split_sentences(frames)
     sections = [
-        _answer(frames, pictures, folded),
-        *_performance(frames, pictures),
-        *_points(frames, pictures),
-        *_served(frames),
+        _build_answer(frames, pictures, folded),
+        *_build_performance(frames, pictures),
+        *_build_points(frames, pictures),
+        *_build_served(frames),
         Section(
             slug="client",
             title="The client that sent the requests",
-            paragraphs=client.sentences(frames),
-            tables=[client.table(frames)],
+            paragraphs=client.describe_client(frames),
+            tables=[client.build_table(frames)],
         ),
-        _comparisons(frames, further),
-        *_trust(frames),
+        _build_comparisons(frames, further),
+        *_build_trust(frames),
     ]
     for section in sections:
         section.tables = [table for table in section.tables if table.rows]
@@ -88,164 +88,186 @@ def report(frames: Frames, pictures: list[Picture]) -> list[Section]:
     return [s for s in sections if s.tables or s.is_more_than_tables()]
 
 
-def _drawn(pictures: list[Picture], *subjects: str) -> list[Picture]:
+def _select_pictures(pictures: list[Picture], *subjects: str) -> list[Picture]:
     """Return the pictures of these subjects: decode first, then served requests, live before replayed."""
     return [p for subject in subjects for p in pictures if p.subject == subject]
 
 
-def _answer(frames: Frames, pictures: list[Picture], folded: list[str]) -> Section:
-    lead = overview.sentence(frames)
-    grids = answer_tables.grids(frames)
+def _build_answer(frames: Frames, pictures: list[Picture], folded: list[str]) -> Section:
+    lead = overview.format_answer(frames)
+    grids = answer_tables.build_grids(frames)
     return Section(
         slug="answer",
         title="The answer",
         lead=lead,
-        aside=capital(words.SEPARATOR.join(said for said in overview.caveats(frames) if said not in lead)),
-        first=_drawn(pictures, "overview"),
-        bullets=overview.short(frames),
+        aside=format_capitalized(
+            words.SEPARATOR.join(caveat for caveat in overview.list_caveats(frames) if caveat not in lead)
+        ),
+        first=_select_pictures(pictures, "overview"),
+        bullets=overview.format_bullets(frames),
         folded=folded,
-        pictures=_drawn(pictures, "break-even"),
-        tables=[*grids, definitions(frames, "output throughput", "ratio, ×", "DCP pays", "clearly")] if grids else [],
+        pictures=_select_pictures(pictures, "break-even"),
+        tables=[*grids, build_definitions(frames, "output throughput", "ratio, ×", "DCP pays", "clearly")]
+        if grids
+        else [],
     )
 
 
-def _performance(frames: Frames, pictures: list[Picture]) -> list[Section]:
+def _build_performance(frames: Frames, pictures: list[Picture]) -> list[Section]:
     """Return the sections on throughput and latencies under load."""
     return [
         Section(
             slug="throughput",
             title="Output throughput against load",
-            pictures=_drawn(pictures, "throughput"),
-            tables=[definitions(frames, "output throughput", "per GPU", "steady", "goodput")],
+            pictures=_select_pictures(pictures, "throughput"),
+            tables=[build_definitions(frames, "output throughput", "per GPU", "steady", "goodput")],
         ),
         Section(
             slug="latency",
             title="TTFT and ITL, p50 and p99",
-            paragraphs=figures.not_drawn(frames.served, "ttft", "itl"),
-            pictures=_drawn(pictures, "ttft", "itl"),
-            tables=[stalls.table(frames), definitions(frames, "TTFT", "ITL", "TPOT", "p50, p90, p95, p99", "SLO")],
+            paragraphs=figures.explain_not_drawn(frames.served, "ttft", "itl"),
+            pictures=_select_pictures(pictures, "ttft", "itl"),
+            tables=[
+                stalls.build_table(frames),
+                build_definitions(frames, "TTFT", "ITL", "TPOT", "p50, p90, p95, p99", "SLO"),
+            ],
         ),
         Section(
             slug="frontier",
             title="Throughput per GPU against speed per user",
-            paragraphs=figures.not_drawn(frames.served, "frontier"),
-            pictures=_drawn(pictures, "frontier"),
-            tables=[definitions(frames, "per GPU", "per user")],
+            paragraphs=figures.explain_not_drawn(frames.served, "frontier"),
+            pictures=_select_pictures(pictures, "frontier"),
+            tables=[build_definitions(frames, "per GPU", "per user")],
         ),
         Section(
             slug="instances",
             title="Prefill and decode on separate GPUs",
-            bullets=instances.sentences(findings.timed(frames.served)),
-            tables=[*instances.grid(frames), *(instances.table(frames, mode) for mode in MODES)],
+            bullets=instances.describe_best_ratios(findings.select_timed(frames.served)),
+            tables=[*instances.build_grids(frames), *(instances.build_table(frames, mode) for mode in MODES)],
         ),
     ]
 
 
-def _points(frames: Frames, pictures: list[Picture]) -> list[Section]:
+def _build_points(frames: Frames, pictures: list[Picture]) -> list[Section]:
     """Return the sections on KV limits, time of steps, points that did not run, and all points of decode."""
     points, everything = frames.points, frames.everything
     return [
         Section(
             slug="kv",
             title="KV capacity and what bounded it",
-            pictures=_drawn(pictures, "kv"),
-            tables=[tables.kv(frames.kv), definitions(frames, "KV tokens per GiB")],
-            bullets=explain.bounds(everything),
+            pictures=_select_pictures(pictures, "kv"),
+            tables=[tables.build_kv_table(frames.kv), build_definitions(frames, "KV tokens per GiB")],
+            bullets=explain.explain_bounds(everything),
         ),
         Section(
             slug="time",
             title="Where a step's time goes",
-            paragraphs=[*floors.sentences(points), *explain.phases(points)],
-            pictures=_drawn(pictures, "phases"),
+            paragraphs=[*floors.format_decode_sentences(points), *explain.describe_phases(points)],
+            pictures=_select_pictures(pictures, "phases"),
             tables=[
-                tables.steps(points),
-                floors.table(points),
-                definitions(frames, "step time", "floor", "phases, GPU idle", "host syncs"),
+                tables.build_steps_table(points),
+                floors.build_table(points),
+                build_definitions(frames, "step time", "floor", "phases, GPU idle", "host syncs"),
             ],
         ),
         Section(
             slug="syncs",
             title="Where the host waited",
-            tables=[sync_sites.table(frames)],
-            paragraphs=sync_sites.sentences(frames),
+            tables=[sync_sites.build_table(frames)],
+            paragraphs=sync_sites.describe_sites(frames),
         ),
         Section(
             slug="failures",
             title="Points that did not run",
             paragraphs=[] if len(frames.others) or everything.empty else ["Every point ran."],
-            tables=[tables.others(frames.others)],
+            tables=[tables.build_others_table(frames.others)],
         ),
         Section(
             slug="points",
             title="Every point",
-            tables=[tables.points(points), chosen.table(frames)],
-            paragraphs=explain.absent(points),
-            bullets=explain.marks(points),
+            tables=[tables.build_points_table(points), chosen.build_table(frames)],
+            paragraphs=explain.explain_absent(points),
+            bullets=explain.explain_warnings(points),
         ),
     ]
 
 
-def _served(frames: Frames) -> list[Section]:
+def _build_served(frames: Frames) -> list[Section]:
     """Return the sections on all live points, all replayed points, and the deviation between the two."""
     served = frames.served
     if served.empty:
         return []
-    told = [
+    parts = [
         Section(
             slug=f"serving-{mode}",
             title=title,
-            paragraphs=explain.served(points) + floors.served(points),
-            bullets=explain.marks(points),
-            tables=[tables.served(served, mode), turns.table(frames, mode), tables.served_details(served, mode)],
+            paragraphs=explain.describe_served(points) + floors.format_served_sentences(points),
+            bullets=explain.explain_warnings(points),
+            tables=[
+                tables.build_served_table(served, mode),
+                turns.build_table(frames, mode),
+                tables.build_served_details(served, mode),
+            ],
         )
         for mode, title in ((LIVE, "Serving, live"), (REPLAY, "Serving, replayed in virtual time"))
         if len(points := served[served["mode"] == mode])
     ]
-    compared = tables.replay(findings.replay_against_live(served))
-    return [*told, Section(slug="serving-replay-error", title="Replay against live", tables=[compared])]
+    compared = tables.build_replay_table(findings.compare_replay_with_live(served))
+    return [*parts, Section(slug="serving-replay-error", title="Replay against live", tables=[compared])]
 
 
-def _comparisons(frames: Frames, further: list[str]) -> Section:
+def _build_comparisons(frames: Frames, further: list[str]) -> Section:
     found = frames.findings
-    exchanged = exchanges.frame(findings.timed(frames.points))
+    exchanged = exchanges.compare_exchanges(findings.select_timed(frames.points))
     compared = [
         table
         for mode in ("decode", *MODES)
-        for table in (answer_tables.best(found.best, mode), answer_tables.ratios(found.ratios, mode))
+        for table in (
+            answer_tables.build_best_table(found.best, mode),
+            answer_tables.build_ratios_table(found.ratios, mode),
+        )
     ]
     return Section(
         slug="comparisons",
         title="Every comparison",
-        bullets=further + exchanges.sentences(exchanged, frames),
-        tables=[*compared, exchanges.table(exchanged)],
+        bullets=further + exchanges.describe_ratios(exchanged, frames),
+        tables=[*compared, exchanges.build_table(exchanged)],
     )
 
 
-def _trust(frames: Frames) -> list[Section]:
+def _build_trust(frames: Frames) -> list[Section]:
     """Return the sections on agreement of repeats, and on what was run, how, and on which hardware."""
     everything, repeats = frames.everything, frames.findings.repeats
     return [
         Section(
             slug="repeats",
             title="Whether repeats agree",
-            paragraphs=[] if everything.empty else [findings.repeats_sentence(answer.apart(frames))],
-            tables=[tables.repeats(repeats), tables.served_repeats(findings.served_repeats(frames.served))],
+            paragraphs=[]
+            if everything.empty
+            else [findings.format_repeats_sentence(answer.collect_repeat_differences(frames))],
+            tables=[
+                tables.build_repeats_table(repeats),
+                tables.build_served_repeats_table(findings.select_served_repeats(frames.served)),
+            ],
         ),
         Section(
             slug="honesty",
             title="Before you believe a number",
-            paragraphs=explain.honesty(everything),
-            tables=[tables.honesty(everything)],
+            paragraphs=explain.describe_conditions(everything),
+            tables=[tables.build_conditions_table(everything)],
         ),
         Section(
             slug="run",
             title="What was run",
-            commands=explain.commands(frames),
-            tables=[tables.runs(frames)],
-            paragraphs=explain.file_notes(frames),
+            commands=explain.list_commands(frames),
+            tables=[tables.build_runs_table(frames)],
+            paragraphs=explain.list_file_notes(frames),
         ),
         Section(
-            slug="method", title="How it was measured", bullets=explain.method(frames), tables=[definitions(frames)]
+            slug="method",
+            title="How it was measured",
+            bullets=explain.describe_method(frames),
+            tables=[build_definitions(frames)],
         ),
-        Section(slug="environment", title="Environment", tables=[tables.environment(frames)]),
+        Section(slug="environment", title="Environment", tables=[tables.build_environment_table(frames)]),
     ]

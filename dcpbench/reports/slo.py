@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from dcpbench.records import metrics
-from dcpbench.records.stats import least_samples
-from dcpbench.reports.findings import LOAD, SCOPE, keys
+from dcpbench.records.stats import compute_min_samples
+from dcpbench.reports.findings import LOAD, SCOPE, list_keys
 from dcpbench.reports.words import OBJECTIVES
-from dcpbench.show.numbers import number
+from dcpbench.show.numbers import format_number
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,7 +29,7 @@ NARROWLY = 0.02
 """Relative distance to a limit within which a value counts as narrow, because repeats may differ by as much."""
 
 
-def recorded(record: Record) -> dict[str, float]:
+def get_recorded_slo(record: Record) -> dict[str, float]:
     """Return the objectives that a record was measured with (`--slo` of its run); empty without any."""
     if record.serve and record.serve.slo_ms:
         return dict(record.serve.slo_ms)
@@ -37,7 +37,7 @@ def recorded(record: Record) -> dict[str, float]:
     return {name: float(limit) for name, limit in found.items()} if isinstance(found, dict) else {}
 
 
-def in_force(table: pd.DataFrame, given: Limits) -> pd.DataFrame:
+def add_limits(table: pd.DataFrame, given: Limits) -> pd.DataFrame:
     """Add the column `slo_limits`: the given objectives, or those that all points of a run, model and mode were
     measured with.
 
@@ -54,7 +54,7 @@ def in_force(table: pd.DataFrame, given: Limits) -> pd.DataFrame:
     return table.assign(slo_limits=limits).drop(columns="slo_recorded")
 
 
-def judged(table: pd.DataFrame, given: Limits) -> pd.DataFrame:
+def add_slo_results(table: pd.DataFrame, given: Limits) -> pd.DataFrame:
     """Add the columns `slo_excess` and `slo_said`.
 
     `slo_excess` is the largest value / limit, so that 1 or less meets all; missing if nothing is judged. `slo_said` is
@@ -63,39 +63,39 @@ def judged(table: pd.DataFrame, given: Limits) -> pd.DataFrame:
     """
     if table.empty:
         return table
-    table = in_force(table, given)
+    table = add_limits(table, given)
     names = [n for n in OBJECTIVES if any(n in limits for limits in table["slo_limits"]) and f"{n}_p50_ms" in table]
     loads = [table[name] for name in LOAD]
     excess = pd.DataFrame(index=table.index)
-    told = pd.DataFrame(index=table.index)
+    descriptions = pd.DataFrame(index=table.index)
     ranks = pd.DataFrame(index=table.index)
     for name in names:
         limit = pd.Series([limits.get(name) for limits in table["slo_limits"]], table.index, dtype=float)
         # `decode` has no TTFT, TPOT or E2EL to be missed
         applies = table["output_tok_s"].notna() & ((table["workload"] != "decode") | (name == "itl"))
         limit = limit.where(applies & ~table["cpu"])
-        value, at = _shared(table, name, loads)
+        value, at = _find_shared_percentile(table, name, loads)
         excess[name] = value / limit
         excess.loc[limit.notna() & value.isna(), name] = float("inf")
-        told[name] = [
-            f"{OBJECTIVES[name]} {p} {number(ms, 3)} ms" if p else f"{OBJECTIVES[name]} not known"
+        descriptions[name] = [
+            f"{OBJECTIVES[name]} {p} {format_number(ms, 3)} ms" if p else f"{OBJECTIVES[name]} not known"
             for p, ms in zip(at, value, strict=True)
         ]
         table[f"slo_{name}_at"] = at.where(limit.notna(), "")
         ranks[name] = table[f"slo_{name}_at"].map({p: rank for rank, p in enumerate(PERCENTILES)}).astype(float)
     worst = excess.max(axis=1) if names else pd.Series(float("nan"), table.index)
-    said = []
+    results = []
     for top, texts, overs, rank in zip(
-        worst, told.to_numpy(), excess.to_numpy(), ranks.max(axis=1).fillna(0), strict=True
+        worst, descriptions.to_numpy(), excess.to_numpy(), ranks.max(axis=1).fillna(0), strict=True
     ):
         which = ", ".join(text for text, over in zip(texts, overs, strict=True) if over > 1)
         narrowly = " narrowly" if abs(top - 1) <= NARROWLY else ""
         meets = f"meets{narrowly}" + (f" at {PERCENTILES[int(rank)]}" if rank else "")
-        said.append("" if pd.isna(top) else meets if top <= 1 else f"misses{narrowly}: {which}")
-    return table.assign(slo_excess=worst, slo_said=said)
+        results.append("" if pd.isna(top) else meets if top <= 1 else f"misses{narrowly}: {which}")
+    return table.assign(slo_excess=worst, slo_said=results)
 
 
-def words(table: pd.DataFrame, given: Limits) -> str:
+def describe_objectives(table: pd.DataFrame, given: Limits) -> str:
     """State which objectives are in force, by which percentiles they are judged, and where they come from, in one
     sentence.
     """
@@ -103,20 +103,20 @@ def words(table: pd.DataFrame, given: Limits) -> str:
     if timed.empty:
         return ""
     same = timed["slo_limits"].map(lambda limits: repr(sorted(limits.items())))
-    clauses = {_limits(points): _who(points) for _, points in timed.groupby(same, sort=False)}
+    clauses = {_format_limits(points): _format_judged(points) for _, points in timed.groupby(same, sort=False)}
     if not any(clauses):
         left = f" --slo {','.join(given)} bounds nothing that these points have." if given else ""
         return f"No SLO was given (--slo ttft=2000,itl=60, in ms), so the best is the highest output throughput.{left}"
     source = "--slo" if given else "as the runs were measured with"
-    said = "; ".join(f"{who}: {text or 'none'}" for text, who in clauses.items())
+    limits_text = "; ".join(f"{who}: {text or 'none'}" for text, who in clauses.items())
     if len(clauses) == 1:
-        said = next(iter(clauses))
-    missing = [OBJECTIVES[name] for name in given if not _held_at(timed, name)]
+        limits_text = next(iter(clauses))
+    missing = [OBJECTIVES[name] for name in given if not _find_percentiles(timed, name)]
     left = f" These points have no {' or '.join(missing)}." if missing else ""
-    return f"SLO ({source}): {said}.{left}"
+    return f"SLO ({source}): {limits_text}.{left}"
 
 
-def unjudged(table: pd.DataFrame, given: Limits) -> str:
+def explain_unjudged(table: pd.DataFrame, given: Limits) -> str:
     """State that the objectives judge nothing because all points ran on a CPU; empty without objectives, or with a
     point on a GPU.
     """
@@ -126,22 +126,22 @@ def unjudged(table: pd.DataFrame, given: Limits) -> str:
     return f"No point is held against {source}: latencies of a CPU say nothing."
 
 
-def _who(points: pd.DataFrame) -> str:
+def _format_judged(points: pd.DataFrame) -> str:
     """Return the names of the judged points, such as `deepseek-v3 live, kimi-k2 live`."""
-    pairs = dict.fromkeys(keys(points, SCOPE))
+    pairs = dict.fromkeys(list_keys(points, SCOPE))
     several = len({run for run, _, _ in pairs}) > 1
     return ", ".join(f"{model} {mode}{f', run {run}' if several else ''}" for run, model, mode in pairs)
 
 
-def _limits(points: pd.DataFrame) -> str:
+def _format_limits(points: pd.DataFrame) -> str:
     """Return the limits, such as `TTFT ≤ 2,000 ms at p95, ITL ≤ 60 ms at p99`."""
     limits = points["slo_limits"].iloc[0]
     parts = []
     for name, limit in limits.items():
-        used = _held_at(points, name)
+        used = _find_percentiles(points, name)
         if not used:
             continue
-        needed = f"p99, which needs {least_samples(99)} samples"
+        needed = f"p99, which needs {compute_min_samples(99)} samples"
         lower = (
             "" if used == ["p99"] else f" (not at {needed})" if "p99" not in used else f" (lower where not at {needed})"
         )
@@ -149,13 +149,15 @@ def _limits(points: pd.DataFrame) -> str:
     return ", ".join(parts)
 
 
-def _held_at(points: pd.DataFrame, name: str) -> list[str]:
+def _find_percentiles(points: pd.DataFrame, name: str) -> list[str]:
     """Return the percentiles by which an objective is judged, highest first; empty if no point has such a latency."""
     column = f"slo_{name}_at"
     return [p for p in PERCENTILES if column in points and (points[column] == p).any()]
 
 
-def _shared(table: pd.DataFrame, name: str, loads: list[pd.Series[Any]]) -> tuple[pd.Series[Any], pd.Series[Any]]:
+def _find_shared_percentile(
+    table: pd.DataFrame, name: str, loads: list[pd.Series[Any]]
+) -> tuple[pd.Series[Any], pd.Series[Any]]:
     """Return value and name of the highest percentile that all points of a load have, of the points that have any."""
     value = pd.Series(float("nan"), table.index)
     at = pd.Series("", table.index, dtype=object)

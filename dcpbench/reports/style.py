@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from dcpbench.points.layout import DEGREES
 from dcpbench.points.names import EXCHANGES
-from dcpbench.reports.words import unique
-from dcpbench.show.figures import LINES, MARKERS, dashes, marker
-from dcpbench.show.layouts import colours, place_of_marker, split, split_experts
-from dcpbench.show.text import one_line
+from dcpbench.reports.words import list_unique
+from dcpbench.show.figures import LINES, MARKERS, get_line_style, get_marker
+from dcpbench.show.layouts import find_marker_index, get_colours, split_experts, split_instances
+from dcpbench.show.text import fit_line
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -55,50 +55,52 @@ class Style:
     runs: list[str]
 
     @classmethod
-    def of(cls, points: pd.DataFrame) -> Style:
+    def from_points(cls, points: pd.DataFrame) -> Style:
         """Return the style for the points of one kind: of `decode`, of served points, or of both."""
         ordered = points.sort_values([*DEGREES], kind="stable")
         pairs = zip(ordered["layout"].astype(str), ordered["variant"].astype(str), strict=True)
-        layouts = unique(ordered["layout"])
+        layouts = list_unique(ordered["layout"])
         lines = sorted(dict.fromkeys(pairs), key=lambda line: layouts.index(line[0]))
-        return cls(lines, unique(points["run"]))
+        return cls(lines, list_unique(points["run"]))
 
     @cached_property
     def _turns(self) -> dict[str, int]:
         """Return the index of each variant: the first one, and no variant, are drawn solid; exchanges are in the order
         of EXCHANGES.
         """
-        lines = [self._split(*line) for line in self.lines]
+        lines = [self._split_layout(*line) for line in self.lines]
         named = list(dict.fromkeys(variant for _, variant in lines if variant))
         named.sort(key=lambda name: EXCHANGES.index(first) if (first := name.split(" ")[0]) in EXCHANGES else 0)
-        beside = any((layout, "") in lines for layout, variant in lines if variant)
-        return {"": 0} | {name: place + beside for place, name in enumerate(named)}
+        has_unnamed = any((layout, "") in lines for layout, variant in lines if variant)
+        return {"": 0} | {name: place + has_unnamed for place, name in enumerate(named)}
 
-    def places(self, layout: str, variant: str, run: str) -> tuple[int, int]:
+    def find_places(self, layout: str, variant: str, run: str) -> tuple[int, int]:
         """Return the indices of a line's dash in figures.LINES and of its marker in figures.MARKERS."""
-        turn, of_run = self._turns.get(self._split(layout, variant)[1], 0), self.runs.index(run)
+        turn, of_run = self._turns.get(self._split_layout(layout, variant)[1], 0), self.runs.index(run)
         turns = max(self._turns.values()) + 1
-        sign = of_run if len(self.runs) > 1 else place_of_marker(layout) + UNLIKE * turn
+        sign = of_run if len(self.runs) > 1 else find_marker_index(layout) + UNLIKE * turn
         return (turn + turns * of_run) % len(LINES), sign % len(MARKERS)
 
     @cached_property
     def _several(self) -> set[str]:
         """Return the degrees that are drawn with several expert parallel degrees."""
-        drawn = Counter(degrees for degrees, _ in {split_experts(split(layout)[0]) for layout, _ in self.lines})
+        drawn = Counter(
+            degrees for degrees, _ in {split_experts(split_instances(layout)[0]) for layout, _ in self.lines}
+        )
         return {degrees for degrees, count in drawn.items() if count > 1}
 
-    def _split(self, layout: str, variant: str) -> tuple[str, str]:
+    def _split_layout(self, layout: str, variant: str) -> tuple[str, str]:
         """Return the degrees of an instance, which have one colour, and the name that distinguishes its lines."""
-        alone, instances = split(layout)
+        alone, instances = split_instances(layout)
         degrees, ep = split_experts(alone)
         return degrees, " ".join(filter(None, (instances, ep if degrees in self._several else "", variant)))
 
-    def look(self, layout: str, variant: str, run: str) -> dict[str, Any]:
+    def get_look(self, layout: str, variant: str, run: str) -> dict[str, Any]:
         """Return the keyword arguments with which matplotlib draws a line."""
-        dash, sign = self.places(layout, variant, run)
-        return {"color": colours(layout)[0], "linestyle": dashes(dash), "marker": marker(sign)}
+        dash, sign = self.find_places(layout, variant, run)
+        return {"color": get_colours(layout)[0], "linestyle": get_line_style(dash), "marker": get_marker(sign)}
 
 
-def plain(text: object, most: int = 48) -> str:
+def format_label(text: object, most: int = 48) -> str:
     """Return any string as a label: no mathematics, one line, limited length."""
-    return one_line(str(text), most).replace("$", r"\$")
+    return fit_line(str(text), most).replace("$", r"\$")

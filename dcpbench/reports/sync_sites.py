@@ -6,25 +6,27 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from dcpbench.reports.tables import Table, make_table, named
-from dcpbench.show.numbers import ABSENT, number
+from dcpbench.reports.tables import Table, make_table, make_text_columns
+from dcpbench.show.numbers import ABSENT, format_number
 
 if TYPE_CHECKING:
     from dcpbench.reports.frames import Frames
 
 
-def sentences(frames: Frames) -> list[str]:
+def describe_sites(frames: Frames) -> list[str]:
     """State that no site was found, if a profiled pass looked for sites and no table lists any."""
     looked = [r for r in frames.records if r.host_syncs_per_step is not None]
     if not looked or any(r.sync_sites for r in looked):
         return []
     most = max(r.host_syncs_per_step or 0 for r in looked)
     if most:
-        return [f"Up to {number(most, 3)} calls in a step made the host wait; the records do not say on which lines."]
+        return [
+            f"Up to {format_number(most, 3)} calls in a step made the host wait; the records do not say on which lines."
+        ]
     return [f"No step of the {len(looked):,} profiled points made the host wait for the GPU."]
 
 
-def table(frames: Frames) -> Table:
+def build_table(frames: Frames) -> Table:
     """Build a table with one row per run, model and site: the worst count, wait and bubble of any point, and the number
     of points.
     """
@@ -41,7 +43,7 @@ def table(frames: Frames) -> Table:
             "per_step": site.per_step,
             "wait_us": site.wait_us,
             "bubble_us": site.bubble_us,
-            "point": record.point.key(),
+            "point": record.point.get_key(),
         }
         for run in frames.runs
         for record in run.records
@@ -56,10 +58,10 @@ def table(frames: Frames) -> Table:
         "Where the host waited",
         found,
         [
-            *named("model", "where", "kind", "operator or call", "pass"),
-            ("per step", lambda r: number(r["per_step"], 3)),
-            ("wait µs", lambda r: number(r["wait_us"], 3)),
-            ("bubble µs, at most", lambda r: number(r["bubble_us"], 3)),
+            *make_text_columns("model", "where", "kind", "operator or call", "pass"),
+            ("per step", lambda r: format_number(r["per_step"], 3)),
+            ("wait µs", lambda r: format_number(r["wait_us"], 3)),
+            ("bubble µs, at most", lambda r: format_number(r["bubble_us"], 3)),
             ("points", lambda r: f"{r['point']:,}"),
         ],
         text_columns=5,

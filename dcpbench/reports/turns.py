@@ -8,17 +8,17 @@ import pandas as pd
 
 from dcpbench.reports import words
 from dcpbench.reports.tables import FOLD_ABOVE, Table, make_table
-from dcpbench.show.numbers import ABSENT, number, percent
+from dcpbench.show.numbers import ABSENT, format_number, format_percent
 
 if TYPE_CHECKING:
     from dcpbench.reports.frames import Frames
 
 
-def table(frames: Frames, mode: str) -> Table:
+def build_table(frames: Frames, mode: str) -> Table:
     """Build a table with a row for each turn of each point of a mode; empty if no load has several turns."""
     rows = [
         {
-            "load": words.served(record.point),
+            "load": words.format_served_load(record.point),
             "layout": record.point.layout_name,
             "turn": turn.turn,
             "requests": turn.requests,
@@ -39,8 +39,8 @@ def table(frames: Frames, mode: str) -> Table:
             ("turn", lambda r: f"{r['turn']:,}"),
             ("requests", lambda r: f"{r['requests']:,}"),
             ("prompt tokens", lambda r: f"{r['prompt']:,.0f}"),
-            ("cached", lambda r: percent(r["cached"]) if pd.notna(r["cached"]) else ABSENT),
-            ("TTFT p50 ms", lambda r: number(r["ttft"]) if pd.notna(r["ttft"]) else ABSENT),
+            ("cached", lambda r: format_percent(r["cached"]) if pd.notna(r["cached"]) else ABSENT),
+            ("TTFT p50 ms", lambda r: format_number(r["ttft"]) if pd.notna(r["ttft"]) else ABSENT),
         ],
         text_columns=2,
         fold=len(rows) > FOLD_ABOVE,

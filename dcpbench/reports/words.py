@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from dcpbench.points.names import CLOSED, GAMMA, LIVE, REPLAY, TRACE_TIMES
 from dcpbench.records.formulas import GAPS_PER_MISS
 from dcpbench.records.metrics import LATENCIES
-from dcpbench.serving.load_words import as_drawn, session_words
+from dcpbench.serving.load_words import format_drawn, format_sessions
 from dcpbench.show.model_fit import format_no_fit
 
 if TYPE_CHECKING:
@@ -28,39 +28,39 @@ MODELS = {"deepseek-v3": "DeepSeek-V3", "kimi-k2": "Kimi-K2"}
 """Names of the models as their makers write them."""
 
 
-def arrival(point: Point) -> str:
+def format_arrival(point: Point) -> str:
     """Return the arrival of requests: `closed 48`, `2 req/s Poisson`, `2 req/s gamma 0.5`, `trace times`.
 
     `2 req/s Poisson, as drawn` means that gaps were kept as drawn (`load.paced` is False).
     """
-    load = _load(point)
+    load = _get_load(point)
     if load.arrival == CLOSED:
         return f"closed {point.concurrency:,}"
     if load.arrival == GAMMA:
         kind = "Poisson" if load.burstiness == 1 else f"gamma {load.burstiness:g}"
-        return f"{load.request_rate or 0:g} req/s {kind}{as_drawn(load)}"
+        return f"{load.request_rate or 0:g} req/s {kind}{format_drawn(load)}"
     return TRACE_TIMES
 
 
-def shape(load: Load) -> str:
+def format_shape(load: Load) -> str:
     """Return the shape of requests: `4,000 in · 1,500 out · 50 % shared by 4 groups` or `requests of chat.jsonl`."""
-    parts = [f"{lengths(load.input_tokens)} in", f"{lengths(load.output_tokens)} out"]
+    parts = [f"{format_lengths(load.input_tokens)} in", f"{format_lengths(load.output_tokens)} out"]
     if load.trace:
         parts = [f"requests of {load.trace}"]
     if load.prefix_share:
         groups = f" by {load.prefix_groups:,} groups" if load.prefix_groups > 1 else ""
         parts.append(f"{load.prefix_share * 100:g} % shared{groups}")
     if load.sessions:
-        parts.append(f"sessions of {session_words(load)}")
+        parts.append(f"sessions of {format_sessions(load)}")
     return SEPARATOR.join(parts)
 
 
-def served(point: Point) -> str:
+def format_served_load(point: Point) -> str:
     """Return arrival and shape: `closed 48 · 4,000 in · 1,500 out`."""
-    return f"{arrival(point)}{SEPARATOR}{shape(_load(point))}"
+    return f"{format_arrival(point)}{SEPARATOR}{format_shape(_get_load(point))}"
 
 
-def lengths(spec: str) -> str:
+def format_lengths(spec: str) -> str:
     """Format `4000` as `4,000`, `uniform:1000-7000` as `1,000–7,000`, `lognormal:4000:0.5` as `≈4,000 (σ 0.5)`.
 
     Lengths that an import defines itself, such as `mean:3552`, become `3,552 on average`.
@@ -79,7 +79,7 @@ def lengths(spec: str) -> str:
         return spec
 
 
-def typical(spec: str) -> float | None:
+def get_typical_length(spec: str) -> float | None:
     """Return the middle of such lengths; None if a file defines them."""
     kind, _, rest = spec.partition(":")
     try:
@@ -91,7 +91,7 @@ def typical(spec: str) -> float | None:
         return None
 
 
-def objectives(slo_ms: Mapping[str, float]) -> str:
+def format_objectives(slo_ms: Mapping[str, float]) -> str:
     """Format objectives: `TTFT ≤ 500 ms, ITL ≤ 50 ms in 99 of 100 gaps`; empty without any."""
     return ", ".join(
         f"{OBJECTIVES.get(name, name)} ≤ {limit:,g} ms"
@@ -100,7 +100,7 @@ def objectives(slo_ms: Mapping[str, float]) -> str:
     )
 
 
-def short_shapes(rests: Iterable[str]) -> dict[str, str]:
+def make_short_shapes(rests: Iterable[str]) -> dict[str, str]:
     """Return the part that distinguishes request lengths: `4,000 in` of `4,000 in · 500 out` if all have 500 out."""
     known = list(dict.fromkeys(rests))
     parts = {rest: rest.split(SEPARATOR) for rest in known}
@@ -108,7 +108,7 @@ def short_shapes(rests: Iterable[str]) -> dict[str, str]:
     return {rest: SEPARATOR.join(p for p in parts[rest] if p not in shared) or rest for rest in known}
 
 
-def shared_shape(rests: Iterable[str]) -> str:
+def find_shared_shape(rests: Iterable[str]) -> str:
     """Return the part that all request lengths share, such as `500 out`; empty for a single one, or if they share
     nothing.
     """
@@ -125,11 +125,11 @@ def describe_layers_held(records: Iterable[Record]) -> str:
     return format_no_fit(*map(str, min(fewer))) if fewer else ""
 
 
-def _load(point: Point) -> Load:
+def _get_load(point: Point) -> Load:
     assert point.load is not None
     return point.load
 
 
-def unique(values: Iterable[object]) -> list[str]:
+def list_unique(values: Iterable[object]) -> list[str]:
     """Return each value once, as text, in order of first appearance."""
     return list(dict.fromkeys(map(str, values)))

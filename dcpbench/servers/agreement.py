@@ -84,7 +84,7 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int = 0  # tokens of the longer answer
 
     @property
-    def real(self) -> bool:
+    def is_real(self) -> bool:
         """Return True if rounding does not explain the difference."""
         return self.kind in (TOKEN, DRIFT)
 
@@ -143,7 +143,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     coverage: float  # share of tokens that were compared
     logprobs: bool  # whether log-probabilities were compared
 
-    def differs_at(self, context: int) -> bool:
+    def has_difference_at(self, context: int) -> bool:
         """Return whether anything differs at this length."""
         return any(c.differs for c in self.comparisons if c.context == context)
 
@@ -183,20 +183,22 @@ def compare_length(
     for name, answers in zip("AB", servers, strict=False):
         for effect, pairs_of in OWN_PAIRS.items():
             pairs = [[compare(x, y) for x, y in pairs_of(one)] for one in answers]
-            found.append(_summarise(effect, name, context, pairs))
+            found.append(_summarize_pairs(effect, name, context, pairs))
     if len(servers) > 1:
         pairs = [[compare(x, y) for x, y in _pair_servers(*both)] for both in zip(*servers, strict=True)]
-        found.append(_summarise(SERVERS, "AB", context, pairs))
+        found.append(_summarize_pairs(SERVERS, "AB", context, pairs))
     return found
 
 
-def judge(comparisons: Sequence[Comparison], tolerance: float = TOLERANCE) -> Report:
+def make_report(comparisons: Sequence[Comparison], tolerance: float = TOLERANCE) -> Report:
     """Test all comparisons together, and decide."""
     chance = compute_chance(comparisons)
-    groups = _group(comparisons)
-    tests = {(key, i): _test(groups, key, i, chance) for key in groups for i in _tested(groups, key)}
+    groups = _group_comparisons(comparisons)
+    tests = {(key, i): _compute_p_value(groups, key, i, chance) for key in groups for i in _list_tested(groups, key)}
     rejected = reject_by_holm(tests)
-    findings = [_find(groups[key], rejected, key, tests) for key in groups if any(k == key for k, _ in rejected)]
+    findings = [
+        _make_finding(groups[key], rejected, key, tests) for key in groups if any(k == key for k, _ in rejected)
+    ]
     judged = [
         msgspec.structs.replace(c, p=tests.get((key, i), 1.0), differs=(key, i) in rejected)
         for key, of in groups.items()
@@ -224,7 +226,7 @@ def compute_chance(comparisons: Iterable[Comparison]) -> float:
     """Return the share of prompts that may differ by chance: the upper bound of the share among repeats."""
     repeats = [c for c in comparisons if c.effect == REPEAT]
     return max(
-        upper_bound(sum(c.differing for c in repeats), sum(c.prompts for c in repeats)),
+        compute_upper_bound(sum(c.differing for c in repeats), sum(c.prompts for c in repeats)),
         MAX_CHANCE_SHARE,
     )
 
@@ -232,7 +234,7 @@ def compute_chance(comparisons: Iterable[Comparison]) -> float:
 def find_next_length(report: Report, apart: int) -> int | None:
     """Return a length of prompts between the last that agrees and the first that differs; None if they are `apart` at most."""
     contexts = sorted({c.context for c in report.comparisons})
-    first = next((context for context in contexts if report.differs_at(context)), None)
+    first = next((context for context in contexts if report.has_difference_at(context)), None)
     if first is None:
         return None
     last = max((context for context in contexts if context < first), default=0)
@@ -243,14 +245,14 @@ def check_decides(prompts: int, rounds: int, lengths: int, servers: int) -> None
     """Raise UsageError if no difference, however large, could be distinguished from chance by so few answers."""
     if rounds < MIN_ROUNDS:
         raise UsageError(f"--repeats {rounds} does not repeat anything; use --repeats {MIN_ROUNDS} or more.")
-    if not _decides(prompts, lengths, servers):
-        enough = next(n for n in range(prompts, 1000) if _decides(n, lengths, servers))
+    if not _can_decide(prompts, lengths, servers):
+        enough = next(n for n in range(prompts, 1000) if _can_decide(n, lengths, servers))
         raise UsageError(
             f"with --num-prompts {prompts} no difference could be distinguished from chance; use --num-prompts {enough} or more."
         )
 
 
-def upper_bound(count: int, total: int, confidence: float = CONFIDENCE) -> float:
+def compute_upper_bound(count: int, total: int, confidence: float = CONFIDENCE) -> float:
     """Return the upper one-sided Clopper-Pearson bound of a share; 1 without any observation."""
     if count >= total:
         return 1.0
@@ -290,15 +292,15 @@ def reject_by_holm(tests: dict[Test, float]) -> set[Test]:
 def compute_detectable(comparisons: Sequence[Comparison]) -> Detectable:
     """Return the smallest shares that would have shown a difference in the effect that was seen least often."""
 
-    def smallest(counts: Iterable[int]) -> float:
+    def compute_smallest_share(counts: Iterable[int]) -> float:
         least = min(counts, default=0)
         return 1 - (1 - CONFIDENCE) ** (1 / least) if least else 1.0
 
-    groups = _group(comparisons).values()
+    groups = _group_comparisons(comparisons).values()
     return Detectable(
-        prompts=smallest(sum(c.prompts for c in of) for of in groups),
-        prompts_of_a_length=smallest(c.prompts for c in comparisons),
-        tokens=smallest(sum(c.compared for c in of) for of in groups),
+        prompts=compute_smallest_share(sum(c.prompts for c in of) for of in groups),
+        prompts_of_a_length=compute_smallest_share(c.prompts for c in comparisons),
+        tokens=compute_smallest_share(sum(c.compared for c in of) for of in groups),
     )
 
 
@@ -344,7 +346,7 @@ OWN_PAIRS: dict[str, Callable[[PromptAnswers], list[tuple[Answer, Answer]]]] = {
 }
 
 
-def _summarise(effect: str, server: str, context: int, prompts: Sequence[Sequence[Pair]]) -> Comparison:
+def _summarize_pairs(effect: str, server: str, context: int, prompts: Sequence[Sequence[Pair]]) -> Comparison:
     pairs = [pair for of in prompts for pair in of]
     drifts = [pair.drift for pair in pairs if pair.drift is not None]
     return Comparison(
@@ -354,9 +356,9 @@ def _summarise(effect: str, server: str, context: int, prompts: Sequence[Sequenc
         prompts=len(prompts),
         pairs=len(pairs),
         near_ties=sum(pair.kind == NEAR_TIE for pair in pairs),
-        real=sum(pair.real for pair in pairs),
+        real=sum(pair.is_real for pair in pairs),
         unknown=sum(pair.kind == UNKNOWN for pair in pairs),
-        differing=sum(2 * sum(pair.real for pair in of) >= max(len(of), 1) for of in prompts),
+        differing=sum(2 * sum(pair.is_real for pair in of) >= max(len(of), 1) for of in prompts),
         first=min(
             (pair.first + 1 for pair in pairs if pair.kind in (TOKEN, UNKNOWN) and pair.first is not None), default=None
         ),
@@ -367,7 +369,7 @@ def _summarise(effect: str, server: str, context: int, prompts: Sequence[Sequenc
     )
 
 
-def _group(comparisons: Iterable[Comparison]) -> dict[Key, list[Comparison]]:
+def _group_comparisons(comparisons: Iterable[Comparison]) -> dict[Key, list[Comparison]]:
     """Return the comparisons of each effect of each server, by length."""
     found: dict[Key, list[Comparison]] = {}
     for c in sorted(comparisons, key=lambda c: c.context):
@@ -375,38 +377,38 @@ def _group(comparisons: Iterable[Comparison]) -> dict[Key, list[Comparison]]:
     return found
 
 
-def _tested(groups: dict[Key, list[Comparison]], key: Key) -> list[int]:
+def _list_tested(groups: dict[Key, list[Comparison]], key: Key) -> list[int]:
     """Return the indices of an effect's lengths that are tested separately, and -1 for all of them together."""
     if key[0] != REPEAT:
         return [*range(len(groups[key])), -1]
     other = groups.get((REPEAT, "A" if key[1] == "B" else "B"))
     if other is None:
         return [-1]
-    mine, theirs = (n / of for n, of in (_count(groups[key]), _count(other)))
+    mine, theirs = (n / of for n, of in (_count_differing(groups[key]), _count_differing(other)))
     return [-1] if (mine, key[1]) > (theirs, "A" if key[1] == "B" else "B") else []
 
 
-def _test(groups: dict[Key, list[Comparison]], key: Key, place: int, chance: float) -> float:
+def _compute_p_value(groups: dict[Key, list[Comparison]], key: Key, place: int, chance: float) -> float:
     of = groups[key]
-    differing, prompts = _count(of if place < 0 else [of[place]])
+    differing, prompts = _count_differing(of if place < 0 else [of[place]])
     if key[0] != REPEAT:
         return compute_tail(differing, prompts, min(2 * chance, 1.0))
     other = groups.get((REPEAT, "A" if key[1] == "B" else "B"))
     if other is None:
         return compute_tail(differing, prompts, MAX_CHANCE_SHARE)
-    return compute_fisher(differing, prompts, *_count(other))
+    return compute_fisher(differing, prompts, *_count_differing(other))
 
 
-def _count(of: Iterable[Comparison]) -> tuple[int, int]:
+def _count_differing(of: Iterable[Comparison]) -> tuple[int, int]:
     counts = [(c.differing, c.prompts) for c in of]
     return sum(n for n, _ in counts), sum(n for _, n in counts)
 
 
-def _find(
+def _make_finding(
     of: Sequence[Comparison], rejected: set[tuple[Key, int]], key: Key, tests: dict[tuple[Key, int], float]
 ) -> Finding:
     alone = [c for i, c in enumerate(of) if (key, i) in rejected]
-    differing, prompts = _count(alone or of)
+    differing, prompts = _count_differing(alone or of)
     return Finding(
         effect=key[0],
         server=key[1],
@@ -425,7 +427,7 @@ def _compute_coverage(comparisons: Sequence[Comparison]) -> float:
 
 def _find_doubts(comparisons: Sequence[Comparison], coverage: float) -> list[str]:
     """Return why AGREE or CONSISTENT would claim more than was seen."""
-    repeats = _count(c for c in comparisons if c.effect == REPEAT)
+    repeats = _count_differing(c for c in comparisons if c.effect == REPEAT)
     noisy = compute_tail(*repeats, MAX_CHANCE_SHARE) <= LEVEL
     found = {
         NOISY: noisy,
@@ -436,7 +438,7 @@ def _find_doubts(comparisons: Sequence[Comparison], coverage: float) -> list[str
     return [reason for reason, holds in found.items() if holds]
 
 
-def _decides(prompts: int, lengths: int, servers: int) -> bool:
-    chance = max(upper_bound(0, prompts * lengths * servers), MAX_CHANCE_SHARE)
+def _can_decide(prompts: int, lengths: int, servers: int) -> bool:
+    chance = max(compute_upper_bound(0, prompts * lengths * servers), MAX_CHANCE_SHARE)
     effects = 2 * servers + (servers > 1)
     return compute_tail(prompts, prompts, min(2 * chance, 1.0)) <= LEVEL / (effects * (lengths + 1) + 1)

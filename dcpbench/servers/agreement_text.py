@@ -23,8 +23,8 @@ from dcpbench.servers.agreement import (
     SERVERS,
     UNATTRIBUTED,
 )
-from dcpbench.show.numbers import short_number
-from dcpbench.show.text import counted, listed
+from dcpbench.show.numbers import format_short_number
+from dcpbench.show.text import format_count, format_list
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -61,7 +61,7 @@ def make_table(report: Report, urls: Sequence[str]) -> Table:
             row = [found.get((context, "AB" if effect == SERVERS else server, effect)) for effect in effects]
             row = [c if c is None or c.effect != SERVERS or server == "B" else None for c in row]
             drift = max((c.drift for c in row if c is not None and c.drift is not None), default=None)
-            table.add_row(f"{context:,}", server, *map(_format_cell, row), short_number(drift))
+            table.add_row(f"{context:,}", server, *map(_format_cell, row), format_short_number(drift))
     return table
 
 
@@ -88,14 +88,18 @@ def _format_reason(report: Report) -> str:
     if report.verdict == DIFFER:
         return " ".join(_format_finding(finding, report) for finding in report.findings)
     if report.verdict == AGREE:
-        return f"B answers as A does up to prompts of {_longest(report):,} tokens. {_capital(_format_own(report))}"
+        return f"B answers as A does up to prompts of {_get_max_context(report):,} tokens. {_capitalize_first(_format_own(report))}"
     if report.verdict == CONSISTENT:
-        return f"up to prompts of {_longest(report):,} tokens, {_format_own(report)}"
-    return f"{'; '.join(DOUBTS[doubt] for doubt in report.undecided)}. {_capital(_format_own(report))}"
+        return f"up to prompts of {_get_max_context(report):,} tokens, {_format_own(report)}"
+    return f"{'; '.join(DOUBTS[doubt] for doubt in report.undecided)}. {_capitalize_first(_format_own(report))}"
 
 
 def _format_finding(finding: Finding, report: Report) -> str:
-    who = "B differs from A" if finding.effect == SERVERS else f"{_name(finding.server, report)} differs from itself"
+    who = (
+        "B differs from A"
+        if finding.effect == SERVERS
+        else f"{_format_name(finding.server, report)} differs from itself"
+    )
     what = [who]
     lengths = sorted({c.context for c in report.comparisons})
     if not finding.contexts:
@@ -103,13 +107,13 @@ def _format_finding(finding: Finding, report: Report) -> str:
     elif finding.contexts == [n for n in lengths if n >= finding.contexts[0]]:
         what.append(f"from prompts of {finding.contexts[0]:,} tokens on")
     else:
-        what.append(f"at prompts of {listed([f'{n:,}' for n in finding.contexts])} tokens")
+        what.append(f"at prompts of {format_list([f'{n:,}' for n in finding.contexts])} tokens")
     what.append(WHEN.get(finding.effect, ""))
     place = ""
     if finding.first is not None:
         context = f" (after {finding.contexts[0] + finding.first - 1:,} tokens of context)" if finding.contexts else ""
         place = f", first in token {finding.first} of an answer{context}"
-    return f"{' '.join(filter(None, what))}: {finding.differing} of {counted(finding.prompts, 'prompt')} beyond rounding{place}."
+    return f"{' '.join(filter(None, what))}: {finding.differing} of {format_count(finding.prompts, 'prompt')} beyond rounding{place}."
 
 
 def _format_own(report: Report) -> str:
@@ -119,10 +123,10 @@ def _format_own(report: Report) -> str:
         of = [c for c in report.comparisons if c.server == server]
         pairs, ties, other = (sum(getattr(c, name) for c in of) for name in ("pairs", "near_ties", "unknown"))
         real = sum(c.real for c in of)
-        who = "B differed from A" if server == "AB" else f"{_name(server, report)} differed from itself"
+        who = "B differed from A" if server == "AB" else f"{_format_name(server, report)} differed from itself"
         kinds = [f"{n} {kind}" for n, kind in ((ties, "near-ties"), (real, "beyond rounding"), (other, "unknown")) if n]
         parts.append(f"{who} in {ties + real + other} of {pairs:,} pairs" + (f" ({', '.join(kinds)})" if kinds else ""))
-    return f"{listed(parts)}."
+    return f"{format_list(parts)}."
 
 
 def _format_detectable(report: Report) -> str:
@@ -134,8 +138,8 @@ def _format_detectable(report: Report) -> str:
 
 
 def _format_cache(name: str, use: CacheUse, report: Report) -> str:
-    who = _capital(_name(name, report))
-    if _longest(report) < MIN_CACHED_CONTEXT:
+    who = _capitalize_first(_format_name(name, report))
+    if _get_max_context(report) < MIN_CACHED_CONTEXT:
         return f"{who}: prompts of fewer than {MIN_CACHED_CONTEXT} tokens may not be in a prefix cache; name longer ones with --context."
     if use.hit_tokens is None:
         return f"{who} does not report prefix-cache hits, so whether answers used its cache is unknown."
@@ -144,13 +148,13 @@ def _format_cache(name: str, use: CacheUse, report: Report) -> str:
     return f"{who} reports prefix-cache hits of {use.hit_tokens:,} tokens."
 
 
-def _longest(report: Report) -> int:
+def _get_max_context(report: Report) -> int:
     return max(c.context for c in report.comparisons)
 
 
-def _name(server: str, report: Report) -> str:
+def _format_name(server: str, report: Report) -> str:
     return server if report.servers > 1 else "the server"
 
 
-def _capital(text: str) -> str:
+def _capitalize_first(text: str) -> str:
     return text[:1].upper() + text[1:]

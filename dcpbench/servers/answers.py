@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from dcpbench.servers.client import CLIENT_ERROR, MAX_ERROR, OK, RequestError, status_error
+from dcpbench.servers.client import CLIENT_ERROR, MAX_ERROR, OK, RequestError, make_status_error
 from dcpbench.servers.events import (
     DONE,
     MAX_EVENT,
@@ -13,8 +13,8 @@ from dcpbench.servers.events import (
     Fault,
     StreamError,
     Usage,
-    error_in,
     read_completion,
+    read_error_message,
 )
 from dcpbench.servers.token_counts import (
     MAX_TOKEN_ID,
@@ -25,7 +25,7 @@ from dcpbench.servers.token_counts import (
     count_hidden,
     count_tokens,
 )
-from dcpbench.show.text import counted, one_line
+from dcpbench.show.text import fit_line, format_count
 
 BY_IDS, BY_USAGE, BY_CHUNKS = "token ids", "usage", "chunks"  # sources of the token count of a chunk, in records
 COUNTED_BY = {Counting.IDS: BY_IDS, Counting.CHUNKS: BY_CHUNKS}  # all others are of usage
@@ -35,7 +35,7 @@ LENGTH = "length"  # finish_reason of an answer with all requested tokens
 BROKEN_OFF = ("abort", "error")  # finish_reason of an answer that the server gave up
 
 
-class Streamed:
+class StreamReply:
     """A client.Reply that reads a streamed completion."""
 
     awaits = "no token"
@@ -83,35 +83,35 @@ class Streamed:
         self._body = b""
         self._other = self._done = False
 
-    def head(self, status: int, headers: dict[bytes, bytes]) -> None:
+    def receive_head(self, status: int, headers: dict[bytes, bytes]) -> None:
         """See client.Reply."""
         self.status, self._headers = status, headers
         kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
         self._other = status != OK or (kind not in (EVENT_STREAM, b""))
 
-    def body(self, data: bytes, now_s: float) -> None:
+    def receive_body(self, data: bytes, now_s: float) -> None:
         """See client.Reply."""
         if self._other:
             self._body += data
             if len(self._body) > MAX_ERROR or (self.status == OK and len(self._body) > MAX_OTHER):
-                raise self._no_stream()
+                raise self._make_error()
             return
-        for event, began_s in self._events.feed(data, now_s):
-            self._take(event, began_s)
+        for event, began_s in self._events.parse_data(data, now_s):
+            self._read_event(event, began_s)
 
-    def end(self) -> None:
+    def receive_end(self) -> None:
         """See client.Reply."""
         if self._other:
-            raise self._no_stream()
-        for event, began_s in self._events.end():
-            self._take(event, began_s)
+            raise self._make_error()
+        for event, began_s in self._events.finish_stream():
+            self._read_event(event, began_s)
         if self.finish_reason in BROKEN_OFF:
-            arrived = counted(len(self._chunks), "chunk")
+            arrived = format_count(len(self._chunks), "chunk")
             raise RequestError(
                 "aborted", f"the server ended the request after {arrived} with finish_reason {self.finish_reason}."
             )
         if not self._done and self.finish_reason is None:
-            arrived = counted(len(self._chunks), "chunk")
+            arrived = format_count(len(self._chunks), "chunk")
             raise RequestError("cut off", f"the stream ended after {arrived}, without a finish_reason or [DONE].")
         if not self.chunk_s:
             raise RequestError("no tokens", "the server's answer holds no token.")
@@ -140,7 +140,7 @@ class Streamed:
         """Return the arrival time of each chunk with tokens."""
         return self.counts.time_s.tolist()
 
-    def chunk_tokens(self) -> list[int]:
+    def list_chunk_tokens(self) -> list[int]:
         """Return the tokens of each chunk with tokens."""
         return self.counts.tokens.tolist()
 
@@ -150,7 +150,7 @@ class Streamed:
         return COUNTED_BY.get(self.counts.by, BY_USAGE)
 
     @property
-    def counts_each(self) -> bool:
+    def has_chunk_counts(self) -> bool:
         """Return True if the server reports the tokens of each chunk."""
         return self.counts.by in (Counting.IDS, Counting.CUMULATIVE, Counting.DELTAS)
 
@@ -160,13 +160,13 @@ class Streamed:
         reasoning = self.usage.reasoning if self.usage is not None and not self._reasoned else 0
         return count_hidden(self._chunks, self._total, reasoning)
 
-    def _take(self, event: bytes, began_s: float) -> None:
+    def _read_event(self, event: bytes, began_s: float) -> None:
         """Read one event. Raise StreamError if it is no chunk of an answer, or contradicts the request."""
         if event == DONE:
             self._done = True
             return
         found = read_completion(event)
-        usage = self._take_usage(found.usage) if found.usage is not None else None
+        usage = self._add_usage(found.usage) if found.usage is not None else None
         if not found.choices:
             return
         choice = found.choices[0]
@@ -180,15 +180,15 @@ class Streamed:
         elif not (ids or has_output):
             return
         if len(self._chunks) >= self._limits.chunks:
-            self._refuse(Fault.TOO_MANY_TOKENS, limit=self._limits.chunks)
+            self._raise_fault(Fault.TOO_MANY_TOKENS, limit=self._limits.chunks)
         if ids:
-            self._take_ids(ids)
+            self._add_ids(ids)
         if self._keep:
-            self._take_text(choice.new_text)
+            self._add_text(choice.new_text)
         self.heard_s = began_s
-        self._chunks.add(began_s, has_output, len(ids) if ids else 0, usage)
+        self._chunks.add_chunk(began_s, has_output, len(ids) if ids else 0, usage)
 
-    def _take_usage(self, usage: Usage) -> int | None:
+    def _add_usage(self, usage: Usage) -> int | None:
         if (bad := self._limits.find_excess(usage)) is not None:
             raise StreamError(bad)
         self.usage, self._counts = usage, None
@@ -196,32 +196,32 @@ class Streamed:
             self._total = usage.completion_tokens
         return usage.completion_tokens
 
-    def _take_ids(self, ids: list[int]) -> None:
+    def _add_ids(self, ids: list[int]) -> None:
         for extreme in (min(ids), max(ids)):
             if not 0 <= extreme <= MAX_TOKEN_ID:
-                self._refuse(Fault.TOKEN_ID, value=extreme, limit=MAX_TOKEN_ID)
+                self._raise_fault(Fault.TOKEN_ID, value=extreme, limit=MAX_TOKEN_ID)
         if len(self.tokens) + len(ids) > self._limits.chunks:
-            self._refuse(Fault.TOO_MANY_TOKENS, limit=self._limits.chunks)
+            self._raise_fault(Fault.TOO_MANY_TOKENS, limit=self._limits.chunks)
         self.tokens += ids
 
-    def _take_text(self, text: str) -> None:
+    def _add_text(self, text: str) -> None:
         self._length += len(text)
         if self._length > self._limits.text:
-            self._refuse(Fault.TOO_MUCH_TEXT, limit=self._limits.text)
+            self._raise_fault(Fault.TOO_MUCH_TEXT, limit=self._limits.text)
         self.texts.append(text)
 
-    def _refuse(self, fault: Fault, *, value: int = 0, limit: int = 0) -> None:
+    def _raise_fault(self, fault: Fault, *, value: int = 0, limit: int = 0) -> None:
         raise StreamError(BadStream(fault=fault, value=value, limit=limit, asked=self._limits.output_tokens))
 
-    def _no_stream(self) -> RequestError:
+    def _make_error(self) -> RequestError:
         if self.status != OK:
-            return status_error(self.status, self._headers, self._body)
-        kind = one_line(self._headers.get(b"content-type", b"").decode("latin-1"), 100)
+            return make_status_error(self.status, self._headers, self._body)
+        kind = fit_line(self._headers.get(b"content-type", b"").decode("latin-1"), 100)
         return RequestError(
-            "no stream", f"the server sent {kind} instead of a stream: {error_in(self._body[:MAX_OTHER])}"
+            "no stream", f"the server sent {kind} instead of a stream: {read_error_message(self._body[:MAX_OTHER])}"
         )
 
 
-def refused(error: RequestError) -> bool:
+def is_refusal(error: RequestError) -> bool:
     """Return whether the server did not accept the fields of a request, and may accept others."""
     return error.status in (CLIENT_ERROR, 415, 422)

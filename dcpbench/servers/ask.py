@@ -9,12 +9,12 @@ import msgspec
 
 from dcpbench.errors import UsageError, WorkerError
 from dcpbench.servers.agreement import Answer
-from dcpbench.servers.answers import BROKEN_OFF, refused
-from dcpbench.servers.client import RequestError, WholeOk
+from dcpbench.servers.answers import BROKEN_OFF, is_refusal
+from dcpbench.servers.client import RequestError, WholeOkReply
 from dcpbench.servers.events import BadStream, Choice, Completion, Fault, StreamError, read_completion
 from dcpbench.servers.prompts import CHAT, PATHS
 from dcpbench.servers.token_counts import Limits
-from dcpbench.show.text import one_line
+from dcpbench.show.text import fit_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     import numpy as np
 
     from dcpbench.servers.client import Client
-    from dcpbench.servers.prompts import Manner
+    from dcpbench.servers.prompts import PromptFormat
 
 TOP_LOGPROBS = (20, 5, 2)
 """Numbers of top log-probabilities to request, tried in order until a server accepts one."""
-SHORTEST, LONGEST = 64, 32_768
+MIN_CONTEXT, MAX_CONTEXT = 64, 32_768
 """Lengths of prompts without --context: doubled from the first to the second, or to the maximum that the servers
 accept.
 """
@@ -60,28 +60,28 @@ class Logprobs(msgspec.Struct, frozen=True):
 class Side:
     """A server and how requests to it are written."""
 
-    def __init__(self, client: Client, manner: Manner, longest: int | None) -> None:
-        self.client, self.manner, self.longest = client, manner, longest
+    def __init__(self, client: Client, prompt_format: PromptFormat, longest: int | None) -> None:
+        self.client, self.prompt_format, self.longest = client, prompt_format, longest
         self._extras = [
-            {"logprobs": True, "top_logprobs": count} if manner.endpoint == CHAT else {"logprobs": count}
+            {"logprobs": True, "top_logprobs": count} if prompt_format.endpoint == CHAT else {"logprobs": count}
             for count in TOP_LOGPROBS
         ]
 
-    async def answer(self, prompt: np.ndarray, tokens: int) -> Answer:
+    async def fetch_answer(self, prompt: np.ndarray, tokens: int) -> Answer:
         """Return one greedy answer. Raise WorkerError if there is none."""
         limits = Limits(tokens, len(prompt))
         while True:
             tried = self._extras[0] if self._extras else {}
             try:
-                reply = await self._send(prompt, tokens, limits, tried)
+                reply = await self._send_prompt(prompt, tokens, limits, tried)
                 found = read_completion(reply.data)
                 if not found.choices:
                     raise WorkerError(f"{self.client.target.url}: its answer holds no choice.")
                 details = found.usage.prompt_tokens_details if found.usage else None
-                answer = answer_of(check_answer(found, limits))
+                answer = parse_answer(check_answer(found, limits))
                 return msgspec.structs.replace(answer, cached_tokens=details.cached_tokens if details else None)
             except RequestError as e:
-                if tried and refused(e):
+                if tried and is_refusal(e):
                     if self._extras and self._extras[0] == tried:  # another request may have removed it meanwhile
                         del self._extras[0]
                     continue
@@ -89,13 +89,17 @@ class Side:
             except StreamError as e:
                 raise WorkerError(f"{self.client.target.url}: {e}.") from e
 
-    async def _send(self, prompt: np.ndarray, tokens: int, limits: Limits, extras: dict[str, Any]) -> WholeOk:
+    async def _send_prompt(
+        self, prompt: np.ndarray, tokens: int, limits: Limits, extras: dict[str, Any]
+    ) -> WholeOkReply:
         more = {"stream": False, "stream_options": None, "seed": 0} | extras
-        body = msgspec.json.decode(self.manner.body(prompt, tokens, ids=True, **more))
+        body = msgspec.json.decode(self.prompt_format.encode_body(prompt, tokens, ids=True, **more))
         body.pop("stream_options")
-        reply = WholeOk(MIN_ANSWER_BYTES + BYTES_OF_TOKEN * tokens + limits.echo_bytes)
-        path = PATHS[self.manner.endpoint]
-        await self.client.exchange(self.client.target.request("POST", path, msgspec.json.encode(body)), reply)
+        reply = WholeOkReply(MIN_ANSWER_BYTES + BYTES_OF_TOKEN * tokens + limits.echo_bytes)
+        path = PATHS[self.prompt_format.endpoint]
+        await self.client.send_request(
+            self.client.target.encode_request("POST", path, msgspec.json.encode(body)), reply
+        )
         return reply
 
 
@@ -112,7 +116,7 @@ def check_answer(found: Completion, limits: Limits) -> Choice:
     return choice
 
 
-def answer_of(choice: Choice) -> Answer:
+def parse_answer(choice: Choice) -> Answer:
     """Return the tokens and log-probabilities of a whole answer; without either, the words of its text.
 
     Raise StreamError if its log-probabilities are not those of OpenAI's API.
@@ -120,7 +124,7 @@ def answer_of(choice: Choice) -> Answer:
     try:
         given = msgspec.json.decode(choice.logprobs, type=Logprobs | None) or Logprobs()
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
-        bad = BadStream(fault=Fault.NOT_A_COMPLETION, detail=one_line(str(e)), quote="log-probabilities")
+        bad = BadStream(fault=Fault.NOT_A_COMPLETION, detail=fit_line(str(e)), quote="log-probabilities")
         raise StreamError(bad) from e
     logprobs: Sequence[float | None]
     tops: list[dict[str, float | None]]
@@ -140,17 +144,17 @@ def answer_of(choice: Choice) -> Answer:
     return Answer(tokens=tokens, names=names, logprobs=known, tops=finite if len(finite) == len(tokens) else [])
 
 
-def contexts_for(typed: Sequence[int] | None, longest: int | None, tokens: int) -> list[int]:
+def choose_contexts(typed: Sequence[int] | None, longest: int | None, tokens: int) -> list[int]:
     """Return the lengths of prompts in rising order. Raise UsageError for those that a server does not accept."""
-    most = LONGEST if longest is None else longest - tokens
+    most = MAX_CONTEXT if longest is None else longest - tokens
     if typed:
         if longest is not None and max(typed) > most:
             raise UsageError(
                 f"--context {max(typed):,} with {tokens} new tokens is more than the {longest:,} that a server takes; --context can be up to {most:,}."
             )
         return sorted(set(typed))
-    found, length = [], SHORTEST
-    while length <= min(most, LONGEST):
+    found, length = [], MIN_CONTEXT
+    while length <= min(most, MAX_CONTEXT):
         found.append(length)
         length *= 2
     return found or [max(most, 1)]

@@ -23,11 +23,11 @@ import msgspec
 
 from dcpbench.errors import UsageError
 from dcpbench.points import redaction
-from dcpbench.servers.descriptors import OPEN_FILES, SHORTAGE, shortage_sentence
-from dcpbench.servers.events import BadStream, StreamError, error_in
+from dcpbench.servers.descriptors import OPEN_FILES, SHORTAGE, format_shortage
+from dcpbench.servers.events import BadStream, StreamError, read_error_message
 from dcpbench.servers.request_options import find_secrets
 from dcpbench.servers.stamps import StampedSocket
-from dcpbench.show.text import one_line
+from dcpbench.show.text import fit_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,16 +73,16 @@ class RequestError(Exception):
         self.bad = bad
 
     @classmethod
-    def of_stream(cls, error: StreamError) -> RequestError:
+    def from_stream_error(cls, error: StreamError) -> RequestError:
         """Return the failure of a request after its stream was abandoned."""
         return cls("bad stream", f"{str(error).rstrip('.')}.", bad=error.bad)
 
     def __reduce__(self) -> tuple[Callable[..., RequestError], tuple[object, ...]]:
         """Support pickling: errors travel between client processes."""
-        return _request_error, (self.kind, self.sentence, self.status, self.retry_after_s, self.bad)
+        return _make_request_error, (self.kind, self.sentence, self.status, self.retry_after_s, self.bad)
 
 
-def _request_error(
+def _make_request_error(
     kind: str, sentence: str, status: int, retry_after_s: float | None, bad: BadStream | None
 ) -> RequestError:
     return RequestError(kind, sentence, status=status, retry_after_s=retry_after_s, bad=bad)
@@ -92,7 +92,7 @@ KEY_VARIABLE = "OPENAI_API_KEY"
 """Default environment variable of a server's key."""
 
 
-def api_key(variable: str) -> str:
+def load_api_key(variable: str) -> str:
     """Return the key in an environment variable, "" if the default one is not set; it is redacted from then on.
 
     Raise UsageError if another variable is not set. The message does not repeat the name, which may be a key typed by
@@ -104,7 +104,7 @@ def api_key(variable: str) -> str:
             f"`export {KEY_VARIABLE}=…` and leave the option out."
         )
     key = os.environ.get(variable, "")
-    redaction.register(key)
+    redaction.register_secrets(key)
     return key
 
 
@@ -125,7 +125,7 @@ class Target:
     """Time in s without any received data after which a request has failed."""
 
     @classmethod
-    def at(
+    def from_url(
         cls, url: str, *, key: str = "", headers: tuple[tuple[str, str], ...] = (), timeout_s: float = 600.0
     ) -> Target:
         """Return the server at a URL such as http://127.0.0.1:8000. Raise UsageError for an invalid URL.
@@ -133,26 +133,26 @@ class Target:
         Secrets in the URL and in the headers are redacted from then on.
         """
         redaction.register_url(url)
-        redaction.register(*find_secrets(headers))
+        redaction.register_secrets(*find_secrets(headers))
         try:
             parts = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
             host, port = parts.hostname, parts.port
         except ValueError as e:
-            raise UsageError(f"--url {one_line(url)}: {e}; {EXAMPLE}.") from e
+            raise UsageError(f"--url {fit_line(url)}: {e}; {EXAMPLE}.") from e
         if port == 0:
-            raise UsageError(f"--url {one_line(url)}: no server listens at port 0; {EXAMPLE}.")
+            raise UsageError(f"--url {fit_line(url)}: no server listens at port 0; {EXAMPLE}.")
         labels = host.removesuffix(".").split(".") if host else []
         if any(not 0 < len(label) <= MAX_LABEL for label in labels):
             raise UsageError(
-                f"--url {one_line(url)}: each part of a host's name has 1 to {MAX_LABEL} characters; {EXAMPLE}."
+                f"--url {fit_line(url)}: each part of a host's name has 1 to {MAX_LABEL} characters; {EXAMPLE}."
             )
         if parts.scheme not in PORTS or not host:
-            raise UsageError(f"--url {one_line(url)} is no address of a server; {EXAMPLE}.")
+            raise UsageError(f"--url {fit_line(url)} is no address of a server; {EXAMPLE}.")
         if parts.username or parts.password:
             raise UsageError("--url has a name or password in it; put an API key in an environment variable instead.")
         if parts.query or parts.fragment:
             raise UsageError(
-                f"--url {one_line(url)}: leave out what follows {(parts.query and '?') or '#'}; {EXAMPLE}."
+                f"--url {fit_line(url)}: leave out what follows {(parts.query and '?') or '#'}; {EXAMPLE}."
             )
         if any(ord(c) <= ord(" ") or ord(c) > ord("~") for c in host + parts.path + key):
             raise UsageError(f"--url or the API key holds a blank or a character that no header can have; {EXAMPLE}.")
@@ -173,7 +173,7 @@ class Target:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{self.scheme}://{host}:{self.port}{self.path}"
 
-    def request(self, method: str, path: str, body: bytes = b"") -> bytes:
+    def encode_request(self, method: str, path: str, body: bytes = b"") -> bytes:
         """Return all bytes of a request."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         lines = [f"{method} {self.path}{path} HTTP/1.1", f"Host: {host}:{self.port}", "Accept: */*"]
@@ -191,17 +191,17 @@ class Reply(Protocol):
     awaits: str  # description of the missing answer if the request times out
     heard_s: float  # time.perf_counter() of the last progress, which restarts the time limit
 
-    def head(self, status: int, headers: dict[bytes, bytes]) -> None:
+    def receive_head(self, status: int, headers: dict[bytes, bytes]) -> None:
         """Take the status and the headers; names are in lower case."""
 
-    def body(self, data: bytes, now_s: float) -> None:
+    def receive_body(self, data: bytes, now_s: float) -> None:
         """Take a piece of the body. The connection is closed if this raises RequestError or StreamError."""
 
-    def end(self) -> None:
+    def receive_end(self) -> None:
         """Take the end of the body. May raise like `body`."""
 
 
-class Whole:
+class WholeReply:
     """An answer that is kept whole. Its time limit covers the whole answer, for any speed of the server."""
 
     awaits = "no complete answer"
@@ -212,18 +212,18 @@ class Whole:
         self._pieces: list[bytes] = []
         self._size, self._limit = 0, limit
 
-    def head(self, status: int, headers: dict[bytes, bytes]) -> None:
+    def receive_head(self, status: int, headers: dict[bytes, bytes]) -> None:
         """See Reply."""
         self.status, self.headers = status, headers
 
-    def body(self, data: bytes, now_s: float) -> None:  # noqa: ARG002
+    def receive_body(self, data: bytes, now_s: float) -> None:  # noqa: ARG002
         """See Reply."""
         self._size += len(data)
         if self._size > self._limit:
             raise RequestError("too long", f"the server's answer is longer than {self._limit:,} bytes.")
         self._pieces.append(data)
 
-    def end(self) -> None:
+    def receive_end(self) -> None:
         """See Reply."""
 
     @property
@@ -232,32 +232,32 @@ class Whole:
         return b"".join(self._pieces)
 
 
-class WholeOk(Whole):
+class WholeOkReply(WholeReply):
     """An answer that is kept whole. Its end raises RequestError if its status is not 200."""
 
-    def end(self) -> None:
+    def receive_end(self) -> None:
         """See Reply."""
         if self.status != OK:
-            raise status_error(self.status, self.headers, self.data)
+            raise make_status_error(self.status, self.headers, self.data)
 
 
 def _find_encoding(headers: dict[bytes, bytes]) -> str | None:
     """Return the header by which an answer is compressed, or None if it is not."""
     coding = headers.get(b"content-encoding", b"").lower()
     if coding not in IDENTITY:
-        return f"Content-Encoding: {one_line(coding.decode('latin-1'), MAX_CODING)}"
+        return f"Content-Encoding: {fit_line(coding.decode('latin-1'), MAX_CODING)}"
     codings = [name.strip() for name in headers.get(b"transfer-encoding", b"").lower().split(b",")]
     other = [name for name in codings if name not in (b"chunked", *IDENTITY)]
-    return f"Transfer-Encoding: {one_line(other[0].decode('latin-1'), MAX_CODING)}" if other else None
+    return f"Transfer-Encoding: {fit_line(other[0].decode('latin-1'), MAX_CODING)}" if other else None
 
 
-def status_error(status: int, headers: dict[bytes, bytes], body: bytes) -> RequestError:
+def make_status_error(status: int, headers: dict[bytes, bytes], body: bytes) -> RequestError:
     """Return the failure that an HTTP status other than 200 means, with the server's own message."""
-    message = error_in(body).rstrip(".") if body.strip() else "no message"
+    message = read_error_message(body).rstrip(".") if body.strip() else "no message"
     if (encoding := _find_encoding(headers)) is not None:
         message = f"a message in {encoding}"
     if status < CLIENT_ERROR:
-        to = one_line(headers.get(b"location", b"").decode("latin-1"), MAX_LOCATION)
+        to = fit_line(headers.get(b"location", b"").decode("latin-1"), MAX_LOCATION)
         return RequestError(f"HTTP {status}", f"the server redirects (HTTP {status}) to {to}. Use that in --url.")
     after = headers.get(b"retry-after", b"").decode("latin-1")
     return RequestError(
@@ -289,7 +289,7 @@ class Connection(asyncio.BufferedProtocol):
         self.used = 0  # requests that were answered
 
     @property
-    def open(self) -> bool:
+    def is_open(self) -> bool:
         """Return True if a request can be sent, as far as the event loop knows."""
         return self._transport is not None and not self._transport.is_closing()
 
@@ -308,12 +308,12 @@ class Connection(asyncio.BufferedProtocol):
             return False
         return bool(waiting) and encrypted
 
-    def send(self, data: bytes, reply: Reply) -> asyncio.Future[None]:
+    def start_request(self, data: bytes, reply: Reply) -> asyncio.Future[None]:
         """Send a request. The result is set when the answer is whole, or to RequestError if the request failed."""
         assert self._transport is not None
         self._parse, self._held, self._left, self._trailer, self._keep = self._parse_head, b"", 0, False, True
         self.answered, self._reply, self._heard_s, self._interim = False, reply, time.perf_counter(), 0
-        self._acked, self.unread = _acked_bytes(self._socket), False
+        self._acked, self.unread = _get_acked_bytes(self._socket), False
         self._done = asyncio.get_running_loop().create_future()
         self._transport.write(data)
         return self._done
@@ -323,7 +323,7 @@ class Connection(asyncio.BufferedProtocol):
         if self._transport is not None:
             self._transport.abort()
         if error is not None:
-            self._fail(error)
+            self._set_error(error)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See asyncio.Protocol."""
@@ -349,7 +349,7 @@ class Connection(asyncio.BufferedProtocol):
         try:
             self._parse(data, now)
         except StreamError as e:
-            self.abort(RequestError.of_stream(e))
+            self.abort(RequestError.from_stream_error(e))
         except RequestError as e:
             self.abort(e)
 
@@ -358,20 +358,20 @@ class Connection(asyncio.BufferedProtocol):
         self._ended = True
         if self._parse == self._parse_to_end and self._reply is not None:
             try:
-                self._finish()
+                self._finish_answer()
             except RequestError as e:
-                self._fail(e)
+                self._set_error(e)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See asyncio.Protocol."""
         where = "in the middle of its answer" if self.answered else "without an answer"
         why = f" ({exc})" if exc else ""
-        self.unread = self._was_unread(exc)
-        self._fail(RequestError(CLOSED, f"the server closed the connection {where}{why}."))
+        self.unread = self._is_unread(exc)
+        self._set_error(RequestError(CLOSED, f"the server closed the connection {where}{why}."))
         self._transport = None
         self._lost(self)
 
-    def _was_unread(self, exc: Exception | None) -> bool:
+    def _is_unread(self, exc: Exception | None) -> bool:
         """Return whether the peer closed the connection before it received any part of the request.
 
         The end of a connection (FIN) acknowledges all data that its peer has received. A reset may arrive before the
@@ -379,20 +379,20 @@ class Connection(asyncio.BufferedProtocol):
         by a reset.
         """
         ended = self._ended or isinstance(exc, BrokenPipeError)
-        return ended and self._acked is not None and _acked_bytes(self._socket) == self._acked
+        return ended and self._acked is not None and _get_acked_bytes(self._socket) == self._acked
 
-    def _fail(self, error: BaseException) -> None:
+    def _set_error(self, error: BaseException) -> None:
         done, self._done, self._reply = self._done, None, None
         if done is not None and not done.done():
             done.set_exception(error)
 
-    def _finish(self, rest: bytes = b"") -> None:
+    def _finish_answer(self, rest: bytes = b"") -> None:
         """End an answer. The connection is not used again if bytes follow it."""
         assert self._reply is not None
         try:
-            self._reply.end()
+            self._reply.receive_end()
         except StreamError as e:
-            raise RequestError.of_stream(e) from e
+            raise RequestError.from_stream_error(e) from e
         done, self._done, self._reply = self._done, None, None
         self.used += 1
         if (rest or not self._keep) and self._transport is not None:
@@ -402,7 +402,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _parse_head(self, data: bytes, now: float) -> None:
         assert self._reply is not None
-        head, rest = self._take_head(self._held + data)
+        head, rest = self._split_head(self._held + data)
         if head is None:
             return
         status, headers = head
@@ -412,12 +412,12 @@ class Connection(asyncio.BufferedProtocol):
                 f"the server's answer is compressed ({encoding}), although the request accepts none; turn compression off in "
                 "the server or in the proxy before it.",
             )
-        self._reply.head(status, headers)
+        self._reply.receive_head(status, headers)
         length = headers.get(b"content-length", b"")
         if headers.get(b"transfer-encoding", b"").lower().endswith(b"chunked"):
             self._parse = self._parse_chunks
         elif status in NO_BODY or length == b"0":
-            self._finish(rest)
+            self._finish_answer(rest)
             return
         elif length.isdigit() and len(length) <= MAX_LENGTH_DIGITS:
             self._parse, self._left = self._parse_sized, int(length)
@@ -426,13 +426,13 @@ class Connection(asyncio.BufferedProtocol):
         if rest:
             self._parse(rest, now)
 
-    def _take_head(self, text: bytes) -> tuple[tuple[int, dict[bytes, bytes]] | None, bytes]:
+    def _split_head(self, text: bytes) -> tuple[tuple[int, dict[bytes, bytes]] | None, bytes]:
         """Return the status and the headers of the final head, and the bytes after it; None while it is incomplete."""
         while True:
             head, blank, rest = text.partition(b"\r\n\r\n")
             if not blank:
                 if len(text) > MAX_HEAD or not b"HTTP/".startswith(text[:5]):
-                    raise _not_http()
+                    raise _make_http_error()
                 self._held = text
                 return None, b""
             status, headers = _read_head(head)
@@ -451,13 +451,13 @@ class Connection(asyncio.BufferedProtocol):
         self._left -= len(data)
         if self._left < 0:
             raise RequestError("not HTTP", "the server sent more bytes than its Content-Length.")
-        self._reply.body(data, now)
+        self._reply.receive_body(data, now)
         if not self._left:
-            self._finish()
+            self._finish_answer()
 
     def _parse_to_end(self, data: bytes, now: float) -> None:
         assert self._reply is not None
-        self._reply.body(data, now)
+        self._reply.receive_body(data, now)
 
     def _parse_chunks(self, data: bytes, now: float) -> None:
         assert self._reply is not None
@@ -467,40 +467,40 @@ class Connection(asyncio.BufferedProtocol):
                 piece = data[place : place + self._left]
                 self._left -= len(piece)
                 place += len(piece)
-                self._reply.body(piece, now)
+                self._reply.receive_body(piece, now)
                 continue
             end = data.find(b"\n", place)
             if end < 0:
                 self._held += data[place:]
                 if len(self._held) > MAX_HEAD:
-                    raise _no_chunk()
+                    raise _make_chunk_error()
                 return
             line, self._held = (self._held + data[place:end]).strip(), b""
             place = end + 1
             if self._trailer:
                 if not line:
-                    self._finish(data[place:])
+                    self._finish_answer(data[place:])
                     return
             elif line:
-                self._begin_chunk(line)
+                self._start_chunk(line)
 
-    def _begin_chunk(self, line: bytes) -> None:
+    def _start_chunk(self, line: bytes) -> None:
         size = line.partition(b";")[0].strip()
         if CHUNK_SIZE.fullmatch(size) is None:
-            raise _no_chunk()
+            raise _make_chunk_error()
         self._left = int(size, 16)
         self._trailer = self._left == 0
 
 
-def _not_http() -> RequestError:
+def _make_http_error() -> RequestError:
     return RequestError("not HTTP", "the server's answer is not HTTP/1.1.")
 
 
-def _no_chunk() -> RequestError:
+def _make_chunk_error() -> RequestError:
     return RequestError("not HTTP", "a chunk of the server's answer has no valid length.")
 
 
-def _acked_bytes(sock: socket.socket) -> int | None:
+def _get_acked_bytes(sock: socket.socket) -> int | None:
     """Return how many bytes the peer's kernel has acknowledged; None if the system does not report it."""
     try:
         found = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_SIZE)
@@ -512,7 +512,7 @@ def _acked_bytes(sock: socket.socket) -> int | None:
 def _read_head(head: bytes) -> tuple[int, dict[bytes, bytes]]:
     first, *lines = head.split(b"\r\n")
     if (match := STATUS_LINE.match(first)) is None:
-        raise _not_http()
+        raise _make_http_error()
     pairs = (line.partition(b":") for line in lines)
     return int(match[1]), {name.strip().lower(): value.strip() for name, _, value in pairs}
 
@@ -541,30 +541,30 @@ class Client:
         for connection in list(self._all):
             connection.abort()
 
-    async def open(self, count: int) -> None:
+    async def open_connections(self, count: int) -> None:
         """Open connections until `count` are ready. Raise RequestError if one of them cannot be made."""
         missing = range(count - len(self._idle))
         limit_s = self.target.timeout_s
-        found = await asyncio.gather(*(self._connect_within(limit_s) for _ in missing), return_exceptions=True)
+        found = await asyncio.gather(*(self._open_within(limit_s) for _ in missing), return_exceptions=True)
         self._idle += [connection for connection in found if isinstance(connection, Connection)]
         for failure in found:
             if isinstance(failure, BaseException):
                 raise failure
 
-    async def get(self, path: str, timeout_s: float | None = None, limit: int = MAX_BODY) -> Whole:
+    async def get(self, path: str, timeout_s: float | None = None, limit: int = MAX_BODY) -> WholeReply:
         """Return the answer to a GET with any status, of at most `limit` bytes. Raise RequestError if there is none."""
-        reply = Whole(limit)
-        await self.exchange(self.target.request("GET", path), reply, timeout_s)
+        reply = WholeReply(limit)
+        await self.send_request(self.target.encode_request("GET", path), reply, timeout_s)
         return reply
 
-    async def post(self, path: str, body: object = None, timeout_s: float | None = None) -> Whole:
+    async def post(self, path: str, body: object = None, timeout_s: float | None = None) -> WholeReply:
         """Return the answer to a POST of JSON, like `get`."""
-        reply = Whole()
+        reply = WholeReply()
         data = b"" if body is None else msgspec.json.encode(body)
-        await self.exchange(self.target.request("POST", path, data), reply, timeout_s)
+        await self.send_request(self.target.encode_request("POST", path, data), reply, timeout_s)
         return reply
 
-    async def exchange(self, request: bytes, reply: Reply, timeout_s: float | None = None) -> None:
+    async def send_request(self, request: bytes, reply: Reply, timeout_s: float | None = None) -> None:
         """Send a request and wait for the end of its answer. Raise RequestError if it fails.
 
         A request is resent only if no part of it can have been read: its peer ended a kept connection before it
@@ -573,12 +573,12 @@ class Client:
         limit_s = self.target.timeout_s if timeout_s is None else timeout_s
         option = " (--request-timeout)" if timeout_s is None else ""
         while True:
-            connection = self._take_idle()
+            connection = self._get_idle()
             kept = connection is not None
             if connection is None:
-                connection = await self._connect_within(limit_s)
+                connection = await self._open_within(limit_s)
             try:
-                await self._exchange(connection, request, reply, limit_s, option)
+                await self._send_once(connection, request, reply, limit_s, option)
             except RequestError as e:
                 if e.kind == CLOSED and kept and connection.unread and not connection.answered:
                     self.resent += 1
@@ -587,20 +587,20 @@ class Client:
             except asyncio.CancelledError:
                 connection.abort()
                 raise
-            if connection.open:
+            if connection.is_open:
                 self._idle.append(connection)
             return
 
-    async def _exchange(
+    async def _send_once(
         self, connection: Connection, request: bytes, reply: Reply, limit_s: float, option: str
     ) -> None:
         loop = asyncio.get_running_loop()
         reply.heard_s = time.perf_counter()
 
-        def look() -> None:
+        def check_timeout() -> None:
             left = reply.heard_s + limit_s - time.perf_counter()
             if left > 0:
-                timers[0] = loop.call_later(left, look)
+                timers[0] = loop.call_later(left, check_timeout)
             else:
                 connection.abort(
                     RequestError(
@@ -608,34 +608,34 @@ class Client:
                     )
                 )
 
-        timers = [loop.call_later(limit_s, look)]
+        timers = [loop.call_later(limit_s, check_timeout)]
         try:
-            await connection.send(request, reply)
+            await connection.start_request(request, reply)
         finally:
             timers[0].cancel()
 
-    def _take_idle(self) -> Connection | None:
+    def _get_idle(self) -> Connection | None:
         """Return a kept connection that its server has not closed, or None if there is none."""
         while self._idle:
             connection = self._idle.pop()
-            if connection.open and connection.is_alive(encrypted=self._tls is not None):
+            if connection.is_open and connection.is_alive(encrypted=self._tls is not None):
                 return connection
             connection.abort()
         return None
 
-    async def _connect_within(self, limit_s: float) -> Connection:
+    async def _open_within(self, limit_s: float) -> Connection:
         try:
             async with asyncio.timeout(limit_s):
-                return await self._connect()
+                return await self._open_connection()
         except TimeoutError as e:
             raise RequestError(TIME_OUT, f"no connection to {self.target.url} within {limit_s:g} s.") from e
 
-    async def _connect(self) -> Connection:
+    async def _open_connection(self) -> Connection:
         target, loop = self.target, asyncio.get_running_loop()
         try:
-            sock = await _connected(target.host, target.port)
+            sock = await _open_socket(target.host, target.port)
             _, connection = await loop.create_connection(
-                lambda: Connection(sock, self.ages_s, self._forget),
+                lambda: Connection(sock, self.ages_s, self._remove_connection),
                 sock=sock,
                 ssl=self._tls,
                 server_hostname=target.host if self._tls else None,
@@ -643,9 +643,9 @@ class Client:
         except ssl.SSLError as e:
             what = e.reason or str(e)
             detail = getattr(e, "verify_message", "")
-            said = f"{what}: {detail}" if detail else what
+            message = f"{what}: {detail}" if detail else what
             raise RequestError(
-                "TLS", f"no TLS with {target.url}: {said}. For a certificate of your own, set SSL_CERT_FILE."
+                "TLS", f"no TLS with {target.url}: {message}. For a certificate of your own, set SSL_CERT_FILE."
             ) from e
         except socket.gaierror as e:
             raise RequestError(
@@ -653,7 +653,7 @@ class Client:
             ) from e
         except OSError as e:
             if e.errno in SHORTAGE:
-                raise RequestError(OPEN_FILES, shortage_sentence()) from e
+                raise RequestError(OPEN_FILES, format_shortage()) from e
             why = e.strerror or str(e)
             raise RequestError(
                 "refused", f"nothing answers at {target.url} ({why}); is the server running, and at that port?"
@@ -661,18 +661,18 @@ class Client:
         self._all.add(connection)
         return connection
 
-    def _forget(self, connection: Connection) -> None:
+    def _remove_connection(self, connection: Connection) -> None:
         self._all.discard(connection)
         with contextlib.suppress(ValueError):
             self._idle.remove(connection)
 
 
-async def _connected(host: str, port: int) -> StampedSocket:
+async def _open_socket(host: str, port: int) -> StampedSocket:
     """Return a socket connected to the first of a host's addresses that accepts. Raise the OSError of the last one."""
     loop = asyncio.get_running_loop()
     error: OSError | None = None
     for family, kind, protocol, _, address in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-        sock = StampedSocket(family, kind, protocol).stamp()
+        sock = StampedSocket(family, kind, protocol).enable_timestamps()
         sock.settimeout(0)
         try:
             await loop.sock_connect(sock, address)

@@ -19,9 +19,9 @@ import numpy as np
 
 from dcpbench.servers import info as server_info
 from dcpbench.servers.agreement import PromptAnswers, compare_length
-from dcpbench.servers.ask import Side, contexts_for
+from dcpbench.servers.ask import Side, choose_contexts
 from dcpbench.servers.client import Client
-from dcpbench.servers.prompts import IDS, find_manner
+from dcpbench.servers.prompts import IDS, find_prompt_format
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -69,43 +69,43 @@ async def compare_servers(
     clients = [Client(target) for target in targets]
     try:
         sides = await _make_sides(clients, questions)
-        vocab = min(side.manner.vocab for side in sides)
+        vocab = min(side.prompt_format.vocab for side in sides)
         longest = min((side.longest for side in sides if side.longest is not None), default=None)
-        before = [await server_info.counters(client) for client in clients]
+        before = [await server_info.fetch_counters(client) for client in clients]
         found: list[Comparison] = []
         cached: list[list[int | None]] = [[] for _ in sides]
-        for context in contexts_for(contexts, longest, questions.tokens):
+        for context in choose_contexts(contexts, longest, questions.tokens):
             prompts = make_prompts(context, questions.prompts, vocab, questions.seed)
             answers = []
             for side, hits in zip(sides, cached, strict=True):
                 tell(f"prompts of {context:,} tokens, {side.client.target.url}")
-                answers.append(await ask_prompts(side, prompts, questions.tokens, questions.rounds))
+                answers.append(await collect_answers(side, prompts, questions.tokens, questions.rounds))
                 hits += [answer.cached_tokens for one in answers[-1] for answer in (*one.alone, *one.batch)]
             found += compare_length(context, answers, questions.tolerance)
-        after = [await server_info.counters(client) for client in clients]
-        counts = [now.since(then)["cached_tokens"] for now, then in zip(after, before, strict=True)]
+        after = [await server_info.fetch_counters(client) for client in clients]
+        counts = [now.compute_increase(then)["cached_tokens"] for now, then in zip(after, before, strict=True)]
         return found, [CacheUse(hit_tokens=_count_hits(*of)) for of in zip(counts, cached, strict=True)]
     finally:
         for client in clients:
             client.close()
 
 
-async def ask_prompts(side: Side, prompts: Sequence[np.ndarray], tokens: int, rounds: int) -> list[PromptAnswers]:
+async def collect_answers(side: Side, prompts: Sequence[np.ndarray], tokens: int, rounds: int) -> list[PromptAnswers]:
     """Return the answers of one server to prompts of one length, in the order of the module's table."""
 
-    async def ask_alone(some: Sequence[np.ndarray]) -> list[Answer]:
-        return [await side.answer(prompt, tokens) for prompt in some]
+    async def collect_alone(some: Sequence[np.ndarray]) -> list[Answer]:
+        return [await side.fetch_answer(prompt, tokens) for prompt in some]
 
-    async def ask_at_once() -> list[Answer]:
-        return list(await asyncio.gather(*(side.answer(prompt, tokens) for prompt in prompts)))
+    async def collect_at_once() -> list[Answer]:
+        return list(await asyncio.gather(*(side.fetch_answer(prompt, tokens) for prompt in prompts)))
 
     half = len(prompts) // 2
-    new = await ask_alone(prompts[:half])
-    together = await ask_at_once()
+    new = await collect_alone(prompts[:half])
+    together = await collect_at_once()
     alone, batches = [], []
     for _ in range(rounds):
-        alone.append(await ask_alone(prompts))
-        batches.append(await ask_at_once())
+        alone.append(await collect_alone(prompts))
+        batches.append(await collect_at_once())
     return [
         PromptAnswers(
             first=new[i] if i < half else together[i],
@@ -128,18 +128,20 @@ async def _make_sides(clients: Sequence[Client], questions: Questions) -> list[S
     vocabulary.
     """
     sides = [await _make_side(client, questions) for client in clients]
-    if all(side.manner.prompts == IDS for side in sides):
+    if all(side.prompt_format.prompts == IDS for side in sides):
         return sides
     sides = [await _make_side(client, questions, text=True) for client in clients]
-    text = sides[0].manner.text
-    return [Side(s.client, dataclasses.replace(s.manner, text=text), s.longest) for s in sides]
+    text = sides[0].prompt_format.text
+    return [Side(s.client, dataclasses.replace(s.prompt_format, text=text), s.longest) for s in sides]
 
 
 async def _make_side(client: Client, questions: Questions, *, text: bool = False) -> Side:
-    info = await server_info.ask(client)
-    card = info.model(None)
-    manner = await find_manner(client, card.id, questions.endpoint, text=text, extra_body=questions.extra_body)
-    return Side(client, manner, card.max_model_len)
+    info = await server_info.fetch_info(client)
+    card = info.find_model(None)
+    prompt_format = await find_prompt_format(
+        client, card.id, questions.endpoint, text=text, extra_body=questions.extra_body
+    )
+    return Side(client, prompt_format, card.max_model_len)
 
 
 def _count_hits(counter: int | None, answers: Sequence[int | None]) -> int | None:

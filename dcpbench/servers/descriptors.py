@@ -21,14 +21,14 @@ OPEN_FILES = "open files"  # kind of a request that failed because the client ha
 
 
 @contextlib.contextmanager
-def descriptors_for(connections: int, *, certain: bool, processes: int = 1) -> Iterator[None]:
+def raise_open_file_limit(connections: int, *, certain: bool, processes: int = 1) -> Iterator[None]:
     """Raise the soft limit of open files within the block as far as `connections` connections of a process need.
 
     Raise UsageError if the hard limit is too low and it is `certain` that all of them will be open at once. A load that
     may need fewer is sent in any case.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    others = _open_now() + SPARE
+    others = _count_open_files() + SPARE
     needed = connections + others
     if soft == resource.RLIM_INFINITY or needed <= soft:
         yield
@@ -46,7 +46,7 @@ def descriptors_for(connections: int, *, certain: bool, processes: int = 1) -> I
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def shortage_sentence() -> str:
+def format_shortage() -> str:
     """Return why a connection could not be made for want of open files."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (
@@ -55,7 +55,7 @@ def shortage_sentence() -> str:
     )
 
 
-def _open_now() -> int:
+def _count_open_files() -> int:
     try:
         return len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - names alone are counted
     except OSError:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.points.redaction import redact_part
-from dcpbench.show.text import one_line
+from dcpbench.show.text import fit_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -98,33 +98,33 @@ class Events:
         self._after_return = False
         self._limit = limit
 
-    def feed(self, data: bytes, now_s: float) -> list[tuple[bytes, float]]:
+    def parse_data(self, data: bytes, now_s: float) -> list[tuple[bytes, float]]:
         """Return the events that these bytes complete. Raise StreamError for one that is too long.
 
         Only the new bytes are searched, so that a long event costs no more than its length.
         """
         if self._after_return or b"\r" in data:
-            data = self._with_newlines(data)
+            data = self._normalize_newlines(data)
         held = self._held
         if not held:
             *whole, rest = data.split(b"\n\n")
-            self._hold(rest, now_s)
-            return [(text, now_s) for event in whole if (text := _data_of(event)) is not None]
+            self._add_rest(rest, now_s)
+            return [(text, now_s) for event in whole if (text := _get_data(event)) is not None]
         search, start = len(held) - 1, 0
         held += data
         found = []
         while (end := held.find(b"\n\n", search)) >= 0:
-            if (text := _data_of(bytes(held[start:end]))) is not None:
+            if (text := _get_data(bytes(held[start:end]))) is not None:
                 found.append((text, self._began_s))
             self._began_s = now_s
             start = search = end + 2
         rest = bytes(held[start:]) if start else b""
         if start:
             held.clear()
-        self._hold(rest, self._began_s)
+        self._add_rest(rest, self._began_s)
         return found
 
-    def _hold(self, rest: bytes, began_s: float) -> None:
+    def _add_rest(self, rest: bytes, began_s: float) -> None:
         """Add the beginning of an event to the held bytes. Further blank lines after an event begin no new one."""
         if rest and (self._held or (rest := rest.lstrip(b"\n"))):
             self._began_s = began_s
@@ -132,19 +132,19 @@ class Events:
         if len(self._held) > self._limit:
             raise StreamError(BadStream(fault=Fault.EVENT_TOO_LONG, limit=self._limit))
 
-    def end(self) -> list[tuple[bytes, float]]:
+    def finish_stream(self) -> list[tuple[bytes, float]]:
         """Return the remaining data at the end of a stream. Raise StreamError if an event is incomplete.
 
         The `[DONE]` that ends a whole stream needs no blank line after it.
         """
         rest = bytes(self._held).strip()
         self._held.clear()
-        found = _data_of(rest) if rest else None
+        found = _get_data(rest) if rest else None
         if found is not None and found != DONE:
-            raise StreamError(BadStream(fault=Fault.HALF_EVENT, quote=_shown(rest)))
+            raise StreamError(BadStream(fault=Fault.HALF_EVENT, quote=_format_quote(rest)))
         return [] if found is None else [(found, self._began_s)]
 
-    def _with_newlines(self, data: bytes) -> bytes:
+    def _normalize_newlines(self, data: bytes) -> bytes:
         """Replace CR LF and CR by LF. A read may end between CR and LF."""
         if self._after_return and data.startswith(b"\n"):
             data = data[1:]
@@ -152,7 +152,7 @@ class Events:
         return data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
 
 
-def _data_of(event: bytes) -> bytes | None:
+def _get_data(event: bytes) -> bytes | None:
     """Return the lines of the field `data`, or None if there is none, as in a keep-alive comment."""
     if event.startswith(PLAIN) and b"\n" not in event:
         return event[len(PLAIN) :]
@@ -183,7 +183,7 @@ class Usage(msgspec.Struct, frozen=True):
     reasoning_tokens: int | None = None  # field of SGLang
 
     @property
-    def cached(self) -> int | None:
+    def cached_tokens(self) -> int | None:
         """Return the prompt tokens found in the prefix cache."""
         return self.prompt_tokens_details.cached_tokens if self.prompt_tokens_details else None
 
@@ -224,7 +224,7 @@ class Message(msgspec.Struct, frozen=True):
         return self.thoughts + (self.content or "")
 
     @property
-    def calls_tools(self) -> bool:
+    def has_tool_call(self) -> bool:
         """Return True if it holds a part of a tool call."""
         return self.tool_calls is not NULL and bytes(self.tool_calls) not in (b"null", b"[]")
 
@@ -254,7 +254,7 @@ class Choice(msgspec.Struct, frozen=True):
     def has_output(self) -> bool:
         """Return True if it brings text or a part of a tool call."""
         message = self.new_message
-        return bool(self.text) if message is None else bool(message.text) or message.calls_tools
+        return bool(self.text) if message is None else bool(message.text) or message.has_tool_call
 
 
 class Completion(msgspec.Struct, frozen=True):
@@ -275,28 +275,28 @@ def read_completion(data: bytes) -> Completion:
     try:
         found = _completion.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
-        bad = BadStream(fault=Fault.NOT_A_COMPLETION, detail=one_line(str(e)), quote=_shown(data))
+        bad = BadStream(fault=Fault.NOT_A_COMPLETION, detail=fit_line(str(e)), quote=_format_quote(data))
         raise StreamError(bad) from e
     if found.error is not NULL and bytes(found.error) != b"null":
-        raise StreamError(BadStream(fault=Fault.SERVER_ERROR, quote=error_in(data)))
+        raise StreamError(BadStream(fault=Fault.SERVER_ERROR, quote=read_error_message(data)))
     if found.object == "error":
-        raise StreamError(BadStream(fault=Fault.SERVER_ERROR, quote=one_line(str(found.message), MAX_QUOTE)))
+        raise StreamError(BadStream(fault=Fault.SERVER_ERROR, quote=fit_line(str(found.message), MAX_QUOTE)))
     return found
 
 
-def error_in(data: bytes) -> str:
+def read_error_message(data: bytes) -> str:
     """Return the error message in a body, where OpenAI's API and FastAPI put it, else its beginning; without secrets."""
     try:
         found = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return _shown(data)
+        return _format_quote(data)
     for name in ("error", "detail", "message"):
         if isinstance(found, dict) and name in found:
             found = found[name]
-    return one_line(found, MAX_QUOTE) if isinstance(found, str) else _shown(data)
+    return fit_line(found, MAX_QUOTE) if isinstance(found, str) else _format_quote(data)
 
 
-def _shown(data: bytes) -> str:
+def _format_quote(data: bytes) -> str:
     """Return the beginning of the received data, on one line and printable; secrets are replaced before it is cut."""
     text = " ".join(redact_part(data.decode("utf-8", "replace")).split())
     return "".join(c if c.isprintable() else "�" for c in text[:MAX_SHOWN]) + ("…" if len(text) > MAX_SHOWN else "")

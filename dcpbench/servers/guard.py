@@ -24,7 +24,7 @@ REST_S = 0.05
 READ_BYTES = 1 << 16
 
 
-def descendants(pid: int) -> list[int]:
+def list_descendants(pid: int) -> list[int]:
     """Return all descendants of a process, nearest first."""
     found: list[int] = []
     left = [pid]
@@ -39,15 +39,15 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def _end_all(grace_s: float) -> None:
+def _stop_all(grace_s: float) -> None:
     for number, limit_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, grace_s)):
-        for pid in descendants(os.getpid()):
+        for pid in list_descendants(os.getpid()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
         until = time.monotonic() + limit_s
         while time.monotonic() < until:
-            _reap()
-            below = descendants(os.getpid())
+            _reap_children()
+            below = list_descendants(os.getpid())
             if not below:
                 return
             if number == signal.SIGKILL:
@@ -57,7 +57,7 @@ def _end_all(grace_s: float) -> None:
             time.sleep(REST_S)
 
 
-def _reap() -> None:
+def _reap_children() -> None:
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -69,21 +69,21 @@ def copy_redacted(source: int, target: int, secrets: list[bytes], placeholder: b
     """
     held = b""
     while data := os.read(source, READ_BYTES):
-        text = _replaced(held + data, secrets, placeholder)
+        text = _remove_secrets(held + data, secrets, placeholder)
         kept = max((n for secret in secrets for n in range(1, len(secret)) if text.endswith(secret[:n])), default=0)
         text, held = text[: len(text) - kept], text[len(text) - kept :]
-        _write(target, text)
-    _write(target, _replaced(held, secrets, placeholder))
+        _write_all(target, text)
+    _write_all(target, _remove_secrets(held, secrets, placeholder))
     os.close(source)
 
 
-def _replaced(text: bytes, secrets: list[bytes], placeholder: bytes) -> bytes:
+def _remove_secrets(text: bytes, secrets: list[bytes], placeholder: bytes) -> bytes:
     for secret in secrets:
         text = text.replace(secret, placeholder)
     return text
 
 
-def _write(target: int, text: bytes) -> None:
+def _write_all(target: int, text: bytes) -> None:
     with contextlib.suppress(OSError):  # a full disk must not stop the server
         while text:
             text = text[os.write(target, text) :]
@@ -128,7 +128,7 @@ def main(
             code = code if code >= 0 else 128 - code
             break
         time.sleep(REST_S)
-    _end_all(grace_s)
+    _stop_all(grace_s)
     if copying is not None:
         copying.join(grace_s)  # ends with the last process that could write
     return code

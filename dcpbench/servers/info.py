@@ -12,10 +12,10 @@ import msgspec
 
 from dcpbench.errors import UsageError, WorkerError
 from dcpbench.points.names import OPENAI, SGLANG, VLLM
-from dcpbench.servers.client import MAX_BODY, OK, RequestError, status_error
+from dcpbench.servers.client import MAX_BODY, OK, RequestError, make_status_error
 from dcpbench.servers.kv_capacity import KvReport, compute_capacity, describe_conflicts, read_sglang, read_vllm
 from dcpbench.servers.load import retry_while_busy
-from dcpbench.show.text import counted, listed, one_line, short
+from dcpbench.show.text import fit_line, fit_name, format_count, format_list
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -41,7 +41,7 @@ READ = {*PREEMPTIONS, *CACHED, CACHE_CONFIG}  # metrics with series to keep; for
 SGLANG_INFO = ("/server_info", "/get_server_info")
 METRICS_FLAGS = {SGLANG: "with --enable-metrics", VLLM: "without --disable-log-stats"}
 """Flags with which each engine exposes its counters at /metrics."""
-LONGEST_FACT = 200
+MAX_FACT_LENGTH = 200
 KEPT = """
     tp_size dp_size dcp_size ep_size enable_dp_attention attention_backend kv_cache_dtype quantization dtype
     chunked_prefill_size max_running_requests mem_fraction_static schedule_policy disable_radix_cache page_size
@@ -115,7 +115,7 @@ class ServerInfo:
         """Return the origin of its records, such as `engine vllm 0.32.0`."""
         return " ".join(filter(None, ("engine", self.engine, self.version)))
 
-    def model(self, name: str | None) -> Card:
+    def find_model(self, name: str | None) -> Card:
         """Return the named model, or the only one. Raise UsageError if there is no such model."""
         names = [card.id for card in self.models]
         if name is None and len(names) == 1:
@@ -123,9 +123,9 @@ class ServerInfo:
         for card in self.models:
             if card.id == name:
                 return card
-        shown = [short(n) for n in names[:MAX_LISTED]]
-        shown += [counted(len(names) - MAX_LISTED, "other")] if len(names) > MAX_LISTED else []
-        serves = f"the server serves {listed(shown)}" if names else "the server names no model"
+        shown = [fit_name(n) for n in names[:MAX_LISTED]]
+        shown += [format_count(len(names) - MAX_LISTED, "other")] if len(names) > MAX_LISTED else []
+        serves = f"the server serves {format_list(shown)}" if names else "the server names no model"
         if name is None:
             raise UsageError(f"{serves}; say with --model which is meant.")
         if not names:
@@ -140,7 +140,7 @@ class Counters:
     preemptions: float | None = None
     cached_tokens: float | None = None
 
-    def since(self, before: Counters) -> dict[str, int | None]:
+    def compute_increase(self, before: Counters) -> dict[str, int | None]:
         """Return the increases since `before`, by the names of record.ServeMetrics; None for a server that was
         restarted.
         """
@@ -152,43 +152,43 @@ class Counters:
         return found
 
 
-async def ask(client: Client, retries: int = 0) -> ServerInfo:
+async def fetch_info(client: Client, retries: int = 0) -> ServerInfo:
     """Return a server's reports about itself, within TIMEOUT_S in all.
 
     `retries` is the number of retries while it is busy. Raise WorkerError if no answer comes, or if /v1/models refuses.
     """
     try:
-        models = await _ask_models(client, retries)
+        models = await _fetch_models(client, retries)
     except RequestError as e:
-        raise WorkerError(_unusable(client, e)) from e
+        raise WorkerError(_format_failure(client, e)) from e
     until_s = time.monotonic() + TIMEOUT_S
     info = ServerInfo(models=models)
-    version = await _json(client, "/version", until_s)
+    version = await _fetch_json(client, "/version", until_s)
     if isinstance(version.get("version"), str):
-        info = dataclasses.replace(info, engine=VLLM, version=one_line(version["version"], LONGEST_FACT))
+        info = dataclasses.replace(info, engine=VLLM, version=fit_line(version["version"], MAX_FACT_LENGTH))
     for path in SGLANG_INFO:
-        said = await _json(client, path, until_s)
-        if "max_total_num_tokens" in said or "internal_states" in said or "model_path" in said:
-            info = _of_sglang(info, said)
+        reply = await _fetch_json(client, path, until_s)
+        if "max_total_num_tokens" in reply or "internal_states" in reply or "model_path" in reply:
+            info = _add_sglang_info(info, reply)
             break
-    metrics = await samples(client, until_s)
+    metrics = await fetch_metrics(client, until_s)
     if metrics is None:
         return info
-    return dataclasses.replace(info, answers_metrics=True, **_of_metrics(info, metrics))
+    return dataclasses.replace(info, answers_metrics=True, **_read_metrics_fields(info, metrics))
 
 
-async def _ask_models(client: Client, retries: int) -> tuple[Card, ...]:
+async def _fetch_models(client: Client, retries: int) -> tuple[Card, ...]:
     """Return the models that a server lists, none if it has no list. Raise RequestError if it does not answer."""
 
-    async def send() -> bytes:
+    async def send_request() -> bytes:
         answer = await client.get("/v1/models", TIMEOUT_S)
         if answer.status == OK:
             return answer.data
         if answer.status in (404, 405, 501):
             return b""
-        raise status_error(answer.status, answer.headers, answer.data)
+        raise make_status_error(answer.status, answer.headers, answer.data)
 
-    models = _decoded(await retry_while_busy(send, retries), _Models)
+    models = _decode_json(await retry_while_busy(send_request, retries), _Models)
     cards = models.data[:MAX_MODELS] if models else ()
     return tuple(Card(card.id, _read_length(card.max_model_len)) for card in cards if _is_name(card.id))
 
@@ -202,7 +202,7 @@ def _read_length(value: object) -> int | None:
     return value if type(value) is int and 0 < value <= MAX_MODEL_LEN else None
 
 
-async def _get(client: Client, path: str, until_s: float, limit: int = MAX_BODY) -> bytes | None:
+async def _fetch_body(client: Client, path: str, until_s: float, limit: int = MAX_BODY) -> bytes | None:
     """Return the body of an answer of status 200, None if there is none until `until_s` of time.monotonic()."""
     left_s = until_s - time.monotonic()
     if left_s <= 0:
@@ -214,16 +214,16 @@ async def _get(client: Client, path: str, until_s: float, limit: int = MAX_BODY)
     return answer.data if answer.status == OK else None
 
 
-async def samples(client: Client, until_s: float) -> dict[str, list[tuple[dict[str, str], float]]] | None:
+async def fetch_metrics(client: Client, until_s: float) -> dict[str, list[tuple[dict[str, str], float]]] | None:
     """Return the metrics of /metrics by name; None if there is no answer until `until_s` of time.monotonic()."""
-    found = await _get(client, "/metrics", until_s, MAX_METRICS)
+    found = await _fetch_body(client, "/metrics", until_s, MAX_METRICS)
     return None if found is None else read_metrics(found.decode("utf-8", "replace"))
 
 
-async def counters(client: Client) -> Counters:
+async def fetch_counters(client: Client) -> Counters:
     """Return the current counters of a server."""
-    found = await samples(client, time.monotonic() + TIMEOUT_S) or {}
-    return Counters(preemptions=_sum(found, PREEMPTIONS), cached_tokens=_sum(found, CACHED))
+    found = await fetch_metrics(client, time.monotonic() + TIMEOUT_S) or {}
+    return Counters(preemptions=_sum_values(found, PREEMPTIONS), cached_tokens=_sum_values(found, CACHED))
 
 
 def read_metrics(text: str, names: Collection[str] = READ) -> dict[str, list[tuple[dict[str, str], float]]]:
@@ -251,19 +251,19 @@ def _read_float(text: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _sum(found: dict[str, list[tuple[dict[str, str], float]]], names: tuple[str, ...]) -> float | None:
+def _sum_values(found: dict[str, list[tuple[dict[str, str], float]]], names: tuple[str, ...]) -> float | None:
     """Return the sum over all engines of a server, of the first of these names that it has."""
     return next((sum(value for _, value in found[name]) for name in names if found.get(name)), None)
 
 
-def _of_metrics(info: ServerInfo, found: dict[str, list[tuple[dict[str, str], float]]]) -> dict[str, Any]:
+def _read_metrics_fields(info: ServerInfo, found: dict[str, list[tuple[dict[str, str], float]]]) -> dict[str, Any]:
     """Return the fields of ServerInfo that /metrics holds: the engine, the KV cache as vLLM reports it, and facts."""
     if info.engine == OPENAI and any(name.startswith("vllm:") for name in found):
         info = dataclasses.replace(info, engine=VLLM)
     facts, configs = dict(info.facts), [labels for labels, _ in found.get(CACHE_CONFIG, ())]
     for labels in configs:
         facts |= {
-            name: one_line(labels[name], LONGEST_FACT)
+            name: fit_line(labels[name], MAX_FACT_LENGTH)
             for name in ("cache_dtype", "block_size", "enable_prefix_caching")
             if name in labels
         }
@@ -271,17 +271,17 @@ def _of_metrics(info: ServerInfo, found: dict[str, list[tuple[dict[str, str], fl
     return {"engine": info.engine, "kv": info.kv or read_vllm(configs), "metrics": counters, "facts": facts}
 
 
-def _of_sglang(info: ServerInfo, said: dict[str, Any]) -> ServerInfo:
-    version = said.get("version")
+def _add_sglang_info(info: ServerInfo, reply: dict[str, Any]) -> ServerInfo:
+    version = reply.get("version")
     return dataclasses.replace(
         info,
         engine=SGLANG,
-        version=one_line(version, LONGEST_FACT) if isinstance(version, str) else "",
-        kv=read_sglang(said),
+        version=fit_line(version, MAX_FACT_LENGTH) if isinstance(version, str) else "",
+        kv=read_sglang(reply),
         facts={
-            name: one_line(_format_fact(said[name]), LONGEST_FACT)
+            name: fit_line(_format_fact(reply[name]), MAX_FACT_LENGTH)
             for name in KEPT.split()
-            if said.get(name) not in (None, "")
+            if reply.get(name) not in (None, "")
         },
     )
 
@@ -291,20 +291,20 @@ def _format_fact(value: object) -> str:
     return str(value) if isinstance(value, str | int | float) else type(value).__name__
 
 
-async def _json(client: Client, path: str, until_s: float) -> dict[str, Any]:
+async def _fetch_json(client: Client, path: str, until_s: float) -> dict[str, Any]:
     """Return an object that a server reports about itself; empty if it does not."""
-    data = await _get(client, path, until_s)
-    return _decoded(data, dict[str, Any]) or {} if data is not None else {}
+    data = await _fetch_body(client, path, until_s)
+    return _decode_json(data, dict[str, Any]) or {} if data is not None else {}
 
 
-def _decoded(data: bytes, kind: Any) -> Any:  # noqa: ANN401 -- as msgspec has it
+def _decode_json(data: bytes, kind: Any) -> Any:  # noqa: ANN401 -- as msgspec has it
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
 
-def _unusable(client: Client, error: RequestError) -> str:
+def _format_failure(client: Client, error: RequestError) -> str:
     url = client.target.url
     more = ""
     if error.status in (401, 403):

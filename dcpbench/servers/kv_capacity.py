@@ -72,7 +72,7 @@ def read_sglang(info: Mapping[str, Any]) -> KvReport:
     """Read SGLang's /server_info."""
     listed = info.get("internal_states")
     states = [state for state in listed if isinstance(state, dict)] if isinstance(listed, list) else []
-    pools = [_rank_tokens(state) for state in states]
+    pools = [_read_rank_tokens(state) for state in states]
     first = parse_count(info.get(BY_POOL)) or next((n for n in pools if n), None)
     return KvReport(
         rank_tokens=tuple(n for n in pools if n) if pools and all(pools) else (first,) if first else (),
@@ -99,7 +99,7 @@ def compute_capacity(
     """
     if engine == SGLANG:
         return _compute_sglang(report, dp=dp, dcp=dcp, log=log) if report else (None, None)
-    logged = _vllm_log_tokens(log)
+    logged = _sum_vllm_log_tokens(log)
     if not report and logged is None:
         return None, None
     return _compute_vllm(report, dp=dp, cp=dcp * pcp, max_model_len=max_model_len, logged=logged)
@@ -138,7 +138,7 @@ def _compute_vllm(
     elif logged is not None:
         total, source = logged, BY_LOG
         if rank_tokens and cp:
-            expected = _expected_log(blocks, report.block_size, cp, replicas, max_model_len)
+            expected = _compute_expected_log(blocks, report.block_size, cp, replicas, max_model_len)
     else:
         total, source = (rank_tokens * cp if rank_tokens and cp else None), BY_BLOCKS
     conflicts = [REPLICAS] if dp and replicas != dp else []
@@ -169,7 +169,7 @@ def describe_conflicts(sources: KvSources, tokens: int | None) -> str:
     )
 
 
-def _expected_log(blocks: int, block_size: int, cp: int, replicas: int, max_model_len: int | None) -> set[int]:
+def _compute_expected_log(blocks: int, block_size: int, cp: int, replicas: int, max_model_len: int | None) -> set[int]:
     """Return the totals that vLLM's log may give for these blocks.
 
     Older versions (0.18 among them) log blocks × block size × context parallelism, newer ones (0.26 among them)
@@ -183,7 +183,7 @@ def _expected_log(blocks: int, block_size: int, cp: int, replicas: int, max_mode
     return found
 
 
-def _vllm_log_tokens(log: str) -> int | None:
+def _sum_vllm_log_tokens(log: str) -> int | None:
     """Return the sum of the last KV cache size that each engine process logged; None if none did."""
     lines = VLLM_LOG.finditer(ANSI.sub("", log))
     found = {match["process"]: int(match["tokens"].replace(",", "")) for match in lines}
@@ -208,7 +208,7 @@ def _compute_sglang(report: KvReport, *, dp: int, dcp: int, log: str) -> tuple[i
     )
 
 
-def _rank_tokens(state: Mapping[str, Any]) -> int | None:
+def _read_rank_tokens(state: Mapping[str, Any]) -> int | None:
     memory = state.get("memory_usage")
     capacity = memory.get("token_capacity") if isinstance(memory, dict) else None
     return parse_count(state.get(BY_POOL)) or parse_count(capacity)

@@ -18,7 +18,7 @@ from dcpbench.errors import WorkerError
 from dcpbench.points import redaction
 from dcpbench.points.redaction import redact_part
 from dcpbench.servers import guard
-from dcpbench.show.text import one_line
+from dcpbench.show.text import fit_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -40,14 +40,14 @@ class ServerError(WorkerError):
     """A server did not start, or died; the message quotes its own reason."""
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     """Return a port of the loopback that is free at the moment."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
 
 
-def reason_in(log: bytes) -> str:
+def find_reason(log: bytes) -> str:
     """Return why a server ended: the last error in its log that names a cause, else its last line."""
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", redact_part(log[-TAIL:].decode("utf-8", "replace")))
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
@@ -58,8 +58,8 @@ def reason_in(log: bytes) -> str:
         reason = f"{error[1]}: {error[2]}"
         if VALIDATION.search(reason) and place + 1 < len(lines):  # pydantic's message begins in the next line
             reason += f": {lines[place + 1].strip().partition(' [type=')[0]}"
-        return one_line(reason)[:MAX_REASON]
-    return one_line(lines[-1])[:MAX_REASON] if lines else "it wrote nothing"
+        return fit_line(reason)[:MAX_REASON]
+    return fit_line(lines[-1])[:MAX_REASON] if lines else "it wrote nothing"
 
 
 class Server:
@@ -77,10 +77,10 @@ class Server:
                 stderr=out,
                 env={**os.environ, **env},
             )
-        told = {"command": self.words, "secrets": redaction.forms(), "placeholder": redaction.PLACEHOLDER}
+        guard_input = {"command": self.words, "secrets": redaction.list_forms(), "placeholder": redaction.PLACEHOLDER}
         assert self._guard.stdin is not None
         with contextlib.suppress(BrokenPipeError), self._guard.stdin as f:
-            f.write(json.dumps(told).encode())
+            f.write(json.dumps(guard_input).encode())
 
     def __enter__(self) -> Self:
         return self
@@ -89,35 +89,35 @@ class Server:
         self.stop()
 
     @property
-    def dead(self) -> str:
+    def exit_reason(self) -> str:
         """Return the reason why the server ended; empty while it runs."""
         code = self._guard.poll()
         if code is None:
             return ""
-        return f"it ended with exit code {code}: {reason_in(self._log())}"
+        return f"it ended with exit code {code}: {find_reason(self._read_log_bytes())}"
 
-    def wait(self, limit_s: float, tell: Callable[[str], None] = lambda _: None) -> float:
+    def wait_until_ready(self, limit_s: float, tell: Callable[[str], None] = lambda _: None) -> float:
         """Wait until it takes requests; return the seconds that took. Raises ServerError if it ends, or is not ready in time."""
         began = time.monotonic()
         while (waited := time.monotonic() - began) < limit_s:
-            if dead := self.dead:
+            if dead := self.exit_reason:
                 raise ServerError(f"the server did not start: {dead}")
-            if self._answers():
+            if self._is_ready():
                 return waited
             tell(f"starting, {waited:.0f} s")
             time.sleep(POLL_S)
         raise ServerError(
             f"the server took no requests within {limit_s:g} s (--start-timeout); the last that it wrote: "
-            f"{reason_in(self._log())}"
+            f"{find_reason(self._read_log_bytes())}"
         )
 
     def read_log(self) -> str:
         """Return the text that the server has written so far."""
-        return self._log().decode("utf-8", "replace")
+        return self._read_log_bytes().decode("utf-8", "replace")
 
-    def cause(self, message: str) -> str:
+    def find_cause(self, message: str) -> str:
         """Return the reason in its log, if its error message only refers to the log; else an empty string."""
-        return f" (its log: {reason_in(self._log())})" if POINTS_ELSEWHERE.search(message) else ""
+        return f" (its log: {find_reason(self._read_log_bytes())})" if POINTS_ELSEWHERE.search(message) else ""
 
     def stop(self) -> None:
         """End it and all its child processes."""
@@ -129,7 +129,7 @@ class Server:
             self._guard.kill()
             self._guard.wait()
 
-    def _answers(self) -> bool:
+    def _is_ready(self) -> bool:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=2)
         try:
             connection.request("GET", self.ready)
@@ -139,7 +139,7 @@ class Server:
         finally:
             connection.close()
 
-    def _log(self) -> bytes:
+    def _read_log_bytes(self) -> bytes:
         try:
             return self.log.read_bytes()
         except OSError:

@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from dcpbench.servers.answers import Streamed
+from dcpbench.servers.answers import StreamReply
 from dcpbench.servers.client import TOO_MANY, RequestError
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Outcome:
     call: Call
     submitted_s: float  # when it was due, or its client free
     sent_s: float | None = None
-    answer: Streamed | None = None  # the last one, if it was sent several times
+    answer: StreamReply | None = None  # the last one, if it was sent several times
     error: RequestError | None = None
     retries: int = 0
     ended: bool = False  # whether it was answered or failed; False if the run ended before
@@ -83,7 +83,7 @@ class Pace:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Told:
+class LoadProgress:
     """The progress of a load."""
 
     ended: int = 0
@@ -113,14 +113,14 @@ class Run:
         self.outcomes: list[Outcome] = []
         self.start_s = 0.0
         self.pace = Pace()
-        self._room = asyncio.Semaphore(at_once) if at_once is not None else None
+        self._concurrency_limit = asyncio.Semaphore(at_once) if at_once is not None else None
         self._limit_s, self._retries, self._realtime = limit_s, retries, realtime
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def prepare(self, connections: int) -> None:
         """Open `connections` connections beforehand, if the server accepts them."""
         with contextlib.suppress(RequestError):
-            await self.client.open(connections)
+            await self.client.open_connections(connections)
 
     @property
     def requests(self) -> int:
@@ -132,107 +132,107 @@ class Run:
         """Return the pace of each process; here there is one."""
         return [self.pace]
 
-    def told(self) -> Told:
+    def get_progress(self) -> LoadProgress:
         """Return the progress so far."""
         ended = [o for o in self.outcomes if o.ended]
         chunks = sum(o.answer.chunks for o in self.outcomes if o.answer is not None)
-        return Told(len(ended), sum(o.error is not None for o in ended), chunks)
+        return LoadProgress(len(ended), sum(o.error is not None for o in ended), chunks)
 
-    async def run(self, start_s: float | None = None) -> None:
+    async def send_load(self, start_s: float | None = None) -> None:
         """Send the load, to its end or to the limit. `start_s`: of time.perf_counter(), the same for all processes."""
         loop = asyncio.get_running_loop()
-        with settled_heap(), first_in_line(wanted=self._realtime) as self.pace.realtime:
+        with stop_garbage_collection(), set_realtime_priority(wanted=self._realtime) as self.pace.realtime:
             self.start_s = time.perf_counter() + SOON_S if start_s is None else start_s  # a heap takes long to settle
-            sending = self._closed() if self.clients is not None else self._open()
-            beat = loop.create_task(self._beat())
-            cpu, starved = time.process_time(), starved_s()
+            sending = self._send_closed_loop() if self.clients is not None else self._send_open_loop()
+            beat = loop.create_task(self._measure_lag())
+            cpu, starved = time.process_time(), read_starved_s()
             del self.client.ages_s[:]
             try:
-                async with asyncio.timeout(self._left_s()):
+                async with asyncio.timeout(self._compute_left_s()):
                     await sending
             except TimeoutError:
                 pass
             finally:
                 self.pace.cpu_s = time.process_time() - cpu
-                end = starved_s()  # None if /proc cannot be opened
+                end = read_starved_s()  # None if /proc cannot be opened
                 self.pace.starved_s = None if starved is None or end is None else max(end - starved, 0.0)
                 self.pace.ages_s = self.client.ages_s
                 self.pace.wall_s = max(time.perf_counter() - self.start_s, 0.0)  # it may be ended before it began
                 beat.cancel()
-                await self._give_up()
+                await self._stop_tasks()
 
-    def _left_s(self) -> float | None:
+    def _compute_left_s(self) -> float | None:
         return None if self._limit_s is None else max(self.start_s + self._limit_s - time.perf_counter(), 0.0)
 
-    async def _give_up(self) -> None:
+    async def _stop_tasks(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _closed(self) -> None:
-        await _until(self.start_s)
+    async def _send_closed_loop(self) -> None:
+        await _wait_until(self.start_s)
         calls = iter(self.calls)
 
-        async def client() -> None:
+        async def run_client() -> None:
             for call in calls:
-                await self._session(call, time.perf_counter())
+                await self._send_session(call, time.perf_counter())
 
-        clients = [self._task(client()) for _ in range(self.clients or 0)]
+        clients = [self._start_task(run_client()) for _ in range(self.clients or 0)]
         await asyncio.gather(*clients)
 
-    async def _open(self) -> None:
+    async def _send_open_loop(self) -> None:
         for call in self.calls:
             due = self.start_s + (call.due_s or 0.0)
-            await _until(due)
-            _ = self._task(self._session(call, due))
+            await _wait_until(due)
+            _ = self._start_task(self._send_session(call, due))
         while self._tasks:
             await asyncio.wait(self._tasks)
 
-    def _task(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+    def _start_task(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _session(self, call: Call, submitted_s: float) -> None:
+    async def _send_session(self, call: Call, submitted_s: float) -> None:
         """Send a request, and then the later turns of its session."""
-        while (outcome := await self._one(call, submitted_s)).error is None and call.session is not None:
+        while (outcome := await self._send_call(call, submitted_s)).error is None and call.session is not None:
             assert outcome.answer is not None
             think_s = call.session.think_s
             submitted_s = time.perf_counter() + think_s
-            call = call.session.next_call(outcome.answer)
-            await _until(submitted_s)
+            call = call.session.make_next_call(outcome.answer)
+            await _wait_until(submitted_s)
 
-    async def _one(self, call: Call, submitted_s: float) -> Outcome:
+    async def _send_call(self, call: Call, submitted_s: float) -> Outcome:
         outcome = Outcome(call, submitted_s)
         self.outcomes.append(outcome)
-        if self._room is None:
-            await self._send(outcome)
+        if self._concurrency_limit is None:
+            await self._send_with_retries(outcome)
             return outcome
-        async with self._room:
-            await self._send(outcome)
+        async with self._concurrency_limit:
+            await self._send_with_retries(outcome)
         return outcome
 
-    async def _send(self, outcome: Outcome) -> None:
-        call, keep = outcome.call, outcome.call.session is not None and outcome.call.session.texts
+    async def _send_with_retries(self, outcome: Outcome) -> None:
+        call, keep = outcome.call, outcome.call.session is not None and outcome.call.session.needs_text
         outcome.sent_s = time.perf_counter()
 
-        async def send() -> None:
-            outcome.answer = Streamed(call.output_tokens, prompt_tokens=call.prompt_tokens, keep=keep)
+        async def send_once() -> None:
+            outcome.answer = StreamReply(call.output_tokens, prompt_tokens=call.prompt_tokens, keep=keep)
             outcome.error = None
-            await self.client.exchange(call.data, outcome.answer)
+            await self.client.send_request(call.data, outcome.answer)
 
-        def note_retry(error: RequestError) -> None:
+        def record_retry(error: RequestError) -> None:
             outcome.retries += 1
             outcome.error = error  # if the run ends while the client waits
 
         try:
-            await retry_while_busy(send, self._retries, note_retry)
+            await retry_while_busy(send_once, self._retries, record_retry)
         except RequestError as e:
             outcome.error = e
         outcome.ended = True
 
-    async def _beat(self) -> None:
+    async def _measure_lag(self) -> None:
         due = time.perf_counter()
         while True:
             due += BEAT_S
@@ -253,20 +253,20 @@ async def retry_while_busy(
         try:
             return await send()
         except RequestError as e:
-            if retries <= 0 or not may_retry(e):
+            if retries <= 0 or not can_retry(e):
                 raise
             retries -= 1
             note(e)
             await asyncio.sleep(min(RETRY_S if e.retry_after_s is None else e.retry_after_s, MAX_RETRY_S))
 
 
-def may_retry(error: RequestError) -> bool:
+def can_retry(error: RequestError) -> bool:
     """Return whether the server may accept the same request later, because it is busy or does not listen yet."""
     return error.status in (TOO_MANY, UNAVAILABLE) or error.kind == "refused"
 
 
 @contextlib.contextmanager
-def first_in_line(*, wanted: bool = True) -> Iterator[bool]:
+def set_realtime_priority(*, wanted: bool = True) -> Iterator[bool]:
     """Give this thread priority over all ordinary threads of its core (SCHED_RR); yield whether the kernel allows it.
 
     It needs root, CAP_SYS_NICE or an RLIMIT_RTPRIO. Threads and processes that it starts have ordinary priority.
@@ -285,7 +285,7 @@ def first_in_line(*, wanted: bool = True) -> Iterator[bool]:
                 os.sched_setscheduler(0, before, priority)
 
 
-def starved_s() -> float | None:
+def read_starved_s() -> float | None:
     """Return the seconds for which this thread was ready and had no core; None if the kernel does not report it."""
     try:
         return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
@@ -293,7 +293,7 @@ def starved_s() -> float | None:
         return None
 
 
-async def _until(moment_s: float) -> None:
+async def _wait_until(moment_s: float) -> None:
     """Sleep, and then spin in the event loop, until a moment of time.perf_counter()."""
     if (left := moment_s - time.perf_counter() - EARLY_S) > 0:
         await asyncio.sleep(left)
@@ -302,7 +302,7 @@ async def _until(moment_s: float) -> None:
 
 
 @contextlib.contextmanager
-def settled_heap() -> Iterator[None]:
+def stop_garbage_collection() -> Iterator[None]:
     """Turn garbage collection off during timings, because it stops the process for as long as a token takes."""
     gc.collect()
     gc.freeze()

@@ -23,25 +23,25 @@ from dcpbench.plan.grid import Candidate
 from dcpbench.points.names import CLOSED
 from dcpbench.records import formulas
 from dcpbench.records.file import RecordFile
-from dcpbench.records.record import CPU, ClientLoad, Environment, Failed, Record, Server, omitted_note
+from dcpbench.records.record import CPU, ClientLoad, Environment, FailedRequests, Record, Server, format_omitted_note
 from dcpbench.servers import info as server_info
 from dcpbench.servers import turns
 from dcpbench.servers.answers import BY_CHUNKS
 from dcpbench.servers.client import Client, Target
-from dcpbench.servers.descriptors import OPEN_FILES, descriptors_for
+from dcpbench.servers.descriptors import OPEN_FILES, raise_open_file_limit
 from dcpbench.servers.load import Call, Run
-from dcpbench.servers.overhead import MOST_STREAMS, at_once, overhead
-from dcpbench.servers.profile import traced, waits_in
-from dcpbench.servers.prompts import COMPLETIONS, Manner, find_manner
-from dcpbench.servers.shares import sending
-from dcpbench.serving.loads import requests_of
-from dcpbench.serving.outcome import StepCounts, in_short, marks, rows, serve_metrics
+from dcpbench.servers.overhead import MAX_STREAMS, count_peak_streams, measure_overhead
+from dcpbench.servers.profile import find_waits, record_traces
+from dcpbench.servers.prompts import COMPLETIONS, PromptFormat, find_prompt_format
+from dcpbench.servers.shares import open_load
+from dcpbench.serving.loads import make_point_requests
+from dcpbench.serving.outcome import StepCounts, compute_serve_metrics, find_warnings, format_summary, make_rows
 from dcpbench.serving.request_files import read_requests
 from dcpbench.serving.requests import ServeRequest
 from dcpbench.serving.samples import write_samples
 from dcpbench.serving.traffic import Sample
-from dcpbench.show.terminal import say
-from dcpbench.show.text import counted
+from dcpbench.show.terminal import print_stderr
+from dcpbench.show.text import format_count
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -53,12 +53,12 @@ if TYPE_CHECKING:
     from dcpbench.servers.events import Fault
     from dcpbench.servers.info import Counters, ServerInfo
     from dcpbench.servers.load import Outcome, Pace
-    from dcpbench.servers.shares import Shares
+    from dcpbench.servers.shares import ClientPool
 
 CLIENT_BOUND, GAPS_DIVIDED, NOMINAL = "client_bound", "gaps_divided", "nominal_lengths"
 KV_SOURCES_DIFFER = "kv_sources_differ"
 """Marks; reports/explain.py has a sentence for each."""
-MOST_CPU, MOST_LAG_MS, MOST_LAG_SHARE = 0.9, 3.0, 0.1
+MAX_CPU_SHARE, MAX_LAG_MS, MAX_LAG_SHARE = 0.9, 3.0, 0.1
 """Thresholds above which a process was the bottleneck: its CPU share; its lateness at p99 in ms, and as a share of the
 median ITL.
 """
@@ -71,7 +71,7 @@ INTERRUPTED = "interrupted after all requests had ended"
 HIDDEN_TOKENS = "hidden_reasoning_tokens"  # name of the fact: tokens that the server counted and did not send
 PROFILED = 8
 """Number of requests served while the server is profiled."""
-MOST_OPEN = 256
+MAX_INITIAL_CONNECTIONS = 256
 """Connections that are made before an open loop begins; others are made when they are needed."""
 CHUNKS_EACH = 8_000
 """Chunks a second for which a process of the client is taken: about a third of a core."""
@@ -80,7 +80,7 @@ P99 = 99
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Asked:
+class ClientConfig:
     """Options for measuring servers."""
 
     target: Target
@@ -117,34 +117,34 @@ class Asked:
         return {name: text for name, text in (("headers", names), ("extra_body", body)) if text}
 
 
-def look(target: Target, retries: int = 0) -> ServerInfo:
+def fetch_server_info(target: Target, retries: int = 0) -> ServerInfo:
     """Return a server's reports about itself. Raise WorkerError if it cannot be measured."""
 
-    async def main() -> ServerInfo:
+    async def fetch_info() -> ServerInfo:
         async with Client(target) as client:
-            return await server_info.ask(client, retries)
+            return await server_info.fetch_info(client, retries)
 
-    return asyncio.run(main())
+    return asyncio.run(fetch_info())
 
 
-def manner_of(asked: Asked, model: str) -> Manner:
+def resolve_prompt_format(config: ClientConfig, model: str) -> PromptFormat:
     """Return how requests to the server are written. Raise WorkerError or UsageError if it accepts none."""
 
-    async def main() -> Manner:
-        async with Client(asked.target) as client:
-            return await find_manner(
+    async def find_format() -> PromptFormat:
+        async with Client(config.target) as client:
+            return await find_prompt_format(
                 client,
                 model,
-                asked.endpoint,
-                tokenizer=asked.tokenizer,
-                extra_body=asked.extra_body,
-                retries=asked.retries,
+                config.endpoint,
+                tokenizer=config.tokenizer,
+                extra_body=config.extra_body,
+                retries=config.retries,
             )
 
-    return asyncio.run(main())
+    return asyncio.run(find_format())
 
 
-def judged(points: Sequence[Point], max_model_len: int | None) -> list[Candidate]:
+def make_candidates(points: Sequence[Point], max_model_len: int | None) -> list[Candidate]:
     """Return the points as candidates, with an error for those with requests longer than the server accepts."""
     found = []
     for point in points:
@@ -161,9 +161,9 @@ def judged(points: Sequence[Point], max_model_len: int | None) -> list[Candidate
 
 def measure_points(
     points: Sequence[Point],
-    asked: Asked,
+    config: ClientConfig,
     info: ServerInfo,
-    manner: Manner,
+    prompt_format: PromptFormat,
     settings: Settings,
     folder: Path,
     watch: Callable[[Progress], None],
@@ -171,32 +171,32 @@ def measure_points(
     """Measure all points, one after the other; each leaves a record in the folder. An interruption is raised again."""
     out = RecordFile(folder)
     for number, point in enumerate(points):
-        key = point.key()
+        key = point.get_key()
 
-        def tell(note: str, *, stage: str = "measure", key: str = key, index: int = number) -> None:
+        def report_progress(note: str, *, stage: str = "measure", key: str = key, index: int = number) -> None:
             watch(Progress(stage=stage, key=key, index=index, of=len(points), note=note, at=time.time()))
 
-        record, stopped = measure(point, asked, info, manner, settings, folder, tell)
+        record, stopped = measure_point(point, config, info, prompt_format, settings, folder, report_progress)
         record = out.append(record)
         if stopped is not None:
             raise stopped
-        note = record.reason or (in_short(record.serve) if record.serve else "")
-        tell(note + omitted_note(record), stage="done" if record.outcome == "ok" else record.outcome)
+        note = record.reason or (format_summary(record.serve) if record.serve else "")
+        report_progress(note + format_omitted_note(record), stage="done" if record.outcome == "ok" else record.outcome)
 
 
 @dataclasses.dataclass
-class Served:
+class ServedLoad:
     """A run of requests, as outcome.serve_metrics takes it."""
 
     samples: list[Sample]
 
 
 @dataclasses.dataclass
-class _Sent:
+class _LoadState:
     """State of a sent load at its end, for any outcome."""
 
     requests: Sequence[ServeRequest]
-    run: Run | Shares | None = None
+    run: Run | ClientPool | None = None
     before: Counters | None = None
     after: Counters | None = None
     null: dict[str, float | int] = dataclasses.field(default_factory=dict)
@@ -209,11 +209,11 @@ class _Sent:
     """Whether all requests have ended, so that an interruption costs only what comes after them."""
 
 
-def measure(
+def measure_point(
     point: Point,
-    asked: Asked,
+    config: ClientConfig,
     info: ServerInfo,
-    manner: Manner,
+    prompt_format: PromptFormat,
     settings: Settings,
     folder: Path,
     tell: Callable[[str], None] = lambda _: None,
@@ -225,89 +225,98 @@ def measure(
     `tell` gets the last numbers about once a second.
     """
     started, begin = dt.datetime.now(dt.UTC), time.perf_counter()
-    sent = _Sent(_requests(point, settings, manner.vocab))
+    sent = _LoadState(_make_requests(point, settings, prompt_format.vocab))
     stopped: BaseException | None = None
     failed = ""
     try:
-        asyncio.run(_send(point, asked, info, manner, settings, sent, tell))
+        asyncio.run(_send_load(point, config, info, prompt_format, settings, sent, tell))
     except (KeyboardInterrupt, SystemExit) as e:
         stopped = e
     except (WorkerError, UsageError) as e:
         failed = str(e)
     cut_short = stopped is not None and not sent.complete
-    if stopped is not None and sent.complete and asked.traces is not None and sent.waits is None:
+    if stopped is not None and sent.complete and config.traces is not None and sent.waits is None:
         sent.unprofiled = INTERRUPTED
-        say(f"{asked.target.url} was not profiled: {INTERRUPTED}. The point is kept, without its profile.")
-    record = _record(point, asked, info, manner, settings, folder, sent, failed=failed, stopped=cut_short)
+        print_stderr(f"{config.target.url} was not profiled: {INTERRUPTED}. The point is kept, without its profile.")
+    record = _make_record(point, config, info, prompt_format, settings, folder, sent, failed=failed, stopped=cut_short)
     record = msgspec.structs.replace(
         record, started_at=started.isoformat(timespec="seconds"), seconds=round(time.perf_counter() - begin, 3)
     )
     return record, stopped
 
 
-async def _send(
+async def _send_load(
     point: Point,
-    asked: Asked,
+    config: ClientConfig,
     info: ServerInfo,
-    manner: Manner,
+    prompt_format: PromptFormat,
     settings: Settings,
-    sent: _Sent,
+    sent: _LoadState,
     tell: Callable[[str], None],
 ) -> None:
     load = point.load
     assert load is not None
-    async with Client(asked.target) as client:
-        warm = await _warm_up(client, asked, manner, sent.requests)
-        calls = turns.calls(client.target, manner, sent.requests, load.think_time)
-        processes = asked.processes or processes_for(point, sent.requests, warm)
+    async with Client(config.target) as client:
+        warm = await _warm_up(client, config, prompt_format, sent.requests)
+        calls = turns.make_calls(client.target, prompt_format, sent.requests, load.think_time)
+        processes = config.processes or choose_processes(point, sent.requests, warm)
         bound = point.concurrency if load.arrival != CLOSED and point.concurrency < load.requests else None
-        with descriptors_for(-(-point.concurrency // processes), certain=load.arrival == CLOSED, processes=processes):
-            async with sending(
-                asked.target,
+        with raise_open_file_limit(
+            -(-point.concurrency // processes), certain=load.arrival == CLOSED, processes=processes
+        ):
+            async with open_load(
+                config.target,
                 calls,
                 point.clients,
                 processes,
                 at_once=bound,
                 limit_s=settings.limit_seconds,
-                retries=asked.retries,
-                realtime=asked.realtime,
+                retries=config.retries,
+                realtime=config.realtime,
             ) as run:
                 sent.run = run
-                await run.prepare(min(point.concurrency, MOST_OPEN))
-                sent.before = await server_info.counters(client) if info.answers_metrics else None
-                told = asyncio.get_running_loop().create_task(_tell(run, tell))
+                await run.prepare(min(point.concurrency, MAX_INITIAL_CONNECTIONS))
+                sent.before = await server_info.fetch_counters(client) if info.answers_metrics else None
+                reporting = asyncio.get_running_loop().create_task(_report_progress(run, tell))
                 try:
-                    await run.run()
+                    await run.send_load()
                     sent.complete = True
                 finally:
-                    told.cancel()
-            sent.after = await server_info.counters(client) if info.answers_metrics else None
-    streams = at_once(sent.run.outcomes)
-    if asked.check_client and streams:
+                    reporting.cancel()
+            sent.after = await server_info.fetch_counters(client) if info.answers_metrics else None
+    streams = count_peak_streams(sent.run.outcomes)
+    if config.check_client and streams:
         tell(f"the client itself, {streams} streams of a server that does nothing")
-        with descriptors_for(min(streams, MOST_STREAMS), certain=True):
-            sent.null = await overhead(streams, len(sent.run.paces), realtime=asked.realtime)
-    if asked.traces is not None:
-        await _profile(point, asked, manner, sent, asked.traces, tell)
+        with raise_open_file_limit(min(streams, MAX_STREAMS), certain=True):
+            sent.null = await measure_overhead(streams, len(sent.run.paces), realtime=config.realtime)
+    if config.traces is not None:
+        await _profile_point(point, config, prompt_format, sent, config.traces, tell)
 
 
-async def _profile(
-    point: Point, asked: Asked, manner: Manner, sent: _Sent, folder: Path, tell: Callable[[str], None]
+async def _profile_point(
+    point: Point,
+    config: ClientConfig,
+    prompt_format: PromptFormat,
+    sent: _LoadState,
+    folder: Path,
+    tell: Callable[[str], None],
 ) -> None:
     """Send a few requests of the load again, with the server's profiler on; their times are not part of the
     measurement.
     """
     try:
-        async with Client(asked.target) as client:
-            calls = _short(client, manner, sent.requests[:PROFILED])
-            paths = await traced(client, calls, min(point.concurrency, PROFILED), folder, asked.traces_wait_s, tell)
-        sent.waits = await asyncio.to_thread(waits_in, paths)
+        async with Client(config.target) as client:
+            calls = _make_short_calls(client, prompt_format, sent.requests[:PROFILED])
+            paths = await record_traces(
+                client, calls, min(point.concurrency, PROFILED), folder, config.traces_wait_s, tell
+            )
+        sent.waits = await asyncio.to_thread(find_waits, paths)
     except DcpbenchError as e:
         sent.unprofiled = str(e)
-        say(f"{asked.target.url} was not profiled: {e}")
+        print_stderr(f"{config.target.url} was not profiled: {e}")
 
 
-def processes_for(point: Point, requests: Sequence[ServeRequest], warm_itl_s: float | None) -> int:
+def choose_processes(point: Point, requests: Sequence[ServeRequest], warm_itl_s: float | None) -> int:
     """Return the number of client processes for the expected rate of chunks, leaving one core free.
 
     The rate of an open loop follows from its requests; that of a closed loop from the ITL of the warm-up, which a
@@ -323,17 +332,19 @@ def processes_for(point: Point, requests: Sequence[ServeRequest], warm_itl_s: fl
     return max(min(math.ceil(rate / CHUNKS_EACH), cores - 1), 1)
 
 
-async def _warm_up(client: Client, asked: Asked, manner: Manner, requests: Sequence[ServeRequest]) -> float | None:
+async def _warm_up(
+    client: Client, config: ClientConfig, prompt_format: PromptFormat, requests: Sequence[ServeRequest]
+) -> float | None:
     """Send requests with the load's prompt lengths and short answers, all at once; return the median gap of their
     chunks in s.
 
     Raise WorkerError if all of them fail.
     """
-    calls = _short(client, manner, requests[: asked.warm_up])
+    calls = _make_short_calls(client, prompt_format, requests[: config.warm_up])
     if not calls:
         return None
-    run = Run(client, calls, len(calls), retries=asked.retries)
-    await run.run()
+    run = Run(client, calls, len(calls), retries=config.retries)
+    await run.send_load()
     errors = [outcome.error for outcome in run.outcomes if outcome.error is not None]
     if len(errors) == len(calls):
         raise WorkerError(f"every request of the warm-up failed; the first one: {errors[0].sentence}")
@@ -341,57 +352,57 @@ async def _warm_up(client: Client, asked: Asked, manner: Manner, requests: Seque
     return float(np.median(gaps)) if gaps else None
 
 
-def _short(client: Client, manner: Manner, requests: Sequence[ServeRequest]) -> list[Call]:
+def _make_short_calls(client: Client, prompt_format: PromptFormat, requests: Sequence[ServeRequest]) -> list[Call]:
     """Return requests of the same lengths, with other tokens and short answers."""
     generator = np.random.Generator(np.random.PCG64(secrets.randbits(64)))
     calls = []
     for request in requests:
-        prompt = generator.integers(0, manner.vocab, request.prompt_tokens, dtype=np.int32)
+        prompt = generator.integers(0, prompt_format.vocab, request.prompt_tokens, dtype=np.int32)
         output = min(request.output_tokens, WARM_UP_OUTPUT)
         changed = dataclasses.replace(request, prompt=prompt, output_tokens=output)
-        data = manner.request(client, changed)
+        data = prompt_format.encode_request(client, changed)
         calls.append(Call(request.number, data, output, prompt_tokens=len(prompt)))
     return calls
 
 
-async def _tell(run: Run | Shares, tell: Callable[[str], None]) -> None:
+async def _report_progress(run: Run | ClientPool, tell: Callable[[str], None]) -> None:
     while True:
         await asyncio.sleep(TELL_S)
-        told = run.told()
-        rate = told.chunks / max(time.perf_counter() - run.start_s, 1e-9)
-        lost = f", {told.failed} failed" if told.failed else ""
-        tell(f"{told.ended - told.failed}/{run.requests} requests{lost}, {rate:,.0f} chunks/s")
+        progress = run.get_progress()
+        rate = progress.chunks / max(time.perf_counter() - run.start_s, 1e-9)
+        lost = f", {progress.failed} failed" if progress.failed else ""
+        tell(f"{progress.ended - progress.failed}/{run.requests} requests{lost}, {rate:,.0f} chunks/s")
 
 
-def _requests(point: Point, settings: Settings, vocab: int) -> list[ServeRequest]:
+def _make_requests(point: Point, settings: Settings, vocab: int) -> list[ServeRequest]:
     """Return the requests of the load with different tokens each time, because a server's prefix cache keeps earlier
     ones.
 
     All ids are shifted by the same amount, so that shared prefixes stay shared. Prompts from a file are sent unchanged.
     """
     largest = read_requests(Path(settings.trace_path)).largest_id if settings.trace_path else -1
-    found = requests_of(point, settings, max(vocab, largest + 1))
+    found = make_point_requests(point, settings, max(vocab, largest + 1))
     if largest >= 0:
         return found
     salt = secrets.randbelow(vocab)
 
-    def moved(ids: np.ndarray) -> np.ndarray:
+    def shift_ids(ids: np.ndarray) -> np.ndarray:
         return ((ids.astype(np.int64) + salt) % vocab).astype(np.int32)
 
     return [
-        dataclasses.replace(r, prompt=moved(r.prompt), answer=None if r.answer is None else moved(r.answer))
+        dataclasses.replace(r, prompt=shift_ids(r.prompt), answer=None if r.answer is None else shift_ids(r.answer))
         for r in found
     ]
 
 
-def _record(
+def _make_record(
     point: Point,
-    asked: Asked,
+    config: ClientConfig,
     info: ServerInfo,
-    manner: Manner,
+    prompt_format: PromptFormat,
     settings: Settings,
     folder: Path,
-    sent: _Sent,
+    sent: _LoadState,
     *,
     failed: str,
     stopped: bool,
@@ -400,26 +411,26 @@ def _record(
     record = Record(
         point=point,
         outcome="failed",
-        marks=["cpu"] if asked.device == CPU else [],
+        marks=["cpu"] if config.device == CPU else [],
         environment=Environment(
-            device=asked.device,
-            device_count=asked.device_count,
+            device=config.device,
+            device_count=config.device_count,
             dcpbench=dcpbench.__version__,
-            command=asked.command,
+            command=config.command,
         ),
         measured_with=msgspec.to_builtins(settings),
         origin=info.origin,
-        server=_server(info, manner, asked, outcomes, sent),
+        server=_make_server(info, prompt_format, config, outcomes, sent),
     )
     shortage = next((o.error for o in outcomes if o.error is not None and o.error.kind == OPEN_FILES), None)
     failed = failed or (shortage.sentence if shortage is not None else "")
     if sent.run is None or (stopped and not outcomes):
         return msgspec.structs.replace(record, reason=failed or "interrupted before any request was sent.")
-    samples = [_sample(o, sent) for o in outcomes]
+    samples = [_make_sample(o, sent) for o in outcomes]
     try:
-        name = write_samples(folder, point, rows(samples))
-        metrics = serve_metrics(
-            Served(samples),
+        name = write_samples(folder, point, make_rows(samples))
+        metrics = compute_serve_metrics(
+            ServedLoad(samples),
             gpus=point.tp,
             concurrency=point.clients,
             slo=settings.slo,
@@ -433,7 +444,9 @@ def _record(
     except UsageError as e:
         return msgspec.structs.replace(record, reason=failed or str(e))
     since: Mapping[str, int | None] = (
-        sent.after.since(sent.before) if sent.after and sent.before else {"preemptions": None, "cached_tokens": None}
+        sent.after.compute_increase(sent.before)
+        if sent.after and sent.before
+        else {"preemptions": None, "cached_tokens": None}
     )
     if since["cached_tokens"] is None and all(s.cached is not None for s in samples if s.token_s):
         since = {**since, "cached_tokens": sum(s.cached or 0 for s in samples)}
@@ -441,23 +454,23 @@ def _record(
         metrics, steps=None, decode_steps=None, eager_decode_steps=None, decode_batch=None, **since
     )
     assert isinstance(record.server, Server)
-    told = {
-        CLIENT_BOUND: _client_bound(record.server.client, metrics.itl_ms.p50),
+    found_warnings = {
+        CLIENT_BOUND: _is_client_bound(record.server.client, metrics.itl_ms.p50),
         GAPS_DIVIDED: any(s.chunk_tokens for s in samples),
-        NOMINAL: _not_as_asked(samples, sent.requests),
+        NOMINAL: _has_other_lengths(samples, sent.requests),
         KV_SOURCES_DIFFER: bool(info.kv_sources and info.kv_sources.conflicts),
     }
     reason = failed or _describe_none_finished(metrics, outcomes)
     if stopped:
         reason = (
-            f"interrupted with {metrics.finished} of {counted(len(sent.requests), 'request')} finished; they are in {name}. Send the "
+            f"interrupted with {metrics.finished} of {format_count(len(sent.requests), 'request')} finished; they are in {name}. Send the "
             "load anew with --resume."
         )
     return msgspec.structs.replace(
         record,
         outcome="failed" if reason else "ok",
         reason=reason,
-        marks=[*record.marks, *(mark for mark, holds in told.items() if holds), *marks(metrics)],
+        marks=[*record.marks, *(mark for mark, holds in found_warnings.items() if holds), *find_warnings(metrics)],
         host_syncs_per_step=sent.waits[0] if sent.waits else None,
         sync_sites=sent.waits[1] if sent.waits else [],
         serve=metrics,
@@ -473,7 +486,7 @@ def _describe_none_finished(metrics: ServeMetrics, outcomes: Sequence[Outcome]) 
     return f"no request finished: {metrics.failed:,} failed{cut_off}; the first one: {first.sentence}"
 
 
-def _sample(outcome: Outcome, sent: _Sent) -> Sample:
+def _make_sample(outcome: Outcome, sent: _LoadState) -> Sample:
     """Return a request as a Sample; times after the start of the run."""
     assert sent.run is not None
     start, answer = sent.run.start_s, outcome.answer
@@ -483,8 +496,8 @@ def _sample(outcome: Outcome, sent: _Sent) -> Sample:
         sample.failed = outcome.error.sentence
     if answer is None or not answer.chunk_s:
         return sample
-    counts = answer.chunk_tokens()
-    sample.token_s = [t - start for t in formulas.token_times(answer.chunk_s, counts)]
+    counts = answer.list_chunk_tokens()
+    sample.token_s = [t - start for t in formulas.compute_token_times(answer.chunk_s, counts)]
     sample.tokens = answer.tokens if len(answer.tokens) == len(sample.token_s) else []
     sample.chunk_tokens = counts if max(counts) > 1 else []
     length = answer.usage.prompt_tokens if answer.usage and answer.usage.prompt_tokens else request.prompt_tokens
@@ -497,14 +510,16 @@ def _sample(outcome: Outcome, sent: _Sent) -> Sample:
         session=request.session,
         turn=request.turn,
     )
-    sample.cached_tokens = answer.usage.cached if answer.usage else None
+    sample.cached_tokens = answer.usage.cached_tokens if answer.usage else None
     return sample
 
 
-def _server(info: ServerInfo, manner: Manner, asked: Asked, outcomes: Sequence[Outcome], sent: _Sent) -> Server:
+def _make_server(
+    info: ServerInfo, prompt_format: PromptFormat, config: ClientConfig, outcomes: Sequence[Outcome], sent: _LoadState
+) -> Server:
     errors = [o.error for o in outcomes if o.error is not None]
-    kinds = collections.Counter(map(_failure_kind, errors))
-    first = {_failure_kind(error): error.sentence for error in reversed(errors)}
+    kinds = collections.Counter(map(_get_failure_kind, errors))
+    first = {_get_failure_kind(error): error.sentence for error in reversed(errors)}
     hidden = sum(o.answer.hidden_tokens for o in outcomes if o.answer is not None)
     answered = next((o.answer for o in outcomes if o.answer is not None and o.answer.chunk_s), None)
     return Server(
@@ -512,16 +527,18 @@ def _server(info: ServerInfo, manner: Manner, asked: Asked, outcomes: Sequence[O
         version=info.version,
         kv_capacity_tokens=info.kv_capacity_tokens,
         kv_sources=info.kv_sources,
-        max_model_len=info.model(manner.model).max_model_len if info.models else None,
-        prompts=manner.prompts,
+        max_model_len=info.find_model(prompt_format.model).max_model_len if info.models else None,
+        prompts=prompt_format.prompts,
         counted=answered.counted_by if answered else BY_CHUNKS,
         retries=sum(o.retries for o in outcomes),
-        failures=[Failed(kind=kind[0], requests=count, first=first[kind]) for kind, count in kinds.most_common()],
-        client=_client_load(outcomes, sent.run.paces, sent.null) if sent.run and sent.run.paces else None,
+        failures=[
+            FailedRequests(kind=kind[0], requests=count, first=first[kind]) for kind, count in kinds.most_common()
+        ],
+        client=_make_client_load(outcomes, sent.run.paces, sent.null) if sent.run and sent.run.paces else None,
         facts={
             **info.facts,
-            **asked.facts,
-            **asked.request_facts,
+            **config.facts,
+            **config.request_facts,
             **({NOT_PROFILED: sent.unprofiled} if sent.unprofiled else {}),
             **({NO_METRICS: info.metrics_hint} if info.metrics_hint else {}),
             **({HIDDEN_TOKENS: f"{hidden:,}"} if hidden else {}),
@@ -529,12 +546,14 @@ def _server(info: ServerInfo, manner: Manner, asked: Asked, outcomes: Sequence[O
     )
 
 
-def _failure_kind(error: RequestError) -> tuple[str, Fault | None]:
+def _get_failure_kind(error: RequestError) -> tuple[str, Fault | None]:
     """Return the kind of a failed request, and the fault of its stream."""
     return error.kind, error.bad.fault if error.bad is not None else None
 
 
-def _client_load(outcomes: Sequence[Outcome], paces: Sequence[Pace], null: Mapping[str, float | int]) -> ClientLoad:
+def _make_client_load(
+    outcomes: Sequence[Outcome], paces: Sequence[Pace], null: Mapping[str, float | int]
+) -> ClientLoad:
     late = [(o.sent_s - o.submitted_s) * 1e3 for o in outcomes if o.sent_s is not None]
     lags = [lag for pace in paces for lag in pace.lags_s]
     ages = [age for pace in paces for age in pace.ages_s]
@@ -551,16 +570,16 @@ def _client_load(outcomes: Sequence[Outcome], paces: Sequence[Pace], null: Mappi
     )
 
 
-def _client_bound(client: ClientLoad | None, itl_ms: float | None) -> bool:
+def _is_client_bound(client: ClientLoad | None, itl_ms: float | None) -> bool:
     if client is None:
         return False
-    late = max(MOST_LAG_MS, MOST_LAG_SHARE * (itl_ms or 0.0))
-    return client.cpu_share > MOST_CPU or (client.lag_p99_ms or 0.0) > late
+    late = max(MAX_LAG_MS, MAX_LAG_SHARE * (itl_ms or 0.0))
+    return client.cpu_share > MAX_CPU_SHARE or (client.lag_p99_ms or 0.0) > late
 
 
-def _not_as_asked(samples: Sequence[Sample], requests: Sequence[ServeRequest]) -> bool:
+def _has_other_lengths(samples: Sequence[Sample], requests: Sequence[ServeRequest]) -> bool:
     """Return True if the mean lengths of finished requests differ from the requested ones."""
-    done = [s for s in samples if s.finished]
+    done = [s for s in samples if s.is_finished]
     asked = [requests[s.request.number] for s in done]
     for came, wanted in (
         (sum(len(s.token_s) for s in done), sum(r.output_tokens for r in asked)),

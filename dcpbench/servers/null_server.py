@@ -34,7 +34,7 @@ class Streams:
         self.left: dict[asyncio.Transport, int] = {}
         self._due = 0.0
 
-    def add(self, transport: asyncio.Transport, tokens: int) -> None:
+    def add_stream(self, transport: asyncio.Transport, tokens: int) -> None:
         """Add a stream of `tokens` tokens."""
         if tokens <= 1:
             transport.write(HEAD + CHUNK + END)
@@ -43,10 +43,10 @@ class Streams:
         if not self.left:
             loop = asyncio.get_running_loop()
             self._due = loop.time() + GAP_S
-            loop.call_at(self._due, self._tick)
+            loop.call_at(self._due, self._send_tokens)
         self.left[transport] = tokens - 1
 
-    def _tick(self) -> None:
+    def _send_tokens(self) -> None:
         for transport, left in list(self.left.items()):
             if left > 1:
                 self.left[transport] = left - 1
@@ -56,7 +56,7 @@ class Streams:
                 transport.write(CHUNK + END)
         self._due += GAP_S
         if self.left:
-            asyncio.get_running_loop().call_at(self._due, self._tick)
+            asyncio.get_running_loop().call_at(self._due, self._send_tokens)
 
 
 class Null(asyncio.Protocol):
@@ -78,7 +78,7 @@ class Null(asyncio.Protocol):
         if blank and self._transport is not None and len(body) >= (int(length[1]) if length else 0):
             asked = ASKED.search(body)
             self._held = b""
-            self._streams.add(self._transport, int(asked[1]) if asked else 1)
+            self._streams.add_stream(self._transport, int(asked[1]) if asked else 1)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
         """See asyncio.Protocol."""
@@ -86,7 +86,7 @@ class Null(asyncio.Protocol):
             self._streams.left.pop(self._transport, None)
 
 
-async def serve() -> None:
+async def run_server() -> None:
     """Serve at a free loopback port until standard input ends."""
     streams, ended, loop = Streams(), asyncio.Event(), asyncio.get_running_loop()
     server = await loop.create_server(lambda: Null(streams), "127.0.0.1", 0, backlog=1024)
@@ -98,4 +98,4 @@ async def serve() -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve())
+    asyncio.run(run_server())

@@ -28,18 +28,29 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.errors import UsageError
-from dcpbench.points.engines import setting_text
-from dcpbench.points.names import CUT, FP8, NO_EXCHANGE, SGLANG, UNKNOWN, VLLM, flag
+from dcpbench.points.engines import format_settings
+from dcpbench.points.names import CUT, FP8, NO_EXCHANGE, SGLANG, UNKNOWN, VLLM, format_flag
 from dcpbench.points.point import SETTING
-from dcpbench.points.redaction import redact, register_words
-from dcpbench.show.text import listed
+from dcpbench.points.redaction import redact, register_command_line
+from dcpbench.show.text import format_list
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from dcpbench.points.point import Point
 
-KNOWN = ("model", "host", "port", "tp", "dp", "dcp", "attn_tp", "exchange", "interleave", "nnodes")  # names in braces
+PLACEHOLDER_NAMES = (
+    "model",
+    "host",
+    "port",
+    "tp",
+    "dp",
+    "dcp",
+    "attn_tp",
+    "exchange",
+    "interleave",
+    "nnodes",
+)  # names in braces
 TRACES = "traces"  # further name in the profiler's flags: the folder of --traces
 EXAMPLE = "--serve-cmd 'vllm serve {model} --host {host} --port {port} --tensor-parallel-size {tp}'"
 LAYOUT = ("tp", "dp", "dcp", "ep", "exchange", "q_replicate", "interleave", "kv", "nodes")  # parts that have flags
@@ -58,20 +69,23 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     profiler: str = ""  # flags for a profiler that is started by HTTP and writes into the folder {traces}
     env: dict[str, str] = {}
 
-    def servers(self) -> list[dict[str, str]]:
+    def list_settings(self) -> list[dict[str, str]]:
         """Return the settings of each server: one combination of the flags that are lists."""
         axes = {name: values for name, values in self.flags.items() if isinstance(values, list)}
         return [dict(zip(axes, map(str, values), strict=True)) for values in itertools.product(*axes.values())]
 
-    def labels(self) -> list[dict[str, str]]:
+    def list_labels(self) -> list[dict[str, str]]:
         """Return the same as points and file names have it: a number in the place of each secret."""
         axes = {name: values for name, values in self.flags.items() if isinstance(values, list)}
-        shown = {name: _labels([str(value) for value in values]) for name, values in axes.items()}
+        shown = {name: _make_labels([str(value) for value in values]) for name, values in axes.items()}
         return [dict(zip(axes, values, strict=True)) for values in itertools.product(*shown.values())]
 
-    def settings_of(self, point: Point) -> dict[str, str]:
+    def find_settings(self, point: Point) -> dict[str, str]:
         """Return the flags of the server of a point, with the secrets that its settings represent."""
-        by_label = {setting_text(label): server for label, server in zip(self.labels(), self.servers(), strict=True)}
+        by_label = {
+            format_settings(label): server
+            for label, server in zip(self.list_labels(), self.list_settings(), strict=True)
+        }
         if point.settings in by_label:
             return by_label[point.settings]
         pairs = (text.partition("=") for text in point.settings.split(SETTING) if text)
@@ -86,13 +100,13 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             return []
         lacking = []
         if point.exchange not in (*self.exchanges, NO_EXCHANGE, UNKNOWN):
-            lacking.append(f"{flag('exchange')} {point.exchange}")
+            lacking.append(f"{format_flag('exchange')} {point.exchange}")
         if point.project_first:
-            lacking.append(flag("project_first"))
+            lacking.append(format_flag("project_first"))
         if point.q_replicate and "q_replicate" not in self.layout:
-            lacking.append(flag("q_replicate"))
+            lacking.append(format_flag("q_replicate"))
         if point.interleave > 1 and "interleave" not in self.layout:
-            lacking.append(f"{flag('interleave')} {point.interleave}")
+            lacking.append(f"{format_flag('interleave')} {point.interleave}")
         return lacking
 
     @property
@@ -102,7 +116,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         words = [word for name, values in flags.items() for value in values for word in (f"--{name}", str(value))]
         return [*words, *(f"{name}={value}" for name, value in self.env.items())]
 
-    def words(
+    def make_command(
         self,
         point: Point,
         settings: Mapping[str, str],
@@ -118,7 +132,9 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Raises UsageError for a point that the engine cannot run.
         """
         if lacking := self.find_lacking(point):
-            raise UsageError(f"{self.name} has no {listed(lacking, 'or')}; leave that out, or name another engine.")
+            raise UsageError(
+                f"{self.name} has no {format_list(lacking, 'or')}; leave that out, or name another engine."
+            )
         exchange = point.exchange if point.exchange not in (NO_EXCHANGE, UNKNOWN) else ""
         known = {
             "model": model,
@@ -158,7 +174,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return words
 
 
-def _labels(values: list[str]) -> list[str]:
+def _make_labels(values: list[str]) -> list[str]:
     """Return values as they may be recorded. Of several secrets each has a number, so that their points differ."""
     shown = [redact(value) for value in values]
     secret = [value for value, label in zip(values, shown, strict=True) if value != label]
@@ -220,10 +236,10 @@ def format_command(name: str, point: Point, nnodes: int) -> str:
     Raises UsageError for a point that the engine cannot run.
     """
     model = CHECKPOINTS.get(point.model, point.model)
-    return shlex.join(PRESETS[name].words(point, {}, model, PORT, nnodes=nnodes))
+    return shlex.join(PRESETS[name].make_command(point, {}, model, PORT, nnodes=nnodes))
 
 
-def engine(named: str | None, command: str | None) -> Engine:
+def resolve_engine(named: str | None, command: str | None) -> Engine:
     """Return the engine of --engine (a preset or a file) or of --serve-cmd. Raises UsageError."""
     if command is not None:
         if named is not None:
@@ -235,15 +251,15 @@ def engine(named: str | None, command: str | None) -> Engine:
     elif named in PRESETS:
         found = PRESETS[str(named)]
     else:
-        found = _read(Path(str(named)))
-    _check(found, named or "--serve-cmd")
+        found = _read_engine(Path(str(named)))
+    _check_engine(found, named or "--serve-cmd")
     with contextlib.suppress(ValueError):
-        register_words(shlex.split(found.command))
-    register_words(found.secrets)
+        register_command_line(shlex.split(found.command))
+    register_command_line(found.secrets)
     return found
 
 
-def _read(path: Path) -> Engine:
+def _read_engine(path: Path) -> Engine:
     known = ", ".join(PRESETS)
     if path.suffix != ".toml":
         raise UsageError(f"--engine {path} is none of {known}, and no .toml file; docs/servers.md has an example.")
@@ -258,14 +274,14 @@ def _read(path: Path) -> Engine:
         raise UsageError(f"--engine {path} is not valid TOML: {why}.") from e
 
 
-def _check(found: Engine, where: str) -> None:
+def _check_engine(found: Engine, where: str) -> None:
     for text in (found.command, *found.layout.values(), found.profiler):
         try:
             used = [name for _, name, _, _ in string.Formatter().parse(text) if name is not None]
             shlex.split(text)
         except ValueError as e:
             raise UsageError(f"{where}: {text!r} cannot be read: {e}; write {{{{ for a brace of its own.") from e
-        known = (*KNOWN, TRACES) if text == found.profiler else KNOWN
+        known = (*PLACEHOLDER_NAMES, TRACES) if text == found.profiler else PLACEHOLDER_NAMES
         if unknown := [name for name in used if name not in known]:
             raise UsageError(f"{where}: {{{unknown[0]}}} stands for nothing; these do: {', '.join(known)}.")
     if "{port}" not in found.command:

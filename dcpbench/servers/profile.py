@@ -11,14 +11,14 @@ import numpy as np
 
 from dcpbench.errors import UsageError, WorkerError
 from dcpbench.servers import info as server_info
-from dcpbench.servers.client import CLIENT_ERROR, OK, Client, RequestError, Target, status_error
+from dcpbench.servers.client import CLIENT_ERROR, OK, Client, RequestError, Target, make_status_error
 from dcpbench.servers.load import Call, Run
-from dcpbench.servers.prompts import PATHS, find_manner
-from dcpbench.show.text import counted
-from dcpbench.syncs.files import each_text_once
-from dcpbench.syncs.gating.gate import blind, counts, explain_guesses, explain_missing
-from dcpbench.syncs.recorded import WORST_SITES, sync_sites
-from dcpbench.syncs.scan import scan
+from dcpbench.servers.prompts import PATHS, find_prompt_format
+from dcpbench.show.text import format_count
+from dcpbench.syncs.files import drop_copies
+from dcpbench.syncs.gating.gate import can_be_finding, explain_guesses, explain_missing, explain_no_answer
+from dcpbench.syncs.recorded import MAX_RECORD_SITES, build_sync_sites
+from dcpbench.syncs.scan import scan_traces
 from dcpbench.syncs.sites import find_worst_phase
 
 if TYPE_CHECKING:
@@ -47,12 +47,12 @@ def make_traces_folder(folder: Path) -> None:
         ) from e
 
 
-def traces_in(folder: Path) -> dict[Path, int]:
+def find_traces(folder: Path) -> dict[Path, int]:
     """Return the files below a folder that may be traces, each with its size."""
     return {p: p.stat().st_size for p in folder.rglob("*") if p.is_file() and p.name.endswith(KINDS)}
 
 
-async def profile(
+async def profile_server(
     target: Target,
     folder: Path,
     *,
@@ -71,22 +71,24 @@ async def profile(
     """
     await asyncio.to_thread(make_traces_folder, folder)
     async with Client(target) as client:
-        asked = await server_info.ask(client)
-        manner = await find_manner(client, asked.model(None).id, endpoint, extra_body=extra_body)
+        info = await server_info.fetch_info(client)
+        prompt_format = await find_prompt_format(client, info.find_model(None).id, endpoint, extra_body=extra_body)
         generator = np.random.Generator(np.random.PCG64(0))
         bodies = [
-            target.request(
+            target.encode_request(
                 "POST",
                 PATHS[endpoint],
-                manner.body(generator.integers(0, manner.vocab, input_tokens, dtype=np.int32), output_tokens),
+                prompt_format.encode_body(
+                    generator.integers(0, prompt_format.vocab, input_tokens, dtype=np.int32), output_tokens
+                ),
             )
             for _ in range(requests)
         ]
         calls = [Call(i, body, output_tokens, prompt_tokens=input_tokens) for i, body in enumerate(bodies)]
-        return await traced(client, calls, concurrency, folder, wait_s, tell)
+        return await record_traces(client, calls, concurrency, folder, wait_s, tell)
 
 
-async def traced(
+async def record_traces(
     client: Client,
     calls: Sequence[Call],
     concurrency: int,
@@ -95,23 +97,23 @@ async def traced(
     tell: Callable[[str], None] = lambda _: None,
 ) -> list[Path]:
     """Send one call as warm-up and then all calls under the profiler; return the traces. Raises WorkerError if none comes."""
-    before = await asyncio.to_thread(traces_in, folder)
+    before = await asyncio.to_thread(find_traces, folder)
     run = Run(client, calls, concurrency)
-    await Run(client, calls[:1], 1).run()
-    await _switch(client, START)
+    await Run(client, calls[:1], 1).send_load()
+    await _switch_profiler(client, START)
     tell("profiling")
     try:
-        await run.run()
+        await run.send_load()
     finally:
-        await _switch(client, STOP)
+        await _switch_profiler(client, STOP)
     if failed := [outcome.error for outcome in run.outcomes if outcome.error is not None]:
         raise WorkerError(
-            f"{len(failed)} of {counted(len(calls), 'request')} failed while the server was profiled; the first one: {failed[0].sentence}"
+            f"{len(failed)} of {format_count(len(calls), 'request')} failed while the server was profiled; the first one: {failed[0].sentence}"
         )
-    return await _written(folder, before, wait_s, tell)
+    return await _wait_for_traces(folder, before, wait_s, tell)
 
 
-def waits_in(paths: Sequence[Path]) -> tuple[float, list[SyncSite]]:
+def find_waits(paths: Sequence[Path]) -> tuple[float, list[SyncSite]]:
     """Return the host-blocking calls of a step and their source lines, for the worst rank of a server's traces.
 
     If the engine's annotations distinguish prefill from decode, the number is that of the phase with the most waits.
@@ -119,38 +121,40 @@ def waits_in(paths: Sequence[Path]) -> tuple[float, list[SyncSite]]:
     Raise WorkerError if the traces are insufficient: no GPU events, damaged, a rank's trace missing, or no steps
     marked. A front end's trace is left out.
     """
-    report = scan(each_text_once(paths, lambda *_: None), root=Path.cwd())
-    reasons = [reason for trace in report.traces if (reason := blind(trace))]
+    report = scan_traces(drop_copies(paths, lambda *_: None), root=Path.cwd())
+    reasons = [reason for trace in report.traces if (reason := explain_no_answer(trace))]
     if reasons := [*reasons, *explain_missing(report.traces, all_ranks=True), *explain_guesses(report)]:
         raise WorkerError(reasons[0])
     if not all(trace.steps or trace.front_end for trace in report.traces):
         raise WorkerError(
             "its traces mark no steps, so that waits cannot be counted by step; see `dcpbench syncs scan`."
         )
-    _, per_step = find_worst_phase([site for site in report.sites if counts(site)])
-    return per_step, sync_sites(report.sites, "engine")[:WORST_SITES]
+    _, per_step = find_worst_phase([site for site in report.sites if can_be_finding(site)])
+    return per_step, build_sync_sites(report.sites, "engine")[:MAX_RECORD_SITES]
 
 
-async def _switch(client: Client, path: str) -> None:
+async def _switch_profiler(client: Client, path: str) -> None:
     try:
         reply = await client.post(path, timeout_s=600.0)
     except RequestError as e:
         raise WorkerError(f"{client.target.url}{path}: {e.sentence}") from e
     if reply.status != OK:
-        error = status_error(reply.status, reply.headers, reply.data)
+        error = make_status_error(reply.status, reply.headers, reply.data)
         how = f" It does not profile; {HOW}." if reply.status >= CLIENT_ERROR and path == START else ""
         raise WorkerError(f"{client.target.url}{path}: {error.sentence}{how}")
 
 
-async def _written(folder: Path, before: dict[Path, int], wait_s: float, tell: Callable[[str], None]) -> list[Path]:
+async def _wait_for_traces(
+    folder: Path, before: dict[Path, int], wait_s: float, tell: Callable[[str], None]
+) -> list[Path]:
     """Return the new files once none has grown for SETTLED_S."""
     began = last = time.monotonic()
     known: dict[Path, int] = {}
     while time.monotonic() - began < wait_s or (known and time.monotonic() - last < SETTLED_S):
-        new = {p: size for p, size in (await asyncio.to_thread(traces_in, folder)).items() if before.get(p) != size}
+        new = {p: size for p, size in (await asyncio.to_thread(find_traces, folder)).items() if before.get(p) != size}
         if new != known:
             known, last = new, time.monotonic()
-            tell(f"{counted(len(new), 'trace')}, {sum(new.values()) / 1e6:,.1f} MB")
+            tell(f"{format_count(len(new), 'trace')}, {sum(new.values()) / 1e6:,.1f} MB")
         elif known and time.monotonic() - last >= SETTLED_S:
             return sorted(known)
         await asyncio.sleep(POLL_S)

@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 
 from dcpbench.errors import MissingPackageError, UsageError, WorkerError
-from dcpbench.servers.answers import Streamed
-from dcpbench.servers.client import CLIENT_ERROR, TOO_MANY, RequestError, WholeOk
+from dcpbench.servers.answers import StreamReply
+from dcpbench.servers.client import CLIENT_ERROR, TOO_MANY, RequestError, WholeOkReply
 from dcpbench.servers.events import Completion, StreamError, format_bad_stream, read_completion
 from dcpbench.servers.load import UNAVAILABLE, retry_while_busy
 from dcpbench.servers.token_counts import Limits
@@ -172,7 +172,7 @@ class Text(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Manner:
+class PromptFormat:
     """Format of requests to a server."""
 
     endpoint: str
@@ -186,47 +186,51 @@ class Manner:
         default_factory=dict
     )  # fields of --extra-body, sent with every request
 
-    def prompt(self, ids: np.ndarray) -> Prompt:
+    def make_prompt(self, ids: np.ndarray) -> Prompt:
         """Return the prompt for these ids of a load."""
         if self.text is None:
             listed: list[int] = ids.tolist()
             return listed
-        return self.text(ids) if self.endpoint == COMPLETIONS else [_message("user", self.text(ids))]
+        return self.text(ids) if self.endpoint == COMPLETIONS else [_make_message("user", self.text(ids))]
 
-    def prolonged(self, prompt: Prompt, answer: Streamed, made_up: np.ndarray | None, new: np.ndarray) -> Prompt:
+    def make_next_prompt(
+        self, prompt: Prompt, answer: StreamReply, made_up: np.ndarray | None, new: np.ndarray
+    ) -> Prompt:
         """Return a prompt, the server's answer to it, and new ids after it.
 
         `made_up`: int32 ids that take the place of the answer if the server does not send its ids.
         """
         if self.text is None:
             assert isinstance(prompt, list)
-            complete = len(answer.tokens) == sum(answer.chunk_tokens()) and answer.tokens
+            complete = len(answer.tokens) == sum(answer.list_chunk_tokens()) and answer.tokens
             return [*prompt, *(answer.tokens if complete or made_up is None else made_up.tolist()), *new.tolist()]
         text = "".join(answer.texts)
         if isinstance(prompt, str):
             return f"{prompt}{text} {self.text(new)}"
-        return [*prompt, _message("assistant", text), _message("user", self.text(new))]
+        return [*prompt, _make_message("assistant", text), _make_message("user", self.text(new))]
 
-    def body(self, tokens: np.ndarray, output_tokens: int, *, ids: bool = False, **more: object) -> bytes:
+    def encode_body(self, tokens: np.ndarray, output_tokens: int, *, ids: bool = False, **more: object) -> bytes:
         """Return a request as JSON, streamed and sampled greedily unless `more` has other values.
 
         `ids`: ask for the token ids of the answer, if the server has them.
         """
-        return self.body_of(self.prompt(tokens), output_tokens, ids=ids, **more)
+        return self.encode_prompt_body(self.make_prompt(tokens), output_tokens, ids=ids, **more)
 
-    def body_of(self, prompt: Prompt, output_tokens: int, *, ids: bool = False, **more: object) -> bytes:
+    def encode_prompt_body(self, prompt: Prompt, output_tokens: int, *, ids: bool = False, **more: object) -> bytes:
         """Return a request for a prompt that has its final form, like `body`."""
         put = {"prompt" if self.endpoint == COMPLETIONS else "messages": prompt}
         asked = {"model": self.model, **put, "max_tokens": output_tokens, "temperature": 0, "stream": True}
         extras = self.id_extras if ids and self.id_extras is not None else self.extras
         return msgspec.json.encode(asked | extras | dict(self.extra_body) | more)
 
-    def request(self, client: Client, request: ServeRequest) -> bytes:
+    def encode_request(self, client: Client, request: ServeRequest) -> bytes:
         """Return all bytes of a request of a load."""
-        return client.target.request("POST", PATHS[self.endpoint], self.body(request.prompt, request.output_tokens))
+        return client.target.encode_request(
+            "POST", PATHS[self.endpoint], self.encode_body(request.prompt, request.output_tokens)
+        )
 
 
-def _message(role: str, content: str) -> dict[str, str]:
+def _make_message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
@@ -286,7 +290,7 @@ class Tokenized:
         return text
 
 
-async def find_manner(
+async def find_prompt_format(
     client: Client,
     model: str,
     endpoint: str,
@@ -295,7 +299,7 @@ async def find_manner(
     text: bool = False,
     extra_body: Mapping[str, object] | None = None,
     retries: int = 0,
-) -> Manner:
+) -> PromptFormat:
     """Return how this server accepts prompts and reports tokens. `text`: use text even if it accepts ids. `extra_body`: see Manner.
 
     Raise WorkerError if it accepts none of the known forms, and UsageError for a tokenizer that cannot be used.
@@ -304,11 +308,11 @@ async def find_manner(
     trial = Trial(client, endpoint, retries)
     if endpoint == COMPLETIONS and not text:
         for vocab in (own.vocab,) if own else VOCABULARIES:
-            start = Manner(endpoint=endpoint, model=model, extras={}, vocab=vocab, extra_body=extra_body or {})
+            start = PromptFormat(endpoint=endpoint, model=model, extras={}, vocab=vocab, extra_body=extra_body or {})
             found = await trial.find_extras(start)
             if found is not None:
                 return found
-    start = Manner(
+    start = PromptFormat(
         endpoint=endpoint,
         model=model,
         extras={},
@@ -320,7 +324,7 @@ async def find_manner(
     found = await trial.find_extras(start)
     if found is None:
         raise await trial.describe_failure(start)
-    return await _calibrate(client, found, retries)
+    return await _fit_text_length(client, found, retries)
 
 
 class Trial:
@@ -331,13 +335,13 @@ class Trial:
         self.errors: list[RequestError] = []
         self._deadline_s = time.monotonic() + client.target.timeout_s
 
-    async def find_extras(self, manner: Manner) -> Manner | None:
+    async def find_extras(self, prompt_format: PromptFormat) -> PromptFormat | None:
         """Return the format with the most informative fields about tokens; None if the server refuses all of them."""
-        fallback: Manner | None = None
+        fallback: PromptFormat | None = None
         for extras in EXTRAS:
-            tried = dataclasses.replace(manner, extras=extras)
-            answer = await self._ask(tried)
-            if answer is not None and answer.counts_each:
+            tried = dataclasses.replace(prompt_format, extras=extras)
+            answer = await self._test_format(tried)
+            if answer is not None and answer.has_chunk_counts:
                 return await self._find_ids(tried)
             if answer is not None and extras is not ANSWER_IDS:
                 fallback = fallback or tried
@@ -345,42 +349,48 @@ class Trial:
                 break
         return fallback
 
-    async def _find_ids(self, manner: Manner) -> Manner:
+    async def _find_ids(self, prompt_format: PromptFormat) -> PromptFormat:
         """Return the manner with the fields that ask for the ids of the answer, if the server has them."""
-        if manner.extras is ANSWER_IDS:
-            return dataclasses.replace(manner, id_extras=ANSWER_IDS)
-        answer = await self._ask(dataclasses.replace(manner, extras=ANSWER_IDS))
-        return dataclasses.replace(manner, id_extras=ANSWER_IDS) if answer is not None and answer.tokens else manner
+        if prompt_format.extras is ANSWER_IDS:
+            return dataclasses.replace(prompt_format, id_extras=ANSWER_IDS)
+        answer = await self._test_format(dataclasses.replace(prompt_format, extras=ANSWER_IDS))
+        return (
+            dataclasses.replace(prompt_format, id_extras=ANSWER_IDS)
+            if answer is not None and answer.tokens
+            else prompt_format
+        )
 
-    async def _ask(self, manner: Manner) -> Streamed | None:
+    async def _test_format(self, prompt_format: PromptFormat) -> StreamReply | None:
         """Return the answer to a short request, None if it failed in a way that other fields may avoid.
 
         Raise WorkerError if it failed otherwise, or if trials have taken longer than one request may take.
         """
         try:
-            return await self._send(manner)
+            return await self._send_short_request(prompt_format)
         except RequestError as e:
             self.errors.append(e)
-            if not _may_be_fields(e) or time.monotonic() > self._deadline_s:
-                raise await self.describe_failure(manner) from e
+            if not _should_try_other_fields(e) or time.monotonic() > self._deadline_s:
+                raise await self.describe_failure(prompt_format) from e
             return None
 
-    async def _send(self, manner: Manner) -> Streamed:
-        prompt = np.full(TRIED_TOKENS, manner.vocab - 1, np.int32)
-        prompt[:-1] = np.arange(1, TRIED_TOKENS) % manner.vocab
-        request = self.client.target.request("POST", PATHS[manner.endpoint], manner.body(prompt, TRIED_OUTPUT))
+    async def _send_short_request(self, prompt_format: PromptFormat) -> StreamReply:
+        prompt = np.full(TRIED_TOKENS, prompt_format.vocab - 1, np.int32)
+        prompt[:-1] = np.arange(1, TRIED_TOKENS) % prompt_format.vocab
+        request = self.client.target.encode_request(
+            "POST", PATHS[prompt_format.endpoint], prompt_format.encode_body(prompt, TRIED_OUTPUT)
+        )
 
-        async def send() -> Streamed:
-            answer = Streamed(TRIED_OUTPUT, prompt_tokens=TRIED_TOKENS)
-            await self.client.exchange(request, answer)
+        async def send_once() -> StreamReply:
+            answer = StreamReply(TRIED_OUTPUT, prompt_tokens=TRIED_TOKENS)
+            await self.client.send_request(request, answer)
             return answer
 
-        return await retry_while_busy(send, self.retries)
+        return await retry_while_busy(send_once, self.retries)
 
-    async def describe_failure(self, manner: Manner) -> WorkerError:
+    async def describe_failure(self, prompt_format: PromptFormat) -> WorkerError:
         """Return the error that ends the trials, with the option to add if the server's answers show it."""
         url, path, last = self.client.target.url, PATHS[self.endpoint], self.errors[-1]
-        if (other := await self._find_other_endpoint(manner, last)) is not None:
+        if (other := await self._find_other_endpoint(prompt_format, last)) is not None:
             return WorkerError(
                 f"{url} does not answer {path} ({last.sentence.rstrip('.')}), but it answers {PATHS[other]}; add --endpoint {other}."
             )
@@ -389,17 +399,19 @@ class Trial:
             return WorkerError(f"{url} cannot be measured: {last.sentence} {more}")
         if last.status in (UNAUTHORIZED, FORBIDDEN):
             return WorkerError(f"{url} cannot be measured: {last.sentence} {KEY_HINT}")
-        if _may_be_fields(last):
+        if _should_try_other_fields(last):
             return WorkerError(f"{url} accepts no request to {path}; the last one failed: {last.sentence}")
         return WorkerError(f"{url} cannot be measured: {last.sentence}")
 
-    async def _find_other_endpoint(self, manner: Manner, last: RequestError) -> str | None:
+    async def _find_other_endpoint(self, prompt_format: PromptFormat, last: RequestError) -> str | None:
         """Return the other endpoint if it answers and this one does not."""
-        if last.status not in NO_ENDPOINT and not (_may_be_fields(last) and last.status):
+        if last.status not in NO_ENDPOINT and not (_should_try_other_fields(last) and last.status):
             return None
         other = CHAT if self.endpoint == COMPLETIONS else COMPLETIONS
         try:
-            await self._send(dataclasses.replace(manner, endpoint=other, extras={}, text=Words(1.0, 0.0)))
+            await self._send_short_request(
+                dataclasses.replace(prompt_format, endpoint=other, extras={}, text=Words(1.0, 0.0))
+            )
         except RequestError:
             return None
         return other
@@ -408,7 +420,7 @@ class Trial:
 KEY_HINT = "Put its API key into the environment variable that --api-key-env names, OPENAI_API_KEY by default."
 
 
-def _may_be_fields(error: RequestError) -> bool:
+def _should_try_other_fields(error: RequestError) -> bool:
     """Return whether the same request may succeed with other fields.
 
     Servers answer a field that they do not know with 400, 415, 422 or 500, close the connection, or begin a stream that
@@ -419,48 +431,48 @@ def _may_be_fields(error: RequestError) -> bool:
     return error.status not in (UNAUTHORIZED, FORBIDDEN, *NO_ENDPOINT, *BUSY)
 
 
-async def _calibrate(client: Client, manner: Manner, retries: int) -> Manner:
+async def _fit_text_length(client: Client, prompt_format: PromptFormat, retries: int) -> PromptFormat:
     """Return the manner with texts of the right length by the server's count. Raise WorkerError if it counts none."""
     url, (few, many) = client.target.url, CALIBRATION_WORDS
-    short, long = [await _prompt_tokens(client, manner, count, retries) for count in CALIBRATION_WORDS]
+    short, long = [await _count_prompt_tokens(client, prompt_format, count, retries) for count in CALIBRATION_WORDS]
     if short is None or long is None:
-        if manner.prompts == TOKENIZER:
-            return manner
+        if prompt_format.prompts == TOKENIZER:
+            return prompt_format
         raise WorkerError(
             f"{url} takes no token ids and does not say how many tokens a prompt of text has; name the "
             "folder of the model's tokenizer with --tokenizer."
         )
-    if isinstance(manner.text, Tokenized):
-        manner.text.fixed = max(short - few, 0)
-        return manner
+    if isinstance(prompt_format.text, Tokenized):
+        prompt_format.text.fixed = max(short - few, 0)
+        return prompt_format
     per_word = (long - short) / (many - few)
     if per_word < MIN_PER_WORD:
         raise WorkerError(
             f"{url} counts {short:,} tokens in a prompt of {few} words and {long:,} in one of {many}, so its counts do not follow "
             "the prompt; name the folder of the model's tokenizer with --tokenizer."
         )
-    return dataclasses.replace(manner, text=Words(per_word, short - per_word * few))
+    return dataclasses.replace(prompt_format, text=Words(per_word, short - per_word * few))
 
 
-async def _prompt_tokens(client: Client, manner: Manner, count: int, retries: int) -> int | None:
+async def _count_prompt_tokens(client: Client, prompt_format: PromptFormat, count: int, retries: int) -> int | None:
     """Return the server's count of a prompt of `count` words, or tokens of the tokenizer; None if it reports none."""
-    ids = np.arange(count, dtype=np.int32) * 7 % min(manner.vocab, 30_000)
-    extras = {name: value for name, value in manner.extras.items() if name != "stream_options"}
-    body = dataclasses.replace(manner, extras=extras).body(ids, 1, stream=False)
-    answer = await _ask_whole(client, PATHS[manner.endpoint], body, retries, Limits(1, count))
+    ids = np.arange(count, dtype=np.int32) * 7 % min(prompt_format.vocab, 30_000)
+    extras = {name: value for name, value in prompt_format.extras.items() if name != "stream_options"}
+    body = dataclasses.replace(prompt_format, extras=extras).encode_body(ids, 1, stream=False)
+    answer = await _fetch_completion(client, PATHS[prompt_format.endpoint], body, retries, Limits(1, count))
     return answer.usage.prompt_tokens if answer.usage else None
 
 
-async def _ask_whole(client: Client, path: str, body: bytes, retries: int, limits: Limits) -> Completion:
+async def _fetch_completion(client: Client, path: str, body: bytes, retries: int, limits: Limits) -> Completion:
     """Return an answer that is not streamed. Raise WorkerError if there is none, or if its usage is out of range."""
 
-    async def send() -> bytes:
-        reply = WholeOk()
-        await client.exchange(client.target.request("POST", path, body), reply)
+    async def send_once() -> bytes:
+        reply = WholeOkReply()
+        await client.send_request(client.target.encode_request("POST", path, body), reply)
         return reply.data
 
     try:
-        found = read_completion(await retry_while_busy(send, retries))
+        found = read_completion(await retry_while_busy(send_once, retries))
     except RequestError as e:
         raise WorkerError(f"{client.target.url} cannot be measured: {e.sentence}") from e
     except StreamError as e:

@@ -12,7 +12,7 @@ import msgspec
 
 from dcpbench.errors import UsageError
 from dcpbench.plan.typed import HEADER
-from dcpbench.show.text import listed, short
+from dcpbench.show.text import fit_name, format_list
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -89,13 +89,13 @@ def parse_extra_body(text: str | None, *, greedy: bool = False) -> dict[str, obj
     try:
         found = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as e:
-        raise UsageError(f"--extra-body {short(text)} is no JSON ({short(str(e))}); {EXAMPLE_BODY}.") from e
+        raise UsageError(f"--extra-body {fit_name(text)} is no JSON ({fit_name(str(e))}); {EXAMPLE_BODY}.") from e
     if not isinstance(found, dict):
-        raise UsageError(f"--extra-body {short(text)} is no JSON object; {EXAMPLE_BODY}.")
+        raise UsageError(f"--extra-body {fit_name(text)} is no JSON object; {EXAMPLE_BODY}.")
     reserved = OWN_FIELDS | GREEDY_FIELDS if greedy else OWN_FIELDS
     if own := sorted(set(found) & reserved):
         raise UsageError(
-            f"--extra-body: dcpbench sets {listed(own)} itself; leave {'it' if len(own) == 1 else 'them'} out."
+            f"--extra-body: dcpbench sets {format_list(own)} itself; leave {'it' if len(own) == 1 else 'them'} out."
         )
     return found
 

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from dcpbench.errors import WorkerError
 from dcpbench.points import redaction
 from dcpbench.servers.client import Client
-from dcpbench.servers.load import Run, Told
-from dcpbench.show.terminal import say
+from dcpbench.servers.load import LoadProgress, Run
+from dcpbench.show.terminal import print_stderr
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
@@ -56,12 +56,12 @@ class Share:
     """Secrets to redact in messages about its requests."""
 
 
-def divided(number: int, parts: int) -> list[int]:
+def split_evenly(number: int, parts: int) -> list[int]:
     """Divide a number into integers that differ by at most 1, larger ones first."""
     return [number // parts + (i < number % parts) for i in range(parts)]
 
 
-def deal(
+def split_load(
     target: Target,
     calls: Sequence[Call],
     clients: int | None,
@@ -79,18 +79,18 @@ def deal(
         Share(
             target=target,
             calls=[call for i, call in enumerate(calls) if i % hands % count == part],
-            clients=None if clients is None else divided(clients, count)[part],
-            at_once=None if at_once is None else divided(at_once, count)[part],
+            clients=None if clients is None else split_evenly(clients, count)[part],
+            at_once=None if at_once is None else split_evenly(at_once, count)[part],
             limit_s=limit_s,
             retries=retries,
             realtime=realtime,
-            secrets=redaction.secrets(),
+            secrets=redaction.list_secrets(),
         )
         for part in range(count)
     ]
 
 
-class Shares:
+class ClientPool:
     """Run a load in several processes, with the interface of Run; `outcomes` are complete when it has ended."""
 
     def __init__(self, shares: Sequence[Share]) -> None:
@@ -99,39 +99,41 @@ class Shares:
         self.outcomes: list[Outcome] = []
         self.paces: list[Pace] = []
         self.start_s = 0.0
-        self._progress = [Told()] * len(shares)
+        self._progress = [LoadProgress()] * len(shares)
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
         self._messages: list[asyncio.Queue[tuple[str, Any]]] = []
 
-    def told(self) -> Told:
+    def get_progress(self) -> LoadProgress:
         """Return the sum of the last progress of each process."""
-        return Told(*(sum(getattr(told, f.name) for told in self._progress) for f in dataclasses.fields(Told)))
+        return LoadProgress(
+            *(sum(getattr(progress, f.name) for progress in self._progress) for f in dataclasses.fields(LoadProgress))
+        )
 
     async def prepare(self, connections: int) -> None:
         """Start the processes and open this many connections to the server in total. Raises WorkerError."""
         context, loop = multiprocessing.get_context("spawn"), asyncio.get_running_loop()
-        each = divided(connections, len(self.shares))
+        each = split_evenly(connections, len(self.shares))
         for number, share in enumerate(self.shares):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=work, args=(theirs, dataclasses.replace(share, connections=each[number])), daemon=True
+                target=run_process, args=(theirs, dataclasses.replace(share, connections=each[number])), daemon=True
             )
-            with _signals_blocked():
+            with _block_signals():
                 process.start()
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
             self._messages.append(asyncio.Queue())
-            loop.add_reader(ours.fileno(), self._hear, number)
+            loop.add_reader(ours.fileno(), self._handle_message, number)
         try:
             for number in range(len(self.shares)):
-                await self._wait(number, READY)
+                await self._receive_message(number, READY)
         except BaseException:
             self.close()
             raise
 
-    async def run(self, start_s: float | None = None) -> None:
+    async def send_load(self, start_s: float | None = None) -> None:
         """Send all requests, to the end or to the limit, and keep their outcomes.
 
         If it is cancelled or a process ends, the other processes are stopped and their outcomes are kept. Raise
@@ -139,12 +141,12 @@ class Shares:
         """
         self.start_s = max(start_s or 0.0, time.perf_counter() + AHEAD_S)
         self._send_all(self.start_s)
-        taking = [asyncio.create_task(self._take(number)) for number in range(len(self._pipes))]
+        taking = [asyncio.create_task(self._collect_outcomes(number)) for number in range(len(self._pipes))]
         try:
             await asyncio.wait(taking, return_when=asyncio.FIRST_EXCEPTION)
         finally:
             try:
-                await self._stop(taking)
+                await self._stop_processes(taking)
             finally:
                 self.outcomes.sort(key=lambda outcome: outcome.submitted_s)
                 self.close()
@@ -171,25 +173,25 @@ class Shares:
             with contextlib.suppress(OSError):
                 pipe.send(message)
 
-    async def _stop(self, taking: Sequence[asyncio.Task[None]]) -> None:
+    async def _stop_processes(self, taking: Sequence[asyncio.Task[None]]) -> None:
         """Stop the processes that have not sent their outcomes, and wait for them."""
         left = {task for task in taking if not task.done()}
         if left:
             self._send_all(STOP)
             _, left = await asyncio.wait(left, timeout=STOP_S)
         if left:
-            say(
+            print_stderr(
                 f"{len(left)} of {len(taking)} client processes did not answer within {STOP_S:g} s; their requests are in no record."
             )
         for task in left:
             task.cancel()
 
-    async def _take(self, number: int) -> None:
-        outcomes, pace = await self._wait(number, DONE)
+    async def _collect_outcomes(self, number: int) -> None:
+        outcomes, pace = await self._receive_message(number, DONE)
         self.outcomes += outcomes
         self.paces.append(pace)
 
-    async def _wait(self, number: int, kind: str) -> Any:  # noqa: ANN401 -- of several kinds
+    async def _receive_message(self, number: int, kind: str) -> Any:  # noqa: ANN401 -- of several kinds
         """Return the content of a process's next message of a kind. Raise WorkerError if the process ends before."""
         received, content = await self._messages[number].get()
         if received == kind:
@@ -197,7 +199,7 @@ class Shares:
         code = self._processes[number].exitcode
         raise WorkerError(f"a process of the client ended with exit code {code}; try --client-processes 1.")
 
-    def _hear(self, number: int) -> None:
+    def _handle_message(self, number: int) -> None:
         try:
             kind, content = self._pipes[number].recv()
         except (EOFError, OSError):
@@ -211,7 +213,7 @@ class Shares:
 
 
 @contextlib.asynccontextmanager
-async def sending(
+async def open_load(
     target: Target,
     calls: Sequence[Call],
     clients: int | None,
@@ -221,13 +223,13 @@ async def sending(
     limit_s: float | None = None,
     retries: int = 0,
     realtime: bool = False,
-) -> AsyncIterator[Run | Shares]:
+) -> AsyncIterator[Run | ClientPool]:
     """Provide a load sent by this process or by several, and end all of them with the block."""
-    shares = deal(
+    shares = split_load(
         target, calls, clients, processes, at_once=at_once, limit_s=limit_s, retries=retries, realtime=realtime
     )
     if len(shares) > 1:
-        several = Shares(shares)
+        several = ClientPool(shares)
         try:
             yield several
         finally:
@@ -238,7 +240,7 @@ async def sending(
 
 
 @contextlib.contextmanager
-def _signals_blocked() -> Iterator[None]:
+def _block_signals() -> Iterator[None]:
     """Block Ctrl-C in the processes that are started here: their parent stops them, and they answer with their
     outcomes.
 
@@ -254,15 +256,15 @@ def _signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def work(pipe: Connection, share: Share) -> None:
+def run_process(pipe: Connection, share: Share) -> None:
     """Run one process: send a share from the given start, send the outcomes back, and end when the parent does."""
     with contextlib.suppress(BrokenPipeError, ConnectionResetError, EOFError):
-        asyncio.run(_work(pipe, share))
+        asyncio.run(_run_share(pipe, share))
 
 
-async def _work(pipe: Connection, share: Share) -> None:
+async def _run_share(pipe: Connection, share: Share) -> None:
     loop = asyncio.get_running_loop()
-    redaction.register(*share.secrets)
+    redaction.register_secrets(*share.secrets)
     async with Client(share.target) as client:
         run = Run(
             client,
@@ -279,15 +281,15 @@ async def _work(pipe: Connection, share: Share) -> None:
         if start_s == STOP:
             pipe.send((DONE, ([], run.pace)))
             return
-        running = loop.create_task(run.run(start_s))
+        running = loop.create_task(run.send_load(start_s))
 
-        def stop() -> None:
+        def stop_load() -> None:
             """Cancel once: the message stays readable, and a second cancellation would interrupt the clean-up."""
             loop.remove_reader(pipe.fileno())
             running.cancel()
 
-        loop.add_reader(pipe.fileno(), stop)  # a message to stop, or the parent's end
-        reporting = loop.create_task(_report(pipe, run))
+        loop.add_reader(pipe.fileno(), stop_load)  # a message to stop, or the parent's end
+        reporting = loop.create_task(_report_progress(pipe, run))
         with contextlib.suppress(asyncio.CancelledError):
             await running
         reporting.cancel()
@@ -296,7 +298,7 @@ async def _work(pipe: Connection, share: Share) -> None:
         pipe.send((DONE, (run.outcomes, run.pace)))
 
 
-async def _report(pipe: Connection, run: Run) -> None:
+async def _report_progress(pipe: Connection, run: Run) -> None:
     while True:
         await asyncio.sleep(PROGRESS_S)
-        pipe.send((PROGRESS, run.told()))
+        pipe.send((PROGRESS, run.get_progress()))

@@ -30,7 +30,7 @@ class StampedSocket(socket.socket):
     """Arrival time of the data read last, by time.perf_counter(); None if the kernel does not report it."""
     _stamps = False
 
-    def stamp(self) -> Self:
+    def enable_timestamps(self) -> Self:
         """Enable timestamps of received bytes by the kernel if possible; return the socket."""
         if sys.platform == "linux":
             try:
@@ -44,25 +44,25 @@ class StampedSocket(socket.socket):
         """See socket.socket."""
         if not self._stamps:
             return super().recv_into(buffer, nbytes, flags)
-        count, told, _, _ = self.recvmsg_into([buffer], ANCILLARY, flags)
-        self.came_s = came_s(told)
+        count, ancillary, _, _ = self.recvmsg_into([buffer], ANCILLARY, flags)
+        self.came_s = read_arrival_s(ancillary)
         return count
 
 
-def came_s(told: list[tuple[int, int, bytes]]) -> float | None:
+def read_arrival_s(ancillary: list[tuple[int, int, bytes]]) -> float | None:
     """Return the arrival time in a read's ancillary data, by time.perf_counter(); None if the kernel does not report
     it.
 
     For several packets in one read, it is that of the last.
     """
-    for level, kind, data in told:
+    for level, kind, data in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, SO_TIMESTAMPNS) and len(data) == TIMESPEC.size:
             seconds, ns = TIMESPEC.unpack(data)
-            return (seconds * 1_000_000_000 + ns - _apart_ns()) * NS if seconds else None
+            return (seconds * 1_000_000_000 + ns - _measure_clock_offset_ns()) * NS if seconds else None
     return None
 
 
-def _apart_ns() -> int:
+def _measure_clock_offset_ns() -> int:
     """Return the difference of the date and time.perf_counter() now, as clocks may be set; repeated if the process was
     interrupted.
     """

@@ -13,13 +13,13 @@ from dcpbench.errors import DcpbenchError
 from dcpbench.launch.jobs import Progress
 from dcpbench.points import redaction
 from dcpbench.records.file import RecordFile
-from dcpbench.records.record import CPU, Record, omitted_note
+from dcpbench.records.record import CPU, Record, format_omitted_note
 from dcpbench.servers.kv_capacity import find_pcp
-from dcpbench.servers.launch import Server, free_port
-from dcpbench.servers.measure import look, manner_of, measure
+from dcpbench.servers.launch import Server, find_free_port
+from dcpbench.servers.measure import fetch_server_info, measure_point, resolve_prompt_format
 from dcpbench.servers.profile import FOLDERS
-from dcpbench.serving.outcome import in_short
-from dcpbench.show.terminal import say
+from dcpbench.serving.outcome import format_summary
+from dcpbench.show.terminal import print_stderr
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
     from dcpbench.points.point import Point
     from dcpbench.points.settings import Settings
-    from dcpbench.servers.measure import Asked
+    from dcpbench.servers.measure import ClientConfig
     from dcpbench.servers.presets import Engine
 
 LOGS = "servers"  # folder of a run with the logs of its servers
 
 
-def server_of(point: Point) -> tuple[object, ...]:
+def make_server_key(point: Point) -> tuple[object, ...]:
     """Return a key that is equal for points that one server can serve."""
     return point.tp, point.dp, point.dcp, point.ep, point.exchange, point.settings
 
@@ -42,7 +42,7 @@ def measure_started(
     points: Sequence[Point],
     engine: Engine,
     model: str,
-    asked: Asked,
+    config: ClientConfig,
     settings: Settings,
     folder: Path,
     watch: Callable[[Progress], None],
@@ -53,59 +53,63 @@ def measure_started(
 
     An interruption ends the server with all its child processes, and is raised again.
     """
-    out, places = RecordFile(folder), {point.key(): i for i, point in enumerate(points)}
+    out, places = RecordFile(folder), {point.get_key(): i for i, point in enumerate(points)}
 
-    def told(point: Point, stage: str) -> Callable[[str], None]:
-        return lambda note: tell(point, stage, note)
+    def make_reporter(point: Point, stage: str) -> Callable[[str], None]:
+        return lambda note: report_progress(point, stage, note)
 
-    def tell(point: Point, stage: str, note: str = "") -> None:
-        key = point.key()
+    def report_progress(point: Point, stage: str, note: str = "") -> None:
+        key = point.get_key()
         watch(Progress(stage=stage, key=key, index=places[key], of=len(points), note=note, at=time.time()))
 
-    ordered = sorted(points, key=lambda p: list(map(str, server_of(p))))
-    for _, group in itertools.groupby(ordered, key=server_of):
+    ordered = sorted(points, key=lambda p: list(map(str, make_server_key(p))))
+    for _, group in itertools.groupby(ordered, key=make_server_key):
         left = list(group)
-        port = free_port()
-        traces = str(asked.traces.absolute()) if asked.traces else ""
-        words = engine.words(left[0], engine.settings_of(left[0]), model, port, traces=traces)
-        log = _log(folder, engine, left[0])
+        port = find_free_port()
+        traces = str(config.traces.absolute()) if config.traces else ""
+        words = engine.make_command(left[0], engine.find_settings(left[0]), model, port, traces=traces)
+        log = _make_log_path(folder, engine, left[0])
         one = dataclasses.replace(
-            asked,
-            target=dataclasses.replace(asked.target, port=port),
+            config,
+            target=dataclasses.replace(config.target, port=port),
             device_count=left[0].tp,
-            facts={"command": redaction.command_line(words), "log": str(log.relative_to(folder))},
+            facts={"command": redaction.format_command_line(words), "log": str(log.relative_to(folder))},
         )
         profiling = dict.fromkeys(FOLDERS, traces) if traces else {}
         with Server(words, log, profiling | engine.env, port, engine.ready) as server:
             why = ""
             try:
-                waited = server.wait(limit_s, told(left[0], "build"))
+                waited = server.wait_until_ready(limit_s, make_reporter(left[0], "build"))
                 one = dataclasses.replace(one, facts=one.facts | {"start_s": f"{waited:.1f}"})
-                info = look(one.target, one.retries).with_kv_capacity(
+                info = fetch_server_info(one.target, one.retries).with_kv_capacity(
                     dp=left[0].dp, dcp=left[0].dcp, pcp=find_pcp(words), log=server.read_log()
                 )
                 for note in info.notes:
-                    say(note)
-                manner = manner_of(one, info.model(None).id)
+                    print_stderr(note)
+                prompt_format = resolve_prompt_format(one, info.find_model(None).id)
             except DcpbenchError as e:
-                why = f"{str(e).rstrip('.')}{server.cause(str(e))}"
+                why = f"{str(e).rstrip('.')}{server.find_cause(str(e))}"
             for point in left:
-                why = why or (f"the server died: {dead}" if (dead := server.dead) else "")
+                why = why or (f"the server died: {dead}" if (dead := server.exit_reason) else "")
                 if why:
-                    out.append(_failed(point, why, one))
-                    tell(point, "failed", why)
+                    out.append(_make_failed_record(point, why, one))
+                    report_progress(point, "failed", why)
                     continue
-                record, stopped = measure(point, one, info, manner, settings, folder, told(point, "measure"))
-                if record.outcome != "ok" and (dead := server.dead):
+                record, stopped = measure_point(
+                    point, one, info, prompt_format, settings, folder, make_reporter(point, "measure")
+                )
+                if record.outcome != "ok" and (dead := server.exit_reason):
                     record = msgspec.structs.replace(record, reason=f"the server died: {dead}")
                 record = out.append(record)
                 if stopped is not None:
                     raise stopped
-                note = record.reason or (in_short(record.serve) if record.serve else "")
-                tell(point, "done" if record.outcome == "ok" else "failed", note + omitted_note(record))
+                note = record.reason or (format_summary(record.serve) if record.serve else "")
+                report_progress(
+                    point, "done" if record.outcome == "ok" else "failed", note + format_omitted_note(record)
+                )
 
 
-def _log(folder: Path, engine: Engine, point: Point) -> Path:
+def _make_log_path(folder: Path, engine: Engine, point: Point) -> Path:
     """Return a new log file for a server of the run."""
     ep = f"ep{point.ep_degree}" if point.dp > 1 and point.ep_degree else ""
     degrees = f"tp{point.tp}-dp{point.dp}-dcp{point.dcp}"
@@ -115,12 +119,12 @@ def _log(folder: Path, engine: Engine, point: Point) -> Path:
     return next(path for path in names if not path.exists())
 
 
-def _failed(point: Point, why: str, asked: Asked) -> Record:
+def _make_failed_record(point: Point, why: str, config: ClientConfig) -> Record:
     return Record(
         point=point,
         outcome="failed",
-        reason=f"{why.rstrip('.')}. Read {asked.facts['log']} in the run's folder",
-        detail=dict(asked.facts),
-        marks=["cpu"] if asked.device == CPU else [],
+        reason=f"{why.rstrip('.')}. Read {config.facts['log']} in the run's folder",
+        detail=dict(config.facts),
+        marks=["cpu"] if config.device == CPU else [],
         started_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     )

@@ -63,17 +63,17 @@ class Limits:
         """Return the fault of the first field of a `usage` that is out of range; None if all are in range."""
         prompt, output, reasoning = usage.prompt_tokens, usage.completion_tokens, usage.reasoning
         if prompt is not None and not 0 <= prompt <= self.usage_prompt:
-            return self._excess("prompt_tokens", prompt, self.usage_prompt)
+            return self._make_excess("prompt_tokens", prompt, self.usage_prompt)
         if not 0 <= reasoning <= MAX_HIDDEN:
-            return self._excess("reasoning_tokens", reasoning, MAX_HIDDEN)
+            return self._make_excess("reasoning_tokens", reasoning, MAX_HIDDEN)
         if output is not None and not 0 <= output <= self.usage_output + reasoning:
-            return self._excess("completion_tokens", output, self.usage_output + reasoning)
-        cached, limit = usage.cached, max(prompt or 0, self.prompt_tokens or self.usage_prompt)
+            return self._make_excess("completion_tokens", output, self.usage_output + reasoning)
+        cached, limit = usage.cached_tokens, max(prompt or 0, self.prompt_tokens or self.usage_prompt)
         if cached is not None and not 0 <= cached <= limit:
-            return self._excess("prompt_tokens_details.cached_tokens", cached, limit)
+            return self._make_excess("prompt_tokens_details.cached_tokens", cached, limit)
         return None
 
-    def _excess(self, field: str, value: int, limit: int) -> BadStream:
+    def _make_excess(self, field: str, value: int, limit: int) -> BadStream:
         asked = self.prompt_tokens if field.startswith("prompt") else self.output_tokens
         return BadStream(fault=Fault.USAGE, field=field, value=value, limit=limit, asked=asked)
 
@@ -95,7 +95,7 @@ class Chunks:
     def __len__(self) -> int:
         return len(self.time_s)
 
-    def add(self, time_s: float, has_output: bool, ids: int, usage: int | None) -> None:
+    def add_chunk(self, time_s: float, has_output: bool, ids: int, usage: int | None) -> None:
         """Add an event."""
         self.time_s.append(time_s)
         self.has_output.append(has_output)
@@ -129,12 +129,12 @@ def count_tokens(
     total = None if total is None else max(total - hidden, 0)
     if any(chunks.ids):
         by, found = Counting.IDS, _fill_ids([chunks.ids[i] for i in places], total)
-    elif _are_deltas(usages, total, asked, full_length=full_length):
+    elif _has_deltas(usages, total, asked, full_length=full_length):
         by, found = Counting.DELTAS, usages
     elif (increases := _read_cumulative(chunks, hidden)) is not None:
         by, found, places = Counting.CUMULATIVE, increases, list(range(len(chunks)))
     elif total:
-        by, found = Counting.TOTAL, _divide(max(total, len(places)), len(places))
+        by, found = Counting.TOTAL, _split_evenly(max(total, len(places)), len(places))
     else:
         by, found = Counting.CHUNKS, [1] * len(places)
     kept = [(i, tokens) for i, tokens in zip(places, found, strict=True) if tokens]
@@ -158,7 +158,7 @@ def _fill_ids(found: list[int], total: int | None) -> list[int]:
     """Return the number of ids of each chunk. Chunks without ids share the tokens that are left."""
     missing = [i for i, count in enumerate(found) if not count]
     left = len(missing) if total is None else max(total - sum(found), 0)
-    for i, share in zip(missing, _divide(left, len(missing)), strict=True):
+    for i, share in zip(missing, _split_evenly(left, len(missing)), strict=True):
         found[i] = share
     return found
 
@@ -175,7 +175,7 @@ def _read_cumulative(chunks: Chunks, hidden: int) -> list[int] | None:
     return found if found and 2 * raised > sum(chunks.has_output) else None
 
 
-def _are_deltas(usages: Sequence[int], total: int | None, asked: int, *, full_length: bool) -> bool:
+def _has_deltas(usages: Sequence[int], total: int | None, asked: int, *, full_length: bool) -> bool:
     """Return whether each chunk counts its own tokens.
 
     The sum has to be what the answer can have, and the last count has to be too small for a count of all tokens: smaller
@@ -191,7 +191,7 @@ def _are_deltas(usages: Sequence[int], total: int | None, asked: int, *, full_le
     return last < len(usages) and whole <= Limits(asked).usage_output
 
 
-def _divide(total: int, parts: int) -> list[int]:
+def _split_evenly(total: int, parts: int) -> list[int]:
     """Return equal shares of `total`. The last parts get the remainder, because a first chunk mostly has one token."""
     if not parts:
         return []

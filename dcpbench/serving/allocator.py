@@ -50,11 +50,11 @@ class Allocation:
         return self._buffer[: self._count]
 
     @property
-    def room(self) -> int:
+    def token_capacity(self) -> int:
         """Return the token capacity of its pages."""
         return self._count * self._virtual_page
 
-    def locs(self, start: int, stop: int) -> np.ndarray:
+    def compute_locs(self, start: int, stop: int) -> np.ndarray:
         """Return virtual locations of tokens `start … stop - 1`, int32 [stop - start]."""
         if not 0 <= start <= stop <= self.tokens:
             raise ValueError(f"tokens {start}…{stop - 1} asked of a request of {self.tokens} tokens")
@@ -62,7 +62,7 @@ class Allocation:
         locs: np.ndarray = self._buffer[tokens // self._virtual_page] * self._virtual_page + tokens % self._virtual_page
         return locs
 
-    def append(self, pages: np.ndarray) -> None:
+    def add_pages(self, pages: np.ndarray) -> None:
         """Append pages, doubling the buffer so that token-by-token growth stays linear. Called by DcpAllocator."""
         count = self._count + len(pages)
         if count > len(self._buffer):
@@ -72,7 +72,7 @@ class Allocation:
         self._buffer[self._count : count] = pages
         self._count = count
 
-    def share(self, pages: np.ndarray) -> np.ndarray:
+    def share_pages(self, pages: np.ndarray) -> np.ndarray:
         """Replace the first pages by the prefix cache's `pages`; return the own pages that they replace. Called by
         DcpAllocator.
         """
@@ -123,51 +123,53 @@ class DcpAllocator:
         """Return the number of pages held by requests or the prefix cache; the padding page is neither free nor used."""
         return self.pages - 1 - self.free_pages
 
-    def pages_for(self, tokens: int) -> int:
+    def count_pages(self, tokens: int) -> int:
         """Return the number of pages of a request of `tokens` tokens."""
         return -(-tokens // self.virtual_page)
 
-    def fragmentation(self) -> float:
+    def compute_fragmentation(self) -> float:
         """Return the share of the allocated rows of all ranks that holds no token; 0 if no row is allocated."""
         rows = self.used_pages * self.virtual_page
         return 1 - self.tokens / rows if rows else 0.0
 
-    def alloc(self, tokens: int, shared: np.ndarray = NO_PAGES) -> Allocation:
+    def allocate(self, tokens: int, shared: np.ndarray = NO_PAGES) -> Allocation:
         """Allocate pages for a new request of `tokens` tokens; `shared` are its first pages, locked in the prefix
         cache.
         """
         if tokens <= len(shared) * self.virtual_page:
             raise ValueError(f"a request of {tokens} tokens with {len(shared)} pages of them cached needs no memory")
-        own = self._take(self.pages_for(tokens) - len(shared))
+        own = self._allocate_pages(self.count_pages(tokens) - len(shared))
         allocation = Allocation(np.concatenate((shared, own)), tokens, self.virtual_page, len(shared))
         self._live.add(allocation)
-        self.tokens += self._own_tokens(allocation)
+        self.tokens += self._count_own_tokens(allocation)
         return allocation
 
-    def share(self, allocation: Allocation, pages: np.ndarray) -> None:
+    def share_pages(self, allocation: Allocation, pages: np.ndarray) -> None:
         """Replace the request's first pages by the prefix cache's `pages`.
 
         Own pages that are replaced by others with the same tokens are freed; all others change their owner.
         """
-        self._check(allocation)
+        self._check_live(allocation)
         if not allocation.shared <= len(pages) <= allocation.tokens // self.virtual_page:
             raise ValueError(f"{len(pages)} full pages cannot be shared by a request of {allocation.tokens} tokens")
-        duplicates = allocation.share(pages)
-        self._put(duplicates)
+        duplicates = allocation.share_pages(pages)
+        self._add_free_pages(duplicates)
         self.tokens -= len(duplicates) * self.virtual_page
 
-    def give_back(self, pages: np.ndarray) -> None:
+    def free_evicted(self, pages: np.ndarray) -> None:
         """Take back pages that the prefix cache evicted."""
-        self._put(pages)
+        self._add_free_pages(pages)
         self.tokens -= len(pages) * self.virtual_page
 
     def extend(self, allocation: Allocation, tokens: int) -> None:
         """Add `tokens` tokens to a request: fill its last page first, then allocate new pages."""
-        self._check(allocation)
+        self._check_live(allocation)
         if tokens < 0:
             raise ValueError(f"a request cannot grow by {tokens} tokens")
-        if allocation.tokens + tokens > allocation.room:
-            allocation.append(self._take(self.pages_for(allocation.tokens + tokens) - len(allocation.pages)))
+        if allocation.tokens + tokens > allocation.token_capacity:
+            allocation.add_pages(
+                self._allocate_pages(self.count_pages(allocation.tokens + tokens) - len(allocation.pages))
+            )
         allocation.tokens += tokens
         self.tokens += tokens
 
@@ -183,13 +185,13 @@ class DcpAllocator:
 
     def free(self, allocation: Allocation) -> None:
         """Take a request's pages back. Raises ValueError for one that is not live, be it freed twice or not ours."""
-        self._check(allocation)
+        self._check_live(allocation)
         self._live.remove(allocation)
-        self._put(allocation.pages[allocation.shared :][::-1])
-        self.tokens -= self._own_tokens(allocation)
+        self._add_free_pages(allocation.pages[allocation.shared :][::-1])
+        self.tokens -= self._count_own_tokens(allocation)
         allocation.clear()
 
-    def _take(self, count: int) -> np.ndarray:
+    def _allocate_pages(self, count: int) -> np.ndarray:
         if count > self.free_pages:
             raise OutOfKvError(
                 f"{count} KV pages of {self.virtual_page} tokens are needed and {self.free_pages} are free; "
@@ -200,16 +202,16 @@ class DcpAllocator:
         self._is_free[taken] = False
         return taken
 
-    def _put(self, pages: np.ndarray) -> None:
+    def _add_free_pages(self, pages: np.ndarray) -> None:
         if self._is_free[pages].any() or (len(pages) > 1 and len(np.unique(pages)) < len(pages)):
             raise ValueError("pages are given back that nobody holds")
         self._is_free[pages] = True
         self._free[self.free_pages : self.free_pages + len(pages)] = pages
         self.free_pages += len(pages)
 
-    def _own_tokens(self, allocation: Allocation) -> int:
+    def _count_own_tokens(self, allocation: Allocation) -> int:
         return allocation.tokens - allocation.shared * self.virtual_page
 
-    def _check(self, allocation: Allocation) -> None:
+    def _check_live(self, allocation: Allocation) -> None:
         if allocation not in self._live:
             raise ValueError("this allocation is not live here; it was freed, or comes from another pool")

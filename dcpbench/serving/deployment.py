@@ -62,10 +62,10 @@ class Deployment:
 
     def submit(self, request: ServeRequest) -> str:
         """Give a request to an instance; return the reason if it can never be served, else an empty string."""
-        index = self._taker(request.session)
+        index = self._choose_instance(request.session)
         reason = self.schedulers[index].submit(request)
         if not reason:
-            self._give(index)
+            self._add_to_instance(index)
             if request.session is not None:
                 self.homes[request.session] = index
         return reason
@@ -75,38 +75,38 @@ class Deployment:
         dropped = {s.request.number: s for scheduler in self.schedulers for s in scheduler.cancel()}
         return list(dropped.values())
 
-    def decided(self, index: int, now_s: float) -> None:
+    def handle_decision(self, index: int, now_s: float) -> None:
         """Handle that an instance has decided a step, or that it has none."""
 
-    def read(self, index: int, step: Step, now_s: float) -> None:
+    def handle_read(self, index: int, step: Step, now_s: float) -> None:
         """Handle that the tokens of a step of an instance have been read."""
         del now_s
         for sequence in step.finished if len(self.schedulers) > 1 else ():
             sequence.instance = index
         self.in_hand[index] -= len(step.finished)
 
-    def next_s(self) -> float:
+    def get_next_end_s(self) -> float:
         """Return the time at which the next transfer ends."""
         return math.inf
 
-    def advance(self, now_s: float) -> None:
+    def update_transfers(self, now_s: float) -> None:
         """End the transfers that are over by now."""
 
-    def woken(self) -> set[int]:
+    def collect_woken(self) -> set[int]:
         """Return the instances that have received work since the last call."""
         found, self._woken = self._woken, set()
         return found
 
-    def _give(self, index: int) -> None:
+    def _add_to_instance(self, index: int) -> None:
         self.in_hand[index] += 1
         self._woken.add(index)
 
-    def _taker(self, session: int | None) -> int:
+    def _choose_instance(self, session: int | None) -> int:
         home = None if session is None else self.homes.get(session)
         return min(self.takers, key=lambda i: (self.in_hand[i], i)) if home is None else home
 
 
-class Prefills(Scheduler):
+class PrefillScheduler(Scheduler):
     """An instance that only prefills. Who has a token keeps slot and KV until that has crossed."""
 
     decode_tokens = 0  # a single remaining token is a chunk, too
@@ -120,40 +120,40 @@ class Prefills(Scheduler):
         """Return the unfinished requests, including those that leave."""
         return sorted([*super().unfinished, *self.leaving], key=lambda s: s.order)
 
-    def take_back(self, sequence: Sequence) -> None:
+    def retry_prefill(self, sequence: Sequence) -> None:
         """Compute one anew that lost its KV, before all others."""
         self.waiting.appendleft(sequence)
 
-    def sent(self, sequence: Sequence) -> None:
+    def free_sent(self, sequence: Sequence) -> None:
         """Release the memory of a request after the transfer of its KV."""
         self.leaving.remove(sequence)
-        self._release(self.replicas[sequence.replica], sequence)
+        self._free_sequence(self.replicas[sequence.replica], sequence)
 
     def cancel(self) -> list[Sequence]:
         """End everything that has not finished; returns it."""
         gone, self.leaving = self.leaving, []
         for sequence in gone:
-            self._release(self.replicas[sequence.replica], sequence)
+            self._free_sequence(self.replicas[sequence.replica], sequence)
         return sorted([*gone, *super().cancel()], key=lambda s: s.order)
 
-    def _decode(self, step: Step) -> None:
+    def _add_decodes(self, step: Step) -> None:
         """Do nothing: this instance does not decode."""
 
-    def _kept_free(self, replica: Replica) -> int:
+    def _count_reserved_pages(self, replica: Replica) -> int:
         """Return 0, as no request grows here."""
         del replica
         return 0
 
-    def _finish(self, step: Step) -> None:
+    def _finish_step(self, step: Step) -> None:
         """Also release requests that have their first token."""
-        super()._finish(step)
+        super()._finish_step(step)
         for replica, todo in zip(self.replicas, step.replicas, strict=True):
-            gone = [s for s in todo.emits if not s.finished]
+            gone = [s for s in todo.sampled_sequences if not s.is_finished]
             self.leaving += gone
             replica.running = [s for s in replica.running if s not in gone]
 
 
-class Decodes(Scheduler):
+class DecodeScheduler(Scheduler):
     """An instance that only decodes requests prefilled elsewhere.
 
     It has no prefix cache, and keeps the memory of a finished request until its step was read, because KV arrives from
@@ -173,66 +173,66 @@ class Decodes(Scheduler):
         arriving = [s for of in self.arriving for s in of]
         return sorted([*super().unfinished, *arriving, *self.lost], key=lambda s: s.order)
 
-    def able(self, tokens: int) -> list[Replica]:
+    def find_able_replicas(self, tokens: int) -> list[Replica]:
         """Return the replicas with enough free capacity for a request of which `tokens` tokens are stored."""
         found = []
         for replica in self.replicas:
-            need = replica.allocator.pages_for(tokens) + self._kept_free(replica)
-            if replica.slots and need <= replica.available:
+            need = replica.allocator.count_pages(tokens) + self._count_reserved_pages(replica)
+            if replica.slots and need <= replica.available_pages:
                 found.append(replica)
         return found
 
-    def requests(self, replica: Replica) -> int:
+    def count_requests(self, replica: Replica) -> int:
         """Return the number of running and arriving requests of a replica."""
         return len(replica.running) + len(self.arriving[replica.number])
 
-    def expect(self, sequence: Sequence, replica: Replica) -> Sequence:
+    def allocate_arriving(self, sequence: Sequence, replica: Replica) -> Sequence:
         """Reserve capacity for a request that is prefilled elsewhere; return its sequence on this instance."""
-        allocation = replica.allocator.alloc(sequence.computed)
+        allocation = replica.allocator.allocate(sequence.computed)
         ours = dataclasses.replace(
             sequence, replica=replica.number, slot=replica.slots.pop(), allocation=allocation, node=None
         )
         self.arriving[replica.number].append(ours)
         return ours
 
-    def arrive(self, sequence: Sequence) -> None:
+    def start_request(self, sequence: Sequence) -> None:
         """Add a request to the running ones after the transfer of its KV."""
         self.arriving[sequence.replica].remove(sequence)
         bisect.insort(self.replicas[sequence.replica].running, sequence, key=lambda s: s.order)
 
-    def was_read(self, step: Step) -> None:
+    def free_finished(self, step: Step) -> None:
         """Free the memory of finished requests."""
         for sequence in step.finished:
-            self._release(self.replicas[sequence.replica], sequence)
+            self._free_sequence(self.replicas[sequence.replica], sequence)
 
     def cancel(self) -> list[Sequence]:
         """End everything that has not finished; returns it."""
         gone = [*self.lost, *(s for of in self.arriving for s in of)]
         for sequence in gone:
             if sequence.allocation is not None:
-                self._release(self.replicas[sequence.replica], sequence)
+                self._free_sequence(self.replicas[sequence.replica], sequence)
         self.lost, self.arriving = [], [[] for _ in self.replicas]
         return sorted([*gone, *super().cancel()], key=lambda s: s.order)
 
-    def _prefill(self, step: Step) -> None:
+    def _add_prefills(self, step: Step) -> None:
         """Do nothing: this instance does not prefill."""
 
-    def _kept_free(self, replica: Replica) -> int:
+    def _count_reserved_pages(self, replica: Replica) -> int:
         """Return one page for each running or arriving request."""
-        return self.requests(replica)
+        return self.count_requests(replica)
 
-    def _preempt(self, replica: Replica, sequence: Sequence) -> None:
+    def _preempt_sequence(self, replica: Replica, sequence: Sequence) -> None:
         """Give up a request, which has to be prefilled again elsewhere."""
-        super()._preempt(replica, sequence)
+        super()._preempt_sequence(replica, sequence)
         replica.preempted.remove(sequence)
         replica.slots.append(sequence.slot)
         self.lost.append(sequence)
 
-    def _finish(self, step: Step) -> None:
+    def _finish_step(self, step: Step) -> None:
         """Keep the memory of finished requests until the step was read."""
         for replica, todo in zip(self.replicas, step.replicas, strict=True):
-            step.finished += [s for s in todo.emits if s.finished]
-            replica.running = [s for s in replica.running if not s.finished]
+            step.finished += [s for s in todo.sampled_sequences if s.is_finished]
+            replica.running = [s for s in replica.running if not s.is_finished]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -246,7 +246,7 @@ class Link:
     page_bytes: int
     """Bytes of a page of one rank over all layers; whole pages are sent."""
 
-    def seconds(self, sent_bytes: int) -> float:
+    def compute_seconds(self, sent_bytes: int) -> float:
         """Return the duration of a transfer of `sent_bytes` per GPU, in s."""
         return self.latency_s + sent_bytes / self.bytes_s
 
@@ -255,8 +255,8 @@ class Disaggregated(Deployment):
     """Instances that only prefill, then those that only decode. See above."""
 
     def __init__(self, config: SchedulerConfig, prefill: int, decode: int, link: Link) -> None:
-        self.prefills = [Prefills(config) for _ in range(prefill)]
-        self.decodes = [Decodes(config) for _ in range(decode)]
+        self.prefills = [PrefillScheduler(config) for _ in range(prefill)]
+        self.decodes = [DecodeScheduler(config) for _ in range(decode)]
         super().__init__([*self.prefills, *self.decodes], takers=prefill)
         self.link = link
         self._queues: dict[tuple[int, int], collections.deque[tuple[float, Sequence]]] = {
@@ -276,7 +276,7 @@ class Disaggregated(Deployment):
         """Return the number of links of prefill instances: one for each of their replicas."""
         return len(self._queues)
 
-    def decided(self, index: int, now_s: float) -> None:
+    def handle_decision(self, index: int, now_s: float) -> None:
         """Return requests that lost their KV to a prefill instance."""
         if index in self.takers:
             return
@@ -284,67 +284,69 @@ class Disaggregated(Deployment):
         lost, scheduler.lost = scheduler.lost, []
         for sequence in sorted(lost, key=lambda s: -s.order):
             self.in_hand[index] -= 1
-            taker = self._taker(sequence.request.session)
-            self.prefills[taker].take_back(sequence)
-            self._give(taker)
+            taker = self._choose_instance(sequence.request.session)
+            self.prefills[taker].retry_prefill(sequence)
+            self._add_to_instance(taker)
         if lost:
-            self._begin(now_s)
+            self._start_transfers(now_s)
 
-    def read(self, index: int, step: Step, now_s: float) -> None:
+    def handle_read(self, index: int, step: Step, now_s: float) -> None:
         """Queue requests with a first token for their transfer, and free the capacity of finished requests."""
-        super().read(index, step, now_s)
+        super().handle_read(index, step, now_s)
         if index in self.takers:
             for replica, todo in enumerate(step.replicas):
-                for sequence in todo.emits:
-                    if not sequence.finished:
+                for sequence in todo.sampled_sequences:
+                    if not sequence.is_finished:
                         self._queues[index, replica].append((now_s, sequence))
         else:
-            self.decodes[index - len(self.prefills)].was_read(step)
-        self._begin(now_s)
+            self.decodes[index - len(self.prefills)].free_finished(step)
+        self._start_transfers(now_s)
 
-    def next_s(self) -> float:
+    def get_next_end_s(self) -> float:
         """Return the time at which the next transfer ends."""
         return self._crossing[0][0] if self._crossing else math.inf
 
-    def advance(self, now_s: float) -> None:
+    def update_transfers(self, now_s: float) -> None:
         """End the transfers that are over by now, and begin those that can."""
         while self._crossing and self._crossing[0][0] <= now_s:
             _, _, sender, sequence, transfer = heapq.heappop(self._crossing)
             assert sequence.instance is not None
             _, before = self._queues[sender].popleft()
             self._busy -= {sender, (sequence.instance, sequence.replica)}
-            self.prefills[sender[0]].sent(before)
+            self.prefills[sender[0]].free_sent(before)
             self.in_hand[sender[0]] -= 1
-            self.decodes[sequence.instance - len(self.prefills)].arrive(sequence)
+            self.decodes[sequence.instance - len(self.prefills)].start_request(sequence)
             self._woken |= {sender[0], sequence.instance}
             self.transfers.append(transfer)
-        self._begin(now_s)
+        self._start_transfers(now_s)
 
-    def _begin(self, now_s: float) -> None:
+    def _start_transfers(self, now_s: float) -> None:
         """Start all transfers that can start, longest waiting first."""
         heads = [(q[0][0], sender) for sender, q in self._queues.items() if q and sender not in self._busy]
         for ready_s, sender in sorted(heads):
             _, sequence = self._queues[sender][0]
-            if (found := self._receiver(sequence)) is None:
+            if (found := self._choose_receiver(sequence)) is None:
                 continue
             index, replica = found
-            sent_bytes = self.link.page_bytes * replica.allocator.pages_for(sequence.computed)
-            transfer = Transfer(sender[0], index, ready_s, now_s, now_s + self.link.seconds(sent_bytes), sent_bytes)
-            arriving = self.decodes[index - len(self.prefills)].expect(sequence, replica)
+            sent_bytes = self.link.page_bytes * replica.allocator.count_pages(sequence.computed)
+            transfer = Transfer(
+                sender[0], index, ready_s, now_s, now_s + self.link.compute_seconds(sent_bytes), sent_bytes
+            )
+            arriving = self.decodes[index - len(self.prefills)].allocate_arriving(sequence, replica)
             arriving.instance, arriving.transfer = index, sequence.transfer or transfer
             self.in_hand[index] += 1
             self._busy |= {sender, (index, replica.number)}
             heapq.heappush(self._crossing, (transfer.end_s, next(self._ties), sender, arriving, transfer))
 
-    def _receiver(self, sequence: Sequence) -> tuple[int, Replica] | None:
+    def _choose_receiver(self, sequence: Sequence) -> tuple[int, Replica] | None:
         """Return the instance with the fewest requests and its replica with the fewest, among those with capacity and a
         free link.
         """
-        able: Iterable[tuple[int, Decodes, Replica]] = (
+        able: Iterable[tuple[int, DecodeScheduler, Replica]] = (
             (index, scheduler, replica)
             for index, scheduler in enumerate(self.decodes, len(self.prefills))
-            for replica in scheduler.able(sequence.computed)
+            for replica in scheduler.find_able_replicas(sequence.computed)
             if (index, replica.number) not in self._busy
         )
-        best = min(able, key=lambda a: (self.in_hand[a[0]], a[1].requests(a[2]), a[0], a[2].number), default=None)
+        best = min(able, key=lambda a: (self.in_hand[a[0]], a[1].count_requests(a[2]), a[0], a[2].number), default=None)
         return None if best is None else (best[0], best[2])

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from dcpbench.errors import UsageError
 from dcpbench.points.counts import PATTERN, parse_count, suggest_counts
 from dcpbench.points.names import CLOSED, GAMMA, OBJECTIVES, REPLAY, TRACE_TIMES
-from dcpbench.records.stats import OBJECTIVE, least_samples
-from dcpbench.show.text import capital, listed
+from dcpbench.records.stats import OBJECTIVE, compute_min_samples
+from dcpbench.show.text import format_capitalized, format_list
 
 if TYPE_CHECKING:
     from dcpbench.points.point import Load
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 FIXED, UNIFORM, LOGNORMAL = "fixed", "uniform", "lognormal"
 TRACE_LENGTHS = "trace"
 """Value of Load.input_tokens and output_tokens if a file holds the lengths."""
-MOST_TOKENS = 1_000_000_000
-MOST_SIGMA = 3.0
+MAX_TOKENS = 1_000_000_000
+MAX_SIGMA = 3.0
 """One prompt in forty is then 400 times the median, and the median 400 times another's: more is a mistake."""
 _LENGTHS = "write a number such as 4000, uniform:1000-7000 or lognormal:4000:0.5 (median and sigma)"
 _PLAIN = re.compile(r"[+-]?\d{1,99}")
@@ -47,18 +47,18 @@ class Lengths:
         return f"lognormal:{self.low}:{self.sigma:g}" if self.kind == LOGNORMAL else str(self.low)
 
 
-def apart(tokens: int) -> str:
+def format_varied_lengths(tokens: int) -> str:
     """Return an option for lengths around `tokens` that differ by up to a tenth, or by one token: `uniform:1350-1650`
     for 1500.
     """
     return str(Lengths(UNIFORM, max(9 * tokens // 10, 1), -(-11 * tokens // 10)))
 
 
-PROMPTS, ANSWERS, CHUNK = "4000", apart(1500), 8192
+PROMPTS, ANSWERS, CHUNK = "4000", format_varied_lengths(1500), 8192
 """Defaults on GPUs: prompt length, answer length, prompt tokens of a step. With answers of identical length, clients
 would run in lock-step, which changes which layout is called best: docs/serving.md.
 """
-CPU_PROMPTS, CPU_ANSWERS, CPU_CHUNK = "32", apart(8), 64
+CPU_PROMPTS, CPU_ANSWERS, CPU_CHUNK = "32", format_varied_lengths(8), 64
 USUAL_CLIENTS = (8, 32, 48)  # default of --concurrency on GPUs
 SPARE_REQUESTS = 0.1  # share by which the default exceeds what p99 of TTFT needs, as some may fail or be cut off
 
@@ -66,7 +66,7 @@ SPARE_REQUESTS = 0.1  # share by which the default exceeds what p99 of TTFT need
 def _count_usual_requests() -> int:
     """Return the default of --num-requests: enough for p99 of TTFT, some to spare, and evenly shared by the usual clients."""
     rounds = math.lcm(*USUAL_CLIENTS)
-    return math.ceil(least_samples(OBJECTIVE) * (1 + SPARE_REQUESTS) / rounds) * rounds
+    return math.ceil(compute_min_samples(OBJECTIVE) * (1 + SPARE_REQUESTS) / rounds) * rounds
 
 
 USUAL_REQUESTS = _count_usual_requests()  # default of --num-requests on GPUs
@@ -76,14 +76,14 @@ def parse_lengths(option: str, value: object) -> Lengths:
     """Return the lengths of `4000`, `64k`, `uniform:1000-7000` or `lognormal:4000:0.5`. Raises UsageError."""
     text = "" if isinstance(value, bool) else str(value).strip()
     if _FIXED.fullmatch(text):
-        return Lengths(FIXED, _tokens(option, text, text))
+        return Lengths(FIXED, _parse_tokens(option, text, text))
     if found := _UNIFORM.fullmatch(text):
-        low, high = (_tokens(option, text, number) for number in found.groups())
+        low, high = (_parse_tokens(option, text, number) for number in found.groups())
         if low > high:
             raise UsageError(f"{option} {text}: {low} is more than {high}; write uniform:{high}-{low}.")
         return Lengths(UNIFORM, low, high)
     if found := _LOGNORMAL.fullmatch(text):
-        return Lengths(LOGNORMAL, _tokens(option, text, found[1]), sigma=_sigma(option, text, found[2]))
+        return Lengths(LOGNORMAL, _parse_tokens(option, text, found[1]), sigma=_parse_sigma(option, text, found[2]))
     raise UsageError(f"{option} {value}: not a length; {_LENGTHS}.")
 
 
@@ -107,106 +107,106 @@ def parse_slo(value: object) -> dict[str, float]:
     if value in ("", {}, []):
         raise UsageError(f"--slo is empty; {example}, or leave it out.")
     parts = value if isinstance(value, list) else str(value).split(",")
-    pairs = list(value.items()) if isinstance(value, dict) else [_pair(str(part), example) for part in parts]
+    pairs = list(value.items()) if isinstance(value, dict) else [_parse_objective(str(part), example) for part in parts]
     found: dict[str, float] = {}
     for name, limit in pairs:
         if name not in OBJECTIVES:
             raise UsageError(f"--slo {name}: not one of {', '.join(OBJECTIVES)}; {example}.")
         if name in found:
             raise UsageError(f"--slo names {name} twice; {example}.")
-        number = _float(limit)
+        number = _parse_float(limit)
         if not 0 < number < math.inf:
             raise UsageError(f"--slo {name}={limit}: not a positive number of ms; {example}.")
         found[name] = number
     return found
 
 
-def load_name(load: Load, concurrency: int) -> str:
+def format_load(load: Load, concurrency: int) -> str:
     """Return `8 clients, 480 × 4000→1500 tokens`, with `, replay` for a replay; docs/serving.md explains the loops."""
     if load.arrival == CLOSED:
         who = "1 client" if concurrency == 1 else f"{concurrency} clients"
     elif load.arrival == GAMMA:
         bursts = "" if load.burstiness == 1 else f" burstiness {load.burstiness:g}"
-        who = f"{load.request_rate:g} req/s{bursts}{as_drawn(load)}"
+        who = f"{load.request_rate:g} req/s{bursts}{format_drawn(load)}"
     else:
         who = TRACE_TIMES
     what = f"of {load.trace}" if load.trace else f"× {load.input_tokens}→{load.output_tokens} tokens"
-    sessions = f" in sessions of {session_words(load)}" if load.sessions else ""
+    sessions = f" in sessions of {format_sessions(load)}" if load.sessions else ""
     shared = f", {load.prefix_share:.0%} shared by {load.prefix_groups}" if load.prefix_share else ""
     bound = f", {concurrency} at once" if load.arrival != CLOSED and concurrency < load.requests else ""
     return f"{who}, {load.requests:,} {what}{sessions}{shared}{bound}{', replay' if load.mode == REPLAY else ''}"
 
 
-def in_step(load: Load, concurrency: int) -> bool:
+def is_lock_step(load: Load, concurrency: int) -> bool:
     """Return True if clients of a closed loop run in lock-step because all requests have the same length:
     docs/serving.md.
     """
-    alike = all(_PLAIN.fullmatch(lengths) for lengths in (load.input_tokens, load.output_tokens))
-    return alike and load.arrival == CLOSED and not load.sessions and 1 < concurrency < load.requests
+    same_length = all(_PLAIN.fullmatch(lengths) for lengths in (load.input_tokens, load.output_tokens))
+    return same_length and load.arrival == CLOSED and not load.sessions and 1 < concurrency < load.requests
 
 
-def lengths_apart(output_tokens: str) -> str:
+def format_varied_option(output_tokens: str) -> str:
     """Return the option that varies the lengths of answers by a tenth, or by one token; for one-token answers, of
     prompts.
     """
     if int(output_tokens) == 1:
         return "--input-tokens uniform:LOW-HIGH"
-    return f"--output-tokens {apart(int(output_tokens))}"
+    return f"--output-tokens {format_varied_lengths(int(output_tokens))}"
 
 
-def in_step_words(output_tokens: str, *, some: str = "", dp: bool) -> str:
+def format_lock_step_warning(output_tokens: str, *, some: str = "", dp: bool) -> str:
     """Return the warning about clients in lock-step; `some` limits it to some points, `dp` adds the effect on attention
     DP.
     """
     others = ["TTFT", *(["ITL p99"] if int(output_tokens) > 1 else []), "goodput", *["what attention DP gives"] * dp]
     return (
         f"Clients run in lock-step{some}: all requests of their closed loop have one length, so that they prefill and decode "
-        f"at the same time, and few steps have both. {capital(listed(others))} differ where lengths differ "
-        f"({lengths_apart(output_tokens)})."
+        f"at the same time, and few steps have both. {format_capitalized(format_list(others))} differ where lengths differ "
+        f"({format_varied_option(output_tokens)})."
     )
 
 
-def as_drawn(load: Load) -> str:
+def format_drawn(load: Load) -> str:
     """Return the suffix of the rate of an open loop that sent requests with their drawn gaps."""
     return ", as drawn" if load.paced is False else ""
 
 
-def session_words(load: Load) -> str:
+def format_sessions(load: Load) -> str:
     """Return `4 turns`, `uniform:2-8 turns, 200 tokens each later one, 5 s between them`."""
     later = f", {load.turn_tokens} tokens each later one" if load.turn_tokens else ""
     return f"{load.turns} turns{later}{f', {load.think_time:g} s between them' if load.think_time else ''}"
 
 
-def _tokens(option: str, text: str, number: str) -> int:
+def _parse_tokens(option: str, text: str, number: str) -> int:
     count = parse_count(number)
     if count is None:
         choices = suggest_counts(number) or f"not a length in whole tokens; {_LENGTHS}"
         raise UsageError(f"{option} {text}: {choices}.")
     if count < 1:
         raise UsageError(f"{option} {text}: {count} tokens; a request has at least 1 in and 1 out. Or {_LENGTHS}.")
-    if count > MOST_TOKENS:
+    if count > MAX_TOKENS:
         raise UsageError(f"{option} {text}: {count:,} tokens are more than any model takes; {_LENGTHS}.")
     return count
 
 
-def _sigma(option: str, text: str, number: str) -> float:
-    sigma = _float(number)
-    if not 0 < sigma <= MOST_SIGMA:
+def _parse_sigma(option: str, text: str, number: str) -> float:
+    sigma = _parse_float(number)
+    if not 0 < sigma <= MAX_SIGMA:
         raise UsageError(
-            f"{option} {text}: sigma is {number}, and can be more than 0 and up to {MOST_SIGMA:g}; it is the standard "
+            f"{option} {text}: sigma is {number}, and can be more than 0 and up to {MAX_SIGMA:g}; it is the standard "
             "deviation of the logarithm, so 0.5 puts two of three lengths within a factor of 1.65 of the median."
         )
     return sigma
 
 
-def _pair(part: str, example: str) -> tuple[str, str]:
+def _parse_objective(part: str, example: str) -> tuple[str, str]:
     name, equals, limit = (x.strip() for x in part.partition("="))
     if not equals:
         raise UsageError(f"--slo {part}: not NAME=MS; {example}.")
     return name, limit
 
 
-def _float(value: object) -> float:
+def _parse_float(value: object) -> float:
     try:
         return math.nan if isinstance(value, bool) else float(str(value))
     except ValueError:

@@ -35,7 +35,7 @@ OWN, GROUP, HASH, ANSWER = range(4)
 """Kinds of token streams: of one request, of a group that shares a prefix, of a block with one hash, and of the
 substitute for an answer in later turns.
 """
-MOST_SECONDS = 1e8
+MAX_SECONDS = 1e8
 """Three years: an open loop that takes longer is a mistake in its rate."""
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
@@ -54,20 +54,21 @@ def make_requests(load: Load, vocab: int, trace: Path | None = None) -> list[Ser
             raise UsageError(f"{trace} is not the file that it was when the run began; start another run, with -o.")
         rows = found.rows[: load.requests]
         answers = [row.output_tokens for row in rows]
-        times = [row.arrival_s for row in rows] if load.arrival == TRACE else arrival_times(load)
+        times = [row.arrival_s for row in rows] if load.arrival == TRACE else draw_arrival_times(load)
         prompts = [
-            _row_prompt(load, vocab, i, row)
+            _make_row_prompt(load, vocab, i, row)
             if row.prompt is not None
-            else _later(load, row.input_tokens, _row_prompt, load, vocab, i, row)
+            else _make_lazy_prompt(load, row.input_tokens, _make_row_prompt, load, vocab, i, row)
             for i, row in enumerate(rows)
         ]
     else:
         inputs, outputs = draw_lengths(load)
         if load.sessions:
-            return _turns(load, vocab, inputs, outputs)
-        answers, times = outputs.tolist(), arrival_times(load)
+            return _make_session_requests(load, vocab, inputs, outputs)
+        answers, times = outputs.tolist(), draw_arrival_times(load)
         prompts = [
-            _later(load, int(n), _prompt, load, vocab, i, int(n), i % load.prefix_groups) for i, n in enumerate(inputs)
+            _make_lazy_prompt(load, int(n), _make_prompt, load, vocab, i, int(n), i % load.prefix_groups)
+            for i, n in enumerate(inputs)
         ]
     return [
         ServeRequest(number=i, prompt=prompt, output_tokens=count, arrival_s=at)
@@ -75,7 +76,7 @@ def make_requests(load: Load, vocab: int, trace: Path | None = None) -> list[Ser
     ]
 
 
-def requests_of(point: Point, settings: Settings, vocab: int) -> list[ServeRequest]:
+def make_point_requests(point: Point, settings: Settings, vocab: int) -> list[ServeRequest]:
     """Return the requests of a point's load, with the file that the settings name. Raise as `make_requests` does."""
     assert point.load is not None
     if settings.trace_path:
@@ -100,7 +101,7 @@ class Extent:
     ends_s: float
     """Arrival time of the last request in s; 0 in a closed loop."""
 
-    def served(self, positions: int) -> int:
+    def find_longest_served(self, positions: int) -> int:
         """Return the tokens of the longest request that fits a model with this number of positions; if none fits, of
         the longest.
         """
@@ -108,15 +109,15 @@ class Extent:
 
 
 @functools.cache
-def extent(load: Load, trace: str = "") -> Extent:
+def compute_extent(load: Load, trace: str = "") -> Extent:
     """Return the extent of a load without making its prompts; `trace` is the path of the file that it names."""
     if load.trace:
         rows = read_requests(Path(trace)).rows[: load.requests]
         inputs, outputs = np.array([row.input_tokens for row in rows]), np.array([row.output_tokens for row in rows])
-        times = [row.arrival_s for row in rows] if load.arrival == TRACE else arrival_times(load)
+        times = [row.arrival_s for row in rows] if load.arrival == TRACE else draw_arrival_times(load)
     else:
         inputs, outputs = draw_lengths(load)
-        times = arrival_times(load)
+        times = draw_arrival_times(load)
     tokens = inputs + outputs
     return Extent(int(tokens.min()), int(tokens.max()), int(outputs.sum()), times[-1] or 0.0)
 
@@ -126,35 +127,35 @@ def draw_lengths(load: Load) -> tuple[np.ndarray, np.ndarray]:
 
     Turns of a session follow one another, and their prompts include all earlier turns.
     """
-    inputs = _draw(load, "--input-tokens", load.input_tokens, INPUTS)
-    outputs = _draw(load, "--output-tokens", load.output_tokens, OUTPUTS)
+    inputs = _draw_numbers(load, "--input-tokens", load.input_tokens, INPUTS)
+    outputs = _draw_numbers(load, "--output-tokens", load.output_tokens, OUTPUTS)
     if not load.sessions:
         return inputs, outputs
-    turns = turn_numbers(load)
+    turns = compute_turn_numbers(load)
     if load.turn_tokens:
-        inputs = np.where(turns == 0, inputs, _draw(load, "--turn-tokens", load.turn_tokens, MESSAGES))
+        inputs = np.where(turns == 0, inputs, _draw_numbers(load, "--turn-tokens", load.turn_tokens, MESSAGES))
     before = np.cumsum(inputs + outputs) - inputs - outputs
     first = np.flatnonzero(turns == 0)[np.cumsum(turns == 0) - 1]
     return inputs + before - before[first], outputs
 
 
-def turn_numbers(load: Load) -> np.ndarray:
+def compute_turn_numbers(load: Load) -> np.ndarray:
     """Return the turn number of each request within its session, int64; the last session may be cut off."""
     if not load.sessions:
         return np.zeros(load.requests, dtype=np.int64)
-    lengths = _draw(load, "--turns", load.turns, TURNS)
+    lengths = _draw_numbers(load, "--turns", load.turns, TURNS)
     lengths = lengths[: int(np.searchsorted(np.cumsum(lengths), load.requests)) + 1]
     starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
     turns: np.ndarray = (np.arange(len(starts)) - starts)[: load.requests]
     return turns
 
 
-def session_count(load: Load) -> int:
+def count_sessions(load: Load) -> int:
     """Return the number of sessions of a load, or of its requests if it has no sessions."""
-    return int((turn_numbers(load) == 0).sum()) if load.sessions else load.requests
+    return int((compute_turn_numbers(load) == 0).sum()) if load.sessions else load.requests
 
 
-def arrival_times(load: Load) -> list[float | None]:
+def draw_arrival_times(load: Load) -> list[float | None]:
     """Return the arrival times of requests, or sessions, in s after the start, the first at 0; None each in a closed
     loop.
 
@@ -165,14 +166,14 @@ def arrival_times(load: Load) -> list[float | None]:
     if load.arrival == CLOSED:
         return [None] * load.requests
     assert load.request_rate is not None
-    shape, count = load.burstiness, session_count(load)
-    gaps = _generator(_seed(load), GAPS).standard_gamma(shape, size=count - 1)
+    shape, count = load.burstiness, count_sessions(load)
+    gaps = _make_generator(_get_seed(load), GAPS).standard_gamma(shape, size=count - 1)
     mean_s = 1 / load.request_rate
     with np.errstate(over="ignore"):
         drawn = float(gaps.sum())
     gaps = gaps / drawn * (mean_s * (count - 1)) if load.paced and 0 < drawn < math.inf else gaps * (mean_s / shape)
     times = [0.0, *np.cumsum(gaps).tolist()]
-    if not times[-1] <= MOST_SECONDS:
+    if not times[-1] <= MAX_SECONDS:
         raise UsageError(
             f"--request-rate {load.request_rate:g}: the last of {count:,} {'sessions' if load.sessions else 'requests'} would come after years; "
             "write requests per second, such as --request-rate 0.5."
@@ -180,11 +181,11 @@ def arrival_times(load: Load) -> list[float | None]:
     return times
 
 
-def token_ids(seed: int, kind: int, stream: int, count: int, vocab: int) -> np.ndarray:
+def make_token_ids(seed: int, kind: int, stream: int, count: int, vocab: int) -> np.ndarray:
     """Return the first `count` ids of a stream, int32 below `vocab`: SplitMix64 (Steele, Lea and Flood 2014) of a
     counter.
     """
-    start = _scramble(_scramble(_scramble(seed) + kind) + stream)
+    start = _apply_splitmix64(_apply_splitmix64(_apply_splitmix64(seed) + kind) + stream)
     x = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(start)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -192,15 +193,15 @@ def token_ids(seed: int, kind: int, stream: int, count: int, vocab: int) -> np.n
     return ids
 
 
-def _seed(load: Load) -> int:
+def _get_seed(load: Load) -> int:
     """Return the seed of a load that is served here; imports have none."""
     assert load.seed is not None
     return load.seed
 
 
-def _draw(load: Load, option: str, asked: str, stream: int) -> np.ndarray:
+def _draw_numbers(load: Load, option: str, asked: str, stream: int) -> np.ndarray:
     lengths, count = parse_lengths(option, asked), load.requests
-    generator = _generator(_seed(load), stream)
+    generator = _make_generator(_get_seed(load), stream)
     if lengths.kind == UNIFORM:
         return generator.integers(lengths.low, lengths.high, size=count, endpoint=True, dtype=np.int64)
     if lengths.kind == LOGNORMAL:
@@ -209,35 +210,39 @@ def _draw(load: Load, option: str, asked: str, stream: int) -> np.ndarray:
     return np.full(count, lengths.low, dtype=np.int64)
 
 
-def _later(load: Load, tokens: int, make: Callable[..., np.ndarray], *given: Any) -> np.ndarray | LazyPrompt:  # noqa: ANN401
+def _make_lazy_prompt(load: Load, tokens: int, make: Callable[..., np.ndarray], *given: Any) -> np.ndarray | LazyPrompt:  # noqa: ANN401
     """Return a prompt that a replay makes when it reads it, as it may have millions; a live run would lose time by that."""
     return LazyPrompt(tokens, functools.partial(make, *given)) if load.mode == REPLAY else make(*given)
 
 
-def _prompt(load: Load, vocab: int, number: int, length: int, group: int) -> np.ndarray:
+def _make_prompt(load: Load, vocab: int, number: int, length: int, group: int) -> np.ndarray:
     """Return a prompt: the group's tokens first, then its own."""
     shared = round((load.prefix_share or 0) * length)
-    own = _own(load, vocab, number, length - shared)
-    return np.concatenate([token_ids(_seed(load), GROUP, group, shared, vocab), own]) if shared else own
+    own = _make_own_tokens(load, vocab, number, length - shared)
+    return np.concatenate([make_token_ids(_get_seed(load), GROUP, group, shared, vocab), own]) if shared else own
 
 
-def _turns(load: Load, vocab: int, inputs: np.ndarray, outputs: np.ndarray) -> list[ServeRequest]:
+def _make_session_requests(load: Load, vocab: int, inputs: np.ndarray, outputs: np.ndarray) -> list[ServeRequest]:
     """Return the requests of sessions, one session after the other; prompts of a session are prefixes of the same
     tokens.
     """
-    turns, times = turn_numbers(load), arrival_times(load)
+    turns, times = compute_turn_numbers(load), draw_arrival_times(load)
     starts = [*np.flatnonzero(turns == 0).tolist(), load.requests]
     found: list[ServeRequest] = []
     for session, (start, stop) in enumerate(itertools.pairwise(starts)):
         parts: list[np.ndarray] = []
-        said = 0
+        tokens_before = 0
         for number in range(start, stop):
-            new = int(inputs[number]) - said
+            new = int(inputs[number]) - tokens_before
             group = session % load.prefix_groups
-            message = _prompt(load, vocab, number, new, group) if number == start else _own(load, vocab, number, new)
-            answer = token_ids(_seed(load), ANSWER, number, int(outputs[number]), vocab)
+            message = (
+                _make_prompt(load, vocab, number, new, group)
+                if number == start
+                else _make_own_tokens(load, vocab, number, new)
+            )
+            answer = make_token_ids(_get_seed(load), ANSWER, number, int(outputs[number]), vocab)
             parts += [message, answer]
-            said = int(inputs[number] + outputs[number])
+            tokens_before = int(inputs[number] + outputs[number])
         whole = np.concatenate(parts)
         for turn, number in enumerate(range(start, stop)):
             prompt, count = int(inputs[number]), int(outputs[number])
@@ -255,30 +260,30 @@ def _turns(load: Load, vocab: int, inputs: np.ndarray, outputs: np.ndarray) -> l
     return found
 
 
-def _own(load: Load, vocab: int, number: int, length: int) -> np.ndarray:
-    return token_ids(_seed(load), OWN, number, length, vocab)
+def _make_own_tokens(load: Load, vocab: int, number: int, length: int) -> np.ndarray:
+    return make_token_ids(_get_seed(load), OWN, number, length, vocab)
 
 
-def _row_prompt(load: Load, vocab: int, number: int, row: Row) -> np.ndarray:
+def _make_row_prompt(load: Load, vocab: int, number: int, row: Row) -> np.ndarray:
     if row.prompt is not None:
         if int(row.prompt.max()) >= vocab:
             raise UsageError(f"token id {row.prompt.max()} in {load.trace}, and the model has {vocab:,} of them.")
         return row.prompt
     if row.hash_ids is not None:
-        blocks = [token_ids(_seed(load), HASH, block, BLOCK, vocab) for block in row.hash_ids]
+        blocks = [make_token_ids(_get_seed(load), HASH, block, BLOCK, vocab) for block in row.hash_ids]
         rest = row.input_tokens - BLOCK * len(blocks)  # positive where the last block is too short to have a hash
-        tail = [token_ids(_seed(load), OWN, number, rest, vocab)] if rest > 0 else []
+        tail = [make_token_ids(_get_seed(load), OWN, number, rest, vocab)] if rest > 0 else []
         whole: np.ndarray = np.concatenate([*blocks, *tail])
         return whole[: row.input_tokens]
     group = number % load.prefix_groups if row.prefix_group is None else row.prefix_group
-    return _prompt(load, vocab, number, row.input_tokens, group)
+    return _make_prompt(load, vocab, number, row.input_tokens, group)
 
 
-def _generator(seed: int, stream: int) -> np.random.Generator:
+def _make_generator(seed: int, stream: int) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, stream])))
 
 
-def _scramble(x: int) -> int:
+def _apply_splitmix64(x: int) -> int:
     """Apply SplitMix64's finaliser to a number, so that neighbouring seeds and streams are uncorrelated."""
     x = (x + _GOLDEN) & _MASK
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK

@@ -9,7 +9,7 @@ from dcpbench.errors import UsageError
 from dcpbench.points.batches import GRAPH_BATCHES
 from dcpbench.records import formulas
 from dcpbench.records.record import ServeMetrics, TurnMetrics
-from dcpbench.show.text import counted
+from dcpbench.show.text import format_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -45,10 +45,10 @@ class StepCounts:
     decode_rows: int = 0
     """Requests in steps without prefill, over the layout, summed over these steps."""
 
-    def add(self, step: Step) -> None:
+    def add_step(self, step: Step) -> None:
         """Count a step that ran."""
         self.steps += 1
-        if not step.prefills:
+        if not step.has_chunks:
             rows = [len(r.decodes) for r in step.replicas]
             self.decode_steps += 1
             self.eager_decode_steps += max(rows) > GRAPH_BATCHES[-1]
@@ -94,7 +94,7 @@ class Row:
     """
 
 
-def rows(samples: Iterable[Sample]) -> list[Row]:
+def make_rows(samples: Iterable[Sample]) -> list[Row]:
     """Return a row per request, in order of submission."""
     found = []
     for s in samples:
@@ -103,11 +103,11 @@ def rows(samples: Iterable[Sample]) -> list[Row]:
         found.append(
             Row(
                 number=s.request.number,
-                outcome=outcome_of(s),
+                outcome=get_outcome(s),
                 reason=s.rejected or s.failed or None,
                 submitted_s=s.submitted_s,
                 first_token_s=s.token_s[0] if s.token_s else None,
-                end_s=s.token_s[-1] if s.finished and not s.rejected else None,
+                end_s=s.token_s[-1] if s.is_finished and not s.rejected else None,
                 input_tokens=s.request.prompt_tokens,
                 output_tokens=len(s.token_s),
                 cached_tokens=s.cached,
@@ -127,7 +127,7 @@ def rows(samples: Iterable[Sample]) -> list[Row]:
     return found
 
 
-def serve_metrics(
+def compute_serve_metrics(
     traffic: Sampled,
     *,
     gpus: int,
@@ -153,35 +153,35 @@ def serve_metrics(
     """
     import numpy as np
 
-    objectives = formulas.objectives(slo)
-    by_outcome = {outcome: [s for s in traffic.samples if outcome_of(s) == outcome] for outcome in OUTCOMES}
+    objectives = formulas.validate_objectives(slo)
+    by_outcome = {outcome: [s for s in traffic.samples if get_outcome(s) == outcome] for outcome in OUTCOMES}
     served = [s for s in traffic.samples if s.token_s]
     if not served:
-        raise UsageError(_nothing_came(by_outcome, interrupted=interrupted, limit_s=limit_s))
-    times = [formulas.RequestTimes(s.submitted_s, s.token_s, finished=s.finished) for s in served]
-    wall = formulas.wall_s(times)
+        raise UsageError(_explain_no_tokens(by_outcome, interrupted=interrupted, limit_s=limit_s))
+    times = [formulas.RequestTimes(s.submitted_s, s.token_s, finished=s.is_finished) for s in served]
+    wall = formulas.compute_wall_s(times)
     window = None
     if concurrency is not None:
         waiting = [s.submitted_s for s in by_outcome[CANCELLED] if not s.token_s]
-        window = formulas.steady_window(times, concurrency, waiting)
+        window = formulas.find_steady_window(times, concurrency, waiting)
     input_tokens, output_tokens = (sum(s.request.prompt_tokens for s in served), sum(len(s.token_s) for s in served))
     done = [t for t in times if t.finished]
-    itl_ms = formulas.latencies(np.concatenate([np.empty(0), *map(formulas.itl_ms, done)]))
+    itl_ms = formulas.summarize_latencies(np.concatenate([np.empty(0), *map(formulas.compute_itl_ms, done)]))
     sequences = [s.sequence for s in traffic.samples if s.sequence is not None]
     return ServeMetrics(
-        ttft_ms=formulas.latencies([formulas.ttft_ms(t) for t in done]),
+        ttft_ms=formulas.summarize_latencies([formulas.compute_ttft_ms(t) for t in done]),
         itl_ms=itl_ms,
-        tpot_ms=formulas.latencies([v for t in done if (v := formulas.tpot_ms(t)) is not None]),
-        e2el_ms=formulas.latencies([formulas.e2el_ms(t) for t in done]),
+        tpot_ms=formulas.summarize_latencies([v for t in done if (v := formulas.compute_tpot_ms(t)) is not None]),
+        e2el_ms=formulas.summarize_latencies([formulas.compute_e2el_ms(t) for t in done]),
         output_tok_s=output_tokens / wall,
-        output_tok_s_per_gpu=formulas.per_gpu(output_tokens / wall, gpus) if gpus else None,
+        output_tok_s_per_gpu=formulas.compute_tok_s_per_gpu(output_tokens / wall, gpus) if gpus else None,
         total_tok_s=(input_tokens + output_tokens) / wall,
         request_s=len(done) / wall,
-        tok_s_per_user=formulas.tok_s_per_user(itl_ms.p50) if itl_ms.p50 else None,
-        steady_tok_s=None if window is None else formulas.tok_s_within(times, window),
+        tok_s_per_user=formulas.compute_tok_s_per_user(itl_ms.p50) if itl_ms.p50 else None,
+        steady_tok_s=None if window is None else formulas.compute_tok_s_within(times, window),
         steady_s=None if window is None else window[1] - window[0],
         slo_ms=objectives,
-        goodput_s=formulas.goodput(times, objectives) if slo else None,
+        goodput_s=formulas.compute_goodput(times, objectives) if slo else None,
         wall_s=wall,
         submitted=len(traffic.samples),
         finished=len(done),
@@ -200,13 +200,13 @@ def serve_metrics(
         prefill_floor_share=floor_shares.get("prefill_floor_share"),
         prefill_matmul_share=floor_shares.get("prefill_matmul_share"),
         decode_floor_share=floor_shares.get("decode_floor_share"),
-        turns=_by_turn(served),
+        turns=_compute_turn_metrics(served),
         instances=instances,
         samples_file=samples_file,
     )
 
 
-def _by_turn(served: list[Sample]) -> list[TurnMetrics]:
+def _compute_turn_metrics(served: list[Sample]) -> list[TurnMetrics]:
     """Return the metrics of each turn, of requests that got a token; empty for single-turn requests."""
     by_turn: dict[int, list[Sample]] = {}
     for sample in served:
@@ -214,7 +214,7 @@ def _by_turn(served: list[Sample]) -> list[TurnMetrics]:
             by_turn.setdefault(sample.request.turn, []).append(sample)
     found = []
     for turn, samples in sorted(by_turn.items()):
-        done = [formulas.RequestTimes(s.submitted_s, s.token_s, finished=True) for s in samples if s.finished]
+        done = [formulas.RequestTimes(s.submitted_s, s.token_s, finished=True) for s in samples if s.is_finished]
         cached = [s.cached for s in samples]
         found.append(
             TurnMetrics(
@@ -222,31 +222,31 @@ def _by_turn(served: list[Sample]) -> list[TurnMetrics]:
                 requests=len(samples),
                 input_tokens=sum(s.request.prompt_tokens for s in samples),
                 cached_tokens=None if None in cached else sum(c for c in cached if c is not None),
-                ttft_ms=formulas.latencies([formulas.ttft_ms(times) for times in done]),
+                ttft_ms=formulas.summarize_latencies([formulas.compute_ttft_ms(times) for times in done]),
             )
         )
     return found
 
 
-def outcome_of(sample: Sample) -> str:
+def get_outcome(sample: Sample) -> str:
     """Return the outcome of a request, one of OUTCOMES; an unfinished request counts as cancelled."""
     if sample.rejected or sample.failed:
         return REJECTED if sample.rejected else FAILED
-    return FINISHED if sample.finished else CANCELLED
+    return FINISHED if sample.is_finished else CANCELLED
 
 
-def marks(found: ServeMetrics) -> list[str]:
+def find_warnings(found: ServeMetrics) -> list[str]:
     """Return the warnings of the metrics themselves: `cut_off`, `few_samples`, `rejections`, `requests_failed`.
 
     `few_samples` is set if a percentile of TTFT or ITL has too few samples (stats.least_samples).
     """
     lacking = any(None in (times.p90, times.p95, times.p99) for times in (found.ttft_ms, found.itl_ms))
-    told = {"cut_off": bool(found.cancelled), "few_samples": lacking, "rejections": bool(found.rejected)}
-    told |= {REQUESTS_FAILED: bool(found.failed)}
-    return [mark for mark, holds in told.items() if holds]
+    found_warnings = {"cut_off": bool(found.cancelled), "few_samples": lacking, "rejections": bool(found.rejected)}
+    found_warnings |= {REQUESTS_FAILED: bool(found.failed)}
+    return [mark for mark, holds in found_warnings.items() if holds]
 
 
-def in_short(found: ServeMetrics) -> str:
+def format_summary(found: ServeMetrics) -> str:
     """Return `408 tok/s, TTFT 981.8 ms, ITL 111.5 ms`, for a progress line; medians, if any request finished."""
     medians = (("TTFT", found.ttft_ms.p50), ("ITL", found.itl_ms.p50))
     return ", ".join(
@@ -254,19 +254,17 @@ def in_short(found: ServeMetrics) -> str:
     )
 
 
-def _nothing_came(
+def _explain_no_tokens(
     by_outcome: Mapping[str, list[Sample]], *, interrupted: bool = False, limit_s: float | None = None
 ) -> str:
     """Return the reason why a run has no metrics, and the option that helps."""
     rejected, cancelled, failed = (by_outcome[name] for name in (REJECTED, CANCELLED, FAILED))
     if failed:
-        others = f", {counted(len(cancelled), 'other')} cut off" if cancelled else ""
-        return (
-            f"no output token came: {counted(len(failed), 'request')} failed{others}; the first one: {failed[0].failed}"
-        )
+        others = f", {format_count(len(cancelled), 'other')} cut off" if cancelled else ""
+        return f"no output token came: {format_count(len(failed), 'request')} failed{others}; the first one: {failed[0].failed}"
     if not rejected and not cancelled:
         return "no request was submitted, so there is nothing to report; give --num-requests 1 or more."
-    counts = f"no output token came: {counted(len(rejected), 'request')} rejected and {len(cancelled):,} cut off"
+    counts = f"no output token came: {format_count(len(rejected), 'request')} rejected and {len(cancelled):,} cut off"
     if rejected:
         return f"{counts}; the first one rejected: {rejected[0].rejected}"
     if interrupted:

@@ -58,15 +58,15 @@ class PrefixCache:
         """
         self._queued = itertools.count()
 
-    def match(self, tokens: np.ndarray) -> tuple[np.ndarray, Node]:
+    def match_prefix(self, tokens: np.ndarray) -> tuple[np.ndarray, Node]:
         """Return the pages of the longest cached prefix of `tokens`, in whole pages, and the node at its end.
 
         Counts as a use. Lock the node before the next eviction.
         """
         self._clock += 1
         node, found, rest = self.root, [NO_PAGES], tokens
-        while (child := self._child(node, rest)) is not None:
-            node = self._split(child, self._common(child, rest))
+        while (child := self._find_child(node, rest)) is not None:
+            node = self._split_node(child, self._count_common_pages(child, rest))
             node.used = self._clock
             found.append(node.pages)
             rest = rest[len(node.tokens) :]
@@ -81,12 +81,12 @@ class PrefixCache:
         """
         if len(tokens) != len(pages) * self.virtual_page:
             raise ValueError(f"{len(tokens)} tokens do not fill {len(pages)} pages of {self.virtual_page}")
-        held, node = self.match(tokens)
+        held, node = self.match_prefix(tokens)
         new = pages[len(held) :].copy()
         if len(new):
             rest = tokens[len(held) * self.virtual_page :].copy()
             child = Node(node, rest, new, self._clock)
-            node.children[self._key(rest)] = child
+            node.children[self._make_key(rest)] = child
             self.pages += len(new)
             self.evictable += len(new)
             self._enqueue(child)
@@ -95,14 +95,14 @@ class PrefixCache:
 
     def lock(self, node: Node) -> None:
         """Keep a node and all above it."""
-        for each in self._upwards(node):
+        for each in self._walk_up(node):
             if not each.locks:
                 self.evictable -= len(each.pages)
             each.locks += 1
 
     def unlock(self, node: Node) -> None:
         """Take one lock back. Raises ValueError for a node that is not locked."""
-        for each in self._upwards(node):
+        for each in self._walk_up(node):
             if not each.locks:
                 raise ValueError("this part of the prefix cache is not locked")
             each.locks -= 1
@@ -110,10 +110,10 @@ class PrefixCache:
                 self.evictable += len(each.pages)
                 self._enqueue(each)
 
-    def evict(self, count: int) -> np.ndarray:
+    def evict_pages(self, count: int) -> np.ndarray:
         """Evict up to `count` unlocked pages, least recently used first, and return them; the caller owns them."""
         given: list[np.ndarray] = [NO_PAGES]
-        while count > 0 and (leaf := self._least_recently_used()) is not None:
+        while count > 0 and (leaf := self._remove_lru_leaf()) is not None:
             kept = max(len(leaf.pages) - count, 0)
             gone = leaf.pages[kept:]
             given.append(gone[::-1])
@@ -124,7 +124,7 @@ class PrefixCache:
                 leaf.pages, leaf.tokens = leaf.pages[:kept], leaf.tokens[: kept * self.virtual_page]
                 self._enqueue(leaf)
             else:
-                self._remove(leaf)
+                self._remove_leaf(leaf)
         return np.concatenate(given)
 
     def _enqueue(self, node: Node) -> None:
@@ -133,7 +133,7 @@ class PrefixCache:
             node.queued = True
             heapq.heappush(self._queue, (node.used, next(self._queued), node))
 
-    def _least_recently_used(self) -> Node | None:
+    def _remove_lru_leaf(self) -> Node | None:
         """Remove the least recently used unlocked leaf from the queue and return it; None if there is none."""
         while self._queue:
             used, _, node = heapq.heappop(self._queue)
@@ -143,25 +143,25 @@ class PrefixCache:
             self._enqueue(node)  # used since then, or of no interest until it is unlocked or loses its children
         return None
 
-    def _remove(self, leaf: Node) -> None:
+    def _remove_leaf(self, leaf: Node) -> None:
         parent = leaf.parent
         assert parent is not None
-        del parent.children[self._key(leaf.tokens)]
+        del parent.children[self._make_key(leaf.tokens)]
         self._enqueue(parent)
 
-    def _key(self, tokens: np.ndarray) -> bytes:
+    def _make_key(self, tokens: np.ndarray) -> bytes:
         return tokens[: self.virtual_page].tobytes()
 
-    def _child(self, node: Node, rest: np.ndarray) -> Node | None:
-        return node.children.get(self._key(rest)) if len(rest) >= self.virtual_page else None
+    def _find_child(self, node: Node, rest: np.ndarray) -> Node | None:
+        return node.children.get(self._make_key(rest)) if len(rest) >= self.virtual_page else None
 
-    def _common(self, node: Node, rest: np.ndarray) -> int:
+    def _count_common_pages(self, node: Node, rest: np.ndarray) -> int:
         """Return the number of the node's pages that hold the same tokens as the beginning of `rest`."""
         length = min(len(node.tokens), len(rest))
         differ = np.flatnonzero(node.tokens[:length] != rest[:length])
         return int(differ[0] if len(differ) else length) // self.virtual_page
 
-    def _split(self, node: Node, pages: int) -> Node:
+    def _split_node(self, node: Node, pages: int) -> Node:
         """Split a node after `pages` of its pages if it has more; return the upper part."""
         if pages == len(node.pages):
             return node
@@ -169,12 +169,12 @@ class PrefixCache:
         assert parent is not None
         upper = Node(parent, node.tokens[:cut], node.pages[:pages], node.used)
         upper.locks = node.locks
-        parent.children[self._key(upper.tokens)] = upper
+        parent.children[self._make_key(upper.tokens)] = upper
         node.parent, node.tokens, node.pages = upper, node.tokens[cut:], node.pages[pages:]
-        upper.children[self._key(node.tokens)] = node
+        upper.children[self._make_key(node.tokens)] = node
         return upper
 
-    def _upwards(self, node: Node) -> Iterator[Node]:
+    def _walk_up(self, node: Node) -> Iterator[Node]:
         while node is not self.root:
             yield node
             assert node.parent is not None

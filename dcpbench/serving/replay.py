@@ -25,14 +25,14 @@ import msgspec
 from dcpbench.points import latency_bands
 from dcpbench.points.older import OFF
 from dcpbench.points.shapes import load_shape
-from dcpbench.records.formulas import forecast_error, latencies
+from dcpbench.records.formulas import compute_forecast_error, summarize_latencies
 from dcpbench.records.record import InstanceMetrics, Kv, Record
 from dcpbench.serving.deployment import Deployment, Disaggregated, Link
-from dcpbench.serving.loads import requests_of
-from dcpbench.serving.outcome import StepCounts, marks, rows, serve_metrics
+from dcpbench.serving.loads import make_point_requests
+from dcpbench.serving.outcome import StepCounts, compute_serve_metrics, find_warnings, make_rows
 from dcpbench.serving.samples import write_samples
 from dcpbench.serving.scheduler import Scheduler, SchedulerConfig
-from dcpbench.serving.step_model import Heat, step_works
+from dcpbench.serving.step_model import Heat, compute_step_works
 from dcpbench.serving.step_times import PADDED_ROWS, PATH_AXES, read_step_times
 from dcpbench.serving.traffic import Traffic
 
@@ -53,7 +53,7 @@ FOLDER = "step-times"
 
 
 @dataclasses.dataclass(frozen=True)
-class Replayed:
+class ReplayResult:
     """Result of a replay."""
 
     traffic: Traffic
@@ -64,14 +64,14 @@ class Replayed:
     """Time in s during which each instance ran steps."""
 
 
-def replay(
+def replay_requests(
     requests: Sequence[ServeRequest],
     scheduler: Scheduler | Deployment,
     concurrency: int | None,
     times: StepTimes,
     limit_s: float = math.inf,
     think_s: float = 0.0,
-) -> Replayed:
+) -> ReplayResult:
     """Serve `requests` from second 0 until `limit_s`, with one instance or several; other arguments as in Traffic.
 
     Raise UsageError for a step outside the measured times.
@@ -112,34 +112,34 @@ class _Clock:
     def __init__(self, traffic: Traffic, deployed: Deployment, times: StepTimes, limit_s: float) -> None:
         self.traffic, self.deployed, self.times, self.limit_s = traffic, deployed, times, limit_s
         self.counts = StepCounts()
-        self.instances = [_Instance(scheduler, Heat(times.slowed.settle_s)) for scheduler in deployed.schedulers]
+        self.instances = [_Instance(scheduler, Heat(times.slowdown.settle_s)) for scheduler in deployed.schedulers]
 
-    def run(self) -> Replayed:
+    def run(self) -> ReplayResult:
         """Run to the end of all requests, or of the time limit."""
         while True:
-            now, what, which = self._next()
+            now, what, which = self._find_next_event()
             assert now < math.inf, "requests wait, and nothing will happen"
             if what == READ:
-                self._read(which, now)
+                self._read_step(which, now)
             elif what == CROSSED:
-                self.deployed.advance(now)
-            elif self.traffic.done:
+                self.deployed.update_transfers(now)
+            elif self.traffic.is_done:
                 break
             elif now >= self.limit_s:
-                now = self._stop(now)
+                now = self._stop_all(now)
                 break
             else:
-                self._decide(which, now)
-            for index in self.deployed.woken():
+                self._launch_step(which, now)
+            for index in self.deployed.collect_woken():
                 instance = self.instances[index]
                 if instance.idle:
                     instance.idle, instance.now = False, max(instance.now, now)
-        return Replayed(self.traffic, self.counts, now, self.deployed, [i.busy for i in self.instances])
+        return ReplayResult(self.traffic, self.counts, now, self.deployed, [i.busy for i in self.instances])
 
-    def _next(self) -> tuple[float, int, int]:
+    def _find_next_event(self) -> tuple[float, int, int]:
         """Return the next event: (time, kind, instance)."""
-        arrival = self.traffic.next_arrival_s() if any(i.idle for i in self.instances) else None
-        found = [(self.deployed.next_s(), CROSSED, 0)]
+        arrival = self.traffic.find_next_arrival_s() if any(i.idle for i in self.instances) else None
+        found = [(self.deployed.get_next_end_s(), CROSSED, 0)]
         for index, instance in enumerate(self.instances):
             if instance.reads is not None:
                 found.append((instance.reads, READ, index))
@@ -149,49 +149,51 @@ class _Clock:
                 found.append((max(instance.now, arrival), DECIDE, index))
         return min(found)
 
-    def _decide(self, which: int, now: float) -> None:
+    def _launch_step(self, which: int, now: float) -> None:
         """Submit the due requests, decide a step of the instance and launch it."""
         instance, times = self.instances[which], self.times
         instance.now, instance.idle = now, False
-        self.traffic.submit(*self.traffic.due(now), now)
-        step = instance.scheduler.next_step()
-        self.deployed.decided(which, now)
+        self.traffic.submit(*self.traffic.count_due(now), now)
+        step = instance.scheduler.plan_step()
+        self.deployed.handle_decision(which, now)
         instance.launched, instance.behind = now, None
         if step is not None:
             begin = max(now + times.launch_ms / 1e3, instance.free)
-            duration = times.duration_ms(step, instance.heat.at(begin)) / 1e3
-            instance.heat.ran(duration, times.slowed.left_by(step_works(step)) if step.prefills else 0.0)
+            duration = times.predict_duration_ms(step, instance.heat.compute_share(begin)) / 1e3
+            instance.heat.add_step(
+                duration, times.slowdown.compute_final_heat(compute_step_works(step)) if step.has_chunks else 0.0
+            )
             end = begin + duration
-            instance.launched = end if times.blocking else now + times.host_ms(step) / 1e3
+            instance.launched = end if times.is_blocking else now + times.predict_host_ms(step) / 1e3
             instance.free = max(end, instance.launched)
             instance.behind = step, instance.free
             instance.busy += duration
-            self.counts.add(step)
+            self.counts.add_step(step)
         if instance.pending is not None:
             # With an asynchronous device, tokens are read as soon as they arrive, between two layers of a launch.
-            instance.reads = max(instance.launched if times.blocking else now, instance.pending[1])
+            instance.reads = max(instance.launched if times.is_blocking else now, instance.pending[1])
         elif instance.behind is None:
             # All due requests were rejected: decide again, so that the next one can come.
-            rejected = self.traffic.done or any(self.traffic.due(now))
+            rejected = self.traffic.is_done or any(self.traffic.count_due(now))
             instance.idle = not rejected
         else:
             instance.now, instance.pending = instance.launched, instance.behind
 
-    def _read(self, which: int, now: float) -> None:
+    def _read_step(self, which: int, now: float) -> None:
         """Read the tokens of the step before the one that the instance launched last."""
         instance = self.instances[which]
         assert instance.pending is not None
-        self.traffic.read(instance.pending[0], now)
-        self.deployed.read(which, instance.pending[0], now)
+        self.traffic.record_tokens(instance.pending[0], now)
+        self.deployed.handle_read(which, instance.pending[0], now)
         instance.now = max(instance.launched, now)
         instance.pending, instance.reads = instance.behind, None
 
-    def _stop(self, now: float) -> float:
+    def _stop_all(self, now: float) -> float:
         """Read the launched steps and cancel all other requests; return the time at which the last step was read."""
         launched = [step for i in self.instances for step in (i.pending, i.behind if i.reads is not None else None)]
         for step, end in sorted((one for one in launched if one is not None), key=lambda one: one[1]):
             now = max(now, end)
-            self.traffic.read(step, now)
+            self.traffic.record_tokens(step, now)
         self.traffic.stop()
         return now
 
@@ -204,11 +206,11 @@ field is included only if it differs from its default.
 """
 
 
-def step_times_name(path: EnginePath) -> str:
+def make_step_times_name(path: EnginePath) -> str:
     """Return the file's path below the run's folder: `step-times/deepseek-v3-tp4-dp1-dcp4-ag_rs-0123456789ab.json`."""
     later = {a.name: path[a.name] for a in PATH_AXES if a.name not in NAMED.split() and path[a.name] != a.default}
-    told = OFF | path
-    named = {name: told[name] for name in NAMED.split()} | later
+    values = OFF | path
+    named = {name: values[name] for name in NAMED.split()} | later
     words = "{0}-tp{tp}-dp{dp}-dcp{dcp}-{exchange}".format(Path(str(path["model"])).name, **path)
     return f"{FOLDER}/{words}-{hashlib.sha256(msgspec.json.encode(named)).hexdigest()[:12]}.json"
 
@@ -231,45 +233,50 @@ def replay_point(
 
     Raise UsageError if the times belong to another engine than the point's, or do not cover its load.
     """
-    times.must_be_of(point, file or "the step times")
+    times.check_point(point, file or "the step times")
     limit_s = math.inf if settings.limit_seconds is None else settings.limit_seconds
 
-    def served(times: StepTimes) -> Replayed:
+    def replay_load(times: StepTimes) -> ReplayResult:
         assert point.load is not None
-        return replay(requests, _deployed(point, plan), point.clients, times, limit_s, point.load.think_time)
+        return replay_requests(
+            requests, _make_deployment(point, plan), point.clients, times, limit_s, point.load.think_time
+        )
 
-    def measured(found: Replayed, file: str) -> ServeMetrics:
-        return serve_metrics(
+    def compute_metrics(found: ReplayResult, file: str) -> ServeMetrics:
+        return compute_serve_metrics(
             found.traffic,
             gpus=point.gpus,
             concurrency=point.clients,
             slo=settings.slo,
             steps=found.counts,
-            instances=_instance_metrics(found) if point.disaggregate else None,
+            instances=_compute_instance_metrics(found) if point.disaggregate else None,
             samples_file=file,
             limit_s=settings.limit_seconds,
         )
 
-    found = served(times)
-    metrics = measured(found, write_samples(folder, point, rows(found.traffic.samples)))
+    found = replay_load(times)
+    metrics = compute_metrics(found, write_samples(folder, point, make_rows(found.traffic.samples)))
     emulated = times.emulated
     if emulated is not None:
-        ends = [measured(served(times.scaled(*factors)), "") for factors in _forecast_factors(times)]
-        spans = _spans([metrics, *ends])
-        if not times.blocking:
-            spans |= _widen(spans, metrics, emulated, point)
+        ends = [
+            compute_metrics(replay_load(times.apply_factors(*factors)), "")
+            for factors in _compute_forecast_factors(times)
+        ]
+        spans = _compute_spans([metrics, *ends])
+        if not times.is_blocking:
+            spans |= _widen_spans(spans, metrics, emulated, point)
         emulated = msgspec.structs.replace(emulated, **spans)
     error = max((abs(error) for _, error in times.check_errors()), default=None)
     return Record(
         point=point,
         outcome="ok",
-        marks=[*times.marks, *([PADDED_ROWS] if times.padded_rows else []), *marks(metrics)],
+        marks=[*times.marks, *([PADDED_ROWS] if times.has_padded_rows else []), *find_warnings(metrics)],
         serve=metrics,
         emulated=emulated,
-        kv=Kv.of(plan, point.context),
+        kv=Kv.from_plan(plan, point.context),
         honesty=msgspec.structs.replace(
             times.honesty,
-            padded_rows=times.padded_rows if point.dp > 1 else None,
+            padded_rows=times.has_padded_rows if point.dp > 1 else None,
             step_times=file,
             step_error=error,
         ),
@@ -277,9 +284,9 @@ def replay_point(
     )
 
 
-def _deployed(point: Point, plan: EnginePlan) -> Deployment:
+def _make_deployment(point: Point, plan: EnginePlan) -> Deployment:
     """Return the instances of a point, each with the memory of the plan."""
-    config, wanted = SchedulerConfig.of(point, pages=plan.pages, max_context=plan.max_context), point.instances
+    config, wanted = SchedulerConfig.from_point(point, pages=plan.pages, max_context=plan.max_context), point.instances
     if not wanted.disaggregated:
         return Deployment([Scheduler(config) for _ in range(wanted.both)])
     link = Link(
@@ -290,7 +297,7 @@ def _deployed(point: Point, plan: EnginePlan) -> Deployment:
     return Disaggregated(config, wanted.prefill, wanted.decode, link)
 
 
-def _instance_metrics(found: Replayed) -> InstanceMetrics:
+def _compute_instance_metrics(found: ReplayResult) -> InstanceMetrics:
     """Return the busy share of each kind of instance, and the metrics of their transfers."""
     deployed, end_s = found.deployed, found.end_s
     shares = [busy / end_s for busy in found.busy_s]
@@ -303,17 +310,17 @@ def _instance_metrics(found: Replayed) -> InstanceMetrics:
         link_busy_share=sum(t.end_s - t.begin_s for t in transfers) / (deployed.links * end_s),
         transfers=len(transfers),
         sent_bytes=sum(t.sent_bytes for t in transfers),
-        transfer_ms=_latencies(t.end_s - t.ready_s for t in transfers),
-        transfer_wait_ms=_latencies(t.begin_s - t.ready_s for t in transfers),
+        transfer_ms=_compute_latencies(t.end_s - t.ready_s for t in transfers),
+        transfer_wait_ms=_compute_latencies(t.begin_s - t.ready_s for t in transfers),
     )
 
 
-def _latencies(seconds: Iterable[float]) -> Latencies:
+def _compute_latencies(seconds: Iterable[float]) -> Latencies:
     """Return latencies in ms; rounding errors around 0 become 0."""
-    return latencies([round(1e3 * s, 6) for s in seconds])
+    return summarize_latencies([round(1e3 * s, 6) for s in seconds])
 
 
-def _spans(found: Sequence[ServeMetrics]) -> dict[str, float]:
+def _compute_spans(found: Sequence[ServeMetrics]) -> dict[str, float]:
     """Return the minimum and maximum of a metric over a forecast's replays, as longer steps can make a queued request
     faster.
     """
@@ -328,7 +335,7 @@ def _spans(found: Sequence[ServeMetrics]) -> dict[str, float]:
     }
 
 
-def _widen(spans: dict[str, float], found: ServeMetrics, emulated: Emulated, point: Point) -> dict[str, float]:
+def _widen_spans(spans: dict[str, float], found: ServeMetrics, emulated: Emulated, point: Point) -> dict[str, float]:
     """Return the ends of TTFT and ITL p50 so far apart that every published forecast of loads like this one would be inside."""
     assert point.load is not None
     kind = latency_bands.TOGETHER if emulated.prompts else latency_bands.EMULATED
@@ -338,24 +345,24 @@ def _widen(spans: dict[str, float], found: ServeMetrics, emulated: Emulated, poi
         ms = latencies_ms.p50
         band = latency_bands.find_band(kind, metric, point.load.arrival, latency_bands.load_published())
         if ms is not None and band is not None:
-            low, high = band.around(ms)
+            low, high = band.compute_ends(ms)
             wider[f"{metric}_p50_ms_low"] = min(low, spans[f"{metric}_p50_ms_low"])
             wider[f"{metric}_p50_ms_high"] = max(high, spans[f"{metric}_p50_ms_high"])
     return wider
 
 
-def _forecast_factors(times: StepTimes) -> tuple[tuple[float, float], tuple[float, float]]:
+def _compute_forecast_factors(times: StepTimes) -> tuple[tuple[float, float], tuple[float, float]]:
     """Return the factors on step times without and with prompts, at the slow and at the fast end of a forecast's error.
 
     On the CPU they are 1, as there is no modelled wire.
     """
     emulated = times.emulated
     assert emulated is not None
-    if times.blocking:
+    if times.is_blocking:
         return (1.0, 1.0), (1.0, 1.0)
     decodes = [m for m in times.cases if m.case.decodes and not m.case.chunks]
     step_us = 1e3 * max(decodes, key=lambda m: m.case.requests).median_ms
-    shorter, longer = forecast_error(emulated, step_us)
+    shorter, longer = compute_forecast_error(emulated, step_us)
     return (
         (1 + longer, 1 + max(longer, emulated.chunks_high)),
         (1 - shorter, 1 - max(shorter, emulated.chunks_low)),
@@ -372,7 +379,7 @@ def replay_from_file(
     """
     started, begin = dt.datetime.now(dt.UTC), time.perf_counter()
     times = read_step_times(path)
-    requests = requests_of(point, settings, load_shape(point.model).vocab)
+    requests = make_point_requests(point, settings, load_shape(point.model).vocab)
     record = replay_point(point, plan, requests, times, settings, folder, file=str(path), command=command)
     return msgspec.structs.replace(
         record,

@@ -30,7 +30,7 @@ class LazyPrompt:
 
 
 @functools.lru_cache(maxsize=CACHED_PROMPTS)
-def _read(prompt: LazyPrompt) -> np.ndarray:
+def _read_prompt(prompt: LazyPrompt) -> np.ndarray:
     return prompt.make()
 
 
@@ -40,7 +40,7 @@ class _Prompt:
     def __get__(self, request: ServeRequest | None, owner: type) -> np.ndarray:
         if request is None:
             raise AttributeError("a request has no prompt by default")  # how a dataclass learns that
-        return request.source if isinstance(request.source, np.ndarray) else _read(request.source)
+        return request.source if isinstance(request.source, np.ndarray) else _read_prompt(request.source)
 
     def __set__(self, request: ServeRequest, prompt: np.ndarray | LazyPrompt) -> None:
         object.__setattr__(request, "source", prompt)
@@ -69,7 +69,7 @@ class ServeRequest:
     """int32 [output_tokens]: substitute for the answer in the prompts of later turns, independent of the sampled
     tokens. None without a later turn.
     """
-    said: np.ndarray | None = None
+    sampled_prompt: np.ndarray | None = None
     """`prompt` with the answers that were really sampled, on ranks that sampled them."""
 
     source: ClassVar[np.ndarray | LazyPrompt]
@@ -85,7 +85,7 @@ class ServeRequest:
         """Return the token ids that the model reads; `prompt`, which is the same on every rank, is the key of the
         prefix cache.
         """
-        return self.prompt if self.said is None else self.said
+        return self.prompt if self.sampled_prompt is None else self.sampled_prompt
 
     @property
     def kv_tokens(self) -> int:
@@ -146,7 +146,7 @@ class Sequence:
         return self.prompt_tokens + self.generated
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """Return True if its last token has been sampled."""
         return self.generated == self.output_tokens
 
@@ -199,7 +199,7 @@ class ReplicaStep:
         return len(self.decodes) + sum(c.tokens for c in self.chunks)
 
     @property
-    def emits(self) -> list[Sequence]:
+    def sampled_sequences(self) -> list[Sequence]:
         """Return the sequences with a sampled token, in the order of rows."""
         if not self.chunks:
             return self.decodes.copy()
@@ -218,6 +218,6 @@ class Step:
     """Sequences that lost their KV before this step."""
 
     @property
-    def prefills(self) -> bool:
+    def has_chunks(self) -> bool:
         """Return True if any replica has prompt chunks, in which case the step cannot be replayed as one graph."""
         return any(r.chunks for r in self.replicas)

@@ -15,7 +15,7 @@ import msgspec
 
 from dcpbench.errors import RecordsError, UsageError
 from dcpbench.points.redaction import redact
-from dcpbench.records.disks import write_error
+from dcpbench.records.disks import make_write_error
 from dcpbench.serving.outcome import Row
 from dcpbench.show.whole_files import write_file
 
@@ -37,17 +37,17 @@ SELDOM = ("chunk_tokens", "session", "turn", "instance", "prefilled_by", "kv_sen
 AGAIN = "repeat the sweep of this run"
 
 
-def samples_name(point: Point) -> str:
+def make_samples_name(point: Point) -> str:
     """Return the file's path below the run's folder: `samples/kimi-k2-tp4-dcp4-live-0123456789ab.parquet`.
 
     It is the same for the same point; those of others differ in the hash of the point's key and repeat.
     """
     mode = point.load.mode if point.load else point.workload
     words = re.sub(r"[^A-Za-z0-9]+", "-", f"{point.model}-{point.layout_name}-{mode}").strip("-")
-    return f"{FOLDER}/{words[:60]}-{hashlib.sha256(point.key().encode()).hexdigest()[:12]}.parquet"
+    return f"{FOLDER}/{words[:60]}-{hashlib.sha256(point.get_key().encode()).hexdigest()[:12]}.parquet"
 
 
-def samples_path(folder: Path, name: str) -> Path | None:
+def find_samples(folder: Path, name: str) -> Path | None:
     """Return the file of samples that a record of the run in `folder` names; None if it does not exist.
 
     Raise RecordsError for a file outside the folder.
@@ -75,25 +75,29 @@ def write_samples(folder: Path, point: Point, rows: Sequence[Row]) -> str:
 
     rows = [dataclasses.replace(row, reason=redact(row.reason)) if row.reason else row for row in rows]
     left_out = [name for name in SELDOM if not any(getattr(row, name) not in (None, []) for row in rows)]
-    key, schema = point.key(), _schema(pa, left_out)
+    key, schema = point.get_key(), _make_schema(pa, left_out)
     try:
         table = pa.table({name: [getattr(row, name) for row in rows] for name in schema.names}, schema=schema)
     except (OverflowError, pa.ArrowInvalid) as e:
-        raise UsageError(_beyond_32_bits(rows) or f"samples cannot hold what came of its requests: {e}") from e
-    told = {VERSION_KEY: str(SAMPLES_VERSION), POINT_KEY: key, SUM_KEY: _checksum(table.to_pylist(), key)}
-    table = table.replace_schema_metadata(told)
-    name = samples_name(point)
+        raise UsageError(_find_overflow(rows) or f"samples cannot hold what came of its requests: {e}") from e
+    file_metadata = {
+        VERSION_KEY: str(SAMPLES_VERSION),
+        POINT_KEY: key,
+        SUM_KEY: _compute_checksum(table.to_pylist(), key),
+    }
+    table = table.replace_schema_metadata(file_metadata)
+    name = make_samples_name(point)
     path, whole = folder / name, pa.BufferOutputStream()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         pq.write_table(table, whole, compression="zstd")
         write_file(path, whole.getvalue().to_pybytes())
     except OSError as e:
-        raise write_error(path, e, run=folder) from e
+        raise make_write_error(path, e, run=folder) from e
     return name
 
 
-def _beyond_32_bits(rows: Sequence[Row]) -> str:
+def _find_overflow(rows: Sequence[Row]) -> str:
     """Return a sentence about the first count that exceeds the columns' range, or an empty string."""
     for row in rows:
         for name, value in dataclasses.asdict(row).items():
@@ -110,13 +114,15 @@ def read_samples(path: Path) -> list[Row]:
 
     try:
         table = pq.read_table(path)
-        told = {name: value.decode() for name, value in (table.schema.metadata or {}).items()}
-        version = told.get(VERSION_KEY, "none")
+        file_metadata = {name: value.decode() for name, value in (table.schema.metadata or {}).items()}
+        version = file_metadata.get(VERSION_KEY, "none")
         if version not in ("1", str(SAMPLES_VERSION)):
             raise RecordsError(f"{path} holds samples of version {version}, and this dcpbench reads {SAMPLES_VERSION}.")
         found = table.to_pylist()
         rows = [Row(**row) for row in found]
-        as_written = version == "1" or told.get(SUM_KEY) == _checksum(found, told.get(POINT_KEY, ""))
+        as_written = version == "1" or file_metadata.get(SUM_KEY) == _compute_checksum(
+            found, file_metadata.get(POINT_KEY, "")
+        )
     except (OSError, pa.ArrowException, ValueError, TypeError, OverflowError, MemoryError) as e:
         raise RecordsError(f"{path} cannot be read as samples of requests: {str(e)[:300]}; {AGAIN}.") from e
     if not as_written:
@@ -124,12 +130,12 @@ def read_samples(path: Path) -> list[Row]:
     return rows
 
 
-def _checksum(rows: Sequence[dict[str, Any]], key: str) -> str:
+def _compute_checksum(rows: Sequence[dict[str, Any]], key: str) -> str:
     """Return the CRC-32 of the point's key and of the rows as JSON, in eight hex digits."""
     return f"{zlib.crc32(msgspec.json.encode(rows), zlib.crc32(key.encode())):08x}"
 
 
-def _schema(pa: Any, left_out: Collection[str]) -> Any:  # noqa: ANN401 - pyarrow has no types
+def _make_schema(pa: Any, left_out: Collection[str]) -> Any:  # noqa: ANN401 - pyarrow has no types
     """Return the schema with the fields of outcome.Row, except the omitted ones; fields that may be None are nullable."""
     kinds = {"int": pa.int32(), "float": pa.float64(), "str": pa.string()}
     kinds |= {f"list[{name}]": pa.list_(kinds[name]) for name in ("int", "float")}

@@ -55,7 +55,7 @@ class SchedulerConfig:
     """Tokens of a request that can be stored; all but the last one that is sampled are."""
 
     @classmethod
-    def of(cls, point: Point, *, pages: int, max_context: int) -> SchedulerConfig:
+    def from_point(cls, point: Point, *, pages: int, max_context: int) -> SchedulerConfig:
         """Return the configuration for a point with `pages` pages, both live and in replay."""
         load = point.load
         assert load is not None
@@ -102,17 +102,17 @@ class Replica:
         """Tokens that lie on the prefix cache's pages from the next step on."""
 
     @property
-    def available(self) -> int:
+    def available_pages(self) -> int:
         """Return the number of pages that are free or can be evicted."""
         return self.allocator.free_pages + self.cache.evictable
 
-    def make_room(self, pages: int) -> None:
+    def make_free_pages(self, pages: int) -> None:
         """Evict cached pages until `pages` pages are free or no page can be evicted."""
         missing = pages - self.allocator.free_pages
         if missing > 0:
-            self.allocator.give_back(self.cache.evict(missing))
+            self.allocator.free_evicted(self.cache.evict_pages(missing))
 
-    def drop(self, sequence: Sequence) -> None:
+    def free_kv(self, sequence: Sequence) -> None:
         """Take a sequence's KV."""
         assert sequence.allocation is not None
         self.allocator.free(sequence.allocation)
@@ -148,25 +148,25 @@ class Scheduler:
         """Queue a request; return the reason if it can never be served. Raise ValueError for one without tokens."""
         if request.prompt_tokens < 1 or request.output_tokens < 1:
             raise ValueError(f"request {request.number} has no prompt or no output")
-        if reason := self._why_not(request):
+        if reason := self._explain_rejection(request):
             return reason
         self.waiting.append(Sequence(request, next(self.orders)))
         return ""
 
-    def next_step(self) -> Step | None:
+    def plan_step(self) -> Step | None:
         """Decide the next step; None if there is no work."""
         step = Step(self.steps, [ReplicaStep(table=r.moved) for r in self.replicas])
         if self.config.policy == MIXED:
-            self._decode(step)
-            self._prefill(step)
+            self._add_decodes(step)
+            self._add_prefills(step)
         else:
-            self._prefill(step)
-            if not step.prefills:
-                self._decode(step)
+            self._add_prefills(step)
+            if not step.has_chunks:
+                self._add_decodes(step)
         if not any(r.tokens for r in step.replicas):
             return None
         self.steps += 1
-        self._finish(step)
+        self._finish_step(step)
         return step
 
     def cancel(self) -> list[Sequence]:
@@ -174,12 +174,12 @@ class Scheduler:
         dropped = self.unfinished
         for replica in self.replicas:
             for sequence in (*replica.running, *replica.preempted):
-                self._release(replica, sequence)
+                self._free_sequence(replica, sequence)
             replica.running, replica.preempted, replica.moved = [], [], []
         self.waiting.clear()
         return dropped
 
-    def _why_not(self, request: ServeRequest) -> str:
+    def _explain_rejection(self, request: ServeRequest) -> str:
         config, one = self.config, self.replicas[0].allocator
         size = f"{request.prompt_tokens:,} prompt and {request.output_tokens:,} output tokens"
         most = (one.pages - 1) * one.virtual_page
@@ -192,10 +192,10 @@ class Scheduler:
             return f"request {request.number} has {size} and the engine was built for {config.max_context + 1:,} in all"
         return ""
 
-    def _decode(self, step: Step) -> None:
+    def _add_decodes(self, step: Step) -> None:
         """Add a token for every running sequence that has all known tokens but one stored."""
         for replica, todo in zip(self.replicas, step.replicas, strict=True):
-            self._grow(replica, todo, step)
+            self._allocate_next_tokens(replica, todo, step)
             decodes = [s for s in replica.running if s.computed == s.prompt_tokens + s.generated - 1]
             todo.decodes = decodes
             todo.slots = [s.slot for s in decodes]
@@ -204,7 +204,7 @@ class Scheduler:
                 sequence.computed += 1
                 sequence.generated += 1
 
-    def _grow(self, replica: Replica, todo: ReplicaStep, step: Step) -> None:
+    def _allocate_next_tokens(self, replica: Replica, todo: ReplicaStep, step: Step) -> None:
         """Allocate the next token of every decoding sequence, preempting the latest ones if necessary.
 
         A sequence in prefill has allocated pages, and its allocation has more tokens than are computed.
@@ -219,41 +219,41 @@ class Scheduler:
     def _add_page(self, replica: Replica, sequence: Sequence, todo: ReplicaStep, step: Step) -> None:
         """Allocate the next page of a sequence, unless it is itself the latest one and has to be preempted."""
         allocator = replica.allocator
-        replica.make_room(1)
+        replica.make_free_pages(1)
         while not allocator.free_pages:
             latest = replica.running[-1]
-            self._preempt(replica, latest)
+            self._preempt_sequence(replica, latest)
             step.preempted += 1
             if latest is sequence:
                 return
-            replica.make_room(1)
+            replica.make_free_pages(1)
         assert sequence.allocation is not None
         allocator.extend(sequence.allocation, 1)
-        todo.table.append(self._table_write(sequence, sequence.computed))
+        todo.table.append(self._make_table_write(sequence, sequence.computed))
 
-    def _preempt(self, replica: Replica, sequence: Sequence) -> None:
+    def _preempt_sequence(self, replica: Replica, sequence: Sequence) -> None:
         replica.running.remove(sequence)
-        replica.drop(sequence)
+        replica.free_kv(sequence)
         sequence.computed = 0
         sequence.preemptions += 1
         replica.preempted.insert(0, sequence)
 
-    def _prefill(self, step: Step) -> None:
+    def _add_prefills(self, step: Step) -> None:
         """Add chunks of prompts: first of running sequences, then of admitted ones."""
         budgets = [self.config.chunk] * len(self.replicas)
         for replica, todo in zip(self.replicas, step.replicas, strict=True):
             known = -self.decode_tokens
             for sequence in [s for s in replica.running if s.computed < s.prompt_tokens + s.generated + known]:
-                budgets[replica.number] -= self._chunk(sequence, todo, budgets[replica.number])
-            while replica.preempted and self._room(replica, replica.preempted[0], budgets[replica.number]):
+                budgets[replica.number] -= self._add_chunk(sequence, todo, budgets[replica.number])
+            while replica.preempted and self._can_admit(replica, replica.preempted[0], budgets[replica.number]):
                 sequence = replica.preempted.pop(0)
-                budgets[replica.number] -= self._admit(replica, sequence, todo, budgets[replica.number])
+                budgets[replica.number] -= self._start_sequence(replica, sequence, todo, budgets[replica.number])
         kept: list[Sequence] = []
         taking = list(self.replicas)
         while self.waiting and taking:
-            home = self._home(self.waiting[0])
+            home = self._find_home(self.waiting[0])
             among = taking if home is None else [r for r in taking if r.number == home]
-            best = self._replica_for(self.waiting[0], budgets, among)
+            best = self._choose_replica(self.waiting[0], budgets, among)
             if best is None and home is None:
                 break
             sequence = self.waiting.popleft()
@@ -264,59 +264,61 @@ class Scheduler:
             sequence.slot, sequence.replica = best.slots.pop(), best.number
             if sequence.request.session is not None:
                 self.homes[sequence.request.session] = best.number
-            budgets[best.number] -= self._admit(best, sequence, step.replicas[best.number], budgets[best.number])
+            budgets[best.number] -= self._start_sequence(
+                best, sequence, step.replicas[best.number], budgets[best.number]
+            )
         self.waiting.extendleft(reversed(kept))
 
-    def _home(self, sequence: Sequence) -> int | None:
+    def _find_home(self, sequence: Sequence) -> int | None:
         """Return the replica of the session's earlier turns, or None."""
         return None if sequence.request.session is None else self.homes.get(sequence.request.session)
 
-    def _replica_for(self, sequence: Sequence, budgets: list[int], among: list[Replica]) -> Replica | None:
+    def _choose_replica(self, sequence: Sequence, budgets: list[int], among: list[Replica]) -> Replica | None:
         """Return the replica with the fewest requests among those that can admit this one now; preempted ones have
         priority.
         """
-        able = [r for r in among if r.slots and not r.preempted and self._room(r, sequence, budgets[r.number])]
-        return min(able, key=lambda r: (len(r.running), -r.available, r.number), default=None)
+        able = [r for r in among if r.slots and not r.preempted and self._can_admit(r, sequence, budgets[r.number])]
+        return min(able, key=lambda r: (len(r.running), -r.available_pages, r.number), default=None)
 
-    def _room(self, replica: Replica, sequence: Sequence, budget: int) -> bool:
+    def _can_admit(self, replica: Replica, sequence: Sequence, budget: int) -> bool:
         """Return True if a sequence can be admitted: KV capacity for all tokens to prefill, and a sufficient token
         budget.
         """
         if budget < self.config.virtual_page:
             return False
-        pages, node = self._cached(replica, sequence)
-        need = replica.allocator.pages_for(sequence.target) - len(pages)
+        pages, node = self._match_prefix(replica, sequence)
+        need = replica.allocator.count_pages(sequence.target) - len(pages)
         replica.cache.lock(node)  # cached pages that it would read cannot be evicted for it
-        available = replica.available
+        available = replica.available_pages
         replica.cache.unlock(node)
-        return need + self._kept_free(replica) <= available
+        return need + self._count_reserved_pages(replica) <= available
 
-    def _kept_free(self, replica: Replica) -> int:
+    def _count_reserved_pages(self, replica: Replica) -> int:
         """Return the number of pages that an admission leaves free: one for each running sequence."""
         return len(replica.running)
 
-    def _cached(self, replica: Replica, sequence: Sequence) -> tuple[np.ndarray, Node]:
+    def _match_prefix(self, replica: Replica, sequence: Sequence) -> tuple[np.ndarray, Node]:
         """Return the cached pages of its prompt and their node, such that at least one token is left to compute."""
         if not self.config.prefix_cache:
             return NO_PAGES, replica.cache.root
         most = min(sequence.request.prompt_tokens, sequence.target - 1)
-        return replica.cache.match(sequence.request.prompt[:most])
+        return replica.cache.match_prefix(sequence.request.prompt[:most])
 
-    def _admit(self, replica: Replica, sequence: Sequence, todo: ReplicaStep, budget: int) -> int:
+    def _start_sequence(self, replica: Replica, sequence: Sequence, todo: ReplicaStep, budget: int) -> int:
         """Start a sequence, or start it anew; returns the tokens of its first chunk."""
-        pages, node = self._cached(replica, sequence)
+        pages, node = self._match_prefix(replica, sequence)
         replica.cache.lock(node)
         sequence.node = node
-        replica.make_room(replica.allocator.pages_for(sequence.target) - len(pages))
-        sequence.allocation = replica.allocator.alloc(sequence.target, pages)
+        replica.make_free_pages(replica.allocator.count_pages(sequence.target) - len(pages))
+        sequence.allocation = replica.allocator.allocate(sequence.target, pages)
         sequence.computed = len(pages) * self.config.virtual_page
         if not sequence.preemptions:
             sequence.cached = sequence.computed
         replica.running.append(sequence)
-        todo.table.append(self._table_write(sequence, 0))
-        return self._chunk(sequence, todo, budget)
+        todo.table.append(self._make_table_write(sequence, 0))
+        return self._add_chunk(sequence, todo, budget)
 
-    def _chunk(self, sequence: Sequence, todo: ReplicaStep, budget: int) -> int:
+    def _add_chunk(self, sequence: Sequence, todo: ReplicaStep, budget: int) -> int:
         """Prefill as much of a sequence as the budget allows; return the number of tokens."""
         start, target, page = sequence.computed, sequence.target, self.config.virtual_page
         stop = target if target - start <= budget else start + budget // page * page
@@ -327,7 +329,7 @@ class Scheduler:
         sequence.generated += stop == target
         return stop - start
 
-    def _table_write(self, sequence: Sequence, start: int) -> TableWrite:
+    def _make_table_write(self, sequence: Sequence, start: int) -> TableWrite:
         """Return the locations from token `start`, which begins a page, to the end of the last page."""
         assert sequence.allocation is not None
         page = self.config.virtual_page
@@ -335,20 +337,20 @@ class Scheduler:
         locs = (pages[:, None] * page + np.arange(page, dtype=np.int32)).ravel()
         return TableWrite(sequence.slot, start, locs[: self.config.max_context - start])
 
-    def _finish(self, step: Step) -> None:
+    def _finish_step(self, step: Step) -> None:
         """Cache the prompts completed by this step and the answers of sessions that continue, then free finished
         requests.
         """
         for replica, todo in zip(self.replicas, step.replicas, strict=True):
             replica.moved = []
-            emits = todo.emits
+            emits = todo.sampled_sequences
             done = [s for s in emits if s.generated == s.output_tokens]
             if self.config.prefix_cache:
                 self._cache_all(replica, emits)
             for sequence in done:
-                self._release(replica, sequence)
+                self._free_sequence(replica, sequence)
             if done:
-                replica.running = [s for s in replica.running if not s.finished]
+                replica.running = [s for s in replica.running if not s.is_finished]
             step.finished += done
 
     def _cache_all(self, replica: Replica, emits: list[Sequence]) -> None:
@@ -360,12 +362,12 @@ class Scheduler:
             for s in emits
             if s.generated == s.output_tokens or s.allocation is None or s.allocation.shared != s.prompt_tokens // page
         ]:
-            self._cache(replica, sequence, sequence.request.prompt)
+            self._cache_prefix(replica, sequence, sequence.request.prompt)
             if sequence.generated == sequence.output_tokens and sequence.request.answer is not None:
                 tokens = np.concatenate((sequence.request.prompt, sequence.request.answer))
-                self._cache(replica, sequence, tokens[: sequence.computed])
+                self._cache_prefix(replica, sequence, tokens[: sequence.computed])
 
-    def _cache(self, replica: Replica, sequence: Sequence, tokens: np.ndarray) -> None:
+    def _cache_prefix(self, replica: Replica, sequence: Sequence, tokens: np.ndarray) -> None:
         """Share the full pages of its first tokens through the prefix cache, once; use the cache's pages if they were
         cached meanwhile.
 
@@ -383,11 +385,11 @@ class Scheduler:
         replica.cache.lock(node)
         replica.cache.unlock(old)
         sequence.node = node
-        replica.allocator.share(allocation, pages)
+        replica.allocator.share_pages(allocation, pages)
         if (pages != ours).any():
-            replica.moved.append(self._table_write(sequence, 0))
+            replica.moved.append(self._make_table_write(sequence, 0))
 
-    def _release(self, replica: Replica, sequence: Sequence) -> None:
+    def _free_sequence(self, replica: Replica, sequence: Sequence) -> None:
         if sequence.allocation is not None:
-            replica.drop(sequence)
+            replica.free_kv(sequence)
         replica.slots.append(sequence.slot)

@@ -19,9 +19,9 @@ from dcpbench.points.batches import (
     GRAPH_BATCHES,
     PADDING_POSITION,
     PADDING_SLOT,
-    batch_rows,
-    chunk_row_sizes,
-    chunk_rows,
+    compute_batch_rows,
+    compute_chunk_rows,
+    list_chunk_rows,
 )
 from dcpbench.points.names import CLOSED
 from dcpbench.serving.load_words import FIXED, TRACE_LENGTHS, parse_lengths
@@ -100,12 +100,14 @@ class Extent:
     """Most rows of a step with chunks up to which the same kernels run: one more takes others, and a jump."""
 
     @property
-    def at_once(self) -> int:
+    def max_running(self) -> int:
         """Return the number of requests that can run at the same time: each has at least one page."""
         return min(self.requests, self.pages)
 
     @classmethod
-    def of(cls, points: Iterable[Point], *, pages: int, max_context: int, changes: Iterable[int] = ()) -> Extent:
+    def from_points(
+        cls, points: Iterable[Point], *, pages: int, max_context: int, changes: Iterable[int] = ()
+    ) -> Extent:
         """Return the extent of all points of one engine path, with `pages` in each rank's pool, including the padding
         page.
         """
@@ -128,83 +130,90 @@ class Extent:
             changes=tuple(sorted(set(changes))),
         )
 
-    def fits(self, case: Case) -> bool:
+    def supports_case(self, case: Case) -> bool:
         """Return True if slots, pages, context and chunk suffice for a case."""
         lengths = [(d.requests, d.context) for d in case.decodes]
         lengths += [(c.chunks, c.prefix + c.tokens) for c in case.chunks]
         pages = sum(count * -(-tokens // self.virtual_page) for count, tokens in lengths)
         return (
-            case.requests <= self.at_once
+            case.requests <= self.max_running
             and (pages <= self.pages or self.shared)
             and max(tokens for _, tokens in lengths) <= self.context
             and sum(c.chunks * c.tokens for c in case.chunks) <= self.chunk
         )
 
-    def longest(self, requests: int, pages_taken: int = 0) -> int:
+    def compute_max_context(self, requests: int, pages_taken: int = 0) -> int:
         """Return the maximum tokens of each of `requests` requests at once, without sharing; 0 if they do not fit."""
         return min(self.context, (self.pages - pages_taken) // requests * self.virtual_page)
 
-    def longest_prefix(self, chunks: int, tokens: int) -> int:
+    def compute_max_prefix(self, chunks: int, tokens: int) -> int:
         """Return the maximum stored tokens before each of `chunks` chunks, which begin with a page; negative if they do
         not fit.
         """
-        room, page = self.context - tokens, self.virtual_page
+        available, page = self.context - tokens, self.virtual_page
         if not self.shared:
-            room = min(room, (self.pages // chunks - -(-tokens // page)) * page)
-        return room // page * page
+            available = min(available, (self.pages // chunks - -(-tokens // page)) * page)
+        return available // page * page
 
-    def fewest(self, tokens: int) -> int | None:
+    def compute_min_chunks(self, tokens: int) -> int | None:
         """Return the minimum number of chunks of a step of `tokens` prompt tokens; None if there can be no such step."""
-        each = ((n, min(self.context, self.pages // n * self.virtual_page)) for n in range(1, self.at_once + 1))
+        each = ((n, min(self.context, self.pages // n * self.virtual_page)) for n in range(1, self.max_running + 1))
         return next((n for n, most in each if n * most >= tokens), None)
 
-    def latest(self, tokens: int) -> int | None:
+    def compute_late_chunks(self, tokens: int) -> int | None:
         """Return the number of chunks with which they attend to most tokens: many, so that each contains little of its
         prompt, if KV allows it. None if no chunk can have a prefix.
         """
-        fewest = self.fewest(tokens) or 1
-        several = range(fewest, max(fewest, min(-(-LATE * tokens // self.context), self.at_once)) + 1)
-        able = [n for n in several if self.longest_prefix(n, -(-tokens // n)) > 0]
-        return max(able, key=lambda n: self.longest_prefix(n, -(-tokens // n)) + tokens / n / 2, default=None)
+        fewest = self.compute_min_chunks(tokens) or 1
+        several = range(fewest, max(fewest, min(-(-LATE * tokens // self.context), self.max_running)) + 1)
+        able = [n for n in several if self.compute_max_prefix(n, -(-tokens // n)) > 0]
+        return max(able, key=lambda n: self.compute_max_prefix(n, -(-tokens // n)) + tokens / n / 2, default=None)
 
 
-def grid(extent: Extent) -> list[Case]:
+def make_cases(extent: Extent) -> list[Case]:
     """Return the cases, cheapest kind first. Raise UsageError if the KV cache has no page."""
     if extent.pages < 1:
         raise UsageError("a KV cache without a page is too small to measure any step; give more with --kv-memory.")
-    sizes, plain = chunk_sizes(extent), chunk_sizes(dataclasses.replace(extent, changes=()))
-    kinds = _decodes(extent), _prefills(extent, sizes), _uneven(extent, plain), _mixed(extent, plain)
-    wanted = dict.fromkeys(itertools.chain(*kinds, _checks(extent, plain)))
-    return [case for case in wanted if extent.fits(case)]
+    sizes, plain = select_chunk_sizes(extent), select_chunk_sizes(dataclasses.replace(extent, changes=()))
+    kinds = (
+        _iter_decode_cases(extent),
+        _iter_prefill_cases(extent, sizes),
+        _iter_uneven_cases(extent, plain),
+        _iter_mixed_cases(extent, plain),
+    )
+    wanted = dict.fromkeys(itertools.chain(*kinds, _iter_check_cases(extent, plain)))
+    return [case for case in wanted if extent.supports_case(case)]
 
 
-def row_sizes(requests: int, targets: Iterable[int] = (), *, open_loop: bool = False) -> list[int]:
+def select_row_sizes(requests: int, targets: Iterable[int] = (), *, open_loop: bool = False) -> list[int]:
     """Return the padded sizes to measure for up to `requests` decode rows, of captured graphs and of larger eager
     steps.
     """
-    wanted = {batch_rows(min(n, requests)) for n in targets}
-    graphs = [s for s in GRAPH_BATCHES if s <= batch_rows(requests)]
-    eager = sorted({batch_rows(n) for n in range(GRAPH_BATCHES[-1] + 1, requests + 1)})
-    return [size for kind in (graphs, eager) for size in _thinned(kind, wanted, GROWTH if open_loop else FAR_GROWTH)]
+    wanted = {compute_batch_rows(min(n, requests)) for n in targets}
+    graphs = [s for s in GRAPH_BATCHES if s <= compute_batch_rows(requests)]
+    eager = sorted({compute_batch_rows(n) for n in range(GRAPH_BATCHES[-1] + 1, requests + 1)})
+    return [
+        size for kind in (graphs, eager) for size in _select_sizes(kind, wanted, GROWTH if open_loop else FAR_GROWTH)
+    ]
 
 
-def chunk_sizes(extent: Extent) -> list[int]:
+def select_chunk_sizes(extent: Extent) -> list[int]:
     """Return the tokens of steps with only chunks, up to the most that requests and KV allow."""
-    able = (n * min(extent.context, extent.pages // n * extent.virtual_page) for n in range(1, extent.at_once + 1))
+    able = (n * min(extent.context, extent.pages // n * extent.virtual_page) for n in range(1, extent.max_running + 1))
     top = min(extent.chunk, max(able))
     sizes = [s for s in sorted(CHUNK_TOKENS + BETWEEN_TOKENS) if s < top] + [top]
     own = [p for p in extent.prompts if p < top and all(abs(p - s) > SAME * s for s in sizes)]
-    return sorted({*sizes, *own, *(s for s in _beside(extent.changes) if s < top)})
+    return sorted({*sizes, *own, *(s for s in _iter_change_sizes(extent.changes) if s < top)})
 
 
-def _beside(changes: Iterable[int]) -> Iterator[int]:
+def _iter_change_sizes(changes: Iterable[int]) -> Iterator[int]:
     """Yield the padded rows on both sides of each change."""
     for rows in changes:
-        yield from [size for size in chunk_row_sizes(rows) if size <= rows][-1:]
-        yield chunk_rows(rows + 1)
+        yield from [size for size in list_chunk_rows(rows) if size <= rows][-1:]
+        yield compute_chunk_rows(rows + 1)
 
 
-def _thinned(sizes: SequenceOf[int], wanted: Iterable[int], far: float) -> list[int]:
+def _select_sizes(sizes: SequenceOf[int], wanted: Iterable[int], far: float) -> list[int]:
     """Return sizes from the largest down, each smaller by a factor, with the smallest and the wanted ones."""
     kept: list[int] = []
     for size in reversed(sizes):
@@ -214,57 +223,57 @@ def _thinned(sizes: SequenceOf[int], wanted: Iterable[int], far: float) -> list[
     return kept[::-1]
 
 
-def _decodes(extent: Extent) -> Iterator[Case]:
+def _iter_decode_cases(extent: Extent) -> Iterator[Case]:
     """Yield for each size the fewest and the most KV tokens, for the largest size also a value between."""
-    sizes = row_sizes(extent.at_once, extent.targets, open_loop=extent.open_loop)
+    sizes = select_row_sizes(extent.max_running, extent.targets, open_loop=extent.open_loop)
     for size in sizes:
-        requests = min(size, extent.at_once)
-        for context in _contexts(extent, requests, middle=size == sizes[-1]):
+        requests = min(size, extent.max_running)
+        for context in _select_contexts(extent, requests, middle=size == sizes[-1]):
             yield Case(decodes=(Decodes(requests, context),))
 
 
-def _contexts(extent: Extent, requests: int, pages_taken: int = 0, *, middle: bool = False) -> list[int]:
+def _select_contexts(extent: Extent, requests: int, pages_taken: int = 0, *, middle: bool = False) -> list[int]:
     """Return few and most KV tokens that each of `requests` requests attends to."""
-    most = extent.longest(requests, pages_taken)
+    most = extent.compute_max_context(requests, pages_taken)
     if most < 1:
         return []
     found = {min(extent.virtual_page, most), most} | ({extent.context} if extent.shared else set())
     return sorted(found | ({(min(found) + most) // 2} if middle else set()))
 
 
-def _prefills(extent: Extent, sizes: SequenceOf[int]) -> Iterator[Case]:
+def _iter_prefill_cases(extent: Extent, sizes: SequenceOf[int]) -> Iterator[Case]:
     """Yield for each size prompts without a prefix, with the shortest prefix, and at the end of long prompts; where
     attention dominates, also several short prompts.
 
     From no prefix to the shortest one, additional work begins, which is independent of its length.
     """
-    once = _at_most(ATTENTION_SHOWS, sizes)
-    between = {*BETWEEN_TOKENS, *_beside(extent.changes)} - {*CHUNK_TOKENS, *extent.prompts}
+    once = _find_largest_size(ATTENTION_SHOWS, sizes)
+    between = {*BETWEEN_TOKENS, *_iter_change_sizes(extent.changes)} - {*CHUNK_TOKENS, *extent.prompts}
     for size in sizes:
-        fewest = extent.fewest(size) or 1
+        fewest = extent.compute_min_chunks(size) or 1
         if size >= once:
-            yield from _chunks(extent, size, max(fewest, min(SHORT_CHUNKS, extent.at_once, size)))
-        yield from _chunks(extent, size, fewest)
+            yield from _iter_chunk_cases(extent, size, max(fewest, min(SHORT_CHUNKS, extent.max_running, size)))
+        yield from _iter_chunk_cases(extent, size, fewest)
         if size in between and size != sizes[-1]:
             continue
         if size >= FEW_TOKENS or size == once:
-            yield from _chunks(extent, size, fewest, prefix=extent.virtual_page)
-        if late := extent.latest(size):
-            yield from _chunks(extent, size, late, prefix=extent.context)
-    many = min(SHORT_CHUNKS, extent.at_once, once)
-    if many > max(extent.fewest(once) or 1, extent.latest(once) or 1):
-        yield from _chunks(extent, once, many, prefix=MANY_PREFIX, use=GATHER)
+            yield from _iter_chunk_cases(extent, size, fewest, prefix=extent.virtual_page)
+        if late := extent.compute_late_chunks(size):
+            yield from _iter_chunk_cases(extent, size, late, prefix=extent.context)
+    many = min(SHORT_CHUNKS, extent.max_running, once)
+    if many > max(extent.compute_min_chunks(once) or 1, extent.compute_late_chunks(once) or 1):
+        yield from _iter_chunk_cases(extent, once, many, prefix=MANY_PREFIX, use=GATHER)
 
 
-def _chunks(extent: Extent, size: int, chunks: int, *, prefix: int = 0, use: str = LINE) -> Iterator[Case]:
+def _iter_chunk_cases(extent: Extent, size: int, chunks: int, *, prefix: int = 0, use: str = LINE) -> Iterator[Case]:
     """Yield a case of `chunks` chunks with that prefix in whole pages, or the longest possible one, if it fits."""
     page = extent.virtual_page
-    longest = extent.longest_prefix(chunks, -(-size // chunks)) if prefix else 0
+    longest = extent.compute_max_prefix(chunks, -(-size // chunks)) if prefix else 0
     if not prefix or longest > 0:
-        yield Case(chunks=_even(size, chunks, min(max(prefix // page, 1) * page, longest)), use=use)
+        yield Case(chunks=_split_evenly(size, chunks, min(max(prefix // page, 1) * page, longest)), use=use)
 
 
-def _uneven(extent: Extent, sizes: SequenceOf[int]) -> Iterator[Case]:
+def _iter_uneven_cases(extent: Extent, sizes: SequenceOf[int]) -> Iterator[Case]:
     """Yield cases in which one of several replicas has prompts without a prefix: they measure the saving of the others'
     padding.
 
@@ -273,39 +282,41 @@ def _uneven(extent: Extent, sizes: SequenceOf[int]) -> Iterator[Case]:
     between = {*BETWEEN_TOKENS} - {*extent.prompts, sizes[-1]}
     for size in sizes if extent.replicas > 1 else ():
         if size not in between:
-            yield Case(chunks=_even(size, extent.fewest(size) or 1), use=UNEVEN, replicas=1)
+            yield Case(chunks=_split_evenly(size, extent.compute_min_chunks(size) or 1), use=UNEVEN, replicas=1)
 
 
-def _mixed(extent: Extent, sizes: SequenceOf[int]) -> Iterator[Case]:
+def _iter_mixed_cases(extent: Extent, sizes: SequenceOf[int]) -> Iterator[Case]:
     """Yield decode rows next to a chunk that leaves them most of the cache and all other slots."""
     largest = min(max(extent.pages // KEPT, 1) * extent.virtual_page, extent.context)
-    for size in sorted({_at_most(min(tokens, largest), sizes) for tokens in MIXED_TOKENS}):
-        chunks = _even(size, extent.fewest(size) or 1)
+    for size in sorted({_find_largest_size(min(tokens, largest), sizes) for tokens in MIXED_TOKENS}):
+        chunks = _split_evenly(size, extent.compute_min_chunks(size) or 1)
         taken = sum(c.chunks * -(-c.tokens // extent.virtual_page) for c in chunks)
-        room = min(extent.at_once - sum(c.chunks for c in chunks), extent.pages - taken)
-        if room < 1:
+        available = min(extent.max_running - sum(c.chunks for c in chunks), extent.pages - taken)
+        if available < 1:
             continue
-        between = max((n for n in GRAPH_BATCHES if n <= room / 3), default=1)
-        for requests in sorted({1, between, room}):
-            for context in _contexts(extent, requests, taken):
+        between = max((n for n in GRAPH_BATCHES if n <= available / 3), default=1)
+        for requests in sorted({1, between, available}):
+            for context in _select_contexts(extent, requests, taken):
                 yield Case(decodes=(Decodes(requests, context),), chunks=chunks)
 
 
-def _checks(extent: Extent, sizes: SequenceOf[int]) -> Iterator[Case]:
+def _iter_check_cases(extent: Extent, sizes: SequenceOf[int]) -> Iterator[Case]:
     """Yield cases that check the assumptions of the prediction: uneven requests, sizes and prefixes between the
     measured ones, and replicas of which some have prompts.
     """
-    some, size = extent.replicas // 2, _at_most(1024, sizes)
+    some, size = extent.replicas // 2, _find_largest_size(1024, sizes)
     if some > 1:
-        yield Case(chunks=_even(size, extent.fewest(size) or 1), use=CHECK, replicas=some)
-    half = extent.at_once // 2
-    most = extent.longest(max(2 * half, 1))
+        yield Case(chunks=_split_evenly(size, extent.compute_min_chunks(size) or 1), use=CHECK, replicas=some)
+    half = extent.max_running // 2
+    most = extent.compute_max_context(max(2 * half, 1))
     if half and most > 8:  # noqa: PLR2004 - something to divide unevenly
         yield Case(decodes=(Decodes(half, most), Decodes(half, most // 8)), use=CHECK)
-        prefix = extent.longest_prefix(1, size) // 2 // extent.virtual_page * extent.virtual_page
+        prefix = extent.compute_max_prefix(1, size) // 2 // extent.virtual_page * extent.virtual_page
         if prefix > 0:
-            yield Case(chunks=_even(size - size // 4, 1, prefix), use=CHECK)
-            yield Case(decodes=(Decodes(half, most // 4),), chunks=_even(size - size // 4, 1, prefix), use=CHECK)
+            yield Case(chunks=_split_evenly(size - size // 4, 1, prefix), use=CHECK)
+            yield Case(
+                decodes=(Decodes(half, most // 4),), chunks=_split_evenly(size - size // 4, 1, prefix), use=CHECK
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -324,21 +335,26 @@ class HotRun:
         return [msgspec.structs.replace(self.case, since=n) for n in range(self.times)]
 
 
-def hot_runs(extent: Extent, largest: Case) -> list[HotRun]:
+def make_hot_runs(extent: Extent, largest: Case) -> list[HotRun]:
     """Return few, some and most decode rows and three sizes of chunks after `largest`, and the fewest rows after
     smaller chunks.
     """
-    rows = row_sizes(extent.at_once, extent.targets, open_loop=extent.open_loop)
+    rows = select_row_sizes(extent.max_running, extent.targets, open_loop=extent.open_loop)
     wanted = []
     for size in (rows[0], rows[len(rows) // 2], rows[-1]):
-        requests = min(size, extent.at_once)
-        wanted += [Case(decodes=(Decodes(requests, c),), use=HOT) for c in _contexts(extent, requests)[-1:]]
-    decodes = [case for case in dict.fromkeys(wanted) if extent.fits(case)]
-    most = largest.work().tokens
-    sizes = [size for size in chunk_sizes(extent) if size <= most]
-    few = _at_most(HOT_TOKENS, sizes)
-    tried = (_at_most(FEW_TOKENS, sizes), few, _at_most(int(math.sqrt(few * most)), sizes))
-    smaller = {size: case for size in tried for case in _chunks(extent, size, extent.fewest(size) or 1) if size < most}
+        requests = min(size, extent.max_running)
+        wanted += [Case(decodes=(Decodes(requests, c),), use=HOT) for c in _select_contexts(extent, requests)[-1:]]
+    decodes = [case for case in dict.fromkeys(wanted) if extent.supports_case(case)]
+    most = largest.compute_work().tokens
+    sizes = [size for size in select_chunk_sizes(extent) if size <= most]
+    few = _find_largest_size(HOT_TOKENS, sizes)
+    tried = (_find_largest_size(FEW_TOKENS, sizes), few, _find_largest_size(int(math.sqrt(few * most)), sizes))
+    smaller = {
+        size: case
+        for size in tried
+        for case in _iter_chunk_cases(extent, size, extent.compute_min_chunks(size) or 1)
+        if size < most
+    }
     chunks = [*(case for size, case in smaller.items() if size >= few), largest]
     trains = decodes[:-1] or decodes
     found = [HotRun(case, largest, times=TRAIN if case in trains else 1) for case in decodes]
@@ -348,24 +364,24 @@ def hot_runs(extent: Extent, largest: Case) -> list[HotRun]:
     return found
 
 
-def fullest(cases: Iterable[Case]) -> Case:
+def find_fullest(cases: Iterable[Case]) -> Case:
     """Return the chunks without a prefix that have most tokens, among cases of a grid."""
-    return max(filter(bare, cases), key=lambda case: case.work().tokens)
+    return max(filter(is_bare, cases), key=lambda case: case.compute_work().tokens)
 
 
-def bare(case: Case) -> bool:
+def is_bare(case: Case) -> bool:
     """Return True if a case has only chunks, on all replicas, without a prefix."""
-    return bool(case.chunks) and not case.decodes and not case.replicas and not case.work().prefix
+    return bool(case.chunks) and not case.decodes and not case.replicas and not case.compute_work().prefix
 
 
-def _even(tokens: int, chunks: int, prefix: int = 0) -> tuple[Chunks, ...]:
+def _split_evenly(tokens: int, chunks: int, prefix: int = 0) -> tuple[Chunks, ...]:
     """Return `chunks` chunks that have `tokens` together and differ by at most one."""
     small, more = divmod(tokens, chunks)
     parts = Chunks(more, small + 1, prefix), Chunks(chunks - more, small, prefix)
     return tuple(part for part in parts if part.chunks)
 
 
-def _at_most(tokens: int, sizes: SequenceOf[int]) -> int:
+def _find_largest_size(tokens: int, sizes: SequenceOf[int]) -> int:
     return max((s for s in sizes if s <= tokens), default=sizes[0])
 
 
@@ -389,15 +405,15 @@ class CaseMaker:
         self.numbers = itertools.count(-1, -1)
         """No request of a load has a negative number, so its prompt is not taken for one of these."""
 
-    def steps(self, case: Case) -> CaseSteps:
+    def make_steps(self, case: Case) -> CaseSteps:
         """Return the steps of a case, identical on all replicas that have work."""
         self.next_page = 0
         todo, writes = ReplicaStep(), []
         slots = itertools.count(1)
         for decodes in case.decodes:
             for _ in range(decodes.requests):
-                sequence = self._sequence(next(slots), decodes.context)
-                writes.append(self._where(sequence, decodes.context))
+                sequence = self._make_sequence(next(slots), decodes.context)
+                writes.append(self._make_table_write(sequence, decodes.context))
                 sequence.computed = decodes.context
                 todo.decodes.append(sequence)
                 todo.slots.append(sequence.slot)
@@ -405,23 +421,25 @@ class CaseMaker:
         for chunks in case.chunks:
             for _ in range(chunks.chunks):
                 stop = chunks.prefix + chunks.tokens
-                sequence = self._sequence(next(slots), stop)
-                writes.append(self._where(sequence, stop))
+                sequence = self._make_sequence(next(slots), stop)
+                writes.append(self._make_table_write(sequence, stop))
                 todo.chunks.append(Chunk(sequence, sequence.slot, chunks.prefix, stop, samples=True))
         first = dataclasses.replace(todo, table=writes)
-        return CaseSteps(self._step(first, case.replicas), self._step(todo, case.replicas))
+        return CaseSteps(self._make_step(first, case.replicas), self._make_step(todo, case.replicas))
 
-    def padding(self, rows: int) -> Step:
+    def make_padding_step(self, rows: int) -> Step:
         """Return a decode step of `rows` padding rows."""
-        nobody = [self._sequence(PADDING_SLOT, 1) for _ in range(rows)]
-        return self._step(ReplicaStep(decodes=nobody, slots=[PADDING_SLOT] * rows, positions=[PADDING_POSITION] * rows))
+        sequences = [self._make_sequence(PADDING_SLOT, 1) for _ in range(rows)]
+        return self._make_step(
+            ReplicaStep(decodes=sequences, slots=[PADDING_SLOT] * rows, positions=[PADDING_POSITION] * rows)
+        )
 
-    def _sequence(self, slot: int, tokens: int) -> Sequence:
+    def _make_sequence(self, slot: int, tokens: int) -> Sequence:
         number = next(self.numbers)
         request = ServeRequest(number=number, prompt=self.prompt[:tokens], output_tokens=OUTPUT_TOKENS)
         return Sequence(request, -number, replica=0, slot=slot)
 
-    def _where(self, sequence: Sequence, tokens: int) -> TableWrite:
+    def _make_table_write(self, sequence: Sequence, tokens: int) -> TableWrite:
         """Return a write of the pool's pages in turn, without the padding page, reusing pages after the last one."""
         config, page = self.config, self.config.virtual_page
         pages = np.arange(self.next_page, self.next_page - (-tokens // page)) % (config.pages - 1) + 1
@@ -429,6 +447,6 @@ class CaseMaker:
         locs = (pages[:, None] * page + np.arange(page)).ravel()[:tokens]
         return TableWrite(sequence.slot, 0, locs.astype(np.int32))
 
-    def _step(self, todo: ReplicaStep, replicas: int = 0) -> Step:
+    def _make_step(self, todo: ReplicaStep, replicas: int = 0) -> Step:
         busy = replicas or self.config.replicas
         return Step(0, [todo] * busy + [ReplicaStep()] * (self.config.replicas - busy))

@@ -19,7 +19,7 @@ import statistics
 from typing import TYPE_CHECKING, NamedTuple
 
 from dcpbench.errors import RecordsError, UsageError
-from dcpbench.points.batches import GRAPH_BATCHES, batch_rows, chunk_rows
+from dcpbench.points.batches import GRAPH_BATCHES, compute_batch_rows, compute_chunk_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -49,35 +49,35 @@ class Work(NamedTuple):
     """Σ prefix over chunks: stored tokens that are gathered and decompressed."""
 
     @classmethod
-    def of(cls, requests: int, kv_tokens: int, chunks: Iterable[tuple[int, int]]) -> Work:
+    def from_requests(cls, requests: int, kv_tokens: int, chunks: Iterable[tuple[int, int]]) -> Work:
         """Return the work of decoding `requests` requests and of chunks, each (tokens, prefix)."""
         tokens, pairs, prefix = 0, 0.0, 0
         for count, before in chunks:
             tokens += count
             pairs += count * (before + count / 2)
             prefix += before
-        return cls(batch_rows(requests) if requests else 0, kv_tokens, tokens, pairs, prefix)
+        return cls(compute_batch_rows(requests) if requests else 0, kv_tokens, tokens, pairs, prefix)
 
     @property
-    def beside_chunks(self) -> int:
+    def rows_with_chunks(self) -> int:
         """Return the rows in a step with chunks that go to experts, without padding to the fullest replica."""
-        return chunk_rows(self.rows + self.tokens)
+        return compute_chunk_rows(self.rows + self.tokens)
 
 
 Sample = tuple[Work, float]
 """A case and its ms."""
 
 
-def step_works(step: Step) -> list[Work]:
+def compute_step_works(step: Step) -> list[Work]:
     """Return the work of each replica."""
     found = []
     for replica in step.replicas:
         requests, chunks = len(replica.decodes), [(c.tokens, c.start) for c in replica.chunks]
-        found.append(Work.of(requests, sum(replica.positions) + requests, chunks))
+        found.append(Work.from_requests(requests, sum(replica.positions) + requests, chunks))
     return found
 
 
-def _around(xs: Sequence[float], x: float) -> tuple[int, int, float]:
+def _find_bracket(xs: Sequence[float], x: float) -> tuple[int, int, float]:
     """Return the indices of the two sorted numbers around `x`, or past an end the nearest two, and the weight of the
     second.
     """
@@ -98,16 +98,16 @@ class Line:
         self.ys = [statistics.fmean(of_x[x]) for x in self.xs]
 
     @property
-    def top(self) -> float:
+    def max_x(self) -> float:
         """Return the largest measured x."""
         return float(self.xs[-1])
 
     def __call__(self, x: float) -> float:
         """Return y at x."""
-        a, b, share = _around(self.xs, x)
+        a, b, share = _find_bracket(self.xs, x)
         return float(self.ys[a] + share * (self.ys[b] - self.ys[a]))
 
-    def held(self, x: float) -> float:
+    def predict_clamped(self, x: float) -> float:
         """Return y at x, constant past the ends."""
         return self(min(max(x, self.xs[0]), self.xs[-1]))
 
@@ -129,7 +129,7 @@ class Surface:
         below, above, share, _ = self._find_nearest(rows)
         return (1 - share) * below(x) + share * above(x)
 
-    def top(self, rows: float) -> float:
+    def compute_max_x(self, rows: float) -> float:
         """Return the largest supported x at this number of rows, from the cases of its two neighbours."""
         return self._find_nearest(rows)[3]
 
@@ -140,9 +140,9 @@ class Surface:
         """
         found = self._nearest.get(rows)
         if found is None:
-            a, b, share = _around(self.sizes, rows)
+            a, b, share = _find_bracket(self.sizes, rows)
             below, above = self.lines[a], self.lines[b]
-            found = self._nearest[rows] = below, above, share, BEYOND * max(below.top, above.top)
+            found = self._nearest[rows] = below, above, share, BEYOND * max(below.max_x, above.max_x)
         return found
 
 
@@ -155,10 +155,10 @@ class DecodeTimes:
     def __call__(self, rows: int, kv_tokens: int) -> float:
         """Return the time of a step in ms."""
         surface, each = self.surface, kv_tokens / rows
-        if not surface.sizes[0] <= rows <= surface.sizes[-1] or each > surface.top(rows):
-            raise _outside(
+        if not surface.sizes[0] <= rows <= surface.sizes[-1] or each > surface.compute_max_x(rows):
+            raise _make_outside_error(
                 f"{rows} decode rows with {kv_tokens:,} KV tokens",
-                f"{surface.sizes[0]} to {surface.sizes[-1]} rows, there with {surface.top(rows):,.0f} tokens each",
+                f"{surface.sizes[0]} to {surface.sizes[-1]} rows, there with {surface.compute_max_x(rows):,.0f} tokens each",
             )
         return surface(rows, each)
 
@@ -179,30 +179,32 @@ class PrefillTimes:
         """
         self.bare = [(w, ms) for w, ms in line if not w.prefix]
         self.stored = [(w, ms) for w, ms in line if w.prefix]
-        self.most = chunk_rows(max(w.tokens for w, _ in line) + decode_rows)
-        slope = self._beyond_line(gather) if gather else self._along_lines()
+        self.most = compute_chunk_rows(max(w.tokens for w, _ in line) + decode_rows)
+        slope = self._estimate_gather_beyond_line(gather) if gather else self._estimate_gather_along_lines()
         self.gather_ms = max(slope, 0.0)  # below 0 is noise: gathering more is never faster
-        self.begin, self.ms = self._fit(self.gather_ms)
+        self.begin, self.ms = self._fit_lines(self.gather_ms)
 
-    def _fit(self, gather_ms: float) -> tuple[Line, Surface]:
+    def _fit_lines(self, gather_ms: float) -> tuple[Line, Surface]:
         """Return `begin` and f for a given cost per stored token."""
         lines: dict[int, list[tuple[float, float]]] = collections.defaultdict(list)
         for w, ms in self.bare:
-            rows, x = _rows_and_x(w)
+            rows, x = _compute_rows_and_x(w)
             lines[rows].append((x, ms))
         _lead_to_short_prompts(lines)
         found: dict[int, list[tuple[float, float]]] = collections.defaultdict(list)
         for w, ms in self.stored:
-            rows, x = _rows_and_x(w)
+            rows, x = _compute_rows_and_x(w)
             found[rows].append((x, ms - gather_ms * w.prefix))
         begins = [
-            (rows, _begin(max(lines[rows]), found[rows])) for rows in found if len(found[rows]) > 1 and lines[rows]
+            (rows, _compute_begin_ms(max(lines[rows]), found[rows]))
+            for rows in found
+            if len(found[rows]) > 1 and lines[rows]
         ]
         begin = Line(begins or [(0.0, 0.0)])
         slopes = []
         for rows, cases in found.items():
             top = max(lines[rows], default=None)
-            lines[rows] += [(x, ms - begin.held(rows)) for x, ms in cases]
+            lines[rows] += [(x, ms - begin.predict_clamped(rows)) for x, ms in cases]
             far = max(lines[rows])
             if top is not None and far[0] > top[0]:
                 slopes.append((rows, (far[1] - top[1]) / (far[0] - top[0]) / rows))
@@ -211,10 +213,10 @@ class PrefillTimes:
             slope = Line(slopes)
             for rows in set(lines) - set(found):
                 x, ms = max(lines[rows])
-                lines[rows].append((end, ms + slope.held(rows) * rows * (end - x)))
+                lines[rows].append((end, ms + slope.predict_clamped(rows) * rows * (end - x)))
         return begin, Surface((rows, x, ms) for rows, points in lines.items() for x, ms in points)
 
-    def _beyond_line(self, gather: Sequence[Sample]) -> float:
+    def _estimate_gather_beyond_line(self, gather: Sequence[Sample]) -> float:
         """Return the time per stored token in ms, from cases with more stored tokens than those on the line.
 
         The excess of these cases over the line decreases linearly with the assumed time per token, so two trials
@@ -222,14 +224,16 @@ class PrefillTimes:
         """
         left = []
         for gather_ms in (0.0, 1.0):
-            begin, f = self._fit(gather_ms)
-            at = [(w, ms, *_rows_and_x(w)) for w, ms in gather]
-            left.append(sum(ms - f(rows, x) - begin.held(rows) - gather_ms * w.prefix for w, ms, rows, x in at))
+            begin, f = self._fit_lines(gather_ms)
+            at = [(w, ms, *_compute_rows_and_x(w)) for w, ms in gather]
+            left.append(
+                sum(ms - f(rows, x) - begin.predict_clamped(rows) - gather_ms * w.prefix for w, ms, rows, x in at)
+            )
         if abs(left[0] - left[1]) < len(gather):  # the time per token cannot be separated from the line
             raise RecordsError("a case for gathering has no more prefix than the others; measure step times again.")
         return left[0] / (left[0] - left[1])
 
-    def _along_lines(self) -> float:
+    def _estimate_gather_along_lines(self) -> float:
         """Return the time per stored token in ms from the last segments of the lines, if no step can have many
         prefixes.
 
@@ -237,8 +241,10 @@ class PrefillTimes:
         the two: least squares of Δms = a · Δpairs + b · Δprefix, with each line weighted by 1 / Δprefix.
         """
         pieces = []
-        for rows in sorted({_rows_and_x(w)[0] for w, _ in self.stored}):
-            cases = sorted((w.pairs, w.prefix, ms) for w, ms in [*self.bare, *self.stored] if _rows_and_x(w)[0] == rows)
+        for rows in sorted({_compute_rows_and_x(w)[0] for w, _ in self.stored}):
+            cases = sorted(
+                (w.pairs, w.prefix, ms) for w, ms in [*self.bare, *self.stored] if _compute_rows_and_x(w)[0] == rows
+            )
             few, many = cases[-2:] if len(cases) > 1 else (cases[0], cases[0])
             if (more := many[1] - few[1]) > 0:
                 pieces.append(((many[0] - few[0]) / more, (many[2] - few[2]) / more))
@@ -250,18 +256,18 @@ class PrefillTimes:
 
     def __call__(self, rows: int, pairs: float, prefix: int) -> float:
         """Return the time in ms of a step's `rows` rows, decode rows included, without the attention of the latter."""
-        rows, surface = chunk_rows(rows), self.ms
+        rows, surface = compute_chunk_rows(rows), self.ms
         x = pairs / rows
-        if not surface.sizes[0] <= rows <= self.most or x > surface.top(rows) + 1:
-            raise _outside(
+        if not surface.sizes[0] <= rows <= self.most or x > surface.compute_max_x(rows) + 1:
+            raise _make_outside_error(
                 f"{rows:,} rows whose chunks' tokens attend to {x:,.0f} tokens on average",
-                f"{surface.sizes[0]:,} to {self.most:,} rows, there with {surface.top(rows):,.0f} tokens",
+                f"{surface.sizes[0]:,} to {self.most:,} rows, there with {surface.compute_max_x(rows):,.0f} tokens",
                 "a smaller --chunk or load" if rows > self.most else "a smaller load",
             )
-        return surface(rows, x) + (self.begin.held(rows) + self.gather_ms * prefix if prefix else 0.0)
+        return surface(rows, x) + (self.begin.predict_clamped(rows) + self.gather_ms * prefix if prefix else 0.0)
 
 
-def _begin(bare: tuple[float, float], stored: Sequence[tuple[float, float]]) -> float:
+def _compute_begin_ms(bare: tuple[float, float], stored: Sequence[tuple[float, float]]) -> float:
     """Return the fixed cost in ms of a prefix.
 
     f is a line through `bare` and through the farthest of `stored`, less the cost, and the nearest lies on it; points
@@ -287,11 +293,11 @@ def _lead_to_short_prompts(lines: dict[int, list[tuple[float, float]]]) -> None:
         for rows, points in lines.items():
             x, ms = min(points)
             if x == max(points)[0]:
-                points.append((0.0, ms - slope.held(rows) * rows * x))
+                points.append((0.0, ms - slope.predict_clamped(rows) * rows * x))
 
 
-def _rows_and_x(work: Work) -> tuple[int, float]:
-    rows = chunk_rows(work.tokens)
+def _compute_rows_and_x(work: Work) -> tuple[int, float]:
+    rows = compute_chunk_rows(work.tokens)
     return rows, work.pairs / rows
 
 
@@ -313,17 +319,19 @@ class MixedTimes:
 
     def __call__(self, work: Work) -> float:
         """Return the time in ms to add to PrefillTimes."""
-        low, high, share = _around(self.tokens, work.tokens)
+        low, high, share = _find_bracket(self.tokens, work.tokens)
         share = min(max(share, 0.0), 1.0)
-        return (1 - share) * self._at(low, work) + share * self._at(high, work)
+        return (1 - share) * self._predict_at(low, work) + share * self._predict_at(high, work)
 
-    def _at(self, index: int, work: Work) -> float:
+    def _predict_at(self, index: int, work: Work) -> float:
         surface, each = self.surfaces[index], work.kv_tokens / work.rows
-        most = batch_rows(surface.sizes[-1] + 1)  # with attention DP, a replica without chunks has a request more
-        if not surface.sizes[0] <= work.rows <= most or each > surface.top(work.rows):
-            raise _outside(
+        most = compute_batch_rows(
+            surface.sizes[-1] + 1
+        )  # with attention DP, a replica without chunks has a request more
+        if not surface.sizes[0] <= work.rows <= most or each > surface.compute_max_x(work.rows):
+            raise _make_outside_error(
                 f"{work.rows} decode rows with {work.kv_tokens:,} KV tokens beside chunks",
-                f"{surface.sizes[0]} to {most} rows, there with {surface.top(work.rows):,.0f} tokens each",
+                f"{surface.sizes[0]} to {most} rows, there with {surface.compute_max_x(work.rows):,.0f} tokens each",
             )
         return surface(work.rows, each)
 
@@ -337,11 +345,11 @@ class SparedTimes:
     """
 
     def __init__(self, cases: Sequence[Sample], prefill: PrefillTimes) -> None:
-        self.ms = Line((w.beside_chunks, prefill(w.tokens, w.pairs, w.prefix) - ms) for w, ms in cases)
+        self.ms = Line((w.rows_with_chunks, prefill(w.tokens, w.pairs, w.prefix) - ms) for w, ms in cases)
 
     def __call__(self, works: Sequence[Work]) -> float:
         """Return the time in ms to subtract from PrefillTimes and MixedTimes."""
-        rows = [work.beside_chunks for work in works]
+        rows = [work.rows_with_chunks for work in works]
         most, others = max(rows), len(rows) - 1
         if not others:
             return 0.0
@@ -361,7 +369,7 @@ class HotStep(NamedTuple):
     """Time in s during which steps of the same kind have run in between."""
 
 
-class Slowed:
+class Slowdown:
     """Slowdown factor of steps right after the largest chunks: 1 if none was measured.
 
     Power follows the load, and clocks follow power, within tens of ms. The factors are lines over rows, for decodes and
@@ -374,29 +382,29 @@ class Slowed:
         first = [case for case in found if not case.before and not case.since_s]
         self.decodes = [(case.work.rows, case.times) for case in first if not case.work.tokens]
         self.chunks = [
-            (chunk_rows(case.work.rows + case.work.tokens), case.times) for case in first if case.work.tokens
+            (compute_chunk_rows(case.work.rows + case.work.tokens), case.times) for case in first if case.work.tokens
         ]
         of = {case.work: case.times - 1 for case in first if case.times > 1 + TELLS}
-        told = [(case, (case.times - 1) / of[case.work]) for case in found if case.work in of]
+        shares = [(case, (case.times - 1) / of[case.work]) for case in found if case.work in of]
         largest = max((case.work.tokens for case in first), default=0)
-        smaller = [(case.before, min(left, 1.0)) for case, left in told if case.before and case.before < largest]
+        smaller = [(case.before, min(left, 1.0)) for case, left in shares if case.before and case.before < largest]
         self.left = Line([*(smaller or [(0, 0.0)] * bool(largest)), (largest, 1.0)])
-        self.settle_s = _settle_s([(case.since_s, left) for case, left in told if case.since_s])
+        self.settle_s = _fit_settle_s([(case.since_s, left) for case, left in shares if case.since_s])
 
     def __call__(self, works: Sequence[Work]) -> float:
         """Return the slowdown factor of a step of these replicas."""
         rows = max(work.rows + work.tokens for work in works)
         points = self.chunks if any(work.tokens for work in works) else self.decodes
-        return Line(points).held(rows) if points else 1.0
+        return Line(points).predict_clamped(rows) if points else 1.0
 
-    def left_by(self, works: Sequence[Work]) -> float:
+    def compute_final_heat(self, works: Sequence[Work]) -> float:
         """Return the final heat of such steps relative to that of the largest chunks: 0 for decodes."""
         if not any(work.tokens for work in works):
             return 0.0
-        return self.left.held(max(work.rows + work.tokens for work in works))
+        return self.left.predict_clamped(max(work.rows + work.tokens for work in works))
 
 
-def _settle_s(left: Sequence[tuple[float, float]]) -> float:
+def _fit_settle_s(left: Sequence[tuple[float, float]]) -> float:
     """Return the time constant of the decay to 1 / e, fitted by exp(-seconds / constant) to (seconds, remaining share)."""
     if not left:
         return HEAT_S
@@ -411,18 +419,18 @@ class Heat:
         self.settle_s = settle_s
         self.share = self.until_s = 0.0
 
-    def at(self, begin_s: float) -> float:
+    def compute_share(self, begin_s: float) -> float:
         """Return the heat at the beginning of a step; the device has been idle since the last one."""
-        self._pass(begin_s - self.until_s, 0.0)
+        self._update_share(begin_s - self.until_s, 0.0)
         self.until_s = max(self.until_s, begin_s)
         return self.share
 
-    def ran(self, seconds: float, towards: float) -> None:
+    def add_step(self, seconds: float, towards: float) -> None:
         """Advance by a step; see Slowed.left_by."""
-        self._pass(seconds, towards)
+        self._update_share(seconds, towards)
         self.until_s += seconds
 
-    def _pass(self, seconds: float, towards: float) -> None:
+    def _update_share(self, seconds: float, towards: float) -> None:
         self.share += (towards - self.share) * -math.expm1(-max(seconds, 0.0) / self.settle_s)
 
 
@@ -447,46 +455,46 @@ class StepModel:
             )
         self.graphs = DecodeTimes(graphs)
         self.eager = DecodeTimes(eager) if eager else None
-        self.prefill = PrefillTimes(chunks, gather, max((batch_rows(w.rows + 1) for w, _ in mixed), default=0))
+        self.prefill = PrefillTimes(chunks, gather, max((compute_batch_rows(w.rows + 1) for w, _ in mixed), default=0))
         self.mixed = MixedTimes(mixed, self.prefill)
         self.spared = SparedTimes(uneven, self.prefill) if uneven else None
         self.least = min(ms for _, ms in [*chunks, *uneven])
 
-    def step_ms(self, works: Sequence[Work]) -> float:
+    def predict_step_ms(self, works: Sequence[Work]) -> float:
         """Return the time of a step of these replicas in ms.
 
         The slowest replica decides, and all run as many rows as the fullest; with chunks, experts are excepted.
         """
         if any(w.tokens for w in works):
-            return self._with_chunks(works)
+            return self._predict_with_chunks(works)
         rows = max(w.rows for w in works)
         times = self.graphs if rows <= GRAPH_BATCHES[-1] else self.eager
         if times is None:
-            raise _outside(f"{rows} decode rows", f"those of captured graphs, up to {GRAPH_BATCHES[-1]}")
+            raise _make_outside_error(f"{rows} decode rows", f"those of captured graphs, up to {GRAPH_BATCHES[-1]}")
         return times(rows, max(w.kv_tokens for w in works))
 
-    def _with_chunks(self, works: Sequence[Work]) -> float:
+    def _predict_with_chunks(self, works: Sequence[Work]) -> float:
         """Return the time of a step with chunks, at least that of the fastest measured one: less would be noise, as of
         a busy CPU.
         """
         rows = max(w.rows + w.tokens for w in works)
         spared = self.spared(works) if self.spared else 0.0
-        return max(max(self._parts(rows, w) for w in works) - spared, self.least)
+        return max(max(self._predict_replica_ms(rows, w) for w in works) - spared, self.least)
 
-    def _parts(self, rows: int, work: Work) -> float:
+    def _predict_replica_ms(self, rows: int, work: Work) -> float:
         alone = self.prefill(rows, work.pairs, work.prefix)
         if not work.rows:
             return alone
         if self.mixed.tokens:
             return alone + self.mixed(work)
         if work.tokens:
-            raise _outside(f"{work.rows} decode rows beside chunks", "steps with only one of both")
+            raise _make_outside_error(f"{work.rows} decode rows beside chunks", "steps with only one of both")
         # Replicas of one request each: next to one with a chunk, another decodes. The remaining part of G is the read
         # of its KV.
         return alone + self.graphs(work.rows, work.kv_tokens) - self.graphs(work.rows, 0)
 
 
-def _outside(what: str, measured: str, less: str = "a smaller load") -> UsageError:
+def _make_outside_error(what: str, measured: str, less: str = "a smaller load") -> UsageError:
     return UsageError(
         f"no step time is known for {what}: measured were {measured}. Measure again with the points that need it "
         f"(leave --step-times out), or give {less}."

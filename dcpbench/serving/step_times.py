@@ -20,14 +20,14 @@ from dcpbench.points.axes import Role
 from dcpbench.points.bounds import MAX_NUMBER
 from dcpbench.points.floors import StepRows
 from dcpbench.points.machine import HOPPER, Probe
-from dcpbench.points.names import AUTO, flag
+from dcpbench.points.names import AUTO, format_flag
 from dcpbench.points.older import OFF
-from dcpbench.points.point import load_axes, point_axes
-from dcpbench.points.wire import wrong_prompts
+from dcpbench.points.point import select_load_axes, select_point_axes
+from dcpbench.points.wire import describe_invalid_prompts
 from dcpbench.records.lines import UNREADABLE
-from dcpbench.records.record import CPU, Emulated, Environment, Gpu, Honesty
-from dcpbench.serving.load_words import MOST_TOKENS
-from dcpbench.serving.step_model import HotStep, Line, Slowed, StepModel, Work, step_works
+from dcpbench.records.record import CPU, Conditions, Emulated, Environment, Gpu
+from dcpbench.serving.load_words import MAX_TOKENS
+from dcpbench.serving.step_model import HotStep, Line, Slowdown, StepModel, Work, compute_step_works
 from dcpbench.show.whole_files import write_file
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from dcpbench.serving.requests import Step
 
 STEP_TIMES_VERSION = 1
-MOST_REQUESTS = 1 << 20
+MAX_REQUESTS = 1 << 20
 """Maximum number of requests in a measured step: more than any machine holds, and small enough to enumerate."""
 LINE, GATHER, UNEVEN, CHECK, HOT = USES = ("line", "gather", "uneven", "check", "hot")
 """Uses of a case: interpolation, cost of more stored tokens, savings of replicas with fewer rows, check of predictions,
@@ -86,20 +86,20 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         """Return the number of requests of one replica."""
         return sum(d.requests for d in self.decodes) + sum(c.chunks for c in self.chunks)
 
-    def work(self) -> Work:
+    def compute_work(self) -> Work:
         """Return the work in the form used by the prediction."""
-        return Work.of(
+        return Work.from_requests(
             sum(d.requests for d in self.decodes),
             sum(d.requests * d.context for d in self.decodes),
             [(c.tokens, c.prefix) for c in self.chunks for _ in range(c.chunks)],
         )
 
-    def works(self, replicas: int) -> list[Work]:
+    def compute_works(self, replicas: int) -> list[Work]:
         """Return the work of each of `replicas` replicas."""
         busy = self.replicas or replicas
-        return [self.work()] * busy + [Work.of(0, 0, [])] * (replicas - busy)
+        return [self.compute_work()] * busy + [Work.from_requests(0, 0, [])] * (replicas - busy)
 
-    def rows(self, replicas: int) -> StepRows:
+    def compute_rows(self, replicas: int) -> StepRows:
         """Return the rows in the form used by floors, on this number of attention replicas; every chunk ends a prompt."""
         decodes = tuple(d.context for d in self.decodes for _ in range(d.requests))
         chunks = tuple((c.tokens, c.prefix) for c in self.chunks for _ in range(c.chunks))
@@ -109,17 +109,17 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     def __str__(self) -> str:
         """Return the case as `47 × 1 token at 5,500 + 1 × 2,048 tokens at 256`."""
         parts = [f"{d.requests} × 1 token at {d.context:,}" for d in self.decodes]
-        told = " + ".join(parts + _chunk_words(self.chunks))
-        told += f", on {self.replicas} replica{'s' * (self.replicas > 1)} alone" if self.replicas else ""
-        told += f", {self.since} step{'s' * (self.since > 1)} later" if self.since else ""
-        return f"{told}, behind {' + '.join(_chunk_words(self.after))}" if self.after else told
+        text = " + ".join(parts + _format_chunks(self.chunks))
+        text += f", on {self.replicas} replica{'s' * (self.replicas > 1)} alone" if self.replicas else ""
+        text += f", {self.since} step{'s' * (self.since > 1)} later" if self.since else ""
+        return f"{text}, behind {' + '.join(_format_chunks(self.after))}" if self.after else text
 
 
-def _chunk_words(chunks: tuple[Chunks, ...]) -> list[str]:
+def _format_chunks(chunks: tuple[Chunks, ...]) -> list[str]:
     return [f"{c.chunks} × {c.tokens:,} tokens at {c.prefix:,}" for c in chunks]
 
 
-class Measured(msgspec.Struct, frozen=True, kw_only=True):
+class MeasuredCase(msgspec.Struct, frozen=True, kw_only=True):
     """A case with its step times."""
 
     case: Case
@@ -147,24 +147,24 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
 EnginePath = dict[str, str | int | bool]
 """All that the time of a step depends on, besides the step and the machine: fields of a point and its load."""
-PATH_AXES = point_axes(Role.ENGINE | Role.PATH) + load_axes(Role.ENGINE | Role.PATH)
+PATH_AXES = select_point_axes(Role.ENGINE | Role.PATH) + select_load_axes(Role.ENGINE | Role.PATH)
 
 
-def engine_path(point: Point) -> EnginePath:
+def get_engine_path(point: Point) -> EnginePath:
     """Return the engine path of a point of the workload `serve`; `auto` stays `auto`."""
     assert point.load is not None
-    return cast("EnginePath", point.values(Role.ENGINE | Role.PATH))
+    return cast("EnginePath", point.get_values(Role.ENGINE | Role.PATH))
 
 
-def differences(path: EnginePath, wanted: EnginePath) -> list[str]:
+def find_differences(path: EnginePath, wanted: EnginePath) -> list[str]:
     """Return the differences of a path from the wanted one as options: `--backend triton instead of flashinfer`.
 
     A wanted value of `auto` matches all values.
     """
     return [
-        f"{flag(name)} {path[name]} instead of {value or 'none'}"
+        f"{format_flag(name)} {path[name]} instead of {value or 'none'}"
         if path[name] != ""
-        else f"no {flag(name)} instead of {value}"
+        else f"no {format_flag(name)} instead of {value}"
         for name, value in wanted.items()
         if value not in (path[name], AUTO)
     ]
@@ -179,12 +179,12 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     schema_version: int = STEP_TIMES_VERSION
     path: EnginePath
-    cases: list[Measured]
+    cases: list[MeasuredCase]
     launch_ms: float
     """Additional time of a step that is launched while the device is idle: planning and launching it."""
     measuring_s: float
     """Duration of the whole measurement."""
-    honesty: Honesty
+    honesty: Conditions
     environment: Environment
     """Git commit and command included."""
     marks: list[str] = []
@@ -196,7 +196,7 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     files.
     """
 
-    def scaled(self, decodes: float, chunks: float) -> StepTimes:
+    def apply_factors(self, decodes: float, chunks: float) -> StepTimes:
         """Return the step times with steps without prompts, and with, multiplied by these factors."""
         cases = [
             msgspec.structs.replace(m, samples_ms=[ms * (chunks if m.case.chunks else decodes) for ms in m.samples_ms])
@@ -205,17 +205,17 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return msgspec.structs.replace(self, cases=cases)
 
     @property
-    def blocking(self) -> bool:
+    def is_blocking(self) -> bool:
         """Return True if launching a step runs it synchronously, as on the CPU."""
         return self.environment.device == CPU
 
-    def probe(self) -> Probe:
+    def make_probe(self) -> Probe:
         """Return the probe of the machine of the measurement, for budget.py: a replay divides the memory as a live run
         there would.
         """
         seen = self.environment
         return Probe(
-            device="cpu" if self.blocking else "cuda",
+            device="cpu" if self.is_blocking else "cuda",
             count=seen.device_count,
             name=seen.device,
             memory_bytes=seen.device_memory_bytes,
@@ -229,16 +229,16 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return int(self.path["dp"])
 
     @property
-    def padded_rows(self) -> bool:
+    def has_padded_rows(self) -> bool:
         """Return True if the savings of replicas with fewer rows are unknown: in older files all replicas ran the
         padded rows.
         """
-        return self.replicas > 1 and not self.cases_for(UNEVEN)
+        return self.replicas > 1 and not self.select_cases(UNEVEN)
 
     @functools.cached_property
     def model(self) -> StepModel:
         """Return the prediction made from the cases. Raise RecordsError if they are too few."""
-        return self._predicting(lambda m: m.median_ms)
+        return self._make_model(lambda m: m.median_ms)
 
     @functools.cached_property
     def host_model(self) -> StepModel:
@@ -249,53 +249,55 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """
         stands = self.emulated is not None and self.path["tp"] != 1
 
-        def ms(m: Measured) -> float:
+        def get_ms(m: MeasuredCase) -> float:
             return max(m.median_host_ms, m.median_ms if stands and m.case.chunks else 0.0)
 
-        return self._predicting(ms)
+        return self._make_model(get_ms)
 
-    def _predicting(self, ms: Callable[[Measured], float]) -> StepModel:
-        return StepModel(*([(m.case.work(), ms(m)) for m in self.cases_for(use)] for use in MODELLED))
+    def _make_model(self, ms: Callable[[MeasuredCase], float]) -> StepModel:
+        return StepModel(*([(m.case.compute_work(), ms(m)) for m in self.select_cases(use)] for use in MODELLED))
 
     @functools.cached_property
-    def slowed(self) -> Slowed:
+    def slowdown(self) -> Slowdown:
         """Return the slowdown model of a hot GPU."""
         found = []
-        for m in self.cases_for(HOT):
-            work, before = m.case.work(), sum(c.chunks * c.tokens for c in m.case.after)
-            cool_ms = self.model.step_ms([work])
+        for m in self.select_cases(HOT):
+            work, before = m.case.compute_work(), sum(c.chunks * c.tokens for c in m.case.after)
+            cool_ms = self.model.predict_step_ms([work])
             found.append(HotStep(work, m.median_ms / cool_ms, before, m.case.since * cool_ms / 1e3))
-        return Slowed(found)
+        return Slowdown(found)
 
-    def duration_ms(self, step: Step, heat: float = 0.0) -> float:
+    def predict_duration_ms(self, step: Step, heat: float = 0.0) -> float:
         """Return the duration of a step after the one before it, with a share `heat` of the slowdown after the largest
         chunks.
 
         Raise UsageError for a step outside the measured range.
         """
-        works = step_works(step)
-        return self.model.step_ms(works) * (1 + heat * (self.slowed(works) - 1))
+        works = compute_step_works(step)
+        return self.model.predict_step_ms(works) * (1 + heat * (self.slowdown(works) - 1))
 
-    def host_ms(self, step: Step) -> float:
+    def predict_host_ms(self, step: Step) -> float:
         """Return the time during which the host is busy launching the step. Raise as duration_ms does."""
-        return max(self.host_model.step_ms(step_works(step)), 0.0)
+        return max(self.host_model.predict_step_ms(compute_step_works(step)), 0.0)
 
     def check_errors(self) -> list[tuple[Case, float]]:
         """Return the cases that predictions do not use, each with (predicted - measured) / measured."""
-        found = self.cases_for(CHECK)
-        return [(m.case, self.model.step_ms(m.case.works(self.replicas)) / m.median_ms - 1) for m in found]
+        found = self.select_cases(CHECK)
+        return [
+            (m.case, self.model.predict_step_ms(m.case.compute_works(self.replicas)) / m.median_ms - 1) for m in found
+        ]
 
-    def cases_for(self, use: str) -> list[Measured]:
+    def select_cases(self, use: str) -> list[MeasuredCase]:
         """Return the cases of one use; for an emulated layout, those with prompts are scaled to the GPUs of the machine
         together.
         """
         found = self.emulated.prompts if self.emulated else ()
         together = Line((p.tokens, p.times) for p in found) if found else None
-        return [_longer(m, together) for m in self.cases if m.case.use == use]
+        return [_apply_scaling(m, together) for m in self.cases if m.case.use == use]
 
-    def must_be_of(self, point: Point, name: str = "the step times") -> None:
+    def check_point(self, point: Point, name: str = "the step times") -> None:
         """Raise UsageError with the differences unless these are the times of the point's engine."""
-        found = differences(self.path, engine_path(point))
+        found = find_differences(self.path, get_engine_path(point))
         if found:
             raise UsageError(
                 f"{name}: measured with {', '.join(found)}; name a file that was measured for this point, or leave "
@@ -303,12 +305,12 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             )
 
 
-def _longer(measured: Measured, together: Line | None) -> Measured:
+def _apply_scaling(measured: MeasuredCase, together: Line | None) -> MeasuredCase:
     """Return a case measured on one GPU, scaled to several."""
-    tokens = measured.case.work().tokens
+    tokens = measured.case.compute_work().tokens
     if together is None or not tokens:
         return measured
-    times = together.held(tokens)
+    times = together.predict_clamped(tokens)
     return msgspec.structs.replace(measured, samples_ms=[ms * times for ms in measured.samples_ms])
 
 
@@ -325,27 +327,27 @@ def read_step_times(path: Path) -> StepTimes:
         version = msgspec.json.decode(data, type=_Version).schema_version
         if version != STEP_TIMES_VERSION:
             raise RecordsError(f"{path} has schema_version {version}, while this dcpbench reads {STEP_TIMES_VERSION}.")
-        times = _whole(msgspec.json.decode(data, type=StepTimes))
+        times = _add_path_defaults(msgspec.json.decode(data, type=StepTimes))
     except (OSError, *UNREADABLE) as e:
-        said = "it is nested too deep" if isinstance(e, RecursionError) else str(e)[:300]
+        reason = "it is nested too deep" if isinstance(e, RecursionError) else str(e)[:300]
         raise RecordsError(
-            f"{path} cannot be read as step times: {said}; name a file below step-times/ of a run."
+            f"{path} cannot be read as step times: {reason}; name a file below step-times/ of a run."
         ) from e
-    alike = {msgspec.structs.replace(m.case, use=UNEVEN, replicas=1) for m in times.cases if m.case.use == LINE}
+    full_cases = {msgspec.structs.replace(m.case, use=UNEVEN, replicas=1) for m in times.cases if m.case.use == LINE}
     for number, measured in enumerate(times.cases):
-        found = _problem(measured, times.replicas)
-        if not found and measured.case.use == UNEVEN and measured.case not in alike:
+        found = _find_problem(measured, times.replicas)
+        if not found and measured.case.use == UNEVEN and measured.case not in full_cases:
             found = f"its step, {measured.case}, was not measured on all replicas, so nothing tells what it spares"
         if found:
             raise RecordsError(f"{path}, cases[{number}]: {found}; measure again.")
-    if times.emulated and (wrong := wrong_prompts(times.emulated.prompts)):
+    if times.emulated and (wrong := describe_invalid_prompts(times.emulated.prompts)):
         raise RecordsError(f"{path}, emulated: {wrong}")
     if not 0 <= times.launch_ms <= MAX_NUMBER:
         raise RecordsError(f"{path}: launch_ms is {times.launch_ms:g}, which is no time; measure again.")
     return times
 
 
-def _whole(times: StepTimes) -> StepTimes:
+def _add_path_defaults(times: StepTimes) -> StepTimes:
     """Return the times with every field of the path; raise ValidationError for a missing field without a default or a
     surplus one.
     """
@@ -359,7 +361,7 @@ def _whole(times: StepTimes) -> StepTimes:
     return msgspec.structs.replace(times, path=path)
 
 
-def _wrong_use(case: Case, replicas: int) -> str:
+def _find_use_problem(case: Case, replicas: int) -> str:
     """Return the problem with the use or the replicas of a case; empty if both are valid."""
     if case.use not in USES:
         return f"case.use is {case.use[:40]!r}, none of {', '.join(USES)}"
@@ -372,7 +374,7 @@ def _wrong_use(case: Case, replicas: int) -> str:
     return ""
 
 
-def _problem(measured: Measured, replicas: int) -> str:
+def _find_problem(measured: MeasuredCase, replicas: int) -> str:
     """Return the first value of a case that cannot have been measured on this number of replicas; empty if all are
     valid.
     """
@@ -383,18 +385,18 @@ def _problem(measured: Measured, replicas: int) -> str:
         "case.after": [n for c in case.after for n in (c.chunks, c.tokens)],
     }
     for name, numbers in counts.items():
-        if numbers and not 1 <= min(numbers) <= max(numbers) <= MOST_TOKENS:
-            return f"{name} counts from 1 to {MOST_TOKENS:,}, and not {', '.join(map(str, numbers))[:100]}"
+        if numbers and not 1 <= min(numbers) <= max(numbers) <= MAX_TOKENS:
+            return f"{name} counts from 1 to {MAX_TOKENS:,}, and not {', '.join(map(str, numbers))[:100]}"
     prefixes = [c.prefix for c in case.chunks]
-    if prefixes and not 0 <= min(prefixes) <= max(prefixes) <= MOST_TOKENS:
-        return f"case.chunks has prefixes of 0 to {MOST_TOKENS:,} tokens, and not {prefixes[:3]}"
-    if not 0 <= case.since <= MOST_REQUESTS:
+    if prefixes and not 0 <= min(prefixes) <= max(prefixes) <= MAX_TOKENS:
+        return f"case.chunks has prefixes of 0 to {MAX_TOKENS:,} tokens, and not {prefixes[:3]}"
+    if not 0 <= case.since <= MAX_REQUESTS:
         return f"case.since is {case.since}, which is no number of steps"
-    if case.requests > MOST_REQUESTS:
-        return f"its step has more than {MOST_REQUESTS:,} requests"
+    if case.requests > MAX_REQUESTS:
+        return f"its step has more than {MAX_REQUESTS:,} requests"
     if not case.decodes and not case.chunks:
         return "its step does nothing"
-    if use := _wrong_use(case, replicas):
+    if use := _find_use_problem(case, replicas):
         return use
     if not measured.samples_ms or not 0 < min(measured.samples_ms) <= max(measured.samples_ms) <= MAX_NUMBER:
         return "it has no samples_ms, or times that are not positive"

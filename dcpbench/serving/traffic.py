@@ -58,7 +58,7 @@ class Sample:
         return self.sequence.cached if self.sequence is not None and self.sequence.replica >= 0 else self.cached_tokens
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """Return True if all its tokens have been read."""
         return not self.failed and len(self.token_s) == self.request.output_tokens
 
@@ -101,12 +101,12 @@ class Traffic:
         self.stopped = False
 
     @property
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         """Return True if no more requests will come and all have been read."""
         left = len(self.sessions) - self.begun
         return not self.in_flight and (self.stopped or not (left or self.turns))
 
-    def due(self, now_s: float) -> tuple[int, int]:
+    def count_due(self, now_s: float) -> tuple[int, int]:
         """Return the number of later turns and of new sessions that are due."""
         if self.stopped:
             return 0, 0
@@ -115,11 +115,11 @@ class Traffic:
         if self.concurrency is not None:
             return turns, min(self.concurrency - (self.begun - self.ended), left)
         new = 0
-        while new < left and self._arrival(self.begun + new) <= now_s:
+        while new < left and self._get_arrival_s(self.begun + new) <= now_s:
             new += 1
         return turns, new
 
-    def next_arrival_s(self) -> float | None:
+    def find_next_arrival_s(self) -> float | None:
         """Return the due time of the next turn, or of the next session of an open loop; None without either, or if
         clients wait for answers.
         """
@@ -127,7 +127,7 @@ class Traffic:
             return None
         known = [self.turns[0][0]] if self.turns else []
         if self.concurrency is None and self.begun < len(self.sessions):
-            known.append(self._arrival(self.begun))
+            known.append(self._get_arrival_s(self.begun))
         return min(known, default=None)
 
     def submit(self, turns: int, sessions: int, now_s: float) -> None:
@@ -136,24 +136,24 @@ class Traffic:
             self.free_s.extend([now_s] * self.concurrency)
         for _ in range(turns):
             due_s, request = self.turns.popleft()
-            self._submit(self._as_said(request), due_s)
+            self._submit_request(self._add_sampled_answers(request), due_s)
         for _ in range(sessions):
-            came_s = self._arrival(self.begun) if self.concurrency is None else self.free_s.popleft()
+            came_s = self._get_arrival_s(self.begun) if self.concurrency is None else self.free_s.popleft()
             self.begun += 1
-            self._submit(self.sessions[self.begun - 1], came_s)
+            self._submit_request(self.sessions[self.begun - 1], came_s)
 
-    def read(self, step: Step, now_s: float) -> None:
+    def record_tokens(self, step: Step, now_s: float) -> None:
         """Record the tokens of a step that has been read."""
         sample_of = self.sample_of
         for replica in step.replicas:
-            for sequence in replica.emits:
+            for sequence in replica.sampled_sequences:
                 sample_of[sequence.request.number].token_s.append(now_s)
         for sequence in step.finished:
             self.sample_of[sequence.request.number].sequence = sequence
             if (later := self.next_turn.get(sequence.request.number)) is not None:
                 self.turns.append((now_s + self.think_s, later))
             else:
-                self._end(now_s)
+                self._finish_session(now_s)
         self.in_flight -= len(step.finished)
 
     def stop(self) -> None:
@@ -164,32 +164,32 @@ class Traffic:
             self.sample_of[sequence.request.number].sequence = sequence
         self.in_flight = 0
 
-    def _submit(self, request: ServeRequest, came_s: float) -> None:
+    def _submit_request(self, request: ServeRequest, came_s: float) -> None:
         sample = Sample(request, came_s)
         self.samples.append(sample)
         self.sample_of[request.number] = sample
         sample.rejected = self.scheduler.submit(request)
         if sample.rejected:  # so would all that are longer
-            self._end(came_s)
+            self._finish_session(came_s)
         else:
             self.in_flight += 1
 
-    def _as_said(self, request: ServeRequest) -> ServeRequest:
+    def _add_sampled_answers(self, request: ServeRequest) -> ServeRequest:
         """Return a later turn with the sampled answers before it, on a rank that has them."""
         before = self.sample_of[request.number - 1]
         if len(before.tokens) != before.request.output_tokens:
             return request
         own = request.prompt[before.request.prompt_tokens + before.request.output_tokens :]
-        said = np.concatenate((before.request.ids, np.array(before.tokens, dtype=np.int32), own))
-        return dataclasses.replace(request, said=said)
+        sampled_prompt = np.concatenate((before.request.ids, np.array(before.tokens, dtype=np.int32), own))
+        return dataclasses.replace(request, sampled_prompt=sampled_prompt)
 
-    def _end(self, now_s: float) -> None:
+    def _finish_session(self, now_s: float) -> None:
         """Record the end of a session."""
         self.ended += 1
         if self.concurrency is not None:
             self.free_s.append(now_s)
 
-    def _arrival(self, index: int) -> float:
+    def _get_arrival_s(self, index: int) -> float:
         arrival = self.sessions[index].arrival_s
         assert arrival is not None
         return arrival

@@ -9,12 +9,12 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dcpbench.show.text import printable
+from dcpbench.show.text import make_printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-MOST = 10
+MAX_ANNOTATIONS = 10
 """Annotations of one level that GitHub shows for a step; it drops the others without a word."""
 SUMMARY = "GITHUB_STEP_SUMMARY"
 """Environment variable with the file of the step summary, if there is one."""
@@ -23,27 +23,27 @@ SUMMARY_BYTES = 1_000_000
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
-def junit_case(classname: str, name: str, *, file: str = "", line: int | None = None) -> ET.Element:
+def make_junit_case(classname: str, name: str, *, file: str = "", line: int | None = None) -> ET.Element:
     """Return a test case, which passes unless it is given another result."""
-    case = ET.Element("testcase", classname=_xml(classname), name=_xml(name), time="0")
+    case = ET.Element("testcase", classname=_encode_xml(classname), name=_encode_xml(name), time="0")
     if file:
-        case.set("file", _xml(file))
+        case.set("file", _encode_xml(file))
     if line is not None:
         case.set("line", str(line))
     return case
 
 
-def junit_result(case: ET.Element, kind: str, message: str = "", text: str = "", *, of: str = "") -> None:
+def add_junit_result(case: ET.Element, kind: str, message: str = "", text: str = "", *, of: str = "") -> None:
     """Add the result of a test case: `failure`, `error` or `skipped` with a message and optionally a type.
 
     The kind `system-out` is the output of a passed test.
     """
     attributes = {"message": message, "type": of}
-    result = ET.SubElement(case, kind, {name: _xml(value) for name, value in attributes.items() if value})
-    result.text = _xml(text)
+    result = ET.SubElement(case, kind, {name: _encode_xml(value) for name, value in attributes.items() if value})
+    result.text = _encode_xml(text)
 
 
-def junit(name: str, suites: Mapping[str, Sequence[ET.Element]]) -> str:
+def format_junit(name: str, suites: Mapping[str, Sequence[ET.Element]]) -> str:
     """Return a JUnit XML file: the cases of each suite, with the number of each result per suite and in total."""
     root = ET.Element("testsuites", name=name)
     for title, cases in suites.items():
@@ -57,12 +57,12 @@ def junit(name: str, suites: Mapping[str, Sequence[ET.Element]]) -> str:
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"
 
 
-def _xml(text: str) -> str:
+def _encode_xml(text: str) -> str:
     """Return text with each character that XML cannot represent, such as most control characters, replaced by U+FFFD."""
     return _NOT_XML.sub("\ufffd", text)
 
 
-def annotation(level: str, message: str, title: str, *, file: str = "", line: int | None = None) -> str:
+def format_annotation(level: str, message: str, title: str, *, file: str = "", line: int | None = None) -> str:
     """Return a workflow command of GitHub Actions, which marks a line of a change.
 
     `level` is `error`, `warning` or `notice`. Characters that would end the message, a property or their list are
@@ -70,22 +70,24 @@ def annotation(level: str, message: str, title: str, *, file: str = "", line: in
     """
     properties = {"file": file, "line": str(line) if line and line > 0 else "", "title": title}
     escaped = {
-        name: _data(value).replace(":", "%3A").replace(",", "%2C") for name, value in properties.items() if value
+        name: _encode_annotation(value).replace(":", "%3A").replace(",", "%2C")
+        for name, value in properties.items()
+        if value
     }
     listed = ",".join(f"{name}={value}" for name, value in escaped.items())
-    return f"::{level} {listed}::{_data(message)}"
+    return f"::{level} {listed}::{_encode_annotation(message)}"
 
 
-def annotation_lines(*levels: Iterable[str]) -> str:
+def format_annotation_lines(*levels: Iterable[str]) -> str:
     """Return the annotations, a line each, with as many of each level as GitHub shows."""
-    return "".join(f"{line}\n" for level in levels for line in list(level)[:MOST])
+    return "".join(f"{line}\n" for level in levels for line in list(level)[:MAX_ANNOTATIONS])
 
 
-def _data(text: str) -> str:
+def _encode_annotation(text: str) -> str:
     return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
-def step_summary(text: str) -> None:
+def append_step_summary(text: str) -> None:
     """Append Markdown to the step summary, if there is one; a failed write is a warning, not an error."""
     path = os.environ.get(SUMMARY)
     if not path:
@@ -94,15 +96,15 @@ def step_summary(text: str) -> None:
         with Path(path).open("a", encoding="utf-8") as f:
             f.write(text.encode()[:SUMMARY_BYTES].decode(errors="ignore"))
     except OSError as e:
-        sys.stderr.write(f"warning: {SUMMARY}={printable(path)} cannot be written ({e.strerror}).\n")
+        sys.stderr.write(f"warning: {SUMMARY}={make_printable(path)} cannot be written ({e.strerror}).\n")
 
 
-def row(cells: Iterable[str]) -> str:
+def format_markdown_row(cells: Iterable[str]) -> str:
     """Return a row of a Markdown table."""
     return "| " + " | ".join(cells) + " |"
 
 
-def bullets(lines: Iterable[str], title: str = "") -> str:
+def format_bullet_list(lines: Iterable[str], title: str = "") -> str:
     """Return a list under a heading; empty without lines."""
     text = "\n".join(f"- {line}" for line in lines)
     return f"### {title}\n\n{text}" if text and title else text

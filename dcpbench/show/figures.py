@@ -7,7 +7,7 @@ import textwrap
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from dcpbench.show.numbers import count
+from dcpbench.show.numbers import format_integer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -51,7 +51,7 @@ DPI = 150
 
 
 @contextlib.contextmanager
-def drawing(more: Mapping[str, Any] | None = None) -> Iterator[None]:
+def apply_style(more: Mapping[str, Any] | None = None) -> Iterator[None]:
     """Apply the common style to all figures drawn and saved in the block, with `more` of matplotlib's settings."""
     import matplotlib as mpl
 
@@ -60,7 +60,7 @@ def drawing(more: Mapping[str, Any] | None = None) -> Iterator[None]:
         yield
 
 
-def save(figure: Figure, path: Path, *formats: str) -> list[Path]:
+def save_figure(figure: Figure, path: Path, *formats: str) -> list[Path]:
     """Write a figure in formats, of `png`, `svg` and `pdf`, which end the name of `path`; returns the files.
 
     Everything finds its place once, as the first format needs it, and each format is drawn once: Figure.savefig would
@@ -94,31 +94,31 @@ def _write_png(canvas: FigureCanvasAgg, file: Path) -> None:
     few.save(file, dpi=(DPI, DPI), optimize=True)
 
 
-def colour(place: int) -> str:
+def get_colour(place: int) -> str:
     """Return the colour of the series at this index."""
     return COLOURS[place % len(COLOURS)]
 
 
-def marker(place: int) -> str:
+def get_marker(place: int) -> str:
     """Return the marker of a series, which distinguishes it in addition to the colour."""
     return MARKERS[place % len(MARKERS)]
 
 
-def dashes(place: int) -> Line:
+def get_line_style(place: int) -> Line:
     """Return the line style of a series."""
     return LINES[place % len(LINES)]
 
 
-def axis_labels(figure: Figure, x: str, y: str) -> None:
+def set_axis_labels(figure: Figure, x: str, y: str) -> None:
     """Label the x axis of every panel and the y axis of the first in each row."""
     for ax in figure.axes:
-        ax.set_xlabel(_scaled(x, ax.get_xscale()))
+        ax.set_xlabel(_format_axis_label(x, ax.get_xscale()))
         spec = ax.get_subplotspec()
         if spec is None or spec.is_first_col():
-            ax.set_ylabel(_scaled(y, ax.get_yscale()))
+            ax.set_ylabel(_format_axis_label(y, ax.get_yscale()))
 
 
-def _scaled(label: str, scale: str) -> str:
+def _format_axis_label(label: str, scale: str) -> str:
     """Return the label, with a note in its brackets if the axis is logarithmic."""
     return label.removesuffix(")") + ", log scale)" if scale == "log" else label
 
@@ -127,7 +127,7 @@ LETTERS_IN_AN_INCH = 11
 """Letters of a title per inch."""
 
 
-def headline(figure: Figure, title: str, *, width: int = 90) -> None:
+def set_headline(figure: Figure, title: str, *, width: int = 90) -> None:
     """Set the title of a figure, broken into lines of at most `width` characters, by default by the figure's width."""
     room = min(width, int(figure.get_figwidth() * LETTERS_IN_AN_INCH))
     figure.suptitle("\n".join(textwrap.wrap(title, room, break_on_hyphens=False)), fontsize=12)
@@ -138,7 +138,7 @@ LEGEND_LINE_INCHES = 0.2
 """Lines of a legend that a figure has room for, and how much taller each further one makes it."""
 
 
-def legend_below(figure: Figure, handles: list[Any]) -> None:
+def draw_legend_below(figure: Figure, handles: list[Any]) -> None:
     """Draw a legend below the panels, in as many columns as fit the figure, which grows with a long one."""
     labels = [str(handle.get_label()).splitlines() for handle in handles]
     longest = max(len(line) for lines in labels for line in lines)
@@ -148,20 +148,20 @@ def legend_below(figure: Figure, handles: list[Any]) -> None:
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=9)
 
 
-def hollow(means: str, line: Line = "") -> Line2D:
+def make_hollow_entry(means: str, line: Line = "") -> Line2D:
     """Return a legend entry that explains a hollow marker, with or without a line."""
     from matplotlib.lines import Line2D
 
-    said = f"hollow, dashed: {means}" if line else f"hollow: {means}"
-    return Line2D([], [], color=GREY, label=said, marker="o", markerfacecolor="white", linestyle=line)
+    label = f"hollow, dashed: {means}" if line else f"hollow: {means}"
+    return Line2D([], [], color=GREY, label=label, marker="o", markerfacecolor="white", linestyle=line)
 
 
-def columns_for(panels: int) -> int:
+def choose_columns(panels: int) -> int:
     """Return the number of panels side by side: one for a single panel, two for two or four, else three."""
     return {1: 1, 2: 2, 4: 2}.get(panels, 3)
 
 
-def watermark(ax: Axes) -> None:
+def draw_watermark(ax: Axes) -> None:
     """Write across a panel, behind its contents, that its numbers are no performance claim."""
     ax.text(
         0.5,
@@ -178,13 +178,13 @@ def watermark(ax: Axes) -> None:
     )
 
 
-def watermark_below(ax: Axes) -> None:
+def draw_watermark_below(ax: Axes) -> None:
     """Write the watermark below the axis of a panel with bars, which would cover it."""
-    said = WATERMARK.replace("\n", " ")
-    ax.set_xlabel("\n".join(filter(None, (ax.get_xlabel(), said))))
+    text = WATERMARK.replace("\n", " ")
+    ax.set_xlabel("\n".join(filter(None, (ax.get_xlabel(), text))))
 
 
-def measured_ticks(ax: Axes, values: Iterable[float]) -> None:
+def set_measured_ticks(ax: Axes, values: Iterable[float]) -> None:
     """Put the ticks of the x axis at the measured values, logarithmic if the values are far apart."""
     ticks = sorted(set(values))
     if ticks and ticks[0] > 0 and ticks[-1] / ticks[0] >= 4:  # noqa: PLR2004 - two doublings
@@ -193,11 +193,11 @@ def measured_ticks(ax: Axes, values: Iterable[float]) -> None:
         ax.set_xlim(ticks[0] * 0.5, ticks[0] * 1.5)
     most = 7
     ticks = ticks if len(ticks) <= most else [*ticks[:: -(-len(ticks) // most)], ticks[-1]]
-    ax.set_xticks(ticks, [count(t) for t in ticks])
+    ax.set_xticks(ticks, [format_integer(t) for t in ticks])
     ax.minorticks_off()
 
 
-def value_axis(ax: Axes, values: Iterable[float], axis: str) -> None:
+def set_value_axis(ax: Axes, values: Iterable[float], axis: str) -> None:
     """Start an axis at 0, or make it logarithmic if the values span more than LOG_RANGE."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
@@ -211,4 +211,4 @@ def value_axis(ax: Axes, values: Iterable[float], axis: str) -> None:
     else:
         getattr(ax, f"set_{axis}lim")(0, max(known, default=1) * 1.08)
         target.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
-    target.set_major_formatter(FuncFormatter(lambda v, _: count(v) if v >= 10 or v == 0 else f"{v:g}"))  # noqa: PLR2004
+    target.set_major_formatter(FuncFormatter(lambda v, _: format_integer(v) if v >= 10 or v == 0 else f"{v:g}"))  # noqa: PLR2004

@@ -44,24 +44,26 @@ INSTANCES = re.compile(r" (\d+P\d+D|×\d+)$")
 UNKNOWN: Lch = (0.45, 0.0, 0.0)
 
 
-def colours(name: str) -> tuple[str, str]:
+def get_colours(name: str) -> tuple[str, str]:
     """Return the colours of a layout such as `tp8·dp2·dcp4` on light and on dark; grey for a name without degrees."""
-    lightness, chroma, hue = _lch(name)
-    return _hex(lightness, chroma, hue), _hex(min(max(lightness + ON_DARK, DARKEST_ON_DARK), LIGHTEST), chroma, hue)
+    lightness, chroma, hue = _compute_lch(name)
+    return _encode_hex(lightness, chroma, hue), _encode_hex(
+        min(max(lightness + ON_DARK, DARKEST_ON_DARK), LIGHTEST), chroma, hue
+    )
 
 
-def themed(name: str) -> str:
+def format_css_colours(name: str) -> str:
     """Return both colours as a CSS value: `light-dark(#…, #…)`."""
-    return f"light-dark({', '.join(colours(name))})"
+    return f"light-dark({', '.join(get_colours(name))})"
 
 
-def paled(name: str, share: float) -> str:
+def compute_shade(name: str, share: float) -> str:
     """Return the layout's hue on light, from pale at 0 to dark at 1, for measurements of one layout alone."""
-    _, chroma, hue = _lch(name)
-    return _hex(PALEST + share * (DARKEST - PALEST), chroma, hue)
+    _, chroma, hue = _compute_lch(name)
+    return _encode_hex(PALEST + share * (DARKEST - PALEST), chroma, hue)
 
 
-def split(name: str) -> tuple[str, str]:
+def split_instances(name: str) -> tuple[str, str]:
     """Split `tp4·dcp4 1P2D` into `tp4·dcp4` and `1P2D`; the latter is empty for a single instance."""
     layout, *instances = INSTANCES.split(name)
     return layout, instances[0] if instances else ""
@@ -73,33 +75,33 @@ def split_experts(name: str) -> tuple[str, str]:
     return degrees, f"ep{ep}" if ep else ""
 
 
-def place_of_marker(name: str) -> int:
+def find_marker_index(name: str) -> int:
     """Return the layout's place in figures.MARKERS."""
-    found = _degrees(name)
+    found = _parse_degrees(name)
     if found is None:
         return 0
     _, dp, dcp = found
     if dp == 1 and dcp == 1:
         return PLAIN_MARKER
     markers = BOTH_MARKERS if dp > 1 and dcp > 1 else DCP_MARKERS if dcp > 1 else DP_MARKERS
-    return markers[_step(dp, dcp)]
+    return markers[_find_family_index(dp, dcp)]
 
 
-def _degrees(name: str) -> tuple[int, int, int] | None:
+def _parse_degrees(name: str) -> tuple[int, int, int] | None:
     found = {degree: int(number) for degree, number in DEGREE.findall(name)}
     return (found["tp"], found.get("dp", 1), found.get("dcp", 1)) if found.get("tp") else None
 
 
-def _lch(name: str) -> Lch:
-    if (found := _degrees(name)) is None:
+def _compute_lch(name: str) -> Lch:
+    if (found := _parse_degrees(name)) is None:
         return UNKNOWN
     tp, dp, dcp = found
     family = BOTH if dp > 1 and dcp > 1 else DCP if dcp > 1 else DP if dp > 1 else (PLAIN,)
-    lightness, chroma, hue = family[_step(dp, dcp) if family[1:] else 0]
+    lightness, chroma, hue = family[_find_family_index(dp, dcp) if family[1:] else 0]
     return lightness + (ALONE if tp == 1 else SHADES[(round(math.log2(tp)) - 2) % 3]), chroma, hue
 
 
-def _step(dp: int, dcp: int) -> int:
+def _find_family_index(dp: int, dcp: int) -> int:
     """Return the index of these degrees in their family."""
     of_dp, of_dcp = (max(round(math.log2(degree)), 1) for degree in (dp, dcp))
     if dp == 1 or dcp == 1:
@@ -109,20 +111,20 @@ def _step(dp: int, dcp: int) -> int:
 
 
 @cache
-def _hex(lightness: float, chroma: float, hue: float) -> str:
+def _encode_hex(lightness: float, chroma: float, hue: float) -> str:
     """Return the colour as sRGB, with chroma reduced to the displayable range."""
-    rgb = _linear(lightness, chroma, hue)
+    rgb = _compute_linear_rgb(lightness, chroma, hue)
     while chroma > 0 and not all(0 <= part <= 1 for part in rgb):
         chroma -= 0.005
-        rgb = _linear(lightness, chroma, hue)
-    return "#" + "".join(f"{round(255 * _encoded(part)):02x}" for part in rgb)
+        rgb = _compute_linear_rgb(lightness, chroma, hue)
+    return "#" + "".join(f"{round(255 * _encode_srgb(part)):02x}" for part in rgb)
 
 
-def _encoded(part: float) -> float:
+def _encode_srgb(part: float) -> float:
     return 12.92 * part if part <= 0.0031308 else 1.055 * part ** (1 / 2.4) - 0.055  # noqa: PLR2004 - sRGB's own
 
 
-def _linear(lightness: float, chroma: float, hue: float) -> tuple[float, float, float]:
+def _compute_linear_rgb(lightness: float, chroma: float, hue: float) -> tuple[float, float, float]:
     """Return linear red, green and blue, below 0 or above 1 outside the displayable range
     (bottosson.github.io/posts/oklab).
     """

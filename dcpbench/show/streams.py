@@ -57,7 +57,7 @@ HANDLER = "dcpbench.forms"
 """Name of an error handler of codecs that puts them in."""
 
 
-def settle() -> None:
+def prepare_streams() -> None:
     """Make stdout and stderr accept any text: with ASCII replacements if their encoding requires it; no-op if they are
     closed.
 
@@ -70,11 +70,11 @@ def settle() -> None:
             setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 -- until the process ends
         elif getattr(stream, "errors", "") in PYTHONS_OWN and hasattr(stream, "reconfigure"):
             stream.reconfigure(errors=HANDLER)
-        if not isinstance(getattr(sys, name), Redacted):
-            setattr(sys, name, Redacted(getattr(sys, name)))
+        if not isinstance(getattr(sys, name), RedactedStream):
+            setattr(sys, name, RedactedStream(getattr(sys, name)))
 
 
-class Redacted:
+class RedactedStream:
     """Wrap a text stream and replace secrets before they are written; otherwise it behaves like the wrapped stream."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -99,10 +99,10 @@ class Redacted:
 def write_json(text: str) -> None:
     """Write JSON to stdout; characters missing from its encoding are escaped, so that readers get the original text."""
     encoding = codecs.lookup(sys.stdout.encoding or "utf-8").name
-    sys.stdout.write(text if encoding == "utf-8" else re.sub(r"[^\x00-\x7f]", _escaped, text))
+    sys.stdout.write(text if encoding == "utf-8" else re.sub(r"[^\x00-\x7f]", _encode_json_escape, text))
 
 
-def forget_output() -> None:
+def drop_output() -> None:
     """Discard further output: data left in buffers would fail again at the end of the process."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
@@ -113,14 +113,14 @@ def forget_output() -> None:
     os.close(nowhere)
 
 
-def _formed(error: UnicodeError) -> tuple[str, int]:
+def _handle_encode_error(error: UnicodeError) -> tuple[str, int]:
     """Return the ASCII replacement, as an error handler of codecs."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
-    return "".join(map(_form, error.object[error.start : error.end])), error.end
+    return "".join(map(_find_replacement, error.object[error.start : error.end])), error.end
 
 
-def _form(c: str) -> str:
+def _find_replacement(c: str) -> str:
     if c in FORMS:
         return FORMS[c]
     if ord(c) in LINES:
@@ -130,9 +130,9 @@ def _form(c: str) -> str:
     return unicodedata.normalize("NFKD", c).encode("ascii", "ignore").decode() or "?"
 
 
-def _escaped(found: re.Match[str]) -> str:
+def _encode_json_escape(found: re.Match[str]) -> str:
     data = found[0].encode("utf-16-be", "surrogatepass")
     return "".join(f"\\u{data[i : i + 2].hex()}" for i in range(0, len(data), 2))
 
 
-codecs.register_error(HANDLER, _formed)
+codecs.register_error(HANDLER, _handle_encode_error)

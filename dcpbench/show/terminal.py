@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING, Any, ParamSpec, Self
 
 from dcpbench.points.redaction import redact
-from dcpbench.show.text import printable
+from dcpbench.show.text import make_printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,49 +26,51 @@ SLOWER = 2.0  # factor by which the pause between lines of progress grows outsid
 MAX_QUIET_SECONDS = 60.0
 
 
-def console(*, error: bool = False) -> Console:
+def make_console(*, error: bool = False) -> Console:
     """Return Rich's console, on stderr with `error`."""
-    found = _console(stderr=error)
+    found = _build_console(stderr=error)
     if not found.is_terminal:
         found.width = PLAIN_WIDTH
     return found
 
 
-def drawn(draw: Callable[[Console], None], width: int, *, colour: bool) -> str:
+def render_to_text(draw: Callable[[Console], None], width: int, *, colour: bool) -> str:
     """Return the output of `draw` on a console of `width` columns; colours and hyperlinks only with `colour`."""
     out = io.StringIO()
     system = "standard" if colour else None
-    draw(_console(file=out, width=width, force_terminal=colour, color_system=system, legacy_windows=False))
+    draw(_build_console(file=out, width=width, force_terminal=colour, color_system=system, legacy_windows=False))
     return "".join(f"{line if colour else line.rstrip()}\n" for line in out.getvalue().splitlines())
 
 
-def _console(**more: Any) -> Console:  # noqa: ANN401 - as of Rich's
+def _build_console(**more: Any) -> Console:  # noqa: ANN401 - as of Rich's
     """Return a console without markup and emoji, because names are untrusted."""
     from rich.console import Console
 
     return Console(markup=False, emoji=False, highlight=False, **more)
 
 
-def say(text: str) -> None:
+def print_stderr(text: str) -> None:
     """Write a line to stderr."""
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
 
 
-def now_and_then(tell: Callable[P, None], seconds: float = QUIET_SECONDS, *, slower: float = 1.0) -> Callable[P, None]:
+def make_rate_limited(
+    tell: Callable[P, None], seconds: float = QUIET_SECONDS, *, slower: float = 1.0
+) -> Callable[P, None]:
     """Return `tell` limited to one call in `seconds`, which also pass before the first; a quick command prints nothing.
 
     After each call the pause is `slower` times as long, up to MAX_QUIET_SECONDS.
     """
     last, pause = time.monotonic(), seconds
 
-    def sometimes(*args: P.args, **kwargs: P.kwargs) -> None:
+    def run_if_due(*args: P.args, **kwargs: P.kwargs) -> None:
         nonlocal last, pause
         if time.monotonic() - last >= pause:
             last, pause = time.monotonic(), min(pause * slower, max(MAX_QUIET_SECONDS, seconds))
             tell(*args, **kwargs)
 
-    return sometimes
+    return run_if_due
 
 
 def _count_columns() -> int:
@@ -85,7 +87,7 @@ class ProgressLine:
     def __init__(self) -> None:
         self._terminal = sys.stderr.isatty()
         self._shown = False
-        self._line = now_and_then(say, slower=SLOWER)
+        self._line = make_rate_limited(print_stderr, slower=SLOWER)
 
     def __enter__(self) -> Self:
         return self
@@ -98,8 +100,8 @@ class ProgressLine:
     def __call__(self, message: str) -> None:
         """Show one message, unless the last one was too recent."""
         if not self._terminal:
-            self._line(printable(message))
+            self._line(make_printable(message))
             return
-        sys.stderr.write("\r\x1b[K" + printable(redact(message))[: _count_columns() - 1])
+        sys.stderr.write("\r\x1b[K" + make_printable(redact(message))[: _count_columns() - 1])
         sys.stderr.flush()
         self._shown = True

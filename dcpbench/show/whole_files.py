@@ -43,7 +43,7 @@ def write_file(path: Path, data: bytes, *, durable: bool = True) -> None:
 
 
 @contextlib.contextmanager
-def whole_folder(folder: Path, *, last: Sequence[str], ours: Callable[[Path], bool]) -> Iterator[Path]:
+def write_folder(folder: Path, *, last: Sequence[str], ours: Callable[[Path], bool]) -> Iterator[Path]:
     """Yield a new folder to write into, which atomically replaces `folder` at the end; after an error it is removed.
 
     If `folder` holds files that are not `ours`, if the working directory of this process is in it, and on file
@@ -51,15 +51,15 @@ def whole_folder(folder: Path, *, last: Sequence[str], ours: Callable[[Path], bo
     added last, so that none of them is ever visible together with parts of another version. Raise OSError on failure.
     """
     place = folder.resolve()
-    half = _half(place)
+    half = _make_partial_folder(place)
     try:
         yield half
-        _put(half, place, last, ours)
+        _move_folder(half, place, last, ours)
     finally:
         shutil.rmtree(half, ignore_errors=True)
 
 
-def _half(place: Path) -> Path:
+def _make_partial_folder(place: Path) -> Path:
     """Return an empty folder next to `place`, or in it if its parent is not writable."""
     place.parent.mkdir(parents=True, exist_ok=True)
     if place.exists() and not place.is_dir():
@@ -75,7 +75,7 @@ def _half(place: Path) -> Path:
     return place.parent / name
 
 
-def _put(half: Path, place: Path, last: Sequence[str], ours: Callable[[Path], bool]) -> None:
+def _move_folder(half: Path, place: Path, last: Sequence[str], ours: Callable[[Path], bool]) -> None:
     if half.parent != place and not place.exists():
         half.rename(place)
         return
@@ -102,9 +102,9 @@ def _move_in(half: Path, place: Path, last: Sequence[str]) -> None:
         (place / name).unlink(missing_ok=True)
     found = [path.relative_to(half) for path in half.rglob("*") if path.is_file()]
     for path in sorted(found, key=lambda path: (str(path) in last, str(path))):
-        _arrives(half / path, place / path)
+        _move_file(half / path, place / path)
 
 
-def _arrives(new: Path, path: Path) -> None:
+def _move_file(new: Path, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     new.replace(path)

@@ -19,7 +19,7 @@ TERM_CODE = 143
 """Exit code of a command that SIGTERM ended."""
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
+class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A command of dcpbench, and the machines that it is to run on."""
 
     words: tuple[str, ...]
@@ -49,7 +49,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
         return self.folder / SUBMIT_FOLDER
 
 
-class Submitted(msgspec.Struct, frozen=True, kw_only=True):
+class SubmittedJob(msgspec.Struct, frozen=True, kw_only=True):
     """A job that a cluster has."""
 
     kind: str
@@ -65,37 +65,37 @@ class Submitted(msgspec.Struct, frozen=True, kw_only=True):
     """Kubernetes: the volume that keeps it."""
 
     @property
-    def said(self) -> str:
+    def description(self) -> str:
         """Return a description of the job."""
         return f"{'Slurm job' if self.kind == 'slurm' else 'Kubernetes job'} {self.id}"
 
-    def rest(self, folder: Path) -> str:
+    def describe_results(self, folder: Path) -> str:
         """Return a sentence, without its full stop, on the location of the results of a cancelled job."""
         if self.claim and not self.fetched:
             return f"What was measured is in the volume {self.claim}, in its folder {folder.name}"
         return f"What was measured is in {folder}"
 
 
-def keep(folder: Path, job: Submitted) -> None:
+def save_job(folder: Path, job: SubmittedJob) -> None:
     """Record the job of a run."""
-    with folders.writing(folder):
+    with folders.convert_write_errors(folder):
         write_file(folder / SUBMIT_FOLDER / STATE_FILE, msgspec.json.encode(job) + b"\n")
 
 
-def kept(folder: Path) -> Submitted | None:
+def load_job(folder: Path) -> SubmittedJob | None:
     """Return the last submitted job of a run; None without one. Raise OutputError if the file is invalid."""
     path = folder / SUBMIT_FOLDER / STATE_FILE
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Submitted)
+        return msgspec.json.decode(path.read_bytes(), type=SubmittedJob)
     except FileNotFoundError:
         return None
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as e:
         raise OutputError(f"{path} cannot be read ({e}); remove it if the job is gone, and submit again.") from e
 
 
-def job_of(folder: Path) -> Submitted:
+def require_job(folder: Path) -> SubmittedJob:
     """Return the job of a run. Raise UsageError if it was not submitted."""
-    found = kept(folder)
+    found = load_job(folder)
     if found is None:
         raise UsageError(
             f"{folder} was not submitted: there is no {SUBMIT_FOLDER}/{STATE_FILE}; give the folder that `dcpbench submit` "
@@ -104,9 +104,9 @@ def job_of(folder: Path) -> Submitted:
     return found
 
 
-def write_script(asked: Asked, name: str, text: str) -> Path:
+def write_script(spec: JobSpec, name: str, text: str) -> Path:
     """Write the submitted text to the run's folder. Raise OutputError on failure."""
-    folders.make_folder(asked.place)
-    with folders.writing(asked.folder):
-        write_file(asked.place / name, text.encode())
-    return asked.place / name
+    folders.make_folder(spec.place)
+    with folders.convert_write_errors(spec.folder):
+        write_file(spec.place / name, text.encode())
+    return spec.place / name

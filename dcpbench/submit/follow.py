@@ -10,9 +10,9 @@ import time
 from typing import TYPE_CHECKING, Protocol
 
 from dcpbench.errors import UsageError, WorkerError
-from dcpbench.launch.stopping import held_back
-from dcpbench.show.terminal import say
-from dcpbench.show.text import one_line, printable
+from dcpbench.launch.stopping import delay_signals
+from dcpbench.show.terminal import print_stderr
+from dcpbench.show.text import fit_line, make_printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -31,7 +31,7 @@ FAILED = 4
 class State:
     """State of a job."""
 
-    said: str
+    message: str
     """Sentence without its full stop, printed when it changes."""
     ended: bool = False
     code: int = 0
@@ -40,7 +40,7 @@ class State:
     """True if it ended because it lost a machine, so that it may continue elsewhere."""
 
 
-class Silent(Exception):  # noqa: N818 -- not an error that anybody sees
+class NoAnswerError(Exception):
     """The cluster did not answer, which may pass."""
 
 
@@ -50,115 +50,117 @@ class Queue(Protocol):
     late_s: float
     """Time in s during which output may arrive after the end."""
 
-    def look(self) -> State:
+    def fetch_state(self) -> State:
         """Return the current state. Raise Silent if the cluster does not answer."""
 
-    def output(self) -> Iterable[str]:
+    def read_output(self) -> Iterable[str]:
         """Return the lines printed by node 0 since the last call."""
 
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """Return True if no more output can arrive."""
 
     def cancel(self) -> None:
         """Have the cluster end it."""
 
-    def clean(self) -> None:
+    def delete_remains(self) -> None:
         """Remove the remains of a job that has ended."""
 
     def close(self) -> None:
         """Stop reading its output."""
 
 
-def follow(queue: Queue) -> State:
+def follow_job(queue: Queue) -> State:
     """Follow the job until it has ended; return its final state."""
     try:
-        state = _stay(queue)
-        _last_words(queue)
+        state = _wait_until_ended(queue)
+        _print_late_output(queue)
     finally:
         queue.close()
-    queue.clean()
+    queue.delete_remains()
     return state
 
 
-def _stay(queue: Queue) -> State:
-    state, looked, silent = State(said=""), 0.0, False
+def _wait_until_ended(queue: Queue) -> State:
+    state, looked, silent = State(message=""), 0.0, False
     while not state.ended:
-        show(queue.output())
+        print_output(queue.read_output())
         if time.monotonic() - looked >= LOOK_S or not looked:
             looked = time.monotonic()
             try:
-                found = queue.look()
+                found = queue.fetch_state()
                 silent = False
-            except Silent as e:
+            except NoAnswerError as e:
                 if not silent:
-                    say(f"{e}; asking again, the job goes on meanwhile.")
+                    print_stderr(f"{e}; asking again, the job goes on meanwhile.")
                 silent, found = True, state
-            if found.said != state.said:
-                show(queue.output())
-                say(f"{found.said.rstrip('.')}.")
+            if found.message != state.message:
+                print_output(queue.read_output())
+                print_stderr(f"{found.message.rstrip('.')}.")
             state = found
         if not state.ended:
             time.sleep(READ_S)
     return state
 
 
-def cancel(queue: Queue) -> State:
+def cancel_job(queue: Queue) -> State:
     """Cancel the job and wait until it is gone. Raise WorkerError if it remains."""
     queue.cancel()
     until = time.monotonic() + GONE_S
     while True:
-        with contextlib.suppress(Silent):
-            state = queue.look()
+        with contextlib.suppress(NoAnswerError):
+            state = queue.fetch_state()
             if state.ended:
-                queue.clean()
+                queue.delete_remains()
                 return state
         if time.monotonic() > until:
             raise WorkerError(f"the job was not gone {GONE_S:.0f} s after it was cancelled; look for it in the queue.")
         time.sleep(READ_S)
 
 
-def show(lines: Iterable[str]) -> None:
+def print_output(lines: Iterable[str]) -> None:
     """Print lines of the job's output on stdout."""
     for line in lines:
-        sys.stdout.write(printable(line, "\t") + "\n")
+        sys.stdout.write(make_printable(line, "\t") + "\n")
     sys.stdout.flush()
 
 
-def ask(command: Sequence[str], *, sent: str = "", env: dict[str, str] | None = None, seconds: float = ANSWER_S) -> str:
+def run_command(
+    command: Sequence[str], *, sent: str = "", env: dict[str, str] | None = None, seconds: float = ANSWER_S
+) -> str:
     """Return the output of a cluster command. Raise UsageError if it is missing, RefusedError if it fails, Silent on a
     time-out.
     """
     try:
-        code, out, err = _run(command, sent, env, seconds)
+        code, out, err = _run_process(command, sent, env, seconds)
     except FileNotFoundError as e:
         raise UsageError(
             f"there is no `{command[0]}` here; type this where it is, as on the cluster's login node, or add --dry-run to "
             "see what would be submitted."
         ) from e
     except subprocess.TimeoutExpired as e:
-        raise Silent(f"{command[0]} gave no answer within {seconds:.0f} s") from e
+        raise NoAnswerError(f"{command[0]} gave no answer within {seconds:.0f} s") from e
     if code:
-        raise RefusedError(command[0], one_line(err or out or f"exit code {code}"))
+        raise RefusedError(command[0], fit_line(err or out or f"exit code {code}"))
     return out
 
 
-def _run(command: Sequence[str], sent: str, env: dict[str, str] | None, seconds: float) -> tuple[int, str, str]:
+def _run_process(command: Sequence[str], sent: str, env: dict[str, str] | None, seconds: float) -> tuple[int, str, str]:
     """Return the exit code and the output of a command.
 
     The process always ends with this function; subprocess.run would leave it behind on Ctrl-C.
     """
     pipe = subprocess.PIPE
     with contextlib.ExitStack() as ending:
-        with held_back():
+        with delay_signals():
             process = ending.enter_context(
                 subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, errors="replace", env=env)
             )
-            ending.callback(_ended, process)
+            ending.callback(_kill_process, process)
         out, err = process.communicate(sent, timeout=seconds)
         return process.returncode, out, err
 
 
-def _ended(process: subprocess.Popen[str]) -> None:
+def _kill_process(process: subprocess.Popen[str]) -> None:
     if process.poll() is None:
         process.kill()
         process.wait()
@@ -167,14 +169,14 @@ def _ended(process: subprocess.Popen[str]) -> None:
 class RefusedError(WorkerError):
     """A command of the cluster failed; the sentence quotes it."""
 
-    def __init__(self, program: str, said: str) -> None:
-        super().__init__(f"{program}: {said}")
-        self.said = said
+    def __init__(self, program: str, message: str) -> None:
+        super().__init__(f"{program}: {message}")
+        self.message = message
 
 
-def _last_words(queue: Queue) -> None:
+def _print_late_output(queue: Queue) -> None:
     """Print output that arrives after the end of the job."""
     until = time.monotonic() + queue.late_s
-    while time.monotonic() < until and not queue.finished():
-        show(queue.output())
+    while time.monotonic() < until and not queue.is_finished():
+        print_output(queue.read_output())
         time.sleep(min(READ_S, queue.late_s / 4))

@@ -27,10 +27,10 @@ from dcpbench.errors import UsageError, WorkerError
 from dcpbench.launch import child
 from dcpbench.launch.jobs import SECRET
 from dcpbench.plan.yaml_text import load_yaml
-from dcpbench.show.terminal import say
-from dcpbench.show.text import LINES, one_line, printable
-from dcpbench.submit.asked import Asked, Submitted, keep, write_script
-from dcpbench.submit.follow import FAILED, RefusedError, Silent, State, ask
+from dcpbench.show.terminal import print_stderr
+from dcpbench.show.text import LINES, fit_line, make_printable
+from dcpbench.submit.asked import JobSpec, SubmittedJob, save_job, write_script
+from dcpbench.submit.follow import FAILED, NoAnswerError, RefusedError, State, run_command
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -76,75 +76,76 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
         return ("kubectl", *(f"{name}={value}" for name, value in given.items() if value))
 
 
-def manifests(asked: Asked, cluster: Cluster) -> list[dict[str, Any]]:
+def make_manifests(spec: JobSpec, cluster: Cluster) -> list[dict[str, Any]]:
     """Return the Job and, for several machines, its Service and its still empty Secret."""
     job = {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": _metadata(asked),
+        "metadata": _make_metadata(spec),
         "spec": {
             "completionMode": "Indexed",
-            "completions": asked.nodes,
-            "parallelism": asked.nodes,
+            "completions": spec.nodes,
+            "parallelism": spec.nodes,
             "backoffLimit": 0,
             "ttlSecondsAfterFinished": KEPT_S,
-            **({"activeDeadlineSeconds": seconds(asked.time)} if asked.time else {}),
-            "template": {"metadata": {"labels": _labels(asked)}, "spec": merged(_pod(asked, cluster), cluster.pod)},
+            **({"activeDeadlineSeconds": parse_time_limit(spec.time)} if spec.time else {}),
+            "template": {
+                "metadata": {"labels": _make_labels(spec)},
+                "spec": merge_specs(_make_pod_spec(spec, cluster), cluster.pod),
+            },
         },
     }
-    if asked.nodes == 1:
+    if spec.nodes == 1:
         return [job]
     service = {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": _metadata(asked),
+        "metadata": _make_metadata(spec),
         "spec": {
             "clusterIP": "None",
-            "selector": {LABEL: asked.name},
+            "selector": {LABEL: spec.name},
             "ports": [{"name": "rendezvous", "port": PORT}],
         },
     }
     secret = {
         "apiVersion": "v1",
         "kind": "Secret",
-        "metadata": _metadata(asked),
+        "metadata": _make_metadata(spec),
         "type": "Opaque",
         "stringData": {SECRET: ""},
     }
     return [job, service, secret]
 
 
-def as_yaml(asked: Asked, cluster: Cluster) -> str:
+def format_manifests(spec: JobSpec, cluster: Cluster) -> str:
     """Return the manifests as YAML for kubectl."""
-    parts = "---\n".join(_dumped(part) for part in manifests(asked, cluster))
-    note = f"# The value of {SECRET} is made when this is submitted, and shown nowhere.\n" if asked.nodes > 1 else ""
-    return f"# {' '.join(asked.typed.splitlines())}\n{note}{parts}"
+    parts = "---\n".join(_format_yaml(part) for part in make_manifests(spec, cluster))
+    note = f"# The value of {SECRET} is made when this is submitted, and shown nowhere.\n" if spec.nodes > 1 else ""
+    return f"# {' '.join(spec.typed.splitlines())}\n{note}{parts}"
 
 
-def submit(asked: Asked, cluster: Cluster) -> Submitted:
+def submit(spec: JobSpec, cluster: Cluster) -> SubmittedJob:
     """Submit the job to Kubernetes. Raise UsageError if it is refused, and leave no objects in that case."""
-    write_script(asked, MANIFEST, as_yaml(asked, cluster))
-    parts = manifests(asked, cluster)
-    created = Submitted(
-        kind="k8s", id=asked.name, nodes=asked.nodes, kubectl=cluster.kubectl, fetched=asked.keeps, claim=cluster.claim
+    write_script(spec, MANIFEST, format_manifests(spec, cluster))
+    parts = make_manifests(spec, cluster)
+    created = SubmittedJob(
+        kind="k8s", id=spec.name, nodes=spec.nodes, kubectl=cluster.kubectl, fetched=spec.keeps, claim=cluster.claim
     )
     try:
-        told = ask([*cluster.kubectl, "create", "-o", "json", "-f", "-"], sent=json.dumps(parts[0]))
-        owner = _owner(told)
+        output = run_command([*cluster.kubectl, "create", "-o", "json", "-f", "-"], sent=json.dumps(parts[0]))
+        owner = _parse_owner(output)
         for part in parts[1:]:
             part["metadata"]["ownerReferences"] = [owner]
             if "stringData" in part:
                 value = base64.b64encode(secrets.token_hex(16).encode()).decode()
                 del part["stringData"]
                 part["data"] = {SECRET: value}
-            ask([*cluster.kubectl, "create", "-f", "-"], sent=json.dumps(part))
-    except (RefusedError, Silent) as e:
-        with contextlib.suppress(RefusedError, Silent):
-            _delete(created)
-        raise UsageError(
-            f"{e}. What it was given is {asked.place / MANIFEST}; see `dcpbench submit k8s --help`."
-        ) from e
-    keep(asked.folder, created)
+            run_command([*cluster.kubectl, "create", "-f", "-"], sent=json.dumps(part))
+    except (RefusedError, NoAnswerError) as e:
+        with contextlib.suppress(RefusedError, NoAnswerError):
+            _delete_job(created)
+        raise UsageError(f"{e}. What it was given is {spec.place / MANIFEST}; see `dcpbench submit k8s --help`.") from e
+    save_job(spec.folder, created)
     return created
 
 
@@ -153,7 +154,7 @@ class Queue:
 
     late_s = 30.0
 
-    def __init__(self, job: Submitted, folder: Path) -> None:
+    def __init__(self, job: SubmittedJob, folder: Path) -> None:
         """Follow a job; `folder` is the run's folder on this machine."""
         self._job, self._folder = job, folder
         self._pod = ""
@@ -164,28 +165,28 @@ class Queue:
         self._logs: subprocess.Popen[bytes] | None = None
         self._pending = b""
         self._last = ""
-        self._told = False
+        self._has_shown_log = False
         self._fetched = not job.fetched
 
-    def look(self) -> State:
+    def fetch_state(self) -> State:
         """Return the current state. Raise Silent if kubectl fails."""
         try:
-            told = ask([*self._job.kubectl, "get", "job,pods", "-l", f"{LABEL}={self._job.id}", "-o", "json"])
-            found = json.loads(told)["items"]
+            output = run_command([*self._job.kubectl, "get", "job,pods", "-l", f"{LABEL}={self._job.id}", "-o", "json"])
+            found = json.loads(output)["items"]
         except (RefusedError, ValueError, KeyError, TypeError) as e:
-            raise Silent(f"kubectl: {one_line(str(e))}") from e
+            raise NoAnswerError(f"kubectl: {fit_line(str(e))}") from e
         jobs = [item for item in found if item.get("kind") == "Job"]
-        pods = {_index(item): item for item in found if item.get("kind") == "Pod"}
+        pods = {_get_index(item): item for item in found if item.get("kind") == "Pod"}
         self._pod = pods[0]["metadata"]["name"] if 0 in pods else ""
-        states = _container(pods.get(0, {})).get("state", {}).keys()
+        states = _get_container_status(pods.get(0, {})).get("state", {}).keys()
         self._began, self._over = bool(states & {"running", "terminated"}), "running" not in states
         if not jobs:
-            return State(said=f"{self._job.said} is gone", ended=True, code=FAILED)
-        return self._state(jobs[0], pods)
+            return State(message=f"{self._job.description} is gone", ended=True, code=FAILED)
+        return self._make_state(jobs[0], pods)
 
-    def output(self) -> Iterator[str]:
+    def read_output(self) -> Iterator[str]:
         """Yield lines printed by node 0's pod; when it announces its end, fetch its run."""
-        for line in self._new_lines():
+        for line in self._read_lines():
             stamp, _, text = line.partition(" ")
             if stamp <= self._last:
                 continue
@@ -193,23 +194,23 @@ class Queue:
             yield text
             if text.startswith(ENDED) and not self._fetched:
                 self._fetched = True
-                self._fetch()
+                self._fetch_run()
 
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """Return True if the command has ended and its log was read to its end, or if it never started."""
         return self._over and (self._read_all or not self._began)
 
     def cancel(self) -> None:
         """Delete the job and its dependent objects, after fetching its results."""
-        with contextlib.suppress(Silent):
-            if not self.look().ended and self._began and not self._fetched:
-                self._fetch()
-        _delete(self._job)
+        with contextlib.suppress(NoAnswerError):
+            if not self.fetch_state().ended and self._began and not self._fetched:
+                self._fetch_run()
+        _delete_job(self._job)
 
-    def clean(self) -> None:
+    def delete_remains(self) -> None:
         """Delete the remains of the job."""
-        with contextlib.suppress(Silent):
-            _delete(self._job)
+        with contextlib.suppress(NoAnswerError):
+            _delete_job(self._job)
 
     def close(self) -> None:
         """End the reader of its log."""
@@ -218,43 +219,53 @@ class Queue:
             self._logs.communicate()
             self._logs, self._pending = None, b""
 
-    def _state(self, job: Mapping[str, Any], pods: Mapping[int, Mapping[str, Any]]) -> State:
-        said = self._job.said
+    def _make_state(self, job: Mapping[str, Any], pods: Mapping[int, Mapping[str, Any]]) -> State:
+        description = self._job.description
         ended = {c["type"]: c for c in job.get("status", {}).get("conditions", []) if c.get("status") == "True"}
         if "Complete" in ended:
-            return State(said=f"{said} has ended well", ended=True)
-        running = sum("running" in _container(pod).get("state", {}) for pod in pods.values())
+            return State(message=f"{description} has ended well", ended=True)
+        running = sum("running" in _get_container_status(pod).get("state", {}) for pod in pods.values())
         if "Failed" in ended and running:
-            return State(said=f"{said} has failed, and {running} of its pods {'is' if running == 1 else 'are'} ending")
+            return State(
+                message=f"{description} has failed, and {running} of its pods {'is' if running == 1 else 'are'} ending"
+            )
         if "Failed" in ended:
-            return self._failed(str(ended["Failed"].get("reason", "")), pods)
-        waits = [f"node {i}: {why}" for i in sorted(pods) if (why := _waits_for(pods[i]))]
+            return self._make_failed_state(str(ended["Failed"].get("reason", "")), pods)
+        waits = [f"node {i}: {why}" for i in sorted(pods) if (why := _find_wait_reason(pods[i]))]
         doing = f"has {running} of {self._job.nodes} pods running"
-        return State(said=f"{said} {doing}{': ' if waits else ''}{'; '.join(waits)}")
+        return State(message=f"{description} {doing}{': ' if waits else ''}{'; '.join(waits)}")
 
-    def _failed(self, reason: str, pods: Mapping[int, Mapping[str, Any]]) -> State:
+    def _make_failed_state(self, reason: str, pods: Mapping[int, Mapping[str, Any]]) -> State:
         """Return the state of a failed job: the command that failed first is the cause, because Kubernetes then ends
         the others.
         """
-        said = self._job.said
+        description = self._job.description
         if reason == "DeadlineExceeded":
-            return State(said=f"{said} ran into its time limit; give it more with --time", ended=True, code=FAILED)
-        if lost := sorted(index for index, pod in pods.items() if _disruption(pod)):
-            why = _disruption(pods[lost[0]])
-            return State(said=f"{said} lost the pod of node {lost[0]} ({why})", ended=True, code=FAILED, lost=True)
-        codes = sorted((*end, index) for index, pod in pods.items() if (end := _ended(pod)) and end[1])
+            return State(
+                message=f"{description} ran into its time limit; give it more with --time", ended=True, code=FAILED
+            )
+        if lost := sorted(index for index, pod in pods.items() if _find_disruption(pod)):
+            why = _find_disruption(pods[lost[0]])
+            return State(
+                message=f"{description} lost the pod of node {lost[0]} ({why})", ended=True, code=FAILED, lost=True
+            )
+        codes = sorted((*end, index) for index, pod in pods.items() if (end := _get_exit(pod)) and end[1])
         if not codes:
-            return State(said=f"{said} has failed ({reason}), and no command of it has ended", ended=True, code=FAILED)
+            return State(
+                message=f"{description} has failed ({reason}), and no command of it has ended", ended=True, code=FAILED
+            )
         _, code, index = codes[0]
-        if index and not self._told:
-            self._told = True
-            with contextlib.suppress(RefusedError, Silent):
+        if index and not self._has_shown_log:
+            self._has_shown_log = True
+            with contextlib.suppress(RefusedError, NoAnswerError):
                 name = pods[index]["metadata"]["name"]
-                told = ask([*self._job.kubectl, "logs", f"--tail={LAST_LINES}", "-c", CONTAINER, name])
-                say(f"The last lines of node {index}:\n{printable(told.rstrip(), LINES)}")
-        return State(said=f"{said} has failed with exit code {code}, that of node {index}", ended=True, code=code)
+                output = run_command([*self._job.kubectl, "logs", f"--tail={LAST_LINES}", "-c", CONTAINER, name])
+                print_stderr(f"The last lines of node {index}:\n{make_printable(output.rstrip(), LINES)}")
+        return State(
+            message=f"{description} has failed with exit code {code}, that of node {index}", ended=True, code=code
+        )
 
-    def _new_lines(self) -> Iterator[str]:
+    def _read_lines(self) -> Iterator[str]:
         """Yield complete lines with their times. A reader that ended is restarted, without repeating lines."""
         if self._logs is None:
             if not (self._pod and self._began):
@@ -262,12 +273,14 @@ class Queue:
             since = [f"--since-time={self._last}"] if self._last else []
             self._of_all = self._over
             command = [*self._job.kubectl, "logs", "--follow", "--timestamps", *since, "-c", CONTAINER, self._pod]
-            self._logs = subprocess.Popen(child.tied(command), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+            self._logs = subprocess.Popen(
+                child.make_tied_command(command), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            )
             assert self._logs.stdout is not None
             os.set_blocking(self._logs.stdout.fileno(), False)
         assert self._logs.stdout is not None
         closed = False
-        while (data := self._read()) is not None:
+        while (data := self._read_available()) is not None:
             closed = not data
             if closed:
                 break
@@ -280,7 +293,7 @@ class Queue:
             self._read_all = self._of_all
             self.close()
 
-    def _read(self) -> bytes | None:
+    def _read_available(self) -> bytes | None:
         assert self._logs is not None
         assert self._logs.stdout is not None
         try:
@@ -288,7 +301,7 @@ class Queue:
         except BlockingIOError:
             return None
 
-    def _fetch(self) -> None:
+    def _fetch_run(self) -> None:
         """Copy the run from node 0's pod, and let the pod go."""
         place = f"{RUNS}/{self._folder.name}"
         inside = [*self._job.kubectl, "exec", self._pod, "-c", CONTAINER, "--"]
@@ -298,17 +311,17 @@ class Queue:
                 subprocess.Popen(command, stdout=subprocess.PIPE) as packing,
                 tarfile.open(fileobj=packing.stdout, mode="r|") as archive,
             ):
-                unpack(archive, self._folder)
+                unpack_files(archive, self._folder)
         except (OSError, tarfile.TarError) as e:
             by_hand = shlex.join([*self._job.kubectl, "cp", "-c", CONTAINER, f"{self._pod}:{place}", str(self._folder)])
-            say(f"The run could not be fetched ({one_line(str(e))}); try within {FETCH_S} s: {by_hand}")
+            print_stderr(f"The run could not be fetched ({fit_line(str(e))}); try within {FETCH_S} s: {by_hand}")
             return
-        say(f"The run was fetched. Run: {self._folder}")
-        with contextlib.suppress(RefusedError, Silent):
-            ask([*inside, "touch", FETCHED])
+        print_stderr(f"The run was fetched. Run: {self._folder}")
+        with contextlib.suppress(RefusedError, NoAnswerError):
+            run_command([*inside, "touch", FETCHED])
 
 
-def seconds(time: str) -> int:
+def parse_time_limit(time: str) -> int:
     """Return the seconds of a limit in Slurm's format: minutes, HH:MM:SS, D-HH, D-HH:MM:SS. Raise UsageError for
     another one.
     """
@@ -329,15 +342,15 @@ def seconds(time: str) -> int:
     return total
 
 
-def merged(ours: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def merge_specs(ours: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return a pod's spec merged with `given`: mappings by key, lists by concatenation; the first container is ours."""
     found = dict(ours)
     for key, value in given.items():
         mine = ours.get(key)
         if key == "containers" and mine and isinstance(value, list) and value and isinstance(value[0], dict):
-            found[key] = [merged(mine[0], value[0]), *value[1:]]
+            found[key] = [merge_specs(mine[0], value[0]), *value[1:]]
         elif isinstance(mine, dict) and isinstance(value, dict):
-            found[key] = merged(mine, value)
+            found[key] = merge_specs(mine, value)
         elif isinstance(mine, list) and isinstance(value, list):
             found[key] = [*mine, *value]
         else:
@@ -351,7 +364,7 @@ def read_pod(path: Path) -> dict[str, Any]:
         with path.open(encoding="utf-8") as file:
             text = file.read(MAX_POD + 1)
     except (OSError, UnicodeDecodeError) as e:
-        raise UsageError(f"--pod {path} cannot be read: {one_line(str(e))}") from e
+        raise UsageError(f"--pod {path} cannot be read: {fit_line(str(e))}") from e
     if len(text) > MAX_POD:
         raise UsageError(f"--pod {path} has more than {MAX_POD:,} characters; name a file with fields of a pod's spec.")
     found = load_yaml(text, f"--pod {path}", "fields of a pod", max_values=MAX_VALUES)
@@ -359,12 +372,12 @@ def read_pod(path: Path) -> dict[str, Any]:
         raise UsageError(
             f"--pod {path}: write fields of a pod's spec alone, such as `nodeSelector: {{gpu: h200}}`, in YAML."
         )
-    if wrong := _not_json(found, ""):
+    if wrong := _find_non_json(found, ""):
         raise UsageError(f"--pod {path}: {wrong}, which Kubernetes cannot take.")
     return found
 
 
-def _not_json(value: object, place: str) -> str:
+def _find_non_json(value: object, place: str) -> str:
     """Return what in a YAML document has no form in JSON, such as a date; empty if all of it has one."""
     where = place or "the file"
     if isinstance(value, dict):
@@ -380,11 +393,11 @@ def _not_json(value: object, place: str) -> str:
     else:
         kind = type(value).__name__
         return f"{where} is read as {kind}; {'leave it out' if isinstance(value, bytes) else 'write it in quotes'}"
-    found = (_not_json(item, name) for name, item in items)
+    found = (_find_non_json(item, name) for name, item in items)
     return next(filter(None, found), "")
 
 
-def gives_gpus(pod: Mapping[str, Any]) -> bool:
+def has_gpu_resources(pod: Mapping[str, Any]) -> bool:
     """Return True if the additions of --pod may give a container GPUs: an NVIDIA resource, or a resource claim."""
     containers = pod.get("containers")
     for container in containers if isinstance(containers, list) else ():
@@ -395,7 +408,7 @@ def gives_gpus(pod: Mapping[str, Any]) -> bool:
     return False
 
 
-def unpack(archive: tarfile.TarFile, folder: Path) -> None:
+def unpack_files(archive: tarfile.TarFile, folder: Path) -> None:
     """Write the files of an archive into a folder, and no file outside it."""
     for member in archive:
         name = PurePosixPath(member.name)
@@ -409,31 +422,31 @@ def unpack(archive: tarfile.TarFile, folder: Path) -> None:
             shutil.copyfileobj(source, file)
 
 
-def _labels(asked: Asked) -> dict[str, str]:
-    return {"app.kubernetes.io/name": "dcpbench", LABEL: asked.name}
+def _make_labels(spec: JobSpec) -> dict[str, str]:
+    return {"app.kubernetes.io/name": "dcpbench", LABEL: spec.name}
 
 
-def _metadata(asked: Asked) -> dict[str, Any]:
-    return {"name": asked.name, "labels": _labels(asked)}
+def _make_metadata(spec: JobSpec) -> dict[str, Any]:
+    return {"name": spec.name, "labels": _make_labels(spec)}
 
 
-def _pod(asked: Asked, cluster: Cluster) -> dict[str, Any]:
+def _make_pod_spec(spec: JobSpec, cluster: Cluster) -> dict[str, Any]:
     """Return the spec of the pods: one per machine, with all requested GPUs, without automatic restart."""
     env = {
-        "JOB": asked.name,
-        "NODES": str(asked.nodes),
+        "JOB": spec.name,
+        "NODES": str(spec.nodes),
         "PORT": str(PORT),
-        "RUN_FOLDER": f"{RUNS}/{asked.folder.name}",
-        "FETCH_S": str(FETCH_S if asked.keeps else 0),
+        "RUN_FOLDER": f"{RUNS}/{spec.folder.name}",
+        "FETCH_S": str(FETCH_S if spec.keeps else 0),
         "FETCHED": FETCHED,
         "ENDED": ENDED,
     }
-    secret = {"secretKeyRef": {"name": asked.name, "key": SECRET}}
+    secret = {"secretKeyRef": {"name": spec.name, "key": SECRET}}
     given: list[dict[str, Any]] = [{"name": name, "value": value} for name, value in env.items()]
     given.append({"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}})
-    several = asked.nodes > 1
-    gpus = {"limits": {GPUS: asked.gpus_per_node}} if asked.gpus_per_node else {}
-    start = [asked.start] if asked.start else []
+    several = spec.nodes > 1
+    gpus = {"limits": {GPUS: spec.gpus_per_node}} if spec.gpus_per_node else {}
+    start = [spec.start] if spec.start else []
     runs = {"persistentVolumeClaim": {"claimName": cluster.claim}} if cluster.claim else {"emptyDir": {}}
     script = resources.files(__package__).joinpath("pod.sh").read_text(encoding="utf-8")
     return {
@@ -441,14 +454,14 @@ def _pod(asked: Asked, cluster: Cluster) -> dict[str, Any]:
         "terminationGracePeriodSeconds": 60,
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        **({"subdomain": asked.name, "affinity": _apart(asked)} if several else {}),
+        **({"subdomain": spec.name, "affinity": _make_anti_affinity(spec)} if several else {}),
         "tolerations": [{"key": GPUS, "operator": "Exists", "effect": "NoSchedule"}] if gpus else [],
         "containers": [
             {
                 "name": CONTAINER,
                 "image": cluster.image,
                 "command": ["sh", "-c", script, "pod"],
-                "args": [word.replace("$", "$$") for word in (*cluster.program, *asked.words, *start)],
+                "args": [word.replace("$", "$$") for word in (*cluster.program, *spec.words, *start)],
                 "env": [*given, *([{"name": SECRET, "valueFrom": secret}] if several else [])],
                 "resources": gpus,
                 "volumeMounts": [{"name": "runs", "mountPath": RUNS}, {"name": "shm", "mountPath": "/dev/shm"}],  # noqa: S108
@@ -458,75 +471,75 @@ def _pod(asked: Asked, cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def _apart(asked: Asked) -> dict[str, Any]:
+def _make_anti_affinity(spec: JobSpec) -> dict[str, Any]:
     """Return the anti-affinity that places each pod of a job on its own machine."""
-    others = {"labelSelector": {"matchLabels": {LABEL: asked.name}}, "topologyKey": "kubernetes.io/hostname"}
+    others = {"labelSelector": {"matchLabels": {LABEL: spec.name}}, "topologyKey": "kubernetes.io/hostname"}
     return {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [others]}}
 
 
-def _dumped(part: Mapping[str, Any]) -> str:
+def _format_yaml(part: Mapping[str, Any]) -> str:
     """Return YAML with the pod's script as a block."""
     import yaml
 
     class Dumper(yaml.SafeDumper):
         """YAML dumper that writes multi-line strings as blocks."""
 
-    def text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+    def render_text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
         return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
 
-    Dumper.add_representer(str, text)
+    Dumper.add_representer(str, render_text)
     return str(yaml.dump(part, Dumper=Dumper, sort_keys=False, width=120))
 
 
-def _owner(told: str) -> dict[str, Any]:
+def _parse_owner(output: str) -> dict[str, Any]:
     """Return the Job as an owner reference, from the output of `kubectl create -o json`. Raise WorkerError if it is
     none.
     """
     try:
-        metadata = json.loads(told)["metadata"]
+        metadata = json.loads(output)["metadata"]
         return {"apiVersion": "batch/v1", "kind": "Job", "name": metadata["name"], "uid": metadata["uid"]}
     except (ValueError, KeyError, TypeError) as e:
-        raise WorkerError(f"kubectl create answered with what is no Job: {one_line(told)}") from e
+        raise WorkerError(f"kubectl create answered with what is no Job: {fit_line(output)}") from e
 
 
-def _delete(job: Submitted) -> None:
+def _delete_job(job: SubmittedJob) -> None:
     """Delete the Job, and wait until its pods, its Service and its Secret are gone."""
     how = ["--ignore-not-found", "--cascade=foreground", "--wait", f"--timeout={DELETED_S}s"]
-    ask([*job.kubectl, "delete", KINDS, "-l", f"{LABEL}={job.id}", *how], seconds=2 * DELETED_S)
+    run_command([*job.kubectl, "delete", KINDS, "-l", f"{LABEL}={job.id}", *how], seconds=2 * DELETED_S)
 
 
-def _index(pod: Mapping[str, Any]) -> int:
+def _get_index(pod: Mapping[str, Any]) -> int:
     number = pod.get("metadata", {}).get("annotations", {}).get(INDEX, "0")
     return int(number) if str(number).isdecimal() else 0
 
 
-def _container(pod: Mapping[str, Any]) -> Mapping[str, Any]:
+def _get_container_status(pod: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the status of our container, empty before it has one."""
     found = pod.get("status", {}).get("containerStatuses") or []
     return next((status for status in found if status.get("name") == CONTAINER), {})
 
 
-def _ended(pod: Mapping[str, Any]) -> tuple[str, int] | None:
+def _get_exit(pod: Mapping[str, Any]) -> tuple[str, int] | None:
     """Return (time, exit code) of a pod with a command that has ended; else None."""
-    ended = _container(pod).get("state", {}).get("terminated")
+    ended = _get_container_status(pod).get("state", {}).get("terminated")
     return (str(ended.get("finishedAt", "")), int(ended.get("exitCode", FAILED))) if ended else None
 
 
-def _disruption(pod: Mapping[str, Any]) -> str:
+def _find_disruption(pod: Mapping[str, Any]) -> str:
     """Return why a pod lost its machine: evicted, preempted, drained. Empty if it did not."""
     status = pod.get("status", {})
     for condition in status.get("conditions") or []:
         if condition.get("type") == "DisruptionTarget" and condition.get("status") == "True":
-            return one_line(str(condition.get("reason") or "DisruptionTarget"))
+            return fit_line(str(condition.get("reason") or "DisruptionTarget"))
     return str(status["reason"]) if status.get("reason") in LOST else ""
 
 
-def _waits_for(pod: Mapping[str, Any]) -> str:
+def _find_wait_reason(pod: Mapping[str, Any]) -> str:
     """Return what keeps a pod from running, as reported by Kubernetes."""
-    waiting = _container(pod).get("state", {}).get("waiting", {})
+    waiting = _get_container_status(pod).get("state", {}).get("waiting", {})
     if waiting:
-        return one_line(": ".join(filter(None, (waiting.get("reason", ""), waiting.get("message", "")))))
+        return fit_line(": ".join(filter(None, (waiting.get("reason", ""), waiting.get("message", "")))))
     for condition in pod.get("status", {}).get("conditions") or []:
         if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
-            return one_line(condition.get("message", "") or condition.get("reason", ""))
+            return fit_line(condition.get("message", "") or condition.get("reason", ""))
     return ""

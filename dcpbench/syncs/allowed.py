@@ -40,7 +40,7 @@ def allow(reason: str) -> Iterator[None]:
             _reasons.pop(thread, None)
 
 
-def reason(thread: int | None = None) -> str:
+def get_reason(thread: int | None = None) -> str:
     """Return the reason of a thread's innermost region, by default the calling thread's; empty outside of one."""
     reasons = _reasons.get(threading.get_ident() if thread is None else thread)
     return reasons[-1] if reasons else ""

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 from dcpbench.errors import ExitCode, OutputError, UsageError
 from dcpbench.show import ci, streams
 from dcpbench.show.terminal import ProgressLine
-from dcpbench.show.text import counted, printable
-from dcpbench.syncs.files import check_output, each_text_once, expand, write
-from dcpbench.syncs.formats import PLAIN_WIDTH, check_format, github, markdown, render
+from dcpbench.show.text import format_count, make_printable
+from dcpbench.syncs.files import check_output, drop_copies, expand_names, write_output
+from dcpbench.syncs.formats import PLAIN_WIDTH, check_format, github, markdown, render_report
 from dcpbench.syncs.gating import baseline as baselines
 from dcpbench.syncs.gating.config import Allow, find_config, find_root
-from dcpbench.syncs.gating.gate import Gate, check_limits, counts, judge
-from dcpbench.syncs.model import encode
-from dcpbench.syncs.words import cleaned
+from dcpbench.syncs.gating.gate import Gate, can_be_finding, check_limits, compute_verdict
+from dcpbench.syncs.model import encode_json
+from dcpbench.syncs.words import make_report_printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,7 +32,7 @@ NO_STEPS = (
     "warning: not every trace marks steps, so whole counts are compared there: record the same number of steps each "
     "time, or name the range around a step with --step-range '^NAME'.\n"
 )
-SHOWN = 10
+MAX_FINDINGS = 10
 """Findings that are repeated on stderr where the report went elsewhere."""
 
 
@@ -49,7 +49,7 @@ class GateOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Out:
+class OutputOptions:
     """Format and destination of the report."""
 
     form: str = "table"
@@ -57,7 +57,7 @@ class Out:
     force: bool = False
 
 
-def settle(options: GateOptions, out: Out, detector: baselines.Detector = "scan") -> Gate:
+def prepare_gate(options: GateOptions, out: OutputOptions, detector: baselines.Detector = "scan") -> Gate:
     """Read what the gate needs, before anything takes long.
 
     The baseline must be one of this detector. A dry run uses the key dry-run-baseline of pyproject.toml, if it is there.
@@ -67,17 +67,17 @@ def settle(options: GateOptions, out: Out, detector: baselines.Detector = "scan"
     check_format(out.form)
     check_output(out.output, force=out.force)
     check_limits(options.max_per_step, options.max_bubble_us)
-    gate, config = _unlimited(options)
+    gate, config = _load_gate(options)
     path = options.baseline or (config.dry_run_baseline if detector == "dry-run" else None) or config.baseline
     return dataclasses.replace(
         gate,
-        baseline=baselines.read(path, detector) if path else None,
+        baseline=baselines.read_baseline(path, detector) if path else None,
         max_per_step=config.max_per_step if options.max_per_step is None else options.max_per_step,
         max_bubble_us=config.max_bubble_us if options.max_bubble_us is None else options.max_bubble_us,
     )
 
 
-def _unlimited(options: GateOptions) -> tuple[Gate, Config]:
+def _load_gate(options: GateOptions) -> tuple[Gate, Config]:
     """Return a gate with permissions and the range of steps but no limits, and the settings of pyproject.toml."""
     if any(not pattern.strip() for pattern in options.allow):
         raise UsageError("--allow is empty; give a function, such as --allow 'engine.sampler.*'.")
@@ -93,46 +93,48 @@ def _unlimited(options: GateOptions) -> tuple[Gate, Config]:
     return Gate(root=root, allow=(*typed, *config.allow), step_range=options.step_range or config.step_range), config
 
 
-def conclude(report: Report, gate: Gate, out: Out) -> int:
+def finish_report(report: Report, gate: Gate, out: OutputOptions) -> int:
     """Judge a report, write it in its format, and return the exit code: 0 clean, 1 findings, 3 cannot answer.
 
     Every command that makes a report ends here; the verdict is set in place. With the format github the step summary is
     written too, where GITHUB_STEP_SUMMARY names its file.
     """
-    report.verdict = judge(report, gate)
+    report.verdict = compute_verdict(report, gate)
     terminal = out.output is None and sys.stdout.isatty()
     width = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns if terminal else PLAIN_WIDTH
-    text = render(report, out.form, root=gate.root, width=width, terminal=terminal and "NO_COLOR" not in os.environ)
+    text = render_report(
+        report, out.form, root=gate.root, width=width, terminal=terminal and "NO_COLOR" not in os.environ
+    )
     if out.form == "github":
-        left = github.left_out(report)
+        left = github.count_left_out(report)
         more = f"\n{left} of these sites have no annotation.\n" if left else ""
-        ci.step_summary(markdown.render(cleaned(report)) + more)
+        ci.append_step_summary(markdown.render(make_report_printable(report)) + more)
     if out.output is None:
-        _print(text, as_json=out.form in ("json", "sarif"))
+        _print_text(text, as_json=out.form in ("json", "sarif"))
     else:
-        write(out.output, text, force=out.force)
+        write_output(out.output, text, force=out.force)
     if out.output is not None or out.form != "table":
         _write_verdict(report)
     if out.output is not None:
-        _print(f"Wrote {printable(str(out.output))}\n")
+        _print_text(f"Wrote {make_printable(str(out.output))}\n")
     return report.verdict.exit_code
 
 
-def scan(traces: Sequence[str], options: GateOptions, out: Out, *, all_ranks: bool = False) -> int:
+def run_scan(traces: Sequence[str], options: GateOptions, out: OutputOptions, *, all_ranks: bool = False) -> int:
     """Scan traces, write the report and return the exit code; with `all_ranks` no rank's trace may be missing."""
-    gate = dataclasses.replace(settle(options, out), all_ranks=all_ranks)
-    return conclude(_scan(traces, gate), gate, out)
+    gate = dataclasses.replace(prepare_gate(options, out), all_ranks=all_ranks)
+    return finish_report(_scan_files(traces, gate), gate, out)
 
 
-def baseline(traces: Sequence[str], options: GateOptions, output: Path | None, *, force: bool) -> int:
+def create_baseline(traces: Sequence[str], options: GateOptions, output: Path | None, *, force: bool) -> int:
     """Write the baseline and return 0; return 3 and write nothing if the trace cannot answer."""
-    gate, config = _unlimited(options)
+    gate, config = _load_gate(options)
     output = output or config.baseline or Path(BASELINE)
     check_output(output, force=force)
-    return write_baseline(_scan(traces, gate), gate, output, force=force)
+    return write_baseline(_scan_files(traces, gate), gate, output, force=force)
 
 
-def settle_baseline(options: GateOptions, out: Out, path: Path) -> Gate:
+def prepare_baseline_gate(options: GateOptions, out: OutputOptions, path: Path) -> Gate:
     """Return the gate for a baseline that a dry run writes, before anything takes long.
 
     Raises UsageError for options that limit or format a report, which is not written then, and for an unusable file.
@@ -142,7 +144,7 @@ def settle_baseline(options: GateOptions, out: Out, path: Path) -> Gate:
     if given:
         raise UsageError(f"--write-baseline writes no report, so {given[0]} has no meaning: leave one of them out.")
     check_output(path, force=out.force)
-    return _unlimited(options)[0]
+    return _load_gate(options)[0]
 
 
 def write_baseline(
@@ -152,55 +154,57 @@ def write_baseline(
 
     Operators that were never measured are accepted by the baseline, and named.
     """
-    judge(report, gate)  # finds what is allowed
+    compute_verdict(report, gate)  # finds what is allowed
     unmeasured = [name for trace in report.traces for name in trace.coverage.unmeasured]
-    made = baselines.make(filter(counts, report.sites), detector, unmeasured)
-    reasons = judge(report, dataclasses.replace(gate, baseline=made)).reasons
+    made = baselines.build_baseline(filter(can_be_finding, report.sites), detector, unmeasured)
+    reasons = compute_verdict(report, dataclasses.replace(gate, baseline=made)).reasons
     if reasons:
-        sys.stderr.writelines(f"error: {printable(reason)}\n" for reason in reasons)
+        sys.stderr.writelines(f"error: {make_printable(reason)}\n" for reason in reasons)
         return ExitCode.NO_ANSWER
     if not all(trace.steps or trace.front_end for trace in report.traces):
         sys.stderr.write(NO_STEPS)
-    write(output, encode(made), force=force)
-    _print(f"{counted(len(made.sites), 'site')} may stay; more of them, or others, are findings.\n")
+    write_output(output, encode_json(made), force=force)
+    _print_text(f"{format_count(len(made.sites), 'site')} may stay; more of them, or others, are findings.\n")
     if made.unmeasured:
-        _print(f"Operators accepted without a measurement of their waits: {printable(', '.join(made.unmeasured))}.\n")
-    _print(f"Wrote {printable(str(output))}\n")
+        _print_text(
+            f"Operators accepted without a measurement of their waits: {make_printable(', '.join(made.unmeasured))}.\n"
+        )
+    _print_text(f"Wrote {make_printable(str(output))}\n")
     return 0
 
 
-def _scan(traces: Sequence[str], gate: Gate) -> Report:
-    from dcpbench.syncs.scan import scan as read
+def _scan_files(traces: Sequence[str], gate: Gate) -> Report:
+    from dcpbench.syncs.scan import scan_traces as read
 
-    paths = each_text_once(expand(traces, _skipped), _repeated)
+    paths = drop_copies(expand_names(traces, _report_skipped), _report_repeated)
     with ProgressLine() as progress:
         return read(paths, root=gate.root, step_range=gate.step_range, progress=progress)
 
 
-def _skipped(path: Path) -> None:
+def _report_skipped(path: Path) -> None:
     """Report a file that is left out: whoever takes it for a trace would believe a clean report."""
-    sys.stderr.write(f"note: {printable(str(path))} holds no events of a trace and is left out.\n")
+    sys.stderr.write(f"note: {make_printable(str(path))} holds no events of a trace and is left out.\n")
 
 
-def _repeated(path: Path, first: Path) -> None:
+def _report_repeated(path: Path, first: Path) -> None:
     """Report a trace that is there twice: a count over two ranks is expected to be that of two."""
-    this, that = printable(str(path)), printable(str(first))
+    this, that = make_printable(str(path)), make_printable(str(first))
     sys.stderr.write(f"note: {this} holds the same trace as {that} and is counted once.\n")
 
 
 def _write_verdict(report: Report) -> None:
     """Write the verdict to stderr if the report itself goes to a file or to a program."""
-    from dcpbench.syncs.formats.table import summary
+    from dcpbench.syncs.formats.table import format_summary
 
     verdict = report.verdict
-    lines = [f.message for f in verdict.findings[:SHOWN]]
-    if len(verdict.findings) > SHOWN:
-        lines.append(f"… and {len(verdict.findings) - SHOWN} more")
+    lines = [f.message for f in verdict.findings[:MAX_FINDINGS]]
+    if len(verdict.findings) > MAX_FINDINGS:
+        lines.append(f"… and {len(verdict.findings) - MAX_FINDINGS} more")
     lines += [*verdict.reasons, *verdict.stale]
-    sys.stderr.write("".join(f"- {printable(line)}\n" for line in lines) + summary(report) + "\n")
+    sys.stderr.write("".join(f"- {make_printable(line)}\n" for line in lines) + format_summary(report) + "\n")
 
 
-def _print(text: str, *, as_json: bool = False) -> None:
+def _print_text(text: str, *, as_json: bool = False) -> None:
     """Write to stdout in any encoding: neither a C locale nor a full disk may end in a traceback."""
     encoding = sys.stdout.encoding or "utf-8"
     try:
@@ -212,5 +216,5 @@ def _print(text: str, *, as_json: bool = False) -> None:
     except BrokenPipeError:  # `| head` is no mistake, and has an exit code of its own
         raise
     except OSError as e:
-        streams.forget_output()
+        streams.drop_output()
         raise OutputError(f"stdout cannot be written ({e.strerror}); give a file on another disk with -o.") from e

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from dcpbench.errors import ExitCode, UsageError
-from dcpbench.show.text import printable
+from dcpbench.show.text import make_printable
 from dcpbench.syncs.model import Coverage, Report, TraceSummary
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dcpbench.syncs.commands import GateOptions, Out
+    from dcpbench.syncs.commands import GateOptions, OutputOptions
 
 PYTHON = re.compile(r"(python|pypy)[\d.]*(\.exe)?")
 LAUNCHERS = frozenset({"torchrun", "accelerate", "deepspeed", "mpirun", "srun"})
@@ -57,10 +57,10 @@ class Answer(msgspec.Struct, kw_only=True):
     report: Report
 
 
-def dry_run(
+def run_without_gpu(
     command: Sequence[str],
     options: GateOptions,
-    out: Out,
+    out: OutputOptions,
     *,
     assume_device: bool,
     baseline: Path | None = None,
@@ -73,26 +73,27 @@ def dry_run(
 
     Raises UsageError for a command that is no Python program, or options that cannot work; nothing was started then.
     """
-    from dcpbench.syncs.commands import conclude, settle, settle_baseline, write_baseline
-    from dcpbench.syncs.run import start
+    from dcpbench.syncs.commands import finish_report, prepare_baseline_gate, prepare_gate, write_baseline
+    from dcpbench.syncs.run import run_process
 
-    python, flags, job = parse(command)
-    gate = settle(options, out, "dry-run") if baseline is None else settle_baseline(options, out, baseline)
+    python, flags, job = parse_command(command)
+    gate = prepare_gate(options, out, "dry-run") if baseline is None else prepare_baseline_gate(options, out, baseline)
     with tempfile.TemporaryDirectory(prefix="dcpbench-syncs-") as folder:
         job.answer, job.root = str(Path(folder) / "answer.json"), str(gate.root)
         job.assume_device, job.step_range = assume_device, gate.step_range
         file = Path(folder) / "job.json"
         file.write_bytes(msgspec.json.encode(job))
-        answer = _read(
-            job, start([python, *flags, *["-P"] * safe_path, "-m", MAIN, str(file)], environment(Path(folder)))
+        answer = _read_answer(
+            job,
+            run_process([python, *flags, *["-P"] * safe_path, "-m", MAIN, str(file)], build_environment(Path(folder))),
         )
     if answer.code:
         sys.stderr.write(
-            f"{printable(job.name)} ended with exit code {answer.code}; what it did before is known, the rest is not.\n"
+            f"{make_printable(job.name)} ended with exit code {answer.code}; what it did before is known, the rest is not.\n"
         )
         answer.report.traces[0].coverage.complete = False
     if baseline is None:
-        verdict = conclude(answer.report, gate, out)
+        verdict = finish_report(answer.report, gate, out)
     else:
         verdict = write_baseline(answer.report, gate, baseline, force=out.force, detector="dry-run")
     if answer.code in {-signal.SIGINT, INTERRUPTED}:
@@ -102,53 +103,53 @@ def dry_run(
     return CANNOT_ANSWER if answer.code else verdict
 
 
-def parse(command: Sequence[str]) -> tuple[str, list[str], Job]:
+def parse_command(command: Sequence[str]) -> tuple[str, list[str], Job]:
     """Return (Python, its own flags, job) of a command line.
 
     A bare `python` is the interpreter that runs dcpbench. Raise UsageError for anything but Python.
     """
     if not command:
         raise UsageError(f"There is no program; write it after `--`: {EXAMPLE}")
-    words, name = list(command), printable(shlex.join(command))
+    words, name = list(command), make_printable(shlex.join(command))
     first = Path(words[0]).name
     if first in LAUNCHERS:
         raise UsageError(f"{first} starts processes that a dry run does not see; give one rank's own: {EXAMPLE}")
     if PYTHON.fullmatch(first):
         python = sys.executable if words[0] == first else words[0]
         if shutil.which(python) is None:
-            raise UsageError(f"{printable(python)} is no program that can be started; write: {EXAMPLE}")
+            raise UsageError(f"{make_printable(python)} is no program that can be started; write: {EXAMPLE}")
         words = words[1:]
     elif first.endswith(".py"):
         python = sys.executable
     else:
-        raise UsageError(f"{printable(words[0])} is no Python program; write: {_suggest(words)}")
+        raise UsageError(f"{make_printable(words[0])} is no Python program; write: {_suggest_command(words)}")
     flags: list[str] = []
     while words and words[0].startswith("-") and words[0] not in {"-", "-m", "-c"}:
         taken = 2 if words[0] in {"-W", "-X"} else 1
         flags += words[:taken]
         words = words[taken:]
-    return python, flags, _job(words, name)
+    return python, flags, _build_job(words, name)
 
 
-def _suggest(words: Sequence[str]) -> str:
+def _suggest_command(words: Sequence[str]) -> str:
     """Return what to type for a command that is not Python: `python -m pytest tests` for `pytest tests`."""
     module = importlib.util.find_spec(words[0]) if words[0].isidentifier() else None
     folders = module.submodule_search_locations if module else None
     if any((Path(folder) / "__main__.py").is_file() for folder in folders or ()):
-        return f"dcpbench syncs dry-run -- python -m {printable(shlex.join(words))}"
+        return f"dcpbench syncs dry-run -- python -m {make_printable(shlex.join(words))}"
     return EXAMPLE
 
 
-def instead_of(command: Sequence[str]) -> str:
+def suggest_dry_run(command: Sequence[str]) -> str:
     """Return the command to use instead if there is no GPU for this one."""
     try:
-        parse(command)
+        parse_command(command)
     except UsageError:
         return f"a dry run of one process needs none: {EXAMPLE}"
-    return f"write `dcpbench syncs dry-run -- {printable(shlex.join(command))}` instead."
+    return f"write `dcpbench syncs dry-run -- {make_printable(shlex.join(command))}` instead."
 
 
-def _job(words: list[str], name: str) -> Job:
+def _build_job(words: list[str], name: str) -> Job:
     """Return the job from the arguments that follow Python's own flags."""
     if words and words[0] in {"-m", "-c"}:
         if len(words) == 1:
@@ -157,11 +158,11 @@ def _job(words: list[str], name: str) -> Job:
     if not words or words[0] == "-":
         raise UsageError(f"There is no script for Python to run; write: {EXAMPLE}")
     if not Path(words[0]).is_file():
-        raise UsageError(f"{printable(words[0])} is no file; give the path of a script: {EXAMPLE}")
+        raise UsageError(f"{make_printable(words[0])} is no file; give the path of a script: {EXAMPLE}")
     return Job(kind="script", target=words[0], arguments=words[1:], name=name)
 
 
-def environment(folder: Path) -> dict[str, str]:
+def build_environment(folder: Path) -> dict[str, str]:
     """Return the program's environment: ours, without GPUs, with Triton's interpreter, which must be on before kernels are
     defined, and with a place where child processes leave notes.
     """
@@ -171,7 +172,7 @@ def environment(folder: Path) -> dict[str, str]:
     return {**os.environ, **hidden, **notes, "TRITON_INTERPRET": "1"}
 
 
-def _read(job: Job, code: int) -> Answer:
+def _read_answer(job: Job, code: int) -> Answer:
     """Return the process's answer; if it died without one, an empty report that states this."""
     try:
         return msgspec.json.decode(Path(job.answer).read_bytes(), type=Answer)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dcpbench.errors import OutputError, TraceError, UsageError
-from dcpbench.show.text import natural
-from dcpbench.syncs.traces.reading import GZIP_MAGIC, Trouble, is_something_else, read_chunks
+from dcpbench.show.text import make_natural_key
+from dcpbench.syncs.traces.reading import GZIP_MAGIC, ReadProblems, is_other_json, read_chunks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -22,7 +22,7 @@ PACKED = tuple(f".json{end}" for end in (".xz", ".bz2", ".zst", ".zip", ".tar", 
 """Suffixes that the reader refuses with a hint on unpacking: files in a folder must not be skipped silently."""
 
 
-def expand(names: Sequence[str], skipped: Callable[[Path], None] = lambda _: None) -> list[Path]:
+def expand_names(names: Sequence[str], skipped: Callable[[Path], None] = lambda _: None) -> list[Path]:
     """Return the files named by files, folders and globs, each once, rank 2 before rank 10.
 
     A folder contributes the traces directly in it. Other JSON in folders and among a glob's matches, such as reports,
@@ -35,47 +35,47 @@ def expand(names: Sequence[str], skipped: Callable[[Path], None] = lambda _: Non
             raise UsageError("The name of a trace is empty; give a file, a folder or a glob of Kineto traces.")
         path = Path(name)
         if path.is_dir():
-            files = _named_so(path.iterdir())
+            files = _filter_by_suffix(path.iterdir())
             deeper = shlex.quote(str(path / "**/*.json*"))
             missing = f"{name} holds no {' or '.join('*' + s for s in SUFFIXES)}; give a trace, or {deeper}."
         elif path.exists():
             files, missing = [path], ""
         elif glob.has_magic(name):
             matched = [Path(match) for match in glob.glob(name, recursive=True)]  # noqa: PTH207 -- absolute ones, too
-            files = _named_so(matched)
-            files += [p for folder in matched if folder.is_dir() for p in _named_so(folder.iterdir())]
+            files = _filter_by_suffix(matched)
+            files += [p for folder in matched if folder.is_dir() for p in _filter_by_suffix(folder.iterdir())]
             missing = f"{name!r} matches no {' or '.join('*' + s for s in SUFFIXES)} file below {Path.cwd()}."
         else:
             raise UsageError(f"There is no trace {name}; give a file, a folder or a glob of Kineto traces.")
         if not files:
             raise UsageError(missing)
         if path not in files:
-            files = _traces(files, name, skipped)
-        found |= dict.fromkeys(sorted(files, key=natural))
+            files = _select_traces(files, name, skipped)
+        found |= dict.fromkeys(sorted(files, key=make_natural_key))
     unique = {path.resolve(): path for path in reversed(found)}
     return list(reversed(unique.values()))
 
 
-def each_text_once(paths: Sequence[Path], repeated: Callable[[Path, Path], None]) -> list[Path]:
+def drop_copies(paths: Sequence[Path], repeated: Callable[[Path, Path], None]) -> list[Path]:
     """Return the files without links, copies and packed forms of an earlier one; `repeated` is called with (this, the
     earlier).
     """
     by_length: dict[int, list[Path]] = {}
     for path in paths:
         if path.is_file():  # a pipe cannot be looked at twice
-            by_length.setdefault(_length(path), []).append(path)
+            by_length.setdefault(_get_text_length(path), []).append(path)
     copies: set[Path] = set()
     for group in by_length.values():
         firsts: dict[object, Path] = {}
         for path in group if len(group) > 1 else ():
-            first = firsts.setdefault(_text_id(path), path)
+            first = firsts.setdefault(_compute_text_id(path), path)
             if first is not path:
                 copies.add(path)
                 repeated(path, first)
     return [path for path in paths if path not in copies]
 
 
-def _length(path: Path) -> int:
+def _get_text_length(path: Path) -> int:
     """Return the length of a file's text in bytes, modulo 2^32: gzip ends with it, so that files that differ need not
     be read.
     """
@@ -91,22 +91,22 @@ def _length(path: Path) -> int:
         return -1
 
 
-def _text_id(path: Path) -> object:
+def _compute_text_id(path: Path) -> object:
     """Return an object that is equal for files with the same text; the path itself if it cannot be read."""
     digest = hashlib.blake2b()
     try:
         with path.open("rb") as file:
-            for chunk in read_chunks(path, file, Trouble()):
+            for chunk in read_chunks(path, file, ReadProblems()):
                 digest.update(chunk)
     except (OSError, TraceError):
         return path
     return digest.digest()
 
 
-def _traces(files: Iterable[Path], name: str, skipped: Callable[[Path], None]) -> list[Path]:
+def _select_traces(files: Iterable[Path], name: str, skipped: Callable[[Path], None]) -> list[Path]:
     """Return the files without those that are something else."""
-    files = sorted(files, key=natural)
-    others = [path for path in files if is_something_else(path)]
+    files = sorted(files, key=make_natural_key)
+    others = [path for path in files if is_other_json(path)]
     if len(others) == len(files):
         raise TraceError(
             f"{name} holds no Kineto trace, but {len(files)} other JSON such as {files[0].name}. "
@@ -117,7 +117,7 @@ def _traces(files: Iterable[Path], name: str, skipped: Callable[[Path], None]) -
     return [path for path in files if path not in others]
 
 
-def _named_so(paths: Iterable[Path]) -> list[Path]:
+def _filter_by_suffix(paths: Iterable[Path]) -> list[Path]:
     """Return the files with the name of a trace, or of a packed one."""
     return [path for path in paths if path.is_file() and path.name.endswith(SUFFIXES + PACKED)]
 
@@ -134,7 +134,7 @@ def check_output(path: Path | None, *, force: bool) -> None:
         raise OutputError(f"There is no folder {path.parent}; make it with mkdir -p {shlex.quote(str(path.parent))}.")
 
 
-def write(path: Path, text: str, *, force: bool) -> None:
+def write_output(path: Path, text: str, *, force: bool) -> None:
     """Write a complete file; raise OutputError as `check_output` does, and if writing fails."""
     check_output(path, force=force)
     try:

@@ -39,20 +39,20 @@ class Frame(NamedTuple):
         return f"{self.file}({self.line}): {self.function}"
 
 
-def walk() -> tuple[tuple[Frame, ...], Frame | None]:
+def walk_stack() -> tuple[tuple[Frame, ...], Frame | None]:
     """Return the calling thread's Python stack without frames of the detectors, outermost first, and the user's
     innermost frame.
 
     The user's frame is outside torch, Triton, the standard library and frozen modules; None if there is none.
     """
-    return walk_from(sys._getframe())  # noqa: SLF001  (inspect.stack reads every source file)
+    return walk_stack_from(sys._getframe())  # noqa: SLF001  (inspect.stack reads every source file)
 
 
-def walk_from(frame: FrameType | None) -> tuple[tuple[Frame, ...], Frame | None]:
+def walk_stack_from(frame: FrameType | None) -> tuple[tuple[Frame, ...], Frame | None]:
     """Return the same as `walk` for the stack that ends in `frame`, which may be another thread's."""
     frames: list[Frame] = []
     user: Frame | None = None
-    outside = outside_of()
+    outside = list_framework_folders()
     while frame is not None:
         file = frame.f_code.co_filename
         if not is_detector(file):
@@ -65,7 +65,7 @@ def walk_from(frame: FrameType | None) -> tuple[tuple[Frame, ...], Frame | None]
     return tuple(frames), user
 
 
-def outside_of() -> tuple[str, ...]:
+def list_framework_folders() -> tuple[str, ...]:
     """Return the folders of the frameworks that are imported now, each with a closing separator."""
     files = (getattr(sys.modules.get(name), "__file__", None) for name in _FRAMEWORKS)
     return tuple(str(Path(file).parent) + os.sep for file in files if file)
@@ -90,28 +90,28 @@ def _is_installed(file: str) -> bool:
     return any(part in file for part in _SITE_PACKAGES)
 
 
-def caller_of(user: Frame, frames: Sequence[Frame]) -> Frame | None:
+def find_caller(user: Frame, frames: Sequence[Frame]) -> Frame | None:
     """Return the innermost frame outside libraries around the user's frame if that is in a library; else None."""
     if user not in frames or not _is_installed(user.file):
         return None
-    outside = outside_of()
+    outside = list_framework_folders()
     inner = len(frames) - frames[::-1].index(user) - 1
     return next((f for f in frames[:inner][::-1] if is_user(f.file, outside) and not _is_installed(f.file)), None)
 
 
-def relative_path(file: str, root: Path | None = None) -> str:
+def get_relative_path(file: str, root: Path | None = None) -> str:
     """Return the file relative to the root, or the working directory, if it is inside; else unchanged."""
     relative = os.path.relpath(file, root) if Path(file).is_absolute() else file
     return file if relative.startswith("..") else relative
 
 
-def call_name(frame: FrameType) -> str:
+def find_call_name(frame: FrameType) -> str:
     """Return the bare name of the function that `frame` is calling, `[]` for an index, empty for all else.
 
     `x.max().item()` waiting in item gives `item`; `if t:` gives an empty string, and source that cannot be read gives
     `?`.
     """
-    source = _source(frame)
+    source = _read_source(frame)
     if source is None:
         return UNKNOWN
     try:
@@ -125,7 +125,7 @@ def call_name(frame: FrameType) -> str:
     return str(getattr(called, "attr", getattr(called, "id", "")))
 
 
-def _source(frame: FrameType) -> bytes | None:
+def _read_source(frame: FrameType) -> bytes | None:
     """Return the text that is being executed; for an assignment to an index, its target."""
     if frame.f_lasti < 0:
         return None

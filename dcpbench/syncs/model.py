@@ -217,7 +217,7 @@ class Report(msgspec.Struct, kw_only=True):
     verdict: Verdict = msgspec.field(default_factory=Verdict)
 
 
-def order(site: Site) -> tuple[int, float, float, int, str, int, str]:
+def get_sort_key(site: Site) -> tuple[int, float, float, int, str, int, str]:
     """Sort key: worst site first, then what may block, the profiler's own last."""
     return (
         site.own + site.own + site.may_block,
@@ -230,7 +230,7 @@ def order(site: Site) -> tuple[int, float, float, int, str, int, str]:
     )
 
 
-def totals(sites: list[Site]) -> Totals:
+def sum_totals(sites: list[Site]) -> Totals:
     """Return the sums over the program's own sites, without those that only may block."""
     mine = [s for s in sites if not (s.own or s.may_block)]
     waits = [s.wait_us for s in mine if s.wait_us is not None]
@@ -243,17 +243,17 @@ def totals(sites: list[Site]) -> Totals:
     )
 
 
-def report_of(traces: list[TraceSummary], sites: list[Site]) -> Report:
+def build_report(traces: list[TraceSummary], sites: list[Site]) -> Report:
     """Return a report of sites in any order; the gate adds the verdict."""
-    return Report(traces=traces, sites=sorted(sites, key=order), totals=totals(sites))
+    return Report(traces=traces, sites=sorted(sites, key=get_sort_key), totals=sum_totals(sites))
 
 
-def encode(value: msgspec.Struct) -> str:
+def encode_json(value: msgspec.Struct) -> str:
     """Encode a report or a baseline as JSON with one field per line, so that diffs show only changed fields."""
     return msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n"
 
 
-def json_schema() -> dict[str, Any]:
+def build_json_schema() -> dict[str, Any]:
     """Return the JSON schema (draft 2020-12) of the output of `--format json`, in which every field is always present."""
     made = msgspec.json.schema(Report)
     definitions = made["$defs"]
@@ -267,4 +267,4 @@ def json_schema() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n")
+    sys.stdout.write(json.dumps(build_json_schema(), indent=2, ensure_ascii=False) + "\n")

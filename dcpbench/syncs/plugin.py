@@ -22,13 +22,13 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
 
-    from dcpbench.syncs.live.checked import Checked
+    from dcpbench.syncs.live.checked import SyncCheck
 
 MODES = ("auto", "live", "dry-run", "off")
 INI = "cuda_sync_mode"
 FIXTURE = "cuda_syncs"
 NO, MAX = "no_cuda_sync", "max_cuda_syncs"
-CHECKED: pytest.StashKey[Checked] = pytest.StashKey()
+CHECKED: pytest.StashKey[SyncCheck] = pytest.StashKey()
 UNUSED = "cuda_syncs_unused"  # property of a test that put nothing on the virtual GPU
 UNMEASURED = "cuda_syncs_unmeasured"  # property of a test that uses operators that were never measured: their names
 
@@ -51,11 +51,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", f"{MAX}(n, *, allow=[], threads='current'): the test may wait for the GPU n times, not more often."
     )
-    if mode_of(config) not in MODES:
-        raise pytest.UsageError(f"cuda_sync_mode = {mode_of(config)!r} is none of {', '.join(MODES)}")
+    if get_mode(config) not in MODES:
+        raise pytest.UsageError(f"cuda_sync_mode = {get_mode(config)!r} is none of {', '.join(MODES)}")
 
 
-def mode_of(config: pytest.Config) -> str:
+def get_mode(config: pytest.Config) -> str:
     """Return the mode of the command line, else of the configuration."""
     return config.getoption("--cuda-sync-mode") or str(config.getini(INI)) or "auto"
 
@@ -63,20 +63,20 @@ def mode_of(config: pytest.Config) -> str:
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
     """Read every mark, so that a wrong one ends the run before the first test."""
     for item in items:
-        _limit(item)
+        _parse_limit(item)
 
 
 def pytest_report_collectionfinish(config: pytest.Config, items: Sequence[pytest.Item]) -> list[str]:
     """Return which detector is active, if a test uses one."""
-    used = sum(_uses(item) for item in items)
-    if not used or mode_of(config) == "off":
+    used = sum(_needs_check(item) for item in items)
+    if not used or get_mode(config) == "off":
         return [f"cuda syncs: off, tests that are not checked: {used}"] if used else []
     from dcpbench.errors import CapacityError
-    from dcpbench.show.text import counted
-    from dcpbench.syncs.live.checked import resolve
+    from dcpbench.show.text import format_count
+    from dcpbench.syncs.live.checked import resolve_mode
 
     try:
-        return [f"cuda syncs: {resolve(mode_of(config))[1]}, {counted(used, 'test')}"]
+        return [f"cuda syncs: {resolve_mode(get_mode(config))[1]}, {format_count(used, 'test')}"]
     except CapacityError as error:
         raise pytest.UsageError(str(error)) from None
 
@@ -84,12 +84,12 @@ def pytest_report_collectionfinish(config: pytest.Config, items: Sequence[pytest
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None, Any, Any]:
     """Set up fixtures inside the dry run, because they create tensors on the GPU; their waits do not count."""
-    if _uses(item) and mode_of(item.config) != "off":
-        from dcpbench.syncs.live.checked import Checked
+    if _needs_check(item) and get_mode(item.config) != "off":
+        from dcpbench.syncs.live.checked import SyncCheck
 
-        _, allow, threads = _limit(item)
-        item.stash[CHECKED] = Checked(mode_of(item.config), threads=threads, allow=allow)
-        item.stash[CHECKED].enter()
+        _, allow, threads = _parse_limit(item)
+        item.stash[CHECKED] = SyncCheck(get_mode(item.config), threads=threads, allow=allow)
+        item.stash[CHECKED].start()
     return (yield)
 
 
@@ -100,7 +100,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, Any]:
         return (yield)
     finally:
         if CHECKED in item.stash:
-            item.stash[CHECKED].leave()
+            item.stash[CHECKED].stop()
 
 
 @pytest.hookimpl(wrapper=True, trylast=True)
@@ -108,7 +108,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]
     """Watch the test function, and nothing around it."""
     if CHECKED not in pyfuncitem.stash:
         return (yield)
-    with _checking(pyfuncitem):
+    with _check_body(pyfuncitem):
         return (yield)
 
 
@@ -120,7 +120,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     if item.cls is None or not issubclass(item.cls, unittest.TestCase):
         return (yield)
     original = item.obj
-    item.obj = _watched(item, original)
+    item.obj = _make_checked_method(item, original)
     if inspect.iscoroutinefunction(original):
         # pytest leaves these to unittest, which takes them from the instance.
         setattr(item.instance, item.name, item.obj)
@@ -156,32 +156,32 @@ def _write_list(terminalreporter: Any, lines: Sequence[str]) -> None:  # noqa: A
 
 
 @pytest.fixture(name=FIXTURE)
-def cuda_syncs(request: pytest.FixtureRequest) -> Checked:
+def cuda_syncs(request: pytest.FixtureRequest) -> SyncCheck:
     """Return what synchronises with the GPU in this test: `count`, `syncs`, `text()` and `report()`."""
-    from dcpbench.syncs.live.checked import Checked
+    from dcpbench.syncs.live.checked import SyncCheck
 
     item: pytest.Item = request.node
-    return item.stash[CHECKED] if CHECKED in item.stash else Checked("off", threads="current", allow=())
+    return item.stash[CHECKED] if CHECKED in item.stash else SyncCheck("off", threads="current", allow=())
 
 
-def _watched(item: pytest.Function, method: Callable[..., Any]) -> Callable[..., Any]:
+def _make_checked_method(item: pytest.Function, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
-    async def coroutine(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  (the test's own)
-        with _checking(item):
+    async def run_coroutine(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  (the test's own)
+        with _check_body(item):
             return await method(*args, **kwargs)
 
-    return coroutine if inspect.iscoroutinefunction(method) else _checking(item)(method)
+    return run_coroutine if inspect.iscoroutinefunction(method) else _check_body(item)(method)
 
 
 @contextlib.contextmanager
-def _checking(item: pytest.Item) -> Iterator[None]:
+def _check_body(item: pytest.Item) -> Iterator[None]:
     """Watch the body, and fail a test that passed but synchronised more often than its mark allows; the lines are the
     message.
     """
     checked = item.stash[CHECKED]
-    with checked.calling():
+    with checked.record_call():
         yield
-    limit = _limit(item)[0]  # a test may mark itself
+    limit = _parse_limit(item)[0]  # a test may mark itself
     item.user_properties.append((FIXTURE, checked.count))
     if checked.unused:
         item.user_properties.append((UNUSED, True))
@@ -193,18 +193,18 @@ def _checking(item: pytest.Item) -> Iterator[None]:
         pytest.fail(f"{times} where {allowed} may be, {checked.words}:\n\n{checked.text()}", pytrace=False)
 
 
-def _uses(item: pytest.Item) -> bool:
-    return _mark(item) is not None or FIXTURE in getattr(item, "fixturenames", ())
+def _needs_check(item: pytest.Item) -> bool:
+    return _find_mark(item) is not None or FIXTURE in getattr(item, "fixturenames", ())
 
 
-def _mark(item: pytest.Item) -> pytest.Mark | None:
+def _find_mark(item: pytest.Item) -> pytest.Mark | None:
     """Return the mark that is closest to the test: its own takes precedence over its class's."""
     return next((mark for mark in item.iter_markers() if mark.name in {NO, MAX}), None)
 
 
-def _limit(item: pytest.Item) -> tuple[int | None, tuple[str, ...], str]:
+def _parse_limit(item: pytest.Item) -> tuple[int | None, tuple[str, ...], str]:
     """Return (maximum synchronisations, functions that may synchronise, threads) of a test; None for any number."""
-    mark = _mark(item)
+    mark = _find_mark(item)
     if mark is None:
         return None, (), "current"
     try:

@@ -56,7 +56,7 @@ class MissingRanks(NamedTuple):
     """Hold the ranks of one group that have no trace."""
 
     ranks: tuple[int, ...]
-    of: int
+    group_size: int
     """Number of ranks that the group has at least."""
     group: Group = Group()
 
@@ -78,16 +78,16 @@ def find_missing(traces: Sequence[TraceSummary], *, all_ranks: bool = False) -> 
     if len(every) == number:  # each rank is in one group: ranks count over all groups, as in SGLang's attention DP
         found = {Group(): every}
     size = max([*(rank + 1 for rank in every), *(trace.world_size or 0 for trace in workers)], default=0)
-    gaps = ((group, set(range(size)) - found.get(group, set())) for group in _fill_groups(found))
+    gaps = ((group, set(range(size)) - found.get(group, set())) for group in _expand_groups(found))
     return [MissingRanks(tuple(sorted(ranks)), size, group) for group, ranks in gaps if ranks]
 
 
-def _fill_groups(found: Iterable[Group]) -> list[Group]:
+def _expand_groups(found: Iterable[Group]) -> list[Group]:
     """Return the groups from the first to the last, those without any trace as well."""
     dps, pps = {group.dp for group in found}, {group.pp for group in found}
-    return [Group(dp, pp) for dp in _fill(dps) for pp in _fill(pps)]
+    return [Group(dp, pp) for dp in _expand_ranks(dps) for pp in _expand_ranks(pps)]
 
 
-def _fill(ranks: set[int | None]) -> list[int | None]:
+def _expand_ranks(ranks: set[int | None]) -> list[int | None]:
     known = [rank for rank in ranks if rank is not None]
     return [*([None] if None in ranks else []), *(range(max(known) + 1) if known else ())]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from dcpbench.records.record import SyncSite
-from dcpbench.syncs.model import order
+from dcpbench.syncs.model import get_sort_key
 from dcpbench.syncs.rules import ALLOCATION
 
 if TYPE_CHECKING:
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
     from dcpbench.syncs.model import Site
 
-WORST_SITES = 8
+MAX_RECORD_SITES = 8
 """Sites that a record holds at most."""
 
 
-def sync_sites(sites: Sequence[Site], where: Literal["eager", "replay", "serve", "engine"]) -> list[SyncSite]:
+def build_sync_sites(sites: Sequence[Site], where: Literal["eager", "replay", "serve", "engine"]) -> list[SyncSite]:
     """Return the sites of a steady step, worst first, as a record holds them.
 
     What frees memory does not count in an eager step, where the caching allocator grows and shrinks; a graph has its
@@ -39,5 +39,5 @@ def sync_sites(sites: Sequence[Site], where: Literal["eager", "replay", "serve",
             wait_us=s.wait_median_us or 0.0,
             bubble_us=None if s.bubble_us is None else s.bubble_us / s.count,
         )
-        for s in sorted(mine, key=order)
+        for s in sorted(mine, key=get_sort_key)
     ]

@@ -69,9 +69,9 @@ PAGEABLE = Rule(
 )
 """Measured on an H200 (torch 2.11, CUDA 13.0) behind 20 ms of GPU work: device to host waits at 4 bytes; host to device
 does not up to 2 MiB, does from 2.2 MiB, and at the 64th copy of 64 KiB or the third of 256 KiB in a row."""
-PINNING_BYTES = 1 << 20
+MIN_PINNING_BYTES = 1 << 20
 """Minimum bytes of pinning that is reported: as much takes the host some tenths of a millisecond or more."""
-STAGING_BYTES = 2 << 20
+MAX_STAGING_BYTES = 2 << 20
 """Pageable copies to the GPU up to this size need not wait: `may_block`. Larger ones do, and all copies to the host."""
 STREAM = Rule(
     "SYNC006",
@@ -139,20 +139,20 @@ SHAPE_OPS = frozenset(_SHAPE_OPS.split())
 never a reason to report one."""
 
 
-def op_name(op: str) -> str:
+def get_op_name(op: str) -> str:
     """Return `index` for `aten::index.Tensor`."""
     return op.rpartition("::")[2].partition(".")[0]
 
 
-def rule_of_ops(op_chain: Sequence[str]) -> Rule | None:
+def find_op_rule(op_chain: Sequence[str]) -> Rule | None:
     """Return the rule implied by the operators around a blocking call, outermost first; None if they imply none."""
-    names = [op_name(op) for op in op_chain]
+    names = [get_op_name(op) for op in op_chain]
     if any(name in SHAPE_OPS for name in names):
         return SHAPE
     return SCALAR if names and names[-1] in SCALAR_OPS else None
 
 
-def rule_of_copy(op_chain: Sequence[str], direction: str, *, waited: bool) -> Rule:
+def find_copy_rule(op_chain: Sequence[str], direction: str, *, waited: bool) -> Rule:
     """Return the rule of a blocking copy.
 
     Args:
@@ -160,7 +160,7 @@ def rule_of_copy(op_chain: Sequence[str], direction: str, *, waited: bool) -> Ru
         direction: `DtoH …`, `HtoD …`, `DtoD …` or empty.
         waited: A synchronisation follows the copy; False if the copy itself blocked because of pageable memory.
     """
-    known = rule_of_ops(op_chain)
+    known = find_op_rule(op_chain)
     if known:
         return known
     if not waited and "pageable" in direction:

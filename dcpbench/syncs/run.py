@@ -23,14 +23,14 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.errors import CapacityError, ExitCode, OutputError, UsageError
-from dcpbench.show.text import counted, printable
-from dcpbench.syncs.dry_run_program import RECORDER, instead_of
+from dcpbench.show.text import format_count, make_printable
+from dcpbench.syncs.dry_run_program import RECORDER, suggest_dry_run
 from dcpbench.syncs.model import Coverage, Report, TraceSummary
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from dcpbench.syncs.commands import GateOptions, Out
+    from dcpbench.syncs.commands import GateOptions, OutputOptions
     from dcpbench.syncs.gating.gate import Gate
 
 VARIABLE = "DCPBENCH_SYNCS_RECORD"
@@ -38,7 +38,7 @@ CPU_VARIABLE = "DCPBENCH_SYNCS_RECORD_CPU"
 """Environment variable with which tests record on machines without a GPU; such traces hold no GPU events, and so no
 synchronisation.
 """
-NOBODY = (
+NOTHING_RECORDED = (
     "No Python process of the program imported torch, or it ignored PYTHONPATH (python -E and -I do, and programs that "
     "start others with a new environment): nothing was recorded."
 )
@@ -58,7 +58,7 @@ class Recording:
     keep: Path | None = None
     """Folder in which the traces are kept."""
 
-    def check(self) -> None:
+    def check_values(self) -> None:
         """Raise UsageError for values that cannot work, OutputError for a folder that holds other traces."""
         if self.warmup < 0:
             raise UsageError(f"--warmup {self.warmup} is no number of steps; give one from 0.")
@@ -94,37 +94,37 @@ class Note(msgspec.Struct):
         return f"rank {self.rank} (process {self.pid})" if self.rank else f"process {self.pid} ({self.program})"
 
 
-def run(command: Sequence[str], recording: Recording, options: GateOptions, out: Out) -> int:
+def run_program(command: Sequence[str], recording: Recording, options: GateOptions, out: OutputOptions) -> int:
     """Run the program and judge what it did; returns 0, 1 or 3 as `scan`, 4 where the program failed, 130 after Ctrl-C.
 
     Raises UsageError where the command or an option cannot work and CapacityError without a GPU, before it starts.
     """
-    from dcpbench.syncs.commands import conclude, settle
+    from dcpbench.syncs.commands import finish_report, prepare_gate
 
-    gate = settle(options, out)
-    recording.check()
+    gate = prepare_gate(options, out)
+    recording.check_values()
     if not command:
         raise UsageError("There is no program; write it after `--`: dcpbench syncs run -- python script.py")
     if shutil.which(command[0]) is None:
         hint = f"python {shlex.quote(command[0])}" if command[0].endswith(".py") else "python script.py"
         raise UsageError(f"{command[0]} is no program that can be started; write `-- {hint}`.")
     if not has_gpu() and not os.environ.get(CPU_VARIABLE):
-        raise CapacityError(f"There is no GPU here to wait for; {instead_of(command)}")
-    with _folder(recording.keep) as folder:
-        code = start(command, environment(folder, recording))
-        report = _scan(folder, recording, gate)
+        raise CapacityError(f"There is no GPU here to wait for; {suggest_dry_run(command)}")
+    with _open_folder(recording.keep) as folder:
+        code = run_process(command, build_environment(folder, recording))
+        report = _scan_folder(folder, recording, gate)
         if code:
-            ending = f"ended with exit code {code}" if code > 0 else f"was ended by {_signal(-code)}"
-            sys.stderr.write(f"{printable(shlex.join(command))} {ending}.\n")
-        verdict = conclude(report, gate, out)
+            ending = f"ended with exit code {code}" if code > 0 else f"was ended by {_format_signal(-code)}"
+            sys.stderr.write(f"{make_printable(shlex.join(command))} {ending}.\n")
+        verdict = finish_report(report, gate, out)
         if recording.keep is not None:
-            sys.stderr.write(f"Traces are in {printable(str(recording.keep))}\n")
+            sys.stderr.write(f"Traces are in {make_printable(str(recording.keep))}\n")
     if code in {-signal.SIGINT, INTERRUPTED}:
         return INTERRUPTED
     return PROGRAM_FAILED if code else verdict
 
 
-def start(command: Sequence[str], env: Mapping[str, str]) -> int:
+def run_process(command: Sequence[str], env: Mapping[str, str]) -> int:
     """Run the program to its end with stdin, stdout and stderr of our own; returns what `Popen.wait` does.
 
     Ctrl-C reaches the program from the terminal itself, and SIGTERM is handed on; both wait for its end.
@@ -132,12 +132,12 @@ def start(command: Sequence[str], env: Mapping[str, str]) -> int:
     child: subprocess.Popen[bytes] | None = None
     interrupted: list[int] = []
 
-    def hand_on(number: int, _frame: object) -> None:
+    def forward_signal(number: int, _frame: object) -> None:
         if child and child.poll() is None:
             child.send_signal(number)
 
     before = {signal.SIGINT: signal.signal(signal.SIGINT, lambda number, _: interrupted.append(number))}
-    before[signal.SIGTERM] = signal.signal(signal.SIGTERM, hand_on)
+    before[signal.SIGTERM] = signal.signal(signal.SIGTERM, forward_signal)
     try:
         child = subprocess.Popen(command, env=env)
         code = child.wait()
@@ -150,7 +150,7 @@ def start(command: Sequence[str], env: Mapping[str, str]) -> int:
     return -signal.SIGINT if interrupted and code else code
 
 
-def environment(folder: Path, recording: Recording) -> dict[str, str]:
+def build_environment(folder: Path, recording: Recording) -> dict[str, str]:
     """Return the program's environment: that of this process, with the recorder first on PYTHONPATH
     and its settings.
     """
@@ -181,7 +181,7 @@ def has_gpu() -> bool:
         return False
 
 
-def notes_in(folder: Path) -> list[Note]:
+def read_notes(folder: Path) -> list[Note]:
     """Return the notes of the processes, by rank and process; incomplete notes are left out."""
     notes = []
     for path in folder.glob("*.note"):
@@ -190,21 +190,21 @@ def notes_in(folder: Path) -> list[Note]:
     return sorted(notes, key=lambda n: (n.rank.zfill(6) if n.rank else "", n.pid))
 
 
-def explain(notes: Sequence[Note], recording: Recording) -> list[str]:
+def explain_notes(notes: Sequence[Note], recording: Recording) -> list[str]:
     """Return sentences on processes with a missing trace, or with a trace that lacks something requested."""
     if not notes:
-        return [NOBODY]
-    told = [f"{note.name}: {_why(note, recording)}" for note in notes if not note.trace and note.cuda]
-    told += [f"{note.name}: {problem}." for note in notes if note.trace for problem in note.problems]
+        return [NOTHING_RECORDED]
+    lines = [f"{note.name}: {_explain_no_trace(note, recording)}" for note in notes if not note.trace and note.cuda]
+    lines += [f"{note.name}: {problem}." for note in notes if note.trace for problem in note.problems]
     recorded = [note for note in notes if note.trace]
     if not recorded and not any(note.cuda for note in notes):
-        told.append("No process of the program used CUDA. Without a GPU, dcpbench syncs dry-run says what would wait.")
+        lines.append("No process of the program used CUDA. Without a GPU, dcpbench syncs dry-run says what would wait.")
     if recorded and not any(note.steps for note in recorded):
-        told.append(f"No steps were seen: {_no_steps(recorded, recording)}")
-    return told
+        lines.append(f"No steps were seen: {_explain_no_steps(recorded, recording)}")
+    return lines
 
 
-def _no_steps(notes: Sequence[Note], recording: Recording) -> str:
+def _explain_no_steps(notes: Sequence[Note], recording: Recording) -> str:
     """Return why no process has begun a step, and the option to use."""
     if not recording.step:
         return "no nn.Module was called; name the function of a step with --step MODULE:FUNCTION."
@@ -216,20 +216,20 @@ def _no_steps(notes: Sequence[Note], recording: Recording) -> str:
     )
 
 
-def _why(note: Note, recording: Recording) -> str:
+def _explain_no_trace(note: Note, recording: Recording) -> str:
     """Return why a process that used CUDA left no trace."""
     if note.problems:
         return "; ".join(note.problems) + "."
     if not note.steps:
         none = f"--warmup {recording.warmup} leaves none: " if recording.warmup else ""
-        return f"it ended after 0 steps; {none}{_no_steps([note], recording)}"
+        return f"it ended after 0 steps; {none}{_explain_no_steps([note], recording)}"
     if note.steps <= recording.warmup:
-        return f"it ended after {counted(note.steps, 'step')}, and --warmup {recording.warmup} leaves none; give fewer."
+        return f"it ended after {format_count(note.steps, 'step')}, and --warmup {recording.warmup} leaves none; give fewer."
     return "it ended before its trace was written; record fewer steps with --steps."
 
 
 @contextlib.contextmanager
-def _folder(keep: Path | None) -> Iterator[Path]:
+def _open_folder(keep: Path | None) -> Iterator[Path]:
     """Yield the folder for the processes: the one that is kept, or a temporary one."""
     if keep is None:
         with tempfile.TemporaryDirectory(prefix="dcpbench-syncs-", ignore_cleanup_errors=True) as folder:
@@ -241,33 +241,35 @@ def _folder(keep: Path | None) -> Iterator[Path]:
         raise OutputError(
             f"{keep} cannot be made ({error.strerror}); give another folder with --keep-traces."
         ) from error
-    _without_notes(keep)
+    _remove_notes(keep)
     try:
         yield keep
     finally:
-        _without_notes(keep)
+        _remove_notes(keep)
 
 
-def _without_notes(folder: Path) -> None:
+def _remove_notes(folder: Path) -> None:
     for left in [*folder.glob("*.note"), *folder.glob("*.part")]:
         left.unlink(missing_ok=True)
 
 
-def _scan(folder: Path, recording: Recording, gate: Gate) -> Report:
+def _scan_folder(folder: Path, recording: Recording, gate: Gate) -> Report:
     """Return the report on the traces, completed from the notes."""
     from dcpbench.show.terminal import ProgressLine
-    from dcpbench.syncs.files import expand
-    from dcpbench.syncs.scan import scan
+    from dcpbench.syncs.files import expand_names
+    from dcpbench.syncs.scan import scan_traces
 
-    notes = notes_in(folder)
-    for sentence in explain(notes, recording):
-        sys.stderr.write(f"- {printable(sentence)}\n")
+    notes = read_notes(folder)
+    for sentence in explain_notes(notes, recording):
+        sys.stderr.write(f"- {make_printable(sentence)}\n")
     report = Report()
     if any(folder.glob("*.json")):
         with ProgressLine() as progress:
-            report = scan(expand([str(folder)]), root=gate.root, step_range=gate.step_range, progress=progress)
+            report = scan_traces(
+                expand_names([str(folder)]), root=gate.root, step_range=gate.step_range, progress=progress
+            )
     add_notes(report, notes, recording)
-    return report if recording.keep is not None else without_folder(report, folder)
+    return report if recording.keep is not None else remove_folder_names(report, folder)
 
 
 def add_notes(report: Report, notes: Sequence[Note], recording: Recording) -> None:
@@ -279,12 +281,12 @@ def add_notes(report: Report, notes: Sequence[Note], recording: Recording) -> No
             trace.coverage.complete = trace.coverage.complete and not note.cut
             trace.coverage.notes = [*trace.coverage.notes, *(f"{problem}." for problem in note.problems)]
         elif note.cuda:
-            coverage = Coverage(detector="scan", complete=False, notes=[_why(note, recording)])
+            coverage = Coverage(detector="scan", complete=False, notes=[_explain_no_trace(note, recording)])
             rank = int(note.rank) if note.rank.isdecimal() else None
             report.traces.append(TraceSummary(path=note.name, rank=rank, coverage=coverage))
 
 
-def without_folder(report: Report, folder: Path) -> Report:
+def remove_folder_names(report: Report, folder: Path) -> Report:
     """Return the report with the names of traces instead of their paths, because their folder is temporary."""
     names = {trace.path: Path(trace.path).name for trace in report.traces if Path(trace.path).parent == folder}
     for trace in report.traces:
@@ -296,7 +298,7 @@ def without_folder(report: Report, folder: Path) -> Report:
     return report
 
 
-def _signal(number: int) -> str:
+def _format_signal(number: int) -> str:
     try:
         return signal.Signals(number).name
     except ValueError:

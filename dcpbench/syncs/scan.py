@@ -8,15 +8,22 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from dcpbench.errors import UsageError
-from dcpbench.syncs.model import Report, Site, TraceSummary, report_of
+from dcpbench.syncs.model import Report, Site, TraceSummary, build_report
 from dcpbench.syncs.ranks import is_front_end, parse_file_name
-from dcpbench.syncs.sites import Sync, merge, sites_of_trace
+from dcpbench.syncs.sites import Sync, group_trace_sites, merge_sites
 from dcpbench.syncs.steps import PROFILER_STEP, Range, Steps, Work, find_steps
-from dcpbench.syncs.traces.blocking import QUERY_US, SYNCHRONISE, cause_of_frees, direction_of, find_blocking, rule_of
-from dcpbench.syncs.traces.bubbles import bubbles, busy_and_idle, waited_for
+from dcpbench.syncs.traces.blocking import (
+    MAX_QUERY_US,
+    SYNCHRONISE,
+    explain_frees,
+    find_blocking_calls,
+    find_rule,
+    parse_direction,
+)
+from dcpbench.syncs.traces.bubbles import compute_bubbles, compute_busy_and_idle, find_waited_work
 from dcpbench.syncs.traces.columns import Columns, read_columns
-from dcpbench.syncs.traces.coverage import bubbles_are_known, coverage, ranges_in
-from dcpbench.syncs.traces.intervals import ANY, chains, match
+from dcpbench.syncs.traces.coverage import compute_coverage, format_ranges, has_known_bubbles
+from dcpbench.syncs.traces.intervals import ANY_THREAD, find_chains, match_keys
 from dcpbench.syncs.traces.python_lines import Attribution, Repository
 from dcpbench.syncs.traces.reading import TraceReader
 
@@ -27,7 +34,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from dcpbench.syncs.traces.blocking import Blocking
+    from dcpbench.syncs.traces.blocking import BlockingCalls
     from dcpbench.syncs.traces.columns import Table
     from dcpbench.syncs.traces.intervals import Floats
     from dcpbench.syncs.traces.python_lines import Line, Stacks
@@ -38,7 +45,7 @@ if TYPE_CHECKING:
 _NUMBERS = re.compile(r"\d+")
 
 
-def scan(
+def scan_traces(
     paths: Sequence[Path], *, root: Path, step_range: str | None = None, progress: Callable[[str], None] | None = None
 ) -> Report:
     """Report all host-blocking synchronisation in traces; the verdict is left to the gate.
@@ -60,48 +67,48 @@ def scan(
             f"--step-range {step_range!r} is no regular expression ({e}); give one such as '^decode_step'"
         ) from None
     repository = Repository(root)
-    scanned = [_scan(path, repository, step_range, progress) for path in paths]
+    scanned = [_scan_file(path, repository, step_range, progress) for path in paths]
     summaries = [summary for summary, _, _ in scanned]
     if step_range is not None and not any(s.steps for s in summaries):
         ranges = next((ranges for _, _, ranges in scanned), "")
         raise UsageError(f"no annotation matches --step-range {step_range!r}. {ranges}")
-    return report_of(summaries, merge([sites for _, sites, _ in scanned]))
+    return build_report(summaries, merge_sites([sites for _, sites, _ in scanned]))
 
 
-def _scan(
+def _scan_file(
     path: Path, repository: Repository, step_range: str | None, progress: Callable[[str], None] | None
 ) -> tuple[TraceSummary, list[Site], str]:
     """Return the summary and the sites of one trace and, if it has no steps, a sentence about its ranges."""
     reader = TraceReader(path)
     events = 0
 
-    def count(more: int) -> None:
+    def count_events(more: int) -> None:
         nonlocal events
         events += more
         if progress:
             progress(f"{path.name}: {events:,} events")
 
-    columns = read_columns(reader.blocks(), reader.trouble, count)
-    summary, sites = analyse(columns, str(path), repository, step_range=step_range)
+    columns = read_columns(reader.read_blocks(), reader.trouble, count_events)
+    summary, sites = scan_columns(columns, str(path), repository, step_range=step_range)
     summary.rank, summary.world_size = reader.rank, reader.world_size
     summary.dp_rank, summary.pp_rank = parse_file_name(path.name).group
     summary.front_end = is_front_end(path.name) and not (summary.coverage.gpu_events or summary.coverage.runtime_events)
     if summary.front_end:
         summary.coverage.notes = []
-    return summary, sites, "" if summary.steps else ranges_in(columns)
+    return summary, sites, "" if summary.steps else format_ranges(columns)
 
 
-def analyse(
+def scan_columns(
     columns: Columns, name: str, repository: Repository, *, step_range: str | None = None
 ) -> tuple[TraceSummary, list[Site]]:
     """Return the summary and the sites of a trace that was read."""
-    blocking = find_blocking(columns)
+    blocking = find_blocking_calls(columns)
     stacks: Stacks = "python_function" if len(columns.tables["python"]) else "call stack" if columns.stacks else "none"
-    placed = _placed(columns, blocking, repository, stacks)
+    placed = _find_places(columns, blocking, repository, stacks)
     ranges, total = _find_ranges(columns, blocking.start[~placed.own])
     steps = find_steps(ranges, total, step_range)
-    found = _occurrences(columns, blocking, placed, steps)
-    busy, idle = busy_and_idle(columns)
+    found = _build_syncs(columns, blocking, placed, steps)
+    busy, idle = compute_busy_and_idle(columns)
     has_gpu = bool(len(columns.tables["gpu"]))
     tables = [t for t in columns.tables.values() if len(t)]
     summary = TraceSummary(
@@ -110,9 +117,9 @@ def analyse(
         span_us=float(max(t.end.max() for t in tables) - min(t.start.min() for t in tables)) if tables else None,
         gpu_busy_us=busy if has_gpu else None,
         gpu_idle_us=idle if has_gpu else None,
-        coverage=coverage(columns, steps, stacks),
+        coverage=compute_coverage(columns, steps, stacks),
     )
-    return summary, sites_of_trace(name, found, steps)
+    return summary, group_trace_sites(name, found, steps)
 
 
 def _find_ranges(columns: Columns, waits: Floats) -> tuple[list[Range], Work]:
@@ -121,7 +128,7 @@ def _find_ranges(columns: Columns, waits: Floats) -> tuple[list[Range], Work]:
     An annotation is empty if no work was launched in it and none of `waits` began in it.
     """
     ranges, ops = columns.tables["ranges"], columns.tables["ops"]
-    step = columns.named(PROFILER_STEP.match)
+    step = columns.match_names(PROFILER_STEP.match)
     marks = [ranges]
     if step.any() and not step[ranges.name].any():
         marks.append(ops.take(step[ops.name]))
@@ -150,13 +157,13 @@ def _find_work(columns: Columns, step: NDArray[np.bool_]) -> tuple[Floats, Float
     if not len(gpu):
         moments = np.sort(ops.start[~step[ops.name]])
         return moments, np.zeros(len(moments))
-    launch = match(calls.correlation, gpu.correlation)
+    launch = match_keys(calls.correlation, gpu.correlation)
     moments = np.where(launch >= 0, calls.start[launch], gpu.start) if len(calls) else gpu.start
     order = np.argsort(moments, kind="stable")
     return moments[order], (gpu.end - gpu.start)[order]
 
 
-class _Placed(NamedTuple):
+class _CallPlaces(NamedTuple):
     """Hold the place of each blocking call in the program."""
 
     op_chains: list[Ints]
@@ -165,29 +172,29 @@ class _Placed(NamedTuple):
     """The profiler's."""
 
 
-def _placed(columns: Columns, blocking: Blocking, repository: Repository, stacks: Stacks) -> _Placed:
-    op_chains = _with_linked_ops(columns, blocking, chains(columns.tables["ops"], blocking.start, blocking.thread))
-    frames = chains(columns.tables["python"], blocking.start, blocking.thread)
+def _find_places(columns: Columns, blocking: BlockingCalls, repository: Repository, stacks: Stacks) -> _CallPlaces:
+    op_chains = _add_linked_ops(columns, blocking, find_chains(columns.tables["ops"], blocking.start, blocking.thread))
+    frames = find_chains(columns.tables["python"], blocking.start, blocking.thread)
     attribute = Attribution(columns, repository, stacks)
-    lines = [attribute.line(*of_call) for of_call in zip(frames, op_chains, strict=True)]
-    edges = _window_edges(columns, blocking, op_chains)
+    lines = [attribute.find_line(*of_call) for of_call in zip(frames, op_chains, strict=True)]
+    edges = _find_window_edges(columns, blocking, op_chains)
     own = [line.profiler or (edge and not line.stack) for line, edge in zip(lines, edges, strict=True)]
-    return _Placed(op_chains, lines, np.array(own, bool))
+    return _CallPlaces(op_chains, lines, np.array(own, bool))
 
 
-def _occurrences(columns: Columns, blocking: Blocking, placed: _Placed, steps: Steps) -> list[Sync]:
+def _build_syncs(columns: Columns, blocking: BlockingCalls, placed: _CallPlaces, steps: Steps) -> list[Sync]:
     """Return each blocking call with all that the trace holds about it."""
     ops, gpu, ranges = (columns.tables[name] for name in ("ops", "gpu", "ranges"))
     # On a thread that has no annotation at all, those open on any other count.
     alone = ~np.isin(blocking.thread, ranges.thread)
-    inside = chains(ranges, blocking.start, np.where(alone, ANY, blocking.thread))
-    priced = bubbles(columns, blocking) if bubbles_are_known(columns) else None
+    inside = find_chains(ranges, blocking.start, np.where(alone, ANY_THREAD, blocking.thread))
+    priced = compute_bubbles(columns, blocking) if has_known_bubbles(columns) else None
     untimed = bool(columns.trouble.untimed_events)
-    names, reasons = columns.names, waited_for(columns, blocking)
+    names, reasons = columns.names, find_waited_work(columns, blocking)
     step_starts = set(steps.start.tolist())
-    of_step = steps.of(blocking.start)
-    directions = [direction_of(name) for name in names]
-    frees = cause_of_frees(columns)
+    of_step = steps.find_indices(blocking.start)
+    directions = [parse_direction(name) for name in names]
+    frees = explain_frees(columns)
     found = []
     for i, blocked in enumerate(blocking.calls):
         own, where = bool(placed.own[i]), placed.lines[i]
@@ -200,7 +207,7 @@ def _occurrences(columns: Columns, blocking: Blocking, placed: _Placed, steps: S
         within = "" if own else next(inner, "")
         found.append(
             Sync(
-                rule=rule_of(blocked, chain, direction).id,
+                rule=find_rule(blocked, chain, direction).id,
                 op=chain[-1] if chain else "",
                 op_chain=chain,
                 stack=where.stack,
@@ -208,7 +215,7 @@ def _occurrences(columns: Columns, blocking: Blocking, placed: _Placed, steps: S
                 line_is=where.line_is,
                 called_from=where.called_from,
                 thread=columns.thread_names[blocked.thread] if blocked.thread >= 0 else "",
-                explicit=blocked.kind in SYNCHRONISE and copied < 0 and not chain and where.asks,
+                explicit=blocked.kind in SYNCHRONISE and copied < 0 and not chain and where.calls_synchronize,
                 direction=direction,
                 call=blocked.call,
                 bytes=size if size >= 0 else None,
@@ -220,7 +227,7 @@ def _occurrences(columns: Columns, blocking: Blocking, placed: _Placed, steps: S
                 at=blocked.start,
                 wait=None if untimed and blocked.wait == 0 else blocked.wait,
                 bubble=None if priced is None else float(priced[i]),
-                waited=None if untimed or not len(gpu) else bool(reasons[i]) or blocked.wait > QUERY_US,
+                waited=None if untimed or not len(gpu) else bool(reasons[i]) or blocked.wait > MAX_QUERY_US,
                 waited_for=reasons[i],
                 cause=frees if blocked.kind == "free" else "",
             )
@@ -228,24 +235,24 @@ def _occurrences(columns: Columns, blocking: Blocking, placed: _Placed, steps: S
     return found
 
 
-def _with_linked_ops(columns: Columns, blocking: Blocking, found: list[Ints]) -> list[Ints]:
+def _add_linked_ops(columns: Columns, blocking: BlockingCalls, found: list[Ints]) -> list[Ints]:
     """Fill in operators by `External id` where none contains the call: the runtime may name its thread otherwise."""
     ops = columns.tables["ops"]
     missing = [i for i, chain in enumerate(found) if not len(chain)]
     if not missing or not len(ops):
         return found
-    for i, row in zip(missing, match(ops.external, blocking.external[missing]), strict=True):
+    for i, row in zip(missing, match_keys(ops.external, blocking.external[missing]), strict=True):
         if row >= 0:
             found[i] = np.array([row])
     return found
 
 
-def _window_edges(columns: Columns, blocking: Blocking, op_chains: list[Ints]) -> list[bool]:
+def _find_window_edges(columns: Columns, blocking: BlockingCalls, op_chains: list[Ints]) -> list[bool]:
     """Mark the profiler's own waits: device synchronisations in no operator, before the first or after the last work."""
     gpu, calls, ops = columns.tables["gpu"], columns.tables["calls"], columns.tables["ops"]
-    step = columns.named(PROFILER_STEP.match)
-    launched = match(calls.correlation, gpu.correlation)
-    marks = _closed(columns, step)
+    step = columns.match_names(PROFILER_STEP.match)
+    launched = match_keys(calls.correlation, gpu.correlation)
+    marks = _select_closed_ranges(columns, step)
     work = [(t.start, t.end) for t in (ops.take(~step[ops.name]) if len(ops) else ops, marks)]
     work.append((calls.start[launched[launched >= 0]],) * 2)
     first = min(start.min(initial=np.inf) for start, _ in work)
@@ -259,7 +266,7 @@ def _window_edges(columns: Columns, blocking: Blocking, op_chains: list[Ints]) -
     return [i in own for i in range(len(blocking))]
 
 
-def _closed(columns: Columns, step: NDArray[np.bool_]) -> Table:
+def _select_closed_ranges(columns: Columns, step: NDArray[np.bool_]) -> Table:
     """Return annotations without steps that end behind everything else, which the profiler closed as it stopped."""
     ranges = columns.tables["ranges"]
     if not len(ranges):

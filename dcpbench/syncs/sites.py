@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from dcpbench.records.stats import percentile
-from dcpbench.syncs.frames import caller_of, relative_path
+from dcpbench.records.stats import compute_percentile
+from dcpbench.syncs.frames import find_caller, get_relative_path
 from dcpbench.syncs.model import Example, Site
 from dcpbench.syncs.rules import BY_ID
 from dcpbench.syncs.steps import Steps, count_occurrences
@@ -28,7 +28,7 @@ CONTEXT = 2
 """Source lines shown before and after the one that synchronised."""
 _SHARED = "rule op function line called_from cause range direction call may_block allowed own"
 """Fields that all occurrences of a site share."""
-LINES = 10
+MAX_LINES = 10
 """Lines that are shown in full; of further ones the number is shown."""
 
 
@@ -101,38 +101,38 @@ class Sync:
     def message(self) -> str:
         """Format one sentence with the line, what happens there and the usual fix."""
         rule = BY_ID[self.rule]
-        where = f"{relative_path(self.file)}:{self.line} in {self.function}" if self.user else "no Python frame"
+        where = f"{get_relative_path(self.file)}:{self.line} in {self.function}" if self.user else "no Python frame"
         api = f" in {self.api}" if self.api and self.api != self.op else ""
         copy = f", {self.direction}" if self.direction else ""
         capture = " This happens while a CUDA graph is captured, where CUDA raises an error." if self.capturing else ""
         return f"{where}: {rule.title} ({self.op or self.call}{api}{copy}) [{self.rule}].{capture} {rule.fix}"
 
-    def fingerprint(self, file: str) -> str:
+    def get_fingerprint(self, file: str) -> str:
         """Return the fingerprint by which a baseline identifies it, in this file of the repository."""
         where = self.function or (f"range {self.within}" if self.within else "")
-        return fingerprint(self.rule, file, where, self.op_chain, self.direction)
+        return compute_fingerprint(self.rule, file, where, self.op_chain, self.direction)
 
 
-def text_of(syncs: Sequence[Sync]) -> str:
+def format_syncs(syncs: Sequence[Sync]) -> str:
     """Format the lines that synchronised, each once with its count, in the order of their first occurrence."""
     groups: dict[tuple[str, int | None, str, str], list[Sync]] = {}
     for sync in syncs:
         groups.setdefault((sync.file, sync.line, sync.rule, sync.op), []).append(sync)
-    shown = [_block(group[0], len(group)) for group in list(groups.values())[:LINES]]
+    shown = [_format_group(group[0], len(group)) for group in list(groups.values())[:MAX_LINES]]
     rest = len(groups) - len(shown)
     return "\n\n".join([*shown, *([f"… and {rest} more lines."] if rest else [])])
 
 
-def _block(sync: Sync, count: int) -> str:
+def _format_group(sync: Sync, count: int) -> str:
     rule = BY_ID[sync.rule]
-    where = f"{relative_path(sync.file)}:{sync.line} in {sync.function}" if sync.user else "outside any Python line"
+    where = f"{get_relative_path(sync.file)}:{sync.line} in {sync.function}" if sync.user else "outside any Python line"
     what = ", ".join(part for part in (sync.op or sync.call, sync.direction) if part)
     times = f", {count} times" if count > 1 else ""
     head = f"{where}: {rule.title} [{sync.rule}] ({what}){times}"
-    return "\n".join([head, *_source(sync), f"  why: {rule.why}", f"  fix: {rule.fix}"])
+    return "\n".join([head, *_format_source(sync), f"  why: {rule.why}", f"  fix: {rule.fix}"])
 
 
-def _source(sync: Sync) -> list[str]:
+def _format_source(sync: Sync) -> list[str]:
     """Return the line with its neighbours; nothing if the source cannot be read."""
     if sync.line is None or not linecache.getline(sync.file, sync.line):
         return []
@@ -141,7 +141,7 @@ def _source(sync: Sync) -> list[str]:
     return [f"{'>' if n == sync.line else ' '} {n:5d} | {text}".rstrip() for n, text in lines.items()]
 
 
-def fingerprint(rule: str, file: str, function: str, op_chain: Sequence[str], direction: str) -> str:
+def compute_fingerprint(rule: str, file: str, function: str, op_chain: Sequence[str], direction: str) -> str:
     """Return sixteen hexadecimal digits that identify a site, independent of lines, addresses and thread numbers.
 
     `function` is the user's innermost one; if a trace has none, `range ` and the name of the range.
@@ -151,7 +151,7 @@ def fingerprint(rule: str, file: str, function: str, op_chain: Sequence[str], di
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
-def sites_of(
+def group_into_sites(
     syncs: Iterable[Sync], *, steps: Steps | None = None, trace: str = "", root: Path | None = None
 ) -> list[Site]:
     """Return the sites of a program that was seen live or in a dry run, one for each fingerprint and line.
@@ -161,19 +161,19 @@ def sites_of(
     """
     groups: dict[object, list[Sync]] = {}
     for sync in syncs:
-        key = (sync.fingerprint(relative_path(sync.file, root)), sync.line, sync.may_block, sync.allowed)
+        key = (sync.get_fingerprint(get_relative_path(sync.file, root)), sync.line, sync.may_block, sync.allowed)
         groups.setdefault(key, []).append(sync)
     sites = []
     for group in groups.values():
         first = group[0]
-        caller = caller_of(first.user, first.frames) if first.user else None
-        site = _site(group, relative_path(first.file, root), steps or Steps(), trace)
-        site.called_from = str(caller._replace(file=relative_path(caller.file, root))) if caller else ""
+        caller = find_caller(first.user, first.frames) if first.user else None
+        site = _build_site(group, get_relative_path(first.file, root), steps or Steps(), trace)
+        site.called_from = str(caller._replace(file=get_relative_path(caller.file, root))) if caller else ""
         sites.append(site)
     return sites
 
 
-def sites_of_trace(trace: str, syncs: Iterable[Sync], steps: Steps) -> list[Site]:
+def group_trace_sites(trace: str, syncs: Iterable[Sync], steps: Steps) -> list[Site]:
     """Return the sites of one trace, one for each fingerprint, in the order in which they first occurred.
 
     Their lines are mostly those of functions.
@@ -183,12 +183,12 @@ def sites_of_trace(trace: str, syncs: Iterable[Sync], steps: Steps) -> list[Site
     for s in sorted(syncs, key=lambda s: s.at or 0.0):
         place = (s.rule, s.user, s.op_chain, s.direction, s.within)
         if place not in known:
-            known[place] = s.fingerprint(s.file)
+            known[place] = s.get_fingerprint(s.file)
         groups.setdefault((known[place], s.may_block, s.own), []).append(s)
-    return [_site(group, group[0].file, steps, trace) for group in groups.values()]
+    return [_build_site(group, group[0].file, steps, trace) for group in groups.values()]
 
 
-def _site(group: Sequence[Sync], file: str, steps: Steps, trace: str) -> Site:
+def _build_site(group: Sequence[Sync], file: str, steps: Steps, trace: str) -> Site:
     first = group[0]
     occurrences = count_occurrences([s.step for s in group], steps)
     waits = [s.wait for s in group if s.wait is not None]
@@ -198,7 +198,7 @@ def _site(group: Sequence[Sync], file: str, steps: Steps, trace: str) -> Site:
     worst = max(group, key=lambda s: (s.bubble or 0.0, s.wait or 0.0))
     return Site(
         **{name: getattr(first, name) for name in _SHARED.split()},
-        fingerprint=first.fingerprint(file),
+        fingerprint=first.get_fingerprint(file),
         kind=BY_ID[first.rule].kind,
         op_chain=list(first.op_chain),
         file=file,
@@ -213,17 +213,17 @@ def _site(group: Sequence[Sync], file: str, steps: Steps, trace: str) -> Site:
         warmup_only=occurrences.warmup_only,
         wait_us=float(np.sum(waits)) if waits else None,
         wait_median_us=float(np.median(waits)) if waits else None,
-        wait_p99_us=percentile(waits, 99) if waits else None,
+        wait_p99_us=compute_percentile(waits, 99) if waits else None,
         bubble_us=float(np.sum(bubbles)) if bubbles else None,
         bytes=sum(sizes) if sizes else None,
         explicit=all(s.explicit for s in group),
-        example=_example(trace, first, steps),
-        worst=_example(trace, worst, steps) if waits else None,
+        example=_build_example(trace, first, steps),
+        worst=_build_example(trace, worst, steps) if waits else None,
         traces=[trace] if trace else [],
     )
 
 
-def _example(trace: str, s: Sync, steps: Steps) -> Example:
+def _build_example(trace: str, s: Sync, steps: Steps) -> Example:
     at = None if s.wait is None else s.at
     step = None if s.step == len(steps) else s.step
     return Example(trace=trace, ts=at, wait_us=s.wait, bubble_us=s.bubble, step=step, waited_for=s.waited_for)
@@ -241,7 +241,7 @@ def find_worst_phase(sites: Sequence[Site]) -> tuple[str, float]:
     return max(totals.items(), key=lambda total: total[1])
 
 
-def merge(per_trace: Sequence[Sequence[Site]]) -> list[Site]:
+def merge_sites(per_trace: Sequence[Sequence[Site]]) -> list[Site]:
     """Merge the sites of several traces: the same place on several ranks is one site.
 
     Counts, waits and bubbles add up. Count per step is that of the worst trace, as is the median wait: a step is as
@@ -252,11 +252,11 @@ def merge(per_trace: Sequence[Sequence[Site]]) -> list[Site]:
     for sites in per_trace:
         for site in sites:
             key = (site.fingerprint, site.may_block, site.own)
-            merged[key] = _add(merged[key], site) if key in merged else site
+            merged[key] = _add_site(merged[key], site) if key in merged else site
     return list(merged.values())
 
 
-def _add(a: Site, b: Site) -> Site:
+def _add_site(a: Site, b: Site) -> Site:
     """Add a site of another trace to the same site of this one."""
     a.count += b.count
     for way, names in (

@@ -25,7 +25,7 @@ HOW_TO_MARK = (
     'prof.step() marks steps only where profile() has schedule=; or wrap each step in record_function(f"step {n}") and give '
     "--step-range '^step '."
 )
-STEADY = 3  # steps from which the first counts as warm-up
+MIN_STEADY_STEPS = 3  # steps from which the first counts as warm-up
 MIN_SHARE = 0.5  # share of the work that numbered ranges must exceed to be taken for steps
 
 StepSource = Literal["", "profiler", "engine", "pattern", "numbered"]
@@ -75,14 +75,14 @@ class Steps:
     """Names of numbered ranges that cover too little of the work."""
 
     @property
-    def guessed(self) -> bool:
+    def is_guessed(self) -> bool:
         """Return True if only numbers at the end of their names make them steps."""
         return self.source == "numbered"
 
     def __len__(self) -> int:
         return len(self.start)
 
-    def of(self, moments: Sequence[float] | NDArray[Any]) -> list[int | None]:
+    def find_indices(self, moments: Sequence[float] | NDArray[Any]) -> list[int | None]:
         """Return the index of the step of each moment.
 
         A moment between two steps belongs to the earlier one. A moment before the first step has None, a moment behind
@@ -101,7 +101,7 @@ class Steps:
         members: dict[str, list[int]] = {}
         for step, phase in enumerate(self.phases or ("",) * len(self)):
             members.setdefault(phase, []).append(step)
-        return {phase: found[1:] if len(found) >= STEADY else found for phase, found in members.items()}
+        return {phase: found[1:] if len(found) >= MIN_STEADY_STEPS else found for phase, found in members.items()}
 
 
 class Engine(NamedTuple):
@@ -168,7 +168,7 @@ def find_steps(ranges: Sequence[Range], total: Work, pattern: str | None = None)
 def _add_phases(steps: Steps, engine: Steps | None) -> Steps:
     """Return the steps with the phases of the engine's annotations that begin in each of them."""
     within: list[set[str]] = [set() for _ in range(len(steps))]
-    for step, phase in zip(steps.of(engine.start), engine.phases, strict=True) if engine else ():
+    for step, phase in zip(steps.find_indices(engine.start), engine.phases, strict=True) if engine else ():
         if step is not None and step < len(steps):
             within[step].add(phase)
     if not any(within):
@@ -245,7 +245,7 @@ class Occurrences(NamedTuple):
 
 
 def count_occurrences(steps_of_site: Sequence[int | None], steps: Steps) -> Occurrences:
-    """Count the occurrences of a site by step, given the step of each as `Steps.of` returns it.
+    """Count the occurrences of a site by step, given the step of each as `Steps.find_indices` returns it.
 
     With at least three steps of a phase its first one is warm-up, as caches fill and kernels are loaded in it, and so is
     everything before the first step. What lies behind the last step is outside; but engines annotate the forward pass

@@ -18,13 +18,13 @@ import msgspec
 
 from dcpbench.errors import DcpbenchError
 from dcpbench.launch.jobs import Failure, Job, Progress, decode_check, decode_progress, read_job
-from dcpbench.launch.launcher import blame
-from dcpbench.plan.grid import point_name
-from dcpbench.records.file import decode
-from dcpbench.records.folder import CHECKS_FILE, FAILED_FILE, JOB_FILES, RECORDS_FILE, progress_file, tag_of
+from dcpbench.launch.launcher import find_cause
+from dcpbench.plan.grid import format_point_name
+from dcpbench.records.file import decode_record
+from dcpbench.records.folder import CHECKS_FILE, FAILED_FILE, JOB_FILES, RECORDS_FILE, get_job_tag, get_progress_file
 from dcpbench.records.lines import UNREADABLE, Tail
 from dcpbench.records.metrics import TOP
-from dcpbench.show.text import one_line
+from dcpbench.show.text import fit_line
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from dcpbench.points.point import Point
     from dcpbench.records.record import Record
 
-SHOWN = 50
+MAX_FINISHED_POINTS = 50
 """Finished points that are kept in full."""
 VERIFY = "verify"
 
 
-class Finished(msgspec.Struct, frozen=True, kw_only=True):
+class FinishedPoint(msgspec.Struct, frozen=True, kw_only=True):
     """A point that has a record."""
 
     point: str
@@ -52,7 +52,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     """Wall time of the point, set-up included."""
 
 
-class Ended(NamedTuple):
+class PointEnd(NamedTuple):
     """Outcome and end time of a point."""
 
     outcome: str
@@ -85,17 +85,17 @@ class JobFacts:
     @functools.cached_property
     def points(self) -> dict[int, Point]:
         """Return every point of the run that can run, if the job lists them, else the job's own; by point_id."""
-        return {point_id(p): p for p in self.job.pool_points or self.job.points}
+        return {compute_point_id(p): p for p in self.job.pool_points or self.job.points}
 
-    def see(self, event: Progress) -> None:
+    def add_event(self, event: Progress) -> None:
         """Take one event."""
-        stage = one_line(event.stage)
+        stage = fit_line(event.stage)
         if event.key != self.key:
             self.note = ""
         if (stage, event.key) != (self.stage, self.key):
             self.since = event.at
         self.stage, self.key, self.heard = stage, event.key, event.at
-        self.note = one_line(event.note) or self.note
+        self.note = fit_line(event.note) or self.note
         if stage == "done":
             self.done[hash(event.key)] = event.at
 
@@ -105,60 +105,62 @@ class Facts:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._forget()
+        self._reset_facts()
 
-    def _forget(self) -> None:
+    def _reset_facts(self) -> None:
         self.jobs: dict[str, JobFacts] = {}
         """Jobs by file name."""
-        self.ended: dict[int, Ended] = {}
+        self.ended: dict[int, PointEnd] = {}
         """The last record of each point, by point_id."""
-        self.last: collections.deque[Finished] = collections.deque(maxlen=SHOWN)
+        self.last: collections.deque[FinishedPoint] = collections.deque(maxlen=MAX_FINISHED_POINTS)
         self._unread_jobs: set[str] = set()
         self.wrong = 0
         """Checks of `verify` that are wrong."""
         self._records = [Tail(self.folder / name) for name in (RECORDS_FILE, FAILED_FILE)]
         self._checks = Tail(self.folder / CHECKS_FILE)
 
-    def look(self) -> None:
+    def read_updates(self) -> None:
         """Read new data. After --force, discard the data read before."""
-        if any(tail.replaced() for tail in self._tails()):
-            self._forget()
-        self._look_for_jobs()
+        if any(tail.reset_if_replaced() for tail in self._list_tails()):
+            self._reset_facts()
+        self._find_jobs()
         for found in self.jobs.values():
-            for event in found.events.decoded(decode_progress):
-                found.see(event)
+            for event in found.events.decode_lines(decode_progress):
+                found.add_event(event)
         for tail in self._records:
-            for record in tail.decoded(decode):
-                self._take(record)
-        self.wrong += sum(not check.ok for check in self._checks.decoded(decode_check))
+            for record in tail.decode_lines(decode_record):
+                self._add_record(record)
+        self.wrong += sum(not check.ok for check in self._checks.decode_lines(decode_check))
 
     @property
     def unread(self) -> dict[str, int]:
         """Return the number of unreadable lines, or files, by file name."""
-        return dict.fromkeys(sorted(self._unread_jobs), 1) | {t.path.name: t.unread for t in self._tails() if t.unread}
+        return dict.fromkeys(sorted(self._unread_jobs), 1) | {
+            t.path.name: t.unread for t in self._list_tails() if t.unread
+        }
 
     @property
-    def newest(self) -> JobFacts | None:
+    def newest_job(self) -> JobFacts | None:
         """Return the job that started last."""
         return max(self.jobs.values(), key=lambda j: j.began, default=None)
 
-    def failure(self) -> str:
+    def find_failure(self) -> str:
         """Return the cause of death of a rank of the newest job, or an empty string."""
         found = []
         for path in sorted(self.folder.glob("error-*.json")):
             with contextlib.suppress(OSError, *UNREADABLE):
                 found.append(msgspec.json.decode(path.read_bytes(), type=Failure))
-        cause = blame(found)
-        return one_line(f"rank {cause.rank}: {cause.kind}: {cause.message}") if cause else ""
+        cause = find_cause(found)
+        return fit_line(f"rank {cause.rank}: {cause.kind}: {cause.message}") if cause else ""
 
-    def ranks_at_work(self) -> bool:
+    def has_running_ranks(self) -> bool:
         """Return True if files with process ids of ranks exist; they are removed when a job ends normally."""
         return any(self.folder.glob("rank-*.pid"))
 
-    def _tails(self) -> list[Tail]:
+    def _list_tails(self) -> list[Tail]:
         return [*(j.events for j in self.jobs.values()), *self._records, self._checks]
 
-    def _look_for_jobs(self) -> None:
+    def _find_jobs(self) -> None:
         for path in self.folder.glob(JOB_FILES):
             if path.name in self.jobs:
                 continue
@@ -168,26 +170,26 @@ class Facts:
                 self._unread_jobs.add(path.name)
                 continue
             self._unread_jobs.discard(path.name)
-            self.jobs[path.name] = JobFacts(job, began, Tail(progress_file(self.folder, tag_of(path))))
+            self.jobs[path.name] = JobFacts(job, began, Tail(get_progress_file(self.folder, get_job_tag(path))))
 
-    def _take(self, record: Record) -> None:
+    def _add_record(self, record: Record) -> None:
         at = None
         with contextlib.suppress(ValueError, OverflowError):
             at = dt.datetime.fromisoformat(record.started_at).timestamp() + record.seconds
         at = at if at is not None and math.isfinite(at) else None
-        self.ended[point_id(record.point)] = Ended(one_line(record.outcome), at, ran=record.seconds > 0)
+        self.ended[compute_point_id(record.point)] = PointEnd(fit_line(record.outcome), at, ran=record.seconds > 0)
         if record.outcome != "rejected":
             self.last.append(
-                Finished(
-                    point=one_line(point_name(record.point)),
-                    outcome=one_line(record.outcome),
-                    reason=one_line(record.reason or ""),
+                FinishedPoint(
+                    point=fit_line(format_point_name(record.point)),
+                    outcome=fit_line(record.outcome),
+                    reason=fit_line(record.reason or ""),
                     seconds=record.seconds or None,
-                    **{name: metric.value(record) for name, metric in TOP.items()},
+                    **{name: metric.get_value(record) for name, metric in TOP.items()},
                 )
             )
 
 
-def point_id(point: Point) -> int:
+def compute_point_id(point: Point) -> int:
     """Return a short substitute for Point.key()."""
-    return hash(point.key())
+    return hash(point.get_key())

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from dcpbench.records.record import throttle_reasons
+from dcpbench.records.record import decode_throttle_reasons
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class GpuNow(msgspec.Struct, frozen=True, kw_only=True):
+class GpuState(msgspec.Struct, frozen=True, kw_only=True):
     """One GPU."""
 
     index: int
@@ -45,32 +45,32 @@ class Gpus:
             self._handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
             self._nvml = pynvml
 
-    def now(self) -> list[GpuNow]:
+    def read_states(self) -> list[GpuState]:
         """Query each GPU."""
-        return [self._one(index, handle) for index, handle in enumerate(self._handles)]
+        return [self._read_gpu(index, handle) for index, handle in enumerate(self._handles)]
 
-    def _one(self, index: int, gpu: Any) -> GpuNow:  # noqa: ANN401 -- NVML's handle
+    def _read_gpu(self, index: int, gpu: Any) -> GpuState:  # noqa: ANN401 -- NVML's handle
         nvml = self._nvml
-        memory = _known(lambda: nvml.nvmlDeviceGetMemoryInfo(gpu))
-        name = _known(lambda: nvml.nvmlDeviceGetName(gpu)) or ""
-        return GpuNow(
+        memory = _get_or_none(lambda: nvml.nvmlDeviceGetMemoryInfo(gpu))
+        name = _get_or_none(lambda: nvml.nvmlDeviceGetName(gpu)) or ""
+        return GpuState(
             index=index,
             name=name.decode(errors="replace") if isinstance(name, bytes) else name,
-            utilisation=_known(lambda: int(nvml.nvmlDeviceGetUtilizationRates(gpu).gpu)),
-            sm_clock_mhz=_known(lambda: int(nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM))),
-            sm_clock_max_mhz=_known(lambda: int(nvml.nvmlDeviceGetMaxClockInfo(gpu, nvml.NVML_CLOCK_SM))),
-            power_w=_known(lambda: float(nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3)),
-            power_limit_w=_known(lambda: float(nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1e3)),
-            temperature_c=_known(lambda: int(nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU))),
+            utilisation=_get_or_none(lambda: int(nvml.nvmlDeviceGetUtilizationRates(gpu).gpu)),
+            sm_clock_mhz=_get_or_none(lambda: int(nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM))),
+            sm_clock_max_mhz=_get_or_none(lambda: int(nvml.nvmlDeviceGetMaxClockInfo(gpu, nvml.NVML_CLOCK_SM))),
+            power_w=_get_or_none(lambda: float(nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3)),
+            power_limit_w=_get_or_none(lambda: float(nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1e3)),
+            temperature_c=_get_or_none(lambda: int(nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU))),
             memory_used_bytes=int(memory.used) if memory else None,
             memory_total_bytes=int(memory.total) if memory else None,
-            throttle_reasons=throttle_reasons(
-                _known(lambda: int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu))) or 0
+            throttle_reasons=decode_throttle_reasons(
+                _get_or_none(lambda: int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu))) or 0
             ),
         )
 
 
-def _known(query: Callable[[], T]) -> T | None:
+def _get_or_none(query: Callable[[], T]) -> T | None:
     """Return the answer, or None if this GPU or its driver has none."""
     try:
         return query()

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from dcpbench.launch.progress import CPU_NOTE
 from dcpbench.points.memory import GIB
-from dcpbench.show.numbers import ABSENT, count, short_number, span, text
+from dcpbench.show.numbers import ABSENT, format_duration, format_integer, format_short_number, format_text
 from dcpbench.top import words
 
 if TYPE_CHECKING:
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from dcpbench.top.facts import Finished
-    from dcpbench.top.gpus import GpuNow
+    from dcpbench.top.facts import FinishedPoint
+    from dcpbench.top.gpus import GpuState
     from dcpbench.top.state import State
 
 BAR = 60
@@ -30,14 +30,14 @@ WIDE, NARROW = 70, 50
 """Columns of the terminal from which on, and below which, tables have all and least columns."""
 FIXED_LINES = 12
 """Lines above and around the last points."""
-MOST, LEAST = 20, 3
+MAX_LAST_POINTS, MIN_LAST_POINTS = 20, 3
 """Last points that are shown."""
 
 
-def render(state: State, width: int, height: int) -> RenderableType:
+def render_state(state: State, width: int, height: int) -> RenderableType:
     """Return the whole view, for a terminal of `width` columns and `height` lines."""
     head = Text(f"{state.kind or 'run'} in {state.folder}: ", "bold")
-    head.append(words.status(state), words.STYLES.get(state.status, ""))
+    head.append(words.format_status(state), words.STYLES.get(state.status, ""))
     if state.device == "cpu":
         head.append(f"\n{CPU_NOTE}", "yellow")
     parts: list[RenderableType] = [head, Text()]
@@ -47,50 +47,52 @@ def render(state: State, width: int, height: int) -> RenderableType:
         parts.append(bar)
     # a single size would repeat the counts
     sizes = [f"tp{s.tp}: {s.finished} of {s.total}" for s in state.sizes] if len(state.sizes) > 1 else []
-    parts += [Text(line) for line in (words.counts(state), words.rates(state), " · ".join(sizes)) if line]
+    parts += [Text(line) for line in (words.format_counts(state), words.format_rates(state), " · ".join(sizes)) if line]
     if state.now:
-        parts += [Text(), Text(state.now.point or "no point at work", "bold"), Text(words.stage(state.now))]
-    room = height - FIXED_LINES - (len(state.gpus) + 3 if state.gpus else 0)
-    last = state.last[-max(min(room, MOST), LEAST) :]
+        parts += [Text(), Text(state.now.point or "no point at work", "bold"), Text(words.format_stage(state.now))]
+    free_lines = height - FIXED_LINES - (len(state.gpus) + 3 if state.gpus else 0)
+    last = state.last[-max(min(free_lines, MAX_LAST_POINTS), MIN_LAST_POINTS) :]
     if state.gpus:
-        parts += [Text(), _gpus(state.gpus, width)]
+        parts += [Text(), _render_gpus(state.gpus, width)]
     if last:
-        parts += [Text(), _last(last, width)]
+        parts += [Text(), _render_last_points(last, width)]
     if state.unread:
-        parts += [Text(), Text(words.unread(state), "yellow")]
+        parts += [Text(), Text(words.format_unread(state), "yellow")]
     return Group(*parts)
 
 
-def _last(points: list[Finished], width: int) -> Table:
+def _render_last_points(points: list[FinishedPoint], width: int) -> Table:
     """Return the table of the last points, newest first."""
     served = any(p.ttft_ms is not None for p in points)
     numbers = ["tok/s", *(["/GPU"] if width >= WIDE else []), *(["TTFT ms"] if served and width >= WIDE else [])]
     numbers += ["ITL ms"] if width >= NARROW else []
     numbers += ["took"] if width >= WIDE else []
-    table = _table("last points", numbers)
+    table = _make_table("last points", numbers)
     for p in reversed(points):
         cells = {
-            "tok/s": short_number(p.tok_s),
-            "/GPU": short_number(p.tok_s_per_gpu),
-            "TTFT ms": short_number(p.ttft_ms),
-            "ITL ms": short_number(p.itl_ms),
-            "took": span(p.seconds),
+            "tok/s": format_short_number(p.tok_s),
+            "/GPU": format_short_number(p.tok_s_per_gpu),
+            "TTFT ms": format_short_number(p.ttft_ms),
+            "ITL ms": format_short_number(p.itl_ms),
+            "took": format_duration(p.seconds),
         }
-        name = Text(p.point) if p.outcome == "ok" else Text(f"{p.point}  {words.figures(p)}", "red")
+        name = Text(p.point) if p.outcome == "ok" else Text(f"{p.point}  {words.format_figures(p)}", "red")
         table.add_row(name, *(cells[name] for name in numbers))
     return table
 
 
-def _gpus(gpus: list[GpuNow], width: int) -> Table:
+def _render_gpus(gpus: list[GpuState], width: int) -> Table:
     columns = ["busy", "SM MHz", *(["W", "°C", "GiB"] if width >= NARROW else [])]
-    table = _table("GPU", columns)
+    table = _make_table("GPU", columns)
     for g in gpus:
         cells = {
             "busy": ABSENT if g.utilisation is None else f"{g.utilisation} %",
-            "SM MHz": _of(g.sm_clock_mhz, g.sm_clock_max_mhz, text),
-            "W": _of(g.power_w, g.power_limit_w, short_number),
-            "°C": text(g.temperature_c),
-            "GiB": _of(g.memory_used_bytes, g.memory_total_bytes, lambda v: count(None if v is None else v / GIB)),
+            "SM MHz": _format_with_limit(g.sm_clock_mhz, g.sm_clock_max_mhz, format_text),
+            "W": _format_with_limit(g.power_w, g.power_limit_w, format_short_number),
+            "°C": format_text(g.temperature_c),
+            "GiB": _format_with_limit(
+                g.memory_used_bytes, g.memory_total_bytes, lambda v: format_integer(None if v is None else v / GIB)
+            ),
         }
         slowed = f"  slowed: {', '.join(g.throttle_reasons)}" if g.throttle_reasons else ""
         name = Text(f"{g.index}{f' {g.name}' if width >= WIDE and g.name else ''}{slowed}", "yellow" if slowed else "")
@@ -98,7 +100,7 @@ def _gpus(gpus: list[GpuNow], width: int) -> Table:
     return table
 
 
-def _table(first: str, numbers: list[str]) -> Table:
+def _make_table(first: str, numbers: list[str]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
     table.add_column(first, overflow="fold", ratio=1)
     for name in numbers:
@@ -106,5 +108,5 @@ def _table(first: str, numbers: list[str]) -> Table:
     return table
 
 
-def _of(value: float | None, most: float | None, show: Callable[[float | None], str]) -> str:
-    return show(value) if most is None else f"{show(value)}/{show(most)}"
+def _format_with_limit(value: float | None, limit: float | None, show: Callable[[float | None], str]) -> str:
+    return show(value) if limit is None else f"{show(value)}/{show(limit)}"

@@ -13,10 +13,10 @@ import msgspec
 
 from dcpbench.errors import ExitCode
 from dcpbench.launch.processes import COMMAND, NONE, WORKERS
-from dcpbench.plan.grid import point_name
-from dcpbench.show.text import one_line
-from dcpbench.top.facts import VERIFY, Ended, Finished
-from dcpbench.top.gpus import GpuNow
+from dcpbench.plan.grid import format_point_name
+from dcpbench.show.text import fit_line
+from dcpbench.top.facts import VERIFY, FinishedPoint, PointEnd
+from dcpbench.top.gpus import GpuState
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,7 +38,7 @@ TIMEOUT_S = 300.0
 """Default of --timeout."""
 SLACK_S = 2.0
 """How far a record's times may be off, which are written in whole seconds."""
-LEAST = 3
+MIN_POINTS = 3
 """Minimum number of finished points for a range."""
 T_95 = (4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 """97.5 % quantile of Student's t for LEAST points and more, which have one degree of freedom less than points."""
@@ -57,7 +57,7 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     """Number of points on which the estimate is based."""
 
 
-class Now(msgspec.Struct, frozen=True, kw_only=True):
+class Activity(msgspec.Struct, frozen=True, kw_only=True):
     """Current activity of the run."""
 
     point: str = ""
@@ -105,23 +105,23 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     points_per_minute: float | None = None
     """Rate of this command, failed points included."""
     eta: Estimate | None = None
-    now: Now | None = None
+    now: Activity | None = None
     sizes: list[Size] = []
-    last: list[Finished] = []
+    last: list[FinishedPoint] = []
     """Newest last."""
     unread: dict[str, int] = {}
     """Lines that could not be read, by file."""
-    gpus: list[GpuNow] = []
+    gpus: list[GpuState] = []
     at: float
     """Unix time of this state."""
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """Return True if the status is final."""
         return self.status in OVER
 
 
-def state_of(
+def compute_state(
     facts: Facts, now: float, *, alive: str = NONE, began: float | None = None, known_here: bool = False
 ) -> State:
     """Return the state at `now` (Unix time).
@@ -129,28 +129,28 @@ def state_of(
     `alive` and `began` are the results of processes.alive; `known_here` is True if this run was alive on this machine
     before, so that it cannot be a run of another machine on a shared file system.
     """
-    job = facts.newest
-    jobs = _jobs_of_command(facts, began)
+    job = facts.newest_job
+    jobs = _find_command_jobs(facts, began)
     began = began if began is not None else min((j.began for j in jobs), default=None)
-    points = _points(facts)
-    ended = _ended(facts, points, began)
-    ends = _ends(ended, jobs, began)
+    points = _collect_points(facts)
+    ended = _find_ended_points(facts, points, began)
+    ends = _compute_end_times(ended, jobs, began)
     heard = max((*ends[-1:], *(max(j.began, j.heard) for j in jobs)), default=began or now)
     left = len(points) - len(ended) if job else None
     failed = sum(end.outcome != "ok" for end in ended.values())
-    status = _status(facts, left, max(now - heard, 0.0), alive, known_here=known_here)
+    status = _compute_status(facts, left, max(now - heard, 0.0), alive, known_here=known_here)
     over = status in OVER
     until = heard if over else now
-    problem = facts.failure() if status == STOPPED else ""
+    problem = facts.find_failure() if status == STOPPED else ""
     durations = [max(b - a, 0.0) for a, b in itertools.pairwise([began, *ends])] if began is not None else []
     spent = until - (ends[-1] if ends else began or until)
     at_work = not over and status != FINISHING
     return State(
-        folder=one_line(str(facts.folder)),
-        kind=_kind(facts),
+        folder=fit_line(str(facts.folder)),
+        kind=_get_kind(facts),
         device=job.job.device if job else "",
         status=status,
-        exit_code=_exit_code(facts, status, failed, problem) if over else None,
+        exit_code=_compute_exit_code(facts, status, failed, problem) if over else None,
         problem=problem,
         total=len(points) if job else None,
         ok=len(ended) - failed,
@@ -159,8 +159,8 @@ def state_of(
         left=left,
         elapsed_s=None if began is None else max(until - began, 0.0),
         points_per_minute=60 * len(durations) / sum(durations) if sum(durations) > 0 else None,
-        eta=estimate(durations, left or 0, spent) if at_work else None,
-        now=_now(job, points, now) if job and at_work else None,
+        eta=estimate_time_left(durations, left or 0, spent) if at_work else None,
+        now=_make_activity(job, points, now) if job and at_work else None,
         sizes=[
             Size(tp=tp, total=total, finished=sum(points[key].tp == tp for key in ended if key in points))
             for tp, total in Counter(point.tp for point in points.values()).items()
@@ -171,7 +171,7 @@ def state_of(
     )
 
 
-def estimate(durations: Sequence[float], left: int, spent: float = 0.0) -> Estimate | None:
+def estimate_time_left(durations: Sequence[float], left: int, spent: float = 0.0) -> Estimate | None:
     """Estimate the seconds until `left` more points have finished; the current one has been running for `spent`
     seconds.
 
@@ -186,21 +186,21 @@ def estimate(durations: Sequence[float], left: int, spent: float = 0.0) -> Estim
     mean = statistics.fmean(durations)
     had = min(max(spent, 0.0), mean)
     seconds = max(left * mean - had, 0.0)
-    if n < LEAST:
+    if n < MIN_POINTS:
         return Estimate(seconds=seconds, points=n)
-    t = T_95[n - LEAST] if n - LEAST < len(T_95) else T_95_MORE
+    t = T_95[n - MIN_POINTS] if n - MIN_POINTS < len(T_95) else T_95_MORE
     half = t * statistics.stdev(durations) * math.sqrt(left + left**2 / n)
     return Estimate(seconds=seconds, low=max(seconds - half, 0.0), high=seconds + half, points=n)
 
 
-def _kind(facts: Facts) -> str:
-    job = facts.newest
+def _get_kind(facts: Facts) -> str:
+    job = facts.newest_job
     if job is None:
         return ""
-    return "serve" if job.job.points and job.job.points[0].load else one_line(job.job.kind)
+    return "serve" if job.job.points and job.job.points[0].load else fit_line(job.job.kind)
 
 
-def _jobs_of_command(facts: Facts, began: float | None) -> list[JobFacts]:
+def _find_command_jobs(facts: Facts, began: float | None) -> list[JobFacts]:
     """Return the jobs of the running command, or of the last one; a command that it resumes has another command line."""
     jobs = sorted(facts.jobs.values(), key=lambda j: j.began)
     if began is not None:
@@ -208,9 +208,9 @@ def _jobs_of_command(facts: Facts, began: float | None) -> list[JobFacts]:
     return [j for j in jobs if j.job.command == jobs[-1].job.command]
 
 
-def _points(facts: Facts) -> dict[int, Point]:
+def _collect_points(facts: Facts) -> dict[int, Point]:
     """Return every point that can run; without a list of them, those of the jobs so far."""
-    newest = facts.newest
+    newest = facts.newest_job
     if newest is None:
         return {}
     if newest.job.pool_points:
@@ -218,11 +218,11 @@ def _points(facts: Facts) -> dict[int, Point]:
     return {key: p for j in facts.jobs.values() for key, p in j.points.items()}
 
 
-def _ended(facts: Facts, points: dict[int, Point], began: float | None) -> dict[int, Ended]:
+def _find_ended_points(facts: Facts, points: dict[int, Point], began: float | None) -> dict[int, PointEnd]:
     """Return the outcomes of points. Points that failed under an earlier command are pending under this one."""
     ended = dict(facts.ended)
-    if facts.newest and facts.newest.job.kind == VERIFY:  # leaves checks, and records of failures alone
-        ended = {key: Ended("ok", at) for j in facts.jobs.values() for key, at in j.done.items()} | ended
+    if facts.newest_job and facts.newest_job.job.kind == VERIFY:  # leaves checks, and records of failures alone
+        ended = {key: PointEnd("ok", at) for j in facts.jobs.values() for key, at in j.done.items()} | ended
     return {
         key: end
         for key, end in ended.items()
@@ -231,16 +231,16 @@ def _ended(facts: Facts, points: dict[int, Point], began: float | None) -> dict[
     }
 
 
-def _ends(ended: dict[int, Ended], jobs: list[JobFacts], began: float | None) -> list[float]:
+def _compute_end_times(ended: dict[int, PointEnd], jobs: list[JobFacts], began: float | None) -> list[float]:
     """Return the end times of points under this command. Events have a resolution of microseconds, records of seconds."""
-    told = {key: at for j in jobs for key, at in j.done.items()}
+    reported = {key: at for j in jobs for key, at in j.done.items()}
     recorded = {key: e.at for key, e in ended.items() if e.ran and e.at is not None and (e.outcome != "ok" or not jobs)}
     since = float("-inf") if began is None else began
-    return sorted(at for at in (recorded | told).values() if at >= since)
+    return sorted(at for at in (recorded | reported).values() if at >= since)
 
 
-def _status(facts: Facts, left: int | None, silent_s: float, alive: str, *, known_here: bool) -> str:
-    job = facts.newest
+def _compute_status(facts: Facts, left: int | None, silent_s: float, alive: str, *, known_here: bool) -> str:
+    job = facts.newest_job
     if alive == COMMAND:
         if left == 0:
             return FINISHING
@@ -252,11 +252,11 @@ def _status(facts: Facts, left: int | None, silent_s: float, alive: str, *, know
     if left == 0 or (job is None and facts.ended):
         return ENDED
     # a job between its first and last event without process ids of ranks was ended by its command
-    goes_on = job is not None and (not job.heard or job.stage == "end" or facts.ranks_at_work())
+    goes_on = job is not None and (not job.heard or job.stage == "end" or facts.has_running_ranks())
     return ELSEWHERE if goes_on and silent_s < QUIET_S and not known_here else STOPPED
 
 
-def _exit_code(facts: Facts, status: str, failed: int, problem: str) -> int:
+def _compute_exit_code(facts: Facts, status: str, failed: int, problem: str) -> int:
     """Return the exit code as far as files show it: an interrupted run and a killed one look the same."""
     if facts.wrong:
         return ExitCode.WRONG
@@ -265,20 +265,20 @@ def _exit_code(facts: Facts, status: str, failed: int, problem: str) -> int:
     return ExitCode.FAILED if failed or problem else 0
 
 
-def _now(job: JobFacts, points: dict[int, Point], now: float) -> Now:
+def _make_activity(job: JobFacts, points: dict[int, Point], now: float) -> Activity:
     point = None if job.stage in BETWEEN else points.get(hash(job.key))
     heard = job.heard or job.began
-    return Now(
-        point=one_line(point_name(point)) if point else "",
+    return Activity(
+        point=fit_line(format_point_name(point)) if point else "",
         stage=job.stage or "start",
         stage_s=max(now - (job.since or job.began), 0.0),
         note=job.note if point else "",
         silent_s=max(now - heard, 0.0),
-        timeout_s=_timeout(job.job.command),
+        timeout_s=_parse_timeout(job.job.command),
     )
 
 
-def _timeout(command: str) -> float:
+def _parse_timeout(command: str) -> float:
     """Return --timeout from the command line."""
     try:
         words = shlex.split(command.replace("--timeout=", "--timeout "))

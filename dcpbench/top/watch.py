@@ -16,12 +16,12 @@ from dcpbench.errors import ExitCode, UsageError
 from dcpbench.launch import processes
 from dcpbench.records.folder import JOB_FILES, LOCK_FILE, RECORDS_FILE
 from dcpbench.show.streams import write_json
-from dcpbench.show.terminal import console, say
-from dcpbench.show.text import printable
+from dcpbench.show.terminal import make_console, print_stderr
+from dcpbench.show.text import make_printable
 from dcpbench.top.facts import Facts
 from dcpbench.top.gpus import Gpus
-from dcpbench.top.state import State, state_of
-from dcpbench.top.words import changes, snapshot
+from dcpbench.top.state import State, compute_state
+from dcpbench.top.words import format_changes, format_snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -43,15 +43,15 @@ def top(folder: Path | None, *, every: float = 1.0, once: bool = False, as_json:
     """
     try:
         if once:
-            look = _Look(_begun(folder))
-            state = look()
+            read_state = _StateReader(_find_run(folder))
+            state = read_state()
             (_print_json if as_json else _print_once)(state)
             return state.exit_code or 0
-        with _ended_by_signals():
-            look = _Look(_awaited(folder, every))
-            with contextlib.nullcontext(_print_json) if as_json else _shown() as show:
+        with _handle_signals():
+            read_state = _StateReader(_wait_for_run(folder, every))
+            with contextlib.nullcontext(_print_json) if as_json else _open_view() as show:
                 while True:
-                    state = look()
+                    state = read_state()
                     show(state)
                     if state.exit_code is not None:
                         return state.exit_code
@@ -67,18 +67,18 @@ class NotBegunError(UsageError):
     """The requested run does not exist yet."""
 
 
-def running_below(runs: Path) -> Path:
+def find_running(runs: Path) -> Path:
     """Return the running run with the most recently written lock. Raise NotBegunError if none runs."""
     locks = {path.parent: path.stat().st_mtime for path in runs.glob(f"*/{LOCK_FILE}")}
     newest = sorted(locks, key=lambda folder: locks[folder], reverse=True)
     for folder in newest:
-        if processes.alive(folder)[0]:
+        if processes.find_alive(folder)[0]:
             return folder
     last = f" The last one was {newest[0]}: dcpbench top {newest[0]}" if newest else ""
     raise NotBegunError(f"no run below {runs}/ is running here; name one, as in: dcpbench top /data/RUN.{last}")
 
 
-class _Look:
+class _StateReader:
     """Makes a state of the folder, again and again."""
 
     def __init__(self, folder: Path) -> None:
@@ -86,30 +86,30 @@ class _Look:
         self._here = False
 
     def __call__(self) -> State:
-        alive, began = processes.alive(self._folder)  # before the files, so that its last writes are seen
-        self._facts.look()
-        state = state_of(self._facts, time.time(), alive=alive, began=began, known_here=self._here)
+        alive, began = processes.find_alive(self._folder)  # before the files, so that its last writes are seen
+        self._facts.read_updates()
+        state = compute_state(self._facts, time.time(), alive=alive, began=began, known_here=self._here)
         self._here |= bool(alive)
-        gpus = self._gpus.now() if state.device == "cuda" and alive else []
+        gpus = self._gpus.read_states() if state.device == "cuda" and alive else []
         return msgspec.structs.replace(state, gpus=gpus)
 
 
-def _awaited(folder: Path | None, every: float) -> Path:
+def _wait_for_run(folder: Path | None, every: float) -> Path:
     """Return the run's folder once it exists; meanwhile print what is awaited, again if that changes."""
-    said = ""
+    last_message = ""
     while True:
         try:
-            return _begun(folder)
+            return _find_run(folder)
         except NotBegunError as e:
-            if str(e) != said:
-                say(f"{printable(str(e))} Waiting for it to begin; Ctrl-C ends this.")
-            said = str(e)
+            if str(e) != last_message:
+                print_stderr(f"{make_printable(str(e))} Waiting for it to begin; Ctrl-C ends this.")
+            last_message = str(e)
         time.sleep(every)
 
 
-def _begun(folder: Path | None) -> Path:
+def _find_run(folder: Path | None) -> Path:
     if folder is None:
-        return running_below(RUNS)
+        return find_running(RUNS)
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is no folder; name a run's, as in: dcpbench top runs/NAME")
     if not folder.exists():
@@ -130,42 +130,42 @@ def _begun(folder: Path | None) -> Path:
 
 
 @contextlib.contextmanager
-def _shown() -> Iterator[Show]:
+def _open_view() -> Iterator[Show]:
     """Yield a function that shows states: a live view on a terminal that supports it, else lines."""
-    terminal = console()
+    terminal = make_console()
     if sys.stdout.isatty() and not terminal.is_dumb_terminal:
-        with _live(terminal) as show:
+        with _open_live_view(terminal) as show:
             yield show
         return
     before: State | None = None
 
-    def lines(state: State) -> None:
+    def print_changes(state: State) -> None:
         nonlocal before
-        _print_lines(changes(before, state))
+        _print_lines(format_changes(before, state))
         before = state
 
-    yield lines
+    yield print_changes
 
 
 @contextlib.contextmanager
-def _live(terminal: Console) -> Iterator[Show]:
+def _open_live_view(terminal: Console) -> Iterator[Show]:
     """Show the state on the terminal's alternate screen, resized with it; the last state stays on the main screen."""
     from rich.live import Live
 
-    from dcpbench.top.render import render
+    from dcpbench.top.render import render_state
 
     last: State | None = None
     writing = paused = False
     with Live(console=terminal, screen=True, auto_refresh=False) as live:
 
-        def show(state: State) -> None:
+        def show_state(state: State) -> None:
             nonlocal last, writing
             last = state
             writing = True
-            live.update(render(state, terminal.width, terminal.height), refresh=True)
-            give_way()
+            live.update(render_state(state, terminal.width, terminal.height), refresh=True)
+            stop_while_paused()
 
-        def give_way() -> None:
+        def stop_while_paused() -> None:
             """Return screen and cursor to the shell until `fg`, once per request."""
             nonlocal writing, paused
             writing = True
@@ -176,32 +176,32 @@ def _live(terminal: Console) -> Iterator[Show]:
                 live.start(refresh=True)
             writing = False
 
-        def pause(number: int, frame: object) -> None:
+        def handle_pause(number: int, frame: object) -> None:
             """Handle Ctrl-Z: at once, or after the current write, because Python's files are not reentrant."""
             nonlocal paused
             del number, frame
             paused = True
             if not writing:
-                give_way()
+                stop_while_paused()
 
-        before = signal.signal(signal.SIGTSTP, pause)
+        before = signal.signal(signal.SIGTSTP, handle_pause)
         try:
-            yield show
+            yield show_state
         finally:
             signal.signal(signal.SIGTSTP, before)
             live.stop()
             if last is not None:
-                terminal.print(render(last, terminal.width, terminal.height))
+                terminal.print(render_state(last, terminal.width, terminal.height))
 
 
 def _print_once(state: State) -> None:
     if sys.stdout.isatty():
-        from dcpbench.top.render import render
+        from dcpbench.top.render import render_state
 
-        terminal = console()
-        terminal.print(render(state, terminal.width, terminal.height))
+        terminal = make_console()
+        terminal.print(render_state(state, terminal.width, terminal.height))
     else:
-        _print_lines(snapshot(state))
+        _print_lines(format_snapshot(state))
 
 
 def _print_lines(lines: Iterator[str]) -> None:
@@ -216,13 +216,13 @@ def _print_json(state: State) -> None:
 
 
 @contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
+def _handle_signals() -> Iterator[None]:
     """End on SIGTERM and on a lost terminal as on Ctrl-C, so that the terminal is restored."""
 
-    def stop(number: int, _: object) -> None:
+    def handle_signal(number: int, _: object) -> None:
         sys.exit(128 + number)
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.signal(number, handle_signal) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from dcpbench.exchange.collectives import largest_error
-from dcpbench.kernels.attention import rounding_error
-from dcpbench.kernels.attention.reference import mla_decode
-from dcpbench.kernels.rope import softmax_scale
+from dcpbench.exchange.collectives import reduce_max_error
+from dcpbench.kernels.attention import compute_rounding_error
+from dcpbench.kernels.attention.reference import compute_mla_decode
+from dcpbench.kernels.rope import compute_softmax_scale
 from dcpbench.points import layout as arithmetic
 
 if TYPE_CHECKING:
@@ -22,17 +22,17 @@ LIMIT = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1e-2}
 """Relative error past which an attention output is wrong: a backend's own rounding, with room for one more."""
 
 
-def limit_of(engine: DecodeEngine) -> float:
+def get_limit(engine: DecodeEngine) -> float:
     """Return the limit for the engine's backend. With fp8 rows, the reference uses the represented values, which are
     exact.
     """
     rounds = {what for batch in engine.batches.values() for what in batch.backend.rounds}
     shape = engine.model.shape
-    deviation = shape.kv_width**0.5 * softmax_scale(shape)  # of scores of normal rows and queries
-    return max(rounding_error(rounds, deviation), LIMIT[DTYPE_NAMES[engine.model.dtype]])
+    deviation = shape.kv_width**0.5 * compute_softmax_scale(shape)  # of scores of normal rows and queries
+    return max(compute_rounding_error(rounds, deviation), LIMIT[DTYPE_NAMES[engine.model.dtype]])
 
 
-def attention_error(
+def compute_attention_error(
     engine: DecodeEngine, batch: Batch, requests: list[Request], seed: int, *, all_requests: bool = False
 ) -> float:
     """Return ‖o − o₆₄‖ / ‖o₆₄‖ over the first and the last request (or all) and this rank's heads; the largest of all
@@ -43,28 +43,30 @@ def attention_error(
     from all ranks of the DCP group. Collective; `batch` is planned for `requests`.
     """
     model = engine.model
-    w = model.weights.layer(LAYER).attention
+    w = model.weights.get_layer(LAYER).attention
     dcp, rank = model.groups.dcp.size, model.groups.dcp.rank
-    q_BHQ = _queries(engine, batch, seed + 1 + model.groups.attn.rank // dcp)
+    q_BHQ = _make_queries(engine, batch, seed + 1 + model.groups.attn.rank // dcp)
     mine = slice(rank * model.heads, (rank + 1) * model.heads)
     heads = slice(None) if model.wide.query else mine
-    o_hBR = model.attend(batch.exchange.query(batch.size).copy_(q_BHQ[:, heads]), w, LAYER, batch)
+    o_hBR = model.run_decode_attention(
+        batch.exchange.get_query_buffer(batch.size).copy_(q_BHQ[:, heads]), w, LAYER, batch
+    )
 
-    scale = softmax_scale(model.shape)
+    scale = compute_softmax_scale(model.shape)
     wrong, size_of_truth = 0.0, 0.0
     chosen = range(len(requests))
     for b in chosen if all_requests else sorted({*chosen[:1], *chosen[-1:]}):
-        rows_KQ = _all_rows(engine, requests[b])
-        truth_hR, _ = mla_decode(q_BHQ[b, mine].double(), rows_KQ, model.shape.latent, scale)
+        rows_KQ = _gather_rows(engine, requests[b])
+        truth_hR, _ = compute_mla_decode(q_BHQ[b, mine].double(), rows_KQ, model.shape.latent, scale)
         if model.wide.value:
             truth_hR = torch.bmm(truth_hR.unsqueeze(1), w.w_uv[mine].double()).squeeze(1)
         wrong += float((o_hBR[:, b].double() - truth_hR).pow(2).sum())
         size_of_truth += float(truth_hR.pow(2).sum())
     error = (wrong / size_of_truth) ** 0.5 if size_of_truth else 0.0
-    return largest_error(error)
+    return reduce_max_error(error)
 
 
-def _queries(engine: DecodeEngine, batch: Batch, seed: int) -> torch.Tensor:
+def _make_queries(engine: DecodeEngine, batch: Batch, seed: int) -> torch.Tensor:
     """Return random q [B, H, Q] of all heads of the DCP group, the same on all of its ranks."""
     model = engine.model
     size = (batch.size, model.heads * model.groups.dcp.size, model.shape.kv_width)
@@ -72,16 +74,16 @@ def _queries(engine: DecodeEngine, batch: Batch, seed: int) -> torch.Tensor:
     return torch.empty(size, dtype=model.dtype, device=engine.device).normal_(generator=generator)
 
 
-def _all_rows(engine: DecodeEngine, request: Request) -> torch.Tensor:
+def _gather_rows(engine: DecodeEngine, request: Request) -> torch.Tensor:
     """Return the request's KV rows of all ranks, fp64 [S, Q], in any order. Collective over the DCP group."""
     model = engine.model
     dcp, rank, interleave = model.layout.dcp, model.groups.dcp.rank, model.interleave
-    locs = request.allocation.locs(0, request.length)
-    mine = locs[arithmetic.owner(locs, dcp, interleave) == rank]
-    most = arithmetic.local_length(request.length, 0, dcp, interleave)
+    locs = request.allocation.compute_locs(0, request.length)
+    mine = locs[arithmetic.get_owner(locs, dcp, interleave) == rank]
+    most = arithmetic.compute_local_length(request.length, 0, dcp, interleave)
     rows = np.zeros(most, dtype=np.int64)
-    rows[: len(mine)] = arithmetic.row(mine, dcp, interleave)
-    part = model.kv.rows(LAYER)[torch.from_numpy(rows).to(engine.device)].to(torch.float32) * model.kv.scale
+    rows[: len(mine)] = arithmetic.get_row(mine, dcp, interleave)
+    part = model.kv.get_rows(LAYER)[torch.from_numpy(rows).to(engine.device)].to(torch.float32) * model.kv.scale
     everyone = model.groups.dcp.all_gather(part)
-    lengths = [arithmetic.local_length(request.length, n, dcp, interleave) for n in range(dcp)]
+    lengths = [arithmetic.compute_local_length(request.length, n, dcp, interleave) for n in range(dcp)]
     return torch.cat([everyone[n, :length] for n, length in enumerate(lengths)]).double()

@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from dcpbench.exchange.collectives import gather_objects
-from dcpbench.kernels.attention import rounding_error
+from dcpbench.kernels.attention import compute_rounding_error
 from dcpbench.kernels.e4m3 import ROUNDING
-from dcpbench.show.text import counted
+from dcpbench.show.text import format_count
 from dcpbench.workloads import oracle
 from dcpbench.workloads.checks import make_check
 from dcpbench.workloads.rounding import Roundings
-from dcpbench.workloads.session import DTYPES, build_whole
+from dcpbench.workloads.session import DTYPES, build_whole_session
 from dcpbench.workloads.teacher_forcing import ATTENTION, EXPERT, LATENT, LOGITS, MLP, QUERY, ROPE_KEY
-from dcpbench.workloads.trace import EXPERTS, Decoded, Trace, decode
+from dcpbench.workloads.trace import EXPERTS, DecodeResult, Trace, decode_prompts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -65,32 +65,34 @@ class Limits:
     """Tensors that the attention kernel rounds to e4m3, among QUERIES and WEIGHTS."""
 
     @classmethod
-    def of_engine(cls, point: Point, roundings: Roundings, engine: DecodeEngine) -> Limits:
+    def from_engine(cls, point: Point, roundings: Roundings, engine: DecodeEngine) -> Limits:
         """Return the limits of a point's engine, which has decoded."""
         rounds = frozenset(what for batch in engine.batches.values() for what in batch.backend.rounds)
         return cls(HALF_STEP[point.dtype], roundings.fp8_weights, rounds)
 
-    def median(self, difference: Difference) -> float:
+    def get_median_limit(self, difference: Difference) -> float:
         """Return the limit of the median position."""
-        flipped = MAX_FLIPPED_MEDIAN * self._flip(difference)
-        return MAX_MEDIAN * self._unit(difference) + self._kernel(difference) + flipped
+        flipped = MAX_FLIPPED_MEDIAN * self._compute_flip_error(difference)
+        return MAX_MEDIAN * self._compute_unit(difference) + self._compute_kernel_error(difference) + flipped
 
-    def position(self, difference: Difference) -> float:
+    def get_position_limit(self, difference: Difference) -> float:
         """Return the limit of any position."""
-        flipped = MAX_FLIPPED * self._flip(difference)
-        return MAX_POSITION * self._unit(difference) + 2 * self._kernel(difference) + flipped
+        flipped = MAX_FLIPPED * self._compute_flip_error(difference)
+        return MAX_POSITION * self._compute_unit(difference) + 2 * self._compute_kernel_error(difference) + flipped
 
-    def _unit(self, difference: Difference) -> float:
+    def _compute_unit(self, difference: Difference) -> float:
         """Return the error of one rounding. Rounded queries change attention outputs by the deviation of scores."""
         return self.half_step * (1 + difference.scores**2) ** 0.5
 
-    def _flip(self, difference: Difference) -> float:
+    def _compute_flip_error(self, difference: Difference) -> float:
         """Return the error of one rounding to e4m3 inside the operation."""
         return ROUNDING if self.fp8_weights and difference.stage in ROUNDED_INSIDE else 0.0
 
-    def _kernel(self, difference: Difference) -> float:
+    def _compute_kernel_error(self, difference: Difference) -> float:
         """Return the mean square change caused by the attention kernel's roundings to e4m3."""
-        return rounding_error(self.attention_rounds, difference.scores) if difference.stage == ATTENTION else 0.0
+        return (
+            compute_rounding_error(self.attention_rounds, difference.scores) if difference.stage == ATTENTION else 0.0
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,32 +130,34 @@ def compare_checkpoint(point: Point, shape: ModelShape, job: Job, rank: int, dev
     """
     longest = max(map(len, job.prompts)) + job.new_tokens
     requests = -(-len(job.prompts) // point.dp)
-    engine = build_whole(point, shape, [longest] * requests, rank=rank, device=device, seed=job.settings.seed).engine
-    decoded = gather_objects(decode(engine, job.prompts, job.new_tokens))
-    roundings = Roundings.of_point(point, DTYPES[point.dtype], engine.model.kv.scale)
-    limits = Limits.of_engine(point, roundings, engine)
-    checks = _checks(point, roundings, limits, decoded) if rank == 0 else []
+    engine = build_whole_session(
+        point, shape, [longest] * requests, rank=rank, device=device, seed=job.settings.seed
+    ).engine
+    decoded = gather_objects(decode_prompts(engine, job.prompts, job.new_tokens))
+    roundings = Roundings.from_point(point, DTYPES[point.dtype], engine.model.kv.scale)
+    limits = Limits.from_engine(point, roundings, engine)
+    checks = _make_checks(point, roundings, limits, decoded) if rank == 0 else []
     return gather_objects(checks)[0]
 
 
-def _checks(point: Point, roundings: Roundings, limits: Limits, decoded: list[Decoded]) -> list[Check]:
+def _make_checks(point: Point, roundings: Roundings, limits: Limits, decoded: list[DecodeResult]) -> list[Check]:
     traces = {i: trace for one in decoded for i, trace in one.traces.items()}
     teacher = oracle.load_teacher(point.weights, roundings)
-    compared = {i: teacher.compare(trace) for i, trace in sorted(traces.items())}
+    compared = {i: teacher.compare_trace(trace) for i, trace in sorted(traces.items())}
     outputs = next((one.experts for one in decoded if one.experts is not None), None)
     experts = [] if outputs is None else teacher.compare_experts(outputs)
     expected = {i: comparison.logits for i, comparison in compared.items()}
     exact = point.precision == "fp32"
     if exact:
-        expected = {i: oracle.logits_of(point.weights, trace.tokens) for i, trace in traces.items()}
+        expected = {i: oracle.compute_logits(point.weights, trace.tokens) for i, trace in traces.items()}
     allowed = limits.half_step * MAX_POSITION * max(float(logits.abs().max()) for logits in expected.values())
     checks = [
-        _layers_check(point, find_errors(limits, compared) + find_expert_errors(limits, experts)),
-        _logits_check(point, traces, expected, allowed, exact=exact),
-        _tokens_check(point, traces, expected, allowed, decoded),
+        _check_layers(point, find_errors(limits, compared) + find_expert_errors(limits, experts)),
+        _check_logits(point, traces, expected, allowed, exact=exact),
+        _check_tokens(point, traces, expected, allowed, decoded),
     ]
     if any(EXPERTS in trace.results for trace in traces.values()):
-        checks.append(_routing_check(point, compared))
+        checks.append(_check_routing(point, compared))
     return checks
 
 
@@ -162,30 +166,34 @@ def find_errors(limits: Limits, compared: dict[int, Comparison]) -> list[Finding
     found = []
     for same in zip(*(comparison.differences for comparison in compared.values()), strict=True):
         if same[0].stage != LOGITS:
-            found += [_worst(limits, difference, prompt) for prompt, difference in zip(compared, same, strict=True)]
-            found += _median(limits, same)
-    return found + _scale_error([scale for comparison in compared.values() for scale in comparison.score_scales])
+            found += [
+                _find_worst(limits, difference, prompt) for prompt, difference in zip(compared, same, strict=True)
+            ]
+            found += _compute_medians(limits, same)
+    return found + _compute_scale_error(
+        [scale for comparison in compared.values() for scale in comparison.score_scales]
+    )
 
 
 def find_expert_errors(limits: Limits, differences: Sequence[Difference]) -> list[Finding]:
     """Return the errors of experts with one row each: for each layer the worst, and the median."""
-    return [finding for d in differences for finding in (_worst(limits, d), *_median(limits, (d,)))]
+    return [finding for d in differences for finding in (_find_worst(limits, d), *_compute_medians(limits, (d,)))]
 
 
-def _worst(limits: Limits, difference: Difference, prompt: int | None = None) -> Finding:
+def _find_worst(limits: Limits, difference: Difference, prompt: int | None = None) -> Finding:
     errors = difference.errors.nan_to_num(nan=math.inf)
-    limit = limits.position(difference)
+    limit = limits.get_position_limit(difference)
     return Finding(difference.stage, difference.layer, float(errors.max()), limit, int(errors.argmax()), prompt)
 
 
-def _median(limits: Limits, same: Sequence[Difference]) -> list[Finding]:
+def _compute_medians(limits: Limits, same: Sequence[Difference]) -> list[Finding]:
     errors = torch.cat([difference.errors for difference in same]).nan_to_num(nan=math.inf)
     if len(errors) < MIN_POSITIONS:
         return []
-    return [Finding(same[0].stage, same[0].layer, float(errors.median()), max(map(limits.median, same)))]
+    return [Finding(same[0].stage, same[0].layer, float(errors.median()), max(map(limits.get_median_limit, same)))]
 
 
-def _scale_error(scales: Sequence[ScoreScale]) -> list[Finding]:
+def _compute_scale_error(scales: Sequence[ScoreScale]) -> list[Finding]:
     """Return the relative error of the softmax scale over all layers as a finding; none if outputs do not depend on it."""
     overlap, derivative, error = (
         sum(getattr(scale, name) for scale in scales) for name in ("overlap", "derivative", "error")
@@ -197,17 +205,17 @@ def _scale_error(scales: Sequence[ScoreScale]) -> list[Finding]:
     return [Finding(SCORE_SCALE, None, abs(overlap / derivative), limit)]
 
 
-def _layers_check(point: Point, findings: list[Finding]) -> Check:
+def _check_layers(point: Point, findings: list[Finding]) -> Check:
     worst = max(findings, key=lambda finding: finding.ratio)
     detail = f"‖engine − transformers‖ / ‖transformers‖, {worst}"
     wrong = [finding for finding in findings if finding.ratio > 1]
     seen, differing = ({f.layer for f in some if f.layer is not None} for some in (findings, wrong))
     if differing:
-        detail += f"; {counted(len(differing), 'layer')} of {len(seen)} differ, first {wrong[0]}"
+        detail += f"; {format_count(len(differing), 'layer')} of {len(seen)} differ, first {wrong[0]}"
     return make_check(point, "layers", worst.error, worst.limit, detail)
 
 
-def _logits_check(
+def _check_logits(
     point: Point, traces: dict[int, Trace], expected: dict[int, torch.Tensor], allowed: float, *, exact: bool
 ) -> Check:
     differences = torch.cat([(trace.logits.float() - expected[i]).abs().amax(-1) for i, trace in traces.items()])
@@ -218,12 +226,12 @@ def _logits_check(
     return make_check(point, "logits", error, allowed, detail)
 
 
-def _tokens_check(
+def _check_tokens(
     point: Point,
     traces: dict[int, Trace],
     expected: dict[int, torch.Tensor],
     allowed: float,
-    decoded: Sequence[Decoded],
+    decoded: Sequence[DecodeResult],
 ) -> Check:
     """Count wrong tokens of all ranks; if transformers' best logits differ by less than two errors, each token is
     right.
@@ -243,7 +251,7 @@ def is_greedy(logits_V: torch.Tensor, token: int, tolerance: float) -> bool:
     return 0 <= token < len(logits_V) and bool(logits_V[token] >= logits_V.max() - tolerance)
 
 
-def _routing_check(point: Point, compared: dict[int, Comparison]) -> Check:
+def _check_routing(point: Point, compared: dict[int, Comparison]) -> Check:
     wrong = sum(int(comparison.misrouted.sum()) for comparison in compared.values())
     tokens = sum(len(comparison.misrouted) for comparison in compared.values())
     detail = f"of {tokens} tokens, those for which a layer chose other experts than transformers from the same logits"

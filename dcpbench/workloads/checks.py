@@ -20,7 +20,7 @@ def make_check(point: Point, name: str, error: float, limit: float, detail: str)
         layout=str(point.layout),
         ep=point.ep_degree,
         backend=point.backend,
-        exchange=point.exchange_label() or NO_EXCHANGE,
+        exchange=point.format_exchange_label() or NO_EXCHANGE,
         all_reduce=point.all_reduce,
         dtype=point.precision,
         error=error if finite else None,

@@ -15,20 +15,26 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
-from dcpbench.exchange.collectives import gather_objects, is_first, largest_error
+from dcpbench.exchange.collectives import gather_objects, is_first, reduce_max_error
 from dcpbench.exchange.emulated import Tally
-from dcpbench.measuring.gpu_state import GpuSampler, throttled, worst
+from dcpbench.measuring.gpu_state import GpuSampler, is_throttled, merge_states
 from dcpbench.measuring.profiling import profile_cpu_step, profile_step
-from dcpbench.measuring.timing import time_steps
+from dcpbench.measuring.timing import measure_steps
 from dcpbench.points import floors, memory
-from dcpbench.points.machines import described
+from dcpbench.points.machines import load_machine
 from dcpbench.points.wire import CHUNKS_HIGH, PROMPTS_APART, RANKS_HIGH, RANKS_LOW
 from dcpbench.records import formulas
 from dcpbench.records.record import Emulated, Floor, Kv, Record, Straggler
-from dcpbench.syncs.recorded import WORST_SITES
-from dcpbench.workloads.attention_error import attention_error, limit_of
-from dcpbench.workloads.choice import choose
-from dcpbench.workloads.point_facts import device_allocations, device_marks, honesty, marks, memory_in_use
+from dcpbench.syncs.recorded import MAX_RECORD_SITES
+from dcpbench.workloads.attention_error import compute_attention_error, get_limit
+from dcpbench.workloads.choice import choose_fastest
+from dcpbench.workloads.point_facts import (
+    count_device_allocations,
+    describe_weights,
+    get_memory_in_use,
+    list_device_warnings,
+    list_warnings,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -42,9 +48,9 @@ if TYPE_CHECKING:
 
 TOKEN_STEP = 7919
 """A prime: neighbouring requests read different tokens and are routed to different experts."""
-MOST_DRIFT = 0.01
-MOST_IDLE = 0.03
-MOST_GRAPH_ERROR = 1e-3
+MAX_DRIFT = 0.01
+MAX_IDLE_SHARE = 0.03
+MAX_GRAPH_ERROR = 1e-3
 """Limits above which a point gets a warning; reports/explain.py explains them."""
 SLOW_PLAN, SLOW_PLAN_US, SLOW_CLOCK = 0.5, 100.0, 0.05
 """Thresholds for a straggler: relative and absolute (µs) excess of its plan time, and relative deficit of its clock."""
@@ -77,72 +83,74 @@ def run(
     engine = session.engine
     device = engine.device
     rows = -(-point.concurrency // point.dp)
-    mine = range(_share(point, engine.model.groups.dp.rank))
-    requests = [_admit(engine, session, point, settings.seed, i) for i in mine]
+    mine = range(_split_requests(point, engine.model.groups.dp.rank))
+    requests = [_add_request(engine, session, point, settings.seed, i) for i in mine]
     try:
-        choice = choose(engine, point, lambda: engine.plan(requests, rows), lambda: tell("choose"))
-        batch = engine.plan(requests, rows)
+        choice = choose_fastest(engine, point, lambda: engine.plan_step(requests, rows), lambda: tell("choose"))
+        batch = engine.plan_step(requests, rows)
         if point.weights == "synthetic" and batch.router_inputs is None:
-            batch.router_inputs = _router_inputs(session, batch, settings.seed)
-        plans_us = _plan_times_us(engine, requests, rows)
+            batch.router_inputs = _make_router_inputs(session, batch, settings.seed)
+        plans_us = _measure_plan_times_us(engine, requests, rows)
         tell("check")
         # a rank without the others merges no valid attention output
-        error = None if session.emulation else attention_error(engine, batch, requests, settings.seed)
-        chosen = _chosen_experts(engine, batch)
-        emulated = emulated_calls(session, point, batch)
+        error = None if session.emulation else compute_attention_error(engine, batch, requests, settings.seed)
+        chosen = _collect_chosen_experts(engine, batch)
+        emulated = count_emulated_calls(session, point, batch)
         graph_error = None
         if device.type == "cuda":
             tell("capture")
-            engine.capture(batch)
-            graph_error = _graph_error(engine, batch)
+            engine.capture_step(batch)
+            graph_error = _compute_graph_error(engine, batch)
         tell("measure")
-        allocated = device_allocations(device)
+        allocated = count_device_allocations(device)
         with GpuSampler(device) as sampler:
-            timing = time_steps(lambda: engine.step(batch), device, settings, lambda: tell("measure"))
-        allocated = device_allocations(device) - allocated
-        states = gather_objects(sampler.state())
-        gpu = worst(states)
-        slow = straggler(plans_us, states) if device.type == "cuda" else None  # processes share CPUs
+            timing = measure_steps(lambda: engine.run_step(batch), device, settings, lambda: tell("measure"))
+        allocated = count_device_allocations(device) - allocated
+        states = gather_objects(sampler.get_state())
+        gpu = merge_states(states)
+        slow = find_straggler(plans_us, states) if device.type == "cuda" else None  # processes share CPUs
         profile = Profile()
         if settings.profile:
             tell("profile")
-            profile = _profile(engine, batch)
-        kv = Kv.of(session.plan, point.context + memory.HEADROOM_TOKENS, engine.allocator.fragmentation())
+            profile = _run_profile(engine, batch)
+        kv = Kv.from_plan(
+            session.plan, point.context + memory.HEADROOM_TOKENS, engine.allocator.compute_fragmentation()
+        )
     finally:
         for request in requests:
-            engine.release(request)
+            engine.remove_request(request)
     sites = profile.sync_sites
     return Record(
         point=point,
         outcome="ok",
-        marks=device_marks(point, device)
-        + _timing_marks(timing, gpu)
-        + _step_marks(profile, allocated, graph_error)
-        + marks(l2_warm=session.plan.l2_warm)
-        + marks(inaccurate=error is not None and not error <= limit_of(engine), emulated=emulated is not None)
-        + marks(straggler=slow is not None),
-        metrics=formulas.decode_metrics(
+        marks=list_device_warnings(point, device)
+        + _list_timing_warnings(timing, gpu)
+        + _list_step_warnings(profile, allocated, graph_error)
+        + list_warnings(l2_warm=session.plan.l2_warm)
+        + list_warnings(inaccurate=error is not None and not error <= get_limit(engine), emulated=emulated is not None)
+        + list_warnings(straggler=slow is not None),
+        metrics=formulas.compute_decode_metrics(
             timing.samples_ms,
             point.concurrency,
             point.tp,
-            _unsure(emulated, device, statistics.median(timing.samples_ms)),
+            _estimate_uncertainty(emulated, device, statistics.median(timing.samples_ms)),
         ),
         phases=profile.phases,
         emulated=emulated,
         rates=rates,
-        floor=step_floor(session, point, batch.size, chosen, rates),
+        floor=compute_step_floor(session, point, batch.size, chosen, rates),
         host_syncs_per_step=None if sites is None else sum(s.per_step for s in sites),
-        sync_sites=(sites or [])[:WORST_SITES],
+        sync_sites=(sites or [])[:MAX_RECORD_SITES],
         allocations_per_step=allocated / len(timing.samples_ms) if device.type == "cuda" else None,
         host_plan_us=max(plans_us),
         straggler=slow or msgspec.UNSET,
         kv=kv,
-        memory_peak_bytes=memory_in_use(device),
-        honesty=honesty(
+        memory_peak_bytes=get_memory_in_use(device),
+        honesty=describe_weights(
             session,
             graph_error=graph_error,
             attention_error=error,
-            **_routed(chosen, session.shape.experts, point),
+            **_summarize_routing(chosen, session.shape.experts, point),
             graph_batch=batch.size,
             cuda_graph=batch.captured is not None,
         ),
@@ -152,21 +160,21 @@ def run(
     )
 
 
-def _share(point: Point, dp_rank: int) -> int:
+def _split_requests(point: Point, dp_rank: int) -> int:
     """Return the requests of one replica, divided as evenly as possible."""
     return point.concurrency // point.dp + (dp_rank < point.concurrency % point.dp)
 
 
-def _admit(engine: DecodeEngine, session: Session, point: Point, seed: int, index: int) -> Request:
+def _add_request(engine: DecodeEngine, session: Session, point: Point, seed: int, index: int) -> Request:
     """Admit this replica's request number `index`; its token and KV are those of the same request in any other layout."""
     number = index * point.dp + engine.model.groups.dp.rank
-    request = engine.admit(point.context + memory.HEADROOM_TOKENS)
-    engine.fill(request, number, seed)
+    request = engine.add_request(point.context + memory.HEADROOM_TOKENS)
+    engine.write_random_kv(request, number, seed)
     engine.requests.set_tokens(request.slot, point.context, [(TOKEN_STEP * number) % session.shape.vocab])
     return request
 
 
-def _router_inputs(session: Session, batch: Batch, seed: int) -> torch.Tensor:
+def _make_router_inputs(session: Session, batch: Batch, seed: int) -> torch.Tensor:
     """Return rows of all replicas, in the order in which their tokens are gathered; rows past a replica's share are
     padding.
 
@@ -175,24 +183,26 @@ def _router_inputs(session: Session, batch: Batch, seed: int) -> torch.Tensor:
     """
     dp = session.point.dp
     numbers = [row * dp + replica for replica in range(dp) for row in range(batch.size)]
-    return session.router_inputs(numbers, memory.all_layers(session.shape).moe, seed)
+    return session.make_router_inputs(numbers, memory.count_all_layers(session.shape).moe, seed)
 
 
-def straggler(plans_us: Sequence[float], states: Sequence[Gpu | None]) -> Straggler | None:
+def find_straggler(plans_us: Sequence[float], states: Sequence[Gpu | None]) -> Straggler | None:
     """Return the rank with the largest relative deficit against the median of the others, in plan time or clock; None
     without one.
 
     `plans_us`: host time of a plan, by rank; `states`: NVML's data while steps were timed.
     """
     clocks = [s.sm_clock_mhz_min if s is not None else None for s in states]
-    found = [_behind("plan", plans_us, least=SLOW_PLAN, at_least=SLOW_PLAN_US)]
+    found = [_find_slowest("plan", plans_us, min_share=SLOW_PLAN, min_excess=SLOW_PLAN_US)]
     if None not in clocks:
-        found.append(_behind("step", [float(c) for c in clocks if c is not None], least=SLOW_CLOCK, faster=True))
+        found.append(
+            _find_slowest("step", [float(c) for c in clocks if c is not None], min_share=SLOW_CLOCK, faster=True)
+        )
     return max(filter(None, found), key=lambda s: s.share, default=None)
 
 
-def _behind(
-    phase: str, values: Sequence[float], *, least: float, at_least: float = 0.0, faster: bool = False
+def _find_slowest(
+    phase: str, values: Sequence[float], *, min_share: float, min_excess: float = 0.0, faster: bool = False
 ) -> Straggler | None:
     """Return the slowest rank by these values, if it exceeds the median of the others by the share `least` and by
     `at_least`.
@@ -204,56 +214,56 @@ def _behind(
     if not value or not others:
         return None
     share = (others / value if faster else value / others) - 1
-    if share < least or abs(value - others) < at_least:
+    if share < min_share or abs(value - others) < min_excess:
         return None
     return Straggler(rank=rank, phase=phase, share=share, value=value, others=others)
 
 
-def _plan_times_us(engine: DecodeEngine, requests: list[Request], rows: int) -> list[float]:
+def _measure_plan_times_us(engine: DecodeEngine, requests: list[Request], rows: int) -> list[float]:
     """Return the median plan time of each rank."""
     times = []
     for _ in range(PLANS):
-        _synchronize(engine.device)
+        _sync_device(engine.device)
         start = time.perf_counter()
-        engine.plan(requests, rows)
-        _synchronize(engine.device)
+        engine.plan_step(requests, rows)
+        _sync_device(engine.device)
         times.append((time.perf_counter() - start) * 1e6)
     return gather_objects(statistics.median(times))
 
 
-def _graph_error(engine: DecodeEngine, batch: Batch) -> float:
+def _compute_graph_error(engine: DecodeEngine, batch: Batch) -> float:
     """Return the difference between the captured step and the eager one under the present plan; 0 if they are equal."""
-    engine.run(batch)
-    eager = _live_logits(batch)
-    engine.step(batch)
-    error = (_live_logits(batch) - eager).norm() / eager.norm()
-    return largest_error(float(error))
+    engine.run_eager(batch)
+    eager = _get_live_logits(batch)
+    engine.run_step(batch)
+    error = (_get_live_logits(batch) - eager).norm() / eager.norm()
+    return reduce_max_error(float(error))
 
 
-def _live_logits(batch: Batch) -> torch.Tensor:
+def _get_live_logits(batch: Batch) -> torch.Tensor:
     """Return the last step's logits in fp64, with 0 for rows past the vocabulary, because their -inf has no difference."""
     assert batch.logits is not None
     wide = batch.logits.double()
     return wide.masked_fill(wide.isneginf(), 0.0)
 
 
-def _chosen_experts(engine: DecodeEngine, batch: Batch) -> list[torch.Tensor]:
+def _collect_chosen_experts(engine: DecodeEngine, batch: Batch) -> list[torch.Tensor]:
     """Return ids_Tk of each layer with experts, over the rows of all replicas, from one eager step; on the host."""
     model = engine.model
     model.chosen_experts = []
-    engine.run(batch)
+    engine.run_eager(batch)
     chosen, model.chosen_experts = model.chosen_experts, None
     return [ids_Tk.cpu() for _, ids_Tk in chosen]
 
 
-def emulated_calls(session: Session, point: Point, batch: Batch) -> Emulated | None:
+def count_emulated_calls(session: Session, point: Point, batch: Batch) -> Emulated | None:
     """Return the modelled calls of a step of an emulated rank, counted in one eager step."""
     emulation = session.emulation
     if emulation is None:
         return None
     emulation.tally = tally = Tally()
-    session.engine.run(batch)
-    machine = described(point.emulate)
+    session.engine.run_eager(batch)
+    machine = load_machine(point.emulate)
     on_gpu = session.engine.device.type == "cuda"
     return Emulated(
         machine=machine.name,
@@ -271,22 +281,24 @@ def emulated_calls(session: Session, point: Point, batch: Batch) -> Emulated | N
     )
 
 
-def _unsure(emulated: Emulated | None, device: torch.device, step_ms: float) -> tuple[float, float]:
+def _estimate_uncertainty(emulated: Emulated | None, device: torch.device, step_ms: float) -> tuple[float, float]:
     """Return the shares by which a step may be shorter and longer than that of a rank alone; 0 on the CPU, without a
     wire model.
     """
-    return formulas.forecast_error(emulated, step_ms * 1e3) if emulated and device.type == "cuda" else (0.0, 0.0)
+    return (
+        formulas.compute_forecast_error(emulated, step_ms * 1e3) if emulated and device.type == "cuda" else (0.0, 0.0)
+    )
 
 
-def _routed(chosen: list[torch.Tensor], experts: int, point: Point) -> dict[str, float]:
+def _summarize_routing(chosen: list[torch.Tensor], experts: int, point: Point) -> dict[str, float]:
     """Return the statistics of the routed experts in the form of Honesty; every rank sees all tokens of the layout."""
     if not chosen:
         return {"experts_hit": 0.0}
     counts = torch.stack([torch.bincount(ids_Tk.flatten(), minlength=experts) for ids_Tk in chosen])
-    return {"experts_hit": float((counts > 0).double().mean()), **busiest(counts, point.ep_degree or 1)}
+    return {"experts_hit": float((counts > 0).double().mean()), **summarize_busiest_rank(counts, point.ep_degree or 1)}
 
 
-def busiest(rows_LE: torch.Tensor, ranks: int) -> dict[str, float]:
+def summarize_busiest_rank(rows_LE: torch.Tensor, ranks: int) -> dict[str, float]:
     """Return the experts hit, and their rows, of each layer's busiest rank over the mean of its ranks, averaged over
     layers.
 
@@ -301,7 +313,7 @@ def busiest(rows_LE: torch.Tensor, ranks: int) -> dict[str, float]:
     return {name: float((of_LR.amax(-1) / of_LR.mean(-1)).mean()) for name, of_LR in found.items()}
 
 
-def step_floor(
+def compute_step_floor(
     session: Session, point: Point, rows: int, chosen: list[torch.Tensor], rates: Rates | None
 ) -> Floor | None:
     """Return the floor of a point's step, in a graph with `rows` rows per replica: the work of its requests, without
@@ -311,49 +323,49 @@ def step_floor(
     """
     if rates is None:
         return None
-    sharding = floors.Sharding.of(point, session.shape)
-    live = [replica * rows + i for replica in range(point.dp) for i in range(_share(point, replica))]
+    sharding = floors.Sharding.from_point(point, session.shape)
+    live = [replica * rows + i for replica in range(point.dp) for i in range(_split_requests(point, replica))]
     step = floors.StepRows(
-        decodes=(point.context + memory.HEADROOM_TOKENS,) * _share(point, 0),
-        sampled=_share(point, 0),
+        decodes=(point.context + memory.HEADROOM_TOKENS,) * _split_requests(point, 0),
+        sampled=_split_requests(point, 0),
         tokens=point.concurrency,
-        routing=tuple(tuple(sharding.routed(ids_Tk[live].flatten().tolist())) for ids_Tk in chosen),
+        routing=tuple(tuple(sharding.count_routed(ids_Tk[live].flatten().tolist())) for ids_Tk in chosen),
     )
-    phase_us = floors.step_floors(sharding, step, rates.limits)
+    phase_us = floors.compute_step_floors(sharding, step, rates.limits)
     if phase_us is None:
         return None
     return Floor(floor_ms=sum(phase_us.values()) / 1e3, phase_floor_us=phase_us, experts="routed")
 
 
-def _profile(engine: DecodeEngine, batch: Batch) -> Profile:
+def _run_profile(engine: DecodeEngine, batch: Batch) -> Profile:
     first = is_first()
     if engine.device.type != "cuda":
-        return Profile(phases=profile_cpu_step(lambda: engine.step(batch), enabled=first))
+        return Profile(phases=profile_cpu_step(lambda: engine.run_step(batch), enabled=first))
     found = profile_step(
-        lambda: engine.run(batch),
-        lambda: engine.step(batch),
+        lambda: engine.run_eager(batch),
+        lambda: engine.run_step(batch),
         enabled=first,
         agree=lambda mine: any(gather_objects(mine)),
     )
     return Profile(phases=found[0], sync_sites=found[1]) if found else Profile()
 
 
-def _timing_marks(timing: Timing, gpu: Gpu | None) -> list[str]:
-    return marks(
-        noisy=timing.noisy, unsettled=timing.unsettled, drift=timing.drift > MOST_DRIFT, throttled=throttled(gpu)
+def _list_timing_warnings(timing: Timing, gpu: Gpu | None) -> list[str]:
+    return list_warnings(
+        noisy=timing.noisy, unsettled=timing.unsettled, drift=timing.drift > MAX_DRIFT, throttled=is_throttled(gpu)
     )
 
 
-def _step_marks(profile: Profile, allocated: int, graph_error: float | None) -> list[str]:
+def _list_step_warnings(profile: Profile, allocated: int, graph_error: float | None) -> list[str]:
     idle = profile.phases.idle_fraction if profile.phases and profile.sync_sites is not None else 0.0
-    return marks(
+    return list_warnings(
         host_sync=bool(profile.sync_sites),
         allocates=allocated > 0,
-        gpu_idle=idle > MOST_IDLE,
-        graph_differs=graph_error is not None and not graph_error <= MOST_GRAPH_ERROR,
+        gpu_idle=idle > MAX_IDLE_SHARE,
+        graph_differs=graph_error is not None and not graph_error <= MAX_GRAPH_ERROR,
     )
 
 
-def _synchronize(device: torch.device) -> None:
+def _sync_device(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -14,10 +14,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from dcpbench.engine.checkpoint import SCALE
-from dcpbench.errors import MissingPackageError, how_to_install
+from dcpbench.errors import MissingPackageError, format_install_hint
 from dcpbench.points.shapes import INDEX_FILE
-from dcpbench.workloads.rounding import dequantise_blocks, round_weight
-from dcpbench.workloads.teacher_forcing import IMPLEMENTATION, QUANTISED, TeacherForcing, attend
+from dcpbench.workloads.rounding import dequantize_blocks, round_weight
+from dcpbench.workloads.teacher_forcing import IMPLEMENTATION, QUANTISED, TeacherForcing, run_attached_attention
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,22 +37,22 @@ def load_teacher(folder: str, roundings: Roundings) -> TeacherForcing:
     The whole model must fit in host memory, and once more on the disk if its weights are fp8. Raises
     MissingPackageError.
     """
-    return TeacherForcing(_load(folder, fp8=roundings.fp8_weights, attention=IMPLEMENTATION), roundings)
+    return TeacherForcing(_load_model(folder, fp8=roundings.fp8_weights, attention=IMPLEMENTATION), roundings)
 
 
 @functools.lru_cache(maxsize=1)
 def load_plain(folder: str) -> Any:  # noqa: ANN401 - transformers' classes differ by version
     """Return the model of a checkpoint without any roundings. Memory and errors as in `load_teacher`."""
-    return _load(folder, fp8=False, attention="eager")
+    return _load_model(folder, fp8=False, attention="eager")
 
 
 @torch.no_grad()
-def logits_of(folder: str, tokens: list[int]) -> torch.Tensor:
+def compute_logits(folder: str, tokens: list[int]) -> torch.Tensor:
     """Return the logits [P, vocab] of a text, without any roundings."""
     return load_plain(folder)(torch.tensor([tokens]), use_cache=False).logits[0]
 
 
-def _load(folder: str, *, fp8: bool, attention: str) -> Any:  # noqa: ANN401
+def _load_model(folder: str, *, fp8: bool, attention: str) -> Any:  # noqa: ANN401
     try:
         from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
         from transformers.masking_utils import eager_mask
@@ -60,15 +60,15 @@ def _load(folder: str, *, fp8: bool, attention: str) -> Any:  # noqa: ANN401
     except ImportError as e:
         raise MissingPackageError(
             f"comparing with a checkpoint needs transformers {MIN_TRANSFORMERS} or newer ({e}); "
-            f"{how_to_install('test')}, or leave --checkpoint out."
+            f"{format_install_hint('test')}, or leave --checkpoint out."
         ) from e
-    AttentionInterface.register(IMPLEMENTATION, attend)
+    AttentionInterface.register(IMPLEMENTATION, run_attached_attention)
     AttentionMaskInterface.register(IMPLEMENTATION, eager_mask)
-    with _in_fp32(Path(folder), fp8) as plain:
+    with _convert_to_fp32(Path(folder), fp8) as plain:
         # The grouped experts take only rows that are multiples of 16 bytes.
         return AutoModelForCausalLM.from_pretrained(
             plain,
-            config=_config(folder),
+            config=_load_config(folder),
             dtype=torch.float32,
             attn_implementation=attention,
             experts_implementation="eager",
@@ -76,15 +76,15 @@ def _load(folder: str, *, fp8: bool, attention: str) -> Any:  # noqa: ANN401
 
 
 @contextlib.contextmanager
-def _in_fp32(folder: Path, fp8: bool) -> Iterator[str]:
+def _convert_to_fp32(folder: Path, fp8: bool) -> Iterator[str]:
     """Give the checkpoint, or a copy in which weights that are or become fp8 are the numbers that fp8 represents."""
     files = sorted(folder.glob("*.safetensors"))
-    if not fp8 and not any(name.endswith(SCALE) for file in files for name in _names(file)):
+    if not fp8 and not any(name.endswith(SCALE) for file in files for name in _list_tensor_names(file)):
         yield str(folder)
         return
     with tempfile.TemporaryDirectory() as made:
         for file in files:
-            save_file(_dequantise(load_file(file), fp8), Path(made) / file.name, {"format": "pt"})
+            save_file(_dequantize_tensors(load_file(file), fp8), Path(made) / file.name, {"format": "pt"})
         for name in ("config.json", INDEX_FILE):
             if (folder / name).is_file():
                 fields = json.loads((folder / name).read_text(encoding="utf-8"))
@@ -95,12 +95,12 @@ def _in_fp32(folder: Path, fp8: bool) -> Iterator[str]:
         yield made
 
 
-def _names(file: Path) -> list[str]:
+def _list_tensor_names(file: Path) -> list[str]:
     with safe_open(file, framework="pt") as opened:
         return list(opened.keys())
 
 
-def _dequantise(tensors: dict[str, torch.Tensor], fp8: bool) -> dict[str, torch.Tensor]:
+def _dequantize_tensors(tensors: dict[str, torch.Tensor], fp8: bool) -> dict[str, torch.Tensor]:
     """Return fp8 weights, and with `fp8` those that the engine rounds to fp8, as fp32 numbers; others as they are."""
     quantised = tuple(f".{name}.weight" for name in QUANTISED)
     found = {}
@@ -108,7 +108,7 @@ def _dequantise(tensors: dict[str, torch.Tensor], fp8: bool) -> dict[str, torch.
         if name.endswith(SCALE):
             continue
         if name + SCALE in tensors:
-            found[name] = dequantise_blocks(tensor, tensors[name + SCALE])
+            found[name] = dequantize_blocks(tensor, tensors[name + SCALE])
         elif fp8 and name.endswith(quantised):
             found[name] = round_weight(tensor)
         else:
@@ -116,7 +116,7 @@ def _dequantise(tensors: dict[str, torch.Tensor], fp8: bool) -> dict[str, torch.
     return found
 
 
-def _config(folder: str) -> PreTrainedConfig:
+def _load_config(folder: str) -> PreTrainedConfig:
     """Return the checkpoint's config.json for a class of transformers; Kimi-K2 has no class, and uses that of V3.
 
     Null values are left to the default of the class, which accepts null for few fields; no shared experts become

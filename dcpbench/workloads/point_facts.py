@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dcpbench.exchange.collectives import gather_objects
-from dcpbench.records.record import Honesty
+from dcpbench.records.record import Conditions
 
 if TYPE_CHECKING:
     from dcpbench.points.point import Point
     from dcpbench.workloads.session import Session
 
 
-def device_allocations(device: torch.device) -> int:
+def count_device_allocations(device: torch.device) -> int:
     """Return the number of calls of cudaMalloc, cudaFree and the like so far, over all ranks."""
     if device.type != "cuda":
         return 0
@@ -23,9 +23,9 @@ def device_allocations(device: torch.device) -> int:
     return sum(gather_objects(stats["num_device_alloc"] + stats["num_device_free"]))
 
 
-def honesty(session: Session, **used: Any) -> Honesty:  # noqa: ANN401 -- fields of several types
+def describe_weights(session: Session, **used: Any) -> Conditions:  # noqa: ANN401 -- fields of several types
     """Return the description of the weights, with further fields in `used`."""
-    return Honesty(
+    return Conditions(
         weights=session.point.weights,
         layers=session.plan.layers,
         layers_held=session.plan.layers_held,
@@ -34,19 +34,19 @@ def honesty(session: Session, **used: Any) -> Honesty:  # noqa: ANN401 -- fields
     )
 
 
-def marks(**holds: bool) -> list[str]:
+def list_warnings(**holds: bool) -> list[str]:
     """Return the names of the warnings that apply."""
     return [name for name, does in holds.items() if does]
 
 
-def device_marks(point: Point, device: torch.device) -> list[str]:
+def list_device_warnings(point: Point, device: torch.device) -> list[str]:
     """Return the warnings of a point that did not run on a GPU."""
     if device.type != "cpu":
         return []
     return ["cpu", "oversubscribed"] if point.world > (os.cpu_count() or 1) else ["cpu"]
 
 
-def memory_in_use(device: torch.device) -> int | None:
+def get_memory_in_use(device: torch.device) -> int | None:
     """Return the bytes in use on the fullest GPU, including NCCL, graphs and the context; None on CPU."""
     if device.type != "cuda":
         return None

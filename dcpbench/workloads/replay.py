@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from dcpbench.errors import RecordsError
 from dcpbench.exchange.collectives import gather_objects, is_first
 from dcpbench.points.names import REPLAY
-from dcpbench.serving.loads import requests_of
-from dcpbench.serving.replay import replay_point, step_times_name
-from dcpbench.serving.step_cases import grid
-from dcpbench.serving.step_times import StepTimes, engine_path, read_step_times, write_step_times
+from dcpbench.serving.loads import make_point_requests
+from dcpbench.serving.replay import make_step_times_name, replay_point
+from dcpbench.serving.step_cases import make_cases
+from dcpbench.serving.step_times import StepTimes, get_engine_path, read_step_times, write_step_times
 from dcpbench.workloads import step_times
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Environment, Rates, Record
     from dcpbench.workloads.serve import Serving
 
-Known = dict[str, StepTimes]
+StepTimesByPath = dict[str, StepTimes]
 """Step times that this job has, on every rank, by the name of their file."""
 
 
@@ -34,7 +34,7 @@ def run(
     settings: Settings,
     environment: Environment,
     folder: Path,
-    known: Known,
+    known: StepTimesByPath,
     *,
     rates: Rates | None = None,
     tell: Callable[..., None],
@@ -43,22 +43,22 @@ def run(
 
     Every rank returns the record. The step times are then stored below the run's folder, with their floors at `rates`.
     """
-    path, session = engine_path(point), serving.session
-    name = step_times_name(path)
+    path, session = get_engine_path(point), serving.session
+    name = make_step_times_name(path)
     if name not in known:
-        sharing = [p for p in points if p.load and p.load.mode == REPLAY and engine_path(p) == path]
-        old = _measured_before(serving, sharing, environment, folder / name)
+        sharing = [p for p in points if p.load and p.load.mode == REPLAY and get_engine_path(p) == path]
+        old = _load_earlier_times(serving, sharing, environment, folder / name)
         if old is None:
             tell("capture")
-            serving.engine.capture()  # all other kernels are compiled in the first step of a case, which is not counted
-            old = step_times.measure(serving, sharing, environment, tell, rates)
+            serving.engine.capture_steps()  # all other kernels are compiled in the first step of a case, which is not counted
+            old = step_times.measure_step_times(serving, sharing, environment, tell, rates)
             if is_first():
                 write_step_times(folder / name, old)
         known[name] = old
     tell("measure", "replay")
     record = None
     if is_first():
-        requests = requests_of(point, settings, session.shape.vocab)
+        requests = make_point_requests(point, settings, session.shape.vocab)
         record = replay_point(
             point, session.plan, requests, known[name], settings, folder, file=name, command=environment.command
         )
@@ -67,7 +67,7 @@ def run(
     return found
 
 
-def _measured_before(
+def _load_earlier_times(
     serving: Serving, points: Sequence[Point], environment: Environment, file: Path
 ) -> StepTimes | None:
     """Return the step times of an earlier job of this run, if they are of this machine and code and have every case."""
@@ -77,6 +77,6 @@ def _measured_before(
             old = read_step_times(file)
             same = (environment.host_hash, environment.git_commit)
             here = (old.environment.host_hash, old.environment.git_commit) == same
-            if here and {m.case for m in old.cases} >= set(grid(step_times.extent_of(serving, points))):
+            if here and {m.case for m in old.cases} >= set(make_cases(step_times.get_extent(serving, points))):
                 found = old
     return gather_objects(found)[0]

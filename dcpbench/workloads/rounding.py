@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from dcpbench.engine.scaled_weights import block_of
+from dcpbench.engine.scaled_weights import compute_block_size
 from dcpbench.kernels.e4m3 import LARGEST
 from dcpbench.points.names import CUT, FP8
 from dcpbench.points.shapes import SCALE_BLOCK
@@ -23,7 +23,7 @@ MIN_SCALED = 1e-10
 """Smallest largest number of a block that its scale is computed from, so that a block of zeros has a scale."""
 
 
-def dequantise_blocks(weight_NK: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def dequantize_blocks(weight_NK: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Return the numbers of an e4m3 weight [N, K] with a scale for each 128 × 128 block, in fp32."""
     height, depth = weight_NK.shape
     whole = scale.float().repeat_interleave(SCALE_BLOCK, 0).repeat_interleave(SCALE_BLOCK, 1)
@@ -70,7 +70,7 @@ class Roundings:
     """The same in routed experts."""
 
     @classmethod
-    def of_point(cls, point: Point, dtype: torch.dtype, kv_scale: float) -> Roundings:
+    def from_point(cls, point: Point, dtype: torch.dtype, kv_scale: float) -> Roundings:
         """Return the roundings of a point's engine; `kv_scale` is the scale of an fp8 KV cache."""
         return cls(
             dtype=dtype,
@@ -81,24 +81,24 @@ class Roundings:
             expert_parts=point.tp if point.ep == CUT else 1,
         )
 
-    def activation(self, x: torch.Tensor) -> torch.Tensor:
+    def round_activation(self, x: torch.Tensor) -> torch.Tensor:
         """Round to the dtype of activations."""
         return x.to(self.dtype).float()
 
-    def weight_input(self, x_TK: torch.Tensor, parts: int = 1) -> torch.Tensor:
+    def round_weight_input(self, x_TK: torch.Tensor, parts: int = 1) -> torch.Tensor:
         """Round the input of a linear layer, with columns split over `parts` ranks, if its weights are e4m3."""
         if not self.fp8_weights:
             return x_TK
         width = x_TK.shape[-1] // parts
         return torch.cat(
             [
-                round_rows(part_TK, block_of(rank * width, (rank + 1) * width))
+                round_rows(part_TK, compute_block_size(rank * width, (rank + 1) * width))
                 for rank, part_TK in enumerate(x_TK.split(width, dim=-1))
             ],
             dim=-1,
         )
 
-    def kv_row(self, row: torch.Tensor) -> torch.Tensor:
+    def round_kv_row(self, row: torch.Tensor) -> torch.Tensor:
         """Round columns of a KV row as the cache stores them."""
         if self.kv_scale is None:
             return row

@@ -12,23 +12,29 @@ import numpy as np
 from dcpbench.engine.prefill import Prefiller
 from dcpbench.engine.serve import ServeEngine
 from dcpbench.exchange.collectives import gather_objects, is_first
-from dcpbench.measuring.gpu_state import GpuSampler, throttled, worst
-from dcpbench.measuring.profiling import record
-from dcpbench.measuring.timing import compiled_kernels
+from dcpbench.measuring.gpu_state import GpuSampler, is_throttled, merge_states
+from dcpbench.measuring.profiling import record_steps
+from dcpbench.measuring.timing import collect_compiled_kernels
 from dcpbench.points.floors import Sharding
 from dcpbench.records.record import Kv, Record
 from dcpbench.serving import outcome
-from dcpbench.serving.loads import requests_of
+from dcpbench.serving.loads import make_point_requests
 from dcpbench.serving.requests import ServeRequest
 from dcpbench.serving.samples import write_samples
 from dcpbench.serving.scheduler import Scheduler, SchedulerConfig
 from dcpbench.serving.traffic import Traffic
-from dcpbench.show.terminal import now_and_then
-from dcpbench.show.text import counted
-from dcpbench.syncs.recorded import WORST_SITES, sync_sites
-from dcpbench.workloads.decode import MOST_IDLE
-from dcpbench.workloads.point_facts import device_allocations, device_marks, honesty, marks, memory_in_use
-from dcpbench.workloads.served_floors import Shares, shares
+from dcpbench.show.terminal import make_rate_limited
+from dcpbench.show.text import format_count
+from dcpbench.syncs.recorded import MAX_RECORD_SITES, build_sync_sites
+from dcpbench.workloads.decode import MAX_IDLE_SHARE
+from dcpbench.workloads.point_facts import (
+    count_device_allocations,
+    describe_weights,
+    get_memory_in_use,
+    list_device_warnings,
+    list_warnings,
+)
+from dcpbench.workloads.served_floors import Shares, compute_shares
 from dcpbench.workloads.serving_loop import Agreement, Loop
 
 if TYPE_CHECKING:
@@ -40,7 +46,7 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Environment, Rates, ServeMetrics, SyncSite
     from dcpbench.workloads.session import Session
 
-TELL_S = 1.0
+REPORT_INTERVAL_S = 1.0
 """Seconds between two signs of life."""
 PROFILED_STEPS = 8
 SHORT_PROMPT = 16
@@ -66,12 +72,12 @@ class Serving:
         if session.point.weights == "synthetic":
             # One draw for each row of a step, for all layers: their routers differ. Which experts work never depends on
             # how a layout rounds.
-            inputs = session.router_inputs(list(range(layout.dp * prefiller.rows)), layers=1, seed=0)
+            inputs = session.make_router_inputs(list(range(layout.dp * prefiller.rows)), layers=1, seed=0)
         self.session, self.prefill = session, prefill
         self.engine = ServeEngine(engine, prefiller, inputs)
         self.agree = Agreement()
 
-    def loop(
+    def make_loop(
         self,
         point: Point,
         requests: Sequence[ServeRequest],
@@ -79,8 +85,8 @@ class Serving:
         ends: Callable[[float], bool] = lambda _: False,
     ) -> Loop:
         """Return a run from an empty cache."""
-        scheduler = Scheduler(scheduler_config(point, self.session))
-        self.engine.forget()
+        scheduler = Scheduler(make_scheduler_config(point, self.session))
+        self.engine.reset_slots()
         assert point.load is not None
         traffic = Traffic(requests, scheduler, concurrency, point.load.think_time)
         return Loop(self.engine, scheduler, traffic, self.agree, ends=ends)
@@ -91,22 +97,24 @@ class Serving:
 
         What is compiled or loaded on first use must not be part of somebody's latency.
         """
-        self.engine.capture(alive)
-        first = [_short(request) for request in requests[: min(point.concurrency, WARM_UP_REQUESTS * point.dp)]]
-        self.loop(point, first, concurrency=len(first)).run(alive)
-        config = scheduler_config(point, self.session)
+        self.engine.capture_steps(alive)
+        first = [
+            _make_short_request(request) for request in requests[: min(point.concurrency, WARM_UP_REQUESTS * point.dp)]
+        ]
+        self.make_loop(point, first, concurrency=len(first)).run(alive)
+        config = make_scheduler_config(point, self.session)
         vocab = self.session.shape.vocab
         for lengths, at_once in (
             (_warm_up_lengths(config), point.dp),
-            (_full_steps(config), point.concurrency),
-            (_cut_step(config), point.concurrency),
+            (_list_full_step_lengths(config), point.concurrency),
+            (_list_cut_step_lengths(config), point.concurrency),
         ):
             if lengths:
-                self.loop(point, _requests(lengths, 1, vocab), concurrency=at_once).run(alive)
-        self.loop(point, _same_twice(config, vocab), concurrency=point.dp).run(alive)
+                self.make_loop(point, _make_requests(lengths, 1, vocab), concurrency=at_once).run(alive)
+        self.make_loop(point, _make_repeated_requests(config, vocab), concurrency=point.dp).run(alive)
 
 
-def serving_for(session: Session, point: Point) -> Serving:
+def get_serving(session: Session, point: Point) -> Serving:
     """Return the state that runs of a point share with earlier ones; create it if needed. Collective; see Serving."""
     load, old = point.load, session.serving
     assert load is not None
@@ -117,9 +125,9 @@ def serving_for(session: Session, point: Point) -> Serving:
     return session.serving
 
 
-def scheduler_config(point: Point, session: Session) -> SchedulerConfig:
+def make_scheduler_config(point: Point, session: Session) -> SchedulerConfig:
     """Return the scheduler configuration of a point on a built engine."""
-    return SchedulerConfig.of(point, pages=session.plan.pages, max_context=session.plan.max_context)
+    return SchedulerConfig.from_point(point, pages=session.plan.pages, max_context=session.plan.max_context)
 
 
 def run(
@@ -137,55 +145,55 @@ def run(
     An interruption ends the run: finished requests are kept, and the outcome records it.
     """
     session, device = serving.session, serving.session.engine.device
-    requests = requests_of(point, settings, session.shape.vocab)
+    requests = make_point_requests(point, settings, session.shape.vocab)
     tell("capture")
-    serving.warm_up(point, requests, now_and_then(lambda: tell("capture"), TELL_S))
-    with _interruptions() as interrupted:
-        loop = serving.loop(
+    serving.warm_up(point, requests, make_rate_limited(lambda: tell("capture"), REPORT_INTERVAL_S))
+    with _collect_interruptions() as interrupted:
+        loop = serving.make_loop(
             point,
             requests,
             point.clients,
             lambda now: bool(interrupted) or (settings.limit_seconds is not None and now >= settings.limit_seconds),
         )
-        allocated = device_allocations(device)
-        with GpuSampler(device) as sampler, compiled_kernels() as compiled:
-            loop.run(now_and_then(lambda: tell("measure", _note(loop)), TELL_S))
-        gpu = worst(gather_objects(sampler.state()))
-    allocated = device_allocations(device) - allocated
+        allocated = count_device_allocations(device)
+        with GpuSampler(device) as sampler, collect_compiled_kernels() as compiled:
+            loop.run(make_rate_limited(lambda: tell("measure", _format_progress(loop)), REPORT_INTERVAL_S))
+        gpu = merge_states(gather_objects(sampler.get_state()))
+    allocated = count_device_allocations(device) - allocated
     late = sorted({name for names in gather_objects(compiled) for name in names})
     _add_tokens_of_other_replicas(loop.traffic)
     cut = bool(loop.agree(len(interrupted))[0])  # rank 0 decides, as its signal ended the loop
-    found = shares(Sharding.of(point, session.shape), loop.timed, rates) if is_first() else Shares()
-    metrics = _metrics(loop, point, settings, folder, found, interrupted=cut)
+    found = compute_shares(Sharding.from_point(point, session.shape), loop.timed, rates) if is_first() else Shares()
+    metrics = _compute_metrics(loop, point, settings, folder, found, interrupted=cut)
     cut_reason = (
-        f"interrupted with {metrics.finished} of {counted(len(requests), 'request')} finished; they are in "
+        f"interrupted with {metrics.finished} of {format_count(len(requests), 'request')} finished; they are in "
         f"{metrics.samples_file}. Serve the load anew with --resume."
     )
     sites = None
     if settings.profile and device.type == "cuda" and not cut:
         tell("profile")
-        sites = _profile(serving, point)
+        sites = _find_sync_sites(serving, point)
     return Record(
         point=point,
         outcome="failed" if cut else "ok",
         reason=cut_reason if cut else None,
         detail={"compiled": ", ".join(late)} if late else {},
-        marks=device_marks(point, device)
-        + marks(
+        marks=list_device_warnings(point, device)
+        + list_warnings(
             compiled=bool(late),
-            throttled=throttled(gpu),
-            gpu_idle=(metrics.idle_fraction or 0.0) > MOST_IDLE,
-            host_sync=any(not _is_the_read(site) for site in sites or []),
+            throttled=is_throttled(gpu),
+            gpu_idle=(metrics.idle_fraction or 0.0) > MAX_IDLE_SHARE,
+            host_sync=any(not _is_token_read(site) for site in sites or []),
         )
-        + outcome.marks(metrics),
+        + outcome.find_warnings(metrics),
         serve=metrics,
         rates=rates,
         host_syncs_per_step=None if sites is None else sum(s.per_step for s in sites),
-        sync_sites=(sites or [])[:WORST_SITES],
+        sync_sites=(sites or [])[:MAX_RECORD_SITES],
         allocations_per_step=allocated / loop.counts.steps if device.type == "cuda" else None,
-        kv=Kv.of(session.plan, point.context, session.engine.allocator.fragmentation()),
-        memory_peak_bytes=memory_in_use(device),
-        honesty=honesty(
+        kv=Kv.from_plan(session.plan, point.context, session.engine.allocator.compute_fragmentation()),
+        memory_peak_bytes=get_memory_in_use(device),
+        honesty=describe_weights(
             session, kv="served", cuda_graph=device.type == "cuda", padded_rows=False if point.dp > 1 else None
         ),
         gpu=gpu,
@@ -193,15 +201,15 @@ def run(
     )
 
 
-def _metrics(
+def _compute_metrics(
     loop: Loop, point: Point, settings: Settings, folder: Path, found: Shares, *, interrupted: bool
 ) -> ServeMetrics:
     """Return the metrics of a run that has ended; rank 0 writes its samples to the folder."""
     idle = [share for share in gather_objects(loop.gaps.idle_fraction) if share is not None]
     name = ""
     if is_first():
-        name = write_samples(folder, point, outcome.rows(loop.traffic.samples))
-    return outcome.serve_metrics(
+        name = write_samples(folder, point, outcome.make_rows(loop.traffic.samples))
+    return outcome.compute_serve_metrics(
         loop.traffic,
         gpus=point.tp,
         concurrency=point.clients,
@@ -223,61 +231,61 @@ def _add_tokens_of_other_replicas(traffic: Traffic) -> None:
             traffic.sample_of[number].tokens = tokens
 
 
-def _is_the_read(site: SyncSite) -> bool:
+def _is_token_read(site: SyncSite) -> bool:
     """Return True if a wait is for the tokens of the preceding step."""
     return site.file.endswith("engine/serve.py") and site.function.endswith("wait")
 
 
-def _profile(serving: Serving, point: Point) -> list[SyncSite] | None:
+def _find_sync_sites(serving: Serving, point: Point) -> list[SyncSite] | None:
     """Return the source lines where the host waits in an iteration, from a separate pass of decode steps; None if none
     fits.
     """
     output = 2 * PROFILED_STEPS + 2 * (point.concurrency * SHORT_PROMPT // serving.session.plan.chunk + 1)
     allocator = serving.session.engine.allocator
-    fit = point.dp * ((allocator.pages - 1) // allocator.pages_for(SHORT_PROMPT + output))
+    fit = point.dp * ((allocator.pages - 1) // allocator.count_pages(SHORT_PROMPT + output))
     count = min(point.concurrency, fit)
     if not count or SHORT_PROMPT + output > serving.session.engine.max_context:
         return None
-    loop = serving.loop(
-        point, _requests([SHORT_PROMPT] * count, output, serving.session.shape.vocab), concurrency=count
+    loop = serving.make_loop(
+        point, _make_requests([SHORT_PROMPT] * count, output, serving.session.shape.vocab), concurrency=count
     )
     while not loop.counts.decode_steps:
         loop.iterate()
-    found = record(loop.iterate, PROFILED_STEPS, enabled=is_first(), stacks=True)
-    loop.cut()
-    return None if found is None else sync_sites(found.sites, "serve")
+    found = record_steps(loop.iterate, PROFILED_STEPS, enabled=is_first(), stacks=True)
+    loop.stop_early()
+    return None if found is None else build_sync_sites(found.sites, "serve")
 
 
 def _warm_up_lengths(config: SchedulerConfig) -> list[int]:
     """Return the lengths of prompts, one after the other in each replica: a chunk of each power of two, minus a token,
     and one of several chunks.
     """
-    most = _longest(config)
+    most = _compute_max_prompt(config)
     sizes = {min(2**k, config.chunk) - 1 for k in range(1, config.chunk.bit_length() + 1)}
     sizes |= {config.chunk, 2 * config.chunk + 1}
     return [size for size in sorted({max(min(size, most), 1) for size in sizes}) for _ in range(config.replicas)]
 
 
-def _full_steps(config: SchedulerConfig) -> list[int]:
+def _list_full_step_lengths(config: SchedulerConfig) -> list[int]:
     """Return the lengths of prompts of whole pages that fill two steps if they arrive at once, for any limit of the
     request length.
     """
     page = config.virtual_page
-    most = _longest(config)
+    most = _compute_max_prompt(config)
     longest, step = most // page * page, config.chunk // page * page
     if not longest:
         return []
     return 2 * config.replicas * [*[longest] * (step // longest), *([step % longest] if step % longest else [])]
 
 
-def _cut_step(config: SchedulerConfig) -> list[int]:
+def _list_cut_step_lengths(config: SchedulerConfig) -> list[int]:
     """Return the lengths of as few simultaneous prompts as overfill a step, so that the last one is split between two
     steps.
 
     The list is empty if no prompt exceeds a page. Longer prompts are limited to two steps.
     """
     page = config.virtual_page
-    most = min(_longest(config), 2 * config.chunk)
+    most = min(_compute_max_prompt(config), 2 * config.chunk)
     if most <= page:
         return []
     whole, rest = divmod(config.chunk, most)
@@ -287,27 +295,27 @@ def _cut_step(config: SchedulerConfig) -> list[int]:
     return config.replicas * [*lengths, most]
 
 
-def _same_twice(config: SchedulerConfig, vocab: int) -> list[ServeRequest]:
+def _make_repeated_requests(config: SchedulerConfig, vocab: int) -> list[ServeRequest]:
     """Return two requests per replica with the same prompt, so that the second one hits the prefix cache except for its
     end.
     """
-    (first,) = _requests([_longest(config)], 1, vocab)
+    (first,) = _make_requests([_compute_max_prompt(config)], 1, vocab)
     return [dataclasses.replace(first, number=number) for number in range(2 * config.replicas)]
 
 
-def _longest(config: SchedulerConfig) -> int:
+def _compute_max_prompt(config: SchedulerConfig) -> int:
     """Return the maximum number of tokens of a prompt that is answered with one token."""
     return max(min(config.max_context, (config.pages - 1) * config.virtual_page) - 1, 1)
 
 
-def _short(request: ServeRequest) -> ServeRequest:
+def _make_short_request(request: ServeRequest) -> ServeRequest:
     """Return a single-turn request with the same prompt and a short answer."""
     return ServeRequest(
         number=request.number, prompt=request.prompt, output_tokens=min(request.output_tokens, WARM_UP_OUTPUT)
     )
 
 
-def _requests(lengths: Sequence[int], output: int, vocab: int) -> list[ServeRequest]:
+def _make_requests(lengths: Sequence[int], output: int, vocab: int) -> list[ServeRequest]:
     """Return requests with unrelated prompts."""
     generator = np.random.Generator(np.random.PCG64(0))
     return [
@@ -316,16 +324,16 @@ def _requests(lengths: Sequence[int], output: int, vocab: int) -> list[ServeRequ
     ]
 
 
-def _note(loop: Loop) -> str:
+def _format_progress(loop: Loop) -> str:
     """Return the latest numbers, for the progress line."""
     samples = loop.traffic.samples
     tokens = sum(len(s.token_s) for s in samples)
-    finished = sum(s.finished for s in samples)
+    finished = sum(s.is_finished for s in samples)
     return f"{finished}/{len(loop.traffic.requests)} requests, {tokens / max(loop.now_s, 1e-9):,.0f} tok/s"
 
 
 @contextlib.contextmanager
-def _interruptions() -> Iterator[list[int]]:
+def _collect_interruptions() -> Iterator[list[int]]:
     """Collect signals within the block; they end the run, not the process."""
     came: list[int] = []
     before = {number: signal.signal(number, lambda got, _: came.append(got)) for number in INTERRUPTIONS}

@@ -7,14 +7,14 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from dcpbench.points.floors import step_floors, step_matmul_s
+from dcpbench.points.floors import compute_step_floors, compute_step_matmul_s
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dcpbench.points.floors import Sharding
     from dcpbench.records.record import Rates
-    from dcpbench.workloads.serving_loop import Timed
+    from dcpbench.workloads.serving_loop import TimedStep
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,33 +29,33 @@ class Shares:
     """Floors of steps without chunks over their times."""
 
 
-def shares(sharding: Sharding, steps: Sequence[Timed], rates: Rates | None) -> Shares:
+def compute_shares(sharding: Sharding, steps: Sequence[TimedStep], rates: Rates | None) -> Shares:
     """Return the shares of `steps` at the `rates` of their machine; the number of experts hit is the expected one."""
     if rates is None or not steps:
         return Shares()
     limits = rates.limits
     prompts, decodes = ([step for step in steps if bool(step.chunks) == kind] for kind in (True, False))
     return Shares(
-        prefill_floor_share=_floor_share(sharding, prompts, limits),
-        prefill_matmul_share=_matmul_share(sharding, prompts, limits),
-        decode_floor_share=_floor_share(sharding, decodes, limits),
+        prefill_floor_share=_compute_floor_share(sharding, prompts, limits),
+        prefill_matmul_share=_compute_matmul_share(sharding, prompts, limits),
+        decode_floor_share=_compute_floor_share(sharding, decodes, limits),
     )
 
 
-def _floor_share(sharding: Sharding, steps: Sequence[Timed], limits: dict[str, float]) -> float | None:
+def _compute_floor_share(sharding: Sharding, steps: Sequence[TimedStep], limits: dict[str, float]) -> float | None:
     spent, least = sum(step.ms for step in steps), 0.0
     for step in steps:
-        floors = step_floors(sharding, step.rows(), limits)
+        floors = compute_step_floors(sharding, step.to_step_rows(), limits)
         if floors is None:
             return None
         least += sum(floors.values()) / 1e3
     return least / spent if spent else None
 
 
-def _matmul_share(sharding: Sharding, steps: Sequence[Timed], limits: dict[str, float]) -> float | None:
+def _compute_matmul_share(sharding: Sharding, steps: Sequence[TimedStep], limits: dict[str, float]) -> float | None:
     spent_s, least_s = sum(step.ms for step in steps) / 1e3, 0.0
     for step in steps:
-        seconds = step_matmul_s(sharding, step.rows(), limits)
+        seconds = compute_step_matmul_s(sharding, step.to_step_rows(), limits)
         if seconds is None:
             return None
         least_s += seconds

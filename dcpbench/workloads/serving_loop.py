@@ -20,18 +20,18 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.distributed as dist
 
-from dcpbench.hangs.beats import collective
+from dcpbench.hangs.beats import record_collective
 from dcpbench.points.floors import StepRows
 from dcpbench.serving.outcome import StepCounts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dcpbench.engine.serve import Launched, ServeEngine
+    from dcpbench.engine.serve import LaunchedStep, ServeEngine
     from dcpbench.serving.scheduler import Scheduler
     from dcpbench.serving.traffic import Traffic
 
-LONGEST_NAP_S = 0.05
+MAX_NAP_S = 0.05
 """A loop without work looks again after this long."""
 
 
@@ -58,10 +58,10 @@ class Agreement:
         """Return rank 0's `numbers`."""
         if self.alone:
             return list(numbers)
-        said = torch.tensor(numbers, dtype=torch.int64)
-        with collective("broadcast", said, self.group):
-            dist.broadcast(said, src=0, group=self.group)
-        return said.tolist()
+        shared = torch.tensor(numbers, dtype=torch.int64)
+        with record_collective("broadcast", shared, self.group):
+            dist.broadcast(shared, src=0, group=self.group)
+        return shared.tolist()
 
 
 @dataclasses.dataclass(slots=True)
@@ -70,12 +70,12 @@ class Gaps:
 
     busy_ms: float = 0.0
     idle_ms: float = 0.0
-    last: Launched | None = None
+    last: LaunchedStep | None = None
 
-    def see(self, read: Launched) -> None:
+    def add_step(self, read: LaunchedStep) -> None:
         """Count a step with tokens that have been read, so that its events have been reached."""
         last, self.last = self.last, None
-        if read.started is None or read.ended is None or read.step.prefills:
+        if read.started is None or read.ended is None or read.step.has_chunks:
             return
         if last is not None and last.ended is not None:
             self.idle_ms += last.ended.elapsed_time(read.started)
@@ -89,7 +89,7 @@ class Gaps:
         return self.idle_ms / whole if whole else None
 
 
-class Timed(NamedTuple):
+class TimedStep(NamedTuple):
     """Duration of a step on the device, and the work of the replica with the most rows."""
 
     ms: float
@@ -103,7 +103,7 @@ class Timed(NamedTuple):
     """Tokens as in StepRows."""
 
     @classmethod
-    def of(cls, read: Launched) -> Timed | None:
+    def from_launched(cls, read: LaunchedStep) -> TimedStep | None:
         """Return the timing of a step with tokens that have been read, so that its events have been reached. None on
         the CPU.
         """
@@ -117,11 +117,11 @@ class Timed(NamedTuple):
             decodes=decodes,
             context=round(sum(busiest.positions) / decodes) + 1 if decodes else 0,
             chunks=tuple((chunk.tokens, chunk.start) for chunk in busiest.chunks),
-            sampled=len(busiest.emits),
+            sampled=len(busiest.sampled_sequences),
             tokens=sum(replica.tokens for replica in replicas),
         )
 
-    def rows(self) -> StepRows:
+    def to_step_rows(self) -> StepRows:
         """Return the rows from which a floor can be computed."""
         decodes = (self.context,) * self.decodes
         return StepRows(decodes=decodes, chunks=self.chunks, sampled=self.sampled, tokens=self.tokens)
@@ -142,8 +142,8 @@ class Loop:
         """Create the loop; `ends(seconds since the start)` is called on rank 0 and returns True to cut off the run."""
         self.engine, self.scheduler, self.traffic, self.agree, self.ends = engine, scheduler, traffic, agree, ends
         self.counts, self.gaps = StepCounts(), Gaps()
-        self.timed: list[Timed] = []
-        self.pending: Launched | None = None
+        self.timed: list[TimedStep] = []
+        self.pending: LaunchedStep | None = None
         self.start = time.perf_counter()
 
     @property
@@ -160,47 +160,47 @@ class Loop:
     def iterate(self) -> bool:
         """Run one iteration; return False if there is no work left."""
         now = self.now_s
-        turns, sessions, cut = self.agree(*self.traffic.due(now), int(self.ends(now)))
+        turns, sessions, cut = self.agree(*self.traffic.count_due(now), int(self.ends(now)))
         if cut:
-            self.cut()
+            self.stop_early()
             return False
         self.traffic.submit(turns, sessions, now)
-        step = self.scheduler.next_step()
-        launched = self.engine.launch(step, self._read_what_is_there) if step else None
+        step = self.scheduler.plan_step()
+        launched = self.engine.launch_step(step, self._read_arrived) if step else None
         if self.pending is not None:
-            self._read()
+            self._read_step()
         elif launched is None:
-            if self.traffic.done:
+            if self.traffic.is_done:
                 return False
-            self._nap()
+            self._wait_briefly()
         self.pending = launched
         return True
 
-    def cut(self) -> None:
+    def stop_early(self) -> None:
         """End the run: read the steps in flight, and cancel unfinished requests."""
-        self._read()
+        self._read_step()
         self.traffic.stop()
 
-    def _read_what_is_there(self) -> None:
-        if self.pending is not None and self.pending.arrived:
-            self._read()
+    def _read_arrived(self) -> None:
+        if self.pending is not None and self.pending.has_arrived:
+            self._read_step()
 
-    def _read(self) -> None:
+    def _read_step(self) -> None:
         """Wait for the step in flight, and record its sampled tokens."""
         pending, self.pending = self.pending, None
         if pending is None:
             return
-        tokens = pending.wait()
-        self.traffic.read(pending.step, self.now_s)
-        emits = pending.step.replicas[self.engine.replica].emits
+        tokens = pending.wait_tokens()
+        self.traffic.record_tokens(pending.step, self.now_s)
+        emits = pending.step.replicas[self.engine.replica].sampled_sequences
         for sequence, token in zip(emits, tokens, strict=True):
             self.traffic.sample_of[sequence.request.number].tokens.append(token)
-        self.counts.add(pending.step)
-        self.gaps.see(pending)
-        if (timed := Timed.of(pending)) is not None:
+        self.counts.add_step(pending.step)
+        self.gaps.add_step(pending)
+        if (timed := TimedStep.from_launched(pending)) is not None:
             self.timed.append(timed)
 
-    def _nap(self) -> None:
-        arrival = self.traffic.next_arrival_s()
+    def _wait_briefly(self) -> None:
+        arrival = self.traffic.find_next_arrival_s()
         if arrival is not None:
-            time.sleep(min(max(arrival - self.now_s, 0.0), LONGEST_NAP_S))
+            time.sleep(min(max(arrival - self.now_s, 0.0), MAX_NAP_S))

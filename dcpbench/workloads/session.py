@@ -11,16 +11,16 @@ import torch
 
 from dcpbench.engine.checkpoint import CheckpointSource
 from dcpbench.engine.decode import DecodeEngine
-from dcpbench.engine.groups import emulated_groups, make_groups
+from dcpbench.engine.groups import make_emulated_groups, make_groups
 from dcpbench.engine.kv_pool import KvPool
 from dcpbench.engine.model import Model
-from dcpbench.engine.synthetic import SyntheticSource, router_inputs
+from dcpbench.engine.synthetic import SyntheticSource, make_router_inputs
 from dcpbench.engine.weights import load_weights
 from dcpbench.exchange.emulated import Emulation
 from dcpbench.exchange.symmetric_all_reduce import ReduceSpec, make_all_reduce
-from dcpbench.points.batches import batch_rows
+from dcpbench.points.batches import compute_batch_rows
 from dcpbench.points.budget import plan_whole
-from dcpbench.points.machines import described
+from dcpbench.points.machines import load_machine
 from dcpbench.points.names import FP8, WHOLE
 from dcpbench.workloads import choice
 
@@ -52,7 +52,7 @@ class Session:
     serving: Serving | None = None
     """State shared by runs of the workload `serve` on the current path."""
 
-    def follow(self, point: Point) -> None:
+    def apply_point(self, point: Point) -> None:
         """Switch to the backend, exchange and reduction of another point of this engine. Collective.
 
         Objects made for earlier points are kept, except their graphs, because they may be needed again.
@@ -61,18 +61,18 @@ class Session:
         if point.all_reduce not in self.all_reduces:
             self.all_reduces[point.all_reduce] = make_all_reduce(point.all_reduce, model.groups.attn, self.reduce_spec)
         model.all_reduce = self.all_reduces[point.all_reduce]
-        self.engine.use(*choice.first(point))
+        self.engine.select_path(*choice.get_initial_candidate(point))
         self.point, self.serving = point, None
 
-    def router_inputs(self, numbers: list[int], layers: int, seed: int) -> torch.Tensor:
+    def make_router_inputs(self, numbers: list[int], layers: int, seed: int) -> torch.Tensor:
         """Return the router inputs used with synthetic weights, a row for each number; see engine/synthetic.py."""
         model, device = self.engine.model, self.engine.device
-        return router_inputs(
+        return make_router_inputs(
             numbers, layers=layers, hidden=self.shape.hidden, seed=seed, dtype=model.dtype, device=device
         )
 
 
-def build(
+def build_session(
     point: Point,
     shape: ModelShape,
     plan: EnginePlan,
@@ -87,8 +87,8 @@ def build(
     source: Source = SyntheticSource(seed, dtype, device)
     if point.weights != source.kind:
         source = CheckpointSource(Path(point.weights), dtype, device)
-    emulation = Emulation(described(point.emulate).wire.in_step) if point.emulate else None
-    groups = emulated_groups(layout, rank, emulation) if emulation else make_groups(layout, rank)
+    emulation = Emulation(load_machine(point.emulate).wire.in_step) if point.emulate else None
+    groups = make_emulated_groups(layout, rank, emulation) if emulation else make_groups(layout, rank)
     fp8 = point.weights_precision == FP8
     weights = load_weights(source, shape, layout, rank, plan.held, alive, point.group_wide, point.ep, fp8=fp8)
     stored = torch.float8_e4m3fn if point.kv_precision == FP8 else dtype
@@ -106,7 +106,7 @@ def build(
     )
     if emulation and point.ep == WHOLE:
         model.stands_for = layout.tp
-    backend, exchange = choice.first(point)
+    backend, exchange = choice.get_initial_candidate(point)
     engine = DecodeEngine(
         model,
         backend=backend,
@@ -114,17 +114,17 @@ def build(
         max_requests=plan.max_requests,
         max_context=plan.max_context,
     )
-    spec = ReduceSpec(rows=batch_rows(plan.max_requests), columns=shape.hidden, dtype=dtype, device=device)
+    spec = ReduceSpec(rows=compute_batch_rows(plan.max_requests), columns=shape.hidden, dtype=dtype, device=device)
     session = Session(point=point, shape=shape, plan=plan, engine=engine, reduce_spec=spec, emulation=emulation)
-    session.follow(point)
+    session.apply_point(point)
     return session
 
 
-def build_whole(
+def build_whole_session(
     point: Point, shape: ModelShape, lengths: list[int], *, rank: int, device: torch.device, seed: int
 ) -> Session:
     """Build an engine that holds all layers and has KV pages for requests of these lengths. Collective."""
-    return build(point, shape, plan_whole(point, lengths, shape), rank=rank, device=device, seed=seed)
+    return build_session(point, shape, plan_whole(point, lengths, shape), rank=rank, device=device, seed=seed)
 
 
 def free_memory(device: torch.device) -> None:

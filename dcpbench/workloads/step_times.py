@@ -21,20 +21,20 @@ import torch
 
 from dcpbench.exchange.collectives import gather_objects
 from dcpbench.kernels import block_scaled, moe
-from dcpbench.measuring.gpu_state import GpuSampler, throttled, worst
+from dcpbench.measuring.gpu_state import GpuSampler, is_throttled, merge_states
 from dcpbench.points.batches import GRAPH_BATCHES
-from dcpbench.points.floors import Sharding, step_floors
-from dcpbench.serving.step_cases import CaseMaker, Extent, bare, fullest, grid, hot_runs
-from dcpbench.serving.step_times import Measured, StepTimes, engine_path
-from dcpbench.workloads.decode import emulated_calls
-from dcpbench.workloads.point_facts import device_marks, honesty, marks
-from dcpbench.workloads.serve import scheduler_config
+from dcpbench.points.floors import Sharding, compute_step_floors
+from dcpbench.serving.step_cases import CaseMaker, Extent, find_fullest, is_bare, make_cases, make_hot_runs
+from dcpbench.serving.step_times import MeasuredCase, StepTimes, get_engine_path
+from dcpbench.workloads.decode import count_emulated_calls
+from dcpbench.workloads.point_facts import describe_weights, list_device_warnings, list_warnings
+from dcpbench.workloads.serve import make_scheduler_config
 from dcpbench.workloads.serving_loop import settle_heap
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from dcpbench.engine.serve import Launched, ServeEngine
+    from dcpbench.engine.serve import LaunchedStep, ServeEngine
     from dcpbench.points.point import Point
     from dcpbench.records.record import Environment, Rates
     from dcpbench.serving.requests import Step
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from dcpbench.workloads.serve import Serving
     from dcpbench.workloads.serving_loop import Agreement
 
-SLOW_MS, SLOW_LEAST, LEAST, MOST = 150, 2, 3, 8
-"""Numbers of samples of a case: LEAST, or SLOW_LEAST for a step longer than SLOW_MS, and MOST if they differ."""
+SLOW_MS, MIN_SLOW_SAMPLES, MIN_SAMPLES, MAX_SAMPLES = 150, 2, 3, 8
+"""Numbers of samples of a case: MIN_SAMPLES, or MIN_SLOW_SAMPLES for a step longer than SLOW_MS, and MAX_SAMPLES if they differ."""
 SPREAD = 0.02
 """Samples agree when their range is within this share of the median."""
 CASE_MS = 1000
@@ -57,126 +57,134 @@ HOT_MS, SETTLED_MS = 500, 150
 """Duration of the measurement of a case after chunks, and the time in which a GPU has settled, three or four times its
 settle_s.
 """
-HOTTEST_MS = 700
+MAX_HOT_MS = 700
 """Maximum duration of the largest chunks after which cases are measured."""
-MOST_BETWEEN = 8
+MAX_STEPS_BETWEEN = 8
 """Decode steps before one with chunks."""
 FILL_TOKENS = 1 << 20
 """KV locations filled at once."""
 
 
-def extent_of(serving: Serving, points: Sequence[Point]) -> Extent:
+def get_extent(serving: Serving, points: Sequence[Point]) -> Extent:
     """Return the extent of the steps of these points on a built engine."""
     session, point = serving.session, points[0]
     plan, changes = session.plan, []
     if session.engine.device.type == "cuda":
-        changes = kernel_changes(Sharding.of(point, session.shape))
-    return Extent.of(points, pages=plan.pages, max_context=plan.max_context, changes=changes)
+        changes = list_kernel_changes(Sharding.from_point(point, session.shape))
+    return Extent.from_points(points, pages=plan.pages, max_context=plan.max_context, changes=changes)
 
 
-def kernel_changes(sharding: Sharding) -> list[int]:
+def list_kernel_changes(sharding: Sharding) -> list[int]:
     """Return the maximum rows of a replica up to which linear layers and experts use the same kernels on a GPU."""
     shape, layout = sharding.shape, sharding.layout
-    experts = moe.changes(shape.experts // sharding.expert_ranks, shape.top_k, in_fp8=sharding.scaled)
+    experts = moe.list_kernel_changes(shape.experts // sharding.expert_ranks, shape.top_k, in_fp8=sharding.scaled)
     return [tokens // layout.dp for tokens in experts] + ([block_scaled.FEW_ROWS] if sharding.scaled else [])
 
 
-def measure(
+def measure_step_times(
     serving: Serving,
     points: Sequence[Point],
     environment: Environment,
-    tell: Callable[..., None],
+    report_progress: Callable[..., None],
     rates: Rates | None = None,
 ) -> StepTimes:
     """Measure step times for all of `points`, which share one engine path. Collective; every rank returns the same
     samples.
 
-    The `rates` of the machine give each case a floor. Graphs have been captured (ServeEngine.capture). The contents of
+    The `rates` of the machine give each case a floor. Graphs have been captured (ServeEngine.capture_steps). The contents of
     the KV cache are lost.
     """
     session, started = serving.session, time.perf_counter()
-    sharding = Sharding.of(points[0], session.shape)
+    sharding = Sharding.from_point(points[0], session.shape)
     engine = session.engine
-    extent = extent_of(serving, points)
-    cases = grid(extent)
-    _fill(serving)
-    serving.engine.forget()
+    extent = get_extent(serving, points)
+    cases = make_cases(extent)
+    _init_cache(serving)
+    serving.engine.reset_slots()
     largest = engine.batches[max(engine.batches)]
-    emulated = emulated_calls(session, points[0], largest)
+    emulated = count_emulated_calls(session, points[0], largest)
     rates = None if emulated else rates
     most = max(points, key=lambda p: p.concurrency)
-    maker = CaseMaker(scheduler_config(most, session), session.shape.vocab)
-    pipeline = Pipeline(serving.engine, serving.agree, maker.padding(min(extent.at_once, GRAPH_BATCHES[-1])))
+    maker = CaseMaker(make_scheduler_config(most, session), session.shape.vocab)
+    pipeline = Pipeline(
+        serving.engine, serving.agree, maker.make_padding_step(min(extent.max_running, GRAPH_BATCHES[-1]))
+    )
     mine = []
     settle_heap()
     with GpuSampler(engine.device) as sampler:
         for index, case in enumerate(cases):
-            tell("measure", f"step times: {index} of {len(cases)} cases")
-            mine.append(pipeline.run(maker.steps(case)))
-        pipeline.drain()
+            report_progress("measure", f"step times: {index} of {len(cases)} cases")
+            mine.append(pipeline.run_case(maker.make_steps(case)))
+        pipeline.read_in_flight()
         if engine.device.type == "cuda":
-            tell("measure", "step times: hot")
+            report_progress("measure", "step times: hot")
             chunks_ms = {
-                case: statistics.median(m.samples_ms) for case, m in zip(cases, mine, strict=True) if bare(case)
+                case: statistics.median(m.samples_ms) for case, m in zip(cases, mine, strict=True) if is_bare(case)
             }
-            quick = {case: ms for case, ms in chunks_ms.items() if serving.agree(int(ms <= HOTTEST_MS))[0]}
-            hot = hot_runs(extent, fullest(quick or [min(chunks_ms, key=lambda case: case.work().tokens)]))
+            quick = {case: ms for case, ms in chunks_ms.items() if serving.agree(int(ms <= MAX_HOT_MS))[0]}
+            hot = make_hot_runs(
+                extent, find_fullest(quick or [min(chunks_ms, key=lambda case: case.compute_work().tokens)])
+            )
             before: dict[Case, Step] = {}
             for run in hot:
                 if run.before not in before:
-                    steps = maker.steps(run.before)
-                    pipeline.turn(steps.first, None)
+                    steps = maker.make_steps(run.before)
+                    pipeline.run_turn(steps.first, None)
                     before[run.before] = steps.again
                 count = serving.agree(math.ceil(SETTLED_MS / chunks_ms[run.before]))[0]
-                mine += pipeline.run_hot(maker.steps(run.case), before[run.before], count, run.times)
+                mine += pipeline.run_hot(maker.make_steps(run.case), before[run.before], count, run.times)
                 cases += run.cases
-        launch_ms = _launch_ms(serving, pipeline, maker.steps(cases[0]), mine[0].samples_ms)
-        gpu = worst(gather_objects(sampler.state()))
-    serving.engine.forget()
+        launch_ms = _measure_launch_ms(serving, pipeline, maker.make_steps(cases[0]), mine[0].samples_ms)
+        gpu = merge_states(gather_objects(sampler.get_state()))
+    serving.engine.reset_slots()
     return StepTimes(
-        path=engine_path(points[0]),
+        path=get_engine_path(points[0]),
         cases=[
-            Measured(case=case, samples_ms=samples, host_ms=host, floor_ms=floor_ms(sharding, case, rates))
+            MeasuredCase(case=case, samples_ms=samples, host_ms=host, floor_ms=compute_floor_ms(sharding, case, rates))
             for case, samples, host in zip(
-                cases, slowest([m.samples_ms for m in mine]), slowest([m.host_ms for m in mine]), strict=True
+                cases,
+                gather_slowest([m.samples_ms for m in mine]),
+                gather_slowest([m.host_ms for m in mine]),
+                strict=True,
             )
         ],
         launch_ms=launch_ms,
         measuring_s=time.perf_counter() - started,
-        honesty=honesty(session, cuda_graph=engine.device.type == "cuda"),
+        honesty=describe_weights(session, cuda_graph=engine.device.type == "cuda"),
         environment=environment,
-        marks=device_marks(points[0], engine.device) + marks(throttled=throttled(gpu), emulated=emulated is not None),
+        marks=list_device_warnings(points[0], engine.device)
+        + list_warnings(throttled=is_throttled(gpu), emulated=emulated is not None),
         emulated=emulated,
         gpu=gpu,
     )
 
 
-def floor_ms(sharding: Sharding, case: Case, rates: Rates | None) -> float | None:
+def compute_floor_ms(sharding: Sharding, case: Case, rates: Rates | None) -> float | None:
     """Return the floor of a case's step; None without rates, or without a required one."""
-    floors = rates and step_floors(sharding, case.rows(sharding.layout.dp), rates.limits)
+    floors = rates and compute_step_floors(sharding, case.compute_rows(sharding.layout.dp), rates.limits)
     return sum(floors.values()) / 1e3 if floors else None
 
 
-def slowest(mine: list[list[float]]) -> list[list[float]]:
+def gather_slowest(mine: list[list[float]]) -> list[list[float]]:
     """Return the samples of the slowest rank for each case. Collective."""
     ranks = gather_objects(mine)
     return [[max(times) for times in zip(*case, strict=True)] for case in zip(*ranks, strict=True)]
 
 
-def enough(samples: Sequence[float], on_its_way: int = 1) -> bool:
+def has_enough_samples(samples: Sequence[float], on_its_way: int = 1) -> bool:
     """Return True if a case needs no further step in addition to those in flight."""
     if not samples:
         return False
     median, count = statistics.median(samples), len(samples) + on_its_way
-    if count < (SLOW_LEAST if median > SLOW_MS else LEAST):
+    if count < (MIN_SLOW_SAMPLES if median > SLOW_MS else MIN_SAMPLES):
         return False
     calm = max(samples) - min(samples) <= SPREAD * median
-    return calm or count >= MOST or sum(samples) >= CASE_MS
+    return calm or count >= MAX_SAMPLES or sum(samples) >= CASE_MS
 
 
-def _launched_enough(host_ms: Sequence[float], behind: Sequence[float]) -> bool:
+def _has_enough_launches(host_ms: Sequence[float], behind: Sequence[float]) -> bool:
     """Return True if these launches suffice for the host time; each of `behind` is the device time of the step before."""
-    least = SLOW_LEAST if behind and behind[-1] > SLOW_MS else LEAST
+    least = MIN_SLOW_SAMPLES if behind and behind[-1] > SLOW_MS else MIN_SAMPLES
     return len(host_ms) >= least or sum(host_ms) >= LAUNCH_MS
 
 
@@ -189,8 +197,8 @@ class Times:
 
 
 @dataclasses.dataclass
-class _Unread:
-    launched: Launched
+class _UnreadStep:
+    launched: LaunchedStep
     at_s: float
     """When the call that launched it returned; on the CPU it had run by then."""
     samples: list[float] | None
@@ -203,103 +211,105 @@ class Pipeline:
     def __init__(self, engine: ServeEngine, agree: Agreement, between: Step) -> None:
         """Create the pipeline; `between` runs before each timed step with chunks."""
         self.engine, self.agree, self.between = engine, agree, between
-        self.pending: _Unread | None = None
-        self.last: _Unread | None = None
+        self.pending: _UnreadStep | None = None
+        self.last: _UnreadStep | None = None
         self.decoding_ms: list[float] = []
         """Times of the steps in between."""
 
-    def run(self, steps: CaseSteps) -> Times:
-        """Return the times of a case, without the last sample, which the next case or `drain` adds. Collective.
+    def run_case(self, steps: CaseSteps) -> Times:
+        """Return the times of a case, without the last sample, which the next case or `read_in_flight` adds. Collective.
 
         The first step is not counted, because it follows other steps, and it writes tables.
         """
         times = Times()
         behind: list[float] = []
-        chunks = launching = steps.again.prefills
-        self.turn(steps.first, None)
+        chunks = launching = steps.again.has_chunks
+        self.run_turn(steps.first, None)
         while launching:
-            times.host_ms.append(self.turn(steps.again, behind))
-            launching = not self.agree(int(_launched_enough(times.host_ms, behind)))[0]
-        done, between = 0, self.agree(self.enough_between(behind))[0] if chunks else 0
+            times.host_ms.append(self.run_turn(steps.again, behind))
+            launching = not self.agree(int(_has_enough_launches(times.host_ms, behind)))[0]
+        done, between = 0, self.agree(self.count_steps_between(behind))[0] if chunks else 0
         while not done:
             for _ in range(between):
-                self.turn(self.between, self.decoding_ms)
-            self.turn(steps.again, times.samples_ms)
+                self.run_turn(self.between, self.decoding_ms)
+            self.run_turn(steps.again, times.samples_ms)
             took = times.samples_ms or behind
-            done, between = self.agree(int(enough(times.samples_ms)), self.enough_between(took) if chunks else 0)
+            done, between = self.agree(
+                int(has_enough_samples(times.samples_ms)), self.count_steps_between(took) if chunks else 0
+            )
         return times
 
-    def enough_between(self, took_ms: Sequence[float]) -> int:
+    def count_steps_between(self, took_ms: Sequence[float]) -> int:
         """Return the number of decode steps that take as long as a step of the case, or as a device to settle: few, and
         one while that is unknown.
         """
         if not took_ms or not self.decoding_ms:
             return 1
-        return min(math.ceil(min(took_ms[-1], SETTLED_MS) / max(self.decoding_ms[-1], 1e-3)), MOST_BETWEEN)
+        return min(math.ceil(min(took_ms[-1], SETTLED_MS) / max(self.decoding_ms[-1], 1e-3)), MAX_STEPS_BETWEEN)
 
     def run_hot(self, steps: CaseSteps, chunks: Step, count: int, times: int) -> list[Times]:
-        """Return the times of `count` consecutive steps of a case after `chunks`, repeated. Collective; see run.
+        """Return the times of `count` consecutive steps of a case after `chunks`, repeated. Collective; see run_case.
 
         Only the later half counts.
         """
         samples: list[list[float]] = [[] for _ in range(times)]
-        self.turn(steps.first, None)
+        self.run_turn(steps.first, None)
         began, rounds, done = time.perf_counter(), 0, False
         while not done:
             for _ in range(count):
-                self.turn(chunks, None)
+                self.run_turn(chunks, None)
             for one in samples:
-                self.turn(steps.again, one)
+                self.run_turn(steps.again, one)
             rounds += 1
             took_ms = (time.perf_counter() - began) * 1e3
-            least = SLOW_LEAST if took_ms >= CASE_MS else LEAST
+            least = MIN_SLOW_SAMPLES if took_ms >= CASE_MS else MIN_SAMPLES
             done = bool(self.agree(int(took_ms >= HOT_MS and rounds >= least))[0])
-        self.drain()
+        self.read_in_flight()
         return [Times(samples_ms=one[(rounds - 1) // 2 :]) for one in samples]
 
-    def turn(self, step: Step, samples: list[float] | None) -> float:
+    def run_turn(self, step: Step, samples: list[float] | None) -> float:
         """Launch a step, then read the one before it; return the time of the launch in ms."""
         start = time.perf_counter()
-        launched = self.engine.launch(step)
+        launched = self.engine.launch_step(step)
         now = time.perf_counter()
-        self._read()
-        self.pending = _Unread(launched, now, samples)
+        self._read_step()
+        self.pending = _UnreadStep(launched, now, samples)
         return (now - start) * 1e3
 
-    def drain(self) -> None:
+    def read_in_flight(self) -> None:
         """Read the steps in flight."""
-        self._read()
+        self._read_step()
         self.pending = self.last = None
 
-    def _read(self) -> None:
+    def _read_step(self) -> None:
         read = self.pending
         if read is None:
             return
-        read.launched.wait()
+        read.launched.wait_tokens()
         if self.last is not None and read.samples is not None:
-            read.samples.append(_between_ms(self.last, read))
+            read.samples.append(_compute_gap_ms(self.last, read))
         self.last = read
 
 
-def _between_ms(before: _Unread, after: _Unread) -> float:
+def _compute_gap_ms(before: _UnreadStep, after: _UnreadStep) -> float:
     start, end = before.launched.ended, after.launched.ended
     return (after.at_s - before.at_s) * 1e3 if start is None or end is None else start.elapsed_time(end)
 
 
-def _launch_ms(serving: Serving, pipeline: Pipeline, steps: CaseSteps, samples: list[float]) -> float:
+def _measure_launch_ms(serving: Serving, pipeline: Pipeline, steps: CaseSteps, samples: list[float]) -> float:
     """Return how much longer a step takes from decision to read if the device waits for it; the slowest rank's."""
-    pipeline.turn(steps.first, None)
-    pipeline.drain()
+    pipeline.run_turn(steps.first, None)
+    pipeline.read_in_flight()
     times = []
     for _ in range(LAUNCHES):
         start = time.perf_counter()
         serving.agree(0)
-        serving.engine.launch(steps.again).wait()
+        serving.engine.launch_step(steps.again).wait_tokens()
         times.append((time.perf_counter() - start) * 1e3)
     return max(gather_objects(max(statistics.median(times) - statistics.median(samples), 0.0)))
 
 
-def _fill(serving: Serving) -> None:
+def _init_cache(serving: Serving) -> None:
     """Fill the cache with random KV rows, and the table with token ids: zeros would make a GPU clock higher, and one
     expert do all the work.
     """
@@ -308,6 +318,6 @@ def _fill(serving: Serving) -> None:
     locs = engine.allocator.pages * engine.allocator.virtual_page
     for index, first in enumerate(range(0, locs, FILL_TOKENS)):
         some = torch.arange(first, min(first + FILL_TOKENS, locs), dtype=torch.int32, device=engine.device)
-        engine.fill_locs(some, number=index, seed=0)
+        engine.write_random_locs(some, number=index, seed=0)
     generator = torch.Generator(engine.device).manual_seed(0)
     engine.requests.tokens[1:].random_(0, session.shape.vocab, generator=generator)

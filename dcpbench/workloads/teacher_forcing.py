@@ -28,7 +28,7 @@ import torch
 from torch.nn import functional
 
 from dcpbench.engine import model as engine_model
-from dcpbench.workloads.trace import EXPERTS, ROUTER, expert_inputs
+from dcpbench.workloads.trace import EXPERTS, ROUTER, make_expert_inputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -100,44 +100,46 @@ class TeacherForcing:
         self.score_scales: list[ScoreScale] = []
         self.misrouted = torch.zeros(0, dtype=torch.bool)
         self._round_parameters()
-        self._attach()
+        self._attach_hooks()
 
     @torch.no_grad()
-    def compare(self, trace: Trace) -> Comparison:
+    def compare_trace(self, trace: Trace) -> Comparison:
         """Return how the engine's results of one request differ from the model's."""
         self.trace, self.differences, self.score_scales = trace, [], []
         self.misrouted = torch.zeros(len(trace.tokens), dtype=torch.bool)
         logits = self.model(torch.tensor([trace.tokens]), use_cache=False).logits[0]
-        self._note(LOGITS, self.config.num_hidden_layers, trace.logits, logits)
+        self._record_difference(LOGITS, self.config.num_hidden_layers, trace.logits, logits)
         return Comparison(self.differences, self.score_scales, self.misrouted, logits)
 
     @torch.no_grad()
     def compare_experts(self, engine_LED: torch.Tensor) -> list[Difference]:
-        """Return how the engine's experts differ: expert e of each MoE layer on row e of `expert_inputs`."""
+        """Return how the engine's experts differ: expert e of each MoE layer on row e of `make_expert_inputs`."""
         differences = []
-        for engine_ED, (index, layer) in zip(engine_LED, self._moe_layers(), strict=True):
-            inputs_ED = self.roundings.activation(expert_inputs(*engine_ED.shape))
+        for engine_ED, (index, layer) in zip(engine_LED, self._list_moe_layers(), strict=True):
+            inputs_ED = self.roundings.round_activation(make_expert_inputs(*engine_ED.shape))
             ids_E1 = torch.arange(len(inputs_ED)).unsqueeze(1)
-            found_ED = experts(layer.mlp.experts, self.roundings, inputs_ED, ids_E1, torch.ones(ids_E1.shape))
-            errors = relative_errors(engine_ED, self.roundings.activation(found_ED))
+            found_ED = apply_experts(layer.mlp.experts, self.roundings, inputs_ED, ids_E1, torch.ones(ids_E1.shape))
+            errors = compute_relative_errors(engine_ED, self.roundings.round_activation(found_ED))
             differences.append(Difference(EXPERT, index, errors))
         return differences
 
-    def _moe_layers(self) -> list[tuple[int, Any]]:
+    def _list_moe_layers(self) -> list[tuple[int, Any]]:
         return [(i, layer) for i, layer in enumerate(self.model.model.layers) if hasattr(layer.mlp, "experts")]
 
-    def _note(self, stage: str, layer: int, engine: torch.Tensor, model: torch.Tensor, scores: float = 0.0) -> None:
-        self.differences.append(Difference(stage, layer, relative_errors(engine, model), scores))
+    def _record_difference(
+        self, stage: str, layer: int, engine: torch.Tensor, model: torch.Tensor, scores: float = 0.0
+    ) -> None:
+        self.differences.append(Difference(stage, layer, compute_relative_errors(engine, model), scores))
 
-    def _result(self, name: str, layer: int) -> torch.Tensor:
+    def _get_result(self, name: str, layer: int) -> torch.Tensor:
         """Return the engine's result at all positions of a layer, [P, …], in fp32."""
         assert self.trace is not None
         return self.trace.results[name][:, layer].float()
 
-    def _force(self, stage: str, name: str, layer: int, found: torch.Tensor) -> torch.Tensor:
+    def _compare_result(self, stage: str, name: str, layer: int, found: torch.Tensor) -> torch.Tensor:
         """Compare one result and return the engine's in its place."""
-        engine = self._result(name, layer).reshape(found.shape)
-        self._note(stage, layer, engine[0], found[0])
+        engine = self._get_result(name, layer).reshape(found.shape)
+        self._record_difference(stage, layer, engine[0], found[0])
         return engine
 
     def _round_parameters(self) -> None:
@@ -147,23 +149,23 @@ class TeacherForcing:
         exact = ROUNDED_INPUTS if self.roundings.fp8_weights else ()
         for name, parameter in self.model.named_parameters():
             if not name.endswith(tuple(f".{e}.weight" for e in exact)) and not (exact and ".experts." in name):
-                parameter.data = self.roundings.activation(parameter.data)
+                parameter.data = self.roundings.round_activation(parameter.data)
 
-    def _attach(self) -> None:
+    def _attach_hooks(self) -> None:
         for name, module in self.model.named_modules():
             if name.endswith("norm"):
-                _round_norm(module, self.roundings.activation)
+                _round_norm(module, self.roundings.round_activation)
             elif isinstance(module, torch.nn.Linear):
                 self._round_linear(module, name)
         for index, layer in enumerate(self.model.model.layers):
-            _before(layer.input_layernorm, self._round_residual)
-            _before(layer.post_attention_layernorm, self._round_residual)
+            _attach_before(layer.input_layernorm, self._round_residual)
+            _attach_before(layer.post_attention_layernorm, self._round_residual)
             self._attach_attention(layer.self_attn, index)
-            _after(layer.mlp, self.roundings.activation)
-            _after(layer.mlp, functools.partial(self._force, MLP, engine_model.MLP, index))
-        for index, layer in self._moe_layers():
+            _attach_after(layer.mlp, self.roundings.round_activation)
+            _attach_after(layer.mlp, functools.partial(self._compare_result, MLP, engine_model.MLP, index))
+        for index, layer in self._list_moe_layers():
             self._attach_router(layer.mlp, index)
-        _before(self.model.model.norm, self._round_residual)
+        _attach_before(self.model.model.norm, self._round_residual)
 
     def _round_linear(self, module: torch.nn.Linear, name: str) -> None:
         """Round a linear layer's input, if its weights are e4m3, and its output."""
@@ -174,35 +176,37 @@ class TeacherForcing:
                 parts = self.roundings.attention_parts
             elif leaf == "down_proj":
                 parts = self.roundings.mlp_parts
-            _before(module, lambda x: self.roundings.weight_input(self.roundings.activation(x), parts))
+            _attach_before(
+                module, lambda x: self.roundings.round_weight_input(self.roundings.round_activation(x), parts)
+            )
         if leaf != "kv_b_proj":  # which the engine absorbs: keys and values of single heads are never rounded
-            _after(module, self.roundings.activation)
+            _attach_after(module, self.roundings.round_activation)
 
     def _round_residual(self, x: torch.Tensor) -> torch.Tensor:
         """Round in place, because the layer adds to the same tensor after the norm."""
-        return x.copy_(self.roundings.activation(x))
+        return x.copy_(self.roundings.round_activation(x))
 
     def _attach_attention(self, attention: Any, index: int) -> None:  # noqa: ANN401
         query = attention.q_proj if attention.q_b_proj is None else attention.q_b_proj
-        _after(query, functools.partial(self._force, QUERY, engine_model.QUERY, index))
-        _after(attention.kv_a_layernorm, functools.partial(self._force_latent, index))
-        attention.attend = functools.partial(self._attend, index)
-        _after(attention.o_proj, functools.partial(self._force, O_PROJ, engine_model.ATTENTION, index))
+        _attach_after(query, functools.partial(self._compare_result, QUERY, engine_model.QUERY, index))
+        _attach_after(attention.kv_a_layernorm, functools.partial(self._compare_latent, index))
+        attention.attend = functools.partial(self._run_attention, index)
+        _attach_after(attention.o_proj, functools.partial(self._compare_result, O_PROJ, engine_model.ATTENTION, index))
 
-    def _force_latent(self, layer: int, found: torch.Tensor) -> torch.Tensor:
-        engine_PR = self._result(engine_model.KV_ROW, layer)[:, : self.config.kv_lora_rank]
-        self._note(LATENT, layer, engine_PR, found[0])
-        return self.roundings.kv_row(engine_PR).reshape(found.shape)
+    def _compare_latent(self, layer: int, found: torch.Tensor) -> torch.Tensor:
+        engine_PR = self._get_result(engine_model.KV_ROW, layer)[:, : self.config.kv_lora_rank]
+        self._record_difference(LATENT, layer, engine_PR, found[0])
+        return self.roundings.round_kv_row(engine_PR).reshape(found.shape)
 
-    def _force_rope_key(self, layer: int, found_PR: torch.Tensor) -> torch.Tensor:
+    def _compare_rope_key(self, layer: int, found_PR: torch.Tensor) -> torch.Tensor:
         """Compare rope keys; transformers separates their pairs if config.json has them interleaved."""
-        engine_PR = self._result(engine_model.KV_ROW, layer)[:, self.config.kv_lora_rank :]
+        engine_PR = self._get_result(engine_model.KV_ROW, layer)[:, self.config.kv_lora_rank :]
         if self.interleaved:
             engine_PR = torch.cat((engine_PR[:, 0::2], engine_PR[:, 1::2]), dim=-1)
-        self._note(ROPE_KEY, layer, engine_PR, self.roundings.activation(found_PR))
-        return self.roundings.kv_row(engine_PR)
+        self._record_difference(ROPE_KEY, layer, engine_PR, self.roundings.round_activation(found_PR))
+        return self.roundings.round_kv_row(engine_PR)
 
-    def _attend(
+    def _run_attention(
         self,
         layer: int,
         module: torch.nn.Module,
@@ -215,20 +219,22 @@ class TeacherForcing:
     ) -> tuple[torch.Tensor, None]:
         """Attend as transformers does, with rope rounded and KV rows as they are stored; [1, heads, P, width] each."""
         nope = self.config.qk_nope_head_dim
-        query = torch.cat((query[..., :nope], self.roundings.activation(query[..., nope:])), dim=-1)
-        rope_key = self._force_rope_key(layer, key[0, 0, :, nope:])
+        query = torch.cat((query[..., :nope], self.roundings.round_activation(query[..., nope:])), dim=-1)
+        rope_key = self._compare_rope_key(layer, key[0, 0, :, nope:])
         key = torch.cat((key[..., :nope], rope_key.expand(*key.shape[:-1], -1)), dim=-1)
         eager = sys.modules[type(module).__module__].eager_attention_forward
         found, _ = eager(module, query, key, value, *arguments, scaling=scaling, **options)
         flatter, _ = eager(module, query, key, value, *arguments, scaling=scaling * (1 - SCORE_STEP), **options)
-        engine = self._result(engine_model.VALUES, layer).reshape(found.shape)
-        self._note_score_scale(engine - found, (found - flatter) / SCORE_STEP)
-        scores = (query @ key.transpose(-1, -2) * scaling).tril().pow(2).sum((-1, -2)) / _pairs(key.shape[-2])
-        found = self.roundings.activation(found)
-        self._note(ATTENTION, layer, engine[0].flatten(1), found[0].flatten(1), float(scores.mean().sqrt()))
+        engine = self._get_result(engine_model.VALUES, layer).reshape(found.shape)
+        self._record_score_scale(engine - found, (found - flatter) / SCORE_STEP)
+        scores = (query @ key.transpose(-1, -2) * scaling).tril().pow(2).sum((-1, -2)) / _count_pairs(key.shape[-2])
+        found = self.roundings.round_activation(found)
+        self._record_difference(
+            ATTENTION, layer, engine[0].flatten(1), found[0].flatten(1), float(scores.mean().sqrt())
+        )
         return engine, None
 
-    def _note_score_scale(self, error: torch.Tensor, derivative: torch.Tensor) -> None:
+    def _record_score_scale(self, error: torch.Tensor, derivative: torch.Tensor) -> None:
         overlap, size, squares = (
             (a * b).sum() for a, b in ((error, derivative), (derivative, derivative), (error, error))
         )
@@ -237,18 +243,18 @@ class TeacherForcing:
 
     def _attach_router(self, mlp: Any, index: int) -> None:  # noqa: ANN401
         """Have the MLP take the experts that the engine chose, and its routed experts round as the engine does."""
-        route = router_of_logits(mlp.gate)
+        route = make_logits_router(mlp.gate)
         at = index - self.config.first_k_dense_replace
 
-        def force(_: torch.nn.Module, __: tuple[torch.Tensor], output: Any) -> tuple[torch.Tensor, ...]:  # noqa: ANN401
-            engine_PE = self._result(ROUTER, at)
-            self._note(ROUTER, index, engine_PE, output[0])
-            weights_Pk, ids_Pk, misrouted_P = choose(route, engine_PE, self._result(EXPERTS, at).long())
+        def apply_engine_choice(_: torch.nn.Module, __: tuple[torch.Tensor], output: Any) -> tuple[torch.Tensor, ...]:  # noqa: ANN401
+            engine_PE = self._get_result(ROUTER, at)
+            self._record_difference(ROUTER, index, engine_PE, output[0])
+            weights_Pk, ids_Pk, misrouted_P = choose_experts(route, engine_PE, self._get_result(EXPERTS, at).long())
             self.misrouted |= misrouted_P
             return engine_PE, weights_Pk, ids_Pk
 
-        mlp.gate.register_forward_hook(force)
-        mlp.experts.forward = functools.partial(experts, mlp.experts, self.roundings)
+        mlp.gate.register_forward_hook(apply_engine_choice)
+        mlp.experts.forward = functools.partial(apply_experts, mlp.experts, self.roundings)
 
 
 ROUNDED_INPUTS = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -257,22 +263,22 @@ QUANTISED = (*ROUNDED_INPUTS, "kv_b_proj")
 """Linear layers that DeepSeek publishes in fp8. The engine computes with kv_b_proj's e4m3 numbers in its own dtype."""
 
 
-def relative_errors(engine: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
+def compute_relative_errors(engine: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
     """‖engine − model‖ / ‖model‖ of each row [P, …]; divided by the median ‖model‖ of all rows if that is larger."""
     size_P = model.float().norm(dim=-1)
     floor = max(float(size_P.median()), torch.finfo(torch.float32).tiny)
     return (engine.float() - model.float()).norm(dim=-1) / size_P.clamp(min=floor)
 
 
-def _pairs(positions: int) -> int:
+def _count_pairs(positions: int) -> int:
     return positions * (positions + 1) // 2
 
 
-def _before(module: torch.nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def _attach_before(module: torch.nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     module.register_forward_pre_hook(lambda _, inputs: (change(inputs[0]), *inputs[1:]))
 
 
-def _after(module: torch.nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def _attach_after(module: torch.nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     module.register_forward_hook(lambda _, __, output: change(output))
 
 
@@ -280,10 +286,10 @@ def _round_norm(norm: Any, activation: Callable[[torch.Tensor], torch.Tensor]) -
     """Have a norm round before it multiplies with its weight, and after it."""
     weight = norm.weight.data.clone()
     norm.weight.data.fill_(1.0)
-    _after(norm, lambda x: activation(weight * activation(x)))
+    _attach_after(norm, lambda x: activation(weight * activation(x)))
 
 
-def experts(
+def apply_experts(
     module: Any,  # noqa: ANN401
     roundings: Roundings,
     hidden_TD: torch.Tensor,
@@ -295,16 +301,16 @@ def experts(
     The hidden rows of an expert are rounded once, from fp32: to e4m3, or to the dtype of activations.
     """
     total_TD = torch.zeros_like(hidden_TD)
-    rows_TD = roundings.weight_input(hidden_TD)
+    rows_TD = roundings.round_weight_input(hidden_TD)
     for e in ids_Tk.unique().tolist():
         token, slot = (ids_Tk == e).nonzero(as_tuple=True)
         gate, up = functional.linear(rows_TD[token], module.gate_up_proj[e]).chunk(2, dim=-1)
         hidden = module.act_fn(gate) * up
         if roundings.fp8_weights:
-            inner = roundings.weight_input(hidden, roundings.expert_parts)
+            inner = roundings.round_weight_input(hidden, roundings.expert_parts)
         else:
-            inner = roundings.activation(hidden)
-        y = roundings.activation(functional.linear(inner, module.down_proj[e]))
+            inner = roundings.round_activation(hidden)
+        y = roundings.round_activation(functional.linear(inner, module.down_proj[e]))
         total_TD.index_add_(0, token, y * weights_Tk[token, slot, None])
     return total_TD
 
@@ -313,7 +319,7 @@ Router = Any
 """Transformers' router [T, E] → (logits, weights, ids)."""
 
 
-def router_of_logits(gate: Router) -> Router:
+def make_logits_router(gate: Router) -> Router:
     """Return a copy of a router that is given router logits: its weight is the identity."""
     copied = copy.deepcopy(gate)
     count = copied.weight.shape[0]
@@ -321,7 +327,7 @@ def router_of_logits(gate: Router) -> Router:
     return copied
 
 
-def choose(
+def choose_experts(
     route: Router, logits_PE: torch.Tensor, engine_Pk: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return weights and ids of the experts that logits choose, and at which positions the engine chose others.
@@ -330,7 +336,7 @@ def choose(
     with the scores of the chosen experts raised by TIE.
     """
     _, weights_Pk, ids_Pk = route(logits_PE)
-    wrong_P = _differ(ids_Pk, engine_Pk)
+    wrong_P = _compare_experts(ids_Pk, engine_Pk)
     if not bool(wrong_P.any()) or engine_Pk.shape != ids_Pk.shape:
         return weights_Pk, ids_Pk, wrong_P
     chosen_PE = torch.zeros_like(logits_PE).scatter_(1, engine_Pk.clamp(0, logits_PE.shape[1] - 1), 1.0)
@@ -341,7 +347,7 @@ def choose(
     else:
         raised.e_score_correction_bias = bias + TIE * (1 + bias.abs().amax()) * chosen_PE
     _, raised_Pk, raised_ids_Pk = raised(logits_PE)
-    tied_P1 = (wrong_P & ~_differ(raised_ids_Pk, engine_Pk)).unsqueeze(-1)
+    tied_P1 = (wrong_P & ~_compare_experts(raised_ids_Pk, engine_Pk)).unsqueeze(-1)
     return (
         torch.where(tied_P1, raised_Pk, weights_Pk),
         torch.where(tied_P1, raised_ids_Pk, ids_Pk),
@@ -349,13 +355,13 @@ def choose(
     )
 
 
-def _differ(ids_Pk: torch.Tensor, engine_Pk: torch.Tensor) -> torch.Tensor:
+def _compare_experts(ids_Pk: torch.Tensor, engine_Pk: torch.Tensor) -> torch.Tensor:
     """bool [P]: the two are not the same experts."""
     if ids_Pk.shape != engine_Pk.shape:
         return torch.ones(len(ids_Pk), dtype=torch.bool)
     return (ids_Pk.sort(-1).values != engine_Pk.sort(-1).values).any(-1)
 
 
-def attend(module: Any, *arguments: Any, **options: Any) -> tuple[torch.Tensor, None]:  # noqa: ANN401
+def run_attached_attention(module: Any, *arguments: Any, **options: Any) -> tuple[torch.Tensor, None]:  # noqa: ANN401
     """Run the attention that was attached to the module, with the signature that transformers calls."""
     return module.attend(module, *arguments, **options)

@@ -10,7 +10,7 @@ import torch
 from dcpbench.engine.model import OBSERVED, QUERY, VALUES
 from dcpbench.engine.weights import Moe
 from dcpbench.kernels import moe
-from dcpbench.kernels.block_scaled import Rows, quantise_rows, quantised_for
+from dcpbench.kernels.block_scaled import Rows, needs_quantized_input, quantize_rows
 
 if TYPE_CHECKING:
     from dcpbench.engine.decode import Batch, DecodeEngine, Request
@@ -41,7 +41,7 @@ class Trace:
 
 
 @dataclasses.dataclass(frozen=True)
-class Decoded:
+class DecodeResult:
     """Tokens and traces that one rank decoded."""
 
     tokens: dict[int, list[int]]
@@ -49,7 +49,7 @@ class Decoded:
     traces: dict[int, Trace]
     """Traces of these requests; only the first rank of each replica has them."""
     experts: torch.Tensor | None
-    """[MoE layers, E, D]: output of expert e for row e of `expert_inputs`; only on rank 0, if the model has experts."""
+    """[MoE layers, E, D]: output of expert e for row e of `make_expert_inputs`; only on rank 0, if the model has experts."""
 
 
 class _Recording:
@@ -61,7 +61,7 @@ class _Recording:
         self.results: dict[str, list[torch.Tensor]] = {}
         self.logits: list[torch.Tensor] = []
 
-    def add(self, row: int, results: dict[str, torch.Tensor], logits: torch.Tensor, next_token: int) -> None:
+    def add_row(self, row: int, results: dict[str, torch.Tensor], logits: torch.Tensor, next_token: int) -> None:
         """Add row `row` of a step's batch from results [layers, B, …] and logits [B, vocab]."""
         for name, result in results.items():
             self.results.setdefault(name, []).append(result[:, row])
@@ -69,13 +69,13 @@ class _Recording:
         if len(self.logits) >= self.prompt:
             self.tokens.append(next_token)
 
-    def trace(self) -> Trace:
+    def get_trace(self) -> Trace:
         """Return the complete trace."""
         results = {name: torch.stack(found) for name, found in self.results.items()}
         return Trace(self.prompt, self.tokens[: self.positions], results, torch.stack(self.logits))
 
 
-def decode(engine: DecodeEngine, prompts: Prompts, new: int) -> Decoded:
+def decode_prompts(engine: DecodeEngine, prompts: Prompts, new: int) -> DecodeResult:
     """Feed this replica's prompts token by token and continue each greedily by `new` tokens. Collective."""
     dp, model = engine.model.groups.dp, engine.model
     rows = -(-len(prompts) // dp.size)
@@ -85,69 +85,69 @@ def decode(engine: DecodeEngine, prompts: Prompts, new: int) -> Decoded:
         for i, recording in recordings.items():
             position = step - STAGGER * i
             if position == 0:
-                live[i] = engine.admit(1)
+                live[i] = engine.add_request(1)
             elif i in live and position < recording.positions:
-                engine.grow(live[i])
+                engine.append_token(live[i])
             elif i in live:
-                engine.release(live.pop(i))
+                engine.remove_request(live.pop(i))
             if i in live and position < recording.prompt:
                 engine.requests.set_tokens(live[i].slot, position, [prompts[i][position]])
-        batch = engine.plan(list(live.values()), rows)
-        results, logits, next_tokens = _step(engine, batch)
+        batch = engine.plan_step(list(live.values()), rows)
+        results, logits, next_tokens = _run_step(engine, batch)
         for row, i in enumerate(live):
-            recordings[i].add(row, results, logits, next_tokens[row])
+            recordings[i].add_row(row, results, logits, next_tokens[row])
     tokens = {i: recording.tokens[recording.prompt :] for i, recording in recordings.items()}
     outputs_LED = _run_experts(model)
     if model.groups.attn.rank != 0:
-        return Decoded(tokens, {}, None)
-    traces = {i: recording.trace() for i, recording in recordings.items()}
-    return Decoded(tokens, traces, outputs_LED if dp.rank == 0 else None)
+        return DecodeResult(tokens, {}, None)
+    traces = {i: recording.get_trace() for i, recording in recordings.items()}
+    return DecodeResult(tokens, traces, outputs_LED if dp.rank == 0 else None)
 
 
-def _step(engine: DecodeEngine, batch: Batch) -> tuple[dict[str, torch.Tensor], torch.Tensor, list[int]]:
+def _run_step(engine: DecodeEngine, batch: Batch) -> tuple[dict[str, torch.Tensor], torch.Tensor, list[int]]:
     """Run a planned step; return its results [layers, B, …] of all heads, logits [B, vocab] and next tokens."""
     model = engine.model
     model.observed, model.chosen_experts = {name: [] for name in OBSERVED}, []
-    engine.run(batch)
+    engine.run_eager(batch)
     observed, routed = model.observed, model.chosen_experts
     model.observed = model.chosen_experts = None
     assert batch.logits is not None
     assert batch.next_tokens is not None
-    results = {name: _of_all_layers(found, model.shape.layers) for name, found in observed.items()}
-    results |= {name: _of_all_heads(model, results[name]) for name in SPLIT}
+    results = {name: _collect_layers(found, model.shape.layers) for name, found in observed.items()}
+    results |= {name: _gather_heads(model, results[name]) for name in SPLIT}
     mine = slice(model.groups.dp.rank * batch.size, (model.groups.dp.rank + 1) * batch.size)
     if model.shape.layers > model.shape.first_dense:
         moe_layers = model.shape.layers - model.shape.first_dense
-        results[ROUTER] = _of_all_layers([logits_TE[mine] for logits_TE, _ in routed], moe_layers)
-        results[EXPERTS] = _of_all_layers([ids_Tk[mine] for _, ids_Tk in routed], moe_layers)
-    logits = model.full_logits(batch.logits).cpu()
+        results[ROUTER] = _collect_layers([logits_TE[mine] for logits_TE, _ in routed], moe_layers)
+        results[EXPERTS] = _collect_layers([ids_Tk[mine] for _, ids_Tk in routed], moe_layers)
+    logits = model.gather_logits(batch.logits).cpu()
     return {name: result.cpu() for name, result in results.items()}, logits, batch.next_tokens.tolist()
 
 
-def expert_inputs(experts: int, hidden: int) -> torch.Tensor:
+def make_expert_inputs(experts: int, hidden: int) -> torch.Tensor:
     """Return a random row for each expert, [E, D], the same in each call."""
     return torch.randn(experts, hidden, generator=torch.Generator().manual_seed(0))
 
 
 def _run_experts(model: Model) -> torch.Tensor | None:
-    """Return `Decoded.experts`, summed over all ranks: prompts may never choose some experts. Collective."""
+    """Return `DecodeResult.experts`, summed over all ranks: prompts may never choose some experts. Collective."""
     shape, device = model.shape, model.kv.data.device
     if shape.layers == shape.first_dense:
         return None
-    x_ED = expert_inputs(shape.experts, shape.hidden).to(device, model.dtype)
+    x_ED = make_expert_inputs(shape.experts, shape.hidden).to(device, model.dtype)
     ids_E1 = torch.arange(shape.experts, dtype=torch.int32, device=device).unsqueeze(1)
     weights_E1 = torch.ones(ids_E1.shape, device=device)
     outputs = []
     for index in range(shape.first_dense, shape.layers):
-        w = model.weights.layer(index).mlp
+        w = model.weights.get_layer(index).mlp
         assert isinstance(w, Moe)
-        rows = Rows(quantise_rows(x_ED), x_ED.dtype, x_ED) if quantised_for(w.gate_up) else x_ED
-        y_ED = moe.experts(rows, w.gate_up, w.down, weights_E1, ids_E1, w.first, torch.zeros_like(x_ED))
+        rows = Rows(quantize_rows(x_ED), x_ED.dtype, x_ED) if needs_quantized_input(w.gate_up) else x_ED
+        y_ED = moe.apply_experts(rows, w.gate_up, w.down, weights_E1, ids_E1, w.first, torch.zeros_like(x_ED))
         outputs.append(model.groups.dp.all_reduce(model.groups.attn.all_reduce(y_ED)).cpu())
     return torch.stack(outputs)
 
 
-def _of_all_layers(found: list[torch.Tensor], layers: int) -> torch.Tensor:
+def _collect_layers(found: list[torch.Tensor], layers: int) -> torch.Tensor:
     """Return [layers, B, …]. Layers that are missing are NaN, or expert -1, so that no comparison can pass."""
     missing = layers - len(found)
     if missing < 0:
@@ -157,6 +157,6 @@ def _of_all_layers(found: list[torch.Tensor], layers: int) -> torch.Tensor:
     return torch.cat((stacked, stacked.new_full((missing, *stacked.shape[1:]), filling))) if missing > 0 else stacked
 
 
-def _of_all_heads(model: Model, result: torch.Tensor) -> torch.Tensor:
+def _gather_heads(model: Model, result: torch.Tensor) -> torch.Tensor:
     """Return [layers, B, H, …] of the heads of all ranks of a replica. Collective."""
     return torch.cat(list(model.groups.attn.all_gather(result.contiguous())), dim=2)

@@ -7,8 +7,8 @@ from unittest import mock
 
 from dcpbench.points.layout import Layout
 from dcpbench.reports import frames, plots, sections
-from dcpbench.reports.page.points import MOST_POINTS
-from dcpbench.reports.page.render import render
+from dcpbench.reports.page.points import MAX_POINTS
+from dcpbench.reports.page.render import render_page
 from dcpbench.reports.plots import Picture
 from tests.unit import record_builder, serve_record_builder
 
@@ -24,31 +24,31 @@ DECODE = [(subject, "") for subject in ("break-even", "throughput", "itl", "fron
 SERVED = [(subject, mode) for mode in ("live", "replay") for subject in ("throughput", "ttft", "itl")]
 
 
-def page(folder: Path, records: list[Record], *, most: int = MOST_POINTS) -> Path:
+def page(folder: Path, records: list[Record], *, most: int = MAX_POINTS) -> Path:
     """The page about a run, with a grey box for each picture."""
     run = record_builder.write(folder / "run", records)
     picture = folder / "picture.svg"
     picture.write_text(SVG)
-    read = frames.load([run])
+    read = frames.load_frames([run])
     subjects = (DECODE if len(read.points) else []) + (SERVED if len(read.served) else [])
     pictures = [Picture(*of, " ".join(of), f"alt of {' '.join(of)}", picture, picture) for of in subjects]
     out = folder / "report.html"
-    out.write_text(render("a run", sections.report(read, pictures), read, most=most), encoding="utf-8")
+    out.write_text(render_page("a run", sections.build_sections(read, pictures), read, most=most), encoding="utf-8")
     return out
 
 
 def page_of(folder: Path, run: Path) -> Path:
     """Return the page of a run with the charts of a report on it, and a grey box for each picture."""
 
-    def box(_: plots.Studio, path: Path, title: str, points: pd.DataFrame, draw: Any) -> None:
+    def box(_: plots.FigureWriter, path: Path, title: str, points: pd.DataFrame, draw: Any) -> None:
         del title, points, draw
         path.with_suffix(".svg").write_text(SVG)
 
-    read = frames.load([run])
-    with mock.patch.object(plots.Studio, "draw", box):
-        told = sections.report(read, plots.draw_all(read, folder / "figures"))
+    read = frames.load_frames([run])
+    with mock.patch.object(plots.FigureWriter, "write_figure", box):
+        told = sections.build_sections(read, plots.draw_all(read, folder / "figures"))
     out = folder / "report.html"
-    out.write_text(render("a run", told, read), encoding="utf-8")
+    out.write_text(render_page("a run", told, read), encoding="utf-8")
     return out
 
 

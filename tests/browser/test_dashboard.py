@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 SCREEN = {"width": 1400, "height": 1000}
 PHONE = {"width": 400, "height": 800}
 USABLE = "html[data-usable]"
-REAL_REPORT = pages._report
+REAL_REPORT = pages._write_page
 DRAWN = "#charts .main-svg"
 HOSTILE = '<img src=x onerror="globalThis.pwned=1"></script><script>globalThis.pwned=1</script>'
 CHART = "document.querySelector('figure[data-measure=step_ms] .chart')"
@@ -50,7 +50,7 @@ READABLE = f"""{LABELS}.every((a, i, all) => {{
 def quick_pages() -> Iterator[None]:
     """Reports have browser tests of their own; here a page is a file that says which run it is of."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pages, "_report", lambda folder, run: (folder / pages.PAGE).write_text(run.slug) and "")
+        patch.setattr(pages, "_write_page", lambda folder, run: (folder / pages.PAGE).write_text(run.slug) and "")
         yield
 
 
@@ -143,7 +143,7 @@ class TestOpening:
         self, visit: Visit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """From a disk; `visit` holds that no policy was violated."""
-        monkeypatch.setattr(pages, "_report", REAL_REPORT)
+        monkeypatch.setattr(pages, "_write_page", REAL_REPORT)
         site.build(dashboard_builder.history(tmp_path / "runs", runs=2, count=4), tmp_path / "site")
         found = [
             path for path in (tmp_path / "site").rglob("*") if path.is_file() and b"Plotly, Inc." in path.read_bytes()
@@ -508,7 +508,7 @@ def served(tmp_path: Path) -> Iterator[tuple[watching.Watcher, str]]:
     """A server of two runs, and its address."""
     watcher = watching.Watcher(dashboard_builder.history(tmp_path / "runs", runs=2, count=8), tmp_path / "site", print)
     watcher.refresh()
-    with dashboard._bound(0) as bound:
+    with dashboard._bind_port(0) as bound:
         config = uvicorn.Config(server.make_app(watcher), log_level="critical", lifespan="off")
         running = uvicorn.Server(config)
         thread = threading.Thread(target=running.run, kwargs={"sockets": [bound]})

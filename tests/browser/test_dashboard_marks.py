@@ -10,7 +10,7 @@ import pytest
 
 from dcpbench.dashboard import finding, site
 from dcpbench.records.metrics import DASHBOARD
-from dcpbench.show.layouts import colours
+from dcpbench.show.layouts import get_colours
 
 if TYPE_CHECKING:
     from tests.browser.conftest import Visit
@@ -39,7 +39,7 @@ def test_each_chart_has_a_mark_for_each_value_in_the_colour_of_its_layout(
     """Two histories of each of four layouts, all metrics: counted in records, not in what the page loads."""
     site.build(RUNS, tmp_path / "site", wanted=lambda _: False)
     entries = collections.defaultdict(list)
-    for run in finding.find(RUNS, {}, lambda _: None).runs:
+    for run in finding.load_runs(RUNS, {}, lambda _: None).runs:
         for line, entry in run.entries.items():
             entries[line].append(entry)
     by_layout = collections.defaultdict(list)
@@ -50,7 +50,7 @@ def test_each_chart_has_a_mark_for_each_value_in_the_colour_of_its_layout(
     assert len(picked) == MOST_PICKED
     due = {
         metric.shown_name: collections.Counter(
-            rgb(colours(line.example.layout_name)[scheme == "dark"])
+            rgb(get_colours(line.example.layout_name)[scheme == "dark"])
             for line in picked
             for entry in entries[line]
             if metric.shown_name in entry.values

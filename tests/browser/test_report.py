@@ -9,7 +9,7 @@ import pytest
 
 from dcpbench.points.layout import Layout
 from dcpbench.records.record import Floor
-from dcpbench.reports.reproduce import command_of
+from dcpbench.reports.reproduce import build_command
 from tests.browser import pages
 from tests.browser.pointer import point_at
 from tests.unit import record_builder
@@ -210,7 +210,7 @@ def test_the_command_of_a_point_is_copied(clipboard: bool, decode: Path, visit: 
     page.locator("#paste").focus()
     page.keyboard.press("Control+V")
     of = record_builder.point(Layout(4), model="deepseek-v3", context=4000, concurrency=8)
-    assert page.locator("#paste").input_value() == command_of(of, {})
+    assert page.locator("#paste").input_value() == build_command(of, {})
 
 
 def test_a_reader_picks_axes_and_colours(decode: Path, visit: Visit) -> None:

@@ -104,8 +104,10 @@ class TestBrokenCharts:
         """Makes a page of served points whose scripts go on with some more."""
 
         def make(more: str) -> Path:
-            own = render.own
-            monkeypatch.setattr(render, "own", lambda name: own(name) + (more if name == "charts.js" else ""))
+            own = render.read_own_asset
+            monkeypatch.setattr(
+                render, "read_own_asset", lambda name: own(name) + (more if name == "charts.js" else "")
+            )
             return pages.page(tmp_path, pages.served())
 
         return make

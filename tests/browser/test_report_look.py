@@ -89,7 +89,7 @@ def test_every_section_can_be_seen_in_the_navigation(width: int, both: Path, vis
 
 
 def test_no_line_ends_between_a_number_and_what_belongs_to_it() -> None:
-    told = render.tied("up to 25 % more on 4 × H200 (TTFT ≤ 2,000 ms, ITL ≤ 150 ms): 8 of 9 loads")
+    told = render.add_no_break_spaces("up to 25 % more on 4 × H200 (TTFT ≤ 2,000 ms, ITL ≤ 150 ms): 8 of 9 loads")
     assert told == "up to 25~% more on 4~×~H200 (TTFT~≤~2,000~ms, ITL~≤~150~ms): 8 of 9 loads".replace(
         "~", render.NO_BREAK
     )
@@ -187,8 +187,8 @@ def test_what_would_hold_a_reader_up_is_drawn_once_it_is_in_sight_and_says_so(
     tmp_path: Path, visit: Visit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More marks than 3 in one panel, instead of more than 1,000: Explore has 16, and phases a bar for each of six."""
-    own = render.own
-    monkeypatch.setattr(render, "own", lambda name: own(name).replace("MOST_IDLE = 1000", "MOST_IDLE = 3"))
+    own = render.read_own_asset
+    monkeypatch.setattr(render, "read_own_asset", lambda name: own(name).replace("MOST_IDLE = 1000", "MOST_IDLE = 3"))
     page = visit(pages.page(tmp_path, pages.decode()))
     page.wait_for_selector("html[data-drawn]")
     explore = page.locator("#chart-explore .chart")

@@ -58,18 +58,18 @@ def report(typed: str, folder: str) -> frames.Frames:
     """What a line of reports.txt reads."""
     *words, _, _ = shlex.split(typed)
     runs = [ROOT / "results" / folder / word for word in words if word != "--as-repeats"]
-    return frames.load(runs, as_repeats="--as-repeats" in words)
+    return frames.load_frames(runs, as_repeats="--as-repeats" in words)
 
 
 def cpu(tmp_path: Path) -> frames.Frames:
-    return frames.load([record_builder.write(tmp_path / "run", record_builder.cpu_sweep())])
+    return frames.load_frames([record_builder.write(tmp_path / "run", record_builder.cpu_sweep())])
 
 
 def imported(tmp_path: Path) -> frames.Frames:
     """Four results of vLLM's benchmark, which are files in a public repository."""
     files = sorted((ROOT / "tests" / "data" / "imports" / "glm-4.7_1k1k").glob("*.json"))
     import_files(files, "vllm", tmp_path / "run", Overrides(tp=8))
-    return frames.load([tmp_path / "run"])
+    return frames.load_frames([tmp_path / "run"])
 
 
 def of_sglang(tmp_path: Path) -> frames.Frames:
@@ -79,7 +79,7 @@ def of_sglang(tmp_path: Path) -> frames.Frames:
     import_files(
         [engine_files_builder.file(tmp_path, *lines)], "sglang", tmp_path / "run", Overrides(model="llama", tp=2)
     )
-    return frames.load([tmp_path / "run"])
+    return frames.load_frames([tmp_path / "run"])
 
 
 def of_a_sweep(tmp_path: Path) -> frames.Frames:
@@ -88,7 +88,7 @@ def of_a_sweep(tmp_path: Path) -> frames.Frames:
         server = {"gpu_memory_utilization": share, "max_num_seqs": seqs}
         engine_files_builder.sweep(tmp_path / "sweep", server, {"request_rate": rate}, runs=3)
     import_files([tmp_path / "sweep"], "vllm", tmp_path / "run", Overrides(tp=8))
-    return frames.load([tmp_path / "run"])
+    return frames.load_frames([tmp_path / "run"])
 
 
 PAGES: dict[str, Callable[[Path], frames.Frames]] = {
@@ -100,14 +100,14 @@ PAGES: dict[str, Callable[[Path], frames.Frames]] = {
 
 def page_of(read: frames.Frames, folder: Path) -> tuple[Path, list[dict[str, Any]], list[dict[str, Any]]]:
     """The page without pictures; its charts, and its points as rows."""
-    told = sections.report(read, plots.draw_all(read, folder / "figures", drawn=False))
+    told = sections.build_sections(read, plots.draw_all(read, folder / "figures", drawn=False))
     page = folder / "report.html"
-    text = render.render("a report", told, read, pictures=False)
+    text = render.render_page("a report", told, read, pictures=False)
     page.write_text(text, encoding="utf-8")
     columns = json.loads(text.split('id="data">', 1)[1].split("</script>", 1)[0])["columns"]
     names = list(columns)
     points = [dict(zip(names, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    charts = [chart for section in told for chart in render.charts_of([*section.first, *section.pictures])]
+    charts = [chart for section in told for chart in render.list_charts([*section.first, *section.pictures])]
     shown = [{"slug": c.slug, "kind": c.kind, "workload": c.workload, "mode": c.mode} for c in charts]
     return page, [*shown, {"slug": "explore", "kind": "explore", "workload": "", "mode": ""}], points
 

@@ -32,7 +32,7 @@ def terminal_table(folders: list[Path]) -> str:
     return f"table of {len(folders)} run"
 
 
-def quick(*job: object, command: Callable[..., list[str]] = torchrun._command) -> list[str]:
+def quick(*job: object, command: Callable[..., list[str]] = torchrun._make_command) -> list[str]:
     """The command line of a job without torch."""
     return ["quick_torchrun" if word == "torch.distributed.run" else word for word in command(*job)]
 
@@ -40,10 +40,10 @@ def quick(*job: object, command: Callable[..., list[str]] = torchrun._command) -
 def install(put: Callable[[object, str, object], None], *, quickly: bool) -> None:
     """`put`, which is like setattr, all stand-ins in their places."""
     put(reports, "write_report", write_report)
-    put(reports, "terminal_table", terminal_table)
+    put(reports, "render_terminal_table", terminal_table)
     put(runs, "WORKER", "fake_worker")
     if quickly:
-        put(torchrun, "_command", quick)
+        put(torchrun, "_make_command", quick)
 
 
 if __name__ == "__main__":

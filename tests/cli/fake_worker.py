@@ -27,7 +27,7 @@ import msgspec
 from dcpbench.errors import CapacityError, ModelError
 from dcpbench.launch import jobs
 from dcpbench.points.machine import Probe
-from dcpbench.records.disks import error_number
+from dcpbench.records.disks import get_disk_error_number
 from dcpbench.records.file import RecordFile
 from dcpbench.records.record import Interval, Latencies, Metrics, Percentiles, Record, ServeMetrics
 
@@ -106,14 +106,14 @@ def serve(job: jobs.Job, point: Point) -> None:
 
 def wait_for(job: jobs.Job, point: Point, stage: str) -> None:
     """Another rank reaches a point when rank 0 does; on another node, which cannot see that, at once."""
-    seen = job.progress_path()
-    while int(os.environ["LOCAL_WORLD_SIZE"]) > RANK and f'"{stage}","key":"{point.key()}' not in _text(seen):
+    seen = job.get_progress_path()
+    while int(os.environ["LOCAL_WORLD_SIZE"]) > RANK and f'"{stage}","key":"{point.get_key()}' not in _text(seen):
         time.sleep(0.05)
 
 
 def wait_for_the_end(job: jobs.Job) -> None:
     """Wait as at the real worker's last barrier: no rank ends before rank 0 has reported the end, or ever."""
-    while int(os.environ["LOCAL_WORLD_SIZE"]) > RANK and '"stage":"end"' not in _text(job.progress_path()):
+    while int(os.environ["LOCAL_WORLD_SIZE"]) > RANK and '"stage":"end"' not in _text(job.get_progress_path()):
         time.sleep(0.05)
     while any(point.context == LINGERS for point in job.points):
         time.sleep(0.05)
@@ -128,23 +128,23 @@ def work(job: jobs.Job) -> None:
     if job.points[0].context == STILLBORN:
         raise RuntimeError("cannot build the groups")
     if RANK == 0:
-        jobs.tell(job, "start")
+        jobs.write_progress(job, "start")
     for index, point in enumerate(job.points):
         if RANK == 0:
-            jobs.tell(job, "build", point, index=index)
+            jobs.write_progress(job, "build", point, index=index)
         build(job, point)
         if RANK == 0:
-            jobs.tell(job, "measure", point, index=index)
+            jobs.write_progress(job, "measure", point, index=index)
         if point.context in (RAISES, KILLED, HANGS, ENDLESS, *CODES, *SIGNALS) or first_time(job, point):
             wait_for(job, point, "measure")
             misbehave(job, point)
         note = answer(job, point)
         if RANK == 0:
-            jobs.tell(job, "done", point, index=index, note=note)
+            jobs.write_progress(job, "done", point, index=index, note=note)
         while point.context == PAUSE:
             time.sleep(0.05)
     if RANK == 0:
-        jobs.tell(job, "end")
+        jobs.write_progress(job, "end")
     wait_for_the_end(job)
 
 
@@ -199,7 +199,7 @@ def misbehave(job: jobs.Job, point: Point) -> None:
     while True:
         time.sleep(0.05)
         if point.context == ENDLESS and RANK == 0:
-            jobs.tell(job, "measure", point)
+            jobs.write_progress(job, "measure", point)
 
 
 def check(job: jobs.Job, point: Point) -> None:
@@ -241,7 +241,7 @@ def main() -> None:
             kind=type(e).__name__,
             message=str(e),
             traceback=traceback.format_exc(),
-            disk=error_number(e),
+            disk=get_disk_error_number(e),
         )
         (folder / f"error-{RANK}.json").write_bytes(msgspec.json.encode(failure))
         raise

@@ -14,7 +14,7 @@ import pytest
 
 from dcpbench import cli
 from dcpbench.commands import ab as ab_command
-from dcpbench.commands.ab import State, order
+from dcpbench.commands.ab import State, get_order
 from dcpbench.compare.model import Comparison
 from dcpbench.points.machine import Probe
 from dcpbench.points.point import Point
@@ -41,7 +41,7 @@ def call(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest
 
     def run(*args: str) -> tuple[int, str]:
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr("dcpbench.launch.launcher.probe", lambda _: Probe(device="cpu", count=0, name="CPU"))
+        monkeypatch.setattr("dcpbench.launch.launcher.run_probe", lambda _: Probe(device="cpu", count=0, name="CPU"))
         with pytest.raises(SystemExit) as end:
             cli.main(["ab", *args])
         return int(end.value.code or 0), capsys.readouterr().err
@@ -51,7 +51,7 @@ def call(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest
 
 def test_turns_alternate_so_that_an_even_drift_cancels() -> None:
     """A B, B A: over two rounds both sides have the same mean place in time, (1 + 4) / 2 = (2 + 3) / 2."""
-    assert "".join("".join(order(n)) for n in range(1, 5)) == "abbaabba"
+    assert "".join("".join(get_order(n)) for n in range(1, 5)) == "abbaabba"
 
 
 @pytest.mark.distributed
@@ -133,7 +133,7 @@ def test_interrupted_before_the_first_launch_it_is_interrupted_and_not_refused(
 def test_interrupted_inside_a_launch_it_ends_with_one_hint(ab, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the launch itself had nothing to keep: its command ends with 130, which is no failure of it."""
     monkeypatch.setattr("dcpbench.commands.runs.measure", lambda *_, **__: 130)
-    monkeypatch.setattr(ab_command, "_announce", lambda *_, **__: None)
+    monkeypatch.setattr(ab_command, "_print_start", lambda *_, **__: None)
     done = ab(*SAME, "--rounds", "2", "-o", "out")
     assert done.returncode == 130
     assert "Interrupted in a/round-1. To go on, repeat the command with: -o out --resume" in done.stderr

@@ -45,7 +45,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tm
 
     def run(*args: str, fake: str = "", machine: Probe = CPU) -> tuple[int, str, str]:
         monkeypatch.setenv("DCPBENCH_FAKE", fake)
-        monkeypatch.setattr("dcpbench.launch.launcher.probe", lambda: machine)
+        monkeypatch.setattr("dcpbench.launch.launcher.run_probe", lambda: machine)
         with pytest.raises(SystemExit) as end:
             cli.main(["bench", *args])
         out, err = capsys.readouterr()
@@ -122,13 +122,13 @@ def test_a_hung_worker_is_ended(call, monkeypatch: pytest.MonkeyPatch) -> None:
     """
     now = itertools.count(0, 3600)
     done: list[bool] = []
-    take = command._take
+    take = command._add_event
 
     def taken(event: Event, record: BenchRecord) -> None:
         take(event, record)
         done.extend([True] * (event.stage == "done"))
 
-    monkeypatch.setattr(command, "_take", taken)
+    monkeypatch.setattr(command, "_add_event", taken)
     monkeypatch.setattr(launcher, "time", SimpleNamespace(monotonic=lambda: next(now) if done else 0))
     monkeypatch.setattr(ranks, "STACKS_WAIT_S", 0)
     code, out, err = call(*TWO, "--timeout", "2", fake="hangs")
@@ -258,7 +258,7 @@ class Forked(ranks.Ranks):
 
     def __init__(self, folder: Path, events: Path, count: int, worker: str, device: str) -> None:
         super().__init__(folder, folder, events, range(count))
-        env = ranks.environment(device) | {"WORLD_SIZE": str(count)}
+        env = ranks.make_environment(device) | {"WORLD_SIZE": str(count)}
         self._programs = [
             forks.Program(("-m", worker, str(folder)), env | {"RANK": str(rank)}, str(folder / f"rank-{rank}.log"))
             for rank in self.ranks
@@ -266,7 +266,7 @@ class Forked(ranks.Ranks):
 
     def __enter__(self) -> Self:
         codes = forks.run(*self._programs)
-        assert not any(codes), self.last_words()
+        assert not any(codes), self.read_last_lines()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -396,7 +396,7 @@ def test_a_reason_is_told_once_while_cases_run() -> None:
     case = Case(variant="filter", calls=1, sizes={})
     results = [Result(case=case, outcome="failed", reason=why) for why in ("no x", "no y", "no x")]
     told: set[str] = set()
-    notes = [command._shown(Event(stage="done", index=n, result=r), told).note for n, r in enumerate(results)]
+    notes = [command._make_progress(Event(stage="done", index=n, result=r), told).note for n, r in enumerate(results)]
     assert notes == ["no x", "no y", "failed, as before"]
 
 
@@ -423,7 +423,9 @@ def test_on_a_gpu_there_are_limits_and_shares_of_them(call, monkeypatch: pytest.
 def test_a_bench_by_another_package_than_the_commands_measures_nothing(call, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real worker, of whose package the command takes another for its own."""
     monkeypatch.setattr(command, "WORKER", "dcpbench.bench.worker")
-    monkeypatch.setattr(command.package, "started", lambda: Package(folder="/elsewhere/dcpbench", sha256="0" * 64))
+    monkeypatch.setattr(
+        command.package, "get_started_package", lambda: Package(folder="/elsewhere/dcpbench", sha256="0" * 64)
+    )
     code, out, err = call(*TWO)
     assert code == ExitCode.FAILED
     assert "the bench's worker ended before its first case" in err

@@ -24,7 +24,7 @@ from dcpbench.points.settings import Settings
 from dcpbench.records import checksums
 from dcpbench.records.file import RecordFile, read_records
 from dcpbench.records.record import Record
-from dcpbench.show.text import counted
+from dcpbench.show.text import format_count
 from tests.cli import fake_worker
 from tests.cli.typed import ENV, Typed
 from tests.cli.waiting import is_gone, until
@@ -55,7 +55,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """Run a command in this process on a given machine; what needs no job is quicker so."""
 
     def run(*args: str, machine: Probe = CPU) -> tuple[int, str, str]:
-        monkeypatch.setattr("dcpbench.launch.launcher.probe", lambda _: machine)
+        monkeypatch.setattr("dcpbench.launch.launcher.run_probe", lambda _: machine)
         with pytest.raises(SystemExit) as end:
             cli.main(list(args))
         out, err = capsys.readouterr()
@@ -237,7 +237,7 @@ class TestPlansForAnotherMachine:
     def test_nothing_is_asked_of_this_machine(self, call, monkeypatch: pytest.MonkeyPatch) -> None:
         """Which would start a process that loads torch, and may have none."""
         asked = []
-        monkeypatch.setattr(runs, "effective", lambda probe, _: asked.append(probe.name) or probe)
+        monkeypatch.setattr(runs, "select_device", lambda probe, _: asked.append(probe.name) or probe)
         assert call("sweep", "--dry-run", "--gpu", "B200", machine=None)[0] == 0
         assert asked == ["NVIDIA B200"]
 
@@ -396,7 +396,7 @@ def test_an_unexpected_exception_keeps_its_traceback(monkeypatch: pytest.MonkeyP
     def broken(_: object) -> Probe:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("dcpbench.launch.launcher.probe", broken)
+    monkeypatch.setattr("dcpbench.launch.launcher.run_probe", broken)
     with pytest.raises(ZeroDivisionError):
         cli.main(["env"])
 
@@ -494,7 +494,7 @@ def test_resume_with_another_pool_is_refused_and_with_another_time_limit_is_told
     """The folder's job ran with 1 GiB and 10 s; nothing is left to run, so only the settings are compared."""
     settings = Settings(kv_memory_bytes=1 << 30)
     job = Job(kind="sweep", tag="tp1-0", folder=str(tmp_path), device="cpu", points=[POINT], settings=settings)
-    job.path().write_bytes(msgspec.json.encode(job))
+    job.get_path().write_bytes(msgspec.json.encode(job))
     RecordFile(tmp_path).append(fake_worker.record(POINT))
     typed = ["sweep", "--tp", "1", "--concurrency", "2", "--context", "100", "-o", str(tmp_path), "--resume"]
     code, _, err = call(*typed)
@@ -507,7 +507,7 @@ def test_resume_with_another_pool_is_refused_and_with_another_time_limit_is_told
 
 def test_resume_says_when_there_is_nothing_to_go_on_with(call, tmp_path: Path, monkeypatch) -> None:
     """A folder without a run, and a run with other points."""
-    monkeypatch.setattr("dcpbench.launch.launcher.run", lambda *_: None)
+    monkeypatch.setattr("dcpbench.launch.launcher.run_points", lambda *_: None)
     typed = ["sweep", "--tp", "1", "--concurrency", "2", "--context", "100", "--resume", "-o"]
     assert f"{tmp_path / 'new'} holds no run yet; starting one." in call(*typed, str(tmp_path / "new"))[2]
     RecordFile(tmp_path).append(fake_worker.record(msgspec.structs.replace(POINT, context=7)))
@@ -517,13 +517,13 @@ def test_resume_says_when_there_is_nothing_to_go_on_with(call, tmp_path: Path, m
 def test_resume_without_options_does_not_add_the_default_grid_to_a_run(call, tmp_path: Path, monkeypatch) -> None:
     """The run holds one point of context 100 at tp 1; the default grid of the CPU is tp 8 and 2, 8 requests."""
     started: list[object] = []
-    monkeypatch.setattr("dcpbench.launch.launcher.run", lambda points, *_: started.append(points))
+    monkeypatch.setattr("dcpbench.launch.launcher.run_points", lambda points, *_: started.append(points))
     words = ["dcpbench", "sweep", "--tp", "1", "--concurrency", "2", "--context", "100", "-o", str(tmp_path)]
     job = Job(
         kind="sweep", tag="tp1-0", folder=str(tmp_path), device="cpu", points=[POINT], settings=Settings(),
         command=shlex.join(words),
     )  # fmt: skip
-    job.path().write_bytes(msgspec.json.encode(job))
+    job.get_path().write_bytes(msgspec.json.encode(job))
     RecordFile(tmp_path).append(fake_worker.record(POINT))
     code, _, err = call("sweep", "-o", str(tmp_path), "--resume")
     assert code == 2
@@ -539,7 +539,7 @@ def test_resume_does_not_measure_other_experts_than_a_run_has_by_its_old_default
     """A run of before is expert parallel where dp > 1; resumed without --ep nothing starts, with either --ep what it says."""
     started: list[str] = []
     monkeypatch.setattr(
-        "dcpbench.launch.launcher.run", lambda points, *_: started.extend(point.layout_name for point in points)
+        "dcpbench.launch.launcher.run_points", lambda points, *_: started.extend(point.layout_name for point in points)
     )
     old = msgspec.structs.replace(POINT, tp=2, dp=2, ep="tp")
     RecordFile(tmp_path).append(fake_worker.record(old))
@@ -619,7 +619,7 @@ def test_resume_measures_the_point_of_a_line_that_cannot_be_read_again(
     lines = path.read_bytes().splitlines()
     for place in bad:
         wrong = msgspec.structs.replace(records[place], seconds=-5.0)
-        lines[place] = checksums.seal(msgspec.json.encode(wrong))
+        lines[place] = checksums.add_checksum(msgspec.json.encode(wrong))
     path.write_bytes(b"\n".join(lines) + b"\n")
     done = dcpbench(*sweep, "--resume")
     assert done.returncode == 0
@@ -628,6 +628,6 @@ def test_resume_measures_the_point_of_a_line_that_cannot_be_read_again(
             f"run/records.jsonl, line {place + 1} cannot be read and is left out: seconds is -5, below 0.\n"
             in done.stderr
         )
-    assert f"{counted(len(bad), 'point')} to run" in done.stderr
+    assert f"{format_count(len(bad), 'point')} to run" in done.stderr
     assert path.read_bytes().splitlines()[:2] == lines
     assert len(path.read_bytes().splitlines()) == 2 + len(bad)

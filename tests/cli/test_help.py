@@ -17,7 +17,7 @@ from dcpbench import cli
 from dcpbench.commands import catalogue
 from dcpbench.plan.serve_spec import SERVE_PARSERS
 from dcpbench.plan.spec import PARSERS
-from dcpbench.points.names import flag
+from dcpbench.points.names import format_flag
 from dcpbench.serving.load_words import ANSWERS, CPU_ANSWERS
 from tests.cli.helped import help_of
 
@@ -340,8 +340,8 @@ def test_every_option_has_the_name_that_is_written_beside_it(name: str) -> None:
 
 def test_every_name_of_a_configuration_file_is_an_option_of_sweep() -> None:
     """The same names in both, as --config promises; so it is for serve."""
-    assert {flag(name) for name in PARSERS} <= SWEEP_OPTIONS
-    assert {flag(name) for name in SERVE_PARSERS} <= SERVE_OPTIONS
+    assert {format_flag(name) for name in PARSERS} <= SWEEP_OPTIONS
+    assert {format_flag(name) for name in SERVE_PARSERS} <= SERVE_OPTIONS
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -19,7 +19,7 @@ from dcpbench.launch.torchrun import Machines
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
 from dcpbench.records.file import read_records
-from dcpbench.records.runs import last_records
+from dcpbench.records.runs import read_last_records
 from tests import as_fork
 from tests.cli.waiting import until
 from tests.unit.test_launch import free_port
@@ -86,11 +86,11 @@ def test_points_that_raise_hang_or_are_killed_leave_records_and_the_others_are_m
 
     def watch(event: Progress) -> None:
         seen.append(event)
-        if (event.stage, event.key) == ("measure", points[2].key()):
+        if (event.stage, event.key) == ("measure", points[2].get_key()):
             until(lambda: len(list(tmp_path.glob("hangs-*"))) == 2)
-        clock.fast = (event.stage, event.key) == ("measure", points[2].key())
+        clock.fast = (event.stage, event.key) == ("measure", points[2].get_key())
 
-    launcher.run(points, work(tmp_path), Machines(), watch)
+    launcher.run_points(points, work(tmp_path), Machines(), watch)
 
     records = read_records(tmp_path)
     assert outcomes(records) == [
@@ -132,7 +132,7 @@ def test_ranks_that_do_not_end_behind_their_last_point_are_ended_and_nothing_is_
         seen.append(event)
         clock.fast = [e.stage for e in seen].count("end") == 1 and event.stage == "end"
 
-    launcher.run([point(2, 46), point(1, 100)], work(tmp_path), Machines(), watch)
+    launcher.run_points([point(2, 46), point(1, 100)], work(tmp_path), Machines(), watch)
 
     assert outcomes(read_records(tmp_path)) == [(2, 46, "ok"), (1, 100, "ok")]
     (note,) = (e.note for e in seen if e.stage == "stopped")
@@ -146,7 +146,7 @@ def test_a_point_that_failed_is_begun_again_after_the_others_as_often_as_asked(t
     """44 fails the first time, 13 always: with one retry both come again behind 100, and 13 is said to need more."""
     seen: list[str] = []
     points = [point(2, context) for context in (44, 13, 100)]
-    launcher.run(points, work(tmp_path, retries=1), Machines(), lambda event: seen.append(event.stage))
+    launcher.run_points(points, work(tmp_path, retries=1), Machines(), lambda event: seen.append(event.stage))
     records = read_records(tmp_path)
     assert outcomes(records) == [(2, 44, "failed"), (2, 13, "failed"), (2, 100, "ok"), (2, 44, "ok"), (2, 13, "failed")]
     assert [stage for stage in seen if stage in ("again", "failed", "done")] == [
@@ -158,12 +158,12 @@ def test_a_point_that_failed_is_begun_again_after_the_others_as_often_as_asked(t
     ]
     assert str(records[1].reason).endswith("try again with --resume")
     assert str(records[4].reason).endswith("try again with --resume --point-retries 2")
-    assert dict(tries.failed(tmp_path)) == {points[0].key(): 1, points[1].key(): 2}
+    assert dict(tries.count_failures(tmp_path)) == {points[0].get_key(): 1, points[1].get_key(): 2}
 
 
 @pytest.mark.long
 def test_a_point_past_its_limit_is_ended_though_it_shows_progress(tmp_path: Path) -> None:
-    launcher.run([point(2, 45), point(2, 100)], work(tmp_path, point_limit=1.0), Machines(), lambda _: None)
+    launcher.run_points([point(2, 45), point(2, 100)], work(tmp_path, point_limit=1.0), Machines(), lambda _: None)
     records = read_records(tmp_path)
     assert outcomes(records) == [(2, 45, "hung"), (2, 100, "ok")]
     assert "not done after 1 s (--point-limit), in stage 'measure'" in str(records[0].reason)
@@ -178,14 +178,14 @@ def test_a_point_past_its_limit_is_ended_though_it_shows_progress(tmp_path: Path
 def test_a_point_is_set_aside_once_it_has_failed_twice_or_once_more_than_retries(
     times: int, retries: int, aside: bool
 ) -> None:
-    assert tries.set_aside(times, retries) is aside
+    assert tries.is_set_aside(times, retries) is aside
 
 
 @pytest.mark.long
 def test_a_job_that_dies_before_its_first_point_is_tried_once_more_and_then_told(tmp_path: Path) -> None:
     """Every relaunch would die alike: no loop, no invented record, and the error holds the log's last lines."""
     with pytest.raises(WorkerError, match=r"(?s)before its first point, twice.*RuntimeError: cannot build the groups"):
-        launcher.run([point(1, 7), point(1, 100)], work(tmp_path), Machines(), lambda _: None)
+        launcher.run_points([point(1, 7), point(1, 100)], work(tmp_path), Machines(), lambda _: None)
     assert sorted(p.name for p in (tmp_path / "logs").iterdir()) == ["tp1-0", "tp1-1"]
     assert not (tmp_path / "records.jsonl").exists()
 
@@ -195,7 +195,7 @@ def test_a_checkpoint_that_cannot_be_read_is_told_for_every_point_after_one_job(
     """Context 21 finds no tensor. tp 2 and tp 4 would fail alike; another model would not, and is measured."""
     other = msgspec.structs.replace(point(2, 102), model="other")
     points = [point(2, 100), point(2, 21), point(2, 101), other, point(4, 103)]
-    launcher.run(points, work(tmp_path), Machines(), lambda _: None)
+    launcher.run_points(points, work(tmp_path), Machines(), lambda _: None)
     records = read_records(tmp_path)
     assert outcomes(records) == [
         (2, 100, "ok"),
@@ -213,7 +213,7 @@ def test_a_checkpoint_that_cannot_be_read_is_told_for_every_point_after_one_job(
 def test_what_one_engine_cannot_build_is_told_for_its_own_points_only(tmp_path: Path) -> None:
     """Context 22 runs out of memory while building: the same layout's next point too, another layout is tried."""
     dcp = msgspec.structs.replace(point(2, 102), dcp=2, exchange="ag_rs")
-    launcher.run([point(2, 22), point(2, 101), dcp], work(tmp_path), Machines(), lambda _: None)
+    launcher.run_points([point(2, 22), point(2, 101), dcp], work(tmp_path), Machines(), lambda _: None)
     records = read_records(tmp_path)
     assert outcomes(records) == [(2, 22, "failed"), (2, 101, "failed"), (2, 102, "ok")]
     assert records[0].reason == records[1].reason == "rank 0: CapacityError: 3 GiB are missing."
@@ -223,9 +223,9 @@ def test_what_one_engine_cannot_build_is_told_for_its_own_points_only(tmp_path: 
 def test_a_point_that_verify_cannot_check_is_no_record_of_a_sweep(tmp_path: Path) -> None:
     """It goes to failed.jsonl, and verify has no --resume to advise."""
     checking = msgspec.structs.replace(work(tmp_path), kind="verify")
-    launcher.run([point(2, 13)], checking, Machines(), lambda _: None)
+    launcher.run_points([point(2, 13)], checking, Machines(), lambda _: None)
     assert not (tmp_path / "records.jsonl").exists()
-    (record,) = last_records(tmp_path, "failed.jsonl").values()
+    (record,) = read_last_records(tmp_path, "failed.jsonl").values()
     assert str(record.reason).endswith("no such row in tiny. Read logs/tp2-0 in the run's folder")
 
 
@@ -244,7 +244,7 @@ def test_two_nodes_measure_together_and_node_0_alone_keeps_records(
         points = [point(2, 13), point(2, 100), point(4, 100)] if rank == 0 else []
         machines = Machines(nnodes=2, node_rank=rank, rdzv_endpoint=endpoint)
         try:
-            launcher.run(points, work(folders[rank]), machines, lambda _: None)
+            launcher.run_points(points, work(folders[rank]), machines, lambda _: None)
         except BaseException as e:  # noqa: BLE001 -- told to the test's own thread
             errors.append(e)
 
@@ -269,19 +269,21 @@ def test_ranks_and_probes_have_the_package_of_the_command_and_not_that_of_the_wo
     other.mkdir()
     (other / "__init__.py").write_text("raise SystemExit('another dcpbench')")
     monkeypatch.chdir(tmp_path)
-    assert launcher.probe("fake_worker").name == "CPU"
+    assert launcher.run_probe("fake_worker").name == "CPU"
     folder = tmp_path / "run"
     folder.mkdir()
-    launcher.run([point(2, 100)], work(folder), Machines(), lambda _: None)
+    launcher.run_points([point(2, 100)], work(folder), Machines(), lambda _: None)
     assert outcomes(read_records(folder)) == [(2, 100, "ok")]
 
 
 def test_ranks_of_another_package_than_the_commands_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real worker, of whose package the launcher takes another for its own: no point is begun."""
-    monkeypatch.setattr(launcher.package, "started", lambda: Package(folder="/elsewhere/dcpbench", sha256="0" * 64))
+    monkeypatch.setattr(
+        launcher.package, "get_started_package", lambda: Package(folder="/elsewhere/dcpbench", sha256="0" * 64)
+    )
     real = msgspec.structs.replace(work(tmp_path), worker="tests.distributed.rank")
     with pytest.raises(WorkerError) as error:
-        launcher.run([point(2, 100)], real, Machines(), lambda _: None)
+        launcher.run_points([point(2, 100)], real, Machines(), lambda _: None)
     assert "before its first point, twice. rank" in str(error.value)
     assert "whose files are not those of the command, in /elsewhere/dcpbench" in str(error.value)
     assert not list(tmp_path.glob("records.jsonl"))

@@ -6,9 +6,9 @@ from typing import Annotated
 import pytest
 import typer
 
-from dcpbench.commands.command import Group, command, panel, typed
+from dcpbench.commands.command import Group, collect_typed, make_panel, register_command
 
-SIZES = panel("Sizes", metavar="N,…")
+SIZES = make_panel("Sizes", metavar="N,…")
 
 
 class Sizes(Group):
@@ -16,7 +16,7 @@ class Sizes(Group):
 
     heads: str | None = SIZES("Heads.")
     rows: str | None = SIZES("Rows.")
-    file: Path | None = panel(None)("File.")
+    file: Path | None = make_panel(None)("File.")
 
 
 class FewerSizes(Sizes):
@@ -36,7 +36,7 @@ def parser(of: type[Sizes], seen: list[object]) -> typer.core.TyperCommand:
         return 3
 
     attempt.__annotations__["sizes"] = of
-    command(app)(attempt)
+    register_command(app)(attempt)
     return typer.main.get_command(app)
 
 
@@ -63,5 +63,9 @@ def test_a_field_that_has_another_default_than_an_option_is_none(capsys: pytest.
 
 def test_what_was_typed_is_what_a_file_of_options_would_say() -> None:
     """Paths as text, and nothing of what was left out."""
-    assert typed(Sizes(rows="1", file=Path("x.json")), FewerSizes()) == {"rows": "1", "file": "x.json", "heads": "8"}
-    assert typed(Sizes()) == {}
+    assert collect_typed(Sizes(rows="1", file=Path("x.json")), FewerSizes()) == {
+        "rows": "1",
+        "file": "x.json",
+        "heads": "8",
+    }
+    assert collect_typed(Sizes()) == {}

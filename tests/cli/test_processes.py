@@ -76,7 +76,7 @@ class TestKilled:
         run.kill()
         run.wait()
         wait_until(lambda: not processes(mark), "no process is left")
-        with folders.locked(tmp_path / "run"):
+        with folders.lock_folder(tmp_path / "run"):
             assert [r.outcome for r in read_records(tmp_path / "run")] == ["ok"]
 
     @pytest.mark.usefixtures("mark")
@@ -118,10 +118,10 @@ class TestKilled:
         """Point 300 is recorded, and 101 has not been begun: it is begun in another job."""
 
         def watch(event: Progress) -> None:
-            if event.stage == "done" and event.key == point(2, 300).key():
+            if event.stage == "done" and event.key == point(2, 300).get_key():
                 os.kill(of_role(mark, AGENT)[0], signal.SIGKILL)
 
-        launcher.run([point(2, 300), point(2, 101)], work(tmp_path), Machines(), watch)
+        launcher.run_points([point(2, 300), point(2, 101)], work(tmp_path), Machines(), watch)
         assert outcomes(read_records(tmp_path)) == [(2, 300, "ok"), (2, 101, "ok")]
 
     def test_an_agent_that_is_killed_at_a_point_is_named(self, mark: str, tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ class TestKilled:
             if event.stage == "measure":
                 os.kill(of_role(mark, AGENT)[0], signal.SIGKILL)
 
-        launcher.run([point(2, 66)], work(tmp_path), Machines(), watch)
+        launcher.run_points([point(2, 66)], work(tmp_path), Machines(), watch)
         (record,) = read_records(tmp_path)
         assert str(record.reason).startswith("torchrun itself was ended by signal 9 (SIGKILL), and its ranks with it.")
         assert not processes(mark)
@@ -141,7 +141,7 @@ class TestKilled:
             if event.stage == "measure":
                 os.kill(of_role(mark, ACCOUNT)[0], signal.SIGKILL)
 
-        launcher.run([point(2, 66)], work(tmp_path), Machines(), watch)
+        launcher.run_points([point(2, 66)], work(tmp_path), Machines(), watch)
         (record,) = read_records(tmp_path)
         assert re.match(r"rank \d was killed by signal 9 \(out of memory is the usual cause", str(record.reason))
         assert record.detail["exit_code"] == "-9"
@@ -155,7 +155,7 @@ class TestKilled:
             if event.stage == "measure":
                 os.kill(of_role(mark, AGENT)[0], signal.SIGSTOP)
 
-        launcher.run([point(2, 100)], work(tmp_path, timeout=300), Machines(), watch)
+        launcher.run_points([point(2, 100)], work(tmp_path, timeout=300), Machines(), watch)
         assert "stopped" in seen
         assert outcomes(read_records(tmp_path)) == [(2, 100, "ok")]
 
@@ -174,8 +174,8 @@ class TestLock:
             for pid in (agent, *ranks):
                 assert str(tmp_path / LOCK_FILE) in opened(pid)
             with pytest.raises(OutputError, match=rf"still writing here; .* end it \(pid {agent}\)"):
-                folders.locked(tmp_path).__enter__()
-        with folders.locked(tmp_path):
+                folders.lock_folder(tmp_path).__enter__()
+        with folders.lock_folder(tmp_path):
             pass
 
     @pytest.mark.usefixtures("mark")
@@ -183,8 +183,8 @@ class TestLock:
         """A rank's file says when it began; this other one began earlier, and outlives the end of the job."""
         other = subprocess.Popen(["sleep", "600"])
         with Running(job(tmp_path), Machines(), "fake_worker") as running:
-            wait_until(lambda: len(running.pids()) == 2, "both ranks")
-            (rank,) = (pid for pid in running.pids() if f"{pid} " in (tmp_path / "rank-1.pid").read_text())
+            wait_until(lambda: len(running.read_pids()) == 2, "both ranks")
+            (rank,) = (pid for pid in running.read_pids() if f"{pid} " in (tmp_path / "rank-1.pid").read_text())
             told = (tmp_path / "rank-1.pid").read_text()
             (tmp_path / "rank-1.pid").write_text(told.replace(str(rank), str(other.pid), 1))
         assert other.poll() is None
@@ -211,7 +211,7 @@ class TestBlame:
         self, context: int, reason: str, code: str, tmp_path: Path
     ) -> None:
         """Rank 0 raises that its connection was closed, with an error message; rank 1 left none."""
-        launcher.run([point(2, context)], work(tmp_path), Machines(), lambda _: None)
+        launcher.run_points([point(2, context)], work(tmp_path), Machines(), lambda _: None)
         (record,) = read_records(tmp_path)
         assert re.match(rf"{reason}\. Read logs/tp2-0 ", str(record.reason)), record.reason
         assert record.detail["exit_code"] == code
@@ -234,7 +234,7 @@ class TestListening:
         real = msgspec.structs.replace(
             work(tmp_path), worker="dcpbench.worker", settings=settings, timeout=300, engines=engines
         )
-        launcher.run(points, real, Machines(), watch)
+        launcher.run_points(points, real, Machines(), watch)
         assert outcomes(read_records(tmp_path)) == [(2, 16, "ok")] * 2
         assert seen["measure"] == {"0100007F"}
         assert set().union(*seen.values()) == {"0100007F"}
@@ -261,11 +261,11 @@ class TestLimits:
         """
         short, long = work(tmp_path, timeout=12), work(tmp_path, timeout=1000)
         silent = ("", "start", "build", "choose", "check", "capture", "done")
-        assert {short.limit_s(stage) for stage in silent} == {300}
-        assert {short.limit_s(stage) for stage in ("measure", "profile")} == {12}
-        assert {long.limit_s(stage) for stage in (*silent, "measure")} == {1000}
-        assert msgspec.structs.replace(short, kind="verify").limit_s("check") == 12
-        assert short.limit_s("end") == long.limit_s("end") == 60
+        assert {short.get_limit_s(stage) for stage in silent} == {300}
+        assert {short.get_limit_s(stage) for stage in ("measure", "profile")} == {12}
+        assert {long.get_limit_s(stage) for stage in (*silent, "measure")} == {1000}
+        assert msgspec.structs.replace(short, kind="verify").get_limit_s("check") == 12
+        assert short.get_limit_s("end") == long.get_limit_s("end") == 60
 
     @pytest.mark.usefixtures("forked_agent")
     @pytest.mark.long
@@ -274,7 +274,7 @@ class TestLimits:
         monkeypatch.setattr(launcher, "PATIENCE_S", 2.0)
         importing = msgspec.structs.replace(work(tmp_path, timeout=1e-6), worker="importing_worker")
         with pytest.raises(WorkerError, match="gave no sign of life for 2 s before its first point, twice"):
-            launcher.run([point(2, 100)], importing, Machines(), lambda _: None)
+            launcher.run_points([point(2, 100)], importing, Machines(), lambda _: None)
 
 
 class TestFolder:
@@ -285,8 +285,11 @@ class TestFolder:
             if event.stage == "measure":
                 folder.rename(tmp_path / "moved")
 
-        with folders.locked(folder) as lock, pytest.raises(OutputError, match=r"was removed or moved .* add --resume"):
-            launcher.run(
+        with (
+            folders.lock_folder(folder) as lock,
+            pytest.raises(OutputError, match=r"was removed or moved .* add --resume"),
+        ):
+            launcher.run_points(
                 [point(2, 66), point(2, 101)], msgspec.structs.replace(work(folder), lock=lock), Machines(), watch
             )
         assert not folder.exists()
@@ -297,7 +300,7 @@ class TestFolder:
         """Rank 0 cannot append its record. No point is blamed for it, and the report can be had elsewhere."""
         points = [point(2, 100), point(2, 28), point(2, 101)]
         with pytest.raises(DiskError) as caught:
-            launcher.run(points, work(tmp_path), Machines(), lambda _: None)
+            launcher.run_points(points, work(tmp_path), Machines(), lambda _: None)
         assert "no space is left on its disk. No point is to blame, and what was recorded before is safe" in str(
             caught.value
         )
@@ -305,9 +308,12 @@ class TestFolder:
         assert outcomes(read_records(tmp_path)) == [(2, 100, "ok")]
 
     def test_the_launchers_own_writes_name_a_full_disk_too(self, tmp_path: Path) -> None:
-        with pytest.raises(DiskError, match="no space is left"), folders.writing(tmp_path):
+        with pytest.raises(DiskError, match="no space is left"), folders.convert_write_errors(tmp_path):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        with pytest.raises(OutputError, match="was removed or moved away"), folders.writing(tmp_path / "gone"):
+        with (
+            pytest.raises(OutputError, match="was removed or moved away"),
+            folders.convert_write_errors(tmp_path / "gone"),
+        ):
             (tmp_path / "gone" / "records.jsonl").open("ab")
-        with pytest.raises(PermissionError), folders.writing(tmp_path):
+        with pytest.raises(PermissionError), folders.convert_write_errors(tmp_path):
             raise PermissionError(errno.EACCES, "no")

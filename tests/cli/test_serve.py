@@ -14,8 +14,8 @@ import pytest
 from dcpbench import cli
 from dcpbench.points.machine import Probe
 from dcpbench.records.file import read_records
-from dcpbench.records.record import Environment, Honesty
-from dcpbench.serving.step_times import Case, Chunks, Decodes, Measured, StepTimes, write_step_times
+from dcpbench.records.record import Conditions, Environment
+from dcpbench.serving.step_times import Case, Chunks, Decodes, MeasuredCase, StepTimes, write_step_times
 from tests.cli.typed import ENV, Typed
 from tests.cli.waiting import is_gone, until
 from tests.unit.step_times_builder import path_of
@@ -38,7 +38,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """Run `dcpbench serve` in this process on a given machine."""
 
     def run(*args: str, machine: Probe = CPU) -> tuple[int, str, str]:
-        monkeypatch.setattr("dcpbench.launch.launcher.probe", lambda _: machine)
+        monkeypatch.setattr("dcpbench.launch.launcher.run_probe", lambda _: machine)
         with pytest.raises(SystemExit) as end:
             cli.main(["serve", *args])
         out, err = capsys.readouterr()
@@ -197,10 +197,10 @@ def step_times(tmp_path: Path) -> Path:
         path,
         StepTimes(
             path=path_of(model="tiny", tp=2, dcp=2, dtype="fp32", backend="reference", exchange="ag_rs"),
-            cases=[Measured(case=case, samples_ms=[10.0]) for case in decodes + chunks],
+            cases=[MeasuredCase(case=case, samples_ms=[10.0]) for case in decodes + chunks],
             launch_ms=0.0,
             measuring_s=1.0,
-            honesty=Honesty(weights="synthetic", layers=3, layers_held=3, full_weights_bytes_per_gpu=1),
+            honesty=Conditions(weights="synthetic", layers=3, layers_held=3, full_weights_bytes_per_gpu=1),
             environment=Environment(device="CPU", device_count=0),
             marks=["cpu"],
         ),

@@ -631,7 +631,7 @@ def test_a_plan_that_is_interrupted_submits_nothing(typed: Typed, monkeypatch: p
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("dcpbench.plan.grid.expand", interrupted)
+    monkeypatch.setattr("dcpbench.plan.grid.expand_grid", interrupted)
     done = slurm(typed, "--dry-run", *SWEEP)
     assert (done.returncode, done.stdout) == (130, "")
 
@@ -640,7 +640,7 @@ def test_a_plan_that_is_interrupted_submits_nothing(typed: Typed, monkeypatch: p
 def test_no_server_is_asked_before_the_job_runs(
     typed: Typed, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr("dcpbench.servers.measure.look", None)
+    monkeypatch.setattr("dcpbench.servers.measure.fetch_server_info", None)
     monkeypatch.setattr("dcpbench.servers.conditions.compare_servers", None)
     done = typed("submit", "slurm", "--dry-run", "--", *words)
     assert (done.returncode, done.stderr) == (0, "")

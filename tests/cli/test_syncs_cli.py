@@ -61,7 +61,7 @@ def syncs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
     shell = Shell(tmp_path, capsys)
-    monkeypatch.setattr(scanning, "scan", shell.scan)
+    monkeypatch.setattr(scanning, "scan_traces", shell.scan)
     return shell
 
 
@@ -170,7 +170,7 @@ class TestStreams:
         code = (
             "from dcpbench import cli\nfrom dcpbench.syncs import scan\nfrom tests.unit import syncs_builder as b\n"
             f"def read(paths, progress, **_):\n    {body}\n"
-            "scan.scan = read\ncli.main(['syncs', 'scan', 't.json'])"
+            "scan.scan_traces = read\ncli.main(['syncs', 'scan', 't.json'])"
         )
         env = {**os.environ, "PYTHONPATH": str(ROOT), **env}
         return subprocess.run([sys.executable, "-c", code], cwd=folder, env=env, capture_output=True, check=False)
@@ -268,22 +268,22 @@ class TestTraces:
 
     def test_folders_and_globs_stand_for_their_traces_in_order_of_ranks(self, tmp_path: Path) -> None:
         self.make(tmp_path, "a/r10.json", "a/r2.json.gz", "a/notes.txt", "a/deep/r3.json", "b.json")
-        found = files.expand([str(tmp_path / "a"), str(tmp_path / "*.json")])
+        found = files.expand_names([str(tmp_path / "a"), str(tmp_path / "*.json")])
         assert [p.name for p in found] == ["r2.json.gz", "r10.json", "b.json"]
-        deep = files.expand([str(tmp_path / "a/**/*.json")])
+        deep = files.expand_names([str(tmp_path / "a/**/*.json")])
         assert [p.name for p in deep] == ["r3.json", "r10.json"]
 
     def test_a_file_that_is_named_counts_whatever_its_name_and_once(self, tmp_path: Path) -> None:
         self.make(tmp_path, "trace[1].out")
         name = str(tmp_path / "trace[1].out")
-        assert files.expand([name, f"{tmp_path}/./trace[1].out"]) == [Path(name)]
+        assert files.expand_names([name, f"{tmp_path}/./trace[1].out"]) == [Path(name)]
 
     @pytest.mark.parametrize("name", ["empty", "gone.json", "*.json"])
     def test_what_matches_nothing_says_so(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         (tmp_path / "empty").mkdir()
         monkeypatch.chdir(tmp_path)
         with pytest.raises(UsageError, match=re.escape(name)):
-            files.expand([name])
+            files.expand_names([name])
 
 
 class TestHelp:
@@ -333,7 +333,7 @@ def test_a_terminal_gets_colours_links_and_its_own_width(tmp_path: Path) -> None
     (tmp_path / "t.json").touch()
     code = (
         "from dcpbench import cli\nfrom dcpbench.syncs import scan\nfrom tests.unit import syncs_builder as b\n"
-        "scan.scan = lambda *a, **k: b.report(b.site())\ncli.main(['syncs', 'scan', 't.json'])"
+        "scan.scan_traces = lambda *a, **k: b.report(b.site())\ncli.main(['syncs', 'scan', 't.json'])"
     )
     master, slave = pty.openpty()
     env = {**os.environ, "COLUMNS": "60", "TERM": "xterm-256color", "PYTHONPATH": str(ROOT)}

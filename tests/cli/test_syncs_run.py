@@ -14,7 +14,7 @@ import pytest
 
 from dcpbench.errors import CapacityError
 from dcpbench.syncs import run as runs
-from dcpbench.syncs.commands import GateOptions, Out
+from dcpbench.syncs.commands import GateOptions, OutputOptions
 from dcpbench.syncs.model import Coverage, Report, TraceSummary
 from dcpbench.syncs.run import Note, Recording
 from tests import forks
@@ -56,9 +56,9 @@ def record(
     """(exit code, traces by file name, notes) of a program."""
     folder = tmp_path / "traces"
     folder.mkdir()
-    code = start([sys.executable, *command], runs.environment(folder, Recording(**options)))
+    code = start([sys.executable, *command], runs.build_environment(folder, Recording(**options)))
     traces = {path.name: json.loads(path.read_text()) for path in folder.glob("*.json")}
-    return code, traces, runs.notes_in(folder)
+    return code, traces, runs.read_notes(folder)
 
 
 @pytest.fixture(scope="module")
@@ -219,9 +219,9 @@ class TestProcesses:
         assert [steps_of(trace) for trace in traces.values()] == [[0, 1]]
 
     def test_a_program_without_torch_leaves_nothing(self, tmp_path: Path, program: Path) -> None:
-        code, traces, notes = record(tmp_path, script(program, "print(1)"), start=runs.start)
+        code, traces, notes = record(tmp_path, script(program, "print(1)"), start=runs.run_process)
         assert (code, traces, notes) == (0, {}, [])
-        assert "imported torch" in runs.explain(notes, Recording())[0]
+        assert "imported torch" in runs.explain_notes(notes, Recording())[0]
 
     def test_without_cuda_there_is_a_note_and_no_trace(
         self, tmp_path: Path, program: Path, monkeypatch: pytest.MonkeyPatch
@@ -231,7 +231,7 @@ class TestProcesses:
         _, traces, notes = record(tmp_path, script(program, "import training; training.loop(2)"))
         assert traces == {}
         assert [(note.cuda, note.trace, note.steps) for note in notes] == [(False, "", 2)]
-        assert "used CUDA" in runs.explain(notes, Recording())[0]
+        assert "used CUDA" in runs.explain_notes(notes, Recording())[0]
         assert program.exists()
 
 
@@ -262,7 +262,7 @@ class TestUnchanged:
         )
         code = (
             "from pathlib import Path; import sys; from dcpbench.syncs import run; "
-            "sys.exit(run.start([sys.executable, 'script.py'], run.environment(Path('traces'), run.Recording())))"
+            "sys.exit(run.run_process([sys.executable, 'script.py'], run.build_environment(Path('traces'), run.Recording())))"
         )
         env = os.environ | {runs.CPU_VARIABLE: "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{home}{os.pathsep}{ROOT}"}
         done = subprocess.run(
@@ -344,13 +344,13 @@ class TestWhole:
             coverage = Coverage(detector="scan", gpu_events=1, runtime_events=1)
             return Report(traces=[TraceSummary(path=str(p), steps=2, coverage=coverage) for p in paths])
 
-        monkeypatch.setattr(home, "scan", scan)
+        monkeypatch.setattr(home, "scan_traces", scan)
         return seen
 
     @pytest.fixture
     def forked(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The program begins at once."""
-        monkeypatch.setattr(runs, "start", forks.start)
+        monkeypatch.setattr(runs, "run_process", forks.start)
 
     @pytest.fixture
     def replayed(self, three: tuple[Path, int, list[Note]]) -> str:
@@ -362,7 +362,7 @@ class TestWhole:
 
     @staticmethod
     def code_of(*command: str, **options: object) -> int:
-        return runs.run([sys.executable, *command], Recording(**options), GateOptions(), Out())
+        return runs.run_program([sys.executable, *command], Recording(**options), GateOptions(), OutputOptions())
 
     @pytest.mark.usefixtures("forked")
     def test_a_clean_program_ends_with_0_and_its_traces_are_gone(self, program: Path, scanned: list[Path]) -> None:

@@ -124,13 +124,13 @@ def publish_in_fp8(folder: Path) -> None:
     """Rewrite a checkpoint of one file as DeepSeek publishes V3: e4m3 weights with a scale for each 128 × 128 block."""
     from safetensors.torch import load_file, save_file
 
-    from dcpbench.kernels.block_scaled import quantise_weight
+    from dcpbench.kernels.block_scaled import quantize_weight
 
     (file,) = folder.glob("*.safetensors")
     found = {}
     for name, tensor in load_file(file).items():
         if name.endswith("_proj.weight") or "_proj_with_mqa" in name:
-            scaled = quantise_weight(tensor)
+            scaled = quantize_weight(tensor)
             found |= {name: scaled.data, f"{name}_scale_inv": scaled.scale}
         else:
             found[name] = tensor

@@ -40,10 +40,10 @@ def _change_shape(patch: Patch, **changed: Any) -> None:
 
 def _change_rule(patch: Patch, **changed: Any) -> None:
     """Have the router follow another rule than the checkpoint's."""
-    route = moe.route
+    route = moe.select_experts
     patch(
         moe,
-        "route",
+        "select_experts",
         lambda logits, bias, rule, live=None: route(logits, bias, dataclasses.replace(rule, **changed), live),
     )
 
@@ -77,13 +77,13 @@ def _ones_like(weight: torch.Tensor | Scaled) -> torch.Tensor:
 
 def no_yarn(patch: Patch) -> None:
     """Rope frequencies without YaRN."""
-    table = model.rope_table
-    patch(model, "rope_table", lambda shape, *rest: table(dataclasses.replace(shape, yarn=None), *rest))
+    table = model.make_rope_table
+    patch(model, "make_rope_table", lambda shape, *rest: table(dataclasses.replace(shape, yarn=None), *rest))
 
 
 def no_mscale(patch: Patch) -> None:
     """The softmax scale without mscale_all_dim's factor."""
-    patch(decode, "softmax_scale", lambda shape: (shape.nope + shape.rope) ** -0.5)
+    patch(decode, "compute_softmax_scale", lambda shape: (shape.nope + shape.rope) ** -0.5)
 
 
 def routed_scale_of_1(patch: Patch) -> None:
@@ -98,18 +98,18 @@ def rope_in_halves(patch: Patch) -> None:
 
 def one_expert_too_few(patch: Patch) -> None:
     """Top-3 instead of top-4."""
-    route = moe.route
+    route = moe.select_experts
 
     def fewer(logits: Any, bias: Any, rule: Any, live: Any = None) -> Any:
         return route(logits, bias, dataclasses.replace(rule, top_k=rule.top_k - 1), live)
 
-    patch(moe, "route", fewer)
+    patch(moe, "select_experts", fewer)
 
 
 def no_shared_expert(patch: Patch) -> None:
     """No layer adds its shared expert."""
-    experts = Model.experts
-    patch(Model, "experts", lambda self, x, w, *rest: experts(self, x, dataclasses.replace(w, shared=None), *rest))
+    experts = Model.run_experts
+    patch(Model, "run_experts", lambda self, x, w, *rest: experts(self, x, dataclasses.replace(w, shared=None), *rest))
 
 
 def experts_swapped(patch: Patch) -> None:
@@ -135,8 +135,8 @@ def large_epsilon(patch: Patch) -> None:
 
 def no_router_bias(patch: Patch) -> None:
     """Experts chosen by their scores alone."""
-    route = moe.route
-    patch(moe, "route", lambda logits, bias, *rest: route(logits, torch.zeros_like(bias), *rest))
+    route = moe.select_experts
+    patch(moe, "select_experts", lambda logits, bias, *rest: route(logits, torch.zeros_like(bias), *rest))
 
 
 def no_group_limit(patch: Patch) -> None:
@@ -169,18 +169,18 @@ def wrong_row_of_a_page(patch: Patch) -> None:
 
 def token_not_attended(patch: Patch) -> None:
     """One position does not attend to itself."""
-    shards = DecodeEngine._shards
+    shards = DecodeEngine._make_shards
     position = 5
 
     def fewer(self: DecodeEngine, slots: Any, positions: Any) -> Any:
         return shards(self, slots, [p - (p == position) for p in positions])
 
-    patch(DecodeEngine, "_shards", fewer)
+    patch(DecodeEngine, "_make_shards", fewer)
 
 
 def lse_of_base_2(patch: Patch) -> None:
     """The second rank of a DCP group gives its log-sum-exp to base 2."""
-    run = Model.partial
+    run = Model.compute_partial
 
     def partial(self: Model, *arguments: Any) -> Any:
         out, lse = run(self, *arguments)
@@ -188,7 +188,7 @@ def lse_of_base_2(patch: Patch) -> None:
             lse *= math.log2(math.e)
         return out, lse
 
-    patch(Model, "partial", partial)
+    patch(Model, "compute_partial", partial)
 
 
 def head_without_output(patch: Patch) -> None:
@@ -252,7 +252,7 @@ def gate_for_up(patch: Patch) -> None:
 
 def residual_of_before(patch: Patch) -> None:
     """The MLP reads the residual without the attention's output, which is added behind it."""
-    norm = Model.norm
+    norm = Model.apply_norm
 
     def before(
         self: Model, x: Any, residual: torch.Tensor, weight: Any, number: int, *rest: Any, **options: Any
@@ -263,7 +263,7 @@ def residual_of_before(patch: Patch) -> None:
         residual += x
         return result
 
-    patch(Model, "norm", before)
+    patch(Model, "apply_norm", before)
 
 
 def key_of_last_position(patch: Patch) -> None:
@@ -278,7 +278,7 @@ def key_of_last_position(patch: Patch) -> None:
 
 def second_best_token(patch: Patch) -> None:
     """Greedy sampling takes the token of the second largest logit."""
-    greedy = Model.greedy
+    greedy = Model.sample_greedy
 
     def second(self: Model, logits: torch.Tensor) -> torch.Tensor:
         best = greedy(self, logits.clone())
@@ -288,7 +288,7 @@ def second_best_token(patch: Patch) -> None:
         others[mine, best[mine] - first] = float("-inf")
         return greedy(self, others)
 
-    patch(Model, "greedy", second)
+    patch(Model, "sample_greedy", second)
 
 
 def head_of_other_norm(patch: Patch) -> None:

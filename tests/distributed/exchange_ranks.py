@@ -68,21 +68,23 @@ def exchanged(name: str, group: Group, number: int, spec: ExchangeSpec) -> tuple
     """The gathered q and the merged output of one rank of DCP group `number`."""
     exchange = make_exchange(name, group, spec)
     h = HEADS // group.size
-    q_BhQ = exchange.query(BATCH)
+    q_BhQ = exchange.get_query_buffer(BATCH)
     mine = slice(None) if spec.q_replicate else slice(group.rank * h, (group.rank + 1) * h)
     q_BhQ.copy_(queries(number)[:, mine])
     q_BHQ = exchange.gather_q(q_BhQ)
-    o_BHR, lse_BH = exchange.partial(BATCH)
+    o_BHR, lse_BH = exchange.get_partial_buffers(BATCH)
     o_NBHR, lse_NBH = partials(group.size, number, spec.dtype)
     o_BHR.copy_(o_NBHR[group.rank])
     lse_BH.copy_(lse_NBH[group.rank])
-    return q_BHQ, exchange.merge(o_BHR, lse_BH)
+    return q_BHQ, exchange.merge_partials(o_BHR, lse_BH)
 
 
 def main(rank: int, folder: Path) -> None:
     """Merge and gather with every exchange in both layouts and all dtypes, and save what this rank got."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD)
-    ag_rs.borrow = lambda _owner, _group, nbytes, *_: torch.full((nbytes,), 0xFF, dtype=torch.uint8)  # NaN in fp32
+    ag_rs.get_shared_buffer = lambda _owner, _group, nbytes, *_: torch.full(
+        (nbytes,), 0xFF, dtype=torch.uint8
+    )  # NaN in fp32
     for layout in LAYOUTS:
         group = make_groups(layout, rank).dcp
         found = {

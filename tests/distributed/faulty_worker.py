@@ -27,9 +27,9 @@ from dcpbench.engine.model import Model
 from dcpbench.exchange.ag_rs import AllGatherReduceScatter
 from dcpbench.exchange.collectives import Group
 from dcpbench.exchange.symm import SymmetricMemory
-from dcpbench.kernels.merge import correct
+from dcpbench.kernels.merge import correct_attn_out
 from dcpbench.kernels.peers.meeting import _theirs
-from dcpbench.measuring.ranges import phase
+from dcpbench.measuring.ranges import record_range
 from tests import as_fork, forks
 
 FAULT, INSIDE = "FAULT", "--inside"
@@ -40,9 +40,9 @@ ON_GPUS = ("gather", "shape", LOOPS, FLAG)
 LAYER, STEP = 1, 3
 PHASES = {"order": "merge", "gather": "merge", "sleeps": "moe", "spins": "moe", FLAG: "merge"}
 """In which phase each happens; all others in attn_reduce."""
-tell, step, attention, experts = worker.Worker.tell, Model.step, Model.attention, Model.experts
-all_reduce, merge = Group.all_reduce, AllGatherReduceScatter.merge
-capture, merge_by_peers = DecodeEngine.capture, SymmetricMemory.merge
+tell, step, attention, experts = worker.Worker.write_progress, Model.run_step, Model.run_attention, Model.run_experts
+all_reduce, merge = Group.all_reduce, AllGatherReduceScatter.merge_partials
+capture, merge_by_peers = DecodeEngine.capture_step, SymmetricMemory.merge_partials
 
 
 class Fault:
@@ -68,12 +68,12 @@ class Fault:
             self.takes_back.fill_(1)
         tell(of, stage, note)
 
-    def step(self, of: Any, *args: Any, **kwargs: Any) -> Any:
+    def run_step(self, of: Any, *args: Any, **kwargs: Any) -> Any:
         """Model.step."""
         self.steps += self.at
         return step(of, *args, **kwargs)
 
-    def attention(self, of: Any, q: Any, kv: Any, index: int, *args: Any, **kwargs: Any) -> Any:
+    def run_attention(self, of: Any, q: Any, kv: Any, index: int, *args: Any, **kwargs: Any) -> Any:
         """Model.attention; the reduction after it is the next."""
         self.layer = index
         found = attention(of, q, kv, index, *args, **kwargs)
@@ -93,13 +93,13 @@ class Fault:
         all_reduce(of, mine)  # one line for all ranks
         return x  # as what comes next takes it: over NCCL, the host goes on
 
-    def merge(self, of: Any, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> torch.Tensor:
+    def merge_partials(self, of: Any, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> torch.Tensor:
         """AllGatherReduceScatter.merge."""
         if self.kind not in ("order", "gather") or not self.due():
             return merge(of, o_BHR, lse_BH)
-        with phase("merge"):
+        with record_range("merge"):
             lse_NBH = lse_BH.expand(of.group.size, *lse_BH.shape).contiguous()
-            found = of.group.reduce_scatter(correct(o_BHR, lse_NBH, of.group.rank, torch.float32))
+            found = of.group.reduce_scatter(correct_attn_out(o_BHR, lse_NBH, of.group.rank, torch.float32))
             if self.kind == "order":
                 of.group.all_gather(lse_BH)
             return found
@@ -111,15 +111,15 @@ class Fault:
             _take_back_kernel[(1,)](self.takes_back, of.peers.addresses, of.peers.offset(of.parts.met_for_o), **sizes)
         return merge_by_peers(of, o_BHR, lse_BH)
 
-    def capture(self, of: Any, batch: Any) -> None:
+    def capture_step(self, of: Any, batch: Any) -> None:
         """DecodeEngine.capture."""
         if self.kind in (LOOPS, FLAG):
             capture(of, batch)
 
-    def experts(self, of: Any, *args: Any) -> Any:
+    def run_experts(self, of: Any, *args: Any) -> Any:
         """Model.experts."""
         if self.kind in ("sleeps", "spins") and self.due():
-            with phase("moe"):
+            with record_range("moe"):
                 stall(self.kind)
         return experts(of, *args)
 
@@ -149,16 +149,16 @@ def stall(kind: str) -> None:
 def commit(fault: Fault) -> None:
     """Put it in the place of the worker's own."""
     for of, name in (
-        (worker.Worker, "tell"),
-        (Model, "step"),
-        (Model, "attention"),
-        (Model, "experts"),
+        (worker.Worker, "write_progress"),
+        (Model, "run_step"),
+        (Model, "run_attention"),
+        (Model, "run_experts"),
         (Group, "all_reduce"),
-        (AllGatherReduceScatter, "merge"),
-        (DecodeEngine, "capture"),
+        (AllGatherReduceScatter, "merge_partials"),
+        (DecodeEngine, "capture_step"),
     ):
         setattr(of, name, _method(getattr(fault, name)))
-    SymmetricMemory.merge = _method(fault.merge_by_peers)  # type: ignore[method-assign]
+    SymmetricMemory.merge_partials = _method(fault.merge_by_peers)  # type: ignore[method-assign]
 
 
 def _method(bound: Any) -> Any:

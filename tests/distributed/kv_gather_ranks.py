@@ -17,7 +17,7 @@ import torch.multiprocessing as mp
 from dcpbench.bench.operators import kv_gather as bench
 from dcpbench.bench.operators.kv_gather import KvGather
 from dcpbench.bench.record import Case
-from dcpbench.exchange.registered_memory import Registered
+from dcpbench.exchange.registered_memory import RegisteredBuffer
 
 POOL_BYTES = 1 << 16
 SIZES = (
@@ -48,17 +48,19 @@ def cases(world: int) -> list[Case]:
 def main(rank: int, world: int, folder: Path) -> None:
     """Run every case eagerly, and as a graph that holds it twice, and report the differences."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
-    bench.register = lambda group, nbytes, *_: Registered(group, torch.zeros(nbytes, dtype=torch.uint8), None)
+    bench.register_buffer = lambda group, nbytes, *_: RegisteredBuffer(
+        group, torch.zeros(nbytes, dtype=torch.uint8), None
+    )
     workload = KvGather(torch.device("cpu"), 0)
     found = {}
     for case in cases(world):
-        calls = workload.build(case)
+        calls = workload.build_calls(case)
         found[case.name()] = {
             "differences": [calls.check(run) for run in (calls.run, calls.run_captured, calls.run_captured)],
             "received_bytes": calls.work.received_bytes,
             "wire_bytes": calls.work.wire_bytes,
         }
-    calls = workload.build(cases(world)[0])
+    calls = workload.build_calls(cases(world)[0])
     found["a call is missing"] = calls.check(calls.calls[0])
     (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()

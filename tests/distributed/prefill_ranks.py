@@ -19,14 +19,14 @@ import torch.multiprocessing as mp
 from dcpbench.engine.pieces import Pieces
 from dcpbench.engine.prefill import Prefiller
 from dcpbench.kernels import kv_gather
-from dcpbench.kernels.moe.routing import NOBODY
+from dcpbench.kernels.moe.routing import NO_EXPERT
 from dcpbench.points import memory
-from dcpbench.points.batches import chunk_rows
+from dcpbench.points.batches import compute_chunk_rows
 from dcpbench.points.budget import plan_whole
 from dcpbench.points.layout import Layout
 from dcpbench.points.point import Point
 from dcpbench.points.shapes import load_shape
-from dcpbench.workloads.session import build
+from dcpbench.workloads.session import build_session
 from tests.unit.engine_builder import CPU
 from tests.unit.prefill_builder import Prompt, prompt_tokens, step
 
@@ -126,18 +126,18 @@ def prompts(replica: int) -> list[list[int]]:
 def error(case: Case, folder: Path, truth: dict[str, torch.Tensor], rank: int) -> float:
     """Largest difference of any logit of any step from the truth [replicas · prompts, tokens, vocab]."""
     point, shape = case.point(folder), load_shape(str(folder / case.model))
-    session = build(point, shape, plan_whole(point, [CONTEXT] * 2, shape), rank=rank, device=CPU, seed=0)
-    nbytes = memory.window_bytes(shape, case.layout, case.window, 4)
+    session = build_session(point, shape, plan_whole(point, [CONTEXT] * 2, shape), rank=rank, device=CPU, seed=0)
+    nbytes = memory.compute_window_bytes(shape, case.layout, case.window, 4)
     engine = session.engine
     prefiller = Prefiller(engine.model, backend="sdpa", tokens=CONTEXT, gather=case.gather, window_bytes=nbytes)
     pieces = Pieces(prefiller, None) if case.pieces else None
-    replica = case.layout.dp_rank(rank)
+    replica = case.layout.get_dp_rank(rank)
     requests = [Prompt.admit(engine, tokens) for tokens in prompts(replica)]
     known = truth[case.truth][2 * replica : 2 * replica + 2]
     worst = 0.0
     for steps in zip(*LOAD[: case.layout.dp], strict=True):
         rows = [len(decodes) + sum(count for _, count in chunks) for decodes, chunks in steps]
-        live = [chunk_rows(count) if pieces else count for count in rows]
+        live = [compute_chunk_rows(count) if pieces else count for count in rows]
         engine.model.chosen_experts = chosen = []
         decodes, chunks = steps[replica]
         expected = [known[n, requests[n].stored] for n in decodes]
@@ -151,7 +151,7 @@ def error(case: Case, folder: Path, truth: dict[str, torch.Tensor], rank: int) -
             pieces=pieces,
             live=live if case.layout.dp > 1 else None,
         )
-        assert len(logits) == (chunk_rows(max(rows)) if pieces else max(rows))
+        assert len(logits) == (compute_chunk_rows(max(rows)) if pieces else max(rows))
         if case.layout.dp > 1:
             assert all(nobodies(ids_Tk) == [max(live) - count for count in live] for _, ids_Tk in chosen)
         assert bool(logits.isfinite().all())
@@ -162,13 +162,13 @@ def error(case: Case, folder: Path, truth: dict[str, torch.Tensor], rank: int) -
 
 def nobodies(ids_Tk: torch.Tensor) -> list[int]:
     """How many rows of each of two replicas go to no expert."""
-    return (ids_Tk == NOBODY).all(-1).view(2, -1).sum(-1).tolist()
+    return (ids_Tk == NO_EXPERT).all(-1).view(2, -1).sum(-1).tolist()
 
 
 def alone(case: Case, folder: Path, replica: int) -> torch.Tensor:
     """[prompts, tokens, vocab] of a replica's prompts, in the same steps on one rank; NaN where none is computed."""
     point, shape = case.point(folder), load_shape(str(folder / case.model))
-    engine = build(point, shape, plan_whole(point, [CONTEXT] * 2, shape), rank=0, device=CPU, seed=0).engine
+    engine = build_session(point, shape, plan_whole(point, [CONTEXT] * 2, shape), rank=0, device=CPU, seed=0).engine
     prefiller = Prefiller(engine.model, backend="sdpa", tokens=CONTEXT)
     requests = [Prompt.admit(engine, tokens) for tokens in prompts(replica)]
     found = torch.full((2, LENGTH, shape.vocab), torch.nan)

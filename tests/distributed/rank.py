@@ -31,12 +31,12 @@ def in_token_order(
     out_TQ: torch.Tensor, own_JQ: torch.Tensor, addresses: Sequence[int], rank: int, prefix: Prefix, table: torch.Tensor
 ) -> None:
     """In place of kv_gather.in_token_order; it, too, reads other ranks' parts where they begin."""
-    from dcpbench.kernels.kv_gather import in_token_order_reference, request_table
+    from dcpbench.kernels.kv_gather import gather_in_token_order_reference, make_request_table
 
-    assert table.equal(request_table(prefix, table.device))
+    assert table.equal(make_request_table(prefix, table.device))
     assert addresses[0] == own_JQ.data_ptr()
     parts = [_at(addresses[(n - rank) % prefix.dcp], own_JQ, prefix.part_rows) for n in range(prefix.dcp)]
-    in_token_order_reference(out_TQ, parts, prefix)
+    gather_in_token_order_reference(out_TQ, parts, prefix)
 
 
 def _at(address: int, like_JQ: torch.Tensor, rows: int) -> torch.Tensor:
@@ -57,8 +57,8 @@ if __name__ == "__main__":
     from dcpbench.workloads import step_times
     from tests.distributed import shared
 
-    step_times.MOST = 4
-    prefix.in_token_order = in_token_order
+    step_times.MAX_SAMPLES = 4
+    prefix.gather_in_token_order = in_token_order
     shared.replace()
     gc.unfreeze = lambda: None
     sys.argv.remove(INSIDE)

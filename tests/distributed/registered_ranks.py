@@ -28,7 +28,7 @@ def main(rank: int, folder: Path) -> None:
         exchange = make_exchange(name, group, spec)
         for batch in BATCHES:
             generator = torch.Generator(device).manual_seed(100 * batch + rank)
-            q, o, lse = exchange.query(batch), *exchange.partial(batch)
+            q, o, lse = exchange.get_query_buffer(batch), *exchange.get_partial_buffers(batch)
             for place in (q, o, lse):
                 place.copy_(torch.randn(place.shape, generator=generator, device=device))
 

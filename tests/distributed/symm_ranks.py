@@ -66,15 +66,15 @@ def layers(group: Group, number: int) -> list[tuple[torch.Tensor, torch.Tensor]]
     found = []
     for layer, batch in enumerate(BATCHES):
         data = [drawn(group.size, number, layer + 50 * e, batch) for e in range(2)]
-        qs = [exchange.query(batch) for exchange in both]
+        qs = [exchange.get_query_buffer(batch) for exchange in both]
         for q, (q_NBhQ, _, _) in zip(qs, data, strict=True):
             q.copy_(q_NBhQ[group.rank])
         gathered = [exchange.gather_q(q).clone() for exchange, q in zip(both, qs, strict=True)]
-        partials = [exchange.partial(batch) for exchange in both]
+        partials = [exchange.get_partial_buffers(batch) for exchange in both]
         for (o, lse), (_, o_NBHR, lse_NBH) in zip(partials, data, strict=True):
             o.copy_(o_NBHR[group.rank])
             lse.copy_(lse_NBH[group.rank])
-        merged = [exchange.merge(*partial) for exchange, partial in zip(both, partials, strict=True)]
+        merged = [exchange.merge_partials(*partial) for exchange, partial in zip(both, partials, strict=True)]
         found.extend(zip(gathered, merged, strict=True))
     return found
 
@@ -99,14 +99,14 @@ def replays(group: Group, number: int, count: int, kind: int) -> list[torch.Tens
     """
     exchange = make_exchange("symm", group, spec(q_replicate=True))
     assert isinstance(exchange, symm.SymmetricMemory)
-    fence, captured = symm.fence, symm.graph_being_captured
-    symm.graph_being_captured = lambda _device: kind
+    fence, captured = symm.launch_fence, symm.get_capture_id
+    symm.get_capture_id = lambda _device: kind
     tape = []
     for _ in range(count):
         fences: list[int] = []
-        symm.fence = lambda *_args, fences=fences: fences.append(1)
-        tape.append((exchange.partial(2), bool(fences)))
-    symm.fence, symm.graph_being_captured = fence, captured
+        symm.launch_fence = lambda *_args, fences=fences: fences.append(1)
+        tape.append((exchange.get_partial_buffers(2), bool(fences)))
+    symm.launch_fence, symm.get_capture_id = fence, captured
     found = []
     for replay in range(REPLAYS):
         for layer, ((o, lse), fenced) in enumerate(tape):
@@ -115,7 +115,7 @@ def replays(group: Group, number: int, count: int, kind: int) -> list[torch.Tens
             _, o_NBHR, lse_NBH = drawn(group.size, number, 10 * replay + layer, 2)
             o.copy_(o_NBHR[group.rank])
             lse.copy_(lse_NBH[group.rank])
-            found.append(exchange.merge(o, lse))
+            found.append(exchange.merge_partials(o, lse))
     return found
 
 
@@ -124,11 +124,11 @@ def eager(group: Group, number: int) -> list[torch.Tensor]:
     exchange = make_exchange("symm", group, spec(q_replicate=True))
     found = []
     for layer in range(4):
-        o, lse = exchange.partial(2)
+        o, lse = exchange.get_partial_buffers(2)
         _, o_NBHR, lse_NBH = drawn(group.size, number, layer, 2)
         o.copy_(o_NBHR[group.rank])
         lse.copy_(lse_NBH[group.rank])
-        found.append(exchange.merge(o, lse))
+        found.append(exchange.merge_partials(o, lse))
     return found
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dcpbench.bench.operators.ranks import RankError, everyone, one_of, together
+from dcpbench.bench.operators.ranks import RankError, gather_first_text, get_world_group, run_together
 
 ROOT = Path(__file__).parents[2]
 RANK = """
@@ -52,8 +52,8 @@ def test_an_error_of_one_rank_becomes_that_of_all_and_they_go_on_together(tmp_pa
 
 
 def test_one_rank_alone_agrees_with_itself():
-    assert everyone().size == 1
-    assert together(lambda: 3) == 3
-    assert one_of("bad") == "bad"
+    assert get_world_group().size == 1
+    assert run_together(lambda: 3) == 3
+    assert gather_first_text("bad") == "bad"
     with pytest.raises(RankError, match="KeyError"):
-        together(lambda: {}["x"])
+        run_together(lambda: {}["x"])

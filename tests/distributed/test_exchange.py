@@ -6,7 +6,7 @@ import torch
 from dcpbench.errors import UsageError
 from dcpbench.exchange import make_exchange
 from dcpbench.exchange.collectives import Group
-from dcpbench.kernels.merge import merge
+from dcpbench.kernels.merge import merge_partials
 from dcpbench.points.layout import Layout
 from tests.distributed import exchange_ranks as ranks
 from tests.distributed.forked import forked
@@ -25,13 +25,13 @@ def found(tmp_path_factory):
 def heads_of(layout: Layout, rank: int) -> slice:
     """The heads of its group's 8 that a rank keeps."""
     h = ranks.HEADS // layout.dcp
-    return slice(layout.dcp_rank(rank) * h, (layout.dcp_rank(rank) + 1) * h)
+    return slice(layout.get_dcp_rank(rank) * h, (layout.get_dcp_rank(rank) + 1) * h)
 
 
 def expected(layout, rank, dtype):
     """This rank's heads of the merged output, [h, B, R] in fp64 from partials in `dtype`."""
     o_NBHR, lse_NBH = ranks.partials(layout.dcp, rank // layout.dcp, dtype)
-    return merge(o_NBHR.double(), lse_NBH.double())[:, heads_of(layout, rank)].transpose(0, 1)
+    return merge_partials(o_NBHR.double(), lse_NBH.double())[:, heads_of(layout, rank)].transpose(0, 1)
 
 
 @pytest.mark.distributed
@@ -97,12 +97,12 @@ def test_a_narrow_wire_is_as_inexact_as_its_dtype(found):
 def test_a_group_of_one_rank_merges_with_nobody(name):
     """The same code path with weight 1, heads first."""
     exchange = make_exchange(name, Group(size=1, rank=0, handle=None), ranks.spec(torch.float32))
-    o_BHR, lse_BH = exchange.partial(2)
+    o_BHR, lse_BH = exchange.get_partial_buffers(2)
     o_BHR.normal_(generator=torch.Generator().manual_seed(0))
-    q_BHQ = exchange.query(2).fill_(1)
+    q_BHQ = exchange.get_query_buffer(2).fill_(1)
     assert o_BHR.shape == (2, ranks.HEADS, ranks.LATENT)
     assert q_BHQ.shape == (2, ranks.HEADS, ranks.WIDTH)
-    assert torch.equal(exchange.merge(o_BHR, lse_BH.zero_()), o_BHR.transpose(0, 1))
+    assert torch.equal(exchange.merge_partials(o_BHR, lse_BH.zero_()), o_BHR.transpose(0, 1))
     assert torch.equal(exchange.gather_q(q_BHQ), q_BHQ)
 
 

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, safe_open
 from dcpbench.engine import checkpoint
 from dcpbench.engine.checkpoint import CheckpointSource
 from dcpbench.engine.weights import load_weights
-from dcpbench.kernels.block_scaled import Scaled, dequantise_weight
+from dcpbench.kernels.block_scaled import Scaled, dequantize_weight
 from dcpbench.points.layout import Layout
-from dcpbench.points.memory import all_layers
+from dcpbench.points.memory import count_all_layers
 from dcpbench.points.shapes import load_shape
 from tests.distributed.checkpoints import deepseek_v3, deepseek_v3_fp8
 from tests.distributed.test_oracle import (
@@ -86,12 +86,12 @@ def test_layouts_are_transformers_with_the_same_roundings(tp, folder, tmp_path):
 
 def test_scales_of_other_blocks_are_noticed(folder, tmp_path, monkeypatch):
     """Those of o_proj, two in a row, change places."""
-    whole = checkpoint.cut
+    whole = checkpoint.slice_scaled
 
     def swapped(data, scale, shape, *part):
         return whole(data, scale.flip(1) if shape[0] == 160 else scale, shape, *part)
 
-    monkeypatch.setattr(checkpoint, "cut", swapped)
+    monkeypatch.setattr(checkpoint, "slice_scaled", swapped)
     (wrong,) = [c for c in alone(points_of(1, folder)[0], PROMPTS, TOKENS, tmp_path) if not c.ok]
     assert wrong.name == "layers"
     assert "3 layers of 3 differ, first o_proj of layer 0" in wrong.detail
@@ -114,28 +114,28 @@ def test_no_number_changes_where_ranks_cut_blocks(layout, ep, folder):
     stored = load_file(file)
 
     def published(name):
-        return dequantise_weight(Scaled(stored[name], stored[name + "_scale_inv"]))
+        return dequantize_weight(Scaled(stored[name], stored[name + "_scale_inv"]))
 
     layer = "model.layers.1."
     for rank in range(layout.tp):
-        held = load_weights(source, shape, layout, rank, all_layers(shape), ep=ep, fp8=True).layer(1)
+        held = load_weights(source, shape, layout, rank, count_all_layers(shape), ep=ep, fp8=True).get_layer(1)
         width = 144 // layout.tp if ep == "1" else 144
         first = rank * width if ep == "1" else 0
         expert = held.mlp.first
-        gate, up = dequantise_weight(held.mlp.gate_up)[0].split(width)
+        gate, up = dequantize_weight(held.mlp.gate_up)[0].split(width)
         one = f"{layer}mlp.experts.{expert}."
         assert torch.equal(gate, published(one + "gate_proj.weight")[first : first + width])
         assert torch.equal(up, published(one + "up_proj.weight")[first : first + width])
         assert torch.equal(
-            dequantise_weight(held.mlp.down)[0], published(one + "down_proj.weight")[:, first : first + width]
+            dequantize_weight(held.mlp.down)[0], published(one + "down_proj.weight")[:, first : first + width]
         )
         heads, which = 8 // layout.attn_tp, layout.attn_rank(rank)
         rows = slice(which * heads * 28, (which + 1) * heads * 28)
         columns = slice(which * heads * 20, (which + 1) * heads * 20)
         a = layer + "self_attn."
-        assert torch.equal(dequantise_weight(held.attention.q_b), published(a + "q_b_proj.weight")[rows])
-        assert torch.equal(dequantise_weight(held.attention.o), published(a + "o_proj.weight")[:, columns])
-        q, kv = dequantise_weight(held.attention.qkv_a).split((136, 48))
+        assert torch.equal(dequantize_weight(held.attention.q_b), published(a + "q_b_proj.weight")[rows])
+        assert torch.equal(dequantize_weight(held.attention.o), published(a + "o_proj.weight")[:, columns])
+        q, kv = dequantize_weight(held.attention.qkv_a).split((136, 48))
         assert torch.equal(q, published(a + "q_a_proj.weight"))
         assert torch.equal(kv, published(a + "kv_a_proj_with_mqa.weight"))
 

@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 from dcpbench.launch import launcher
 from dcpbench.launch.jobs import Check, Job
 from dcpbench.launch.torchrun import Machines
-from dcpbench.points.layout import Layout, local_length
+from dcpbench.points.layout import Layout, compute_local_length
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import load_shape
 from dcpbench.records.folder import FAILED_FILE
-from dcpbench.records.runs import last_records
+from dcpbench.records.runs import read_last_records
 from dcpbench.workloads import verify as workload
 from tests.distributed.checkpoints import ABSENT, VOCAB, WRITERS, deepseek_v2_of, deepseek_v3_of, yarn
 from tests.distributed.verifying import verify_by_job
@@ -139,7 +139,7 @@ def assert_verified(points: list[Point], checks: list[Check], tokens_of_a_rank: 
     for i, p in enumerate(points):
         made = checks[i * len(CHECKS) : (i + 1) * len(CHECKS)]
         assert {(c.layout, c.ep, c.backend, c.exchange) for c in made} == {
-            (str(p.layout), p.ep_degree, p.backend, p.exchange_label() or "none")
+            (str(p.layout), p.ep_degree, p.backend, p.format_exchange_label() or "none")
         }
         attention, kv_write, layers, logits, tokens, routing = made
         assert attention.error <= LIMIT, p
@@ -187,8 +187,8 @@ def test_so_they_are_on_two_gpus_whether_experts_are_cut_or_whole(dtype, checkpo
     work = launcher.Work(
         folder=tmp_path, settings=Settings(), device="cuda", kind="verify", prompts=PROMPTS, new_tokens=NEW
     )
-    launcher.run(points, work, Machines(), lambda _: None)
-    assert {r.point.key(): r.reason for r in last_records(tmp_path, FAILED_FILE).values()} == {}
+    launcher.run_points(points, work, Machines(), lambda _: None)
+    assert {r.point.get_key(): r.reason for r in read_last_records(tmp_path, FAILED_FILE).values()} == {}
     checks = [msgspec.json.decode(line, type=Check) for line in (tmp_path / "checks.jsonl").read_bytes().splitlines()]
     assert [c for c in checks if not c.ok] == []
     assert {(c.layout, c.ep) for c in checks if c.name == "logits"} == {(str(p.layout), p.ep_degree) for p in points}
@@ -398,7 +398,7 @@ def test_the_prompts_leave_shards_empty_and_uneven():
     In stripes of 2, 3 tokens lie on ranks 0 (two) and 1 (one), and 18 start a second round on rank 0.
     """
     assert [len(p) for p in PROMPTS] == [13, 1, 3, 4]
-    assert [local_length(13 + NEW, rank, 8) for rank in range(8)] == [3, 3, 2, 2, 2, 2, 2, 2]
-    assert [local_length(1, rank, 8) for rank in range(8)] == [1, 0, 0, 0, 0, 0, 0, 0]
-    assert [local_length(3, rank, 8, 2) for rank in range(8)] == [2, 1, 0, 0, 0, 0, 0, 0]
-    assert [local_length(13 + NEW, rank, 8, 2) for rank in range(8)] == [4, 2, 2, 2, 2, 2, 2, 2]
+    assert [compute_local_length(13 + NEW, rank, 8) for rank in range(8)] == [3, 3, 2, 2, 2, 2, 2, 2]
+    assert [compute_local_length(1, rank, 8) for rank in range(8)] == [1, 0, 0, 0, 0, 0, 0, 0]
+    assert [compute_local_length(3, rank, 8, 2) for rank in range(8)] == [2, 1, 0, 0, 0, 0, 0, 0]
+    assert [compute_local_length(13 + NEW, rank, 8, 2) for rank in range(8)] == [4, 2, 2, 2, 2, 2, 2, 2]

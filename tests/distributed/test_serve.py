@@ -87,7 +87,7 @@ def serve(points: list[Point], folder: Path, settings: Settings = Settings()) ->
     work = launcher.Work(
         folder=folder, settings=settings, device="cpu", worker="tests.distributed.rank", engines=engines
     )
-    launcher.run(points, work, Machines(), lambda _: None)
+    launcher.run_points(points, work, Machines(), lambda _: None)
     return read_records(folder)
 
 
@@ -127,8 +127,8 @@ def served(checkpoint: str, tmp_path_factory: pytest.TempPathFactory):
             loads = {n: msgspec.structs.replace(LOAD, **changes) for n, (_, _, changes) in mine.items()}
             points = {n: point(checkpoint, mine[n][0], load, **mine[n][1]) for n, load in loads.items()}
             folder = tmp_path_factory.mktemp("run")
-            records = {record.point.key(): record for record in serve(list(points.values()), folder)}
-            known.update({n: (load, records[points[n].key()], folder) for n, load in loads.items()})
+            records = {record.point.get_key(): record for record in serve(list(points.values()), folder)}
+            known.update({n: (load, records[points[n].get_key()], folder) for n, load in loads.items()})
         return known[name]
 
     return of

@@ -15,10 +15,10 @@ from dcpbench.points.machine import Probe
 from dcpbench.points.point import Load, Point
 from dcpbench.points.settings import Settings
 from dcpbench.records.file import read_records
-from dcpbench.serving.replay import replay_from_file, step_times_name
+from dcpbench.serving.replay import make_step_times_name, replay_from_file
 from dcpbench.serving.samples import read_samples
-from dcpbench.serving.step_cases import grid
-from dcpbench.serving.step_times import StepTimes, engine_path, read_step_times
+from dcpbench.serving.step_cases import make_cases
+from dcpbench.serving.step_times import StepTimes, get_engine_path, read_step_times
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -56,7 +56,7 @@ def run(points: list[Point], folder: Path) -> list[Record]:
     work = launcher.Work(
         folder=folder, settings=SETTINGS, device="cpu", worker="tests.distributed.rank", engines=engines
     )
-    launcher.run(points, work, Machines(), lambda _: None)
+    launcher.run_points(points, work, Machines(), lambda _: None)
     records = read_records(folder)[-len(points) :]
     assert [(r.outcome, r.reason, r.detail) for r in records] == [("ok", None, {})] * len(points)
     return records
@@ -97,7 +97,7 @@ def job(folder: Path, two_ranks: list[Record]) -> tuple[Path, list[Record], Step
 @pytest.mark.long
 def test_points_of_one_path_share_a_file_that_their_records_name(job) -> None:
     folder, records, _ = job
-    name = step_times_name(engine_path(records[0].point))
+    name = make_step_times_name(get_engine_path(records[0].point))
     assert [r.honesty.step_times for r in records] == [name] * 2
     assert (folder / name).is_file()
 
@@ -118,8 +118,8 @@ def test_the_grid_is_that_of_the_larger_point(job) -> None:
 
     _, records, times = job
     pages = records[0].kv.capacity_tokens // 4 + 1
-    extent = Extent.of([r.point for r in records], pages=pages, max_context=49)
-    assert [m.case for m in times.cases] == grid(extent)
+    extent = Extent.from_points([r.point for r in records], pages=pages, max_context=49)
+    assert [m.case for m in times.cases] == make_cases(extent)
 
 
 def test_every_request_is_answered_in_virtual_time(job) -> None:
@@ -149,7 +149,7 @@ def test_the_same_file_gives_the_same_record_without_a_job(job, tmp_path) -> Non
 def test_other_layouts_are_measured_too(layout: Layout, request: pytest.FixtureRequest) -> None:
     record = request.getfixturevalue("one_rank") if layout == LONE else request.getfixturevalue("two_ranks")[2]
     assert record.point.layout == layout
-    assert record.honesty.step_times == step_times_name(engine_path(record.point))
+    assert record.honesty.step_times == make_step_times_name(get_engine_path(record.point))
     assert record.serve.finished == 12
 
 

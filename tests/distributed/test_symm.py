@@ -14,9 +14,9 @@ from dcpbench.errors import CapacityError, UsageError
 from dcpbench.exchange import make_exchange, symmetric_memory
 from dcpbench.exchange.collectives import Group
 from dcpbench.exchange.symmetric_all_reduce import ReduceSpec, make_all_reduce
-from dcpbench.exchange.symmetric_memory import Place, check
-from dcpbench.kernels.head_order import in_head_order_reference
-from dcpbench.kernels.peers import MOST_BLOCKS, Carver, Peers
+from dcpbench.exchange.symmetric_memory import Place, check_places
+from dcpbench.kernels.head_order import to_head_order_reference
+from dcpbench.kernels.peers import MAX_BLOCKS, Carver, Peers
 from dcpbench.kernels.peers.add_up import add_up_reference
 from dcpbench.kernels.peers.merge import merge_reference
 from tests.distributed import symm_ranks as ranks
@@ -66,7 +66,7 @@ class TestSymm:
                 layer, exchange = divmod(index, 2)
                 q_NBhQ, _, _ = ranks.drawn(layout.dcp, rank // layout.dcp, layer + 50 * exchange, ranks.BATCHES[layer])
                 assert q_BHQ.is_contiguous()
-                assert torch.equal(q_BHQ, in_head_order_reference(q_NBhQ))
+                assert torch.equal(q_BHQ, to_head_order_reference(q_NBhQ))
                 assert_merged(o_hBR, layout, rank, layer + 50 * exchange, ranks.BATCHES[layer])
 
     @pytest.mark.parametrize("count", ranks.LAYERS)
@@ -99,34 +99,34 @@ def test_a_group_of_one_rank_exchanges_with_nobody():
     """The same kernels, meeting nobody."""
     exchange = make_exchange("symm", Group(size=1, rank=0, handle=None), ranks.spec())
     q_NBhQ, o_NBHR, lse_NBH = ranks.drawn(1, 0, 0, 2)
-    q_BhQ = exchange.query(2)
+    q_BhQ = exchange.get_query_buffer(2)
     q_BhQ.copy_(q_NBhQ[0])
     assert torch.equal(exchange.gather_q(q_BhQ), q_NBhQ[0])
-    o_BHR, lse_BH = exchange.partial(2)
+    o_BHR, lse_BH = exchange.get_partial_buffers(2)
     o_BHR.copy_(o_NBHR[0])
     lse_BH.copy_(lse_NBH[0])
-    assert torch.equal(exchange.merge(o_BHR, lse_BH), merge_reference(o_NBHR.float(), lse_NBH, 0))
+    assert torch.equal(exchange.merge_partials(o_BHR, lse_BH), merge_reference(o_NBHR.float(), lse_NBH, 0))
 
 
 class TestRefusals:
     def test_several_hosts_are_refused_with_what_works_there(self):
         places = [Place("a", "GPU-1"), Place("b", "GPU-1")]
         with pytest.raises(CapacityError, match=r"--exchange symm .* spans 2; use --exchange a2a instead"):
-            check(places, "--exchange symm", "use --exchange a2a instead.")
+            check_places(places, "--exchange symm", "use --exchange a2a instead.")
 
     def test_two_ranks_on_one_gpu_are_refused(self):
         places = [Place("a", "GPU-1"), Place("a", "GPU-2"), Place("a", "GPU-1")]
         with pytest.raises(CapacityError, match="one GPU for each of 3 ranks, not 2; use a2a"):
-            check(places, "--exchange symm", "use a2a")
+            check_places(places, "--exchange symm", "use a2a")
 
     def test_ranks_of_one_host_with_a_gpu_each_or_none_are_accepted(self):
-        check([Place("a", "GPU-1"), Place("a", "GPU-2")], "", "")
-        check([Place("a", ""), Place("a", "")], "", "")
+        check_places([Place("a", "GPU-1"), Place("a", "GPU-2")], "", "")
+        check_places([Place("a", ""), Place("a", "")], "", "")
 
     def test_a_cpu_without_shared_memory_is_refused(self, monkeypatch, tmp_path):
         """Not Linux, for one."""
         monkeypatch.setattr(symmetric_memory, "SHARED_FOLDER", tmp_path / "none")
-        monkeypatch.setattr(symmetric_memory, "everywhere", lambda _group, value: [value])
+        monkeypatch.setattr(symmetric_memory, "gather_values", lambda _group, value: [value])
         group = Group(size=2, rank=0, handle=object())
         with pytest.raises(CapacityError, match=r"--exchange symm: this machine has no .*none.*; use --exchange a2a"):
             make_exchange("symm", group, ranks.spec())
@@ -134,16 +134,16 @@ class TestRefusals:
     def test_memory_that_one_rank_does_not_get_is_refused_on_all(self, monkeypatch):
         """A rank that has its own would wait for the others for ever."""
         group = Group(size=2, rank=0, handle=object())
-        monkeypatch.setattr(symmetric_memory, "everywhere", lambda _group, reason: [reason, "out of memory"])
+        monkeypatch.setattr(symmetric_memory, "gather_values", lambda _group, reason: [reason, "out of memory"])
         with pytest.raises(CapacityError, match=r"symm: memory .* was refused \(out of memory\); use a2a"):
-            symmetric_memory.agreed(group, lambda: "mine", "symm: {}; use a2a")
+            symmetric_memory.run_on_all(group, lambda: "mine", "symm: {}; use a2a")
 
         def full():
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(symmetric_memory, "everywhere", lambda _group, reason: [reason, ""])
+        monkeypatch.setattr(symmetric_memory, "gather_values", lambda _group, reason: [reason, ""])
         with pytest.raises(CapacityError, match="No space left on device"):
-            symmetric_memory.agreed(group, full, "{}")
+            symmetric_memory.run_on_all(group, full, "{}")
 
     def test_an_unknown_all_reduce_lists_the_known_ones(self):
         sizes = ReduceSpec(rows=1, columns=8, dtype=torch.float32, device=torch.device("cpu"))
@@ -157,9 +157,9 @@ class TestBuffers:
         own = torch.zeros(2048, dtype=torch.uint8)
         carver = Carver(own)
         parts = [
-            carver.take(3, dtype=torch.bfloat16),
-            carver.take(3, 43, dtype=torch.bfloat16),
-            carver.take(1, dtype=torch.int64),
+            carver.allocate_tensor(3, dtype=torch.bfloat16),
+            carver.allocate_tensor(3, 43, dtype=torch.bfloat16),
+            carver.allocate_tensor(1, dtype=torch.int64),
         ]
         starts = [part.data_ptr() - own.data_ptr() for part in parts]
         assert starts == [0, 256, 768]
@@ -167,13 +167,13 @@ class TestBuffers:
 
     def test_sizes_are_known_before_there_is_a_buffer(self):
         carver = Carver()
-        assert carver.counters(4).shape == (MOST_BLOCKS + 1, 4)
-        assert carver.used == MOST_BLOCKS * 4 * 4 + 256
+        assert carver.allocate_counters(4).shape == (MAX_BLOCKS + 1, 4)
+        assert carver.used == MAX_BLOCKS * 4 * 4 + 256
 
     def test_a_tensor_from_elsewhere_has_no_offset(self):
         """Its peers' would not lie where its address says."""
         own = torch.zeros(512, dtype=torch.uint8)
         peers = Peers(rank=0, addresses=(own.data_ptr(),), own=own)
-        assert peers.offset(own[256:]) == 256
+        assert peers.compute_offset(own[256:]) == 256
         with pytest.raises(AssertionError, match="not in this buffer"):
-            peers.offset(torch.zeros(16, dtype=torch.uint8))
+            peers.compute_offset(torch.zeros(16, dtype=torch.uint8))

@@ -113,7 +113,7 @@ def test_no_experts_are_skipped_because_prompts_never_choose_them(shallow, monke
 
 def test_an_engine_that_computes_nan_is_wrong(shallow, monkeypatch):
     """Comparisons with NaN are never true, so a check must not pass because no error exceeds its limit."""
-    monkeypatch.setattr(CheckpointSource, "get", with_nan_in_o_proj(CheckpointSource.get))
+    monkeypatch.setattr(CheckpointSource, "get_tensor", with_nan_in_o_proj(CheckpointSource.get_tensor))
     assert found(point(shallow, **IN_BF16)) == ["layers", "logits", "tokens"]
 
 

@@ -13,7 +13,7 @@ from dcpbench.launch.torchrun import Machines
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import load_shape
 from dcpbench.records.folder import FAILED_FILE
-from dcpbench.records.runs import last_records
+from dcpbench.records.runs import read_last_records
 from dcpbench.workloads import oracle
 from dcpbench.workloads.checkpoint_checks import compare_checkpoint
 
@@ -54,8 +54,10 @@ def verify_by_job(
         prompts=prompts,
         new_tokens=new,
     )
-    launcher.run(list(points), work, Machines(), lambda _: None)
-    assert {r.point.key(): r.reason for r in last_records(folder, FAILED_FILE).values()} == {}, "no point failed"
+    launcher.run_points(list(points), work, Machines(), lambda _: None)
+    assert {r.point.get_key(): r.reason for r in read_last_records(folder, FAILED_FILE).values()} == {}, (
+        "no point failed"
+    )
     return [decode_check(line) for line in (folder / "checks.jsonl").read_bytes().splitlines()]
 
 
@@ -63,5 +65,5 @@ def continue_greedily(folder: str, prompt: tuple[int, ...], new: int) -> list[in
     """Return the new tokens that transformers in fp32 gives one by one."""
     text = list(prompt)
     for _ in range(new):
-        text.append(int(oracle.logits_of(folder, text)[-1].argmax()))
+        text.append(int(oracle.compute_logits(folder, text)[-1].argmax()))
     return text[len(prompt) :]

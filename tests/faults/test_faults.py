@@ -14,7 +14,7 @@ import pytest
 from dcpbench.launch import launcher
 from dcpbench.records.file import read_records
 from dcpbench.records.folder import RECORDS_FILE
-from dcpbench.records.repair import repair
+from dcpbench.records.repair import repair_file
 from tests.cli.job_processes import MARK, processes, wait_until
 from tests.faults.table import CASES, DAMAGE, MEASURE, SOME_FAILED, Case
 
@@ -91,7 +91,7 @@ def test_damaged_records_are_repaired_and_measured_again(damage: str, tmp_path: 
             "garbage": one + b"{garbage\n" + three,
         }[damage]
     )
-    repair(tmp_path / "run")
+    repair_file(tmp_path / "run")
     kept = collections.Counter(good(tmp_path / "run"))
     assert max(kept.values()) == 1
     code, said = typed(tmp_path, "--resume")

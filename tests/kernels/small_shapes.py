@@ -15,21 +15,20 @@ import numpy as np
 import torch
 
 from dcpbench.kernels.attention import AttentionSpec, Shards, make_backend
-from dcpbench.kernels.head_order import in_head_order
-from dcpbench.kernels.keys import decompress, lay
-from dcpbench.kernels.kv_gather import in_token_order, request_table
-from dcpbench.kernels.kv_gather import pack as pack_rows
-from dcpbench.kernels.kv_indices import Share, fill_pages
+from dcpbench.kernels.head_order import to_head_order
+from dcpbench.kernels.keys import decompress_latents, gather_rows
+from dcpbench.kernels.kv_gather import gather_in_token_order, make_request_table, pack_rows
+from dcpbench.kernels.kv_indices import Share, write_pages
 from dcpbench.kernels.kv_write import write_kv, write_rows
 from dcpbench.kernels.latent import split_latent_fused
-from dcpbench.kernels.merge import correct
-from dcpbench.kernels.moe import experts
+from dcpbench.kernels.merge import correct_attn_out
+from dcpbench.kernels.moe import apply_experts
 from dcpbench.kernels.moe.prompts import silu_mul_rows
-from dcpbench.kernels.norm import norm_rows
-from dcpbench.kernels.pack import Message, combine, pack
-from dcpbench.kernels.peers.add_up import one_shot, two_shot
-from dcpbench.kernels.peers.gather import gather
-from dcpbench.kernels.peers.merge import merge
+from dcpbench.kernels.norm import normalize_rows
+from dcpbench.kernels.pack import Message, merge_messages, pack_messages
+from dcpbench.kernels.peers.add_up import reduce_one_shot, reduce_two_shot
+from dcpbench.kernels.peers.gather import gather_queries
+from dcpbench.kernels.peers.merge import merge_from_peers
 from dcpbench.kernels.value_proj import project_values
 from dcpbench.points.layout import Prefix
 from tests.kernels.test_peers import Ranks
@@ -69,11 +68,11 @@ def exchange() -> None:
     """Run the kernels used with NCCL's collectives, for 4 ranks."""
     batch, heads, ranks = 5, 12, 4
     o, lse = _normal(batch, heads, 512), _normal(batch, heads).float()
-    correct(o, lse.expand(ranks, -1, -1).contiguous(), 1, torch.float32)
+    correct_attn_out(o, lse.expand(ranks, -1, -1).contiguous(), 1, torch.float32)
     out = torch.empty(heads // ranks, batch, 512, device="cuda")
-    combine(pack(o, lse, ranks), Message(batch, heads // ranks, 512, o.dtype), out)
+    merge_messages(pack_messages(o, lse, ranks), Message(batch, heads // ranks, 512, o.dtype), out)
     project_values(out, _normal(heads // ranks, 512, 128), torch.bfloat16)
-    in_head_order(_normal(ranks, batch, heads // ranks, 576))
+    to_head_order(_normal(ranks, batch, heads // ranks, 576))
 
 
 def kv() -> None:
@@ -91,15 +90,15 @@ def kv() -> None:
     counts, starts = (torch.zeros(n, dtype=torch.int32, device="cuda") for n in (5, 6))
     for dcp in (1, 3):
         share = Share(rank=dcp - 1, dcp=dcp)
-        fill_pages(torch.zeros_like(table), None, counts, table, slots, lengths, share)
-        fill_pages(torch.zeros_like(table).flatten(), starts, counts, table, slots, lengths, share)
+        write_pages(torch.zeros_like(table), None, counts, table, slots, lengths, share)
+        write_pages(torch.zeros_like(table).flatten(), starts, counts, table, slots, lengths, share)
     for requests in ((50, 0, 7), (3,)):
         prefix = Prefix(requests, 4)
         parts = [_normal(prefix.part_rows, 576) for _ in range(4)]
         sources = [part.data_ptr() for part in parts]
-        table_of = request_table(prefix, parts[0].device)
-        in_token_order(_normal(prefix.tokens, 576), parts[0], sources, 0, prefix, table_of)
-        rows = torch.arange(prefix.firsts(0)[-1], dtype=torch.int32, device="cuda")
+        table_of = make_request_table(prefix, parts[0].device)
+        gather_in_token_order(_normal(prefix.tokens, 576), parts[0], sources, 0, prefix, table_of)
+        rows = torch.arange(prefix.list_first_rows(0)[-1], dtype=torch.int32, device="cuda")
         pack_rows(parts[0], _normal(60, 576), rows)
     places = torch.cat((torch.arange(70), -1 - torch.arange(77))).int().to("cuda")
     keys, values, count = (
@@ -109,8 +108,8 @@ def kv() -> None:
     )
     for pool in (_normal(77, 576), _normal(77, 576).to(torch.float8_e4m3fn)):
         laid = _normal(150, 576)
-        lay(laid, pool, new, count, places)
-        decompress(laid, count, _normal(3, 128, 512), _normal(3, 512, 128), keys, values)
+        gather_rows(laid, pool, new, count, places)
+        decompress_latents(laid, count, _normal(3, 128, 512), _normal(3, 512, 128), keys, values)
 
 
 def peers() -> None:
@@ -126,10 +125,10 @@ def peers() -> None:
         slots = ranks.take(2, 1 << 16, dtype=torch.uint8)
         parts, sums = ranks.take(1 << 16, dtype=torch.uint8), ranks.take(1 << 16, dtype=torch.uint8)
         for rank in range(size):
-            gather(ranks.peers[rank], met[0][rank], _normal(5, 3, 576), everyone[rank])
-            merge(ranks.peers[rank], met[1][rank], o[rank], lse[rank], torch.empty(3, 5, 512, device="cuda"))
-            one_shot(ranks.peers[rank], met[2][rank], slots[rank], _normal(3, 1001))
-            two_shot(ranks.peers[rank], met[3][rank], parts[rank], sums[rank], _normal(3, 1001))
+            gather_queries(ranks.peers[rank], met[0][rank], _normal(5, 3, 576), everyone[rank])
+            merge_from_peers(ranks.peers[rank], met[1][rank], o[rank], lse[rank], torch.empty(3, 5, 512, device="cuda"))
+            reduce_one_shot(ranks.peers[rank], met[2][rank], slots[rank], _normal(3, 1001))
+            reduce_two_shot(ranks.peers[rank], met[3][rank], parts[rank], sums[rank], _normal(3, 1001))
 
 
 def moe() -> None:
@@ -139,14 +138,14 @@ def moe() -> None:
         ids = torch.stack([torch.randperm(15, device="cuda")[:4] for _ in range(tokens)]).int()
         ids[:, 0] = 9
         x = _normal(tokens, 200)
-        experts(x, gate_up, down, torch.rand(tokens, 4, device="cuda"), ids, 8, x)
+        apply_experts(x, gate_up, down, torch.rand(tokens, 4, device="cuda"), ids, 8, x)
 
 
 def rows() -> None:
     """Norms, latents and silu that quantise what they give, of rows that are a part of wider ones."""
     x, weight = _normal(3, 448), _normal(384)
-    norm_rows(x[:, :384], _normal(3, 384), weight, 1e-6)
-    norm_rows(x[:, :384], None, weight, 1e-6, keep=False)
+    normalize_rows(x[:, :384], _normal(3, 384), weight, 1e-6)
+    normalize_rows(x[:, :384], None, weight, 1e-6, keep=False)
     qkv, positions = _normal(3, 384 + 576), torch.arange(3, device="cuda")
     table = torch.rand(8, 64, device="cuda")
     for quantise in (True, False):

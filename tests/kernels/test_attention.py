@@ -11,9 +11,16 @@ import pytest
 import torch
 
 from dcpbench.errors import MissingPackageError, UsageError
-from dcpbench.kernels.attention import AttentionSpec, Shards, hopper_pairs, make_backend, rounding_error, triton_mla
-from dcpbench.kernels.attention.reference import mla_decode
-from dcpbench.kernels.attention.triton_mla import PageTables, kernel_for
+from dcpbench.kernels.attention import (
+    AttentionSpec,
+    Shards,
+    compute_rounding_error,
+    hopper_pairs,
+    make_backend,
+    triton_mla,
+)
+from dcpbench.kernels.attention.reference import compute_mla_decode
+from dcpbench.kernels.attention.triton_mla import PageTables, choose_kernel
 
 NAN = float("nan")
 CUDA = torch.device("cuda")
@@ -71,7 +78,7 @@ def truth(spec, q, kv, shards):
         rows = (
             kv[torch.from_numpy(pages.astype(np.int64)).to(kv.device)].flatten(0, 1)[:length].double() * spec.kv_scale
         )
-        one_o, one_lse = mla_decode(q[b].double(), rows, spec.latent, spec.scale)
+        one_o, one_lse = compute_mla_decode(q[b].double(), rows, spec.latent, spec.scale)
         o.append(one_o)
         lse.append(one_lse)
     return torch.stack(o), torch.stack(lse)
@@ -306,7 +313,7 @@ def test_flashmla_agrees_with_fp64_at_full_width(heads):
         backend.run(q, kv, o, lse)
     for changed in ([1, 17, 0, 0, 3, 0], [1, 4000, 0, 700, 64, 0], [0] * 6):
         backend.tables.lengths.copy_(torch.tensor(changed, dtype=torch.int32))
-        backend.divide()
+        backend.plan_on_device()
         o.fill_(NAN)
         graph.replay()
         assert_agrees(spec, q, kv, Shards(pages=shards.pages, lengths=changed), (o, lse), limit=1e-2)
@@ -330,7 +337,7 @@ def test_backends_over_fp8_rows_agree_with_fp64_at_full_width(name, page_size, h
     case = in_fp8(*case, kv_scale)
     backend = make_backend(name, case[0])
     backend.plan(case[3])
-    limit = max(1e-2, rounding_error(backend.rounds, 1.0))
+    limit = max(1e-2, compute_rounding_error(backend.rounds, 1.0))
     assert_agrees(*case, run(backend, *case[:3]), limit, of_lse=5 * limit if backend.rounds else limit)
 
 
@@ -348,7 +355,7 @@ def test_a_captured_graph_over_fp8_rows_follows_lengths_that_change_in_place():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         backend.run(q, kv, o, lse)
-    limit = max(1e-2, rounding_error(backend.rounds, 1.0))
+    limit = max(1e-2, compute_rounding_error(backend.rounds, 1.0))
     for lengths in ([4000, 64, 0, 700], [17, 0, 0, 700], [3999, 63, 0, 0], [0, 0, 0, 0]):
         backend.tables.lengths.copy_(torch.tensor(lengths, dtype=torch.int32))
         o.fill_(NAN)
@@ -483,7 +490,7 @@ def test_scores_over_fp8_rows_may_rise_and_fall_by_more_than_weights_can_hold(he
     case = in_fp8(spec, q, kv, shards)
     backend = make_backend("triton", case[0])
     backend.plan(shards)
-    assert_agrees(*case, run(backend, *case[:3]), limit=max(1e-2, rounding_error(backend.rounds, 1.0)))
+    assert_agrees(*case, run(backend, *case[:3]), limit=max(1e-2, compute_rounding_error(backend.rounds, 1.0)))
 
 
 @pytest.mark.gpu
@@ -542,9 +549,9 @@ def test_pages_that_can_be_copied_whole_are_read_by_the_copy_engine(
     page_size, installed, heads, kernel, fp8, device, monkeypatch
 ):
     """A tile is 64 rows: a page of 48 has its border within a tile. Without a compiler Triton's kernel runs."""
-    monkeypatch.setattr(hopper_pairs, "installed", lambda: installed)
+    monkeypatch.setattr(hopper_pairs, "is_installed", lambda: installed)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(triton_mla.triton, "__version__", "3.6.0")
     spec = problem(device, torch.bfloat16, (70,), heads=heads, page_size=page_size, **FULL)[0]
-    assert kernel_for(on_hopper(spec)) == kernel
-    assert kernel_for(dataclasses.replace(on_hopper(spec), kv_dtype=torch.float8_e4m3fn)) == fp8
+    assert choose_kernel(on_hopper(spec)) == kernel
+    assert choose_kernel(dataclasses.replace(on_hopper(spec), kv_dtype=torch.float8_e4m3fn)) == fp8

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from dcpbench.bench.operators import attention
-from dcpbench.bench.operators.attention import Attention, lengths_of, shards_of
+from dcpbench.bench.operators.attention import Attention, make_lengths, make_shards
 from dcpbench.bench.record import Case
 from dcpbench.kernels.attention.reference import ReferenceBackend
-from dcpbench.points.floors import attention_work
+from dcpbench.points.floors import compute_attention_work
 
 
 def case(**sizes) -> Case:
@@ -20,7 +20,7 @@ def case(**sizes) -> Case:
 @pytest.mark.parametrize("lengths", ["even", "uneven"])
 def test_a_right_backend_passes(lengths, backend, device):
     asked = case(lengths=lengths)
-    calls = Attention(device, 0).build(Case(variant=backend, calls=2, sizes=asked.sizes))
+    calls = Attention(device, 0).build_calls(Case(variant=backend, calls=2, sizes=asked.sizes))
     assert calls.check(calls.run) == ""
     assert calls.error() < attention.LIMIT
     assert len(calls.calls) == 2
@@ -68,20 +68,20 @@ def rows_changed(what, x):
 @pytest.mark.parametrize("spoil", [base_two, last_request_forgotten, two_percent_off, one_head_wrong, rows_changed])
 def test_a_wrong_backend_is_noticed(spoil, device, monkeypatch):
     monkeypatch.setattr(attention, "make_backend", lambda _, spec: Wrong(spec, spoil))
-    calls = Attention(device, 0).build(case())
+    calls = Attention(device, 0).build_calls(case())
     assert calls.check(calls.run) != ""
 
 
 def test_a_pass_that_leaves_out_a_pool_is_noticed(device):
     """Outputs are poisoned before: what was not written is NaN."""
-    calls = Attention(device, 0).build(case())
+    calls = Attention(device, 0).build_calls(case())
     assert "NaN" in calls.check(calls.calls[0])
 
 
 def test_rows_that_no_request_owns_are_nan(device):
     """10 rows on pages of 4: the last 2 rows of each third page, and page 0."""
     bench = Attention(device, 0)
-    bench.build(case())
+    bench.build_calls(case())
     pool = bench._pools.data[0]
     assert pool.shape == (1 + 3 * 3, 4, 576)
     assert pool.isnan().any(-1).sum() == 4 + 3 * 2
@@ -89,23 +89,23 @@ def test_rows_that_no_request_owns_are_nan(device):
 
 def test_heads_and_backends_share_pools_and_other_sizes_do_not(device):
     bench = Attention(device, 0)
-    bench.build(case())
+    bench.build_calls(case())
     first = bench._pools
-    bench.build(case(heads=32))
+    bench.build_calls(case(heads=32))
     assert bench._pools is first
-    bench.build(case(context=8))
+    bench.build_calls(case(context=8))
     assert bench._pools is not first
 
 
 def test_uneven_lengths_keep_their_sum_and_reach_from_an_eighth_to_fifteen():
     """5 requests of mean 80: 10, 45, 80, 115, 150 in some order."""
-    lengths = lengths_of(case(requests=5, context=80, lengths="uneven"), seed=3)
+    lengths = make_lengths(case(requests=5, context=80, lengths="uneven"), seed=3)
     assert sorted(lengths) == [10, 45, 80, 115, 150]
-    assert lengths_of(case(requests=1, context=80, lengths="uneven"), seed=3) == [80]
+    assert make_lengths(case(requests=1, context=80, lengths="uneven"), seed=3) == [80]
 
 
 def test_pages_are_used_once_each_and_page_0_by_nobody():
-    shards = shards_of([9, 1, 8], page=4, seed=0)
+    shards = make_shards([9, 1, 8], page=4, seed=0)
     assert [len(p) for p in shards.pages] == [3, 1, 2]
     assert sorted(int(i) for p in shards.pages for i in p) == [1, 2, 3, 4, 5, 6]
 
@@ -116,7 +116,7 @@ def test_the_work_of_a_call_is_what_the_formula_says():
     Rows: 30 · 576 · 2 B = 34,560 B. q and o: 2 · 16 · (576 + 512) · 2 B = 69,632 B.
     Operations: 2 · 30 · 16 · (576 + 512) = 1,044,480.
     """
-    work = attention_work(16, [10, 20], torch.bfloat16.itemsize)
+    work = compute_attention_work(16, [10, 20], torch.bfloat16.itemsize)
     assert work.memory_bytes == 34_560 + 69_632
     assert work.flops == 1_044_480
     assert work.memory_limit == "read"

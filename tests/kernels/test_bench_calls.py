@@ -10,7 +10,7 @@ from dcpbench.bench.operators import calls as measuring
 from dcpbench.bench.operators.calls import Calls, count_syncs
 from dcpbench.bench.operators.kv_write import KvWrite
 from dcpbench.bench.record import BenchSettings, Case
-from dcpbench.measuring.timing import Timing, capture
+from dcpbench.measuring.timing import Timing, capture_graph
 
 QUICK = BenchSettings(seconds=0.05, backlog_us=50.0)
 REFUSED_TWICE = """
@@ -39,7 +39,7 @@ def case(variant: str, layers: int = 3) -> Case:
 def test_the_time_of_a_call_is_its_passes_divided_by_the_calls():
     """Passes of 4 calls take 2, 4 and 6 ms: calls take 0.5, 1 and 1.5 ms, in microseconds."""
     found = Timing(samples_ms=[2.0, 4.0, 6.0], noisy=True, unsettled=False)
-    timing = measuring._timing(found, 4)
+    timing = measuring._convert_timing(found, 4)
     assert (timing.median_us, timing.low_us, timing.high_us, timing.max_us) == (1000, 500, 1500, 1500)
     assert timing.samples_us == [500, 1000, 1500]
     assert timing.noisy
@@ -59,15 +59,16 @@ def test_what_a_graph_holds_may_differ_from_what_runs_eagerly():
 def test_an_error_is_told_by_its_first_line():
     """CUDA's errors go on with advice about debugging."""
     assert (
-        measuring.first_line(RuntimeError("CUDA error: not permitted\nCompile with …")) == "CUDA error: not permitted"
+        measuring.get_first_line(RuntimeError("CUDA error: not permitted\nCompile with …"))
+        == "CUDA error: not permitted"
     )
-    assert measuring.first_line(RuntimeError()) == "RuntimeError"
+    assert measuring.get_first_line(RuntimeError()) == "RuntimeError"
 
 
 def test_making_a_case_is_not_counted_only_its_calls_are():
     """Building it copies tensors to the device, which waits; a pass of the kernel does not."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    syncs = count_syncs(lambda on: KvWrite(on, 0).build(case("masked-kernel")), device)
+    syncs = count_syncs(lambda on: KvWrite(on, 0).build_calls(case("masked-kernel")), device)
     assert syncs.per_call == 0
     assert syncs.sites == []
 
@@ -76,26 +77,26 @@ def test_making_a_case_is_not_counted_only_its_calls_are():
 @pytest.mark.parametrize(("variant", "wait"), [("check-all", True), ("filter", True), ("masked-kernel", False)])
 def test_a_variant_that_waits_is_known_before_anything_is_captured(variant, wait, device):
     before = torch.cuda.get_sync_debug_mode()
-    assert measuring.waits(KvWrite(device, 0).build(case(variant)).run_captured) is wait
+    assert measuring.has_stream_wait(KvWrite(device, 0).build_calls(case(variant)).run_captured) is wait
     assert torch.cuda.get_sync_debug_mode() == before
 
 
 @pytest.mark.gpu
 def test_the_masked_kernel_is_right_from_a_graph_and_timed_there(device):
-    calls = KvWrite(device, 0).build(case("masked-kernel"))
+    calls = KvWrite(device, 0).build_calls(case("masked-kernel"))
     assert calls.check(calls.run) == ""
-    replay = capture(calls.run_captured).replay
+    replay = capture_graph(calls.run_captured).replay
     assert calls.check(replay) == ""
-    time, _ = measuring.gpu_time(replay, len(calls.calls), device, QUICK)
+    time, _ = measuring.measure_gpu_time(replay, len(calls.calls), device, QUICK)
     assert time.samples >= 20
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", ["check-all", "filter", "masked-kernel"])
 def test_every_variant_is_timed_eagerly_and_on_the_host(variant, device):
-    calls = KvWrite(device, 0).build(case(variant))
-    time, _ = measuring.gpu_time(calls.run, len(calls.calls), device, QUICK)
-    host = measuring.host_time(calls, QUICK)
+    calls = KvWrite(device, 0).build_calls(case(variant))
+    time, _ = measuring.measure_gpu_time(calls.run, len(calls.calls), device, QUICK)
+    host = measuring.measure_host_time(calls, QUICK)
     for timing in (time, host):
         assert 0 < timing.low_us <= timing.median_us <= timing.high_us <= timing.max_us
         assert timing.samples >= 20
@@ -105,7 +106,7 @@ def test_every_variant_is_timed_eagerly_and_on_the_host(variant, device):
 @pytest.mark.parametrize(("variant", "count"), [("check-all", 3), ("filter", 2), ("masked-kernel", 0)])
 def test_the_live_detector_counts_what_was_measured_by_hand(variant, count, device):
     """Of 16 entries 8 are -1: check-all reads one value and filters twice, filter filters twice."""
-    syncs = count_syncs(lambda on: KvWrite(on, 0).build(case(variant)), device)
+    syncs = count_syncs(lambda on: KvWrite(on, 0).build_calls(case(variant)), device)
     assert syncs.detector == "live"
     assert syncs.per_call == count
 

@@ -5,7 +5,7 @@ import torch
 
 from dcpbench.bench.operators import collectives, exchange
 from dcpbench.bench.operators.collectives import Collectives
-from dcpbench.bench.operators.exchange import ExchangeBench, Inputs, work_of
+from dcpbench.bench.operators.exchange import ExchangeBench, Inputs, compute_work
 from dcpbench.bench.record import Case
 from dcpbench.exchange import make_exchange
 
@@ -19,7 +19,7 @@ def case(variant: str = "ag_rs", **sizes) -> Case:
 @pytest.mark.parametrize("variant", ["ag_rs", "ag_rs-bf16", "a2a"])
 @pytest.mark.parametrize(("value", "q"), [(512, "gathered"), (128, "gathered"), (512, "replicated")])
 def test_a_right_exchange_passes(value, q, variant, device):
-    calls = ExchangeBench(device, 0).build(case(variant, value=value, q=q))
+    calls = ExchangeBench(device, 0).build_calls(case(variant, value=value, q=q))
     assert calls.check(calls.run) == ""
     assert calls.error() < exchange.LIMIT
 
@@ -28,16 +28,16 @@ class Wrong:
     """An exchange that is right but for what `spoil` does to what it gives."""
 
     def __init__(self, spec, spoil) -> None:
-        self.right, self.spoil = make_exchange("ag_rs", exchange.everyone(), spec), spoil
-        self.query, self.partial = self.right.query, self.right.partial
+        self.right, self.spoil = make_exchange("ag_rs", exchange.get_world_group(), spec), spoil
+        self.query, self.partial = self.right.get_query_buffer, self.right.get_partial_buffers
 
     def gather_q(self, q_BhQ):
         """See Exchange."""
         return self.spoil("q", self.right.gather_q(q_BhQ).clone())
 
-    def merge(self, o_BHR, lse_BH):
+    def merge_partials(self, o_BHR, lse_BH):
         """See Exchange."""
-        return self.spoil("o", self.right.merge(o_BHR, lse_BH))
+        return self.spoil("o", self.right.merge_partials(o_BHR, lse_BH))
 
 
 def heads_swapped(what, x):
@@ -64,22 +64,22 @@ def nan_from_an_empty_shard(what, x):
 
 @pytest.mark.parametrize("spoil", [heads_swapped, two_percent_off, requests_swapped, nan_from_an_empty_shard])
 def test_a_wrong_exchange_is_noticed(spoil, device, monkeypatch):
-    monkeypatch.setattr(exchange, "made", lambda _variant, _group, spec: Wrong(spec, spoil))
-    calls = ExchangeBench(device, 0).build(case())
+    monkeypatch.setattr(exchange, "make_variant", lambda _variant, _group, spec: Wrong(spec, spoil))
+    calls = ExchangeBench(device, 0).build_calls(case())
     assert calls.check(calls.run) != ""
 
 
 def test_a_pass_that_does_nothing_is_noticed(device):
-    calls = ExchangeBench(device, 0).build(case())
+    calls = ExchangeBench(device, 0).build_calls(case())
     assert calls.check(lambda: None) != ""
 
 
 def test_some_requests_have_rows_nowhere_or_not_everywhere(device):
     """Their o is NaN, which must not get into any result."""
-    inputs = Inputs.of(case(ranks=2), device, 0)
+    inputs = Inputs.from_case(case(ranks=2), device, 0)
     assert torch.isneginf(inputs.lse_NBH)[:, :, 0].tolist() == [[False, False, True], [False, True, True]]
     assert inputs.o_NBHR.isnan()[:, :, 0, 0].tolist() == [[False, False, True], [False, True, True]]
-    assert not inputs.merged(slice(0, 4))[:, exchange.EMPTY_EVERYWHERE].any()
+    assert not inputs.merge_heads(slice(0, 4))[:, exchange.EMPTY_EVERYWHERE].any()
 
 
 def test_the_least_to_receive_and_what_ag_rs_receives_instead():
@@ -89,17 +89,17 @@ def test_the_least_to_receive_and_what_ag_rs_receives_instead():
     ag_rs: o in fp32, twice; lse of all heads from 3 ranks, 8 · 128 · 3 · 4 B = 12,288 B.
     """
     sizes = {"heads": 128, "requests": 8, "ranks": 4}
-    symm = work_of(case("symm", **sizes))
+    symm = compute_work(case("symm", **sizes))
     assert symm.received_bytes == symm.wire_bytes == 884_736 + 786_432 + 3_072
     assert symm.barriers == 2
-    assert work_of(case("ag_rs", **sizes)).received_bytes == symm.received_bytes, "the limit is the same for all"
-    assert work_of(case("ag_rs", **sizes)).wire_bytes == 884_736 + 2 * 786_432 + 12_288
-    assert work_of(case("ag_rs-bf16", **sizes)).wire_bytes == 884_736 + 786_432 + 12_288
+    assert compute_work(case("ag_rs", **sizes)).received_bytes == symm.received_bytes, "the limit is the same for all"
+    assert compute_work(case("ag_rs", **sizes)).wire_bytes == 884_736 + 2 * 786_432 + 12_288
+    assert compute_work(case("ag_rs-bf16", **sizes)).wire_bytes == 884_736 + 786_432 + 12_288
 
 
 def test_options_leave_out_what_need_not_travel():
     """No q and 128 of 512 columns: 786,432 / 4 + 3,072 B behind one barrier."""
-    work = work_of(case("a2a", heads=128, requests=8, ranks=4, value=128, q="replicated"))
+    work = compute_work(case("a2a", heads=128, requests=8, ranks=4, value=128, q="replicated"))
     assert work.received_bytes == 786_432 // 4 + 3_072
     assert work.barriers == 1
 
@@ -111,7 +111,7 @@ def message_case(variant: str) -> Case:
 
 @pytest.mark.parametrize("variant", collectives.NCCL)
 def test_a_right_collective_passes(variant, device):
-    calls = Collectives(device, 0).build(message_case(variant))
+    calls = Collectives(device, 0).build_calls(message_case(variant))
     assert calls.check(calls.run) == ""
 
 
@@ -120,10 +120,10 @@ def test_a_wrong_collective_is_noticed(variant, device, monkeypatch):
     """A bit more than rounding, and nothing at all."""
     right = collectives.NCCL[variant]
     monkeypatch.setitem(collectives.NCCL, variant, lambda group, x: right(group, x) * 1.02)
-    calls = Collectives(device, 0).build(message_case(variant))
+    calls = Collectives(device, 0).build_calls(message_case(variant))
     assert calls.check(calls.run) != ""
     monkeypatch.setitem(collectives.NCCL, variant, lambda _group, x: torch.zeros_like(x))
-    calls = Collectives(device, 0).build(message_case(variant))
+    calls = Collectives(device, 0).build_calls(message_case(variant))
     assert calls.check(calls.run) != ""
 
 
@@ -131,20 +131,20 @@ def test_a_wrong_collective_is_noticed(variant, device, monkeypatch):
 def test_a_collective_in_registered_memory_is_checked_alike(variant, device, monkeypatch):
     """Its memory is lent by a stand-in here, full of what is not the result."""
     lent = lambda _owner, _group, nbytes, *_: torch.full((nbytes,), 0xFF, dtype=torch.uint8, device=device)  # noqa: E731
-    monkeypatch.setattr(collectives, "borrow", lent)
-    calls = Collectives(device, 0).build(message_case(f"{variant}-registered"))
+    monkeypatch.setattr(collectives, "get_shared_buffer", lent)
+    calls = Collectives(device, 0).build_calls(message_case(f"{variant}-registered"))
     assert calls.check(calls.run) == ""
     right = collectives.INTO[variant]
     monkeypatch.setitem(collectives.INTO, variant, lambda group, x, out: right(group, x, out) * 1.02)
-    calls = Collectives(device, 0).build(message_case(f"{variant}-registered"))
+    calls = Collectives(device, 0).build_calls(message_case(f"{variant}-registered"))
     assert calls.check(calls.run) != ""
 
 
 def test_what_ranks_get_is_worked_out_by_hand():
     """Messages 1 2 3 4 and 10 20 30 40 of two ranks."""
     messages = [torch.tensor([1.0, 2, 3, 4]), torch.tensor([10.0, 20, 30, 40])]
-    assert collectives.expected("all-gather", messages, 1).tolist() == [1, 2, 10, 20]
-    assert collectives.expected("all-to-all", messages, 1).tolist() == [3, 4, 30, 40]
-    assert collectives.expected("reduce-scatter", messages, 1).tolist() == [33, 44]
-    assert collectives.expected("all-reduce", messages, 0).tolist() == [11, 22, 33, 44]
-    assert collectives.expected("all-reduce-symm", messages, 0).tolist() == [11, 22, 33, 44]
+    assert collectives.compute_expected("all-gather", messages, 1).tolist() == [1, 2, 10, 20]
+    assert collectives.compute_expected("all-to-all", messages, 1).tolist() == [3, 4, 30, 40]
+    assert collectives.compute_expected("reduce-scatter", messages, 1).tolist() == [33, 44]
+    assert collectives.compute_expected("all-reduce", messages, 0).tolist() == [11, 22, 33, 44]
+    assert collectives.compute_expected("all-reduce-symm", messages, 0).tolist() == [11, 22, 33, 44]

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from dcpbench.bench.operators.attention import Attention
-from dcpbench.bench.operators.exchange import work_of
+from dcpbench.bench.operators.exchange import compute_work
 from dcpbench.bench.operators.moe import Inputs, Sizes
 from dcpbench.bench.record import Case
-from dcpbench.points.floors import Routed, Sharding, StepRows, Work, expert_works, phase_works
+from dcpbench.points.floors import Routed, Sharding, StepRows, Work, iter_expert_works, iter_phase_works
 from dcpbench.points.layout import GroupWide, Layout
 from dcpbench.points.shapes import SHAPES
 
@@ -16,13 +16,13 @@ V3 = SHAPES["deepseek-v3"]
 
 def works(sharding: Sharding, step: StepRows, *phases: str) -> list[Work]:
     """Of one layer's operators in these phases."""
-    return [work for phase, _, work in phase_works(sharding, step) if phase in phases]
+    return [work for phase, _, work in iter_phase_works(sharding, step) if phase in phases]
 
 
 def test_attention_of_a_step_is_that_of_its_bench():
     """16 heads, 3 requests of 24 rows, as bench attention builds them; fp32 as the CPU has it."""
     sizes = {"heads": 16, "requests": 3, "context": 24, "page": 4, "lengths": "even", "kv": "bf16"}
-    calls = Attention(torch.device("cpu"), seed=0).build(Case(variant="reference", calls=1, sizes=sizes))
+    calls = Attention(torch.device("cpu"), seed=0).build_calls(Case(variant="reference", calls=1, sizes=sizes))
     sharding = Sharding(shape=SHAPES["deepseek-v2-lite"], layout=Layout(1), itemsize=4)
     assert works(sharding, StepRows(decodes=(24,) * 3, sampled=3, tokens=3), "attention") == [calls.work]
 
@@ -39,7 +39,7 @@ def test_what_a_dcp_group_exchanges_in_a_layer_is_that_of_its_bench(wide):
         "value": V3.value if wide.value else V3.latent,
         "q": "replicated" if wide.query else "gathered",
     }
-    bench = work_of(Case(variant="symm", calls=0, sizes=sizes))
+    bench = compute_work(Case(variant="symm", calls=0, sizes=sizes))
     found = works(sharding, step, "q_gather", "merge")
     assert sum(work.received_bytes for work in found) == bench.received_bytes
     assert sum(work.barriers for work in found) == bench.barriers
@@ -57,6 +57,6 @@ def test_experts_of_a_layer_are_those_of_their_bench(product):
     counts = torch.bincount(ids.flatten(), minlength=8).tolist()
     inputs = Inputs(sizes=sizes, x=x, weight=x.new_empty(sizes.weight), ids=ids, counts=counts)
     sharding = Sharding(shape=shape, layout=Layout(1), itemsize=2)
-    (routed,) = sharding.routed(ids.flatten().tolist())
+    (routed,) = sharding.count_routed(ids.flatten().tolist())
     assert routed == Routed(hit=5, rows=8)
-    assert list(expert_works(sharding, StepRows(tokens=4), routed))[product] == inputs.work()
+    assert list(iter_expert_works(sharding, StepRows(tokens=4), routed))[product] == inputs.compute_work()

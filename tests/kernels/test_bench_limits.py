@@ -17,7 +17,7 @@ def small(monkeypatch):
 
 @pytest.mark.usefixtures("small")
 def test_one_rank_can_measure_its_own_memory_and_products(device):
-    found, without = limits.measure(("read", "copy", "matmul"), device)
+    found, without = limits.measure_limits(("read", "copy", "matmul"), device)
     assert [(limit.name, limit.unit) for limit in found] == [("read", "B/s"), ("copy", "B/s"), ("matmul", "FLOP/s")]
     assert all(0 < limit.low <= limit.median <= limit.high for limit in found)
     assert without == []
@@ -25,7 +25,7 @@ def test_one_rank_can_measure_its_own_memory_and_products(device):
 
 @pytest.mark.usefixtures("small")
 def test_one_rank_has_no_peer_and_the_others_are_measured_all_the_same(device):
-    found, without = limits.measure(("peer", "read", "barrier"), device)
+    found, without = limits.measure_limits(("peer", "read", "barrier"), device)
     assert [limit.name for limit in found] == ["read"]
     assert without == [
         "peer: there is no peer to read from.",
@@ -36,14 +36,14 @@ def test_one_rank_has_no_peer_and_the_others_are_measured_all_the_same(device):
 @pytest.mark.usefixtures("small")
 def test_the_rates_of_a_job_are_these_limits_by_names_with_their_units(device):
     """One rank has nobody to read from, and is not asked."""
-    rates = limits.rates(device, ranks=1)
+    rates = limits.measure_rates(device, ranks=1)
     assert set(rates.limits) == {"read", "copy", "matmul"}
     assert (rates.peer_bytes_s, rates.barrier_us, rates.without) == (None, None, [])
 
 
 @pytest.mark.usefixtures("small")
 def test_rates_between_ranks_that_cannot_read_each_other_are_left_out_with_their_reasons(device):
-    rates = limits.rates(device, ranks=2)
+    rates = limits.measure_rates(device, ranks=2)
     assert set(rates.limits) == {"read", "copy", "matmul"}
     assert [reason.split(":")[0] for reason in rates.without] == ["peer", "barrier"]
 
@@ -54,7 +54,7 @@ def test_rates_of_a_gpu_leave_no_memory_taken():
     device = torch.device("cuda", 0)
     before = torch.cuda.memory_allocated(device)
     with torch.inference_mode():
-        rates = limits.rates(device, ranks=1)
+        rates = limits.measure_rates(device, ranks=1)
     assert rates.without == []
     assert rates.read_bytes_s > rates.copy_bytes_s / 2
     assert torch.cuda.memory_allocated(device) - before < 64 << 20, "no more than a workspace of the matrix product"
@@ -73,9 +73,9 @@ def test_the_best_of_several_ways_is_the_limit(unit, chosen, monkeypatch):
         def __init__(self, step, _device) -> None:
             self.step = step
 
-        def chunk(self, steps):
+        def measure_chunk(self, steps):
             return [self.step()] * steps, 0.0
 
     monkeypatch.setattr(limits, "Timer", Clock)
-    limit = limits.best("x", unit, 1, [lambda: 1.0, lambda: 0.5], torch.device("cpu"))
+    limit = limits.measure_best("x", unit, 1, [lambda: 1.0, lambda: 0.5], torch.device("cpu"))
     assert limit.median == chosen

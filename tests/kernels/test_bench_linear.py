@@ -6,13 +6,13 @@ import types
 import pytest
 import torch
 
-from dcpbench.bench.cases import Asked, linear_cases
+from dcpbench.bench.cases import BenchOptions, list_linear_cases
 from dcpbench.bench.operators import linear
 from dcpbench.bench.operators.linear import Linear
 from dcpbench.bench.record import Case
 from dcpbench.errors import MissingPackageError, UsageError
-from dcpbench.kernels.block_scaled import Scaled, dequantise_rows, dequantise_weight, quantise_rows_reference
-from dcpbench.points.floors import linear_work
+from dcpbench.kernels.block_scaled import Scaled, dequantize_rows, dequantize_weight, quantize_rows_reference
+from dcpbench.points.floors import compute_linear_work
 from dcpbench.points.memory import Product
 
 
@@ -28,7 +28,7 @@ def case(variant: str, weights: str = "fp8", rows: int = 3) -> Case:
 @pytest.mark.parametrize("rows", [1, 70])
 @pytest.mark.parametrize(("variant", "weights"), [("triton", "fp8"), ("torch", "bf16")])
 def test_every_variant_agrees_with_fp64(variant, weights, rows, device):
-    calls = Linear(device, 0).build(case(variant, weights, rows))
+    calls = Linear(device, 0).build_calls(case(variant, weights, rows))
     assert calls.check(calls.run) == ""
     assert len(calls.calls) == 2
 
@@ -41,7 +41,7 @@ def test_a_wrong_product_is_noticed(variant, weights, device, monkeypatch):
         monkeypatch.setitem(
             linear.VARIANTS, variant, lambda x, w, wrong=wrong: lambda: tuple(map(wrong, right(x, w)()))
         )
-        calls = Linear(device, 0).build(case(variant, weights))
+        calls = Linear(device, 0).build_calls(case(variant, weights))
         assert "relative error" in calls.check(calls.run)
 
 
@@ -49,19 +49,19 @@ def test_others_get_what_their_signatures_say(device, monkeypatch):
     """Stand-ins: DeepGEMM's rows are quantised already, FlashInfer's are not."""
 
     def fp8_gemm_nt(x, weight, out):
-        out.copy_(dequantise_rows(Scaled(*x, (1, 128))) @ dequantise_weight(Scaled(*weight)).T)
+        out.copy_(dequantize_rows(Scaled(*x, (1, 128))) @ dequantize_weight(Scaled(*weight)).T)
 
     def fp8_blockscale_gemm_sm90(x, weight, input_scale, weight_scale):
         assert input_scale is None
-        rows = dequantise_rows(quantise_rows_reference(x))
-        return (rows @ dequantise_weight(Scaled(weight, weight_scale)).T).to(x.dtype)
+        rows = dequantize_rows(quantize_rows_reference(x))
+        return (rows @ dequantize_weight(Scaled(weight, weight_scale)).T).to(x.dtype)
 
     monkeypatch.setitem(sys.modules, "deep_gemm", types.SimpleNamespace(fp8_gemm_nt=fp8_gemm_nt))
     stand_in = types.SimpleNamespace(fp8_blockscale_gemm_sm90=fp8_blockscale_gemm_sm90)
     monkeypatch.setitem(sys.modules, "flashinfer", types.ModuleType("flashinfer"))
     monkeypatch.setitem(sys.modules, "flashinfer.gemm", stand_in)
     for name in ("deepgemm", "flashinfer"):
-        calls = Linear(device, 0).build(case(name))
+        calls = Linear(device, 0).build_calls(case(name))
         assert calls.check(calls.run) == ""
 
 
@@ -69,23 +69,23 @@ def test_others_get_what_their_signatures_say(device, monkeypatch):
 def test_what_is_not_installed_says_what_to_type(variant, module, device, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(MissingPackageError, match="--variant triton"):
-        Linear(device, 0).build(case(variant))
+        Linear(device, 0).build_calls(case(variant))
 
 
 def test_a_variant_that_does_not_multiply_such_weights_is_refused(device):
     for name in ("triton", "deepgemm", "flashinfer"):
         with pytest.raises(UsageError, match="--variant torch with --weights bf16"):
-            Linear(device, 0).build(case(name, "bf16"))
+            Linear(device, 0).build_calls(case(name, "bf16"))
     with pytest.raises(UsageError, match="--variant triton,deepgemm with --weights fp8"):
-        Linear(device, 0).build(case("torch"))
+        Linear(device, 0).build_calls(case("torch"))
 
 
 def test_fp8_reads_a_byte_a_number_and_its_scales():
     """200 × 256 weights in 2 × 2 blocks, 3 rows of 256 in and of 200 out in bf16; bf16 weights are twice as large."""
-    work = linear_work(Product(256, 200), 3, itemsize=2, scaled=True)
+    work = compute_linear_work(Product(256, 200), 3, itemsize=2, scaled=True)
     assert work.memory_bytes == 200 * 256 + 4 * 4 + 3 * (256 + 200) * 2
     assert (work.flops, work.flops_limit) == (2 * 3 * 200 * 256, "matmul_fp8")
-    work = linear_work(Product(256, 200), 3, itemsize=2, scaled=False)
+    work = compute_linear_work(Product(256, 200), 3, itemsize=2, scaled=False)
     assert work.memory_bytes == 2 * 200 * 256 + 3 * (256 + 200) * 2
     assert work.flops_limit == "matmul"
 
@@ -93,7 +93,7 @@ def test_fp8_reads_a_byte_a_number_and_its_scales():
 class TestCases:
     def cases(self, cpu=False, **typed):
         options = dict.fromkeys(("model", "tp", "rows", "matrix", "weights", "variant", "layers"))
-        return linear_cases(Asked(cpu=cpu, typed={**options, **typed}))
+        return list_linear_cases(BenchOptions(cpu=cpu, typed={**options, **typed}))
 
     def sizes(self, **typed):
         return {c.sizes["layer"]: (c.sizes["outputs"], c.sizes["inputs"]) for c in self.cases(rows="16", **typed)}

@@ -17,7 +17,7 @@ def case(variant: str) -> Case:
 
 @pytest.mark.parametrize("variant", merge.VARIANTS)
 def test_every_kernel_agrees_with_fp64(variant, device):
-    calls = Merge(device, 0).build(case(variant))
+    calls = Merge(device, 0).build_calls(case(variant))
     assert calls.check(calls.run) == ""
     assert len(calls.calls) == 2
 
@@ -47,7 +47,7 @@ def test_a_wrong_kernel_is_noticed(variant, wrong, device, monkeypatch):
         return dataclasses.replace(ready, call=wrong(ready))
 
     monkeypatch.setitem(merge.VARIANTS, variant, spoiled)
-    calls = Merge(device, 0).build(case(variant))
+    calls = Merge(device, 0).build_calls(case(variant))
     assert "relative error" in calls.check(calls.run)
 
 

@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 
-from dcpbench.bench.cases import Asked, moe_cases
+from dcpbench.bench.cases import BenchOptions, list_moe_cases
 from dcpbench.bench.operators import moe
 from dcpbench.bench.operators.moe import Inputs, Moe, Sizes
 from dcpbench.bench.record import Case
@@ -35,7 +35,7 @@ def fp8(variant: str, product: str) -> Case:
 @pytest.mark.parametrize("variant", ["triton", "torch"])
 @pytest.mark.sample(5)
 def test_every_variant_agrees_with_fp64(variant, product, rows, device):
-    calls = Moe(device, 0).build(case(variant, product, rows))
+    calls = Moe(device, 0).build_calls(case(variant, product, rows))
     assert calls.check(calls.run) == ""
     assert len(calls.calls) == 2
 
@@ -54,14 +54,14 @@ def test_a_wrong_product_is_noticed(variant, product, device, monkeypatch):
                 right(inputs), call=lambda: (wrong(*right(inputs).call()),)
             ),
         )
-        calls = Moe(device, 0).build(case(variant, product))
+        calls = Moe(device, 0).build_calls(case(variant, product))
         assert "relative error" in calls.check(calls.run)
 
 
 @pytest.mark.parametrize("product", ["gate-up", "down"])
 def test_fp8_agrees_with_fp64_over_what_its_numbers_stand_for(product, device, monkeypatch):
     """And a product that is 2 % too large, or has another block's scale, does not."""
-    calls = Moe(device, 0).build(fp8("triton", product))
+    calls = Moe(device, 0).build_calls(fp8("triton", product))
     assert calls.check(calls.run) == ""
     right = moe.VARIANTS["triton"]
     for wrong in (lambda w: w.scale * 1.02, lambda w: w.scale.roll(1, -1) + w.scale / 9):
@@ -70,7 +70,7 @@ def test_fp8_agrees_with_fp64_over_what_its_numbers_stand_for(product, device, m
             return right(dataclasses.replace(inputs, weight=Scaled(inputs.weight.data, wrong(inputs.weight))))
 
         monkeypatch.setitem(moe.VARIANTS, "triton", spoilt)
-        calls = Moe(device, 0).build(fp8("triton", product))
+        calls = Moe(device, 0).build_calls(fp8("triton", product))
         assert "relative error" in calls.check(calls.run)
 
 
@@ -80,18 +80,18 @@ def test_fp8_reads_a_byte_a_number_and_its_scales():
     x = torch.zeros(3, 256, dtype=torch.bfloat16)
     weight = Scaled(torch.zeros(4, 256, 256, dtype=torch.float8_e4m3fn), torch.zeros(4, 2, 2))
     ids = torch.zeros(3, 2, dtype=torch.int32)
-    gate_up = Inputs(sizes=sizes, x=x, weight=weight, ids=ids, counts=[3, 0, 3, 0]).work()
+    gate_up = Inputs(sizes=sizes, x=x, weight=weight, ids=ids, counts=[3, 0, 3, 0]).compute_work()
     assert gate_up.memory_bytes == 2 * (256 * 256 + 4 * 4) + 3 * 256 * 2 + 6 * (128 + 4)
     down = Scaled(torch.zeros(4, 256, 128, dtype=torch.float8_e4m3fn), torch.zeros(4, 2, 1))
     sizes = dataclasses.replace(sizes, product="down")
     x = torch.zeros(6, 128, dtype=torch.bfloat16)
-    work = Inputs(sizes=sizes, x=x, weight=down, ids=ids, counts=[3, 0, 3, 0]).work()
+    work = Inputs(sizes=sizes, x=x, weight=down, ids=ids, counts=[3, 0, 3, 0]).compute_work()
     assert work.memory_bytes == 2 * (256 * 128 + 2 * 4) + 6 * (128 + 4) + 6 * 256 * 2
 
 
 def test_torch_has_no_product_for_block_scales(device):
     with pytest.raises(UsageError, match="--variant triton,deepgemm"):
-        Moe(device, 0).build(fp8("torch", "down"))
+        Moe(device, 0).build_calls(fp8("torch", "down"))
 
 
 def inputs(product: str, counts: list[int]) -> Inputs:
@@ -109,11 +109,11 @@ def inputs(product: str, counts: list[int]) -> Inputs:
 
 def test_only_experts_that_have_a_row_must_be_read():
     """gate-up: 2 experts of 8 × 8, 3 tokens of 8 and 6 results of 4; down: 2 of 8 × 4, 6 rows of 4, 6 results of 8."""
-    work = inputs("gate-up", [3, 0, 3, 0]).work()
+    work = inputs("gate-up", [3, 0, 3, 0]).compute_work()
     assert work.memory_bytes == 2 * (2 * 8 * 8 + 3 * 8 + 6 * 4)
     assert work.flops == 2 * 6 * 8 * 8
     assert work.memory_limit == "read"
-    work = inputs("down", [3, 0, 3, 0]).work()
+    work = inputs("down", [3, 0, 3, 0]).compute_work()
     assert work.memory_bytes == 2 * (2 * 8 * 4 + 6 * 4 + 6 * 8)
     assert work.flops == 2 * 6 * 8 * 4
 
@@ -123,7 +123,7 @@ def test_rows_are_drawn_as_their_names_say(device):
     build = Moe(device, 0)
     random = torch.Generator(device).manual_seed(0)
     found = {
-        rows: build._inputs(Sizes(product="down", **SIZES, requests=64, rows=rows), random).counts
+        rows: build._make_inputs(Sizes(product="down", **SIZES, requests=64, rows=rows), random).counts
         for rows in ("uniform", "skewed", "few")
     }
     assert found["few"] == [64 * (e % 4 == 0) for e in range(16)]
@@ -146,33 +146,33 @@ def test_deepgemm_gets_a_slab_for_each_expert(device, monkeypatch):
     module = types.SimpleNamespace(m_grouped_bf16_gemm_nt_masked=masked)
     monkeypatch.setitem(sys.modules, "deep_gemm", module)
     for product in ("gate-up", "down"):
-        calls = Moe(device, 0).build(case("deepgemm", product, "few"))
+        calls = Moe(device, 0).build_calls(case("deepgemm", product, "few"))
         assert calls.check(calls.run) == ""
 
     def masked_fp8(x, weight, out, counts, expected):
         assert expected == 3
         x, weight = (Scaled(*each) for each in (x, weight))
         for e, count in enumerate(counts.tolist()):
-            rows = block_scaled.dequantise_rows(Scaled(x.data[e, :count], x.scale[e, :count]))
-            out[e, :count] = rows @ block_scaled.dequantise_weight(Scaled(weight.data[e], weight.scale[e])).T
+            rows = block_scaled.dequantize_rows(Scaled(x.data[e, :count], x.scale[e, :count]))
+            out[e, :count] = rows @ block_scaled.dequantize_weight(Scaled(weight.data[e], weight.scale[e])).T
 
     module.fp8_m_grouped_gemm_nt_masked = masked_fp8
     for product in ("gate-up", "down"):
-        calls = Moe(device, 0).build(fp8("deepgemm", product))
+        calls = Moe(device, 0).build_calls(fp8("deepgemm", product))
         assert calls.check(calls.run) == ""
 
 
 def test_without_deepgemm_the_case_says_what_to_type(device, monkeypatch):
     monkeypatch.setitem(sys.modules, "deep_gemm", None)
     with pytest.raises(MissingPackageError, match="--variant triton,torch"):
-        Moe(device, 0).build(case("deepgemm", "down"))
+        Moe(device, 0).build_calls(case("deepgemm", "down"))
 
 
 class TestCases:
     def cases(self, cpu=False, **typed):
         options = {"model": None, "tp": None, "requests": None, "rows": "uniform", "weights": "bf16"}
         options |= {"variant": None, "layers": None}
-        return moe_cases(Asked(cpu=cpu, typed={**options, **typed}))
+        return list_moe_cases(BenchOptions(cpu=cpu, typed={**options, **typed}))
 
     def test_experts_are_cut_by_width(self):
         """DeepSeek-V3's are 2048 wide."""
@@ -188,7 +188,7 @@ class TestCases:
         """Options are looked at as for the CPU before it is known whether there is a GPU."""
         (first, *_) = self.cases(weights="fp8", cpu=True)
         with pytest.raises(UsageError, match="--weights fp8 takes --model deepseek-v3"):
-            Moe(device, 0).build(first)
+            Moe(device, 0).build_calls(first)
 
     def test_a_width_that_cannot_be_cut_is_refused(self):
         with pytest.raises(UsageError, match="--tp 3 does not divide deepseek-v3's experts, 2048 wide; try --tp 1"):

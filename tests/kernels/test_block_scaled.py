@@ -5,7 +5,7 @@ import torch
 
 from dcpbench.kernels import block_scaled
 from dcpbench.kernels.block_scaled import Rows, Scaled
-from dcpbench.kernels.moe import experts_reference, scaled
+from dcpbench.kernels.moe import apply_experts_reference, scaled
 
 HALF_STEP = 2.0**-4
 """Of e4m3 with its three bits behind the leading one: the largest relative rounding of a normal number."""
@@ -23,7 +23,7 @@ def rows(count, depth, device, seed=0):
 @pytest.mark.parametrize("count", [1, 3, 37, 6000])
 def test_rows_are_quantised_as_the_reference_does(count, device):
     x = rows(count, 384, device)
-    found, wanted = block_scaled.quantise_rows(x), block_scaled.quantise_rows_reference(x)
+    found, wanted = block_scaled.quantize_rows(x), block_scaled.quantize_rows_reference(x)
     assert torch.equal(found.scale, wanted.scale)
     assert torch.equal(found.data.float(), wanted.data.float())
     assert found.scale.shape == (count, 3)
@@ -31,16 +31,16 @@ def test_rows_are_quantised_as_the_reference_does(count, device):
 
 def test_scales_of_few_rows_lie_side_by_side_for_a_group(device):
     """A program of a product reads those of all its rows at once; past 128 rows they lie as the rows do."""
-    assert block_scaled.quantise_rows(rows(128, 384, device)).scale.T.is_contiguous()
-    assert block_scaled.quantise_rows(rows(129, 384, device)).scale.is_contiguous()
+    assert block_scaled.quantize_rows(rows(128, 384, device)).scale.T.is_contiguous()
+    assert block_scaled.quantize_rows(rows(129, 384, device)).scale.is_contiguous()
 
 
 def test_rows_come_back_within_half_a_step_of_their_group(device):
     """Relative for normal numbers of e4m3; below 2⁻⁶ of its range a step is 2⁻⁹."""
     x = rows(5, 256, device)
-    scaled = block_scaled.quantise_rows(x)
+    scaled = block_scaled.quantize_rows(x)
     size = (x.abs() * HALF_STEP).clamp(min=2.0**-10 * scaled.scale.max())
-    error = (block_scaled.dequantise_rows(scaled) - x).abs()
+    error = (block_scaled.dequantize_rows(scaled) - x).abs()
     small = x.abs() < scaled.scale.repeat_interleave(128, -1) * 2.0**-6
     assert (error[~small] <= size[~small]).all()
     assert (error[small] <= (scaled.scale.repeat_interleave(128, -1) * 2.0**-10)[small]).all()
@@ -51,11 +51,11 @@ def test_weights_have_a_scale_for_each_block_of_128_by_128(device):
     """Edges that are no multiple of 128 have blocks of their own."""
     weight = torch.randn(2, 200, 300, generator=torch.Generator(device).manual_seed(1), device=device)
     weight[1, 130:, 260:] *= 1000
-    scaled = block_scaled.quantise_weight(weight)
+    scaled = block_scaled.quantize_weight(weight)
     assert scaled.data.shape == weight.shape
     assert scaled.scale.shape == (2, 2, 3)
     assert scaled.scale[1, 1, 2] == weight[1, 128:, 256:].abs().max() / torch.full((), 448.0, device=device)
-    error = (block_scaled.dequantise_weight(scaled) - weight).abs()
+    error = (block_scaled.dequantize_weight(scaled) - weight).abs()
     assert (error <= weight.abs() * HALF_STEP + scaled.scale.amax() * 2.0**-10).all()
 
 
@@ -73,18 +73,18 @@ def test_experts_over_scaled_weights_are_the_reference_over_what_these_stand_for
     def weight(*size):
         """Numbers near 1/√K, blocks of which differ in size by factors of up to 10."""
         blocks = 10 ** torch.rand(*size[:1], size[1] // 128, size[2] // 128, generator=random, device=device)
-        return block_scaled.quantise_weight(
+        return block_scaled.quantize_weight(
             normal(*size) * blocks.repeat_interleave(128, 1).repeat_interleave(128, 2) / size[2] ** 0.5
         )
 
     gate_up, down = weight(experts, 2 * width, hidden), weight(experts, hidden, width)
-    x = block_scaled.dequantise_rows(block_scaled.quantise_rows_reference(normal(tokens, hidden))).to(dtype)
+    x = block_scaled.dequantize_rows(block_scaled.quantize_rows_reference(normal(tokens, hidden))).to(dtype)
     ids = torch.stack([torch.randperm(experts + 2, generator=random, device=device)[:top_k] for _ in range(tokens)])
     weights = torch.rand(tokens, top_k, generator=random, device=device)
     shared = normal(tokens, hidden).to(dtype)
-    found = scaled.experts(x, gate_up, down, weights, ids.int(), first, shared)
-    wide = [block_scaled.dequantise_weight(w) for w in (gate_up, down)]
-    wanted = experts_reference(x.float(), *wide, weights, ids.int(), first, shared.float())
+    found = scaled.apply_experts(x, gate_up, down, weights, ids.int(), first, shared)
+    wide = [block_scaled.dequantize_weight(w) for w in (gate_up, down)]
+    wanted = apply_experts_reference(x.float(), *wide, weights, ids.int(), first, shared.float())
     error = (found.float() - wanted).norm() / wanted.norm()
     # Rounding to e4m3 is off by at most 2⁻⁴ and uniform below it, 2⁻⁴/√3 of it on average, once here: x is exact.
     assert error < HALF_STEP / 3**0.5
@@ -94,10 +94,10 @@ def test_experts_over_scaled_weights_are_the_reference_over_what_these_stand_for
         (gate_up, Scaled(down.data, down.scale.roll(1, -2))),
         (gate_up, Scaled(down.data, down.scale.roll(1, 0))),
     ):
-        other = scaled.experts(x, *wrong, weights, ids.int(), first, shared).float()
+        other = scaled.apply_experts(x, *wrong, weights, ids.int(), first, shared).float()
         assert (other - wanted).norm() > 4 * error * wanted.norm(), "scales of other blocks go unnoticed"
-    quantised = block_scaled.quantise_rows(x)
+    quantised = block_scaled.quantize_rows(x)
     for scale in (quantised.scale.contiguous(), quantised.scale.T.contiguous().T):
         given = Rows(Scaled(quantised.data, scale, quantised.block), x.dtype)
-        again = scaled.experts(given, gate_up, down, weights, ids.int(), first, shared)
+        again = scaled.apply_experts(given, gate_up, down, weights, ids.int(), first, shared)
         assert torch.equal(again, found), "scales are not read as they lie"

@@ -41,9 +41,9 @@ def source(device: str = "cpu") -> SyntheticSource:
 
 
 def flat(weights: Weights) -> list[torch.Tensor]:
-    from dcpbench.engine.weights import _tensors  # every tensor of the nested dataclasses
+    from dcpbench.engine.weights import _collect_tensors  # every tensor of the nested dataclasses
 
-    return _tensors(weights)
+    return _collect_tensors(weights)
 
 
 @pytest.mark.parametrize("fp8", [False, True])

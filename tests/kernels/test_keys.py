@@ -5,12 +5,12 @@ import torch
 
 from dcpbench.kernels.e4m3 import LARGEST
 from dcpbench.kernels.keys import (
-    decompress,
-    decompress_fused,
-    decompress_reference,
-    lay,
-    lay_fused,
-    lay_reference,
+    decompress_latents,
+    decompress_latents_fused,
+    decompress_latents_reference,
+    gather_rows,
+    gather_rows_fused,
+    gather_rows_reference,
 )
 
 NAN = float("nan")
@@ -28,7 +28,7 @@ def ints(values, device):
     return torch.tensor(values, dtype=torch.int32, device=device)
 
 
-@pytest.mark.parametrize("run", [lay, lay_fused, lay_reference])
+@pytest.mark.parametrize("run", [gather_rows, gather_rows_fused, gather_rows_reference])
 @pytest.mark.parametrize("width", [20, 48, 576])
 @pytest.mark.parametrize("count", [0, 1, 37])
 def test_rows_are_laid_from_both_sources_by_their_places(run, count, width, device):
@@ -48,7 +48,7 @@ def test_rows_are_laid_from_both_sources_by_their_places(run, count, width, devi
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.3])
-@pytest.mark.parametrize("run", [lay, lay_fused, lay_reference])
+@pytest.mark.parametrize("run", [gather_rows, gather_rows_fused, gather_rows_reference])
 def test_bytes_of_e4m3_become_the_numbers_that_torch_says_times_the_scale(run, scale, device):
     """All 256 of them, subnormals and NaN among them; a new row is as it is."""
     stored = torch.arange(256, dtype=torch.uint8, device=device).view(1, 256).view(torch.float8_e4m3fn)
@@ -76,7 +76,7 @@ def compressed(sizes, count, dtype, device, spare=3):
     return rows, weights, outs
 
 
-@pytest.mark.parametrize("run", [decompress, decompress_fused, decompress_reference])
+@pytest.mark.parametrize("run", [decompress_latents, decompress_latents_fused, decompress_latents_reference])
 @pytest.mark.parametrize("count", [0, 1, 130])
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.sample(5)
@@ -103,11 +103,11 @@ def test_in_bf16_they_are_rounded_once(count):
     """Half a unit in the last place of bf16 is 2^-8 of a number at most. One graph serves any count."""
     rows, (w_uk, w_uv), (keys, values) = compressed(SIZES["published"], 5000, torch.bfloat16, torch.device("cuda"))
     there = ints([0], "cuda")
-    decompress(rows, there, w_uk, w_uv, keys, values)
+    decompress_latents(rows, there, w_uk, w_uv, keys, values)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        decompress(rows, there, w_uk, w_uv, keys, values)
+        decompress_latents(rows, there, w_uk, w_uv, keys, values)
     there.fill_(count)
     graph.replay()
     known = rows[:count, :512].double()
@@ -124,4 +124,4 @@ def test_widths_that_no_descriptor_takes_are_refused(device):
     """Values of 6 numbers in fp32 are 24 bytes."""
     rows, weights, outs = compressed(SIZES["odd"] | {"value": 6}, 3, torch.float32, device)
     with pytest.raises(ValueError, match="24, 20 and 6 wide"):
-        decompress_fused(rows, ints([3], device), *weights, *outs)
+        decompress_latents_fused(rows, ints([3], device), *weights, *outs)

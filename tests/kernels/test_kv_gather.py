@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpbench.kernels.kv_gather import (
-    in_token_order,
-    in_token_order_reference,
-    pack,
-    pack_fused,
-    pack_reference,
-    request_table,
+    gather_in_token_order,
+    gather_in_token_order_reference,
+    make_request_table,
+    pack_rows,
+    pack_rows_fused,
+    pack_rows_reference,
 )
 from dcpbench.points import layout
 from dcpbench.points.layout import Prefix
@@ -25,8 +25,8 @@ def numbered(prefix: Prefix, width: int, device: torch.device) -> tuple[torch.Te
     rows = torch.arange(prefix.tokens, dtype=torch.float32)[:, None].repeat(1, width)
     parts = [torch.full((prefix.part_rows, width), NAN) for _ in range(prefix.dcp)]
     for rank, part in enumerate(parts):
-        for first, start, length in zip(prefix.firsts(rank), prefix.starts, prefix.lengths, strict=False):
-            mine = layout.local_tokens(length, rank, prefix.dcp, prefix.interleave)
+        for first, start, length in zip(prefix.list_first_rows(rank), prefix.starts, prefix.lengths, strict=False):
+            mine = layout.list_local_tokens(length, rank, prefix.dcp, prefix.interleave)
             part[first : first + len(mine)] = rows[[start + token for token in mine]]
     return rows.to(device), [part.to(device) for part in parts]
 
@@ -43,13 +43,13 @@ def test_every_row_is_in_token_order_and_no_other_is_touched(lengths, dcp, inter
     prefix = Prefix(tuple(lengths), dcp, interleave)
     rows, parts = numbered(prefix, width, DEVICE)
     slow = torch.full((prefix.tokens + 3, width), NAN, device=DEVICE)
-    in_token_order_reference(slow, parts, prefix)
+    gather_in_token_order_reference(slow, parts, prefix)
     assert torch.equal(slow[: prefix.tokens], rows)
     for rank in range(dcp):
         out = torch.full_like(slow, NAN)
         around = [parts[(rank + n) % dcp] for n in range(dcp)]
         addresses = [part.data_ptr() for part in around]
-        in_token_order(out, around[0], addresses, rank, prefix, request_table(prefix, DEVICE))
+        gather_in_token_order(out, around[0], addresses, rank, prefix, make_request_table(prefix, DEVICE))
         assert torch.equal(out[: prefix.tokens], rows)
         assert bool(out[prefix.tokens :].isnan().all())
 
@@ -58,15 +58,24 @@ def test_firsts_and_starts_worked_out_by_hand():
     """Requests of 6, 0 and 3 tokens on 4 ranks: shares 2 2 1 1, none, 1 1 1 0; the largest part has 3 rows."""
     prefix = Prefix((6, 0, 3), 4)
     assert prefix.starts == [0, 6, 6, 9]
-    assert [prefix.firsts(rank) for rank in range(4)] == [[0, 2, 2, 3], [0, 2, 2, 3], [0, 1, 1, 2], [0, 1, 1, 1]]
+    assert [prefix.list_first_rows(rank) for rank in range(4)] == [
+        [0, 2, 2, 3],
+        [0, 2, 2, 3],
+        [0, 1, 1, 2],
+        [0, 1, 1, 1],
+    ]
     assert (prefix.tokens, prefix.part_rows) == (9, 3)
-    assert request_table(prefix, torch.device("cpu")).tolist() == [[0, 0, 0, 0, 0], [6, 2, 2, 1, 1], [6, 2, 2, 1, 1]]
+    assert make_request_table(prefix, torch.device("cpu")).tolist() == [
+        [0, 0, 0, 0, 0],
+        [6, 2, 2, 1, 1],
+        [6, 2, 2, 1, 1],
+    ]
 
 
 def test_uneven_lengths_add_up():
     """10 tokens of 4 requests, in proportion to 1 2 3 4; 7 tokens begin at 7 · 0, 2, 6 and 12 twentieths."""
-    assert Prefix.uneven(10, 4, 1).lengths == (1, 2, 3, 4)
-    assert Prefix.uneven(7, 4, 1).lengths == (0, 2, 2, 3)
+    assert Prefix.make_uneven(10, 4, 1).lengths == (1, 2, 3, 4)
+    assert Prefix.make_uneven(7, 4, 1).lengths == (0, 2, 2, 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8, torch.float8_e4m3fn], ids=str)
@@ -78,7 +87,7 @@ def test_packing_takes_the_named_rows_in_order(count, width, dtype, device):
     rows = torch.randperm(64, generator=generator)[:count].to(torch.int32).to(device)
     kv = torch.full((64, width * dtype.itemsize), 0xFF, dtype=torch.uint8, device=device)
     kv[rows.long()] = torch.randint(0, 100, (count, kv.shape[1]), generator=generator).to(torch.uint8).to(device)
-    for pick in (pack, pack_fused, pack_reference):
+    for pick in (pack_rows, pack_rows_fused, pack_rows_reference):
         part = torch.full((count + 2, width * dtype.itemsize), 0xFF, dtype=torch.uint8, device=device)
         pick(part.view(dtype), kv.view(dtype), rows)
         assert torch.equal(part[:count], kv[rows.long()])
@@ -90,7 +99,7 @@ def test_rows_of_odd_sizes_are_refused(device):
     prefix = Prefix((3,), 1)
     out = torch.zeros(3, 5, device=device)
     with pytest.raises(ValueError, match="20 bytes"):
-        in_token_order(out, out.clone(), [out.data_ptr()], 0, prefix, request_table(prefix, device))
+        gather_in_token_order(out, out.clone(), [out.data_ptr()], 0, prefix, make_request_table(prefix, device))
 
 
 @pytest.mark.gpu
@@ -100,10 +109,10 @@ def test_rows_past_two_to_the_31_elements_are_read_and_written_where_they_are():
     parts = [torch.zeros(2_000_000, 576, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
     parts[1][-1] = 1.0
     out = torch.full((4_000_000, 576), 2.0, dtype=torch.bfloat16, device="cuda")
-    table = request_table(prefix, torch.device("cuda"))
-    in_token_order(out, parts[0], [part.data_ptr() for part in parts], 0, prefix, table)
+    table = make_request_table(prefix, torch.device("cuda"))
+    gather_in_token_order(out, parts[0], [part.data_ptr() for part in parts], 0, prefix, table)
     assert int(out[-1].sum()) == 576
     assert int(out[:-1].count_nonzero()) == 0
     back = torch.zeros(1, 576, dtype=torch.bfloat16, device="cuda")
-    pack(back, out, torch.tensor([3_999_999], dtype=torch.int32, device="cuda"))
+    pack_rows(back, out, torch.tensor([3_999_999], dtype=torch.int32, device="cuda"))
     assert int(back.sum()) == 576

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpbench.engine.request_pool import RequestPool
-from dcpbench.kernels.kv_indices import Share, fill_fused, fill_pages, fill_reference
+from dcpbench.kernels.kv_indices import Share, write_pages, write_pages_fused, write_pages_reference
 from dcpbench.points import layout
 from dcpbench.points.batches import PADDING_SLOT
 from dcpbench.serving.allocator import DcpAllocator
@@ -22,17 +22,17 @@ def batch_of(lengths: list[int], share: Share, index: torch.dtype, device: torch
     """A request pool whose requests grew in turns, so that their pages are mixed; slots with padding at the end."""
     pool = RequestPool(len(lengths) + 1, CONTEXT, device)
     allocator = DcpAllocator(512, share.page_size, share.dcp, share.interleave)
-    allocations = [allocator.alloc(1) if length else None for length in lengths]
+    allocations = [allocator.allocate(1) if length else None for length in lengths]
     for _ in range(CONTEXT):
         for allocation, length in zip(allocations, lengths, strict=True):
             if allocation is not None and allocation.tokens < length:
                 allocator.extend(allocation, 1)
-    slots = [pool.alloc() for _ in lengths]
+    slots = [pool.allocate_slot() for _ in lengths]
     for slot, allocation in zip(slots, allocations, strict=True):
         pool.host[slot] = -1  # what lies behind a request's tokens must not be read as a location
         pool.table[slot] = -1
         if allocation is not None:
-            pool.set_locs(slot, 0, allocation.locs(0, allocation.tokens))
+            pool.set_locs(slot, 0, allocation.compute_locs(0, allocation.tokens))
     slots_B = torch.tensor([*slots, PADDING_SLOT], dtype=index, device=device)
     lengths_B = torch.tensor([*lengths, 1], dtype=index, device=device)
     return pool.table, slots_B, lengths_B, allocations
@@ -58,9 +58,9 @@ def test_both_forms_are_the_reference_and_touch_nothing_else(lengths, dcp, inter
         share = Share(rank=rank, dcp=dcp, interleave=interleave, page_size=interleave * stripes_of_page)
         table, slots, lengths_B, _ = batch_of(lengths, share, index, DEVICE)
         wanted, got = (buffers(len(slots), DEVICE) for _ in range(2))
-        for (pages, indices, indptr, local), fill in ((wanted, fill_reference), (got, fill_fused)):
+        for (pages, indices, indptr, local), fill in ((wanted, write_pages_reference), (got, write_pages_fused)):
             fill(pages, None, local, table, slots, lengths_B, share)
-            assert local.tolist() == [layout.local_length(n, rank, dcp, interleave) for n in [*lengths, 1]]
+            assert local.tolist() == [layout.compute_local_length(n, rank, dcp, interleave) for n in [*lengths, 1]]
             local.fill_(UNTOUCHED)
             fill(indices, indptr, local, table, slots, lengths_B, share)
         for one, other in zip(wanted, got, strict=True):
@@ -75,8 +75,8 @@ def test_the_pages_are_those_that_the_allocator_gave_out(dcp, interleave, page_s
         share = Share(rank=rank, dcp=dcp, interleave=interleave, page_size=page_size)
         table, slots, lengths_B, allocations = batch_of(lengths, share, torch.int64, device)
         pages, indices, indptr, local = buffers(len(slots), device)
-        fill_pages(pages, None, local, table, slots, lengths_B, share)
-        fill_pages(indices, indptr, local, table, slots, lengths_B, share)
+        write_pages(pages, None, local, table, slots, lengths_B, share)
+        write_pages(indices, indptr, local, table, slots, lengths_B, share)
         for b, allocation in enumerate(allocations):
             rows = int(local[b])
             expected = allocation.pages[: -(-rows // page_size)].tolist() if allocation else []
@@ -90,7 +90,7 @@ def test_a_padding_row_reads_the_padding_page_on_the_rank_that_owns_location_0(d
         share = Share(rank=rank, dcp=2)
         table, slots, lengths, _ = batch_of([3], share, torch.int32, device)
         pages, _, _, local = buffers(len(slots), device)
-        fill_pages(pages, None, local, table, slots, lengths, share)
+        write_pages(pages, None, local, table, slots, lengths, share)
         assert local.tolist() == [[2, 1], [1, 0]][rank]
         assert pages[1, :rows].tolist() == [0] * rows
 
@@ -105,7 +105,7 @@ def test_worked_out_by_hand(device):
     for rank, rows in ((0, 4), (1, 3)):
         pages, _, _, local = buffers(1, device)
         slots, lengths = (torch.tensor([n], device=device) for n in (1, 7))
-        fill_pages(pages, None, local, table, slots, lengths, Share(rank=rank, dcp=2, page_size=2))
+        write_pages(pages, None, local, table, slots, lengths, Share(rank=rank, dcp=2, page_size=2))
         assert local.tolist() == [rows]
         assert pages[0, :3].tolist() == [3, 1, UNTOUCHED]
 
@@ -116,7 +116,7 @@ def test_requests_longer_than_one_program_are_whole(device):
     table = torch.from_numpy(locs).to(device).view(1, -1)
     pages = torch.full((1, 2600), UNTOUCHED, dtype=torch.int32, device=device)
     slots, lengths = (torch.tensor([n], dtype=torch.int32, device=device) for n in (0, 2500))
-    fill_fused(pages, None, torch.zeros_like(lengths), table, slots, lengths, Share(rank=0, dcp=1))
+    write_pages_fused(pages, None, torch.zeros_like(lengths), table, slots, lengths, Share(rank=0, dcp=1))
     assert pages[0, :2500].tolist() == locs[:2500].tolist()
     assert pages[0, 2500:].tolist() == [UNTOUCHED] * 100
 
@@ -131,7 +131,7 @@ def test_tables_past_two_to_the_31_elements_are_read_and_written_where_they_are(
     lengths = torch.zeros(slot + 1, dtype=torch.int32, device="cuda")
     slots[slot], lengths[slot] = slot, context
     pages, local = torch.zeros_like(table), torch.zeros_like(lengths)
-    fill_fused(pages, None, local, table, slots, lengths, Share(rank=0, dcp=1))
+    write_pages_fused(pages, None, local, table, slots, lengths, Share(rank=0, dcp=1))
     assert torch.equal(pages[slot], table[slot])
     assert int(pages[:slot].count_nonzero()) == 0
 
@@ -142,11 +142,11 @@ def test_a_captured_fill_follows_lengths_that_grow_on_the_device():
     share = Share(rank=0, dcp=2)
     table, slots, lengths, _ = batch_of([9], share, torch.int32, torch.device("cuda"))
     pages, indices, indptr, local = buffers(2, torch.device("cuda"))
-    fill_pages(indices, indptr, local, table, slots, lengths, share)
+    write_pages(indices, indptr, local, table, slots, lengths, share)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        fill_pages(pages, None, local, table, slots, lengths, share)
-        fill_pages(indices, indptr, local, table, slots, lengths, share)
+        write_pages(pages, None, local, table, slots, lengths, share)
+        write_pages(indices, indptr, local, table, slots, lengths, share)
     lengths[0] = 4
     graph.replay()
     assert local.tolist() == [2, 1]

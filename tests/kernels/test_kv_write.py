@@ -35,7 +35,7 @@ def test_rows_are_stored_as_float8_where_the_pool_holds_it(interleave, device):
     locs = torch.randperm(tokens, generator=generator).to(torch.int32)
     for rank in range(dcp):
         new = torch.randn(tokens, 576, generator=generator).to(torch.bfloat16)
-        new[layout.owner(locs, dcp, interleave) != rank] = NAN
+        new[layout.get_owner(locs, dcp, interleave) != rank] = NAN
         pools = [torch.full((tokens, 576), 0xA5, dtype=torch.uint8, device=device) for _ in range(2)]
         share = Share(rank=rank, dcp=dcp, interleave=interleave)
         write_kv_reference(pools[0], new.to(device), locs.to(device), share, 0.37)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dcpbench.kernels.kv_indices import Share
-from dcpbench.kernels.kv_write import Tiling, launch, tiling, write_kv, write_rows, write_rows_reference
+from dcpbench.kernels.kv_write import Tiling, choose_tiling, launch_kernel, write_kv, write_rows, write_rows_reference
 
 BF16, E4M3, BYTES = torch.bfloat16, torch.float8_e4m3fn, torch.uint8
 POISON = 0xA5
@@ -58,14 +58,14 @@ def test_however_tokens_are_dealt_to_programs_the_same_rows_are_stored(share, dt
     new, row = new.to(BF16).to(device), row.to(device)
     wanted, got = (poisoned(tokens + 7, 576, dtype, device) for _ in range(2))
     write_rows_reference(wanted, new, row, scale=0.5)
-    launch(got, new, row, tiles, 0.5, settled, OWNED=False, rank=0, DCP=1, INTERLEAVE=1)
+    launch_kernel(got, new, row, tiles, 0.5, settled, OWNED=False, rank=0, DCP=1, INTERLEAVE=1)
     assert torch.equal(bits(wanted), bits(got))
 
 
 def test_many_tokens_of_which_few_are_stored_are_numbered_first():
     """Below 8,192 tokens, or where every second may be stored, a program stores all that it looks at."""
-    assert tiling(8191, 8) == tiling(65536, 1) == tiling(65536, 2)
-    assert tiling(8192, 8).tile > tiling(8192, 8).rows
+    assert choose_tiling(8191, 8) == choose_tiling(65536, 1) == choose_tiling(65536, 2)
+    assert choose_tiling(8192, 8).tile > choose_tiling(8192, 8).rows
 
 
 @pytest.mark.parametrize("dtype", [BF16, BYTES], ids=str)

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from dcpbench.kernels.block_scaled import dequantise_rows, quantise_rows
+from dcpbench.kernels.block_scaled import dequantize_rows, quantize_rows
 from dcpbench.kernels.latent import split_latent_fused, split_latent_reference
 from dcpbench.kernels.moe import prompts
-from dcpbench.kernels.norm import Mark, norm_fused, norm_rows
-from dcpbench.kernels.rope import rope_fused, rope_table
+from dcpbench.kernels.norm import Mark, normalize_fused, normalize_rows
+from dcpbench.kernels.rope import apply_rope_fused, make_rope_table
 from dcpbench.points.shapes import SHAPES
 
 
@@ -44,20 +44,20 @@ def test_a_norm_quantises_what_it_gives(width, adds, device):
     x, weight = rows(3, width + 64, device)[:, :width], torch.rand(width, device=device).to(half(device))
     residuals = [rows(3, width, device, 1) if adds else None for _ in range(2)]
     marks = torch.zeros(1, dtype=torch.int32, pin_memory=device.type != "cpu")
-    wanted = norm_fused(x, residuals[0], weight, 1e-6)
-    found = norm_rows(x, residuals[1], weight, 1e-6, Mark(marks, 5))
+    wanted = normalize_fused(x, residuals[0], weight, 1e-6)
+    found = normalize_rows(x, residuals[1], weight, 1e-6, Mark(marks, 5))
     near(found.plain, wanted)
-    same(found.scaled, quantise_rows(found.plain))
+    same(found.scaled, quantize_rows(found.plain))
     if adds:
         assert torch.equal(*residuals)
     if device.type != "cpu":
         torch.cuda.synchronize()
     assert marks.tolist() == [5]
-    alone = norm_rows(x, rows(3, width, device, 1) if adds else None, weight, 1e-6, keep=False)
+    alone = normalize_rows(x, rows(3, width, device, 1) if adds else None, weight, 1e-6, keep=False)
     near(alone.scaled.scale.to(half(device)), found.scaled.scale.to(half(device)))
     torch.testing.assert_close(
-        dequantise_rows(alone.scaled),
-        dequantise_rows(found.scaled),
+        dequantize_rows(alone.scaled),
+        dequantize_rows(found.scaled),
         rtol=2.0**-3,
         atol=2.0**-9 * float(found.scaled.scale.max()),
     )
@@ -69,7 +69,7 @@ def test_silu_quantises_what_it_gives(width, device):
     """Blocks of columns that end in the middle of what a program takes, too."""
     both = rows(5, 2 * width, device) / 100
     found = prompts.silu_mul_rows(both)
-    same(found.scaled, quantise_rows(prompts.silu_mul(both)))
+    same(found.scaled, quantize_rows(prompts.silu_mul(both)))
     assert found.plain is None
 
 
@@ -79,7 +79,7 @@ def test_silu_quantises_what_it_gives(width, device):
 def test_the_latents_are_what_norms_and_rope_give(q_width, norms, interleaved, device):
     """KV rows into a part of wider ones, all of whose other columns stay; the query's columns, too, where they have no norm."""
     latent, rope = 512, 64
-    table = rope_table(SHAPES["deepseek-v3"], 128, device)
+    table = make_rope_table(SHAPES["deepseek-v3"], 128, device)
     positions = torch.tensor([0, 127, 1, 64], device=device)
     qkv = rows(4, q_width + latent + rope, device)
     kept = qkv.clone()
@@ -89,8 +89,8 @@ def test_the_latents_are_what_norms_and_rope_give(q_width, norms, interleaved, d
     given = (qkv, q_norm if norms else None, kv_norm, positions, table, row, 1e-6)
 
     wanted = torch.empty(4, latent + rope, device=device, dtype=half(device))
-    wanted[:, :latent] = norm_fused(qkv[:, q_width : q_width + latent], None, kv_norm, 1e-6)
-    rope_fused(qkv[:, None, q_width + latent :], positions, table, wanted[:, None, latent:], interleaved)
+    wanted[:, :latent] = normalize_fused(qkv[:, q_width : q_width + latent], None, kv_norm, 1e-6)
+    apply_rope_fused(qkv[:, None, q_width + latent :], positions, table, wanted[:, None, latent:], interleaved)
     found = split_latent_fused(*given, interleaved=interleaved)
     near(row, wanted)
     assert (room[:, latent + rope :] == 7).all()
@@ -98,16 +98,16 @@ def test_the_latents_are_what_norms_and_rope_give(q_width, norms, interleaved, d
     if not norms:
         assert found is None
         return
-    q = norm_fused(qkv[:, :q_width], None, q_norm, 1e-6)
+    q = normalize_fused(qkv[:, :q_width], None, q_norm, 1e-6)
     near(found, q)
     row.zero_()
-    same(split_latent_fused(*given, interleaved=interleaved, quantise=True).scaled, quantise_rows(found))
+    same(split_latent_fused(*given, interleaved=interleaved, quantise=True).scaled, quantize_rows(found))
     near(row, wanted)
 
 
 def test_the_fused_latents_agree_with_the_reference(device):
     """In fp32, of sizes that are no powers of two."""
-    table = rope_table(SHAPES["tiny"], 10, device)
+    table = make_rope_table(SHAPES["tiny"], 10, device)
     rope = table.shape[1]
     x, positions = torch.randn(3, 40 + 24 + rope, device=device), torch.tensor([0, 9, 4], device=device)
     q_norm, kv_norm = torch.rand(40, device=device), torch.rand(24, device=device)

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from dcpbench.kernels.attention.reference import mla_decode
-from dcpbench.kernels.merge import correct_fused, correct_reference, merge
+from dcpbench.kernels.attention.reference import compute_mla_decode
+from dcpbench.kernels.merge import correct_attn_out_fused, correct_attn_out_reference, merge_partials
 
-VERSIONS = [pytest.param(correct_reference, id="reference"), pytest.param(correct_fused, id="fused")]
+VERSIONS = [pytest.param(correct_attn_out_reference, id="reference"), pytest.param(correct_attn_out_fused, id="fused")]
 
 
 @pytest.mark.parametrize("correct", VERSIONS)
@@ -16,13 +16,13 @@ def test_shares_of_all_ranks_add_up_to_undivided_attention(correct, ranks, devic
     generator = torch.Generator(device).manual_seed(ranks)
     q = torch.randn(4, 40, generator=generator, device=device)
     rows = torch.randn(13, 40, generator=generator, device=device)
-    parts = [mla_decode(q, rows[n::ranks], 32, 0.3) for n in range(ranks)]
+    parts = [compute_mla_decode(q, rows[n::ranks], 32, 0.3) for n in range(ranks)]
     o_NBHR = torch.stack([o for o, _ in parts]).unsqueeze(1)
     lse_NBH = torch.stack([lse for _, lse in parts]).unsqueeze(1)
-    whole_HR, _ = mla_decode(q.double(), rows.double(), 32, 0.3)
+    whole_HR, _ = compute_mla_decode(q.double(), rows.double(), 32, 0.3)
     summed_HBR = sum(correct(o_NBHR[n], lse_NBH, n, torch.float32) for n in range(ranks))
     assert torch.allclose(summed_HBR[:, 0].double(), whole_HR, atol=1e-5)
-    assert torch.allclose(merge(o_NBHR, lse_NBH)[0].double(), whole_HR, atol=1e-5)
+    assert torch.allclose(merge_partials(o_NBHR, lse_NBH)[0].double(), whole_HR, atol=1e-5)
 
 
 @pytest.mark.parametrize("correct", VERSIONS)
@@ -47,4 +47,6 @@ def test_the_lse_is_natural_not_base_2(device):
     """Weights 3:1 for lse ln 3 and 0. Taken as log2 they would be 2.14:1, so this test can tell."""
     o = torch.tensor([4.0, 0.0], device=device).view(2, 1, 1, 1).expand(2, 1, 1, 16).contiguous()
     lse = torch.tensor([3.0, 1.0], device=device).log().view(2, 1, 1)
-    assert torch.allclose(correct_fused(o[0], lse, 0, torch.float32), torch.full((1, 1, 16), 3.0, device=device))
+    assert torch.allclose(
+        correct_attn_out_fused(o[0], lse, 0, torch.float32), torch.full((1, 1, 16), 3.0, device=device)
+    )

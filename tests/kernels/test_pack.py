@@ -4,15 +4,21 @@ import pytest
 import torch
 
 from dcpbench.kernels import head_order, pack
-from dcpbench.kernels.merge import merge
-from dcpbench.kernels.pack import Message, combine_fused, combine_reference, pack_fused, pack_reference
+from dcpbench.kernels.merge import merge_partials
+from dcpbench.kernels.pack import (
+    Message,
+    merge_messages_fused,
+    merge_messages_reference,
+    pack_messages_fused,
+    pack_messages_reference,
+)
 
 NAN = float("nan")
-PACKS = [pytest.param(pack_reference, id="reference"), pytest.param(pack_fused, id="fused")]
-COMBINES = [pytest.param(combine_reference, id="reference"), pytest.param(combine_fused, id="fused")]
+PACKS = [pytest.param(pack_messages_reference, id="reference"), pytest.param(pack_messages_fused, id="fused")]
+COMBINES = [pytest.param(merge_messages_reference, id="reference"), pytest.param(merge_messages_fused, id="fused")]
 VERSIONS = [
-    pytest.param(pack_reference, combine_reference, id="reference"),
-    pytest.param(pack_fused, combine_fused, id="fused"),
+    pytest.param(pack_messages_reference, merge_messages_reference, id="reference"),
+    pytest.param(pack_messages_fused, merge_messages_fused, id="fused"),
 ]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SIZES = [
@@ -64,7 +70,7 @@ def test_messages_merge_to_the_reference_in_fp64(pack_into, combine, ranks, batc
     """Every rank gets its heads; NaN of empty shards goes nowhere, and what is empty everywhere is 0."""
     message = Message(batch, h, columns, dtype)
     o_NBHR, lse_NBH = partials(ranks, batch, ranks * h, columns, dtype, device)
-    truth_HBR = merge(o_NBHR.double(), lse_NBH.double()).transpose(0, 1)
+    truth_HBR = merge_partials(o_NBHR.double(), lse_NBH.double()).transpose(0, 1)
     for rank, out_hBR in enumerate(exchanged(pack_into, combine, o_NBHR, lse_NBH, message)):
         assert torch.allclose(out_hBR.double(), truth_HBR[rank * h : (rank + 1) * h], atol=3e-6)
 
@@ -89,7 +95,7 @@ def test_the_result_may_be_rounded_to_the_models_dtype(combine, device):
     """Weights 3:1 for lse ln 3 and 0: 4·¾ + 0·¼ = 3, exact in bf16."""
     message = Message(1, 1, 16, torch.bfloat16)
     wire_NW = wire(2, message, device)
-    o_NBhR, lse_NBh = message.views(wire_NW)
+    o_NBhR, lse_NBh = message.split_views(wire_NW)
     o_NBhR[0], o_NBhR[1] = 4, 0
     lse_NBh.copy_(torch.tensor([3.0, 1.0]).log().view(2, 1, 1))
     out_hBR = torch.empty(1, 1, 16, dtype=torch.bfloat16, device=device)
@@ -100,14 +106,14 @@ def test_the_result_may_be_rounded_to_the_models_dtype(combine, device):
 def test_packing_chooses_by_device_and_makes_the_messages(device):
     """The public functions: one rank's own message, merged with nobody, is its output, heads first."""
     o_BHR = torch.randn(2, 3, 16, generator=torch.Generator(device).manual_seed(0), device=device)
-    wire_NW = pack.pack(o_BHR, torch.zeros(2, 3, device=device), 1)
+    wire_NW = pack.pack_messages(o_BHR, torch.zeros(2, 3, device=device), 1)
     out_hBR = torch.empty(3, 2, 16, device=device)
-    pack.combine(wire_NW, Message(2, 3, 16, torch.float32), out_hBR)
+    pack.merge_messages(wire_NW, Message(2, 3, 16, torch.float32), out_hBR)
     assert torch.equal(out_hBR, o_BHR.transpose(0, 1))
 
 
 @pytest.mark.parametrize(
-    "version", [head_order.in_head_order_reference, head_order.in_head_order_fused], ids=["reference", "fused"]
+    "version", [head_order.to_head_order_reference, head_order.to_head_order_fused], ids=["reference", "fused"]
 )
 @pytest.mark.parametrize(("ranks", "batch", "h", "width"), [(2, 3, 1, 5), (4, 2, 3, 24), (3, 5, 8, 576), (1, 1, 2, 8)])
 def test_gathered_queries_come_into_the_order_of_heads(version, ranks, batch, h, width, device):
@@ -118,8 +124,8 @@ def test_gathered_queries_come_into_the_order_of_heads(version, ranks, batch, h,
     for b in range(batch):
         for n in range(ranks):
             assert torch.equal(q_BHQ[b, n * h : (n + 1) * h], q_NBhQ[n, b])
-    assert torch.equal(head_order.in_head_order(q_NBhQ), q_BHQ)
-    assert head_order.in_head_order(q_NBhQ).is_contiguous()
+    assert torch.equal(head_order.to_head_order(q_NBhQ), q_BHQ)
+    assert head_order.to_head_order(q_NBhQ).is_contiguous()
 
 
 @pytest.mark.gpu
@@ -127,13 +133,13 @@ def test_messages_of_more_than_2_to_the_31_numbers_are_addressed():
     """2,100 requests × 128 heads × 2 ranks × 4,096 columns: 2.2 · 10⁹ numbers; what the last row holds is seen."""
     message = Message(2100, 128, 4096, torch.bfloat16)
     wire_NW = torch.zeros(2, message.words, device="cuda")
-    o_NBhR, lse_NBh = message.views(wire_NW)
+    o_NBhR, lse_NBh = message.split_views(wire_NW)
     o_NBhR[1, -1, -1] = 2
     lse_NBh[0, -1, -1] = -torch.inf
     out_hBR = torch.empty(128, 2100, 4096, dtype=torch.bfloat16, device="cuda")
-    combine_fused(wire_NW, message, out_hBR)
+    merge_messages_fused(wire_NW, message, out_hBR)
     assert torch.equal(out_hBR[-1, -1], torch.full_like(out_hBR[-1, -1], 2))
     o_BHR = o_NBhR.transpose(0, 1).flatten(1, 2).contiguous()
     again_NW = torch.empty_like(wire_NW)
-    pack_fused(o_BHR, lse_NBh.transpose(0, 1).flatten(1, 2).contiguous(), message, again_NW)
-    assert torch.equal(message.views(again_NW)[0][1, -1, -1], o_NBhR[1, -1, -1])
+    pack_messages_fused(o_BHR, lse_NBh.transpose(0, 1).flatten(1, 2).contiguous(), message, again_NW)
+    assert torch.equal(message.split_views(again_NW)[0][1, -1, -1], o_NBhR[1, -1, -1])

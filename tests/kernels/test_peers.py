@@ -7,12 +7,12 @@ sizes that an interpreter would not come to the end of. More than 4 ranks would 
 import pytest
 import torch
 
-from dcpbench.kernels.head_order import in_head_order_reference
+from dcpbench.kernels.head_order import to_head_order_reference
 from dcpbench.kernels.peers import Carver, Peers
-from dcpbench.kernels.peers.add_up import add_up_reference, one_shot, two_shot
-from dcpbench.kernels.peers.gather import gather
-from dcpbench.kernels.peers.meeting import fence
-from dcpbench.kernels.peers.merge import merge, merge_reference
+from dcpbench.kernels.peers.add_up import add_up_reference, reduce_one_shot, reduce_two_shot
+from dcpbench.kernels.peers.gather import gather_queries
+from dcpbench.kernels.peers.meeting import launch_fence
+from dcpbench.kernels.peers.merge import merge_from_peers, merge_reference
 
 BYTES = 1 << 22
 pytestmark = pytest.mark.gpu
@@ -36,11 +36,11 @@ class Ranks:
 
     def take(self, *shape, dtype):
         """A tensor of each rank, at one place in all buffers."""
-        return [carver.take(*shape, dtype=dtype) for carver in self.carvers]
+        return [carver.allocate_tensor(*shape, dtype=dtype) for carver in self.carvers]
 
     def counters(self):
         """Counters of each rank."""
-        return [carver.counters(len(self.peers)) for carver in self.carvers]
+        return [carver.allocate_counters(len(self.peers)) for carver in self.carvers]
 
     def each(self, function):
         """[function(rank)], all at one time."""
@@ -63,8 +63,8 @@ def test_gather_puts_all_heads_side_by_side_again_and_again(size, heads, width):
         q = [torch.randn(batch, heads, width, device="cuda").bfloat16() for _ in range(size)]
         for mine in whole:
             mine.fill_(float("nan"))
-        ranks.each(lambda rank, q=q: gather(ranks.peers[rank], met[rank], q[rank], whole[rank][: len(q[rank])]))
-        want = in_head_order_reference(torch.stack(q))
+        ranks.each(lambda rank, q=q: gather_queries(ranks.peers[rank], met[rank], q[rank], whole[rank][: len(q[rank])]))
+        want = to_head_order_reference(torch.stack(q))
         assert all(torch.equal(mine[:batch], want) for mine in whole)
         assert all(mine[batch:].isnan().all() for mine in whole)
 
@@ -86,7 +86,7 @@ def test_merge_is_the_merge_in_fp64_of_what_peers_hold(size, heads, width, dtype
             mine[empty], its[empty] = float("nan"), float("-inf")
         out = [torch.full((heads, batch, width), float("nan"), device="cuda") for _ in range(size)]
         ranks.each(
-            lambda rank, batch=batch, out=out: merge(
+            lambda rank, batch=batch, out=out: merge_from_peers(
                 ranks.peers[rank], met[rank], o[rank][:batch], lse[rank][:batch], out[rank]
             )
         )
@@ -108,10 +108,10 @@ def test_sums_have_the_same_bits_everywhere(size):
     for shape in ((1, 7168), (30, 7168), (3, 5), (30, 7168), (30, 7168), (1, 7168)):
         x = [torch.randn(shape, device="cuda").bfloat16() for _ in range(size)]
         want = add_up_reference(torch.stack(x))
-        for got in ranks.each(lambda rank, x=x: one_shot(ranks.peers[rank], once[rank], slots[rank], x[rank])):
+        for got in ranks.each(lambda rank, x=x: reduce_one_shot(ranks.peers[rank], once[rank], slots[rank], x[rank])):
             assert torch.equal(got, want)
         for got in ranks.each(
-            lambda rank, x=x: two_shot(ranks.peers[rank], twice[rank], addends[rank], sums[rank], x[rank])
+            lambda rank, x=x: reduce_two_shot(ranks.peers[rank], twice[rank], addends[rank], sums[rank], x[rank])
         ):
             assert torch.equal(got, want)
 
@@ -126,7 +126,7 @@ def test_a_fence_holds_a_rank_back_until_the_other_has_come():
         if rank == 1:
             torch.cuda._sleep(10_000_000)
             word[1].fill_(7)
-        fence(ranks.peers[rank], met[rank])
+        launch_fence(ranks.peers[rank], met[rank])
         if rank == 0:
             copies.copy_(word[1])
 
@@ -148,11 +148,11 @@ def test_tensors_beyond_2_to_31_numbers_are_addressed():
     o, lse = ranks.take(batch, heads, value, dtype=torch.bfloat16), ranks.take(batch, heads, dtype=torch.float32)
     for mine in (*q, *o, *lse):
         mine[last].normal_()
-    ranks.each(lambda rank: gather(ranks.peers[rank], met_q[rank], q[rank], whole[rank]))
-    want = in_head_order_reference(torch.stack([mine[last] for mine in q]))
+    ranks.each(lambda rank: gather_queries(ranks.peers[rank], met_q[rank], q[rank], whole[rank]))
+    want = to_head_order_reference(torch.stack([mine[last] for mine in q]))
     assert all(torch.equal(mine[last], want) for mine in whole)
     out = [torch.empty(heads // 2, batch, value, dtype=torch.float32, device="cuda") for _ in range(2)]
-    ranks.each(lambda rank: merge(ranks.peers[rank], met_o[rank], o[rank], lse[rank], out[rank]))
+    ranks.each(lambda rank: merge_from_peers(ranks.peers[rank], met_o[rank], o[rank], lse[rank], out[rank]))
     partials = torch.stack([mine[last] for mine in o]).double(), torch.stack([its[last] for its in lse]).double()
     for rank in range(2):
         assert torch.allclose(out[rank][:, last].double(), merge_reference(*partials, rank), atol=1e-6)

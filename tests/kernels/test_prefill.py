@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from dcpbench.errors import MissingPackageError, UsageError
-from dcpbench.kernels.merge import merge_into, merge_into_fused, merge_into_reference
+from dcpbench.kernels.merge import merge_attn_states, merge_attn_states_fused, merge_attn_states_reference
 from dcpbench.kernels.prefill import PrefillSpec, make_prefill
-from dcpbench.kernels.prefill.reference import attend
+from dcpbench.kernels.prefill.reference import compute_attention
 
 SCALE = 192**-0.5
 SHAPES = {
@@ -51,7 +51,9 @@ def check(backend, spec, shape, o_limit, lse_limit):
     )
     plan = backend.plan(q_lengths, kv_lengths, causal=causal)
     backend.plan([2], [3], causal=False)  # which changes nothing
-    wanted_o, wanted_lse = attend(q, k, v[..., : spec.value], q_lengths, kv_lengths, causal=causal, scale=spec.scale)
+    wanted_o, wanted_lse = compute_attention(
+        q, k, v[..., : spec.value], q_lengths, kv_lengths, causal=causal, scale=spec.scale
+    )
     empty = wanted_lse.isneginf()
     for _ in range(2):
         o, lse = plan.run(q, k, v)
@@ -121,7 +123,7 @@ class TestFlashInfer:
             assert len({id(plan.wrapper) for plan in plans}) == 12
             for n, plan in enumerate(plans, start=1):
                 o, _ = plan.run(q, k, v)
-                wanted, _ = attend(q, k, v, [n, 20], [n, 20], causal=True, scale=SCALE)
+                wanted, _ = compute_attention(q, k, v, [n, 20], [n, 20], causal=True, scale=SCALE)
                 assert (o - wanted).abs().max() <= 0.03
 
     @pytest.mark.gpu
@@ -177,14 +179,14 @@ class TestMergeInto:
         lse_a, lse_b = (torch.full((3, 5), x, device=device) for x in (lse, more))
         total = torch.logsumexp(torch.tensor([lse, more], dtype=torch.float64), 0)
         first, second = ((torch.tensor(x, dtype=torch.float64) - total).exp() for x in (lse, more))
-        merge_into(o, lse_a, other, lse_b)
+        merge_attn_states(o, lse_a, other, lse_b)
         assert torch.allclose(o.cpu().double(), first * 2 + second * 6, atol=1e-5)
         assert torch.allclose(lse_a.cpu().double(), total, atol=1e-5)
 
     def test_where_neither_side_has_keys_there_are_zeros(self, device):
         o, other = (torch.full((2, 3, 4), float("nan"), device=device) for _ in range(2))
         lse, more = (torch.full((2, 3), float("-inf"), device=device) for _ in range(2))
-        merge_into(o, lse, other, more)
+        merge_attn_states(o, lse, other, more)
         assert not o.any()
         assert lse.isneginf().all()
 
@@ -201,8 +203,8 @@ class TestMergeInto:
         lse[2:5] = float("-inf")
         more[3:6] = float("-inf")
         expected_o, expected_lse = o.clone(), lse.clone()
-        merge_into_reference(expected_o, expected_lse, other, more)
-        merge_into_fused(o, lse, other, more)
+        merge_attn_states_reference(expected_o, expected_lse, other, more)
+        merge_attn_states_fused(o, lse, other, more)
         assert torch.allclose(o, expected_o, atol=1e-5)
         assert torch.equal(lse.isneginf(), expected_lse.isneginf())
         assert torch.allclose(lse[~lse.isneginf()], expected_lse[~lse.isneginf()], atol=1e-5)

@@ -2,7 +2,7 @@
 
 import torch
 
-from dcpbench.kernels.read import BLOCK, read, read_fused
+from dcpbench.kernels.read import BLOCK, read_fused, read_memory
 
 
 def test_every_number_of_a_block_is_in_its_sum(device):
@@ -22,5 +22,5 @@ def test_every_number_of_a_block_is_in_its_sum(device):
 def test_the_reference_says_the_same():
     x = torch.arange(2.0 * BLOCK)
     out = torch.empty(2)
-    read(x, out)
+    read_memory(x, out)
     assert out.tolist() == [BLOCK * (BLOCK - 1) / 2, BLOCK * (BLOCK - 1) / 2 + BLOCK * BLOCK]

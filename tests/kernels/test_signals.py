@@ -27,8 +27,8 @@ def made() -> Meetings:
     """Of rank 1 of three: `merge`, whose first block meets for all, and `q_gather`, of which each block meets by itself."""
     carver = Carver(torch.zeros(1 << 20, dtype=torch.uint8))
     kinds = [
-        Kind(what="merge of symm", phase="merge", counters=carver.counters(RANKS), by_blocks=False),
-        Kind(what="q_gather of symm", phase="q_gather", counters=carver.counters(RANKS), by_blocks=True),
+        Kind(what="merge of symm", phase="merge", counters=carver.allocate_counters(RANKS), by_blocks=False),
+        Kind(what="q_gather of symm", phase="q_gather", counters=carver.allocate_counters(RANKS), by_blocks=True),
     ]
     return Meetings(Group(size=RANKS, rank=1, handle=object()), kinds)
 
@@ -41,7 +41,7 @@ def _no_others(monkeypatch):
 
 def told() -> Signals:
     """What is read."""
-    return msgspec.json.decode(signals.read(limit_s=0.05), type=Signals)
+    return msgspec.json.decode(signals.read_signals(limit_s=0.05), type=Signals)
 
 
 def test_counters_are_told_by_rank_though_they_lie_by_distance():
@@ -62,7 +62,7 @@ def test_of_memory_that_is_gone_and_of_a_rank_alone_nothing_is_told():
     assert len(told().meetings) == 2
     del meetings
     assert alone.kinds == []
-    assert signals.read() == b""
+    assert signals.read_signals() == b""
 
 
 def test_a_broken_device_is_a_sentence_and_no_error(monkeypatch):
@@ -88,7 +88,7 @@ def test_a_copy_that_does_not_end_is_given_up(monkeypatch):
     monkeypatch.setattr("torch.cuda.set_device", lambda _: None)
     monkeypatch.setattr("torch.cuda.stream", lambda _: contextlib.nullcontext())
     monkeypatch.setattr("torch.cuda.Event", lambda: never)
-    assert signals._copied([meetings], {cuda}, 0.02) == "the copy of its counters had not ended after 0.02 s"
+    assert signals._wait_for_copies([meetings], {cuda}, 0.02) == "the copy of its counters had not ended after 0.02 s"
 
 
 def test_counters_that_still_change_are_not_told(monkeypatch):
@@ -113,16 +113,18 @@ def test_stacks_that_no_signal_brought_are_those_that_the_rank_wrote_itself(tmp_
     logs.mkdir()
     never = threading.Event()
     monkeypatch.setattr(flight_recorder, "EACH_S", 0.5)
-    says = {hung.FLIGHT: never.wait, hung.STACKS: flight_recorder.stacks, hung.ANSWERED: lambda: b"{}"}
-    flight_recorder.answer(logs / hung.ASK.format(0), {logs / name.format(0): say for name, say in says.items()})
-    ask = hung._ask
+    says = {hung.FLIGHT: never.wait, hung.STACKS: flight_recorder.collect_stacks, hung.ANSWERED: lambda: b"{}"}
+    flight_recorder.start_responder(
+        logs / hung.ASK.format(0), {logs / name.format(0): say for name, say in says.items()}
+    )
+    ask = hung._send_request
 
     def ask_once_it_listens(pipe) -> bool:
         while not ask(pipe):
             time.sleep(0.01)
         return True
 
-    monkeypatch.setattr(hung, "_ask", ask_once_it_listens)
+    monkeypatch.setattr(hung, "_send_request", ask_once_it_listens)
     ranks = SimpleNamespace(
         folder=tmp_path,
         logs=logs,
@@ -131,7 +133,7 @@ def test_stacks_that_no_signal_brought_are_those_that_the_rank_wrote_itself(tmp_
         stacks=lambda: {"0": brought},
         exits=list,
     )
-    folder, stacks = hung.take_down(ranks)
+    folder, stacks = hung.capture_hang(ranks)
     (logs / hung.ASK.format(0)).unlink()
     assert (folder / "stacks-0.txt").read_text() == stacks["0"]
     assert stacks["0"] == brought or (not brought and "in test_stacks_that_no_signal_brought" in stacks["0"])

@@ -18,10 +18,10 @@ def gathered(fill, tokens, dcp, interleave, first_loc, device, **what):
         pool = torch.full((2, 64, 48), float("nan"), device=device)
         fill(pool, locs, Share(rank=rank, dcp=dcp, interleave=interleave), **what)
         for token, loc in enumerate(locs.tolist()):
-            if layout.owner(loc, dcp, interleave) == rank:
-                out[:, token] = pool[:, layout.row(loc, dcp, interleave)]
+            if layout.get_owner(loc, dcp, interleave) == rank:
+                out[:, token] = pool[:, layout.get_row(loc, dcp, interleave)]
         held = int((~pool[0].isnan()).all(dim=1).sum())
-        assert held == sum(layout.owner(loc, dcp, interleave) == rank for loc in locs.tolist())
+        assert held == sum(layout.get_owner(loc, dcp, interleave) == rank for loc in locs.tolist())
     return out
 
 

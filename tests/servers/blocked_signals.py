@@ -8,9 +8,9 @@ from pathlib import Path
 
 from dcpbench.servers.client import Target
 from dcpbench.servers.load import Call
-from dcpbench.servers.shares import Shares, sending
+from dcpbench.servers.shares import ClientPool, open_load
 
-NOWHERE = Target.at("http://127.0.0.1:9")
+NOWHERE = Target.from_url("http://127.0.0.1:9")
 
 
 def blocked(pid: int) -> str:
@@ -22,9 +22,9 @@ def blocked(pid: int) -> str:
 
 async def main() -> None:
     """Start the processes, and look."""
-    calls = [Call(n, NOWHERE.request("POST", "/v1/completions", b""), 1) for n in range(3)]
-    async with sending(NOWHERE, calls, 3, 3) as run:
-        assert isinstance(run, Shares)
+    calls = [Call(n, NOWHERE.encode_request("POST", "/v1/completions", b""), 1) for n in range(3)]
+    async with open_load(NOWHERE, calls, 3, 3) as run:
+        assert isinstance(run, ClientPool)
         await run.prepare(3)
         for process in run._processes:
             print(blocked(process.pid or 0))  # noqa: T201 -- what it is for

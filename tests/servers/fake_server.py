@@ -28,7 +28,7 @@ import zlib
 from pathlib import Path
 from typing import Any, Self
 
-from dcpbench.servers.stamps import ANCILLARY, StampedSocket, came_s
+from dcpbench.servers.stamps import ANCILLARY, StampedSocket, read_arrival_s
 
 FAULTS = (
     "401",
@@ -160,7 +160,7 @@ class Listening(socket.socket):
     def accept(self) -> tuple[socket.socket, Any]:
         """See socket.socket."""
         number, address = self._accept()  # type: ignore[attr-defined]
-        return Accepted(self.family, self.type, self.proto, fileno=number).stamp(), address
+        return Accepted(self.family, self.type, self.proto, fileno=number).enable_timestamps(), address
 
 
 class Accepted(StampedSocket):
@@ -171,7 +171,7 @@ class Accepted(StampedSocket):
     def recv(self, size: int, flags: int = 0) -> bytes:
         """See socket.socket."""
         data, told, _, _ = self.recvmsg(size, ANCILLARY, flags)
-        self.came_s = came_s(told) or time.perf_counter()
+        self.came_s = read_arrival_s(told) or time.perf_counter()
         return data
 
 

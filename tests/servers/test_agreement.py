@@ -39,13 +39,13 @@ from dcpbench.servers.agreement import (
     compute_detectable,
     compute_fisher,
     compute_tail,
+    compute_upper_bound,
     find_next_length,
-    judge,
+    make_report,
     reject_by_holm,
-    upper_bound,
 )
 from dcpbench.servers.agreement_text import format_verdict, make_table
-from dcpbench.servers.ask import answer_of, contexts_for
+from dcpbench.servers.ask import choose_contexts, parse_answer
 from dcpbench.servers.client import Target
 from dcpbench.servers.conditions import CacheUse, Questions, compare_servers, make_prompts
 from dcpbench.servers.events import read_completion
@@ -87,7 +87,7 @@ def answers(
 def compared(*servers: dict[str, Any], contexts: tuple[int, ...] = (512,), prompts: int = 12) -> Report:
     """A judged comparison of servers whose answers to all prompts of all lengths are so."""
     found = [c for n in contexts for c in compare_length(n, [[answers(**how)] * prompts for how in servers])]
-    return judge(found)
+    return make_report(found)
 
 
 WRONG = "a" * 4 + "b" * (N - 4)
@@ -210,7 +210,7 @@ class TestVerdicts:
             *compare_length(64, [[answers()] * 12] * 2),
             *compare_length(512, [[answers()] * 12, [answers(WRONG)] * 12]),
         ]
-        report = judge(found)
+        report = make_report(found)
         (finding,) = report.findings
         assert (report.verdict, finding.effect, finding.server, finding.contexts) == (DIFFER, SERVERS, "AB", [512])
         assert (finding.differing, finding.prompts, finding.first) == (12, 12, 5)
@@ -220,7 +220,7 @@ class TestVerdicts:
         )
         assert find_next_length(report, 32) == 288
         assert find_next_length(report, 448) is None
-        assert find_next_length(judge(found[:7]), 32) is None
+        assert find_next_length(make_report(found[:7]), 32) is None
 
     def test_drift_between_servers_is_a_difference(self) -> None:
         """The tokens are the same."""
@@ -253,24 +253,26 @@ class TestVerdicts:
     def test_a_rare_difference_is_undecided(self) -> None:
         """One prompt of twelve: neither agreement nor more than chance."""
         found = compare_length(512, [[answers()] * 12, [*[answers()] * 11, answers(WRONG)]])
-        report = judge(found)
+        report = make_report(found)
         assert (report.verdict, report.undecided) == (UNDECIDED, [RARE])
         assert "ask more with --num-prompts" in format_verdict(report)[0]
 
     def test_a_pair_that_is_real_prevents_agreement_also_where_most_of_a_prompts_are_not(self) -> None:
         """One of five."""
-        report = judge(compare_length(512, [[answers()] * 12, [*[answers()] * 11, answers(first=WRONG, rounds=4)]]))
+        report = make_report(
+            compare_length(512, [[answers()] * 12, [*[answers()] * 11, answers(first=WRONG, rounds=4)]])
+        )
         assert report.verdict == UNDECIDED
 
     def test_servers_that_do_not_repeat_themselves_are_undecided_and_one_of_both_differs(self) -> None:
         """Half of the prompts get another answer under the same conditions, from both servers or from B alone."""
         noisy = [answers(again=WRONG)] * 6 + [answers()] * 6
-        both = judge([c for n in (64, 128, 256) for c in compare_length(n, [noisy, noisy])])
+        both = make_report([c for n in (64, 128, 256) for c in compare_length(n, [noisy, noisy])])
         assert (both.verdict, both.undecided) == (UNDECIDED, [NOISY])
-        one = judge([c for n in (64, 128, 256) for c in compare_length(n, [[answers()] * 12, noisy])])
+        one = make_report([c for n in (64, 128, 256) for c in compare_length(n, [[answers()] * 12, noisy])])
         assert one.verdict == DIFFER
         assert (REPEAT, "B") in {(f.effect, f.server) for f in one.findings}
-        alone = judge([c for n in (64, 128, 256) for c in compare_length(n, [noisy])])
+        alone = make_report([c for n in (64, 128, 256) for c in compare_length(n, [noisy])])
         assert [f.effect for f in alone.findings] == [REPEAT]
 
     def test_repeats_say_what_chance_may_do(self) -> None:
@@ -278,7 +280,7 @@ class TestVerdicts:
         noisy = [answers(again=WRONG)] * 3 + [answers()] * 9
         batch = [answers(batch=WRONG)] * 3 + [answers()] * 9
         found = compare_length(512, [noisy, noisy]) + compare_length(1024, [batch, batch])
-        assert not [f for f in judge(found).findings if f.effect == BATCH]
+        assert not [f for f in make_report(found).findings if f.effect == BATCH]
 
     def test_nothing_compared_is_no_agreement(self) -> None:
         """Answers without a token."""
@@ -314,9 +316,9 @@ class TestStatistics:
         assert compute_tail(3, 3, 0.5) == pytest.approx(0.125)
         assert compute_tail(2, 3, 0.5) == pytest.approx(0.5)
         assert compute_tail(0, 3, 0.5) == 1.0
-        assert upper_bound(0, 60) == pytest.approx(1 - 0.05 ** (1 / 60))
-        assert upper_bound(0, 0) == upper_bound(5, 5) == 1.0
-        assert 1 - compute_tail(3, 40, upper_bound(2, 40)) == pytest.approx(0.05)
+        assert compute_upper_bound(0, 60) == pytest.approx(1 - 0.05 ** (1 / 60))
+        assert compute_upper_bound(0, 0) == compute_upper_bound(5, 5) == 1.0
+        assert 1 - compute_tail(3, 40, compute_upper_bound(2, 40)) == pytest.approx(0.05)
 
     def test_fisher(self) -> None:
         """4 of 4 against 0 of 4: 1 of 70 tables is as extreme on one side."""
@@ -378,16 +380,16 @@ class TestStatistics:
             right = [[answers()] * prompts] * servers
             wrong = [[answers(batch=WRONG)] * prompts, *right[1:]]
             found = [c for n in range(1, lengths) for c in compare_length(n, right)] + compare_length(lengths, wrong)
-            assert judge(found).verdict == DIFFER
+            assert make_report(found).verdict == DIFFER
 
 
 def test_lengths_of_prompts() -> None:
     """As far as the servers take them, or as typed."""
-    assert contexts_for(None, 300, 32) == [64, 128, 256]
-    assert contexts_for(None, None, 32)[-1] == 32768
-    assert contexts_for([9, 3], 300, 32) == [3, 9]
+    assert choose_contexts(None, 300, 32) == [64, 128, 256]
+    assert choose_contexts(None, None, 32)[-1] == 32768
+    assert choose_contexts([9, 3], 300, 32) == [3, 9]
     with pytest.raises(UsageError, match="can be up to 268"):
-        contexts_for([300], 300, 32)
+        choose_contexts([300], 300, 32)
 
 
 def test_prompts_of_a_seed_and_a_length_are_the_same_each_time() -> None:
@@ -431,7 +433,7 @@ def test_answers_as_apis_put_them(data: bytes, wanted: Answer) -> None:
     """With as much as each says."""
     choices = read_completion(data).choices
     assert choices
-    assert answer_of(choices[0]) == wanted
+    assert parse_answer(choices[0]) == wanted
 
 
 QUESTIONS = Questions(prompts=8, tokens=16, rounds=2, seed=0, endpoint="completions", tolerance=0.1)
@@ -440,9 +442,9 @@ QUESTIONS = Questions(prompts=8, tokens=16, rounds=2, seed=0, endpoint="completi
 async def compare_models(a: Model, b: Model, contexts: list[int], script: Script | None = None) -> Report:
     """Judge two servers in this process."""
     async with Running(script, a) as first, Running(script, b) as second:
-        targets = [Target.at(first.url, timeout_s=5), Target.at(second.url, timeout_s=5)]
+        targets = [Target.from_url(first.url, timeout_s=5), Target.from_url(second.url, timeout_s=5)]
         found, _ = await compare_servers(targets, QUESTIONS, contexts=contexts)
-        return judge(found)
+        return make_report(found)
 
 
 @pytest.mark.parametrize(
@@ -458,7 +460,7 @@ async def compare_models(a: Model, b: Model, contexts: list[int], script: Script
 def test_injected_faults_are_found_at_their_place(b: Model, wrong: list[int]) -> None:
     """From 300 tokens of context on: at prompts of 290 in the eleventh token."""
     report = asyncio.run(compare_models(Model(), b, [100, 200, 290, 400]))
-    assert [n for n in (100, 200, 290, 400) if report.differs_at(n)] == wrong
+    assert [n for n in (100, 200, 290, 400) if report.has_difference_at(n)] == wrong
     assert report.verdict == (DIFFER if wrong else AGREE)
     if b.wrong_from:
         assert "first in token 11 of an answer (after 300 tokens of context)" in format_verdict(report)[0]
@@ -511,7 +513,7 @@ def test_where_one_server_takes_no_ids_both_get_the_same_text() -> None:
 
     async def main() -> tuple[list[object], list[object]]:
         async with Running(Script()) as one, Running(Script(takes_ids=False)) as other:
-            targets = [Target.at(one.url), Target.at(other.url)]
+            targets = [Target.from_url(one.url), Target.from_url(other.url)]
             await compare_servers(targets, QUESTIONS, contexts=[16])
             of_one, of_other = ([sent.body["prompt"] for sent in server.server.sent] for server in (one, other))
             return of_one, of_other
@@ -526,7 +528,7 @@ def test_each_prompt_is_asked_new_and_again_alone_and_in_a_batch() -> None:
 
     async def main() -> list[tuple[int, float, float]]:
         async with Running(Script(ttft_ms=30)) as server:
-            await compare_servers([Target.at(server.url)], QUESTIONS, contexts=[300])
+            await compare_servers([Target.from_url(server.url)], QUESTIONS, contexts=[300])
             sent = [s for s in server.server.sent if s.prompt_tokens == 300]
             return [(hash(tuple(s.body["prompt"])), s.came_s, s.ended_s) for s in sent]
 

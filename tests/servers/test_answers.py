@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from dcpbench.servers.answers import BY_IDS, BY_USAGE, Streamed
+from dcpbench.servers.answers import BY_IDS, BY_USAGE, StreamReply
 from dcpbench.servers.client import RequestError
 from dcpbench.servers.events import Fault, StreamError
 from dcpbench.servers.token_counts import SPARE_CHUNKS, Counting
@@ -19,14 +19,14 @@ def event(text: str, *, usage: int | None = None, ids: list[int] | None = None, 
     return said if usage is None else said | {"usage": {"completion_tokens": usage, "prompt_tokens": 3}}
 
 
-def streamed(*events: dict[str, object], asked: int = 4) -> Streamed:
+def streamed(*events: dict[str, object], asked: int = 4) -> StreamReply:
     """The answer that these events make, one every second."""
-    answer = Streamed(asked)
-    answer.head(200, {b"content-type": b"text/event-stream"})
+    answer = StreamReply(asked)
+    answer.receive_head(200, {b"content-type": b"text/event-stream"})
     for second, said in enumerate(events):
-        answer.body(b"data: " + json.dumps(said).encode() + b"\n\n", float(second))
-    answer.body(b"data: [DONE]\n\n", float(len(events)))
-    answer.end()
+        answer.receive_body(b"data: " + json.dumps(said).encode() + b"\n\n", float(second))
+    answer.receive_body(b"data: [DONE]\n\n", float(len(events)))
+    answer.receive_end()
     return answer
 
 
@@ -63,7 +63,7 @@ def test_tokens_of_chunks_add_up_to_what_the_server_counted(
 ) -> None:
     """Four tokens, however they are told; evenly where nobody says which chunk has how many."""
     answer = streamed(*events)
-    assert answer.chunk_tokens() == counts
+    assert answer.list_chunk_tokens() == counts
     assert answer.counted_by == by
     assert answer.chunk_s == [float(n) for n in range(len(counts))]
 
@@ -81,13 +81,13 @@ def test_what_is_no_stream_is_read_until_it_tells_enough(
     status: int, kind: bytes, pieces: list[bytes], said: str
 ) -> None:
     """512 bytes of a page; of an error all there is, as its message may come last."""
-    answer = Streamed(4)
-    answer.head(status, {b"content-type": kind})
+    answer = StreamReply(4)
+    answer.receive_head(status, {b"content-type": kind})
 
     def come() -> None:
         for piece in pieces:
-            answer.body(piece, 0.0)
-        answer.end()
+            answer.receive_body(piece, 0.0)
+        answer.receive_end()
 
     with pytest.raises(RequestError) as error:
         come()
@@ -111,37 +111,39 @@ def test_tokens_of_which_nobody_says_where_they_came_are_told_evenly(
     asked: int, unknown: int, total: int | None, counts: list[int]
 ) -> None:
     """What does not divide goes to the last chunks; each has one at least."""
-    answer = Streamed(asked)
-    answer.head(200, {})
+    answer = StreamReply(asked)
+    answer.receive_head(200, {})
     for n in range(unknown):
-        answer.body(b"data: " + json.dumps(event("x", end=n + 1 == unknown)).encode() + b"\n\n", float(n))
+        answer.receive_body(b"data: " + json.dumps(event("x", end=n + 1 == unknown)).encode() + b"\n\n", float(n))
     if total is not None:
-        answer.body(
+        answer.receive_body(
             b"data: " + json.dumps({"choices": [], "usage": {"completion_tokens": total}}).encode() + b"\n\n", 9.0
         )
-    answer.end()
-    assert answer.chunk_tokens() == counts
+    answer.receive_end()
+    assert answer.list_chunk_tokens() == counts
 
 
 def test_a_stream_that_says_neither_that_it_is_done_nor_why_was_cut_off() -> None:
     """And one that says so without a token has none."""
-    answer = Streamed(4)
-    answer.head(200, {b"content-type": b"text/event-stream; charset=utf-8"})
-    answer.body(b"data: " + json.dumps(event("a")).encode() + b"\n\n", 1.0)
+    answer = StreamReply(4)
+    answer.receive_head(200, {b"content-type": b"text/event-stream; charset=utf-8"})
+    answer.receive_body(b"data: " + json.dumps(event("a")).encode() + b"\n\n", 1.0)
     with pytest.raises(
         RequestError, match=r"^the stream ended after 1 chunk, without a finish_reason or \[DONE\]\.$"
     ) as error:
-        answer.end()
+        answer.receive_end()
     assert error.value.kind == "cut off"
-    empty = Streamed(4)
-    empty.head(200, {})
-    empty.body(b"data: [DONE]\n\n", 1.0)
+    empty = StreamReply(4)
+    empty.receive_head(200, {})
+    empty.receive_body(b"data: [DONE]\n\n", 1.0)
     with pytest.raises(RequestError, match=r"^the server's answer holds no token\.$") as error:
-        empty.end()
+        empty.receive_end()
     assert error.value.kind == "no tokens"
 
 
-def chunks(*usages: int | None, texts: str = "", total: int | None = None, asked: int = 0, **about: object) -> Streamed:
+def chunks(
+    *usages: int | None, texts: str = "", total: int | None = None, asked: int = 0, **about: object
+) -> StreamReply:
     """The answer of a stream with these counts in its chunks, then `total` in an event of its own. "-": no text."""
     events = [
         event("" if texts[i : i + 1] == "-" else "a", usage=usage, end=i + 1 == len(usages))
@@ -172,9 +174,9 @@ def chunks(*usages: int | None, texts: str = "", total: int | None = None, asked
         (chunks(None, None, None, None), Counting.CHUNKS, [1, 1, 1, 1]),
     ],
 )
-def test_usage_of_chunks_is_believed_if_it_fits_them(answer: Streamed, by: Counting, counts: list[int]) -> None:
+def test_usage_of_chunks_is_believed_if_it_fits_them(answer: StreamReply, by: Counting, counts: list[int]) -> None:
     """All but the first ones are of servers that fill `usage` of a chunk in their own way."""
-    assert (answer.counts.by, answer.chunk_tokens()) == (by, counts)
+    assert (answer.counts.by, answer.list_chunk_tokens()) == (by, counts)
 
 
 def test_the_first_chunk_counts_whatever_its_usage_says() -> None:
@@ -197,9 +199,9 @@ HIDDEN = {"completion_tokens_details": {"reasoning_tokens": 500}}
     ],
     ids=["total", "cumulative", "sent, cumulative", "sent, total", "as by SGLang"],
 )
-def test_reasoning_that_is_not_sent_is_in_no_chunk(answer: Streamed, hidden: int, counts: list[int]) -> None:
+def test_reasoning_that_is_not_sent_is_in_no_chunk(answer: StreamReply, hidden: int, counts: list[int]) -> None:
     """500 tokens of reasoning and 4 others: with them in the first chunk ITL would be 0."""
-    assert (answer.hidden_tokens, answer.chunk_tokens()) == (hidden, counts)
+    assert (answer.hidden_tokens, answer.list_chunk_tokens()) == (hidden, counts)
 
 
 def test_reasoning_that_is_sent_as_such_counts() -> None:
@@ -207,7 +209,7 @@ def test_reasoning_that_is_sent_as_such_counts() -> None:
     events = [{"choices": [{"delta": delta, "finish_reason": "stop"}]} for delta in deltas]
     last = {"choices": [], "usage": {"completion_tokens": 4, "completion_tokens_details": {"reasoning_tokens": 2}}}
     answer = streamed(*events, last)
-    assert (answer.hidden_tokens, answer.chunk_tokens()) == (0, [2, 2])
+    assert (answer.hidden_tokens, answer.list_chunk_tokens()) == (0, [2, 2])
 
 
 @pytest.mark.parametrize("reason", ["abort", "error"])
@@ -233,9 +235,9 @@ def test_an_answer_that_its_server_gave_up_is_a_failed_request(reason: str) -> N
 )
 def test_usage_is_held_against_what_was_asked(usage: dict[str, object], field: str, limit: int) -> None:
     """24 tokens after a prompt of 100; one token less is right."""
-    answer = Streamed(24, prompt_tokens=100)
+    answer = StreamReply(24, prompt_tokens=100)
     with pytest.raises(StreamError) as error:
-        answer.body(b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\n", 0.0)
+        answer.receive_body(b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\n", 0.0)
     bad = error.value.bad
     assert (bad.fault, bad.field, bad.limit) == (Fault.USAGE, field, limit)
     assert answer.usage is None
@@ -243,8 +245,8 @@ def test_usage_is_held_against_what_was_asked(usage: dict[str, object], field: s
 
 @pytest.mark.parametrize("usage", [{"completion_tokens": 32}, {"prompt_tokens": 32_968}, {"prompt_tokens": None}, {}])
 def test_usage_within_bounds_is_kept(usage: dict[str, object]) -> None:
-    answer = Streamed(24, prompt_tokens=100)
-    answer.body(b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\n", 0.0)
+    answer = StreamReply(24, prompt_tokens=100)
+    answer.receive_body(b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\n", 0.0)
     assert answer.usage is not None
 
 
@@ -260,25 +262,25 @@ def test_a_token_id_fits_into_32_bits(ids: list[int]) -> None:
 def test_what_contradicts_the_request_counts_for_no_token() -> None:
     """The tokens of a failed request are in the rates of its run: those of the bad event are not."""
     for bad in ([-1] * 500, [1] * 1009):
-        answer = Streamed(4)
-        answer.body(b"data: " + json.dumps(event("a", ids=[1])).encode() + b"\n\n", 0.0)
+        answer = StreamReply(4)
+        answer.receive_body(b"data: " + json.dumps(event("a", ids=[1])).encode() + b"\n\n", 0.0)
         with pytest.raises(StreamError):
-            answer.body(b"data: " + json.dumps(event("a", ids=bad)).encode() + b"\n\n", 1.0)
-        assert (answer.chunk_tokens(), answer.tokens) == ([1], [1])
+            answer.receive_body(b"data: " + json.dumps(event("a", ids=bad)).encode() + b"\n\n", 1.0)
+        assert (answer.list_chunk_tokens(), answer.tokens) == ([1], [1])
 
 
 def test_text_that_is_kept_is_bounded() -> None:
     """64 KiB and 1 KiB for each of 4 tokens; without keeping it, it takes no memory."""
     long = event("x" * (1 << 16) + "x" * (4 << 10))
-    answer = Streamed(4, keep=True)
+    answer = StreamReply(4, keep=True)
     data = b"data: " + json.dumps(long).encode() + b"\n\n"
-    answer.body(data, 0.0)
+    answer.receive_body(data, 0.0)
     with pytest.raises(StreamError) as error:
-        answer.body(b"data: " + json.dumps(event("x")).encode() + b"\n\n", 0.0)
+        answer.receive_body(b"data: " + json.dumps(event("x")).encode() + b"\n\n", 0.0)
     assert error.value.bad.fault == Fault.TOO_MUCH_TEXT
-    other = Streamed(4)
+    other = StreamReply(4)
     for _ in range(3):
-        other.body(data, 0.0)
+        other.receive_body(data, 0.0)
     assert other.texts == []
 
 
@@ -287,16 +289,16 @@ def test_an_event_may_be_as_much_longer_as_the_prompt_that_it_repeats(prompt_tok
     """200,000 ids of six digits are 1.4 MB, in reads of 64 KiB; its token has the time of the first of them."""
     echo = {"choices": [{"text": "a", "token_ids": [1], "prompt_token_ids": [128_000] * 200_000, "finish_reason": "x"}]}
     data = b"data: " + json.dumps(echo, separators=(",", ":")).encode() + b"\n\n"
-    answer = Streamed(4, prompt_tokens=prompt_tokens)
+    answer = StreamReply(4, prompt_tokens=prompt_tokens)
 
     def arrive() -> None:
         for number, start in enumerate(range(0, len(data), 1 << 16)):
-            answer.body(data[start : start + (1 << 16)], 10.0 + number)
+            answer.receive_body(data[start : start + (1 << 16)], 10.0 + number)
 
     if fits:
         arrive()
-        answer.end()
-        assert (answer.chunk_s, answer.chunk_tokens(), len(data) > 1 << 20) == ([10.0], [1], True)
+        answer.receive_end()
+        assert (answer.chunk_s, answer.list_chunk_tokens(), len(data) > 1 << 20) == ([10.0], [1], True)
     else:
         with pytest.raises(StreamError, match="is longer than 1,288,576 bytes"):
             arrive()

@@ -14,13 +14,13 @@ import pytest
 from dcpbench.errors import UsageError, WorkerError
 from dcpbench.points.settings import Settings
 from dcpbench.servers import ask, info, load, measure, overhead, shares, sweep, turns
-from dcpbench.servers.answers import Streamed
+from dcpbench.servers.answers import StreamReply
 from dcpbench.servers.client import RequestError, Target
 from dcpbench.servers.conditions import make_prompts
 from dcpbench.servers.events import read_completion
 from dcpbench.servers.load import Call, Outcome
 from dcpbench.servers.presets import PRESETS
-from dcpbench.servers.prompts import ANSWER_IDS, EXTRAS, USAGE_IN_EACH, WORDS, Manner, Words, find_manner
+from dcpbench.servers.prompts import ANSWER_IDS, EXTRAS, USAGE_IN_EACH, WORDS, PromptFormat, Words, find_prompt_format
 from dcpbench.serving.requests import ServeRequest
 from tests.unit import record_builder, serve_record_builder
 
@@ -36,23 +36,23 @@ if TYPE_CHECKING:
 class Answering:
     """A client of a server that answers a path and a body with a status and JSON; a list is streamed."""
 
-    target = Target.at("http://127.0.0.1:9")
+    target = Target.from_url("http://127.0.0.1:9")
 
     def __init__(self, answers: Answers) -> None:
         self.answers, self.asked = answers, list[tuple[str, dict[str, Any]]]()
 
-    async def exchange(self, request: bytes, reply: Any, _: float | None = None) -> None:
+    async def send_request(self, request: bytes, reply: Any, _: float | None = None) -> None:
         """As Client's."""
         head, _, body = request.partition(b"\r\n\r\n")
         path, said = head.split()[1].decode(), json.loads(body)
         self.asked.append((path, said))
         status, answer = self.answers(path, said)
         kind = b"text/event-stream" if isinstance(answer, list) else b"application/json"
-        reply.head(status, {b"content-type": kind})
+        reply.receive_head(status, {b"content-type": kind})
         for piece in answer if isinstance(answer, list) else ():
-            reply.body(b"data: " + json.dumps(piece).encode() + b"\n\n", 1.0)
-        reply.body(b"data: [DONE]\n\n" if isinstance(answer, list) else json.dumps(answer).encode(), 1.0)
-        reply.end()
+            reply.receive_body(b"data: " + json.dumps(piece).encode() + b"\n\n", 1.0)
+        reply.receive_body(b"data: [DONE]\n\n" if isinstance(answer, list) else json.dumps(answer).encode(), 1.0)
+        reply.receive_end()
         if status != 200 and isinstance(answer, list):
             raise RequestError("bad stream", "no.")
 
@@ -81,7 +81,7 @@ def of_text(per_word: float, beside: int) -> Answers:
 def test_a_server_that_takes_text_alone_is_asked_for_how_many_tokens_a_word_has(endpoint: str) -> None:
     """40 and 240 words are 53 and 303 tokens: 1.25 each, and 3 in all. It takes no field that asks for ids of tokens."""
     client = Answering(of_text(1.25, 3))
-    found = asyncio.run(find_manner(client, "m", endpoint))  # type: ignore[arg-type]
+    found = asyncio.run(find_prompt_format(client, "m", endpoint))  # type: ignore[arg-type]
     assert (found.text, found.prompts, found.vocab) == (Words(1.25, 3.0), "text, counted by the server", 1 << 20)
     assert (found.extras, found.id_extras) == (USAGE_IN_EACH, None)
     tried = client.asked[-3:]
@@ -105,7 +105,7 @@ def test_a_server_whose_count_does_not_follow_the_prompt_is_refused() -> None:
     with pytest.raises(
         WorkerError, match=r"counts 9 tokens in a prompt of 40 words and 9 in one of 240, so its counts"
     ):
-        asyncio.run(find_manner(Answering(of_text(0.0, 9)), "m", "completions", text=True))  # type: ignore[arg-type]
+        asyncio.run(find_prompt_format(Answering(of_text(0.0, 9)), "m", "completions", text=True))  # type: ignore[arg-type]
 
 
 def vllm(_: str, body: dict[str, Any]) -> tuple[int, object]:
@@ -144,29 +144,29 @@ def test_ids_of_answers_are_asked_for_only_if_nothing_else_counts_each_chunk(
         known["stream_options"] = {n: v for n, v in body.get("stream_options", {}).items() if n not in lacks}
         return vllm(path, known)
 
-    found = asyncio.run(find_manner(Answering(answers), "m", "completions"))  # type: ignore[arg-type]
+    found = asyncio.run(find_prompt_format(Answering(answers), "m", "completions"))  # type: ignore[arg-type]
     assert (found.extras, found.id_extras, found.vocab, found.text) == (extras, id_extras, 32_000, None)
-    asked = json.loads(found.body(np.arange(3), 2)), json.loads(found.body(np.arange(3), 2, ids=True))
+    asked = json.loads(found.encode_body(np.arange(3), 2)), json.loads(found.encode_body(np.arange(3), 2, ids=True))
     assert ["return_token_ids" in body for body in asked] == [extras is ANSWER_IDS, id_extras is not None]
 
 
 def test_a_turn_whose_answer_the_next_one_repeats_asks_for_its_ids() -> None:
     """Of three turns the first two; a request without a session does not."""
-    of = Manner(endpoint="completions", model="m", extras={}, vocab=9, id_extras={"return_token_ids": True})
+    of = PromptFormat(endpoint="completions", model="m", extras={}, vocab=9, id_extras={"return_token_ids": True})
     turn = [
         ServeRequest(number=n, prompt=np.arange(4 * (n + 1)), output_tokens=2, session=0, turn=n, answer=np.arange(2))
         for n in range(3)
     ]
-    target = Target.at("http://127.0.0.1:9")
-    (call,) = turns.calls(target, of, turn, 0.0)
-    answer: Any = SimpleNamespace(tokens=[7, 8], chunk_tokens=lambda: [1, 1])
+    target = Target.from_url("http://127.0.0.1:9")
+    (call,) = turns.make_calls(target, of, turn, 0.0)
+    answer: Any = SimpleNamespace(tokens=[7, 8], list_chunk_tokens=lambda: [1, 1])
     sent = [call]
     while sent[-1].session is not None:
-        sent.append(sent[-1].session.next_call(answer))
+        sent.append(sent[-1].session.make_next_call(answer))
     assert [b"return_token_ids" in call.data for call in sent] == [True, True, False]
     assert [call.prompt_tokens for call in sent] == [4, 8, 12]
     alone = ServeRequest(number=0, prompt=np.arange(4), output_tokens=2)
-    assert b"return_token_ids" not in turns.calls(target, of, [alone], 0.0)[0].data
+    assert b"return_token_ids" not in turns.make_calls(target, of, [alone], 0.0)[0].data
 
 
 @pytest.mark.parametrize("status", [400, 415, 422, 500, 502])
@@ -178,7 +178,7 @@ def test_a_field_that_a_server_answers_with_an_error_is_left_out(status: int) ->
             return status, {"error": "no"}
         return 200, [{"choices": [{"text": "a", "finish_reason": "length"}]}]
 
-    found = asyncio.run(find_manner(Answering(answers), "m", "completions"))  # type: ignore[arg-type]
+    found = asyncio.run(find_prompt_format(Answering(answers), "m", "completions"))  # type: ignore[arg-type]
     assert found.extras == EXTRAS[3]
 
 
@@ -216,7 +216,7 @@ def test_the_endpoint_that_a_server_has_is_named(endpoint: str, status: int, mes
     found = [{"choices": [{"text": "a", "delta": {"content": "a"}, "finish_reason": "length"}]}]
     client = Answering(lambda asked, _: (status, {"error": "no"}) if asked == path else (200, found))
     with pytest.raises(WorkerError) as error:
-        asyncio.run(find_manner(client, "m", endpoint))  # type: ignore[arg-type]
+        asyncio.run(find_prompt_format(client, "m", endpoint))  # type: ignore[arg-type]
     assert str(error.value) == f"http://127.0.0.1:9 {message}"
     if status != 400:
         assert len(client.asked) == 2, "no fields are tried where there is no endpoint"
@@ -237,7 +237,7 @@ def test_a_server_that_accepts_nothing_is_a_sentence_with_what_to_do(
     slept = sleeping(monkeypatch, [0.0], 9)
     client = Answering(lambda *_: (status, {"error": "no"}))
     with pytest.raises(WorkerError) as error:
-        asyncio.run(find_manner(client, "m", "completions", retries=retries))  # type: ignore[arg-type]
+        asyncio.run(find_prompt_format(client, "m", "completions", retries=retries))  # type: ignore[arg-type]
     assert message in str(error.value)
     assert len(slept) == retries
     assert len(client.asked) == 1 + retries + (status == 404)
@@ -255,7 +255,7 @@ def test_retries_are_for_the_short_requests_too(endpoint: str, monkeypatch: pyte
             return 503, {"error": "loading"}
         return of_text(1.0, 0)(path, body)
 
-    found = asyncio.run(find_manner(Answering(answers), "m", endpoint, retries=1))  # type: ignore[arg-type]
+    found = asyncio.run(find_prompt_format(Answering(answers), "m", endpoint, retries=1))  # type: ignore[arg-type]
     assert found.text == Words(1.0, 0.0)
     assert slept == [load.RETRY_S] * len(seen)
 
@@ -271,7 +271,7 @@ def test_trials_end_when_they_have_taken_as_long_as_a_request_may(monkeypatch: p
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
     client = Answering(answers)
     with pytest.raises(WorkerError, match=r"HTTP 400: no\."):
-        asyncio.run(find_manner(client, "m", "chat"))  # type: ignore[arg-type]
+        asyncio.run(find_prompt_format(client, "m", "chat"))  # type: ignore[arg-type]
     assert len(client.asked) == 3 + 1, "600 s are over with the third; then the other endpoint is tried"
 
 
@@ -284,7 +284,7 @@ def test_a_prompt_that_a_server_counts_as_more_than_was_sent_ends_the_trials() -
     with pytest.raises(
         WorkerError, match=r"usage.prompt_tokens is 1,000,000,000,000, which is not between 0 and 32,848"
     ):
-        asyncio.run(find_manner(Answering(answers), "m", "chat"))  # type: ignore[arg-type]
+        asyncio.run(find_prompt_format(Answering(answers), "m", "chat"))  # type: ignore[arg-type]
 
 
 def test_a_server_that_counts_no_prompt_cannot_be_measured() -> None:
@@ -292,25 +292,30 @@ def test_a_server_that_counts_no_prompt_cannot_be_measured() -> None:
         lambda _, said: (200, [{"choices": [{"text": "a", "finish_reason": "x"}]}] if said["stream"] else {})
     )
     with pytest.raises(WorkerError, match=r"does not say how many tokens a prompt of text has; name the folder"):
-        asyncio.run(find_manner(uncounted, "m", "chat"))  # type: ignore[arg-type]
+        asyncio.run(find_prompt_format(uncounted, "m", "chat"))  # type: ignore[arg-type]
 
 
 def test_a_request_has_these_fields() -> None:
     """Completions have a prompt, chats messages; what is said beside comes last."""
     ids = np.array([5, 6])
-    of = Manner(endpoint="completions", model="m", extras={"ignore_eos": True}, vocab=9)
+    of = PromptFormat(endpoint="completions", model="m", extras={"ignore_eos": True}, vocab=9)
     usual = {"model": "m", "max_tokens": 7, "temperature": 0, "stream": True, "ignore_eos": True}
-    assert json.loads(of.body(ids, 7)) == {**usual, "prompt": [5, 6]}
-    assert json.loads(of.body(ids, 7, stream=False, seed=1)) == {**usual, "prompt": [5, 6], "stream": False, "seed": 1}
-    text = Manner(endpoint="completions", model="m", extras={}, vocab=9, text=Words(1.0, 0.0))
-    assert text.prompt(ids) == f"{WORDS[5]} {WORDS[6]}"
-    chat = Manner(endpoint="chat", model="m", extras={}, vocab=9, text=Words(1.0, 0.0))
+    assert json.loads(of.encode_body(ids, 7)) == {**usual, "prompt": [5, 6]}
+    assert json.loads(of.encode_body(ids, 7, stream=False, seed=1)) == {
+        **usual,
+        "prompt": [5, 6],
+        "stream": False,
+        "seed": 1,
+    }
+    text = PromptFormat(endpoint="completions", model="m", extras={}, vocab=9, text=Words(1.0, 0.0))
+    assert text.make_prompt(ids) == f"{WORDS[5]} {WORDS[6]}"
+    chat = PromptFormat(endpoint="chat", model="m", extras={}, vocab=9, text=Words(1.0, 0.0))
     said = {"role": "user", "content": f"{WORDS[5]} {WORDS[6]}"}
-    assert json.loads(chat.body(ids, 7))["messages"] == [said]
-    answer = Streamed(2, keep=True)
+    assert json.loads(chat.encode_body(ids, 7))["messages"] == [said]
+    answer = StreamReply(2, keep=True)
     answer.texts = ["x", "y"]
-    assert text.prolonged("a", answer, None, ids) == f"axy {WORDS[5]} {WORDS[6]}"
-    assert chat.prolonged([said], answer, None, ids) == [said, {"role": "assistant", "content": "xy"}, said]
+    assert text.make_next_prompt("a", answer, None, ids) == f"axy {WORDS[5]} {WORDS[6]}"
+    assert chat.make_next_prompt([said], answer, None, ids) == [said, {"role": "assistant", "content": "xy"}, said]
 
 
 @pytest.mark.parametrize(
@@ -322,10 +327,10 @@ def test_a_prompt_of_ids_goes_on_with_what_the_server_told_where_it_told_all(
     told: list[int], made_up: list[int] | None, goes_on: list[int]
 ) -> None:
     """Of two tokens that it answered."""
-    answer: Any = SimpleNamespace(tokens=told, chunk_tokens=lambda: [1, 1])
-    of = Manner(endpoint="completions", model="m", extras={}, vocab=9)
+    answer: Any = SimpleNamespace(tokens=told, list_chunk_tokens=lambda: [1, 1])
+    of = PromptFormat(endpoint="completions", model="m", extras={}, vocab=9)
     made = None if made_up is None else np.array(made_up)
-    assert of.prolonged([3], answer, made, np.array([4])) == [3, *goes_on, 4]
+    assert of.make_next_prompt([3], answer, made, np.array([4])) == [3, *goes_on, 4]
 
 
 @pytest.mark.parametrize(
@@ -363,7 +368,7 @@ def test_an_answer_is_what_a_server_tells_of_its_tokens(
     choice: dict[str, Any], tokens: list[str], logprobs: list[float], tops: list[dict[str, float]]
 ) -> None:
     (read,) = read_completion(json.dumps({"choices": [choice]}).encode()).choices or []
-    found = ask.answer_of(read)
+    found = ask.parse_answer(read)
     assert (found.tokens, found.logprobs, found.tops) == (tokens, logprobs, tops)
 
 
@@ -384,7 +389,7 @@ def test_an_answer_is_what_a_server_tells_of_its_tokens(
 def test_lengths_of_prompts_double_as_far_as_a_server_takes_them(
     typed: list[int] | None, longest: int | None, tokens: int, lengths: list[int]
 ) -> None:
-    assert ask.contexts_for(typed, longest, tokens) == lengths
+    assert ask.choose_contexts(typed, longest, tokens) == lengths
 
 
 def test_prompts_of_a_length_are_the_same_each_time_and_different_from_each_other() -> None:
@@ -396,7 +401,7 @@ def test_prompts_of_a_length_are_the_same_each_time_and_different_from_each_othe
         UsageError,
         match=r"^--context 6 with 32 new tokens is more than the 37 that a server takes; --context can be up to 5",
     ):
-        ask.contexts_for([6], 37, 32)
+        ask.choose_contexts([6], 37, 32)
 
 
 def test_two_answers_at_once_are_two() -> None:
@@ -406,9 +411,9 @@ def test_two_answers_at_once_are_two() -> None:
         answer: Any = SimpleNamespace(chunk_s=list(chunks))
         return Outcome(Call(0, b"", 1), start, answer=answer)
 
-    assert overhead.at_once([outcome(0, 1, 2), outcome(1, 3), outcome(3, 4), outcome(0)]) == 2
-    assert overhead.at_once([outcome(0, 1), outcome(1, 2)]) == 1
-    assert overhead.at_once([Outcome(Call(0, b"", 1), 0.0)]) == 0
+    assert overhead.count_peak_streams([outcome(0, 1, 2), outcome(1, 3), outcome(3, 4), outcome(0)]) == 2
+    assert overhead.count_peak_streams([outcome(0, 1), outcome(1, 2)]) == 1
+    assert overhead.count_peak_streams([Outcome(Call(0, b"", 1), 0.0)]) == 0
 
 
 def test_warm_up_has_other_tokens_and_short_answers() -> None:
@@ -423,7 +428,7 @@ def test_warm_up_has_other_tokens_and_short_answers() -> None:
     requests = [
         ServeRequest(number=n, prompt=np.zeros(20, np.int32), output_tokens=tokens) for n, tokens in ((4, 16), (7, 17))
     ]
-    calls = measure._short(object(), manner, requests)  # type: ignore[arg-type]
+    calls = measure._make_short_calls(object(), manner, requests)  # type: ignore[arg-type]
     assert [(c.number, c.data, c.output_tokens) for c in calls] == [(4, b"x", 16), (7, b"x", 16)]
     assert [(len(r.prompt), r.output_tokens) for r in asked] == [(20, 16), (20, 16)]
     assert all(r.prompt.min() >= 0 and r.prompt.max() < 50 and r.prompt.any() for r in asked)
@@ -435,8 +440,8 @@ def test_a_load_is_sent_in_other_tokens_each_time_that_share_what_they_shared(mo
         changed={"requests": 4, "turns": "2", "turn_tokens": "5", "prefix_share": 0.5, "prefix_groups": 1}
     )
     monkeypatch.setattr(measure.secrets, "randbelow", lambda vocab: {1000: 7}[vocab])
-    plain = measure.requests_of(point, Settings(), 1000)
-    moved = measure._requests(point, Settings(), 1000)
+    plain = measure.make_point_requests(point, Settings(), 1000)
+    moved = measure._make_requests(point, Settings(), 1000)
     for one, other in zip(plain, moved, strict=True):
         assert ((one.prompt + 7) % 1000).tolist() == other.prompt.tolist()
         assert (one.answer is None) == (other.answer is None)
@@ -449,10 +454,10 @@ def test_a_load_of_a_file_with_tokens_is_sent_as_it_is(tmp_path: Path, monkeypat
     trace = tmp_path / "trace.jsonl"
     trace.write_text(json.dumps({"prompt": [1, 2, 2_000], "output_tokens": 3}) + "\n")
     asked: list[int] = []
-    monkeypatch.setattr(measure, "requests_of", lambda *given: asked.append(given[-1]) or ["as it is"])
+    monkeypatch.setattr(measure, "make_point_requests", lambda *given: asked.append(given[-1]) or ["as it is"])
     settings = Settings(trace_path=str(trace))
-    assert measure._requests(serve_record_builder.point(), settings, 1000) == ["as it is"]
-    assert measure._requests(serve_record_builder.point(), settings, 5000) == ["as it is"]
+    assert measure._make_requests(serve_record_builder.point(), settings, 1000) == ["as it is"]
+    assert measure._make_requests(serve_record_builder.point(), settings, 5000) == ["as it is"]
     assert asked == [2001, 5000]
 
 
@@ -469,7 +474,7 @@ def test_what_a_server_counted_meanwhile_is_the_difference(
 ) -> None:
     """Nothing of one that was started anew, or that did not say."""
     then, now = (info.Counters(preemptions=p, cached_tokens=c) for p, c in (before, after))
-    assert tuple(now.since(then).values()) == said
+    assert tuple(now.compute_increase(then).values()) == said
 
 
 def test_metrics_are_read_line_by_line() -> None:
@@ -480,8 +485,8 @@ def test_metrics_are_read_line_by_line() -> None:
     assert found["b"] == []
     assert "c" not in found
     assert found["f"] == [], "only the name is kept of what nothing reads"
-    assert info._sum(found, ("z", "a", "e")) == 5.5
-    assert info._sum(found, ("z",)) is None
+    assert info._sum_values(found, ("z", "a", "e")) == 5.5
+    assert info._sum_values(found, ("z",)) is None
 
 
 SERVED = serve_record_builder.served(serve_record_builder.point())
@@ -495,7 +500,7 @@ def test_each_server_has_its_points_and_each_point_its_record(tmp_path: Path, mo
     class Server:
         def __init__(self, words: list[str], log: Path, env: dict[str, str], port: int, ready: str) -> None:
             started.append(words)
-            self.layout, self.dead = words[words.index("--tensor-parallel-size") + 1], ""
+            self.layout, self.exit_reason = words[words.index("--tensor-parallel-size") + 1], ""
             assert (log.parent.name, env, port, ready) == ("servers", {}, 77, "/health")
 
         def __enter__(self) -> Self:
@@ -506,38 +511,38 @@ def test_each_server_has_its_points_and_each_point_its_record(tmp_path: Path, mo
 
         read_log = staticmethod(lambda: "")
 
-        def wait(self, limit_s: float, tell: Callable[[str], None]) -> float:
+        def wait_until_ready(self, limit_s: float, tell: Callable[[str], None]) -> float:
             tell(f"starting, {limit_s:g} s at most")
             if self.layout == "8":
                 raise WorkerError("no memory.")
             servers.append(self)
             return 2.34
 
-        def cause(self, said: str) -> str:
+        def find_cause(self, said: str) -> str:
             return f" ({said[:2]})"
 
     servers: list[Server] = []
 
-    def measured(point: Any, asked: measure.Asked, *_: object) -> tuple[object, None]:
+    def measured(point: Any, asked: measure.ClientConfig, *_: object) -> tuple[object, None]:
         assert asked.facts["start_s"] == "2.3"
         record = msgspec.structs.replace(SERVED, point=point)
         if servers[-1].layout == "2":
-            servers[-1].dead = "killed"
+            servers[-1].exit_reason = "killed"
             record = msgspec.structs.replace(record, outcome="failed", reason="closed", serve=None)
         return record, None
 
     monkeypatch.setattr(sweep, "Server", Server)
-    monkeypatch.setattr(sweep, "free_port", lambda: 77)
-    monkeypatch.setattr(sweep, "look", lambda *_: info.ServerInfo(models=(info.Card("m"),)))
-    monkeypatch.setattr(sweep, "manner_of", lambda *_: None)
-    monkeypatch.setattr(sweep, "measure", measured)
+    monkeypatch.setattr(sweep, "find_free_port", lambda: 77)
+    monkeypatch.setattr(sweep, "fetch_server_info", lambda *_: info.ServerInfo(models=(info.Card("m"),)))
+    monkeypatch.setattr(sweep, "resolve_prompt_format", lambda *_: None)
+    monkeypatch.setattr(sweep, "measure_point", measured)
 
     def watch(event: Progress) -> None:
         told.append((event.stage, f"{event.index + 1} of {event.of}: {event.note}"))
 
     layouts = (record_builder.Layout(2), record_builder.Layout(4), record_builder.Layout(8))
     points = [serve_record_builder.point(layout, n, settings="a=1, b=x=y") for n in (8, 16) for layout in layouts]
-    asked = measure.Asked(target=Target.at("http://127.0.0.1:9", key="k", timeout_s=5.0), device="H200")
+    asked = measure.ClientConfig(target=Target.from_url("http://127.0.0.1:9", key="k", timeout_s=5.0), device="H200")
     sweep.measure_started(points, PRESETS["vllm"], "m", asked, Settings(), tmp_path, watch, limit_s=9.0)
     rows = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
     failed = tmp_path / "failed.jsonl"
@@ -557,7 +562,7 @@ def test_each_server_has_its_points_and_each_point_its_record(tmp_path: Path, mo
     ("settings", "flags"), [("", {}), ("a=1", {"a": "1"}), ("a=1, b=x=y", {"a": "1", "b": "x=y"}), ("a", {"a": ""})]
 )
 def test_flags_that_were_varied_are_read_off_a_points_settings(settings: str, flags: dict[str, str]) -> None:
-    assert PRESETS["vllm"].settings_of(record_builder.point(settings=settings)) == flags
+    assert PRESETS["vllm"].find_settings(record_builder.point(settings=settings)) == flags
 
 
 class Slept(Exception):  # noqa: N818 - no error
@@ -581,11 +586,11 @@ def sleeping(monkeypatch: pytest.MonkeyPatch, clock: list[float], times: int, la
 
 def test_a_load_says_how_far_it_is_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     slept = sleeping(monkeypatch, clock := [10.0], 3)
-    tolds = iter([load.Told(0, 0, 0), load.Told(5, 2, 1000), load.Told(8, 0, 5000)])
-    run = SimpleNamespace(told=lambda: next(tolds), start_s=10.0, requests=8)
+    tolds = iter([load.LoadProgress(0, 0, 0), load.LoadProgress(5, 2, 1000), load.LoadProgress(8, 0, 5000)])
+    run = SimpleNamespace(get_progress=lambda: next(tolds), start_s=10.0, requests=8)
     said = list[str]()
     with pytest.raises(Slept):
-        asyncio.run(measure._tell(run, said.append))  # type: ignore[arg-type]
+        asyncio.run(measure._report_progress(run, said.append))  # type: ignore[arg-type]
     assert slept == [measure.TELL_S] * 3
     assert clock == [10.0 + 3 * measure.TELL_S]
     rates = [f"{chunks / (n * measure.TELL_S):,.0f}" for n, chunks in enumerate((0, 1000, 5000), 1)]
@@ -600,7 +605,9 @@ def test_a_share_tells_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     slept = sleeping(monkeypatch, [0.0], 2)
     sent = list[object]()
     with pytest.raises(Slept):
-        asyncio.run(shares._report(SimpleNamespace(send=sent.append), SimpleNamespace(told=lambda: "so far")))  # type: ignore[arg-type]
+        asyncio.run(
+            shares._report_progress(SimpleNamespace(send=sent.append), SimpleNamespace(get_progress=lambda: "so far"))
+        )  # type: ignore[arg-type]
     assert (slept, sent) == ([shares.PROGRESS_S] * 2, [(shares.PROGRESS, "so far")] * 2)
 
 
@@ -620,7 +627,7 @@ def test_the_loop_is_looked_at_on_beats_and_none_is_made_up_for(
     found = sleeping(monkeypatch, [0.0], 4, late_s * load.BEAT_S)
     run = SimpleNamespace(pace=SimpleNamespace(lags_s=[]))
     with pytest.raises(Slept):
-        asyncio.run(load.Run._beat(run))  # type: ignore[arg-type]
+        asyncio.run(load.Run._measure_lag(run))  # type: ignore[arg-type]
     assert [s / load.BEAT_S for s in found] == pytest.approx(slept, abs=1e-6)
     lags = [s / load.BEAT_S for s in run.pace.lags_s]
     assert lags == pytest.approx([late_s] * 4)
@@ -640,12 +647,12 @@ def test_a_record_of_a_server_on_a_cpu_is_marked(tmp_path: Path, device: str, ma
         ("no.", True, "no."),
     ]:
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(measure, "_server", lambda *_: SERVED.server)
-            record = measure._record(
+            patched.setattr(measure, "_make_server", lambda *_: SERVED.server)
+            record = measure._make_record(
                 point,
                 asked,  # type: ignore[arg-type]
                 SimpleNamespace(origin="vllm"),  # type: ignore[arg-type]
-                Manner(endpoint="completions", model="m", extras={}, vocab=9),
+                PromptFormat(endpoint="completions", model="m", extras={}, vocab=9),
                 Settings(),
                 tmp_path,
                 sent,  # type: ignore[arg-type]
@@ -671,14 +678,14 @@ def test_a_run_without_a_token_says_what_ended_it(
     point = serve_record_builder.point()
     request = ServeRequest(number=0, prompt=np.zeros(4, np.int32), output_tokens=4, arrival_s=None)
     run = SimpleNamespace(outcomes=[Outcome(Call(0, b"", 4), 1.0)], start_s=1.0, paces=[])
-    record = measure._record(
+    record = measure._make_record(
         point,
-        measure.Asked(target=Target.at("http://127.0.0.1:9")),
+        measure.ClientConfig(target=Target.from_url("http://127.0.0.1:9")),
         info.ServerInfo(),
-        Manner(endpoint="completions", model="m", extras={}, vocab=9),
+        PromptFormat(endpoint="completions", model="m", extras={}, vocab=9),
         Settings(limit_seconds=limit_s),
         tmp_path,
-        measure._Sent([request], run=run),  # type: ignore[arg-type]
+        measure._LoadState([request], run=run),  # type: ignore[arg-type]
         failed="",
         stopped=stopped,
     )
@@ -697,10 +704,10 @@ def test_fewer_log_probabilities_are_asked_for_until_a_server_takes_the_request(
     refuses = {"message": "logprobs is unknown"}
     choice = {"index": 0, "text": "a b", "message": {"content": "a b"}}
     client = Answering(lambda _, said: (400, refuses) if "logprobs" in said else (200, {"choices": [choice]}))
-    manner = Manner(endpoint=endpoint, model="m", extras={"ignore_eos": True}, vocab=9, text=Words(1.0, 0.0))
+    manner = PromptFormat(endpoint=endpoint, model="m", extras={"ignore_eos": True}, vocab=9, text=Words(1.0, 0.0))
     side = ask.Side(client, manner, 99)  # type: ignore[arg-type]
     for _ in range(2):
-        assert asyncio.run(side.answer(np.arange(3, dtype=np.int32), 2)) == ask.Answer(tokens=["a", "b"])
+        assert asyncio.run(side.fetch_answer(np.arange(3, dtype=np.int32), 2)) == ask.Answer(tokens=["a", "b"])
     bodies = [body for _, body in client.asked]
     name = "logprobs" if endpoint == "completions" else "top_logprobs"
     tried = [{key: body[key] for key in wanted if key in body} for body in bodies]
@@ -709,7 +716,7 @@ def test_fewer_log_probabilities_are_asked_for_until_a_server_takes_the_request(
         assert (body["stream"], body["seed"], "stream_options" in body, body["ignore_eos"]) == (False, 0, False, True)
     client = Answering(lambda *_: (200, {"choices": []}))
     with pytest.raises(WorkerError, match=r"^http://127\.0\.0\.1:9: its answer holds no choice\.$"):
-        asyncio.run(ask.Side(client, manner, 99).answer(np.arange(3, dtype=np.int32), 2))  # type: ignore[arg-type]
+        asyncio.run(ask.Side(client, manner, 99).fetch_answer(np.arange(3, dtype=np.int32), 2))  # type: ignore[arg-type]
 
 
 WHOLE_ANSWER = {"index": 0, "text": "a b", "finish_reason": "length"}
@@ -737,9 +744,9 @@ def test_a_whole_answer_is_held_against_what_was_asked(
 ) -> None:
     """What contradicts the request, or is no answer of OpenAI's API, is a sentence."""
     client = Answering(lambda *_: (200, {"choices": [WHOLE_ANSWER | changed], "usage": usage}))
-    manner = Manner(endpoint="completions", model="m", extras={}, vocab=9)
+    manner = PromptFormat(endpoint="completions", model="m", extras={}, vocab=9)
     with pytest.raises(WorkerError) as error:
-        asyncio.run(ask.Side(client, manner, 99).answer(np.arange(3, dtype=np.int32), 2))  # type: ignore[arg-type]
+        asyncio.run(ask.Side(client, manner, 99).fetch_answer(np.arange(3, dtype=np.int32), 2))  # type: ignore[arg-type]
     assert message in str(error.value)
 
 
@@ -747,11 +754,11 @@ def test_a_whole_answer_may_be_as_long_as_its_tokens_and_its_prompt_need() -> No
     """The ids of the prompt, and 4 KiB for each token, after a MiB."""
 
     class Kept(Answering):
-        async def exchange(self, request: bytes, reply: Any, _: float | None = None) -> None:
+        async def send_request(self, request: bytes, reply: Any, _: float | None = None) -> None:
             self.limit = reply._limit
-            await super().exchange(request, reply)
+            await super().send_request(request, reply)
 
     client = Kept(lambda *_: (200, {"choices": [WHOLE_ANSWER]}))
-    manner = Manner(endpoint="completions", model="m", extras={}, vocab=9)
-    asyncio.run(ask.Side(client, manner, None).answer(np.zeros(1000, np.int32), 2))  # type: ignore[arg-type]
+    manner = PromptFormat(endpoint="completions", model="m", extras={}, vocab=9)
+    asyncio.run(ask.Side(client, manner, None).fetch_answer(np.zeros(1000, np.int32), 2))  # type: ignore[arg-type]
     assert client.limit == (1 << 20) + 2 * 4096 + 1000 * 12

@@ -21,7 +21,7 @@ from dcpbench.records.record import Server
 from dcpbench.servers import client as http
 from dcpbench.servers import load
 from dcpbench.servers.client import Client, RequestError, Target
-from dcpbench.servers.descriptors import OPEN_FILES, SPARE, descriptors_for
+from dcpbench.servers.descriptors import OPEN_FILES, SPARE, raise_open_file_limit
 from tools.client_accuracy import served
 
 if TYPE_CHECKING:
@@ -91,21 +91,21 @@ def test_a_shortage_is_named_before_the_load_begins_and_is_not_the_servers(
 
 def test_the_limit_is_raised_as_far_as_needed_and_set_back() -> None:
     with limited(256):
-        with descriptors_for(1000, certain=True):
+        with raise_open_file_limit(1000, certain=True):
             assert 1000 + SPARE < soft_limit() < 1000 + 10 * SPARE
         assert soft_limit() == 256
-        with descriptors_for(10, certain=True):
+        with raise_open_file_limit(10, certain=True):
             assert soft_limit() == 256
 
 
 def test_only_a_load_that_certainly_needs_more_is_refused() -> None:
     """Of an open loop it is not known how many requests will be on their way at once."""
     with limited(256, 256):
-        with descriptors_for(1000, certain=False):
+        with raise_open_file_limit(1000, certain=False):
             pass
         with (
             pytest.raises(UsageError, match=r"1,000 connections at once .* --client-processes 6\."),
-            descriptors_for(1000, certain=True, processes=1),
+            raise_open_file_limit(1000, certain=True, processes=1),
         ):
             pass
 
@@ -118,20 +118,20 @@ def test_a_connection_for_which_the_client_has_no_file_is_not_called_refused(
         raise OSError(number, "Too many open files")
 
     async def main() -> None:
-        async with Client(Target.at("http://127.0.0.1:1")) as client:
+        async with Client(Target.from_url("http://127.0.0.1:1")) as client:
             await client.get("/")
 
-    monkeypatch.setattr(http, "_connected", none_left)
+    monkeypatch.setattr(http, "_open_socket", none_left)
     with pytest.raises(RequestError, match="so the server was not asked") as raised:
         asyncio.run(main())
     assert raised.value.kind == OPEN_FILES
-    assert not load.may_retry(raised.value)
+    assert not load.can_retry(raised.value)
 
 
 def test_a_share_that_cannot_be_read_at_the_end_is_not_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """/proc could be opened when the run began and not when it ended: it was -0.2 s then."""
     found = iter([0.2, None])
-    monkeypatch.setattr(load, "starved_s", lambda: next(found))
+    monkeypatch.setattr(load, "read_starved_s", lambda: next(found))
     words = f"serve --device cpu --tp 8 --concurrency 1 --num-requests 1 --input-tokens 20 --warm-up 0 -o {tmp_path / 'run'}"
     with served("--ttft-ms 1", tmp_path / "sent.jsonl") as url, pytest.raises(SystemExit) as end:
         cli.main([*words.split(), "--no-check-client", "--client-processes", "1", "--url", url])

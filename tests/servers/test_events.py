@@ -18,9 +18,9 @@ from dcpbench.servers.events import (
     Message,
     Part,
     StreamError,
-    error_in,
     format_bad_stream,
     read_completion,
+    read_error_message,
 )
 
 ENDS = st.sampled_from([b"\n", b"\r\n", b"\r"])
@@ -33,20 +33,20 @@ def test_events_are_the_same_wherever_they_are_cut_and_however_lines_end(end: by
     text = b"".join(line + end for line in lines)
     edges = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     stream = Events()
-    found = [event for a, b in itertools.pairwise(edges) for event in stream.feed(text[a:b], 0.0)]
-    assert [event for event, _ in found + stream.end()] == [b"one", b" two", b"three"]
+    found = [event for a, b in itertools.pairwise(edges) for event in stream.parse_data(text[a:b], 0.0)]
+    assert [event for event, _ in found + stream.finish_stream()] == [b"one", b" two", b"three"]
 
 
 def test_an_event_has_the_time_at_which_its_first_byte_arrived() -> None:
     """A long event, as one with the echo of a prompt, arrives in many reads; blank lines begin no event."""
     stream = Events()
-    assert stream.feed(b"data: a", 1.0) == []
-    assert stream.feed(b"b", 2.0) == []
-    assert stream.feed(b"c\n\ndata: x\n\n\n", 3.0) == [(b"abc", 1.0), (b"x", 3.0)]
-    assert stream.feed(b"\n", 4.0) == []
-    assert stream.feed(b"data: y\n", 5.0) == []
-    assert stream.feed(b"\ndata: [DONE]", 6.0) == [(b"y", 5.0)]
-    assert stream.end() == [(b"[DONE]", 6.0)]
+    assert stream.parse_data(b"data: a", 1.0) == []
+    assert stream.parse_data(b"b", 2.0) == []
+    assert stream.parse_data(b"c\n\ndata: x\n\n\n", 3.0) == [(b"abc", 1.0), (b"x", 3.0)]
+    assert stream.parse_data(b"\n", 4.0) == []
+    assert stream.parse_data(b"data: y\n", 5.0) == []
+    assert stream.parse_data(b"\ndata: [DONE]", 6.0) == [(b"y", 5.0)]
+    assert stream.finish_stream() == [(b"[DONE]", 6.0)]
 
 
 def test_a_long_event_is_searched_once() -> None:
@@ -54,8 +54,8 @@ def test_a_long_event_is_searched_once() -> None:
     stream = Events(1 << 25)
     began = time.process_time()
     for _ in range(256):
-        assert stream.feed(b"x" * (1 << 16), 0.0) == []
-    assert stream.feed(b"\n\ndata: a\n\n", 1.0) == [(b"a", 1.0)]
+        assert stream.parse_data(b"x" * (1 << 16), 0.0) == []
+    assert stream.parse_data(b"\n\ndata: a\n\n", 1.0) == [(b"a", 1.0)]
     assert time.process_time() - began < 1.0
 
 
@@ -89,7 +89,7 @@ def test_what_is_no_completion_is_shown_with_what_is_wrong() -> None:
 )
 def test_an_error_is_found_where_servers_put_it(body: bytes, said: str) -> None:
     """Else the beginning of what came is shown, on one line and inert."""
-    assert error_in(body) == said
+    assert read_error_message(body) == said
 
 
 @pytest.mark.parametrize(
@@ -129,29 +129,29 @@ def test_numbers_of_a_stream_are_shown_however_large_they_are() -> None:
 )
 def test_what_ends_a_stream_needs_no_blank_line_behind_it(rest: bytes, found: list[bytes] | str) -> None:
     stream = Events()
-    assert stream.feed(rest, 1.0) == []
+    assert stream.parse_data(rest, 1.0) == []
     if isinstance(found, str):
         with pytest.raises(StreamError) as error:
-            stream.end()
+            stream.finish_stream()
         assert str(error.value) == found
     else:
-        assert stream.end() == [(event, 1.0) for event in found]
-        assert stream.end() == []
+        assert stream.finish_stream() == [(event, 1.0) for event in found]
+        assert stream.finish_stream() == []
 
 
 def test_an_event_of_several_lines_is_their_data_alone() -> None:
     """A comment and an event without data are none."""
     text = b": hi\n\nevent: x\ndata: a\nid: 1\ndata:b\n\nid: 2\n\ndata: c\n\n"
-    assert [event for event, _ in Events().feed(text, 0.0)] == [b"a\nb", b"c"]
+    assert [event for event, _ in Events().parse_data(text, 0.0)] == [b"a\nb", b"c"]
 
 
 def test_what_is_kept_of_an_unfinished_event_is_bounded() -> None:
     """A MiB; one that a single read completes may be longer."""
     stream = Events()
-    assert stream.feed(b"x" * MAX_EVENT, 0.0) == []
+    assert stream.parse_data(b"x" * MAX_EVENT, 0.0) == []
     with pytest.raises(StreamError, match=r"^one event of the stream is longer than 1,048,576 bytes$"):
-        stream.feed(b"x", 0.0)
-    assert len(Events().feed(b"data: " + b"x" * MAX_EVENT + b"\n\n", 0.0)[0][0]) == MAX_EVENT
+        stream.parse_data(b"x", 0.0)
+    assert len(Events().parse_data(b"data: " + b"x" * MAX_EVENT + b"\n\n", 0.0)[0][0]) == MAX_EVENT
 
 
 @pytest.mark.parametrize(

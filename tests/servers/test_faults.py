@@ -10,13 +10,13 @@ import pytest
 
 from dcpbench.errors import UsageError, WorkerError
 from dcpbench.servers import measure
-from dcpbench.servers.client import Client, RequestError, Target, api_key
+from dcpbench.servers.client import Client, RequestError, Target, load_api_key
 from dcpbench.servers.load import Call, Outcome, Run
-from dcpbench.servers.prompts import ANSWER_IDS, Manner
+from dcpbench.servers.prompts import ANSWER_IDS, PromptFormat
 from tests.servers.fake_server import FAULTS, Model, Running, Script
 
 LIMIT_S = 1.0
-MANNER = Manner(endpoint="completions", model="fake", extras=ANSWER_IDS, vocab=1000)
+MANNER = PromptFormat(endpoint="completions", model="fake", extras=ANSWER_IDS, vocab=1000)
 SAID = {
     "401": ("HTTP 401", "HTTP 401: Unauthorized"),
     "404": ("HTTP 404", "HTTP 404: Not Found"),
@@ -45,16 +45,18 @@ HARMLESS = ("no-usage-no-tokens", "crlf", "slow-bytes", "continue")
 
 def call(target: Target, number: int = 0, tokens: int = 10) -> Call:
     """A request of 20 tokens."""
-    return Call(number, target.request("POST", "/v1/completions", MANNER.body(np.arange(20), tokens)), tokens)
+    return Call(
+        number, target.encode_request("POST", "/v1/completions", MANNER.encode_body(np.arange(20), tokens)), tokens
+    )
 
 
 async def answered(script: Script, *, requests: int = 1, retries: int = 0, model: Model | None = None) -> list[Outcome]:
     """What becomes of requests, one after the other."""
     async with Running(script, model) as server:
-        target = Target.at(server.url, timeout_s=LIMIT_S)
+        target = Target.from_url(server.url, timeout_s=LIMIT_S)
         async with Client(target) as client:
             run = Run(client, [call(target, n) for n in range(requests)], 1, retries=retries)
-            await asyncio.wait_for(run.run(), 20)
+            await asyncio.wait_for(run.send_load(), 20)
             return run.outcomes
 
 
@@ -82,7 +84,7 @@ def test_what_is_only_unusual_is_read(fault: str) -> None:
     (outcome,) = asyncio.run(answered(Script(ttft_ms=2, gap_ms=1, fault=fault)))
     assert outcome.error is None
     assert outcome.answer is not None
-    assert sum(outcome.answer.chunk_tokens()) == 10
+    assert sum(outcome.answer.list_chunk_tokens()) == 10
 
 
 def test_requests_after_a_bad_one_are_answered() -> None:
@@ -106,10 +108,10 @@ def test_nobody_listens() -> None:
 
     async def ask() -> RequestError:
         async with Running() as server:
-            target = Target.at(server.url, timeout_s=LIMIT_S)
+            target = Target.from_url(server.url, timeout_s=LIMIT_S)
         async with Client(target) as client:
             run = Run(client, [call(target)], 1)
-            await run.run()
+            await run.send_load()
             assert run.outcomes[0].error is not None
             return run.outcomes[0].error
 
@@ -122,10 +124,10 @@ def test_tls_where_there_is_none_is_a_sentence() -> None:
 
     async def ask() -> RequestError:
         async with Running() as server:
-            target = Target.at(server.url.replace("http:", "https:"), timeout_s=LIMIT_S)
+            target = Target.from_url(server.url.replace("http:", "https:"), timeout_s=LIMIT_S)
             async with Client(target) as client:
                 run = Run(client, [call(target)], 1)
-                await asyncio.wait_for(run.run(), 20)
+                await asyncio.wait_for(run.send_load(), 20)
                 assert run.outcomes[0].error is not None
                 return run.outcomes[0].error
 
@@ -145,7 +147,7 @@ def test_tls_where_there_is_none_is_a_sentence() -> None:
 def test_an_address_that_is_none_is_refused(url: str, said: str) -> None:
     """Before anything is sent, and without repeating a password."""
     with pytest.raises(UsageError) as error:
-        Target.at(url)
+        Target.from_url(url)
     assert said in str(error.value)
     assert "secret" not in str(error.value)
 
@@ -156,9 +158,9 @@ def test_a_host_that_is_not_known_says_what_an_address_looks_like(monkeypatch: p
     async def unknown(*_: object) -> None:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
-    monkeypatch.setattr("dcpbench.servers.client._connected", unknown)
+    monkeypatch.setattr("dcpbench.servers.client._open_socket", unknown)
     with pytest.raises(WorkerError) as error:
-        measure.look(Target.at("foo"))
+        measure.fetch_server_info(Target.from_url("foo"))
     assert str(error.value) == (
         "http://foo:80 cannot be measured: foo is no host that is known here (Name or service not known); write for example "
         "--url http://127.0.0.1:8000."
@@ -176,14 +178,14 @@ def test_a_host_that_is_not_known_says_what_an_address_looks_like(monkeypatch: p
 )
 def test_addresses_as_people_type_them(url: str, wanted: str) -> None:
     """With or without scheme, port, and /v1."""
-    assert Target.at(url).url == wanted
+    assert Target.from_url(url).url == wanted
 
 
 def test_a_key_typed_as_the_name_of_its_variable_is_refused_and_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would be recorded with the command. The usual variable may be unset: many servers take no key."""
     monkeypatch.setenv("MY_KEY", "secret")
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    assert (api_key("MY_KEY"), api_key("OPENAI_API_KEY")) == ("secret", "")
+    assert (load_api_key("MY_KEY"), load_api_key("OPENAI_API_KEY")) == ("secret", "")
     with pytest.raises(UsageError, match="the name of an environment variable") as caught:
-        api_key("sk_typed_by_mistake")
+        load_api_key("sk_typed_by_mistake")
     assert "typed" not in str(caught.value)

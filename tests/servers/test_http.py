@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from dcpbench.errors import UsageError
 from dcpbench.servers import client
-from dcpbench.servers.answers import Streamed
-from dcpbench.servers.client import MAX_HEAD, Connection, RequestError, Target, Whole, status_error
+from dcpbench.servers.answers import StreamReply
+from dcpbench.servers.client import MAX_HEAD, Connection, RequestError, Target, WholeReply, make_status_error
 from dcpbench.servers.events import StreamError
 
 SIZED = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello"
@@ -50,14 +50,14 @@ class Reply:
         self.status, self.data, self.heard_s, self.ended = 0, b"", 0.0, 0
         self.times: list[float] = []
 
-    def head(self, status: int, _: object) -> None:
+    def receive_head(self, status: int, _: object) -> None:
         self.status = status
 
-    def body(self, data: bytes, now_s: float) -> None:
+    def receive_body(self, data: bytes, now_s: float) -> None:
         self.data += data
         self.times.append(now_s)
 
-    def end(self) -> None:
+    def receive_end(self) -> None:
         self.ended += 1
 
 
@@ -118,18 +118,18 @@ def test_what_is_no_http_is_said_to_be_none(text: bytes, said: str) -> None:
 )
 def test_an_answer_that_is_kept_whole_has_a_length_at_most(text: bytes, most: int, whole: bool) -> None:
     """However it is cut; its time limit is for all of it, so that no piece restarts it."""
-    reply = Whole(most)
-    reply.head(200, {b"a": b"b"})
+    reply = WholeReply(most)
+    reply.receive_head(200, {b"a": b"b"})
     heard_s = reply.heard_s
-    reply.body(text[:3], heard_s + 1.0)
+    reply.receive_body(text[:3], heard_s + 1.0)
     if whole:
-        reply.body(text[3:], heard_s + 2.5)
+        reply.receive_body(text[3:], heard_s + 2.5)
         assert (reply.status, reply.headers, reply.data, reply.heard_s) == (200, {b"a": b"b"}, text, heard_s)
     else:
         with pytest.raises(RequestError, match=r"^the server's answer is longer than 5 bytes\.$") as error:
-            reply.body(text[3:], 2.5)
+            reply.receive_body(text[3:], 2.5)
         assert error.value.kind == "too long"
-    assert Whole()._limit == 4 << 20
+    assert WholeReply()._limit == 4 << 20
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_an_answer_that_is_kept_whole_has_a_length_at_most(text: bytes, most: in
     ],
 )
 def test_the_address_of_a_server_is_said_with_its_port_and_without_v1(url: str, asked: str) -> None:
-    assert Target.at(url).url == asked
+    assert Target.from_url(url).url == asked
 
 
 EXAMPLE = "write for example --url http://127.0.0.1:8000"
@@ -166,27 +166,29 @@ EXAMPLE = "write for example --url http://127.0.0.1:8000"
 )
 def test_what_is_no_address_is_said_with_one_that_is(url: str, key: str, said: str) -> None:
     with pytest.raises(UsageError) as error:
-        Target.at(url, key=key)
+        Target.from_url(url, key=key)
     assert said in str(error.value)
     assert "secret" not in str(error.value)
 
 
 def test_a_key_may_have_any_character_of_a_header() -> None:
     """From ! to ~."""
-    assert Target.at("http://host", key="!~").key == "!~"
+    assert Target.from_url("http://host", key="!~").key == "!~"
 
 
 def test_a_request_is_these_bytes() -> None:
     """A key is sent and never shown."""
-    target = Target.at("http://[::1]:9/x", key="k")
+    target = Target.from_url("http://[::1]:9/x", key="k")
     head = (
         "Host: [::1]:9\r\nAccept: */*\r\nAccept-Encoding: identity\r\nUser-Agent: dcpbench\r\nAuthorization: Bearer k"
     )
-    assert target.request("GET", "/v1/models") == f"GET /x/v1/models HTTP/1.1\r\n{head}\r\n\r\n".encode()
+    assert target.encode_request("GET", "/v1/models") == f"GET /x/v1/models HTTP/1.1\r\n{head}\r\n\r\n".encode()
     typed = "Content-Type: application/json\r\nContent-Length: 2"
-    assert target.request("POST", "/v1", b"{}") == f"POST /x/v1 HTTP/1.1\r\n{head}\r\n{typed}\r\n\r\n{{}}".encode()
+    assert (
+        target.encode_request("POST", "/v1", b"{}") == f"POST /x/v1 HTTP/1.1\r\n{head}\r\n{typed}\r\n\r\n{{}}".encode()
+    )
     assert "'k'" not in repr(target)
-    assert b"Authorization" not in Target.at("http://host").request("GET", "/")
+    assert b"Authorization" not in Target.from_url("http://host").encode_request("GET", "/")
 
 
 @pytest.mark.parametrize(
@@ -215,7 +217,7 @@ def test_a_request_is_these_bytes() -> None:
 def test_a_status_is_told_with_what_the_server_says_of_it(
     status: int, headers: dict[bytes, bytes], body: bytes, said: str, after_s: float | None
 ) -> None:
-    error = status_error(status, headers, body)
+    error = make_status_error(status, headers, body)
     assert said in error.sentence
     assert (error.kind, error.retry_after_s) == (f"HTTP {status}", after_s)
     assert error.status == (status if status >= 400 else 0)
@@ -356,16 +358,16 @@ def test_no_answer_raises_anything_but_a_failed_request(
     head = b"\r\n".join([start, *(name + b": " + value for name, value in headers), b"", b""])
     pieces = [head, *(b"%x\r\n%s\r\n" % (len(event), event) if chunked else event for event in events)]
     connection, _, _ = connected()
-    answer = Streamed(4, prompt_tokens=9, keep=keep)
+    answer = StreamReply(4, prompt_tokens=9, keep=keep)
     connection._reply = answer
     failure: Exception | None = None
     try:
         for piece in pieces:
             if connection._reply is not None:
                 connection._parse(piece, 1.0)
-        answer.end()
+        answer.receive_end()
     except (RequestError, StreamError) as error:
         failure = error
     assert str(failure).isprintable()
-    assert sum(answer.chunk_tokens()) <= max(len(answer.tokens), 4 + 8)
+    assert sum(answer.list_chunk_tokens()) <= max(len(answer.tokens), 4 + 8)
     assert answer.hidden_tokens <= 1 << 20

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Self
 import pytest
 
 from dcpbench.servers import client as http
-from dcpbench.servers.client import Client, Connection, RequestError, Target, Whole
+from dcpbench.servers.client import Client, Connection, RequestError, Target, WholeReply
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,7 +28,7 @@ class Serving:
     def __init__(self, then: Callable[[socket.socket], None]) -> None:
         self.then, self.requests, self.done = then, list[bytes](), threading.Event()
         self._listening = socket.create_server(("127.0.0.1", 0))
-        self.target = Target.at(f"http://127.0.0.1:{self._listening.getsockname()[1]}", timeout_s=5.0)
+        self.target = Target.from_url(f"http://127.0.0.1:{self._listening.getsockname()[1]}", timeout_s=5.0)
         self._thread = threading.Thread(target=self._serve, daemon=True)
 
     def __enter__(self) -> Self:
@@ -72,7 +72,7 @@ def read_and(end: Callable[[socket.socket], None]) -> Callable[[socket.socket], 
     return then
 
 
-async def ask_twice(server: Serving, between: Callable[[], None]) -> tuple[Whole | RequestError, int]:
+async def ask_twice(server: Serving, between: Callable[[], None]) -> tuple[WholeReply | RequestError, int]:
     """Send two requests; return the second answer or failure, and how many were sent again.
 
     `between` runs in the event loop, which therefore does not see what happens to the connection meanwhile.
@@ -107,7 +107,7 @@ def test_a_connection_that_ended_while_it_was_idle_is_not_used(end: Callable[[so
     """The kernel knows that it ended, though the event loop has not read it yet."""
     with Serving(end) as server:
         found, resent = asyncio.run(ask_twice(server, lambda: wait_for(server)))
-    assert isinstance(found, Whole)
+    assert isinstance(found, WholeReply)
     assert (found.data, resent, len(server.requests)) == (b"ok", 0, 2)
 
 
@@ -120,7 +120,7 @@ def test_bytes_that_no_request_asked_for_end_a_connection() -> None:
 
     with Serving(then) as server:
         found, resent = asyncio.run(ask_twice(server, lambda: wait_for(server)))
-    assert isinstance(found, Whole)
+    assert isinstance(found, WholeReply)
     assert (found.data, resent) == (b"ok", 0)
 
 
@@ -130,7 +130,7 @@ def test_a_request_that_crosses_the_end_of_its_connection_is_sent_again(monkeypa
     monkeypatch.setattr(Connection, "is_alive", lambda *_, **__: True)
     with Serving(close) as server:
         found, resent = asyncio.run(ask_twice(server, lambda: wait_for(server)))
-    assert isinstance(found, Whole)
+    assert isinstance(found, WholeReply)
     assert (found.data, resent, len(server.requests)) == (b"ok", 1, 2)
 
 
@@ -146,7 +146,7 @@ def test_a_request_that_crosses_a_reset_has_failed(monkeypatch: pytest.MonkeyPat
 def test_where_the_system_does_not_tell_the_request_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may have been read."""
     monkeypatch.setattr(Connection, "is_alive", lambda *_, **__: True)
-    monkeypatch.setattr(http, "_acked_bytes", lambda _: None)
+    monkeypatch.setattr(http, "_get_acked_bytes", lambda _: None)
     with Serving(close) as server:
         found, resent = asyncio.run(ask_twice(server, lambda: wait_for(server)))
     assert isinstance(found, RequestError)
@@ -156,7 +156,7 @@ def test_where_the_system_does_not_tell_the_request_has_failed(monkeypatch: pyte
 def test_a_server_that_ends_each_connection_at_once_is_not_asked_for_ever() -> None:
     """Only a kept connection can have ended before the request."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        target = Target.at(f"http://127.0.0.1:{listening.getsockname()[1]}", timeout_s=2.0)
+        target = Target.from_url(f"http://127.0.0.1:{listening.getsockname()[1]}", timeout_s=2.0)
         accepted = list[int]()
 
         def serve() -> None:
@@ -183,7 +183,7 @@ def test_no_connection_within_the_limit_is_a_failure_also_beforehand() -> None:
         listening.bind(("127.0.0.1", 0))
         listening.listen(0)
         address = listening.getsockname()
-        target = Target.at(f"http://127.0.0.1:{address[1]}", timeout_s=0.5)
+        target = Target.from_url(f"http://127.0.0.1:{address[1]}", timeout_s=0.5)
         held = [socket.socket() for _ in range(8)]
         for sock in held:
             sock.settimeout(0)
@@ -191,7 +191,7 @@ def test_no_connection_within_the_limit_is_a_failure_also_beforehand() -> None:
 
         async def ask() -> None:
             async with Client(target) as client:
-                await client.open(3)
+                await client.open_connections(3)
 
         began = time.monotonic()
         with pytest.raises(RequestError, match=r"no connection to .* within 0\.5 s"):

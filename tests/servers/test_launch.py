@@ -19,11 +19,11 @@ import pytest
 
 from dcpbench import cli
 from dcpbench.errors import UsageError
-from dcpbench.points.engines import engine_load, engine_point
+from dcpbench.points.engines import make_engine_load, make_engine_point
 from dcpbench.records.runs import read_run
 from dcpbench.servers import guard
-from dcpbench.servers.launch import Server, ServerError, free_port, reason_in
-from dcpbench.servers.presets import PRESETS, Engine, engine
+from dcpbench.servers.launch import Server, ServerError, find_free_port, find_reason
+from dcpbench.servers.presets import PRESETS, Engine, resolve_engine
 from tests.servers.test_profile import TRACE
 
 ROOT = Path(__file__).parents[2]
@@ -177,26 +177,26 @@ def test_a_server_that_ignores_being_asked_is_killed(tmp_path: Path, monkeypatch
     """With its children, after the grace."""
     monkeypatch.setattr("dcpbench.servers.launch.GRACE_S", 0.5)
     mark = f"stubborn-{os.getpid()}"
-    port = free_port()
+    port = find_free_port()
     words = (
         f"{sys.executable} -m tests.servers.fake_server --port {port} --ignore-sigterm --children 2 --version {mark}"
     )
     with Server(words.split(), tmp_path / "log", {}, port, "/health") as server:
-        server.wait(20)
+        server.wait_until_ready(20)
         assert len(alive(mark)) >= 2
     assert gone(mark, 5)
 
 
 def test_a_server_that_is_never_ready_is_a_sentence(tmp_path: Path) -> None:
     """With the last that it wrote; so is a command that is not there."""
-    port = free_port()
+    port = find_free_port()
     words = f"{sys.executable} -m tests.servers.fake_server --port {port} --health-delay 60"
     never = pytest.raises(ServerError, match=r"took no requests within 6 s \(--start-timeout\).*listening on")
     with Server(words.split(), tmp_path / "a", {}, port, "/health") as server, never:
-        server.wait(6)
+        server.wait_until_ready(6)
     absent = pytest.raises(ServerError, match="exit code 127: FileNotFoundError: /no/such/engine")
     with Server(["/no/such/engine"], tmp_path / "b", {}, port, "/health") as server, absent:
-        server.wait(10)
+        server.wait_until_ready(10)
 
 
 VLLMS = """(EngineCore_0 pid=7) ERROR 11-23 AssertionError: DCP not supported for X
@@ -223,17 +223,17 @@ VLLMS = """(EngineCore_0 pid=7) ERROR 11-23 AssertionError: DCP not supported fo
 )
 def test_the_reason_is_the_servers_own(log: str, reason: str) -> None:
     """The cause, not the error that points at it."""
-    assert reason_in(log.encode()) == reason
+    assert find_reason(log.encode()) == reason
 
 
 def words_of(name: str, **layout: int) -> str:
     """The command line of a preset for a layout."""
     degrees = {"tp": 1, "dp": 1, "dcp": 1} | layout
-    load = engine_load(requests=1, input_tokens="1", output_tokens="1")
-    point = engine_point(
+    load = make_engine_load(requests=1, input_tokens="1", output_tokens="1")
+    point = make_engine_point(
         model="m", layout=degrees, backend=name, load=load, concurrency=1, context=2, precision={"dtype": "unknown"}
     )
-    return " ".join(PRESETS[name].words(point, {"max-num-seqs": "4", "enforce-eager": "True"}, "m", 7))
+    return " ".join(PRESETS[name].make_command(point, {"max-num-seqs": "4", "enforce-eager": "True"}, "m", 7))
 
 
 def test_presets_say_layouts_in_the_engines_words() -> None:
@@ -247,15 +247,15 @@ def test_presets_say_layouts_in_the_engines_words() -> None:
 
 def test_a_server_whose_traces_are_wanted_is_started_so_that_it_can_profile() -> None:
     """vLLM by its flags, into the folder; SGLang by its environment alone, and with metrics in any case."""
-    load = engine_load(requests=1, input_tokens="1", output_tokens="1")
+    load = make_engine_load(requests=1, input_tokens="1", output_tokens="1")
     degrees = {"tp": 1, "dp": 1, "dcp": 1}
-    point = engine_point(
+    point = make_engine_point(
         model="m", layout=degrees, backend="x", load=load, concurrency=1, context=2, precision={"dtype": "unknown"}
     )
-    vllm = PRESETS["vllm"].words(point, {}, "m", 7, traces="/t")
+    vllm = PRESETS["vllm"].make_command(point, {}, "m", 7, traces="/t")
     assert vllm[-4:] == ["--profiler-config.profiler", "torch", "--profiler-config.torch_profiler_dir", "/t"]
-    assert "/t" not in PRESETS["vllm"].words(point, {}, "m", 7)
-    assert PRESETS["sglang"].words(point, {}, "m", 7, traces="/t")[-1] == "--enable-metrics"
+    assert "/t" not in PRESETS["vllm"].make_command(point, {}, "m", 7)
+    assert PRESETS["sglang"].make_command(point, {}, "m", 7, traces="/t")[-1] == "--enable-metrics"
 
 
 @pytest.mark.parametrize(
@@ -277,7 +277,7 @@ def test_a_wrong_engine_file_is_a_sentence(content: str, said: str, tmp_path: Pa
     path = tmp_path / "e.toml"
     path.write_text(content)
     with pytest.raises(UsageError) as error:
-        engine(str(path), None)
+        resolve_engine(str(path), None)
     assert said in str(error.value)
 
 
@@ -325,7 +325,7 @@ def test_the_plan_shows_the_commands(capsys: pytest.CaptureFixture[str]) -> None
 def test_flags_are_axes() -> None:
     """Every combination of lists; others are the same for all."""
     made = Engine(name="x", command="x {port}", flags={"a": [1, 2], "b": ["x", "y"], "c": 3})
-    assert made.servers() == [{"a": a, "b": b} for a in ("1", "2") for b in ("x", "y")]
+    assert made.list_settings() == [{"a": a, "b": b} for a in ("1", "2") for b in ("x", "y")]
 
 
 @pytest.mark.parametrize(("status", "code"), [(0, 0), (3 << 8, 3), (signal.SIGKILL, 137)])
@@ -338,7 +338,7 @@ def test_who_guards_a_server_ends_as_it_did(status: int, code: int, monkeypatch:
     monkeypatch.setattr(guard.os, "fork", lambda: 77)
     monkeypatch.setattr(guard.os, "waitpid", lambda *_: next(waits))
     monkeypatch.setattr(guard.time, "sleep", lambda _: None)
-    monkeypatch.setattr(guard, "_end_all", ended.append)
+    monkeypatch.setattr(guard, "_stop_all", ended.append)
     assert guard.main(os.getppid(), 5.0, ["serve"]) == code
     assert ended == [5.0]
     assert guard.main(-1, 5.0, ["serve"]) == 1, "whoever began it is gone"
@@ -376,8 +376,8 @@ class Below:
         """`lives`: looks that a process is there behind SIGTERM, and behind SIGKILL."""
         self.lives, self.got, self.now = lives, list[tuple[int, int]](), 0.0
         self.left: dict[int, int] = dict.fromkeys(lives, 1 << 30)
-        monkeypatch.setattr(guard, "descendants", lambda _: [pid for pid, left in self.left.items() if left > 0])
-        monkeypatch.setattr(guard, "_reap", lambda: None)
+        monkeypatch.setattr(guard, "list_descendants", lambda _: [pid for pid, left in self.left.items() if left > 0])
+        monkeypatch.setattr(guard, "_reap_children", lambda: None)
         monkeypatch.setattr(guard.os, "kill", self.kill)
         clock = SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep)
         monkeypatch.setattr(guard, "time", clock)
@@ -397,7 +397,7 @@ def test_all_processes_below_a_guard_are_asked_to_end_and_killed_where_they_do_n
 ) -> None:
     """7 ends when it is asked, and 8 never does: it is killed after its grace."""
     below = Below(monkeypatch, {7: (2, 1), 8: (1 << 30, 1)})
-    guard._end_all(1.0)
+    guard._stop_all(1.0)
     assert below.got[:2] == [(7, signal.SIGTERM), (8, signal.SIGTERM)]
     assert set(below.got[2:]) == {(8, signal.SIGKILL)}
     assert below.now == pytest.approx(1.0 + guard.REST_S, abs=2 * guard.REST_S)
@@ -405,7 +405,7 @@ def test_all_processes_below_a_guard_are_asked_to_end_and_killed_where_they_do_n
 
 def test_where_all_end_when_they_are_asked_nobody_waits_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
     below = Below(monkeypatch, {7: (2, 1), 8: (4, 1)})
-    guard._end_all(60.0)
+    guard._stop_all(60.0)
     assert [number for _, number in below.got] == [signal.SIGTERM] * 2
     assert below.now == pytest.approx(4 * guard.REST_S)
 
@@ -413,27 +413,27 @@ def test_where_all_end_when_they_are_asked_nobody_waits_for_more(monkeypatch: py
 def test_processes_below_one_are_found_however_deep() -> None:
     """A shell, and what it waits for."""
     with subprocess.Popen(["sh", "-c", "sleep 60 & wait"]) as shell:
-        while not (found := guard.descendants(shell.pid)):
+        while not (found := guard.list_descendants(shell.pid)):
             time.sleep(0.01)
-        assert shell.pid in guard.descendants(os.getpid())
-        assert set(found) <= set(guard.descendants(os.getpid()))
+        assert shell.pid in guard.list_descendants(os.getpid())
+        assert set(found) <= set(guard.list_descendants(os.getpid()))
         os.kill(found[0], signal.SIGKILL)
         shell.wait()
-    assert guard.descendants(shell.pid) == []
+    assert guard.list_descendants(shell.pid) == []
 
 
 def test_of_several_errors_the_last_is_why_a_server_ended() -> None:
     """Earlier ones it went on from."""
     log = b"ValueError: no such cache\nretrying\nRuntimeError: out of memory\nbye\n"
-    assert reason_in(log) == "RuntimeError: out of memory"
+    assert find_reason(log) == "RuntimeError: out of memory"
 
 
 def test_an_exchange_is_said_to_a_server_only_where_ranks_share_the_cache() -> None:
     """An exchange that the engine lacks is an error."""
-    load = engine_load(requests=1, input_tokens="1", output_tokens="1")
+    load = make_engine_load(requests=1, input_tokens="1", output_tokens="1")
     of = Engine(name="x", command="x {port}", layout={"exchange": "--exchange {exchange}"}, exchanges=("a2a",))
     for dcp, exchange, said in ((4, "a2a", True), (1, "a2a", False), (4, "none", False)):
-        point = engine_point(
+        point = make_engine_point(
             model="m",
             layout={"tp": 4, "dp": 1, "dcp": dcp},
             backend="x",
@@ -443,9 +443,9 @@ def test_an_exchange_is_said_to_a_server_only_where_ranks_share_the_cache() -> N
             precision={"dtype": "unknown"},
         )
         point = msgspec.structs.replace(point, exchange=exchange)
-        assert ("--exchange a2a" in " ".join(of.words(point, {}, "m", 7))) is said
+        assert ("--exchange a2a" in " ".join(of.make_command(point, {}, "m", 7))) is said
     with pytest.raises(UsageError, match="x has no --exchange symm"):
-        of.words(msgspec.structs.replace(point, exchange="symm"), {}, "m", 7)
+        of.make_command(msgspec.structs.replace(point, exchange="symm"), {}, "m", 7)
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["when it is asked", "never"])

@@ -19,11 +19,11 @@ from dcpbench.records.file import read_records
 from dcpbench.records.record import ClientLoad
 from dcpbench.servers import info, measure, null_server, overhead
 from dcpbench.servers.client import RequestError, Target
-from dcpbench.servers.load import Call, Outcome, Pace, Run, may_retry
-from dcpbench.servers.measure import _client_bound, _client_load, _not_as_asked
-from dcpbench.servers.prompts import Tokenized, Words, find_manner
-from dcpbench.servers.sweep import _log
-from dcpbench.serving.outcome import in_short
+from dcpbench.servers.load import Call, Outcome, Pace, Run, can_retry
+from dcpbench.servers.measure import _has_other_lengths, _is_client_bound, _make_client_load
+from dcpbench.servers.prompts import Tokenized, Words, find_prompt_format
+from dcpbench.servers.sweep import _make_log_path
+from dcpbench.serving.outcome import format_summary
 from dcpbench.serving.requests import ServeRequest
 from dcpbench.serving.traffic import Sample
 from tests.unit import record_builder, serve_record_builder
@@ -49,8 +49,8 @@ def test_a_client_is_the_bottleneck_where_it_is_busy_or_late(
     cpu: float, lag_ms: float | None, itl_ms: float | None, bound: bool
 ) -> None:
     """Past 90 % of a core, or at p99 later than 3 ms and than a tenth of the median gap."""
-    assert _client_bound(ClientLoad(processes=1, cpu_share=cpu, lag_p99_ms=lag_ms), itl_ms) is bound
-    assert not _client_bound(None, itl_ms)
+    assert _is_client_bound(ClientLoad(processes=1, cpu_share=cpu, lag_p99_ms=lag_ms), itl_ms) is bound
+    assert not _is_client_bound(None, itl_ms)
 
 
 def test_the_worst_process_stands_for_the_client() -> None:
@@ -60,7 +60,7 @@ def test_the_worst_process_stands_for_the_client() -> None:
         Pace(lags_s=[0.003] * 100, ages_s=[0.002], cpu_s=2.0, starved_s=1.0, realtime=False, wall_s=10.0),
     ]
     calls = [Outcome(Call(i, b"", 1), submitted_s=5.0, sent_s=5.0 + (i + 1) / 1e3) for i in range(100)]
-    load = _client_load([*calls, Outcome(Call(100, b"", 1), submitted_s=5.0)], paces, {"null_streams": 7})
+    load = _make_client_load([*calls, Outcome(Call(100, b"", 1), submitted_s=5.0)], paces, {"null_streams": 7})
     assert load.late_p99_ms == pytest.approx(99.01)
     assert load.read_late_p99_ms == pytest.approx(3.98)
     expected = ClientLoad(
@@ -88,7 +88,7 @@ def test_the_worst_process_stands_for_the_client() -> None:
     ],
 )
 def test_a_server_that_is_busy_or_not_there_is_asked_again(kind: str, status: int, again: bool) -> None:
-    assert may_retry(RequestError(kind, "", status=status)) is again
+    assert can_retry(RequestError(kind, "", status=status)) is again
 
 
 def test_a_load_has_the_time_to_its_limit_and_never_less_than_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,25 +97,25 @@ def test_a_load_has_the_time_to_its_limit_and_never_less_than_none(monkeypatch: 
     load.start_s = 100.0
     for now, left in ((110.0, 20.0), (130.0, 0.0), (131.0, 0.0)):
         monkeypatch.setattr("dcpbench.servers.load.time.perf_counter", lambda now=now: now)
-        assert load._left_s() == left
-    assert Run(None, [], 1)._left_s() is None  # type: ignore[arg-type]
+        assert load._compute_left_s() == left
+    assert Run(None, [], 1)._compute_left_s() is None  # type: ignore[arg-type]
 
 
 def test_each_server_of_a_run_has_a_log_named_by_its_layout_and_settings(tmp_path: Path) -> None:
     """Letters, digits, -_.= stay; 120 of them; a second server of the same name has a number."""
     engine = SimpleNamespace(name="vllm")
     point = SimpleNamespace(tp=4, dp=2, dcp=2, ep_degree=1, settings="a b/c=1.5_x")
-    log = _log(tmp_path, engine, point)  # type: ignore[arg-type]
+    log = _make_log_path(tmp_path, engine, point)  # type: ignore[arg-type]
     assert log == tmp_path / "servers" / "vllm-tp4-dp2-dcp2-ep1-a_b_c=1.5_x.log"
     log.parent.mkdir()
     log.touch()
-    assert _log(tmp_path, engine, point).name == "vllm-tp4-dp2-dcp2-ep1-a_b_c=1.5_x-1.log"  # type: ignore[arg-type]
+    assert _make_log_path(tmp_path, engine, point).name == "vllm-tp4-dp2-dcp2-ep1-a_b_c=1.5_x-1.log"  # type: ignore[arg-type]
     point.settings = "x" * 200
-    assert len(_log(tmp_path, engine, point).stem) == 120  # type: ignore[arg-type]
+    assert len(_make_log_path(tmp_path, engine, point).stem) == 120  # type: ignore[arg-type]
 
 
 def test_what_no_process_noted_is_absent() -> None:
-    load = _client_load([], [Pace(realtime=True)], {})
+    load = _make_client_load([], [Pace(realtime=True)], {})
     assert load == ClientLoad(processes=1, cpu_share=0.0, realtime=True)
 
 
@@ -142,7 +142,7 @@ def test_lengths_that_differ_by_more_than_a_twentieth_are_said(prompt: int, toke
         Sample(request(0, prompt, tokens), 0.0, token_s=[1.0] * tokens),
         Sample(request(1, 500, 20), 0.0, token_s=[1.0]),
     ]
-    assert _not_as_asked(came, asked) is nominal
+    assert _has_other_lengths(came, asked) is nominal
 
 
 def test_a_load_that_is_ended_before_it_began_took_no_time() -> None:
@@ -150,7 +150,7 @@ def test_a_load_that_is_ended_before_it_began_took_no_time() -> None:
         load = Run(SimpleNamespace(ages_s=[]), [], 1)  # type: ignore[arg-type]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0):
-                await load.run(time.perf_counter() + 1000)
+                await load.send_load(time.perf_counter() + 1000)
         return load
 
     assert asyncio.run(main()).pace.wall_s == 0.0
@@ -161,7 +161,7 @@ def test_a_load_took_the_time_from_its_start_to_its_end() -> None:
 
     async def main() -> Run:
         load = Run(SimpleNamespace(ages_s=[]), [], 1)  # type: ignore[arg-type]
-        await load.run(began - 2.0)
+        await load.send_load(began - 2.0)
         return load
 
     began = time.perf_counter()
@@ -175,13 +175,13 @@ def test_what_ended_is_said_of_each_point_with_its_figures_or_its_reason(
     good = serve_record_builder.run()[0]
     bad = record_builder.failed(good.point)
     records = iter([(good, None), (bad, None), (bad, KeyboardInterrupt())])
-    monkeypatch.setattr(measure, "measure", lambda *_: next(records))
+    monkeypatch.setattr(measure, "measure_point", lambda *_: next(records))
     seen: list[Progress] = []
     with pytest.raises(KeyboardInterrupt):
         measure.measure_points([good.point] * 3, *[None] * 4, tmp_path, seen.append)  # type: ignore[call-arg,arg-type]
     assert good.serve is not None
     assert [(e.stage, e.note, e.index, e.of) for e in seen] == [
-        ("done", in_short(good.serve), 0, 3),
+        ("done", format_summary(good.serve), 0, 3),
         ("failed", bad.reason, 1, 3),
     ]
     assert [r.outcome for r in read_records(tmp_path)] == ["ok", "failed", "failed"]
@@ -212,13 +212,13 @@ def test_what_the_client_adds_is_told_by_a_server_whose_gaps_are_known(monkeypat
         async def prepare(self, streams: int) -> None:
             assert streams == 2
 
-        async def run(self) -> None:
+        async def send_load(self) -> None:
             pass
 
-    nobody = contextlib.nullcontext(Target.at("http://127.0.0.1:9"))
-    monkeypatch.setattr(overhead, "null", lambda: nobody)
-    monkeypatch.setattr(overhead, "sending", Sent)
-    told = asyncio.run(overhead.overhead(2, 1))
+    nobody = contextlib.nullcontext(Target.from_url("http://127.0.0.1:9"))
+    monkeypatch.setattr(overhead, "start_null_server", lambda: nobody)
+    monkeypatch.setattr(overhead, "open_load", Sent)
+    told = asyncio.run(overhead.measure_overhead(2, 1))
     assert told == {
         "null_streams": 2,
         "null_event_us": pytest.approx(1e6 / 80),
@@ -231,16 +231,16 @@ def test_of_all_that_a_server_refused_the_last_is_told() -> None:
     """What was asked last is the plainest request there is; then the other endpoint is tried."""
 
     class Refuses:
-        target = Target.at("http://127.0.0.1:9")
+        target = Target.from_url("http://127.0.0.1:9")
         asked = 0
 
-        async def exchange(self, *_: object) -> None:
+        async def send_request(self, *_: object) -> None:
             self.asked += 1
             raise RequestError("HTTP 400", f"HTTP 400: number {self.asked}", status=400)
 
     client = Refuses()
     with pytest.raises(WorkerError) as error:
-        asyncio.run(find_manner(client, "fake", "completions"))  # type: ignore[arg-type]
+        asyncio.run(find_prompt_format(client, "fake", "completions"))  # type: ignore[arg-type]
     assert client.asked > 4
     assert str(error.value) == (
         f"http://127.0.0.1:9 accepts no request to /v1/completions; the last one failed: HTTP 400: number {client.asked - 1}"
@@ -251,7 +251,7 @@ def asked(answers: dict[str, object]) -> info.ServerInfo:
     """What a server is that answers these paths; a number is a status, text as it is, all else as JSON."""
 
     class Asked:
-        target = Target.at("http://127.0.0.1:9")
+        target = Target.from_url("http://127.0.0.1:9")
 
         async def get(self, path: str, *_: float) -> SimpleNamespace:
             said = answers.get(path, 404)
@@ -263,7 +263,7 @@ def asked(answers: dict[str, object]) -> info.ServerInfo:
             )
             return SimpleNamespace(status=status, headers={}, data=data)
 
-    return asyncio.run(info.ask(Asked()))  # type: ignore[arg-type]
+    return asyncio.run(info.fetch_info(Asked()))  # type: ignore[arg-type]
 
 
 def capacity(found: info.ServerInfo) -> int | None:
@@ -283,7 +283,7 @@ def test_a_server_is_what_it_says_of_itself() -> None:
     vllm = asked({"/v1/models": CARDS, "/version": {"version": "0.32.0"}, "/metrics": metrics})
     assert (vllm.engine, vllm.version, capacity(vllm)) == ("vllm", "0.32.0", 3200)
     assert vllm.facts == {"cache_dtype": "fp8", "block_size": "16"}
-    assert vllm.model(None).max_model_len == 4096
+    assert vllm.find_model(None).max_model_len == 4096
     (path,) = info.SGLANG_INFO[:1]
     states = [{"max_total_num_tokens": 5000}]
     sglang = asked({"/v1/models": CARDS, path: {"version": "0.5", "internal_states": states, "model_path": "/v3"}})
@@ -316,9 +316,9 @@ def test_a_model_is_the_one_that_is_named_or_the_only_one(
     served = asked({"/v1/models": {"data": [{"id": one} for one in models]} if models else 404})
     if said:
         with pytest.raises(UsageError, match=re.escape(said)):
-            served.model(name)
+            served.find_model(name)
     else:
-        assert served.model(name).id == (name or models[0])
+        assert served.find_model(name).id == (name or models[0])
 
 
 @pytest.mark.parametrize(
@@ -394,9 +394,9 @@ def test_a_request_that_was_cut_off_had_more_to_say_than_it_said(ended: bool, as
     """Of three tokens that came; one that finished said what it had to."""
     request = ServeRequest(number=0, prompt=np.arange(5), output_tokens=asked)
     sent = SimpleNamespace(run=SimpleNamespace(start_s=10.0), requests=[request])
-    answer = SimpleNamespace(chunk_s=[11.0, 12.0, 13.0], chunk_tokens=lambda: [1, 1, 1], tokens=[], usage=None)
+    answer = SimpleNamespace(chunk_s=[11.0, 12.0, 13.0], list_chunk_tokens=lambda: [1, 1, 1], tokens=[], usage=None)
     outcome = Outcome(Call(0, b"", asked), 10.5, answer=answer, ended=ended)  # type: ignore[arg-type]
-    sample = measure._sample(outcome, sent)  # type: ignore[arg-type]
+    sample = measure._make_sample(outcome, sent)  # type: ignore[arg-type]
     assert (sample.request.output_tokens, sample.token_s) == (counted, [1.0, 2.0, 3.0])
 
 
@@ -405,10 +405,10 @@ def test_ids_of_tokens_are_kept_where_all_are_told(ids: list[int], kept: list[in
     """With the tokens of each chunk where some brought several, and how long the server counted the prompt."""
     request = ServeRequest(number=0, prompt=np.arange(5), output_tokens=3, session=4, turn=2, arrival_s=0.5)
     sent = SimpleNamespace(run=SimpleNamespace(start_s=10.0), requests=[request])
-    usage = SimpleNamespace(prompt_tokens=6, cached=2)
-    answer = SimpleNamespace(chunk_s=[11.0, 13.0], chunk_tokens=lambda: [1, 2], tokens=ids, usage=usage)
+    usage = SimpleNamespace(prompt_tokens=6, cached_tokens=2)
+    answer = SimpleNamespace(chunk_s=[11.0, 13.0], list_chunk_tokens=lambda: [1, 2], tokens=ids, usage=usage)
     outcome = Outcome(Call(0, b"", 3), 10.5, answer=answer, ended=True, error=RequestError("closed", "gone."))  # type: ignore[arg-type]
-    sample = measure._sample(outcome, sent)  # type: ignore[arg-type]
+    sample = measure._make_sample(outcome, sent)  # type: ignore[arg-type]
     assert (sample.tokens, sample.chunk_tokens, sample.token_s) == (kept, [1, 2], [1.0, 2.0, 3.0])
     assert (sample.submitted_s, sample.failed, sample.cached_tokens) == (0.5, "gone.", 2)
     of = sample.request
@@ -421,5 +421,5 @@ def test_the_null_server_is_the_packages_own(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "dcpbench" / "__init__.py").write_text("raise SystemExit('another dcpbench')")
     monkeypatch.setenv("PYTHONPATH", str(Path(overhead.__file__).parents[2]))
     monkeypatch.chdir(tmp_path)
-    with overhead.null() as target:
+    with overhead.start_null_server() as target:
         assert target.port > 0

@@ -15,7 +15,7 @@ from dcpbench import cli
 from dcpbench.errors import WorkerError
 from dcpbench.records.runs import read_run
 from dcpbench.servers import measure
-from dcpbench.servers.profile import waits_in
+from dcpbench.servers.profile import find_waits
 from tests.unit.program_traces import Program
 from tools.client_accuracy import served
 
@@ -233,4 +233,4 @@ def test_traces_without_a_gpu_are_no_count_of_waits(tmp_path: Path) -> None:
         )
     )
     with pytest.raises(WorkerError, match="GPU"):
-        waits_in([trace])
+        find_waits([trace])

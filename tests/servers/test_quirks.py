@@ -20,7 +20,7 @@ from dcpbench.records import formulas
 from dcpbench.servers import turns
 from dcpbench.servers.client import Client, RequestError, Target
 from dcpbench.servers.load import Run
-from dcpbench.servers.prompts import find_manner
+from dcpbench.servers.prompts import find_prompt_format
 from dcpbench.serving.requests import ServeRequest
 
 if TYPE_CHECKING:
@@ -64,25 +64,27 @@ class Measured(NamedTuple):
     @property
     def tokens(self) -> int:
         """Tokens of answers that finished."""
-        return sum(sum(o.answer.chunk_tokens()) for o in self.outcomes if o.error is None and o.answer is not None)
+        return sum(sum(o.answer.list_chunk_tokens()) for o in self.outcomes if o.error is None and o.answer is not None)
 
     def medians(self) -> tuple[float, float, float]:
         """TTFT, ITL and E2EL in ms, as the client has them."""
         found = []
         for outcome in self.outcomes:
             if outcome.error is None and outcome.answer is not None:
-                token_s = formulas.token_times(outcome.answer.chunk_s, outcome.answer.chunk_tokens())
+                token_s = formulas.compute_token_times(outcome.answer.chunk_s, outcome.answer.list_chunk_tokens())
                 found.append(formulas.RequestTimes(outcome.submitted_s, token_s))
-        gaps = np.concatenate([formulas.itl_ms(times) for times in found])
-        ttft, e2el = ([of(times) for times in found] for of in (formulas.ttft_ms, formulas.e2el_ms))
+        gaps = np.concatenate([formulas.compute_itl_ms(times) for times in found])
+        ttft, e2el = ([of(times) for times in found] for of in (formulas.compute_ttft_ms, formulas.compute_e2el_ms))
         return statistics.median(ttft), float(np.median(gaps)), statistics.median(e2el)
 
     def true_medians(self) -> tuple[float, float, float]:
         """TTFT, ITL and E2EL in ms, as the server has them."""
         whole = [one for one in self.truth if one["ok"]]
-        times = [formulas.RequestTimes(one["t0"], formulas.token_times(one["sent"], one["tokens"])) for one in whole]
-        gaps = np.concatenate([formulas.itl_ms(one) for one in times])
-        ttft, e2el = ([of(one) for one in times] for of in (formulas.ttft_ms, formulas.e2el_ms))
+        times = [
+            formulas.RequestTimes(one["t0"], formulas.compute_token_times(one["sent"], one["tokens"])) for one in whole
+        ]
+        gaps = np.concatenate([formulas.compute_itl_ms(one) for one in times])
+        ttft, e2el = ([of(one) for one in times] for of in (formulas.compute_ttft_ms, formulas.compute_e2el_ms))
         return statistics.median(ttft), float(np.median(gaps)), statistics.median(e2el)
 
 
@@ -109,15 +111,15 @@ def measure(
     """Send a closed loop to one of the quirks."""
 
     async def main() -> Measured:
-        async with Client(Target.at(url, timeout_s=20.0)) as client:
+        async with Client(Target.from_url(url, timeout_s=20.0)) as client:
             await client.get("/_reset")
-            manner = await find_manner(client, "m", endpoint, retries=retries)
+            manner = await find_prompt_format(client, "m", endpoint, retries=retries)
             requests = [
                 ServeRequest(number=n, prompt=np.arange(prompt_tokens, dtype=np.int32) % 30_000, output_tokens=TOKENS)
                 for n in range(REQUESTS)
             ]
-            run = Run(client, turns.calls(client.target, manner, requests, 0.0), clients, retries=retries)
-            await asyncio.wait_for(run.run(), 60)
+            run = Run(client, turns.make_calls(client.target, manner, requests, 0.0), clients, retries=retries)
+            await asyncio.wait_for(run.send_load(), 60)
             truth = json.loads((await client.get("/_truth")).data)
             return Measured(run.outcomes, truth)
 

@@ -12,10 +12,12 @@ from dcpbench.servers.request_options import GREEDY_FIELDS, OWN_FIELDS, find_sec
 
 def test_headers_are_sent_with_every_request_and_one_of_their_own_authorizes() -> None:
     """The key is not sent then."""
-    target = Target.at("http://a:1", key="sk-of-the-environment", headers=parse_headers(["X-A: b: c", "X-D:e"]))
-    assert b"Authorization: Bearer sk-of-the-environment\r\nX-A: b: c\r\nX-D: e\r\n" in target.request("GET", "/")
-    own = Target.at("http://a:1", key="sk-of-the-environment", headers=parse_headers(["authorization: Basic x"]))
-    assert own.request("GET", "/").count(b"uthorization") == 1
+    target = Target.from_url("http://a:1", key="sk-of-the-environment", headers=parse_headers(["X-A: b: c", "X-D:e"]))
+    assert b"Authorization: Bearer sk-of-the-environment\r\nX-A: b: c\r\nX-D: e\r\n" in target.encode_request(
+        "GET", "/"
+    )
+    own = Target.from_url("http://a:1", key="sk-of-the-environment", headers=parse_headers(["authorization: Basic x"]))
+    assert own.encode_request("GET", "/").count(b"uthorization") == 1
     assert "Basic" not in repr(own)
 
 

@@ -10,12 +10,12 @@ import pytest
 
 from dcpbench import cli
 from dcpbench.points import redaction
-from dcpbench.points.engines import engine_load, engine_point
+from dcpbench.points.engines import make_engine_load, make_engine_point
 from dcpbench.records.file import RecordFile
 from dcpbench.records.record import Server
 from dcpbench.records.runs import read_run
 from dcpbench.servers.client import Target
-from dcpbench.servers.measure import judged
+from dcpbench.servers.measure import make_candidates
 from dcpbench.serving.samples import read_samples
 from tools.client_accuracy import QUICK, check, served, truth
 
@@ -220,12 +220,12 @@ def test_the_plan_is_shown_without_sending_a_load(tmp_path: Path, capsys: pytest
 @pytest.mark.parametrize(("longest", "refused"), [(None, False), (30, False), (29, True)])
 def test_requests_that_are_longer_than_the_server_takes_are_no_points(longest: int | None, refused: bool) -> None:
     """20 → 10 tokens are 30; a server that does not say what it takes is asked."""
-    load = engine_load(requests=4, input_tokens="20", output_tokens="10")
+    load = make_engine_load(requests=4, input_tokens="20", output_tokens="10")
     layout = dict.fromkeys(("tp", "dp", "dcp"), 0)
-    point = engine_point(
+    point = make_engine_point(
         model="m", layout=layout, backend="openai", load=load, concurrency=2, context=30, precision={"dtype": "unknown"}
     )
-    (candidate,) = judged([point], longest)
+    (candidate,) = make_candidates([point], longest)
     assert (candidate.error is not None) == refused
     assert "the server takes 29 (max_model_len)" in str(candidate.error) or not refused
 
@@ -235,10 +235,10 @@ def test_a_key_that_a_server_repeats_is_not_recorded_either(ran: Ran, tmp_path: 
     told = msgspec.structs.replace(
         ran.record, reason='wrong key sk-with"quotes', detail={"command": 'x sk-with"quotes'}
     )
-    redaction.forget()
-    redaction.register('sk-with"quotes', "wrong")
+    redaction.reset_secrets()
+    redaction.register_secrets('sk-with"quotes', "wrong")
     RecordFile(tmp_path).append(told)
-    redaction.forget()
+    redaction.reset_secrets()
     text = (tmp_path / "records.jsonl").read_text()
     assert "sk-with" not in text
     assert text.count("(API key)") == 2
@@ -278,8 +278,8 @@ def test_headers_and_body_fields_are_sent_and_values_of_headers_are_kept_nowhere
     }
     assert {s["body"]["priority"] for s in sent} == {3}
     repeated = msgspec.structs.replace(record, reason=f"wrong token {secret}")
-    redaction.forget()
-    Target.at(url, headers=(("Authorization", f"Bearer {secret}"),))
+    redaction.reset_secrets()
+    Target.from_url(url, headers=(("Authorization", f"Bearer {secret}"),))
     RecordFile(tmp_path).append(repeated)
-    redaction.forget()
+    redaction.reset_secrets()
     assert "wrong token (API key)" in (tmp_path / "records.jsonl").read_text()

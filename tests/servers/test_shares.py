@@ -21,16 +21,16 @@ from dcpbench.servers import null_server
 from dcpbench.servers import shares as sharing
 from dcpbench.servers.client import Target
 from dcpbench.servers.load import Call, Outcome, Pace
-from dcpbench.servers.measure import CHUNKS_EACH, WARM_UP_OUTPUT, processes_for
-from dcpbench.servers.prompts import ANSWER_IDS, Manner
-from dcpbench.servers.shares import DONE, PROGRESS, READY, STOP, Shares, deal, divided, sending
+from dcpbench.servers.measure import CHUNKS_EACH, WARM_UP_OUTPUT, choose_processes
+from dcpbench.servers.prompts import ANSWER_IDS, PromptFormat
+from dcpbench.servers.shares import DONE, PROGRESS, READY, STOP, ClientPool, open_load, split_evenly, split_load
 from dcpbench.serving.requests import ServeRequest
 from dcpbench.serving.samples import read_samples
 from tests.servers.fake_server import Model, Running, Script
 from tools.client_accuracy import served
 
-MANNER = Manner(endpoint="completions", model="fake", extras=ANSWER_IDS, vocab=1000)
-NOWHERE = Target.at("http://127.0.0.1:9")
+MANNER = PromptFormat(endpoint="completions", model="fake", extras=ANSWER_IDS, vocab=1000)
+NOWHERE = Target.from_url("http://127.0.0.1:9")
 ROOT = Path(__file__).parents[2]
 
 
@@ -39,7 +39,7 @@ def calls_to(target: Target, number: int, tokens: int = 5, gap_s: float | None =
     return [
         Call(
             n,
-            target.request("POST", "/v1/completions", MANNER.body(np.arange(20) + n, tokens)),
+            target.encode_request("POST", "/v1/completions", MANNER.encode_body(np.arange(20) + n, tokens)),
             tokens,
             None if gap_s is None else n * gap_s,
         )
@@ -50,19 +50,19 @@ def calls_to(target: Target, number: int, tokens: int = 5, gap_s: float | None =
 @pytest.mark.parametrize(("number", "parts", "each"), [(7, 3, [3, 2, 2]), (2, 2, [1, 1]), (0, 2, [0, 0])])
 def test_numbers_are_divided_evenly(number: int, parts: int, each: list[int]) -> None:
     """The larger parts first."""
-    assert divided(number, parts) == each
+    assert split_evenly(number, parts) == each
 
 
 def test_clients_are_divided_with_as_many_requests_each() -> None:
     """5 clients over 2 processes: 3 and 2, and of 10 requests 6 and 4."""
-    shares = deal(NOWHERE, calls_to(NOWHERE, 10), 5, 2)
+    shares = split_load(NOWHERE, calls_to(NOWHERE, 10), 5, 2)
     assert [share.clients for share in shares] == [3, 2]
     assert [[call.number for call in share.calls] for share in shares] == [[0, 2, 4, 5, 7, 9], [1, 3, 6, 8]]
 
 
 def test_arrivals_are_divided_in_turn() -> None:
     """With them the bound on what is at once."""
-    shares = deal(NOWHERE, calls_to(NOWHERE, 5, gap_s=0.1), None, 2, at_once=3)
+    shares = split_load(NOWHERE, calls_to(NOWHERE, 5, gap_s=0.1), None, 2, at_once=3)
     assert [share.at_once for share in shares] == [2, 1]
     assert [[call.number for call in share.calls] for share in shares] == [[0, 2, 4], [1, 3]]
 
@@ -70,16 +70,16 @@ def test_arrivals_are_divided_in_turn() -> None:
 @pytest.mark.parametrize(("requests", "clients", "processes", "expected"), [(1, 4, 4, 1), (9, 2, 4, 2), (9, 9, 1, 1)])
 def test_no_process_has_nothing_to_do(requests: int, clients: int, processes: int, expected: int) -> None:
     """As many as have a request and a client."""
-    assert len(deal(NOWHERE, calls_to(NOWHERE, requests), clients, processes)) == expected
+    assert len(split_load(NOWHERE, calls_to(NOWHERE, requests), clients, processes)) == expected
 
 
-async def _sent(script: Script, clients: int | None, gap_s: float | None, limit_s: float | None = None) -> Shares:
+async def _sent(script: Script, clients: int | None, gap_s: float | None, limit_s: float | None = None) -> ClientPool:
     async with Running(script, Model()) as server:
-        target = Target.at(server.url)
-        async with sending(target, calls_to(target, 12, gap_s=gap_s), clients, 2, limit_s=limit_s) as run:
-            assert isinstance(run, Shares)
+        target = Target.from_url(server.url)
+        async with open_load(target, calls_to(target, 12, gap_s=gap_s), clients, 2, limit_s=limit_s) as run:
+            assert isinstance(run, ClientPool)
             await run.prepare(4)
-            await run.run()
+            await run.send_load()
             return run
 
 
@@ -119,10 +119,10 @@ def test_a_limit_ends_an_open_loop_of_one_process() -> None:
 
     async def main() -> list[Outcome]:
         async with Running(Script(gap_ms=2000), Model()) as server:
-            target = Target.at(server.url)
-            async with sending(target, calls_to(target, 3, gap_s=0.02), None, 1, limit_s=0.5) as run:
+            target = Target.from_url(server.url)
+            async with open_load(target, calls_to(target, 3, gap_s=0.02), None, 1, limit_s=0.5) as run:
                 await run.prepare(3)
-                await run.run()
+                await run.send_load()
                 return run.outcomes
 
     outcomes = asyncio.run(main())
@@ -132,14 +132,14 @@ def test_a_limit_ends_an_open_loop_of_one_process() -> None:
 def test_of_a_load_that_is_stopped_what_came_of_each_process_is_kept() -> None:
     """One has sent its request of one token, the other is in the midst of five."""
 
-    async def main() -> Shares:
+    async def main() -> ClientPool:
         async with Running(Script(gap_ms=5000), Model()) as server:
-            target = Target.at(server.url)
+            target = Target.from_url(server.url)
             calls = [*calls_to(target, 1, tokens=1), *calls_to(target, 2, tokens=5)[1:]]
-            async with sending(target, calls, 2, 2) as run:
-                assert isinstance(run, Shares)
+            async with open_load(target, calls, 2, 2) as run:
+                assert isinstance(run, ClientPool)
                 await run.prepare(2)
-                running = asyncio.create_task(run.run())
+                running = asyncio.create_task(run.send_load())
                 while not run.paces or sum(bool(sent.token_s) for sent in server.server.sent) < 2:  # noqa: ASYNC110 -- likewise
                     await asyncio.sleep(0.01)
                 running.cancel()
@@ -168,13 +168,13 @@ def test_ctrl_c_is_blocked_in_every_process() -> None:
 def test_where_one_process_dies_the_outcomes_of_the_others_are_kept() -> None:
     """The first of three is killed while all wait for their second token."""
 
-    async def main() -> Shares:
+    async def main() -> ClientPool:
         async with Running(Script(gap_ms=5000), Model()) as server:
-            target = Target.at(server.url)
-            async with sending(target, calls_to(target, 3), 3, 3) as run:
-                assert isinstance(run, Shares)
+            target = Target.from_url(server.url)
+            async with open_load(target, calls_to(target, 3), 3, 3) as run:
+                assert isinstance(run, ClientPool)
                 await run.prepare(3)
-                running = asyncio.create_task(run.run())
+                running = asyncio.create_task(run.send_load())
                 while sum(bool(sent.token_s) for sent in server.server.sent) < 3:  # noqa: ASYNC110 -- likewise
                     await asyncio.sleep(0.01)
                 pid = run._processes[0].pid
@@ -195,13 +195,13 @@ def test_a_process_that_does_not_answer_is_named(
     monkeypatch.setattr(sharing, "STOP_S", 0.5)
     monkeypatch.setattr(sharing, "END_S", 0.5)
 
-    async def main() -> Shares:
+    async def main() -> ClientPool:
         async with Running(Script(gap_ms=5000), Model()) as server:
-            target = Target.at(server.url)
-            async with sending(target, calls_to(target, 2), 2, 2) as run:
-                assert isinstance(run, Shares)
+            target = Target.from_url(server.url)
+            async with open_load(target, calls_to(target, 2), 2, 2) as run:
+                assert isinstance(run, ClientPool)
                 await run.prepare(2)
-                running = asyncio.create_task(run.run())
+                running = asyncio.create_task(run.send_load())
                 while sum(bool(sent.token_s) for sent in server.server.sent) < 2:  # noqa: ASYNC110 -- likewise
                     await asyncio.sleep(0.01)
                 pid = run._processes[0].pid
@@ -224,14 +224,14 @@ def test_a_process_that_dies_is_a_sentence() -> None:
 
     async def main() -> None:
         async with Running(Script(gap_ms=500)) as server:
-            target = Target.at(server.url)
-            async with sending(target, calls_to(target, 4), 4, 2) as run:
-                assert isinstance(run, Shares)
+            target = Target.from_url(server.url)
+            async with open_load(target, calls_to(target, 4), 4, 2) as run:
+                assert isinstance(run, ClientPool)
                 await run.prepare(4)
                 pid = run._processes[1].pid
                 assert pid is not None
                 asyncio.get_running_loop().call_later(1.0, os.kill, pid, signal.SIGKILL)
-                await run.run()
+                await run.send_load()
 
     with pytest.raises(WorkerError, match=r"a process of the client ended with exit code -9; try --client-processes 1"):
         asyncio.run(main())
@@ -345,12 +345,12 @@ def test_ctrl_c_at_a_terminal_keeps_the_requests_of_every_process(tmp_path: Path
 
 def point(**load: object) -> object:
     """A served point of an engine."""
-    from dcpbench.points.engines import engine_load, engine_point
+    from dcpbench.points.engines import make_engine_load, make_engine_point
 
     clients = int(str(load.pop("clients", 200)))
-    said = engine_load(requests=400, input_tokens="1", output_tokens="100", **load)
+    said = make_engine_load(requests=400, input_tokens="1", output_tokens="100", **load)
     layout = {"tp": 1, "dp": 1, "dcp": 1}
-    return engine_point(
+    return make_engine_point(
         model="m",
         layout=layout,
         backend="vllm",
@@ -371,7 +371,7 @@ def test_processes_follow_from_the_expected_chunks(
     """1,000 clients with a chunk every 50 ms are 20,000 a second, of which a process takes 8,000; a core stays free."""
     assert CHUNKS_EACH == 8000
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
-    assert processes_for(point(clients=clients), [], itl_s) == expected  # type: ignore[arg-type]
+    assert choose_processes(point(clients=clients), [], itl_s) == expected  # type: ignore[arg-type]
 
 
 def test_processes_of_an_open_loop_follow_from_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,7 +379,7 @@ def test_processes_of_an_open_loop_follow_from_its_requests(monkeypatch: pytest.
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     prompt = np.arange(3, dtype=np.int32)
     due = [ServeRequest(number=n, prompt=prompt, output_tokens=2000, arrival_s=n / 10) for n in range(11)]
-    assert processes_for(point(arrival="gamma"), due, None) == 3  # type: ignore[arg-type]
+    assert choose_processes(point(arrival="gamma"), due, None) == 3  # type: ignore[arg-type]
 
 
 class Wire:
@@ -429,14 +429,14 @@ def test_a_server_that_does_nothing_is_at_a_free_port_until_its_input_ends(
     ours, theirs = os.pipe()
 
     async def main() -> tuple[int, list[Outcome]]:
-        serving, said = asyncio.create_task(null_server.serve()), ""
+        serving, said = asyncio.create_task(null_server.run_server()), ""
         while not said and not serving.done():
             await asyncio.sleep(0)
             said = capsys.readouterr().out
         port = int(said)
-        target = Target.at(f"http://127.0.0.1:{port}")
-        async with sending(target, calls_to(target, 1), 1, 1) as run:
-            await run.run()
+        target = Target.from_url(f"http://127.0.0.1:{port}")
+        async with open_load(target, calls_to(target, 1), 1, 1) as run:
+            await run.send_load()
         assert not serving.done()
         os.close(theirs)
         await asyncio.wait_for(serving, 10)
@@ -459,10 +459,10 @@ def test_a_process_sends_its_share_when_it_is_told_and_says_what_came_of_it(told
     async def main() -> tuple[list[Outcome], Pace]:
         gap_ms = 5000 if told == "to stop meanwhile" else 1
         async with Running(Script(gap_ms=gap_ms), Model()) as server:
-            target = Target.at(server.url)
-            (share,) = deal(target, calls_to(target, 3), 1, 1)
+            target = Target.from_url(server.url)
+            (share,) = split_load(target, calls_to(target, 3), 1, 1)
             ours, theirs = multiprocessing.Pipe()
-            working = asyncio.create_task(sharing._work(theirs, share))
+            working = asyncio.create_task(sharing._run_share(theirs, share))
             assert await asyncio.to_thread(ours.recv) == (READY, None)
             ours.send(STOP if told == "to stop before" else time.perf_counter())
             if told == "to stop meanwhile":

@@ -12,9 +12,9 @@ import time
 import pytest
 
 from dcpbench.servers.client import Client, Target
-from dcpbench.servers.load import Run, first_in_line
+from dcpbench.servers.load import Run, set_realtime_priority
 from dcpbench.servers.null_server import CHUNK, END, HEAD
-from dcpbench.servers.stamps import SO_TIMESTAMPNS, SURE_NS, TIMESPEC, came_s
+from dcpbench.servers.stamps import SO_TIMESTAMPNS, SURE_NS, TIMESPEC, read_arrival_s
 from tests.servers.test_faults import call
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux stamps")
@@ -26,7 +26,7 @@ BLOCKED_S, READ_S = 0.3, 0.001
 def test_a_client_that_was_held_up_takes_no_time_of_it_for_the_servers() -> None:
     """Its loop is blocked until the answer has been there for 300 ms; the answer is stamped with when it came."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        target = Target.at(f"http://127.0.0.1:{listening.getsockname()[1]}")
+        target = Target.from_url(f"http://127.0.0.1:{listening.getsockname()[1]}")
         loops: list[asyncio.AbstractEventLoop] = []
         held, answered = threading.Event(), threading.Event()
         said_s: list[float] = []
@@ -46,7 +46,7 @@ def test_a_client_that_was_held_up_takes_no_time_of_it_for_the_servers() -> None
                 run = Run(client, [call(target, tokens=1)], 1)
                 await run.prepare(1)
                 loops.append(asyncio.get_running_loop())
-                await run.run()
+                await run.send_load()
                 return run
 
         def hold() -> None:
@@ -69,12 +69,12 @@ def test_a_stamp_is_told_by_the_clock_of_our_times() -> None:
     """Now is now; what is no stamp, or an empty one, is none."""
     date = time.time_ns()
     kind = (socket.SOL_SOCKET, SO_TIMESTAMPNS)
-    told = came_s([(*kind, TIMESPEC.pack(*divmod(date, 1_000_000_000)))])
+    told = read_arrival_s([(*kind, TIMESPEC.pack(*divmod(date, 1_000_000_000)))])
     assert told is not None
     assert told == pytest.approx(time.perf_counter(), abs=5)
-    assert came_s([(*kind, TIMESPEC.pack(0, 0))]) is None
-    assert came_s([(socket.SOL_SOCKET, SO_TIMESTAMPNS + 1, TIMESPEC.pack(1, 1))]) is None
-    assert came_s([]) is None
+    assert read_arrival_s([(*kind, TIMESPEC.pack(0, 0))]) is None
+    assert read_arrival_s([(socket.SOL_SOCKET, SO_TIMESTAMPNS + 1, TIMESPEC.pack(1, 1))]) is None
+    assert read_arrival_s([]) is None
 
 
 def test_clocks_between_whose_readings_a_process_was_stopped_are_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +86,7 @@ def test_clocks_between_whose_readings_a_process_was_stopped_are_read_again(monk
     monkeypatch.setattr(time, "perf_counter_ns", lambda: next(readings))
     monkeypatch.setattr(time, "time_ns", lambda: next(dates))
     stamp = TIMESPEC.pack(9, 0)
-    assert came_s([(socket.SOL_SOCKET, SO_TIMESTAMPNS, stamp)]) == pytest.approx(910e-9, rel=1e-9)
+    assert read_arrival_s([(socket.SOL_SOCKET, SO_TIMESTAMPNS, stamp)]) == pytest.approx(910e-9, rel=1e-9)
     assert not list(readings)
 
 
@@ -94,11 +94,11 @@ def test_clocks_between_whose_readings_a_process_was_stopped_are_read_again(monk
 def test_a_client_that_goes_first_is_ordinary_again_afterwards() -> None:
     """Also where the kernel does not let it."""
     before = os.sched_getscheduler(0)
-    with first_in_line() as allowed:
+    with set_realtime_priority() as allowed:
         policy = os.sched_getscheduler(0) & ~os.SCHED_RESET_ON_FORK
         assert policy == (os.SCHED_RR if allowed else before)
     assert os.sched_getscheduler(0) == before
-    with first_in_line(wanted=False) as allowed:
+    with set_realtime_priority(wanted=False) as allowed:
         assert not allowed
 
 
@@ -114,7 +114,7 @@ def test_whoever_goes_first_is_this_thread_and_none_that_it_starts(monkeypatch: 
 
     monkeypatch.setattr(os, "sched_setscheduler", schedule)
     before = os.sched_getscheduler(0)
-    with first_in_line() as allowed:
+    with set_realtime_priority() as allowed:
         assert allowed is lets
     first = (0, os.SCHED_RR | os.SCHED_RESET_ON_FORK)
     assert asked == ([first, (0, before)] if lets else [first])

@@ -11,15 +11,15 @@ import pytest
 
 from dcpbench.points.point import Load
 from dcpbench.servers import turns
-from dcpbench.servers.answers import Streamed
+from dcpbench.servers.answers import StreamReply
 from dcpbench.servers.client import Client, Target
 from dcpbench.servers.events import PromptDetails, Usage
 from dcpbench.servers.load import Call, Outcome, Run
-from dcpbench.servers.measure import _sample
-from dcpbench.servers.prompts import find_manner
-from dcpbench.servers.shares import deal
+from dcpbench.servers.measure import _make_sample
+from dcpbench.servers.prompts import find_prompt_format
+from dcpbench.servers.shares import split_load
 from dcpbench.serving.loads import make_requests
-from dcpbench.serving.outcome import rows
+from dcpbench.serving.outcome import make_rows
 from tests.servers.fake_server import FakeServer, Model, Running, Script
 
 LOAD = Load(requests=9, input_tokens="uniform:10-30", output_tokens="uniform:3-8", turns="3", turn_tokens="5", chunk=64)
@@ -37,12 +37,12 @@ def sent(
 
     async def main() -> tuple[FakeServer, Run]:
         async with Running(script or Script(gap_ms=GAP_S * 1e3), model or Model()) as running:
-            server, target = running.server, Target.at(running.url)
+            server, target = running.server, Target.from_url(running.url)
             async with Client(target) as client:
-                manner = await find_manner(client, "fake", endpoint)
+                manner = await find_prompt_format(client, "fake", endpoint)
                 server.sent.clear()
-                run = Run(client, turns.calls(target, manner, make_requests(LOAD, manner.vocab), think_s), clients)
-                await run.run(time.perf_counter())
+                run = Run(client, turns.make_calls(target, manner, make_requests(LOAD, manner.vocab), think_s), clients)
+                await run.send_load(time.perf_counter())
                 return server, run
 
     return asyncio.run(main())
@@ -111,14 +111,14 @@ def test_a_session_ends_where_a_turn_fails() -> None:
 
 
 def test_sessions_stay_in_one_process() -> None:
-    target = Target.at("http://127.0.0.1:1")
+    target = Target.from_url("http://127.0.0.1:1")
     manner_calls = list(range(3))
 
     class Made:
         def __init__(self, number: int) -> None:
             self.number, self.requests = number, 3
 
-    shares = deal(target, [Made(n) for n in manner_calls], 3, 2)  # type: ignore[arg-type]
+    shares = split_load(target, [Made(n) for n in manner_calls], 3, 2)  # type: ignore[arg-type]
     assert sorted(call.number for share in shares for call in share.calls) == manner_calls
     assert len(shares) == 2
 
@@ -126,10 +126,10 @@ def test_sessions_stay_in_one_process() -> None:
 @pytest.mark.parametrize(("details", "cached"), [(PromptDetails(cached_tokens=16), 16), (None, None)])
 def test_a_turn_has_the_cached_tokens_that_the_server_says(details: PromptDetails | None, cached: int | None) -> None:
     request = make_requests(LOAD, 1000)[1]
-    answer = Streamed(1)
-    answer._chunks.add(2.0, True, 1, None)  # noqa: FBT003 -- as it is called
+    answer = StreamReply(1)
+    answer._chunks.add_chunk(2.0, True, 1, None)  # noqa: FBT003 -- as it is called
     answer.tokens = [7]
     answer.usage = Usage(prompt_tokens=40, completion_tokens=1, prompt_tokens_details=details)
     outcome = Outcome(Call(0, b"", 1), 1.0, answer=answer, ended=True)
-    sample = _sample(outcome, SimpleNamespace(run=SimpleNamespace(start_s=0.0), requests=[request]))
-    assert (sample.cached_tokens, rows([sample])[0].cached_tokens, sample.request.turn) == (cached, cached, 1)
+    sample = _make_sample(outcome, SimpleNamespace(run=SimpleNamespace(start_s=0.0), requests=[request]))
+    assert (sample.cached_tokens, make_rows([sample])[0].cached_tokens, sample.request.turn) == (cached, cached, 1)

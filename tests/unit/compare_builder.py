@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from dcpbench.compare.judging import Options, judge
+from dcpbench.compare.judging import Options, judge_sides
 from dcpbench.compare.sides import read_side
 from dcpbench.points.layout import Layout
-from dcpbench.records.formulas import decode_metrics
+from dcpbench.records.formulas import compute_decode_metrics
 from dcpbench.records.record import Emulated
 from tests.unit import record_builder as build
 
@@ -62,7 +62,7 @@ def launch(rng: np.random.Generator, model: str, cv: float = 0.01, faster: float
         if model == "throttle" and rng.random() < 0.1:
             log += math.log(1.03)
         record = finished(load)
-        metrics = decode_metrics(steps(rng, 10 * math.exp(log) / faster, model), load, record.point.tp)
+        metrics = compute_decode_metrics(steps(rng, 10 * math.exp(log) / faster, model), load, record.point.tp)
         found.append(msgspec.structs.replace(record, metrics=metrics, started_at=f"at {rng.random()}"))
     return found
 
@@ -86,13 +86,13 @@ def emulated(**ends: float) -> Emulated:
 def forecast_steps(median_ms: float, unsure: tuple[float, float]) -> Record:
     """A forecast of decode steps, which may be by these shares shorter and longer."""
     of = build.point(Layout(4), emulate="H200")
-    metrics = decode_metrics([median_ms] * 200, of.concurrency, of.tp, unsure)
+    metrics = compute_decode_metrics([median_ms] * 200, of.concurrency, of.tp, unsure)
     return msgspec.structs.replace(build.ok(of), metrics=metrics, marks=["emulated"], emulated=emulated())
 
 
 def compared(tmp_path: Path, a: list[Record], b: list[Record], **options: Any) -> Comparison:
     """One launch against one."""
-    return judge(
+    return judge_sides(
         read_side([build.write(tmp_path / "a", a)]), read_side([build.write(tmp_path / "b", b)]), Options(**options)
     )
 
@@ -103,4 +103,4 @@ def of_launches(
     """Compare so many launches of each side, which scatter by 0.2 %."""
     a = write_launches(tmp_path / "a", count, seed=1, cv=0.002, **how)
     b = write_launches(tmp_path / "b", count, seed=2, cv=0.002, faster=faster, **how)
-    return judge(read_side([a]), read_side([b]), Options(launch_noise=launch_noise))
+    return judge_sides(read_side([a]), read_side([b]), Options(launch_noise=launch_noise))

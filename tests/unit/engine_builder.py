@@ -23,16 +23,16 @@ TINY = SHAPES["tiny"]
 
 def layers(shape: ModelShape, dense: int | None = None, moe: int | None = None) -> memory.Layers:
     """So many distinct layers to hold, by default all of them."""
-    whole = memory.all_layers(shape)
+    whole = memory.count_all_layers(shape)
     return memory.Layers(whole.dense if dense is None else dense, whole.moe if moe is None else moe)
 
 
 def alone(layout: Layout, rank: int) -> Groups:
     """This rank's groups without process groups behind them: collectives do nothing."""
-    dp = layout.dp_rank(rank)
+    dp = layout.get_dp_rank(rank)
     return Groups(
-        attn=Group(layout.attn_tp, layout.attn_rank(rank), None),
-        dcp=Group(layout.dcp, layout.dcp_rank(rank), None),
+        attn=Group(layout.attn_tp, layout.get_attn_rank(rank), None),
+        dcp=Group(layout.dcp, layout.get_dcp_rank(rank), None),
         dp=Group(layout.dp, dp, None),
     )
 
@@ -72,9 +72,9 @@ class Recorder(SyntheticSource):
         super().__init__(seed, torch.float32, CPU)
         self.made: dict[str, torch.Tensor] = {}
 
-    def get(self, name: str, *args: object, **kwargs: object) -> torch.Tensor:
+    def get_tensor(self, name: str, *args: object, **kwargs: object) -> torch.Tensor:
         """See weights.Source."""
-        self.made[name] = super().get(name, *args, **kwargs)  # type: ignore[arg-type]
+        self.made[name] = super().get_tensor(name, *args, **kwargs)  # type: ignore[arg-type]
         return self.made[name]
 
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dcpbench.exports.measured import Measured
+from dcpbench.exports.measured import MeasuredPoint
 from dcpbench.points.layout import Layout
-from dcpbench.serving.outcome import StepCounts, marks, rows, serve_metrics
+from dcpbench.serving.outcome import StepCounts, compute_serve_metrics, find_warnings, make_rows
 from dcpbench.serving.samples import write_samples
 from dcpbench.serving.traffic import Sample
 from tests.unit import record_builder, virtual_serving
@@ -229,7 +229,7 @@ def measured(
     of: Point | None = None,
     inputs: int = 100,
     **changes: Any,
-) -> Measured:
+) -> MeasuredPoint:
     """Return a served point with tokens at these times, with its samples next to the record."""
     of = of or point()
     samples = [
@@ -238,41 +238,42 @@ def measured(
     ]
     traffic: Any = types.SimpleNamespace(samples=samples)
     slo = changes.pop("slo", {})
-    found = serve_metrics(
+    found = compute_serve_metrics(
         traffic,
         gpus=of.tp,
         concurrency=of.clients,
         slo=slo,
         steps=StepCounts(),
-        samples_file=write_samples(folder, of, rows(samples)),
+        samples_file=write_samples(folder, of, make_rows(samples)),
     )
     plain = record_builder.ok(msgspec.structs.replace(of, load=None), steps=20)
     record: Record = msgspec.structs.replace(
-        plain, **({"point": of, "metrics": None, "phases": None, "serve": found, "marks": marks(found)} | changes)
+        plain,
+        **({"point": of, "metrics": None, "phases": None, "serve": found, "marks": find_warnings(found)} | changes),
     )
-    return Measured("run", folder, record)
+    return MeasuredPoint("run", folder, record)
 
 
-def served(**changes: Any) -> Measured:
+def served(**changes: Any) -> MeasuredPoint:
     """Return a measured point of fixed lengths, 400 in and 40 out, without samples next to it."""
-    return Measured("run", NOWHERE, build.served(build.point(build.DCP), **changes))
+    return MeasuredPoint("run", NOWHERE, build.served(build.point(build.DCP), **changes))
 
 
-def decoded(**changes: Any) -> Measured:
+def decoded(**changes: Any) -> MeasuredPoint:
     """A measured point of decode steps."""
-    return Measured("run", NOWHERE, record_builder.ok(record_builder.point(build.DCP), **changes))
+    return MeasuredPoint("run", NOWHERE, record_builder.ok(record_builder.point(build.DCP), **changes))
 
 
-def replayed() -> Measured:
+def replayed() -> MeasuredPoint:
     """The served point in virtual time."""
     m = served()
     assert m.record.point.load
     load = msgspec.structs.replace(m.record.point.load, mode="replay")
-    return Measured(
+    return MeasuredPoint(
         m.run, m.folder, msgspec.structs.replace(m.record, point=msgspec.structs.replace(m.record.point, load=load))
     )
 
 
-def functional() -> Measured:
+def functional() -> MeasuredPoint:
     """The served point on a CPU."""
     return served(environment=record_builder.CPU, marks=["cpu"])

@@ -20,16 +20,16 @@ from dcpbench.points.layout import Layout
 from dcpbench.points.machine import Probe
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import load_shape
-from dcpbench.records.file import RecordFile, cut_short, read_records
+from dcpbench.records.file import RecordFile, is_last_line_cut_short, read_records
 from dcpbench.records.folder import CHECKS_FILE, FAILED_FILE, RECORDS_FILE
-from dcpbench.records.repair import audit
-from dcpbench.records.runs import last_records
+from dcpbench.records.repair import audit_file
+from dcpbench.records.runs import read_last_records
 from dcpbench.serving import samples, step_times
 from dcpbench.serving.request_files import read_requests
 from dcpbench.serving.requests import Step
 from dcpbench.syncs.gating import baseline, config
-from dcpbench.syncs.model import encode
-from dcpbench.syncs.scan import scan
+from dcpbench.syncs.model import encode_json
+from dcpbench.syncs.scan import scan_traces
 from dcpbench.top.facts import Facts
 from tests.unit import engine_files_builder as engines
 from tests.unit import record_builder as build
@@ -139,9 +139,9 @@ def sealed_lines(folder: Path) -> bytes:
 
 def read_run(path: Path) -> None:
     """As `show`, `top` and `dashboard` read it."""
-    Facts(path.parent).look()
-    finding.find(path.parent, {}, lambda _: None)
-    cut_short(path.parent)
+    Facts(path.parent).read_updates()
+    finding.load_runs(path.parent, {}, lambda _: None)
+    is_last_line_cut_short(path.parent)
     read_records(path.parent)
 
 
@@ -151,9 +151,9 @@ def read_job(path: Path) -> None:
     (path.parent / "error-0.json").write_bytes(path.read_bytes())
     (path.parent / CHECKS_FILE).write_bytes(path.read_bytes())
     facts = Facts(path.parent)
-    facts.look()
-    facts.failure()
-    running._events(path.parent / "progress-t.jsonl")
+    facts.read_updates()
+    facts.find_failure()
+    running._read_events(path.parent / "progress-t.jsonl")
     with contextlib.suppress(DcpbenchError):
         jobs.read_checks(path.parent)
     jobs.read_job(path)
@@ -163,22 +163,22 @@ def read_times(path: Path) -> None:
     """Step times with what is predicted by them."""
     found = step_times.read_step_times(path)
     found.check_errors()
-    found.probe()
+    found.make_probe()
     for step in (Step(0, [replica([99, 1000], [(700, 256)])]), Step(0, [replica([9], [])])):
-        found.duration_ms(step)
-        found.host_ms(step)
+        found.predict_duration_ms(step)
+        found.predict_host_ms(step)
 
 
 def plan(path: Path) -> None:
     """A sweep's options as points of a grid."""
     found = spec.make_spec(spec.read_options(path), PROBE)
-    grid.expand(found, PROBE)
+    grid.expand_grid(found, PROBE)
 
 
 def plan_serve(path: Path) -> None:
     """The same of `serve`."""
     found = serve_spec.make_serve_spec(spec.read_options(path, serve_spec.SERVE_PARSERS), PROBE)
-    grid.expand(found, PROBE)
+    grid.expand_grid(found, PROBE)
 
 
 def made_samples(folder: Path) -> bytes:
@@ -204,7 +204,7 @@ SYNCS = (
     b"[tool.dcpbench.syncs]\nmax-per-step = 2\nmax-bubble-us = 1.5\n"
     b'allow = [{ function = "engine.sampler.*", reason = "tokens", expires = 2026-12-31 }]\n'
 )
-BASELINE = encode(baseline.Baseline(baseline_version=baseline.VERSION))
+BASELINE = encode_json(baseline.Baseline(baseline_version=baseline.VERSION))
 
 
 class Kind(NamedTuple):
@@ -236,29 +236,29 @@ def signals_of(folder: Path) -> bytes:
 
 def read_signals(path: Path) -> None:
     """Read the file together with the other rank's; raise RecordsError if any was not read."""
-    found = evidence.of_files([path, *path.parent.glob("signals-1.json")])
-    hang_finding.find(found)
+    found = evidence.read_evidence([path, *path.parent.glob("signals-1.json")])
+    hang_finding.find_cause(found)
     if found.unread:
         raise RecordsError(found.unread[0])
 
 
 def read_failed(path: Path) -> None:
     """Records of points that verify could not check."""
-    last_records(path.parent, FAILED_FILE)
+    read_last_records(path.parent, FAILED_FILE)
 
 
 def read_audited(path: Path) -> None:
     """As `records check` reads it."""
-    audit(path.parent)
+    audit_file(path.parent)
     read_run(path)
 
 
 def explain(path: Path) -> None:
     """Read and format the file as `hang explain` does."""
-    hang_finding.find(evidence.of_files([path]))
-    (hang,) = said.explained([path])
-    said.as_text(hang)
-    said.as_page([hang])
+    hang_finding.find_cause(evidence.read_evidence([path]))
+    (hang,) = said.read_hangs([path])
+    said.format_text(hang)
+    said.render_page([hang])
 
 
 def imported(engine: str) -> Callable[[Path], object]:
@@ -282,7 +282,7 @@ def a_trace() -> bytes:
 SPY_DUMP = SPY.format(pid=100, frames=IN_REDUCE).encode()
 FLIGHT = text(recorded(("all_reduce", [4, 3], "completed"), ("all_gather", [4], "started")))
 CHECKS = msgspec.json.encode(CHECK) + b"\n"
-MACHINE = machines.text(machines.built_in("H200")).encode()
+MACHINE = machines.format_machine(machines.load_built_in("H200")).encode()
 
 KINDS = {
     "records": Kind(RECORDS_FILE, record_lines(), read_audited),
@@ -296,7 +296,7 @@ KINDS = {
     "options in TOML": Kind("x.toml", TOML, plan),
     "options in YAML": Kind("x.yaml", YAML, plan),
     "options of serve": Kind("x.toml", SERVE, plan_serve),
-    "machine": Kind("machine.toml", MACHINE, machines.read),
+    "machine": Kind("machine.toml", MACHINE, machines.read_machine),
     "requests": Kind("x.jsonl", REQUESTS, read_requests),
     "requests of Mooncake": Kind("x.jsonl", MOONCAKE, read_requests),
     "requests in CSV": Kind("x.csv", CSV, read_requests),
@@ -304,11 +304,11 @@ KINDS = {
     "results of vLLM": Kind("x.json", text(engines.vllm()), imported("vllm")),
     "results of SGLang": Kind("x.json", text(engines.sglang()), imported("sglang")),
     "results of InferenceX": Kind("x.json", text(engines.inferencex()), imported("inferencex")),
-    "trace": Kind("trace.json", a_trace(), lambda path: scan([path], root=path.parent)),
+    "trace": Kind("trace.json", a_trace(), lambda path: scan_traces([path], root=path.parent)),
     "beats": Kind("beats-0.bin", beats_of, explain),
     "dump of py-spy": Kind("stacks-0.txt", SPY_DUMP, explain),
     "signals of a hang": Kind("signals-0.json", signals_of, read_signals),
     "flight recorder": Kind("flight-0.json", FLIGHT, explain),
-    "baseline of syncs": Kind("x.json", BASELINE.encode(), baseline.read),
+    "baseline of syncs": Kind("x.json", BASELINE.encode(), baseline.read_baseline),
     "pyproject": Kind("pyproject.toml", SYNCS, lambda path: config.find_config(path.parent, path.parent)),
 }

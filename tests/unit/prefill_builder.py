@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dcpbench.engine.model import StepInput
-from dcpbench.points.batches import chunk_rows
+from dcpbench.points.batches import compute_chunk_rows
 from dcpbench.serving.requests import Chunk
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class Prompt:
     @classmethod
     def admit(cls, engine: DecodeEngine, tokens: list[int]) -> Prompt:
         """A new request."""
-        return cls(tokens, engine.admit(len(tokens)))
+        return cls(tokens, engine.add_request(len(tokens)))
 
 
 def prompt_tokens(number: int, length: int) -> list[int]:
@@ -57,7 +57,7 @@ def step(
         span = range(prompt.stored, prompt.stored + count)
         rows += [(prompt.request.slot, i, prompt.tokens[i]) for i in span]
         planned.append(Chunk(None, prompt.request.slot, span.start, span.stop, samples=True))
-    rows += [(0, 0, 0)] * (chunk_rows(len(rows) + padding) - len(rows) if pieces else padding)
+    rows += [(0, 0, 0)] * (compute_chunk_rows(len(rows) + padding) - len(rows) if pieces else padding)
     batch = None
     if decodes:
         batch = engine.plan_rows([p.request.slot for p in decodes], [p.stored for p in decodes])
@@ -75,12 +75,12 @@ def step(
         logit_rows=wanted,
         live=None if live is None else torch.tensor(live, device=engine.device),
     )
-    plan = prefiller.plan(planned, engine.requests.table, len(decodes)) if planned else None
+    plan = prefiller.plan_chunks(planned, engine.requests.table, len(decodes)) if planned else None
     if pieces:
-        found = pieces.of(len(rows)).step(inputs, pieces.beside(batch) if batch else None, plan)
+        found = pieces.get_pieces(len(rows)).run_step(inputs, pieces.get_decodes(batch) if batch else None, plan)
     else:
-        found = engine.model.step(inputs, batch, plan)
-    logits = engine.model.full_logits(found)
+        found = engine.model.run_step(inputs, batch, plan)
+    logits = engine.model.gather_logits(found)
     for prompt in decodes:
         prompt.stored += 1
     for prompt, count in chunks:

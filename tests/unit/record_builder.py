@@ -11,8 +11,8 @@ from dcpbench.points.layout import Layout
 from dcpbench.points.point import Point
 from dcpbench.records.file import RecordFile
 from dcpbench.records.folder import RECORDS_FILE
-from dcpbench.records.formulas import decode_metrics
-from dcpbench.records.record import Environment, Gpu, Honesty, Kv, Phases, Record
+from dcpbench.records.formulas import compute_decode_metrics
+from dcpbench.records.record import Conditions, Environment, Gpu, Kv, Phases, Record
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -92,14 +92,14 @@ def ok(of: Point, *, median_ms: float | None = None, steps: int = 700, noise: fl
     """Return a finished record with steps that scatter around `median_ms`."""
     layout = of.layout
     median = step_ms(layout, of.context, of.concurrency) if median_ms is None else median_ms
-    rng = random.Random(of.key())
+    rng = random.Random(of.get_key())
     samples = [max(median * rng.gauss(1, noise), 1e-3) for _ in range(steps)]
     replicas = layout.dp * layout.dcp
     pool = 20 << 30
     fields: dict[str, Any] = {
         "point": of,
         "outcome": "ok",
-        "metrics": decode_metrics(samples, of.concurrency, of.tp),
+        "metrics": compute_decode_metrics(samples, of.concurrency, of.tp),
         "phases": phases(median, layout),
         "host_syncs_per_step": 0.0,
         "allocations_per_step": 0.0,
@@ -113,7 +113,7 @@ def ok(of: Point, *, median_ms: float | None = None, steps: int = 700, noise: fl
             fragmentation=0.004,
         ),
         "memory_peak_bytes": 131 << 30,
-        "honesty": Honesty(
+        "honesty": Conditions(
             weights="synthetic",
             layers=61,
             layers_held=19,

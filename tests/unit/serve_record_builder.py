@@ -10,7 +10,7 @@ import msgspec
 from dcpbench.points.layout import Layout
 from dcpbench.points.point import Load
 from dcpbench.records.record import Kv, Record, ServeMetrics
-from dcpbench.serving.outcome import marks, serve_metrics
+from dcpbench.serving.outcome import compute_serve_metrics, find_warnings
 from tests.unit import record_builder, virtual_serving
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def metrics(of: Point, pages: int = 1000, until_s: float = float("inf"), faster:
         replicas=layout.dp,
         chunk=served.chunk // layout.dp,
     )
-    return serve_metrics(
+    return compute_serve_metrics(
         traffic, gpus=of.tp, concurrency=traffic.concurrency, slo=SLO, steps=steps, idle_fraction=0.012
     )
 
@@ -85,7 +85,7 @@ def served(of: Point, pages: int = 1000, **changes: Any) -> Record:
     )
     found = metrics(of, pages, **how)
     plain = record_builder.ok(msgspec.structs.replace(of, load=None), steps=20)
-    fields = {"point": of, "metrics": None, "phases": None, "serve": found, "kv": kv, "marks": marks(found)}
+    fields = {"point": of, "metrics": None, "phases": None, "serve": found, "kv": kv, "marks": find_warnings(found)}
     return msgspec.structs.replace(plain, **(fields | changes))
 
 

@@ -95,9 +95,9 @@ class Device:
     def place_of(self, loc: int) -> int:
         """The place in all pools that a location means."""
         dcp, interleave = self.config.dcp, self.config.interleave
-        row = layout.row(loc, dcp, interleave)
+        row = layout.get_row(loc, dcp, interleave)
         assert 0 <= row < self.rows
-        return layout.owner(loc, dcp, interleave) * self.rows + row
+        return layout.get_owner(loc, dcp, interleave) * self.rows + row
 
     def read(self, loc: int) -> int:
         """Return the value of a location."""
@@ -134,7 +134,7 @@ class Device:
         loc = int(self.table[known.sequence.slot, token])
         assert loc >= self.config.virtual_page, "neither padding nor a token without location"
         assert loc not in written, "two tokens in one place"
-        assert layout.owner(loc, dcp, interleave) == layout.owner(token, dcp, interleave)
+        assert layout.get_owner(loc, dcp, interleave) == layout.get_owner(token, dcp, interleave)
         self.pools[self.places[loc]] = value
         return loc
 

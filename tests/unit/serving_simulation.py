@@ -59,7 +59,7 @@ class Simulation:
     def step(self) -> Step | None:
         """Decide a step, check it, run it."""
         before = self.state()
-        step, other = self.scheduler.next_step(), self.twin.next_step()
+        step, other = self.scheduler.plan_step(), self.twin.plan_step()
         assert (step is None) == (other is None)
         if step is None:
             assert not self.scheduler.unfinished
@@ -119,7 +119,7 @@ class Simulation:
                 assert chunk.samples == (chunk.stop == left)
             assert sum(c.tokens for c in todo.chunks) <= self.config.chunk
             ready = [s for s, computed, _ in running if s not in preempted and computed == known_tokens(device, s) - 1]
-            if self.config.policy == PREFILL_FIRST and step.prefills:
+            if self.config.policy == PREFILL_FIRST and step.has_chunks:
                 ready = []
             assert [id(s) for s in todo.decodes] == [id(s) for s in ready], "all that can decode do"
             assert todo.positions == [stored[id(s)] for s in ready]
@@ -136,8 +136,8 @@ class Simulation:
             known = self.devices[sequence.replica].at[sequence.slot]
             assert len(known.tokens) == len(sequence.request.prompt) + sequence.request.output_tokens
         self.finished += step.finished
-        self.mixed += step.prefills and any(r.decodes for r in step.replicas)
-        if self.config.policy == PREFILL_FIRST and step.prefills:
+        self.mixed += step.has_chunks and any(r.decodes for r in step.replicas)
+        if self.config.policy == PREFILL_FIRST and step.has_chunks:
             self.prefills_left -= 1  # a page of a prompt, or its end, in each
         else:
             self.steps_left -= 1

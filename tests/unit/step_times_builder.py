@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dcpbench.points.batches import chunk_rows
-from dcpbench.records.record import Environment, Honesty
-from dcpbench.serving.step_cases import Extent, grid
-from dcpbench.serving.step_times import PATH_AXES, EnginePath, Measured, StepTimes
+from dcpbench.points.batches import compute_chunk_rows
+from dcpbench.records.record import Conditions, Environment
+from dcpbench.serving.step_cases import Extent, make_cases
+from dcpbench.serving.step_times import PATH_AXES, EnginePath, MeasuredCase, StepTimes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 EXTENT = Extent(requests=48, context=5500, pages=1200, virtual_page=256, chunk=8192, targets=(8, 48), prompts=(4000,))
 """DeepSeek-V3 on tp4·dcp4 with prompts of 4,000 and answers of 1,500 tokens, KV for 307,200."""
-HONESTY = Honesty(weights="synthetic", layers=4, layers_held=4, full_weights_bytes_per_gpu=1)
+HONESTY = Conditions(weights="synthetic", layers=4, layers_held=4, full_weights_bytes_per_gpu=1)
 
 
 def path_of(**fields: str | int | bool) -> EnginePath:
@@ -33,7 +33,7 @@ def true_ms(work: Work) -> float:
     """
     if not work.tokens:
         return 40 + 1.4 * work.rows + 1e-4 * work.kv_tokens
-    chunks = 60 + 0.045 * chunk_rows(work.rows + work.tokens) + 2.5e-6 * work.pairs + 1.5e-3 * work.prefix
+    chunks = 60 + 0.045 * compute_chunk_rows(work.rows + work.tokens) + 2.5e-6 * work.pairs + 1.5e-3 * work.prefix
     return chunks + (5 + 0.05 * work.rows + 1e-4 * work.kv_tokens if work.rows else 0)
 
 
@@ -48,7 +48,7 @@ def step_times(
     """Return the result of measuring the complete grid of that engine."""
     return StepTimes(
         path=path,
-        cases=[Measured(case=case, samples_ms=[truth(case.work())]) for case in grid(extent)],
+        cases=[MeasuredCase(case=case, samples_ms=[truth(case.compute_work())]) for case in make_cases(extent)],
         launch_ms=launch_ms,
         measuring_s=20.0,
         honesty=HONESTY,

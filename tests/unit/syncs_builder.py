@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dcpbench.syncs.model import Coverage, Example, Report, Site, TraceSummary, totals
+from dcpbench.syncs.model import Coverage, Example, Report, Site, TraceSummary, sum_totals
 
 NOTE = "Calls of the driver API do not show: the trace holds no cuda_sync events."
 
@@ -66,7 +66,7 @@ def site(fingerprint: str = "f1", **changes: Any) -> Site:
 
 def report(*sites: Site, traces: list[TraceSummary] | None = None) -> Report:
     """A report that no gate has seen."""
-    return Report(traces=[trace()] if traces is None else traces, sites=list(sites), totals=totals(list(sites)))
+    return Report(traces=[trace()] if traces is None else traces, sites=list(sites), totals=sum_totals(list(sites)))
 
 
 def all_kinds() -> Report:

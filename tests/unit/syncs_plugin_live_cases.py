@@ -10,7 +10,7 @@ from tests.unit import fake_cuda
 
 # The plugin then watches on every machine; the tests themselves fire the callbacks.
 live.has_cuda = lambda: True
-checked.resolve = lambda _: ("live", "seen live on a test")
+checked.resolve_mode = lambda _: ("live", "seen live on a test")
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from dcpbench.syncs.traces.intervals import union
+from dcpbench.syncs.traces.intervals import merge_intervals
 from tests.unit.trace_builder import PINNED, Trace
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Run:
         """Time between the first and the last work in which no stream had any."""
         if not self.work:
             return 0.0
-        start, end = union(*np.array(self.work, float).T)
+        start, end = merge_intervals(*np.array(self.work, float).T)
         return float(end[-1] - start[0] - (end - start).sum())
 
     @property

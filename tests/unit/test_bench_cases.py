@@ -2,7 +2,7 @@
 
 import pytest
 
-from dcpbench.bench.cases import Asked, attention_cases, dp_slice_cases, kv_write_cases
+from dcpbench.bench.cases import BenchOptions, list_attention_cases, list_dp_slice_cases, list_kv_write_cases
 from dcpbench.bench.record import Case
 from dcpbench.errors import UsageError
 
@@ -20,12 +20,12 @@ SLICE = {"tokens": None, "dp": None, "variant": None, "steps": None}
 
 def kv_write(**typed) -> list[Case]:
     """Cases of kv-write with what was typed."""
-    return kv_write_cases(Asked(cpu=False, typed=KV | typed))
+    return list_kv_write_cases(BenchOptions(cpu=False, typed=KV | typed))
 
 
 def dp_slice(**typed) -> list[Case]:
     """Cases of dp-slice with what was typed."""
-    return dp_slice_cases(Asked(cpu=False, typed=SLICE | typed))
+    return list_dp_slice_cases(BenchOptions(cpu=False, typed=SLICE | typed))
 
 
 def test_by_default_a_gpu_gets_16_to_65536_tokens_of_all_variants_in_both_types():
@@ -59,20 +59,22 @@ def test_what_is_typed_twice_is_run_once():
 
 def test_each_way_to_divide_the_lengths_of_requests_is_a_case_of_its_own():
     typed = {"heads": "16", "requests": "8", "context": "100", "page": "1", "lengths": "uneven,even", "kv_dtype": None}
-    cases = attention_cases(Asked(cpu=False, typed=typed | {"backend": "triton", "layers": 2}))
+    cases = list_attention_cases(BenchOptions(cpu=False, typed=typed | {"backend": "triton", "layers": 2}))
     assert [c.sizes["lengths"] for c in cases] == ["even", "uneven"]
 
 
 def test_rows_in_fp8_are_read_by_backends_that_can():
     typed = {"heads": "16", "requests": "8", "context": "100", "page": "64", "lengths": "even", "kv_dtype": "fp8,bf16"}
-    cases = attention_cases(Asked(cpu=False, typed=typed | {"backend": "flashinfer,triton", "layers": 2}))
+    cases = list_attention_cases(BenchOptions(cpu=False, typed=typed | {"backend": "flashinfer,triton", "layers": 2}))
     assert [(c.sizes["kv"], c.variant) for c in cases] == [
         ("bf16", "triton"),
         ("bf16", "flashinfer"),
         ("fp8", "triton"),
     ]
     with pytest.raises(UsageError, match="flashinfer does not read rows in fp8; use --backend triton"):
-        attention_cases(Asked(cpu=False, typed=typed | {"backend": "flashinfer", "kv_dtype": "fp8", "layers": 2}))
+        list_attention_cases(
+            BenchOptions(cpu=False, typed=typed | {"backend": "flashinfer", "kv_dtype": "fp8", "layers": 2})
+        )
 
 
 @pytest.mark.parametrize(
@@ -83,7 +85,7 @@ def test_on_a_gpu_the_backends_that_are_installed_are_measured(packages, backend
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name if name in packages else None)
     names = ("heads", "requests", "context", "page")
     typed = dict.fromkeys((*names, "kv_dtype", "lengths", "backend", "layers")) | dict.fromkeys(names, "1")
-    cases = attention_cases(Asked(cpu=False, typed=typed))
+    cases = list_attention_cases(BenchOptions(cpu=False, typed=typed))
     assert sorted({c.variant for c in cases}) == sorted(backends)
 
 

@@ -7,10 +7,17 @@ from rich.console import Console
 
 from dcpbench.bench.record import BenchRecord, Case, Graph, Limit, Result
 from dcpbench.bench.shown import pictures
-from dcpbench.bench.shown.findings import amount, baselines, findings, limit_notes, share, speed_up
-from dcpbench.bench.shown.pictures import spaced, write_picture
-from dcpbench.bench.shown.table import legend, table
-from dcpbench.points.floors import Work, floor_us
+from dcpbench.bench.shown.findings import (
+    compute_share,
+    compute_speed_up,
+    describe_findings,
+    format_amount,
+    format_limits,
+    list_baselines,
+)
+from dcpbench.bench.shown.pictures import select_spaced, write_picture
+from dcpbench.bench.shown.table import format_legend, make_table
+from dcpbench.points.floors import Work, compute_floor_us
 from dcpbench.records.record import Environment
 from tests.unit.bench_builder import timing
 
@@ -27,7 +34,7 @@ def result(variant: str, us: float, work: Work, **sizes) -> Result:
         error=1e-3,
         work=work,
         graph=Graph(captured=True, time=timing(us), correct=True),
-        floor_us=floor_us(work, LIMITS),
+        floor_us=compute_floor_us(work, LIMITS),
         bytes_s=work.memory_bytes / us * 1e6 or None,
         flop_s=work.flops / us * 1e6 or None,
         received_bytes_s=work.received_bytes / us * 1e6 or None,
@@ -68,63 +75,63 @@ class TestFloor:
         ],
     )
     def test_it_is_the_largest_term(self, work, us):
-        assert floor_us(work, LIMITS) == pytest.approx(us)
+        assert compute_floor_us(work, LIMITS) == pytest.approx(us)
 
     def test_it_is_not_known_where_a_limit_is_not(self):
         """A floor without one of its terms would flatter."""
-        assert floor_us(Work(received_bytes=1, barriers=2), {"peer": 1e9}) is None
-        assert floor_us(Work(memory_bytes=1, flops=1), {"copy": 1e12}) is None
-        assert floor_us(Work(), LIMITS) is None
+        assert compute_floor_us(Work(received_bytes=1, barriers=2), {"peer": 1e9}) is None
+        assert compute_floor_us(Work(memory_bytes=1, flops=1), {"copy": 1e12}) is None
+        assert compute_floor_us(Work(), LIMITS) is None
 
 
 class TestComparisons:
     def test_a_speed_up_is_the_baselines_time_over_ones_own_at_the_same_sizes(self):
         """36 / 12 = 3 at 1 request; nothing is known of ag_rs at 8."""
         of = exchanges(("ag_rs", 36, 1), ("symm", 12, 1), ("symm", 17, 8))
-        assert speed_up(of.results[1], "ag_rs", of.results) == 3
-        assert speed_up(of.results[2], "ag_rs", of.results) is None
-        assert baselines(of) == ["ag_rs"]
+        assert compute_speed_up(of.results[1], "ag_rs", of.results) == 3
+        assert compute_speed_up(of.results[2], "ag_rs", of.results) is None
+        assert list_baselines(of) == ["ag_rs"]
 
     def test_a_baseline_alone_is_compared_with_nothing(self):
-        assert baselines(exchanges(("ag_rs", 36, 1))) == []
+        assert list_baselines(exchanges(("ag_rs", 36, 1))) == []
 
     def test_collectives_that_do_something_else_are_not_compared(self):
         work = Work(received_bytes=1000, barriers=1)
         names = ("all-reduce", "all-gather", "all-reduce-symm")
         of = record("collectives", *(result(n, us, work, requests=1) for n, us in zip(names, (14, 10, 7), strict=True)))
-        assert [speed_up(r, "all-reduce", of.results) for r in of.results] == [1, None, 2]
+        assert [compute_speed_up(r, "all-reduce", of.results) for r in of.results] == [1, None, 2]
 
     def test_the_share_of_the_limit_is_floor_over_time(self):
         """2 · 3 µs + 400 KB / 400 GB/s = 7 µs, of 14."""
-        assert share(exchanges(("symm", 14, 1)).results[0]) == pytest.approx(0.5)
+        assert compute_share(exchanges(("symm", 14, 1)).results[0]) == pytest.approx(0.5)
 
 
 class TestSentences:
     def test_few_ratios_are_all_told(self):
         of = exchanges(("ag_rs", 36, 1), ("symm", 12, 1), ("ag_rs", 46, 8), ("symm", 20, 8))
-        assert "symm is 3.00× as fast as ag_rs at requests 1, 2.30× at requests 8." in findings(of)
+        assert "symm is 3.00× as fast as ag_rs at requests 1, 2.30× at requests 8." in describe_findings(of)
 
     def test_many_are_told_by_their_ends(self):
         pairs = [(v, us * b, b) for b in (1, 2, 3, 4, 5) for v, us in (("ag_rs", 10), ("a2a", 4 + 2 * b))]
-        told = findings(exchanges(*pairs))
+        told = describe_findings(exchanges(*pairs))
         assert "a2a is 0.71× as fast as ag_rs at requests 5 to 1.67× at requests 1; faster in 2 of 5 cases." in told
 
     def test_the_second_baseline_is_compared_with_the_first_and_not_the_other_way_round(self):
-        told = findings(exchanges(("ag_rs", 30, 1), ("ag_rs-bf16", 20, 1), ("symm", 10, 1)))
+        told = describe_findings(exchanges(("ag_rs", 30, 1), ("ag_rs-bf16", 20, 1), ("symm", 10, 1)))
         assert "ag_rs-bf16 is 1.50× as fast as ag_rs." in told
         assert "symm is 2.00× as fast as ag_rs-bf16." in told
         assert not any(line.startswith("ag_rs is") for line in told)
 
     def test_shares_are_told_of_each_variant(self):
         """Floors of 7 and 14 µs: 7 / 14 and 14 / 20."""
-        told = findings(exchanges(("symm", 14, 1), ("symm", 20, 8)))
+        told = describe_findings(exchanges(("symm", 14, 1), ("symm", 20, 8)))
         assert "symm reaches 50 % at requests 1 to 70 % at requests 8 of what this machine allows." in told
 
     def test_what_an_outgrown_pool_costs_is_told(self):
         """13 ms with its buffer from before, 44 ms with one allocated at run time."""
         sizes = {"requests": 16, "tokens": 4194304, "buffer": "outgrown", "pool_bytes": 4 << 30}
         r = result("nccl", 13_000, Work(received_bytes=3 << 30, barriers=1), **sizes)
-        told = findings(record("kv-gather", Result(**(fields_of(r) | {"time": timing(44_000)}))))
+        told = describe_findings(record("kv-gather", Result(**(fields_of(r) | {"time": timing(44_000)}))))
         assert told[-1] == (
             "nccl outgrows the pool of 4 GiB at requests 16, tokens 4,194,304: allocating a buffer at run time makes a "
             "call of 13,000 µs take 44,000 µs."
@@ -133,7 +140,7 @@ class TestSentences:
     def test_a_wrong_result_is_no_fast_one(self):
         fast = exchanges(("ag_rs", 36, 1), ("symm", 1, 1))
         wrong = Result(**(fields_of(fast.results[1]) | {"correct": False, "difference": "q"}))
-        told = findings(record("exchange", fast.results[0], wrong))
+        told = describe_findings(record("exchange", fast.results[0], wrong))
         assert not any("as fast as" in line for line in told)
 
 
@@ -145,7 +152,7 @@ def fields_of(r: Result) -> dict:
 def shown(of: BenchRecord, width: int = 200) -> str:
     """The table as text."""
     text = io.StringIO()
-    Console(width=width, no_color=True, file=text).print(table(of, width))
+    Console(width=width, no_color=True, file=text).print(make_table(of, width))
     return text.getvalue()
 
 
@@ -165,7 +172,7 @@ class TestTable:
 
     def test_the_legend_has_the_limits_of_this_machine(self):
         of = exchanges(("symm", 14, 1))
-        told = " ".join(legend(of))
+        told = " ".join(format_legend(of))
         assert (
             "the slowest of 4 ranks: read 4 TB/s, copy 2 TB/s, matmul 800 TFLOP/s, peer 400 GB/s, barrier 3 µs." in told
         )
@@ -173,7 +180,7 @@ class TestTable:
 
     def test_a_limit_that_could_not_be_measured_says_why(self):
         of = record("exchange", limits=[], without=["peer: the GPUs of this machine cannot read each other's memory."])
-        assert limit_notes(of) == ["Not measured: peer: the GPUs of this machine cannot read each other's memory."]
+        assert format_limits(of) == ["Not measured: peer: the GPUs of this machine cannot read each other's memory."]
 
     @pytest.mark.parametrize(("width", "there", "left_out"), [(139, "28.6", "(13.9"), (99, "50 %", "28.6")])
     def test_a_narrow_terminal_gets_less_and_nothing_is_cut_off(self, width, there, left_out):
@@ -183,7 +190,7 @@ class TestTable:
         assert there in text
         assert left_out not in text
         assert "…" not in text
-        assert "left out" in legend(of, width)[-1]
+        assert "left out" in format_legend(of, width)[-1]
 
     def test_a_cpus_table_has_errors_and_no_times(self):
         r = Result(case=Case(variant="symm", sizes={"requests": 1}, calls=0), correct=True, error=2e-4)
@@ -216,7 +223,7 @@ class TestPictures:
             Limit(name="matmul_fp8", unit="FLOP/s", median=1.5e15, low=1.5e15, high=1.5e15, samples=9),
         ]
         seen = []
-        monkeypatch.setattr(pictures, "save", lambda figure, *_: seen.append(figure))
+        monkeypatch.setattr(pictures, "save_figure", lambda figure, *_: seen.append(figure))
         write_picture(of, tmp_path / "x.png")
         words = [text.get_text() for ax in seen[0].axes for text in ax.texts]
         assert "read 4 TB/s" in words
@@ -252,10 +259,10 @@ class TestPictures:
 
 def test_an_amount_has_the_unit_that_fits():
     limit = Limit(name="peer", unit="B/s", median=372e9, low=0, high=0, samples=1)
-    assert amount(limit) == "372 GB/s"
+    assert format_amount(limit) == "372 GB/s"
 
 
 def test_labels_of_bytes_are_an_eighth_of_the_axis_apart_at_least():
     """From 1 to 256 that is a factor of 2; where all are one size it has its label."""
-    assert spaced([1, 2, 3, 4, 8, 16, 32, 64, 127, 128, 200, 256, 256]) == [1, 2, 4, 8, 16, 32, 64, 128, 256]
-    assert spaced([5, 5]) == [5]
+    assert select_spaced([1, 2, 3, 4, 8, 16, 32, 64, 127, 128, 200, 256, 256]) == [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    assert select_spaced([5, 5]) == [5]

@@ -7,16 +7,16 @@ import pytest
 from rich.console import Console
 
 from dcpbench.bench.record import BenchRecord, Graph
-from dcpbench.bench.shown.findings import findings, mark_notes, times
+from dcpbench.bench.shown.findings import describe_findings, format_times, format_warnings
 from dcpbench.bench.shown.pictures import write_picture
-from dcpbench.bench.shown.table import legend, table
+from dcpbench.bench.shown.table import format_legend, make_table
 from tests.unit.bench_builder import REFUSED, record, result, timing
 
 
 def shown(of: BenchRecord, width: int = 200) -> str:
     """The table as text."""
     text = io.StringIO()
-    Console(width=width, no_color=True, file=text).print(table(of, width))
+    Console(width=width, no_color=True, file=text).print(make_table(of, width))
     return text.getvalue()
 
 
@@ -24,53 +24,55 @@ class TestFindings:
     def test_a_fix_that_still_synchronises_is_told_so_with_what_was_counted(self):
         """The sentence holds the count: two syncs are `twice`, five would be `5 times`."""
         fix = "filter is the published fix of check-all and was said to avoid synchronisation: it does not, it still"
-        assert f"{fix} synchronises twice a call." in findings(record(result("filter", syncs=2.0)))
-        assert f"{fix} synchronises 5 times a call." in findings(record(result("filter", syncs=5.0)))
+        assert f"{fix} synchronises twice a call." in describe_findings(record(result("filter", syncs=2.0)))
+        assert f"{fix} synchronises 5 times a call." in describe_findings(record(result("filter", syncs=5.0)))
 
     def test_a_fix_that_does_not_synchronise_is_told_so_too(self):
-        (told,) = findings(record(result("host-slice", syncs=0.0)))
+        (told,) = describe_findings(record(result("host-slice", syncs=0.0)))
         assert told.startswith("host-slice is the published fix of cuda-slice")
         assert told.endswith("was said to avoid synchronisation, which is true.")
 
     def test_nothing_is_said_of_what_was_not_counted(self):
-        assert findings(record(result("filter", syncs=None))) == []
+        assert describe_findings(record(result("filter", syncs=None))) == []
 
     def test_counts_that_differ_between_cases_are_all_named(self):
-        told = findings(record(result("check-all", syncs=1.0), result("check-all", syncs=3.0, tokens=32)))
+        told = describe_findings(record(result("check-all", syncs=1.0), result("check-all", syncs=3.0, tokens=32)))
         assert told[0] == "check-all synchronises once or 3 times a call, depending on the case."
 
     def test_the_lines_that_wait_are_named(self):
-        told = findings(record(result("filter", syncs=2.0)))
+        told = describe_findings(record(result("filter", syncs=2.0)))
         assert "filter waits for aten::nonzero in filter_always (kv_write.py:47), twice." in told
 
     def test_host_time_and_replays_are_ranges_over_all_cases(self):
         """Host times are 100 µs above the eager ones: 110 and 140; one replay of 4 µs."""
         graph = Graph(captured=True, time=timing(4), correct=True)
         fast = result("masked-kernel", syncs=0.0, us=10, graph=graph)
-        told = findings(record(fast, result("masked-kernel", syncs=0.0, us=40, tokens=32)))
+        told = describe_findings(record(fast, result("masked-kernel", syncs=0.0, us=40, tokens=32)))
         assert "Host time inside a call while the GPU is 100 µs behind: masked-kernel 110 to 140 µs." in told
         assert "GPU time of a call replayed from a CUDA graph: masked-kernel 4 µs." in told
 
     def test_a_refused_capture_is_a_fact_with_its_reason(self):
-        told = findings(record(result("filter", syncs=2.0, us=90, graph=REFUSED)))
+        told = describe_findings(record(result("filter", syncs=2.0, us=90, graph=REFUSED)))
         assert told[-1] == (
             "filter cannot be captured in a CUDA graph: CUDA error: operation not permitted when stream is capturing"
         )
 
     def test_a_wrong_result_comes_first(self):
         wrong = result("filter", syncs=0.0, correct=False, difference="layer 0: 3 of 80 rows differ")
-        assert findings(record(wrong))[0].startswith("WRONG: filter, tokens 16, dcp 8, dtype bf16: layer 0: 3 of 80")
+        assert describe_findings(record(wrong))[0].startswith(
+            "WRONG: filter, tokens 16, dcp 8, dtype bf16: layer 0: 3 of 80"
+        )
 
     def test_failed_cases_are_not_counted(self):
-        assert findings(record(result("filter", syncs=2.0, outcome="failed"))) == []
+        assert describe_findings(record(result("filter", syncs=2.0, outcome="failed"))) == []
 
     @pytest.mark.parametrize(("count", "word"), [(1, "once"), (2, "twice"), (3, "3 times"), (1.5, "1.5 times")])
     def test_counts_have_words(self, count, word):
-        assert times(count) == word
+        assert format_times(count) == word
 
     def test_marks_are_explained_once_with_how_many_have_them(self):
         results = [result("filter", syncs=2.0, marks=["noisy"]), result("filter", syncs=2.0)]
-        assert mark_notes(results) == [
+        assert format_warnings(results) == [
             "noisy (1 of 2): the time limit came before a median was known within ±1 %; give more --seconds."
         ]
 
@@ -89,7 +91,7 @@ class TestTable:
         assert {"1,234", "1,334", "65,536"} <= set(shown(of, 80).split())
         assert "…" not in shown(of, 80)
         assert "(" not in shown(of, 80)
-        assert any("left out" in line for line in legend(of, 80))
+        assert any("left out" in line for line in format_legend(of, 80))
 
     def test_a_refusal_holds_for_every_case_of_the_variant(self):
         """The capture is tried with the first case only."""
@@ -98,7 +100,7 @@ class TestTable:
 
     def test_a_cpus_table_has_no_times_at_all(self):
         of = record(result("filter", syncs=2.0), performance=False)
-        text = shown(of) + " ".join(legend(of))
+        text = shown(of) + " ".join(format_legend(of))
         assert "µs" not in text
         assert "eager" not in text
         assert "dry-run" in text

@@ -20,7 +20,7 @@ class Workload:
     def __init__(self, *_):
         self.log = []
 
-    def build(self, case):
+    def build_calls(self, case):
         """Two calls a pass."""
         if case.variant == "broken":
             raise ValueError("no room")
@@ -51,9 +51,9 @@ def groups(monkeypatch):
             for us in of
         ], None
 
-    monkeypatch.setattr(module.measuring, "gpu_times", gpu_times)
-    monkeypatch.setattr(module, "capture", lambda run: types.SimpleNamespace(replay=run))
-    monkeypatch.setattr(module, "environment", lambda *_: None)
+    monkeypatch.setattr(module.measuring, "measure_gpu_times", gpu_times)
+    monkeypatch.setattr(module, "capture_graph", lambda run: types.SimpleNamespace(replay=run))
+    monkeypatch.setattr(module, "collect_environment", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(L2_cache_size=0))
     return found
 
@@ -66,7 +66,7 @@ def measured(tmp_path, monkeypatch, cases, *, turns):
         device="cuda",
         cases=[Case(variant=variant, sizes={"n": n}, calls=0) for variant, n in cases],
     )
-    BenchWorker(job, tmp_path, 0, STAND_IN).run()
+    BenchWorker(job, tmp_path, 0, STAND_IN).run_job()
     lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     done = {line["index"]: line["result"] for line in lines if line["stage"] == "done"}
     assert sorted(done) == list(range(len(cases)))

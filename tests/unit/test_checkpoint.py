@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from dcpbench.engine.checkpoint import INDEX_FILE, CheckpointSource
 from dcpbench.engine.weights import load_weights
 from dcpbench.errors import ModelError
-from dcpbench.kernels.moe import route
+from dcpbench.kernels.moe import select_experts
 from dcpbench.points.layout import Layout
 from tests.unit import engine_builder as build
 
@@ -93,10 +93,10 @@ class TestRoutingBias:
         rule, chosen = build.TINY, []
         for shift in (0, 8):
             bias = self.held(tmp_path, tensors | {BIAS: tensors[BIAS] + shift}, torch.bfloat16).bias
-            chosen.append(route(logits_TE, bias, rule)[1].sort(-1).values)
+            chosen.append(select_experts(logits_TE, bias, rule)[1].sort(-1).values)
         moved = (chosen[0] != chosen[1]).any(-1).sum().item()
         assert moved == 0
-        rounded = route(logits_TE, (tensors[BIAS] + 8).bfloat16().float(), rule)[1].sort(-1).values
+        rounded = select_experts(logits_TE, (tensors[BIAS] + 8).bfloat16().float(), rule)[1].sort(-1).values
         assert (rounded != chosen[0]).any(-1).sum().item() > 0, "the biases matter"
 
 

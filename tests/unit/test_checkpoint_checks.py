@@ -7,20 +7,20 @@ import msgspec
 import pytest
 import torch
 
-from dcpbench.engine.scaled_weights import block_of
+from dcpbench.engine.scaled_weights import compute_block_size
 from dcpbench.kernels.attention import QUERIES, WEIGHTS
 from dcpbench.kernels.block_scaled import (
     Scaled,
-    dequantise_rows,
-    dequantise_weight,
-    quantise_rows_reference,
-    quantise_weight,
+    dequantize_rows,
+    dequantize_weight,
+    quantize_rows_reference,
+    quantize_weight,
 )
 from dcpbench.kernels.e4m3 import ROUNDING
 from dcpbench.points.point import Point
 from dcpbench.workloads import checkpoint_checks as checks
 from dcpbench.workloads.checkpoint_checks import Finding, Limits, find_errors, find_expert_errors, is_greedy
-from dcpbench.workloads.rounding import Roundings, dequantise_blocks, round_rows, round_weight
+from dcpbench.workloads.rounding import Roundings, dequantize_blocks, round_rows, round_weight
 from dcpbench.workloads.teacher_forcing import (
     ATTENTION,
     EXPERT,
@@ -31,10 +31,10 @@ from dcpbench.workloads.teacher_forcing import (
     Comparison,
     Difference,
     ScoreScale,
-    choose,
-    relative_errors,
+    choose_experts,
+    compute_relative_errors,
 )
-from dcpbench.workloads.trace import Decoded, Trace
+from dcpbench.workloads.trace import DecodeResult, Trace
 
 POINT = Point(model="tiny", tp=1, concurrency=2, context=9, backend="reference", dtype="bf16", page_size=2)
 BF16 = Limits(2.0**-8, fp8_weights=False, attention_rounds=frozenset())
@@ -55,55 +55,55 @@ class TestRelativeErrors:
         """Errors of 1 where the model has 10 and 20; the median of 10, 10 and 20 is 10."""
         model = torch.tensor([[10.0, 0.0], [0.0, 20.0], [6.0, 8.0]])
         engine = model + torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0]])
-        assert relative_errors(engine, model).tolist() == pytest.approx([0.1, 0.05, 0.0])
+        assert compute_relative_errors(engine, model).tolist() == pytest.approx([0.1, 0.05, 0.0])
 
     def test_results_that_cancel_are_compared_with_the_median(self):
         """An error of 1 where the model has 0.01, and 10 at two other positions: a tenth, not a hundred."""
         model = torch.tensor([[0.01], [10.0], [10.0]])
-        assert relative_errors(model + torch.tensor([[1.0], [0.0], [0.0]]), model)[0] == pytest.approx(0.1)
+        assert compute_relative_errors(model + torch.tensor([[1.0], [0.0], [0.0]]), model)[0] == pytest.approx(0.1)
 
     def test_nan_is_an_error(self):
-        errors = relative_errors(torch.tensor([[math.nan], [1.0]]), torch.ones(2, 1))
+        errors = compute_relative_errors(torch.tensor([[math.nan], [1.0]]), torch.ones(2, 1))
         assert [math.isnan(e) for e in errors.tolist()] == [True, False]
 
     def test_zeros_where_the_model_has_zeros_are_no_error(self):
-        assert relative_errors(torch.zeros(2, 3), torch.zeros(2, 3)).tolist() == [0, 0]
+        assert compute_relative_errors(torch.zeros(2, 3), torch.zeros(2, 3)).tolist() == [0, 0]
 
 
 class TestLimits:
     def test_of_an_operation_in_bf16_they_are_a_few_roundings(self):
         """Half a step of bf16 is 2⁻⁸: twice that at the median position, four times at any."""
-        assert BF16.median(difference()) == 2 * 2.0**-8
-        assert BF16.position(difference()) == 4 * 2.0**-8
+        assert BF16.get_median_limit(difference()) == 2 * 2.0**-8
+        assert BF16.get_position_limit(difference()) == 4 * 2.0**-8
 
     def test_they_do_not_depend_on_depth(self):
-        assert BF16.position(difference(layer=60)) == BF16.position(difference(layer=0))
+        assert BF16.get_position_limit(difference(layer=60)) == BF16.get_position_limit(difference(layer=0))
 
     def test_scores_carry_roundings_of_queries_into_attention(self):
         """Scores of 3 in the root mean square: √(1 + 9)."""
-        found = BF16.median(difference(stage=ATTENTION, scores=3.0))
+        found = BF16.get_median_limit(difference(stage=ATTENTION, scores=3.0))
         assert found == pytest.approx(2 * 2.0**-8 * 10**0.5)
 
     @pytest.mark.parametrize(("stage", "inside"), [(MLP, 1), (QUERY, 1), (EXPERT, 1), (O_PROJ, 0), (ATTENTION, 0)])
     def test_fp8_adds_to_what_rounds_results_of_its_own(self, stage, inside):
         """o_proj has the engine's own input, and rounds that to the same e4m3 numbers."""
         one = difference(stage=stage)
-        assert FP8.median(one) - BF16.median(one) == pytest.approx(inside * ROUNDING / 4)
-        assert FP8.position(one) - BF16.position(one) == pytest.approx(inside * ROUNDING * 2)
+        assert FP8.get_median_limit(one) - BF16.get_median_limit(one) == pytest.approx(inside * ROUNDING / 4)
+        assert FP8.get_position_limit(one) - BF16.get_position_limit(one) == pytest.approx(inside * ROUNDING * 2)
 
     def test_kernels_that_round_queries_and_weights_add_what_that_changes(self):
         """Scores of 2: √(2² + 1) roundings to e4m3 in the mean square."""
         kernel = dataclasses.replace(BF16, attention_rounds=frozenset((QUERIES, WEIGHTS)))
         one = difference(stage=ATTENTION, scores=2.0)
-        assert kernel.median(one) - BF16.median(one) == pytest.approx(ROUNDING * 5**0.5)
-        assert kernel.median(difference()) == BF16.median(difference())
+        assert kernel.get_median_limit(one) - BF16.get_median_limit(one) == pytest.approx(ROUNDING * 5**0.5)
+        assert kernel.get_median_limit(difference()) == BF16.get_median_limit(difference())
 
 
 class TestFindings:
     def test_each_prompt_has_its_worst_position_and_all_have_one_median(self):
         """4 + 5 positions: errors 1, 2, 3, 9 and five of 2 have the median 2."""
         found = find_errors(BF16, {0: comparison(difference(1, 2, 3, 9)), 5: comparison(difference(2, 2, 2, 2, 2))})
-        limit, median = BF16.position(difference()), BF16.median(difference())
+        limit, median = BF16.get_position_limit(difference()), BF16.get_median_limit(difference())
         assert found == [
             Finding(O_PROJ, 0, 9.0, limit, position=3, prompt=0),
             Finding(O_PROJ, 0, 2.0, limit, position=0, prompt=5),
@@ -132,18 +132,18 @@ class TestFindings:
             Finding(MLP, 1, 0.02, 0.01, position=2, prompt=0),
             Finding(MLP, 2, 0.9, 0.01),
         ]
-        check = checks._layers_check(POINT, findings)
+        check = checks._check_layers(POINT, findings)
         assert (check.ok, check.error, check.limit) == (False, 0.9, 0.01)
         assert "MLP of layer 2 at the median position; 2 layers of 3 differ" in check.detail
         assert check.detail.endswith("first MLP of layer 1 at position 2 of prompt 1")
 
     def test_a_check_of_what_agrees_names_the_worst_alone(self):
-        check = checks._layers_check(POINT, [Finding(O_PROJ, 0, 0.001, 0.01)])
+        check = checks._check_layers(POINT, [Finding(O_PROJ, 0, 0.001, 0.01)])
         assert check.ok
         assert check.detail.endswith("o_proj of layer 0 at the median position")
 
     def test_an_error_that_is_not_finite_is_wrong(self):
-        check = checks._layers_check(POINT, [Finding(O_PROJ, 0, math.inf, 0.01)])
+        check = checks._check_layers(POINT, [Finding(O_PROJ, 0, math.inf, 0.01)])
         assert (check.ok, check.error) == (False, None)
 
 
@@ -155,18 +155,18 @@ class TestSoftmaxScale:
 
     def test_a_share_that_noise_does_not_explain_is_wrong(self):
         """Noise of 1 over 400 outputs: a standard error of 1 / 20 / 10 = 0.5 %. The limit is 1 % and five of these."""
-        (right,) = checks._scale_error([self.scale(0.02, 1.0, 400)])
-        (wrong,) = checks._scale_error([self.scale(-0.2, 1.0, 400)])
+        (right,) = checks._compute_scale_error([self.scale(0.02, 1.0, 400)])
+        (wrong,) = checks._compute_scale_error([self.scale(-0.2, 1.0, 400)])
         assert right.limit == pytest.approx(0.035, rel=0.05)
         assert right.ratio < 1 < wrong.ratio
         assert str(wrong) == "softmax scale of all layers"
 
     def test_prompts_and_layers_are_taken_together(self):
-        (found,) = checks._scale_error([self.scale(0.1, 1.0, 100), self.scale(0.3, 1.0, 100)])
+        (found,) = checks._compute_scale_error([self.scale(0.1, 1.0, 100), self.scale(0.3, 1.0, 100)])
         assert found.error == pytest.approx(0.2)
 
     def test_outputs_of_one_key_do_not_depend_on_it(self):
-        assert checks._scale_error([ScoreScale(0.0, 0.0, 0.1, 8)]) == []
+        assert checks._compute_scale_error([ScoreScale(0.0, 0.0, 0.1, 8)]) == []
 
 
 def trace(logits: list[list[float]]) -> Trace:
@@ -178,8 +178,8 @@ class TestTokens:
     LOGITS = ((1.0, 3.0, 2.0), (5.0, 4.0, 4.9))
 
     def tokens(self, *ranks: list[int], expected=LOGITS, allowed: float = 0.01):
-        decoded = [Decoded({0: tokens}, {}, None) for tokens in ranks]
-        return checks._tokens_check(
+        decoded = [DecodeResult({0: tokens}, {}, None) for tokens in ranks]
+        return checks._check_tokens(
             POINT, {0: trace([list(x) for x in self.LOGITS])}, {0: torch.tensor(expected)}, allowed, decoded
         )
 
@@ -215,13 +215,13 @@ class TestLogits:
     def test_the_largest_difference_of_any_position_counts(self, scale):
         found = trace([[0.0, 1.0 * scale], [2.0 * scale, 4.5 * scale]])
         expected = torch.tensor([[0.0, 1.0], [2.0, 4.0]]) * scale
-        check = checks._logits_check(POINT, {0: found}, {0: expected}, 0.4 * scale, exact=False)
+        check = checks._check_logits(POINT, {0: found}, {0: expected}, 0.4 * scale, exact=False)
         assert check.error == pytest.approx(0.5 * scale)
         assert (check.ok, check.limit) == (False, 0.4 * scale)
-        assert checks._logits_check(POINT, {0: found}, {0: expected}, 0.6 * scale, exact=False).ok
+        assert checks._check_logits(POINT, {0: found}, {0: expected}, 0.6 * scale, exact=False).ok
 
     def test_nan_is_wrong(self):
-        check = checks._logits_check(POINT, {0: trace([[math.nan, 1.0]])}, {0: torch.ones(1, 2)}, 9.0, exact=True)
+        check = checks._check_logits(POINT, {0: trace([[math.nan, 1.0]])}, {0: torch.ones(1, 2)}, 9.0, exact=True)
         assert (check.ok, check.error) == (False, None)
 
 
@@ -244,7 +244,7 @@ class TestChoice:
 
     def choose(self, ids, logits=LOGITS, bias=None):
         bias = torch.zeros(4) if bias is None else bias
-        return choose(Router(bias), logits, torch.tensor([ids]))
+        return choose_experts(Router(bias), logits, torch.tensor([ids]))
 
     def test_the_order_of_experts_does_not_matter(self):
         assert self.choose([1, 0])[2].tolist() == [False]
@@ -271,52 +271,52 @@ class TestChoice:
         logits = torch.tensor([[3.0, 1.0, 1.0 + 1e-7, 0.0]])
         route = Router(bias)
         for other in (1, 2):
-            _, ids, wrong = choose(route, logits, torch.tensor([[0, other]]))
+            _, ids, wrong = choose_experts(route, logits, torch.tensor([[0, other]]))
             assert (wrong.tolist(), ids.sort().values.tolist()) == ([False], [[0, other]])
-        assert choose(route, logits, torch.tensor([[0, 3]]))[2].tolist() == [True]
+        assert choose_experts(route, logits, torch.tensor([[0, 3]]))[2].tolist() == [True]
 
 
 class TestRoundings:
     def test_weights_are_rounded_as_the_engine_rounds_them(self):
         """Written apart from the engine's: 200 × 300 has whole blocks and the rest of blocks on both sides."""
         weight = torch.randn(200, 300, generator=torch.Generator().manual_seed(1))
-        scaled = quantise_weight(weight)
-        assert torch.equal(round_weight(weight), dequantise_weight(scaled))
-        assert torch.equal(dequantise_blocks(scaled.data, scaled.scale), dequantise_weight(scaled))
-        assert not torch.equal(dequantise_blocks(scaled.data, scaled.scale.flip(0)), dequantise_weight(scaled)), (
+        scaled = quantize_weight(weight)
+        assert torch.equal(round_weight(weight), dequantize_weight(scaled))
+        assert torch.equal(dequantize_blocks(scaled.data, scaled.scale), dequantize_weight(scaled))
+        assert not torch.equal(dequantize_blocks(scaled.data, scaled.scale.flip(0)), dequantize_weight(scaled)), (
             "scales of other blocks are other numbers"
         )
 
     @pytest.mark.parametrize("group", [128, 32, 7])
     def test_rows_are_rounded_as_the_engine_rounds_them(self, group):
         rows = torch.randn(5, 200, generator=torch.Generator().manual_seed(1))
-        assert torch.equal(round_rows(rows, group), dequantise_rows(quantise_rows_reference(rows, group)))
+        assert torch.equal(round_rows(rows, group), dequantize_rows(quantize_rows_reference(rows, group)))
 
     def test_groups_begin_anew_on_each_rank(self):
         """144 columns on two ranks of 72: the second begins inside a block, which then has gcd(72, 128) = 8 columns."""
         rows = torch.randn(3, 144, generator=torch.Generator().manual_seed(1))
         roundings = Roundings(torch.bfloat16, fp8_weights=True, kv_scale=None)
-        assert (block_of(0, 72), block_of(72, 144)) == (128, 8)
+        assert (compute_block_size(0, 72), compute_block_size(72, 144)) == (128, 8)
         expected = torch.cat((round_rows(rows[:, :72], 128), round_rows(rows[:, 72:], 8)), dim=-1)
-        assert torch.equal(roundings.weight_input(rows, 2), expected)
-        assert not torch.equal(roundings.weight_input(rows), expected)
+        assert torch.equal(roundings.round_weight_input(rows, 2), expected)
+        assert not torch.equal(roundings.round_weight_input(rows), expected)
 
     def test_kv_rows_are_stored_with_their_scale(self):
         """Past 448 times the scale they are cut off."""
         roundings = Roundings(torch.bfloat16, fp8_weights=False, kv_scale=0.5)
-        assert roundings.kv_row(torch.tensor([1.0, 0.57, 1000.0])).tolist() == [1.0, 0.5625, 224.0]
-        assert dataclasses.replace(roundings, kv_scale=None).kv_row(torch.tensor([0.625])) == 0.625
+        assert roundings.round_kv_row(torch.tensor([1.0, 0.57, 1000.0])).tolist() == [1.0, 0.5625, 224.0]
+        assert dataclasses.replace(roundings, kv_scale=None).round_kv_row(torch.tensor([0.625])) == 0.625
 
     def test_a_point_says_over_how_many_ranks_columns_are_split(self):
         point = msgspec.structs.replace(POINT, tp=8, dp=2, weights_dtype="fp8", kv_dtype="fp8", ep="1")
-        found = Roundings.of_point(point, torch.bfloat16, 1.0)
+        found = Roundings.from_point(point, torch.bfloat16, 1.0)
         assert (found.attention_parts, found.mlp_parts, found.expert_parts) == (4, 8, 8)
         assert (found.fp8_weights, found.kv_scale) == (True, 1.0)
         plain = msgspec.structs.replace(point, ep="tp", weights_dtype="", kv_dtype="")
-        whole = Roundings.of_point(plain, torch.bfloat16, 1.0)
+        whole = Roundings.from_point(plain, torch.bfloat16, 1.0)
         assert (whole.expert_parts, whole.fp8_weights, whole.kv_scale) == (1, False, None)
 
     def test_scaled_weights_are_not_scaled_again(self):
         """1 × 1 block: the number 448 with a scale of 2 is 896."""
         weight = Scaled(torch.tensor([[448.0]]).to(torch.float8_e4m3fn), torch.tensor([[2.0]]))
-        assert dequantise_blocks(weight.data, weight.scale).item() == 896
+        assert dequantize_blocks(weight.data, weight.scale).item() == 896

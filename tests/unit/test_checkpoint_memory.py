@@ -17,7 +17,7 @@ import torch
 from dcpbench.engine.checkpoint import CheckpointSource
 from dcpbench.engine.weights import load_weights
 from dcpbench.points.layout import Layout
-from dcpbench.points.memory import all_layers
+from dcpbench.points.memory import count_all_layers
 from dcpbench.points.shapes import INDEX_FILE, load_shape
 from tests.unit.test_shapes import CONFIGS
 
@@ -131,12 +131,12 @@ def read(folder: Path) -> tuple[int, int, int]:
     shape = load_shape(str(folder))
     source = CheckpointSource(folder, torch.bfloat16, torch.device("meta"))
     with Watch() as memory:
-        held = load_weights(source, shape, LAYOUT, RANK, all_layers(shape), ep="1", fp8=True)
+        held = load_weights(source, shape, LAYOUT, RANK, count_all_layers(shape), ep="1", fp8=True)
     with Watch() as known:
         taken = torch.ones(KNOWN, dtype=torch.uint8)
         time.sleep(0.05)
         del taken
-    return memory.grown, known.grown, held.nbytes()
+    return memory.grown, known.grown, held.count_bytes()
 
 
 @pytest.mark.long

@@ -8,10 +8,10 @@ from dcpbench.errors import CapacityError, DcpbenchError
 from dcpbench.measuring.timing import Timer
 from dcpbench.points.layout import Layout
 from dcpbench.points.point import Point
-from dcpbench.records.record import Choice, Record, Tried
+from dcpbench.records.record import Candidate, Choice, Record
 from dcpbench.reports import chosen, frames
 from dcpbench.workloads import choice
-from dcpbench.workloads.choice import choose
+from dcpbench.workloads.choice import choose_fastest
 from tests.unit import engine_builder, record_builder
 
 POINT = Point(model="tiny", tp=1, concurrency=3, context=9, backend="reference", exchange="auto", dtype="fp32")
@@ -22,7 +22,7 @@ SLOWEST_MS = {"ag_rs": 6.0, "a2a": 3.0, "symm": 4.5}
 def engine():
     """One rank in a group of its own, where every exchange merges with nobody; built as session.py does."""
     built = engine_builder.engine()
-    built.use(*choice.first(POINT))
+    built.select_path(*choice.get_initial_candidate(POINT))
     return built
 
 
@@ -37,7 +37,7 @@ def ran(monkeypatch, engine):
         timed.append((engine.backend_name, name))
         return [SLOWEST_MS[name]] * steps, 0.1
 
-    monkeypatch.setattr(Timer, "chunk", chunk)
+    monkeypatch.setattr(Timer, "measure_chunk", chunk)
     monkeypatch.setattr(choice, "TIMED_BACKENDS", ("reference", "flashinfer"))
     return timed
 
@@ -54,7 +54,7 @@ def chosen_by(engine, point=POINT, alive=lambda: None):
     """What `choose` says."""
     with torch.inference_mode():
         requests = three_requests(engine)
-        return choose(engine, point, lambda: engine.plan(requests, 3), alive)
+        return choose_fastest(engine, point, lambda: engine.plan(requests, 3), alive)
 
 
 class TestChoose:
@@ -130,15 +130,15 @@ def test_the_report_says_what_was_chosen_and_by_how_much(tmp_path):
         backend="triton",
         exchange="symm",
         candidates=[
-            Tried(backend="triton", exchange="ag_rs", layer_us=55.0),
-            Tried(backend="triton", exchange="symm", layer_us=50.0),
-            Tried(backend="flashinfer", exchange="symm", reason="is not installed"),
+            Candidate(backend="triton", exchange="ag_rs", layer_us=55.0),
+            Candidate(backend="triton", exchange="symm", layer_us=50.0),
+            Candidate(backend="flashinfer", exchange="symm", reason="is not installed"),
         ],
     )
     record = record_builder.ok(point, choice=found)
     assert msgspec.json.decode(msgspec.json.encode(record), type=Record) == record
-    read = frames.load([record_builder.write(tmp_path, [record, record_builder.ok(record_builder.point())])])
-    table = chosen.table(read)
+    read = frames.load_frames([record_builder.write(tmp_path, [record, record_builder.ok(record_builder.point())])])
+    table = chosen.build_table(read)
     assert table.columns[-6:] == ["layout", "asked for", "chosen", "others", "µs per layer", "next slower by"]
     (row,) = table.rows
     assert row[-6:] == [
@@ -153,5 +153,5 @@ def test_the_report_says_what_was_chosen_and_by_how_much(tmp_path):
 
 def test_without_auto_the_report_has_no_such_table(tmp_path):
     """An empty table is left out."""
-    read = frames.load([record_builder.write(tmp_path, [record_builder.ok(record_builder.point())])])
-    assert chosen.table(read).rows == []
+    read = frames.load_frames([record_builder.write(tmp_path, [record_builder.ok(record_builder.point())])])
+    assert chosen.build_table(read).rows == []

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dcpbench.compare import sides, words
-from dcpbench.compare.judging import CPU_REASON, NO_ENDS, NO_SAMPLES, WITHIN_ENDS, Options, judge
+from dcpbench.compare.judging import CPU_REASON, NO_ENDS, NO_SAMPLES, WITHIN_ENDS, Options, judge_sides
 from dcpbench.compare.sides import read_side
 from dcpbench.errors import RecordsError, UsageError
 from dcpbench.points.layout import Layout
@@ -56,17 +56,17 @@ def rows(c: Comparison) -> dict[str, str]:
 class TestRealRecords:
     def test_two_passes_of_one_sweep_are_not_called_different(self) -> None:
         """run1 and run2 ran the same 55 points one after the other; launches moved whole layouts by up to 0.85 %."""
-        found = judge(read_side([DECODE / "run1"]), read_side([DECODE / "run2"]), Options(launch_noise=0.02))
+        found = judge_sides(read_side([DECODE / "run1"]), read_side([DECODE / "run2"]), Options(launch_noise=0.02))
         assert len(found.points) == 55
         assert found.tests == 55
         assert set(found.counts) <= {"SAME", "UNDECIDED"}
         assert len(found.only_a) == 9
-        unknown = judge(read_side([DECODE / "run1"]), read_side([DECODE / "run2"]), Options())
+        unknown = judge_sides(read_side([DECODE / "run1"]), read_side([DECODE / "run2"]), Options())
         assert unknown.tests == 0
         assert {row.verdict for p in unknown.points for row in p.rows if row.sampled} == {"UNDECIDED"}
 
     def test_a_run_is_no_faster_than_itself(self) -> None:
-        found = judge(read_side([DECODE / "run1"]), read_side([DECODE / "run1"]), Options())
+        found = judge_sides(read_side([DECODE / "run1"]), read_side([DECODE / "run1"]), Options())
         assert set(found.counts) <= {"SAME", "UNDECIDED"}
         assert any("with themselves" in note for note in found.notes)
 
@@ -75,19 +75,19 @@ class TestRealRecords:
         shutil.copytree(DECODE / "run2", tmp_path / "copy")
         two, copy = read_side([DECODE / "run2"]), read_side([tmp_path / "copy"])
         said = "as copies of one run do: they are compared with themselves, which says nothing about a change."
-        assert f"A and B hold the same records, {said}" in judge(two, copy, Options()).notes
+        assert f"A and B hold the same records, {said}" in judge_sides(two, copy, Options()).notes
 
         (one,), measured = read_side([DECODE / "run1"]), [r for r in two[0].records if r.outcome == "ok"]
         build.write(tmp_path / "both", [*one.records, *measured[:3]])
-        found = judge(read_side([tmp_path / "both"]), copy, Options())
+        found = judge_sides(read_side([tmp_path / "both"]), copy, Options())
         assert f"A and B hold the same records of 3 of {len(found.points)} points, {said}" in found.notes
-        assert not any("same records" in note for note in judge([one], two, Options()).notes)
+        assert not any("same records" in note for note in judge_sides([one], two, Options()).notes)
 
     @pytest.mark.parametrize("folder", RUNS, ids=lambda p: p.name)
     @pytest.mark.sample(5)
     def test_every_run_that_is_kept_can_be_compared_with_itself(self, folder: Path) -> None:
         """Decode, live and replay, with and without files of samples."""
-        found = judge(read_side([folder]), read_side([folder]), Options())
+        found = judge_sides(read_side([folder]), read_side([folder]), Options())
         assert not {"FASTER", "SLOWER", "MORE", "FEWER"} & set(found.counts)
 
     def test_a_live_run_is_not_compared_with_its_replay(self) -> None:
@@ -97,7 +97,7 @@ class TestRealRecords:
         with pytest.raises(
             UsageError, match=r"no measured point in common: A has .*, live, B has .*, replay;"
         ) as refused:
-            judge(a, b, Options())
+            judge_sides(a, b, Options())
         assert "replay, replay" not in str(refused.value)
         assert str(refused.value).endswith("; measure the same points in both.")
 
@@ -107,10 +107,10 @@ class TestRealRecords:
         runs = [read_side([at / f"tp4-dcp4-{name}"])[0] for name in ("alike", "near")]
         a, b = ([Run(r.name, r.folder, [x for x in r.records if x.point.concurrency == 48])] for r in runs)
         with pytest.raises(UsageError, match="to compare these two, add --across ") as refused:
-            judge(a, b, Options())
+            judge_sides(a, b, Options())
         across = str(refused.value).rpartition("--across ")[2].removesuffix(".").split(",")
         assert "output_tokens" in across
-        assert len(judge(a, b, Options(across=tuple(across))).points) == 1
+        assert len(judge_sides(a, b, Options(across=tuple(across))).points) == 1
 
 
 class TestMatching:
@@ -148,7 +148,7 @@ class TestMatching:
         copy = build.write(tmp_path / "copy", [build.ok(build.point())])
         other = build.write(tmp_path / "other", [build.ok(build.point(), started_at="later")])
         assert len(read_side([one, one])) == 1
-        found = judge(read_side([one, copy]), read_side([other]), Options())
+        found = judge_sides(read_side([one, copy]), read_side([other]), Options())
         assert found.points[0].rows[0].launches == (1, 1)
 
     def test_replays_by_the_same_step_times_are_one_measurement(self, tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ class TestMatching:
             honesty = msgspec.structs.replace(record.honesty, step_times="v3/step-times/x.json")
             return build.write(tmp_path / name, [msgspec.structs.replace(record, honesty=honesty, started_at=moment)])
 
-        found = judge(read_side([replay("1", "a"), replay("2", "b")]), read_side([replay("3", "c")]), Options())
+        found = judge_sides(read_side([replay("1", "a"), replay("2", "b")]), read_side([replay("3", "c")]), Options())
         assert {row.launches for row in found.points[0].rows if row.sampled} == {(1, 1)}
 
     def test_variants_are_matched_across_the_field_that_they_differ_in(self, tmp_path: Path) -> None:
@@ -168,8 +168,8 @@ class TestMatching:
         b = [build.ok(build.point(Layout(4, 1, 4), exchange="symm")), build.ok(build.point(Layout(4)))]
         assert len(compared(tmp_path, a, b).points) == 1
         left, right = read_side([tmp_path / "a"]), read_side([tmp_path / "b"])
-        assert sides.differing(left, right) == ["exchange"]
-        found = judge(left, right, Options(across=("exchange",)))
+        assert sides.find_differing_fields(left, right) == ["exchange"]
+        found = judge_sides(left, right, Options(across=("exchange",)))
         assert [(p.name, p.other_name) for p in found.points if p.other_name] == [
             (
                 "kimi-k2 tp4·dcp4 ep4 flashinfer ag_rs, 8 × 4,000 tokens",
@@ -235,7 +235,7 @@ class TestVerdicts:
         """Six launches of 0.3 % say nothing about one of a side that scatters by 2 %: it needs three more."""
         one = read_side([write_launches(tmp_path / "a", 1, seed=1, cv=0.02)])
         six = read_side([write_launches(tmp_path / "b", 6, seed=2, cv=0.003)])
-        found = judge(one, six, Options(metrics=("step_time",)))
+        found = judge_sides(one, six, Options(metrics=("step_time",)))
         assert {row.missing_launches for p in found.points for row in p.rows} == {(3, 0)}
         assert found.counts == {"UNDECIDED": 4}
         assert (
@@ -257,7 +257,7 @@ class TestVerdicts:
     def test_an_undecided_row_says_how_many_launches_would_decide_it(self, tmp_path: Path) -> None:
         a = write_launches(tmp_path / "a", 4, seed=1, cv=0.01)
         b = write_launches(tmp_path / "b", 4, seed=5, cv=0.01, faster=1.02)
-        found = judge(read_side([a]), read_side([b]), Options(metrics=("step_time",)))
+        found = judge_sides(read_side([a]), read_side([b]), Options(metrics=("step_time",)))
         open_rows = [row for p in found.points for row in p.rows if row.verdict == "UNDECIDED"]
         assert open_rows
         for row in open_rows:
@@ -356,7 +356,7 @@ class TestVerdicts:
                     folder / side / f"{n}", [msgspec.structs.replace(record, emulated=wire, started_at=f"{side}{n}")]
                 )
         a, b = read_side([folder / "a"]), read_side([folder / "b"])
-        (point,) = judge(a, b, Options(across=("emulate",))).points
+        (point,) = judge_sides(a, b, Options(across=("emulate",))).points
         return point
 
     def test_what_a_forecast_has_no_ends_for_is_not_judged(self, tmp_path: Path) -> None:
@@ -423,7 +423,7 @@ class TestVerdicts:
             record = msgspec.structs.replace(record, serve=metrics, started_at=name)
             return read_side([build.write(tmp_path / name, [record])])
 
-        found = judge(side("a", 1.0), side("b", 1.2), Options(metrics=("ttft_p50",), launch_noise=0.02))
+        found = judge_sides(side("a", 1.0), side("b", 1.2), Options(metrics=("ttft_p50",), launch_noise=0.02))
         (row,) = found.points[0].rows
         assert row.verdict == "SLOWER"
         assert row.low == pytest.approx(1.2 * math.exp(-1.96 * 0.02), rel=1e-3)
@@ -436,7 +436,7 @@ class TestVerdicts:
             for n in range(4):
                 record = serving.served(of, faster=by * (1 + 0.001 * n))
                 build.write(tmp_path / side / f"{n}", [msgspec.structs.replace(record, started_at=f"{side}{n}")])
-        found = judge(read_side([tmp_path / "a"]), read_side([tmp_path / "b"]), Options())
+        found = judge_sides(read_side([tmp_path / "a"]), read_side([tmp_path / "b"]), Options())
         verdicts = rows(found)
         assert verdicts["tok_s"] == verdicts["itl_p50"] == verdicts["e2el_p50"] == "FASTER"
 
@@ -451,10 +451,10 @@ class TestVerdicts:
             for side, by in (("a", 1.0), ("b", 1.02)):
                 build.write(tmp_path / side / f"round-{n}", launch(rng, "normal", cv=0.001, faster=by / 1.03**n))
         a, b = read_side([tmp_path / "a"]), read_side([tmp_path / "b"])
-        assert judge(a, b, Options(metrics=("step_time",))).counts == {"UNDECIDED": 4}
-        assert judge(a, b, Options(metrics=("step_time",), paired=True)).counts == {"FASTER": 4}
+        assert judge_sides(a, b, Options(metrics=("step_time",))).counts == {"UNDECIDED": 4}
+        assert judge_sides(a, b, Options(metrics=("step_time",), paired=True)).counts == {"FASTER": 4}
         with pytest.raises(UsageError, match="as many launches of A as of B, not 6 and 5"):
-            judge(a, b[:5], Options(paired=True))
+            judge_sides(a, b[:5], Options(paired=True))
 
 
 class TestDifferences:
@@ -476,7 +476,7 @@ class TestDifferences:
 def test_the_margin_of_same_is_said_in_percent(tmp_path: Path) -> None:
     """0.02 is 2 %."""
     one = [build.ok(build.point(Layout(4)), steps=20)]
-    assert "SAME: within 2 %." in words.how(compared(tmp_path, one, one, margin=0.02, launch_noise=0.02))
+    assert "SAME: within 2 %." in words.format_method(compared(tmp_path, one, one, margin=0.02, launch_noise=0.02))
 
 
 class TestSizes:
@@ -489,19 +489,19 @@ class TestSizes:
         for side, loads in (("a", (1, 2, 3)), ("b", (2, 3, 4))):
             found = [build.ok(build.point(concurrency=load)) for load in loads]
             build.write(tmp_path / side, found)
-        monkeypatch.setattr(sides, "MOST_POINTS", 1)
+        monkeypatch.setattr(sides, "MAX_POINTS", 1)
         monkeypatch.setattr(sides, "read_run", lambda *_: pytest.fail("records were read"))
         with pytest.raises(UsageError, match="2 points are in both, more than the 1 that are compared at once"):
             sides.check_sizes([tmp_path / "a"], [tmp_path / "b"])
         with pytest.raises(UsageError, match="--across colour: no point has that"):
             sides.check_sizes([tmp_path / "a"], [tmp_path / "b"], ["colour"])
-        monkeypatch.setattr(sides, "MOST_POINTS", 2)
+        monkeypatch.setattr(sides, "MAX_POINTS", 2)
         sides.check_sizes([tmp_path / "a"], [tmp_path / "b"])
 
     def test_a_point_whose_last_record_failed_is_not_counted(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(sides, "MOST_POINTS", 1)
+        monkeypatch.setattr(sides, "MAX_POINTS", 1)
         of = [build.point(concurrency=load) for load in (1, 2)]
         build.write(tmp_path / "a", [*map(build.ok, of), build.failed(of[0])])
         build.write(tmp_path / "b", list(map(build.ok, of)))

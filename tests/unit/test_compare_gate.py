@@ -21,7 +21,7 @@ def test_a_rule_that_guards_nothing_is_not_judged_and_never_passes(tmp_path: Pat
     """Decode has no TTFT: nothing proves that it is worse, and nothing that it is not."""
     p = build.point()
     found = compared(tmp_path, [build.ok(p)], [build.ok(p)])
-    gate.apply(found, gate.read_rules(rules))
+    gate.apply_rules(found, gate.read_rules(rules))
     assert [f.rule for f in found.findings] == ["ttft_p99:5%"]
     assert found.findings[0].status == ("fails" if fails else "unjudged")
     assert bool(found.fails) is fails
@@ -32,7 +32,7 @@ def test_undecided_alone_fails_where_a_verdict_is_undecided_and_nowhere_else(tmp
     """Of one launch each, how launches scatter leaves times undecided; memory is counted, and the same."""
     p = build.point()
     found = compared(tmp_path / "level", [build.ok(p)], [build.ok(p)])
-    gate.apply(found, gate.read_rules(rules))
+    gate.apply_rules(found, gate.read_rules(rules))
     undecided = [row for row in found.points[0].rows if row.verdict == "UNDECIDED"]
     assert undecided
     assert len(undecided) < len(found.points[0].rows)
@@ -55,4 +55,4 @@ def test_a_rate_is_as_much_worse_as_what_it_counts_takes_longer(
     """100 tok/s that become 90 take 100 / 90 of the time; 100 ms that become 110 take 1.1 of it."""
     (one,) = gate.read_rules(rule)
     row = SimpleNamespace(a=a, higher_is_better=higher)
-    assert gate._limit(row, one) == pytest.approx(limit)  # type: ignore[arg-type]
+    assert gate._compute_limit(row, one) == pytest.approx(limit)  # type: ignore[arg-type]

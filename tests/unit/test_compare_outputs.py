@@ -16,9 +16,9 @@ import yaml
 
 from dcpbench import cli
 from dcpbench.compare import ci, gate, judging, markdown, picture, rounds, sides, table, words
-from dcpbench.compare.judging import Options, judge
+from dcpbench.compare.judging import Options, judge_sides
 from dcpbench.compare.model import Comparison, Difference
-from dcpbench.compare.samples import requests_of
+from dcpbench.compare.samples import read_record_requests
 from dcpbench.errors import UsageError
 from dcpbench.points.layout import Layout
 from dcpbench.records.metrics import METRIC
@@ -66,30 +66,30 @@ def test_every_form_says_which_sides_are_forecasts(tmp_path: Path, monkeypatch: 
     of = build.point(Layout(4), concurrency=16)
     a, b = ([forecast_steps(ms, (0.1, 0.1)), build.ok(of)] for ms in (10, 8))
     found = compared(tmp_path, a, b, launch_noise=0.02)
-    note = words.forecast_note(found)
+    note = words.format_forecast_note(found)
     assert note.startswith("Forecast: one rank ran for all of A and B in 1 of 2 points, and the wire was modelled; ")
     (without,) = (point.without_ends for point in found.points if point.forecast)
     assert "ITL p90" in without
     assert note.endswith(f" Not judged, as forecasts have no ends for it: {', '.join(without)}.")
     figures = []
-    monkeypatch.setattr(picture, "save", lambda figure, *_: figures.append(figure) or [])
+    monkeypatch.setattr(picture, "save_figure", lambda figure, *_: figures.append(figure) or [])
     picture.draw(found, tmp_path)
     title = figures[0].axes[0].get_title(loc="left").replace("\n", " ")
     text = "\n".join(line.plain for line in table.render(found))
-    assert all(note in form for form in (text, markdown.render(found), ci.github(found), title))
+    assert all(note in form for form in (text, markdown.render(found), ci.format_github(found), title))
     measured = compared(tmp_path / "measured", a[1:], b[1:])
-    assert (words.forecast_note(measured), measured.forecast) == ("", False)
+    assert (words.format_forecast_note(measured), measured.forecast) == ("", False)
 
 
 def test_a_gate_cannot_pass_what_a_forecast_leaves_open(tmp_path: Path) -> None:
     """25 % slower and 30 % unsure is undecided; a metric without ends cannot be judged, nor can a single launch."""
     sides = [forecast_steps(8, (0.3, 0.3))], [forecast_steps(10, (0.3, 0.3))]
     found = compared(tmp_path, *sides, launch_noise=0.02)
-    gate.apply(found, gate.read_rules("slower:2%,itl_p90:2%"))
+    gate.apply_rules(found, gate.read_rules("slower:2%,itl_p90:2%"))
     gates = {row.metric: row.gate for row in found.points[0].rows if row.gate}
     assert gates == {"step_time": "undecided", "itl_p90": "unjudged"}
     single = compared(tmp_path, *sides)
-    gate.apply(single, gate.read_rules("slower:2%"))
+    gate.apply_rules(single, gate.read_rules("slower:2%"))
     assert [f.status for f in single.findings] == ["unjudged"]
 
 
@@ -98,7 +98,7 @@ def test_names_of_rows_of_a_forest_are_whole_and_have_room(tmp_path: Path, monke
     one = build.ok(build.point(Layout(16, 2, 8), exchange="ag_rs_registered", concurrency=2048, context=1_000_000))
     figures = []
     monkeypatch.setattr(
-        picture, "save", lambda figure, *_: figures.append(figure) or figure.savefig(tmp_path / "f.png")
+        picture, "save_figure", lambda figure, *_: figures.append(figure) or figure.savefig(tmp_path / "f.png")
     )
     found = compared(tmp_path, [one], [one], launch_noise=0.02)
     picture.draw(found, tmp_path)
@@ -114,7 +114,7 @@ def test_names_of_rows_of_a_forest_are_whole_and_have_room(tmp_path: Path, monke
 class TestGate:
     def apply(self, tmp_path: Path, rules: str | None, a: Record, *b: Record) -> Comparison:
         found = compared(tmp_path, [a], list(b))
-        gate.apply(found, gate.read_rules(rules))
+        gate.apply_rules(found, gate.read_rules(rules))
         return found
 
     def test_one_more_sync_fails_a_limit_of_none(self, tmp_path: Path) -> None:
@@ -128,18 +128,18 @@ class TestGate:
 
     def test_a_proven_slowdown_fails_only_beyond_its_limit(self, tmp_path: Path) -> None:
         found = of_launches(tmp_path, 4, faster=1 / 1.05)
-        gate.apply(found, gate.read_rules("slower:2%"))
+        gate.apply_rules(found, gate.read_rules("slower:2%"))
         assert len(found.fails) == 4
-        gate.apply(found, gate.read_rules("slower:10%,itl_p50:10%,tok_s:10%"))
+        gate.apply_rules(found, gate.read_rules("slower:10%,itl_p50:10%,tok_s:10%"))
         assert found.findings == []
         assert {row.gate for p in found.points for row in p.rows if row.metric == "step_time"} == {"passes"}
 
     def test_a_limit_may_be_given_in_the_metrics_unit(self, tmp_path: Path) -> None:
         """10 ms become 10.5."""
         found = of_launches(tmp_path, 4, faster=1 / 1.05)
-        gate.apply(found, gate.read_rules("step_time:+0.2"))
+        gate.apply_rules(found, gate.read_rules("step_time:+0.2"))
         assert len(found.fails) == 4
-        gate.apply(found, gate.read_rules("step_time:+2"))
+        gate.apply_rules(found, gate.read_rules("step_time:+2"))
         assert found.fails == []
 
     def test_a_single_launch_passes_no_gate_and_fails_none(self, tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ class TestGate:
         a, b = build.ok(p, median_ms=10), build.ok(p, median_ms=10.3)
         found = self.apply(tmp_path, "slower:2%", a, b)
         assert [f.status for f in found.findings] == ["unjudged"]
-        assert words.gate_text(found) == (
+        assert words.format_gate(found) == (
             "--fail-on slower:2%: 1 could not be judged, so the gate is UNDECIDED (exit code 3)."
         )
         assert "1 launch of A and 1 of B cannot show how launches scatter" in found.findings[0].message
@@ -160,27 +160,27 @@ class TestGate:
         """Launches that scatter by 3 %: the interval reaches beyond a limit of 2 %."""
         a = write_launches(tmp_path / "a", 4, seed=1, cv=0.03)
         b = write_launches(tmp_path / "b", 4, seed=2, cv=0.03)
-        found = judge(sides.read_side([a]), sides.read_side([b]), Options(metrics=("step_time",)))
-        gate.apply(found, gate.read_rules("slower:2%"))
+        found = judge_sides(sides.read_side([a]), sides.read_side([b]), Options(metrics=("step_time",)))
+        gate.apply_rules(found, gate.read_rules("slower:2%"))
         assert {f.status for f in found.findings} == {"undecided"}
         row = found.points[0].rows[0]
         assert row.least_visible > 1.02
         assert f"{100 * (row.least_visible - 1):.0f}" in found.findings[0].message.rpartition("; ")[2]
         assert found.findings[0].message.endswith(" worse would have been found")
-        assert words.gate_text(found).startswith("--fail-on slower:2%: nothing is proven worse; ")
-        gate.apply(found, gate.read_rules("slower:2%,undecided"))
+        assert words.format_gate(found).startswith("--fail-on slower:2%: nothing is proven worse; ")
+        gate.apply_rules(found, gate.read_rules("slower:2%,undecided"))
         assert {f.status for f in found.findings} == {"fails"}
 
     def test_a_point_that_fails_in_b_alone_fails_any_gate(self, tmp_path: Path) -> None:
         p = [build.point(concurrency=n) for n in (8, 16)]
         found = compared(tmp_path, [build.ok(x) for x in p], [build.ok(p[0]), build.failed(p[1])])
-        gate.apply(found, gate.read_rules("syncs:+0"))
+        gate.apply_rules(found, gate.read_rules("syncs:+0"))
         assert [f.rule for f in found.fails] == ["failed"]
 
     def test_a_point_that_b_lacks_fails_where_that_is_asked(self, tmp_path: Path) -> None:
         p = [build.point(concurrency=n) for n in (8, 16)]
         found = compared(tmp_path, [build.ok(x) for x in p], [build.ok(p[0])])
-        gate.apply(found, gate.read_rules("missing"))
+        gate.apply_rules(found, gate.read_rules("missing"))
         assert [f.message for f in found.fails] == ["kimi-k2 tp1 flashinfer, 16 × 4,000 tokens: only in A"]
 
     def test_without_rules_nothing_fails(self, tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ class TestGate:
     def test_a_rule_that_guards_nothing_is_named(self, tmp_path: Path) -> None:
         p = build.point()
         found = compared(tmp_path, [build.ok(p)], [build.ok(p)])
-        assert gate.unused(found, gate.read_rules("ttft_p99:5%,slower:2%")) == ["ttft_p99:5%"]
+        assert gate.list_unused(found, gate.read_rules("ttft_p99:5%,slower:2%")) == ["ttft_p99:5%"]
 
 
 class TestOutputs:
@@ -292,7 +292,7 @@ class TestOutputs:
         write_launches(tmp_path / "a", 4, seed=1, cv=0.01)
         write_launches(tmp_path / "b", 4, seed=5, cv=0.01, faster=1.03)
         options = Options(metrics=("step_time",))
-        found = judge(sides.read_side([tmp_path / "a"]), sides.read_side([tmp_path / "b"]), options)
+        found = judge_sides(sides.read_side([tmp_path / "a"]), sides.read_side([tmp_path / "b"]), options)
         text = "".join(line.plain for line in table.render(found))
         assert re.search(r"UNDECIDED, \d×: \d+( to \d+)? more launches of each side would decide them", text)
 
@@ -351,14 +351,14 @@ class TestHostileRecords:
                 [msgspec.structs.replace(r, memory_peak_bytes=1, started_at="x") for r in self.records()],
             )
         ]
-        found = judge(a, b, Options(launch_noise=0.02))
-        gate.apply(found, gate.read_rules("slower:2%,syncs:+0,memory:1%,missing,undecided"))
+        found = judge_sides(a, b, Options(launch_noise=0.02))
+        gate.apply_rules(found, gate.read_rules("slower:2%,syncs:+0,memory:1%,missing,undecided"))
         text = markdown.render(found)
         assert "<script" not in text
         assert "\x1b" not in "".join(line.plain for line in table.render(found))
-        assert all(line.startswith("::") for line in ci.github(found).splitlines())
-        assert "\n::error::x" not in ci.github(found)
-        ET.fromstring(ci.junit(found))  # noqa: S314 -- written by us
+        assert all(line.startswith("::") for line in ci.format_github(found).splitlines())
+        assert "\n::error::x" not in ci.format_github(found)
+        ET.fromstring(ci.format_junit(found))  # noqa: S314 -- written by us
         assert picture.draw(found, tmp_path)
         assert "<script" not in (tmp_path / "forest.svg").read_text()
         json.loads(msgspec.json.encode(found))
@@ -386,7 +386,7 @@ class TestHostileRecords:
 
         def found(name: str) -> int:
             evil = msgspec.structs.replace(record, serve=msgspec.structs.replace(record.serve, samples_file=name))
-            return len(requests_of(evil, run).times)
+            return len(read_record_requests(evil, run).times)
 
         assert found(inside) == 1
         up = outside.relative_to(tmp_path)
@@ -399,7 +399,7 @@ class TestHostileRecords:
         long = build.ok(build.point(model="m" * 10_000_000))
         (point,) = compared(tmp_path / "x", [long], [long]).points
         assert len(point.name) <= 320
-        monkeypatch.setattr(sides, "MOST_POINTS", 1)
+        monkeypatch.setattr(sides, "MAX_POINTS", 1)
         two = [build.ok(build.point(concurrency=n)) for n in (8, 16)]
         with pytest.raises(UsageError, match="2 points are in both, more than the 1"):
             compared(tmp_path / "y", two, two)
@@ -417,7 +417,7 @@ class TestHostileRecords:
 @pytest.mark.parametrize(("count", "last"), [(20, "  setting 19: 1 | 2"), (21, "  and 1 more"), (25, "  and 5 more")])
 def test_twenty_differences_are_named_and_the_rest_counted(count: int, last: str) -> None:
     found = [Difference(what=f"setting {n}", a="1", b="2") for n in range(count)]
-    shown = table._differences(SimpleNamespace(differences=found))  # type: ignore[arg-type]
+    shown = table._format_differences(SimpleNamespace(differences=found))  # type: ignore[arg-type]
     assert (shown[1].plain, shown[-1].plain) == ("  setting 0: 1 | 2", last)
 
 
@@ -451,7 +451,7 @@ def test_a_latency_of_zero_was_not_measured(tmp_path: Path) -> None:
     none = msgspec.structs.replace(record.metrics.step_ms, median=0.0)
     record = msgspec.structs.replace(record, metrics=msgspec.structs.replace(record.metrics, step_ms=none))
     run = Run("a", tmp_path, [record])
-    assert judging._estimate(METRIC["step_ms"], "steps", run, [record], {}) is None
+    assert judging._estimate_launch(METRIC["step_ms"], "steps", run, [record], {}) is None
 
 
 @pytest.mark.parametrize(
@@ -469,4 +469,4 @@ def test_a_round_of_ab_is_a_line(tmp_path: Path, faster: list[float | None], sai
     points = [build.point(context=1000 * (n + 1)) for n in range(len(faster))]
     a = [build.ok(p, median_ms=10.0) for p in points]
     b = [build.ok(p, median_ms=10.0 / x) if x else build.failed(p) for p, x in zip(points, faster, strict=True)]
-    assert rounds.in_short(Run("a", tmp_path, a), Run("b", tmp_path, b)) == said
+    assert rounds.format_round(Run("a", tmp_path, a), Run("b", tmp_path, b)) == said

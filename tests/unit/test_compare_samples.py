@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dcpbench.compare import resampling
-from dcpbench.compare.samples import NO_REQUESTS, WINDOWS, Requests, error_of, requests_of
+from dcpbench.compare.samples import NO_REQUESTS, WINDOWS, Requests, estimate_error, read_record_requests
 from dcpbench.records import formulas
 from dcpbench.records.formulas import RequestTimes
 from dcpbench.records.metrics import METRICS, SERVE
@@ -48,8 +48,8 @@ def cut_off(count: int = 40) -> list[RequestTimes]:
 def test_latencies_are_those_of_finished_requests(name: str) -> None:
     """Requests that were cut off have no latency: with and without them a metric is known equally well."""
     kind = metric(name).errors[SERVE]
-    alone = error_of(metric(name), kind, RECORD, Requests(finished(), []), 1)
-    among = error_of(metric(name), kind, RECORD, Requests([*finished(), *cut_off()], []), 1)
+    alone = estimate_error(metric(name), kind, RECORD, Requests(finished(), []), 1)
+    among = estimate_error(metric(name), kind, RECORD, Requests([*finished(), *cut_off()], []), 1)
     assert alone is not None
     assert among is not None
     assert (among.variance, among.df) == (alone.variance, alone.df)
@@ -57,10 +57,10 @@ def test_latencies_are_those_of_finished_requests(name: str) -> None:
 
 def test_tokens_of_requests_that_were_cut_off_count_as_output() -> None:
     requests = Requests([*finished(), *cut_off()], [])
-    found = error_of(metric("output_tok_s"), "tokens", RECORD, requests, 1)
+    found = estimate_error(metric("output_tok_s"), "tokens", RECORD, requests, 1)
     times = np.concatenate([t.token_s for t in requests.times])
     counts, _ = np.histogram(times, WINDOWS, (0.0, max(t.end_s for t in requests.times)))
-    expected = resampling.error_of(counts.astype(float), resampling.mean, 1, requests=True)
+    expected = resampling.estimate_error(counts.astype(float), resampling.compute_mean, 1, requests=True)
     assert found is not None
     assert expected is not None
     assert found.variance == expected.variance
@@ -70,12 +70,12 @@ def test_a_request_that_was_cut_off_meets_no_objective() -> None:
     """20 of 40 finished within the objective, 20 were cut off: the share that met it is known as that of a coin."""
     record = msgspec.structs.replace(RECORD, serve=msgspec.structs.replace(RECORD.serve, slo_ms={"ttft": 1e9}))
     requests = Requests([t for pair in zip(finished(20), cut_off(20), strict=True) for t in pair], [])
-    found = error_of(metric("goodput_s"), "objectives", record, requests, 1)
-    expected = resampling.error_of(np.array([1.0, 0.0] * 20), resampling.mean, 1, requests=True)
+    found = estimate_error(metric("goodput_s"), "objectives", record, requests, 1)
+    expected = resampling.estimate_error(np.array([1.0, 0.0] * 20), resampling.compute_mean, 1, requests=True)
     assert found is not None
     assert expected is not None
     assert found.variance == expected.variance > 0
-    assert error_of(metric("goodput_s"), "objectives", record, Requests(finished(), []), 1).variance == 0
+    assert estimate_error(metric("goodput_s"), "objectives", record, Requests(finished(), []), 1).variance == 0
 
 
 def rows() -> list[Row]:
@@ -111,23 +111,25 @@ def read(tmp_path: Path) -> Requests:
     """Requests of these rows, from a file of samples beside a record."""
     name = write_samples(tmp_path, RECORD.point, rows())
     record = msgspec.structs.replace(RECORD, serve=msgspec.structs.replace(RECORD.serve, samples_file=name))
-    return requests_of(record, tmp_path)
+    return read_record_requests(record, tmp_path)
 
 
 def test_requests_that_were_cut_off_before_their_first_token_are_in_flight(read: Requests) -> None:
     """A rejected request never is. All four clients are busy for 64 s, not for 32."""
     assert [t.finished for t in read.times] == [True, True, False, True]
     assert read.waiting_s == [32.0]
-    assert formulas.steady_window(read.times, CLIENTS) == (0.0, 32.0)
-    assert formulas.steady_window(read.times, CLIENTS, read.waiting_s) == (0.0, 64.0)
+    assert formulas.find_steady_window(read.times, CLIENTS) == (0.0, 32.0)
+    assert formulas.find_steady_window(read.times, CLIENTS, read.waiting_s) == (0.0, 64.0)
 
 
 def test_the_steady_part_is_that_of_the_record(read: Requests) -> None:
     """All 64 s are steady, in the second half of which three tokens a second come instead of four."""
-    found = error_of(metric("steady_tok_s"), "steady tokens", RECORD, read, 1)
+    found = estimate_error(metric("steady_tok_s"), "steady tokens", RECORD, read, 1)
     times = np.concatenate([t.token_s for t in read.times])
     whole, half = (
-        resampling.error_of(np.histogram(times, WINDOWS, span)[0] * 1.0, resampling.mean, 1, requests=True)
+        resampling.estimate_error(
+            np.histogram(times, WINDOWS, span)[0] * 1.0, resampling.compute_mean, 1, requests=True
+        )
         for span in ((0.0, 64.0), (0.0, 32.0))
     )
     assert found is not None
@@ -137,4 +139,4 @@ def test_the_steady_part_is_that_of_the_record(read: Requests) -> None:
 
 
 def test_a_record_without_a_file_of_samples_has_no_requests(tmp_path: Path) -> None:
-    assert requests_of(msgspec.structs.replace(RECORD, serve=None), tmp_path) == NO_REQUESTS
+    assert read_record_requests(msgspec.structs.replace(RECORD, serve=None), tmp_path) == NO_REQUESTS

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from dcpbench.commands.ab import order
+from dcpbench.commands.ab import get_order
 from dcpbench.compare import effects, resampling
-from dcpbench.compare.judging import Options, judge
+from dcpbench.compare.judging import Options, judge_sides
 from dcpbench.compare.resampling import (
-    LEAST,
+    MIN_SAMPLES,
     Error,
-    block_length,
-    error_of,
-    error_of_pooled,
-    joint,
-    mean,
-    quantile,
+    compute_block_length,
+    compute_mean,
+    estimate_error,
+    estimate_pooled_error,
+    join_variances,
+    make_quantile,
 )
 from dcpbench.records import student
 from dcpbench.records.runs import Run
@@ -52,7 +52,7 @@ class TestStudent:
     @pytest.mark.parametrize("tail", [0.5, 0.025, 1e-5])
     def test_a_quantile_is_exceeded_as_often_as_asked(self, df: float, tail: float, stats: ModuleType) -> None:
         expected = stats.norm.isf(tail) if math.isinf(df) else stats.t.isf(tail, df)
-        assert student.quantile(tail, df) == pytest.approx(expected, rel=1e-6, abs=1e-9)
+        assert student.compute_quantile(tail, df) == pytest.approx(expected, rel=1e-6, abs=1e-9)
 
     def test_one_degree_of_freedom_is_cauchys(self) -> None:
         """P(T > 1) = 1/4."""
@@ -68,47 +68,49 @@ class TestForecasts:
             return effects.Effect(log, 1e-4, 8.0, 0.01, (5, 5), **ends)
 
         forecast = at(log, below=0.02, above=0.01)
-        assert forecast.p_differs() == pytest.approx(at(nearer).p_differs())
+        assert forecast.compute_p_differs() == pytest.approx(at(nearer).compute_p_differs())
         ends = [at(log - 0.02), at(log + 0.01)]
-        assert forecast.p_same(0.06) == pytest.approx(max(one.p_same(0.06) for one in ends))
-        assert forecast.interval(0.025) == pytest.approx((ends[0].interval(0.025)[0], ends[1].interval(0.025)[1]))
-        same_way = effects.more_launches(at(nearer), 0.01, 0.025)
-        assert effects.more_launches(forecast, 0.01, 0.025) == same_way
+        assert forecast.compute_p_same(0.06) == pytest.approx(max(one.compute_p_same(0.06) for one in ends))
+        assert forecast.compute_interval(0.025) == pytest.approx(
+            (ends[0].compute_interval(0.025)[0], ends[1].compute_interval(0.025)[1])
+        )
+        same_way = effects.estimate_more_launches(at(nearer), 0.01, 0.025)
+        assert effects.estimate_more_launches(forecast, 0.01, 0.025) == same_way
 
     def test_what_lies_between_the_ends_no_launches_decide(self) -> None:
         between = effects.Effect(0.05, 1e-8, 8.0, 1e-4, (5, 5), below=0.06)
-        assert between.p_differs() == 1
-        assert effects.more_launches(between, 0.01, 0.025) is None
+        assert between.compute_p_differs() == 1
+        assert effects.estimate_more_launches(between, 0.01, 0.025) is None
 
 
 class TestCorrection:
     def test_benjamini_and_hochberg_reject_up_to_the_last_p_below_its_line(self) -> None:
         """m = 4, 0.05·k/4: 0.0125, 0.025, 0.0375, 0.05. 0.03 passes as 0.035, the third, does."""
         p = [0.03, 0.001, 0.2, 0.035]
-        assert effects.rejected(p, 0.05) == 3
-        assert effects.level(p, 0.05) == pytest.approx(0.05 * 3 / 4)
+        assert effects.count_rejected(p, 0.05) == 3
+        assert effects.compute_level(p, 0.05) == pytest.approx(0.05 * 3 / 4)
 
     def test_without_a_rejection_intervals_are_bonferronis(self) -> None:
-        assert effects.level([0.5, 0.02, 0.9], 0.05) == pytest.approx(0.05 / 3)
+        assert effects.compute_level([0.5, 0.02, 0.9], 0.05) == pytest.approx(0.05 / 3)
 
     def test_no_tests_need_no_correction(self) -> None:
-        assert effects.rejected([], 0.05) == 0
-        assert effects.level([], 0.05) == 0.05
+        assert effects.count_rejected([], 0.05) == 0
+        assert effects.compute_level([], 0.05) == 0.05
 
 
 class TestBlocks:
     def test_independent_samples_are_drawn_one_by_one(self) -> None:
         """Neighbours that alternate are not positively correlated: ρ counts as 0."""
-        assert block_length(np.array([1.0, 2.0] * 20)) == 1
+        assert compute_block_length(np.array([1.0, 2.0] * 20)) == 1
 
     def test_blocks_grow_with_correlation(self) -> None:
         """A ramp of 64: ρ near 1, so that a quarter of the series is the limit."""
-        assert block_length(np.arange(64.0)) == 16
+        assert compute_block_length(np.arange(64.0)) == 16
 
     def test_the_error_of_a_mean_is_its_textbook_value(self) -> None:
         """σ / (µ·√n) = 1 / (50·√400) = 0.001."""
         samples = np.random.default_rng(1).normal(50, 1, 400)
-        assert math.sqrt(error_of(samples, mean, 1).variance) == pytest.approx(0.001, rel=0.15)
+        assert math.sqrt(estimate_error(samples, compute_mean, 1).variance) == pytest.approx(0.001, rel=0.15)
 
     def test_correlated_samples_know_less_than_their_number_says(self) -> None:
         """AR(1) with ρ = 0.8: the variance of the mean is (1 + ρ) / (1 - ρ) = 9 times as large; most is seen."""
@@ -118,57 +120,68 @@ class TestBlocks:
             noise.append(0.8 * noise[-1] + rng.normal())
         samples = 100 + np.array(noise)
         shuffled = rng.permutation(samples)
-        assert error_of(samples, mean, 1).variance > 5 * error_of(shuffled, mean, 1).variance
+        assert (
+            estimate_error(samples, compute_mean, 1).variance > 5 * estimate_error(shuffled, compute_mean, 1).variance
+        )
 
     def test_quantiles_are_numpys(self) -> None:
         rows = np.random.default_rng(5).random((7, 24))
         for q in (0, 0.5, 0.9, 0.99, 1):
-            assert quantile(q)(rows) == pytest.approx(np.quantile(rows, q, axis=1))
+            assert make_quantile(q)(rows) == pytest.approx(np.quantile(rows, q, axis=1))
 
     def test_too_few_samples_say_nothing(self) -> None:
-        assert error_of([1.0] * (LEAST - 1), mean, 1) is None
-        assert error_of_pooled([np.ones(3)] * (LEAST - 1), 0.5, 1) is None
+        assert estimate_error([1.0] * (MIN_SAMPLES - 1), compute_mean, 1) is None
+        assert estimate_pooled_error([np.ones(3)] * (MIN_SAMPLES - 1), 0.5, 1) is None
 
     @pytest.mark.parametrize(
         ("series", "df"), [(np.array([1.0, 2.0] * 20), 39), (np.arange(1.0, 65.0), 3)], ids=["alone", "blocks-of-16"]
     )
     def test_as_many_samples_count_as_there_are_blocks(self, series: np.ndarray, df: int) -> None:
         """40 samples drawn one by one: 39 degrees of freedom. 64 in blocks of 16: 4 blocks, 3 degrees of freedom."""
-        assert error_of(series, mean, 1).df == df
+        assert estimate_error(series, compute_mean, 1).df == df
 
     def test_requests_are_counted_in_blocks_too(self) -> None:
         """64 requests in blocks of 2·64^⅓ = 8: 7 degrees of freedom; gaps are drawn with their requests."""
         latencies = np.random.default_rng(1).uniform(1, 2, 64)
-        assert error_of(latencies, mean, 1, requests=True).df == 7
-        assert error_of_pooled([np.full(5, x) for x in latencies], 0.5, 1).df == 7
+        assert estimate_error(latencies, compute_mean, 1, requests=True).df == 7
+        assert estimate_pooled_error([np.full(5, x) for x in latencies], 0.5, 1).df == 7
 
     def test_batches_are_counted_where_there_are_many_samples(self) -> None:
         """64 of them, whatever each holds."""
         samples = np.random.default_rng(1).uniform(1, 2, 20_001)
-        assert error_of(samples, mean, 1).df == error_of(samples, mean, 1, requests=True).df == 63
+        assert (
+            estimate_error(samples, compute_mean, 1).df
+            == estimate_error(samples, compute_mean, 1, requests=True).df
+            == 63
+        )
 
     @pytest.mark.parametrize("times", [1, 1000], ids=["resampled", "in-batches"])
     def test_a_statistic_that_can_be_0_has_no_error_of_its_logarithm(self, times: int) -> None:
         """Every other sample is 0, so that the median of some draws is: there is no logarithm, and none is invented."""
         zeros_and_ones = [0.0] * 25 * times + [1.0] * 25 * times
-        assert error_of(zeros_and_ones, quantile(0.5), 1) is None
-        assert error_of(zeros_and_ones, quantile(0.5), 1, requests=True) is None
-        assert error_of(zeros_and_ones, lambda rows: np.full(len(rows), np.inf), 1) is None, "nor one that is endless"
+        assert estimate_error(zeros_and_ones, make_quantile(0.5), 1) is None
+        assert estimate_error(zeros_and_ones, make_quantile(0.5), 1, requests=True) is None
+        assert estimate_error(zeros_and_ones, lambda rows: np.full(len(rows), np.inf), 1) is None, (
+            "nor one that is endless"
+        )
 
     def test_what_is_not_a_number_is_left_out(self) -> None:
         samples = [1.0, 1.1] * 10
-        assert error_of([*samples, math.nan, math.inf], mean, 1).variance == error_of(samples, mean, 1).variance
+        assert (
+            estimate_error([*samples, math.nan, math.inf], compute_mean, 1).variance
+            == estimate_error(samples, compute_mean, 1).variance
+        )
 
     def test_a_million_samples_are_cut_into_batches(self) -> None:
         """σ / (µ·√n) = 0.1 / √10⁶ = 1e-4."""
         samples = np.random.default_rng(3).normal(1, 0.1, 1_000_000)
-        assert math.sqrt(error_of(samples, mean, 1).variance) == pytest.approx(1e-4, rel=0.3)
+        assert math.sqrt(estimate_error(samples, compute_mean, 1).variance) == pytest.approx(1e-4, rel=0.3)
 
     def test_gaps_of_one_request_count_as_one(self) -> None:
         """All gaps of a request are equal here, so a hundred of each know no more than one of each does."""
         levels = np.random.default_rng(4).normal(10, 1, 60)
-        many = error_of_pooled([np.full(100, x) for x in levels], 0.5, 1)
-        one = error_of(levels, quantile(0.5), 1)
+        many = estimate_pooled_error([np.full(100, x) for x in levels], 0.5, 1)
+        one = estimate_error(levels, make_quantile(0.5), 1)
         assert many.variance == pytest.approx(one.variance, rel=0.5)
 
     def test_requests_that_both_sides_served_cancel(self) -> None:
@@ -176,16 +189,16 @@ class TestBlocks:
         rng = np.random.default_rng(6)
         a = rng.uniform(1, 100, 300)
         b = a * 1.05 * rng.normal(1, 0.01, 300)
-        one, other = (error_of(x, mean, 7, requests=True) for x in (a, b))
-        ((together, _),) = joint(one, other)
+        one, other = (estimate_error(x, compute_mean, 7, requests=True) for x in (a, b))
+        ((together, _),) = join_variances(one, other)
         assert together < (one.variance + other.variance) / 500
-        assert len(joint(one, error_of(b[:-1], mean, 7, requests=True))) == 2
+        assert len(join_variances(one, estimate_error(b[:-1], compute_mean, 7, requests=True))) == 2
 
     def test_which_requests_there_were_is_no_scatter_of_launches(self) -> None:
         """Two launches of the same requests agree to 0.1 %, whatever other requests would have given."""
         wide = Error(0.04, 10.0, draws=np.zeros(3), samples=3)
         a, b = ([effects.Estimate(x, wide) for x in 2 * logs] for logs in ((0.0, 0.001), (0.05, 0.051)))
-        assert effects.compare(a, b).error < 0.001
+        assert effects.compare_sides(a, b).error < 0.001
 
 
 def estimates(*logs: float, within: float = 0.0) -> list[effects.Estimate]:
@@ -199,61 +212,61 @@ class TestEffects:
         """And never more certain than with the variance that launches have if they correlate by 0.5."""
         a, b = [0.01, 0.03, 0.02, 0.05], [0.08, 0.02, 0.09, 0.04, 0.06]
         welch = stats.ttest_ind(b, a, equal_var=False)
-        found = effects.compare(estimates(*a), estimates(*b))
+        found = effects.compare_sides(estimates(*a), estimates(*b))
         independent = dataclasses.replace(found, correlated=None)
-        assert independent.p_differs() == pytest.approx(2 * stats.t.sf(abs(welch.statistic), 3), rel=1e-6)
-        assert found.p_differs() >= max(welch.pvalue, independent.p_differs())
+        assert independent.compute_p_differs() == pytest.approx(2 * stats.t.sf(abs(welch.statistic), 3), rel=1e-6)
+        assert found.compute_p_differs() >= max(welch.pvalue, independent.compute_p_differs())
 
     def test_rounds_are_a_paired_t(self, stats: ModuleType) -> None:
         """Both sides drift together from round to round, which only the paired test takes out."""
         a, b = [0.00, 0.10, 0.21, 0.29], [0.03, 0.14, 0.24, 0.33]
         found = effects.compare_paired(estimates(*a), estimates(*b))
-        t = stats.ttest_rel(b, a).statistic / math.sqrt(effects.inflate(4, 0.125))
-        assert found.p_differs() == pytest.approx(2 * stats.t.sf(t, 3), rel=1e-6)
-        assert effects.compare(estimates(*a), estimates(*b)).p_differs() > 0.5
+        t = stats.ttest_rel(b, a).statistic / math.sqrt(effects.compute_inflation(4, 0.125))
+        assert found.compute_p_differs() == pytest.approx(2 * stats.t.sf(t, 3), rel=1e-6)
+        assert effects.compare_sides(estimates(*a), estimates(*b)).compute_p_differs() > 0.5
 
     def test_one_launch_each_adds_the_assumed_noise(self) -> None:
         """0.03² + 0.04² + 0.02² of both samples and of launches."""
         a, b = estimates(0.0, within=0.03**2), estimates(0.1, within=0.04**2)
-        found = effects.compare(a, b, 0.02)
+        found = effects.compare_sides(a, b, 0.02)
         assert found.assumed
         assert found.error == pytest.approx(math.sqrt(0.03**2 + 0.04**2 + 0.02**2))
 
     def test_without_samples_one_launch_each_knows_nothing(self) -> None:
         one = [effects.Estimate(0.0, None)]
-        found = effects.compare(one, [effects.Estimate(1.0, None)], 0.02)
+        found = effects.compare_sides(one, [effects.Estimate(1.0, None)], 0.02)
         assert found.variance is None
-        assert found.p_differs() == found.p_same(0.01) == 1
-        assert found.interval(0.025) == (-math.inf, math.inf)
+        assert found.compute_p_differs() == found.compute_p_same(0.01) == 1
+        assert found.compute_interval(0.025) == (-math.inf, math.inf)
 
     def test_launches_never_know_less_noise_than_their_samples_show(self) -> None:
         """Four launches that agree to the last digit by luck, of samples that scatter by 1 %: twice 0.0001 / 4."""
         same = [0.0] * 4
-        found = effects.compare(estimates(*same, within=1e-4), estimates(*same, within=1e-4))
+        found = effects.compare_sides(estimates(*same, within=1e-4), estimates(*same, within=1e-4))
         assert found.variance == pytest.approx(5e-5)
 
     def test_repeats_of_a_launch_are_averaged_with_the_error_of_their_mean(self) -> None:
         """Logarithms 0 and 0.02: mean 0.01, variance of the mean 0.0002 / 2."""
-        one = effects.estimate([1.0, math.exp(0.02)], [None, None])
+        one = effects.estimate_launch([1.0, math.exp(0.02)], [None, None])
         assert one.log == pytest.approx(0.01)
         assert one.within.variance == pytest.approx(1e-4)
 
     def test_repeats_that_agree_know_no_more_than_their_samples_do(self) -> None:
         """Two repeats equal to the last digit, of samples with variances 1e-4 and 3e-4: their mean 2e-4, over 2."""
-        one = effects.estimate([1.0, 1.0], [Error(1e-4, 20.0), Error(3e-4, 20.0)])
+        one = effects.estimate_launch([1.0, 1.0], [Error(1e-4, 20.0), Error(3e-4, 20.0)])
         assert one.within.variance == pytest.approx(1e-4)
         assert one.within.df == 1
-        assert effects.estimate([1.0, 1.0], [Error(1e-4, 20.0), None]).within.variance == pytest.approx(0.5e-4)
+        assert effects.estimate_launch([1.0, 1.0], [Error(1e-4, 20.0), None]).within.variance == pytest.approx(0.5e-4)
 
     def test_repeats_of_the_same_requests_scatter_by_what_they_differ(self) -> None:
         """What other requests would have given, 0.04, is not between repeats of these: 0.0002 / 2 as above."""
         of_requests = Error(0.04, 10.0, draws=np.zeros(3), samples=3)
-        one = effects.estimate([1.0, math.exp(0.02)], [of_requests, of_requests])
+        one = effects.estimate_launch([1.0, math.exp(0.02)], [of_requests, of_requests])
         assert one.within.variance == pytest.approx(1e-4)
 
     def test_a_ratio_at_the_margin_is_decided_by_no_number_of_launches(self) -> None:
         effect = effects.Effect(0.0100, 1e-4, 8.0, 0.01, (5, 5))
-        assert effects.more_launches(effect, 0.0101, 0.025) is None
+        assert effects.estimate_more_launches(effect, 0.0101, 0.025) is None
 
 
 def side(name: str, rng: np.random.Generator, launches: int, model: str, **how: float) -> list[Run]:
@@ -266,7 +279,7 @@ def verdicts(
 ) -> dict[str, int]:
     """Verdicts of one made-up comparison of step times, of four points."""
     a, b = (side(name, rng, launches, model, faster=by) for name, by in (("a", 1.0), ("b", faster)))
-    return judge(a, b, Options(metrics=("step_time",), launch_noise=launch_noise)).counts
+    return judge_sides(a, b, Options(metrics=("step_time",), launch_noise=launch_noise)).counts
 
 
 MODELS = ("normal", "shared", "heavy", "throttle", "outliers")
@@ -280,7 +293,7 @@ class TestGuarantees:
     def drawn_once() -> Iterator[None]:
         """What is drawn depends on two lengths and a seed, of which there are few here; drawing is half of the time."""
         known: dict[tuple[int, ...], np.ndarray] = {}
-        really = resampling.drawn
+        really = resampling.draw_indices
 
         def drawn(n: int, length: int, draws: int, rng: np.random.Generator) -> np.ndarray:
             key = (n, length, draws, rng.bit_generator.state["state"]["state"])
@@ -289,7 +302,7 @@ class TestGuarantees:
             return known[key]
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(resampling, "drawn", drawn)
+            patch.setattr(resampling, "draw_indices", drawn)
             yield
 
     @pytest.mark.parametrize("model", MODELS)
@@ -321,8 +334,8 @@ class TestGuarantees:
         found = wrong = 0
         for _ in range(100):
             a, b, equal = (side(x, rng, 8, "normal", faster=by) for x, by in (("a", 1.0), ("b", 1.03), ("c", 1.0)))
-            found += judge(a, b, options).counts.get("FASTER", 0)
-            wrong += bool({"FASTER", "SLOWER"} & set(judge(a, equal, options).counts))
+            found += judge_sides(a, b, options).counts.get("FASTER", 0)
+            wrong += bool({"FASTER", "SLOWER"} & set(judge_sides(a, equal, options).counts))
         assert found >= 0.95 * 4 * 100
         assert wrong <= 5
 
@@ -334,12 +347,12 @@ class TestGuarantees:
         different = 0
         for _ in range(50):
             taken: dict[str, list[Run]] = {"a": [], "b": []}
-            turns = [name for n in range(1, 7) for name in (order(n) if alternate else "ab")]
+            turns = [name for n in range(1, 7) for name in (get_order(n) if alternate else "ab")]
             for place, name in enumerate(turns):
                 records = launch(rng, "shared", cv=0.005, faster=1.01**-place)
                 taken[name].append(Run(f"{name}{place}", Path(f"{name}{place}"), records))
             options = Options(metrics=("step_time",), paired=True)
-            found = judge(taken["a"], taken["b"], options).counts
+            found = judge_sides(taken["a"], taken["b"], options).counts
             different += "SLOWER" in found or "FASTER" in found
         assert (different <= 2) if alternate else (different >= 25)
 
@@ -350,11 +363,11 @@ class TestGuarantees:
         same = 0
         for _ in range(100):
             a, b = (side(name, rng, 5, "normal", cv=0.002) for name in "ab")
-            same += judge(a, b, Options(metrics=("step_time",))).counts.get("SAME", 0)
+            same += judge_sides(a, b, Options(metrics=("step_time",))).counts.get("SAME", 0)
         assert same >= 0.95 * 400
 
 
 @pytest.mark.parametrize(("requests", "together"), [(4, 1), (16, 4), (64, 8), (1000, 20)])
 def test_neighbouring_requests_are_drawn_together_but_at_least_four_times(requests: int, together: int) -> None:
     """2 · 1000^⅓ = 20, 2 · 64^⅓ = 8; of 16 it would be 5, which is over a fourth, and of 4 no more than 1."""
-    assert resampling.request_blocks(requests) == together
+    assert resampling.compute_request_block_length(requests) == together

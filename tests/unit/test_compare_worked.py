@@ -27,7 +27,7 @@ def estimates(*logs: float, within: float = 0.0) -> list[effects.Estimate]:
 
 def t(tail: float, df: float) -> float:
     """Student's quantile, which has tests of its own."""
-    return student.quantile(tail, df)
+    return student.compute_quantile(tail, df)
 
 
 class TestEffects:
@@ -37,12 +37,12 @@ class TestEffects:
         A: 0, 0.02, 0, 0.02, S² = 4 · 0.01² / 3; B: three of 0.05 and three of 0.09, S² = 6 · 0.02² / 5.
         """
         a, b = 4 * 0.01**2 / 3 / 4, 6 * 0.02**2 / 5 / 6
-        found = effects.compare(estimates(0.0, 0.02, 0.0, 0.02), estimates(*[0.05] * 3, *[0.09] * 3))
+        found = effects.compare_sides(estimates(0.0, 0.02, 0.0, 0.02), estimates(*[0.05] * 3, *[0.09] * 3))
         assert (found.log, found.variance) == (pytest.approx(0.06), pytest.approx(a + b))
         assert found.df == 3
         assert found.spread == pytest.approx(math.sqrt((4 * a + 6 * b) / 2))
         assert (found.launches, found.paired, found.assumed) == ((4, 6), False, False)
-        v, w = a * effects.inflate(4, 0.5), b * effects.inflate(6, 0.5)
+        v, w = a * effects.compute_inflation(4, 0.5), b * effects.compute_inflation(6, 0.5)
         assert found.correlated.variance == pytest.approx(v + w)
         assert found.correlated.df == pytest.approx(min((v + w) ** 2 / (v**2 / 3 + w**2 / 5), 4 + 2))
 
@@ -50,9 +50,9 @@ class TestEffects:
         """Two tests have to agree, and the interval is the wider one."""
         both = effects.Effect(0.1, 1e-4, 3.0, 0.01, (4, 4), correlated=effects.Scale(4e-4, 6.0))
         half = max(0.01 * t(0.025, 3), 0.02 * t(0.025, 6))
-        assert both.interval(0.025) == (pytest.approx(0.1 - half), pytest.approx(0.1 + half))
-        assert both.p_differs() == pytest.approx(2 * max(student.sf(10, 3), student.sf(5, 6)))
-        assert both.p_same(0.2) == pytest.approx(max(student.sf(10, 3), student.sf(5, 6)))
+        assert both.compute_interval(0.025) == (pytest.approx(0.1 - half), pytest.approx(0.1 + half))
+        assert both.compute_p_differs() == pytest.approx(2 * max(student.sf(10, 3), student.sf(5, 6)))
+        assert both.compute_p_same(0.2) == pytest.approx(max(student.sf(10, 3), student.sf(5, 6)))
 
     @pytest.mark.parametrize(("launches", "correlation"), [(4, 0.5), (4, 0.125), (10, 0.5)])
     def test_the_variance_of_a_mean_of_correlated_launches_is_that_of_an_ar1_process(
@@ -63,24 +63,24 @@ class TestEffects:
         covariances = [[correlation ** abs(i - j) for j in range(n)] for i in range(n)]
         of_mean = sum(map(sum, covariances)) / n**2
         mean_s2 = (n - n * of_mean) / (n - 1)
-        assert effects.inflate(n, correlation) == pytest.approx(of_mean / (mean_s2 / n))
-        assert effects.inflate(n, 0.0) == pytest.approx(1.0)
+        assert effects.compute_inflation(n, correlation) == pytest.approx(of_mean / (mean_s2 / n))
+        assert effects.compute_inflation(n, 0.0) == pytest.approx(1.0)
 
     @pytest.mark.parametrize("first", [True, False])
     def test_four_launches_against_one_know_nothing_of_the_one(self, first: bool) -> None:
         four, one = estimates(0.0, 0.02, 0.04, 0.02), estimates(0.1)
-        found = effects.compare(*((four, one) if first else (one, four)))
+        found = effects.compare_sides(*((four, one) if first else (one, four)))
         assert (found.log, found.variance) == (pytest.approx(0.08 if first else -0.08), None)
         assert found.missing_launches == ((0, 3) if first else (3, 0))
-        assert found.p_differs() == 1
+        assert found.compute_p_differs() == 1
 
     def test_given_noise_stands_for_few_launches_unless_they_scatter_more(self) -> None:
         """2 % between two launches, 0.0002 of one: of means of 1 and 3; the three scatter by 0.0004 of their own."""
         few = estimates(0.0, 0.02, 0.04)
-        found = effects.compare(estimates(0.1), few, 0.02)
+        found = effects.compare_sides(estimates(0.1), few, 0.02)
         assert found.variance == pytest.approx(2e-4 + 4e-4 / 3)
         assert (found.assumed, found.missing_launches) == (True, (0, 0))
-        assert effects.compare(estimates(0.1), few, 0.1).variance == pytest.approx(5e-3 + 5e-3 / 3)
+        assert effects.compare_sides(estimates(0.1), few, 0.1).variance == pytest.approx(5e-3 + 5e-3 / 3)
 
     def test_four_rounds(self) -> None:
         """Differences 0.01, 0.02, 0.03, 0.02: variance 0.0002 / 3, of their mean a quarter; more if samples scatter more."""
@@ -89,7 +89,7 @@ class TestEffects:
         assert (found.log, found.variance) == (pytest.approx(0.02), pytest.approx(2e-4 / 3 / 4))
         assert (found.df, found.spread, found.launches) == (3, pytest.approx(math.sqrt(2e-4 / 3)), (4, 4))
         assert (found.paired, found.assumed) == (True, False)
-        assert found.correlated.variance == pytest.approx(found.variance * effects.inflate(4, 0.125))
+        assert found.correlated.variance == pytest.approx(found.variance * effects.compute_inflation(4, 0.125))
         assert found.correlated.df == 3
         noisy = effects.compare_paired(estimates(*a, within=3e-4), estimates(*b, within=1e-4))
         assert noisy.variance == pytest.approx(4e-4 / 4)
@@ -98,7 +98,7 @@ class TestEffects:
     @pytest.mark.parametrize("paired", [False, True])
     def test_one_launch_each(self, paired: bool) -> None:
         """A launch is taken to be off by 2 % / √2; where one side has no samples, nothing says how well the ratio is known."""
-        compare = effects.compare_paired if paired else effects.compare
+        compare = effects.compare_paired if paired else effects.compare_sides
         found = compare(estimates(0.0, within=1e-4), estimates(0.1, within=1e-4), 0.02)
         assert (found.log, found.spread, found.launches) == (0.1, pytest.approx(0.02 / math.sqrt(2)), (1, 1))
         assert (found.paired, found.assumed) == (paired, True)
@@ -110,14 +110,14 @@ class TestEffects:
 
     def test_what_never_scatters_differs_or_does_not(self) -> None:
         same, other = (effects.Effect(log, 0.0, 4.0, 0.0, (3, 3)) for log in (0.0, 0.1))
-        assert (same.p_differs(), other.p_differs()) == (1.0, 0.0)
-        assert (same.p_same(0.01), other.p_same(0.01)) == (0.0, 1.0)
-        assert other.interval(0.025) == (0.1, 0.1)
+        assert (same.compute_p_differs(), other.compute_p_differs()) == (1.0, 0.0)
+        assert (same.compute_p_same(0.01), other.compute_p_same(0.01)) == (0.0, 1.0)
+        assert other.compute_interval(0.025) == (0.1, 0.1)
 
     def test_a_sum_of_variances_has_freedom_where_one_of_them_has(self) -> None:
         """(1 + 3)² / (1² / 4), the 3 being known for sure; nothing that scatters is known for sure altogether."""
-        assert effects.satterthwaite([(1.0, 4.0), (3.0, math.inf)]) == 64
-        assert effects.satterthwaite([(0.0, 4.0), (3.0, math.inf)]) == math.inf
+        assert effects.compute_satterthwaite_df([(1.0, 4.0), (3.0, math.inf)]) == 64
+        assert effects.compute_satterthwaite_df([(0.0, 4.0), (3.0, math.inf)]) == math.inf
 
 
 class TestMoreLaunches:
@@ -126,7 +126,7 @@ class TestMoreLaunches:
     @staticmethod
     def needed(n: int, spread: float) -> float:
         """The wider half of both tests of n launches of each side, and t(0.2) standard errors."""
-        wider = max(t(0.025, n - 1), math.sqrt(effects.inflate(n, 0.5)) * t(0.025, min(2 * n - 2, n + 2)))
+        wider = max(t(0.025, n - 1), math.sqrt(effects.compute_inflation(n, 0.5)) * t(0.025, min(2 * n - 2, n + 2)))
         return (wider + t(0.2, 2 * n - 2)) * spread * math.sqrt(2 / n)
 
     @pytest.mark.parametrize(
@@ -138,25 +138,26 @@ class TestMoreLaunches:
     ) -> None:
         effect = effects.Effect(log, 1e-4, 2.0, spread, (4, 6))
         enough = next(n for n in range(4, 51) if self.needed(n, spread) <= distance)
-        assert effects.more_launches(effect, 0.01, 0.025) == enough - 4
+        assert effects.estimate_more_launches(effect, 0.01, 0.025) == enough - 4
 
     def test_rounds_have_half_the_freedom_and_half_the_variance(self) -> None:
         effect = effects.Effect(0.03, 1e-4, 3.0, 0.02, (4, 4), paired=True)
         enough = (
             n
             for n in range(4, 51)
-            if (math.sqrt(effects.inflate(n, 0.125)) * t(0.025, n - 1) + t(0.2, n - 1)) * 0.02 / math.sqrt(n) <= 0.03
+            if (math.sqrt(effects.compute_inflation(n, 0.125)) * t(0.025, n - 1) + t(0.2, n - 1)) * 0.02 / math.sqrt(n)
+            <= 0.03
         )
-        assert effects.more_launches(effect, 0.01, 0.025) == next(enough) - 4
+        assert effects.estimate_more_launches(effect, 0.01, 0.025) == next(enough) - 4
 
     @pytest.mark.parametrize(("wider", "more"), [(0.999, 46), (1.001, None)])
     def test_more_than_fifty_on_each_side_are_not_proposed(self, wider: float, more: int | None) -> None:
         """With 50 the error is a fifth of the spread."""
         spread = wider * 0.02 / self.needed(50, 1.0)
-        assert effects.more_launches(effects.Effect(0.02, 1e-4, 8.0, spread, (4, 4)), 0.01, 0.025) == more
+        assert effects.estimate_more_launches(effects.Effect(0.02, 1e-4, 8.0, spread, (4, 4)), 0.01, 0.025) == more
 
     def test_one_is_the_least(self) -> None:
-        assert effects.more_launches(effects.Effect(0.5, 1e-4, 8.0, 0.001, (5, 5)), 0.01, 0.025) == 1
+        assert effects.estimate_more_launches(effects.Effect(0.5, 1e-4, 8.0, 0.001, (5, 5)), 0.01, 0.025) == 1
 
 
 def rows_of(*given: effects.Effect, higher_is_better: bool = False) -> list[Row]:
@@ -179,7 +180,9 @@ def rows_of(*given: effects.Effect, higher_is_better: bool = False) -> list[Row]
 def decided(*given: effects.Effect, higher_is_better: bool = False, **options: float) -> list[Row]:
     """The rows of these effects, judged together."""
     rows = rows_of(*given, higher_is_better=higher_is_better)
-    judging._decide([judging._Test(row, effect) for row, effect in zip(rows, given, strict=True)], Options(**options))
+    judging._decide_verdicts(
+        [judging._Test(row, effect) for row, effect in zip(rows, given, strict=True)], Options(**options)
+    )
     return rows
 
 
@@ -271,7 +274,7 @@ class TestVerdicts:
     )
     def test_what_is_not_judged_says_what_it_needs(self, effect: effects.Effect, more: int, reason: str) -> None:
         (row,) = rows_of(effect)
-        judging._explain(judging._Test(row, effect), Options())
+        judging._explain_undecided(judging._Test(row, effect), Options())
         assert (row.verdict, row.more_launches, row.reason) == ("UNDECIDED", more, reason)
         assert (row.judged, row.missing_launches) == (False, effect.missing_launches)
 
@@ -313,7 +316,7 @@ class TestCounts:
         ratio: float | None,
     ) -> None:
         metric: Any = SimpleNamespace(option="m", brief="m", brief_unit="", better="lower", absolute=absolute)
-        row = judging._counted(metric, a, b, 0.01)
+        row = judging._compare_counts(metric, a, b, 0.01)
         assert (row.verdict, row.ratio) == (verdict, None if ratio is None else pytest.approx(ratio))
         assert (row.sampled, row.absolute, row.higher_is_better) == (False, absolute, False)
         assert row.launches == (sum(map(bool, a)), sum(map(bool, b)))

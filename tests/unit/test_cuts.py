@@ -23,11 +23,11 @@ from dcpbench.hangs import said as hangs_said
 from dcpbench.imports import result, vllm
 from dcpbench.imports.documents import Document
 from dcpbench.launch import jobs
-from dcpbench.plan.grid import point_name
+from dcpbench.plan.grid import format_point_name
 from dcpbench.points import instances
 from dcpbench.records import checks
 from dcpbench.servers import answers, client, events
-from dcpbench.servers.answers import Streamed
+from dcpbench.servers.answers import StreamReply
 from dcpbench.serving import samples, step_times
 from tests.unit import record_builder, serve_record_builder
 
@@ -47,7 +47,7 @@ def raised(kind: type[Exception], call: Callable[[], object]) -> str:
 def server_said(error: str | None, body: bytes = b"", **headers: str) -> str:
     found = {name.encode().replace(b"_", b"-"): value.encode("latin-1") for name, value in headers.items()}
     data = body if error is None else json.dumps({"error": {"message": error}}).encode()
-    return client.status_error(307 if headers else 500, found, data).sentence
+    return client.make_status_error(307 if headers else 500, found, data).sentence
 
 
 def problem(found: checks.Problem | None) -> str:
@@ -61,10 +61,10 @@ SERVED = serve_record_builder.point()
 
 
 def no_stream(kind: str) -> Any:
-    reply = Streamed(1)
-    reply.head(200, {b"content-type": kind.encode("latin-1")})
-    reply.body(b'{"error": "no."}', 1.0)
-    return answers.Streamed._no_stream(reply)
+    reply = StreamReply(1)
+    reply.receive_head(200, {b"content-type": kind.encode("latin-1")})
+    reply.receive_body(b'{"error": "no."}', 1.0)
+    return answers.StreamReply._make_error(reply)
 
 
 def with_mode(mode: str) -> Any:
@@ -73,35 +73,35 @@ def with_mode(mode: str) -> Any:
 
 
 def broken(record: Any) -> tuple[str, str]:
-    found = judging._broken(record, "a")
+    found = judging._make_broken(record, "a")
     return found.outcome, found.reason
 
 
 CUTS: dict[str, tuple[str, Callable[[], str]]] = {
     "a line that is no record": (
         f"{LONG[:300]}. Not written by this version of dcpbench; take the line out, and measure its point again.",
-        lambda: checks.why(b"{}", msgspec.ValidationError(LONG)),
+        lambda: checks.explain_bad_line(b"{}", msgspec.ValidationError(LONG)),
     ),
     "an outcome": (
         f"outcome is {LONG[:40]!r}, none of {', '.join(checks.OUTCOMES)}",
-        lambda: problem(checks._outcome(msgspec.structs.replace(record_builder.ok(POINT), outcome=LONG))),  # type: ignore[arg-type]
+        lambda: problem(checks._check_outcome(msgspec.structs.replace(record_builder.ok(POINT), outcome=LONG))),  # type: ignore[arg-type]
     ),
     "instances of a record": (
         f"point.disaggregate is {LONG[:40]!r}, which no instances that ran are",
-        lambda: problem(checks._layout(record_builder.ok(msgspec.structs.replace(POINT, disaggregate=LONG)))),
+        lambda: problem(checks._check_layout(record_builder.ok(msgspec.structs.replace(POINT, disaggregate=LONG)))),
     ),
     "instances that are typed": (
         f"--disaggregate {LONG[:80]}: not a ratio of instances; {instances.HOW_TO_WRITE}.",
-        lambda: raised(UsageError, lambda: instances.parse(LONG)),
+        lambda: raised(UsageError, lambda: instances.parse_instances(LONG)),
     ),
-    "a check of a machine": (LONG[:200], lambda: findings.said(ValueError(f" {LONG}"))),
+    "a check of a machine": (LONG[:200], lambda: findings.format_error(ValueError(f" {LONG}"))),
     "an error of a server": (f"the server answered HTTP 500: {LONG[:299]}….", lambda: server_said(LONG)),
     "another answer of a server": (
         f"the server answered HTTP 500: {LATIN[:200]}….",
         lambda: server_said(None, LATIN.encode()),
     ),
-    "a page of a server": (f"a {LATIN[:198]}…", lambda: events._shown(b"a " + b" " * 597 + LATIN.encode())),
-    "a short answer of a server": (LATIN[:200], lambda: events._shown(LATIN[:200].encode())),
+    "a page of a server": (f"a {LATIN[:198]}…", lambda: events._format_quote(b"a " + b" " * 597 + LATIN.encode())),
+    "a short answer of a server": (LATIN[:200], lambda: events._format_quote(LATIN[:200].encode())),
     "where a server sends": (
         f"the server redirects (HTTP 307) to {LATIN[:199]}…. Use that in --url.",
         lambda: server_said(None, location=LATIN),
@@ -122,10 +122,10 @@ CUTS: dict[str, tuple[str, Callable[[], str]]] = {
         ),
     ),
     "a mode of a comparison": (
-        f"{point_name(with_mode(LONG))}, {LONG[:18]}",
-        lambda: judging.name_of(with_mode(LONG)),
+        f"{format_point_name(with_mode(LONG))}, {LONG[:18]}",
+        lambda: judging.format_point(with_mode(LONG)),
     ),
-    "a name of a point": (LONG[:300], lambda: judging.name_of(msgspec.structs.replace(POINT, model=LONG))[:400]),
+    "a name of a point": (LONG[:300], lambda: judging.format_point(msgspec.structs.replace(POINT, model=LONG))[:400]),
     "what did not run": (
         str((LONG[:20], LONG[:500])),
         lambda: str(broken(msgspec.structs.replace(record_builder.failed(POINT, LONG), outcome=LONG))),  # type: ignore[arg-type]
@@ -133,7 +133,7 @@ CUTS: dict[str, tuple[str, Callable[[], str]]] = {
     "marks of runs": (
         str([f"m{n:02}" for n in range(20)]),
         lambda: str(
-            environments.marks(
+            environments.collect_warnings(
                 [msgspec.structs.replace(record_builder.ok(POINT), marks=[f"m{n:02}" for n in reversed(range(25))])]
             )
         ),
@@ -159,7 +159,7 @@ def test_what_readers_of_files_say_is_cut_there(tmp_path: Path, monkeypatch: pyt
     def fail(*_: object, **__: object) -> None:
         raise ValueError(LONG)
 
-    assert raised(RecordsError, lambda: evidence._decoded(path, dict)) == f"{path} cannot be read: {LONG[:200]}."
+    assert raised(RecordsError, lambda: evidence._decode_json(path, dict)) == f"{path} cannot be read: {LONG[:200]}."
     assert (
         raised(RecordsError, lambda: step_times.read_step_times(path))
         == f"{path} cannot be read as step times: {LONG[:300]}; name a file below step-times/ of a run."
@@ -184,17 +184,17 @@ def test_why_a_run_has_no_page_is_cut(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("dcpbench.reports.write_report", fail)
     for count, said in (
-        (pages.MOST_POINTS, f"run: no page, because the report failed (ValueError: {LONG[:200]})"),
-        (pages.MOST_POINTS + 1, "run: no page for 3,001 points, only for up to 3,000"),
+        (pages.MAX_POINTS, f"run: no page, because the report failed (ValueError: {LONG[:200]})"),
+        (pages.MAX_POINTS + 1, "run: no page for 3,001 points, only for up to 3,000"),
     ):
         run: Any = SimpleNamespace(name="run", entries=[None] * count)
-        assert pages._report(tmp_path, run) == said
+        assert pages._write_page(tmp_path, run) == said
 
 
 def test_samples_are_named_in_60_letters_and_a_hash() -> None:
     point = msgspec.structs.replace(SERVED, model="m-" * 40)
-    digest = hashlib.sha256(point.key().encode()).hexdigest()[:12]
-    assert samples.samples_name(point) == f"samples/{'m-' * 30}-{digest}.parquet"
+    digest = hashlib.sha256(point.get_key().encode()).hexdigest()[:12]
+    assert samples.make_samples_name(point) == f"samples/{'m-' * 30}-{digest}.parquet"
 
 
 @pytest.mark.parametrize(("count", "said"), [(1, "f0"), (3, "f0, f1, f2"), (4, "f0, f1, f2 …")])
@@ -202,6 +202,6 @@ def test_the_first_three_of_files_are_named(
     count: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(hangs_said, "_hang", lambda paths, name: (len(paths), name))
+    monkeypatch.setattr(hangs_said, "_read_hang", lambda paths, name: (len(paths), name))
 
-    assert hangs_said.explained([Path(f"f{n}") for n in range(count)]) == [(count, said)]
+    assert hangs_said.read_hangs([Path(f"f{n}") for n in range(count)]) == [(count, said)]

@@ -28,7 +28,7 @@ def histories(runs: int, *, step: float = 1.0, at: int = 0, seed: int = 0) -> np
 
 
 def found_in(rows: np.ndarray) -> list[tuple[Change, ...]]:
-    return [changes.find(row) for row in rows.tolist()]
+    return [changes.find_changes(row) for row in rows.tolist()]
 
 
 def count_found(rows: np.ndarray) -> int:
@@ -135,9 +135,9 @@ def test_a_step_of_one_or_two_runs_is_no_change_yet(since: int) -> None:
 class TestSteps:
     def test_without_correlation_the_variance_is_that_of_independent_runs(self) -> None:
         """g(k) = 1/k for ρ = 0; with ρ = 0.5 and two runs (1 + 0.5) / 2."""
-        assert changes._variance_of_mean(7, 0.0) == pytest.approx(1 / 7)
-        assert changes._variance_of_mean(2, 0.5) == pytest.approx(0.75)
-        assert changes._variance_of_mean(5, 0.5) == pytest.approx(
+        assert changes._compute_variance_of_mean(7, 0.0) == pytest.approx(1 / 7)
+        assert changes._compute_variance_of_mean(2, 0.5) == pytest.approx(0.75)
+        assert changes._compute_variance_of_mean(5, 0.5) == pytest.approx(
             (1 + 2 * (0.8 / 2 + 0.6 / 4 + 0.4 / 8 + 0.2 / 16)) / 5
         )
 
@@ -172,7 +172,7 @@ def test_a_step_up_and_back_down_is_two() -> None:
 def test_levels_and_ratio_of_a_clear_step() -> None:
     """Geometric means of 100, 101, 99 … and of 110, 111, 109 …: 10 % more."""
     values = [100.0, 101.0, 99.0, 100.0, 101.0, 99.0, 110.0, 111.1, 108.9, 110.0, 111.1, 108.9]
-    (step,) = changes.find(values)
+    (step,) = changes.find_changes(values)
     assert step.before == 5
     assert step.old == pytest.approx(99.997, abs=0.01)
     assert step.ratio == pytest.approx(1.1, abs=1e-3)
@@ -183,35 +183,35 @@ def test_levels_and_ratio_of_a_clear_step() -> None:
 
 def test_counts_that_may_be_zero_change_by_plain_difference() -> None:
     """Two host synchronisations per step where there were none have no ratio."""
-    (step,) = changes.find([0.0] * 8 + [2.0] * 8)
+    (step,) = changes.find_changes([0.0] * 8 + [2.0] * 8)
     assert (step.before, step.old, step.new) == (7, 0.0, 2.0)
     assert step.ratio is None
 
 
 def test_a_sure_change_of_a_thousandth_is_not_marked() -> None:
     """Replays of one set of step times scatter so little that any rounding would be a change."""
-    assert changes.find([100.0] * 10 + [100.1] * 10) == ()
+    assert changes.find_changes([100.0] * 10 + [100.1] * 10) == ()
 
 
 @pytest.mark.parametrize(
     "values", [[], [1.0], [1.0] * 6 + [2.0] * 5, [3.0] * 30], ids=["none", "one", "eleven", "equal"]
 )
 def test_short_and_constant_histories_have_none(values: list[float]) -> None:
-    assert changes.find(values) == ()
+    assert changes.find_changes(values) == ()
 
 
 def test_the_same_history_always_has_the_same_marks() -> None:
     row = list(histories(30, step=1.05, at=12)[0])
-    one = changes.find(row)
-    changes._find.cache_clear()
-    assert changes.find(row) == one
+    one = changes.find_changes(row)
+    changes._find_cached.cache_clear()
+    assert changes.find_changes(row) == one
 
 
 def test_without_ruptures_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ruptures", None)
-    changes._find.cache_clear()
+    changes._find_cached.cache_clear()
     with pytest.raises(MissingPackageError, match=r"pip install '\.\[dashboard\]'"):
-        changes.find([1.0] * 6 + [2.0] * 6)
+        changes.find_changes([1.0] * 6 + [2.0] * 6)
 
 
 def test_pages_need_neither_matplotlib_nor_ruptures() -> None:

@@ -18,9 +18,9 @@ import pytest
 from dcpbench.commands import dashboard
 from dcpbench.dashboard import pages, running, server, site, watching
 from dcpbench.errors import MissingPackageError, OutputError, UsageError
-from dcpbench.launch.folders import locked
-from dcpbench.launch.jobs import Job, tell
-from dcpbench.plan.grid import point_name
+from dcpbench.launch.folders import lock_folder
+from dcpbench.launch.jobs import Job, write_progress
+from dcpbench.plan.grid import format_point_name
 from dcpbench.points.layout import Layout
 from dcpbench.points.settings import Settings
 from tests.unit import dashboard_builder, record_builder
@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def watcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> watching.Watcher:
     """Two runs and their site; a page is a file that says which run it is of."""
-    monkeypatch.setattr(pages, "_report", lambda folder, run: (folder / pages.PAGE).write_text(run.name) and "")
+    monkeypatch.setattr(pages, "_write_page", lambda folder, run: (folder / pages.PAGE).write_text(run.name) and "")
     runs = dashboard_builder.history(tmp_path / "runs", runs=2, count=1)
     made = watching.Watcher(runs, tmp_path / "site", print)
     made.refresh()
@@ -134,7 +134,7 @@ class TestWhatIsShown:
         assert headers["cross-origin-resource-policy"] == "same-origin"
 
     def test_data_whose_name_is_its_digest_may_be_kept(self, client: Client, watcher: watching.Watcher) -> None:
-        answer = client.get("/" + site.index(watcher.site))
+        answer = client.get("/" + site.read_index_path(watcher.site))
         assert answer.status_code == 200
         assert "immutable" in answer.headers["cache-control"]
 
@@ -147,7 +147,7 @@ class TestWhatIsShown:
         assert not (watcher.site / "runs" / "run-000").exists()
 
     def test_a_page_that_cannot_be_made_says_why(self, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(pages, "_report", lambda _, run: f"{run.name}: no page, because of <b>")
+        monkeypatch.setattr(pages, "_write_page", lambda _, run: f"{run.name}: no page, because of <b>")
         answer = client.get("/runs/run-001/report.html")
         assert (answer.status_code, answer.text) == (404, "run-001: no page, because of <b>")
         assert answer.headers["content-type"].startswith("text/plain")
@@ -169,7 +169,7 @@ class TestFollowing:
         with (watcher.root / "run-001" / "records.jsonl").open("ab") as f:
             f.write(b'{"schema_version":1,"point":{"mod')
         watcher.refresh()
-        assert "run-001" in client.get("/" + site.index(watcher.site)).text
+        assert "run-001" in client.get("/" + site.read_index_path(watcher.site)).text
 
     def test_a_build_that_fails_is_said_and_the_last_site_stays(
         self, client: Client, watcher: watching.Watcher, monkeypatch: pytest.MonkeyPatch
@@ -189,29 +189,29 @@ class TestFollowing:
         folder = watcher.root / "running"
         points = [record_builder.point(concurrency=n) for n in (1, 2, 3, 4, 5)]
         job = Job(kind="sweep", tag="tp1", folder=str(folder), device="cpu", points=points, settings=Settings())
-        with locked(folder):
-            job.path().write_bytes(msgspec.json.encode(job))
-            tell(job, "start")
-            tell(job, "done", points[0], index=0)
-            tell(job, "failed", points[1], index=1)
-            tell(job, "hung", points[2], index=2)
-            tell(job, "measure", points[3], index=3, note="9.1 ms")
-            with job.progress_path().open("ab") as f:
+        with lock_folder(folder):
+            job.get_path().write_bytes(msgspec.json.encode(job))
+            write_progress(job, "start")
+            write_progress(job, "done", points[0], index=0)
+            write_progress(job, "failed", points[1], index=1)
+            write_progress(job, "hung", points[2], index=2)
+            write_progress(job, "measure", points[3], index=3, note="9.1 ms")
+            with job.get_progress_path().open("ab") as f:
                 f.write(b'{"stage": "do')
-            began = running._events(job.progress_path())[0].at
-            (one,) = running.working(watcher.root, now=began + 60)
+            began = running._read_events(job.get_progress_path())[0].at
+            (one,) = running.find_running_jobs(watcher.root, now=began + 60)
             assert (one.done, one.failed, one.of, one.stage, one.note) == (3, 2, 5, "measure", "9.1 ms")
             assert one.left_s == pytest.approx(40)
-            assert running.working(watcher.root, now=began)[0].left_s is None, (
+            assert running.find_running_jobs(watcher.root, now=began)[0].left_s is None, (
                 "in no time nothing is known of a point's"
             )
             (told,) = client.get("/live.json").json()["jobs"]
             assert (told["run"], told["done"]) == ("running", 3)
-            assert told["point"] == point_name(points[3])
-            with job.progress_path().open("ab") as f:
+            assert told["point"] == format_point_name(points[3])
+            with job.get_progress_path().open("ab") as f:
                 f.write(b"\n")
-            tell(job, "end")
-            assert running.working(watcher.root) == []
+            write_progress(job, "end")
+            assert running.find_running_jobs(watcher.root) == []
 
     def test_of_several_jobs_the_newest_is_told_and_one_that_is_gone_is_none(self, tmp_path: Path) -> None:
         """A run has a job for each number of GPUs; the file of one may vanish while they are listed."""
@@ -220,25 +220,25 @@ class TestFollowing:
             job = Job(
                 kind="sweep", tag=f"tp{gpus}", folder=str(tmp_path), device="cpu", points=points, settings=Settings()
             )
-            job.path().write_bytes(msgspec.json.encode(job))
-            tell(job, "start")
-            os.utime(job.path(), (1e9 - age, 1e9 - age))
+            job.get_path().write_bytes(msgspec.json.encode(job))
+            write_progress(job, "start")
+            os.utime(job.get_path(), (1e9 - age, 1e9 - age))
         (tmp_path / "job-tp2.json").symlink_to(tmp_path / "nothing")
-        with locked(tmp_path):
-            (one,) = running.working(tmp_path)
+        with lock_folder(tmp_path):
+            (one,) = running.find_running_jobs(tmp_path)
         assert (one.of, one.run) == (8, tmp_path.name)
 
     def test_a_job_whose_command_is_gone_is_not_running(self, tmp_path: Path) -> None:
         """A killed run leaves its lock file with a process id that no longer lives."""
         points = [record_builder.point()]
         job = Job(kind="sweep", tag="tp1", folder=str(tmp_path), device="cpu", points=points, settings=Settings())
-        job.path().write_bytes(msgspec.json.encode(job))
-        tell(job, "start")
+        job.get_path().write_bytes(msgspec.json.encode(job))
+        write_progress(job, "start")
         dead = subprocess.Popen([sys.executable, "-c", ""])
         dead.wait()
         for pid, working in ((os.getpid(), 1), (dead.pid, 0)):
             (tmp_path / ".lock").write_text(f"{pid}\n")
-            assert len(running.working(tmp_path)) == working
+            assert len(running.find_running_jobs(tmp_path)) == working
 
 
 def start(runs: Path, *args: str) -> tuple[subprocess.Popen[str], str]:

@@ -40,7 +40,7 @@ def quick_pages(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         made.append(run.name)
         return ""
 
-    monkeypatch.setattr(pages, "_report", report)
+    monkeypatch.setattr(pages, "_write_page", report)
     return made
 
 
@@ -59,7 +59,7 @@ def tree(out: Path) -> dict[str, bytes]:
 
 def test_which_page_of_how_many_is_made_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In order of runs; those that are there are counted, and nothing is said of them."""
-    monkeypatch.setattr(site, "now_and_then", lambda tell: tell)
+    monkeypatch.setattr(site, "make_rate_limited", lambda tell: tell)
     for run in range(3):
         found = [dashboard_builder.record(record_builder.point(), run)]
         record_builder.write(tmp_path / "runs" / f"run-{run}", found)
@@ -75,7 +75,7 @@ class TestWhichRuns:
         of = record_builder.point()
         record_builder.write(tmp_path / "runs" / "b" / "deep", [dashboard_builder.record(of, 1)])
         record_builder.write(tmp_path / "runs" / "z", [dashboard_builder.record(of, 0)])
-        found = finding.find(tmp_path / "runs", {}, print)
+        found = finding.load_runs(tmp_path / "runs", {}, print)
         assert [(run.name, run.slug) for run in found.runs] == [("z", "z"), ("b/deep", "b~deep")]
         assert [run.date for run in found.runs] == ["2026-01-05T06:00:00Z", "2026-01-06T06:00:00Z"]
 
@@ -98,7 +98,7 @@ class TestWhichRuns:
             (root / name).mkdir(parents=True)
             (root / name / "records.jsonl").write_bytes(content)
         record_builder.write(root / "good", [good])
-        found = finding.find(root, {}, print)
+        found = finding.load_runs(root, {}, print)
         assert [run.name for run in found.runs] == ["damaged", "good"], "one line of the former can be read"
         assert {sentence.partition(":")[0] for sentence in found.skipped} == set(broken)
         assert all(len(sentence) < 400 for sentence in found.skipped)
@@ -107,14 +107,14 @@ class TestWhichRuns:
     def test_a_copy_of_a_run_is_counted_once(self, tmp_path: Path) -> None:
         record_builder.write(tmp_path / "a", [dashboard_builder.record(record_builder.point(), 0)])
         shutil.copytree(tmp_path / "a", tmp_path / "b")
-        found = finding.find(tmp_path, {}, print)
+        found = finding.load_runs(tmp_path, {}, print)
         assert [run.name for run in found.runs] == ["a"]
         assert found.skipped == ["b: the same records as a"]
 
     def test_copies_of_records_in_a_site_are_not_runs(self, tmp_path: Path) -> None:
         runs = dashboard_builder.history(tmp_path / "runs", runs=2, count=1)
         site.build(runs, runs / "site")
-        assert [run.name for run in finding.find(runs, {}, print).runs] == ["run-000", "run-001"]
+        assert [run.name for run in finding.load_runs(runs, {}, print).runs] == ["run-000", "run-001"]
 
     def test_a_folder_without_runs_does_not_empty_a_site_that_has_pages(self, tmp_path: Path) -> None:
         runs = dashboard_builder.history(tmp_path / "runs", runs=1, count=1)
@@ -131,9 +131,9 @@ class TestWhichRuns:
 
     @pytest.mark.parametrize("name", ["a b", "ä", "x" * 200, "..a", "a;rm -rf", "<b>"])
     def test_a_name_becomes_a_safe_folder_of_its_own(self, name: str) -> None:
-        slug = finding._slug(name)
-        assert slug != finding._slug(name + "2")
-        assert len(slug) <= finding.LONGEST_SLUG + 9
+        slug = finding._make_slug(name)
+        assert slug != finding._make_slug(name + "2")
+        assert len(slug) <= finding.MAX_SLUG_CHARS + 9
         assert not set(slug) - set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._~-")
         assert slug[0] != "."
 
@@ -144,7 +144,7 @@ def _objectives() -> str:
 
 def kinds(*records: Record) -> int:
     """How many lines some records make."""
-    return len(lines.of_run(records))
+    return len(lines.collect_lines(records))
 
 
 class TestWhatIsOneLine:
@@ -181,8 +181,8 @@ class TestWhatIsOneLine:
             changed={"chunk": 0, "policy": "unknown", "prefill": "unknown"},
         )
         served = serve_record_builder.served(serve_record_builder.point())
-        (line,) = lines.of_run([msgspec.structs.replace(served, point=of, origin="vllm", environment=None)])
-        said = lines.described(line)
+        (line,) = lines.collect_lines([msgspec.structs.replace(served, point=of, origin="vllm", environment=None)])
+        said = lines.describe_line(line)
         assert (said["how"], said["conditions"]) == ("vllm · 96 requests", f"{_objectives()}, from vllm")
         assert said["hardware"] == "not recorded"
 
@@ -197,31 +197,31 @@ class TestWhatIsOneLine:
     def test_a_precision_is_one_word_of_how_a_point_ran(self, precision: dict[str, str], said: str) -> None:
         """What is computed with, alone, is what the rows of both would share: `bf16` above a table with fp8 weights."""
         of = record_builder.point(**({"dtype": "bf16"} | precision))
-        (line,) = lines.of_run([dashboard_builder.record(of, 0)])
-        assert str(lines.described(line)["how"]).split(" · ")[-1] == said
+        (line,) = lines.collect_lines([dashboard_builder.record(of, 0)])
+        assert str(lines.describe_line(line)["how"]).split(" · ")[-1] == said
 
     def test_variables_that_all_lines_share_are_not_said_and_all_else_is(self) -> None:
         rows: list[dict[str, str | int]] = [
             {"conditions": "KV memory 8 GiB, from vllm, NCCL_NVLS_ENABLE=0, NCCL_GRAPH_MIXING_SUPPORT=0"},
             {"conditions": "KV memory 8 GiB, from vllm, NCCL_NVLS_ENABLE=0"},
         ]
-        said = [row["conditions"] for row in lines.told_apart(rows)]
+        said = [row["conditions"] for row in lines.remove_shared_settings(rows)]
         assert said == ["KV memory 8 GiB, from vllm, NCCL_GRAPH_MIXING_SUPPORT=0", "KV memory 8 GiB, from vllm"]
-        assert lines.told_apart([]) == []
-        assert lines.shared([]) == []
+        assert lines.remove_shared_settings([]) == []
+        assert lines.find_shared_settings([]) == []
 
     def test_commit_versions_and_repeats_are_not(self) -> None:
         """These are what a history is over, or what one entry sums up."""
         first = dashboard_builder.record(record_builder.point(), 0)
         again = dashboard_builder.record(record_builder.point(repeat=1), 1)
         newer = dashboard_builder.environment(2, torch="2.12")
-        found = lines.of_run([first, again, msgspec.structs.replace(first, environment=newer)])
+        found = lines.collect_lines([first, again, msgspec.structs.replace(first, environment=newer)])
         assert [entry.repeats for entry in found.values()] == [3]
 
     def test_a_rejected_point_takes_the_hardware_of_its_run(self) -> None:
         ok = dashboard_builder.record(record_builder.point(), 0)
         rejected = record_builder.rejected(record_builder.point(Layout(4)))
-        assert {line.hardware for line in lines.of_run([ok, rejected])} == {"4 × NVIDIA H200"}
+        assert {line.hardware for line in lines.collect_lines([ok, rejected])} == {"4 × NVIDIA H200"}
 
     def test_repeats_are_the_median_with_the_envelope_of_their_intervals(self) -> None:
         """Steps of 10, 12 and 11 ms: the median is 11, the interval reaches from the lowest to the highest."""
@@ -229,7 +229,7 @@ class TestWhatIsOneLine:
             record_builder.ok(record_builder.point(repeat=i), median_ms=ms, steps=30)
             for i, ms in enumerate((10.0, 12.0, 11.0))
         ]
-        (entry,) = lines.of_run(found).values()
+        (entry,) = lines.collect_lines(found).values()
         steps = [r.metrics.step_ms for r in found if r.metrics]
         assert entry.values["step_ms"].median == pytest.approx(sorted(s.median for s in steps)[1])
         assert entry.values["step_ms"].low == min(s.low for s in steps)
@@ -238,7 +238,7 @@ class TestWhatIsOneLine:
     def test_a_failed_repeat_is_told_beside_those_that_finished(self) -> None:
         of = record_builder.point()
         records = [dashboard_builder.record(of, 0), record_builder.failed(record_builder.point(repeat=1))]
-        (entry,) = lines.of_run(records).values()
+        (entry,) = lines.collect_lines(records).values()
         assert entry.outcome == "ok"
         assert entry.reason.startswith("1 of 2 repeats did not finish")
 
@@ -299,9 +299,15 @@ class TestData:
         assert HOSTILE in data(tmp_path / "site", "index")["words"]["model"]
 
     def test_numbers_that_json_has_not_are_null(self) -> None:
-        from dcpbench.dashboard.data import _short
+        from dcpbench.dashboard.data import _to_json_number
 
-        assert [_short(x) for x in (float("nan"), float("inf"), None, 0.0, 12345.678)] == [None, None, None, 0, 12346]
+        assert [_to_json_number(x) for x in (float("nan"), float("inf"), None, 0.0, 12345.678)] == [
+            None,
+            None,
+            None,
+            0,
+            12346,
+        ]
 
     def test_no_runs_make_an_empty_site(self, tmp_path: Path) -> None:
         (tmp_path / "runs").mkdir()
@@ -379,14 +385,14 @@ class TestBuildingAgain:
         def end(*_: object) -> None:
             raise ends
 
-        report = pages._report
+        report = pages._write_page
         chosen = {"run-002": end}
-        monkeypatch.setattr(pages, "_report", lambda folder, run: chosen.get(run.name, report)(folder, run))
+        monkeypatch.setattr(pages, "_write_page", lambda folder, run: chosen.get(run.name, report)(folder, run))
         with pytest.raises((ends, OutputError)):
             site.build(runs, tmp_path / "site")
-        monkeypatch.setattr(pages, "_report", report)
+        monkeypatch.setattr(pages, "_write_page", report)
         with monkeypatch.context() as patch:
-            patch.setattr(site, "_tidy", end)
+            patch.setattr(site, "_remove_unreferenced", end)
             with pytest.raises((ends, OutputError)):
                 site.build(runs, tmp_path / "site")
         built = site.build(runs, tmp_path / "site")
@@ -399,7 +405,7 @@ class TestBuildingAgain:
         """What is kept is kept for the records that it shows."""
         runs = dashboard_builder.history(tmp_path / "runs", runs=1, count=1)
         with monkeypatch.context() as patch:
-            patch.setattr(site, "_tidy", lambda *_: (tmp_path / "no" / "such").read_bytes())
+            patch.setattr(site, "_remove_unreferenced", lambda *_: (tmp_path / "no" / "such").read_bytes())
             with pytest.raises(OutputError):
                 site.build(runs, tmp_path / "site")
         with (runs / "run-000" / "records.jsonl").open("ab") as f:
@@ -415,14 +421,14 @@ class TestBuildingAgain:
         before = tree(tmp_path / "site")
         dashboard_builder.history(runs / "new", runs=1, count=2)
         with monkeypatch.context() as patch:
-            patch.setattr(data_files, "make", lambda *_: (tmp_path / "no" / "such").read_bytes())
+            patch.setattr(data_files, "build_content", lambda *_: (tmp_path / "no" / "such").read_bytes())
             with pytest.raises(OutputError):
                 site.build(runs, tmp_path / "site")
         after = tree(tmp_path / "site")
         assert {name: after[name] for name in before if name != finding.STATE_FILE} == {
             name: content for name, content in before.items() if name != finding.STATE_FILE
         }
-        assert site.index(tmp_path / "site").encode() in before["index.html"]
+        assert site.read_index_path(tmp_path / "site").encode() in before["index.html"]
 
     def test_the_index_is_written_before_the_first_page_and_again_while_pages_are_made(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -432,14 +438,14 @@ class TestBuildingAgain:
         now = [0.0]
 
         def report(*_: object) -> str:
-            index = site.index(tmp_path / "site")
+            index = site.read_index_path(tmp_path / "site")
             assert index.encode() in (tmp_path / "site" / "index.html").read_bytes()
             text = (tmp_path / "site" / index).read_text()
             seen.append(json.loads(text[text.index("{") : text.rindex("}") + 1])["runs"]["page"])
             now[0] += 9
             return ""
 
-        monkeypatch.setattr(pages, "_report", report)
+        monkeypatch.setattr(pages, "_write_page", report)
         monkeypatch.setattr(site.time, "monotonic", lambda: now[0])
         built = site.build(dashboard_builder.history(tmp_path / "runs", runs=4, count=1), tmp_path / "site")
         assert seen == [[0, 0, 0, 0], [0, 0, 0, 0], [1, 1, 0, 0], [1, 1, 0, 0]]
@@ -465,13 +471,13 @@ class TestBuildingAgain:
             shutil.rmtree(runs / "run-001")
             return ""
 
-        monkeypatch.setattr(pages, "_report", report)
+        monkeypatch.setattr(pages, "_write_page", report)
         built = site.build(runs, tmp_path / "site")
         assert built.skipped == ["run-001: no page, because its records are gone since they were read"]
         assert [p.name for p in (tmp_path / "site" / "runs").iterdir()] == ["run-000"]
 
     def test_a_report_that_fails_costs_only_its_page(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(pages, "_report", lambda _, run: f"{run.name}: no page, because of a bug")
+        monkeypatch.setattr(pages, "_write_page", lambda _, run: f"{run.name}: no page, because of a bug")
         runs = dashboard_builder.history(tmp_path / "runs", runs=1, count=1)
         built = site.build(runs, tmp_path / "site")
         assert built.skipped == ["run-000: no page, because of a bug"]
@@ -538,7 +544,7 @@ class TestLatestChanges:
         sizes = [("a", 0.1004), ("b", 0.1001), ("b", 0.1), ("c", 0.102), ("d", 0.05)]
         histories = [SimpleNamespace(line=SimpleNamespace(example=SimpleNamespace(layout_name=of))) for of, _ in sizes]
         moved = [SimpleNamespace(line=i, verdict="worse", size=size) for i, (_, size) in enumerate(sizes)]
-        groups = data_files._alike(moved, histories)  # type: ignore[arg-type]
+        groups = data_files._group_similar(moved, histories)  # type: ignore[arg-type]
         assert [[one.line for one in group] for group in groups] == [[3], [1, 2], [0], [4]]
 
     def test_what_became_better_and_what_became_worse_stand_apart(self, tmp_path: Path) -> None:
@@ -552,8 +558,8 @@ class TestLatestChanges:
         site.build(tmp_path / "runs", tmp_path / "site")
         (step,) = data(tmp_path / "site", "index")["latest"]["steps"]
         assert (step["worse"], step["better"]) == (8, 8)
-        assert [group["points"] for group in step["groups"]] == [1] * data_files.MOST_TOLD
-        assert step["untold"] == 16 - data_files.MOST_TOLD
+        assert [group["points"] for group in step["groups"]] == [1] * data_files.MAX_GROUPS
+        assert step["untold"] == 16 - data_files.MAX_GROUPS
 
     def test_a_group_tells_the_range_of_each_metric_and_of_how_many_points(self) -> None:
         """Three points, worse by 10 to 20 %; one of them has a metric more, and two a value that is not positive."""
@@ -564,10 +570,10 @@ class TestLatestChanges:
             {speed: change(0.85), step: change(None)},
         ]
         of = record_builder.point()
-        (line,) = lines.of_run([dashboard_builder.record(of, 0)])
+        (line,) = lines.collect_lines([dashboard_builder.record(of, 0)])
         histories = [data_files.History(line, []) for _ in steps]
-        moved = [data_files.Moved(i, one, "worse") for i, one in enumerate(steps)]
-        told = data_files._group(moved, histories)
+        moved = [data_files.ChangedPoint(i, one, "worse") for i, one in enumerate(steps)]
+        told = data_files._summarize_group(moved, histories)
         assert (told["line"], told["points"], told["verdict"]) == (0, 3, "worse")
         rows = {row[0]: row[1:4] for row in told["changes"]}  # type: ignore[attr-defined]
         assert rows == {speed: [3, 0.8, 0.9], step: [2, None, None]}, "without a ratio no range is told"
@@ -605,7 +611,7 @@ class TestWhoseFolder:
 
     def test_a_site_that_was_begun_and_not_finished_is_ours(self, tmp_path: Path) -> None:
         runs = dashboard_builder.history(tmp_path / "runs", runs=1, count=1)
-        site._enter(tmp_path / "site")
+        site._prepare_folder(tmp_path / "site")
         site.build(runs, tmp_path / "site")
         assert (tmp_path / "site" / "index.html").is_file()
 
@@ -619,10 +625,10 @@ class TestWhoseFolder:
 def test_runs_as_large_as_a_site_takes_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (run,) = dashboard_builder.history(tmp_path / "runs", runs=1).iterdir()
     size = (run / "records.jsonl").stat().st_size
-    monkeypatch.setattr(finding, "MOST_BYTES", size)
-    assert len(finding.find(tmp_path / "runs", {}, lambda _: None).runs) == 1
-    monkeypatch.setattr(finding, "MOST_BYTES", size - 1)
-    skipped = finding.find(tmp_path / "runs", {}, lambda _: None).skipped
+    monkeypatch.setattr(finding, "MAX_BYTES", size)
+    assert len(finding.load_runs(tmp_path / "runs", {}, lambda _: None).runs) == 1
+    monkeypatch.setattr(finding, "MAX_BYTES", size - 1)
+    skipped = finding.load_runs(tmp_path / "runs", {}, lambda _: None).skipped
     assert f"{size:,} bytes of records; a site takes runs of up to {size - 1:,}." in str(skipped)
 
 
@@ -631,19 +637,19 @@ def test_progress_of_more_than_16_mib_is_no_jobs(tmp_path: Path, size: int, even
     """A line has 300 bytes: that would be 50,000 events."""
     line = msgspec.json.encode(Progress(stage="measure"))
     (tmp_path / "progress").write_bytes(line.ljust(size - 1) + b"\n")
-    assert len(running._events(tmp_path / "progress")) == events
+    assert len(running._read_events(tmp_path / "progress")) == events
 
 
 def test_a_page_that_is_made_later_is_noted_beside_all_that_a_build_left(tmp_path: Path) -> None:
     """And where nothing was built yet it is noted alone."""
-    (run,) = finding.find(dashboard_builder.history(tmp_path / "runs", runs=1), {}, lambda _: None).runs
-    site._note(tmp_path, {site.OURS: site.FORMAT, "index": "data/index.json", "pages": {"other": "key"}})
-    site.note_page(tmp_path, run)
-    assert site.index(tmp_path) == "data/index.json"
-    assert site.made(tmp_path) == {"other": "key", run.slug: pages.key(run)}
+    (run,) = finding.load_runs(dashboard_builder.history(tmp_path / "runs", runs=1), {}, lambda _: None).runs
+    site._write_state(tmp_path, {site.OURS: site.FORMAT, "index": "data/index.json", "pages": {"other": "key"}})
+    site.record_page(tmp_path, run)
+    assert site.read_index_path(tmp_path) == "data/index.json"
+    assert site.read_page_keys(tmp_path) == {"other": "key", run.slug: pages.compute_page_key(run)}
     (tmp_path / "new").mkdir()
-    site.note_page(tmp_path / "new", run)
-    assert (site.index(tmp_path / "new"), [*site.made(tmp_path / "new")]) == ("", [run.slug])
+    site.record_page(tmp_path / "new", run)
+    assert (site.read_index_path(tmp_path / "new"), [*site.read_page_keys(tmp_path / "new")]) == ("", [run.slug])
 
 
 def test_a_point_of_which_some_layers_were_cycled_says_so_in_the_index(tmp_path: Path) -> None:

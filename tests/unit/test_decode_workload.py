@@ -9,7 +9,7 @@ import torch
 from dcpbench.measuring.ranges import PHASES
 from dcpbench.measuring.timing import Timer, Timing
 from dcpbench.points import budget, memory
-from dcpbench.points.floors import Routed, Sharding, StepRows, step_floors
+from dcpbench.points.floors import Routed, Sharding, StepRows, compute_step_floors
 from dcpbench.points.layout import Layout
 from dcpbench.points.machine import Probe
 from dcpbench.points.point import Point
@@ -17,8 +17,8 @@ from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import load_shape
 from dcpbench.records.record import Emulated, Environment, Gpu, Phases, Rates, Record, SyncSite
 from dcpbench.workloads import decode, point_facts
-from dcpbench.workloads.attention_error import attention_error, limit_of
-from dcpbench.workloads.session import build
+from dcpbench.workloads.attention_error import compute_attention_error, get_limit
+from dcpbench.workloads.session import build_session
 from tests.unit import engine_builder
 
 CPU = torch.device("cpu")
@@ -30,7 +30,7 @@ POINT = Point(model="tiny", tp=1, concurrency=3, context=9, backend="reference",
 
 def session(point=POINT):
     """An engine for the point, as worker.py builds it."""
-    return build(point, TINY, budget.plan_engine([point], Settings(), TINY, PROBE), rank=0, device=CPU, seed=0)
+    return build_session(point, TINY, budget.plan_engine([point], Settings(), TINY, PROBE), rank=0, device=CPU, seed=0)
 
 
 def run(built, point=POINT, *, profile=True):
@@ -50,7 +50,7 @@ def measured():
         timer.step()
         return [2.0] * steps, 0.1
 
-    patch.setattr(Timer, "chunk", chunk)
+    patch.setattr(Timer, "measure_chunk", chunk)
     built = session()
     yield (built, *run(built))
     patch.undo()
@@ -129,7 +129,7 @@ class TestRecord:
         """Three layers, all held; 3 requests in a graph of 4 rows, eager; attention in fp32 against fp64."""
         honesty = measured[1].honesty
         assert (honesty.layers, honesty.layers_held, honesty.weights) == (3, 3, "synthetic")
-        assert honesty.full_weights_bytes_per_gpu == memory.weight_bytes(TINY, POINT.layout, 4, 1, 2)
+        assert honesty.full_weights_bytes_per_gpu == memory.compute_weight_bytes(TINY, POINT.layout, 4, 1, 2)
         assert (honesty.graph_batch, honesty.cuda_graph) == (4, False)
         assert 0 < honesty.attention_error < 1e-5
 
@@ -147,15 +147,15 @@ class TestRecord:
         """
         rates = Rates(read_bytes_s=1e6, copy_bytes_s=1e6, matmul_flop_s=1e9)
         ids = [torch.tensor([[0, 1], [0, 1], [1, 2], [6, 7]]), torch.tensor([[3, 4]] * 3 + [[0, 1]])]
-        floor = decode.step_floor(session(), POINT, 4, ids, rates)
+        floor = decode.compute_step_floor(session(), POINT, 4, ids, rates)
         assert floor.experts == "routed"
         assert floor.phase_floor_us["attention"] == pytest.approx(3 * 4 * (30 * 48 + 3 * 8 * 80))
         assert floor.floor_ms == pytest.approx(sum(floor.phase_floor_us.values()) / 1e3)
-        sharding = Sharding.of(POINT, TINY)
+        sharding = Sharding.from_point(POINT, TINY)
         known = StepRows(
             decodes=(10,) * 3, sampled=3, tokens=3, routing=((Routed(hit=3, rows=6),), (Routed(hit=2, rows=6),))
         )
-        assert floor.phase_floor_us == pytest.approx(step_floors(sharding, known, rates.limits))
+        assert floor.phase_floor_us == pytest.approx(compute_step_floors(sharding, known, rates.limits))
 
     def test_tokens_of_all_replicas_meet_in_the_experts_and_their_padding_does_not(self):
         """tp2·dp2, 3 requests: 2 on replica 0, 1 and a padding row on replica 1, in graphs of 2 rows; 4 experts a rank.
@@ -165,14 +165,14 @@ class TestRecord:
         point = msgspec.structs.replace(POINT, tp=2, dp=2)
         rates = Rates(read_bytes_s=1e6, copy_bytes_s=1e6, matmul_flop_s=1e9, peer_bytes_s=1e6, barrier_us=1.0)
         ids = [torch.tensor([[0, 5], [1, 5], [0, 2], [6, 7]])] * 2
-        floor = decode.step_floor(SimpleNamespace(shape=TINY), point, 2, ids, rates)
-        sharding = Sharding.of(point, TINY)
+        floor = decode.compute_step_floor(SimpleNamespace(shape=TINY), point, 2, ids, rates)
+        sharding = Sharding.from_point(point, TINY)
         known = ((Routed(hit=3, rows=4), Routed(hit=1, rows=2)),) * 2
         step = StepRows(decodes=(10, 10), sampled=2, tokens=3, routing=known)
-        assert floor.phase_floor_us == pytest.approx(step_floors(sharding, step, rates.limits))
+        assert floor.phase_floor_us == pytest.approx(compute_step_floors(sharding, step, rates.limits))
 
     def test_rates_that_are_missing_leave_a_step_without_a_floor(self):
-        assert decode.step_floor(session(), POINT, 4, [], Rates(read_bytes_s=1e6, copy_bytes_s=1e6)) is None
+        assert decode.compute_step_floor(session(), POINT, 4, [], Rates(read_bytes_s=1e6, copy_bytes_s=1e6)) is None
 
     def test_one_rank_is_the_busiest_and_the_mean(self, measured):
         """Of as many experts and rows."""
@@ -219,8 +219,11 @@ def test_the_busiest_rank_is_that_of_each_layer():
     rank has both of 2 hit (2 / 1) and all rows. On average (4/3 + 2) / 2 and (1 + 2) / 2; cut, all ranks have the same.
     """
     rows = torch.tensor([[3, 1, 0, 4], [0, 0, 5, 3]])
-    assert decode.busiest(rows, 2) == {"busiest_rank_experts": pytest.approx(5 / 3), "busiest_rank_rows": 1.5}
-    assert decode.busiest(rows, 1) == {"busiest_rank_experts": 1, "busiest_rank_rows": 1}
+    assert decode.summarize_busiest_rank(rows, 2) == {
+        "busiest_rank_experts": pytest.approx(5 / 3),
+        "busiest_rank_rows": 1.5,
+    }
+    assert decode.summarize_busiest_rank(rows, 1) == {"busiest_rank_experts": 1, "busiest_rank_rows": 1}
 
 
 def test_a_point_that_fails_while_it_is_measured_gives_everything_back(monkeypatch):
@@ -230,7 +233,7 @@ def test_a_point_that_fails_while_it_is_measured_gives_everything_back(monkeypat
         raise RuntimeError("the step failed")
 
     built = session()
-    monkeypatch.setattr(decode, "time_steps", broken)
+    monkeypatch.setattr(decode, "measure_steps", broken)
     with pytest.raises(RuntimeError, match="the step failed"):
         run(built)
     assert (built.engine.requests.available, built.engine.allocator.free_pages) == (3, 9)
@@ -246,7 +249,7 @@ def test_steps_do_not_change_what_the_next_sample_measures(monkeypatch):
             logits.append(built.engine.batches[4].logits.clone())
         return Timing(samples_ms=[1.0] * 20, noisy=False, unsettled=False)
 
-    monkeypatch.setattr(decode, "time_steps", five_steps)
+    monkeypatch.setattr(decode, "measure_steps", five_steps)
     run(built, profile=False)
     assert len(logits) == 5
     assert all(torch.equal(one, logits[0]) for one in logits)
@@ -256,7 +259,7 @@ def test_steps_do_not_change_what_the_next_sample_measures(monkeypatch):
 def test_requests_are_dealt_out_evenly_over_replicas(concurrency, dp, shares):
     """The first replicas take what does not divide."""
     point = msgspec.structs.replace(POINT, tp=4, dp=dp, concurrency=concurrency)
-    assert [decode._share(point, replica) for replica in range(dp)] == shares
+    assert [decode._split_requests(point, replica) for replica in range(dp)] == shares
 
 
 class TestMarks:
@@ -267,13 +270,13 @@ class TestMarks:
     def test_a_clean_point_has_none(self):
         """A GPU that reported its clocks and no throttling, a step without waits and with 3 % idle at most."""
         phases = Phases(step_us=100, phase_us={"moe": 97}, idle_us=3, idle_fraction=0.03, kernels=1, steps=1)
-        assert point_facts.device_marks(msgspec.structs.replace(POINT, tp=8), torch.device("cuda")) == []
-        assert decode._timing_marks(self.timing(), Gpu(sm_clock_mhz_min=1980)) == []
-        assert decode._step_marks(decode.Profile(phases=phases, sync_sites=[]), 0, 1e-3) == []
+        assert point_facts.list_device_warnings(msgspec.structs.replace(POINT, tp=8), torch.device("cuda")) == []
+        assert decode._list_timing_warnings(self.timing(), Gpu(sm_clock_mhz_min=1980)) == []
+        assert decode._list_step_warnings(decode.Profile(phases=phases, sync_sites=[]), 0, 1e-3) == []
 
     def test_each_fault_of_the_timing_has_its_own(self):
         """Drift: the second half is 2 % slower than the first."""
-        marks = decode._timing_marks
+        marks = decode._list_timing_warnings
         assert marks(self.timing(noisy=True), None) == ["noisy"]
         assert marks(self.timing(unsettled=True), None) == ["unsettled"]
         assert marks(self.timing([100.0] * 10 + [102.0] * 10), None) == ["drift"]
@@ -283,7 +286,7 @@ class TestMarks:
     def test_each_fault_of_the_step_has_its_own(self):
         """A graph whose logits are NaN differs: NaN is not within any limit."""
         idle = Phases(step_us=100, phase_us={"moe": 96}, idle_us=4, idle_fraction=0.04, kernels=1, steps=1)
-        marks = decode._step_marks
+        marks = decode._list_step_warnings
         assert marks(decode.Profile(sync_sites=[WAIT]), 0, None) == ["host_sync"]
         assert marks(decode.Profile(), 1, None) == ["allocates"]
         assert marks(decode.Profile(phases=idle, sync_sites=[]), 0, None) == ["gpu_idle"]
@@ -305,14 +308,14 @@ class TestMarks:
     def test_the_rank_that_the_others_wait_for_is_named(self, plans_us, clocks, rank, phase, share):
         """900 µs is 3 times the 300 µs that the others have in the median; 1,980 MHz is 1.5 times 1,320."""
         states = [None if clock is None else Gpu(sm_clock_mhz_min=clock) for clock in clocks]
-        found = decode.straggler(plans_us, states)
+        found = decode.find_straggler(plans_us, states)
         assert (found and (found.rank, found.phase, found.share)) == (
             (rank is not None and (rank, phase, share)) or None
         )
 
     def test_weights_that_stay_in_the_cache_between_two_uses_are_marked(self):
         """Three layers' sure bytes against four times the cache: equal is enough."""
-        built, cycled = session(), 3 * memory.sure_bytes(TINY, POINT.layout, 4)
+        built, cycled = session(), 3 * memory.compute_certain_bytes(TINY, POINT.layout, 4)
         for l2_bytes, warm in ((cycled // 4, False), (cycled // 4 + 1, True)):
             gpu = Probe(device="cuda", count=1, name="GPU", memory_bytes=80 << 30, l2_bytes=l2_bytes)
             built.plan = budget.plan_engine([POINT], Settings(kv_memory_bytes=1 << 20), TINY, gpu)
@@ -340,13 +343,13 @@ class TestMarks:
         batch = SimpleNamespace(backend=SimpleNamespace(rounds=rounds))
         model = SimpleNamespace(dtype=computed, shape=load_shape("deepseek-v3"))
         engine = SimpleNamespace(model=model, batches={1: batch})
-        assert (not error <= limit_of(engine)) == wrong
+        assert (not error <= get_limit(engine)) == wrong
 
     def test_more_ranks_than_cores_are_marked(self, monkeypatch):
         """Eight ranks on two cores wait for each other's turn."""
         monkeypatch.setattr("os.cpu_count", lambda: 2)
-        assert point_facts.device_marks(msgspec.structs.replace(POINT, tp=8), CPU) == ["cpu", "oversubscribed"]
-        assert point_facts.device_marks(msgspec.structs.replace(POINT, tp=2), CPU) == ["cpu"]
+        assert point_facts.list_device_warnings(msgspec.structs.replace(POINT, tp=8), CPU) == ["cpu", "oversubscribed"]
+        assert point_facts.list_device_warnings(msgspec.structs.replace(POINT, tp=2), CPU) == ["cpu"]
 
 
 class TestGraphError:
@@ -356,10 +359,10 @@ class TestGraphError:
     def batch(self):
         """A planned batch of a model whose last rank has one row past the vocabulary of 511."""
         engine = engine_builder.engine(Layout(2), rank=1, shape=engine_builder.shape_like_tiny(vocab=511))
-        request = engine.admit(3)
+        request = engine.add_request(3)
         engine.requests.set_tokens(request.slot, 2, [300])  # of the 256 to 510 that rank 1 embeds
-        batch = engine.plan([request])
-        engine.run(batch)
+        batch = engine.plan_step([request])
+        engine.run_eager(batch)
         assert batch.logits[0, -1] == float("-inf")
         return engine, batch
 
@@ -371,7 +374,7 @@ class TestGraphError:
             planned.logits = replay(planned.logits.clone())
 
         monkeypatch.setattr(engine, "step", step)
-        return decode._graph_error(engine, planned)
+        return decode._compute_graph_error(engine, planned)
 
     def test_a_graph_that_does_the_same_has_none(self, batch, monkeypatch):
         """Though -inf stands in both, whose difference would be NaN."""
@@ -397,12 +400,12 @@ class TestAttentionError:
     def error(self, break_it):
         """The error after `break_it(engine, requests)` between plan and attention; three requests of 9, 10 and 11."""
         engine = engine_builder.engine(page_size=4)
-        requests = [engine.admit(n) for n in (9, 10, 11)]
+        requests = [engine.add_request(n) for n in (9, 10, 11)]
         for number, request in enumerate(requests):
-            engine.fill(request, number, 0)
-        batch = engine.plan(requests)
+            engine.write_random_kv(request, number, 0)
+        batch = engine.plan_step(requests)
         break_it(engine, batch, requests)
-        return attention_error(engine, batch, requests, 0, all_requests=True)
+        return compute_attention_error(engine, batch, requests, 0, all_requests=True)
 
     def test_it_is_rounding_where_all_is_well(self):
         """fp32 against fp64."""
@@ -447,7 +450,7 @@ def test_all_ranks_profile_with_stacks_where_one_of_them_waited(monkeypatch):
     asked = {}
     monkeypatch.setattr(decode, "profile_step", lambda *_, **how: asked.update(how))
     monkeypatch.setattr(decode, "gather_objects", lambda mine: [False, mine, False])
-    decode._profile(SimpleNamespace(device=torch.device("cuda")), None)
+    decode._run_profile(SimpleNamespace(device=torch.device("cuda")), None)
     assert [asked["agree"](mine) for mine in (True, False)] == [True, False]
 
 
@@ -457,5 +460,5 @@ def test_a_forecast_is_as_unsure_as_its_wire_and_its_ranks(device, unsure):
     emulated = Emulated(
         machine="H200", calls=1, wire_us=1000.0, wire_low_us=800.0, wire_high_us=1400.0, ranks_low=0.01, ranks_high=0.02
     )
-    assert decode._unsure(emulated, torch.device(device), 10.0) == pytest.approx(unsure)
-    assert decode._unsure(None, torch.device(device), 10.0) == (0.0, 0.0)
+    assert decode._estimate_uncertainty(emulated, torch.device(device), 10.0) == pytest.approx(unsure)
+    assert decode._estimate_uncertainty(None, torch.device(device), 10.0) == (0.0, 0.0)

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from dcpbench.serving.deployment import Decodes, Deployment, Disaggregated, Link
+from dcpbench.serving.deployment import DecodeScheduler, Deployment, Disaggregated, Link
 from dcpbench.serving.loads import make_requests
-from dcpbench.serving.outcome import rows
-from dcpbench.serving.replay import Replayed, replay
+from dcpbench.serving.outcome import make_rows
+from dcpbench.serving.replay import ReplayResult, replay_requests
 from dcpbench.serving.requests import Sequence
 from dcpbench.serving.scheduler import Scheduler
 from tests.unit import virtual_serving
@@ -38,9 +38,9 @@ class Seen(Fixed):
 
     steps: list[Step] = dataclasses.field(default_factory=list)
 
-    def duration_ms(self, step: Step, _heat: float = 0.0) -> float:
+    def predict_duration_ms(self, step: Step, _heat: float = 0.0) -> float:
         self.steps.append(step)
-        return super().duration_ms(step, _heat)
+        return super().predict_duration_ms(step, _heat)
 
 
 def split(
@@ -52,13 +52,13 @@ def split(
     times: Fixed | None = None,
     limit_s: float = math.inf,
     **changes: Any,
-) -> Replayed:
+) -> ReplayResult:
     """Serve them with so many instances that prefill and that decode, each of 59 pages."""
     deployed = Disaggregated(config(**({"pages": 60} | changes)), *ratio, link)
-    return replay(requests, deployed, clients, times or Fixed(), limit_s)
+    return replay_requests(requests, deployed, clients, times or Fixed(), limit_s)
 
 
-def token_ms(found: Replayed) -> list[list[float]]:
+def token_ms(found: ReplayResult) -> list[list[float]]:
     """When each token of each request came."""
     return [[round(t * 1e3, 6) for t in sample.token_s] for sample in found.traffic.samples]
 
@@ -67,7 +67,7 @@ class TestOneRequest:
     """A prompt of 3 is prefilled in 10 + 2 · 3 = 16 ms; each further token takes 10 + 1."""
 
     def test_over_a_link_that_takes_no_time_it_is_as_where_one_instance_does_both(self) -> None:
-        alone = replay([request(0, 3, 3)], Scheduler(config(pages=60)), 1, Fixed())
+        alone = replay_requests([request(0, 3, 3)], Scheduler(config(pages=60)), 1, Fixed())
         assert token_ms(split([request(0, 3, 3)], 1)) == token_ms(alone) == [[16, 27, 38]]
 
     @pytest.mark.parametrize(("prompt", "pages"), [(3, 1), (4, 1), (5, 2), (8, 2)])
@@ -88,7 +88,7 @@ class TestOneRequest:
 
     def test_its_sample_says_where_it_was_and_when_it_crossed(self) -> None:
         """Instance 0 prefills; the first that decodes is instance 1."""
-        (row,) = rows(split([request(0, 5, 3)], 1, link=SLOW).traffic.samples)
+        (row,) = make_rows(split([request(0, 5, 3)], 1, link=SLOW).traffic.samples)
         assert (row.prefilled_by, row.instance) == (0, 1)
         assert (row.kv_sent_s, row.kv_arrived_s) == (pytest.approx(0.020), pytest.approx(0.040))
 
@@ -132,7 +132,7 @@ class TestSteps:
         requests = [request(0, 3, 16, 0.0), request(1, 40, 1, 0.03)]
         gaps = [round(b - a, 6) for a, b in itertools.pairwise(token_ms(split(requests))[0])]
         assert set(gaps) == {11}
-        both = replay(requests, Scheduler(config(pages=60)), None, Fixed()).traffic.samples[0].token_s
+        both = replay_requests(requests, Scheduler(config(pages=60)), None, Fixed()).traffic.samples[0].token_s
         assert max(b - a for a, b in itertools.pairwise(both)) == pytest.approx(0.027)
 
     def test_a_step_has_chunks_or_decodes(self) -> None:
@@ -173,7 +173,7 @@ class TestRoom:
         assert crossed[1].begin_s == a.token_s[-1]
         assert crossed[1].begin_s > crossed[1].ready_s
         assert c.token_s[0] < a.token_s[-1] < crossed[1].end_s < d.token_s[0]
-        assert [s.finished for s in (a, b, c, d)] == [True] * 4
+        assert [s.is_finished for s in (a, b, c, d)] == [True] * 4
 
     def test_another_instance_that_decodes_has_room(self) -> None:
         found = split([request(i, 8, 7) for i in range(2)], 2, ratio=(1, 2), pages=5)
@@ -212,32 +212,32 @@ class TestOneAlone:
 
     def test_who_arrives_or_runs_on_an_instance_that_decodes_keeps_a_page_free(self) -> None:
         """Of 8 pages: each that is there has its own and one to grow by."""
-        decodes = Decodes(config())
+        decodes = DecodeScheduler(config())
         (replica,) = decodes.replicas
-        assert (decodes.able(32), decodes.able(33)) == ([replica], [])
-        first = decodes.expect(known(0), replica)
-        assert (decodes.able(24), decodes.able(25)) == ([replica], [])
-        decodes.arrive(first)
-        assert (decodes.able(24), decodes.able(25)) == ([replica], [])
-        decodes.expect(known(1), replica)
-        assert (decodes.able(16), decodes.able(17)) == ([replica], [])
+        assert (decodes.find_able_replicas(32), decodes.find_able_replicas(33)) == ([replica], [])
+        first = decodes.allocate_arriving(known(0), replica)
+        assert (decodes.find_able_replicas(24), decodes.find_able_replicas(25)) == ([replica], [])
+        decodes.start_request(first)
+        assert (decodes.find_able_replicas(24), decodes.find_able_replicas(25)) == ([replica], [])
+        decodes.allocate_arriving(known(1), replica)
+        assert (decodes.find_able_replicas(16), decodes.find_able_replicas(17)) == ([replica], [])
 
     def test_without_a_slot_there_is_no_room(self) -> None:
-        decodes = Decodes(config(max_requests=2))
+        decodes = DecodeScheduler(config(max_requests=2))
         (replica,) = decodes.replicas
         for order in range(2):
-            assert decodes.able(4) == [replica]
-            decodes.expect(known(order), replica)
-        assert decodes.able(4) == []
+            assert decodes.find_able_replicas(4) == [replica]
+            decodes.allocate_arriving(known(order), replica)
+        assert decodes.find_able_replicas(4) == []
 
     def test_whoever_arrives_runs_in_the_order_of_submission(self) -> None:
         """Who came last is preempted first, however its KV came."""
-        decodes = Decodes(config())
+        decodes = DecodeScheduler(config())
         (replica,) = decodes.replicas
-        expected = {order: decodes.expect(known(order), replica) for order in (2, 0, 3, 1)}
-        assert decodes.requests(replica) == 4
+        expected = {order: decodes.allocate_arriving(known(order), replica) for order in (2, 0, 3, 1)}
+        assert decodes.count_requests(replica) == 4
         for order in (2, 0, 3, 1):
-            decodes.arrive(expected[order])
+            decodes.start_request(expected[order])
         assert [s.order for s in replica.running] == [0, 1, 2, 3]
 
     @pytest.mark.parametrize("prefix_cache", [True, False])
@@ -252,7 +252,7 @@ class TestOneAlone:
         deployed.submit(request(9, 3, 3))
         deployed.in_hand[1] = 3
         deployed.decodes[0].lost = [known(3), known(1), known(2)]
-        deployed.decided(1, 0.0)
+        deployed.handle_decision(1, 0.0)
         assert [s.request.number for s in deployed.prefills[0].waiting] == [1, 2, 3, 9]
         assert deployed.in_hand == [4, 0]
 
@@ -278,9 +278,9 @@ class TestOneAlone:
         for scheduler, counts in zip(deployed.decodes, (on_first, on_second), strict=True):
             for replica, count in zip(scheduler.replicas, counts, strict=True):
                 for _ in range(count):
-                    scheduler.arrive(scheduler.expect(known(next(orders)), replica))
+                    scheduler.start_request(scheduler.allocate_arriving(known(next(orders)), replica))
         deployed.in_hand[1:] = [sum(on_first), sum(on_second)]
-        index, replica = deployed._receiver(known(next(orders)))
+        index, replica = deployed._choose_receiver(known(next(orders)))
         assert (index, replica.number) == expected
 
     def test_of_those_that_wait_for_a_link_the_one_that_waited_longest_is_first(self) -> None:
@@ -298,7 +298,7 @@ class TestOneAlone:
 RANDOM = range(60)
 
 
-def random_split(seed: int, times: Fixed) -> tuple[Replayed, Disaggregated]:
+def random_split(seed: int, times: Fixed) -> tuple[ReplayResult, Disaggregated]:
     """A random load on random instances over a random link: little KV, few slots, with and without a prefix cache."""
     rng = np.random.default_rng(seed)
     setup = config(
@@ -313,7 +313,7 @@ def random_split(seed: int, times: Fixed) -> tuple[Replayed, Disaggregated]:
     deployed = Disaggregated(setup, int(rng.integers(1, 4)), int(rng.integers(1, 4)), link)
     clients = int(rng.integers(1, 9)) if rng.integers(2) else None
     requests = load(seed, 40, rate=None if clients else float(rng.choice([2, 20, 200])))
-    return replay(requests, deployed, clients, times), deployed
+    return replay_requests(requests, deployed, clients, times), deployed
 
 
 class TestConservation:
@@ -331,7 +331,7 @@ class TestConservation:
         for part in (part for step in times.steps for part in step.replicas):
             for chunk in part.chunks:
                 chunks[chunk.sequence.request.number] += chunk.tokens
-            sampled.update(s.request.number for s in part.emits)
+            sampled.update(s.request.number for s in part.sampled_sequences)
         for sample in found.traffic.samples:
             if sample.rejected:
                 continue
@@ -361,7 +361,7 @@ class TestConservation:
             ends[t.source].append(t)
             ends[t.target].append(t)
             assert t.ready_s <= t.begin_s
-            assert t.end_s - t.begin_s == pytest.approx(deployed.link.seconds(t.sent_bytes))
+            assert t.end_s - t.begin_s == pytest.approx(deployed.link.compute_seconds(t.sent_bytes))
         if deployed.prefills[0].config.replicas == 1:
             for transfers in ends.values():
                 ordered = sorted(transfers, key=lambda t: t.begin_s)
@@ -375,7 +375,7 @@ class TestConservation:
         found = split(load(1, 40), 12, link=SLOW, limit_s=0.2)
         numbers = [s.request.number for s in found.traffic.samples]
         assert len(set(numbers)) == len(numbers)
-        assert {row.outcome for row in rows(found.traffic.samples)} == {"finished", "cancelled"}
+        assert {row.outcome for row in make_rows(found.traffic.samples)} == {"finished", "cancelled"}
 
 
 class TestSessions:
@@ -384,9 +384,9 @@ class TestSessions:
     def test_the_cache_of_those_that_prefill_has_prompts_and_no_answers(self) -> None:
         """What was answered lies where it was decoded: the next turn finds the whole pages of the prompt before it."""
         of = sessions(turns="3", requests=6)
-        both = replay(make_requests(of, VOCAB), Scheduler(virtual_serving.config(page_size=PAGE)), 1, Fixed())
+        both = replay_requests(make_requests(of, VOCAB), Scheduler(virtual_serving.config(page_size=PAGE)), 1, Fixed())
         deployed = Disaggregated(virtual_serving.config(page_size=PAGE), 1, 1, AT_ONCE)
-        apart = replay(make_requests(of, VOCAB), deployed, 1, Fixed())
+        apart = replay_requests(make_requests(of, VOCAB), deployed, 1, Fixed())
         before = 0
         for mine, theirs in zip(apart.traffic.samples, both.traffic.samples, strict=True):
             assert mine.request.number == theirs.request.number
@@ -396,14 +396,14 @@ class TestSessions:
         assert sum(s.cached for s in apart.traffic.samples) < sum(s.cached for s in both.traffic.samples)
 
     def test_turns_stay_on_the_instance_that_has_what_was_said(self) -> None:
-        found = replay(
+        found = replay_requests(
             make_requests(sessions(turns="4", requests=24), VOCAB),
             Disaggregated(virtual_serving.config(page_size=PAGE), 3, 2, AT_ONCE),
             4,
             Fixed(),
         )
         homes = collections.defaultdict(set)
-        for row in rows(found.traffic.samples):
+        for row in make_rows(found.traffic.samples):
             homes[row.session].add(row.prefilled_by)
         assert {len(of) for of in homes.values()} == {1}
 
@@ -413,12 +413,14 @@ class TestAlike:
 
     @pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
     def test_one_is_what_it_is_alone(self, setup: Any) -> None:
-        alone, one = (replay(load(3, 40), of, 8, Fixed()) for of in (Scheduler(setup), Deployment([Scheduler(setup)])))
+        alone, one = (
+            replay_requests(load(3, 40), of, 8, Fixed()) for of in (Scheduler(setup), Deployment([Scheduler(setup)]))
+        )
         assert token_ms(one) == token_ms(alone)
 
     def test_requests_go_to_the_instance_with_the_fewest(self) -> None:
         """Two clients on two instances are each as if alone."""
-        found = replay(
+        found = replay_requests(
             [request(0, 3, 3), request(1, 3, 3)], Deployment([Scheduler(config()) for _ in range(2)]), 2, Fixed()
         )
         assert token_ms(found) == [[16, 27, 38]] * 2
@@ -427,5 +429,5 @@ class TestAlike:
     def test_an_idle_instance_takes_what_comes_while_others_are_busy(self) -> None:
         """B comes at 5 ms, in the midst of A's step: 5 + 16."""
         requests = [request(0, 3, 3, 0.0), request(1, 3, 1, 0.005)]
-        found = replay(requests, Deployment([Scheduler(config()) for _ in range(2)]), None, Fixed())
+        found = replay_requests(requests, Deployment([Scheduler(config()) for _ in range(2)]), None, Fixed())
         assert token_ms(found) == [[16, 27, 38], [21]]

@@ -141,13 +141,13 @@ def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> N
 
 class TestProbes:
     def test_a_folder_with_room_that_answers_is_fine(self, tmp_path: Path) -> None:
-        disks.check_room(tmp_path)
+        disks.check_free_space(tmp_path)
         disks.check_answers(tmp_path)
         assert not list(tmp_path.iterdir())
 
     def test_what_is_no_error_of_the_disk_is_left_to_others(self, tmp_path: Path) -> None:
         """A folder that is gone is named elsewhere."""
-        disks.check_room(tmp_path / "gone")
+        disks.check_free_space(tmp_path / "gone")
         disks.check_answers(tmp_path / "gone")
 
     def test_a_write_that_does_not_end_is_told(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from dcpbench import cli
 from dcpbench.commands import doctor as command
-from dcpbench.doctor import BAD, NOTE, OK, UNREAD, at_start, examine, gpus, host, software
+from dcpbench.doctor import BAD, NOTE, OK, UNREAD, check_at_start, check_machine, gpus, host, software
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -106,25 +106,27 @@ class System(host.Host):
             raise found
         return found
 
-    def text(self, path: str) -> str:
+    def read_text(self, path: str) -> str:
         if isinstance(self.files[path], Exception):
             raise self.files[path]
         return self.files[path]
 
-    limit = lambda self, which: self._answer("limit", which)  # noqa: E731
-    free_bytes = lambda self, folder: self._answer("free_bytes", folder)  # noqa: E731
-    cores = lambda self: self._answer("cores")  # noqa: E731
-    load = lambda self: self._answer("load")  # noqa: E731
-    clock = lambda self: self._answer("clock")  # noqa: E731
+    get_limit = lambda self, which: self._answer("limit", which)  # noqa: E731
+    get_free_bytes = lambda self, folder: self._answer("free_bytes", folder)  # noqa: E731
+    count_cores = lambda self: self._answer("cores")  # noqa: E731
+    get_load = lambda self: self._answer("load")  # noqa: E731
+    read_clock = lambda self: self._answer("clock")  # noqa: E731
     bind = lambda self, *place: self._answer("bind", *place)  # noqa: E731
-    lock = lambda self, folder: self._answer("lock", folder)  # noqa: E731
+    check_lock = lambda self, folder: self._answer("lock", folder)  # noqa: E731
 
 
 @pytest.fixture(autouse=True)
 def versions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Versions with nothing against them."""
-    monkeypatch.setattr(software, "cuda_of_torch", lambda: "13.0")
-    monkeypatch.setattr(software, "installed", lambda *names: "2.13.0" if names == ("torch",) else "2.28.9")
+    monkeypatch.setattr(software, "read_torch_cuda", lambda: "13.0")
+    monkeypatch.setattr(
+        software, "find_installed_version", lambda *names: "2.13.0" if names == ("torch",) else "2.28.9"
+    )
     monkeypatch.setattr(software.platform, "release", lambda: "6.8.0-90-generic")
 
 
@@ -136,7 +138,7 @@ def found(level: str, report: Report) -> list[str]:
 def looked(
     tmp_path: Path, *, env: dict[str, str] | None = None, system: System | None = None, nnodes: int = 1, **answers: Any
 ) -> Report:
-    return examine(tmp_path, nnodes=nnodes, nvml=Driver(**answers), system=system or System(), env=env or {})
+    return check_machine(tmp_path, nnodes=nnodes, nvml=Driver(**answers), system=system or System(), env=env or {})
 
 
 def test_a_machine_in_good_order_has_nothing_against_it(tmp_path: Path) -> None:
@@ -277,14 +279,19 @@ def test_only_gpus_that_a_run_would_use_are_looked_at(tmp_path: Path) -> None:
 
 
 HOST_FAULTS = {
-    "shared memory": (System(free_bytes=lambda p: 64 << 20 if p == host.SHARED else 500 * GIB), 1, BAD, "0.1 GiB"),
-    "disk": (System(free_bytes=5 * GIB), 1, NOTE, "5.0 GiB"),
-    "open files": (System(limit=256), 1, BAD, "256"),
-    "locked memory": (System(limit=lambda which: 64 << 10 if which == resource.RLIMIT_MEMLOCK else -1), 2, BAD, "RDMA"),
-    "locks": (System(lock=OSError(errno.ENOLCK, "No locks available")), 1, BAD, "No locks available"),
+    "shared memory": (System(get_free_bytes=lambda p: 64 << 20 if p == host.SHARED else 500 * GIB), 1, BAD, "0.1 GiB"),
+    "disk": (System(get_free_bytes=5 * GIB), 1, NOTE, "5.0 GiB"),
+    "open files": (System(get_limit=256), 1, BAD, "256"),
+    "locked memory": (
+        System(get_limit=lambda which: 64 << 10 if which == resource.RLIMIT_MEMLOCK else -1),
+        2,
+        BAD,
+        "RDMA",
+    ),
+    "locks": (System(check_lock=OSError(errno.ENOLCK, "No locks available")), 1, BAD, "No locks available"),
     "ports": (System(bind=OSError(errno.EADDRNOTAVAIL, "Cannot assign")), 1, BAD, "where ranks meet"),
-    "clock": (System(clock=(False, 0)), 2, BAD, "nothing keeps it right"),
-    "cores": (System(load=40.0), 1, NOTE, "40.0 processes keep 64 cores busy"),
+    "clock": (System(read_clock=(False, 0)), 2, BAD, "nothing keeps it right"),
+    "cores": (System(get_load=40.0), 1, NOTE, "40.0 processes keep 64 cores busy"),
     "NUMA balancing": (System(files={"/proc/sys/kernel/numa_balancing": "1"}), 1, NOTE, "numa_balancing"),
 }
 
@@ -344,7 +351,9 @@ class TestVersions:
         ],
     )
     def test_of_nccl(self, nccl: str, levels: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(software, "installed", lambda *names: "2.13.0" if names == ("torch",) else nccl)
+        monkeypatch.setattr(
+            software, "find_installed_version", lambda *names: "2.13.0" if names == ("torch",) else nccl
+        )
         assert {f.level for f in looked(tmp_path).findings if f.check == "NCCL"} == levels
 
     @pytest.mark.parametrize(
@@ -360,7 +369,7 @@ class TestVersions:
     def test_of_the_driver_beside_torch(
         self, driver: str, cuda: str, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(software, "cuda_of_torch", lambda: cuda)
+        monkeypatch.setattr(software, "read_torch_cuda", lambda: cuda)
         report = looked(tmp_path, nvmlSystemGetDriverVersion=driver)
         assert [f.level for f in report.findings if f.check == "driver"] == [level]
 
@@ -369,26 +378,28 @@ class TestVersions:
         (tmp_path / "version.py").write_text("__version__ = '2.13.0'\ncuda: Optional[str] = '13.0'\nhip = None\n")
         spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
         monkeypatch.setattr(software.importlib.util, "find_spec", lambda _: spec)
-        assert software.cuda_of_torch() == "13.0"
+        assert software.read_torch_cuda() == "13.0"
         (tmp_path / "version.py").write_text("cuda: Optional[str] = None\n")
-        assert software.cuda_of_torch() is None
+        assert software.read_torch_cuda() is None
 
 
 class TestAtTheStartOfASweep:
     def test_it_says_only_what_would_spoil_the_run(self, tmp_path: Path) -> None:
         driver = Driver(nvmlDeviceGetMigMode=of(1, [1, 1], [0, 0]), nvmlDeviceGetPersistenceMode=0)
-        said = at_start(tmp_path, cuda=True, nvml=driver, system=System(load=60.0), env={"NCCL_DEBUG": "INFO"})
+        said = check_at_start(
+            tmp_path, cuda=True, nvml=driver, system=System(get_load=60.0), env={"NCCL_DEBUG": "INFO"}
+        )
         assert [(f.check, f.where) for f in said] == [("MIG", "GPU 1")]
-        assert at_start(tmp_path, cuda=False, nvml=driver, system=System(), env={}) == []
+        assert check_at_start(tmp_path, cuda=False, nvml=driver, system=System(), env={}) == []
 
     def test_a_full_disk_is_among_it_without_a_gpu(self, tmp_path: Path) -> None:
-        said = at_start(tmp_path, cuda=False, system=System(free_bytes=1 << 20), env={})
+        said = check_at_start(tmp_path, cuda=False, system=System(get_free_bytes=1 << 20), env={})
         assert {f.check for f in said} == {"shared memory", "disk"}
 
     def test_a_driver_that_never_answers_keeps_no_sweep(self, tmp_path: Path) -> None:
         answer = threading.Event()
         driver = Driver(nvmlDeviceGetCount=lambda: answer.wait() and 0)
-        (said,) = at_start(tmp_path, cuda=True, nvml=driver, system=System(), env={}, patience_s=0.05)
+        (said,) = check_at_start(tmp_path, cuda=True, nvml=driver, system=System(), env={}, patience_s=0.05)
         answer.set()
         assert said.level == UNREAD
         assert "did not answer" in said.what
@@ -396,7 +407,7 @@ class TestAtTheStartOfASweep:
 
 class TestCommand:
     def test_what_several_gpus_share_is_one_line_with_one_command(self, tmp_path: Path) -> None:
-        shown = command.lines(looked(tmp_path, nvmlDeviceGetPersistenceMode=0).findings)
+        shown = command.format_findings(looked(tmp_path, nvmlDeviceGetPersistenceMode=0).findings)
         (line,) = shown
         assert line.startswith("• persistence (GPU 0, GPU 1): off: the driver lets go of the GPU between two jobs")
         assert line.endswith("To do: sudo nvidia-smi -i 0,1 -pm 1")
@@ -404,7 +415,7 @@ class TestCommand:
     def test_it_answers_in_json_and_by_its_exit_code(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        monkeypatch.setattr("dcpbench.doctor._driver", lambda: Driver(nvmlDeviceGetMigMode=[1, 1]))
+        monkeypatch.setattr("dcpbench.doctor._import_driver", lambda: Driver(nvmlDeviceGetMigMode=[1, 1]))
         monkeypatch.setattr(host, "Host", System)
         with pytest.raises(SystemExit) as end:
             cli.main(["doctor", "-o", str(tmp_path), "--json"])
@@ -430,7 +441,7 @@ def test_cores_near_a_gpu_are_counted_from_words_of_64_bits(monkeypatch: pytest.
     )
     monkeypatch.setattr(gpus.os, "cpu_count", lambda: 128)
     monkeypatch.setattr(gpus.os, "sched_getaffinity", lambda _: {67})
-    gpus._numa(card)
+    gpus._check_numa(card)
     assert said == [("", "1 cores near it.")]
 
 
@@ -447,7 +458,7 @@ def test_cores_near_a_gpu_are_counted_from_words_of_64_bits(monkeypatch: pytest.
 def test_a_clock_matters_most_where_there_are_several(
     kept: bool, error_us: int, nnodes: int, level: str, said: str, tmp_path: Path
 ) -> None:
-    report = looked(tmp_path, system=System(clock=(kept, error_us)), nnodes=nnodes)
+    report = looked(tmp_path, system=System(read_clock=(kept, error_us)), nnodes=nnodes)
     (one,) = [f for f in report.findings if f.check == "clock"]
     assert (one.level, said in one.what) == (level, True)
 
@@ -464,7 +475,7 @@ def test_where_nodes_meet_is_tried(error: int | None, level: str, said: str, tmp
     def bind(name: str, _: int) -> OSError | None:
         return OSError(error, "no") if error and name == "10.0.0.1" else None
 
-    report = examine(tmp_path, nvml=Driver(), system=System(bind=bind), env={}, endpoint=("10.0.0.1", 29500))
+    report = check_machine(tmp_path, nvml=Driver(), system=System(bind=bind), env={}, endpoint=("10.0.0.1", 29500))
     assert f"ports 10.0.0.1:29500: {said}" in found(level, report)
 
 
@@ -488,17 +499,17 @@ class TestThisHost:
                 return state
 
             monkeypatch.setattr(host.ctypes, "CDLL", lambda *_, say=adjtimex, **__: SimpleNamespace(adjtimex=say))
-            assert host.Host().clock() == (kept, 1234)
+            assert host.Host().read_clock() == (kept, 1234)
         monkeypatch.setattr(host.ctypes, "CDLL", lambda *_, **__: SimpleNamespace(adjtimex=lambda _: -1))
         monkeypatch.setattr(host.ctypes, "get_errno", lambda: errno.EPERM)
         with pytest.raises(OSError, match="Operation not permitted"):
-            host.Host().clock()
+            host.Host().read_clock()
 
     def test_ports_and_locks_are_tried_and_left_as_they_were(self, tmp_path: Path) -> None:
         with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(OSError, match="in use"):
             host.Host().bind("127.0.0.1", server.getsockname()[1])
         host.Host().bind("127.0.0.1", 0)
-        host.Host().lock(tmp_path)
+        host.Host().check_lock(tmp_path)
         assert list(tmp_path.iterdir()) == []
 
 
@@ -509,22 +520,22 @@ class TestThisHost:
 def test_versions_are_compared_by_their_numbers(text: str, numbers: tuple[int, ...] | None) -> None:
     if numbers is None:
         with pytest.raises(ValueError, match="'x1' is no version"):
-            software.parts(text)
+            software.parse_version(text)
     else:
-        assert software.parts(text) == numbers
+        assert software.parse_version(text) == numbers
 
 
 def test_of_packages_of_several_names_the_first_that_is_installed_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    assert software.installed("no-such-package", "pytest") == pytest.__version__
-    assert software.installed("pytest", "msgspec") == pytest.__version__
+    assert software.find_installed_version("no-such-package", "pytest") == pytest.__version__
+    assert software.find_installed_version("pytest", "msgspec") == pytest.__version__
     with pytest.raises(software.importlib.metadata.PackageNotFoundError):
-        software.installed("no-such-package", "nor-this")
+        software.find_installed_version("no-such-package", "nor-this")
 
 
 def test_a_torch_without_cuda_uses_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And no NCCL is missed."""
-    monkeypatch.setattr(software, "cuda_of_torch", lambda: None)
+    monkeypatch.setattr(software, "read_torch_cuda", lambda: None)
     report = looked(tmp_path)
     assert found(NOTE, report) == ["CUDA of torch : this torch is built without CUDA: it uses no GPU."]
     assert "NCCL" not in {f.check for f in report.findings}
@@ -599,7 +610,7 @@ def test_a_version_hurts_from_one_to_before_another(
 ) -> None:
     for version, level in zip(versions, levels, strict=True):
         report = software.Report()
-        software._judge(report, thing, version)
+        software._check_version(report, thing, version)
         assert {f.level for f in report.findings} == {level}, version
 
 
@@ -628,7 +639,7 @@ def test_a_run_sees_gpus_as_cuda_takes_their_names(named: str, numbers: list[int
     """In the order named, up to the first that is none; by number, or by the head of a UUID."""
     report = software.Report()
     driver = Driver(nvmlDeviceGetCount=3, nvmlDeviceGetUUID=lambda gpu: f"GPU-{'abc'[gpu]}0")
-    cards = gpus.visible(report, driver, {"CUDA_VISIBLE_DEVICES": named})
+    cards = gpus.find_visible(report, driver, {"CUDA_VISIBLE_DEVICES": named})
     assert [card.index for card in cards] == numbers
     assert sum("which is no GPU that NVML lists" in f.what for f in report.findings) == wrong
     said = report.findings[-1]
@@ -640,20 +651,20 @@ def test_a_run_sees_gpus_as_cuda_takes_their_names(named: str, numbers: list[int
 def test_cores_are_asked_for_in_words_of_64(cpus: int | None, words: int, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
     monkeypatch.setattr(gpus.os, "cpu_count", lambda: cpus)
-    gpus._numa(SimpleNamespace(ask=lambda *args: asked.append(args)))
+    gpus._check_numa(SimpleNamespace(ask=lambda *args: asked.append(args)))
     assert asked == [("NUMA", "nvmlDeviceGetCpuAffinity", words)]
 
 
 def test_an_error_is_told_in_few_words() -> None:
     assert software.Report().read("x", lambda: 1 // 0) is None
-    assert gpus.said(ValueError(" no such thing. ")) == "no such thing"
-    assert gpus.said(ValueError("x" * 300)) == "x" * 200
-    assert gpus.said(ValueError()) == "ValueError"
+    assert gpus.format_error(ValueError(" no such thing. ")) == "no such thing"
+    assert gpus.format_error(ValueError("x" * 300)) == "x" * 200
+    assert gpus.format_error(ValueError()) == "ValueError"
 
 
 def test_a_file_of_proc_is_read_without_the_space_around_it(tmp_path: Path) -> None:
     (tmp_path / "one").write_text(" 1\n")
-    assert host.Host().text(str(tmp_path / "one")) == "1"
+    assert host.Host().read_text(str(tmp_path / "one")) == "1"
 
 
 def test_variables_hurt_by_their_values() -> None:
@@ -662,7 +673,7 @@ def test_variables_hurt_by_their_values() -> None:
     hurt = {"CUDA_LAUNCH_BLOCKING": "true", "NCCL_P2P_DISABLE": "on", "TORCH_DISTRIBUTED_DEBUG": "detail"}
     noted = {"NCCL_ALGO": "R" * 70, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_SHM_DISABLE": "yes"}
     well = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "0", "NCCL_DEBUG": "WARN"}
-    host.settings(report, hurt | noted | well)
+    host.check_environment(report, hurt | noted | well)
     assert {f.where for f in report.findings if f.level == BAD} == set(hurt)
     assert {f.where for f in report.findings if f.level == NOTE} == set(noted)
     assert next(f.what for f in report.findings if f.where == "NCCL_ALGO").startswith(f"NCCL_ALGO={'R' * 60}: ")

@@ -4,25 +4,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcpbench.bench.operators.dp_slice import dp_rows
+from dcpbench.bench.operators.dp_slice import get_dp_rows
 from dcpbench.errors import UsageError
 
 
 def test_packed_rows_begin_after_those_of_all_lower_ranks():
     """Counts 5, 0, 7, 2: rank 2 begins at 5 + 0, rank 3 at 5 + 0 + 7; rank 1 has no rows, at 5."""
-    assert [dp_rows([5, 0, 7, 2], rank) for rank in range(4)] == [(0, 5), (5, 0), (5, 7), (12, 2)]
+    assert [get_dp_rows([5, 0, 7, 2], rank) for rank in range(4)] == [(0, 5), (5, 0), (5, 7), (12, 2)]
 
 
 def test_rows_of_a_graph_begin_at_rank_times_its_batch():
     """A graph of 8 rows a rank: rank 3 begins at 24 whatever the others have."""
-    assert [dp_rows([5, 0, 8, 2], rank, graph_batch=8) for rank in range(4)] == [(0, 5), (8, 0), (16, 8), (24, 2)]
+    assert [get_dp_rows([5, 0, 8, 2], rank, graph_batch=8) for rank in range(4)] == [(0, 5), (8, 0), (16, 8), (24, 2)]
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=9))
 def test_every_row_belongs_to_one_rank(counts):
     """The slices of all ranks, one after the other, are the whole batch."""
     rows = list(range(sum(counts)))
-    slices = [dp_rows(counts, rank) for rank in range(len(counts))]
+    slices = [get_dp_rows(counts, rank) for rank in range(len(counts))]
     assert [row for start, length in slices for row in rows[start : start + length]] == rows
 
 
@@ -41,5 +41,5 @@ def test_every_row_belongs_to_one_rank(counts):
 def test_counts_that_cannot_be_used_are_an_error_of_ours(counts, rank, graph_batch, says):
     """None in place of the list, as while a graph is captured, is no TypeError."""
     with pytest.raises(UsageError) as caught:
-        dp_rows(counts, rank, graph_batch)
+        get_dp_rows(counts, rank, graph_batch)
     assert says in str(caught.value)

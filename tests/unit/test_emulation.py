@@ -12,29 +12,29 @@ import pytest
 import torch
 
 from dcpbench import cli
-from dcpbench.engine.groups import emulated_groups
+from dcpbench.engine.groups import make_emulated_groups
 from dcpbench.errors import DcpbenchError, UsageError
 from dcpbench.exchange import ExchangeSpec, make_exchange
 from dcpbench.exchange.emulated import Emulation
-from dcpbench.kernels.moe.busiest import busiest_first
-from dcpbench.kernels.moe.routing import NOBODY
-from dcpbench.measuring.environment import environment
+from dcpbench.kernels.moe.busiest import rotate_busiest_first
+from dcpbench.kernels.moe.routing import NO_EXPERT
+from dcpbench.measuring.environment import collect_environment
 from dcpbench.measuring.gpu_state import GpuSampler
 from dcpbench.plan import grid, judge
 from dcpbench.plan.serve_spec import make_serve_spec
-from dcpbench.plan.spec import make_spec, planned
+from dcpbench.plan.spec import make_planned_probe, make_spec
 from dcpbench.points.budget import plan_engine
 from dcpbench.points.floors import Sharding
 from dcpbench.points.layout import Layout
 from dcpbench.points.machine import Probe
-from dcpbench.points.machines import described
+from dcpbench.points.machines import load_machine
 from dcpbench.points.point import Load, Point
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import SHAPES
 from dcpbench.points.wire import Seconds, Wire
 from dcpbench.records.record import Gpu, Kv
 from dcpbench.workloads import decode, replay, serve
-from dcpbench.workloads.session import build
+from dcpbench.workloads.session import build_session
 from tests.unit import serve_record_builder as served
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 CPU, TINY = torch.device("cpu"), SHAPES["tiny"]
 PROBE = Probe(device="cpu", count=0, name="CPU")
-ONE_GPU = planned("H200", 1)
+ONE_GPU = make_planned_probe("H200", 1)
 
 
 @dataclasses.dataclass
@@ -56,7 +56,7 @@ class Counting:
     def seconds(self, what: str, ranks: int, received_bytes: int, meetings: int = 1) -> Seconds:
         """A byte takes a nanosecond, or from half to two."""
         self.asked.append((what, ranks, received_bytes, meetings))
-        return Seconds.within(received_bytes * 1e-9, 1.0)
+        return Seconds.from_mean(received_bytes * 1e-9, 1.0)
 
 
 def point(layout: Layout, exchange: str = "none", **changes: object) -> Point:
@@ -77,8 +77,8 @@ def measured(asked: Point) -> Record:
     settings = Settings(seconds=0.05, profile=False)
     plan = plan_engine([asked], settings, TINY, PROBE)
     with torch.inference_mode():
-        session = build(asked, TINY, plan, rank=0, device=CPU, seed=0)
-        return decode.run(session, asked, settings, environment(CPU, "x"), tell=lambda _: None)
+        session = build_session(asked, TINY, plan, rank=0, device=CPU, seed=0)
+        return decode.run(session, asked, settings, collect_environment(CPU, "x"), tell=lambda _: None)
 
 
 def calls(layout: Layout, exchange: str) -> int:
@@ -114,7 +114,7 @@ def test_a_step_of_any_layout_runs_on_one_rank_and_is_marked(layout: Layout, exc
     assert "NVIDIA H200" in said.measured
     there = msgspec.structs.replace(asked, emulate="")
     plan = plan_engine([there], Settings(), TINY, PROBE)
-    own = Kv.of(plan, 41)
+    own = Kv.from_plan(plan, 41)
     assert record.kv is not None
     assert record.kv.bytes_per_token_per_gpu == own.bytes_per_token_per_gpu
     again = msgspec.json.decode(msgspec.json.encode(record), type=type(record))
@@ -132,7 +132,7 @@ def test_an_exchange_takes_as_long_as_benches_of_it_did(exchange: str, project_f
     ranks, batch, heads, width, value = 4, 3, 16, 24, 128
     wire = Counting()
     emulation = Emulation(wire)  # type: ignore[arg-type]
-    groups = emulated_groups(Layout(8, dcp=ranks), 0, emulation)
+    groups = make_emulated_groups(Layout(8, dcp=ranks), 0, emulation)
     spec = ExchangeSpec(
         batch=batch,
         heads=heads,
@@ -147,10 +147,10 @@ def test_an_exchange_takes_as_long_as_benches_of_it_did(exchange: str, project_f
     others, own = ranks - 1, batch * heads // ranks
     q_bytes, o_numbers, lse_bytes = others * own * width * 2, others * own * value, others * own * 4
     o_bytes = o_numbers * 4 + lse_bytes * ranks if exchange == "ag_rs" else o_numbers * 2 + lse_bytes
-    q = made.gather_q(made.query(batch).normal_())
+    q = made.gather_q(made.get_query_buffer(batch).normal_())
     assert emulation.tally.us == pytest.approx(0.0 if q_replicate else q_bytes / 1e3)
-    o, lse = made.partial(batch)
-    merged = made.merge(o.normal_(), lse.normal_())
+    o, lse = made.get_partial_buffers(batch)
+    merged = made.merge_partials(o.normal_(), lse.normal_())
     tally = emulation.tally
     whole = o_bytes / 1e3 + (0.0 if q_replicate else q_bytes / 1e3)
     assert (tally.us, tally.low_us, tally.high_us) == pytest.approx((whole, whole / 2, whole * 2))
@@ -166,7 +166,7 @@ def test_an_exchange_takes_as_long_as_benches_of_it_did(exchange: str, project_f
 def test_an_exchange_that_nobody_measured_is_refused_where_it_is_made() -> None:
     """So that `--exchange auto` passes over it."""
     spec = ExchangeSpec(batch=1, heads=4, width=8, value=8, dtype=torch.bfloat16, device=CPU)
-    groups = emulated_groups(Layout(2, dcp=2), 0, Emulation(Wire({}, host=8)))
+    groups = make_emulated_groups(Layout(2, dcp=2), 0, Emulation(Wire({}, host=8)))
     with pytest.raises(UsageError, match="symm was not measured"):
         make_exchange("symm", groups.dcp, spec)
 
@@ -175,20 +175,22 @@ def test_bringing_queries_takes_no_longer_than_all_of_an_exchange() -> None:
     """Where models of the two disagree nothing is left for merging, and never less."""
     spec = ExchangeSpec(batch=1, heads=4, width=8, value=8, dtype=torch.bfloat16, device=CPU)
 
-    slow = SimpleNamespace(seconds=lambda what, *_, **__: Seconds.within(9e-6 if what == "all-gather" else 4e-6, 1.0))
+    slow = SimpleNamespace(
+        seconds=lambda what, *_, **__: Seconds.from_mean(9e-6 if what == "all-gather" else 4e-6, 1.0)
+    )
     emulation = Emulation(slow)  # type: ignore[arg-type]
-    made = make_exchange("ag_rs", emulated_groups(Layout(2, dcp=2), 0, emulation).dcp, spec)
-    made.gather_q(made.query(1).normal_())
+    made = make_exchange("ag_rs", make_emulated_groups(Layout(2, dcp=2), 0, emulation).dcp, spec)
+    made.gather_q(made.get_query_buffer(1).normal_())
     assert emulation.tally.us == pytest.approx(4.0)
-    o, lse = made.partial(1)
-    made.merge(o.normal_(), lse.normal_())
+    o, lse = made.get_partial_buffers(1)
+    made.merge_partials(o.normal_(), lse.normal_())
     assert emulation.tally.us == pytest.approx(4.0)
 
 
 def test_all_reduces_and_gathers_are_those_of_the_layout() -> None:
     """Over the ranks of each group; x of a sum stays what it is, gathered parts are all this rank's."""
     wire = Counting()
-    groups = emulated_groups(Layout(8, dp=2), 0, Emulation(wire))  # type: ignore[arg-type]
+    groups = make_emulated_groups(Layout(8, dp=2), 0, Emulation(wire))  # type: ignore[arg-type]
     x = torch.arange(24.0).view(4, 6)
     assert torch.equal(groups.attn.all_reduce(x.clone()), x)
     assert torch.equal(groups.dp.all_gather(x), torch.stack([x, x]))
@@ -207,7 +209,7 @@ def test_the_busiest_ranks_experts_become_this_ones(experts: int, ranks: int, to
     """As many of its experts have a row, and as many rows, as of the rank that has most; of no other anything is lost."""
     random = torch.Generator().manual_seed(tokens)
     ids = torch.stack([torch.randperm(experts, generator=random)[:k] for _ in range(tokens)])
-    turned = busiest_first(ids, experts, ranks)
+    turned = rotate_busiest_first(ids, experts, ranks)
     of = [{int(i) for i in ids.flatten() if int(i) * ranks // experts == rank} for rank in range(ranks)]
     mine = {int(i) for i in turned.flatten() if int(i) * ranks // experts == 0}
     assert len(mine) == max(map(len, of))
@@ -216,8 +218,8 @@ def test_the_busiest_ranks_experts_become_this_ones(experts: int, ranks: int, to
 
 def test_tokens_that_go_to_nobody_make_no_rank_busy(device: torch.device) -> None:
     """The second of four ranks has two experts, and so has the last, whose last one would be a third; nobody stays nobody."""
-    ids = torch.tensor([[4, 5], [NOBODY, NOBODY], [12, 13]], dtype=torch.int32, device=device)
-    assert busiest_first(ids, 16, 4).tolist() == [[0, 1], [NOBODY, NOBODY], [8, 9]]
+    ids = torch.tensor([[4, 5], [NO_EXPERT, NO_EXPERT], [12, 13]], dtype=torch.int32, device=device)
+    assert rotate_busiest_first(ids, 16, 4).tolist() == [[0, 1], [NO_EXPERT, NO_EXPERT], [8, 9]]
 
 
 def test_a_layout_with_whole_experts_computes_those_of_the_busiest_rank() -> None:
@@ -226,15 +228,15 @@ def test_a_layout_with_whole_experts_computes_those_of_the_busiest_rank() -> Non
     settings = Settings(seconds=0.05, profile=False)
     plan = plan_engine([asked], settings, TINY, PROBE)
     with torch.inference_mode():
-        session = build(asked, TINY, plan, rank=0, device=CPU, seed=0)
+        session = build_session(asked, TINY, plan, rank=0, device=CPU, seed=0)
         assert session.engine.model.stands_for == 4
-        record = decode.run(session, asked, settings, environment(CPU, "x"), tell=lambda _: None)
+        record = decode.run(session, asked, settings, collect_environment(CPU, "x"), tell=lambda _: None)
         random = torch.Generator().manual_seed(1)
         ids = torch.stack([torch.randperm(TINY.experts, generator=random)[: TINY.top_k] for _ in range(8)])
-    sharding = Sharding.of(asked, TINY)
-    most = max(routed.hit for routed in sharding.routed(ids.flatten().tolist()))
+    sharding = Sharding.from_point(asked, TINY)
+    most = max(routed.hit for routed in sharding.count_routed(ids.flatten().tolist()))
     first = TINY.experts // 4
-    assert len({int(i) for i in busiest_first(ids, TINY.experts, 4).flatten() if i < first}) == most
+    assert len({int(i) for i in rotate_busiest_first(ids, TINY.experts, 4).flatten() if i < first}) == most
     assert record.honesty is not None
     assert record.honesty.busiest_rank_experts is not None
 
@@ -242,7 +244,7 @@ def test_a_layout_with_whole_experts_computes_those_of_the_busiest_rank() -> Non
 def refused(**options: object) -> str:
     """Why none of the points can run on one H200."""
     with pytest.raises(DcpbenchError) as error:
-        grid.check_any(grid.expand(make_spec({"concurrency": "8"} | options, ONE_GPU), ONE_GPU, 1))
+        grid.require_runnable(grid.expand_grid(make_spec({"concurrency": "8"} | options, ONE_GPU), ONE_GPU, 1))
     return str(error.value)
 
 
@@ -251,7 +253,9 @@ def test_one_gpu_takes_layouts_of_many_once_it_is_asked_to() -> None:
     said = refused(tp="8", dcp="8")
     assert "needs 8 GPUs and there are 1" in said
     assert said.endswith("To forecast tp8·dcp8 from one GPU, add --emulate H200.")
-    found = grid.expand(make_spec({"tp": "8", "dcp": "8", "emulate": "H200", "concurrency": "8"}, ONE_GPU), ONE_GPU, 1)
+    found = grid.expand_grid(
+        make_spec({"tp": "8", "dcp": "8", "emulate": "H200", "concurrency": "8"}, ONE_GPU), ONE_GPU, 1
+    )
     assert [str(c.point.layout) for c in found if c.error is None] == ["tp8", "tp8·dcp8"]
     assert {c.point.world for c in found} == {1}
 
@@ -298,7 +302,7 @@ def test_a_machine_needs_the_exchange_itself_and_what_brings_queries(
     known = "".join(f"{call} = [\n{rows}]\n" for call in calls if call != left_out)
     file.write_text(f'name = "ours"\ngpu = "H200"\n[calls]\n{known}')
     options = {"tp": "8", "dcp": "8", "exchange": exchange, "emulate": str(file), "concurrency": "8"}
-    found = grid.expand(make_spec(options, ONE_GPU), ONE_GPU, 1)
+    found = grid.expand_grid(make_spec(options, ONE_GPU), ONE_GPU, 1)
     (error,) = [c.error for c in found if c.point.dcp == 8]
     assert said in str(error) if said else error is None
 
@@ -309,8 +313,8 @@ def test_served_loads_are_forecast_in_replay_alone() -> None:
     asked = {name: value for name, value in options.items() if value is not None}
     spec = make_serve_spec(asked, ONE_GPU)
     with pytest.raises(UsageError, match="one has no answers; add --mode replay"):
-        grid.check_any(grid.expand(spec, ONE_GPU, 1))
-    found = grid.expand(make_serve_spec(asked | {"mode": "replay"}, ONE_GPU), ONE_GPU, 1)
+        grid.require_runnable(grid.expand_grid(spec, ONE_GPU, 1))
+    found = grid.expand_grid(make_serve_spec(asked | {"mode": "replay"}, ONE_GPU), ONE_GPU, 1)
     assert [(str(c.point.layout), c.error) for c in found] == [("tp8", None), ("tp8·dcp8", None)]
 
 
@@ -326,15 +330,15 @@ def test_a_served_load_is_replayed_by_one_ranks_step_times(
     Step times keep how their GPU was.
     """
     gpu = Gpu(sm_clock_mhz_min=1830, sm_clock_mhz_max=1980, power_w_max=612.0, temperature_c_max=61)
-    monkeypatch.setattr(GpuSampler, "state", lambda _: gpu)
+    monkeypatch.setattr(GpuSampler, "get_state", lambda _: gpu)
     load = Load(mode="replay", requests=3, input_tokens="20", output_tokens="3", chunk=16)
     asked = point(layout, exchange, workload="serve", load=load, context=23, concurrency=2, ep=ep, page_size=1)
     settings = Settings(profile=False)
     plan = plan_engine([asked], settings, TINY, PROBE)
     with torch.inference_mode():
-        session = build(asked, TINY, plan, rank=0, device=CPU, seed=0)
-        serving = serve.serving_for(session, asked)
-        here, known = environment(CPU, "x"), {}  # type: ignore[var-annotated]
+        session = build_session(asked, TINY, plan, rank=0, device=CPU, seed=0)
+        serving = serve.get_serving(session, asked)
+        here, known = collect_environment(CPU, "x"), {}  # type: ignore[var-annotated]
         record = replay.run(serving, asked, [asked], settings, here, tmp_path, known, tell=lambda *_, **__: None)
     (times,) = known.values()
     assert "emulated" in record.marks
@@ -353,20 +357,20 @@ def test_a_served_load_is_replayed_by_one_ranks_step_times(
 def test_step_times_are_replayed_where_the_machines_file_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their wire was modelled when they were measured."""
     point = served.point(served.DCP, changed={"mode": "replay"}, dtype="bf16", emulate="/gone/machine.toml")
-    machine = judge.Machine(probe=planned("H200", 8))
+    machine = judge.Machine(probe=make_planned_probe("H200", 8))
     with pytest.raises(UsageError, match=r"/gone/machine\.toml: No such file"):
-        judge.check(point, Settings(), SHAPES[point.model], machine)
+        judge.check_runnable(point, Settings(), SHAPES[point.model], machine)
     files = []
 
     def known(path: str) -> SimpleNamespace:
         files.append(path)
         return SimpleNamespace(must_be_of=lambda *_: None)
 
-    monkeypatch.setattr(judge, "known_times", known)
-    judge.check(point, Settings(step_times="times.json"), SHAPES[point.model], machine)
+    monkeypatch.setattr(judge, "load_step_times", known)
+    judge.check_runnable(point, Settings(step_times="times.json"), SHAPES[point.model], machine)
     assert files == ["times.json"]
     with pytest.raises(UsageError, match="leave --nnodes out"):
-        judge.check(
+        judge.check_runnable(
             point, Settings(step_times="times.json"), SHAPES[point.model], dataclasses.replace(machine, nnodes=3)
         )
 
@@ -374,7 +378,7 @@ def test_step_times_are_replayed_where_the_machines_file_is_not(monkeypatch: pyt
 def test_two_hosts_with_a_link_can_be_emulated() -> None:
     """16 ranks over hosts of 8."""
     options = {"tp": "16", "dcp": "16", "emulate": "H200+rdma-400", "concurrency": "8"}
-    found = grid.expand(make_spec(options, ONE_GPU), ONE_GPU, 1)
+    found = grid.expand_grid(make_spec(options, ONE_GPU), ONE_GPU, 1)
     assert [c.error for c in found] == [None, None]
 
 
@@ -387,15 +391,15 @@ def test_what_one_rank_computes_is_not_verified() -> None:
         (judge.Machine(probe=ONE_GPU, nnodes=2), asked, "leave --nnodes out"),
     ):
         with pytest.raises(UsageError, match=said):
-            judge.check(changed, Settings(), TINY, machine)
+            judge.check_runnable(changed, Settings(), TINY, machine)
 
 
 def test_points_that_are_all_there_say_nothing_new() -> None:
     """Keys of records stay what they were, and a forecast never has the key of a measurement."""
     asked = point(Layout(8))
     there = msgspec.structs.replace(asked, emulate="")
-    assert "emulate" not in there.key()
-    assert asked.key() != there.key()
+    assert "emulate" not in there.get_key()
+    assert asked.get_key() != there.get_key()
     assert there.world == 8
 
 
@@ -428,4 +432,4 @@ def test_the_command_forecasts_and_says_so_everywhere(tmp_path: Path, capsys: py
     assert code != 0
     code, _, _ = dcpbench("export", str(run), "--to", "csv", "-o", str(tmp_path / "x.csv"))
     assert code == 0
-    assert described("H200").name == record["emulated"]["machine"]
+    assert load_machine("H200").name == record["emulated"]["machine"]

@@ -12,7 +12,7 @@ from dcpbench.engine.decode import DecodeEngine, Request
 from dcpbench.errors import UsageError
 from dcpbench.hangs.evidence import Device
 from dcpbench.points import layout as arithmetic
-from dcpbench.points.batches import GRAPH_BATCHES, batch_rows, padded_batch
+from dcpbench.points.batches import GRAPH_BATCHES, compute_batch_rows, pad_batch
 from dcpbench.points.layout import Layout
 from dcpbench.points.point import Point
 from dcpbench.serving.allocator import OutOfKvError
@@ -36,8 +36,8 @@ class Continued:
 
 def start(engine: DecodeEngine, number: int) -> Request:
     """Request `number` with synthetic KV and a token to read."""
-    request = engine.admit(LENGTHS[number])
-    engine.fill(request, number, seed=0)
+    request = engine.add_request(LENGTHS[number])
+    engine.write_random_kv(request, number, seed=0)
     engine.requests.set_tokens(request.slot, request.length - 1, [100 + number])
     return request
 
@@ -47,12 +47,12 @@ def continued(engine: DecodeEngine, numbers: tuple[int, ...]) -> list[Continued]
     requests = [start(engine, number) for number in numbers]
     tokens: list[list[int]] = [[] for _ in numbers]
     for _ in range(STEPS):
-        batch = engine.plan(requests)
-        engine.run(batch)
+        batch = engine.plan_step(requests)
+        engine.run_eager(batch)
         for i, request in enumerate(requests):
             tokens[i].append(int(batch.next_tokens[i]))
-            engine.grow(request)
-    rows = [engine.model.kv.all_rows()[:, int(r.allocation.locs(0, 1)[0])].clone() for r in requests]
+            engine.append_token(request)
+    rows = [engine.model.kv.get_all_rows()[:, int(r.allocation.compute_locs(0, 1)[0])].clone() for r in requests]
     return [Continued(*parts) for parts in zip(tokens, rows, batch.logits[: len(requests)], strict=True)]
 
 
@@ -61,14 +61,14 @@ def test_norms_of_a_step_mark_how_far_it_is(monkeypatch):
     engine = build.engine()
     engine.model.marks = torch.zeros(1, dtype=torch.int32)
     seen = []
-    attention = engine.model.attention
+    attention = engine.model.run_attention
     monkeypatch.setattr(
-        engine.model, "attention", lambda *args: (seen.append(int(engine.model.marks[0])), attention(*args))[1]
+        engine.model, "run_attention", lambda *args: (seen.append(int(engine.model.marks[0])), attention(*args))[1]
     )
-    engine.run(engine.plan([start(engine, 0)]))
+    engine.run_eager(engine.plan_step([start(engine, 0)]))
     layers = engine.model.shape.layers
     assert seen == [2 * layer + 1 for layer in range(layers)]
-    assert [Device(norm=n).said for n in (3, 4)] == ["attention of layer 1", "mlp of layer 1"]
+    assert [Device(norm=n).position for n in (3, 4)] == ["attention of layer 1", "mlp of layer 1"]
     assert engine.model.marks.tolist() == [2 * layers + 1]
 
 
@@ -100,7 +100,7 @@ class TestPadding:
         together = continued(engine, (0, 1, 2))
         assert list(engine.batches) == [4], "one row was padding"
         assert [unharmed(*pair) for pair in zip(together, alone, strict=True)] == [True, True, True]
-        assert engine.model.kv.all_rows()[:, 0].any(dim=-1).all(), "the padding row did write, in every layer"
+        assert engine.model.kv.get_all_rows()[:, 0].any(dim=-1).all(), "the padding row did write, in every layer"
 
     @pytest.mark.parametrize("convention", ["slot 0", "page 0"])
     def test_without_either_of_them_a_live_request_is_overwritten(self, convention, alone):
@@ -130,7 +130,7 @@ class TestPadding:
 @pytest.mark.parametrize(("requests", "rows"), [(1, 1), (3, 4), (5, 8), (33, 40), (48, 48), (512, 512)])
 def test_a_batch_is_padded_up_to_the_next_graph(requests, rows):
     """Graphs exist for 1, 2, 4, 8 … 40, 48 … 512 rows."""
-    assert padded_batch(requests) == rows
+    assert pad_batch(requests) == rows
 
 
 def test_sizes_of_graphs_are_four_times_closer_than_powers_of_two():
@@ -141,22 +141,22 @@ def test_sizes_of_graphs_are_four_times_closer_than_powers_of_two():
 
 @pytest.mark.parametrize(("requests", "rows"), [(512, 512), (513, 576), (576, 576), (577, 640)])
 def test_eager_steps_are_multiples_of_64_rows(requests, rows):
-    assert batch_rows(requests) == rows
+    assert compute_batch_rows(requests) == rows
 
 
 def test_more_requests_than_the_largest_graph_are_refused():
     """The message says how many there may be."""
     with pytest.raises(UsageError, match="513 requests per replica are more than the largest graph, 512"):
-        padded_batch(513)
+        pad_batch(513)
 
 
 def test_a_request_that_does_not_fit_takes_no_slot():
     """Four pages, one of them padding: three tokens fit, four do not, and all four slots are still there."""
     engine = build.engine(pages=4)
     with pytest.raises(OutOfKvError):
-        engine.admit(4)
+        engine.add_request(4)
     assert engine.requests.available == 4
-    engine.release(engine.admit(3))
+    engine.remove_request(engine.add_request(3))
     assert (engine.requests.available, engine.allocator.free_pages) == (4, 3)
 
 
@@ -178,16 +178,16 @@ def stored(layout: Layout, page_size: int, interleave: int) -> dict[int, tuple[i
     found: dict[int, tuple[int, torch.Tensor]] = {}
     for rank in range(layout.tp):
         engine = build.engine(layout, rank, page_size=page_size, interleave=interleave)
-        replica = layout.dp_rank(rank)
-        for index in range(decode._share(point, replica)):
-            request = decode._admit(engine, session, point, 7, index)
+        replica = layout.get_dp_rank(rank)
+        for index in range(decode._split_requests(point, replica)):
+            request = decode._add_request(engine, session, point, 7, index)
             empty = torch.full((build.TINY.layers, request.length, build.TINY.kv_width), float("nan"))
             reads = int(engine.requests.tokens[request.slot, request.length - 1])
             token, rows = found.setdefault(index * layout.dp + replica, (reads, empty))
             assert token == reads, "ranks of a replica read the same token"
-            for i, loc in enumerate(request.allocation.locs(0, request.length).tolist()):
-                if arithmetic.owner(loc, layout.dcp, interleave) == layout.dcp_rank(rank):
-                    rows[:, i] = engine.model.kv.all_rows()[:, arithmetic.row(loc, layout.dcp, interleave)]
+            for i, loc in enumerate(request.allocation.compute_locs(0, request.length).tolist()):
+                if arithmetic.get_owner(loc, layout.dcp, interleave) == layout.get_dcp_rank(rank):
+                    rows[:, i] = engine.model.kv.get_all_rows()[:, arithmetic.get_row(loc, layout.dcp, interleave)]
     return found
 
 
@@ -227,11 +227,11 @@ def greedy(vocab: int, layout: Layout, logits: list[list[float]]) -> list[list[i
     for rank, model in enumerate(models):
         model.groups = dataclasses.replace(model.groups, attn=Gathered(rank, {}))
         model.groups.attn.all_gather = lambda pair, rank=rank: pairs.__setitem__(rank, pair) or pair.unsqueeze(0)
-        model.greedy(torch.tensor([logits[rank]]))
+        model.sample_greedy(torch.tensor([logits[rank]]))
     for rank, model in enumerate(models):
         others = {other: pair for other, pair in pairs.items() if other != rank}
         model.groups = dataclasses.replace(model.groups, attn=Gathered(rank, others))
-    return [model.greedy(torch.tensor([logits[rank]])).tolist() for rank, model in enumerate(models)]
+    return [model.sample_greedy(torch.tensor([logits[rank]])).tolist() for rank, model in enumerate(models)]
 
 
 class TestGreedy:

@@ -21,9 +21,9 @@ def test_all_packages_are_looked_up_in_one_reading(monkeypatch: pytest.MonkeyPat
     read = importlib.metadata.packages_distributions
     calls = []
     monkeypatch.setattr(importlib.metadata, "packages_distributions", lambda: calls.append(1) or read())
-    environment._distributions.cache_clear()
-    found = environment.probe().packages
-    environment.probe()
+    environment._list_distributions.cache_clear()
+    found = environment.get_hardware().packages
+    environment.get_hardware()
     assert calls == [1]
     assert found["torch"] == importlib.metadata.version("torch")
     assert found["pynvml"] == importlib.metadata.version("nvidia-ml-py"), "named otherwise than it is imported"
@@ -31,8 +31,8 @@ def test_all_packages_are_looked_up_in_one_reading(monkeypatch: pytest.MonkeyPat
 
 def test_what_is_missing_is_named_with_what_the_readme_types(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each package of each extra that users choose; `dcpbench[…]` is in no package index."""
-    monkeypatch.setattr(environment, "_version", lambda _: None)
-    problems = environment.probe().problems
+    monkeypatch.setattr(environment, "_get_version", lambda _: None)
+    problems = environment.get_hardware().problems
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert "pip install '.[flashinfer]'" in (ROOT / "README.md").read_text(encoding="utf-8")
     for extra in ("flashinfer", "flashmla", "dashboard"):
@@ -50,4 +50,4 @@ def test_no_message_names_an_extra_as_if_an_index_had_it() -> None:
 
 def test_a_missing_package_has_no_version() -> None:
     """Absent is null, not an error."""
-    assert environment._version("no_such_package") is None
+    assert environment._get_version("no_such_package") is None

@@ -21,7 +21,7 @@ from dcpbench.exports import (
     sglang,
     vllm,
 )
-from dcpbench.exports.measured import Measured, digest
+from dcpbench.exports.measured import MeasuredPoint, compute_digest
 from dcpbench.imports import Overrides, import_files
 from dcpbench.records.file import read_records
 from dcpbench.serving import samples
@@ -183,7 +183,7 @@ class TestVllm:
         """Our tp8·dp2·dcp2 is vLLM's tensor parallel 4 in each of 2 replicas. Metadata are strings."""
         m = files.served()
         point = msgspec.structs.replace(m.record.point, tp=8, dp=2, dcp=2)
-        found = only(vllm.render([Measured("run", m.folder, msgspec.structs.replace(m.record, point=point))]))
+        found = only(vllm.render([MeasuredPoint("run", m.folder, msgspec.structs.replace(m.record, point=point))]))
         assert found["tensor_parallel_size"] == "4"
         assert found["data_parallel_size"] == "2"
         assert found["decode_context_parallel_size"] == "2"
@@ -197,7 +197,7 @@ class TestVllm:
         """On 4 ranks; where an import does not say it, neither does its export."""
         m = files.served()
         record = msgspec.structs.replace(m.record, point=msgspec.structs.replace(m.record.point, ep=ep))
-        placed = Measured("run", m.folder, record)
+        placed = MeasuredPoint("run", m.folder, record)
         assert only(vllm.render([placed])).get("enable_expert_parallel") == in_vllm
         assert only(sglang.render([placed]))["server_info"].get("ep_size") == ranks
         (row,) = only(inferencex.render([placed]))
@@ -237,7 +237,7 @@ class TestVllm:
 
     def test_each_point_has_a_file_of_its_own(self) -> None:
         m = files.served()
-        other = Measured("run", m.folder, build.served(build.point(TP)))
+        other = MeasuredPoint("run", m.folder, build.served(build.point(TP)))
         assert len(vllm.render([m, other, files.replayed()]).files) == 3
 
     def test_samples_outside_the_run_are_not_read(self, tmp_path: Path) -> None:
@@ -245,14 +245,16 @@ class TestVllm:
         assert m.record.serve
         away = msgspec.structs.replace(m.record.serve, samples_file="../../etc/passwd")
         with pytest.raises(RecordsError, match="outside its folder"):
-            vllm.render([Measured("run", tmp_path, msgspec.structs.replace(m.record, serve=away))])
+            vllm.render([MeasuredPoint("run", tmp_path, msgspec.structs.replace(m.record, serve=away))])
 
     @pytest.mark.parametrize("name", ["\0", "a" * 300], ids=["null", "long"])
     def test_samples_that_no_file_can_be_called_are_not_there(self, tmp_path: Path, name: str) -> None:
         m = files.measured(tmp_path)
         assert m.record.serve
         odd = msgspec.structs.replace(m.record.serve, samples_file=name)
-        (data,) = vllm.render([Measured("run", tmp_path, msgspec.structs.replace(m.record, serve=odd))]).files.values()
+        (data,) = vllm.render(
+            [MeasuredPoint("run", tmp_path, msgspec.structs.replace(m.record, serve=odd))]
+        ).files.values()
         assert "itls" not in json.loads(data)
 
 
@@ -322,12 +324,12 @@ class TestInferencex:
         assert row["output_tput_per_gpu"] == pytest.approx(8.75 / 16)
         assert row["tput_per_gpu"] == pytest.approx(383.75 / 16)
 
-    def imported(self, tmp_path: Path, **options: Any) -> Measured:
+    def imported(self, tmp_path: Path, **options: Any) -> MeasuredPoint:
         """A result of vLLM with fixed lengths."""
         result = files.without_details(files.vllm()) | {"isl": "100", "osl": "2"}
         import_files([files.file(tmp_path, result)], "vllm", tmp_path / "run", Overrides(**options))
         (record,) = read_records(tmp_path / "run")
-        return Measured("run", tmp_path / "run", record)
+        return MeasuredPoint("run", tmp_path / "run", record)
 
     def test_open_loops_and_uneven_lengths_have_no_row(self, tmp_path: Path) -> None:
         of = files.point(changed={"arrival": "gamma", "request_rate": 2.5})
@@ -362,7 +364,7 @@ class TestGha:
         point = record_builder.point(DCP)
         again = msgspec.structs.replace(point, repeat=1)
         two = [
-            Measured("run", NOWHERE, record_builder.ok(of, median_ms=ms, noise=0.0))
+            MeasuredPoint("run", NOWHERE, record_builder.ok(of, median_ms=ms, noise=0.0))
             for of, ms in ((point, 10.0), (again, 12.0))
         ]
         entries = json.loads(gha.render(two).files[gha.FILES["lower"]])
@@ -405,7 +407,9 @@ class TestHud:
 
     def test_repeats_are_the_values_of_one_record(self) -> None:
         point = record_builder.point(DCP)
-        two = [Measured("run", NOWHERE, record_builder.ok(msgspec.structs.replace(point, repeat=i))) for i in (0, 1)]
+        two = [
+            MeasuredPoint("run", NOWHERE, record_builder.ok(msgspec.structs.replace(point, repeat=i))) for i in (0, 1)
+        ]
         found = only(hud.render(two))
         (rate,) = [r for r in found if r["metric"]["name"] == "output_tok_s"]
         assert len(rate["metric"]["benchmark_values"]) == 2
@@ -417,5 +421,5 @@ class TestHud:
 
 def test_a_digest_has_twelve_digits() -> None:
     """The first of SHA-256, also of text that UTF-8 does not have."""
-    assert digest("a") == "ca978112ca1b"
-    assert len(digest("\ud800")) == 12
+    assert compute_digest("a") == "ca978112ca1b"
+    assert len(compute_digest("\ud800")) == 12

@@ -18,11 +18,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from dcpbench import exports
 from dcpbench.errors import OutputError, UsageError
-from dcpbench.exports import FORMATS, bmf, csv_table, export, measured, parquet_table
+from dcpbench.exports import FORMATS, bmf, csv_table, export_runs, measured, parquet_table
 from dcpbench.exports.bench_files import Requests
-from dcpbench.exports.measured import Measured
+from dcpbench.exports.measured import MeasuredPoint
 from dcpbench.points.layout import Layout
-from dcpbench.records.metrics import exported
+from dcpbench.records.metrics import list_exported_metrics
 from dcpbench.reports import words
 from tests.unit import engine_files_builder as files
 from tests.unit import record_builder
@@ -44,7 +44,7 @@ def test_formats_of_one_server_leave_several_instances_out(name: str) -> None:
     m = files.served()
     several = msgspec.structs.replace(m.record.point, disaggregate="1:2", transfer_gb_s=50.0)
     render = importlib.import_module(f"dcpbench.exports.{name}").render
-    rendered = render([Measured(m.run, m.folder, msgspec.structs.replace(m.record, point=several))])
+    rendered = render([MeasuredPoint(m.run, m.folder, msgspec.structs.replace(m.record, point=several))])
     assert not rendered.files
     assert list(rendered.left_out) == ["ran on several instances, of which a file has no number"]
 
@@ -55,7 +55,7 @@ def test_formats_of_rates_leave_out_what_took_no_time(name: str, wall_s: float |
     m = files.served()
     serve = msgspec.structs.replace(m.record.serve, wall_s=wall_s)
     render = importlib.import_module(f"dcpbench.exports.{name}").render
-    rendered = render([Measured(m.run, m.folder, msgspec.structs.replace(m.record, serve=serve))])
+    rendered = render([MeasuredPoint(m.run, m.folder, msgspec.structs.replace(m.record, serve=serve))])
     assert not rendered.files
     assert list(rendered.left_out) == ["took no time, or do not say how long"]
 
@@ -63,9 +63,9 @@ def test_formats_of_rates_leave_out_what_took_no_time(name: str, wall_s: float |
 class TestLayersHeld:
     """A step that cycles through some of the layers does the work of all, and is no step of a server."""
 
-    def holding(self, m: Measured, held: int) -> Measured:
+    def holding(self, m: MeasuredPoint, held: int) -> MeasuredPoint:
         honesty = msgspec.structs.replace(m.record.honesty, layers=61, layers_held=held)
-        return Measured(m.run, m.folder, msgspec.structs.replace(m.record, honesty=honesty))
+        return MeasuredPoint(m.run, m.folder, msgspec.structs.replace(m.record, honesty=honesty))
 
     @pytest.mark.parametrize("to", ["vllm", "sglang", "gha", "hud"])
     def test_formats_with_room_for_words_say_it_in_words(self, to: str) -> None:
@@ -76,7 +76,7 @@ class TestLayersHeld:
                 assert ("cycled" in data.decode()) == said
 
     def test_tables_have_both_numbers(self) -> None:
-        (row,) = csv_table.rows([self.holding(files.decoded(), 14)])
+        (row,) = csv_table.build_rows([self.holding(files.decoded(), 14)])
         assert (row["layers"], row["layers_held"]) == (61, 14)
 
     def test_formats_of_numbers_have_them_beside_the_others(self) -> None:
@@ -101,14 +101,16 @@ class TestTables:
         """In fp8 the `dtype` of a record is still that of activations."""
         m = files.decoded()
         point = msgspec.structs.replace(m.record.point, dtype="bf16", weights_dtype="fp8", kv_dtype="fp8")
-        (row,) = csv_table.rows([Measured(m.run, m.folder, msgspec.structs.replace(m.record, point=point))])
+        (row,) = csv_table.build_rows([MeasuredPoint(m.run, m.folder, msgspec.structs.replace(m.record, point=point))])
         assert (row["dtype"], row["weights_dtype"], row["kv_dtype"]) == ("bf16", "fp8", "fp8")
         assert row["precision"] == point.precision == "fp8 weights and KV"
 
-    def everything(self) -> list[Measured]:
+    def everything(self) -> list[MeasuredPoint]:
         """Points of both workloads, one that failed, and one whose every word is a formula."""
-        failed = Measured("run", NOWHERE, record_builder.failed(record_builder.point(TP)))
-        hostile = Measured("run", NOWHERE, record_builder.rejected(record_builder.point(TP, model="=1+1"), '-2"\n;x'))
+        failed = MeasuredPoint("run", NOWHERE, record_builder.failed(record_builder.point(TP)))
+        hostile = MeasuredPoint(
+            "run", NOWHERE, record_builder.rejected(record_builder.point(TP, model="=1+1"), '-2"\n;x')
+        )
         return [files.decoded(), files.served(), files.replayed(), files.functional(), failed, hostile]
 
     def test_csv_holds_every_point_and_is_read_back_as_it_was(self) -> None:
@@ -116,7 +118,7 @@ class TestTables:
         rows = list(csv.DictReader(io.StringIO(data.decode())))
         assert [r["outcome"] for r in rows] == ["ok"] * 4 + ["failed", "rejected"]
         assert [r["standing"] for r in rows[:4]] == ["measured", "measured", "replay", "functional"]
-        for row, was in zip(rows, csv_table.rows(self.everything()), strict=True):
+        for row, was in zip(rows, csv_table.build_rows(self.everything()), strict=True):
             for column in csv_table.COLUMNS:
                 if column.kind is float and was[column.name] is not None:
                     assert float(row[column.name]) == was[column.name]
@@ -131,8 +133,8 @@ class TestTables:
             (data,) = parquet_table.render(points).files.values()
             table = pq.read_table(io.BytesIO(data))
             schemas.append(table.schema)
-            assert table.to_pylist() == csv_table.rows(points)
-        assert all(schema.equals(parquet_table.schema(pa)) for schema in schemas)
+            assert table.to_pylist() == csv_table.build_rows(points)
+        assert all(schema.equals(parquet_table.make_schema(pa)) for schema in schemas)
 
     def test_pandas_reads_numbers_as_numbers(self) -> None:
         (data,) = parquet_table.render(self.everything()).files.values()
@@ -141,7 +143,7 @@ class TestTables:
         assert frame["output_tok_s"].isna().sum() == 2, "of the two that did not run"
 
     def test_every_metric_is_a_column(self) -> None:
-        assert {m.name for m in exported()} <= {c.name for c in csv_table.COLUMNS}
+        assert {m.name for m in list_exported_metrics()} <= {c.name for c in csv_table.COLUMNS}
 
 
 class TestNumbersThatAreNone:
@@ -151,7 +153,7 @@ class TestNumbersThatAreNone:
         """msgspec would not read such a record, but one can be made."""
         record = record_builder.ok(record_builder.point(DCP), host_plan_us=value)
         rendered = importlib.import_module(f"dcpbench.exports.{FORMATS[to]}").render(
-            [Measured("run", tmp_path, record)]
+            [MeasuredPoint("run", tmp_path, record)]
         )
         assert rendered.files
         for name, data in rendered.files.items():
@@ -171,46 +173,48 @@ class TestFiles:
 
     def test_they_go_below_the_run_unless_told_otherwise(self, tmp_path: Path) -> None:
         run = self.run(tmp_path)
-        assert export([run], "csv", None).paths == [run / "exports" / "points.csv"]
-        assert [p.parent for p in export([run], "gha", None).paths] == [run / "exports" / "gha"] * 2
+        assert export_runs([run], "csv", None).paths == [run / "exports" / "points.csv"]
+        assert [p.parent for p in export_runs([run], "gha", None).paths] == [run / "exports" / "gha"] * 2
 
     def test_a_name_that_ends_like_a_file_is_the_file(self, tmp_path: Path) -> None:
         run = self.run(tmp_path)
-        assert export([run], "prometheus", tmp_path / "a.prom").paths == [tmp_path / "a.prom"]
-        assert export([run], "prometheus", tmp_path / "new").paths == [tmp_path / "new" / "dcpbench.prom"]
+        assert export_runs([run], "prometheus", tmp_path / "a.prom").paths == [tmp_path / "a.prom"]
+        assert export_runs([run], "prometheus", tmp_path / "new").paths == [tmp_path / "new" / "dcpbench.prom"]
 
     def test_a_file_that_no_format_is_named_by_is_left_alone_and_a_name_proposed(self, tmp_path: Path) -> None:
         path = tmp_path / "mine"
         path.write_text("mine")
         with pytest.raises(OutputError, match=r"mine is a file without an ending; give .*mine\.csv or a folder"):
-            export([self.run(tmp_path)], "csv", path, force=True)
+            export_runs([self.run(tmp_path)], "csv", path, force=True)
         assert path.read_text() == "mine"
 
     def test_a_format_in_capitals_is_proposed_as_it_is_written(self, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=r"did you mean csv\?"):
-            export([self.run(tmp_path)], "CSV", None)
+            export_runs([self.run(tmp_path)], "CSV", None)
 
     def test_nothing_is_written_over_without_force(self, tmp_path: Path) -> None:
         run, path = self.run(tmp_path), tmp_path / "a.csv"
         path.write_text("mine")
         with pytest.raises(OutputError, match="--force"):
-            export([run], "csv", path)
+            export_runs([run], "csv", path)
         assert path.read_text() == "mine"
-        export([run], "csv", path, force=True)
+        export_runs([run], "csv", path, force=True)
         assert path.read_text().startswith("run,point,origin")
         assert [p.name for p in tmp_path.iterdir() if p.name.endswith(".part")] == []
 
     def test_a_format_that_carries_none_of_the_points_says_why(self, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=r"1 of 1 point left out: 1 decode steps, .* --to csv"):
-            export([self.run(tmp_path)], "vllm", None)
+            export_runs([self.run(tmp_path)], "vllm", None)
 
     def test_what_was_left_out_is_told(self, tmp_path: Path) -> None:
         run = self.run(tmp_path, build.served(build.point(DCP)), record_builder.ok(record_builder.point(DCP)))
-        assert export([run], "vllm", None).note == "1 of 2 points left out: 1 decode steps, which have no requests."
+        assert (
+            export_runs([run], "vllm", None).note == "1 of 2 points left out: 1 decode steps, which have no requests."
+        )
 
     def test_an_unknown_format_is_answered_with_the_nearest(self, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="did you mean prometheus"):
-            export([self.run(tmp_path)], "promethues", None)
+            export_runs([self.run(tmp_path)], "promethues", None)
 
     @pytest.mark.parametrize("to", list(FORMATS))
     @pytest.mark.long
@@ -219,15 +223,15 @@ class TestFiles:
         m = files.served()
         huge = msgspec.structs.replace(m.record.point, model="\x1b<script>" + "x" * 10_000_000)
         render = importlib.import_module(f"dcpbench.exports.{FORMATS[to]}").render
-        rendered = render([Measured("run", tmp_path, msgspec.structs.replace(m.record, point=huge))])
+        rendered = render([MeasuredPoint("run", tmp_path, msgspec.structs.replace(m.record, point=huge))])
         assert all(len(name) < 200 for name in rendered.files)
         if to in ("gha", "bmf", "prometheus"):
             assert sum(map(len, rendered.files.values())) < 200_000
 
 
 def test_a_layout_without_dcp_has_no_exchange_in_its_name() -> None:
-    plain = Measured("run", NOWHERE, record_builder.ok(record_builder.point(Layout(4))))
-    assert measured.names([[plain]]) == ["kimi-k2 tp4 flashinfer bfloat16, decode: 8 × 4,000"]
+    plain = MeasuredPoint("run", NOWHERE, record_builder.ok(record_builder.point(Layout(4))))
+    assert measured.make_names([[plain]]) == ["kimi-k2 tp4 flashinfer bfloat16, decode: 8 × 4,000"]
 
 
 @pytest.mark.parametrize(("there", "said"), [(1, "a would"), (2, "a and 1 more would"), (4, "a and 3 more would")])
@@ -236,9 +240,9 @@ def test_files_that_are_there_are_counted_before_any_is_written(tmp_path: Path, 
     for path in [*files][:there]:
         path.write_bytes(b"old")
     with pytest.raises(OutputError, match=f"{said} be written over; add --force"):
-        exports._write(files, force=False)
+        exports._write_files(files, force=False)
     assert [p.read_bytes() for p in files if p.exists()] == [b"old"] * there
-    assert exports._write(files, force=True) == [*files]
+    assert exports._write_files(files, force=True) == [*files]
 
 
 @pytest.mark.parametrize(
@@ -264,7 +268,7 @@ def test_a_request_that_starts_as_another_ends_is_not_beside_it(spans: list[tupl
         generated_texts=[""] * count,
         errors=[""] * count,
     )
-    assert found.most_at_once() == most
+    assert found.count_max_in_flight() == most
 
 
 @pytest.mark.parametrize("to", ["csv", "bmf", "hud", "inferencex", "parquet", "prometheus", "sglang"])
@@ -285,4 +289,4 @@ def test_a_file_that_is_there_is_refused_before_records_are_read(
         folder.mkdir()
         (folder / name).touch()
         with pytest.raises(OutputError, match="would be written over; add --force"):
-            export([run], to, output)
+            export_runs([run], to, output)

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from dcpbench.exports import prometheus
-from dcpbench.exports.measured import Measured
-from dcpbench.records.metrics import exported
+from dcpbench.exports.measured import MeasuredPoint
+from dcpbench.records.metrics import list_exported_metrics
 from tests.unit import engine_files_builder as files
 from tests.unit import record_builder
 from tests.unit import serve_record_builder as build
@@ -48,19 +48,19 @@ UNITS = (
 """Words that end a gauge's name, so that nobody has to guess."""
 
 
-def text(*points: Measured) -> str:
+def text(*points: MeasuredPoint) -> str:
     """The file."""
     return prometheus.render(points).files[prometheus.FILE].decode()
 
 
-def families(*points: Measured) -> dict[str, Metric]:
+def families(*points: MeasuredPoint) -> dict[str, Metric]:
     """What Prometheus' parser makes of it."""
     return {family.name: family for family in text_string_to_metric_families(text(*points))}
 
 
-def everything() -> list[Measured]:
+def everything() -> list[MeasuredPoint]:
     """Points of both workloads, measured, replayed and functional, with preemptions and goodput."""
-    tight = Measured("run", files.NOWHERE, build.served(build.point(build.TP, 32), pages=60))
+    tight = MeasuredPoint("run", files.NOWHERE, build.served(build.point(build.TP, 32), pages=60))
     return [files.decoded(), files.served(), files.replayed(), files.functional(), tight]
 
 
@@ -91,7 +91,7 @@ class TestText:
 
     def test_a_percentile_that_is_not_known_has_no_series(self) -> None:
         """40 samples are enough for a median alone."""
-        m = Measured("run", files.NOWHERE, record_builder.ok(record_builder.point(build.DCP), steps=40))
+        m = MeasuredPoint("run", files.NOWHERE, record_builder.ok(record_builder.point(build.DCP), steps=40))
         assert {s.labels["statistic"] for s in families(m)["dcpbench_itl_seconds"].samples} == {"p50"}
 
     def test_what_is_no_measurement_says_so_in_a_label(self) -> None:
@@ -114,21 +114,21 @@ class TestText:
         """`dtype` of records and tables is what is computed with."""
         m = files.decoded()
         point = msgspec.structs.replace(m.record.point, dtype="bf16", weights_dtype="fp8", kv_dtype="fp8")
-        found = families(Measured(m.run, m.folder, msgspec.structs.replace(m.record, point=point)))
+        found = families(MeasuredPoint(m.run, m.folder, msgspec.structs.replace(m.record, point=point)))
         labels = found["dcpbench_step_seconds"].samples[0].labels
         assert labels["precision"] == point.precision
         assert "dtype" not in labels
 
     def test_every_metric_has_a_gauge_of_its_own(self) -> None:
         gauges = [(g.name, g.statistic) for g in prometheus.GAUGES.values()]
-        assert len(set(gauges)) == len(exported())
+        assert len(set(gauges)) == len(list_exported_metrics())
 
     @given(name=st.text(max_size=300), run=st.text(max_size=300))
     def test_any_name_comes_back_as_one_label(self, name: str, run: str) -> None:
         """Quotes, backslashes, line ends, other scripts. What a terminal would obey is spelled out; long names are cut."""
         m = files.decoded()
         point = msgspec.structs.replace(m.record.point, model=name)
-        found = families(Measured(run, m.folder, msgspec.structs.replace(m.record, point=point)))
+        found = families(MeasuredPoint(run, m.folder, msgspec.structs.replace(m.record, point=point)))
         labels = found["dcpbench_step_seconds"].samples[0].labels
         for label, was in (("model", name), ("run", run)):
             kept = [c.isprintable() or unicodedata.category(c) == "Zs" for c in was]

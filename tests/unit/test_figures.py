@@ -10,7 +10,7 @@ import pytest
 
 from dcpbench.imports import Overrides, import_files
 from dcpbench.points.layout import Layout
-from dcpbench.records.formulas import decode_metrics
+from dcpbench.records.formulas import compute_decode_metrics
 from dcpbench.records.metrics import PERCENTILES
 from dcpbench.reports import figures, frames, overview, plots
 from dcpbench.reports.style import Style
@@ -48,14 +48,14 @@ def beside(tmp_path: Path) -> frames.Frames:
     rows = [files.inferencex(tp=4, conc=n, **dp) for n in (8, 32) for dp in ({}, {"dp_attention": "true"})]
     told = Overrides(model="deepseek-r1")
     import_files([files.file(tmp_path, *rows)], "inferencex", tmp_path / "theirs", told, force=False)
-    return frames.load([tmp_path / "theirs", ours])
+    return frames.load_frames([tmp_path / "theirs", ours])
 
 
 @pytest.mark.long
 def test_what_is_drawn_beside_ours_looks_as_the_legend_says(beside: frames.Frames) -> None:
     """A dash says which run and which server of it at once: so each line has an entry of its own."""
     assert len(set(beside.served["rest"])) == 1
-    figure = figures.draw_throughput(beside.served, Style.of(beside.served), "title")
+    figure = figures.draw_throughput(beside.served, Style.from_points(beside.served), "title")
     drawn, told = looks(figure)
     assert len(drawn) == 4
     assert drawn == told
@@ -68,11 +68,11 @@ def test_names_of_servers_that_differ_at_their_ends_differ_in_legends_and_in_wor
         more = {**LONG, "gpu_memory_utilization": 0.9, "max_num_batched_tokens": 4096, "max_num_seqs": seqs}
         files.sweep(tmp_path / "sweep", more, {"max_concurrency": 8}, runs=1)
     import_files([tmp_path / "sweep"], "vllm", tmp_path / "run", Overrides(tp=8), force=False)
-    found = frames.load([tmp_path / "run"]).served
-    told = names(figures.draw_throughput(found, Style.of(found), "title"))
+    found = frames.load_frames([tmp_path / "run"]).served
+    told = names(figures.draw_throughput(found, Style.from_points(found), "title"))
     assert len(set(told)) == len(told) == 4
     assert all(name.endswith(("max_num_seqs=128", "max_num_seqs=256")) for name in told)
-    words = figures.alt("throughput", "title", found)
+    words = figures.format_alt("throughput", "title", found)
     assert all(f"max_num_seqs={n})" in words for n in (128, 256))
 
 
@@ -81,8 +81,8 @@ def test_points_of_one_layout_at_its_only_load_do_not_hide_each_other(tmp_path: 
     for seqs in (4, 8, 16):
         files.sweep(tmp_path / "sweep", {"max_num_seqs": seqs}, {"max_concurrency": 8}, runs=1)
     import_files([tmp_path / "sweep"], "vllm", tmp_path / "run", Overrides(tp=8), force=False)
-    found = frames.load([tmp_path / "run"]).served
-    (ax,) = figures.draw_throughput(found, Style.of(found), "title").axes
+    found = frames.load_frames([tmp_path / "run"]).served
+    (ax,) = figures.draw_throughput(found, Style.from_points(found), "title").axes
     at = [line.get_xdata()[0] for line in ax.get_lines() if line.get_marker() not in ("None", "_", "|")]  # type: ignore[index]
     assert sorted(at) == pytest.approx([7.6, 8.0, 8.4])
     assert [tick.get_text() for tick in ax.get_xticklabels()] == ["8"]
@@ -92,10 +92,10 @@ def test_ratios_of_several_runs_have_panels_of_their_own(tmp_path: Path) -> None
     """A layout is over another one of its run: as one line, two runs would go up and down at each load."""
     points = [build.point(layout, concurrency=n) for layout in (TP, DCP) for n in (8, 32)]
     runs = [build.write(tmp_path / name, map(build.ok, points)) for name in ("monday", "tuesday")]
-    read = frames.load(runs)
-    look = Style.of(read.points)
+    read = frames.load_frames(runs)
+    look = Style.from_points(read.points)
     rows = read.findings.against_others
-    compared = figures.draw_overview(rows, look, "title", overview.no_room(read))
+    compared = figures.draw_overview(rows, look, "title", overview.select_rejected_for_memory(read))
     assert [" ".join(ax.get_title().split()) for ax in compared.axes] == [
         f"kimi-k2, run {run}, context 4,000" for run in ("monday", "tuesday")
     ]
@@ -111,40 +111,42 @@ def test_ratios_of_several_runs_have_panels_of_their_own(tmp_path: Path) -> None
 def test_of_many_runs_the_ratios_of_some_are_drawn(tmp_path: Path) -> None:
     """A figure has a row for each."""
     points = [build.point(layout) for layout in (TP, DCP)]
-    runs = [build.write(tmp_path / f"run-{n}", map(build.ok, points)) for n in range(plots.MOST_LENGTHS + 3)]
-    found = plots._some_sides(frames.load(runs).findings.against_others)
-    assert found["run"].nunique() == plots.MOST_LENGTHS
+    runs = [build.write(tmp_path / f"run-{n}", map(build.ok, points)) for n in range(plots.MAX_LENGTHS + 3)]
+    found = plots._select_sides(frames.load_frames(runs).findings.against_others)
+    assert found["run"].nunique() == plots.MAX_LENGTHS
 
 
 def test_layouts_that_differ_in_their_experts_alone_have_one_colour_and_other_dashes(tmp_path: Path) -> None:
     """Of a layout that is drawn with one expert parallel degree the line is solid, as one without attention DP."""
     points = [build.point(TP), *(build.point(Layout(4, dp=4), ep=ep) for ep in ("1", "tp"))]
-    both = Style.of(frames.load([build.write(tmp_path / "both", map(build.ok, points))]).points)
-    one = Style.of(frames.load([build.write(tmp_path / "one", map(build.ok, points[:2]))]).points)
-    split, parallel = (both.look(f"tp4·dp4·ep{n}", "", both.runs[0]) for n in (1, 4))
+    both = Style.from_points(frames.load_frames([build.write(tmp_path / "both", map(build.ok, points))]).points)
+    one = Style.from_points(frames.load_frames([build.write(tmp_path / "one", map(build.ok, points[:2]))]).points)
+    split, parallel = (both.get_look(f"tp4·dp4·ep{n}", "", both.runs[0]) for n in (1, 4))
     assert split["color"] == parallel["color"]
     assert (split["linestyle"], split["marker"]) != (parallel["linestyle"], parallel["marker"])
-    assert one.look("tp4·dp4·ep1", "", one.runs[0])["linestyle"] == one.look("tp4", "", one.runs[0])["linestyle"]
+    assert (
+        one.get_look("tp4·dp4·ep1", "", one.runs[0])["linestyle"] == one.get_look("tp4", "", one.runs[0])["linestyle"]
+    )
 
 
 def test_variants_of_a_layout_have_markers_that_are_unlike(tmp_path: Path) -> None:
     """Neighbours in the row of markers are alike when small: a triangle and a diamond, or one that stands on its tip."""
     of = {"exchange": "ag_rs"}, {"exchange": "a2a"}, {"exchange": "symm"}
     points = [build.point(DCP, **changes) for changes in of]
-    found = frames.load([build.write(tmp_path / "run", map(build.ok, points))]).points
-    look = Style.of(found)
-    markers = [look.look("tp4·dcp4", name, look.runs[0])["marker"] for name in ("ag_rs", "a2a", "symm")]
+    found = frames.load_frames([build.write(tmp_path / "run", map(build.ok, points))]).points
+    look = Style.from_points(found)
+    markers = [look.get_look("tp4·dcp4", name, look.runs[0])["marker"] for name in ("ag_rs", "a2a", "symm")]
     assert markers == ["^", "P", "s"]
 
 
 @pytest.mark.parametrize(("least", "most"), [(38, 42), (10, 130)])
 def test_bars_of_error_end_where_the_interval_does(least: float, most: float, tmp_path: Path) -> None:
     """Of seven steps the interval goes from the least to the most, on one side of the median further than on the other."""
-    metrics = decode_metrics([least, 39, 39.5, 40, 40.5, 41, most], 8, 4)
+    metrics = compute_decode_metrics([least, 39, 39.5, 40, 40.5, 41, most], 8, 4)
     record = msgspec.structs.replace(build.ok(build.point(TP, concurrency=8), steps=1), metrics=metrics)
-    points = frames.load([build.write(tmp_path / "run", [record])]).points
+    points = frames.load_frames([build.write(tmp_path / "run", [record])]).points
     for draw, name in ((figures.draw_throughput, "output_tok_s"), (figures.draw_itl, "step_ms")):
-        (ax,) = draw(points, Style.of(points), "title").axes
+        (ax,) = draw(points, Style.from_points(points), "title").axes
         ((ends,),) = (bar.get_segments() for bar in ax.collections)  # type: ignore[attr-defined]
         (row,) = points.to_dict("records")
         low, high = row[f"{name}_low"], row[f"{name}_high"]
@@ -169,14 +171,14 @@ def test_the_highest_percentile_that_all_points_have_is_drawn_else_one_that_some
     """Points without a median, which stand first here, have no say."""
     rows = [{f"ttft_{p}_ms": 1.0 if p in ("p50", *of.split()) else None for p in PERCENTILES} for of in samples]
     nothing = dict.fromkeys(rows[0])
-    assert figures._tail_percentile(pd.DataFrame([nothing, *rows]), "ttft") == highest
-    assert figures._tail_percentile(pd.DataFrame([nothing]), "ttft") == ""
+    assert figures._find_tail_percentile(pd.DataFrame([nothing, *rows]), "ttft") == highest
+    assert figures._find_tail_percentile(pd.DataFrame([nothing]), "ttft") == ""
 
 
 def test_the_watermark_of_a_cpu_run_covers_no_mark_and_is_covered_by_no_bar(tmp_path: Path) -> None:
     """Behind points, lines and bars of error; below the axis of bars, which may fill their panel."""
-    points = frames.load([build.write(tmp_path / "run", build.cpu_sweep())]).points
-    look = Style.of(points)
+    points = frames.load_frames([build.write(tmp_path / "run", build.cpu_sweep())]).points
+    look = Style.from_points(points)
     for draw in (figures.draw_throughput, figures.draw_itl, figures.draw_frontier):
         for ax in draw(points, look, "title").axes:
             (said,) = [text for text in ax.texts if "functional run" in text.get_text()]
@@ -194,18 +196,19 @@ def test_where_marks_are_hollow_as_points_are_replayed_the_legend_says_so(
     draw: Callable[..., Figure], mode: str, tmp_path: Path
 ) -> None:
     """And nowhere else."""
-    served = frames.load([build.write(tmp_path / "run", serve.run())]).served
+    served = frames.load_frames([build.write(tmp_path / "run", serve.run())]).served
     points = served[served["mode"] == mode]
-    figure = draw(points, Style.of(points), "title")
+    figure = draw(points, Style.from_points(points), "title")
     hollow = {line.get_markerfacecolor() for ax in figure.axes for line in ax.get_lines() if line.get_marker() == "o"}
     assert ("white" in hollow) == (mode == "replay")
     assert ("hollow: replayed" in names(figure)) == (mode == "replay")
 
 
 def test_the_legend_of_replayed_ratios_says_what_is_hollow(tmp_path: Path) -> None:
-    ratios = frames.load([build.write(tmp_path / "run", serve.run())]).findings.ratios
+    ratios = frames.load_frames([build.write(tmp_path / "run", serve.run())]).findings.ratios
     told = {
-        mode: names(figures.draw_break_even(found, Style.of(found), "title")) for mode, found in ratios.groupby("mode")
+        mode: names(figures.draw_break_even(found, Style.from_points(found), "title"))
+        for mode, found in ratios.groupby("mode")
     }
     assert {mode: "hollow: replayed" in of for mode, of in told.items()} == {"live": False, "replay": True}
 
@@ -213,9 +216,9 @@ def test_the_legend_of_replayed_ratios_says_what_is_hollow(tmp_path: Path) -> No
 def test_how_many_figures_there_are_is_told_before_each_is_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plots.Studio, "draw", lambda *_: None)
+    monkeypatch.setattr(plots.FigureWriter, "write_figure", lambda *_: None)
     told: list[str] = []
-    read = frames.load([build.write(tmp_path / "run", serve.run())])
+    read = frames.load_frames([build.write(tmp_path / "run", serve.run())])
     pictures = plots.draw_all(read, tmp_path / "figures", watch=told.append)
     assert told == [f"figure {n} of {len(pictures)}: {one.title}" for n, one in enumerate(pictures, 1)]
     assert plots.draw_all(read, tmp_path / "none", drawn=False, watch=told.append)
@@ -225,5 +228,5 @@ def test_how_many_figures_there_are_is_told_before_each_is_drawn(
 def test_the_side_of_a_figure_says_which_part_is_the_name_of_a_run() -> None:
     """A run may be called as its model is."""
     points = pd.DataFrame({"model": ["deepseek-v3", "deepseek-v3"], "run": ["deepseek-v3", "b"]})
-    assert figures.sides(points).tolist() == ["deepseek-v3, run deepseek-v3", "deepseek-v3, run b"]
-    assert figures.sides(points[:1]).tolist() == ["deepseek-v3"]
+    assert figures.get_sides(points).tolist() == ["deepseek-v3, run deepseek-v3", "deepseek-v3, run b"]
+    assert figures.get_sides(points[:1]).tolist() == ["deepseek-v3"]

@@ -22,8 +22,8 @@ from dcpbench.launch import hung
 from dcpbench.plan import options
 from dcpbench.points import machines
 from dcpbench.points.layout import Layout
-from dcpbench.points.machines import described
-from dcpbench.points.prompts import random_prompts
+from dcpbench.points.machines import load_machine
+from dcpbench.points.prompts import make_random_prompts
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import SHAPES
 from dcpbench.points.wire import Call, Sample
@@ -33,10 +33,10 @@ from dcpbench.reports.sections import Section
 from dcpbench.servers import measure
 from dcpbench.serving import replay, request_files
 from dcpbench.serving.allocator import DcpAllocator
-from dcpbench.show.numbers import span
+from dcpbench.show.numbers import format_duration
 from dcpbench.syncs.gating import comments
 from dcpbench.syncs.traces.columns import Columns
-from dcpbench.syncs.traces.reading import SHOWN_BYTES, TraceReader, Trouble
+from dcpbench.syncs.traces.reading import SHOWN_BYTES, ReadProblems, TraceReader
 from tests.unit import record_builder
 
 
@@ -54,7 +54,7 @@ from tests.unit import record_builder
     ],
 )
 def test_spans_of_time(seconds: float, said: str) -> None:
-    assert span(seconds) == said
+    assert format_duration(seconds) == said
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_spans_of_time(seconds: float, said: str) -> None:
 def test_of_more_than_three_loads_the_first_the_middle_and_the_last_are_drawn(
     values: list[int], some: list[int]
 ) -> None:
-    assert figures._some(values) == some
+    assert figures._select_some(values) == some
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_of_more_than_three_loads_the_first_the_middle_and_the_last_are_drawn(
     ],
 )
 def test_a_thread_of_a_dump_works_or_waits(head: str, name: str, active: bool | None) -> None:
-    (thread,) = dumps.threads(f"Process 5: python\n{head}\n    run (file.py:9)\n")
+    (thread,) = dumps.parse_threads(f"Process 5: python\n{head}\n    run (file.py:9)\n")
     assert (thread.process, thread.name, thread.active) == ("5: python", name, active)
     assert [(f.function, f.file, f.line) for f in thread.frames] == [("run", "file.py", 9)]
 
@@ -90,19 +90,19 @@ def test_a_thread_of_a_dump_works_or_waits(head: str, name: str, active: bool | 
 )
 def test_a_size_is_known_without_a_sample_where_it_lies_between_two_others(sizes: list[int], without: int) -> None:
     call = Call("all_reduce", tuple(Sample(4, 1, 1000 * size, 5.0 * size) for size in sizes))
-    assert len(call.errors_without()) == without
+    assert len(call.compute_left_out_errors()) == without
 
 
 @pytest.mark.parametrize("pages_back", [[0], [0, 1], [3], [1, 1]])
 def test_padding_is_nobodys_and_no_page_is_given_back_twice(pages_back: list[int]) -> None:
     """Of pages 1 and 2 that a request holds, of 5."""
     allocator = DcpAllocator(5, 4, 1)
-    allocation = allocator.alloc(8)
+    allocation = allocator.allocate(8)
     assert sorted(allocation.pages) == [1, 2]
-    allocator.share(allocation, allocation.pages[:2])
+    allocator.share_pages(allocation, allocation.pages[:2])
     with pytest.raises(ValueError, match=r"^pages are given back that nobody holds$"):
-        allocator.give_back(np.array(pages_back, np.int32))
-    allocator.give_back(np.array([2, 1], np.int32))
+        allocator.free_evicted(np.array(pages_back, np.int32))
+    allocator.free_evicted(np.array([2, 1], np.int32))
     assert allocator.used_pages == 0
 
 
@@ -115,7 +115,9 @@ def test_columns_of_an_environment_are_numbered_where_a_run_has_several() -> Non
         for version in ("2.8", "2.8", "2.9", "2.10", "2.9")
     ]
     run = SimpleNamespace(name="run", records=records)
-    table = tables.environment(SimpleNamespace(runs=[run, SimpleNamespace(name="other", records=records[:1])]))  # type: ignore[arg-type]
+    table = tables.build_environment_table(
+        SimpleNamespace(runs=[run, SimpleNamespace(name="other", records=records[:1])])
+    )  # type: ignore[arg-type]
     assert table.columns[-3:] == ["run", "run (2)", "run (3)"]
 
 
@@ -123,10 +125,10 @@ def test_columns_of_an_environment_are_numbered_where_a_run_has_several() -> Non
 def test_changes_within_a_factor_of_two_of_the_largest_are_one_group(
     smaller: float, groups: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data, "_size", lambda size: size)
+    monkeypatch.setattr(data, "_compute_size", lambda size: size)
     histories: Any = [SimpleNamespace(line=SimpleNamespace(example=SimpleNamespace(layout_name="tp4")))]
-    moved: Any = [data.Moved(line=0, steps={0: size}, verdict="worse") for size in (smaller, 1.0)]  # type: ignore[dict-item]
-    found = data._alike(moved, histories)
+    moved: Any = [data.ChangedPoint(line=0, steps={0: size}, verdict="worse") for size in (smaller, 1.0)]  # type: ignore[dict-item]
+    found = data._group_similar(moved, histories)
     assert [[one.size for one in group] for group in found] == ([[1.0, smaller]] if groups == 1 else [[1.0], [smaller]])
 
 
@@ -172,14 +174,14 @@ def outer():
 def test_a_functions_own_lines_are_those_of_no_function_in_it(behind: str, own: list[int]) -> None:
     """Its last line may be that of one; a lambda's are its, too."""
     functions = [n for n in ast.walk(ast.parse(OUTER + behind)) if isinstance(n, (ast.FunctionDef, ast.Lambda))]
-    assert comments._own_lines(functions[0], functions) == own  # type: ignore[arg-type]
+    assert comments._list_own_lines(functions[0], functions) == own  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("gpus", "wrong"), [(-1, True), (0, True), (1, False), (8, False)])
 def test_a_host_has_a_gpu(gpus: int, wrong: bool) -> None:
-    machine = msgspec.structs.replace(described("H200"), gpus_per_host=gpus)
+    machine = msgspec.structs.replace(load_machine("H200"), gpus_per_host=gpus)
     said = f"gpus_per_host = {gpus}: write how many GPUs read each other's memory, such as 8."
-    assert machines._wrong(machine) == (said if wrong else "")
+    assert machines._describe_invalid_field(machine) == (said if wrong else "")
 
 
 def test_ranks_that_heads_can_be_split_over_are_named_up_to_64() -> None:
@@ -204,8 +206,8 @@ def test_a_fence_is_longer_than_any_in_its_text(text: str, fence: int) -> None:
 def test_gpus_are_named_from_the_fewest_to_the_most(
     gpus: list[int], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rule, "_rests_on", lambda _: [])
-    assert rule.where(pd.DataFrame({"device": ["NVIDIA H200"] * len(gpus), "gpus": gpus})) == said
+    monkeypatch.setattr(rule, "_list_conditions", lambda _: [])
+    assert rule.format_conditions(pd.DataFrame({"device": ["NVIDIA H200"] * len(gpus), "gpus": gpus})) == said
 
 
 @pytest.mark.parametrize(
@@ -216,20 +218,20 @@ def test_how_much_of_a_step_the_gpu_idled(idle: list[float], said: str) -> None:
     points = pd.DataFrame(
         {"cpu": False, "idle_fraction": [*idle, np.nan], "host_syncs_per_step": np.nan, "idle_us": 1.0}
     )
-    assert explain.phases(points)[0] == f"The GPU idled {said} of a profiled step."
+    assert explain.describe_phases(points)[0] == f"The GPU idled {said} of a profiled step."
 
 
 def test_random_prompts_are_the_same_on_every_machine() -> None:
     """Records and answers of two runs are compared by them."""
     shape: Any = SimpleNamespace(vocab=1000)
-    assert random_prompts(shape, 3, 5) == ((864,), (394, 776, 911), (430, 41, 265, 988, 523))
-    assert random_prompts(shape, 1, 2) == ((864, 394),)
+    assert make_random_prompts(shape, 3, 5) == ((864,), (394, 776, 911), (430, 41, 265, 988, 523))
+    assert make_random_prompts(shape, 1, 2) == ((864, 394),)
 
 
 def test_ids_of_a_trace_that_are_no_numbers_get_numbers_of_their_own() -> None:
-    columns = Columns(Trouble())
+    columns = Columns(ReadProblems())
     most = 1 << 62
-    found = [columns._odd_number(v) for v in (None, "7", -1, -2, most - 1, most, "x", -2, "x", "y")]
+    found = [columns._convert_odd_id(v) for v in (None, "7", -1, -2, most - 1, most, "x", -2, "x", "y")]
     assert found == [-1, 7, -1, -2, most - 1, -3, -4, -2, -4, -5]
 
 
@@ -248,10 +250,10 @@ def test_ids_of_a_trace_that_are_no_numbers_get_numbers_of_their_own() -> None:
 def test_of_a_byte_that_is_no_json_its_string_is_shown(before: str, behind: str, shown: str, tmp_path: Path) -> None:
     """And three of them."""
     reader = TraceReader(tmp_path / "trace.json")
-    reader._note(f"{before}X{behind}".encode(), len(before))
+    reader._record_repair(f"{before}X{behind}".encode(), len(before))
     assert reader.trouble.repaired == [shown]
     for more in ("1", "2", "2", "3"):
-        reader._note(more.encode(), 0)
+        reader._record_repair(more.encode(), 0)
     assert reader.trouble.repaired == [shown, "1", "2"]
 
 
@@ -260,7 +262,7 @@ def test_a_ratio_is_drawn_where_the_picture_ends_at_most(near: float | None) -> 
     """One that is unknown stands at 1."""
     most = picture.FURTHEST
     drawn = {None: 1.0, 1.0: 1.0, 0.001: 1 / most, 1_000.0: most}
-    assert picture._within(near) == drawn[near]
+    assert picture._limit_ratio(near) == drawn[near]
 
 
 @pytest.mark.parametrize(
@@ -270,17 +272,17 @@ def test_how_busy_a_rank_was_is_known_by_two_looks(
     before: int | None, after: int | None, cpu: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In 2 s of 100 ticks each."""
-    monkeypatch.setattr(hung, "_cpu_ticks", lambda _: after)
+    monkeypatch.setattr(hung, "_read_cpu_ticks", lambda _: after)
     monkeypatch.setattr("os.sysconf", lambda _: 100)
-    monkeypatch.setattr(hung.child, "start_ticks", lambda _: ("R", 7))
+    monkeypatch.setattr(hung.child, "read_start_ticks", lambda _: ("R", 7))
     exits = [SimpleNamespace(rank=0, code=1), SimpleNamespace(rank=1, code=-9)]
     ranks: Any = SimpleNamespace(exits=lambda: exits)
-    seen = hung._seen(ranks, 2, 77, before, 2.0)
+    seen = hung._describe_rank(ranks, 2, 77, before, 2.0)
     assert (seen.rank, seen.pid, seen.state, seen.cpu, seen.ended) == (2, 77, "R", cpu, "")
-    assert hung._seen(ranks, 0, 77, before, 2.0).ended == hung.code_words(1)
-    gone = hung._seen(ranks, 2, None, before, 2.0)
+    assert hung._describe_rank(ranks, 0, 77, before, 2.0).ended == hung.format_exit_code(1)
+    gone = hung._describe_rank(ranks, 2, None, before, 2.0)
     assert (gone.pid, gone.cpu, gone.ended) == (None, None, "its process was gone")
-    assert hung._seen(ranks, 1, None, before, 2.0).ended == hung.code_words(-9)
+    assert hung._describe_rank(ranks, 1, None, before, 2.0).ended == hung.format_exit_code(-9)
 
 
 def test_collectives_that_were_being_written_are_passed_over(tmp_path: Path) -> None:
@@ -288,16 +290,16 @@ def test_collectives_that_were_being_written_are_passed_over(tmp_path: Path) -> 
     path = tmp_path / "beats-0"
     beat = beats.Beats(path, 0, 2, waits=True, members=lambda _: ("all", [0, 1]))
     for _ in range(3):
-        with beat.collective("all_reduce", None, None):
+        with beat.start_collective("all_reduce", None, None):
             pass
     data = bytearray(path.read_bytes())
-    assert [one.order for one in beats.read(path).met] == [1, 2, 3]
+    assert [one.order for one in beats.read_heartbeats(path).met] == [1, 2, 3]
     at = beats.RING_AT + beats.MET.size
     fields = beats.MET.unpack_from(data, at)
     for place, value in ((0, 7), (4, beats.NAMES), (5, beats.RAISED + 1)):
         beats.MET.pack_into(data, at, *(value if i == place else field for i, field in enumerate(fields)))
         path.write_bytes(data)
-        assert [one.order for one in beats.read(path).met] == [1, 3]
+        assert [one.order for one in beats.read_heartbeats(path).met] == [1, 3]
 
 
 CLIENTS_OF_TWO = 1 / measure.CHUNKS_EACH
@@ -329,7 +331,7 @@ def test_client_processes_are_as_many_as_chunks_need_and_cores_allow(
     """Requests of an open loop have twice as many tokens as one process can take in a second, of three in 2 s."""
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(cores))
     requests: Any = [SimpleNamespace(arrival_s=at, output_tokens=2 * measure.CHUNKS_EACH) for at in arrivals]
-    assert measure.processes_for(SimpleNamespace(clients=clients), requests, itl_s) == processes  # type: ignore[arg-type]
+    assert measure.choose_processes(SimpleNamespace(clients=clients), requests, itl_s) == processes  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -343,7 +345,7 @@ def test_client_processes_are_as_many_as_chunks_need_and_cores_allow(
 def test_a_field_that_is_not_known_is_named_with_the_nearest(typed: str, hint: str) -> None:
     known = ("timestamp", "input_length", "hash_ids")
     with pytest.raises(UsageError) as error:
-        request_files._known_fields(Path("trace"), 3, {"timestamp": 1, typed: 2}, known)
+        request_files._check_fields(Path("trace"), 3, {"timestamp": 1, typed: 2}, known)
     assert f"'{typed}' is not known{hint}" in str(error.value)
 
 
@@ -362,7 +364,7 @@ def test_a_field_that_is_not_known_is_named_with_the_nearest(typed: str, hint: s
 def test_steps_have_the_rows_of_a_graph(concurrency: int, dp: int, batch: int | None, rows: int | None) -> None:
     point = {"instances": None, "load_arrival": "closed", "cuda_graph": True, "graph_batch": batch}
     points = pd.DataFrame([{**point, "concurrency": concurrency, "dp": dp}])
-    assert findings.padded(points).get("rows", pd.Series()).tolist() == ([] if rows is None else [rows])
+    assert findings.find_padded(points).get("rows", pd.Series()).tolist() == ([] if rows is None else [rows])
 
 
 @pytest.mark.parametrize(("prompts", "largest"), [([None], -1), ([[0]], 0), ([None, [3, 9, 1], [4]], 9)])
@@ -388,7 +390,7 @@ def test_a_time_that_is_longer_and_a_rate_that_is_lower_are_worse(
     higher_is_better: bool, ratio: float | None, worse: float
 ) -> None:
     row: Any = SimpleNamespace(higher_is_better=higher_is_better)
-    assert gate._worse(row, ratio) == pytest.approx(worse)
+    assert gate._compute_worsening(row, ratio) == pytest.approx(worse)
 
 
 @pytest.mark.parametrize(
@@ -407,7 +409,7 @@ def test_how_much_worse_a_rule_allows(
 ) -> None:
     """Of 10 units."""
     row: Any = SimpleNamespace(higher_is_better=higher_is_better, a=10.0)
-    assert gate._limit(row, SimpleNamespace(share=share, more=more)) == pytest.approx(limit)  # type: ignore[arg-type]
+    assert gate._compute_limit(row, SimpleNamespace(share=share, more=more)) == pytest.approx(limit)  # type: ignore[arg-type]
 
 
 def test_what_could_not_be_read_is_named_where_somebody_typed_it(tmp_path: Path) -> None:
@@ -417,19 +419,19 @@ def test_what_could_not_be_read_is_named_where_somebody_typed_it(tmp_path: Path)
     (folder / "dump.txt").write_text('Process 5: python\nThread 7 (idle): "main"\n    run (file.py:9)\n')
     (folder / "notes.txt").write_text("nothing\n")
     other.write_text("nothing\n")
-    found = evidence.of_files([folder, other])
+    found = evidence.read_evidence([folder, other])
     assert found.read == ["dump.txt"]
     assert found.unread == [f"{other} is no dump of py-spy or faulthandler, and no JSON of the flight recorder."]
     with pytest.raises(
         RecordsError, match=r"other\.txt: nothing there says where a rank was\. .*other\.txt is no dump"
     ):
-        evidence.of_files([other])
+        evidence.read_evidence([other])
 
 
 @pytest.mark.parametrize("over", [0, 1, 300])
 def test_of_a_long_reason_the_end_is_shown(over: int) -> None:
     """600 characters of it."""
-    detail = "".join(chr(0x4E00 + n) for n in range(tables.MOST_DETAIL + over))
+    detail = "".join(chr(0x4E00 + n) for n in range(tables.MAX_DETAIL_CHARS + over))
     point = {
         "run": "r",
         "model": "m",
@@ -440,7 +442,9 @@ def test_of_a_long_reason_the_end_is_shown(over: int) -> None:
         "told": "why",
         "detail": detail,
     }
-    table = tables.others(pd.DataFrame([point | {"load": None, "mode": None, "context": 4000, "concurrency": 8}]))
+    table = tables.build_others_table(
+        pd.DataFrame([point | {"load": None, "mode": None, "context": 4000, "concurrency": 8}])
+    )
     assert table.rows[0][-1] == (f"… {detail[over:]}" if over else detail)
     assert "4,000 × 8" in table.rows[0]
 

@@ -11,18 +11,18 @@ from dcpbench.points.floors import (
     Sharding,
     StepRows,
     Work,
-    expected_hit,
-    floor_us,
-    linear_work,
-    phase_works,
-    step_floors,
-    step_matmul_s,
+    compute_floor_us,
+    compute_linear_work,
+    compute_step_floors,
+    compute_step_matmul_s,
+    estimate_experts_hit,
+    iter_phase_works,
 )
 from dcpbench.points.layout import GroupWide, Layout
 from dcpbench.points.shapes import SHAPES, ModelShape
 from dcpbench.records.record import Floor, Phases
 from dcpbench.reports import frames
-from dcpbench.reports.floors import sentences
+from dcpbench.reports.floors import format_decode_sentences
 from tests.unit import record_builder
 
 SHAPE = ModelShape(
@@ -56,7 +56,7 @@ TP1 = Sharding(shape=SHAPE, layout=Layout(1), itemsize=2)
 
 def two_requests(sharding: Sharding) -> StepRows:
     """5 and 4 KV rows; the two layers with experts send the tokens to (0, 1), (0, 2) and to (2, 3), (2, 3)."""
-    routing = tuple(tuple(sharding.routed(ids)) for ids in ((0, 1, 0, 2), (2, 3, 2, 3)))
+    routing = tuple(tuple(sharding.count_routed(ids)) for ids in ((0, 1, 0, 2), (2, 3, 2, 3)))
     return StepRows(decodes=(5, 4), sampled=2, tokens=2, routing=routing)
 
 
@@ -81,7 +81,7 @@ class TestDecode:
         mlp_reduce   3 sums, and in the second rank 0 waits for rank 1: (2·64 + 2·8 + 4·4)·2 + (2·32 + 4·4 + 4·8)·2 = 544
         lm_head      (8·8 + 2·16)·2 = 192 B; 16 B of candidates from the peer, 32 µs, and a barrier
         """
-        floors = step_floors(TP2_DCP2, two_requests(TP2_DCP2), RATES)
+        floors = compute_step_floors(TP2_DCP2, two_requests(TP2_DCP2), RATES)
         assert floors == pytest.approx(
             {
                 "embed": 64 + 74,
@@ -108,13 +108,13 @@ class TestDecode:
         of the second 2: (2·8·4 + 2·8 + 4·2)·2 + (2·2·8 + 4·2 + 4·8)·2 = 176 + 144 B.
         """
         cut = dataclasses.replace(TP2_DCP2, ep=1)
-        floors = step_floors(cut, two_requests(cut), RATES)
+        floors = compute_step_floors(cut, two_requests(cut), RATES)
         assert floors["moe"] == pytest.approx(2 * (112 + 184) + 240 + 176 + 176 + 144)
         assert floors["mlp_reduce"] == pytest.approx(3 * 74)
 
     def test_one_rank_receives_nothing_and_waits_for_nobody(self):
         """tp1 has all experts: gate-up (3·64 + 2·8 + 4·4)·2 = 448 B, down (3·32 + 4·4 + 4·8)·2 = 288 B in the first."""
-        floors = step_floors(TP1, two_requests(TP1), {n: RATES[n] for n in ("read", "copy", "matmul")})
+        floors = compute_step_floors(TP1, two_requests(TP1), {n: RATES[n] for n in ("read", "copy", "matmul")})
         assert not {"q_gather", "merge", "attn_reduce", "mlp_reduce", "dp_gather"} & set(floors)
         router, shared = 112, (8 * 8 + 2 * 16) * 2 + (4 * 8 + 2 * 12) * 2
         second = (2 * 64 + 16 + 16) * 2 + (2 * 32 + 16 + 32) * 2
@@ -122,16 +122,19 @@ class TestDecode:
 
     def test_operations_count_where_they_take_longer_than_bytes(self):
         """At 1,000 operations a second attention takes 3 layers · 400 operations = 1.2 s on 2·4 heads."""
-        floors = step_floors(TP2_DCP2, two_requests(TP2_DCP2), RATES | {"matmul": 1e3})
+        floors = compute_step_floors(TP2_DCP2, two_requests(TP2_DCP2), RATES | {"matmul": 1e3})
         assert floors["attention"] == pytest.approx(3 * 400 * 1e3)
 
     def test_a_floor_without_one_of_its_rates_is_not_known(self):
-        assert step_floors(TP2_DCP2, two_requests(TP2_DCP2), {n: RATES[n] for n in ("read", "copy", "matmul")}) is None
+        assert (
+            compute_step_floors(TP2_DCP2, two_requests(TP2_DCP2), {n: RATES[n] for n in ("read", "copy", "matmul")})
+            is None
+        )
 
     def test_replicated_queries_and_early_projection_read_more_and_send_less(self):
         """W_UK and W_UV of 4 heads instead of 2, q of 4 heads; no gather, and V = 2 columns of R = 4 to merge."""
         wide = dataclasses.replace(TP2_DCP2, wide=GroupWide(query=True, value=True))
-        floors = step_floors(wide, two_requests(wide), RATES)
+        floors = compute_step_floors(wide, two_requests(wide), RATES)
         assert "q_gather" not in floors
         assert floors["merge"] == pytest.approx(3 * (2 * 4 * (2 * 2 + 4) + 10))
         assert floors["qkv_proj"] == pytest.approx(3 * ((8 * 22 + 2 * 30) * 2 + 2 * 80))
@@ -140,7 +143,7 @@ class TestDecode:
     def test_replicas_of_attention_meet_in_the_experts(self):
         """tp2·dp2, a request each: 2 tokens, of which each has one. Gathered: half of 32 B, 32 µs, and a barrier."""
         sharding = Sharding(shape=SHAPE, layout=Layout(2, 2), itemsize=2)
-        floors = step_floors(sharding, StepRows(decodes=(5,), sampled=1, tokens=2), RATES)
+        floors = compute_step_floors(sharding, StepRows(decodes=(5,), sampled=1, tokens=2), RATES)
         assert floors["dp_gather"] == pytest.approx(3 * 42)
         assert floors["mlp_reduce"] == pytest.approx(3 * 42)
         assert "attn_reduce" not in floors
@@ -148,18 +151,20 @@ class TestDecode:
 
     def test_unknown_routing_stands_for_what_is_expected(self):
         """2 tokens with 2 of 4 experts each: 4·(1 − ½²) = 3 have one, 1.5 of a rank's 2, rounded to 2; 2 rows a rank."""
-        assert expected_hit(4, 2, 2) == pytest.approx(3)
-        assert TP2_DCP2.expected(2) == Routed(hit=2, rows=2)
+        assert estimate_experts_hit(4, 2, 2) == pytest.approx(3)
+        assert TP2_DCP2.estimate_routed(2) == Routed(hit=2, rows=2)
         known = StepRows(decodes=(5, 4), sampled=2, tokens=2, routing=((Routed(hit=2, rows=2),) * 2,) * 2)
         unknown = dataclasses.replace(known, routing=())
-        assert step_floors(TP2_DCP2, unknown, RATES) == pytest.approx(step_floors(TP2_DCP2, known, RATES))
+        assert compute_step_floors(TP2_DCP2, unknown, RATES) == pytest.approx(
+            compute_step_floors(TP2_DCP2, known, RATES)
+        )
 
 
 def test_a_report_says_of_that_step_what_its_share_of_the_limit_is(tmp_path):
     """A step of 9.996 ms is 1.50 times 6.664 ms. Of its phases moe takes 2.208 ms, twice its floor, mlp_reduce 0.766 + 1,
     and attention 0.66 + 0.5; the others their floors, and idle is what is left: 9.996 - 6.664 - 1.104 - 1 - 0.5 = 0.728.
     """
-    us = step_floors(TP2_DCP2, two_requests(TP2_DCP2), RATES)
+    us = compute_step_floors(TP2_DCP2, two_requests(TP2_DCP2), RATES)
     more = {"moe": 1104, "mlp_reduce": 1000, "attention": 500}
     record = record_builder.ok(
         record_builder.point(TP2_DCP2.layout, model="by hand", concurrency=2, context=5),
@@ -176,8 +181,8 @@ def test_a_report_says_of_that_step_what_its_share_of_the_limit_is(tmp_path):
         ),
         floor=Floor(floor_ms=sum(us.values()) / 1e3, phase_floor_us=us, experts="routed"),
     )
-    points = frames.load([record_builder.write(tmp_path / "run", [record])]).points
-    assert sentences(points) == [
+    points = frames.load_frames([record_builder.write(tmp_path / "run", [record])]).points
+    assert format_decode_sentences(points) == [
         (
             "by hand: a step takes 1.50× what this machine allows (tp2·dcp2 at concurrency 2 · context 5: 10.00 ms where 6.66 "
             "would do). Largest losses, as shares of their own limits: moe 0.50, mlp reduce 0.43, idle."
@@ -195,18 +200,18 @@ class TestChunks:
         o_proj       (8·8 + 3·16)·2 = 224 B, no W_UV
         lm_head      one row: (8·16 + 24)·2 = 304 B
         """
-        floors = step_floors(TP1, StepRows(chunks=((3, 2),), sampled=1, tokens=3), RATES)
+        floors = compute_step_floors(TP1, StepRows(chunks=((3, 2),), sampled=1, tokens=3), RATES)
         assert floors["prefill"] == pytest.approx(3 * 332)
         assert floors["qkv_proj"] == pytest.approx(3 * 532)
         assert floors["o_proj"] == pytest.approx(3 * 224)
         assert floors["lm_head"] == pytest.approx(304)
         assert not {"attention", "merge", "q_gather", "prefix_gather"} & set(floors)
-        slow = step_floors(TP1, StepRows(chunks=((3, 2),), sampled=1, tokens=3), RATES | {"matmul": 1e6})
+        slow = compute_step_floors(TP1, StepRows(chunks=((3, 2),), sampled=1, tokens=3), RATES | {"matmul": 1e6})
         assert slow["prefill"] == pytest.approx(3 * 2 * (320 + 288))
 
     def test_a_stored_prefix_is_gathered_from_the_other_ranks(self):
         """Half of 2 rows of 6 numbers: 12 B, 24 µs, and a barrier, in each layer."""
-        floors = step_floors(TP2_DCP2, StepRows(chunks=((3, 2),), sampled=1, tokens=3), RATES)
+        floors = compute_step_floors(TP2_DCP2, StepRows(chunks=((3, 2),), sampled=1, tokens=3), RATES)
         assert floors["prefix_gather"] == pytest.approx(3 * 34)
 
     def test_a_chunk_that_hits_all_experts_reads_all_of_them(self):
@@ -217,8 +222,8 @@ class TestChunks:
         """
         sharding = Sharding(shape=SHAPES["deepseek-v3"], layout=Layout(1), itemsize=2)
         rates = {"read": 4.65e12, "copy": 4.29e12, "matmul": 800e12}
-        floors = step_floors(sharding, StepRows(chunks=((4096, 0),), sampled=1, tokens=4096), rates)
-        assert sharding.expected(4096).hit == 256
+        floors = compute_step_floors(sharding, StepRows(chunks=((4096, 0),), sampled=1, tokens=4096), rates)
+        assert sharding.estimate_routed(4096).hit == 256
         assert floors["moe"] == pytest.approx(281e3 + 10e3 + 26e3 + 1e3, rel=0.01)
 
 
@@ -226,7 +231,7 @@ def test_every_phase_that_has_a_floor_is_one_that_is_profiled():
     """And only these have none: all that a step does in a range has its limit."""
     mixed = StepRows(decodes=(5,), chunks=((3, 2),), sampled=2, tokens=8)
     for layout in (Layout(4, 2, 2), Layout(4, 1, 4)):
-        found = {phase for phase, _, work in phase_works(Sharding(shape=SHAPE, layout=layout, itemsize=2), mixed)}
+        found = {phase for phase, _, work in iter_phase_works(Sharding(shape=SHAPE, layout=layout, itemsize=2), mixed)}
         assert found == set(PHASES)
 
 
@@ -242,17 +247,17 @@ def test_weights_are_as_large_as_the_memory_plan_says(name: str, scaled: bool):
     """
     shape, layout = SHAPES[name], Layout(2, 1, 2)
     sharding = Sharding(shape=shape, layout=layout, itemsize=2, scaled=scaled)
-    layers = memory.all_layers(shape)
+    layers = memory.count_all_layers(shape)
     every = Routed(hit=shape.experts // 2, rows=0)
 
     def products(rows: int) -> int:
         step = StepRows(decodes=(1,) * rows, sampled=rows, tokens=rows, routing=((every,) * 2,) * layers.moe)
         weighed = ("qkv_proj", "o_proj", "dense_mlp", "moe", "lm_head")
-        return sum(t * w.memory_bytes for phase, t, w in phase_works(sharding, step) if phase in weighed)
+        return sum(t * w.memory_bytes for phase, t, w in iter_phase_works(sharding, step) if phase in weighed)
 
     norms = shape.layers * ((shape.q_lora or 0) + shape.latent + 2 * shape.hidden) * 2
-    others = norms + layers.moe * shape.experts * 4 + (memory.vocab_rows(shape, layout) + 1) * shape.hidden * 2
-    assert 2 * products(1) - products(2) == memory.weight_bytes(shape, layout, 2, *layers, fp8=scaled) - others
+    others = norms + layers.moe * shape.experts * 4 + (memory.compute_vocab_rows(shape, layout) + 1) * shape.hidden * 2
+    assert 2 * products(1) - products(2) == memory.compute_weight_bytes(shape, layout, 2, *layers, fp8=scaled) - others
 
 
 class TestFp8:
@@ -266,29 +271,31 @@ class TestFp8:
         """
         fp8 = dataclasses.replace(TP1, kv_itemsize=1)
         decodes = two_requests(TP1)
-        wide, narrow = (step_floors(sharding, decodes, RATES) for sharding in (TP1, fp8))
+        wide, narrow = (compute_step_floors(sharding, decodes, RATES) for sharding in (TP1, fp8))
         assert (wide["attention"], narrow["attention"]) == (pytest.approx(3 * 268), pytest.approx(3 * 214))
         assert (wide["kv_write"], narrow["kv_write"]) == (pytest.approx(3 * 48), pytest.approx(3 * 36))
         assert {phase for phase in wide if wide[phase] != narrow[phase]} == {"attention", "kv_write"}
         chunk = StepRows(chunks=((3, 2),), sampled=1, tokens=3)
-        gathered = step_floors(dataclasses.replace(TP2_DCP2, kv_itemsize=1), chunk, RATES)["prefix_gather"]
+        gathered = compute_step_floors(dataclasses.replace(TP2_DCP2, kv_itemsize=1), chunk, RATES)["prefix_gather"]
         assert gathered == pytest.approx(3 * (10 + 2 * 6))
-        wide, narrow = (step_floors(sharding, chunk, RATES) for sharding in (TP1, fp8))
+        wide, narrow = (compute_step_floors(sharding, chunk, RATES) for sharding in (TP1, fp8))
         assert wide["prefill"] - narrow["prefill"] == pytest.approx(3 * 2 * 6)
 
     def test_a_linear_layer_reads_a_byte_a_number_and_a_scale_a_block(self):
         """7168 × 2048 is 56 · 16 blocks; rows and results stay in bf16. Operations are held against the rate of fp8."""
-        work = linear_work(memory.Product(7168, 2048), 3, itemsize=2, scaled=True)
+        work = compute_linear_work(memory.Product(7168, 2048), 3, itemsize=2, scaled=True)
         assert work.memory_bytes == 7168 * 2048 + 56 * 16 * 4 + 3 * (7168 + 2048) * 2
         assert work.flops == 2 * 3 * 7168 * 2048
-        assert floor_us(work, {"read": 1e30, "matmul": 1.0, "matmul_fp8": 1e12}) == pytest.approx(work.flops / 1e6)
-        assert floor_us(work, {"read": 1e30, "matmul": 1.0}) is None, "never against the rate of bf16"
+        assert compute_floor_us(work, {"read": 1e30, "matmul": 1.0, "matmul_fp8": 1e12}) == pytest.approx(
+            work.flops / 1e6
+        )
+        assert compute_floor_us(work, {"read": 1e30, "matmul": 1.0}) is None, "never against the rate of bf16"
 
     def test_what_is_absorbed_and_what_is_published_in_bf16_stays_so(self):
         """Phases by the rates that they take: router, W_UK, W_UV, head and attention of chunks that of bf16, attention over rows in fp8 that of fp8."""
         sharding = Sharding(shape=SHAPES["deepseek-v3"], layout=Layout(1), itemsize=2, scaled=True, kv_itemsize=1)
         step = StepRows(decodes=(100,), chunks=((3, 2),), sampled=2, tokens=4)
-        products = [(phase, work.flops_limit) for phase, _, work in phase_works(sharding, step) if work.flops]
+        products = [(phase, work.flops_limit) for phase, _, work in iter_phase_works(sharding, step) if work.flops]
         found = {phase: sorted(limit for name, limit in products if name == phase) for phase, _ in products}
         both = ["matmul", "matmul_fp8", "matmul_fp8"]
         assert found == {
@@ -306,22 +313,24 @@ class TestFp8:
         sharding = Sharding(shape=SHAPES["deepseek-v3"], layout=Layout(1), itemsize=2, scaled=True)
         step = StepRows(decodes=(100,), sampled=1, tokens=1)
         of = {"matmul": 0, "matmul_fp8": 0}
-        for _, times, work in phase_works(sharding, step):
+        for _, times, work in iter_phase_works(sharding, step):
             of[work.flops_limit] += times * work.flops
-        seconds = step_matmul_s(sharding, step, {"matmul": 1e12, "matmul_fp8": 2e12})
+        seconds = compute_step_matmul_s(sharding, step, {"matmul": 1e12, "matmul_fp8": 2e12})
         assert seconds == pytest.approx(of["matmul"] / 1e12 + of["matmul_fp8"] / 2e12)
-        assert step_matmul_s(sharding, step, {"matmul": 1e12}) is None
+        assert compute_step_matmul_s(sharding, step, {"matmul": 1e12}) is None
 
     def test_a_point_says_how_it_is_stored(self):
         """As all else about its sharding."""
         point = record_builder.point(Layout(1), dtype="bf16", weights_dtype="fp8", kv_dtype="fp8")
-        found = Sharding.of(point, SHAPES["deepseek-v3"])
+        found = Sharding.from_point(point, SHAPES["deepseek-v3"])
         assert (found.itemsize, found.scaled, found.kv_itemsize) == (2, True, 1)
-        plain = Sharding.of(record_builder.point(Layout(1), dtype="bf16"), SHAPES["deepseek-v3"])
+        plain = Sharding.from_point(record_builder.point(Layout(1), dtype="bf16"), SHAPES["deepseek-v3"])
         assert (plain.itemsize, plain.scaled, plain.kv_itemsize) == (2, False, 2)
 
 
 def test_a_floor_is_the_largest_term():
     """1,000 B at 1 µs, 3 µs of operations, 2 barriers and 10 B of a peer: 2·10 + 20 µs."""
-    assert floor_us(Work(memory_bytes=1000, flops=3000, received_bytes=10, barriers=2), RATES) == pytest.approx(1000)
-    assert floor_us(Work(received_bytes=10, barriers=2), RATES) == pytest.approx(40)
+    assert compute_floor_us(Work(memory_bytes=1000, flops=3000, received_bytes=10, barriers=2), RATES) == pytest.approx(
+        1000
+    )
+    assert compute_floor_us(Work(received_bytes=10, barriers=2), RATES) == pytest.approx(40)

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from dcpbench.bench.record import BenchRecord, Case, Graph, Result
-from dcpbench.points.floors import Sharding, StepRows, phase_works, step_floors
+from dcpbench.points.floors import Sharding, StepRows, compute_step_floors, iter_phase_works
 from dcpbench.points.layout import Layout
 from dcpbench.points.shapes import load_shape
 from dcpbench.records.record import Floor, Phases, Rates, Record
@@ -18,8 +18,8 @@ RATES = Rates(read_bytes_s=4.6e12, copy_bytes_s=4.3e12, matmul_flop_s=790e12, pe
 def floored(layout: Layout) -> Record:
     """DeepSeek-V3, 8 requests of 4,000 tokens; each phase takes twice its floor."""
     point = build.point(layout, model="deepseek-v3", dtype="bf16")
-    sharding = Sharding.of(point, load_shape(point.model))
-    us = step_floors(sharding, StepRows(decodes=(4001,) * 8, sampled=8, tokens=8), RATES.limits)
+    sharding = Sharding.from_point(point, load_shape(point.model))
+    us = compute_step_floors(sharding, StepRows(decodes=(4001,) * 8, sampled=8, tokens=8), RATES.limits)
     spent = Phases(
         step_us=1, phase_us={n: 2 * f for n, f in us.items()}, idle_us=0, idle_fraction=0, kernels=1, steps=1
     )
@@ -54,9 +54,9 @@ def test_attention_is_61_calls():
 
 def test_experts_are_58_pairs_of_calls_without_router_and_shared_expert():
     record = floored(Layout(1))
-    sharding = Sharding.of(record.point, load_shape("deepseek-v3"))
+    sharding = Sharding.from_point(record.point, load_shape("deepseek-v3"))
     step = StepRows(decodes=(4001,) * 8, sampled=8, tokens=8)
-    *_, gate_up, down = [w for phase, _, w in phase_works(sharding, step) if phase == "moe"]
+    *_, gate_up, down = [w for phase, _, w in iter_phase_works(sharding, step) if phase == "moe"]
     each = [work.memory_bytes / RATES.read_bytes_s * 1e6 for work in (gate_up, down)]
     sizes = {"experts": 256, "top_k": 8, "hidden": 7168, "width": 2048, "requests": 8, "rows": "uniform"}
     (found,) = tool.compared(record, [bench("moe", *each, **sizes)])

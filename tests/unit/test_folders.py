@@ -26,7 +26,7 @@ from tests.unit import serve_record_builder
 POINT = Point(model="tiny", tp=2, concurrency=2, context=100, backend="triton", dtype="fp32", page_size=64)
 RECORD = Record(point=POINT, outcome="ok")
 SETTINGS = Settings(kv_memory_bytes=1 << 30)
-NOW = folders.settings_of(POINT, SETTINGS, "cpu")
+NOW = folders.list_settings(POINT, SETTINGS, "cpu")
 
 
 def job(folder: Path, tag: str, settings: Settings = SETTINGS, point: Point = POINT, command: str = "") -> None:
@@ -34,44 +34,47 @@ def job(folder: Path, tag: str, settings: Settings = SETTINGS, point: Point = PO
     made = Job(
         kind="sweep", tag=tag, folder=str(folder), device="cpu", points=[point], settings=settings, command=command
     )
-    made.path().write_bytes(msgspec.json.encode(made))
-    made.progress_path().touch()
+    made.get_path().write_bytes(msgspec.json.encode(made))
+    made.get_progress_path().touch()
     (folder / "logs" / tag).mkdir(parents=True)
 
 
 class TestLock:
     def test_a_second_run_is_refused_while_the_first_writes(self, tmp_path: Path) -> None:
         """The sentence names the process to end; afterwards the folder is free again."""
-        with folders.locked(tmp_path), pytest.raises(OutputError, match=rf"still writing here.*pid {os.getpid()}\)"):
-            folders.locked(tmp_path).__enter__()
-        with folders.locked(tmp_path):
+        with (
+            folders.lock_folder(tmp_path),
+            pytest.raises(OutputError, match=rf"still writing here.*pid {os.getpid()}\)"),
+        ):
+            folders.lock_folder(tmp_path).__enter__()
+        with folders.lock_folder(tmp_path):
             pass
 
     def test_a_job_that_has_the_descriptor_keeps_the_lock(self, tmp_path: Path) -> None:
         """As a torchrun agent whose launcher was killed."""
-        with folders.locked(tmp_path) as lock:
+        with folders.lock_folder(tmp_path) as lock:
             job = subprocess.Popen(["sleep", "infinity"], pass_fds=(lock,))
         try:
             with pytest.raises(OutputError, match="still writing here"):
-                folders.locked(tmp_path).__enter__()
+                folders.lock_folder(tmp_path).__enter__()
         finally:
             job.kill()
             job.wait()
-        with folders.locked(tmp_path):
+        with folders.lock_folder(tmp_path):
             pass
 
     def test_a_lock_file_of_anything_else_is_no_error_and_the_refusal_names_nobody(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(folders, "ENDING_S", 0.0)
-        with folders.locked(tmp_path):
+        with folders.lock_folder(tmp_path):
             (tmp_path / LOCK_FILE).write_bytes(b"\x00\xffgarbage -1 99999999999999999999")
             with pytest.raises(OutputError, match=r"still writing here.*\(pid unknown\)"):
-                folders.locked(tmp_path).__enter__()
+                folders.lock_folder(tmp_path).__enter__()
 
     def test_workers_that_are_ending_are_waited_for(self, tmp_path: Path) -> None:
         """Their command is gone. This one ends as soon as it sees that it is waited for, by the file that is opened."""
-        with folders.locked(tmp_path) as lock:
+        with folders.lock_folder(tmp_path) as lock:
             job = subprocess.Popen(["sh", "-c", "read line"], stdin=subprocess.PIPE, pass_fds=(lock,))
             os.ftruncate(lock, 0)
         looked = []
@@ -82,7 +85,7 @@ class TestLock:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(folders.time, "sleep", look)
-            with folders.locked(tmp_path):
+            with folders.lock_folder(tmp_path):
                 assert len(looked) == 1
 
     @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.EIO])
@@ -96,7 +99,7 @@ class TestLock:
 
         monkeypatch.setattr(folders.fcntl, "flock", flock)
         with pytest.raises(OutputError, match=r"gives no lock on \.lock .* a local disk with -o"):
-            folders.locked(tmp_path).__enter__()
+            folders.lock_folder(tmp_path).__enter__()
 
 
 class TestSweep:
@@ -170,7 +173,7 @@ class TestResume:
     def test_another_time_limit_is_told_and_taken(self, tmp_path: Path) -> None:
         """How well a median is known may differ between the points of a run: each record says it."""
         job(tmp_path, "tp2-0")
-        now = folders.settings_of(POINT, msgspec.structs.replace(SETTINGS, seconds=3, profile=False), "cpu")
+        now = folders.list_settings(POINT, msgspec.structs.replace(SETTINGS, seconds=3, profile=False), "cpu")
         said = folders.check_resumed(tmp_path, now)
         assert "--seconds was 10 and is 3, --profile was on and is off" in said
         assert "\n" not in said
@@ -244,15 +247,15 @@ class TestResume:
 def test_a_run_notices_that_its_folder_is_another_one(tmp_path: Path) -> None:
     """Moved away, and made anew by somebody else."""
     folder = tmp_path / "run"
-    with folders.locked(folder) as lock:
-        folders.check_there(folder, lock)
+    with folders.lock_folder(folder) as lock:
+        folders.check_not_removed(folder, lock)
         folder.rename(tmp_path / "moved")
         with pytest.raises(OutputError, match="was removed or moved away while the run was writing there"):
-            folders.check_there(folder, lock)
+            folders.check_not_removed(folder, lock)
         folder.mkdir()
         (folder / LOCK_FILE).touch()
         with pytest.raises(OutputError, match="was removed or moved away"):
-            folders.check_there(folder, lock)
+            folders.check_not_removed(folder, lock)
 
 
 def test_workers_of_a_command_that_is_gone_are_looked_for_twenty_times_a_second(
@@ -267,9 +270,9 @@ def test_workers_of_a_command_that_is_gone_are_looked_for_twenty_times_a_second(
 
     monkeypatch.setattr(folders.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(folders.time, "sleep", sleep)
-    monkeypatch.setattr(folders, "alive", lambda _: ("workers", None))
-    monkeypatch.setattr(folders, "alive_pid", lambda _: None)
-    with folders.locked(tmp_path), pytest.raises(OutputError, match="pid unknown"):
-        folders.locked(tmp_path).__enter__()
+    monkeypatch.setattr(folders, "find_alive", lambda _: ("workers", None))
+    monkeypatch.setattr(folders, "find_alive_pid", lambda _: None)
+    with folders.lock_folder(tmp_path), pytest.raises(OutputError, match="pid unknown"):
+        folders.lock_folder(tmp_path).__enter__()
     assert set(slept) == {0.05}
     assert sum(slept) == pytest.approx(5.0, abs=0.051)

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from dcpbench.measuring import gpu_state
-from dcpbench.measuring.gpu_state import ENERGY, GpuSampler, worst
+from dcpbench.measuring.gpu_state import ENERGY, GpuSampler, merge_states
 from dcpbench.points.layout import Layout
-from dcpbench.recommend.answer import _energy
-from dcpbench.recommend.forecast import of_record
+from dcpbench.recommend.answer import _format_energy
+from dcpbench.recommend.forecast import from_record
 from dcpbench.records.metrics import METRIC
 from dcpbench.records.record import Gpu
 from tests.unit import record_builder as build
@@ -29,14 +29,14 @@ def sampled(monkeypatch: pytest.MonkeyPatch, counter: Sequence[tuple[float, int]
     sampler.seen[ENERGY] = []
     for at, energy in counter:
         monkeypatch.setattr(gpu_state, "time", SimpleNamespace(perf_counter=lambda at=at: at))
-        sampler._see(ENERGY, energy)
+        sampler._record_value(ENERGY, energy)
     return sampler
 
 
 def test_power_is_what_the_counter_rose_by_between_its_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The counter stands still between updates: from its change at 0.2 s to that at 1.2 s it rises by 600 J."""
     counter = [(0.0, 5000), (0.1, 5000), (0.2, 65_000), (0.3, 65_000), (0.7, 365_000), (1.2, 665_000), (1.3, 665_000)]
-    assert sampled(monkeypatch, counter).power_w() == pytest.approx(600.0)
+    assert sampled(monkeypatch, counter).compute_power_w() == pytest.approx(600.0)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_power_is_what_the_counter_rose_by_between_its_changes(monkeypatch: pyte
 def test_power_is_not_known_where_the_counter_does_not_say_it(
     counter: Sequence[tuple[float, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert sampled(monkeypatch, counter).power_w() is None
+    assert sampled(monkeypatch, counter).compute_power_w() is None
 
 
 def test_a_thread_reads_the_counter_beside_all_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,10 +59,10 @@ def test_a_thread_reads_the_counter_beside_all_else(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(gpu_state, "PERIOD_S", 0.01)
     queries = {"clock": lambda: 1980, "power": lambda: 500_000, "temperature": lambda: 60, "reasons": lambda: 0}
     queries[ENERGY] = lambda: round(time.perf_counter() * 500_000)
-    monkeypatch.setattr(gpu_state, "_queries", lambda _: queries)
+    monkeypatch.setattr(gpu_state, "_make_queries", lambda _: queries)
     with GpuSampler(torch.device("cpu")) as sampler:
         time.sleep(0.5)
-    state = sampler.state()
+    state = sampler.get_state()
     assert state is not None
     assert state.power_w_all == pytest.approx(500.0, rel=0.05)
     assert state.power_w_max == 500.0
@@ -70,10 +70,10 @@ def test_a_thread_reads_the_counter_beside_all_else(monkeypatch: pytest.MonkeyPa
 
 def test_all_gpus_take_what_each_takes_and_nothing_is_known_where_one_does_not_say() -> None:
     two = [Gpu(power_w_max=700.0, power_w_all=650.0), Gpu(power_w_max=690.0, power_w_all=600.0)]
-    assert (found := worst(two)) is not None
+    assert (found := merge_states(two)) is not None
     assert (found.power_w_all, found.power_w_max) == (1250.0, 700.0)
     for silent in (Gpu(power_w_max=690.0), None):
-        assert (found := worst([two[0], silent])) is not None
+        assert (found := merge_states([two[0], silent])) is not None
         assert found.power_w_all is None
 
 
@@ -83,22 +83,22 @@ def test_joules_a_token_are_the_power_of_all_over_the_output() -> None:
     record = msgspec.structs.replace(record, gpu=Gpu(power_w_all=2000.0))
     joules = METRIC["joules_per_token"]
     assert record.metrics is not None
-    assert joules.value(record) == pytest.approx(2000.0 / record.metrics.output_tok_s.median)
+    assert joules.get_value(record) == pytest.approx(2000.0 / record.metrics.output_tok_s.median)
     alone = msgspec.structs.replace(record, point=msgspec.structs.replace(record.point, emulate="H200"))
-    assert joules.value(alone) is None
-    assert joules.value(msgspec.structs.replace(record, gpu=None)) is None
+    assert joules.get_value(alone) is None
+    assert joules.get_value(msgspec.structs.replace(record, gpu=None)) is None
 
 
 def test_an_answer_says_joules_where_records_have_them() -> None:
     """Of each load the least first; of what was not measured nothing."""
     record = build.ok(build.point(Layout(4)), median_ms=80.0)
     thrifty, plain, silent = (
-        of_record(msgspec.structs.replace(record, gpu=gpu), "run")
+        from_record(msgspec.structs.replace(record, gpu=gpu), "run")
         for gpu in (Gpu(power_w_all=1000.0), Gpu(power_w_all=2000.0), None)
     )
-    said = _energy([SimpleNamespace(name="8 × 4,000 tokens", forecasts=[plain, silent, thrifty])])  # type: ignore[list-item]
+    said = _format_energy([SimpleNamespace(name="8 × 4,000 tokens", forecasts=[plain, silent, thrifty])])  # type: ignore[list-item]
     assert thrifty.joules_per_token is not None
     assert said.index(f"{thrifty.joules_per_token:.3g}"[:3]) < said.index(f"{plain.joules_per_token:.3g}"[:3])
     assert said.count("tp4") == 2
     assert said.endswith("at 8 × 4,000 tokens. Of the others it is not known.")
-    assert _energy([]) == "Joules a token: no record that was given has energy from NVML."
+    assert _format_energy([]) == "Joules a token: no record that was given has energy from NVML."

@@ -9,10 +9,10 @@ import pytest
 
 from dcpbench.errors import UsageError
 from dcpbench.plan import grid
-from dcpbench.plan.spec import make_spec, planned
+from dcpbench.plan.spec import make_planned_probe, make_spec
 from dcpbench.points.gpus import GPUS, Gpu
 from dcpbench.points.machine import Probe
-from dcpbench.points.sizes import size_text
+from dcpbench.points.sizes import format_size
 
 ROOT = Path(__file__).parents[2]
 RECORDS = sorted((ROOT / "results").rglob("records.jsonl"))
@@ -63,7 +63,7 @@ def test_the_h200_is_as_our_records_found_it() -> None:
 def test_the_documentation_has_the_same_figures(gpu: Gpu) -> None:
     fp8 = "none" if gpu.fp8_flop_s is None else f"{gpu.fp8_flop_s / 1e12:.0f} TFLOP/s"
     row = (
-        f"| `{gpu.name}` | {size_text(gpu.memory_bytes)} | {gpu.l2_bytes >> 20} MiB | {gpu.memory_bytes_s / 1e12:.3g} TB/s "
+        f"| `{gpu.name}` | {format_size(gpu.memory_bytes)} | {gpu.l2_bytes >> 20} MiB | {gpu.memory_bytes_s / 1e12:.3g} TB/s "
         f"| {gpu.bf16_flop_s / 1e12:.0f} TFLOP/s | {fp8} | {gpu.nvlink_bytes_s / 1e9:.0f} GB/s | {gpu.watts} W |"
     )
     assert row in (ROOT / "docs" / "planning.md").read_text()
@@ -71,7 +71,7 @@ def test_the_documentation_has_the_same_figures(gpu: Gpu) -> None:
 
 @pytest.mark.parametrize("typed", ["H200", "h200", " h200 ", "NVIDIA H200"])
 def test_a_gpu_is_found_by_our_name_and_by_its_drivers(typed: str) -> None:
-    probe = planned(typed, 8)
+    probe = make_planned_probe(typed, 8)
     assert (probe.device, probe.count, probe.name) == ("cuda", 8, "NVIDIA H200")
 
 
@@ -88,22 +88,22 @@ def test_a_gpu_is_found_by_our_name_and_by_its_drivers(typed: str) -> None:
 )
 def test_an_unknown_gpu_is_refused_with_those_that_are_known(typed: str, words: str) -> None:
     with pytest.raises(UsageError) as error:
-        planned(typed, 8)
+        make_planned_probe(typed, 8)
     assert words in str(error.value)
     assert len(str(error.value)) < 300
 
 
 def test_a_machine_has_at_least_one_gpu() -> None:
     with pytest.raises(UsageError, match="--gpus 0 is not positive; try --gpus 8"):
-        planned("H200", 0)
+        make_planned_probe("H200", 0)
 
 
 @pytest.mark.parametrize("many", [73, 10**12, 10**400], ids=["73", "a-trillion", "400-digits"])
 def test_no_machine_has_more_gpus_than_an_nvlink_domain(many: int) -> None:
     with pytest.raises(UsageError, match=r"is more than the 72 of the largest machine; for several, add --nnodes") as e:
-        planned("H200", many)
+        make_planned_probe("H200", many)
     assert len(str(e.value)) < 300
-    assert planned("H200", 72).count == 72
+    assert make_planned_probe("H200", 72).count == 72
 
 
 def test_a_plan_is_the_one_that_a_run_on_that_machine_makes() -> None:
@@ -118,8 +118,8 @@ def test_a_plan_is_the_one_that_a_run_on_that_machine_makes() -> None:
         packages={"flashinfer": "0.6.18"},
     )
     plans = [
-        [c.plan for c in grid.expand(make_spec({"concurrency": 8}, probe), probe)]
-        for probe in (planned("H200", 8), real)
+        [c.plan for c in grid.expand_grid(make_spec({"concurrency": 8}, probe), probe)]
+        for probe in (make_planned_probe("H200", 8), real)
     ]
     assert plans[0] == plans[1]
     assert all(plan and plan.point.dtype == "bf16" for plan in plans[0])

@@ -20,8 +20,8 @@ from dcpbench import cli
 from dcpbench.errors import RecordsError
 from dcpbench.hangs import beats, dumps, evidence, said
 from dcpbench.hangs.beats import Beats
-from dcpbench.hangs.evidence import Device, Seen
-from dcpbench.hangs.finding import find
+from dcpbench.hangs.evidence import Device, ProcessState
+from dcpbench.hangs.finding import find_cause
 from dcpbench.hangs.meetings import Meeting, Signals
 from dcpbench.launch import hung
 
@@ -54,9 +54,9 @@ class Job:
     ) -> None:
         """One collective of a rank; it never comes back where it `hangs`."""
         own = self.ranks[rank]
-        own.layer(layer)
-        own.phase(phase)
-        entered = own.collective(op, x, group)
+        own.set_layer(layer)
+        own.set_phase(phase)
+        entered = own.start_collective(op, x, group)
         if not hangs:
             entered.__exit__(None, None, None)
 
@@ -70,20 +70,20 @@ class Job:
 
     def found(self) -> Finding:
         """What the folder says."""
-        return find(evidence.of_files([self.folder]))
+        return find_cause(evidence.read_evidence([self.folder]))
 
 
 def test_beats_say_where_a_rank_is_and_what_it_waits_in(tmp_path: Path) -> None:
     job = Job(tmp_path, 1)
     job.steps(1)
-    job.ranks[0].step(beats.REPLAY)
+    job.ranks[0].record_step(beats.REPLAY)
     job.does(0, "all_gather", "merge", 1, x=HALF, hangs=True)
-    read = beats.read(tmp_path / "beats-0.bin")
+    read = beats.read_heartbeats(tmp_path / "beats-0.bin")
     assert (read.rank, read.ranks, read.steps, read.step, read.phase, read.layer) == (0, 1, 1, "replay", "merge", 1)
     one = read.inside
     assert one is not None
     assert one.call is not None
-    assert (one.number, one.call.said) == (5, "all_gather of float32 [64]")
+    assert (one.number, one.call.description) == (5, "all_gather of float32 [64]")
     assert "test_hangs.py" in one.call.at
     assert " in does" in one.call.at
 
@@ -95,7 +95,7 @@ def test_of_more_collectives_than_the_ring_has_the_last_are_kept_and_a_text_that
     job = Job(tmp_path, 1)
     for n in range(beats.RING + 10):
         job.does(0, "all_reduce", "moe", 0, x=SimpleNamespace(dtype="torch.float32", shape=(n,)))
-    met = beats.read(tmp_path / "beats-0.bin").met
+    met = beats.read_heartbeats(tmp_path / "beats-0.bin").met
     assert [met[0].number, met[-1].number, len(met)] == [11, beats.RING + 10, beats.RING]
     assert met[-1].call is not None
     assert met[-1].call.shape == (beats.RING + 9,)
@@ -105,7 +105,7 @@ def test_of_more_collectives_than_the_ring_has_the_last_are_kept_and_a_text_that
     for at, value in ((place, data[place] ^ 1), (text, ord("x")), (text + 3, 0xFF)):
         damaged = data[:at] + bytes([value]) + data[at + 1 :]
         (tmp_path / "beats-0.bin").write_bytes(damaged)
-        assert beats.read(tmp_path / "beats-0.bin").met[-1].call is None
+        assert beats.read_heartbeats(tmp_path / "beats-0.bin").met[-1].call is None
 
 
 def test_of_a_group_all_members_are_told_or_none(tmp_path: Path) -> None:
@@ -115,8 +115,8 @@ def test_of_a_group_all_members_are_told_or_none(tmp_path: Path) -> None:
     for group in groups:
         for rank in (0, 2):
             job.does(rank, "all_reduce", "moe", 0, group=group, hangs=group == "150")
-    calls = [met.call for met in beats.read(tmp_path / "beats-2.bin").met]
-    told = [call is not None and beats.members(call.ranks) for call in calls]
+    calls = [met.call for met in beats.read_heartbeats(tmp_path / "beats-2.bin").met]
+    told = [call is not None and beats.parse_ranks(call.ranks) for call in calls]
     most = sum(map(bool, told))
     assert told == [*map(list, groups.values())][:most] + [[]] * (150 - most)
     assert 60 < most < 150
@@ -129,15 +129,15 @@ def test_what_is_too_long_to_be_told_of_a_collective_is_told_by_its_end_and_its_
     job = Job(tmp_path, 1, {(name := "g" * 50 + "h" * 300): [0]})
     at = f"{'d' * 300}/file.py:12 in function"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(beats, "_place", lambda _: at)
+        patch.setattr(beats, "_format_frame", lambda _: at)
         job.does(0, "all_reduce", "moe", 0, group=name)
-    (met,) = beats.read(tmp_path / "beats-0.bin").met
+    (met,) = beats.read_heartbeats(tmp_path / "beats-0.bin").met
     assert met.call == beats.Call("all_reduce", "float32", (2, 64), name[:40], "0", at[-100:])
 
 
 @pytest.mark.parametrize("ranks", [[0], [0, 1, 2, 3, 6], [5, 7], [60_000, 60_001], []])
 def test_spans_are_read_back(ranks: list[int]) -> None:
-    assert beats.members(beats.spans(ranks)) == ranks
+    assert beats.parse_ranks(beats.format_ranks(ranks)) == ranks
 
 
 @pytest.mark.parametrize("x, kind", [(HALF, "shape"), (DOUBLE, "dtype")])  # noqa: PT006 -- as everywhere
@@ -199,12 +199,12 @@ def test_a_rank_that_has_not_come_is_named_with_its_phase_line_and_whether_it_sl
     job.steps()
     for rank in (0, 1):
         job.does(rank, "all_reduce", "mlp_reduce", 1, hangs=True)
-    job.ranks[2].phase("moe")
+    job.ranks[2].set_phase("moe")
     stack = (
         'Current thread 0x00007f00 (most recent call first):\n  File "/a/dcpbench/engine/model.py", line 7 in experts\n'
     )
     (tmp_path / "stacks-2.txt").write_text(f'{stack}  File "/a/w.py", line 1 in <module>\n')
-    seen = [Seen(rank=2, pid=7, state="S", cpu=0.01), Seen(rank=0, pid=8, state="S", cpu=0.0)]
+    seen = [ProcessState(rank=2, pid=7, state="S", cpu=0.01), ProcessState(rank=0, pid=8, state="S", cpu=0.0)]
     (tmp_path / "ranks.json").write_bytes(msgspec.json.encode(seen))
     found = job.found()
     assert (found.kind, found.ranks, found.waiting, found.phase, found.layer) == ("behind", [2], [0, 1], "moe", 1)
@@ -229,7 +229,7 @@ def test_a_rank_that_has_ended_is_gone_and_one_that_waits_for_another_is_not_to_
     job = Job(tmp_path, 3, {"a": [0, 1], "b": [1, 2]})
     job.does(0, "all_reduce", "moe", 0, group="a", hangs=True)
     job.does(1, "all_reduce", "merge", 0, group="b", hangs=True)
-    (tmp_path / "ranks.json").write_bytes(msgspec.json.encode([Seen(rank=2, ended="ended with exit code 3")]))
+    (tmp_path / "ranks.json").write_bytes(msgspec.json.encode([ProcessState(rank=2, ended="ended with exit code 3")]))
     found = job.found()
     assert (found.kind, found.ranks, found.waiting) == ("gone", [2], [1])
 
@@ -256,7 +256,10 @@ def test_ranks_that_the_kernel_holds_are_not_called_level_with_the_others(held: 
     job = Job(tmp_path, 2)
     for rank in range(2):
         job.does(rank, "all_reduce", "moe", 0, hangs=True)
-    seen = [Seen(rank=r, pid=9, state="D" if r in held else "S", held=r in held, held_in="io_schedule") for r in (0, 1)]
+    seen = [
+        ProcessState(rank=r, pid=9, state="D" if r in held else "S", held=r in held, held_in="io_schedule")
+        for r in (0, 1)
+    ]
     (tmp_path / "ranks.json").write_bytes(msgspec.json.encode(seen))
     found = job.found()
     assert (found.kind, found.ranks, found.waiting) == ("kernel", held, [r for r in (0, 1) if r not in held])
@@ -270,7 +273,7 @@ def test_ranks_that_the_kernel_holds_are_not_called_level_with_the_others(held: 
 def test_a_rank_that_is_behind_stays_the_one_that_is_named_and_the_kernel_is_a_reason(tmp_path: Path) -> None:
     job = Job(tmp_path, 2)
     job.does(0, "all_reduce", "moe", 0, hangs=True)
-    seen = [Seen(rank=1, pid=9, state="D", held=True)]
+    seen = [ProcessState(rank=1, pid=9, state="D", held=True)]
     (tmp_path / "ranks.json").write_bytes(msgspec.json.encode(seen))
     found = job.found()
     assert (found.kind, found.ranks) == ("behind", [1])
@@ -292,9 +295,9 @@ def test_of_steps_that_devices_replay_norms_tell_the_layer(
     """Norm 36 = 2 · 17 + 2 is the one behind attention of layer 17."""
     for rank, norm in enumerate(norms):
         own = Beats(tmp_path / f"beats-{rank}.bin", rank, 2, waits=False, members=lambda _: ("0", [0, 1]))
-        own.step(beats.REPLAY)
+        own.record_step(beats.REPLAY)
         (tmp_path / f"device-{rank}.json").write_bytes(msgspec.json.encode(Device(norm=norm)))
-    found = find(evidence.of_files([tmp_path]))
+    found = find_cause(evidence.read_evidence([tmp_path]))
     assert (found.kind, found.ranks, found.layer, found.phase) == ("device", ranks, layer, phase)
     assert "handed over as replay" in found.said
     assert why in " ".join(found.why)
@@ -302,9 +305,9 @@ def test_of_steps_that_devices_replay_norms_tell_the_layer(
 
 def test_of_one_rank_alone_its_device_says_where_it_stands(tmp_path: Path) -> None:
     own = Beats(tmp_path / "beats-0.bin", 0, 1, waits=False, members=lambda _: ("0", [0]))
-    own.step(beats.REPLAY)
+    own.record_step(beats.REPLAY)
     (tmp_path / "device-0.json").write_bytes(msgspec.json.encode(Device(norm=7)))
-    found = find(evidence.of_files([tmp_path]))
+    found = find_cause(evidence.read_evidence([tmp_path]))
     assert found.said == "devices stand still in a step handed over as replay: rank 0 in attention of layer 3"
 
 
@@ -312,12 +315,12 @@ def test_of_one_rank_alone_its_device_says_where_it_stands(tmp_path: Path) -> No
 def test_what_a_rank_wrote_that_is_no_json_of_ours_is_named(tmp_path: Path, bad: bytes) -> None:
     (tmp_path / "device-0.json").write_bytes(bad)
     with pytest.raises(RecordsError, match=r"device-0\.json cannot be read: "):
-        evidence.of_files([tmp_path])
+        evidence.read_evidence([tmp_path])
 
 
 def test_of_replayed_steps_without_marks_nothing_is_claimed(tmp_path: Path) -> None:
-    Beats(tmp_path / "beats-0.bin", 0, 1, waits=False, members=lambda _: ("0", [0])).step(beats.REPLAY)
-    assert find(evidence.of_files([tmp_path])).kind == "unknown"
+    Beats(tmp_path / "beats-0.bin", 0, 1, waits=False, members=lambda _: ("0", [0])).record_step(beats.REPLAY)
+    assert find_cause(evidence.read_evidence([tmp_path])).kind == "unknown"
 
 
 SPY = """Process {pid}: python train.py
@@ -347,7 +350,7 @@ def test_a_number_that_is_a_process_id_is_no_rank(tmp_path: Path) -> None:
     for pid in (101, 102, 103):
         frames = ELSEWHERE if pid == 103 else IN_REDUCE
         (tmp_path / f"dump-{pid}.txt").write_text(SPY.format(pid=pid, frames=frames))
-    found = find(evidence.of_files([tmp_path]))
+    found = find_cause(evidence.read_evidence([tmp_path]))
     assert (found.kind, found.ranks) == ("behind", [])
     assert found.said.startswith("process 103 (dump-103.txt) is at app/data.py:12 in load")
 
@@ -360,7 +363,7 @@ def test_dumps_of_a_folder_that_could_not_be_read_are_told_and_what_is_none_is_n
     (tmp_path / "rank-4.txt").write_text("Error: Permission Denied: Try running again with elevated permissions\n")
     (tmp_path / "flight-5.json").write_text('{"entries": [')
     (tmp_path / "README.md").write_text("dumps of Monday\n")
-    found = find(evidence.of_files([tmp_path]))
+    found = find_cause(evidence.read_evidence([tmp_path]))
     assert (found.kind, found.ranks) == ("behind", [3])
     assert [Path(text.split()[0]).name for text in found.unread] == ["flight-5.json", "rank-2.txt", "rank-4.txt"]
     assert found.why[-1] == "Of ranks 2 and 4-5 nothing is known."
@@ -370,7 +373,7 @@ def test_a_number_that_may_be_of_a_process_is_not_told_as_a_rank(tmp_path: Path)
     for pid in (101, 102):
         (tmp_path / f"dump-{pid}.txt").write_text(SPY.format(pid=pid, frames=IN_REDUCE))
     (tmp_path / "dump-103.txt").touch()
-    found = find(evidence.of_files([tmp_path]))
+    found = find_cause(evidence.read_evidence([tmp_path]))
     assert [Path(text.split()[0]).name for text in found.unread] == ["dump-103.txt"]
     assert not any("103" in why for why in found.why)
 
@@ -381,7 +384,7 @@ def test_dumps_of_one_name_from_several_hosts_are_kept_apart_by_their_folders(tm
     for host, path in enumerate(paths):
         path.parent.mkdir()
         path.write_text(SPY.format(pid=1, frames=ELSEWHERE if host == 2 else IN_REDUCE))
-    found = find(evidence.of_files([*paths, paths[0].parent]))
+    found = find_cause(evidence.read_evidence([*paths, paths[0].parent]))
     assert found.said.startswith("process 1 (n2/dump-1.txt) is at app/data.py:12 in load, and the other 2 wait")
     assert found.read == [f"n{host}/dump-1.txt" for host in range(3)]
 
@@ -391,7 +394,7 @@ def test_of_two_flight_recorders_of_a_rank_the_second_is_said_not_to_count(tmp_p
         (tmp_path / host).mkdir()
         told = {"rank": 0, **recorded(("all_reduce", [4], "started"))}
         (tmp_path / host / "flight-0.json").write_text(json.dumps(told))
-    found = evidence.of_files([tmp_path / "a", tmp_path / "b"])
+    found = evidence.read_evidence([tmp_path / "a", tmp_path / "b"])
     assert found.read == ["a/flight-0.json"]
     assert found.unread[0].startswith(f"{tmp_path}/b/flight-0.json is of rank 0, and so is another")
 
@@ -483,7 +486,7 @@ def test_flight_recorders_name_who_has_not_launched_what_the_other_waits_in(tmp_
     done = ("all_reduce", [4, 3], "completed")
     (tmp_path / "flight-0.json").write_text(json.dumps(recorded(done, ("all_gather", [4], "started"))))
     (tmp_path / "flight-1.json").write_text(json.dumps(recorded(done)))
-    found = find(evidence.of_files([tmp_path]))
+    found = find_cause(evidence.read_evidence([tmp_path]))
     assert (found.kind, found.ranks, found.number, found.collective) == ("behind", [1], 2, "all_gather of float [4]")
 
 
@@ -506,11 +509,13 @@ def test_a_gather_that_is_left_out_is_named_where_hosts_go_on(tmp_path: Path, fl
         for rank in range(2):
             calls = [
                 (f"_{m.call.op}_base", [2, 64], "scheduled")
-                for m in beats.read(tmp_path / f"beats-{rank}.bin").met
+                for m in beats.read_heartbeats(tmp_path / f"beats-{rank}.bin").met
                 if m.call
             ]
             told: Any = recorded(*calls)
-            for entry, m in zip(told["entries"], beats.read(tmp_path / f"beats-{rank}.bin").met, strict=True):
+            for entry, m in zip(
+                told["entries"], beats.read_heartbeats(tmp_path / f"beats-{rank}.bin").met, strict=True
+            ):
                 entry["time_created_ns"] = m.began_ns
             (tmp_path / f"flight-{rank}.json").write_text(json.dumps(told))
     found = job.found()
@@ -523,7 +528,7 @@ def test_a_gather_that_is_left_out_is_named_where_hosts_go_on(tmp_path: Path, fl
 def test_of_ranks_whose_collectives_were_not_read_nothing_is_claimed(tmp_path: Path) -> None:
     """Rank 1 may wait there, too."""
     (tmp_path / "flight-0.json").write_text(json.dumps(recorded(("all_reduce", [4], "started"))))
-    found = find(evidence.of_files([tmp_path]))
+    found = find_cause(evidence.read_evidence([tmp_path]))
     assert (found.kind, found.ranks, found.waiting) == ("unknown", [], [0])
     assert "of rank 1 no collectives were read" in found.said
 
@@ -539,13 +544,13 @@ def test_parts_of_several_sizes_are_no_fault_of_other_programs(tmp_path: Path) -
         for rank in range(2):
             told = recorded(*[(op, [sizes[rank]], state) for op, *sizes, state in one])
             (tmp_path / f"flight-{rank}.json").write_text(json.dumps(told))
-        assert find(evidence.of_files([tmp_path])).kind == "together"
+        assert find_cause(evidence.read_evidence([tmp_path])).kind == "together"
 
 
 def test_flight_recorders_name_shapes_that_differ(tmp_path: Path) -> None:
     (tmp_path / "flight-0.json").write_text(json.dumps(recorded(("all_reduce", [4], "started"))))
     (tmp_path / "flight-1.json").write_text(json.dumps(recorded(("all_reduce", [5], "started"))))
-    found = find(evidence.of_files([tmp_path]))
+    found = find_cause(evidence.read_evidence([tmp_path]))
     assert found.kind == "shape"
     assert "all_reduce of float [4]" in found.said
     assert "all_reduce of float [5]" in found.said
@@ -554,7 +559,7 @@ def test_flight_recorders_name_shapes_that_differ(tmp_path: Path) -> None:
 def test_a_pickle_is_refused_with_what_to_do_and_never_loaded(tmp_path: Path) -> None:
     (tmp_path / "nccl_trace_rank_0").write_bytes(b"\x80\x04\x95rest")
     with pytest.raises(RecordsError, match=r"is a pickle.*_dump_fr_trace_json"):
-        evidence.of_files([tmp_path / "nccl_trace_rank_0"])
+        evidence.read_evidence([tmp_path / "nccl_trace_rank_0"])
 
 
 @pytest.mark.parametrize(
@@ -564,15 +569,15 @@ def test_a_pickle_is_refused_with_what_to_do_and_never_loaded(tmp_path: Path) ->
 def test_what_is_no_dump_is_an_error_of_one_sentence(tmp_path: Path, text: str) -> None:
     (tmp_path / "rank0.txt").write_text(text)
     with pytest.raises(RecordsError):
-        evidence.of_files([tmp_path / "rank0.txt"])
+        evidence.read_evidence([tmp_path / "rank0.txt"])
 
 
 def test_threads_of_faulthandler_and_of_py_spy_are_told_apart() -> None:
     text = 'Thread 0x01 [gloo] (most recent call first):\n  File "a.py", line 3 in f\n\nCurrent thread 0x02 (most recent call first):\n  File "b.py", line 4 in <module>\n'
-    first, second = dumps.threads(text)
-    assert not first.main
-    assert second.main
-    assert [t.main for t in dumps.threads(SPY.format(pid=1, frames=IN_REDUCE))] == [True, False]
+    first, second = dumps.parse_threads(text)
+    assert not first.is_main
+    assert second.is_main
+    assert [t.is_main for t in dumps.parse_threads(SPY.format(pid=1, frames=IN_REDUCE))] == [True, False]
 
 
 def merges(rank: int, ranks: int, ended: int, heard: dict[int, int], number: int = 0, phase: str = "merge") -> Signals:
@@ -587,10 +592,10 @@ def replayed(folder: Path, signals: Sequence[Signals], norms: Sequence[int]) -> 
     ranks = range(len(signals))
     for rank, told, norm in zip(ranks, signals, norms, strict=True):
         own = Beats(folder / f"beats-{rank}.bin", rank, len(ranks), waits=False, members=lambda _: ("0", ranks))
-        own.step(beats.REPLAY)
+        own.record_step(beats.REPLAY)
         (folder / f"device-{rank}.json").write_bytes(msgspec.json.encode(Device(norm=norm)))
         (folder / f"signals-{rank}.json").write_bytes(msgspec.json.encode(told))
-    return find(evidence.of_files([folder]))
+    return find_cause(evidence.read_evidence([folder]))
 
 
 def test_a_rank_whose_signal_never_came_is_named_and_not_the_one_that_waits_for_it(tmp_path: Path) -> None:
@@ -663,8 +668,8 @@ def test_a_collective_of_the_host_is_not_waited_for_by_a_rank_that_a_kernel_keep
     """As on the CPU: rank 1 waits in a reduction for rank 0, which waits in a kernel for rank 1's signal."""
     job = Job(tmp_path, 2)
     job.steps()
-    job.ranks[0].layer(1)
-    job.ranks[0].phase("merge")
+    job.ranks[0].set_layer(1)
+    job.ranks[0].set_phase("merge")
     job.does(1, "all_reduce", "attn_reduce", 1, hangs=True)
     for rank, told in enumerate((merges(0, 2, 4, {1: 4}), merges(1, 2, 5, {0: 5}))):
         (tmp_path / f"signals-{rank}.json").write_bytes(msgspec.json.encode(told))
@@ -692,11 +697,11 @@ def test_what_nccl_says_of_its_jobs_is_kept_and_shown(tmp_path: Path, monkeypatc
         monkeypatch.setenv("NCCL_RAS_ADDR", f"127.0.0.1:{server.getsockname()[1]}")
         thread = threading.Thread(target=answer)
         thread.start()
-        hung.ask_nccl(tmp_path / "nccl-ras.txt")
+        hung.fetch_nccl_report(tmp_path / "nccl-ras.txt")
         thread.join()
     assert asked == [b"verbose status\n"]
     Job(tmp_path, 1).steps(1)
-    assert "Communicators: &lt;1 mismatch&gt;" in said.as_page(said.explained([tmp_path]))
+    assert "Communicators: &lt;1 mismatch&gt;" in said.render_page(said.read_hangs([tmp_path]))
 
 
 def test_where_no_nccl_answers_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -705,7 +710,7 @@ def test_where_no_nccl_answers_nothing_is_kept(tmp_path: Path, monkeypatch: pyte
         free = server.getsockname()[1]
     for address in (f"127.0.0.1:{free}", "nowhere", ""):
         monkeypatch.setenv("NCCL_RAS_ADDR", address)
-        hung.ask_nccl(tmp_path / "nccl-ras.txt")
+        hung.fetch_nccl_report(tmp_path / "nccl-ras.txt")
     assert [*tmp_path.iterdir()] == []
 
 
@@ -741,8 +746,8 @@ def test_whatever_ranks_have_left_something_is_said(
         assert found.said
         if found.kind in ("behind", "signal", "device"):
             assert not {*found.ranks} & {*found.waiting}
-        (hang,) = said.explained([job.folder])
-        assert said.as_text(hang)
+        (hang,) = said.read_hangs([job.folder])
+        assert said.format_text(hang)
 
 
 @pytest.mark.parametrize(
@@ -759,7 +764,7 @@ def test_by_stacks_alone_only_few_are_behind_many(of: int, out: int, said: str, 
     for rank in range(of):
         frames = ELSEWHERE if rank < out else IN_REDUCE
         (tmp_path / f"rank{rank}.txt").write_text(SPY.format(pid=100 + rank, frames=frames))
-    found = find(evidence.of_files([tmp_path]))
+    found = find_cause(evidence.read_evidence([tmp_path]))
     assert found.kind == ("behind" if said else "unknown")
     if said:
         assert found.said == f"{said} in all_reduce, at app/train.py:40 in step"

@@ -147,9 +147,7 @@ class TestSources:
             f"{path.relative_to(PACKAGE)}: {line.strip()}"
             for path in SOURCES
             for line in path.read_text().splitlines()
-            if re.search(
-                r"\b(INTERRUPTED|WRONG|CANNOT_ANSWER|PROGRAM_FAILED|NOT_JUDGED)\b.* = .*\d", line
-            )
+            if re.search(r"\b(INTERRUPTED|WRONG|CANNOT_ANSWER|PROGRAM_FAILED|NOT_JUDGED)\b.* = .*\d", line)
             or re.search(r"exit_code = \d", line)
         ]
         assert wrong == ["errors.py: WRONG = 1", "errors.py: INTERRUPTED = 130"]

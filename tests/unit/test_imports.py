@@ -18,7 +18,7 @@ from dcpbench.exports import vllm as to_vllm
 from dcpbench.imports import Overrides, field_names, import_files, metrics, sglang, vllm
 from dcpbench.imports.documents import Document
 from dcpbench.imports.result import _Side
-from dcpbench.launch.folders import locked
+from dcpbench.launch.folders import lock_folder
 from dcpbench.records.file import read_records
 from dcpbench.reports import answer, frames, sections
 from dcpbench.reports.style import Style
@@ -423,7 +423,7 @@ class TestLengths:
             for n in (1, 8, 64)
         ]
         imported(tmp_path, "vllm", *results)
-        served = frames.load([tmp_path / "run"]).served
+        served = frames.load_frames([tmp_path / "run"]).served
         assert served["rest"].unique().tolist() == ["1,022 on average in · 128 on average out"]
         assert served["concurrency"].tolist() == [1, 8, 64]
 
@@ -435,7 +435,7 @@ class TestLengths:
             for n in (3, 30)
         ]
         imported(tmp_path, "vllm", *results)
-        served = frames.load([tmp_path / "run"]).served
+        served = frames.load_frames([tmp_path / "run"]).served
         assert [rest.rpartition(" · ")[2] for rest in served["rest"]] == ["3 requests", "30 requests"]
 
 
@@ -455,7 +455,7 @@ class TestSweeps:
         assert [(r.point.settings, r.point.repeat) for r in records] == [
             (f"max_num_seqs={seqs}", run) for seqs in (4, 8, 32, 128) for run in (0, 1)
         ]
-        served = frames.load([tmp_path / "run"]).served
+        served = frames.load_frames([tmp_path / "run"]).served
         assert served["variant"].tolist() == [f"max_num_seqs={seqs}" for seqs in (4, 8, 32, 128)]
         assert served["repeats"].tolist() == [2] * 4
 
@@ -472,7 +472,7 @@ class TestSweeps:
         said = self.said(tmp_path)
         assert said[0] == "9 results of vllm bench serve."
         assert not any("Not read" in text for text in said)
-        served = frames.load([tmp_path / "run"]).served
+        served = frames.load_frames([tmp_path / "run"]).served
         assert served["rest"].unique().tolist() == ["1,000 in · 100 out"]
         assert served["load_request_rate"].unique().tolist() == [16]
         assert served["repeats"].tolist() == [3, 3, 3]
@@ -490,7 +490,7 @@ class TestSweeps:
             "block_size=64, max_num_seqs=4",
             "block_size=64, max_num_seqs=8",
         }
-        served = frames.load([tmp_path / "run"]).served
+        served = frames.load_frames([tmp_path / "run"]).served
         assert served["variant"].tolist() == ["max_num_seqs=4", "max_num_seqs=8"]
 
     def test_a_summary_is_not_counted_again(self, tmp_path: Path) -> None:
@@ -566,8 +566,8 @@ class TestSweeps:
 
     def test_a_point_without_settings_has_the_key_it_always_had(self) -> None:
         """Names of files and addresses of pages are made of it."""
-        assert "settings" not in build.point(build.DCP).key()
-        assert "/settings=a=1" in msgspec.structs.replace(build.point(build.DCP), settings="a=1").key()
+        assert "settings" not in build.point(build.DCP).get_key()
+        assert "/settings=a=1" in msgspec.structs.replace(build.point(build.DCP), settings="a=1").get_key()
 
 
 class TestUnread:
@@ -602,12 +602,12 @@ class TestReport:
             path = files.file(tmp_path, result, name=f"{engine}.json")
             import_files([path], engine, folder, Overrides(tp=8, dcp=8), force=False)
             runs.append(folder)
-        read = frames.load(runs)
+        read = frames.load_frames(runs)
         assert set(read.served["origin"]) == {"dcpbench", "vllm", "sglang"}
         labels = dict(zip(read.served["origin"], read.served["label"], strict=True))
         assert "vllm" in labels["vllm"]
         assert "unknown" not in " ".join(labels.values())
-        said = " ".join(answer.sentences(read))
+        said = " ".join(answer.format_top_sentences(read))
         assert "1 point of vllm bench serve" in said
         assert "1 point of SGLang" in said
 
@@ -627,7 +627,11 @@ class TestReport:
         """What no file says is in no table; beside points of ours, which say it, there is a dash."""
         row = {name: value for name, value in files.inferencex().items() if name != "p99_itl"}
         import_files([files.file(tmp_path, row)], "inferencex", tmp_path / "run", Overrides(), force=False)
-        told = [table for section in sections.report(frames.load([tmp_path / "run"]), []) for table in section.tables]
+        told = [
+            table
+            for section in sections.build_sections(frames.load_frames([tmp_path / "run"]), [])
+            for table in section.tables
+        ]
         empty = [(t.title, name) for t in told for i, name in enumerate(t.columns) if {r[i] for r in t.rows} == {"—"}]
         assert [pair for pair in empty if pair[0] != "Runs"] == []
         assert [row for t in told if t.title == "Environment" for row in t.rows] == [
@@ -636,7 +640,7 @@ class TestReport:
         ]
         assert "What stood behind the numbers" not in {table.title for table in told}
         ours = record_builder.write(tmp_path / "ours", [build.served(build.point(build.DCP))])
-        both = [t for s in sections.report(frames.load([tmp_path / "run", ours]), []) for t in s.tables]
+        both = [t for s in sections.build_sections(frames.load_frames([tmp_path / "run", ours]), []) for t in s.tables]
         (served,) = [table for table in both if table.title == "Served live"]
         assert "p99" in served.columns
         assert any("—" in row for row in served.rows)
@@ -647,7 +651,7 @@ REAL = Path(__file__).parents[1] / "data" / "imports"
 
 def curves(folder: Path) -> dict[str, list[int]]:
     """The lines of a report's panels: what tells them apart, and the concurrencies along them."""
-    served = frames.load([folder]).served
+    served = frames.load_frames([folder]).served
     return {
         " | ".join(map(str, names)): line["concurrency"].tolist()
         for names, line in served.groupby(["model", "rest", "label"], sort=False)
@@ -801,7 +805,7 @@ class TestCurves:
         (tmp_path / "all" / "eager").rename(tmp_path / "all" / "run-1")
         (tmp_path / "all" / "graphs").rename(tmp_path / "all" / "20261121_101112")
         self.said(tmp_path, tmp_path / "all", "vllm")
-        assert frames.load([tmp_path / "run"]).served["repeats"].tolist() == [2, 2]
+        assert frames.load_frames([tmp_path / "run"]).served["repeats"].tolist() == [2, 2]
 
 
 class TestOlderFiles:
@@ -811,7 +815,7 @@ class TestOlderFiles:
         rates = [files.sglang_of_2024(rate) for rate in (1.0, 2.0, 4.0)]
         chat = {"dataset_name": "sharegpt", "total_input_tokens": 67_500, "total_output_tokens": 57_300}
         records = imported(tmp_path, "sglang", *rates, files.sglang_of_2024(4.0, **chat), model="llama", tp=2)
-        served = frames.load([tmp_path / "run"]).served
+        served = frames.load_frames([tmp_path / "run"]).served
         along = served.groupby("rest")["load_request_rate"].apply(list).to_dict()
         assert along == {"1–1,024 in · 1–1,024 out": [1, 2, 4], "225 on average in · 191 on average out": [4]}
         serve = records[0].serve
@@ -902,13 +906,13 @@ class TestInferenceX:
         lengths = {"isl": int(point.load.input_tokens), "osl": int(point.load.output_tokens)}
         path = files.file(tmp_path, files.inferencex(model=point.model, **lengths))
         import_files([path], "inferencex", tmp_path / "run", Overrides())
-        served = frames.load([ours, tmp_path / "run"]).served
+        served = frames.load_frames([ours, tmp_path / "run"]).served
         panels = served.groupby("rest")["origin"].agg(set)
         assert {"dcpbench", "inferencex"} in panels.tolist(), "how many requests ours had is no other panel"
         assert served["label"].nunique() == 2
-        style = Style.of(served)
+        style = Style.from_points(served)
         first, *_, last = served[["layout", "variant", "run"]].itertuples(index=False)
-        assert style.look(*first)["color"] != style.look(*last)["color"]
+        assert style.get_look(*first)["color"] != style.get_look(*last)["color"]
 
 
 class TestFolder:
@@ -921,7 +925,7 @@ class TestFolder:
 
     def test_a_folder_that_a_run_writes_into_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("dcpbench.launch.folders.ENDING_S", 0.0)
-        with locked(tmp_path / "run"), pytest.raises(OutputError, match="a run is still writing here"):
+        with lock_folder(tmp_path / "run"), pytest.raises(OutputError, match="a run is still writing here"):
             imported(tmp_path, "vllm", files.vllm())
 
     def test_nothing_is_left_half_written(self, tmp_path: Path) -> None:

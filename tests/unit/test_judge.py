@@ -39,7 +39,7 @@ def check(shape: ModelShape = SHAPES["tiny"], probe: Probe = H200X4, *, timed: b
     """Judge one point of the tiny model."""
     point = Point(model="tiny", tp=2, dcp=2, concurrency=2, context=9, exchange="ag_rs", backend="triton", dtype="bf16")
     changed = msgspec.structs.replace(point, **changes)
-    judge.check(changed, Settings(), shape, judge.Machine(probe=probe, timed=timed))
+    judge.check_runnable(changed, Settings(), shape, judge.Machine(probe=probe, timed=timed))
 
 
 def tiny(**sizes: int) -> ModelShape:
@@ -67,7 +67,7 @@ def test_a_gpu_times_bf16_alone_but_compares_other_dtypes(dtype: str) -> None:
 def test_sweep_and_verify_are_told_apart_by_their_grids() -> None:
     """The same options, one command each."""
     spec = make_spec({"backend": "reference", "model": "tiny", "tp": "2", "context": "37", "concurrency": "4"}, H200X4)
-    assert all("--backend reference" in str(c.error) for c in grid.expand(spec, H200X4))
+    assert all("--backend reference" in str(c.error) for c in grid.expand_grid(spec, H200X4))
     assert all(c.error is None for c in grid.expand_layouts([Layout(tp=2, dcp=2)], spec, H200X4))
 
 
@@ -142,7 +142,7 @@ def test_symmetric_memory_ends_at_the_machine() -> None:
 
     def judged(**changes: object) -> None:
         changed = msgspec.structs.replace(point, **changes)
-        judge.check(changed, Settings(), SHAPES["tiny"], judge.Machine(probe=two, nnodes=2))
+        judge.check_runnable(changed, Settings(), SHAPES["tiny"], judge.Machine(probe=two, nnodes=2))
 
     judged(dcp=2)
     with pytest.raises(UsageError, match=r"--exchange symm .* of 4 ranks.* 2 of them; use --exchange a2a"):
@@ -215,7 +215,7 @@ def test_calls_of_an_emulated_layout_must_be_known_with_those_of_stored_prefixes
     """tp8·dp2·dcp2 by symm: all-gathers of 4 heads' ranks and of 2 replicas; a served one gathers prefixes over dcp, too."""
     asked: list[tuple[str, int]] = []
     wire = SimpleNamespace(seconds=lambda name, ranks, _: asked.append((name, ranks)))
-    monkeypatch.setattr(judge, "described", lambda _: SimpleNamespace(wire=wire))
+    monkeypatch.setattr(judge, "load_machine", lambda _: SimpleNamespace(wire=wire))
     load = Load(requests=4, input_tokens="10", output_tokens="5", chunk=2048, mode="replay") if served else None
     point = Point(
         model="deepseek-v3",

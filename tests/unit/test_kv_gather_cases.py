@@ -2,7 +2,7 @@
 
 import pytest
 
-from dcpbench.bench.cases import Asked, kv_gather_cases
+from dcpbench.bench.cases import BenchOptions, list_kv_gather_cases
 from dcpbench.bench.record import Case
 from dcpbench.errors import UsageError
 
@@ -11,7 +11,7 @@ NOTHING = dict.fromkeys(("requests", "tokens", "variant", "buffer", "pool_bytes"
 
 def kv_gather(ranks: int = 4, **typed) -> list[Case]:
     """Cases on so many GPUs, with what was typed."""
-    return kv_gather_cases(Asked(cpu=False, ranks=ranks, typed=NOTHING | typed))
+    return list_kv_gather_cases(BenchOptions(cpu=False, ranks=ranks, typed=NOTHING | typed))
 
 
 def buffers(cases: list[Case]) -> set[tuple[str, object, object]]:

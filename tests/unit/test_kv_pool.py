@@ -17,7 +17,7 @@ def graph_step(requests: RequestPool, kv: KvPool, slots: list[int], position: in
     locs = requests.table[padded, position].long()
     values = torch.arange(1.0, rows + 1)[:, None].expand(-1, kv.data.shape[-1])
     for at, value in zip(locs, values, strict=True):
-        kv.rows(0)[at] = value
+        kv.get_rows(0)[at] = value
 
 
 class TestPaddingRow:
@@ -30,28 +30,28 @@ class TestPaddingRow:
 
     def start(self, requests: RequestPool, locs: list[int]) -> int:
         """A request whose tokens lie at `locs`."""
-        slot = requests.alloc()
+        slot = requests.allocate_slot()
         requests.set_locs(slot, 0, np.array(locs))
         return slot
 
     def test_with_it_padded_rows_write_where_nobody_reads(self, kv: KvPool) -> None:
         requests = RequestPool(2, 4, "cpu")
         first, second = self.start(requests, [1, 2]), self.start(requests, [3, 4])
-        kv.rows(0)[1:] = 9
+        kv.get_rows(0)[1:] = 9
         graph_step(requests, kv, [second], position=1, rows=3)
         assert (first, second) == (1, 2)
-        assert kv.rows(0)[2].tolist() == [9, 9], "the waiting request's token is intact"
-        assert kv.rows(0)[4].tolist() == [1, 1], "the running request's is written"
-        assert kv.rows(0)[0].any(), "padding rows wrote to the padding page"
+        assert kv.get_rows(0)[2].tolist() == [9, 9], "the waiting request's token is intact"
+        assert kv.get_rows(0)[4].tolist() == [1, 1], "the running request's is written"
+        assert kv.get_rows(0)[0].any(), "padding rows wrote to the padding page"
 
     def test_without_it_padded_rows_overwrite_a_live_request(self, kv: KvPool) -> None:
         """Slot 0 belongs to the first request, and padded rows write its token 1."""
         requests = RequestPool(2, 4, "cpu", padding=False)
         first, second = self.start(requests, [1, 2]), self.start(requests, [3, 4])
-        kv.rows(0)[1:] = 9
+        kv.get_rows(0)[1:] = 9
         graph_step(requests, kv, [second], position=1, rows=3)
         assert (first, second) == (0, 1)
-        assert kv.rows(0)[2].tolist() == [3, 3], "the corruption: the third graph row's value in the first request"
+        assert kv.get_rows(0)[2].tolist() == [3, 3], "the corruption: the third graph row's value in the first request"
 
 
 class TestKvPool:
@@ -60,7 +60,7 @@ class TestKvPool:
         assert pool.data.nbytes == 3 * 4 * 2 * 5 * 2
         assert pool.data[1].shape == (4, 2, 5)
         assert pool.data[1].is_contiguous()
-        pool.rows(1)[3] = 1
+        pool.get_rows(1)[3] = 1
         assert pool.data[1][1, 1].tolist() == [1] * 5
         assert pool.data.sum() == 5, "and nothing else was touched"
 
@@ -68,8 +68,8 @@ class TestKvPool:
     def test_rows_are_pages_laid_end_to_end(self, layers: int, pages: int, page_size: int) -> None:
         pool = KvPool(layers, pages, page_size, 3, torch.float32, "cpu")
         pool.data.normal_()
-        assert torch.equal(pool.rows(layers - 1), pool.data[layers - 1].flatten(0, 1))
-        assert torch.equal(pool.all_rows()[layers - 1], pool.rows(layers - 1))
+        assert torch.equal(pool.get_rows(layers - 1), pool.data[layers - 1].flatten(0, 1))
+        assert torch.equal(pool.get_all_rows()[layers - 1], pool.get_rows(layers - 1))
 
     def test_sizes_beyond_32_bits_are_addressed(self) -> None:
         """61 layers of 100,000 rows of 576 are 3.5e9 numbers; `meta` tensors have strides but no memory."""
@@ -87,10 +87,10 @@ class TestOnGpu:
         pool = RequestPool(4, 128_000, "cuda")
         torch.cuda.set_sync_debug_mode("error")
         try:
-            slot = pool.alloc()
+            slot = pool.allocate_slot()
             pool.set_locs(slot, 0, np.arange(128_000))
-            pool.free(slot)
-            pool.clear()
+            pool.free_slot(slot)
+            pool.free_all()
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert pool.table[slot].tolist() == list(range(128_000))

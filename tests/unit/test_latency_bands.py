@@ -40,13 +40,13 @@ class TestBand:
         """Measured over forecast 0.8 and 1.1, so a factor of 1.25: 100 ms may be 80 to 125; with a further 10 % 72.7 to 137.5."""
         band = find_band(ESTIMATED, "ttft", "closed", [case("a", ttft=0.8), case("b", ttft=1.1), case("b", ttft=1.0)])
         assert band == latency_bands.Band(low=0.8, high=1.1, cases=3, machines=2)
-        assert band.around(100.0) == pytest.approx((80.0, 125.0))
-        assert band.around(100.0, error=0.1) == pytest.approx((72.7273, 137.5))
+        assert band.compute_ends(100.0) == pytest.approx((80.0, 125.0))
+        assert band.compute_ends(100.0, error=0.1) == pytest.approx((72.7273, 137.5))
 
     def test_forecasts_that_were_too_short_may_be_too_long_elsewhere(self) -> None:
         band = find_band(ESTIMATED, "ttft", "closed", [case("a", ttft=1.1), case("b", ttft=1.25)])
         assert band is not None
-        assert band.around(100.0) == pytest.approx((80.0, 125.0))
+        assert band.compute_ends(100.0) == pytest.approx((80.0, 125.0))
 
     def test_other_kinds_do_not_count(self) -> None:
         band = find_band(ESTIMATED, "ttft", "closed", [case("a"), case("a", ttft=2.0, kind=EMULATED)])
@@ -63,7 +63,7 @@ class TestBand:
     def test_no_itl_where_the_median_may_be_a_step_with_a_prompt(self) -> None:
         """Shares of gaps with prompts were up to 0.2 larger than estimated: from 0.3 on they may reach one half."""
         cases = [case("a", itl=1.1, share=0.1, measured=0.3), case("b", itl=4.0, share=0.4, measured=0.45)]
-        assert latency_bands.max_sure_share(cases) == pytest.approx(0.3)
+        assert latency_bands.compute_max_sure_share(cases) == pytest.approx(0.3)
         band = find_band(ESTIMATED, "itl", "closed", cases, 0.29)
         assert band is not None
         assert (band.high, band.cases) == (1.1, 1), "the case at 0.4 has no number either"
@@ -106,7 +106,7 @@ class TestPublished:
             for metric, ratio in (("ttft", found.ttft), ("itl", found.itl)):
                 band = find_band(found.kind, metric, found.arrival, others)  # type: ignore[arg-type]
                 assert band is not None
-                low, high = band.around(1.0)
+                low, high = band.compute_ends(1.0)
                 assert low <= ratio <= high, found
 
     def test_a_case_of_the_file_is_what_its_records_say(self) -> None:
@@ -169,18 +169,18 @@ class TestForecasts:
         layout = json.loads(out)["loads"][0]["layouts"][0]
         low, high = layout["itl_p50_ms_band"]
         assert high / layout["itl_ms"]["p50"] == pytest.approx(layout["itl_ms"]["p50"] / low)
-        assert high / layout["itl_ms"]["p50"] - 1 >= estimate.published().band
+        assert high / layout["itl_ms"]["p50"] - 1 >= estimate.load_published_steps().band
 
     def test_ends_are_set_right_with_the_estimate(self) -> None:
         of = dataclasses.replace(choice(100.0).forecasts[0], ttft_band=(80.0, 120.0), itl_band=None)
-        right = forecast.anchored(of, 0.5)
+        right = forecast.apply_factor(of, 0.5)
         assert (right.ttft_band, right.itl_band) == ((160.0, 240.0), None)
 
     def test_a_cell_has_the_ends(self) -> None:
         assert answer.format_p50(20.0, (18.0, 25.0)) == "20.0 [18.0–25.0]"
         assert answer.format_p50(20.0, None) == "20.0"
         assert answer.format_p50(None, None) == "—"
-        row = answer.rows(ask("H200"), [choice(100.0)])[0]
+        row = answer.make_rows(ask("H200"), [choice(100.0)])[0]
         assert len(row) == len(answer.COLUMNS)
 
 
@@ -199,9 +199,9 @@ def test_ends_of_emulated_loads_are_as_wide_as_published_errors(monkeypatch: pyt
         itl_ms=msgspec.structs.replace(record.serve.itl_ms, p50=10.0),
     )
     spans = {"ttft_p50_ms_low": 99.0, "ttft_p50_ms_high": 125.0, "itl_p50_ms_low": 8.0, "itl_p50_ms_high": 10.3}
-    assert replay._widen(spans, found, record.emulated, record.point) == pytest.approx(
+    assert replay._widen_spans(spans, found, record.emulated, record.point) == pytest.approx(
         {"ttft_p50_ms_low": 90.0, "ttft_p50_ms_high": 125.0, "itl_p50_ms_low": 8.0, "itl_p50_ms_high": 12.0}
     )
     together = msgspec.structs.replace(record.emulated, prompts=((128, 1.01),))
     assert isinstance(together, Emulated)
-    assert replay._widen(spans, found, together, record.point) == {}
+    assert replay._widen_spans(spans, found, together, record.point) == {}

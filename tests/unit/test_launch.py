@@ -16,16 +16,16 @@ import msgspec
 import pytest
 
 from dcpbench.errors import DcpbenchError, DiskError, OutputError, UsageError, WorkerError
-from dcpbench.hangs.evidence import Seen
+from dcpbench.hangs.evidence import ProcessState
 from dcpbench.launch import folders, hung, launcher, nodes, torchrun
-from dcpbench.launch.jobs import SECRET, Exit, Failure, Job, Progress, code_words, listen
+from dcpbench.launch.jobs import SECRET, Exit, Failure, Job, Progress, format_exit_code, open_listener
 from dcpbench.launch.ranks import Ranks
 from dcpbench.launch.torchrun import Machines, Running
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
 from dcpbench.records.file import RecordFile
 from dcpbench.records.record import Record
-from dcpbench.records.runs import last_records
+from dcpbench.records.runs import read_last_records
 from tests.unit import test_hangs
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Sleeper(Running):
 
     def __init__(self, folder: Path) -> None:
         self.job = job(folder)
-        Ranks.__init__(self, folder, self.job.logs(), self.job.progress_path(), range(2))
+        Ranks.__init__(self, folder, self.job.get_log_folder(), self.job.get_progress_path(), range(2))
         self.logs.mkdir(parents=True)
         self.agent_log = self.logs / "agent.log"
 
@@ -73,14 +73,14 @@ class Sleeper(Running):
 def test_the_rank_that_broke_the_collective_is_blamed_not_those_that_noticed(collective: tuple[str, str]) -> None:
     """Rank 0 reports first, but only that somebody is gone; rank 1 knows why."""
     cause = failure(1, "OutOfMemoryError", "CUDA out of memory. Tried to allocate 2 GiB")
-    assert launcher.blame([failure(0, *collective), cause]) is cause
+    assert launcher.find_cause([failure(0, *collective), cause]) is cause
 
 
 def test_with_collective_errors_only_the_first_is_blamed() -> None:
     """Better than nothing; and nothing where nobody left an error."""
     first = failure(0, "RuntimeError", "NCCL error")
-    assert launcher.blame([first, failure(1, "RuntimeError", "NCCL error")]) is first
-    assert launcher.blame([]) is None
+    assert launcher.find_cause([first, failure(1, "RuntimeError", "NCCL error")]) is first
+    assert launcher.find_cause([]) is None
 
 
 @pytest.mark.parametrize(
@@ -102,27 +102,27 @@ def test_points_share_a_cause_that_another_job_would_only_meet_again(
 ) -> None:
     """One of our errors while an engine is built is that engine's; one in the model, every point's of its weights."""
     failed = Record(point=point(), outcome="failed", detail={"error": error, "stage": stage})
-    assert launcher._shares(msgspec.structs.replace(point(), **changed), failed) is shares
+    assert launcher._has_same_cause(msgspec.structs.replace(point(), **changed), failed) is shares
 
 
 def test_the_last_record_of_a_point_counts(tmp_path: Path) -> None:
     """Failed, then measured with --resume: measured. A folder without records has none."""
-    assert last_records(tmp_path) == {}
+    assert read_last_records(tmp_path) == {}
     for outcome in ("failed", "ok"):
         RecordFile(tmp_path).append(Record(point=point(), outcome=outcome))
-    assert {key: r.outcome for key, r in last_records(tmp_path).items()} == {point().key(): "ok"}
+    assert {key: r.outcome for key, r in read_last_records(tmp_path).items()} == {point().get_key(): "ok"}
 
 
 def test_a_progress_line_still_being_written_waits_for_its_end(tmp_path: Path) -> None:
     """The first half of a line is not an event, and is not lost either; a damaged line is passed over."""
     running = Sleeper(tmp_path)
     line = msgspec.json.encode(Progress(stage="start")) + b"\n"
-    path = running.job.progress_path()
+    path = running.job.get_progress_path()
     path.write_bytes(line + line[:9])
-    assert [e.stage for e in running.events()] == ["start"]
-    assert list(running.events()) == []
+    assert [e.stage for e in running.read_events()] == ["start"]
+    assert list(running.read_events()) == []
     path.write_bytes(line + line + b"{not json}\n" + line)
-    assert [e.stage for e in running.events()] == ["start", "start"]
+    assert [e.stage for e in running.read_events()] == ["start", "start"]
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_the_first_rank_that_ended_untold_is_blamed(
 ) -> None:
     """(rank, exit code, time): an error comes first where its rank did, and a rank may end with 0 once all is done."""
     told = [Exit(rank=rank, code=code, asked=False, at=at) for rank, code, at in exits]
-    found = launcher.first_gone(failures, told, finished=finished)
+    found = launcher.find_first_gone(failures, told, finished=finished)
     assert (found and found.rank) == blamed
 
 
@@ -168,13 +168,13 @@ def test_the_first_rank_that_ended_untold_is_blamed(
 )
 def test_a_signal_is_named_where_it_has_a_name(code: int, words: str) -> None:
     """Real-time signals between the first and the last have none."""
-    assert code_words(code) == words
+    assert format_exit_code(code) == words
 
 
 def test_a_rank_that_torchrun_ended_is_not_to_blame() -> None:
     """Signal 15 to rank 0 came from torchrun, as rank 1 had ended."""
     exits = [Exit(rank=0, code=-15, asked=True, at=1.0), Exit(rank=1, code=7, asked=False, at=2.0)]
-    found = launcher.first_gone([], exits, finished=False)
+    found = launcher.find_first_gone([], exits, finished=False)
     assert found == exits[1]
 
 
@@ -195,7 +195,7 @@ def test_a_new_job_forgets_process_ids_and_errors_of_the_last_one(tmp_path: Path
     running = Sleeper(tmp_path)
     for name in ("rank-0.pid", "error-1.json", "stacks-0.txt", "rank-2.pid"):
         (tmp_path / name).write_text("1")
-    running.forget()
+    running.remove_files()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["logs", "rank-2.pid"]
 
 
@@ -212,7 +212,7 @@ def test_a_job_that_ended_leaves_no_file_of_stacks_that_is_empty(tmp_path: Path)
 def test_torchrun_knows_of_one_machine_and_meets_in_a_file(tmp_path: Path) -> None:
     """By TCP it would listen on all interfaces. Node 1 of two has ranks 2 and 3 of 4."""
     machines = Machines(nnodes=2, node_rank=1, rdzv_endpoint="10.0.0.1:29500", rdzv_id="night")
-    command = torchrun._command(job(tmp_path), machines, "dcpbench.worker", range(2, 4))
+    command = torchrun._make_command(job(tmp_path), machines, "dcpbench.worker", range(2, 4))
     pairs = dict(itertools.pairwise(command))
     assert pairs["--nnodes"] == "1"
     assert pairs["--nproc-per-node"] == "2"
@@ -229,27 +229,27 @@ def test_ranks_of_one_machine_listen_on_loopback_where_nobody_says_otherwise(
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
     monkeypatch.setenv(SECRET, "s")
-    alone = torchrun._environment(job(tmp_path), Machines())
+    alone = torchrun._make_environment(job(tmp_path), Machines())
     assert (alone["GLOO_SOCKET_IFNAME"], alone["NCCL_SOCKET_IFNAME"]) == ("lo", "ib0")
     assert SECRET not in alone
-    assert "GLOO_SOCKET_IFNAME" not in torchrun._environment(job(tmp_path), Machines(nnodes=2))
+    assert "GLOO_SOCKET_IFNAME" not in torchrun._make_environment(job(tmp_path), Machines(nnodes=2))
 
 
 def test_cpu_ranks_get_one_thread_and_tritons_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """8 ranks with all cores each would measure the scheduler; a number that the user set stays."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert torchrun._environment(job(tmp_path), Machines())["OMP_NUM_THREADS"] == "1"
-    assert torchrun._environment(job(tmp_path), Machines())["TRITON_INTERPRET"] == "1"
-    assert "TRITON_INTERPRET" not in torchrun._environment(job(tmp_path, "cuda"), Machines())
+    assert torchrun._make_environment(job(tmp_path), Machines())["OMP_NUM_THREADS"] == "1"
+    assert torchrun._make_environment(job(tmp_path), Machines())["TRITON_INTERPRET"] == "1"
+    assert "TRITON_INTERPRET" not in torchrun._make_environment(job(tmp_path, "cuda"), Machines())
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert torchrun._environment(job(tmp_path), Machines())["OMP_NUM_THREADS"] == "3"
+    assert torchrun._make_environment(job(tmp_path), Machines())["OMP_NUM_THREADS"] == "3"
 
 
 def test_the_probe_of_a_worker_that_cannot_start_says_what_it_wrote() -> None:
     """A broken torch installation is reported, not a JSON error."""
     with pytest.raises(WorkerError, match=r"(?s)could not describe this machine.*No module named"):
-        launcher.probe("dcpbench.no_such_worker")
+        launcher.run_probe("dcpbench.no_such_worker")
 
 
 @pytest.mark.parametrize("endpoint", ["", "host", "host:", ":29500", "host:http", "host:0", "host:70000"])
@@ -299,7 +299,7 @@ def test_node_0_hands_jobs_to_the_others_and_hears_how_they_ended(tmp_path: Path
     got: list[bytes | None] = []
 
     def other() -> None:
-        line = nodes.follow(f"127.0.0.1:{port}", 10)
+        line = nodes.join_leader(f"127.0.0.1:{port}", 10)
         got.append(line.receive(10))
         line.send(nodes.FAILED)
         got.append(line.receive(10))
@@ -311,7 +311,7 @@ def test_node_0_hands_jobs_to_the_others_and_hears_how_they_ended(tmp_path: Path
     thread.start()
     with nodes.Leader(f"127.0.0.1:{port}", 2, 10) as leader:
         leader.start(job(tmp_path))
-        while not leader.in_trouble():
+        while not leader.has_failure():
             pass
         (ended,) = leader.stop()
     thread.join(10)
@@ -327,13 +327,13 @@ def test_a_node_that_never_comes_and_a_node_0_that_never_answers_are_named() -> 
     with pytest.raises(WorkerError, match="0 of 1 other nodes"):
         nodes.Leader(f"127.0.0.1:{port}", 2, 0.1)
     with pytest.raises(WorkerError, match="no answer from node 0"):
-        nodes.follow(f"127.0.0.1:{port}", 0.1)
+        nodes.join_leader(f"127.0.0.1:{port}", 0.1)
 
 
 def test_without_a_secret_several_machines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both sides say what to type."""
     monkeypatch.delenv(SECRET, raising=False)
-    for start in (lambda: nodes.Leader("127.0.0.1:1", 2, 1), lambda: nodes.follow("127.0.0.1:1", 1)):
+    for start in (lambda: nodes.Leader("127.0.0.1:1", 2, 1), lambda: nodes.join_leader("127.0.0.1:1", 1)):
         with pytest.raises(UsageError, match=rf"export {SECRET}=\$\(openssl rand -hex 16\)"):
             start()
 
@@ -360,7 +360,7 @@ class TestStrangers:
                 stranger.close()
             for name in ("another sweep", "night"):
                 try:
-                    nodes.follow(f"127.0.0.1:{port}", 10, node=1, name=name).close()
+                    nodes.join_leader(f"127.0.0.1:{port}", 10, node=1, name=name).close()
                 except WorkerError as e:
                     told.append(str(e))
 
@@ -388,20 +388,20 @@ class TestStrangers:
             thread = threading.Thread(target=lead)
             thread.start()
             with pytest.raises(WorkerError, match="did not take this node for one of its sweep"):
-                nodes.follow(f"127.0.0.1:{server.getsockname()[1]}", 10)
+                nodes.join_leader(f"127.0.0.1:{server.getsockname()[1]}", 10)
             thread.join(10)
 
     def test_a_line_that_is_forged_repeated_or_too_long_closes_the_connection(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The first line is taken; sent once more, its number is wrong."""
-        monkeypatch.setattr(nodes, "LONGEST", 100)
-        repeated = nodes._code(b"key", b"b", b"0", b"job") + b"job\n"
+        monkeypatch.setattr(nodes, "MAX_LINE_BYTES", 100)
+        repeated = nodes._compute_code(b"key", b"b", b"0", b"job") + b"job\n"
         for bad in (b"stop\n", b"0" * 64 + b"stop\n", b"9" * 1000, repeated):
             ours, theirs = socket.socketpair()
             line, peer = nodes.Line(ours), nodes.Line(theirs)
-            line.trust(b"key", b"a", b"b")
-            peer.trust(b"key", b"b", b"a")
+            line.set_key(b"key", b"a", b"b")
+            peer.set_key(b"key", b"b", b"a")
             peer.send(b"job")
             assert line.receive(10) == b"job"
             theirs.sendall(bad)
@@ -411,7 +411,7 @@ class TestStrangers:
             peer.close()
 
     def test_node_0_listens_at_its_endpoint_alone(self) -> None:
-        with listen("127.0.0.1", 0) as listening:
+        with open_listener("127.0.0.1", 0) as listening:
             assert listening.getsockname()[0] == "127.0.0.1"
         port = free_port()
         with pytest.raises(WorkerError, match="0 of 1 other nodes"):
@@ -433,7 +433,7 @@ def test_of_what_a_worker_wrote_the_last_lines_are_shown(monkeypatch: pytest.Mon
     done = SimpleNamespace(returncode=3, stdout="not JSON", stderr="\n".join(f"line {n}" for n in range(100)))
     monkeypatch.setattr(launcher.subprocess, "run", lambda *_, **__: done)
     with pytest.raises(WorkerError, match=r"\(exit code 3\)") as error:
-        launcher.probe("worker")
+        launcher.run_probe("worker")
     wrote = str(error.value).partition("It wrote:\n")[2].splitlines()
     assert wrote == [f"line {n}" for n in range(100 - launcher.LOG_LINES, 100)]
 
@@ -486,7 +486,7 @@ def test_a_job_of_several_machines_has_the_ranks_of_this_one_and_tells_its_lock_
     assert running.ranks == range(2, 4)
     assert os.read(read, 100) == b"4194400\n"
     assert not (tmp_path / "error-2.json").exists()
-    assert msgspec.json.decode(four.path().read_bytes(), type=Job) == four
+    assert msgspec.json.decode(four.get_path().read_bytes(), type=Job) == four
     os.close(read)
     os.close(write)
 
@@ -494,7 +494,7 @@ def test_a_job_of_several_machines_has_the_ranks_of_this_one_and_tells_its_lock_
 def test_starting_over_removes_jobs_whose_logs_were_never_written(tmp_path: Path) -> None:
     """A job's file is there before its first process."""
     one = job(tmp_path)
-    one.path().write_bytes(msgspec.json.encode(one))
+    one.get_path().write_bytes(msgspec.json.encode(one))
     (tmp_path / "hangs" / "tp2-0-0").mkdir(parents=True)
     (tmp_path / "hangs" / "tp4-0-0").mkdir(parents=True)
     RecordFile(tmp_path).append(Record(point=point(), outcome="failed"))
@@ -516,12 +516,12 @@ def test_workers_of_a_command_that_is_gone_have_five_seconds_to_end(
     monkeypatch.setattr(folders.fcntl, "flock", flock)
     slept = lambda seconds: now.__setitem__(0, now[0] + seconds)  # noqa: E731
     monkeypatch.setattr(folders, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=slept))
-    monkeypatch.setattr(folders, "alive", lambda _: ("workers", None))
+    monkeypatch.setattr(folders, "find_alive", lambda _: ("workers", None))
     if taken:
-        with folders.locked(tmp_path):
+        with folders.lock_folder(tmp_path):
             assert ends_at <= now[0] < ends_at + 0.1
     else:
-        with pytest.raises(OutputError, match="a run is still writing here"), folders.locked(tmp_path):
+        with pytest.raises(OutputError, match="a run is still writing here"), folders.lock_folder(tmp_path):
             pass
 
 
@@ -539,17 +539,17 @@ def test_what_is_taken_down_of_a_job_that_hangs(tmp_path: Path) -> None:
         stacks=lambda: {"0": "Thread 1\n", "1": ""},
         exits=lambda: [Exit(rank=1, code=3, asked=False, at=1.0)],
     )
-    folder, stacks = hung.take_down(ranks)  # type: ignore[arg-type]
+    folder, stacks = hung.capture_hang(ranks)  # type: ignore[arg-type]
     assert (folder, stacks) == (tmp_path / "hangs" / "tp2-0-0", {"0": "Thread 1\n", "1": ""})
     assert (folder / "log-0.txt").read_text() == "".join(f"line {n}\n" for n in range(10, 30))
     assert (folder / "beats-0.bin").read_bytes() == b"beats"
-    here, gone = msgspec.json.decode((folder / "ranks.json").read_bytes(), type=list[Seen])
+    here, gone = msgspec.json.decode((folder / "ranks.json").read_bytes(), type=list[ProcessState])
     assert (here.rank, here.pid, here.state, here.ended) == (0, os.getpid(), "R", "")
-    assert gone == Seen(rank=1, ended="ended with exit code 3")
+    assert gone == ProcessState(rank=1, ended="ended with exit code 3")
     assert not (folder / "stacks-1.txt").exists()
-    assert hung.explain(folder, stacks) is not None
+    assert hung.explain_hang(folder, stacks) is not None
     assert (folder / "stacks-0.txt").read_text() == "Thread 1\n"
-    assert hung.take_down(ranks)[0].name == "tp2-0-1"  # type: ignore[arg-type]
+    assert hung.capture_hang(ranks)[0].name == "tp2-0-1"  # type: ignore[arg-type]
 
 
 def test_a_folder_that_nobody_named_is_new_and_says_when_and_what(
@@ -557,13 +557,13 @@ def test_a_folder_that_nobody_named_is_new_and_says_when_and_what(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(folders.time, "strftime", lambda _: "2026-11-25-120000")
-    first = folders.new_folder("deepseek-ai/DeepSeek V3._", [4, 8])
+    first = folders.choose_folder("deepseek-ai/DeepSeek V3._", [4, 8])
     assert str(first) == "runs/2026-11-25-120000-deepseek-ai_DeepSeek_V3-tp4-8"
     first.mkdir(parents=True)
-    second = folders.new_folder("deepseek-ai/DeepSeek V3._", [4, 8])
+    second = folders.choose_folder("deepseek-ai/DeepSeek V3._", [4, 8])
     assert second.name == f"{first.name}-2"
     second.mkdir()
-    assert folders.new_folder("deepseek-ai/DeepSeek V3._", [4, 8]).name == f"{first.name}-3"
+    assert folders.choose_folder("deepseek-ai/DeepSeek V3._", [4, 8]).name == f"{first.name}-3"
 
 
 @pytest.mark.parametrize(
@@ -583,7 +583,10 @@ def test_what_keeps_a_run_from_writing_is_named_where_it_is_known(
     folder = tmp_path / "run"
     if there:
         folder.mkdir()
-    with pytest.raises(DcpbenchError if said else OSError, match=said or "broken") as raised, folders.writing(folder):
+    with (
+        pytest.raises(DcpbenchError if said else OSError, match=said or "broken") as raised,
+        folders.convert_write_errors(folder),
+    ):
         raise OSError(number, "broken")
     if said and there:
         assert isinstance(raised.value, DiskError)
@@ -595,25 +598,25 @@ def test_what_keeps_a_run_from_writing_is_named_where_it_is_known(
 def test_a_file_of_the_run_that_may_not_be_written_is_named(tmp_path: Path, number: int) -> None:
     """Of another file nobody but its command knows what to do."""
     said = r"records\.jsonl cannot be written \(no\)\. Let this user write there"
-    with pytest.raises(OutputError, match=said), folders.writing(tmp_path):
+    with pytest.raises(OutputError, match=said), folders.convert_write_errors(tmp_path):
         raise OSError(number, "no", str(tmp_path / "records.jsonl"))
-    with pytest.raises(OSError, match="elsewhere"), folders.writing(tmp_path):
+    with pytest.raises(OSError, match="elsewhere"), folders.convert_write_errors(tmp_path):
         raise OSError(number, "no", "/elsewhere")
 
 
 @pytest.mark.parametrize("change", ["none", "removed", "replaced"])
 def test_a_folder_must_stay_the_one_that_was_locked(tmp_path: Path, change: str) -> None:
-    with folders.locked(tmp_path / "run") as lock:
+    with folders.lock_folder(tmp_path / "run") as lock:
         if change != "none":
             (tmp_path / "run").rename(tmp_path / "elsewhere")
         if change == "replaced":
             folders.make_folder(tmp_path / "run")
             (tmp_path / "run" / ".lock").touch()
         if change == "none":
-            folders.check_there(tmp_path / "run", lock)
+            folders.check_not_removed(tmp_path / "run", lock)
         else:
             with pytest.raises(OutputError, match="was removed or moved away"):
-                folders.check_there(tmp_path / "run", lock)
+                folders.check_not_removed(tmp_path / "run", lock)
 
 
 def test_what_a_rank_says_when_it_is_asked_is_kept_and_its_own_stacks_stand_in_for_those_no_signal_brought(
@@ -646,7 +649,7 @@ def test_what_a_rank_says_when_it_is_asked_is_kept_and_its_own_stacks_stand_in_f
         stacks=lambda: {"0": "", "1": "by signal"},
         exits=list,
     )
-    folder, stacks = hung.take_down(ranks)  # type: ignore[arg-type]
+    folder, stacks = hung.capture_hang(ranks)  # type: ignore[arg-type]
     thread.join()
     assert stacks == {"0": "own-stacks-0.txt", "1": "by signal"}
     kept = {path.name: path.read_text() for path in folder.iterdir() if path.name != "ranks.json"}
@@ -665,14 +668,14 @@ def test_ranks_of_a_job_that_broke_are_told_apart_by_their_beats(tmp_path: Path,
     logs = tmp_path / "logs" / "tp2-0"
     logs.mkdir(parents=True)
     ranks = SimpleNamespace(folder=tmp_path, logs=logs, ranks=range(2))
-    assert hung.differing(ranks) is None  # type: ignore[arg-type]
+    assert hung.find_difference(ranks) is None  # type: ignore[arg-type]
     beating = test_hangs.Job(logs, 2)
     beating.steps()
     for rank in range(2):
         x = test_hangs.HALF if odd and rank else test_hangs.X
         beating.does(rank, "all_reduce", "attn_reduce", 0, x=x, hangs=True)
     (logs / "rank-1.log").write_text("last words\n")
-    found = hung.differing(ranks)  # type: ignore[arg-type]
+    found = hung.find_difference(ranks)  # type: ignore[arg-type]
     if kind is None:
         assert found is None
         assert not (tmp_path / "hangs").exists()
@@ -684,15 +687,15 @@ def test_ranks_of_a_job_that_broke_are_told_apart_by_their_beats(tmp_path: Path,
 
 
 def test_tools_that_are_there_are_started_and_ended_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert hung._start(["no-such-tool"], tmp_path / "none.txt") is None
+    assert hung._start_tool(["no-such-tool"], tmp_path / "none.txt") is None
     assert not (tmp_path / "none.txt").exists()
-    monkeypatch.setattr(hung.child, "tied", lambda command: command)
-    said = hung._start(["echo", "hello"], tmp_path / "said.txt")
-    long = hung._start(["sleep", "60"], tmp_path / "long.txt")
+    monkeypatch.setattr(hung.child, "make_tied_command", lambda command: command)
+    said = hung._start_tool(["echo", "hello"], tmp_path / "said.txt")
+    long = hung._start_tool(["sleep", "60"], tmp_path / "long.txt")
     assert said is not None
     assert long is not None
     said.wait()
-    hung._wait([said, None, long], 0.0)
+    hung._wait_for_tools([said, None, long], 0.0)
     assert (tmp_path / "said.txt").read_text() == "hello\n"
     assert (said.returncode, long.returncode) == (0, -9)
 
@@ -703,11 +706,11 @@ def test_how_busy_a_rank_was_is_its_ticks_over_the_time(
 ) -> None:
     """150 ticks of 10 ms in 2 s are 0.75 of a core; of one that is gone nothing is known."""
     ranks = SimpleNamespace(exits=list)
-    monkeypatch.setattr(hung, "_cpu_ticks", lambda _: 250)
-    monkeypatch.setattr(hung.child, "start_ticks", lambda _: ("S", "1"))
+    monkeypatch.setattr(hung, "_read_cpu_ticks", lambda _: 250)
+    monkeypatch.setattr(hung.child, "read_start_ticks", lambda _: ("S", "1"))
     monkeypatch.setattr(hung.os, "sysconf", lambda _: 100)
-    seen = hung._seen(ranks, 3, pid, 100, seconds)  # type: ignore[arg-type]
+    seen = hung._describe_rank(ranks, 3, pid, 100, seconds)  # type: ignore[arg-type]
     if pid is None:
-        assert seen == Seen(rank=3, ended="its process was gone")
+        assert seen == ProcessState(rank=3, ended="its process was gone")
     else:
-        assert seen == Seen(rank=3, pid=7, state="S", cpu=0.75)
+        assert seen == ProcessState(rank=3, pid=7, state="S", cpu=0.75)

@@ -14,7 +14,7 @@ import dcpbench
 from dcpbench.commands import submit
 from dcpbench.errors import UsageError, WorkerError
 from dcpbench.launch import launcher, package
-from dcpbench.launch.package import Package, must_be, own
+from dcpbench.launch.package import Package, check_same_package, read_package
 
 PACKAGE = Path(dcpbench.__file__).parent
 
@@ -31,12 +31,12 @@ def elsewhere(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_copies_are_one_package_until_a_module_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on several machines, where its folders are called otherwise; what Python compiles is no module."""
     first = elsewhere(tmp_path / "one", monkeypatch)
-    wanted = own()
+    wanted = read_package()
     second = elsewhere(tmp_path / "other", monkeypatch)
     (second / "__pycache__").mkdir()
     (second / "__pycache__" / "child.pyc").write_bytes(b"compiled")
-    assert (wanted.folder, own().folder) == (str(first), str(second))
-    must_be(wanted)
+    assert (wanted.folder, read_package().folder) == (str(first), str(second))
+    check_same_package(wanted)
     module = second / "launch" / "child.py"
     for change in (
         lambda: module.write_text("other"),
@@ -44,32 +44,32 @@ def test_copies_are_one_package_until_a_module_differs(tmp_path: Path, monkeypat
         (second / "launch" / "new.cu").touch,
         lambda: module.rename(second / "x.py"),
     ):
-        before = own()
+        before = read_package()
         change()
         with pytest.raises(WorkerError) as error:
-            must_be(before)
+            check_same_package(before)
         assert f"the files of the dcpbench in {second} are not what they were" in str(error.value)
     with pytest.raises(WorkerError) as error:
-        must_be(wanted)
+        check_same_package(wanted)
     assert f"run the dcpbench in {second}, whose files are not those of the command, in {first}" in str(error.value)
 
 
 def test_what_an_editor_leaves_beside_a_module_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copy = elsewhere(tmp_path, monkeypatch)
-    wanted = own()
+    wanted = read_package()
     (copy / "launch" / ".#child.py").symlink_to("nobody@nowhere.1:2")
-    must_be(wanted)
+    check_same_package(wanted)
 
 
 def test_a_command_is_what_lay_there_when_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A module that is edited during a sweep would be another program in the jobs behind it."""
     copy = elsewhere(tmp_path, monkeypatch)
-    monkeypatch.setattr(package, "started", functools.cache(package.started.__wrapped__))
+    monkeypatch.setattr(package, "get_started_package", functools.cache(package.get_started_package.__wrapped__))
     with pytest.raises(WorkerError, match="could not describe this machine"):
-        launcher.probe("no_worker")
+        launcher.run_probe("no_worker")
     (copy / "launch" / "child.py").write_text("edited")
     with pytest.raises(WorkerError, match="not what they were when the command began"):
-        must_be(package.started())
+        check_same_package(package.get_started_package())
 
 
 def test_only_where_it_lies_in_the_working_directory_are_modules_looked_for_there(
@@ -77,21 +77,21 @@ def test_only_where_it_lies_in_the_working_directory_are_modules_looked_for_ther
 ) -> None:
     """A checkout from which `python -m dcpbench` is typed is on no other path."""
     monkeypatch.chdir(tmp_path)
-    assert package.environment() == {"PYTHONSAFEPATH": "1"}
+    assert package.get_environment() == {"PYTHONSAFEPATH": "1"}
     monkeypatch.chdir(PACKAGE.parent)
-    assert package.environment() == {}
+    assert package.get_environment() == {}
     (tmp_path / "link").symlink_to(PACKAGE.parent)
     monkeypatch.chdir(tmp_path / "link")
-    assert package.environment() == {}
+    assert package.get_environment() == {}
     monkeypatch.chdir(tmp_path)
     (tmp_path / "dcpbench").symlink_to(PACKAGE)
     monkeypatch.setattr(package, "dcpbench", SimpleNamespace(__file__=str(tmp_path / "dcpbench" / "__init__.py")))
-    assert package.environment() == {}
+    assert package.get_environment() == {}
 
 
 def test_a_package_knows_its_folder_and_all_of_its_modules() -> None:
-    assert own() == Package(folder=str(PACKAGE), sha256=own().sha256)
-    assert len(own().sha256) == 64
+    assert read_package() == Package(folder=str(PACKAGE), sha256=read_package().sha256)
+    assert len(read_package().sha256) == 64
 
 
 def test_a_job_is_to_run_this_dcpbench_or_one_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,15 +101,15 @@ def test_a_job_is_to_run_this_dcpbench_or_one_that_is_named(tmp_path: Path, monk
     script.touch()
     monkeypatch.setattr(sys, "executable", str(script.with_name("python")))
     for other, refused in ((str(PACKAGE), False), ("/opt/dcpbench", True), ("", True)):
-        monkeypatch.setattr(package, "of_scripts", lambda other=other: other)
+        monkeypatch.setattr(package, "find_script_folder", lambda other=other: other)
         if refused:
             with pytest.raises(
                 UsageError, match=f"{script}, which is of the dcpbench in .*{PACKAGE}.*--dcpbench 'PROGRAM'"
             ):
-                submit._program(None, inside=False)
+                submit._find_program(None, inside=False)
         else:
-            assert submit._program(None, inside=False) == (str(script),)
-        assert submit._program("other --dcpbench", inside=False) == ("other", "--dcpbench")
+            assert submit._find_program(None, inside=False) == (str(script),)
+        assert submit._find_program("other --dcpbench", inside=False) == ("other", "--dcpbench")
 
 
 def test_programs_beside_this_python_are_of_this_package_wherever_they_are_typed(
@@ -120,4 +120,4 @@ def test_programs_beside_this_python_are_of_this_package_wherever_they_are_typed
     (tmp_path / "dcpbench" / "__init__.py").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(PACKAGE.parent))
-    assert package.of_scripts() == str(PACKAGE)
+    assert package.find_script_folder() == str(PACKAGE)

@@ -41,11 +41,18 @@ class Scripted(Running):
     """A job whose ranks are a script."""
 
     def __init__(self, job: Job, script: Script) -> None:
-        Ranks.__init__(self, Path(job.folder), job.logs(), job.progress_path(), range(job.points[0].world))
-        self.job, self.started, self.begun, self.agent_log = job, 1_764_072_000.0, 0.0, job.logs() / "agent.log"
-        self.forget()
+        Ranks.__init__(
+            self, Path(job.folder), job.get_log_folder(), job.get_progress_path(), range(job.points[0].world)
+        )
+        self.job, self.started, self.begun, self.agent_log = (
+            job,
+            1_764_072_000.0,
+            0.0,
+            job.get_log_folder() / "agent.log",
+        )
+        self.remove_files()
         self.logs.mkdir(parents=True, exist_ok=True)
-        job.path().write_bytes(msgspec.json.encode(job))
+        job.get_path().write_bytes(msgspec.json.encode(job))
         self.code: int | None = None
         self.killed: list[float] = []
         self.asleep = False
@@ -59,13 +66,13 @@ class Scripted(Running):
                 self.code = end.value
         return self.code
 
-    def stopped(self) -> bool:
+    def is_stopped(self) -> bool:
         return self.asleep
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         self.asleep = False
 
-    def stacks(self) -> dict[str, str]:
+    def collect_stacks(self) -> dict[str, str]:
         return {"0": 'Thread 1 (most recent call first):\n  File "/a/model.py", line 7 in moe\n'}
 
     def kill(self, wait_s: float = 5.0) -> None:
@@ -73,8 +80,8 @@ class Scripted(Running):
 
     def tells(self, stage: str, point: Point | None = None, note: str = "") -> None:
         """Rank 0 writes an event."""
-        event = Progress(stage=stage, key=point.key() if point else "", note=note)
-        with self.job.progress_path().open("ab") as file:
+        event = Progress(stage=stage, key=point.get_key() if point else "", note=note)
+        with self.job.get_progress_path().open("ab") as file:
             file.write(msgspec.json.encode(event) + b"\n")
 
     def measures(self, *points: Point) -> None:
@@ -86,7 +93,7 @@ class Scripted(Running):
 
     def raises(self, rank: int, kind: str, message: str, point: Point | None = None, **disk: Any) -> None:
         """Leave the error of a rank, and of a `disk` its number and the `path` that could not be written."""
-        key = point.key() if point else ""
+        key = point.get_key() if point else ""
         error = Failure(rank=rank, key=key, kind=kind, message=message, traceback=f"in {kind}", **disk)
         (self.folder / f"error-{rank}.json").write_bytes(msgspec.json.encode(error))
 
@@ -132,13 +139,13 @@ class Launched:
         """The records, in their order; there must be as many jobs as scripts."""
         self._scripts += scripts
         work = launcher.Work(folder=self.folder, settings=Settings(), device="cpu", **options)
-        launcher.run(points, work, Machines(), self.seen.append)
+        launcher.run_points(points, work, Machines(), self.seen.append)
         assert len(self.jobs) == len(self._scripts)
         return read_records(self.folder)
 
     def stages(self) -> list[tuple[str, int | None]]:
         """(stage, context of its point) of what was seen, but for what a rank began."""
-        context = {p.key(): p.context for job in self.jobs for p in job.job.points}
+        context = {p.get_key(): p.context for job in self.jobs for p in job.job.points}
         return [(e.stage, context.get(e.key)) for e in self.seen if e.stage not in ("measure", "build")]
 
 
@@ -558,7 +565,7 @@ def test_a_point_that_verify_cannot_check_is_in_no_sweeps_records(launched: Laun
 def test_a_check_has_the_timeout_and_a_sweeps_measuring_and_profiling_do() -> None:
     def limits(kind: str, timeout: float) -> list[float]:
         work = launcher.Work(folder=Path(), settings=Settings(), device="cpu", kind=kind, timeout=timeout)
-        return [work.limit_s(stage) for stage in ("build", "check", "measure", "profile", "end")]
+        return [work.get_limit_s(stage) for stage in ("build", "check", "measure", "profile", "end")]
 
     assert limits("sweep", 60) == [300, 300, 60, 60, 60]
     assert limits("verify", 60) == [300, 60, 300, 300, 60]
@@ -605,10 +612,12 @@ class Node0:
 def serve(launched: Launched, monkeypatch: pytest.MonkeyPatch, line: Node0, *scripts: Script) -> None:
     """Node 1 of two, whose jobs are these scripts."""
     launched._scripts += scripts
-    monkeypatch.setattr(launcher, "follow", lambda *_: line)
+    monkeypatch.setattr(launcher, "join_leader", lambda *_: line)
     monkeypatch.setattr(Scripted, "wait", lambda job, _: job.poll(), raising=False)
     work = launcher.Work(folder=launched.folder, settings=Settings(), device="cpu")
-    launcher.run([A], work, Machines(nnodes=2, node_rank=1, rdzv_endpoint="10.0.0.1:29500"), launched.seen.append)
+    launcher.run_points(
+        [A], work, Machines(nnodes=2, node_rank=1, rdzv_endpoint="10.0.0.1:29500"), launched.seen.append
+    )
 
 
 def told(folder: Path) -> bytes:
@@ -667,16 +676,16 @@ def test_others_have_five_seconds_once_one_has_failed_and_silence_counts_from_wh
     monkeypatch.setattr(launcher, "time", clock)
     dog = launcher.Watchdog()
     clock.now += 60
-    assert (dog.silent(60), dog.silent(59.9)) == (False, True)
-    dog.hear()
-    assert not dog.silent(1)
-    assert not dog.past_grace(lambda: False)
-    assert not dog.past_grace(lambda: True)
+    assert (dog.is_silent(60), dog.is_silent(59.9)) == (False, True)
+    dog.record_activity()
+    assert not dog.is_silent(1)
+    assert not dog.is_past_grace(lambda: False)
+    assert not dog.is_past_grace(lambda: True)
     clock.now += launcher.GRACE_S
-    assert not dog.past_grace(lambda: False)
-    assert not dog.silent(1)
+    assert not dog.is_past_grace(lambda: False)
+    assert not dog.is_silent(1)
     clock.now += 0.1
-    assert dog.past_grace(lambda: False)
+    assert dog.is_past_grace(lambda: False)
 
 
 def test_after_a_point_was_begun_two_jobs_that_begin_none_are_too_many_again(launched: Launched) -> None:

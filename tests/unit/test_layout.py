@@ -8,7 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcpbench.errors import LayoutError
-from dcpbench.points.layout import Layout, loc_of, local_length, local_tokens, owner, place_experts, row, valid_layouts
+from dcpbench.points.layout import (
+    Layout,
+    compute_local_length,
+    get_loc,
+    get_owner,
+    get_row,
+    list_local_tokens,
+    list_valid_layouts,
+    place_experts,
+)
 from dcpbench.points.shapes import SHAPES
 
 DCP = st.integers(1, 16)
@@ -27,7 +36,7 @@ class TestDegrees:
     def test_no_layout_of_more_ranks_than_there_are_is_looked_for(self) -> None:
         """1,000,000,007 is prime: whoever tries its divisors one by one does not come back."""
         with pytest.raises(LayoutError, match="--tp 1000000007 is more than"):
-            valid_layouts(SHAPES["tiny"], 1_000_000_007)
+            list_valid_layouts(SHAPES["tiny"], 1_000_000_007)
 
     @pytest.mark.parametrize(
         ("degrees", "says"),
@@ -60,63 +69,63 @@ class TestDegrees:
     )
     def test_a_layout_is_named_in_our_words_and_in_vllms(self, layout: Layout, ours: str, vllm: str) -> None:
         assert str(layout) == ours
-        assert layout.vllm_name() == vllm
+        assert layout.format_vllm_name() == vllm
 
 
 class TestGroups:
     def test_groups_of_tp8_dp2_dcp2(self) -> None:
         """Two replicas of four ranks; each replica holds two KV copies, spread over neighbours."""
         layout = Layout(tp=8, dp=2, dcp=2)
-        assert layout.attn_groups() == [[0, 1, 2, 3], [4, 5, 6, 7]]
-        assert layout.dcp_groups() == [[0, 1], [2, 3], [4, 5], [6, 7]]
-        assert layout.dp_groups() == [[0, 4], [1, 5], [2, 6], [3, 7]]
+        assert layout.list_attn_groups() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        assert layout.list_dcp_groups() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+        assert layout.list_dp_groups() == [[0, 4], [1, 5], [2, 6], [3, 7]]
 
     @given(layouts())
     def test_each_kind_of_group_has_every_rank_once(self, layout: Layout) -> None:
-        for groups in (layout.attn_groups(), layout.dcp_groups(), layout.dp_groups()):
+        for groups in (layout.list_attn_groups(), layout.list_dcp_groups(), layout.list_dp_groups()):
             assert sorted(rank for group in groups for rank in group) == list(range(layout.tp))
 
     @given(layouts())
     def test_a_dcp_group_lies_in_one_replica_and_has_every_residue_once(self, layout: Layout) -> None:
-        for group in layout.dcp_groups():
-            assert len({layout.dp_rank(rank) for rank in group}) == 1
-            assert [layout.dcp_rank(rank) for rank in group] == list(range(layout.dcp))
+        for group in layout.list_dcp_groups():
+            assert len({layout.get_dp_rank(rank) for rank in group}) == 1
+            assert [layout.get_dcp_rank(rank) for rank in group] == list(range(layout.dcp))
 
     @given(layouts())
     def test_ranks_of_a_dp_group_hold_the_same_heads_in_different_replicas(self, layout: Layout) -> None:
-        for group in layout.dp_groups():
-            assert len({layout.attn_rank(rank) for rank in group}) == 1
-            assert [layout.dp_rank(rank) for rank in group] == list(range(layout.dp))
+        for group in layout.list_dp_groups():
+            assert len({layout.get_attn_rank(rank) for rank in group}) == 1
+            assert [layout.get_dp_rank(rank) for rank in group] == list(range(layout.dp))
 
     @given(layouts())
     def test_replica_and_position_in_it_name_a_rank(self, layout: Layout) -> None:
         for rank in range(layout.tp):
-            assert layout.dp_rank(rank) * layout.attn_tp + layout.attn_rank(rank) == rank
+            assert layout.get_dp_rank(rank) * layout.attn_tp + layout.get_attn_rank(rank) == rank
 
 
 class TestOwnership:
     def test_eleven_tokens_over_four_ranks(self) -> None:
         """Rank 0 has 0 4 8, rank 1 has 1 5 9, rank 2 has 2 6 10, rank 3 has 3 7."""
-        assert [local_tokens(11, rank, 4) for rank in range(4)] == [[0, 4, 8], [1, 5, 9], [2, 6, 10], [3, 7]]
+        assert [list_local_tokens(11, rank, 4) for rank in range(4)] == [[0, 4, 8], [1, 5, 9], [2, 6, 10], [3, 7]]
 
     def test_eleven_tokens_over_two_ranks_in_stripes_of_three(self) -> None:
         """Stripes 012 345 678 9-10: the first and third are rank 0's, the second and the cut fourth rank 1's."""
-        assert local_tokens(11, 0, 2, 3) == [0, 1, 2, 6, 7, 8]
-        assert local_tokens(11, 1, 2, 3) == [3, 4, 5, 9, 10]
+        assert list_local_tokens(11, 0, 2, 3) == [0, 1, 2, 6, 7, 8]
+        assert list_local_tokens(11, 1, 2, 3) == [3, 4, 5, 9, 10]
 
     def test_fewer_tokens_than_ranks_leave_shards_empty(self) -> None:
-        assert [local_length(3, rank, 8) for rank in range(8)] == [1, 1, 1, 0, 0, 0, 0, 0]
+        assert [compute_local_length(3, rank, 8) for rank in range(8)] == [1, 1, 1, 0, 0, 0, 0, 0]
 
     @given(TOKENS, DCP, STRIPE)
     def test_every_token_has_exactly_one_owner(self, tokens: int, dcp: int, stripe: int) -> None:
-        shards = [local_tokens(tokens, rank, dcp, stripe) for rank in range(dcp)]
+        shards = [list_local_tokens(tokens, rank, dcp, stripe) for rank in range(dcp)]
         assert sorted(token for shard in shards for token in shard) == list(range(tokens))
         for rank, shard in enumerate(shards):
-            assert all(owner(token, dcp, stripe) == rank for token in shard)
+            assert all(get_owner(token, dcp, stripe) == rank for token in shard)
 
     @given(TOKENS, DCP, STRIPE)
     def test_local_lengths_add_up_and_differ_by_a_stripe_at_most(self, tokens: int, dcp: int, stripe: int) -> None:
-        lengths = [local_length(tokens, rank, dcp, stripe) for rank in range(dcp)]
+        lengths = [compute_local_length(tokens, rank, dcp, stripe) for rank in range(dcp)]
         assert sum(lengths) == tokens
         assert lengths == sorted(lengths, reverse=True)
         assert lengths[0] - lengths[-1] <= stripe
@@ -124,26 +133,26 @@ class TestOwnership:
     @given(TOKENS, DCP)
     def test_local_length_is_the_published_formula_where_stripes_are_single_tokens(self, tokens: int, dcp: int) -> None:
         for rank in range(dcp):
-            assert local_length(tokens, rank, dcp) == tokens // dcp + (rank < tokens % dcp)
+            assert compute_local_length(tokens, rank, dcp) == tokens // dcp + (rank < tokens % dcp)
 
     @given(st.integers(0, 1 << 40), DCP, STRIPE)
     def test_owner_and_row_name_a_location(self, loc: int, dcp: int, stripe: int) -> None:
-        assert loc_of(row(loc, dcp, stripe), owner(loc, dcp, stripe), dcp, stripe) == loc
+        assert get_loc(get_row(loc, dcp, stripe), get_owner(loc, dcp, stripe), dcp, stripe) == loc
 
     @given(st.integers(0, 1 << 40), DCP, STRIPE, st.data())
     def test_every_row_of_every_rank_is_some_location(
         self, at: int, dcp: int, stripe: int, data: st.DataObject
     ) -> None:
         rank = data.draw(st.integers(0, dcp - 1))
-        loc = loc_of(at, rank, dcp, stripe)
-        assert (row(loc, dcp, stripe), owner(loc, dcp, stripe)) == (at, rank)
+        loc = get_loc(at, rank, dcp, stripe)
+        assert (get_row(loc, dcp, stripe), get_owner(loc, dcp, stripe)) == (at, rank)
 
     @given(st.integers(0, 300), DCP, STRIPE)
     def test_rows_are_dense_in_token_order(self, tokens: int, dcp: int, stripe: int) -> None:
         """A rank's tokens fill its rows 0, 1, 2, … without a hole."""
         for rank in range(dcp):
-            mine = [token for token in range(tokens) if owner(token, dcp, stripe) == rank]
-            assert [row(token, dcp, stripe) for token in mine] == list(range(len(mine)))
+            mine = [token for token in range(tokens) if get_owner(token, dcp, stripe) == rank]
+            assert [get_row(token, dcp, stripe) for token in mine] == list(range(len(mine)))
 
 
 class TestModels:
@@ -184,7 +193,7 @@ class TestModels:
         with pytest.raises(LayoutError, match=re.escape(says)):
             Layout(tp=4, dp=dp).check_model(shape)
         Layout(tp=2).check_model(shape)
-        assert valid_layouts(shape, 4) == []
+        assert list_valid_layouts(shape, 4) == []
 
     @pytest.mark.parametrize(
         ("changed", "layout", "ep", "says"),
@@ -222,12 +231,12 @@ class TestModels:
     def test_valid_layouts_are_those_of_one_placement_of_experts(self) -> None:
         """255 experts can be split by width over 2 ranks, which is the default, and not be distributed to them."""
         shape = dataclasses.replace(SHAPES["deepseek-v3"], experts=255)
-        assert valid_layouts(shape, 2) == valid_layouts(shape, 2, "1")
-        assert [str(x) for x in valid_layouts(shape, 2, "1")] == ["tp2", "tp2·dcp2", "tp2·dp2"]
-        assert valid_layouts(shape, 2, "tp") == []
+        assert list_valid_layouts(shape, 2) == list_valid_layouts(shape, 2, "1")
+        assert [str(x) for x in list_valid_layouts(shape, 2, "1")] == ["tp2", "tp2·dcp2", "tp2·dp2"]
+        assert list_valid_layouts(shape, 2, "tp") == []
 
     def test_what_four_gpus_can_run_of_deepseek_v3(self) -> None:
-        assert [str(layout) for layout in valid_layouts(SHAPES["deepseek-v3"], 4)] == [
+        assert [str(layout) for layout in list_valid_layouts(SHAPES["deepseek-v3"], 4)] == [
             "tp4",
             "tp4·dcp2",
             "tp4·dcp4",
@@ -239,6 +248,6 @@ class TestModels:
     @pytest.mark.parametrize("model", SHAPES)
     def test_every_valid_layout_passes_the_models_check(self, model: str) -> None:
         for tp in range(1, 17):
-            for layout in valid_layouts(SHAPES[model], tp):
+            for layout in list_valid_layouts(SHAPES[model], tp):
                 layout.check_model(SHAPES[model], place_experts("1", tp))
                 assert layout.tp == tp

@@ -12,13 +12,13 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from dcpbench.imports import Overrides, import_files
-from dcpbench.points.layout import Layout, valid_layouts
+from dcpbench.points.layout import Layout, list_valid_layouts
 from dcpbench.points.shapes import load_shape
 from dcpbench.reports import figures, frames, plots
-from dcpbench.reports.page.points import page_data
+from dcpbench.reports.page.points import build_page_data
 from dcpbench.reports.style import Style
 from dcpbench.show import figures as show_figures
-from dcpbench.show.layouts import colours, paled, place_of_marker
+from dcpbench.show.layouts import compute_shade, find_marker_index, get_colours
 from tests.unit import engine_files_builder as files
 from tests.unit import record_builder as build
 from tests.unit import serve_record_builder as serve
@@ -36,13 +36,13 @@ def decode(folder: Path) -> frames.Frames:
     """Four layouts, one of them with two exchanges."""
     points = [build.point(of, concurrency=n) for of in (TP, DCP2, DCP4, DP4) for n in (8, 32)]
     other = [build.point(DCP4, concurrency=n, exchange="symm") for n in (8, 32)]
-    return frames.load([build.write(folder, map(build.ok, (*points, *other)))])
+    return frames.load_frames([build.write(folder, map(build.ok, (*points, *other)))])
 
 
 def served(folder: Path) -> frames.Frames:
     """Without tp4·dcp2, and in another order."""
     points = [serve.point(of, n) for of in (DP4, DCP4, TP) for n in (8, 32)]
-    return frames.load([build.write(folder, map(serve.served, points))])
+    return frames.load_frames([build.write(folder, map(serve.served, points))])
 
 
 def imported(folder: Path) -> frames.Frames:
@@ -51,7 +51,7 @@ def imported(folder: Path) -> frames.Frames:
     rows = [files.inferencex(conc=n, **server) for n in (4, 8) for server in said]
     folder.mkdir()
     import_files([files.file(folder, *rows)], "inferencex", folder / "run", Overrides())
-    return frames.load([folder / "run"])
+    return frames.load_frames([folder / "run"])
 
 
 def in_figure(figure: Figure) -> dict[str, set[str]]:
@@ -69,7 +69,7 @@ def in_figure(figure: Figure) -> dict[str, set[str]]:
 
 def in_page(read: frames.Frames) -> dict[str, set[str]]:
     """Colours on light and dark of the page's series, by the layouts of their points."""
-    data = page_data(read)
+    data = build_page_data(read)
     found: dict[str, set[str]] = {}
     for layout, series in zip(data["columns"]["layout"], data["columns"]["series"], strict=True):
         found.setdefault(layout, set()).add(data["series"][series]["colour"])
@@ -80,55 +80,55 @@ def in_page(read: frames.Frames) -> dict[str, set[str]]:
 def test_a_layout_has_its_colour_in_each_figure_and_page(made: object, tmp_path: Path) -> None:
     read = made(tmp_path / "run")  # type: ignore[operator]
     points = read.points if len(read.points) else read.served
-    style, names = Style.of(points), set(points["layout"])
+    style, names = Style.from_points(points), set(points["layout"])
     for draw in (figures.draw_throughput, figures.draw_itl, figures.draw_frontier):
-        assert in_figure(draw(points, style, "title")) == {name: {colours(name)[0]} for name in names}
-    assert in_page(read) == {name: {"light-dark({}, {})".format(*colours(name))} for name in names}
-    looks = [(one["colour"], one["dash"], one["symbol"]) for one in page_data(read)["series"]]
+        assert in_figure(draw(points, style, "title")) == {name: {get_colours(name)[0]} for name in names}
+    assert in_page(read) == {name: {"light-dark({}, {})".format(*get_colours(name))} for name in names}
+    looks = [(one["colour"], one["dash"], one["symbol"]) for one in build_page_data(read)["series"]]
     assert len(set(looks)) == len(looks) == len(style.lines), "no two lines look alike"
 
 
 def test_dcp_over_its_baseline_has_the_colour_of_the_layout(tmp_path: Path) -> None:
     """Where two lines would differ in the exchange alone each has a panel, with shades of its hue for contexts."""
     read = decode(tmp_path / "run")
-    style, ratios = Style.of(read.points), read.findings.ratios
+    style, ratios = Style.from_points(read.points), read.findings.ratios
     figure = figures.draw_break_even(ratios, style, "title")
-    assert in_figure(figure) == {name: {colours(name)[0]} for name in ("tp4·dcp2", "tp4·dcp4")}
+    assert in_figure(figure) == {name: {get_colours(name)[0]} for name in ("tp4·dcp2", "tp4·dcp4")}
     grid = [{"context": context, "concurrency": n} for context in (4000, 64000) for n in (8, 32)]
     asked = [{"exchange": name} | load for name in ("ag_rs", "symm") for load in grid]
     points = [*(build.point(TP, **load) for load in grid), *(build.point(DCP4, **changes) for changes in asked)]
-    more = frames.load([build.write(tmp_path / "more", map(build.ok, points))])
-    split = figures.draw_break_even(more.findings.ratios, Style.of(more.points), "title")
+    more = frames.load_frames([build.write(tmp_path / "more", map(build.ok, points))])
+    split = figures.draw_break_even(more.findings.ratios, Style.from_points(more.points), "title")
     assert [ax.get_title() for ax in split.axes] == [f"kimi-k2: tp4·dcp4 ({name})" for name in ("ag_rs", "symm")]
     for ax in split.axes:
         drawn = {line.get_color() for line in ax.get_lines() if line.get_marker() not in ("_", "|")}
-        assert {paled("tp4·dcp4", 0), paled("tp4·dcp4", 1)} <= drawn
+        assert {compute_shade("tp4·dcp4", 0), compute_shade("tp4·dcp4", 1)} <= drawn
 
 
 def test_kv_capacity_has_bars_in_the_same_colours(tmp_path: Path) -> None:
     read = decode(tmp_path / "run")
-    ax = figures.draw_capacity(read.points, Style.of(read.points), "title").axes[0]
+    ax = figures.draw_capacity(read.points, Style.from_points(read.points), "title").axes[0]
     names = [label.get_text() for label in ax.get_yticklabels()]
     shown = [tuple(round(255 * part) for part in bar.get_facecolor()[:3]) for bar in ax.patches]  # type: ignore[attr-defined]
-    assert shown == [tuple(bytes.fromhex(colours(name)[0][1:])) for name in names]
+    assert shown == [tuple(bytes.fromhex(get_colours(name)[0][1:])) for name in names]
 
 
 @pytest.mark.parametrize("gpus", [(4,), (8,), (16,), (2, 4, 8), (4, 8, 16)], ids=str)
 def test_layouts_that_meet_in_a_report_are_told_apart(gpus: tuple[int, ...]) -> None:
     """By colour on light and on dark, and where colours are alike by the marker, too."""
-    names = [str(layout) for tp in gpus for layout in valid_layouts(load_shape("deepseek-v3"), tp)]
+    names = [str(layout) for tp in gpus for layout in list_valid_layouts(load_shape("deepseek-v3"), tp)]
     for one, other in itertools.combinations(names, 2):
-        signs = place_of_marker(one) != place_of_marker(other)
+        signs = find_marker_index(one) != find_marker_index(other)
         for theme in (0, 1):
-            far = math.dist(lab(colours(one)[theme]), lab(colours(other)[theme]))
+            far = math.dist(lab(get_colours(one)[theme]), lab(get_colours(other)[theme]))
             assert far > (APART if signs else ALONE), (one, other)
 
 
 def test_a_name_without_degrees_is_grey_and_any_degrees_have_a_colour() -> None:
-    assert len({colours("unknown")[0][i : i + 2] for i in (1, 3, 5)}) == 1
+    assert len({get_colours("unknown")[0][i : i + 2] for i in (1, 3, 5)}) == 1
     for layout in (Layout(1), Layout(3, 3), Layout(6, 2, 3), Layout(256, 64, 4), Layout(128, 1, 128)):
-        assert all(len(colour) == 7 for colour in (*colours(str(layout)), paled(str(layout), 0)))
-    assert colours("server tp4·dcp4 (fast)") == colours("tp4·dcp4") != colours("tp4")
+        assert all(len(colour) == 7 for colour in (*get_colours(str(layout)), compute_shade(str(layout), 0)))
+    assert get_colours("server tp4·dcp4 (fast)") == get_colours("tp4·dcp4") != get_colours("tp4")
 
 
 def lab(colour: str) -> tuple[float, float, float]:
@@ -157,8 +157,8 @@ def test_the_only_curve_of_a_figure_is_named_with_its_load(tmp_path: Path) -> No
         grid = [(layout, context) for layout in (TP, *layouts) for context in (4000, 64000)]
         run = tmp_path / str(len(layouts))
         points = [build.ok(build.point(layout, context=context, concurrency=8)) for layout, context in grid]
-        read = frames.load([build.write(run, points)])
-        (found,) = figures.draw_break_even(read.findings.ratios, Style.of(read.points), "title").legends
+        read = frames.load_frames([build.write(run, points)])
+        (found,) = figures.draw_break_even(read.findings.ratios, Style.from_points(read.points), "title").legends
         return [text.get_text() for text in found.get_texts()]
 
     assert legend(DCP4, Layout(4, 1, 2)) == ["tp4·dcp2", "tp4·dcp4"]
@@ -170,7 +170,7 @@ def test_a_phase_has_a_bar_however_short_it_is() -> None:
     table = pd.DataFrame(
         {"phase_attention_us": [300.0, 100.0], "phase_moe_us": [0.0, 0.0], "phase_strange_us": [5.0, None]}
     )
-    found = figures.phases_in_ms(table)
+    found = figures.compute_phases_ms(table)
     assert found.columns.tolist() == ["attention", "rest"]
     assert found["attention"].tolist() == [0.3, 0.1]
     assert found["rest"].tolist()[0] == 0.005
@@ -180,7 +180,7 @@ def test_a_phase_has_a_bar_however_short_it_is() -> None:
 def test_up_to_seven_ticks_stand_where_something_was_measured(count: int, shown: int) -> None:
     """Of more every second or third, and the last."""
     ax = Figure().add_subplot()
-    show_figures.measured_ticks(ax, [float(n) for n in range(1, count + 1)])
+    show_figures.set_measured_ticks(ax, [float(n) for n in range(1, count + 1)])
     assert (len(ax.get_xticks()), ax.get_xticks()[-1]) == (shown, count)
 
 
@@ -188,12 +188,12 @@ def test_up_to_seven_ticks_stand_where_something_was_measured(count: int, shown:
 def test_a_figure_grows_with_each_line_of_its_legend_behind_the_fourth(names: int, taller: int) -> None:
     """Names that fill a line each."""
     figure = Figure(figsize=(4.0, 3.0))
-    show_figures.legend_below(figure, [Line2D([], [], label="x" * 60) for _ in range(names)])
+    show_figures.draw_legend_below(figure, [Line2D([], [], label="x" * 60) for _ in range(names)])
     assert figure.get_figheight() == pytest.approx(3.0 + 0.2 * taller)
 
 
 @pytest.mark.parametrize(("runs", "name"), [(["a"], "phases-kimi-k2"), (["a", "b"], "phases-kimi-k2-b")])
 def test_a_figure_of_one_run_among_several_has_its_name(runs: list[str], name: str, tmp_path: Path) -> None:
-    studio = plots.Studio(tmp_path, Style([("tp4", "")], runs), drawn=False)
+    studio = plots.FigureWriter(tmp_path, Style([("tp4", "")], runs), drawn=False)
     points = pd.DataFrame({"model": ["kimi-k2"], "run": [runs[-1]], "load_arrival": ["closed"]})
-    assert studio._name(plots.PHASES, "", points) == name
+    assert studio._make_name(plots.PHASES, "", points) == name

@@ -10,13 +10,13 @@ import msgspec
 import pytest
 
 from dcpbench.compare.judging import Options
-from dcpbench.compare.outputs import Out, check
+from dcpbench.compare.outputs import Out, check_options
 from dcpbench.errors import DcpbenchError, UsageError
 from dcpbench.hangs import beats
 from dcpbench.imports import Overrides, check_overrides, result
 from dcpbench.plan import options
 from dcpbench.plan.serve_spec import make_serve_spec
-from dcpbench.plan.spec import planned
+from dcpbench.plan.spec import make_planned_probe
 from dcpbench.points.layout import Layout
 from dcpbench.points.machine import Probe
 from dcpbench.records import checks
@@ -42,13 +42,13 @@ def served(**options: object) -> object:
 
 
 def compared(**options: float) -> None:
-    check(Options(**options), Out())
+    check_options(Options(**options), Out())
 
 
 def row(**fields: object) -> object:
     """A line of a file of requests."""
     length = {} if "prompt" in fields else {"input_tokens": 1}
-    return request_files._own(Path("f"), 1, length | {"output_tokens": 1} | fields)
+    return request_files._parse_own(Path("f"), 1, length | {"output_tokens": 1} | fields)
 
 
 def measured(requests: int = 1, context: int = 1, prefix: int = 0, tokens: int = 1) -> None:
@@ -57,26 +57,28 @@ def measured(requests: int = 1, context: int = 1, prefix: int = 0, tokens: int =
         decodes=(step_times.Decodes(requests=requests, context=context),),
         chunks=(step_times.Chunks(chunks=1, tokens=tokens, prefix=prefix),),
     )
-    refuse(step_times._problem(step_times.Measured(case=case, samples_ms=[1.0]), replicas=1))
+    refuse(step_times._find_problem(step_times.MeasuredCase(case=case, samples_ms=[1.0]), replicas=1))
 
 
 def timed(sample_ms: float = 1.0, host_ms: float = 0.0, floor_ms: float = 0.0) -> None:
     """A step of one request that took so long."""
     case = step_times.Case(decodes=(step_times.Decodes(requests=1, context=1),))
-    found = step_times.Measured(case=case, samples_ms=[1.0, sample_ms], host_ms=[1.0, host_ms], floor_ms=floor_ms)
-    refuse(step_times._problem(found, replicas=1))
+    found = step_times.MeasuredCase(case=case, samples_ms=[1.0, sample_ms], host_ms=[1.0, host_ms], floor_ms=floor_ms)
+    refuse(step_times._find_problem(found, replicas=1))
 
 
 def entries(count: int) -> None:
-    refuse(checks._entries(msgspec.structs.replace(RECORD, marks=["m"] * count)))
+    refuse(checks._check_entry_counts(msgspec.structs.replace(RECORD, marks=["m"] * count)))
 
 
 def ranks(degree: int) -> None:
-    refuse(checks._layout(msgspec.structs.replace(RECORD, point=msgspec.structs.replace(RECORD.point, tp=degree))))
+    refuse(
+        checks._check_layout(msgspec.structs.replace(RECORD, point=msgspec.structs.replace(RECORD.point, tp=degree)))
+    )
 
 
 def members(last: int) -> None:
-    refuse("" if len(beats.members(f"0-{last}")) == last + 1 else "none")
+    refuse("" if len(beats.parse_ranks(f"0-{last}")) == last + 1 else "none")
 
 
 LIMITS: dict[str, tuple[Callable[[Any], object], list[object], list[object]]] = {
@@ -87,16 +89,16 @@ LIMITS: dict[str, tuple[Callable[[Any], object], list[object], list[object]]] = 
     "--think-time": (lambda x: served(think_time=x, turns="4"), [0, 86_400], [-0.1, 86_401]),
     "--turns": (lambda n: served(turns=str(n)), [1, 10_000], [0, 10_001]),
     "--seed": (lambda n: served(seed=n), [0], [-1]),
-    "--gpus": (lambda n: planned("H200", n), [1, 72], [0, 73]),
+    "--gpus": (lambda n: make_planned_probe("H200", n), [1, 72], [0, 73]),
     "--tp": (Layout, [1, 65_536], [0, 65_537]),
     "--margin": (lambda x: compared(margin=x), [0, 0.5], [-0.01, 0.51]),
     "--launch-noise": (lambda x: compared(launch_noise=x), [0, 0.5], [-0.01, 0.51]),
     "--max-per-step": (lambda x: check_limits(x, None), [None, 0, 1e9], [-1e-9, math.nan]),
     "--max-bubble-us": (lambda x: check_limits(None, x), [None, 0, 1e9], [-1e-9, math.nan]),
     "--alpha": (lambda x: compared(alpha=x), [0.5], [0, 0.51]),
-    "--model": (lambda n: options.name_of("model", "m" * n), [1, 1_000], [0, 1_001]),
-    "--input-tokens": (lambda n: load_words._tokens("--input-tokens", "", str(n)), [1, 10**9], [0, 10**9 + 1]),
-    "sigma": (lambda x: load_words._sigma("--input-tokens", "", str(x)), [0.001, 3], [0, 3.001, "x"]),
+    "--model": (lambda n: options.parse_name("model", "m" * n), [1, 1_000], [0, 1_001]),
+    "--input-tokens": (lambda n: load_words._parse_tokens("--input-tokens", "", str(n)), [1, 10**9], [0, 10**9 + 1]),
+    "sigma": (lambda x: load_words._parse_sigma("--input-tokens", "", str(x)), [0.001, 3], [0, 3.001, "x"]),
     "--input-len": (lambda n: check_overrides(Overrides(input_len=n)), [1, 1_000_000_000], [0, 1_000_000_001]),
     "prompt": (lambda n: row(prompt=[n]), [0, 2**31 - 1], [-1, 2**31, True]),
     "input_tokens": (lambda n: row(input_tokens=n), [1, 10**9], [0, 10**9 + 1, 1.5, True]),
@@ -112,8 +114,8 @@ LIMITS: dict[str, tuple[Callable[[Any], object], list[object], list[object]]] = 
     "marks of a record": (entries, [0, 4096], [4097]),
     "tp of a record": (ranks, [1, 65_536], [65_537]),
     "ranks of a job": (members, [0, 65_535], [65_536]),
-    "text of a result": (lambda n: result._check("m" * n, "it"), [0, 1_000], [1_001]),
-    "number of a result": (lambda x: result._check(x, "it", limit=1e6), [0, 1e6], [-1, 1e6 + 1, math.nan]),
+    "text of a result": (lambda n: result._check_values("m" * n, "it"), [0, 1_000], [1_001]),
+    "number of a result": (lambda x: result._check_values(x, "it", limit=1e6), [0, 1e6], [-1, 1e6 + 1, math.nan]),
 }
 TAKEN = [(name, value) for name, (_, taken, _) in LIMITS.items() for value in taken]
 REFUSED = [(name, value) for name, (_, _, refused) in LIMITS.items() for value in refused]

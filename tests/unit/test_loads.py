@@ -13,8 +13,8 @@ from dcpbench.errors import UsageError
 from dcpbench.points.names import CLOSED, GAMMA, LIVE, REPLAY, TRACE
 from dcpbench.points.point import Load
 from dcpbench.serving import loads, requests
-from dcpbench.serving.load_words import Lengths, load_name, parse_lengths, parse_limit, parse_slo
-from dcpbench.serving.loads import OWN, arrival_times, draw_lengths, extent, make_requests, token_ids
+from dcpbench.serving.load_words import Lengths, format_load, parse_lengths, parse_limit, parse_slo
+from dcpbench.serving.loads import OWN, compute_extent, draw_arrival_times, draw_lengths, make_requests, make_token_ids
 from dcpbench.serving.request_files import BLOCK, Row, read_requests
 
 if TYPE_CHECKING:
@@ -99,10 +99,10 @@ class TestLengths:
 
 class TestArrivals:
     def test_a_closed_loop_has_none(self) -> None:
-        assert arrival_times(load(arrival=CLOSED)) == [None] * 8
+        assert draw_arrival_times(load(arrival=CLOSED)) == [None] * 8
 
     def test_the_first_comes_at_once_and_the_others_later(self) -> None:
-        times = arrival_times(load(arrival=GAMMA, request_rate=2.0))
+        times = draw_arrival_times(load(arrival=GAMMA, request_rate=2.0))
         assert times[0] == 0.0
         assert times == sorted(times)
         assert len(times) == 8
@@ -110,20 +110,22 @@ class TestArrivals:
     @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
     def test_gaps_have_the_mean_of_the_rate_and_the_spread_of_the_burstiness(self, burstiness: float) -> None:
         """Gamma(k, 1/(k·rate)): mean 1/rate = 0.5 s, standard deviation mean/√k."""
-        gaps = np.diff(arrival_times(load(requests=20_001, arrival=GAMMA, request_rate=2.0, burstiness=burstiness)))
+        gaps = np.diff(
+            draw_arrival_times(load(requests=20_001, arrival=GAMMA, request_rate=2.0, burstiness=burstiness))
+        )
         assert gaps.mean() == pytest.approx(0.5, rel=0.05)
         assert gaps.std() / gaps.mean() == pytest.approx(burstiness**-0.5, rel=0.05)
 
     @pytest.mark.parametrize("paced", [False, True])
     def test_one_request_comes_at_once(self, paced: bool) -> None:
-        assert arrival_times(load(requests=1, arrival=GAMMA, request_rate=2.0, paced=paced)) == [0.0]
+        assert draw_arrival_times(load(requests=1, arrival=GAMMA, request_rate=2.0, paced=paced)) == [0.0]
 
     @pytest.mark.parametrize(("seed", "burstiness"), [(0, 1.0), (4, 0.25), (1, 4.0)])
     def test_paced_requests_come_as_fast_as_asked_whatever_was_drawn(self, seed: int, burstiness: float) -> None:
         """121 at 2 a second take a minute; each gap is as many times as long as it was drawn."""
         drawn, paced = (
             np.array(
-                arrival_times(
+                draw_arrival_times(
                     load(requests=121, arrival=GAMMA, request_rate=2.0, burstiness=burstiness, seed=seed, paced=one)
                 )
             )
@@ -136,12 +138,12 @@ class TestArrivals:
     @pytest.mark.parametrize(("burstiness", "last"), [(1e-300, 0.0), (1e307, 1.0)])
     def test_a_sum_that_no_number_is_has_no_pace(self, burstiness: float, last: float) -> None:
         """Three requests, all at once, or half a second apart."""
-        times = arrival_times(load(requests=3, arrival=GAMMA, request_rate=2.0, burstiness=burstiness, paced=True))
+        times = draw_arrival_times(load(requests=3, arrival=GAMMA, request_rate=2.0, burstiness=burstiness, paced=True))
         assert times[-1] == pytest.approx(last)
 
     def test_gaps_whose_sum_is_hardly_a_number_are_paced(self) -> None:
         paced = load(requests=3, arrival=GAMMA, request_rate=2.0, burstiness=0.002, seed=121, paced=True)
-        assert arrival_times(paced)[-1] == pytest.approx(1.0)
+        assert draw_arrival_times(paced)[-1] == pytest.approx(1.0)
 
 
 class TestPrompts:
@@ -163,10 +165,10 @@ class TestPrompts:
 
     def test_the_load_stays_what_it_was_in_older_versions(self) -> None:
         """Records of different versions are compared: their prompts must be the same."""
-        assert token_ids(0, OWN, 0, 4, VOCAB).tolist() == [776, 680, 540, 458]
+        assert make_token_ids(0, OWN, 0, 4, VOCAB).tolist() == [776, 680, 540, 458]
 
     def test_ids_are_int32_below_the_vocabulary_and_spread_over_it(self) -> None:
-        ids = token_ids(0, OWN, 3, 50_000, 7)
+        ids = make_token_ids(0, OWN, 3, 50_000, 7)
         assert ids.dtype == np.int32
         assert np.bincount(ids, minlength=7).min() > 50_000 / 7 * 0.9
         assert ids.max() == 6
@@ -190,9 +192,9 @@ class TestPrompts:
 
     def test_extents_are_known_without_the_prompts(self) -> None:
         """10 + 3 tokens each; 8 × 3 come out; the last one comes when it does."""
-        found = extent(load(arrival=GAMMA, request_rate=2.0))
+        found = compute_extent(load(arrival=GAMMA, request_rate=2.0))
         assert (found.shortest, found.longest, found.output) == (13, 13, 24)
-        assert found.ends_s == arrival_times(load(arrival=GAMMA, request_rate=2.0))[-1]
+        assert found.ends_s == draw_arrival_times(load(arrival=GAMMA, request_rate=2.0))[-1]
 
 
 class TestTraces:
@@ -235,7 +237,7 @@ class TestTraces:
 
     def test_a_load_of_fewer_requests_takes_the_first(self, mooncake: Path) -> None:
         assert len(make_requests(self.of(mooncake, requests=1), VOCAB, mooncake)) == 1
-        assert extent(self.of(mooncake, requests=1), str(mooncake)).longest == 705
+        assert compute_extent(self.of(mooncake, requests=1), str(mooncake)).longest == 705
 
     def test_a_file_that_changed_meanwhile_is_refused(self, mooncake: Path) -> None:
         before = self.of(mooncake)
@@ -330,7 +332,7 @@ def test_any_other_objective_is_refused(value: object, words: str) -> None:
     ],
 )
 def test_a_load_has_a_name(changes: dict[str, object], concurrency: int, name: str) -> None:
-    assert load_name(load(**changes), concurrency) == name
+    assert format_load(load(**changes), concurrency) == name
 
 
 def test_rows_of_a_file_that_name_no_group_take_them_in_turn() -> None:
@@ -339,7 +341,7 @@ def test_rows_of_a_file_that_name_no_group_take_them_in_turn() -> None:
 
     def begins(number: int, group: int | None = None) -> list[int]:
         row = Row(arrival_s=None, input_tokens=10, output_tokens=1, prefix_group=group)
-        return [int(token) for token in loads._row_prompt(shared, VOCAB, number, row)[:5]]
+        return [int(token) for token in loads._make_row_prompt(shared, VOCAB, number, row)[:5]]
 
     assert begins(0) == begins(3) == begins(1, 0)
     assert begins(1) == begins(4) == begins(0, 1)
@@ -352,14 +354,14 @@ class TestPromptsOfReplays:
     def test_no_prompt_is_made_before_it_is_read_and_few_are_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """1,000 requests of 10 tokens: lengths are known without a prompt; reading all keeps no more than 256."""
         made: list[int] = []
-        plain = loads.token_ids
-        monkeypatch.setattr(loads, "token_ids", lambda *given: made.append(1) or plain(*given))
+        plain = loads.make_token_ids
+        monkeypatch.setattr(loads, "make_token_ids", lambda *given: made.append(1) or plain(*given))
         found = make_requests(load(requests=1000, mode=REPLAY), VOCAB)
         assert (sum(r.prompt_tokens for r in found), sum(r.kv_tokens for r in found)) == (10_000, 12_000)
         assert made == []
         assert all(len(r.prompt) == 10 for r in found)
         assert len(made) == 1000
-        assert requests._read.cache_info().currsize == requests.CACHED_PROMPTS == 256
+        assert requests._read_prompt.cache_info().currsize == requests.CACHED_PROMPTS == 256
 
     @pytest.mark.parametrize("more", [{}, {"prefix_share": 0.5, "prefix_groups": 2}, {"input_tokens": "uniform:1-9"}])
     def test_they_are_those_of_a_live_run(self, more: dict[str, object]) -> None:

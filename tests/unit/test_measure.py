@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from dcpbench.measuring import timing
-from dcpbench.measuring.timing import Timer, Timing, time_steps
+from dcpbench.measuring.timing import Timer, Timing, measure_steps
 from dcpbench.points.settings import Settings
-from dcpbench.records.stats import MIN_EFFECTIVE, median_interval
+from dcpbench.records.stats import MIN_EFFECTIVE, compute_median_interval
 
 CPU = torch.device("cpu")
 
@@ -26,8 +26,8 @@ def chunks(monkeypatch):
             middle = next(endless)
             return [middle * (1 + spread * (2 * i / (steps - 1) - 1)) for i in range(steps)], seconds
 
-        monkeypatch.setattr(Timer, "chunk", chunk)
-        return time_steps(lambda: None, CPU, settings or Settings(seconds=10.0)), sizes
+        monkeypatch.setattr(Timer, "measure_chunk", chunk)
+        return measure_steps(lambda: None, CPU, settings or Settings(seconds=10.0)), sizes
 
     return run
 
@@ -63,7 +63,7 @@ class TestStopRule:
         timing, _ = chunks([40, 40, 40, 39, 41, 40])
         assert not timing.noisy
         assert timing.samples_ms == [39] * 10 + [41] * 10 + [40] * 80
-        ends = [median_interval(timing.samples_ms[:n]) for n in (90, 100)]
+        ends = [compute_median_interval(timing.samples_ms[:n]) for n in (90, 100)]
         assert [(end.low, end.high) for end in ends] == [(39, 41), (40, 40)]
 
     def test_never_on_fewer_than_20_samples(self, chunks):
@@ -85,7 +85,7 @@ class TestStopRule:
         timing, _ = chunks([40], spread=0.3, settings=Settings(seconds=1.0, precision=0.5))
         assert not timing.noisy
         assert len(timing.samples_ms) == 30
-        worth = [median_interval(timing.samples_ms[:n]).effective_samples for n in (20, 30)]
+        worth = [compute_median_interval(timing.samples_ms[:n]).effective_samples for n in (20, 30)]
         assert worth[0] < MIN_EFFECTIVE <= worth[1]
 
 
@@ -99,9 +99,9 @@ def test_drift_is_how_far_the_halves_medians_lie_apart():
 
 def test_whoever_watches_for_a_hang_hears_of_every_chunk(monkeypatch):
     """Sizing chunk, two of warm-up, one measured with 50 steps of 8 ms: the last three are told."""
-    monkeypatch.setattr(Timer, "chunk", lambda _timer, steps: ([8.0] * steps, 0.4))
+    monkeypatch.setattr(Timer, "measure_chunk", lambda _timer, steps: ([8.0] * steps, 0.4))
     signs = []
-    timing = time_steps(lambda: None, CPU, Settings(), lambda: signs.append(1))
+    timing = measure_steps(lambda: None, CPU, Settings(), lambda: signs.append(1))
     assert len(timing.samples_ms) == 50
     assert len(signs) == 3
 
@@ -109,12 +109,12 @@ def test_whoever_watches_for_a_hang_hears_of_every_chunk(monkeypatch):
 @pytest.mark.parametrize(("median_ms", "steps"), [(0.0, 100), (1, 100), (8, 50), (40, 10), (80, 5), (5000, 5)])
 def test_a_chunk_lasts_about_400_ms_within_5_to_100_steps(median_ms, steps):
     """400 / 8 = 50; a step that takes no measurable time divides by nothing."""
-    assert timing._steps_per_chunk(median_ms) == steps
+    assert timing._compute_steps_per_chunk(median_ms) == steps
 
 
 def test_a_chunk_on_the_cpu_runs_and_times_every_step():
     """Seven steps, seven samples, and the chunk lasts at least as long as they do."""
     ran = []
-    samples, elapsed = Timer(lambda: ran.append(1), CPU).chunk(7)
+    samples, elapsed = Timer(lambda: ran.append(1), CPU).measure_chunk(7)
     assert (len(ran), len(samples)) == (7, 7)
     assert 0 <= sum(samples) <= elapsed * 1e3

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dcpbench.errors import CapacityError
 from dcpbench.points import budget, memory
-from dcpbench.points.layout import OWN_HEADS, GroupWide, Layout, local_length
+from dcpbench.points.layout import OWN_HEADS, GroupWide, Layout, compute_local_length
 from dcpbench.points.machine import Probe
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
@@ -28,7 +28,7 @@ BF16 = 2
 def test_all_weights_are_as_many_as_the_model_cards_say(model: str, billions: float) -> None:
     """In fp32 every element takes 4 B, the router's as well."""
     shape = SHAPES[model]
-    elements = memory.weight_bytes(shape, Layout(1), 4, shape.first_dense, shape.layers - shape.first_dense) / 4
+    elements = memory.compute_weight_bytes(shape, Layout(1), 4, shape.first_dense, shape.layers - shape.first_dense) / 4
     assert round(elements / 1e9, 1) == billions
 
 
@@ -37,43 +37,50 @@ def test_one_moe_layer_of_v3_on_one_of_eight_ranks() -> None:
 
     32 · 44,040,192 · 2 = 2,818,572,288; 44,040,192 / 8 · 2 = 11,010,048; 256 · 7168 · 2 + 256 · 4 = 3,671,040.
     """
-    assert memory.moe_bytes(V3, Layout(8), BF16) == 2_818_572_288 + 11_010_048 + 3_671_040
+    assert memory.compute_moe_bytes(V3, Layout(8), BF16) == 2_818_572_288 + 11_010_048 + 3_671_040
 
 
 def test_attention_of_v3_on_one_rank() -> None:
     """Elements: q 1536·(7168 + 128·192 + 1), kv 7168·576 + 512 + 128·512·256, o 128·128·7168, norms 2·7168."""
     elements = 48_760_320 + 20_906_496 + 117_440_512 + 14_336
-    assert memory.attention_bytes(V3, Layout(1), BF16) == 2 * elements
+    assert memory.compute_attention_bytes(V3, Layout(1), BF16) == 2 * elements
 
 
 def test_attention_heads_are_spread_over_a_replica_only() -> None:
     """tp8·dp8 keeps all heads on each rank, as tp1 does; dcp changes no weight."""
-    assert memory.attention_bytes(V3, Layout(8, dp=8), BF16) == memory.attention_bytes(V3, Layout(1), BF16)
-    assert memory.attention_bytes(V3, Layout(8, dcp=8), BF16) == memory.attention_bytes(V3, Layout(8), BF16)
+    assert memory.compute_attention_bytes(V3, Layout(8, dp=8), BF16) == memory.compute_attention_bytes(
+        V3, Layout(1), BF16
+    )
+    assert memory.compute_attention_bytes(V3, Layout(8, dcp=8), BF16) == memory.compute_attention_bytes(
+        V3, Layout(8), BF16
+    )
 
 
 def test_replicating_the_q_projection_of_v3_at_dcp8_costs_4_6_gib() -> None:
     """112 more heads: 1536 · 192 of W_UQ and 128 · 512 of W_UK each, in 61 layers; W_UV would be 512 · 128."""
-    own = memory.attention_bytes(V3, Layout(8, dcp=8), BF16)
-    query = memory.attention_bytes(V3, Layout(8, dcp=8), BF16, GroupWide(query=True))
-    value = memory.attention_bytes(V3, Layout(8, dcp=8), BF16, GroupWide(value=True))
+    own = memory.compute_attention_bytes(V3, Layout(8, dcp=8), BF16)
+    query = memory.compute_attention_bytes(V3, Layout(8, dcp=8), BF16, GroupWide(query=True))
+    value = memory.compute_attention_bytes(V3, Layout(8, dcp=8), BF16, GroupWide(value=True))
     assert query - own == 112 * (1536 * 192 + 128 * 512) * BF16
     assert value - own == 112 * 512 * 128 * BF16
     assert round(61 * (query - own) / memory.GIB, 1) == 4.6
     dense, moe = V3.first_dense, V3.layers - V3.first_dense
-    whole = [memory.weight_bytes(V3, Layout(8, dcp=8), BF16, dense, moe, w) for w in (OWN_HEADS, GroupWide(query=True))]
+    whole = [
+        memory.compute_weight_bytes(V3, Layout(8, dcp=8), BF16, dense, moe, w)
+        for w in (OWN_HEADS, GroupWide(query=True))
+    ]
     assert whole[1] - whole[0] == 61 * (query - own)
 
 
 def test_dense_mlp_and_vocabulary_of_v3_on_one_of_eight_ranks() -> None:
     """3 · 7168 · 18432 / 8 · 2 B = 99,090,432; (2 · 129280 / 8 + 1) · 7168 · 2 B = 463,353,856."""
-    assert memory.dense_bytes(V3, Layout(8), BF16) == 99_090_432
-    assert memory.outer_bytes(V3, Layout(8), BF16) == 463_353_856
+    assert memory.compute_dense_mlp_bytes(V3, Layout(8), BF16) == 99_090_432
+    assert memory.compute_outer_bytes(V3, Layout(8), BF16) == 463_353_856
 
 
 def test_a_vocabulary_that_does_not_divide_is_padded() -> None:
     """512 rows over 3 ranks: 171 each."""
-    assert memory.vocab_rows(SHAPES["tiny"], Layout(3)) == 171
+    assert memory.compute_vocab_rows(SHAPES["tiny"], Layout(3)) == 171
 
 
 @pytest.mark.parametrize(
@@ -90,24 +97,24 @@ def test_a_vocabulary_that_does_not_divide_is_padded() -> None:
     ids=str,
 )
 def test_kv_pages_of_a_rank(layout: Layout, concurrency: int, context: int, page_size: int, pages: int) -> None:
-    assert memory.kv_pages_needed(layout, concurrency, context, page_size) == pages
+    assert memory.count_kv_pages(layout, concurrency, context, page_size) == pages
 
 
 @given(st.integers(1, 5000), st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 16, 64]))
 def test_pages_of_a_request_hold_its_tokens_and_not_a_page_more(tokens: int, dcp: int, page_size: int) -> None:
-    pages = memory.pages_for(tokens, Layout(8, dcp=dcp), page_size)
-    assert (pages - 1) * page_size < local_length(tokens, 0, dcp) <= pages * page_size
+    pages = memory.count_pages(tokens, Layout(8, dcp=dcp), page_size)
+    assert (pages - 1) * page_size < compute_local_length(tokens, 0, dcp) <= pages * page_size
 
 
 def test_a_page_of_v3_counts_all_layers() -> None:
     """64 rows of 70,272 B."""
-    assert memory.page_bytes(V3, 64, BF16) == 64 * 70_272
+    assert memory.compute_page_bytes(V3, 64, BF16) == 64 * 70_272
 
 
 def test_fewest_layers_outlast_four_times_the_cache() -> None:
     """tp8: attention 73,302,016 B + shared expert 11,010,048 B a layer; 4 · 62,914,560 B take 2.98 of them."""
-    assert memory.least_layers(V3, Layout(8), BF16, L2) == (1, 3)
-    assert memory.least_layers(SHAPES["tiny"], Layout(1), 4, L2) == (1, 2), "no more than the model has"
+    assert memory.compute_min_layers(V3, Layout(8), BF16, L2) == (1, 3)
+    assert memory.compute_min_layers(SHAPES["tiny"], Layout(1), 4, L2) == (1, 2), "no more than the model has"
 
 
 def gpu(total: int) -> Probe:
@@ -132,14 +139,14 @@ def one_request(layout: Layout, model: str = "deepseek-v3") -> Point:
 def divide(layout: Layout, kv_pages: int, total: int, model: str = "deepseek-v3") -> budget.EnginePlan:
     """The plan of an engine in bf16 with a pool of so many pages of one token."""
     shape = SHAPES[model]
-    settings = Settings(kv_memory_bytes=kv_pages * memory.page_bytes(shape, 1, BF16))
+    settings = Settings(kv_memory_bytes=kv_pages * memory.compute_page_bytes(shape, 1, BF16))
     return budget.plan_engine([one_request(layout, model)], settings, shape, gpu(total))
 
 
 def test_a_model_without_dense_layers_holds_none() -> None:
     """Others hold at least one of theirs."""
-    assert memory.least_layers(V3, Layout(8), BF16, 60 << 20)[0] == 1
-    assert memory.least_layers(dataclasses.replace(V3, first_dense=0), Layout(8), BF16, 60 << 20)[0] == 0
+    assert memory.compute_min_layers(V3, Layout(8), BF16, 60 << 20)[0] == 1
+    assert memory.compute_min_layers(dataclasses.replace(V3, first_dense=0), Layout(8), BF16, 60 << 20)[0] == 0
 
 
 def test_where_everything_fits_every_layer_is_held() -> None:
@@ -154,7 +161,7 @@ def test_where_not_all_fits_as_many_layers_as_fit_are_held() -> None:
     plan = divide(Layout(4), 1000, H200)
     assert plan.held.dense == 3
     assert 2 <= plan.held.moe < 58
-    one_more = memory.weight_bytes(V3, Layout(4), BF16, plan.held.dense, plan.held.moe + 1)
+    one_more = memory.compute_weight_bytes(V3, Layout(4), BF16, plan.held.dense, plan.held.moe + 1)
     assert plan.kv_bytes + plan.weight_bytes <= H200 - memory.RESERVE_BYTES < plan.kv_bytes + one_more
 
 
@@ -177,7 +184,7 @@ def test_a_kv_cache_that_cannot_fit_is_told_by_how_much() -> None:
 def test_the_largest_pool_fits_and_one_page_more_does_not(model: str, layout: Layout, gib: int) -> None:
     shape = SHAPES[model]
     total = gib * memory.GIB
-    most = budget.most_pages(one_request(layout, model), shape, gpu(total))
+    most = budget.compute_max_pages(one_request(layout, model), shape, gpu(total))
     if most:
         plan = divide(layout, most, total, model)
         assert plan.kv_bytes + plan.weight_bytes <= total - memory.RESERVE_BYTES
@@ -187,9 +194,13 @@ def test_the_largest_pool_fits_and_one_page_more_does_not(model: str, layout: La
 
 def test_a_window_of_v3_on_one_of_four_ranks_under_dcp4() -> None:
     """32 heads with keys and values of 192 columns, and a row of 576, in bf16; 144 sent, 576 received and 576 in order."""
-    assert memory.window_bytes(V3, Layout(4, dcp=4), 1, BF16) == (2 * 32 * 192 + 576 + 144 + 576 + 576) * 2
-    assert memory.window_bytes(V3, Layout(4, dcp=4), 1, BF16, 1) == (2 * 32 * 192 + 576) * 2 + 144 + 576 + 576, "of fp8"
-    assert memory.window_bytes(V3, Layout(4), 1, BF16) == (2 * 32 * 192 + 576) * 2, "without dcp nothing travels"
+    assert memory.compute_window_bytes(V3, Layout(4, dcp=4), 1, BF16) == (2 * 32 * 192 + 576 + 144 + 576 + 576) * 2
+    assert (
+        memory.compute_window_bytes(V3, Layout(4, dcp=4), 1, BF16, 1) == (2 * 32 * 192 + 576) * 2 + 144 + 576 + 576
+    ), "of fp8"
+    assert memory.compute_window_bytes(V3, Layout(4), 1, BF16) == (2 * 32 * 192 + 576) * 2, (
+        "without dcp nothing travels"
+    )
 
 
 def test_a_prefill_step_of_v3_on_one_of_four_ranks_under_dcp4() -> None:
@@ -199,16 +210,16 @@ def test_a_prefill_step_of_v3_on_one_of_four_ranks_under_dcp4() -> None:
     hidden = 8192 * 7 * 7168 * 2
     attention = 8192 * (1536 + 2 * 576 + 32 * (3 * 192 + 2 * 128)) * 2 + 8192 * 32 * 128 * 4
     window = 16384 * (2 * 32 * 192 + 3 * 576 + 144) * 2
-    found = memory.prefill_bytes(V3, Layout(4, dcp=4), 8192, BF16)
+    found = memory.compute_prefill_bytes(V3, Layout(4, dcp=4), 8192, BF16)
     assert found == window + experts + hidden + attention
     assert round(found / memory.GIB, 1) == 3.4
-    cut = memory.prefill_bytes(V3, Layout(4, dcp=4), 8192, BF16, "1")
+    cut = memory.compute_prefill_bytes(V3, Layout(4, dcp=4), 8192, BF16, "1")
     assert found - cut == 8192 * 8 * 3 * (2048 - 512) * 2, "each rank has a quarter of an expert's width"
 
 
 def test_with_attention_dp_a_rank_has_all_tokens_in_its_experts_and_its_replicas_in_attention() -> None:
     """tp4·dp4 keeps 128 heads, of a quarter of the tokens: the same attention, four times the window."""
-    one, four = (memory.prefill_bytes(V3, layout, 8192, BF16) for layout in (Layout(4), Layout(4, dp=4)))
+    one, four = (memory.compute_prefill_bytes(V3, layout, 8192, BF16) for layout in (Layout(4), Layout(4, dp=4)))
     window = 16384 * (2 * 96 * 192) * 2
     rows = 8192 - 2048
     assert four - one == window - rows * (3 * 7168 + 1536 + 2 * 576) * 2
@@ -217,6 +228,6 @@ def test_with_attention_dp_a_rank_has_all_tokens_in_its_experts_and_its_replicas
 def test_a_block_of_scales_ends_with_each_part_of_a_layer() -> None:
     """Parts of 128, 64 and 128 rows: blocks of 64, 2 + 1 + 2 of them over 128 columns; a last part may end in one."""
     product = memory.Product(128, 320)
-    assert memory.scaled_bytes(product, (128, 64, 128)) == 320 * 128 + 5 * 4
-    assert memory.scaled_bytes(memory.Product(128, 192), (128, 64)) == 192 * 128 + 2 * 4
-    assert memory.scaled_bytes(memory.Product(256, 256), (128, 128)) == 256 * 256 + 4 * 4
+    assert memory.compute_scaled_bytes(product, (128, 64, 128)) == 320 * 128 + 5 * 4
+    assert memory.compute_scaled_bytes(memory.Product(128, 192), (128, 64)) == 192 * 128 + 2 * 4
+    assert memory.compute_scaled_bytes(memory.Product(256, 256), (128, 128)) == 256 * 256 + 4 * 4

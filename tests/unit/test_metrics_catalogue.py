@@ -134,17 +134,17 @@ class TestWhereTheyLie:
         decoded, served = record_builder.ok(record_builder.point(build.DCP)), build.served(build.point(build.DCP))
         assert decoded.metrics
         assert served.serve
-        assert METRIC["output_tok_s"].value(decoded) == decoded.metrics.output_tok_s.median
-        assert METRIC["output_tok_s"].value(served) == served.serve.output_tok_s
-        assert METRIC["ttft_p50_ms"].value(served) == served.serve.ttft_ms.p50
-        assert METRIC["itl_p90_ms"].value(decoded) == decoded.metrics.itl_ms.p90
-        assert METRIC["finished"].value(decoded) is None, "absent, and no 0"
+        assert METRIC["output_tok_s"].get_value(decoded) == decoded.metrics.output_tok_s.median
+        assert METRIC["output_tok_s"].get_value(served) == served.serve.output_tok_s
+        assert METRIC["ttft_p50_ms"].get_value(served) == served.serve.ttft_ms.p50
+        assert METRIC["itl_p90_ms"].get_value(decoded) == decoded.metrics.itl_ms.p90
+        assert METRIC["finished"].get_value(decoded) is None, "absent, and no 0"
 
     def test_an_interval_that_follows_from_another_is_that_of_decode(self) -> None:
         """Of a layout of 4 GPUs: a quarter of the throughput's; the time of a step turned over for one user."""
         record = record_builder.ok(record_builder.point(build.DCP))
         assert record.metrics
-        per_gpu, per_user = metrics.values(
+        per_gpu, per_user = metrics.merge_values(
             [record], [METRIC["output_tok_s_per_gpu"], METRIC["tok_s_per_user"]], derived=True
         )
         assert (per_gpu.low, per_gpu.high) == (
@@ -152,7 +152,7 @@ class TestWhereTheyLie:
             record.metrics.output_tok_s.high / 4,
         )
         assert (per_user.low, per_user.high) == (1000 / record.metrics.step_ms.high, 1000 / record.metrics.step_ms.low)
-        assert [v.low for v in metrics.values([record], [METRIC["tok_s_per_user"]])] == [None]
+        assert [v.low for v in metrics.merge_values([record], [METRIC["tok_s_per_user"]])] == [None]
 
 
 class TestNames:
@@ -160,11 +160,11 @@ class TestNames:
         assert len(METRIC) == len(METRICS)
 
     def test_exported_columns_keep_their_names_and_their_order(self) -> None:
-        names = [metric.name for metric in metrics.exported()]
+        names = [metric.name for metric in metrics.list_exported_metrics()]
         assert [name for name in names if name in EXPORTED] == EXPORTED
 
     def test_every_exported_one_says_what_it_is(self) -> None:
-        assert all(metric.help and metric.unit for metric in metrics.exported())
+        assert all(metric.help and metric.unit for metric in metrics.list_exported_metrics())
 
     def test_options_that_scripts_type_are_taken_for_ever_and_names_of_metrics_too(self) -> None:
         assert set(OPTIONS) <= set(metrics.OPTIONS)
@@ -185,8 +185,8 @@ class TestNames:
     )
     def test_an_option_names_one_metric_of_each_workload(self, option: str, decode: str | None, serve: str) -> None:
         """In `decode` throughput is concurrency / step time, and the median ITL is the step time."""
-        assert metrics.named(option, "serve") is METRIC[serve]
-        assert metrics.named(option, "decode") is (METRIC[decode] if decode else None)
+        assert metrics.find_compared_metric(option, "serve") is METRIC[serve]
+        assert metrics.find_compared_metric(option, "decode") is (METRIC[decode] if decode else None)
 
     def test_no_two_metrics_of_a_workload_share_an_option(self) -> None:
         for found in metrics.COMPARED.values():

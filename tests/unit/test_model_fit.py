@@ -10,10 +10,10 @@ import pytest
 
 from dcpbench.cli import main
 from dcpbench.compare import table, words
-from dcpbench.compare.judging import Options, judge
+from dcpbench.compare.judging import Options, judge_sides
 from dcpbench.dashboard import lines
-from dcpbench.dashboard.finding import _headline
-from dcpbench.plan.spec import planned
+from dcpbench.dashboard.finding import _format_headline
+from dcpbench.plan.spec import make_planned_probe
 from dcpbench.points.budget import measure_whole_model
 from dcpbench.points.memory import GIB
 from dcpbench.points.settings import Settings
@@ -55,15 +55,15 @@ def test_report_show_compare_and_dashboard_begin_with_the_same_words(tmp_path: P
     for held, expected in ((14, True), (61, False)):
         write_run(tmp_path / f"a{held}", held)
         write_run(tmp_path / f"b{held}", held)
-        read = frames.load([tmp_path / f"a{held}"])
-        compared = judge([read_run(tmp_path / f"a{held}")], [read_run(tmp_path / f"b{held}")], Options())
+        read = frames.load_frames([tmp_path / f"a{held}"])
+        compared = judge_sides([read_run(tmp_path / f"a{held}")], [read_run(tmp_path / f"b{held}")], Options())
         records = read_run(tmp_path / f"a{held}").records
         first_lines = [
-            overview.sentence(read).partition(",")[0],
+            overview.format_answer(read).partition(",")[0],
             str(render(read).renderables[0]),
             str(table.render(compared)[0]),
-            " ".join(words.notes_above(compared)[:1]),
-            _headline(lines.of_run(records)),
+            " ".join(words.list_notes(compared)[:1]),
+            _format_headline(lines.collect_lines(records)),
         ]
         assert [HELD.lower() in line.lower() for line in first_lines] == [expected] * 5, first_lines
         assert [(h.side, h.fewest, h.most, h.layers) for h in compared.layers_held] == (
@@ -74,8 +74,8 @@ def test_report_show_compare_and_dashboard_begin_with_the_same_words(tmp_path: P
 def test_compare_names_the_side_that_does_not_fit(tmp_path: Path) -> None:
     write_run(tmp_path / "a", 61)
     write_run(tmp_path / "b", 14)
-    compared = judge([read_run(tmp_path / "a")], [read_run(tmp_path / "b")], Options())
-    assert words.no_fit_note(compared) == f"W{HELD[1:]} (B)."
+    compared = judge_sides([read_run(tmp_path / "a")], [read_run(tmp_path / "b")], Options())
+    assert words.format_no_fit_note(compared) == f"W{HELD[1:]} (B)."
 
 
 class TestRecommend:
@@ -104,8 +104,8 @@ class TestRecommend:
         other = dataclasses.replace(best.forecasts[0], layers_held=None)
         some = dataclasses.replace(best, forecasts=[*held, other])
         name = held[0].point.layout_name
-        assert f"({HELD} in {name})" in answer.sentence(ask("H200"), [some])
-        assert NO_FIT not in answer.sentence(ask("H200"), [best])
+        assert f"({HELD} in {name})" in answer.format_answer(ask("H200"), [some])
+        assert NO_FIT not in answer.format_answer(ask("H200"), [best])
 
     def test_the_shortage_is_that_of_the_whole_model(self, capsys: pytest.CaptureFixture[str]) -> None:
         """tp8·dcp4: 79.4 GiB of weights and 134.3 of KV; beside the fewest layers that sweep can hold, 8.7 GiB, 11.2 were missing."""
@@ -130,7 +130,7 @@ class TestRecommend:
 
 def test_the_memory_of_a_whole_model_is_that_of_its_plan() -> None:
     """On 8 × H200 V3 in fp8 fits with the KV of 8 × 4,000 tokens; with a pool of 100 GiB 47.6 GiB are missing."""
-    shape, probe = load_shape("deepseek-v3"), planned("H200", 8)
+    shape, probe = load_shape("deepseek-v3"), make_planned_probe("H200", 8)
     one = point(tp=8, weights_dtype="fp8", kv_dtype="fp8", context=4000, concurrency=8)
     assert measure_whole_model(one, Settings(), shape, probe).missing_bytes == 0
     pool = measure_whole_model(one, Settings(kv_memory_bytes=100 * GIB), shape, probe)

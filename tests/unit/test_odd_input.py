@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 @pytest.mark.parametrize("url", ["http://a..b", f"http://{'a' * 64}.b", "http://.a", "http://h:0", "h:0"])
 def test_an_address_that_no_server_can_have_is_refused(url: str) -> None:
     with pytest.raises(UsageError, match=r"1 to 63 characters|no server listens at port 0"):
-        Target.at(url)
+        Target.from_url(url)
 
 
 def test_addresses_at_the_limits_are_taken() -> None:
     for host in ("a" * 63 + ".b", "a.b.", "[::1]", "h"):
-        Target.at(f"http://{host}:8000")
+        Target.from_url(f"http://{host}:8000")
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_records_that_never_end_are_not_read_by_the_dashboard(kind: str, tmp_pat
         os.mkfifo(path)
     else:
         path.symlink_to("/dev/zero")
-    found = finding.find(tmp_path, {}, lambda _: None)
+    found = finding.load_runs(tmp_path, {}, lambda _: None)
     assert [run.name for run in found.runs] == ["good"]
     assert found.skipped == ["odd: is no regular file, and reading it might never end."]
 
@@ -111,8 +111,8 @@ class TestCheckpoint:
         save_file({"w": weight}, tmp_path / "model.safetensors")
         source = CheckpointSource(tmp_path, torch.float32, torch.device("cpu"))
         with pytest.raises(ModelError, match="'w' holds NaN or infinity"):
-            source.get("w", (4, 4))
-        assert source.get("w", (4, 4), rows=slice(0, 2)).sum() == 8, "a part without it is read"
+            source.get_tensor("w", (4, 4))
+        assert source.get_tensor("w", (4, 4), rows=slice(0, 2)).sum() == 8, "a part without it is read"
 
     def test_nan_in_fp8_is_refused(self, tmp_path: Path) -> None:
         data = torch.zeros(128, 128, dtype=torch.uint8)
@@ -121,7 +121,7 @@ class TestCheckpoint:
         save_file(tensors, tmp_path / "model.safetensors")
         source = CheckpointSource(tmp_path, torch.float32, torch.device("cpu"))
         with pytest.raises(ModelError, match="'w' holds NaN"):
-            source.get("w", (128, 128))
+            source.get_tensor("w", (128, 128))
 
     @pytest.mark.parametrize("file", ["../x.safetensors", "/etc/x.safetensors", "a/../../x.safetensors"])
     def test_an_index_that_names_files_elsewhere_is_refused(self, file: str, tmp_path: Path) -> None:

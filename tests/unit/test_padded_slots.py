@@ -6,11 +6,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from dcpbench.bench.cases import Asked, padded_slots_cases
+from dcpbench.bench.cases import BenchOptions, list_padded_slots_cases
 from dcpbench.bench.operators.padded_slots import KNOWN, LIVE, PADDING, PaddedSlots
 from dcpbench.bench.record import BenchRecord, Case, Graph, Overwritten, Result
-from dcpbench.bench.shown.findings import findings
-from dcpbench.bench.shown.table import table
+from dcpbench.bench.shown.findings import describe_findings
+from dcpbench.bench.shown.table import make_table
 from dcpbench.engine import decode
 from dcpbench.errors import UsageError
 from tests.unit.bench_builder import timing
@@ -33,7 +33,7 @@ def workload() -> PaddedSlots:
 
 def overwritten(workload: PaddedSlots, of: Case) -> Overwritten:
     """What a step overwrites, which is what is said of the variant."""
-    calls = workload.build(of)
+    calls = workload.build_calls(of)
     assert calls.check(calls.run) == ""
     assert calls.overwritten is not None
     return calls.overwritten()
@@ -85,7 +85,7 @@ class TestWorkload:
 class TestCases:
     def test_both_variants_with_and_without_ids_at_every_size(self):
         """Graphs of 4 and 40 rows, short and long: 2 × 2 × 2 × 2."""
-        cases = padded_slots_cases(Asked(cpu=False, typed=NOTHING))
+        cases = list_padded_slots_cases(BenchOptions(cpu=False, typed=NOTHING))
         assert len(cases) == 16
         assert {(c.sizes["requests"], c.sizes["rows"]) for c in cases} == {(3, 4), (33, 40)}
 
@@ -101,7 +101,7 @@ class TestCases:
     )
     def test_what_cannot_show_anything_is_answered_with_what_can(self, typed, says):
         with pytest.raises(UsageError) as caught:
-            padded_slots_cases(Asked(cpu=True, typed=NOTHING | typed))
+            list_padded_slots_cases(BenchOptions(cpu=True, typed=NOTHING | typed))
         assert says in str(caught.value)
 
 
@@ -124,7 +124,7 @@ def record() -> BenchRecord:
 class TestReport:
     def test_sentences_say_what_was_lost_what_was_not_and_what_it_costs(self):
         """1,000 / 1,010 = 0.99."""
-        lost, kept, speed = findings(record())
+        lost, kept, speed = describe_findings(record())
         assert lost == (
             "slot-0-live: in 1 of 1 case padding rows wrote over a live request, up to 27 of its stored KV rows and 1 "
             "of its token ids; its logits are off by up to 12.5 % of their norm."
@@ -137,7 +137,7 @@ class TestReport:
 
     def test_harm_that_was_to_be_shown_is_not_called_correct(self):
         text = io.StringIO()
-        Console(width=200, no_color=True, file=text).print(table(record(), 200))
+        Console(width=200, no_color=True, file=text).print(make_table(record(), 200))
         live, padding = (line for line in text.getvalue().splitlines() if "slot-0-" in line.split("×")[0][:18])
         assert "corrupts, as said" in live
         assert "1.2e-01" in live

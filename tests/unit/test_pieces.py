@@ -8,7 +8,7 @@ import torch
 from dcpbench.engine.decode import DecodeEngine
 from dcpbench.engine.kv_pool import KvPool
 from dcpbench.engine.model import Model
-from dcpbench.engine.pieces import Cut, Pieces
+from dcpbench.engine.pieces import Pieces, StepPieces
 from dcpbench.engine.prefill import Prefiller
 from dcpbench.engine.synthetic import SyntheticSource
 from dcpbench.engine.weights import load_weights
@@ -16,7 +16,7 @@ from dcpbench.exchange.collectives import Group
 from dcpbench.hangs import beats
 from dcpbench.kernels.prefill.sdpa import PlainRagged
 from dcpbench.points import memory
-from dcpbench.points.batches import chunk_row_sizes, chunk_rows
+from dcpbench.points.batches import compute_chunk_rows, list_chunk_rows
 from dcpbench.points.layout import Layout
 from tests.unit.engine_builder import CPU, TINY, alone, layers, shape_like_tiny
 from tests.unit.prefill_builder import Prompt, prompt_tokens, step
@@ -41,7 +41,7 @@ def engine(shape, device=CPU, dtype=torch.float32, attention="reference", prefil
     groups = dataclasses.replace(alone(layout, 0), dp=Same(layout.dp, 0, None))
     model = Model(shape, layout, groups, weights, kv, interleave=1, max_context=32, device=device)
     of = DecodeEngine(model, backend=attention, exchange="none", max_requests=REQUESTS, max_context=32)
-    nbytes = None if window is None else memory.window_bytes(shape, ONE, window, dtype.itemsize)
+    nbytes = None if window is None else memory.compute_window_bytes(shape, ONE, window, dtype.itemsize)
     return of, Prefiller(model, backend=prefill, tokens=TOKENS, rows=TOKENS + REQUESTS, window_bytes=nbytes)
 
 
@@ -61,12 +61,12 @@ def logits(of, prefiller, pieces):
 class TestRows:
     def test_they_are_padded_by_a_sixteenth_at_most_past_the_first_few(self):
         for rows in range(1, 5000):
-            padded = chunk_rows(rows)
+            padded = compute_chunk_rows(rows)
             assert 0 <= padded - rows < max(16, rows / 16 + 1)
-            assert chunk_rows(padded) == padded
+            assert compute_chunk_rows(padded) == padded
 
     def test_every_number_of_rows_is_one_of_the_sizes(self):
-        assert {chunk_rows(rows) for rows in range(1, 4161)} == set(chunk_row_sizes(4160))
+        assert {compute_chunk_rows(rows) for rows in range(1, 4161)} == set(list_chunk_rows(4160))
 
 
 class TestLogits:
@@ -102,7 +102,7 @@ class TestLogits:
         of, prefiller = made[1]
         pieces = Pieces(prefiller, None)
         sizes = [of.plan_rows([], [], size) for size in (2, 1)]
-        pieces.capture(sizes, lambda: None)
+        pieces.capture_all(sizes, lambda: None)
         cut = logits(of, prefiller, pieces)
         scale = max(float(x.abs().max()) for x in plain)
         assert all((a - b).abs().max() < 0.02 * scale for a, b in zip(cut, plain, strict=True))
@@ -137,7 +137,7 @@ class TestReplicas:
             of, prefiller = engine(shape, *kind, layout=Layout(2, dp=2))
             pieces = Pieces(prefiller, None) if cut else None
             if pieces and on_gpu:
-                pieces.capture([], lambda: None)
+                pieces.capture_all([], lambda: None)
             return [
                 step(of, prefiller, [], [(Prompt.admit(of, prompt_tokens(n, 16)), 16)], pieces=pieces, live=each)[:16]
                 for n, each in enumerate(live)
@@ -158,8 +158,8 @@ class TestBeats:
     def test_a_prefix_is_gathered_in_the_layer_that_attends_to_it(self, window, monkeypatch):
         """Of a rank that waits in an all-gather of prefixes `hang` says the layer by its last beat."""
         said, gathered = [], []
-        monkeypatch.setattr(beats, "layer", said.append)
-        monkeypatch.setattr(Prefiller, "gather", lambda _, _seen, index: gathered.append((index, said[-1])))
+        monkeypatch.setattr(beats, "record_layer", said.append)
+        monkeypatch.setattr(Prefiller, "gather_prefix", lambda _, _seen, index: gathered.append((index, said[-1])))
         of, prefiller = engine(TINY, window=window)
         pieces, prompt = Pieces(prefiller, None), Prompt.admit(of, prompt_tokens(0, 24))
         for tokens in (14, 6):
@@ -192,8 +192,8 @@ class TestLaunches:
         """Of a graph, kernel or copy, from the embedding to the logits of a step that is planned."""
         of, prefiller = engine(BIG, torch.device("cuda"), torch.bfloat16, "triton")
         pieces, prompt = Pieces(prefiller, None), Prompt.admit(of, prompt_tokens(0, 24))
-        pieces.capture([], lambda: None)
-        real, launched = Cut.step, []
+        pieces.capture_all([], lambda: None)
+        real, launched = StepPieces.run_step, []
 
         def counted(self, *args):
             both = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
@@ -206,7 +206,7 @@ class TestLaunches:
             )
             return found
 
-        monkeypatch.setattr(Cut, "step", counted)
+        monkeypatch.setattr(StepPieces, "run_step", counted)
         for _ in range(3):
             step(of, prefiller, [], [(prompt, 8)], pieces=pieces)
         assert sum(launched[1].values()) >= 2 * BIG.layers + 1

@@ -10,19 +10,19 @@ import pytest
 
 from dcpbench.dashboard import lines
 from dcpbench.exports import csv_table, measured
-from dcpbench.launch.folders import settings_of
+from dcpbench.launch.folders import list_settings
 from dcpbench.plan import grid
 from dcpbench.points import budget, names
 from dcpbench.points import point as point_module
-from dcpbench.points.axes import COMPUTES, Axis, Role, words
+from dcpbench.points.axes import COMPUTES, Axis, Role, format_changed_values
 from dcpbench.points.layout import DEGREES, Layout
-from dcpbench.points.names import UNKNOWN, flag
-from dcpbench.points.point import AXES, HOW, LOAD_AXES, OPTIONS, Load, Point, point_axes
+from dcpbench.points.names import UNKNOWN, format_flag
+from dcpbench.points.point import AXES, HOW, LOAD_AXES, OPTIONS, Load, Point, select_point_axes
 from dcpbench.points.settings import Settings
 from dcpbench.reports import exchanges, findings, frames
-from dcpbench.reports.page.points import page_data
-from dcpbench.reports.reproduce import command_of
-from dcpbench.serving.step_times import engine_path
+from dcpbench.reports.page.points import build_page_data
+from dcpbench.reports.reproduce import build_command
+from dcpbench.serving.step_times import get_engine_path
 from tests.unit import record_builder as build
 from tests.unit import serve_record_builder as serve
 
@@ -89,11 +89,11 @@ OTHER_LOAD: dict[str, Any] = {
 """Another value of each field of a load."""
 WHAT_IS_RUN = ("workload", "concurrency", "context", "load", "repeat")
 """Of a point, what is run; the rest is what runs it."""
-DEPLOYED = tuple(axis.name for axis in point_axes(Role.DEPLOYED))
+DEPLOYED = tuple(axis.name for axis in select_point_axes(Role.DEPLOYED))
 """Which instances of an engine there are."""
 SENDS = {"transfer_gb_s": 25.0, "transfer_ms": 1.0}
 """Of points whose KV crosses; others say nothing of it."""
-HOW_EXCHANGED = tuple(axis.name for axis in point_axes(Role.EXCHANGE))
+HOW_EXCHANGED = tuple(axis.name for axis in select_point_axes(Role.EXCHANGE))
 IMPORTED = ("settings", "pp", "pcp", "prefill_gpus")
 """Fields of an imported server: our own points have none of them, and no command sets them."""
 
@@ -109,7 +109,7 @@ def changed(point: Point, name: str) -> Point:
 def as_repeats(tmp_path: Path, *records: Record) -> frames.Frames:
     """Each record is a run of its own, and they are read as repeats of one sweep."""
     folders = [build.write(tmp_path / f"run-{i}", [record]) for i, record in enumerate(records)]
-    return frames.load(folders, as_repeats=True)
+    return frames.load_frames(folders, as_repeats=True)
 
 
 def served(point: Point, **settings: Any) -> Record:
@@ -137,16 +137,20 @@ class TestAxes:
         assert len({axis.order for axis in (*AXES, *LOAD_AXES)}) == len(AXES) + len(LOAD_AXES)
 
     def test_roles_say_what_computes_a_point_and_what_is_run(self) -> None:
-        assert {axis.name for axis in point_axes(COMPUTES)} == set(fields(Point, *WHAT_IS_RUN))
+        assert {axis.name for axis in select_point_axes(COMPUTES)} == set(fields(Point, *WHAT_IS_RUN))
         assert HOW_EXCHANGED == ("exchange", *OPTIONS) == ("exchange", "q_replicate", "project_first")
 
     def test_what_is_usual_and_what_nobody_knows_goes_without_saying(self) -> None:
         """And the default of one that once was not there is in no key."""
         axis = Axis(Role.PATH, 1, "page {}", later=True, name="page_size", kind=int, default=1)
-        assert [words([axis], {"page_size": value}) for value in (1, 0, 64)] == [[], [], ["page 64"]]
-        assert [axis.text(value) for value in (1, 0, 64)] == ["page 1", "", "page 64"]
+        assert [format_changed_values([axis], {"page_size": value}) for value in (1, 0, 64)] == [[], [], ["page 64"]]
+        assert [axis.format_value(value) for value in (1, 0, 64)] == ["page 1", "", "page 64"]
         switch = Axis(Role.LOAD, 2, "cache {}", name="cache", kind=bool, default=True)
-        assert [words([switch], {"cache": value}) for value in (True, None, False)] == [[], [], ["cache off"]]
+        assert [format_changed_values([switch], {"cache": value}) for value in (True, None, False)] == [
+            [],
+            [],
+            ["cache off"],
+        ]
 
     def test_an_option_takes_the_values_that_can_be_computed(self) -> None:
         """Those of a dtype are those whose numbers have a size; fp8 is how they are stored."""
@@ -159,7 +163,7 @@ class TestKeys:
 
     def test_they_are_those_of_the_first_records(self) -> None:
         """With `overlap`, an option of then that is gone."""
-        assert build.point(DCP).key() == (
+        assert build.point(DCP).get_key() == (
             "model=kimi-k2/tp=8/dp=1/dcp=2/workload=decode/concurrency=8/context=4000/exchange=ag_rs/q_replicate=False/"
             "project_first=False/overlap=False/all_reduce=nccl/backend=flashinfer/dtype=bfloat16/page_size=64/"
             "interleave=1/weights=synthetic/repeat=0/load=None"
@@ -172,17 +176,17 @@ class TestKeys:
             "output_tokens='5', prefix_share=0.0, prefix_groups=1, trace='', trace_sha256='', chunk=6, policy='mixed', "
             "prefix_cache=True, prefill='sdpa', seed=0)"
         )
-        assert f"/load={load}" in msgspec.structs.replace(build.point(DCP), load=load).key()
+        assert f"/load={load}" in msgspec.structs.replace(build.point(DCP), load=load).get_key()
 
     def test_what_was_added_later_is_in_them_where_it_says_something(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """As if project_first and seed were new."""
         monkeypatch.setitem(point_module.LATER, name="project_first", value=False)
         monkeypatch.setitem(point_module.LOADS_LATER, "seed", 0)
         point = serve.point(DCP)
-        assert "project_first" not in point.key()
-        assert "seed" not in point.key()
-        assert "/project_first=True/" in changed(point, "project_first").key()
-        assert ", seed=7)" in changed(point, "seed").key()
+        assert "project_first" not in point.get_key()
+        assert "seed" not in point.get_key()
+        assert "/project_first=True/" in changed(point, "project_first").get_key()
+        assert ", seed=7)" in changed(point, "seed").get_key()
 
 
 class TestComparisons:
@@ -190,10 +194,10 @@ class TestComparisons:
 
     def test_where_nothing_else_differs_there_is_a_comparison(self, tmp_path: Path) -> None:
         """Of each of the pairs below, which are not compared once one more field differs."""
-        assert len(exchanges.frame(as_repeats(tmp_path / "exchanges", *self.exchanged()).points)) == 1
+        assert len(exchanges.compare_exchanges(as_repeats(tmp_path / "exchanges", *self.exchanged()).points)) == 1
         assert self.verdict(as_repeats(tmp_path / "decode", *self.decoded())) != "no baseline"
         assert self.verdict(as_repeats(tmp_path / "serve", *self.loaded())) != "no baseline"
-        assert len(findings.replay_against_live(as_repeats(tmp_path / "replay", *self.replayed()).served)) == 1
+        assert len(findings.compare_replay_with_live(as_repeats(tmp_path / "replay", *self.replayed()).served)) == 1
 
     def exchanged(self) -> tuple[Record, Record]:
         return build.ok(build.point(DCP)), build.ok(build.point(DCP, exchange="symm"))
@@ -212,7 +216,7 @@ class TestComparisons:
     def test_exchanges_are_compared_where_nothing_else_differs(self, name: str, tmp_path: Path) -> None:
         plain, symm = self.exchanged()
         other = msgspec.structs.replace(symm, point=changed(symm.point, name))
-        assert exchanges.frame(as_repeats(tmp_path, plain, other).points).empty
+        assert exchanges.compare_exchanges(as_repeats(tmp_path, plain, other).points).empty
 
     @pytest.mark.parametrize("name", fields(Point, "load", "repeat", "dcp", "workload", *HOW_EXCHANGED))
     def test_dcp_has_no_baseline_that_differs_in_more(self, name: str, tmp_path: Path) -> None:
@@ -230,7 +234,7 @@ class TestComparisons:
     def test_a_replay_stands_for_the_live_run_of_the_same_point(self, name: str, tmp_path: Path) -> None:
         live, replay = self.replayed()
         other = msgspec.structs.replace(replay, point=changed(replay.point, name))
-        assert findings.replay_against_live(as_repeats(tmp_path, live, other).served).empty
+        assert findings.compare_replay_with_live(as_repeats(tmp_path, live, other).served).empty
 
     @pytest.mark.parametrize("setting", [{"kv_memory_bytes": 8 << 30}, {"limit_seconds": 60.0}])
     def test_what_was_served_with_other_kv_memory_or_limit_is_another_point(
@@ -240,15 +244,15 @@ class TestComparisons:
         alone, split = served(serve.point(Layout(8)), **setting), served(serve.point(DCP))
         assert self.verdict(as_repeats(tmp_path / "baseline", alone, split)) == "no baseline"
         read = as_repeats(tmp_path / "rivals", alone, split)
-        assert findings.best_per_load(findings.rivals(read)).empty
+        assert findings.find_best_per_load(findings.select_rivals(read)).empty
         replay = served(changed(split.point, "mode"), **setting)
-        assert findings.replay_against_live(as_repeats(tmp_path / "replay", split, replay).served).empty
+        assert findings.compare_replay_with_live(as_repeats(tmp_path / "replay", split, replay).served).empty
         again = msgspec.structs.replace(split, measured_with=split.measured_with | setting, started_at="later")
         assert as_repeats(tmp_path / "repeat", split, again).served["repeats"].tolist() == [1, 1]
 
     def verdict(self, read: frames.Frames) -> str:
         """On the one point with DCP."""
-        (found,) = findings.dcp_against_baseline(read.everything)["verdict"]
+        (found,) = findings.compare_dcp_with_baseline(read.everything)["verdict"]
         return str(found)
 
 
@@ -275,13 +279,15 @@ class TestWords:
     def test_points_of_a_sweep_that_differ_have_different_names(self, name: str) -> None:
         """In the progress bar, a comparison and --dry-run; what a whole run has in common is not in them."""
         point = build.point(DCP)
-        same = grid.point_name(point) == grid.point_name(changed(point, name))
+        same = grid.format_point_name(point) == grid.format_point_name(changed(point, name))
         assert same == (name in ("workload", *(axis.name for axis in HOW if axis.one)))
 
     @pytest.mark.parametrize("name", [*fields(Point, "load", "repeat"), *(a.name for a in LOAD_AXES if a.label)])
     def test_lines_of_a_dashboard_that_differ_have_different_words(self, name: str) -> None:
         point = serve.point(DCP)
-        said = [lines.described(line) for line in lines.of_run([served(point), served(changed(point, name))])]
+        said = [
+            lines.describe_line(line) for line in lines.collect_lines([served(point), served(changed(point, name))])
+        ]
         assert len(said) == 2
         assert said[0] != said[1]
 
@@ -306,7 +312,9 @@ class TestWords:
     def test_a_point_alone_names_expert_parallel(self) -> None:
         """Without attention data parallel as a word of its own, with it as a part of the layout; unknown degrees have no name."""
         points = [build.point(Layout(8, dp), ep=ep) for dp in (1, 8) for ep in ("1", "tp", UNKNOWN)]
-        found = [point.words(COMPUTES, but=Role.EXCHANGE)[0].removesuffix("flashinfer") for point in points]
+        found = [
+            point.format_changed_fields(COMPUTES, but=Role.EXCHANGE)[0].removesuffix("flashinfer") for point in points
+        ]
         assert found == ["", "ep8", "", "", "", ""]
         names = [point.layout_name for point in points]
         assert names == ["tp8", "tp8", "tp8", "tp8·dp8·ep1", "tp8·dp8·ep8", "tp8·dp8"]
@@ -327,20 +335,20 @@ class TestSharing:
     def test_an_engine_and_its_path_are_all_that_computes_a_point(self, name: str) -> None:
         point = build.point(DCP)
         other = changed(point, name)
-        assert not (budget.same_engine(point, other) and budget.same_path(point, other))
+        assert not (budget.is_same_engine(point, other) and budget.is_same_path(point, other))
 
     @pytest.mark.parametrize("name", [*fields(Point, *WHAT_IS_RUN, *DEPLOYED, *IMPORTED), "prefill"])
     def test_step_times_are_those_of_one_engine_path(self, name: str) -> None:
         point = serve.point(DCP)
-        assert engine_path(point) != engine_path(changed(point, name))
+        assert get_engine_path(point) != get_engine_path(changed(point, name))
 
     @pytest.mark.parametrize("name", DEPLOYED)
     def test_all_instances_are_of_one_engine(self, name: str) -> None:
         """So that step times of one serve any number."""
         point = serve.point(DCP)
         other = changed(point, name)
-        assert budget.same_engine(point, other)
-        assert engine_path(point) == engine_path(other)
+        assert budget.is_same_engine(point, other)
+        assert get_engine_path(point) == get_engine_path(other)
 
 
 class TestTables:
@@ -349,28 +357,28 @@ class TestTables:
     @pytest.mark.parametrize("name", [axis.name for axis in AXES])
     def test_an_exported_table_has_a_column(self, name: str) -> None:
         point = build.point(DCP)
-        rows = csv_table.rows(
-            [measured.Measured("run", Path(), build.ok(p)) for p in (point, changed(point, name))],
+        rows = csv_table.build_rows(
+            [measured.MeasuredPoint("run", Path(), build.ok(p)) for p in (point, changed(point, name))],
         )
         assert rows[0][name] != rows[1][name]
 
     def test_a_dry_run_has_every_degree_and_what_of_the_path_differs(self) -> None:
-        (row,) = grid.table([grid.Candidate(point=build.point(DCP))])
-        assert {*DEGREES, *(axis.name for axis in point_axes(Role.PATH))} <= set(row)
+        (row,) = grid.make_table([grid.Candidate(point=build.point(DCP))])
+        assert {*DEGREES, *(axis.name for axis in select_point_axes(Role.PATH))} <= set(row)
 
     def test_a_page_filters_by_what_has_a_title(self, tmp_path: Path) -> None:
         """And its data has a column for it."""
         read = as_repeats(tmp_path, served(changed(serve.point(DCP), "settings")))
         titled = {axis.name for axis in (*AXES, *LOAD_AXES) if axis.title}
-        assert titled <= set(page_data(read)["columns"])
-        assert titled <= set(page_data(read)["filters"])
-        assert titled <= set(page_data(read)["colours"])
+        assert titled <= set(build_page_data(read)["columns"])
+        assert titled <= set(build_page_data(read)["filters"])
+        assert titled <= set(build_page_data(read)["colours"])
 
     @pytest.mark.parametrize("name", [axis.name for axis in HOW if axis.one])
     def test_a_run_is_not_resumed_with_another_value_of_what_is_one_for_all(self, name: str) -> None:
         point = build.point(DCP)
-        now = [settings_of(p, Settings(), "cuda") for p in (point, changed(point, name))]
-        assert {option for option in now[0] if now[0][option] != now[1][option]} == {flag(name)}
+        now = [list_settings(p, Settings(), "cuda") for p in (point, changed(point, name))]
+        assert {option for option in now[0] if now[0][option] != now[1][option]} == {format_flag(name)}
 
 
 class TestCommands:
@@ -393,4 +401,4 @@ class TestCommands:
         assert self.command(point) != self.command(changed(point, name))
 
     def command(self, point: Point) -> str:
-        return command_of(point, {})
+        return build_command(point, {})

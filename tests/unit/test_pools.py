@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from dcpbench.engine.request_pool import OutOfSlotsError, RequestPool
 from dcpbench.errors import CapacityError
-from dcpbench.points.layout import local_length, local_tokens, owner, row
+from dcpbench.points.layout import compute_local_length, get_owner, get_row, list_local_tokens
 from dcpbench.serving.allocator import Allocation, DcpAllocator, OutOfKvError
 
 
@@ -40,13 +40,13 @@ class AllocatorMachine(RuleBasedStateMachine):
         shared = data.draw(st.permutations(self.cached))[: data.draw(st.integers(0, most))]
         before = self.pool.free_pages
         try:
-            request = self.pool.alloc(tokens, np.array(shared, dtype=np.int32))
+            request = self.pool.allocate(tokens, np.array(shared, dtype=np.int32))
         except OutOfKvError:
-            assert self.pool.pages_for(tokens) - len(shared) > before == self.pool.free_pages
+            assert self.pool.count_pages(tokens) - len(shared) > before == self.pool.free_pages
         else:
             self.live[request] = tokens
             assert request.pages[: request.shared].tolist() == shared
-            assert self.pool.free_pages == before - self.pool.pages_for(tokens) + len(shared)
+            assert self.pool.free_pages == before - self.pool.count_pages(tokens) + len(shared)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -61,7 +61,7 @@ class AllocatorMachine(RuleBasedStateMachine):
             if others and data.draw(st.booleans()):
                 pages[place] = others.pop()
         free = self.pool.free_pages
-        self.pool.share(request, pages)
+        self.pool.share_pages(request, pages)
         replaced = [page for page in had if page not in pages]
         self.cached += [page for page in had if page in pages]
         assert request.pages[:count].tolist() == pages.tolist()
@@ -73,11 +73,11 @@ class AllocatorMachine(RuleBasedStateMachine):
         read = {int(page) for request in self.live for page in request.pages[: request.shared]}
         idle = [page for page in self.cached if page not in read]
         gone = idle[: data.draw(st.integers(0, len(idle)))]
-        self.pool.give_back(np.array(gone, dtype=np.int32))
+        self.pool.free_evicted(np.array(gone, dtype=np.int32))
         self.cached = [page for page in self.cached if page not in gone]
         if gone:
             with pytest.raises(ValueError, match="given back that nobody holds"):
-                self.pool.give_back(np.array(gone[:1], dtype=np.int32))
+                self.pool.free_evicted(np.array(gone[:1], dtype=np.int32))
 
     @precondition(lambda self: self.live)
     @rule(tokens=st.integers(0, 30), data=st.data())
@@ -126,22 +126,22 @@ class AllocatorMachine(RuleBasedStateMachine):
     def a_token_and_its_location_have_the_same_owner(self) -> None:
         pool = self.pool
         for request, tokens in self.live.items():
-            locs = request.locs(0, tokens)
+            locs = request.compute_locs(0, tokens)
             assert len(locs) == len(set(locs.tolist())) == tokens
             for token, loc in enumerate(locs.tolist()):
                 assert token % pool.dcp == loc % pool.dcp
-                assert owner(token, pool.dcp, pool.interleave) == owner(loc, pool.dcp, pool.interleave)
+                assert get_owner(token, pool.dcp, pool.interleave) == get_owner(loc, pool.dcp, pool.interleave)
 
     @invariant()
     def a_ranks_rows_follow_from_the_pages_alone(self) -> None:
         """Local token j of any rank lies in row pages[j // page_size] · page_size + j % page_size."""
         pool = self.pool
         for request, tokens in self.live.items():
-            locs = request.locs(0, tokens).tolist()
+            locs = request.compute_locs(0, tokens).tolist()
             for rank in range(pool.dcp):
-                mine = local_tokens(tokens, rank, pool.dcp, pool.interleave)
-                assert len(mine) == local_length(tokens, rank, pool.dcp, pool.interleave)
-                rows = [row(locs[token], pool.dcp, pool.interleave) for token in mine]
+                mine = list_local_tokens(tokens, rank, pool.dcp, pool.interleave)
+                assert len(mine) == compute_local_length(tokens, rank, pool.dcp, pool.interleave)
+                rows = [get_row(locs[token], pool.dcp, pool.interleave) for token in mine]
                 size = pool.page_size
                 assert rows == [request.pages[j // size] * size + j % size for j in range(len(mine))]
 
@@ -153,7 +153,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         pages = sum(-(-count // page) for count in own) + len(self.cached)
         assert self.pool.tokens == tokens
         expected = (pages * self.pool.virtual_page - tokens) / (pages * self.pool.virtual_page) if pages else 0.0
-        assert self.pool.fragmentation() == pytest.approx(expected, abs=1e-12)
+        assert self.pool.compute_fragmentation() == pytest.approx(expected, abs=1e-12)
 
 
 TestAllocatorMachine = AllocatorMachine.TestCase
@@ -167,32 +167,32 @@ class TestAllocator:
         Without the padding page: r1 0 1 2 3 8 9, r2 4 5 6. With it, all are 4 higher.
         """
         pool = DcpAllocator(pages=8, page_size=1, dcp=4)
-        r1 = pool.alloc(4)
-        r2 = pool.alloc(3)
+        r1 = pool.allocate(4)
+        r2 = pool.allocate(3)
         pool.extend(r1, 2)
-        assert (r1.locs(0, 6) - 4).tolist() == [0, 1, 2, 3, 8, 9]
-        assert (r2.locs(0, 3) - 4).tolist() == [4, 5, 6]
-        assert pool.fragmentation() == 3 / 12, "one row after r2, two after r1"
+        assert (r1.compute_locs(0, 6) - 4).tolist() == [0, 1, 2, 3, 8, 9]
+        assert (r2.compute_locs(0, 3) - 4).tolist() == [4, 5, 6]
+        assert pool.compute_fragmentation() == 3 / 12, "one row after r2, two after r1"
 
     def test_locations_are_32_bit_as_kernels_read_them(self) -> None:
-        request = DcpAllocator(pages=200_000, page_size=1, dcp=8).alloc(128_000)
-        assert request.locs(0, 128_000).dtype == request.pages.dtype == np.int32
-        assert request.locs(127_999, 128_000).tolist() == [8 + 127_999], "a fresh pool is handed out in order"
+        request = DcpAllocator(pages=200_000, page_size=1, dcp=8).allocate(128_000)
+        assert request.compute_locs(0, 128_000).dtype == request.pages.dtype == np.int32
+        assert request.compute_locs(127_999, 128_000).tolist() == [8 + 127_999], "a fresh pool is handed out in order"
 
     def test_a_freed_page_is_the_next_one_handed_out(self) -> None:
         """What was used last is likeliest to be cached, and ranks stay in step without talking."""
         pool = DcpAllocator(pages=8, page_size=4, dcp=2)
-        first = pool.alloc(20)
+        first = pool.allocate(20)
         pages = first.pages.tolist()
         pool.free(first)
-        assert pool.alloc(20).pages.tolist() == pages == [1, 2, 3]
+        assert pool.allocate(20).pages.tolist() == pages == [1, 2, 3]
 
     def test_growing_token_by_token_is_the_same_as_at_once(self) -> None:
         slow, fast = DcpAllocator(64, 4, 2), DcpAllocator(64, 4, 2)
-        grown = slow.alloc(1)
+        grown = slow.allocate(1)
         for _ in range(99):
             slow.extend(grown, 1)
-        assert np.array_equal(grown.locs(0, 100), fast.alloc(100).locs(0, 100))
+        assert np.array_equal(grown.compute_locs(0, 100), fast.allocate(100).compute_locs(0, 100))
 
     @pytest.mark.parametrize(
         ("geometry", "says"),
@@ -212,7 +212,7 @@ class TestAllocator:
     def test_running_out_says_how_much_is_there_and_changes_nothing(self) -> None:
         pool = DcpAllocator(pages=4, page_size=2, dcp=2)
         with pytest.raises(OutOfKvError, match="4 KV pages of 4 tokens are needed and 3 are free"):
-            pool.alloc(13)
+            pool.allocate(13)
         assert (pool.free_pages, pool.tokens) == (3, 0)
         assert issubclass(OutOfKvError, CapacityError)
 
@@ -220,35 +220,35 @@ class TestAllocator:
     def test_locations_of_tokens_that_are_not_there_are_refused(self, span: tuple[int, int]) -> None:
         """A page's unused rows belong to the request, but hold nothing."""
         with pytest.raises(ValueError, match="of a request of 6 tokens"):
-            DcpAllocator(8, 1, 4).alloc(6).locs(*span)
+            DcpAllocator(8, 1, 4).allocate(6).compute_locs(*span)
 
     def test_an_allocation_of_another_pool_is_refused(self) -> None:
         with pytest.raises(ValueError, match="another pool"):
-            DcpAllocator(8, 1, 4).free(DcpAllocator(8, 1, 4).alloc(3))
+            DcpAllocator(8, 1, 4).free(DcpAllocator(8, 1, 4).allocate(3))
 
     def test_a_request_without_tokens_is_refused(self) -> None:
         with pytest.raises(ValueError, match="0 tokens"):
-            DcpAllocator(8, 1, 4).alloc(0)
+            DcpAllocator(8, 1, 4).allocate(0)
 
     def test_a_request_that_is_cached_to_its_end_is_refused(self) -> None:
         """Its last token has to be computed, and needs a place of its own."""
         with pytest.raises(ValueError, match="a request of 8 tokens with 2 pages of them cached needs no memory"):
-            DcpAllocator(8, 1, 4).alloc(8, np.array([3, 4], dtype=np.int32))
+            DcpAllocator(8, 1, 4).allocate(8, np.array([3, 4], dtype=np.int32))
 
     def test_a_page_that_is_not_full_cannot_be_shared(self) -> None:
         """Seven tokens fill one page of four."""
         pool = DcpAllocator(8, 1, 4)
-        request = pool.alloc(7)
+        request = pool.allocate(7)
         with pytest.raises(ValueError, match="2 full pages cannot be shared by a request of 7 tokens"):
-            pool.share(request, request.pages.copy())
+            pool.share_pages(request, request.pages.copy())
 
     @pytest.mark.parametrize("pages", [[0], [5], [1, 1]], ids=str)
     def test_the_cache_cannot_give_back_padding_free_pages_or_one_twice(self, pages: list[int]) -> None:
         """Pages 1 and 2 are in use."""
         pool = DcpAllocator(8, 1, 4)
-        pool.alloc(8)
+        pool.allocate(8)
         with pytest.raises(ValueError, match="given back that nobody holds"):
-            pool.give_back(np.array(pages, dtype=np.int32))
+            pool.free_evicted(np.array(pages, dtype=np.int32))
         assert (pool.free_pages, pool.tokens) == (5, 8)
 
 
@@ -264,9 +264,9 @@ class SlotMachine(RuleBasedStateMachine):
     def alloc(self) -> None:
         if len(self.live) == self.size:
             with pytest.raises(OutOfSlotsError):
-                self.pool.alloc()
+                self.pool.allocate_slot()
         else:
-            slot = self.pool.alloc()
+            slot = self.pool.allocate_slot()
             assert slot not in self.live
             self.live[slot] = []
 
@@ -282,13 +282,13 @@ class SlotMachine(RuleBasedStateMachine):
     def free(self, data: st.DataObject) -> None:
         slot = data.draw(st.sampled_from(list(self.live)))
         del self.live[slot]
-        self.pool.free(slot)
+        self.pool.free_slot(slot)
         with pytest.raises(ValueError, match=f"request slot {slot} is not in use"):
-            self.pool.free(slot)
+            self.pool.free_slot(slot)
 
     @rule()
     def clear(self) -> None:
-        self.pool.clear()
+        self.pool.free_all()
         self.live = {}
 
     @invariant()
@@ -310,12 +310,12 @@ TestSlotMachine.settings = settings(max_examples=60, stateful_step_count=30, dea
 class TestRequestPools:
     def test_slots_start_at_one(self) -> None:
         pool = RequestPool(3, 4, "cpu")
-        assert [pool.alloc() for _ in range(3)] == [1, 2, 3]
+        assert [pool.allocate_slot() for _ in range(3)] == [1, 2, 3]
         assert pool.table.shape == (4, 4)
 
     def test_a_row_that_is_too_long_is_refused_before_anything_is_written(self) -> None:
         pool = RequestPool(3, 4, "cpu")
-        slot = pool.alloc()
+        slot = pool.allocate_slot()
         with pytest.raises(ValueError, match="do not fit rows of 4 tokens"):
             pool.set_locs(slot, 2, np.array([1, 2, 3]))
         assert not pool.table.any()
@@ -326,9 +326,9 @@ class TestRequestPools:
 
     def test_a_pool_without_slots_left_refuses_the_next_request(self) -> None:
         pool = RequestPool(1, 4, "cpu")
-        pool.alloc()
+        pool.allocate_slot()
         with pytest.raises(OutOfSlotsError, match="all 1 request slots are in use"):
-            pool.alloc()
+            pool.allocate_slot()
 
     def test_an_empty_pool_is_refused(self) -> None:
         with pytest.raises(ValueError, match="a pool of 0 request slots"):

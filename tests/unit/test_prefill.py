@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcpbench.engine.model import StepInput
-from dcpbench.engine.prefill import Prefiller, calls
+from dcpbench.engine.prefill import Prefiller, split_calls
 from dcpbench.errors import CapacityError, UsageError
 from dcpbench.kernels import moe
 from dcpbench.points import memory
@@ -26,7 +26,7 @@ TOKENS = 48
 def engine_and_prefiller(window: int = 64, **options):
     """An engine, and what attends for its prompts with windows of so many tokens."""
     engine = build.engine(page_size=PAGE, **options)
-    nbytes = memory.window_bytes(engine.model.shape, Layout(1), window, 4)
+    nbytes = memory.compute_window_bytes(engine.model.shape, Layout(1), window, 4)
     return engine, Prefiller(engine.model, backend="sdpa", tokens=TOKENS, window_bytes=nbytes)
 
 
@@ -104,7 +104,7 @@ class TestLogits:
         assert first.shape == (5, 2)
         weights = [engine.model.weights.layer(index).mlp for index in (1, 2)]
         for ids, w in zip((first, second), weights, strict=True):
-            _, expected = moe.route(router[0, :5] @ w.router.T, w.bias, engine.model.shape)
+            _, expected = moe.select_experts(router[0, :5] @ w.router.T, w.bias, engine.model.shape)
             assert torch.equal(ids, expected)
 
     def test_a_replica_with_nothing_to_do_runs_padding_alone(self):
@@ -121,7 +121,7 @@ class TestCalls:
     def test_each_chunk_sees_its_prefix_once_and_its_own_rows(self, chunks, most, keys):
         """In order; no call has more stored tokens or keys than there is room for, and a part takes all that it holds."""
         starts, stops = [start for start, _ in chunks], [start + count for start, count in chunks]
-        parts = calls(starts, stops, most, keys)
+        parts = split_calls(starts, stops, most, keys)
         assert [c for first, *_ in parts for c in range(first.chunks.start, first.chunks.stop)] == list(
             range(len(chunks))
         )
@@ -139,7 +139,7 @@ class TestCalls:
 
     def test_an_example(self):
         """Room for 6 stored tokens and 12 keys: 5 and 2 do not fit together, and 8 need two windows."""
-        found = calls([5, 0, 2, 8], [8, 1, 4, 9], 6, 12)
+        found = split_calls([5, 0, 2, 8], [8, 1, 4, 9], 6, 12)
         assert [[(c.chunks, c.stored, c.own) for c in part] for part in found] == [
             [(slice(0, 2), [5, 0], True)],
             [(slice(2, 3), [2], True)],
@@ -149,7 +149,7 @@ class TestCalls:
     def test_a_budget_holds_as_many_whole_pages_as_it_says(self):
         """A token takes 2·8·32 numbers of keys and values and a row of 48: 560 numbers, 2,240 bytes; pages of 2."""
         shape, layout = build.TINY, Layout(1)
-        assert memory.window_bytes(shape, layout, 1, 4) == 2240
+        assert memory.compute_window_bytes(shape, layout, 1, 4) == 2240
         engine = build.engine(page_size=PAGE)
         for nbytes, tokens in ((4480, 2), (8959, 2), (8960, 4)):
             assert Prefiller(engine.model, backend="sdpa", tokens=8, window_bytes=nbytes).window == tokens

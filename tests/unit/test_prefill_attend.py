@@ -10,8 +10,8 @@ from dcpbench.engine.model import Model
 from dcpbench.engine.prefill import Prefiller
 from dcpbench.engine.synthetic import SyntheticSource
 from dcpbench.engine.weights import load_weights
-from dcpbench.kernels.prefill.reference import attend
-from dcpbench.kernels.rope import softmax_scale
+from dcpbench.kernels.prefill.reference import compute_attention
+from dcpbench.kernels.rope import compute_softmax_scale
 from dcpbench.points import memory
 from dcpbench.points.layout import Layout
 from dcpbench.serving.requests import Chunk
@@ -33,7 +33,7 @@ def made(device, dtype, backend, window):
     generator = torch.Generator().manual_seed(1)
     kv.data.copy_(torch.randn(kv.data.shape, generator=generator))
     model = Model(SHAPE, ONE, alone(ONE, 0), weights, kv, interleave=1, max_context=TABLE, device=device)
-    nbytes = memory.window_bytes(SHAPE, ONE, window, dtype.itemsize)
+    nbytes = memory.compute_window_bytes(SHAPE, ONE, window, dtype.itemsize)
     prefiller = Prefiller(model, backend=backend, tokens=512, window_bytes=nbytes)
     table = torch.arange(len(CHUNKS) * TABLE, dtype=torch.int32, device=device).view(len(CHUNKS), TABLE)
     return prefiller, table
@@ -52,7 +52,9 @@ def truth(prefiller, q, rows):
     rope = row_SQ[:, None, SHAPE.latent :].expand(-1, SHAPE.heads, -1)
     values = torch.einsum("sr,hrv->shv", latent, w.w_uv.double())
     lengths = [stop - start for start, stop in CHUNKS], [stop for _, stop in CHUNKS]
-    o, _ = attend(q, torch.cat((keys, rope), -1), values, *lengths, causal=True, scale=softmax_scale(SHAPE))
+    o, _ = compute_attention(
+        q, torch.cat((keys, rope), -1), values, *lengths, causal=True, scale=compute_softmax_scale(SHAPE)
+    )
     return o
 
 

@@ -54,11 +54,11 @@ def test_a_step_takes_no_more_than_its_formula_says(backend):
     prefiller = Prefiller(model, backend=backend, tokens=TOKENS)
     workspaces = 128 + 8 * 8 << 20 if backend == "flashinfer" else 0  # one for all, and one for each wrapper
     for _ in range(2):
-        planned = prefiller.plan([Chunk(None, 0, STORED, STORED + TOKENS, samples=True)], table)
-        logits = model.step(inputs, None, planned)
+        planned = prefiller.plan_chunks([Chunk(None, 0, STORED, STORED + TOKENS, samples=True)], table)
+        logits = model.run_step(inputs, None, planned)
     taken = torch.cuda.max_memory_allocated() - before - workspaces
     assert logits.isfinite().all()
     assert [len(part.windows) for part in planned.parts] == [2]
-    said = memory.prefill_bytes(SHAPE, ONE, TOKENS, dtype.itemsize)
+    said = memory.compute_prefill_bytes(SHAPE, ONE, TOKENS, dtype.itemsize)
     assert taken <= said
     assert taken >= 0.5 * said, "nor is it far less"

@@ -36,7 +36,7 @@ def step(device: torch.device, window: int, run: DryRun | None = None) -> torch.
     generator = torch.Generator().manual_seed(0)
     kv.data.copy_(torch.randn(kv.data.shape, generator=generator))
     model = Model(SHAPE, ONE, alone(ONE, 0), weights, kv, interleave=1, max_context=24, device=device)
-    nbytes = memory.window_bytes(SHAPE, ONE, window, 4)
+    nbytes = memory.compute_window_bytes(SHAPE, ONE, window, 4)
     prefiller = Prefiller(model, backend="sdpa", tokens=32, window_bytes=nbytes)
     table = torch.arange(4 * 20, dtype=torch.int32).view(4, 20).to(device)
     rows = [(c.slot, i) for c in CHUNKS for i in range(c.start, c.stop)] + [(0, 0)] * (ROWS - 17)
@@ -44,10 +44,10 @@ def step(device: torch.device, window: int, run: DryRun | None = None) -> torch.
     wanted = torch.tensor([11, 14, 16]).to(device)
     if run is not None:
         run.syncs.clear()
-    planned = prefiller.plan(CHUNKS, table)
+    planned = prefiller.plan_chunks(CHUNKS, table)
     assert [[len(seen.numbers) - 1 for seen in part.windows] for part in planned.parts] == WINDOWS[window]
     inputs = StepInput(positions + 7, positions, table[slots, positions], logit_rows=wanted)
-    return model.step(inputs, None, planned)
+    return model.run_step(inputs, None, planned)
 
 
 def moved(node, device):

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 from dcpbench.measuring import profiling
-from dcpbench.measuring.profiling import _attribute, _label, profile_cpu_step, profile_step
-from dcpbench.measuring.ranges import phase
+from dcpbench.measuring.profiling import _match_phases, _split_time, profile_cpu_step, profile_step
+from dcpbench.measuring.ranges import record_range
 from dcpbench.records.record import Phases, SyncSite
-from dcpbench.syncs.recorded import sync_sites
+from dcpbench.syncs.recorded import build_sync_sites
 
 
 class TraceBuilder:
@@ -95,7 +95,7 @@ def profiled(monkeypatch):
             counts.append(count)
             return next(traces)
 
-        monkeypatch.setattr(profiling, "record", record)
+        monkeypatch.setattr(profiling, "record_steps", record)
         found = profile_step(lambda: None, lambda: None, steps, enabled=True, agree=bool)
         again = [3] if named else []
         assert counts == [3, steps + 2, *again], "the first of each pass and the last replay are not used"
@@ -178,20 +178,20 @@ def spans(*times):
 class TestAttribution:
     def test_overlap_is_counted_once_and_for_the_earlier_kernel(self):
         """a 0-10 and b 4-15: a gets 10, b the 5 that follow."""
-        assert _attribute(spans((0, 10), (4, 15)), ["a", "b"], 15) == {"idle": 0, "a": 10, "b": 5}
+        assert _split_time(spans((0, 10), (4, 15)), ["a", "b"], 15) == {"idle": 0, "a": 10, "b": 5}
 
     def test_a_kernel_inside_another_adds_nothing(self):
         """b 2-5 lies in a 0-10, and the gap of 3 before c 13-14 begins at a's end."""
-        sums = _attribute(spans((0, 10), (2, 5), (13, 14)), ["a", "b", "c"], 14)
+        sums = _split_time(spans((0, 10), (2, 5), (13, 14)), ["a", "b", "c"], 14)
         assert sums == {"idle": 3, "a": 10, "b": 0, "c": 1}
 
     def test_kernels_back_to_back_leave_no_gap(self):
         """The same label twice is one sum."""
-        assert _attribute(spans((5, 10), (10, 12)), ["a", "a"], 12) == {"idle": 0, "a": 7}
+        assert _split_time(spans((5, 10), (10, 12)), ["a", "a"], 12) == {"idle": 0, "a": 7}
 
     def test_the_gap_before_the_next_step_is_idle(self):
         """A host that is late with the next launch costs this step's end: 12 to 20."""
-        assert _attribute(spans((5, 10), (10, 12)), ["a", "a"], 20) == {"idle": 8, "a": 7}
+        assert _split_time(spans((5, 10), (10, 12)), ["a", "a"], 20) == {"idle": 8, "a": 7}
 
     @pytest.mark.parametrize("seed", range(20))
     def test_sums_are_the_span(self, seed):
@@ -199,7 +199,7 @@ class TestAttribution:
         rng = random.Random(seed)
         starts = [rng.randrange(100) for _ in range(12)]
         kernels = spans(*[(start, start + rng.randrange(1, 30)) for start in starts])
-        sums = _attribute(kernels, [rng.choice("abc") for _ in kernels], 200)
+        sums = _split_time(kernels, [rng.choice("abc") for _ in kernels], 200)
         assert min(sums.values()) >= 0
         assert sum(sums.values()) == 200 - min(k.ts for k in kernels)
 
@@ -210,7 +210,7 @@ class TestAttribution:
 
     def test_names_that_never_match_are_all_other(self):
         """Nothing is guessed."""
-        assert _label(spans((0, 1), (1, 2)), [("x", "moe"), ("y", "moe")]) == ["other", "other"]
+        assert _match_phases(spans((0, 1), (1, 2)), [("x", "moe"), ("y", "moe")]) == ["other", "other"]
 
 
 class TestWhatBelongsToAStep:
@@ -249,7 +249,7 @@ class TestHostSyncs:
     def test_ranks_that_see_no_wait_run_the_steps_with_stacks_beside_the_one_that_does(self, monkeypatch):
         """Their collectives would wait for each other."""
         passes = []
-        monkeypatch.setattr(profiling, "record", lambda _, count, **how: passes.append((count, how)))
+        monkeypatch.setattr(profiling, "record_steps", lambda _, count, **how: passes.append((count, how)))
         assert profile_step(lambda: None, lambda: None, 1, enabled=False, agree=lambda mine: not mine) is None
         assert [count for count, _ in passes] == [3, 3, 3]
         assert passes[-1][1] == {"enabled": False, "stacks": True}
@@ -277,7 +277,7 @@ class TestHostSyncs:
         for at in (0, 200, 400):
             trace.step(at, at + 100)
         trace.host("cudaDeviceSynchronize", 600, 700, "cuda_runtime")
-        assert sync_sites(trace.read().sites, "replay") == []
+        assert build_sync_sites(trace.read().sites, "replay") == []
 
     def test_the_worst_site_comes_first(self):
         """By what it cost the GPU: behind the first wait are 10 µs without work, behind the second 300, of which it can
@@ -286,7 +286,7 @@ class TestHostSyncs:
         trace = TraceBuilder().step(0, 2000)
         trace.gpu("a", 5, 10, 100).host("cudaStreamSynchronize", 20, 100, "cuda_runtime")
         trace.gpu("b", 101, 110, 200).host("cudaEventSynchronize", 120, 200, "cuda_runtime").gpu("c", 490, 500, 600)
-        sites = sync_sites(trace.read().sites, "replay")
+        sites = build_sync_sites(trace.read().sites, "replay")
         assert [s.bubble_us for s in sites] == [80.0, 10.0]
         assert [s.call for s in sites] == ["cudaEventSynchronize", "cudaStreamSynchronize"]
 
@@ -299,7 +299,7 @@ class TestOnCpu:
         def step():
             ran.append(1)
             for name in ("attention", "moe", "attention"):
-                with phase(name):
+                with record_range(name):
                     sorted(range(1000))
 
         phases = profile_cpu_step(step, 2, enabled=True)

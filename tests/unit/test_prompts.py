@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from dcpbench.errors import UsageError
-from dcpbench.points.prompts import random_prompts, read_prompts
+from dcpbench.points.prompts import make_random_prompts, read_prompts
 from dcpbench.points.shapes import SHAPES
 
 if TYPE_CHECKING:
@@ -19,12 +19,12 @@ TINY = dataclasses.replace(SHAPES["tiny"], max_position=12)
 
 def test_random_prompts_are_uneven_repeatable_and_as_long_as_the_context() -> None:
     """Context 37, 4 requests: 1 and then 12 more each, below the vocabulary of 512; one request has all of it."""
-    prompts = random_prompts(TINY, 4, 37)
+    prompts = make_random_prompts(TINY, 4, 37)
     assert [len(p) for p in prompts] == [1, 13, 25, 37]
-    assert prompts == random_prompts(TINY, 4, 37)
+    assert prompts == make_random_prompts(TINY, 4, 37)
     assert all(0 <= token < 512 for p in prompts for token in p)
-    assert [len(p) for p in random_prompts(TINY, 1, 37)] == [37]
-    assert [len(p) for p in random_prompts(TINY, 3, 1)] == [1, 1, 1]
+    assert [len(p) for p in make_random_prompts(TINY, 1, 37)] == [37]
+    assert [len(p) for p in make_random_prompts(TINY, 3, 1)] == [1, 1, 1]
 
 
 def test_a_file_of_lists_is_read_as_it_is(tmp_path: Path) -> None:

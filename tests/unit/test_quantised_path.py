@@ -18,7 +18,7 @@ from dcpbench.engine.synthetic import SyntheticSource
 from dcpbench.engine.weights import load_weights
 from dcpbench.kernels import block_scaled, latent, moe, norm
 from dcpbench.kernels import linear as linears
-from dcpbench.kernels.block_scaled import Rows, Scaled, quantise_rows
+from dcpbench.kernels.block_scaled import Rows, Scaled, quantize_rows
 from dcpbench.points.layout import Layout
 from tests.unit.engine_builder import CPU, TINY, alone, layers
 
@@ -41,10 +41,10 @@ def pieces(shape: ModelShape) -> list[torch.Tensor]:
     random = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, shape.vocab, (ROWS,), generator=random)
     batch = StepInput(tokens, torch.tensor([0, 3, 7]), torch.arange(ROWS, dtype=torch.int32))
-    residual, found = model.embed(tokens), []
+    residual, found = model.embed_tokens(tokens), []
     for index in range(shape.layers + 1):
         y = torch.randn(ROWS, shape.heads, shape.value, generator=random) if index else None
-        found += [x.clone() for x in (*model.piece(index, y, batch=batch, residual_BD=residual), residual)]
+        found += [x.clone() for x in (*model.run_piece(index, y, batch=batch, residual_BD=residual), residual)]
     return found
 
 
@@ -52,20 +52,22 @@ def pieces(shape: ModelShape) -> list[torch.Tensor]:
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Kernels are chosen as where there is a GPU. Says of each product over scales who quantised its rows."""
     seen: list[str] = []
-    plain_linear = linears.linear
+    plain_linear = linears.apply_linear
 
     def linear(x: torch.Tensor | Rows, weight: torch.Tensor | Scaled, out: torch.Tensor | None = None) -> torch.Tensor:
         if not isinstance(weight, Scaled):
             return plain_linear(x, weight, out)
         seen.append("before" if isinstance(x, Rows) else "here")
-        return linears.product(x.scaled if isinstance(x, Rows) else quantise_rows(x), weight, torch.float32, out=out)
+        return linears.compute_product(
+            x.scaled if isinstance(x, Rows) else quantize_rows(x), weight, torch.float32, out=out
+        )
 
     def split_latent(*given: object, feeds: object, **more: object) -> object:
         return latent.split_latent_fused(*given, quantise=isinstance(feeds, Scaled), **more)
 
     for module in (block_scaled, norm, moe):
         monkeypatch.setattr(module, "quantised_for", lambda weight: isinstance(weight, Scaled))
-    monkeypatch.setattr(walked, "linear", linear)
+    monkeypatch.setattr(walked, "apply_linear", linear)
     monkeypatch.setattr(walked, "split_latent", split_latent)
     return seen
 

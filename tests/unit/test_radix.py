@@ -49,7 +49,7 @@ class CacheMachine(RuleBasedStateMachine):
     def match(self, tokens: list[int], lock: bool) -> None:
         """The longest cached beginning, in whole pages."""
         keys = self.found(tokens)
-        pages, node = self.cache.match(array(tokens))
+        pages, node = self.cache.match_prefix(array(tokens))
         assert pages.tolist() == [self.pages[key] for key in keys]
         if lock:
             self.cache.lock(node)
@@ -86,7 +86,7 @@ class CacheMachine(RuleBasedStateMachine):
                 break
             key = min(last, key=lambda k: self.used[k])
             expected.append(self.pages.pop(key))
-        assert self.cache.evict(count).tolist() == expected
+        assert self.cache.evict_pages(count).tolist() == expected
 
     def locked(self) -> set[Key]:
         """Pages that somebody reads."""
@@ -122,19 +122,19 @@ def test_two_prompts_that_share_two_pages():
     pages, _ = cache.insert(array([1, 1, 2, 2, 5, 5, 6, 6]), array([11, 12, 7, 3]))
     assert pages.tolist() == [4, 9, 7, 3], "11 and 12 stay the caller's"
     assert cache.pages == 5
-    assert cache.match(array([1, 1, 2, 2, 9, 9]))[0].tolist() == [4, 9]
-    assert cache.match(array([1, 1, 2]))[0].tolist() == [4], "half a page is none"
+    assert cache.match_prefix(array([1, 1, 2, 2, 9, 9]))[0].tolist() == [4, 9]
+    assert cache.match_prefix(array([1, 1, 2]))[0].tolist() == [4], "half a page is none"
 
 
 def test_a_reader_keeps_its_pages_and_not_those_behind_them():
     """Three pages are cached, somebody reads two of them."""
     cache = PrefixCache(1)
     cache.insert(array([1, 2, 3]), array([4, 5, 6]))
-    _, node = cache.match(array([1, 2]))
+    _, node = cache.match_prefix(array([1, 2]))
     cache.lock(node)
-    assert (cache.evictable, cache.evict(9).tolist()) == (1, [6])
+    assert (cache.evictable, cache.evict_pages(9).tolist()) == (1, [6])
     cache.unlock(node)
-    assert cache.evict(9).tolist() == [5, 4], "the end first, as a beginning is of use without it"
+    assert cache.evict_pages(9).tolist() == [5, 4], "the end first, as a beginning is of use without it"
 
 
 def test_what_a_later_prompt_splits_stays_locked_on_both_sides():
@@ -142,8 +142,8 @@ def test_what_a_later_prompt_splits_stays_locked_on_both_sides():
     cache = PrefixCache(1)
     _, node = cache.insert(array([1, 2, 3]), array([4, 5, 6]))
     cache.lock(node)
-    cache.match(array([1, 9]))
-    assert (cache.evictable, cache.evict(9).tolist()) == (0, [])
+    cache.match_prefix(array([1, 9]))
+    assert (cache.evictable, cache.evict_pages(9).tolist()) == (0, [])
     cache.unlock(node)
     assert cache.evictable == 3
 

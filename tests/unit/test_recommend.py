@@ -20,27 +20,27 @@ from dcpbench.cli import main
 from dcpbench.commands import recommend as command
 from dcpbench.errors import RecordsError, UsageError
 from dcpbench.plan import judge
-from dcpbench.plan.judge import shortage
-from dcpbench.plan.serve_spec import serve_defaults
-from dcpbench.plan.spec import planned
+from dcpbench.plan.judge import find_shortage
+from dcpbench.plan.serve_spec import get_serve_defaults
+from dcpbench.plan.spec import make_planned_probe
 from dcpbench.points.floors import Sharding, StepRows
-from dcpbench.points.layout import Layout, valid_layouts
+from dcpbench.points.layout import Layout, list_valid_layouts
 from dcpbench.points.machine import Probe
-from dcpbench.points.machines import described
+from dcpbench.points.machines import load_machine
 from dcpbench.points.point import Load as PointLoad
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import load_shape
 from dcpbench.points.wire import Seconds
 from dcpbench.recommend import advise, answer, estimate
-from dcpbench.recommend.forecast import EMULATED, ESTIMATED, MEASURED, Estimator, Forecast, anchored, of_record
-from dcpbench.recommend.score import Load, Score, score
+from dcpbench.recommend.forecast import EMULATED, ESTIMATED, MEASURED, Estimator, Forecast, apply_factor, from_record
+from dcpbench.recommend.score import Load, Score, compute_score
 from dcpbench.records.record import Percentiles
 from dcpbench.records.runs import read_run
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.servers.presets import PRESETS
-from dcpbench.serving.load_words import ANSWERS, in_step
-from dcpbench.serving.loads import extent, requests_of
+from dcpbench.serving.load_words import ANSWERS, is_lock_step
+from dcpbench.serving.loads import compute_extent, make_point_requests
 from dcpbench.show import terminal
 from tests.unit import record_builder, serve_record_builder, step_times_builder
 
@@ -90,7 +90,7 @@ def test_the_fit_finds_what_steps_were_made_of() -> None:
         dict.fromkeys(estimate.TERMS, 0.0) | {"launch": 61.0, "experts": experts, "attention": attention}
         for experts, attention in ((100.0, 10.0), (500.0, 40.0), (900.0, 800.0), (50.0, 300.0))
     ]
-    fitted = estimate.fit([(terms, sum(true.get(name, 0) * us for name, us in terms.items())) for terms in seen])
+    fitted = estimate.fit_terms([(terms, sum(true.get(name, 0) * us for name, us in terms.items())) for terms in seen])
     over_fp8 = ("attention over fp8", "attention over fp8, multiplied")
     others = {"experts, multiplied": 2.0, "attention, multiplied": 1.25} | dict.fromkeys(over_fp8, 1.25)
     assert {name: round(value, 6) for name, value in fitted.items() if value} == true | others
@@ -102,7 +102,7 @@ def test_a_fit_takes_no_less_than_floors_and_is_the_best_of_all_such() -> None:
         (dict.fromkeys(estimate.TERMS, 0.0) | {"launch": 10.0, "experts": 10.0 + more}, 30.0 - 2 * more)
         for more in (0.0, 1.0, 3.0)
     ]
-    fitted = estimate.fit(seen)
+    fitted = estimate.fit_terms(seen)
     table = np.array([[terms["launch"] / us, terms["experts"] / us] for terms, us in seen])
 
     def error(numbers: tuple[float, float]) -> float:
@@ -121,7 +121,7 @@ def test_attention_over_caches_of_two_precisions_has_shares_of_its_own() -> None
         dict.fromkeys(estimate.TERMS, 0.0) | {"launch": 61.0, name: us}
         for name, us in itertools.product(list(true)[1:], (50.0, 700.0))
     ]
-    fitted = estimate.fit([(terms, sum(true.get(name, 0) * us for name, us in terms.items())) for terms in seen])
+    fitted = estimate.fit_terms([(terms, sum(true.get(name, 0) * us for name, us in terms.items())) for terms in seen])
     assert {name: round(fitted[name], 6) for name in true} == true
     assert fitted["attention over fp8"] == pytest.approx(2.5)
 
@@ -129,10 +129,10 @@ def test_attention_over_caches_of_two_precisions_has_shares_of_its_own() -> None
 def test_a_part_that_was_multiplied_alone_is_read_with_the_same_share() -> None:
     """The reverse of above; no part takes less than its floor, whatever would fit better."""
     terms = dict.fromkeys(estimate.TERMS, 0.0) | {"launch": 1.0, "linear, multiplied": 10.0}
-    fitted = estimate.fit([(terms, 26.0), (terms | {"linear, multiplied": 20.0}, 51.0)])
+    fitted = estimate.fit_terms([(terms, 26.0), (terms | {"linear, multiplied": 20.0}, 51.0)])
     assert (fitted["launch"], fitted["linear, multiplied"]) == (pytest.approx(1.0), pytest.approx(2.5))
     assert fitted["linear"] == fitted["linear, multiplied"]
-    faster = estimate.fit([(terms, 6.0), (terms | {"linear, multiplied": 20.0}, 11.0)])
+    faster = estimate.fit_terms([(terms, 6.0), (terms | {"linear, multiplied": 20.0}, 11.0)])
     assert faster["linear, multiplied"] == 1.0
 
 
@@ -143,17 +143,19 @@ def test_what_older_steps_take_beyond_is_told_from_what_all_take() -> None:
         for experts, older in ((100.0, 61.0), (500.0, 0.0), (900.0, 61.0), (50.0, 0.0))
     ]
     found = [(terms, 3 * 61.0 + 2 * terms["launch, older"] + 1.5 * terms["experts"]) for terms in seen]
-    fitted = estimate.fit(found, ["launch, older"])
+    fitted = estimate.fit_terms(found, ["launch, older"])
     assert (fitted["launch"], fitted["launch, older"]) == (pytest.approx(3.0), pytest.approx(2.0))
     assert fitted["experts"] == pytest.approx(1.5)
-    assert estimate.fit(found)["launch"] > 3.1
+    assert estimate.fit_terms(found)["launch"] > 3.1
 
 
 def of_steps(prompt: int = 0, exchange: str = "none", context: int = 4000, **of: object) -> dict[str, float]:
     """Terms of a step of 8 requests of so many tokens, or of a prompt, of DeepSeek-V3 on H200."""
-    estimator = Estimator(point(**of, exchange=exchange), described("H200"), estimate.published().terms)
-    rows = StepRows(chunks=((prompt, 0),), sampled=1, tokens=prompt) if prompt else estimator.decode_rows(8, context)
-    found = estimate.terms(estimator.sharding, rows, estimator.rates, estimator.wire, exchange)
+    estimator = Estimator(point(**of, exchange=exchange), load_machine("H200"), estimate.load_published_steps().terms)
+    rows = (
+        StepRows(chunks=((prompt, 0),), sampled=1, tokens=prompt) if prompt else estimator.make_decode_rows(8, context)
+    )
+    found = estimate.compute_terms(estimator.sharding, rows, estimator.rates, estimator.wire, exchange)
     assert found is not None
     return found
 
@@ -191,27 +193,29 @@ def test_ranks_with_whole_experts_wait_for_the_one_that_reads_most_of_them() -> 
     """
     shape, rates = load_shape("deepseek-v3"), {"read": 4.8e12}
     whole = Sharding(shape=shape, layout=Layout(4), itemsize=2)
-    assert estimate.waiting_us(whole, 8, rates) == pytest.approx(58 * 3.5 * 18.35, rel=0.01)
-    assert estimate.waiting_us(dataclasses.replace(whole, scaled=True), 8, rates) == pytest.approx(
+    assert estimate.compute_waiting_us(whole, 8, rates) == pytest.approx(58 * 3.5 * 18.35, rel=0.01)
+    assert estimate.compute_waiting_us(dataclasses.replace(whole, scaled=True), 8, rates) == pytest.approx(
         29 * 3.5 * 18.35, rel=0.01
     )
-    assert estimate.waiting_us(whole, 1024, rates) < 1
-    assert estimate.waiting_us(dataclasses.replace(whole, ep=1), 8, rates) == 0
+    assert estimate.compute_waiting_us(whole, 1024, rates) < 1
+    assert estimate.compute_waiting_us(dataclasses.replace(whole, ep=1), 8, rates) == 0
 
 
 def test_a_gpu_that_does_not_multiply_fp8_attends_to_it_at_the_rate_of_bf16() -> None:
     """An A100 with an fp8 cache has floors, and estimates; with fp8 weights neither."""
-    machine = described("A100")
-    of = Estimator(point(kv_dtype="fp8"), machine, estimate.published().terms)
-    rows = of.decode_rows(8, 4000)
-    found = estimate.terms(of.sharding, rows, of.rates, of.wire, "none")
+    machine = load_machine("A100")
+    of = Estimator(point(kv_dtype="fp8"), machine, estimate.load_published_steps().terms)
+    rows = of.make_decode_rows(8, 4000)
+    found = estimate.compute_terms(of.sharding, rows, of.rates, of.wire, "none")
     assert found is not None
-    slower = estimate.terms(of.sharding, rows, of.rates | {"matmul_fp8": 2 * of.rates["matmul"]}, of.wire, "none")
+    slower = estimate.compute_terms(
+        of.sharding, rows, of.rates | {"matmul_fp8": 2 * of.rates["matmul"]}, of.wire, "none"
+    )
     assert slower is not None
     over_fp8 = ("attention over fp8", "attention over fp8, multiplied")
     assert sum(found[name] for name in over_fp8) >= sum(slower[name] for name in over_fp8) > 0
-    fp8 = Estimator(point(weights_dtype="fp8"), machine, estimate.published().terms)
-    assert estimate.terms(fp8.sharding, rows, fp8.rates, fp8.wire, "none") is None
+    fp8 = Estimator(point(weights_dtype="fp8"), machine, estimate.load_published_steps().terms)
+    assert estimate.compute_terms(fp8.sharding, rows, fp8.rates, fp8.wire, "none") is None
 
 
 def test_attention_dp_is_forecast_with_the_placement_of_experts_that_has_the_shorter_step(
@@ -219,38 +223,40 @@ def test_attention_dp_is_forecast_with_the_placement_of_experts_that_has_the_sho
 ) -> None:
     """At 8 requests expert parallel waits for the busiest rank; a width that does not divide leaves no choice."""
     asked = dataclasses.replace(ask("H200"), cycled=True, loads=((8, 4000, None),))
-    (choice,), _ = advise.advise(asked, advise.Known(), estimate.published())
+    (choice,), _ = advise.choose_layouts(asked, advise.Evidence(), estimate.load_published_steps())
     names = [f.who for f in choice.forecasts]
     assert "tp4·dp4·ep1" in names
     assert not {"tp4·dp4", "tp4·dp4·ep4"} & set(names)
     assert "tp4" in names
-    assert advise._placements(asked, Layout(4, 4)) == ["1", "tp"]
-    assert advise._placements(asked, Layout(4)) == ["1"]
+    assert advise._list_placements(asked, Layout(4, 4)) == ["1", "tp"]
+    assert advise._list_placements(asked, Layout(4)) == ["1"]
     odd = dataclasses.replace(load_shape("deepseek-v3"), moe_inter=2056, shared_experts=2)
     monkeypatch.setattr(advise, "load_shape", lambda _: odd)
-    assert advise._placements(asked, Layout(16, 16)) == ["tp"], "2,056 / 16 leaves 8"
-    assert Layout(16, 16) in advise._valid_layouts(odd, 16)
-    assert Layout(16) not in advise._valid_layouts(odd, 16)
+    assert advise._list_placements(asked, Layout(16, 16)) == ["tp"], "2,056 / 16 leaves 8"
+    assert Layout(16, 16) in advise._list_valid_layouts(odd, 16)
+    assert Layout(16) not in advise._list_valid_layouts(odd, 16)
 
 
 def test_layouts_that_split_a_block_of_scales_are_refused_with_the_largest_that_does_not() -> None:
     """2,048 over 32 ranks are 64 of a block of 128: of a tensor-parallel expert, and of the shared expert in every layout."""
     asked = dataclasses.replace(ask("H200+rdma-400"), weights_dtype="fp8", loads=((64, 4000, None),), gpus=(32,))
-    (choice,), _ = advise.advise(asked, advise.Known(), estimate.published())
+    (choice,), _ = advise.choose_layouts(asked, advise.Evidence(), estimate.load_published_steps())
     assert not choice.forecasts
     assert choice.refused["tp32"] == (
         "an expert (64 numbers) of deepseek-v3 on a rank ends inside a block of 128, and kernels take whole blocks; give "
         "--gpus 16, or --weights-dtype bf16"
     )
     assert not choice.without_room
-    (wide,), _ = advise.advise(dataclasses.replace(asked, weights_dtype="bf16"), advise.Known(), estimate.published())
+    (wide,), _ = advise.choose_layouts(
+        dataclasses.replace(asked, weights_dtype="bf16"), advise.Evidence(), estimate.load_published_steps()
+    )
     assert "tp32" in {f.who for f in wide.forecasts}
 
 
 def why_sweep_refuses(one: Point, probe: Probe) -> str:
     """The message with which the planner of `sweep` refuses a point; empty if it takes it."""
     try:
-        judge.check(one, Settings(), load_shape(one.model), judge.Machine(probe=probe))
+        judge.check_runnable(one, Settings(), load_shape(one.model), judge.Machine(probe=probe))
     except UsageError as e:
         return str(e)
     return ""
@@ -263,9 +269,9 @@ def test_recommend_refuses_the_layouts_that_sweep_refuses(model: str, weights: s
     asked = dataclasses.replace(ask("H200+rdma-400"), model=model, weights_dtype=weights)
     refused, accepted = 0, 0
     for tp in range(1, 33):
-        probe = msgspec.structs.replace(planned("H200", 8), count=tp, memory_bytes=1 << 44)
-        for layout in advise._valid_layouts(load_shape(model), tp):
-            for one in advise._points(asked, layout, 8, 4000, None):
+        probe = msgspec.structs.replace(make_planned_probe("H200", 8), count=tp, memory_bytes=1 << 44)
+        for layout in advise._list_valid_layouts(load_shape(model), tp):
+            for one in advise._make_points(asked, layout, 8, 4000, None):
                 reason = advise.explain_refusal(asked, one).partition("; give ")[0]
                 message = why_sweep_refuses(one, probe)
                 assert bool(message) == bool(reason), one.instance_name
@@ -280,7 +286,7 @@ def test_recommend_refuses_the_layouts_that_sweep_refuses(model: str, weights: s
 def test_more_requests_than_the_largest_graph_are_refused_as_sweep_refuses_them() -> None:
     """A decode step of 513 requests has no graph with one replica, but has one with two."""
     asked = dataclasses.replace(ask("H200"), weights_dtype="fp8", loads=((513, 100, None),), gpus=(8,))
-    (choice,), _ = advise.advise(asked, advise.Known(), estimate.published())
+    (choice,), _ = advise.choose_layouts(asked, advise.Evidence(), estimate.load_published_steps())
     assert choice.refused["tp8"] == (
         "--concurrency 513 is more than tp8 takes, 512 requests (the largest CUDA graph); --concurrency can be up to 512"
     )
@@ -290,7 +296,7 @@ def test_more_requests_than_the_largest_graph_are_refused_as_sweep_refuses_them(
 def test_a_gpu_without_fp8_is_refused_as_sweep_refuses_it() -> None:
     """An A100 multiplies no e4m3, in any layout."""
     asked = dataclasses.replace(ask("A100"), weights_dtype="fp8", loads=((8, 4000, None),))
-    (choice,), _ = advise.advise(asked, advise.Known(), estimate.published())
+    (choice,), _ = advise.choose_layouts(asked, advise.Evidence(), estimate.load_published_steps())
     assert set(choice.refused.values()) == {
         "a GPU with fp8 is needed (compute capability 8.9 or later), and NVIDIA A100-SXM4-80GB has 8.0; give --weights-dtype bf16"
     }
@@ -298,21 +304,23 @@ def test_a_gpu_without_fp8_is_refused_as_sweep_refuses_it() -> None:
 
 def test_padding_rows_go_through_the_experts() -> None:
     """Six requests of each of four replicas run as eight: 32 rows, not 24, and take as long."""
-    of = Estimator(point(dp=4, ep="tp"), described("H200"), estimate.published().terms)
-    six, eight = (estimate.padded(of.decode_rows(n, 4000), 4) for n in (24, 32))
+    of = Estimator(point(dp=4, ep="tp"), load_machine("H200"), estimate.load_published_steps().terms)
+    six, eight = (estimate.pad_step(of.make_decode_rows(n, 4000), 4) for n in (24, 32))
     assert six.tokens == eight.tokens == 32
     assert len(six.decodes) == 8
-    assert of.ms(of.decode_rows(24, 4000)) == pytest.approx(of.ms(of.decode_rows(32, 4000)), rel=0.02)
+    assert of.estimate_ms(of.make_decode_rows(24, 4000)) == pytest.approx(
+        of.estimate_ms(of.make_decode_rows(32, 4000)), rel=0.02
+    )
 
 
 def test_calls_of_a_layout_are_those_of_its_groups() -> None:
     """tp4·dcp4 has two all-reduces and an exchange, tp4·dp4 an all-gather and a reduce-scatter; tp1 none."""
-    machine, shape = described("H200"), load_shape("deepseek-v3")
+    machine, shape = load_machine("H200"), load_shape("deepseek-v3")
 
     def kinds(**degrees: int) -> set[str]:
-        of = Estimator(point(**degrees, exchange="a2a"), machine, estimate.published().terms)
+        of = Estimator(point(**degrees, exchange="a2a"), machine, estimate.load_published_steps().terms)
         assert of.sharding.shape == shape
-        return set(estimate.calls(of.sharding, of.decode_rows(8, 4000), of.wire, "a2a"))
+        return set(estimate.predict_calls(of.sharding, of.make_decode_rows(8, 4000), of.wire, "a2a"))
 
     assert kinds(tp=4, dcp=4) == {"all-reduce", "a2a"}
     assert kinds(tp=4, dp=4) == {"all-gather", "reduce-scatter"}
@@ -332,11 +340,11 @@ def test_calls_receive_what_the_other_ranks_send_and_are_made_once_a_layer() -> 
         return Seconds(mean=1.0, low=0.5, high=2.0)
 
     def made(rows: int, exchange: str, **degrees: int) -> dict[str, Seconds]:
-        of = Estimator(point(**degrees, exchange=exchange), described("H200"), estimate.published().terms)
+        of = Estimator(point(**degrees, exchange=exchange), load_machine("H200"), estimate.load_published_steps().terms)
         asked.clear()
         known = SimpleNamespace(in_step=SimpleNamespace(seconds=seconds))
-        return estimate.calls(
-            of.sharding, estimate.padded(of.decode_rows(rows, 4000), degrees.get("dp", 1)), known, exchange
+        return estimate.predict_calls(
+            of.sharding, estimate.pad_step(of.make_decode_rows(rows, 4000), degrees.get("dp", 1)), known, exchange
         )
 
     found = made(8, "a2a", tp=4, dcp=4)
@@ -353,31 +361,33 @@ def test_calls_receive_what_the_other_ranks_send_and_are_made_once_a_layer() -> 
 
 def test_a_prefix_is_gathered_from_the_ranks_that_share_it() -> None:
     """Of 1,000 stored tokens, 1,152 bytes each, half lie on the other of two ranks."""
-    of = Estimator(point(tp=2, dcp=2, exchange="a2a"), described("H200"), estimate.published().terms)
+    of = Estimator(point(tp=2, dcp=2, exchange="a2a"), load_machine("H200"), estimate.load_published_steps().terms)
     asked: list[tuple[object, ...]] = []
     alone = SimpleNamespace(seconds=lambda *call: asked.append(call) or Seconds(mean=1.0, low=0.5, high=2.0))
     known = SimpleNamespace(in_step=alone)
-    estimate.calls(of.sharding, StepRows(chunks=((64, 1000), (8, 0)), tokens=72), known, "a2a")
+    estimate.predict_calls(of.sharding, StepRows(chunks=((64, 1000), (8, 0)), tokens=72), known, "a2a")
     assert asked == [("all-reduce", 2, 72 * 14_336, 1)] * 2 + [("all-gather", 2, 576_000, 1)]
 
 
 def test_a_kind_of_call_errs_the_same_way_in_both_layouts() -> None:
     """4 % of ratios, and what is left where both have 5 and 8 % of the same calls: 3 %; of different ones √(25 + 64)."""
     a = forecast(100, wire={"all-reduce": 0.05})
-    assert advise.margin(a, forecast(90, wire={"all-reduce": 0.08})) == pytest.approx(0.07)
-    assert advise.margin(a, forecast(90, wire={"a2a": 0.08})) == pytest.approx(0.04 + (0.05**2 + 0.08**2) ** 0.5)
+    assert advise.compute_margin(a, forecast(90, wire={"all-reduce": 0.08})) == pytest.approx(0.07)
+    assert advise.compute_margin(a, forecast(90, wire={"a2a": 0.08})) == pytest.approx(
+        0.04 + (0.05**2 + 0.08**2) ** 0.5
+    )
 
 
 def test_an_estimate_is_undecided_against_a_record_within_both_bands() -> None:
     """A lead of 15 % is less than 1.1 · 1.1 − 1 = 21 %; set right by the record, the 4 % of ratios count."""
     seen, guess = forecast(115, MEASURED), forecast(100)
-    assert not advise.ahead(seen, guess)
-    assert advise.ahead(dataclasses.replace(seen, low=115, high=115), anchored(guess, 1.0))
+    assert not advise.is_ahead(seen, guess)
+    assert advise.is_ahead(dataclasses.replace(seen, low=115, high=115), apply_factor(guess, 1.0))
 
 
 def test_a_price_is_of_all_gpus_of_a_layout() -> None:
     """3.6 $ · 4 GPUs an hour at 1,000 tok/s: 14.4 / 3.6 million tokens, 4 $ a million."""
-    mean, low, high = advise.dollars(3.6, forecast(1000))
+    mean, low, high = advise.compute_price(3.6, forecast(1000))
     assert (round(mean, 6), low < mean < high) == (4.0, True)
 
 
@@ -395,7 +405,9 @@ def test_a_score_counts_picks_within_three_percent_and_the_best_constant() -> No
 
 def test_published_decode_steps_are_picked_right_by_shares_of_the_other_model() -> None:
     """At least nine of ten loads on 4 × H200, and more than the best constant answer."""
-    found = score(read_run(DECODED).records, described("H200"), planned("H200", 4), estimate.published())
+    found = compute_score(
+        read_run(DECODED).records, load_machine("H200"), make_planned_probe("H200", 4), estimate.load_published_steps()
+    )
     assert len(found.loads) == 18
     assert found.right >= 0.9 * len(found.loads)
     assert found.right > found.constant[1]
@@ -434,7 +446,7 @@ def test_presets_use_documented_flags_alone(name: str, nnodes: int) -> None:
                     kv_dtype=kv,
                     interleave=interleave,
                 )
-                words = PRESETS[name].words(of, {}, "m", 7, nnodes=nnodes)
+                words = PRESETS[name].make_command(of, {}, "m", 7, nnodes=nnodes)
                 seen |= {word for word in words if word.startswith("--")}
                 for flag, values in listed["values"].items():
                     assert flag not in words or words[words.index(flag) + 1] in values
@@ -458,10 +470,10 @@ def test_no_command_is_made_for_what_an_engine_cannot_run(name: str, of: dict[st
     wanted = point(**({"tp": 8, "dcp": 8} | of))
     assert PRESETS[name].find_lacking(wanted) == lacking
     if not lacking:
-        assert PRESETS[name].words(wanted, {}, "m", 7)
+        assert PRESETS[name].make_command(wanted, {}, "m", 7)
         return
     with pytest.raises(UsageError, match=f"{name} has no {lacking[0]}"):
-        PRESETS[name].words(wanted, {}, "m", 7)
+        PRESETS[name].make_command(wanted, {}, "m", 7)
 
 
 def test_an_exchange_that_an_engine_lacks_is_answered_with_the_nearest_and_its_own_forecast(
@@ -492,7 +504,7 @@ def test_the_nearest_that_an_engine_can_run_is_a_record_before_an_estimate() -> 
     load = advise.Choice(
         name="32 × 4,000 tokens", concurrency=32, forecasts=[best], misses={}, refused={}, runs=[best, slower, faster]
     )
-    found = advise.find_nearest(ask("H200"), load, best, ["ag_rs", "a2a"], estimate.published())
+    found = advise.find_nearest(ask("H200"), load, best, ["ag_rs", "a2a"], estimate.load_published_steps())
     assert found is faster
     start = answer.Start(
         engine="vllm", lacking=["--exchange symm"], nearest=found, load=load.name, command="vllm serve"
@@ -564,7 +576,9 @@ def test_a_run_on_a_cpu_is_left_out_with_what_to_type_instead() -> None:
     first = next(r for r in run.records if r.outcome == "ok")
     tiny = msgspec.structs.replace(first, marks=["cpu"], point=msgspec.structs.replace(first.point, model="tiny"))
     asked = dataclasses.replace(ask("H200"), loads=((8, 4000, None), (32, 4000, None)), kv_memory="40 GB")
-    found, (note,) = advise._records(asked, advise.Known(runs=[dataclasses.replace(run, records=[tiny, tiny])]))
+    found, (note,) = advise._select_records(
+        asked, advise.Evidence(runs=[dataclasses.replace(run, records=[tiny, tiny])])
+    )
     assert found == []
     assert note.startswith(
         "Left out: 2 records run on a CPU, whose times say nothing about speed; on NVIDIA H200 type "
@@ -574,15 +588,15 @@ def test_a_run_on_a_cpu_is_left_out_with_what_to_type_instead() -> None:
         "--kv-dtype bf16 --kv-memory '40 GB' -o runs/measured, and name runs/measured here"
     ) in note
     failed = msgspec.structs.replace(first, outcome="failed")
-    _, notes = advise._records(ask("H200"), advise.Known(runs=[dataclasses.replace(run, records=[failed])]))
+    _, notes = advise._select_records(ask("H200"), advise.Evidence(runs=[dataclasses.replace(run, records=[failed])]))
     assert notes == [f"{run.name}: no point of it ran to its end."]
 
 
-def ask(machine: str) -> advise.Ask:
+def ask(machine: str) -> advise.Query:
     """For DeepSeek-V3 in bf16 on four GPUs, without a load."""
-    return advise.Ask(
+    return advise.Query(
         model="deepseek-v3",
-        machine=described(machine),
+        machine=load_machine(machine),
         named=machine,
         gpus=(4,),
         loads=(),
@@ -599,7 +613,9 @@ def test_what_is_at_work_is_told_and_said_on_stderr(
     """Each layout of each load, and of a score each load; nothing of it on stdout, which scripts read."""
     told: list[str] = []
     loads = ((8, 4000, None), (32, 4000, None))
-    advise.advise(dataclasses.replace(ask("H200"), loads=loads), advise.Known(), estimate.published(), told.append)
+    advise.choose_layouts(
+        dataclasses.replace(ask("H200"), loads=loads), advise.Evidence(), estimate.load_published_steps(), told.append
+    )
     assert told[0] == "load 1 of 2, 8 × 4,000 tokens: tp4, layout 1 of 6"
     assert [text.split(",")[0] for text in told] == ["load 1 of 2"] * 6 + ["load 2 of 2"] * 6
     hours = itertools.count(step=3600)
@@ -617,24 +633,24 @@ def test_emulated_points_count_for_the_machine_that_they_stand_for() -> None:
     run = read_run(DECODED)
     first = next(r for r in run.records if r.outcome == "ok")
 
-    def known(emulate: str, tp: int = 4) -> advise.Known:
+    def known(emulate: str, tp: int = 4) -> advise.Evidence:
         of = msgspec.structs.replace(first.point, emulate=emulate, tp=tp)
-        return advise.Known(runs=[dataclasses.replace(run, records=[msgspec.structs.replace(first, point=of)])])
+        return advise.Evidence(runs=[dataclasses.replace(run, records=[msgspec.structs.replace(first, point=of)])])
 
-    ((record, name),), _ = advise._records(ask("H200+rdma-400"), known("H200"))
-    assert of_record(record, name).source == EMULATED
-    assert advise._records(ask("H200+rdma-400"), known("H200", tp=16))[0] == []
-    assert advise._records(ask("H20"), known("H200"))[0] == []
+    ((record, name),), _ = advise._select_records(ask("H200+rdma-400"), known("H200"))
+    assert from_record(record, name).source == EMULATED
+    assert advise._select_records(ask("H200+rdma-400"), known("H200", tp=16))[0] == []
+    assert advise._select_records(ask("H20"), known("H200"))[0] == []
 
 
 def test_served_records_count_only_with_the_kv_memory_that_is_asked_for() -> None:
     """How much KV there is decides who waits: points at 8 GiB say nothing of a whole GPU."""
     run = read_run(ROOT / "results" / "serving-deepseek-v3-kimi-k2_4xH200_2026-11-21" / "v3-seed-8gib")
     asked = ask("H200")
-    none, notes = advise._records(asked, advise.Known(runs=[run]))
+    none, notes = advise._select_records(asked, advise.Evidence(runs=[run]))
     assert none == []
     assert "with 8 GiB of KV on each GPU, not all that was left (--kv-memory)" in notes[0]
-    same, _ = advise._records(dataclasses.replace(asked, kv_memory="8GiB"), advise.Known(runs=[run]))
+    same, _ = advise._select_records(dataclasses.replace(asked, kv_memory="8GiB"), advise.Evidence(runs=[run]))
     assert len(same) == len([r for r in run.records if r.outcome == "ok"]) > 0
 
 
@@ -652,9 +668,9 @@ def test_of_records_of_attention_dp_it_is_told_where_they_may_be_of_an_engine_wi
         point=msgspec.structs.replace(first.point, dp=dp, dcp=1),
         honesty=msgspec.structs.replace(first.honesty, padded_rows=padded),
     )
-    found, notes = advise._records(
+    found, notes = advise._select_records(
         dataclasses.replace(ask("H200"), kv_memory="8GiB"),
-        advise.Known(runs=[dataclasses.replace(run, records=[record])]),
+        advise.Evidence(runs=[dataclasses.replace(run, records=[record])]),
     )
     assert len(found) == 1
     said = f"{run.name}: it does not say that its engine left rows of padding out of experts, "
@@ -780,9 +796,11 @@ def test_where_nothing_fits_a_label_is_said_once() -> None:
     small = dataclasses.replace(
         choice(), refused={"tp8": "its weights are large"}, without_room={"tp8"}, instead=["--x"]
     )
-    assert answer.sentence(ask("H200"), [small]).endswith("can be recommended: tp8: its weights are large; give --x.")
+    assert answer.format_answer(ask("H200"), [small]).endswith(
+        "can be recommended: tp8: its weights are large; give --x."
+    )
     other = dataclasses.replace(small, refused={"tp8": "nothing is known of it; measure it."}, without_room=set())
-    assert answer.sentence(ask("H200"), [other]).endswith("recommended: tp8: nothing is known of it; measure it.")
+    assert answer.format_answer(ask("H200"), [other]).endswith("recommended: tp8: nothing is known of it; measure it.")
 
 
 def test_a_pool_that_is_too_small_for_a_step_refuses_a_layout_as_sweep_does(
@@ -796,9 +814,9 @@ def test_a_pool_that_is_too_small_for_a_step_refuses_a_layout_as_sweep_does(
     (load,) = found["loads"]
     fits = {layout["layout"].partition(" ")[0].partition("·ep")[0] for layout in load["layouts"]}
     settings = dataclasses.replace(ask("H200"), kv_memory="8.6GiB").settings
-    for layout in valid_layouts(load_shape("deepseek-v3"), 8):
+    for layout in list_valid_layouts(load_shape("deepseek-v3"), 8):
         of = point(tp=8, dp=layout.dp, dcp=layout.dcp, context=32000, weights_dtype="fp8")
-        said, _ = shortage(of, settings, load_shape("deepseek-v3"), planned("H200", 8))
+        said, _ = find_shortage(of, settings, load_shape("deepseek-v3"), make_planned_probe("H200", 8))
         assert (str(layout) in fits) == (said == "")
         who = f"{layout} (ep1 or ep8)" if layout.dp > 1 else str(layout)
         assert load["refused"].get(who, "") == said.removeprefix(f"{of.instance_name}: ")
@@ -810,15 +828,15 @@ def test_a_pool_that_is_too_small_for_a_step_refuses_a_layout_as_sweep_does(
 
 def test_loads_that_nobody_types_are_those_of_serve() -> None:
     """In lengths and chunks; their clients do not run in lock-step."""
-    of_serve = serve_defaults(Probe(device="cuda", count=8, name="NVIDIA H200"))
-    found = command._loads(command.Wanted(), load_shape("deepseek-v3").max_position)
+    of_serve = get_serve_defaults(Probe(device="cuda", count=8, name="NVIDIA H200"))
+    found = command._make_loads(command.Wanted(), load_shape("deepseek-v3").max_position)
     for requests, context, served in found:
         assert served is not None
         assert {name: (getattr(served, name),) for name in ("input_tokens", "output_tokens", "chunk")} == {
             name: of_serve[name] for name in ("input_tokens", "output_tokens", "chunk")
         }
-        assert not in_step(served, requests)
-        assert context == extent(served).longest
+        assert not is_lock_step(served, requests)
+        assert context == compute_extent(served).longest
 
 
 def test_decode_steps_take_no_option_of_served_loads(capsys: pytest.CaptureFixture[str]) -> None:
@@ -840,8 +858,8 @@ def test_decode_steps_take_no_option_of_served_loads(capsys: pytest.CaptureFixtu
 def test_what_is_not_known_meets_no_objective() -> None:
     """Nor is it given a figure that it lacks."""
     known = dataclasses.replace(forecast(100), itl_ms=Percentiles(p50=20.0))
-    assert known.misses({"itl": 30.0}) == []
-    assert known.misses({"itl": 10.0, "ttft": 1e9}) == ["ITL p50 20 ms", "TTFT, which is not known"]
+    assert known.list_missed({"itl": 30.0}) == []
+    assert known.list_missed({"itl": 10.0, "ttft": 1e9}) == ["ITL p50 20 ms", "TTFT, which is not known"]
 
 
 def test_no_figure_is_told_closer_than_launches_differ() -> None:
@@ -852,14 +870,16 @@ def test_no_figure_is_told_closer_than_launches_differ() -> None:
     assert forecast(1000).band == (forecast(1000).low, forecast(1000).high)
     priced = dataclasses.replace(ask("H200"), price=3.6)
     one = dataclasses.replace(choice(1000), forecasts=[seen])
-    assert advise.dollars(3.6, seen) == pytest.approx(
+    assert advise.compute_price(3.6, seen) == pytest.approx(
         (4.0, 4.0 / (1 + REPEATS_AGREE_WITHIN), 4.0 * (1 + REPEATS_AGREE_WITHIN))
     )
-    (row,) = answer.rows(priced, [one])
+    (row,) = answer.make_rows(priced, [one])
     assert row[2] == "1,000 [980–1,020]"
-    told = answer.as_json(priced, [one], [], estimate.published(), {})["loads"][0]["layouts"][0]["output_tok_s"]
+    told = answer.convert_to_json(priced, [one], [], estimate.load_published_steps(), {})["loads"][0]["layouts"][0][
+        "output_tok_s"
+    ]
     assert told == {"mean": 1000, "low": low, "high": high}
-    assert advise.margin(seen, seen) == REPEATS_AGREE_WITHIN
+    assert advise.compute_margin(seen, seen) == REPEATS_AGREE_WITHIN
 
 
 def test_the_picture_names_layouts_as_the_table_does_and_marks_what_was_not_measured(
@@ -867,7 +887,7 @@ def test_the_picture_names_layouts_as_the_table_does_and_marks_what_was_not_meas
 ) -> None:
     """Two exchanges of one layout have two marks of one colour; estimates are hollow and dashed, replays hollow."""
     drawn: list[Figure] = []
-    monkeypatch.setattr("dcpbench.show.figures.save", lambda figure, *_: drawn.append(figure))
+    monkeypatch.setattr("dcpbench.show.figures.save_figure", lambda figure, *_: drawn.append(figure))
     loads = [
         [forecast(800, MEASURED), forecast(700, dcp=4, exchange="a2a"), forecast(500, "replayed", dp=2, ep="1")],
         [forecast(900, MEASURED), forecast(800, dcp=4, exchange="symm"), forecast(600, dp=2, ep="1")],
@@ -877,7 +897,7 @@ def test_the_picture_names_layouts_as_the_table_does_and_marks_what_was_not_meas
         dataclasses.replace(choice(), name=f"{n} × 4,000", concurrency=n, forecasts=of)
         for n, of in zip((8, 16, 32), loads, strict=True)
     ]
-    answer.picture(ask("H200"), choices, tmp_path / "x.png")
+    answer.draw_picture(ask("H200"), choices, tmp_path / "x.png")
     (figure,) = drawn
     signs = {str(sign.get_label()): sign for sign in figure.legends[0].legend_handles}
     named = {f.who for of in loads for f in of}
@@ -899,13 +919,13 @@ def test_layouts_that_would_fit_and_are_not_judged_stand_beside_the_answer() -> 
     known = dataclasses.replace(
         choice(100.0), refused={"tp8": "no call was measured.", "tp2": "large"}, without_room={"tp2"}
     )
-    assert answer.sentence(ask("H200"), [known]).endswith(" Not judged at every load: tp8; why, see below.")
+    assert answer.format_answer(ask("H200"), [known]).endswith(" Not judged at every load: tp8; why, see below.")
     many = dataclasses.replace(known, refused={f"tp{n}": "no call was measured." for n in range(8)}, without_room=set())
-    assert answer.sentence(ask("H200"), [many]).endswith(" Not judged at every load: 8 layouts; why, see below.")
+    assert answer.format_answer(ask("H200"), [many]).endswith(" Not judged at every load: 8 layouts; why, see below.")
     fits = dataclasses.replace(known, without_room={"tp2", "tp8"})
-    assert "judged" not in answer.sentence(ask("H200"), [fits])
+    assert "judged" not in answer.format_answer(ask("H200"), [fits])
     nothing = [dataclasses.replace(one, forecasts=[]) for one in (known, fits)]
-    assert [row[1] for row in answer.rows(ask("H200"), nothing)] == ["none judged", "none fits"]
+    assert [row[1] for row in answer.make_rows(ask("H200"), nothing)] == ["none judged", "none fits"]
 
 
 def test_layouts_over_hosts_need_a_link(capsys: pytest.CaptureFixture[str]) -> None:
@@ -921,7 +941,7 @@ def test_layouts_over_hosts_need_a_link(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_the_shares_in_the_package_say_what_they_are_of() -> None:
     """Every source is a folder of results/, and both models can be left out."""
-    steps = estimate.published()
+    steps = estimate.load_published_steps()
     assert steps.sources
     assert all((ROOT / source).is_dir() for source in steps.sources)
     assert steps.without.keys() == {"deepseek-v3", "kimi-k2"}
@@ -953,7 +973,7 @@ def test_a_record_counts_for_the_same_layout_under_the_same_load(
     seen: dict[str, object], wanted: dict[str, object], same: bool
 ) -> None:
     """A decode point is no load, and one load's seed is as good as another's."""
-    assert advise._same(point(**seen), point(**wanted)) is same
+    assert advise._is_same_load(point(**seen), point(**wanted)) is same
 
 
 def stepped(concurrency: int = 8, context: int = 1020, **given: object) -> advise.Choice:
@@ -963,10 +983,10 @@ def stepped(concurrency: int = 8, context: int = 1020, **given: object) -> advis
     )
     times = step_times_builder.step_times(path=path)
     asked = dataclasses.replace(ask("H200"), cycled=True)
-    steps = estimate.published()
+    steps = estimate.load_published_steps()
     tp4 = [Layout(4)]
     served = load(**given)
-    return advise._choice(
+    return advise._choose_layout(
         asked, {"times.json": times}, steps, [], {}, tp4, lambda _: None, concurrency, context, served
     )
 
@@ -994,7 +1014,11 @@ def test_clients_that_go_in_step_are_told(changed: list[dict[str, object]], told
     loads = tuple((8, 1020, load(requests=100, **more)) for more in changed)
     for requests, words in ((8, told), (1, None)):
         asked = dataclasses.replace(ask("H200"), loads=tuple((requests, *rest) for _, *rest in loads))
-        said = [text for text in answer.unknown(asked, [stepped()], estimate.published()) if "in lock-step" in text]
+        said = [
+            text
+            for text in answer.list_unknowns(asked, [stepped()], estimate.load_published_steps())
+            if "in lock-step" in text
+        ]
         assert [text[: len(words or "")] for text in said] == [words] * bool(words)
 
 
@@ -1006,7 +1030,7 @@ def test_the_answer_says_that_attention_dp_gains_by_clients_in_step(dp: int, out
     of = forecast(100)
     of = dataclasses.replace(of, point=msgspec.structs.replace(of.point, dp=dp))
     choice = advise.Choice(name="8 × 1,020", concurrency=8, forecasts=[of], misses={}, refused={})
-    text = answer.sentence(asked, [choice])
+    text = answer.format_answer(asked, [choice])
     assert text.endswith("which favours attention DP: ask again with --output-tokens uniform:18-22.") == told
     assert ("in lock-step" in text) == told
 
@@ -1017,11 +1041,11 @@ def test_where_step_times_do_not_reach_the_load_floors_stand_in() -> None:
     assert [f.source for f in choice.forecasts] == ["estimated"]
     assert choice.refused == {}
     assert choice.short["tp4"].startswith("times.json: no step time is known")
-    told = answer.unknown(ask("H200"), [choice], estimate.published())
+    told = answer.list_unknowns(ask("H200"), [choice], estimate.load_published_steps())
     assert any(text.startswith(f"tp4 at {choice.name} is estimated: times.json: ") for text in told)
     times = step_times_builder.step_times(path=step_times_builder.path_of(model="deepseek-v3", tp=4, dtype="bf16"))
     served = point(concurrency=1, context=100_020, load=load(input_tokens="100000", requests=2))
-    reason = advise._replayed(ask("H200"), served, "times.json", times)
+    reason = advise._replay_point(ask("H200"), served, "times.json", times)
     assert isinstance(reason, str)
     assert reason.startswith("times.json: ")
 
@@ -1031,7 +1055,7 @@ def test_step_times_of_another_layout_say_nothing(other: dict[str, object]) -> N
     """Nor do any of a decode point, whose step is what is asked."""
     times = step_times_builder.step_times(path=step_times_builder.path_of(model="deepseek-v3", tp=4, dtype="bf16"))
     served = point(**({"load": load(), "context": 1020} | other))
-    assert advise._replayed(ask("H200"), served, "times.json", times) is None
+    assert advise._replay_point(ask("H200"), served, "times.json", times) is None
 
 
 def test_a_long_replay_tells_how_many_steps_it_has_served() -> None:
@@ -1039,7 +1063,7 @@ def test_a_long_replay_tells_how_many_steps_it_has_served() -> None:
     times = step_times_builder.step_times(path=step_times_builder.path_of(model="deepseek-v3", tp=4, dtype="bf16"))
     served = point(concurrency=1, context=1020, load=load(requests=20))
     told: list[str] = []
-    assert isinstance(advise._replayed(ask("H200"), served, "times.json", times, told.append), Forecast)
+    assert isinstance(advise._replay_point(ask("H200"), served, "times.json", times, told.append), Forecast)
     assert told[0] == "step 250"
 
 
@@ -1068,7 +1092,7 @@ def test_a_file_of_step_times_that_says_nothing_of_what_is_asked_is_left_out_wit
     )
     times = step_times_builder.step_times(path=of, device=device)
     asked = dataclasses.replace(ask("H200"), loads=loads)
-    kept, notes = advise._times(asked, advise.Known(times={"times.json": times}))
+    kept, notes = advise._select_step_times(asked, advise.Evidence(times={"times.json": times}))
     assert list(kept) == ([] if said else ["times.json"])
     assert [note.startswith("Left out: times.json, ") and said in note for note in notes] == [True] * bool(said)
 
@@ -1079,8 +1103,8 @@ def test_step_times_of_an_engine_that_had_padding_in_experts_are_used_and_told(r
     of = step_times_builder.path_of(model="deepseek-v3", tp=4, dp=4, dtype="bf16", backend="flashinfer")
     extent = dataclasses.replace(step_times_builder.EXTENT, replicas=replicas)
     times = step_times_builder.step_times(extent, path=of)
-    kept, notes = advise._times(
-        dataclasses.replace(ask("H200"), loads=SERVED), advise.Known(times={"times.json": times})
+    kept, notes = advise._select_step_times(
+        dataclasses.replace(ask("H200"), loads=SERVED), advise.Evidence(times={"times.json": times})
     )
     assert list(kept) == ["times.json"]
     assert ["tp4·dp4·ep4 may be faster now than it says" in note for note in notes] == [True] * told
@@ -1089,7 +1113,7 @@ def test_step_times_of_an_engine_that_had_padding_in_experts_are_used_and_told(r
 def test_an_estimate_is_set_right_in_all_that_it_says() -> None:
     """Steps that ran twice as fast: twice the output, half of every latency, and percentiles that are not known stay so."""
     known = {f"{name}_ms": Percentiles(p50=80.0, p99=100.0) for name in ("ttft", "itl", "tpot", "e2el")}
-    found = anchored(dataclasses.replace(forecast(100), **known), 2.0)  # type: ignore[arg-type]
+    found = apply_factor(dataclasses.replace(forecast(100), **known), 2.0)  # type: ignore[arg-type]
     assert (found.tok_s, found.factor, found.origin) == (200, 2.0, "estimated, set right")
     for name in known:
         assert getattr(found, name) == Percentiles(p50=40.0, p99=50.0)
@@ -1097,15 +1121,17 @@ def test_an_estimate_is_set_right_in_all_that_it_says() -> None:
 
 def test_what_is_set_right_is_said_with_its_factor() -> None:
     """In the table's last column and in a sentence, for who does not read the JSON."""
-    right = dataclasses.replace(choice(200, 320), forecasts=[anchored(forecast(200, tp=2), 0.5)])
-    assert answer.rows(ask("H200"), [right])[0][-1] == "estimated, set right"
-    (text,) = [t for t in answer.unknown(ask("H200"), [right], estimate.published()) if "set right" in t]
+    right = dataclasses.replace(choice(200, 320), forecasts=[apply_factor(forecast(200, tp=2), 0.5)])
+    assert answer.make_rows(ask("H200"), [right])[0][-1] == "estimated, set right"
+    (text,) = [
+        t for t in answer.list_unknowns(ask("H200"), [right], estimate.load_published_steps()) if "set right" in t
+    ]
     assert "(0.500× at 8 × 4,000)" in text
 
 
 def test_columns_of_numbers_name_their_units() -> None:
     """Whoever sees the table alone must not guess."""
-    named = [name.replace("\n", " ") for name in answer.columns(dataclasses.replace(ask("H200"), price=1.0))]
+    named = [name.replace("\n", " ") for name in answer.list_columns(dataclasses.replace(ask("H200"), price=1.0))]
     assert {"tok/s", "tok/s per GPU", "ITL p50 ms", "TTFT p50 ms", "$/M output tokens"} <= set(named)
 
 
@@ -1129,12 +1155,12 @@ def choice(*tok_s: float, slo: bool = True) -> advise.Choice:
     ids=["one", "two", "four", "five", "missed", "five missed"],
 )
 def test_up_to_four_layouts_that_nothing_tells_apart_are_named(of: advise.Choice, said: str) -> None:
-    assert answer.sentence(ask("H200"), [of]).startswith(f"4 × H200: {said} at 8 × 4,000 (")
+    assert answer.format_answer(ask("H200"), [of]).startswith(f"4 × H200: {said} at 8 × 4,000 (")
 
 
 def test_a_row_says_by_how_much_the_best_is_ahead_and_by_how_much_it_must_be() -> None:
     """100 tok/s a GPU against 80: 25 % more, where 4 % are needed."""
-    (row,) = answer.rows(ask("H200"), [choice(200, 320)])
+    (row,) = answer.make_rows(ask("H200"), [choice(200, 320)])
     told = dict(zip(answer.COLUMNS, row, strict=True))
     assert (told["best"], told["runner-up"], told["ahead by"]) == ("tp2", "tp4", "25 % ± 4 %")
 
@@ -1146,13 +1172,13 @@ def test_one_launch_of_a_server_decides_nothing() -> None:
         for tok_s, dcp in ((1100, 4), (1000, 1))
     ]
     undecided = dataclasses.replace(choice(1), forecasts=single)
-    assert math.isinf(advise.margin(*single))
+    assert math.isinf(advise.compute_margin(*single))
     assert len(undecided.level) == 2
-    assert answer.rows(ask("H200"), [undecided])[0][7] == "10 % in one launch, undecided"
+    assert answer.make_rows(ask("H200"), [undecided])[0][7] == "10 % in one launch, undecided"
     assert single[0].band == (1100, 1100)
     known = [dataclasses.replace(f, launch_band=0.03) for f in single]
     assert dataclasses.replace(undecided, forecasts=known).decided
-    assert answer.rows(ask("H200"), [dataclasses.replace(undecided, forecasts=known)])[0][7] == "10 % ± 3 %"
+    assert answer.make_rows(ask("H200"), [dataclasses.replace(undecided, forecasts=known)])[0][7] == "10 % ± 3 %"
 
 
 def test_a_served_load_is_scored_with_its_latencies_under_a_name_of_its_own() -> None:
@@ -1160,7 +1186,7 @@ def test_a_served_load_is_scored_with_its_latencies_under_a_name_of_its_own() ->
     run = read_run(ROOT / "results" / "serving-deepseek-v3-kimi-k2_4xH200_2026-11-21" / "v3-seed-8gib")
     from dcpbench.points.machine import Probe
 
-    machine = described("H200")
+    machine = load_machine("H200")
     probe = Probe(
         device="cuda",
         count=4,
@@ -1168,7 +1194,7 @@ def test_a_served_load_is_scored_with_its_latencies_under_a_name_of_its_own() ->
         memory_bytes=machine.card.memory_bytes,
         packages={"flashinfer": "0.6"},
     )
-    found = score(run.records, machine, probe, estimate.published(), every=100)
+    found = compute_score(run.records, machine, probe, estimate.load_published_steps(), every=100)
     (one, *_) = found.loads
     assert len(one.measured) > 1
     assert one.measured.keys() == one.forecast.keys()
@@ -1180,23 +1206,23 @@ def test_a_served_load_is_scored_with_its_latencies_under_a_name_of_its_own() ->
 def test_a_record_and_an_estimate_are_told_apart_by_both_of_their_bands() -> None:
     """10 % below one and 10 % above the other: 21 %; two records by no less than repeats differ."""
     seen, expected = forecast(100, "measured"), forecast(90)
-    assert advise.margin(seen, expected) == pytest.approx(0.21)
+    assert advise.compute_margin(seen, expected) == pytest.approx(0.21)
     exact = dataclasses.replace(seen, low=100.0, high=100.0)
-    assert advise.margin(exact, exact) == REPEATS_AGREE_WITHIN
+    assert advise.compute_margin(exact, exact) == REPEATS_AGREE_WITHIN
 
 
 def test_a_folder_of_runs_is_read_as_its_runs(tmp_path: Path) -> None:
     """As `compare` reads it; a folder without any run, and an empty run, are errors with what to type."""
     for name in ("a", "b"):
         record_builder.write(tmp_path / "runs" / name, [record_builder.ok(record_builder.point())])
-    found = command._known([tmp_path / "runs", tmp_path / "runs" / "b"])
+    found = command._load_evidence([tmp_path / "runs", tmp_path / "runs" / "b"])
     assert [run.folder.name for run in found.runs] == ["a", "b"]
     (tmp_path / "empty").mkdir()
     with pytest.raises(RecordsError, match=r"holds no records\.jsonl, nor do the folders in it; name a run"):
-        command._known([tmp_path / "empty"])
+        command._load_evidence([tmp_path / "empty"])
     (tmp_path / "empty" / "records.jsonl").touch()
     with pytest.raises(RecordsError, match="holds no record yet; wait for its run, or leave it out"):
-        command._known([tmp_path / "empty"])
+        command._load_evidence([tmp_path / "empty"])
 
 
 def test_objectives_that_are_met_are_named_with_the_percentile_that_was_judged() -> None:
@@ -1205,13 +1231,13 @@ def test_objectives_that_are_met_are_named_with_the_percentile_that_was_judged()
     best = dataclasses.replace(forecast(1000.0), itl_ms=itl, ttft_ms=ttft)
     asked = dataclasses.replace(ask("H200"), slo={"ttft": 2000.0, "itl": 30.0}, loads=((32, 4000, None),))
     choice = advise.Choice(name="32 × 4,000 tokens", concurrency=32, forecasts=[best], misses={}, refused={})
-    ((_, who, *_),) = answer.rows(asked, [choice])
+    ((_, who, *_),) = answer.make_rows(asked, [choice])
     assert who == "tp4, meets TTFT p50 900 ms and ITL p90 25 ms"
-    assert answer._layout(asked, choice, best)["objectives"] == [
+    assert answer._make_layout_json(asked, choice, best)["objectives"] == [
         {"name": "ttft", "limit_ms": 2000.0, "percentile": "p50", "ms": 900.0, "met": True},
         {"name": "itl", "limit_ms": 30.0, "percentile": "p90", "ms": 25.0, "met": True},
     ]
-    ((_, who, *_),) = answer.rows(dataclasses.replace(asked, slo={}), [choice])
+    ((_, who, *_),) = answer.make_rows(dataclasses.replace(asked, slo={}), [choice])
     assert who == "tp4"
 
 
@@ -1219,13 +1245,13 @@ def test_forecasts_of_several_layouts_share_their_requests() -> None:
     """A layout does not draw the prompts of a load again; another load has requests of its own."""
     load = PointLoad(mode="replay", requests=4, input_tokens="100", output_tokens="8", chunk=8192, prefill="flashinfer")
     one, other = (point(tp=4, dcp=dcp, workload="serve", load=load) for dcp in (1, 4))
-    first, again = (requests_of(of, Settings(), 1000) for of in (one, other))
+    first, again = (make_point_requests(of, Settings(), 1000) for of in (one, other))
     assert all(a is b for a, b in zip(first, again, strict=True))
     longer = msgspec.structs.replace(one, load=msgspec.structs.replace(load, input_tokens="200"))
-    assert {r.prompt_tokens for r in requests_of(longer, Settings(), 1000)} == {200}
+    assert {r.prompt_tokens for r in make_point_requests(longer, Settings(), 1000)} == {200}
 
 
 def test_a_call_between_ranks_is_modelled_once() -> None:
     """Fits of calls take longer than all else of an estimate, and every layout needs them."""
-    first, again = described("H200").wire, described("H200").wire
+    first, again = load_machine("H200").wire, load_machine("H200").wire
     assert all(first.calls[name] is again.calls[name] for name in first.calls)

@@ -16,10 +16,10 @@ from dcpbench.launch.jobs import Check, read_checks, write_checks
 from dcpbench.points.layout import Layout
 from dcpbench.points.point import Point
 from dcpbench.records import checksums, file
-from dcpbench.records.file import RecordFile, cut_short, placed_records, read_records, records_in
+from dcpbench.records.file import RecordFile, is_last_line_cut_short, iter_records, parse_records, read_records
 from dcpbench.records.folder import ASIDE_FILE, CHECKS_FILE, RECORDS_FILE
-from dcpbench.records.record import SCHEMA_VERSION, Choice, Interval, Metrics, Percentiles, Rates, Record, Tried
-from dcpbench.records.runs import measurement, read_run, without_samples
+from dcpbench.records.record import SCHEMA_VERSION, Candidate, Choice, Interval, Metrics, Percentiles, Rates, Record
+from dcpbench.records.runs import compute_measurement_digest, read_run, remove_samples
 from tests.unit import record_builder as build
 from tests.unit import serve_record_builder as serve
 from tests.unit.kept_runs import OF_OPTIONS_THAT_ARE_GONE, RUNS
@@ -70,8 +70,8 @@ def test_records_from_before_an_option_was_there_match_points_that_leave_it_off(
         del line["point"][name]
     (tmp_path / RECORDS_FILE).write_bytes(msgspec.json.encode(line) + b"\n")
     (old,) = read_records(tmp_path)
-    assert old.point.key() == POINT.key()
-    assert msgspec.structs.replace(POINT, project_first=True).key() != POINT.key()
+    assert old.point.get_key() == POINT.get_key()
+    assert msgspec.structs.replace(POINT, project_first=True).get_key() != POINT.get_key()
 
 
 def test_a_point_that_left_off_an_option_that_is_gone_is_the_same_point_today(tmp_path: Path) -> None:
@@ -116,9 +116,9 @@ def test_a_point_with_an_option_that_nobody_knows_is_not_taken_for_the_one_witho
 def test_an_exchange_is_called_by_its_options_too() -> None:
     """Without an exchange there is nothing to call."""
     changed = msgspec.structs.replace(POINT, exchange="a2a", q_replicate=True, project_first=True)
-    assert changed.exchange_label() == "a2a +q-replicate +project-first"
-    assert POINT.exchange_label() == "ag_rs"
-    assert msgspec.structs.replace(POINT, dcp=1, exchange="none").exchange_label() == ""
+    assert changed.format_exchange_label() == "a2a +q-replicate +project-first"
+    assert POINT.format_exchange_label() == "ag_rs"
+    assert msgspec.structs.replace(POINT, dcp=1, exchange="none").format_exchange_label() == ""
 
 
 def test_blank_lines_are_no_damage(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ class TestPowerCut:
         with path.open("ab") as f:
             f.write(half + bytes(nuls))
         assert read_records(tmp_path) == [FULL]
-        assert cut_short(tmp_path), "and said"
+        assert is_last_line_cut_short(tmp_path), "and said"
 
         RecordFile(tmp_path).append(FAILED)
         assert read_records(tmp_path) == [FULL, FAILED]
@@ -203,7 +203,7 @@ class TestPowerCut:
 EVERYTHING = msgspec.structs.replace(
     build.ok(build.point(Layout(4, 1, 4)), steps=9, reason="a reason", detail={"log": "last lines\nof JOB*"}),
     serve=serve.served(serve.point(Layout(4, 1, 4))).serve,
-    choice=Choice(backend="triton", exchange="symm", candidates=[Tried(backend="triton", exchange="symm")]),
+    choice=Choice(backend="triton", exchange="symm", candidates=[Candidate(backend="triton", exchange="symm")]),
 )
 """A record with each of its parts, and letters that are one bit away from a newline."""
 
@@ -222,12 +222,12 @@ class TestChecksum:
             flipped = bytearray(line)
             flipped[bit // 8] ^= 1 << bit % 8
             try:
-                found = list(records_in(io.BytesIO(flipped + behind), path))
+                found = list(parse_records(io.BytesIO(flipped + behind), path))
             except RecordsError as e:
                 assert str(e).startswith(f"{path}, line "), str(e)  # noqa: PT017 - of each
             else:
                 unnoticed.append((bit, len(found)))
-        assert list(records_in(io.BytesIO(line), path)) == [(0, EVERYTHING)], "as it is, it is read"
+        assert list(parse_records(io.BytesIO(line), path)) == [(0, EVERYTHING)], "as it is, it is read"
         assert unnoticed == []
 
     def test_it_is_the_crc_32_of_all_before_its_own_field(self, tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ class TestChecksum:
         folder = tmp_path_factory.mktemp("run")
         path = written(folder, FULL, FAILED)
         path.write_bytes(path.read_bytes()[: -1 - cut] + bytes(9 * nuls))
-        assert (read_records(folder), cut_short(folder)) == ([FULL], True)
+        assert (read_records(folder), is_last_line_cut_short(folder)) == ([FULL], True)
 
 
 class TestDamage:
@@ -342,8 +342,8 @@ class TestPoint:
         full = msgspec.structs.replace(POINT, **later)
         before = set(POINT.__struct_fields__) - set(later)
         for point, names in ((full, POINT.__struct_fields__), (POINT, before)):
-            assert {part.partition("=")[0] for part in point.key().split("/")} >= set(names)
-        assert "settings" not in POINT.key()
+            assert {part.partition("=")[0] for part in point.get_key().split("/")} >= set(names)
+        assert "settings" not in POINT.get_key()
 
     def test_one_that_does_not_say_how_experts_are_placed_has_whole_ones_or_is_an_import(self) -> None:
         """Records once did not say it. The key is the one that the point had then."""
@@ -351,15 +351,15 @@ class TestPoint:
         for backend, ep in (("triton", "tp"), ("auto", "tp"), ("vllm", "unknown")):
             read = msgspec.json.decode(msgspec.json.encode(fields | {"backend": backend}), type=Point)
             assert read.ep == ep
-            assert "/ep=" not in read.key()
-            assert msgspec.structs.replace(read, ep="1").key() == read.key().replace(
+            assert "/ep=" not in read.get_key()
+            assert msgspec.structs.replace(read, ep="1").get_key() == read.get_key().replace(
                 "/concurrency", "/ep=1/concurrency"
             )
 
     def test_repeats_differ_in_key_only(self) -> None:
         again = msgspec.structs.replace(POINT, repeat=1)
-        assert again.key() != POINT.key()
-        assert again.same_but_repeat() == POINT.same_but_repeat() == POINT.key()
+        assert again.get_key() != POINT.get_key()
+        assert again.get_key_without_repeat() == POINT.get_key_without_repeat() == POINT.get_key()
 
     def test_a_point_knows_its_layout_or_says_why_it_has_none(self) -> None:
         assert str(POINT.layout) == "tp8·dcp8"
@@ -426,7 +426,7 @@ class TestDeleted:
 
     def test_its_end_cannot_be_read(self, tmp_path: Path) -> None:
         with pytest.raises(RecordsError, match=r"gone.* cannot be read: .*No such file.*name another folder"):
-            cut_short(tmp_path / "gone")
+            is_last_line_cut_short(tmp_path / "gone")
 
     def test_a_file_that_goes_between_the_look_and_the_reading_is_told(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -438,7 +438,7 @@ class TestDeleted:
 
     def test_one_that_is_open_is_read_to_its_end(self, tmp_path: Path) -> None:
         path = written(tmp_path, FULL, FAILED)
-        found = (record for _, record in placed_records(tmp_path))
+        found = (record for _, record in iter_records(tmp_path))
         assert next(found) == FULL
         path.unlink()
         tmp_path.rmdir()
@@ -457,7 +457,7 @@ class TestRun:
         assert (record.started_at, run.replaced, run.truncated) == ("later", 2, False)
         assert record.metrics is not None
         assert record.metrics.step_samples_ms == []
-        assert run.whole(record) == changed
+        assert run.load_with_samples(record) == changed
 
     def test_a_run_that_was_started_over_while_it_is_read_is_told(self, tmp_path: Path) -> None:
         path = written(tmp_path, FULL)
@@ -465,14 +465,14 @@ class TestRun:
         path.unlink()
         written(tmp_path, msgspec.structs.replace(FULL, started_at="later"))
         with pytest.raises(RecordsError, match="was changed while it was read"):
-            run.whole(run.records[0])
+            run.load_with_samples(run.records[0])
 
     def test_each_line_is_decoded_once(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Three records; what is asked for at the end of the file finds nothing there."""
         written(tmp_path, FULL, FAILED, FULL)
         lines: list[bytes] = []
-        decode = file.decode
-        monkeypatch.setattr(file, "decode", lambda line, **more: (lines.append(line), decode(line, **more))[1])
+        decode = file.decode_record
+        monkeypatch.setattr(file, "decode_record", lambda line, **more: (lines.append(line), decode(line, **more))[1])
         read_run(tmp_path)
         assert len([line for line in lines if line]) == 3
 
@@ -484,29 +484,29 @@ class TestRun:
         with path.open("ab") as f:
             f.write(b'{"half')
         here = RecordFile(tmp_path)
-        begin = here.end()
+        begin = here.get_end_offset()
         here.append(FAILED)
         lines: list[bytes] = []
-        decode = file.decode
-        monkeypatch.setattr(file, "decode", lambda line, **more: (lines.append(line), decode(line, **more))[1])
-        assert list(here.since(begin)) == [FAILED]
+        decode = file.decode_record
+        monkeypatch.setattr(file, "decode_record", lambda line, **more: (lines.append(line), decode(line, **more))[1])
+        assert list(here.read_since(begin)) == [FAILED]
         assert len(lines) == 1
 
     def test_damage_in_what_was_appended_has_the_number_of_its_line(self, tmp_path: Path) -> None:
         path = written(tmp_path, FULL, FULL)
-        begin = RecordFile(tmp_path).end()
+        begin = RecordFile(tmp_path).get_end_offset()
         with path.open("ab") as f:
             f.write(b"[]\n")
         with pytest.raises(RecordsError, match=r"records\.jsonl, line 3: "):
-            list(RecordFile(tmp_path).since(begin))
-        assert list(RecordFile(tmp_path / "none").since(0)) == []
+            list(RecordFile(tmp_path).read_since(begin))
+        assert list(RecordFile(tmp_path / "none").read_since(0)) == []
 
     def test_a_rate_of_fp8_is_read_and_one_of_no_gpu_is_not(self, tmp_path: Path) -> None:
         """An H200 multiplies 1.5e15 fp8 numbers a second, more than any other number of a record may be."""
         path = tmp_path / RECORDS_FILE
         for rate, said in ((1.53e15, ""), (1.53e18, "rates.matmul_fp8_flop_s is above 1e+18")):
             record = msgspec.structs.replace(FULL, rates=Rates(read_bytes_s=4.6e12, matmul_fp8_flop_s=rate))
-            path.write_bytes(checksums.seal(msgspec.json.encode(record)) + b"\n")
+            path.write_bytes(checksums.add_checksum(msgspec.json.encode(record)) + b"\n")
             if said:
                 with pytest.raises(RecordsError, match=re.escape(said)):
                     read_records(tmp_path)
@@ -521,11 +521,11 @@ class TestRun:
         for wrong in (0.0, -1.0, 1e16):
             metrics = msgspec.structs.replace(FULL.metrics, step_samples_ms=[1.0, wrong])
             line = msgspec.json.encode(msgspec.structs.replace(FULL, metrics=metrics))
-            for text in (line, checksums.seal(line)):
+            for text in (line, checksums.add_checksum(line)):
                 path.write_bytes(text + b"\n")
                 with pytest.raises(RecordsError, match=r"metrics\.step_samples_ms is"):
                     read_records(tmp_path)
-            assert read_run(tmp_path).records == [without_samples(FULL)]
+            assert read_run(tmp_path).records == [remove_samples(FULL)]
             path.write_bytes(line + b"\n")
             with pytest.raises(RecordsError, match=r"metrics\.step_samples_ms is"):
                 read_run(tmp_path)
@@ -533,5 +533,11 @@ class TestRun:
     def test_a_copy_is_the_same_measurement_under_any_repeat_and_with_no_samples(self) -> None:
         assert FULL.metrics is not None
         again = msgspec.structs.replace(FULL, point=msgspec.structs.replace(POINT, repeat=3))
-        assert measurement(again) == measurement(without_samples(FULL)) == measurement(FULL)
-        assert measurement(msgspec.structs.replace(FULL, started_at="later")) != measurement(FULL)
+        assert (
+            compute_measurement_digest(again)
+            == compute_measurement_digest(remove_samples(FULL))
+            == compute_measurement_digest(FULL)
+        )
+        assert compute_measurement_digest(
+            msgspec.structs.replace(FULL, started_at="later")
+        ) != compute_measurement_digest(FULL)

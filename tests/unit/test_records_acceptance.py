@@ -20,8 +20,8 @@ from dcpbench.records.acceptance import OMITTED_MARK
 from dcpbench.records.checks import MAX_ENTRIES, OUTCOMES
 from dcpbench.records.file import RecordFile, check_point, read_records
 from dcpbench.records.folder import RECORDS_FILE
-from dcpbench.records.record import ClientLoad, Failed, Omitted, Record, Server, TurnMetrics
-from dcpbench.records.repair import repair
+from dcpbench.records.record import ClientLoad, FailedRequests, OmittedValue, Record, Server, TurnMetrics
+from dcpbench.records.repair import repair_file
 from dcpbench.records.runs import read_run
 from tests.unit import record_builder as build
 from tests.unit import serve_record_builder as serve_build
@@ -36,7 +36,7 @@ SERVER = Server(
     kv_capacity_tokens=1_000_000,
     max_model_len=32_768,
     retries=2,
-    failures=[Failed(kind="HTTP 429", requests=3, first="the server answered HTTP 429: busy.")],
+    failures=[FailedRequests(kind="HTTP 429", requests=3, first="the server answered HTTP 429: busy.")],
     client=ClientLoad(
         processes=1,
         cpu_share=0.2,
@@ -173,7 +173,7 @@ def test_more_entries_than_a_reader_takes_are_cut(tmp_path: Path) -> None:
     RecordFile(tmp_path).append(msgspec.structs.replace(SERVED, detail=many))
     (found,) = read_records(tmp_path)
     assert len(found.detail) == MAX_ENTRIES
-    assert found.omitted == [Omitted(field="detail", what="has 4,101 entries, more than 4,096")]
+    assert found.omitted == [OmittedValue(field="detail", what="has 4,101 entries, more than 4,096")]
 
 
 def test_a_point_that_no_record_can_hold_is_refused_before_it_is_measured() -> None:
@@ -192,9 +192,9 @@ def test_the_duration_of_a_failed_job_is_of_a_clock_that_nobody_sets(
     running: Any = SimpleNamespace(
         logs=tmp_path / "logs", started=1e9, begun=1000.0, log_tail=lambda _: "", seen_first=lambda: None
     )
-    monkeypatch.setattr(launcher.hung, "differing", lambda _: None)
+    monkeypatch.setattr(launcher.hung, "find_difference", lambda _: None)
     work: Any = SimpleNamespace(hardware="", folder=tmp_path, device="cpu", retries=0, kind="sweep")
-    record = launcher._record(LOST.point, running, launcher._End(code=1), work)
+    record = launcher._make_record(LOST.point, running, launcher._JobEnd(code=1), work)
     assert record.seconds == 40.0
     assert record.started_at == "2001-09-09T01:46:40Z"
 
@@ -209,7 +209,7 @@ class TestRunsThatHoldABadLine:
         out = RecordFile(folder)
         out.append(SERVED)
         with monkeypatch.context() as patch:
-            patch.setattr("dcpbench.records.acceptance._line", lambda record, _: _sealed(record))
+            patch.setattr("dcpbench.records.acceptance._encode_line", lambda record, _: _sealed(record))
             out.append(_of(8, changed(SERVED, ("server", "client", "starved_share"), -0.25)))
         out.append(_of(16, SERVED))
         return folder
@@ -239,7 +239,7 @@ class TestRunsThatHoldABadLine:
         assert "line 2: server.client.starved_share is -0.25, below 0" in err
 
     def test_repair_keeps_the_record_without_the_value(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        done = repair(run)
+        done = repair_file(run)
         assert ([fault.line for fault in done.left], done.taken_out) == ([2], [])
         code, _, err = typed(capsys, "records", "repair", "--strange", str(run))
         assert code == 0
@@ -260,9 +260,9 @@ class TestRunsThatHoldABadLine:
 
 
 def _sealed(record: Record) -> bytes:
-    from dcpbench.records.checksums import seal
+    from dcpbench.records.checksums import add_checksum
 
-    return seal(msgspec.json.encode(record))
+    return add_checksum(msgspec.json.encode(record))
 
 
 def _of(concurrency: int, record: Record) -> Record:

@@ -15,15 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpbench import cli
-from dcpbench.commands.records import MOST_FAULTS
+from dcpbench.commands.records import MAX_FAULTS
 from dcpbench.errors import OutputError, RecordsError
-from dcpbench.launch.folders import locked
+from dcpbench.launch.folders import lock_folder
 from dcpbench.points.layout import Layout
 from dcpbench.records import file
 from dcpbench.records.file import RecordFile, read_records
 from dcpbench.records.folder import RECORDS_FILE
-from dcpbench.records.repair import BACKUP, CUT_SHORT, DAMAGED, STRANGE, audit, repair
-from dcpbench.records.runs import last_records
+from dcpbench.records.repair import BACKUP, CUT_SHORT, DAMAGED, STRANGE, audit_file, repair_file
+from dcpbench.records.runs import read_last_records
 from tests.unit import record_builder as build
 from tests.unit import serve_record_builder as serve_build
 
@@ -49,7 +49,7 @@ def put(folder: Path, *lines: bytes, end: bytes = b"\n") -> Path:
 
 def test_a_whole_file_is_left_alone(tmp_path: Path) -> None:
     before = put(tmp_path, *lines_of(tmp_path)).read_bytes()
-    done = repair(tmp_path)
+    done = repair_file(tmp_path)
     assert (done.kept, done.taken_out, done.backup) == (3, [], "")
     assert [p.name for p in tmp_path.iterdir()] == [RECORDS_FILE]
     assert (tmp_path / RECORDS_FILE).read_bytes() == before
@@ -58,10 +58,10 @@ def test_a_whole_file_is_left_alone(tmp_path: Path) -> None:
 def test_a_damaged_line_is_told_and_taken_out_and_the_others_stay_byte_for_byte(tmp_path: Path) -> None:
     one, two, three = lines_of(tmp_path)
     before = put(tmp_path, one, two.replace(b'"concurrency":2', b'"concurrency":3'), three).read_bytes()
-    (fault,) = audit(tmp_path).faults
+    (fault,) = audit_file(tmp_path).faults
     assert (fault.line, fault.kind) == (2, DAMAGED)
     assert "its checksum" in fault.why
-    done = repair(tmp_path)
+    done = repair_file(tmp_path)
     assert (tmp_path / RECORDS_FILE).read_bytes() == one + b"\n" + three + b"\n"
     assert Path(done.backup).read_bytes() == before
     assert read_records(tmp_path) == [RECORDS[0], RECORDS[2]]
@@ -78,7 +78,7 @@ def test_records_that_damage_joined_to_one_line_get_lines_of_their_own(
     random.Random(seed).shuffle(lines)
     between = byte.replace(b"\n", b"").replace(b"{", b"")
     put(folder, (between or b"\x0b").join(lines))
-    assert repair(folder).kept == 3
+    assert repair_file(folder).kept == 3
     assert (folder / RECORDS_FILE).read_bytes().splitlines() == lines
 
 
@@ -86,29 +86,29 @@ def test_half_a_line_before_a_whole_one_costs_that_half_alone(tmp_path: Path) ->
     """Whoever appended after a crash without a look at the end of the file."""
     one, two, three = lines_of(tmp_path)
     put(tmp_path, one[: len(one) // 2] + two, bytes(40) + three)
-    assert [fault.held for fault in audit(tmp_path).faults] == [1, 1]
-    repair(tmp_path)
+    assert [fault.held for fault in audit_file(tmp_path).faults] == [1, 1]
+    repair_file(tmp_path)
     assert read_records(tmp_path) == RECORDS[1:]
 
 
 @pytest.mark.parametrize("end", [b'{"checked":"crc32","schema_ver', bytes(4096)], ids=["half a line", "NULs"])
 def test_a_last_line_that_was_cut_short_is_taken_out(end: bytes, tmp_path: Path) -> None:
     put(tmp_path, *lines_of(tmp_path), end=b"\n" + end)
-    assert [fault.kind for fault in audit(tmp_path).faults] == [CUT_SHORT]
-    repair(tmp_path)
-    assert audit(tmp_path).faults == []
+    assert [fault.kind for fault in audit_file(tmp_path).faults] == [CUT_SHORT]
+    repair_file(tmp_path)
+    assert audit_file(tmp_path).faults == []
     assert read_records(tmp_path) == RECORDS
 
 
 def test_a_line_of_another_version_is_no_damage_and_stays_until_that_is_asked_for(tmp_path: Path) -> None:
     other = b'{"schema_version":2,"point":"of another shape"}'
     before = put(tmp_path, *lines_of(tmp_path), other, b"{damaged").read_bytes()
-    done = repair(tmp_path)
+    done = repair_file(tmp_path)
     assert [(fault.line, fault.kind) for fault in done.left] == [(4, STRANGE)]
     assert [fault.kind for fault in done.taken_out] == [DAMAGED]
     assert (tmp_path / RECORDS_FILE).read_bytes() == before.removesuffix(b"{damaged\n")
-    assert repair(tmp_path).taken_out == [], "the line stays however often it is repaired"
-    assert [fault.kind for fault in repair(tmp_path, strange=True).taken_out] == [STRANGE]
+    assert repair_file(tmp_path).taken_out == [], "the line stays however often it is repaired"
+    assert [fault.kind for fault in repair_file(tmp_path, strange=True).taken_out] == [STRANGE]
     assert read_records(tmp_path) == RECORDS
 
 
@@ -117,7 +117,7 @@ def test_a_second_repair_keeps_the_copy_of_the_first(tmp_path: Path) -> None:
     names = []
     for number in (1, 2):
         put(tmp_path, *lines, b"{damaged %d" % number)
-        names.append(Path(repair(tmp_path).backup))
+        names.append(Path(repair_file(tmp_path).backup))
     assert [name.name for name in names] == [RECORDS_FILE + BACKUP, f"{RECORDS_FILE}{BACKUP}-2"]
     assert b"damaged 1" in names[0].read_bytes()
 
@@ -136,9 +136,9 @@ def test_records_without_a_checksum_that_damage_joined_get_lines_of_their_own(
     between = data.draw(st.sampled_from([b"", b" ", b"\0", b"\xff", b"{", b"},", b'"']))
     half = msgspec.json.encode(RECORDS[0])[: data.draw(st.integers(0, 300))]
     put(folder, half + between + between.join(lines))
-    (fault,) = audit(folder).faults
+    (fault,) = audit_file(folder).faults
     assert (fault.kind, fault.held) == (DAMAGED, 3)
-    repair(folder)
+    repair_file(folder)
     assert (folder / RECORDS_FILE).read_bytes().splitlines() == lines
 
 
@@ -155,8 +155,8 @@ def test_no_flipped_bits_take_a_record_that_they_do_not_touch(
     for bit in data.draw(st.sets(st.integers(0, len(line) * 8 - 1), min_size=1, max_size=8)):
         line[bit // 8] ^= 1 << bit % 8
     put(folder, *(bytes(line) if n == hit else text for n, text in enumerate(lines)))
-    assert audit(folder).faults, "noticed"
-    repair(folder, strange=True)
+    assert audit_file(folder).faults, "noticed"
+    repair_file(folder, strange=True)
     assert read_records(folder) == [record for n, record in enumerate(RECORDS) if n != hit]
 
 
@@ -167,7 +167,7 @@ def test_no_flipped_bits_take_a_record_that_they_do_not_touch(
 )
 def test_a_line_full_of_beginnings_is_given_up(piece: bytes, count: int, tmp_path: Path) -> None:
     """A megabyte; each beginning costs a look at all that follows, so that all of them would take minutes."""
-    found = audit(put(tmp_path, lines_of(tmp_path)[0], piece * count))
+    found = audit_file(put(tmp_path, lines_of(tmp_path)[0], piece * count))
     assert [(fault.line, fault.kind, fault.held) for fault in found.faults] == [(2, DAMAGED, 0)]
 
 
@@ -181,7 +181,7 @@ class TestVersionOne:
 
     def test_the_first_records_that_were_kept_are_read_with_every_value_they_hold(self) -> None:
         lines = (EARLIEST / RECORDS_FILE).read_bytes().splitlines()
-        assert audit(EARLIEST).unsealed == len(lines)
+        assert audit_file(EARLIEST).unsealed == len(lines)
         for line, record in zip(lines, read_records(EARLIEST), strict=True):
             held, now = json.loads(line), json.loads(msgspec.json.encode(record))
             assert {name for name in held if name not in now} == set(), "no field is dropped"
@@ -189,11 +189,11 @@ class TestVersionOne:
             assert _kept(now["metrics"] or {}, held["metrics"] or {}) == (held["metrics"] or {})
 
     def test_a_record_is_written_anew_with_a_checksum_and_is_still_the_same_point(self, tmp_path: Path) -> None:
-        old = last_records(EARLIEST)
+        old = read_last_records(EARLIEST)
         for record in old.values():
             RecordFile(tmp_path).append(record)
-        assert last_records(tmp_path) == old
-        assert audit(tmp_path).unsealed == 0
+        assert read_last_records(tmp_path) == old
+        assert audit_file(tmp_path).unsealed == 0
 
 
 class TestOneWriter:
@@ -214,7 +214,7 @@ class TestOneWriter:
     ) -> None:
         monkeypatch.setattr("dcpbench.launch.folders.ENDING_S", 0.0)
         before = put(tmp_path, *lines_of(tmp_path), b"{damaged").read_bytes()
-        with locked(tmp_path):
+        with lock_folder(tmp_path):
             code, _, err = typed(capsys, "repair", str(tmp_path))
         assert (code, "a run is still writing here" in err) == (2, True)
         assert (tmp_path / RECORDS_FILE).read_bytes() == before
@@ -311,25 +311,25 @@ class TestCommand:
         with pytest.raises(RecordsError, match="its checksum") as raised:
             read_records(tmp_path)
         assert "records repair" not in str(raised.value)
-        assert audit(tmp_path).advice
+        assert audit_file(tmp_path).advice
         with pytest.raises(RecordsError, match="holds no record"):
-            repair(tmp_path)
+            repair_file(tmp_path)
 
     def test_a_record_inside_damage_is_enough_for_a_repair(self, tmp_path: Path) -> None:
         one, two, _ = lines_of(tmp_path)
         put(tmp_path, one[:99] + two)
         with pytest.raises(RecordsError, match="dcpbench records repair"):
             read_records(tmp_path)
-        assert repair(tmp_path).kept == 1
+        assert repair_file(tmp_path).kept == 1
 
     def test_of_many_damaged_lines_the_first_are_told_and_what_to_do_once(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        damaged = [b"{damaged"] * (MOST_FAULTS + 3)
+        damaged = [b"{damaged"] * (MAX_FAULTS + 3)
         path = put(tmp_path, *lines_of(tmp_path), *damaged, b'{"schema_version":99}')
         code, out, _ = typed(capsys, "check", str(tmp_path))
         assert code == 1
-        assert len([line for line in out.splitlines() if line.startswith(f"{path}, line ")]) == MOST_FAULTS
+        assert len([line for line in out.splitlines() if line.startswith(f"{path}, line ")]) == MAX_FAULTS
         assert f"{path}: 4 more lines cannot be read (3 damaged, 1 strange); --json has all.\n" in out
         assert out.count("take the line out") == out.count("read it with the version that wrote it") == 1
         (found,) = json.loads(typed(capsys, "check", str(tmp_path), "--json")[1])
@@ -358,4 +358,4 @@ def test_samples_that_a_record_names_and_nobody_finds_are_told(tmp_path: Path) -
     ]
     build.write(tmp_path, named)
     (tmp_path / "samples-0.parquet").touch()
-    assert audit(tmp_path).samples_missing == ["samples-1.parquet"]
+    assert audit_file(tmp_path).samples_missing == ["samples-1.parquet"]

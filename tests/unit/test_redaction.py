@@ -19,7 +19,7 @@ from dcpbench.points import redaction
 from dcpbench.points.redaction import PLACEHOLDER, redact, redact_part
 from dcpbench.records.file import RecordFile, read_records
 from dcpbench.servers.guard import copy_redacted
-from dcpbench.servers.presets import Engine, engine
+from dcpbench.servers.presets import Engine, resolve_engine
 from dcpbench.show import streams, text
 from tests.unit import record_builder as build
 
@@ -33,9 +33,9 @@ assert len(KEY) == 33
 
 @pytest.fixture(autouse=True)
 def nothing_is_registered() -> Iterator[None]:
-    redaction.forget()
+    redaction.reset_secrets()
     yield
-    redaction.forget()
+    redaction.reset_secrets()
 
 
 @pytest.mark.parametrize(
@@ -65,9 +65,9 @@ def nothing_is_registered() -> Iterator[None]:
     ids=lambda words: words[0] if len(words) == 1 else " ".join(words)[:40].replace(KEY, "KEY"),
 )
 def test_a_key_in_a_command_line_is_found(words: list[str]) -> None:
-    redaction.register_words(words)
+    redaction.register_command_line(words)
     assert redact(f"<{KEY}>") == f"<{PLACEHOLDER}>"
-    assert KEY not in redaction.command_line(words)
+    assert KEY not in redaction.format_command_line(words)
 
 
 @pytest.mark.parametrize(
@@ -85,8 +85,8 @@ def test_a_key_in_a_command_line_is_found(words: list[str]) -> None:
     ],
 )
 def test_what_is_no_key_is_left(words: list[str]) -> None:
-    redaction.register_words(words)
-    assert redaction.secrets() == ()
+    redaction.register_command_line(words)
+    assert redaction.list_secrets() == ()
 
 
 @pytest.mark.parametrize(
@@ -94,15 +94,15 @@ def test_what_is_no_key_is_left(words: list[str]) -> None:
 )
 def test_a_key_in_the_environment_is_found_by_the_name_of_its_variable(name: str) -> None:
     redaction.register_environment({name: KEY, "TOKENIZERS_PARALLELISM": "false-false", "KEYBOARD": "de-latin1-x"})
-    assert redaction.secrets() == (KEY,)
+    assert redaction.list_secrets() == (KEY,)
 
 
 @given(key=st.text(st.characters(codec="ascii", exclude_categories=["Cc", "Zs"]), min_size=12, max_size=60))
 def test_a_key_is_replaced_however_it_is_written(key: str) -> None:
     """As it is, in JSON, in a URL, in HTML and in Python; a key of few different characters is none."""
-    redaction.forget()
-    redaction.register(key)
-    if not redaction.secrets():
+    redaction.reset_secrets()
+    redaction.register_secrets(key)
+    if not redaction.list_secrets():
         return
     for written in (
         key,
@@ -119,25 +119,25 @@ def test_a_key_is_replaced_however_it_is_written(key: str) -> None:
 
 @given(begin=st.integers(0, 25), end=st.integers(8, 33))
 def test_what_others_cut_of_a_key_is_replaced_where_it_is_long_enough_to_tell(begin: int, end: int) -> None:
-    redaction.forget()
-    redaction.register(KEY)
+    redaction.reset_secrets()
+    redaction.register_secrets(KEY)
     assert redact_part(f"wrong: {KEY[:end]}") == f"wrong: {PLACEHOLDER}"
     assert redact_part(f"{KEY[begin:]} is wrong") == f"{PLACEHOLDER} is wrong"
 
 
-@pytest.mark.parametrize("cut", [text.cut, text.short, text.one_line])
+@pytest.mark.parametrize("cut", [text.fit_text, text.fit_name, text.fit_line])
 def test_a_text_is_redacted_before_it_is_cut(cut: object) -> None:
     """Wherever the cut goes through the key, no half of it is left."""
-    redaction.register(KEY)
+    redaction.register_secrets(KEY)
     for before in range(180, 205):
         shown = cut("x" * before + KEY + "y" * 300, 200)  # type: ignore[operator]
         assert not any(KEY[i : i + 8] in shown for i in range(len(KEY) - 7)), before
 
 
 def test_whatever_is_written_to_a_stream_is_redacted() -> None:
-    redaction.register(KEY)
+    redaction.register_secrets(KEY)
     out = io.StringIO()
-    stream = streams.Redacted(out)
+    stream = streams.RedactedStream(out)
     print("a", KEY, file=stream)  # type: ignore[call-overload]
     stream.writelines([f"b {KEY}\n"])
     assert out.getvalue() == f"a {PLACEHOLDER}\nb {PLACEHOLDER}\n"
@@ -146,7 +146,7 @@ def test_whatever_is_written_to_a_stream_is_redacted() -> None:
 
 def test_a_record_is_redacted_and_its_point_is_the_same(tmp_path: Path) -> None:
     """--resume finds points by their key; numbers that look like a key stay numbers."""
-    redaction.register(KEY, "kimi-k2x")
+    redaction.register_secrets(KEY, "kimi-k2x")
     of = build.point(model="kimi-k2x")
     RecordFile(tmp_path).append(build.failed(of, reason=f"the server said {KEY}"))
     (found,) = read_records(tmp_path)
@@ -161,18 +161,20 @@ class TestServersThatAreStarted:
         file = tmp_path / "engine.toml"
         flags = f'[flags]\napi-key = ["{KEY}", "{other}"]\nseqs = [4, 8]\n[env]\nHF_TOKEN = "hf-abcdefgh123"\n'
         file.write_text(f'name = "x"\ncommand = "x --port {{port}}"\n{flags}')
-        made = engine(str(file), None)
-        assert made.labels() == [{"api-key": f"{PLACEHOLDER} {n}", "seqs": seqs} for n in (1, 2) for seqs in ("4", "8")]
-        assert made.servers()[2] == {"api-key": other, "seqs": "4"}
+        made = resolve_engine(str(file), None)
+        assert made.list_labels() == [
+            {"api-key": f"{PLACEHOLDER} {n}", "seqs": seqs} for n in (1, 2) for seqs in ("4", "8")
+        ]
+        assert made.list_settings()[2] == {"api-key": other, "seqs": "4"}
         assert redact("hf-abcdefgh123") == PLACEHOLDER
         of = build.point(settings=f"api-key={PLACEHOLDER} 2, seqs=4")
-        assert made.settings_of(of) == made.servers()[2]
-        assert other in made.words(of, made.settings_of(of), "m", 1)
+        assert made.find_settings(of) == made.list_settings()[2]
+        assert other in made.make_command(of, made.find_settings(of), "m", 1)
 
     def test_one_key_needs_no_number(self) -> None:
-        redaction.register(KEY)
+        redaction.register_secrets(KEY)
         made = Engine(name="x", command="x {port}", flags={"api-key": [KEY], "seqs": [4, 8]})
-        assert [label["api-key"] for label in made.labels()] == [PLACEHOLDER, PLACEHOLDER]
+        assert [label["api-key"] for label in made.list_labels()] == [PLACEHOLDER, PLACEHOLDER]
 
 
 @given(cuts=st.lists(st.integers(1, 40), max_size=12), copies=st.integers(0, 3))

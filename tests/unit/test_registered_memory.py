@@ -9,7 +9,7 @@ import torch
 from dcpbench.errors import CapacityError
 from dcpbench.exchange import registered_memory, symmetric_memory
 from dcpbench.exchange.collectives import Group
-from dcpbench.exchange.registered_memory import Registered, borrow, close_all, register
+from dcpbench.exchange.registered_memory import RegisteredBuffer, close_all, get_shared_buffer, register_buffer
 from dcpbench.points import names
 
 CPU = torch.device("cpu")
@@ -44,11 +44,11 @@ def backend(monkeypatch):
     """Registration without NCCL; both ranks say the same."""
     backend = Backend()
     monkeypatch.setattr(registered_memory, "_open", [])
-    monkeypatch.setattr(symmetric_memory, "everywhere", lambda _group, value: [value, value])
-    monkeypatch.setattr(registered_memory, "missing", lambda _group, _device: "")
-    monkeypatch.setattr(registered_memory, "backend_of", lambda _group, _device: backend)
+    monkeypatch.setattr(symmetric_memory, "gather_values", lambda _group, value: [value, value])
+    monkeypatch.setattr(registered_memory, "find_missing_support", lambda _group, _device: "")
+    monkeypatch.setattr(registered_memory, "get_backend", lambda _group, _device: backend)
     monkeypatch.setattr(
-        registered_memory, "allocate", lambda _backend, n, _device: (torch.zeros(n, dtype=torch.uint8), object())
+        registered_memory, "allocate_window", lambda _backend, n, _device: (torch.zeros(n, dtype=torch.uint8), object())
     )
     monkeypatch.setattr(Group, "all_reduce", lambda _group, x: x)
     monkeypatch.setattr(registered_memory.torch.cuda, "synchronize", lambda _device: None)
@@ -56,7 +56,7 @@ def backend(monkeypatch):
 
 
 def test_a_window_is_registered_once_and_closed_once(backend):
-    window = register(GROUP, 512, CPU, "--buffer registered", "--buffer pool")
+    window = register_buffer(GROUP, 512, CPU, "--buffer registered", "--buffer pool")
     assert window.own.nbytes == 512
     assert backend.registered == [window.pool]
     window.close()
@@ -66,13 +66,13 @@ def test_a_window_is_registered_once_and_closed_once(backend):
 
 def test_what_nobody_holds_any_longer_is_lent_again_where_it_is_large_enough(backend):
     first, second = Owner(), Owner()
-    one = borrow(first, GROUP, 512, CPU, "a", "b")
-    assert borrow(second, GROUP, 256, CPU, "a", "b").data_ptr() != one.data_ptr(), "it is lent"
+    one = get_shared_buffer(first, GROUP, 512, CPU, "a", "b")
+    assert get_shared_buffer(second, GROUP, 256, CPU, "a", "b").data_ptr() != one.data_ptr(), "it is lent"
     del first
     gc.collect()
     third, fourth = Owner(), Owner()
-    assert borrow(third, GROUP, 1024, CPU, "a", "b").data_ptr() != one.data_ptr(), "it is too small"
-    assert borrow(fourth, GROUP, 300, CPU, "a", "b").data_ptr() == one.data_ptr()
+    assert get_shared_buffer(third, GROUP, 1024, CPU, "a", "b").data_ptr() != one.data_ptr(), "it is too small"
+    assert get_shared_buffer(fourth, GROUP, 300, CPU, "a", "b").data_ptr() == one.data_ptr()
     assert len(backend.registered) == 3
     close_all()
     assert backend.registered == []
@@ -81,30 +81,30 @@ def test_what_nobody_holds_any_longer_is_lent_again_where_it_is_large_enough(bac
 @pytest.mark.usefixtures("backend")
 def test_what_is_free_on_one_rank_alone_is_not_lent(monkeypatch):
     """Ranks with different windows would have different offsets, for ever."""
-    one = borrow(Owner(), GROUP, 512, CPU, "a", "b")
+    one = get_shared_buffer(Owner(), GROUP, 512, CPU, "a", "b")
     gc.collect()
     monkeypatch.setattr(
-        symmetric_memory, "everywhere", lambda _group, value: [value, set() if isinstance(value, set) else value]
+        symmetric_memory, "gather_values", lambda _group, value: [value, set() if isinstance(value, set) else value]
     )
-    assert borrow(Owner(), GROUP, 512, CPU, "a", "b").data_ptr() != one.data_ptr()
+    assert get_shared_buffer(Owner(), GROUP, 512, CPU, "a", "b").data_ptr() != one.data_ptr()
 
 
 def test_a_refused_registration_is_a_sentence_that_says_what_works(backend):
     backend.refuses = "NCCL error: invalid usage\nmore"
     said = r"--buffer registered: registering .* refused \(NCCL error: invalid usage\); use --buffer pool instead\."
     with pytest.raises(CapacityError, match=said):
-        register(GROUP, 512, CPU, "--buffer registered", "--buffer pool")
+        register_buffer(GROUP, 512, CPU, "--buffer registered", "--buffer pool")
 
 
 def test_ranks_without_gpus_are_told_so(monkeypatch):
-    monkeypatch.setattr(symmetric_memory, "everywhere", lambda _group, value: [value, value])
+    monkeypatch.setattr(symmetric_memory, "gather_values", lambda _group, value: [value, value])
     with pytest.raises(CapacityError, match="registered with NCCL, which needs GPUs; use --exchange ag_rs instead"):
-        register(GROUP, 512, CPU, "--exchange ag_rs_registered", "--exchange ag_rs")
+        register_buffer(GROUP, 512, CPU, "--exchange ag_rs_registered", "--exchange ag_rs")
 
 
 def test_one_rank_has_nobody_to_register_memory_for():
     with pytest.raises(CapacityError, match="one rank has no peers"):
-        register(Group(size=1, rank=0, handle=None), 512, CPU, "a", "b")
+        register_buffer(Group(size=1, rank=0, handle=None), 512, CPU, "a", "b")
 
 
 @pytest.mark.parametrize(
@@ -121,16 +121,16 @@ def test_an_old_torch_or_nccl_is_named(monkeypatch, version, signature, says):
 
     method.__doc__ = signature
     backend = type("Nccl", (), {"register_mem_pool": staticmethod(method)})()
-    monkeypatch.setattr(registered_memory, "backend_of", lambda _group, _device: backend)
+    monkeypatch.setattr(registered_memory, "get_backend", lambda _group, _device: backend)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
-    found = registered_memory.missing(GROUP, torch.device("cuda"))
+    found = registered_memory.find_missing_support(GROUP, torch.device("cuda"))
     assert re.search(says, found)
 
 
 def test_windows_are_told_apart_by_themselves():
     """Two of equal size are two."""
     own = torch.zeros(1, dtype=torch.uint8)
-    assert Registered(GROUP, own, None) != Registered(GROUP, own, None)
+    assert RegisteredBuffer(GROUP, own, None) != RegisteredBuffer(GROUP, own, None)
 
 
 def test_auto_does_not_try_what_has_to_be_named():

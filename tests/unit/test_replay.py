@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from dcpbench.errors import UsageError
-from dcpbench.serving.outcome import serve_metrics
-from dcpbench.serving.replay import replay
+from dcpbench.serving.outcome import compute_serve_metrics
+from dcpbench.serving.replay import replay_requests
 from dcpbench.serving.scheduler import Scheduler
-from dcpbench.serving.step_model import Slowed
+from dcpbench.serving.step_model import Slowdown
 from tests.unit.serving_builder import config, request
 from tests.unit.step_times_builder import EXTENT, step_times
 
@@ -28,15 +28,15 @@ class Fixed:
     """An engine with known times: each decode row 1 ms, each token of a chunk 2, and 10 for the step."""
 
     launch_ms: float = 0.0
-    blocking: bool = False
+    is_blocking: bool = False
     host: float = 0.0
     """What the host needs to launch a step with chunks, and as much for each token of them."""
-    slowed: Slowed = dataclasses.field(default_factory=lambda: Slowed([]))
+    slowdown: Slowdown = dataclasses.field(default_factory=lambda: Slowdown([]))
 
-    def duration_ms(self, step: Step, _heat: float = 0.0) -> float:
+    def predict_duration_ms(self, step: Step, _heat: float = 0.0) -> float:
         return 10.0 + max(len(r.decodes) + 2 * sum(c.tokens for c in r.chunks) for r in step.replicas)
 
-    def host_ms(self, step: Step) -> float:
+    def predict_host_ms(self, step: Step) -> float:
         tokens = max(sum(c.tokens for c in r.chunks) for r in step.replicas)
         return self.host * (1 + tokens) if tokens else 0.0
 
@@ -75,11 +75,11 @@ class Events:
         if len(self.unread) == 2:
             return
         self.send(now)
-        step = self.scheduler.next_step()
+        step = self.scheduler.plan_step()
         if step is not None:
             start = max(now + self.times.launch_ms / 1e3, self.device_free)
-            self.host_free = now + self.times.host_ms(step) / 1e3
-            self.device_free = max(start + self.times.duration_ms(step) / 1e3, self.host_free)
+            self.host_free = now + self.times.predict_host_ms(step) / 1e3
+            self.device_free = max(start + self.times.predict_duration_ms(step) / 1e3, self.host_free)
             self.unread.append(step)
             heapq.heappush(self.heap, (self.host_free, next(self.tick), None))  # first, where both are at once
             heapq.heappush(self.heap, (self.device_free, next(self.tick), step))
@@ -108,7 +108,7 @@ class Events:
         """The host has the tokens of a step."""
         assert step is self.unread.pop(0), "steps end in order"
         for part in step.replicas:
-            for sequence in part.emits:
+            for sequence in part.sampled_sequences:
                 self.came[sequence.request.number].append(now)
                 if (
                     self.clients is not None
@@ -156,17 +156,17 @@ class TestAgainstEvents:
     def compare(requests: list[ServeRequest], setup: SchedulerConfig, clients: int | None, times: Fixed) -> None:
         """Every token of every request at the same moment, bit for bit."""
         events = Events(requests, setup, clients, times).run()
-        found = replay(requests, Scheduler(setup), clients, times).traffic
+        found = replay_requests(requests, Scheduler(setup), clients, times).traffic
         assert {s.request.number: s.submitted_s for s in found.samples} == events.sent
         assert {s.request.number: s.token_s for s in found.samples if not s.rejected} == events.came
-        assert all(s.finished for s in found.samples if not s.rejected)
+        assert all(s.is_finished for s in found.samples if not s.rejected)
 
 
 def token_times(
     requests: list[ServeRequest], clients: int | None, times: Fixed, **changes: object
 ) -> list[list[float]]:
     """Of each request, in ms."""
-    found = replay(requests, Scheduler(config(pages=60, **changes)), clients, times)
+    found = replay_requests(requests, Scheduler(config(pages=60, **changes)), clients, times)
     return [[round(t * 1e3, 6) for t in s.token_s] for s in found.traffic.samples]
 
 
@@ -220,29 +220,31 @@ class TestPipeline:
         at 38 and takes 10 + 1 + 2 · 2: 53 ms, counted from 17.
         """
         requests = [request(0, 3, 4, 0.0), request(1, 2, 1, 0.017)]
-        found = replay(requests, Scheduler(config(pages=60)), None, Fixed()).traffic.samples[1]
+        found = replay_requests(requests, Scheduler(config(pages=60)), None, Fixed()).traffic.samples[1]
         assert (found.submitted_s, round(found.token_s[0], 6)) == (0.017, 0.053)
 
     def test_where_to_launch_is_to_run_tokens_are_read_after_the_next_step(self) -> None:
         """On the CPU: step 0 ends at 16 ms, but the host is in step 1 until 27 ms, and only then reads step 0."""
-        assert token_times([request(0, 3, 3)], 1, Fixed(blocking=True)) == [[27, 38, 38]]
+        assert token_times([request(0, 3, 3)], 1, Fixed(is_blocking=True)) == [[27, 38, 38]]
 
     def test_requests_that_never_fit_do_not_end_the_run(self) -> None:
         requests = [request(0, 9999, 1), request(1, 9999, 1), request(2, 3, 1)]
-        found = replay(requests, Scheduler(config(pages=60)), 1, Fixed()).traffic
+        found = replay_requests(requests, Scheduler(config(pages=60)), 1, Fixed()).traffic
         assert [bool(s.rejected) for s in found.samples] == [True, True, False]
-        assert found.samples[2].finished
+        assert found.samples[2].is_finished
 
     def test_a_limit_ends_it_with_what_has_been_read(self) -> None:
         """20 ms: it is seen at 27, when step 1 has been read; step 2, on its way, is read at 38, and no more."""
-        found = replay([request(0, 3, 9), request(1, 3, 9)], Scheduler(config(pages=60)), 1, Fixed(), limit_s=0.02)
+        found = replay_requests(
+            [request(0, 3, 9), request(1, 3, 9)], Scheduler(config(pages=60)), 1, Fixed(), limit_s=0.02
+        )
         assert [len(s.token_s) for s in found.traffic.samples] == [3]
-        assert found.traffic.done
+        assert found.traffic.is_done
         assert round(found.end_s, 6) == 0.038
 
     def test_steps_are_counted_by_kind(self) -> None:
         """A prefill and two decodes of one row; the device never rests."""
-        found = replay([request(0, 3, 3)], Scheduler(config(pages=60)), 1, Fixed())
+        found = replay_requests([request(0, 3, 3)], Scheduler(config(pages=60)), 1, Fixed())
         assert (found.counts.steps, found.counts.decode_steps, found.counts.decode_rows) == (3, 2, 2)
         assert round(found.end_s, 6) == 0.038
 
@@ -252,7 +254,7 @@ class TestWithStepTimes:
         def once() -> list[list[float]]:
             setup = config(pages=1200, page_size=64, dcp=4, max_requests=48, chunk=8192, max_context=5500)
             requests = [request(i, 300 + 7 * i, 20) for i in range(30)]
-            return [s.token_s for s in replay(requests, Scheduler(setup), 8, step_times()).traffic.samples]
+            return [s.token_s for s in replay_requests(requests, Scheduler(setup), 8, step_times()).traffic.samples]
 
         assert once() == once()
 
@@ -263,12 +265,12 @@ class TestWithStepTimes:
         """
         setup = config(pages=1200, page_size=64, dcp=4, max_requests=48, chunk=8192, max_context=5500)
         requests = [request(i, [i % 100] * 4000, 60) for i in range(48)]
-        found = replay(requests, Scheduler(setup), 48, step_times(EXTENT))
-        metrics = serve_metrics(found.traffic, gpus=4, concurrency=48, slo={}, steps=found.counts)
+        found = replay_requests(requests, Scheduler(setup), 48, step_times(EXTENT))
+        metrics = compute_serve_metrics(found.traffic, gpus=4, concurrency=48, slo={}, steps=found.counts)
         assert metrics.finished == 48
         assert metrics.itl_ms.p50 == pytest.approx(126, rel=0.02)
 
     def test_a_step_that_was_not_measured_ends_it(self) -> None:
         setup = config(pages=1200, page_size=64, dcp=4, max_requests=64, chunk=8192, max_context=5500)
         with pytest.raises(UsageError, match="no step time is known"):
-            replay([request(i, 10, 9) for i in range(64)], Scheduler(setup), 64, step_times())
+            replay_requests([request(i, 10, 9) for i in range(64)], Scheduler(setup), 64, step_times())

@@ -9,14 +9,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from dcpbench.points.batches import chunk_rows
-from dcpbench.serving.outcome import serve_metrics
-from dcpbench.serving.replay import replay
+from dcpbench.points.batches import compute_chunk_rows
+from dcpbench.serving.outcome import compute_serve_metrics
+from dcpbench.serving.replay import replay_requests
 from dcpbench.serving.requests import ServeRequest
 from dcpbench.serving.scheduler import Scheduler, SchedulerConfig
-from dcpbench.serving.step_cases import Extent, grid
-from dcpbench.serving.step_model import Slowed, step_works
-from dcpbench.serving.step_times import Case, Measured
+from dcpbench.serving.step_cases import Extent, make_cases
+from dcpbench.serving.step_model import Slowdown, compute_step_works
+from dcpbench.serving.step_times import Case, MeasuredCase
 from tests.unit.step_times_builder import step_times
 
 if TYPE_CHECKING:
@@ -42,9 +42,9 @@ def curved_ms(rows: int, live: float, decode_rows: int, kv_tokens: int, chunks: 
 
 
 def case_ms(case: Case, replicas: int) -> float:
-    work = case.work()
+    work = case.compute_work()
     chunks = [(c.tokens, c.prefix) for c in case.chunks for _ in range(c.chunks)]
-    rows = chunk_rows(work.rows + work.tokens) if chunks else work.rows
+    rows = compute_chunk_rows(work.rows + work.tokens) if chunks else work.rows
     return curved_ms(rows, rows * (case.replicas or replicas) / replicas, work.rows, work.kv_tokens, chunks)
 
 
@@ -53,15 +53,17 @@ class Truth:
     """The engine itself."""
 
     launch_ms: float = 2.0
-    blocking: bool = False
-    slowed: Slowed = dataclasses.field(default_factory=lambda: Slowed([]))
+    is_blocking: bool = False
+    slowdown: Slowdown = dataclasses.field(default_factory=lambda: Slowdown([]))
 
-    def host_ms(self, _step: Step) -> float:
+    def predict_host_ms(self, _step: Step) -> float:
         return 0.0
 
-    def duration_ms(self, step: Step, _heat: float = 0.0) -> float:
-        works = step_works(step)
-        each = [chunk_rows(w.rows + w.tokens) for w in works] if step.prefills else [max(w.rows for w in works)]
+    def predict_duration_ms(self, step: Step, _heat: float = 0.0) -> float:
+        works = compute_step_works(step)
+        each = (
+            [compute_chunk_rows(w.rows + w.tokens) for w in works] if step.has_chunks else [max(w.rows for w in works)]
+        )
         rows, live = max(each), sum(each) / len(each)
         return max(
             curved_ms(rows, live, w.rows, w.kv_tokens, [(c.tokens, c.start) for c in replica.chunks])
@@ -70,8 +72,8 @@ class Truth:
 
 
 def served(requests: list[ServeRequest], setup: SchedulerConfig, clients: int | None, times: StepTimes) -> ServeMetrics:
-    found = replay(requests, Scheduler(setup), clients, times)
-    return serve_metrics(found.traffic, gpus=4, concurrency=clients, slo={}, steps=found.counts)
+    found = replay_requests(requests, Scheduler(setup), clients, times)
+    return compute_serve_metrics(found.traffic, gpus=4, concurrency=clients, slo={}, steps=found.counts)
 
 
 def requests(count: int, sigma: float = 0.0, shared: int = 0, rate: float | None = None) -> list[ServeRequest]:
@@ -144,7 +146,7 @@ def test_what_is_interpolated_is_within_two_percent_of_the_engine_itself(load: L
         policy=load.policy,
         max_context=load.context + 1,
     )
-    cases = [Measured(case=case, samples_ms=[case_ms(case, load.dp)]) for case in grid(extent)]
+    cases = [MeasuredCase(case=case, samples_ms=[case_ms(case, load.dp)]) for case in make_cases(extent)]
     times = msgspec.structs.replace(step_times(), cases=cases)
     truth, found = (served(load.requests, setup, load.clients, how) for how in (Truth(), times))
     assert found.output_tok_s == pytest.approx(truth.output_tok_s, rel=0.005)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from dcpbench.serving.replay import replay
+from dcpbench.serving.replay import replay_requests
 from dcpbench.serving.scheduler import Scheduler
 from dcpbench.serving.traffic import Traffic
 from dcpbench.workloads import serving_loop
@@ -46,12 +46,12 @@ class Launched:
     ended: None = None
 
     @property
-    def arrived(self) -> bool:
+    def has_arrived(self) -> bool:
         return self.clock.now >= self.end
 
-    def wait(self) -> list[int]:
+    def wait_tokens(self) -> list[int]:
         self.clock.now = max(self.clock.now, self.end)
-        return [0] * len(self.step.replicas[0].emits)
+        return [0] * len(self.step.replicas[0].sampled_sequences)
 
 
 @dataclasses.dataclass
@@ -63,15 +63,15 @@ class Device:
     free: float = 0.0
     replica: int = 0
 
-    def launch(self, step: Step, meanwhile: Callable[[], None]) -> Launched:
+    def launch_step(self, step: Step, meanwhile: Callable[[], None]) -> Launched:
         begin, before = self.clock.now, self.free
-        launched = begin + self.times.host_ms(step) / 1e3
-        end = max(begin + self.times.launch_ms / 1e3, before) + self.times.duration_ms(step) / 1e3
+        launched = begin + self.times.predict_host_ms(step) / 1e3
+        end = max(begin + self.times.launch_ms / 1e3, before) + self.times.predict_duration_ms(step) / 1e3
         self.free = max(end, launched)
-        if self.times.blocking:
+        if self.times.is_blocking:
             self.clock.now = self.free
         else:
-            if begin <= before <= launched and step.prefills:
+            if begin <= before <= launched and step.has_chunks:
                 self.clock.now = before
                 meanwhile()
             self.clock.now = launched
@@ -100,7 +100,7 @@ def live(
 TIMES = {
     "plain": Fixed(),
     "launch": Fixed(4.0),
-    "blocking": Fixed(blocking=True),
+    "blocking": Fixed(is_blocking=True),
     "slow-host": Fixed(4.0, host=5.3),
 }
 
@@ -116,9 +116,9 @@ def test_tokens_come_when_they_come_live(setup, clients, rate, times, limit_s, m
     """
     requests = load(3, 40, rate=rate)
     traffic, loop = live(requests, setup, clients, times, limit_s, monkeypatch)
-    found = replay(requests, Scheduler(setup), clients, times, limit_s)
+    found = replay_requests(requests, Scheduler(setup), clients, times, limit_s)
     assert found.counts == loop.counts
     assert len(found.traffic.samples) == len(traffic.samples)
     for mine, theirs in zip(found.traffic.samples, traffic.samples, strict=True):
         assert mine.token_s == pytest.approx(theirs.token_s, abs=1e-9)
-        assert (mine.submitted_s, mine.finished) == (pytest.approx(theirs.submitted_s, abs=1e-9), theirs.finished)
+        assert (mine.submitted_s, mine.is_finished) == (pytest.approx(theirs.submitted_s, abs=1e-9), theirs.is_finished)

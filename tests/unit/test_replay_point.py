@@ -15,15 +15,15 @@ from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import SHAPES
 from dcpbench.records.record import Emulated, Record
 from dcpbench.serving import replay
-from dcpbench.serving.replay import replay_from_file, step_times_name
+from dcpbench.serving.replay import make_step_times_name, replay_from_file
 from dcpbench.serving.samples import read_samples
 from dcpbench.serving.step_times import (
     Case,
     Chunks,
     Decodes,
-    Measured,
+    MeasuredCase,
     StepTimes,
-    engine_path,
+    get_engine_path,
     read_step_times,
     write_step_times,
 )
@@ -45,8 +45,8 @@ POINT = Point(
     dtype="bf16",
     page_size=64,
 )
-TIMES = step_times(path=engine_path(POINT))
-PAGE = memory.page_bytes(SHAPES["deepseek-v3"], 64, 2)
+TIMES = step_times(path=get_engine_path(POINT))
+PAGE = memory.compute_page_bytes(SHAPES["deepseek-v3"], 64, 2)
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def file(tmp_path):
 
 def run(file, tmp_path, point: Point = POINT, settings: Settings = Settings()) -> Record:  # noqa: B008 - frozen
     """The record, with the plan of a live run on the machine of the step times."""
-    plan = plan_engine([point], settings, SHAPES[point.model], TIMES.probe())
+    plan = plan_engine([point], settings, SHAPES[point.model], TIMES.make_probe())
     return replay_from_file(point, plan, file, settings, tmp_path, "dcpbench serve --mode replay")
 
 
@@ -122,7 +122,7 @@ class TestRecord:
         arrival = record.point.load.arrival
         band = latency_bands.find_band(latency_bands.EMULATED, "itl", arrival, latency_bands.load_published())
         assert band.factor > 1.02, "what published forecasts missed is more than the longer steps"
-        assert (emulated.itl_p50_ms_low, emulated.itl_p50_ms_high) == pytest.approx(band.around(found.itl_ms.p50))
+        assert (emulated.itl_p50_ms_low, emulated.itl_p50_ms_high) == pytest.approx(band.compute_ends(found.itl_ms.p50))
         assert emulated.ttft_p50_ms_high > 1.1 * found.ttft_ms.p50
 
     def test_ends_that_are_not_in_the_order_of_steps_are_still_least_and_most(self) -> None:
@@ -131,13 +131,13 @@ class TestRecord:
                 output_tok_s=output_tok_s, ttft_ms=SimpleNamespace(p50=ttft_ms), itl_ms=SimpleNamespace(p50=None)
             )
 
-        assert replay._spans([metrics(2.0, 9.0), metrics(1.0, 11.0), metrics(3.0, 10.0)]) == {
+        assert replay._compute_spans([metrics(2.0, 9.0), metrics(1.0, 11.0), metrics(3.0, 10.0)]) == {
             "output_tok_s_low": 1.0,
             "output_tok_s_high": 3.0,
             "ttft_p50_ms_low": 9.0,
             "ttft_p50_ms_high": 11.0,
         }
-        assert replay._spans([metrics(2.0, None)]) == {"output_tok_s_low": 2.0, "output_tok_s_high": 2.0}
+        assert replay._compute_spans([metrics(2.0, None)]) == {"output_tok_s_low": 2.0, "output_tok_s_high": 2.0}
 
     def test_samples_lie_beside_it(self, file, tmp_path) -> None:
         record = run(file, tmp_path)
@@ -160,14 +160,14 @@ class TestRecord:
     @pytest.mark.parametrize("path", sorted(MEASURED.glob("*.json")), ids=lambda path: path.stem)
     def test_a_file_keeps_its_name_for_ever(self, path: Path) -> None:
         """Those of committed runs: `--resume` finds what an older version measured."""
-        assert Path(step_times_name(read_step_times(path).path)).name == path.name
+        assert Path(make_step_times_name(read_step_times(path).path)).name == path.name
 
     def test_points_of_one_path_share_a_file(self) -> None:
         """Whatever their load; the name tells model and layout."""
-        name = step_times_name(engine_path(POINT))
+        name = make_step_times_name(get_engine_path(POINT))
         assert name.startswith("step-times/deepseek-v3-tp4-dp1-dcp4-ag_rs-")
-        assert step_times_name(engine_path(changed(requests=1))) == name
-        assert step_times_name(engine_path(msgspec.structs.replace(POINT, backend="triton"))) != name
+        assert make_step_times_name(get_engine_path(changed(requests=1))) == name
+        assert make_step_times_name(get_engine_path(msgspec.structs.replace(POINT, backend="triton"))) != name
 
 
 class TestPool:
@@ -265,10 +265,10 @@ class TestRefusal:
 
 
 def test_the_machine_of_the_step_times_can_be_asked_for() -> None:
-    probe = TIMES.probe()
+    probe = TIMES.make_probe()
     assert (probe.device, probe.count, probe.memory_bytes) == ("cuda", 4, 141 << 30)
     cpu: StepTimes = step_times(EXTENT, device="CPU")
-    assert (cpu.probe().device, cpu.blocking) == ("cpu", True)
+    assert (cpu.make_probe().device, cpu.is_blocking) == ("cpu", True)
 
 
 @pytest.mark.parametrize(
@@ -288,9 +288,10 @@ def test_the_error_of_a_forecast_is_that_of_the_step_with_most_requests(
     Steps with prompts are shorter and longer by what is known of them, where that is more. Where hosts block, nothing waits for the wire.
     """
     cases = [
-        Measured(case=Case(decodes=(Decodes(n, 100),)), samples_ms=[ms]) for n, ms in ((2, 0.05), (8, 0.1), (4, 0.2))
+        MeasuredCase(case=Case(decodes=(Decodes(n, 100),)), samples_ms=[ms])
+        for n, ms in ((2, 0.05), (8, 0.1), (4, 0.2))
     ]
-    cases.append(Measured(case=Case(chunks=(Chunks(16, 8, 0),)), samples_ms=[7.0]))
+    cases.append(MeasuredCase(case=Case(chunks=(Chunks(16, 8, 0),)), samples_ms=[7.0]))
     wire = SimpleNamespace(
         wire_us=10.0,
         wire_low_us=4.0,
@@ -300,6 +301,6 @@ def test_the_error_of_a_forecast_is_that_of_the_step_with_most_requests(
         chunks_low=chunks[0],
         chunks_high=chunks[1],
     )
-    times = SimpleNamespace(emulated=wire, blocking=blocking, cases=cases)
-    for found, wanted in zip(replay._forecast_factors(times), factors, strict=True):  # type: ignore[arg-type]
+    times = SimpleNamespace(emulated=wire, is_blocking=blocking, cases=cases)
+    for found, wanted in zip(replay._compute_forecast_factors(times), factors, strict=True):  # type: ignore[arg-type]
         assert found == pytest.approx(wanted)

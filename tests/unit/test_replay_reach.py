@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 
 from dcpbench.serving.deployment import Disaggregated, Link
-from dcpbench.serving.replay import replay
+from dcpbench.serving.replay import replay_requests
 from dcpbench.serving.requests import ServeRequest
 from dcpbench.serving.scheduler import Scheduler, SchedulerConfig
-from dcpbench.serving.step_cases import Extent, grid
-from dcpbench.serving.step_times import Measured
+from dcpbench.serving.step_cases import Extent, make_cases
+from dcpbench.serving.step_times import MeasuredCase
 from tests.unit.step_times_builder import step_times, true_ms
 
 
@@ -68,10 +68,10 @@ def test_any_load_within_the_extent_can_be_replayed(seed: int, split: bool) -> N
         policy=str(rng.choice(["mixed", "prefill-first"])),
         max_context=context + 1,
     )
-    cases = [Measured(case=case, samples_ms=[true_ms(case.work())]) for case in grid(extent)]
+    cases = [MeasuredCase(case=case, samples_ms=[true_ms(case.compute_work())]) for case in make_cases(extent)]
     times = msgspec.structs.replace(step_times(), cases=cases)
     load = prompts(rng, 40, context, share, rate)
     link = Link(bytes_s=float(rng.choice([1e4, 1e9])), page_bytes=1000)
     served = Disaggregated(setup, int(rng.integers(1, 4)), int(rng.integers(1, 4)), link) if split else Scheduler(setup)
-    found = replay(load, served, None if rate else slots * replicas, times)
-    assert all(sample.finished for sample in found.traffic.samples)
+    found = replay_requests(load, served, None if rate else slots * replicas, times)
+    assert all(sample.is_finished for sample in found.traffic.samples)

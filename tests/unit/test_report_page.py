@@ -9,8 +9,8 @@ import pytest
 
 from dcpbench.points.layout import Layout
 from dcpbench.reports import frames
-from dcpbench.reports.page.points import brief, page_data, points_of
-from dcpbench.reports.page.render import charts_of
+from dcpbench.reports.page.points import build_page_data, build_points, format_brief
+from dcpbench.reports.page.render import list_charts
 from dcpbench.reports.plots import Picture
 from tests.unit import record_builder, serve_record_builder
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def data(tmp_path: Path, records: list[Record], **options: Any) -> dict[str, Any]:
-    return page_data(frames.load([record_builder.write(tmp_path / "run", records)]), **options)
+    return build_page_data(frames.load_frames([record_builder.write(tmp_path / "run", records)]), **options)
 
 
 def picture(subject: str, mode: str, tmp_path: Path, alt: str = "") -> Picture:
@@ -38,8 +38,8 @@ def mixed() -> list[Record]:
 def test_every_point_comes_back_out_of_its_row(tmp_path: Path) -> None:
     """So that the command of a row is that of its record, whatever pandas made of the columns."""
     records = mixed()
-    read = frames.load([record_builder.write(tmp_path / "run", records)])
-    found = [*points_of(read.points), *points_of(read.served)]
+    read = frames.load_frames([record_builder.write(tmp_path / "run", records)])
+    found = [*build_points(read.points), *build_points(read.served)]
     assert len(found) == len(records)
     assert set(found) == {record.point for record in records}
 
@@ -96,14 +96,14 @@ def test_live_and_replayed_points_never_share_a_panel(tmp_path: Path) -> None:
 )
 def test_a_chart_stands_for_its_picture(subject: str, mode: str, slugs: list[str], tmp_path: Path) -> None:
     """A picture of a subject that the page cannot draw is shown as it is."""
-    assert [chart.slug for chart in charts_of([picture(subject, mode, tmp_path)])] == slugs
+    assert [chart.slug for chart in list_charts([picture(subject, mode, tmp_path)])] == slugs
 
 
 def test_pictures_of_one_chart_share_it_and_keep_what_they_say(tmp_path: Path) -> None:
-    (chart,) = charts_of([picture("itl", "live", tmp_path, alt=said) for said in ("closed", "gamma")])
+    (chart,) = list_charts([picture("itl", "live", tmp_path, alt=said) for said in ("closed", "gamma")])
     assert chart.alts == ["closed", "gamma"]
 
 
 def test_a_long_string_is_cut_and_says_by_how_much() -> None:
-    assert brief("x" * 10, 4) == "xxxx… (6 more characters)"
-    assert brief("x" * 4, 4) == "xxxx"
+    assert format_brief("x" * 10, 4) == "xxxx… (6 more characters)"
+    assert format_brief("x" * 4, 4) == "xxxx"

@@ -22,10 +22,10 @@ from dcpbench.reports import (
     frames,
     markdown,
     plots,
+    render_terminal_table,
     sections,
     style,
     tables,
-    terminal_table,
     write_report,
 )
 from dcpbench.reports.page import render as page_render
@@ -81,7 +81,7 @@ def terminal(folders: list[Path], width: int = 80) -> str:
     """What a pipe would get."""
     console = Console(width=width, force_terminal=False)
     with console.capture() as captured:
-        console.print(terminal_table(folders))
+        console.print(render_terminal_table(folders))
     return captured.get()
 
 
@@ -168,7 +168,7 @@ def test_hostile_strings_stay_text(tmp_path: Path) -> None:
     ]
     records[1] = msgspec.structs.replace(records[1], point=msgspec.structs.replace(bad, concurrency=9))
     page, out = report(tmp_path, records)
-    own = [*map(web.read, web.SCRIPTS), *map(page_render.own, page_render.OWN_SCRIPTS)]
+    own = [*map(web.read_asset, web.SCRIPTS), *map(page_render.read_own_asset, page_render.OWN_SCRIPTS)]
     assert [script for script in page.scripts if script in own] == own
     assert len(page.scripts) == len(own) + 2, "beside our scripts there are the data and the packed plotly.js"
     assert "<script>alert(1)</script>" in page.text
@@ -331,8 +331,8 @@ def report_of_many(folders: list[Path], out: Path) -> tuple[Page, Path]:
 @pytest.mark.long
 def test_many_points_stay_a_small_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """136 measurements of 68 points and 8 rejections: under 2 MB with all pictures, which are SVG there."""
-    save = plots.save
-    monkeypatch.setattr(plots, "save", lambda figure, path, *_: save(figure, path, "svg"))
+    save = plots.save_figure
+    monkeypatch.setattr(plots, "save_figure", lambda figure, path, *_: save(figure, path, "svg"))
     build.write(tmp_path / "run", build.gpu_sweep())
     out = tmp_path / "report"
     page, _ = report_of(tmp_path / "run", out)
@@ -375,8 +375,8 @@ def test_importing_the_reports_imports_nothing_heavy() -> None:
 
 def test_a_logarithmic_axis_says_so(tmp_path: Path) -> None:
     """Loads 8 and 32 are far apart; equal steps to the right are equal factors."""
-    read = frames.load([build.write(tmp_path / "run", small())])
-    figure = figures.draw_itl(read.points, style.Style.of(read.points), "title")
+    read = frames.load_frames([build.write(tmp_path / "run", small())])
+    figure = figures.draw_itl(read.points, style.Style.from_points(read.points), "title")
     assert [ax.get_xlabel() for ax in figure.axes] == ["concurrency (requests in flight, log scale)"]
 
 
@@ -390,8 +390,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     where = msgspec.structs.replace(build.GPU, settings=settings)
     folder = tmp_path_factory.mktemp("small-things")
     record = msgspec.structs.replace(record, kv=kv, environment=where, marks=["throttled"])
-    read = frames.load([build.write(folder, [record])])
-    return markdown.render("title", sections.report(read, []), folder).replace("\\", "")
+    read = frames.load_frames([build.write(folder, [record])])
+    return markdown.render("title", sections.build_sections(read, []), folder).replace("\\", "")
 
 
 class TestWordsOfSmallThings:
@@ -422,8 +422,8 @@ def test_the_busiest_rank_of_expert_parallel_is_named_where_records_have_it(tmp_
         told[ep] = msgspec.structs.replace(points[ep], honesty=honesty)
 
     def text_of(name: str, *records: Record) -> str:
-        read = frames.load([build.write(tmp_path / name, [*records])])
-        return markdown.render("title", sections.report(read, []), tmp_path).replace("\\", "")
+        read = frames.load_frames([build.write(tmp_path / name, [*records])])
+        return markdown.render("title", sections.build_sections(read, []), tmp_path).replace("\\", "")
 
     text = text_of("run", *told.values())
     assert "the busiest rank had 1.25 × as many experts to read as the mean, and the others waited for it." in text
@@ -438,7 +438,7 @@ def test_the_busiest_rank_of_expert_parallel_is_named_where_records_have_it(tmp_
     [(None, "—"), (0, "0"), (3 << 20, "0.0029"), (1 << 29, "0.50"), (1 << 30, "1.0"), (20 << 30, "20.0")],
 )
 def test_memory_below_a_gib_keeps_its_digits(value: int | None, said: str) -> None:
-    assert tables.gib(value) == said
+    assert tables.format_gib(value) == said
 
 
 def test_a_report_works_out_each_finding_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -473,7 +473,7 @@ def test_plotly_is_in_the_page_or_in_the_file_that_several_share(tmp_path: Path)
 
 def test_a_page_alone_has_charts_and_draws_no_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a dashboard's: pictures are nearly all of the time that a report takes, and scripts draw the charts."""
-    monkeypatch.setattr(plots.Studio, "draw", lambda *_: pytest.fail("drawn"))
+    monkeypatch.setattr(plots.FigureWriter, "write_figure", lambda *_: pytest.fail("drawn"))
     run = build.write(tmp_path / "run", [build.ok(build.point(x)) for x in (Layout(4), Layout(4, 1, 4))])
     page, table = write_report([run], tmp_path / "report", page_only=True)
     assert sorted(path.name for path in (tmp_path / "report").iterdir()) == sorted([page.name, table.name])
@@ -485,5 +485,5 @@ def test_a_page_alone_has_charts_and_draws_no_picture(tmp_path: Path, monkeypatc
 
 
 def test_of_many_loads_the_first_the_middle_and_the_last_are_drawn() -> None:
-    assert figures._some([1, 2, 3, 4, 8]) == [1, 3, 8]
-    assert figures._some([1, 2, 3]) == [1, 2, 3]
+    assert figures._select_some([1, 2, 3, 4, 8]) == [1, 3, 8]
+    assert figures._select_some([1, 2, 3]) == [1, 2, 3]

@@ -10,12 +10,12 @@ import pytest
 from dcpbench.commands import runs
 from dcpbench.errors import UsageError
 from dcpbench.points.layout import Layout
-from dcpbench.records.formulas import decode_metrics
+from dcpbench.records.formulas import compute_decode_metrics
 from dcpbench.records.record import Latencies
 from dcpbench.reports import answer, answer_tables, findings, frames, markdown, overview, sections
 from dcpbench.reports.tables import Table
-from dcpbench.reports.words import shared_shape, short_shapes
-from dcpbench.serving.load_words import in_step_words, lengths_apart, parse_lengths
+from dcpbench.reports.words import find_shared_shape, make_short_shapes
+from dcpbench.serving.load_words import format_lock_step_warning, format_varied_option, parse_lengths
 from tests.unit import record_builder as build
 from tests.unit import serve_record_builder as serve
 
@@ -31,7 +31,7 @@ TP, DCP, DP = Layout(4), Layout(4, 1, 4), Layout(4, 4)
 def step(of: Point, *steps: float, **changes: Any) -> Record:
     """A decode record with exactly these step times."""
     return msgspec.structs.replace(
-        build.ok(of, steps=1, **changes), metrics=decode_metrics(list(steps), of.concurrency, of.tp)
+        build.ok(of, steps=1, **changes), metrics=compute_decode_metrics(list(steps), of.concurrency, of.tp)
     )
 
 
@@ -48,12 +48,12 @@ def served(of: Point, tok_s: float, ttft: dict[str, float], itl: dict[str, float
 
 def read(tmp_path: Path, *records: Record, slo: dict[str, float] | None = None) -> frames.Frames:
     """One run with these records."""
-    return frames.load([build.write(tmp_path / "run", records)], slo=slo)
+    return frames.load_frames([build.write(tmp_path / "run", records)], slo=slo)
 
 
 def said(found: frames.Frames, words: str) -> str:
     """The one opening sentence with these words."""
-    (sentence,) = [s for s in answer.sentences(found) if words in s]
+    (sentence,) = [s for s in answer.format_top_sentences(found) if words in s]
     return sentence
 
 
@@ -74,29 +74,31 @@ class TestClientsInStep:
         assert sentence.endswith(
             "TTFT, ITL p99 and goodput differ where lengths differ (--output-tokens uniform:36-44)."
         )
-        assert "clients run in lock-step: all their requests have one length" in overview.caveats(found)
+        assert "clients run in lock-step: all their requests have one length" in overview.list_caveats(found)
 
     @pytest.mark.parametrize(("tokens", "apart"), [("1500", "1350-1650"), ("15", "13-17"), ("2", "1-3")])
     def test_what_to_type_has_lengths_on_both_sides(self, tokens: str, apart: str) -> None:
-        option, lengths = lengths_apart(tokens).split()
+        option, lengths = format_varied_option(tokens).split()
         assert (option, lengths) == ("--output-tokens", f"uniform:{apart}")
         assert parse_lengths(option, lengths).low < int(tokens) < parse_lengths(option, lengths).high
 
     def test_answers_of_one_token_have_no_gaps(self) -> None:
-        words = in_step_words("1", dp=False)
+        words = format_lock_step_warning("1", dp=False)
         assert "TTFT and goodput differ where" in words
         assert words.endswith("(--input-tokens uniform:LOW-HIGH).")
 
     def test_with_attention_dp_so_is_what_it_gives_and_the_opening_says_it(self, tmp_path: Path) -> None:
         found = self.read(tmp_path, serve.point(DP))
         assert "ITL p99, goodput and what attention DP gives differ" in said(found, "in lock-step")
-        (caveat,) = [text for text in overview.caveats(found) if "in lock-step" in text]
+        (caveat,) = [text for text in overview.list_caveats(found) if "in lock-step" in text]
         assert caveat.endswith(", which favours attention DP: it may be behind where lengths differ")
 
     def test_some_are_counted(self, tmp_path: Path) -> None:
         found = self.read(tmp_path, serve.point(TP), serve.point(TP), output_tokens="uniform:36-44")
         assert said(found, "in lock-step").startswith("Clients run in lock-step at 1 of 2 served points: ")
-        assert "clients run in lock-step at 1 of 2 points: all their requests have one length" in overview.caveats(found)
+        assert "clients run in lock-step at 1 of 2 points: all their requests have one length" in overview.list_caveats(
+            found
+        )
 
     @pytest.mark.parametrize(
         "changed",
@@ -112,18 +114,20 @@ class TestClientsInStep:
     def test_others_do_not(self, tmp_path: Path, changed: dict[str, object]) -> None:
         """Lengths that differ, requests at a rate, sessions, and clients of which none has a second request."""
         found = self.read(tmp_path, serve.point(TP), **changed)
-        assert not [s for s in answer.sentences(found) if "in lock-step" in s]
-        assert not [s for s in overview.caveats(found) if "in lock-step" in s]
+        assert not [s for s in answer.format_top_sentences(found) if "in lock-step" in s]
+        assert not [s for s in overview.list_caveats(found) if "in lock-step" in s]
 
     def test_one_client_has_nobody_to_be_in_step_with(self, tmp_path: Path) -> None:
-        assert not [s for s in answer.sentences(self.read(tmp_path, serve.point(TP, 1))) if "in lock-step" in s]
+        assert not [
+            s for s in answer.format_top_sentences(self.read(tmp_path, serve.point(TP, 1))) if "in lock-step" in s
+        ]
 
 
 class TestSlo:
     def test_without_one_the_best_is_the_highest_throughput_and_that_is_said(self, tmp_path: Path) -> None:
         found = read(tmp_path, step(build.point(TP), 10), step(build.point(DCP), 20))
-        assert answer.sentences(found)[0].startswith("No SLO was given")
-        assert findings.best_per_load(findings.rivals(found))["label"].tolist() == ["tp4"]
+        assert answer.format_top_sentences(found)[0].startswith("No SLO was given")
+        assert findings.find_best_per_load(findings.select_rivals(found))["label"].tolist() == ["tp4"]
 
     def test_the_best_is_the_fastest_of_those_that_meet_it(self, tmp_path: Path) -> None:
         """tp4 gives 200 tok/s with gaps of 60 ms; tp4·dcp4 100 with 50. At 55 ms only the slower one is left."""
@@ -133,14 +137,14 @@ class TestSlo:
             served(other, 100, {"p50": 9, "p99": 9}, {"p50": 50, "p99": 50}),
         ]
         found = read(tmp_path, *records, slo={"itl": 55.0})
-        (row,) = findings.best_per_load(findings.rivals(found)).to_dict("records")
+        (row,) = findings.find_best_per_load(findings.select_rivals(found)).to_dict("records")
         assert (row["label"], row["meets"]) == ("tp4·dcp4", True)
         assert found.served.set_index("label")["slo_said"].to_dict() == {
             "tp4": "misses: ITL p99 60.0 ms",
             "tp4·dcp4": "meets",
         }
         assert "400 in · 40 out: only tp4·dcp4 at 8." in said(found, "Best layout")
-        assert answer.sentences(found)[0] == "SLO (--slo): ITL ≤ 55 ms at p99."
+        assert answer.format_top_sentences(found)[0] == "SLO (--slo): ITL ≤ 55 ms at p99."
 
     def test_rivals_are_held_against_the_highest_percentile_that_all_of_them_have(self, tmp_path: Path) -> None:
         """tp4 has p99 = 80 ms, tp4·dcp4 no more than p90 = 45 ms: both are judged by p90, 40 and 45."""
@@ -150,7 +154,10 @@ class TestSlo:
         ]
         found = read(tmp_path, *records, slo={"itl": 50.0})
         assert set(found.served["slo_said"]) == {"meets at p90"}
-        assert answer.sentences(found)[0] == "SLO (--slo): ITL ≤ 50 ms at p90 (not at p99, which needs 662 samples)."
+        assert (
+            answer.format_top_sentences(found)[0]
+            == "SLO (--slo): ITL ≤ 50 ms at p90 (not at p99, which needs 662 samples)."
+        )
 
     def test_a_value_within_two_percent_of_its_limit_is_narrow(self, tmp_path: Path) -> None:
         """50 ms against 50.5 and 49.5: as far as repeats may differ."""
@@ -173,7 +180,7 @@ class TestSlo:
 
     def test_decode_has_no_first_token_to_wait_for(self, tmp_path: Path) -> None:
         found = read(tmp_path, step(build.point(TP), 40), slo={"ttft": 1.0, "itl": 50.0})
-        assert answer.sentences(found)[0].endswith("These points have no TTFT.")
+        assert answer.format_top_sentences(found)[0].endswith("These points have no TTFT.")
         assert found.points["slo_said"].tolist() == ["meets at p50"]
 
     def test_an_slo_that_bounds_nothing_at_hand_is_none(self, tmp_path: Path) -> None:
@@ -191,13 +198,13 @@ class TestSlo:
                 ({}, none),
             ]
         ):
-            assert answer.sentences(read(tmp_path / str(number), record, slo=slo))[0] == words
+            assert answer.format_top_sentences(read(tmp_path / str(number), record, slo=slo))[0] == words
 
     def test_an_objective_of_some_points_is_in_force_for_them(self, tmp_path: Path) -> None:
         """The served point has a TTFT and both have an ITL; nothing has a TPOT."""
         with_ttft = served(serve.point(TP), 100, {"p50": 9, "p99": 9}, {"p50": 40, "p99": 60}, tpot_ms=Latencies())
         found = read(tmp_path, step(build.point(TP), 40), with_ttft, slo={"ttft": 2000.0, "itl": 50.0, "tpot": 9.0})
-        assert answer.sentences(found)[0] == (
+        assert answer.format_top_sentences(found)[0] == (
             "SLO (--slo): TTFT ≤ 2,000 ms at p99, ITL ≤ 50 ms at p99 or p50 (lower where not at p99, which needs 662 samples). "
             "These points have no TPOT."
         )
@@ -209,40 +216,40 @@ class TestSlo:
             served(serve.point(TP), 100, {}, itl, slo_ms={"itl": 50.0}),
             served(serve.point(TP, model="deepseek-v3"), 100, {}, itl),
         ]
-        assert answer.sentences(read(tmp_path, *records))[0] == (
+        assert answer.format_top_sentences(read(tmp_path, *records))[0] == (
             "SLO (as the runs were measured with): deepseek-v3 live: none; kimi-k2 live: ITL ≤ 50 ms at p99."
         )
 
     def test_the_objectives_of_the_run_hold_where_none_are_given(self, tmp_path: Path) -> None:
         record = served(serve.point(TP), 9, {"p50": 9}, {"p50": 60}, slo_ms={"itl": 50.0})
-        assert "as the runs were measured with" in answer.sentences(read(tmp_path / "own", record))[0]
+        assert "as the runs were measured with" in answer.format_top_sentences(read(tmp_path / "own", record))[0]
         given = read(tmp_path / "given", record, slo={"itl": 70.0})
-        assert "(--slo): ITL ≤ 70 ms" in answer.sentences(given)[0]
+        assert "(--slo): ITL ≤ 70 ms" in answer.format_top_sentences(given)[0]
 
     def test_objectives_that_points_do_not_share_are_none(self, tmp_path: Path) -> None:
         records = [served(serve.point(TP, c), 9, {"p50": 9}, {"p50": 60}, slo_ms={"itl": 50.0 + c}) for c in (8, 32)]
-        assert answer.sentences(read(tmp_path, *records))[0].startswith("No SLO was given")
+        assert answer.format_top_sentences(read(tmp_path, *records))[0].startswith("No SLO was given")
 
     def test_a_cpu_run_meets_and_misses_nothing(self, tmp_path: Path) -> None:
         found = read(tmp_path, *build.cpu_sweep(), slo={"itl": 1e-6})
         assert set(found.points["slo_said"]) == {""}
         said = "No point is held against --slo itl=1e-06: latencies of a CPU say nothing."
-        assert [s for s in answer.sentences(found) if "slo" in s.lower()] == [said]
-        assert overview.sentence(found).endswith(said)
-        assert "slo" not in overview.sentence(read(tmp_path / "without", *build.cpu_sweep())).lower()
+        assert [s for s in answer.format_top_sentences(found) if "slo" in s.lower()] == [said]
+        assert overview.format_answer(found).endswith(said)
+        assert "slo" not in overview.format_answer(read(tmp_path / "without", *build.cpu_sweep())).lower()
 
     def test_the_objectives_of_a_run_on_a_cpu_judge_nothing_either(self, tmp_path: Path) -> None:
         record = served(serve.point(TP), 9, {"p50": 9}, {"p50": 60}, slo_ms={"itl": 50.0})
         record = msgspec.structs.replace(record, marks=["cpu"])
         said = "No point is held against the SLO of the run: latencies of a CPU say nothing."
-        assert said in answer.sentences(read(tmp_path, record))
+        assert said in answer.format_top_sentences(read(tmp_path, record))
 
     @pytest.mark.parametrize(("records", "told"), [(build.cpu_sweep(), True), ([step(build.point(TP), 40)], False)])
     def test_the_command_says_that_an_slo_changes_nothing_on_a_cpu(
         self, records: list[Record], told: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         """Beside the path of the report, as who typed it waits for its effect."""
-        runs.say_if_unjudged([build.write(tmp_path / "run", records)], "itl=60")
+        runs.print_if_unjudged([build.write(tmp_path / "run", records)], "itl=60")
         assert ("--slo itl=60 changes nothing here" in capsys.readouterr().err) is told
 
     def test_names_that_are_no_objectives_are_refused_as_serve_does(self, tmp_path: Path) -> None:
@@ -271,7 +278,7 @@ class TestMost:
         """Within 50 ms tp4 has 8 requests in 40 ms = 200 tok/s, tp4·dcp4 32 in 50 ms = 640, tp4·dp4·ep4 none."""
         times = [(TP, 8, 40), (TP, 32, 70), (DCP, 8, 45), (DCP, 32, 50), (DP, 8, 60)]
         records = [step(build.point(lay, concurrency=n), ms) for lay, n, ms in times]
-        most = answer_tables.grids(read(tmp_path, *records, slo={"itl": 50.0}))[0]
+        most = answer_tables.build_grids(read(tmp_path, *records, slo={"itl": 50.0}))[0]
         assert most.title.startswith("Maximum output tok/s within the SLO, at which concurrency of those that ran")
         assert dict(zip(most.columns, most.rows[0], strict=True)) == {
             "load": "context 4,000",
@@ -282,7 +289,7 @@ class TestMost:
 
     def test_without_an_slo_there_is_no_most_within_it(self, tmp_path: Path) -> None:
         found = read(tmp_path, *(step(build.point(lay), 40) for lay in (TP, DCP)))
-        assert not [table for table in answer_tables.grids(found) if table.title.startswith("Maximum")]
+        assert not [table for table in answer_tables.build_grids(found) if table.title.startswith("Maximum")]
 
 
 class TestJumps:
@@ -307,21 +314,21 @@ class TestJumps:
 
     def test_requests_that_run_as_more_in_a_graph_are_named(self, tmp_path: Path) -> None:
         """6 and 10 on each of 4 replicas run in graphs of 8 and 12; 48 are 12 on each."""
-        told = answer.jumps(self.read(tmp_path, 1.0).findings.points)
+        told = answer.explain_jumps(self.read(tmp_path, 1.0).findings.points)
         assert "tp4·dp4·ep4 runs 24 as 32 and 40 as 48. Output jumps from there to the next size." in told
         assert "multiple" not in told
 
     def test_a_last_wave_that_is_not_full_is_named(self, tmp_path: Path) -> None:
         """96 are 40 + 40 + 16, and twice 48: at 80 % of 40 clients 32 are in flight."""
-        told = answer.jumps(self.read(tmp_path, 0.8).findings.points)
+        told = answer.explain_jumps(self.read(tmp_path, 0.8).findings.points)
         assert "96 requests are no multiple of 40: the last 16 run alone, on average 32 of 40 are in flight" in told
         assert "multiple of 48" not in told
 
     def test_a_last_wave_of_one_request_is_one(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         points = self.read(tmp_path, 0.8).findings.points
-        waves = findings.last_waves(points).assign(load_requests=81, left=1)
-        monkeypatch.setattr(findings, "last_waves", lambda _: waves)
-        assert "81 requests are no multiple of 40: the last one runs alone, on average" in answer.jumps(points)
+        waves = findings.find_last_waves(points).assign(load_requests=81, left=1)
+        monkeypatch.setattr(findings, "find_last_waves", lambda _: waves)
+        assert "81 requests are no multiple of 40: the last one runs alone, on average" in answer.explain_jumps(points)
 
     def test_decode_fills_its_graphs_or_says_how_many_rows_they_have(self, tmp_path: Path) -> None:
         """A record of 8 requests in a graph of 12 rows."""
@@ -330,8 +337,8 @@ class TestJumps:
             assert record.honesty
             honesty = msgspec.structs.replace(record.honesty, cuda_graph=True, graph_batch=rows)
             found = read(tmp_path / name, msgspec.structs.replace(record, honesty=honesty))
-            assert told in answer.jumps(found.findings.points)
-            assert bool(answer.jumps(found.findings.points)) is bool(told)
+            assert told in answer.explain_jumps(found.findings.points)
+            assert bool(answer.explain_jumps(found.findings.points)) is bool(told)
 
 
 class TestBreakEven:
@@ -388,7 +395,7 @@ class TestPays:
             "Looser, over tp4 alone: where DCP is ahead in output tok/s. 400 in · 40 out: from concurrency 8, the lowest "
             "tried, on (tp4·dcp4 1.50× there)."
         )
-        assert not [s for s in answer.sentences(found) if "starts to pay" in s]
+        assert not [s for s in answer.format_top_sentences(found) if "starts to pay" in s]
 
     def test_what_is_above_the_best_other_layout_pays_by_that(self, tmp_path: Path) -> None:
         """150 over 120 tok/s is 1.25 times."""
@@ -411,7 +418,7 @@ class TestPays:
     def test_a_faster_layout_that_misses_the_slo_is_no_rival(self, tmp_path: Path) -> None:
         """120 over 100 of tp4; tp4·dp4·ep4 has 300 with gaps that nobody wants."""
         found = self.read(tmp_path, {TP: 100, DCP: 120, DP: 300}, late=(DP,))
-        (row,) = findings.dcp_against_best(findings.rivals(found)).to_dict("records")
+        (row,) = findings.compare_dcp_with_best(findings.select_rivals(found)).to_dict("records")
         assert (row["rival"], row["ratio"], row["verdict"]) == ("tp4", 1.2, "higher")
         assert "(tp4·dcp4 1.20× there)" in said(found, "Where DCP starts to pay, in output tok/s over tp4")
 
@@ -420,7 +427,7 @@ class TestPays:
         points = [(serve.point(TP), 100), (serve.point(DCP), 150), (serve.point(Layout(8)), 400)]
         points.append((serve.point(DP, dtype="fp8"), 400))
         found = read(tmp_path, *(served(p, rate, {}, {}) for p, rate in points))
-        (row,) = findings.dcp_against_best(findings.rivals(found)).to_dict("records")
+        (row,) = findings.compare_dcp_with_best(findings.select_rivals(found)).to_dict("records")
         assert (row["rival"], row["ratio"], row["verdict"]) == ("tp4 (bfloat16)", 1.5, "higher")
 
     def test_points_whose_rivals_did_not_run_are_not_counted(self, tmp_path: Path) -> None:
@@ -429,7 +436,7 @@ class TestPays:
         found = read(tmp_path, *(served(p, rate, {}, {}) for p, rate in points))
         assert "DCP pays in 1 of 1 load, in" in said(found, "DCP pays")
         alone = read(tmp_path / "alone", served(*points[0], {}, {}))
-        assert not [s for s in answer.sentences(alone) if "pays" in s]
+        assert not [s for s in answer.format_top_sentences(alone) if "pays" in s]
 
     def test_loads_in_a_row_are_one_clause_and_lengths_with_one_answer_another(self, tmp_path: Path) -> None:
         """At 400 tokens in 1.2 and 1.5 times at 8 and 16, 0.8 at 32; at 800 and 1,600 it is 0.5 times."""
@@ -452,19 +459,21 @@ class TestOpening:
         hours = {
             f"run-{h}": [step(p, 9 + p.dcp, started_at=f"2026-11-21T0{h}:00:00Z") for p in points] for h in range(4)
         }
-        found = frames.load([build.write(tmp_path / name, run) for name, run in hours.items()], slo={"itl": 12.0})
-        assert len(answer.sentences(found)) == answer.MOST
-        assert answer.sentences(found)[0].startswith("SLO")
-        assert answer.sentences(found)[-1].startswith("Repeats")
-        first, *others = sections.report(found, [])
-        assert first.folded == answer.sentences(found)
+        found = frames.load_frames(
+            [build.write(tmp_path / name, run) for name, run in hours.items()], slo={"itl": 12.0}
+        )
+        assert len(answer.format_top_sentences(found)) == answer.MAX_SENTENCES
+        assert answer.format_top_sentences(found)[0].startswith("SLO")
+        assert answer.format_top_sentences(found)[-1].startswith("Repeats")
+        first, *others = sections.build_sections(found, [])
+        assert first.folded == answer.format_top_sentences(found)
         assert len(first.bullets) <= 4
         (below,) = [s for s in others if s.slug == "comparisons"]
         assert not set(below.bullets) & set(first.folded)
         assert len([b for b in below.bullets if "Best layout" in b]) >= 1
 
     def test_sections_come_in_the_order_of_a_decision(self, tmp_path: Path) -> None:
-        told = sections.report(read(tmp_path, *(step(build.point(x), 9) for x in (TP, DCP))), [])
+        told = sections.build_sections(read(tmp_path, *(step(build.point(x), 9) for x in (TP, DCP))), [])
         order = [
             "answer",
             "kv",
@@ -482,7 +491,7 @@ class TestOpening:
         assert [s.slug for s in told] == order
 
     def test_definitions_stand_with_the_tables(self, tmp_path: Path) -> None:
-        told = sections.report(read(tmp_path, *(step(build.point(x), 9) for x in (TP, DCP))), [])
+        told = sections.build_sections(read(tmp_path, *(step(build.point(x), 9) for x in (TP, DCP))), [])
         titles = {s.slug: [t.title for t in s.tables] for s in told}
         assert all("What the words mean" in titles[slug] for slug in ("answer", "kv", "time", "method"))
 
@@ -492,7 +501,7 @@ class TestOpening:
         assert slow.load
         replay = msgspec.structs.replace(slow, load=msgspec.structs.replace(slow.load, mode="replay"))
         records = [served(p, rate, {}, {}) for p, rate in ((live, 100), (slow, 90), (replay, 300))]
-        best = findings.best_per_load(findings.rivals(read(tmp_path, *records)))
+        best = findings.find_best_per_load(findings.select_rivals(read(tmp_path, *records)))
         assert best[["mode", "label"]].to_numpy().tolist() == [["live", "tp4"]]
 
 
@@ -504,7 +513,7 @@ class TestTables:
             for lay, n, ms in ((TP, 8, 40), (DCP, 8, 50), (TP, 32, 50), (DCP, 32, 50))
         ]
         found = read(tmp_path, *records)
-        best, over = answer_tables.grids(found)
+        best, over = answer_tables.build_grids(found)
         assert best.columns == ["load", "concurrency 8", "32"]
         assert best.rows == [["context 4,000", "tp4: 200, 1.25×", "tp4 ≈ tp4·dcp4: 640"]]
         assert over.rows == [["context 4,000", "tp4·dcp4", "▼ 0.80×", "≈ 1.00×"]]
@@ -513,14 +522,14 @@ class TestTables:
         """At 8 tp4·dcp4 has 50 over 40 ms of tp4; at 32 tp4 was rejected, and tp4·dp4·ep4 needs 40 ms, too; at 48 none ran."""
         ran = [(TP, 8, 50), (DCP, 8, 40), (DCP, 32, 50), (DP, 32, 40), (DCP, 48, 50)]
         records = [step(build.point(lay, concurrency=n), ms) for lay, n, ms in ran]
-        _, over = answer_tables.grids(read(tmp_path, *records))
+        _, over = answer_tables.build_grids(read(tmp_path, *records))
         assert over.rows == [["context 4,000", "tp4·dcp4", "▲ 1.25×", "no tp4; 0.80× tp4·dp4·ep4", "no tp4"]]
 
     def test_long_tables_are_folded_in_markdown(self) -> None:
         """GitHub folds what stands in details, and shows a table after an empty line."""
         short, long = (Table("Title", ["a"], [["1"]] * n) for n in (3, 30))
-        assert markdown._table(short, 99).startswith("**Title**")
-        folded = markdown._table(long, 99)
+        assert markdown._format_table(short, 99).startswith("**Title**")
+        folded = markdown._format_table(long, 99)
         assert folded.startswith("<details><summary>Title (30 rows)</summary>\n\n| a |")
         assert folded.endswith("\n\n</details>")
 
@@ -535,9 +544,9 @@ class TestTables:
 class TestShapes:
     def test_lengths_are_told_apart_by_what_differs(self) -> None:
         rests = ["4,000 in · 500 out", "8,000 in · 500 out"]
-        assert list(short_shapes(rests).values()) == ["4,000 in", "8,000 in"]
-        assert shared_shape(rests) == "500 out"
-        assert short_shapes(rests[:1]) == {rests[0]: rests[0]}
+        assert list(make_short_shapes(rests).values()) == ["4,000 in", "8,000 in"]
+        assert find_shared_shape(rests) == "500 out"
+        assert make_short_shapes(rests[:1]) == {rests[0]: rests[0]}
 
 
 @pytest.mark.parametrize(("inside", "fence"), [("no ticks", 3), ("a ```` b", 5), ("`", 3), ("a ``` b", 4)])

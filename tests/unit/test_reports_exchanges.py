@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from dcpbench.points.layout import Layout
-from dcpbench.records.formulas import decode_metrics
+from dcpbench.records.formulas import compute_decode_metrics
 from dcpbench.reports import exchanges, findings, frames
 from dcpbench.reports.figures import draw_itl, draw_phases
 from dcpbench.reports.style import Style
@@ -27,12 +27,14 @@ PLAIN, A2A, SYMM = (build.point(DCP, exchange=name) for name in ("ag_rs", "a2a",
 
 def exact(of: Point, *steps: float) -> Record:
     """A record with exactly these step times."""
-    return msgspec.structs.replace(build.ok(of, steps=1), metrics=decode_metrics(list(steps), of.concurrency, of.tp))
+    return msgspec.structs.replace(
+        build.ok(of, steps=1), metrics=compute_decode_metrics(list(steps), of.concurrency, of.tp)
+    )
 
 
 def loaded(tmp_path: Path, *records: Record) -> frames.Frames:
     """Records written and read again."""
-    return frames.load([build.write(tmp_path / "run", records)])
+    return frames.load_frames([build.write(tmp_path / "run", records)])
 
 
 def test_each_exchange_is_compared_with_the_plain_one_of_the_same_point(tmp_path: Path) -> None:
@@ -40,17 +42,17 @@ def test_each_exchange_is_compared_with_the_plain_one_of_the_same_point(tmp_path
     wide = build.point(DCP, exchange="a2a", q_replicate=True)
     projected = build.point(DCP, exchange="ag_rs", project_first=True)
     read = loaded(tmp_path, exact(PLAIN, 10), exact(SYMM, 9), exact(wide, 10), exact(projected, 12))
-    found = exchanges.frame(findings.timed(read.points)).set_index("with")
+    found = exchanges.compare_exchanges(findings.select_timed(read.points)).set_index("with")
     assert dict(found["ratio"]) == pytest.approx({"symm": 0.9, "a2a +q-replicate": 1.0, "ag_rs +project-first": 1.2})
     assert dict(found["verdict"]) == {
         "symm": "shorter",
         "a2a +q-replicate": "no clear difference",
         "ag_rs +project-first": "longer",
     }
-    [said] = exchanges.sentences(found.reset_index(), read)
+    [said] = exchanges.describe_ratios(found.reset_index(), read)
     assert "ITL over that with ag_rs, everything else being the same" in said
     assert all(part in said for part in ("symm 0.900", "a2a +q-replicate 1.000", "ag_rs +project-first 1.200"))
-    assert len(exchanges.table(found.reset_index()).rows) == 3
+    assert len(exchanges.build_table(found.reset_index()).rows) == 3
 
 
 def test_points_that_differ_in_more_than_the_exchange_are_not_compared(tmp_path: Path) -> None:
@@ -60,26 +62,26 @@ def test_points_that_differ_in_more_than_the_exchange_are_not_compared(tmp_path:
         for change in ({"backend": "triton"}, {"all_reduce": "symm"}, {"context": 5})
     ]
     read = loaded(tmp_path, exact(PLAIN, 10), *(exact(point, 9) for point in others))
-    assert exchanges.frame(findings.timed(read.points)).empty
+    assert exchanges.compare_exchanges(findings.select_timed(read.points)).empty
     alone = loaded(tmp_path / "alone", exact(SYMM, 9), exact(A2A, 9))
-    found = exchanges.frame(findings.timed(alone.points))
+    found = exchanges.compare_exchanges(findings.select_timed(alone.points))
     assert found.empty
-    assert exchanges.sentences(found, alone) == []
-    assert exchanges.table(found).rows == []
+    assert exchanges.describe_ratios(found, alone) == []
+    assert exchanges.build_table(found).rows == []
 
 
 def test_several_loads_are_one_sentence_with_the_least_and_the_most(tmp_path: Path) -> None:
     """0.9 at one context, 0.95 at the other."""
     longer = [msgspec.structs.replace(p, context=64000) for p in (PLAIN, SYMM)]
     read = loaded(tmp_path, exact(PLAIN, 10), exact(SYMM, 9), exact(longer[0], 20), exact(longer[1], 19))
-    [said] = exchanges.sentences(exchanges.frame(findings.timed(read.points)), read)
+    [said] = exchanges.describe_ratios(exchanges.compare_exchanges(findings.select_timed(read.points)), read)
     assert said.endswith("symm 0.900 to 0.950.")
 
 
 def test_variants_of_one_layout_have_markers_of_their_own(tmp_path: Path) -> None:
     """Otherwise points at one concurrency, where no line is drawn, would all look the same."""
     read = loaded(tmp_path, exact(PLAIN, 10), exact(A2A, 9), exact(SYMM, 8))
-    style = Style.of(read.points)
+    style = Style.from_points(read.points)
     figure = draw_itl(read.points, style, "title")
     lines = [line for line in figure.axes[0].get_lines() if line.get_marker() in MARKERS]
     assert len({(line.get_color(), line.get_marker()) for line in lines}) == 3
@@ -90,8 +92,8 @@ def test_variants_of_one_layout_have_markers_of_their_own(tmp_path: Path) -> Non
 def test_layouts_keep_their_colours_where_there_are_several(tmp_path: Path) -> None:
     """A layout's colour is the same for all its variants."""
     read = loaded(tmp_path, exact(build.point(Layout(4)), 9), exact(PLAIN, 10), exact(SYMM, 8))
-    style = Style.of(read.points)
-    colours = [style.look(*line, style.runs[0])["color"] for line in style.lines]
+    style = Style.from_points(read.points)
+    colours = [style.get_look(*line, style.runs[0])["color"] for line in style.lines]
     assert style.lines == [("tp4", ""), ("tp4·dcp4", "ag_rs"), ("tp4·dcp4", "symm")]
     assert colours[1] == colours[2] != colours[0]
 
@@ -103,7 +105,7 @@ def test_long_labels_of_bars_take_two_lines(tmp_path: Path) -> None:
         for name, backend, reduce in (("a2a", "flashinfer", "nccl"), ("symm", "triton", "symm"))
     ]
     read = loaded(tmp_path, *(exact(point, 9) for point in points))
-    figure = draw_phases(read.points, Style.of(read.points), "title")
+    figure = draw_phases(read.points, Style.from_points(read.points), "title")
     labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
     assert any(label.replace("\n", " ").endswith("symm all-reduce)") for label in labels)
     assert all(len(line) <= 30 for label in labels for line in label.splitlines())

@@ -11,9 +11,9 @@ import pytest
 from dcpbench.errors import UsageError
 from dcpbench.points.layout import Layout
 from dcpbench.points.names import UNKNOWN
-from dcpbench.records.formulas import decode_metrics
+from dcpbench.records.formulas import compute_decode_metrics
 from dcpbench.reports import answer, findings, frames
-from dcpbench.reports.figures import frontier
+from dcpbench.reports.figures import find_frontier
 from tests.unit import record_builder as build
 
 if TYPE_CHECKING:
@@ -28,12 +28,12 @@ TP, DCP, DP = Layout(4), Layout(4, 1, 4), Layout(4, 4)
 def exact(of: Point, *steps: float, **changes: object) -> Record:
     """A record with exactly these step times."""
     record = build.ok(of, steps=1, **changes)  # type: ignore[arg-type]
-    return msgspec.structs.replace(record, metrics=decode_metrics(list(steps), of.concurrency, of.tp))
+    return msgspec.structs.replace(record, metrics=compute_decode_metrics(list(steps), of.concurrency, of.tp))
 
 
 def loaded(tmp_path: Path, *records: Record) -> frames.Frames:
     """Records written and read again."""
-    return frames.load([build.write(tmp_path / "run", records)])
+    return frames.load_frames([build.write(tmp_path / "run", records)])
 
 
 def test_repeats_become_one_row_with_their_median_envelope_and_spread(tmp_path: Path) -> None:
@@ -54,18 +54,18 @@ def test_runs_as_repeats_are_one_run_whose_points_were_measured_twice(tmp_path: 
         build.write(tmp_path / "monday", [exact(build.point(TP), 10), no_room]),
         build.write(tmp_path / "tuesday", [exact(build.point(TP), 11), no_room]),
     ]
-    read = frames.load(folders, as_repeats=True)
+    read = frames.load_frames(folders, as_repeats=True)
     (row,) = read.points.to_dict("records")
     assert (row["run"], row["repeats"], row["step_ms"]) == ("monday + tuesday", 2, 10.5)
     assert row["spread"] == pytest.approx(1 / 10.5)
     assert len(read.others) == 1
-    assert len(frames.load(folders).points) == 2, "side by side without the option"
+    assert len(frames.load_frames(folders).points) == 2, "side by side without the option"
 
 
 def test_a_copy_of_a_run_is_no_repeat_of_it(tmp_path: Path) -> None:
     """The same samples at the same time were measured once, under whatever name they lie."""
     folders = [build.write(tmp_path / name, [exact(build.point(TP), 10)]) for name in ("monday", "copy")]
-    (row,) = frames.load(folders, as_repeats=True).points.to_dict("records")
+    (row,) = frames.load_frames(folders, as_repeats=True).points.to_dict("records")
     assert row["repeats"] == 1
 
 
@@ -78,8 +78,8 @@ def test_runs_of_different_environments_are_no_repeats(tmp_path: Path) -> None:
         build.write(tmp_path / "tuesday", [slow]),
     ]
     with pytest.raises(UsageError, match=r"nccl is 2\.27 in monday and 2\.99 in tuesday"):
-        frames.load(folders, as_repeats=True)
-    assert len(frames.load(folders).points) == 2
+        frames.load_frames(folders, as_repeats=True)
+    assert len(frames.load_frames(folders).points) == 2
 
 
 @pytest.mark.parametrize(("backend", "passes"), [("triton", 2), ("flashinfer", 2), ("flashmla", 0), ("auto", 0)])
@@ -93,11 +93,11 @@ def test_flashmla_sets_passes_apart_where_points_may_have_run_with_it(
         environment = msgspec.structs.replace(build.GPU, flash_mla=version)
         folders.append(build.write(tmp_path / name, [msgspec.structs.replace(record, environment=environment)]))
     if passes:
-        (row,) = frames.load(folders, as_repeats=True).points.to_dict("records")
+        (row,) = frames.load_frames(folders, as_repeats=True).points.to_dict("records")
         assert row["repeats"] == passes
     else:
         with pytest.raises(UsageError, match=r"flash_mla is 1\.0\.0 in with and None in without"):
-            frames.load(folders, as_repeats=True)
+            frames.load_frames(folders, as_repeats=True)
 
 
 def test_a_point_measured_again_counts_once_with_its_last_record(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_runs_with_the_same_name_are_told_apart_by_their_path(tmp_path: Path) ->
     """By as many folders as it takes; one that has its name alone keeps it."""
     places = ("a/run", "b/run", "alone", "x/c/same", "y/c/same")
     folders = [build.write(tmp_path / place, [exact(build.point(TP), 1)]) for place in places]
-    assert set(frames.load(folders).points["run"]) == set(places)
+    assert set(frames.load_frames(folders).points["run"]) == set(places)
 
 
 def test_the_best_layout_of_a_load_is_clear_only_if_intervals_lie_apart_and_it_leads_by_more_than_two_percent(
@@ -161,19 +161,19 @@ def test_the_best_layout_of_a_load_is_clear_only_if_intervals_lie_apart_and_it_l
         exact(build.point(DCP, context=3), 10, 12, 13),
         exact(build.point(TP, context=4), 10),
     )
-    best = findings.best_per_load(findings.rivals(read))
+    best = findings.find_best_per_load(findings.select_rivals(read))
     assert list(best["context"]) == [1, 2, 3], "a best of one layout says nothing"
     assert list(best["clear"]) == [True, False, False]
     assert best["lead"][0] == pytest.approx(1.1)
     assert list(best["level"]) == [["tp4"], ["tp4", "tp4·dcp4"], ["tp4", "tp4·dcp4"]]
-    (said,) = [s for s in answer.sentences(read) if "Best layout" in s]
+    (said,) = [s for s in answer.format_top_sentences(read) if "Best layout" in s]
     assert "Context 1: tp4 at 8 (1.10× the next); context 2: not clearly tp4 or tp4·dcp4 at 8; context 3: not" in said
 
 
 def test_dcp_is_compared_with_the_same_layout_without_it(tmp_path: Path) -> None:
     """20 ms with tp4, 10 ms [9, 11] with dcp4: 2 times, from 20/11 = 1.82 to 20/9 = 2.22. dp4 is not its baseline."""
     read = loaded(tmp_path, exact(build.point(TP), 20), exact(build.point(DCP), 9, 10, 11), exact(build.point(DP), 5))
-    (row,) = findings.dcp_against_baseline(findings.rivals(read)).to_dict("records")
+    (row,) = findings.compare_dcp_with_baseline(findings.select_rivals(read)).to_dict("records")
     assert "index" not in row
     assert row["baseline"] == "tp4"
     assert row["ratio"] == pytest.approx(2)
@@ -188,15 +188,15 @@ def test_dcp_is_compared_with_the_same_layout_without_it(tmp_path: Path) -> None
 def test_dcp_verdicts_need_more_than_noise(tmp_path: Path, steps: tuple[float, ...], verdict: str) -> None:
     """Against 20 ms: 2.0, 0.67, 1.005 (less than repeats may differ), and 1.11 with an interval from 0.8 to 2."""
     read = loaded(tmp_path, exact(build.point(TP), 20), exact(build.point(DCP), *steps))
-    assert findings.dcp_against_baseline(findings.rivals(read))["verdict"][0] == verdict
+    assert findings.compare_dcp_with_baseline(findings.select_rivals(read))["verdict"][0] == verdict
 
 
 def test_a_dcp_point_whose_baseline_was_rejected_is_told_not_compared(tmp_path: Path) -> None:
     """That only DCP ran is a finding, not a ratio of infinity."""
     read = loaded(tmp_path, build.rejected(build.point(TP)), exact(build.point(DCP), 10))
-    (row,) = findings.dcp_against_baseline(findings.rivals(read)).to_dict("records")
+    (row,) = findings.compare_dcp_with_baseline(findings.select_rivals(read)).to_dict("records")
     assert row["verdict"] == "no baseline"
-    said = " ".join(answer.sentences(read))
+    said = " ".join(answer.format_top_sentences(read))
     assert "1 point with DCP ran where tp4 was rejected" in said
 
 
@@ -207,7 +207,7 @@ def test_kv_capacity_is_compared_per_gib_whatever_the_pools_sizes(tmp_path: Path
     small = msgspec.structs.replace(
         plain.kv, pool_bytes_per_gpu=plain.kv.pool_bytes_per_gpu // 2, capacity_tokens=plain.kv.capacity_tokens * 2
     )
-    table = findings.kv_by_layout(loaded(tmp_path, plain, msgspec.structs.replace(split, kv=small)).points)
+    table = findings.compute_kv_by_layout(loaded(tmp_path, plain, msgspec.structs.replace(split, kv=small)).points)
     assert list(table["kv_ratio"]) == [1, pytest.approx(4)]
 
 
@@ -218,9 +218,9 @@ def test_repeats_that_disagree_are_listed_and_the_worst_is_named(tmp_path: Path)
         *(exact(build.point(TP, repeat=i), ms) for i, ms in enumerate((100, 103))),
         *(exact(build.point(DCP, repeat=i), ms) for i, ms in enumerate((100, 101))),
     )
-    table = findings.repeats(read)
+    table = findings.compare_repeats(read)
     assert sorted(table["apart"]) == [pytest.approx(1 / 100.5), pytest.approx(3 / 101.5)]
-    assert findings.repeats_sentence(table["apart"]) == (
+    assert findings.format_repeats_sentence(table["apart"]) == (
         "Repeats: 1 of 2 points measured more than once disagrees by more than 2 %."
     )
 
@@ -228,7 +228,7 @@ def test_repeats_that_disagree_are_listed_and_the_worst_is_named(tmp_path: Path)
 def test_repeats_that_agree_say_within_what(tmp_path: Path) -> None:
     """100 and 101 ms: 1 / 100.5 = 0.995 %, printed as 1 %."""
     read = loaded(tmp_path, *(exact(build.point(TP, repeat=i), ms) for i, ms in enumerate((100, 101))))
-    assert findings.repeats_sentence(findings.repeats(read)["apart"]) == (
+    assert findings.format_repeats_sentence(findings.compare_repeats(read)["apart"]) == (
         "Repeats: the one point measured more than once agrees within 1 %."
     )
 
@@ -237,21 +237,21 @@ def test_a_copied_run_beside_its_original_is_no_repeat(tmp_path: Path) -> None:
     """Otherwise every point of it would agree within 0 %."""
     record = exact(build.point(TP), 10)
     a, b = (build.write(tmp_path / name, [record]) for name in "ab")
-    assert findings.repeats(frames.load([a, b])).empty
+    assert findings.compare_repeats(frames.load_frames([a, b])).empty
 
 
 def test_runs_on_different_hardware_are_not_repeats_of_each_other(tmp_path: Path) -> None:
     """The same point on an H200 and on a CPU."""
     a = build.write(tmp_path / "a", [exact(build.point(TP), 10)])
     b = build.write(tmp_path / "b", [exact(build.point(TP), 99, environment=build.CPU)])
-    assert findings.repeats(frames.load([a, b])).empty
+    assert findings.compare_repeats(frames.load_frames([a, b])).empty
 
 
 def test_cpu_points_are_left_out_of_every_comparison_of_speed(tmp_path: Path) -> None:
     """By their mark, and by their device where the mark is missing."""
     read = loaded(tmp_path, build.on_cpu(build.point(TP)), exact(build.point(DCP), 10, environment=build.CPU))
     assert read.cpu
-    assert findings.rivals(read).empty
+    assert findings.select_rivals(read).empty
 
 
 def test_the_frontier_holds_the_points_that_no_other_beats_in_both(tmp_path: Path) -> None:
@@ -262,7 +262,7 @@ def test_the_frontier_holds_the_points_that_no_other_beats_in_both(tmp_path: Pat
         exact(build.point(TP, concurrency=32), 20),
         exact(build.point(DCP, concurrency=8), 16),
     )
-    assert list(frontier(read.points)["concurrency"]) == [8, 32]
+    assert list(find_frontier(read.points)["concurrency"]) == [8, 32]
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_points_beside_imports_of_the_same_lengths_are_told_apart_by_what_differ
             f"load_{name}": [*ours, 0],
         }
     )
-    assert frames._told(table, name).tolist() == told
+    assert frames._find_printed(table, name).tolist() == told
 
 
 @pytest.mark.parametrize(
@@ -307,7 +307,7 @@ def test_of_one_rank_and_of_imports_nothing_is_said_of_experts(placed: list[tupl
     """(tp, ep): where all others of a kind place them alike, nothing is said at all."""
     tps, eps = zip(*placed, strict=True)
     table = pd.DataFrame({"tp": tps, "dp": [1] * len(tps), "ep": eps})
-    assert (frames._experts(table) or [""] * len(tps)) == said
+    assert (frames._format_experts(table) or [""] * len(tps)) == said
 
 
 @pytest.mark.parametrize(
@@ -331,9 +331,11 @@ def test_a_ratio_is_clear_where_all_of_its_reach_is_and_by_more_than_repeats_dif
     table = pd.DataFrame(
         {"low": [low], "ratio": [ratio], "high": [high], "launch_band": 0.02, "over_launch_band": 0.02}
     )
-    wider = findings.verdicts(table.assign(over_launch_band=0.2), above="above", below="below", without="without")
+    wider = findings.compute_verdicts(
+        table.assign(over_launch_band=0.2), above="above", below="below", without="without"
+    )
     assert wider.tolist() == ["without" if said == "without" else "no clear difference"]
-    assert findings.verdicts(table, above="above", below="below", without="without").tolist() == [said]
+    assert findings.compute_verdicts(table, above="above", below="below", without="without").tolist() == [said]
 
 
 WAVE = {
@@ -363,7 +365,7 @@ WAVE = {
 )
 def test_a_last_wave_is_told_where_it_alone_left_clients_idle(change: dict[str, object], told: bool) -> None:
     """One request of 33 is left for 8 clients, of which on average 7.1 were in flight: below 0.9 · 8 = 7.2."""
-    found = findings.last_waves(pd.DataFrame([WAVE | change]))
+    found = findings.find_last_waves(pd.DataFrame([WAVE | change]))
     assert found["left"].tolist() == ([1] if told else [])
 
 
@@ -378,4 +380,4 @@ def test_a_last_wave_is_told_where_it_alone_left_clients_idle(change: dict[str, 
     ],
 )
 def test_repeats_agree_up_to_two_percent(apart: list[float], said: str) -> None:
-    assert findings.repeats_sentence(apart) == said
+    assert findings.format_repeats_sentence(apart) == said

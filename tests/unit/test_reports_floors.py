@@ -10,8 +10,8 @@ import pytest
 from dcpbench.points.layout import Layout
 from dcpbench.records.metrics import METRIC
 from dcpbench.records.record import Floor, Phases, Rates, Record
-from dcpbench.reports import explain, export, figures, floors, frames, overview, sections, terminal_table
-from dcpbench.reports.page.points import page_data
+from dcpbench.reports import explain, export, figures, floors, frames, overview, render_terminal_table, sections
+from dcpbench.reports.page.points import build_page_data
 from dcpbench.reports.style import Style
 from tests.unit import record_builder as build
 from tests.unit import serve_record_builder
@@ -44,12 +44,12 @@ than 1 % of the step, as is norm, which loses nothing."""
 
 def read(tmp_path: Path, *records: Record) -> frames.Frames:
     """As a report reads them."""
-    return frames.load([build.write(tmp_path / "run", records)])
+    return frames.load_frames([build.write(tmp_path / "run", records)])
 
 
 def test_the_largest_loss_comes_first_and_what_is_not_worth_naming_does_not(tmp_path):
     row = read(tmp_path, FAR).points.to_dict("records")[0]
-    assert [(loss.phase, loss.share, loss.lost_us) for loss in floors.telling(row, 9)] == [
+    assert [(loss.phase, loss.share, loss.lost_us) for loss in floors.list_named_losses(row, 9)] == [
         ("moe", pytest.approx(0.7), pytest.approx(18_000)),
         ("attention", pytest.approx(0.6), pytest.approx(12_000)),
         ("idle", 0.0, pytest.approx(4_000)),
@@ -60,7 +60,7 @@ def test_the_largest_loss_comes_first_and_what_is_not_worth_naming_does_not(tmp_
 
 def test_one_point_is_told_by_its_ratio_and_its_largest_losses(tmp_path):
     """100 ms over 62.5: 1.60×."""
-    assert floors.sentences(read(tmp_path, FAR).points) == [
+    assert floors.format_decode_sentences(read(tmp_path, FAR).points) == [
         (
             "kimi-k2: a step takes 1.60× what this machine allows (tp4 at concurrency 8 · context 4,000: 100 ms where 62.5 "
             "would do). Largest losses, as shares of their own limits: moe 0.70, attention 0.60, idle."
@@ -70,7 +70,7 @@ def test_one_point_is_told_by_its_ratio_and_its_largest_losses(tmp_path):
 
 def test_of_several_the_reach_is_told_and_the_furthest_named(tmp_path):
     """1.25× at tp4·dcp4."""
-    (said,) = floors.sentences(read(tmp_path, FAR, NEAR).points)
+    (said,) = floors.format_decode_sentences(read(tmp_path, FAR, NEAR).points)
     assert said.startswith(
         "kimi-k2: a step takes 1.25× to 1.60× what this machine allows; furthest is tp4 at concurrency 8"
     )
@@ -80,16 +80,16 @@ def test_one_bullet_of_the_first_screen_says_it(tmp_path):
     """Of one point, of the furthest of several, and of none."""
     one = read(tmp_path / "one", FAR)
     said = "A step takes 1.60× what the hardware allows; most is lost in moe (0.70 of its limit) and attention (0.60 of its limit)."
-    assert said in overview.short(one)
+    assert said in overview.format_bullets(one)
     both = read(tmp_path / "both", FAR, NEAR)
-    assert said.replace("1.60×", "1.25–1.60×").replace("limit).", "limit) at tp4.") in overview.short(both)
-    assert len(overview.short(both)) <= overview.MOST_BULLETS
+    assert said.replace("1.60×", "1.25–1.60×").replace("limit).", "limit) at tp4.") in overview.format_bullets(both)
+    assert len(overview.format_bullets(both)) <= overview.MAX_BULLETS
     none = read(tmp_path / "none", build.ok(build.point()))
-    assert not any("hardware allows" in bullet for bullet in overview.short(none))
+    assert not any("hardware allows" in bullet for bullet in overview.format_bullets(none))
 
 
 def test_the_table_has_every_point_with_a_floor(tmp_path):
-    table = floors.table(read(tmp_path, FAR, NEAR, build.ok(build.point(concurrency=16))).points)
+    table = floors.build_table(read(tmp_path, FAR, NEAR, build.ok(build.point(concurrency=16))).points)
     assert [row[3] for row in table.rows] == ["tp4", "tp4·dcp4"]
     assert [row[4] for row in table.rows] == [
         "moe 0.70 (18.0), attention 0.60 (12.0), idle (4.00), mlp reduce 0.50 (2.00), other (1.00)",
@@ -100,33 +100,33 @@ def test_the_table_has_every_point_with_a_floor(tmp_path):
 
 def test_show_and_report_say_it_and_explain_the_word(tmp_path):
     found = read(tmp_path, FAR)
-    time = next(s for s in sections.report(found, []) if s.slug == "time")
-    assert time.paragraphs[0] == floors.sentences(found.points)[0]
+    time = next(s for s in sections.build_sections(found, []) if s.slug == "time")
+    assert time.paragraphs[0] == floors.format_decode_sentences(found.points)[0]
     assert floors.TITLE in [table.title for table in time.tables]
     assert "floor" in [row[0] for row in time.tables[-1].rows]
-    told = terminal_table([tmp_path / "run"])
+    told = render_terminal_table([tmp_path / "run"])
     assert any("1.60×" in str(part) for part in told.renderables)
-    assert floors.sentences(found.points)[0] in export.as_json(found)["findings"]
+    assert floors.format_decode_sentences(found.points)[0] in export.build_json(found)["findings"]
 
 
 def test_where_no_point_has_a_floor_nothing_is_said_of_it(tmp_path):
     """Records from before there were floors."""
     found = read(tmp_path, build.ok(build.point()))
-    assert floors.sentences(found.points) == []
-    assert floors.table(found.points).rows == []
-    assert "floor" not in [row[0] for row in explain.definitions(found).rows]
+    assert floors.format_decode_sentences(found.points) == []
+    assert floors.build_table(found.points).rows == []
+    assert "floor" not in [row[0] for row in explain.build_definitions(found).rows]
     assert not any(str(column).startswith("floor_mo") for column in found.points)
 
 
 def test_a_floor_of_0_is_no_floor(tmp_path):
     """A file may hold anything."""
-    assert floors.sentences(read(tmp_path, floored(0.0, moe=0.0)).points) == []
+    assert floors.format_decode_sentences(read(tmp_path, floored(0.0, moe=0.0)).points) == []
 
 
 def test_the_figure_has_a_thin_bar_in_each_phase_that_has_a_floor(tmp_path):
     """attention from 0 for 18 ms, moe from 30 for 42; mlp_reduce behind them for 2, and norm's 0.5 in what is left."""
     points = read(tmp_path, FAR).points
-    figure = figures.draw_phases(points, Style.of(points), "title")
+    figure = figures.draw_phases(points, Style.from_points(points), "title")
     bars = [p for p in figure.axes[0].patches if p.get_height() == pytest.approx(0.24)]
     assert [p.get_x() for p in bars] == pytest.approx([0, 30, 90, 94])
     assert [p.get_width() for p in bars] == pytest.approx([18, 42, 2, 0.5])
@@ -134,7 +134,7 @@ def test_the_figure_has_a_thin_bar_in_each_phase_that_has_a_floor(tmp_path):
 
 def test_the_page_holds_floors_beside_the_times_of_phases(tmp_path):
     """norm, lm_head and other are `rest`, of which 0.5 ms are a floor."""
-    columns = page_data(read(tmp_path, FAR))["columns"]
+    columns = build_page_data(read(tmp_path, FAR))["columns"]
     assert (columns["phase:moe"], columns["floor:moe"]) == ([60.0], [42.0])
     assert (columns["phase:rest"], columns["floor:rest"]) == ([2.0], [0.5])
     assert columns["floor_share"] == [62.5]
@@ -162,7 +162,7 @@ def served(tmp_path: Path, *shares: tuple[float | None, ...]) -> list[str]:
                 record, serve=msgspec.structs.replace(record.serve, **dict(zip(names, values, strict=True)))
             )
         )
-    return floors.served(read(tmp_path, *records).served)
+    return floors.format_served_sentences(read(tmp_path, *records).served)
 
 
 def test_served_points_say_how_far_steps_with_prompts_and_others_are(tmp_path):
@@ -183,9 +183,9 @@ def test_what_is_known_of_one_kind_of_step_is_said_alone(tmp_path):
 
 
 def test_metrics_of_a_floor_read_a_record():
-    assert METRIC["floor_ms"].value(FAR) == 62.5
-    assert METRIC["floor_share"].value(FAR) == pytest.approx(0.625)
-    assert METRIC["floor_share"].value(build.ok(build.point())) is None
+    assert METRIC["floor_ms"].get_value(FAR) == 62.5
+    assert METRIC["floor_share"].get_value(FAR) == pytest.approx(0.625)
+    assert METRIC["floor_share"].get_value(build.ok(build.point())) is None
 
 
 def test_a_record_keeps_its_rates_and_floor():

@@ -15,7 +15,7 @@ from rich.console import Console
 from dcpbench import cli
 from dcpbench.errors import RecordsError
 from dcpbench.points.layout import Layout
-from dcpbench.records.file import cut_short, read_records
+from dcpbench.records.file import is_last_line_cut_short, read_records
 from dcpbench.records.folder import RECORDS_FILE
 from dcpbench.records.runs import read_run
 from dcpbench.reports import (
@@ -30,9 +30,9 @@ from dcpbench.reports import (
     style,
     terminal,
 )
-from dcpbench.reports.tables import MOST_LETTERS, MOST_ROWS
-from dcpbench.show.figures import drawing
-from dcpbench.show.text import LONGEST
+from dcpbench.reports.tables import MAX_CELL_CHARS, MAX_ROWS
+from dcpbench.show.figures import apply_style
+from dcpbench.show.text import MAX_TEXT_CHARS
 from tests.unit import record_builder as build
 from tests.unit import serve_record_builder as serve
 
@@ -72,8 +72,8 @@ def changed(path: str, value: object, record: Record | None = None) -> dict[str,
 
 def everything(folder: Path) -> str:
     """All that is printed about a run: Markdown, CSV and terminal."""
-    read = frames.load([folder])
-    told = markdown.render("title", sections.report(read, []), folder)
+    read = frames.load_frames([folder])
+    told = markdown.render("title", sections.build_sections(read, []), folder)
     export.write_csv(read, folder / "points.csv")
     console = Console(width=80, force_terminal=False)
     with console.capture() as captured:
@@ -152,7 +152,7 @@ def test_a_line_that_no_run_wrote_is_refused_with_its_file_and_number_and_what_t
     assert f"{folder / RECORDS_FILE}, line 2: " in message
     assert re.search("measure its point again|the version that wrote it|name a run's folder", message)
     assert len(message) < 1_000, "whatever the line holds"
-    (bad,) = frames.load([folder]).runs[0].bad_lines
+    (bad,) = frames.load_frames([folder]).runs[0].bad_lines
     assert bad.line == 2
 
 
@@ -178,7 +178,7 @@ def test_a_file_that_is_no_record_file_is_not_taken_for_one_cut_short(tmp_path: 
     with pytest.raises(
         RecordsError, match=r"results\.zip is no file of records, as no line of it is one \(line 1: it is no record"
     ):
-        frames.load([path])
+        frames.load_frames([path])
 
 
 def test_a_last_line_is_cut_short_only_where_it_can_be_completed(tmp_path: Path) -> None:
@@ -187,9 +187,9 @@ def test_a_last_line_is_cut_short_only_where_it_can_be_completed(tmp_path: Path)
     path, whole = folder / RECORDS_FILE, json.dumps(changed("point.concurrency", 9)).encode()
     before = path.read_bytes()
     path.write_bytes(before + whole[:99])
-    assert (len(read_records(folder)), cut_short(folder)) == (1, True)
+    assert (len(read_records(folder)), is_last_line_cut_short(folder)) == (1, True)
     path.write_bytes(before + whole)
-    assert (len(read_records(folder)), cut_short(folder)) == (2, False)
+    assert (len(read_records(folder)), is_last_line_cut_short(folder)) == (2, False)
     path.write_bytes(before + json.dumps(changed("point.concurrency", -9)).encode())
     with pytest.raises(RecordsError, match="line 2"):
         read_records(folder)
@@ -224,22 +224,22 @@ def test_ten_megabytes_in_any_string_are_cut_everywhere(tmp_path: Path, field: s
     record = build.failed(build.point(DCP)) if field == "reason" else build.ok(build.point(DCP), steps=5)
     told = everything(run(tmp_path / "run", line(), changed(field, "x" * 10_000_000, record)))
     assert len(told) < 200_000
-    assert "x" * (LONGEST + 1) not in told
+    assert "x" * (MAX_TEXT_CHARS + 1) not in told
     assert "x" * 300 in told.replace("\n", "") or field in {"point.dtype", "honesty.weights", "point.backend"}
 
 
 def test_two_names_that_begin_alike_stay_two_models(tmp_path: Path) -> None:
     """What is cut off ends in a hash of the whole."""
     found = [changed("point.model", "x" * 9_000 + end) for end in "ab"]
-    assert frames.load([run(tmp_path / "run", *found)]).points["model"].nunique() == 2
+    assert frames.load_frames([run(tmp_path / "run", *found)]).points["model"].nunique() == 2
 
 
 def test_a_long_cell_is_cut_in_every_table(tmp_path: Path) -> None:
     """A model of 1,900 letters is kept by the records, and by points.csv."""
     folder = run(tmp_path / "run", changed("point.model", "x" * 1_900))
-    told = sections.report(frames.load([folder]), [])
+    told = sections.build_sections(frames.load_frames([folder]), [])
     cells = [cell for section in told for table in section.tables for row in table.rows for cell in row]
-    assert max(map(len, cells)) <= MOST_LETTERS
+    assert max(map(len, cells)) <= MAX_CELL_CHARS
     everything(folder)
     assert "x" * 1_900 in (folder / "points.csv").read_text(encoding="utf-8")
 
@@ -271,17 +271,17 @@ def test_what_is_odd_and_can_be_shown_is_shown(tmp_path: Path, spoiled: dict[str
 )
 def test_no_figure_breaks(tmp_path: Path, spoiled: dict[str, Any]) -> None:
     """Titles, legends and axes of lines are drawn."""
-    read = frames.load([run(tmp_path / "run", spoiled, line(build.ok(build.point(DCP), steps=5)))])
-    with drawing():
+    read = frames.load_frames([run(tmp_path / "run", spoiled, line(build.ok(build.point(DCP), steps=5)))])
+    with apply_style():
         for draw in (figures.draw_throughput, figures.draw_itl, figures.draw_frontier):
-            draw(read.points, style.Style.of(read.points), "title").savefig(tmp_path / "figure.svg")
+            draw(read.points, style.Style.from_points(read.points), "title").savefig(tmp_path / "figure.svg")
             assert (tmp_path / "figure.svg").read_text().endswith("</svg>\n")
 
 
 def grid(folder: Path, contexts: int, loads: int) -> frames.Frames:
     """tp4 and tp4·dcp4 at every context and load."""
     template = build.ok(build.point(TP), steps=2)
-    return frames.load(
+    return frames.load_frames(
         [
             build.write(
                 folder,
@@ -299,27 +299,27 @@ def grid(folder: Path, contexts: int, loads: int) -> frames.Frames:
 def test_of_too_many_points_tables_show_the_first_and_figures_some_and_both_say_so(tmp_path: Path) -> None:
     """20 contexts × 60 loads × 2 layouts = 2,400 points: 2,000 rows, 6 panels, 24 loads a line, both layouts."""
     read = grid(tmp_path / "run", 20, 60)
-    told = sections.report(read, [])
+    told = sections.build_sections(read, [])
     tables = [table for section in told for table in section.tables]
-    assert max(len(table.rows) for table in tables) == MOST_ROWS
+    assert max(len(table.rows) for table in tables) == MAX_ROWS
     assert any("the first 2,000 of 2,400; points.csv has every point" in table.title for table in tables)
-    shown, note = plots.thinned(read.points)
+    shown, note = plots.sample_points(read.points)
     assert (shown["context"].nunique(), shown["concurrency"].nunique(), len(shown)) == (6, 24, 6 * 24 * 2)
     assert note == " (shown: 6 of 20 lengths, 24 of 60 loads; all in points.csv)"
     assert {1, 20} <= set(shown["context"]), "the ends are always shown"
     assert max(map(len, told[0].bullets)) < 600, "sentences count what they cannot name"
-    assert all(len(table.columns) <= answer_tables.MOST_COLUMNS + 3 for table in told[0].tables)
+    assert all(len(table.columns) <= answer_tables.MAX_COLUMNS + 3 for table in told[0].tables)
 
 
 def test_as_many_as_a_figure_holds_are_all_shown(tmp_path: Path) -> None:
     """Nine lengths, 48 loads; one more of each leaves 6 and 24. 12 models and 6 runs have figures of their own."""
-    everything, note = plots.thinned(grid(tmp_path / "all", 9, 48).points)
+    everything, note = plots.sample_points(grid(tmp_path / "all", 9, 48).points)
     assert (len(everything), note) == (9 * 48 * 2, "")
-    fewer, note = plots.thinned(grid(tmp_path / "more", 10, 49).points)
+    fewer, note = plots.sample_points(grid(tmp_path / "more", 10, 49).points)
     assert (len(fewer), note) == (6 * 24 * 2, " (shown: 6 of 10 lengths, 24 of 49 loads; all in points.csv)")
-    assert (plots.MOST_MODELS, plots.MOST_RUNS) == (12, 6)
-    assert plots.evenly([1, 2, 3], 3) == [1, 2, 3]
-    assert plots.evenly(list(range(11)), 3) == [0, 5, 10]
+    assert (plots.MAX_MODELS, plots.MAX_RUNS) == (12, 6)
+    assert plots.sample_evenly([1, 2, 3], 3) == [1, 2, 3]
+    assert plots.sample_evenly(list(range(11)), 3) == [0, 5, 10]
 
 
 def test_the_fastest_layouts_are_those_that_a_figure_keeps(tmp_path: Path) -> None:
@@ -328,28 +328,28 @@ def test_the_fastest_layouts_are_those_that_a_figure_keeps(tmp_path: Path) -> No
         msgspec.structs.replace(build.ok(build.point(TP, backend=f"b{i:02}"), steps=3, median_ms=10.0 + i))
         for i in range(20)
     ]
-    shown, note = plots.thinned(frames.load([build.write(tmp_path / "run", records)]).points)
+    shown, note = plots.sample_points(frames.load_frames([build.write(tmp_path / "run", records)]).points)
     assert set(shown["backend"]) == {f"b{i:02}" for i in range(16)}
     assert "the 16 fastest of 20 layouts" in note
-    shown, note = plots.thinned(frames.load([build.write(tmp_path / "few", records[:16])]).points)
+    shown, note = plots.sample_points(frames.load_frames([build.write(tmp_path / "few", records[:16])]).points)
     assert (len(shown), note) == (16, "")
 
 
 def test_thousands_of_reasons_are_as_many_rows_as_a_table_holds(tmp_path: Path) -> None:
     """Every point failed with a reason of its own."""
     failed = (build.failed(build.point(TP, context=i), f"reason {i}") for i in range(1, 2_100))
-    told = sections.report(frames.load([build.write(tmp_path / "run", failed)]), [])
-    assert max(len(table.rows) for section in told for table in section.tables) == MOST_ROWS
-    assert not findings.rivals(frames.load([tmp_path / "run"])).size
+    told = sections.build_sections(frames.load_frames([build.write(tmp_path / "run", failed)]), [])
+    assert max(len(table.rows) for section in told for table in section.tables) == MAX_ROWS
+    assert not findings.select_rivals(frames.load_frames([tmp_path / "run"])).size
 
 
 def test_more_points_than_are_read_of_a_run_are_refused_with_what_to_do(tmp_path: Path, monkeypatch) -> None:
     """At 100,000, which is three here; the same point again is no more of them."""
     monkeypatch.setattr(frames, "MAX_POINTS", 3)
     points = [line(build.ok(build.point(context=1000 + n))) for n in range(4)]
-    assert len(frames.load([run(tmp_path / "three", *points[:3], points[0])]).points) == 3
+    assert len(frames.load_frames([run(tmp_path / "three", *points[:3], points[0])]).points) == 3
     with pytest.raises(RecordsError, match=r"four.records\.jsonl holds more than 3 points.*split -l 3"):
-        frames.load([run(tmp_path / "four", *points)])
+        frames.load_frames([run(tmp_path / "four", *points)])
 
 
 @pytest.mark.parametrize(
@@ -366,7 +366,7 @@ def test_lengths_and_loads_are_thinned_where_there_are_more_than_a_figure_takes(
     pairs = [(length, load) for length in range(lengths) for load in range(1, loads + 1)]
     table = pd.DataFrame(pairs, columns=["input_typical", "concurrency"])
     table = table.assign(rest=table["input_typical"].astype(str), run="r", label="tp4", output_tok_s=1.0)
-    few, said = plots.thinned(table)
+    few, said = plots.sample_points(table)
     assert ((few["rest"].nunique(), few["concurrency"].nunique()), said) == (shown, note)
 
 

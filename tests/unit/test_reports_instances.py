@@ -49,7 +49,7 @@ def served(
 
 def loaded(tmp_path: Path, *records: Record, **how: Any) -> frames.Frames:
     """One run with these records."""
-    return frames.load([record_builder.write(tmp_path / "run", records)], **how)
+    return frames.load_frames([record_builder.write(tmp_path / "run", records)], **how)
 
 
 class TestComparisons:
@@ -63,28 +63,28 @@ class TestComparisons:
             served("2", 60),
             served("", 90),
         )
-        rows = {row["label"]: row for row in instances.compared(read.served).to_dict("records")}
+        rows = {row["label"]: row for row in instances.compare_ratios(read.served).to_dict("records")}
         assert {name: rows[name]["ratio"] for name in ("tp4 1P2D", "tp4 1P1D")} == {"tp4 1P2D": 1.5, "tp4 1P1D": 0.5}
         assert rows["tp4 1P2D"]["over_label"] == "tp4 ×3"
 
     def test_loads_that_no_ratio_served_are_left_out(self, tmp_path: Path) -> None:
         read = loaded(tmp_path, served("1:1", 30, **RATE), served("2", 60), served("2", 60, 32))
-        assert set(instances.compared(read.served)["concurrency"]) == {8}
-        assert instances.compared(loaded(tmp_path / "alike", served("2", 60)).served).empty
+        assert set(instances.compare_ratios(read.served)["concurrency"]) == {8}
+        assert instances.compare_ratios(loaded(tmp_path / "alike", served("2", 60)).served).empty
 
     def test_layouts_are_chosen_among_those_on_as_many_gpus(self, tmp_path: Path) -> None:
         """8 GPUs: 1P1D and two that do both. The one instance that does both has four."""
         read = loaded(tmp_path, served("1:1", 30, **RATE), served("2", 20), served("", 90))
         rows = read.findings.against_others
         assert dict(zip(rows["who"], rows["ratio"], strict=True)) == {"tp4 1P1D": 1.5, "tp4 ×2": pytest.approx(2 / 3)}
-        assert overview.sentence(read).startswith("On 8 × H200")
-        assert "take tp4 1P1D" in overview.sentence(read)
+        assert overview.format_answer(read).startswith("On 8 × H200")
+        assert "take tp4 1P1D" in overview.format_answer(read)
 
     def test_dcp_is_compared_on_the_same_instances(self, tmp_path: Path) -> None:
         plain, other = served("1:1", 30, **RATE), served("1:2", 30, **RATE)
         of = msgspec.structs.replace(plain.point, dcp=4, exchange="ag_rs")
         read = loaded(tmp_path, plain, other, msgspec.structs.replace(plain, point=of))
-        (row,) = findings.dcp_against_baseline(read.served).to_dict("records")
+        (row,) = findings.compare_dcp_with_baseline(read.served).to_dict("records")
         assert (row["label"], row["baseline"]) == ("tp4·dcp4 1P1D", "tp4 1P1D")
 
 
@@ -99,35 +99,36 @@ class TestSentences:
             served("1:1", 30, 32, **RATE),
             served("1:2", 40, 32, busy={"prefill": 0.97, "decode": 0.5}, **RATE),
         )
-        (said,) = instances.sentences(read.served)
+        (said,) = instances.describe_best_ratios(read.served)
         assert said == (
             "Prefill apart from decode, Kimi-K2, most output for each GPU: at closed 8 · 400 in · 40 out tp4 1P1D, 30.0 "
             "tok/s (prefill 20 % busy, decode 95 %: decode bounds it), 1.20× tp4 ×2 with ITL p99 20.0 instead of 80.0 ms; "
             "at closed 32 · 400 in · 40 out tp4 1P2D, 40.0 tok/s (prefill 97 % busy, decode 50 %: prefill bounds it)."
         )
-        assert any(said in text for part in answer.split(read) for text in part)
+        assert any(said in text for part in answer.split_sentences(read) for text in part)
 
     def test_where_instances_that_do_both_are_ahead_the_best_ratio_is_said_beside(self, tmp_path: Path) -> None:
         read = loaded(tmp_path, served("1:1", 30, **RATE), served("2", 60))
-        (said,) = instances.sentences(read.served)
+        (said,) = instances.describe_best_ratios(read.served)
         assert "tp4 ×2, 60.0 tok/s; of ratios tp4 1P1D, 30.0 (prefill 40 % busy, decode 50 %), 0.50× tp4 ×2." in said
 
     def test_what_is_level_is_named_together(self, tmp_path: Path) -> None:
         """Within 2 %, as far as repeats may differ."""
         read = loaded(tmp_path, served("1:1", 30, **RATE), served("1:2", 29.9, **RATE), served("2:1", 20, **RATE))
-        assert "tp4 1P1D or tp4 1P2D, 30.0 tok/s" in instances.sentences(read.served)[0]
+        assert "tp4 1P1D or tp4 1P2D, 30.0 tok/s" in instances.describe_best_ratios(read.served)[0]
 
     def test_only_what_meets_the_slo_is_taken(self, tmp_path: Path) -> None:
         records = [served("1:1", 30, itl=20, **RATE), served("2", 60, itl=80)]
         assert (
-            "tp4 1P1D, 30.0 tok/s" in instances.sentences(loaded(tmp_path / "a", *records, slo={"itl": 50}).served)[0]
+            "tp4 1P1D, 30.0 tok/s"
+            in instances.describe_best_ratios(loaded(tmp_path / "a", *records, slo={"itl": 50}).served)[0]
         )
-        tight = instances.sentences(loaded(tmp_path / "b", *records, slo={"itl": 10}).served)[0]
+        tight = instances.describe_best_ratios(loaded(tmp_path / "b", *records, slo={"itl": 10}).served)[0]
         assert "none is within the SLO, nearest tp4 1P1D" in tight
 
     def test_nothing_is_said_where_all_do_both(self, tmp_path: Path) -> None:
         read = loaded(tmp_path, served("2", 60), served("", 60))
-        assert instances.sentences(read.served) == instances.grid(read) == []
+        assert instances.describe_best_ratios(read.served) == instances.build_grids(read) == []
 
 
 class TestTables:
@@ -140,7 +141,7 @@ class TestTables:
             served("1:2", 50, 32, **RATE),
             slo={"itl": 50},
         )
-        (grid,) = instances.grid(read)
+        (grid,) = instances.build_grids(read)
         assert grid.columns == ["load", "tp4 ×3", "tp4 1P2D"]
         assert grid.rows == [
             ["closed 8 · 400 in · 40 out", "(60.0)", "▲ 40.0"],
@@ -148,7 +149,7 @@ class TestTables:
         ]
 
     def test_a_table_has_how_busy_both_sides_were_and_what_transfers_took(self, tmp_path: Path) -> None:
-        table = instances.table(loaded(tmp_path, served("1:1", 30, **RATE), served("2", 60)), "replay")
+        table = instances.build_table(loaded(tmp_path, served("1:1", 30, **RATE), served("2", 60)), "replay")
         rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
         told = [[row[name] for name in ("layout", "GPUs", "prefill busy", "decode busy", "links busy")] for row in rows]
         assert told == [["tp4 ×2", "8", "90 %", "90 %", "—"], ["tp4 1P1D", "8", "40 %", "50 %", "10 %"]]
@@ -166,8 +167,8 @@ class TestTables:
 
     def test_lines_of_one_layout_look_different(self, tmp_path: Path) -> None:
         read = loaded(tmp_path, *(served(of, 30, **(RATE if ":" in of else {})) for of in ("", "2", "1:1", "1:2")))
-        look = style.Style.of(read.everything)
-        dashes = [look.places(layout, "", look.runs[0]) for layout in set(read.served["layout"])]
+        look = style.Style.from_points(read.everything)
+        dashes = [look.find_places(layout, "", look.runs[0]) for layout in set(read.served["layout"])]
         assert len(set(dashes)) == 4
 
 
@@ -175,12 +176,12 @@ class TestRoom:
     def test_all_instances_that_decode_have_room(self, tmp_path: Path) -> None:
         """1,000 pages of 16 hold 36 requests of 440 tokens: 48 find no room in one instance, and some in two."""
         read = loaded(tmp_path, served("1:1", 30, 48, **RATE), served("1:2", 30, 48, **RATE))
-        assert list(findings.pressure(read.served)["layout"]) == ["tp4 1P1D"]
+        assert list(findings.find_kv_pressure(read.served)["layout"]) == ["tp4 1P1D"]
 
     def test_a_kv_cache_is_told_once(self, tmp_path: Path) -> None:
         """All instances of a layout have the same."""
         read = loaded(tmp_path, served("1:1", 30, **RATE), served("1:2", 30, **RATE))
-        assert list(findings.kv_by_layout(read.everything)["layout"]) == ["tp4"]
+        assert list(findings.compute_kv_by_layout(read.everything)["layout"]) == ["tp4"]
 
 
 @pytest.mark.parametrize(

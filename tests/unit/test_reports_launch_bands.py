@@ -39,12 +39,16 @@ def point(layout: Layout, rate: float, launch: int = 1, origin: str = ENGINE, co
 def read(tmp_path: Path, *launches: list[Record], as_repeats: bool = False) -> Frames:
     """A report on so many runs."""
     folders = [build.write(tmp_path / f"run-{n}", records) for n, records in enumerate(launches)]
-    return frames.load(folders, as_repeats=as_repeats, slo={"ttft": 1e6})
+    return frames.load_frames(folders, as_repeats=as_repeats, slo={"ttft": 1e6})
 
 
 def sentences(report: Frames) -> list[str]:
     """All that a report says of who is ahead, but for how much memory holds and how well repeats agree."""
-    texts = [overview.sentence(report), *overview.short(report)[:-1], *answer.sentences(report)]
+    texts = [
+        overview.format_answer(report),
+        *overview.format_bullets(report)[:-1],
+        *answer.format_top_sentences(report),
+    ]
     return [text for text in texts if not re.match(r"Per GiB|Repeats|Every point|tp\\d|No SLO", text)]
 
 
@@ -68,7 +72,7 @@ class TestBands:
         one = point(TP, 430)
         again = msgspec.structs.replace(point(TP, 456, launch=2), point=msgspec.structs.replace(one.point, repeat=1))
         for report in (read(tmp_path / "copy", [one], [one]), read(tmp_path / "repeat", [one, again])):
-            assert launch_bands.are_single(report.served)
+            assert launch_bands.has_single_launches(report.served)
 
 
 class TestSentences:
@@ -87,12 +91,15 @@ class TestSentences:
         about = [text for text in texts if "DCP" in text or "Fastest" in text]
         assert len(about) > 2
         assert all("one launch each" in text for text in about), about
-        tables = [*answer_tables.grids(report), answer_tables.best(report.findings.best, "live")]
+        tables = [*answer_tables.build_grids(report), answer_tables.build_best_table(report.findings.best, "live")]
         assert [t.title for t in tables if CLAIMS.search(t.title)] == []
         assert [row for t in tables for row in t.rows if CLAIMS.search(str(row))] == []
-        assert page.page_data(report)["single"] is True
+        assert page.build_page_data(report)["single"] is True
         figure = draw_overview(
-            report.findings.against_others, Style.of(report.everything), "title", overview.no_room(report)
+            report.findings.against_others,
+            Style.from_points(report.everything),
+            "title",
+            overview.select_rejected_for_memory(report),
         )
         labels = [text.get_text() for text in figure.legends[0].get_texts()]
         assert "within 2 %, in one launch each" in labels
@@ -101,7 +108,7 @@ class TestSentences:
         report = read(tmp_path, [point(layout, rate, origin="") for layout, rate in ((TP, 430), (DCP, 447))])
         (best,) = report.findings.best.to_dict("records")
         assert (best["label"], best["clear"]) == ("tp2·dcp2", True)
-        assert "clearly ahead" in overview.short(report)[0]
+        assert "clearly ahead" in overview.format_bullets(report)[0]
         assert not any("one launch" in text for text in sentences(report))
 
     @pytest.mark.parametrize(("second", "clear"), [(456, False), (433, True)])
@@ -111,6 +118,6 @@ class TestSentences:
         report = read(tmp_path, *launches, as_repeats=True)
         (best,) = report.findings.best.to_dict("records")
         assert best["clear"] is clear
-        (against,) = findings.dcp_against_best(report.findings.points).to_dict("records")
+        (against,) = findings.compare_dcp_with_best(report.findings.points).to_dict("records")
         assert (against["verdict"] == "higher") is clear
         assert not any("one launch" in text for text in sentences(report))

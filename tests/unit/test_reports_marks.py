@@ -10,9 +10,9 @@ import msgspec
 
 from dcpbench.points.layout import Layout
 from dcpbench.records.record import Emulated, Gpu
-from dcpbench.reports import answer, explain, frames, marks, overview, sections, tables, terminal_table
+from dcpbench.reports import answer, explain, frames, marks, overview, render_terminal_table, sections, tables
 from dcpbench.reports.page import render
-from dcpbench.reports.page.points import page_data
+from dcpbench.reports.page.points import build_page_data
 from tests.unit import record_builder as build
 from tests.unit import serve_record_builder as serve
 from tests.unit.test_reports_terminal import shown
@@ -32,15 +32,15 @@ def ok(layout: Layout, *said: str, gpu: Gpu | None = None, concurrency: int = 8)
 
 
 def trust(read: frames.Frames) -> str:
-    return answer.trust(read, [])
+    return answer.describe_trust(read, [])
 
 
 def test_a_mark_that_not_all_points_have_stands_beside_those_with_how_far_clocks_fell(tmp_path: Path) -> None:
     """1 - 1,485 / 1,980 = 25 %."""
     records = [ok(TP, "throttled", gpu=LOWERED), ok(DCP)]
-    read = frames.load([build.write(tmp_path / "run", records)])
-    assert marks.telling(read.points) == ["throttled −25 %", ""]
-    assert page_data(read)["columns"]["telling"] == ["throttled −25 %", None]
+    read = frames.load_frames([build.write(tmp_path / "run", records)])
+    assert marks.format_distinct_warnings(read.points) == ["throttled −25 %", ""]
+    assert build_page_data(read)["columns"]["telling"] == ["throttled −25 %", None]
     assert "1 throttled (by the power limit: lowest SM clock 25 % below the highest, 1,485 of 1,980 MHz)." in trust(
         read
     )
@@ -51,24 +51,24 @@ def test_a_mark_that_all_points_have_is_said_once(tmp_path: Path) -> None:
     less = msgspec.structs.replace(LOWERED, sm_clock_mhz_min=1782)
     records = [ok(TP, "throttled", gpu=LOWERED), ok(DCP, "throttled", "noisy", gpu=less)]
     folder = build.write(tmp_path / "run", records)
-    read = frames.load([folder])
-    assert marks.telling(read.points) == ["", "noisy"]
-    columns = page_data(read)["columns"]
+    read = frames.load_frames([folder])
+    assert marks.format_distinct_warnings(read.points) == ["", "noisy"]
+    columns = build_page_data(read)["columns"]
     assert columns["telling"] == [None, "noisy"]
     assert columns["marks"] == [["throttled"], ["noisy", "throttled"]], "filters know all of them"
     why = "by the power limit: lowest SM clock 10–25 % below the highest, 1,485 of 1,980 MHz at worst"
     assert f"Marked, of 2 points: all throttled ({why}), 1 noisy." in trust(read)
-    text = shown(terminal_table([folder]), 200)
+    text = shown(render_terminal_table([folder]), 200)
     assert "marks of all 2 points: throttled" in text
     assert f"throttled: {why}" in text
     assert not [line for line in text if line.startswith("tp4 ") and "throttled" in line]
-    (points,) = [s for s in sections.report(read, []) if s.slug == "points"]
+    (points,) = [s for s in sections.build_sections(read, []) if s.slug == "points"]
     assert [said for said in points.bullets if said.startswith("throttled (all 2 points, so it stands beside none):")]
 
 
 def test_what_forbids_a_number_stays_beside_it(tmp_path: Path) -> None:
-    read = frames.load([build.write(tmp_path / "run", [ok(lay, "graph_differs") for lay in (TP, DCP)])])
-    assert marks.telling(read.points) == ["graph_differs", "graph_differs"]
+    read = frames.load_frames([build.write(tmp_path / "run", [ok(lay, "graph_differs") for lay in (TP, DCP)])])
+    assert marks.format_distinct_warnings(read.points) == ["graph_differs", "graph_differs"]
 
 
 def test_a_replay_has_no_clocks_of_its_own(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_a_replay_has_no_clocks_of_its_own(tmp_path: Path) -> None:
         serve.served(msgspec.structs.replace(p, load=load), marks=["throttled"], gpu=None)
         for p, load in zip(points, loads, strict=True)
     ]
-    read = frames.load([build.write(tmp_path / "run", records)])
+    read = frames.load_frames([build.write(tmp_path / "run", records)])
     said = "all throttled (by how much is not known of 2 points, as a replay has no clocks of its own)."
     assert said in trust(read)
 
@@ -99,7 +99,7 @@ def test_the_headline_counts_replays_whose_step_times_were_throttled_beside_poin
     ]
 
     def headline(name: str, shown: list[Record]) -> list[str]:
-        return overview.caveats(frames.load([build.write(tmp_path / name, shown)]))
+        return overview.list_caveats(frames.load_frames([build.write(tmp_path / name, shown)]))
 
     assert headline("all", records)[-1] == "clocks limited at 2 of 3 points (1 by their step times)"
     assert headline("live", [records[0], records[2]])[-1] == "clocks limited by power at 1 of 2 points"
@@ -113,7 +113,7 @@ def test_the_headline_says_which_replays_are_of_an_engine_with_padding_in_expert
     records = [serve.served(serve.point(TP, n), marks=marks) for n, marks in ((8, ["padded_rows"]), (32, []))]
 
     def headline(name: str, shown: list[Record]) -> str:
-        return "; ".join(overview.caveats(frames.load([build.write(tmp_path / name, shown)])))
+        return "; ".join(overview.list_caveats(frames.load_frames([build.write(tmp_path / name, shown)])))
 
     said = "which sent padding rows to experts{}: it may be faster now"
     assert said.format(" at 1 of 2 points") in headline("both", records)
@@ -136,7 +136,7 @@ def test_the_headline_says_how_much_longer_first_tokens_of_a_forecast_may_take(t
             )
             metrics = msgspec.structs.replace(record.serve, ttft_ms=ttft_ms)
             records.append(msgspec.structs.replace(record, serve=metrics, emulated=wire))
-        found = overview.caveats(frames.load([build.write(tmp_path / name, records)]))
+        found = overview.list_caveats(frames.load_frames([build.write(tmp_path / name, records)]))
         return next(words for words in found if words.startswith("forecast"))
 
     said = "forecast: one rank ran, its wire modelled as of H200"
@@ -152,7 +152,7 @@ def test_the_repeat_whose_clocks_fell_most_is_told(tmp_path: Path) -> None:
     less = msgspec.structs.replace(LOWERED, sm_clock_mhz_min=1782)
     records = [ok(TP, "throttled", gpu=gpu) for gpu in (less, LOWERED)]
     records[1] = msgspec.structs.replace(records[1], point=msgspec.structs.replace(records[1].point, repeat=1))
-    read = frames.load([build.write(tmp_path / "run", records)])
+    read = frames.load_frames([build.write(tmp_path / "run", records)])
     assert read.points["clock_fall"].tolist() == [0.25]
 
 
@@ -167,5 +167,5 @@ def test_the_documentation_has_the_limits_of_tables() -> None:
     """The page shows fewer rows than report.md."""
     text = " ".join((ROOT / "docs" / "reading-a-report.md").read_text().split())
     assert (
-        f"Tables of `report.md` have {tables.MOST_ROWS:,} rows at most, those of the page {render.MOST_ROWS:,}." in text
+        f"Tables of `report.md` have {tables.MAX_ROWS:,} rows at most, those of the page {render.MAX_ROWS:,}." in text
     )

@@ -13,11 +13,11 @@ import pytest
 
 from dcpbench.imports import Overrides, import_files
 from dcpbench.plan import grid
-from dcpbench.plan.spec import make_spec, planned
+from dcpbench.plan.spec import make_planned_probe, make_spec
 from dcpbench.points.layout import Layout
 from dcpbench.points.names import REPLAY
-from dcpbench.records.formulas import decode_metrics
-from dcpbench.records.record import no_room
+from dcpbench.records.formulas import compute_decode_metrics
+from dcpbench.records.record import is_rejected_for_memory
 from dcpbench.reports import answer, figures, frames, overview, sections, tables
 from tests.unit import engine_files_builder as files
 from tests.unit import record_builder as build
@@ -35,16 +35,16 @@ IMPORTED = "These figures are what the imported files measured: "
 
 
 def read(folder: Path, *records: Record, **slo: float) -> frames.Frames:
-    return frames.load([build.write(folder / "run", list(records))], slo=slo)
+    return frames.load_frames([build.write(folder / "run", list(records))], slo=slo)
 
 
 def steps(layout: Layout, concurrency: int, *ms: float, **changes: Any) -> Record:
     of = build.point(layout, concurrency=concurrency, **changes)
-    return msgspec.structs.replace(build.ok(of, steps=1), metrics=decode_metrics(list(ms), concurrency, of.tp))
+    return msgspec.structs.replace(build.ok(of, steps=1), metrics=compute_decode_metrics(list(ms), concurrency, of.tp))
 
 
 def said(folder: Path, *records: Record, **slo: float) -> str:
-    return overview.sentence(read(folder, *records, **slo))
+    return overview.format_answer(read(folder, *records, **slo))
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ class TestWhichLayoutToTake:
 
     def test_from_which_load_on_and_by_how_much_over_what(self, crossing: frames.Frames) -> None:
         """Of one length, loads go by their requests."""
-        assert overview.sentence(crossing) == (
+        assert overview.format_answer(crossing) == (
             f"{HELD}take tp4 up to 8 requests of 4,000 tokens in flight, for 25 % more output than tp4·dcp4, and tp4·dcp4 "
             "from 32 on, for 25 % more than tp4: best or level in both loads."
         )
@@ -205,8 +205,8 @@ class TestWhichLayoutToTake:
             if (record := steps(layout, 8, 40, model=model)).honesty
         ]
         read_ = read(tmp_path, *records)
-        assert overview.sentence(read_).startswith(f"On 4 × H200 ({words}), take ")
-        assert "layers held" not in sections.report(read_, [])[0].aside
+        assert overview.format_answer(read_).startswith(f"On 4 × H200 ({words}), take ")
+        assert "layers held" not in sections.build_sections(read_, [])[0].aside
 
     def test_what_is_replayed_is_said_with_the_gpus(self, tmp_path: Path) -> None:
         records = [serve.served(serve.point(layout, changed={"mode": REPLAY})) for layout in (TP, DCP)]
@@ -241,7 +241,7 @@ class TestNoAnswer:
     def test_one_layout_has_nothing_to_be_compared_with(self, tmp_path: Path) -> None:
         found = read(tmp_path, steps(TP, 8, 40))
         assert found.findings.against_others.empty
-        assert overview.sentence(found) == (
+        assert overview.format_answer(found) == (
             f"{HELD}only tp4 ran, so nothing here says which layout to take: at most 200 output tok/s, with tp4 at 8 "
             "requests of 4,000 tokens."
         )
@@ -312,13 +312,13 @@ class TestNoAnswer:
             for n, reason in enumerate(reasons, 1)
         ]
         found = read(tmp_path, *records)
-        assert overview.title(found).endswith("tp4·dcp4 · 4 × NVIDIA H200 · no point finished")
-        text = overview.sentence(found)
+        assert overview.format_title(found).endswith("tp4·dcp4 · 4 × NVIDIA H200 · no point finished")
+        text = overview.format_answer(found)
         assert text.startswith("No point finished on 4 × NVIDIA H200 (3 failed), so nothing")
         assert text.endswith("The reason at 2 of 3 points: rank 1 ended with exit code 7.")
-        rows = tables.others(found.others).rows
+        rows = tables.build_others_table(found.others).rows
         assert [row[3] for row in rows] == ["4,000 × 2, 4,000 × 3", "4,000 × 1"]
-        assert tables.runs(found).rows[0][1] == "NVIDIA H200"
+        assert tables.build_runs_table(found).rows[0][1] == "NVIDIA H200"
 
     def test_points_that_hung_alike_share_a_reason_wherever_their_ranks_were(self, tmp_path: Path) -> None:
         """The sentence has what they share, the table what each was found at."""
@@ -330,26 +330,26 @@ class TestNoAnswer:
             for n in (1, 2)
         ]
         found = read(tmp_path, *records)
-        assert overview.sentence(found).endswith("The reason: no sign of life for 300 s in stage 'measure'.")
-        assert [row[3] for row in tables.others(found.others).rows] == ["4,000 × 1", "4,000 × 2"]
+        assert overview.format_answer(found).endswith("The reason: no sign of life for 300 s in stage 'measure'.")
+        assert [row[3] for row in tables.build_others_table(found.others).rows] == ["4,000 × 1", "4,000 × 2"]
 
     def test_a_run_that_all_failed_on_a_cpu_is_marked_as_one(self, tmp_path: Path) -> None:
         record = msgspec.structs.replace(build.failed(build.point(DCP)), marks=["cpu"])
         found = read(tmp_path, record)
-        assert overview.sentence(found).startswith("No point finished on a CPU (1 failed)")
+        assert overview.format_answer(found).startswith("No point finished on a CPU (1 failed)")
         assert found.cpu
 
     def test_a_run_on_a_cpu_says_nothing_about_speed(self, tmp_path: Path) -> None:
         found = read(tmp_path, *build.cpu_sweep())
-        assert overview.sentence(found) == (
+        assert overview.format_answer(found) == (
             "This says nothing about speed: a functional run on a CPU, which shows that tp8 and tp8·dcp8 can run."
         )
-        assert overview.short(found) == []
+        assert overview.format_bullets(found) == []
 
     def test_points_on_a_cpu_beside_others_are_set_aside(self, tmp_path: Path) -> None:
         found = read(tmp_path, steps(TP, 8, 40), steps(DCP, 8, 50), *build.cpu_sweep())
-        text = overview.sentence(found)
-        assert answer.sentences(found)[0] == (
+        text = overview.format_answer(found)
+        assert answer.format_top_sentences(found)[0] == (
             "CPU: 4 of 6 points are a functional run. No conclusion about performance can be drawn from their times."
         )
         assert text.startswith(f"{HELD}take tp4 at 8 requests")
@@ -361,7 +361,7 @@ class TestImports:
 
     def sentence(self, folder: Path, *results: dict[str, Any], **told: Any) -> str:
         import_files([files.file(folder, *results)], "inferencex", folder / "run", Overrides(**told), force=False)
-        return overview.sentence(frames.load([folder / "run"]))
+        return overview.format_answer(frames.load_frames([folder / "run"]))
 
     def test_of_one_layout_they_do_not_say_which_to_take(self, tmp_path: Path) -> None:
         text = self.sentence(tmp_path, files.inferencex())
@@ -374,7 +374,7 @@ class TestImports:
             [files.file(tmp_path, files.inferencex())], "inferencex", tmp_path / "theirs", Overrides(), force=False
         )
         ours = build.write(tmp_path / "ours", [steps(TP, 8, 40), steps(DCP, 8, 50)])
-        text = overview.sentence(frames.load([tmp_path / "theirs", ours]))
+        text = overview.format_answer(frames.load_frames([tmp_path / "theirs", ours]))
         assert text.startswith(f"{IMPORTED}1 result of InferenceX on ")
         assert ", beside 2 points of dcpbench. They are of one layout, so nothing here says which to take. " in text
         assert f" Of dcpbench's own points: {HELD}take tp4 at 8 requests of 4,000 tokens, for 25 % more" in text
@@ -384,18 +384,22 @@ class TestImports:
             [files.file(tmp_path, files.inferencex())], "inferencex", tmp_path / "theirs", Overrides(), force=False
         )
         ours = build.write(tmp_path / "ours", [steps(TP, 8, 40)])
-        assert overview.title(frames.load([tmp_path / "theirs"])).endswith(" · imported from InferenceX")
-        assert overview.title(frames.load([tmp_path / "theirs", ours])).endswith(" · some imported from InferenceX")
-        assert "imported" not in overview.title(frames.load([ours]))
+        assert overview.format_title(frames.load_frames([tmp_path / "theirs"])).endswith(" · imported from InferenceX")
+        assert overview.format_title(frames.load_frames([tmp_path / "theirs", ours])).endswith(
+            " · some imported from InferenceX"
+        )
+        assert "imported" not in overview.format_title(frames.load_frames([ours]))
 
     def test_repeats_are_results_too(self, tmp_path: Path) -> None:
         files.sweep(tmp_path / "sweep", {"max_num_seqs": 4}, {}, runs=3)
         import_files([tmp_path / "sweep"], "vllm", tmp_path / "run", Overrides(), force=False)
-        assert f"{IMPORTED}3 results of vllm bench serve" in overview.sentence(frames.load([tmp_path / "run"]))
+        assert f"{IMPORTED}3 results of vllm bench serve" in overview.format_answer(
+            frames.load_frames([tmp_path / "run"])
+        )
 
     def test_on_a_cpu_they_say_nothing_about_speed(self, tmp_path: Path) -> None:
         import_files([files.file(tmp_path, files.vllm())], "vllm", tmp_path / "run", Overrides(gpu="CPU"), force=False)
-        text = overview.sentence(frames.load([tmp_path / "run"]))
+        text = overview.format_answer(frames.load_frames([tmp_path / "run"]))
         assert text.startswith(f"{IMPORTED}1 result of vllm bench serve on CPU")
         assert text.endswith("They ran on a CPU, which says nothing about speed.")
 
@@ -404,8 +408,8 @@ class TestImports:
         for name, dcp in (("tp", 1), ("dcp", 8)):
             path = files.file(tmp_path, files.vllm(max_concurrency=8), name=f"{name}.json")
             import_files([path], "vllm", tmp_path / name, Overrides(tp=8, dcp=dcp, gpu="NVIDIA H200"), force=False)
-        read = frames.load([tmp_path / "tp", tmp_path / "dcp"], as_repeats=True)
-        text = overview.sentence(read)
+        read = frames.load_frames([tmp_path / "tp", tmp_path / "dcp"], as_repeats=True)
+        text = overview.format_answer(read)
         assert text.startswith(f"{IMPORTED}2 results of vllm bench serve on 8 × NVIDIA H200, at most ")
         assert ". By these, take tp8 or tp8·dcp8, which are not distinguishable, at 8 requests of " in text
         assert text.endswith(": the one load compared, in one launch each.")
@@ -419,8 +423,8 @@ class TestDcpAhead:
         found = read(tmp_path, steps(TP, 8, 50), steps(DCP2, 8, 40), steps(DCP, 8, 40))
         rows = found.findings.against_others
         assert dict(zip(rows["who"], rows["pays"], strict=True)) == {"tp4": False, "tp4·dcp2": True, "tp4·dcp4": True}
-        assert figures._first_ahead(rows) == 8
-        assert overview.short(found)[0].startswith(
+        assert figures._find_first_ahead(rows) == 8
+        assert overview.format_bullets(found)[0].startswith(
             "At the one load compared DCP is clearly ahead of the best layout without it, by at most 25 %"
         )
 
@@ -430,12 +434,12 @@ class TestDcpAhead:
         rows = found.findings.against_others
         assert rows["ratio"].max() == pytest.approx(1.025)
         assert not rows["pays"].any()
-        assert figures._first_ahead(rows) is None
-        assert "DCP is not clearly ahead" in overview.short(found)[0]
+        assert figures._find_first_ahead(rows) is None
+        assert "DCP is not clearly ahead" in overview.format_bullets(found)[0]
 
     def test_as_the_crossing_says(self, crossing: frames.Frames) -> None:
-        assert figures._first_ahead(crossing.findings.against_others) == 32
-        assert overview.short(crossing)[0] == (
+        assert figures._find_first_ahead(crossing.findings.against_others) == 32
+        assert overview.format_bullets(crossing)[0] == (
             "At 1 of 2 loads DCP is clearly ahead of the best layout without it, by at most 25 % (Kimi-K2, tp4·dcp4 at 32 "
             "requests of 4,000 tokens)."
         )
@@ -443,7 +447,7 @@ class TestDcpAhead:
     def test_where_it_never_is_the_nearest_is_named(self, tmp_path: Path) -> None:
         """40 / 50 = 0.8 and 40 / 44 = 0.91."""
         found = read(tmp_path, steps(TP, 8, 40), steps(DCP, 8, 50), steps(TP, 32, 40), steps(DCP, 32, 44))
-        assert overview.short(found)[0] == (
+        assert overview.format_bullets(found)[0] == (
             "At none of 2 loads is DCP clearly ahead of the best layout without it; nearest is 0.91× (Kimi-K2, tp4·dcp4 at "
             "32 requests of 4,000 tokens)."
         )
@@ -461,7 +465,7 @@ def test_a_layout_without_dcp_that_holds_as_much_within_2_percent_is_named_besid
         msgspec.structs.replace(one, kv=msgspec.structs.replace(plain.kv, capacity_tokens=int(held * times)))
         for one, times in zip(split, (4, 4 * share), strict=True)
     ]
-    (said,) = [line for line in overview.short(read(tmp_path, plain, *kept)) if "KV memory" in line]
+    (said,) = [line for line in overview.format_bullets(read(tmp_path, plain, *kept)) if "KV memory" in line]
     also = ", as does tp4·dp4·ep4" if too else ""
     assert said == f"tp4·dcp4 holds 4.00× the tokens of tp4 in the same KV memory{also}."
 
@@ -471,10 +475,10 @@ class TestNoRoom:
 
     def test_the_plan_says_so_in_the_record(self) -> None:
         """tp4 lacks memory for 48 requests of 128,000 tokens; tp8 lacks GPUs, and --dcp 3 is no layout."""
-        probe = planned("H200", 4)
+        probe = make_planned_probe("H200", 4)
         options = {"tp": (4, 8), "dcp": (1, 3), "context": (128_000,), "concurrency": (48,)}
-        records = [c.rejected() for c in grid.expand(make_spec(options, probe), probe) if c.error]
-        found = {(r.point.tp, r.point.dcp): no_room(r) for r in records}
+        records = [c.make_rejected_record() for c in grid.expand_grid(make_spec(options, probe), probe) if c.error]
+        found = {(r.point.tp, r.point.dcp): is_rejected_for_memory(r) for r in records}
         assert found == {(4, 1): True, (4, 3): False, (8, 1): False, (8, 3): False}
 
     def test_older_records_are_known_by_the_plans_words(self) -> None:
@@ -486,16 +490,18 @@ class TestNoRoom:
             "--tp 8 needs 8 GPUs and there are 4; it does not fit": False,
         }
         old = [msgspec.structs.replace(build.rejected(build.point(TP), why), no_room=msgspec.UNSET) for why in reasons]
-        assert [no_room(record) for record in old] == list(reasons.values())
+        assert [is_rejected_for_memory(record) for record in old] == list(reasons.values())
 
     def test_the_bullet_names_layouts_with_the_least_load(self, tmp_path: Path) -> None:
         lost = [build.rejected(build.point(x, context=128_000, concurrency=n)) for x in (TP, DCP2) for n in (32, 48)]
         found = read(tmp_path, steps(TP, 8, 40), steps(DCP, 8, 50), *lost)
-        assert "No room in memory: tp4 and tp4·dcp2 from 32 requests of 128,000 tokens on." in overview.short(found)
+        assert "No room in memory: tp4 and tp4·dcp2 from 32 requests of 128,000 tokens on." in overview.format_bullets(
+            found
+        )
 
 
 def test_the_title_names_model_layouts_and_hardware(crossing: frames.Frames) -> None:
-    title = overview.title(crossing)
+    title = overview.format_title(crossing)
     assert "tp4, tp4·dcp4 · 4 ×" in title
 
 
@@ -512,7 +518,7 @@ def test_the_title_names_model_layouts_and_hardware(crossing: frames.Frames) -> 
 def test_results_that_do_not_name_their_gpu_add_nothing_to_the_hardware(devices: list[object], said: str) -> None:
     """Beside others that do; in a table the missing name may be a number that is none."""
     table = pd.DataFrame({"device": pd.Series(devices, dtype=object), "cpu": False, "gpus": [4, 8]})
-    assert overview.hardware_of(table) == said
+    assert overview.format_table_hardware(table) == said
 
 
 @pytest.mark.parametrize(
@@ -524,8 +530,8 @@ def test_points_without_room_are_said_by_the_fewest_requests_of_each_length(
 ) -> None:
     """A length that nobody knows is not said."""
     rows = [{"context": context, "mode": mode, "layout": f"tp{tp}", "concurrency": n} for tp in (4, 8) for n in (48, 8)]
-    monkeypatch.setattr(overview, "no_room", lambda _: pd.DataFrame(rows))
-    assert overview._full(None) == f"No room in memory: tp4 and tp8 from 8 requests{said} on."  # type: ignore[arg-type]
+    monkeypatch.setattr(overview, "select_rejected_for_memory", lambda _: pd.DataFrame(rows))
+    assert overview._describe_rejections(None) == f"No room in memory: tp4 and tp8 from 8 requests{said} on."  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("lengths", "more"), [(3, ""), (4, "; and 1 more"), (6, "; and 3 more")])
@@ -534,6 +540,6 @@ def test_of_loads_with_no_room_three_are_named(monkeypatch: pytest.MonkeyPatch, 
     lost = pd.DataFrame(
         [{"context": 1000 * n, "mode": "decode", "layout": "tp4", "concurrency": 8} for n in range(1, lengths + 1)]
     )
-    monkeypatch.setattr(overview, "no_room", lambda _: lost)
+    monkeypatch.setattr(overview, "select_rejected_for_memory", lambda _: lost)
     named = "; ".join(f"tp4 from 8 requests of {n},000 tokens on" for n in (1, 2, 3))
-    assert overview._full(None) == f"No room in memory: {named}{more}."  # type: ignore[arg-type]
+    assert overview._describe_rejections(None) == f"No room in memory: {named}{more}."  # type: ignore[arg-type]

@@ -10,7 +10,17 @@ import pytest
 from rich.console import Console
 
 from dcpbench.points.layout import Layout
-from dcpbench.reports import answer, explain, findings, frames, plots, tables, terminal_table, words, write_report
+from dcpbench.reports import (
+    answer,
+    explain,
+    findings,
+    frames,
+    plots,
+    render_terminal_table,
+    tables,
+    words,
+    write_report,
+)
 from tests.unit import record_builder
 from tests.unit import serve_record_builder as build
 from tests.unit.test_reports import NAMESPACE
@@ -43,14 +53,14 @@ def times(p50: float, **changes: Any) -> Any:
 
 def loaded(tmp_path: Path, *records: Record) -> frames.Frames:
     """One run with these records."""
-    return frames.load([record_builder.write(tmp_path / "run", records)])
+    return frames.load_frames([record_builder.write(tmp_path / "run", records)])
 
 
 def terminal(folder: Path) -> str:
     """What a pipe of 80 columns would get."""
     console = Console(width=80, force_terminal=False)
     with console.capture() as captured:
-        console.print(terminal_table([folder]))
+        console.print(render_terminal_table([folder]))
     return captured.get()
 
 
@@ -187,8 +197,8 @@ class TestReport:
 
     def test_hostile_names_stay_text(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """The name of a trace comes from a user's file system. Figures are drawn as the page has them."""
-        save = plots.save
-        monkeypatch.setattr(plots, "save", lambda figure, path, *_: save(figure, path, "svg"))
+        save = plots.save_figure
+        monkeypatch.setattr(plots, "save_figure", lambda figure, path, *_: save(figure, path, "svg"))
         of = build.point(TP, 8, {"arrival": "trace", "trace": HOSTILE}, model=HOSTILE)
         other = build.point(TP, 8, model=HOSTILE)
         records = [msgspec.structs.replace(build.served(other), point=of), build.served(other)]
@@ -205,8 +215,8 @@ class TestReport:
             for i, of in enumerate((build.point(TP), build.point(DCP), replayed(build.point(TP))))
         ]
         read = loaded(tmp_path, *cpu)
-        assert findings.timed(read.served).empty
-        said = " ".join(answer.sentences(read))
+        assert findings.select_timed(read.served).empty
+        said = " ".join(answer.format_top_sentences(read))
         assert "CPU: functional run." in said
         assert "throughput" not in said
         assert "Replay against live" not in said
@@ -250,7 +260,7 @@ class TestFindings:
             exact(build.point(build.DP), 700),
             exact(build.point(DCP), 150, ttft_ms=times(40), itl_ms=times(25)),
         )
-        (row,) = findings.dcp_against_baseline(read.served).to_dict("records")
+        (row,) = findings.compare_dcp_with_baseline(read.served).to_dict("records")
         assert (row["ratio"], row["verdict"], row["baseline"]) == (1.5, "higher", "tp4")
         assert (row["ttft_ratio"], row["itl_ratio"]) == (0.5, 1.25)
 
@@ -281,24 +291,24 @@ class TestFindings:
             for layout, rate in ((TP, 100), (DCP, dcp_rate))
         ]
         read = loaded(tmp_path, *records)
-        (row,) = findings.break_even(findings.dcp_against_baseline(read.served)).to_dict("records")
+        (row,) = findings.find_break_even(findings.compare_dcp_with_baseline(read.served)).to_dict("records")
         assert (row["from"] if found else None) == found
         assert row["least"] is least
-        assert said in " ".join(answer.sentences(read))
+        assert said in " ".join(answer.format_top_sentences(read))
 
     def test_a_dcp_point_without_a_baseline_is_told_not_compared(self, tmp_path: Path) -> None:
         read = loaded(tmp_path, exact(build.point(DCP), 150), record_builder.rejected(build.point(TP)))
-        (row,) = findings.dcp_against_baseline(read.served).to_dict("records")
+        (row,) = findings.compare_dcp_with_baseline(read.served).to_dict("records")
         assert row["verdict"] == "no baseline"
         said = "1 point with DCP ran where tp4 was rejected (closed 8 · 400 in · 40 out)."
-        assert f"kimi-k2, live: {said}" in answer.sentences(read)
-        assert findings.break_even(findings.dcp_against_baseline(read.served)).empty
+        assert f"kimi-k2, live: {said}" in answer.format_top_sentences(read)
+        assert findings.find_break_even(findings.compare_dcp_with_baseline(read.served)).empty
 
     def test_kv_pressure_is_said_of_all_layouts_under_that_load(self, tmp_path: Path) -> None:
         """1,000 pages of 16 hold 36 requests of 440 tokens on tp4, and 145 with dcp 4; 48 are in flight."""
         read = loaded(tmp_path, *(build.served(build.point(layout, c)) for layout in (TP, DCP) for c in (8, 48)))
-        assert list(findings.pressure(read.served)["layout"]) == ["tp4"]
-        (said,) = [s for s in answer.sentences(read) if "KV pressure" in s]
+        assert list(findings.find_kv_pressure(read.served)["layout"]) == ["tp4"]
+        (said,) = [s for s in answer.format_top_sentences(read) if "KV pressure" in s]
         assert "under closed 48 · 400 in · 40 out: tp4 has room for 36 requests, 4 preemptions, TTFT p50 261 ms" in said
         assert "tp4·dcp4 has room for 145 requests, 0 preemptions" in said
 
@@ -311,7 +321,7 @@ class TestFindings:
             exact(build.point(TP, 32), 100),
             exact(build.point(DCP, 32), 101),
         )
-        assert list(findings.best_per_load(read.served)["clear"]) == [True, False]
+        assert list(findings.find_best_per_load(read.served)["clear"]) == [True, False]
 
     def test_replay_is_held_against_the_live_run_of_its_own_load(self, tmp_path: Path) -> None:
         """102 over 100 tok/s = +2 %; TTFT 45 over 50 ms = -10 %; p99 has too few samples. 32 clients ran live only."""
@@ -321,12 +331,12 @@ class TestFindings:
             exact(replayed(build.point(TP)), 102, ttft_ms=times(45), itl_ms=times(20, p99=44.0)),
             exact(build.point(TP, 32), 300),
         )
-        (row,) = findings.replay_against_live(read.served).to_dict("records")
+        (row,) = findings.compare_replay_with_live(read.served).to_dict("records")
         assert row["output_tok_s_error"] == pytest.approx(0.02)
         assert row["ttft_p50_ms_error"] == pytest.approx(-0.1)
         assert row["itl_p99_ms_error"] == pytest.approx(0.1)
         assert pd.isna(row["ttft_p99_ms_error"])
-        (said,) = [s for s in answer.sentences(read) if s.startswith("Replay")]
+        (said,) = [s for s in answer.format_top_sentences(read) if s.startswith("Replay")]
         assert said == (
             "Replay against live, largest errors over 1 point that was run both ways: "
             "output tok/s 2 %, TTFT p50 10 %, ITL p50 0 %, ITL p99 10 %."
@@ -350,7 +360,7 @@ class TestFindings:
         nowhere = msgspec.structs.replace(record_builder.GPU, device="")
         read = loaded(tmp_path, exact(build.point(TP), 100, nowhere), exact(build.point(DCP), 120, nowhere))
         assert read.served["device"].isna().all()
-        assert findings.replay_against_live(read.served).empty
+        assert findings.compare_replay_with_live(read.served).empty
         assert list(read.findings.ratios["ratio"]) == [pytest.approx(1.2)]
         write_report([tmp_path / "run"], tmp_path / "report", page_only=True)
 
@@ -361,15 +371,15 @@ class TestFindings:
         read = loaded(tmp_path, exact(replayed(asked) if of == "replay" else asked, 100, environment=None))
         served = read.served.assign(output_tok_s=float("nan")) if of == "nothing" else read.served
         assert served["device"].isna().all()
-        assert findings.replay_against_live(served).empty
+        assert findings.compare_replay_with_live(served).empty
 
     def test_a_live_run_without_a_device_is_not_that_of_another_replay(self, tmp_path: Path) -> None:
         """Its replay is without a device, too; that of an H200 has no live run here, whatever else is the same."""
         live, other = exact(build.point(TP), 100, environment=None), exact(build.point(DCP), 100)
         on_h200 = exact(replayed(build.point(TP)), 150)
-        assert findings.replay_against_live(loaded(tmp_path / "one", live, other, on_h200).served).empty
+        assert findings.compare_replay_with_live(loaded(tmp_path / "one", live, other, on_h200).served).empty
         read = loaded(tmp_path / "two", live, exact(replayed(build.point(TP)), 102, environment=None))
-        (row,) = findings.replay_against_live(read.served).to_dict("records")
+        (row,) = findings.compare_replay_with_live(read.served).to_dict("records")
         assert row["output_tok_s_error"] == pytest.approx(0.02)
 
     def test_runs_with_other_limits_are_not_held_against_each_other(self, tmp_path: Path) -> None:
@@ -377,20 +387,20 @@ class TestFindings:
         live, replay = exact(build.point(TP), 100), exact(replayed(build.point(TP)), 102)
         for settings in ({"limit_seconds": 60.0}, {"kv_memory_bytes": 8 << 30}):
             other = msgspec.structs.replace(live, measured_with=settings)
-            assert findings.replay_against_live(loaded(tmp_path / str(settings), other, replay).served).empty
+            assert findings.compare_replay_with_live(loaded(tmp_path / str(settings), other, replay).served).empty
 
     def test_repeats_of_a_live_point_are_merged_and_compared(self, tmp_path: Path) -> None:
         """100 and 110 tok/s: the median is 105, and they lie 10 / 105 = 9.5 % apart."""
         read = loaded(tmp_path, *(exact(build.point(TP, repeat=i), rate) for i, rate in enumerate((100, 110))))
         (row,) = read.served.to_dict("records")
         assert (row["output_tok_s"], row["output_tok_s_low"], row["output_tok_s_high"]) == (105, 100, 110)
-        assert answer.apart(read) == [pytest.approx(10 / 105)]
-        assert len(tables.served_repeats(findings.served_repeats(read.served)).rows) == 1
+        assert answer.collect_repeat_differences(read) == [pytest.approx(10 / 105)]
+        assert len(tables.build_served_repeats_table(findings.select_served_repeats(read.served)).rows) == 1
 
     def test_a_replay_repeated_proves_nothing(self, tmp_path: Path) -> None:
         """The same integers in give the same numbers out."""
         read = loaded(tmp_path, *(exact(replayed(build.point(TP, repeat=i)), 100) for i in range(2)))
-        assert answer.apart(read) == []
+        assert answer.collect_repeat_differences(read) == []
 
     def test_repeats_with_different_objectives_have_no_goodput_in_common(self, tmp_path: Path) -> None:
         read = loaded(tmp_path, *(exact(build.point(TP, repeat=i), 9, slo_ms={"itl": 10.0 + i}) for i in range(2)))
@@ -400,7 +410,7 @@ class TestFindings:
         """Stopped after a second: what waited longest is missing."""
         read = loaded(tmp_path, build.served(build.point(TP, 32), until_s=1.0))
         assert "cut_off" in read.served["marks"][0]
-        assert "latencies look better than they were" in " ".join(explain.absent_served(read.served))
+        assert "latencies look better than they were" in " ".join(explain.explain_absent_served(read.served))
 
 
 class TestWords:
@@ -415,8 +425,8 @@ class TestWords:
         ],
     )
     def test_lengths(self, spec: str, text: str, middle: float | None) -> None:
-        assert words.lengths(spec) == text
-        assert words.typical(spec) == middle
+        assert words.format_lengths(spec) == text
+        assert words.get_typical_length(spec) == middle
 
     @pytest.mark.parametrize(
         ("changes", "text"),
@@ -430,10 +440,13 @@ class TestWords:
         ],
     )
     def test_arrivals(self, changes: dict[str, Any], text: str) -> None:
-        assert words.arrival(build.point(Layout(4), 48, changes)) == text
+        assert words.format_arrival(build.point(Layout(4), 48, changes)) == text
 
     def test_shared_prefixes_are_named(self) -> None:
-        assert words.shape(build.load(prefix_share=0.5, prefix_groups=4)) == "400 in · 40 out · 50 % shared by 4 groups"
+        assert (
+            words.format_shape(build.load(prefix_share=0.5, prefix_groups=4))
+            == "400 in · 40 out · 50 % shared by 4 groups"
+        )
 
     def test_sessions_beside_single_requests_are_named_once_and_these_not_as_sessions_of_one(
         self, tmp_path: Path
@@ -471,7 +484,7 @@ class TestWords:
             )
             for gib in (8, 16)
         ]
-        assert [text.rpartition(" · ")[2] for text in frames.load(runs).served["load"]] == [
+        assert [text.rpartition(" · ")[2] for text in frames.load_frames(runs).served["load"]] == [
             "8 GiB of KV",
             "16 GiB of KV",
         ]

@@ -48,12 +48,12 @@ def served(
 
 def loaded(tmp_path: Path, *records: Record, slo: dict[str, float] | None = None) -> frames.Frames:
     """One run, held against SLO."""
-    return frames.load([record_builder.write(tmp_path / "run", records)], slo=SLO if slo is None else slo)
+    return frames.load_frames([record_builder.write(tmp_path / "run", records)], slo=SLO if slo is None else slo)
 
 
 def said(tmp_path: Path, *records: Record, **how: Any) -> str:
     """The sentence."""
-    return stalls.words(findings.rivals(loaded(tmp_path, *records, **how)))
+    return stalls.describe_stalls(findings.select_rivals(loaded(tmp_path, *records, **how)))
 
 
 class TestWords:
@@ -117,13 +117,13 @@ class TestWords:
 
     def test_the_answer_has_it(self, tmp_path: Path) -> None:
         read = loaded(tmp_path, served((70, 480)))
-        assert any("kimi-k2, replay: ITL ≤ 150 ms: at closed 40" in text for text in answer.sentences(read))
+        assert any("kimi-k2, replay: ITL ≤ 150 ms: at closed 40" in text for text in answer.format_top_sentences(read))
 
 
 class TestTable:
     def test_a_column_for_each_chunk(self, tmp_path: Path) -> None:
         records = [served((70, 480), 120, chunk=8192), served((80, 130), 100, chunk=1024)]
-        found = stalls.table(loaded(tmp_path, *records, served((80, 180), 90, chunk=1024, layout=build.DCP)))
+        found = stalls.build_table(loaded(tmp_path, *records, served((80, 180), 90, chunk=1024, layout=build.DCP)))
         assert found.columns == ["model", "mode", "load", "layout", "1,024", "8,192"]
         assert [row[2:] for row in found.rows] == [
             ["closed 40 · 400 in · 40 out", "tp4", "130 (100)", "480 (120)"],
@@ -131,4 +131,4 @@ class TestTable:
         ]
 
     def test_one_chunk_needs_none(self, tmp_path: Path) -> None:
-        assert not stalls.table(loaded(tmp_path, served((70, 480)))).rows
+        assert not stalls.build_table(loaded(tmp_path, served((70, 480)))).rows

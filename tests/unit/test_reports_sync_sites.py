@@ -37,13 +37,13 @@ def run(tmp_path: Path, *sites_of_points: list[SyncSite]) -> frames.Frames:
         build.ok(build.point(Layout(2), concurrency=8 * i), sync_sites=sites, host_syncs_per_step=2.0)
         for i, sites in enumerate(sites_of_points, 1)
     ]
-    return frames.load([build.write(tmp_path / "run", records)])
+    return frames.load_frames([build.write(tmp_path / "run", records)])
 
 
 def test_points_with_the_same_site_are_one_row_with_the_worst_of_each(tmp_path: Path) -> None:
     """2 and 3 times a step, 10 and 7 µs of wait, 4 and 9 µs of bubble, in two of three points."""
     loaded = run(tmp_path, [site()], [site(per_step=3.0, wait_us=7.0, bubble_us=9.0)], [])
-    table = sync_sites.table(loaded)
+    table = sync_sites.build_table(loaded)
     assert [row[1:] for row in table.rows] == [
         ["set_kv (engine/pool.py:12)", "data-dependent-shape", "aten::nonzero", "eager", "3.00", "10.0", "9.00", "2"]
     ]
@@ -51,16 +51,16 @@ def test_points_with_the_same_site_are_one_row_with_the_worst_of_each(tmp_path: 
 
 def test_the_site_that_cost_the_gpu_most_comes_first(tmp_path: Path) -> None:
     loaded = run(tmp_path, [site(), site(function="sample", bubble_us=50.0)])
-    assert [row[1].split()[0] for row in sync_sites.table(loaded).rows] == ["sample", "set_kv"]
+    assert [row[1].split()[0] for row in sync_sites.build_table(loaded).rows] == ["sample", "set_kv"]
 
 
 def test_without_a_site_there_is_no_table(tmp_path: Path) -> None:
-    assert sync_sites.table(run(tmp_path, [], [])).rows == []
+    assert sync_sites.build_table(run(tmp_path, [], [])).rows == []
 
 
 def test_a_site_without_stacks_is_named_by_its_operator(tmp_path: Path) -> None:
     """Replayed steps are profiled without Python stacks."""
-    (row,) = sync_sites.table(run(tmp_path, [site(function="", file="", line=None, found_in="replay")])).rows
+    (row,) = sync_sites.build_table(run(tmp_path, [site(function="", file="", line=None, found_in="replay")])).rows
     assert (row[1], row[3], row[4]) == ("—", "aten::nonzero", "replay")
 
 

@@ -15,20 +15,20 @@ import pytest
 from rich.console import Console
 
 from dcpbench.points.layout import Layout
-from dcpbench.reports import export, frames, terminal, terminal_table
-from dcpbench.reports.terminal import Column, Fitted
+from dcpbench.reports import export, frames, render_terminal_table, terminal
+from dcpbench.reports.terminal import Column, FittedTable
 from tests.unit import record_builder as build
 from tests.unit import serve_record_builder
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-TABLE = Fitted(
+TABLE = FittedTable(
     "title",
     ["tp4", "tp4·dcp4 (triton)"],
     [
         Column("tok/s", ["1,234", "99.50"]),
-        Column("p99", ["12.5", "—"], drop=1, said="ITL p99"),
+        Column("p99", ["12.5", "—"], drop=1, full_name="ITL p99"),
         Column("/GPU", ["308", "24.9"], drop=0),
     ],
     ["noisy, drift", "drift"],
@@ -82,7 +82,7 @@ class TestFitting:
         assert " ".join(shown(TABLE, 22)[6:]) == "left out, as it is narrow here: /GPU marks: a noisy, b drift"
 
     def test_a_word_of_any_length_does_not_push_numbers_out(self) -> None:
-        table = Fitted("t", ["m" * 100_000], [Column("tok/s", ["1,234"])])
+        table = FittedTable("t", ["m" * 100_000], [Column("tok/s", ["1,234"])])
         assert shown(table, 40)[3].endswith(" 1,234")
 
 
@@ -92,7 +92,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> frames.Frames:
     records = build.gpu_sweep()[:40]
     records += [build.failed(build.point(Layout(4, 1, 4), context=9, model="a/very/long/name-of-a-model" * 4))]
     records += serve_record_builder.run()
-    return frames.load([build.write(tmp_path_factory.mktemp("mixed") / "run", records)])
+    return frames.load_frames([build.write(tmp_path_factory.mktemp("mixed") / "run", records)])
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 140, 200])
@@ -129,19 +129,19 @@ class TestOpenLoops:
         kv = build.ok(build.point()).kv
         assert kv
         record = build.msgspec.structs.replace(record, kv=build.msgspec.structs.replace(kv, capacity_requests=pages))
-        text = " ".join(shown(terminal_table([build.write(tmp_path / "run", [record])]), 200))
+        text = " ".join(shown(render_terminal_table([build.write(tmp_path / "run", [record])]), 200))
         assert f"requests at once, at most: {said}" in text
 
     def test_a_closed_loop_has_its_clients_in_the_table(self, tmp_path: Path) -> None:
         record = serve_record_builder.served(serve_record_builder.point())
-        assert "at once" not in " ".join(shown(terminal_table([build.write(tmp_path / "run", [record])]), 200))
+        assert "at once" not in " ".join(shown(render_terminal_table([build.write(tmp_path / "run", [record])]), 200))
 
 
 class TestJson:
     def test_rows_and_findings_are_one_object(self, tmp_path: Path) -> None:
         points = [build.point(Layout(4)), build.point(Layout(4, 1, 4))]
         records = [build.ok(p, median_ms=10.0) for p in points] + [build.rejected(build.point(context=10**6))]
-        found = json.loads(export.dumps(frames.load([build.write(tmp_path / "run", records)])))
+        found = json.loads(export.format_json(frames.load_frames([build.write(tmp_path / "run", records)])))
         assert set(found) == {"runs", "cpu", "points", "served", "others", "findings"}
         assert [(p["layout"], p["concurrency"], p["ttft_p50_ms"]) for p in found["points"]] == [
             ("tp4", 8, None),
@@ -153,7 +153,7 @@ class TestJson:
 
     def test_nothing_in_it_steers_a_terminal(self, tmp_path: Path) -> None:
         records = [build.ok(build.point(model="\x1b[2J\x9b\u202e"))]
-        text = export.dumps(frames.load([build.write(tmp_path / "run", records)]))
+        text = export.format_json(frames.load_frames([build.write(tmp_path / "run", records)]))
         assert text.isascii()
         assert all(c.isprintable() or c == "\n" for c in text)
 
@@ -186,7 +186,7 @@ class TestPipes:
 def test_the_scatter_within_a_launch_is_named_apart_from_that_between_launches(tmp_path: Path) -> None:
     """25 ms throughout leave nothing open, which is little and not nothing: 0.0 % would look like certainty."""
     record = build.ok(build.point(Layout(4)), median_ms=25, noise=0.0)
-    text = shown(terminal_table([build.write(tmp_path / "run", [record])]), 300)
+    text = shown(render_terminal_table([build.write(tmp_path / "run", [record])]), 300)
     assert "scatter" in text[2]
     assert [line for line in text if line.startswith("tp4 ") and "<0.1%" in line]
     assert [line for line in text if line.startswith("scatter: ") and "Another launch differs by more" in line]
@@ -195,7 +195,7 @@ def test_the_scatter_within_a_launch_is_named_apart_from_that_between_launches(t
 @pytest.mark.parametrize(("width", "between"), [(35, 3), (34, 2), (32, 2)])
 def test_columns_stand_closer_where_that_makes_them_fit(width: int, between: int) -> None:
     """Names of 8 letters, numbers of 5 and 1, marks of 12: 26, and three times what is between. Below, marks are letters."""
-    wide = Fitted("t", ["tp4·dcp4"], [Column("tok/s", ["99.50"]), Column("x", ["1"])], ["noisy, drift"])
+    wide = FittedTable("t", ["tp4·dcp4"], [Column("tok/s", ["99.50"]), Column("x", ["1"])], ["noisy, drift"])
     assert shown(wide, width)[-1] == (" " * between).join(["tp4·dcp4", "99.50", "1", "noisy, drift"])
     assert shown(wide, 31)[-1] == "marks: a noisy, b drift"
 
@@ -212,7 +212,7 @@ def test_columns_stand_closer_where_that_makes_them_fit(width: int, between: int
 def test_what_was_not_served_is_told_whichever_way(
     cancelled: int, rejected: int, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(terminal, "_bounds", lambda _: [])
+    monkeypatch.setattr(terminal, "_format_bounds", lambda _: [])
     plain = {"shown": "", "label": "tp4", "arrival": "closed 8", "preemptions": 0, "slo": "", "load_arrival": "closed"}
     points = pd.DataFrame([plain | {"cancelled": cancelled, "rejected": rejected}])
-    assert terminal._below(points) == said
+    assert terminal._format_notes(points) == said

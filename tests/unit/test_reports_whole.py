@@ -32,7 +32,7 @@ SVG = '<svg xmlns="http://www.w3.org/2000/svg"/>'
 REPORT = {"report.html", "report.md", "points.csv", "figures"}
 
 
-def draw(_: plots.Studio, path: Path, *__: object) -> None:
+def draw(_: plots.FigureWriter, path: Path, *__: object) -> None:
     """Each figure is two small files."""
     for end in (".png", ".svg"):
         path.with_suffix(end).write_text(SVG)
@@ -40,7 +40,7 @@ def draw(_: plots.Studio, path: Path, *__: object) -> None:
 
 @pytest.fixture(autouse=True)
 def quick_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plots.Studio, "draw", draw)
+    monkeypatch.setattr(plots.FigureWriter, "write_figure", draw)
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A report about such a run, written once."""
     folder = tmp_path_factory.mktemp("written")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plots.Studio, "draw", draw)
+        patch.setattr(plots.FigureWriter, "write_figure", draw)
         write_report([two_layouts(folder / "two")], folder / "report")
     return folder / "report"
 
@@ -120,7 +120,12 @@ class TestWhole:
 
             return call
 
-        for module, name in ((plots, "draw_all"), (render, "render"), (markdown, "render"), (export, "write_csv")):
+        for module, name in (
+            (plots, "draw_all"),
+            (render, "render_page"),
+            (markdown, "render_page"),
+            (export, "write_csv"),
+        ):
             monkeypatch.setattr(module, name, looking(getattr(module, name)))
         write_report([one], out)
         assert seen == [True] * 8
@@ -183,7 +188,7 @@ class TestWhole:
         self, one: Path, out: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         (out / "notes.txt").write_text("mine")
-        monkeypatch.setattr(whole_files, "_arrives", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
+        monkeypatch.setattr(whole_files, "_move_file", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
         with pytest.raises(DiskError, match="broken"):
             write_report([one], out)
         assert not {"report.html", "report.md", "points.csv"} & {p.name for p in out.iterdir()}
@@ -244,7 +249,7 @@ class TestCommand:
         ends(monkeypatch, KeyboardInterrupt())
         probe = Probe(device="cuda", count=4, name="NVIDIA H200")
         with pytest.raises(SystemExit) as end:
-            runs._finish([], one, probe, options.Run())
+            runs._finish_run([], one, probe, options.Run())
         assert end.value.code == 130
         said = capsys.readouterr().err
         assert (

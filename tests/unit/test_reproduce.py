@@ -17,7 +17,7 @@ from dcpbench.plan.serve_spec import make_serve_spec
 from dcpbench.plan.spec import make_spec
 from dcpbench.points.settings import Settings
 from dcpbench.reports import reproduce
-from dcpbench.reports.reproduce import command_of
+from dcpbench.reports.reproduce import build_command
 from dcpbench.serving.step_times import write_step_times
 from tests.unit import record_builder, step_times_builder
 from tests.unit.test_judge import CPU, H200X4
@@ -43,7 +43,7 @@ def read_back(monkeypatch: pytest.MonkeyPatch) -> ReadBack:
         typed.append(spec)
         return 0
 
-    monkeypatch.setattr(runs, "machine", lambda run: CPU if run.device == "cpu" else H200X4)
+    monkeypatch.setattr(runs, "get_probe", lambda run: CPU if run.device == "cpu" else H200X4)
     monkeypatch.setattr(runs, "measure", noted)
 
     def back(command: str) -> SweepSpec:
@@ -59,11 +59,11 @@ def read_back(monkeypatch: pytest.MonkeyPatch) -> ReadBack:
 
 def check(spec: SweepSpec, probe: Probe, read_back: ReadBack, least: int = 1) -> None:
     """Each point of a grid has a command whose grid is that point alone, measured in the same way."""
-    points = [c.point for c in grid.expand(spec, probe) if c.error is None]
+    points = [c.point for c in grid.expand_grid(spec, probe) if c.error is None]
     assert len(points) >= least
     for point in points:
-        again = read_back(command_of(point, msgspec.to_builtins(spec.settings), cpu=probe.device == "cpu"))
-        (found,) = grid.expand(again, probe)
+        again = read_back(build_command(point, msgspec.to_builtins(spec.settings), cpu=probe.device == "cpu"))
+        (found,) = grid.expand_grid(again, probe)
         assert found.point == msgspec.structs.replace(point, repeat=0)
         assert again.settings == spec.settings
 
@@ -141,28 +141,28 @@ def test_a_replay_from_a_file_names_the_file(tmp_path: Path, read_back: ReadBack
     path = tmp_path / "times.json"
     write_step_times(path, step_times_builder.step_times())
     spec = make_serve_spec({"mode": "replay", "step_times": str(path), "concurrency": 8, "baseline": False}, H200X4)
-    (candidate,) = grid.expand(spec, H200X4)
-    again = read_back(command_of(candidate.point, msgspec.to_builtins(spec.settings)))
+    (candidate,) = grid.expand_grid(spec, H200X4)
+    again = read_back(build_command(candidate.point, msgspec.to_builtins(spec.settings)))
     assert again.settings.step_times == str(path)
-    assert grid.expand(again, H200X4)[0].point == candidate.point
+    assert grid.expand_grid(again, H200X4)[0].point == candidate.point
 
 
 def test_a_command_is_safe_to_paste(read_back: ReadBack) -> None:
     """A name from a record cannot end the command and begin another."""
     name = "$(touch x); `touch y` '\n--force"
-    command = command_of(record_builder.point(model=name, dtype="bf16"), {})
+    command = build_command(record_builder.point(model=name, dtype="bf16"), {})
     assert read_back(command).model == (name,)
 
 
 @pytest.mark.parametrize("changes", [{"model": "a,b"}, {"backend": "x,"}, {"model": ""}], ids=str)
 def test_what_no_option_can_say_has_no_command(changes: dict[str, object]) -> None:
     with pytest.raises(UsageError, match="comma list"):
-        command_of(record_builder.point(**changes), msgspec.to_builtins(Settings()))
+        build_command(record_builder.point(**changes), msgspec.to_builtins(Settings()))
 
 
 def test_a_repeat_is_measured_as_a_first_pass() -> None:
     of: Point = record_builder.point(repeat=3)
-    assert command_of(of, {}) == command_of(msgspec.structs.replace(of, repeat=0), {})
+    assert build_command(of, {}) == build_command(msgspec.structs.replace(of, repeat=0), {})
 
 
 @pytest.mark.parametrize(
@@ -181,9 +181,9 @@ def test_a_comma_in_a_name_is_two_names_and_in_a_path_a_comma(
 ) -> None:
     if words is None:
         with pytest.raises(UsageError, match="a comma list, and nothing, have another meaning"):
-            reproduce._option(name, value)
+            reproduce._format_option(name, value)
     else:
-        assert reproduce._option(name, value) == words
+        assert reproduce._format_option(name, value) == words
 
 
 def test_a_weights_folder_is_no_list_of_names() -> None:

@@ -42,11 +42,11 @@ def test_the_reports_that_documents_link_are_committed() -> None:
 def test_every_report_can_be_written(folder: str, typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The text names every picture."""
     monkeypatch.chdir(RESULTS / folder)
-    monkeypatch.setattr(plots.Studio, "draw", lambda *_: b"")
+    monkeypatch.setattr(plots.FigureWriter, "write_figure", lambda *_: b"")
     runs, _, how = arguments(typed)
-    read = frames.load(runs, **how)
+    read = frames.load_frames(runs, **how)
     pictures = plots.draw_all(read, tmp_path / "figures")
-    text = markdown.render(overview.title(read), sections.report(read, pictures), tmp_path)
+    text = markdown.render(overview.format_title(read), sections.build_sections(read, pictures), tmp_path)
     assert [picture.png.name for picture in pictures if f"figures/{picture.png.name}" not in text] == []
 
 
@@ -56,12 +56,12 @@ def test_a_committed_report_says_what_its_records_say(
 ) -> None:
     """Word for word; the figures are there, and are not drawn again, as fonts differ from one machine to the next."""
     monkeypatch.chdir(RESULTS / folder)
-    monkeypatch.setattr(plots.Studio, "draw", lambda *_: b"")
+    monkeypatch.setattr(plots.FigureWriter, "write_figure", lambda *_: b"")
     runs, out, how = arguments(typed)
-    read = frames.load(runs, **how)
+    read = frames.load_frames(runs, **how)
     pictures = plots.draw_all(read, tmp_path / "figures")
-    title = overview.title(read)
-    text = markdown.render(title, sections.report(read, pictures), tmp_path)
+    title = overview.format_title(read)
+    text = markdown.render(title, sections.build_sections(read, pictures), tmp_path)
     assert text == Path(out, "report.md").read_text(encoding="utf-8"), "run `make results` and commit what it wrote"
     export.write_csv(read, tmp_path / "points.csv")
     assert (tmp_path / "points.csv").read_bytes() == Path(out, "points.csv").read_bytes()
@@ -83,11 +83,11 @@ def test_dcp_pays_in_the_loads_in_which_every_best_layout_has_it(
     """Two ways to the same loads: against the best other layout, and among the layouts that none clearly beats."""
     monkeypatch.chdir(RESULTS / folder)
     runs, _, how = arguments(typed)
-    points = findings.rivals(frames.load(runs, **how))
-    against = findings.dcp_against_best(points)
+    points = findings.select_rivals(frames.load_frames(runs, **how))
+    against = findings.compare_dcp_with_best(points)
     compared = against[~against["verdict"].isin(["no rival", "alone"])]
     pays = set(compared[compared["verdict"] == "higher"]["same_load"])
-    best = findings.best_per_load(points)
+    best = findings.find_best_per_load(points)
     won = best[best["meets"].astype(bool) & best["same_load"].isin(set(compared["same_load"]))]
     with_dcp = [all("dcp" in label for label in labels) for labels in won["level"]]
     assert pays == set(won[with_dcp]["same_load"])
@@ -98,6 +98,6 @@ def test_within_its_slo_dcp_pays_in_none_of_the_84_loads_of_the_break_even(monke
     (folder, typed) = next(line for line in LINES if "break-even" in line[1])
     monkeypatch.chdir(RESULTS / folder)
     runs, _, how = arguments(typed)
-    against = findings.dcp_against_best(findings.rivals(frames.load(runs, **how)))
+    against = findings.compare_dcp_with_best(findings.select_rivals(frames.load_frames(runs, **how)))
     assert len(against.drop_duplicates(["model", "same_load"])) == 84
     assert not set(against["verdict"]) & {"higher", "alone"}

@@ -32,7 +32,7 @@ def serve(*load, **changes) -> Scheduler:
 
 def decide(scheduler: Scheduler, replica: int = 0) -> Decided | None:
     """The next step of a replica."""
-    step = scheduler.next_step()
+    step = scheduler.plan_step()
     if step is None:
         return None
     todo = step.replicas[replica]
@@ -68,7 +68,7 @@ class TestChunks:
 
     def test_one_token_in_and_one_out_take_one_step(self) -> None:
         scheduler = serve((1, 1))
-        step = scheduler.next_step()
+        step = scheduler.plan_step()
         assert step is not None
         assert [(c.start, c.stop, c.samples) for c in step.replicas[0].chunks] == [(0, 1, True)]
         assert [s.request.number for s in step.finished] == [0]
@@ -95,7 +95,7 @@ class TestPolicies:
     def test_prefill_first_waits_for_prompts_of_all_replicas(self) -> None:
         """One step is run by all of them, and a graph can run it only if none prefills."""
         scheduler = serve((4, 4), (12, 4), policy=PREFILL_FIRST, replicas=2)
-        step = scheduler.next_step()
+        step = scheduler.plan_step()
         assert step is not None
         assert [[c.stop for c in r.chunks] for r in step.replicas] == [[4], [8]]
         assert decide(scheduler) == ([], [])
@@ -105,14 +105,14 @@ class TestPolicies:
 class TestAdmission:
     def test_requests_go_to_the_replica_with_the_fewest(self) -> None:
         scheduler = serve(*[(4, 2)] * 5, replicas=3, chunk=8)
-        step = scheduler.next_step()
+        step = scheduler.plan_step()
         assert step is not None
         assert [[c.sequence.request.number for c in r.chunks] for r in step.replicas] == [[0, 3], [1, 4], [2]]
 
     def test_of_replicas_with_as_many_requests_the_one_with_the_most_room_takes_the_next(self) -> None:
         """Request 0 holds four pages of replica 0, request 1 one of replica 1: request 2 joins the latter."""
         scheduler = serve((16, 9), (4, 9), (4, 1), replicas=2, chunk=64)
-        step = scheduler.next_step()
+        step = scheduler.plan_step()
         assert step is not None
         assert [[c.sequence.request.number for c in r.chunks] for r in step.replicas] == [[0], [1, 2]]
 
@@ -121,14 +121,14 @@ class TestAdmission:
         replica 0, which has fewer requests, although replica 1 has more pages left.
         """
         scheduler = serve((16, 9), (4, 9), (4, 9), (4, 1), replicas=2, chunk=64)
-        step = scheduler.next_step()
+        step = scheduler.plan_step()
         assert step is not None
         assert [[c.sequence.request.number for c in r.chunks] for r in step.replicas] == [[0, 3], [1, 2]]
 
     def test_of_replicas_that_are_alike_the_first_takes_the_next(self) -> None:
         """Four equal requests on three replicas: the fourth joins replica 0."""
         scheduler = serve(*[(4, 9)] * 4, replicas=3, chunk=64)
-        step = scheduler.next_step()
+        step = scheduler.plan_step()
         assert step is not None
         assert [[c.sequence.request.number for c in r.chunks] for r in step.replicas] == [[0, 3], [1], [2]]
 
@@ -148,7 +148,7 @@ class TestAdmission:
             page_size=2,
             load=load,
         )
-        found = SchedulerConfig.of(of, pages=9, max_context=64)
+        found = SchedulerConfig.from_point(of, pages=9, max_context=64)
         assert (found.replicas, found.chunk, found.max_requests) == (2, 32, 3)
 
     def test_each_request_that_runs_keeps_a_page_in_reserve(self) -> None:
@@ -169,7 +169,7 @@ class TestAdmission:
     def test_who_fills_the_kv_cache_alone_is_served(self) -> None:
         """Eight pages hold 32 tokens; the last one that is sampled is never stored."""
         scheduler = serve((20, 13), chunk=64)
-        while scheduler.next_step():
+        while scheduler.plan_step():
             pass
         assert (scheduler.unfinished, scheduler.steps) == ([], 13)
 
@@ -199,7 +199,7 @@ class TestTable:
     def test_a_table_write_covers_whole_pages_and_no_more_than_a_row_has(self) -> None:
         """Five tokens take two pages; the row of the table has six columns."""
         scheduler = serve((5, 2), max_context=6)
-        step = scheduler.next_step()
+        step = scheduler.plan_step()
         assert step is not None
         (write,) = step.replicas[0].table
         assert (write.slot, write.start, write.locs.tolist()) == (1, 0, [4, 5, 6, 7, 8, 9])
@@ -208,7 +208,7 @@ class TestTable:
         """Of the second page of four tokens the row of six columns has two."""
         scheduler = serve((4, 3), max_context=6)
         writes = []
-        while step := scheduler.next_step():
+        while step := scheduler.plan_step():
             writes += [(w.start, len(w.locs)) for w in step.replicas[0].table]
         assert writes == [(0, 4), (4, 2)]
 
@@ -216,7 +216,7 @@ class TestTable:
         """Tokens 4 … 7 are in the second page, token 8 begins the third."""
         scheduler = serve((4, 6))
         writes = []
-        while step := scheduler.next_step():
+        while step := scheduler.plan_step():
             writes.append([(w.start, len(w.locs)) for w in step.replicas[0].table])
         assert writes == [[(0, 4)], [(4, 4)], [], [], [], [(8, 4)]]
 
@@ -232,7 +232,7 @@ class TestPreemption:
         scheduler = serve(*self.LOAD, pages=10, chunk=24, prefix_cache=False)
         assert decide(scheduler) == ([], [(0, 0, 12), (1, 0, 12)])
         assert [decide(scheduler) for _ in range(4)] == [([0, 1], [])] * 4
-        step = scheduler.next_step()
+        step = scheduler.plan_step()
         assert step is not None
         assert (step.preempted, [s.request.number for s in step.replicas[0].decodes]) == (1, [0])
         assert [decide(scheduler) for _ in range(3)] == [([0], [])] * 3, "tokens 17 … 19, the last of 20"
@@ -243,7 +243,7 @@ class TestPreemption:
         """Its three pages of prompt stay in the cache while nobody needs them: request 0 takes the freed fourth."""
         scheduler = serve(*self.LOAD, pages=10, chunk=24)
         for _ in range(9):
-            scheduler.next_step()
+            scheduler.plan_step()
         (again,) = scheduler.unfinished
         assert decide(scheduler) == ([], [(1, 12, 17)])
         assert (again.preemptions, again.cached) == (1, 0), "the cache had nothing when it was admitted first"
@@ -251,11 +251,11 @@ class TestPreemption:
     def test_new_requests_wait_behind_it_but_not_on_other_replicas(self) -> None:
         """Request 1 has the second replica for itself; request 3 joins it there, though the first has more room."""
         scheduler = serve(self.LOAD[0], (16, 21), self.LOAD[1], replicas=2, pages=10, chunk=24, prefix_cache=False)
-        while not (step := scheduler.next_step()).preempted:
+        while not (step := scheduler.plan_step()).preempted:
             pass
         scheduler.submit(request(3, 1, 1))
-        assert scheduler.replicas[0].available > scheduler.replicas[1].available
-        step = scheduler.next_step()
+        assert scheduler.replicas[0].available_pages > scheduler.replicas[1].available_pages
+        step = scheduler.plan_step()
         assert [[c.sequence.request.number for c in r.chunks] for r in step.replicas] == [[], [3]]
 
 
@@ -284,9 +284,9 @@ class TestPrefixCache:
     def test_who_stored_the_same_moves_to_the_caches_pages_and_frees_its_own(self) -> None:
         """Request 0 has pages 1 and 2, request 1 has 3 and 4, which are free again after the step."""
         scheduler = serve((list(range(8)), 3), (list(range(8)), 3), chunk=16)
-        scheduler.next_step()
+        scheduler.plan_step()
         assert scheduler.replicas[0].allocator.used_pages == 2
-        step = scheduler.next_step()
+        step = scheduler.plan_step()
         assert step is not None
         moved = step.replicas[0].table[0]
         assert (moved.slot, moved.start, moved.locs.tolist()) == (2, 0, [*range(4, 12)])
@@ -320,7 +320,7 @@ class TestCancel:
     def test_everything_is_given_up_and_free_again(self) -> None:
         """One runs, one has lost its KV, one waits; what was cached stays."""
         scheduler = serve(*TestPreemption.LOAD, (28, 1), pages=10, chunk=24)
-        while not scheduler.next_step().preempted:
+        while not scheduler.plan_step().preempted:
             pass
         assert [s.request.number for s in scheduler.cancel()] == [0, 1, 2]
         assert not scheduler.unfinished
@@ -331,10 +331,10 @@ class TestCancel:
     def test_a_relocation_dies_with_its_request(self) -> None:
         """Its table row is another's in the next step."""
         scheduler = serve((list(range(8)), 3), (list(range(8)), 3), chunk=16)
-        scheduler.next_step()
+        scheduler.plan_step()
         scheduler.cancel()
         scheduler.submit(request(2, 4, 1))
-        step = scheduler.next_step()
+        step = scheduler.plan_step()
         assert step is not None
         assert [w.slot for w in step.replicas[0].table] == [step.replicas[0].chunks[0].slot]
 
@@ -345,7 +345,7 @@ def all_steps(shift: int) -> list[object]:
     load = [([t + shift for t in prompt], 9) for prompt in prompts]
     scheduler = serve(*load, max_requests=3, replicas=2)
     out = []
-    while step := scheduler.next_step():
+    while step := scheduler.plan_step():
         out.append(signature(step))
     return out
 

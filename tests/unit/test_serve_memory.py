@@ -11,7 +11,7 @@ import torch
 
 from dcpbench.measuring import ranges
 from dcpbench.points.point import Load, Point
-from dcpbench.workloads.serve import Serving, _requests
+from dcpbench.workloads.serve import Serving, _make_requests
 from dcpbench.workloads.session import Session
 from tests.unit import engine_builder as build
 
@@ -65,15 +65,15 @@ def test_thousands_of_steps_leave_nothing_behind():
     engine = build.engine(shape=SHAPE, pages=14, page_size=POINT.page_size, requests=2, context=POINT.context)
     plan = SimpleNamespace(pages=engine.allocator.pages, max_context=engine.max_context, chunk=LOAD.chunk)
     serving = Serving(Session(POINT, SHAPE, plan, engine, reduce_spec=None), "sdpa")
-    alone = _requests([1 + 7 * i % 20 for i in range(STEPS)], 20, SHAPE.vocab)
+    alone = _make_requests([1 + 7 * i % 20 for i in range(STEPS)], 20, SHAPE.vocab)
     requests = [dataclasses.replace(r, prompt=alone[r.number // 3].prompt) for r in alone]
     counts = []
-    with torch.inference_mode(), ranges.quiet():
+    with torch.inference_mode(), ranges.drop_ranges():
         for _ in range(RUNS):
-            loop = serving.loop(POINT, requests, concurrency=2)
+            loop = serving.make_loop(POINT, requests, concurrency=2)
             while loop.counts.steps < STEPS:
                 loop.iterate()
-            loop.cut()
+            loop.stop_early()
             sequences = [sample.sequence for sample in loop.traffic.samples if sample.sequence]
             assert sum(s.preemptions for s in sequences) > 0
             assert sum(s.cached > 0 for s in sequences) > 0

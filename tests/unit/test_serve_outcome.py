@@ -12,8 +12,17 @@ import pytest
 
 from dcpbench.errors import OutputError, RecordsError, UsageError
 from dcpbench.points.point import Load, Point
-from dcpbench.serving.outcome import CANCELLED, FINISHED, REJECTED, StepCounts, in_short, marks, rows, serve_metrics
-from dcpbench.serving.samples import POINT_KEY, read_samples, samples_name, write_samples
+from dcpbench.serving.outcome import (
+    CANCELLED,
+    FINISHED,
+    REJECTED,
+    StepCounts,
+    compute_serve_metrics,
+    find_warnings,
+    format_summary,
+    make_rows,
+)
+from dcpbench.serving.samples import POINT_KEY, make_samples_name, read_samples, write_samples
 from tests.unit import virtual_serving as build
 
 if TYPE_CHECKING:
@@ -39,7 +48,7 @@ def metrics(of: tuple[Traffic, StepCounts], **changes: object) -> ServeMetrics:
     """Of a run on tp4 without objectives."""
     traffic, steps = of
     plain = {"gpus": 4, "concurrency": traffic.concurrency, "slo": {}, "steps": steps}
-    return serve_metrics(traffic, **(plain | changes))  # type: ignore[arg-type]
+    return compute_serve_metrics(traffic, **(plain | changes))  # type: ignore[arg-type]
 
 
 class TestMetrics:
@@ -82,7 +91,7 @@ class TestMetrics:
         """10 pages for two requests of 2 + 4 pages each: the second is preempted once both need a fifth page."""
         traffic, steps = build.serve([build.request(i, outputs=64) for i in range(2)], concurrency=2, pages=11)
         got = metrics((traffic, steps))
-        assert got.preemptions == sum(r.preemptions or 0 for r in rows(traffic.samples)) == 1
+        assert got.preemptions == sum(r.preemptions or 0 for r in make_rows(traffic.samples)) == 1
         same = [dataclasses.replace(build.request(0), number=i) for i in range(2)]
         assert metrics(build.serve(same, concurrency=1)).cached_tokens == 16, "one page of the prompt's two"
 
@@ -105,8 +114,8 @@ class TestMetrics:
             metrics(build.serve([build.request(i) for i in range(4)], concurrency=2, until_s=until))
             for until in (99, 4)
         )
-        assert in_short(done) == "2 tok/s, TTFT 1,000.0 ms, ITL 1,000.0 ms"
-        assert in_short(cut) == "2 tok/s"
+        assert format_summary(done) == "2 tok/s, TTFT 1,000.0 ms, ITL 1,000.0 ms"
+        assert format_summary(cut) == "2 tok/s"
 
     def test_a_rejected_request_is_counted_and_nothing_else(self) -> None:
         """2,000 tokens into 1,600."""
@@ -129,17 +138,17 @@ class TestMetrics:
         )
         assert (few_ttft.ttft_ms.samples, few_ttft.ttft_ms.p99, few_ttft.itl_ms.samples) == (350, None, 700)
         assert (few_itl.ttft_ms.samples, few_itl.itl_ms.samples) == (700, 0)
-        assert marks(enough) == []
-        assert marks(few_ttft) == ["few_samples"]
-        assert marks(few_itl) == ["few_samples"]
+        assert find_warnings(enough) == []
+        assert find_warnings(few_ttft) == ["few_samples"]
+        assert find_warnings(few_itl) == ["few_samples"]
 
     def test_requests_that_were_cut_off_or_rejected_are_marked(self) -> None:
         requests = [build.request(i, 1, 2) for i in range(700)]
         cut = metrics(build.serve([*requests, build.request(700, 1, 50)], concurrency=64, until_s=40))
         refused = metrics(build.serve([*requests, build.request(700, inputs=2000)], concurrency=64))
         assert (cut.cancelled, refused.rejected) == (1, 1)
-        assert marks(cut) == ["cut_off"]
-        assert marks(refused) == ["rejections"]
+        assert find_warnings(cut) == ["cut_off"]
+        assert find_warnings(refused) == ["rejections"]
 
     @pytest.mark.parametrize("slo", [{"latency": 5.0}, {"itl": 0.0}, {"itl": float("nan")}])
     def test_objectives_that_cannot_be_are_refused(self, slo: dict[str, float]) -> None:
@@ -156,7 +165,7 @@ class TestSamples:
         requests = [build.request(0, outputs=2), build.request(1, inputs=2000), build.request(2), build.request(3, 100)]
         traffic, _ = build.serve(requests, concurrency=2, until_s=3)
         traffic.samples[0].tokens += [5, 7]
-        written = rows(traffic.samples)
+        written = make_rows(traffic.samples)
         name = write_samples(tmp_path, POINT, written)
         got = read_samples(tmp_path / name)
         assert got == written
@@ -171,7 +180,7 @@ class TestSamples:
         """Requests go to the replica with the fewest: 0 and 1 in turn. One that waits, or is refused, is on none."""
         requests = [build.request(0), build.request(1), build.request(2, inputs=2000), build.request(3, inputs=1590)]
         traffic, _ = build.serve(requests, concurrency=4, replicas=2, until_s=1)
-        found = read_samples(tmp_path / write_samples(tmp_path, POINT, rows(traffic.samples)))
+        found = read_samples(tmp_path / write_samples(tmp_path, POINT, make_rows(traffic.samples)))
         assert [(r.outcome, r.replica, r.cached_tokens, r.preemptions) for r in found] == [
             (CANCELLED, 0, 0, 0),
             (CANCELLED, 1, 0, 0),
@@ -184,17 +193,17 @@ class TestSamples:
         import pyarrow.parquet as pq
 
         metadata = pq.read_schema(tmp_path / write_samples(tmp_path, POINT, [])).metadata
-        assert metadata[POINT_KEY].decode() == POINT.key()
-        assert read_samples(tmp_path / samples_name(POINT)) == []
+        assert metadata[POINT_KEY].decode() == POINT.get_key()
+        assert read_samples(tmp_path / make_samples_name(POINT)) == []
 
     def test_each_point_and_repeat_has_a_name_of_its_own(self) -> None:
         """The same for the same point, whatever the model is called."""
-        names = {samples_name(point) for point in (POINT, changed(repeat=1), changed(concurrency=3))}
+        names = {make_samples_name(point) for point in (POINT, changed(repeat=1), changed(concurrency=3))}
         assert len(names) == 3
-        assert samples_name(POINT) == samples_name(changed())
-        assert samples_name(POINT).startswith("samples/kimi-k2-tp4-dcp4-live-")
-        assert samples_name(changed(dp=4, dcp=1, ep="1")).startswith("samples/kimi-k2-tp4-dp4-ep1-live-")
-        assert samples_name(changed(model="../../x y")).count("/") == 1
+        assert make_samples_name(POINT) == make_samples_name(changed())
+        assert make_samples_name(POINT).startswith("samples/kimi-k2-tp4-dcp4-live-")
+        assert make_samples_name(changed(dp=4, dcp=1, ep="1")).startswith("samples/kimi-k2-tp4-dp4-ep1-live-")
+        assert make_samples_name(changed(model="../../x y")).count("/") == 1
 
     def test_files_of_others_and_damaged_ones_are_told(self, tmp_path: Path) -> None:
         import pyarrow as pa
@@ -212,7 +221,7 @@ class TestSamples:
         """Whatever byte is changed, the file cannot be read, or it says what was written."""
         requests = [build.request(0, outputs=2), build.request(1, inputs=2000), build.request(2)]
         traffic, _ = build.serve(requests, concurrency=2, until_s=9)
-        written = rows(traffic.samples)
+        written = make_rows(traffic.samples)
         path = tmp_path / write_samples(tmp_path, POINT, written)
         whole = path.read_bytes()
         refused = 0
@@ -229,7 +238,7 @@ class TestSamples:
         import pyarrow.parquet as pq
 
         traffic, _ = build.serve([build.request(0, outputs=2)], concurrency=1)
-        path = tmp_path / write_samples(tmp_path, POINT, rows(traffic.samples))
+        path = tmp_path / write_samples(tmp_path, POINT, make_rows(traffic.samples))
         table = pq.read_table(path)
         changed_times = table.set_column(table.schema.get_field_index("end_s"), table.schema.field("end_s"), [[3.0]])
         pq.write_table(changed_times, path)
@@ -247,10 +256,10 @@ class TestSamples:
         import pyarrow.parquet as pq
 
         traffic, _ = build.serve([build.request(0, outputs=2)], concurrency=1)
-        path = tmp_path / write_samples(tmp_path, POINT, rows(traffic.samples))
-        told = {b"dcpbench.samples_version": b"1", POINT_KEY: POINT.key()}
+        path = tmp_path / write_samples(tmp_path, POINT, make_rows(traffic.samples))
+        told = {b"dcpbench.samples_version": b"1", POINT_KEY: POINT.get_key()}
         pq.write_table(pq.read_table(path).replace_schema_metadata(told), path)
-        assert read_samples(path) == rows(traffic.samples)
+        assert read_samples(path) == make_rows(traffic.samples)
 
     def test_a_folder_that_cannot_be_written_is_told(self, tmp_path: Path) -> None:
         (tmp_path / "samples").touch()

@@ -8,17 +8,17 @@ import msgspec
 import pytest
 
 from dcpbench.errors import CapacityError, DcpbenchError, MissingPackageError, UsageError
-from dcpbench.launch.progress import names_of, rejected_lines
+from dcpbench.launch.progress import format_point_names, format_rejected
 from dcpbench.plan import grid
-from dcpbench.plan.serve_spec import SERVE_PARSERS, ServeLoads, find_short_slos, make_serve_spec, measured_before
+from dcpbench.plan.serve_spec import SERVE_PARSERS, ServeLoads, find_short_slos, make_serve_spec, resolve_step_times
 from dcpbench.plan.spec import read_options
 from dcpbench.points import budget, memory
 from dcpbench.points.layout import Layout
 from dcpbench.points.names import CLOSED, CUT, GAMMA, TRACE
 from dcpbench.points.shapes import SHAPES, load_shape
-from dcpbench.records.stats import find_highest_percentile, least_samples
-from dcpbench.serving.load_words import ANSWERS, CPU_ANSWERS, apart, in_step, parse_lengths
-from dcpbench.serving.loads import arrival_times, draw_lengths
+from dcpbench.records.stats import compute_min_samples, find_highest_percentile
+from dcpbench.serving.load_words import ANSWERS, CPU_ANSWERS, format_varied_lengths, is_lock_step, parse_lengths
+from dcpbench.serving.loads import draw_arrival_times, draw_lengths
 from tests.unit.test_judge import CPU, GIB, H200X4
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 def expand(probe: Probe = CPU, **options: object) -> list[grid.Candidate]:
     """Candidates of options given as on the command line, without baselines."""
-    return grid.expand(make_serve_spec({"baseline": False, **options}, probe), probe)
+    return grid.expand_grid(make_serve_spec({"baseline": False, **options}, probe), probe)
 
 
 def loads(probe: Probe = CPU, **options: object) -> list[Load]:
@@ -69,7 +69,7 @@ class TestPoints:
 
     def test_on_gpus_the_default_is_the_load_dcp_was_first_measured_with_but_for_lengths_of_answers(self) -> None:
         """768 requests of 4,000 tokens in and 1,350 to 1,650 out, 1,500 in the middle, at 8, 32 and 48 clients."""
-        found = grid.expand(make_serve_spec({}, H200X4), H200X4)
+        found = grid.expand_grid(make_serve_spec({}, H200X4), H200X4)
         assert [(c.point.dcp, c.point.concurrency, c.added) for c in found] == [
             (1, 8, True),
             (1, 32, True),
@@ -80,7 +80,12 @@ class TestPoints:
         ]
         load = found[0].point.load
         assert load is not None
-        assert (load.requests, load.input_tokens, load.output_tokens, load.chunk) == (768, "4000", apart(1500), 8192)
+        assert (load.requests, load.input_tokens, load.output_tokens, load.chunk) == (
+            768,
+            "4000",
+            format_varied_lengths(1500),
+            8192,
+        )
         assert (load.mode, load.arrival, load.policy, load.prefill) == ("live", CLOSED, "mixed", "flashinfer")
         context = 4000 + int(draw_lengths(load)[1].max())
         assert {(c.point.workload, c.point.context, c.error) for c in found} == {("serve", context, None)}
@@ -91,8 +96,8 @@ class TestPoints:
         for found in expand(probe):
             load = found.point.load
             assert load is not None
-            assert not in_step(load, found.point.concurrency)
-            assert in_step(msgspec.structs.replace(load, output_tokens="8"), found.point.concurrency)
+            assert not is_lock_step(load, found.point.concurrency)
+            assert is_lock_step(msgspec.structs.replace(load, output_tokens="8"), found.point.concurrency)
 
     def test_on_a_cpu_it_is_small(self) -> None:
         (found,) = expand()
@@ -131,7 +136,7 @@ class TestPoints:
             assert load is not None
             assert (load.arrival, load.request_rate, load.paced) == (CLOSED, None, False)
             assert (found.point.concurrency, found.point.clients) == (clients, clients)
-            assert arrival_times(load)[0] is None
+            assert draw_arrival_times(load)[0] is None
 
     def test_a_rate_of_inf_can_stand_beside_others(self) -> None:
         found = expand(request_rate="2,inf")
@@ -187,19 +192,19 @@ class TestPoints:
         assert [c.point.concurrency for c in expand(H200X4, num_requests=40)] == [8, 32]
 
     def test_baselines_serve_the_same_load(self) -> None:
-        one, two = grid.expand(make_serve_spec({"request_rate": 2}, CPU), CPU)
+        one, two = grid.expand_grid(make_serve_spec({"request_rate": 2}, CPU), CPU)
         assert (one.point.dcp, two.point.dcp, one.added) == (1, 4, True)
         assert one.point.load == two.point.load
 
     def test_points_have_a_name_and_a_row(self) -> None:
         (found,) = expand()
         name = f"tiny tp4·dcp4 reference ag_rs, 4 clients, 16 × 32→{CPU_ANSWERS} tokens"
-        assert grid.point_name(found.point) == name
-        (row,) = grid.table([found])
+        assert grid.format_point_name(found.point) == name
+        (row,) = grid.make_table([found])
         assert (row["workload"], row["load"]["requests"]) == ("serve", 16)
 
     def test_loads_make_points_different(self) -> None:
-        one, two = (expand(seed=seed)[0].point.key() for seed in (0, 1))
+        one, two = (expand(seed=seed)[0].point.get_key() for seed in (0, 1))
         assert one != two
 
 
@@ -339,7 +344,7 @@ class TestRejections:
         path.write_text("arrival_s,input_tokens,output_tokens\n0,65536,1\n")
         found = expand(requests=str(path))
         assert str(found[0].error).endswith("65,536 positions; take longer ones out of the file.")
-        (line,) = rejected_lines(grid.table(found))
+        (line,) = format_rejected(grid.make_table(found))
         assert line.partition(" at ")[2].startswith("trace times, 1 of long.csv: ")
 
     def test_chunks_are_an_axis_that_names_of_points_say(self) -> None:
@@ -348,9 +353,9 @@ class TestRejections:
         points = [c.point for c in found]
         assert [p.load.chunk for p in points] == [32, 64]
         assert {c.plan.chunk for c in found} == {64}
-        assert [name.rsplit(", ", 1)[1] for name in names_of(points).values()] == ["chunk 32", "chunk 64"]
-        assert "chunk" not in names_of(points[:1])[points[0].key()]
-        assert [row["load_text"].rsplit(", ", 1)[1] for row in grid.table(found)] == ["chunk 32", "chunk 64"]
+        assert [name.rsplit(", ", 1)[1] for name in format_point_names(points).values()] == ["chunk 32", "chunk 64"]
+        assert "chunk" not in format_point_names(points[:1])[points[0].get_key()]
+        assert [row["load_text"].rsplit(", ", 1)[1] for row in grid.make_table(found)] == ["chunk 32", "chunk 64"]
 
     def test_a_chunk_holds_a_page_of_every_rank_of_every_replica(self) -> None:
         """tp8·dp2·dcp4 with pages of 8: 8 × 4 = 32 tokens for each of 2 replicas."""
@@ -394,26 +399,26 @@ class TestPools:
     def test_it_holds_all_requests_in_flight_where_not_all_weights_fit(self) -> None:
         """48 requests of ceil(5500 / (64·4)) = 22 pages, one more for each, and the padding page."""
         found = self.of(output_tokens=1500)
-        assert budget.pages_needed(found.point) == found.plan.pages == 48 * (22 + 1) + 1
+        assert budget.count_needed_pages(found.point) == found.plan.pages == 48 * (22 + 1) + 1
 
     def test_of_lengths_that_differ_the_longest_decides(self) -> None:
         """1,350 to 1,650 tokens behind 4,000: the longest that is drawn has more than 22 pages of 256, and 23 hold it."""
         found = self.of(output_tokens=ANSWERS)
         assert 22 * 64 * 4 < found.point.context <= 4000 + 1650
-        assert budget.pages_needed(found.point) == found.plan.pages == 48 * (23 + 1) + 1
+        assert budget.count_needed_pages(found.point) == found.plan.pages == 48 * (23 + 1) + 1
 
     def test_no_more_requests_are_in_flight_than_there_are(self) -> None:
         point = msgspec.structs.replace(self.of(output_tokens=1500).point, concurrency=1000)
         assert point.load is not None
-        assert budget.pages_needed(point) == point.load.requests * 23 + 1 == 768 * 23 + 1
+        assert budget.count_needed_pages(point) == point.load.requests * 23 + 1 == 768 * 23 + 1
 
     def test_requests_that_do_not_fit_at_once_wait(self) -> None:
         """A decode sweep rejects 48 requests of 128,000 tokens on tp4; serving them is a point under pressure."""
         found = self.of(dcp=1, input_tokens=128000)
         assert found.error is None
-        need = budget.pages_needed(found.point)
-        most = budget.most_pages(found.point, SHAPES["deepseek-v3"], H200X4)
-        page = memory.page_bytes(SHAPES["deepseek-v3"], 64, 2)
+        need = budget.count_needed_pages(found.point)
+        most = budget.compute_max_pages(found.point, SHAPES["deepseek-v3"], H200X4)
+        page = memory.compute_page_bytes(SHAPES["deepseek-v3"], 64, 2)
         assert found.plan.kv_bytes == most * page < need * page
 
     def test_beside_all_weights_it_is_what_they_leave(self) -> None:
@@ -429,8 +434,8 @@ class TestPools:
             for chunk in (8192, 65536)
         )
         layout, shape = Layout(tp=4, dcp=4), SHAPES["deepseek-v2-lite"]
-        more, less = (memory.prefill_bytes(shape, layout, chunk, 2, CUT) for chunk in (65536, 8192))
-        assert abs(small - large - (more - less)) < memory.page_bytes(shape, 64, 2)
+        more, less = (memory.compute_prefill_bytes(shape, layout, chunk, 2, CUT) for chunk in (65536, 8192))
+        assert abs(small - large - (more - less)) < memory.compute_page_bytes(shape, 64, 2)
 
     def test_a_given_size_is_taken_even_if_requests_have_to_wait(self) -> None:
         found = self.of(kv_memory="2GiB")
@@ -438,7 +443,7 @@ class TestPools:
         assert (
             found.plan.kv_bytes
             <= 2 * GIB
-            < budget.pages_needed(found.point) * memory.page_bytes(SHAPES["deepseek-v3"], 64, 2)
+            < budget.count_needed_pages(found.point) * memory.compute_page_bytes(SHAPES["deepseek-v3"], 64, 2)
         )
 
     def test_a_size_in_which_no_request_fits_is_refused_with_what_would(self) -> None:
@@ -466,7 +471,7 @@ def test_a_file_holds_the_same_names_as_the_command_line(tmp_path: Path) -> None
     given = read_options(path, SERVE_PARSERS)
     spec = make_serve_spec(given, CPU)
     assert (spec.settings.slo, spec.settings.limit_seconds, spec.baseline) == ({"ttft": 500.0}, 9.0, False)
-    found = spec.loads(1, load_shape("tiny"))
+    found = spec.make_loads(1, load_shape("tiny"))
     assert [(x.load.input_tokens, x.load.request_rate) for x in found] == [
         ("10", 0.5),
         ("10", 2.0),
@@ -482,7 +487,7 @@ def test_a_length_of_more_digits_than_python_writes_is_refused(tmp_path: Path) -
     path.write_text(f"input-tokens = [0x{'f' * 9000}]\n")
     spec = make_serve_spec(read_options(path, SERVE_PARSERS), CPU)
     with pytest.raises(DcpbenchError, match=r"--input-tokens \(a number of 36,000 bits\): not a length"):
-        spec.loads(1, load_shape("tiny"))
+        spec.make_loads(1, load_shape("tiny"))
 
 
 @pytest.mark.parametrize("name", ["context", "seconds"])
@@ -497,7 +502,7 @@ def test_both_modes_are_two_points_of_one_engine():
     """`--mode live,replay` holds a replay against a live run: the same load twice, side by side in the job."""
     points = [c.point for c in expand(mode="live,replay", concurrency="2", tp="1")]
     assert [p.load.mode for p in points] == ["live", "replay"]
-    assert budget.same_engine(*points)
+    assert budget.is_same_engine(*points)
     assert msgspec.structs.replace(points[0].load, mode="replay") == points[1].load
 
 
@@ -530,13 +535,13 @@ class TestInstances:
     def test_one_that_does_both_is_a_point_as_ever(self) -> None:
         (found,) = expand(**self.REPLAY, disaggregate=1)
         (usual,) = expand(**self.REPLAY)
-        assert found.point.key() == usual.point.key()
-        assert "disaggregate" not in found.point.key()
+        assert found.point.get_key() == usual.point.get_key()
+        assert "disaggregate" not in found.point.get_key()
 
     def test_a_ratio_has_as_many_instances_that_do_both_beside_it(self) -> None:
         """And both have the same without DCP."""
         asked = {"mode": "replay", "tp": 4, "disaggregate": "1:2", "transfer_gb_s": 50}
-        found = grid.expand(make_serve_spec(asked, CPU), CPU)
+        found = grid.expand_grid(make_serve_spec(asked, CPU), CPU)
         assert {(c.point.layout_name, c.added) for c in found} == {
             ("tp4·dcp4 1P2D", False),
             ("tp4 1P2D", True),
@@ -556,8 +561,8 @@ class TestInstances:
     def test_rows_say_it(self) -> None:
         (found,) = expand(**self.REPLAY, output_tokens=8, disaggregate="1:2", transfer_gb_s=50, transfer_ms=2)
         name = "tiny tp4 1P2D reference 50 GB/s links 2 ms a transfer, 4 clients, 16 × 32→8 tokens, replay"
-        assert grid.point_name(found.point) == name
-        (row,) = grid.table([found])
+        assert grid.format_point_name(found.point) == name
+        (row,) = grid.make_table([found])
         assert [row[name] for name in ("layout", "disaggregate", "transfer_gb_s")] == ["tp4 1P2D", "1:2", 50]
 
     def test_a_live_run_has_one_instance(self) -> None:
@@ -609,7 +614,7 @@ def test_of_several_step_times_in_a_folder_the_first_is_named(tmp_path: Path) ->
         (tmp_path / "step-times").mkdir(exist_ok=True)
         (tmp_path / "step-times" / f"{name}.json").touch()
     with pytest.raises(UsageError, match=rf"name a file in it, such as {tmp_path}/step-times/a\.json\."):
-        measured_before({"step_times": str(tmp_path), "mode": "replay"})
+        resolve_step_times({"step_times": str(tmp_path), "mode": "replay"})
 
 
 class TestObjectives:
@@ -634,7 +639,7 @@ class TestObjectives:
         assert self.find("ttft=500", num_requests=12, **shape) == [(("ttft",), 50, 12)]
         assert self.find("ttft=500,e2el=900", num_requests=64, **shape) == [(("ttft", "e2el"), 90, 64)]
         assert self.find("ttft=500", num_requests=661, **shape) == [(("ttft",), 95, 661)]
-        assert self.find("ttft=500", num_requests=least_samples(99), **shape) == []
+        assert self.find("ttft=500", num_requests=compute_min_samples(99), **shape) == []
         assert self.find("itl=50", num_requests=12, **shape) == [(("itl",), 90, 120)]
 
     def test_the_warning_says_what_to_type(self) -> None:

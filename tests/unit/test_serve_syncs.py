@@ -14,7 +14,7 @@ from dcpbench.engine.weights import load_weights
 from dcpbench.points.layout import Layout
 from dcpbench.points.point import Load, Point
 from dcpbench.syncs.dry_run import DryRun, dry_run, virtual_cuda
-from dcpbench.workloads.serve import Serving, _requests
+from dcpbench.workloads.serve import Serving, _make_requests
 from dcpbench.workloads.serving_loop import Loop
 from dcpbench.workloads.session import Session
 from tests.unit import engine_builder as build
@@ -45,7 +45,7 @@ def served(run: DryRun) -> tuple[Loop, int]:
     engine = DecodeEngine(model, backend=POINT.backend, exchange="none", max_requests=2, max_context=POINT.context)
     plan = SimpleNamespace(pages=engine.allocator.pages, max_context=engine.max_context, chunk=LOAD.chunk)
     serving = Serving(Session(POINT, SHAPE, plan, engine, reduce_spec=None), "sdpa")
-    loop = serving.loop(POINT, _requests([3, 14, 2], 3, SHAPE.vocab), concurrency=2)
+    loop = serving.make_loop(POINT, _make_requests([3, 14, 2], 3, SHAPE.vocab), concurrency=2)
     before = len(run.syncs)
     loop.run()
     return loop, before
@@ -66,4 +66,4 @@ def test_the_loop_waits_for_nothing_but_the_tokens_of_the_step_before():
     waits = run.syncs[before:]
     assert [w.allowed for w in waits] == [READ] * loop.counts.steps
     assert 0 < loop.counts.decode_steps < loop.counts.steps
-    assert all(s.finished for s in loop.traffic.samples)
+    assert all(s.is_finished for s in loop.traffic.samples)

@@ -10,7 +10,14 @@ import pytest
 from dcpbench.points.layout import Layout
 from dcpbench.serving.scheduler import Scheduler, SchedulerConfig
 from dcpbench.serving.traffic import Traffic
-from dcpbench.workloads.serve import Serving, _cut_step, _full_steps, _requests, _same_twice, scheduler_config
+from dcpbench.workloads.serve import (
+    Serving,
+    _list_cut_step_lengths,
+    _list_full_step_lengths,
+    _make_repeated_requests,
+    _make_requests,
+    make_scheduler_config,
+)
 from tests.unit import serve_record_builder
 
 if TYPE_CHECKING:
@@ -39,12 +46,12 @@ def steps(setup: SchedulerConfig, requests: list[ServeRequest], clients: int | N
     scheduler = Scheduler(setup)
     traffic = Traffic(requests, scheduler, clients or len(requests))
     found = []
-    while not traffic.done:
-        traffic.submit(*traffic.due(0.0), 0.0)
-        step = scheduler.next_step()
+    while not traffic.is_done:
+        traffic.submit(*traffic.count_due(0.0), 0.0)
+        step = scheduler.plan_step()
         assert step is not None
         found.append(step)
-        traffic.read(step, 0.0)
+        traffic.record_tokens(step, 0.0)
     return found
 
 
@@ -71,12 +78,12 @@ def prefixes(found: list[Step]) -> list[int]:
 )
 def test_prompts_of_whole_pages_fill_a_step(changes: dict[str, int], lengths: list[int]) -> None:
     """Pages of 64 · 4 tokens: 15 of them in a request of 4,060 tokens, 32 in a step of 8,192."""
-    assert _full_steps(config(**changes)) == lengths
+    assert _list_full_step_lengths(config(**changes)) == lengths
 
 
 def test_a_step_is_full_although_no_request_is_as_long() -> None:
     setup = config()
-    assert step_tokens(setup, _requests(_full_steps(setup), 1, 100)) == [8192, 8192]
+    assert step_tokens(setup, _make_requests(_list_full_step_lengths(setup), 1, 100)) == [8192, 8192]
 
 
 CUT = {
@@ -92,21 +99,21 @@ CUT = {
 def test_a_prompt_is_cut_although_none_is_as_long_as_a_step(changes: dict[str, int], lengths: list[int]) -> None:
     """What no page is left for in a step is not begun in it: 8,192 less two prompts of 4,060 are 72, and a page has 256."""
     setup = config(**changes)
-    assert _cut_step(setup) == lengths
+    assert _list_cut_step_lengths(setup) == lengths
     if lengths:
-        assert max(prefixes(steps(setup, _requests(lengths, 1, 100)))) > 0
+        assert max(prefixes(steps(setup, _make_requests(lengths, 1, 100)))) > 0
 
 
 def test_each_replica_cuts_a_prompt() -> None:
     setup = config(replicas=2, dcp=1, chunk=2048, max_context=904)
-    found = steps(setup, _requests(_cut_step(setup), 1, 100))
+    found = steps(setup, _make_requests(_list_cut_step_lengths(setup), 1, 100))
     assert all(any(c.start for step in found for c in step.replicas[r].chunks) for r in range(2))
 
 
 def test_a_prompt_that_comes_again_is_behind_what_the_cache_has_of_it() -> None:
     """Even if too few come at once to cut one: 903 tokens are 14 pages of 64, and 7 more."""
     setup = config(dcp=1, max_context=904)
-    assert prefixes(steps(setup, _same_twice(setup, 100), clients=1)) == [0, 896]
+    assert prefixes(steps(setup, _make_repeated_requests(setup, 100), clients=1)) == [0, 896]
 
 
 class Server:
@@ -118,8 +125,8 @@ class Server:
         self.engine = SimpleNamespace(capture=lambda _alive: None)
         self.found: list[Step] = []
 
-    def loop(self, point: Point, requests: list[ServeRequest], concurrency: int) -> SimpleNamespace:
-        setup = scheduler_config(point, self.session)  # type: ignore[arg-type]
+    def make_loop(self, point: Point, requests: list[ServeRequest], concurrency: int) -> SimpleNamespace:
+        setup = make_scheduler_config(point, self.session)  # type: ignore[arg-type]
         self.found += steps(setup, requests, concurrency)
         return SimpleNamespace(run=lambda _alive: None)
 
@@ -129,7 +136,7 @@ def test_all_of_it_is_served_whether_prompts_have_a_page_or_not(context: int, st
     """Pages of 64 tokens: 6 before the end of a prompt of 439, none of one of 40, where no list of prompts may be empty."""
     one = serve_record_builder.point(Layout(1), 4, context=context, page_size=64)
     server = Server(context)
-    Serving.warm_up(server, one, _requests([8] * 4, 2, 100), lambda: None)  # type: ignore[arg-type]
+    Serving.warm_up(server, one, _make_requests([8] * 4, 2, 100), lambda: None)  # type: ignore[arg-type]
     assert max(prefixes(server.found)) == stored
 
 
@@ -137,7 +144,7 @@ def test_each_replica_meets_chunks_of_every_size_and_a_cached_prefix() -> None:
     """One prompt after the other would always go to the first, and ranks of the others compile when somebody waits."""
     one = serve_record_builder.point(Layout(2, 2), 4, context=440, page_size=64)
     server = Server(440)
-    Serving.warm_up(server, one, _requests([8] * 4, 2, 100), lambda: None)  # type: ignore[arg-type]
+    Serving.warm_up(server, one, _make_requests([8] * 4, 2, 100), lambda: None)  # type: ignore[arg-type]
     chunks = [{(c.start, c.tokens) for step in server.found for c in step.replicas[r].chunks} for r in range(2)]
     assert chunks[0] == chunks[1]
     assert {(0, 1), (0, 127), (384, 55)} <= chunks[0]

@@ -4,20 +4,20 @@ from types import SimpleNamespace
 
 import pytest
 
-from dcpbench.points.floors import Sharding, StepRows, step_floors, step_matmul_s
+from dcpbench.points.floors import Sharding, StepRows, compute_step_floors, compute_step_matmul_s
 from dcpbench.points.layout import Layout
 from dcpbench.points.shapes import SHAPES
 from dcpbench.records.record import Rates
 from dcpbench.serving.requests import Chunk, ReplicaStep, Step
-from dcpbench.workloads.served_floors import Shares, shares
-from dcpbench.workloads.serving_loop import Timed
+from dcpbench.workloads.served_floors import Shares, compute_shares
+from dcpbench.workloads.serving_loop import TimedStep
 
 SHARDING = Sharding(shape=SHAPES["tiny"], layout=Layout(1), itemsize=2)
 RATES = Rates(read_bytes_s=1e9, copy_bytes_s=1e9, matmul_flop_s=1e12)
 
 
 def floor_ms(rows: StepRows) -> float:
-    return sum(step_floors(SHARDING, rows, RATES.limits).values()) / 1e3
+    return sum(compute_step_floors(SHARDING, rows, RATES.limits).values()) / 1e3
 
 
 def launched(*replicas: ReplicaStep, ms: float | None = 7.0) -> SimpleNamespace:
@@ -36,12 +36,12 @@ class TestTimed:
             decodes=[sequence] * 2, slots=[1, 2], positions=[9, 20], chunks=[Chunk(sequence, 3, 8, 12, samples=True)]
         )
         other = ReplicaStep(decodes=[sequence], slots=[1], positions=[3])
-        timed = Timed.of(launched(other, busy))
-        assert timed == Timed(ms=7.0, decodes=2, context=15, chunks=((4, 8),), sampled=3, tokens=7)
-        assert timed.rows() == StepRows(decodes=(15, 15), chunks=((4, 8),), sampled=3, tokens=7)
+        timed = TimedStep.from_launched(launched(other, busy))
+        assert timed == TimedStep(ms=7.0, decodes=2, context=15, chunks=((4, 8),), sampled=3, tokens=7)
+        assert timed.to_step_rows() == StepRows(decodes=(15, 15), chunks=((4, 8),), sampled=3, tokens=7)
 
     def test_on_the_cpu_nothing_is_noted(self):
-        assert Timed.of(launched(ReplicaStep(), ms=None)) is None
+        assert TimedStep.from_launched(launched(ReplicaStep(), ms=None)) is None
 
 
 class TestShares:
@@ -50,23 +50,23 @@ class TestShares:
         short, long = StepRows(chunks=((64, 0),), sampled=1, tokens=64), StepRows(chunks=((512, 64),), tokens=512)
         decode = StepRows(decodes=(100,) * 3, sampled=3, tokens=3)
         steps = [
-            Timed(ms=2 * floor_ms(short), decodes=0, context=0, chunks=((64, 0),), sampled=1, tokens=64),
-            Timed(ms=5 * floor_ms(long), decodes=0, context=0, chunks=((512, 64),), sampled=0, tokens=512),
-            Timed(ms=4 * floor_ms(decode), decodes=3, context=100, chunks=(), sampled=3, tokens=3),
+            TimedStep(ms=2 * floor_ms(short), decodes=0, context=0, chunks=((64, 0),), sampled=1, tokens=64),
+            TimedStep(ms=5 * floor_ms(long), decodes=0, context=0, chunks=((512, 64),), sampled=0, tokens=512),
+            TimedStep(ms=4 * floor_ms(decode), decodes=3, context=100, chunks=(), sampled=3, tokens=3),
         ]
-        found = shares(SHARDING, steps, RATES)
+        found = compute_shares(SHARDING, steps, RATES)
         spent_ms = 2 * floor_ms(short) + 5 * floor_ms(long)
         assert found.prefill_floor_share == pytest.approx((floor_ms(short) + floor_ms(long)) / spent_ms)
         assert found.decode_floor_share == pytest.approx(0.25)
-        flops = sum(step_matmul_s(SHARDING, rows, {"matmul": 1.0}) for rows in (short, long))
+        flops = sum(compute_step_matmul_s(SHARDING, rows, {"matmul": 1.0}) for rows in (short, long))
         assert found.prefill_matmul_share == pytest.approx(flops / (spent_ms / 1e3 * 1e12))
 
     def test_a_kind_of_step_that_did_not_run_has_no_share(self):
-        found = shares(SHARDING, [Timed(ms=1, decodes=1, context=4, chunks=(), sampled=1, tokens=1)], RATES)
+        found = compute_shares(SHARDING, [TimedStep(ms=1, decodes=1, context=4, chunks=(), sampled=1, tokens=1)], RATES)
         assert (found.prefill_floor_share, found.prefill_matmul_share) == (None, None)
         assert found.decode_floor_share is not None
 
     @pytest.mark.parametrize("rates", [None, Rates(read_bytes_s=1e9)])
     def test_without_rates_there_are_none(self, rates):
-        step = Timed(ms=1, decodes=1, context=4, chunks=((8, 0),), sampled=1, tokens=9)
-        assert shares(SHARDING, [step], rates) == Shares()
+        step = TimedStep(ms=1, decodes=1, context=4, chunks=((8, 0),), sampled=1, tokens=9)
+        assert compute_shares(SHARDING, [step], rates) == Shares()

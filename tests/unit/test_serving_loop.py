@@ -19,13 +19,13 @@ class Launched:
         self.started = self.ended = None
 
     @property
-    def arrived(self):
+    def has_arrived(self):
         self.looks -= 1
         return self.looks < 0
 
-    def wait(self):
+    def wait_tokens(self):
         self.log.append(f"read {self.step.number}")
-        return [7] * len(self.step.replicas[0].emits)
+        return [7] * len(self.step.replicas[0].sampled_sequences)
 
 
 class Engine:
@@ -36,8 +36,8 @@ class Engine:
     def __init__(self, looks):
         self.looks, self.log = looks, []
 
-    def launch(self, step, meanwhile):
-        for layer in range(3 if step.prefills else 0):
+    def launch_step(self, step, meanwhile):
+        for layer in range(3 if step.has_chunks else 0):
             self.log.append(f"launch {step.number}.{layer}")
             meanwhile()
         return Launched(step, self.looks, self.log)
@@ -76,10 +76,10 @@ def test_gaps_count_only_between_steps_that_follow_each_other_without_prefill():
 
     def read(start, end, *, prefills=False):
         event = lambda at: SimpleNamespace(at=at, elapsed_time=lambda other: other.at - at)  # noqa: E731
-        return SimpleNamespace(step=SimpleNamespace(prefills=prefills), started=event(start), ended=event(end))
+        return SimpleNamespace(step=SimpleNamespace(has_chunks=prefills), started=event(start), ended=event(end))
 
     gaps = Gaps()
     for launched in (read(0, 4), read(5, 9), read(20, 30, prefills=True), read(31, 35)):
-        gaps.see(launched)
+        gaps.add_step(launched)
     assert (gaps.busy_ms, gaps.idle_ms) == (4, 1)
     assert gaps.idle_fraction == 0.2

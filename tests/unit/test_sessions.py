@@ -12,11 +12,11 @@ import pytest
 from dcpbench.errors import UsageError
 from dcpbench.plan.serve_spec import ServeLoads, read_loads
 from dcpbench.points.point import Load, Point
-from dcpbench.reports.turns import table
-from dcpbench.serving.load_words import load_name
-from dcpbench.serving.loads import extent, make_requests
-from dcpbench.serving.outcome import StepCounts, rows, serve_metrics
-from dcpbench.serving.replay import replay
+from dcpbench.reports.turns import build_table
+from dcpbench.serving.load_words import format_load
+from dcpbench.serving.loads import compute_extent, make_requests
+from dcpbench.serving.outcome import StepCounts, compute_serve_metrics, make_rows
+from dcpbench.serving.replay import replay_requests
 from dcpbench.serving.scheduler import Scheduler
 from dcpbench.serving.traffic import Traffic
 from dcpbench.workloads import serving_loop
@@ -64,7 +64,11 @@ class TestLoads:
         load = sessions(turns="4", input_tokens="10", output_tokens="5")
         found = make_requests(load, VOCAB)
         assert [len(r.prompt) for r in found] == 3 * [10, 25, 40, 55]
-        assert (extent(load).shortest, extent(load).longest, extent(load).output) == (15, 60, 60)
+        assert (compute_extent(load).shortest, compute_extent(load).longest, compute_extent(load).output) == (
+            15,
+            60,
+            60,
+        )
 
     def test_sessions_come_at_the_rate_and_turns_when_they_are_answered(self) -> None:
         found = make_requests(sessions(arrival="gamma", request_rate=2.0, turns="3"), VOCAB)
@@ -81,14 +85,14 @@ class TestLoads:
         assert all(r.session is None and r.answer is None for r in make_requests(load, VOCAB))
 
     def test_words(self) -> None:
-        said = load_name(sessions(turns="4", turn_tokens="7", think_time=2.5), 3)
+        said = format_load(sessions(turns="4", turn_tokens="7", think_time=2.5), 3)
         assert "in sessions of 4 turns, 7 tokens each later one, 2.5 s between them" in said
 
 
 def run(load: Load, clients: int | None, **changes: object) -> Traffic:
     """The load replayed on made-up times, one virtual page being PAGE tokens."""
     scheduler = Scheduler(config(page_size=PAGE, **changes))
-    return replay(make_requests(load, VOCAB), scheduler, clients, Fixed(), think_s=load.think_time).traffic
+    return replay_requests(make_requests(load, VOCAB), scheduler, clients, Fixed(), think_s=load.think_time).traffic
 
 
 def cached(traffic: Traffic) -> dict[int, int]:
@@ -107,7 +111,7 @@ class TestCache:
 
     def test_cached_and_computed_tokens_are_all_tokens_of_prompts(self) -> None:
         traffic = run(sessions(requests=40), 4)
-        metrics = serve_metrics(traffic, gpus=1, concurrency=4, slo={}, steps=StepCounts())
+        metrics = compute_serve_metrics(traffic, gpus=1, concurrency=4, slo={}, steps=StepCounts())
         assert metrics.finished == 40
         assert metrics.preemptions == 0
         assert metrics.cached_tokens == sum(cached(traffic).values())
@@ -153,14 +157,14 @@ class TestTimes:
         load = sessions(requests=6, turns="3", input_tokens="30", output_tokens="20")
         traffic = run(load, 1, pages=9)
         assert [bool(s.rejected) for s in traffic.samples] == 2 * [False, False, True]
-        assert traffic.done
+        assert traffic.is_done
 
     def test_what_is_cut_off_sends_no_more_turns(self) -> None:
         scheduler = Scheduler(config(page_size=PAGE))
         traffic = Traffic(make_requests(sessions(), VOCAB), scheduler, 2)
-        traffic.submit(*traffic.due(0.0), 0.0)
+        traffic.submit(*traffic.count_due(0.0), 0.0)
         traffic.stop()
-        assert (traffic.done, traffic.due(9.0), traffic.next_arrival_s()) == (True, (0, 0), None)
+        assert (traffic.is_done, traffic.count_due(9.0), traffic.find_next_arrival_s()) == (True, (0, 0), None)
 
     @pytest.mark.parametrize("think_time", [0.0, 0.07])
     @pytest.mark.parametrize("clients", [3, None])
@@ -177,9 +181,9 @@ class TestTimes:
         loop = Loop(Device(Fixed(4.0), clock), scheduler, traffic, Agreement())
         while loop.iterate():
             pass
-        found = replay(make_requests(load, VOCAB), Scheduler(setup), clients, Fixed(4.0), think_s=think_time)
+        found = replay_requests(make_requests(load, VOCAB), Scheduler(setup), clients, Fixed(4.0), think_s=think_time)
         seen, replayed = (
-            [(r.number, r.cached_tokens, r.token_s) for r in rows(t.samples)] for t in (traffic, found.traffic)
+            [(r.number, r.cached_tokens, r.token_s) for r in make_rows(t.samples)] for t in (traffic, found.traffic)
         )
         assert seen == replayed
         assert any(c for _, c, _ in seen)
@@ -223,14 +227,14 @@ def test_a_turn_that_waits_for_its_replica_keeps_nobody_from_another() -> None:
     others = [request(number, outputs=40) for number in (5, 6)]
     traffic = Traffic([first], scheduler, 1)
     traffic.submit(0, 1, 0.0)
-    while scheduler.next_step():
+    while scheduler.plan_step():
         pass
     assert scheduler.homes == {0: 0}
     scheduler.submit(others[0])
-    scheduler.next_step()
+    scheduler.plan_step()
     scheduler.submit(turn)
     scheduler.submit(others[1])
-    scheduler.next_step()
+    scheduler.plan_step()
     assert [len(r.running) for r in scheduler.replicas] == [1, 1]
     assert [s.request.number for s in scheduler.waiting] == [turn.number]
 
@@ -241,7 +245,7 @@ def test_metrics_and_a_table_say_what_each_turn_had_cached() -> None:
     """
     load = sessions(turns="3", input_tokens="20", output_tokens="20")
     traffic, counts = virtually(make_requests(load, VOCAB), concurrency=2, pages=2000)
-    found = serve_metrics(traffic, gpus=1, concurrency=2, slo={}, steps=counts)
+    found = compute_serve_metrics(traffic, gpus=1, concurrency=2, slo={}, steps=counts)
     assert [(t.turn, t.requests, t.input_tokens, t.cached_tokens) for t in found.turns] == [
         (1, 4, 80, 0),
         (2, 4, 240, 128),
@@ -261,19 +265,19 @@ def test_metrics_and_a_table_say_what_each_turn_had_cached() -> None:
         load=load,
     )
     frames = SimpleNamespace(records=[SimpleNamespace(serve=found, point=point)])
-    assert [row[2:6] for row in table(frames, "live").rows] == [
+    assert [row[2:6] for row in build_table(frames, "live").rows] == [
         ["1", "4", "20", "0 %"],
         ["2", "4", "60", "53 %"],
         ["3", "4", "100", "64 %"],
     ]
-    assert table(frames, "replay").rows == []
+    assert build_table(frames, "replay").rows == []
 
 
 def test_more_clients_than_sessions_are_refused_and_by_default_there_are_no_more() -> None:
     """16 requests of 8 turns are two sessions."""
     plain = {"num_requests": 16, "input_tokens": ("32",), "output_tokens": ("8",), "chunk": (64,)}
     with pytest.raises(UsageError, match="--concurrency 4 is more than the 2 sessions of --turns 8 that 16 requests"):
-        list(ServeLoads(**plain, concurrency=(4,), turns="8").each())
-    assert [c for c, _ in ServeLoads(**plain, concurrency=(2,), turns="8").each()] == [2]
+        list(ServeLoads(**plain, concurrency=(4,), turns="8").iter_loads())
+    assert [c for c, _ in ServeLoads(**plain, concurrency=(2,), turns="8").iter_loads()] == [2]
     assert read_loads({"turns": "8"}, plain | {"concurrency": (4,)})[0].concurrency == (2,)
     assert read_loads({}, plain | {"concurrency": (4,)})[0].concurrency == (4,)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dcpbench.errors import DcpbenchError, ModelError
-from dcpbench.kernels.rope import rope_table, softmax_scale
+from dcpbench.kernels.rope import compute_softmax_scale, make_rope_table
 from dcpbench.plan import judge
 from dcpbench.points.budget import plan_engine
 from dcpbench.points.machine import Probe
@@ -139,7 +139,7 @@ def test_r1_is_v3_under_its_own_name() -> None:
 def test_one_token_of_v3_takes_70272_bytes_in_bf16() -> None:
     """576 numbers of 2 B are 1,152 B; 61 layers of them 70,272 B."""
     assert SHAPES["deepseek-v3"].kv_width == 576
-    assert SHAPES["deepseek-v3"].kv_bytes_per_token(2) == 70_272
+    assert SHAPES["deepseek-v3"].compute_kv_bytes_per_token(2) == 70_272
 
 
 def test_rope_settings_of_transformers_5_are_read_from_rope_parameters(tmp_path: Path) -> None:
@@ -504,9 +504,12 @@ def test_whatever_a_config_holds_is_judged_or_refused_in_a_sentence(
     said = ""
     try:
         shape = from_config(base | {"rope_scaling": YARN | rope} | fields, Path("config.json"))
-        scales = [softmax_scale(shape), *rope_table(dataclasses.replace(shape, rope=64), 2, CPU).flatten().tolist()]
+        scales = [
+            compute_softmax_scale(shape),
+            *make_rope_table(dataclasses.replace(shape, rope=64), 2, CPU).flatten().tolist(),
+        ]
         assert not any(map(math.isnan, scales))
-        judge.check(point, settings, shape, judge.Machine(probe=probe))
+        judge.check_runnable(point, settings, shape, judge.Machine(probe=probe))
         plan = plan_engine([point], settings, shape, probe)
         assert plan.kv_bytes > 0
     except DcpbenchError as e:

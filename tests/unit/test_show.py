@@ -11,38 +11,38 @@ from typing import TYPE_CHECKING
 import pytest
 
 import dcpbench
-from dcpbench.points.sizes import size_text, size_that_holds
+from dcpbench.points.sizes import format_size, format_size_up
 from dcpbench.show import streams, terminal
 from dcpbench.show.numbers import (
     BYTES,
     MICROSECONDS,
-    count,
-    gib,
-    number,
-    percent,
-    reach,
-    short_number,
-    span,
-    times,
-    tok_s,
-    with_interval,
-    with_reach,
-    with_unit,
+    format_duration,
+    format_gib,
+    format_integer,
+    format_number,
+    format_percent,
+    format_ratio,
+    format_short_number,
+    format_tok_s,
+    format_value_range,
+    format_with_interval,
+    format_with_range,
+    format_with_unit,
 )
 from dcpbench.show.text import (
-    counted,
-    cut,
-    listed,
-    markdown,
-    markdown_code,
-    natural,
-    one_line,
-    path_end,
-    printable,
-    short,
-    shortened,
-    spreadsheet_cell,
-    told_apart,
+    fit_line,
+    fit_name,
+    fit_text,
+    format_count,
+    format_list,
+    format_markdown_code,
+    format_markdown_text,
+    format_spreadsheet_cell,
+    get_path_end,
+    make_natural_key,
+    make_printable,
+    make_unique_names,
+    summarize_long_text,
 )
 
 if TYPE_CHECKING:
@@ -67,33 +67,33 @@ class TestNumbers:
     )
     def test_numbers_are_printed_to_four_digits_and_absent_ones_as_a_dash(self, value: float | None, text: str) -> None:
         """0 is a measurement; None and NaN are none."""
-        assert number(value) == text
+        assert format_number(value) == text
 
     @pytest.mark.parametrize(
         ("value", "text"), [(None, "—"), (0, "0"), (12.5, "12.5"), (12.0, "12"), (99.96, "100"), (1234.5, "1,234")]
     )
     def test_a_short_number_has_three_digits_and_no_zeros_behind_them(self, value: float | None, text: str) -> None:
-        assert short_number(value) == text
+        assert format_short_number(value) == text
 
     def test_shares_and_ratios_say_what_they_are(self) -> None:
         """0.0296 = 3 % to two digits; None is a dash."""
-        assert (percent(0.0296), percent(None)) == ("3 %", "—")
-        assert (percent(0.999), percent(1.23), percent(12.3)) == ("100 %", "123 %", "1,230 %")
-        assert (times(1.0312), times(2, 2), times(None)) == ("1.031×", "2.00×", "—")
-        assert (count(128_000.4), count(None)) == ("128,000", "—")
+        assert (format_percent(0.0296), format_percent(None)) == ("3 %", "—")
+        assert (format_percent(0.999), format_percent(1.23), format_percent(12.3)) == ("100 %", "123 %", "1,230 %")
+        assert (format_ratio(1.0312), format_ratio(2, 2), format_ratio(None)) == ("1.031×", "2.00×", "—")
+        assert (format_integer(128_000.4), format_integer(None)) == ("128,000", "—")
 
     @pytest.mark.parametrize(
         ("value", "text"),
         [(0.0, "0 µs"), (36.24, "36.2 µs"), (999.7, "1000 µs"), (1500.0, "1.5 ms"), (2.5e6, "2.5 s"), (2e9, "2000 s")],
     )
     def test_times_have_the_unit_that_reads_best(self, value: float, text: str) -> None:
-        assert with_unit(value, MICROSECONDS) == text
+        assert format_with_unit(value, MICROSECONDS) == text
 
     @pytest.mark.parametrize(
         ("value", "text"), [(999, "999 B"), (209_300, "209 KB"), (6_710_000, "6.71 MB"), (2e9, "2 GB")]
     )
     def test_bytes_on_an_axis_have_decimal_units(self, value: float, text: str) -> None:
-        assert with_unit(value, BYTES) == text
+        assert format_with_unit(value, BYTES) == text
 
     @pytest.mark.parametrize(
         ("size", "text"),
@@ -109,33 +109,33 @@ class TestNumbers:
     )
     def test_sizes_are_written_in_a_unit_that_fits_and_never_rounded_up(self, size: int, text: str) -> None:
         """1,535 B are 1.499 KiB: 1.5 KiB would be more than there is."""
-        assert size_text(size) == text
+        assert format_size(size) == text
 
     @pytest.mark.parametrize(("size", "text"), [(600, "600B"), (1535, "1.5KiB"), (1536, "1.5KiB"), (1537, "1.6KiB")])
     def test_sizes_to_be_typed_are_never_rounded_down(self, size: int, text: str) -> None:
         """1,535 B are 1.499 KiB, of which 1.4 would not be enough; 1,536 are 1.5."""
-        assert size_that_holds(size) == text
+        assert format_size_up(size) == text
 
     def test_gib_of_a_column_have_digits_where_they_are_few(self) -> None:
         """3 MiB are 0.0029 GiB."""
-        assert (gib(131 * GIB), gib(3 << 20), gib(None)) == ("131.0", "0.0029", "—")
+        assert (format_gib(131 * GIB), format_gib(3 << 20), format_gib(None)) == ("131.0", "0.0029", "—")
 
     @pytest.mark.parametrize(
         ("seconds", "said"), [(0, "0 s"), (119, "119 s"), (120, "2 min"), (7199, "120 min"), (12_000, "3 h 20 min")]
     )
     def test_spans_have_two_digits_or_three(self, seconds: float, said: str) -> None:
-        assert span(seconds) == said
+        assert format_duration(seconds) == said
 
     @pytest.mark.parametrize(
         ("values", "text"), [((1.021, 1.058), "1.02–1.06×"), ((1.021, 1.022), "1.02×"), ((2.0,), "2.00×")]
     )
     def test_a_reach_is_one_number_where_both_look_alike(self, values: tuple[float, ...], text: str) -> None:
-        assert reach(values) == text
+        assert format_value_range(values) == text
 
     def test_a_value_has_its_reach_where_it_looks_different(self) -> None:
-        assert with_reach(1.12, 1.101, 1.139) == "1.12× [1.10–1.14]"
-        assert with_reach(1.12, 1.121, 1.119) == "1.12×"
-        assert with_reach(1.12, 1.12, 1.139) == "1.12× [1.12–1.14]"
+        assert format_with_range(1.12, 1.101, 1.139) == "1.12× [1.10–1.14]"
+        assert format_with_range(1.12, 1.121, 1.119) == "1.12×"
+        assert format_with_range(1.12, 1.12, 1.139) == "1.12× [1.12–1.14]"
 
     @pytest.mark.parametrize(
         ("ends", "text"),
@@ -147,7 +147,7 @@ class TestNumbers:
         ],
     )
     def test_a_rate_has_its_ends_where_one_looks_different(self, ends: tuple[float, float], text: str) -> None:
-        assert tok_s(286.0, *ends) == text
+        assert format_tok_s(286.0, *ends) == text
 
     @pytest.mark.parametrize(
         ("value", "digits", "text"),
@@ -160,62 +160,62 @@ class TestNumbers:
         ],
     )
     def test_digits_count_from_the_first_that_is_not_0(self, value: float, digits: int, text: str) -> None:
-        assert number(value, digits) == text
+        assert format_number(value, digits) == text
 
     @pytest.mark.parametrize(
         ("value", "digits", "text"), [(99.4, 2, "99"), (100.4, 3, "100"), (-1234.5, 3, "-1,234"), (0.01234, 2, "0.012")]
     )
     def test_a_short_number_is_whole_from_its_digits_on(self, value: float, digits: int, text: str) -> None:
-        assert short_number(value, digits) == text
+        assert format_short_number(value, digits) == text
 
     def test_an_interval_follows_its_median(self) -> None:
-        assert with_interval(12.5, 12.41, 12.6) == "12.50 [12.41–12.60]"
-        assert with_interval(12.5, 12.41, 12.6, 3) == "12.5 [12.4–12.6]"
-        assert with_interval(None, None, None) == "—"
+        assert format_with_interval(12.5, 12.41, 12.6) == "12.50 [12.41–12.60]"
+        assert format_with_interval(12.5, 12.41, 12.6, 3) == "12.5 [12.4–12.6]"
+        assert format_with_interval(None, None, None) == "—"
 
 
 class TestWords:
     def test_counts_and_lists_read_as_sentences(self) -> None:
-        assert [counted(n, "point") for n in (0, 1, 1200)] == ["0 points", "1 point", "1,200 points"]
-        assert [listed(["a", "b", "c"][:n]) for n in range(4)] == ["", "a", "a and b", "a, b and c"]
-        assert listed(["a", "b"], "or") == "a or b"
+        assert [format_count(n, "point") for n in (0, 1, 1200)] == ["0 points", "1 point", "1,200 points"]
+        assert [format_list(["a", "b", "c"][:n]) for n in range(4)] == ["", "a", "a and b", "a, b and c"]
+        assert format_list(["a", "b"], "or") == "a or b"
 
     def test_numbers_in_names_are_sorted_by_their_size(self) -> None:
-        assert sorted(["run10", "run9", "a"], key=natural) == ["a", "run9", "run10"]
+        assert sorted(["run10", "run9", "a"], key=make_natural_key) == ["a", "run9", "run10"]
 
     def test_a_long_path_keeps_its_end(self) -> None:
-        assert path_end("aaaa/bbbb/cc.py:7", 14) == "…/bbbb/cc.py:7"
-        assert path_end("aaaa/bbbb/cc.py:7", 13) == "…/cc.py:7"
-        assert path_end("short.py:7", 14) == "short.py:7"
-        assert path_end("averylongname.py:7", 8) == "…me.py:7"
+        assert get_path_end("aaaa/bbbb/cc.py:7", 14) == "…/bbbb/cc.py:7"
+        assert get_path_end("aaaa/bbbb/cc.py:7", 13) == "…/cc.py:7"
+        assert get_path_end("short.py:7", 14) == "short.py:7"
+        assert get_path_end("averylongname.py:7", 8) == "…me.py:7"
 
 
 class TestForeignText:
     def test_what_is_obeyed_is_spelled_out_and_the_rest_stays(self) -> None:
-        assert printable(HOSTILE) == "\\x1b[31mü·µ\\n\\u202e\\ud800"
-        assert printable(HOSTILE, keep="\n") == "\\x1b[31mü·µ\n\\u202e\\ud800"
+        assert make_printable(HOSTILE) == "\\x1b[31mü·µ\\n\\u202e\\ud800"
+        assert make_printable(HOSTILE, keep="\n") == "\\x1b[31mü·µ\n\\u202e\\ud800"
 
     def test_a_line_has_no_breaks_and_no_more_than_it_may(self) -> None:
         """Spelling out makes a text longer, which is cut after it."""
-        assert one_line("a\n\t b\x1b ") == "a b\\x1b"
-        assert short(" \x1b ", 20) == " \\x1b "
-        assert short("\x1b" * 50, 10) == "\\x1b\\x1b\\…"
-        assert cut("abcdef", 4) == "abc…"
+        assert fit_line("a\n\t b\x1b ") == "a b\\x1b"
+        assert fit_name(" \x1b ", 20) == " \\x1b "
+        assert fit_name("\x1b" * 50, 10) == "\\x1b\\x1b\\…"
+        assert fit_text("abcdef", 4) == "abc…"
 
     def test_texts_that_begin_alike_stay_two(self) -> None:
         """What is cut off ends in a hash of the whole."""
-        a, b = (shortened("x" * 3_000 + end) for end in "ab")
+        a, b = (summarize_long_text("x" * 3_000 + end) for end in "ab")
         assert a != b
         assert a.startswith("x" * 2_000 + "… (3,001 characters, ")
-        assert shortened("two\nlines") == "two\nlines"
+        assert summarize_long_text("two\nlines") == "two\nlines"
 
     def test_markdown_shows_it_and_calls_nobody(self) -> None:
-        assert markdown("<b> a|b\n*c* `d` $e$ @f") == "&lt;b&gt; a\\|b \\*c\\* \\`d\\` \\$e\\$ @<!-- -->f"
-        assert markdown("see https://x.org") == "see https&#58;//x.org"
-        assert markdown_code("a|b`<@") == "<code>a&#124;b&#96;&lt;&#64;</code>"
+        assert format_markdown_text("<b> a|b\n*c* `d` $e$ @f") == "&lt;b&gt; a\\|b \\*c\\* \\`d\\` \\$e\\$ @<!-- -->f"
+        assert format_markdown_text("see https://x.org") == "see https&#58;//x.org"
+        assert format_markdown_code("a|b`<@") == "<code>a&#124;b&#96;&lt;&#64;</code>"
 
     def test_a_spreadsheet_runs_no_cell(self) -> None:
-        assert [spreadsheet_cell(text) for text in ("=1+1", "-a", "tp4")] == ["'=1+1", "'-a", "tp4"]
+        assert [format_spreadsheet_cell(text) for text in ("=1+1", "-a", "tp4")] == ["'=1+1", "'-a", "tp4"]
 
 
 class TestConsole:
@@ -223,10 +223,10 @@ class TestConsole:
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
         """A sentence stays one line, and names in brackets stay names."""
-        found = terminal.console()
+        found = terminal.make_console()
         assert found.width == terminal.PLAIN_WIDTH
         found.print("[red]1[/] :key: " + "x" * 200, soft_wrap=True)
-        terminal.console(error=True).print("on stderr")
+        terminal.make_console(error=True).print("on stderr")
         out = capsys.readouterr()
         assert out.out == "[red]1[/] :key: " + "x" * 200 + "\n"
         assert out.err == "on stderr\n"
@@ -235,8 +235,8 @@ class TestConsole:
         def draw(console: Console) -> None:
             console.print("a   ", style="red")
 
-        assert terminal.drawn(draw, 20, colour=False) == "a\n"
-        assert terminal.drawn(draw, 20, colour=True) == "\x1b[31ma   \x1b[0m\n"
+        assert terminal.render_to_text(draw, 20, colour=False) == "a\n"
+        assert terminal.render_to_text(draw, 20, colour=True) == "\x1b[31ma   \x1b[0m\n"
 
     def test_consoles_are_made_in_one_place(self) -> None:
         """Whoever makes another decides anew what is markup and how wide a pipe is."""
@@ -286,7 +286,7 @@ def test_lines_of_progress_come_ever_more_rarely_in_a_log(monkeypatch: pytest.Mo
     """After 2 s, then 4, 8, 16 and 32 s later, then each minute: 8 lines in 5 minutes."""
     now, shown = [0.0], []
     monkeypatch.setattr(terminal.time, "monotonic", lambda: now[0])
-    tell = terminal.now_and_then(shown.append, 2.0, slower=2.0)
+    tell = terminal.make_rate_limited(shown.append, 2.0, slower=2.0)
     for second in range(301):
         now[0] = float(second)
         tell(second)
@@ -298,7 +298,7 @@ def test_lines_of_progress_come_ever_more_rarely_in_a_log(monkeypatch: pytest.Mo
     [(12, "/data/runs/a"), (11, "…/runs/a"), (8, "…/runs/a"), (7, "…/a"), (3, "…/a"), (2, "…a")],
 )
 def test_of_a_path_that_is_too_long_whole_folders_are_left_out(limit: int, end: str) -> None:
-    assert path_end("/data/runs/a", limit) == end
+    assert get_path_end("/data/runs/a", limit) == end
 
 
 @pytest.mark.parametrize(
@@ -312,4 +312,4 @@ def test_of_a_path_that_is_too_long_whole_folders_are_left_out(limit: int, end: 
 )
 def test_paths_of_one_name_are_told_apart_by_as_many_folders_as_it_takes(paths: list[str], names: list[str]) -> None:
     """The root of a machine is one of them."""
-    assert list(told_apart([Path(path) for path in paths]).values()) == names
+    assert list(make_unique_names([Path(path) for path in paths]).values()) == names

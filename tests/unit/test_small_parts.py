@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from dcpbench.commands.machines import machines
-from dcpbench.compare.resampling import error_of_pooled, request_blocks
+from dcpbench.compare.resampling import compute_request_block_length, estimate_pooled_error
 from dcpbench.plan import grid, spec
 from dcpbench.points.machine import Probe
 from dcpbench.points.machines import LINKS
-from dcpbench.points.sizes import size_text
+from dcpbench.points.sizes import format_size
 from dcpbench.recommend.score import Load, Score
 from dcpbench.reports.page import points as page_points
 from dcpbench.servers import load
@@ -27,11 +27,11 @@ GPU = Probe(device="cuda", count=4, name="NVIDIA H200", memory_bytes=141 << 30)
 
 class TestPooled:
     def test_blocks_of_requests_are_twice_the_cube_root_and_a_fourth_at_most(self) -> None:
-        assert [request_blocks(n) for n in (1, 8, 27, 64, 1000)] == [1, 2, 6, 8, 20]
+        assert [compute_request_block_length(n) for n in (1, 8, 27, 64, 1000)] == [1, 2, 6, 8, 20]
 
     def test_groups_of_equal_samples_know_their_quantile(self) -> None:
         """Every request has the same gaps: whichever are drawn, the median is 2."""
-        error = error_of_pooled([np.array([1.0, 2.0, 3.0])] * 20, 0.5, 0)
+        error = estimate_pooled_error([np.array([1.0, 2.0, 3.0])] * 20, 0.5, 0)
         assert error is not None
         assert error.variance == pytest.approx(0.0)
 
@@ -39,7 +39,7 @@ class TestPooled:
         """400,000 of 10 requests are thinned to 200,000, with about the same error."""
         rng = np.random.default_rng(0)
         groups = [rng.exponential(1 + 0.1 * i, 40_000) for i in range(10)]
-        many, few = error_of_pooled(groups, 0.9, 0), error_of_pooled([g[::2] for g in groups], 0.9, 0)
+        many, few = estimate_pooled_error(groups, 0.9, 0), estimate_pooled_error([g[::2] for g in groups], 0.9, 0)
         assert many is not None
         assert few is not None
         assert many.variance == pytest.approx(few.variance, rel=0.1)
@@ -65,11 +65,11 @@ class TestExtent:
     )
     def test_slots_pages_context_and_chunk_must_all_suffice(self, case: Case, fits: bool) -> None:
         """4 requests, 10 pages of 16, 100 tokens each, 64 in a chunk."""
-        assert self.EXTENT.fits(case) is fits
+        assert self.EXTENT.supports_case(case) is fits
 
     def test_shared_pages_need_no_room(self) -> None:
         case = Case(decodes=(Decodes(requests=3, context=49),))
-        assert dataclasses.replace(self.EXTENT, shared=True).fits(case)
+        assert dataclasses.replace(self.EXTENT, shared=True).supports_case(case)
 
     def test_a_case_reads_as_what_it_does(self) -> None:
         case = Case(decodes=(Decodes(requests=47, context=5500),), chunks=(Chunks(chunks=1, tokens=2048, prefix=1256),))
@@ -93,7 +93,7 @@ class TestScore:
     def test_the_best_and_what_is_within_three_percent_are_right(self) -> None:
         one = Load(name="a", measured={"x": 100.0, "y": 97.0, "z": 96.9}, forecast={"x": 1.0, "y": 2.0, "z": 1.5})
         assert (one.best, one.picked) == ("x", "y")
-        assert [one.right(who) for who in ("x", "y", "z", "none")] == [True, True, False, False]
+        assert [one.is_right(who) for who in ("x", "y", "z", "none")] == [True, True, False, False]
 
     def test_a_constant_choice_is_the_one_that_is_right_most_often(self) -> None:
         assert self.SCORE.constant == ("x", 1)
@@ -102,7 +102,7 @@ class TestScore:
 
 class TestDefaults:
     def test_on_a_cpu_the_tiny_model_runs_at_two_loads(self) -> None:
-        found = spec.defaults(CPU)
+        found = spec.get_defaults(CPU)
         assert (found["model"], found["tp"], found["concurrency"], found["context"]) == (
             ("tiny",),
             (8,),
@@ -112,7 +112,7 @@ class TestDefaults:
         assert (found["page_size"], found["dtype"]) == (1, "fp32")
 
     def test_on_gpus_v3_runs_over_all_of_them(self) -> None:
-        found = spec.defaults(GPU)
+        found = spec.get_defaults(GPU)
         assert (found["model"], found["tp"], found["concurrency"]) == (("deepseek-v3",), (4,), (8, 32, 48))
 
     def test_links_have_their_rates_on_paper(self) -> None:
@@ -128,16 +128,16 @@ class TestDefaults:
     ) -> None:
         options = {"tp": (4,), "dp": (dp,), "dcp": (dcp,), "baseline": True}
         asked = spec.make_spec(options, GPU)
-        point = next(c.point for c in grid.expand(asked, GPU) if (c.point.dp, c.point.dcp) == (dp, dcp))
-        found = grid._baseline(point)
+        point = next(c.point for c in grid.expand_grid(asked, GPU) if (c.point.dp, c.point.dcp) == (dp, dcp))
+        found = grid._make_baseline(point)
         assert (found.dp, found.dcp, found.exchange) == (*baseline, "none")
 
 
 def test_a_name_on_the_page_has_200_letters_at_most() -> None:
     """A longer one is cut, and says that it was."""
-    assert page_points._short("x" * 200) == "x" * 200
-    assert "x" * 201 not in page_points._short("x" * 201)
-    assert "…" in page_points._short("x" * 201)
+    assert page_points._fit_cell("x" * 200) == "x" * 200
+    assert "x" * 201 not in page_points._fit_cell("x" * 201)
+    assert "…" in page_points._fit_cell("x" * 201)
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("5 2500000000 7", 2.5), ("x y z", None), ("5", None)])
@@ -146,7 +146,7 @@ def test_a_thread_was_starved_for_as_long_as_the_kernel_says(
 ) -> None:
     """The second number, in nanoseconds."""
     monkeypatch.setattr(Path, "read_text", lambda _: text)
-    assert load.starved_s() == seconds
+    assert load.read_starved_s() == seconds
 
 
 def test_the_caller_of_a_library_is_the_innermost_frame_outside_libraries(tmp_path: Path) -> None:
@@ -154,13 +154,13 @@ def test_the_caller_of_a_library_is_the_innermost_frame_outside_libraries(tmp_pa
     (tmp_path / "own.py").touch()
     own, library = parse_frame("own.py(3): main"), parse_frame("/usr/lib/python3/dist-packages/torch/x.py(5): f")
     repository = Repository(tmp_path)
-    assert repository.caller([own, own, library, library], 3) == 1
-    assert repository.caller([library, library, own], 1) is None
-    assert repository.caller([library, own], 1) is None
+    assert repository.find_caller([own, own, library, library], 3) == 1
+    assert repository.find_caller([library, library, own], 1) is None
+    assert repository.find_caller([library, own], 1) is None
 
 
 def test_machines_and_plans_say_one_number_of_a_gpus_memory(capsys: pytest.CaptureFixture[str]) -> None:
     """79.18 GiB of an H100, rounded down in both."""
     machines(as_json=False)
     h100 = next(line for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["H100"])
-    assert size_text(spec.planned("H100", 8).memory_bytes or 0) in h100
+    assert format_size(spec.make_planned_probe("H100", 8).memory_bytes or 0) in h100

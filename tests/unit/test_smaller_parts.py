@@ -23,7 +23,7 @@ from dcpbench.doctor import Report
 from dcpbench.errors import RecordsError, UsageError, WorkerError
 from dcpbench.exports import bench_files, prometheus
 from dcpbench.hangs import dumps, finding, said
-from dcpbench.hangs.beats import INSIDE, RAISED, Met
+from dcpbench.hangs.beats import INSIDE, RAISED, CollectiveEvent
 from dcpbench.hangs.dumps import Frame
 from dcpbench.hangs.evidence import Rank
 from dcpbench.imports import documents, selection, vllm
@@ -32,13 +32,13 @@ from dcpbench.imports.field_names import parse_name as read_name
 from dcpbench.imports.result import Result
 from dcpbench.launch import hung, nodes, processes, progress, ranks
 from dcpbench.launch.jobs import Progress
-from dcpbench.launch.launcher import _End
+from dcpbench.launch.launcher import _JobEnd
 from dcpbench.plan.serve_spec import ServeLoads
 from dcpbench.points.bounds import MAX_NUMBER
 from dcpbench.points.budget import WholeModel
-from dcpbench.points.machines import described, text
+from dcpbench.points.machines import format_machine, load_machine
 from dcpbench.recommend import advise
-from dcpbench.recommend.forecast import anchored
+from dcpbench.recommend.forecast import apply_factor
 from dcpbench.records.checks import MAX_ENTRIES
 from dcpbench.records.lines import Tail
 from dcpbench.records.metrics import METRIC
@@ -49,17 +49,17 @@ from dcpbench.reports.tables import Table
 from dcpbench.serving import outcome
 from dcpbench.serving.allocator import DcpAllocator
 from dcpbench.serving.step_times import (
-    MOST_REQUESTS,
-    MOST_TOKENS,
+    MAX_REQUESTS,
+    MAX_TOKENS,
     USES,
     Case,
     Chunks,
     Decodes,
-    Measured,
-    _problem,
+    MeasuredCase,
+    _find_problem,
 )
 from dcpbench.syncs import files
-from dcpbench.syncs.model import order
+from dcpbench.syncs.model import get_sort_key
 from dcpbench.syncs.traces.reading import GZIP_MAGIC
 from dcpbench.top import watch
 from tests.unit import syncs_builder
@@ -76,28 +76,28 @@ class TestAllocator:
     def test_a_prefix_is_shared_in_full_pages_that_are_there(self) -> None:
         """Of 10 tokens two pages are full; none, or as many as are shared already, changes nothing."""
         allocator = DcpAllocator(9, 4, 1)
-        allocation = allocator.alloc(10, np.zeros(0, np.int32))
-        allocator.share(allocation, allocation.pages[:0])
-        allocator.share(allocation, allocation.pages[:2])
-        allocator.share(allocation, allocation.pages[:2])
+        allocation = allocator.allocate(10, np.zeros(0, np.int32))
+        allocator.share_pages(allocation, allocation.pages[:0])
+        allocator.share_pages(allocation, allocation.pages[:2])
+        allocator.share_pages(allocation, allocation.pages[:2])
         assert (allocation.shared, allocator.used_pages) == (2, 3)
         for pages_shared in (1, 3):
             with pytest.raises(
                 ValueError, match=rf"^{pages_shared} full pages cannot be shared by a request of 10 tokens$"
             ):
-                allocator.share(allocation, allocation.pages[:pages_shared])
+                allocator.share_pages(allocation, allocation.pages[:pages_shared])
 
     @pytest.mark.parametrize(("start", "stop"), [(-1, 2), (3, 2), (2, 11)])
     def test_tokens_that_are_not_there_have_no_place(self, start: int, stop: int) -> None:
-        allocation = DcpAllocator(9, 4, 1).alloc(10, np.zeros(0, np.int32))
-        assert len(allocation.locs(10, 10)) == 0
-        assert len(allocation.locs(0, 10)) == 10
+        allocation = DcpAllocator(9, 4, 1).allocate(10, np.zeros(0, np.int32))
+        assert len(allocation.compute_locs(10, 10)) == 0
+        assert len(allocation.compute_locs(0, 10)) == 10
         with pytest.raises(ValueError, match=rf"^tokens {start}…{stop - 1} asked of a request of 10 tokens$"):
-            allocation.locs(start, stop)
+            allocation.compute_locs(start, stop)
 
     def test_a_request_grows_in_its_last_page_and_then_in_new_ones(self) -> None:
         allocator = DcpAllocator(5, 4, 1)
-        allocation = allocator.alloc(3, np.zeros(0, np.int32))
+        allocation = allocator.allocate(3, np.zeros(0, np.int32))
         held = []
         for _ in range(13):
             allocator.extend(allocation, 1)
@@ -106,7 +106,7 @@ class TestAllocator:
         with pytest.raises(ValueError, match=r"^a request cannot grow by -1 tokens$"):
             allocator.extend(allocation, -1)
         with pytest.raises(ValueError, match=r"needs no memory$"):
-            allocator.alloc(4, allocation.pages[:1])
+            allocator.allocate(4, allocation.pages[:1])
 
 
 def test_a_rank_that_left_a_call_with_an_error_says_so_where_it_is_in_none() -> None:
@@ -118,9 +118,9 @@ def test_a_rank_that_left_a_call_with_an_error_says_so_where_it_is_in_none() -> 
     for last, row in ((call, ["all_reduce, left with an error", "7"]), (None, ["", ""])):
         beats.last = last
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(said, "inside", lambda _: None)
-            patch.setattr(said.finding, "spot", lambda _: ("", "", "a.py:1"))
-            assert said._row(rank, None) == ["rank 0", "moe", "3", *row, "50%", "a.py:1"]
+            patch.setattr(said, "get_open_collective", lambda _: None)
+            patch.setattr(said.finding, "get_position", lambda _: ("", "", "a.py:1"))
+            assert said._make_row(rank, None) == ["rank 0", "moe", "3", *row, "50%", "a.py:1"]
 
 
 @pytest.mark.parametrize(("name", "head"), [("MainThread", "MainThread"), ("", "thread")])
@@ -128,12 +128,12 @@ def test_a_thread_without_a_name_is_a_thread(name: str, head: str) -> None:
     frames = [SimpleNamespace(said="f at a.py:1"), SimpleNamespace(said="g at b.py:2")]
     rank: Any = SimpleNamespace(threads=[SimpleNamespace(name=name, frames=frames)] * 2)
     one = f"{head}\n  f at a.py:1\n  g at b.py:2"
-    assert said._stacks(rank) == f"{one}\n\n{one}"
+    assert said._format_stacks(rank) == f"{one}\n\n{one}"
 
 
 def test_the_file_of_a_machine_keeps_letters_as_they_are() -> None:
-    machine = msgspec.structs.replace(described("H200"), name="ünser", measured="späät", link=None)
-    lines = text(machine).splitlines()
+    machine = msgspec.structs.replace(load_machine("H200"), name="ünser", measured="späät", link=None)
+    lines = format_machine(machine).splitlines()
     assert lines[:3] == ['name = "ünser"', 'gpu = "H200"', f"gpus_per_host = {machine.gpus_per_host}"]
     assert 'measured = "späät"' in lines
 
@@ -144,7 +144,7 @@ def test_where_nothing_runs_the_run_that_was_begun_last_is_named(tmp_path: Path)
         (tmp_path / name / ".lock").write_text("0")
         os.utime(tmp_path / name / ".lock", (at, at))
     with pytest.raises(UsageError) as error:
-        watch.running_below(tmp_path)
+        watch.find_running(tmp_path)
     newest = tmp_path / "newest"
     assert str(error.value).endswith(f" The last one was {newest}: dcpbench top {newest}")
 
@@ -165,7 +165,7 @@ def test_sites_stand_by_what_they_cost_and_then_by_their_place() -> None:
         syncs_builder.site("j", **{**plain, "bubble_us": 9.0, "own": True}),
     ]
     backwards = wanted[::-1]
-    found = sorted(backwards, key=order)
+    found = sorted(backwards, key=get_sort_key)
     assert [s.fingerprint for s in found] == [s.fingerprint for s in wanted]
 
 
@@ -179,13 +179,13 @@ def test_sites_stand_by_what_they_cost_and_then_by_their_place() -> None:
     ],
 )
 def test_a_gauge_ends_with_its_unit(metric: str, name: str) -> None:
-    found = prometheus.gauge(METRIC[metric]).name
+    found = prometheus.make_gauge(METRIC[metric]).name
     assert found == name or (METRIC[metric].gauge and found == f"dcpbench_{METRIC[metric].gauge}")
 
 
 def test_a_gauge_counts_requests_where_its_metric_does_and_does_not_say_so() -> None:
     def name(**of: str) -> str:
-        return prometheus.gauge(dataclasses.replace(METRIC["cancelled"], gauge="", **of)).name
+        return prometheus.make_gauge(dataclasses.replace(METRIC["cancelled"], gauge="", **of)).name
 
     assert name() == "dcpbench_cancelled_requests"
     assert name(name="lost_requests") == "dcpbench_lost_requests"
@@ -194,9 +194,9 @@ def test_a_gauge_counts_requests_where_its_metric_does_and_does_not_say_so() -> 
 
 def test_lengths_of_an_import_are_means_that_need_not_be_whole() -> None:
     of: Any = SimpleNamespace(completed=4, input_tokens=10, output_tokens=7)
-    assert Result.means(of) == (2.5, 1.75)
+    assert Result.compute_means(of) == (2.5, 1.75)
     of.completed = 0
-    assert Result.means(of) is None
+    assert Result.compute_means(of) is None
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ class TestAdvice:
         one, other = (
             dataclasses.replace(advised.forecast(100, "measured"), factor=1.1 if of else None) for of in (a, b)
         )
-        assert advise.margin(one, other) == pytest.approx(0.04 if ratios else 0.21)
+        assert advise.compute_margin(one, other) == pytest.approx(0.04 if ratios else 0.21)
 
     @pytest.mark.parametrize(
         ("weights", "kv", "buffers", "said"),
@@ -266,23 +266,23 @@ class TestAdvice:
         )
         monkeypatch.setattr(advise, "measure_whole_model", lambda *_: whole)
         ask = advised.ask("H200")
-        assert advise.find_no_room(ask, advised.point()) == advise.NoRoom(whole_model=True, reason=said)
-        assert advise.find_no_room(dataclasses.replace(ask, cycled=True), advised.point()) is None
+        assert advise.find_no_fit(ask, advised.point()) == advise.NoFit(whole_model=True, reason=said)
+        assert advise.find_no_fit(dataclasses.replace(ask, cycled=True), advised.point()) is None
         fits = msgspec.structs.replace(whole, weight_bytes=1, kv_bytes=1)
         monkeypatch.setattr(advise, "measure_whole_model", lambda *_: fits)
-        assert advise.find_no_room(ask, advised.point()) is None
+        assert advise.find_no_fit(ask, advised.point()) is None
 
 
 def test_idle_time_is_told_as_a_share_of_a_step_in_percent() -> None:
     """The least and the most of all points on a GPU."""
     plain = {"cpu": False, "host_syncs_per_step": 0.0, "idle_us": 1.0, "step_us": 2.0, "allocations_per_step": 0.0}
     points = pd.DataFrame([plain | {"idle_fraction": share} for share in (0.0151, 0.3)])
-    assert "The GPU idled 1.5 % to 30 % of a profiled step." in explain.phases(points)
+    assert "The GPU idled 1.5 % to 30 % of a profiled step." in explain.describe_phases(points)
 
 
 def test_without_floors_nothing_is_said_of_them() -> None:
-    assert floors.short(pd.DataFrame({"label": ["tp4"]})) == ""
-    assert floors.short(pd.DataFrame({"floor_share": [float("nan")]})) == ""
+    assert floors.format_short_sentence(pd.DataFrame({"label": ["tp4"]})) == ""
+    assert floors.format_short_sentence(pd.DataFrame({"floor_share": [float("nan")]})) == ""
 
 
 class TestMarkdown:
@@ -290,7 +290,7 @@ class TestMarkdown:
         ("most", "more"), [(12, ""), (7, "5 rows more in points.csv."), (1, "11 rows more in points.csv.")]
     )
     def test_rows_that_do_not_fit_are_counted(self, most: int, more: str) -> None:
-        text = markdown._table(Table("t", ["a", "b"], [[str(n), "x"] for n in range(12)]), most)
+        text = markdown._format_table(Table("t", ["a", "b"], [[str(n), "x"] for n in range(12)]), most)
         assert text.count("| x |") == most
         assert text.partition("| x |\n\n")[2].partition("\n")[0].endswith(more)
         assert ("rows more" in text) is bool(more)
@@ -302,27 +302,27 @@ class TestMarkdown:
             tables = [Table("t", ["a"], [["123456"]] * rows) for _ in range(2)]
             return [Section(slug="s", title="t", tables=tables)]
 
-        most = markdown.MOST_CHARACTERS
-        assert markdown._rows_that_fit(sections(9)) == 9
+        most = markdown.MAX_CHARACTERS
+        assert markdown._count_rows_that_fit(sections(9)) == 9
         many = most // 10
-        assert markdown._rows_that_fit(sections(many)) == max(markdown.MANY_ROWS, int(most / 2 / 10))
-        assert markdown._rows_that_fit([]) == 0
+        assert markdown._count_rows_that_fit(sections(many)) == max(markdown.MANY_ROWS, int(most / 2 / 10))
+        assert markdown._count_rows_that_fit([]) == 0
 
 
 def test_a_run_whose_page_cannot_be_made_costs_no_other_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor one of too many points."""
-    run: Any = SimpleNamespace(name="monday", entries=range(pages.MOST_POINTS))
+    run: Any = SimpleNamespace(name="monday", entries=range(pages.MAX_POINTS))
     reasons: list[Exception] = [UsageError("no."), ValueError("x" * 300)]
 
     def write(*_: object, **__: object) -> None:
         raise reasons.pop(0)
 
     monkeypatch.setattr("dcpbench.reports.write_report", write)
-    assert pages._report(tmp_path, run) == "monday: no page, because no."
-    assert pages._report(tmp_path, run) == f"monday: no page, because the report failed (ValueError: {'x' * 200})"
-    run.entries = range(pages.MOST_POINTS + 1)
-    assert pages._report(tmp_path, run) == (
-        f"monday: no page for {pages.MOST_POINTS + 1:,} points, only for up to {pages.MOST_POINTS:,}"
+    assert pages._write_page(tmp_path, run) == "monday: no page, because no."
+    assert pages._write_page(tmp_path, run) == f"monday: no page, because the report failed (ValueError: {'x' * 200})"
+    run.entries = range(pages.MAX_POINTS + 1)
+    assert pages._write_page(tmp_path, run) == (
+        f"monday: no page for {pages.MAX_POINTS + 1:,} points, only for up to {pages.MAX_POINTS:,}"
     )
 
 
@@ -379,7 +379,7 @@ def test_where_no_token_came_the_first_that_was_refused_says_why(
         outcome.CANCELLED: of("c", cancelled),
         outcome.FAILED: of("f", failed),
     }
-    assert outcome._nothing_came(found, **ended) == said
+    assert outcome._explain_no_tokens(found, **ended) == said
 
 
 @pytest.mark.parametrize(
@@ -387,7 +387,7 @@ def test_where_no_token_came_the_first_that_was_refused_says_why(
     [("400", 400), ("123456789", 123_456_789), ("1234567890", None), ("uniform:1-2", None), ("", None)],
 )
 def test_a_length_that_all_requests_have_is_a_number_of_up_to_nine_digits(text: str, tokens: int | None) -> None:
-    assert bench_files.fixed(text) == tokens
+    assert bench_files.parse_fixed_length(text) == tokens
 
 
 def test_who_is_alive_of_a_run_is_told_by_when_the_command_began(
@@ -401,9 +401,11 @@ def test_who_is_alive_of_a_run_is_told_by_when_the_command_began(
         ([None, None], (processes.NONE, None)),
         ([], (processes.NONE, None)),
     ):
-        monkeypatch.setattr(processes, "_named", lambda _, began=began: list(enumerate(began, 100)))
-        assert processes.alive(tmp_path) == said_of_it
-        assert processes.alive_pid(tmp_path) == next((100 + n for n, at in enumerate(began) if at is not None), None)
+        monkeypatch.setattr(processes, "_read_processes", lambda _, began=began: list(enumerate(began, 100)))
+        assert processes.find_alive(tmp_path) == said_of_it
+        assert processes.find_alive_pid(tmp_path) == next(
+            (100 + n for n, at in enumerate(began) if at is not None), None
+        )
 
 
 def test_node_0_is_in_trouble_where_another_says_so_or_is_gone() -> None:
@@ -419,7 +421,7 @@ def test_node_0_is_in_trouble_where_another_says_so_or_is_gone() -> None:
         ([line(None), line(None, closed=True)], True),
     ):
         leader._lines = lines
-        assert leader.in_trouble() is trouble
+        assert leader.has_failure() is trouble
 
 
 @pytest.mark.parametrize(
@@ -437,9 +439,9 @@ def test_the_few_differ_from_the_many_and_of_two_halves_nobody_knows(
     places: str, odd: set[int], known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where nobody is as before, it is the smallest side with the highest ranks that is named."""
-    monkeypatch.setattr(finding, "_place", lambda one: one)
-    monkeypatch.setattr(finding, "_followed", lambda *_: False)
-    found, sure, _ = finding._odd({}, dict(enumerate(places)), 5)  # type: ignore[arg-type]
+    monkeypatch.setattr(finding, "_get_place", lambda one: one)
+    monkeypatch.setattr(finding, "_is_usual_successor", lambda *_: False)
+    found, sure, _ = finding._find_odd_ranks({}, dict(enumerate(places)), 5)  # type: ignore[arg-type]
     assert (found, sure) == (odd, known)
 
 
@@ -452,7 +454,7 @@ def test_of_ranks_that_all_wait_the_few_at_another_line_are_named(places: str, f
     calls = {
         r: (Frame("wait", "torch/x.py", 1), Frame(place, "own.py", 2)) for r, place in zip(ranks, places, strict=True)
     }
-    found = finding._lines_apart(ranks, calls)
+    found = finding._find_odd_line(ranks, calls)
     assert (found and (found.kind, found.ranks, found.waiting)) == (few and ("order", few, list(range(len(places)))))
 
 
@@ -472,8 +474,8 @@ def test_what_bounds_an_open_loop_is_the_least_of_what_is_asked_held_and_sent(
 ) -> None:
     row = {"load_arrival": "gamma", "instances": None, "concurrency": asked, "room_for": held, "load_requests": sent}
     points = pd.DataFrame([row | {"label": "tp4"}])
-    assert terminal._bounds(points) == [f"requests at once, at most: {said}"]
-    assert terminal._bounds(points.assign(load_arrival="closed")) == []
+    assert terminal._format_bounds(points) == [f"requests at once, at most: {said}"]
+    assert terminal._format_bounds(points.assign(load_arrival="closed")) == []
 
 
 @pytest.mark.parametrize(
@@ -488,14 +490,14 @@ def test_what_bounds_an_open_loop_is_the_least_of_what_is_asked_held_and_sent(
 )
 def test_scatter_is_the_wider_side_of_an_interval(median: float, low: float, high: float, said: str) -> None:
     point = pd.Series({"output_tok_s": median, "output_tok_s_low": low, "output_tok_s_high": high})
-    assert terminal._half_width(point) == said
+    assert terminal._format_half_width(point) == said
 
 
 def test_columns_go_in_this_order_where_a_terminal_is_narrow() -> None:
     """Those with the lowest number first; those without stay."""
     decoded = {"context": 1, "concurrency": 2, "output_tok_s": 3.0, "output_tok_s_low": 3.0, "output_tok_s_high": 3.0}
     decoded |= {"output_tok_s_per_gpu": 1.0, "tok_s_per_user": 1.0, "itl_p50_ms": 1.0, "itl_p99_ms": 1.0}
-    found = [(c.name, c.drop) for c in terminal._decode_columns(pd.DataFrame([decoded]))]
+    found = [(c.name, c.drop) for c in terminal._make_decode_columns(pd.DataFrame([decoded]))]
     assert found == [
         ("context", None),
         ("conc.", None),
@@ -507,7 +509,7 @@ def test_columns_go_in_this_order_where_a_terminal_is_narrow() -> None:
         ("p99", 1),
     ]
     served = decoded | {"ttft_p50_ms": 1.0, "ttft_p99_ms": 1.0, "goodput_s": 0.5, "load_arrival": "closed"}
-    found = [(c.name, c.drop) for c in terminal._served_columns("closed", pd.DataFrame([served]))]
+    found = [(c.name, c.drop) for c in terminal._make_served_columns("closed", pd.DataFrame([served]))]
     assert found[-7:] == [
         ("tok/s", None),
         ("/GPU", 0),
@@ -536,9 +538,9 @@ def test_a_rank_is_known_by_its_id_and_when_it_began(
 ) -> None:
     """Process 100 began at tick 7: what has its id since is another one."""
     (tmp_path / "rank-0.pid").write_text(words)
-    monkeypatch.setattr(ranks.child, "start_ticks", lambda pid: ("S", 7) if pid == 100 else None)
+    monkeypatch.setattr(ranks.child, "read_start_ticks", lambda pid: ("S", 7) if pid == 100 else None)
     of = ranks.Ranks(tmp_path, tmp_path / "logs", tmp_path / "progress.jsonl", range(2))
-    assert (of.pid_of(), of.pids()) == (known, list(known.values()))
+    assert (of.find_pids(), of.read_pids()) == (known, list(known.values()))
 
 
 @pytest.mark.parametrize(
@@ -552,17 +554,17 @@ def test_a_rank_is_known_by_its_id_and_when_it_began(
 )
 def test_a_forest_has_round_ratios_denser_the_closer_it_looks(reach: float, ticks: list[float]) -> None:
     """Five on either side at least, none at 0 or below."""
-    assert picture._ticks(reach) == ticks
+    assert picture._choose_ticks(reach) == ticks
 
 
 def test_an_estimate_that_is_set_right_has_the_band_of_ratios() -> None:
     """1.25 times 100 tok/s; 4 % of ratios and 3 and 2 % of two kinds of calls: from a 1.09th to 1.09 times."""
-    found = anchored(advised.forecast(100.0, wire={"all-reduce": 0.03, "a2a": 0.02}), 1.25)
+    found = apply_factor(advised.forecast(100.0, wire={"all-reduce": 0.03, "a2a": 0.02}), 1.25)
     assert (found.tok_s, found.low, found.high) == (125.0, pytest.approx(125 / 1.09), pytest.approx(125 * 1.09))
     slow = dataclasses.replace(advised.forecast(100.0), itl_ms=Percentiles(p50=10.0))
-    assert anchored(slow, 1.25).itl_ms.p50 == 8.0
+    assert apply_factor(slow, 1.25).itl_ms.p50 == 8.0
     served = dataclasses.replace(slow, point=advised.point(load=advised.load()))
-    assert anchored(served, 1.25).itl_ms.p50 == 8.0
+    assert apply_factor(served, 1.25).itl_ms.p50 == 8.0
 
 
 @pytest.mark.parametrize(("kept", "more"), [(MAX_ENTRIES - 1, 1), (MAX_ENTRIES, 0)])
@@ -581,51 +583,51 @@ class TestTail:
     def test_lines_come_once_and_whole(self, tmp_path: Path) -> None:
         path = tmp_path / "lines"
         tail = Tail(path)
-        assert (list(tail.lines()), tail.replaced()) == ([], False)
+        assert (list(tail.read_lines()), tail.reset_if_replaced()) == ([], False)
         path.write_bytes(b"1\n2\n3")
-        assert list(tail.lines()) == [b"1", b"2"]
+        assert list(tail.read_lines()) == [b"1", b"2"]
         with path.open("ab") as file:
             file.write(b"3\n\nno\n  \n4\n")
-        assert list(tail.decoded(lambda line: msgspec.json.decode(line, type=int))) == [33, 4]
-        assert (tail.unread, list(tail.lines()), tail.replaced()) == (1, [], False)
+        assert list(tail.decode_lines(lambda line: msgspec.json.decode(line, type=int))) == [33, 4]
+        assert (tail.unread, list(tail.read_lines()), tail.reset_if_replaced()) == (1, [], False)
 
     @pytest.mark.parametrize(("anew", "replaced"), [(b"5\n", True), (b"1\n2\n", False), (b"1\n2\n3\n", False)])
     def test_a_shorter_file_is_another(self, tmp_path: Path, anew: bytes, replaced: bool) -> None:
         path = tmp_path / "lines"
         path.write_bytes(b"1\n2\n")
         tail = Tail(path)
-        assert list(tail.lines()) == [b"1", b"2"]
+        assert list(tail.read_lines()) == [b"1", b"2"]
         path.write_bytes(anew)
-        assert tail.replaced() is replaced
-        assert list(tail.lines()) == (anew.splitlines() if replaced else anew.splitlines()[2:])
+        assert tail.reset_if_replaced() is replaced
+        assert list(tail.read_lines()) == (anew.splitlines() if replaced else anew.splitlines()[2:])
 
     def test_another_file_of_the_name_is_another(self, tmp_path: Path) -> None:
         path, other = tmp_path / "lines", tmp_path / "other"
         path.write_bytes(b"1\n")
         other.write_bytes(b"1\n2\n3\n")
         tail = Tail(path)
-        assert list(tail.lines()) == [b"1"]
+        assert list(tail.read_lines()) == [b"1"]
         other.replace(path)
-        assert (tail.replaced(), tail.replaced()) == (True, False)
-        assert list(tail.lines()) == [b"1", b"2", b"3"]
+        assert (tail.reset_if_replaced(), tail.reset_if_replaced()) == (True, False)
+        assert list(tail.read_lines()) == [b"1", b"2", b"3"]
 
     def test_what_could_make_a_reader_wait_is_not_read(self, tmp_path: Path) -> None:
         os.mkfifo(tmp_path / "pipe")
         for path in (tmp_path / "pipe", tmp_path):
-            assert list(Tail(path).lines()) == []
+            assert list(Tail(path).read_lines()) == []
 
 
 def test_pages_that_the_cache_has_already_are_freed_and_their_tokens_counted_once() -> None:
     """Two requests of the same 9 tokens: the second gives its two full pages back for the first one's."""
     allocator = DcpAllocator(9, 4, 1)
-    first, second = (allocator.alloc(9, np.zeros(0, np.int32)) for _ in range(2))
+    first, second = (allocator.allocate(9, np.zeros(0, np.int32)) for _ in range(2))
     pages = first.pages[:2].copy()
-    allocator.share(first, pages[:1])
-    allocator.share(first, pages)
+    allocator.share_pages(first, pages[:1])
+    allocator.share_pages(first, pages)
     assert (allocator.used_pages, allocator.tokens) == (6, 18)
-    allocator.share(second, np.array([second.pages[0], pages[1]]))
+    allocator.share_pages(second, np.array([second.pages[0], pages[1]]))
     assert (allocator.used_pages, allocator.tokens) == (5, 14)
-    allocator.share(second, np.array([second.pages[0], pages[1]]))
+    allocator.share_pages(second, np.array([second.pages[0], pages[1]]))
     assert (allocator.used_pages, allocator.tokens, second.shared) == (5, 14, 2)
 
 
@@ -640,7 +642,7 @@ def test_pages_that_the_cache_has_already_are_freed_and_their_tokens_counted_onc
     ],
 )
 def test_the_first_five_are_named(names: list[str], shown: str) -> None:
-    assert selection.name_first(names) == shown
+    assert selection.format_first(names) == shown
 
 
 @pytest.mark.parametrize(
@@ -664,15 +666,15 @@ class TestEnd:
     def test_a_point_is_past_its_limit_only_while_it_is_at_work(self, monkeypatch: pytest.MonkeyPatch) -> None:
         now = 100.0
         monkeypatch.setattr("time.monotonic", lambda: now)
-        end = _End()
-        assert (end.past(0.0), end.past(None)) == (False, False)
-        end.see(Progress(stage="run", key="a"))
+        end = _JobEnd()
+        assert (end.is_past_limit(0.0), end.is_past_limit(None)) == (False, False)
+        end.update(Progress(stage="run", key="a"))
         assert (end.started, end.key, end.begun) == (True, "a", 100.0)
         now = 105.0
-        end.see(Progress(stage="run", key="a"))
-        assert [end.past(limit) for limit in (None, 4.9, 5.0, 5.1)] == [False, True, False, False]
-        end.see(Progress(stage="done", key="a"))
-        assert (end.done, end.key, end.past(0.0)) == ({"a"}, "", False)
+        end.update(Progress(stage="run", key="a"))
+        assert [end.is_past_limit(limit) for limit in (None, 4.9, 5.0, 5.1)] == [False, True, False, False]
+        end.update(Progress(stage="done", key="a"))
+        assert (end.done, end.key, end.is_past_limit(0.0)) == ({"a"}, "", False)
 
     @pytest.mark.parametrize(
         ("hung_s", "over_s", "code", "hung", "failed"),
@@ -687,8 +689,8 @@ class TestEnd:
     def test_a_job_failed_that_hung_or_ended_badly(
         self, hung_s: float, over_s: float, code: int, hung: bool, failed: bool
     ) -> None:
-        end = _End(hung_s=hung_s, over_s=over_s, code=code)
-        assert (end.hung, end.failed, end.ended(0)) == (hung, failed, code < 0)
+        end = _JobEnd(hung_s=hung_s, over_s=over_s, code=code)
+        assert (end.hung, end.failed, end.has_been_ended(0)) == (hung, failed, code < 0)
 
 
 @pytest.mark.parametrize(
@@ -709,13 +711,15 @@ def test_a_rank_waits_where_its_host_does_and_else_where_its_device_does(
 ) -> None:
     """`waits`: whether the host waits in its collectives; without beats None. A collective handed on says nothing by itself."""
 
-    def inside_of(phase: str) -> list[Met]:
-        one = Met(order=1, number=1, call=None, phase=phase, layer=None, state=INSIDE, began_ns=1, ended_ns=0)
+    def inside_of(phase: str) -> list[CollectiveEvent]:
+        one = CollectiveEvent(
+            order=1, number=1, call=None, phase=phase, layer=None, state=INSIDE, began_ns=1, ended_ns=0
+        )
         return [dataclasses.replace(one, phase="left", state=RAISED), one, dataclasses.replace(one, phase="later")]
 
     beats: Any = None if waits is None else SimpleNamespace(waits=waits, met=inside_of("beats"))
     rank = Rank(0, "", beats, None if flight is None else [m for name in flight for m in inside_of(name)])
-    found = finding.inside(rank)
+    found = finding.get_open_collective(rank)
     assert (found and found.phase) == inside
 
 
@@ -740,12 +744,12 @@ def test_node_0_waits_for_others_as_long_as_is_left(monkeypatch: pytest.MonkeyPa
             return self.came, None
 
     met = {1: 2, 2: None, 3: 1}
-    monkeypatch.setattr(nodes, "listen", lambda *_: Listening())
+    monkeypatch.setattr(nodes, "open_listener", lambda *_: Listening())
     monkeypatch.setattr(nodes, "Line", lambda number: SimpleNamespace(number=number, close=lambda: None))
-    monkeypatch.setattr(nodes, "_met", lambda line, *_: met[line.number])
-    monkeypatch.setattr(nodes, "secret", lambda: b"")
+    monkeypatch.setattr(nodes, "_receive_greeting", lambda line, *_: met[line.number])
+    monkeypatch.setattr(nodes, "get_secret", lambda: b"")
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    assert [line.number for line in nodes._accept("h:1", 2, 5.0, "")] == [3, 1]  # type: ignore[attr-defined]
+    assert [line.number for line in nodes._wait_for_nodes("h:1", 2, 5.0, "")] == [3, 1]  # type: ignore[attr-defined]
     assert left == pytest.approx([5.0, 3.0, 1.0])
     left.clear()
     words = (
@@ -753,7 +757,7 @@ def test_node_0_waits_for_others_as_long_as_is_left(monkeypatch: pytest.MonkeyPa
         r"--timeout\. 1 that came had another DCPBENCH_SECRET or --rdzv-id\.$"
     )
     with pytest.raises(WorkerError, match=words):
-        nodes._accept("h:1", 3, 5.0, "")
+        nodes._wait_for_nodes("h:1", 3, 5.0, "")
     assert left == pytest.approx([5.0, 3.0, 1.0, 0.001])
 
 
@@ -763,11 +767,11 @@ def test_texts_are_as_long_as_gzip_can_say(end: int, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     path.touch()
     os.truncate(path, (1 << 32) + end)
-    assert files._length(path) == end
+    assert files._get_text_length(path) == end
     for size in (3, 4, 5):
         path.write_bytes((GZIP_MAGIC + b"\3\0\0")[:size])
-        assert files._length(path) == (int.from_bytes(b"\x8b\3\0\0", "little") if size > 4 else size)
-    assert files._length(tmp_path) == -1
+        assert files._get_text_length(path) == (int.from_bytes(b"\x8b\3\0\0", "little") if size > 4 else size)
+    assert files._get_text_length(tmp_path) == -1
 
 
 def test_nccl_is_listened_to_for_a_while_and_up_to_a_mebibyte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -794,13 +798,13 @@ def test_nccl_is_listened_to_for_a_while_and_up_to_a_mebibyte(tmp_path: Path, mo
         yield Talking()
 
     monkeypatch.setattr("socket.create_connection", connected)
-    hung.ask_nccl(tmp_path / "slow")
+    hung.fetch_nccl_report(tmp_path / "slow")
     assert asked == [(("::1", 28028), hung.NCCL_S)]
     assert left == pytest.approx([hung.NCCL_S - n for n in range(len(left))])
     assert (tmp_path / "slow").read_bytes() == b"x" * math.ceil(hung.NCCL_S)
     monkeypatch.setattr(Talking, "size", 1 << 20)
     monkeypatch.setattr("time.monotonic", lambda: 0.0)
-    hung.ask_nccl(tmp_path / "much")
+    hung.fetch_nccl_report(tmp_path / "much")
     assert (tmp_path / "much").stat().st_size == hung.NCCL_BYTES
 
 
@@ -828,37 +832,37 @@ OF_ONE = Case(decodes=(Decodes(1, 1),))
     [
         (OF_ONE, {}, ""),
         (
-            Case(decodes=(Decodes(2, MOST_TOKENS),), chunks=(Chunks(1, 1, 0), Chunks(1, MOST_TOKENS, MOST_TOKENS))),
+            Case(decodes=(Decodes(2, MAX_TOKENS),), chunks=(Chunks(1, 1, 0), Chunks(1, MAX_TOKENS, MAX_TOKENS))),
             {},
             "",
         ),
         (
             Case(decodes=(Decodes(1, 5), Decodes(0, 7))),
             {},
-            f"case.decodes counts from 1 to {MOST_TOKENS:,}, and not 1, 5, 0, 7",
+            f"case.decodes counts from 1 to {MAX_TOKENS:,}, and not 1, 5, 0, 7",
         ),
         (
-            Case(decodes=(Decodes(1, MOST_TOKENS + 1),)),
+            Case(decodes=(Decodes(1, MAX_TOKENS + 1),)),
             {},
-            f"case.decodes counts from 1 to {MOST_TOKENS:,}, and not 1, {MOST_TOKENS + 1}",
+            f"case.decodes counts from 1 to {MAX_TOKENS:,}, and not 1, {MAX_TOKENS + 1}",
         ),
         (
             Case(chunks=(Chunks(1, 0, -1),) * 40),
             {},
-            f"case.chunks counts from 1 to {MOST_TOKENS:,}, and not {'1, 0, ' * 16}1, 0",
+            f"case.chunks counts from 1 to {MAX_TOKENS:,}, and not {'1, 0, ' * 16}1, 0",
         ),
         (
             Case(chunks=(Chunks(1, 1, 0), Chunks(1, 1, -1), Chunks(1, 1, 2), Chunks(1, 1, 3))),
             {},
-            f"case.chunks has prefixes of 0 to {MOST_TOKENS:,} tokens, and not [0, -1, 2]",
+            f"case.chunks has prefixes of 0 to {MAX_TOKENS:,} tokens, and not [0, -1, 2]",
         ),
         (
-            Case(chunks=(Chunks(1, 1, MOST_TOKENS + 1),)),
+            Case(chunks=(Chunks(1, 1, MAX_TOKENS + 1),)),
             {},
-            f"case.chunks has prefixes of 0 to {MOST_TOKENS:,} tokens, and not [{MOST_TOKENS + 1}]",
+            f"case.chunks has prefixes of 0 to {MAX_TOKENS:,} tokens, and not [{MAX_TOKENS + 1}]",
         ),
-        (Case(decodes=(Decodes(MOST_REQUESTS, 1),)), {}, ""),
-        (Case(decodes=(Decodes(MOST_REQUESTS + 1, 1),)), {}, f"its step has more than {MOST_REQUESTS:,} requests"),
+        (Case(decodes=(Decodes(MAX_REQUESTS, 1),)), {}, ""),
+        (Case(decodes=(Decodes(MAX_REQUESTS + 1, 1),)), {}, f"its step has more than {MAX_REQUESTS:,} requests"),
         (Case(), {}, "its step does nothing"),
         (msgspec.structs.replace(OF_ONE, use="x" * 41), {}, f"case.use is {'x' * 40!r}, none of {', '.join(USES)}"),
         (OF_ONE, {"samples_ms": []}, "it has no samples_ms, or times that are not positive"),
@@ -872,7 +876,7 @@ OF_ONE = Case(decodes=(Decodes(1, 1),))
     ],
 )
 def test_step_times_are_of_steps_that_can_be(case: Case, more: dict[str, Any], problem: str) -> None:
-    assert _problem(Measured(case=case, **{"samples_ms": [1.0], **more}), replicas=1) == problem
+    assert _find_problem(MeasuredCase(case=case, **{"samples_ms": [1.0], **more}), replicas=1) == problem
 
 
 def test_of_what_a_parser_says_100_characters_are_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -885,5 +889,5 @@ def test_of_what_a_parser_says_100_characters_are_passed_on(tmp_path: Path, monk
     monkeypatch.setattr(msgspec.json, "decode", refuse)
     path = tmp_path / "flight-0.json"
     with pytest.raises(RecordsError) as error:
-        dumps.flight("{}", path)
+        dumps.parse_flight("{}", path)
     assert str(error.value) == f"{path} is no JSON of torch's flight recorder (ValueError: {said_by[:100]})."

@@ -8,7 +8,7 @@ import pytest
 
 from dcpbench.errors import CapacityError, DcpbenchError, ModelError, UsageError
 from dcpbench.plan.options import parse_bytes
-from dcpbench.plan.spec import PARSERS, SweepSpec, effective, make_spec, read_options
+from dcpbench.plan.spec import PARSERS, SweepSpec, make_spec, read_options, select_device
 from dcpbench.points.machine import Probe
 from dcpbench.points.point import HOW
 
@@ -214,12 +214,12 @@ def test_a_folder_that_is_no_checkpoint_is_refused_before_any_job(tmp_path: Path
 
 def test_device_cpu_hides_the_gpus_and_device_cuda_needs_one() -> None:
     """The defaults follow the device that is used."""
-    assert effective(GPU, "auto") is GPU
-    assert make_spec({}, effective(GPU, "cpu")).model == ("tiny",)
+    assert select_device(GPU, "auto") is GPU
+    assert make_spec({}, select_device(GPU, "cpu")).model == ("tiny",)
     with pytest.raises(CapacityError, match="--device cpu"):
-        effective(CPU, "cuda")
+        select_device(CPU, "cuda")
     with pytest.raises(UsageError, match="did you mean cuda"):
-        effective(GPU, "cudaa")
+        select_device(GPU, "cudaa")
 
 
 def test_every_option_of_a_file_reaches_the_spec_or_its_settings() -> None:

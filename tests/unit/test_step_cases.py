@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcpbench.points.layout import Layout
-from dcpbench.serving.step_cases import CHECK, LATE, CaseMaker, CaseSteps, Extent, grid
-from dcpbench.serving.step_model import step_works
+from dcpbench.serving.step_cases import CHECK, LATE, CaseMaker, CaseSteps, Extent, make_cases
+from dcpbench.serving.step_model import compute_step_works
 from dcpbench.serving.step_times import HOT, Case, Chunks, Decodes
 from tests.unit import serve_record_builder
 from tests.unit.serving_builder import config
@@ -21,17 +21,17 @@ VOCAB = 50
 
 
 def steps(case: Case, **changes: object) -> CaseSteps:
-    return CaseMaker(config(pages=33, max_requests=6, chunk=16, max_context=40, **changes), VOCAB).steps(case)
+    return CaseMaker(config(pages=33, max_requests=6, chunk=16, max_context=40, **changes), VOCAB).make_steps(case)
 
 
-@pytest.mark.parametrize("case", grid(EXTENT), ids=str)
+@pytest.mark.parametrize("case", make_cases(EXTENT), ids=str)
 def test_a_step_does_the_work_of_its_case(case: Case) -> None:
     """Both the first and those that repeat it; what is predicted for one is what was measured with the other."""
     made = steps(case)
-    assert step_works(made.first) == step_works(made.again) == [case.work()]
+    assert compute_step_works(made.first) == compute_step_works(made.again) == [case.compute_work()]
 
 
-@pytest.mark.parametrize("case", grid(EXTENT), ids=str)
+@pytest.mark.parametrize("case", make_cases(EXTENT), ids=str)
 def test_requests_have_slots_and_places_of_their_own(case: Case) -> None:
     """Slot 0 and page 0, locations 0 to 3, are padding; every token that a request reads or writes has a location."""
     (todo,) = steps(case).first.replicas
@@ -74,14 +74,16 @@ def test_replicas_do_the_same() -> None:
 def test_no_request_finishes() -> None:
     made = steps(Case(decodes=(Decodes(2, 40),), chunks=(Chunks(1, 4, 0),)))
     assert not made.first.finished
-    assert not any(s.finished for s in made.first.replicas[0].emits)
+    assert not any(s.is_finished for s in made.first.replicas[0].sampled_sequences)
 
 
 def test_prompts_are_the_same_on_every_rank_and_numbered_apart_from_those_of_loads() -> None:
     """An engine knows by its number whose prompt a slot holds."""
     makers = [CaseMaker(CONFIG, VOCAB) for _ in range(2)]
     case = Case(chunks=(Chunks(2, 5, 8),))
-    found = [[c.sequence.request for _ in range(2) for c in m.steps(case).first.replicas[0].chunks] for m in makers]
+    found = [
+        [c.sequence.request for _ in range(2) for c in m.make_steps(case).first.replicas[0].chunks] for m in makers
+    ]
     for mine, others in zip(*found, strict=True):
         assert mine.number == others.number < 0
         assert (mine.prompt == others.prompt).all()
@@ -94,7 +96,7 @@ def test_what_predictions_are_checked_by_has_prefixes_between_measured_ones(shar
     """Where there is no room for a page of prefix, no chunk is checked: one without is on the lines."""
     for context, pages in itertools.product(range(9, 41), (4, 8, 32)):
         extent = Extent(requests=6, context=context, pages=pages, virtual_page=4, chunk=16, shared=shared)
-        checked = [chunk for case in grid(extent) if case.use == CHECK for chunk in case.chunks]
+        checked = [chunk for case in make_cases(extent) if case.use == CHECK for chunk in case.chunks]
         assert all(chunk.prefix > 0 and chunk.prefix % 4 == 0 for chunk in checked)
 
 
@@ -113,8 +115,12 @@ EXTENTS = st.builds(
 def test_the_fewest_chunks_are_those_of_the_first_number_that_fits(tokens: int, extent: Extent) -> None:
     """Each with as many tokens as the longest, and none of them shared."""
     alone = dataclasses.replace(extent, shared=False)
-    fits = [n for n in range(1, extent.at_once + 1) if alone.fits(Case(chunks=(Chunks(n, -(-tokens // n), 0),)))]
-    assert extent.fewest(tokens) == (fits[0] if fits else None)
+    fits = [
+        n
+        for n in range(1, extent.max_running + 1)
+        if alone.supports_case(Case(chunks=(Chunks(n, -(-tokens // n), 0),)))
+    ]
+    assert extent.compute_min_chunks(tokens) == (fits[0] if fits else None)
 
 
 @given(tokens=st.integers(1, 48), extent=EXTENTS)
@@ -122,17 +128,19 @@ def test_as_many_chunks_attend_to_most_as_have_a_prefix_and_a_quarter_of_the_con
     tokens: int, extent: Extent
 ) -> None:
     """To a prefix, and half of their own tokens in the mean; None where none of these numbers leaves room for a prefix."""
-    fewest = extent.fewest(tokens) or 1
-    numbers = [n for n in range(fewest, extent.at_once + 1) if n == fewest or tokens / (n - 1) > extent.context / LATE]
-    prefixes = {n: extent.longest_prefix(n, -(-tokens // n)) for n in numbers}
+    fewest = extent.compute_min_chunks(tokens) or 1
+    numbers = [
+        n for n in range(fewest, extent.max_running + 1) if n == fewest or tokens / (n - 1) > extent.context / LATE
+    ]
+    prefixes = {n: extent.compute_max_prefix(n, -(-tokens // n)) for n in numbers}
     attended = {n: prefix + tokens / n / 2 for n, prefix in prefixes.items() if prefix > 0}
-    found = extent.latest(tokens)
+    found = extent.compute_late_chunks(tokens)
     assert found in attended or found is None
     if found is None:
         assert not attended
     else:
         assert attended[found] == max(attended.values())
-        assert extent.fits(Case(chunks=(Chunks(1, -(-tokens // found), prefixes[found]),)))
+        assert extent.supports_case(Case(chunks=(Chunks(1, -(-tokens // found), prefixes[found]),)))
 
 
 def test_chunks_are_measured_on_both_sides_of_where_kernels_change() -> None:
@@ -141,17 +149,17 @@ def test_chunks_are_measured_on_both_sides_of_where_kernels_change() -> None:
     but where sizes of their own are the same.
     """
     extent = Extent(requests=16, context=2000, pages=1000, virtual_page=64, chunk=4096)
-    plain, changed = (grid(dataclasses.replace(extent, changes=changes)) for changes in ((), (512, 768, 1823)))
+    plain, changed = (make_cases(dataclasses.replace(extent, changes=changes)) for changes in ((), (512, 768, 1823)))
     more = [case for case in changed if case not in plain]
     assert set(plain) <= set(changed)
-    assert sorted({case.work().tokens for case in more}) == [800, 1792, 1856]
-    assert all(not case.decodes and not case.work().prefix for case in more)
-    assert {544, 768} <= {case.work().tokens for case in plain}
+    assert sorted({case.compute_work().tokens for case in more}) == [800, 1792, 1856]
+    assert all(not case.decodes and not case.compute_work().prefix for case in more)
+    assert {544, 768} <= {case.compute_work().tokens for case in plain}
 
 
 def test_rows_past_the_largest_step_are_not_measured() -> None:
     extent = Extent(requests=16, context=2000, pages=1000, virtual_page=64, chunk=600, changes=(256, 768))
-    assert max(case.work().tokens for case in grid(extent)) == 600
+    assert max(case.compute_work().tokens for case in make_cases(extent)) == 600
 
 
 def test_a_case_is_said_in_requests_and_chunks() -> None:
@@ -180,9 +188,9 @@ def test_an_extent_is_that_of_the_largest_of_all_points() -> None:
         targets=(3, 5, 8),
         prompts=(100, 300),
     )
-    assert Extent.of(points, pages=100, max_context=1000) == expected
-    assert Extent.of(points, pages=100, max_context=899).context == 899
-    assert Extent.of(points, pages=100, max_context=1000, changes=[768, 256]).changes == (256, 768)
+    assert Extent.from_points(points, pages=100, max_context=1000) == expected
+    assert Extent.from_points(points, pages=100, max_context=899).context == 899
+    assert Extent.from_points(points, pages=100, max_context=1000, changes=[768, 256]).changes == (256, 768)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +208,9 @@ def test_prompts_share_what_a_prefix_cache_finds(changed: dict[str, object], sha
     """Of requests with a common prefix, of a file, and of sessions; one load of several is enough."""
     one = serve_record_builder.point(changed={"prefix_cache": True} | changed)
     plain = serve_record_builder.point(changed={"prefix_cache": True})
-    assert [Extent.of(points, pages=9, max_context=440).shared for points in ([one], [plain, one])] == [shared] * 2
+    assert [Extent.from_points(points, pages=9, max_context=440).shared for points in ([one], [plain, one])] == [
+        shared
+    ] * 2
 
 
 @pytest.mark.parametrize(
@@ -217,5 +227,5 @@ def test_a_loop_is_open_where_any_load_has_times_of_its_own(
         )
         for a in arrivals
     ]
-    extent = Extent.of(points, pages=9, max_context=440)
+    extent = Extent.from_points(points, pages=9, max_context=440)
     assert (extent.open_loop, extent.targets) == (open_loop, targets)

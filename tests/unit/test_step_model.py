@@ -2,7 +2,7 @@
 
 import pytest
 
-from dcpbench.points.batches import chunk_rows
+from dcpbench.points.batches import compute_chunk_rows
 from dcpbench.serving.step_model import Line, MixedTimes, PrefillTimes, SparedTimes, StepModel, Work
 
 SIZES = (512, 1024)
@@ -10,7 +10,7 @@ SIZES = (512, 1024)
 
 def chunk(tokens: int, prefix: int = 0, chunks: int = 1) -> Work:
     """A step of chunks alone, each with the same prefix."""
-    return Work.of(0, 0, [(tokens // chunks, prefix)] * chunks)
+    return Work.from_requests(0, 0, [(tokens // chunks, prefix)] * chunks)
 
 
 def measured(per_prefix_token: float, works: list[Work], begin_ms: float = 0.0) -> list[tuple[Work, float]]:
@@ -19,7 +19,7 @@ def measured(per_prefix_token: float, works: list[Work], begin_ms: float = 0.0) 
         (
             w,
             10
-            + 0.01 * chunk_rows(w.tokens)
+            + 0.01 * compute_chunk_rows(w.tokens)
             + 1e-6 * w.pairs
             + (begin_ms + per_prefix_token * w.prefix if w.prefix else 0),
         )
@@ -65,7 +65,7 @@ class TestSparedTime:
         """A step with all rows on one of two replicas took 3 ms longer than one with as many on both: noise."""
         prefill = PrefillTimes(measured(0.0, LINE), [], 0)
         slower = [(w, ms + 3.0) for w, ms in measured(0.0, [chunk(512), chunk(1024)])]
-        works = [chunk(1024), Work.of(0, 0, [])]
+        works = [chunk(1024), Work.from_requests(0, 0, [])]
         assert SparedTimes(slower, prefill)(works) == 0
         faster = [(w, ms - 3.0) for w, ms in measured(0.0, [chunk(512), chunk(1024)])]
         assert SparedTimes(faster, prefill)(works) == pytest.approx(3.0)
@@ -81,22 +81,22 @@ def test_past_the_chunks_that_were_measured_decode_rows_add_what_they_did_there(
     prefill = PrefillTimes(measured(0.0, [chunk(n) for n in (256, 512, 1024, 2048)]), [], 8)
     cases = []
     for tokens, more in ((512, 5.0), (1024, 9.0)):
-        work = Work.of(8, 80, [(tokens, 0)])
+        work = Work.from_requests(8, 80, [(tokens, 0)])
         cases.append((work, prefill(work.rows + work.tokens, work.pairs, 0) + more))
     times = MixedTimes(cases, prefill)
-    found = [times(Work.of(8, 80, [(tokens, 0)])) for tokens in (256, 512, 768, 1024, 2048)]
+    found = [times(Work.from_requests(8, 80, [(tokens, 0)])) for tokens in (256, 512, 768, 1024, 2048)]
     assert found == pytest.approx([5, 5, 7, 9, 9])
 
 
 def test_no_step_with_chunks_is_faster_than_the_fastest_that_was_measured() -> None:
     """64 tokens took 5 ms as two chunks and 95 as one: the line through both is below 0 for 64 chunks of one token."""
-    cases = [(Work.of(1, 10, []), 4.0), (chunk(64, chunks=2), 5.0), (chunk(64), 95.0)]
+    cases = [(Work.from_requests(1, 10, []), 4.0), (chunk(64, chunks=2), 5.0), (chunk(64), 95.0)]
     model = StepModel(cases)
     many = chunk(64, chunks=64)
     assert model.prefill(64, many.pairs, 0) < 0
-    assert model.step_ms([many]) == 5.0
+    assert model.predict_step_ms([many]) == 5.0
 
 
 def test_a_line_is_held_past_its_ends() -> None:
     line = Line([(1.0, 3.0), (2.0, 5.0)])
-    assert [line.held(x) for x in (-7.0, 1.5, 9.0)] == [3.0, 4.0, 5.0]
+    assert [line.predict_clamped(x) for x in (-7.0, 1.5, 9.0)] == [3.0, 4.0, 5.0]

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from dcpbench.errors import RecordsError, UsageError
-from dcpbench.points.batches import chunk_rows
+from dcpbench.points.batches import compute_chunk_rows
 from dcpbench.points.wire import Prompts
 from dcpbench.records.record import Emulated
 from dcpbench.serving.requests import Chunk, ReplicaStep, Sequence, ServeRequest, Step
-from dcpbench.serving.step_cases import Extent, chunk_sizes, grid, row_sizes
+from dcpbench.serving.step_cases import Extent, make_cases, select_chunk_sizes, select_row_sizes
 from dcpbench.serving.step_model import Line, MixedTimes, Work
 from dcpbench.serving.step_times import (
     CHECK,
@@ -21,9 +21,9 @@ from dcpbench.serving.step_times import (
     Case,
     Chunks,
     Decodes,
-    Measured,
+    MeasuredCase,
     StepTimes,
-    differences,
+    find_differences,
     read_step_times,
     write_step_times,
 )
@@ -44,30 +44,30 @@ def replica(positions: list[int], chunks: list[tuple[int, int]] = []) -> Replica
 
 
 def ms(*replicas: ReplicaStep) -> float:
-    return TIMES.duration_ms(Step(0, list(replicas)))
+    return TIMES.predict_duration_ms(Step(0, list(replicas)))
 
 
 class TestWork:
     def test_a_decode_attends_to_its_position_and_all_before_it(self) -> None:
         """Positions 9 and 99 read 10 and 100 KV rows; two rows are a graph of their own."""
-        assert TIMES.model.step_ms([Work(2, 110, 0, 0.0, 0)]) == ms(replica([9, 99]))
+        assert TIMES.model.predict_step_ms([Work(2, 110, 0, 0.0, 0)]) == ms(replica([9, 99]))
 
     def test_rows_are_those_that_run(self) -> None:
         """Five requests run in the graph of eight."""
-        assert Work.of(5, 500, []).rows == 8
+        assert Work.from_requests(5, 500, []).rows == 8
 
     def test_a_token_of_a_chunk_attends_to_the_prefix_and_half_the_chunk(self) -> None:
         """100 tokens after 200 attend to 200 + 50 each: 25,000 pairs; 10 more tokens alone to 5 each: 50."""
-        assert Work.of(0, 0, [(100, 200), (10, 0)]) == Work(0, 0, 110, 25_050.0, 200)
+        assert Work.from_requests(0, 0, [(100, 200), (10, 0)]) == Work(0, 0, 110, 25_050.0, 200)
 
 
 class TestGrid:
     def test_every_case_can_run(self) -> None:
-        assert all(EXTENT.fits(case) for case in grid(EXTENT))
+        assert all(EXTENT.supports_case(case) for case in make_cases(EXTENT))
 
     def test_it_takes_less_than_40_seconds(self) -> None:
         """At the true times of DeepSeek-V3 on four GPUs, a case with one step to settle and two or three to measure."""
-        times = [true_ms(case.work()) for case in grid(EXTENT)]
+        times = [true_ms(case.compute_work()) for case in make_cases(EXTENT)]
         assert sum(t * (3 if t > 150 else 4) for t in times) < 40_000
 
     @pytest.mark.parametrize(
@@ -81,53 +81,58 @@ class TestGrid:
         ids=["1", "3", "48", "600"],
     )
     def test_rows_are_dense_near_the_most_and_sparse_below(self, requests: int, sizes: list[int]) -> None:
-        assert row_sizes(requests)[: len(sizes)] == sizes
+        assert select_row_sizes(requests)[: len(sizes)] == sizes
 
     def test_rows_that_loads_aim_at_are_measured(self) -> None:
         """64 is skipped between 80 and 48 else."""
-        assert 64 not in row_sizes(600)
-        assert 64 in row_sizes(600, targets=(64,))
+        assert 64 not in select_row_sizes(600)
+        assert 64 in select_row_sizes(600, targets=(64,))
 
     def test_an_open_loop_may_have_any_number_of_rows(self) -> None:
-        assert row_sizes(256, open_loop=True)[:8] == [1, 2, 4, 8, 12, 16, 24, 32]
+        assert select_row_sizes(256, open_loop=True)[:8] == [1, 2, 4, 8, 12, 16, 24, 32]
 
     def test_steps_past_the_largest_graph_have_sizes_of_their_own(self) -> None:
         """513 to 600 requests run eagerly in 576 and 640 rows."""
-        assert row_sizes(600)[-2:] == [512, 576] or row_sizes(600)[-1] == 640
+        assert select_row_sizes(600)[-2:] == [512, 576] or select_row_sizes(600)[-1] == 640
 
     def test_prompts_of_one_length_are_a_size_unless_one_is_near(self) -> None:
         """4,000 is within a tenth of 4,096; 2,500 is not near to anything."""
-        assert 4000 not in chunk_sizes(EXTENT)
-        assert 2500 in chunk_sizes(dataclasses.replace(EXTENT, prompts=(2500,)))
+        assert 4000 not in select_chunk_sizes(EXTENT)
+        assert 2500 in select_chunk_sizes(dataclasses.replace(EXTENT, prompts=(2500,)))
 
     def test_no_step_has_more_chunk_tokens_than_kv_or_requests_allow(self) -> None:
         """One request of 5,500 tokens at most never fills a chunk of 8,192."""
-        assert chunk_sizes(dataclasses.replace(EXTENT, requests=1))[-1] == 5500
+        assert select_chunk_sizes(dataclasses.replace(EXTENT, requests=1))[-1] == 5500
 
     @pytest.mark.parametrize("requests", [1, 2, 5])
     @pytest.mark.parametrize("pages", [2, 9, 40])
     def test_small_caches_have_a_grid_too(self, requests: int, pages: int) -> None:
         extent = Extent(requests=requests, context=60, pages=pages, virtual_page=4, chunk=16)
-        cases = grid(extent)
+        cases = make_cases(extent)
         assert cases
-        assert all(extent.fits(case) for case in cases)
-        assert step_times(extent).model.step_ms([Work.of(1, 3, [])]) == pytest.approx(true_ms(Work.of(1, 3, [])))
+        assert all(extent.supports_case(case) for case in cases)
+        assert step_times(extent).model.predict_step_ms([Work.from_requests(1, 3, [])]) == pytest.approx(
+            true_ms(Work.from_requests(1, 3, []))
+        )
 
     def test_long_prompts_are_measured_to_their_end(self) -> None:
         """128 K tokens: chunks of 8,192 whose prefix is all the rest, 15 × 8,192 = 122,880 and a little."""
         long = dataclasses.replace(EXTENT, context=131_072, pages=4000)
-        prefixes = [c.prefix for case in grid(long) for c in case.chunks if c.tokens == 8192]
+        prefixes = [c.prefix for case in make_cases(long) for c in case.chunks if c.tokens == 8192]
         assert max(prefixes) == 131_072 - 8192
 
     def test_prompts_that_share_attend_to_more_than_the_cache_holds(self) -> None:
         """48 requests of 5,500 tokens, where the pool has 100 pages of 256 tokens."""
         scarce = dataclasses.replace(EXTENT, pages=100)
-        assert max(case.work().kv_tokens for case in grid(scarce)) <= 25_600
-        assert max(case.work().kv_tokens for case in grid(dataclasses.replace(scarce, shared=True))) == 48 * 5500
+        assert max(case.compute_work().kv_tokens for case in make_cases(scarce)) <= 25_600
+        assert (
+            max(case.compute_work().kv_tokens for case in make_cases(dataclasses.replace(scarce, shared=True)))
+            == 48 * 5500
+        )
 
     def test_a_cache_of_nothing_is_an_error(self) -> None:
         with pytest.raises(UsageError, match="--kv-memory"):
-            grid(Extent(requests=1, context=8, pages=0, virtual_page=4, chunk=8))
+            make_cases(Extent(requests=1, context=8, pages=0, virtual_page=4, chunk=8))
 
 
 class TestPrediction:
@@ -135,8 +140,8 @@ class TestPrediction:
         """Random times: every case that is interpolated between gives back its own."""
         rng = np.random.default_rng(0)
         times = step_times(truth=lambda work: true_ms(work) * rng.uniform(0.9, 1.1))
-        for m in times.cases_for(LINE):
-            assert times.model.step_ms([m.case.work()]) == pytest.approx(m.median_ms)
+        for m in times.select_cases(LINE):
+            assert times.model.predict_step_ms([m.case.compute_work()]) == pytest.approx(m.median_ms)
 
     @pytest.mark.parametrize("seed", range(40))
     def test_it_is_exact_on_linear_functions(self, seed: int) -> None:
@@ -146,13 +151,13 @@ class TestPrediction:
         chunks = [(int(tokens), 256 * int(rng.integers(0, 4))) for tokens in rng.integers(1, 1200, rng.integers(0, 6))]
         if not positions and not chunks:
             positions = [500]
-        work = Work.of(len(positions), sum(positions) + len(positions), chunks)
+        work = Work.from_requests(len(positions), sum(positions) + len(positions), chunks)
         assert ms(replica(positions, chunks)) == pytest.approx(true_ms(work))
 
     def test_cases_to_check_with_change_nothing(self) -> None:
-        wrong = [Measured(case=m.case, samples_ms=[1e6]) if m.case.use == CHECK else m for m in TIMES.cases]
+        wrong = [MeasuredCase(case=m.case, samples_ms=[1e6]) if m.case.use == CHECK else m for m in TIMES.cases]
         times = msgspec.structs.replace(TIMES, cases=wrong)
-        assert times.duration_ms(Step(0, [replica([99])])) == ms(replica([99]))
+        assert times.predict_duration_ms(Step(0, [replica([99])])) == ms(replica([99]))
         assert all(error < -0.99 for _, error in times.check_errors())
 
     def test_a_perfect_prediction_has_no_error(self) -> None:
@@ -164,15 +169,17 @@ class TestPrediction:
         A stored token costs 1.5 µs and, for each row that attends to it, 2.5 ns: at 1 row 1.5025, at 8,192 rows 21.98.
         Four chunks with 1,024 stored tokens each have 3,000 more than one chunk that attends to as many pairs.
         """
-        lines = msgspec.structs.replace(TIMES, cases=TIMES.cases_for(LINE))
+        lines = msgspec.structs.replace(TIMES, cases=TIMES.select_cases(LINE))
         step = replica([], [(256, 1024)] * 4)
-        assert lines.duration_ms(Step(0, [step])) == pytest.approx(true_ms(Work.of(0, 0, [(256, 1024)] * 4)))
+        assert lines.predict_duration_ms(Step(0, [step])) == pytest.approx(
+            true_ms(Work.from_requests(0, 0, [(256, 1024)] * 4))
+        )
 
     def test_beside_a_chunk_on_another_replica_a_lone_decode_adds_the_reading_of_its_kv(self) -> None:
         """A replica with one slot never has both. 4,000 KV tokens at 0.1 µs beside rows that cost as a chunk's do."""
         alone = step_times(dataclasses.replace(EXTENT, requests=1, targets=(1,)))
         step = Step(0, [replica([], [(1, 0)]), replica([3999])])
-        assert alone.duration_ms(step) == pytest.approx(60 + 16 * 0.045 + 0.4, abs=0.01)
+        assert alone.predict_duration_ms(step) == pytest.approx(60 + 16 * 0.045 + 0.4, abs=0.01)
 
     def test_decodes_that_are_padded_take_as_long_as_their_graph(self) -> None:
         """5 and 8 requests with equally many KV tokens both run in the graph of 8."""
@@ -192,7 +199,7 @@ class TestPrediction:
         assert ms(chunk, decodes) == ms(chunk)
 
     def test_the_median_of_the_samples_counts(self) -> None:
-        assert Measured(case=Case(), samples_ms=[5.0, 1.0, 2.0]).median_ms == 2.0
+        assert MeasuredCase(case=Case(), samples_ms=[5.0, 1.0, 2.0]).median_ms == 2.0
 
     def test_a_line_goes_on_beyond_its_ends(self) -> None:
         line = Line([(10, 1), (20, 2), (40, 8)])
@@ -233,15 +240,15 @@ class TestHost:
         """50 ms for a step with chunks, 0.01 more for each row: 704 both for 700 tokens and with two decodes beside them."""
 
         def host_ms(case: Case) -> list[float]:
-            work = case.work()
-            return [50 + 0.01 * chunk_rows(work.rows + work.tokens)] if case.chunks else []
+            work = case.compute_work()
+            return [50 + 0.01 * compute_chunk_rows(work.rows + work.tokens)] if case.chunks else []
 
         times = msgspec.structs.replace(
             TIMES, cases=[msgspec.structs.replace(m, host_ms=host_ms(m.case)) for m in TIMES.cases]
         )
-        assert times.host_ms(Step(0, [replica([], [(700, 256)])])) == pytest.approx(57.04)
-        assert times.host_ms(Step(0, [replica([99, 1000], [(700, 256)])])) == pytest.approx(57.04)
-        assert times.host_ms(Step(0, [replica([99, 1000])])) == 0.0
+        assert times.predict_host_ms(Step(0, [replica([], [(700, 256)])])) == pytest.approx(57.04)
+        assert times.predict_host_ms(Step(0, [replica([99, 1000], [(700, 256)])])) == pytest.approx(57.04)
+        assert times.predict_host_ms(Step(0, [replica([99, 1000])])) == 0.0
 
     def test_the_host_is_never_busy_for_less_than_no_time(self) -> None:
         """1 ms for each 100 KV tokens of a row past the first 200: lines through cases of 256 tokens and more would
@@ -255,8 +262,8 @@ class TestHost:
             TIMES, cases=[msgspec.structs.replace(m, host_ms=host_ms(m.case)) for m in TIMES.cases]
         )
         single = Step(0, [replica([0])])
-        assert times.host_model.step_ms([Work(1, 1, 0, 0.0, 0)]) < 0
-        assert times.host_ms(single) == 0.0
+        assert times.host_model.predict_step_ms([Work(1, 1, 0, 0.0, 0)]) < 0
+        assert times.predict_host_ms(single) == 0.0
 
     @pytest.mark.parametrize(("tp", "host_ms", "as_running"), [(1, 5.0, False), (8, 5.0, True), (8, 1e4, False)])
     def test_where_one_rank_stands_for_several_launching_chunks_takes_as_long_as_running_them_at_least(
@@ -267,31 +274,36 @@ class TestHost:
         emulated = Emulated(machine="H200", calls=1, wire_us=1.0, wire_low_us=1.0, wire_high_us=1.0)
         times = msgspec.structs.replace(TIMES, cases=cases, emulated=emulated, path=PATH | {"tp": tp})
         chunk, decodes = (Step(0, [one]) for one in (replica([], [(700, 256)]), replica([99, 1000])))
-        assert times.host_ms(chunk) == pytest.approx(times.duration_ms(chunk) if as_running else host_ms)
-        assert times.host_ms(decodes) == 0.0
+        assert times.predict_host_ms(chunk) == pytest.approx(
+            times.predict_duration_ms(chunk) if as_running else host_ms
+        )
+        assert times.predict_host_ms(decodes) == 0.0
 
     def test_steps_with_prompts_can_be_made_longer_by_another_factor(self) -> None:
-        longer = TIMES.scaled(1.5, 2.0)
+        longer = TIMES.apply_factors(1.5, 2.0)
         chunk, decodes = (Step(0, [one]) for one in (replica([], [(700, 256)]), replica([99, 1000])))
-        assert longer.duration_ms(decodes) == pytest.approx(1.5 * TIMES.duration_ms(decodes))
-        assert longer.duration_ms(chunk) == pytest.approx(2 * TIMES.duration_ms(chunk))
+        assert longer.predict_duration_ms(decodes) == pytest.approx(1.5 * TIMES.predict_duration_ms(decodes))
+        assert longer.predict_duration_ms(chunk) == pytest.approx(2 * TIMES.predict_duration_ms(chunk))
 
 
 class TestPath:
     def test_what_either_side_lacks_is_named_as_lacking(self) -> None:
         """A precision of its own, or a machine that is emulated, is the empty string where there is none."""
-        assert differences(PATH, PATH | {"kv_dtype": "fp8"}) == ["no --kv-dtype instead of fp8"]
-        assert differences(PATH | {"kv_dtype": "fp8"}, dict(PATH)) == ["--kv-dtype fp8 instead of none"]
+        assert find_differences(PATH, PATH | {"kv_dtype": "fp8"}) == ["no --kv-dtype instead of fp8"]
+        assert find_differences(PATH | {"kv_dtype": "fp8"}, dict(PATH)) == ["--kv-dtype fp8 instead of none"]
 
     def test_differences_are_named_as_options(self) -> None:
         other = PATH | {"backend": "triton", "page_size": 1}
-        assert differences(other, PATH) == ["--backend triton instead of flashinfer", "--page-size 1 instead of 64"]
+        assert find_differences(other, PATH) == [
+            "--backend triton instead of flashinfer",
+            "--page-size 1 instead of 64",
+        ]
 
     def test_auto_takes_what_was_measured(self) -> None:
-        assert differences(PATH, PATH | {"backend": "auto", "exchange": "auto"}) == []
+        assert find_differences(PATH, PATH | {"backend": "auto", "exchange": "auto"}) == []
 
     def test_equal_paths_have_none(self) -> None:
-        assert differences(PATH, dict(PATH)) == []
+        assert find_differences(PATH, dict(PATH)) == []
 
 
 class TestFile:
@@ -305,7 +317,7 @@ class TestFile:
         path = tmp_path / "one.json"
         write_step_times(path, TIMES)
         step = Step(0, [replica([99, 1000], [(700, 256)])])
-        assert read_step_times(path).duration_ms(step) == TIMES.duration_ms(step)
+        assert read_step_times(path).predict_duration_ms(step) == TIMES.predict_duration_ms(step)
 
     def test_a_path_from_before_an_option_was_there_leaves_it_off(self, tmp_path) -> None:
         write_step_times(tmp_path / "x.json", TIMES)
@@ -340,7 +352,7 @@ class TestFile:
         for measured in older["cases"]:
             del measured["host_ms"]
         path.write_bytes(msgspec.json.encode(older))
-        assert read_step_times(path).host_ms(Step(0, [replica([99, 1000], [(700, 256)])])) == 0.0
+        assert read_step_times(path).predict_host_ms(Step(0, [replica([99, 1000], [(700, 256)])])) == 0.0
 
     def test_units_stand_in_its_names(self) -> None:
         text = msgspec.json.encode(TIMES).decode()
@@ -390,7 +402,7 @@ class TestFile:
         self, tmp_path, case: Case, changes: dict[str, object], words: str
     ) -> None:
         """Predictions divide by rows and by tokens."""
-        measured = Measured(**{"case": case, "samples_ms": [1.0], **changes})  # type: ignore[arg-type]
+        measured = MeasuredCase(**{"case": case, "samples_ms": [1.0], **changes})  # type: ignore[arg-type]
         write_step_times(tmp_path / "x.json", msgspec.structs.replace(TIMES, cases=[measured]))
         with pytest.raises(RecordsError, match=rf"x\.json, cases\[0\]: .*{words}.*measure again"):
             read_step_times(tmp_path / "x.json")
@@ -411,7 +423,7 @@ class TestFile:
     def test_times_that_cannot_be_are_refused(self, tmp_path, samples: list[float]) -> None:
         path = tmp_path / "x.json"
         case = Case(decodes=(Decodes(1, 1),), chunks=(Chunks(1, 1, 0),))
-        bad = msgspec.structs.replace(TIMES, cases=[Measured(case=case, samples_ms=samples)])
+        bad = msgspec.structs.replace(TIMES, cases=[MeasuredCase(case=case, samples_ms=samples)])
         write_step_times(path, bad)
         with pytest.raises(RecordsError, match="measure again"):
             read_step_times(path)
@@ -439,10 +451,12 @@ def test_steps_with_prompts_are_as_long_as_the_gpus_of_the_machine_take_together
     """1.02 times at 2,048 tokens, 1.04 at 4,096, and so 1.03 in the middle; what decodes alone stays, and so do the samples."""
     plain, longer = step_times(EXTENT), stands((Prompts(2048, 1.02), Prompts(4096, 1.04)))
     for tokens, times in ((1024, 1.02), (3072, 1.03), (4096, 1.04), (8192, 1.04)):
-        work = Work.of(0, 0, [(tokens, 0)])
-        assert longer.model.step_ms([work]) == pytest.approx(times * plain.model.step_ms([work]), rel=2e-3)
-    decodes = Work.of(8, 8 * 4000, [])
-    assert longer.model.step_ms([decodes]) == plain.model.step_ms([decodes])
+        work = Work.from_requests(0, 0, [(tokens, 0)])
+        assert longer.model.predict_step_ms([work]) == pytest.approx(
+            times * plain.model.predict_step_ms([work]), rel=2e-3
+        )
+    decodes = Work.from_requests(8, 8 * 4000, [])
+    assert longer.model.predict_step_ms([decodes]) == plain.model.predict_step_ms([decodes])
     assert longer.cases == plain.cases
 
 

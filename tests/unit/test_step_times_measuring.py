@@ -9,7 +9,7 @@ import pytest
 
 from dcpbench.kernels import moe
 from dcpbench.kernels.moe import decode, prompts, scaled
-from dcpbench.points.floors import Sharding, StepRows, step_floors
+from dcpbench.points.floors import Sharding, StepRows, compute_step_floors
 from dcpbench.points.layout import Layout
 from dcpbench.points.shapes import SHAPES
 from dcpbench.records.record import Rates
@@ -17,7 +17,7 @@ from dcpbench.serving.requests import Chunk, ReplicaStep, Sequence, ServeRequest
 from dcpbench.serving.step_cases import CaseSteps
 from dcpbench.serving.step_times import Case, Chunks, Decodes
 from dcpbench.workloads import step_times
-from dcpbench.workloads.step_times import Pipeline, Times, enough, kernel_changes
+from dcpbench.workloads.step_times import Pipeline, Times, has_enough_samples, list_kernel_changes
 
 PROMPT = Sequence(ServeRequest(number=-1, prompt=np.zeros(9, np.int32), output_tokens=2), 1, replica=0, slot=1)
 CHUNK = ReplicaStep(chunks=[Chunk(PROMPT, slot=1, start=0, stop=9, samples=True)])
@@ -31,17 +31,17 @@ class TestFloors:
         """3 requests at 20 rows and two chunks of 8 tokens behind 16, on each of 2 replicas: 19 rows here, 38 in all."""
         case = Case(decodes=(Decodes(3, 20),), chunks=(Chunks(2, 8, 16),))
         rows = StepRows(decodes=(20,) * 3, chunks=((8, 16),) * 2, sampled=5, tokens=38)
-        assert case.rows(2) == rows
+        assert case.compute_rows(2) == rows
         sharding = Sharding(shape=SHAPES["tiny"], layout=Layout(2, 2), itemsize=2)
         rates = Rates(read_bytes_s=1e9, copy_bytes_s=1e9, matmul_flop_s=1e12, peer_bytes_s=1e9, barrier_us=3.0)
-        assert step_times.floor_ms(sharding, case, rates) == pytest.approx(
-            sum(step_floors(sharding, rows, rates.limits).values()) / 1e3
+        assert step_times.compute_floor_ms(sharding, case, rates) == pytest.approx(
+            sum(compute_step_floors(sharding, rows, rates.limits).values()) / 1e3
         )
 
     @pytest.mark.parametrize("rates", [None, Rates(read_bytes_s=1e9)], ids=["cpu", "some"])
     def test_without_all_rates_that_it_takes_it_has_none(self, rates: Rates | None) -> None:
         sharding = Sharding(shape=SHAPES["tiny"], layout=Layout(1), itemsize=2)
-        assert step_times.floor_ms(sharding, Case(chunks=(Chunks(1, 8, 0),)), rates) is None
+        assert step_times.compute_floor_ms(sharding, Case(chunks=(Chunks(1, 8, 0),)), rates) is None
 
 
 class TestKernelChanges:
@@ -49,15 +49,15 @@ class TestKernelChanges:
 
     def test_in_fp8_linear_layers_and_experts_change(self) -> None:
         """128 rows; 256 tokens, 6,144 assignments of 8 a token, and 57 a row of 256 experts less one."""
-        assert sorted(kernel_changes(sharding(scaled=True))) == [128, 256, 768, 1823]
+        assert sorted(list_kernel_changes(sharding(scaled=True))) == [128, 256, 768, 1823]
 
     def test_in_bf16_experts_change(self) -> None:
         """256 tokens, 4,096 assignments, and 57, 113 and 192 a row of 256 experts less one."""
-        assert kernel_changes(sharding()) == [256, 512, 1823, 3615, 6143]
+        assert list_kernel_changes(sharding()) == [256, 512, 1823, 3615, 6143]
 
     def test_replicas_share_the_tokens_of_experts_and_not_those_of_linear_layers(self) -> None:
         """256 and 768 of 4 replicas; 64 experts of a rank have more rows each, so that 455 tokens are no change."""
-        assert kernel_changes(sharding(Layout(4, 4), scaled=True)) == [64, 192, 128]
+        assert list_kernel_changes(sharding(Layout(4, 4), scaled=True)) == [64, 192, 128]
 
     @pytest.mark.parametrize("in_fp8", [False, True])
     @pytest.mark.parametrize("local", [32, 256])
@@ -70,10 +70,10 @@ class TestKernelChanges:
                 return "decode", tokens <= decode.WIDE_TILES
             if in_fp8:
                 return "prompts", count // local <= scaled.FEW_ROWS
-            return [prompts.tiling(count // local, 2048, gated=gated) for gated in (False, True)]
+            return [prompts.choose_tiling(count // local, 2048, gated=gated) for gated in (False, True)]
 
         jumps = [n for n in range(1, 7000) if chosen(n) != chosen(n + 1)]
-        assert moe.changes(local, 8, in_fp8=in_fp8) == jumps
+        assert moe.list_kernel_changes(local, 8, in_fp8=in_fp8) == jumps
 
 
 def sharding(layout: Layout | None = None, *, scaled: bool = False) -> Sharding:
@@ -98,7 +98,7 @@ class TestEnough:
     )
     def test_a_case_ends_when_samples_agree_or_cost_too_much(self, samples: list[float], verdict: bool) -> None:
         """One more is always on its way: 3 samples within 2 %, 2 of a slow step, 8 at most, or a second in all."""
-        assert enough(samples) is verdict
+        assert has_enough_samples(samples) is verdict
 
 
 @dataclasses.dataclass
@@ -117,7 +117,7 @@ class Launched:
     ended: Event
     log: list[str]
 
-    def wait(self) -> None:
+    def wait_tokens(self) -> None:
         self.log.append(f"read {self.step.number}")
 
 
@@ -127,7 +127,7 @@ class Engine:
     def __init__(self, times: list[float]) -> None:
         self.times, self.now_ms, self.log = iter(times), 0.0, []
 
-    def launch(self, step: Step) -> Launched:
+    def launch_step(self, step: Step) -> Launched:
         self.log.append(f"launch {step.number}")
         self.now_ms += next(self.times)
         return Launched(step, Event(self.now_ms), self.log)
@@ -154,9 +154,9 @@ class TestPipeline:
         """As in the live loop; the first step of a case is not counted."""
         engine = Engine([500, 100, 101, 102])
         pipeline = Pipeline(engine, agreed, BETWEEN)
-        times = pipeline.run(CaseSteps(FIRST, AGAIN))
+        times = pipeline.run_case(CaseSteps(FIRST, AGAIN))
         assert times == Times([100, 101])
-        pipeline.drain()
+        pipeline.read_in_flight()
         assert times == Times([100, 101, 102])
         assert engine.log == [
             "launch 1",
@@ -172,17 +172,17 @@ class TestPipeline:
     def test_the_next_case_brings_the_last_sample_and_begins_anew(self) -> None:
         """Device time between the cases is nobody's: 900 ms of the second case's first step."""
         pipeline = Pipeline(Engine([500, 100, 101, 102, 900, 50, 50, 50]), agreed, BETWEEN)
-        first = pipeline.run(CaseSteps(FIRST, AGAIN))
-        second = pipeline.run(CaseSteps(FIRST, AGAIN))
-        pipeline.drain()
+        first = pipeline.run_case(CaseSteps(FIRST, AGAIN))
+        second = pipeline.run_case(CaseSteps(FIRST, AGAIN))
+        pipeline.read_in_flight()
         assert (first, second) == (Times([100, 101, 102]), Times([50, 50, 50]))
 
     def test_rank_0_decides(self) -> None:
         """Its answers, not this rank's samples: four turns although three would do here."""
         answers = iter([0, 0, 0, 1])
         pipeline = Pipeline(Engine([500, *[100] * 9]), lambda *_: [next(answers), 0], BETWEEN)
-        times = pipeline.run(CaseSteps(FIRST, AGAIN))
-        pipeline.drain()
+        times = pipeline.run_case(CaseSteps(FIRST, AGAIN))
+        pipeline.read_in_flight()
         assert times.samples_ms == [100] * 4
 
     def test_steps_with_chunks_are_launched_behind_themselves_and_timed_behind_another(self, monkeypatch) -> None:
@@ -195,8 +195,8 @@ class TestPipeline:
         clock = Clock(engine, 0.04)
         monkeypatch.setattr(step_times, "time", clock)
         pipeline = Pipeline(engine, agreed, BETWEEN)
-        times = pipeline.run(CaseSteps(CHUNKS_FIRST, CHUNKS))
-        pipeline.drain()
+        times = pipeline.run_case(CaseSteps(CHUNKS_FIRST, CHUNKS))
+        pipeline.read_in_flight()
         assert times == Times([70, 70, 70], pytest.approx([40, 40, 40]))
         assert [line for line in engine.log if line.startswith("launch")] == [
             f"launch {number}" for number in (3, 4, 4, 4, 5, 4, *[5] * 5, 4, *[5] * 4, 4)
@@ -204,8 +204,8 @@ class TestPipeline:
 
     def test_nothing_runs_between_steps_that_only_decode(self) -> None:
         pipeline = Pipeline(Engine([500, 100, 100, 100]), agreed, BETWEEN)
-        times = pipeline.run(CaseSteps(FIRST, AGAIN))
-        pipeline.drain()
+        times = pipeline.run_case(CaseSteps(FIRST, AGAIN))
+        pipeline.read_in_flight()
         assert times == Times([100, 100, 100])
 
     def test_the_device_cools_before_a_slow_step_no_longer_than_it_takes_to_settle(self) -> None:
@@ -213,8 +213,8 @@ class TestPipeline:
         engine = Engine([500, 400, 400, *[*[40] * 4, 400] * 2])
         pipeline = Pipeline(engine, agreed, BETWEEN)
         pipeline.decoding_ms.append(40)
-        times = pipeline.run(CaseSteps(CHUNKS_FIRST, CHUNKS))
-        pipeline.drain()
+        times = pipeline.run_case(CaseSteps(CHUNKS_FIRST, CHUNKS))
+        pipeline.read_in_flight()
         assert times.samples_ms == [400] * 2
         assert [line for line in engine.log if line.startswith("launch")] == [
             f"launch {number}" for number in (3, 4, 4, *[5, 5, 5, 5, 4] * 2)

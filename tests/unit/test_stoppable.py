@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def stop(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
     work = launcher.Work(folder=folder, settings=Settings(), device="cpu", hardware="CPU", worker="w")
-    with pytest.raises(SystemExit) as e, runs.stoppable(work):
+    with pytest.raises(SystemExit) as e, runs.handle_stop(work):
         raise KeyboardInterrupt
     assert e.value.code == 130
     return capsys.readouterr().err

@@ -17,11 +17,11 @@ import jsonschema
 import pytest
 import yaml
 
-from dcpbench.commands.submit import without
+from dcpbench.commands.submit import remove_options
 from dcpbench.errors import UsageError
 from dcpbench.launch.jobs import SECRET
 from dcpbench.submit import k8s, slurm
-from dcpbench.submit.asked import Asked
+from dcpbench.submit.asked import JobSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,8 +32,8 @@ NASTY = ("sweep", "--model", "a b", '--note=it\'s $HOME `x` "y" \\ *', "$(touch 
 """Words that a shell would change."""
 
 
-def asked(folder: Path = Path("/shared/runs/x"), **more: Any) -> Asked:
-    return Asked(**{"words": ("sweep", "--tp", "16"), "folder": folder, "nodes": 2, "name": "night"} | more)
+def asked(folder: Path = Path("/shared/runs/x"), **more: Any) -> JobSpec:
+    return JobSpec(**{"words": ("sweep", "--tp", "16"), "folder": folder, "nodes": 2, "name": "night"} | more)
 
 
 def on_slurm(**more: Any) -> slurm.Cluster:
@@ -47,7 +47,7 @@ def directives(script: str) -> list[str]:
 class TestSlurmScript:
     def test_what_is_asked_for_stands_in_the_scripts_head(self) -> None:
         cluster = on_slurm(partition="h200", account="lab", options=("--qos=high",), cpus_per_node=64)
-        assert directives(slurm.script(asked(gpus_per_node=8, time="4:00:00"), cluster)) == [
+        assert directives(slurm.render_script(asked(gpus_per_node=8, time="4:00:00"), cluster)) == [
             "--job-name=night",
             "--nodes=2",
             "--ntasks-per-node=1",
@@ -66,36 +66,36 @@ class TestSlurmScript:
         ]
 
     def test_what_is_not_asked_for_is_the_clusters_to_say(self) -> None:
-        found = directives(slurm.script(asked(), on_slurm(exclusive=False, requeue=False)))
+        found = directives(slurm.render_script(asked(), on_slurm(exclusive=False, requeue=False)))
         assert "--no-requeue" in found
         names = {option.partition("=")[0] for option in found}
         assert not names & {"--gpus-per-node", "--partition", "--account", "--time", "--mem", "--exclusive"}
 
     def test_a_path_with_spaces_and_percent_signs_is_one_path(self) -> None:
         """sbatch replaces %j by the job's number, and %% by %."""
-        found = directives(slurm.script(asked(Path("/shared/50% run")), on_slurm()))
+        found = directives(slurm.render_script(asked(Path("/shared/50% run")), on_slurm()))
         assert '--output="/shared/50%% run/submit/%j.log"' in found
 
     def test_pyxis_gets_the_image_from_srun(self) -> None:
         cluster = on_slurm(pyxis="registry#dcpbench:1", mounts=("/models:/models",), program=("dcpbench",))
-        script = slurm.script(asked(), cluster)
+        script = slurm.render_script(asked(), cluster)
         assert "'--container-image=registry#dcpbench:1'" in script
         mounts = "/shared/runs/x:/shared/runs/x,/home/me:/home/me,/models:/models"
         assert f"--container-mounts={mounts} --container-workdir=/home/me" in script
 
     def test_apptainer_starts_the_command(self) -> None:
-        script = slurm.script(asked(gpus_per_node=8), on_slurm(apptainer="dcp.sif", program=("dcpbench",)))
+        script = slurm.render_script(asked(gpus_per_node=8), on_slurm(apptainer="dcp.sif", program=("dcpbench",)))
         binds = "--bind /shared/runs/x:/shared/runs/x --bind /home/me:/home/me"
         assert f"apptainer exec --nv {binds} --pwd /home/me dcp.sif dcpbench sweep --tp 16" in script
 
     def test_setup_comes_before_the_command(self) -> None:
-        script = slurm.script(asked(), on_slurm(setup=("module load cuda",)))
+        script = slurm.render_script(asked(), on_slurm(setup=("module load cuda",)))
         assert script.index("\nmodule load cuda\n") < script.index("\nsrun ")
 
     @pytest.mark.parametrize("nodes", [1, 2])
     @pytest.mark.parametrize("more", [{}, {"interface": "ib0"}, {"pyxis": "i"}, {"apptainer": "i"}], ids=str)
     def test_bash_takes_it(self, nodes: int, more: dict[str, str]) -> None:
-        script = slurm.script(asked(nodes=nodes), on_slurm(setup=("true",), **more))
+        script = slurm.render_script(asked(nodes=nodes), on_slurm(setup=("true",), **more))
         subprocess.run(["bash", "-n"], input=script, text=True, check=True)
 
 
@@ -124,7 +124,7 @@ exit "${!code:-0}"
 class Ran:
     """The script of a job, run by bash with srun and scontrol that stand in for Slurm's."""
 
-    def __init__(self, folder: Path, job: Asked, **env: str) -> None:
+    def __init__(self, folder: Path, job: JobSpec, **env: str) -> None:
         for name, text in {
             "srun": SRUN,
             "program": PROGRAM,
@@ -134,7 +134,7 @@ class Ran:
             (folder / name).chmod(0o755)
         self.folder = folder
         (job.place).mkdir(parents=True, exist_ok=True)
-        script = slurm.script(job, on_slurm(program=(str(folder / "program"),), directory=folder))
+        script = slurm.render_script(job, on_slurm(program=(str(folder / "program"),), directory=folder))
         path = f"{folder}:{os.environ['PATH']}"
         own = {"SLURM_JOB_ID": "12345", "SLURM_JOB_NODELIST": "n[0-1]", "NODE_ORDER": "0 1", "TOLD": str(folder)}
         own |= {"NODE_ORDER": "0"} if job.nodes == 1 else {}
@@ -218,11 +218,11 @@ POD = {
     "containers": [{"resources": {"limits": {"rdma/hca": 1}}, "env": [{"name": "NCCL_DEBUG", "value": "INFO"}]}],
 }
 MANIFESTS = {
-    "one pod on the CPU": k8s.manifests(asked(nodes=1), on_kubernetes()),
-    "two pods with GPUs": k8s.manifests(asked(gpus_per_node=8, time="1-12:00:00"), on_kubernetes()),
-    "with a claim, resumed": k8s.manifests(asked(start="--resume"), on_kubernetes(claim="runs")),
-    "with more of a pod": k8s.manifests(asked(gpus_per_node=8), on_kubernetes(pod=POD)),
-    "nobody follows": k8s.manifests(asked(keeps=False), on_kubernetes(claim="runs")),
+    "one pod on the CPU": k8s.make_manifests(asked(nodes=1), on_kubernetes()),
+    "two pods with GPUs": k8s.make_manifests(asked(gpus_per_node=8, time="1-12:00:00"), on_kubernetes()),
+    "with a claim, resumed": k8s.make_manifests(asked(start="--resume"), on_kubernetes(claim="runs")),
+    "with more of a pod": k8s.make_manifests(asked(gpus_per_node=8), on_kubernetes(pod=POD)),
+    "nobody follows": k8s.make_manifests(asked(keeps=False), on_kubernetes(claim="runs")),
 }
 
 
@@ -255,8 +255,8 @@ class TestSchemas:
 
 class TestManifest:
     def test_yaml_reads_as_what_was_meant(self) -> None:
-        read = list(yaml.safe_load_all(k8s.as_yaml(asked(), on_kubernetes())))
-        assert read == k8s.manifests(asked(), on_kubernetes())
+        read = list(yaml.safe_load_all(k8s.format_manifests(asked(), on_kubernetes())))
+        assert read == k8s.make_manifests(asked(), on_kubernetes())
 
     def test_it_is_an_indexed_job_with_a_pod_for_each_machine_that_ends_with_the_first_failure(self) -> None:
         spec = MANIFESTS["two pods with GPUs"][0]["spec"]
@@ -280,7 +280,7 @@ class TestManifest:
 
     def test_kubernetes_expands_nothing_in_the_words(self) -> None:
         """It would read $(NAME) as a variable, and takes $$ for a dollar."""
-        job, *_ = k8s.manifests(asked(words=("sweep", "--note", "$(NODES) $$")), on_kubernetes())
+        job, *_ = k8s.make_manifests(asked(words=("sweep", "--note", "$(NODES) $$")), on_kubernetes())
         container = job["spec"]["template"]["spec"]["containers"][0]
         assert container["args"][-1] == "$$(NODES) $$$$"
         script = container["command"][2]
@@ -340,7 +340,7 @@ class TestManifest:
         ],
     )
     def test_a_limit_is_read_as_slurm_reads_it(self, text: str, seconds: int) -> None:
-        assert k8s.seconds(text) == seconds
+        assert k8s.parse_time_limit(text) == seconds
 
 
 def test_what_is_fetched_stays_inside_the_runs_folder(tmp_path: Path) -> None:
@@ -356,7 +356,7 @@ def test_what_is_fetched_stays_inside_the_runs_folder(tmp_path: Path) -> None:
         archive.addfile(link)
     packed.seek(0)
     with tarfile.open(fileobj=packed, mode="r|") as archive:
-        k8s.unpack(archive, tmp_path / "run")
+        k8s.unpack_files(archive, tmp_path / "run")
     assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == [tmp_path / "run" / "logs" / "a"]
 
 
@@ -369,7 +369,7 @@ class Pod:
         (folder / "sleep").write_text("#!/bin/sh\nexec /bin/sleep 0.02\n")
         for name in ("getent", "program", "sleep"):
             (folder / name).chmod(0o755)
-        spec = k8s.manifests(asked(nodes=nodes), on_kubernetes())[0]["spec"]["template"]["spec"]["containers"][0]
+        spec = k8s.make_manifests(asked(nodes=nodes), on_kubernetes())[0]["spec"]["template"]["spec"]["containers"][0]
         env = {e["name"]: e.get("value", "10.1.2.3") for e in spec["env"]}
         env |= {"RUN_FOLDER": str(folder / "run"), "FETCHED": str(folder / "fetched"), "TOLD": str(folder)}
         env |= {"JOB_COMPLETION_INDEX": str(index), "PATH": f"{folder}:{os.environ['PATH']}"}
@@ -426,4 +426,4 @@ class TestPod:
 
 def test_options_are_taken_out_of_a_command_in_every_way_that_they_are_typed() -> None:
     words = ["--tp", "2", "-o", "a", "--output", "b", "--output=c", "-od", "--resume", "--force", "--kv-dtype", "fp8"]
-    assert without(words, ("-o", "--output"), ("--resume", "--force")) == ["--tp", "2", "--kv-dtype", "fp8"]
+    assert remove_options(words, ("-o", "--output"), ("--resume", "--force")) == ["--tp", "2", "--kv-dtype", "fp8"]

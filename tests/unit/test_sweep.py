@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from dcpbench.errors import CapacityError, DcpbenchError, LayoutError, MissingPackageError, ModelError, UsageError
-from dcpbench.launch.progress import rejected_lines
+from dcpbench.launch.progress import format_rejected
 from dcpbench.plan import grid
-from dcpbench.plan.spec import make_spec, planned
+from dcpbench.plan.spec import make_planned_probe, make_spec
 from dcpbench.points import budget, memory
 from dcpbench.points.layout import Layout
 from dcpbench.points.machine import Probe
@@ -21,7 +21,7 @@ from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import load_shape
 from dcpbench.reports.findings import BASELINE_OF
-from dcpbench.reports.frames import load
+from dcpbench.reports.frames import load_frames
 from dcpbench.serving.allocator import DcpAllocator
 from tests.unit import record_builder
 from tests.unit.test_shapes import V3 as V3_CONFIG
@@ -43,7 +43,7 @@ H200X4 = Probe(
 
 def expand(probe: Probe = H200X4, nnodes: int = 1, **options: object) -> list[grid.Candidate]:
     """Candidates of options given as on the command line."""
-    return grid.expand(make_spec(options, probe), probe, nnodes)
+    return grid.expand_grid(make_spec(options, probe), probe, nnodes)
 
 
 def reason(candidates: list[grid.Candidate]) -> str:
@@ -139,7 +139,7 @@ def test_experts_that_are_dealt_out_to_some_ranks_are_refused() -> None:
 def test_the_report_finds_the_baseline_of_every_dcp_point(tmp_path: Path) -> None:
     """As the sweep adds them: what is compared shares all columns of the report's key, interleave aside."""
     found = [record_builder.ok(c.point, median_ms=10) for c in expand(dp="1,2", dcp="2", concurrency=8)]
-    table = load([record_builder.write(tmp_path / "r", found)]).points
+    table = load_frames([record_builder.write(tmp_path / "r", found)]).points
     of = {dcp: {tuple(row) for row in table[table["dcp"] == dcp][BASELINE_OF].to_numpy()} for dcp in (1, 2)}
     assert len(of[2]) == 2
     assert of[2] <= of[1]
@@ -151,13 +151,13 @@ def test_a_checkpoint_is_measured_as_what_its_config_says(tmp_path: Path, change
     (tmp_path / "config.json").write_text(json.dumps(V3_CONFIG | changed))
     (tmp_path / "model.safetensors").touch()
     alone = make_spec({"weights": str(tmp_path)}, H200X4)
-    assert {c.plan.layers for c in grid.expand(alone, H200X4) if c.plan} == {changed.get("num_hidden_layers", 61)}
+    assert {c.plan.layers for c in grid.expand_grid(alone, H200X4) if c.plan} == {changed.get("num_hidden_layers", 61)}
     both = make_spec({"weights": str(tmp_path), "model": "deepseek-v3"}, H200X4)
     if fits:
-        assert {c.point.model for c in grid.expand(both, H200X4)} == {"deepseek-v3"}
+        assert {c.point.model for c in grid.expand_grid(both, H200X4)} == {"deepseek-v3"}
     else:
         with pytest.raises(ModelError, match=r"layers 61 and 5\. Leave --model out"):
-            grid.expand(both, H200X4)
+            grid.expand_grid(both, H200X4)
 
 
 def test_no_baseline_leaves_only_what_was_typed() -> None:
@@ -180,7 +180,7 @@ def test_options_of_an_exchange_are_axes_of_points_that_exchange() -> None:
     """Two exchanges, each with q replicated and not: four points with dcp 4, and one baseline that has none of it."""
     asked = {"exchange": "ag_rs,a2a", "q_replicate": [False, True], "project_first": True, "dtype": "bf16"}
     found = expand(dcp="4", concurrency=8, **asked)
-    assert [(c.point.dcp, grid.path_name(c.point), c.added) for c in found] == [
+    assert [(c.point.dcp, grid.format_path(c.point), c.added) for c in found] == [
         (1, "flashinfer", True),
         (4, "flashinfer a2a +project-first", False),
         (4, "flashinfer ag_rs +project-first", False),
@@ -188,7 +188,7 @@ def test_options_of_an_exchange_are_axes_of_points_that_exchange() -> None:
         (4, "flashinfer ag_rs +q-replicate +project-first", False),
     ]
     assert (found[0].point.exchange, found[0].point.q_replicate, found[0].point.project_first) == ("none", False, False)
-    rows = grid.table(found)
+    rows = grid.make_table(found)
     assert [(r["path"], r["exchange"], r["q_replicate"]) for r in rows[3:4]] == [
         ("flashinfer a2a +q-replicate +project-first", "a2a", True)
     ]
@@ -226,11 +226,11 @@ def test_auto_is_for_points_that_are_timed_on_gpus() -> None:
     ]
     typed = {"model": "tiny", "tp": "2", "dcp": "2", "concurrency": 2, "exchange": "auto", "backend": "reference"}
     with_auto = make_spec(typed, CPU)
-    (rejected,) = (c.error for c in grid.expand(with_auto, CPU) if not c.added)
+    (rejected,) = (c.error for c in grid.expand_grid(with_auto, CPU) if not c.added)
     assert "--exchange auto chooses by time" in str(rejected)
     assert "use --backend reference --exchange ag_rs" in str(rejected)
     both = make_spec(typed | {"backend": "auto"}, CPU)
-    (rejected,) = (c.error for c in grid.expand(both, CPU) if not c.added)
+    (rejected,) = (c.error for c in grid.expand_grid(both, CPU) if not c.added)
     assert "--backend auto and --exchange auto choose by time" in str(rejected)
     (rejected,) = (c.error for c in grid.expand_layouts([Layout(tp=2, dcp=2)], with_auto, H200X4))
     assert "verify measures none" in str(rejected)
@@ -240,7 +240,7 @@ def test_both_sides_of_a_comparison_have_each_all_reduce() -> None:
     """The baseline of a point with --all-reduce symm has it, too; a rank without peers has nothing to reduce."""
     found = expand(dcp="4", concurrency=8, all_reduce="nccl,symm", dtype="bf16")
     assert [(c.point.dcp, c.point.all_reduce) for c in found] == [(1, "nccl"), (1, "symm"), (4, "nccl"), (4, "symm")]
-    assert grid.path_name(found[1].point) == "flashinfer symm all-reduce"
+    assert grid.format_path(found[1].point) == "flashinfer symm all-reduce"
     assert [c.point.all_reduce for c in expand(tp="1", concurrency=8, all_reduce="symm")] == ["nccl"]
 
 
@@ -271,7 +271,7 @@ def test_points_that_share_an_engine_are_neighbours() -> None:
 def test_more_ranks_than_gpus_is_an_error_that_names_the_command_to_type() -> None:
     """All typed points need 8 GPUs: the sweep must not quietly measure something smaller."""
     with pytest.raises(CapacityError, match=r"needs 8 GPUs and there are 4 .*--model deepseek-v3 --tp 4 --dcp 4"):
-        grid.check_any(expand(tp="8", dcp="8"))
+        grid.require_runnable(expand(tp="8", dcp="8"))
 
 
 @pytest.mark.parametrize(
@@ -293,41 +293,44 @@ def test_what_to_type_instead_is_of_the_same_kind(options: dict[str, object], in
 
 def test_what_to_type_instead_stays_a_plan_for_the_same_gpus() -> None:
     """Of who plans for four H200 that are not here: the shorter command must not run on this machine."""
-    text = reason(expand(planned("H200", 4), tp="8", dcp="8", concurrency=8))
+    text = reason(expand(make_planned_probe("H200", 4), tp="8", dcp="8", concurrency=8))
     assert "--tp 4 --dcp 4 --dry-run --gpu H200 --gpus 4 (or" in text
 
 
 def test_reasons_that_differ_in_advice_alone_are_one() -> None:
     """tp8 and tp8·dcp8 on 4 GPUs; told is the layout with the most DCP, whose baseline is measured beside it."""
     with pytest.raises(CapacityError) as caught:
-        grid.check_any(expand(tp="8", dcp="1,8", concurrency=8))
+        grid.require_runnable(expand(tp="8", dcp="1,8", concurrency=8))
     assert str(caught.value).count("--tp 8 needs 8 GPUs") == 1
     assert "--tp 4 --dcp 4 (or" in str(caught.value)
 
 
 def test_points_of_several_models_that_cannot_run_are_named_with_their_model() -> None:
     """And each layout once, however many loads share a reason."""
-    rows = grid.table(expand(model="deepseek-v3,kimi-k2", tp="8", dcp="8", concurrency="8,16"))
-    assert [line.partition(": ")[0] for line in rejected_lines(rows)] == [
+    rows = grid.make_table(expand(model="deepseek-v3,kimi-k2", tp="8", dcp="8", concurrency="8,16"))
+    assert [line.partition(": ")[0] for line in format_rejected(rows)] == [
         f"{model} tp8·dcp8 at 8 × 4,000 and 16 × 4,000" for model in ("deepseek-v3", "kimi-k2")
     ]
 
 
 def test_a_reason_that_begins_with_its_layout_does_not_name_it_again() -> None:
     """Of the record it is the whole reason; beside the points it would read `tp4 at 32 × 128,000: tp4: …`."""
-    probe, options = planned("H200", 8), {"tp": "4,8", "dp": "1", "dcp": "1", "kv_memory": "1MiB", "model": "kimi-k2"}
-    rows = grid.table(expand(probe, **options, concurrency=8))
+    probe, options = (
+        make_planned_probe("H200", 8),
+        {"tp": "4,8", "dp": "1", "dcp": "1", "kv_memory": "1MiB", "model": "kimi-k2"},
+    )
+    rows = grid.make_table(expand(probe, **options, concurrency=8))
     assert {str(r["reason"]).partition(" holds")[0] for r in rows} == {"tp4: --kv-memory", "tp8: --kv-memory"}
-    lines = rejected_lines(rows)
+    lines = format_rejected(rows)
     assert [line.partition(" holds")[0].split(": ")[1:] for line in lines] == [["--kv-memory"]] * len(lines)
 
 
 def test_only_the_points_that_need_too_many_gpus_are_rejected() -> None:
     """--tp 4,8 on 4 GPUs: tp4 runs, tp8 leaves a record that says why it does not."""
     found = expand(tp="4,8", concurrency=8)
-    grid.check_any(found)
+    grid.require_runnable(found)
     assert [(c.point.tp, c.error is None) for c in found] == [(4, True), (4, True), (8, False)]
-    record = found[-1].rejected()
+    record = found[-1].make_rejected_record()
     assert record.outcome == "rejected"
     assert "needs 8 GPUs" in str(record.reason)
 
@@ -389,7 +392,7 @@ def test_flashinfer_that_was_typed_but_is_missing_is_rejected_with_how_to_instal
     """What was typed is never replaced silently."""
     probe = msgspec.structs.replace(H200X4, packages={})
     with pytest.raises(MissingPackageError, match=r"pip install '\.\[flashinfer\]'"):
-        grid.check_any(expand(probe, backend="flashinfer"))
+        grid.require_runnable(expand(probe, backend="flashinfer"))
 
 
 @pytest.mark.parametrize(
@@ -406,19 +409,19 @@ def test_flashmla_says_where_it_cannot_run(changed: dict[str, object], options: 
     assert [c.error for c in expand(able, backend="flashmla", concurrency=8)] == [None] * 2
     found = expand(msgspec.structs.replace(able, **changed), backend="flashmla", concurrency=8, **options)
     with pytest.raises(DcpbenchError, match=said):
-        grid.check_any(found)
+        grid.require_runnable(found)
 
 
 def test_flashinfer_needs_a_gpu() -> None:
     """On the CPU the error names the other backends."""
     with pytest.raises(UsageError, match="use --backend reference"):
-        grid.check_any(expand(CPU, backend="flashinfer"))
+        grid.require_runnable(expand(CPU, backend="flashinfer"))
 
 
 def test_a_full_size_model_on_a_machine_without_gpus_is_an_error_not_a_smaller_model() -> None:
     """The error gives the command that does run there."""
     with pytest.raises(CapacityError, match="dcpbench sweep --model tiny --tp 8 --dcp 8"):
-        grid.check_any(expand(CPU, model="deepseek-v3", tp="8", dcp="8"))
+        grid.require_runnable(expand(CPU, model="deepseek-v3", tp="8", dcp="8"))
 
 
 def test_gpus_that_are_there_and_not_used_are_not_called_invisible() -> None:
@@ -431,7 +434,7 @@ def test_gpus_that_are_there_and_not_used_are_not_called_invisible() -> None:
 def test_a_baseline_alone_does_not_make_a_sweep_valid() -> None:
     """--dcp 3 is a mistake even though tp4 could run; no baseline hides it."""
     with pytest.raises(LayoutError, match="these do: 1, 2, 4"):
-        grid.check_any(expand(dcp="3"))
+        grid.require_runnable(expand(dcp="3"))
 
 
 @pytest.mark.parametrize(
@@ -440,7 +443,7 @@ def test_a_baseline_alone_does_not_make_a_sweep_valid() -> None:
 def test_an_error_has_three_reasons_and_says_how_many_more_there_are(dcp: str, named: str, more: str) -> None:
     """Three are shown, and none of three is left out."""
     with pytest.raises(LayoutError) as caught:
-        grid.check_any(expand(dcp=dcp, concurrency=8))
+        grid.require_runnable(expand(dcp=dcp, concurrency=8))
     lines = str(caught.value).split("\n")
     assert [line.split()[1] for line in lines if line.startswith("--dcp")] == named.split(",")
     assert lines[3:] == [more] * bool(more)
@@ -452,9 +455,9 @@ def test_kv_that_cannot_fit_names_the_gap_the_largest_concurrency_and_the_dcp_th
     assert found[0].error is None
     text = str(found[1].error)
     shape, layout = load_shape("deepseek-v3"), Layout(tp=4)
-    fewest = memory.least_layers(shape, layout, 2, 60 << 20)
-    left = 139 * GIB - memory.RESERVE_BYTES - memory.weight_bytes(shape, layout, 2, *fewest)
-    room = left // memory.page_bytes(shape, 64, 2)
+    fewest = memory.compute_min_layers(shape, layout, 2, 60 << 20)
+    left = 139 * GIB - memory.RESERVE_BYTES - memory.compute_weight_bytes(shape, layout, 2, *fewest)
+    room = left // memory.compute_page_bytes(shape, 64, 2)
     assert "GiB more than the 131.0 GiB available" in text
     assert f"largest --concurrency that fits is {(room - 1) // 2001}." in text
     assert "With --dcp 4 it fits." in text
@@ -472,7 +475,7 @@ def test_the_concurrency_that_a_rejection_names_does_fit_and_one_more_does_not(d
 def test_a_layouts_pool_is_sized_for_its_largest_point_that_fits() -> None:
     """8 requests of 4,001 tokens on dcp4, page 64: ceil(4001 / 256) = 16 pages each, and the padding page: 129."""
     spec = make_spec({"concurrency": "1,8"}, H200X4)
-    found = grid.expand(spec, H200X4)
+    found = grid.expand_grid(spec, H200X4)
     assert {c.plan.pages for c in found if c.plan and c.point.dcp == 4} == {8 * 16 + 1}
     assert {c.plan.kv_bytes for c in found if c.plan and c.point.dcp == 4} == {129 * 64 * 61 * 576 * 2}
 
@@ -554,8 +557,8 @@ def test_points_of_other_engines_have_their_own_pool() -> None:
     small, other = (c.point for c in expand(CPU, concurrency=2, baseline=False, tp="2,4"))
     large = msgspec.structs.replace(other, concurrency=800)
     plans = budget.plan_engines([small, large], Settings(), CPU)
-    assert [plan.pages for plan in plans] == [budget.pages_needed(point) for point in (small, large)]
-    assert budget.engine_of(small, plans) is plans[0]
+    assert [plan.pages for plan in plans] == [budget.count_needed_pages(point) for point in (small, large)]
+    assert budget.find_engine_plan(small, plans) is plans[0]
 
 
 @pytest.mark.parametrize(
@@ -594,7 +597,7 @@ def test_an_engine_is_shared_by_points_of_the_same_weights_pools_and_groups(
     """And a path by those of the same kernels and collectives; loads and repeats are neither."""
     of = record_builder.point(Layout(4, dcp=2), exchange="ag_rs", backend="triton")
     other = msgspec.structs.replace(of, **changed)
-    assert (budget.same_engine(of, other), budget.same_path(of, other)) == (engine, path)
+    assert (budget.is_same_engine(of, other), budget.is_same_path(of, other)) == (engine, path)
 
 
 def test_all_ranks_of_a_cpu_run_share_four_gib() -> None:
@@ -633,7 +636,7 @@ def test_verify_layouts_bring_no_baseline() -> None:
 
 def test_the_dry_run_table_shows_both_names_memory_and_reasons() -> None:
     """The tp of vLLM counts one replica: our tp4 dp2 dcp2 is its dp2·tp2·dcp2."""
-    rows = grid.table(expand(CPU, tp="4", dp="2", dcp="2,3", concurrency=2, baseline=False))
+    rows = grid.make_table(expand(CPU, tp="4", dp="2", dcp="2,3", concurrency=2, baseline=False))
     assert rows[0]["layout"] == "tp4·dp2·dcp2·ep1"
     assert rows[0]["vllm_layout"] == "dp2·tp2·dcp2"
     assert rows[0]["layers_held"] == rows[0]["layers"] == 3
@@ -653,12 +656,12 @@ def test_weights_are_as_published_on_gpus_where_nobody_says_and_the_first_line_s
     """V3 in fp8, V2-Lite in bf16; what is typed needs no line, and on a CPU all is in fp32."""
     asked = {"tp": "4", "dcp": "1", "concurrency": 1, "model": "deepseek-v3,deepseek-v2-lite"}
     spec = make_spec(asked, H200X4)
-    found = grid.expand(spec, H200X4)
+    found = grid.expand_grid(spec, H200X4)
     assert {(c.point.model, c.point.precision) for c in found} == {
         ("deepseek-v3", "fp8 weights, bf16 KV"),
         ("deepseek-v2-lite", "bf16"),
     }
-    assert grid.stored_by_default(spec, found) == (
+    assert grid.format_precision_note(spec, found) == (
         "Weights fp8, as deepseek-v3 is published; KV bf16. For weights in bf16, add --weights-dtype bf16."
     )
     for typed, precision in (
@@ -668,17 +671,19 @@ def test_weights_are_as_published_on_gpus_where_nobody_says_and_the_first_line_s
         ({"weights_dtype": "bf16", "kv_dtype": "fp8", "backend": "triton"}, "bf16 weights, fp8 KV"),
     ):
         spec = make_spec(asked | typed, H200X4)
-        found = grid.expand(spec, H200X4)
+        found = grid.expand_grid(spec, H200X4)
         assert {c.point.precision for c in found} == {precision}
-        assert grid.stored_by_default(spec, found) == ""
+        assert grid.format_precision_note(spec, found) == ""
     spec = make_spec({"tp": "2", "model": "tiny"}, CPU)
-    assert {c.point.precision for c in grid.expand(spec, CPU)} == {"fp32"}
+    assert {c.point.precision for c in grid.expand_grid(spec, CPU)} == {"fp32"}
 
 
 def test_a_layout_that_cuts_blocks_on_a_gpu_names_the_largest_that_does_not() -> None:
     """V3's shared expert is 2,048 wide: 64 numbers on each of 32 ranks, 128 on 16."""
     machine = msgspec.structs.replace(H200X4, count=32)
-    (found,) = grid.expand(make_spec({"tp": "32", "dcp": "1", "concurrency": 1, "baseline": False}, machine), machine)
+    (found,) = grid.expand_grid(
+        make_spec({"tp": "32", "dcp": "1", "concurrency": 1, "baseline": False}, machine), machine
+    )
     assert "use --tp 16, the largest that cuts none, or --weights-dtype bf16." in str(found.error)
 
 
@@ -711,7 +716,7 @@ def test_precisions_that_cannot_be_are_refused(typed: dict[str, str], said: str)
 def test_what_cannot_run_in_fp8_says_what_can(typed: dict[str, str], capability: str, said: str) -> None:
     machine = msgspec.structs.replace(H200X4, capability=capability)
     spec = make_spec({"tp": "4", "dcp": "1", "concurrency": 1, "baseline": False} | typed, machine)
-    (found,) = grid.expand(spec, machine)
+    (found,) = grid.expand_grid(spec, machine)
     assert said in str(found.error)
 
 
@@ -729,7 +734,7 @@ def test_where_no_backend_is_typed_it_is_the_fastest_that_was_measured_on_such_a
     packages: dict[str, str | None], capability: str, kv: str, backend: str
 ) -> None:
     machine = msgspec.structs.replace(H200X4, packages=packages, capability=capability)
-    found = grid.expand(make_spec({"tp": "4", "dcp": "1", "concurrency": 1, "kv_dtype": kv}, machine), machine)
+    found = grid.expand_grid(make_spec({"tp": "4", "dcp": "1", "concurrency": 1, "kv_dtype": kv}, machine), machine)
     assert {(c.point.backend, c.error) for c in found} == {(backend, None)}
 
 
@@ -742,6 +747,6 @@ def test_where_points_cannot_run_for_several_reasons_the_error_is_of_the_first_k
         for n, error in enumerate((CapacityError("no room"), UsageError("no such layout")), 1)
     ]
     with pytest.raises(CapacityError, match="no room\nno such layout"):
-        grid.check_any(points)
+        grid.require_runnable(points)
     with pytest.raises(UsageError, match="no such layout\nno room"):
-        grid.check_any(points[::-1])
+        grid.require_runnable(points[::-1])

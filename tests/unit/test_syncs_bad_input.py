@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from dcpbench import cli
 from dcpbench.errors import TraceError
-from dcpbench.syncs.scan import scan
+from dcpbench.syncs.scan import scan_traces
 from dcpbench.syncs.traces import reading
 from tests.unit.trace_builder import Trace, exit_code, scanned
 
@@ -41,7 +41,7 @@ TRUE_TIMES = {
     for e in json.loads(TEXT)["traceEvents"]
     if e["name"] in {"cudaStreamSynchronize", "cudaDeviceSynchronize"} or e.get("cat") == "cuda_sync"
 }
-TRUE_SITES = {s.fingerprint for s in scan([H200], root=H200.parent).sites}
+TRUE_SITES = {s.fingerprint for s in scan_traces([H200], root=H200.parent).sites}
 
 
 def zipped(text: bytes) -> bytes:
@@ -251,11 +251,11 @@ class TestNoTrace:
         path = tmp_path / "a trace.json"
         path.write_bytes(OTHER_FORMATS[form][0](TEXT))
         with pytest.raises(TraceError) as error:
-            scan([path], root=tmp_path)
+            scan_traces([path], root=tmp_path)
         for line in str(error.value).split("`")[1::2]:
             subprocess.run(line, shell=True, check=True)  # noqa: S602 -- as a user would
         (made,) = [p for p in tmp_path.iterdir() if p.name in {"unpacked.json", "inner.json"}]
-        assert {s.fingerprint for s in scan([made], root=tmp_path).sites} == TRUE_SITES
+        assert {s.fingerprint for s in scan_traces([made], root=tmp_path).sites} == TRUE_SITES
 
     @pytest.mark.parametrize(
         "data", [b"[]", b'{"traceEvents": []}', b"[{}]", b'[{"a": 1}, {"b": [1]}]', b"[", b'{"traceEvents": [']
@@ -286,7 +286,7 @@ class TestNoTrace:
 
     def test_a_folder_is_no_file(self, tmp_path: Path) -> None:
         with pytest.raises(TraceError, match="is no file"):
-            scan([tmp_path], root=tmp_path)
+            scan_traces([tmp_path], root=tmp_path)
         assert command("scan", str(tmp_path)) == 2
 
     def test_a_pipe_is_not_waited_for(self, tmp_path: Path) -> None:
@@ -295,7 +295,7 @@ class TestNoTrace:
 
     def test_a_file_that_is_gone_or_forbidden_is_said_to_be(self, tmp_path: Path) -> None:
         with pytest.raises(TraceError, match="cannot be read: No such file"):
-            scan([tmp_path / "gone.json"], root=tmp_path)
+            scan_traces([tmp_path / "gone.json"], root=tmp_path)
 
     def test_an_error_while_reading_is_an_error_of_ours(self, tmp_path: Path) -> None:
         """A file whose bytes cannot be had, as on a failing disk."""
@@ -303,7 +303,7 @@ class TestNoTrace:
         if not broken.exists():  # only Linux has such a file
             broken = tmp_path
         with pytest.raises(TraceError):
-            scan([broken], root=tmp_path)
+            scan_traces([broken], root=tmp_path)
 
 
 class TestBombs:
@@ -327,7 +327,7 @@ class TestBombs:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The limit stands at 16 MiB here, as 256 MiB take a while."""
-        monkeypatch.setattr(reading, "RATIO_FROM", 16 << 20)
+        monkeypatch.setattr(reading, "MIN_RATIO_BYTES", 16 << 20)
         one = b'{"ph":"X","cat":"kernel","name":"k","ts":1,"dur":1,"pid":0,"tid":7,"args":{"correlation":1}},'
         data = gzip.compress(b'{"traceEvents": [' + one * ((40 << 20) // len(one)))
         with pytest.raises(TraceError, match="expands more than 200-fold"):
@@ -338,7 +338,7 @@ class TestBombs:
         self, fold: int, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """From 64 KiB on here: blanks in no order, which gzip makes an eighth of, and then spaces, of which it leaves nothing."""
-        monkeypatch.setattr(reading, "RATIO_FROM", 64 << 10)
+        monkeypatch.setattr(reading, "MIN_RATIO_BYTES", 64 << 10)
         head = Trace().work().text().encode() + bytes(random.Random(0).choices(b" \t", k=16 << 10))
         data = head
         while len(data) < fold * len(gzip.compress(data)):

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcpbench.syncs.formats import FORMATS, render
-from dcpbench.syncs.gating.gate import Gate, judge
+from dcpbench.syncs.formats import FORMATS, render_report
+from dcpbench.syncs.gating.gate import Gate, compute_verdict
 from dcpbench.syncs.traces import intervals
-from dcpbench.syncs.traces.blocking import find_blocking
-from dcpbench.syncs.traces.bubbles import bubbles, busy_and_idle
+from dcpbench.syncs.traces.blocking import find_blocking_calls
+from dcpbench.syncs.traces.bubbles import compute_bubbles, compute_busy_and_idle
 from dcpbench.syncs.traces.columns import read_columns
-from dcpbench.syncs.traces.reading import Args, Event, Trouble
-from dcpbench.syncs.words import sentence
+from dcpbench.syncs.traces.reading import Args, Event, ReadProblems
+from dcpbench.syncs.words import format_sentence
 from tests.unit.syncs_simulation import Run, Step, run, traced
 from tests.unit.trace_builder import HOST, Trace, mine, only
 
@@ -46,7 +46,7 @@ class TestUnknown:
         return trace
 
     def test_it_is_known_of_the_whole_trace(self, trace: Trace, tmp_path: Path) -> None:
-        assert sentence(only(trace.scan(tmp_path))).endswith("1 in all, bubble at most 15 µs")
+        assert format_sentence(only(trace.scan(tmp_path))).endswith("1 in all, bubble at most 15 µs")
 
     def test_without_ids_that_lead_from_work_to_calls(self, trace: Trace, tmp_path: Path) -> None:
         for event in trace.events:
@@ -54,7 +54,7 @@ class TestUnknown:
         report = trace.scan(tmp_path)
         site = only(report)
         assert (site.bubble_us, site.wait_us, site.waited, report.totals.bubble_us) == (None, 85, 1, None)
-        assert sentence(site).endswith("1 in all, bubble not known")
+        assert format_sentence(site).endswith("1 in all, bubble not known")
 
     def test_without_calls_of_the_runtime(self, trace: Trace, tmp_path: Path) -> None:
         trace.events = [event for event in trace.events if event["cat"] == "kernel"]
@@ -73,7 +73,7 @@ class TestUnknown:
         assert (site.bubble_us, site.waited) == (None, None)
         assert site.wait_us == (85 if category == "kernel" else None)
         for form in FORMATS:
-            text = render(report, form, root=tmp_path)
+            text = render_report(report, form, root=tmp_path)
             assert not re.search(r"\b0 µs", text)
             assert "of 1 waited" not in text
             assert form in ("json", "sarif", "junit", "github") or "bubble not known" in text
@@ -81,7 +81,7 @@ class TestUnknown:
     def test_a_limit_on_bubbles_is_not_passed(self, trace: Trace, tmp_path: Path) -> None:
         for event in trace.events:
             del event["args"]["correlation"]
-        verdict = judge(trace.scan(tmp_path), Gate(root=tmp_path, max_bubble_us=1e9))
+        verdict = compute_verdict(trace.scan(tmp_path), Gate(root=tmp_path, max_bubble_us=1e9))
         assert verdict.exit_code == 3
         assert "The bubble of stream-sync in cudaStreamSynchronize is not known" in " ".join(verdict.reasons)
 
@@ -254,7 +254,7 @@ class TestWorkedOut:
         trace.kernel(0, 10, 30)
         trace.kernel(1, 20, 40, stream=8)
         trace.kernel(2, 60, 70)
-        assert busy_and_idle(columns_of(trace)) == (40, 20)
+        assert compute_busy_and_idle(columns_of(trace)) == (40, 20)
 
 
 def columns_of(trace: Trace) -> Columns:
@@ -271,16 +271,16 @@ def columns_of(trace: Trace) -> Columns:
         )
         for e in trace.events
     ]
-    return read_columns([events], Trouble())
+    return read_columns([events], ReadProblems())
 
 
 def priced(program: Sequence[Step], done: Run) -> dict[int, float]:
     """Bubble of each step that waits."""
     columns = columns_of(traced(program, done))
-    blocking = find_blocking(columns)
+    blocking = find_blocking_calls(columns)
     assert len(blocking) == len(done.waits)
     order = np.argsort(blocking.start, kind="stable")
-    return dict(zip(done.waits, bubbles(columns, blocking)[order].tolist(), strict=True))
+    return dict(zip(done.waits, compute_bubbles(columns, blocking)[order].tolist(), strict=True))
 
 
 def programs(streams: int) -> st.SearchStrategy[list[Step]]:
@@ -356,11 +356,11 @@ class TestWhatAlwaysHolds:
         for start, length, name in waits:
             trace.call(name, start, start + length)
         columns = columns_of(trace)
-        blocking = find_blocking(columns)
-        found = bubbles(columns, blocking)
+        blocking = find_blocking_calls(columns)
+        found = compute_bubbles(columns, blocking)
         assert len(found) == len(waits)
         assert (found >= 0).all()
-        assert (found <= busy_and_idle(columns)[1]).all()
+        assert (found <= compute_busy_and_idle(columns)[1]).all()
         assert (found <= blocking.end - blocking.start).all()
         late = np.where(found > 0, columns.tables["gpu"].start.max(initial=0) - blocking.start, 0)
         assert (found <= late).all()
@@ -406,25 +406,25 @@ class TestIntervals:
         self, spans: list[tuple[float, float]], disjoint: list[tuple[float, float]]
     ) -> None:
         start, end = (np.array([span[i] for span in spans], float) for i in (0, 1))
-        found = intervals.union(start, end)
+        found = intervals.merge_intervals(start, end)
         assert list(zip(*(ends.tolist() for ends in found), strict=True)) == disjoint
 
     def test_time_is_covered_up_to_a_moment(self) -> None:
         """Of 1–3 and 5–6."""
         start, end, moments = np.array([1.0, 5.0]), np.array([3.0, 6.0]), np.array([0, 1, 2, 3, 4, 5, 5.5, 6, 9.0])
-        assert intervals.covered(start, end, moments).tolist() == [0, 0, 1, 2, 2, 2, 2.5, 3, 3]
-        assert intervals.covered(np.zeros(0), np.zeros(0), moments).tolist() == [0] * 9
+        assert intervals.sum_covered_time(start, end, moments).tolist() == [0, 0, 1, 2, 2, 2, 2.5, 3, 3]
+        assert intervals.sum_covered_time(np.zeros(0), np.zeros(0), moments).tolist() == [0] * 9
 
     def test_the_first_of_equal_keys_is_found(self) -> None:
         """And none of a key that stands for none."""
         keys = np.array([7, 5, -1, 5, 0])
-        assert intervals.match(keys, np.array([5, 0, 7, -1, 6, 8])).tolist() == [1, 4, 0, -1, -1, -1]
-        assert intervals.match(keys[:0], np.array([5])).tolist() == [-1]
+        assert intervals.match_keys(keys, np.array([5, 0, 7, -1, 6, 8])).tolist() == [1, 4, 0, -1, -1, -1]
+        assert intervals.match_keys(keys[:0], np.array([5])).tolist() == [-1]
 
     def test_intervals_contain_their_start_and_not_their_end(self) -> None:
         """From the outermost to the innermost: of two that start together the longer one first."""
         start, end = np.array([0.0, 0.0, 2.0, 5.0]), np.array([4.0, 9.0, 4.0, 5.0])
-        moment, interval = intervals.containing(start, end, np.array([4.0, 2.0, 9.0, 0.0, 5.0]))
+        moment, interval = intervals.find_containing(start, end, np.array([4.0, 2.0, 9.0, 0.0, 5.0]))
         assert list(zip(moment.tolist(), interval.tolist(), strict=True)) == [
             (0, 1),
             (1, 1),

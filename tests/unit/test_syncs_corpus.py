@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from dcpbench.syncs.rules import BY_ID
-from dcpbench.syncs.scan import scan
+from dcpbench.syncs.scan import scan_traces
 from tools.syncs import checks
 from tools.syncs.corpus.measure import seen_in
 from tools.syncs.corpus.programs import PROGRAMS
@@ -95,14 +95,14 @@ class TestRecordedTraces:
     @pytest.mark.parametrize("name", ["stacks.json.gz", "sync_stacks.json.gz"])
     def test_with_stacks_each_site_is_in_its_program(self, name: str) -> None:
         """The thread's read has no frames: the profiler follows the thread that started it."""
-        sites = scan([DATA / "corpus" / name], root=ROOT).sites
+        sites = scan_traces([DATA / "corpus" / name], root=ROOT).sites
         mine = [s for s in sites if s.range.startswith("corpus:") and not s.own]
         wrong = {(s.range, s.function) for s in mine if s.function != s.range.removeprefix("corpus:")}
         assert wrong == {("corpus:in_a_thread", "")}
         assert {s.file.rpartition("/")[2] for s in mine if s.function} == {"reads.py", "copies.py", "threads.py"}
 
     def test_without_stacks_each_site_is_named_by_its_operator(self) -> None:
-        sites = scan([DATA / "corpus" / "sync.json.gz"], root=ROOT).sites
+        sites = scan_traces([DATA / "corpus" / "sync.json.gz"], root=ROOT).sites
         (site,) = [s for s in sites if s.range == "corpus:getitem_boolmask"]
         assert (site.op_chain, site.function, site.file) == (["aten::index", "aten::nonzero"], "", "")
 

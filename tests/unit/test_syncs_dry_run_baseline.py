@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from dcpbench.commands.syncs import app
 from dcpbench.errors import DcpbenchError, UsageError
 from dcpbench.syncs import model, run
-from dcpbench.syncs.commands import GateOptions, Out, settle
+from dcpbench.syncs.commands import GateOptions, OutputOptions, prepare_gate
 from dcpbench.syncs.gating import baseline as baselines
 from tests import forks
 
@@ -62,7 +62,7 @@ class Start:
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Start:
     """Starts programs whose processes begin at once."""
-    monkeypatch.setattr(run, "start", forks.start)
+    monkeypatch.setattr(run, "run_process", forks.start)
     return Start(tmp_path)
 
 
@@ -124,11 +124,11 @@ class TestWriting:
 class TestOtherDetectors:
     def settle(self, path: Path, detector: baselines.Detector) -> None:
         """Read the baseline as a command of this detector does."""
-        settle(GateOptions(baseline=path), Out(), detector)
+        prepare_gate(GateOptions(baseline=path), OutputOptions(), detector)
 
     def test_a_baseline_of_traces_is_refused_with_the_command_for_a_dry_run(self, start: Start, tmp_path: Path) -> None:
         path = tmp_path / "base.json"
-        path.write_text(model.encode(baselines.make([])))
+        path.write_text(model.encode_json(baselines.build_baseline([])))
         with pytest.raises(UsageError, match="baseline of traces") as error:
             self.settle(path, "dry-run")
         assert f"`dcpbench syncs dry-run --write-baseline {tmp_path}/base-dry-run.json -- python" in str(error.value)
@@ -139,7 +139,7 @@ class TestOtherDetectors:
 
     def test_a_baseline_of_a_dry_run_is_refused_for_traces(self, tmp_path: Path) -> None:
         path = tmp_path / "base.json"
-        path.write_text(model.encode(baselines.make([], "dry-run")))
+        path.write_text(model.encode_json(baselines.build_baseline([], "dry-run")))
         with pytest.raises(UsageError, match="baseline of a dry run") as error:
             self.settle(path, "scan")
         assert f"`dcpbench syncs baseline TRACE -o {tmp_path}/base-scan.json`" in str(error.value)
@@ -147,9 +147,9 @@ class TestOtherDetectors:
     def test_a_file_of_an_older_version_is_one_of_traces(self, tmp_path: Path) -> None:
         path = tmp_path / "base.json"
         path.write_text('{"baseline_version": 1, "sites": []}')
-        assert baselines.read(path).detector == "scan"
+        assert baselines.read_baseline(path).detector == "scan"
         with pytest.raises(UsageError, match="baseline of traces"):
-            baselines.read(path, "dry-run")
+            baselines.read_baseline(path, "dry-run")
 
     @pytest.mark.parametrize(
         ("keys", "fits"),
@@ -160,13 +160,13 @@ class TestOtherDetectors:
         ],
     )
     def test_pyproject_names_one_for_each_detector(self, tmp_path: Path, keys: str, *, fits: bool) -> None:
-        (tmp_path / "scan.json").write_text(model.encode(baselines.make([])))
-        (tmp_path / "dry.json").write_text(model.encode(baselines.make([], "dry-run")))
+        (tmp_path / "scan.json").write_text(model.encode_json(baselines.build_baseline([])))
+        (tmp_path / "dry.json").write_text(model.encode_json(baselines.build_baseline([], "dry-run")))
         (tmp_path / "pyproject.toml").write_text(f"[tool.dcpbench.syncs]\n{keys}\n")
         if fits:
-            gate = settle(GateOptions(root=tmp_path), Out(), "dry-run")
+            gate = prepare_gate(GateOptions(root=tmp_path), OutputOptions(), "dry-run")
             assert gate.baseline is not None
             assert gate.baseline.detector == "dry-run"
         else:
             with pytest.raises(UsageError, match=r"in pyproject\.toml as dry-run-baseline"):
-                settle(GateOptions(root=tmp_path), Out(), "dry-run")
+                prepare_gate(GateOptions(root=tmp_path), OutputOptions(), "dry-run")

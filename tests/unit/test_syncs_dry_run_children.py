@@ -116,7 +116,7 @@ subprocess.run({command}, check=True)
 @pytest.fixture(autouse=True)
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Begin programs at once."""
-    monkeypatch.setattr(run, "start", forks.start)
+    monkeypatch.setattr(run, "run_process", forks.start)
 
 
 def check(tmp_path: Path, source: str) -> tuple[int, dict[str, Any]]:

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from dcpbench.commands.syncs import app
 from dcpbench.errors import UsageError
 from dcpbench.syncs import run
-from dcpbench.syncs.dry_run_program import environment, instead_of, parse
+from dcpbench.syncs.dry_run_program import build_environment, parse_command, suggest_dry_run
 from tests import forks
 
 PROGRAM = """
@@ -55,9 +55,9 @@ def program(tmp_path: Path) -> Path:
 
 
 def test_a_command_is_advised_only_where_a_dry_run_takes_it(program: Path) -> None:
-    assert f"dry-run -- python {program} 0`" in instead_of(["python", str(program), "0"])
+    assert f"dry-run -- python {program} 0`" in suggest_dry_run(["python", str(program), "0"])
     for command in (["torchrun", "--nproc-per-node", "8", str(program)], ["env", "A=1", "python", str(program)]):
-        assert instead_of(command).endswith(": dcpbench syncs dry-run -- python script.py")
+        assert suggest_dry_run(command).endswith(": dcpbench syncs dry-run -- python script.py")
 
 
 @pytest.mark.parametrize("way", ["script", "module", "code"])
@@ -88,7 +88,7 @@ class TestParse:
         ],
     )
     def test_a_command_is_taken_apart_as_python_would(self, command: list[str], expected: tuple[object, ...]) -> None:
-        python, flags, job = parse(command)
+        python, flags, job = parse_command(command)
         assert python == sys.executable
         assert (flags, job.kind, job.target, job.arguments) == expected
 
@@ -106,14 +106,14 @@ class TestParse:
     )
     def test_what_cannot_be_run_is_said_before_anything_starts(self, command: list[str], message: str) -> None:
         with pytest.raises(UsageError, match=message):
-            parse(command)
+            parse_command(command)
 
     def test_a_program_that_is_a_module_is_answered_with_the_command_for_it(self) -> None:
         with pytest.raises(UsageError, match=r"write: dcpbench syncs dry-run -- python -m pytest tests -k 'a b'$"):
-            parse(["pytest", "tests", "-k", "a b"])
+            parse_command(["pytest", "tests", "-k", "a b"])
 
     def test_the_program_sees_no_gpu_and_interprets_triton(self, tmp_path: Path) -> None:
-        env = environment(tmp_path)
+        env = build_environment(tmp_path)
         assert (env["CUDA_VISIBLE_DEVICES"], env["TRITON_INTERPRET"]) == ("", "1")
 
 
@@ -121,7 +121,7 @@ class TestCommand:
     @pytest.fixture
     def forked(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The program's process begins at once."""
-        monkeypatch.setattr(run, "start", forks.start)
+        monkeypatch.setattr(run, "run_process", forks.start)
 
     def test_a_wait_is_a_finding_on_its_line(self, program: Path, tmp_path: Path) -> None:
         out = tmp_path / "report.json"

@@ -11,9 +11,9 @@ import torch
 
 from dcpbench.syncs.dry_run import DryRun, dry_run
 from dcpbench.syncs.dry_run.measured import EQUIVALENT, FILE, is_measured
-from dcpbench.syncs.formats import render
+from dcpbench.syncs.formats import render_report
 from dcpbench.syncs.gating import baseline as baselines
-from dcpbench.syncs.gating.gate import Gate, judge
+from dcpbench.syncs.gating.gate import Gate, compute_verdict
 from tools.results import unpack
 from tools.syncs.corpus.inputs import make_inputs
 from tools.syncs.corpus.programs import PROGRAMS
@@ -264,23 +264,23 @@ class TestUnmeasured:
 
     def test_operators_are_named_and_the_report_is_not_clean(self, report: Report) -> None:
         assert report.traces[0].coverage.unmeasured == ["aten::poisson", "dry_run_test::twice"]
-        report.verdict = judge(report, Gate(root=ROOT))
+        report.verdict = compute_verdict(report, Gate(root=ROOT))
         assert (report.verdict.status, report.verdict.exit_code) == ("cannot answer", 3)
         assert "aten::poisson, dry_run_test::twice" in report.verdict.reasons[0]
         assert "dry-run --write-baseline FILE -- python engine.py" in report.verdict.reasons[0]
 
     @pytest.mark.parametrize("form", ["table", "json", "markdown", "github", "junit", "sarif"])
     def test_every_format_names_them_also_where_a_baseline_accepts_them(self, report: Report, form: str) -> None:
-        known = baselines.make([], "dry-run", report.traces[0].coverage.unmeasured)
-        report.verdict = judge(report, Gate(root=ROOT, baseline=known))
+        known = baselines.build_baseline([], "dry-run", report.traces[0].coverage.unmeasured)
+        report.verdict = compute_verdict(report, Gate(root=ROOT, baseline=known))
         assert report.verdict.exit_code == 0
-        text = render(report, form, root=ROOT, width=200, terminal=False)
+        text = render_report(report, form, root=ROOT, width=200, terminal=False)
         assert "poisson" in text
         assert "Clean," not in text or "apart from 2 operators that were never measured" in text
 
     def test_a_baseline_accepts_only_the_operators_that_it_names(self, report: Report) -> None:
-        known = baselines.make([], "dry-run", ["aten::poisson", "aten::binomial"])
-        found = judge(report, Gate(root=ROOT, baseline=known))
+        known = baselines.build_baseline([], "dry-run", ["aten::poisson", "aten::binomial"])
+        found = compute_verdict(report, Gate(root=ROOT, baseline=known))
         assert found.exit_code == 3
         assert "dry_run_test::twice" in found.reasons[0]
         assert "poisson" not in found.reasons[0]

@@ -12,7 +12,7 @@ import pytest
 
 from dcpbench.errors import OutputError, TraceError, UsageError
 from dcpbench.syncs import files
-from dcpbench.syncs.traces.reading import is_something_else
+from dcpbench.syncs.traces.reading import is_other_json
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,14 +33,14 @@ DAMAGED = (
 def test_whole_json_without_events_is_something_else(tmp_path: Path, text: bytes) -> None:
     for name, content in (("a.json", text), ("a.json.gz", gzip.compress(text))):
         (tmp_path / name).write_bytes(content)
-        assert is_something_else(tmp_path / name)
+        assert is_other_json(tmp_path / name)
 
 
 def test_events_under_a_key_that_is_one_bit_off_are_a_damaged_trace(tmp_path: Path) -> None:
     """Left out of a folder, its waits would be none of the clean report."""
     event = b'{"ph": "X", "cat": "kernel", "name": "a", "ts": 1, "dur": 1}'
     (tmp_path / "a.json").write_bytes(b'{"schemaVersion": 1, "traceEventr": [' + event + b"]}")
-    assert not is_something_else(tmp_path / "a.json")
+    assert not is_other_json(tmp_path / "a.json")
 
 
 @pytest.mark.parametrize("name", ["b.json.xz", "b.json.zip", "b.json.tar.gz"])
@@ -48,7 +48,7 @@ def test_packed_traces_of_a_folder_are_not_passed_over(name: str, tmp_path: Path
     """The reader names what they are and what to type."""
     (tmp_path / "a.json").write_bytes(TRACE)
     (tmp_path / name).write_bytes(b"\xfd7zXZ\x00")
-    assert [path.name for path in files.expand([str(tmp_path)])] == ["a.json", name]
+    assert [path.name for path in files.expand_names([str(tmp_path)])] == ["a.json", name]
 
 
 @pytest.mark.parametrize("text", [TRACE, TRACE[: TRACE.index(b"[") + 1], b'[{"ph": "X"}', b"[]", *DAMAGED])
@@ -56,7 +56,7 @@ def test_what_may_be_a_trace_is_not_left_out_however_damaged_it_is(tmp_path: Pat
     """A rank whose disk was full must not vanish from a clean report."""
     path = tmp_path / "rank0.json"
     path.write_bytes(text)
-    assert not is_something_else(path)
+    assert not is_other_json(path)
 
 
 def test_reports_beside_the_traces_of_a_folder_or_glob_are_left_out_and_told(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_reports_beside_the_traces_of_a_folder_or_glob_are_left_out_and_told(tmp
     (tmp_path / "report.json").write_text(json.dumps({"traces": []}))
     for given in (str(tmp_path), str(tmp_path / "r*.json")):
         told: list[Path] = []
-        assert [path.name for path in files.expand([given], told.append)] == ["r0.json", "r1.json"]
+        assert [path.name for path in files.expand_names([given], told.append)] == ["r0.json", "r1.json"]
         assert [path.name for path in told] == ["report.json"]
 
 
@@ -74,14 +74,14 @@ def test_a_file_that_is_named_is_never_left_out(tmp_path: Path) -> None:
     (tmp_path / "r0.json").write_bytes(TRACE)
     (tmp_path / "report.json").write_text("{}")
     named = str(tmp_path / "report.json")
-    assert [path.name for path in files.expand([named])] == ["report.json"]
-    assert {path.name for path in files.expand([str(tmp_path), named])} == {"r0.json", "report.json"}
+    assert [path.name for path in files.expand_names([named])] == ["report.json"]
+    assert {path.name for path in files.expand_names([str(tmp_path), named])} == {"r0.json", "report.json"}
 
 
 def test_a_folder_of_other_json_alone_is_an_error_that_names_one(tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text("{}")
     with pytest.raises(TraceError, match=re.escape(f"{tmp_path} holds no Kineto trace") + ".*report.json"):
-        files.expand([str(tmp_path)])
+        files.expand_names([str(tmp_path)])
 
 
 class TestOneTraceUnderTwoNames:
@@ -91,7 +91,7 @@ class TestOneTraceUnderTwoNames:
     def once(folder: Path, *names: str) -> tuple[list[str], list[tuple[str, str]]]:
         """(names that are kept, pairs of what is left out and the first with its text)."""
         told: list[tuple[str, str]] = []
-        kept = files.each_text_once([folder / name for name in names], lambda a, b: told.append((a.name, b.name)))
+        kept = files.drop_copies([folder / name for name in names], lambda a, b: told.append((a.name, b.name)))
         return [path.name for path in kept], told
 
     def test_links_and_copies_are_the_trace_itself(self, tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ class TestOneTraceUnderTwoNames:
 def test_an_empty_name_is_no_folder() -> None:
     """An unset variable of a script would otherwise scan the folder that one is in."""
     with pytest.raises(UsageError, match="The name of a trace is empty"):
-        files.expand([""])
+        files.expand_names([""])
 
 
 def test_the_glob_that_is_advised_for_a_folder_of_folders_finds_what_lies_there(tmp_path: Path) -> None:
@@ -129,9 +129,9 @@ def test_the_glob_that_is_advised_for_a_folder_of_folders_finds_what_lies_there(
     (folder / "rank 0" / "t.json.gz").write_bytes(gzip.compress(TRACE))
     (folder / "rank 0" / "u.json").write_bytes(TRACE)
     with pytest.raises(UsageError, match="give a trace, or ") as refused:
-        files.expand([str(folder)])
+        files.expand_names([str(folder)])
     (glob,) = shlex.split(str(refused.value).partition("give a trace, or ")[2].removesuffix("."))
-    assert [path.name for path in files.expand([glob])] == ["t.json.gz", "u.json"]
+    assert [path.name for path in files.expand_names([glob])] == ["t.json.gz", "u.json"]
 
 
 def test_a_folder_that_is_missing_is_named_as_a_shell_takes_it(tmp_path: Path) -> None:

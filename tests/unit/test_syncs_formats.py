@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from dcpbench.errors import UsageError
 from dcpbench.syncs import model, words
-from dcpbench.syncs.formats import FORMATS, github, render
+from dcpbench.syncs.formats import FORMATS, github, render_report
 from dcpbench.syncs.gating import baseline
 from dcpbench.syncs.gating.config import Allow
-from dcpbench.syncs.gating.gate import Gate, judge
+from dcpbench.syncs.gating.gate import Gate, compute_verdict
 from dcpbench.syncs.model import Report
 from dcpbench.syncs.rules import BY_ID, RULES
 from tests.unit import syncs_builder as build
@@ -36,13 +36,13 @@ OBEYED = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 def judged(report: Report, **gate: Any) -> Report:
     """The report with the verdict of a gate that allows `sample`."""
-    report.verdict = judge(report, Gate(root=ROOT, **{"allow": (SAMPLE,), **gate}))
+    report.verdict = compute_verdict(report, Gate(root=ROOT, **{"allow": (SAMPLE,), **gate}))
     return report
 
 
 def show(report: Report, form: str, **changes: Any) -> str:
     """The report in a format."""
-    return render(report, form, root=ROOT, **changes)
+    return render_report(report, form, root=ROOT, **changes)
 
 
 def empty() -> Report:
@@ -88,15 +88,15 @@ class TestEveryFormat:
 
 class TestWords:
     def test_a_time_that_nobody_knows_is_a_dash(self) -> None:
-        assert words.microseconds(None) == "–"
-        assert words.microseconds(1500.0) == "1.5 ms"
+        assert words.format_microseconds(None) == "–"
+        assert words.format_microseconds(1500.0) == "1.5 ms"
 
     def test_dotted_names_of_a_function_begin_at_every_folder(self) -> None:
         """Where a package begins is not known, so `engine.kv.f` must match as well as `python.engine.kv.f`."""
-        assert words.modules(build.site(function="f")) == ["python.engine.kv.f", "engine.kv.f", "kv.f", "f"]
-        assert words.modules(build.site(function="f", file="/a/pkg/__init__.py")) == ["a.pkg.f", "pkg.f", "f"]
-        assert words.modules(build.site(function="f", file="")) == ["f"]
-        assert words.modules(build.site(function="")) == []
+        assert words.list_dotted_names(build.site(function="f")) == ["python.engine.kv.f", "engine.kv.f", "kv.f", "f"]
+        assert words.list_dotted_names(build.site(function="f", file="/a/pkg/__init__.py")) == ["a.pkg.f", "pkg.f", "f"]
+        assert words.list_dotted_names(build.site(function="f", file="")) == ["f"]
+        assert words.list_dotted_names(build.site(function="")) == []
 
 
 class TestTable:
@@ -183,11 +183,11 @@ class TestTable:
         (tmp_path / "python/engine/kv.py").touch()
         report = judged(build.report(build.site(), build.site("g", file="python/gone.py")))
         link = f"{(tmp_path / 'python/engine/kv.py').as_uri()}#12"
-        shown = render(report, "table", root=tmp_path, terminal=True)
+        shown = render_report(report, "table", root=tmp_path, terminal=True)
         assert link in shown
         assert shown.count("\x1b]8;;\x1b\\") == 1
         assert "gone.py#" not in shown
-        assert "\x1b" not in render(report, "table", root=tmp_path)
+        assert "\x1b" not in render_report(report, "table", root=tmp_path)
 
     def test_a_report_without_sites_still_says_what_it_could_not_see(self) -> None:
         text = show(judged(build.report()), "table")
@@ -207,7 +207,7 @@ class TestJson:
     @pytest.mark.parametrize("make", REPORTS)
     def test_it_is_the_report_and_nothing_else(self, make: Callable[[], Report]) -> None:
         report = judged(make())
-        assert msgspec.json.decode(show(report, "json"), type=Report) == words.cleaned(report)
+        assert msgspec.json.decode(show(report, "json"), type=Report) == words.make_report_printable(report)
 
     @pytest.mark.parametrize("make", REPORTS)
     def test_it_is_valid_by_the_schema_in_docs(self, make: Callable[[], Report]) -> None:
@@ -219,12 +219,12 @@ class TestJson:
         report = json.loads(show(judged(build.all_kinds()), "json"))
         for breakage in ({"schema_version": 2}, {"sites": [{}]}, {"verdict": {"status": "fine"}}):
             with pytest.raises(jsonschema.ValidationError):
-                jsonschema.validate({**report, **breakage}, model.json_schema())
+                jsonschema.validate({**report, **breakage}, model.build_json_schema())
 
     def test_the_schema_in_docs_is_of_today(self) -> None:
         """Otherwise: python -m dcpbench.syncs.model > docs/syncs.schema.json."""
         assert (ROOT / "docs/syncs.schema.json").read_text() == json.dumps(
-            model.json_schema(), indent=2, ensure_ascii=False
+            model.build_json_schema(), indent=2, ensure_ascii=False
         ) + "\n"
 
 
@@ -377,7 +377,7 @@ class TestGithub:
         report = judged(build.report(known, unknown, build.site("c", function="sample")))
         lines = show(report, "github").splitlines()
         errors = [line for line in lines if line.startswith("::error file=")]
-        assert [words.advice(known, BY_ID["SYNC001"].fix) in line for line in errors] == [
+        assert [words.format_advice(known, BY_ID["SYNC001"].fix) in line for line in errors] == [
             "SYNC001" in e for e in errors
         ]
         assert ["SYNC999" in line for line in errors].count(True) == len(errors) - 1 == 1
@@ -399,16 +399,16 @@ class TestGithub:
         report = judged(build.report(*found))
         levels = [line.partition(" ")[0] for line in show(report, "github").splitlines() if "file=" in line]
         assert [levels.count(level) for level in ("::error", "::notice")] == [count - left] * 2
-        assert github.left_out(report) == 2 * left
+        assert github.count_left_out(report) == 2 * left
 
     @pytest.mark.parametrize(("count", "left"), [(8, 0), (9, 1), (12, 4)])
     def test_limits_that_are_exceeded_take_the_places_of_sites(self, count: int, left: int) -> None:
         """Two of ten, beside sites that are new."""
         found = [build.site(f"s{n}") for n in range(count)]
-        report = judged(build.report(*found), max_per_step=1.0, max_bubble_us=1.0, baseline=baseline.make([]))
+        report = judged(build.report(*found), max_per_step=1.0, max_bubble_us=1.0, baseline=baseline.build_baseline([]))
         errors = [line for line in show(report, "github").splitlines() if line.startswith("::error")]
         assert ["file=" in line for line in errors] == [False] * 2 + [True] * (count - left)
-        assert github.left_out(report) == left
+        assert github.count_left_out(report) == left
 
     def test_a_trace_that_cannot_answer_is_an_error(self) -> None:
         line, *_ = show(judged(build.report(traces=[build.trace(runtime_events=0)])), "github").splitlines()

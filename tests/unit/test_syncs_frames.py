@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from dcpbench.syncs.frames import SUBSCRIPT, UNKNOWN, call_name
+from dcpbench.syncs.frames import SUBSCRIPT, UNKNOWN, find_call_name
 
 
 class Probe:
@@ -14,11 +14,11 @@ class Probe:
         self.names: list[str] = []
 
     def ask(self, *_: object) -> "Probe":
-        self.names.append(call_name(sys._getframe(1)))
+        self.names.append(find_call_name(sys._getframe(1)))
         return self
 
     def _asked_by_syntax(self, *_: object) -> bool:
-        self.names.append(call_name(sys._getframe(1)))
+        self.names.append(find_call_name(sys._getframe(1)))
         return True
 
     __getitem__ = __setitem__ = __bool__ = __lt__ = _asked_by_syntax

@@ -15,7 +15,7 @@ from dcpbench.syncs import model
 from dcpbench.syncs.gating import baseline as baselines
 from dcpbench.syncs.gating import comments
 from dcpbench.syncs.gating.config import Allow
-from dcpbench.syncs.gating.gate import Gate, counts, judge
+from dcpbench.syncs.gating.gate import Gate, can_be_finding, compute_verdict
 from tests.unit import syncs_builder as build
 
 if TYPE_CHECKING:
@@ -27,12 +27,12 @@ TODAY = dt.date(2026, 6, 15)
 
 def verdict(report: Report, **gate: Any) -> Verdict:
     """What a gate says that reads no sources."""
-    return judge(report, Gate(**{"root": NOWHERE, **gate}), today=TODAY)
+    return compute_verdict(report, Gate(**{"root": NOWHERE, **gate}), today=TODAY)
 
 
 def baseline_of(report: Report) -> baselines.Baseline:
     """Everything in the report that counts."""
-    return baselines.make(filter(counts, report.sites))
+    return baselines.build_baseline(filter(can_be_finding, report.sites))
 
 
 def allow(**globs: Any) -> Allow:
@@ -55,7 +55,7 @@ class TestWithoutLimits:
     def test_the_profilers_own_warm_up_and_what_only_may_block_count_nowhere(self, changes: dict[str, bool]) -> None:
         report = build.report(build.site(**changes))
         assert verdict(report).exit_code == 0
-        limits = {"max_per_step": 0.0, "max_bubble_us": 0.0, "baseline": baselines.make([])}
+        limits = {"max_per_step": 0.0, "max_bubble_us": 0.0, "baseline": baselines.build_baseline([])}
         assert verdict(report, **limits).exit_code == 0
 
     def test_one_that_found_nothing_to_wait_for_counts_as_well(self) -> None:
@@ -201,15 +201,15 @@ class TestBaseline:
             build.site("b", file="a.py", wait_us=1.0, count=99),
             build.site("a", file="z.py", bubble_us=0.0, line=99),
         ]
-        text = model.encode(baseline_of(build.report(*sites)))
-        assert text == model.encode(baseline_of(build.report(*again)))
+        text = model.encode_json(baseline_of(build.report(*sites)))
+        assert text == model.encode_json(baseline_of(build.report(*again)))
         assert text.index('"a.py"') < text.index('"z.py"')
         assert "count" not in text.replace("count_per_step", "")
 
     def test_it_is_read_as_it_was_written(self, tmp_path: Path) -> None:
         made = baseline_of(build.all_kinds())
-        (tmp_path / "b.json").write_text(model.encode(made))
-        assert baselines.read(tmp_path / "b.json") == made
+        (tmp_path / "b.json").write_text(model.encode_json(made))
+        assert baselines.read_baseline(tmp_path / "b.json") == made
 
     @pytest.mark.parametrize(
         ("content", "message"),
@@ -228,7 +228,7 @@ class TestBaseline:
         if content is not None:
             (tmp_path / "b.json").write_bytes(content)
         with pytest.raises(UsageError, match=f"(?s){message}.*dcpbench syncs baseline TRACE"):
-            baselines.read(tmp_path / "b.json")
+            baselines.read_baseline(tmp_path / "b.json")
 
     def test_its_name_is_quoted_where_a_shell_would_part_it(self, tmp_path: Path) -> None:
         path = tmp_path / "my base.json"
@@ -236,7 +236,7 @@ class TestBaseline:
             if content is not None:
                 path.write_text(content)
             with pytest.raises(UsageError, match=re.escape(f"TRACE -o '{path}'")):
-                baselines.read(path)
+                baselines.read_baseline(path)
 
 
 class TestTracesThatCannotAnswer:
@@ -248,7 +248,7 @@ class TestTracesThatCannotAnswer:
             ({"complete": False}, "ends early"),
         ],
     )
-    @pytest.mark.parametrize("limits", [{}, {"max_per_step": 9.0}, {"baseline": baselines.make([])}], ids=str)
+    @pytest.mark.parametrize("limits", [{}, {"max_per_step": 9.0}, {"baseline": baselines.build_baseline([])}], ids=str)
     def test_they_are_never_clean(self, changes: dict[str, Any], words: str, limits: dict[str, Any]) -> None:
         found = verdict(build.report(traces=[build.trace("t.json", **changes)]), **limits)
         assert (found.status, found.exit_code) == ("cannot answer", 3)
@@ -427,11 +427,11 @@ class TestComments:
             assert self.allowed(root, self.site(10, CALL, file)) is None
 
 
-@pytest.mark.parametrize(("size", "read"), [(4 << 20, True), (comments.LARGEST + 1, False)])
+@pytest.mark.parametrize(("size", "read"), [(4 << 20, True), (comments.MAX_SOURCE_BYTES + 1, False)])
 def test_a_source_of_more_than_4_mib_was_made_by_a_program(size: int, read: bool, tmp_path: Path) -> None:
     line = b"x.item()  # dcpbench: allow-sync (made)\n"
     (tmp_path / "made.py").write_bytes(line + b"#" * (size - len(line)))
-    source = comments._read(tmp_path, "made.py")
+    source = comments._read_source(tmp_path, "made.py")
     assert ([*source.notes] if source else None) == ([1] if read else None)
 
 
@@ -452,4 +452,4 @@ def test_a_source_of_more_than_4_mib_was_made_by_a_program(size: int, read: bool
 def test_a_statement_with_a_body_is_what_stands_before_it(line: int, lines: tuple[int, int]) -> None:
     """A condition over two lines, its body, one on a line of its own, and a call over three."""
     text = "a = 1\nif (a\n    and a):\n    b = 2\nfor x in y:\n    pass\nf(\n    a,\n)\nif a: b\n"
-    assert comments._statement(ast.parse(text), line) == lines
+    assert comments._find_statement(ast.parse(text), line) == lines

@@ -215,7 +215,7 @@ class TestOperators:
     def test_autograds_threads_show_the_line_that_waits_for_them(self) -> None:
         """Its threads have no Python stack, so that no frame is found there; nor has one that C alone calls."""
         made: list = []
-        waits = map(sighting.of_wait, ["stream"], [[]], [threading.get_ident()])
+        waits = map(sighting.make_wait_sync, ["stream"], [[]], [threading.get_ident()])
         _thread.start_new_thread(made.extend, (waits,))
         while not made:
             time.sleep(0.001)

@@ -55,7 +55,7 @@ def test_the_line_is_that_of_the_call(x: torch.Tensor) -> None:
 def test_torch_tells_of_waits_by_its_callbacks() -> None:
     """Where this fails, torch has changed its private callbacks, and nothing can be watched."""
     told: list[str] = []
-    callbacks.listen(told.append)
+    callbacks.set_listener(told.append)
     torch.cuda.synchronize()
     assert told == [callbacks.DEVICE]
 

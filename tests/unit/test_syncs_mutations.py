@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpbench.errors import TraceError
-from dcpbench.syncs.scan import scan
+from dcpbench.syncs.scan import scan_traces
 from tests.unit.trace_builder import PAGEABLE, TO_GPU, Trace, exit_code, scanned
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def answer(folder: Path, data: bytes) -> int:
         file.write(data)
         file.truncate()
     try:
-        return exit_code(scan([path], root=folder), folder)
+        return exit_code(scan_traces([path], root=folder), folder)
     except TraceError:
         return 2
 

@@ -10,10 +10,10 @@ from typer.testing import CliRunner
 
 from dcpbench.cli import app
 from dcpbench.errors import WorkerError
-from dcpbench.servers.profile import waits_in
-from dcpbench.syncs.gating.gate import Gate, judge
+from dcpbench.servers.profile import find_waits
+from dcpbench.syncs.gating.gate import Gate, compute_verdict
 from dcpbench.syncs.ranks import FileRank, Group, find_missing, is_front_end, parse_file_name
-from dcpbench.syncs.scan import scan
+from dcpbench.syncs.scan import scan_traces
 from tests.unit import syncs_builder as build
 from tests.unit.trace_builder import Trace
 
@@ -99,11 +99,11 @@ def summary(
 class TestFindMissing:
     def test_a_gap_is_missing(self) -> None:
         (missing,) = find_missing([summary(0), summary(2)])
-        assert (missing.ranks, missing.of) == ((1,), 3)
+        assert (missing.ranks, missing.group_size) == ((1,), 3)
 
     def test_the_number_of_ranks_is_in_the_traces(self) -> None:
         (missing,) = find_missing([summary(0, size=4), summary(1, size=4)])
-        assert (missing.ranks, missing.of) == ((2, 3), 4)
+        assert (missing.ranks, missing.group_size) == ((2, 3), 4)
 
     def test_one_rank_may_be_looked_at_alone(self) -> None:
         assert find_missing([summary(3, size=8)]) == []
@@ -147,7 +147,7 @@ class TestFolderOfVllm:
         code, output = run("scan", str(tmp_path), "--root", str(tmp_path))
         assert code == 1
         assert without_blanks(f"{FRONT_END}: the trace of vLLM's front end") in output
-        report = scan(sorted(tmp_path.iterdir()), root=tmp_path)
+        report = scan_traces(sorted(tmp_path.iterdir()), root=tmp_path)
         assert sorted((t.rank, t.front_end) for t in report.traces if t.rank is not None) == [(0, False), (1, False)]
         assert [site.count for site in report.sites] == [6]
 
@@ -192,15 +192,15 @@ class TestFolderOfVllm:
         for rank, waits in ((0, 1), (1, 2)):
             write_worker(tmp_path / worker_name(rank), waits=waits, rank=rank, world_size=2)
         write_front_end(tmp_path / FRONT_END)
-        assert waits_in(sorted(tmp_path.iterdir()))[0] == 2
+        assert find_waits(sorted(tmp_path.iterdir()))[0] == 2
 
     def test_waits_of_a_server_without_one_of_its_ranks_are_not_known(self, tmp_path: Path) -> None:
         write_worker(tmp_path / worker_name(0), rank=0, world_size=2)
         with pytest.raises(WorkerError, match="No trace of rank 1 of 2 was read"):
-            waits_in(sorted(tmp_path.iterdir()))
+            find_waits(sorted(tmp_path.iterdir()))
 
     def test_all_ranks_are_asked_for_where_a_server_was_profiled(self, tmp_path: Path) -> None:
         write_worker(tmp_path / worker_name(0), waits=0, rank=0, world_size=2)
-        report = scan(sorted(tmp_path.iterdir()), root=tmp_path)
-        assert judge(report, Gate(root=tmp_path)).exit_code == 0
-        assert judge(report, Gate(root=tmp_path, all_ranks=True)).exit_code == 3
+        report = scan_traces(sorted(tmp_path.iterdir()), root=tmp_path)
+        assert compute_verdict(report, Gate(root=tmp_path)).exit_code == 0
+        assert compute_verdict(report, Gate(root=tmp_path, all_ranks=True)).exit_code == 3

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpbench.errors import TraceError
-from dcpbench.syncs.gating.gate import Gate, judge
+from dcpbench.syncs.gating.gate import Gate, compute_verdict
 from dcpbench.syncs.traces import reading
 from tests.unit.trace_builder import PAGEABLE, Trace, exit_code, mine, only, scanned, sync_with
 
@@ -172,7 +172,7 @@ class TestBrokenText:
         trace = Trace().work()
         trace.call("cudaStreamSynchronize", 10, 90)
         report = scanned(tmp_path, trace.text().encode().replace(b"aStream", b"a\xd3tream"))
-        (reason,) = judge(report, Gate(root=tmp_path)).reasons
+        (reason,) = compute_verdict(report, Gate(root=tmp_path)).reasons
         assert r"repaired ('cuda\xd3treamSynchronize')" in reason
 
     @pytest.mark.parametrize("at", range(len("cudaStreamSynchronize")))
@@ -302,7 +302,7 @@ class TestBehindTheEnd:
         report = scanned(tmp_path, data)
         assert report.sites == []
         assert exit_code(report, tmp_path) == 3
-        (reason,) = judge(report, Gate(root=tmp_path)).reasons
+        (reason,) = compute_verdict(report, Gate(root=tmp_path)).reasons
         assert 'more text behind its end, beginning \'{"schemaVersion"' in reason
         assert reason.endswith("scan each trace from a file of its own.")
 
@@ -325,7 +325,7 @@ class TestBehindTheEnd:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """A second trace may stand behind it. The limit is 1 MiB here, and so is the padding."""
-        monkeypatch.setattr(reading, "LARGEST_EVENT", 1 << 20)
+        monkeypatch.setattr(reading, "MAX_EVENT_BYTES", 1 << 20)
         text = self.two()[0][:-1] + b', "extra": "' + b"x" * (2 << 20) + b'"}'
         assert exit_code(scanned(tmp_path, text), tmp_path) == 3
 
@@ -369,9 +369,9 @@ class TestBehindTheEnd:
             (b"[[1], [2]]", b"]"),
             (b"[]", b""),
         ):
-            assert reading._end_of_array(bytearray(array + rest)) == len(array)
+            assert reading._find_array_end(bytearray(array + rest)) == len(array)
         with_comma = bytearray(b'[{"a": [1]},\n] x')
-        assert reading._end_of_array(with_comma) == len(b'[{"a": [1]},\n]')
+        assert reading._find_array_end(with_comma) == len(b'[{"a": [1]},\n]')
         assert with_comma == b'[{"a": [1]} \n] x'
 
 
@@ -425,7 +425,7 @@ class TestLinks:
         report = trace.scan(tmp_path)
         assert exit_code(report, tmp_path) == code
         if code:
-            assert f"{alone} of its 8 GPU events" in judge(report, Gate(root=tmp_path)).reasons[0]
+            assert f"{alone} of its 8 GPU events" in compute_verdict(report, Gate(root=tmp_path)).reasons[0]
 
     def test_a_copy_to_pageable_memory_without_its_call_is_one_by_itself(self, tmp_path: Path) -> None:
         trace = Trace().work()

@@ -7,7 +7,7 @@ import pytest
 
 from dcpbench.errors import OutputError, UsageError
 from dcpbench.syncs import run as runs
-from dcpbench.syncs.commands import GateOptions, Out
+from dcpbench.syncs.commands import GateOptions, OutputOptions
 from dcpbench.syncs.model import Coverage, Example, Report, Site, TraceSummary
 from dcpbench.syncs.run import Note, Recording
 
@@ -24,14 +24,14 @@ class TestReport:
         example = Example(trace="/gone/a.json")
         site = Site(fingerprint="f", rule="SYNC001", kind="k", example=example, traces=["/gone/a.json"])
         report = Report(traces=[TraceSummary(path="/gone/a.json", coverage=Coverage(detector="scan"))], sites=[site])
-        made = runs.without_folder(report, Path("/gone"))
+        made = runs.remove_folder_names(report, Path("/gone"))
         assert "/gone" not in msgspec.json.encode(made).decode()
         assert made.sites[0].worst is None
 
     def test_steps_that_were_never_seen_are_told(self) -> None:
         notes = [Note(pid=1, trace="pid1.json", cuda=True, steps=0)]
-        assert "a:b was never called" in runs.explain(notes, Recording(step="a:b"))[0]
-        assert "--step MODULE:FUNCTION" in runs.explain(notes, Recording())[0]
+        assert "a:b was never called" in runs.explain_notes(notes, Recording(step="a:b"))[0]
+        assert "--step MODULE:FUNCTION" in runs.explain_notes(notes, Recording())[0]
 
 
 class TestOptions:
@@ -41,14 +41,14 @@ class TestOptions:
     )
     def test_wrong_numbers_and_names_say_what_would_do(self, options: dict, says: str) -> None:
         with pytest.raises(UsageError, match=says):
-            Recording(**options).check()
+            Recording(**options).check_values()
 
     def test_a_folder_with_traces_is_not_mixed_with_others(self, tmp_path: Path) -> None:
         (tmp_path / "rank0-pid1.json").write_text("{}")
         with pytest.raises(OutputError, match="already holds traces"):
-            Recording(keep=tmp_path).check()
+            Recording(keep=tmp_path).check_values()
 
     @pytest.mark.parametrize(("command", "says"), [([], "after `--`"), (["script.py"], "-- python script.py")])
     def test_a_command_that_cannot_start_says_how(self, command: list[str], says: str) -> None:
         with pytest.raises(UsageError, match=says):
-            runs.run(command, Recording(), GateOptions(), Out())
+            runs.run_program(command, Recording(), GateOptions(), OutputOptions())

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from dcpbench.syncs.scan import scan
+from dcpbench.syncs.scan import scan_traces
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,12 +61,12 @@ def mine(report: Report) -> list[Site]:
 def scanned(folder: Path, text: str | bytes, name: str = "trace.json") -> Report:
     path = folder / name
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    return scan([path], root=folder)
+    return scan_traces([path], root=folder)
 
 
 @pytest.fixture(scope="module")
 def report() -> Report:
-    return scan([TRACE], root=TRACE.parent)
+    return scan_traces([TRACE], root=TRACE.parent)
 
 
 class TestCountedByHand:
@@ -260,7 +260,7 @@ class TestTheSameTraceOtherwise:
         """The same places are the same sites; counts add up, counts per step do not."""
         for rank in (0, 1):
             (tmp_path / f"rank{rank}.json").write_text(json.dumps(RAW))
-        report = scan([tmp_path / "rank0.json", tmp_path / "rank1.json"], root=tmp_path)
+        report = scan_traces([tmp_path / "rank0.json", tmp_path / "rank1.json"], root=tmp_path)
         assert found(report) == PER_STEP
         assert report.totals.syncs == 36
         assert [t.rank for t in report.traces] == [0, 1]

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from dcpbench.syncs import scan as scan_module
-from dcpbench.syncs.formats import FORMATS, render
-from dcpbench.syncs.gating.gate import Gate, judge
-from dcpbench.syncs.model import Report, encode
-from dcpbench.syncs.scan import scan
-from dcpbench.syncs.traces.blocking import direction_of, kind_of
+from dcpbench.syncs.formats import FORMATS, render_report
+from dcpbench.syncs.gating.gate import Gate, compute_verdict
+from dcpbench.syncs.model import Report, encode_json
+from dcpbench.syncs.scan import scan_traces
+from dcpbench.syncs.traces.blocking import get_wait_kind, parse_direction
 from dcpbench.syncs.traces.columns import read_columns
 from dcpbench.syncs.traces.reading import TraceReader
 from tests.unit.trace_builder import HOST, PAGEABLE, PINNED, TO_GPU, Trace, exit_code, mine, only
@@ -193,7 +193,7 @@ class TestOtherAccelerators:
         trace.op("aten::add", 0, 10)
         trace.add(category, "run", 0, 10, correlation=1)
         report = trace.scan(tmp_path)
-        (reason,) = judge(report, Gate(root=tmp_path)).reasons
+        (reason,) = compute_verdict(report, Gate(root=tmp_path)).reasons
         assert f"({category})" in reason
         assert "dcpbench syncs dry-run" in reason
         assert not any("ProfilerActivity.CUDA" in note for note in report.traces[0].coverage.notes)
@@ -204,14 +204,14 @@ class TestOtherAccelerators:
         launch = trace.call("musaLaunchKernel", 0, 5, cat="privateuse1_runtime")
         trace.gpu("gemm", 10, 20, launch)
         trace.call("musaStreamSynchronize", 30, 90, cat="privateuse1_runtime")
-        verdict = judge(trace.scan(tmp_path), Gate(root=tmp_path))
+        verdict = compute_verdict(trace.scan(tmp_path), Gate(root=tmp_path))
         assert verdict.exit_code == 3
         assert "musaLaunchKernel, musaStreamSynchronize" in verdict.reasons[0]
 
     def test_beside_cuda_they_change_no_answer(self, trace: Trace, tmp_path: Path) -> None:
         trace.add("mtia_ccp_events", "run", 0, 10)
         report = trace.scan(tmp_path)
-        assert judge(report, Gate(root=tmp_path)).exit_code == 0
+        assert compute_verdict(report, Gate(root=tmp_path)).exit_code == 0
         assert any("another accelerator (mtia_ccp_events)" in note for note in report.traces[0].coverage.notes)
 
 
@@ -296,8 +296,8 @@ class TestCudaSyncEvents:
         self.event(trace, "Event Sync", 100, 900, 9002, -1)
         report = trace.scan(tmp_path)
         assert sorted((s.wait_us, s.may_block) for s in report.sites) == [(2, True), (800, False)]
-        assert all(render(report, form, root=tmp_path) is not None for form in FORMATS)
-        assert msgspec.json.decode(encode(report), type=Report).sites == report.sites
+        assert all(render_report(report, form, root=tmp_path) is not None for form in FORMATS)
+        assert msgspec.json.decode(encode_json(report), type=Report).sites == report.sites
 
     def test_a_stream_that_waits_for_a_stream_is_no_matter_of_the_host(self, trace: Trace, tmp_path: Path) -> None:
         self.event(trace, "Stream Wait Event", 10, 90, trace.call("cudaStreamWaitEvent", 10, 11), 7)
@@ -513,7 +513,7 @@ class TestRanks:
                     trace.item(1000 * step + 100 * n, 1000 * step + 100 * n + 50)
             paths.append(tmp_path / f"rank{rank}.json")
             paths[-1].write_text(trace.text())
-        site = only(scan(paths, root=tmp_path))
+        site = only(scan_traces(paths, root=tmp_path))
         assert (site.count, site.count_per_step, len(site.traces)) == (6, 2, 2)
 
 
@@ -537,7 +537,7 @@ class TestNames:
         ],
     )
     def test_a_call_is_known_with_and_without_a_version(self, call: str, kind: str | None) -> None:
-        assert kind_of(call) == kind
+        assert get_wait_kind(call) == kind
 
     @pytest.mark.parametrize(
         ("name", "direction"),
@@ -552,7 +552,7 @@ class TestNames:
         ],
     )
     def test_a_copy_says_its_direction(self, name: str, direction: str) -> None:
-        assert direction_of(name) == direction
+        assert parse_direction(name) == direction
 
 
 def test_an_item_on_the_host_is_no_synchronisation(trace: Trace, tmp_path: Path) -> None:
@@ -575,6 +575,6 @@ def test_a_step_in_which_the_profiler_stopped_is_none_whatever_python_frames_do(
     trace.frame("a.py(1): f", 0, 2000)
     (tmp_path / "t.json").write_text(trace.text())
     reader = TraceReader(tmp_path / "t.json")
-    columns = read_columns(reader.blocks(), reader.trouble)
+    columns = read_columns(reader.read_blocks(), reader.trouble)
     step = np.array([name.startswith("ProfilerStep") for name in columns.names])
-    assert bool(len(scan_module._closed(columns, step))) is kept
+    assert bool(len(scan_module._select_closed_ranges(columns, step))) is kept

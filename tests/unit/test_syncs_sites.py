@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from dcpbench.syncs import recorded, sites, words
-from dcpbench.syncs.formats import FORMATS, render
+from dcpbench.syncs.formats import FORMATS, render_report
 from dcpbench.syncs.frames import Frame
-from dcpbench.syncs.gating.gate import Gate, judge
+from dcpbench.syncs.gating.gate import Gate, compute_verdict
 from dcpbench.syncs.model import Example
-from dcpbench.syncs.scan import scan
-from dcpbench.syncs.sites import Sync, merge, sites_of
+from dcpbench.syncs.scan import scan_traces
+from dcpbench.syncs.sites import Sync, group_into_sites, merge_sites
 from dcpbench.syncs.traces import blocking
 from tests.unit import syncs_builder as build
 from tests.unit.trace_builder import PAGEABLE, PINNED, TO_GPU, Trace, exit_code, mine, only
@@ -37,7 +37,7 @@ def trace() -> Trace:
 
 def both(*changes: dict[str, Any]) -> Site:
     """The same site of two ranks as one."""
-    (site,) = merge([[build.site(**change)] for change in changes])
+    (site,) = merge_sites([[build.site(**change)] for change in changes])
     return site
 
 
@@ -64,7 +64,7 @@ class TestTwoRanks:
         """A step is as slow as its slowest rank: three per step fail a limit of two."""
         site = both({"count_per_step": a}, {"count_per_step": b})
         assert site.count_per_step == 3.0
-        assert judge(build.report(site), Gate(root=NOWHERE, max_per_step=2.0)).exit_code == 1
+        assert compute_verdict(build.report(site), Gate(root=NOWHERE, max_per_step=2.0)).exit_code == 1
 
     @pytest.mark.parametrize(("a", "b"), [(9.0, 7.0), (7.0, 9.0)])
     def test_waits_of_one_time_are_those_of_the_worst_rank(self, a: float, b: float) -> None:
@@ -88,7 +88,7 @@ class TestTwoRanks:
         trace.kernel(170, 175, 300)
         alone = only(trace.scan(tmp_path, "rank0.json"))
         (tmp_path / "rank1.json").write_text(trace.text())
-        site = only(scan([tmp_path / "rank0.json", tmp_path / "rank1.json"], root=tmp_path))
+        site = only(scan_traces([tmp_path / "rank0.json", tmp_path / "rank1.json"], root=tmp_path))
         for name in ("count", "wait_us", "bubble_us", "bytes", "waited"):
             assert getattr(site, name) == 2 * getattr(alone, name) > 0, name
         assert site.wait_median_us == alone.wait_median_us
@@ -133,7 +133,7 @@ class TestRules:
         trace.call("cudaEventSynchronize", 10, 90)
         trace.call("cudaEventElapsedTime", 93, 94)
         report = trace.scan(tmp_path)
-        text = render(report, "table", root=tmp_path)
+        text = render_report(report, "table", root=tmp_path)
         assert "SYNC012 timing" in text
         assert "Keep the events of several steps and read them once all steps are done" in " ".join(text.split())
 
@@ -186,18 +186,18 @@ class TestWaited:
     def test_it_is_told_how_many_found_something_to_wait_for(self, trace: Trace, tmp_path: Path) -> None:
         site = only(self.report(trace, tmp_path))
         assert (site.count, site.waited) == (3, 1)
-        assert "3 in all (1 of 3 waited)" in words.sentence(site)
+        assert "3 in all (1 of 3 waited)" in words.format_sentence(site)
 
     def test_large_numbers_are_read_in_thousands_and_where_all_waited_nothing_is_added(self) -> None:
-        assert "1,360 in all (550 of 1,360 waited)" in words.sentence(build.site(count=1360, waited=550))
-        assert "waited" not in words.sentence(build.site(count=10, waited=10))
-        assert "waited" not in words.sentence(build.site(count=10, waited=None))
+        assert "1,360 in all (550 of 1,360 waited)" in words.format_sentence(build.site(count=1360, waited=550))
+        assert "waited" not in words.format_sentence(build.site(count=10, waited=10))
+        assert "waited" not in words.format_sentence(build.site(count=10, waited=None))
 
     @pytest.mark.parametrize("form", FORMATS)
     def test_every_format_tells_it(self, form: str, trace: Trace, tmp_path: Path) -> None:
         report = self.report(trace, tmp_path)
-        report.verdict = judge(report, Gate(root=tmp_path))
-        text = render(report, form, root=tmp_path)
+        report.verdict = compute_verdict(report, Gate(root=tmp_path))
+        text = render_report(report, form, root=tmp_path)
         assert re.search(r'1 waited|1 of 3 waited|"waited": 1', text)
 
     def test_without_gpu_events_nobody_knows(self, tmp_path: Path) -> None:
@@ -266,7 +266,7 @@ class TestCalledFrom:
         )
         assert site.function == "sample"
         assert site.called_from == "app/serve.py(40): step"
-        assert "called from app/serve.py(40): step" in words.sentence(site)
+        assert "called from app/serve.py(40): step" in words.format_sentence(site)
 
     def test_one_in_ones_own_code_needs_no_caller(self, trace: Trace, tmp_path: Path) -> None:
         site = self.site(trace, tmp_path, "run.py(3): <module>", "app/serve.py(40): step")
@@ -285,8 +285,8 @@ class TestCalledFrom:
         site = self.site(trace, tmp_path, "run.py(3): main", "numpy/gen.py(7): sample")
         assert site.fingerprint == self.site(other, tmp_path, "app.py(4): go", "numpy/gen.py(7): sample").fingerprint
         report = trace.scan(tmp_path)
-        report.verdict = judge(report, Gate(root=tmp_path))
-        text = html.unescape(render(report, form, root=tmp_path))
+        report.verdict = compute_verdict(report, Gate(root=tmp_path))
+        text = html.unescape(render_report(report, form, root=tmp_path))
         assert re.search(r'called.?from(?:": ")? ?(?:<code>)?run\.py\(3\): main', text, re.IGNORECASE)
 
     def test_live_detection_and_dry_run_say_it_too(self) -> None:
@@ -294,11 +294,11 @@ class TestCalledFrom:
         library = Frame("/opt/v/lib/python3.11/site-packages/gen/g.py", 7, "sample")
         torch = Frame("/opt/v/lib/python3.11/site-packages/torch/nn/m.py", 8, "_call_impl")
         mine = Frame("/srv/app/serve.py", 41, "step")
-        (site,) = sites_of(
+        (site,) = group_into_sites(
             [Sync(rule="SYNC001", frames=(mine, torch, library), user=library)], root=Path("/srv"), trace="t"
         )
         assert site.called_from == "app/serve.py(41): step"
-        (site,) = sites_of([Sync(rule="SYNC001", frames=(mine, torch), user=mine)], root=Path("/srv"))
+        (site,) = group_into_sites([Sync(rule="SYNC001", frames=(mine, torch), user=mine)], root=Path("/srv"))
         assert site.called_from == ""
 
 
@@ -321,8 +321,8 @@ class TestFrees:
         assert "PYTORCH_NO_CUDA_MEMORY_CACHING=1" in site.cause
         assert exit_code(report, tmp_path) == 1
         for form in FORMATS:
-            report.verdict = judge(report, Gate(root=tmp_path))
-            text = render(report, form, root=tmp_path).replace("\\", "").replace("\n", " ")
+            report.verdict = compute_verdict(report, Gate(root=tmp_path))
+            text = render_report(report, form, root=tmp_path).replace("\\", "").replace("\n", " ")
             assert "PYTORCH_NO_CUDA_MEMORY_CACHING=1" in " ".join(text.split()), form
 
     @pytest.mark.parametrize(("frees", "allocations"), [(3, 3), (40, 2)], ids=["few", "empty_cache"])
@@ -339,22 +339,22 @@ def test_a_line_is_shown_with_two_on_either_side(line: int, shown: list[int], tm
     file = tmp_path / "seven.py"
     file.write_text("".join(f"line_{n}()\n" for n in range(1, 8)))
     sync = SimpleNamespace(line=line, file=str(file))
-    assert sites._source(sync) == [f"{'>' if n == line else ' '} {n:5d} | line_{n}()" for n in shown]  # type: ignore[arg-type]
+    assert sites._format_source(sync) == [f"{'>' if n == line else ' '} {n:5d} | line_{n}()" for n in shown]  # type: ignore[arg-type]
 
 
 def test_a_site_of_a_record_that_is_in_no_step_and_whose_wait_nobody_knows_has_zeros() -> None:
     """What is not priced stays unknown; of a priced one the mean is kept."""
     site = build.site(count_per_step=None, wait_median_us=None, bubble_us=None, count=4)
-    (found,) = recorded.sync_sites([site], "replay")
+    (found,) = recorded.build_sync_sites([site], "replay")
     assert (found.per_step, found.wait_us, found.bubble_us) == (0.0, 0.0, None)
     priced = build.site(count_per_step=2.0, wait_median_us=30.0, bubble_us=100.0, count=4)
-    (found,) = recorded.sync_sites([priced], "replay")
+    (found,) = recorded.build_sync_sites([priced], "replay")
     assert (found.per_step, found.wait_us, found.bubble_us) == (2.0, 30.0, 25.0)
 
 
 def test_an_id_that_repeats_the_correlation_is_no_operators() -> None:
     events = SimpleNamespace(external=np.array([3, 4, -1]), correlation=np.array([3, 9, 5]))
-    assert blocking._true_links(events).tolist() == [-1, 4, -1]  # type: ignore[arg-type]
+    assert blocking._get_external_ids(events).tolist() == [-1, 4, -1]  # type: ignore[arg-type]
 
 
 def test_the_first_event_of_a_gpu_may_be_the_copy_and_has_its_size(tmp_path: Path) -> None:

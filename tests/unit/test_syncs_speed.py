@@ -10,7 +10,7 @@ import pytest
 
 from dcpbench.commands import syncs
 from dcpbench.errors import TraceError, UsageError
-from dcpbench.syncs.scan import scan
+from dcpbench.syncs.scan import scan_traces
 from tools.syncs import checks
 from tools.syncs.__main__ import main
 from tools.syncs.speed import measure, repeat_trace
@@ -36,7 +36,7 @@ def test_it_has_the_same_sites_so_many_times_over(repeated) -> None:
     window's own last one once, as only the last copy's ends the trace.
     """
     target, events, copies = repeated
-    one, many = scan([H200], root=Path.cwd()), scan([target], root=Path.cwd())
+    one, many = scan_traces([H200], root=Path.cwd()), scan_traces([target], root=Path.cwd())
     assert events == copies * len(json.loads(gzip.decompress(H200.read_bytes()))["traceEvents"])
     assert many.totals.syncs == copies * one.totals.syncs
     assert {s.fingerprint: s.count for s in many.sites} == {s.fingerprint: copies * s.count for s in one.sites}

@@ -10,11 +10,11 @@ import torch
 from torch.profiler import record_function
 
 from dcpbench.errors import WorkerError
-from dcpbench.servers.profile import waits_in
+from dcpbench.servers.profile import find_waits
 from dcpbench.syncs.dry_run import dry_run
 from dcpbench.syncs.gating import baseline
-from dcpbench.syncs.gating.gate import Gate, counts, judge
-from dcpbench.syncs.scan import scan
+from dcpbench.syncs.gating.gate import Gate, can_be_finding, compute_verdict
+from dcpbench.syncs.scan import scan_traces
 from tests.unit.program_traces import Program
 
 if TYPE_CHECKING:
@@ -319,11 +319,11 @@ def test_the_documentation_counts_the_programs() -> None:
 
 
 def scanned(make: Callable[[], Program], folder: Path, **options: str) -> Report:
-    return scan([make().write(folder / "trace.json")], root=folder, **options)
+    return scan_traces([make().write(folder / "trace.json")], root=folder, **options)
 
 
 def verdict(report: Report, folder: Path, **limits: float | baseline.Baseline) -> Verdict:
-    return judge(report, Gate(root=folder, **limits))
+    return compute_verdict(report, Gate(root=folder, **limits))
 
 
 @pytest.mark.parametrize(("make", "waits", "code"), NAMED)
@@ -346,7 +346,7 @@ def test_a_limit_per_step_hides_no_wait_in_no_step(make: Callable[[], Program], 
 def test_a_wait_behind_the_last_step_is_new_to_a_baseline_without_it(tmp_path: Path) -> None:
     """The same program with eight waits behind its last step, and with nine."""
     report = scanned(waits_behind_the_last_step, tmp_path)
-    known = baseline.make(filter(counts, report.sites))
+    known = baseline.build_baseline(filter(can_be_finding, report.sites))
     assert verdict(report, tmp_path, baseline=known).exit_code == 0
 
     def with_one_more() -> Program:
@@ -383,7 +383,7 @@ class TestPhases:
             with program.range(f"ProfilerStep#{step}"), program.range(f"execute_new_{0 if step else 2}_cached_{step}"):
                 program.work(20)
                 program.read(0 if step else 2)
-        report = scan([program.write(tmp_path / "trace.json")], root=tmp_path, step_range=step_range)
+        report = scan_traces([program.write(tmp_path / "trace.json")], root=tmp_path, step_range=step_range)
         assert report.traces[0].coverage.steps_by_phase == {"decode": 4, "prefill": 1}
         assert report.sites[0].count_per_phase == {"prefill": 2.0, "decode": 0.0}
         assert verdict(report, tmp_path).exit_code == 1
@@ -396,7 +396,7 @@ class TestPhases:
 
     def test_a_baseline_compares_each_phase(self, tmp_path: Path) -> None:
         """Prefill waits as before, and decode as well now."""
-        known = baseline.make(filter(counts, scanned(vllm_waits_in_prefill_alone, tmp_path).sites))
+        known = baseline.build_baseline(filter(can_be_finding, scanned(vllm_waits_in_prefill_alone, tmp_path).sites))
 
         def decode_waits_too() -> Program:
             program = Program()
@@ -421,20 +421,20 @@ class TestPhases:
     def test_a_server_waits_as_often_as_in_the_phase_that_waits_most(self, tmp_path: Path) -> None:
         """Three waits in a prefill and none in decode are three in a step, not 3 of 13."""
         trace = vllm_waits_in_prefill_alone().write(tmp_path / "rank0.json")
-        assert waits_in([trace])[0] == 3.0
+        assert find_waits([trace])[0] == 3.0
 
     def test_a_server_with_numbered_ranges_gives_a_count_if_no_wait_is_left_out(self, tmp_path: Path) -> None:
         """Waits in each step are counted; those before ranges that may be no steps would be missing."""
         trace = transformers_waits_between_tokens().write(tmp_path / "rank0.json")
-        assert waits_in([trace])[0] == 1.0
+        assert find_waits([trace])[0] == 1.0
         with pytest.raises(WorkerError, match="give --step-range"):
-            waits_in([two_families().write(tmp_path / "rank0.json")])
+            find_waits([two_families().write(tmp_path / "rank0.json")])
 
     def test_a_recording_that_ends_before_the_last_sampling_has_the_same_counts(self, tmp_path: Path) -> None:
         program = vllm_samples_behind_the_forward_pass()
         with program.range("execute_context_0(0)_generation_2(2)"):
             program.work(20)
-        report = scan([program.write(tmp_path / "trace.json")], root=tmp_path)
+        report = scan_traces([program.write(tmp_path / "trace.json")], root=tmp_path)
         assert report.traces[0].coverage.steps_by_phase == {"decode": 13, "prefill": 1}
         assert report.sites[0].count_per_phase == {"prefill": 1.0, "decode": 1.0}
 

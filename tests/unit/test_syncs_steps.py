@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from dcpbench.errors import UsageError
-from dcpbench.syncs.scan import scan
-from dcpbench.syncs.sites import fingerprint
+from dcpbench.syncs.scan import scan_traces
+from dcpbench.syncs.sites import compute_fingerprint
 from dcpbench.syncs.steps import Range, Steps, Work, count_occurrences
 from dcpbench.syncs.steps import find_steps as find_steps_of
 from dcpbench.syncs.traces.python_lines import Repository, parse_frame
@@ -66,7 +66,7 @@ class TestFindSteps:
         found[2:] = [r._replace(empty=True) for r in found[2:]]
         steps = find_steps(found, pattern)
         assert steps.start.tolist() == [0, 20]
-        assert steps.of([35, 61]) == [1, 2]
+        assert steps.find_indices([35, 61]) == [1, 2]
 
     def test_only_the_last_profiler_step_is_left_out_and_not_all_of_them(self) -> None:
         empty = [r._replace(empty=True) for r in ranges("ProfilerStep#0", "ProfilerStep#1", "ProfilerStep#2")]
@@ -83,7 +83,7 @@ class TestFindSteps:
     def test_a_moment_between_two_steps_belongs_to_the_earlier(self) -> None:
         """Steps 0 to 10 and 20 to 30: 15 follows the first, -1 lies before it, and 31 behind the last of two."""
         steps = find_steps(ranges("s1", "s2"))
-        assert steps.of([-1, 0, 15, 20, 30, 31]) == [None, 0, 0, 1, 1, 2]
+        assert steps.find_indices([-1, 0, 15, 20, 30, 31]) == [None, 0, 0, 1, 1, 2]
 
 
 @pytest.mark.filterwarnings("ignore:Profiler won't be using warmup", "ignore:CUDA is not available")
@@ -95,7 +95,7 @@ def test_the_recipe_of_the_documentation_marks_steps(
     recipe = (ROOT / "docs" / "syncs.md").read_text().partition("```python\n")[2].partition("```")[0]
     monkeypatch.chdir(tmp_path)
     exec(recipe, {"batches": [torch.ones(2)] * batches, "step": torch.sum})  # noqa: S102 -- ours
-    assert scan([tmp_path / "trace.json.gz"], root=tmp_path).traces[0].steps == steps
+    assert scan_traces([tmp_path / "trace.json.gz"], root=tmp_path).traces[0].steps == steps
 
 
 def test_what_is_advised_where_no_steps_are_marked_marks_them(tmp_path: Path) -> None:
@@ -305,16 +305,22 @@ class TestFingerprint:
             (*base[:3], ["aten::nonzero"], "DtoH"),
             (*base[:4], "HtoD"),
         ]
-        assert len({fingerprint(*b) for b in (base, *others)}) == 6
+        assert len({compute_fingerprint(*b) for b in (base, *others)}) == 6
 
     def test_hashes_and_numbers_of_compiled_code_do_not(self) -> None:
         for pair in (
             ("Torch-Compiled Region: 0/0", "Torch-Compiled Region: 12/3"),
             ("## Call CompiledFxGraph f7qjxm4wz2v9kq3hb5tt ##", "## Call CompiledFxGraph fa1b2c3d4e5f6g7h8i9jklmn ##"),
         ):
-            assert len({fingerprint("SYNC001", "a.py", "f", [op], "") for op in pair}) == 1
+            assert len({compute_fingerprint("SYNC001", "a.py", "f", [op], "") for op in pair}) == 1
         assert (
-            len({fingerprint("SYNC001", "a.py", "f", [op], "") for op in ("aten::max_pool2d", "aten::max_pool3d")}) == 2
+            len(
+                {
+                    compute_fingerprint("SYNC001", "a.py", "f", [op], "")
+                    for op in ("aten::max_pool2d", "aten::max_pool3d")
+                }
+            )
+            == 2
         )
 
 
@@ -349,12 +355,12 @@ class TestRepository:
     def test_a_path_that_leads_out_of_it_is_not_followed(self, tmp_path: Path) -> None:
         (tmp_path / "secret.py").touch()
         (tmp_path / "repo").mkdir()
-        assert Repository(tmp_path / "repo").path("../secret.py") == "../secret.py"
-        assert not Repository(tmp_path / "repo").has("../secret.py")
+        assert Repository(tmp_path / "repo").find_path("../secret.py") == "../secret.py"
+        assert not Repository(tmp_path / "repo").has_file("../secret.py")
 
     @pytest.mark.parametrize("file", ["a" * 10_000, "\0", "", "/", "//", "."])
     def test_odd_paths_are_left_alone(self, file: str, tmp_path: Path) -> None:
-        assert Repository(tmp_path).path(file) == file
+        assert Repository(tmp_path).find_path(file) == file
 
     @pytest.mark.parametrize(
         ("name", "parts"),

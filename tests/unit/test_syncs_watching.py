@@ -11,7 +11,7 @@ from torch.cuda import _gpu_trace
 from dcpbench.errors import CapacityError, SyncError, UsageError
 from dcpbench.syncs import allow, live, no_syncs, watch
 from dcpbench.syncs.live import callbacks
-from dcpbench.syncs.live.pageable import copy_of, staged
+from dcpbench.syncs.live.pageable import find_copy, is_staged
 from tests.unit import fake_cuda
 
 
@@ -107,27 +107,27 @@ class TestPageable:
     def test_contiguous_memory_is_copied_straight_and_a_strided_view_is_not(self) -> None:
         """Device tensors are stood for by meta ones: only shapes, strides and dtypes are looked at."""
         device, host = torch.empty(4, 6, device="meta"), torch.empty(4, 6)
-        assert not staged(device, host)
-        assert not staged(host, device)
-        assert staged(torch.empty(4, 12)[:, ::2], device)
-        assert staged(device, torch.empty(4, 12)[:, ::2])
+        assert not is_staged(device, host)
+        assert not is_staged(host, device)
+        assert is_staged(torch.empty(4, 12)[:, ::2], device)
+        assert is_staged(device, torch.empty(4, 12)[:, ::2])
 
     def test_two_transposed_sides_are_one_layout(self) -> None:
         device, host = torch.empty(6, 4, device="meta").t(), torch.empty(6, 4).t()
-        assert not staged(host, device)
-        assert staged(host, device.contiguous())
+        assert not is_staged(host, device)
+        assert is_staged(host, device.contiguous())
 
     def test_another_dtype_is_converted_on_the_device(self) -> None:
-        assert not staged(torch.empty(4, dtype=torch.float64), torch.empty(4, device="meta"))
+        assert not is_staged(torch.empty(4, dtype=torch.float64), torch.empty(4, device="meta"))
 
     def test_a_row_that_is_broadcast_is_staged(self) -> None:
-        assert staged(torch.empty(6), torch.empty(4, 6, device="meta"))
+        assert is_staged(torch.empty(6), torch.empty(4, 6, device="meta"))
 
     def test_copies_on_one_side_are_none(self) -> None:
         x = torch.ones(3)
-        assert copy_of("aten::copy_", (x, x, True), {}, x) is None
-        assert copy_of("aten::_to_copy", (x,), {"dtype": torch.float64, "non_blocking": True}, x) is None
-        assert copy_of("aten::add", (x, x), {}, x) is None
+        assert find_copy("aten::copy_", (x, x, True), {}, x) is None
+        assert find_copy("aten::_to_copy", (x,), {"dtype": torch.float64, "non_blocking": True}, x) is None
+        assert find_copy("aten::add", (x, x), {}, x) is None
 
 
 class TestWithoutCuda:

@@ -2,12 +2,12 @@
 
 import torch
 
-from dcpbench.engine.synthetic import router_inputs
+from dcpbench.engine.synthetic import make_router_inputs
 
 
 def draw(numbers, seed=0):
     """Two layers of width 8."""
-    return router_inputs(numbers, layers=2, hidden=8, seed=seed, dtype=torch.float32, device=torch.device("cpu"))
+    return make_router_inputs(numbers, layers=2, hidden=8, seed=seed, dtype=torch.float32, device=torch.device("cpu"))
 
 
 def test_a_request_keeps_its_rows_in_any_order():

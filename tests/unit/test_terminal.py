@@ -12,7 +12,7 @@ from dcpbench.launch import progress
 from dcpbench.launch.jobs import Check, Progress
 from dcpbench.points.machine import Probe
 from dcpbench.points.point import Point
-from dcpbench.show.terminal import console
+from dcpbench.show.terminal import make_console
 
 POINT = Point(model="tiny", tp=1, concurrency=2, context=100, backend="reference", dtype="fp32")
 
@@ -37,10 +37,10 @@ def test_a_long_point_says_how_far_it_is_now_and_then(
     """A log should show that something happens, and not every second."""
     monkeypatch.setattr(progress, "QUIET_S", quiet_s)
     out = io.StringIO()
-    with progress.ProgressBar(progress.names_of([POINT]), Console(file=out, width=140)) as watch:
-        watch(Progress(stage="build", key=POINT.key()))
-        watch(Progress(stage="measure", key=POINT.key(), note="3/9 requests"))
-        watch(Progress(stage="done", key=POINT.key(), note="10 tok/s"))
+    with progress.ProgressBar(progress.format_point_names([POINT]), Console(file=out, width=140)) as watch:
+        watch(Progress(stage="build", key=POINT.get_key()))
+        watch(Progress(stage="measure", key=POINT.get_key(), note="3/9 requests"))
+        watch(Progress(stage="done", key=POINT.get_key(), note="10 tok/s"))
     assert out.getvalue().splitlines() == lines
 
 
@@ -50,10 +50,10 @@ def test_a_narrow_terminal_cuts_the_description_and_no_count(width: int) -> None
     out = io.StringIO()
     other = Point(model="a-long-name-of-a-model", tp=1, concurrency=2, context=200, backend="reference", dtype="fp32")
     with progress.ProgressBar(
-        progress.names_of([POINT, other]), Console(file=out, width=width, force_terminal=True)
+        progress.format_point_names([POINT, other]), Console(file=out, width=width, force_terminal=True)
     ) as watch:
-        watch(Progress(stage="done", key=POINT.key()))
-        watch(Progress(stage="measure", key=other.key(), note="3/9 requests, 1,000 tok/s"))
+        watch(Progress(stage="done", key=POINT.get_key()))
+        watch(Progress(stage="measure", key=other.get_key(), note="3/9 requests, 1,000 tok/s"))
     assert "1/2 points" in re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", out.getvalue())
 
 
@@ -72,8 +72,10 @@ def test_tables_say_what_they_mean_in_colours_and_names_of_others_stay_as_they_a
         ok=False,
         detail="[red]NaN[/]",
     )
-    console().print(progress.checks_table([wrong]))
-    console().print(progress.env_table(Probe(device="cpu", count=0, name="[bold]CPU", packages={"triton": None})))
+    make_console().print(progress.make_checks_table([wrong]))
+    make_console().print(
+        progress.make_env_table(Probe(device="cpu", count=0, name="[bold]CPU", packages={"triton": None}))
+    )
     out = capsys.readouterr().out
     assert "WRONG" in out
     assert "[red]NaN[/]" in out
@@ -85,9 +87,9 @@ def test_tables_say_what_they_mean_in_colours_and_names_of_others_stay_as_they_a
 def test_what_became_of_a_run_meanwhile_is_a_sentence() -> None:
     """Events of the launcher, not of a point that ended; the first letter is large, and the others are as they were."""
     out = io.StringIO()
-    with progress.ProgressBar(progress.names_of([POINT]), Console(file=out, width=140)) as watch:
+    with progress.ProgressBar(progress.format_point_names([POINT]), Console(file=out, width=140)) as watch:
         watch(Progress(stage="stopped", note="torchrun had been stopped (SIGSTOP)"))
-        watch(Progress(stage="again", key=POINT.key(), note="rank 1: ValueError"))
+        watch(Progress(stage="again", key=POINT.get_key(), note="rank 1: ValueError"))
         watch(Progress(stage="ending", note="writing the requests that have finished"))
     assert out.getvalue().splitlines() == [
         "Torchrun had been stopped (SIGSTOP).",
@@ -102,7 +104,7 @@ def test_sizes_of_a_device_are_rounded_and_not_cut() -> None:
     probe = Probe(
         device="cuda", count=8, name="NVIDIA B200", memory_bytes=178 << 30, l2_bytes=507 << 18, capability="10.0"
     )
-    Console(file=out, width=80).print(progress.env_table(probe))
+    Console(file=out, width=80).print(progress.make_env_table(probe))
     assert [" ".join(line.split()) for line in out.getvalue().splitlines() if line.strip()] == [
         "device 8 × NVIDIA B200",
         "memory 178.0 GiB each",

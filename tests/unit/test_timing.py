@@ -2,7 +2,7 @@
 
 import itertools
 
-from dcpbench.measuring.timing import time_chunks, time_in_turns
+from dcpbench.measuring.timing import measure_chunks, measure_in_turns
 from dcpbench.records.stats import StopRule
 
 RULE = StopRule(precision=0.05, seconds=1.0)
@@ -22,7 +22,7 @@ def test_ways_take_turns_until_the_last_is_measured():
     """One that is precise at once is measured as long as one that never is, so that all meet the same clocks."""
     log = []
     calm, wild = (way(name, log, itertools.cycle(of)) for name, of in (("calm", [1.0]), ("wild", [1.0, 9.0])))
-    first, second = time_in_turns([calm, wild], RULE)
+    first, second = measure_in_turns([calm, wild], RULE)
     rounds = list(zip(log[::2], log[1::2], strict=True))
     assert {frozenset(one) for one in rounds} == {frozenset({"calm", "wild"})}
     assert set(rounds) == {("calm", "wild"), ("wild", "calm")}  # none is always behind the same other
@@ -36,7 +36,7 @@ def test_ways_that_agree_at_once_are_measured_in_as_many_orders_as_the_time_allo
     for seconds, rounds in ((10.0, 8), (0.3, 3)):
         log = []
         calm, other = (way(name, log, itertools.repeat(1.0)) for name in ("calm", "other"))
-        found = time_in_turns([calm, other], StopRule(precision=0.05, seconds=seconds))
+        found = measure_in_turns([calm, other], StopRule(precision=0.05, seconds=seconds))
         steps = 100
         assert [len(timing.samples_ms) for timing in found] == [rounds * steps] * 2
         assert not any(timing.noisy for timing in found)
@@ -45,7 +45,7 @@ def test_ways_that_agree_at_once_are_measured_in_as_many_orders_as_the_time_allo
 def test_a_way_alone_is_measured_until_it_is_precise():
     """Two chunks to settle, behind the one that tells how long a step is."""
     log = []
-    found = time_chunks(way("one", log, itertools.repeat(2.0)), RULE)
+    found = measure_chunks(way("one", log, itertools.repeat(2.0)), RULE)
     assert not found.noisy
     assert not found.unsettled
     assert log == ["one"] * (3 + len(found.samples_ms) // 100)
@@ -55,5 +55,5 @@ def test_warm_up_that_never_settles_ends_after_half_of_the_time():
     """And the timing says so."""
     log = []
     growing = (2.0 ** (i // 100) for i in itertools.count())
-    found = time_chunks(way("one", log, growing), RULE)
+    found = measure_chunks(way("one", log, growing), RULE)
     assert found.unsettled

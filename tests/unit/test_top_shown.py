@@ -17,10 +17,10 @@ from dcpbench.errors import UsageError
 from dcpbench.launch import processes
 from dcpbench.top import watch, words
 from dcpbench.top.facts import Facts
-from dcpbench.top.gpus import GpuNow, Gpus
-from dcpbench.top.render import render
+from dcpbench.top.gpus import Gpus, GpuState
+from dcpbench.top.render import render_state
 from dcpbench.top.state import Estimate
-from dcpbench.top.words import changes, snapshot
+from dcpbench.top.words import format_changes, format_snapshot
 from tests.unit import top_builder as build
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from dcpbench.top.state import State
 
 POINTS = [build.point(context, model="a-model-with-a-long-name") for context in range(100, 130)]
-GPU = GpuNow(
+GPU = GpuState(
     index=3,
     name="NVIDIA H200",
     utilisation=98,
@@ -59,7 +59,7 @@ def busy(tmp_path: Path) -> State:
 def shown(state: State, width: int, height: int = 40, **console: Any) -> str:
     """What a terminal of that size shows."""
     out = io.StringIO()
-    Console(file=out, width=width, **console).print(render(state, width, height))
+    Console(file=out, width=width, **console).print(render_state(state, width, height))
     return out.getvalue()
 
 
@@ -103,7 +103,7 @@ class TestView:
     def test_a_run_whose_command_is_not_known_is_a_run(self, tmp_path: Path) -> None:
         """A replay has no jobs that say what it is."""
         build.record(tmp_path, POINTS[0], start=0, seconds=2)
-        assert next(changes(None, build.state(tmp_path, 3))).startswith(f"run in {tmp_path}: ")
+        assert next(format_changes(None, build.state(tmp_path, 3))).startswith(f"run in {tmp_path}: ")
 
     def test_a_low_terminal_keeps_what_is_newest(self, busy: State) -> None:
         """Of 12 lines three are left for points."""
@@ -121,7 +121,7 @@ class TestView:
         build.job(tmp_path, POINTS, device="cpu")
         found = build.state(tmp_path, 1)
         assert "say nothing about performance" in " ".join(shown(found, 80).split())
-        assert "say nothing about performance" in "\n".join(changes(None, found))
+        assert "say nothing about performance" in "\n".join(format_changes(None, found))
 
     def test_markup_in_a_name_stays_text(self, tmp_path: Path) -> None:
         job = build.job(tmp_path, [build.point(1, model="[bold red]x[/]")])
@@ -138,7 +138,7 @@ class TestLines:
         facts = Facts(tmp_path)
         first = build.state(facts, 2)
         build.tell(job, 3, "measure", POINTS[0], "2/9 requests")
-        assert list(changes(first, build.state(facts, 4))) == []
+        assert list(format_changes(first, build.state(facts, 4))) == []
 
     def test_each_change_is_a_line(self, tmp_path: Path) -> None:
         job = build.job(tmp_path, POINTS[:3])
@@ -148,7 +148,7 @@ class TestLines:
         build.done(job, tmp_path, POINTS[1], 10, 20)
         build.tell(job, 20, "measure", POINTS[2])
         name = "a-model-with-a-long-name tp2 reference, 2 ×"
-        assert list(changes(first, build.state(facts, 20))) == [
+        assert list(format_changes(first, build.state(facts, 20))) == [
             "running",
             f"{name} 100 tokens: 200 tok/s, ITL 10 ms",
             f"{name} 101 tokens: 200 tok/s, ITL 10 ms",
@@ -162,27 +162,27 @@ class TestLines:
         facts = Facts(tmp_path)
         well, silent, later = (build.state(facts, at) for at in (1, 61, 90))
         said = "no sign of life for 61 s; dcpbench ends such a job after 5 min"
-        assert list(changes(well, silent)) == [said]
-        assert list(changes(silent, later)) == []
+        assert list(format_changes(well, silent)) == [said]
+        assert list(format_changes(silent, later)) == []
 
     def test_records_that_cannot_be_read_are_said_at_the_first_look(self, tmp_path: Path) -> None:
         build.job(tmp_path, POINTS)
         (tmp_path / "records.jsonl").write_bytes(b"no record\n")
         assert "lines that could not be read, and are left out: records.jsonl: 1" in list(
-            snapshot(build.state(tmp_path, 1))
+            format_snapshot(build.state(tmp_path, 1))
         )
 
     def test_one_look_says_all(self, busy: State) -> None:
-        said = list(snapshot(busy))
+        said = list(format_snapshot(busy))
         assert "measure for 4 s · 3/9 requests, 1,200 tok/s" in said
         assert "GPU 3: 1,830 MHz, 612 W, 61 °C, slowed: sw_power_cap" in said
 
 
 def test_time_left_has_its_range_or_its_reason() -> None:
     ranged = Estimate(seconds=540, low=420, high=720, points=9)
-    assert words.left(ranged) == "about 9 min left (7 min to 12 min)"
-    assert words.left(Estimate(seconds=540, points=1)) == "about 9 min left, by 1 point alone"
-    assert words.left(Estimate(seconds=0, points=1)) == "the last point takes longer than others did"
+    assert words.format_time_left(ranged) == "about 9 min left (7 min to 12 min)"
+    assert words.format_time_left(Estimate(seconds=540, points=1)) == "about 9 min left, by 1 point alone"
+    assert words.format_time_left(Estimate(seconds=0, points=1)) == "the last point takes longer than others did"
 
 
 class TestProcesses:
@@ -193,7 +193,7 @@ class TestProcesses:
             path.write_text("\n".join(map(str, pids)))
             if written is not None:
                 os.utime(path, (written, written))
-            return processes.alive(tmp_path)[0]
+            return processes.find_alive(tmp_path)[0]
 
         return write
 
@@ -223,11 +223,11 @@ class TestProcesses:
             (tmp_path / name).mkdir()
             (tmp_path / name / ".lock").write_text(str(pid))
             os.utime(tmp_path / name / ".lock", (written, written))
-        assert watch.running_below(tmp_path) == tmp_path / "new"
+        assert watch.find_running(tmp_path) == tmp_path / "new"
         for name in ("old", "new"):
             (tmp_path / name / ".lock").write_text("0")
         with pytest.raises(UsageError, match=r"no run below .* is running here; name one"):
-            watch.running_below(tmp_path)
+            watch.find_running(tmp_path)
 
 
 class TestGpus:
@@ -253,7 +253,7 @@ class TestGpus:
         )
         monkeypatch.setitem(sys.modules, "pynvml", fake)
         reasons = ["sw_power_cap", "hw_thermal"]
-        assert Gpus().now() == [GpuNow(index=0, name="GPU\ufffd", power_w=612.4, throttle_reasons=reasons)]
+        assert Gpus().read_states() == [GpuState(index=0, name="GPU\ufffd", power_w=612.4, throttle_reasons=reasons)]
 
     def test_a_gpu_that_says_all_is_asked_in_its_own_units(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """mW become W; memory, clocks and temperature are as they come; of two GPUs each has its number."""
@@ -282,8 +282,8 @@ class TestGpus:
             **{f"nvmlDeviceGet{name}": told(name) for name in ("ClockInfo", "MaxClockInfo", "Temperature")},
         )
         monkeypatch.setitem(sys.modules, "pynvml", fake)
-        first, second = Gpus().now()
-        assert first == GpuNow(
+        first, second = Gpus().read_states()
+        assert first == GpuState(
             index=0,
             name="H200",
             utilisation=98,
@@ -300,4 +300,4 @@ class TestGpus:
 
     def test_a_machine_without_nvml_has_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "pynvml", None)
-        assert Gpus().now() == []
+        assert Gpus().read_states() == []

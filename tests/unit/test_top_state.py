@@ -15,9 +15,9 @@ from dcpbench.launch.processes import COMMAND, NONE, WORKERS
 from dcpbench.records import student
 from dcpbench.records.file import RecordFile
 from dcpbench.records.record import Record
-from dcpbench.show.text import LONGEST_LINE
+from dcpbench.show.text import MAX_LINE_CHARS
 from dcpbench.top.facts import Facts
-from dcpbench.top.state import estimate
+from dcpbench.top.state import estimate_time_left
 from tests.unit import top_builder as build
 from tests.unit.serve_record_builder import load
 
@@ -115,7 +115,7 @@ class TestTime:
 
     def test_a_range_is_the_prediction_interval_of_a_sum(self) -> None:
         """8, 10 and 12 s: mean 10, s = 2, t(2) = 4.30. Four left: 40 ± 4.30 · 2 · √(4 + 16/3) = 40 ± 26.27."""
-        found = estimate([8, 10, 12], 4)
+        found = estimate_time_left([8, 10, 12], 4)
         assert found
         half = 4.30 * 2 * math.sqrt(4 + 16 / 3)
         assert (found.seconds, found.low, found.high) == (40, pytest.approx(40 - half), pytest.approx(40 + half))
@@ -124,29 +124,29 @@ class TestTime:
     def test_ranges_are_as_wide_as_students_t_says(self, n: int) -> None:
         """Of n points at 9 and 11 s alternately, one left: ± t(n - 1) · s · √(1 + 1/n); beyond the table ± 2.2."""
         durations = [9.0 + 2 * (i % 2) for i in range(n)]
-        found = estimate(durations, 1)
+        found = estimate_time_left(durations, 1)
         assert found
         assert found.high is not None
-        t = 2.2 if n > 11 else round(student.quantile(0.025, n - 1), 2)
+        t = 2.2 if n > 11 else round(student.compute_quantile(0.025, n - 1), 2)
         half = t * statistics.stdev(durations) * math.sqrt(1 + 1 / n)
         assert found.high - found.seconds == pytest.approx(half, abs=0.01 * half)
-        assert estimate(durations[:2], 1).high is None
+        assert estimate_time_left(durations[:2], 1).high is None
 
     def test_a_range_ends_at_zero(self) -> None:
         """1 and 100 s and 1 s: ± 4.30 · 57 is far more than the 34 s that are left."""
-        found = estimate([1, 100, 1], 1)
+        found = estimate_time_left([1, 100, 1], 1)
         assert found
         assert (found.low, found.seconds) == (0, 34)
 
     def test_no_time_is_left_below_zero(self) -> None:
         """One left, 100 s at work where points take 10: it may end any moment."""
-        found = estimate([8, 10, 12], 1, spent=100)
+        found = estimate_time_left([8, 10, 12], 1, spent=100)
         assert found
         assert (found.seconds, found.low) == (0, 0)
 
     @pytest.mark.parametrize(("durations", "left"), [([], 3), ([10.0], 0)], ids=["nothing ended", "nothing is left"])
     def test_nothing_is_estimated_from_nothing(self, durations: list[float], left: int) -> None:
-        assert estimate(durations, left) is None
+        assert estimate_time_left(durations, left) is None
 
 
 class TestStatus:
@@ -228,12 +228,12 @@ class TestFiles:
     def test_a_line_that_is_being_written_waits(self, tmp_path: Path) -> None:
         job = build.job(tmp_path, FOUR)
         build.tell(job, 1, "build", FOUR[0])
-        whole = job.progress_path().read_bytes()
+        whole = job.get_progress_path().read_bytes()
         facts = Facts(tmp_path)
         build.state(facts, 2)
-        build.add(job.progress_path(), whole.replace(b"build", b"check")[:40])
+        build.add(job.get_progress_path(), whole.replace(b"build", b"check")[:40])
         assert (before := build.state(facts, 3).now)
-        build.add(job.progress_path(), whole.replace(b"build", b"check")[40:])
+        build.add(job.get_progress_path(), whole.replace(b"build", b"check")[40:])
         assert (after := build.state(facts, 4).now)
         assert (before.stage, after.stage) == ("build", "check")
 
@@ -241,7 +241,7 @@ class TestFiles:
         """No JSON, other JSON, bytes that are no text, another version, and a job file that is half written."""
         job = build.job(tmp_path, FOUR)
         build.tell(job, 1, "measure", FOUR[0])
-        build.add(job.progress_path(), b'{"stage":\n[1]\n\xff\xfe\n\n')
+        build.add(job.get_progress_path(), b'{"stage":\n[1]\n\xff\xfe\n\n')
         build.tell(job, 2, "profile", FOUR[0])
         build.record(tmp_path, FOUR[1], start=0, schema_version=99)
         (tmp_path / "job-tp4-0.json").write_bytes(b'{"kind": "sw')
@@ -295,7 +295,7 @@ class TestFiles:
         found = build.state(tmp_path, 2, began=-99)
         told = msgspec.json.encode(found).decode()
         assert all(c.isprintable() for c in told)
-        assert len(told) < 10 * LONGEST_LINE
+        assert len(told) < 10 * MAX_LINE_CHARS
 
     def test_a_pipe_in_the_place_of_a_file_does_not_make_it_wait(self, tmp_path: Path) -> None:
         os.mkfifo(tmp_path / "records.jsonl")

@@ -32,7 +32,7 @@ class Passing:
         self.now, self.alive, self.slept = build.BEGAN + 1.0, COMMAND, list[float]()
         self.happens: list[Callable[[], object]] = []
         monkeypatch.setattr(watch, "time", SimpleNamespace(time=lambda: self.now, sleep=self.sleep))
-        monkeypatch.setattr(watch.processes, "alive", lambda _: (self.alive, build.BEGAN if self.alive else None))
+        monkeypatch.setattr(watch.processes, "find_alive", lambda _: (self.alive, build.BEGAN if self.alive else None))
 
     def sleep(self, seconds: float) -> None:
         self.slept.append(seconds)
@@ -177,7 +177,7 @@ def test_a_live_view_leaves_what_was_seen_last_on_the_terminal(tmp_path: Path) -
     out = io.StringIO()
     terminal = Console(file=out, width=100, height=20, force_terminal=True)
     before = signal.getsignal(signal.SIGTSTP)
-    with watch._live(terminal) as show:
+    with watch._open_live_view(terminal) as show:
         assert signal.getsignal(signal.SIGTSTP) != before
         show(build.state(tmp_path, 1))
         build.done(job, tmp_path, TWO[0], 1, 10)
@@ -219,7 +219,7 @@ def test_a_live_view_that_is_stopped_while_it_writes_gives_way_behind_that(
             out.typed = 1
 
     monkeypatch.setattr(signal, "raise_signal", stop)
-    with watch._live(Console(file=out, width=100, height=20, force_terminal=True)) as show:
+    with watch._open_live_view(Console(file=out, width=100, height=20, force_terminal=True)) as show:
         show(build.state(tmp_path, 1))
         out.typed = 1
         show(build.state(tmp_path, 2))

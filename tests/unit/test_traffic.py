@@ -22,14 +22,14 @@ def traffic(load: list[ServeRequest], concurrency: int | None, **changes: object
 def serve(flow: Traffic, step_s: float = 1.0) -> None:
     """Steps of one second, in virtual time, until all is answered."""
     now = 0.0
-    while not flow.done:
-        flow.submit(*flow.due(now), now)
-        step = flow.scheduler.next_step()
+    while not flow.is_done:
+        flow.submit(*flow.count_due(now), now)
+        step = flow.scheduler.plan_step()
         if step is None:
-            now = max(now, flow.next_arrival_s() or now)
+            now = max(now, flow.find_next_arrival_s() or now)
         else:
             now += step_s
-            flow.read(step, now)
+            flow.record_tokens(step, now)
 
 
 class TestClosedLoop:
@@ -39,19 +39,19 @@ class TestClosedLoop:
         serve(flow)
         assert [s.submitted_s for s in flow.samples] == [0, 0, 2, 2, 4]
         assert [s.token_s for s in flow.samples] == [[1, 2], [1, 2], [3, 4], [3, 4], [5, 6]]
-        assert all(s.finished and s.sequence for s in flow.samples)
+        assert all(s.is_finished and s.sequence for s in flow.samples)
 
     def test_a_request_counts_from_when_its_client_had_its_answer_however_late_the_server_looks(self) -> None:
         """Answered at 1 s; the server takes new requests again at 3 s."""
         flow = traffic([request(n, 4, 1) for n in range(2)], 1)
-        flow.submit(*flow.due(0.0), 0.0)
-        flow.read(flow.scheduler.next_step(), 1.0)
-        flow.submit(*flow.due(3.0), 3.0)
+        flow.submit(*flow.count_due(0.0), 0.0)
+        flow.record_tokens(flow.scheduler.plan_step(), 1.0)
+        flow.submit(*flow.count_due(3.0), 3.0)
         assert [s.submitted_s for s in flow.samples] == [0, 1]
 
     def test_it_does_not_look_at_when_requests_would_be_due(self) -> None:
         flow = traffic([request(0, 4, 1, arrival_s=9.0)], 1)
-        assert (flow.due(0.0), flow.next_arrival_s()) == ((0, 1), None)
+        assert (flow.count_due(0.0), flow.find_next_arrival_s()) == ((0, 1), None)
         serve(flow)
         assert (flow.samples[0].submitted_s, flow.samples[0].token_s) == (0, [1])
 
@@ -60,7 +60,7 @@ class TestClosedLoop:
         flow = traffic([request(0, TOO_LONG), request(1, TOO_LONG), request(2, 4)], 1)
         serve(flow)
         assert [bool(s.rejected) for s in flow.samples] == [True, True, False]
-        assert [s.finished for s in flow.samples] == [False, False, True]
+        assert [s.is_finished for s in flow.samples] == [False, False, True]
         assert "request 0 has 40 prompt and 1 output tokens" in flow.samples[0].rejected
 
 
@@ -68,21 +68,21 @@ class TestOpenLoop:
     def test_requests_come_when_they_are_due_whatever_is_unanswered(self) -> None:
         """At 0, 0.5 and 2.5 s; prompts of 8 fill a step each, so the second one is answered at 2 s."""
         flow = traffic([request(n, 8, 1, arrival_s=at) for n, at in enumerate((0.0, 0.5, 2.5))], None)
-        assert [flow.due(at) for at in (0.0, 0.49, 0.5, 9.0)] == [(0, 1), (0, 1), (0, 2), (0, 3)]
+        assert [flow.count_due(at) for at in (0.0, 0.49, 0.5, 9.0)] == [(0, 1), (0, 1), (0, 2), (0, 3)]
         serve(flow)
         assert [s.token_s for s in flow.samples] == [[1], [2], [3.5]]
 
     def test_a_request_counts_from_when_it_was_due_not_from_when_it_was_seen(self) -> None:
         """It came in the middle of a step."""
         flow = traffic([request(0, 8, 1, arrival_s=0.25)], None)
-        flow.submit(*flow.due(1.0), 1.0)
+        flow.submit(*flow.count_due(1.0), 1.0)
         assert flow.samples[0].submitted_s == 0.25
 
     def test_it_says_when_the_next_one_comes(self) -> None:
         flow = traffic([request(0, 4, arrival_s=1.5)], None)
-        assert (flow.due(1.0), flow.next_arrival_s()) == ((0, 0), 1.5)
+        assert (flow.count_due(1.0), flow.find_next_arrival_s()) == ((0, 0), 1.5)
         flow.submit(0, 1, 1.5)
-        assert flow.next_arrival_s() is None
+        assert flow.find_next_arrival_s() is None
 
 
 class TestStop:
@@ -90,11 +90,11 @@ class TestStop:
         """Of three requests one is answered, one is running and one was never sent."""
         flow = traffic([request(0, 4, 1), request(1, 4, 9), request(2, 4, 1)], 2)
         flow.submit(0, 2, 0.0)
-        flow.read(flow.scheduler.next_step(), 1.0)
+        flow.record_tokens(flow.scheduler.plan_step(), 1.0)
         flow.stop()
-        assert [(s.finished, len(s.token_s)) for s in flow.samples] == [(True, 1), (False, 1)]
+        assert [(s.is_finished, len(s.token_s)) for s in flow.samples] == [(True, 1), (False, 1)]
         assert flow.samples[1].sequence is not None
-        assert (flow.done, flow.due(9.0), flow.in_flight, flow.scheduler.unfinished) == (True, (0, 0), 0, [])
+        assert (flow.is_done, flow.count_due(9.0), flow.in_flight, flow.scheduler.unfinished) == (True, (0, 0), 0, [])
 
     def test_nothing_to_serve_is_an_error_that_says_what_to_type(self) -> None:
         with pytest.raises(UsageError, match="give --num-requests 1 or more"):
@@ -121,7 +121,7 @@ def test_every_request_is_answered_or_rejected_and_every_token_is_noted(load, co
     serve(flow)
     assert [s.request.number for s in flow.samples] == list(range(len(load)))
     for sample in flow.samples:
-        assert sample.finished != bool(sample.rejected)
+        assert sample.is_finished != bool(sample.rejected)
         assert sample.token_s == sorted(sample.token_s)
         assert all(t >= sample.submitted_s for t in sample.token_s)
         assert bool(sample.rejected) == (sample.request.kv_tokens > 8 * 4)

@@ -26,9 +26,9 @@ def test_options_take_the_place_of_those_typed_and_all_others_stay() -> None:
     """Written with a space or =, with a value or none; what has a space is quoted."""
     given = {"--tp": "8", "--dcp": "4", "--dry-run": ""}
     said = "dcpbench sweep --tp 8 --dcp 4 --dry-run --context 128000 -o 'my runs'"
-    assert typed.retyped("sweep", given, ["--device"]) == said
+    assert typed.format_retyped_command("sweep", given, ["--device"]) == said
 
 
 @pytest.mark.usefixtures("line")
 def test_of_another_command_only_what_is_given_is_said() -> None:
-    assert typed.retyped("serve", {"--tp": "8"}) == "dcpbench serve --tp 8"
+    assert typed.format_retyped_command("serve", {"--tp": "8"}) == "dcpbench serve --tp 8"

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from dcpbench.errors import RecordsError
-from dcpbench.kernels.moe.routing import NOBODY
-from dcpbench.points.batches import batch_rows, chunk_rows
+from dcpbench.kernels.moe.routing import NO_EXPERT
+from dcpbench.points.batches import compute_batch_rows, compute_chunk_rows
 from dcpbench.points.budget import plan_engine
-from dcpbench.points.floors import Sharding, StepRows, expert_works, gather_work, phase_works
+from dcpbench.points.floors import Sharding, StepRows, compute_gather_work, iter_expert_works, iter_phase_works
 from dcpbench.points.layout import Layout
 from dcpbench.points.machine import Probe
-from dcpbench.points.machines import described
+from dcpbench.points.machines import load_machine
 from dcpbench.points.point import Load, Point
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import SHAPES
@@ -24,8 +24,8 @@ from dcpbench.recommend import estimate
 from dcpbench.recommend.forecast import EstimatedTimes, Estimator
 from dcpbench.serving.replay import replay_from_file
 from dcpbench.serving.requests import Chunk, ReplicaStep, Sequence, ServeRequest, Step, TableWrite
-from dcpbench.serving.step_cases import BETWEEN_TOKENS, CHUNK_TOKENS, CaseMaker, Extent, bare, grid
-from dcpbench.serving.step_model import StepModel, Work, step_works
+from dcpbench.serving.step_cases import BETWEEN_TOKENS, CHUNK_TOKENS, CaseMaker, Extent, is_bare, make_cases
+from dcpbench.serving.step_model import StepModel, Work, compute_step_works
 from dcpbench.serving.step_times import (
     CHECK,
     LINE,
@@ -34,14 +34,14 @@ from dcpbench.serving.step_times import (
     Case,
     Chunks,
     Decodes,
-    Measured,
+    MeasuredCase,
     StepTimes,
-    engine_path,
+    get_engine_path,
     read_step_times,
     write_step_times,
 )
 from dcpbench.workloads import serve
-from dcpbench.workloads.session import build
+from dcpbench.workloads.session import build_session
 from tests.unit.serving_builder import config
 from tests.unit.step_times_builder import step_times, true_ms
 
@@ -70,8 +70,8 @@ A_ROW_MS = 0.03
 
 def truth(works: list[Work]) -> float:
     """The slowest replica, with experts for the rows that replicas have and not for as many as the fullest has."""
-    rows = [work.beside_chunks for work in works]
-    most = max(works, key=lambda work: work.beside_chunks)
+    rows = [work.rows_with_chunks for work in works]
+    most = max(works, key=lambda work: work.rows_with_chunks)
     full = max(true_ms(with_rows_of(most, work)) for work in works)
     return full - A_ROW_MS * sum(max(rows) - each for each in rows) / len(rows)
 
@@ -84,11 +84,11 @@ def with_rows_of(most: Work, work: Work) -> Work:
 def measured(extent: Extent = EXTENT) -> StepTimes:
     """The whole grid of an engine in which experts go through the rows that there are."""
     cases = [
-        Measured(case=case, samples_ms=[truth(works) if case.chunks else true_ms(case.work())])
-        for case in grid(extent)
-        for works in [case.works(extent.replicas)]
+        MeasuredCase(case=case, samples_ms=[truth(works) if case.chunks else true_ms(case.compute_work())])
+        for case in make_cases(extent)
+        for works in [case.compute_works(extent.replicas)]
     ]
-    return msgspec.structs.replace(step_times(path=engine_path(POINT)), cases=cases)
+    return msgspec.structs.replace(step_times(path=get_engine_path(POINT)), cases=cases)
 
 
 TIMES = measured()
@@ -113,7 +113,7 @@ def serving() -> serve.Serving:
     )
     plan = plan_engine([asked], Settings(), TINY, Probe(device="cpu", count=0, name="CPU"))
     with torch.inference_mode():
-        return serve.serving_for(build(asked, TINY, plan, rank=0, device=CPU, seed=0), asked)
+        return serve.get_serving(build_session(asked, TINY, plan, rank=0, device=CPU, seed=0), asked)
 
 
 def replica(decodes: int, tokens: int) -> ReplicaStep:
@@ -151,59 +151,59 @@ class TestEngine:
         model.chosen_experts = chosen = []
         step = Step(1, [replica(decodes, tokens) for decodes, tokens in each])
         with torch.inference_mode():
-            tokens = serving.engine.launch(step).wait()
-        assert len(tokens) == len(step.replicas[0].emits)
-        own = [chunk_rows((batch_rows(decodes) if decodes else 0) + tokens) for decodes, tokens in each]
+            tokens = serving.engine.launch_step(step).wait_tokens()
+        assert len(tokens) == len(step.replicas[0].sampled_sequences)
+        own = [compute_chunk_rows((compute_batch_rows(decodes) if decodes else 0) + tokens) for decodes, tokens in each]
         live = torch.stack([torch.arange(max(own)) < count for count in own]).flatten()
         assert len(chosen) == TINY.layers - TINY.first_dense
         for _, ids_Tk in chosen:
-            assert torch.equal((ids_Tk != NOBODY).all(-1), live)
-            assert torch.equal((ids_Tk == NOBODY).all(-1), ~live)
+            assert torch.equal((ids_Tk != NO_EXPERT).all(-1), live)
+            assert torch.equal((ids_Tk == NO_EXPERT).all(-1), ~live)
 
     def test_of_steps_that_only_decode_all_rows_go_to_experts(self, serving: serve.Serving) -> None:
         """As those of captured graphs, which know nothing of replicas."""
         serving.engine.model.chosen_experts = chosen = []
         with torch.inference_mode():
-            serving.engine.launch(Step(1, [replica(4, 0), replica(1, 0)])).wait()
+            serving.engine.launch_step(Step(1, [replica(4, 0), replica(1, 0)])).wait_tokens()
         assert chosen
-        assert all((ids_Tk != NOBODY).all() for _, ids_Tk in chosen)
+        assert all((ids_Tk != NO_EXPERT).all() for _, ids_Tk in chosen)
 
 
 class TestGrid:
     def test_one_replica_alone_has_each_size_of_chunks_that_all_have(self) -> None:
         """So that the difference is the experts'; without a prefix, and where there are replicas."""
-        cases = grid(EXTENT)
+        cases = make_cases(EXTENT)
         alone = [case for case in cases if case.use == UNEVEN]
-        assert [case.work().tokens for case in alone] == [n for n in CHUNK_TOKENS if n <= EXTENT.chunk]
-        assert {msgspec.structs.replace(case, use=LINE, replicas=0) for case in alone} <= set(filter(bare, cases))
-        assert not any(bare(case) for case in alone)
-        assert not any(case.replicas for case in grid(extent(replicas=1)))
+        assert [case.compute_work().tokens for case in alone] == [n for n in CHUNK_TOKENS if n <= EXTENT.chunk]
+        assert {msgspec.structs.replace(case, use=LINE, replicas=0) for case in alone} <= set(filter(is_bare, cases))
+        assert not any(is_bare(case) for case in alone)
+        assert not any(case.replicas for case in make_cases(extent(replicas=1)))
 
     @pytest.mark.parametrize("tokens", BETWEEN_TOKENS)
     def test_the_largest_chunks_and_those_of_whole_prompts_are_among_its_sizes(self, tokens: int) -> None:
         """Also where others of their size lie between those that are measured so."""
         for changed in ({"chunk": tokens}, {"chunk": 2 * tokens, "prompts": (tokens,)}):
-            sizes = [case.work().tokens for case in grid(extent(**changed)) if case.use == UNEVEN]
+            sizes = [case.compute_work().tokens for case in make_cases(extent(**changed)) if case.use == UNEVEN]
             assert tokens in sizes
             assert max(sizes) == changed["chunk"]
             assert set(BETWEEN_TOKENS) & set(sizes) <= {tokens, max(sizes)}
 
     def test_some_replicas_are_predicted_and_checked(self) -> None:
         """Half of four; of two there are no some."""
-        some = {n: [c.replicas for c in grid(extent(replicas=n)) if c.use == CHECK] for n in (1, 2, 4)}
+        some = {n: [c.replicas for c in make_cases(extent(replicas=n)) if c.use == CHECK] for n in (1, 2, 4)}
         assert some == {1: [0] * len(some[1]), 2: [0] * len(some[1]), 4: [2] + [0] * len(some[1])}
 
     def test_a_step_is_that_of_its_case_on_some_replicas_and_of_nothing_on_others(self) -> None:
         setup = config(replicas=3, pages=33, page_size=2, dcp=2, max_requests=6, chunk=16, max_context=40)
         case = Case(chunks=(Chunks(2, 5, 8),), use=CHECK, replicas=2)
-        made = CaseMaker(setup, 50).steps(case)
-        assert step_works(made.first) == step_works(made.again) == case.works(3)
-        assert case.works(3) == [case.work()] * 2 + [Work.of(0, 0, [])]
+        made = CaseMaker(setup, 50).make_steps(case)
+        assert compute_step_works(made.first) == compute_step_works(made.again) == case.compute_works(3)
+        assert case.compute_works(3) == [case.compute_work()] * 2 + [Work.from_requests(0, 0, [])]
         assert [bool(replica.table) for replica in made.first.replicas] == [True, True, False]
 
     def test_floors_and_words_are_of_those_that_have_something_to_do(self) -> None:
         case = Case(chunks=(Chunks(1, 2048, 0),), use=UNEVEN, replicas=1)
-        assert case.rows(4) == StepRows(chunks=((2048, 0),), sampled=1, tokens=2048)
+        assert case.compute_rows(4) == StepRows(chunks=((2048, 0),), sampled=1, tokens=2048)
         assert str(case) == "1 × 2,048 tokens at 0, on 1 replica alone"
 
 
@@ -216,30 +216,30 @@ class TestPrediction:
     def test_cases_of_one_replica_and_of_some_are_met(self) -> None:
         assert {case.replicas for case, _ in TIMES.check_errors()} == {0, 2}
         assert all(abs(error) < 1e-9 for _, error in TIMES.check_errors())
-        for m in TIMES.cases_for(UNEVEN):
-            assert TIMES.model.step_ms(m.case.works(DP)) == pytest.approx(m.median_ms)
+        for m in TIMES.select_cases(UNEVEN):
+            assert TIMES.model.predict_step_ms(m.case.compute_works(DP)) == pytest.approx(m.median_ms)
 
     @pytest.mark.parametrize("seed", range(20))
     def test_it_is_exact_where_a_row_takes_as_long_whoever_has_it(self, seed: int) -> None:
         """Any replica decodes beside any chunk, or does nothing."""
         rng = np.random.default_rng(seed)
         works = [
-            Work.of(
+            Work.from_requests(
                 n, n * int(rng.integers(64, 4000)), [(int(rng.integers(16, 3000)), 0)] if rng.random() < 0.5 else []
             )
             for n in rng.integers(0, 11, DP).tolist()
         ]
-        works[int(rng.integers(DP))] = Work.of(0, 0, [(3500, 0)])
-        assert TIMES.model.step_ms(works) == pytest.approx(truth(works))
+        works[int(rng.integers(DP))] = Work.from_requests(0, 0, [(3500, 0)])
+        assert TIMES.model.predict_step_ms(works) == pytest.approx(truth(works))
 
     def test_the_more_the_others_have_the_longer_it_takes(self) -> None:
         """From nothing to as much as the fullest."""
-        chunk, empty = Work.of(0, 0, [(4096, 0)]), Work.of(0, 0, [])
-        others = [empty, Work.of(12, 12 * 4000, []), Work.of(0, 0, [(2048, 0)]), chunk]
-        times = [TIMES.model.step_ms([chunk, other, empty, empty]) for other in others]
+        chunk, empty = Work.from_requests(0, 0, [(4096, 0)]), Work.from_requests(0, 0, [])
+        others = [empty, Work.from_requests(12, 12 * 4000, []), Work.from_requests(0, 0, [(2048, 0)]), chunk]
+        times = [TIMES.model.predict_step_ms([chunk, other, empty, empty]) for other in others]
         assert times == sorted(times)
         assert times[-1] - times[0] == pytest.approx(A_ROW_MS * 4096 / DP)
-        assert TIMES.model.step_ms([chunk] * DP) - times[0] == pytest.approx(A_ROW_MS * 4096 * (DP - 1) / DP)
+        assert TIMES.model.predict_step_ms([chunk] * DP) - times[0] == pytest.approx(A_ROW_MS * 4096 * (DP - 1) / DP)
 
     def test_so_does_the_host(self) -> None:
         """Where launching takes half as long as the step."""
@@ -249,15 +249,15 @@ class TestPrediction:
             if not m.case.decodes or not m.case.chunks
         ]
         times = msgspec.structs.replace(TIMES, cases=halves)
-        for m in times.cases_for(UNEVEN):
-            assert times.host_model.step_ms(m.case.works(DP)) == pytest.approx(m.median_ms / 2)
+        for m in times.select_cases(UNEVEN):
+            assert times.host_model.predict_step_ms(m.case.compute_works(DP)) == pytest.approx(m.median_ms / 2)
 
     def test_noise_makes_no_step_longer_than_that_of_full_replicas(self) -> None:
         """Where a case of one replica took longer than that of all."""
-        line = [(m.case.work(), m.median_ms) for m in TIMES.cases_for(LINE)]
-        model = StepModel(line, (), [(m.case.work(), 1e6) for m in TIMES.cases_for(UNEVEN)])
-        chunk, empty = Work.of(0, 0, [(4096, 0)]), Work.of(0, 0, [])
-        assert model.step_ms([chunk, empty, empty, empty]) == model.step_ms([chunk] * DP)
+        line = [(m.case.compute_work(), m.median_ms) for m in TIMES.select_cases(LINE)]
+        model = StepModel(line, (), [(m.case.compute_work(), 1e6) for m in TIMES.select_cases(UNEVEN)])
+        chunk, empty = Work.from_requests(0, 0, [(4096, 0)]), Work.from_requests(0, 0, [])
+        assert model.predict_step_ms([chunk, empty, empty, empty]) == model.predict_step_ms([chunk] * DP)
 
 
 class TestOlderFiles:
@@ -266,23 +266,23 @@ class TestOlderFiles:
     OLD = msgspec.structs.replace(TIMES, cases=[m for m in TIMES.cases if not m.case.replicas])
 
     def test_their_steps_take_what_they_took(self) -> None:
-        chunk, others = Work.of(0, 0, [(4096, 0)]), [Work.of(12, 12 * 4000, [])] * (DP - 1)
-        assert self.OLD.model.step_ms([chunk, *others]) == self.OLD.model.step_ms([chunk] * DP)
-        assert TIMES.model.step_ms([chunk, *others]) < self.OLD.model.step_ms([chunk, *others])
+        chunk, others = Work.from_requests(0, 0, [(4096, 0)]), [Work.from_requests(12, 12 * 4000, [])] * (DP - 1)
+        assert self.OLD.model.predict_step_ms([chunk, *others]) == self.OLD.model.predict_step_ms([chunk] * DP)
+        assert TIMES.model.predict_step_ms([chunk, *others]) < self.OLD.model.predict_step_ms([chunk, *others])
 
     def test_replays_by_them_are_marked(self, tmp_path: Path) -> None:
         """And those by others say that they are not."""
         for times, padded in ((self.OLD, True), (TIMES, False)):
             write_step_times(tmp_path / "times.json", times)
-            plan = plan_engine([POINT], Settings(), SHAPES[POINT.model], times.probe())
+            plan = plan_engine([POINT], Settings(), SHAPES[POINT.model], times.make_probe())
             record = replay_from_file(POINT, plan, tmp_path / "times.json", Settings(), tmp_path)
             assert (PADDED_ROWS in record.marks) == padded
             assert record.honesty is not None
             assert record.honesty.padded_rows is padded
 
     def test_one_replica_has_no_others(self) -> None:
-        assert not step_times().padded_rows
-        assert self.OLD.padded_rows
+        assert not step_times().has_padded_rows
+        assert self.OLD.has_padded_rows
 
 
 class TestFile:
@@ -309,7 +309,7 @@ class TestFile:
         ids=["many", "line", "negative", "all", "decodes", "unlike"],
     )
     def test_cases_of_replicas_that_cannot_be_are_refused(self, case: Case, words: str, tmp_path: Path) -> None:
-        found = msgspec.structs.replace(TIMES, cases=[Measured(case=case, samples_ms=[1.0])])
+        found = msgspec.structs.replace(TIMES, cases=[MeasuredCase(case=case, samples_ms=[1.0])])
         write_step_times(tmp_path / "x.json", found)
         with pytest.raises(RecordsError, match=rf"x\.json, cases\[0\]: {words}.*measure again"):
             read_step_times(tmp_path / "x.json")
@@ -318,33 +318,37 @@ class TestFile:
 class TestEstimate:
     def test_rows_of_padding_cost_all_but_experts(self) -> None:
         """Of four replicas one has 2,048 rows: 8,192 are sent, and 2,048 go to experts. A decode step has no such rows."""
-        alone = Case(chunks=(Chunks(1, 2048, 0),), replicas=1).rows(4)
-        found = estimate.padded(alone, 4)
+        alone = Case(chunks=(Chunks(1, 2048, 0),), replicas=1).compute_rows(4)
+        found = estimate.pad_step(alone, 4)
         assert (found.tokens, found.live) == (4 * 2048, 2048)
-        alike = estimate.padded(Case(chunks=(Chunks(1, 2048, 0),)).rows(4), 4)
+        alike = estimate.pad_step(Case(chunks=(Chunks(1, 2048, 0),)).compute_rows(4), 4)
         assert (alike.tokens, alike.live) == (4 * 2048, 4 * 2048)
-        decodes = estimate.padded(StepRows(decodes=(9, 9, 9), tokens=10), 4)
+        decodes = estimate.pad_step(StepRows(decodes=(9, 9, 9), tokens=10), 4)
         assert (decodes.tokens, decodes.live) == (16, 16)
 
     @pytest.mark.parametrize("ep", [1, 4], ids=["cut", "whole"])
     def test_experts_read_no_row_of_padding(self, ep: int) -> None:
         """Their work is that of a step with as many rows as there are, and other layers' that of the padded one."""
         sharding = Sharding(shape=SHAPES["deepseek-v3"], layout=Layout(4, 4), itemsize=2, ep=ep)
-        padded = estimate.padded(Case(chunks=(Chunks(1, 2048, 0),), replicas=1).rows(4), 4)
-        routed = sharding.expected(padded.live)
-        expected = expert_works(sharding, StepRows(tokens=2048), routed)
-        assert list(expert_works(sharding, padded, routed)) == list(expected)
-        works = [(phase, work) for phase, _, work in phase_works(sharding, padded)]
-        assert [work for phase, work in works if phase == "moe"][-2:] == list(expert_works(sharding, padded, routed))
-        assert gather_work(4 * 2048 * SHAPES["deepseek-v3"].hidden * 2, 4) in [w for p, w in works if p == "dp_gather"]
+        padded = estimate.pad_step(Case(chunks=(Chunks(1, 2048, 0),), replicas=1).compute_rows(4), 4)
+        routed = sharding.estimate_routed(padded.live)
+        expected = iter_expert_works(sharding, StepRows(tokens=2048), routed)
+        assert list(iter_expert_works(sharding, padded, routed)) == list(expected)
+        works = [(phase, work) for phase, _, work in iter_phase_works(sharding, padded)]
+        assert [work for phase, work in works if phase == "moe"][-2:] == list(
+            iter_expert_works(sharding, padded, routed)
+        )
+        assert compute_gather_work(4 * 2048 * SHAPES["deepseek-v3"].hidden * 2, 4) in [
+            w for p, w in works if p == "dp_gather"
+        ]
 
     def test_a_step_of_one_replica_is_estimated_shorter(self) -> None:
         """By itself, and in a load that is served by estimates."""
-        of = Estimator(POINT, described("H200"), estimate.published().terms)
+        of = Estimator(POINT, load_machine("H200"), estimate.load_published_steps().terms)
         chunks = (Chunks(1, 2048, 0),)
-        alone, alike = (of.ms(Case(chunks=chunks, replicas=n).rows(DP)) for n in (1, 0))
+        alone, alike = (of.estimate_ms(Case(chunks=chunks, replicas=n).compute_rows(DP)) for n in (1, 0))
         assert alone < alike
-        plan = plan_engine([POINT], Settings(), SHAPES[POINT.model], TIMES.probe())
+        plan = plan_engine([POINT], Settings(), SHAPES[POINT.model], TIMES.make_probe())
         model = EstimatedTimes(of, POINT, plan).model
-        works = [Case(chunks=chunks, replicas=n).works(DP) for n in (1, 0)]
-        assert [model.step_ms(each) for each in works] == [pytest.approx(alone), pytest.approx(alike)]
+        works = [Case(chunks=chunks, replicas=n).compute_works(DP) for n in (1, 0)]
+        assert [model.predict_step_ms(each) for each in works] == [pytest.approx(alone), pytest.approx(alike)]

@@ -81,6 +81,6 @@ class TestStorage:
 
     def test_lengths_lie_around_every_edge(self):
         """dcp 8 in stripes of 2 deals out 16 tokens a round: 1 leaves 7 ranks empty, 15, 16 and 17 are an edge."""
-        assert verify._lengths(8, 2, 200) == [1, 2, 15, 16, 17, 50, 112, 200]
-        assert verify._lengths(8, 2, 16) == [1, 2, 15, 16], "none longer than the context"
-        assert verify._lengths(1, 1, 3) == [1, 2, 3]
+        assert verify._list_lengths(8, 2, 200) == [1, 2, 15, 16, 17, 50, 112, 200]
+        assert verify._list_lengths(8, 2, 16) == [1, 2, 15, 16], "none longer than the context"
+        assert verify._list_lengths(1, 1, 3) == [1, 2, 3]

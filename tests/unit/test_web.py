@@ -24,35 +24,35 @@ if TYPE_CHECKING:
     ids=["script", "comment", "entity", "line", "quotes", "emoji"],
 )
 def test_strings_come_back_as_they_were_and_hold_no_markup(text: str) -> None:
-    block = web.json_block({"name": [text]})
+    block = web.format_json_block({"name": [text]})
     assert json.loads(block) == {"name": [text]}
     assert not set("<>&\u2028\u2029") & set(block)
 
 
 def test_what_json_cannot_say_is_null() -> None:
-    block = web.json_block({"a": [float("nan"), float("inf"), -float("inf"), 1.5, (2, None)]})
+    block = web.format_json_block({"a": [float("nan"), float("inf"), -float("inf"), 1.5, (2, None)]})
     assert json.loads(block) == {"a": [None, None, None, 1.5, [2, None]]}
 
 
 def test_the_policy_names_the_scripts_of_the_page_and_allows_no_address() -> None:
     digest = base64.b64encode(hashlib.sha256(b"let a = 1").digest()).decode()
-    policy = web.policy(["let a = 1"])
+    policy = web.build_content_policy(["let a = 1"])
     assert f"script-src 'sha256-{digest}'" in policy
     assert "http" not in policy
     assert "connect-src 'none'" in policy
-    assert "script-src 'none'" in web.policy()
+    assert "script-src 'none'" in web.build_content_policy()
 
 
 def test_plotly_is_what_npm_has() -> None:
     """The file of plotly.js-basic-dist-min 4.1.1, by its digest: nobody edits it in place."""
-    digest = hashlib.sha256(web.read(web.PLOTLY).encode()).hexdigest()
+    digest = hashlib.sha256(web.read_asset(web.PLOTLY).encode()).hexdigest()
     assert digest == "99784e3abfb07b142a15e521a439e6d9addceadb3f79553fd24c72774f0649ba"
-    assert "</script" not in web.read(web.PLOTLY).lower()
+    assert "</script" not in web.read_asset(web.PLOTLY).lower()
 
 
 def test_charts_of_pages_have_the_colours_and_marks_of_figures() -> None:
     """On light; a place of the palette means the same in both, and so does a phase of a step."""
-    theme, chart = web.read(web.STYLE), web.read("chart.js")
+    theme, chart = web.read_asset(web.STYLE), web.read_asset("chart.js")
     light = dict(re.findall(r"--((?:series|phase)-\w+): (?:light-dark\()?(#[0-9a-f]{6})", theme))
     assert [light[f"series-{i}"] for i in range(1, len(figures.COLOURS) + 1)] == [c.lower() for c in figures.COLOURS]
     assert {name: light[f"phase-{name}"] for name in style.PHASE_COLOURS} == {
@@ -67,10 +67,10 @@ def test_equal_figures_are_equal_files(tmp_path: Path) -> None:
     """So that a report made again is the same; SVG and PDF would hold the time, and random names."""
     made = []
     for name in ("one", "other"):
-        with figures.drawing():
+        with figures.apply_style():
             figure = Figure((2, 2))
-            figure.subplots().plot([1, 2], [2, 1], marker=figures.marker(1), color=figures.colour(8))
-            made.append(figures.save(figure, tmp_path / name, "png", "svg", "pdf"))
+            figure.subplots().plot([1, 2], [2, 1], marker=figures.get_marker(1), color=figures.get_colour(8))
+            made.append(figures.save_figure(figure, tmp_path / name, "png", "svg", "pdf"))
     assert [path.name for path in made[0]] == ["one.png", "one.svg", "one.pdf"]
     for one, other in zip(*made, strict=True):
         assert one.read_bytes() == other.read_bytes()

@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-from dcpbench.engine.scaled_weights import ALL, cut
+from dcpbench.engine.scaled_weights import ALL, slice_scaled
 from dcpbench.engine.synthetic import SyntheticSource
 from dcpbench.engine.weights import Mlp, Moe, load_weights
 from dcpbench.points import memory
@@ -24,18 +24,18 @@ class Meta:
     def __init__(self, dtype=torch.bfloat16):
         self.dtype, self.names = dtype, []
 
-    def get(self, name, shape, *, rows=None, columns=None, dtype=None):
+    def get_tensor(self, name, shape, *, rows=None, columns=None, dtype=None):
         """See weights.Source."""
         self.names.append(name)
         parts = (rows, columns)[: len(shape)]
         size = [len(range(*(part or slice(None)).indices(n))) for part, n in zip(parts, shape, strict=True)]
         return torch.empty(size, dtype=dtype or self.dtype, device="meta")
 
-    def scaled(self, name, shape, *, rows=ALL, columns=ALL):
+    def get_scaled(self, name, shape, *, rows=ALL, columns=ALL):
         """The same: blocks as a source cuts them."""
         scale = torch.empty([-(-n // SCALE_BLOCK) for n in shape])  # without memory their cutting is slow
-        data = self.get(name, shape, rows=rows, columns=columns, dtype=torch.float8_e4m3fn)
-        found = cut(data, scale, shape, rows, columns)
+        data = self.get_tensor(name, shape, rows=rows, columns=columns, dtype=torch.float8_e4m3fn)
+        found = slice_scaled(data, scale, shape, rows, columns)
         return dataclasses.replace(found, scale=found.scale.to("meta"))
 
 
@@ -71,18 +71,18 @@ class TestBytes:
         As many of experts that are cut over the ranks as of whole ones.
         """
         dense, moe = shape.first_dense, shape.layers - shape.first_dense
-        expected = memory.weight_bytes(shape, layout, dtype.itemsize, dense, moe, wide)
+        expected = memory.compute_weight_bytes(shape, layout, dtype.itemsize, dense, moe, wide)
         for rank in {0, layout.tp // 2, layout.tp - 1}:
             ep = CUT if rank == layout.tp - 1 else WHOLE
             held = load_weights(Meta(dtype), shape, layout, rank, build.layers(shape), wide=wide, ep=ep)
-            assert held.nbytes() == expected
+            assert held.count_bytes() == expected
 
     @pytest.mark.parametrize("model", ["deepseek-v2-lite", "deepseek-v3"])
     def test_so_does_a_rank_of_a_published_model_that_holds_a_few_layers(self, model):
         """One dense and two MoE layers on rank 3 of tp8·dcp8, without and with q-LoRA."""
         shape, layout = SHAPES[model], Layout(8, dcp=8)
         held = load_weights(Meta(), shape, layout, 3, build.layers(shape, dense=1, moe=2))
-        assert held.nbytes() == memory.weight_bytes(shape, layout, 2, 1, 2)
+        assert held.count_bytes() == memory.compute_weight_bytes(shape, layout, 2, 1, 2)
 
     @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
     @pytest.mark.parametrize("shape", [*TINY_SHAPES.values(), UNEVEN], ids=[*TINY_SHAPES, "blocks-cut"])
@@ -95,12 +95,12 @@ class TestBytes:
         Where the rank with most scales of one tensor is not that with most of another, the sum of both is an upper bound.
         """
         dense, moe = shape.first_dense, shape.layers - shape.first_dense
-        expected = memory.weight_bytes(shape, layout, 2, dense, moe, wide, fp8=True, ep=ep)
+        expected = memory.compute_weight_bytes(shape, layout, 2, dense, moe, wide, fp8=True, ep=ep)
         ranks = {0, layout.tp // 2, layout.tp - 1, min(1, layout.tp - 1)}
         held = [
             load_weights(Meta(), shape, layout, rank, build.layers(shape), wide=wide, ep=ep, fp8=True) for rank in ranks
         ]
-        most = max(weights.nbytes() for weights in held)
+        most = max(weights.count_bytes() for weights in held)
         assert most == expected if shape is not UNEVEN else most <= expected <= most * 1.001
 
     @pytest.mark.parametrize("layout", [Layout(1), Layout(8, dcp=8), Layout(16)], ids=str)
@@ -109,7 +109,7 @@ class TestBytes:
         """Beside a byte of each number, W_UK, W_UV, norms, router, embedding and head are in bf16."""
         shape = SHAPES[model]
         held = load_weights(Meta(), shape, layout, layout.tp - 1, build.layers(shape, dense=1, moe=1), ep=CUT, fp8=True)
-        assert held.nbytes() == memory.weight_bytes(shape, layout, 2, 1, 1, fp8=True, ep=CUT)
+        assert held.count_bytes() == memory.compute_weight_bytes(shape, layout, 2, 1, 1, fp8=True, ep=CUT)
         assert {held.embed.dtype, held.moe[0].mlp.router.dtype, held.moe[0].attention.w_uk.dtype} == {torch.bfloat16}
 
     def test_real_tensors_are_counted_as_those_without_memory(self):
@@ -117,7 +117,7 @@ class TestBytes:
         held = load_weights(
             SyntheticSource(0, torch.float32, build.CPU), build.TINY, Layout(4, dcp=2), 1, build.layers(build.TINY)
         )
-        assert held.nbytes() == memory.weight_bytes(build.TINY, Layout(4, dcp=2), 4, 1, 2)
+        assert held.count_bytes() == memory.compute_weight_bytes(build.TINY, Layout(4, dcp=2), 4, 1, 2)
         attention = held.moe[0].attention
         for tensor in (attention.qkv_a, attention.w_uk, attention.w_uv, attention.o, held.embed):
             assert tensor.untyped_storage().nbytes() == tensor.nbytes, "a view would keep the whole tensor alive"
@@ -171,22 +171,22 @@ class TestShards:
         replica = ranks[:2]
         assert torch.equal(torch.cat([w.embed for w in replica]), whole.embed)
         for index in (0, 1, 2):
-            heads, one = [w.layer(index).attention for w in replica], whole.layer(index).attention
+            heads, one = [w.layer(index).attention for w in replica], whole.get_layer(index).attention
             for name, dim in (("w_uk", 0), ("w_uv", 0), ("q_b", 0), ("o", 1)):
                 assert torch.equal(torch.cat([getattr(a, name) for a in heads], dim), getattr(one, name))
-        experts, one = [w.layer(2).mlp for w in ranks], whole.layer(2).mlp
+        experts, one = [w.layer(2).mlp for w in ranks], whole.get_layer(2).mlp
         assert torch.equal(torch.cat([e.gate_up for e in experts]), one.gate_up)
         assert torch.equal(torch.cat([e.down for e in experts]), one.down)
         assert torch.equal(torch.cat([e.shared.down for e in experts], 1), one.shared.down)
         dense = [w.layer(0).mlp for w in ranks]
-        assert torch.equal(torch.cat([d.down for d in dense], 1), whole.layer(0).mlp.down)
+        assert torch.equal(torch.cat([d.down for d in dense], 1), whole.get_layer(0).mlp.down)
 
     def test_experts_that_are_cut_are_those_of_one_rank_side_by_side(self, ranks):
         """Every rank has eighths of the width 32 of all eight experts: rows of gate and of up, and columns of down."""
         source, layout = SyntheticSource(0, torch.float32, build.CPU), Layout(4, dp=2, dcp=2)
         layers, width = build.layers(build.TINY), build.TINY.moe_inter
-        whole = load_weights(source, build.TINY, Layout(1), 0, layers).layer(2).mlp
-        cut = [load_weights(source, build.TINY, layout, r, layers, ep=CUT).layer(2).mlp for r in range(4)]
+        whole = load_weights(source, build.TINY, Layout(1), 0, layers).get_layer(2).mlp
+        cut = [load_weights(source, build.TINY, layout, r, layers, ep=CUT).get_layer(2).mlp for r in range(4)]
         for half, part in ((0, whole.gate_up[:, :width]), (1, whole.gate_up[:, width:])):
             assert torch.equal(torch.cat([w.gate_up.chunk(2, 1)[half] for w in cut], 1), part)
         assert torch.equal(torch.cat([w.down for w in cut], 2), whole.down)
@@ -202,7 +202,7 @@ class TestShards:
             own = [w.layer(1).attention for w in ranks[rank // 2 * 2 :][:2]]
             for wide, names in ((WIDE["query"], ("q_b", "w_uk")), (WIDE["value"], ("w_uv",))):
                 held = load_weights(source, build.TINY, layout, rank, build.layers(build.TINY), wide=wide)
-                attention = held.layer(1).attention
+                attention = held.get_layer(1).attention
                 for name in ("q_b", "w_uk", "w_uv"):
                     parts = [getattr(a, name) for a in own]
                     assert torch.equal(getattr(attention, name), torch.cat(parts) if name in names else parts[rank % 2])
@@ -246,13 +246,13 @@ class TestShards:
 class TestSynthetic:
     def part(self, name="x.weight", *, seed=0, rows=None, columns=None):
         """Part of a [400, 400] matrix."""
-        return SyntheticSource(seed, torch.float32, build.CPU).get(name, (400, 400), rows=rows, columns=columns)
+        return SyntheticSource(seed, torch.float32, build.CPU).get_tensor(name, (400, 400), rows=rows, columns=columns)
 
     def test_the_same_part_has_the_same_numbers_whatever_was_made_before(self):
         """Ranks make their parts in different orders."""
         source = SyntheticSource(0, torch.float32, build.CPU)
-        source.get("other.weight", (3, 3))
-        assert torch.equal(source.get("x.weight", (400, 400), rows=slice(0, 8)), self.part(rows=slice(0, 8)))
+        source.get_tensor("other.weight", (3, 3))
+        assert torch.equal(source.get_tensor("x.weight", (400, 400), rows=slice(0, 8)), self.part(rows=slice(0, 8)))
 
     def test_other_names_seeds_rows_and_columns_have_other_numbers(self):
         """Of [400, 400] the first eight rows of four sources, and the first eight columns turned to be rows."""
@@ -284,6 +284,6 @@ class TestSynthetic:
     def test_norm_weights_are_one_and_the_routing_bias_is_small(self):
         """A large bias would send every token to the same experts: of 256 normal numbers the largest is below 5 σ."""
         source = SyntheticSource(0, torch.float32, build.CPU)
-        assert torch.equal(source.get("model.norm.weight", (7,)), torch.ones(7))
-        bias = source.get("gate.e_score_correction_bias", (256,))
+        assert torch.equal(source.get_tensor("model.norm.weight", (7,)), torch.ones(7))
+        bias = source.get_tensor("gate.e_score_correction_bias", (256,))
         assert 0 < bias.abs().max() < 0.05

@@ -9,7 +9,7 @@ import random
 from typing import TYPE_CHECKING
 
 from dcpbench.errors import DcpbenchError
-from dcpbench.serving.step_cases import Extent, grid
+from dcpbench.serving.step_cases import Extent, make_cases
 from tests.unit.test_whole_outputs import hold
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def test_steps_that_are_measured(tmp_path: Path) -> None:
     for _ in range(60):
         one = extent(rng)
         try:
-            found = [line(case) for case in grid(one)]
+            found = [line(case) for case in make_cases(one)]
         except DcpbenchError as e:
             found = [str(e)]
         shown = found if len(found) <= 60 else [*found[::7], found[-1]]

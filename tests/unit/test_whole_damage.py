@@ -107,12 +107,12 @@ def test_what_is_read_of_damaged_traces(tmp_path: Path, monkeypatch: pytest.Monk
                 monkeypatch.setattr(reading, "BLOCK_BYTES", block)
                 reader = TraceReader(path)
                 try:
-                    events = [event for some in reader.blocks() for event in some]
+                    events = [event for some in reader.read_blocks() for event in some]
                     digest = hashlib.sha256(msgspec.json.encode(events)).hexdigest()[:6]
                     trouble = {k: v for k, v in msgspec.structs.asdict(reader.trouble).items() if v}
                     told.append(f"rank {reader.rank}, {len(events)} events {digest} {trouble or ''}")
                 except TraceError as e:
                     told.append(str(e).replace(f"{tmp_path}/", ""))
-            told.append(f"something else: {reading.is_something_else(path)}")
+            told.append(f"something else: {reading.is_other_json(path)}")
             lines.append(f"{what}: {' | '.join(dict.fromkeys(told))}")
     hold("damaged-traces.txt", "\n".join(lines), tmp_path)

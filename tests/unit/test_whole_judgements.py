@@ -17,7 +17,7 @@ import pytest
 
 from dcpbench.errors import DcpbenchError
 from dcpbench.plan import judge
-from dcpbench.plan.spec import planned
+from dcpbench.plan.spec import make_planned_probe
 from dcpbench.points.machine import Probe
 from dcpbench.points.names import EXCHANGES
 from dcpbench.points.point import Load, Point
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 GIB = 1 << 30
 CPU = Probe(device="cpu", count=0, name="CPU")
-NO_FP8 = msgspec.structs.replace(planned("H100", 8), name="NVIDIA A100", capability="8.0", gpu=None)
-SMALL = msgspec.structs.replace(planned("H200", 4), memory_bytes=20 * GIB, packages={"flashinfer": "0.6"})
+NO_FP8 = msgspec.structs.replace(make_planned_probe("H100", 8), name="NVIDIA A100", capability="8.0", gpu=None)
+SMALL = msgspec.structs.replace(make_planned_probe("H200", 4), memory_bytes=20 * GIB, packages={"flashinfer": "0.6"})
 MACHINES = {
-    "8 H200": planned("H200", 8),
+    "8 H200": make_planned_probe("H200", 8),
     "4 H200 of 20 GiB": SMALL,
     "8 A100": NO_FP8,
-    "1 B200": planned("B200", 1),
+    "1 B200": make_planned_probe("B200", 1),
     "CPU": CPU,
     "CPU beside 2 H200": dataclasses.replace(CPU, count=2)
     if dataclasses.is_dataclass(CPU)
@@ -125,7 +125,7 @@ def point_of(rng: random.Random, model: str, tp: int) -> Point:
 def judged(point: Point, settings: Settings, shape: ModelShape, machine: judge.Machine) -> str:
     """The sentence, with the name of its error."""
     try:
-        judge.check(point, settings, shape, machine)
+        judge.check_runnable(point, settings, shape, machine)
     except DcpbenchError as e:
         return f"{type(e).__name__}: {e}"
     return "runs"

@@ -18,22 +18,22 @@ from dcpbench.compare import effects, resampling
 from dcpbench.dashboard import changes
 from dcpbench.errors import UsageError
 from dcpbench.points import memory
-from dcpbench.points.batches import batch_rows, chunk_row_sizes, chunk_rows, padded_batch
-from dcpbench.points.instances import parse
+from dcpbench.points.batches import compute_batch_rows, compute_chunk_rows, list_chunk_rows, pad_batch
+from dcpbench.points.instances import parse_instances
 from dcpbench.points.layout import (
     GroupWide,
     Layout,
     Prefix,
-    local_length,
-    local_tokens,
-    owner,
+    compute_local_length,
+    get_owner,
+    get_row,
+    list_local_tokens,
+    list_valid_layouts,
     place_experts,
-    row,
-    valid_layouts,
 )
 from dcpbench.points.names import CUT
 from dcpbench.points.shapes import SHAPES
-from dcpbench.points.sizes import size_text
+from dcpbench.points.sizes import format_size
 from dcpbench.records import formulas, stats, student
 from dcpbench.records.record import Interval
 from tests.unit.test_whole_outputs import hold, rounded
@@ -59,7 +59,7 @@ def test_students_t(tmp_path: Path) -> None:
     lines = []
     for df in (0.5, 1.0, 2.0, 3.7, 30.0, 1e5, 1e7, 1.1e7, math.inf):
         tails = [student.sf(t, df) for t in (-math.inf, -2.0, 0.0, 1e-9, 0.3, 1.0, 1.7, 4.0, 40.0, 1e9, math.inf)]
-        ends = [student.quantile(tail, df) for tail in (0.5, 0.25, 0.05, 1e-4, 1e-12)]
+        ends = [student.compute_quantile(tail, df) for tail in (0.5, 0.25, 0.05, 1e-4, 1e-12)]
         lines.append(f"{df:g}: {' '.join(f'{x:.6g}' for x in (*tails, *ends))}")
     hold("student.txt", "\n".join(lines), tmp_path)
 
@@ -89,22 +89,22 @@ def test_errors_of_one_launch(tmp_path: Path) -> None:
     for name, series in walks(1).items():
         if np.isfinite(series).all():
             lines.append(
-                f"{name}: blocks of {resampling.block_length(series)}, of requests {resampling.request_blocks(len(series))}"
+                f"{name}: blocks of {resampling.compute_block_length(series)}, of requests {resampling.compute_request_block_length(len(series))}"
             )
         for what, statistic in (
-            ("median", resampling.quantile(0.5)),
-            ("p99", resampling.quantile(0.99)),
-            ("mean", resampling.mean),
+            ("median", resampling.make_quantile(0.5)),
+            ("p99", resampling.make_quantile(0.99)),
+            ("mean", resampling.compute_mean),
         ):
             for requests in (False, True):
-                error = resampling.error_of(series, statistic, 3, requests=requests)
+                error = resampling.estimate_error(series, statistic, 3, requests=requests)
                 told = "not known"
                 if error is not None:
                     drawn = None if error.draws is None else [len(error.draws), *error.draws[:3]]
                     told = f"{error.variance:.6g} by {error.df:.6g}, {error.samples} {json.dumps(rounded(drawn))} {error.of_requests}"
                 lines.append(f"  {what} {'of requests' if requests else ''}: {told}")
     lines += [
-        str(resampling.drawn(n, length, 2, np.random.default_rng(4)).tolist())
+        str(resampling.draw_indices(n, length, 2, np.random.default_rng(4)).tolist())
         for n, length in ((7, 1), (7, 3), (8, 4), (5, 5))
     ]
     rng = np.random.default_rng(5)
@@ -113,7 +113,7 @@ def test_errors_of_one_launch(tmp_path: Path) -> None:
         groups[0][0] = math.nan
         groups.append(np.array([]))
         for q in (0.0, 0.5, 0.99, 1.0):
-            error = resampling.error_of_pooled(groups, q, 6)
+            error = resampling.estimate_pooled_error(groups, q, 6)
             lines.append(
                 f"{count} groups, {q}: {f'{error.variance:.6g} {error.df:.6g} {error.samples}' if error else 'not known'}"
             )
@@ -155,14 +155,21 @@ def test_effects_of_launches(tmp_path: Path) -> None:
     }
     lines = []
     for name, (a, b) in sides.items():
-        found = {"": effects.compare(a, b, 0.02), "one noisy": effects.compare(a, b, 0.0)}
+        found = {"": effects.compare_sides(a, b, 0.02), "one noisy": effects.compare_sides(a, b, 0.0)}
         if len(a) == len(b):
             found["paired"] = effects.compare_paired(a, b, 0.02)
         for how, effect in found.items():
-            about = [effect.log, effect.error, effect.df, effect.spread, *effect.interval(0.025), effect.p_differs()]
-            about += [effect.p_same(0.01), effect.p_same(abs(effect.log))]
+            about = [
+                effect.log,
+                effect.error,
+                effect.df,
+                effect.spread,
+                *effect.compute_interval(0.025),
+                effect.compute_p_differs(),
+            ]
+            about += [effect.compute_p_same(0.01), effect.compute_p_same(abs(effect.log))]
             more = [
-                effects.more_launches(effect, margin, tail)
+                effects.estimate_more_launches(effect, margin, tail)
                 for margin in (0.01, 0.1, abs(effect.log))
                 for tail in (0.025, 1e-4)
             ]
@@ -175,7 +182,7 @@ def test_effects_of_launches(tmp_path: Path) -> None:
         ([2.0, 2.1], [resampling.Error(0.5, 3.0), None]),
         ([2.0, 2.1, 1.9], [resampling.Error(0.5, 3.0, np.ones(3), 9)] * 2 + [resampling.Error(0.02, 3.0)]),
     ):
-        one = effects.estimate(values, errors)
+        one = effects.estimate_launch(values, errors)
         lines.append(
             f"{values}: {one.log:.6g} {one.repeats} {f'{one.within.variance:.6g} {one.within.df:g}' if one.within else None}"
         )
@@ -187,9 +194,9 @@ def test_effects_of_launches(tmp_path: Path) -> None:
         [0.5, 0.021, 0.01, 0.9],
         [0.015, 0.03, 0.9, 0.9],
     )
-    lines += [f"{ps}: {effects.rejected(ps, 0.03)} {effects.level(ps, 0.03):.6g}" for ps in many]
+    lines += [f"{ps}: {effects.count_rejected(ps, 0.03)} {effects.compute_level(ps, 0.03):.6g}" for ps in many]
     lines += [
-        said(effects.satterthwaite, parts)
+        said(effects.compute_satterthwaite_df, parts)
         for parts in ([(1.0, 2.0), (2.0, 5.0)], [(0.0, 1.0)], [(1.0, math.inf)], [(1.0, math.inf), (1.0, 4.0)])
     ]
     hold("effects.txt", "\n".join(lines), tmp_path)
@@ -213,7 +220,7 @@ def test_changes_of_histories(tmp_path: Path) -> None:
         ):
             found = [
                 " ".join("-" if v is None else f"{v:.6g}" for v in (c.before, c.old, c.new, c.ratio, c.low, c.high))
-                for c in changes.find(values)
+                for c in changes.find_changes(values)
             ]
             lines.append(f"{runs} runs, {step} of {cv} {name}: {' | '.join(found)}")
     for seed in range(4):
@@ -230,21 +237,23 @@ def test_statistics_of_samples(tmp_path: Path) -> None:
     for n in (0, 1, 2, 5, 6, 8, 9, 19, 20, 63, 64, 129, 130, 661, 662, 5000):
         samples = [float((7 * i) % n) + 1 for i in range(n)]
         lines.append(
-            f"{n}: {said(stats.median_interval, samples)} {said(formulas.percentiles, samples)} {said(formulas.latencies, samples)}"
+            f"{n}: {said(stats.compute_median_interval, samples)} {said(formulas.compute_percentiles, samples)} {said(formulas.summarize_latencies, samples)}"
         )
         rule = stats.StopRule(precision=0.2)
-        stops = [said(rule.done, samples, elapsed) for elapsed in (9.9, 10.0)] if n else []
-        lines.append(f"  {said(stats.percentile, samples, 0)} {said(stats.percentile, samples, 49.9)} {stops}")
-    lines += [f"p{p}: {said(stats.least_samples, p)}" for p in (-1, 0, 50, 50.1, 75, 90, 99, 99.9, 100, 100.1)]
+        stops = [said(rule.get_stop_reason, samples, elapsed) for elapsed in (9.9, 10.0)] if n else []
+        lines.append(
+            f"  {said(stats.compute_percentile, samples, 0)} {said(stats.compute_percentile, samples, 49.9)} {stops}"
+        )
+    lines += [f"p{p}: {said(stats.compute_min_samples, p)}" for p in (-1, 0, 50, 50.1, 75, 90, 99, 99.9, 100, 100.1)]
     lines += [
-        str(stats.settled(before, now))
+        str(stats.has_settled(before, now))
         for before, now in ((None, 1.0), (100.0, 101.0), (100.0, 101.1), (-100.0, -99.0), (0.0, 0.0))
     ]
     lines += [
-        said(stats.agreement, *(Interval(median=m, low=m, high=m, samples=1) for m in pair))
+        said(stats.compute_median_distance, *(Interval(median=m, low=m, high=m, samples=1) for m in pair))
         for pair in ((1.0, 1.02), (3.0, 1.0), (0.0, 1.0), (1.0, -1.0))
     ]
-    lines += [said(stats.median_interval, [1.0, math.nan]), said(formulas.latencies, [math.inf])]
+    lines += [said(stats.compute_median_interval, [1.0, math.nan]), said(formulas.summarize_latencies, [math.inf])]
     hold("stats.txt", "\n".join(lines), tmp_path)
 
 
@@ -258,8 +267,8 @@ def test_formulas_of_requests(tmp_path: Path) -> None:
     lines = []
     for tokens in (1, 2, 101):
         one = request(1.0, tokens)
-        numbers = [of(one) for of in (formulas.ttft_ms, formulas.tpot_ms, formulas.e2el_ms)]
-        lines.append(f"{tokens}: {json.dumps(rounded(numbers))} {said(formulas.itl_ms, one)[:80]}")
+        numbers = [of(one) for of in (formulas.compute_ttft_ms, formulas.compute_tpot_ms, formulas.compute_e2el_ms)]
+        lines.append(f"{tokens}: {json.dumps(rounded(numbers))} {said(formulas.compute_itl_ms, one)[:80]}")
         limits = [
             {"ttft": numbers[0]},
             {"ttft": 1.0},
@@ -269,28 +278,29 @@ def test_formulas_of_requests(tmp_path: Path) -> None:
             {"itl": 1.0, "e2el": 1e9},
             {},
         ]
-        lines.append(f"  {[formulas.meets(one, limit) for limit in limits]}")
+        lines.append(f"  {[formulas.has_met_slo(one, limit) for limit in limits]}")
     for clients in (1, 2, 4):
         runs = [request(0.3 * i, int(rng.integers(1, 30)), finished=i % 5 > 0) for i in range(12)]
         for more in ((), (0.5, 1.0)):
-            window = formulas.steady_window(runs, clients, more)
+            window = formulas.find_steady_window(runs, clients, more)
             lines.append(
-                f"{clients} {more}: {json.dumps(rounded(list(window or ())))} {said(formulas.tok_s_within, runs, window) if window else ''}"
+                f"{clients} {more}: {json.dumps(rounded(list(window or ())))} {said(formulas.compute_tok_s_within, runs, window) if window else ''}"
             )
-        lines.append(f"  {said(formulas.wall_s, runs)} {said(formulas.goodput, runs, {'ttft': 600.0})}")
+        lines.append(f"  {said(formulas.compute_wall_s, runs)} {said(formulas.compute_goodput, runs, {'ttft': 600.0})}")
     for ends in ([1.0, 2.0, 4.0], []):
         lines += [
-            said(formulas.token_times, ends, counts) for counts in ([1, 1, 1], [3, 1, 4], [2, 2, 0])[: len(ends) or 1]
+            said(formulas.compute_token_times, ends, counts)
+            for counts in ([1, 1, 1], [3, 1, 4], [2, 2, 0])[: len(ends) or 1]
         ]
-    lines += [said(formulas.objectives, slo) for slo in ({"ttft": 1.0}, {"ttft": 0.0}, {"x": 1.0})]
-    lines += [said(formulas.per_gpu, 10.0, tp) for tp in (0, 1, 4)]
-    lines += [said(formulas.tok_s_per_user, ms) for ms in (0.0, 8.0)]
-    lines += [said(formulas.steady_window, [], n) for n in (0, 1)] + [said(formulas.wall_s, [])]
+    lines += [said(formulas.validate_objectives, slo) for slo in ({"ttft": 1.0}, {"ttft": 0.0}, {"x": 1.0})]
+    lines += [said(formulas.compute_tok_s_per_gpu, 10.0, tp) for tp in (0, 1, 4)]
+    lines += [said(formulas.compute_tok_s_per_user, ms) for ms in (0.0, 8.0)]
+    lines += [said(formulas.find_steady_window, [], n) for n in (0, 1)] + [said(formulas.compute_wall_s, [])]
     lines += [
-        said(formulas.decode_metrics, [4.0, 5.0, 6.0], n, tp, unsure)
+        said(formulas.compute_decode_metrics, [4.0, 5.0, 6.0], n, tp, unsure)
         for n, tp, unsure in ((0, 1, (0, 0)), (3, 2, (0.1, 0.3)), (1, 1, (0, 0)))
     ]
-    lines += [said(formulas.decode_metrics, [0.0, 1.0], 1, 1), said(formulas.decode_metrics, [], 1, 1)]
+    lines += [said(formulas.compute_decode_metrics, [0.0, 1.0], 1, 1), said(formulas.compute_decode_metrics, [], 1, 1)]
     hold("formulas.txt", "\n".join(lines), tmp_path)
 
 
@@ -313,28 +323,28 @@ def test_memory_of_layouts(tmp_path: Path) -> None:
         for layout in LAYOUTS:
             parts = {
                 f"{size}{'s' if fp8 else ''}": [
-                    memory.attention_bytes(shape, layout, size, fp8=fp8),
-                    memory.moe_bytes(shape, layout, size, fp8=fp8, ep="tp"),
-                    memory.moe_bytes(shape, layout, size, fp8=fp8, ep="1"),
-                    memory.shared_bytes(shape, layout, size, fp8=fp8),
-                    memory.dense_bytes(shape, layout, size, fp8=fp8),
-                    memory.sure_bytes(shape, layout, size, GroupWide(query=True, value=True), fp8=fp8),
-                    memory.weight_bytes(shape, layout, size, *memory.all_layers(shape), fp8=fp8),
-                    [*memory.least_layers(shape, layout, size, 60 << 20, fp8=fp8)],
+                    memory.compute_attention_bytes(shape, layout, size, fp8=fp8),
+                    memory.compute_moe_bytes(shape, layout, size, fp8=fp8, ep="tp"),
+                    memory.compute_moe_bytes(shape, layout, size, fp8=fp8, ep="1"),
+                    memory.compute_shared_expert_bytes(shape, layout, size, fp8=fp8),
+                    memory.compute_dense_mlp_bytes(shape, layout, size, fp8=fp8),
+                    memory.compute_certain_bytes(shape, layout, size, GroupWide(query=True, value=True), fp8=fp8),
+                    memory.compute_weight_bytes(shape, layout, size, *memory.count_all_layers(shape), fp8=fp8),
+                    [*memory.compute_min_layers(shape, layout, size, 60 << 20, fp8=fp8)],
                 ]
                 for size, fp8 in ((2, False), (4, False), (2, True))
             }
             steps = [
-                memory.prefill_bytes(shape, layout, n, 2, ep, kv_itemsize=kv)
+                memory.compute_prefill_bytes(shape, layout, n, 2, ep, kv_itemsize=kv)
                 for n, ep, kv in ((512, "tp", None), (40_000, "1", 1))
             ]
-            windows = [memory.window_bytes(shape, layout, n, 2, kv) for n, kv in ((100, None), (100, 1))]
-            pages = [memory.pages_for(n, layout, 16) for n in (0, 1, 16, 17, 4000)]
-            pages += [memory.kv_pages_needed(layout, n, 4000, 64) for n in (1, 7, 8)]
+            windows = [memory.compute_window_bytes(shape, layout, n, 2, kv) for n, kv in ((100, None), (100, 1))]
+            pages = [memory.count_pages(n, layout, 16) for n in (0, 1, 16, 17, 4000)]
+            pages += [memory.count_kv_pages(layout, n, 4000, 64) for n in (1, 7, 8)]
             outer = [
-                memory.outer_bytes(shape, layout, 2),
-                memory.vocab_rows(shape, layout),
-                memory.page_bytes(shape, 16, 2),
+                memory.compute_outer_bytes(shape, layout, 2),
+                memory.compute_vocab_rows(shape, layout),
+                memory.compute_page_bytes(shape, 16, 2),
             ]
             lines.append(f"{name} {layout}: {json.dumps(parts)} {steps} {windows} {pages} {outer}")
     for inputs, outputs, heights, cut in (
@@ -346,7 +356,7 @@ def test_memory_of_layouts(tmp_path: Path) -> None:
         (1000, 96, (96,), {"columns": 8}),
     ):
         lines.append(
-            f"{inputs} × {outputs} {heights} {cut}: {memory.scaled_bytes(memory.Product(inputs, outputs), heights, **cut)}"
+            f"{inputs} × {outputs} {heights} {cut}: {memory.compute_scaled_bytes(memory.Product(inputs, outputs), heights, **cut)}"
         )
     hold("memory.txt", "\n".join(lines), tmp_path)
 
@@ -355,41 +365,45 @@ def test_ranks_and_rows_of_layouts(tmp_path: Path) -> None:
     """Groups of ranks, who owns which token, and to how many rows steps are padded."""
     lines = []
     for layout in LAYOUTS:
-        about = [[of(rank) for rank in range(layout.tp)] for of in (layout.dp_rank, layout.attn_rank, layout.dcp_rank)]
+        about = [
+            [of(rank) for rank in range(layout.tp)]
+            for of in (layout.get_dp_rank, layout.get_attn_rank, layout.get_dcp_rank)
+        ]
         lines.append(
-            f"{layout} {layout.vllm_name} {layout.attn_tp}: {about} {layout.attn_groups()} {layout.dcp_groups()} {layout.dp_groups()}"
+            f"{layout} {layout.format_vllm_name} {layout.attn_tp}: {about} {layout.list_attn_groups()} {layout.list_dcp_groups()} {layout.list_dp_groups()}"
         )
     for dcp, interleave in ((1, 1), (2, 1), (4, 2), (3, 4)):
         tokens = np.arange(30)
         lines.append(
-            f"{dcp} by {interleave}: {owner(tokens, dcp, interleave).tolist()} {row(tokens, dcp, interleave).tolist()}"
+            f"{dcp} by {interleave}: {get_owner(tokens, dcp, interleave).tolist()} {get_row(tokens, dcp, interleave).tolist()}"
         )
         lines += [
-            f"  {rank}: {[local_length(n, rank, dcp, interleave) for n in range(14)]} {local_tokens(13, rank, dcp, interleave)}"
+            f"  {rank}: {[compute_local_length(n, rank, dcp, interleave) for n in range(14)]} {list_local_tokens(13, rank, dcp, interleave)}"
             for rank in range(dcp)
         ]
     for lengths, dcp in (((5, 0, 9), 2), ((4, 4), 4)):
         prefix = Prefix(lengths, dcp)
         lines.append(
-            f"{lengths}: {prefix.starts} {prefix.tokens} {prefix.part_rows} {[prefix.firsts(rank) for rank in range(dcp)]}"
+            f"{lengths}: {prefix.starts} {prefix.tokens} {prefix.part_rows} {[prefix.list_first_rows(rank) for rank in range(dcp)]}"
         )
-    lines.append(f"{Prefix.uneven(100, 3, 4)} {Prefix.uneven(7, 2, 2)}")
+    lines.append(f"{Prefix.make_uneven(100, 3, 4)} {Prefix.make_uneven(7, 2, 2)}")
     lines += [
-        f"{n}: {batch_rows(n)} {padded_batch(n)} {chunk_rows(n)}" for n in (1, 2, 3, 8, 9, 17, 255, 256, 257, 511, 512)
+        f"{n}: {compute_batch_rows(n)} {pad_batch(n)} {compute_chunk_rows(n)}"
+        for n in (1, 2, 3, 8, 9, 17, 255, 256, 257, 511, 512)
     ]
-    lines += [f"{n}: {batch_rows(n)} {chunk_rows(n)}" for n in (513, 576, 577, 1000, 4096, 8191)]
-    lines += [str(chunk_row_sizes(n)) for n in (1, 16, 17, 300, 5000)]
+    lines += [f"{n}: {compute_batch_rows(n)} {compute_chunk_rows(n)}" for n in (513, 576, 577, 1000, 4096, 8191)]
+    lines += [str(list_chunk_rows(n)) for n in (1, 16, 17, 300, 5000)]
     lines += [
-        f"{text}: {said(lambda t=text: [str(parse(t)), parse(t).label, parse(t).count, parse(t).serving, parse(t).disaggregated, str(parse(t).alike())])}"
+        f"{text}: {said(lambda t=text: [str(parse_instances(t)), parse_instances(t).label, parse_instances(t).count, parse_instances(t).serving, parse_instances(t).disaggregated, str(parse_instances(t).convert_to_both())])}"
         for text in ("", "1", "3", "1:1", "2:3", "0:1", "1:0", "x", "1:2:3", "257", "128:128", "200:57")
     ]
     lines += [
-        f"{size}: {size_text(size)} {size_text(size, '')}"
+        f"{size}: {format_size(size)} {format_size(size, '')}"
         for size in (0, 1, 1023, 1024, 1025, 1 << 20, 1.5 * (1 << 30), (1 << 40) - 1, 1 << 44)
     ]
     for name, shape in SHAPES.items():
         for tp in (1, 2, 6, 8):
             lines.append(
-                f"{name} {tp}: {[str(x) for x in valid_layouts(shape, tp)]} {place_experts(CUT, tp)} {place_experts('tp', tp)}"
+                f"{name} {tp}: {[str(x) for x in list_valid_layouts(shape, tp)]} {place_experts(CUT, tp)} {place_experts('tp', tp)}"
             )
     hold("layouts.txt", "\n".join(lines), tmp_path)

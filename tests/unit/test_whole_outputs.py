@@ -33,42 +33,42 @@ from dcpbench.dashboard import finding
 from dcpbench.errors import UsageError
 from dcpbench.exports import FORMATS as EXPORTS
 from dcpbench.hangs import beats
-from dcpbench.hangs.evidence import Device, Seen
+from dcpbench.hangs.evidence import Device, ProcessState
 from dcpbench.launch.processes import COMMAND, NONE, WORKERS
-from dcpbench.points.floors import Sharding, StepRows, Work, phase_works
-from dcpbench.points.layout import Layout, valid_layouts
-from dcpbench.points.machines import described
+from dcpbench.points.floors import Sharding, StepRows, Work, iter_phase_works
+from dcpbench.points.layout import Layout, list_valid_layouts
+from dcpbench.points.machines import load_machine
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import SHAPES
 from dcpbench.recommend import answer, estimate
 from dcpbench.recommend.advise import Choice
-from dcpbench.recommend.estimate import published
+from dcpbench.recommend.estimate import load_published_steps
 from dcpbench.recommend.forecast import EMULATED, ESTIMATED, MEASURED, REPLAYED, Estimator
 from dcpbench.records.record import Interval, Latencies, Percentiles
 from dcpbench.reports import answer as answer_of_report
 from dcpbench.reports import export, frames, markdown, overview, plots, sections
 from dcpbench.reports import terminal as report_terminal
-from dcpbench.reports.page.points import page_data
+from dcpbench.reports.page.points import build_page_data
 from dcpbench.servers import agreement
 from dcpbench.servers.agreement_text import format_verdict, make_table
 from dcpbench.servers.conditions import CacheUse
 from dcpbench.servers.presets import PRESETS, Engine, format_command
 from dcpbench.serving.loads import make_requests
 from dcpbench.serving.samples import read_samples
-from dcpbench.serving.step_cases import Extent, grid
-from dcpbench.serving.step_times import engine_path, write_step_times
+from dcpbench.serving.step_cases import Extent, make_cases
+from dcpbench.serving.step_times import get_engine_path, write_step_times
 from dcpbench.show import terminal
-from dcpbench.show.layouts import colours, place_of_marker
+from dcpbench.show.layouts import find_marker_index, get_colours
 from dcpbench.syncs.formats import FORMATS as SYNCS
-from dcpbench.syncs.formats import render
+from dcpbench.syncs.formats import render_report
 from dcpbench.syncs.gating.config import Allow
 from dcpbench.syncs.gating.gate import Gate
-from dcpbench.syncs.gating.gate import judge as judge_syncs
-from dcpbench.syncs.scan import scan
+from dcpbench.syncs.gating.gate import compute_verdict as judge_syncs
+from dcpbench.syncs.scan import scan_traces
 from dcpbench.top import words as top_words
 from dcpbench.top.facts import Facts
-from dcpbench.top.render import render as top_render
+from dcpbench.top.render import render_state as top_render
 from tests.servers import test_agreement as agreeing
 from tests.unit import (
     compare_builder,
@@ -194,8 +194,8 @@ RUNS: dict[str, Callable[[], list[Record]]] = {
 def test_a_report(name: str, slo: bool, tmp_path: Path) -> None:
     """Its Markdown, which has all of the page's words, without pictures; and the table of all points."""
     folder = record_builder.write(tmp_path / "run", RUNS[name]())
-    read = frames.load([folder], slo={"ttft": 2000.0, "itl": 45.0} if slo else None)
-    text = markdown.render("title", sections.report(read, []), tmp_path)
+    read = frames.load_frames([folder], slo={"ttft": 2000.0, "itl": 45.0} if slo else None)
+    text = markdown.render("title", sections.build_sections(read, []), tmp_path)
     export.write_csv(read, tmp_path / "points.csv")
     hold(f"report-{name}{'-slo' if slo else ''}.md", f"{text}\n{(tmp_path / 'points.csv').read_text()}", tmp_path)
 
@@ -313,14 +313,14 @@ def latencies(median: float) -> Latencies:
 
 def answered(folder: Path, slo: dict[str, float] | None = None) -> list[str]:
     """All that a report says in sentences, without its tables."""
-    read = frames.load([folder], slo=slo)
-    first, more = answer_of_report.split(read)
+    read = frames.load_frames([folder], slo=slo)
+    first, more = answer_of_report.split_sentences(read)
     noted = [
-        overview.title(read),
-        *overview.caveats(read),
+        overview.format_title(read),
+        *overview.list_caveats(read),
         "",
-        overview.sentence(read),
-        *overview.short(read),
+        overview.format_answer(read),
+        *overview.format_bullets(read),
         "",
         *first,
         "",
@@ -371,8 +371,8 @@ def test_answers_about_small_runs(made: Callable[[random.Random], list[Record]],
 @pytest.mark.parametrize("name", ["cpu", "instances", "stalls", "floors"])
 def test_what_the_scripts_of_a_page_read(name: str, tmp_path: Path) -> None:
     """Columns that say anything, each with how many values it has and what they are; looks of series; names of everything."""
-    read = frames.load([record_builder.write(tmp_path / "run", RUNS[name]())])
-    told = rounded(page_data(read))
+    read = frames.load_frames([record_builder.write(tmp_path / "run", RUNS[name]())])
+    told = rounded(build_page_data(read))
     lines = [f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in told.items() if key != "columns"]
     for key, values in told["columns"].items():
         if any(value is not None for value in values):
@@ -410,7 +410,7 @@ def test_a_judged_trace(form: str, tmp_path: Path) -> None:
     report = syncs_builder.all_kinds()
     allowed = (Allow(function="sample", reason="tokens leave the GPU here", source="allow[0]"),)
     report.verdict = judge_syncs(report, Gate(root=ROOT, allow=allowed))
-    hold(f"syncs-{form}.txt", render(report, form, root=ROOT), tmp_path)
+    hold(f"syncs-{form}.txt", render_report(report, form, root=ROOT), tmp_path)
 
 
 @pytest.mark.parametrize("rounds", [1, 4])
@@ -428,8 +428,8 @@ def test_a_comparison(rounds: int, tmp_path: Path, typed: Callable[..., str]) ->
 def test_runs_over_time(tmp_path: Path) -> None:
     """The data of a site of 12 runs over two points, of which the first becomes slower."""
     runs = dashboard_builder.history(tmp_path / "runs", runs=12, count=2, step_at=7, cv=0.002)
-    found = finding.find(runs, {}, lambda _: None)
-    files = dashboard_data.make(found, lambda _: None).add_index([], [], found.skipped)
+    found = finding.load_runs(runs, {}, lambda _: None)
+    files = dashboard_data.build_content(found, lambda _: None).add_index([], [], found.skipped)
     hold("dashboard.txt", "\n".join(f"--- {name}\n{text}" for name, text in sorted(files.files.items())), tmp_path)
 
 
@@ -462,9 +462,9 @@ def test_runs_over_time_that_differ(tmp_path: Path) -> None:
     again = record_builder.write(tmp_path / "runs" / "z", [dashboard_builder.record(four[0], 4, started_at="no date")])
     record_builder.write(tmp_path / "runs" / "zz", [])
     (tmp_path / "runs" / "zz" / "records.jsonl").write_bytes((again / "records.jsonl").read_bytes())
-    runs = finding.find(tmp_path / "runs", {}, lambda _: None)
+    runs = finding.load_runs(tmp_path / "runs", {}, lambda _: None)
     told: list[str] = []
-    content = dashboard_data.make(runs, told.append)
+    content = dashboard_data.build_content(runs, told.append)
     files = content.add_index([runs.runs[0].slug], [runs.runs[1].slug], runs.skipped)
     about = [f"{r.name} {r.slug} {r.date} {r.headline}" for r in runs.runs]
     counts = f"{files.lines} lines, {files.entries} entries, {files.changes} changes, {files.first.partition('-')[0]}"
@@ -484,7 +484,7 @@ def test_a_run_that_is_watched(width: int, tmp_path: Path) -> None:
     state = msgspec.structs.replace(top_builder.state(tmp_path, 205), gpus=[GPU], folder="runs/monday")
     out = io.StringIO()
     Console(file=out, width=width).print(top_render(state, width, 60))
-    said = "\n".join([*top_words.snapshot(state), *top_words.changes(None, state)])
+    said = "\n".join([*top_words.format_snapshot(state), *top_words.format_changes(None, state)])
     told = msgspec.json.format(msgspec.json.encode(state)).decode()
     hold(f"top-{width}.txt", f"{out.getvalue()}\n{said}\n{told}", tmp_path)
 
@@ -554,7 +554,9 @@ def test_a_run_at_any_moment(story: Callable[[Path], None], tmp_path: Path) -> N
         state = top_builder.state(facts, at, alive=alive, began=began, known_here=here)
         told = msgspec.to_builtins(msgspec.structs.replace(state, folder="run", at=0.0))
         said = {k: v for k, v in rounded(told).items() if v not in (None, "", [], {}) and k != "last"}
-        text = "\n".join([json.dumps(said, ensure_ascii=False), *(f"  {line}" for line in top_words.snapshot(state))])
+        text = "\n".join(
+            [json.dumps(said, ensure_ascii=False), *(f"  {line}" for line in top_words.format_snapshot(state))]
+        )
         when = f"{alive or 'nobody'} of {began} at {at}{' seen here' if here else ''}"
         lines.setdefault(text.replace(str(tmp_path), "run"), []).append(when)
     last = [json.dumps(msgspec.to_builtins(point)) for point in facts.last]
@@ -628,7 +630,7 @@ def test_a_recommendation(name: str, tmp_path: Path, typed: Callable[..., str]) 
 def test_estimates_of_steps(tmp_path: Path) -> None:
     """µs of each part of a step and of calls between ranks, what they may be off by, and the whole: padded rows, chunks, hosts."""
     lines = []
-    fitted = published().terms
+    fitted = load_published_steps().terms
     chunked = StepRows(decodes=(4000,) * 3, chunks=((512, 1000),), sampled=4, tokens=515)
     ways = (
         *({"tp": tp, "exchange": "none"} for tp in (1, 4, 8, 16)),
@@ -644,17 +646,19 @@ def test_estimates_of_steps(tmp_path: Path) -> None:
             one = advised.point(**{"model": model, **of})
             lines.append(f"{machine} {model} {one.layout} {one.exchange} {one.weights_precision}")
             try:
-                estimator = Estimator(one, described(machine), fitted)
-                for rows in (estimator.decode_rows(1, 100), estimator.decode_rows(37, 32_000), chunked):
-                    full = estimate.padded(rows, one.dp)
-                    parts = estimate.terms(estimator.sharding, full, estimator.rates, estimator.wire, one.exchange)
-                    calls = estimate.calls(estimator.sharding, full, estimator.wire, one.exchange)
+                estimator = Estimator(one, load_machine(machine), fitted)
+                for rows in (estimator.make_decode_rows(1, 100), estimator.make_decode_rows(37, 32_000), chunked):
+                    full = estimate.pad_step(rows, one.dp)
+                    parts = estimate.compute_terms(
+                        estimator.sharding, full, estimator.rates, estimator.wire, one.exchange
+                    )
+                    calls = estimate.predict_calls(estimator.sharding, full, estimator.wire, one.exchange)
                     own = {what: [1e6 * s for s in (c.mean, c.low, c.high)] for what, c in calls.items()}
                     lines.append(
                         f"  {len(full.decodes)} of {full.tokens}: {json.dumps(rounded(parts))} {json.dumps(rounded(own))}"
                     )
                     lines.append(
-                        f"    {estimator.ms(rows):.6g} ms ± {json.dumps(rounded(estimator.wire_errors(rows)))}"
+                        f"    {estimator.estimate_ms(rows):.6g} ms ± {json.dumps(rounded(estimator.compute_wire_errors(rows)))}"
                     )
             except UsageError as e:
                 lines.append(f"  {e}")
@@ -706,7 +710,7 @@ CHOICES: dict[str, tuple[dict[str, Any], list[Choice]]] = {
         ],
     ),
     "served": (
-        {"machine": described("B200"), "named": "B200"},
+        {"machine": load_machine("B200"), "named": "B200"},
         [
             chosen(
                 f"{n} × 1000 → 20 tokens",
@@ -735,12 +739,12 @@ def test_an_answer_to_what_to_run(name: str, tmp_path: Path) -> None:
     of, choices = CHOICES[name]
     ask = dataclasses.replace(advised.ask("H200"), **{"gpus": (8,), **of})
     engines = [answer.Start(engine="sglang", command="sglang"), answer.Start(engine="vllm", command="vllm serve")]
-    starts = {f.who: engines for _, f in answer.recommended(choices)}
-    text = answer.markdown(ask, choices, ["One was left out."], published(), starts)
-    told = answer.as_json(ask, choices, ["One was left out."], published(), starts)
+    starts = {f.who: engines for _, f in answer.list_recommended(choices)}
+    text = answer.render_markdown(ask, choices, ["One was left out."], load_published_steps(), starts)
+    told = answer.convert_to_json(ask, choices, ["One was left out."], load_published_steps(), starts)
     level = [f"{c.name}: {c.meets} {c.decided} {c.next.who if c.next else '-'}" for c in choices]
     out = io.StringIO()
-    answer.show(ask, choices, [], published(), starts, Console(file=out, width=120))
+    answer.show(ask, choices, [], load_published_steps(), starts, Console(file=out, width=120))
     said = "\n".join(level)
     hold(
         f"answer-{name}.txt",
@@ -751,12 +755,12 @@ def test_an_answer_to_what_to_run(name: str, tmp_path: Path) -> None:
 
 def test_the_picture_of_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr("dcpbench.show.figures.save", lambda figure, *_: said.append(figure_words(figure)))
+    monkeypatch.setattr("dcpbench.show.figures.save_figure", lambda figure, *_: said.append(figure_words(figure)))
     for name in ("dcp", "slo"):
-        answer.picture(advised.ask("H200"), CHOICES[name][1], tmp_path / "x.png")
+        answer.draw_picture(advised.ask("H200"), CHOICES[name][1], tmp_path / "x.png")
     lengths = [chosen(f"8 × {n},000 tokens", (TP8, 800, MEASURED), (DCP8, 700 + n, ESTIMATED)) for n in range(1, 8)]
     for count in (4, 5, 7):
-        answer.picture(advised.ask("H200"), lengths[:count], tmp_path / "x.png")
+        answer.draw_picture(advised.ask("H200"), lengths[:count], tmp_path / "x.png")
     hold("answer-picture.txt", "\n".join(said), tmp_path)
 
 
@@ -769,7 +773,7 @@ def test_command_lines_of_servers(tmp_path: Path) -> None:
         flags={"eager": True, "off": False, "seqs": [32, 64], "quiet": [True, False], "rate": 0.5},
         profiler="--traces {traces}",
     )
-    lines = [str(settings) for settings in own.servers()]
+    lines = [str(settings) for settings in own.list_settings()]
     layouts: list[dict[str, Any]] = [
         {"tp": 0, "dp": 0, "dcp": 0, "exchange": "unknown", "ep": "unknown"},
         {"tp": 1, "exchange": "unknown", "ep": "unknown"},
@@ -915,8 +919,8 @@ def test_a_report_of_other_engines_results_beside_ours(tmp_path: Path, typed: Ca
         ("all", ["runs/vllm", "runs/sglang", "runs/inferencex", "ours"]),
         ("theirs", ["runs/inferencex"]),
     ):
-        read = frames.load([tmp_path / run for run in runs])
-        said.append(markdown.render(name, sections.report(read, []), tmp_path))
+        read = frames.load_frames([tmp_path / run for run in runs])
+        said.append(markdown.render(name, sections.build_sections(read, []), tmp_path))
     hold("report-imported.md", "\n".join(said), tmp_path)
 
 
@@ -935,8 +939,8 @@ def test_a_report_of_several_runs(as_repeats: bool, tmp_path: Path) -> None:
         )
         for name, slower in (("monday", 1.0), ("tuesday", 1.02), ("friday", 1.2))
     ]
-    read = frames.load(folders, as_repeats=as_repeats)
-    text = markdown.render("title", sections.report(read, []), tmp_path)
+    read = frames.load_frames(folders, as_repeats=as_repeats)
+    text = markdown.render("title", sections.build_sections(read, []), tmp_path)
     hold(f"report-{'repeats' if as_repeats else 'runs'}.md", text, tmp_path)
 
 
@@ -974,8 +978,8 @@ def _behind(job: Beating) -> None:
     job.steps()
     for rank in (0, 1):
         job.does(rank, "all_reduce", "mlp_reduce", 1, hangs=True)
-    job.ranks[2].phase("moe")
-    seen = [Seen(rank=2, pid=7, state="S", cpu=0.01), Seen(rank=0, pid=8, state="R", cpu=0.99)]
+    job.ranks[2].set_phase("moe")
+    seen = [ProcessState(rank=2, pid=7, state="S", cpu=0.01), ProcessState(rank=0, pid=8, state="R", cpu=0.99)]
     (job.folder / "ranks.json").write_bytes(msgspec.json.encode(seen))
     stack = (
         'Current thread 0x00007f00 (most recent call first):\n  File "/a/dcpbench/engine/model.py", line 7 in experts\n'
@@ -988,7 +992,7 @@ def _gone(job: Beating) -> None:
     job.steps()
     for rank in (0, 1):
         job.does(rank, "all_reduce", "moe", 0, hangs=True)
-    (job.folder / "ranks.json").write_bytes(msgspec.json.encode([Seen(rank=2, ended="ended with exit code 3")]))
+    (job.folder / "ranks.json").write_bytes(msgspec.json.encode([ProcessState(rank=2, ended="ended with exit code 3")]))
 
 
 def _together(job: Beating) -> None:
@@ -998,13 +1002,13 @@ def _together(job: Beating) -> None:
 
 def _devices(job: Beating) -> None:
     for rank, norm in enumerate((37, 35, 37)):
-        job.ranks[rank].step(beats.REPLAY)
+        job.ranks[rank].record_step(beats.REPLAY)
         (job.folder / f"device-{rank}.json").write_bytes(msgspec.json.encode(Device(norm=norm)))
 
 
 def _signals(job: Beating) -> None:
     for rank, (ended, heard) in enumerate(((69, {1: 69, 2: 70}), (70, {0: 70, 2: 70}), (70, {0: 70, 1: 70}))):
-        job.ranks[rank].step(beats.REPLAY)
+        job.ranks[rank].record_step(beats.REPLAY)
         told = merges(rank, 3, ended, heard)
         (job.folder / f"device-{rank}.json").write_bytes(msgspec.json.encode(Device(norm=3)))
         (job.folder / f"signals-{rank}.json").write_bytes(msgspec.json.encode(told))
@@ -1052,7 +1056,7 @@ def test_the_work_of_steps(tmp_path: Path) -> None:
             point = Point(**usual | degrees)  # type: ignore[arg-type]
             for step in steps:
                 lines.append(f"{point.layout}, ep {point.ep}, {name}, {len(step.chunks)} chunks")
-                for phase, times, work in phase_works(Sharding.of(point, shape), step):
+                for phase, times, work in iter_phase_works(Sharding.from_point(point, shape), step):
                     said = {
                         k: v for k, v in msgspec.structs.asdict(work).items() if v != msgspec.structs.asdict(Work())[k]
                     }
@@ -1064,17 +1068,20 @@ def test_a_doctors_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """Of a machine on which everything is wrong with one GPU, and of one where nothing is."""
     monkeypatch.setattr("dcpbench.doctor.gpus.os.sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr("dcpbench.doctor.gpus.os.cpu_count", lambda: 64)
-    monkeypatch.setattr("dcpbench.doctor.gpus._command", lambda _: "python")
+    monkeypatch.setattr("dcpbench.doctor.gpus._read_command", lambda _: "python")
     monkeypatch.setattr("dcpbench.doctor.host.tempfile.gettempdir", lambda: "/tmp")  # noqa: S108 -- a name
     wrong: dict[str, Any] = {k: v for answers, *_ in GPU_FAULTS.values() for k, v in answers.items()}
     sick = looked(
-        tmp_path, env={"NCCL_DEBUG": "INFO", "CUDA_LAUNCH_BLOCKING": "1"}, system=System(load=60.0, limit=256), **wrong
+        tmp_path,
+        env={"NCCL_DEBUG": "INFO", "CUDA_LAUNCH_BLOCKING": "1"},
+        system=System(get_load=60.0, get_limit=256),
+        **wrong,
     )
     found = [
         f"{f.level} {f.check} {f.where}: {f.what} To do: {f.remedy}"
         for f in (*sick.findings, *looked(tmp_path).findings)
     ]
-    hold("doctor.txt", "\n".join([*found, *doctor_command.lines(sick.findings)]), tmp_path)
+    hold("doctor.txt", "\n".join([*found, *doctor_command.format_findings(sick.findings)]), tmp_path)
 
 
 def test_a_hang_that_is_explained(tmp_path: Path, typed: Callable[..., str]) -> None:
@@ -1158,7 +1165,7 @@ SEVERAL: dict[str, Callable[[], list[list[Record]]]] = {
 def read_several(name: str, folder: Path) -> frames.Frames:
     """The records of these runs; those made at random are held against an SLO."""
     folders = [record_builder.write(folder / f"run{n or ''}", found) for n, found in enumerate(SEVERAL[name]())]
-    return frames.load(folders, slo=None if name in RUNS else {"ttft": 2900.0, "itl": 14.8})
+    return frames.load_frames(folders, slo=None if name in RUNS else {"ttft": 2900.0, "itl": 14.8})
 
 
 @pytest.mark.parametrize("name", SEVERAL)
@@ -1170,7 +1177,7 @@ def test_figures_of_a_report(name: str, tmp_path: Path, monkeypatch: pytest.Monk
         said.append(f"--- {path.name}\n{figure_words(figure)}")
         return []
 
-    monkeypatch.setattr(plots, "save", save)
+    monkeypatch.setattr(plots, "save_figure", save)
     pictures = plots.draw_all(read_several(name, tmp_path), tmp_path / "figures")
     told = [f"{p.subject} {p.mode} {p.png.name}: {p.title}. {p.alt}" for p in pictures]
     hold(f"figures-{name}.txt", "\n".join([*told, *said]), tmp_path)
@@ -1180,8 +1187,8 @@ def test_figures_of_a_report(name: str, tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_report_of_runs_made_at_random(name: str, tmp_path: Path) -> None:
     """All of its tables and texts; and what a page's scripts and a terminal make of it."""
     read = read_several(name, tmp_path)
-    text = markdown.render("title", sections.report(read, []), tmp_path)
-    told = rounded(page_data(read))
+    text = markdown.render("title", sections.build_sections(read, []), tmp_path)
+    told = rounded(build_page_data(read))
     page = [f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in told.items() if key != "columns"]
     out = io.StringIO()
     for width in (150, 70):
@@ -1228,7 +1235,7 @@ def test_a_replay(name: str, tmp_path: Path) -> None:
     longest = max(4_030, 5_000 if of_load else 0)
     point = msgspec.structs.replace(replayed.POINT, **{"load": load, "context": longest, **of_point})
     file = tmp_path / "times.json"
-    write_step_times(file, step_times_builder.step_times(path=engine_path(replayed.POINT)))
+    write_step_times(file, step_times_builder.step_times(path=get_engine_path(replayed.POINT)))
     record = replayed.run(file, tmp_path, point, settings)
     assert record.serve is not None
     told = rounded(msgspec.to_builtins(record.serve))
@@ -1242,12 +1249,12 @@ def test_calls_between_ranks_take_as_long_as_machines_let_them(tmp_path: Path) -
     """µs of each kind of call, in a host and over a link, of few bytes and many, alone and inside a step: mean, and both ends."""
     lines = []
     for name in ("H200", "H100", "B200", "H200+rdma-400"):
-        wire = described(name).wire
+        wire = load_machine(name).wire
         for what, ranks, size in itertools.product(wire.calls, (2, 4, 8, 16), (1_000, 100_000, 50_000_000)):
             said = []
             for of in (wire, wire.in_step):
                 try:
-                    took = of.seconds(what, ranks, size, 2)
+                    took = of.predict_seconds(what, ranks, size, 2)
                 except UsageError as e:
                     said.append(str(e))
                 else:
@@ -1269,7 +1276,7 @@ def test_steps_that_are_measured_for_replays(tmp_path: Path) -> None:
     """All cases of engines with much KV memory and with little, and what the model of them predicts beside its truth."""
     lines = []
     for name, extent in EXTENTS.items():
-        lines += [f"--- {name}", *(f"{case.use}: {case}" for case in grid(extent))]
+        lines += [f"--- {name}", *(f"{case.use}: {case}" for case in make_cases(extent))]
     hold("step-cases.txt", "\n".join(lines), tmp_path)
 
 
@@ -1298,7 +1305,7 @@ def test_a_load(name: str, tmp_path: Path) -> None:
 
 def test_a_trace_that_is_scanned(tmp_path: Path) -> None:
     """Of an H200: all sites with their stacks, waits and bubbles."""
-    report = scan([ROOT / "tests" / "data" / "h200_stacks.trace.json.gz"], root=ROOT)
+    report = scan_traces([ROOT / "tests" / "data" / "h200_stacks.trace.json.gz"], root=ROOT)
     hold("scan.txt", json.dumps(rounded(msgspec.to_builtins(report)), indent=1), tmp_path)
 
 
@@ -1346,7 +1353,7 @@ def test_a_trace_with_every_kind_of_wait(form: str, tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path)  # where paths are short, and lines break as they do
     report = mixed().scan(Path())
     report.verdict = judge_syncs(report, Gate(root=tmp_path, max_per_step=3.0, max_bubble_us=50.0))
-    text = render(report, form, root=tmp_path)
+    text = render_report(report, form, root=tmp_path)
     if form == "json":
         text = json.dumps(rounded(json.loads(text)), indent=1)
     hold(f"scan-mixed-{form}.txt", text, tmp_path)
@@ -1361,7 +1368,7 @@ def test_pictures_of_other_commands(tmp_path: Path, typed: Callable[..., str], m
         return []
 
     monkeypatch.setattr("dcpbench.compare.picture.save", save)
-    monkeypatch.setattr("dcpbench.show.figures.save", save)
+    monkeypatch.setattr("dcpbench.show.figures.save_figure", save)
     compare_builder.write_launches(tmp_path / "a", 3, seed=1, cv=0.01)
     compare_builder.write_launches(tmp_path / "b", 3, seed=2, cv=0.01, faster=1.04)
     typed("compare", "a", "b", "-o", "out")
@@ -1371,6 +1378,8 @@ def test_pictures_of_other_commands(tmp_path: Path, typed: Callable[..., str], m
 
 def test_colours_of_layouts(tmp_path: Path) -> None:
     """On light and on dark, with the place of the marker: of all layouts of up to 32 GPUs, and of names without degrees."""
-    names = [str(layout) for tp in (1, 2, 4, 8, 16, 32) for layout in valid_layouts(SHAPES["deepseek-v3"], tp)]
-    lines = [f"{name}: {' '.join(colours(name))} {place_of_marker(name)}" for name in (*names, "sglang", "tp4 1P2D")]
+    names = [str(layout) for tp in (1, 2, 4, 8, 16, 32) for layout in list_valid_layouts(SHAPES["deepseek-v3"], tp)]
+    lines = [
+        f"{name}: {' '.join(get_colours(name))} {find_marker_index(name)}" for name in (*names, "sglang", "tp4 1P2D")
+    ]
     hold("colours.txt", "\n".join(lines), tmp_path)

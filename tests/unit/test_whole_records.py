@@ -13,8 +13,14 @@ import msgspec
 
 from dcpbench.records import metrics
 from dcpbench.records.checks import ImpossibleValueError
-from dcpbench.records.file import decode
-from dcpbench.records.record import functional, hardware, no_room, origin, throttle_reasons
+from dcpbench.records.file import decode_record
+from dcpbench.records.record import (
+    decode_throttle_reasons,
+    format_hardware,
+    get_origin,
+    is_functional,
+    is_rejected_for_memory,
+)
 from tests.unit import record_builder, serve_record_builder
 from tests.unit.test_whole_outputs import RUNS, hold, rounded
 
@@ -42,7 +48,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 def said_of(told: dict[str, Any]) -> str:
     """Return what is wrong with it, that it is no record, or nothing."""
     try:
-        decode(msgspec.json.encode(told))
+        decode_record(msgspec.json.encode(told))
     except ImpossibleValueError as e:
         return str(e)
     except msgspec.ValidationError as e:
@@ -97,17 +103,22 @@ def test_what_metrics_read_off_records(tmp_path: Path) -> None:
     for name, made in RUNS.items():
         found = [record for record in made() if record.outcome == "ok"][:3]
         for several in (found[:1], found):
-            for one in metrics.values(several, metrics.METRICS, derived=True):
-                numbers = [(v.median, v.low, v.high, list(v.each)) for v in (one, one.shown())]
+            for one in metrics.merge_values(several, metrics.METRICS, derived=True):
+                numbers = [(v.median, v.low, v.high, list(v.each)) for v in (one, one.convert_to_shown_unit())]
                 lines.append(f"{name} {len(several)} {one.metric.name}: {json.dumps(rounded([*map(list, numbers)]))}")
         of = found[0]
-        about = (origin(of), hardware(of.environment) if of.environment else "", no_room(of), functional(of))
+        about = (
+            get_origin(of),
+            format_hardware(of.environment) if of.environment else "",
+            is_rejected_for_memory(of),
+            is_functional(of),
+        )
         lines.append(f"{name}: {about}")
-    lines += [f"{bits:#x}: {throttle_reasons(bits)}" for bits in (0, 1, 2, 0x44, 0xFFFF)]
+    lines += [f"{bits:#x}: {decode_throttle_reasons(bits)}" for bits in (0, 1, 2, 0x44, 0xFFFF)]
     for workload in ("decode", "serve"):
-        lines.append(f"{workload}: {[m.name for m in metrics.compared(workload)]}")
+        lines.append(f"{workload}: {[m.name for m in metrics.list_compared_metrics(workload)]}")
         lines += [
-            f"{option}: {metric.name if (metric := metrics.named(option, workload)) else None}"
+            f"{option}: {metric.name if (metric := metrics.find_compared_metric(option, workload)) else None}"
             for option in metrics.OPTIONS
         ]
     hold("metrics-of-records.txt", "\n".join(lines), tmp_path)

@@ -18,8 +18,8 @@ from dcpbench.points.names import MIXED, PREFILL_FIRST
 from dcpbench.serving import step_model
 from dcpbench.serving.requests import ServeRequest
 from dcpbench.serving.scheduler import Scheduler
-from dcpbench.serving.step_cases import Extent, fullest, grid, hot_runs
-from dcpbench.serving.step_model import Heat, HotStep, Slowed, StepModel, Work
+from dcpbench.serving.step_cases import Extent, find_fullest, make_cases, make_hot_runs
+from dcpbench.serving.step_model import Heat, HotStep, Slowdown, StepModel, Work
 from dcpbench.serving.step_times import CHECK, GATHER, LINE
 from dcpbench.serving.traffic import Traffic
 from tests.unit import step_times_builder, virtual_serving
@@ -94,18 +94,20 @@ def test_schedules_of_loads_made_at_random(seed: int, tmp_path: Path) -> None:
     scheduler = Scheduler(config)
     traffic = Traffic(load(rng, 9, clients=clients is not None), scheduler, clients, think_s=rng.choice([0.0, 2.0]))
     lines, now, until = [str(config)], 0.0, rng.choice([1e9, 1e9, 1e9, 12.0])
-    while not traffic.done and now < until:
-        traffic.submit(*traffic.due(now), now)
-        step = scheduler.next_step()
+    while not traffic.is_done and now < until:
+        traffic.submit(*traffic.count_due(now), now)
+        step = scheduler.plan_step()
         if step is None:
-            now = max(now + 0.5, traffic.next_arrival_s() or now)
+            now = max(now + 0.5, traffic.find_next_arrival_s() or now)
             continue
         now += 1.0
         lines.append(f"{now:g} {words(step)} waiting {[s.request.number for s in scheduler.waiting]}")
-        traffic.read(step, now)
-        free = [(r.allocator.free_pages, r.available, r.cache.evictable, sorted(r.slots)) for r in scheduler.replicas]
+        traffic.record_tokens(step, now)
+        free = [
+            (r.allocator.free_pages, r.available_pages, r.cache.evictable, sorted(r.slots)) for r in scheduler.replicas
+        ]
         lines.append(f"  {free}")
-    if not traffic.done:
+    if not traffic.is_done:
         traffic.stop()
     for s in traffic.samples:
         about = [
@@ -147,9 +149,12 @@ def noisy(of: Work) -> float:
 def test_predicted_steps(name: str, tmp_path: Path) -> None:
     """Of cases measured and between them, at the ends of what was measured and past them."""
     extent = EXTENTS[name]
-    cases = grid(extent)
-    by_use = {use: [(c.work(), noisy(c.work())) for c in cases if c.use == use] for use in (LINE, GATHER, CHECK)}
-    lines = [f"hot {case}" for run in hot_runs(extent, fullest(cases)) for case in run.cases]
+    cases = make_cases(extent)
+    by_use = {
+        use: [(c.compute_work(), noisy(c.compute_work())) for c in cases if c.use == use]
+        for use in (LINE, GATHER, CHECK)
+    }
+    lines = [f"hot {case}" for run in make_hot_runs(extent, find_fullest(cases)) for case in run.cases]
     try:
         model = StepModel(by_use[LINE], by_use[GATHER])
     except DcpbenchError as e:
@@ -169,7 +174,7 @@ def test_predicted_steps(name: str, tmp_path: Path) -> None:
     tried += [[work(rows=extent.requests + 1, kv=10)], [work(tokens=extent.chunk * 2, pairs=10)]]
     for works in tried:
         try:
-            said = f"{model.step_ms(works):.6g} ms"
+            said = f"{model.predict_step_ms(works):.6g} ms"
         except DcpbenchError as e:
             said = str(e).partition(". Measure")[0]
         except ZeroDivisionError:
@@ -183,9 +188,9 @@ def test_lines_surfaces_and_heat(tmp_path: Path) -> None:
     line = step_model.Line([(2.0, 10.0), (4.0, 20.0), (4.0, 30.0), (8.0, 21.0)])
     surface = step_model.Surface([(1, 0.0, 5.0), (1, 10.0, 6.0), (4, 0.0, 9.0), (4, 20.0, 19.0), (8, 5.0, 11.0)])
     xs = (0.0, 2.0, 3.0, 4.0, 7.0, 8.0, 9.0)
-    lines = [f"{x}: {line(x):.6g} {line.held(x):.6g} {line.top}" for x in xs]
+    lines = [f"{x}: {line(x):.6g} {line.predict_clamped(x):.6g} {line.max_x}" for x in xs]
     lines += [
-        f"{rows} × {x}: {surface(rows, x):.6g} {surface.top(rows):.6g}"
+        f"{rows} × {x}: {surface(rows, x):.6g} {surface.compute_max_x(rows):.6g}"
         for rows in (0, 1, 2, 4, 6, 8, 9)
         for x in (0.0, 5.0, 30.0)
     ]
@@ -198,7 +203,7 @@ def test_lines_surfaces_and_heat(tmp_path: Path) -> None:
         HotStep(work(rows=2, kv=9), 1.03, since_s=0.05),
     ]
     for kept in (works, works[:2], works[2:4], []):
-        slowed = Slowed(kept)
+        slowed = Slowdown(kept)
         lines.append(
             str(
                 [
@@ -213,7 +218,7 @@ def test_lines_surfaces_and_heat(tmp_path: Path) -> None:
                     )
                 ]
             )
-            + f" left {[round(slowed.left_by([work(tokens=n, pairs=1)]), 6) for n in (16, 512, 9000)]}"
+            + f" left {[round(slowed.compute_final_heat([work(tokens=n, pairs=1)]), 6) for n in (16, 512, 9000)]}"
             + f" settles in {slowed.settle_s:.6g}"
         )
     heat = Heat()
@@ -224,7 +229,7 @@ def test_lines_surfaces_and_heat(tmp_path: Path) -> None:
         (0.4, 0.0, 1.0),
         (9.0, 0.4, 1.0),
     ):
-        lines.append(f"{heat.at(begin):.6g} {heat.until_s:.6g}")
-        heat.ran(seconds, towards)
-    lines.append(f"{heat.at(9.4):.6g} {heat.share:.6g} {heat.until_s:.6g}")
+        lines.append(f"{heat.compute_share(begin):.6g} {heat.until_s:.6g}")
+        heat.add_step(seconds, towards)
+    lines.append(f"{heat.compute_share(9.4):.6g} {heat.share:.6g} {heat.until_s:.6g}")
     hold("schedules/lines.txt", "\n".join(lines), tmp_path)

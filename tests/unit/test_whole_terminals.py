@@ -20,18 +20,18 @@ from rich.console import Console
 from rich.default_styles import DEFAULT_STYLES
 
 from dcpbench.compare import ci, gate, markdown, table
-from dcpbench.compare.judging import Options, judge
+from dcpbench.compare.judging import Options, judge_sides
 from dcpbench.compare.sides import read_side
 from dcpbench.errors import DcpbenchError
 from dcpbench.launch import progress
 from dcpbench.launch.jobs import Check
 from dcpbench.launch.jobs import Progress as Event
-from dcpbench.plan.spec import planned
-from dcpbench.records.formulas import decode_metrics
+from dcpbench.plan.spec import make_planned_probe
+from dcpbench.records.formulas import compute_decode_metrics
 from dcpbench.reports import frames
 from dcpbench.reports import terminal as report_terminal
 from dcpbench.syncs.formats import table as syncs_table
-from dcpbench.top.render import render as top_render
+from dcpbench.top.render import render_state as top_render
 from tests.unit import compare_builder, record_builder, serve_record_builder, syncs_builder, top_builder
 from tests.unit.test_whole_outputs import RUNS, hold, measured, resumed
 
@@ -97,7 +97,7 @@ def test_colours_of_a_run_that_is_watched(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", RUNS)
 def test_colours_of_a_table_of_points(name: str, tmp_path: Path) -> None:
     """Those that miss their objectives stand out."""
-    read = frames.load([record_builder.write(tmp_path / "run", RUNS[name]())], slo={"ttft": 2000.0, "itl": 45.0})
+    read = frames.load_frames([record_builder.write(tmp_path / "run", RUNS[name]())], slo={"ttft": 2000.0, "itl": 45.0})
     hold(f"coloured-{name}.txt", coloured(report_terminal.render(read)), tmp_path)
 
 
@@ -166,13 +166,17 @@ def test_tables_of_checks_and_of_a_machine(tmp_path: Path) -> None:
         Check(name="logits", ep="tp", error=None, limit=0.01, ok=False, detail="rank 1, row 7", **fields),
         Check(name="tokens", error=0.5, limit=None, ok=True, **{**fields, "exchange": "none", "layout": "tp2"}),
     ]
-    gpus = planned("H200", 8)
+    gpus = make_planned_probe("H200", 8)
     plain = msgspec.structs.replace(
         gpus, packages={"torch": "2.9", "flashinfer": ""}, count=0, name="CPU", capability="", l2_bytes=None
     )
-    notes = [progress.planned_for(gpus.gpu, 8, nodes) for nodes in (1, 2)] if gpus.gpu else []
+    notes = [progress.format_plan_note(gpus.gpu, 8, nodes) for nodes in (1, 2)] if gpus.gpu else []
     said = coloured(
-        progress.checks_table(checks), progress.env_table(gpus), progress.env_table(plain), *notes, width=140
+        progress.make_checks_table(checks),
+        progress.make_env_table(gpus),
+        progress.make_env_table(plain),
+        *notes,
+        width=140,
     )
     hold("coloured-checks.txt", said, tmp_path)
 
@@ -197,7 +201,7 @@ def sides(rng: random.Random, folder: Path) -> tuple[Path, Path]:
             for load in compare_builder.LOADS:
                 record = compare_builder.finished(load)
                 level = 10 * float(np.exp(noise.normal(0, 0.004))) / faster
-                metrics = decode_metrics(compare_builder.steps(noise, level, "normal"), load, record.point.tp)
+                metrics = compute_decode_metrics(compare_builder.steps(noise, level, "normal"), load, record.point.tp)
                 change: dict[str, Any] = {
                     "metrics": metrics,
                     "started_at": f"at {launch}",
@@ -237,11 +241,11 @@ def test_comparisons_made_at_random(seed: int, tmp_path: Path, monkeypatch: pyte
         rng.choice(["slower:2%", "slower:0.5%,memory:0.1%,syncs:+0,undecided,missing", "itl_p50:+0.2,itl_p99:1%", None])
     )
     try:
-        found = judge(a, b, options)
+        found = judge_sides(a, b, options)
     except DcpbenchError as e:
         hold(f"comparisons/{seed:02}.txt", f"{type(e).__name__}: {e}", tmp_path)
         return
-    gate.apply(found, rules)
+    gate.apply_rules(found, rules)
     text = coloured(*table.render(found, every=seed % 2 == 0), width=100)
     rows = [
         " ".join(
@@ -275,10 +279,10 @@ def test_comparisons_made_at_random(seed: int, tmp_path: Path, monkeypatch: pyte
             [
                 str(options),
                 text,
-                *gate.unused(found, rules),
+                *gate.list_unused(found, rules),
                 markdown.render(found),
-                ci.junit(found),
-                ci.github(found),
+                ci.format_junit(found),
+                ci.format_github(found),
                 *rows,
             ]
         ),

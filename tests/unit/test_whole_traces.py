@@ -14,8 +14,8 @@ import msgspec
 import pytest
 
 from dcpbench.syncs.gating import comments
-from dcpbench.syncs.gating.gate import Gate, judge
-from dcpbench.syncs.scan import scan
+from dcpbench.syncs.gating.gate import Gate, compute_verdict
+from dcpbench.syncs.scan import scan_traces
 from tests.unit.test_whole_outputs import hold, rounded
 from tests.unit.trace_builder import HOST, PAGEABLE, PINNED, TO_GPU, Trace
 
@@ -176,10 +176,10 @@ finally:
 def test_lines_on_which_a_comment_allows_a_wait(tmp_path: Path) -> None:
     """For each line of a program: of a call there, and of a function that begins there."""
     (tmp_path / "made.py").write_text(PROGRAM)
-    source = comments._read(tmp_path, "made.py")
+    source = comments._read_source(tmp_path, "made.py")
     assert source is not None
     lines = [
-        f"{number:2} {text:32} {sorted(set(comments._lines(source, number, call=True)))} {sorted(set(comments._lines(source, number, call=False)))}"
+        f"{number:2} {text:32} {sorted(set(comments._list_lines(source, number, call=True)))} {sorted(set(comments._list_lines(source, number, call=False)))}"
         for number, text in enumerate(PROGRAM.splitlines(), 1)
     ]
     hold("comment-lines.txt", "\n".join([*lines, str(sorted(source.alone))]), tmp_path)
@@ -193,14 +193,14 @@ def test_traces_made_at_random(many: int, tmp_path: Path, monkeypatch: pytest.Mo
     for seed in range(8 * many, 8 * many + 8):
         path = tmp_path / f"trace-{seed}.json"
         path.write_text(made(seed).text())
-        report = scan([path], root=tmp_path)
-        report.verdict = judge(report, Gate(root=tmp_path, max_per_step=1.0, max_bubble_us=40.0))
+        report = scan_traces([path], root=tmp_path)
+        report.verdict = compute_verdict(report, Gate(root=tmp_path, max_per_step=1.0, max_bubble_us=40.0))
         told = rounded(msgspec.to_builtins(report))
         (summary,) = told["traces"]
         notes = [note[:30] for note in summary["coverage"].pop("notes")]
         lines += [f"--- {seed}", json.dumps([summary, notes, told["totals"]], ensure_ascii=False)]
         lines += [f"  {finding['message']}" for finding in told["verdict"]["findings"]]
         lines += [f"  {short_site(site)}" for site in told["sites"]]
-    both = scan([tmp_path / f"trace-{8 * many + n}.json" for n in (0, 1)], root=tmp_path)
+    both = scan_traces([tmp_path / f"trace-{8 * many + n}.json" for n in (0, 1)], root=tmp_path)
     lines += ["--- together", *(short_site(rounded(msgspec.to_builtins(site))) for site in both.sites)]
     hold(f"traces/{many}.txt", "\n".join(lines).replace(f"{tmp_path}/", ""), tmp_path)

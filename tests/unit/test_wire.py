@@ -15,7 +15,7 @@ from dcpbench.bench import calibration
 from dcpbench.errors import DcpbenchError, UsageError
 from dcpbench.points import machines
 from dcpbench.points.gpus import GPUS
-from dcpbench.points.wire import LATE, Call, Fit, Link, Prompts, Sample, Wire, _between, fit
+from dcpbench.points.wire import LATE, Call, Fit, Link, Prompts, Sample, Wire, _interpolate, fit_samples
 from dcpbench.records.record import Emulated
 from dcpbench.serving.step_cases import Extent
 from dcpbench.serving.step_times import LINE, StepTimes, write_step_times
@@ -44,7 +44,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
 def made(ranks: tuple[int, ...] = (2, 4), wrong: float = 0.0) -> Call:
     """A call as TRUE says, every second sample off by a share."""
     samples = [
-        Sample(n, m, size, TRUE.us(n, m, size) * (1 + wrong * (i % 2)))
+        Sample(n, m, size, TRUE.predict_us(n, m, size) * (1 + wrong * (i % 2)))
         for n in ranks
         for m in (1, 2)
         for i, size in enumerate(SIZES)
@@ -54,7 +54,7 @@ def made(ranks: tuple[int, ...] = (2, 4), wrong: float = 0.0) -> Call:
 
 def test_known_parameters_are_found() -> None:
     """Launch, each rank more, and rate, from two numbers of ranks and meetings."""
-    found = fit(made().samples)
+    found = fit_samples(made().samples)
     assert found.launch_us == pytest.approx(4.0)
     assert found.meet_us == pytest.approx(0.8)
     assert found.bytes_s == pytest.approx(200e9)
@@ -62,7 +62,7 @@ def test_known_parameters_are_found() -> None:
 
 def test_a_number_that_would_be_negative_is_none() -> None:
     """Calls that take less the more ranks there are have no price of a rank."""
-    found = fit(
+    found = fit_samples(
         [Sample(2, 1, 1000, 6.5), Sample(4, 1, 1000, 6.1), Sample(2, 1, 10**6, 12.0), Sample(4, 1, 10**6, 11.0)]
     )
     assert found.meet_us == 0
@@ -73,19 +73,19 @@ def test_what_was_measured_is_returned_and_what_lies_between_follows() -> None:
     """Also where the model misses: the residual is kept."""
     call = made(wrong=0.1)
     for s in call.samples:
-        assert call.us(s.ranks, s.received_bytes, s.meetings) == pytest.approx(s.us, rel=1e-9)
-    between = call.us(2, 300_000)
-    assert call.us(2, 100_000) < between < call.us(2, 1_000_000)
+        assert call.predict_us(s.ranks, s.received_bytes, s.meetings) == pytest.approx(s.us, rel=1e-9)
+    between = call.predict_us(2, 300_000)
+    assert call.predict_us(2, 100_000) < between < call.predict_us(2, 1_000_000)
 
 
 @pytest.mark.parametrize(("x", "y"), [(0.0, 5.0), (1.0, 5.0), (2.0, 6.0), (3.0, 7.0), (9.0, 7.0)])
 def test_between_two_points_is_a_line_and_past_them_the_nearer_one(x: float, y: float) -> None:
-    assert _between(x, [(1.0, 5.0), (3.0, 7.0)]) == y
+    assert _interpolate(x, [(1.0, 5.0), (3.0, 7.0)]) == y
 
 
 def test_errors_are_those_without_the_measurement() -> None:
     """None where the model is the truth; about the noise where it is not. One number of ranks does not tell a price of each."""
-    assert max(made().errors_without()) < 1e-9
+    assert max(made().compute_left_out_errors()) < 1e-9
     assert made().size_error == 0.01
     assert 0.05 < made(wrong=0.3).size_error < 0.3
     assert made((2, 4, 8)).ranks_error == 0.01
@@ -95,10 +95,10 @@ def test_errors_are_those_without_the_measurement() -> None:
 def test_the_band_widens_past_what_was_measured() -> None:
     """With ranks and with sizes, and where only one number of ranks was seen."""
     call = made(wrong=0.2)
-    inside = call.error(4, 500_000)
-    assert call.error(8, 500_000) == pytest.approx(inside + call.ranks_error)
-    assert call.error(4, 32_000_000) == pytest.approx(inside + 2 * call.size_error)
-    assert made((2,)).error(4, 500_000) >= 0.25
+    inside = call.estimate_error(4, 500_000)
+    assert call.estimate_error(8, 500_000) == pytest.approx(inside + call.ranks_error)
+    assert call.estimate_error(4, 32_000_000) == pytest.approx(inside + 2 * call.size_error)
+    assert made((2,)).estimate_error(4, 500_000) >= 0.25
 
 
 @pytest.mark.parametrize(
@@ -120,12 +120,12 @@ def test_each_doubling_or_halving_past_what_was_measured_adds_its_own_error(
     """4 and 8 ranks were measured, and 5,000 to 8,000,000 bytes a meeting."""
     call = made((4, 8), wrong=0.2)
     wider = by_ranks * call.ranks_error + (1 + by_size) * call.size_error
-    assert call.error(ranks, size, meetings) == pytest.approx(wider)
+    assert call.estimate_error(ranks, size, meetings) == pytest.approx(wider)
 
 
 def test_errors_that_nothing_was_measured_for_are_assumed() -> None:
     """One number of ranks leaves 25 % a doubling, two sizes 20 %; none is below 1 %."""
-    one = Call("one", tuple(Sample(2, 1, size, TRUE.us(2, 1, size)) for size in SIZES[:2]))
+    one = Call("one", tuple(Sample(2, 1, size, TRUE.predict_us(2, 1, size)) for size in SIZES[:2]))
     assert (one.ranks_error, one.size_error) == (0.25, 0.2)
     assert (made().size_error, made((2, 4, 8)).ranks_error) == (0.01, 0.01)
 
@@ -139,9 +139,9 @@ def test_what_another_number_of_ranks_errs_by_is_shared_by_its_doublings() -> No
 def test_one_rank_sends_nothing_and_an_unknown_call_is_named() -> None:
     """The rest is an error that says what is known."""
     wire = Wire({"made": made()}, host=8)
-    assert wire.seconds("made", 1, 10**6).mean == 0
+    assert wire.predict_seconds("made", 1, 10**6).mean == 0
     with pytest.raises(UsageError, match=r"symm was not measured on this machine \(known: made\).*calibrate"):
-        wire.seconds("symm", 4, 1000)
+        wire.predict_seconds("symm", 4, 1000)
 
 
 def test_links_between_hosts() -> None:
@@ -149,79 +149,84 @@ def test_links_between_hosts() -> None:
     link = Link(name="x", bytes_s=50e9, latency_us=5.0, source="made up")
     wire = Wire({name: made() for name in ("all-to-all", "all-gather", "symm")}, host=8, link=link)
     size = 64_000_000
-    own, ring = wire.seconds("all-to-all", 16, size), wire.seconds("all-gather", 16, size)
+    own, ring = wire.predict_seconds("all-to-all", 16, size), wire.predict_seconds("all-gather", 16, size)
     assert own.mean == pytest.approx(size * 8 / 15 / 40e9 + 5e-6)
     assert ring.mean < own.mean
     assert own.high == pytest.approx(2 * own.mean)
     with pytest.raises(
         UsageError, match="symm over 16 ranks leaves a host of 8 GPUs, and it reads the memory of peers"
     ):
-        wire.seconds("symm", 16, size)
+        wire.predict_seconds("symm", 16, size)
     with pytest.raises(UsageError, match="no link between hosts is described"):
-        Wire(wire.calls, host=8).seconds("all-gather", 16, size)
+        Wire(wire.calls, host=8).predict_seconds("all-gather", 16, size)
 
 
 def test_a_ring_over_hosts_shares_its_links_and_waits_once_for_each_further_host() -> None:
     """64 MB over 8 links of 1 GB/s, of which 0.8 are reached: 10 ms; three further hosts, two meetings: 6 messages of 5 µs."""
     link = Link(name="x", bytes_s=1e9, latency_us=5.0, source="made up")
     wire = Wire({"all-gather": made(), "all-to-all": made()}, host=8, link=link)
-    found = wire.seconds("all-gather", 32, 64_000_000, 2)
+    found = wire.predict_seconds("all-gather", 32, 64_000_000, 2)
     assert found.mean == pytest.approx(10e-3 + 30e-6)
     assert (found.low, found.high) == (pytest.approx(found.mean / 2), pytest.approx(found.mean * 2))
-    small = wire.seconds("all-to-all", 16, 1000, 2)
-    assert small.mean == pytest.approx(made().us(16, 1000, 2) * 1e-6 + 10e-6)
-    assert wire.seconds("all-gather", 8, 64_000_000).mean < 1e-3
+    small = wire.predict_seconds("all-to-all", 16, 1000, 2)
+    assert small.mean == pytest.approx(made().predict_us(16, 1000, 2) * 1e-6 + 10e-6)
+    assert wire.predict_seconds("all-gather", 8, 64_000_000).mean < 1e-3
 
 
 def test_another_machines_rate_and_error_are_reckoned_with() -> None:
     """Links twice as fast halve the bytes' share, and the band holds what was measured and what is borrowed."""
     call, size = made(), 1_000_000
     wire = Wire({"made": call}, host=8, scale=2.0, borrowed=0.1)
-    us, bytes_us = call.us(2, size), size / 200e3
-    found = wire.seconds("made", 2, size)
+    us, bytes_us = call.predict_us(2, size), size / 200e3
+    found = wire.predict_seconds("made", 2, size)
     assert found.mean == pytest.approx((us - bytes_us / 2) * 1e-6)
-    error = call.error(2, size) + 0.1 + us / (us - bytes_us / 2) - 1
+    error = call.estimate_error(2, size) + 0.1 + us / (us - bytes_us / 2) - 1
     assert found.high / found.mean == pytest.approx(1 + error)
     assert found.mean / found.low == pytest.approx(1 + error)
 
 
 def test_faster_links_shorten_bytes_alone_and_the_band_reaches_to_the_measured_time() -> None:
     """Of B200, whose wire nobody has measured."""
-    here, there = (machines.described(name).wire.seconds("symm", 4, 20_000_000, 2) for name in ("H200", "B200"))
+    here, there = (
+        machines.load_machine(name).wire.predict_seconds("symm", 4, 20_000_000, 2) for name in ("H200", "B200")
+    )
     assert here.mean / 2 < there.mean < here.mean
     assert there.high > here.mean
-    small = [machines.described(name).wire.seconds("symm", 4, 1000, 2).mean for name in ("H200", "B200")]
+    small = [machines.load_machine(name).wire.predict_seconds("symm", 4, 1000, 2).mean for name in ("H200", "B200")]
     assert small[1] == pytest.approx(small[0], rel=0.05)
 
 
 @pytest.mark.parametrize("gpu", [gpu.name for gpu in GPUS])
 def test_every_gpu_of_the_table_is_a_machine(gpu: str) -> None:
     """With a band that is wider than H200's own, and links by name."""
-    machine = machines.described(f"{gpu}+rdma-400")
+    machine = machines.load_machine(f"{gpu}+rdma-400")
     assert machine.card.name == gpu
-    inside, own = machine.wire.seconds("a2a", 8, 10**6, 2), machines.described("H200").wire.seconds("a2a", 8, 10**6, 2)
+    inside, own = (
+        machine.wire.predict_seconds("a2a", 8, 10**6, 2),
+        machines.load_machine("H200").wire.predict_seconds("a2a", 8, 10**6, 2),
+    )
     assert inside.low < inside.mean < inside.high
     assert gpu == "H200" or inside.high / inside.mean > own.high / own.mean
-    assert machine.wire.seconds("a2a", 16, 10**6, 2).mean > inside.mean
+    assert machine.wire.predict_seconds("a2a", 16, 10**6, 2).mean > inside.mean
 
 
 def test_compute_is_scaled_by_a_named_rate_or_refused() -> None:
     """H200's reads on H100 take 4.8 / 3.35 as long, give or take; A100 has no fp8."""
-    h200 = machines.described("H200").card
-    ratio, error = machines.described("H100").scale("read", h200)
+    h200 = machines.load_machine("H200").card
+    ratio, error = machines.load_machine("H100").compute_scale("read", h200)
     assert ratio == pytest.approx(4.8 / 3.35)
     assert 0.1 < error < 0.2
-    assert machines.described("H200").scale("matmul", h200) == (1.0, 0.0)
+    assert machines.load_machine("H200").compute_scale("matmul", h200) == (1.0, 0.0)
     with pytest.raises(UsageError, match="A100 has no matmul_fp8 rate"):
-        machines.described("A100").scale("matmul_fp8", h200)
+        machines.load_machine("A100").compute_scale("matmul_fp8", h200)
 
 
 def test_the_built_in_wire_is_that_of_the_records() -> None:
     """The file in the package is what calibrate makes of results/."""
-    records, older = calibration.records_in(BENCHES), calibration.records_in(OLDER)
-    calls = calibration.calls_of(older) | calibration.calls_of(records)
-    assert calls == machines.built_in("H200").calls
-    assert calibration.measured_on([*records, *older]) == ("H200", machines.built_in("H200").measured)
+    records, older = calibration.read_records(BENCHES), calibration.read_records(OLDER)
+    calls = calibration.collect_samples(older) | calibration.collect_samples(records)
+    assert calls == machines.load_built_in("H200").calls
+    assert calibration.describe_hardware([*records, *older]) == ("H200", machines.load_built_in("H200").measured)
 
 
 def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -236,8 +241,8 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
         calls={"a2a": [Sample(2, 2, 10, 1.5)]},
     )
     path = tmp_path / "machine.toml"
-    path.write_text(machines.text(made_up))
-    found = machines.described(str(path))
+    path.write_text(machines.format_machine(made_up))
+    found = machines.load_machine(str(path))
     assert len(found.sha256) == 64
     assert msgspec.structs.replace(found, sha256="") == made_up
 
@@ -282,7 +287,7 @@ def test_a_wrong_file_gets_a_sentence_that_names_the_field(content: str, said: s
     path = tmp_path / "m.toml"
     path.write_bytes(content.encode("latin-1"))
     with pytest.raises(UsageError) as error:
-        machines.read(path)
+        machines.read_machine(path)
     assert said in str(error.value)
     assert str(path) in str(error.value)
 
@@ -291,7 +296,7 @@ def test_a_wrong_file_gets_a_sentence_that_names_the_field(content: str, said: s
 def test_an_unknown_machine_gets_a_sentence(name: str) -> None:
     """That says what there is."""
     with pytest.raises(UsageError, match=r"rdma-400|dcpbench calibrate writes such a file"):
-        machines.described(name)
+        machines.load_machine(name)
 
 
 def test_calibrate_writes_a_file_a_picture_and_its_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -301,7 +306,7 @@ def test_calibrate_writes_a_file_a_picture_and_its_errors(tmp_path: Path, capsys
     assert code == 0
     said = json.loads(printed)
     assert {row["call"] for row in said["calls"]} >= {"all-gather", "a2a", "symm"}
-    assert machines.read(out).link == "rdma-400"
+    assert machines.read_machine(out).link == "rdma-400"
     assert out.with_suffix(".png").stat().st_size > 10_000
     code, _, complaint = run(capsys, "calibrate", str(BENCHES[0]), "-o", str(out))
     assert code == 2
@@ -343,7 +348,7 @@ def test_calibrate_says_which_calls_it_lacks_and_what_measures_them(
     words = said.partition("GPUs: dcpbench ")[2].partition(", and name")[0].split()
     assert words[:4] == ["bench", "collectives", "--variant", ",".join(lacks)]
     assert words[-2:] == ["-o", "FOLDER"]
-    measured = machines.read(tmp_path / "m.toml").calls.values()
+    measured = machines.read_machine(tmp_path / "m.toml").calls.values()
     assert int(words[words.index("--ranks") + 1]) == max(sample.ranks for samples in measured for sample in samples)
     _, _, said = run(capsys, "calibrate", str(collectives), str(exchange), "-o", str(tmp_path / "whole.toml"))
     assert "all-gather" not in said
@@ -351,7 +356,7 @@ def test_calibrate_says_which_calls_it_lacks_and_what_measures_them(
 
 def emulated(times: StepTimes, shorter: float) -> StepTimes:
     """The same by one GPU that stands for the others: steps with prompts are so many times shorter."""
-    scaled = times.scaled(1.0, 1 / shorter)
+    scaled = times.apply_factors(1.0, 1 / shorter)
     told = Emulated(machine="H200", calls=3, wire_us=1.0, wire_low_us=1.0, wire_high_us=1.0)
     return msgspec.structs.replace(scaled, emulated=told, path=times.path | {"emulate": "machine.toml"})
 
@@ -376,15 +381,17 @@ def test_calibrate_says_how_much_longer_prompts_take_gpus_together(
     assert run(capsys, "calibrate", *map(str, BENCHES[:1]), "-o", str(first))[0] == 0
     code, printed, said = run(capsys, "calibrate", str(first), *map(str, runs), "-o", str(out), "--json")
     assert code == 0, said
-    made, before = machines.read(out), machines.read(first)
+    made, before = machines.read_machine(out), machines.read_machine(first)
     assert {p.times for p in made.prompts} == {1.04}
-    assert [p.tokens for p in made.prompts] == sorted({m.case.work().tokens for m in live.cases_for(LINE)} - {0})
+    assert [p.tokens for p in made.prompts] == sorted(
+        {m.case.compute_work().tokens for m in live.select_cases(LINE)} - {0}
+    )
     assert [[p.tokens, p.times] for p in made.prompts] == json.loads(printed)["prompts"]
     assert msgspec.structs.replace(made, prompts=[], sha256="") == msgspec.structs.replace(before, sha256="")
     again = run(capsys, "calibrate", str(out), "--name", "ours", "-o", str(out), "--force")
     assert again[0] == 0
     assert "up to 1.040 times as long as one that stands for them" in again[2]
-    assert (machines.read(out).name, machines.read(out).prompts) == ("ours", made.prompts)
+    assert (machines.read_machine(out).name, machines.read_machine(out).prompts) == ("ours", made.prompts)
 
 
 def test_a_folder_may_have_benches_and_step_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -394,8 +401,8 @@ def test_a_folder_may_have_benches_and_step_times(tmp_path: Path, capsys: pytest
     shutil.copytree(BENCHES[0], tmp_path / "all" / "bench")
     code, _, said = run(capsys, "calibrate", str(tmp_path / "all"), "-o", str(tmp_path / "m.toml"))
     assert code == 0, said
-    made = machines.read(tmp_path / "m.toml")
-    assert made.calls == calibration.calls_of(calibration.records_in([BENCHES[0]]))
+    made = machines.read_machine(tmp_path / "m.toml")
+    assert made.calls == calibration.collect_samples(calibration.read_records([BENCHES[0]]))
     assert {p.times for p in made.prompts} == {1.05}
 
 
@@ -435,7 +442,7 @@ def test_calibrate_refuses_step_times_that_say_nothing(
 
 def test_a_bench_that_is_named_twice_counts_once() -> None:
     """Its sizes would otherwise predict themselves, and the model of the wire be free of error."""
-    assert calibration.records_in([BENCHES[0], BENCHES[0]]) == calibration.records_in([BENCHES[0]])
+    assert calibration.read_records([BENCHES[0], BENCHES[0]]) == calibration.read_records([BENCHES[0]])
 
 
 def test_calibrate_refuses_a_bench_of_another_version(tmp_path: Path) -> None:
@@ -444,7 +451,7 @@ def test_calibrate_refuses_a_bench_of_another_version(tmp_path: Path) -> None:
     path = tmp_path / "bench-collectives.json"
     path.write_text(json.dumps(content | {"schema_version": 99}))
     with pytest.raises(UsageError, match="schema_version 99, while this dcpbench reads 1"):
-        calibration.records_in([path])
+        calibration.read_records([path])
 
 
 def test_a_machine_of_another_gpu_says_whose_wire_it_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -452,7 +459,7 @@ def test_a_machine_of_another_gpu_says_whose_wire_it_has(tmp_path: Path, capsys:
     out = tmp_path / "m.toml"
     code, _, _ = run(capsys, "calibrate", str(BENCHES[0]), "--gpu", "H100", "-o", str(out))
     assert code == 0
-    assert machines.read(out).name == "H100, its wire measured on H200"
+    assert machines.read_machine(out).name == "H100, its wire measured on H200"
 
 
 @pytest.mark.parametrize(
@@ -468,11 +475,11 @@ def test_calibrate_refuses_what_is_no_bench_between_ranks(content: str, said: st
     path = tmp_path / "bench-exchange.json"
     path.write_text(content)
     with pytest.raises(DcpbenchError, match=said):
-        calibration.records_in([path])
+        calibration.read_records([path])
     with pytest.raises(DcpbenchError, match="No such file"):
-        calibration.records_in([tmp_path / "none.json"])
+        calibration.read_records([tmp_path / "none.json"])
     with pytest.raises(DcpbenchError, match=r"no times of bench|is no record"):
-        calibration.records_in([tmp_path])
+        calibration.read_records([tmp_path])
 
 
 def test_benches_of_different_gpus_are_not_mixed(tmp_path: Path) -> None:
@@ -482,7 +489,7 @@ def test_benches_of_different_gpus_are_not_mixed(tmp_path: Path) -> None:
     other["environment"]["device"] = "NVIDIA H100 80GB HBM3"
     (tmp_path / "bench-exchange.json").write_text(json.dumps(other))
     with pytest.raises(UsageError, match="NVIDIA H100 80GB HBM3 and NVIDIA H200; calibrate each"):
-        calibration.calls_of(calibration.records_in([tmp_path]))
+        calibration.collect_samples(calibration.read_records([tmp_path]))
 
 
 def test_machines_lists_what_is_built_in(capsys: pytest.CaptureFixture[str]) -> None:
@@ -497,6 +504,6 @@ def test_machines_lists_what_is_built_in(capsys: pytest.CaptureFixture[str]) -> 
 def test_in_steps_collectives_wait_for_who_is_late():
     """By one factor over any ranks; exchanges by none."""
     wire = Wire({"made": made(), "symm": dataclasses.replace(made(), name="symm")}, host=8)
-    alone, late = (of.seconds("made", 2, 10**6) for of in (wire, wire.in_step))
+    alone, late = (of.predict_seconds("made", 2, 10**6) for of in (wire, wire.in_step))
     assert (late.mean / alone.mean, late.high / alone.high) == pytest.approx((LATE, LATE))
-    assert wire.in_step.seconds("symm", 2, 10**6) == wire.seconds("symm", 2, 10**6) == alone
+    assert wire.in_step.predict_seconds("symm", 2, 10**6) == wire.predict_seconds("symm", 2, 10**6) == alone

@@ -35,7 +35,7 @@ def test_rates_are_measured_once_before_the_points_of_a_job_that_times_steps(
         asked.append((ranks, fp8))
         return Rates(read_bytes_s=1.0)
 
-    monkeypatch.setattr(worker.limits, "rates", rates)
+    monkeypatch.setattr(worker.limits, "measure_rates", rates)
     monkeypatch.setattr(worker.dist, "get_world_size", lambda: 4)
     one = worker.Worker.__new__(worker.Worker)
     one.rates, one.rank, one.point = None, 1, None

@@ -14,7 +14,7 @@ from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
 from dcpbench.records.record import Interval, Metrics, Percentiles, Record
 from dcpbench.top.facts import Facts
-from dcpbench.top.state import State, state_of
+from dcpbench.top.state import State, compute_state
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,15 +53,15 @@ def job(
         pool_points=list(points if pool is None else pool),
         command=command,
     )
-    told.path().write_bytes(msgspec.json.encode(told))
-    os.utime(told.path(), (BEGAN + at, BEGAN + at))
+    told.get_path().write_bytes(msgspec.json.encode(told))
+    os.utime(told.get_path(), (BEGAN + at, BEGAN + at))
     return told
 
 
 def tell(of: Job, at: float, stage: str, about: Point | None = None, note: str = "") -> None:
     """One event."""
-    event = Progress(stage=stage, key=about.key() if about else "", note=note, at=BEGAN + at)
-    add(of.progress_path(), msgspec.json.encode(event) + b"\n")
+    event = Progress(stage=stage, key=about.get_key() if about else "", note=note, at=BEGAN + at)
+    add(of.get_progress_path(), msgspec.json.encode(event) + b"\n")
 
 
 def record(folder: Path, of: Point, *, start: float, seconds: float = 10, outcome: str = "ok", **changes: Any) -> None:
@@ -101,5 +101,5 @@ def add(path: Path, data: bytes) -> None:
 def state(facts: Facts | Path, at: float, *, alive: str = COMMAND, began: float | None = 0, **more: Any) -> State:
     """The state at that time, of a command that began at `began`."""
     found = facts if isinstance(facts, Facts) else Facts(facts)
-    found.look()
-    return state_of(found, BEGAN + at, alive=alive, began=None if began is None else BEGAN + began, **more)
+    found.read_updates()
+    return compute_state(found, BEGAN + at, alive=alive, began=None if began is None else BEGAN + began, **more)

@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dcpbench.syncs.gating.gate import Gate, judge
-from dcpbench.syncs.scan import scan
+from dcpbench.syncs.gating.gate import Gate, compute_verdict
+from dcpbench.syncs.scan import scan_traces
 
 if TYPE_CHECKING:
     from dcpbench.syncs.model import Report, Site
@@ -119,7 +119,7 @@ class Trace:
         """Return the report of `scan` on the trace; `folder` is the repository, too."""
         path = Path(folder) / name
         path.write_text(self.text())
-        return scan([path], root=Path(folder), **options)
+        return scan_traces([path], root=Path(folder), **options)
 
 
 def mine(report: Report) -> list[Site]:
@@ -152,9 +152,9 @@ def scanned(folder: Path, data: bytes | str, name: str = "trace.json") -> Report
     """Return the report of `scan` on a file with these contents; `folder` is the repository, too."""
     path = folder / name
     path.write_bytes(data if isinstance(data, bytes) else data.encode())
-    return scan([path], root=folder)
+    return scan_traces([path], root=folder)
 
 
 def exit_code(report: Report, folder: Path) -> int:
     """Return the gate's exit code without any limit."""
-    return judge(report, Gate(root=folder)).exit_code
+    return compute_verdict(report, Gate(root=folder)).exit_code

@@ -24,4 +24,4 @@ def leave_figures_unsaved(monkeypatch: pytest.MonkeyPatch) -> None:
             target.write_text(SVG)
         return paths
 
-    monkeypatch.setattr(plots, "save", save)
+    monkeypatch.setattr(plots, "save_figure", save)

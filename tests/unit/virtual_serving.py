@@ -48,15 +48,15 @@ def serve(
     """Serve until all is done, or until the clock passes `until_s`; a step takes `seconds(step)`."""
     scheduler = Scheduler(config(**changes))
     traffic, counts, now = Traffic(requests, scheduler, concurrency), StepCounts(), 0.0
-    while not traffic.done and now < until_s:
-        traffic.submit(*traffic.due(now), now)
-        step = scheduler.next_step()
+    while not traffic.is_done and now < until_s:
+        traffic.submit(*traffic.count_due(now), now)
+        step = scheduler.plan_step()
         if step is None:
-            now = max(now, traffic.next_arrival_s() or now)  # or what came was rejected, and the next one can come
+            now = max(now, traffic.find_next_arrival_s() or now)  # or what came was rejected, and the next one can come
             continue
         now += seconds(step)
-        counts.add(step)
-        traffic.read(step, now)
-    if not traffic.done:
+        counts.add_step(step)
+        traffic.record_tokens(step, now)
+    if not traffic.is_done:
         traffic.stop()
     return traffic, counts

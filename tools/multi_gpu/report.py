@@ -202,7 +202,7 @@ def served(folder: Path) -> list[str]:
     of: dict[tuple[str, ...], dict[str, Record]] = collections.defaultdict(dict)
     for _, r in records(folder):
         if r.outcome == "ok" and r.serve is not None and r.point.load is not None:
-            load = f"{r.point.load.requests} × {words.shape(r.point.load)}"
+            load = f"{r.point.load.requests} × {words.format_shape(r.point.load)}"
             how = "emulated" if r.point.emulate else r.point.load.mode
             of[load, told(r), _arrival(r.point)][how] = r
     for (load, what, arrival), hows in of.items():

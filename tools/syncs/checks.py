@@ -14,7 +14,7 @@ import msgspec
 from dcpbench.errors import DcpbenchError, OutputError, UsageError
 from dcpbench.show.streams import write_json
 from dcpbench.show.terminal import ProgressLine
-from dcpbench.syncs.files import check_output, write
+from dcpbench.syncs.files import check_output, write_output
 from tools.syncs.corpus.score import CorpusRun, contradictions, markdown, score
 from tools.syncs.speed import Speed, measure
 
@@ -40,7 +40,7 @@ def corpus(read: Sequence[Path], *, keep: Path | None, as_json: bool, output: Pa
     if output is None:
         (write_json if as_json else sys.stdout.write)(text)
     else:
-        write(output, text, force=force)
+        write_output(output, text, force=force)
         sys.stderr.write(f"Wrote {output}\n")
     return WRONG if any(failed(run) for run in runs) else 0
 

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from dcpbench.bench.operators.calls import Calls, cold_sets, relative_error, spoil, verdict
+from dcpbench.bench.operators.calls import Calls, compute_relative_error, count_cold_sets, describe_error, reset_to_nan
 from dcpbench.errors import CapacityError
-from dcpbench.kernels.attention import AttentionSpec, Shards, make_backend, rounding_error
-from dcpbench.kernels.attention.reference import mla_decode
-from dcpbench.points.floors import attention_work
+from dcpbench.kernels.attention import AttentionSpec, Shards, compute_rounding_error, make_backend
+from dcpbench.kernels.attention.reference import compute_mla_decode
+from dcpbench.points.floors import compute_attention_work
 from dcpbench.points.memory import GIB
 from dcpbench.points.names import FP8
 from dcpbench.points.shapes import KV_WIDTH, LATENT, NOPE, ROPE
@@ -39,7 +39,7 @@ SPREAD = 7 / 8
 """Uneven lengths lie between 1/8 and 15/8 of their mean."""
 
 
-def lengths_of(case: Case, seed: int) -> list[int]:
+def make_lengths(case: Case, seed: int) -> list[int]:
     """Return the rows of each request: all `context`, or spread evenly around it in random order, with the same sum."""
     requests, context = int(case.sizes["requests"]), int(case.sizes["context"])
     if case.sizes["lengths"] == "even" or requests == 1:
@@ -49,7 +49,7 @@ def lengths_of(case: Case, seed: int) -> list[int]:
     return [int(n) for n in lengths]
 
 
-def shards_of(lengths: list[int], page: int, seed: int) -> Shards:
+def make_shards(lengths: list[int], page: int, seed: int) -> Shards:
     """Return pages in random order; page 0 is unused."""
     counts = [-(-n // page) for n in lengths]
     ids = np.random.default_rng(seed).permutation(sum(counts)).astype(np.int32) + 1
@@ -76,12 +76,12 @@ class Attention:
         self._key: tuple[object, ...] = ()
         self._pools: Pools | None = None
 
-    def build(self, case: Case) -> Calls:
+    def build_calls(self, case: Case) -> Calls:
         """Return calls of a case with sizes heads, requests, context, page and lengths, one for each pool."""
         key = (*(case.sizes[n] for n in ("kv", "requests", "context", "page", "lengths")), case.calls)
         if key != self._key or self._pools is None:
             self._pools = None  # frees the old pools before new ones are made
-            self._pools, self._key = self._make(case), key
+            self._pools, self._key = self._make_pools(case), key
         pools = self._pools
         requests, heads = int(case.sizes["requests"]), int(case.sizes["heads"])
         spec = AttentionSpec(
@@ -105,35 +105,41 @@ class Attention:
         lse_LBH = torch.empty(len(pools.data), requests, heads, device=self.device)
         calls = [functools.partial(backend.run, q_BHQ, *each) for each in zip(pools.data, o_LBHR, lse_LBH, strict=True)]
         truths = [
-            (layer, b, *_truth(spec, q_BHQ[b], pools, layer, b))
+            (layer, b, *_compute_truth(spec, q_BHQ[b], pools, layer, b))
             for layer in sorted({0, len(pools.data) - 1})
             for b in sorted({0, requests // 2, requests - 1})
         ]
 
-        def error() -> float:
+        def compute_error() -> float:
             return max(
-                max(relative_error(o_LBHR[layer, b], o_HR), relative_error(lse_LBH[layer, b], lse_H))
+                max(compute_relative_error(o_LBHR[layer, b], o_HR), compute_relative_error(lse_LBH[layer, b], lse_H))
                 for layer, b, o_HR, lse_H in truths
             )
 
-        def check(run: Callable[[], None]) -> str:
-            spoil(o_LBHR, lse_LBH)
+        def check_results(run: Callable[[], None]) -> str:
+            reset_to_nan(o_LBHR, lse_LBH)
             run()
             if torch.isnan(o_LBHR).any() or torch.isnan(lse_LBH).any():
                 return "NaN: rows were read that are no request's, or results were not written"
-            return verdict(error(), max(LIMIT, rounding_error(backend.rounds, DEVIATION)))
+            return describe_error(compute_error(), max(LIMIT, compute_rounding_error(backend.rounds, DEVIATION)))
 
-        work = attention_work(heads, pools.shards.lengths, self.dtype.itemsize, kv_itemsize=pools.data.dtype.itemsize)
+        work = compute_attention_work(
+            heads, pools.shards.lengths, self.dtype.itemsize, kv_itemsize=pools.data.dtype.itemsize
+        )
         return Calls(
-            calls=calls, check=check, error=error, work=work, written_bytes=work.memory_bytes * len(pools.data)
+            calls=calls,
+            check=check_results,
+            error=compute_error,
+            work=work,
+            written_bytes=work.memory_bytes * len(pools.data),
         )
 
-    def _make(self, case: Case) -> Pools:
+    def _make_pools(self, case: Case) -> Pools:
         page = int(case.sizes["page"])
-        shards = shards_of(lengths_of(case, self.seed), page, self.seed)
+        shards = make_shards(make_lengths(case, self.seed), page, self.seed)
         shape = (1 + sum(map(len, shards.pages)), page, KV_WIDTH)
         kv_dtype = torch.float8_e4m3fn if case.sizes["kv"] == FP8 else self.dtype
-        count = case.calls or cold_sets(sum(shards.lengths) * KV_WIDTH * kv_dtype.itemsize, self.device)
+        count = case.calls or count_cold_sets(sum(shards.lengths) * KV_WIDTH * kv_dtype.itemsize, self.device)
         try:
             data = torch.empty(count, *shape, dtype=kv_dtype, device=self.device)
             made = torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -152,10 +158,10 @@ class Attention:
         return Pools(shards=shards, data=data)
 
 
-def _truth(
+def _compute_truth(
     spec: AttentionSpec, q_HQ: torch.Tensor, pools: Pools, layer: int, b: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (o_HR, lse_H) of request b in fp64, over the stored values."""
     pages = torch.from_numpy(pools.shards.pages[b]).long().to(spec.device)
     rows_KQ = pools.data[layer][pages].flatten(0, 1)[: pools.shards.lengths[b]]
-    return mla_decode(q_HQ.double(), rows_KQ.double() * spec.kv_scale, LATENT, SCALE)
+    return compute_mla_decode(q_HQ.double(), rows_KQ.double() * spec.kv_scale, LATENT, SCALE)

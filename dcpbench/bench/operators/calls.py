@@ -11,9 +11,9 @@ import torch
 
 from dcpbench.bench.record import Graph, Syncs, SyncSite, Timing
 from dcpbench.measuring.gpu_state import GpuSampler
-from dcpbench.measuring.timing import Timer, time_chunks, time_in_turns
-from dcpbench.records.stats import StopRule, median_interval
-from dcpbench.syncs.sites import sites_of
+from dcpbench.measuring.timing import Timer, measure_chunks, measure_in_turns
+from dcpbench.records.stats import StopRule, compute_median_interval
+from dcpbench.syncs.sites import group_into_sites
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -44,7 +44,7 @@ FRESH_CALLS = 16
 """Default calls of a pass for inputs that an engine has just written; a multiple of every number of buffers that an
 exchange alternates.
 """
-MOST_SETS = 256
+MAX_SETS = 256
 CPU_SETS = 2
 SPIN_CYCLES = 20_000_000
 """Some 10 ms of waiting on a GPU, to find out how long a cycle is."""
@@ -89,7 +89,7 @@ def run_all(calls: Sequence[Run]) -> None:
         call()
 
 
-def compared(
+def make_checked_calls(
     calls: Sequence[Callable[[], Tensors]],
     error: Callable[[Sequence[Tensors]], float],
     limit: float,
@@ -104,38 +104,38 @@ def compared(
     """
     results: list[Tensors] = [() for _ in calls]
 
-    def keeping(number: int) -> Run:
-        def keep() -> None:
+    def make_keeper(number: int) -> Run:
+        def keep_result() -> None:
             results[number] = calls[number]()
 
-        return keep
+        return keep_result
 
-    def found() -> float:
+    def get_results() -> float:
         return error(results)
 
-    def check(run: Run) -> str:
+    def check_pass(run: Run) -> str:
         for result in results:
-            spoil(*result)
+            reset_to_nan(*result)
         before()
         run()
-        return verdict(found(), limit)
+        return describe_error(get_results(), limit)
 
     return Calls(
-        calls=[keeping(number) for number in range(len(calls))],
-        check=check,
-        error=found,
+        calls=[make_keeper(number) for number in range(len(calls))],
+        check=check_pass,
+        error=get_results,
         work=work,
         written_bytes=written_bytes,
     )
 
 
-def spoil(*tensors: torch.Tensor) -> None:
+def reset_to_nan(*tensors: torch.Tensor) -> None:
     """Fill with NaN, which no result may hold."""
     for tensor in tensors:
         tensor.fill_(math.nan)
 
 
-def verdict(error: float, limit: float) -> str:
+def describe_error(error: float, limit: float) -> str:
     """Return the description of a relative error; empty if it is within the limit."""
     return "" if error <= limit else f"its relative error is {error:.2g}"
 
@@ -145,7 +145,7 @@ class Workload(Protocol):
 
     def __init__(self, device: torch.device, seed: int) -> None: ...
 
-    def build(self, case: Case) -> Calls:
+    def build_calls(self, case: Case) -> Calls:
         """Return a case, ready to run."""
 
 
@@ -156,14 +156,14 @@ class HostClock:
     """
 
     def __init__(self, calls: Sequence[Run], backlog_us: float) -> None:
-        self.calls, self.cycles = calls, round(backlog_us * _cycles_per_us())
+        self.calls, self.cycles = calls, round(backlog_us * _measure_cycles_per_us())
 
-    def chunk(self, passes: int) -> tuple[list[float], float]:
-        """Return (host time inside the calls of each pass in ms, elapsed seconds); see measure.time_chunks."""
+    def measure_chunk(self, passes: int) -> tuple[list[float], float]:
+        """Return (host time inside the calls of each pass in ms, elapsed seconds); see measuring.timing.measure_chunks."""
         begin = time.perf_counter()
-        return [self._pass() for _ in range(passes)], time.perf_counter() - begin
+        return [self._measure_pass() for _ in range(passes)], time.perf_counter() - begin
 
-    def _pass(self) -> float:
+    def _measure_pass(self) -> float:
         spent = 0.0
         for call in self.calls:
             torch.cuda._sleep(self.cycles)  # noqa: SLF001 - keeps the GPU busy and touches no memory
@@ -174,29 +174,31 @@ class HostClock:
         return spent * 1e3
 
 
-def gpu_time(run: Run, calls: int, device: torch.device, settings: BenchSettings) -> tuple[Timing, Gpu | None]:
+def measure_gpu_time(run: Run, calls: int, device: torch.device, settings: BenchSettings) -> tuple[Timing, Gpu | None]:
     """Return the time of a call by CUDA events; `run` is a pass of `calls` calls, repeated back to back.
 
     Eagerly, the time includes waits and launches of the host; a graph's replay has neither.
     """
-    (time,), gpu = gpu_times([(run, calls)], device, settings)
+    (time,), gpu = measure_gpu_times([(run, calls)], device, settings)
     return time, gpu
 
 
-def gpu_times(
+def measure_gpu_times(
     passes: Sequence[tuple[Run, int]], device: torch.device, settings: BenchSettings
 ) -> tuple[list[Timing], Gpu | None]:
     """Return the times of several passes measured in turns, and the GPU state common to all."""
     with GpuSampler(device) as sampler:
-        chunks = [Timer(run, device).chunk for run, _ in passes]
-        found = time_in_turns(chunks, _rule(settings), chunk_seconds=CHUNK_SECONDS)
-    return [_timing(each, calls) for each, (_, calls) in zip(found, passes, strict=True)], sampler.state()
+        chunks = [Timer(run, device).measure_chunk for run, _ in passes]
+        found = measure_in_turns(chunks, _make_rule(settings), chunk_seconds=CHUNK_SECONDS)
+    return [_convert_timing(each, calls) for each, (_, calls) in zip(found, passes, strict=True)], sampler.get_state()
 
 
-def host_time(calls: Calls, settings: BenchSettings) -> Timing:
+def measure_host_time(calls: Calls, settings: BenchSettings) -> Timing:
     """Return the host time inside a call while the GPU is `backlog_us` behind."""
     clock = HostClock(calls.calls[:HOST_CALLS], settings.backlog_us)
-    return _timing(time_chunks(clock.chunk, _rule(settings), chunk_seconds=CHUNK_SECONDS), len(clock.calls))
+    return _convert_timing(
+        measure_chunks(clock.measure_chunk, _make_rule(settings), chunk_seconds=CHUNK_SECONDS), len(clock.calls)
+    )
 
 
 def try_capture(calls: Calls) -> Graph:
@@ -211,15 +213,15 @@ def try_capture(calls: Calls) -> Graph:
         try:
             calls.run_captured()
         except REFUSALS as e:
-            reason = "" if isinstance(e, SystemError) else first_line(e)
+            reason = "" if isinstance(e, SystemError) else get_first_line(e)
         try:
             graph.capture_end()
         except RuntimeError as e:
-            reason = reason or first_line(e)
+            reason = reason or get_first_line(e)
     return Graph(captured=not reason, reason=reason)
 
 
-def waits(run: Run) -> bool:
+def has_stream_wait(run: Run) -> bool:
     """Return True if torch itself would wait for a stream in `run`.
 
     Called before all other counts: the live detector's callbacks are permanent and would slow later timings.
@@ -248,7 +250,7 @@ def count_syncs(build: Callable[[torch.device], Calls], device: torch.device) ->
         calls = build(device)
         with watch() as seen:
             calls.run()
-        return _per_call(seen.syncs, calls, "live")
+        return _make_syncs(seen.syncs, calls, "live")
     from dcpbench.syncs.dry_run import dry_run
 
     # A dry run begins with a backward pass, which inference mode would refuse.
@@ -256,10 +258,10 @@ def count_syncs(build: Callable[[torch.device], Calls], device: torch.device) ->
         calls = build(torch.device("cuda", 0))
         before = len(run.syncs)
         calls.run()
-        return _per_call(run.syncs[before:], calls, "dry-run")
+        return _make_syncs(run.syncs[before:], calls, "dry-run")
 
 
-def _per_call(syncs: Sequence[Sync], calls: Calls, detector: Literal["live", "dry-run"]) -> Syncs:
+def _make_syncs(syncs: Sequence[Sync], calls: Calls, detector: Literal["live", "dry-run"]) -> Syncs:
     passes = len(calls.calls)
     certain = [sync for sync in syncs if not sync.may_block]
     sites = [
@@ -271,14 +273,14 @@ def _per_call(syncs: Sequence[Sync], calls: Calls, detector: Literal["live", "dr
             line=site.line,
             per_call=site.count / passes,
         )
-        for site in sites_of(certain)
+        for site in group_into_sites(certain)
     ]
     return Syncs(per_call=len(certain) / passes, detector=detector, sites=sites)
 
 
-def _timing(found: timing.Timing, calls: int) -> Timing:
+def _convert_timing(found: timing.Timing, calls: int) -> Timing:
     samples = [ms * 1e3 / calls for ms in found.samples_ms]
-    interval = median_interval(samples)
+    interval = compute_median_interval(samples)
     return Timing(
         median_us=interval.median,
         low_us=interval.low,
@@ -291,11 +293,11 @@ def _timing(found: timing.Timing, calls: int) -> Timing:
     )
 
 
-def _rule(settings: BenchSettings) -> StopRule:
+def _make_rule(settings: BenchSettings) -> StopRule:
     return StopRule(precision=settings.precision, seconds=settings.seconds)
 
 
-def _cycles_per_us() -> float:
+def _measure_cycles_per_us() -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for event in (start, end):  # the first spin also wakes the clocks
         torch.cuda._sleep(SPIN_CYCLES)  # noqa: SLF001 - see HostClock
@@ -304,24 +306,24 @@ def _cycles_per_us() -> float:
     return SPIN_CYCLES / (start.elapsed_time(end) * 1e3)
 
 
-def first_line(error: BaseException) -> str:
+def get_first_line(error: BaseException) -> str:
     """Return the first line of an error message, without the advice below it."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
 
-def cold_sets(set_bytes: int, device: torch.device) -> int:
+def count_cold_sets(set_bytes: int, device: torch.device) -> int:
     """Return the number of tensor sets of a pass such that a set has left the L2 cache before it is used again.
 
-    The other sets fill the cache COLD times over; a single set that does so is enough. At most MOST_SETS.
+    The other sets fill the cache COLD times over; a single set that does so is enough. At most MAX_SETS.
     """
     if device.type == "cpu":
         return CPU_SETS
     cold = COLD * torch.cuda.get_device_properties(device).L2_cache_size
-    return 1 if set_bytes >= cold else min(MOST_SETS, 1 + -(-cold // set_bytes))
+    return 1 if set_bytes >= cold else min(MAX_SETS, 1 + -(-cold // set_bytes))
 
 
-def relative_error(x: torch.Tensor, truth: torch.Tensor) -> float:
+def compute_relative_error(x: torch.Tensor, truth: torch.Tensor) -> float:
     """Return ‖x − truth‖ / ‖truth‖ in fp64; 0 if both are 0, infinite if x holds NaN or infinity."""
     size = float(truth.double().norm())
     error = float((x.double() - truth.double()).norm())

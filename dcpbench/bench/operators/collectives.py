@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dcpbench.bench.operators.calls import FRESH_CALLS, compared, relative_error
-from dcpbench.bench.operators.ranks import everyone
-from dcpbench.exchange.registered_memory import borrow
+from dcpbench.bench.operators.calls import FRESH_CALLS, compute_relative_error, make_checked_calls
+from dcpbench.bench.operators.ranks import get_world_group
+from dcpbench.exchange.registered_memory import get_shared_buffer
 from dcpbench.exchange.symmetric_all_reduce import ReduceSpec, make_all_reduce
 from dcpbench.kernels.peers import Carver
-from dcpbench.points.floors import all_reduce_work, gather_work
+from dcpbench.points.floors import compute_all_reduce_work, compute_gather_work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -60,7 +60,7 @@ INTO: dict[str, Callable[[Group, torch.Tensor, torch.Tensor], torch.Tensor]] = {
 SUFFIX = "-registered"
 
 
-def expected(variant: str, messages: list[torch.Tensor], rank: int) -> torch.Tensor:
+def compute_expected(variant: str, messages: list[torch.Tensor], rank: int) -> torch.Tensor:
     """Return the expected result of a rank from all ranks' messages, in fp64."""
     flat_NM = torch.stack([m.flatten().double() for m in messages])
     parts_NNP = flat_NM.unflatten(1, (len(messages), -1))
@@ -80,26 +80,26 @@ class Collectives:
     """Builds cases."""
 
     def __init__(self, device: torch.device, seed: int) -> None:
-        self.device, self.seed, self.group = device, seed, everyone()
+        self.device, self.seed, self.group = device, seed, get_world_group()
         self._borrower: Borrower | None = None
 
-    def build(self, case: Case) -> Calls:
+    def build_calls(self, case: Case) -> Calls:
         """Return calls of a case with sizes requests, width and ranks."""
         shape = int(case.sizes["requests"]), int(case.sizes["width"])
-        messages = [self._message(shape, rank) for rank in range(self.group.size)]
-        wanted = expected(case.variant, messages, self.group.rank)
+        messages = [self._make_message(shape, rank) for rank in range(self.group.size)]
+        wanted = compute_expected(case.variant, messages, self.group.rank)
         mine = messages[self.group.rank]
         inputs = [mine.clone() for _ in range(case.calls or FRESH_CALLS)]
         collective: Callable[[torch.Tensor], torch.Tensor]
         if case.variant.endswith(SUFFIX):
-            inputs, outputs = self._registered(mine, len(inputs))
+            inputs, outputs = self._allocate_registered(mine, len(inputs))
             into = INTO[case.variant.removesuffix(SUFFIX)]
             places = {x.data_ptr(): out for x, out in zip(inputs, outputs, strict=True)}
 
-            def placed(x: torch.Tensor) -> torch.Tensor:
+            def run_into_place(x: torch.Tensor) -> torch.Tensor:
                 return into(self.group, x, places[x.data_ptr()])
 
-            collective = placed
+            collective = run_into_place
 
         elif case.variant in NCCL:
             collective = functools.partial(NCCL[case.variant], self.group)
@@ -107,35 +107,37 @@ class Collectives:
             spec = ReduceSpec(rows=shape[0], columns=shape[1], dtype=mine.dtype, device=mine.device)
             collective = make_all_reduce("symm", self.group, spec)
 
-        def error(results: Sequence[tuple[torch.Tensor, ...]]) -> float:
-            return max(relative_error(got.flatten(), wanted) for (got,) in results)
+        def compute_error(results: Sequence[tuple[torch.Tensor, ...]]) -> float:
+            return max(compute_relative_error(got.flatten(), wanted) for (got,) in results)
 
-        def fill() -> None:  # after the poison, because in-place collectives have their result here
+        def copy_messages() -> None:  # after the poison, because in-place collectives have their result here
             for x in inputs:
                 x.copy_(mine)
 
-        work_of = all_reduce_work if case.variant.startswith("all-reduce") else gather_work
-        return compared(
+        work_of = compute_all_reduce_work if case.variant.startswith("all-reduce") else compute_gather_work
+        return make_checked_calls(
             [lambda x=x: (collective(x),) for x in inputs],  # type: ignore[misc]
-            error,
+            compute_error,
             ROUNDING if "reduce" in case.variant else 0.0,
             work=work_of(mine.nbytes, self.group.size),
-            before=fill,
+            before=copy_messages,
         )
 
-    def _registered(self, message: torch.Tensor, count: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def _allocate_registered(self, message: torch.Tensor, count: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return `count` messages, and as much memory for their results, in registered memory lent to this bench."""
 
-        def carve(carver: Carver) -> list[torch.Tensor]:
-            return [carver.take(message.numel(), dtype=message.dtype) for _ in range(2 * count)]
+        def split_buffer(carver: Carver) -> list[torch.Tensor]:
+            return [carver.allocate_tensor(message.numel(), dtype=message.dtype) for _ in range(2 * count)]
 
         size = Carver()
-        carve(size)
+        split_buffer(size)
         lent = self._borrower = Borrower()  # the memory of the last case is free
-        own = borrow(lent, self.group, size.used, self.device, "a variant with -registered", "the one without")
-        parts = carve(Carver(own))
+        own = get_shared_buffer(
+            lent, self.group, size.used, self.device, "a variant with -registered", "the one without"
+        )
+        parts = split_buffer(Carver(own))
         return [part.view_as(message) for part in parts[:count]], parts[count:]
 
-    def _message(self, shape: tuple[int, int], rank: int) -> torch.Tensor:
+    def _make_message(self, shape: tuple[int, int], rank: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(1000 * self.seed + rank)
         return torch.randn(shape, generator=generator).to(torch.bfloat16).to(self.device)

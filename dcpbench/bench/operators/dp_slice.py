@@ -1,7 +1,7 @@
 """Bench dp-slice: a rank selects its own tokens' routed experts from a batch gathered over attention-DP ranks.
 
     cuda-slice   start and length are numbers on the GPU: each end of the slice is read to the host
-    host-slice   start and length from the counts with which the host made the batch (`dp_rows`)
+    host-slice   start and length from the counts with which the host made the batch (`get_dp_rows`)
 
 Eagerly the ranks' rows follow each other. Under CUDA graphs each rank has `graph_batch` rows, and a captured slice
 takes all of them, because a graph's shapes are those of its capture.
@@ -44,7 +44,7 @@ class Batch:
     """[ranks · graph_batch, layers, columns]"""
 
 
-def dp_rows(tokens_of_ranks: Sequence[int] | None, rank: int, graph_batch: int | None = None) -> tuple[int, int]:
+def get_dp_rows(tokens_of_ranks: Sequence[int] | None, rank: int, graph_batch: int | None = None) -> tuple[int, int]:
     """Return (first row, number of rows) of `rank`, as Python integers, so that a slice with them does not wait for the
     GPU.
 
@@ -86,14 +86,14 @@ def cuda_slice(batch: Batch, rank: int, graph_batch: int | None) -> Slice:
 
 def host_slice(batch: Batch, rank: int, graph_batch: int | None) -> Slice:
     """Return (start, end) as Python integers."""
-    start, length = dp_rows(batch.counts, rank, graph_batch)
+    start, length = get_dp_rows(batch.counts, rank, graph_batch)
     return start, start + length
 
 
 VARIANTS: dict[str, Callable[[Batch, int, int | None], Slice]] = {"cuda-slice": cuda_slice, "host-slice": host_slice}
 
 
-def take(buffer_TLE: torch.Tensor, ends: Slice, out_BLE: torch.Tensor) -> None:
+def copy_rows(buffer_TLE: torch.Tensor, ends: Slice, out_BLE: torch.Tensor) -> None:
     """Copy the rows of a slice, without the shared expert, to the head of `out_BLE`."""
     start, end = ends
     rows = buffer_TLE[start:end, :, :TOPK]
@@ -106,10 +106,10 @@ class DpSlice:
     def __init__(self, device: torch.device, seed: int) -> None:
         self.device, self.seed = device, seed
 
-    def build(self, case: Case) -> Calls:
+    def build_calls(self, case: Case) -> Calls:
         """Return calls of the last rank with sizes dp and tokens, which are those of the busiest rank and of the graph."""
         tokens, dp = int(case.sizes["tokens"]), int(case.sizes["dp"])
-        batch, rank = self._batch(uneven_counts(tokens, dp), tokens), dp - 1
+        batch, rank = self._make_batch(make_uneven_counts(tokens, dp), tokens), dp - 1
         # No batch exists during capture: every rank is assumed to have all the rows of the graph.
         in_graph = dataclasses.replace(
             batch,
@@ -119,24 +119,24 @@ class DpSlice:
         out = torch.empty(tokens, LAYERS, TOPK, dtype=torch.int32, device=self.device)
         locate = VARIANTS[case.variant]
 
-        def eager() -> None:
-            take(batch.packed, locate(batch, rank, None), out)
+        def run_eager() -> None:
+            copy_rows(batch.packed, locate(batch, rank, None), out)
 
-        def captured() -> None:
-            take(in_graph.padded, locate(in_graph, rank, tokens), out)
+        def run_captured() -> None:
+            copy_rows(in_graph.padded, locate(in_graph, rank, tokens), out)
 
         def check_timed(run: Callable[[], None]) -> str:
             out.fill_(PADDING)
             run()
-            return _difference(out, _expected(batch, rank), f"rank {rank} of {dp}")
+            return _describe_difference(out, _compute_expected(batch, rank), f"rank {rank} of {dp}")
 
-        def check(run: Callable[[], None]) -> str:
+        def check_variant(run: Callable[[], None]) -> str:
             return check_timed(run) or self._check_all(locate, tokens, dp)
 
         return Calls(
-            calls=[eager] * case.calls,
-            to_capture=[captured] * case.calls,
-            check=check,
+            calls=[run_eager] * case.calls,
+            to_capture=[run_captured] * case.calls,
+            check=check_variant,
             check_graph=check_timed,
             written_bytes=batch.counts[rank] * LAYERS * TOPK * out.itemsize,
         )
@@ -144,18 +144,18 @@ class DpSlice:
     def _check_all(self, locate: Callable[[Batch, int, int | None], Slice], tokens: int, dp: int) -> str:
         """Check every rank, in both layouts, with uneven counts, ranks without tokens and ranks with one token."""
         lonely = [0] * (dp - 1) + [tokens]
-        for counts in (uneven_counts(tokens, dp), [0] * dp, lonely, lonely[::-1]):
-            batch = self._batch(counts, tokens)
+        for counts in (make_uneven_counts(tokens, dp), [0] * dp, lonely, lonely[::-1]):
+            batch = self._make_batch(counts, tokens)
             for rank in range(dp):
                 for buffer, graph_batch in ((batch.packed, None), (batch.padded, tokens)):
                     out = torch.full((tokens, LAYERS, TOPK), PADDING, dtype=torch.int32, device=self.device)
-                    take(buffer, locate(batch, rank, graph_batch), out)
+                    copy_rows(buffer, locate(batch, rank, graph_batch), out)
                     where = f"rank {rank} of counts {counts}" + (f" in a graph of {tokens}" if graph_batch else "")
-                    if difference := _difference(out, _expected(batch, rank), where):
+                    if difference := _describe_difference(out, _compute_expected(batch, rank), where):
                         return difference
         return ""
 
-    def _batch(self, counts: list[int], graph_batch: int) -> Batch:
+    def _make_batch(self, counts: list[int], graph_batch: int) -> Batch:
         """Return a batch of distinct numbers, so that no two rows are equal."""
         numbers = torch.arange(sum(counts) * LAYERS * COLUMNS, dtype=torch.int32).view(-1, LAYERS, COLUMNS)
         padded = torch.full((len(counts), graph_batch, LAYERS, COLUMNS), PADDING, dtype=torch.int32)
@@ -169,17 +169,17 @@ class DpSlice:
         )
 
 
-def uneven_counts(tokens: int, dp: int) -> list[int]:
+def make_uneven_counts(tokens: int, dp: int) -> list[int]:
     """Return the tokens of each rank: quarters of `tokens`, none on every fourth, and all on the last."""
     return [tokens * SHARES[rank % len(SHARES)] // 4 for rank in range(dp - 1)] + [tokens]
 
 
-def _expected(batch: Batch, rank: int) -> torch.Tensor:
+def _compute_expected(batch: Batch, rank: int) -> torch.Tensor:
     """Return the reference: the whole batch, cut into its original parts."""
     return batch.packed.cpu().split(batch.counts)[rank][:, :, :TOPK]
 
 
-def _difference(out: torch.Tensor, expected: torch.Tensor, where: str) -> str:
+def _describe_difference(out: torch.Tensor, expected: torch.Tensor, where: str) -> str:
     """Return the difference if `out` does not begin with the expected rows or was written behind them; else an empty
     string.
     """

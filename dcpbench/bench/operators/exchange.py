@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dcpbench.bench.operators.calls import FRESH_CALLS, Calls, relative_error, spoil, verdict
-from dcpbench.bench.operators.ranks import everyone
+from dcpbench.bench.operators.calls import FRESH_CALLS, Calls, compute_relative_error, describe_error, reset_to_nan
+from dcpbench.bench.operators.ranks import get_world_group
 from dcpbench.exchange import ExchangeSpec, make_exchange
 from dcpbench.exchange.collectives import gather_objects
-from dcpbench.kernels.merge import merge
-from dcpbench.points.floors import Work, exchanged_bytes, merge_work, query_work
+from dcpbench.kernels.merge import merge_partials
+from dcpbench.points.floors import Work, compute_exchanged_bytes, compute_merge_work, compute_query_work
 from dcpbench.points.shapes import KV_WIDTH, LATENT
 
 if TYPE_CHECKING:
@@ -42,18 +42,18 @@ EMPTY_ON_RANK_1, EMPTY_EVERYWHERE = 1, 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Filled(ExchangeSpec):
+class FilledSpec(ExchangeSpec):
     """Spec that returns pre-filled tensors where an exchange requests new ones."""
 
     q_BhQ: torch.Tensor  # noqa: N815 - tensor suffixes are part of a name
     o_BHR: torch.Tensor  # noqa: N815 - as above
     lse_BH: torch.Tensor  # noqa: N815 - as above
 
-    def new_query(self, batch: int, ranks: int) -> torch.Tensor:  # noqa: ARG002 - made for this batch and these ranks
+    def allocate_query(self, batch: int, ranks: int) -> torch.Tensor:  # noqa: ARG002 - made for this batch and these ranks
         """See ExchangeSpec."""
         return self.q_BhQ
 
-    def new_partial(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ARG002 - see new_query
+    def allocate_partial(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ARG002 - see allocate_query
         """See ExchangeSpec."""
         return self.o_BHR, self.lse_BH
 
@@ -67,28 +67,28 @@ class Inputs:
     lse_NBH: torch.Tensor  # noqa: N815 - as above
 
     @classmethod
-    def of(cls, case: Case, device: torch.device, seed: int) -> Inputs:
+    def from_case(cls, case: Case, device: torch.device, seed: int) -> Inputs:
         """Return random inputs, including requests without rows on some or all ranks; their o is NaN."""
         batch, heads, ranks, value = (int(case.sizes[n]) for n in ("requests", "heads", "ranks", "value"))
         random = torch.Generator(device).manual_seed(seed)
 
-        def numbers(*shape: int) -> torch.Tensor:
+        def make_numbers(*shape: int) -> torch.Tensor:
             return torch.randn(shape, generator=random, device=device)
 
-        o_NBHR, lse_NBH = numbers(ranks, batch, heads, value).to(DTYPE), 3 * numbers(ranks, batch, heads)
+        o_NBHR, lse_NBH = make_numbers(ranks, batch, heads, value).to(DTYPE), 3 * make_numbers(ranks, batch, heads)
         empty_NB = torch.zeros(ranks, batch, dtype=torch.bool, device=device)
         empty_NB[1:2, EMPTY_ON_RANK_1 : EMPTY_ON_RANK_1 + 1] = True
         empty_NB[:, EMPTY_EVERYWHERE : EMPTY_EVERYWHERE + 1] = True
         o_NBHR[empty_NB] = float("nan")
         lse_NBH[empty_NB] = float("-inf")
-        return cls(q_BHQ=numbers(batch, heads, KV_WIDTH).to(DTYPE), o_NBHR=o_NBHR, lse_NBH=lse_NBH)
+        return cls(q_BHQ=make_numbers(batch, heads, KV_WIDTH).to(DTYPE), o_NBHR=o_NBHR, lse_NBH=lse_NBH)
 
-    def merged(self, heads: slice) -> torch.Tensor:
+    def merge_heads(self, heads: slice) -> torch.Tensor:
         """Return [h, B, R] of some heads, in fp64."""
-        return merge(self.o_NBHR[:, :, heads].double(), self.lse_NBH[:, :, heads].double()).transpose(0, 1)
+        return merge_partials(self.o_NBHR[:, :, heads].double(), self.lse_NBH[:, :, heads].double()).transpose(0, 1)
 
 
-def made(variant: str, group: Group, spec: ExchangeSpec) -> Exchange:
+def make_variant(variant: str, group: Group, spec: ExchangeSpec) -> Exchange:
     """Return the exchange of a variant."""
     name, _, wire = variant.partition("-")
     return make_exchange(name, group, dataclasses.replace(spec, wire=DTYPE) if wire else spec)
@@ -98,15 +98,15 @@ class ExchangeBench:
     """Builds cases."""
 
     def __init__(self, device: torch.device, seed: int) -> None:
-        self.device, self.seed, self.group = device, seed, everyone()
+        self.device, self.seed, self.group = device, seed, get_world_group()
 
-    def build(self, case: Case) -> Calls:
+    def build_calls(self, case: Case) -> Calls:
         """Return calls of a case with sizes heads, requests, ranks, value and q. Collective."""
         group, batch, heads = self.group, int(case.sizes["requests"]), int(case.sizes["heads"])
-        inputs = Inputs.of(case, self.device, self.seed)
+        inputs = Inputs.from_case(case, self.device, self.seed)
         own = slice(heads // group.size * group.rank, heads // group.size * (group.rank + 1))
         replicate, value = case.sizes["q"] == "replicated", int(case.sizes["value"])
-        mine = Filled(
+        mine = FilledSpec(
             batch=batch,
             heads=heads,
             width=KV_WIDTH,
@@ -119,51 +119,51 @@ class ExchangeBench:
             o_BHR=inputs.o_NBHR[group.rank],
             lse_BH=inputs.lse_NBH[group.rank],
         )
-        exchange = made(case.variant, group, mine)
-        wanted_hBR = inputs.merged(own)
+        exchange = make_variant(case.variant, group, mine)
+        wanted_hBR = inputs.merge_heads(own)
         last: collections.deque[tuple[torch.Tensor, torch.Tensor]] = collections.deque(maxlen=2)
 
-        def layer(fill: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
-            q_BhQ = exchange.query(batch)
+        def run_layer(fill: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
+            q_BhQ = exchange.get_query_buffer(batch)
             fill(q_BhQ, mine.q_BhQ)
             q_BHQ = exchange.gather_q(q_BhQ)
-            o_BHR, lse_BH = exchange.partial(batch)
+            o_BHR, lse_BH = exchange.get_partial_buffers(batch)
             fill(o_BHR, mine.o_BHR)
             fill(lse_BH, mine.lse_BH)
-            last.append((q_BHQ, exchange.merge(o_BHR, lse_BH)))
+            last.append((q_BHQ, exchange.merge_partials(o_BHR, lse_BH)))
 
-        def call() -> None:
-            layer(lambda *_: None)
+        def run_call() -> None:
+            run_layer(lambda *_: None)
 
-        def error() -> float:
-            return max(relative_error(got_hBR, wanted_hBR) for _, got_hBR in last)
+        def compute_error() -> float:
+            return max(compute_relative_error(got_hBR, wanted_hBR) for _, got_hBR in last)
 
-        def check(run: Callable[[], None]) -> str:
+        def check_results(run: Callable[[], None]) -> str:
             for q_BHQ, got_hBR in last:
-                spoil(got_hBR)
+                reset_to_nan(got_hBR)
                 if q_BHQ.data_ptr() != mine.q_BhQ.data_ptr():  # equal if no q is gathered
-                    spoil(q_BHQ)
+                    reset_to_nan(q_BHQ)
             gather_objects(None)  # peers may write the gathered q: no rank begins before all have poisoned theirs
             run()
             if not all(torch.equal(q_BHQ, inputs.q_BHQ) for q_BHQ, _ in last):
                 return "gathered q is not all ranks' q"
-            return verdict(error(), LIMIT)
+            return describe_error(compute_error(), LIMIT)
 
-        calls = [call] * (case.calls or FRESH_CALLS)
+        calls = [run_call] * (case.calls or FRESH_CALLS)
         for _ in calls:  # every buffer that the exchange takes turns with is filled once
-            layer(lambda place, numbers: place.copy_(numbers))
-        return Calls(calls=calls, check=check, error=error, work=work_of(case))
+            run_layer(lambda place, numbers: place.copy_(numbers))
+        return Calls(calls=calls, check=check_results, error=compute_error, work=compute_work(case))
 
 
-def work_of(case: Case) -> Work:
+def compute_work(case: Case) -> Work:
     """Return the work of a case, see the module; `wire_bytes` are the received bytes by the formula of the variant's
     own file.
     """
     batch, heads, ranks, value = (int(case.sizes[n]) for n in ("requests", "heads", "ranks", "value"))
     replicate = case.sizes["q"] == "replicated"
-    q = Work() if replicate else query_work(batch, heads, ranks, KV_WIDTH, DTYPE.itemsize)
-    merged = merge_work(batch, heads, ranks, value, DTYPE.itemsize)
-    q_bytes, merged_bytes = exchanged_bytes(case.variant, batch, heads, ranks, KV_WIDTH, value, DTYPE.itemsize)
+    q = Work() if replicate else compute_query_work(batch, heads, ranks, KV_WIDTH, DTYPE.itemsize)
+    merged = compute_merge_work(batch, heads, ranks, value, DTYPE.itemsize)
+    q_bytes, merged_bytes = compute_exchanged_bytes(case.variant, batch, heads, ranks, KV_WIDTH, value, DTYPE.itemsize)
     return Work(
         received_bytes=q.received_bytes + merged.received_bytes,
         wire_bytes=merged_bytes + (0 if replicate else q_bytes),

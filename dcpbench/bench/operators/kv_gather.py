@@ -25,14 +25,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dcpbench.bench.operators.calls import Calls, cold_sets
-from dcpbench.bench.operators.ranks import everyone
+from dcpbench.bench.operators.calls import Calls, count_cold_sets
+from dcpbench.bench.operators.ranks import get_world_group
 from dcpbench.engine.request_pool import RequestPool
 from dcpbench.errors import CapacityError
-from dcpbench.exchange.prefix import Gatherer, Task, symmetric
-from dcpbench.exchange.registered_memory import Registered, register
-from dcpbench.kernels.kv_gather import request_table
-from dcpbench.kernels.kv_indices import Share, fill_pages
+from dcpbench.exchange.prefix import Gatherer, Task, allocate_symmetric
+from dcpbench.exchange.registered_memory import RegisteredBuffer, register_buffer
+from dcpbench.kernels.kv_gather import make_request_table
+from dcpbench.kernels.kv_indices import Share, write_pages
 from dcpbench.points.floors import Work
 from dcpbench.points.layout import Prefix
 from dcpbench.points.memory import GIB
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from dcpbench.exchange.collectives import Group
     from dcpbench.kernels.peers import Peers
 
-    Buffer = Peers | Registered | torch.Tensor
+    Buffer = Peers | RegisteredBuffer | torch.Tensor
     Lend = Callable[[], AbstractContextManager[Buffer]]
 
 PAGE = 64
@@ -73,7 +73,7 @@ class Inputs:
     results: torch.Tensor
     """[layers, tokens and spare rows, 576]"""
 
-    def check(self, layers: int, run: Callable[[], None]) -> str:
+    def check_pass(self, layers: int, run: Callable[[], None]) -> str:
         """Poison the results of `layers` layers, run a pass, compare every bit."""
         got_LTQ = self.results[:layers].view(torch.int16)
         got_LTQ.fill_(POISON)
@@ -93,20 +93,20 @@ class KvGather:
     """Builds cases; the reserve and the last size's tensors are kept."""
 
     def __init__(self, device: torch.device, seed: int) -> None:
-        self.device, self.seed, self.group = device, seed, everyone()
+        self.device, self.seed, self.group = device, seed, get_world_group()
         self._reserve: Peers | None = None
-        self._registered: Registered | None = None
+        self._registered: RegisteredBuffer | None = None
         self._key: tuple[object, ...] = ()
         self._inputs: Inputs | None = None
 
-    def build(self, case: Case) -> Calls:
+    def build_calls(self, case: Case) -> Calls:
         """Return calls of a case with sizes requests, tokens (of all of them), ranks, buffer and pool_bytes."""
         key = (case.sizes["requests"], case.sizes["tokens"], case.calls)
         if key != self._key or self._inputs is None:
             self._inputs = None  # frees the old tensors before the new ones are made
-            self._inputs, self._key = self._make(case), key
+            self._inputs, self._key = self._make_inputs(case), key
         inputs, task = self._inputs, self._inputs.task
-        lend, kept = self._buffers(case, task)
+        lend, kept = self._make_buffers(case, task)
         allocates = str(case.sizes["buffer"]).endswith("outgrown") or (case.sizes["buffer"], case.variant) == (
             "plain",
             "direct",
@@ -116,78 +116,78 @@ class KvGather:
         own = len(task.rows)
         received = (task.prefix.tokens - own) * row_bytes
         return Calls(
-            calls=self._calls(case.variant, inputs, lend)[:layers],
-            to_capture=self._calls(case.variant, inputs, lambda: contextlib.nullcontext(kept))[:layers],
-            check=functools.partial(inputs.check, layers),
+            calls=self._make_calls(case.variant, inputs, lend)[:layers],
+            to_capture=self._make_calls(case.variant, inputs, lambda: contextlib.nullcontext(kept))[:layers],
+            check=functools.partial(inputs.check_pass, layers),
             written_bytes=layers * (own + task.prefix.tokens) * row_bytes,
             work=Work(
                 memory_bytes=(own + task.prefix.tokens) * row_bytes,
                 received_bytes=received,
-                wire_bytes=(self.group.size - 1) * task.part_bytes() if case.variant == "nccl" else received,
+                wire_bytes=(self.group.size - 1) * task.compute_part_bytes() if case.variant == "nccl" else received,
                 barriers=1,
             ),
         )
 
-    def _buffers(self, case: Case, task: Task) -> tuple[Lend, Buffer]:
+    def _make_buffers(self, case: Case, task: Task) -> tuple[Lend, Buffer]:
         """Return (context manager that provides the buffer of an eager call, buffer of captured calls)."""
-        nbytes, kind = task.buffer_bytes(case.variant), case.sizes["buffer"]
+        nbytes, kind = task.compute_buffer_bytes(case.variant), case.sizes["buffer"]
         if kind == "pool":
             reserve, pool_bytes = self._reserve, int(case.sizes["pool_bytes"])
             if reserve is None or len(reserve.own) != pool_bytes:
-                reserve = self._reserve = symmetric(self.group, pool_bytes, self.device)
+                reserve = self._reserve = allocate_symmetric(self.group, pool_bytes, self.device)
             assert nbytes <= len(reserve.own), "the case says pool, and the pool is too small"
             return lambda: contextlib.nullcontext(reserve), reserve
         if str(kind).startswith("registered"):
-            need = task.registered_bytes()
+            need = task.compute_registered_bytes()
             outgrown = kind == "registered-outgrown"
-            kept = self._window(need if outgrown else int(case.sizes["pool_bytes"]))
+            kept = self._get_window(need if outgrown else int(case.sizes["pool_bytes"]))
             assert need <= len(kept.own), "the case says registered, and the pool is too small"
-            return (lambda: self._registering(need)) if outgrown else (lambda: contextlib.nullcontext(kept)), kept
+            return (lambda: self._register_window(need)) if outgrown else (lambda: contextlib.nullcontext(kept)), kept
         if kind == "plain" and case.variant == "nccl":
             plain = functools.partial(torch.empty, nbytes, dtype=torch.uint8, device=self.device)
             return lambda: contextlib.nullcontext(plain()), plain()
-        return lambda: self._allocated(nbytes), symmetric(self.group, nbytes, self.device)
+        return lambda: self._allocate_peers(nbytes), allocate_symmetric(self.group, nbytes, self.device)
 
-    def _window(self, nbytes: int) -> Registered:
+    def _get_window(self, nbytes: int) -> RegisteredBuffer:
         """Return the kept registered buffer of this size."""
         if self._registered is None or len(self._registered.own) != nbytes:
             if self._registered is not None:
                 self._registered.close()
                 self._registered = None
-            self._registered = self._new_window(nbytes)
+            self._registered = self._open_window(nbytes)
         return self._registered
 
-    def _new_window(self, nbytes: int) -> Registered:
-        return register(self.group, nbytes, self.device, "--buffer registered", "--buffer pool,plain")
+    def _open_window(self, nbytes: int) -> RegisteredBuffer:
+        return register_buffer(self.group, nbytes, self.device, "--buffer registered", "--buffer pool,plain")
 
     @contextlib.contextmanager
-    def _registering(self, nbytes: int) -> Iterator[Registered]:
+    def _register_window(self, nbytes: int) -> Iterator[RegisteredBuffer]:
         """Yield a registered buffer for one call; closing it waits for the work on it."""
-        window = self._new_window(nbytes)
+        window = self._open_window(nbytes)
         yield window
         window.close()
 
     @contextlib.contextmanager
-    def _allocated(self, nbytes: int) -> Iterator[Peers]:
+    def _allocate_peers(self, nbytes: int) -> Iterator[Peers]:
         """Yield symmetric memory, and free it after waiting for the work on it, which no allocator would do."""
-        yield symmetric(self.group, nbytes, self.device)
+        yield allocate_symmetric(self.group, nbytes, self.device)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _calls(self, way: str, inputs: Inputs, lend: Lend) -> list[Callable[[], None]]:
+    def _make_calls(self, way: str, inputs: Inputs, lend: Lend) -> list[Callable[[], None]]:
         gatherer = Gatherer(self.group, way, self.device)
 
-        def gather(kv_KQ: torch.Tensor, out_TQ: torch.Tensor) -> None:
+        def gather_layer(kv_KQ: torch.Tensor, out_TQ: torch.Tensor) -> None:
             with lend() as buffer:
-                gatherer.gather(inputs.task, kv_KQ, out_TQ, buffer)
+                gatherer.gather_layer(inputs.task, kv_KQ, out_TQ, buffer)
 
-        return [functools.partial(gather, kv, out) for kv, out in zip(inputs.pools, inputs.results, strict=True)]
+        return [functools.partial(gather_layer, kv, out) for kv, out in zip(inputs.pools, inputs.results, strict=True)]
 
-    def _make(self, case: Case) -> Inputs:
+    def _make_inputs(self, case: Case) -> Inputs:
         group = self.group
-        prefix = Prefix.uneven(int(case.sizes["tokens"]), int(case.sizes["requests"]), group.size)
-        rows, pool_rows = stored_rows(prefix, group, self.device)
-        layers = case.calls or cold_sets(prefix.part_rows * KV_WIDTH * 2, self.device)
+        prefix = Prefix.make_uneven(int(case.sizes["tokens"]), int(case.sizes["requests"]), group.size)
+        rows, pool_rows = find_stored_rows(prefix, group, self.device)
+        layers = case.calls or count_cold_sets(prefix.part_rows * KV_WIDTH * 2, self.device)
         sizes = ((layers, pool_rows, KV_WIDTH), (layers, prefix.tokens + SPARE_ROWS, KV_WIDTH))
         generator = torch.Generator(self.device).manual_seed(self.seed)
         try:
@@ -197,13 +197,13 @@ class KvGather:
             need = sum(math.prod(size) for size in sizes) * 2 / GIB
             raise CapacityError(f"pools and results of {need:.1f} GiB do not fit; lower --tokens or --layers.") from e
         kv_LKQ.view(torch.int16).fill_(POISON)
-        kv_LKQ[:, rows.long()] = rows_TQ[own_tokens(prefix, group.rank).to(self.device)]
-        table = request_table(prefix, self.device)
+        kv_LKQ[:, rows.long()] = rows_TQ[list_own_tokens(prefix, group.rank).to(self.device)]
+        table = make_request_table(prefix, self.device)
         task = Task(prefix=prefix, table=table, rows=rows, width=KV_WIDTH, dtype=torch.bfloat16)
         return Inputs(task, rows_TQ, kv_LKQ, out_LTQ)
 
 
-def stored_rows(prefix: Prefix, group: Group, device: torch.device) -> tuple[torch.Tensor, int]:
+def find_stored_rows(prefix: Prefix, group: Group, device: torch.device) -> tuple[torch.Tensor, int]:
     """Return (rows of this rank's pool that hold the prefix, in token order; rows of the pool), by the engine's own
     pools.
     """
@@ -211,25 +211,25 @@ def stored_rows(prefix: Prefix, group: Group, device: torch.device) -> tuple[tor
     pages = sum(-(-length // (PAGE * group.size)) for length in lengths)
     allocator = DcpAllocator(pages + 1, PAGE, group.size)
     requests = RequestPool(len(lengths), max(lengths), device)
-    slots = [requests.alloc() for _ in lengths]
-    allocations = [allocator.alloc(-(-length // TURNS)) if length else None for length in lengths]
+    slots = [requests.allocate_slot() for _ in lengths]
+    allocations = [allocator.allocate(-(-length // TURNS)) if length else None for length in lengths]
     for turn in range(2, TURNS + 1):
         for allocation, length in zip(allocations, lengths, strict=True):
             if allocation is not None:
                 allocator.extend(allocation, -(-length * turn // TURNS) - allocation.tokens)
     for slot, allocation in zip(slots, allocations, strict=True):
         if allocation is not None:
-            requests.set_locs(slot, 0, allocation.locs(0, allocation.tokens))
-    own = prefix.firsts(group.rank)[-1]
+            requests.set_locs(slot, 0, allocation.compute_locs(0, allocation.tokens))
+    own = prefix.list_first_rows(group.rank)[-1]
     rows = torch.empty(own, dtype=torch.int32, device=device)
     ends, shares = (torch.empty(len(lengths) + 1, dtype=torch.int32, device=device) for _ in range(2))
     share = Share(rank=group.rank, dcp=group.size)  # of pages of one row: the indices are rows
     slots_B, lengths_B = (torch.tensor(numbers, device=device) for numbers in (slots, lengths))
-    fill_pages(rows, ends, shares, requests.table, slots_B, lengths_B, share)
+    write_pages(rows, ends, shares, requests.table, slots_B, lengths_B, share)
     return rows, (pages + 1) * PAGE
 
 
-def own_tokens(prefix: Prefix, rank: int) -> torch.Tensor:
+def list_own_tokens(prefix: Prefix, rank: int) -> torch.Tensor:
     """Return a rank's tokens, int64, in the numbering of all requests' tokens."""
     requests = zip(prefix.starts, prefix.lengths, strict=False)
     shares = [torch.arange(start + min(rank, length), start + length, prefix.dcp) for start, length in requests]

@@ -20,7 +20,7 @@ import torch
 
 from dcpbench.bench.operators.calls import Calls
 from dcpbench.errors import CapacityError
-from dcpbench.kernels.kv_write import as_stored, write_rows, write_rows_reference
+from dcpbench.kernels.kv_write import convert_to_stored, write_rows, write_rows_reference
 from dcpbench.points.floors import Work
 from dcpbench.points.memory import GIB
 from dcpbench.points.shapes import KV_WIDTH
@@ -45,13 +45,13 @@ def check_all(kv_KQ: torch.Tensor, new_BQ: torch.Tensor, loc_B: torch.Tensor, sc
     valid = loc_B >= 0
     if not valid.all():
         loc_B, new_BQ = loc_B[valid], new_BQ[valid]
-    kv_KQ[loc_B] = _stored(new_BQ, kv_KQ.dtype, scale)
+    kv_KQ[loc_B] = _convert_to_stored(new_BQ, kv_KQ.dtype, scale)
 
 
 def filter_always(kv_KQ: torch.Tensor, new_BQ: torch.Tensor, loc_B: torch.Tensor, scale: float) -> None:
     """Write with the published fix: always filter; each boolean index needs the number of remaining rows."""
     valid = loc_B >= 0
-    kv_KQ[loc_B[valid]] = _stored(new_BQ[valid], kv_KQ.dtype, scale)
+    kv_KQ[loc_B[valid]] = _convert_to_stored(new_BQ[valid], kv_KQ.dtype, scale)
 
 
 def masked_kernel(kv_KQ: torch.Tensor, new_BQ: torch.Tensor, loc_B: torch.Tensor, scale: float, share: int = 1) -> None:
@@ -85,13 +85,13 @@ class Inputs:
     def wanted(self) -> torch.Tensor:
         """Return a layer of the pool as written by the reference, one row at a time on the host."""
         wanted = torch.empty_like(self.pool[0], device="cpu")
-        poison(wanted)
+        write_poison(wanted)
         write_rows_reference(wanted, self.new[0].cpu(), self.loc.cpu(), self.scale)
         return wanted.to(self.pool.device)
 
-    def check(self, run: Callable[[], None]) -> str:
+    def check_pass(self, run: Callable[[], None]) -> str:
         """Poison all layers, run a pass, compare every byte."""
-        poison(self.pool)
+        write_poison(self.pool)
         run()
         for layer, got in enumerate(self.pool):
             wrong = (got.view(torch.uint8) != self.wanted.view(torch.uint8)).any(dim=1).nonzero().flatten()
@@ -108,14 +108,14 @@ class KvWrite:
         self._key: tuple[object, ...] = ()
         self._inputs: Inputs | None = None
 
-    def build(self, case: Case) -> Calls:
+    def build_calls(self, case: Case) -> Calls:
         """Return calls of a case with sizes tokens, dcp, owned, dtype and optionally scale, one for each of
         `case.calls` layers.
         """
         key = (*case.sizes.items(), case.calls)
         if key != self._key or self._inputs is None:
             self._inputs = None  # frees the old pool before the new one is made
-            self._inputs, self._key = self._make(case), key
+            self._inputs, self._key = self._make_inputs(case), key
         inputs = self._inputs
         write = VARIANTS[case.variant]
         if case.variant == "masked-kernel":  # the one that has use for it
@@ -127,12 +127,12 @@ class KvWrite:
                 functools.partial(write, kv, new, inputs.loc, inputs.scale)
                 for kv, new in zip(inputs.pool, inputs.new, strict=True)
             ],
-            check=inputs.check,
+            check=inputs.check_pass,
             written_bytes=case.calls * copied_bytes,
             work=Work(memory_bytes=copied_bytes + inputs.loc.nbytes),
         )
 
-    def _make(self, case: Case) -> Inputs:
+    def _make_inputs(self, case: Case) -> Inputs:
         tokens, owned, dcp = (int(case.sizes[name]) for name in ("tokens", "owned", "dcp"))
         dtype = STORAGE[str(case.sizes["dtype"])]
         generator = torch.Generator().manual_seed(self.seed)
@@ -153,14 +153,14 @@ class KvWrite:
         return Inputs(pool=pool, new=sources, loc=loc.to(self.device), scale=float(case.sizes.get("scale", 1.0)))
 
 
-def poison(kv: torch.Tensor) -> None:
+def write_poison(kv: torch.Tensor) -> None:
     """Fill a pool with a NaN that occurs nowhere else here."""
     bits = kv.view(torch.int16) if kv.dtype == torch.bfloat16 else kv
     bits.fill_(POISON[kv.dtype])
 
 
-def _stored(new_BQ: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
+def _convert_to_stored(new_BQ: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
     """Return rows in the pool's format; without a scale by the plain cast of the published code."""
     if dtype == torch.uint8 and scale == 1.0:
         return new_BQ.to(torch.float8_e4m3fn).view(dtype)
-    return as_stored(new_BQ, dtype, scale)
+    return convert_to_stored(new_BQ, dtype, scale)

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dcpbench.bench.operators.calls import cold_sets, compared, relative_error
-from dcpbench.bench.operators.moe import drawn, exact
+from dcpbench.bench.operators.calls import compute_relative_error, count_cold_sets, make_checked_calls
+from dcpbench.bench.operators.moe import make_exact, make_weights
 from dcpbench.errors import MissingPackageError, UsageError
 from dcpbench.kernels import linear as kernels
-from dcpbench.kernels.block_scaled import Scaled, dequantise_weight, quantise_rows
-from dcpbench.points.floors import linear_work
+from dcpbench.kernels.block_scaled import Scaled, dequantize_weight, quantize_rows
+from dcpbench.points.floors import compute_linear_work
 from dcpbench.points.memory import Product
 
 if TYPE_CHECKING:
@@ -48,21 +48,21 @@ class Sizes:
     """`bf16` or `fp8`."""
 
 
-def triton(x_TK: torch.Tensor, weight_NK: torch.Tensor | Scaled) -> Callable[[], tuple[torch.Tensor]]:
+def make_triton_call(x_TK: torch.Tensor, weight_NK: torch.Tensor | Scaled) -> Callable[[], tuple[torch.Tensor]]:
     """Return a call of kernels/linear.py. Raise UsageError for bf16, which has no kernel of ours."""
     if not isinstance(weight_NK, Scaled):
         raise UsageError("triton multiplies fp8 weights; use --variant torch with --weights bf16.")
-    return lambda: (kernels.linear(x_TK, weight_NK),)
+    return lambda: (kernels.apply_linear(x_TK, weight_NK),)
 
 
-def by_torch(x_TK: torch.Tensor, weight_NK: torch.Tensor | Scaled) -> Callable[[], tuple[torch.Tensor]]:
+def make_torch_call(x_TK: torch.Tensor, weight_NK: torch.Tensor | Scaled) -> Callable[[], tuple[torch.Tensor]]:
     """Return a call of `torch.nn.functional.linear`. Raise UsageError for fp8."""
     if isinstance(weight_NK, Scaled):
         raise UsageError("torch has no product for block scales; use --variant triton,deepgemm with --weights fp8.")
     return lambda: (torch.nn.functional.linear(x_TK, weight_NK),)
 
 
-def deepgemm(x_TK: torch.Tensor, weight_NK: torch.Tensor | Scaled) -> Callable[[], tuple[torch.Tensor]]:
+def make_deepgemm_call(x_TK: torch.Tensor, weight_NK: torch.Tensor | Scaled) -> Callable[[], tuple[torch.Tensor]]:
     """Return a call of DeepGEMM's product. Raise MissingPackageError without it, UsageError for bf16."""
     if not isinstance(weight_NK, Scaled):
         raise UsageError("deepgemm multiplies fp8 weights here; use --variant torch with --weights bf16.")
@@ -72,18 +72,18 @@ def deepgemm(x_TK: torch.Tensor, weight_NK: torch.Tensor | Scaled) -> Callable[[
         raise MissingPackageError(
             f"--variant deepgemm needs DeepGEMM ({e}); install sgl-deep-gemm, or leave it out with --variant triton."
         ) from e
-    x = quantise_rows(x_TK)
+    x = quantize_rows(x_TK)
     scale = x.scale.contiguous()  # a row's side by side, as it brings them into its own order
     y = torch.empty(len(x_TK), len(weight_NK.data), dtype=x_TK.dtype, device=x_TK.device)
 
-    def call() -> tuple[torch.Tensor]:
+    def run_product() -> tuple[torch.Tensor]:
         deep_gemm.fp8_gemm_nt((x.data, scale), (weight_NK.data, weight_NK.scale), y)
         return (y,)
 
-    return call
+    return run_product
 
 
-def flashinfer(x_TK: torch.Tensor, weight_NK: torch.Tensor | Scaled) -> Callable[[], tuple[torch.Tensor]]:
+def make_flashinfer_call(x_TK: torch.Tensor, weight_NK: torch.Tensor | Scaled) -> Callable[[], tuple[torch.Tensor]]:
     """Return a call of FlashInfer's product. Raise MissingPackageError without it, UsageError for bf16."""
     if not isinstance(weight_NK, Scaled):
         raise UsageError("flashinfer multiplies fp8 weights here; use --variant torch with --weights bf16.")
@@ -98,10 +98,10 @@ def flashinfer(x_TK: torch.Tensor, weight_NK: torch.Tensor | Scaled) -> Callable
 
 
 VARIANTS: dict[str, Callable[[torch.Tensor, torch.Tensor | Scaled], Callable[[], tuple[torch.Tensor]]]] = {
-    "triton": triton,
-    "torch": by_torch,
-    "deepgemm": deepgemm,
-    "flashinfer": flashinfer,
+    "triton": make_triton_call,
+    "torch": make_torch_call,
+    "deepgemm": make_deepgemm_call,
+    "flashinfer": make_flashinfer_call,
 }
 
 
@@ -112,31 +112,31 @@ class Linear:
         self.device, self.seed = device, seed
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
 
-    def build(self, case: Case) -> Calls:
+    def build_calls(self, case: Case) -> Calls:
         """Return calls of a case with the sizes of `Sizes`."""
         sizes = Sizes(**case.sizes)  # type: ignore[arg-type]
         random = torch.Generator(self.device).manual_seed(self.seed)
         product = Product(sizes.inputs, sizes.outputs)
         scaled = sizes.weights == "fp8"
-        work = linear_work(product, sizes.rows, itemsize=self.dtype.itemsize, scaled=scaled)
+        work = compute_linear_work(product, sizes.rows, itemsize=self.dtype.itemsize, scaled=scaled)
         x = torch.randn(sizes.rows, sizes.inputs, generator=random, device=self.device).to(self.dtype)
         if scaled:
-            x = exact(x)
-        count = case.calls or cold_sets(work.memory_bytes, self.device)
+            x = make_exact(x)
+        count = case.calls or count_cold_sets(work.memory_bytes, self.device)
         shape = (sizes.outputs, sizes.inputs)
-        weights = [drawn(shape, sizes.weights, self.dtype, random) for _ in range(count)]
+        weights = [make_weights(shape, sizes.weights, self.dtype, random) for _ in range(count)]
         calls = [VARIANTS[case.variant](x, weight) for weight in weights]
         some = slice(None, None, max(1, sizes.rows // CHECKED))
 
-        def error(results: Sequence[tuple[torch.Tensor, ...]]) -> float:
+        def compute_error(results: Sequence[tuple[torch.Tensor, ...]]) -> float:
             ends = (0, count - 1)
             found = torch.cat([results[number][0][some].double() for number in ends])
-            wanted = torch.cat([x[some].double() @ wide(weights[number]).T for number in ends])
-            return relative_error(found, wanted)
+            wanted = torch.cat([x[some].double() @ convert_to_fp64(weights[number]).T for number in ends])
+            return compute_relative_error(found, wanted)
 
-        return compared(calls, error, LIMIT, work=work, written_bytes=count * work.memory_bytes)
+        return make_checked_calls(calls, compute_error, LIMIT, work=work, written_bytes=count * work.memory_bytes)
 
 
-def wide(weight_NK: torch.Tensor | Scaled) -> torch.Tensor:
+def convert_to_fp64(weight_NK: torch.Tensor | Scaled) -> torch.Tensor:
     """Return the represented weight in fp64."""
-    return (dequantise_weight(weight_NK) if isinstance(weight_NK, Scaled) else weight_NK).double()
+    return (dequantize_weight(weight_NK) if isinstance(weight_NK, Scaled) else weight_NK).double()

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dcpbench.bench.operators.calls import cold_sets, compared, relative_error
+from dcpbench.bench.operators.calls import compute_relative_error, count_cold_sets, make_checked_calls
 from dcpbench.errors import MissingPackageError, UsageError
 from dcpbench.kernels import block_scaled
 from dcpbench.kernels.block_scaled import Scaled
 from dcpbench.kernels.e4m3 import LARGEST
 from dcpbench.kernels.moe import decode, prompts, scaled
-from dcpbench.points.floors import expert_work
+from dcpbench.points.floors import compute_expert_work
 from dcpbench.points.memory import Product
 from dcpbench.points.shapes import SCALE_BLOCK
 
@@ -100,29 +100,29 @@ class Inputs:
         order = torch.sort(self.ids.flatten(), stable=True).indices
         return self.x[order // self.sizes.top_k]
 
-    def truth(self, expert: int, *, fused: bool) -> tuple[slice, torch.Tensor]:
+    def compute_truth(self, expert: int, *, fused: bool) -> tuple[slice, torch.Tensor]:
         """Return (range of an expert's sorted rows, their expected result in fp64)."""
         begin = sum(self.counts[:expert])
         rows = slice(begin, begin + self.counts[expert])
-        y = self.sorted_rows[rows].double() @ self._wide(expert).T
+        y = self.sorted_rows[rows].double() @ self._dequantize_weight(expert).T
         if self.sizes.gated and fused:
             gate, up = y.chunk(2, dim=-1)
             y = torch.nn.functional.silu(gate) * up
             if isinstance(self.weight, Scaled):
-                y = block_scaled.dequantise_rows(block_scaled.quantise_rows_reference(y)).double()
+                y = block_scaled.dequantize_rows(block_scaled.quantize_rows_reference(y)).double()
         return rows, y
 
-    def _wide(self, expert: int) -> torch.Tensor:
+    def _dequantize_weight(self, expert: int) -> torch.Tensor:
         """Return an expert's weight as fp64 [out, in]."""
         if isinstance(self.weight, Scaled):
             one = Scaled(self.weight.data[expert], self.weight.scale[expert])
-            return block_scaled.dequantise_weight(one).double()
+            return block_scaled.dequantize_weight(one).double()
         return self.weight[expert].double()
 
-    def work(self) -> Work:
+    def compute_work(self) -> Work:
         """Return the work: weights of experts that have a row, and each row read and each result written once."""
         _, height, depth = self.sizes.weight
-        return expert_work(
+        return compute_expert_work(
             Product(depth, height),
             gated=self.sizes.gated,
             rows_in=len(self.x),
@@ -134,7 +134,7 @@ class Inputs:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Ready:
+class PreparedVariant:
     """A variant on its inputs."""
 
     call: Callable[[], tuple[torch.Tensor, ...]]
@@ -144,48 +144,48 @@ class Ready:
     """True if gate-up includes silu(gate) · up."""
 
 
-def triton(inputs: Inputs) -> Ready:
+def prepare_triton(inputs: Inputs) -> PreparedVariant:
     """Return kernels/moe as an engine calls it; the shared input of both products is made before: the plan, or sorted
     rows.
     """
     sizes = inputs.sizes
     if isinstance(inputs.weight, Scaled):
-        return by_scales(inputs, inputs.weight)
+        return prepare_scaled(inputs, inputs.weight)
     weight = inputs.weight
-    if inputs.ids.numel() > decode.MOST_ASSIGNMENTS:
+    if inputs.ids.numel() > decode.MAX_ASSIGNMENTS:
         rows_ID = inputs.sorted_rows
         *_, ends = prompts.sort_by_expert(inputs.ids, 0, sizes.experts)
-        return Ready(
-            call=lambda: (prompts.product(rows_ID, weight, ends, gated=sizes.gated),),
+        return PreparedVariant(
+            call=lambda: (prompts.compute_product(rows_ID, weight, ends, gated=sizes.gated),),
             rows=lambda y: y,
             fused=True,
         )
-    plan = decode.plan(inputs.ids, 0, sizes.experts)
-    return Ready(
-        call=lambda: (decode.product(inputs.x, weight, plan, sizes.top_k, gated=sizes.gated),),
+    plan = decode.plan_product(inputs.ids, 0, sizes.experts)
+    return PreparedVariant(
+        call=lambda: (decode.compute_product(inputs.x, weight, plan, sizes.top_k, gated=sizes.gated),),
         rows=lambda y: y,
         fused=True,
     )
 
 
-def by_scales(inputs: Inputs, weight: Scaled) -> Ready:
+def prepare_scaled(inputs: Inputs, weight: Scaled) -> PreparedVariant:
     """Return the calls over fp8 weights; gate-up includes the quantisation of its tokens."""
-    plan = scaled.plan(inputs.ids, 0, inputs.sizes.experts)
+    plan = scaled.plan_products(inputs.ids, 0, inputs.sizes.experts)
     top_k = inputs.sizes.top_k
     if inputs.sizes.gated:
 
-        def gate_up() -> tuple[torch.Tensor, torch.Tensor]:
-            hidden = scaled.gate_up(block_scaled.quantise_rows(inputs.x), weight, plan, top_k)
+        def run_gate_up() -> tuple[torch.Tensor, torch.Tensor]:
+            hidden = scaled.compute_gate_up(block_scaled.quantize_rows(inputs.x), weight, plan, top_k)
             return hidden.data, hidden.scale
 
-        return Ready(
-            call=gate_up, rows=lambda data, scale: block_scaled.dequantise_rows(Scaled(data, scale)), fused=True
+        return PreparedVariant(
+            call=run_gate_up, rows=lambda data, scale: block_scaled.dequantize_rows(Scaled(data, scale)), fused=True
         )
-    rows = block_scaled.quantise_rows(inputs.x)
-    return Ready(call=lambda: (scaled.down(rows, weight, plan, top_k),), rows=lambda y: y)
+    rows = block_scaled.quantize_rows(inputs.x)
+    return PreparedVariant(call=lambda: (scaled.compute_down(rows, weight, plan, top_k),), rows=lambda y: y)
 
 
-def by_torch(inputs: Inputs) -> Ready:
+def prepare_torch(inputs: Inputs) -> PreparedVariant:
     """Return a call of `torch._grouped_mm`. Raise UsageError for fp8."""
     if isinstance(inputs.weight, Scaled):
         raise UsageError(
@@ -194,10 +194,10 @@ def by_torch(inputs: Inputs) -> Ready:
     rows_ID, weight = inputs.sorted_rows, inputs.weight.transpose(-2, -1)
     *_, ends = prompts.sort_by_expert(inputs.ids, 0, inputs.sizes.experts)
     grouped_mm = torch._grouped_mm  # noqa: SLF001 - public only from 2.12 on
-    return Ready(call=lambda: (grouped_mm(rows_ID, weight, offs=ends),), rows=lambda y: y)
+    return PreparedVariant(call=lambda: (grouped_mm(rows_ID, weight, offs=ends),), rows=lambda y: y)
 
 
-def deepgemm(inputs: Inputs) -> Ready:
+def prepare_deepgemm(inputs: Inputs) -> PreparedVariant:
     """Return a call of DeepGEMM's `m_grouped_bf16_gemm_nt_masked`, or of its fp8 version. Raise MissingPackageError
     without it.
     """
@@ -219,23 +219,27 @@ def deepgemm(inputs: Inputs) -> Ready:
     expected = -(-sum(counts) // len(counts))
     weight = inputs.weight
     if isinstance(weight, Scaled):
-        flat = block_scaled.quantise_rows(x.flatten(0, 1))
+        flat = block_scaled.quantize_rows(x.flatten(0, 1))
         x8 = flat.data.view(x.shape), flat.scale.contiguous().view(*x.shape[:2], -1)
         weight8 = weight.data, weight.scale
 
-        def call() -> tuple[torch.Tensor]:
+        def run_call() -> tuple[torch.Tensor]:
             deep_gemm.fp8_m_grouped_gemm_nt_masked(x8, weight8, y, masked, expected)
             return (y,)
     else:
 
-        def call() -> tuple[torch.Tensor]:
+        def run_call() -> tuple[torch.Tensor]:
             deep_gemm.m_grouped_bf16_gemm_nt_masked(x, weight, y, masked, expected)
             return (y,)
 
-    return Ready(call=call, rows=lambda y: y[used])
+    return PreparedVariant(call=run_call, rows=lambda y: y[used])
 
 
-VARIANTS: dict[str, Callable[[Inputs], Ready]] = {"triton": triton, "torch": by_torch, "deepgemm": deepgemm}
+VARIANTS: dict[str, Callable[[Inputs], PreparedVariant]] = {
+    "triton": prepare_triton,
+    "torch": prepare_torch,
+    "deepgemm": prepare_deepgemm,
+}
 
 
 class Moe:
@@ -246,7 +250,7 @@ class Moe:
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self._weights: tuple[tuple[object, ...], list[torch.Tensor | Scaled]] = ((), [])
 
-    def build(self, case: Case) -> Calls:
+    def build_calls(self, case: Case) -> Calls:
         """Return calls of a case with the sizes of `Sizes`."""
         sizes = Sizes(**case.sizes)  # type: ignore[arg-type]
         if sizes.weights == "fp8" and (sizes.width % SCALE_BLOCK or sizes.hidden % SCALE_BLOCK):
@@ -255,29 +259,29 @@ class Moe:
                 "--model deepseek-v3."
             )
         random = torch.Generator(self.device).manual_seed(self.seed)
-        inputs = self._inputs(sizes, random)
-        work = inputs.work()
-        count = case.calls or cold_sets(work.memory_bytes, self.device)
-        sets = [dataclasses.replace(inputs, weight=weight) for weight in self._weights_of(sizes, count)]
+        inputs = self._make_inputs(sizes, random)
+        work = inputs.compute_work()
+        count = case.calls or count_cold_sets(work.memory_bytes, self.device)
+        sets = [dataclasses.replace(inputs, weight=weight) for weight in self._get_weights(sizes, count)]
         ready = [VARIANTS[case.variant](each) for each in sets]
         fullest = max(range(sizes.experts), key=lambda e: inputs.counts[e])
         chosen = {fullest, *range(0, sizes.experts, max(1, sizes.experts // CHECKED))}
         chosen = {e for e in chosen if inputs.counts[e]}
 
-        def error(results: Sequence[tuple[torch.Tensor, ...]]) -> float:
+        def compute_error(results: Sequence[tuple[torch.Tensor, ...]]) -> float:
             found, wanted = [], []
             for number in (0, count - 1):
                 y = ready[number].rows(*results[number])
                 for expert in chosen:
-                    rows, truth = sets[number].truth(expert, fused=ready[number].fused)
+                    rows, truth = sets[number].compute_truth(expert, fused=ready[number].fused)
                     found.append(y[rows].double().flatten())
                     wanted.append(truth.flatten())
-            return relative_error(torch.cat(found), torch.cat(wanted))
+            return compute_relative_error(torch.cat(found), torch.cat(wanted))
 
         calls = [each.call for each in ready]
-        return compared(calls, error, LIMIT, work=work, written_bytes=count * work.memory_bytes)
+        return make_checked_calls(calls, compute_error, LIMIT, work=work, written_bytes=count * work.memory_bytes)
 
-    def _inputs(self, sizes: Sizes, random: torch.Generator) -> Inputs:
+    def _make_inputs(self, sizes: Sizes, random: torch.Generator) -> Inputs:
         chance = torch.ones(sizes.experts, device=self.device)
         if sizes.rows == "skewed":
             chance = 1 / torch.arange(1, sizes.experts + 1, device=self.device)
@@ -287,23 +291,25 @@ class Moe:
         rows = sizes.requests if sizes.gated else ids_Tk.numel()
         x = torch.randn(rows, sizes.weight[2], generator=random, device=self.device).to(self.dtype)
         if sizes.weights == "fp8":
-            x = exact(x)
+            x = make_exact(x)
         counts = torch.bincount(ids_Tk.flatten(), minlength=sizes.experts).tolist()
-        one = drawn((1, *sizes.weight[1:]), sizes.weights, self.dtype, random)
+        one = make_weights((1, *sizes.weight[1:]), sizes.weights, self.dtype, random)
         return Inputs(sizes=sizes, x=x, weight=one, ids=ids_Tk, counts=counts)
 
-    def _weights_of(self, sizes: Sizes, count: int) -> list[torch.Tensor | Scaled]:
+    def _get_weights(self, sizes: Sizes, count: int) -> list[torch.Tensor | Scaled]:
         kept, weights = self._weights
         key = (sizes.weight, sizes.weights)
         if kept != key:
             self._weights = (key, weights := [])
         random = torch.Generator(self.device).manual_seed(self.seed + 1)
         while len(weights) < count:
-            weights.append(drawn(sizes.weight, sizes.weights, self.dtype, random))
+            weights.append(make_weights(sizes.weight, sizes.weights, self.dtype, random))
         return weights[:count]
 
 
-def drawn(shape: tuple[int, ...], weights: str, dtype: torch.dtype, random: torch.Generator) -> torch.Tensor | Scaled:
+def make_weights(
+    shape: tuple[int, ...], weights: str, dtype: torch.dtype, random: torch.Generator
+) -> torch.Tensor | Scaled:
     """Return normal numbers [..., N, K] scaled to preserve the norm of their input; fp8 expert by expert, to save
     memory.
     """
@@ -320,7 +326,7 @@ def drawn(shape: tuple[int, ...], weights: str, dtype: torch.dtype, random: torc
     return weight.normal_(0, deviation, generator=random)
 
 
-def exact(x_TK: torch.Tensor) -> torch.Tensor:
+def make_exact(x_TK: torch.Tensor) -> torch.Tensor:
     """Return numbers near the given ones with group scales that are powers of two, so that e4m3 represents them
     exactly.
     """

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dcpbench.bench.operators.calls import Calls, relative_error
+from dcpbench.bench.operators.calls import Calls, compute_relative_error
 from dcpbench.bench.record import Overwritten
 from dcpbench.engine.decode import DecodeEngine
 from dcpbench.engine.groups import make_groups
@@ -22,9 +22,9 @@ from dcpbench.engine.kv_pool import KvPool
 from dcpbench.engine.model import Model
 from dcpbench.engine.synthetic import SyntheticSource
 from dcpbench.engine.weights import load_weights
-from dcpbench.points.batches import padded_batch
+from dcpbench.points.batches import pad_batch
 from dcpbench.points.layout import Layout
-from dcpbench.points.memory import Layers, all_layers
+from dcpbench.points.memory import Layers, count_all_layers
 from dcpbench.points.shapes import SHAPES
 
 if TYPE_CHECKING:
@@ -76,15 +76,15 @@ class Scene:
     logits: torch.Tensor
     """[live, vocab] of the last step; one tensor for life, as a captured graph writes it, too."""
 
-    def step(self) -> None:
+    def run_step(self) -> None:
         """Decode a token of every request."""
-        self.engine.run(self.batch)
+        self.engine.run_eager(self.batch)
         assert self.batch.logits is not None
         self.logits.copy_(self.batch.logits[: len(self.live), : self.logits.shape[1]])
 
-    def stored(self, context: int) -> Stored:
+    def copy_stored(self, context: int) -> Stored:
         """Return copies of the data that each live request has stored before the step, which writes KV row context - 1."""
-        rows, requests = self.engine.model.kv.all_rows(), self.engine.requests
+        rows, requests = self.engine.model.kv.get_all_rows(), self.engine.requests
         return [
             (
                 rows[:, requests.table[request.slot, : context - 1].long()],
@@ -95,7 +95,7 @@ class Scene:
 
 
 @dataclasses.dataclass(frozen=True)
-class Harm:
+class Corruption:
     """Changes to each live request in a step."""
 
     rows: list[list[tuple[int, int]]]
@@ -106,17 +106,17 @@ class Harm:
     """‖x − ref‖ / ‖ref‖ of the logits."""
 
     @classmethod
-    def between(cls, before: Stored, after: Stored, errors: list[float]) -> Harm:
+    def from_states(cls, before: Stored, after: Stored, errors: list[float]) -> Corruption:
         """Return the changes between the data stored before and after the step."""
         pairs = list(zip(before, after, strict=True))
         return cls(
-            rows=[[(layer, token) for layer, token in _places((a != b).any(dim=-1))] for (a, _), (b, _) in pairs],
-            ids=[[token for (token,) in _places(a != b)] for (_, a), (_, b) in pairs],
+            rows=[[(layer, token) for layer, token in _list_places((a != b).any(dim=-1))] for (a, _), (b, _) in pairs],
+            ids=[[token for (token,) in _list_places(a != b)] for (_, a), (_, b) in pairs],
             errors=errors,
         )
 
 
-def _places(differs: torch.Tensor) -> list[list[int]]:
+def _list_places(differs: torch.Tensor) -> list[list[int]]:
     places: list[list[int]] = differs.nonzero().tolist()
     return places
 
@@ -128,30 +128,30 @@ class PaddedSlots:
         self.device, self.seed, self.machine = device, seed, MACHINES[device.type]
         self.shape = SHAPES[self.machine.model]
         source = SyntheticSource(seed, self.machine.dtype, device)
-        whole = all_layers(self.shape)
+        whole = count_all_layers(self.shape)
         self.weights = load_weights(source, self.shape, ALONE, 0, Layers(whole.dense, min(HELD_MOE, whole.moe)))
 
-    def build(self, case: Case) -> Calls:
+    def build_calls(self, case: Case) -> Calls:
         """Return calls of one decode step with sizes requests, context and ids, `known` or `elsewhere`."""
         requests, context = int(case.sizes["requests"]), int(case.sizes["context"])
-        known, spare = case.sizes["ids"] == KNOWN, padded_batch(requests) - requests
-        scene = self._scene(requests, 0, context, padding=case.variant == PADDING)
-        seen: list[Harm] = []
+        known, spare = case.sizes["ids"] == KNOWN, pad_batch(requests) - requests
+        scene = self._make_scene(requests, 0, context, padding=case.variant == PADDING)
+        seen: list[Corruption] = []
 
-        def check(run: Callable[[], None]) -> str:
+        def check_step(run: Callable[[], None]) -> str:
             # Beside the truth's rows, those of padding read the same token.
-            reads = self._prompt(VICTIM, context)[0] if known and case.variant == LIVE else 0
-            truth = self._scene(requests, spare, context, padding=True)
-            self._prepare(truth, context, known=known, guest=reads)
-            truth.step()
-            self._prepare(scene, context, known=known)
-            before = scene.stored(context)
+            reads = self._make_prompt(VICTIM, context)[0] if known and case.variant == LIVE else 0
+            truth = self._make_scene(requests, spare, context, padding=True)
+            self._reset_state(truth, context, known=known, guest=reads)
+            truth.run_step()
+            self._reset_state(scene, context, known=known)
+            before = scene.copy_stored(context)
             run()
-            errors = [relative_error(*pair) for pair in zip(scene.logits, truth.logits, strict=True)]
-            seen[:] = [Harm.between(before, scene.stored(context), errors)]
-            return unexpected(seen[0], case, self.shape.layers, ROUNDING[self.machine.dtype])
+            errors = [compute_relative_error(*pair) for pair in zip(scene.logits, truth.logits, strict=True)]
+            seen[:] = [Corruption.from_states(before, scene.copy_stored(context), errors)]
+            return describe_unexpected(seen[0], case, self.shape.layers, ROUNDING[self.machine.dtype])
 
-        def overwritten() -> Overwritten:
+        def count_overwritten() -> Overwritten:
             tables, kv, harm = scene.engine.requests, scene.engine.model.kv, seen[0]
             return Overwritten(
                 kv_rows=sum(map(len, harm.rows)),
@@ -161,9 +161,14 @@ class PaddedSlots:
                 page_bytes=kv.data.nbytes // kv.data.shape[1],
             )
 
-        return Calls(calls=[scene.step], check=check, written_bytes=self.weights.nbytes(), overwritten=overwritten)
+        return Calls(
+            calls=[scene.run_step],
+            check=check_step,
+            written_bytes=self.weights.count_bytes(),
+            overwritten=count_overwritten,
+        )
 
-    def _scene(self, requests: int, guests: int, context: int, *, padding: bool) -> Scene:
+    def _make_scene(self, requests: int, guests: int, context: int, *, padding: bool) -> Scene:
         shape, machine = self.shape, self.machine
         pages = 1 + requests * -(-context // machine.page_size) + guests
         kv = KvPool(shape.layers, pages, machine.page_size, shape.kv_width, machine.dtype, self.device)
@@ -178,39 +183,39 @@ class PaddedSlots:
             max_context=context,
             padding=padding,
         )
-        live = [engine.admit(context) for _ in range(requests)]
-        others = [engine.admit(1) for _ in range(guests)]
-        batch = engine.batch(requests + guests)
+        live = [engine.add_request(context) for _ in range(requests)]
+        others = [engine.add_request(1) for _ in range(guests)]
+        batch = engine.get_batch(requests + guests)
         logits = torch.empty(requests, shape.vocab, dtype=machine.dtype, device=self.device)
         return Scene(engine, live, others, batch, logits)
 
-    def _prepare(self, scene: Scene, context: int, *, known: bool, guest: int = 0) -> None:
+    def _reset_state(self, scene: Scene, context: int, *, known: bool, guest: int = 0) -> None:
         """Restore KV and token ids of all requests to their state before the step; `guest` is the token of each guest."""
         engine, both = scene.engine, [*scene.live, *scene.guests]
         engine.requests.tokens.zero_()
         for number, request in enumerate(scene.live):
-            engine.fill(request, number, self.seed)
+            engine.write_random_kv(request, number, self.seed)
         for request in scene.guests:
             engine.requests.set_tokens(request.slot, 0, [guest])
         if known:  # a first token attends to itself alone, so that a step computes its row as a prefill would
             self._write_prompts(scene, context)
-            engine.run(engine.plan_rows([r.slot for r in both], [0] * len(both)))
+            engine.run_eager(engine.plan_rows([r.slot for r in both], [0] * len(both)))
             self._write_prompts(scene, context)
         else:
             for number, request in enumerate(scene.live):
-                engine.requests.set_tokens(request.slot, context - 1, [self._prompt(number, context)[-1]])
-        engine.plan(both)
+                engine.requests.set_tokens(request.slot, context - 1, [self._make_prompt(number, context)[-1]])
+        engine.plan_step(both)
 
     def _write_prompts(self, scene: Scene, context: int) -> None:
         for number, request in enumerate(scene.live):
-            scene.engine.requests.set_tokens(request.slot, 0, self._prompt(number, context))
+            scene.engine.requests.set_tokens(request.slot, 0, self._make_prompt(number, context))
 
-    def _prompt(self, number: int, context: int) -> list[int]:
+    def _make_prompt(self, number: int, context: int) -> list[int]:
         """Return the token ids of a request, none of them 0."""
         return [1 + (7919 * (number + 1) + 104729 * i) % (self.shape.vocab - 1) for i in range(context)]
 
 
-def unexpected(harm: Harm, case: Case, layers: int, rounding: float) -> str:
+def describe_unexpected(harm: Corruption, case: Case, layers: int, rounding: float) -> str:
     """Return an unexpected effect of padding: expected are no effect, or changes to one request in known places."""
     others = slice(0 if case.variant == PADDING else VICTIM + 1, None)
     if any(harm.rows[others]) or any(harm.ids[others]) or any(e > rounding for e in harm.errors[others]):

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch.distributed as dist
 
-from dcpbench.bench.operators.calls import first_line
+from dcpbench.bench.operators.calls import get_first_line
 from dcpbench.errors import DcpbenchError
 from dcpbench.exchange.collectives import Group, gather_objects
-from dcpbench.launch.jobs import listen
+from dcpbench.launch.jobs import open_listener
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,7 +42,9 @@ class RankError(Exception):
     """An error on some rank in a step of all ranks; the message is its reason."""
 
 
-def start(device: torch.device, rank: int, ranks: int, path: Path, at: tuple[str, int] | None = None) -> None:
+def start_distributed(
+    device: torch.device, rank: int, ranks: int, path: Path, at: tuple[str, int] | None = None
+) -> None:
     """Start torch.distributed with the settings common to all our runs; ranks meet at the store of jobs.Job.store
     (`at`).
 
@@ -54,11 +56,11 @@ def start(device: torch.device, rank: int, ranks: int, path: Path, at: tuple[str
     # No device_id: with it torch splits later groups off the first communicator, and NCCL then orders the launches of
     # all of them, which costs some microseconds at every collective of a captured graph.
     kind = "nccl" if device.type == "cuda" else "gloo"
-    store = _store(rank, ranks, path, at)
+    store = _open_store(rank, ranks, path, at)
     dist.init_process_group(kind, timeout=COLLECTIVE_TIMEOUT, store=store, rank=rank, world_size=ranks)
 
 
-def _store(rank: int, ranks: int, path: Path, at: tuple[str, int] | None) -> Store:
+def _open_store(rank: int, ranks: int, path: Path, at: tuple[str, int] | None) -> Store:
     """Return the store served by rank 0 at one address: torch's own would listen on all, without access control.
 
     On one machine the system selects the port, because a port that was free a moment ago may be in use.
@@ -66,7 +68,7 @@ def _store(rank: int, ranks: int, path: Path, at: tuple[str, int] | None) -> Sto
     host, port = at or (LOOPBACK, 0)
     make = functools.partial(TCPStore, host, world_size=ranks, wait_for_workers=False, timeout=COLLECTIVE_TIMEOUT)
     if rank == 0:
-        listening = listen(host, port)
+        listening = open_listener(host, port)
         port = listening.getsockname()[1]
         store = make(port=port, is_master=True, master_listen_fd=listening.detach())
         unfinished = path.with_suffix(".new")
@@ -78,14 +80,14 @@ def _store(rank: int, ranks: int, path: Path, at: tuple[str, int] | None) -> Sto
     return make(port=port or int(path.read_text()), is_master=False)
 
 
-def everyone() -> Group:
+def get_world_group() -> Group:
     """Return the group of all ranks; a group of one if there are no others."""
     if not dist.is_initialized():
         return Group(size=1, rank=0, handle=None)
     return Group(size=dist.get_world_size(), rank=dist.get_rank(), handle=dist.group.WORLD)
 
 
-def together(step: Callable[[], Value]) -> Value:
+def run_together(step: Callable[[], Value]) -> Value:
     """Return the result of `step` on this rank. Raise RankError on all ranks if it raised on one of them.
 
     All ranks take the same branch afterwards, so that none waits in a collective for one that has given up.
@@ -95,14 +97,14 @@ def together(step: Callable[[], Value]) -> Value:
     try:
         value = step()
     except Exception as e:  # noqa: BLE001 - the other ranks must learn of every error
-        reason = first_line(e) if isinstance(e, DcpbenchError) else f"{type(e).__name__}: {first_line(e)}"
-    told = one_of(reason)
-    if told:
-        raise RankError(told)
+        reason = get_first_line(e) if isinstance(e, DcpbenchError) else f"{type(e).__name__}: {get_first_line(e)}"
+    first_reason = gather_first_text(reason)
+    if first_reason:
+        raise RankError(first_reason)
     return cast("Value", value)
 
 
-def one_of(text: str) -> str:
+def gather_first_text(text: str) -> str:
     """Return the first rank's text that is not empty, prefixed with its rank if there are several; the same on all
     ranks.
     """

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from dcpbench.bench.record import Overwritten
 from dcpbench.points.memory import GIB
-from dcpbench.show.numbers import with_unit
-from dcpbench.show.text import counted
+from dcpbench.show.numbers import format_with_unit
+from dcpbench.show.text import format_count
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,25 +36,25 @@ BASELINES = {
     "moe": ("torch", "deepgemm"),
 }
 """Variants that the others of a bench are compared with."""
-ALIKE = {"all-reduce": ("all-reduce", "all-reduce-symm", "all-reduce-registered")}
+COMPARABLE = {"all-reduce": ("all-reduce", "all-reduce-symm", "all-reduce-registered")}
 """Variants that can be compared with a baseline, if not all variants of its bench compute the same."""
 UNITS = {"B/s": ((1e12, "TB/s"), (1e9, "GB/s")), "FLOP/s": ((1e12, "TFLOP/s"),), "s": ((1e-6, "µs"),)}
 
 
-def findings(record: BenchRecord) -> list[str]:
+def describe_findings(record: BenchRecord) -> list[str]:
     """Return sentences about correctness, synchronisation, host time, rates and CUDA graphs, as far as there are
     numbers.
     """
     ok = [r for r in record.results if r.outcome == "ok"]
-    of = grouped(ok)
+    of = group_results(ok)
     notes = [f"WRONG: {r.case.name()}: {r.difference}." for r in ok if r.correct is False]
-    notes += [sentence for name in of if (sentence := _syncs(name, of[name]))]
-    notes += [sentence for name in of if (sentence := _where(name, of[name]))]
-    if host := _range_by_variant(of, lambda r: r.host):
+    notes += [sentence for name in of if (sentence := _describe_syncs(name, of[name]))]
+    notes += [sentence for name in of if (sentence := _format_sites(name, of[name]))]
+    if host := _format_ranges(of, lambda r: r.host):
         notes.append(f"Host time inside a call while the GPU is {record.settings.backlog_us:g} µs behind: {host}.")
-    notes += [sentence for name in of if (sentence := _overwritten(name, of[name]))]
-    notes += _rates(record)
-    replay = _range_by_variant(of, lambda r: r.graph.time if r.graph else None)
+    notes += [sentence for name in of if (sentence := _describe_overwritten(name, of[name]))]
+    notes += _describe_rates(record)
+    replay = _format_ranges(of, lambda r: r.graph.time if r.graph else None)
     if replay and any(r.host for r in ok):
         notes.append(f"GPU time of a call replayed from a CUDA graph: {replay}.")
     notes += [
@@ -65,7 +65,7 @@ def findings(record: BenchRecord) -> list[str]:
     return notes
 
 
-def grouped(results: Iterable[Result], name_of: Callable[[Result], str] = lambda r: r.case.variant) -> Groups:
+def group_results(results: Iterable[Result], name_of: Callable[[Result], str] = lambda r: r.case.variant) -> Groups:
     """Return results by a name, by default their variant's, in order of first occurrence."""
     groups: Groups = {}
     for r in results:
@@ -73,98 +73,98 @@ def grouped(results: Iterable[Result], name_of: Callable[[Result], str] = lambda
     return groups
 
 
-def gpu_time(r: Result) -> Timing | None:
+def get_gpu_time(r: Result) -> Timing | None:
     """Return a call's time without the host if available: from a CUDA graph, else eagerly."""
     return r.graph.time if r.graph and r.graph.time else r.time
 
 
-def share(r: Result) -> float | None:
+def compute_share(r: Result) -> float | None:
     """Return the minimum time of a call on this machine as a share of its measured time."""
-    time = gpu_time(r)
+    time = get_gpu_time(r)
     return r.floor_us / time.median_us if time and r.floor_us else None
 
 
-def speed_up(r: Result, baseline: str, results: Sequence[Result]) -> float | None:
+def compute_speed_up(r: Result, baseline: str, results: Sequence[Result]) -> float | None:
     """Return the speed-up over `baseline` at the same sizes."""
-    if r.case.variant not in ALIKE.get(baseline, (r.case.variant,)):
+    if r.case.variant not in COMPARABLE.get(baseline, (r.case.variant,)):
         return None
-    mine = gpu_time(r)
+    mine = get_gpu_time(r)
     same = (o for o in results if o.case.variant == baseline and o.case.sizes == r.case.sizes)
-    theirs = next((t for o in same if (t := gpu_time(o))), None)
+    theirs = next((t for o in same if (t := get_gpu_time(o))), None)
     return theirs.median_us / mine.median_us if mine and theirs else None
 
 
-def baselines(record: BenchRecord) -> list[str]:
+def list_baselines(record: BenchRecord) -> list[str]:
     """Return the baselines with times, if other variants can be compared with them."""
-    timed = {r.case.variant for r in record.results if gpu_time(r)}
+    timed = {r.case.variant for r in record.results if get_gpu_time(r)}
     return [name for name in BASELINES.get(record.bench, ()) if timed - {name} and name in timed]
 
 
-def limit_notes(record: BenchRecord) -> list[str]:
+def format_limits(record: BenchRecord) -> list[str]:
     """Return a line with this machine's limits, and one for each limit that could not be measured."""
     ranks = f", the slowest of {record.ranks} ranks" if record.ranks > 1 else ""
-    measured = ", ".join(f"{limit.name} {amount(limit)}" for limit in record.limits)
+    measured = ", ".join(f"{limit.name} {format_amount(limit)}" for limit in record.limits)
     lines = [f"Measured on this machine in the same run{ranks}: {measured}."] if measured else []
     return lines + [f"Not measured: {reason}" for reason in record.without]
 
 
-def amount(limit: Limit) -> str:
+def format_amount(limit: Limit) -> str:
     """Return a limit as `4.38 TB/s`, `790 TFLOP/s` or `3.1 µs`."""
-    return with_unit(limit.median, UNITS[limit.unit])
+    return format_with_unit(limit.median, UNITS[limit.unit])
 
 
-def corrupts(r: Result) -> bool:
+def has_corruption(r: Result) -> bool:
     """Return True if padding rows changed stored data of a live request."""
     return r.overwritten is not None and bool(r.overwritten.kv_rows or r.overwritten.token_ids)
 
 
-def mark_notes(results: Sequence[Result]) -> list[str]:
+def format_warnings(results: Sequence[Result]) -> list[str]:
     """Return a sentence for each warning of any result."""
     counts = {name: sum(name in r.marks for r in results) for name in MARKS}
     return [f"{name} ({count} of {len(results)}): {MARKS[name]}." for name, count in counts.items() if count]
 
 
-def times(count: float) -> str:
+def format_times(count: float) -> str:
     """Return `once`, `twice`, `3 times`; `1.5 times` if the calls of a pass differ."""
     words: dict[float, str] = {0: "never", 1: "once", 2: "twice"}
     return words.get(count, f"{count:g} times")
 
 
-def _syncs(variant: str, results: Sequence[Result]) -> str:
+def _describe_syncs(variant: str, results: Sequence[Result]) -> str:
     counts = sorted({r.syncs.per_call for r in results if r.syncs})
     if not counts:
         return ""
-    often = f"{' or '.join(map(times, counts))} a call{', depending on the case' if len(counts) > 1 else ''}"
+    often = f"{' or '.join(map(format_times, counts))} a call{', depending on the case' if len(counts) > 1 else ''}"
     if variant not in PUBLISHED_FIXES:
         return f"{variant} never synchronises." if counts == [0] else f"{variant} synchronises {often}."
-    said = f"{variant} is the published fix of {PUBLISHED_FIXES[variant]} and was said to avoid synchronisation"
-    return f"{said}, which is true." if counts == [0] else f"{said}: it does not, it still synchronises {often}."
+    claim = f"{variant} is the published fix of {PUBLISHED_FIXES[variant]} and was said to avoid synchronisation"
+    return f"{claim}, which is true." if counts == [0] else f"{claim}: it does not, it still synchronises {often}."
 
 
-def _where(variant: str, results: Sequence[Result]) -> str:
+def _format_sites(variant: str, results: Sequence[Result]) -> str:
     """Return the source lines that wait, of the result with the most."""
     counted = [r.syncs for r in results if r.syncs and r.syncs.sites]
     if not counted:
         return ""
     most = max(counted, key=lambda s: s.per_call)
     sites = [
-        f"{s.op or s.kind} in {s.function} ({s.file.rpartition('/')[2]}:{s.line}), {times(s.per_call)}"
+        f"{s.op or s.kind} in {s.function} ({s.file.rpartition('/')[2]}:{s.line}), {format_times(s.per_call)}"
         for s in most.sites
     ]
     return f"{variant} waits for {'; '.join(sites)}."
 
 
-def _overwritten(variant: str, results: Sequence[Result]) -> str:
+def _describe_overwritten(variant: str, results: Sequence[Result]) -> str:
     """Return a sentence on the effect of padding rows and its frequency, or on the cost of preventing it."""
     found = [r.overwritten for r in results if r.overwritten]
     if not found:
         return ""
-    hurt = sum(corrupts(r) for r in results)
+    hurt = sum(has_corruption(r) for r in results)
     most = {name: max(getattr(o, name) for o in found) for name in Overwritten.__struct_fields__}
     error = f"{100 * most['logit_error']:.3g} % of their norm"
     if hurt:
         return (
-            f"{variant}: in {hurt} of {counted(len(found), 'case')} padding rows wrote over a live request, up to "
+            f"{variant}: in {hurt} of {format_count(len(found), 'case')} padding rows wrote over a live request, up to "
             f"{most['kv_rows']:,} of its stored KV rows and {most['token_ids']:,} of its token ids; its logits are off "
             f"by up to {error}."
         )
@@ -174,7 +174,7 @@ def _overwritten(variant: str, results: Sequence[Result]) -> str:
     )
 
 
-def _range_by_variant(of: Mapping[str, Sequence[Result]], timing: Callable[[Result], Timing | None]) -> str:
+def _format_ranges(of: Mapping[str, Sequence[Result]], timing: Callable[[Result], Timing | None]) -> str:
     parts = []
     for variant, results in of.items():
         medians = [t.median_us for r in results if (t := timing(r))]
@@ -184,53 +184,53 @@ def _range_by_variant(of: Mapping[str, Sequence[Result]], timing: Callable[[Resu
     return ", ".join(parts)
 
 
-def _rates(record: BenchRecord) -> list[str]:
+def _describe_rates(record: BenchRecord) -> list[str]:
     """Return sentences on correct results only, as a fast wrong one is no finding."""
     right = [r for r in record.results if r.outcome == "ok" and r.correct]
-    of = grouped(right)
-    usual = baselines(record)
+    of = group_results(right)
+    usual = list_baselines(record)
     notes = [
         sentence
         for place, baseline in enumerate(usual)
         for name in of
-        if name not in usual[: place + 1] and (sentence := _speed(name, baseline, of[name], right))
+        if name not in usual[: place + 1] and (sentence := _describe_speed(name, baseline, of[name], right))
     ]
-    notes += [sentence for name in of if (sentence := _share(name, of[name], right))]
-    return notes + [sentence for r in right if (sentence := _outgrown(r))]
+    notes += [sentence for name in of if (sentence := _describe_share(name, of[name], right))]
+    return notes + [sentence for r in right if (sentence := _describe_outgrown(r))]
 
 
-def _speed(variant: str, baseline: str, mine: Sequence[Result], results: Sequence[Result]) -> str:
+def _describe_speed(variant: str, baseline: str, mine: Sequence[Result], results: Sequence[Result]) -> str:
     """Return a sentence such as: symm is 3.40× as fast as ag_rs at requests 1, 3.30× at requests 8."""
-    ratios = [(r, ratio) for r in mine if (ratio := speed_up(r, baseline, results))]
+    ratios = [(r, ratio) for r in mine if (ratio := compute_speed_up(r, baseline, results))]
     if not ratios:
         return ""
     many = len(ratios) > 4  # noqa: PLR2004 - more than a sentence holds
     notes = [min(ratios, key=lambda x: x[1]), max(ratios, key=lambda x: x[1])] if many else ratios
     (first, slowest), *others = notes
-    parts = [f"{variant} is {slowest:.2f}× as fast as {baseline}{_at(first, mine)}"]
-    parts += [f"{ratio:.2f}×{_at(r, mine)}" for r, ratio in others]
+    parts = [f"{variant} is {slowest:.2f}× as fast as {baseline}{_format_sizes(first, mine)}"]
+    parts += [f"{ratio:.2f}×{_format_sizes(r, mine)}" for r, ratio in others]
     if not many:
         return f"{', '.join(parts)}."
     faster = sum(ratio > 1 for _, ratio in ratios)
-    return f"{' to '.join(parts)}; faster in {faster} of {counted(len(ratios), 'case')}."
+    return f"{' to '.join(parts)}; faster in {faster} of {format_count(len(ratios), 'case')}."
 
 
-def _share(variant: str, mine: Sequence[Result], results: Sequence[Result]) -> str:
+def _describe_share(variant: str, mine: Sequence[Result], results: Sequence[Result]) -> str:
     """Return a sentence such as: triton reaches 41 % at … to 78 % at … of what this machine allows.
 
     Only times in CUDA graphs are used, so that host delays are not attributed to the GPU.
     """
-    shares = [(r, part) for r in mine if r.graph and r.graph.time and (part := share(r))]
+    shares = [(r, part) for r in mine if r.graph and r.graph.time and (part := compute_share(r))]
     if not shares:
         return ""
     low, high = min(shares, key=lambda x: x[1]), max(shares, key=lambda x: x[1])
     if low is high:
         return f"{variant} reaches {100 * low[1]:.0f} % of what this machine allows."
-    least, most = (f"{100 * part:.0f} %{_at(r, results)}" for r, part in (low, high))
+    least, most = (f"{100 * part:.0f} %{_format_sizes(r, results)}" for r, part in (low, high))
     return f"{variant} reaches {least} to {most} of what this machine allows."
 
 
-def _outgrown(r: Result) -> str:
+def _describe_outgrown(r: Result) -> str:
     """Return a sentence on the cost of allocating a buffer during a request."""
     if r.case.sizes.get("buffer") != "outgrown" or not (r.time and r.graph and r.graph.time):
         return ""
@@ -243,7 +243,7 @@ def _outgrown(r: Result) -> str:
     )
 
 
-def _at(r: Result, among: Sequence[Result]) -> str:
+def _format_sizes(r: Result, among: Sequence[Result]) -> str:
     """Return the sizes in which results differ: ` at heads 128, requests 1`."""
     sizes = [
         f"{name} {value:,}" if isinstance(value, int) else f"{name} {value}"

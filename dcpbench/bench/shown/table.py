@@ -8,8 +8,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from dcpbench.bench.shown.findings import baselines, corrupts, limit_notes, share, speed_up
-from dcpbench.show.numbers import short_number
+from dcpbench.bench.shown.findings import compute_share, compute_speed_up, format_limits, has_corruption, list_baselines
+from dcpbench.show.numbers import format_short_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Sequence
@@ -47,42 +47,42 @@ L2 = {
 }
 
 
-def table(record: BenchRecord, width: int = WIDE) -> Table:
+def make_table(record: BenchRecord, width: int = WIDE) -> Table:
     """Return one row for each case, with times of a GPU only, and without their intervals in a narrow terminal."""
     wide = width >= WIDE
-    sizes, same = _sizes(record.results)
+    sizes, same = _split_sizes(record.results)
     title = ", ".join([f"bench {record.bench}", *same])
     out = Table(title=title, box=box.SIMPLE, title_justify="left", padding=(0, 1 if wide else 0))
     out.add_column("variant", no_wrap=True)
     for name in sizes:
         number = all(isinstance(r.case.sizes.get(name, 0), NUMBERS) for r in record.results)
         out.add_column(name, justify="right" if number else "left", no_wrap=True)
-    columns = _columns(record, width)
+    columns = _choose_columns(record, width)
     for name in columns:
         out.add_column(name, justify="right", no_wrap=True)
     out.add_column("correct")
     if record.performance and wide:
         out.add_column("marks")
-    told: set[str] = set()
+    shown_reasons: set[str] = set()
     for r in record.results:
-        cells: list[str | Text] = [r.case.variant, *(_size(r.case.sizes.get(name, "")) for name in sizes)]
-        cells += [*(cell(r) for cell in columns.values()), _verdict(r, told)]
-        told.add(r.reason)
+        cells: list[str | Text] = [r.case.variant, *(_format_size(r.case.sizes.get(name, "")) for name in sizes)]
+        cells += [*(cell(r) for cell in columns.values()), _format_verdict(r, shown_reasons)]
+        shown_reasons.add(r.reason)
         out.add_row(*cells, *([" ".join(r.marks)] if record.performance and wide else []))
     return out
 
 
-def legend(record: BenchRecord, width: int = WIDE) -> list[str]:
+def format_legend(record: BenchRecord, width: int = WIDE) -> list[str]:
     """Return the explanations of the columns, and the machine's limits."""
     detector = next((f"detector: {r.syncs.detector}" for r in record.results if r.syncs), "not counted")
-    columns = _columns(record, width)
+    columns = _choose_columns(record, width)
     lines = [MEDIANS, L2[record.bench in FRESH]] if record.performance else []
     lines += [
         line.format(backlog=record.settings.backlog_us, detector=detector)
         for name, line in LEGEND.items()
         if name in columns
     ]
-    lines += limit_notes(record)
+    lines += format_limits(record)
     if record.performance and width < WIDE:
         what, least = (
             ("Intervals and marks", WIDE) if width >= MEDIUM else ("Intervals, marks, rates and errors", MEDIUM)
@@ -91,39 +91,39 @@ def legend(record: BenchRecord, width: int = WIDE) -> list[str]:
     return lines
 
 
-def _sizes(results: Sequence[Result]) -> tuple[list[str], list[str]]:
+def _split_sizes(results: Sequence[Result]) -> tuple[list[str], list[str]]:
     """Return the names of sizes that differ between results, which become columns, and the constant ones as text."""
     names = dict.fromkeys(name for r in results for name in r.case.sizes)
     values = {name: {r.case.sizes.get(name, "") for r in results} for name in names}
     differ = [name for name in names if len(values[name]) > 1 or len(results) == 1]
-    return differ, [f"{name} {_size(next(iter(values[name])))}" for name in names if name not in differ]
+    return differ, [f"{name} {_format_size(next(iter(values[name])))}" for name in names if name not in differ]
 
 
-def _columns(record: BenchRecord, width: int) -> dict[str, Cell]:
+def _choose_columns(record: BenchRecord, width: int) -> dict[str, Cell]:
     """Return the columns between sizes and verdict, as far as any result has a value."""
     results = record.results
     refused = {r.case.variant for r in results if r.graph and not r.graph.captured}
     host, wide = any(r.host for r in results), width >= WIDE
     columns: dict[str, Cell] = {
-        "eager µs": lambda r: _time(r.time, wide=wide),
-        "host µs": lambda r: _time(r.host, wide=wide),
+        "eager µs": lambda r: _format_time(r.time, wide=wide),
+        "host µs": lambda r: _format_time(r.host, wide=wide),
         "graph µs": lambda r: (
-            "refused" if r.case.variant in refused else _time(r.graph.time if r.graph else None, wide=wide)
+            "refused" if r.case.variant in refused else _format_time(r.graph.time if r.graph else None, wide=wide)
         ),
-        "TB/s": lambda r: _rate(r.bytes_s, 1e12),
-        "TFLOP/s": lambda r: _rate(r.flop_s, 1e12),
-        "GB/s": lambda r: _rate(r.received_bytes_s, 1e9),
-        "wire KB": lambda r: _rate(r.work.wire_bytes or None, 1e3) if r.work else "",
-        "of limit": lambda r: _percent(share(r)),
+        "TB/s": lambda r: _format_rate(r.bytes_s, 1e12),
+        "TFLOP/s": lambda r: _format_rate(r.flop_s, 1e12),
+        "GB/s": lambda r: _format_rate(r.received_bytes_s, 1e9),
+        "wire KB": lambda r: _format_rate(r.work.wire_bytes or None, 1e3) if r.work else "",
+        "of limit": lambda r: _format_percent(compute_share(r)),
     }
-    for name in baselines(record):
-        columns[f"× {name}"] = lambda r, name=name: _ratio(speed_up(r, name, results))  # type: ignore[misc]
+    for name in list_baselines(record):
+        columns[f"× {name}"] = lambda r, name=name: _format_ratio(compute_speed_up(r, name, results))  # type: ignore[misc]
     lost: dict[str, Callable[[Overwritten], str]] = {
         "KV rows lost": lambda o: f"{o.kv_rows:,}",
         "ids lost": lambda o: f"{o.token_ids:,}",
         "logit error": lambda o: f"{o.logit_error:.1e}" if o.logit_error else "0",
-        "slot KB": lambda o: short_number(o.table_bytes / 1e3),
-        "page KB": lambda o: short_number(o.page_bytes / 1e3),
+        "slot KB": lambda o: format_short_number(o.table_bytes / 1e3),
+        "page KB": lambda o: format_short_number(o.page_bytes / 1e3),
     }
     for name, cell in lost.items():
         columns[name] = lambda r, cell=cell: cell(r.overwritten) if r.overwritten else ""  # type: ignore[misc]
@@ -138,36 +138,36 @@ def _columns(record: BenchRecord, width: int) -> dict[str, Cell]:
     }
 
 
-def _verdict(r: Result, told: Container[str]) -> Text:
+def _format_verdict(r: Result, shown_reasons: Container[str]) -> Text:
     """Return the verdict as text; a reason already shown for an earlier case is not repeated."""
     if r.outcome != "ok":
-        return Text.assemble(("failed", "red"), ", as above" if r.reason in told else f": {r.reason}")
-    if r.correct and corrupts(r):
+        return Text.assemble(("failed", "red"), ", as above" if r.reason in shown_reasons else f": {r.reason}")
+    if r.correct and has_corruption(r):
         return Text("corrupts, as said", "yellow")
     return Text("yes", "green") if r.correct else Text("WRONG", "red bold")
 
 
-def _size(value: float | str) -> str:
+def _format_size(value: float | str) -> str:
     return f"{value:,}" if isinstance(value, NUMBERS) else value
 
 
-def _time(t: Timing | None, *, wide: bool) -> str:
+def _format_time(t: Timing | None, *, wide: bool) -> str:
     if t is None:
         return ""
     return (
-        f"{short_number(t.median_us)} ({short_number(t.low_us)}–{short_number(t.high_us)})"
+        f"{format_short_number(t.median_us)} ({format_short_number(t.low_us)}–{format_short_number(t.high_us)})"
         if wide
-        else short_number(t.median_us)
+        else format_short_number(t.median_us)
     )
 
 
-def _rate(value: float | None, scale: float) -> str:
-    return "" if value is None else short_number(value / scale)
+def _format_rate(value: float | None, scale: float) -> str:
+    return "" if value is None else format_short_number(value / scale)
 
 
-def _percent(value: float | None) -> str:
+def _format_percent(value: float | None) -> str:
     return "" if value is None else f"{100 * value:.0f} %"
 
 
-def _ratio(value: float | None) -> str:
+def _format_ratio(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from dcpbench.show.numbers import BYTES, percent, short_number, with_unit
+from dcpbench.show.numbers import BYTES, format_percent, format_short_number, format_with_unit
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -21,27 +21,27 @@ STEPS = 60
 """Number of points of a curve."""
 
 
-def row(q: Quality) -> list[str]:
+def format_row(q: Quality) -> list[str]:
     """Return the cells in the order of COLUMNS. Errors are those of a prediction without the size, or without the most
     ranks.
     """
     fitted, call = q.call.fitted, q.call
     rate = fitted.bytes_s
-    more = percent(call.ranks_error) if len(call.ranks) > 1 else f"{percent(call.ranks_error)}, assumed"
+    more = format_percent(call.ranks_error) if len(call.ranks) > 1 else f"{format_percent(call.ranks_error)}, assumed"
     return [
         call.name,
         ", ".join(map(str, call.ranks)),
-        " to ".join(with_unit(size, BYTES) for size in q.sizes),
-        f"{short_number(fitted.launch_us)} µs",
-        f"{short_number(fitted.meet_us)} µs" if len(call.ranks) > 1 else "—",
-        "—" if rate is None else f"{short_number(rate / 1e9)} GB/s",
-        percent(q.percentile(0.5)),
-        percent(q.percentile(0.9)) if q.errors else f"{percent(call.size_error)}, assumed",
+        " to ".join(format_with_unit(size, BYTES) for size in q.sizes),
+        f"{format_short_number(fitted.launch_us)} µs",
+        f"{format_short_number(fitted.meet_us)} µs" if len(call.ranks) > 1 else "—",
+        "—" if rate is None else f"{format_short_number(rate / 1e9)} GB/s",
+        format_percent(q.compute_percentile(0.5)),
+        format_percent(q.compute_percentile(0.9)) if q.errors else f"{format_percent(call.size_error)}, assumed",
         more,
     ]
 
 
-def table(found: Iterable[Quality]) -> Table:
+def make_table(found: Iterable[Quality]) -> Table:
     """Return a table of each call with its fit, and the error of predictions without the respective measurement."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
@@ -52,13 +52,13 @@ def table(found: Iterable[Quality]) -> Table:
     for name in COLUMNS:
         shown.add_column(name, justify="left" if name in ("call", "ranks", "received") else "right")
     for q in found:
-        shown.add_row(*row(q))
+        shown.add_row(*format_row(q))
     return shown
 
 
-def markdown(found: Iterable[Quality]) -> str:
+def format_markdown(found: Iterable[Quality]) -> str:
     """Return the table in Markdown."""
-    rows = [COLUMNS, tuple("---" for _ in COLUMNS), *map(row, found)]
+    rows = [COLUMNS, tuple("---" for _ in COLUMNS), *map(format_row, found)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in rows) + "\n"
 
 
@@ -68,15 +68,15 @@ def write_picture(calls: Sequence[Call], path: Path, title: str) -> None:
     """
     from matplotlib.figure import Figure
 
-    from dcpbench.show.figures import COLOURS, MARKERS, columns_for, drawing, save
+    from dcpbench.show.figures import COLOURS, MARKERS, apply_style, choose_columns, save_figure
 
-    columns = columns_for(len(calls))
+    columns = choose_columns(len(calls))
     rows = -(-len(calls) // columns)
     all_ranks = sorted({n for call in calls for n in call.ranks})
     look: dict[int, dict[str, Any]] = {
         n: {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]} for i, n in enumerate(all_ranks)
     }
-    with drawing():
+    with apply_style():
         figure = Figure((3.6 * columns, 2.7 * rows + 0.6), layout="constrained")
         figure.suptitle(title, fontsize=11)
         for place, call in enumerate(calls, 1):
@@ -90,6 +90,8 @@ def write_picture(calls: Sequence[Call], path: Path, title: str) -> None:
                     sizes = [s.received_bytes for s in of if s.meetings == meetings]
                     low, high = math.log(min(sizes)), math.log(max(sizes))
                     along = [math.exp(low + (high - low) * i / STEPS) for i in range(STEPS + 1)]
-                    ax.plot(along, [call.us(n, x, meetings) for x in along], color=look[n]["color"], linewidth=1)
+                    ax.plot(
+                        along, [call.predict_us(n, x, meetings) for x in along], color=look[n]["color"], linewidth=1
+                    )
             ax.legend(fontsize=8)
-        save(figure, path, "png")
+        save_figure(figure, path, "png")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Protocol
 
-from dcpbench.errors import MissingPackageError, UsageError, how_to_install
+from dcpbench.errors import MissingPackageError, UsageError, format_install_hint
 from dcpbench.kernels.e4m3 import ROUNDING
 from dcpbench.points.names import BACKENDS
 
@@ -46,7 +46,7 @@ class Backend(Protocol):
         None if only `plan` can fill them.
         """
 
-    def divide(self) -> None:
+    def plan_on_device(self) -> None:
         """Divide the work of `tables`, which a step has filled; outside the graph, without waiting. No-op without
         tables.
         """
@@ -89,7 +89,7 @@ class AttentionSpec:
         return self.kv_dtype is not None and self.kv_dtype.itemsize == 1
 
 
-def rounding_error(rounds: Collection[str], deviation: float) -> float:
+def compute_rounding_error(rounds: Collection[str], deviation: float) -> float:
     """Return the relative mean square error of o caused by these roundings, for rows and queries of normal numbers.
 
     Errors of weights average like their values and contribute the rounding error itself; those of a query contribute it
@@ -113,7 +113,7 @@ def make_backend(name: str, spec: AttentionSpec) -> Backend:
             from dcpbench.kernels.attention.flashinfer_mla import FlashInferBackend
         except ImportError as e:
             raise MissingPackageError(
-                f"--backend flashinfer needs FlashInfer ({e}); {how_to_install('flashinfer')}, or use --backend triton."
+                f"--backend flashinfer needs FlashInfer ({e}); {format_install_hint('flashinfer')}, or use --backend triton."
             ) from e
         return FlashInferBackend(spec)
     if name == "flashmla":
@@ -121,7 +121,7 @@ def make_backend(name: str, spec: AttentionSpec) -> Backend:
             from dcpbench.kernels.attention.flashmla_dense import FlashMlaBackend
         except ImportError as e:
             raise MissingPackageError(
-                f"--backend flashmla needs sgl-flash-mla 1.0 ({e}); {how_to_install('flashmla')}, or use --backend triton."
+                f"--backend flashmla needs sgl-flash-mla 1.0 ({e}); {format_install_hint('flashmla')}, or use --backend triton."
             ) from e
         return FlashMlaBackend(spec)
     raise UsageError(f"--backend {name} does not exist; choose one of {', '.join(BACKENDS)}.")

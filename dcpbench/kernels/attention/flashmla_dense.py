@@ -45,7 +45,7 @@ def _round_kernel(q, out, count, BLOCK: tl.constexpr, NATIVE: tl.constexpr):
     tl.store(out + at, e4m3_byte(tl.load(q + at, mask=at < count).to(tl.float32), NATIVE), mask=at < count)
 
 
-def rounded(q: torch.Tensor) -> torch.Tensor:
+def quantize_queries(q: torch.Tensor) -> torch.Tensor:
     """Return queries as e4m3, limited to ±448; contiguous."""
     out = torch.empty(q.shape, dtype=torch.float8_e4m3fn, device=q.device)
     block = 2048
@@ -54,7 +54,7 @@ def rounded(q: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def take(
+def copy_results(
     o_BHR: torch.Tensor, lse_BH: torch.Tensor, lengths_B: torch.Tensor, o_out: torch.Tensor, lse_out: torch.Tensor
 ) -> None:
     """Copy FlashMLA's contiguous results to their destination, with lse = -inf for requests without rows."""
@@ -91,29 +91,29 @@ class FlashMlaBackend:
         if spec.fp8:
             q_scale, kv_scale = torch.tensor([[1.0], [spec.kv_scale]], device=spec.device)
             self.scales = {"is_fp8_kvcache": True, "descale_q": q_scale, "descale_k": kv_scale}
-        metadata, splits = self._scheduled()
+        metadata, splits = self._get_schedule()
         self.metadata = FlashMLASchedMeta(tile_scheduler_metadata=metadata, num_splits=splits)
 
-    def _scheduled(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _get_schedule(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the part of each request that each multiprocessor computes, and the number of parts of each request."""
         fp8 = self.spec.fp8
         return get_mla_decoding_metadata(self.tables.lengths, self.spec.heads, 1, is_fp8_kvcache=fp8, use_legacy=True)
 
     def plan(self, shards: Shards) -> None:
         """See Backend."""
-        self.tables.fill(shards)
-        self.divide()
+        self.tables.copy_tables(shards)
+        self.plan_on_device()
 
-    def divide(self) -> None:
+    def plan_on_device(self) -> None:
         """See Backend."""
-        metadata, splits = self._scheduled()
+        metadata, splits = self._get_schedule()
         self.metadata.tile_scheduler_metadata.copy_(metadata)
         self.metadata.num_splits.copy_(splits)
 
     def run(self, q_BHQ: torch.Tensor, kv: torch.Tensor, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> None:
         """See Backend."""
         o, lse = flash_mla_with_kvcache(
-            (rounded(q_BHQ) if self.spec.fp8 else q_BHQ).unsqueeze(1),
+            (quantize_queries(q_BHQ) if self.spec.fp8 else q_BHQ).unsqueeze(1),
             kv.unsqueeze(2),
             self.tables.pages,
             self.tables.lengths,
@@ -123,4 +123,4 @@ class FlashMlaBackend:
             use_legacy=True,
             **self.scales,
         )
-        take(o, lse, self.tables.lengths, o_BHR, lse_BH)
+        copy_results(o, lse, self.tables.lengths, o_BHR, lse_BH)

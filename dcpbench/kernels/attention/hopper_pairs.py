@@ -29,23 +29,23 @@ WIDTH, BOX = 576, 64
 """Numbers of a row, and the rows (of q: heads) that one copy takes at most."""
 PAGES = (16, 32)
 """Supported page sizes in rows, besides multiples of 64: a tile is at most four copies for each 64 columns."""
-LEAST, SLACK = 2, 2
+MIN_TILES, SLACK = 2, 2
 """Parameters of the division of work of all Hopper kernels; see partition.py."""
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
-def reads(page_size: int) -> bool:
+def supports_pages(page_size: int) -> bool:
     """Return True if pages of this size can be copied whole."""
     return page_size in PAGES or page_size % BOX == 0
 
 
-def few_heads(spec: AttentionSpec) -> bool:
+def has_few_heads(spec: AttentionSpec) -> bool:
     """Return True if the kernel for few heads is used, for products with the number of heads as the smaller side."""
     return not spec.fp8 and spec.heads <= FEW_HEADS[-1]
 
 
 @functools.cache
-def installed() -> bool:
+def is_installed() -> bool:
     """Return True if the CUDA driver and compiler can be called (cuda-bindings, which torch for CUDA brings)."""
     try:
         from cuda.bindings import driver, nvrtc
@@ -57,7 +57,7 @@ def installed() -> bool:
     return True
 
 
-def _checked(answer: tuple[Any, ...]) -> Any:
+def _check_answer(answer: tuple[Any, ...]) -> Any:
     """Return the result of a call of the driver or compiler, or raise RuntimeError with its error."""
     error, *rest = answer
     if int(error):
@@ -66,38 +66,38 @@ def _checked(answer: tuple[Any, ...]) -> Any:
 
 
 @functools.lru_cache(maxsize=8)
-def _kernel(name: str, element: str, page: int, heads: int, device: int) -> Any:
+def _load_kernel(name: str, element: str, page: int, heads: int, device: int) -> Any:
     from cuda.bindings import driver, nvrtc
 
     source = b"".join((HERE / file).read_bytes() for file in (SHARED, f"{name}.cu"))
-    program = _checked(nvrtc.nvrtcCreateProgram(source, f"{name}.cu".encode(), 0, [], []))
+    program = _check_answer(nvrtc.nvrtcCreateProgram(source, f"{name}.cu".encode(), 0, [], []))
     words = (
         "--gpu-architecture=sm_90a",
         "--std=c++17",
         f'-DELEMENT="{element}"',
         f"-DPAGE={page}",
-        f"-DLEAST={LEAST}",
+        f"-DLEAST={MIN_TILES}",
         f"-DSLACK={SLACK}",
         f"-DFEW={heads}",
         "-DINFINITY=__int_as_float(0x7f800000)",
     )
     (error,) = nvrtc.nvrtcCompileProgram(program, len(words), [word.encode() for word in words])
     if int(error):
-        log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))
-        _checked(nvrtc.nvrtcGetProgramLog(program, log))
+        log = b" " * _check_answer(nvrtc.nvrtcGetProgramLogSize(program))
+        _check_answer(nvrtc.nvrtcGetProgramLog(program, log))
         raise RuntimeError(log.decode())
-    code = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program))
-    _checked(nvrtc.nvrtcGetCUBIN(program, code))
+    code = b" " * _check_answer(nvrtc.nvrtcGetCUBINSize(program))
+    _check_answer(nvrtc.nvrtcGetCUBIN(program, code))
     torch.cuda.current_stream(device)  # the device's context exists
-    module = _checked(driver.cuModuleLoadData(code))
-    function = _checked(driver.cuModuleGetFunction(module, name.encode()))
+    module = _check_answer(driver.cuModuleLoadData(code))
+    function = _check_answer(driver.cuModuleGetFunction(module, name.encode()))
     size = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    _checked(driver.cuFuncSetAttribute(function, size, SHARED_BYTES))
+    _check_answer(driver.cuFuncSetAttribute(function, size, SHARED_BYTES))
     return function
 
 
 @functools.lru_cache(maxsize=4096)
-def _tensor_map(pointer: int, rows: int, box: int, dtype: torch.dtype, line: int = 128) -> bytes:
+def _encode_tensor_map(pointer: int, rows: int, box: int, dtype: torch.dtype, line: int = 128) -> bytes:
     """Return the tensor map of `rows` rows of 576 numbers: boxes of `box` rows and `line` bytes, with a swizzle of
     `line` bytes.
     """
@@ -115,7 +115,7 @@ def _tensor_map(pointer: int, rows: int, box: int, dtype: torch.dtype, line: int
     promotions = driver.CUtensorMapL2promotion
     lines = promotions.CU_TENSOR_MAP_L2_PROMOTION_NONE if each == 1 else promotions.CU_TENSOR_MAP_L2_PROMOTION_L2_128B
     number, size = driver.cuuint32_t, driver.cuuint64_t
-    made = _checked(
+    made = _check_answer(
         driver.cuTensorMapEncodeTiled(
             kind,
             2,
@@ -146,7 +146,7 @@ class _ArgumentsFp8(_Arguments):
     _fields_ = (("q", ctypes.c_void_p), ("value_scale", ctypes.c_float))
 
 
-def launch(
+def launch_kernel(
     spec: AttentionSpec,
     grid: int,
     q_BHQ: torch.Tensor,
@@ -159,21 +159,21 @@ def launch(
 
     rows, box = kv.numel() // WIDTH, min(BOX, spec.page_size)
     own = (*(tensor.data_ptr() for tensor in tensors), *numbers, kv.data_ptr())
-    heads = next(few for few in FEW_HEADS if spec.heads <= few) if few_heads(spec) else BOX
+    heads = next(few for few in FEW_HEADS if spec.heads <= few) if has_few_heads(spec) else BOX
     arguments: ctypes.Structure
     if spec.fp8:
-        name, maps = APART_FP8, [_tensor_map(kv.data_ptr(), rows, box, kv.dtype, line) for line in (128, 64)]
+        name, maps = APART_FP8, [_encode_tensor_map(kv.data_ptr(), rows, box, kv.dtype, line) for line in (128, 64)]
         arguments = _ArgumentsFp8(*own, q_BHQ.data_ptr(), spec.kv_scale)
     else:
-        q_map = _tensor_map(q_BHQ.data_ptr(), q_BHQ.numel() // WIDTH, heads, spec.dtype)
-        name = FEW if few_heads(spec) else MANY
-        maps = [q_map, _tensor_map(kv.data_ptr(), rows, box, spec.dtype)]
+        q_map = _encode_tensor_map(q_BHQ.data_ptr(), q_BHQ.numel() // WIDTH, heads, spec.dtype)
+        name = FEW if has_few_heads(spec) else MANY
+        maps = [q_map, _encode_tensor_map(kv.data_ptr(), rows, box, spec.dtype)]
         arguments = _Arguments(*own)
-    function = _kernel(name, ELEMENTS[spec.dtype], spec.page_size, heads, q_BHQ.device.index or 0)
-    told = [ctypes.create_string_buffer(one, 128) for one in maps]
-    places = (ctypes.c_void_p * 3)(*(ctypes.addressof(part) for part in (*told, arguments)))
+    function = _load_kernel(name, ELEMENTS[spec.dtype], spec.page_size, heads, q_BHQ.device.index or 0)
+    map_buffers = [ctypes.create_string_buffer(one, 128) for one in maps]
+    places = (ctypes.c_void_p * 3)(*(ctypes.addressof(part) for part in (*map_buffers, arguments)))
     stream = torch.cuda.current_stream(q_BHQ.device).cuda_stream
-    _checked(
+    _check_answer(
         driver.cuLaunchKernel(
             function, grid, 1, 1, THREADS[name], 1, 1, SHARED_BYTES, stream, ctypes.addressof(places), 0
         )

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from dcpbench.kernels.attention import AttentionSpec, Shards
 
 
-def mla_decode(
+def compute_mla_decode(
     q_HQ: torch.Tensor, rows_KQ: torch.Tensor, latent: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One request's heads over its KV rows, computed in q's dtype.
@@ -34,7 +34,7 @@ class ReferenceBackend:
         self.spec = spec
         self.shards: list[tuple[torch.Tensor, int]] = []
 
-    def divide(self) -> None:
+    def plan_on_device(self) -> None:
         """See Backend. `plan` does."""
 
     def plan(self, shards: Shards) -> None:
@@ -49,5 +49,5 @@ class ReferenceBackend:
         wide = torch.promote_types(q_BHQ.dtype, torch.float32)
         for b, (pages, length) in enumerate(self.shards):
             rows_KQ = kv[pages].flatten(0, 1)[:length].to(wide) * self.spec.kv_scale
-            o_HR, lse_BH[b] = mla_decode(q_BHQ[b].to(wide), rows_KQ, self.spec.latent, self.spec.scale)
+            o_HR, lse_BH[b] = compute_mla_decode(q_BHQ[b].to(wide), rows_KQ, self.spec.latent, self.spec.scale)
             o_BHR[b] = o_HR

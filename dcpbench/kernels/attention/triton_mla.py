@@ -20,7 +20,7 @@ LOG2_E = math.log2(math.e)
 LN_2 = math.log(2)
 HOPPER_HEADS = 64
 """Heads of one program of the Hopper kernel: the rows of one warpgroup's product."""
-DIVISION = {"LEAST": hopper_pairs.LEAST, "SLACK": hopper_pairs.SLACK}
+DIVISION = {"LEAST": hopper_pairs.MIN_TILES, "SLACK": hopper_pairs.SLACK}
 HOPPER = {"BLOCK_K": 64, "STAGES": 2, "P_SLOTS": 1, "LOAD_WARPS": 4, "REGS": (160, 136, 56)} | DIVISION
 """Parameters that fill the 227 KB of shared memory of a multiprocessor; docs/kernels-attention.md lists variants that are
 not faster.
@@ -40,7 +40,7 @@ INTERPRETED_PARTS = 4
 """Programs without a GPU to query for its multiprocessors: enough to cut requests."""
 
 
-def kernel_for(spec: AttentionSpec) -> str:
+def choose_kernel(spec: AttentionSpec) -> str:
     """'plain' where Hopper's instructions do not exist or sizes are none of those that its kernels are for.
 
     There, where pages can be copied whole and it can be compiled, 'hopper-few' up to 16 heads and 'hopper-pairs' past them,
@@ -51,15 +51,15 @@ def kernel_for(spec: AttentionSpec) -> str:
     fits = (spec.latent, spec.rope) == (512, 64) and spec.dtype in (torch.bfloat16, torch.float16)
     if not (hopper and fits):
         return "plain"
-    compiled = hopper_pairs.reads(spec.page_size) and hopper_pairs.installed()
-    if compiled and hopper_pairs.few_heads(spec):
+    compiled = hopper_pairs.supports_pages(spec.page_size) and hopper_pairs.is_installed()
+    if compiled and hopper_pairs.has_few_heads(spec):
         return "hopper-few"
     if compiled:
         return "hopper-apart-fp8" if spec.fp8 else "hopper-pairs"
     return "hopper-fp8" if spec.fp8 else "hopper"
 
 
-def merge_shape(pieces: int) -> tuple[int, int, int]:
+def choose_merge_shape(pieces: int) -> tuple[int, int, int]:
     """Columns and pieces that a program of the merge takes at once, and its warps: one round trip to memory if it can.
 
     `pieces` is how many a request has at most, all being equally long.
@@ -79,7 +79,7 @@ class PageTables:
         self.pages = torch.zeros(spec.batch, spec.max_pages, dtype=torch.int32, device=spec.device)
         self.lengths = torch.zeros(spec.batch, dtype=torch.int32, device=spec.device)
 
-    def fill(self, shards: Shards) -> None:
+    def copy_tables(self, shards: Shards) -> None:
         """Copy one step's tables to the device."""
         host = np.zeros(self.pages.shape, dtype=np.int32)
         for b, pages in enumerate(shards.pages):
@@ -98,7 +98,7 @@ class TritonBackend:
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
-        self.kernel = kernel_for(spec)
+        self.kernel = choose_kernel(spec)
         self.rounds = ROUNDS.get(self.kernel, ())
         self.block_h = HOPPER_HEADS if self.kernel != "plain" else min(64, max(16, triton.next_power_of_2(spec.heads)))
         programs = (
@@ -116,9 +116,9 @@ class TritonBackend:
 
     def plan(self, shards: Shards) -> None:
         """See Backend."""
-        self.tables.fill(shards)
+        self.tables.copy_tables(shards)
 
-    def divide(self) -> None:
+    def plan_on_device(self) -> None:
         """Do nothing, see Backend: each run divides its own work."""
 
     def run(self, q_BHQ: torch.Tensor, kv: torch.Tensor, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> None:
@@ -142,7 +142,7 @@ class TritonBackend:
         # Hopper kernels are imported only where they run: Triton before 3.6 and its interpreter cannot import them.
         if self.kernel in ("hopper-pairs", "hopper-apart-fp8", "hopper-few"):
             scale = spec.scale * spec.kv_scale * LOG2_E
-            hopper_pairs.launch(spec, grid[0], q_BHQ, kv, arguments[2:], (scale, *numbers))
+            hopper_pairs.launch_kernel(spec, grid[0], q_BHQ, kv, arguments[2:], (scale, *numbers))
         elif self.kernel == "hopper":
             from dcpbench.kernels.attention.hopper_mla import hopper_kernel
 
@@ -174,7 +174,7 @@ class TritonBackend:
                 num_warps=8 if self.block_h == 64 else 4,
                 num_stages=2,
             )
-        columns, step, warps = merge_shape(self.parts // batch)
+        columns, step, warps = choose_merge_shape(self.parts // batch)
         columns = min(columns, spec.latent)
         programs = max(1, min(heads * spec.latent // columns, 4096 // batch))
         merge_kernel[(batch, programs)](

@@ -5,32 +5,40 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import linear, silu
 
-from dcpbench.kernels.block_scaled import Rows, Scaled, quantised_for
-from dcpbench.kernels.linear import linear_reference
+from dcpbench.kernels.block_scaled import Rows, Scaled, needs_quantized_input
+from dcpbench.kernels.linear import apply_linear_reference
 from dcpbench.kernels.moe import decode, prompts, scaled
-from dcpbench.kernels.moe.routing import route
+from dcpbench.kernels.moe.routing import select_experts
 
-__all__ = ["changes", "experts", "experts_reference", "route", "router_logits", "scaled_experts_reference", "silu_mul"]
+__all__ = [
+    "apply_experts",
+    "apply_experts_reference",
+    "apply_scaled_experts_reference",
+    "compute_router_logits",
+    "list_kernel_changes",
+    "select_experts",
+    "silu_mul",
+]
 
 
-def changes(local: int, top_k: int, *, in_fp8: bool) -> list[int]:
+def list_kernel_changes(local: int, top_k: int, *, in_fp8: bool) -> list[int]:
     """Return the maximum numbers of tokens up to which `local` experts of a rank use the same kernels; beyond, the time
     jumps.
     """
-    most = (scaled.MOST_ASSIGNMENTS if in_fp8 else decode.MOST_ASSIGNMENTS) // top_k
+    most = (scaled.MAX_ASSIGNMENTS if in_fp8 else decode.MAX_ASSIGNMENTS) // top_k
     rows = [scaled.FEW_ROWS + 1] if in_fp8 else [prompts.FEW_ROWS + 1, prompts.SOME_ROWS + 1, prompts.MANY_ROWS]
     tiles = [(n * local - 1) // top_k for n in rows]
     return sorted({min(decode.WIDE_TILES, most), most, *(n for n in tiles if n > most)})
 
 
-def router_logits(x_TD: torch.Tensor, router_ED: torch.Tensor) -> torch.Tensor:
+def compute_router_logits(x_TD: torch.Tensor, router_ED: torch.Tensor) -> torch.Tensor:
     """Return x · router.T as fp32 [T, E]: bf16 operands are multiplied unconverted and accumulated and kept in fp32."""
     if x_TD.dtype != torch.float32 and x_TD.is_cuda:
         return torch.mm(x_TD, router_ED.t(), out_dtype=torch.float32)
     return linear(x_TD.float(), router_ED.float())
 
 
-def experts(
+def apply_experts(
     x_TD: torch.Tensor | Rows,
     gate_up: torch.Tensor | Scaled,
     down: torch.Tensor | Scaled,
@@ -49,17 +57,17 @@ def experts(
     if isinstance(gate_up, Scaled):
         assert isinstance(down, Scaled)
         if isinstance(x_TD, Rows) or x_TD.is_cuda:
-            return scaled.experts(x_TD, gate_up, down, weights_Tk, ids_Tk, first, shared_TD)
-        return scaled_experts_reference(x_TD, gate_up, down, weights_Tk, ids_Tk, first, shared_TD)
+            return scaled.apply_experts(x_TD, gate_up, down, weights_Tk, ids_Tk, first, shared_TD)
+        return apply_scaled_experts_reference(x_TD, gate_up, down, weights_Tk, ids_Tk, first, shared_TD)
     assert not isinstance(down, Scaled)
     assert not isinstance(x_TD, Rows)
     if x_TD.is_cuda and x_TD.dtype == torch.bfloat16:
-        fast = decode if ids_Tk.numel() <= decode.MOST_ASSIGNMENTS else prompts
+        fast = decode if ids_Tk.numel() <= decode.MAX_ASSIGNMENTS else prompts
         return fast.experts(x_TD, gate_up, down, weights_Tk, ids_Tk, first, shared_TD)
-    return experts_reference(x_TD, gate_up, down, weights_Tk, ids_Tk, first, shared_TD)
+    return apply_experts_reference(x_TD, gate_up, down, weights_Tk, ids_Tk, first, shared_TD)
 
 
-def experts_reference(
+def apply_experts_reference(
     x_TD: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
@@ -85,7 +93,7 @@ def experts_reference(
     return total_TD.to(x_TD.dtype)
 
 
-def scaled_experts_reference(
+def apply_scaled_experts_reference(
     x_TD: torch.Tensor,
     gate_up: Scaled,
     down: Scaled,
@@ -102,8 +110,8 @@ def scaled_experts_reference(
         if not len(chosen):
             continue
         one, other = (Scaled(w.data[e], w.scale[e], w.block) for w in (gate_up, down))
-        gate, up = linear_reference(x_TD[chosen].float(), one).chunk(2, dim=-1)
-        y = linear_reference(silu(gate) * up, other).to(x_TD.dtype)
+        gate, up = apply_linear_reference(x_TD[chosen].float(), one).chunk(2, dim=-1)
+        y = apply_linear_reference(silu(gate) * up, other).to(x_TD.dtype)
         total_TD = total_TD.index_add(0, chosen, y.float() * weight_T[chosen, None].float())
     return total_TD.to(x_TD.dtype)
 
@@ -113,7 +121,7 @@ def silu_mul(gate_up_TI: torch.Tensor, feeds: torch.Tensor | Scaled | None = Non
 
     Dense layers and shared experts use it. The result is quantised where kernels quantise the input of `feeds`.
     """
-    if quantised_for(feeds):
+    if needs_quantized_input(feeds):
         return prompts.silu_mul_rows(gate_up_TI)
     if gate_up_TI.is_cuda:
         return prompts.silu_mul(gate_up_TI)

@@ -21,9 +21,9 @@ import triton.language as tl
 from dcpbench.kernels import block_scaled
 from dcpbench.kernels.block_scaled import SCALE_STRIDES
 from dcpbench.kernels.e4m3 import LARGEST, e4m3_byte, has_cast
-from dcpbench.kernels.moe.prompts import combine, empty_tiles
+from dcpbench.kernels.moe.prompts import allocate_tiles, merge_expert_outputs
 
-MOST_ASSIGNMENTS = 4096
+MAX_ASSIGNMENTS = 4096
 """Maximum number of assignments per call: 512 requests, the largest graph, with 8 experts each. Each assignment is
 compared with all others.
 """
@@ -195,14 +195,14 @@ class Plan:
     """int32 [1]: number of tiles, for programs that loop over tiles; None otherwise."""
 
 
-def plan(ids_Tk: torch.Tensor, first: int, local: int, rows: int | None = None) -> Plan:
-    """Return the plan of `product` for the experts [first, first + local). One kernel, no host sync, deterministic."""
+def plan_product(ids_Tk: torch.Tensor, first: int, local: int, rows: int | None = None) -> Plan:
+    """Return the plan of `compute_product` for the experts [first, first + local). One kernel, no host sync, deterministic."""
     count = ids_Tk.numel()
     if rows is None:
         rows = 16 if len(ids_Tk) <= WIDE_TILES else 32
     most = min(local, count) + count // rows
     source, place = (torch.empty(count, dtype=torch.int32, device=ids_Tk.device) for _ in range(2))
-    tiles = empty_tiles(most, ids_Tk.device)
+    tiles = allocate_tiles(most, ids_Tk.device)
     _plan_kernel[(triton.cdiv(count, BLOCK) + triton.cdiv(most, BLOCK),)](
         ids_Tk,
         source,
@@ -221,7 +221,7 @@ def plan(ids_Tk: torch.Tensor, first: int, local: int, rows: int | None = None) 
     return Plan(source=source, place=place, tiles=tiles, rows=rows)
 
 
-def product(x: torch.Tensor, weight: torch.Tensor, plan: Plan, top_k: int, *, gated: bool) -> torch.Tensor:
+def compute_product(x: torch.Tensor, weight: torch.Tensor, plan: Plan, top_k: int, *, gated: bool) -> torch.Tensor:
     """Return sorted rows of the products with each row's expert, [assignments, columns]; other ranks' rows are
     undefined.
 
@@ -232,8 +232,10 @@ def product(x: torch.Tensor, weight: torch.Tensor, plan: Plan, top_k: int, *, ga
         top_k: experts per token.
         gated: True for the first product, False for the second.
     """
-    out = torch.empty(len(plan.source), _columns(weight, gated), dtype=x.dtype, device=x.device)
-    launch((x, None), (weight, None), (out, None), plan, top_k, gated, shape_of(plan.rows, weight.shape[-1], gated))
+    out = torch.empty(len(plan.source), _count_columns(weight, gated), dtype=x.dtype, device=x.device)
+    launch_product(
+        (x, None), (weight, None), (out, None), plan, top_k, gated, choose_shape(plan.rows, weight.shape[-1], gated)
+    )
     return out
 
 
@@ -243,12 +245,14 @@ Shape = tuple[int, int, int, bool]
 """Columns of a program, stages, warps, whether weights are the first operand."""
 
 
-def _columns(weight: torch.Tensor, gated: bool) -> int:
+def _count_columns(weight: torch.Tensor, gated: bool) -> int:
     return weight.shape[1] // 2 if gated else weight.shape[1]
 
 
-def launch(x: Operand, weight: Operand, out: Operand, plan: Plan, top_k: int, gated: bool, shape: Shape) -> None:
-    """Run one product of the planned rows into `out`; see `product`."""
+def launch_product(
+    x: Operand, weight: Operand, out: Operand, plan: Plan, top_k: int, gated: bool, shape: Shape
+) -> None:
+    """Run one product of the planned rows into `out`; see `compute_product`."""
     columns, depth = out[0].shape[1], weight[0].shape[-1]
     block_n, stages, warps, weight_first = shape
     _product_kernel[(plan.tiles.shape[1] * triton.cdiv(columns, block_n),)](
@@ -272,13 +276,13 @@ def launch(x: Operand, weight: Operand, out: Operand, plan: Plan, top_k: int, ga
         SCALED=weight[1] is not None,
         QUANTISED=out[1] is not None,
         NATIVE=has_cast(out[0].device),
-        LEAST=block_scaled.LEAST,
+        LEAST=block_scaled.MIN_ABS_MAX,
         LARGEST=LARGEST,
         num_warps=warps,
     )
 
 
-def shape_of(rows: int, depth: int, gated: bool) -> Shape:
+def choose_shape(rows: int, depth: int, gated: bool) -> Shape:
     """Return the shape of the bf16 kernel, in steps of 128 numbers.
 
     It is the fastest of some 500 on an H200 with DeepSeek-V3's experts whole and divided by 2, 4 and 8;
@@ -291,7 +295,7 @@ def shape_of(rows: int, depth: int, gated: bool) -> Shape:
     return (128, 2, 4, False) if depth <= 256 else (128, 3, 4, depth > 512)
 
 
-def experts(
+def apply_experts(
     x_TD: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
@@ -300,9 +304,9 @@ def experts(
     first: int,
     shared_TD: torch.Tensor,
 ) -> torch.Tensor:
-    """See kernels.moe.experts. At most MOST_ASSIGNMENTS assignments."""
+    """See kernels.moe.apply_experts. At most MAX_ASSIGNMENTS assignments."""
     local, top_k = len(gate_up), ids_Tk.shape[1]
-    found = plan(ids_Tk, first, local)
-    hidden_II = product(x_TD, gate_up, found, top_k, gated=True)
-    y_ID = product(hidden_II, down, found, top_k, gated=False)
-    return combine(y_ID, weights_Tk, ids_Tk, found.place, shared_TD, first, local)
+    found = plan_product(ids_Tk, first, local)
+    hidden_II = compute_product(x_TD, gate_up, found, top_k, gated=True)
+    y_ID = compute_product(hidden_II, down, found, top_k, gated=False)
+    return merge_expert_outputs(y_ID, weights_Tk, ids_Tk, found.place, shared_TD, first, local)

@@ -1,6 +1,6 @@
 """`down` of experts over fp8 for prompts on Hopper, in Gluon: a warp loads tiles, two warpgroups multiply 64 rows each.
 
-As kernels/hopper_linear.py, over the tiles of prompts.cut. gate-up in this way is slower than decode.py's kernel: two
+As kernels/hopper_linear.py, over the tiles of prompts.split_tiles. gate-up in this way is slower than decode.py's kernel: two
 products that wait for each other leave a warpgroup no time to add them up.
 """
 
@@ -140,15 +140,15 @@ def _product_kernel(
     )
 
 
-def product(
+def compute_product(
     x: Scaled, weight: Scaled, tiles: torch.Tensor, total: torch.Tensor, *, stages: int = 6, together: int = 2
 ) -> torch.Tensor:
     """Sorted rows [rows, in] times their expert's weights, in bf16 [rows, out].
 
     Args:
-        x: quantised rows, those of an expert together; scales contiguous, as gate_up() has them.
+        x: quantised rows, those of an expert together; scales contiguous, as compute_gate_up() has them.
         weight: [E, out, in] in blocks of 128 × 128; in and out are multiples of 128.
-        tiles: of up to ROWS rows; see prompts.cut.
+        tiles: of up to ROWS rows; see prompts.split_tiles.
         total: how many tiles there are.
         stages: tiles in flight.
         together: tiles that go through the columns side by side.

@@ -19,7 +19,14 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dcpbench.kernels.block_scaled import SCALE_STRIDES, Rows, Scaled, empty_rows, into, store_quantised
+from dcpbench.kernels.block_scaled import (
+    SCALE_STRIDES,
+    Rows,
+    Scaled,
+    allocate_rows,
+    make_store_arguments,
+    store_quantised,
+)
 
 BLOCK_K = 64
 FEW_ROWS, SOME_ROWS, MANY_ROWS = 56, 112, 192
@@ -182,10 +189,16 @@ def sort_by_expert(ids_Tk: torch.Tensor, first: int, local: int) -> tuple[torch.
     count, device = ids_Tk.numel(), ids_Tk.device
     bins, blocks = max(triton.next_power_of_2(local + 2), SORT_WIDTH), triton.cdiv(count, SORT_BLOCK)
 
-    def empty(*size: int) -> torch.Tensor:
+    def allocate_empty(*size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.int32, device=device)
 
-    counts, totals, source, place, ends = empty(blocks, bins), empty(bins), empty(count), empty(count), empty(local)
+    counts, totals, source, place, ends = (
+        allocate_empty(blocks, bins),
+        allocate_empty(bins),
+        allocate_empty(count),
+        allocate_empty(count),
+        allocate_empty(local),
+    )
     ids = ids_Tk.contiguous()
     _count_kernel[(blocks,)](ids, counts, count, first, LOCAL=local, BINS=bins, BLOCK=SORT_BLOCK, num_warps=4)
     _before_kernel[(bins // SORT_WIDTH,)](
@@ -207,7 +220,7 @@ def sort_by_expert_reference(
     return source.int(), torch.argsort(source).int(), ends.int()
 
 
-def combine(
+def merge_expert_outputs(
     y_ID: torch.Tensor,
     weights_Tk: torch.Tensor,
     ids_Tk: torch.Tensor,
@@ -246,9 +259,9 @@ def silu_mul(gate_up_TI: torch.Tensor) -> torch.Tensor:
 
 
 def silu_mul_rows(gate_up_TI: torch.Tensor) -> Rows:
-    """silu_mul and quantise_rows in one kernel, bit by bit; there must be a multiple of 128 columns."""
+    """silu_mul and quantize_rows in one kernel, bit by bit; there must be a multiple of 128 columns."""
     tokens, both = gate_up_TI.shape
-    rows = empty_rows(tokens, both // 2, gate_up_TI.device)
+    rows = allocate_rows(tokens, both // 2, gate_up_TI.device)
     _launch_silu_mul(gate_up_TI, None, rows)
     return Rows(rows, gate_up_TI.dtype)
 
@@ -257,7 +270,7 @@ def _launch_silu_mul(gate_up_TI: torch.Tensor, out: torch.Tensor | None, rows: S
     tokens, width = len(gate_up_TI), gate_up_TI.shape[1] // 2
     block = min(1024, triton.next_power_of_2(width))
     _silu_mul_kernel[(tokens, triton.cdiv(width, block))](
-        gate_up_TI, out, width, BLOCK=block, num_warps=4, **into(rows)
+        gate_up_TI, out, width, BLOCK=block, num_warps=4, **make_store_arguments(rows)
     )
 
 
@@ -405,15 +418,15 @@ def _product_kernel(
             _tile(tensors, columns, depth, found, tile, GATED, TILES, ROWS, MORE, BLOCK_N, BLOCK_K, STAGES, GROUP)
 
 
-def empty_tiles(most: int, device: torch.device) -> torch.Tensor:
+def allocate_tiles(max_tiles: int, device: torch.device) -> torch.Tensor:
     """int32 [3, most] for tiles: expert, first row, and row behind the expert's last one.
 
     How far its rows are apart is a constant of kernels, thus a power of two: prompts of any length need few of them compiled.
     """
-    return torch.empty(3, triton.next_power_of_2(most), dtype=torch.int32, device=device)[:, :most]
+    return torch.empty(3, triton.next_power_of_2(max_tiles), dtype=torch.int32, device=device)[:, :max_tiles]
 
 
-def cut(ends: torch.Tensor, assignments: int, rows: int, more: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def split_tiles(ends: torch.Tensor, assignments: int, rows: int, more: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (tiles, total) of rows sorted by expert; `ends` holds each expert's last row + 1. No host sync.
 
     A tile has `rows` rows; an expert's last one has any number up to rows + more.
@@ -422,7 +435,7 @@ def cut(ends: torch.Tensor, assignments: int, rows: int, more: int = 0) -> tuple
     """
     local = ends.numel()
     most = min(local, assignments) + assignments // rows
-    tiles = empty_tiles(most, ends.device)
+    tiles = allocate_tiles(most, ends.device)
     total = torch.empty(1, dtype=torch.int32, device=ends.device)
     block = 16
     _tiles_kernel[(triton.cdiv(most, block),)](
@@ -439,7 +452,7 @@ def cut(ends: torch.Tensor, assignments: int, rows: int, more: int = 0) -> tuple
     return tiles, total
 
 
-def product(x_ID: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, *, gated: bool) -> torch.Tensor:
+def compute_product(x_ID: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, *, gated: bool) -> torch.Tensor:
     """Return sorted rows [rows, in] times their expert's weights: [rows, columns]; rows past the last end are
     undefined.
 
@@ -451,11 +464,11 @@ def product(x_ID: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, *, gat
     """
     _, height, depth = weight.shape
     columns = height // 2 if gated else height
-    how = tiling(len(x_ID) // len(weight), depth, gated=gated)
-    tiles, total = cut(ends, len(x_ID), how.rows, how.more)
+    how = choose_tiling(len(x_ID) // len(weight), depth, gated=gated)
+    tiles, total = split_tiles(ends, len(x_ID), how.rows, how.more)
     out = torch.empty(len(x_ID), columns, dtype=x_ID.dtype, device=x_ID.device)
     flat = weight.flatten(0, 1)
-    programs = _multiprocessors(x_ID.device) if how.persistent else 0
+    programs = _count_multiprocessors(x_ID.device) if how.persistent else 0
     _product_kernel[(programs or tiles.shape[1] * triton.cdiv(columns, how.columns),)](
         TensorDescriptor.from_tensor(x_ID, [how.rows, how.step]),
         TensorDescriptor.from_tensor(x_ID, [how.more or how.rows, how.step]),
@@ -479,12 +492,12 @@ def product(x_ID: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, *, gat
     return out
 
 
-def _multiprocessors(device: torch.device) -> int:
+def _count_multiprocessors(device: torch.device) -> int:
     """Return the number of multiprocessors of a GPU; 3 for the interpreter, which runs programs one after the other."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
-def tiling(rows: int, depth: int, *, gated: bool) -> Tiling:
+def choose_tiling(rows: int, depth: int, *, gated: bool) -> Tiling:
     """Return the tiling of a product with `rows` rows per expert on average.
 
     It is the fastest of 66 on an H200 with DeepSeek-V3's experts whole and divided by 2 and 8; docs/kernels-moe.md.
@@ -502,7 +515,7 @@ def tiling(rows: int, depth: int, *, gated: bool) -> Tiling:
     return Tiling(rows=128, columns=256, stages=4, warps=8, persistent=True, group=4)
 
 
-def experts(
+def apply_experts(
     x_TD: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
@@ -511,7 +524,7 @@ def experts(
     first: int,
     shared_TD: torch.Tensor,
 ) -> torch.Tensor:
-    """See kernels.moe.experts. Rows of x, gate_up and down are multiples of 16 bytes."""
+    """See kernels.moe.apply_experts. Rows of x, gate_up and down are multiples of 16 bytes."""
     tokens, width = x_TD.shape
     local, top_k = gate_up.shape[0], ids_Tk.shape[1]
     _, place, ends = sort_by_expert(ids_Tk, first, local)
@@ -521,7 +534,7 @@ def experts(
     _scatter_kernel[(tokens * top_k, columns)](
         x_TD, ids_Tk, place, sorted_ID, first, width, TOP_K=top_k, LOCAL=local, BLOCK=block, num_warps=4
     )
-    hidden_II = product(sorted_ID, gate_up, ends, gated=True)
+    hidden_II = compute_product(sorted_ID, gate_up, ends, gated=True)
     del sorted_ID  # its memory is y's: with the tokens of a prompt they are the largest tensors of a step
-    y_ID = product(hidden_II, down, ends, gated=False)
-    return combine(y_ID, weights_Tk, ids_Tk, place, shared_TD, first, local)
+    y_ID = compute_product(hidden_II, down, ends, gated=False)
+    return merge_expert_outputs(y_ID, weights_Tk, ids_Tk, place, shared_TD, first, local)

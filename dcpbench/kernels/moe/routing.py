@@ -12,23 +12,23 @@ if TYPE_CHECKING:
     from dcpbench.points.shapes import ModelShape
 
 
-NOBODY = -1
+NO_EXPERT = -1
 """Expert number of tokens without an expert on any rank: no kernel has a row for it."""
 
 
-def route(
+def select_experts(
     logits_TE: torch.Tensor, bias_E: torch.Tensor, rule: ModelShape, live: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Top-k experts of each token by the rule of a model: weights_Tk fp32 and ids_Tk int32.
 
     sigmoid: score + bias chooses (group score = its best two), score weighs; softmax: score does both (group score =
     its best one). `live`, int64 [parts] on the device: T is so many parts of as many tokens, and of each part the tokens
-    past its number go to NOBODY, with weights of 0; None: there are none such.
+    past its number go to NO_EXPERT, with weights of 0; None: there are none such.
     """
-    return (route_fused if logits_TE.is_cuda else route_reference)(logits_TE, bias_E, rule, live)
+    return (select_experts_fused if logits_TE.is_cuda else select_experts_reference)(logits_TE, bias_E, rule, live)
 
 
-def route_reference(
+def select_experts_reference(
     logits_TE: torch.Tensor, bias_E: torch.Tensor, rule: ModelShape, live: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Slow and obvious."""
@@ -49,7 +49,7 @@ def route_reference(
     if live is not None:
         part = torch.arange(len(ids_Tk) // len(live), device=live.device)
         idle_T1 = (part >= live[:, None]).view(-1, 1)
-        weights_Tk, ids_Tk = weights_Tk.masked_fill(idle_T1, 0.0), ids_Tk.masked_fill(idle_T1, NOBODY)
+        weights_Tk, ids_Tk = weights_Tk.masked_fill(idle_T1, 0.0), ids_Tk.masked_fill(idle_T1, NO_EXPERT)
     return weights_Tk, ids_Tk
 
 
@@ -72,12 +72,12 @@ def _route_kernel(
     SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
-    NOBODY: tl.constexpr,
+    NO_EXPERT: tl.constexpr,
 ):
     t = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, SLOTS)
     if PARTS and t % part >= tl.load(counts + t // part):
-        tl.store(ids + t * TOP_K + slot, tl.full([SLOTS], NOBODY, tl.int32), mask=slot < TOP_K)
+        tl.store(ids + t * TOP_K + slot, tl.full([SLOTS], NO_EXPERT, tl.int32), mask=slot < TOP_K)
         tl.store(weights + t * TOP_K + slot, tl.zeros([SLOTS], tl.float32), mask=slot < TOP_K)
         return
     e = tl.arange(0, BLOCK)
@@ -120,7 +120,7 @@ def _route_kernel(
     tl.store(weights + t * TOP_K + slot, picked * scale, mask=slot < TOP_K)
 
 
-def route_fused(
+def select_experts_fused(
     logits_TE: torch.Tensor, bias_E: torch.Tensor, rule: ModelShape, live: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One kernel: one program a token, top-k by repeated argmax in registers."""
@@ -145,7 +145,7 @@ def route_fused(
         SLOTS=triton.next_power_of_2(rule.top_k),
         BLOCK=triton.next_power_of_2(experts),
         PARTS=live is not None,
-        NOBODY=NOBODY,
+        NO_EXPERT=NO_EXPERT,
         num_warps=1,
     )
     return weights_Tk, ids_Tk

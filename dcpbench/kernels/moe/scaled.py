@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dcpbench.kernels.block_scaled import Rows, Scaled, quantise_rows
-from dcpbench.kernels.e4m3 import capability
+from dcpbench.kernels.block_scaled import Rows, Scaled, quantize_rows
+from dcpbench.kernels.e4m3 import get_capability
 from dcpbench.kernels.moe import decode
-from dcpbench.kernels.moe.prompts import combine, cut, sort_by_expert
+from dcpbench.kernels.moe.prompts import merge_expert_outputs, sort_by_expert, split_tiles
 from dcpbench.points.shapes import SCALE_BLOCK
 
 if TYPE_CHECKING:
@@ -22,48 +22,52 @@ if TYPE_CHECKING:
 
 HOPPER = 9
 """Major compute capability."""
-MOST_ASSIGNMENTS = 6144
+MAX_ASSIGNMENTS = 6144
 """Up to here a decode batch's plan and tiles are at least as fast as those of prompts, with DeepSeek-V3's whole experts on an H100."""
 FEW_ROWS = 56
 """Maximum mean number of rows of an expert for tiles of 64 rows with prompts, from the same measurement."""
 
 
-def plan(ids_Tk: torch.Tensor, first: int, local: int) -> Plan:
+def plan_products(ids_Tk: torch.Tensor, first: int, local: int) -> Plan:
     """Return the plan of both products for the experts [first, first + local). No host sync, deterministic."""
     count = ids_Tk.numel()
-    if count <= MOST_ASSIGNMENTS:
-        return decode.plan(ids_Tk, first, local)
+    if count <= MAX_ASSIGNMENTS:
+        return decode.plan_product(ids_Tk, first, local)
     rows = 64 if count // local <= FEW_ROWS else 128
     source, place, ends = sort_by_expert(ids_Tk, first, local)
-    tiles, total = cut(ends, count, rows)
-    from_tile_to_tile = rows == 128 and capability(ids_Tk.device)[0] == HOPPER
+    tiles, total = split_tiles(ends, count, rows)
+    from_tile_to_tile = rows == 128 and get_capability(ids_Tk.device)[0] == HOPPER
     return decode.Plan(source=source, place=place, tiles=tiles, rows=rows, total=total if from_tile_to_tile else None)
 
 
-def gate_up(x: Scaled, weight: Scaled, plan: Plan, top_k: int) -> Scaled:
+def compute_gate_up(x: Scaled, weight: Scaled, plan: Plan, top_k: int) -> Scaled:
     """silu(x · gateᵀ) · (x · upᵀ) of the planned rows of tokens [T, D], quantised; D and I are multiples of 128."""
     columns = weight.data.shape[1] // 2
     data = torch.empty(len(plan.source), columns, dtype=x.data.dtype, device=x.data.device)
     scale = torch.empty(len(plan.source), columns // SCALE_BLOCK, device=x.data.device)
     operands = (x.data, x.scale), (weight.data, weight.scale), (data.view(torch.uint8), scale)
-    decode.launch(*operands, plan, top_k, gated=True, shape=shape_of(plan.rows, weight.data.shape[-1], gated=True))
+    decode.launch_product(
+        *operands, plan, top_k, gated=True, shape=choose_shape(plan.rows, weight.data.shape[-1], gated=True)
+    )
     return Scaled(data, scale, (1, SCALE_BLOCK))
 
 
-def down(x: Scaled, weight: Scaled, plan: Plan, top_k: int) -> torch.Tensor:
+def compute_down(x: Scaled, weight: Scaled, plan: Plan, top_k: int) -> torch.Tensor:
     """Planned rows times their expert's weights, in bf16; I and D are multiples of 128."""
     if plan.total is not None:
         # Imported only where it runs: Triton before 3.6 and its interpreter cannot import it.
         from dcpbench.kernels.moe import hopper_scaled
 
-        return hopper_scaled.product(x, weight, plan.tiles, plan.total)
+        return hopper_scaled.compute_product(x, weight, plan.tiles, plan.total)
     out = torch.empty(len(plan.source), weight.data.shape[1], dtype=torch.bfloat16, device=x.data.device)
-    shape = shape_of(plan.rows, weight.data.shape[-1], gated=False)
-    decode.launch((x.data, x.scale), (weight.data, weight.scale), (out, None), plan, top_k, gated=False, shape=shape)
+    shape = choose_shape(plan.rows, weight.data.shape[-1], gated=False)
+    decode.launch_product(
+        (x.data, x.scale), (weight.data, weight.scale), (out, None), plan, top_k, gated=False, shape=shape
+    )
     return out
 
 
-def shape_of(rows: int, depth: int, *, gated: bool) -> Shape:
+def choose_shape(rows: int, depth: int, *, gated: bool) -> Shape:
     """Return the shape of a program of the kernel, for tiles of `rows` rows."""
     if rows >= 64:
         return 128, 3, 8, False
@@ -72,7 +76,7 @@ def shape_of(rows: int, depth: int, *, gated: bool) -> Shape:
     return 128, 2 if depth <= 256 else 3, 4, True
 
 
-def experts(
+def apply_experts(
     x_TD: torch.Tensor | Rows,
     gate_up_weight: Scaled,
     down_weight: Scaled,
@@ -81,10 +85,10 @@ def experts(
     first: int,
     shared_TD: torch.Tensor,
 ) -> torch.Tensor:
-    """See kernels.moe.experts."""
+    """See kernels.moe.apply_experts."""
     local, top_k = len(gate_up_weight.data), ids_Tk.shape[1]
-    found = plan(ids_Tk, first, local)
-    rows = x_TD.scaled if isinstance(x_TD, Rows) else quantise_rows(x_TD)
-    hidden = gate_up(rows, gate_up_weight, found, top_k)
-    y_ID = down(hidden, down_weight, found, top_k)
-    return combine(y_ID, weights_Tk, ids_Tk, found.place, shared_TD, first, local)
+    found = plan_products(ids_Tk, first, local)
+    rows = x_TD.scaled if isinstance(x_TD, Rows) else quantize_rows(x_TD)
+    hidden = compute_gate_up(rows, gate_up_weight, found, top_k)
+    y_ID = compute_down(hidden, down_weight, found, top_k)
+    return merge_expert_outputs(y_ID, weights_Tk, ids_Tk, found.place, shared_TD, first, local)

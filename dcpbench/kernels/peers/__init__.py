@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-MOST_BLOCKS = 256
+MAX_BLOCKS = 256
 """Blocks of the largest grid of any kernel here; each has its counters."""
 
 
@@ -37,7 +37,7 @@ class Peers:
         return len(self.addresses)
 
     @functools.cached_property
-    def launch(self) -> dict[str, int]:
+    def launch_arguments(self) -> dict[str, int]:
         """Return the arguments common to all kernels here: N, and whether a kernel may be started before the preceding
         one has ended.
         """
@@ -46,7 +46,7 @@ class Peers:
         sizes = {"N": self.size, "N_BLOCK": triton.next_power_of_2(self.size)}
         return sizes | {"DEPENDENT": hopper, "launch_pdl": hopper}
 
-    def offset(self, tensor: torch.Tensor) -> int:
+    def compute_offset(self, tensor: torch.Tensor) -> int:
         """Return the offset in bytes of a tensor in the own buffer; 16-byte reads require a multiple of 16."""
         found = tensor.data_ptr() - self.addresses[0]
         assert 0 <= found <= self.own.numel() - tensor.nbytes, "not in this buffer: use the tensors that it handed out"
@@ -66,7 +66,7 @@ class Carver:
         self.own = own
         self.used = 0
 
-    def take(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+    def allocate_tensor(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the next tensor, contiguous; on the meta device without a buffer."""
         meta = torch.empty(shape, dtype=dtype, device="meta")
         start, self.used = self.used, self.used + -(-meta.nbytes // self.ALIGNMENT) * self.ALIGNMENT
@@ -74,21 +74,21 @@ class Carver:
             return meta
         return self.own[start : start + meta.nbytes].view(dtype).view(shape)
 
-    def counters(self, size: int) -> torch.Tensor:
+    def allocate_counters(self, size: int) -> torch.Tensor:
         """Return the counters of one kind of meeting; all ranks' must be zero before one is used."""
-        return self.take(MOST_BLOCKS + 1, size, dtype=torch.int32)
+        return self.allocate_tensor(MAX_BLOCKS + 1, size, dtype=torch.int32)
 
 
 @functools.cache
-def blocks_of(device: torch.device) -> int:
+def count_blocks(device: torch.device) -> int:
     """Return the grid of kernels here: a block on each multiprocessor; in Triton's interpreter, where they queue, a
     few.
     """
     if device.type != "cuda":
         return 3
-    return min(MOST_BLOCKS, torch.cuda.get_device_properties(device).multi_processor_count)
+    return min(MAX_BLOCKS, torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def element(dtype: torch.dtype) -> tl.dtype:
+def get_triton_dtype(dtype: torch.dtype) -> tl.dtype:
     """Return Triton's name of a dtype. Tensors in buffers are passed as offsets, which carry no dtype."""
     return getattr(tl, str(dtype).removeprefix("torch."))

@@ -1,7 +1,7 @@
 """Sums over ranks (all-reduce) that copy, meet and read peers' memory in one kernel.
 
-`one_shot`: every rank reads all of every peer's addend. One meeting, (N−1)·bytes received: for small tensors.
-`two_shot`: every rank sums up its N-th part and reads the other sums. Two meetings, 2·(N−1)/N·bytes received.
+`reduce_one_shot`: every rank reads all of every peer's addend. One meeting, (N−1)·bytes received: for small tensors.
+`reduce_two_shot`: every rank sums up its N-th part and reads the other sums. Two meetings, 2·(N−1)/N·bytes received.
 
 Both add in rank order or let one rank add, in fp32, so that all ranks get the same bits.
 """
@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dcpbench.kernels.peers import blocks_of
+from dcpbench.kernels.peers import count_blocks
 from dcpbench.kernels.peers.meeting import append, meet_blocks, tensor_at, wait_for_earlier_kernels
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def _one_shot_kernel(
         tl.store(out + i, total.to(out.dtype.element_ty), mask=i < size)
 
 
-def one_shot(peers: Peers, counters: torch.Tensor, slots_2: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def reduce_one_shot(peers: Peers, counters: torch.Tensor, slots_2: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Return the sum of all ranks' x, contiguous, in x's dtype, as a new tensor.
 
     slots_2: space for x twice in every buffer, at the same place, [2, bytes] uint8, used by no other function. One
@@ -75,8 +75,8 @@ def one_shot(peers: Peers, counters: torch.Tensor, slots_2: torch.Tensor, x: tor
     out = torch.empty_like(x)
     _one_shot_kernel[(ONE_SHOT_GRID if x.is_cuda else 2,)](
         peers.addresses,
-        peers.offset(counters),
-        peers.offset(slots_2),
+        peers.compute_offset(counters),
+        peers.compute_offset(slots_2),
         x,
         out,
         x.numel(),
@@ -84,7 +84,7 @@ def one_shot(peers: Peers, counters: torch.Tensor, slots_2: torch.Tensor, x: tor
         peers.rank,
         BLOCK=ONE_SHOT_BLOCK,
         num_warps=ONE_SHOT_WARPS,
-        **peers.launch,
+        **peers.launch_arguments,
     )
     return out
 
@@ -141,7 +141,7 @@ def _two_shot_kernel(
             tl.store(out + whole, pulled[n], mask=(i < part) & (whole < size))
 
 
-def two_shot(
+def reduce_two_shot(
     peers: Peers, counters: torch.Tensor, addends: torch.Tensor, sums: torch.Tensor, x: torch.Tensor
 ) -> torch.Tensor:
     """Return the sum of all ranks' x, contiguous, in x's dtype, as a new tensor.
@@ -152,12 +152,12 @@ def two_shot(
     """
     out = torch.empty_like(x)
     part = -(-x.numel() // (peers.size * 16)) * 16
-    grid = min(triton.cdiv(part, TWO_SHOT_BLOCK), blocks_of(x.device))
+    grid = min(triton.cdiv(part, TWO_SHOT_BLOCK), count_blocks(x.device))
     _two_shot_kernel[(grid,)](
         peers.addresses,
-        peers.offset(counters),
-        peers.offset(addends),
-        peers.offset(sums),
+        peers.compute_offset(counters),
+        peers.compute_offset(addends),
+        peers.compute_offset(sums),
         x,
         out,
         x.numel(),
@@ -165,7 +165,7 @@ def two_shot(
         peers.rank,
         BLOCK=TWO_SHOT_BLOCK,
         num_warps=TWO_SHOT_WARPS,
-        **peers.launch,
+        **peers.launch_arguments,
     )
     return out
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from dcpbench.kernels.peers import blocks_of
+from dcpbench.kernels.peers import count_blocks
 from dcpbench.kernels.peers.meeting import meet_blocks, tensor_at, wait_for_earlier_kernels
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def _gather_kernel(
     meet_blocks(peers, counters, N, N_BLOCK, DEPENDENT)
 
 
-def gather(peers: Peers, counters: torch.Tensor, q_BhQ: torch.Tensor, all_BHQ: torch.Tensor) -> None:
+def gather_queries(peers: Peers, counters: torch.Tensor, q_BhQ: torch.Tensor, all_BHQ: torch.Tensor) -> None:
     """Write q_BhQ, contiguous, into every rank's all_BHQ and wait until all have: H = N·h heads in rank order.
 
     all_BHQ: contiguous, at the same place in the own buffer and in every peer's. Peers must have read its earlier
@@ -55,16 +55,16 @@ def gather(peers: Peers, counters: torch.Tensor, q_BhQ: torch.Tensor, all_BHQ: t
     """
     batch, heads, width = q_BhQ.shape
     row = heads * width
-    grid = min(batch * triton.cdiv(row, BLOCK), blocks_of(q_BhQ.device))
+    grid = min(batch * triton.cdiv(row, BLOCK), count_blocks(q_BhQ.device))
     _gather_kernel[(grid,)](
         peers.addresses,
-        peers.offset(counters),
+        peers.compute_offset(counters),
         q_BhQ,
-        peers.offset(all_BHQ),
+        peers.compute_offset(all_BHQ),
         batch,
         peers.rank,
         ROW=row,
         BLOCK=BLOCK,
         num_warps=WARPS,
-        **peers.launch,
+        **peers.launch_arguments,
     )

@@ -153,6 +153,6 @@ def _fence_kernel(peers, counters, N: tl.constexpr, N_BLOCK: tl.constexpr, DEPEN
     meet_ranks(peers, counters, N, N_BLOCK, DEPENDENT)
 
 
-def fence(peers: Peers, counters: torch.Tensor) -> None:
+def launch_fence(peers: Peers, counters: torch.Tensor) -> None:
     """Kernels of this rank that follow start after all peers' kernels before their fence have ended."""
-    _fence_kernel[(1,)](peers.addresses, peers.offset(counters), num_warps=1, **peers.launch)
+    _fence_kernel[(1,)](peers.addresses, peers.compute_offset(counters), num_warps=1, **peers.launch_arguments)

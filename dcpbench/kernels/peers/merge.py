@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from dcpbench.kernels.merge import merge as merge_partials
-from dcpbench.kernels.peers import blocks_of, element
+from dcpbench.kernels.merge import merge_partials
+from dcpbench.kernels.peers import count_blocks, get_triton_dtype
 from dcpbench.kernels.peers.meeting import append, meet_ranks, tensor_at, wait_for_earlier_kernels
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def _merge_kernel(
         tl.store(write, merged.to(out.dtype.element_ty), mask=inside)
 
 
-def merge(
+def merge_from_peers(
     peers: Peers, counters: torch.Tensor, o_BHR: torch.Tensor, lse_BH: torch.Tensor, out_hBR: torch.Tensor
 ) -> None:
     """Write this rank's h = H/N heads of all ranks' partial outputs, merged by their log-sum-exp in fp32.
@@ -90,11 +90,11 @@ def merge(
     batch, heads, width = o_BHR.shape
     columns = triton.next_power_of_2(width)
     rows = max(1, TILE // columns)
-    _merge_kernel[(blocks_of(o_BHR.device),)](
+    _merge_kernel[(count_blocks(o_BHR.device),)](
         peers.addresses,
-        peers.offset(counters),
-        peers.offset(o_BHR),
-        peers.offset(lse_BH),
+        peers.compute_offset(counters),
+        peers.compute_offset(o_BHR),
+        peers.compute_offset(lse_BH),
         out_hBR,
         batch,
         peers.rank,
@@ -104,9 +104,9 @@ def merge(
         R=width,
         R_BLOCK=columns,
         ROWS=rows,
-        ELEMENT=element(o_BHR.dtype),
+        ELEMENT=get_triton_dtype(o_BHR.dtype),
         num_warps=WARPS,
-        **peers.launch,
+        **peers.launch_arguments,
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Protocol
 
-from dcpbench.errors import MissingPackageError, UsageError, how_to_install
+from dcpbench.errors import MissingPackageError, UsageError, format_install_hint
 from dcpbench.points.names import PREFILLS
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Ragged(Protocol):
         no key, lse = -inf and o is any number, or NaN. o's rows may be strided.
         """
 
-    def values(
+    def compute_output(
         self, q_ThX: torch.Tensor, k_ShX: torch.Tensor, v_ShW: torch.Tensor, out_ThV: torch.Tensor | None = None
     ) -> torch.Tensor:
         """o of `run` alone, in contiguous `out` if given."""
@@ -77,7 +77,7 @@ def make_prefill(name: str, spec: PrefillSpec) -> PrefillBackend:
             from dcpbench.kernels.prefill.flashinfer_ragged import FlashInferPrefill
         except ImportError as e:
             raise MissingPackageError(
-                f"--prefill flashinfer needs FlashInfer ({e}); {how_to_install('flashinfer')}, or use --prefill sdpa."
+                f"--prefill flashinfer needs FlashInfer ({e}); {format_install_hint('flashinfer')}, or use --prefill sdpa."
             ) from e
         return FlashInferPrefill(spec)
     raise UsageError(f"--prefill {name} does not exist; choose one of {', '.join(PREFILLS)}.")

@@ -57,10 +57,10 @@ class FlashInferPrefill:
         same = (*q_lengths, *kv_lengths, causal)
         if (live := self.planned.get(same)) is not None:
             return live
-        spec, slot = self.spec, self._free_slot()
+        spec, slot = self.spec, self._find_free_slot()
         slot.wrapper.plan(
-            _ends(q_lengths),
-            _ends(kv_lengths),
+            _compute_ends(q_lengths),
+            _compute_ends(kv_lengths),
             spec.heads,
             spec.heads,
             WIDTH,
@@ -78,9 +78,9 @@ class FlashInferPrefill:
         self.planned[same] = planned
         return planned
 
-    def _free_slot(self) -> _Slot:
+    def _find_free_slot(self) -> _Slot:
         for slot in self.slots:
-            if slot.free():
+            if slot.is_free():
                 return slot
         self.slots.append(_Slot(self.workspace))
         return self.slots[-1]
@@ -95,7 +95,7 @@ class _Slot:
         """Recorded behind the copy of a plan; one never recorded counts as done."""
         self.user: weakref.ref[FlashInferRagged] | None = None
 
-    def free(self) -> bool:
+    def is_free(self) -> bool:
         """Return True if its plan is dropped, and its pinned buffer may be written. Calls may still run, as they are in
         stream order.
         """
@@ -123,7 +123,7 @@ class FlashInferRagged:
             lse_Th[rows] = float("-inf")
         return o_ThV, lse_Th
 
-    def values(
+    def compute_output(
         self, q_ThX: torch.Tensor, k_ShX: torch.Tensor, v_ShW: torch.Tensor, out_ThV: torch.Tensor | None = None
     ) -> torch.Tensor:
         """See Ragged."""
@@ -134,6 +134,6 @@ class FlashInferRagged:
         return o_ThV
 
 
-def _ends(lengths: Sequence[int]) -> torch.Tensor:
+def _compute_ends(lengths: Sequence[int]) -> torch.Tensor:
     """int32 [requests + 1] in pinned memory, as a copy from any other would wait."""
     return torch.tensor(list(itertools.accumulate(lengths, initial=0)), dtype=torch.int32).pin_memory()

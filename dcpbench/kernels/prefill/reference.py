@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def attend(
+def compute_attention(
     q_ThX: torch.Tensor,
     k_ShX: torch.Tensor,
     v_ShV: torch.Tensor,

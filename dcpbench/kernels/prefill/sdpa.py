@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from dcpbench.kernels.prefill import PrefillSpec, Ragged
 
-WIDEST = 256
+MAX_WIDTH = 256
 UNIT = 8
 """FlashAttention takes heads up to so many columns, a multiple of the unit."""
 SCORES = 1 << 24
@@ -33,9 +33,9 @@ class SdpaPrefill:
         self.spec = spec
         self.flash = spec.device.type == "cuda" and spec.dtype in (torch.bfloat16, torch.float16)
         self.value_width = spec.width if self.flash else spec.value
-        if self.flash and (spec.width > WIDEST or spec.width % UNIT or spec.value > spec.width):
+        if self.flash and (spec.width > MAX_WIDTH or spec.width % UNIT or spec.value > spec.width):
             raise UsageError(
-                f"--prefill sdpa takes keys of up to {WIDEST} columns, a multiple of {UNIT}, and values no wider, not "
+                f"--prefill sdpa takes keys of up to {MAX_WIDTH} columns, a multiple of {UNIT}, and values no wider, not "
                 f"{spec.width} and {spec.value}; use --dtype fp32."
             )
 
@@ -46,12 +46,12 @@ class SdpaPrefill:
             return PlainRagged(tuple(q_lengths), tuple(kv_lengths), causal, spec.scale, spec.value)
         lengths = zip(q_lengths, kv_lengths, strict=True)
         return FlashRagged(
-            q_ends=_ends(q_lengths, spec.device),
-            kv_ends=_ends(kv_lengths, spec.device),
+            q_ends=_compute_ends(q_lengths, spec.device),
+            kv_ends=_compute_ends(kv_lengths, spec.device),
             rows=sum(q_lengths),
             keys=sum(kv_lengths),
-            most_q=max(q_lengths),
-            most_kv=max(kv_lengths),
+            max_q=max(q_lengths),
+            max_kv=max(kv_lengths),
             some_empty=any(keys < queries if causal else not keys for queries, keys in lengths),
             causal=causal,
             scale=spec.scale,
@@ -66,7 +66,7 @@ class _Values(abc.ABC):
     def run(self, q_ThX: torch.Tensor, k_ShX: torch.Tensor, v_ShW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See Ragged."""
 
-    def values(
+    def compute_output(
         self, q_ThX: torch.Tensor, k_ShX: torch.Tensor, v_ShW: torch.Tensor, out_ThV: torch.Tensor | None = None
     ) -> torch.Tensor:
         """See Ragged."""
@@ -83,8 +83,8 @@ class FlashRagged(_Values):
     kv_ends: torch.Tensor
     rows: int
     keys: int
-    most_q: int
-    most_kv: int
+    max_q: int
+    max_kv: int
     some_empty: bool
     """True if there may be queries that see no key."""
     causal: bool
@@ -94,7 +94,7 @@ class FlashRagged(_Values):
     def run(self, q_ThX: torch.Tensor, k_ShX: torch.Tensor, v_ShW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See Ragged."""
         q_ThX = q_ThX[: self.rows]
-        if not self.most_kv:
+        if not self.max_kv:
             return q_ThX[..., : self.value], q_ThX.new_full(q_ThX.shape[:2], float("-inf"), dtype=torch.float32)
         o_ThX, lse_hT, *_ = torch.ops.aten._flash_attention_forward(  # noqa: SLF001 - the public name returns no lse
             q_ThX,
@@ -102,8 +102,8 @@ class FlashRagged(_Values):
             v_ShW[: self.keys],
             self.q_ends,
             self.kv_ends,
-            self.most_q,
-            self.most_kv,
+            self.max_q,
+            self.max_kv,
             0.0,
             self.causal,
             False,
@@ -134,12 +134,12 @@ class PlainRagged(_Values):
         for queries, keys in zip(self.q_lengths, self.kv_lengths, strict=True):
             mine, seen = slice(row, row + queries), slice(first, first + keys)
             if keys:
-                self._request(q_ThX[mine], k_ShX[seen], v_ShW[seen, :, : self.value], o_ThV[mine], lse_Th[mine])
+                self._run_request(q_ThX[mine], k_ShX[seen], v_ShW[seen, :, : self.value], o_ThV[mine], lse_Th[mine])
             row += queries
             first += keys
         return o_ThV, lse_Th
 
-    def _request(
+    def _run_request(
         self, q_ThX: torch.Tensor, k_ShX: torch.Tensor, v_ShV: torch.Tensor, o_ThV: torch.Tensor, lse_Th: torch.Tensor
     ) -> None:
         queries, heads = q_ThX.shape[:2]
@@ -160,6 +160,6 @@ class PlainRagged(_Values):
             lse_Th[start:stop] = lse_hT.T
 
 
-def _ends(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+def _compute_ends(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
     host = torch.tensor(list(itertools.accumulate(lengths, initial=0)), dtype=torch.int32)
     return host.pin_memory().to(device, non_blocking=True)

@@ -10,16 +10,16 @@ import msgspec
 from dcpbench.errors import UsageError
 from dcpbench.points.axes import Role
 from dcpbench.points.names import CLOSED, GAMMA, LIVE, TRACE_TIMES
-from dcpbench.points.point import AXES, LOAD_AXES, Load, Point, point_axes
+from dcpbench.points.point import AXES, LOAD_AXES, Load, Point, select_point_axes
 from dcpbench.records.metrics import METRIC, PAGE, PAGE_TABLE, Metric
 from dcpbench.reports import launch_bands, marks, overview, style, words
-from dcpbench.reports.figures import floors_in_ms, has_phases, phases_in_ms
+from dcpbench.reports.figures import compute_floors_ms, compute_phases_ms, has_phases
 from dcpbench.reports.findings import LOAD
-from dcpbench.reports.frames import same_load
-from dcpbench.reports.reproduce import command_of
+from dcpbench.reports.frames import make_load_key
+from dcpbench.reports.reproduce import build_command
 from dcpbench.show import figures
-from dcpbench.show.layouts import themed
-from dcpbench.show.numbers import missing
+from dcpbench.show.layouts import format_css_colours
+from dcpbench.show.numbers import is_missing
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Record
     from dcpbench.reports.frames import Frames
 
-MOST_POINTS = 20_000
+MAX_POINTS = 20_000
 """Maximum number of points that a page holds; a browser draws these within seconds, and points.csv has all."""
 DIGITS = 7
 """Number of significant digits in a page; points.csv has all."""
-LONGEST = 4000
+MAX_CELL_CHARS = 4000
 """Maximum number of characters of a sentence or a cell; records.jsonl has all."""
-LONGEST_NAME = 200
+MAX_NAME_CHARS = 200
 """Maximum number of characters of a name in the page's data, where each point repeats it."""
-LONGEST_COMMAND = 2000
+MAX_COMMAND_CHARS = 2000
 """Maximum number of characters of a command; a longer one contains a name that reports cut, and would select another
 point.
 """
@@ -66,42 +66,42 @@ PHASE = "phase:"
 IDLE = f"{PHASE}idle"
 Columns = dict[str, list[Any]]
 """Values of each name, for all points in order."""
-Told = dict[tuple[Any, ...], dict[str, Any]]
+ExtraValues = dict[tuple[Any, ...], dict[str, Any]]
 """Additional values of points, keyed by the columns SAME."""
 
 
-def brief(text: object, most: int = LONGEST) -> str:
+def format_brief(text: object, most: int = MAX_CELL_CHARS) -> str:
     """Return the beginning of a text, with the number of characters left out."""
     whole = str(text)
     return whole if len(whole) <= most else f"{whole[:most]}… ({len(whole) - most:,} more characters)"
 
 
-def _field(name: str, label: str, unit: str, metric: Metric | None = None) -> dict[str, Any]:
+def _make_field(name: str, label: str, unit: str, metric: Metric | None = None) -> dict[str, Any]:
     ranged = metric is not None and metric.ranged
     return {"name": name, "label": label, "unit": unit, "table": metric in PAGE_TABLE, "range": ranged}
 
 
 FIELDS = [
-    *(_field(name, *words) for name, words in LOADS.items()),
-    *(_field(metric.name, metric.label, metric.shown_unit or "", metric) for metric in PAGE),
-    _field("repeats", "repeats", ""),
+    *(_make_field(name, *words) for name, words in LOADS.items()),
+    *(_make_field(metric.name, metric.label, metric.shown_unit or "", metric) for metric in PAGE),
+    _make_field("repeats", "repeats", ""),
 ]
 """Numeric fields of a point on the page, in order."""
 
 
-def page_data(frames: Frames, most: int = MOST_POINTS) -> dict[str, Any]:
+def build_page_data(frames: Frames, most: int = MAX_POINTS) -> dict[str, Any]:
     """Return the data for the scripts of the page: columns of the first `most` points, the looks of their series, and
     all names.
     """
     tables = [table for table in (frames.points, frames.served) if len(table)]
-    series, recorded = _Series(frames), _recorded(frames)
-    told = [_ratios(frames), _over_others(frames)]
+    series, recorded = _Series(frames), _index_records(frames)
+    extras = [_collect_ratios(frames), _collect_other_ratios(frames)]
     parts: list[Columns] = []
     count = 0
     for table in tables:
         if len(part := table.head(max(most - count, 0))):
-            telling = [said or None for said in marks.telling(table)[: len(part)]]
-            parts.append(_columns(part, told, series, recorded) | {"telling": telling})
+            telling = [text or None for text in marks.format_distinct_warnings(table)[: len(part)]]
+            parts.append(_build_columns(part, extras, series, recorded) | {"telling": telling})
             count += len(part)
     names = dict.fromkeys(name for part in parts for name in part)
     sizes = [len(next(iter(part.values()))) for part in parts]
@@ -121,16 +121,16 @@ def page_data(frames: Frames, most: int = MOST_POINTS) -> dict[str, Any]:
         "watermark": figures.WATERMARK,
         "log_range": figures.LOG_RANGE,
         "level": launch_bands.find_largest(frames.everything),
-        "single": launch_bands.are_single(frames.everything),
-        "no_room": _no_room(frames),
+        "single": launch_bands.has_single_launches(frames.everything),
+        "no_room": _list_rejected(frames),
         "filters": FILTERS,
         "colours": COLOURS,
     }
 
 
-def _no_room(frames: Frames) -> list[dict[str, Any]]:
+def _list_rejected(frames: Frames) -> list[dict[str, Any]]:
     """Return the points of `decode` that were rejected for memory, with the panel in which each would have been."""
-    lost = overview.no_room(frames)
+    lost = overview.select_rejected_for_memory(frames)
     rows = lost[lost["mode"] == "decode"].to_dict("records") if len(lost) else []
     return [
         {
@@ -149,7 +149,7 @@ SAME = [*LOAD, "label"]
 """Columns that only a point and its comparison with its baseline share."""
 
 
-def _ratios(frames: Frames) -> Told:
+def _collect_ratios(frames: Frames) -> ExtraValues:
     """Return the comparison of each DCP point with its baseline; ambiguous entries, which two points share, are
     dropped.
     """
@@ -162,7 +162,7 @@ def _ratios(frames: Frames) -> Told:
     return {tuple(row[name] for name in SAME): {str(k): v for k, v in row.items()} for row in kept}
 
 
-def _over_others(frames: Frames) -> Told:
+def _collect_other_ratios(frames: Frames) -> ExtraValues:
     """Return the comparison of each layout's best point of a load with the best other layout."""
     found = frames.findings.against_others
     if found.empty:
@@ -176,9 +176,9 @@ def _over_others(frames: Frames) -> Told:
     }
 
 
-def _columns(
+def _build_columns(
     table: pd.DataFrame,
-    told: list[Told],
+    extras: list[ExtraValues],
     series: _Series,
     recorded: dict[tuple[str, Point, str], Record],
 ) -> Columns:
@@ -187,87 +187,90 @@ def _columns(
     """
     same = list(zip(*(table[name] for name in SAME), strict=True))
     more: list[dict[str, Any]] = [
-        {name: value for of in told for name, value in of.get(key, {}).items()} for key in same
+        {name: value for of in extras for name, value in of.get(key, {}).items()} for key in same
     ]
-    beside = {name for row in more for name in row}
+    extra_names = {name for row in more for name in row}
 
-    def of(name: str) -> list[Any]:
+    def get_column(name: str) -> list[Any]:
         own = table[name].tolist() if name in table else [None] * len(table)
-        return [row.get(name, value) for row, value in zip(more, own, strict=True)] if name in beside else own
+        return [row.get(name, value) for row, value in zip(more, own, strict=True)] if name in extra_names else own
 
     served = bool((table["mode"] != "decode").any())
-    asked = points_of(table)
-    found: Columns = {axis.name: of(axis.name) for axis in AXES if axis.title}
-    found |= {name: of(name) for name in ("run", "layout", "label", "backend", "device", "origin")}
+    asked = build_points(table)
+    found: Columns = {axis.name: get_column(axis.name) for axis in AXES if axis.title}
+    found |= {name: get_column(name) for name in ("run", "layout", "label", "backend", "device", "origin")}
     found |= {
-        "settings": [said or None for said in of("settings")],
-        "exchange": _exchanges(table, asked),
-        "mode": of("mode") if served else [LIVE] * len(table),
-        "load": of("rest") if served else ["decode"] * len(table),
-        "panel": _panels(table, served=served),
-        "arrival": of("load_arrival"),
-        "marks": [[mark for mark in said.split(", ") if mark] or [UNMARKED] for said in of("marks")],
-        "kv_bounded_by": of("kv_bounded_by"),
-        "baseline": of("baseline"),
-        "verdict": of("verdict"),
-        "other_ratio": _numbers(of("other_ratio")),
-        "rival": of("rival"),
-        "who": of("who"),
-        "misses": of("misses"),
-        "pays": of("pays"),
-        "samples": [steps or tokens for steps, tokens in zip(of("samples"), of("itl_samples"), strict=True)],
+        "settings": [text or None for text in get_column("settings")],
+        "exchange": _format_exchanges(table, asked),
+        "mode": get_column("mode") if served else [LIVE] * len(table),
+        "load": get_column("rest") if served else ["decode"] * len(table),
+        "panel": _format_panels(table, served=served),
+        "arrival": get_column("load_arrival"),
+        "marks": [[mark for mark in text.split(", ") if mark] or [UNMARKED] for text in get_column("marks")],
+        "kv_bounded_by": get_column("kv_bounded_by"),
+        "baseline": get_column("baseline"),
+        "verdict": get_column("verdict"),
+        "other_ratio": _to_json_numbers(get_column("other_ratio")),
+        "rival": get_column("rival"),
+        "who": get_column("who"),
+        "misses": get_column("misses"),
+        "pays": get_column("pays"),
+        "samples": [
+            steps or tokens for steps, tokens in zip(get_column("samples"), get_column("itl_samples"), strict=True)
+        ],
     }
-    found = {name: [_short(value) for value in values] for name, values in found.items()}
+    found = {name: [_fit_cell(value) for value in values] for name, values in found.items()}
     for field in FIELDS:
         name, scale = field["name"], METRIC[field["name"]].scale if field["name"] in METRIC else 1.0
         for end in ("", "_low", "_high") if field["range"] else ("",):
-            found[name + end] = _numbers(of(name + end), scale)
+            found[name + end] = _to_json_numbers(get_column(name + end), scale)
     found["context"] = [context or None for context in found["context"]]  # 0 if another tool's file lacks it
     if has_phases(table):
-        spent = phases_in_ms(table)
-        found |= {f"{PHASE}{name}": _numbers(spent[name].tolist()) for name in spent}
-        floors = floors_in_ms(table)
-        found |= {f"floor:{name}": _numbers(floors[name].tolist()) for name in floors}
-        found[IDLE] = _numbers(of("idle_us"), 1e-3)
-    return found | {"series": series.of(table), "command": _commands(table, asked, recorded)}
+        spent = compute_phases_ms(table)
+        found |= {f"{PHASE}{name}": _to_json_numbers(spent[name].tolist()) for name in spent}
+        floors = compute_floors_ms(table)
+        found |= {f"floor:{name}": _to_json_numbers(floors[name].tolist()) for name in floors}
+        found[IDLE] = _to_json_numbers(get_column("idle_us"), 1e-3)
+    return found | {"series": series.find_indices(table), "command": _make_commands(table, asked, recorded)}
 
 
-def _exchanges(table: pd.DataFrame, asked: list[Point]) -> list[str]:
+def _format_exchanges(table: pd.DataFrame, asked: list[Point]) -> list[str]:
     """Return the exchange of each point with its options, formatted once per distinct combination."""
-    options = list(zip(*(table[axis.name] for axis in point_axes(Role.EXCHANGE)), strict=True))
-    said = {
-        key: point.exchange_label() or point.exchange for key, point in dict(zip(options, asked, strict=True)).items()
+    options = list(zip(*(table[axis.name] for axis in select_point_axes(Role.EXCHANGE)), strict=True))
+    labels = {
+        key: point.format_exchange_label() or point.exchange
+        for key, point in dict(zip(options, asked, strict=True)).items()
     }
-    return [said[key] for key in options]
+    return [labels[key] for key in options]
 
 
-def _short(value: Any) -> Any:  # noqa: ANN401 - whatever a table holds
-    return brief(value, LONGEST_NAME) if isinstance(value, str) else value
+def _fit_cell(value: Any) -> Any:  # noqa: ANN401 - whatever a table holds
+    return format_brief(value, MAX_NAME_CHARS) if isinstance(value, str) else value
 
 
-def _panels(table: pd.DataFrame, *, served: bool) -> list[str]:
+def _format_panels(table: pd.DataFrame, *, served: bool) -> list[str]:
     """Return the panel of each point; points of a panel differ only in layout, computation, and load."""
     if not served:
         pairs = zip(table["model"], table["context"], strict=True)
         return [f"{model}, context {context:,} tokens" for model, context in pairs]
-    said = zip(table["model"], table["load_arrival"], table["rest"], table["mode"], strict=True)
-    return [f"{model}, {LOOPS.get(arrival, TRACE_TIMES)}, {rest}, {mode}" for model, arrival, rest, mode in said]
+    rows = zip(table["model"], table["load_arrival"], table["rest"], table["mode"], strict=True)
+    return [f"{model}, {LOOPS.get(arrival, TRACE_TIMES)}, {rest}, {mode}" for model, arrival, rest, mode in rows]
 
 
-def _numbers(values: list[Any], scale: float = 1.0) -> list[float | int | None]:
+def _to_json_numbers(values: list[Any], scale: float = 1.0) -> list[float | int | None]:
     """Return the values in the unit shown, rounded to DIGITS; null for values that were not measured."""
     return [
-        None if value is None or value != value or isinstance(value, str) else _number(value, scale)  # noqa: PLR0124 - NaN
+        None if value is None or value != value or isinstance(value, str) else _to_json_number(value, scale)  # noqa: PLR0124 - NaN
         for value in values
     ]
 
 
-def _number(value: float, scale: float) -> float | int:
+def _to_json_number(value: float, scale: float) -> float | int:
     value = value if scale == 1 else value * scale
     return value if isinstance(value, int) else float(f"{value:.{DIGITS}g}")
 
 
-def points_of(table: pd.DataFrame) -> list[Point]:
+def build_points(table: pd.DataFrame) -> list[Point]:
     """Return the point of each row, as its first repeat."""
     fields = [name for name in Point.__struct_fields__ if name not in ("repeat", "load")]
     loads: list[Load | None] = [None] * len(table)
@@ -275,7 +278,9 @@ def points_of(table: pd.DataFrame) -> list[Point]:
         names = [name for name in Load.__struct_fields__ if name != "mode"]
         asked: Columns = {name: table[f"load_{name}"].tolist() for name in names}
         for place, mode in enumerate(table["mode"]):
-            fields_of: dict[str, Any] = {n: None if missing(v := values[place]) else v for n, values in asked.items()}
+            fields_of: dict[str, Any] = {
+                n: None if is_missing(v := values[place]) else v for n, values in asked.items()
+            }
             loads[place] = Load(mode=mode, **fields_of)
     rows = zip(*(table[name].tolist() for name in fields), strict=True)
     return [Point(**dict(zip(fields, row, strict=True)), load=load) for row, load in zip(rows, loads, strict=True)]
@@ -294,35 +299,35 @@ class _Series:
         self._styles: dict[bool, style.Style] = {}
         tables = {served: t for served, t in ((False, frames.points), (True, frames.served)) if len(t)}
         if tables:
-            runs = words.unique(frames.everything["run"])
-            self._styles = {s: dataclasses.replace(style.Style.of(t), runs=runs) for s, t in tables.items()}
+            runs = words.list_unique(frames.everything["run"])
+            self._styles = {s: dataclasses.replace(style.Style.from_points(t), runs=runs) for s, t in tables.items()}
 
-    def of(self, table: pd.DataFrame) -> list[int]:
+    def find_indices(self, table: pd.DataFrame) -> list[int]:
         """Return the index of each row's series in `looks`."""
         look = self._styles[bool((table["mode"] != "decode").any())]
         keys = list(zip(*(table[name].astype(str) for name in LINE), strict=True))
         for key in dict.fromkeys(keys):
             _, layout, variant, run, label = key
             several = f", {run}" if len(look.runs) > 1 else ""
-            name = brief(f"{label}{several}", LONGEST_NAME)
-            dash, symbol = look.places(layout, variant, run)
+            name = format_brief(f"{label}{several}", MAX_NAME_CHARS)
+            dash, symbol = look.find_places(layout, variant, run)
             self._places[key] = len(self.looks)
-            self.looks.append({"name": name, "colour": themed(layout), "dash": dash, "symbol": symbol})
+            self.looks.append({"name": name, "colour": format_css_colours(layout), "dash": dash, "symbol": symbol})
         return [self._places[key] for key in keys]
 
 
-def _recorded(frames: Frames) -> dict[tuple[str, Point, str], Record]:
+def _index_records(frames: Frames) -> dict[tuple[str, Point, str], Record]:
     """Return the first record of each point, by run, point and load as sent."""
     found: dict[tuple[str, Point, str], Record] = {}
     for run in frames.runs:
         for record in run.records:
             if record.outcome == "ok":
                 point = msgspec.structs.replace(record.point, repeat=0) if record.point.repeat else record.point
-                found.setdefault((run.name, point, same_load(record)), record)
+                found.setdefault((run.name, point, make_load_key(record)), record)
     return found
 
 
-def _commands(
+def _make_commands(
     table: pd.DataFrame, asked: list[Point], recorded: dict[tuple[str, Point, str], Record]
 ) -> list[str | None]:
     """Return each point's command, with the settings of its record.
@@ -332,12 +337,12 @@ def _commands(
     """
     loads = table["same_load"].tolist() if any(point.load for point in asked) else [""] * len(asked)
     rows = zip(table["run"], asked, loads, table["cpu"].tolist(), strict=True)
-    return [_command(point, recorded[run, point, load], cpu=bool(cpu)) for run, point, load, cpu in rows]
+    return [_make_command(point, recorded[run, point, load], cpu=bool(cpu)) for run, point, load, cpu in rows]
 
 
-def _command(point: Point, record: Record, *, cpu: bool) -> str | None:
+def _make_command(point: Point, record: Record, *, cpu: bool) -> str | None:
     try:
-        command = None if record.origin else command_of(point, record.measured_with, cpu=cpu)
+        command = None if record.origin else build_command(point, record.measured_with, cpu=cpu)
     except UsageError:
         command = None
-    return command if command and len(command) <= LONGEST_COMMAND else None
+    return command if command and len(command) <= MAX_COMMAND_CHARS else None

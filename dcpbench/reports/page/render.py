@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 from markupsafe import Markup
 
-from dcpbench.reports.page.points import MOST_POINTS, brief, page_data
+from dcpbench.reports.page.points import MAX_POINTS, build_page_data, format_brief
 from dcpbench.reports.plots import KV
 from dcpbench.reports.sections import FOLDED
 from dcpbench.show import web
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 OWN_SCRIPTS = ("points.js", "charts.js", "report.js")
 NO_BREAK = "\N{NO-BREAK SPACE}"
-MOST_ROWS = 1000
+MAX_ROWS = 1000
 """Maximum number of rows of a table that the page prints; points.csv has all points."""
 TITLES = {
     "throughput": "Output throughput against load",
@@ -65,7 +65,7 @@ class Chart:
         return "-".join(filter(None, (self.kind, self.workload if self.mode else "", self.mode)))
 
 
-def charts_of(pictures: Iterable[Picture]) -> list[Chart]:
+def list_charts(pictures: Iterable[Picture]) -> list[Chart]:
     """Return the charts that replace these pictures, each once; the page shows other pictures as they are."""
     found: dict[tuple[str, str], Chart] = {}
     for p in pictures:
@@ -75,12 +75,12 @@ def charts_of(pictures: Iterable[Picture]) -> list[Chart]:
     return list(found.values())
 
 
-def render(
+def render_page(
     title: str,
     sections: Sequence[Section],
     frames: Frames,
     *,
-    most: int = MOST_POINTS,
+    most: int = MAX_POINTS,
     pictures: bool = True,
     plotly: str = "",
 ) -> str:
@@ -89,13 +89,13 @@ def render(
     `plotly` is the address, from the page, of a plotly.js that several pages share; without one the page contains it.
     Strings from records are escaped here, or by web.json_block.
     """
-    data = page_data(frames, most)
-    drawn = [chart for section in sections for chart in charts_of([*section.first, *section.pictures])]
-    with_charts = [section.slug for section in sections if charts_of(section.pictures)]
+    data = build_page_data(frames, most)
+    drawn = [chart for section in sections for chart in list_charts([*section.first, *section.pictures])]
+    with_charts = [section.slug for section in sections if list_charts(section.pictures)]
     data["charts"] = [{"slug": c.slug, "kind": c.kind, "workload": c.workload, "mode": c.mode} for c in drawn]
-    scripts = [*map(web.read, web.SCRIPTS), *map(own, OWN_SCRIPTS)]
+    scripts = [*map(web.read_asset, web.SCRIPTS), *map(read_own_asset, OWN_SCRIPTS)]
     values = {
-        "title": brief(title),
+        "title": format_brief(title),
         "main": "main",
         "main_called": "report",
         "sections": sections,
@@ -103,39 +103,45 @@ def render(
         # after this section comes what a reader makes of the points himself
         "explore_after": (with_charts or [section.slug for section in sections[:1]] or [""])[-1],
         "data": data,
-        "block": web.json_block(data),
-        "theme": web.read(web.STYLE),
-        "style": own("report.css"),
+        "block": web.format_json_block(data),
+        "theme": web.read_asset(web.STYLE),
+        "style": read_own_asset("report.css"),
         "scripts": scripts,
-        "beside": plotly,
-        "plotly": "" if plotly else _packed(web.PLOTLY),
-        "policy": web.policy(scripts if plotly else [*scripts, web.read(web.PLOTLY)], script_files=bool(plotly)),
-        "charts_of": charts_of,
+        "plotly_address": plotly,
+        "plotly": "" if plotly else _pack_script(web.PLOTLY),
+        "policy": web.build_content_policy(
+            scripts if plotly else [*scripts, web.read_asset(web.PLOTLY)], script_files=bool(plotly)
+        ),
+        "charts_of": list_charts,
         "folded": FOLDED,
         "titles": {section.title for section in sections},
         "charted": TITLES,
-        "most_rows": MOST_ROWS,
+        "most_rows": MAX_ROWS,
     }
-    return web.fill(own("page.html.j2"), values, {"data_uri": _data_uri, "brief": brief, "tied": tied})
+    return web.render_template(
+        read_own_asset("page.html.j2"),
+        values,
+        {"data_uri": _encode_data_uri, "brief": format_brief, "tied": add_no_break_spaces},
+    )
 
 
-def tied(text: str) -> str:
+def add_no_break_spaces(text: str) -> str:
     """Return the text with non-breaking spaces between numbers and signs: `25 %`, `ITL ≤ 150 ms`, `4 × H200`."""
     return re.sub(r"(?<=\d) (?=(?:%|×|ms\b))|(?<=\S) (?=[≤≥])|(?<=[≤≥×]) (?=\S)", NO_BREAK, text)
 
 
-def own(name: str) -> str:
+def read_own_asset(name: str) -> str:
     """Return the text of one of the report's own assets."""
-    return web.read(name, __package__)
+    return web.read_asset(name, __package__)
 
 
 @cache
-def _packed(name: str) -> str:
+def _pack_script(name: str) -> str:
     """Return a compressed script that the page unpacks; otherwise half of a report would be its plotting library."""
-    return base64.b64encode(gzip.compress(web.read(name).encode("utf-8"), mtime=0)).decode("ascii")
+    return base64.b64encode(gzip.compress(web.read_asset(name).encode("utf-8"), mtime=0)).decode("ascii")
 
 
-def _data_uri(svg: bytes) -> Markup:
+def _encode_data_uri(svg: bytes) -> Markup:
     """Return an SVG as a data URI for an image in double quotes; scripts inside an image never run.
 
     Comments, metadata and indents are removed; outlines are rounded to a tenth of their unit, at most a tenth of a

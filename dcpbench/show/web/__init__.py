@@ -14,7 +14,7 @@ from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING
 
-from dcpbench.show.numbers import finite
+from dcpbench.show.numbers import drop_non_finite
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -31,23 +31,25 @@ FRAME = "frame.html.j2"
 
 
 @cache
-def read(name: str, package: str = __name__) -> str:
+def read_asset(name: str, package: str = __name__) -> str:
     """Return the text of an asset: of all pages, or of the package to which a page belongs."""
     return resources.files(package).joinpath(name).read_text(encoding="utf-8")
 
 
-def fill(template: str, values: dict[str, object], filters: dict[str, Callable[..., object]] | None = None) -> str:
+def render_template(
+    template: str, values: dict[str, object], filters: dict[str, Callable[..., object]] | None = None
+) -> str:
     """Return the page that a template which extends FRAME makes of the values, escaped."""
-    return _compiled(template, tuple((filters or {}).items())).render(values)
+    return _load_template(template, tuple((filters or {}).items())).render(values)
 
 
 @cache
-def _compiled(template: str, filters: tuple[tuple[str, Callable[..., object]], ...]) -> jinja2.Template:
+def _load_template(template: str, filters: tuple[tuple[str, Callable[..., object]], ...]) -> jinja2.Template:
     """Compile a template once, because a site has hundreds of pages from it."""
     import jinja2
 
     environment = jinja2.Environment(
-        loader=jinja2.DictLoader({FRAME: read(FRAME)}),
+        loader=jinja2.DictLoader({FRAME: read_asset(FRAME)}),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -57,7 +59,7 @@ def _compiled(template: str, filters: tuple[tuple[str, Callable[..., object]], .
     return environment.from_string(template)
 
 
-def policy(scripts: Iterable[str] = (), *, own_files: bool = False, script_files: bool = False) -> str:
+def build_content_policy(scripts: Iterable[str] = (), *, own_files: bool = False, script_files: bool = False) -> str:
     """Return a Content-Security-Policy that allows exactly these inline scripts, and no other loads.
 
     `own_files`: also allow scripts, styles and data in the folder of the page; `script_files`: also allow scripts
@@ -79,7 +81,7 @@ def policy(scripts: Iterable[str] = (), *, own_files: bool = False, script_files
     return "; ".join(f"{name} {allowed}" for name, allowed in sources.items())
 
 
-def json_block(data: object) -> str:
+def format_json_block(data: object) -> str:
     """Return `data` as JSON for use inside `<script type="application/json">`; its strings cannot end the element.
 
     NaN and infinity, which JSON does not have, become null.
@@ -88,11 +90,11 @@ def json_block(data: object) -> str:
     try:
         text = write(data)
     except ValueError:  # checking all values first would take as long as writing them
-        text = write(finite(data))
-    return without_markup(text)
+        text = write(drop_non_finite(data))
+    return encode_markup(text)
 
 
-def without_markup(text: str) -> str:
+def encode_markup(text: str) -> str:
     """Return JSON with the characters escaped that could end a script or begin markup."""
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")

@@ -25,7 +25,7 @@ from dcpbench.syncs import allowed, rules
 from dcpbench.syncs.dry_run import device_tensor
 from dcpbench.syncs.dry_run.backward import find_backward_waits
 from dcpbench.syncs.dry_run.children import Children, install_children
-from dcpbench.syncs.dry_run.cpp_hooks import cuda_tensors, gradients
+from dcpbench.syncs.dry_run.cpp_hooks import apply_cuda_hooks, apply_device_guard
 from dcpbench.syncs.dry_run.device_tensor import (
     DeviceTensor,
     is_pinned,
@@ -35,18 +35,18 @@ from dcpbench.syncs.dry_run.device_tensor import (
     to_device,
 )
 from dcpbench.syncs.dry_run.measured import is_measured
-from dcpbench.syncs.dry_run.operators import device_tensors, on_host, run_operator
+from dcpbench.syncs.dry_run.operators import convert_to_host, find_device_tensors, run_operator
 from dcpbench.syncs.dry_run.subclasses import install_subclasses
-from dcpbench.syncs.dry_run.sync_ops import POINTWISE_MIXERS, waits_of
-from dcpbench.syncs.dry_run.virtual_cuda import Patches, gpu, install
+from dcpbench.syncs.dry_run.sync_ops import POINTWISE_MIXERS, find_operator_waits
+from dcpbench.syncs.dry_run.virtual_cuda import Patches, gpu, install_cuda
 from dcpbench.syncs.dry_run.virtual_distributed import install_distributed
 from dcpbench.syncs.dry_run.virtual_libraries import install_libraries
 from dcpbench.syncs.dry_run.virtual_runtime import install_runtime
 from dcpbench.syncs.dry_run.virtual_torchscript import install_torchscript
-from dcpbench.syncs.dry_run.waits import wait
-from dcpbench.syncs.frames import walk
-from dcpbench.syncs.model import Coverage, Report, TraceSummary, report_of
-from dcpbench.syncs.sites import Sync, sites_of
+from dcpbench.syncs.dry_run.waits import make_wait
+from dcpbench.syncs.frames import walk_stack
+from dcpbench.syncs.model import Coverage, Report, TraceSummary, build_report
+from dcpbench.syncs.sites import Sync, group_into_sites
 from dcpbench.syncs.steps import Work, find_steps
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class DryRun:
         relative to `root`, or the working directory.
         """
         steps = find_steps(self.ranges, Work(self.ops), step_range)
-        placed = [_placed(sync, steps) for sync in self.syncs]
+        placed = [_add_step(sync, steps) for sync in self.syncs]
         coverage = Coverage(
             detector="dry-run",
             ops=self.ops,
@@ -101,30 +101,32 @@ class DryRun:
             steps_from=steps.marked_by,
             steps_by_phase=steps.count_phases(),
             steps_share=steps.share,
-            steps_guessed=steps.guessed,
+            steps_guessed=steps.is_guessed,
             unmeasured=sorted(self.unmeasured),
-            children=self.children.found(),
+            children=self.children.list_processes(),
             notes=[*NOTES, ASSUMED] if self.assume_device else list(NOTES),
         )
         summary = TraceSummary(path=program, steps=len(steps) or None, coverage=coverage)
-        return report_of([summary], sites_of(placed, steps=steps, trace=program, root=root))
+        return build_report([summary], group_into_sites(placed, steps=steps, trace=program, root=root))
 
-    def seen(self) -> int:
+    def count_activity(self) -> int:
         """Return the number of operators on device tensors and waits so far, to detect activity within a range."""
         return self.ops + len(self.syncs)
 
-    def wait_by_name(self, rule: rules.Rule, op: str, call: str, *, explicit: bool = True) -> None:
+    def record_named_wait(self, rule: rules.Rule, op: str, call: str, *, explicit: bool = True) -> None:
         """Record a wait that does not come from an operator, such as torch.cuda.synchronize()."""
-        self._note(Sync(rule=rule.id, op=op, call=call, explicit=explicit))
+        self._record_wait(Sync(rule=rule.id, op=op, call=call, explicit=explicit))
 
-    def _pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _pin_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """Mark a host tensor as pinned, which keeps the host busy if it is large."""
-        if tensor.nbytes >= rules.PINNING_BYTES:
+        if tensor.nbytes >= rules.MIN_PINNING_BYTES:
             facts = {"bytes": tensor.nbytes, "may_block": True}
-            self._note(wait(rules.ALLOCATION, "aten::_pin_memory", direction="", call="cudaHostAlloc", **facts))
+            self._record_wait(
+                make_wait(rules.ALLOCATION, "aten::_pin_memory", direction="", call="cudaHostAlloc", **facts)
+            )
         return mark_pinned(tensor)
 
-    def _note(self, sync: Sync) -> None:
+    def _record_wait(self, sync: Sync) -> None:
         """Record a wait with its place in the program.
 
         If the program called a composite operator that needs a count, its rule is more specific than that of its parts:
@@ -133,7 +135,7 @@ class DryRun:
         called = getattr(self.local.function, "__name__", "")
         if sync.rule == rules.SCALAR.id and called in rules.SHAPE_OPS:
             sync = dataclasses.replace(sync, rule=rules.SHAPE.id, op_chain=(f"aten::{called}", *sync.op_chain))
-        frames, user = walk()
+        frames, user = walk_stack()
         if user is None and self.local.caller is not None:
             frames, user = self.local.caller
         placed = dataclasses.replace(
@@ -141,23 +143,23 @@ class DryRun:
             frames=frames,
             user=user,
             thread=threading.current_thread().name,
-            allowed=allowed.reason(),
+            allowed=allowed.get_reason(),
             at=time.perf_counter(),
             ranges=tuple(self.local.ranges),
-            api=_name(self.local.function),
-            capturing=gpu.capturing(),
+            api=_get_function_name(self.local.function),
+            capturing=gpu.is_capturing(),
         )
         self.syncs.append(placed)
 
-    def operate(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def handle_operator(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run an operator as on a GPU, and record where it would wait."""
         if isinstance(func, torch._ops.HigherOrderOperator):
             with ProgramMode(self):
                 return func.py_kernels[torch._C.DispatchKey.CompositeExplicitAutograd](*args, **kwargs)
         given = (*args, *kwargs.values())
-        concerned = next(iter(device_tensors(given)), None) is not None
+        concerned = next(iter(find_device_tensors(given)), None) is not None
         if not concerned and not any(isinstance(value, torch.device) and value.type == "cuda" for value in given):
-            return self._on_host(func, args, kwargs)
+            return self._run_on_host(func, args, kwargs)
         if not concerned and any(map(is_traceable_wrapper_subclass, given)):
             return NotImplemented  # a class such as DTensor runs the operator on the tensors inside
         if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
@@ -165,13 +167,13 @@ class DryRun:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        if _in_python(func):
+        if _has_python_kernel(func):
             with ProgramMode(self):
                 keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
                 return func.redispatch(keys, *args, **kwargs)
-        return self._on_gpu(func, args, kwargs)
+        return self._run_on_gpu(func, args, kwargs)
 
-    def _on_gpu(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _run_on_gpu(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         name = func._schema.name
         if name in _ANSWERS:
             return _ANSWERS[name]
@@ -179,30 +181,30 @@ class DryRun:
         self.ops += 1
         if not is_measured(func):
             self.unmeasured.add(name)
-        self._note_node(args)
-        for sync in waits_of(func, args, kwargs):
-            self._note(sync)
+        self._record_node_waits(args)
+        for sync in find_operator_waits(func, args, kwargs):
+            self._record_wait(sync)
         gpu.touched = True
         if func.namespace == "c10d":  # the result of a collective's Work refers to its tensors
-            for tensor in device_tensors((*args, *kwargs.values())):
+            for tensor in find_device_tensors((*args, *kwargs.values())):
                 mark_device_memory(tensor)
         result = run_operator(func, args, kwargs)
         to_host = name in {"aten::_to_copy", "aten::empty"} and isinstance(result, torch.Tensor) and result.is_cpu
         if to_host and (kwargs.get("non_blocking") or kwargs.get("pin_memory")):
             mark_pinned(result)
         if gpu.graph is not None:
-            gpu.graph.work.append((func, on_host(args), on_host(dict(kwargs)), on_host(result)))
+            gpu.graph.work.append((func, convert_to_host(args), convert_to_host(dict(kwargs)), convert_to_host(result)))
         return result
 
-    def _note_node(self, args: Sequence[Any]) -> None:
+    def _record_node_waits(self, args: Sequence[Any]) -> None:
         """Note the waits of the node of autograd that runs; `args` are those of its first operator."""
         node: Any = torch._C._current_autograd_node()  # None outside of a backward pass
         if node is not None and node is not self.local.node:
             for sync in find_backward_waits(node, args):
-                self._note(sync)
+                self._record_wait(sync)
         self.local.node = node
 
-    def _on_host(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _run_on_host(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run an operator between host tensors: it never waits, but it may create or request pinned memory."""
         name = func._schema.name
         if name == "aten::is_pinned":
@@ -210,17 +212,17 @@ class DryRun:
         if name in {"aten::_pin_memory", "aten::pin_memory"}:
             if is_pinned(args[0]):
                 return args[0]
-            return self._pinned(args[0].clone(memory_format=torch.contiguous_format))
+            return self._pin_tensor(args[0].clone(memory_format=torch.contiguous_format))
         if kwargs.get("pin_memory"):
-            return self._pinned(func(*args, **{**kwargs, "pin_memory": False}))
+            return self._pin_tensor(func(*args, **{**kwargs, "pin_memory": False}))
         return func(*args, **kwargs)
 
 
-def _read(data: Any) -> Any:
+def _read_nested(data: Any) -> Any:
     """Return nested lists of numbers and tensors with each value on the GPU read into Python."""
     if isinstance(data, DeviceTensor):
-        return data.item() if data.dim() == 0 else [_read(row) for row in data]
-    return type(data)(_read(item) for item in data) if type(data) in {list, tuple} else data
+        return data.item() if data.dim() == 0 else [_read_nested(row) for row in data]
+    return type(data)(_read_nested(item) for item in data) if type(data) in {list, tuple} else data
 
 
 class ProgramMode(TorchDispatchMode):
@@ -237,7 +239,7 @@ class ProgramMode(TorchDispatchMode):
         return False  # else each operator goes through the compiler's entrance first
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        return self.run.operate(func, args, kwargs or {})
+        return self.run.handle_operator(func, args, kwargs or {})
 
 
 class CallMode(TorchFunctionMode):
@@ -252,13 +254,13 @@ class CallMode(TorchFunctionMode):
         local, before = self.run.local, self.run.local.function
         local.function = func
         try:
-            return self._call(func, args, kwargs)
+            return self._handle_call(func, args, kwargs)
         finally:
             local.function = before
 
-    def _call(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _handle_call(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if func in _FROM_DATA:
-            return self._from_data(func, args, kwargs)
+            return self._create_from_data(func, args, kwargs)
         if func is torch.Tensor.type and len(args) > 1 and ".cuda." in str(args[1]):
             kind = str(args[1]).rpartition(".")[2].strip("'>")
             return args[0].to("cuda", getattr(torch, kind).dtype)
@@ -266,26 +268,26 @@ class CallMode(TorchFunctionMode):
             tensor, other = args
             if isinstance(other, DeviceTensor) and not isinstance(tensor, DeviceTensor):
                 return set_data(tensor, other)
-        if self.run.assume_device and func in _device_constructors() and _unplaced(kwargs):
-            return self._assumed(func, args, kwargs)
+        if self.run.assume_device and func in _device_constructors() and _has_no_device(kwargs):
+            return self._create_without_device(func, args, kwargs)
         return func(*args, **kwargs)
 
-    def _from_data(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _create_from_data(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Handle torch.tensor and similar functions, which read lists where no mode sees it: values on the GPU are read
         one by one.
         """
-        args = tuple(_read(a) if isinstance(a, list | tuple) else a for a in args)
+        args = tuple(_read_nested(a) if isinstance(a, list | tuple) else a for a in args)
         pinned = kwargs.get("pin_memory") and {**kwargs, "pin_memory": False}
-        if self.run.assume_device and func is not torch.Tensor.new_tensor and _unplaced(kwargs):
-            return self._assumed(func, args, kwargs)
+        if self.run.assume_device and func is not torch.Tensor.new_tensor and _has_no_device(kwargs):
+            return self._create_without_device(func, args, kwargs)
         return func(*args, **pinned).pin_memory() if pinned else func(*args, **kwargs)
 
-    def _assumed(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _create_without_device(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Return a tensor that was created without a device; its creation is not a copy, because on a GPU it would be
         created there.
         """
-        _, user = walk()
-        if user is not None and any(first <= user.line <= last for first, last in _host_lines(user.file)):
+        _, user = walk_stack()
+        if user is not None and any(first <= user.line <= last for first, last in _find_host_lines(user.file)):
             return func(*args, **kwargs)
         if func in _FROM_DATA:
             made = func(*args, **kwargs)
@@ -295,12 +297,12 @@ class CallMode(TorchFunctionMode):
         return func(*args, **{**kwargs, "device": torch.device("cuda", 0)})
 
 
-def _unplaced(kwargs: Mapping[str, Any]) -> bool:
+def _has_no_device(kwargs: Mapping[str, Any]) -> bool:
     return kwargs.get("device") is None and not kwargs.get("pin_memory")
 
 
 @functools.cache
-def _host_lines(file: str) -> list[tuple[int, int]]:
+def _find_host_lines(file: str) -> list[tuple[int, int]]:
     """Return first and last line of each value that is assigned to, or passed as, a name for host memory.
 
     The file may be a notebook's cell; an unknown file has no such lines.
@@ -310,11 +312,11 @@ def _host_lines(file: str) -> list[tuple[int, int]]:
     except (SyntaxError, ValueError):
         return []
     nodes = (n for n in ast.walk(tree) if isinstance(n, ast.Assign | ast.AnnAssign | ast.keyword))
-    values = [n.value for n in nodes if n.value is not None and any(map(HOST_NAME.search, _names(n)))]
+    values = [n.value for n in nodes if n.value is not None and any(map(HOST_NAME.search, _list_names(n)))]
     return [(value.lineno, value.end_lineno or value.lineno) for value in values]
 
 
-def _names(node: ast.Assign | ast.AnnAssign | ast.keyword) -> list[str]:
+def _list_names(node: ast.Assign | ast.AnnAssign | ast.keyword) -> list[str]:
     """Return the names that a value is assigned to; for attributes the last part."""
     if isinstance(node, ast.keyword):
         return [node.arg or ""]
@@ -352,9 +354,9 @@ def dry_run(*, assume_device: bool = False) -> Iterator[DryRun]:
 
     torch._dynamo.trace_rules.get_torch_obj_rule_map()
     run, patches = DryRun(assume_device=assume_device), Patches()
-    with cuda_tensors(), gradients(), contextlib.ExitStack() as restored:
+    with apply_device_guard(), apply_cuda_hooks(), contextlib.ExitStack() as restored:
         restored.callback(patches.restore)
-        install(patches, run.wait_by_name)
+        install_cuda(patches, run.record_named_wait)
         install_runtime(patches)
         install_libraries(patches, run)
         install_subclasses(patches)
@@ -364,18 +366,18 @@ def dry_run(*, assume_device: bool = False) -> Iterator[DryRun]:
             install_distributed(patches, run)
         bootstrap = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
 
-        def begin_thread(thread: Any) -> None:
-            with _modes(run):
+        def start_thread(thread: Any) -> None:
+            with _apply_modes(run):
                 bootstrap(thread)
 
-        patches.put(threading.Thread, _bootstrap_inner=begin_thread)
-        patches.put(device_tensor.state, run=run.operate)
-        with _settings(), _modes(run):
+        patches.set_attributes(threading.Thread, _bootstrap_inner=start_thread)
+        patches.set_attributes(device_tensor.state, run=run.handle_operator)
+        with _apply_settings(), _apply_modes(run):
             yield run
 
 
 @contextlib.contextmanager
-def _settings() -> Iterator[None]:
+def _apply_settings() -> Iterator[None]:
     """Apply the settings of torch for which there is no attribute to replace."""
     lift = torch._C._only_lift_cpu_tensors()
     cudnn = torch._C._get_cudnn_enabled()
@@ -390,7 +392,7 @@ def _settings() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _modes(run: DryRun) -> Iterator[None]:
+def _apply_modes(run: DryRun) -> Iterator[None]:
     """Activate the modes that intercept the calling thread's operators and calls; its backward passes stay on that
     thread.
     """
@@ -398,18 +400,18 @@ def _modes(run: DryRun) -> Iterator[None]:
         yield
 
 
-def _placed(sync: Sync, steps: Steps) -> Sync:
+def _add_step(sync: Sync, steps: Steps) -> Sync:
     """Return the wait with its step and its other ranges."""
-    step = steps.of([sync.at])[0] if sync.at is not None and len(steps) else None
+    step = steps.find_indices([sync.at])[0] if sync.at is not None and len(steps) else None
     inner = next((name for name in reversed(sync.ranges) if name not in steps.names), "")
     return dataclasses.replace(sync, step=step, range=inner)
 
 
-def _name(function: Any) -> str:
+def _get_function_name(function: Any) -> str:
     return (resolve_name(function) or getattr(function, "__name__", "")) if function is not None else ""
 
 
-def _in_python(func: Any) -> bool:
+def _has_python_kernel(func: Any) -> bool:
     """Return True if the program registered a Python implementation of the operator, which then runs with device
     tensors, too.
     """

@@ -13,7 +13,7 @@ import torch
 
 from dcpbench.syncs import rules
 from dcpbench.syncs.dry_run.device_tensor import DeviceTensor
-from dcpbench.syncs.dry_run.waits import COUNT, READ, wait
+from dcpbench.syncs.dry_run.waits import COUNT, READ, make_wait
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,37 +24,37 @@ if TYPE_CHECKING:
 def find_backward_waits(node: Any, args: Sequence[Any]) -> list[Sync]:
     """Return the waits of a node of autograd; `args` are the arguments of its first operator."""
     name = node.name()
-    if name == "ProdBackward0" and _input_dim(node):
-        return [wait(rules.SHAPE, "aten::prod_backward", COUNT, direction="DtoH")]
-    if name == "ProdBackward1" and _input_dim(node):
-        return [wait(rules.SCALAR, "aten::prod_backward", READ, direction="DtoH")]
+    if name == "ProdBackward0" and _count_input_dims(node):
+        return [make_wait(rules.SHAPE, "aten::prod_backward", COUNT, direction="DtoH")]
+    if name == "ProdBackward1" and _count_input_dims(node):
+        return [make_wait(rules.SCALAR, "aten::prod_backward", READ, direction="DtoH")]
     if name == "CumprodBackward0":
-        return _cumprod(node, args)
+        return _find_cumprod_waits(node, args)
     if name == "MaskedFillBackward1" and node.next_functions[1][0] is not None:
-        return [wait(rules.SHAPE, "aten::masked_fill_backward", "aten::masked_select", direction="DtoH")]
+        return [make_wait(rules.SHAPE, "aten::masked_fill_backward", "aten::masked_select", direction="DtoH")]
     return []
 
 
-def _cumprod(node: Any, args: Sequence[Any]) -> list[Sync]:
+def _find_cumprod_waits(node: Any, args: Sequence[Any]) -> list[Sync]:
     """Return one read, and two selections by mask where the product contains a zero and has no second gradient."""
-    if _input_numel(node) <= 1:
+    if _count_input_elements(node) <= 1:
         return []
-    read = wait(rules.SCALAR, "aten::cumprod_backward", READ, direction="DtoH")
+    read = make_wait(rules.SCALAR, "aten::cumprod_backward", READ, direction="DtoH")
     product = next((a for a in args if isinstance(a, DeviceTensor)), None)
     if product is None or torch.is_grad_enabled() or not bool((product.host_values == 0).any()):
         return [read]
-    return [read, *[wait(rules.SHAPE, "aten::cumprod_backward", "aten::masked_select", direction="DtoH")] * 2]
+    return [read, *[make_wait(rules.SHAPE, "aten::cumprod_backward", "aten::masked_select", direction="DtoH")] * 2]
 
 
-def _input_shape(node: Any) -> Sequence[int]:
+def _get_input_shape(node: Any) -> Sequence[int]:
     """Return the shape of the node's first input; reading the saved tensor would run the program's hooks."""
     function, index = node.next_functions[0]
     return () if function is None else tuple(function._input_metadata[index].shape)
 
 
-def _input_dim(node: Any) -> int:
-    return len(_input_shape(node))
+def _count_input_dims(node: Any) -> int:
+    return len(_get_input_shape(node))
 
 
-def _input_numel(node: Any) -> int:
-    return torch.Size(_input_shape(node)).numel()
+def _count_input_elements(node: Any) -> int:
+    return torch.Size(_get_input_shape(node)).numel()

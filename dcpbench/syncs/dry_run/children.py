@@ -51,9 +51,9 @@ class Children:
         if noted:
             self._noted.add(known)
 
-    def found(self) -> list[ChildProcess]:
+    def list_processes(self) -> list[ChildProcess]:
         """Return all processes, updated from the notes that they have left so far."""
-        notes = _notes()
+        notes = _read_notes()
         found = list(self._started)
         for n in self._noted:
             pid = found[n].pid
@@ -68,89 +68,89 @@ class Children:
 
 def install_children(patches: Patches, children: Children) -> None:
     """Watch the functions that start processes until `patches.restore()`."""
-    _forks(patches, children)
-    _programs(patches, children)
+    _apply_fork_patches(patches, children)
+    _apply_program_patches(patches, children)
     start = multiprocessing.process.BaseProcess.start
 
     @functools.wraps(start)
-    def started(self: Any) -> None:
+    def start_and_add(self: Any) -> None:
         target = getattr(self._target, "__name__", "") or type(self).__name__
         start(self)
         method = getattr(self._popen, "method", "") or type(self._popen).__module__
-        noted = method != "fork" and _inherits(None) and not (sys.flags.ignore_environment or sys.flags.no_site)
+        noted = method != "fork" and _can_leave_note(None) and not (sys.flags.ignore_environment or sys.flags.no_site)
         method = f"multiprocessing {method}"
         children.add(self.pid, f"{self.name} ({target})", method, may_use_gpu=True, noted=noted)
 
-    patches.put(multiprocessing.process.BaseProcess, start=started)
+    patches.set_attributes(multiprocessing.process.BaseProcess, start=start_and_add)
 
 
-def _forks(patches: Patches, children: Children) -> None:
+def _apply_fork_patches(patches: Patches, children: Children) -> None:
     """Watch forks; a forked child has torch and the virtual GPU."""
 
-    def watch(name: str, pid_of: Any) -> None:
+    def apply_patch(name: str, get_pid: Any) -> None:
         fork = getattr(os, name)
 
         @functools.wraps(fork)
-        def forked() -> Any:
+        def fork_and_add() -> Any:
             result = fork()
-            if pid_of(result):
-                children.add(pid_of(result), shlex.join(sys.orig_argv), f"os.{name}", may_use_gpu=True)
+            if get_pid(result):
+                children.add(get_pid(result), shlex.join(sys.orig_argv), f"os.{name}", may_use_gpu=True)
             return result
 
-        patches.put(os, **{name: forked})
+        patches.set_attributes(os, **{name: fork_and_add})
 
-    watch("fork", lambda pid: pid)
-    watch("forkpty", lambda result: result[0])
+    apply_patch("fork", lambda pid: pid)
+    apply_patch("forkpty", lambda result: result[0])
 
 
-def _programs(patches: Patches, children: Children) -> None:
+def _apply_program_patches(patches: Patches, children: Children) -> None:
     """Watch programs that are started."""
     begin, system = subprocess.Popen.__init__, os.system
 
     @functools.wraps(begin)
-    def begun(self: Any, args: Any, *others: Any, **options: Any) -> None:
+    def init_and_add(self: Any, args: Any, *others: Any, **options: Any) -> None:
         begin(self, args, *others, **options)
-        words = ["sh"] if options.get("shell") else _words(options.get("executable"), args)
-        _add(children, self.pid, words, _text(args), "subprocess", options.get("env"))
+        words = ["sh"] if options.get("shell") else _list_arguments(options.get("executable"), args)
+        _add_program(children, self.pid, words, _format_command(args), "subprocess", options.get("env"))
 
     @functools.wraps(system)
-    def ran(command: Any) -> int:
+    def run_and_add(command: Any) -> int:
         code = system(command)
-        children.add(None, _text(command), "os.system", may_use_gpu=False)
+        children.add(None, _format_command(command), "os.system", may_use_gpu=False)
         return code
 
-    patches.put(subprocess.Popen, __init__=begun)
-    patches.put(os, system=ran)
+    patches.set_attributes(subprocess.Popen, __init__=init_and_add)
+    patches.set_attributes(os, system=run_and_add)
     for name in ("posix_spawn", "posix_spawnp"):
-        patches.put_where_there(os, **{name: _spawned(name, children)})
+        patches.set_existing(os, **{name: _make_spawn(name, children)})
 
 
-def _spawned(name: str, children: Children) -> Any:
+def _make_spawn(name: str, children: Children) -> Any:
     spawn = getattr(os, name, None)
 
-    def spawned(path: Any, argv: Any, env: Any, **options: Any) -> int:
+    def spawn_and_add(path: Any, argv: Any, env: Any, **options: Any) -> int:
         assert spawn is not None
         pid: int = spawn(path, argv, env, **options)
-        _add(children, pid, _words(path, argv), _text(argv), f"os.{name}", env)
+        _add_program(children, pid, _list_arguments(path, argv), _format_command(argv), f"os.{name}", env)
         return pid
 
-    return spawned
+    return spawn_and_add
 
 
-def _add(children: Children, pid: int, words: Sequence[str], command: str, method: str, env: Any) -> None:
+def _add_program(children: Children, pid: int, words: Sequence[str], command: str, method: str, env: Any) -> None:
     python = is_python(words[0], env)
-    noted = python and _inherits(env) and not _is_blind(words[1:])
+    noted = python and _can_leave_note(env) and not _is_blind(words[1:])
     children.add(pid, command, method, may_use_gpu=python or Path(words[0]).name in ELSEWHERE, noted=noted)
 
 
-def _words(executable: Any, args: Any) -> list[str]:
+def _list_arguments(executable: Any, args: Any) -> list[str]:
     words = [args] if isinstance(args, str | bytes | os.PathLike) else list(args)
     texts = [os.fsdecode(word) for word in words] or [""]
     return [os.fsdecode(executable), *texts[1:]] if executable else texts
 
 
-def _text(args: Any) -> str:
-    return os.fsdecode(args) if isinstance(args, str | bytes | os.PathLike) else shlex.join(_words(None, args))
+def _format_command(args: Any) -> str:
+    return os.fsdecode(args) if isinstance(args, str | bytes | os.PathLike) else shlex.join(_list_arguments(None, args))
 
 
 def is_python(program: str, env: Mapping[str, str] | None = None) -> bool:
@@ -166,7 +166,7 @@ def is_python(program: str, env: Mapping[str, str] | None = None) -> bool:
     return False
 
 
-def _inherits(env: Any) -> bool:
+def _can_leave_note(env: Any) -> bool:
     """Return True if a child in this environment, by default that of this process, leaves a note."""
     given = os.environ if env is None else {os.fsdecode(k): os.fsdecode(v) for k, v in env.items()}
     return CHILDREN in given and given.get("PYTHONPATH", "") == os.environ.get("PYTHONPATH", "")
@@ -182,7 +182,7 @@ def _is_blind(arguments: Sequence[str]) -> bool:
     return False
 
 
-def _notes() -> dict[int, str]:
+def _read_notes() -> dict[int, str]:
     """Return process -> command of those that have imported torch."""
     folder = json.loads(os.environ.get(CHILDREN, "null"))
     notes = {}

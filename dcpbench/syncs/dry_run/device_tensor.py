@@ -73,13 +73,13 @@ class _DeviceClass(torch._C._TensorMeta):  # N805 below: ruff does not know it f
     """Compare a device class equal to the class that it emulates, and create an instance of that class when called."""
 
     def __eq__(cls, other: object) -> bool:  # noqa: N805
-        return isinstance(other, type) and kind_of(cls) is kind_of(other)
+        return isinstance(other, type) and get_emulated_class(cls) is get_emulated_class(other)
 
     def __hash__(cls) -> int:  # noqa: N805
-        return hash(kind_of(cls))
+        return hash(get_emulated_class(cls))
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
-        return kind_of(cls)(*args, **kwargs)
+        return get_emulated_class(cls)(*args, **kwargs)
 
 
 class DeviceTensor(torch.Tensor, metaclass=_DeviceClass):
@@ -106,7 +106,7 @@ class DeviceTensor(torch.Tensor, metaclass=_DeviceClass):
 
     @__class__.setter
     def __class__(self, kind: type[torch.Tensor]) -> None:
-        _set_class(self, device_class(kind))
+        _set_class(self, get_device_class(kind))
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
         text: str = super().__repr__(**kwargs)
@@ -122,7 +122,7 @@ class DeviceTensor(torch.Tensor, metaclass=_DeviceClass):
     def __copy__(self) -> DeviceTensor:
         """Return another object with the same values, as copy.copy does on a GPU."""
         made = to_device(self.host_values, self.device.index or 0, grad=self.requires_grad)
-        _dress(made, type(self).stands_for, self.__dict__, self.host_values)
+        _set_class_and_attributes(made, type(self).stands_for, self.__dict__, self.host_values)
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DeviceTensor:
@@ -135,7 +135,7 @@ class DeviceTensor(torch.Tensor, metaclass=_DeviceClass):
             return memo[id(self)]
         values = copy.deepcopy(self.host_values.detach(), memo)
         memo[id(self)] = made = to_device(values, self.device.index or 0, grad=self.requires_grad)
-        _dress(made, type(self).stands_for, copy.deepcopy(dict(self.__dict__), memo), values)
+        _set_class_and_attributes(made, type(self).stands_for, copy.deepcopy(dict(self.__dict__), memo), values)
         if self.grad is not None:
             made.grad = copy.deepcopy(self.grad, memo)
         return made
@@ -211,19 +211,19 @@ state = types.SimpleNamespace(run=None)
 """Dry run that executes operators of DeviceTensors; None outside of one."""
 
 
-def kind_of(cls: type) -> type:
+def get_emulated_class(cls: type) -> type:
     """Return the class that a device class emulates; any other class is returned unchanged."""
     return cls.stands_for if issubclass(cls, DeviceTensor) else cls
 
 
-def device_class(kind: type) -> type[DeviceTensor]:
+def get_device_class(kind: type) -> type[DeviceTensor]:
     """Return the class of device tensors that are instances of `kind` on a GPU."""
-    kind = kind_of(kind)
-    return PlainDeviceTensor if kind is torch.Tensor else _device_class(kind)
+    kind = get_emulated_class(kind)
+    return PlainDeviceTensor if kind is torch.Tensor else _make_device_class(kind)
 
 
 @functools.cache
-def _device_class(kind: type) -> type[DeviceTensor]:
+def _make_device_class(kind: type) -> type[DeviceTensor]:
     methods = {"__eq__": _DeviceClass.__eq__, "__hash__": _DeviceClass.__hash__}
     metaclass = type("_DeviceClass", (_DeviceClass, type(kind)), methods)
     entries = {
@@ -281,36 +281,37 @@ def get_device_storage(tensor: DeviceTensor) -> torch.UntypedStorage:
     return torch._C.TensorBase.untyped_storage(tensor)
 
 
-def as_kind(tensor: torch.Tensor, kind: type) -> torch.Tensor:
+def convert_to_class(tensor: torch.Tensor, kind: type) -> torch.Tensor:
     """Make a device tensor an instance of `kind`, which it would be on a GPU."""
-    _set_class(tensor, device_class(kind))
+    _set_class(tensor, get_device_class(kind))
     return tensor
 
 
 def set_data(tensor: torch.Tensor, other: torch.Tensor) -> None:
     """Do `tensor.data = other` across host and device: object, class, attributes and hooks stay, values are replaced."""
-    kind, attributes = kind_of(type(tensor)), dict(tensor.__dict__)
+    kind, attributes = get_emulated_class(type(tensor)), dict(tensor.__dict__)
     hooks, grad = tensor._backward_hooks, tensor.grad
     fresh = other.detach().requires_grad_(tensor.requires_grad)
     values = fresh.host_values if isinstance(fresh, DeviceTensor) else None
     tensor.grad = None
     torch._C._swap_tensor_impl(tensor, fresh)
-    _dress(tensor, kind, attributes, values)
+    _set_class_and_attributes(tensor, kind, attributes, values)
     if hooks:
         tensor._backward_hooks = hooks  # registers them with the new implementation
     if grad is not None and grad.device == tensor.device:
         tensor.grad = grad
 
 
-def swap(a: torch.Tensor, b: torch.Tensor) -> None:
+def swap_tensors(a: torch.Tensor, b: torch.Tensor) -> None:
     """Do torch.utils.swap_tensors, also where something refers weakly to one of them."""
-    dresses = [
-        (kind_of(type(t)), dict(t.__dict__), t.host_values if isinstance(t, DeviceTensor) else None) for t in (a, b)
+    states = [
+        (get_emulated_class(type(t)), dict(t.__dict__), t.host_values if isinstance(t, DeviceTensor) else None)
+        for t in (a, b)
     ]
     slots = [_take_slots(t) for t in (a, b)]
     torch._C._swap_tensor_impl(a, b)
-    for tensor, dress, values in ((a, dresses[1], slots[1]), (b, dresses[0], slots[0])):
-        _dress(tensor, *dress)
+    for tensor, dress, values in ((a, states[1], slots[1]), (b, states[0], slots[0])):
+        _set_class_and_attributes(tensor, *dress)
         for name, value in values.items():
             setattr(tensor, name, value)
 
@@ -324,12 +325,14 @@ def _take_slots(tensor: torch.Tensor) -> dict[str, Any]:
     return values
 
 
-def _dress(tensor: torch.Tensor, kind: type, attributes: Mapping[str, Any], values: torch.Tensor | None) -> None:
+def _set_class_and_attributes(
+    tensor: torch.Tensor, kind: type, attributes: Mapping[str, Any], values: torch.Tensor | None
+) -> None:
     """Set class and attributes of a tensor with a replaced implementation; without values it is a host tensor."""
     if values is None:
         _set_class(tensor, kind)
         tensor.__dict__ = dict(attributes)
         return
-    _set_class(tensor, device_class(kind))
+    _set_class(tensor, get_device_class(kind))
     kept = tensor.__dict__ = _Attributes(attributes)
     kept.host_values = values

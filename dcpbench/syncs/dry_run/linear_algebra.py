@@ -50,78 +50,78 @@ def find_waits(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> lis
     return _WAITS[name](call)
 
 
-def _svd(call: Call) -> list[Sync]:
+def _find_svd_waits(call: Call) -> list[Sync]:
     return [copy_to_host(call.op), read_value(call.op)]
 
 
-def _eigh(call: Call) -> list[Sync]:
-    return _svd(call) if call.batch == 1 else [read_value(call.op)]
+def _find_eigh_waits(call: Call) -> list[Sync]:
+    return _find_svd_waits(call) if call.batch == 1 else [read_value(call.op)]
 
 
-def _eig(call: Call) -> list[Sync]:
+def _find_eig_waits(call: Call) -> list[Sync]:
     reads = [read_value(call.op)] * (2 if call.matrix.is_complex() else 3)
     return [*reads, copy_from_host(call.op, "pinned")] if call.matrix.numel() else reads
 
 
-def _pinv(call: Call) -> list[Sync]:
-    return _eigh(call) if call.kwargs.get("hermitian") else _svd(call)
+def _find_pinv_waits(call: Call) -> list[Sync]:
+    return _find_eigh_waits(call) if call.kwargs.get("hermitian") else _find_svd_waits(call)
 
 
-def _lstsq(call: Call) -> list[Sync]:
+def _find_lstsq_waits(call: Call) -> list[Sync]:
     return [read_value(call.op)]
 
 
-def _ldl_factor(call: Call) -> list[Sync]:
+def _find_ldl_factor_waits(call: Call) -> list[Sync]:
     """Return a wait for each pivot of a symmetric matrix; a Hermitian one is factorised on the host."""
     if call.kwargs.get("hermitian"):
         return [copy_to_host(call.op, "pinned"), copy_from_host(call.op, "pinned")]
     return [copy_to_host(call.op)] * (1 + call.batch * call.matrix.shape[-1])
 
 
-def _ldl_solve(call: Call) -> list[Sync]:
+def _find_ldl_solve_waits(call: Call) -> list[Sync]:
     return [copy_to_host(call.op)] * math.prod(call.matrix.shape[:-MIN_DIM])
 
 
-def _lu_factor(call: Call) -> list[Sync]:
+def _find_lu_factor_waits(call: Call) -> list[Sync]:
     if call.matrix.shape[-1] == call.matrix.shape[-2]:
         return []
     return [wait_in_library(call.op)] * (1 if call.kwargs.get("pivot", True) else 2)
 
 
-def _lu(call: Call) -> list[Sync]:
+def _find_lu_waits(call: Call) -> list[Sync]:
     return [] if call.matrix.shape[-1] == call.matrix.shape[-2] else [wait_in_library(call.op)] * 2
 
 
-def _matrix_exp(call: Call) -> list[Sync]:
+def _find_matrix_exp_waits(call: Call) -> list[Sync]:
     if call.matrix.shape[-1] < MIN_EXP_SIZE:
         return []
     return [read_value(call.op), copy_to_host(call.op), copy_from_host(call.op)]
 
 
-def _cholesky(call: Call) -> list[Sync]:
+def _find_cholesky_waits(call: Call) -> list[Sync]:
     return [read_value(call.op)]
 
 
-def _batched_solve(call: Call) -> list[Sync]:
+def _find_batched_solve_waits(call: Call) -> list[Sync]:
     return [wait_in_library(call.op)] if call.batch > 1 else []
 
 
 _WAITS: dict[str, Callable[[Call], list[Sync]]] = {
-    "_linalg_svd": _svd,
-    "_linalg_eigh": _eigh,
-    "linalg_eig": _eig,
-    "linalg_eigvals": _eig,
-    "_linalg_eigvals": _eig,
-    "linalg_pinv": _pinv,
-    "linalg_lstsq": _lstsq,
-    "linalg_ldl_factor_ex": _ldl_factor,
-    "linalg_ldl_solve": _ldl_solve,
-    "linalg_lu": _lu,
-    "linalg_lu_factor_ex": _lu_factor,
-    "linalg_matrix_exp": _matrix_exp,
-    "cholesky": _cholesky,
-    "cholesky_inverse": _batched_solve,
-    "cholesky_solve": _batched_solve,
-    "_cholesky_solve_helper": _batched_solve,
+    "_linalg_svd": _find_svd_waits,
+    "_linalg_eigh": _find_eigh_waits,
+    "linalg_eig": _find_eig_waits,
+    "linalg_eigvals": _find_eig_waits,
+    "_linalg_eigvals": _find_eig_waits,
+    "linalg_pinv": _find_pinv_waits,
+    "linalg_lstsq": _find_lstsq_waits,
+    "linalg_ldl_factor_ex": _find_ldl_factor_waits,
+    "linalg_ldl_solve": _find_ldl_solve_waits,
+    "linalg_lu": _find_lu_waits,
+    "linalg_lu_factor_ex": _find_lu_factor_waits,
+    "linalg_matrix_exp": _find_matrix_exp_waits,
+    "cholesky": _find_cholesky_waits,
+    "cholesky_inverse": _find_batched_solve_waits,
+    "cholesky_solve": _find_batched_solve_waits,
+    "_cholesky_solve_helper": _find_batched_solve_waits,
 }
 _WAIT_WITHOUT_ELEMENTS = frozenset({"linalg_eig", "linalg_eigvals", "_linalg_eigvals", "linalg_lstsq"})

@@ -34,7 +34,7 @@ def main() -> int:
     # Else pytest warns that it cannot rewrite the assertions of a plugin's package that is loaded already.
     dcpbench.__doc__ = f"{dcpbench.__doc__}\n\nPYTEST_DONT_REWRITE"
     with dry_run(assume_device=job.assume_device) as run:
-        code = _ending(job)
+        code = _run_to_exit_code(job)
         for thread in threading.enumerate():  # Python waits for them at its end, too
             if not thread.daemon and thread is not threading.main_thread():
                 thread.join()
@@ -46,10 +46,10 @@ def main() -> int:
     return code
 
 
-def _ending(job: Job) -> int:
+def _run_to_exit_code(job: Job) -> int:
     """Run the program, and return its exit code as Python would, with its traceback on stderr."""
     try:
-        _run(job)
+        _run_job(job)
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
             return end.code or 0
@@ -58,12 +58,12 @@ def _ending(job: Job) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BaseException as error:  # noqa: BLE001  (whatever it is, it is the program's)
-        traceback.print_exception(error.with_traceback(_programs(error.__traceback__)))
+        traceback.print_exception(error.with_traceback(_drop_own_frames(error.__traceback__)))
         return 1
     return 0
 
 
-def _run(job: Job) -> None:
+def _run_job(job: Job) -> None:
     sys.argv = [job.target, *job.arguments]
     if sys.flags.safe_path:  # there is no entry of ours to put another in the place of
         sys.path.insert(0, "")
@@ -82,7 +82,7 @@ def _run(job: Job) -> None:
     runpy.run_path(str(script), run_name="__main__")
 
 
-def _programs(trace: TracebackType | None) -> TracebackType | None:
+def _drop_own_frames(trace: TracebackType | None) -> TracebackType | None:
     """Return the traceback from the program's first frame on."""
     while trace is not None and trace.tb_next is not None:
         file = trace.tb_frame.f_code.co_filename

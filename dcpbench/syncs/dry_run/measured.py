@@ -38,7 +38,7 @@ def is_measured(func: Any) -> bool:
     """
     name = EQUIVALENT.get(func._schema.name, func._schema.name)
     forms = {name, name.removesuffix("_"), f"{name}_"}
-    return not forms.isdisjoint(_read()) or name in ALLOCATIONS or _is_view(func)
+    return not forms.isdisjoint(_read_names()) or name in ALLOCATIONS or _is_view(func)
 
 
 def _is_view(func: Any) -> bool:
@@ -50,6 +50,6 @@ def _is_view(func: Any) -> bool:
 
 
 @functools.cache
-def _read() -> frozenset[str]:
+def _read_names() -> frozenset[str]:
     lines = FILE.read_text(encoding="utf-8").splitlines()
     return frozenset(line for line in lines if line and not line.startswith("#"))

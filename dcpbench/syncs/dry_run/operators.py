@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dcpbench.syncs.dry_run.device_tensor import DeviceTensor, set_geometry, to_device
-from dcpbench.syncs.dry_run.slow_operators import in_float32, slow_version
+from dcpbench.syncs.dry_run.slow_operators import find_slow_version, run_in_float32
 from dcpbench.syncs.dry_run.virtual_torchscript import find_host_storage
 
 if TYPE_CHECKING:
@@ -21,23 +21,25 @@ def run_operator(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
 
     `device` decides where a new tensor is, else the arguments do.
     """
-    tensors = list(device_tensors((*args, *kwargs.values())))
-    index = _target(tensors, kwargs)
-    result = _call(
-        func, on_host(args), on_host({**kwargs, "pin_memory": False} if kwargs.get("pin_memory") else kwargs)
+    tensors = list(find_device_tensors((*args, *kwargs.values())))
+    index = _choose_device_index(tensors, kwargs)
+    result = _run_on_host(
+        func,
+        convert_to_host(args),
+        convert_to_host({**kwargs, "pin_memory": False} if kwargs.get("pin_memory") else kwargs),
     )
     if not tensors and index is None:
         return result
     known = {id(t.host_values): t for t in tensors}
     if func._schema.is_mutable:
         for tensor in tensors:
-            _follow(tensor)
+            _update_shape(tensor)
     if func._schema.name == "aten::_pack_padded_sequence":
-        return _wrapped(result[0], index, known), result[1]  # batch sizes are always the host's
-    return _wrapped(result, index, known)
+        return _convert_result(result[0], index, known), result[1]  # batch sizes are always the host's
+    return _convert_result(result, index, known)
 
 
-def _target(tensors: Sequence[DeviceTensor], kwargs: Mapping[str, Any]) -> int | None:
+def _choose_device_index(tensors: Sequence[DeviceTensor], kwargs: Mapping[str, Any]) -> int | None:
     """Return the index of the GPU that new tensors are on; None for the host."""
     device = kwargs.get("device")
     if device is not None:
@@ -46,7 +48,7 @@ def _target(tensors: Sequence[DeviceTensor], kwargs: Mapping[str, Any]) -> int |
     return (tensors[0].device.index or 0) if tensors else None
 
 
-def on_host(value: Any) -> Any:
+def convert_to_host(value: Any) -> Any:
     """Return the arguments with the values of device tensors, and with the host in place of a GPU."""
     if isinstance(value, DeviceTensor):
         return value.host_values
@@ -55,32 +57,34 @@ def on_host(value: Any) -> Any:
     if isinstance(value, torch.UntypedStorage) and value.device.type == "cuda":
         return find_host_storage(value)
     if isinstance(value, dict):
-        return {key: on_host(item) for key, item in value.items()}
+        return {key: convert_to_host(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return (list if isinstance(value, list) else tuple)(map(on_host, value))
+        return (list if isinstance(value, list) else tuple)(map(convert_to_host, value))
     return value
 
 
-def device_tensors(values: Iterable[Any]) -> Iterable[DeviceTensor]:
+def find_device_tensors(values: Iterable[Any]) -> Iterable[DeviceTensor]:
     """Return the device tensors among arguments, including those in lists."""
     for value in values:
         if isinstance(value, DeviceTensor):
             yield value
         elif isinstance(value, list | tuple):
-            yield from device_tensors(value)
+            yield from find_device_tensors(value)
 
 
-def _wrapped(result: Any, index: int | None, known: Mapping[int, DeviceTensor]) -> Any:
+def _convert_result(result: Any, index: int | None, known: Mapping[int, DeviceTensor]) -> Any:
     if isinstance(result, torch.Tensor):
         if id(result) in known:
             return known[id(result)]
-        return result if index is None or isinstance(result, DeviceTensor) else _fresh(result, index, known)
+        return (
+            result if index is None or isinstance(result, DeviceTensor) else _make_device_tensor(result, index, known)
+        )
     if isinstance(result, list | tuple):
-        return type(result)(_wrapped(item, index, known) for item in result)
+        return type(result)(_convert_result(item, index, known) for item in result)
     return result
 
 
-def _fresh(values: torch.Tensor, index: int, known: Mapping[int, DeviceTensor]) -> DeviceTensor:
+def _make_device_tensor(values: torch.Tensor, index: int, known: Mapping[int, DeviceTensor]) -> DeviceTensor:
     """Return a new device tensor; a view of an ordinary tensor stays one in inference mode, as torch demands."""
     ordinary = [t for t in known.values() if not t.is_inference()] if torch.is_inference_mode_enabled() else []
     if any(t.untyped_storage().data_ptr() == values.untyped_storage().data_ptr() for t in ordinary):
@@ -89,7 +93,7 @@ def _fresh(values: torch.Tensor, index: int, known: Mapping[int, DeviceTensor]) 
     return to_device(values, index)
 
 
-def _follow(tensor: DeviceTensor) -> None:
+def _update_shape(tensor: DeviceTensor) -> None:
     """Give the device tensor the shape that an in-place operator gave to the values: `t_`, `resize_`, `out=`."""
     values = tensor.host_values
     if tensor.shape == values.shape and tensor.stride() == values.stride():
@@ -97,7 +101,7 @@ def _follow(tensor: DeviceTensor) -> None:
     set_geometry(tensor)
 
 
-def _call(func: Any, args: Any, kwargs: Any) -> Any:
+def _run_on_host(func: Any, args: Any, kwargs: Any) -> Any:
     if (
         func is torch.ops.aten.view_as_real.default
     ):  # a device tensor does not show that its values are conjugated lazily
@@ -107,8 +111,8 @@ def _call(func: Any, args: Any, kwargs: Any) -> Any:
     except (NotImplementedError, RuntimeError) as error:
         if not isinstance(error, NotImplementedError) and "not implemented for" not in str(error):
             raise
-        slow = slow_version(func)
-        result = slow(*args, **kwargs) if slow is not None else in_float32(func, args, kwargs)
+        slow = find_slow_version(func)
+        result = slow(*args, **kwargs) if slow is not None else run_in_float32(func, args, kwargs)
         if result is not NotImplemented:
             return result
         reason = str(error).partition(" with arguments")[0].partition("\n")[0]

@@ -24,7 +24,7 @@ def lstm_cell(
     """Return (h, c, activations) of one step; gates are (batch, 4 · hidden) in torch's order input, forget, cell,
     output.
     """
-    gates = _biased(input_gates, input_bias) + _biased(hidden_gates, hidden_bias)
+    gates = _add_bias(input_gates, input_bias) + _add_bias(hidden_gates, hidden_bias)
     i, f, g, o = gates.chunk(4, 1)
     i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
     cy = f * cx + i * g
@@ -55,8 +55,8 @@ def gru_cell(
     hidden_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (h, activations) of one step; gates are (batch, 3 · hidden) in torch's order reset, update, new."""
-    ir, iz, inew = _biased(input_gates, input_bias).chunk(3, 1)
-    hr, hz, hnew = _biased(hidden_gates, hidden_bias).chunk(3, 1)
+    ir, iz, inew = _add_bias(input_gates, input_bias).chunk(3, 1)
+    hr, hz, hnew = _add_bias(hidden_gates, hidden_bias).chunk(3, 1)
     reset, update = (ir + hr).sigmoid(), (iz + hz).sigmoid()
     new = (inew + reset * hnew).tanh()
     return new + update * (hx - new), torch.cat([reset, update, new, hx, hnew], 1)
@@ -115,7 +115,7 @@ def flash_attention_forward(
     return out, lse, state, state, query.new_empty(0)
 
 
-def in_float32(func: Any, args: Any, kwargs: Any) -> Any:
+def run_in_float32(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operator that the CPU lacks for a narrow dtype in float32, with results in the dtype
     of its first tensor.
     """
@@ -132,7 +132,7 @@ def _is_narrow(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and tensor.element_size() < torch.float32.itemsize
 
 
-def _biased(gates: Tensor, bias: Tensor | None) -> Tensor:
+def _add_bias(gates: Tensor, bias: Tensor | None) -> Tensor:
     return gates if bias is None else gates + bias
 
 
@@ -147,7 +147,7 @@ _OURS: dict[str, Callable[..., Any]] = {
 }
 
 
-def slow_version(func: Any) -> Callable[..., Any] | None:
+def find_slow_version(func: Any) -> Callable[..., Any] | None:
     """Return a Python version of an operator that the CPU does not have, ours or torch's own; None without one."""
     if ours := _OURS.get(func._schema.name):
         return ours

@@ -13,9 +13,9 @@ import torch
 from dcpbench.syncs import rules
 from dcpbench.syncs.dry_run.device_tensor import DeviceTensor, is_device_memory, is_pinned
 from dcpbench.syncs.dry_run.linear_algebra import find_waits
-from dcpbench.syncs.dry_run.operators import device_tensors
-from dcpbench.syncs.dry_run.waits import COPY, COUNT, READ, copy_from_host, copy_to_host, read_value, wait
-from dcpbench.syncs.live.pageable import copy_of
+from dcpbench.syncs.dry_run.operators import find_device_tensors
+from dcpbench.syncs.dry_run.waits import COPY, COUNT, READ, copy_from_host, copy_to_host, make_wait, read_value
+from dcpbench.syncs.live.pageable import find_copy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -54,64 +54,64 @@ POINTWISE_MIXERS = frozenset(
 ISIN_SORTS_FROM = 10.0  # isin sorts, and so counts, from this many test elements times the number of elements ** 0.145
 
 
-def waits_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Sync]:
+def find_operator_waits(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Sync]:
     """Yield the waits of an operator that is not composed of others; it has not run yet."""
     if func.namespace != "aten":
         return
     name, overload = func._schema.name.removeprefix("aten::"), func._overloadname
     op = f"aten::{name}"
     if name in {"copy_", "_to_copy"}:
-        yield from _copies(op, args, kwargs)
+        yield from _find_copy_waits(op, args, kwargs)
         return
-    tensors = list(device_tensors((*args, *kwargs.values())))
+    tensors = list(find_device_tensors((*args, *kwargs.values())))
     if not tensors:
         return
     if name in INDEXING:
-        yield from _indexing(name, args, kwargs)
+        yield from _find_index_waits(name, args, kwargs)
     elif name == "_local_scalar_dense":
-        yield wait(rules.SCALAR, READ, direction="DtoH", bytes=tensors[0].element_size())
+        yield make_wait(rules.SCALAR, READ, direction="DtoH", bytes=tensors[0].element_size())
     elif name in LOSS_WITH_LENGTHS:
         yield from [copy_to_host(op)] * (2 if func is torch.ops.aten._ctc_loss.Tensor else 0)
         yield from [copy_from_host(op)] * 3
     else:
         yield from find_waits(name, args, kwargs)
-        yield from [wait(rules.SHAPE, op, direction="DtoH")] * _counts(name, overload, args, kwargs)
-        yield from [read_value(op)] * _reads(name, overload, args, kwargs)
+        yield from [make_wait(rules.SHAPE, op, direction="DtoH")] * _count_size_waits(name, overload, args, kwargs)
+        yield from [read_value(op)] * _count_value_reads(name, overload, args, kwargs)
 
 
-def _counts(name: str, overload: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+def _count_size_waits(name: str, overload: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     """Return how many counts and limits an operator needs before it can allocate its result."""
     if name == "_to_sparse":
         return 3 if overload == "sparse_dim" else 1
     if name == "mode":
-        dim = _argument(args, kwargs, 1, "dim", -1)
+        dim = _get_argument(args, kwargs, 1, "dim", -1)
         return int(args[0].dim() > 0 and args[0].shape[dim] > MAX_MODE_SLICE)
     if name == "repeat_interleave":
         return 0 if kwargs.get("output_size") is not None else 2
     if name == "histc":
-        low, high = _argument(args, kwargs, 2, "min", 0), _argument(args, kwargs, 3, "max", 0)
+        low, high = _get_argument(args, kwargs, 2, "min", 0), _get_argument(args, kwargs, 3, "max", 0)
         return 2 if low == high and args[0].numel() else 0  # it looks for both limits unless they are given
-    return _sorts(args, kwargs) if name == "isin" else COUNTING.get(name, 0)
+    return _count_isin_waits(args, kwargs) if name == "isin" else COUNTING.get(name, 0)
 
 
-def _argument(args: Sequence[Any], kwargs: Mapping[str, Any], at: int, name: str, default: Any = None) -> Any:
+def _get_argument(args: Sequence[Any], kwargs: Mapping[str, Any], at: int, name: str, default: Any = None) -> Any:
     return args[at] if len(args) > at else kwargs.get(name, default)
 
 
-def _copies(op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Sync]:
+def _find_copy_waits(op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Sync]:
     """Yield the wait of a copy between host and device that blocks, or that CUDA has to stage."""
-    copy = copy_of(op, args, kwargs, None, is_pinned=is_pinned)
+    copy = find_copy(op, args, kwargs, None, is_pinned=is_pinned)
     if copy is None or not copy.bytes or any(isinstance(a, torch.Tensor) and is_device_memory(a) for a in args):
         return
     if not copy.non_blocking:
         rule = rules.TO_HOST if copy.way == "DtoH" else rules.FROM_HOST
-        yield wait(rule, op, direction=copy.direction, bytes=copy.bytes)
+        yield make_wait(rule, op, direction=copy.direction, bytes=copy.bytes)
     elif copy.memory == "pageable":
         facts = {"bytes": copy.bytes, "may_block": copy.may_return}
-        yield wait(rules.PAGEABLE, op, direction=copy.direction, call="cudaMemcpyAsync", **facts)
+        yield make_wait(rules.PAGEABLE, op, direction=copy.direction, call="cudaMemcpyAsync", **facts)
 
 
-def _compares(args: Sequence[Any]) -> int:
+def _count_comparisons(args: Sequence[Any]) -> int:
     """Return 1 if two tensors are compared, 0 if shapes or a shared memory decide."""
     a, b = args[0], args[1]
     if not (isinstance(a, DeviceTensor) and isinstance(b, DeviceTensor)) or a.shape != b.shape or not a.numel():
@@ -120,7 +120,7 @@ def _compares(args: Sequence[Any]) -> int:
     return int(not (shared and a.stride() == b.stride() and a.dtype == b.dtype))
 
 
-def _indexing(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Sync]:
+def _find_index_waits(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Sync]:
     """Yield a count for each mask on the device and a copy for each index on the host.
 
     A mask on the host goes through pinned memory unless values are accumulated, as in a backward pass.
@@ -129,31 +129,31 @@ def _indexing(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iter
     if not isinstance(target, DeviceTensor):
         return
     op, put = f"aten::{name}", "put" in name
-    value = _argument(args, kwargs, 2, "values") if put else None
-    accumulate = put and bool(_argument(args, kwargs, 3, "accumulate"))
+    value = _get_argument(args, kwargs, 2, "values") if put else None
+    accumulate = put and bool(_get_argument(args, kwargs, 3, "accumulate"))
     given = [index for index in indices if index is not None]
     single = value is not None and not isinstance(value, DeviceTensor) and value.numel() == 1
     if single and not accumulate and len(given) == 1 and _is_device_mask(given[0]):
         return  # a masked fill
     if single and value is not None and value.dim() == 0:
-        yield _host_copy(op, value)
+        yield _make_host_copy(op, value)
     for index in given:
         if _is_device_mask(index):
-            yield wait(rules.SHAPE, op, COUNT, direction="DtoH")
+            yield make_wait(rules.SHAPE, op, COUNT, direction="DtoH")
         elif not isinstance(index, DeviceTensor) and index.numel() and (accumulate or index.dtype not in MASKS):
-            yield _host_copy(op, index)
+            yield _make_host_copy(op, index)
 
 
 def _is_device_mask(index: torch.Tensor) -> bool:
     return isinstance(index, DeviceTensor) and index.dtype in MASKS
 
 
-def _host_copy(op: str, tensor: torch.Tensor) -> Sync:
+def _make_host_copy(op: str, tensor: torch.Tensor) -> Sync:
     memory = "pinned" if is_pinned(tensor) else "pageable"
-    return wait(rules.FROM_HOST, op, COPY, direction=f"HtoD {memory}", bytes=tensor.nbytes)
+    return make_wait(rules.FROM_HOST, op, COPY, direction=f"HtoD {memory}", bytes=tensor.nbytes)
 
 
-def _sorts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+def _count_isin_waits(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     """Return how often isin counts distinct elements: on both sides if it sorts, which it does for many test elements."""
     elements, tests = args[0], args[1]
     if not isinstance(elements, DeviceTensor) or not isinstance(tests, DeviceTensor) or kwargs.get("assume_unique"):
@@ -161,12 +161,12 @@ def _sorts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     return 2 if tests.numel() >= ISIN_SORTS_FROM * max(elements.numel(), 1) ** 0.145 else 0
 
 
-def _reads(name: str, overload: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+def _count_value_reads(name: str, overload: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     """Return how many values an operator that is not composed of others reads."""
     if name in {"masked_fill", "masked_fill_"}:
-        return int(isinstance(_argument(args, kwargs, 2, "value"), DeviceTensor))
+        return int(isinstance(_get_argument(args, kwargs, 2, "value"), DeviceTensor))
     if name == "equal":
-        return _compares(args)
+        return _count_comparisons(args)
     if name == "normal":
         return DEVIATIONS.get(overload, 0)
     if name == "fill_":

@@ -25,7 +25,7 @@ MEMORY_BYTES = 80 << 30
 CAPABILITY, PROCESSORS = (9, 0), 132
 NAME = "virtual GPU of a dry run"
 _MISSING = object()
-_SAYS = (
+_CONSTANT_ANSWERS = (
     (None, "_sleep set_sync_debug_mode init _lazy_init manual_seed manual_seed_all seed seed_all"),
     (None, "set_rng_state set_rng_state_all"),
     (0, "get_sync_debug_mode memory_allocated max_memory_allocated memory_reserved max_memory_reserved ipc_collect"),
@@ -40,12 +40,12 @@ _NVTX = "range_push range_pop mark range_start range_end"
 _ids = itertools.count()
 
 
-def always(value: Any) -> Callable[..., Any]:
+def make_constant(value: Any) -> Callable[..., Any]:
     """Return a function, also usable as a method, that returns the value regardless of its arguments."""
     return lambda *_, **__: value
 
 
-_yes, _zero, _nothing, _pool = map(always, (True, 0, None, (0, 0)))
+_yes, _zero, _nothing, _pool = map(make_constant, (True, 0, None, (0, 0)))
 
 
 @contextlib.contextmanager
@@ -59,16 +59,16 @@ class Patches:
     def __init__(self) -> None:
         self._before: list[tuple[Any, str, Any]] = []
 
-    def put(self, owner: Any, **values: Any) -> None:
+    def set_attributes(self, owner: Any, **values: Any) -> None:
         """Set attributes of a module or class, whether they existed or not."""
         for name, value in values.items():
             # The class's own entry, not the result of a look-up: else a static method would be restored as a function.
             self._before.append((owner, name, vars(owner).get(name, _MISSING)))
             setattr(owner, name, value)
 
-    def put_where_there(self, owner: Any, **values: Any) -> None:
+    def set_existing(self, owner: Any, **values: Any) -> None:
         """Set those attributes that this version of the module has."""
-        self.put(owner, **{name: value for name, value in values.items() if hasattr(owner, name)})
+        self.set_attributes(owner, **{name: value for name, value in values.items() if hasattr(owner, name)})
 
     def restore(self) -> None:
         """Restore all attributes."""
@@ -94,7 +94,7 @@ class VirtualStream:
     wait_stream = wait_event = _nothing
     """Stand-in for a wait of the stream, during which the host does not wait."""
     query = _yes
-    priority_range = staticmethod(always((0, -5)))
+    priority_range = staticmethod(make_constant((0, -5)))
 
     def synchronize(self) -> None:
         """Report a wait for the stream."""
@@ -102,7 +102,7 @@ class VirtualStream:
 
     def is_capturing(self) -> bool:
         """Return True if a graph is being captured."""
-        return gpu.capturing()
+        return gpu.is_capturing()
 
     def record_event(self, event: VirtualEvent | None = None) -> VirtualEvent:
         """Return an event that has been recorded."""
@@ -178,20 +178,20 @@ class VirtualGraph:
     def replay(self) -> None:
         """Run the captured operators again, with results in the tensors of the capture."""
         for func, args, kwargs, result in self.work:
-            _refill(result, func(*args, **kwargs))
+            _copy_result(result, func(*args, **kwargs))
 
     def reset(self) -> None:
         """Discard the captured work."""
         self.work = []
 
 
-def _refill(old: Any, new: Any) -> None:
+def _copy_result(old: Any, new: Any) -> None:
     if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
         if old.data_ptr() != new.data_ptr():
             old.copy_(new)
     elif isinstance(old, list | tuple):
         for a, b in zip(old, new, strict=False):
-            _refill(a, b)
+            _copy_result(a, b)
 
 
 class Gpu:
@@ -206,18 +206,18 @@ class Gpu:
         self.graph: VirtualGraph | None = None
         """Graph that is being captured, if any."""
 
-    def capturing(self) -> bool:
+    def is_capturing(self) -> bool:
         """Return True if a graph is being captured."""
         return self.graph is not None
 
-    def exchange(self, index: int) -> int:
+    def exchange_device(self, index: int) -> int:
         """Set the current device and return the previous one; negative numbers change nothing."""
         before, self.index = self.index, index if index >= 0 else self.index
         return before
 
-    def set(self, device: Any) -> None:
+    def set_device(self, device: Any) -> None:
         """Replace torch.cuda.set_device."""
-        self.exchange(device if isinstance(device, int) else torch.device(device).index or 0)
+        self.exchange_device(device if isinstance(device, int) else torch.device(device).index or 0)
 
     def synchronize(self, device: Any = None) -> None:
         """Replace torch.cuda.synchronize."""
@@ -276,17 +276,17 @@ class VirtualGenerator(torch.Generator):
         return torch.device("cuda", self.where.index or 0) if self.where.type == "cuda" else self.where
 
 
-def install(patches: Patches, report: Callable[..., None]) -> None:
+def install_cuda(patches: Patches, report: Callable[..., None]) -> None:
     """Replace functions of torch.cuda until `patches.restore()`; `report` is called with rule, name and runtime call of
     a wait.
     """
-    patches.put(gpu, report=report, index=0, touched=False)
-    _device(patches)
-    _streams(patches)
-    _accelerator(patches)
+    patches.set_attributes(gpu, report=report, index=0, touched=False)
+    _apply_device_patches(patches)
+    _apply_stream_patches(patches)
+    _apply_accelerator_patches(patches)
 
 
-def _device(patches: Patches) -> None:
+def _apply_device_patches(patches: Patches) -> None:
     count = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     properties = types.SimpleNamespace(
         name=NAME,
@@ -306,40 +306,42 @@ def _device(patches: Patches) -> None:
         L2_cache_size=50 << 20,
         gcnArchName="",
     )
-    for value, names in _SAYS:
-        answers = dict.fromkeys(names.split(), always(value))
-        patches.put(torch.cuda, **answers)
-        patches.put_where_there(torch.cuda.memory, **answers)
-    patches.put(
+    for value, names in _CONSTANT_ANSWERS:
+        answers = dict.fromkeys(names.split(), make_constant(value))
+        patches.set_attributes(torch.cuda, **answers)
+        patches.set_existing(torch.cuda.memory, **answers)
+    patches.set_attributes(
         torch.cuda,
-        device_count=always(count),
+        device_count=make_constant(count),
         current_device=lambda: gpu.index,
-        set_device=gpu.set,
-        _exchange_device=gpu.exchange,
-        _maybe_exchange_device=gpu.exchange,
+        set_device=gpu.set_device,
+        _exchange_device=gpu.exchange_device,
+        _maybe_exchange_device=gpu.exchange_device,
         synchronize=gpu.synchronize,
-        get_device_properties=always(properties),
-        get_device_capability=always(CAPABILITY),
-        get_device_name=always(NAME),
+        get_device_properties=make_constant(properties),
+        get_device_capability=make_constant(CAPABILITY),
+        get_device_name=make_constant(NAME),
         get_rng_state=lambda _=None: torch.get_rng_state(),
         initial_seed=torch.initial_seed,
         get_rng_state_all=list,
         memory_stats=lambda _=None: collections.defaultdict(int),
     )
     for home in (torch.cuda, torch.cuda.memory):
-        patches.put(home, empty_cache=gpu.empty_cache, mem_get_info=always((MEMORY_BYTES, MEMORY_BYTES)))
-    patches.put(
+        patches.set_attributes(
+            home, empty_cache=gpu.empty_cache, mem_get_info=make_constant((MEMORY_BYTES, MEMORY_BYTES))
+        )
+    patches.set_attributes(
         torch._C,
         _cuda_getCurrentRawStream=_zero,
         _host_emptyCache=_nothing,
-        _get_accelerator=always(torch.device("cuda")),
+        _get_accelerator=make_constant(torch.device("cuda")),
     )
-    patches.put(torch, Generator=VirtualGenerator)
-    patches.put(torch.cuda.nvtx, **dict.fromkeys(_NVTX.split(), _nothing), range=_no_range)
+    patches.set_attributes(torch, Generator=VirtualGenerator)
+    patches.set_attributes(torch.cuda.nvtx, **dict.fromkeys(_NVTX.split(), _nothing), range=_no_range)
 
 
-def _streams(patches: Patches) -> None:
-    patches.put(
+def _apply_stream_patches(patches: Patches) -> None:
+    patches.set_attributes(
         torch.cuda,
         Stream=VirtualStream,
         Event=VirtualEvent,
@@ -348,31 +350,31 @@ def _streams(patches: Patches) -> None:
         stream=stream_context,
         StreamContext=stream_context,
         current_stream=current_stream,
-        default_stream=always(DEFAULT),
+        default_stream=make_constant(DEFAULT),
         set_stream=set_stream,
         CUDAGraph=VirtualGraph,
-        is_current_stream_capturing=gpu.capturing,
+        is_current_stream_capturing=gpu.is_capturing,
         graph_pool_handle=_pool,
     )
-    patches.put(
+    patches.set_attributes(
         torch.cuda.graphs,
         CUDAGraph=VirtualGraph,
-        is_current_stream_capturing=gpu.capturing,
+        is_current_stream_capturing=gpu.is_capturing,
         graph_pool_handle=_pool,
     )
-    patches.put(torch.cuda.graph, default_capture_stream=None)
-    patches.put(torch.cuda.streams, Stream=VirtualStream, Event=VirtualEvent)
-    patches.put(torch, Stream=VirtualStream, Event=VirtualEvent)
+    patches.set_attributes(torch.cuda.graph, default_capture_stream=None)
+    patches.set_attributes(torch.cuda.streams, Stream=VirtualStream, Event=VirtualEvent)
+    patches.set_attributes(torch, Stream=VirtualStream, Event=VirtualEvent)
 
 
-def _accelerator(patches: Patches) -> None:
-    patches.put_where_there(
+def _apply_accelerator_patches(patches: Patches) -> None:
+    patches.set_existing(
         torch.accelerator,
         is_available=_yes,
-        current_accelerator=always(torch.device("cuda")),
+        current_accelerator=make_constant(torch.device("cuda")),
         device_count=torch.cuda.device_count,
         **dict.fromkeys(("current_device_index", "current_device_idx"), torch.cuda.current_device),
-        **dict.fromkeys(("set_device_index", "set_device_idx"), gpu.set),
+        **dict.fromkeys(("set_device_index", "set_device_idx"), gpu.set_device),
         synchronize=gpu.synchronize,
         current_stream=current_stream,
         set_stream=set_stream,

@@ -23,8 +23,8 @@ MEASURED_ITERATIONS, SAMPLE_RATE = 10, 100
 
 def install_distributed(patches: Patches, run: DryRun) -> None:
     """Replace parts of torch.distributed until `patches.restore()`."""
-    _groups(patches, run)
-    _data_parallel(patches, run)
+    _apply_group_patches(patches, run)
+    _apply_data_parallel_patches(patches, run)
 
 
 class _Barrier:
@@ -38,54 +38,56 @@ class _Barrier:
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
         """Report the wait, and wait for the other ranks."""
-        _note_barrier(self._run)
+        _record_barrier(self._run)
         return self._work.wait(*args, **kwargs)
 
 
-def _note_barrier(run: DryRun) -> None:
-    run.wait_by_name(rules.STREAM, "torch.distributed.barrier", "cudaStreamSynchronize")
+def _record_barrier(run: DryRun) -> None:
+    run.record_named_wait(rules.STREAM, "torch.distributed.barrier", "cudaStreamSynchronize")
 
 
-def _groups(patches: Patches, run: DryRun) -> None:
+def _apply_group_patches(patches: Patches, run: DryRun) -> None:
     from torch import distributed as dist
     from torch.distributed import distributed_c10d as c10d
 
     start, group, barrier = c10d.init_process_group, c10d.new_group, c10d.barrier
-    asked: dict[int, str] = {}  # id of a group -> backend that the program requested
+    backends: dict[int, str] = {}  # id of a group -> backend that the program requested
 
-    def on_gpu(made: Any) -> bool:
+    def is_on_gpu(made: Any) -> bool:
         """Return True if barriers and objects of the group go through the GPU: torch prefers the host if both are
         possible.
         """
-        return asked.get(id(made or c10d.group.WORLD)) == NCCL
+        return backends.get(id(made or c10d.group.WORLD)) == NCCL
 
     @functools.wraps(start)
     def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> None:
         _drop_devices(kwargs)
-        start(_possible(backend) or GLOO, *args, **kwargs)
-        asked[id(c10d.group.WORLD)] = str(backend or "").lower()
+        start(_choose_backend(backend) or GLOO, *args, **kwargs)
+        backends[id(c10d.group.WORLD)] = str(backend or "").lower()
 
     @functools.wraps(group)
     def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
         _drop_devices(kwargs)
-        made = group(ranks, timeout, _possible(backend), *args, **kwargs)
-        asked[id(made)] = str(backend).lower() if backend else asked.get(id(c10d.group.WORLD), "")
+        made = group(ranks, timeout, _choose_backend(backend), *args, **kwargs)
+        backends[id(made)] = str(backend).lower() if backend else backends.get(id(c10d.group.WORLD), "")
         return made
 
     @functools.wraps(barrier)
-    def waiting(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
-        waits = on_gpu(group) or (device_ids and NCCL in asked.get(id(group or c10d.group.WORLD), ""))
+    def wait_at_barrier(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
+        waits = is_on_gpu(group) or (device_ids and NCCL in backends.get(id(group or c10d.group.WORLD), ""))
         if waits and not async_op:
-            _note_barrier(run)
+            _record_barrier(run)
         work = barrier(group, async_op)
         return _Barrier(work, run) if waits and async_op else work
 
     for module in (c10d, dist):
-        patches.put(module, init_process_group=init_process_group, new_group=new_group, barrier=waiting)
-    patches.put_where_there(c10d, _get_object_coll_device=lambda group=None: "cuda" if on_gpu(group) else "cpu")
+        patches.set_attributes(
+            module, init_process_group=init_process_group, new_group=new_group, barrier=wait_at_barrier
+        )
+    patches.set_existing(c10d, _get_object_coll_device=lambda group=None: "cuda" if is_on_gpu(group) else "cpu")
 
 
-def _possible(backend: Any) -> str | None:
+def _choose_backend(backend: Any) -> str | None:
     """Return the backend with which a group works without a GPU; None for torch's default."""
     return GLOO if backend and NCCL in str(backend).lower() else backend
 
@@ -96,7 +98,7 @@ def _drop_devices(options: dict[str, Any]) -> None:
         options.pop(name, None)
 
 
-def _data_parallel(patches: Patches, run: DryRun) -> None:
+def _apply_data_parallel_patches(patches: Patches, run: DryRun) -> None:
     """Report where DistributedDataParallel waits to read the times of an iteration before; a build for the CPU has no timer."""
     from torch import distributed as dist
 
@@ -108,6 +110,6 @@ def _data_parallel(patches: Patches, run: DryRun) -> None:
         iteration = seen[id(self)] = seen.get(id(self), -1) + 1
         if 0 < iteration <= MEASURED_ITERATIONS or (iteration and iteration % SAMPLE_RATE == 0):
             name = "torch.nn.parallel.DistributedDataParallel"
-            run.wait_by_name(rules.EVENT, name, "cudaEventSynchronize", explicit=False)
+            run.record_named_wait(rules.EVENT, name, "cudaEventSynchronize", explicit=False)
 
-    patches.put(dist.Logger, set_runtime_stats_and_log=set_runtime_stats_and_log)
+    patches.set_attributes(dist.Logger, set_runtime_stats_and_log=set_runtime_stats_and_log)

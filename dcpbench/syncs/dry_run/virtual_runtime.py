@@ -11,7 +11,7 @@ import torch
 
 from dcpbench.syncs import rules
 from dcpbench.syncs.dry_run.device_tensor import register_pinned, unregister_pinned
-from dcpbench.syncs.dry_run.virtual_cuda import MEMORY_BYTES, always, gpu
+from dcpbench.syncs.dry_run.virtual_cuda import MEMORY_BYTES, gpu, make_constant
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -70,41 +70,43 @@ _pools = itertools.count(1)
 def install_runtime(patches: Patches) -> None:
     """Replace those functions until `patches.restore()`."""
     for answer, names in _ANSWERS:
-        _put_everywhere(patches, dict.fromkeys(names.split(), always(answer)))
-    _put_everywhere(
+        _set_everywhere(patches, dict.fromkeys(names.split(), make_constant(answer)))
+    _set_everywhere(
         patches,
         {
             "_cuda_getDeviceCount": lambda: torch.cuda.device_count(),  # noqa: PLW0108 - it is replaced while a dry run is on
             "_cuda_getDevice": lambda: gpu.index,
-            "_cuda_setDevice": gpu.set,
+            "_cuda_setDevice": gpu.set_device,
             "_cuda_synchronize": gpu.synchronize,
-            "_cuda_memorySnapshot": _snapshot,
+            "_cuda_memorySnapshot": _make_snapshot,
             "_cuda_cudaCachingAllocator_raw_alloc": lambda *_: next(_addresses),
             "_cuda_beginAllocateCurrentThreadToPool": _use_pool,
             "_cuda_beginAllocateCurrentStreamToPool": _use_pool,
             "_cuda_beginAllocateToPool": _use_pool,
             "_accelerator_emptyCache": gpu.empty_cache,
             "_broadcast": _broadcast,
-            "_broadcast_coalesced": lambda tensors, devices, _=0: [_on(tensors, device) for device in devices],
+            "_broadcast_coalesced": lambda tensors, devices, _=0: [
+                _move_to_device(tensors, device) for device in devices
+            ],
             "_scatter": _scatter,
             "_gather": _gather,
         },
     )
-    patches.put(torch.cuda, _cudart=VirtualRuntime(), MemPool=VirtualPool)
-    patches.put(torch.cuda.memory, MemPool=VirtualPool)
-    patches.put_where_there(torch.cuda.nccl, version=always(NCCL_VERSION))
-    patches.put(torch.backends.cuda, cufft_plan_cache=VirtualPlanCache())
+    patches.set_attributes(torch.cuda, _cudart=VirtualRuntime(), MemPool=VirtualPool)
+    patches.set_attributes(torch.cuda.memory, MemPool=VirtualPool)
+    patches.set_existing(torch.cuda.nccl, version=make_constant(NCCL_VERSION))
+    patches.set_attributes(torch.backends.cuda, cufft_plan_cache=VirtualPlanCache())
     if torch.version.cuda is None:
-        patches.put(torch.version, cuda=CUDA_VERSION)
-    _profilers(patches)
-    _legacy_types(patches)
+        patches.set_attributes(torch.version, cuda=CUDA_VERSION)
+    _apply_profiler_patches(patches)
+    _apply_legacy_type_patches(patches)
 
 
-def _put_everywhere(patches: Patches, functions: dict[str, Any]) -> None:
+def _set_everywhere(patches: Patches, functions: dict[str, Any]) -> None:
     """Replace functions of torch's C++ module, and the same names where modules of torch.cuda import them."""
-    patches.put(torch._C, **functions)
+    patches.set_attributes(torch._C, **functions)
     for module in (torch.cuda, torch.cuda.memory, torch.cuda.graphs):
-        patches.put_where_there(module, **functions)
+        patches.set_existing(module, **functions)
 
 
 class CudaError(enum.IntEnum):
@@ -118,8 +120,8 @@ class VirtualRuntime:
     """Replace torch.cuda.cudart()."""
 
     cudaError = CudaError  # noqa: N815 - CUDA's name
-    cudaProfilerStart = cudaProfilerStop = cudaStreamCreate = cudaStreamDestroy = always(CudaError.success)  # noqa: N815
-    cudaMemGetInfo = always((MEMORY_BYTES, MEMORY_BYTES))  # noqa: N815
+    cudaProfilerStart = cudaProfilerStop = cudaStreamCreate = cudaStreamDestroy = make_constant(CudaError.success)  # noqa: N815
+    cudaMemGetInfo = make_constant((MEMORY_BYTES, MEMORY_BYTES))  # noqa: N815
 
     def cudaHostRegister(self, address: int, size: int, flags: int = 0) -> CudaError:
         """Pin host memory that exists already."""
@@ -140,7 +142,7 @@ class VirtualPlanCache:
     """Replace torch.backends.cuda.cufft_plan_cache, of one device and of all."""
 
     size, max_size = 0, 4096
-    clear = always(None)
+    clear = make_constant(None)
 
     def __getitem__(self, device: Any) -> VirtualPlanCache:
         return self
@@ -153,8 +155,8 @@ class VirtualPool:
         self.allocator, self.id = allocator, (0, next(_pools))
         _alive[self.id] = self.uses = [False]
 
-    use_count = always(1)
-    snapshot = always([])
+    use_count = make_constant(1)
+    snapshot = make_constant([])
 
     def __del__(self) -> None:
         _alive.pop(self.id, None)
@@ -170,7 +172,7 @@ def _use_pool(_device: int, pool: Any) -> None:
     _alive.get(pool, [False])[0] = True
 
 
-def _snapshot(*_: Any, **__: Any) -> dict[str, Any]:
+def _make_snapshot(*_: Any, **__: Any) -> dict[str, Any]:
     """Return what torch.cuda.memory._snapshot() does where nothing was allocated."""
     settings = {
         "PYTORCH_CUDA_ALLOC_CONF": "",
@@ -187,40 +189,44 @@ def _snapshot(*_: Any, **__: Any) -> dict[str, Any]:
     return {"segments": [], "device_traces": traces, "external_annotations": [], "allocator_settings": settings}
 
 
-def _on(tensors: Sequence[torch.Tensor], index: int) -> list[torch.Tensor]:
+def _move_to_device(tensors: Sequence[torch.Tensor], index: int) -> list[torch.Tensor]:
     device = torch.device("cpu") if index < 0 else torch.device("cuda", index)
     return [tensor.to(device) for tensor in tensors]
 
 
 def _broadcast(tensor: torch.Tensor, devices: Sequence[int]) -> list[torch.Tensor]:
-    return [_on([tensor], device)[0] for device in devices]
+    return [_move_to_device([tensor], device)[0] for device in devices]
 
 
 def _scatter(
     tensor: torch.Tensor, devices: Sequence[int], chunk_sizes: Sequence[int] | None, dim: int, _streams: Any = None
 ) -> tuple[torch.Tensor, ...]:
     chunks = tensor.split(list(chunk_sizes), dim) if chunk_sizes else tensor.chunk(len(devices), dim)
-    return tuple(_on([chunk], device)[0] for chunk, device in zip(chunks, devices, strict=False))
+    return tuple(_move_to_device([chunk], device)[0] for chunk, device in zip(chunks, devices, strict=False))
 
 
 def _gather(tensors: Sequence[torch.Tensor], dim: int, destination: int | None = None) -> torch.Tensor:
-    return torch.cat(_on(tensors, 0 if destination is None else destination), dim)
+    return torch.cat(_move_to_device(tensors, 0 if destination is None else destination), dim)
 
 
-def _profilers(patches: Patches) -> None:
+def _apply_profiler_patches(patches: Patches) -> None:
     """Let torch's profilers record the host alone: builds for the CPU refuse to record a GPU."""
     profile, nvtx = torch.autograd.profiler.profile, torch.autograd.profiler.emit_nvtx
     begin = profile.__init__
 
     @functools.wraps(begin)
-    def host_alone(self: Any, enabled: bool = True, **options: Any) -> None:
-        begin(self, enabled, **{**options, "use_device": None, "use_cpu": True} | _without(options, "use_cuda"))
+    def init_on_host(self: Any, enabled: bool = True, **options: Any) -> None:
+        begin(
+            self,
+            enabled,
+            **{**options, "use_device": None, "use_cpu": True} | _get_disabled_option(options, "use_cuda"),
+        )
 
-    patches.put(profile, __init__=host_alone)
-    patches.put(nvtx, __enter__=lambda self: self, __exit__=always(None))
+    patches.set_attributes(profile, __init__=init_on_host)
+    patches.set_attributes(nvtx, __enter__=lambda self: self, __exit__=make_constant(None))
 
 
-def _without(options: dict[str, Any], name: str) -> dict[str, Any]:
+def _get_disabled_option(options: dict[str, Any], name: str) -> dict[str, Any]:
     return {name: False} if name in options else {}
 
 
@@ -245,10 +251,10 @@ def _from_numbers(data: Any, dtype: torch.dtype) -> torch.Tensor:
     return torch.tensor(data, dtype=dtype, device="cuda")
 
 
-def _legacy_types(patches: Patches) -> None:
+def _apply_legacy_type_patches(patches: Patches) -> None:
     entries = {"__module__": "torch.cuda"}
     types = {f"{n}Tensor": _LegacyType(f"{n}Tensor", (), {**entries, "dtype": d}) for n, d in _LEGACY.items()}
-    patches.put(torch.cuda, **types)
+    patches.set_attributes(torch.cuda, **types)
     set_type: Callable[[Any], None] = torch.set_default_tensor_type
 
     @functools.wraps(set_type)
@@ -261,4 +267,4 @@ def _legacy_types(patches: Patches) -> None:
         elif _LEGACY[name.removesuffix("Tensor")].is_floating_point:
             torch.set_default_dtype(_LEGACY[name.removesuffix("Tensor")])
 
-    patches.put(torch, set_default_tensor_type=set_default_tensor_type)
+    patches.set_attributes(torch, set_default_tensor_type=set_default_tensor_type)

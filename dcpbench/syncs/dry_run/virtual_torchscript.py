@@ -41,8 +41,8 @@ def install_torchscript(patches: Patches) -> None:
         copies.restore_values(_device_tensors() if copies.made else ())
         return loaded
 
-    patches.put(torch.jit, load=load)
-    patches.put(torch.jit._serialization, load=load)
+    patches.set_attributes(torch.jit, load=load)
+    patches.set_attributes(torch.jit._serialization, load=load)
 
 
 def find_host_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:

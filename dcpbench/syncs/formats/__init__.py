@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from dcpbench.errors import UsageError
 from dcpbench.syncs.formats import github, junit, markdown, sarif
-from dcpbench.syncs.model import encode
-from dcpbench.syncs.words import cleaned
+from dcpbench.syncs.model import encode_json
+from dcpbench.syncs.words import make_report_printable
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from dcpbench.syncs.model import Report
 
 PLAIN = {
-    "json": encode,
+    "json": encode_json,
     "sarif": sarif.render,
     "junit": junit.render,
     "github": github.render,
@@ -32,7 +32,7 @@ def check_format(name: str) -> None:
         raise UsageError(f"There is no format {name!r}; give one of {', '.join(FORMATS)}.")
 
 
-def render(report: Report, form: str, *, root: Path, width: int = PLAIN_WIDTH, terminal: bool = False) -> str:
+def render_report(report: Report, form: str, *, root: Path, width: int = PLAIN_WIDTH, terminal: bool = False) -> str:
     """Return a judged report as text that ends with a line feed; empty if the format has no content.
 
     Args:
@@ -43,7 +43,7 @@ def render(report: Report, form: str, *, root: Path, width: int = PLAIN_WIDTH, t
         terminal: True if the table may hold colours and hyperlinks.
     """
     check_format(form)
-    report = cleaned(report)
+    report = make_report_printable(report)
     if form in PLAIN:
         return PLAIN[form](report)
     from dcpbench.syncs.formats import table

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dcpbench.show.ci import MOST, annotation, annotation_lines
+from dcpbench.show.ci import MAX_ANNOTATIONS, format_annotation, format_annotation_lines
 from dcpbench.syncs.rules import BY_ID
-from dcpbench.syncs.words import LEVELS, advice, format_message, marks, notes, standing
+from dcpbench.syncs.words import LEVELS, count_notes, format_advice, format_message, get_status, list_labels
 
 if TYPE_CHECKING:
     from dcpbench.syncs.model import Report, Site
@@ -18,25 +18,27 @@ def render(report: Report) -> str:
     Findings are errors; permissions that matched nothing and sites that add to an exceeded limit are warnings; sites
     that may stay and what the trace cannot show are notices.
     """
-    return annotation_lines(*([*before, *sites, *behind] for before, sites, behind in _levels(report)))
+    return format_annotation_lines(*([*before, *sites, *behind] for before, sites, behind in _build_levels(report)))
 
 
-def left_out(report: Report) -> int:
+def count_left_out(report: Report) -> int:
     """Return the number of sites, over all levels, for which `render` has no annotation left."""
-    return sum(max(0, len(sites) - max(0, MOST - len(before))) for before, sites, _ in _levels(report))
+    return sum(max(0, len(sites) - max(0, MAX_ANNOTATIONS - len(before))) for before, sites, _ in _build_levels(report))
 
 
-def _levels(report: Report) -> list[tuple[list[str], list[str], list[str]]]:
+def _build_levels(report: Report) -> list[tuple[list[str], list[str], list[str]]]:
     """Return the annotations of errors, warnings and notices: those before the sites, the sites,
     and those after them.
     """
     verdict = report.verdict
-    sites = {level: [_site(level, site, report) for site in found] for level, found in _by_level(report).items()}
-    errors = [annotation("error", f.message, "Hidden syncs") for f in verdict.findings if not f.fingerprint]
-    unknown = [annotation("error", reason, "The trace cannot answer") for reason in verdict.reasons]
-    warnings = [annotation("warning", reason, "Not all is known") for reason in verdict.reasons]
-    stale = [annotation("warning", text, "Of no use any more") for text in verdict.stale]
-    notices = [annotation("notice", note, "What this cannot show") for note in notes(report)]
+    sites = {
+        level: [_format_site(level, site, report) for site in found] for level, found in _group_by_level(report).items()
+    }
+    errors = [format_annotation("error", f.message, "Hidden syncs") for f in verdict.findings if not f.fingerprint]
+    unknown = [format_annotation("error", reason, "The trace cannot answer") for reason in verdict.reasons]
+    warnings = [format_annotation("warning", reason, "Not all is known") for reason in verdict.reasons]
+    stale = [format_annotation("warning", text, "Of no use any more") for text in verdict.stale]
+    notices = [format_annotation("notice", note, "What this cannot show") for note in count_notes(report)]
     return [
         ([*errors, *(unknown if verdict.status == "cannot answer" else [])], sites["error"], []),
         ([], sites["warning"], [*(warnings if verdict.status == "findings" else []), *stale]),
@@ -44,22 +46,22 @@ def _levels(report: Report) -> list[tuple[list[str], list[str], list[str]]]:
     ]
 
 
-def _by_level(report: Report) -> dict[str, list[Site]]:
+def _group_by_level(report: Report) -> dict[str, list[Site]]:
     found: dict[str, list[Site]] = {"error": [], "warning": [], "notice": []}
     for site in report.sites:
         if not site.own:
-            found[LEVELS.get(standing(site, report.verdict), "notice")].append(site)
+            found[LEVELS.get(get_status(site, report.verdict), "notice")].append(site)
     return found
 
 
-def _site(level: str, site: Site, report: Report) -> str:
+def _format_site(level: str, site: Site, report: Report) -> str:
     rule = BY_ID.get(site.rule)
     message = format_message(site, report.verdict)
     if site.allowed:
         message += f". Allowed: {site.allowed}"
     elif rule and level != "notice":
-        message += f". {advice(site, rule.fix)}"
-    title = f"{site.rule} {site.kind}" + "".join(f", {word}" for word in marks(site, report.verdict))
+        message += f". {format_advice(site, rule.fix)}"
+    title = f"{site.rule} {site.kind}" + "".join(f", {word}" for word in list_labels(site, report.verdict))
     if not site.file or site.file.startswith(("/", "<")):
-        return annotation(level, message, title)
-    return annotation(level, message, title, file=site.file, line=site.line)
+        return format_annotation(level, message, title)
+    return format_annotation(level, message, title, file=site.file, line=site.line)

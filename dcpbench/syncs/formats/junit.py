@@ -6,10 +6,17 @@ from collections import Counter
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
-from dcpbench.show.ci import junit, junit_case, junit_result
-from dcpbench.syncs.gating.gate import blind
+from dcpbench.show.ci import add_junit_result, format_junit, make_junit_case
+from dcpbench.syncs.gating.gate import explain_no_answer
 from dcpbench.syncs.rules import BY_ID
-from dcpbench.syncs.words import format_message, modules, sentence, standing, subject, trace_notes
+from dcpbench.syncs.words import (
+    format_message,
+    format_sentence,
+    get_site_name,
+    get_status,
+    list_dotted_names,
+    list_trace_notes,
+)
 
 if TYPE_CHECKING:
     from xml.etree.ElementTree import Element
@@ -23,7 +30,7 @@ def render(report: Report) -> str:
     A finding is a failure, an allowed site is skipped with its reason, and a trace that cannot answer is an error. The
     profiler's own sites are left out.
     """
-    sites = [_site(s, report) for s in report.sites if standing(s, report.verdict) != "own"]
+    sites = [_build_case(s, report) for s in report.sites if get_status(s, report.verdict) != "own"]
     seen: Counter[str] = Counter()
     for case in sites:  # lines of one function may share everything but the line: a number makes their names unique
         name = case.get("name", "")
@@ -33,49 +40,49 @@ def render(report: Report) -> str:
     limits = []
     for finding in report.verdict.findings:
         if not finding.fingerprint:
-            limits.append(junit_case("dcpbench.syncs.limits", finding.reason))
-            junit_result(limits[-1], "failure", finding.message, finding.message, of=finding.reason)
-    suites = {"hidden syncs": sites, "limits": limits, "traces": _traces(report)}
-    return junit("dcpbench syncs", {name: cases for name, cases in suites.items() if cases or name != "limits"})
+            limits.append(make_junit_case("dcpbench.syncs.limits", finding.reason))
+            add_junit_result(limits[-1], "failure", finding.message, finding.message, of=finding.reason)
+    suites = {"hidden syncs": sites, "limits": limits, "traces": _build_trace_cases(report)}
+    return format_junit("dcpbench syncs", {name: cases for name, cases in suites.items() if cases or name != "limits"})
 
 
-def _site(site: Site, report: Report) -> Element:
+def _build_case(site: Site, report: Report) -> Element:
     """Return a site's case; its name holds no numbers that change from run to run, as runners compare names."""
-    dotted = modules(site)[0] if site.file and site.function else PurePosixPath(site.file).stem
-    parts = (site.rule, site.kind, site.op or site.call, site.direction, f"in {subject(site)}", site.fingerprint)
+    dotted = list_dotted_names(site)[0] if site.file and site.function else PurePosixPath(site.file).stem
+    parts = (site.rule, site.kind, site.op or site.call, site.direction, f"in {get_site_name(site)}", site.fingerprint)
     classname = dotted.rpartition(".")[0] or dotted or site.range or site.kind
-    case = junit_case(classname, " ".join(p for p in parts if p), file=site.file, line=site.line)
-    rule, stands = BY_ID.get(site.rule), standing(site, report.verdict)
-    text = sentence(site) + "".join(f"\nat {frame}" for frame in site.stack)
+    case = make_junit_case(classname, " ".join(p for p in parts if p), file=site.file, line=site.line)
+    rule, stands = BY_ID.get(site.rule), get_status(site, report.verdict)
+    text = format_sentence(site) + "".join(f"\nat {frame}" for frame in site.stack)
     if rule:
         text += f"\nWhy: {rule.why}" + (f"\nCause: {site.cause}" if site.cause else "") + f"\nFix: {rule.fix}"
     if stands == "finding":
-        junit_result(case, "failure", format_message(site, report.verdict), text, of=f"{site.rule} {site.kind}")
+        add_junit_result(case, "failure", format_message(site, report.verdict), text, of=f"{site.rule} {site.kind}")
     elif stands == "allowed":
-        junit_result(case, "skipped", f"allowed: {site.allowed}")
+        add_junit_result(case, "skipped", f"allowed: {site.allowed}")
     else:
-        junit_result(case, "system-out", text=f"{stands}: {text}")
+        add_junit_result(case, "system-out", text=f"{stands}: {text}")
     return case
 
 
-def _traces(report: Report) -> list[Element]:
+def _build_trace_cases(report: Report) -> list[Element]:
     """Return a case per trace, which passes or is an error if it cannot answer; likewise for reasons that concern no
     trace.
     """
     cases = []
     blamed = set()
     for trace in report.traces:
-        case = junit_case("dcpbench.syncs.traces", trace.path)
-        reasons = [r for r in report.verdict.reasons if r == blind(trace) or r.startswith(f"{trace.path} ")]
+        case = make_junit_case("dcpbench.syncs.traces", trace.path)
+        reasons = [r for r in report.verdict.reasons if r == explain_no_answer(trace) or r.startswith(f"{trace.path} ")]
         blamed.update(reasons)
         if reasons:
-            junit_result(case, "error", "; ".join(reasons), of="cannot answer")
-        if found := trace_notes(trace):
-            junit_result(case, "system-out", text="\n".join(found))
+            add_junit_result(case, "error", "; ".join(reasons), of="cannot answer")
+        if found := list_trace_notes(trace):
+            add_junit_result(case, "system-out", text="\n".join(found))
         cases.append(case)
     for reason in report.verdict.reasons:
         if reason not in blamed:
-            case = junit_case("dcpbench.syncs.traces", "all traces")
-            junit_result(case, "error", reason, of="cannot answer")
+            case = make_junit_case("dcpbench.syncs.traces", "all traces")
+            add_junit_result(case, "error", reason, of="cannot answer")
             cases.append(case)
     return cases

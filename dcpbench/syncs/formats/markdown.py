@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dcpbench.show.ci import bullets, row
-from dcpbench.show.text import counted, markdown, markdown_code
+from dcpbench.show.ci import format_bullet_list, format_markdown_row
+from dcpbench.show.text import format_count, format_markdown_code, format_markdown_text
 from dcpbench.syncs.rules import BY_ID
 from dcpbench.syncs.words import (
     BOUND_NOTE,
     NOTHING,
-    bubble,
-    copied,
+    count_notes,
+    format_bubble,
+    format_copy,
     format_exception,
+    format_microseconds,
+    format_place,
+    format_times,
     format_trace,
-    marks,
-    microseconds,
-    notes,
-    place,
-    standing,
-    subject,
-    times,
-    waited_share,
+    format_waited_share,
+    get_site_name,
+    get_status,
+    list_labels,
 )
 
 if TYPE_CHECKING:
@@ -38,74 +38,82 @@ LEGEND = (
 
 def render(report: Report) -> str:
     """Render verdict, findings, sites, fixes, totals and coverage."""
-    allowed = [f"{markdown_code(subject(site))}: {markdown(site.allowed)}" for site in report.sites if site.allowed]
+    allowed = [
+        f"{format_markdown_code(get_site_name(site))}: {format_markdown_text(site.allowed)}"
+        for site in report.sites
+        if site.allowed
+    ]
     parts = [
-        _verdict(report),
-        _sites(report),
-        _rules(report),
-        _totals(report),
-        bullets((markdown(format_trace(trace)) for trace in report.traces), "Traces"),
-        bullets(allowed, "Allowed"),
-        bullets((markdown(t) for t in report.verdict.stale), "Of no use any more"),
-        bullets(map(markdown, notes(report)), "What this cannot show"),
+        _render_verdict(report),
+        _render_sites(report),
+        _render_rules(report),
+        _render_totals(report),
+        format_bullet_list((format_markdown_text(format_trace(trace)) for trace in report.traces), "Traces"),
+        format_bullet_list(allowed, "Allowed"),
+        format_bullet_list((format_markdown_text(t) for t in report.verdict.stale), "Of no use any more"),
+        format_bullet_list(map(format_markdown_text, count_notes(report)), "What this cannot show"),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _verdict(report: Report) -> str:
+def _render_verdict(report: Report) -> str:
     verdict = report.verdict
     heads = {
-        "clean": f"✅ No hidden synchronisation beyond what may pass{markdown(format_exception(report))}",
+        "clean": f"✅ No hidden synchronisation beyond what may pass{format_markdown_text(format_exception(report))}",
         "cannot answer": "❔ The trace cannot answer",
-        "findings": f"❌ Hidden synchronisation: {counted(len(verdict.findings), 'finding')}",
+        "findings": f"❌ Hidden synchronisation: {format_count(len(verdict.findings), 'finding')}",
     }
-    overall = [markdown(f.message) for f in verdict.findings if not f.fingerprint]
-    lines = bullets([*overall, *map(markdown, verdict.reasons)])
+    overall = [format_markdown_text(f.message) for f in verdict.findings if not f.fingerprint]
+    lines = format_bullet_list([*overall, *map(format_markdown_text, verdict.reasons)])
     return f"## {heads[verdict.status]}" + (f"\n\n{lines}" if lines else "")
 
 
-def _sites(report: Report) -> str:
+def _render_sites(report: Report) -> str:
     if not report.sites:
         return "No site was seen."
     rows = [
         HEAD,
         ("---", "---", "---", "---", *["---:"] * 6, "---"),
-        *(_row(s, report) for s in report.sites[:MAX_SITES]),
+        *(_build_row(s, report) for s in report.sites[:MAX_SITES]),
     ]
-    lines = list(map(row, rows))
+    lines = list(map(format_markdown_row, rows))
     if len(report.sites) > MAX_SITES:
         lines += ["", f"{len(report.sites) - MAX_SITES} more sites are left out here; `--format json` has them."]
     return "\n".join([*lines, "", f"{LEGEND}. {BOUND_NOTE}"])
 
 
-def _row(site: Site, report: Report) -> tuple[str, ...]:
-    where = markdown_code(subject(site)) + (f"<br>{markdown_code(place(site))}" if place(site) else "")
-    where += f"<br>called from {markdown_code(site.called_from)}" if site.called_from else ""
-    count = str(site.count) + (f"<br>{site.waited:,} waited" if waited_share(site) else "")
-    words = marks(site, report.verdict)
-    kind = f"{markdown(site.rule)}<br>{markdown(site.kind)}" + (f"<br>*{', '.join(words)}*" if words else "")
+def _build_row(site: Site, report: Report) -> tuple[str, ...]:
+    where = format_markdown_code(get_site_name(site)) + (
+        f"<br>{format_markdown_code(format_place(site))}" if format_place(site) else ""
+    )
+    where += f"<br>called from {format_markdown_code(site.called_from)}" if site.called_from else ""
+    count = str(site.count) + (f"<br>{site.waited:,} waited" if format_waited_share(site) else "")
+    words = list_labels(site, report.verdict)
+    kind = f"{format_markdown_text(site.rule)}<br>{format_markdown_text(site.kind)}" + (
+        f"<br>*{', '.join(words)}*" if words else ""
+    )
     return (
-        SIGNS[standing(site, report.verdict)],
+        SIGNS[get_status(site, report.verdict)],
         kind,
         where,
-        markdown_code(site.op or site.call) if site.op or site.call else NOTHING,
+        format_markdown_code(site.op or site.call) if site.op or site.call else NOTHING,
         count,
-        *times(site),
-        markdown(copied(site)) or NOTHING,
+        *format_times(site),
+        format_markdown_text(format_copy(site)) or NOTHING,
     )
 
 
-def _rules(report: Report) -> str:
+def _render_rules(report: Report) -> str:
     ids = dict.fromkeys(site.rule for site in report.sites if not site.own and site.rule in BY_ID)
     causes = {i: dict.fromkeys(s.cause for s in report.sites if s.rule == i and s.cause) for i in ids}
     return "\n".join(
         f"- **{BY_ID[i].id} {BY_ID[i].kind}**: {BY_ID[i].why} *Fix:* {BY_ID[i].fix}"
-        + "".join(f" *Cause:* {markdown(cause)}" for cause in causes[i])
+        + "".join(f" *Cause:* {format_markdown_text(cause)}" for cause in causes[i])
         for i in ids
     )
 
 
-def _totals(report: Report) -> str:
+def _render_totals(report: Report) -> str:
     t = report.totals
-    cost = f" · wait {microseconds(t.wait_us)} · {bubble(t.bubble_us)}" if t.sites else ""
-    return f"**{counted(t.syncs, 'synchronisation')}** at **{counted(t.sites, 'site')}**{cost}"
+    cost = f" · wait {format_microseconds(t.wait_us)} · {format_bubble(t.bubble_us)}" if t.sites else ""
+    return f"**{format_count(t.syncs, 'synchronisation')}** at **{format_count(t.sites, 'site')}**{cost}"

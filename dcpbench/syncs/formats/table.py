@@ -11,23 +11,23 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from dcpbench.show.terminal import drawn
-from dcpbench.show.text import counted, path_end
+from dcpbench.show.terminal import render_to_text
+from dcpbench.show.text import format_count, get_path_end
 from dcpbench.syncs.rules import BY_ID
 from dcpbench.syncs.words import (
     BOUND_NOTE,
-    bubble,
-    copied,
+    count_notes,
+    format_bubble,
+    format_copy,
     format_exception,
+    format_microseconds,
+    format_place,
+    format_times,
     format_trace,
-    marks,
-    microseconds,
-    notes,
-    place,
-    standing,
-    subject,
-    times,
-    waited_share,
+    format_waited_share,
+    get_site_name,
+    get_status,
+    list_labels,
 )
 
 if TYPE_CHECKING:
@@ -56,24 +56,31 @@ def render(report: Report, *, root: Path, width: int, terminal: bool) -> str:
     """
 
     def draw(console: Console) -> None:
-        sites = _sites(report, root, console.width)
-        for part in chain(sites, _rules(report), _totals(report), _lists(report), _coverage(report), _verdict(report)):
+        sites = _render_sites(report, root, console.width)
+        for part in chain(
+            sites,
+            _render_rules(report),
+            _render_totals(report),
+            _render_lists(report),
+            _render_coverage(report),
+            _render_verdict(report),
+        ):
             console.print(part)
 
-    return drawn(draw, max(width, 20), colour=terminal)
+    return render_to_text(draw, max(width, 20), colour=terminal)
 
 
-def _sites(report: Report, root: Path, width: int) -> Iterator[RenderableType]:
+def _render_sites(report: Report, root: Path, width: int) -> Iterator[RenderableType]:
     if not report.sites:
         yield from () if report.verdict.reasons else ("No synchronisation was seen.",)
     elif width >= NARROW:
-        yield _table(report, root, width)
+        yield _build_table(report, root, width)
     else:
         for site in report.sites:
-            yield from _block(site, report, root, width - 4)
+            yield from _render_block(site, report, root, width - 4)
 
 
-def _table(report: Report, root: Path, width: int) -> Table:
+def _build_table(report: Report, root: Path, width: int) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), expand=False)
     table.add_column("rule", max_width=20)
     table.add_column("function (file:line)", overflow="fold", ratio=1)
@@ -82,67 +89,68 @@ def _table(report: Report, root: Path, width: int) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("copy", overflow="fold", max_width=14)
     for site in report.sites:
-        words = marks(site, report.verdict)
+        words = list_labels(site, report.verdict)
         kind = [site.rule, site.kind, *([f"[{', '.join(words)}]"] if words else [])]
         table.add_row(
-            Text("\n".join(kind), style=_style(site, report)),
-            _where(site, root, width // 3),
-            Text(_op(site)),
-            f"{site.count}\n{site.waited:,} waited" if waited_share(site) else str(site.count),
-            *times(site, "\n"),
-            Text(copied(site, "\n")),
+            Text("\n".join(kind), style=_get_style(site, report)),
+            _format_where(site, root, width // 3),
+            Text(_get_op(site)),
+            f"{site.count}\n{site.waited:,} waited" if format_waited_share(site) else str(site.count),
+            *format_times(site, "\n"),
+            Text(format_copy(site, "\n")),
         )
     return table
 
 
-def _style(site: Site, report: Report) -> str:
-    return STYLES.get(standing(site, report.verdict), "dim")
+def _get_style(site: Site, report: Report) -> str:
+    return STYLES.get(get_status(site, report.verdict), "dim")
 
 
-def _where(site: Site, root: Path, room: int) -> Text:
+def _format_where(site: Site, root: Path, width: int) -> Text:
     """Format the function and, below it, the place as a link."""
-    text = Text(subject(site), style="bold")
-    if place(site):
+    text = Text(get_site_name(site), style="bold")
+    if format_place(site):
         text.append("\n")
-        text.append_text(_link(site, root, room))
+        text.append_text(_format_link(site, root, width))
     if site.called_from:
         text.append(f"\ncalled from {site.called_from}", style=Style(bold=False))
     return text
 
 
-def _link(site: Site, root: Path, room: int) -> Text:
+def _format_link(site: Site, root: Path, width: int) -> Text:
     path, link = root / site.file, None
     with contextlib.suppress(OSError, ValueError):
         if path.is_absolute() and path.is_file():  # the program may have run on another machine
             link = f"{path.as_uri()}#{site.line or 1}"
-    return Text(path_end(place(site), room), style=Style(bold=False, link=link))
+    return Text(get_path_end(format_place(site), width), style=Style(bold=False, link=link))
 
 
-def _block(site: Site, report: Report, root: Path, room: int) -> Iterator[Text]:
+def _render_block(site: Site, report: Report, root: Path, width: int) -> Iterator[Text]:
     """Format a site for a narrow terminal."""
-    words = marks(site, report.verdict)
-    head = Text(f"{site.rule} {site.kind}", style=_style(site, report) + " bold")
+    words = list_labels(site, report.verdict)
+    head = Text(f"{site.rule} {site.kind}", style=_get_style(site, report) + " bold")
     yield head.append(f" [{', '.join(words)}]" if words else "")
-    for line in _where(site, root, room).split("\n"):
+    for line in _format_where(site, root, width).split("\n"):
         yield Text("  ").append_text(line)
-    each, total, median, p99, _ = times(site)
+    each, total, median, p99, _ = format_times(site)
     steps = "" if site.count_per_step is None else f" ({each} per step)"
     facts = (
-        f"op {_op(site)}" if _op(site) else "",
-        f"{counted(site.count, 'time')}{steps}" + (f", {waited_share(site)}" if waited_share(site) else ""),
+        f"op {_get_op(site)}" if _get_op(site) else "",
+        f"{format_count(site.count, 'time')}{steps}"
+        + (f", {format_waited_share(site)}" if format_waited_share(site) else ""),
         f"wait {total}, median {median}, p99 {p99}",
-        bubble(site.bubble_us),
-        f"copy {copied(site)}" if copied(site) else "",
+        format_bubble(site.bubble_us),
+        f"copy {format_copy(site)}" if format_copy(site) else "",
     )
     yield from (Text(f"  {fact}") for fact in facts if fact)
 
 
-def _op(site: Site) -> str:
+def _get_op(site: Site) -> str:
     """Return the operator without torch's namespace, or the blocking call."""
     return site.op.removeprefix("aten::") or site.call
 
 
-def _rules(report: Report) -> Iterator[RenderableType]:
+def _render_rules(report: Report) -> Iterator[RenderableType]:
     """Yield each kind that occurs: why it waits, the usual fix, and the cause if the trace shows one."""
     for rule_id in dict.fromkeys(site.rule for site in report.sites if not site.own):
         rule = BY_ID.get(rule_id)
@@ -154,25 +162,25 @@ def _rules(report: Report) -> Iterator[RenderableType]:
     yield ""
 
 
-def _totals(report: Report) -> Iterator[str]:
+def _render_totals(report: Report) -> Iterator[str]:
     t = report.totals
-    cost = f", wait {microseconds(t.wait_us)}, {bubble(t.bubble_us)}" if t.sites else ""
-    yield f"Total: {counted(t.syncs, 'synchronisation')} at {counted(t.sites, 'site')}{cost}."
+    cost = f", wait {format_microseconds(t.wait_us)}, {format_bubble(t.bubble_us)}" if t.sites else ""
+    yield f"Total: {format_count(t.syncs, 'synchronisation')} at {format_count(t.sites, 'site')}{cost}."
     if t.bubble_us is not None:
         yield BOUND_NOTE
 
 
-def _lists(report: Report) -> Iterator[Text]:
+def _render_lists(report: Report) -> Iterator[Text]:
     """Yield what is allowed and why, and which permissions are of no use."""
-    yield from (Text(f"allowed: {subject(site)}: {site.allowed}") for site in report.sites if site.allowed)
+    yield from (Text(f"allowed: {get_site_name(site)}: {site.allowed}") for site in report.sites if site.allowed)
     yield from (Text(f"of no use: {text}", style="yellow") for text in report.verdict.stale)
 
 
-def _coverage(report: Report) -> Iterator[RenderableType]:
+def _render_coverage(report: Report) -> Iterator[RenderableType]:
     """Yield what was seen, always: a detector that saw nothing must not look like a program that does nothing."""
     yield ""
     yield from (Text(format_trace(trace)) for trace in report.traces)
-    found = notes(report)
+    found = count_notes(report)
     if found:
         yield Text("What this cannot show:", style="bold")
     for note, count in found.items():
@@ -180,20 +188,20 @@ def _coverage(report: Report) -> Iterator[RenderableType]:
         yield Text(f"  - {note}{some}")
 
 
-def _verdict(report: Report) -> Iterator[RenderableType]:
+def _render_verdict(report: Report) -> Iterator[RenderableType]:
     """Yield the verdict; it comes last, where readers look for it."""
     verdict = report.verdict
     yield ""
     yield from (Text(f"- {finding.message}", style=STYLES["finding"]) for finding in verdict.findings)
     yield from (Text(f"- {reason}", style=STYLES["counted"]) for reason in verdict.reasons)
-    yield Text(summary(report), style=STATUS[verdict.status])
+    yield Text(format_summary(report), style=STATUS[verdict.status])
 
 
-def summary(report: Report) -> str:
+def format_summary(report: Report) -> str:
     """Format the verdict in one line."""
     verdict = report.verdict
     if verdict.status == "findings":
-        return f"{counted(len(verdict.findings), 'finding')}: exit code {verdict.exit_code}."
+        return f"{format_count(len(verdict.findings), 'finding')}: exit code {verdict.exit_code}."
     if verdict.status == "cannot answer":
         seen = "" if report.sites else " No synchronisation was seen in what was recorded."
         return f"This cannot be answered: exit code {verdict.exit_code}.{seen}"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from dcpbench.errors import UsageError
-from dcpbench.show.text import printable
+from dcpbench.show.text import make_printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -61,14 +61,14 @@ class Baseline(msgspec.Struct, kw_only=True):
     """Operators that a dry run accepts although it was never measured whether they wait."""
 
 
-def make(sites: Iterable[Site], detector: Detector = "scan", unmeasured: Iterable[str] = ()) -> Baseline:
+def build_baseline(sites: Iterable[Site], detector: Detector = "scan", unmeasured: Iterable[str] = ()) -> Baseline:
     """Return the baseline of sites that count; sites with the same fingerprint are one entry."""
-    entries = [entry(group) for group in by_fingerprint(sites).values()]
+    entries = [build_entry(group) for group in group_by_fingerprint(sites).values()]
     entries.sort(key=lambda e: (e.file, e.function, e.rule, e.op, e.fingerprint))
     return Baseline(baseline_version=VERSION, detector=detector, sites=entries, unmeasured=sorted(set(unmeasured)))
 
 
-def by_fingerprint(sites: Iterable[Site]) -> dict[str, list[Site]]:
+def group_by_fingerprint(sites: Iterable[Site]) -> dict[str, list[Site]]:
     """Group sites by fingerprint, which lines of one function may share."""
     same: dict[str, list[Site]] = {}
     for site in sites:
@@ -76,11 +76,11 @@ def by_fingerprint(sites: Iterable[Site]) -> dict[str, list[Site]]:
     return same
 
 
-def entry(sites: Sequence[Site]) -> Entry:
+def build_entry(sites: Sequence[Site]) -> Entry:
     """Return the baseline entry of sites that share a fingerprint."""
     first = sites[0]
     steps = [s.count_per_step for s in sites if s.count_per_step is not None]
-    texts = {name: printable(getattr(first, name)) for name in ("file", "function", "op", "direction", "range")}
+    texts = {name: make_printable(getattr(first, name)) for name in ("file", "function", "op", "direction", "range")}
     return Entry(
         fingerprint=first.fingerprint,
         rule=first.rule,
@@ -101,32 +101,32 @@ def _add_phases(sites: Iterable[Site]) -> dict[str, float]:
     return {phase: round(count, DIGITS) for phase, count in sorted(totals.items())}
 
 
-def read(path: Path, detector: Detector = "scan") -> Baseline:
+def read_baseline(path: Path, detector: Detector = "scan") -> Baseline:
     """Read a baseline. Raise UsageError if it does not exist, cannot be understood or is another detector's."""
     try:
         baseline = msgspec.json.decode(path.read_bytes(), type=Baseline)
     except FileNotFoundError as e:
-        raise UsageError(f"There is no baseline {path}: write one with `{_command(path, detector)}`.") from e
+        raise UsageError(f"There is no baseline {path}: write one with `{_format_command(path, detector)}`.") from e
     except OSError as e:
         raise UsageError(f"The baseline {path} cannot be read ({e.strerror}).") from e
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise UsageError(
-            f"{path} is no baseline ({e}); make it again with `{_command(path, detector, ' --force')}`."
+            f"{path} is no baseline ({e}); make it again with `{_format_command(path, detector, ' --force')}`."
         ) from e
     if baseline.baseline_version != VERSION:
         raise UsageError(
             f"{path} is a baseline of version {baseline.baseline_version}, this program reads version {VERSION}; "
-            f"make it again with `{_command(path, baseline.detector, ' --force')}`."
+            f"make it again with `{_format_command(path, baseline.detector, ' --force')}`."
         )
     if baseline.detector != detector:
         other = path.with_name(f"{path.stem}-{detector}{path.suffix}")
         raise UsageError(
             f"{path} is a baseline of {SOURCES[baseline.detector]}, which names operators and copies differently from "
-            f"{SOURCES[detector]}: write another one with `{_command(other, detector)}` and give it with --baseline, or in "
+            f"{SOURCES[detector]}: write another one with `{_format_command(other, detector)}` and give it with --baseline, or in "
             f"pyproject.toml as {KEYS[detector]}."
         )
     return baseline
 
 
-def _command(path: Path, detector: Detector, force: str = "") -> str:
+def _format_command(path: Path, detector: Detector, force: str = "") -> str:
     return COMMANDS[detector].format(path=shlex.quote(str(path)), force=force)

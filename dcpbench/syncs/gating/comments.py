@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dcpbench.syncs.model import Site
 
 COMMENT = re.compile(r"#\s*dcpbench:\s*allow-sync\b(?:\s*\((?P<reason>.*)\))?")
-LARGEST = 4 << 20
+MAX_SOURCE_BYTES = 4 << 20
 """Maximum bytes of a source file; a larger one was made by a program."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
@@ -47,23 +47,23 @@ class Comments:
     """Read the comments of the repository at `root`; each file is read once."""
 
     def __init__(self, root: Path) -> None:
-        self._source = functools.cache(functools.partial(_read, root))
+        self._source = functools.cache(functools.partial(_read_source, root))
 
-    def find(self, site: Site) -> Note | None:
+    def find_comment(self, site: Site) -> Note | None:
         """Return the comment that allows the site; None if there is no file, line or comment."""
         source = self._source(site.file) if site.file and site.line is not None else None
         if source is None or site.line is None or not source.notes:
             return None
-        lines = _lines(source, site.line, call=site.line_is == "call")
+        lines = _list_lines(source, site.line, call=site.line_is == "call")
         found = [source.notes[line] for line in lines if line in source.notes]
         return next((note for note in found if note.reason), found[0] if found else None)
 
 
-def _read(root: Path, file: str) -> _Source | None:
+def _read_source(root: Path, file: str) -> _Source | None:
     """Return comments and syntax of a file; None if it is not in the repository or cannot be read."""
     try:
         path = (root / file).resolve()
-        if not path.is_relative_to(root.resolve()) or not path.is_file() or path.stat().st_size > LARGEST:
+        if not path.is_relative_to(root.resolve()) or not path.is_file() or path.stat().st_size > MAX_SOURCE_BYTES:
             return None
         with tokenize.open(path) as f:
             text = f.read()
@@ -87,22 +87,26 @@ def _read(root: Path, file: str) -> _Source | None:
     return source
 
 
-def _lines(source: _Source, line: int, *, call: bool) -> list[int]:
+def _list_lines(source: _Source, line: int, *, call: bool) -> list[int]:
     """Return the lines on which a comment would apply to the site."""
     if source.tree is None:
         return [line]
     functions = [node for node in ast.walk(source.tree) if isinstance(node, Function)]
     if not call:
         # Lambdas and functions may share a line; the trace does not show which of them it was.
-        begin = [f for f in functions if line in (_first(f), f.lineno)]
-        return [n for f in begin for n in (*_above(source, _first(f)), *_own_lines(f, functions))]
-    around = [f for f in functions if _first(f) <= line <= _last(f)]
-    headers = [n for f in around for n in (*_above(source, _first(f)), *_header(f))]
-    first, last = _statement(source.tree, line)
-    return [*range(first, last + 1), *_above(source, first), *headers]
+        begin = [f for f in functions if line in (_get_first_line(f), f.lineno)]
+        return [
+            n
+            for f in begin
+            for n in (*_list_comments_above(source, _get_first_line(f)), *_list_own_lines(f, functions))
+        ]
+    around = [f for f in functions if _get_first_line(f) <= line <= _get_last_line(f)]
+    headers = [n for f in around for n in (*_list_comments_above(source, _get_first_line(f)), *_get_header_lines(f))]
+    first, last = _find_statement(source.tree, line)
+    return [*range(first, last + 1), *_list_comments_above(source, first), *headers]
 
 
-def _statement(tree: ast.Module, line: int) -> tuple[int, int]:
+def _find_statement(tree: ast.Module, line: int) -> tuple[int, int]:
     """Return first and last line of the statement around a line; of a compound statement only the
     part before its body.
     """
@@ -111,13 +115,13 @@ def _statement(tree: ast.Module, line: int) -> tuple[int, int]:
         if not isinstance(node, ast.stmt):
             continue
         body = [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)]
-        last = max(node.lineno, body[0].lineno - 1) if body else _last(node)
+        last = max(node.lineno, body[0].lineno - 1) if body else _get_last_line(node)
         if node.lineno <= line <= last:
             best = (node.lineno, last)  # ast.walk goes from the outside in
     return best
 
 
-def _above(source: _Source, line: int) -> list[int]:
+def _list_comments_above(source: _Source, line: int) -> list[int]:
     """Return the comment lines directly above a line."""
     found = []
     while line - 1 in source.alone:
@@ -126,26 +130,28 @@ def _above(source: _Source, line: int) -> list[int]:
     return found
 
 
-def _header(function: Function) -> range:
+def _get_header_lines(function: Function) -> range:
     """Return the lines of decorators and signature; for a lambda all of it."""
     if isinstance(function, ast.Lambda):
-        return range(function.lineno, _last(function) + 1)
-    return range(_first(function), function.body[0].lineno)
+        return range(function.lineno, _get_last_line(function) + 1)
+    return range(_get_first_line(function), function.body[0].lineno)
 
 
-def _own_lines(function: Function, functions: list[Function]) -> list[int]:
+def _list_own_lines(function: Function, functions: list[Function]) -> list[int]:
     """Return the lines of a function without those of the functions defined in it."""
-    first, last = _first(function), _last(function)
-    inner = [f for f in functions if f is not function and first < _first(f) and _last(f) <= last]
-    nested = {n for f in inner if not isinstance(f, ast.Lambda) for n in range(_first(f), _last(f) + 1)}
+    first, last = _get_first_line(function), _get_last_line(function)
+    inner = [f for f in functions if f is not function and first < _get_first_line(f) and _get_last_line(f) <= last]
+    nested = {
+        n for f in inner if not isinstance(f, ast.Lambda) for n in range(_get_first_line(f), _get_last_line(f) + 1)
+    }
     return [n for n in range(first, last + 1) if n not in nested]
 
 
-def _first(function: Function) -> int:
+def _get_first_line(function: Function) -> int:
     """Return Python's `co_firstlineno`: the first decorator's line, if there is one."""
     decorators = [] if isinstance(function, ast.Lambda) else function.decorator_list
     return min([function.lineno, *(d.lineno for d in decorators)])
 
 
-def _last(node: ast.stmt | Function) -> int:
+def _get_last_line(node: ast.stmt | Function) -> int:
     return node.end_lineno or node.lineno

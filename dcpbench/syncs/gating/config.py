@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from dcpbench.errors import UsageError
-from dcpbench.syncs.words import modules
+from dcpbench.syncs.words import list_dotted_names
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ FILE = "pyproject.toml"
 TABLE = "[tool.dcpbench.syncs]"
 GLOBS = ("function", "range", "file")
 KEYS = ("allow", "max-per-step", "max-bubble-us", "baseline", "dry-run-baseline", "step-range")
-LONGEST_REASON = 300
+MAX_REASON_CHARS = 300
 EXAMPLE = '{ function = "engine.sampler.*", reason = "tokens leave the GPU here", expires = 2026-12-31 }'
 
 
@@ -44,14 +44,14 @@ class Allow:
 
     def matches(self, site: Site) -> bool:
         """Return True if the permission covers the site."""
-        names = [*modules(site), *([site.range] if self.or_range and site.range else [])]
+        names = [*list_dotted_names(site), *([site.range] if self.or_range and site.range else [])]
         return (
             (not self.function or any(fnmatchcase(name, self.function) for name in names))
             and (not self.range or (bool(site.range) and fnmatchcase(site.range, self.range)))
             and (not self.file or (bool(site.file) and fnmatchcase(site.file, self.file)))
         )
 
-    def name(self) -> str:
+    def format_name(self) -> str:
         """Return the permission as it is written in its source, for messages."""
         globs = [(key, getattr(self, key)) for key in GLOBS]
         return f"{self.source} " + ", ".join(f'{key} = "{value}"' for key, value in globs if value)
@@ -84,13 +84,13 @@ def find_config(start: Path, root: Path) -> Config:
     """
     upwards = [folder for folder in (start, *start.parents) if folder.is_relative_to(root)]
     for folder in dict.fromkeys([*upwards, root]):
-        table = _table(folder / FILE)
+        table = _read_table(folder / FILE)
         if table is not None:
-            return _config(table, folder / FILE)
+            return _parse_config(table, folder / FILE)
     return Config()
 
 
-def _table(path: Path) -> Mapping[str, object] | None:
+def _read_table(path: Path) -> Mapping[str, object] | None:
     """Return the dcpbench table of a file; None if the file or the table is missing."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -101,7 +101,7 @@ def _table(path: Path) -> Mapping[str, object] | None:
     except RecursionError as e:
         raise UsageError(f"{path} is not TOML: it is nested too deep.") from e
     except ValueError as e:  # of TOML, of UTF-8, and of numbers that Python does not read
-        raise UsageError(f"{path} is not TOML: {str(e)[:LONGEST_REASON].rstrip('.')}.") from e
+        raise UsageError(f"{path} is not TOML: {str(e)[:MAX_REASON_CHARS].rstrip('.')}.") from e
     for key in ("tool", "dcpbench"):
         inner = content.get(key)
         if not isinstance(inner, dict):
@@ -113,37 +113,37 @@ def _table(path: Path) -> Mapping[str, object] | None:
     return table
 
 
-def _config(table: Mapping[str, object], path: Path) -> Config:
+def _parse_config(table: Mapping[str, object], path: Path) -> Config:
     where = f"{path} {TABLE}"
     _check_keys(table, KEYS, where)
     entries = table.get("allow", [])
     if not isinstance(entries, list):
         raise UsageError(f"{where}: allow must be a list of tables, such as allow = [{EXAMPLE}].")
     return Config(
-        allow=tuple(_allow(entry, f"{where}: allow[{n}]") for n, entry in enumerate(entries)),
-        max_per_step=_number(table, "max-per-step", where),
-        max_bubble_us=_number(table, "max-bubble-us", where),
-        baseline=_path(table, "baseline", path),
-        dry_run_baseline=_path(table, "dry-run-baseline", path),
-        step_range=_text(table, "step-range", where) or None,
+        allow=tuple(_parse_allow(entry, f"{where}: allow[{n}]") for n, entry in enumerate(entries)),
+        max_per_step=_parse_number(table, "max-per-step", where),
+        max_bubble_us=_parse_number(table, "max-bubble-us", where),
+        baseline=_parse_path(table, "baseline", path),
+        dry_run_baseline=_parse_path(table, "dry-run-baseline", path),
+        step_range=_parse_text(table, "step-range", where) or None,
     )
 
 
-def _path(table: Mapping[str, object], key: str, path: Path) -> Path | None:
+def _parse_path(table: Mapping[str, object], key: str, path: Path) -> Path | None:
     """Return a path that is relative to the folder of pyproject.toml; None without the key."""
-    text = _text(table, key, f"{path} {TABLE}")
+    text = _parse_text(table, key, f"{path} {TABLE}")
     return path.parent / text if text else None
 
 
-def _allow(entry: object, where: str) -> Allow:
+def _parse_allow(entry: object, where: str) -> Allow:
     """Return one entry of the list; raise UsageError with the accepted form."""
     if not isinstance(entry, dict):
         raise UsageError(f"{where} must be a table, such as {EXAMPLE}.")
     _check_keys(entry, (*GLOBS, "reason", "expires"), where)
-    globs: dict[str, Any] = {key: _text(entry, key, where) for key in GLOBS}
+    globs: dict[str, Any] = {key: _parse_text(entry, key, where) for key in GLOBS}
     if not any(globs.values()):
         raise UsageError(f"{where} allows nothing: give function, range or file, such as {EXAMPLE}.")
-    reason = _text(entry, "reason", where).strip()
+    reason = _parse_text(entry, "reason", where).strip()
     if not reason:
         raise UsageError(f"{where} has no reason: say why this may synchronise, such as {EXAMPLE}.")
     expires = entry.get("expires")
@@ -152,31 +152,31 @@ def _allow(entry: object, where: str) -> Allow:
     return Allow(**globs, reason=reason, expires=expires, source=where.rpartition(" ")[2])
 
 
-def _text(table: Mapping[str, object], key: str, where: str) -> str:
+def _parse_text(table: Mapping[str, object], key: str, where: str) -> str:
     value = table.get(key, "")
     if not isinstance(value, str):
-        _wrong(where, key, f'a text in quotes, such as {key} = "…"')
+        _raise_usage_error(where, key, f'a text in quotes, such as {key} = "…"')
     return value
 
 
-def _number(table: Mapping[str, object], key: str, where: str) -> float | None:
+def _parse_number(table: Mapping[str, object], key: str, where: str) -> float | None:
     value = table.get(key)
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-        _wrong(where, key, f"a number that is not negative, such as {key} = 2")
+        _raise_usage_error(where, key, f"a number that is not negative, such as {key} = 2")
     try:
         return float(value)
     except OverflowError:
-        _wrong(where, key, f"a number that a limit can be, such as {key} = 2")
+        _raise_usage_error(where, key, f"a number that a limit can be, such as {key} = 2")
 
 
-def _wrong(where: str, key: str, should: str) -> NoReturn:
+def _raise_usage_error(where: str, key: str, should: str) -> NoReturn:
     raise UsageError(f"{where}: {key} must be {should}.")
 
 
 def _check_keys(table: Mapping[str, object], known: Sequence[str], where: str) -> None:
     unknown = [key for key in table if key not in known]
     if unknown:
-        listed = ("key " if len(unknown) == 1 else "keys ") + ", ".join(unknown)[:LONGEST_REASON]
+        listed = ("key " if len(unknown) == 1 else "keys ") + ", ".join(unknown)[:MAX_REASON_CHARS]
         raise UsageError(f"{where}: unknown {listed}; it knows {', '.join(known)}.")

@@ -17,12 +17,18 @@ from dcpbench.errors import ExitCode, UsageError
 from dcpbench.show import text
 from dcpbench.syncs.gating import baseline as baselines
 from dcpbench.syncs.gating.comments import Comments
-from dcpbench.syncs.gating.unseen import unseen_parts
-from dcpbench.syncs.model import Finding, Verdict, order
+from dcpbench.syncs.gating.unseen import explain_unseen_parts
+from dcpbench.syncs.model import Finding, Verdict, get_sort_key
 from dcpbench.syncs.ranks import find_missing
 from dcpbench.syncs.sites import count_in_phase, find_worst_phase
 from dcpbench.syncs.steps import HOW_TO_MARK
-from dcpbench.syncs.words import microseconds, per_step, place, sentence, subject
+from dcpbench.syncs.words import (
+    format_count_per_step,
+    format_microseconds,
+    format_place,
+    format_sentence,
+    get_site_name,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,7 +44,7 @@ SLACK = 1e-3
 DAMAGED = "ends early or is damaged, so that syncs may be missing: record it again, with fewer steps"
 """Reason for a trace that gives none itself."""
 UNUSED = "baseline: the operator {name} was not used, or has been measured since: write the baseline again."
-NAMED = 3
+MAX_SITES_NAMED = 3
 """Sites that a message about a sum names."""
 MAX_RANKS_NAMED = 8
 """Ranks that a message about missing traces lists."""
@@ -60,25 +66,27 @@ class Gate:
     """Each rank of the program must have a trace, as a server's profiler writes all of them."""
 
 
-def judge(report: Report, gate: Gate, *, today: dt.date | None = None) -> Verdict:
+def compute_verdict(report: Report, gate: Gate, *, today: dt.date | None = None) -> Verdict:
     """Return the verdict on a report and set `allowed` of its sites; the report's own verdict is not read.
 
     Entries expire by `today`, which is today in UTC where it is not given.
     """
-    stale = permit(report, gate, today or dt.datetime.now(tz=dt.UTC).date())
-    counted = sorted(filter(counts, report.sites), key=order)
+    stale = apply_permissions(report, gate, today or dt.datetime.now(tz=dt.UTC).date())
+    counted = sorted(filter(can_be_finding, report.sites), key=get_sort_key)
     findings = []
     if gate.baseline is None and gate.max_per_step is None and gate.max_bubble_us is None:
-        findings = [Finding(reason="sync", message=sentence(s), fingerprint=s.fingerprint) for s in counted]
-    reasons = [reason for trace in report.traces if (reason := blind(trace))]
+        findings = [Finding(reason="sync", message=format_sentence(s), fingerprint=s.fingerprint) for s in counted]
+    reasons = [reason for trace in report.traces if (reason := explain_no_answer(trace))]
     reasons += explain_missing(report.traces, all_ranks=gate.all_ranks)
     known = gate.baseline.unmeasured if gate.baseline else ()
-    reasons += [reason for trace in report.traces for reason in unseen_parts(trace, known)]
+    reasons += [reason for trace in report.traces for reason in explain_unseen_parts(trace, known)]
     if not report.traces:
         reasons.append("Nothing was recorded: no trace was read.")
     reasons += explain_guesses(report)
     for found in chain(
-        _against_baseline(counted, report, gate), _per_step(counted, report, gate), _bubble(counted, gate)
+        _compare_with_baseline(counted, report, gate),
+        _check_per_step(counted, report, gate),
+        _check_bubble(counted, gate),
     ):
         if isinstance(found, Finding):
             findings.append(found)
@@ -86,7 +94,7 @@ def judge(report: Report, gate: Gate, *, today: dt.date | None = None) -> Verdic
             reasons.append(found)
     if gate.baseline:
         here = {s.fingerprint for s in report.sites}
-        stale += [_gone(e) for e in gate.baseline.sites if e.fingerprint not in here]
+        stale += [_explain_gone(e) for e in gate.baseline.sites if e.fingerprint not in here]
         used = {name for trace in report.traces for name in trace.coverage.unmeasured}
         stale += [UNUSED.format(name=name) for name in gate.baseline.unmeasured if name not in used]
     allowed = {s.fingerprint: s.allowed for s in report.sites if s.allowed}
@@ -98,27 +106,29 @@ def judge(report: Report, gate: Gate, *, today: dt.date | None = None) -> Verdic
     return verdict
 
 
-def counts(site: Site) -> bool:
+def can_be_finding(site: Site) -> bool:
     """Return whether a site can be a finding."""
     return not (site.own or site.may_block or site.warmup_only or site.allowed)
 
 
-def permit(report: Report, gate: Gate, today: dt.date) -> list[str]:
+def apply_permissions(report: Report, gate: Gate, today: dt.date) -> list[str]:
     """Set `allowed` of each site that has permission and return sentences about stale permissions."""
     sites = [s for s in report.sites if not s.own]
     stale = []
     for entry in gate.allow:
         matched = [s for s in sites if entry.matches(s)]
         if entry.expires and today > entry.expires:
-            stale.append(f"{entry.name()} expired on {entry.expires}: remove the synchronisation, or give a new date.")
+            stale.append(
+                f"{entry.format_name()} expired on {entry.expires}: remove the synchronisation, or give a new date."
+            )
         elif not matched:
-            stale.append(f"{entry.name()} matched nothing: remove it.")
+            stale.append(f"{entry.format_name()} matched nothing: remove it.")
         else:
             for site in matched:
                 site.allowed = site.allowed or entry.reason
     comments = Comments(gate.root)
     for site in sites:
-        note = comments.find(site)
+        note = comments.find_comment(site)
         if note and not note.reason:
             stale.append(f"{site.file}:{note.line}: allow-sync allows nothing without a reason: allow-sync(reason).")
         elif note:
@@ -126,12 +136,12 @@ def permit(report: Report, gate: Gate, today: dt.date) -> list[str]:
     return list(dict.fromkeys(stale))
 
 
-def blind(trace: TraceSummary) -> str:
+def explain_no_answer(trace: TraceSummary) -> str:
     """Return why a trace cannot answer, with the option to use; empty if it can, or if it is that of a front end."""
     seen = trace.coverage
     if seen.detector == "dry-run" and not seen.complete:
         return f"{trace.path} did not run to its end, so what would come after it is unknown: see its error above."
-    if seen.detector == "dry-run" and not seen.ops and not unseen_parts(trace):
+    if seen.detector == "dry-run" and not seen.ops and not explain_unseen_parts(trace):
         return (
             f"{trace.path} put nothing on the virtual GPU: let it use device='cuda', or give --assume-device where it "
             "names no device."
@@ -169,7 +179,7 @@ def _explain_missing(missing: MissingRanks) -> str:
     labels = {"data-parallel rank": missing.group.dp, "pipeline stage": missing.group.pp}
     where = "".join(f" in {name} {rank}" for name, rank in labels.items() if rank is not None)
     return (
-        f"No trace of {ranks}{where} of {missing.of} was read, and it may hold waits that the others do not have: give the "
+        f"No trace of {ranks}{where} of {missing.group_size} was read, and it may hold waits that the others do not have: give the "
         "traces of all ranks, or the file of one rank alone."
     )
 
@@ -183,34 +193,34 @@ def explain_guesses(report: Report) -> Iterator[str]:
             family = trace.coverage.steps_from
             pattern = "^" + re.escape(family).replace("\\ ", " ")
             yield (
-                f"{trace.path} has waits at {text.counted(len(sites), 'site')} that lie before or in the first of the ranges "
-                f"'{family}N' only ({_where(sites[0])}). They are warm-up if these ranges are steps, which is a guess: give "
+                f"{trace.path} has waits at {text.format_count(len(sites), 'site')} that lie before or in the first of the ranges "
+                f"'{family}N' only ({_format_where(sites[0])}). They are warm-up if these ranges are steps, which is a guess: give "
                 f"--step-range {shlex.quote(pattern)} if they are, else name the ranges that are."
             )
 
 
-def _against_baseline(counted: Sequence[Site], report: Report, gate: Gate) -> Iterator[Finding | str]:
+def _compare_with_baseline(counted: Sequence[Site], report: Report, gate: Gate) -> Iterator[Finding | str]:
     """Yield new sites, sites that occur more often than in the baseline, and sentences on what cannot be compared."""
     if gate.baseline is None:
         return
     entries = {e.fingerprint: e for e in gate.baseline.sites}
-    for fingerprint, sites in baselines.by_fingerprint(counted).items():
-        entry, now, worst = entries.get(fingerprint), baselines.entry(sites), sentence(sites[0])
+    for fingerprint, sites in baselines.group_by_fingerprint(counted).items():
+        entry, now, worst = entries.get(fingerprint), baselines.build_entry(sites), format_sentence(sites[0])
         if entry is None:
             yield Finding(reason="new", message=f"new {worst}", fingerprint=fingerprint)
         elif entry.count_per_step is not None and now.count_per_step is None:
-            yield from _no_steps(report, "the baseline counts per step")
+            yield from _explain_no_steps(report, "the baseline counts per step")
             yield f"{worst}: lies in no step here, and the baseline counts it per step."
-        elif more := _more(now, entry, sum(s.count for s in sites)):
+        elif more := _describe_growth(now, entry, sum(s.count for s in sites)):
             yield Finding(reason="more", message=f"{worst}; {more}", fingerprint=fingerprint)
 
 
-def _more(now: Entry, entry: Entry, count: int) -> str:
+def _describe_growth(now: Entry, entry: Entry, count: int) -> str:
     """Return what has grown, as text; empty if nothing has."""
     if entry.count_per_step is not None and now.count_per_step is not None:
         grown = [
-            f"{per_step(count)} per {phase}step here, {per_step(before)} in the baseline"
-            for phase, count, before in _phases_to_compare(now, entry)
+            f"{format_count_per_step(count)} per {phase}step here, {format_count_per_step(before)} in the baseline"
+            for phase, count, before in _list_shared_phases(now, entry)
             if count > before + SLACK
         ]
         if now.outside > entry.outside:
@@ -220,7 +230,7 @@ def _more(now: Entry, entry: Entry, count: int) -> str:
     return f"{count} in all here, {before} in the baseline" if count > before else ""
 
 
-def _phases_to_compare(now: Entry, entry: Entry) -> list[tuple[str, float, float]]:
+def _list_shared_phases(now: Entry, entry: Entry) -> list[tuple[str, float, float]]:
     """Return (phase and a blank, count per step here, count per step in the baseline) of each phase that both know."""
     both = [phase for phase in now.count_per_phase if phase in entry.count_per_phase]
     if not both:
@@ -228,17 +238,17 @@ def _phases_to_compare(now: Entry, entry: Entry) -> list[tuple[str, float, float
     return [(f"{phase} ", now.count_per_phase[phase], entry.count_per_phase[phase]) for phase in both]
 
 
-def _per_step(counted: Sequence[Site], report: Report, gate: Gate) -> Iterator[Finding | str]:
+def _check_per_step(counted: Sequence[Site], report: Report, gate: Gate) -> Iterator[Finding | str]:
     """Compare the sum over all sites, in the phase that has most, with --max-per-step."""
     limit = gate.max_per_step
     if limit is None:
         return
-    yield from _no_steps(report, "--max-per-step counts per step")
+    yield from _explain_no_steps(report, "--max-per-step counts per step")
     phase, total = find_worst_phase(counted)
     if total > limit + SLACK:
-        named = _most([(count_in_phase(s, phase), s) for s in counted], per_step)
+        named = _format_largest([(count_in_phase(s, phase), s) for s in counted], format_count_per_step)
         step = f"{phase} step" if phase else "step"
-        message = f"{per_step(total)} synchronisations per {step}, the limit is {per_step(limit)}: {named}"
+        message = f"{format_count_per_step(total)} synchronisations per {step}, the limit is {format_count_per_step(limit)}: {named}"
         yield Finding(reason="per-step", message=message)
     yield from _explain_outside(counted)
 
@@ -249,13 +259,13 @@ def _explain_outside(counted: Sequence[Site]) -> Iterator[str]:
     if outside:
         waits = sum(s.outside for s in outside)
         yield (
-            f"{text.counted(waits, 'wait')} at {text.counted(len(outside), 'site')} {'lies' if waits == 1 else 'lie'} in no "
-            f"step ({_where(outside[0])}) and so in no count per step, which --max-per-step limits: end the recording "
+            f"{text.format_count(waits, 'wait')} at {text.format_count(len(outside), 'site')} {'lies' if waits == 1 else 'lie'} in no "
+            f"step ({_format_where(outside[0])}) and so in no count per step, which --max-per-step limits: end the recording "
             "with the last step, or allow them with --allow."
         )
 
 
-def _bubble(counted: Sequence[Site], gate: Gate) -> Iterator[Finding | str]:
+def _check_bubble(counted: Sequence[Site], gate: Gate) -> Iterator[Finding | str]:
     """Compare the sum over all sites with --max-bubble-us."""
     limit = gate.max_bubble_us
     if limit is None:
@@ -263,28 +273,28 @@ def _bubble(counted: Sequence[Site], gate: Gate) -> Iterator[Finding | str]:
     unknown = [s for s in counted if s.bubble_us is None]
     total = sum(s.bubble_us or 0.0 for s in counted)
     if total > limit:
-        named = _most([(s.bubble_us or 0.0, s) for s in counted], microseconds)
-        message = f"bubble of {microseconds(total)} in all, the limit is {microseconds(limit)}: {named}"
+        named = _format_largest([(s.bubble_us or 0.0, s) for s in counted], format_microseconds)
+        message = f"bubble of {format_microseconds(total)} in all, the limit is {format_microseconds(limit)}: {named}"
         yield Finding(reason="bubble", message=message)
     elif unknown:
-        site = f"{unknown[0].kind} in {_where(unknown[0])}"
+        site = f"{unknown[0].kind} in {_format_where(unknown[0])}"
         yield f"The bubble of {site} is not known, so --max-bubble-us cannot be checked: scan a whole trace."
 
 
-def _most(parts: Iterable[tuple[float, Site]], format_part: Callable[[float], str]) -> str:
+def _format_largest(parts: Iterable[tuple[float, Site]], format_part: Callable[[float], str]) -> str:
     """Name the sites that contribute most to a sum, and the total of all others."""
     some = sorted((part for part in parts if part[0]), key=lambda part: -part[0])
-    named = [f"{format_part(much)} in {_where(site)}" for much, site in some[:NAMED]]
-    if rest := [much for much, _ in some[NAMED:]]:
-        named.append(f"{format_part(sum(rest))} in {text.counted(len(rest), 'more site')}")
+    named = [f"{format_part(much)} in {_format_where(site)}" for much, site in some[:MAX_SITES_NAMED]]
+    if rest := [much for much, _ in some[MAX_SITES_NAMED:]]:
+        named.append(f"{format_part(sum(rest))} in {text.format_count(len(rest), 'more site')}")
     return ", ".join(named)
 
 
-def _where(site: Site) -> str:
-    return f"{subject(site)} ({place(site)})" if place(site) else subject(site)
+def _format_where(site: Site) -> str:
+    return f"{get_site_name(site)} ({format_place(site)})" if format_place(site) else get_site_name(site)
 
 
-def _no_steps(report: Report, why: str) -> list[str]:
+def _explain_no_steps(report: Report, why: str) -> list[str]:
     return [
         f"{trace.path} marks no steps, and {why}: name the range around a step with --step-range '^NAME'. {HOW_TO_MARK}"
         for trace in report.traces
@@ -292,7 +302,7 @@ def _no_steps(report: Report, why: str) -> list[str]:
     ]
 
 
-def _gone(entry: Entry) -> str:
+def _explain_gone(entry: Entry) -> str:
     where = " in ".join(part for part in (entry.function, entry.file) if part)
     return f"baseline: {entry.kind or entry.rule} {where or entry.fingerprint} was not found: write the baseline again."
 

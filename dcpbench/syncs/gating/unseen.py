@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from dcpbench.syncs.model import ChildProcess, TraceSummary
 
 
-def unseen_parts(trace: TraceSummary, known: Collection[str] = ()) -> list[str]:
+def explain_unseen_parts(trace: TraceSummary, known: Collection[str] = ()) -> list[str]:
     """Return a sentence for each kind of part that was not seen; `known` are unmeasured operators that a baseline accepts."""
     return [*_explain_children(trace), *_explain_operators(trace, known)]
 

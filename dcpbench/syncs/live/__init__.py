@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dcpbench.errors import CapacityError, SyncError, UsageError
 from dcpbench.syncs import allowed
 from dcpbench.syncs.live import callbacks, sighting
-from dcpbench.syncs.model import Coverage, Report, TraceSummary, report_of
-from dcpbench.syncs.sites import sites_of, text_of
+from dcpbench.syncs.model import Coverage, Report, TraceSummary, build_report
+from dcpbench.syncs.sites import format_syncs, group_into_sites
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -82,7 +82,7 @@ class Watch:
 
     def text(self) -> str:
         """Return every line that synchronised, with its source, the reason and the usual fix."""
-        return text_of(self.syncs)
+        return format_syncs(self.syncs)
 
     def report(self) -> Report:
         """Return the same report as `dcpbench syncs`; times are unknown, because nothing is measured here."""
@@ -92,7 +92,7 @@ class Watch:
         coverage = Coverage(detector="live", stacks="frames", sync_events=events, notes=notes)
         rank = os.environ.get("RANK", "")
         summary = TraceSummary(path="live", rank=int(rank) if rank.isdecimal() else None, coverage=coverage)
-        report = report_of([summary], sites_of([*self.syncs, *self.hazards, *self.allowed]))
+        report = build_report([summary], group_into_sites([*self.syncs, *self.hazards, *self.allowed]))
         report.verdict.allowed = {site.fingerprint: site.allowed for site in report.sites if site.allowed}
         return report
 
@@ -104,7 +104,7 @@ class Watch:
                 "There is no CUDA device, so nothing could be seen here; on such a machine write "
                 "`from dcpbench.syncs.dry_run import dry_run` and `with dry_run() as run:`, which says what would."
             )
-        callbacks.listen(_on_wait)
+        callbacks.set_listener(_handle_wait)
         self.thread = threading.get_ident()
         self._mode.__enter__()
         _set_watches((*_watches, self))
@@ -119,16 +119,16 @@ class Watch:
             limit = f"at most {self.at_most}" if self.at_most else "none"
             raise SyncError(f"{self.count} CUDA synchronisations where {limit} may be.\n\n{self.text()}")
 
-    def concerns(self, calls: Sequence[sighting.Call]) -> bool:
+    def is_concerned(self, calls: Sequence[sighting.Call]) -> bool:
         """Return True if the calling thread's activity belongs to this watch: its own thread's, or work of autograd for
         it.
         """
         mine = self.threads == "all" or threading.get_ident() == self.thread
         return mine or any(call.watch is self for call in calls)
 
-    def add(self, sync: Sync) -> None:
+    def add_sync(self, sync: Sync) -> None:
         """Count a synchronisation of the calling thread, or record why it is allowed."""
-        reason = allowed.reason() or (allowed.reason(self.thread) if self.threads == "current" else "")
+        reason = allowed.get_reason() or (allowed.get_reason(self.thread) if self.threads == "current" else "")
         if reason:
             self.allowed.append(dataclasses.replace(sync, allowed=reason))
         elif sync.may_block:
@@ -177,11 +177,11 @@ def no_syncs(
     Watch(at_most=at_most, threads=threads)
 
     @functools.wraps(function)
-    def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
+    def call_guarded(*args: P.args, **kwargs: P.kwargs) -> R:
         with Watch(at_most=at_most, threads=threads):
             return function(*args, **kwargs)
 
-    return guarded
+    return call_guarded
 
 
 class _Operators(TorchDispatchMode):
@@ -207,37 +207,37 @@ class _Operators(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401  (operators return anything)
         call = sighting.Call(func, args, kwargs or {}, self._owner)
-        calls = _calls()
+        calls = _get_calls()
         calls.append(call)
         try:
             result = func(*args, **call.kwargs)
         except RuntimeError as error:
-            if callbacks.raised_by(error) and not call.seen:
-                self._owner.add(sighting.of_wait(callbacks.STREAM, calls, self._owner.thread))
+            if callbacks.is_sync_error(error) and not call.seen:
+                self._owner.add_sync(sighting.make_wait_sync(callbacks.STREAM, calls, self._owner.thread))
             raise
         finally:
             calls.pop()
-        if not call.seen and (sync := sighting.of_hazard(call, result, self._owner.thread)):
-            self._owner.add(sync)
+        if not call.seen and (sync := sighting.find_hazard(call, result, self._owner.thread)):
+            self._owner.add_sync(sync)
         return result
 
 
-def _calls() -> list[sighting.Call]:
+def _get_calls() -> list[sighting.Call]:
     """Return the operators that run on the calling thread, outermost first."""
     calls: list[sighting.Call] = vars(_running).setdefault("calls", [])
     return calls
 
 
-def _on_wait(kind: str) -> None:
+def _handle_wait(kind: str) -> None:
     """Notify every watch concerned that the host is about to wait on the calling thread."""
-    calls = _calls()
-    watches = [w for w in _watches if w.concerns(calls)]
+    calls = _get_calls()
+    watches = [w for w in _watches if w.is_concerned(calls)]
     if not watches:
         return
     for call in calls:
         call.seen = True
     for each in watches:
-        each.add(sighting.of_wait(kind, calls, each.thread))
+        each.add_sync(sighting.make_wait_sync(kind, calls, each.thread))
 
 
 def _set_watches(watches: tuple[Watch, ...]) -> None:

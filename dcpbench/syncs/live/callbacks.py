@@ -25,7 +25,7 @@ _listener: Callable[[str], None] | None = None
 _registered = False
 
 
-def listen(listener: Callable[[str], None]) -> None:
+def set_listener(listener: Callable[[str], None]) -> None:
     """Call `listener("stream" | "event" | "device")` on the waiting thread, before each wait, from now on.
 
     The listener replaces any previous one. Raise CapacityError if this version of torch has no such callbacks.
@@ -33,17 +33,17 @@ def listen(listener: Callable[[str], None]) -> None:
     global _listener, _registered  # noqa: PLW0603  (one dispatcher per process, as torch keeps it for ever)
     with _lock:
         if not _registered:
-            _register()
+            _register_callbacks()
             _registered = True
         _listener = listener
 
 
-def _tell(kind: str) -> None:
+def _send_to_listener(kind: str) -> None:
     if _listener is not None:
         _listener(kind)
 
 
-def _register() -> None:
+def _register_callbacks() -> None:
     try:
         from torch.cuda import _gpu_trace
 
@@ -56,12 +56,12 @@ def _register() -> None:
             f"torch {torch.__version__} does not tell when it waits ({e}), so nothing could be seen; record a trace "
             "instead: dcpbench syncs run -- python your_program.py"
         ) from e
-    streams(lambda _stream: _tell(STREAM))
-    events(lambda _event: _tell(EVENT))
-    devices(lambda: _tell(DEVICE))
+    streams(lambda _stream: _send_to_listener(STREAM))
+    events(lambda _event: _send_to_listener(EVENT))
+    devices(lambda: _send_to_listener(DEVICE))
     activate()
 
 
-def raised_by(error: BaseException) -> bool:
+def is_sync_error(error: BaseException) -> bool:
     """Return True if an exception comes from the mode "error"."""
     return isinstance(error, RuntimeError) and MESSAGE in str(error)

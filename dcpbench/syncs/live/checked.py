@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from dcpbench.errors import CapacityError
 from dcpbench.syncs.gating.config import Allow
 from dcpbench.syncs.model import Report
-from dcpbench.syncs.sites import sites_of, text_of
+from dcpbench.syncs.sites import format_syncs, group_into_sites
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dcpbench.syncs.sites import Sync
 
 
-def resolve(mode: str) -> tuple[str, str]:
+def resolve_mode(mode: str) -> tuple[str, str]:
     """Return the detector that `auto`, `live`, `dry-run` or `off` selects on this machine, and the reason."""
     if mode == "off":
         return "off", "not checked"
@@ -33,12 +33,12 @@ def resolve(mode: str) -> tuple[str, str]:
     return "dry-run", "found by a dry run, as there is no CUDA device"
 
 
-class Checked:
+class SyncCheck:
     """Hold what synchronises in a test function, without its fixtures."""
 
     def __init__(self, mode: str, *, threads: str, allow: Sequence[str]) -> None:
         """Resolve the mode; `allow` are globs over `module.function`, as for `dcpbench syncs scan --allow`."""
-        self.mode, self.words = resolve(mode)
+        self.mode, self.words = resolve_mode(mode)
         """`live`, `dry-run` or `off`, and the reason."""
         self._threads = threads
         self._allow = [Allow(function=glob, or_range=True, reason="the test's mark", source="allow") for glob in allow]
@@ -62,7 +62,7 @@ class Checked:
             seen = []
         seen = [s for s in seen if not (s.may_block or s.allowed)]
         if self._allow:
-            seen = [s for s in seen if not any(e.matches(site) for site in sites_of([s]) for e in self._allow)]
+            seen = [s for s in seen if not any(e.matches(site) for site in group_into_sites([s]) for e in self._allow)]
         return seen
 
     @property
@@ -77,7 +77,7 @@ class Checked:
 
     def text(self) -> str:
         """Return every line that synchronised, with its source, the reason and the usual fix."""
-        return text_of(self.syncs)
+        return format_syncs(self.syncs)
 
     def report(self) -> Report:
         """Return all synchronisations, allowed or not, as `dcpbench syncs` shows them; for a dry run including the
@@ -87,19 +87,19 @@ class Checked:
             return self._watch.report()
         return self._run.report(program="test") if self._run is not None else Report()
 
-    def enter(self) -> None:
+    def start(self) -> None:
         """Start before the test's fixtures are set up."""
         if self.mode == "dry-run":
             from dcpbench.syncs.dry_run import dry_run
 
             self._run = self._stack.enter_context(dry_run())
 
-    def leave(self) -> None:
+    def stop(self) -> None:
         """Stop after the test's fixtures were torn down."""
         self._stack.close()
 
     @contextlib.contextmanager
-    def calling(self) -> Iterator[None]:
+    def record_call(self) -> Iterator[None]:
         """Watch while the test function runs."""
         if self.mode == "live":
             from dcpbench.syncs.live import Watch

@@ -37,10 +37,10 @@ class Copy:
     @property
     def may_return(self) -> bool:
         """Return True if a non-blocking copy need not block: CUDA's staging memory takes it."""
-        return self.way == "HtoD" and self.bytes <= rules.STAGING_BYTES
+        return self.way == "HtoD" and self.bytes <= rules.MAX_STAGING_BYTES
 
 
-def copy_of(
+def find_copy(
     op: str,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -71,23 +71,23 @@ def copy_of(
     elif target is None:
         pinned = is_pinned(source)
     else:
-        pinned = is_pinned(target if to_host else source) and not staged(source, target)
+        pinned = is_pinned(target if to_host else source) and not is_staged(source, target)
     size = (source if target is None else target).numel() * source.element_size()
     return Copy("DtoH" if to_host else "HtoD", "pinned" if pinned else "pageable", size, non_blocking)
 
 
-def staged(source: torch.Tensor, target: torch.Tensor) -> bool:
+def is_staged(source: torch.Tensor, target: torch.Tensor) -> bool:
     """Return True if a non-blocking copy goes through new, pageable host memory, regardless of the memory of the host
     tensor.
 
     `source` and `target` are on different sides, and the source's shape broadcasts to the target's.
     """
     host = target if target.device.type == _CPU else source.expand_as(target)
-    alike = (source.dtype, source.shape, source.stride()) == (target.dtype, target.shape, target.stride())
-    return not (host.is_contiguous() or (alike and _dense(source)))
+    same_layout = (source.dtype, source.shape, source.stride()) == (target.dtype, target.shape, target.stride())
+    return not (host.is_contiguous() or (same_layout and _is_dense(source)))
 
 
-def _dense(tensor: torch.Tensor) -> bool:
+def _is_dense(tensor: torch.Tensor) -> bool:
     """Return True if the elements fill their memory without gaps, in any order."""
     expected = 1
     for stride, size in sorted((s, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n != 1):

@@ -10,9 +10,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from dcpbench.syncs import rules
-from dcpbench.syncs.frames import SUBSCRIPT, UNKNOWN, Frame, call_name, is_detector, is_user, outside_of, walk_from
+from dcpbench.syncs.frames import (
+    SUBSCRIPT,
+    UNKNOWN,
+    Frame,
+    find_call_name,
+    is_detector,
+    is_user,
+    list_framework_folders,
+    walk_stack_from,
+)
 from dcpbench.syncs.live import callbacks
-from dcpbench.syncs.live.pageable import copy_of
+from dcpbench.syncs.live.pageable import find_copy
 from dcpbench.syncs.sites import Sync
 
 if TYPE_CHECKING:
@@ -74,24 +83,26 @@ class _Place(NamedTuple):
     """
 
 
-def of_wait(kind: str, calls: Sequence[Call], thread: int) -> Sync:
+def make_wait_sync(kind: str, calls: Sequence[Call], thread: int) -> Sync:
     """Return the report of a wait for a `stream`, `event` or `device`, within these operators of the calling thread.
 
     `thread` is the watching one.
     """
-    place = _place(thread)
-    chain = _chain(calls, place)
+    place = _find_place(thread)
+    chain = _build_chain(calls, place)
     if kind == callbacks.STREAM and calls:
-        return _in_operator(calls[-1], chain, place)
-    if kind == callbacks.STREAM and not place.by_name and (known := _rule_of_calls(place)) is not None:
+        return _make_operator_sync(calls[-1], chain, place)
+    if kind == callbacks.STREAM and not place.by_name and (known := _find_call_rule(place)) is not None:
         rule, name = known
         direction = {rules.COPY: "", rules.FROM_HOST: "HtoD pageable"}.get(rule, "DtoH")
-        return _sync(rule, place, chain, op=name, direction=direction, call="cudaStreamSynchronize")
+        return _make_sync(rule, place, chain, op=name, direction=direction, call="cudaStreamSynchronize")
     rule, op, call = BY_NAME[kind]
-    return _sync(rule, place, chain, op=chain[-1] if chain else op, call=call, explicit=place.by_name and not chain)
+    return _make_sync(
+        rule, place, chain, op=chain[-1] if chain else op, call=call, explicit=place.by_name and not chain
+    )
 
 
-def of_hazard(call: Call, result: object, thread: int) -> Sync | None:
+def find_hazard(call: Call, result: object, thread: int) -> Sync | None:
     """Return the report of a finished operator that may have waited unnoticed; None if it has not.
 
     Such operators are non-blocking copies, and pinning of much memory, which may allocate.
@@ -99,53 +110,53 @@ def of_hazard(call: Call, result: object, thread: int) -> Sync | None:
     # Every operator comes by here, and few are either.
     if call.op in PINNING or call.kwargs.get("pin_memory"):
         size = result.nbytes if isinstance(result, torch.Tensor) else 0
-        if size < rules.PINNING_BYTES:
+        if size < rules.MIN_PINNING_BYTES:
             return None
         facts: dict[str, Any] = {"call": "cudaHostAlloc", "bytes": size, "may_block": True}
-        return _sync(rules.ALLOCATION, _place(thread), (call.op,), **facts)
+        return _make_sync(rules.ALLOCATION, _find_place(thread), (call.op,), **facts)
     if not call.kwargs.get("non_blocking") and not (len(call.args) > 2 and call.args[2] is True):  # noqa: PLR2004
         return None
-    copy = copy_of(call.op, call.args, call.kwargs, result)
+    copy = find_copy(call.op, call.args, call.kwargs, result)
     if copy is None or not copy.non_blocking or copy.memory == "pinned" or not copy.bytes:
         return None
     facts = {"direction": copy.direction, "bytes": copy.bytes, "may_block": copy.may_return}
-    return _sync(rules.PAGEABLE, _place(thread), (call.op,), call="cudaMemcpyAsync", **facts)
+    return _make_sync(rules.PAGEABLE, _find_place(thread), (call.op,), call="cudaMemcpyAsync", **facts)
 
 
-def _in_operator(call: Call, chain: tuple[str, ...], place: _Place) -> Sync:
+def _make_operator_sync(call: Call, chain: tuple[str, ...], place: _Place) -> Sync:
     """Return the report of a wait for a stream inside an operator: a copy, or a value or a count
     that the host needs.
     """
-    copy = copy_of(call.op, call.args, call.kwargs, None)
+    copy = find_copy(call.op, call.args, call.kwargs, None)
     direction, size = (copy.direction, copy.bytes) if copy else ("", None)
     if copy is None:
-        tensors = list(_tensors(call.args))
-        if call.op in INDEXING and any(_is_mask(t) for t in _tensors(call.args[1])):
+        tensors = list(_iterate_tensors(call.args))
+        if call.op in INDEXING and any(_is_mask(t) for t in _iterate_tensors(call.args[1])):
             chain, direction = (*chain, COUNT), "DtoH"
         elif call.op != READ and {"cuda", "cpu"} <= {t.device.type for t in tensors}:
             direction = "HtoD pageable"  # an operator on the GPU copies the data of the host that it is given
         else:
-            known = rules.op_name(call.op) in rules.SCALAR_OPS | rules.SHAPE_OPS
+            known = rules.get_op_name(call.op) in rules.SCALAR_OPS | rules.SHAPE_OPS
             chain, direction = chain if known else (*chain, READ), "DtoH"
             size = tensors[0].element_size() if call.op == READ and tensors else None
-    rule = rules.rule_of_copy(chain, direction, waited=True)
-    return _sync(rule, place, chain, direction=direction, call="cudaStreamSynchronize", bytes=size)
+    rule = rules.find_copy_rule(chain, direction, waited=True)
+    return _make_sync(rule, place, chain, direction=direction, call="cudaStreamSynchronize", bytes=size)
 
 
 def _is_mask(tensor: torch.Tensor) -> bool:
     return tensor.dtype in {torch.bool, torch.uint8} and tensor.is_cuda
 
 
-def _tensors(values: object) -> Iterator[torch.Tensor]:
+def _iterate_tensors(values: object) -> Iterator[torch.Tensor]:
     """Yield the tensors among arguments, including those in lists."""
     if isinstance(values, torch.Tensor):
         yield values
     elif isinstance(values, list | tuple):
         for value in values:
-            yield from _tensors(value)
+            yield from _iterate_tensors(value)
 
 
-def _rule_of_calls(place: _Place) -> tuple[Rule, str] | None:
+def _find_call_rule(place: _Place) -> tuple[Rule, str] | None:
     """Return the rule of a stream's wait outside any operator that a mode sees, and the call that implies it.
 
     On a thread with a mode it is host data on its way to the GPU; elsewhere operators are unknown.
@@ -162,7 +173,7 @@ def _rule_of_calls(place: _Place) -> tuple[Rule, str] | None:
     return None if place.watched or place.user is None else (rules.COPY, place.calls[0])
 
 
-def _chain(calls: Sequence[Call], place: _Place) -> tuple[str, ...]:
+def _build_chain(calls: Sequence[Call], place: _Place) -> tuple[str, ...]:
     """Return the operators, outermost first: each once, even with several watches, below the composite that the line
     calls.
     """
@@ -171,12 +182,12 @@ def _chain(calls: Sequence[Call], place: _Place) -> tuple[str, ...]:
         if before is None or before.func is not call.func:
             names.append(call.op)
     called = place.calls[1]
-    if names and called in rules.SHAPE_OPS and rules.op_name(names[0]) != called:
+    if names and called in rules.SHAPE_OPS and rules.get_op_name(names[0]) != called:
         names.insert(0, f"aten::{called}")
     return tuple(names)
 
 
-def _place(thread: int) -> _Place:
+def _find_place(thread: int) -> _Place:
     """Return the place in the program.
 
     It is the calling thread's innermost frame that belongs neither to dcpbench nor to torch's path to it; for
@@ -187,27 +198,27 @@ def _place(thread: int) -> _Place:
         frame = frame.f_back
     ident = threading.get_ident()
     mine = ident == thread
-    frames, user = walk_from(frame)
+    frames, user = walk_stack_from(frame)
     if not frames and not mine:
         frame = sys._current_frames().get(thread)  # noqa: SLF001  (documented, despite its name)
-        frames, user = walk_from(frame)
+        frames, user = walk_stack_from(frame)
     inner = frames[len(frames) - frames[::-1].index(user) :] if user else frames
-    calls = (call_name(frame), _user_call(frame)) if user and frame else (UNKNOWN, UNKNOWN)
+    calls = (find_call_name(frame), _find_user_call(frame)) if user and frame else (UNKNOWN, UNKNOWN)
     by_name = calls[1] == SYNCHRONIZE or (bool(inner) and all(f.function == SYNCHRONIZE for f in inner))
     names = (t.name for t in threading.enumerate() if t.ident == ident)
     watched = mine and torch._C._len_torch_dispatch_stack() > 0  # noqa: SLF001  (there is no public name)
     return _Place(frames, user, calls, by_name, next(names, "autograd"), watched)
 
 
-def _user_call(frame: FrameType | None) -> str:
+def _find_user_call(frame: FrameType | None) -> str:
     """Return the name of the call in the user's innermost frame."""
-    outside = outside_of()
+    outside = list_framework_folders()
     while frame is not None and not is_user(frame.f_code.co_filename, outside):
         frame = frame.f_back
-    return call_name(frame) if frame is not None else UNKNOWN
+    return find_call_name(frame) if frame is not None else UNKNOWN
 
 
-def _sync(rule: Rule, place: _Place, chain: tuple[str, ...], **facts: Any) -> Sync:  # noqa: ANN401
+def _make_sync(rule: Rule, place: _Place, chain: tuple[str, ...], **facts: Any) -> Sync:  # noqa: ANN401
     """Return a synchronisation at this place, in the last of these operators; the facts are fields of a Sync."""
     where: dict[str, Any] = {"frames": place.frames, "user": place.user, "thread": place.thread, "op_chain": chain}
     capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -85,24 +85,24 @@ class Recorder:
         self._open: tuple[int, Any] | None = None
         """Thread and range of the current step."""
 
-    def torch_imported(self, torch: Any) -> None:  # noqa: ANN401  (a module)
+    def handle_torch_import(self, torch: Any) -> None:  # noqa: ANN401  (a module)
         """Start to watch for CUDA, or for steps."""
         self._torch = torch
-        atexit.register(self.exit)
-        os.register_at_fork(after_in_child=self._forked)
-        self._give_way_to_the_program()
-        torch.cuda._lazy_call(self._cuda_begins)  # noqa: SLF001  (the only way to be told)
+        atexit.register(self.finish_at_exit)
+        os.register_at_fork(after_in_child=self._handle_fork)
+        self._handle_program_profiler()
+        torch.cuda._lazy_call(self._handle_cuda_init)  # noqa: SLF001  (the only way to be told)
         if self.steps is None and not self.warmup:
             self._start_with_cuda()
         try:
-            self._follow_modules(torch.nn.Module.__call__)
+            self._attach_to_modules(torch.nn.Module.__call__)
         except (AttributeError, TypeError, ValueError) as error:
             self.problems.append(f"calls of nn.Module cannot be marked in this torch: {error!r}")
-        self.look()
+        self.find_step_function()
 
     def begin_step(self) -> None:
         """Begin a step, and end one that has not ended yet."""
-        with self._lock, self._unfailing("marking a step"):
+        with self._lock, self._record_problems("marking a step"):
             if self.state == DONE or self._torch is None:
                 return
             self._close_step()
@@ -119,7 +119,7 @@ class Recorder:
 
     def end_step(self) -> None:
         """End the step; after the last one to record, the trace is written."""
-        with self._lock, self._unfailing("marking a step"):
+        with self._lock, self._record_problems("marking a step"):
             self._close_step()
             if self.last is not None and self.count >= self.last:
                 self.finish()
@@ -130,25 +130,25 @@ class Recorder:
             if self.state != RECORDING:
                 return
             self.state, self._writing = DONE, True
-            with self._unfailing("writing the trace"):
+            with self._record_problems("writing the trace"):
                 self._close_step()
-                self._write()
-            with self._unfailing("taking the hooks away"):
+                self._write_trace()
+            with self._record_problems("taking the hooks away"):
                 while self._undo:
                     self._undo.pop()()
-            self.note()
+            self.write_note()
             self._writing = False
             if self._terminated:
-                _terminate()
+                _kill_process()
 
-    def exit(self) -> None:
+    def finish_at_exit(self) -> None:
         """Finish when the process ends."""
         if self._torch is not None:
             with self._lock:
                 self.finish()
-                self.note()
+                self.write_note()
 
-    def note(self) -> None:
+    def write_note(self) -> None:
         """Write a note with the outcome for this process."""
         with contextlib.suppress(Exception):
             about = {
@@ -165,7 +165,7 @@ class Recorder:
             (self.folder / f"{os.getpid()}.note").write_text(json.dumps(about), encoding="utf-8")
 
     @contextlib.contextmanager
-    def _unfailing(self, what: str) -> Iterator[None]:
+    def _record_problems(self, what: str) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # noqa: BLE001  (the program must go on, whatever the profiler says)
@@ -176,15 +176,15 @@ class Recorder:
         """Start now if CUDA is in use, else with its first use."""
         self._wanted = True
         if self._cuda:
-            self._start()
+            self._start_recording()
 
-    def _cuda_begins(self) -> None:
+    def _handle_cuda_init(self) -> None:
         """Handle that torch is about to initialise CUDA, or has."""
-        with self._lock, self._unfailing("starting with CUDA"):
+        with self._lock, self._record_problems("starting with CUDA"):
             self._cuda = True
-            self.look()  # a script has mostly defined its functions before it uses CUDA
+            self.find_step_function()  # a script has mostly defined its functions before it uses CUDA
             if self._wanted:
-                self._start()
+                self._start_recording()
 
     def _close_step(self) -> None:
         """Close the step's range on the thread that opened it, as is required; the profiler closes what is left."""
@@ -193,7 +193,7 @@ class Recorder:
             if thread == threading.get_ident():
                 step.__exit__(None, None, None)
 
-    def _start(self) -> None:
+    def _start_recording(self) -> None:
         with self._lock:
             if self.state != WAITING:
                 return
@@ -202,28 +202,28 @@ class Recorder:
                 return
             for all_threads in (True, False):
                 try:
-                    self._profile(all_threads=all_threads)
+                    self._start_profiler(all_threads=all_threads)
                 except Exception as error:  # noqa: BLE001  (see _unfailing)
                     self.problems.append(f"starting the profiler failed: {error!r}")
                 else:
                     self.state = RECORDING
                     self.problems.clear()
-                    self.note()
+                    self.write_note()
                     # torchrun ends the other ranks with SIGTERM when one fails. A handler of the program's own stays.
                     main = threading.current_thread() is threading.main_thread()
                     if main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-                        signal.signal(signal.SIGTERM, self._on_terminate)
+                        signal.signal(signal.SIGTERM, self._handle_sigterm)
                     # Children of multiprocessing end without atexit.
-                    multiprocessing.util.Finalize(None, self.exit, exitpriority=0)
+                    multiprocessing.util.Finalize(None, self.finish_at_exit, exitpriority=0)
                     return
 
-    def _profile(self, *, all_threads: bool) -> None:
+    def _start_profiler(self, *, all_threads: bool) -> None:
         profiler = self._torch.profiler
         config = {"enable_cuda_sync_events": True, **({"profile_all_threads": True} if all_threads else {})}
         activities = [profiler.ProfilerActivity.CPU]
         if not self.cpu:
             activities.append(profiler.ProfilerActivity.CUDA)
-        with self._calling():
+        with self._apply_own_mark():
             made = profiler.profile(
                 activities=activities,
                 with_stack=True,
@@ -232,12 +232,12 @@ class Recorder:
             made.start()
         self._profiler = made
 
-    def _write(self) -> None:
+    def _write_trace(self) -> None:
         """Write the trace; the profiler is stopped first, whether or not that succeeds."""
         rank = os.environ.get("RANK", "")
         name = f"rank{rank}-pid{os.getpid()}" if rank.isdecimal() else f"pid{os.getpid()}"
-        with self._calling():
-            info = self._distributed()
+        with self._apply_own_mark():
+            info = self._get_distributed_info()
             if info:
                 self._profiler.add_metadata_json("distributedInfo", json.dumps(info))
             profiler, self._profiler = self._profiler, None
@@ -247,7 +247,7 @@ class Recorder:
         part.replace(whole)
         self._trace = whole.name
 
-    def _distributed(self) -> dict[str, object]:
+    def _get_distributed_info(self) -> dict[str, object]:
         """Return rank and world size, also of a job that has already closed its process groups."""
         dist = self._torch.distributed
         if dist.is_available() and dist.is_initialized():
@@ -256,7 +256,7 @@ class Recorder:
         return {"rank": int(rank), "world_size": int(size)} if rank.isdecimal() and size.isdecimal() else {}
 
     @contextlib.contextmanager
-    def _calling(self) -> Iterator[None]:
+    def _apply_own_mark(self) -> Iterator[None]:
         """Mark calls into the profiler as the recorder's own meanwhile, and suppress its warnings."""
         self._own = True
         try:
@@ -266,38 +266,38 @@ class Recorder:
         finally:
             self._own = False
 
-    def _give_way_to_the_program(self) -> None:
+    def _handle_program_profiler(self) -> None:
         """End this recording before a profiler of the program's own begins, which then works as usual."""
         home = self._torch.autograd.profiler
         for name in ("_prepare_profiler", "_enable_profiler"):
             original = getattr(home, name, None)
             if original is not None:
-                setattr(home, name, self._before(original))
+                setattr(home, name, self._finish_before(original))
 
-    def _before(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  (whatever torch's function takes)
+    def _finish_before(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call_original(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  (whatever torch's function takes)
             if self.state == RECORDING and not self._own:
                 self.problems.append(OWN_PROFILER)
                 self.cut = True
                 self.finish()
             return original(*args, **kwargs)
 
-        return call
+        return call_original
 
-    def _on_terminate(self, _number: int, _frame: object) -> None:
+    def _handle_sigterm(self, _number: int, _frame: object) -> None:
         self._terminated = True
         if self.state == RECORDING:
             self.finish()
         elif not self._writing:
-            _terminate()
+            _kill_process()
 
-    def _forked(self) -> None:
+    def _handle_fork(self) -> None:
         """Disable recording in this child: the profiler's threads have stayed with the parent."""
         if self.state == RECORDING:
             self.state, self._cuda = DONE, False
         self._lock = threading.RLock()
 
-    def look(self) -> None:
+    def find_step_function(self) -> None:
         """Mark the function of --step as soon as it can be found."""
         if self.found:
             return
@@ -313,50 +313,50 @@ class Recorder:
         if not callable(function) or inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
             self.problems.append(f"{self._module}:{self._function} is no function that returns")
             return
-        marked = self._marked(function)
+        marked = self._make_marked_function(function)
         setattr(owner, name, type(raw)(marked) if isinstance(raw, staticmethod | classmethod) else marked)
         self._undo.append(lambda: setattr(owner, name, raw))
 
-    def _marked(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _make_marked_function(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
-        async def coroutine(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  (the program's own)
-            with self._step():
+        async def run_coroutine(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  (the program's own)
+            with self._open_step():
                 return await function(*args, **kwargs)
 
-        return coroutine if inspect.iscoroutinefunction(function) else self._step()(function)
+        return run_coroutine if inspect.iscoroutinefunction(function) else self._open_step()(function)
 
     @contextlib.contextmanager
-    def _step(self) -> Iterator[None]:
-        self._enter()
+    def _open_step(self) -> Iterator[None]:
+        self._handle_enter()
         try:
             yield
         finally:
-            self._leave(ends=True)
+            self._handle_leave(ends=True)
 
-    def _follow_modules(self, call: Any) -> None:  # noqa: ANN401  (nn.Module.__call__)
+    def _attach_to_modules(self, call: Any) -> None:  # noqa: ANN401  (nn.Module.__call__)
         """Wrap the code of nn.Module.__call__; the function object stays, because torch.compile compares it."""
         code, home = call.__code__, call.__globals__
         home["_dcpbench_call"] = types.FunctionType(code, home, call.__name__, call.__defaults__, call.__closure__)
-        home["_dcpbench_enter"] = self.look if self._function else self._enter
-        home["_dcpbench_leave"] = (lambda: None) if self._function else self._leave
+        home["_dcpbench_enter"] = self.find_step_function if self._function else self._handle_enter
+        home["_dcpbench_leave"] = (lambda: None) if self._function else self._handle_leave
         made: dict[str, Any] = {}
         exec(compile(SHELL, code.co_filename, "exec"), made)  # noqa: S102  (the text above)
         call.__code__ = made["_wrapped_call_impl"].__code__
         self._undo.append(lambda: setattr(call, "__code__", code))
 
-    def _enter(self) -> None:
+    def _handle_enter(self) -> None:
         depth = getattr(self._local, "depth", 0)
         self._local.depth = depth + 1
         if depth == 0:
             self.begin_step()
 
-    def _leave(self, *, ends: bool = False) -> None:
+    def _handle_leave(self, *, ends: bool = False) -> None:
         self._local.depth -= 1
         if ends and self._local.depth == 0:
             self.end_step()
 
 
-def _terminate() -> None:
+def _kill_process() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -365,22 +365,22 @@ def install(settings: dict[str, Any]) -> None:
     """Install the recorder, which is inactive before the program imports torch."""
     recorder = Recorder(settings)
     if settings["step"]:
-        after_import(settings["step"].partition(":")[0], lambda _: recorder.look())
-    after_import("torch", recorder.torch_imported)
+        run_after_import(settings["step"].partition(":")[0], lambda _: recorder.find_step_function())
+    run_after_import("torch", recorder.handle_torch_import)
 
 
-def after_import(name: str, then: Callable[[ModuleType], None]) -> None:
+def run_after_import(name: str, then: Callable[[ModuleType], None]) -> None:
     """Call `then(module)` when the module `name` has run to its end, or at once if it already has.
 
     Exceptions of `then` are dropped, because they are not the program's.
     """
     if name in sys.modules:
-        _call(then, sys.modules[name])
+        _run_callback(then, sys.modules[name])
     else:
         sys.meta_path.insert(0, _Finder(name, then))
 
 
-def _call(then: Callable[[ModuleType], None], module: ModuleType) -> None:
+def _run_callback(then: Callable[[ModuleType], None], module: ModuleType) -> None:
     with contextlib.suppress(Exception):
         then(module)
 
@@ -399,10 +399,10 @@ class _Finder:
         others = (f for f in sys.meta_path if not isinstance(f, _Finder) and hasattr(f, "find_spec"))
         spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
         if spec is not None:
-            self._follow(spec.loader)
+            self._attach_to_loader(spec.loader)
         return spec
 
-    def _follow(self, loader: Any) -> None:  # noqa: ANN401  (any loader)
+    def _attach_to_loader(self, loader: Any) -> None:  # noqa: ANN401  (any loader)
         execute = getattr(loader, "exec_module", None)
         if execute is None:
             return
@@ -413,7 +413,7 @@ class _Finder:
             execute(module)
             if self in sys.meta_path:
                 sys.meta_path.remove(self)
-                _call(self.then, module)
+                _run_callback(self.then, module)
 
         # A loader that takes no attributes is left alone, and its module goes unseen.
         with contextlib.suppress(AttributeError):

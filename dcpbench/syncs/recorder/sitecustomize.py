@@ -13,7 +13,7 @@ PARTS = {"DCPBENCH_SYNCS_RECORD": "recording", "DCPBENCH_SYNCS_CHILDREN": "child
 """Environment variable with settings as JSON -> module of this folder that takes them."""
 
 
-def install(part: str, settings: Any) -> None:  # noqa: ANN401 - JSON
+def load_part(part: str, settings: Any) -> None:  # noqa: ANN401 - JSON
     """Load a module of this folder, under a name that no program uses, and give it its settings."""
     spec = importlib.util.spec_from_file_location(f"_dcpbench_{part}", HERE / f"{part}.py")
     assert spec is not None
@@ -23,7 +23,7 @@ def install(part: str, settings: Any) -> None:  # noqa: ANN401 - JSON
     module.install(settings)
 
 
-def other() -> Any:  # noqa: ANN401  (a module, or None)
+def find_next_sitecustomize() -> Any:  # noqa: ANN401  (a module, or None)
     """Return the next sitecustomize on sys.path, not yet run."""
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize")
     if spec is None or spec.loader is None or (spec.origin and Path(spec.origin).resolve().parent == HERE):
@@ -37,10 +37,10 @@ if any(name in os.environ for name in PARTS) and __name__ == "sitecustomize":
     for name, part in PARTS.items():
         try:
             if name in os.environ:
-                install(part, json.loads(os.environ[name]))
+                load_part(part, json.loads(os.environ[name]))
         except Exception as error:  # noqa: BLE001  (whatever fails here must not fail the program)
             sys.stderr.write(f"dcpbench syncs: this process is not recorded: {error!r}\n")
-    following = other()
+    following = find_next_sitecustomize()
     if following is not None:
         sys.modules["sitecustomize"] = following
         following.__spec__.loader.exec_module(following)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import numpy as np
 
 from dcpbench.syncs import rules
-from dcpbench.syncs.traces.intervals import chains, containing, match
+from dcpbench.syncs.traces.intervals import find_chains, find_containing, match_keys
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from dcpbench.syncs.traces.columns import Columns, Table
     from dcpbench.syncs.traces.intervals import Bools, Floats, Ints
 
-Waits = Literal["stream", "event", "device", "copy", "async copy", "free", "pin"]
+WaitKind = Literal["stream", "event", "device", "copy", "async copy", "free", "pin"]
 
 _SUFFIX = re.compile(r"(?:_v\d+|_ptsz|_ptds|_spt|_internal)+$")
-_NAMES: dict[Waits, str] = {
+_NAMES: dict[WaitKind, str] = {
     "stream": "StreamSynchronize",
     "event": "EventSynchronize",
     "device": "DeviceSynchronize CtxSynchronize ThreadSynchronize",
@@ -33,8 +33,8 @@ _NAMES: dict[Waits, str] = {
 }
 """Names of runtime and driver calls without their cuda, cu or hip and without version suffixes. `free` waits for all
 work on the device, `pin` does not wait (both measured on an H200)."""
-_KINDS: dict[str, Waits] = {name: kind for kind, names in _NAMES.items() for name in names.split()}
-_XPU: dict[str, Waits] = {
+_KINDS: dict[str, WaitKind] = {name: kind for kind, names in _NAMES.items() for name in names.split()}
+_XPU: dict[str, WaitKind] = {
     "urEventWait": "event",
     "urQueueFinish": "stream",
     "zeEventHostSynchronize": "event",
@@ -42,7 +42,7 @@ _XPU: dict[str, Waits] = {
     "zeCommandListHostSynchronize": "stream",
     "zeFenceHostSynchronize": "event",
 }
-SYNC_EVENTS: dict[str, Waits] = {
+SYNC_EVENTS: dict[str, WaitKind] = {
     "Stream Sync": "stream",
     "Stream Synchronize": "stream",
     "Event Sync": "event",
@@ -62,19 +62,19 @@ API_NAMES = frozenset(
 RUNTIMES = ("cuda", "cu", "hip", "ur", "ze")
 """Prefixes of the names of calls that can be classified; the last two are XPU's."""
 SYNCHRONISE = ("stream", "event", "device")
-ADJACENT_US = 50.0
+MAX_ADJACENT_US = 50.0
 """A copy and a synchronisation outside any operator belong together if no more time than this lies between them."""
-QUERY_US = 50.0
+MAX_QUERY_US = 50.0
 """No query takes longer, nor a call that finds nothing to wait for."""
 _ELAPSED = re.compile("^(?:cuda|hip|cu)EventElapsedTime")
 _ALLOCATES = re.compile("^(?:cuda|hip)Malloc(?:Managed|Pitch)?$|^cuMemAlloc(?:_v2)?$")
-MANY_FREES = 20
+MIN_FREES = 20
 """Frees in a trace from which their cause is looked for; a caching allocator at work frees next to nothing."""
 _HARMLESS = re.compile("Query|Captur|Attribute|LastError|GetDevice|Occupancy")
 """Calls that may stand between a copy and the synchronisation that waits for it."""
 
 
-class Blocked(NamedTuple):
+class BlockingCall(NamedTuple):
     """Describe one call that blocked the host."""
 
     start: float
@@ -87,7 +87,7 @@ class Blocked(NamedTuple):
     """`External id`, -1 without one."""
     call: str
     """Runtime or driver call; name of the `cuda_sync` event where there is no call."""
-    kind: Waits | None
+    kind: WaitKind | None
     copied: int = -1
     """Row in the GPU table of the copy that it waited for, or -1."""
     copy_waited: bool = False
@@ -97,10 +97,10 @@ class Blocked(NamedTuple):
     """The next call of the thread reads the time between two events."""
 
 
-class Blocking:
+class BlockingCalls:
     """Hold the blocking calls of a trace by thread and time, then those only in `cuda_sync` events, also as arrays."""
 
-    def __init__(self, calls: list[Blocked]) -> None:
+    def __init__(self, calls: list[BlockingCall]) -> None:
         self.calls = calls
         self.start = np.array([c.start for c in calls], np.float64)
         self.end = np.array([c.end for c in calls], np.float64)
@@ -113,7 +113,7 @@ class Blocking:
         return len(self.calls)
 
 
-def kind_of(name: str) -> Waits | None:
+def get_wait_kind(name: str) -> WaitKind | None:
     """Return what a runtime or driver call waits for; None for a call that is irrelevant here."""
     if name in _XPU:
         return _XPU[name]
@@ -123,7 +123,7 @@ def kind_of(name: str) -> Waits | None:
     return None
 
 
-def direction_of(name: str) -> str:
+def parse_direction(name: str) -> str:
     """Return `DtoH pageable` for `Memcpy DtoH (Device -> Pageable)`; empty if the name has no direction."""
     found = re.search(r"([DHP]to[DHP])", name)
     if found is None:
@@ -133,14 +133,14 @@ def direction_of(name: str) -> str:
     return f"{found[1]} {memory}".strip()
 
 
-def rule_of(call: Blocked, op_chain: Sequence[str], direction: str) -> Rule:
+def find_rule(call: BlockingCall, op_chain: Sequence[str], direction: str) -> Rule:
     """Return the rule of a blocking call within these operators, outermost first, and with a copy in that direction."""
     copies = call.copied >= 0 or call.kind in ("copy", "async copy")
     if call.kind in ("free", "pin"):
         return rules.ALLOCATION
     if copies:
-        return rules.rule_of_copy(op_chain, direction, waited=call.copy_waited or call.kind == "copy")
-    known = rules.rule_of_ops(op_chain)
+        return rules.find_copy_rule(op_chain, direction, waited=call.copy_waited or call.kind == "copy")
+    known = rules.find_op_rule(op_chain)
     if known:
         return known
     if call.thread < 0:
@@ -152,14 +152,14 @@ def rule_of(call: Blocked, op_chain: Sequence[str], direction: str) -> Rule:
     return {"stream": rules.STREAM, "event": rules.EVENT}.get(call.kind or "", rules.DEVICE)
 
 
-def cause_of_frees(columns: Columns) -> str:
+def explain_frees(columns: Columns) -> str:
     """Return why much memory is freed, as far as the calls show; empty if little is freed, or nothing is allocated
     besides.
     """
     calls = columns.tables["calls"]
-    freed = int(columns.named(lambda name: kind_of(name) == "free")[calls.name].sum())
-    allocated = int(columns.named(_ALLOCATES.match)[calls.name].sum())
-    if freed < MANY_FREES or 2 * allocated < freed:
+    freed = int(columns.match_names(lambda name: get_wait_kind(name) == "free")[calls.name].sum())
+    allocated = int(columns.match_names(_ALLOCATES.match)[calls.name].sum())
+    if freed < MIN_FREES or 2 * allocated < freed:
         return ""
     return (
         f"{freed:,} frees and {allocated:,} allocations in one trace: PyTorch's caching allocator is off "
@@ -167,24 +167,24 @@ def cause_of_frees(columns: Columns) -> str:
     )
 
 
-def find_blocking(columns: Columns) -> Blocking:
+def find_blocking_calls(columns: Columns) -> BlockingCalls:
     """Return all calls that block the host, each copy merged with the synchronisation that waits for it."""
     calls, gpu = columns.tables["calls"], columns.tables["gpu"]
-    kinds = [kind_of(name) for name in columns.names]
-    harmless = columns.named(_HARMLESS.search)
+    kinds = [get_wait_kind(name) for name in columns.names]
+    harmless = columns.match_names(_HARMLESS.search)
     rows = np.flatnonzero(~harmless[calls.name]) if len(calls) else np.zeros(0, np.int64)
     rows = rows[np.lexsort((calls.start[rows], calls.thread[rows]))]
     calls = calls.take(rows)
-    directions = [direction_of(name) for name in columns.names]
-    copied = _copies_of(calls, gpu, columns.named(direction_of))
+    directions = [parse_direction(name) for name in columns.names]
+    copied = _match_copies(calls, gpu, columns.match_names(parse_direction))
     direction = [directions[gpu.name[c]] if c >= 0 else "" for c in copied.tolist()]
     at = [i for i, name in enumerate(calls.name.tolist()) if kinds[name] is not None]
     kind = {i: kinds[calls.name[i]] for i in at}
-    partner = _copies_before(columns, calls, kind, direction)
+    partner = _match_previous_copies(columns, calls, kind, direction)
     counted = set(partner.values())
-    held = _held_up(gpu, calls, copied, direction)
-    links, timed = _true_links(calls), _timed(columns, calls)
-    found: list[Blocked] = []
+    held = _find_held_calls(gpu, calls, copied, direction)
+    links, timed = _get_external_ids(calls), _find_timed_calls(columns, calls)
+    found: list[BlockingCall] = []
     for i in at:
         first = copy = i
         wait = float(calls.end[i] - calls.start[i])
@@ -194,11 +194,11 @@ def find_blocking(columns: Columns) -> Blocking:
             if copy >= 0 and "pinned" not in direction[copy]:  # the copy blocked, too
                 first = copy
                 wait += float(calls.end[copy] - calls.start[copy])
-        elif i in counted or not _blocks(kind[i], direction[i], columns.names[calls.name[i]], held[i]):
+        elif i in counted or not _can_block(kind[i], direction[i], columns.names[calls.name[i]], held[i]):
             continue
         counted |= {first, i}
         found.append(
-            Blocked(
+            BlockingCall(
                 start=float(calls.start[first]),
                 end=float(calls.end[i]),
                 wait=wait,
@@ -215,35 +215,35 @@ def find_blocking(columns: Columns) -> Blocking:
         )
     explains = harmless[columns.tables["calls"].name]
     explains[rows[list(counted)]] = True
-    return Blocking(found + _of_sync_events(columns, explains))
+    return BlockingCalls(found + _find_in_sync_events(columns, explains))
 
 
-def _copies_of(calls: Table, gpu: Table, is_copy: Bools) -> Ints:
+def _match_copies(calls: Table, gpu: Table, is_copy: Bools) -> Ints:
     """Return the row in the GPU table of each call's copy, or -1; other GPU work with the same id, of another process,
     is none.
     """
     copies = np.flatnonzero(is_copy[gpu.name]) if len(gpu) else np.zeros(0, np.int64)
-    at = match(gpu.correlation[copies], calls.correlation)
+    at = match_keys(gpu.correlation[copies], calls.correlation)
     return np.where(at >= 0, copies[at], -1) if len(copies) else at
 
 
-def _true_links(table: Table) -> Ints:
+def _get_external_ids(table: Table) -> Ints:
     """Return `External id` of operators; older traces give a call without operator its own correlation instead."""
     return np.where(table.external == table.correlation, -1, table.external)
 
 
-def _timed(columns: Columns, calls: Table) -> Bools:
+def _find_timed_calls(columns: Columns, calls: Table) -> Bools:
     """Return a mask of calls after which the same thread reads the time between two events before it does anything
     else.
     """
-    reads = columns.named(_ELAPSED.match)
+    reads = columns.match_names(_ELAPSED.match)
     timed = np.zeros(len(calls), bool)
     timed[:-1] = reads[calls.name[1:]] & (calls.thread[1:] == calls.thread[:-1]) if len(calls) else False
     return timed
 
 
-def _copies_before(
-    columns: Columns, calls: Table, kind: dict[int, Waits | None], direction: list[str]
+def _match_previous_copies(
+    columns: Columns, calls: Table, kind: dict[int, WaitKind | None], direction: list[str]
 ) -> dict[int, int]:
     """Map each synchronisation to the copy that it waits for: the previous call on its thread, in the same operator.
 
@@ -262,16 +262,16 @@ def _copies_before(
     moments = np.array(pairs).ravel()
     inner = [
         chain[-1] if len(chain) else -1
-        for chain in chains(columns.tables["ops"], calls.start[moments], calls.thread[moments])
+        for chain in find_chains(columns.tables["ops"], calls.start[moments], calls.thread[moments])
     ]
     return {
         sync: copy
         for (sync, copy), op_of_sync, op_of_copy in zip(pairs, inner[::2], inner[1::2], strict=True)
-        if op_of_sync == op_of_copy and (op_of_sync >= 0 or calls.start[sync] - calls.end[copy] < ADJACENT_US)
+        if op_of_sync == op_of_copy and (op_of_sync >= 0 or calls.start[sync] - calls.end[copy] < MAX_ADJACENT_US)
     }
 
 
-def _held_up(gpu: Table, calls: Table, copied: Ints, direction: list[str]) -> Bools:
+def _find_held_calls(gpu: Table, calls: Table, copied: Ints, direction: list[str]) -> Bools:
     """Return a mask of calls that did not return until the GPU had finished the work before their copy on its stream.
 
     HIP puts copies on streams of their own, and names no memory; there work of any stream counts.
@@ -294,7 +294,7 @@ def _held_up(gpu: Table, calls: Table, copied: Ints, direction: list[str]) -> Bo
     return held
 
 
-def _blocks(kind: Waits | None, direction: str, name: str, held: bool) -> bool:
+def _can_block(kind: WaitKind | None, direction: str, name: str, held: bool) -> bool:
     """Return True if a copy or a change of memory can block the host."""
     if kind == "copy":
         return not direction.startswith("DtoD") or "WithStream" in name
@@ -303,7 +303,7 @@ def _blocks(kind: Waits | None, direction: str, name: str, held: bool) -> bool:
     return kind in ("free", "pin")
 
 
-def _of_sync_events(columns: Columns, explains: Bools) -> list[Blocked]:
+def _find_in_sync_events(columns: Columns, explains: Bools) -> list[BlockingCall]:
     """Return the waits that only `cuda_sync` events show: through the driver API, in libraries, or of calls without a
     name.
 
@@ -312,41 +312,45 @@ def _of_sync_events(columns: Columns, explains: Bools) -> list[Blocked]:
     """
     events, calls, ops = columns.tables["syncs"], columns.tables["calls"], columns.tables["ops"]
     kinds = [SYNC_EVENTS.get(name) for name in columns.names]
-    waits = columns.named(SYNC_EVENTS.get)
+    waits = columns.match_names(SYNC_EVENTS.get)
     alone = np.flatnonzero(waits[events.name]) if len(events) else np.zeros(0, np.int64)
-    alone = alone[~_explained(events.take(alone), calls.take(np.flatnonzero(explains)))]
+    alone = alone[~_find_explained_events(events.take(alone), calls.take(np.flatnonzero(explains)))]
     if not len(alone):
         return []
     events = events.take(alone)
-    call = match(calls.correlation, events.correlation)
+    call = match_keys(calls.correlation, events.correlation)
     if len(calls):  # an id that two processes share leads to a call of another time
-        call = np.where((calls.start[call] <= _middle(events)) & (_middle(events) <= calls.end[call]), call, -1)
-    linked = _true_links(events)
-    op = match(ops.external, linked)
+        call = np.where(
+            (calls.start[call] <= _compute_midpoints(events)) & (_compute_midpoints(events) <= calls.end[call]),
+            call,
+            -1,
+        )
+    linked = _get_external_ids(events)
+    op = match_keys(ops.external, linked)
     thread = np.where(op >= 0, ops.thread[op], -1) if len(ops) else np.full(len(alone), -1)
     thread = np.where(call >= 0, calls.thread[call], thread) if len(calls) else thread
     found = []
     rows = (column.tolist() for column in (events.start, events.end, events.name, thread, linked))
     for start, end, name, by, link in zip(*rows, strict=True):
         kind = kinds[name]
-        query = kind == "event" and end - start < QUERY_US
-        found.append(Blocked(start, end, end - start, by, link, columns.names[name], kind, may_block=query))
+        query = kind == "event" and end - start < MAX_QUERY_US
+        found.append(BlockingCall(start, end, end - start, by, link, columns.names[name], kind, may_block=query))
     return found
 
 
-def _middle(table: Table) -> Floats:
+def _compute_midpoints(table: Table) -> Floats:
     middle: Floats = (table.start + table.end) / 2
     return middle
 
 
-def _explained(events: Table, calls: Table) -> Bools:
+def _find_explained_events(events: Table, calls: Table) -> Bools:
     """Return a mask of `cuda_sync` events that belong to one of these calls: by id, or, if either has none, by time,
     one to each.
     """
-    known = match(calls.correlation, events.correlation) >= 0
-    free = np.flatnonzero(match(events.correlation, calls.correlation) < 0)
+    known = match_keys(calls.correlation, events.correlation) >= 0
+    free = np.flatnonzero(match_keys(events.correlation, calls.correlation) < 0)
     left = np.flatnonzero(~known)
-    moment, at = containing(calls.start[free], calls.end[free], _middle(events)[left])
+    moment, at = find_containing(calls.start[free], calls.end[free], _compute_midpoints(events)[left])
     taken: set[int] = set()
     for event, call in zip(left[moment].tolist(), free[at].tolist(), strict=True):
         without = events.correlation[event] == -1 or calls.correlation[call] == -1

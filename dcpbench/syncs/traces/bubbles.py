@@ -6,24 +6,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from dcpbench.syncs.traces.intervals import covered, match, union
+from dcpbench.syncs.traces.intervals import match_keys, merge_intervals, sum_covered_time
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from dcpbench.syncs.traces.blocking import Blocking
+    from dcpbench.syncs.traces.blocking import BlockingCalls
     from dcpbench.syncs.traces.columns import Columns
     from dcpbench.syncs.traces.intervals import Bools, Floats, Ints
 
 
-def busy_and_idle(columns: Columns) -> tuple[float, float]:
+def compute_busy_and_idle(columns: Columns) -> tuple[float, float]:
     """Return (microseconds in which a stream had work, microseconds between first and last work in which none had)."""
-    start, end = union(columns.tables["gpu"].start, columns.tables["gpu"].end)
+    start, end = merge_intervals(columns.tables["gpu"].start, columns.tables["gpu"].end)
     busy = float((end - start).sum())
     return busy, float(end[-1] - start[0]) - busy if len(start) else 0.0
 
 
-def bubbles(columns: Columns, blocking: Blocking) -> Floats:
+def compute_bubbles(columns: Columns, blocking: BlockingCalls) -> Floats:
     """Return the maximum GPU idle time in microseconds that removing each blocking call would save.
 
     Idle time is the time between the first and the last GPU work in which no stream has any work. Removing a call lets
@@ -39,15 +39,15 @@ def bubbles(columns: Columns, blocking: Blocking) -> Floats:
     long gap around it if the GPU was idle and nothing was queued when the call began.
     """
     found = np.zeros(len(blocking))
-    gaps = _late_gaps(columns)
-    waits = _waits_for(columns, blocking)
+    gaps = _find_late_gaps(columns)
+    waits = _find_wait_targets(columns, blocking)
     for thread in np.intersect1d(gaps.thread, blocking.thread):
         calls = np.flatnonzero(blocking.thread == thread)
-        found[calls] = _of_thread(columns, blocking, calls, gaps.take(gaps.thread == thread), waits)
-    return np.minimum(found, _own(columns, blocking))
+        found[calls] = _compute_thread_bubbles(columns, blocking, calls, gaps.take(gaps.thread == thread), waits)
+    return np.minimum(found, _compute_max_loss(columns, blocking))
 
 
-def _own(columns: Columns, blocking: Blocking) -> Floats:
+def _compute_max_loss(columns: Columns, blocking: BlockingCalls) -> Floats:
     """Return how much of each call's own time the GPU can lose by it: idle time meanwhile, and work left when it began.
 
     It is all of the time on a GPU that one host thread feeds, and 0 before the first work.
@@ -56,21 +56,21 @@ def _own(columns: Columns, blocking: Blocking) -> Floats:
     start, end = blocking.start, blocking.end
     if not len(gpu):
         return np.zeros(len(blocking))
-    busy = union(gpu.start, gpu.end)
+    busy = merge_intervals(gpu.start, gpu.end)
     gaps = busy[1][:-1], busy[0][1:]
-    row = match(calls.correlation, gpu.correlation)
+    row = match_keys(calls.correlation, gpu.correlation)
     launched = np.where(row >= 0, calls.start[row], -np.inf) if len(calls) else np.full(len(gpu), -np.inf)
     order = np.argsort(launched, kind="stable")
     done = np.append(-np.inf, np.maximum.accumulate(gpu.end[order]))
     left = np.clip(done[np.searchsorted(launched[order], start, "right")] - start, 0.0, end - start)
-    return np.minimum(covered(*gaps, end) - covered(*gaps, start) + left, end - start)
+    return np.minimum(sum_covered_time(*gaps, end) - sum_covered_time(*gaps, start) + left, end - start)
 
 
 class _Gaps(NamedTuple):
     """Hold idle times that end with work which the host launched late, in order."""
 
-    dry: Floats
-    wet: Floats
+    start: Floats
+    end: Floats
     launched: Floats
     """Time when the host began to launch that work."""
     thread: Ints
@@ -80,20 +80,20 @@ class _Gaps(NamedTuple):
         return _Gaps(*(column[which] for column in self))
 
 
-def _late_gaps(columns: Columns) -> _Gaps:
+def _find_late_gaps(columns: Columns) -> _Gaps:
     """Return the gaps before work that was not in the queue when the GPU became idle."""
     gpu, calls = columns.tables["gpu"], columns.tables["calls"]
-    start, end = union(gpu.start, gpu.end)
+    start, end = merge_intervals(gpu.start, gpu.end)
     dry, wet = end[:-1], start[1:]
     by_start = np.argsort(gpu.start, kind="stable")
     following = by_start[np.searchsorted(gpu.start[by_start], wet)]
-    launch = match(calls.correlation, gpu.correlation[following])
+    launch = match_keys(calls.correlation, gpu.correlation[following])
     known = np.flatnonzero(launch >= 0)
-    late = known[calls.end[launch[known]] > dry[known] - LAUNCH_US]
+    late = known[calls.end[launch[known]] > dry[known] - MIN_LAUNCH_AGE_US]
     return _Gaps(dry[late], wet[late], calls.start[launch[late]], calls.thread[launch[late]])
 
 
-class _WaitsFor(NamedTuple):
+class _WaitTargets(NamedTuple):
     """Hold what calls wait for, as masks over all calls."""
 
     everything: Bools
@@ -107,7 +107,7 @@ class _WaitsFor(NamedTuple):
         return known
 
 
-def _waits_for(columns: Columns, blocking: Blocking) -> _WaitsFor:
+def _find_wait_targets(columns: Columns, blocking: BlockingCalls) -> _WaitTargets:
     """Return what each call waits for; a trace names no stream or event.
 
     The stream of a copy is known, and a long call waited for what ended meanwhile. Nothing is known about a short call,
@@ -116,51 +116,59 @@ def _waits_for(columns: Columns, blocking: Blocking) -> _WaitsFor:
     gpu = columns.tables["gpu"]
     blocks = ~blocking.may_block
     of_copy = np.where(blocking.copied >= 0, gpu.thread[blocking.copied], -1) if len(gpu) else blocking.copied
-    long = (blocking.copied < 0) & (blocking.end - blocking.start > NO_WAIT_US)
+    long = (blocking.copied < 0) & (blocking.end - blocking.start > MAX_NO_WAIT_US)
     streams = {}
     for stream in np.unique(gpu.thread).tolist():
         ends = np.sort(gpu.end[gpu.thread == stream])
         ended = np.searchsorted(ends, blocking.end, "right") > np.searchsorted(ends, blocking.start, "right")
         streams[stream] = blocks & ((of_copy == stream) | long & ended)
     everything = np.array([call.kind in ("device", "free") for call in blocking.calls], bool)
-    return _WaitsFor(blocks & everything, streams)
+    return _WaitTargets(blocks & everything, streams)
 
 
-def _of_thread(columns: Columns, blocking: Blocking, calls: Ints, gaps: _Gaps, waits: _WaitsFor) -> Floats:
+def _compute_thread_bubbles(
+    columns: Columns, blocking: BlockingCalls, calls: Ints, gaps: _Gaps, waits: _WaitTargets
+) -> Floats:
     """Return the idle time after these calls of a thread, in gaps that end with its launches, up to its next wait."""
     start, end = blocking.start[calls], blocking.end[calls]
-    idle = np.concatenate([[0.0], np.cumsum(gaps.wet - gaps.dry)])
+    idle = np.concatenate([[0.0], np.cumsum(gaps.end - gaps.start)])
     first = np.searchsorted(np.maximum.accumulate(gaps.launched), end)
-    before = np.maximum(covered(gaps.dry, gaps.wet, start), idle[first])
+    before = np.maximum(sum_covered_time(gaps.start, gaps.end, start), idle[first])
     behind: Floats = idle[-1] - before
     order = np.lexsort((end, before))
     waiting = np.flatnonzero(waits.known[calls[order]])
     at = np.searchsorted(waiting, np.arange(len(order)), "right")
     followed = at < len(waiting)
     one, following = order[followed], order[waiting[at[followed]]]
-    until = before[following] - before[one] + _unseen(columns, waits, calls[following], start[one], end[following])
+    until = (
+        before[following]
+        - before[one]
+        + _compute_unseen_time(columns, waits, calls[following], start[one], end[following])
+    )
     behind[one] = np.minimum(behind[one], until)
     return behind
 
 
-def _unseen(columns: Columns, waits: _WaitsFor, calls: Ints, start: Floats, end: Floats) -> Floats:
+def _compute_unseen_time(columns: Columns, waits: _WaitTargets, calls: Ints, start: Floats, end: Floats) -> Floats:
     """Return the time from start to end in which only streams had work for which each of these calls does not wait.
 
     The host may still be ahead by this time after the call, without any gap on the GPU.
     """
     gpu = columns.tables["gpu"]
     most = np.zeros(len(calls))
-    busy = union(gpu.start, gpu.end)
+    busy = merge_intervals(gpu.start, gpu.end)
     for stream, waiting in waits.streams.items() if len(waits.streams) > 1 else ():
         at = np.flatnonzero(waiting[calls] & ~waits.everything[calls])
         rows = np.flatnonzero(gpu.thread == stream)
-        its = union(gpu.start[rows], gpu.end[rows])
-        begin, until = (covered(*busy, moment) - covered(*its, moment) for moment in (start[at], end[at]))
+        its = merge_intervals(gpu.start[rows], gpu.end[rows])
+        begin, until = (
+            sum_covered_time(*busy, moment) - sum_covered_time(*its, moment) for moment in (start[at], end[at])
+        )
         most[at] = np.maximum(most[at], until - begin)
     return most
 
 
-def waited_for(columns: Columns, blocking: Blocking) -> list[str]:
+def find_waited_work(columns: Columns, blocking: BlockingCalls) -> list[str]:
     """Return the name of the last kernel that ended while each call blocked, or of the last copy without a kernel."""
     gpu = columns.tables["gpu"]
     order = np.argsort(gpu.end, kind="stable")
@@ -170,17 +178,17 @@ def waited_for(columns: Columns, blocking: Blocking) -> list[str]:
     last = np.searchsorted(gpu.end[order], blocking.end, "right").tolist()
     names = []
     for begin, end in zip(first, last, strict=True):
-        ended = by_end[max(begin, end - LOOK_BACK) : end][::-1]
+        ended = by_end[max(begin, end - MAX_LOOK_BACK) : end][::-1]
         found = next((n for n in ended if n not in copies), ended[0] if ended else None)
         names.append("" if found is None else columns.names[found])
     return names
 
 
-LOOK_BACK = 64
+MAX_LOOK_BACK = 64
 """Maximum number of GPU events that are searched for a kernel before a copy is named."""
-LAUNCH_US = 10.0
+MIN_LAUNCH_AGE_US = 10.0
 """Minimum age in µs of a launch when the GPU becomes idle, for the work to count as queued, so that the host is not
 late.
 """
-NO_WAIT_US = 10.0
+MAX_NO_WAIT_US = 10.0
 """Maximum duration in µs of a call that finds nothing to wait for."""

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dcpbench.syncs.traces.coverage import STEP, one_bit_off
-from dcpbench.syncs.traces.reading import Args, Event, Trouble
+from dcpbench.syncs.traces.coverage import STEP, is_one_bit_off
+from dcpbench.syncs.traces.reading import Args, Event, ReadProblems
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
     Ints = NDArray[np.int64]
 
-LATEST_US = 1e20
+MAX_TIME_US = 1e20
 """Times beyond are no times; nanoseconds since 1970 taken for microseconds still are."""
 NONE = -1
 """Number of what is not there."""
@@ -126,7 +126,7 @@ class Columns:
     repeated: int
     """Events that stood in the file once more, and are left out."""
 
-    def __init__(self, trouble: Trouble) -> None:
+    def __init__(self, trouble: ReadProblems) -> None:
         self.trouble = trouble
         self.driver_calls = 0
         self._begun = False
@@ -138,7 +138,7 @@ class Columns:
         self._labels: dict[int, str] = {}
         self._parts: dict[str, list[dict[str, NDArray[Any]]]] = {kind: [] for kind in FIELDS}
 
-    def add(self, events: list[Event]) -> None:
+    def add_events(self, events: list[Event]) -> None:
         """Take what is needed of a block. An empty first event is none: RPD, a profiler of ROCm, begins its files so."""
         if not self._begun:
             self._begun, events = True, events[events[:1] == [Event()] :]
@@ -149,17 +149,17 @@ class Columns:
             kind = CATEGORIES.get((category or "").lower())
             if kind:
                 timed = [e for e in group if e.ph == "X"]
-                self._columns(kind, timed)
+                self._add_columns(kind, timed)
                 self.driver_calls += len(timed) if category in DRIVER else 0
                 self.trouble.unreadable_events += len(group) - len(timed) if kind in CAUSES else 0
             elif not category:
-                self._label(group)
+                self._read_labels(group)
             elif ACCELERATORS.match(category):
                 self.foreign.add(category)
             elif _is_damaged(category):
                 self.trouble.unreadable_events += len(group)
 
-    def _label(self, events: Iterable[Event]) -> None:
+    def _read_labels(self, events: Iterable[Event]) -> None:
         """Read thread names from metadata events, and count calls, GPU work and steps that have lost their category."""
         for e in events:
             if e.ph == "M":
@@ -168,30 +168,30 @@ class Columns:
             elif not e.ph or e.name.startswith(STEP) or (e.args is not None and e.args.correlation != NONE):
                 self.trouble.unreadable_events += 1
 
-    def _columns(self, kind: str, events: list[Event]) -> None:
+    def _add_columns(self, kind: str, events: list[Event]) -> None:
         if not events:
             return
-        start, ok = _numbers([e.ts for e in events], np.float64, _odd_time)
-        length, _ = _numbers([e.dur for e in events], np.float64, _odd_time)
+        start, ok = _convert_numbers([e.ts for e in events], np.float64, _parse_odd_time)
+        length, _ = _convert_numbers([e.dur for e in events], np.float64, _parse_odd_time)
         if not ok:
-            fine = np.abs(start) < LATEST_US
+            fine = np.abs(start) < MAX_TIME_US
             self.trouble.unreadable_events += int((~fine).sum())
             events = [e for e, is_fine in zip(events, fine, strict=True) if is_fine]
             start, length = start[fine], length[fine]
         args = [e.args or _NO_ARGS for e in events]
         if kind in TIMED:
-            self.trouble.untimed_events += int((~((length >= 0) & (length < LATEST_US))).sum())
-        length = np.where(np.abs(length) < LATEST_US, length, 0.0).clip(min=0)
+            self.trouble.untimed_events += int((~((length >= 0) & (length < MAX_TIME_US))).sum())
+        length = np.where(np.abs(length) < MAX_TIME_US, length, 0.0).clip(min=0)
         part: dict[str, NDArray[Any]] = {"start": start, "end": start + length}
         for field in FIELDS[kind]:
-            part[field] = self._column(field, events, args)
+            part[field] = self._build_column(field, events, args)
         if kind in CAUSES and "" in self._name:
             self.trouble.unreadable_events += int((part["name"] == self._name[""]).sum())
         self._parts[kind].append(part)
         if kind == "gpu":
             self.devices |= {a.device for a in args} - {None}
 
-    def _column(self, field: str, events: list[Event], args: list[Args]) -> NDArray[Any]:
+    def _build_column(self, field: str, events: list[Event], args: list[Args]) -> NDArray[Any]:
         name, thread, stack = self._name, self._thread, self._stack
         if field == "name":
             return np.array([name[e.name] for e in events], np.int32)
@@ -203,12 +203,12 @@ class Columns:
             raw = [a.external if a.external != NONE else a.external_2021 for a in args]
         else:
             raw = [getattr(a, field) for a in args]
-        column = _numbers(raw, np.int64, self._odd_number)[0]
+        column = _convert_numbers(raw, np.int64, self._convert_odd_id)[0]
         if field != "bytes":
             column[column == 0] = NONE  # ids count from 1; 0 says that there is none
         return column
 
-    def _odd_number(self, value: object) -> int:
+    def _convert_odd_id(self, value: object) -> int:
         """Return an id that is not a 64-bit integer: the number in a string, or a new number below -1."""
         if value is None:
             return NONE
@@ -218,18 +218,18 @@ class Columns:
             number = -(1 << 63)
         return number if NONE <= number < 1 << 62 else -2 - self._odd_id[value]
 
-    def named(self, test: Callable[[str], object]) -> NDArray[np.bool_]:
+    def match_names(self, test: Callable[[str], object]) -> NDArray[np.bool_]:
         """Return for each name, by its number, whether it passes the test."""
         return np.array([bool(test(name)) for name in self.names], bool)
 
     def close(self) -> Columns:
         """Return these columns after all blocks were added."""
         self.names, self.stacks = list(self._name), list(self._stack)
-        self.thread_names = [self._thread_name(n, tid) for n, (_, tid) in enumerate(self._thread.numbers)]
-        self.tables, self.repeated = _once({kind: _join(parts) for kind, parts in self._parts.items()})
+        self.thread_names = [self._format_thread_name(n, tid) for n, (_, tid) in enumerate(self._thread.numbers)]
+        self.tables, self.repeated = _drop_repeats({kind: _join_parts(parts) for kind, parts in self._parts.items()})
         return self
 
-    def _thread_name(self, number: int, tid: object) -> str:
+    def _format_thread_name(self, number: int, tid: object) -> str:
         """Format `thread 4242 (python3)`; kineto's own label repeats the number."""
         label = self._labels.get(number, "").removeprefix("thread ").strip()
         return f"thread {label}" if str(tid) in label else f"thread {tid}" + (f" ({label})" if label else "")
@@ -238,10 +238,10 @@ class Columns:
 @functools.lru_cache(maxsize=1 << 12)
 def _is_damaged(category: str) -> bool:
     """Return whether a category is one bit away from one that is read."""
-    return any(one_bit_off(word, CATEGORIES) for word in (category, category.lower()))
+    return any(is_one_bit_off(word, CATEGORIES) for word in (category, category.lower()))
 
 
-def _odd_time(value: object) -> float:
+def _parse_odd_time(value: object) -> float:
     """Parse a time that is not a number: a string of digits, or else NaN."""
     try:
         return float(value)  # type: ignore[arg-type]
@@ -249,17 +249,17 @@ def _odd_time(value: object) -> float:
         return float("nan")
 
 
-def _numbers(raw: list[Any], kind: type, odd: Callable[[object], Any]) -> tuple[NDArray[Any], bool]:
+def _convert_numbers(raw: list[Any], kind: type, odd: Callable[[object], Any]) -> tuple[NDArray[Any], bool]:
     """Return an array and whether every value was a number of that kind."""
     try:
         column: NDArray[Any] = np.array(raw, kind)
     except (TypeError, ValueError, OverflowError):
         column = np.array([odd(value) for value in raw], kind)
         return column, False
-    return column, kind is not np.float64 or bool((np.abs(column) < LATEST_US).all())
+    return column, kind is not np.float64 or bool((np.abs(column) < MAX_TIME_US).all())
 
 
-def _join(parts: list[dict[str, NDArray[Any]]]) -> Table:
+def _join_parts(parts: list[dict[str, NDArray[Any]]]) -> Table:
     """Join the parts of all blocks into one table."""
     fields = [f.name for f in dataclasses.fields(Table)]
     empty = np.zeros(0, np.int64)
@@ -270,21 +270,21 @@ def _join(parts: list[dict[str, NDArray[Any]]]) -> Table:
     return Table(*columns)
 
 
-def _once(tables: dict[str, Table]) -> tuple[dict[str, Table], int]:
+def _drop_repeats(tables: dict[str, Table]) -> tuple[dict[str, Table], int]:
     """Return the tables without repeated events, and the number of these.
 
     If no call and no GPU work is repeated, no event is, and the larger tables are left as they are.
     """
-    first = {kind: _repeats(tables[kind]) for kind in CAUSES}
+    first = {kind: _find_repeats(tables[kind]) for kind in CAUSES}
     if not any(len(rows) for rows in first.values()):
         return tables, 0
-    rest = {kind: _repeats(table) for kind, table in tables.items() if kind not in CAUSES}
+    rest = {kind: _find_repeats(table) for kind, table in tables.items() if kind not in CAUSES}
     again = {**first, **rest}
     kept = {kind: table.take(np.delete(np.arange(len(table)), again[kind])) for kind, table in tables.items()}
     return kept, sum(len(rows) for rows in again.values())
 
 
-def _repeats(table: Table) -> NDArray[Any]:
+def _find_repeats(table: Table) -> NDArray[Any]:
     """Return the rows that equal an earlier one in every column."""
     order = np.argsort(table.start, kind="stable")
     start = table.start[order]
@@ -301,7 +301,7 @@ def _repeats(table: Table) -> NDArray[Any]:
 
 
 def read_columns(
-    blocks: Iterable[list[Event]], trouble: Trouble, progress: Callable[[int], None] | None = None
+    blocks: Iterable[list[Event]], trouble: ReadProblems, progress: Callable[[int], None] | None = None
 ) -> Columns:
     """Read all blocks, with the garbage collector off: events hold no cycles, and it would visit each of them again."""
     columns = Columns(trouble)
@@ -309,7 +309,7 @@ def read_columns(
     gc.disable()
     try:
         for events in blocks:
-            columns.add(events)
+            columns.add_events(events)
             if progress:
                 progress(len(events))
     finally:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dcpbench.show.text import counted
+from dcpbench.show.text import format_count
 from dcpbench.syncs.model import Coverage
 from dcpbench.syncs.steps import HOW_TO_MARK
-from dcpbench.syncs.traces.blocking import API_NAMES, RUNTIMES, SYNC_EVENTS, direction_of, kind_of
+from dcpbench.syncs.traces.blocking import API_NAMES, RUNTIMES, SYNC_EVENTS, get_wait_kind, parse_direction
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from dcpbench.syncs.traces.columns import Columns
     from dcpbench.syncs.traces.python_lines import Stacks
 
-CALLS = 3
+MAX_CALLS = 3
 """Calls that are named where none is known."""
-RANGES = 5
+MAX_RANGES = 5
 """Ranges that are listed where none marks a step."""
-LINKED_SHARE = 0.75
+MIN_LINKED_SHARE = 0.75
 """Share of the GPU events that must have a known call. What was queued before the profiler began has none: up to an eighth
 in public traces."""
-NAMED = 3
+MAX_NAMES = 3
 """Examples that a sentence names."""
 _COPIES = tuple(
     f"Memcpy {to} ({a} -> {b})"
@@ -42,11 +42,11 @@ STEP = "ProfilerStep#"
 _STEP = re.compile(r"(.*\D)\d+", re.DOTALL)
 
 
-def coverage(columns: Columns, steps: Steps, stacks: Stacks) -> Coverage:
+def compute_coverage(columns: Columns, steps: Steps, stacks: Stacks) -> Coverage:
     """Return what is in a trace and what therefore cannot be seen."""
     tables, trouble = columns.tables, columns.trouble
     calls = len(tables["calls"])
-    lost, foreign = damages(columns), _foreign(columns)
+    lost, foreign = list_damage(columns), _find_foreign(columns)
     return Coverage(
         detector="scan",
         gpu_events=len(tables["gpu"]),
@@ -58,35 +58,41 @@ def coverage(columns: Columns, steps: Steps, stacks: Stacks) -> Coverage:
         steps_from=steps.marked_by,
         steps_by_phase=steps.count_phases(),
         steps_share=steps.share,
-        steps_guessed=steps.guessed,
+        steps_guessed=steps.is_guessed,
         unreadable_events=trouble.unreadable_events,
         complete=not lost,
         damage=lost,
         foreign=foreign,
-        notes=[*(f"The file {clause}." for clause in lost), *_read(columns), *_missing(columns, steps, stacks)],
+        notes=[
+            *(f"The file {clause}." for clause in lost),
+            *_list_repairs(columns),
+            *_list_missing(columns, steps, stacks),
+        ],
     )
 
 
-def _foreign(columns: Columns) -> list[str]:
+def _find_foreign(columns: Columns) -> list[str]:
     """Return event categories or calls of an unknown accelerator; nothing if a known runtime did the work."""
     calls = [columns.names[n] for n in np.unique(columns.tables["calls"].name).tolist()]
     known = any(name.startswith(RUNTIMES) for name in calls)
     if known and len(columns.tables["gpu"]):
         return []
-    return [*sorted(columns.foreign), *([] if known else calls[:CALLS])]
+    return [*sorted(columns.foreign), *([] if known else calls[:MAX_CALLS])]
 
 
-def _read(columns: Columns) -> list[str]:
+def _list_repairs(columns: Columns) -> list[str]:
     """Return notes on what was repaired or left out without loss."""
     notes = []
     if columns.trouble.not_numbers:
         notes.append("The file holds NaN or infinity, which JSON does not have; they were read as no number.")
     if columns.repeated:
-        notes.append(f"Of {counted(columns.repeated, 'event')} that stand in the file once more, one each was counted.")
+        notes.append(
+            f"Of {format_count(columns.repeated, 'event')} that stand in the file once more, one each was counted."
+        )
     return notes
 
 
-def _missing(columns: Columns, steps: Steps, stacks: Stacks) -> list[str]:
+def _list_missing(columns: Columns, steps: Steps, stacks: Stacks) -> list[str]:
     tables = columns.tables
     notes = []
     if columns.foreign:
@@ -114,7 +120,7 @@ def _missing(columns: Columns, steps: Steps, stacks: Stacks) -> list[str]:
         rejected = f"{explain_rejected(steps)} " if steps.rejected else ""
         notes.append(
             "No steps are marked: counts per step and warm-up are unknown. Name the range around a step with "
-            f"--step-range. {rejected}{HOW_TO_MARK} {ranges_in(columns)}"
+            f"--step-range. {rejected}{HOW_TO_MARK} {format_ranges(columns)}"
         )
     if len(columns.devices) > 1:
         notes.append("Several GPUs have work in this trace: a bubble is time in which none of them had.")
@@ -123,37 +129,37 @@ def _missing(columns: Columns, steps: Steps, stacks: Stacks) -> list[str]:
 
 def explain_rejected(steps: Steps) -> str:
     """Return a sentence about numbered ranges that are not taken for steps."""
-    names = ", ".join(f"'{name}N'" for name in steps.rejected[:NAMED])
+    names = ", ".join(f"'{name}N'" for name in steps.rejected[:MAX_NAMES])
     return f"Numbered ranges ({names}) cover less than half of the work and are not taken for steps."
 
 
-def ranges_in(columns: Columns) -> str:
+def format_ranges(columns: Columns) -> str:
     """Format the annotations that could be steps, the most frequent first."""
     found = Counter(columns.names[n] for n in columns.tables["ranges"].name.tolist())
     if not found:
         return "There are no ranges in this trace."
-    listed = [f"{name!r} ({times})" for name, times in found.most_common(RANGES)]
-    return f"Ranges in this trace: {', '.join(listed)}{', …' if len(found) > RANGES else ''}."
+    listed = [f"{name!r} ({times})" for name, times in found.most_common(MAX_RANGES)]
+    return f"Ranges in this trace: {', '.join(listed)}{', …' if len(found) > MAX_RANGES else ''}."
 
 
-def damages(columns: Columns) -> list[str]:
+def list_damage(columns: Columns) -> list[str]:
     """Return why a trace is not complete: clauses that follow its name, each with what to type."""
     trouble = columns.trouble
     lost = []
     if trouble.truncated:
         lost.append("ends early, so that syncs may be missing: record it again, with fewer steps")
     if trouble.unreadable_events:
-        events = counted(trouble.unreadable_events, "event")
+        events = format_count(trouble.unreadable_events, "event")
         lost.append(f"holds {events} that could not be read, so that syncs may be missing: record it again")
     if trouble.untimed_events:
-        events = counted(trouble.untimed_events, "event")
+        events = format_count(trouble.untimed_events, "event")
         lost.append(
             f"holds {events} of calls or GPU work without a duration that can be, so that bubbles are not known: "
             "record it again"
         )
     if trouble.repaired:
         lost.append(
-            f"holds text that is not JSON and was repaired ({_listed(trouble.repaired)}), so that calls may not be "
+            f"holds text that is not JSON and was repaired ({_format_names(trouble.repaired)}), so that calls may not be "
             "known by their names: record it again"
         )
     if trouble.behind:
@@ -162,32 +168,32 @@ def damages(columns: Columns) -> list[str]:
     wrong = sorted(filter(_is_damaged, (columns.names[n] for n in np.unique(np.concatenate(read)).tolist())))
     if wrong:
         lost.append(
-            f"holds names that are one bit away from names that would be read ({_listed(wrong)}): it was damaged, so "
+            f"holds names that are one bit away from names that would be read ({_format_names(wrong)}): it was damaged, so "
             "record or copy it again"
         )
-    return [*lost, *_unlinked(columns)]
+    return [*lost, *_explain_unlinked(columns)]
 
 
-def _listed(names: Iterable[str]) -> str:
-    first = list(itertools.islice(names, NAMED + 1))
-    return ", ".join(f"'{name}'" for name in first[:NAMED]) + (", …" if len(first) > NAMED else "")
+def _format_names(names: Iterable[str]) -> str:
+    first = list(itertools.islice(names, MAX_NAMES + 1))
+    return ", ".join(f"'{name}'" for name in first[:MAX_NAMES]) + (", …" if len(first) > MAX_NAMES else "")
 
 
 @functools.lru_cache(maxsize=1 << 12)
 def _is_damaged(name: str) -> bool:
     """Return whether a name is one bit away from a name that would be read."""
-    if kind_of(name) or name in SYNC_EVENTS:
+    if get_wait_kind(name) or name in SYNC_EVENTS:
         return False
     step = _STEP.fullmatch(name)
     return (
-        one_bit_off(name, API_NAMES)
-        or one_bit_off(name, SYNC_EVENTS)
-        or (name not in _COPIES and one_bit_off(name, _COPIES))
-        or (step is not None and one_bit_off(step[1], (STEP,)))
+        is_one_bit_off(name, API_NAMES)
+        or is_one_bit_off(name, SYNC_EVENTS)
+        or (name not in _COPIES and is_one_bit_off(name, _COPIES))
+        or (step is not None and is_one_bit_off(step[1], (STEP,)))
     )
 
 
-def one_bit_off(word: str, known: Iterable[str]) -> bool:
+def is_one_bit_off(word: str, known: Iterable[str]) -> bool:
     """Return whether a word differs from one of the known words in exactly one bit."""
     bits = word.encode("utf-8", "surrogatepass")
     number = int.from_bytes(bits)
@@ -196,13 +202,13 @@ def one_bit_off(word: str, known: Iterable[str]) -> bool:
     )
 
 
-def bubbles_are_known(columns: Columns) -> bool:
+def has_known_bubbles(columns: Columns) -> bool:
     """Return whether GPU work has durations and known calls, without which idle time has no meaning."""
-    linked = _linked(columns)
-    return not columns.trouble.untimed_events and bool(linked.sum() >= max(LINKED_SHARE * len(linked), 1))
+    linked = _find_linked(columns)
+    return not columns.trouble.untimed_events and bool(linked.sum() >= max(MIN_LINKED_SHARE * len(linked), 1))
 
 
-def _linked(columns: Columns) -> NDArray[np.bool_]:
+def _find_linked(columns: Columns) -> NDArray[np.bool_]:
     """Mark GPU work with a known call.
 
     Ids that several calls share, one after the other, link nothing: runtime calls share theirs only with calls within.
@@ -215,27 +221,27 @@ def _linked(columns: Columns) -> NDArray[np.bool_]:
     ids = calls.correlation[order]
     at = np.minimum(np.searchsorted(ids, gpu.correlation), len(ids) - 1)
     linked: NDArray[np.bool_] = (ids[at] == gpu.correlation) & (gpu.correlation != -1)
-    shared = _shared(calls.start[order], calls.end[order], ids)
+    shared = _find_shared_ids(calls.start[order], calls.end[order], ids)
     if len(shared):
         linked &= ~np.isin(gpu.correlation, shared)
-    launches, copies = columns.named(lambda name: "LaunchKernel" in name), columns.named(direction_of)
+    launches, copies = columns.match_names(lambda name: "LaunchKernel" in name), columns.match_names(parse_direction)
     linked &= ~(launches[calls.name[order[at]]] & copies[gpu.name])
     return linked
 
 
-def _unlinked(columns: Columns) -> list[str]:
+def _explain_unlinked(columns: Columns) -> list[str]:
     """Return clauses about GPU work without a known call."""
     gpu = columns.tables["gpu"]
     if not len(gpu) or not len(columns.tables["calls"]):
         return []
-    linked, clauses = _linked(columns), []
+    linked, clauses = _find_linked(columns), []
     alone = int((~linked).sum())
-    if alone > (1 - LINKED_SHARE) * len(gpu):
+    if alone > (1 - MIN_LINKED_SHARE) * len(gpu):
         clauses.append(
             f"does not tell of {alone:,} of its {len(gpu):,} GPU events which call caused them, so that bubbles "
             "and copies that wait are not known: record it again, and one process in each trace"
         )
-    waiting = columns.named(lambda name: "pageable" in direction_of(name))
+    waiting = columns.match_names(lambda name: "pageable" in parse_direction(name))
     copies = int((waiting[gpu.name] & ~linked).sum())
     if copies and not clauses:
         clauses.append(
@@ -245,7 +251,7 @@ def _unlinked(columns: Columns) -> list[str]:
     return clauses
 
 
-def _shared(start: NDArray[Any], end: NDArray[Any], ids: NDArray[Any]) -> NDArray[Any]:
+def _find_shared_ids(start: NDArray[Any], end: NDArray[Any], ids: NDArray[Any]) -> NDArray[Any]:
     """Return ids of several calls that do not contain each other; `ids` are in order."""
     again = np.flatnonzero((ids[1:] == ids[:-1]) & (ids[1:] != -1))
     apart = (start[again + 1] >= end[again]) | (start[again] >= end[again + 1])

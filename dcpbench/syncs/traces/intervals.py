@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     Ints = NDArray[Any]
     Bools = NDArray[np.bool_]
 
-ANY = -2
+ANY_THREAD = -2
 """Number that matches any thread."""
 
 
-def containing(start: Floats, end: Floats, moments: Floats) -> tuple[Ints, Ints]:
+def find_containing(start: Floats, end: Floats, moments: Floats) -> tuple[Ints, Ints]:
     """Return pairs (moment, interval) with start <= moment < end, by moment, and for each from the outermost to the
     innermost.
 
@@ -39,15 +39,15 @@ def containing(start: Floats, end: Floats, moments: Floats) -> tuple[Ints, Ints]
     return moment[by], interval[by]
 
 
-def chains(table: Table, moments: Floats, threads: Ints) -> list[Ints]:
+def find_chains(table: Table, moments: Floats, threads: Ints) -> list[Ints]:
     """Return for each moment, in microseconds, the rows of a table on its thread, or on ANY, that contain it, outermost
     first.
     """
     found: list[Ints] = [np.zeros(0, np.int64)] * len(moments)
     for thread in np.unique(threads):
-        rows = np.arange(len(table)) if thread == ANY else np.flatnonzero(table.thread == thread)
+        rows = np.arange(len(table)) if thread == ANY_THREAD else np.flatnonzero(table.thread == thread)
         mine = np.flatnonzero(threads == thread)
-        moment, row = containing(table.start[rows], table.end[rows], moments[mine])
+        moment, row = find_containing(table.start[rows], table.end[rows], moments[mine])
         first = np.flatnonzero(np.diff(moment, prepend=-1))
         last = np.append(first[1:], len(moment))[: len(first)]
         for i, begin, end in zip(mine[moment[first]], first, last, strict=True):
@@ -55,7 +55,7 @@ def chains(table: Table, moments: Floats, threads: Ints) -> list[Ints]:
     return found
 
 
-def union(start: Floats, end: Floats) -> tuple[Floats, Floats]:
+def merge_intervals(start: Floats, end: Floats) -> tuple[Floats, Floats]:
     """Return disjoint intervals, in order, that cover the same time."""
     order = np.argsort(start, kind="stable")
     start, until = start[order], np.maximum.accumulate(end[order]) if len(end) else end
@@ -66,7 +66,7 @@ def union(start: Floats, end: Floats) -> tuple[Floats, Floats]:
     return start[first], until[last] if len(first) else until
 
 
-def covered(start: Floats, end: Floats, moments: Floats) -> Floats:
+def sum_covered_time(start: Floats, end: Floats, moments: Floats) -> Floats:
     """Return for each moment how much time before it lies in these intervals, which are disjoint and in order."""
     if not len(start):
         return np.zeros(len(moments))
@@ -76,7 +76,7 @@ def covered(start: Floats, end: Floats, moments: Floats) -> Floats:
     return np.where(at < 0, 0.0, before[at] + reached)
 
 
-def match(keys: Ints, wanted: Ints) -> Ints:
+def match_keys(keys: Ints, wanted: Ints) -> Ints:
     """Return for each wanted key the row of the first equal one in `keys`; -1 if there is none or the key is -1."""
     if not len(keys) or not len(wanted):
         return np.full(len(wanted), -1)

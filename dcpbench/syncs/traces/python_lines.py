@@ -39,7 +39,7 @@ SOURCE_FOLDERS = ("", "src", "python", "lib")
 """Folders of a repository from which Python may import; the profiler shortens paths by the folder on sys.path."""
 
 
-def _without_address(name: str) -> str:
+def _remove_address(name: str) -> str:
     return _ADDRESS.sub("", name)
 
 
@@ -49,7 +49,7 @@ def parse_frame(name: str) -> Frame:
 
     The line is the first one of the function, or the call's, depending on the trace.
     """
-    text = _without_address(name)
+    text = _remove_address(name)
     found = _FRAME.match(text)
     if found is None or found["file"].startswith("<"):
         return Frame("", 0, text)
@@ -57,7 +57,7 @@ def parse_frame(name: str) -> Frame:
 
 
 @functools.cache
-def _installed() -> frozenset[str]:
+def _list_installed_packages() -> frozenset[str]:
     """Return the names of the packages that are installed with this program."""
     folders = [Path(folder) for folder in sys.path if folder.endswith("-packages")]
     return frozenset(p.name for folder in folders if folder.is_dir() for p in folder.iterdir() if p.is_dir())
@@ -70,16 +70,16 @@ class Repository:
         self.root = root.resolve()
         self._known: dict[str, str] = {}
 
-    def path(self, file: str) -> str:
+    def find_path(self, file: str) -> str:
         """Return the path below the root if the file exists there; else without the parts that differ between machines.
 
         A trace from another checkout has other absolute paths: the longest end of the path that exists here counts.
         """
         if file not in self._known:
-            self._known[file] = self._find(file)
+            self._known[file] = self._resolve_path(file)
         return self._known[file]
 
-    def _find(self, file: str) -> str:
+    def _resolve_path(self, file: str) -> str:
         if not file:
             return ""
         library = _LIBRARIES.sub("", file)
@@ -90,21 +90,21 @@ class Repository:
         for first in range(1 if absolute else 0, len(parts) if absolute else 1):
             for folder in SOURCE_FOLDERS:
                 relative = PurePosixPath(folder, *parts[first:])
-                if self._holds(str(relative)):
+                if self._has_relative(str(relative)):
                     return str(relative)
         return file
 
-    def has(self, file: str) -> bool:
+    def has_file(self, file: str) -> bool:
         """Return True if the file is below the root."""
-        return self._holds(self.path(file))
+        return self._has_relative(self.find_path(file))
 
-    def _holds(self, relative: str) -> bool:
+    def _has_relative(self, relative: str) -> bool:
         try:
             return ".." not in PurePosixPath(relative).parts and (self.root / relative).is_file()
         except (OSError, ValueError):
             return False
 
-    def user_frame(self, frames: Sequence[Frame]) -> int | None:
+    def find_user_frame(self, frames: Sequence[Frame]) -> int | None:
         """Return the index of the user's innermost frame; frames are outermost first.
 
         It is the innermost frame outside torch, Triton and Python's own library; else the innermost one with a file
@@ -114,7 +114,7 @@ class Repository:
         own = [i for i in candidates if not self._is_python(frames[i].file)]
         return next(reversed(own or candidates), None)
 
-    def caller(self, frames: Sequence[Frame], at: int) -> int | None:
+    def find_caller(self, frames: Sequence[Frame], at: int) -> int | None:
         """Return the index of the innermost frame outside libraries if the frame at `at` is in one; else None."""
         if not self._is_library(frames[at].file):
             return None
@@ -126,17 +126,21 @@ class Repository:
 
         The profiler shortens paths by the folder on sys.path, so that a package's name may be all there is.
         """
-        if self.has(file):
+        if self.has_file(file):
             return False
         if "-packages/" in file or _FRAMEWORK.search(file) or self._is_python(file):
             return True
-        return "/" in file and not file.startswith("/") and file.split("/", maxsplit=1)[0] in PACKAGES | _installed()
+        return (
+            "/" in file
+            and not file.startswith("/")
+            and file.split("/", maxsplit=1)[0] in PACKAGES | _list_installed_packages()
+        )
 
     def _is_python(self, file: str) -> bool:
         """Return True if a file is part of Python's own library, shortened or not."""
         if file.startswith("/"):
             return bool(_INTERPRETER.match(file)) and "-packages/" not in file
-        return file.split("/", maxsplit=1)[0].removesuffix(".py") in sys.stdlib_module_names and not self.has(file)
+        return file.split("/", maxsplit=1)[0].removesuffix(".py") in sys.stdlib_module_names and not self.has_file(file)
 
 
 Stacks = Literal["python_function", "call stack", "none"]
@@ -152,7 +156,7 @@ class Line(NamedTuple):
     """Frames, outermost first."""
     profiler: bool = False
     """True if torch's profiler made the call."""
-    asks: bool = False
+    calls_synchronize: bool = False
     """True if frames show a call of a function named synchronize."""
     called_from: str = ""
     """First frame outside libraries, if the line itself is in one."""
@@ -165,33 +169,35 @@ class Attribution:
         self.columns, self.repository, self.stacks = columns, repository, stacks
         self._known: dict[tuple[str, ...], Line] = {}
 
-    def line(self, frames: Ints, ops: Ints) -> Line:
+    def find_line(self, frames: Ints, ops: Ints) -> Line:
         """Return the line of a call within these rows of the Python table, or of the ops table; outermost first."""
         columns = self.columns
         if len(frames):
-            return self._of(tuple(columns.names[columns.tables["python"].name[row]] for row in frames), "function")
+            return self._find_cached(
+                tuple(columns.names[columns.tables["python"].name[row]] for row in frames), "function"
+            )
         for row in ops[::-1]:
             stack = columns.tables["ops"].stack[row]
             if stack >= 0:
                 names = [name for name in columns.stacks[stack].split(";") if name]
-                return self._of(tuple(reversed(names)), "call" if self.stacks == "call stack" else "function")
+                return self._find_cached(tuple(reversed(names)), "call" if self.stacks == "call stack" else "function")
         return Line()
 
-    def _of(self, names: tuple[str, ...], line_is: Literal["call", "function"]) -> Line:
+    def _find_cached(self, names: tuple[str, ...], line_is: Literal["call", "function"]) -> Line:
         if names not in self._known:
-            self._known[names] = self._find(tuple(map(_without_address, names)), line_is)
+            self._known[names] = self._build_line(tuple(map(_remove_address, names)), line_is)
         return self._known[names]
 
-    def _find(self, stack: tuple[str, ...], line_is: Literal["call", "function"]) -> Line:
+    def _build_line(self, stack: tuple[str, ...], line_is: Literal["call", "function"]) -> Line:
         frames = [parse_frame(text) for text in stack]
         asks = any("synchronize" in f.function for f in frames[-4:])
-        at = self.repository.user_frame(frames)
+        at = self.repository.find_user_frame(frames)
         profiler = any(_PROFILER.search(f.file) for f in frames[0 if at is None else at + 1 :])
         if at is None:
             return Line(None, line_is, stack, profiler, asks)
-        caller = self.repository.caller(frames, at)
-        called_from = "" if caller is None else str(self._below(frames[caller]))
-        return Line(self._below(frames[at]), line_is, stack, profiler, asks, called_from)
+        caller = self.repository.find_caller(frames, at)
+        called_from = "" if caller is None else str(self._resolve_frame(frames[caller]))
+        return Line(self._resolve_frame(frames[at]), line_is, stack, profiler, asks, called_from)
 
-    def _below(self, frame: Frame) -> Frame:
-        return frame._replace(file=self.repository.path(frame.file))
+    def _resolve_frame(self, frame: Frame) -> Frame:
+        return frame._replace(file=self.repository.find_path(frame.file))

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 BLOCK_BYTES = 512 << 10
-LARGEST_EVENT = 64 << 20
+MAX_EVENT_BYTES = 64 << 20
 """An event larger than this is not a profiler's."""
 MAX_RATIO = 200
 """Text per byte of gzip. Profilers' traces reach 10 to 40."""
-RATIO_FROM = 256 << 20
+MIN_RATIO_BYTES = 256 << 20
 """Text from which the ratio is looked at."""
-PIECES = 8
+MAX_EVENT_PIECES = 8
 """Places that look like the end of an event, and are within one, before it is given up."""
 GZIP_MAGIC = b"\x1f\x8b"
 
@@ -58,7 +58,7 @@ class Event(msgspec.Struct, gc=False):
     args: Args | None = None
 
 
-class Trouble(msgspec.Struct):
+class ReadProblems(msgspec.Struct):
     """Hold problems found while reading that did not end it."""
 
     unreadable_events: int = 0
@@ -91,10 +91,10 @@ _COMMA = re.compile(r"trailing comma in array \(byte (\d+)\)")
 """Message of msgspec for the end of an array with a trailing comma."""
 CUT = "truncated"
 """Message of msgspec for text that ends too early."""
-COMMAS = 4
+MAX_TRAILING_COMMAS = 4
 """Trailing commas that are skipped: one before the end of all events, and a few in a neighbouring event."""
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
-NAMED = 3
+MAX_REPAIRED = 3
 """Repaired strings that are kept as examples."""
 SHOWN_BYTES = 40
 """Bytes on each side of a place that is shown."""
@@ -113,7 +113,7 @@ _RANK = re.compile(rb'"distributedInfo"\s*:\s*\{[^{}]*?"rank"\s*:\s*(\d{1,6})\b'
 _WORLD_SIZE = re.compile(rb'"distributedInfo"\s*:\s*\{[^{}]*?"world_size"\s*:\s*(\d{1,6})\b')
 
 
-def read_chunks(path: Path, file: BinaryIO, trouble: Trouble) -> Iterator[bytes]:
+def read_chunks(path: Path, file: BinaryIO, trouble: ReadProblems) -> Iterator[bytes]:
     """Yield the file's text in pieces, decompressed if it is gzip with one or more members.
 
     Raises:
@@ -142,7 +142,7 @@ def read_chunks(path: Path, file: BinaryIO, trouble: Trouble) -> Iterator[bytes]
                     trouble.behind = trouble.behind or f"{size:,} bytes that are no gzip, behind its gzip data"
                 return
             text += len(chunk)
-            if text > RATIO_FROM and text > MAX_RATIO * packed:
+            if text > MIN_RATIO_BYTES and text > MAX_RATIO * packed:
                 raise TraceError(
                     f"{path} expands more than {MAX_RATIO}-fold, to over {text >> 20} MiB; no trace does. "
                     "Unpack it and scan the .json if it is one"
@@ -182,7 +182,7 @@ _FORMATS = (
 """Formats that may hold a trace but are not one: name, first bytes, and the command to use; `{file}` is replaced by the path."""
 
 
-def other_format(path: Path, head: bytes, *, packed: bool) -> str:
+def explain_other_format(path: Path, head: bytes, *, packed: bool) -> str:
     """Return what a file is by its first bytes and what to type to get a trace; empty if they are unknown."""
     head, file = head.removeprefix(b"\xef\xbb\xbf"), shlex.quote(str(path))
     for name, start, advice in _FORMATS:
@@ -196,9 +196,9 @@ def other_format(path: Path, head: bytes, *, packed: bool) -> str:
     return ""
 
 
-def _end_of_array(text: bytearray) -> int:
+def _find_array_end(text: bytearray) -> int:
     """Return the bytes of the array with which a text begins; 0 if it does not end. A trailing comma is blanked."""
-    for _ in range(COMMAS):
+    for _ in range(MAX_TRAILING_COMMAS):
         try:
             _RAW.decode(text)
         except NOT_JSON as e:
@@ -214,7 +214,7 @@ def _end_of_array(text: bytearray) -> int:
     return 0
 
 
-def _object_of(text: bytes) -> tuple[Iterable[str] | None, bytes]:
+def _read_object_keys(text: bytes) -> tuple[Iterable[str] | None, bytes]:
     """Return the keys of the object with which a text begins, and what follows it.
 
     No keys where the text ends within the object, None where it is not JSON.
@@ -226,22 +226,22 @@ def _object_of(text: bytes) -> tuple[Iterable[str] | None, bytes]:
         if not ended:
             return (() if CUT in str(e) else None), b""
         end = text.rindex(b"}", 0, int(ended[1]) - 1) + 1
-    return _object_of(text[:end])[0], text[end:]
+    return _read_object_keys(text[:end])[0], text[end:]
 
 
-def is_something_else(path: Path) -> bool:
+def is_other_json(path: Path) -> bool:
     """Return whether a file is valid JSON without events, such as a report or a configuration.
 
     Return False if it may be a trace, though a damaged one, or cannot be read: the reader reports such problems. An
     empty file may be the trace of a rank with a full disk.
     """
-    text, trouble = bytearray(), Trouble()
+    text, trouble = bytearray(), ReadProblems()
     try:
         with path.open("rb") as file:
             for chunk in read_chunks(path, file, trouble):
                 text += chunk
                 events = _A_PHASE if text.lstrip(_BLANK)[:1] == b"[" else _EVENTS
-                if events.search(text) or len(text) > LARGEST_EVENT:
+                if events.search(text) or len(text) > MAX_EVENT_BYTES:
                     return False
         whole = msgspec.json.decode(text)
     except (OSError, TraceError, *NOT_JSON):
@@ -261,12 +261,12 @@ class TraceReader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.trouble = Trouble()
+        self.trouble = ReadProblems()
         self._in_object = False
         self.rank = parse_file_name(path.name).rank
         self.world_size: int | None = None
 
-    def blocks(self) -> Iterator[list[Event]]:
+    def read_blocks(self) -> Iterator[list[Event]]:
         """Yield lists of events in the file's order.
 
         Raises:
@@ -276,11 +276,11 @@ class TraceReader:
             if self.path.exists() and not self.path.is_file():  # a pipe may never end, and cannot be looked at twice
                 raise TraceError(f"{self.path} is no file; write the trace into one, and name that")
             with self.path.open("rb") as file:
-                yield from self._blocks(self._looked_at(read_chunks(self.path, file, self.trouble)))
+                yield from self._split_blocks(self._check_utf8(read_chunks(self.path, file, self.trouble)))
         except OSError as e:
             raise TraceError(f"{self.path} cannot be read: {e.strerror or e}") from None
 
-    def _looked_at(self, chunks: Iterator[bytes]) -> Iterator[bytes]:
+    def _check_utf8(self, chunks: Iterator[bytes]) -> Iterator[bytes]:
         """Yield the chunks and note the first byte that is not UTF-8, as the decoder skips keys and unused text."""
         utf8, whole = codecs.getincrementaldecoder("utf-8")(), True
         for chunk in chunks:
@@ -289,31 +289,31 @@ class TraceReader:
                     utf8.decode(chunk)
                     whole = not utf8.getstate()[0]
                 except UnicodeDecodeError as e:
-                    self._note(e.object, e.start)
+                    self._record_repair(e.object, e.start)
             yield chunk
 
-    def _blocks(self, chunks: Iterator[bytes]) -> Iterator[list[Event]]:
-        buffer = self._start(chunks)
+    def _split_blocks(self, chunks: Iterator[bytes]) -> Iterator[list[Event]]:
+        buffer = self._read_start(chunks)
         enough = BLOCK_BYTES
         for chunk in chunks:
             buffer += chunk
             if len(buffer) < enough:
                 continue
-            events, used, ended = self._take(buffer)
+            events, used, ended = self._decode_block(buffer)
             if used:
                 yield events
                 del buffer[1 : used + 1]
-            enough = BLOCK_BYTES if used else min(2 * len(buffer), LARGEST_EVENT + 1)
+            enough = BLOCK_BYTES if used else min(2 * len(buffer), MAX_EVENT_BYTES + 1)
             if ended:
-                self._leave(buffer[1:], chunks)
+                self._read_end(buffer[1:], chunks)
                 return
-            if len(buffer) > LARGEST_EVENT:
+            if len(buffer) > MAX_EVENT_BYTES:
                 raise TraceError(
-                    f"{self.path}: no end of an event within {LARGEST_EVENT >> 20} MiB; not a profiler's trace"
+                    f"{self.path}: no end of an event within {MAX_EVENT_BYTES >> 20} MiB; not a profiler's trace"
                 )
-        yield self._rest(buffer)
+        yield self._decode_rest(buffer)
 
-    def _start(self, chunks: Iterator[bytes]) -> bytearray:
+    def _read_start(self, chunks: Iterator[bytes]) -> bytearray:
         """Return `[` and the text after the opening bracket of the events."""
         head = bytearray()
         for chunk in chunks:
@@ -330,14 +330,14 @@ class TraceReader:
                 self._read_rank(text[: key.start()])
                 self._in_object = True
                 return text[key.end() - 1 :]
-            if len(head) > LARGEST_EVENT:
+            if len(head) > MAX_EVENT_BYTES:
                 break
         if not head:
             raise TraceError(f"{self.path} is empty; record the trace again")
         with self.path.open("rb") as file:
             packed = file.read(2) == GZIP_MAGIC
         raise TraceError(
-            other_format(self.path, bytes(head[:HEAD_BYTES]), packed=packed)
+            explain_other_format(self.path, bytes(head[:HEAD_BYTES]), packed=packed)
             or f'{self.path} is not a Kineto trace: no "traceEvents" in it. '
             'Export one with torch.profiler\'s export_chrome_trace("trace.json")'
         )
@@ -347,97 +347,97 @@ class TraceReader:
         self.rank = int(rank[1]) if rank else self.rank
         self.world_size = int(size[1]) if size else None
 
-    def _leave(self, rest: bytearray, chunks: Iterable[bytes]) -> None:
+    def _read_end(self, rest: bytearray, chunks: Iterable[bytes]) -> None:
         """Note what follows the end of the trace. Its other keys are of no use, except a second list of events.
 
         Reads to the end, where the checksum of a gzip file stands.
         """
         for chunk in chunks:
-            if len(rest) <= LARGEST_EVENT:
+            if len(rest) <= MAX_EVENT_BYTES:
                 rest += chunk
         left = bytes(rest)
         if self._in_object:
-            keys, left = _object_of(b'{"":0' + left)
+            keys, left = _read_object_keys(b'{"":0' + left)
             if keys is None:
-                keys, left = _object_of(b'{"":0' + self._mended(bytes(rest)))
+                keys, left = _read_object_keys(b'{"":0' + self._make_valid_json(bytes(rest)))
             if keys is None:
                 left = bytes(rest)
             elif not keys:
                 self.trouble.truncated = True
             elif "traceEvents" in keys:
                 self.trouble.behind = "a second list of events"
-            elif len(rest) > LARGEST_EVENT:
-                self.trouble.behind = f"more than {LARGEST_EVENT >> 20} MiB behind its events"
+            elif len(rest) > MAX_EVENT_BYTES:
+                self.trouble.behind = f"more than {MAX_EVENT_BYTES >> 20} MiB behind its events"
         left = left.strip(_BLANK + b"\0")
         if left:
             begins = left[:SHOWN_BYTES].decode("utf-8", "backslashreplace")
             self.trouble.behind = f"more text behind its end, beginning {begins!r}"
 
-    def _take(self, buffer: bytearray) -> tuple[list[Event], int, bool]:
+    def _decode_block(self, buffer: bytearray) -> tuple[list[Event], int, bool]:
         """Return the events of the complete part of the buffer, the bytes used, and whether the array ended."""
-        cuts = _cuts(buffer, len(buffer) - (1 << 13)) or _cuts(buffer)
-        found = self._until_cut(buffer, cuts)
+        cuts = _find_cuts(buffer, len(buffer) - (1 << 13)) or _find_cuts(buffer)
+        found = self._decode_until_cut(buffer, cuts)
         if found is not None:
             return *found, False
-        ended = self._until_end(buffer)
+        ended = self._decode_until_end(buffer)
         if ended is None and cuts:
             comma = buffer.rindex(b",", 0, cuts[-1])
-            mended = self._mended(bytes(buffer[1:comma]))
+            mended = self._make_valid_json(bytes(buffer[1:comma]))
             buffer[1:comma] = mended
-            events = self._decode(b"[" + mended + b"]")
-            ended = self._until_end(buffer) if events is None else None
+            events = self._decode_array(b"[" + mended + b"]")
+            ended = self._decode_until_end(buffer) if events is None else None
             if ended is None:
-                return self._pieces(mended) if events is None else events, len(mended) + 1, False
+                return self._decode_pieces(mended) if events is None else events, len(mended) + 1, False
         if ended is None:
             return [], 0, False
         events, end = ended
         return events, end - 1, True
 
-    def _until_cut(self, buffer: bytearray, cuts: list[int]) -> tuple[list[Event], int] | None:
+    def _decode_until_cut(self, buffer: bytearray, cuts: list[int]) -> tuple[list[Event], int] | None:
         """Return the events up to one of the last places where an event may begin, and the bytes used."""
         for start_of_next in reversed(cuts[-6:]):
             comma = buffer.rindex(b",", 0, start_of_next)
             buffer[comma : comma + 1] = b"]"
-            events = self._decode(memoryview(buffer)[: comma + 1])
+            events = self._decode_array(memoryview(buffer)[: comma + 1])
             buffer[comma : comma + 1] = b","
             if events is not None:
                 return events, comma
         return None
 
-    def _until_end(self, buffer: bytearray) -> tuple[list[Event], int] | None:
+    def _decode_until_end(self, buffer: bytearray) -> tuple[list[Event], int] | None:
         """Return the events up to the end of the array and the bytes up to there; None if the buffer lacks it."""
-        end = _end_of_array(buffer)
+        end = _find_array_end(buffer)
         if not end:
             return None
-        events = self._decode(memoryview(buffer)[:end])
+        events = self._decode_array(memoryview(buffer)[:end])
         if events is None:
-            events = self._decode(self._mended(bytes(buffer[:end])))
+            events = self._decode_array(self._make_valid_json(bytes(buffer[:end])))
         return None if events is None else (events, end)
 
-    def _rest(self, buffer: bytearray) -> list[Event]:
+    def _decode_rest(self, buffer: bytearray) -> list[Event]:
         """Return the last events; a file that ends before its bracket is marked as truncated."""
-        ended = self._until_end(buffer)
+        ended = self._decode_until_end(buffer)
         if ended is None:
-            buffer[1:] = self._mended(bytes(buffer[1:]))
-            ended = self._until_end(buffer)
+            buffer[1:] = self._make_valid_json(bytes(buffer[1:]))
+            ended = self._decode_until_end(buffer)
         if ended is not None:
-            self._leave(buffer[ended[1] :], ())
+            self._read_end(buffer[ended[1] :], ())
             return ended[0]
         body = bytes(buffer[1:])
         tail = _TAIL.search(body)
         if tail:
-            return self._pieces(body[: tail.start()])
+            return self._decode_pieces(body[: tail.start()])
         self.trouble.truncated = True
-        events = self._decode(b"[" + body.rstrip(b", \t\r\n") + b"]")
+        events = self._decode_array(b"[" + body.rstrip(b", \t\r\n") + b"]")
         if events is not None:
             return events
-        cuts = _cuts(buffer)
+        cuts = _find_cuts(buffer)
         if not cuts:
             return []
-        found = self._until_cut(buffer, cuts)
-        return found[0] if found else self._pieces(body[: cuts[-1] - 1].rstrip(b", \t\r\n"))
+        found = self._decode_until_cut(buffer, cuts)
+        return found[0] if found else self._decode_pieces(body[: cuts[-1] - 1].rstrip(b", \t\r\n"))
 
-    def _decode(self, text: bytes | memoryview) -> list[Event] | None:
+    def _decode_array(self, text: bytes | memoryview) -> list[Event] | None:
         """Return the events of a complete array and count those of wrong types; None if the text is no array."""
         try:
             return _DECODER.decode(text)
@@ -456,52 +456,52 @@ class TraceReader:
                 self.trouble.unreadable_events += 1
         return events
 
-    def _mended(self, text: bytes) -> bytes:
+    def _make_valid_json(self, text: bytes) -> bytes:
         """Return text with its strings and numbers made valid JSON; repairs in strings are noted."""
         fixed = text.decode("utf-8", errors="replace").encode()
         lone = next((m.start() for m in _BACKSLASH.finditer(fixed) if not m[1]), -1)
         if lone >= 0:
-            self._note(fixed, lone)
+            self._record_repair(fixed, lone)
             # A backslash that JSON allows as it is, a lone one doubled, half a character as a replacement character.
             fixed = _BACKSLASH.sub(lambda m: m[0] if m[1] else b"\\ufffd" if m[2] else b"\\\\", fixed)
-        if len(self.trouble.repaired) < NAMED:
+        if len(self.trouble.repaired) < MAX_REPAIRED:
             control = _ODD_CONTROL.search(fixed)
             within = (_CONTROL.search(fixed, *string.span()) for string in _STRING.finditer(fixed))
             control = control or next(filter(None, within), None)
             if control:
-                self._note(fixed, control.start())
+                self._record_repair(fixed, control.start())
         fixed, numbers = _NOT_A_NUMBER.subn(rb"\1null", _CONTROL.sub(b" ", fixed))
         self.trouble.not_numbers |= numbers > 0
         return fixed
 
-    def _note(self, text: bytes, at: int) -> None:
+    def _record_repair(self, text: bytes, at: int) -> None:
         """Keep the string around a byte that is not JSON as an example."""
         begin = text.rfind(b'"', max(0, at - SHOWN_BYTES), at) + 1 or max(0, at - SHOWN_BYTES)
         end = text.find(b'"', at + 1, at + SHOWN_BYTES)
         shown = text[begin : end if end > 0 else at + SHOWN_BYTES].decode("utf-8", "backslashreplace")
-        if len(self.trouble.repaired) < NAMED and shown not in self.trouble.repaired:
+        if len(self.trouble.repaired) < MAX_REPAIRED and shown not in self.trouble.repaired:
             self.trouble.repaired.append(shown)
 
-    def _pieces(self, body: bytes) -> list[Event]:
+    def _decode_pieces(self, body: bytes) -> list[Event]:
         """Return the events that can be saved from text between two events that is not JSON."""
         events, part = [], b""
         for piece in _BETWEEN.split(body.strip().removeprefix(b"{").removesuffix(b"}")):
             text = part + b"},{" + piece if part else piece
-            event = self._event(text)
+            event = self._decode_event(text)
             if event is None and part:  # what is broken before it must not take a good event along
-                event = self._event(piece)
+                event = self._decode_event(piece)
                 event = event if event is not None and event.ph else None
                 self.trouble.unreadable_events += event is not None
             if event is not None:
                 events.append(event)
-            elif text.count(b"},{") >= PIECES:
+            elif text.count(b"},{") >= MAX_EVENT_PIECES:
                 self.trouble.unreadable_events += 1
                 text = b""
             part = b"" if event is not None else text
         self.trouble.unreadable_events += bool(part.strip())
         return events
 
-    def _event(self, inner: bytes) -> Event | None:
+    def _decode_event(self, inner: bytes) -> Event | None:
         """Return the event with this text between its brackets; None if it is not JSON."""
         try:
             return _ONE.decode(b"{" + inner + b"}")
@@ -512,6 +512,6 @@ class TraceReader:
             return None
 
 
-def _cuts(text: bytearray, start: int = 0) -> list[int]:
+def _find_cuts(text: bytearray, start: int = 0) -> list[int]:
     """Return where an event may begin behind another one; text before `start` is skipped."""
     return [found.end() - 1 for found in _BETWEEN.finditer(text, start)]

@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from dcpbench.syncs.dry_run import dry_run
-from dcpbench.syncs.scan import scan
+from dcpbench.syncs.scan import scan_traces
 from tools.syncs.corpus.inputs import make_inputs
 from tools.syncs.corpus.programs import PROGRAMS, Program
 from tools.syncs.corpus.score import CorpusRun, Seen, Truth
@@ -64,7 +64,7 @@ def _measure_gpu(run: CorpusRun, folder: Path) -> CorpusRun:
 def seen_in(trace: Path) -> dict[str, Seen]:
     """Return what `scan` finds in a recorded trace of the corpus, program by program."""
     seen = {p.name: Seen() for p in PROGRAMS}
-    for site in scan([trace], root=Path.cwd()).sites:
+    for site in scan_traces([trace], root=Path.cwd()).sites:
         program = seen.get(site.range.removeprefix(RANGE))
         if program is not None and not site.own:
             (program.hazards if site.may_block else program.syncs).extend([site.rule] * site.count)
