@@ -87,12 +87,12 @@ class TestChoose:
     def test_an_exchange_that_cannot_work_here_is_passed_over(self, engine, monkeypatch):
         """Every rank hears the same error; the engine goes on with what it had."""
 
-        def use(backend, exchange, really=engine.use):
+        def use(backend, exchange, really=engine.select_path):
             if exchange == "a2a":
                 raise CapacityError("these GPUs cannot")
             really(backend, exchange)
 
-        monkeypatch.setattr(engine, "use", use)
+        monkeypatch.setattr(engine, "select_path", use)
         found = chosen_by(engine)
         assert found.exchange == "symm"
         assert [(c.exchange, c.reason) for c in found.candidates if c.reason] == [("a2a", "these GPUs cannot")]

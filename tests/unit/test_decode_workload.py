@@ -373,7 +373,7 @@ class TestGraphError:
         def step(_batch):
             planned.logits = replay(planned.logits.clone())
 
-        monkeypatch.setattr(engine, "step", step)
+        monkeypatch.setattr(engine, "run_step", step)
         return decode._compute_graph_error(engine, planned)
 
     def test_a_graph_that_does_the_same_has_none(self, batch, monkeypatch):

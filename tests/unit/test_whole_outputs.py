@@ -789,7 +789,7 @@ def test_command_lines_of_servers(tmp_path: Path) -> None:
         for more in ({}, {"nnodes": 2}, {"traces": "/t"}):
             for settings in ({}, {"seqs": "32", "quiet": "False", "eager": "False"}) if not more else ({},):
                 try:
-                    command = shlex.join(engine.words(one, settings, "m", 7, **more))
+                    command = shlex.join(engine.make_command(one, settings, "m", 7, **more))
                 except UsageError as e:
                     command = str(e)
                 lines.append(f"{engine.name} {one.layout_name} {one.exchange} {more or ''}: {command}")
@@ -1367,7 +1367,7 @@ def test_pictures_of_other_commands(tmp_path: Path, typed: Callable[..., str], m
         said.append(f"--- {path.name}\n{figure_words(figure)}")
         return []
 
-    monkeypatch.setattr("dcpbench.compare.picture.save", save)
+    monkeypatch.setattr("dcpbench.compare.picture.save_figure", save)
     monkeypatch.setattr("dcpbench.show.figures.save_figure", save)
     compare_builder.write_launches(tmp_path / "a", 3, seed=1, cv=0.01)
     compare_builder.write_launches(tmp_path / "b", 3, seed=2, cv=0.01, faster=1.04)
