@@ -123,7 +123,7 @@ def _make_parameter(name: str, kind: Any, default: Any) -> inspect.Parameter:  #
 
 
 def _parse_count(option: str, minimum: float | None, value: object) -> int:
-    """Return the number of `8` or `64k`. Raises UsageError for any other text, and for numbers below `least`."""
+    """Return the number of `8` or `64k`. Raises UsageError for any other text, and for numbers below `minimum`."""
     found = parse_count(str(value))
     if found is None:
         choices = suggest_counts(str(value)) or "not a whole number; write for example " + f"{option} 8"

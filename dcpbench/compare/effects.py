@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 MIN_LAUNCHES = 4  # of each side, or rounds: fewer do not show how launches scatter
-POWER = 0.8  # chance of a verdict for which `more_launches` plans
+POWER = 0.8  # chance of a verdict for which `estimate_more_launches` plans
 MAX_LAUNCHES = 50  # of each side; more are not worth proposing
 LAUNCH_CORRELATION = 0.5  # allowed between a launch and the next one of its side
 ROUND_CORRELATION = 0.125  # the same between the differences of rounds A B, B A, …, from that of launches
@@ -138,7 +138,7 @@ def compare_sides(a: Sequence[Estimate], b: Sequence[Estimate], launch_noise: fl
 
     The variance is Welch's, S²_A / J_A + S²_B / J_B, and two tests have to agree: one for independent launches, with the
     degrees of freedom of the smaller side, which hold however much the scatter of the sides differs; and one for launches
-    that correlate with the launch before them, so that their means scatter more (`inflate`). With fewer than MIN_LAUNCHES on a side
+    that correlate with the launch before them, so that their means scatter more (`compute_inflation`). With fewer than MIN_LAUNCHES on a side
     the scatter is unknown, unless the user gives `launch_noise`, the standard deviation of the difference of two launches.
     """
     log = statistics.fmean(e.log for e in b) - statistics.fmean(e.log for e in a)

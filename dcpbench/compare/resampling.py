@@ -91,7 +91,7 @@ def estimate_error(
     positive.
 
     With `requests` there is one sample per request, or per window of a run, so that two launches can use the same
-    draws; blocks then have the length of `request_blocks`, regardless of the samples. Samples that are not finite are
+    draws; blocks then have the length of `compute_request_block_length`, regardless of the samples. Samples that are not finite are
     left out.
     """
     series = np.asarray(samples, np.float64)

@@ -93,7 +93,7 @@ def read_side(paths: Sequence[Path]) -> list[Run]:
 
 
 def check_sizes(a: Sequence[Path], b: Sequence[Path], across: Sequence[str] = ()) -> None:
-    """Raise UsageError for what `match` refuses, if it can be known without reading whole records."""
+    """Raise UsageError for what `match_points` refuses, if it can be known without reading whole records."""
     _check_fields(across)
     sides = [[get_record_file(run) for path in side for run in find_runs(path)] for side in (a, b)]
     if all(sum(map(_count_lines, side)) > MAX_POINTS for side in sides):

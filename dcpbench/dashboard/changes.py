@@ -4,12 +4,12 @@
    at most two runs of the history lie at least half as far out. One odd run is not a change.
 2. Propose steps. ruptures' PELT (KernelCPD, linear kernel: exact least squares) splits the logarithms, in units of their
    run-to-run standard deviation, with a penalty of 3·ln(runs) for each split and at least MIN_SIDE runs on each side.
-3. Test each step between its neighbouring steps. Its size has to be at least `required_score` standard errors. The
+3. Test each step between its neighbouring steps. Its size has to be at least `compute_required_score` standard errors. The
    standard error assumes noise with the autocorrelation of the residuals, and at least MIN_CORRELATION. The least certain
    step is dropped first; then its neighbours are tested again.
 4. Ignore a change below 0.5 %, however certain it is.
 
-`python -m tools.statistics_check` calibrates `required_score`: an unchanged history that grows from MIN_RUNS to 60 runs and
+`python -m tools.statistics_check` calibrates `compute_required_score`: an unchanged history that grows from MIN_RUNS to 60 runs and
 is looked at after every run is ever marked in at most 1 of 100 cases. docs/dashboard.md states for which noise.
 """
 

@@ -67,7 +67,7 @@ class Job(Command, frozen=True, kw_only=True):
     points: list[Point]
     store: tuple[str, int] | None = None
     """(host, port) at which rank 0 serves the store of torch.distributed to ranks of several machines. None: they are
-    all on this one and meet on its loopback, at a port that rank 0 leaves in `port_path`."""
+    all on this one and meet on its loopback, at a port that rank 0 leaves in `get_port_path`."""
     package: Package | None = None
     """The dcpbench that starts it, and that its ranks must have; None: whichever they have."""
 

@@ -25,7 +25,7 @@ MAXIMA = ("sm_clock_mhz_max", "power_w_max", "temperature_c_max")
 
 
 class GpuSampler:
-    """Context manager that samples the GPU in a thread; read `state()` afterwards. Values that NVML lacks are absent."""
+    """Context manager that samples the GPU in a thread; read `get_state()` afterwards. Values that NVML lacks are absent."""
 
     def __init__(self, device: torch.device) -> None:
         self.queries = _make_queries(device)

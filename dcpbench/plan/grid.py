@@ -135,7 +135,7 @@ def format_point_load(point: Point) -> str:
 
 
 def format_varied_parts(points: Sequence[Point]) -> dict[str, str]:
-    """Return by key the parts of loads that `load_text` omits and that differ between points: `, chunk 4,096`."""
+    """Return by key the parts of loads that `format_point_load` omits and that differ between points: `, chunk 4,096`."""
     loads = [p.load for p in points if p.load is not None]
     axes = [axis for axis in LOAD_AXES if axis.label and len({getattr(load, axis.name) for load in loads}) > 1]
     return {

@@ -192,7 +192,7 @@ def format_value(value: object) -> str:
 
 
 def format_quoted(value: object) -> str:
-    """Format a value as `shown` does, with text in quotes."""
+    """Format a value as `format_value` does, with text in quotes."""
     return repr(format_value(value)) if isinstance(value, str) else format_value(value)
 
 

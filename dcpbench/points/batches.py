@@ -42,7 +42,7 @@ def compute_chunk_rows(rows: int) -> int:
 
 
 def list_chunk_rows(max_rows: int) -> list[int]:
-    """Return all values of `chunk_rows` for up to `most` rows."""
+    """Return all values of `compute_chunk_rows` for up to `max_rows` rows."""
     sizes, size = [], 0
     while size < max_rows:
         sizes.append(size := compute_chunk_rows(size + 1))

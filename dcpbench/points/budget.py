@@ -137,7 +137,7 @@ class WholeModel(msgspec.Struct, frozen=True, kw_only=True):
     """Hold what all layers of a model and its KV cache take of each GPU, and what a GPU has for them, in bytes."""
 
     weight_bytes: int
-    kv_bytes: int  # the pool of --kv-memory; else the smallest pool with which the point runs (`least_pages`)
+    kv_bytes: int  # the pool of --kv-memory; else the smallest pool with which the point runs (`count_min_pages`)
     available_bytes: int  # for weights and KV, in addition to `buffer_bytes`
     buffer_bytes: int  # of steps with prompts; 0 if the point serves no requests
 

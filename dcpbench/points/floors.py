@@ -299,7 +299,7 @@ class StepRows:
     idle: int = 0
     """Number of padding rows among them that go to no expert (engine/serve.py)."""
     routing: tuple[tuple[Routed, ...], ...] = ()
-    """Routing per layer with experts and rank; empty if it is unknown, and `expected` is used instead."""
+    """Routing per layer with experts and rank; empty if it is unknown, and `estimate_routed` is used instead."""
 
     @property
     def rows(self) -> int:

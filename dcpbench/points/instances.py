@@ -81,7 +81,7 @@ def count_gpus(each: int, disaggregate: str, prefill_gpus: int = 0) -> int:
     """Return the number of GPUs of all instances, or 0 if `each` is 0, which means an unknown layout.
 
     `each` is the number of GPUs of an instance, `prefill_gpus` that of a prefill instance if it differs. Raise
-    UsageError for a text that `parse` refuses.
+    UsageError for a text that `parse_instances` refuses.
     """
     found = parse_instances(disaggregate)
     return each * found.serving + (prefill_gpus or each) * found.prefill if each else 0

@@ -202,7 +202,7 @@ def get_row(loc: Ints, dcp: int, interleave: int = 1) -> Ints:
 
 
 def get_loc(row: int, rank: int, dcp: int, interleave: int = 1) -> int:
-    """Return the virtual location that `rank` stores in `row`: the inverse of (`owner`, `row`)."""
+    """Return the virtual location that `rank` stores in `row`: the inverse of (`get_owner`, `row`)."""
     return row // interleave * interleave * dcp + rank * interleave + row % interleave
 
 

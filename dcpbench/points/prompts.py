@@ -19,7 +19,7 @@ EXAMPLE = "Write lists of token ids, for example [[1, 5, 7], [2]]."
 
 
 def make_random_prompts(shape: ModelShape, count: int, max_tokens: int) -> Prompts:
-    """Return seeded prompts of lengths from 1 to `longest`, so that some DCP ranks hold no token of a short one."""
+    """Return seeded prompts of lengths from 1 to `max_tokens`, so that some DCP ranks hold no token of a short one."""
     rng = random.Random(0)
     lengths = [1 + (max_tokens - 1) * i // (count - 1) for i in range(count)] if count > 1 else [max_tokens]
     return tuple(tuple(rng.randrange(shape.vocab) for _ in range(n)) for n in lengths)

@@ -361,7 +361,7 @@ def _format_undecided(choice: Choice) -> str:
 
 
 def list_columns(ask: Query) -> list[str]:
-    """Return the column headings of `rows` with their units, on two lines if a terminal has no space for one."""
+    """Return the column headings of `make_rows` with their units, on two lines if a terminal has no space for one."""
     return [*COLUMNS, *(["$/M output\ntokens"] if ask.price is not None else [])]
 
 

@@ -7,7 +7,7 @@ measurements instead of floors. Work that is bound by reading has one share, and
 Launching a layer with fp8 weights takes longer, because rows are quantised, and so do layers in which ranks hold undivided
 experts, because they wait for the busiest rank.
 
-Launch, shares (none is above 1) and `more` are fitted to published step times by least squares of relative errors (`fit`);
+Launch, shares (none is above 1) and `more` are fitted to published step times by least squares of relative errors (`fit_terms`);
 `python -m tools.recommend_check --write` does that and writes points/measured/steps-h200.json. Floors scale with the rates of
 a machine, shares do not: a band next to the estimate states its error for a model that the fit had not seen.
 """
@@ -122,7 +122,7 @@ def compute_terms(
     sharding: Sharding, rows: StepRows, rates: Mapping[str, float], known: Wire, exchange: str
 ) -> dict[str, float] | None:
     """Return the µs of each of TERMS before fitting; None if `rates` lack one that the step needs; raise the errors of
-    `calls`.
+    `predict_calls`.
     """
     found = dict.fromkeys(TERMS, 0.0)
     part_of = {phase: part for part, phases in PARTS.items() for phase in phases}

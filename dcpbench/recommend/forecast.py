@@ -119,7 +119,7 @@ class Forecast:
 
     @property
     def origin(self) -> str:
-        """Return `estimated`, or `estimated, set right`."""
+        """Return `estimate_point`, or `estimated, set right`."""
         return self.source if self.factor is None else f"{self.source}, set right"
 
     @property

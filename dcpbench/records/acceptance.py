@@ -45,7 +45,7 @@ def prepare_record(record: Record, decode: Decode) -> tuple[Record, bytes]:
 
 
 def drop_invalid_values(line: bytes, decode: Decode) -> tuple[Record, bytes] | None:
-    """Return the record that `accept` makes of a line that its reader refuses, and its line; None if its point is
+    """Return the record that `prepare_record` makes of a line that its reader refuses, and its line; None if its point is
     invalid.
     """
     data = msgspec.json.decode(line)

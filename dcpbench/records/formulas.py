@@ -235,7 +235,7 @@ def has_met_slo(request: RequestTimes, slo: Mapping[str, float]) -> bool:
 def compute_goodput(requests: Sequence[RequestTimes], slo: Mapping[str, float]) -> float:
     """Goodput: requests that meet all objectives in `slo` / wall time of the run. Unit: requests/s.
 
-    Raises UsageError as `wall_s` does.
+    Raises UsageError as `compute_wall_s` does.
     """
     return sum(has_met_slo(r, slo) for r in requests) / compute_wall_s(requests)
 

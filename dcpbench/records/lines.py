@@ -23,7 +23,7 @@ class Tail:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.unread = 0
-        """Lines, but for blank ones, that `decoded` could not read; 1 for a file that is there and cannot be opened."""
+        """Lines, but for blank ones, that `decode_lines` could not read; 1 for a file that is there and cannot be opened."""
         self._read = 0
         self._inode = 0
 

@@ -233,7 +233,7 @@ def _split_damaged_line(line: bytes) -> Iterator[bytes]:
 
 
 def _scan_objects(text: bytes) -> Iterator[bytes]:
-    """Yield JSON objects in a text, and those inside an unfinished one. Stop after MOST_BROKEN invalid ones."""
+    """Yield JSON objects in a text, and those inside an unfinished one. Stop after MAX_BROKEN_OBJECTS invalid ones."""
     chars = text.decode("latin-1")  # a character for each byte, so that places are the same
     end = broken = 0
     while broken < MAX_BROKEN_OBJECTS and (begun := _BEGIN.search(chars, end)):

@@ -82,7 +82,7 @@ def read_run(
 
     `keep` maps each record, without its samples, to the one that stays in memory. Lines that cannot be
     read are an error, or are listed in the run with `skip_bad_lines`, as long as any other line can be read. Raise
-    RecordsError as `records.file.read_records` does, and for more than `most` points.
+    RecordsError as `records.file.read_records` does, and for more than `max_points` points.
     """
     path = get_record_file(run)
     last: dict[str, Record] = {}

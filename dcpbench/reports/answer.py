@@ -60,7 +60,7 @@ def format_top_sentences(frames: Frames) -> list[str]:
 
 
 def split_sentences(frames: Frames) -> tuple[list[str], list[str]]:
-    """Return the sentences at the top of a report, see `sentences`, and the remaining sentences of its answer."""
+    """Return the sentences at the top of a report, see `format_top_sentences`, and the remaining sentences of its answer."""
     notes = [(weight, text) for weight, text in _collect_ranked(frames) if text]
     kept = sorted(range(len(notes)), key=lambda i: (notes[i][0], i))[:MAX_SENTENCES]
     return [text for i, (_, text) in enumerate(notes) if i in kept], [

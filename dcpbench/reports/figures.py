@@ -607,7 +607,7 @@ def compute_phases_ms(points: pd.DataFrame) -> pd.DataFrame:
 
 
 def compute_floors_ms(points: pd.DataFrame) -> pd.DataFrame:
-    """Return the floors of the columns of `phases_in_ms` in ms, without columns in which no point has a floor."""
+    """Return the floors of the columns of `compute_phases_ms` in ms, without columns in which no point has a floor."""
     columns = {c.removeprefix("phase_").removesuffix("_us"): c for c in map(str, points) if PHASE_COLUMN.fullmatch(c)}
     found = {}
     for name in compute_phases_ms(points):

@@ -2,7 +2,7 @@
 repeats.
 
 Points of `decode` and of `serve` are treated the same way. Live runs and replays are kept apart; only
-`replay_against_live` compares them. CPU runs have no findings about speed.
+`compare_replay_with_live` compares them. CPU runs have no findings about speed.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Findings:
 
     @functools.cached_property
     def against_others(self) -> pd.DataFrame:
-        """Return each layout's best point of a load against the best other layout; see `_against_others`."""
+        """Return each layout's best point of a load against the best other layout; see `_compare_with_others`."""
         return _compare_with_others(self.points, self.against_best)
 
 

@@ -110,9 +110,9 @@ class Frames:
 
     runs: list[Run]
     points: pd.DataFrame
-    """One row per point of the workload `decode` that ran, repeats merged (see `_point_row`)."""
+    """One row per point of the workload `decode` that ran, repeats merged (see `_make_point_row`)."""
     served: pd.DataFrame
-    """One row per served point of `serve` that ran, repeats merged (see `_served_columns`)."""
+    """One row per served point of `serve` that ran, repeats merged (see `_make_served_columns`)."""
     others: pd.DataFrame
     """Points of any workload that did not run, with the columns OTHERS and LOST."""
     slo: dict[str, float] = dataclasses.field(default_factory=dict)

@@ -53,7 +53,7 @@ def _format_picture(picture: Picture, folder: Path) -> str:
 
 
 def _count_rows_that_fit(sections: list[Section]) -> int:
-    """Return the number of rows that each table may have so that the file stays below MOST_CHARACTERS."""
+    """Return the number of rows that each table may have so that the file stays below MAX_CHARACTERS."""
     tables = [table for section in sections for table in section.tables]
     sizes = [sum(map(len, row)) + 4 * len(row) for table in tables for row in table.rows]
     if sum(sizes) < MAX_CHARACTERS:

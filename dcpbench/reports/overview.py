@@ -81,7 +81,7 @@ def format_report_hardware(frames: Frames) -> str:
 
 
 def format_table_hardware(table: pd.DataFrame) -> str:
-    """Return the hardware of these points, as `hardware` does."""
+    """Return the hardware of these points, as `format_report_hardware` does."""
     devices = [name for name in words.list_unique(table["device"].dropna()) if name != UNKNOWN]
     if table["cpu"].all() or not devices:
         return _format_few(devices, "devices")
@@ -291,7 +291,7 @@ def _describe_imported(frames: Frames, foreign: list[str], rows: pd.DataFrame) -
 
 
 def format_bullets(frames: Frames) -> list[str]:
-    """Return at most MOST_BULLETS bullets for below the sentence; the last one states how far to trust the report."""
+    """Return at most MAX_BULLETS bullets for below the sentence; the last one states how far to trust the report."""
     if findings.select_timed(frames.everything).empty:
         return []
     bullets = [

@@ -522,7 +522,7 @@ class Client:
 
     def __init__(self, target: Target) -> None:
         self.target = target
-        self.resent = 0  # requests that were sent again, see `exchange`
+        self.resent = 0  # requests that were sent again, see `send_request`
         self.ages_s: list[
             float
         ] = []  # how long each piece lay in the kernel before it was read, if the kernel stamps it

@@ -161,7 +161,7 @@ def draw_arrival_times(load: Load) -> list[float | None]:
 
     Gaps are gamma distributed with shape `burstiness` and mean 1 / `request_rate`, as in vLLM's bench: 1 makes them
     exponential (a Poisson process); their coefficient of variation is burstiness^-½. For a paced load they are scaled
-    to have that mean, as in vLLM. Raise UsageError if the last request would arrive after MOST_SECONDS.
+    to have that mean, as in vLLM. Raise UsageError if the last request would arrive after MAX_SECONDS.
     """
     if load.arrival == CLOSED:
         return [None] * load.requests

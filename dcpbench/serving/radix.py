@@ -41,7 +41,7 @@ class Node:
 
 
 class PrefixCache:
-    """Map of prompt tokens to pages. It owns the pages taken over by `insert`, until `evict` returns them."""
+    """Map of prompt tokens to pages. It owns the pages taken over by `insert`, until `evict_pages` returns them."""
 
     def __init__(self, virtual_page: int) -> None:
         self.virtual_page = virtual_page

@@ -3,7 +3,7 @@
 Every rank runs the scheduler for all replicas and decides the same without communication, because no decision depends
 on a clock, on a token's value or on an address. Replay runs it in virtual time.
 
-A decision is final: `next_step` counts its tokens as computed and as sampled, and frees the memory of finished
+A decision is final: `plan_step` counts its tokens as computed and as sampled, and frees the memory of finished
 requests, because steps run in order on the device. So step k + 1 can be decided while step k runs.
 
 The policy is first come, first served. A new request goes to the replica with the fewest requests among those with

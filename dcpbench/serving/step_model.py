@@ -373,7 +373,7 @@ class Slowdown:
     """Slowdown factor of steps right after the largest chunks: 1 if none was measured.
 
     Power follows the load, and clocks follow power, within tens of ms. The factors are lines over rows, for decodes and
-    for steps with chunks; outside the measured range the nearest value is used. `left_by` is the share of the slowdown
+    for steps with chunks; outside the measured range the nearest value is used. `compute_final_heat` is the share of the slowdown
     that smaller chunks cause, and `settle_s` the time constant of its rise and decay.
     """
 

@@ -49,7 +49,7 @@ def walk_stack() -> tuple[tuple[Frame, ...], Frame | None]:
 
 
 def walk_stack_from(frame: FrameType | None) -> tuple[tuple[Frame, ...], Frame | None]:
-    """Return the same as `walk` for the stack that ends in `frame`, which may be another thread's."""
+    """Return the same as `walk_stack` for the stack that ends in `frame`, which may be another thread's."""
     frames: list[Frame] = []
     user: Frame | None = None
     outside = list_framework_folders()

@@ -101,7 +101,7 @@ class JobFacts:
 
 
 class Facts:
-    """All files of a run's folder; `look` reads new data."""
+    """All files of a run's folder; `read_updates` reads new data."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -204,8 +204,8 @@ def find_straggler(plans_us: Sequence[float], states: Sequence[Gpu | None]) -> S
 def _find_slowest(
     phase: str, values: Sequence[float], *, min_share: float, min_excess: float = 0.0, faster: bool = False
 ) -> Straggler | None:
-    """Return the slowest rank by these values, if it exceeds the median of the others by the share `least` and by
-    `at_least`.
+    """Return the slowest rank by these values, if it exceeds the median of the others by the share `min_share` and by
+    `min_excess`.
     """
     if len(values) == 1:
         return None
