@@ -44,9 +44,9 @@ def ran(monkeypatch, engine):
 
 def three_requests(engine):
     """Three requests in four rows."""
-    requests = [engine.admit(4) for _ in range(3)]
+    requests = [engine.add_request(4) for _ in range(3)]
     for number, request in enumerate(requests):
-        engine.fill(request, number, seed=0)
+        engine.write_random_kv(request, number, seed=0)
     return requests
 
 
@@ -54,7 +54,7 @@ def chosen_by(engine, point=POINT, alive=lambda: None):
     """What `choose` says."""
     with torch.inference_mode():
         requests = three_requests(engine)
-        return choose_fastest(engine, point, lambda: engine.plan(requests, 3), alive)
+        return choose_fastest(engine, point, lambda: engine.plan_step(requests, 3), alive)
 
 
 class TestChoose:

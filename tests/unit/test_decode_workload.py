@@ -65,11 +65,11 @@ class TestFollow:
         built = session()
         engine = built.engine
         weights, pool, plain = engine.model.weights, engine.model.kv.data, engine.exchange
-        engine.batch(3)
+        engine.get_batch(3)
         other = msgspec.structs.replace(POINT, backend="triton", exchange="a2a")
-        built.follow(other)
+        built.apply_point(other)
         assert (engine.backend_name, engine.exchange is plain, engine.batches) == ("triton", False, {})
-        assert engine.batch(3).exchange is engine.exchange
+        assert engine.get_batch(3).exchange is engine.exchange
         assert built.point == other
         built.follow(POINT)
         assert (engine.backend_name, engine.exchange is plain, engine.batches) == ("reference", True, {})
@@ -81,12 +81,12 @@ class TestFollow:
         built = session()
         model = built.engine.model
         plain = model.all_reduce
-        built.follow(msgspec.structs.replace(POINT, all_reduce="symm"))
+        built.apply_point(msgspec.structs.replace(POINT, all_reduce="symm"))
         symmetric = model.all_reduce
         assert symmetric != plain
-        built.follow(POINT)
+        built.apply_point(POINT)
         assert model.all_reduce == plain
-        built.follow(msgspec.structs.replace(POINT, all_reduce="symm"))
+        built.apply_point(msgspec.structs.replace(POINT, all_reduce="symm"))
         assert model.all_reduce is symmetric
 
 
@@ -95,7 +95,7 @@ def test_an_engine_allocates_what_its_plan_says():
     built = session()
     plan, engine = built.plan, built.engine
     assert engine.model.kv.data.nbytes == plan.kv_bytes
-    assert engine.model.weights.nbytes() == plan.weight_bytes
+    assert engine.model.weights.count_bytes() == plan.weight_bytes
     assert (len(engine.model.weights.dense), len(engine.model.weights.moe)) == plan.held
     assert (engine.allocator.pages, engine.requests.size) == (plan.pages, plan.max_requests)
     assert (engine.max_context, plan.max_context) == (POINT.context + memory.HEADROOM_TOKENS,) * 2

@@ -63,22 +63,22 @@ class TestWorkload:
     def test_a_padding_slot_that_is_not_used_is_noticed(self, workload, monkeypatch):
         """The engine has set slot 0 aside, and pads with slot 1."""
         monkeypatch.setattr(decode, "PADDING_SLOT", 1)
-        calls = workload.build(case(PADDING, "elsewhere"))
+        calls = workload.build_calls(case(PADDING, "elsewhere"))
         assert calls.check(calls.run) == "padding rows changed a request that is not in slot 0"
 
     def test_harm_to_another_request_than_the_one_in_slot_0_is_noticed(self, workload, monkeypatch):
         monkeypatch.setattr(decode, "PADDING_SLOT", 2)
-        calls = workload.build(case(LIVE, "elsewhere"))
+        calls = workload.build_calls(case(LIVE, "elsewhere"))
         assert calls.check(calls.run) == "padding rows changed a request that is not in slot 0"
 
     def test_harm_to_another_token_than_the_first_is_noticed(self, workload, monkeypatch):
         monkeypatch.setattr(decode, "PADDING_POSITION", 4)
-        calls = workload.build(case(LIVE, "elsewhere"))
+        calls = workload.build_calls(case(LIVE, "elsewhere"))
         assert "changed other tokens of the request in slot 0" in calls.check(calls.run)
 
     def test_a_step_without_harm_is_noticed_where_harm_is_what_is_shown(self, workload):
         """Four requests in a graph of four rows: nothing is padded."""
-        calls = workload.build(case(LIVE, "elsewhere", requests=4))
+        calls = workload.build_calls(case(LIVE, "elsewhere", requests=4))
         assert "did not change the first KV row of slot 0 in every layer" in calls.check(calls.run)
 
 

@@ -85,7 +85,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         """What a request had stays where it was; a new page is taken only when the last one is full."""
         request = data.draw(st.sampled_from(list(self.live)))
         had = self.live[request]
-        before, free = request.locs(0, had), self.pool.free_pages
+        before, free = request.compute_locs(0, had), self.pool.free_pages
         spare = len(request.pages) * self.pool.virtual_page - had
         more = -(-max(tokens - spare, 0) // self.pool.virtual_page)
         try:
@@ -96,7 +96,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         else:
             self.live[request] += tokens
             assert self.pool.free_pages == free - more
-        assert np.array_equal(request.locs(0, had), before)
+        assert np.array_equal(request.compute_locs(0, had), before)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())

@@ -99,10 +99,10 @@ class TestLogits:
         router = torch.randn(1, 8, engine.model.shape.hidden, generator=torch.Generator().manual_seed(0))
         router[:, 5:] = float("nan")
         rows = torch.zeros(5, dtype=torch.int64)
-        engine.model.step(StepInput(rows, rows, rows, router), None)
+        engine.model.run_step(StepInput(rows, rows, rows, router), None)
         (_, first), (_, second) = engine.model.chosen_experts
         assert first.shape == (5, 2)
-        weights = [engine.model.weights.layer(index).mlp for index in (1, 2)]
+        weights = [engine.model.weights.get_layer(index).mlp for index in (1, 2)]
         for ids, w in zip((first, second), weights, strict=True):
             _, expected = moe.select_experts(router[0, :5] @ w.router.T, w.bias, engine.model.shape)
             assert torch.equal(ids, expected)

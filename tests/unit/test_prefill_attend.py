@@ -41,8 +41,8 @@ def made(device, dtype, backend, window):
 
 def truth(prefiller, q, rows):
     """Values in fp64: keys and values of prefix and chunk, decompressed without rounding."""
-    model, w = prefiller.model, prefiller.model.weights.layer(0).attention
-    pool, all_rows, first = model.kv.rows(0).view(len(CHUNKS), TABLE, -1), [], 0
+    model, w = prefiller.model, prefiller.model.weights.get_layer(0).attention
+    pool, all_rows, first = model.kv.get_rows(0).view(len(CHUNKS), TABLE, -1), [], 0
     for slot, (start, stop) in enumerate(CHUNKS):
         all_rows += [pool[slot, :start], rows[first : first + stop - start]]
         first += stop - start
@@ -60,7 +60,7 @@ def truth(prefiller, q, rows):
 
 def attended(prefiller, planned, q, rows):
     """What a layer does for the chunks of a step."""
-    return planned.attend(q, lambda seen: prefiller.decompress(seen, rows, 0))
+    return planned.run_attention(q, lambda seen: prefiller.decompress_latents(seen, rows, 0))
 
 
 @contextlib.contextmanager
@@ -100,9 +100,9 @@ def test_parts_and_windows_are_attention_over_all_keys(place, dtype, backend, li
     q = torch.randn(tokens, SHAPE.heads, SHAPE.nope + SHAPE.rope, generator=generator).to(device, dtype)
     rows = torch.randn(tokens, SHAPE.kv_width, generator=generator).to(device, dtype)
     chunks = [Chunk(None, slot, start, stop, samples=True) for slot, (start, stop) in enumerate(CHUNKS)]
-    attended(prefiller, prefiller.plan(chunks, table), q, rows)
+    attended(prefiller, prefiller.plan_chunks(chunks, table), q, rows)
     with no_waiting(device):
-        planned = prefiller.plan(chunks, table)
+        planned = prefiller.plan_chunks(chunks, table)
         found = attended(prefiller, planned, q, rows)
     assert [len(part.windows) for part in planned.parts] == windows
     expected = truth(prefiller, q, rows)

@@ -134,7 +134,7 @@ class TestLayers:
     def test_fewer_layers_are_cycled_through_and_keep_their_kind(self):
         """2 of 3 dense and 4 of 6 MoE layers: dense 0 1 0, then MoE 0 1 2 3 0 1."""
         weights, _ = self.load(2, 4)
-        used = [weights.layer(i) for i in range(9)]
+        used = [weights.get_layer(i) for i in range(9)]
         for layer, held in zip(used[:3], (0, 1, 0), strict=True):
             assert layer is weights.dense[held]
             assert isinstance(layer.mlp, Mlp)
@@ -145,7 +145,7 @@ class TestLayers:
     def test_where_all_are_held_each_layer_has_its_own(self):
         """Nine different ones."""
         weights, _ = self.load(3, 6)
-        assert len({id(weights.layer(i)) for i in range(9)}) == 9
+        assert len({id(weights.get_layer(i)) for i in range(9)}) == 9
 
     def test_the_first_layers_of_each_kind_are_the_ones_read(self):
         """Layers 0, 1 and 3 to 6 of the checkpoint; 2, 7 and 8 are not touched."""
@@ -171,14 +171,14 @@ class TestShards:
         replica = ranks[:2]
         assert torch.equal(torch.cat([w.embed for w in replica]), whole.embed)
         for index in (0, 1, 2):
-            heads, one = [w.layer(index).attention for w in replica], whole.get_layer(index).attention
+            heads, one = [w.get_layer(index).attention for w in replica], whole.get_layer(index).attention
             for name, dim in (("w_uk", 0), ("w_uv", 0), ("q_b", 0), ("o", 1)):
                 assert torch.equal(torch.cat([getattr(a, name) for a in heads], dim), getattr(one, name))
-        experts, one = [w.layer(2).mlp for w in ranks], whole.get_layer(2).mlp
+        experts, one = [w.get_layer(2).mlp for w in ranks], whole.get_layer(2).mlp
         assert torch.equal(torch.cat([e.gate_up for e in experts]), one.gate_up)
         assert torch.equal(torch.cat([e.down for e in experts]), one.down)
         assert torch.equal(torch.cat([e.shared.down for e in experts], 1), one.shared.down)
-        dense = [w.layer(0).mlp for w in ranks]
+        dense = [w.get_layer(0).mlp for w in ranks]
         assert torch.equal(torch.cat([d.down for d in dense], 1), whole.get_layer(0).mlp.down)
 
     def test_experts_that_are_cut_are_those_of_one_rank_side_by_side(self, ranks):
@@ -192,14 +192,14 @@ class TestShards:
         assert torch.equal(torch.cat([w.down for w in cut], 2), whole.down)
         assert {w.first for w in cut} == {0}
         for one, other in zip(cut, ranks, strict=True):
-            assert torch.equal(one.router, other.layer(2).mlp.router)
-            assert torch.equal(one.shared.gate_up, other.layer(2).mlp.shared.gate_up)
+            assert torch.equal(one.router, other.get_layer(2).mlp.router)
+            assert torch.equal(one.shared.gate_up, other.get_layer(2).mlp.shared.gate_up)
 
     def test_projections_held_for_a_whole_dcp_group_are_those_of_its_ranks_side_by_side(self, ranks):
         """On both ranks of each group; what was not asked for stays this rank's own, and so does o_proj."""
         source, layout = SyntheticSource(0, torch.float32, build.CPU), Layout(4, dp=2, dcp=2)
         for rank in range(4):
-            own = [w.layer(1).attention for w in ranks[rank // 2 * 2 :][:2]]
+            own = [w.get_layer(1).attention for w in ranks[rank // 2 * 2 :][:2]]
             for wide, names in ((WIDE["query"], ("q_b", "w_uk")), (WIDE["value"], ("w_uv",))):
                 held = load_weights(source, build.TINY, layout, rank, build.layers(build.TINY), wide=wide)
                 attention = held.get_layer(1).attention
@@ -212,28 +212,28 @@ class TestShards:
         """Ranks 0 and 2 have the first four heads, 1 and 3 the others."""
         for a, b in ((0, 2), (1, 3)):
             assert torch.equal(ranks[a].embed, ranks[b].embed)
-            assert torch.equal(ranks[a].layer(1).attention.w_uk, ranks[b].layer(1).attention.w_uk)
-            assert torch.equal(ranks[a].layer(1).attention.o, ranks[b].layer(1).attention.o)
+            assert torch.equal(ranks[a].get_layer(1).attention.w_uk, ranks[b].get_layer(1).attention.w_uk)
+            assert torch.equal(ranks[a].get_layer(1).attention.o, ranks[b].get_layer(1).attention.o)
         assert not torch.equal(ranks[0].embed, ranks[1].embed)
-        assert not torch.equal(ranks[0].layer(1).attention.w_uk, ranks[1].layer(1).attention.w_uk)
+        assert not torch.equal(ranks[0].get_layer(1).attention.w_uk, ranks[1].get_layer(1).attention.w_uk)
 
     def test_what_is_replicated_is_equal_everywhere(self, ranks):
         """Router and bias, and the down projection of the latents: ranks that routed differently would not add up."""
         q_lora = build.TINY.q_lora
         for other in ranks[1:]:
             for index in (1, 2):
-                ours, theirs = ranks[0].layer(index), other.layer(index)
+                ours, theirs = ranks[0].get_layer(index), other.get_layer(index)
                 assert torch.equal(ours.mlp.router, theirs.mlp.router)
                 assert torch.equal(ours.mlp.bias, theirs.mlp.bias)
                 assert torch.equal(ours.attention.qkv_a[q_lora:], theirs.attention.qkv_a[q_lora:])
 
     def test_experts_and_their_slices_differ_on_all_ranks(self, ranks):
         """Eight experts, two on each rank; the shared expert's and the dense MLP's slices are different ones."""
-        assert [w.layer(1).mlp.first for w in ranks] == [0, 2, 4, 6]
+        assert [w.get_layer(1).mlp.first for w in ranks] == [0, 2, 4, 6]
         for a, b in itertools.combinations(ranks, 2):
-            assert not torch.equal(a.layer(1).mlp.gate_up, b.layer(1).mlp.gate_up)
-            assert not torch.equal(a.layer(1).mlp.shared.down, b.layer(1).mlp.shared.down)
-            assert not torch.equal(a.layer(0).mlp.gate_up, b.layer(0).mlp.gate_up)
+            assert not torch.equal(a.get_layer(1).mlp.gate_up, b.get_layer(1).mlp.gate_up)
+            assert not torch.equal(a.get_layer(1).mlp.shared.down, b.get_layer(1).mlp.shared.down)
+            assert not torch.equal(a.get_layer(0).mlp.gate_up, b.get_layer(0).mlp.gate_up)
 
     def test_the_vocabularys_padding_rows_are_zero(self):
         """9 rows over 4 ranks are 3 each: 3, 3, 3 and none."""
