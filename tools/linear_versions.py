@@ -48,7 +48,7 @@ def loaded(checkout: Path) -> Prepare:
     """Return a checkout's own layer, with its kernels, on a CPU, too."""
     names = [name for name in MODULES if torch.cuda.is_available() or not name.startswith("hopper")]
     version = Version(checkout, kernels, names)
-    quantise, product = version.modules["block_scaled"].quantise_rows, version.modules["linear"].product
+    quantise, product = version.modules["block_scaled"].quantize_rows, version.modules["linear"].compute_product
 
     def prepare(x_TK: torch.Tensor, weight_NK: torch.Tensor | Scaled) -> Callable[[], tuple[torch.Tensor]]:
         assert isinstance(weight_NK, Scaled)

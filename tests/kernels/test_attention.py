@@ -276,7 +276,7 @@ class TestFlashMla:
         backend.plan(shards)
         plan = backend.metadata.tile_scheduler_metadata.data_ptr(), backend.metadata.num_splits.data_ptr()
         backend.tables.lengths.copy_(torch.tensor([12, 0], dtype=torch.int32))
-        backend.divide()
+        backend.plan_on_device()
         assert flashmla.planned[-1] == [12, 0]
         assert plan == (backend.metadata.tile_scheduler_metadata.data_ptr(), backend.metadata.num_splits.data_ptr())
         shorter = Shards(pages=shards.pages, lengths=[12, 0])

@@ -29,7 +29,7 @@ class Wrong:
 
     def __init__(self, spec, spoil) -> None:
         self.right, self.spoil = make_exchange("ag_rs", exchange.get_world_group(), spec), spoil
-        self.query, self.partial = self.right.get_query_buffer, self.right.get_partial_buffers
+        self.get_query_buffer, self.get_partial_buffers = self.right.get_query_buffer, self.right.get_partial_buffers
 
     def gather_q(self, q_BhQ):
         """See Exchange."""

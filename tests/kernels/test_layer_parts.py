@@ -209,7 +209,7 @@ def test_experts_agree_and_ignore_other_ranks_tokens(way, first, tokens, device,
     weights, ids = select_experts_reference(make(tokens, 12), bias, rule)
     truth = apply_experts_reference(*(t.double() for t in (x, gate_up, down)), weights, ids, first, shared.double())
     monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
-    found = {"decode": decode, "prompts": prompts}[way].experts(x, gate_up, down, weights, ids, first, shared)
+    found = {"decode": decode, "prompts": prompts}[way].apply_experts(x, gate_up, down, weights, ids, first, shared)
     assert error(found, truth) < 1
 
 
@@ -231,7 +231,7 @@ def test_tokens_that_go_to_nobody_cost_no_tile_and_change_no_other(way, first, d
         gate_up, down = quantize_weight(gate_up.float()), quantize_weight(down.float())
     if way == "scaled-prompts":
         monkeypatch.setattr(scaled, "MAX_ASSIGNMENTS", 0)
-    of = {"decode": decode, "prompts": prompts}.get(way, scaled).experts
+    of = {"decode": decode, "prompts": prompts}.get(way, scaled).apply_experts
     monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
     found = of(x, gate_up, down, weights, ids, first, shared)
     assert torch.equal(found[1::2], shared[1::2])
@@ -252,7 +252,7 @@ def test_slices_of_experts_add_up_to_whole_ones(way, device):
     weights, ids = select_experts_reference(make(9, 4), torch.zeros(4, device=device), ungrouped(top_k=3, scale=2.0))
     whole = (t.double() for t in (x, gate_up.flatten(1, 2), down))
     truth = apply_experts_reference(*whole, weights, ids, 0, shared.double())
-    of, total = {"decode": decode, "prompts": prompts}[way].experts, 0
+    of, total = {"decode": decode, "prompts": prompts}[way].apply_experts, 0
     for rank in range(3):
         mine = slice(16 * rank, 16 * (rank + 1))
         slices = gate_up[:, :, mine].flatten(1, 2).contiguous(), down[..., mine].contiguous()

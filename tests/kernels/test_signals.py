@@ -129,9 +129,9 @@ def test_stacks_that_no_signal_brought_are_those_that_the_rank_wrote_itself(tmp_
         folder=tmp_path,
         logs=logs,
         ranks=range(1),
-        pid_of=lambda: {0: os.getpid()},
-        stacks=lambda: {"0": brought},
-        exits=list,
+        find_pids=lambda: {0: os.getpid()},
+        collect_stacks=lambda: {"0": brought},
+        read_exits=list,
     )
     folder, stacks = hung.capture_hang(ranks)
     (logs / hung.ASK.format(0)).unlink()
