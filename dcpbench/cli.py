@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import importlib
 import os
 import sys
 from typing import TYPE_CHECKING, Annotated
@@ -69,20 +68,12 @@ def _make_app(entries: Iterable[Entry], *, load: bool = True) -> typer.Typer:
     app.callback()(_root)
     for entry in entries:
         if load:
-            _add_command(app, entry)
+            from dcpbench.commands.command import add_command
+
+            add_command(app, entry)
         else:
             app.command(name=entry.name, help=entry.summary, rich_help_panel=entry.panel)(_only_listed)
     return app
-
-
-def _add_command(app: typer.Typer, entry: Entry) -> None:
-    from dcpbench.commands.command import register_command
-
-    module = importlib.import_module(f"dcpbench.commands.{entry.function}")
-    if entry.is_group:
-        app.add_typer(module.app, rich_help_panel=entry.panel)
-    else:
-        register_command(app, name=entry.name, rich_help_panel=entry.panel)(getattr(module, entry.function))
 
 
 def _only_listed() -> None:

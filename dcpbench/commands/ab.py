@@ -10,10 +10,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-import typer
-
 from dcpbench.commands import options as opt
-from dcpbench.commands.command import PARSER_ERROR, Command, Group, make_panel, run_command
+from dcpbench.commands.command import PARSER_ERROR, Command, Group, load_command, make_panel, run_command
 from dcpbench.commands.compare import Judged, Shown
 from dcpbench.commands.elsewhere import REAL_SERVERS
 from dcpbench.errors import DcpbenchError, ExitCode, OutputError, UsageError
@@ -99,9 +97,7 @@ class State:
     """Exit code of each launch that ended, such as `a/round-1`."""
 
 
-def ab(
-    context: typer.Context, variants: Variants, judged: JudgedInRounds, launches: Launches, shown: ShownInRounds
-) -> int:
+def ab(variants: Variants, judged: JudgedInRounds, launches: Launches, shown: ShownInRounds) -> int:
     """Run two variants in turn on this machine, so that drift cancels, and compare them round by round.
 
     Every round is a launch of its own on each side, and their order alternates (A B, B A, …), which takes out whatever
@@ -125,7 +121,7 @@ def ab(
     options, out = judged.make_options(paired=True), outputs.Out(fail_on=judged.fail_on, **vars(shown))
     outputs.check_options(options, out)
     _check_options(variants, launches)
-    command = getattr(context.find_root().command, "commands", {})[variants.workload]
+    command = load_command(variants.workload)
     sides = {side: _parse_arguments(variants, side, command) for side in "ab"}
     _check_given(variants)
     if sides["a"] == sides["b"]:

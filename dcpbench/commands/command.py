@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import inspect
 from collections import Counter
 from pathlib import Path
@@ -16,6 +17,7 @@ import typer
 from typer.core import TyperCommand
 from typer.models import OptionInfo
 
+from dcpbench.commands import catalogue
 from dcpbench.errors import UsageError
 from dcpbench.launch.stopping import INTERRUPTED
 from dcpbench.plan.options import format_value
@@ -25,6 +27,8 @@ from dcpbench.points.names import format_flag
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from dcpbench.commands.catalogue import Entry
 
     Does = TypeVar("Does", bound=Callable[..., int])
 
@@ -69,6 +73,24 @@ def register_command(app: typer.Typer, **settings: Any) -> Callable[[Does], Does
         return function
 
     return register
+
+
+def add_command(app: typer.Typer, entry: Entry) -> None:
+    """Import the module of a command or group of commands and add it to `app`."""
+    module = importlib.import_module(f"dcpbench.commands.{entry.function}")
+    if entry.is_group:
+        app.add_typer(module.app, rich_help_panel=entry.panel)
+    else:
+        register_command(app, name=entry.name, rich_help_panel=entry.panel)(getattr(module, entry.function))
+
+
+@functools.cache
+def load_command(name: str) -> Any:  # noqa: ANN401 -- of Click, or of Typer's copy of it
+    """Return the Click command of this name, whose parser reads arguments as `dcpbench NAME` does."""
+    app = typer.Typer(add_completion=False)
+    app.callback()(lambda: None)  # with a callback an application of one command is still a group
+    add_command(app, catalogue.BY_NAME[name])
+    return typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
 
 
 def collect_typed(*groups: object) -> dict[str, object]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dcpbench.commands import elsewhere
-from dcpbench.commands.command import PARSER_ERROR, Group, make_panel, register_command
+from dcpbench.commands.command import PARSER_ERROR, Group, load_command, make_panel, register_command
 from dcpbench.commands.elsewhere import remove_options
 from dcpbench.errors import CapacityError, OutputError, UsageError
 from dcpbench.points import redaction
@@ -146,7 +146,7 @@ class Kubernetes(Group):
 
 
 @register_command(app, rich_help_panel="Submit", context_settings={"allow_interspersed_args": False})
-def slurm(caller: typer.Context, job: Job, cluster: Slurm, containers: SlurmContainers, words: Words = None) -> int:
+def slurm(job: Job, cluster: Slurm, containers: SlurmContainers, words: Words = None) -> int:
     """Submit a run to Slurm, follow it to its end, and end as it ended.
 
     One job with one task on each machine, which starts its ranks with torchrun. The run's folder must be one that all
@@ -174,7 +174,6 @@ def slurm(caller: typer.Context, job: Job, cluster: Slurm, containers: SlurmCont
         if not option.startswith("-"):
             raise UsageError(f"--sbatch {option}: write an option of sbatch, such as --sbatch=--qos=high.")
     asked = _parse_submission(
-        caller,
         words or [],
         job,
         Where(
@@ -205,7 +204,7 @@ def slurm(caller: typer.Context, job: Job, cluster: Slurm, containers: SlurmCont
 
 
 @register_command(app, rich_help_panel="Submit", context_settings={"allow_interspersed_args": False})
-def k8s(caller: typer.Context, job: Job, cluster: Kubernetes, words: Words = None) -> int:
+def k8s(job: Job, cluster: Kubernetes, words: Words = None) -> int:
     """Submit a run to Kubernetes, follow it to its end, copy it here, and end as it ended.
 
     An indexed Job with one pod on each machine, which starts its ranks with torchrun. Paths among the options of the run
@@ -223,9 +222,7 @@ def k8s(caller: typer.Context, job: Job, cluster: Kubernetes, words: Words = Non
     if not cluster.image:
         raise UsageError("Kubernetes needs an image with dcpbench in it; add for example --image registry/dcpbench:1.")
     pod = queue.read_pod(cluster.pod) if cluster.pod else {}
-    asked = _parse_submission(
-        caller, words or [], job, Where("k8s", shared=False, otherwise=queue.has_gpu_resources(pod))
-    )
+    asked = _parse_submission(words or [], job, Where("k8s", shared=False, otherwise=queue.has_gpu_resources(pod)))
     if asked.time:
         queue.parse_time_limit(asked.time)
     if cluster.restarts < 0:
@@ -390,7 +387,7 @@ class Where:
     """Whether something else than --gpus-per-node may give it GPUs."""
 
 
-def _parse_submission(caller: typer.Context, words: Sequence[str], job: Job, where: Where) -> JobSpec:
+def _parse_submission(words: Sequence[str], job: Job, where: Where) -> JobSpec:
     """What is to run, as its own command understands it. Raises what that command would, too."""
     from dcpbench.submit.asked import SUBMIT_FOLDER, JobSpec
 
@@ -413,7 +410,7 @@ def _parse_submission(caller: typer.Context, words: Sequence[str], job: Job, whe
             f"{redaction.format_command_line(words)}. Set it in the environment of the job instead, as VLLM_API_KEY for vLLM, or "
             "in the [env] of an engine's file that the machines of the job have."
         )
-    runs, typed, given = _parse_command(caller, words)
+    runs, typed, given = _parse_command(words)
     _check_command(words[0], typed, given, job)
     _check_plan(runs, words, typed, job, where)
     _check_gpus(typed, job, where)
@@ -433,9 +430,9 @@ def _parse_submission(caller: typer.Context, words: Sequence[str], job: Job, whe
     )
 
 
-def _parse_command(caller: typer.Context, words: Sequence[str]) -> tuple[Any, Mapping[str, Any], set[str]]:
+def _parse_command(words: Sequence[str]) -> tuple[Any, Mapping[str, Any], set[str]]:
     """(the command, its options by name, those that were typed), by the parser of the command itself. Raises UsageError."""
-    runs = getattr(caller.find_root().command, "commands", {})[words[0]]
+    runs = load_command(words[0])
     if {"-h", "--help"} & set(words):
         raise UsageError(f"see `dcpbench {words[0]} --help` for its options, and leave --help out here.")
     try:
