@@ -128,15 +128,20 @@ def load_step_times(path: str) -> StepTimes:
     return read_step_times(Path(path))
 
 
+def find_batch_limit(point: Point) -> tuple[str, int] | None:
+    """Return why a decode step has too many requests and the maximum concurrency; None if a CUDA graph can take it."""
+    limit = GRAPH_BATCHES[-1]
+    if -(-point.concurrency // point.dp) <= limit:
+        return None
+    requests = f"{limit} requests" if point.dp == 1 else f"{limit} requests on each of its {point.dp} replicas"
+    reason = f"--concurrency {point.concurrency} is more than {point.instance_name} takes, {requests} (the largest CUDA graph)"
+    return reason, limit * point.dp
+
+
 def check_decode_batch(point: Point) -> None:
     """Raise UsageError if a decode step has more requests than the largest CUDA graph."""
-    most = GRAPH_BATCHES[-1]
-    if -(-point.concurrency // point.dp) > most:
-        of = f"{most} requests" if point.dp == 1 else f"{most} requests on each of its {point.dp} replicas"
-        raise UsageError(
-            f"--concurrency {point.concurrency} is more than {point.instance_name} takes, {of} (the largest CUDA graph); "
-            f"--concurrency can be up to {most * point.dp}."
-        )
+    if found := find_batch_limit(point):
+        raise UsageError(f"{found[0]}; --concurrency can be up to {found[1]}.")
 
 
 def check_positions(context: int, load: Load | None, shape: ModelShape) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.errors import LayoutError, UsageError
-from dcpbench.plan.judge import check_decode_batch, check_positions, find_shortage
+from dcpbench.plan.judge import check_positions, find_batch_limit, find_shortage
 from dcpbench.plan.kernel_limits import find_kernel_limit
 from dcpbench.plan.options import parse_bytes
 from dcpbench.plan.spec import make_planned_probe
@@ -113,6 +113,7 @@ class Choice:
     """Layouts that do not fit, or for which nothing is known, with the reason."""
     without_room: set[str] = dataclasses.field(default_factory=set)
     """Refused layouts that do not fit."""
+    too_many: set[str] = dataclasses.field(default_factory=set)  # refused layouts with too many requests for a step
     no_whole_model: set[str] = dataclasses.field(default_factory=set)  # of `without_room`: weights and KV do not fit
     short: dict[str, str] = dataclasses.field(default_factory=dict)
     """Layouts that are estimated because their step times do not cover the load, with the file and what it lacks."""
@@ -244,6 +245,7 @@ def _choose_layout(
     best: dict[str, Forecast] = {}
     refused: dict[str, str] = {}
     without_room: set[str] = set()
+    too_many: set[str] = set()
     no_whole_model: set[str] = set()
     short: dict[str, str] = {}
     runs: list[Forecast] = []
@@ -260,6 +262,8 @@ def _choose_layout(
         refusals = {point.ep: explain_refusal(ask, point) for point in points}
         if all(refusals.values()):
             refused[who] = next(iter(refusals.values()))
+            if all(point.load is None and find_batch_limit(point) for point in points):
+                too_many.add(who)
             continue
         points = [point for point in points if not refusals[point.ep]]
         no_room = {point.ep: find_no_fit(ask, point) for point in points}
@@ -299,6 +303,7 @@ def _choose_layout(
         misses=misses,
         refused=refused,
         without_room=without_room,
+        too_many=too_many,
         no_whole_model=no_whole_model,
         short=short,
         runs=runs,
@@ -441,11 +446,8 @@ def explain_refusal(ask: Query, point: Point) -> str:
     limit = find_kernel_limit(point, load_shape(ask.model), _make_probe(ask))
     if limit is not None:
         return limit.format_for_recommend()
-    if point.load is None:
-        try:
-            check_decode_batch(point)
-        except UsageError as e:
-            return str(e).rstrip(".")
+    if point.load is None and (found := find_batch_limit(point)):
+        return found[0]
     return ""
 
 

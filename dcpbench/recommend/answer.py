@@ -70,7 +70,7 @@ def format_answer(ask: Query, choices: Sequence[Choice]) -> str:
     able = [choice for choice in choices if choice.best]
     if not able:
         who, reason = next(iter(choices[0].refused.items()))
-        instead = choices[0].instead if who in choices[0].without_room else []
+        instead = choices[0].instead if who in choices[0].without_room | choices[0].too_many else []
         give = f"; give {format_list(instead, 'or')}" if instead else ""
         why = (
             f", as the {NO_FIT}" if all(choice.no_whole_model.issuperset(choice.refused) for choice in choices) else ""

@@ -214,7 +214,7 @@ def test_half_a_line_waits_for_its_other_half(call) -> None:
         (("kv-write", "--tokens", "many"), 2, "write for example --tokens 16,64."),
         (("kv-write", "-o", "/dev/null/x"), 2, "cannot be used as output folder"),
         (("exchange", "--device", "cuda"), 3, "`dcpbench bench exchange --device cpu`, which checks correctness"),
-        (("exchange", "--ranks", "1"), 2, "one rank has nobody to exchange anything with; try --ranks 2."),
+        (("exchange", "--ranks", "1"), 2, "one rank has no peer to exchange data with; try --ranks 2."),
         (("exchange", "--ranks", "3", "--heads", "8"), 2, "--heads 8 cannot be divided among 3 ranks; try --heads 9"),
         (("exchange", "--variant", "sym"), 2, "--variant 'sym' is unknown; did you mean symm?"),
         (("collectives", "--ranks", "3", "--width", "64"), 2, "cannot be divided among 3 ranks; try --width 66."),
@@ -272,7 +272,7 @@ class Forked(ranks.Ranks):
     def __exit__(self, *_: object) -> None:
         """All have ended."""
 
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """They have."""
         return True
 

@@ -12,20 +12,20 @@ ROOT = Path(__file__).parents[2]
 RANK = """
 import os, torch
 from pathlib import Path
-from dcpbench.bench.operators.ranks import RankError, everyone, one_of, start, together
+from dcpbench.bench.operators.ranks import RankError, gather_first_text, get_world_group, run_together, start_distributed
 rank = int(os.environ["RANK"])
-start(torch.device("cpu"), rank, 2, Path(os.environ["FOLDER"]) / "port")
+start_distributed(torch.device("cpu"), rank, 2, Path(os.environ["FOLDER"]) / "port")
 def step():
     if rank == 1:
         raise ValueError("no peer access\\nand more")
     return "done"
 try:
-    print(together(step))
+    print(run_together(step))
 except RankError as e:
     print(e)
-print(together(lambda: rank))
-print(one_of("bad" if rank == 1 else ""), "|", one_of("all bad"), "|", one_of(""))
-print(everyone().size)
+print(run_together(lambda: rank))
+print(gather_first_text("bad" if rank == 1 else ""), "|", gather_first_text("all bad"), "|", gather_first_text(""))
+print(get_world_group().size)
 torch.distributed.destroy_process_group()
 """
 

@@ -129,7 +129,7 @@ def test_no_number_changes_where_ranks_cut_blocks(layout, ep, folder):
         assert torch.equal(
             dequantize_weight(held.mlp.down)[0], published(one + "down_proj.weight")[:, first : first + width]
         )
-        heads, which = 8 // layout.attn_tp, layout.attn_rank(rank)
+        heads, which = 8 // layout.attn_tp, layout.get_attn_rank(rank)
         rows = slice(which * heads * 28, (which + 1) * heads * 28)
         columns = slice(which * heads * 20, (which + 1) * heads * 20)
         a = layer + "self_attn."

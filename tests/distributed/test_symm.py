@@ -48,7 +48,7 @@ def found(tmp_path_factory):
 def assert_merged(got_hBR, layout, rank, layer, batch):
     """Equal to the merge in fp64 of what was drawn, as closely as fp32 sums of 8 terms are."""
     _, o_NBHR, lse_NBH = ranks.drawn(layout.dcp, rank // layout.dcp, layer, batch)
-    want_hBR = merge_reference(o_NBHR.double(), lse_NBH.double(), layout.dcp_rank(rank))
+    want_hBR = merge_reference(o_NBHR.double(), lse_NBH.double(), layout.get_dcp_rank(rank))
     assert got_hBR.shape == want_hBR.shape
     assert torch.allclose(got_hBR.double(), want_hBR, atol=2e-6)
 

@@ -424,7 +424,7 @@ def test_warm_up_has_other_tokens_and_short_answers() -> None:
         asked.append(request)
         return b"x"
 
-    manner: Any = SimpleNamespace(vocab=50, request=put)
+    manner: Any = SimpleNamespace(vocab=50, encode_request=put)
     requests = [
         ServeRequest(number=n, prompt=np.zeros(20, np.int32), output_tokens=tokens) for n, tokens in ((4, 16), (7, 17))
     ]

@@ -189,7 +189,7 @@ def test_a_point_whose_server_does_not_profile_keeps_its_times_and_says_why(
     assert "It does not profile; start vLLM with" in record.server.facts["not_profiled"]
 
 
-@pytest.mark.parametrize("during", ["traced", "overhead"])
+@pytest.mark.parametrize("during", ["record_traces", "measure_overhead"])
 def test_an_interrupt_after_the_last_request_keeps_the_point(
     during: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

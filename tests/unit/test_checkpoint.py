@@ -38,7 +38,7 @@ def write_index(folder, weight_map):
 class TestParts:
     def test_rows_and_columns_of_a_matrix(self, folder):
         """Rows 2, 3 of four columns begin with 8 and 12; columns 1, 2 of them are 9 10 and 13 14."""
-        get = source(folder).get
+        get = source(folder).get_tensor
         assert get("a.weight", (6, 4), rows=slice(2, 4))[:, 0].tolist() == [8, 12]
         assert get("a.weight", (6, 4), columns=slice(3, 4)).flatten().tolist() == [3, 7, 11, 15, 19, 23]
         assert get("a.weight", (6, 4), rows=slice(2, 4), columns=slice(1, 3)).tolist() == [[9, 10], [13, 14]]
@@ -46,7 +46,7 @@ class TestParts:
 
     def test_parts_come_in_the_models_dtype(self, folder):
         """Half of the bytes of fp32."""
-        part = source(folder, torch.bfloat16).get("a.weight", (6, 4), rows=slice(0, 1))
+        part = source(folder, torch.bfloat16).get_tensor("a.weight", (6, 4), rows=slice(0, 1))
         assert part.dtype == torch.bfloat16
         assert part.tolist() == [[0, 1, 2, 3]]
 
@@ -55,8 +55,8 @@ class TestParts:
         (folder / "model.safetensors").rename(folder / "one.safetensors")
         save_file({"b.weight": torch.full((1, 2), 7.0)}, folder / "two.safetensors")
         write_index(folder, {"a.weight": "one.safetensors", "b.weight": "two.safetensors"})
-        assert source(folder).get("b.weight", (1, 2)).tolist() == [[7, 7]]
-        assert source(folder).get("a.weight", (6, 4), rows=slice(5, 6)).tolist() == [[20, 21, 22, 23]]
+        assert source(folder).get_tensor("b.weight", (1, 2)).tolist() == [[7, 7]]
+        assert source(folder).get_tensor("a.weight", (6, 4), rows=slice(5, 6)).tolist() == [[20, 21, 22, 23]]
 
     def test_the_lm_head_is_the_embedding_where_the_config_says_so_and_only_there(self, tmp_path):
         """`tie_word_embeddings`: a checkpoint that lacks its LM head is not made whole by a guess."""
@@ -128,7 +128,7 @@ class TestFp8:
         """Element (r, c) lies in block (r // 128, c // 128), whose scale is 1 + 2·(r // 128) + c // 128."""
         r, c = torch.arange(300)[:, None], torch.arange(200)[None, :]
         expected = weight * (1 + 2 * (r // 128) + c // 128)
-        part = source(folder).get("w.weight", (300, 200), rows=rows, columns=columns)
+        part = source(folder).get_tensor("w.weight", (300, 200), rows=rows, columns=columns)
         assert torch.equal(part, expected[rows or slice(None), columns or slice(None)])
 
     def test_scales_for_another_block_size_are_refused(self, folder, weight):
@@ -136,7 +136,7 @@ class TestFp8:
         tensors = {"w.weight": weight.to(torch.float8_e4m3fn), "w.weight_scale_inv": torch.ones(5, 4)}
         save_file(tensors, folder / "model.safetensors")
         with pytest.raises(ModelError, match=r"'w.weight_scale_inv' has shape \(5, 4\).* makes it \(3, 2\)"):
-            source(folder).get("w.weight", (300, 200))
+            source(folder).get_tensor("w.weight", (300, 200))
 
     def test_quantised_weights_without_scales_are_refused(self, folder, weight):
         """Read as they are they would be wrong by orders of magnitude, and nobody would know."""
@@ -144,7 +144,7 @@ class TestFp8:
         with pytest.raises(
             ModelError, match=r"'w\.weight' is torch\.float8_e4m3fn, and there is no 'w\.weight_scale_inv'"
         ):
-            source(folder).get("w.weight", (300, 200), rows=slice(0, 1))
+            source(folder).get_tensor("w.weight", (300, 200), rows=slice(0, 1))
 
 
 class TestErrors:
@@ -152,11 +152,11 @@ class TestErrors:
 
     def test_a_missing_tensor_is_named(self, folder):
         with pytest.raises(ModelError, match=r"has no tensor 'b\.weight'; the checkpoint does not match its config"):
-            source(folder).get("b.weight", (1, 1))
+            source(folder).get_tensor("b.weight", (1, 1))
 
     def test_a_misshaped_tensor_is_named_with_both_shapes(self, folder):
         with pytest.raises(ModelError, match=r"'a.weight' has shape \(6, 4\), while config.json makes it \(6, 5\)"):
-            source(folder).get("a.weight", (6, 5), rows=slice(0, 1))
+            source(folder).get_tensor("a.weight", (6, 5), rows=slice(0, 1))
 
     def test_a_real_model_stops_at_its_first_missing_tensor(self, folder):
         """Through the loader: a rank asks for the embedding first."""
@@ -178,19 +178,19 @@ class TestErrors:
         """Found when a tensor of it is asked for, not before: a rank opens only the files that it needs."""
         (folder / "bad.safetensors").write_bytes(b"not this")
         write_index(folder, {"a.weight": "model.safetensors", "b.weight": "bad.safetensors"})
-        assert source(folder).get("a.weight", (6, 4)).shape == (6, 4)
+        assert source(folder).get_tensor("a.weight", (6, 4)).shape == (6, 4)
         with pytest.raises(ModelError, match=r"bad\.safetensors cannot be read as safetensors"):
-            source(folder).get("b.weight", (1, 1))
+            source(folder).get_tensor("b.weight", (1, 1))
 
     def test_a_file_that_the_index_names_and_nobody_downloaded(self, folder):
         write_index(folder, {"b.weight": "gone.safetensors"})
         with pytest.raises(ModelError, match=r"gone\.safetensors cannot be read"):
-            source(folder).get("b.weight", (1, 1))
+            source(folder).get_tensor("b.weight", (1, 1))
 
     def test_an_index_that_names_the_wrong_file(self, folder):
         write_index(folder, {"b.weight": "model.safetensors"})
         with pytest.raises(ModelError, match=r"model\.safetensors has no tensor 'b\.weight', though"):
-            source(folder).get("b.weight", (1, 1))
+            source(folder).get_tensor("b.weight", (1, 1))
 
     @pytest.mark.parametrize(
         "text", ["{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a.weight": 3}}', "\ud800"], ids=ascii

@@ -71,7 +71,7 @@ class TestFollow:
         assert (engine.backend_name, engine.exchange is plain, engine.batches) == ("triton", False, {})
         assert engine.get_batch(3).exchange is engine.exchange
         assert built.point == other
-        built.follow(POINT)
+        built.apply_point(POINT)
         assert (engine.backend_name, engine.exchange is plain, engine.batches) == ("reference", True, {})
         assert engine.model.weights is weights
         assert engine.model.kv.data is pool

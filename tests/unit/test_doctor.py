@@ -85,13 +85,13 @@ class System(host.Host):
 
     def __init__(self, **answers: Any) -> None:
         self.answers = {
-            "limit": resource.RLIM_INFINITY,
-            "free_bytes": 500 * GIB,
-            "cores": 64,
-            "load": 0.5,
-            "clock": (True, 900),
+            "get_limit": resource.RLIM_INFINITY,
+            "get_free_bytes": 500 * GIB,
+            "count_cores": 64,
+            "get_load": 0.5,
+            "read_clock": (True, 900),
             "bind": None,
-            "lock": None,
+            "check_lock": None,
         } | answers
         self.files = {
             "/proc/sys/net/ipv4/ip_local_port_range": "32768\t60999",
@@ -111,13 +111,13 @@ class System(host.Host):
             raise self.files[path]
         return self.files[path]
 
-    get_limit = lambda self, which: self._answer("limit", which)  # noqa: E731
-    get_free_bytes = lambda self, folder: self._answer("free_bytes", folder)  # noqa: E731
-    count_cores = lambda self: self._answer("cores")  # noqa: E731
-    get_load = lambda self: self._answer("load")  # noqa: E731
-    read_clock = lambda self: self._answer("clock")  # noqa: E731
+    get_limit = lambda self, which: self._answer("get_limit", which)  # noqa: E731
+    get_free_bytes = lambda self, folder: self._answer("get_free_bytes", folder)  # noqa: E731
+    count_cores = lambda self: self._answer("count_cores")  # noqa: E731
+    get_load = lambda self: self._answer("get_load")  # noqa: E731
+    read_clock = lambda self: self._answer("read_clock")  # noqa: E731
     bind = lambda self, *place: self._answer("bind", *place)  # noqa: E731
-    check_lock = lambda self, folder: self._answer("lock", folder)  # noqa: E731
+    check_lock = lambda self, folder: self._answer("check_lock", folder)  # noqa: E731
 
 
 @pytest.fixture(autouse=True)
@@ -318,7 +318,7 @@ def test_a_fault_of_the_system_is_told_with_its_remedy(check: str, tmp_path: Pat
     assert all(f.remedy for f in wrong)
 
 
-@pytest.mark.parametrize("name", ["limit", "free_bytes", "cores", "load", "clock"])
+@pytest.mark.parametrize("name", ["get_limit", "get_free_bytes", "count_cores", "get_load", "read_clock"])
 def test_what_the_system_does_not_answer_is_unread(name: str, tmp_path: Path) -> None:
     report = looked(tmp_path, system=System(**{name: OSError(errno.EPERM, "Operation not permitted")}))
     assert any("Operation not permitted" in said for said in found(UNREAD, report))
@@ -437,7 +437,7 @@ def test_cores_near_a_gpu_are_counted_from_words_of_64_bits(monkeypatch: pytest.
     """Bit 3 of the second word is core 67, the only one that this process may use."""
     said: list[tuple[str, str]] = []
     card = SimpleNamespace(
-        ask=lambda *_: [0, 1 << 3], judge=lambda _, wrong, __, fine, **___: said.append((wrong, fine))
+        fetch=lambda *_: [0, 1 << 3], add_verdict=lambda _, wrong, __, fine, **___: said.append((wrong, fine))
     )
     monkeypatch.setattr(gpus.os, "cpu_count", lambda: 128)
     monkeypatch.setattr(gpus.os, "sched_getaffinity", lambda _: {67})
@@ -573,15 +573,15 @@ LIMITS: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ),
     ("persistence", NOTE, {"nvmlDeviceGetPersistenceMode": 1}, {"nvmlDeviceGetPersistenceMode": 0}),
     ("throttling", BAD, {"nvmlDeviceGetCurrentClocksThrottleReasons": 0x4}, {"nvmlDeviceGetCurrentClocksThrottleReasons": 0x8}),
-    ("disk", NOTE, system(free_bytes=10 * GIB), system(free_bytes=10 * GIB - 1)),
-    ("disk", BAD, system(free_bytes=10 * GIB), system(free_bytes=GIB - 1)),
-    ("disk", NOTE, system(free_bytes=10 * GIB), system(free_bytes=GIB)),
-    ("shared memory", BAD, system(free_bytes=GIB), system(free_bytes=GIB - 1)),
-    ("open files", NOTE, system(limit=4096), system(limit=4095)),
-    ("open files", NOTE, system(limit=4096), system(limit=1024)),
-    ("open files", BAD, system(limit=4096), system(limit=1023)),
-    ("cores", NOTE, system(load=16.0), system(load=16.1)),
-    ("clock", NOTE, system(clock=(True, 100_000)), system(clock=(True, 100_001))),
+    ("disk", NOTE, system(get_free_bytes=10 * GIB), system(get_free_bytes=10 * GIB - 1)),
+    ("disk", BAD, system(get_free_bytes=10 * GIB), system(get_free_bytes=GIB - 1)),
+    ("disk", NOTE, system(get_free_bytes=10 * GIB), system(get_free_bytes=GIB)),
+    ("shared memory", BAD, system(get_free_bytes=GIB), system(get_free_bytes=GIB - 1)),
+    ("open files", NOTE, system(get_limit=4096), system(get_limit=4095)),
+    ("open files", NOTE, system(get_limit=4096), system(get_limit=1024)),
+    ("open files", BAD, system(get_limit=4096), system(get_limit=1023)),
+    ("cores", NOTE, system(get_load=16.0), system(get_load=16.1)),
+    ("clock", NOTE, system(read_clock=(True, 100_000)), system(read_clock=(True, 100_001))),
 ]  # fmt: skip
 """A check, how it is told, and two machines: one at the limit, which is well, and one just beyond."""
 
@@ -651,7 +651,7 @@ def test_a_run_sees_gpus_as_cuda_takes_their_names(named: str, numbers: list[int
 def test_cores_are_asked_for_in_words_of_64(cpus: int | None, words: int, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
     monkeypatch.setattr(gpus.os, "cpu_count", lambda: cpus)
-    gpus._check_numa(SimpleNamespace(ask=lambda *args: asked.append(args)))
+    gpus._check_numa(SimpleNamespace(fetch=lambda *args: asked.append(args)))
     assert asked == [("NUMA", "nvmlDeviceGetCpuAffinity", words)]
 
 

@@ -53,7 +53,7 @@ class Counting:
 
     asked: list[tuple[str, int, int, int]] = dataclasses.field(default_factory=list)
 
-    def seconds(self, what: str, ranks: int, received_bytes: int, meetings: int = 1) -> Seconds:
+    def predict_seconds(self, what: str, ranks: int, received_bytes: int, meetings: int = 1) -> Seconds:
         """A byte takes a nanosecond, or from half to two."""
         self.asked.append((what, ranks, received_bytes, meetings))
         return Seconds.from_mean(received_bytes * 1e-9, 1.0)
@@ -176,7 +176,7 @@ def test_bringing_queries_takes_no_longer_than_all_of_an_exchange() -> None:
     spec = ExchangeSpec(batch=1, heads=4, width=8, value=8, dtype=torch.bfloat16, device=CPU)
 
     slow = SimpleNamespace(
-        seconds=lambda what, *_, **__: Seconds.from_mean(9e-6 if what == "all-gather" else 4e-6, 1.0)
+        predict_seconds=lambda what, *_, **__: Seconds.from_mean(9e-6 if what == "all-gather" else 4e-6, 1.0)
     )
     emulation = Emulation(slow)  # type: ignore[arg-type]
     made = make_exchange("ag_rs", make_emulated_groups(Layout(2, dcp=2), 0, emulation).dcp, spec)
@@ -364,7 +364,7 @@ def test_step_times_are_replayed_where_the_machines_file_is_not(monkeypatch: pyt
 
     def known(path: str) -> SimpleNamespace:
         files.append(path)
-        return SimpleNamespace(must_be_of=lambda *_: None)
+        return SimpleNamespace(check_point=lambda *_: None)
 
     monkeypatch.setattr(judge, "load_step_times", known)
     judge.check_runnable(point, Settings(step_times="times.json"), SHAPES[point.model], machine)

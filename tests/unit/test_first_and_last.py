@@ -150,7 +150,7 @@ def test_a_replay_says_how_long_it_took(tmp_path: Path, monkeypatch: pytest.Monk
     """To a millisecond, whatever the clock began at."""
     clock = iter([100.0, 102.34567])
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
-    for name in ("read_step_times", "requests_of"):
+    for name in ("read_step_times", "make_point_requests"):
         monkeypatch.setattr(replay, name, lambda *_: None)
     of = record_builder.point()
     monkeypatch.setattr(replay, "replay_point", lambda *_, **__: record_builder.ok(of))
@@ -276,7 +276,7 @@ def test_how_busy_a_rank_was_is_known_by_two_looks(
     monkeypatch.setattr("os.sysconf", lambda _: 100)
     monkeypatch.setattr(hung.child, "read_start_ticks", lambda _: ("R", 7))
     exits = [SimpleNamespace(rank=0, code=1), SimpleNamespace(rank=1, code=-9)]
-    ranks: Any = SimpleNamespace(exits=lambda: exits)
+    ranks: Any = SimpleNamespace(read_exits=lambda: exits)
     seen = hung._describe_rank(ranks, 2, 77, before, 2.0)
     assert (seen.rank, seen.pid, seen.state, seen.cpu, seen.ended) == (2, 77, "R", cpu, "")
     assert hung._describe_rank(ranks, 0, 77, before, 2.0).ended == hung.format_exit_code(1)

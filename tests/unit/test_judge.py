@@ -214,7 +214,7 @@ def test_calls_of_an_emulated_layout_must_be_known_with_those_of_stored_prefixes
 ) -> None:
     """tp8·dp2·dcp2 by symm: all-gathers of 4 heads' ranks and of 2 replicas; a served one gathers prefixes over dcp, too."""
     asked: list[tuple[str, int]] = []
-    wire = SimpleNamespace(seconds=lambda name, ranks, _: asked.append((name, ranks)))
+    wire = SimpleNamespace(predict_seconds=lambda name, ranks, _: asked.append((name, ranks)))
     monkeypatch.setattr(judge, "load_machine", lambda _: SimpleNamespace(wire=wire))
     load = Load(requests=4, input_tokens="10", output_tokens="5", chunk=2048, mode="replay") if served else None
     point = Point(

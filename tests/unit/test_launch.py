@@ -535,9 +535,9 @@ def test_what_is_taken_down_of_a_job_that_hangs(tmp_path: Path) -> None:
         folder=tmp_path,
         logs=logs,
         ranks=range(2),
-        pid_of=lambda: {0: os.getpid()},
-        stacks=lambda: {"0": "Thread 1\n", "1": ""},
-        exits=lambda: [Exit(rank=1, code=3, asked=False, at=1.0)],
+        find_pids=lambda: {0: os.getpid()},
+        collect_stacks=lambda: {"0": "Thread 1\n", "1": ""},
+        read_exits=lambda: [Exit(rank=1, code=3, asked=False, at=1.0)],
     )
     folder, stacks = hung.capture_hang(ranks)  # type: ignore[arg-type]
     assert (folder, stacks) == (tmp_path / "hangs" / "tp2-0-0", {"0": "Thread 1\n", "1": ""})
@@ -645,9 +645,9 @@ def test_what_a_rank_says_when_it_is_asked_is_kept_and_its_own_stacks_stand_in_f
         folder=tmp_path,
         logs=logs,
         ranks=range(2),
-        pid_of=lambda: {0: os.getpid(), 1: os.getpid()},
-        stacks=lambda: {"0": "", "1": "by signal"},
-        exits=list,
+        find_pids=lambda: {0: os.getpid(), 1: os.getpid()},
+        collect_stacks=lambda: {"0": "", "1": "by signal"},
+        read_exits=list,
     )
     folder, stacks = hung.capture_hang(ranks)  # type: ignore[arg-type]
     thread.join()
@@ -705,7 +705,7 @@ def test_how_busy_a_rank_was_is_its_ticks_over_the_time(
     monkeypatch: pytest.MonkeyPatch, pid: int | None, seconds: float
 ) -> None:
     """150 ticks of 10 ms in 2 s are 0.75 of a core; of one that is gone nothing is known."""
-    ranks = SimpleNamespace(exits=list)
+    ranks = SimpleNamespace(read_exits=list)
     monkeypatch.setattr(hung, "_read_cpu_ticks", lambda _: 250)
     monkeypatch.setattr(hung.child, "read_start_ticks", lambda _: ("S", "1"))
     monkeypatch.setattr(hung.os, "sysconf", lambda _: 100)

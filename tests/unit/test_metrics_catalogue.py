@@ -203,7 +203,7 @@ class TestErrors:
         assert counted == {"kv_capacity_tokens", "memory_peak_bytes", "host_syncs_per_step"}
 
     def test_latencies_of_a_request_have_a_formula_each(self) -> None:
-        assert all(hasattr(formulas, f"{name}_ms") for name in LATENCIES)
+        assert all(hasattr(formulas, f"compute_{name}_ms") for name in LATENCIES)
 
 
 class TestDocuments:

@@ -287,9 +287,7 @@ def test_more_requests_than_the_largest_graph_are_refused_as_sweep_refuses_them(
     """A decode step of 513 requests has no graph with one replica, but has one with two."""
     asked = dataclasses.replace(ask("H200"), weights_dtype="fp8", loads=((513, 100, None),), gpus=(8,))
     (choice,), _ = advise.choose_layouts(asked, advise.Evidence(), estimate.load_published_steps())
-    assert choice.refused["tp8"] == (
-        "--concurrency 513 is more than tp8 takes, 512 requests (the largest CUDA graph); --concurrency can be up to 512"
-    )
+    assert choice.refused["tp8"] == ("--concurrency 513 is more than tp8 takes, 512 requests (the largest CUDA graph)")
     assert {f.point.dp for f in choice.forecasts} == {2, 4, 8}
 
 
@@ -342,7 +340,7 @@ def test_calls_receive_what_the_other_ranks_send_and_are_made_once_a_layer() -> 
     def made(rows: int, exchange: str, **degrees: int) -> dict[str, Seconds]:
         of = Estimator(point(**degrees, exchange=exchange), load_machine("H200"), estimate.load_published_steps().terms)
         asked.clear()
-        known = SimpleNamespace(in_step=SimpleNamespace(seconds=seconds))
+        known = SimpleNamespace(in_step=SimpleNamespace(predict_seconds=seconds))
         return estimate.predict_calls(
             of.sharding, estimate.pad_step(of.make_decode_rows(rows, 4000), degrees.get("dp", 1)), known, exchange
         )
@@ -363,7 +361,7 @@ def test_a_prefix_is_gathered_from_the_ranks_that_share_it() -> None:
     """Of 1,000 stored tokens, 1,152 bytes each, half lie on the other of two ranks."""
     of = Estimator(point(tp=2, dcp=2, exchange="a2a"), load_machine("H200"), estimate.load_published_steps().terms)
     asked: list[tuple[object, ...]] = []
-    alone = SimpleNamespace(seconds=lambda *call: asked.append(call) or Seconds(mean=1.0, low=0.5, high=2.0))
+    alone = SimpleNamespace(predict_seconds=lambda *call: asked.append(call) or Seconds(mean=1.0, low=0.5, high=2.0))
     known = SimpleNamespace(in_step=alone)
     estimate.predict_calls(of.sharding, StepRows(chunks=((64, 1000), (8, 0)), tokens=72), known, "a2a")
     assert asked == [("all-reduce", 2, 72 * 14_336, 1)] * 2 + [("all-gather", 2, 576_000, 1)]
@@ -1107,7 +1105,7 @@ def test_step_times_of_an_engine_that_had_padding_in_experts_are_used_and_told(r
         dataclasses.replace(ask("H200"), loads=SERVED), advise.Evidence(times={"times.json": times})
     )
     assert list(kept) == ["times.json"]
-    assert ["tp4·dp4·ep4 may be faster now than it says" in note for note in notes] == [True] * told
+    assert ["tp4·dp4·ep4 may be faster now; measure" in note for note in notes] == [True] * told
 
 
 def test_an_estimate_is_set_right_in_all_that_it_says() -> None:

@@ -190,7 +190,7 @@ def test_the_duration_of_a_failed_job_is_of_a_clock_that_nobody_sets(
     monkeypatch.setattr(launcher.time, "monotonic", lambda: 1040.0)
     monkeypatch.setattr(launcher.time, "time", lambda: 1e9 - 3600.0)
     running: Any = SimpleNamespace(
-        logs=tmp_path / "logs", started=1e9, begun=1000.0, log_tail=lambda _: "", seen_first=lambda: None
+        logs=tmp_path / "logs", started=1e9, begun=1000.0, log_tail=lambda _: "", find_first_seen=lambda: None
     )
     monkeypatch.setattr(launcher.hung, "find_difference", lambda _: None)
     work: Any = SimpleNamespace(hardware="", folder=tmp_path, device="cpu", retries=0, kind="sweep")

@@ -449,7 +449,14 @@ def test_a_report_works_out_each_finding_once(tmp_path: Path, monkeypatch: pytes
         real = getattr(findings, name)
         monkeypatch.setattr(findings, name, lambda of: (made.append(name), real(of))[1])
 
-    names = ["rivals", "best_per_load", "most_per_shape", "dcp_against_baseline", "break_even", "dcp_against_best"]
+    names = [
+        "select_rivals",
+        "find_best_per_load",
+        "find_most_per_shape",
+        "dcp_against_baseline",
+        "break_even",
+        "dcp_against_best",
+    ]
     for name in (*names, "repeats"):
         counted(name)
     points = [build.point(layout, concurrency=n) for layout in (Layout(4), Layout(4, 1, 4)) for n in (8, 16)]

@@ -123,7 +123,7 @@ class TestWhole:
         for module, name in (
             (plots, "draw_all"),
             (render, "render_page"),
-            (markdown, "render_page"),
+            (markdown, "render"),
             (export, "write_csv"),
         ):
             monkeypatch.setattr(module, name, looking(getattr(module, name)))
@@ -165,7 +165,7 @@ class TestWhole:
             import os, signal
             from pathlib import Path
             from dcpbench.reports import export, plots, write_report
-            plots.Studio.draw = lambda _, path, *__: [path.with_suffix(e).write_text({SVG!r}) for e in (".png", ".svg")]
+            plots.FigureWriter.write_figure = lambda _, path, *__: [path.with_suffix(e).write_text({SVG!r}) for e in (".png", ".svg")]
             export.write_csv = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
             write_report([Path({str(one)!r})], Path({str(out)!r}))
         """

@@ -50,8 +50,8 @@ class TestFormats:
         )
         assert sizes(trace) == [(0.0, 600, 52), (3.5, 512, 1)]
         assert [row.hash_ids for row in trace.rows] == [(46, 47), (46,)]
-        assert trace.timed
-        assert not trace.takes_shares
+        assert trace.has_times
+        assert not trace.supports_prefix_share
 
     def test_hashes_may_leave_out_the_last_short_block(self, read) -> None:
         """Tools differ: 600 tokens are one full block and a rest."""
@@ -60,9 +60,9 @@ class TestFormats:
     def test_our_own_lines_have_times_and_groups_if_they_like(self, read) -> None:
         trace = read(OWN + "\n\n" + '{"input_tokens": 5, "output_tokens": 1, "prefix_group": 2}' + "\n")
         assert sizes(trace) == [(None, 3, 4), (None, 5, 1)]
-        assert not trace.timed
-        assert trace.grouped
-        assert trace.takes_shares
+        assert not trace.has_times
+        assert trace.has_groups
+        assert trace.supports_prefix_share
 
     def test_our_own_lines_may_name_token_ids(self, read) -> None:
         trace = read('{"prompt": [17, 3, 99], "output_tokens": 2, "arrival_s": 1.5}')

@@ -68,7 +68,7 @@ def test_every_step_is_read_once_and_in_order(looks):
     made, log = loop(looks)
     assert [line for line in log if line.startswith("read")] == [f"read {n}" for n in range(4)]
     assert made.counts.steps == 4
-    assert made.traffic.samples[0].finished
+    assert made.traffic.samples[0].is_finished
 
 
 def test_gaps_count_only_between_steps_that_follow_each_other_without_prefill():

@@ -110,7 +110,7 @@ class TestAllocator:
 
 
 def test_a_rank_that_left_a_call_with_an_error_says_so_where_it_is_in_none() -> None:
-    call = SimpleNamespace(call=SimpleNamespace(said="all_reduce"), state=RAISED, number=7)
+    call = SimpleNamespace(call=SimpleNamespace(description="all_reduce"), state=RAISED, number=7)
     beats = SimpleNamespace(phase="moe", layer=3, last=call, calls=())
     rank: Any = SimpleNamespace(
         name="rank 0", rank=0, beats=beats, seen=SimpleNamespace(cpu=0.5, ended="", state="S"), threads=(), flight=None
@@ -125,7 +125,7 @@ def test_a_rank_that_left_a_call_with_an_error_says_so_where_it_is_in_none() -> 
 
 @pytest.mark.parametrize(("name", "head"), [("MainThread", "MainThread"), ("", "thread")])
 def test_a_thread_without_a_name_is_a_thread(name: str, head: str) -> None:
-    frames = [SimpleNamespace(said="f at a.py:1"), SimpleNamespace(said="g at b.py:2")]
+    frames = [SimpleNamespace(location="f at a.py:1"), SimpleNamespace(location="g at b.py:2")]
     rank: Any = SimpleNamespace(threads=[SimpleNamespace(name=name, frames=frames)] * 2)
     one = f"{head}\n  f at a.py:1\n  g at b.py:2"
     assert said._format_stacks(rank) == f"{one}\n\n{one}"

@@ -66,7 +66,7 @@ class TestKernelChanges:
 
         def chosen(tokens: int) -> object:
             count = 8 * tokens
-            if count <= (scaled if in_fp8 else decode).MOST_ASSIGNMENTS:
+            if count <= (scaled if in_fp8 else decode).MAX_ASSIGNMENTS:
                 return "decode", tokens <= decode.WIDE_TILES
             if in_fp8:
                 return "prompts", count // local <= scaled.FEW_ROWS

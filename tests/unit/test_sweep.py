@@ -704,7 +704,7 @@ def test_precisions_that_cannot_be_are_refused(typed: dict[str, str], said: str)
 @pytest.mark.parametrize(
     ("typed", "capability", "said"),
     [
-        ({}, "8.0", "--weights-dtype fp8 needs a GPU with fp8"),
+        ({}, "8.0", "--weights-dtype fp8: a GPU with fp8 is needed"),
         ({"weights_dtype": "bf16", "kv_dtype": "fp8", "backend": "triton"}, "8.0", "use --kv-dtype bf16"),
         (
             {"kv_dtype": "fp8", "backend": "flashinfer"},

@@ -493,10 +493,10 @@ class TestWrittenTwice:
 LIMITED = """
 import resource, sys
 from pathlib import Path
-from dcpbench.syncs.scan import scan
+from dcpbench.syncs.scan import scan_traces
 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + int(sys.argv[2]),) * 2)
-report = scan([Path(sys.argv[1])], root=Path("."))
+report = scan_traces([Path(sys.argv[1])], root=Path("."))
 print(report.totals.syncs, report.traces[0].coverage.complete)
 """
 

@@ -27,10 +27,10 @@ PAUSE_US = 100.0
 _SCAN = """
 import json, resource, sys, time
 from pathlib import Path
-from dcpbench.syncs.scan import scan
+from dcpbench.syncs.scan import scan_traces
 before = resource.getrusage(resource.RUSAGE_SELF)
 wall, cpu = time.perf_counter(), time.process_time()
-report = scan([Path(sys.argv[1])], root=Path("."))
+report = scan_traces([Path(sys.argv[1])], root=Path("."))
 wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 print(json.dumps({"wall_s": wall, "cpu_s": cpu, "peak_bytes": peak, "base_bytes": before.ru_maxrss * 1024,

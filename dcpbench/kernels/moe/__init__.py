@@ -63,7 +63,7 @@ def apply_experts(
     assert not isinstance(x_TD, Rows)
     if x_TD.is_cuda and x_TD.dtype == torch.bfloat16:
         fast = decode if ids_Tk.numel() <= decode.MAX_ASSIGNMENTS else prompts
-        return fast.experts(x_TD, gate_up, down, weights_Tk, ids_Tk, first, shared_TD)
+        return fast.apply_experts(x_TD, gate_up, down, weights_Tk, ids_Tk, first, shared_TD)
     return apply_experts_reference(x_TD, gate_up, down, weights_Tk, ids_Tk, first, shared_TD)
 
 
