@@ -453,15 +453,15 @@ def test_a_report_works_out_each_finding_once(tmp_path: Path, monkeypatch: pytes
         "select_rivals",
         "find_best_per_load",
         "find_most_per_shape",
-        "dcp_against_baseline",
-        "break_even",
-        "dcp_against_best",
+        "compare_dcp_with_baseline",
+        "find_break_even",
+        "compare_dcp_with_best",
     ]
-    for name in (*names, "repeats"):
+    for name in (*names, "compare_repeats"):
         counted(name)
     points = [build.point(layout, concurrency=n) for layout in (Layout(4), Layout(4, 1, 4)) for n in (8, 16)]
     write_report([build.write(tmp_path / "run", [build.ok(p) for p in points])], tmp_path / "report", page_only=True)
-    assert sorted(made) == sorted([*names, "repeats"])
+    assert sorted(made) == sorted([*names, "compare_repeats"])
 
 
 def test_plotly_is_in_the_page_or_in_the_file_that_several_share(tmp_path: Path) -> None:
