@@ -66,7 +66,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return latent.split_latent_fused(*given, quantise=isinstance(feeds, Scaled), **more)
 
     for module in (block_scaled, norm, moe):
-        monkeypatch.setattr(module, "quantised_for", lambda weight: isinstance(weight, Scaled))
+        monkeypatch.setattr(module, "needs_quantized_input", lambda weight: isinstance(weight, Scaled))
     monkeypatch.setattr(walked, "apply_linear", linear)
     monkeypatch.setattr(walked, "split_latent", split_latent)
     return seen
