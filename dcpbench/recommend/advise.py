@@ -676,7 +676,7 @@ def _select_step_times(ask: Query, known: Evidence) -> tuple[dict[str, StepTimes
         elif wrong := _describe_other_precision(of, ask):
             why = f"step times of {wrong}"
         elif not any(load for _, _, load in ask.loads):
-            why = "step times, by which served loads are replayed; --context asks for decode steps alone"
+            why = "step times, by which served loads are replayed; --context measures decode steps only"
         else:
             found[file] = times
             if times.has_padded_rows:
