@@ -312,7 +312,7 @@ class TestDcpByDefault:
         return call(*args, "--concurrency", "8", "--dry-run", "--gpu", "H200")[2].split("\n")[0]
 
     def test_tp_alone_measures_dcp_and_says_how_to_measure_tp(self, call) -> None:
-        said = "DCP is measured by default: tp8·dcp8, beside tp8 as baseline. For plain TP alone, add --dcp 1."
+        said = "DCP is measured by default: tp8·dcp8, with tp8 as baseline. For plain TP alone, add --dcp 1."
         assert self.first_line(call, "sweep", "--tp", "8", "--dtype", "bf16") == said
         stored = "Weights fp8, as deepseek-v3 is published; KV bf16. For weights in bf16, add --weights-dtype bf16."
         assert self.first_line(call, "sweep", "--tp", "8") == f"{said} {stored}"
