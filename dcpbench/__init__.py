@@ -1,3 +1,3 @@
-"""dcpbench measures how to serve long-context MLA models: tensor, decode-context and attention-data parallelism."""
+"""Measure how to serve long-context MLA models: tensor, decode-context and attention-data parallelism."""
 
 __version__ = "0.1.0"

@@ -1,10 +1,10 @@
-"""What `dcpbench` and `python -m dcpbench` start: the command line, also where Ctrl-C comes before it is imported."""
+"""Start the command line for `dcpbench` and `python -m dcpbench`. Ctrl-C during its import also ends with code 130."""
 
 import sys
 
 
 def main() -> None:
-    """Entry point."""
+    """Run the command line."""
     try:
         from dcpbench import cli
     except KeyboardInterrupt:

@@ -107,19 +107,19 @@ def main(args: list[str] | None = None) -> None:
             sys.stdout.flush()
     except DcpbenchError as e:
         from dcpbench.show.text import (
-            make_printable,  # names in a message come from others, and a terminal would obey them
+            make_printable,  # names in a message may contain control sequences
         )
 
         _print_and_exit("\n".join(map(make_printable, f"error: {e}".split("\n"))), e.exit_code)
     except BrokenPipeError:
         _print_and_exit("", streams.CLOSED)
     except SystemExit as e:
-        if isinstance(e.__context__, BrokenPipeError):  # for which Click and Rich end with 1, and that is a verdict
+        if isinstance(e.__context__, BrokenPipeError):  # Click and Rich exit with 1, which is a verdict here
             _print_and_exit("", streams.CLOSED)
         if isinstance(
             getattr(e.__context__, "__cause__", None), KeyboardInterrupt
-        ):  # which Typer made a code, in silence
-            _print_and_exit("\nInterrupted. To begin anew, type the same again.", ExitCode.INTERRUPTED)
+        ):  # Typer turned it into an exit code
+            _print_and_exit("\nInterrupted. To start again, repeat the command.", ExitCode.INTERRUPTED)
         raise
     except OSError as e:
         error = _convert_os_error(e)
@@ -143,7 +143,7 @@ def _convert_os_error(e: OSError) -> DcpbenchError | None:
 
 
 def _print_and_exit(text: str, code: int) -> None:
-    with contextlib.suppress(OSError):  # stderr may have no reader either
+    with contextlib.suppress(OSError):  # stderr may be closed, too
         sys.stderr.write(f"{text}\n" if text else "")
     streams.drop_output()
     sys.exit(code)

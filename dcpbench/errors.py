@@ -1,4 +1,4 @@
-"""Every error a user can see, each with its exit code and, in its message, the next thing to type.
+"""Define the errors that a user can see, with their exit codes. Each message names what to type next.
 
     DcpbenchError            1  something failed that is not the user's input
     ├── UsageError           2  options or input that cannot work
@@ -14,14 +14,14 @@
     ├── SyncError            1  code synchronised with the GPU that must not
     └── MissingPackageError  5  an optional package that this option needs
 
-`ExitCode` declares the exit codes of all commands, and EXIT_CODES what they mean.
+`ExitCode` declares the exit codes of all commands, and EXIT_CODES their meanings.
 """
 
 from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """How a command ends; a signal other than Ctrl-C adds its number to 128, as in a shell."""
+    """Declare the exit codes of commands. A signal other than Ctrl-C adds its number to 128, as in a shell."""
 
     OK = 0
     WRONG = 1
@@ -41,59 +41,59 @@ EXIT_CODES = {
     ExitCode.FAILED: "a rank, a server, a program or some points failed, or doctor could not read something",
     ExitCode.MISSING_PACKAGE: "a package is missing",
     ExitCode.INTERRUPTED: "interrupted",
-    ExitCode.OUTPUT_CLOSED: "the reader of the output went away, as in `dcpbench show RUN | head -1`",
+    ExitCode.OUTPUT_CLOSED: "the reader of the output closed it, as in `dcpbench show RUN | head -1`",
 }
 
 
 def format_install_hint(extra: str) -> str:
-    """What to type for an optional part of dcpbench, as the README does: no package index has it."""
+    """Return the command that installs an optional part of dcpbench, which is not on a package index."""
     return f"pip install '.[{extra}]' in the folder with dcpbench's pyproject.toml"
 
 
 class DcpbenchError(Exception):
-    """Base of all errors that end a command with a sentence instead of a traceback."""
+    """End a command with a message instead of a traceback; base of all errors of dcpbench."""
 
     exit_code = ExitCode.WRONG
 
 
 class UsageError(DcpbenchError):
-    """Options or input that cannot work; the message says what would."""
+    """Report options or input that cannot work; the message names valid ones."""
 
     exit_code = ExitCode.USAGE
 
 
 class LayoutError(UsageError):
-    """Degrees that do not divide each other or the model; the message lists valid ones."""
+    """Report degrees that do not divide each other or the model; the message lists valid ones."""
 
 
 class ModelError(UsageError):
-    """A model name, config.json or checkpoint that cannot be used."""
+    """Report a model name, config.json or checkpoint that cannot be used."""
 
 
 class OutputError(UsageError):
-    """An output folder that cannot be written, or holds what must not be lost; the message names the way out."""
+    """Report an output folder that cannot be written or must not be overwritten; the message names the alternatives."""
 
 
 class RecordsError(UsageError):
-    """A record file that is missing, empty or not ours."""
+    """Report a record file that is missing, empty or of another format."""
 
 
 class TraceError(UsageError):
-    """A file that is not a profiler's trace, or is damaged beyond use."""
+    """Report a file that is not a profiler's trace, or is too damaged to use."""
 
 
 class CapacityError(DcpbenchError):
-    """More GPUs or more memory needed than there are; the message says how much is missing."""
+    """Report a lack of GPUs or memory; the message states how much is missing."""
 
     exit_code = ExitCode.NO_ANSWER
 
 
 class NoRoomError(CapacityError):
-    """Weights or KV cache that do not fit; the message says how much is missing."""
+    """Report weights or KV cache that do not fit; the message states how much memory is missing."""
 
 
 class DiskError(DcpbenchError):
-    """A disk that is full, read-only or broken; the message says how to go on once it can be written."""
+    """Report a disk that is full, read-only or broken; the message states how to go on once it can be written."""
 
     exit_code = ExitCode.NO_ANSWER
 
@@ -104,16 +104,16 @@ class DiskError(DcpbenchError):
 
 
 class WorkerError(DcpbenchError):
-    """A torchrun job failed or hung; the message names the log to read."""
+    """Report a torchrun job that failed or hung; the message names the log to read."""
 
     exit_code = ExitCode.FAILED
 
 
 class SyncError(DcpbenchError):
-    """Code synchronised with the GPU where that is not allowed; the message shows the lines."""
+    """Report code that synchronised with the GPU where that is not allowed; the message shows the lines."""
 
 
 class MissingPackageError(DcpbenchError):
-    """An optional package is missing; the message says how to install it."""
+    """Report a missing optional package; the message states how to install it."""
 
     exit_code = ExitCode.MISSING_PACKAGE

@@ -155,7 +155,7 @@ class Worker:
         exists.
         """
         if self.session is not None:
-            gc.unfreeze()  # what settle_heap has frozen, cycles of the engine among it
+            gc.unfreeze()  # objects that settle_heap froze, among them reference cycles of the engine
         self.session = None
         free_memory(self.device)
 
@@ -190,7 +190,7 @@ def _report_failure(folder: Path, rank: int, key: str, e: Exception) -> NoReturn
         disk=get_disk_error_number(e),
         path=str(getattr(e, "filename", None) or ""),
     )
-    with contextlib.suppress(OSError):  # a full disk, or a folder that is gone
+    with contextlib.suppress(OSError):  # a full disk, or a deleted folder
         (folder / f"error-{rank}.json").write_bytes(msgspec.json.encode(failure))
     with contextlib.suppress(OSError):
         traceback.print_exc()
@@ -207,12 +207,12 @@ def main(path: str) -> int:
     try:
         if job.package is not None:
             package.check_same_package(job.package)
-    except WorkerError as e:  # before ranks meet, which others may do in another way
+    except WorkerError as e:  # before ranks connect: another version may do that differently
         _report_failure(folder, rank, "", e)
     faulthandler.enable()
     stacks = (folder / f"stacks-{rank}.txt").open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    gc.freeze()  # the modules of torch, which no collection between two points need look through
+    gc.freeze()  # the garbage collector need not scan torch's modules between points
     if job.device == "cuda":
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
@@ -222,7 +222,7 @@ def main(path: str) -> int:
     ranks = int(os.environ["WORLD_SIZE"])
     start_distributed(device, rank, ranks, job.get_port_path(), job.store)
     marks = torch.zeros(1, dtype=torch.int32, pin_memory=True) if job.device == "cuda" else None
-    says = {  # first the answer that needs no other component: CUDA may not respond
+    says = {  # the first answer needs no other component: CUDA may not respond
         hung.DEVICE: lambda: b"" if marks is None else msgspec.json.encode(Device(norm=int(marks[0]))),
         hung.STACKS: flight_recorder.collect_stacks,
         hung.FLIGHT: flight_recorder.export_trace,
@@ -241,7 +241,7 @@ def main(path: str) -> int:
             worker.run()
         with beats.record_collective("barrier", None, dist.group.WORLD):
             dist.barrier(device_ids=[local_rank] if job.device == "cuda" else None)
-    except Exception as e:  # noqa: BLE001 - whatever it is, the launcher has to hear of it
+    except Exception as e:  # noqa: BLE001 - report any error to the launcher
         _report_failure(folder, rank, worker.point.get_key() if worker and worker.point else "", e)
     if worker is not None:
         worker.drop_session()

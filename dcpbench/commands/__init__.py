@@ -1,1 +1,1 @@
-"""One file a command: its options, and what it does."""
+"""Define the commands of the command line, one file for each command."""

@@ -1,4 +1,4 @@
-"""`dcpbench ab`: two variants of sweep or serve, launched in turn, then compared round by round."""
+"""Implement `dcpbench ab`: launch two variants of sweep or serve in turn, and compare them round by round."""
 
 import contextlib
 import dataclasses
@@ -37,14 +37,14 @@ OURS = {
     "nnodes": "--nnodes",
     "node_rank": "--node-rank",
 }
-"""Options that a variant cannot have, as `ab` gives them itself, or works on one machine."""
+"""Options that a variant cannot have: `ab` sets them itself, or they are for several machines."""
 REMOTE = tuple(format_flag(name) for name in REAL_SERVERS)
 
 RUNS = make_panel("What is run")
 
 
 class Variants(Group):
-    """What is run, and how often."""
+    """Hold the options that select the variants and the number of rounds."""
 
     a: str = RUNS("Options of variant A, as one word in quotes.", default="", metavar="OPTIONS")
     b: str = RUNS("Options of variant B.", default="", metavar="OPTIONS")
@@ -64,19 +64,19 @@ class Variants(Group):
 
 
 class JudgedInRounds(Judged):
-    """How rounds are compared; they show how launches scatter."""
+    """Hold the options of the comparison, without --launch-noise: the rounds measure the scatter of launches."""
 
     launch_noise = None
 
 
 class ShownInRounds(Shown):
-    """Beside the launches."""
+    """Hold the output options of the comparison, without --output: it is written into the folder of the launches."""
 
     folder = None
 
 
 class Launches(Group):
-    """Where they are kept, and what is done with those that are there."""
+    """Hold the options for the folder of the launches, and for launches that it already holds."""
 
     output: Path | None = opt.OUTPUT(
         "Folder for a/, b/ and the comparison. Default: runs/DATE-TIME-ab-….", "-o", "--output", metavar="DIR"
@@ -88,7 +88,7 @@ class Launches(Group):
 
 @dataclasses.dataclass(kw_only=True)
 class State:
-    """What ab.json holds: what is run, and which launches have ended."""
+    """Hold the content of ab.json: the options of both variants, and the launches that have ended."""
 
     workload: str
     a: list[str]
@@ -154,7 +154,7 @@ def ab(variants: Variants, judged: JudgedInRounds, launches: Launches, shown: Sh
 
 
 def get_order(number: int) -> tuple[str, str]:
-    """Who goes first in a round, counted from 1: A B, B A, A B, …, so that an even drift cancels over two rounds."""
+    """Return the order of the variants in a round, counted from 1: A B, B A, A B, …, so that a linear drift cancels."""
     return ("a", "b") if number % 2 else ("b", "a")
 
 
@@ -203,7 +203,7 @@ def _launch(folder: Path, workload: str, options: Sequence[str], command: Comman
 
 @contextlib.contextmanager
 def _set_argv(arguments: Sequence[str]) -> Iterator[None]:
-    """Records name the command that would repeat them, which is not that of `ab`."""
+    """Set sys.argv inside the block: records store the command that repeats them, which is not that of `ab`."""
     before = sys.argv
     sys.argv = [before[0], *arguments]
     try:
@@ -224,20 +224,20 @@ def _check_options(variants: Variants, launches: Launches) -> None:
 
 
 def _check_given(variants: Variants) -> None:
-    """Raise UsageError where a variant is told nothing at all."""
+    """Raise UsageError if a variant has no options."""
     untold = [side for side in "ab" if not (getattr(variants, side).strip() or variants.both.strip())]
     if len(untold) > 1:
-        raise UsageError('what differs? Give both variants, such as --a "--exchange ag_rs" --b "--exchange symm".')
+        raise UsageError('both variants are missing; give them, such as --a "--exchange ag_rs" --b "--exchange symm".')
     if untold:
         (side,) = untold
         raise UsageError(
-            f"{side.upper()} has no options and would run defaults that the other variant need not have; add its options, "
-            f'such as --{side} "--tp 1 --concurrency 8", and as --both "…" those of both.'
+            f"{side.upper()} has no options and would run with defaults; add its options, "
+            f'such as --{side} "--tp 1 --concurrency 8", and the common ones as --both "…".'
         )
 
 
 def _parse_arguments(variants: Variants, side: str, command: Command) -> list[str]:
-    """One side's options as the command's own parser takes them. Raises UsageError, which names the side."""
+    """Return one side's options as arguments of the command. Raise UsageError, which names the side, if it rejects them."""
     text = getattr(variants, side)
     try:
         arguments = [*shlex.split(variants.both), *shlex.split(text)]
@@ -255,18 +255,18 @@ def _parse_arguments(variants: Variants, side: str, command: Command) -> list[st
         how = "Add --workload serve." if serves else f"See `dcpbench {variants.workload} --help` for its options."
         raise UsageError(f"--{side} {text!r}: {e.format_message()} {how}") from e
     if given:
-        raise UsageError(f"--{side} {text!r}: leave {OURS[given[0]]} out; ab itself says where and how often to run.")
+        raise UsageError(f"--{side} {text!r}: leave out {OURS[given[0]]}; ab sets it for every launch.")
     asked = typed["baseline"] is not None or (typed["config"] and "baseline" in _read_config(typed["config"], variants))
     return arguments if asked or _has_option(arguments, REMOTE) else [*arguments, "--no-baseline"]
 
 
 def _has_option(arguments: Sequence[str], names: Sequence[str]) -> bool:
-    """Whether some of these options are typed."""
+    """Return whether one of these options is among the arguments."""
     return any(word.partition("=")[0] in names for word in arguments)
 
 
 def _read_config(path: Path, variants: Variants) -> Mapping[str, object]:
-    """Options of a variant that stand in a file."""
+    """Return the options of a variant that its --config file sets."""
     from dcpbench.plan.serve_spec import SERVE_PARSERS
     from dcpbench.plan.spec import read_options
 
@@ -274,7 +274,7 @@ def _read_config(path: Path, variants: Variants) -> Mapping[str, object]:
 
 
 def _load_state(folder: Path, launches: Launches, new: State) -> State:
-    """What the folder holds already, or a new beginning. Raises OutputError where the two do not go together."""
+    """Return the stored state of the folder, or a new one. Raise OutputError if the stored state has other options."""
     import msgspec
 
     path = folder / STATE_FILE
@@ -295,7 +295,9 @@ def _load_state(folder: Path, launches: Launches, new: State) -> State:
             )
         return dataclasses.replace(new, done=old.done)
     if not launches.force and any((folder / name).exists() for name in ("a", "b", RECORDS_FILE)):
-        raise OutputError(f"{folder} holds a run, or folders a or b, that are not of ab; give another folder with -o.")
+        raise OutputError(
+            f"{folder} holds a run, or folders a or b, that ab did not write; give another folder with -o."
+        )
     _write_state(folder, new)
     return new
 
@@ -325,7 +327,7 @@ def _print_plan(variants: Variants, sides: Mapping[str, list[str]], command: Com
 
 
 def _print_plan_json(variants: Variants, sides: Mapping[str, list[str]], command: Command) -> int:
-    """The same for scripts: of each variant what is typed and its points, and whose launches follow each other."""
+    """Print the plan as JSON: the arguments and points of each variant, and the order of launches."""
     from dcpbench.commands.runs import print_json
 
     found: dict[str, object] = {}
@@ -395,7 +397,7 @@ def _format_resume(folder: Path) -> str:
 
 
 def _format_round(folder: Path, state: State, name: str) -> str:
-    """What a round says by itself; nothing is judged by it."""
+    """Format the medians of one round, for the progress line. They decide no verdict."""
     from dcpbench.compare.rounds import format_round
     from dcpbench.compare.sides import read_side
 
@@ -406,5 +408,5 @@ def _format_round(folder: Path, state: State, name: str) -> str:
 
 
 def _has_ended_on_both(folder: Path, state: State, name: str) -> bool:
-    """Whether both launches of a round ended and left records."""
+    """Return whether both launches of a round ended and left records."""
     return all(f"{side}/{name}" in state.done and (folder / side / name / RECORDS_FILE).exists() for side in "ab")

@@ -1,4 +1,4 @@
-"""`dcpbench bench …`: single operators. What each measures is in bench/, the same way for all."""
+"""Define the command line of `dcpbench bench …`, which measures single operators with the code in bench/."""
 
 from pathlib import Path
 
@@ -32,7 +32,7 @@ RANKS = WHAT("Processes, one for each GPU. Default: all visible GPUs; 2 on the C
 
 
 class Run(Group):
-    """What all benches share."""
+    """Hold the options that all benches share."""
 
     seconds: float = MEASURE(
         "Time limit of each of a case's up to three timings; one stops earlier once its median is known within ±1 %, "
@@ -42,7 +42,7 @@ class Run(Group):
     )
     backlog: float = 100.0
     timeout: float = MEASURE(
-        "A bench of which nothing is heard for this long is hung, and ended; until its first case 300 s are allowed, "
+        "A bench that makes no progress for this long is treated as hung and ended; at least 300 s are allowed until its first case, "
         "however short this is.",
         default=300.0,
         metavar="SECONDS",
@@ -66,19 +66,19 @@ class Run(Group):
 
 
 class RunWithHost(Run):
-    """Of benches that time the host, too."""
+    """Hold the options of benches that also time the host."""
 
     backlog: float = MEASURE(
-        "GPU work queued before each call whose host time is taken: what a call that waits has to wait for.",
+        "GPU work queued before each call for which host time is measured; a call that synchronises waits for it.",
         default=100.0,
         metavar="MICROSECONDS",
     )
 
 
 class Attention(Group):
-    """Paged MLA decode attention by each backend: bytes and operations per second, against what this GPU can do.
+    """Measure paged MLA decode attention with each backend: bytes and operations per second, against this GPU's limits.
 
-    The picture is a roofline. docs/benches.md says how to read it.
+    The picture is a roofline plot. docs/benches.md explains the results.
 
     For example:
 
@@ -100,9 +100,9 @@ class Attention(Group):
 
 
 class Exchange(Group):
-    """What a decode attention layer sends between the ranks of a DCP group, by each exchange: q, partial outputs, lse.
+    """Measure what a decode attention layer exchanges between the ranks of a DCP group: q, partial outputs and lse.
 
-    Held against two barriers and the bytes that a rank must receive. docs/benches.md says how to read it.
+    The limits are two barriers and the bytes that a rank must receive. docs/benches.md explains the results.
 
     For example:
 
@@ -129,7 +129,7 @@ class Exchange(Group):
 
 
 class Collectives(Group):
-    """Collectives at the sizes of a decode step: time and bus bandwidth, against what a peer's memory can be read at.
+    """Measure collectives at the sizes of a decode step: time and bus bandwidth, against the rate of peer memory reads.
 
     For example:
 
@@ -150,9 +150,9 @@ class Collectives(Group):
 
 
 class Merge(Group):
-    """The kernels around the collectives of an exchange, each by itself, against the speed of a copy.
+    """Measure each kernel around the collectives of an exchange, against the speed of a copy.
 
-    docs/benches.md says what each of them does.
+    docs/benches.md describes each of them.
 
     For example:
 
@@ -169,9 +169,9 @@ class Merge(Group):
 
 
 class Linear(Group):
-    """The linear layers of a model on one rank, against the rates at which this GPU reads memory and multiplies.
+    """Measure the linear layers of a model on one rank, against this GPU's memory bandwidth and peak FLOP/s.
 
-    fp8 weights have a scale for each 128 × 128. docs/benches.md says what each variant leaves out.
+    fp8 weights have a scale for each 128 × 128 block. docs/benches.md lists what each variant leaves out.
 
     For example:
 
@@ -196,9 +196,9 @@ class Linear(Group):
 
 
 class Moe(Group):
-    """The two products of a rank's experts at decode sizes, against the rate at which this GPU reads memory.
+    """Measure the two matrix products of a rank's experts at decode sizes, against this GPU's memory bandwidth.
 
-    Only experts that have a row count as read. docs/benches.md says what each variant leaves out.
+    Only experts with at least one row count as read. docs/benches.md lists what each variant leaves out.
 
     For example:
 
@@ -215,8 +215,8 @@ class Moe(Group):
     )
     requests: str | None = COUNTS("Requests of a decode step. Default: 8,32,128 on a GPU; 1,4 on the CPU.")
     rows: str = NAMES(
-        "uniform: experts are drawn alike. skewed: expert i with a chance of 1 / (i + 1). few: one in four is drawn, "
-        "the others have no row.",
+        "uniform: all experts are equally likely. skewed: expert i has probability 1 / (i + 1). few: one expert in four "
+        "is drawn, the others have no row.",
         default="uniform",
     )
     weights: str = NAMES(
@@ -227,9 +227,9 @@ class Moe(Group):
 
 
 class KvGather(Group):
-    """Bring the KV prefix of several requests, which is interleaved over the ranks, into token order on all of them.
+    """Measure gathering the interleaved KV prefixes of several requests into token order on all ranks.
 
-    The eager time has the allocation of the buffer in it, the time in a CUDA graph has not.
+    The eager time includes the allocation of the buffer, the time in a CUDA graph does not.
 
     For example:
 
@@ -247,7 +247,7 @@ class KvGather(Group):
         "reserve registered with NCCL; nccl alone, on GPUs). Default: pool,plain."
     )
     pool_bytes: str | None = WHAT(
-        "Size of the pool; what does not fit is allocated at run time, and its case says outgrown, or registered-outgrown. Default: 4GiB on a "
+        "Size of the pool; what does not fit is allocated at run time, and its case is marked outgrown or registered-outgrown. Default: 4GiB on a "
         "GPU; 1MiB on the CPU.",
         metavar="SIZE",
     )
@@ -255,10 +255,10 @@ class KvGather(Group):
 
 
 class KvWrite(Group):
-    """Write new KV rows on a rank that owns some of them: check first, filter always, or mask in the kernel.
+    """Measure writing new KV rows on a rank that owns some of them: check first, always filter, or mask in the kernel.
 
     `check-all` looks at the mask on the host and filters if it must, `filter` always filters, `masked-kernel` keeps the
-    mask on the GPU. docs/case-studies.md tells the story.
+    mask on the GPU. docs/case-studies.md has the background.
 
     For example:
 
@@ -281,10 +281,10 @@ class KvWrite(Group):
 
 
 class DpSlice(Group):
-    """Take a rank's own tokens out of a batch gathered over ranks: slice by GPU numbers, or by the host's.
+    """Measure slicing a rank's own tokens out of a gathered batch, with offsets from GPU memory or from the host.
 
     `cuda-slice` reads start and length from the GPU, `host-slice` adds up the counts that the host has; under CUDA
-    graphs the start is rank × graph batch. docs/case-studies.md tells the story.
+    graphs the start is rank × graph batch. docs/case-studies.md has the background.
 
     For example:
 
@@ -301,10 +301,10 @@ class DpSlice(Group):
 
 
 class PaddedSlots(Group):
-    """Decode fewer requests than a CUDA graph has rows, with slot 0 of the request table live or set aside.
+    """Measure decoding fewer requests than a CUDA graph has rows, with slot 0 of the request table live or reserved.
 
-    `slot-0-live` gives slot 0 to a request, which the unused rows then write to; `slot-0-padding` gives it to nobody.
-    A step of deepseek-v2-lite on one GPU, of a tiny model on the CPU. docs/case-studies.md tells the story.
+    `slot-0-live` gives slot 0 to a request, and the unused rows then write to it; `slot-0-padding` keeps it unassigned.
+    Runs a step of deepseek-v2-lite on one GPU, of a tiny model on the CPU. docs/case-studies.md has the background.
 
     For example:
 
@@ -324,7 +324,7 @@ class PaddedSlots(Group):
 
 
 def _register_bench(name: str, sizes: type[Group], run: type[Run]) -> None:
-    """The command of a bench, whose help is what its sizes say of it."""
+    """Register the command of a bench. Its help is the docstring of its class of sizes."""
 
     def measure(sizes: Group, run: Run) -> int:
         from dcpbench.bench import command as benches

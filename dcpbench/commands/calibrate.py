@@ -1,4 +1,4 @@
-"""`dcpbench calibrate`: a machine's file, from benches between its ranks, and from step times of several GPUs and of one."""
+"""Implement `dcpbench calibrate`: write a machine's file from benches between ranks and from measured step times."""
 
 import itertools
 import tempfile
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dcpbench.points.machines import Machine
 
 REQUESTS = "1,2,4,8,16,32,64,128,256,512"
-"""Sizes of messages: a step of each, between 10 KB and 7 MB."""
+"""Numbers of requests of a decode step, for messages between 10 KB and 7 MB."""
 OF_BENCH = {"collectives": commands.Collectives, "exchange": commands.Exchange}
 
 
@@ -47,9 +47,9 @@ def calibrate(
     force: Annotated[bool, typer.Option("--force", help="Replace files that are already there.")] = False,
     as_json: bool = opt.JSON,
 ) -> int:
-    """Write what a machine's collectives and exchanges take, with the error of predicting them.
+    """Measure a machine's collectives and exchanges, and write a file that predicts their times, with its error.
 
-    --emulate and recommend read the file. Beside it lies a picture of measured and modelled times.
+    --emulate and recommend read the file. A picture next to it shows measured and modelled times.
 
     For example:
 
@@ -109,7 +109,7 @@ def calibrate(
 
 
 def _check_files(out: Path, *, force: bool) -> None:
-    """Raise OutputError where the machine's file could not be written, its picture would lie on it, or either is there."""
+    """Raise OutputError if the machine's file cannot be written, has the name of its picture, or either exists."""
     from dcpbench.errors import OutputError
 
     if out.is_dir():
@@ -129,7 +129,7 @@ def _check_files(out: Path, *, force: bool) -> None:
 
 
 def _make_machine(asked: "Machine", records: "list[BenchRecord]", name: str | None, gpu: str | None) -> "Machine":
-    """The machine asked for, with what was measured; its name and GPU are those of the benches where none was asked for."""
+    """Return the machine with its measured calls. Without --name or --gpu these are taken from the benches."""
     import msgspec
 
     from dcpbench.bench import calibration
@@ -138,7 +138,7 @@ def _make_machine(asked: "Machine", records: "list[BenchRecord]", name: str | No
     card, measured = calibration.describe_hardware(records)
     if gpu is None and not card:
         raise UsageError(
-            "these benches name a GPU that dcpbench machines does not list; say with --gpu which is like it."
+            "these benches name a GPU that dcpbench machines does not list; name the most similar one with --gpu."
         )
     usual = f"{gpu}, its wire measured on {card}" if gpu and card and gpu != card else f"{gpu or card}, measured"
     calls = calibration.collect_samples(records)
@@ -146,7 +146,10 @@ def _make_machine(asked: "Machine", records: "list[BenchRecord]", name: str | No
 
 
 def _update_machine(paths: list[Path], **typed: object) -> "Machine":
-    """A machine's file with what was typed in place of what it says. Raises UsageError beside benches, for two, or for one without calls."""
+    """Return a machine's file with the given options in place of its own values.
+
+    Raise UsageError if there are several paths, or if the file has no measured calls.
+    """
     import msgspec
 
     from dcpbench.errors import UsageError
@@ -154,7 +157,7 @@ def _update_machine(paths: list[Path], **typed: object) -> "Machine":
 
     if len(paths) > 1:
         raise UsageError(
-            f"{format_list([str(path) for path in paths])}: a machine's file has what benches measured; name one such file, or benches."
+            f"{format_list([str(path) for path in paths])}: a machine's file cannot be combined with others; name one such file, or benches."
         )
     found = machines.read_machine(paths[0])
     if not found.calls:
@@ -163,27 +166,27 @@ def _update_machine(paths: list[Path], **typed: object) -> "Machine":
 
 
 def _print_prompts(machine: "Machine") -> None:
-    """How much longer steps with prompts take its GPUs together, at most, where that was measured."""
+    """Print the largest measured ratio of multi-GPU to single-GPU step time for steps with prompts."""
     if machine.prompts:
         most = max(machine.prompts, key=lambda p: p.times)
         print_stderr(
-            f"Steps with prompts take these GPUs together up to {most.times:.3f} times as long as one that stands for them (at "
-            f"{most.tokens:,} prompt tokens); forecasts by this file reckon with it."
+            f"Steps with prompts take up to {most.times:.3f} times as long on these GPUs as on one emulating GPU (at "
+            f"{most.tokens:,} prompt tokens); forecasts with this file include this factor."
         )
 
 
 def _print_lacking(lacks: dict[str, list[str]], max_ranks: int) -> None:
-    """What was not measured, and what measures it on as many GPUs as the rest."""
+    """Print which calls were not measured, and the command that measures them on the same number of GPUs."""
     for bench, names in lacks.items():
         print_stderr(
-            f"Not measured: {format_list(names)}; what needs them can be neither emulated nor forecast by this file. Type on these "
+            f"Not measured: {format_list(names)}; points that need them cannot be emulated or forecast with this file. Run on these "
             f"GPUs: dcpbench bench {bench} --variant {','.join(names)} --requests {REQUESTS} --ranks {max_ranks} -o FOLDER, and name "
             "FOLDER here, too."
         )
 
 
 def _measure_calls() -> "list[BenchRecord]":
-    """Both benches on 2, 4, … GPUs of this machine."""
+    """Run both benches on 2, 4, … GPUs of this machine, and return their records."""
     from dcpbench.bench import calibration
     from dcpbench.bench import command as benches
     from dcpbench.commands import runs
@@ -191,10 +194,10 @@ def _measure_calls() -> "list[BenchRecord]":
     from dcpbench.launch import launcher
 
     count = launcher.run_probe(runs.WORKER).count
-    if count < 2:  # noqa: PLR2004 - one has nobody to send anything to
+    if count < 2:  # noqa: PLR2004 - collectives need two
         raise CapacityError(
-            f"calibrate measures what GPUs send each other, and this machine has {count}; name records of bench collectives "
-            "and bench exchange of another, or use a built-in machine (dcpbench machines)."
+            f"calibrate measures communication between GPUs, and this machine has {count}; name records of bench collectives "
+            "and bench exchange from another machine, or use a built-in machine (dcpbench machines)."
         )
     with tempfile.TemporaryDirectory() as folder:
         ranks = 2

@@ -37,17 +37,17 @@ ENTRIES = (
     Entry(
         "calibrate",
         MEASURE,
-        "Write what a machine's collectives and exchanges take, with the error of predicting them.",
+        "Measure a machine's collectives and exchanges, and write a file that predicts their times, with its error.",
     ),
     Entry(
         "recommend",
         READ,
-        "Say which layout to take, how sure that is, what it costs, and how SGLang and vLLM are started in it.",
+        "Recommend a layout, with its confidence and cost, and print how to start SGLang and vLLM in it.",
     ),
     Entry(
         "compare",
         READ,
-        "Say for every point that two sides share whether B is FASTER, SLOWER or the SAME, or that this is UNDECIDED.",
+        "Judge for every point that two sides share whether B is FASTER, SLOWER, the SAME or UNDECIDED.",
     ),
     Entry(
         "report",
@@ -57,14 +57,14 @@ ENTRIES = (
     Entry("show", READ, "Print the table of one or several runs, in the width of the terminal."),
     Entry("top", READ, "Watch a sweep, serve or verify that is running, from another terminal."),
     Entry("export", READ, "Write the points of runs in another tool's format."),
-    Entry("import", READ, "Make a run of the results of another engine's benchmark, to show them with ours."),
+    Entry("import", READ, "Make a run from the results of another engine's benchmark, to show them with ours."),
     Entry("verify", CHECK, "Check layouts, backends and exchanges against a slow fp64 reference on one rank."),
     Entry(
         "doctor",
         CHECK,
-        "Look this machine over before a long sweep, and say of each finding what to do about it. Nothing is changed.",
+        "Check this machine before a long sweep, and print a remedy for each finding. Nothing is changed.",
     ),
-    Entry("env", CHECK, "Show what is installed and visible, and what is missing for what."),
+    Entry("env", CHECK, "Show what is installed and visible, and what is missing."),
     Entry(
         "machines",
         CHECK,
@@ -91,7 +91,7 @@ ENTRIES = (
     Entry(
         "hang",
         CHECK,
-        "Who kept whom waiting in a job that stood still: ours, or any program's by its dumps.",
+        "Find which rank blocked a job that hung: a run of dcpbench, or any program with stack dumps.",
         is_group=True,
     ),
     Entry(
@@ -100,8 +100,6 @@ ENTRIES = (
         "Show many runs together: the history of every point with its changes, and a page per run.",
         is_group=True,
     ),
-    Entry(
-        "records", CHECK, "Look through the records of runs, line by line, and take damaged lines out.", is_group=True
-    ),
+    Entry("records", CHECK, "Check the records of runs line by line, and remove damaged lines.", is_group=True),
 )
 BY_NAME = {entry.name: entry for entry in ENTRIES}

@@ -1,6 +1,6 @@
-"""How a function becomes a command: its parameters are options, and one that is a Group stands for its fields.
+"""Turn a function into a command: its parameters are options, and a parameter of type Group stands for its fields.
 
-So options that several commands share are fields of one class (options.py), and reach what needs them as one value.
+Options that several commands share are fields of one class (options.py), and are passed on as one value.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
     Does = TypeVar("Does", bound=Callable[..., int])
 
 PARSER_ERROR: Any = typer.BadParameter.__base__
-"""What a parser raises for any option that it cannot take; its module differs between versions of Typer."""
+"""Error class that the parser raises for an invalid option; its module differs between versions of Typer."""
 
 
 def make_panel(title: str | None, **same: Any) -> Callable[..., Any]:  # noqa: ANN401 -- what Typer takes
-    """What makes options that the help shows under this title, and which have the `same` otherwise, too.
+    """Return a function that makes options under this title of the help, with the settings in `same`.
 
-    Of a field, it takes the help, then names, where they are not the field's own: a `bool` that is not off by default
-    can be switched off (`--x/--no-x`).
+    Its arguments are the help text, then the option's names unless they follow from the field: a `bool` that is not off
+    by default can be switched off (`--x/--no-x`).
     """
 
     def make_option(text: str, *names: str, default: object = None, **own: Any) -> Any:  # noqa: ANN401 -- as above
@@ -51,10 +51,10 @@ def make_panel(title: str | None, **same: Any) -> Callable[..., Any]:  # noqa: A
 
 @dataclass_transform(kw_only_default=True)
 class Group:
-    """Options that a command takes as one value. A field with another default than an option is no option."""
+    """Hold options that a command takes as one value. A field is an option only if its default is one."""
 
     def __init__(self, **given: object) -> None:
-        """Options by name; those that are not given have their defaults."""
+        """Set each option to its given value, or to its default."""
         options = get_type_hints(type(self))
         assert given.keys() <= options.keys()
         for name in options:
@@ -94,13 +94,13 @@ def load_command(name: str) -> Any:  # noqa: ANN401 -- of Click, or of Typer's c
 
 
 def collect_typed(*groups: object) -> dict[str, object]:
-    """The options of these groups that were typed, by name, as a configuration file has them."""
+    """Return the given options of these groups by name, as in a configuration file."""
     given = {name: value for group in groups for name, value in vars(group).items() if value is not None}
     return {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
 
 
 def _make_flat(function: Callable[..., int]) -> Callable[..., None]:
-    """The function with a parameter for each option, as Typer reads them off a signature."""
+    """Return the function with one parameter for each option, for Typer to read from its signature."""
     taken: dict[str, inspect.Parameter] = {}
     groups: dict[str, tuple[type[Group], list[str]]] = {}
     for name, p in inspect.signature(function, eval_str=True).parameters.items():
@@ -121,7 +121,7 @@ def _make_flat(function: Callable[..., int]) -> Callable[..., None]:
 
 
 def _list_options(group: type[Group]) -> list[inspect.Parameter]:
-    """The options of a group as parameters."""
+    """Return the options of a group as parameters."""
     fields = {name: (kind, getattr(group, name)) for name, kind in get_type_hints(group).items()}
     return [
         _make_parameter(n, kind, default) for n, (kind, default) in fields.items() if isinstance(default, OptionInfo)
@@ -129,7 +129,7 @@ def _list_options(group: type[Group]) -> list[inspect.Parameter]:
 
 
 def _make_parameter(name: str, kind: Any, default: Any) -> inspect.Parameter:  # noqa: ANN401 -- of any type
-    """A parameter with its option beside its type, by the names that it has: Typer's own have changed."""
+    """Return a parameter annotated with its type and option. Names are explicit: Typer's defaults differ by version."""
     if isinstance(default, OptionInfo):
         option, default = copy.copy(default), default.default
         both = (
@@ -145,7 +145,7 @@ def _make_parameter(name: str, kind: Any, default: Any) -> inspect.Parameter:  #
 
 
 def _parse_count(option: str, minimum: float | None, value: object) -> int:
-    """Return the number of `8` or `64k`. Raises UsageError for any other text, and for numbers below `minimum`."""
+    """Return the number for `8` or `64k`. Raise UsageError for any other text, and for numbers below `minimum`."""
     found = parse_count(str(value))
     if found is None:
         choices = suggest_counts(str(value)) or "not a whole number; write for example " + f"{option} 8"
@@ -156,10 +156,10 @@ def _parse_count(option: str, minimum: float | None, value: object) -> int:
 
 
 class Command(TyperCommand):
-    """A command that takes each option once: of two, the parser would drop the first without a word."""
+    """Reject an option that is given twice; Click's parser would silently drop the first value."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]  # as Click's own
-        """As Click's. Raises UsageError for an option with a value that is given twice."""
+        """Parse the arguments as Click does. Raise UsageError if an option with a value is given twice."""
         _, _, order = self.make_parser(ctx).parse_args(args=list(args))
         for option, times in Counter(order).items():
             if times > 1 and "…" in (getattr(option, "metavar", None) or ""):
@@ -177,7 +177,7 @@ class Command(TyperCommand):
 
 
 def _find_values(option: str, args: list[str]) -> list[str]:
-    """What is typed for an option, as `--tp 2` or `--tp=2`."""
+    """Return the values given for an option, as `--tp 2` or `--tp=2`."""
     pairs = zip(args, [*args[1:], ""], strict=True)
     return [
         after if word == option else word[len(option) + 1 :]
@@ -187,7 +187,10 @@ def _find_values(option: str, args: list[str]) -> list[str]:
 
 
 def run_command(command: Command, arguments: Sequence[str], prog_name: str | None = None) -> int:
-    """The exit code of a command in this process. Raises KeyboardInterrupt where Ctrl-C ended it, which Typer takes for a code."""
+    """Run a command in this process and return its exit code.
+
+    Raise KeyboardInterrupt if Ctrl-C ended it; Typer turns that into an exit code.
+    """
     code = int(command.main(list(arguments), prog_name=prog_name, standalone_mode=False) or 0)
     if code == INTERRUPTED:
         raise KeyboardInterrupt

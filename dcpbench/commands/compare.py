@@ -1,4 +1,4 @@
-"""`dcpbench compare`: judge whether B is faster or slower than A. `ab` judges and shows in the same way."""
+"""Implement `dcpbench compare`: judge whether B is faster or slower than A. `ab` shares its options."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,29 +16,29 @@ JUDGE = make_panel("How it is judged")
 
 
 class Judged(Group):
-    """How two sides are compared."""
+    """Hold the options of how two sides are compared."""
 
     fail_on: str | None = JUDGE(
         "End with 1 if B is proven worse than this: slower:2%, itl_p99:5%, syncs:+0, memory:+1 (its unit), …, and with 3 if "
         "a rule could not be judged, as with fewer than 4 launches of each side. undecided: also end with 1 if a rule is "
-        "not decided, alone if any verdict is UNDECIDED; missing: also if B lacks a point. Points that fail in B alone "
-        "always count. Default: none.",
+        "not decided, or, without other rules, if any verdict is UNDECIDED; missing: also if B lacks a point. Points that fail "
+        "only in B always count. Default: none.",
         metavar="RULE,…",
     )
     margin: str = JUDGE("Ratios within it count as the same.", default="1%", metavar="PERCENT")
     launch_noise: str | None = JUDGE(
-        "Standard deviation of the difference of two launches of the same thing, if you know it: then fewer than 4 launches "
-        "of each side are judged by it. Default: none; it is measured from 4 launches on.",
+        "Standard deviation of the difference between two launches of the same variant, if known: then fewer than 4 launches "
+        "of each side can be judged. Default: none; it is measured if there are at least 4 launches.",
         metavar="PERCENT",
     )
     alpha: float = JUDGE("Chance of any FASTER or SLOWER if nothing differs, over all rows.", default=0.05, metavar="P")
     metric: str | None = JUDGE(
-        "Compare these alone: fewer tests at once find smaller differences. Default: all.", metavar="NAME,…"
+        "Compare only these metrics: with fewer tests, smaller differences are found. Default: all.", metavar="NAME,…"
     )
-    allow_cpu: bool = JUDGE("Judge times of CPU runs, too, which say nothing about performance.", default=False)
+    allow_cpu: bool = JUDGE("Also judge times of CPU runs, which do not reflect GPU performance.", default=False)
 
     def make_options(self, *, paired: bool, across: str | None = None) -> "Options":
-        """Return the options of `judge`. Raises UsageError for a value that is no share."""
+        """Return the options of the comparison. Raise UsageError if a value is not a percentage."""
         from dcpbench.compare.judging import Options
 
         return Options(
@@ -53,7 +53,7 @@ class Judged(Group):
 
 
 class Shown(Group):
-    """Files and formats of a comparison."""
+    """Hold the options for files and formats of a comparison."""
 
     folder: Path | None = opt.OUTPUT(
         "Write compare.md, compare.json and the forest plot (PNG, SVG) there.", "-o", "--output", metavar="DIR"
@@ -65,7 +65,7 @@ class Shown(Group):
 
 
 class Matched(Group):
-    """The launches of both sides, and which of their points and launches belong together."""
+    """Hold the options that add launches and that match launches and points of both sides."""
 
     with_a: list[Path] | None = opt.OPTION("One more launch of A; may be repeated.", metavar="RUN")
     with_b: list[Path] | None = opt.OPTION("One more launch of B; may be repeated.", metavar="RUN")
@@ -88,11 +88,11 @@ def compare(
     judged: Judged,
     shown: Shown,
 ) -> int:
-    """Say for every point that two sides share whether B is FASTER, SLOWER or the SAME, or that this is UNDECIDED.
+    """Judge for every point that two sides share whether B is FASTER, SLOWER, the SAME or UNDECIDED.
 
-    A side is a folder with at least 4 launches: fewer cannot show what differs from launch to launch, and times stay
-    UNDECIDED. `dcpbench ab` makes launches of both sides in turn. Exit codes: 0 · 1 a rule of --fail-on fails · 2 options
-    or records that cannot be used · 3 a rule could not be judged · 141 the reader of the output went away.
+    A side is a folder with at least 4 launches: with fewer the variation between launches is unknown, and times stay
+    UNDECIDED. `dcpbench ab` runs launches of both sides in turn. Exit codes: 0 · 1 a rule of --fail-on fails · 2 options
+    or records that cannot be used · 3 a rule could not be judged · 141 the reader of the output closed it.
     docs/comparing.md explains the statistics.
 
     For example:
@@ -126,7 +126,7 @@ def _parse_share(option: str, text: str) -> float:
     try:
         percent = float(number)
     except ValueError:
-        raise UsageError(f"{option} {text} is no share; give one such as {option} 1%.") from None
+        raise UsageError(f"{option} {text} is not a percentage; give one such as {option} 1%.") from None
     if percent >= 0 and "%" not in text:
         raise UsageError(f"{option} {text} has no unit; write {option} {number}%.")
     return percent / 100

@@ -1,4 +1,4 @@
-"""`dcpbench dashboard build` and `serve`: the history of many runs, as a site of files or from this machine."""
+"""Implement `dcpbench dashboard build` and `serve`: show the history of many runs as a static site or a local server."""
 
 import contextlib
 import dataclasses
@@ -53,7 +53,7 @@ def build(
     """Write a static site, or bring it up to date.
 
     The site needs no server and no network: open site/index.html, or publish the folder (examples/github-pages.yml).
-    Record files that cannot be read are left out, each with a sentence.
+    Record files that cannot be read are left out, with a message for each.
 
     For example:
 
@@ -79,7 +79,7 @@ def build(
 
 
 def _format_summary(built: "BuildResult", output: Path) -> str:
-    """What a build found and made."""
+    """Format how many runs and results a build found, and how many pages it wrote."""
     pages = f"{built.pages_made:,} made, {built.pages_kept:,} unchanged"
     return (
         f"{format_count(built.runs, 'run')}, {format_count(built.points, 'point')} with {format_count(built.entries, 'result')}, "
@@ -100,7 +100,7 @@ def serve(
         typer.Option("-o", "--output", metavar="DIR", help="Folder of the site, to keep it. Default: a temporary one."),
     ] = None,
 ) -> int:
-    """Show the site on this machine alone, and bring it up to date while runs are at work.
+    """Serve the site on this machine only, and update it while runs are in progress.
 
     Only 127.0.0.1 answers; from elsewhere, forward the port: ssh -L 8321:127.0.0.1:8321 MACHINE
 
@@ -149,7 +149,7 @@ def serve(
 
 @contextlib.contextmanager
 def _open_folder(output: Path | None) -> Iterator[Path]:
-    """The folder of the site: the one given, or a temporary one, which SIGTERM removes as well."""
+    """Yield the folder of the site: the given one, or a temporary one, which is also removed on SIGTERM."""
     if output is not None:
         yield output
         return
@@ -166,7 +166,7 @@ def _open_folder(output: Path | None) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _bind_port(port: int) -> Iterator["socket.socket"]:
-    """A socket of loopback alone. Raises UsageError with a port that is free where this one is not."""
+    """Yield a socket bound to the loopback address. If the port is not free, raise UsageError naming one that is."""
     import socket
 
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as made:
@@ -182,7 +182,7 @@ def _bind_port(port: int) -> Iterator["socket.socket"]:
 
 
 def _find_free_port(port: int) -> int:
-    """The next port that nobody listens on; any free one past the last."""
+    """Return the next free port, or any free port if the search fails."""
     import socket
 
     for candidate in (*range(max(port + 1, 1024), min(port + PORTS_TO_TRY, 65536)), 0):
@@ -193,7 +193,7 @@ def _find_free_port(port: int) -> int:
 
 
 def _check_apart(runs: Path, output: Path) -> None:
-    """A site must not be where runs are written."""
+    """Raise OutputError if the site's folder holds the runs."""
     here, there = runs.resolve(), output.resolve()
     if here == there or there in here.parents:
         raise OutputError(f"{output} holds the runs themselves; give another folder with -o, such as -o site.")

@@ -1,4 +1,4 @@
-"""`dcpbench doctor`: whether this machine is fit for a long sweep."""
+"""Implement `dcpbench doctor`: check whether this machine is fit for a long sweep."""
 
 import re
 from pathlib import Path
@@ -31,14 +31,14 @@ def doctor(
     ] = None,
     as_json: bool = opt.JSON,
 ) -> int:
-    """Look this machine over before a long sweep, and say of each finding what to do about it. Nothing is changed.
+    """Check this machine before a long sweep, and print a remedy for each finding. Nothing is changed.
 
     GPUs: other processes, clocks, power caps, throttling, MIG, ECC, peer access. The system: limits, shared memory, disk,
-    ports, clock, cores, NUMA, environment. Versions that are known to hurt. What could not be read is said, and is never
-    taken for well. A sweep looks at the worst of this by itself when it starts.
+    ports, clock, cores, NUMA, environment. Versions with known problems. A check that could not be read is reported and
+    never counts as passed. A sweep runs the most important of these checks when it starts.
 
-    Ends with 1 where something would spoil a measurement, with 4 where nothing would as far as is known, but something could
-    not be read, and with 0 where everything was read and nothing would.
+    Exit codes: 1 if something would distort a measurement, 4 if nothing was found but some checks could not be read, and
+    0 if all checks were read and passed.
 
     Example: dcpbench doctor -o runs/monday
     """
@@ -61,12 +61,12 @@ def doctor(
     wrong = {f.check for f in report.findings if f.level != OK}
     clear = [check for check in well if check not in wrong]
     if clear:
-        terminal.print(f"Read, and as it should be: {', '.join(clear)}.", soft_wrap=True)
+        terminal.print(f"Checked, without findings: {', '.join(clear)}.", soft_wrap=True)
     return report.exit_code
 
 
 def format_findings(findings: "Sequence[Finding]") -> list[str]:
-    """What is not as it should be, the worst first; what is the same of several GPUs once."""
+    """Format the findings that need attention, the worst first. A finding of several GPUs is one line."""
     texts: list[str] = []
     for level, sign in SIGNS.items():
         same: dict[tuple[str, str, str], list[Finding]] = {}
@@ -85,7 +85,7 @@ def format_findings(findings: "Sequence[Finding]") -> list[str]:
 
 
 def report_at_start(folder: Path, *, cuda: bool) -> None:
-    """What of this machine would spoil the run that begins, a line each."""
+    """Print each finding that would distort the run that is starting."""
     from dcpbench.doctor import check_at_start
 
     for line in format_findings(check_at_start(folder, cuda=cuda)):

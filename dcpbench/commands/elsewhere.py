@@ -1,4 +1,4 @@
-"""Whether a command could run on machines that are not here, by its own plan; nothing is run. No torch."""
+"""Check whether a command could run on other machines, with its own plan; nothing is run. Does not import torch."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ if TYPE_CHECKING:
     from dcpbench.points.machine import Probe
 
 REAL_SERVERS = ("url", "engine", "serve_cmd")
-"""Options of `serve` with which servers of others are measured, which have their own models, on one machine."""
+"""Options of `serve` that measure another engine's server, which has its own model and is measured from one machine."""
 SAYS_ALL = ("config", "engine")
-"""Files without which nothing is known of how options go together."""
+"""Options for files without which only single options can be checked, not their combination."""
 DECIDES = {"weights", "model", "requests", "step_times", "emulate", "checkpoint"}
-"""Files on which it depends whether a point can run."""
+"""Options for files that decide whether a point can run."""
 ANY_MEMORY = 1 << 50
-"""Of a GPU of which nobody said what it is: nothing is refused for want of it."""
+"""Memory of a GPU of unknown type, in bytes: so much that no point is rejected for lack of it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Machines:
-    """What the command may find there."""
+    """Describe the machines on which the command may run."""
 
     probes: Sequence[Probe]
-    """One of these; what any of them can run is no mistake."""
+    """Possible GPUs of a machine; an error counts only if it occurs with all of them."""
     nodes: int = 1
     counted: bool = True
-    """Whether the GPUs of a machine were said, so that layouts can be held against them."""
+    """True if the number of GPUs of a machine is known, so that layouts can be checked against it."""
 
 
 def make_unknown_probe(count: int) -> Probe:
-    """A machine with so many GPUs of which nobody said what they are: it has every kernel, and room for all."""
+    """Return a probe with `count` GPUs of unknown type: all kernels are available and memory is unlimited."""
     from dcpbench.points.machine import HOPPER, Probe
 
     return Probe(
@@ -53,7 +53,7 @@ def make_unknown_probe(count: int) -> Probe:
 
 
 def make_known_probe(name: str, count: int) -> Probe:
-    """A machine with so many GPUs of points/gpus.py, for which errors advise what can be run. Raises UsageError."""
+    """Return a probe with `count` GPUs of this name in points/gpus.py. Raise UsageError if the name is unknown."""
     import msgspec
 
     from dcpbench.plan.spec import make_planned_probe
@@ -65,8 +65,9 @@ def make_known_probe(name: str, count: int) -> Probe:
 
 
 def find_absent_options(command: Any, typed: Mapping[str, Any], *, shared: bool) -> list[str]:  # noqa: ANN401 -- Typer's, by any name
-    """Options, by name, that stand for something of the other machines. `shared`: the current folder is theirs, too, so that what
-    it lacks they lack.
+    """Return the names of options that refer to files or variables of the other machines.
+
+    `shared`: the current folder exists on them, too, so a file that is missing here is missing there.
     """
     from dcpbench.servers.client import KEY_VARIABLE
 
@@ -100,9 +101,9 @@ def check_command(
     there: Machines,
     away: Collection[str],
 ) -> str:
-    """Raise the command's own error where it could not run there, whatever the options `away` stand for.
+    """Raise the command's own error if it could not run there, whatever the values of the options in `away`.
 
-    Returns what was checked, as a sentence.
+    Return a sentence that describes what was checked.
     """
     each = any(name in SAYS_ALL for name in away)
     whole = there.counted and DECIDES.isdisjoint(away)
@@ -117,12 +118,16 @@ def check_command(
         message = message.replace(f"Type instead: dcpbench {words[0]}", f"Type behind --: {words[0]}")
         raise type(e)(f"the submitted {words[0]}: {message}") from e
     if each:
-        return "Of the others, each was read for itself."
-    return "All else was checked." if whole else "Of all else, values were checked, not whether its points can run."
+        return "The other options were checked one by one."
+    return (
+        "All other options were checked."
+        if whole
+        else "Only the values of the other options were checked, not whether the points can run."
+    )
 
 
 def _read_config_options(command: Any, config: object) -> dict[str, object]:  # noqa: ANN401 -- as above
-    """Those of a configuration file that is here; of one that cannot be read none, as the command says what is wrong."""
+    """Return the options of a configuration file. If it cannot be read, return none: the command reports the error."""
     from dcpbench.plan.spec import read_options
 
     try:
@@ -132,7 +137,7 @@ def _read_config_options(command: Any, config: object) -> dict[str, object]:  # 
 
 
 def _check_each(name: str, typed: Mapping[str, Any]) -> None:
-    """Read each option for itself."""
+    """Parse each option by itself. Raise UsageError for an invalid value."""
     from dcpbench.plan.serve_spec import SERVE_PARSERS
     from dcpbench.plan.spec import PARSERS
 
@@ -150,7 +155,7 @@ def _check_plan(
     *,
     whole: bool,
 ) -> None:
-    """Let the command plan itself, without the options that are away. `whole`: down to its points."""
+    """Plan the command without the options in `away`. `whole`: also check its points, not only values."""
     from dcpbench.commands import runs
 
     unread = {*away, "prompts"} if "checkpoint" in away else set(away)
@@ -171,12 +176,12 @@ def _check_plan(
 
 
 def _is_path(word: str) -> bool:
-    """Whether a word that can be a name is meant as a file or a folder."""
+    """Return whether a word that can be a name is a path instead."""
     return "/" in word or word.endswith(".toml") or word in (".", "..")
 
 
 def remove_options(words: Sequence[str], valued: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """The words of a command but for these options."""
+    """Return the words of a command without these options."""
     kept: list[str] = []
     left = iter(words)
     for word in left:

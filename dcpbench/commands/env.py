@@ -1,4 +1,4 @@
-"""`dcpbench env`: what is installed and visible."""
+"""Implement `dcpbench env`: show installed packages and visible GPUs."""
 
 from typing import Annotated
 
@@ -8,7 +8,7 @@ from dcpbench.show.terminal import make_console
 
 
 def env(as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False) -> int:
-    """Show what is installed and visible, and what is missing for what.
+    """Show what is installed and visible, and what is missing.
 
     Example: dcpbench env
     """

@@ -1,4 +1,4 @@
-"""`dcpbench export`: runs in another tool's format."""
+"""Implement `dcpbench export`: write runs in another tool's format."""
 
 from pathlib import Path
 from typing import Annotated
@@ -34,8 +34,8 @@ def export(
 ) -> int:
     """Write the points of runs in another tool's format.
 
-    Functional runs on a CPU and replays never go to inferencex and hud, whose readers compare with others, and are
-    marked everywhere else. What a format has no place for is left out with a sentence.
+    Functional runs on a CPU and replays are not exported to inferencex and hud, where results of different systems are
+    compared, and are marked in all other formats. What a format cannot hold is left out, with a message.
 
     For example:
 

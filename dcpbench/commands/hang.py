@@ -1,4 +1,4 @@
-"""`dcpbench hang`: who kept whom waiting in a job that stood still."""
+"""Implement `dcpbench hang`: find the rank that blocked a job that hung."""
 
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +10,7 @@ from dcpbench.commands.command import register_command
 app = typer.Typer(
     name="hang",
     no_args_is_help=True,
-    help="Who kept whom waiting in a job that stood still: ours, or any program's by its dumps.\n\n"
+    help="Find which rank blocked a job that hung: a run of dcpbench, or any program with stack dumps.\n\n"
     "Start with: dcpbench hang explain runs/monday",
 )
 
@@ -32,9 +32,9 @@ def explain(
     force: Annotated[bool, typer.Option("--force", help="Replace the file of --html where it is there.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object for each hang, in a list.")] = False,
 ) -> int:
-    """Say which rank is behind, in which phase, layer and collective, at which line, and who waits for it.
+    """Print which rank is behind, its phase, layer, collective and line, and which ranks wait for it.
 
-    It says `unknown` where nothing that was read tells it. No file is unpickled.
+    A fact that the files do not contain is `unknown`. No file is unpickled.
 
     For example:
 
@@ -48,7 +48,7 @@ def explain(
     from dcpbench.show.whole_files import write_file
 
     if "" in paths:
-        raise UsageError("an empty name is no folder and no file; name the folder of a run, or dumps.")
+        raise UsageError("a path is empty; name the folder of a run, or stack dumps.")
     if html is not None and html.exists() and not force:
         raise OutputError(
             f"--html {html} would be written over; give the page a name of its own, such as --html hang.html, or add --force."
@@ -75,4 +75,4 @@ def explain(
 
 @app.callback()
 def _group() -> None:
-    """Keep `explain` a word of its own, though it is the only one."""
+    """Keep `explain` a subcommand, although it is the only one."""

@@ -1,4 +1,4 @@
-"""`dcpbench import`: runs made of the results of another engine's benchmark."""
+"""Implement `dcpbench import`: make runs from the results of another engine's benchmark."""
 
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +13,7 @@ LAYOUT = make_panel("What the engine ran on, if its file does not say it")
 
 
 class Engine(Group):
-    """Options for what result files do not contain."""
+    """Hold the options for facts that result files do not contain."""
 
     model: str | None = LAYOUT("Name of the model. Default: as the file says.", metavar="NAME")
     tp: int | None = LAYOUT(
@@ -45,10 +45,12 @@ class Engine(Group):
         "Precision of weights, such as bf16 or fp8. Default: as the file says, else unknown.", metavar="NAME"
     )
     input_len: int | None = LAYOUT(
-        "Tokens that prompts were asked to have. Default: as the file or its name says, else their average.",
+        "Requested prompt tokens. Default: as the file or its name says, else their average.",
         metavar="N",
     )
-    output_len: int | None = LAYOUT("Tokens that answers were asked to have, likewise.", metavar="N")
+    output_len: int | None = LAYOUT(
+        "Requested output tokens. Default: as the file or its name says, else their average.", metavar="N"
+    )
 
 
 def import_(
@@ -79,13 +81,13 @@ def import_(
     *,
     engine: Engine,
 ) -> int:
-    """Make a run of the results of another engine's benchmark, to show them with ours.
+    """Make a run from the results of another engine's benchmark, to show them with ours.
 
-    With the times of each request our definitions are computed from these; without them the tool's own summary is taken,
-    and marked. What a file does not contain stays unknown, and fields that are not read are named. Settings of the server
-    in a sweep are variants of a point, and its runs are repeats.
+    If a file has the times of each request, metrics are computed from them with our definitions; else the tool's own
+    summary is used and marked. Missing facts stay unknown, and fields that are not read are listed. In a sweep, server
+    settings become variants of a point, and runs become repeats.
 
-    A result in a folder that cannot be read is named and left out; the others are imported, and the exit code is 4.
+    An unreadable result in a folder is reported and left out; the others are imported, and the exit code is 4.
 
     For example:
 

@@ -1,4 +1,4 @@
-"""`dcpbench machines`: what GPUs, hosts and links are described, with their sources."""
+"""Implement `dcpbench machines`: show the known GPUs, hosts and links, with their sources."""
 
 from dcpbench.commands import options as opt
 from dcpbench.show.terminal import make_console
@@ -30,7 +30,8 @@ def machines(as_json: bool = opt.JSON) -> int:
     from dcpbench.show.numbers import format_short_number
 
     shown = Table(
-        box=SIMPLE_HEAD, title=f"GPUs, {GPUS_PER_HOST} to a host; rates on paper, dense, NVLink in one direction"
+        box=SIMPLE_HEAD,
+        title=f"GPUs, {GPUS_PER_HOST} to a host; rates from data sheets, dense, NVLink in one direction",
     )
     for name in ("GPU", "memory", "memory TB/s", "bf16 TFLOP/s", "fp8 TFLOP/s", "NVLink GB/s", "W"):
         shown.add_column(name, justify="left" if name == "GPU" else "right")
@@ -44,7 +45,7 @@ def machines(as_json: bool = opt.JSON) -> int:
             format_short_number(gpu.nvlink_bytes_s / 1e9),
             str(gpu.watts),
         )
-    links = Table(box=SIMPLE_HEAD, title="Links between hosts, of each GPU")
+    links = Table(box=SIMPLE_HEAD, title="Links between hosts, per GPU")
     for name in ("link", "GB/s", "µs", "source"):
         links.add_column(name, overflow="fold")
     for link in LINKS:
@@ -55,8 +56,8 @@ def machines(as_json: bool = opt.JSON) -> int:
     terminal.print(shown)
     terminal.print(links)
     terminal.print(
-        f"What collectives take was measured on {load_built_in(MEASURED_ON).measured}; on other GPUs bytes are scaled by the rates of "
-        "NVLink. Nothing was measured between hosts.",
+        f"Times of collectives were measured on {load_built_in(MEASURED_ON).measured}; for other GPUs they are scaled by NVLink "
+        "bandwidth. Nothing was measured between hosts.",
         soft_wrap=True,
     )
     for gpu in GPUS:

@@ -1,7 +1,7 @@
-"""Options that several commands share: their names, their titles in the help, and what they mean.
+"""Define the options that several commands share: their names, their titles in the help, and their help texts.
 
-A class is a group of options that a command takes as one value; a command that has one of them otherwise, or not at
-all, says so in a class of its own (command.py).
+A class is a group of options that a command takes as one value; a command that changes or omits an option derives a
+class of its own (command.py).
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ TP = (
     "GPUs that share one copy of the model, all of a layout: dp and dcp are inside, as in SGLang's --tp-size; vLLM's "
     "--data-parallel-size × --tensor-parallel-size. Each is one torchrun job."
 )
-"""What --tp counts."""
+"""Help text of --tp, without its default."""
 MODEL = LOAD(
     "deepseek-v3, deepseek-r1, deepseek-v2, deepseek-v2-lite, kimi-k2, tiny, or a folder with a Hugging Face "
     "config.json. Default: the checkpoint's own config.json where one is given, else deepseek-v3; tiny on the CPU.",
@@ -41,7 +41,7 @@ WEIGHTS = LOAD(
 )
 REPEATS = MEASURE("Passes over the whole grid. Default: 1.", metavar="N")
 BASELINE = MEASURE(
-    "Also measure each dcp layout with dcp 1, and tp alone beside dp without dcp, under the same load. Default: yes."
+    "Also measure each dcp layout with dcp 1, and, for dp without dcp, tp alone, under the same load. Default: yes."
 )
 RESUME = OUTPUT("Go on with the run in --output: measured points are skipped, failed ones tried again.", default=False)
 FORCE = OUTPUT("Start over in a folder that already holds records.", default=False)
@@ -50,16 +50,16 @@ Runs = Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders, or
 
 
 class Layouts(Group):
-    """Over how many ranks, and as what."""
+    """Hold the degrees of parallelism of the layouts."""
 
     tp: str | None = LAYOUT(f"{TP} Default: all GPUs of this machine; 8 on the CPU.")
     dp: str | None = LAYOUT(
         "Attention data parallel replicas inside tp: SGLang's --dp-size with --enable-dp-attention, vLLM's "
-        "--data-parallel-size, beside which its --tensor-parallel-size is our tp / dp. Default: 1."
+        "--data-parallel-size, with which its --tensor-parallel-size is our tp / dp. Default: 1."
     )
     dcp: str | None = LAYOUT(
         "Ranks that share the KV cache of one request, vLLM's --decode-context-parallel-size; divides tp / dp. Adds no "
-        "GPUs. Default: tp / dp, beside dcp 1 as baseline; --dcp 1 measures plain TP alone."
+        "GPUs. Default: tp / dp, with dcp 1 as baseline; --dcp 1 measures plain TP alone."
     )
     ep: str | None = make_panel("Layouts (comma lists)", metavar="1|tp,…")(
         "Expert parallel degree: 1 for tensor-parallel experts, each split over all tp ranks, the default of vLLM and SGLang; tp for "
@@ -68,7 +68,7 @@ class Layouts(Group):
 
 
 class How(Group):
-    """How a layer is computed."""
+    """Hold the options of how a layer is computed."""
 
     backend: str | None = HOW(
         "Attention kernel: triton, flashinfer, flashmla (Hopper GPUs, pages of 64), reference (on GPUs for verify alone), "
@@ -102,7 +102,7 @@ class How(Group):
         "fp32 on the CPU.",
         metavar="NAME,…",
     )
-    dtype: str | None = HOW("Weights and KV cache alike, for those of the two that are not typed.", metavar="NAME")
+    dtype: str | None = HOW("Both --weights-dtype and --kv-dtype, unless given.", metavar="NAME")
     page_size: int | None = HOW(
         "KV rows in a page of one rank: vLLM's --block-size. Default: 64 on GPUs; 1 on the CPU.", metavar="ROWS"
     )
@@ -114,7 +114,7 @@ class How(Group):
 
 
 EMULATE = HOW(
-    "Run one rank's work on the GPU that is here, with what it would wait for modelled: layouts of any size. MACHINE is a GPU "
+    "Run one rank's work on one GPU and model its communication: layouts of any size. MACHINE is a GPU "
     "of `dcpbench machines`, with +LINK for several hosts (H200+rdma-400), or a file of `dcpbench calibrate`. Such "
     "points are forecasts, and marked.",
     metavar="MACHINE,…",
@@ -122,16 +122,16 @@ EMULATE = HOW(
 
 
 class Run(Group):
-    """How a command runs, not what it measures."""
+    """Hold the options of how a command runs."""
 
     timeout: float = MEASURE(
-        "A point that shows no progress for this long is hung: stacks of all ranks are kept, its job is ended, and the "
-        "other points go on. Starting, building and warming up may be silent for 300 s, however short this is.",
+        "A point without progress for this long is treated as hung: stacks of all ranks are saved, its job is ended, and "
+        "the other points go on. Startup, build and warm-up are always allowed 300 s.",
         default=300.0,
         metavar="SECONDS",
     )
     config: Path | None = OUTPUT(
-        "TOML or YAML file with these options by name, such as `tp = [4, 8]`; what is typed here overrides it.",
+        "TOML or YAML file with these options by name, such as `tp = [4, 8]`; the command line overrides it.",
         metavar="FILE",
     )
     output: Path | None = OUTPUT(
@@ -149,8 +149,8 @@ class Run(Group):
     )
     as_json: bool = JSON
     device: str = MACHINES(
-        "auto, cuda or cpu. auto takes GPUs where there are any. On the CPU everything runs, but the timings say "
-        "nothing about performance.",
+        "auto, cuda or cpu. auto takes GPUs where there are any. On the CPU everything runs, but the timings do not "
+        "reflect GPU performance.",
         default="auto",
         metavar="NAME",
     )
@@ -164,7 +164,7 @@ class Run(Group):
 
     @property
     def machines(self) -> "Machines":
-        """This one alone, where the command knows no others."""
+        """Return the machines of the run: this one only, unless the command has options for several."""
         from dcpbench.launch.torchrun import Machines
 
         names = {field.name for field in dataclasses.fields(Machines)}
@@ -172,7 +172,7 @@ class Run(Group):
 
 
 class RunOnMachines(Run):
-    """The same, where several machines may take part."""
+    """Hold the options of a command that can run on several machines."""
 
     nnodes: int = MACHINES(
         "Machines; start the same command on each, with the same secret in DCPBENCH_SECRET. tp counts the GPUs of all "
@@ -189,33 +189,33 @@ class RunOnMachines(Run):
     )
     rdzv_id: str = MACHINES("Name of the sweep, the same on all.", default="dcpbench", metavar="NAME")
     point_retries: int = MEASURE(
-        "How often a point that hung or broke is begun again, after the others. --resume sets a point aside that has "
+        "How often a point that hung or failed is retried, after the others. --resume skips a point that has "
         "failed twice, or once more than this.",
         default=0,
         metavar="N",
     )
     point_limit: float | None = MEASURE(
-        "A point that takes longer than this, its building included, is hung, whatever its progress. Default: none.",
+        "A point that takes longer than this, including its build, is treated as hung. Default: none.",
         metavar="SECONDS",
     )
 
 
 class OneAnswer(Group):
-    """What of several runs is one, and what their answer keeps to."""
+    """Hold the options for a report of several runs."""
 
     as_repeats: bool = OPTION(
-        "The runs are passes over the same grid: show them as one, and how well they agree, instead of side by side.",
+        "The runs are repeats of the same grid: show them as one run, and how well they agree.",
         default=False,
     )
     slo: str | None = OPTION(
-        "Objectives that the answer keeps to: ttft, itl, tpot, e2el in ms, such as ttft=2000,itl=60, held against p99 "
-        "where there are samples enough. Default: those that the runs were measured with, else none.",
+        "Objectives for the answer: ttft, itl, tpot, e2el in ms, such as ttft=2000,itl=60, compared with p99 "
+        "if there are enough samples. Default: those that the runs were measured with, else none.",
         metavar="NAME=MS,…",
     )
 
     @property
     def of_runs(self) -> dict[str, Any]:
-        """As reports take it. Raises UsageError."""
+        """Return these options as keyword arguments of a report. Raise UsageError for an invalid objective."""
         from dcpbench.serving.load_words import parse_slo
 
         return {"as_repeats": self.as_repeats, "slo": {} if self.slo is None else parse_slo(self.slo)}

@@ -1,4 +1,4 @@
-"""`dcpbench recommend`: which layout to take on a machine that may not be here."""
+"""Implement `dcpbench recommend`: choose a layout for a machine, which may be another one than this."""
 
 import math
 import re
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from dcpbench.records.runs import Run
 
 CLIENTS = "1,8,16,32,64"
-"""Where nobody types a concurrency."""
+"""Default of --concurrency."""
 REQUESTS = 200
-"""Likewise, of a load at a rate."""
+"""Default of --num-requests, for loads with a request rate."""
 SERVED = ("input_tokens", "output_tokens", "request_rate", "num_requests", "chunk")
-"""Options that decode steps alone have no use for."""
+"""Options that do not apply to --context, which measures decode steps only."""
 
 
 class Wanted(Group):
-    """The model, the machine and the load."""
+    """Hold the options for the model, the machine and the load."""
 
     model: str = opt.LOAD(
         "deepseek-v3, deepseek-r1, deepseek-v2, deepseek-v2-lite, kimi-k2, or a folder with a config.json.",
@@ -45,26 +45,31 @@ class Wanted(Group):
         metavar="MACHINE",
     )
     gpus: str | None = opt.MACHINES(
-        "GPUs of a layout; several are compared by what each GPU does. Default: those of one host.", metavar="N,…"
+        "GPUs of a layout; several are compared by throughput per GPU. Default: those of one host.", metavar="N,…"
     )
     concurrency: str | None = opt.LOAD(f"Requests in flight. Default: {CLIENTS}.", metavar="N,…")
-    context: str | None = opt.LOAD("Decode steps alone, with so many tokens of each request.", metavar="N,…")
+    context: str | None = opt.LOAD("Decode steps only, with this number of tokens for each request.", metavar="N,…")
     input_tokens: str | None = opt.LOAD(f"Prompt tokens of a request, as of serve. Default: {PROMPTS}.", metavar="N")
     output_tokens: str | None = opt.LOAD(f"Output tokens of a request, as of serve. Default: {ANSWERS}.", metavar="N")
     request_rate: str | None = opt.LOAD("Requests a second, in place of concurrency; inf: all at once.", metavar="R,…")
     num_requests: int | None = opt.LOAD(f"With --request-rate: requests of a load. Default: {REQUESTS}.", metavar="N")
     chunk: int | None = opt.LOAD(f"Prompt tokens of a step, over all replicas. Default: {CHUNK}.", metavar="N")
-    weights_dtype: str = opt.HOW("fp8 or bf16, or published: as the model is.", default="published", metavar="NAME")
+    weights_dtype: str = opt.HOW(
+        "fp8, bf16, or published: as the model was published.", default="published", metavar="NAME"
+    )
     kv_dtype: str = opt.HOW("KV cache: bf16 or fp8.", default="bf16", metavar="NAME")
-    exchange: str = opt.HOW("Those in question for layouts with DCP.", default="ag_rs,a2a", metavar="NAME,…")
-    kv_memory: str | None = opt.HOW("KV pool of each GPU. Default: what is left beside the weights.", metavar="SIZE")
+    exchange: str = opt.HOW("Exchanges to consider for layouts with DCP.", default="ag_rs,a2a", metavar="NAME,…")
+    kv_memory: str | None = opt.HOW("KV pool of each GPU. Default: the memory that the weights leave.", metavar="SIZE")
     cycled: bool = opt.HOW(
-        "Also layouts whose weights do not fit whole, of which sweep holds some layers in turn.", default=False
+        "Also layouts with weights that do not fit into memory; sweep measures these with part of the layers at a time.",
+        default=False,
     )
     slo: str | None = opt.OPTION(
         "ttft, itl, tpot, e2el in ms, such as ttft=2000,itl=60; itl alone with --context.", metavar="NAME=MS,…"
     )
-    price: float | None = opt.OPTION("Of a GPU for an hour, for $ a million output tokens.", metavar="DOLLARS")
+    price: float | None = opt.OPTION(
+        "Price of a GPU per hour, to compute $ per million output tokens.", metavar="DOLLARS"
+    )
 
 
 def recommend(
@@ -79,7 +84,7 @@ def recommend(
     score: Annotated[
         Path | None,
         typer.Option(
-            metavar="RUN", help="Instead: how often estimates would have picked the best of this run's layouts."
+            metavar="RUN", help="Instead, print how often estimates pick the best measured layout of this run."
         ),
     ] = None,
     output: Annotated[
@@ -89,9 +94,9 @@ def recommend(
     force: bool = opt.FORCE,
     as_json: bool = opt.JSON,
 ) -> int:
-    """Say which layout to take, how sure that is, what it costs, and how SGLang and vLLM are started in it.
+    """Recommend a layout, with its confidence and cost, and print how to start SGLang and vLLM in it.
 
-    Layouts without a record are estimated: floors of their steps, by the shares of them that published steps reached.
+    Layouts without a record are estimated: the roofline time of their steps, scaled by the efficiency of published steps.
     Exit codes: 0 · 2 options or records that cannot be used · 3 no layout has an answer.
 
     For example:
@@ -114,7 +119,7 @@ def recommend(
     if output is not None and not force and (there := [n for n in names if (output / n).exists()]):
         raise OutputError(f"{output / there[0]} would be written over; add --force, or name another folder with -o.")
     if output is not None and output.exists() and not output.is_dir():
-        raise OutputError(f"{output} is no folder; name another one with -o.")
+        raise OutputError(f"{output} is not a folder; name another one with -o.")
     with ProgressLine() as line:
         choices, notes = choose_layouts(ask, known, steps, line)
     starts = {
@@ -142,7 +147,7 @@ def recommend(
 
 
 def _make_start(name: str, ask: "Query", choice: "Choice", best: "Forecast", steps: "Steps") -> "Start":
-    """Return how an engine is started in a recommended layout, or in the nearest that it can run."""
+    """Return the command that starts an engine in a recommended layout, or in the nearest one that it supports."""
     from dcpbench.recommend.advise import find_nearest
     from dcpbench.recommend.answer import Start
     from dcpbench.servers.presets import PRESETS, format_command
@@ -181,7 +186,9 @@ def _make_query(wanted: Wanted) -> "Query":
             f"--exchange {unknown[0]} is none of {', '.join(AUTO_EXCHANGES)}; write for example --exchange a2a."
         )
     if wanted.price is not None and not 0 < wanted.price <= MAX_NUMBER:
-        raise UsageError(f"--price {wanted.price:g} is no price of a GPU for an hour; write for example --price 3.5.")
+        raise UsageError(
+            f"--price {wanted.price:g} is not a valid price of a GPU per hour; write for example --price 3.5."
+        )
     gpus = _parse_positive("gpus", wanted.gpus, "8") if wanted.gpus is not None else (here or machine.gpus_per_host,)
     return Query(
         model=wanted.model,
@@ -200,7 +207,7 @@ def _make_query(wanted: Wanted) -> "Query":
 
 
 def _find_local_gpu() -> tuple[str, int]:
-    """The GPU of this machine by its name in the table, and how many there are. Raises UsageError without one."""
+    """Return the name and number of this machine's GPUs. Raise UsageError if there is no known GPU."""
     from dcpbench.commands import runs
     from dcpbench.errors import UsageError
     from dcpbench.launch import launcher
@@ -211,7 +218,7 @@ def _find_local_gpu() -> tuple[str, int]:
         if probe.device == "cuda" and gpu.name in re.split(r"[\s-]", probe.name):
             return gpu.name, probe.count
     raise UsageError(
-        "recommend needs a machine, and this one has no GPU that is known: --machine H200, another name of `dcpbench machines`, "
+        "recommend needs a machine, and this one has no known GPU; add --machine H200, another name of `dcpbench machines`, "
         "or a file of `dcpbench calibrate`."
     )
 
@@ -227,7 +234,7 @@ def _parse_positive(name: str, typed: str, example: str) -> tuple[int, ...]:
 
 
 def _make_loads(wanted: Wanted, positions: int) -> "list[tuple[int, int, Load | None]]":
-    """As Ask has them, for a model of so many positions."""
+    """Return (concurrency, context, load) of each load, as Query holds them. `positions`: the model's maximum length."""
     from dcpbench.errors import UsageError
     from dcpbench.plan.options import check_positive
     from dcpbench.points.names import CLOSED, GAMMA
@@ -240,12 +247,12 @@ def _make_loads(wanted: Wanted, positions: int) -> "list[tuple[int, int, Load | 
     if wanted.context is not None:
         if no_use := [format_flag(name) for name in SERVED if getattr(wanted, name) is not None]:
             raise UsageError(
-                f"--context asks for decode steps alone, which have no {format_list(no_use, 'or')}; "
+                f"--context measures decode steps only, which have no {format_list(no_use, 'or')}; "
                 f"leave out --context, or {format_list(no_use)}."
             )
         return [(n, length, None) for length in _parse_positive("context", wanted.context, "32000") for n in clients]
     if wanted.num_requests is not None and wanted.request_rate is None:
-        raise UsageError("--num-requests is of a load at a rate; add --request-rate, or leave it out.")
+        raise UsageError("--num-requests applies only with --request-rate; add --request-rate, or leave it out.")
     prompt = PROMPTS if wanted.input_tokens is None else wanted.input_tokens
     answer = ANSWERS if wanted.output_tokens is None else wanted.output_tokens
     requests = REQUESTS if wanted.num_requests is None else wanted.num_requests
@@ -282,14 +289,14 @@ def _make_loads(wanted: Wanted, positions: int) -> "list[tuple[int, int, Load | 
 
 
 def _parse_objectives(wanted: Wanted) -> dict[str, float]:
-    """By objective, in ms. Raises UsageError for one that requests like these do not have."""
+    """Return the objectives in ms, by name. Raise UsageError for one that does not apply to these requests."""
     from dcpbench.errors import UsageError
     from dcpbench.points.names import OBJECTIVES
     from dcpbench.serving.load_words import parse_lengths, parse_slo
 
     slo = parse_slo(wanted.slo) if wanted.slo is not None else {}
     if wanted.context is not None:
-        asks, option, lacks = "--context asks for decode steps alone", "--context", set(OBJECTIVES) - {"itl"}
+        asks, option, lacks = "--context measures decode steps only", "--context", set(OBJECTIVES) - {"itl"}
     elif wanted.output_tokens is not None and str(parse_lengths("--output-tokens", wanted.output_tokens)) == "1":
         asks, option, lacks = (
             f"--output-tokens {wanted.output_tokens} asks for one token",
@@ -300,7 +307,7 @@ def _parse_objectives(wanted: Wanted) -> dict[str, float]:
         return slo
     if unknown := [name for name in slo if name in lacks]:
         rest = ",".join(f"{name}={ms:g}" for name, ms in slo.items() if name not in lacks)
-        instead = f"type --slo {rest}" if rest else "leave out --slo"
+        instead = f"write --slo {rest}" if rest else "leave out --slo"
         raise UsageError(f"{asks}, without {format_list(unknown, 'or')}; {instead}, or leave out {option}.")
     return slo
 
@@ -315,7 +322,7 @@ def _parse_rates(typed: str) -> list[float]:
         rates = []
     if not rates or any(not rate > 0 for rate in rates):
         raise UsageError(
-            f"--request-rate {typed} is no rate; write for example --request-rate 0.5,2, or inf for all requests at once."
+            f"--request-rate {typed} is not a rate; write for example --request-rate 0.5,2, or inf for all requests at once."
         )
     return rates
 
@@ -332,7 +339,7 @@ def _load_evidence(paths: list[Path]) -> "Evidence":
 
 
 def _find_runs(path: Path) -> list[Path]:
-    """Return the run, or all runs directly below a folder. Raises RecordsError if there are none."""
+    """Return the run, or all runs directly below a folder. Raise RecordsError if there are none."""
     from dcpbench.errors import RecordsError
     from dcpbench.records.folder import RECORDS_FILE, find_runs
 

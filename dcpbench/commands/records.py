@@ -1,4 +1,4 @@
-"""`dcpbench records check` and `repair`: whether every record of a run can be read, and what to do where one cannot."""
+"""Implement `dcpbench records check` and `repair`: find unreadable lines in a run's records, and remove them."""
 
 from collections import Counter
 from pathlib import Path
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
 app = typer.Typer(
     name="records",
     no_args_is_help=True,
-    help="Look through the records of runs, line by line, and take damaged lines out.\n\n"
+    help="Check the records of runs line by line, and remove damaged lines.\n\n"
     "Start with: dcpbench records check runs/monday",
 )
 MAX_FAULTS = 10
-"""Lines that cannot be read, each told on a line of its own."""
+"""Maximum number of unreadable lines that are listed one by one."""
 Run = Annotated[Path, typer.Argument(metavar="RUN", show_default=False, help="A run's folder, or its records.jsonl.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")]
 
 
 @register_command(app)
 def check(runs: opt.Runs, as_json: AsJson = False) -> int:
-    """Say of every line whether it is the record that was written; nothing is changed.
+    """Check every line of the records; nothing is changed.
 
-    A line is sealed with its checksum, which notices any flipped bit. Ends with 1 where a line cannot be read, and with 2
-    where there are no records. Of a run at work the last line may be in the writing.
+    Each line has a checksum, which detects any flipped bit. Exit codes: 1 if a line cannot be read, 2 if there are no
+    records. While a run is in progress, its last line may be incomplete.
 
     Example: dcpbench records check runs/monday
     """
@@ -60,16 +60,16 @@ def repair(
         bool,
         typer.Option(
             "--strange",
-            help="Also take out lines that are not damaged and that this version cannot read: of another version, or "
-            "written anew by another program.",
+            help="Also take out undamaged lines that this version cannot read: of another version, or "
+            "rewritten by another program.",
         ),
     ] = False,
 ) -> int:
-    """Take lines that cannot be read out of a run's records, and keep a copy of the file as it was.
+    """Remove unreadable lines from a run's records, and keep a copy of the original file.
 
-    Records that can be read are never lost: their lines stay byte for byte, and those that stand whole inside a damaged line
-    get lines of their own. Refused while a run is writing. What was taken out is measured again by the run's own command
-    with --resume.
+    Readable records are never lost: their lines stay byte for byte, and complete records inside a damaged line get lines
+    of their own. The command is refused while a run is writing. To measure the removed points again, repeat the run's
+    command with --resume.
 
     Example: dcpbench records repair runs/monday
     """
@@ -88,7 +88,7 @@ def repair(
         print_json(msgspec.to_builtins(done))
         return 0
     for fault in done.left:
-        print_stderr(f"line {fault.line}, {fault.kind}: left as it is ({fault.why}); --strange takes it out, too")
+        print_stderr(f"line {fault.line}, {fault.kind}: left unchanged ({fault.why}); --strange removes it, too")
     if not done.taken_out:
         can = "the other" if done.left else "all"
         print_stderr(f"{done.file}: {can} {format_count(done.kept, 'record')} can be read; nothing was changed.")
@@ -118,7 +118,7 @@ def _format_audit(found: "Audit") -> list[str]:
     )
     if found.samples_missing:
         lines.append(
-            f"{found.file}: {format_count(len(found.samples_missing), 'file')} of requests not beside it, such as "
+            f"{found.file}: {format_count(len(found.samples_missing), 'file')} of requests not in its folder, such as "
             f"{found.samples_missing[0]}; copy the whole folder of a run."
         )
     lines += found.advice
@@ -130,7 +130,7 @@ def _format_audit(found: "Audit") -> list[str]:
 
 
 def _format_faults(found: "Audit") -> list[str]:
-    """The first lines that cannot be read, each with what is wrong with it, and how many more there are of each kind."""
+    """Format the first unreadable lines with their errors, and the number of others by kind."""
     lines = [
         f"{found.file}, line {fault.line}: {fault.kind}: {fault.why}.{_format_held(fault)}"
         for fault in found.faults[:MAX_FAULTS]

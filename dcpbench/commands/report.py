@@ -1,4 +1,4 @@
-"""`dcpbench report`: the report of one or several runs."""
+"""Implement `dcpbench report`: write the report of one or several runs."""
 
 import sys
 from pathlib import Path
@@ -19,7 +19,9 @@ def report(
         Path | None, typer.Option("-o", "--output", metavar="DIR", help="Default: RUN/report of the first run.")
     ] = None,
     *,
-    pdf: Annotated[bool, typer.Option("--pdf", help="Write each figure as PDF, too, beside PNG and SVG.")] = False,
+    pdf: Annotated[
+        bool, typer.Option("--pdf", help="Write each figure also as PDF, in addition to PNG and SVG.")
+    ] = False,
     answer: opt.OneAnswer,
 ) -> int:
     """Write the answer, tables, figures and one self-contained HTML page from the records of one or several runs.

@@ -1,6 +1,6 @@
-"""What sweep, serve and verify share once they know their points: folder, jobs, interrupts, the result. No torch.
+"""Run the points of sweep, serve and verify: prepare the folder, run jobs, handle interrupts, and write the report.
 
-Rich and reports are imported where they are used.
+This module does not import torch. Rich and reports are imported where they are used.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ if TYPE_CHECKING:
     Options = Mapping[str, object] | None
 
 WORKER = launcher.WORKER
-USUAL_GPUS = 8  # of a machine that is planned for
-MAX_NAMED = 10  # lines of records that cannot be read, each named by a line of its own
+USUAL_GPUS = 8  # default number of GPUs of a planned machine
+MAX_NAMED = 10  # maximum number of unreadable lines that are listed one by one
 
 
 @dataclasses.dataclass
 class Part:
-    """A run that another command makes, which itself says what will run, how to go on, and what was found."""
+    """Describe a run inside another command, which prints the start, the way to resume and the results itself."""
 
     what: str = "points"
-    """What the progress bar counts."""
+    """Label of what the progress bar counts."""
     devices: set[str] = dataclasses.field(default_factory=set)
-    """On which it runs, once that is known."""
+    """Devices on which it runs, once they are known."""
     points: list[Point] = dataclasses.field(default_factory=list)  # points that the command plans
     given: set[str] = dataclasses.field(default_factory=set)  # names of the options that describe them
 
@@ -75,7 +75,7 @@ _part: contextvars.ContextVar[Part | None] = contextvars.ContextVar("part", defa
 
 @contextlib.contextmanager
 def run_as_part(what: str = "points") -> Iterator[Part]:
-    """What runs in this block shows how far it is and what fails, and leaves the rest, the report too, to the caller."""
+    """Make runs inside the block print only progress and failures. The caller prints the rest and writes the report."""
     part = Part(what)
     token = _part.set(part)
     try:
@@ -85,18 +85,18 @@ def run_as_part(what: str = "points") -> Iterator[Part]:
 
 
 def is_part() -> bool:
-    """Whether the command runs inside as_part."""
+    """Return whether the command runs inside run_as_part."""
     return _part.get() is not None
 
 
 def record_device(probe: Probe) -> None:
-    """Tell the command that makes this run on what it runs."""
+    """Report the device of this run to the enclosing command."""
     if part := _part.get():
         part.devices.add(probe.device)
 
 
 def note_plan(candidates: Sequence[grid.Candidate], given: Options) -> None:
-    """Pass the planned points and their options to the command that makes this run."""
+    """Report the planned points and their options to the enclosing command."""
     if part := _part.get():
         part.points += [c.point for c in candidates]
         part.given |= set(given or ())
@@ -104,15 +104,15 @@ def note_plan(candidates: Sequence[grid.Candidate], given: Options) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Elsewhere:
-    """A machine on which a command is to run that is only judged here: it runs nothing, and asks no server."""
+    """Describe the machine for which a command is only validated: it runs nothing and contacts no server."""
 
     probe: Probe
     nodes: int = 1
-    """Such machines."""
+    """Number of such machines."""
     points: bool = True
-    """Whether all that points depend on is known; else the values of options are judged alone."""
+    """True if everything that points depend on is known; otherwise only the values of options are checked."""
     layouts: bool = True
-    """And then, whether degrees nest."""
+    """True if the divisibility of degrees is checked as well when `points` is False."""
 
 
 _elsewhere: contextvars.ContextVar[Elsewhere | None] = contextvars.ContextVar("elsewhere", default=None)
@@ -120,7 +120,7 @@ _elsewhere: contextvars.ContextVar[Elsewhere | None] = contextvars.ContextVar("e
 
 @contextlib.contextmanager
 def run_elsewhere(there: Elsewhere) -> Iterator[None]:
-    """Commands in this block end once they have raised what they are wrong by."""
+    """Validate only: a command in this block returns after its arguments have been checked."""
     token = _elsewhere.set(there)
     try:
         yield
@@ -129,12 +129,12 @@ def run_elsewhere(there: Elsewhere) -> Iterator[None]:
 
 
 def is_elsewhere() -> bool:
-    """Whether the command runs inside elsewhere."""
+    """Return whether the command runs inside run_elsewhere."""
     return _elsewhere.get() is not None
 
 
 def is_values_only(tp: Sequence[int], dp: Sequence[int] = (1,), dcp: Sequence[int] = ()) -> bool:
-    """Whether no more than the values of options can be judged. Raises LayoutError where no layout can be."""
+    """Return whether only the values of options can be checked. Raise LayoutError if no layout is valid."""
     there = _elsewhere.get()
     if there is None or there.points:
         return False
@@ -155,7 +155,7 @@ def _find_layout_error(tp: int, dp: int, dcp: int) -> LayoutError | None:
 
 
 def get_probe(run: Run) -> Probe:
-    """The machine as --device wants it seen, or the one that --gpu plans for."""
+    """Return this machine's probe as --device selects it, or that of the machine that --gpu plans for."""
     if there := _elsewhere.get():
         return select_device(there.probe, run.device)
     found = launcher.run_probe(WORKER) if run.gpu is None else make_planned_probe(run.gpu, run.gpus or USUAL_GPUS)
@@ -163,10 +163,10 @@ def get_probe(run: Run) -> Probe:
 
 
 def measure(spec: SweepSpec, probe: Probe, run: Run, work_off: WorkOff | None = None, *, given: Options = None) -> int:
-    """Expand a grid, then list it (--dry-run), or run it and write the report. Returns the exit code.
+    """Expand a grid, then list it (--dry-run), or run it and write the report. Return the exit code.
 
-    `work_off` leaves a record of every point in the folder; None: torchrun jobs do. `given`: the options that describe the
-    grid, with which --resume tells a run of another grid; None: --resume does not look at them.
+    `work_off` runs the points and writes a record of each; by default torchrun jobs do. `given`: the options that describe
+    the grid, by which --resume detects another grid; with None, --resume does not compare them.
     """
     record_device(probe)
     if is_values_only(spec.tp, spec.dp, spec.dcp):
@@ -182,7 +182,7 @@ def measure(spec: SweepSpec, probe: Probe, run: Run, work_off: WorkOff | None = 
     if run.machines.node_rank:
         folders.make_folder(folder)
         print_stderr(
-            f"Node {run.machines.node_rank}: works for node 0 at {run.machines.rdzv_endpoint}; the records are there."
+            f"Node {run.machines.node_rank}: joins node 0 at {run.machines.rdzv_endpoint}, which writes the records."
         )
         with handle_stop(work):
             launcher.run_points([], work, run.machines, lambda _: None)
@@ -200,7 +200,7 @@ def run_candidates(
     *,
     given: Options = None,
 ) -> int:
-    """Run the points that can run into a folder, and write the report. Returns the exit code. `given`: see measure."""
+    """Run the runnable points into a folder, write the report, and return the exit code. `given`: see measure."""
     with folders.lock_folder(folder) as lock:
         with folders.convert_write_errors(folder):
             left = _prepare_folder(candidates, folder, work, run, given)
@@ -218,15 +218,16 @@ def run_candidates(
 
 
 def print_defaults(spec: SweepSpec, candidates: Sequence[grid.Candidate]) -> None:
-    """The first line: what who typed less may not expect."""
+    """Print which layouts and precisions the defaults select."""
     notes = ["" if spec.dcp else grid.format_dcp_note(candidates), grid.format_precision_note(spec, candidates)]
     if note := " ".join(filter(None, notes)):
         print_stderr(note)
 
 
 def check_run(run: Run, *, remote: bool = False) -> None:
-    """Raise UsageError where the options contradict each other. `remote`: a server that runs already is measured, of
-    which --gpu and --gpus say on what it does.
+    """Raise UsageError if the options contradict each other.
+
+    `remote`: a running server is measured, and --gpu and --gpus describe its hardware.
     """
     m = run.machines
     if run.resume and run.force:
@@ -258,7 +259,7 @@ def _check_isolation(run: Run, *, remote: bool) -> None:
     retries, limit = _get_retries(run), _get_point_limit(run)
     if remote and (retries or limit is not None):
         raise UsageError(
-            "--point-retries and --point-limit are about ranks of ours; leave them out where servers are measured."
+            "--point-retries and --point-limit apply to dcpbench's own engine; leave them out when a server is measured."
         )
     if retries < 0:
         raise UsageError(f"--point-retries {retries} is negative; try --point-retries 1, or leave it out.")
@@ -267,7 +268,7 @@ def _check_isolation(run: Run, *, remote: bool) -> None:
 
 
 def _get_retries(run: Run) -> int:
-    """0 where the command has no such option."""
+    """Return the value of --point-retries, or 0 if the command has no such option."""
     return getattr(run, "point_retries", 0)
 
 
@@ -278,14 +279,16 @@ def _get_point_limit(run: Run) -> float | None:
 def _check_remote(run: Run) -> None:
     m = run.machines
     if (m.nnodes, m.node_rank, m.rdzv_endpoint) != (1, 0, ""):
-        raise UsageError("--nnodes, --node-rank and --rdzv-endpoint start ranks of ours; leave them out with --url.")
+        raise UsageError(
+            "--nnodes, --node-rank and --rdzv-endpoint apply to dcpbench's own engine; leave them out with --url."
+        )
     if run.gpu is not None and run.device == "cpu":
         raise UsageError(f"--gpu {run.gpu} and --device cpu contradict each other; leave one of them out.")
 
 
 def _check_planned(run: Run) -> None:
     if run.gpus is not None and run.gpu is None:
-        raise UsageError(f"--gpus {run.gpus} says how many GPUs of --gpu a machine has; add for example --gpu H200.")
+        raise UsageError(f"--gpus {run.gpus} needs --gpu; add for example --gpu H200.")
     if run.gpu is not None:
         make_planned_probe(run.gpu, USUAL_GPUS if run.gpus is None else run.gpus)
     if run.gpu is not None and not run.dry_run:
@@ -338,7 +341,7 @@ def _check_defaults(
 
 
 def _drop_set_aside(points: list[Point], folder: Path, retries: int) -> list[Point]:
-    """The points that have not failed too often before; says how to try the others all the same."""
+    """Return the points that have not failed too often before, and print how to retry the others."""
     failed = tries.count_failures(folder)
     aside = [p for p in points if tries.is_set_aside(failed[p.get_key()], retries)]
     if aside:
@@ -357,7 +360,7 @@ def run_points(points: Sequence[Point], work: launcher.Work, run: Run) -> None:
 
 
 def make_progress_bar(points: Sequence[Point]) -> ProgressBar:
-    """How far points are, on stderr."""
+    """Return a progress bar of the points, on stderr."""
     from dcpbench.launch.progress import ProgressBar, format_point_names
 
     part = _part.get()
@@ -385,7 +388,7 @@ def handle_stop(work: launcher.Work) -> Iterator[None]:
 
 
 def _finish_run(candidates: Sequence[grid.Candidate], folder: Path, probe: Probe, run: Run) -> int:
-    """Write the report, say where it lies, and tell by the exit code whether every point that could run did."""
+    """Write the report, print its path, and return an exit code: FAILED if a runnable point failed."""
     from dcpbench.reports import render_terminal_table, write_report
 
     last = read_last_records(folder, bad=[])
@@ -404,13 +407,13 @@ def _finish_run(candidates: Sequence[grid.Candidate], folder: Path, probe: Probe
 
 
 def format_no_report(folders: Sequence[Path]) -> str:
-    """What is said where a report was interrupted, and what to type."""
+    """Format the message for an interrupted report, with the command that writes it."""
     again = shlex.join(["dcpbench", "report", *map(str, folders)])
     return f"Interrupted; no report was written. The records are safe; to write it: {again}"
 
 
 def print_left_out(runs: Sequence[ReadRun]) -> None:
-    """Name the lines of runs that cannot be read, and what to type so that the files are without them."""
+    """Print the unreadable lines of runs, and the commands that remove them."""
     from dcpbench.records.file import is_last_line_cut_short
 
     for run in runs:
@@ -420,7 +423,7 @@ def print_left_out(runs: Sequence[ReadRun]) -> None:
 
 
 def print_bad_lines(lines: Sequence[BadLine]) -> None:
-    """Name lines that cannot be read and are left out, the first ones each, and the commands that take them out."""
+    """Print the first unreadable lines, the number of others, and the commands that remove them."""
     for bad in lines[:MAX_NAMED]:
         print_stderr(f"{bad.file}, line {bad.line} cannot be read and is left out: {bad.why}.")
     if len(lines) > MAX_NAMED:
@@ -430,11 +433,11 @@ def print_bad_lines(lines: Sequence[BadLine]) -> None:
 
 
 def print_if_unjudged(folders: Sequence[Path], slo: str) -> None:
-    """Say that --slo changes nothing where all that finished ran on a CPU."""
+    """Print a note that --slo has no effect if all finished points ran on a CPU."""
     finished = [r for folder in folders for r in read_run(folder).records if r.outcome == "ok"]
     if finished and all(is_functional(r) for r in finished):
         print_stderr(
-            f"--slo {slo} changes nothing here: all points ran on a CPU, whose latencies are held against no objective."
+            f"--slo {slo} has no effect here: all points ran on a CPU, and CPU latencies are not compared with objectives."
         )
 
 
@@ -459,9 +462,9 @@ def _make_summary(records: Sequence[Record], folder: Path, paths: Sequence[Path]
 
 
 def finish_if_planned(candidates: Sequence[grid.Candidate], probe: Probe, run: Run) -> bool:
-    """Whether nothing is to run: a --dry-run, which is then printed, or a machine that is elsewhere.
+    """Return whether nothing is to run: after a --dry-run, which is printed, or for another machine.
 
-    Raises the points' own error where none of them can run.
+    Raise the points' own error if none of them can run.
     """
     if run.dry_run:
         _print_plan(candidates, probe, run)
@@ -470,7 +473,7 @@ def finish_if_planned(candidates: Sequence[grid.Candidate], probe: Probe, run: R
 
 
 def _print_plan(candidates: Sequence[grid.Candidate], probe: Probe, run: Run) -> None:
-    """Print what --dry-run plans: the points that can run, and why others cannot; in JSON each with the machine it is for."""
+    """Print the plan of --dry-run: the runnable points, and the reason for each of the others; as JSON, with the machine."""
     rows = grid.make_table(candidates)
     if run.as_json:
         machine = {"device": probe.device, "gpus": probe.count, "name": probe.name, "memory_bytes": probe.memory_bytes}
@@ -499,7 +502,7 @@ def print_start(
     cpu_note: bool = True,
     aside: int = 0,
 ) -> None:
-    """Say what will run, what cannot and why, how many points are set `aside`, and where the results will lie."""
+    """Print which points run, which cannot and why, how many are set aside after failures, and the output folder."""
     from dcpbench.launch.progress import CPU_NOTE, format_rejected
 
     if probe.device == "cpu" and cpu_note:
@@ -515,7 +518,7 @@ def print_start(
 
 
 def make_work(folder: Path, settings: Settings, probe: Probe, run: Run) -> launcher.Work:
-    """What is the same for all jobs of a command."""
+    """Return the settings that all jobs of a command share."""
     return launcher.Work(
         folder=folder.absolute(),
         settings=settings,
@@ -530,11 +533,11 @@ def make_work(folder: Path, settings: Settings, probe: Probe, run: Run) -> launc
 
 
 def print_json(value: object) -> None:
-    """A result for a script, on stdout."""
+    """Print a result as JSON on stdout."""
     write_json(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 def print_paths(paths: Sequence[Path], stream: object) -> None:
-    """Where the report lies."""
+    """Print the paths of the report's pages, or of all its files if it has no page."""
     pages = [p for p in paths if p.suffix == ".html"] or list(paths)
     print(*(f"Report: {p}" for p in pages), sep="\n", file=stream)  # type: ignore[call-overload]

@@ -1,4 +1,4 @@
-"""`dcpbench serve`: serve requests over a grid of layouts and loads."""
+"""Implement `dcpbench serve`: serve requests over a grid of layouts and loads."""
 
 import math
 import time
@@ -32,13 +32,13 @@ REMOTE = make_panel("Real servers")
 
 
 class Layouts(opt.Layouts):
-    """Layouts, with fewer ranks on the CPU than sweep has."""
+    """Hold the options of layouts, with fewer ranks on the CPU than for sweep."""
 
     tp: str | None = opt.LAYOUT(f"{opt.TP} Default: all GPUs of this machine; 4 on the CPU.")
 
 
 class Load(Group):
-    """Requests, and how they are served."""
+    """Hold the options for requests and for the scheduler."""
 
     model: str | None = opt.MODEL
     weights: str | None = opt.WEIGHTS
@@ -91,9 +91,9 @@ class Load(Group):
         "With --prefix-share: groups, which take requests in turn. Default: 1.", metavar="N"
     )
     turns: str | None = WHAT(
-        "Turns of a session, written as lengths are: each prompt begins with all that its session said before, so that "
-        "the prefix cache may have it. --concurrency and --request-rate are then of sessions, --num-requests counts "
-        "their turns. Default: 1, requests stand alone.",
+        "Turns of a session, in the notation of lengths: each prompt begins with the whole conversation so far, so that "
+        "the prefix cache can hold it. --concurrency and --request-rate then count sessions, --num-requests counts "
+        "their turns. Default: 1, requests are independent.",
         metavar="LEN",
     )
     turn_tokens: str | None = WHAT(
@@ -102,11 +102,11 @@ class Load(Group):
     )
     think_time: str | None = WHAT("With --turns: seconds from an answer to the next turn. Default: 0.", metavar="S")
     seed: str | None = WHAT(
-        "Of lengths, gaps and tokens: the same requests for every layout and machine. Default: 0.", metavar="N"
+        "Seed of lengths, gaps and tokens: the same requests for every layout and machine. Default: 0.", metavar="N"
     )
     policy: str | None = SERVED(
-        "mixed: chunks of prompts ride with tokens of running requests; prefill-first: these wait while there are "
-        "chunks. Default: mixed.",
+        "mixed: a step holds chunks of prompts and tokens of running requests; prefill-first: running requests wait while "
+        "there are chunks. Default: mixed.",
         metavar="NAME",
     )
     chunk: str | None = SERVED(
@@ -116,7 +116,7 @@ class Load(Group):
         metavar="TOKENS,…",
     )
     prefix_cache: bool | None = SERVED(
-        "Keep the KV of finished prompts for others that begin alike, as long as there is room. Default: yes."
+        "Keep the KV of finished prompts for prompts with the same prefix, while memory allows. Default: yes."
     )
     prefill: str | None = SERVED(
         "Attention of prompts: sdpa (torch) or flashinfer, about three times as fast. Default: flashinfer on GPUs where "
@@ -135,7 +135,7 @@ class Load(Group):
         metavar="RATE,…",
     )
     transfer_ms: str | None = SERVED(
-        "With --disaggregate: what each request's transfer takes besides. Default: 0.", metavar="MS"
+        "With --disaggregate: fixed latency of each request's transfer. Default: 0.", metavar="MS"
     )
     kv_memory: str | None = SERVED(
         "KV pool per GPU, such as 20GiB. Where it is less than the requests in flight need, they wait and are "
@@ -146,7 +146,7 @@ class Load(Group):
 
 
 class How(opt.How):
-    """How it is computed; nothing is chosen automatically."""
+    """Hold the options of how a layer is computed, without `auto`."""
 
     backend: str | None = opt.HOW(
         "Attention kernel of running requests: triton, flashinfer, flashmla (Hopper GPUs, pages of 64) or, on the CPU, "
@@ -161,18 +161,18 @@ class How(opt.How):
         metavar="NAME,…",
     )
     emulate: str | None = opt.HOW(
-        "With --mode replay: step times of one rank on the GPU that is here, with what it would wait for modelled, for layouts of "
-        "any size. MACHINE as of dcpbench sweep. Such points are forecasts, and marked.",
+        "With --mode replay: step times of one rank on one GPU, with modelled communication, for layouts of "
+        "any size. MACHINE as for dcpbench sweep. Such points are forecasts, and marked.",
         metavar="MACHINE,…",
     )
 
 
 class Measured(Group):
-    """Live or replayed, with which objectives, and how often."""
+    """Hold the options for the mode, the objectives and the repeats."""
 
     mode: str | None = opt.MEASURE(
         "live: every token is computed. replay: step times are measured once for a layout, then the same scheduler "
-        "runs in virtual time. live,replay: both, and the report says how far they are apart. Default: live.",
+        "runs in virtual time. live,replay: both, and the report shows their difference. Default: live.",
         metavar="NAME,…",
     )
     step_times: Path | None = opt.MEASURE(
@@ -180,28 +180,28 @@ class Measured(Group):
         metavar="FILE",
     )
     slo: str | None = opt.MEASURE(
-        "Limits in ms, such as ttft=500,itl=50; also tpot and e2el. Goodput is the requests per second that keep all "
+        "Limits in ms, such as ttft=500,itl=50; also tpot and e2el. Goodput is the rate of requests that meet all "
         "of them. Default: none.",
         metavar="NAME=MS,…",
     )
     repeats: int | None = opt.REPEATS
     baseline: bool | None = opt.BASELINE
     profile: bool | None = opt.MEASURE(
-        "On GPUs, a separate profiled pass that says where the host waits; never touches the timings. Default: yes."
+        "On GPUs, a separate profiled pass that finds where the host waits; it does not affect the timings. Default: yes."
     )
 
 
 class Remote(Group):
-    """A server that runs already, or is started, instead of dcpbench's own engine."""
+    """Hold the options for a server that is measured instead of dcpbench's own engine."""
 
     url: str | None = REMOTE(
         "Measure the server at this address, by OpenAI's API, instead of an engine of our own: vLLM, SGLang or another. "
-        "--tp, --dp and --dcp then say how it runs, --model which of its models is meant.",
+        "--tp, --dp and --dcp then describe its layout, --model selects one of its models.",
         metavar="URL",
     )
     engine: str | None = REMOTE(
         "Start servers of this engine instead, one for each layout, serve all loads on each, and end it: vllm, sglang, or a "
-        ".toml file with its command and flags (docs/servers.md). --model says what they serve.",
+        ".toml file with its command and flags (docs/servers.md). --model names the model to serve.",
         metavar="NAME",
     )
     serve_cmd: str | None = REMOTE(
@@ -209,7 +209,7 @@ class Remote(Group):
         metavar="COMMAND",
     )
     start_timeout: float = REMOTE(
-        "A server that takes no requests after so long has failed.", default=1800.0, metavar="SECONDS"
+        "Time after which a server that accepts no requests has failed.", default=1800.0, metavar="SECONDS"
     )
     endpoint: str = REMOTE("completions or chat.", default="completions", metavar="NAME")
     api_key_env: str = REMOTE(
@@ -227,12 +227,12 @@ class Remote(Group):
         metavar="JSON",
     )
     tokenizer: Path | None = REMOTE(
-        "Folder with the model's tokenizer.json, for prompts where the server takes no token ids. Default: words, whose "
-        "tokens the server counts.",
+        "Folder with the model's tokenizer.json, for servers that accept no token ids. Default: words; the server counts "
+        "their tokens.",
         metavar="FOLDER",
     )
     request_timeout: float = REMOTE(
-        "A request to which no token comes for so long has failed.", default=600.0, metavar="SECONDS"
+        "Time without a token after which a request has failed.", default=600.0, metavar="SECONDS"
     )
     warm_up: int = REMOTE("Requests before the clock starts, with short answers.", default=8, metavar="N")
     retries: int = REMOTE(
@@ -258,8 +258,8 @@ class Remote(Group):
         default=True,
     )
     check_client: bool = REMOTE(
-        "After each load, read as many streams of a server that does nothing for a second: what TTFT and ITL have of the "
-        "client's own.",
+        "After each load, read the same number of streams from an idle local server for a second, to measure the client's "
+        "own share of TTFT and ITL.",
         default=True,
     )
 
@@ -267,9 +267,8 @@ class Remote(Group):
 def serve(layouts: Layouts, load: Load, how: How, measured: Measured, remote: Remote, run: opt.RunOnMachines) -> int:
     """Serve requests over layouts and loads: TTFT, ITL, throughput and goodput, with prefill and a real scheduler.
 
-    Every combination of the comma lists is a point; those that cannot run are
-    listed with the reason. The times of every request are kept as Parquet beside
-    the records, of those that finished also where Ctrl-C ends the run.
+    Every combination of the comma lists is a point; those that cannot run are listed with the reason. The times of every
+    request are kept as Parquet next to the records; after Ctrl-C, those of finished requests.
 
     For example:
 
@@ -314,7 +313,7 @@ def serve(layouts: Layouts, load: Load, how: How, measured: Measured, remote: Re
         _print_notes(spec, probe, run)
         return runs.measure(spec, probe, run, given=given)
     if run.gpu is not None:
-        raise UsageError(f"--step-times {path} says itself on which GPUs its steps were taken; leave --gpu out.")
+        raise UsageError(f"--step-times {path} records the GPUs of its steps; leave --gpu out.")
     times = load_step_times(path)
     probe = msgspec.structs.replace(
         times.make_probe(),
@@ -473,7 +472,7 @@ def _add_default_ep(engine: str | None, given: dict[str, object]) -> dict[str, o
 
 
 def _make_client_config(url: str, remote: Remote, run: opt.Run, tp: int) -> "ClientConfig":
-    """Return how the server is measured. Raises UsageError."""
+    """Return the settings of the client. Raise UsageError for an invalid option."""
     from dcpbench.errors import UsageError
     from dcpbench.plan.options import check_known, check_seconds
     from dcpbench.plan.typed import get_typed_command
@@ -547,7 +546,7 @@ def _replay_points(points: Sequence["Point"], work: "Work", run: opt.Run) -> Non
 
 
 def _print_notes(spec: "SweepSpec", probe: "Probe", run: opt.Run) -> None:
-    """Print what may be unexpected about the options: unordered traces, and long live runs."""
+    """Print notes about the options: unordered traces, and long live runs."""
     from dcpbench.commands.runs import is_elsewhere, is_part
     from dcpbench.points.names import LIVE
 
@@ -562,14 +561,14 @@ def _print_notes(spec: "SweepSpec", probe: "Probe", run: opt.Run) -> None:
     seconds = max(_estimate_seconds(concurrency, load, spec.settings) for concurrency, load in loads.iter_loads())
     if seconds > LONG_S:
         print_stderr(
-            f"A live run takes long: about {seconds / 60:,.0f} min for the longest load of each layout, were a step "
-            f"{USUAL_STEP_S * 1000:g} ms. --mode replay measures step times and needs seconds for a load; --limit 60s "
+            f"A live run takes long: about {seconds / 60:,.0f} min for the longest load of each layout, at "
+            f"{USUAL_STEP_S * 1000:g} ms per step. --mode replay measures step times and needs seconds for a load; --limit 60s "
             "ends a run early."
         )
 
 
 def _print_load_notes(loads: "ServeLoads", settings: "Settings", *, cpu: bool) -> None:
-    """Print how --request-rate inf is served, and which objectives cannot be judged at p99; a CPU is judged by none."""
+    """Print how --request-rate inf is served and, unless on a CPU, which objectives have too few samples for p99."""
     from dcpbench.plan.serve_spec import find_short_slos
 
     if math.inf in loads.request_rate and not loads.concurrency:
@@ -582,7 +581,7 @@ def _print_load_notes(loads: "ServeLoads", settings: "Settings", *, cpu: bool) -
 
 
 def _estimate_seconds(concurrency: int | None, load: "PointLoad", settings: "Settings") -> float:
-    """Return the least duration of a live run: until the last request comes, or until all tokens are sampled."""
+    """Return the minimum duration of a live run, in s: until the last arrival, or until all tokens are sampled."""
     from dcpbench.serving.loads import compute_extent
 
     size = compute_extent(load, settings.trace_path)

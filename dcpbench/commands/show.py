@@ -1,4 +1,4 @@
-"""`dcpbench show`: the table of one or several runs in the terminal, or for a script."""
+"""Implement `dcpbench show`: print the table of one or several runs in the terminal, or as JSON."""
 
 import sys
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""`dcpbench submit …`: a run as a job of a cluster."""
+"""Implement `dcpbench submit …`: run a command as a job of a cluster."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ app = typer.Typer(
 LINES = ("sbatch", "setup")  # options that take a line each, which is checked with them
 RUNNABLE = ("sweep", "serve", "verify")
 WHERE = ("nnodes", "node_rank", "rdzv_endpoint", "rdzv_id")
-"""Options of a command that a job gives itself."""
+"""Options of a command that the job sets itself."""
 GPU_OPTION = re.compile(r"-G|.*gpu")
-"""An option of sbatch that may ask for GPUs."""
+"""Pattern of sbatch options that may request GPUs."""
 NAME = re.compile(r"[a-z]([a-z0-9-]{0,40}[a-z0-9])?")
 
 JOB = make_panel("The job")
@@ -62,27 +62,27 @@ Run = Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder, as i
 
 
 class Job(Group):
-    """On how many machines, and for how long."""
+    """Hold the options for machines, time limit and name of the job."""
 
     nodes: int = JOB("Machines. tp counts the GPUs of all of them.", default=1, metavar="N")
-    gpus_per_node: int | None = JOB("GPUs that are asked for on each. Default: none are asked for.", metavar="N")
+    gpus_per_node: int | None = JOB("GPUs to request on each machine. Default: none.", metavar="N")
     gpu: str | None = JOB(
-        "What they are, as for the --gpu of sweep: what is submitted must fit their memory and have kernels there. Default: "
-        "not known, and all else is checked.",
+        "Their type, as for sweep's --gpu: points must fit their memory and have kernels for them. Default: "
+        "unknown; everything else is checked.",
         metavar="NAME",
     )
     time: str | None = JOB("Limit of the job: minutes, HH:MM:SS or D-HH:MM:SS. Default: the cluster's.", metavar="TIME")
     name: str = JOB("Name of the job in the queue.", default="dcpbench", metavar="NAME")
     detach: bool = JOB(
-        "Come back once it is submitted; `dcpbench submit follow RUN` shows the rest. Default: stay until it has ended, "
-        "where Ctrl-C cancels it.",
+        "Return once the job is submitted; `dcpbench submit follow RUN` shows its output. Default: wait until it has ended; "
+        "Ctrl-C cancels it.",
         default=False,
     )
     dry_run: bool = JOB("Print what would be submitted, and submit nothing.", default=False)
 
 
 class Slurm(Group):
-    """What Slurm is asked for."""
+    """Hold the options that are passed to Slurm."""
 
     partition: str | None = CLUSTER("sbatch's --partition. Default: the cluster's.", metavar="NAME")
     account: str | None = CLUSTER("sbatch's --account. Default: yours.", metavar="NAME")
@@ -90,15 +90,17 @@ class Slurm(Group):
         "Another option of sbatch, such as --sbatch=--qos=high; repeat for several.", metavar="OPTION"
     )
     requeue: bool = CLUSTER(
-        "A job that lost a node, had to give way, or got `scontrol requeue` is begun again and measures what is left.",
+        "Restart a job that lost a node, was preempted, or was requeued with `scontrol requeue`; it measures what is left.",
         default=True,
     )
-    exclusive: bool = CLUSTER("No other jobs on its machines, whose load would be measured with it.", default=True)
+    exclusive: bool = CLUSTER(
+        "Allow no other jobs on its machines; their load would distort the measurement.", default=True
+    )
     cpus_per_node: int | None = CLUSTER(
-        "Cores on each machine, for clusters where --no-exclusive jobs get one. Default: not said.", metavar="N"
+        "Cores on each machine, for clusters where --no-exclusive jobs get one. Default: the cluster's.", metavar="N"
     )
     interface: str | None = CLUSTER(
-        "Network interface by which the machines meet, such as ib0: node 0 listens at its address, and gloo and NCCL use "
+        "Network interface between the machines, such as ib0: node 0 listens at its address, and gloo and NCCL use "
         "it. Default: the address that Slurm has for node 0.",
         metavar="NAME",
     )
@@ -106,24 +108,24 @@ class Slurm(Group):
         "A line of shell before the command, such as --setup 'module load cuda'; repeat for several.", metavar="LINE"
     )
     dcpbench: str | None = CLUSTER(
-        "What starts dcpbench on the machines. Default: this one, by its path; in a container, dcpbench.",
+        "Command that starts dcpbench on the machines. Default: the path of this one; in a container, dcpbench.",
         metavar="COMMAND",
     )
 
 
 class SlurmContainers(Group):
-    """In what it runs."""
+    """Hold the options for the job's container."""
 
     pyxis: str | None = CONTAINERS("Image for Slurm's plug-in pyxis (enroot).", metavar="IMAGE")
     apptainer: str | None = CONTAINERS("Image for apptainer.", metavar="IMAGE")
     mount: list[str] | None = CONTAINERS(
-        "A folder of the machine for the container; the run's and the current one are there. Repeat for several.",
+        "Folder of the machine to mount into the container, in addition to the run's and the current folder. Repeat for several.",
         metavar="PATH:PATH",
     )
 
 
 class Kubernetes(Group):
-    """What Kubernetes is asked for."""
+    """Hold the options that are passed to Kubernetes."""
 
     image: str = CLUSTER("Image with dcpbench in it, and with sh and tar.", default="", metavar="IMAGE")
     namespace: str | None = CLUSTER("kubectl's --namespace. Default: that of the context.", metavar="NAME")
@@ -134,7 +136,7 @@ class Kubernetes(Group):
         metavar="NAME",
     )
     restarts: int = CLUSTER(
-        "How often a job that lost a machine (evicted, preempted, drained) is submitted again to measure what is left; "
+        "How often a job that lost a node (evicted, preempted, drained) is submitted again to measure what is left; "
         "needs --claim.",
         default=0,
         metavar="N",
@@ -142,15 +144,15 @@ class Kubernetes(Group):
     pod: Path | None = CLUSTER(
         "YAML file with more fields of the pod's spec: nodeSelector, tolerations, imagePullSecrets, …", metavar="FILE"
     )
-    dcpbench: str = CLUSTER("What starts dcpbench in the image.", default="dcpbench", metavar="COMMAND")
+    dcpbench: str = CLUSTER("Command that starts dcpbench in the image.", default="dcpbench", metavar="COMMAND")
 
 
 @register_command(app, rich_help_panel="Submit", context_settings={"allow_interspersed_args": False})
 def slurm(job: Job, cluster: Slurm, containers: SlurmContainers, words: Words = None) -> int:
-    """Submit a run to Slurm, follow it to its end, and end as it ended.
+    """Submit a run to Slurm, follow it until it ends, and exit with its exit code.
 
-    One job with one task on each machine, which starts its ranks with torchrun. The run's folder must be one that all
-    machines have, and so must be dcpbench, here or in a container. Ctrl-C cancels the job, and nothing of it is left.
+    The job has one task on each machine, which starts its ranks with torchrun. The run's folder and dcpbench (or its
+    container) must be available on all machines. Ctrl-C cancels the job.
 
     For example:
 
@@ -205,10 +207,10 @@ def slurm(job: Job, cluster: Slurm, containers: SlurmContainers, words: Words = 
 
 @register_command(app, rich_help_panel="Submit", context_settings={"allow_interspersed_args": False})
 def k8s(job: Job, cluster: Kubernetes, words: Words = None) -> int:
-    """Submit a run to Kubernetes, follow it to its end, copy it here, and end as it ended.
+    """Submit a run to Kubernetes, follow it until it ends, copy its folder here, and exit with its exit code.
 
-    An indexed Job with one pod on each machine, which starts its ranks with torchrun. Paths among the options of the run
-    are those of the image. Ctrl-C deletes the Job and all that belongs to it.
+    The run is an indexed Job with one pod on each machine, which starts its ranks with torchrun. Paths among the options
+    of the run refer to the image. Ctrl-C deletes the Job and all its resources.
 
     For example:
 
@@ -228,7 +230,7 @@ def k8s(job: Job, cluster: Kubernetes, words: Words = None) -> int:
     if cluster.restarts < 0:
         raise UsageError(f"--restarts {cluster.restarts} is negative; try --restarts 1, or leave it out.")
     if cluster.restarts and job.detach:
-        raise UsageError("--restarts needs somebody who sees that the job has ended; leave --detach out.")
+        raise UsageError("--restarts needs this command to wait until the job ends; leave --detach out.")
     kept = {"--detach": job.detach, "--resume": asked.start == "--resume", "--restarts": cluster.restarts}
     if not cluster.claim and any(kept.values()):
         which = next(option for option, given in kept.items() if given)
@@ -252,9 +254,9 @@ def k8s(job: Job, cluster: Kubernetes, words: Words = None) -> int:
 
 @register_command(app, rich_help_panel="Afterwards")
 def follow(run: Run) -> int:
-    """Show what a submitted run prints from its beginning on, until it has ended, and end as it ended.
+    """Show the output of a submitted run from its beginning until it ends, and exit with its exit code.
 
-    Ctrl-C ends the showing; the job goes on.
+    Ctrl-C stops the output; the job goes on.
 
     For example: dcpbench submit follow runs/monday
     """
@@ -270,7 +272,7 @@ def follow(run: Run) -> int:
 
 @register_command(app, rich_help_panel="Afterwards")
 def cancel(run: Run) -> int:
-    """Cancel a submitted run, and wait until nothing of it is left but what it has measured.
+    """Cancel a submitted run, and wait until all its resources are removed. Its records are kept.
 
     For example: dcpbench submit cancel runs/monday
     """
@@ -290,7 +292,7 @@ def cancel(run: Run) -> int:
 
 
 def _check_one_line(options: Mapping[str, object]) -> None:
-    """Raise UsageError for a control character, which would begin another line of what is submitted."""
+    """Raise UsageError if an option has a control character, which would start another line of the submitted script."""
     for name, value in options.items():
         texts = value if isinstance(value, list) else [value]
         if name in LINES:
@@ -300,7 +302,7 @@ def _check_one_line(options: Mapping[str, object]) -> None:
 
 
 def _run_submission(asked: JobSpec, submit: Callable[[JobSpec], SubmittedJob], restarts: int = 0) -> int:
-    """Submit, and stay with the job unless nobody wants to; so often again where it lost a machine."""
+    """Submit the job and, unless detached, follow it. Submit it again up to `restarts` times if it loses a machine."""
     import msgspec
 
     _check_folder(asked)
@@ -315,7 +317,7 @@ def _run_submission(asked: JobSpec, submit: Callable[[JobSpec], SubmittedJob], r
 
 
 def _follow_job(asked: JobSpec, submit: Callable[[JobSpec], SubmittedJob]) -> State | None:
-    """How a job ended, None where nobody stays with it. An interrupt cancels it first."""
+    """Submit a job and return its final state, or None if detached. An interrupt cancels the job."""
     from dcpbench.launch.stopping import delay_signals, print_when_stopped
     from dcpbench.submit.follow import cancel_job as end
     from dcpbench.submit.follow import follow_job as stay
@@ -355,7 +357,7 @@ def _format_command(what: str, folder: Path) -> str:
 
 
 def _check_folder(asked: JobSpec) -> None:
-    """Raise OutputError where the folder holds what must not be lost, or a job of it that has not ended."""
+    """Raise OutputError if the folder holds records that would be lost, or if its last job has not ended."""
     from dcpbench.launch import folders
     from dcpbench.submit.asked import load_job
     from dcpbench.submit.follow import NoAnswerError
@@ -377,24 +379,24 @@ def _check_folder(asked: JobSpec) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Where:
-    """To what it is submitted."""
+    """Describe the cluster to which a command is submitted."""
 
     kind: str
-    """`slurm` or `k8s`."""
+    """Kind of the cluster: `slurm` or `k8s`."""
     shared: bool
-    """Whether the job sees this machine's files."""
+    """True if the job sees this machine's files."""
     otherwise: bool
-    """Whether something else than --gpus-per-node may give it GPUs."""
+    """True if the job may get GPUs without --gpus-per-node."""
 
 
 def _parse_submission(words: Sequence[str], job: Job, where: Where) -> JobSpec:
-    """What is to run, as its own command understands it. Raises what that command would, too."""
+    """Parse and validate the submitted command. Raise UsageError, or the error that the command itself would raise."""
     from dcpbench.submit.asked import SUBMIT_FOLDER, JobSpec
 
     example = f"dcpbench submit {where.kind} --nodes 2 --gpus-per-node 8 -- sweep --tp 16 --dcp 8"
     words = words[1:] if words[:1] == ["dcpbench"] else words
     if not words or words[0] not in RUNNABLE:
-        problem = f"{words[0]!r} cannot be submitted." if words else "what is to run?"
+        problem = f"{words[0]!r} cannot be submitted." if words else "the command is missing."
         raise UsageError(f"{problem} Write {format_list(RUNNABLE, 'or')} with its options behind --, as in: {example}")
     if job.nodes < 1:
         raise UsageError(f"--nodes {job.nodes} is not positive; try --nodes 1.")
@@ -406,7 +408,7 @@ def _parse_submission(words: Sequence[str], job: Job, where: Where) -> JobSpec:
         raise UsageError(f"--time {job.time}: write minutes, HH:MM:SS or D-HH:MM:SS, such as --time 4:00:00.")
     if redaction.redact_values(list(words)) != list(words):
         raise UsageError(
-            f"a key stands in the command, which is kept in {SUBMIT_FOLDER}/ of the run and shown by the cluster: "
+            f"the command contains a key, and it is stored in {SUBMIT_FOLDER}/ of the run and shown by the cluster: "
             f"{redaction.format_command_line(words)}. Set it in the environment of the job instead, as VLLM_API_KEY for vLLM, or "
             "in the [env] of an engine's file that the machines of the job have."
         )
@@ -431,7 +433,7 @@ def _parse_submission(words: Sequence[str], job: Job, where: Where) -> JobSpec:
 
 
 def _parse_command(words: Sequence[str]) -> tuple[Any, Mapping[str, Any], set[str]]:
-    """(the command, its options by name, those that were typed), by the parser of the command itself. Raises UsageError."""
+    """Return the command, its options by name, and the names of given options. Raise UsageError if it rejects them."""
     runs = load_command(words[0])
     if {"-h", "--help"} & set(words):
         raise UsageError(f"see `dcpbench {words[0]} --help` for its options, and leave --help out here.")
@@ -447,16 +449,16 @@ def _parse_command(words: Sequence[str]) -> tuple[Any, Mapping[str, Any], set[st
 
 
 def _check_command(name: str, typed: Mapping[str, Any], given: set[str], job: Job) -> None:
-    """Raise where the command cannot run on these machines."""
+    """Raise UsageError if the command cannot run on the machines of the job."""
     if here := [option for option in WHERE if option in given]:
-        raise UsageError(f"leave --{here[0].replace('_', '-')} out behind --; submit says it on each machine.")
+        raise UsageError(f"leave --{here[0].replace('_', '-')} out behind --; submit sets it on each machine.")
     if "dry_run" in given:
         raise UsageError(
-            "--dry-run behind -- would wait in a queue to print a plan; type it before -- to see what is submitted, or "
+            "--dry-run behind -- would submit a job that prints a plan; write it before -- to see what is submitted, or "
             f"`dcpbench {name} … --gpu H200 --dry-run` for the plan."
         )
     if "gpu" in given and not any(typed.get(option) for option in elsewhere.REAL_SERVERS):
-        raise UsageError(f"--gpu {typed['gpu']} behind -- plans, and measures nothing; type it before --.")
+        raise UsageError(f"--gpu {typed['gpu']} behind -- only plans and measures nothing; write it before --.")
     if job.nodes == 1:
         _check_tp(typed, job)
         return
@@ -466,7 +468,7 @@ def _check_command(name: str, typed: Mapping[str, Any], given: set[str], job: Jo
         raise UsageError(f"--{remote[0].replace('_', '-')} measures from one machine; leave --nodes {job.nodes} out.")
     if not typed.get("tp") and not typed.get("config"):
         total = job.nodes * (job.gpus_per_node or 1)
-        raise UsageError(f"over how many ranks, with --nodes {job.nodes}? Add for example --tp {total} behind --.")
+        raise UsageError(f"--nodes {job.nodes} needs --tp; add for example --tp {total} behind --.")
     _check_tp(typed, job)
 
 
@@ -483,14 +485,14 @@ def _check_tp(typed: Mapping[str, Any], job: Job) -> None:
 
 
 def _parse_tps(typed: Mapping[str, Any]) -> list[int]:
-    """Those of --tp that are numbers."""
+    """Return the values of --tp that are numbers."""
     return [int(word) for word in str(typed.get("tp") or "").split(",") if word.strip().isdecimal()]
 
 
 def _check_gpus(typed: Mapping[str, Any], job: Job, where: Where) -> None:
-    """Say what is wrong where the command wants GPUs and none are asked for; raise it where the job gets none then.
+    """Warn, or raise UsageError, if the command uses GPUs and the job requests none.
 
-    Nodes of Slurm may have their GPUs without being asked; a pod of Kubernetes has those that it asks for.
+    A Slurm node may have GPUs without a request, so that is a warning; a Kubernetes pod has only those that it requests.
     """
     from dcpbench.commands.runs import USUAL_GPUS
 
@@ -506,34 +508,32 @@ def _check_gpus(typed: Mapping[str, Any], job: Job, where: Where) -> None:
     cuda = "--device cuda behind -- where"
     if where.kind == "k8s":
         raise UsageError(
-            f"no GPU is asked for, and without one this waits in a queue for a run on the CPU; add {add}, {cpu}, or {cuda} pods "
-            "get GPUs otherwise."
+            f"the job requests no GPU, so it would run on the CPU; add {add}, {cpu}, or {cuda} pods "
+            "get GPUs in another way."
         )
     print_stderr(
-        f"No GPU is asked for, and without one this is a run on the CPU. Unless GPUs come with the partition, add {add}, or {cpu}; "
-        f"{cuda} they do."
+        f"The job requests no GPU; without one it runs on the CPU. Unless the partition provides GPUs, add {add}, or {cpu}; "
+        f"{cuda} it does."
     )
 
 
 def _needs_gpus(typed: Mapping[str, Any]) -> bool:
-    """Whether the command takes GPUs where there are any, and is worth less without."""
+    """Return whether the command runs on GPUs if there are any."""
     asks_server = typed.get("url") or typed.get("step_times")
     return not asks_server and typed.get("device") == "auto"
 
 
 def _check_plan(runs: Any, words: Sequence[str], typed: Mapping[str, Any], job: Job, where: Where) -> None:  # noqa: ANN401 -- a Typer command
-    """Raise what the command itself would raise there; say what of it could not be looked at."""
+    """Raise the error that the command would raise on the cluster, and print which options could not be checked."""
     away = elsewhere.find_absent_options(runs, typed, shared=where.shared)
     checked = elsewhere.check_command(runs, words, typed, _make_machines(typed, job), away)
     if away:
         options = format_list([format_flag(name) for name in away])
-        print_stderr(
-            f"{options} {'is' if len(away) == 1 else 'are'} not looked at here, as only the job has what that names. {checked}"
-        )
+        print_stderr(f"{options} cannot be checked here, as only the machines of the job have the files. {checked}")
 
 
 def _make_machines(typed: Mapping[str, Any], job: Job) -> elsewhere.Machines:
-    """What the job asks for; where it asks for no GPUs, as many as its layouts take, or a CPU."""
+    """Return the machines that the job requests. Without a request for GPUs, those that its layouts need, or a CPU."""
     from dcpbench.commands.runs import USUAL_GPUS
     from dcpbench.points.machine import Probe
 
@@ -554,7 +554,7 @@ def _check_containers(containers: SlurmContainers) -> None:
 
 
 def _find_program(typed: str | None, *, inside: bool) -> tuple[str, ...]:
-    """What starts dcpbench on a machine. Raises UsageError where that would be another one than this."""
+    """Return the command that starts dcpbench on a machine. Raise UsageError if that is another installation."""
     from dcpbench.launch import package
 
     if typed:
@@ -567,7 +567,7 @@ def _find_program(typed: str | None, *, inside: bool) -> tuple[str, ...]:
     mine, other = str(package.get_folder()), package.find_script_folder()
     if other != mine:
         raise UsageError(
-            f"the job would run {script}, which is of the dcpbench in {other or 'a folder that is gone'}, and this command is of "
-            f"that in {mine}. Submit with that program (`{script} submit …`), or name another with --dcpbench 'PROGRAM'."
+            f"the job would run {script}, which belongs to the dcpbench in {other or 'a deleted folder'}; this command belongs to "
+            f"the one in {mine}. Submit with that program (`{script} submit …`), or name another with --dcpbench 'PROGRAM'."
         )
     return (str(script),)

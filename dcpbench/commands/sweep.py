@@ -1,11 +1,11 @@
-"""`dcpbench sweep`: decode over layouts and loads."""
+"""Implement `dcpbench sweep`: measure decode over layouts and loads."""
 
 from dcpbench.commands import options as opt
 from dcpbench.commands.command import Group, collect_typed
 
 
 class Load(Group):
-    """What is computed, and for how many requests."""
+    """Hold the options for the model and the load."""
 
     model: str | None = opt.MODEL
     concurrency: str | None = opt.LOAD(
@@ -18,23 +18,23 @@ class Load(Group):
 
 
 class How(opt.How):
-    """With the size of the pool."""
+    """Hold the options of how a layer is computed, with the size of the KV pool."""
 
     kv_memory: str | None = opt.HOW(
-        "KV pool per GPU, such as 100GiB or 40GB. Default: all that the weights leave, where all of them fit beside "
+        "KV pool per GPU, such as 100GiB or 40GB. Default: all that the weights leave, if all of them fit together with "
         "the largest point of the layout; else what that point needs.",
         metavar="SIZE",
     )
 
 
 class Emulation(Group):
-    """Whether all ranks are there."""
+    """Hold the option that emulates the other ranks."""
 
     emulate: str | None = opt.EMULATE
 
 
 class Measured(Group):
-    """How long, how often, and what beside."""
+    """Hold the options for the duration, the repeats, the baseline and the profile."""
 
     seconds: float | None = opt.MEASURE(
         "Time limit of one point's measurement; it stops earlier once the median is known within ±1 %, and is marked "
@@ -44,7 +44,7 @@ class Measured(Group):
     repeats: int | None = opt.REPEATS
     baseline: bool | None = opt.BASELINE
     profile: bool | None = opt.MEASURE(
-        "A separate profiled pass for the phase breakdown and host synchronisations; never touches the timings. "
+        "A separate profiled pass for the phase breakdown and host synchronisations; it does not affect the timings. "
         "Default: yes."
     )
 

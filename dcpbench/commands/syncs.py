@@ -1,4 +1,4 @@
-"""Command line of `dcpbench syncs …`. The commands themselves are in syncs/ and share one conclusion."""
+"""Define the command line of `dcpbench syncs …`. The commands themselves are in syncs/."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -39,7 +39,7 @@ FORCE = OUTPUT("Write over a file that is there. Default: no.", default=False)
 
 
 class Gate(Group):
-    """Repository and steps that are read, and what may pass."""
+    """Hold the options for the repository, the steps, and what is allowed."""
 
     root: Path | None = READ(
         "Root of the repository: paths are shown relative to it, and pyproject.toml and allow-sync comments are read "
@@ -60,7 +60,7 @@ class Gate(Group):
         "Synchronisations per step over all sites; more are a finding. Default: none.", metavar="N"
     )
     max_bubble_us: float | None = GATE(
-        "GPU idle time that removing each wait would win, at most, summed over all sites and traces; more is a "
+        "Limit of the GPU idle time that removing the waits would save, summed over all sites and traces; more is a "
         "finding. Default: none.",
         metavar="MICROSECONDS",
     )
@@ -70,27 +70,27 @@ class Gate(Group):
     )
 
     def make_options(self) -> "GateOptions":
-        """As typed."""
+        """Return these options as the commands in syncs/ take them."""
         from dcpbench.syncs.commands import GateOptions
 
         return GateOptions(**{**vars(self), "allow": self.allow or ()})
 
 
 class GateWithoutTimes(Gate):
-    """Nothing is timed."""
+    """Hold the options of a gate for commands that measure no times."""
 
     max_bubble_us = None
 
 
 class GateToBe(GateWithoutTimes):
-    """For a baseline that is yet to be written, of whatever number."""
+    """Hold the options of a gate for writing a baseline, without limits."""
 
     baseline = None
     max_per_step = None
 
 
 class Report(Group):
-    """Where the report goes, and as what."""
+    """Hold the options for the format and file of the report."""
 
     form: str = OUTPUT(
         "table, json, sarif, junit, github (annotations, and the step summary) or markdown.",
@@ -103,11 +103,11 @@ class Report(Group):
 
 
 class Recorded(Group):
-    """What is recorded of each process."""
+    """Hold the options for what is recorded of each process."""
 
     warmup: int = RECORD("Steps of each process that are not recorded.", default=0, metavar="STEPS")
     steps: int | None = RECORD(
-        "Steps that are recorded then; after them the program goes on unprofiled. Default: all until its end, which "
+        "Steps that are recorded then; after them the program continues unprofiled. Default: all until its end, which "
         "makes large traces.",
         metavar="STEPS",
     )
@@ -149,7 +149,7 @@ def scan(traces: Traces, gate: Gate, report: Report) -> int:
 
 
 class Served(Group):
-    """The server, and what it is asked to do meanwhile."""
+    """Hold the options for the server and for its load while it is profiled."""
 
     url: str = READ("The server, vLLM or SGLang, started so that it can profile.", default="", metavar="URL")
     traces: Path | None = READ(
@@ -157,7 +157,7 @@ class Served(Group):
         metavar="FOLDER",
     )
     num_requests: int = READ("Requests that it serves while it is profiled.", default=8, metavar="N", min=1)
-    concurrency: int = READ("Of them at once.", default=4, metavar="N", min=1)
+    concurrency: int = READ("Requests in flight at the same time.", default=4, metavar="N", min=1)
     input_tokens: int = READ("Tokens of a prompt.", default=128, metavar="N", min=1)
     output_tokens: int = READ("Tokens of an answer.", default=16, metavar="N", min=1)
     endpoint: str = READ("completions or chat.", default="completions", metavar="NAME")
@@ -166,14 +166,14 @@ class Served(Group):
         "Header that is sent with every request; can be given several times.", metavar="'NAME: VALUE'"
     )
     extra_body: str | None = READ("JSON object whose fields are added to every request.", metavar="JSON")
-    wait: float = READ("How long its traces are waited for.", default=120.0, metavar="SECONDS")
+    wait: float = READ("How long to wait for its traces.", default=120.0, metavar="SECONDS")
 
 
 @register_command(app, rich_help_panel="Traces")
 def serve(served: Served, gate: Gate, report: Report) -> int:
     """Find where a running server waits for the GPU: start its profiler, send it a small load, and scan what it wrote.
 
-    Exit codes: as of scan.
+    Exit codes: as for scan.
 
     For example:
 
@@ -219,7 +219,7 @@ def serve(served: Served, gate: Gate, report: Report) -> int:
 
 
 class Written(Group):
-    """Where a baseline goes."""
+    """Hold the options for the file of a baseline."""
 
     output: Path | None = OUTPUT(
         "Default: the baseline that pyproject.toml names, else syncs-baseline.json.", "-o", "--output", metavar="FILE"
@@ -229,9 +229,9 @@ class Written(Group):
 
 @register_command(app, rich_help_panel="Traces")
 def baseline(traces: Traces, written: Written, gate: GateToBe) -> int:
-    """Write down which sites there are today, and how often per step, so that only new ones fail.
+    """Write a baseline: the current sites and how often they occur per step, so that only new ones fail.
 
-    What is allowed is left out, and so are sites of the first step alone. The file is sorted and made to be committed.
+    Allowed sites and those of the first step only are left out. The file is sorted, to be committed.
 
     Exit codes: 0 written · 2 options or input that cannot be used · 3 the trace cannot answer, and nothing is written.
 
@@ -249,7 +249,7 @@ def run(
         typer.Argument(
             metavar="-- PROGRAM",
             show_default=False,
-            help="Your program as you would type it: python script.py …, or torchrun …; every rank and every "
+            help="The command of your program: python script.py …, or torchrun …; every rank and every "
             "child process is recorded.",
         ),
     ] = None,
@@ -260,8 +260,8 @@ def run(
 ) -> int:
     """Run a program, record every process of it, and find where the host waits for the GPU.
 
-    The program is not changed: its output, input and exit code are its own, and what it prints comes before the report;
-    write the report to a file with -o where a machine reads it. A profiler that the program itself uses goes first.
+    The program is not changed: it keeps its input, output and exit code. Its output comes before the report; for scripts,
+    write the report to a file with -o. A profiler that the program itself uses takes precedence.
 
     Exit codes: those of scan, but 3 also without a GPU, 4 where the program failed, 130 after Ctrl-C.
 
@@ -279,7 +279,7 @@ def run(
 
 
 class Assumed(Group):
-    """What a dry run cannot see."""
+    """Hold the options for facts that a dry run cannot observe."""
 
     assume_device: bool = READ(
         "Tensors made without a device count as the GPU's, for tests that name none; those with device='cpu', pinned "
@@ -289,7 +289,7 @@ class Assumed(Group):
 
 
 class WrittenByDryRun(Group):
-    """The baseline that a dry run writes."""
+    """Hold the option for the baseline that a dry run writes."""
 
     write_baseline: Path | None = GATE(
         "Write the sites of this dry run to FILE, for --baseline of later ones, instead of a report. Default: no.",
@@ -304,7 +304,7 @@ def dry_run(
         typer.Argument(
             metavar="-- PROGRAM",
             show_default=False,
-            help="Your program as you would type it: python script.py …, or python -m module …",
+            help="The command of your program: python script.py …, or python -m module …",
         ),
     ] = None,
     *,

@@ -1,4 +1,4 @@
-"""`dcpbench top`: a run that is at work, from another terminal."""
+"""Implement `dcpbench top`: watch a run in progress from another terminal."""
 
 from pathlib import Path
 from typing import Annotated
@@ -21,10 +21,10 @@ def top(
 ) -> int:
     """Watch a sweep, serve or verify that is running, from another terminal.
 
-    Points, rates, what is left, the point at work, and clocks, power and temperature of this machine's GPUs. It reads
-    the run's files alone and does not disturb it. A run that has not begun is waited for. Without a terminal it prints
-    a line for each change. It ends when the run ends, with the run's exit code as far as files tell (docs/top.md), and
-    with 130 on Ctrl-C.
+    Shows points, rates, the time left, the current point, and clocks, power and temperature of this machine's GPUs. It
+    only reads the run's files and does not disturb it. It waits for a run that has not begun. Without a terminal it prints
+    a line for each change. It ends when the run ends, with the run's exit code if the files determine it (docs/top.md),
+    and with 130 on Ctrl-C.
 
     For example:
 

@@ -1,4 +1,4 @@
-"""`dcpbench verify`: layouts, backends and exchanges against a slow fp64 reference on one rank."""
+"""Implement `dcpbench verify`: check layouts, backends and exchanges against a slow fp64 reference on one rank."""
 
 import itertools
 from collections.abc import Sequence
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 NEW_TOKENS, SERVERS_TOKENS = 8, 32
 ANSWERS_FILE = "answers.json"
 USUAL = ((1, 1, 1), (2, 1, 1), (2, 1, 2), (4, 1, 2), (4, 1, 4), (4, 2, 2))
-"""(tp, dp, dcp) of the layouts that are checked where none is typed."""
+"""Default layouts, as (tp, dp, dcp)."""
 SERVERS = make_panel("Running servers")
 USUAL_LOAD = {"concurrency": "4", "context": "37"}
 
 
 class Layouts(opt.Layouts):
-    """Layouts to check; all valid values of a degree that is left out."""
+    """Hold the options of layouts to check. A degree that is left out takes all valid values."""
 
     tp: str | None = opt.LAYOUT(
         "Ranks of a layout. Default: the largest --dp times the largest --dcp; without any of the three, the six "
@@ -43,7 +43,7 @@ class Layouts(opt.Layouts):
 
 
 class Load(Group):
-    """Load, and the checkpoint that is compared with transformers."""
+    """Hold the options for the load and for a checkpoint that is compared with transformers."""
 
     model: str | None = opt.LOAD("As in sweep. Default: as in sweep.", metavar="NAME")
     checkpoint: Path | None = opt.LOAD(
@@ -66,7 +66,7 @@ class Load(Group):
 
 
 class Remote(Group):
-    """One or two running servers, instead of layouts of dcpbench's own engine."""
+    """Hold the options for running servers that are compared instead of dcpbench's own engine."""
 
     url: list[str] | None = SERVERS(
         "Compare the greedy answers of two servers, A and B: give it twice. Each server is also compared with itself: when a prompt "
@@ -99,7 +99,7 @@ class Remote(Group):
 
 
 class Run(opt.Run):
-    """Output options; no options file, and no --resume."""
+    """Hold the options of how a command runs, without --config and --resume."""
 
     config = None
     resume = False
@@ -143,7 +143,7 @@ def verify(layouts: Layouts, load: Load, how: opt.How, remote: Remote, run: Run)
     if load.checkpoint:
         check_checkpoint(load.checkpoint, "--checkpoint")
     elif load.prompts:
-        raise UsageError("--prompts are for a model that can read them; give it with --checkpoint FOLDER.")
+        raise UsageError("--prompts needs a checkpoint; add --checkpoint FOLDER.")
     given = {name: value for name, value in collect_typed(layouts, load, how).items() if name in PARSERS}
     given |= {name: given.get(name) or value for name, value in USUAL_LOAD.items()}
     spec = make_spec(given | {"weights": str(load.checkpoint) if load.checkpoint else None, "baseline": False}, probe)
@@ -168,7 +168,7 @@ def verify(layouts: Layouts, load: Load, how: opt.How, remote: Remote, run: Run)
 
 
 def _compare_servers(remote: Remote, own: dict[str, object], load: Load, run: Run) -> int:
-    """Ask the servers, judge their answers, and print the verdict. Return the exit code."""
+    """Send prompts to the servers, judge their answers, print the verdict, and return the exit code."""
     import asyncio
     import secrets
 
@@ -208,7 +208,7 @@ def _compare_servers(remote: Remote, own: dict[str, object], load: Load, run: Ru
 def _read_servers(
     remote: Remote, own: dict[str, object], load: Load, run: Run
 ) -> "tuple[list[Target], list[int] | None, dict[str, object]]":
-    """Return the servers, lengths of prompts, and further fields of requests. Raises UsageError."""
+    """Return the servers, lengths of prompts, and further fields of requests. Raise UsageError for invalid options."""
     from dcpbench.errors import UsageError
     from dcpbench.plan import options as read
     from dcpbench.points.names import format_flag
@@ -257,7 +257,7 @@ def _show_servers(report: "Report", caches: "Sequence[CacheUse]", facts: dict[st
 
 
 def _list_layouts(spec: "SweepSpec", asked: Layouts, probe: "Probe") -> list["Layout"]:
-    """Return the usual six layouts that these GPUs can hold; with a typed degree, every valid layout with it."""
+    """Return the default layouts that fit these GPUs, or every valid layout with the given degrees."""
     from dcpbench.points.layout import Layout, list_valid_layouts, place_experts
     from dcpbench.points.shapes import load_shape
 
@@ -317,7 +317,7 @@ def _print_checks(points: Sequence["Point"], folder: Path, run: opt.Run) -> int:
     for r in failed:
         print_stderr(f"{r.outcome}: {grid.format_point_name(r.point)}: {r.reason}")
     if silent:
-        print_stderr(f"no check was made for: {', '.join(sorted(silent))}; read {folder / 'logs'}")
+        print_stderr(f"no check ran for: {', '.join(sorted(silent))}; read {folder / 'logs'}")
     wrong = sum(not c.ok for c in checks)
     summary = f"{len(checks) - wrong} checks ok, {wrong} wrong, {format_count(len(failed), 'point')} failed"
     print_stderr(f"{summary}. Output: {folder}")

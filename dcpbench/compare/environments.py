@@ -1,4 +1,4 @@
-"""Find differences between two sides besides what is compared: machine, software, settings, weights, clocks."""
+"""Find differences between two sides in machine, software, settings, weights and clocks."""
 
 from __future__ import annotations
 

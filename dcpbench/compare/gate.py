@@ -33,7 +33,7 @@ class Rule:
 
 
 def read_rules(text: str | None) -> list[Rule]:
-    """Parse `slower:2%,syncs:+0`. Raises UsageError with what to type instead."""
+    """Parse `slower:2%,syncs:+0`. Raise UsageError with what to type instead."""
     return [_parse_rule(part.strip()) for part in text.split(",")] if text is not None else []
 
 
@@ -113,7 +113,7 @@ def _apply_to_row(point: PointResult, row: Row, rules: Sequence[Rule]) -> Iterat
 
 
 def _describe_row(row: Row, rule: Rule, status: str) -> str:
-    """Return what a rule finds of a row, with the numbers, and what it could have found if that is undecided."""
+    """Return the finding of a rule for a row, with the numbers and, if it is undecided, the possible findings."""
     limit = rule.text.partition(":")[2]
     ratio = "" if row.ratio is None or row.absolute else f", ratio {row.ratio:.4f}{format_bounds(row)}"
     numbers = f"{format_short_number(row.a, 4)} → {format_short_number(row.b, 4)} {row.unit}{ratio}"

@@ -63,7 +63,7 @@ class _Test:
 def judge_sides(a: Sequence[Run], b: Sequence[Run], options: Options) -> Comparison:
     """Compare B with A: every metric of every point that both have.
 
-    Raises UsageError if they have no point in common, and for `paired` sides of different length.
+    Raise UsageError if they have no point in common, and for `paired` sides of different length.
     """
     if options.paired and len(a) != len(b):
         raise UsageError(

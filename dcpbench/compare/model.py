@@ -146,7 +146,7 @@ class Comparison(msgspec.Struct, kw_only=True):
     cpu: bool
     """True if any point ran on a CPU, so that its times allow no conclusion about performance."""
     forecast: bool
-    """True if any point is a forecast on either side; the points state which, and what was not judged for them."""
+    """True if any point is a forecast on either side; the points state which, and which metrics were not judged for them."""
     performance: bool
     """True if times of CPU points were judged nevertheless (--allow-cpu), or if there are none."""
     differences: list[Difference]

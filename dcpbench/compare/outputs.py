@@ -52,7 +52,7 @@ def check_options(options: Options, out: Out) -> None:
 
 
 def run_comparison(a: Sequence[Run], b: Sequence[Run], options: Options, out: Out) -> int:
-    """Compare two sides, show and write what was found, and return the exit code.
+    """Compare two sides, show and write the result, and return the exit code.
 
     1 if a rule of --fail-on fails, else 3 if a rule could not be judged, else 0.
     """

@@ -47,7 +47,7 @@ class Pair:
 
     @property
     def records(self) -> list[Record]:
-        """All records of both sides."""
+        """Return the records of both sides."""
         return [record for _, found in (*self.a, *self.b) for record in found]
 
     @property
@@ -69,7 +69,7 @@ class Matched:
 
     pairs: list[Pair]
     only_a: list[Record]
-    """One record of each point that the other side lacks."""
+    """Records of points that the other side lacks, one for each."""
     only_b: list[Record]
     broken_a: list[Record]
     """Points that ran in B and not in A, as A's record, which has the reason."""

@@ -111,15 +111,13 @@ def _format_row(row: Row) -> Text:
 
 
 def _open_ends(c: Comparison) -> Iterator[Text]:
-    """Yield what would decide what is undecided, each way once."""
+    """Yield the ways to decide undecided rows, each once."""
     rows = [row for point in c.points for row in point.rows if row.verdict == "UNDECIDED" and row.reason]
     decidable = sorted(row.more_launches for row in rows if row.judged and row.more_launches)
     if decidable:
         most = f" to {decidable[-1]}" if decidable[-1] > decidable[0] else ""
         what = "rounds" if c.paired else "launches of each side"
-        yield Text(
-            f"UNDECIDED, {len(decidable)}×: {decidable[0]}{most} more {what} would decide them (+N beside a row)."
-        )
+        yield Text(f"UNDECIDED, {len(decidable)}×: {decidable[0]}{most} more {what} would decide them (+N in a row).")
     reasons: dict[str, int] = {}
     for row in rows:
         if not (row.judged and row.more_launches):

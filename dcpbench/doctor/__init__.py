@@ -80,7 +80,7 @@ def _import_driver() -> Any:  # noqa: ANN401 -- as above
 
 
 class _MissingNvml:
-    """Stand-in for pynvml if it is not installed."""
+    """Replace pynvml if it is not installed."""
 
     def __init__(self, why: str) -> None:
         self._why = why

@@ -1,4 +1,4 @@
-"""Findings of an examination of a machine, including facts that could not be read."""
+"""Collect the findings of an examination of a machine, including facts that could not be read."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ expected.
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing about the machine."""
+    """Describe one fact about the machine."""
 
     check: str
     """Subject of the check, in one or two words."""
     level: str
-    """One of LEVELS."""
+    """Severity, one of LEVELS."""
     where: str = ""
     """`GPU 3`, `GPU 0 and 1`, a folder; empty: the machine."""
     what: str
@@ -36,7 +36,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report:
-    """Findings as they are made."""
+    """Collect findings."""
 
     def __init__(self) -> None:
         self.findings: list[Finding] = []
@@ -63,7 +63,7 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """WRONG if something is bad, else FAILED if something could not be read, else OK."""
+        """Return WRONG if something is bad, else FAILED if something could not be read, else OK."""
         levels = {finding.level for finding in self.findings}
         if BAD in levels:
             return ExitCode.WRONG

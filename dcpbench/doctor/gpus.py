@@ -35,7 +35,7 @@ FABRIC = {1: "has not been started", 2: "is still at work"}
 
 @dataclasses.dataclass(frozen=True)
 class Card:
-    """One GPU, with its NVML queries."""
+    """Query one GPU through NVML."""
 
     nvml: Any
     index: int
@@ -65,7 +65,7 @@ class Card:
             return None
 
     def add_verdict(self, check: str, wrong: str, remedy: str, right: str, *, level: str = BAD) -> None:
-        """See Report.judge."""
+        """Add a finding about this GPU; see Report.add_verdict."""
         self.report.add_verdict(check, wrong, remedy, right, where=self.name, level=level)
 
 

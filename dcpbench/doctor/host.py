@@ -38,7 +38,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class Timex(ctypes.Structure):
-    """The head of Linux' struct timex; the rest is not read."""
+    """Mirror the head of Linux' struct timex; the rest is not read."""
 
     _fields_ = (
         ("modes", ctypes.c_uint),
@@ -52,7 +52,7 @@ class Timex(ctypes.Structure):
 
 
 class Host:
-    """Queries of the system, which tests replace."""
+    """Query the system; tests replace this class."""
 
     def read_text(self, path: str) -> str:
         """Return the contents of a file of /proc or /sys."""
@@ -85,7 +85,7 @@ class Host:
         return state != TIME_ERROR and not found.status & STA_UNSYNC, int(found.maxerror)
 
     def bind(self, host: str, port: int) -> None:
-        """Listen at this address for a moment."""
+        """Check that this address is free by listening at it for a moment."""
         with socket.create_server((host, port)):
             pass
 

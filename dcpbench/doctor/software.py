@@ -1,4 +1,4 @@
-"""Versions of driver, kernel and packages, held against those that are known to hurt. Nothing of torch is imported."""
+"""Compare versions of driver, kernel and packages with those that have known problems. Does not import torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.ht
 
 
 class KnownProblem(NamedTuple):
-    """Versions of one thing that are known to hurt."""
+    """Describe versions of a component with a known problem."""
 
     thing: str
     since: tuple[int, ...]

@@ -81,7 +81,7 @@ DID_NOT_RUN = Rule("did not run", lambda m: m.record.outcome != "ok" or not (m.r
 DECODE_STEPS = Rule(
     "decode steps, which have no requests", lambda m: m.record.serve is None or m.record.point.load is None
 )
-ON_CPU = Rule("functional runs on a CPU, whose times mean nothing", lambda m: m.standing == FUNCTIONAL)
+ON_CPU = Rule("functional runs on a CPU, which do not measure performance", lambda m: m.standing == FUNCTIONAL)
 IN_REPLAY = Rule("replays, which are computed and not measured", lambda m: m.standing == REPLAYED)
 IN_EMULATION = Rule("forecasts, of which one rank ran and its wire was modelled", lambda m: m.standing == EMULATED)
 COMPUTED_WRONG = Rule("computed something wrong (see their marks)", lambda m: bool(set(WRONG) & set(m.record.marks)))

@@ -42,7 +42,7 @@ ALL_DEGREES = (*DEGREES, *OUTER_DEGREES)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Overrides:
-    """Options of the user for what result files do not contain."""
+    """Hold the user's options for facts that result files do not contain."""
 
     model: str | None = None
     tp: int | None = None
@@ -58,10 +58,10 @@ class Overrides:
 
 @dataclasses.dataclass(frozen=True)
 class Imported:
-    """The run that was made."""
+    """Describe the run that was made."""
 
     path: Path
-    """Its record file."""
+    """Path of its record file."""
     notes: list[str]
     """Sentences about the import that a reader must know."""
     errors: list[RecordsError]
@@ -70,7 +70,7 @@ class Imported:
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """A result with the metrics computed from it."""
+    """Hold a result with the metrics computed from it."""
 
     result: Result
     file: str
@@ -78,7 +78,7 @@ class Reading:
     """None if no output token came."""
     marks: list[str]
     from_name: list[str]
-    """Texts of what was read from the name of the file."""
+    """Texts of the facts that were read from the name of the file."""
 
 
 def import_files(
@@ -124,7 +124,7 @@ def import_files(
 
 
 def _read_all(kept: Sequence[Document], engine: str, overrides: Overrides) -> tuple[list[Reading], list[RecordsError]]:
-    """Read all documents. Raises RecordsError for an unreadable file that was named, and if no result is left."""
+    """Read all documents. Raise RecordsError for an unreadable file that was named, and if no result is left."""
     readings: list[Reading] = []
     errors: list[RecordsError] = []
     for document in kept:
@@ -157,7 +157,7 @@ def _count_all_gpus(result: Result) -> int:
 def _add_missing(result: Result, file: str, engine: str, overrides: Overrides) -> tuple[Result, list[str]]:
     """Return a result with what its file lacks, from the options or else from its name, and texts of the latter.
 
-    Raises UsageError if lengths of the options contradict the file.
+    Raise UsageError if lengths of the options contradict the file.
     """
     name = field_names.parse_name(file)
     from_name = []
@@ -258,7 +258,7 @@ def check_overrides(overrides: Overrides) -> None:
 def _choose_layout(result: Result, overrides: Overrides) -> dict[str, int]:
     """Return the layout of the options, completed by that of the file or its name; empty if unknown.
 
-    Raises UsageError if options and file contradict each other, RecordsError for a layout that no server can have.
+    Raise UsageError if options and file contradict each other, RecordsError for a layout that no server can have.
     """
     if overrides.tp is None and not result.layout:
         return {}

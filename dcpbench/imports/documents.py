@@ -26,7 +26,7 @@ SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """One JSON object of a file."""
+    """Hold one JSON object of a file."""
 
     where: str
     """`results/a.json`, or `results/a.jsonl, line 3`."""
@@ -42,7 +42,7 @@ class Document:
 
 @dataclasses.dataclass(frozen=True)
 class Contents:
-    """Documents of one or more files, and an error for each part that cannot be read."""
+    """Hold the documents of one or more files, and an error for each part that cannot be read."""
 
     documents: list[Document]
     errors: list[RecordsError]
@@ -51,7 +51,7 @@ class Contents:
 def gather_documents(paths: Iterable[Path]) -> Contents:
     """Read files, and all result files below folders, in the order of the numbers in their names; each file once.
 
-    Unreadable parts of files below a folder are returned as errors. Raises RecordsError for an unreadable file that was
+    Unreadable parts of files below a folder are returned as errors. Raise RecordsError for an unreadable file that was
     named itself, and for a folder without any result file.
     """
     found: dict[Path, Contents] = {}
@@ -110,7 +110,7 @@ def read_file(path: Path) -> Contents:
 
 
 def _list_entries(path: Path, found: object) -> list[tuple[str, object, bool]]:
-    """Return the place and value of each entry, and whether the file is a list. Raises RecordsError for an empty list."""
+    """Return the place and value of each entry, and whether the file is a list. Raise RecordsError for an empty list."""
     if isinstance(found, dict) and isinstance(found.get(ROWS), list):
         found = found[ROWS]
     if not isinstance(found, list):
@@ -158,7 +158,7 @@ def _parse_line(where: str, line: str) -> object:
 
 
 def _parse(text: str) -> object:
-    """Parse JSON. Raises ValueError, which json also raises for numbers that are too long."""
+    """Parse JSON. Raise ValueError, which json also raises for numbers that are too long."""
     try:
         found = json.loads(text)
         if SURROGATE.search(text):

@@ -21,7 +21,7 @@ HARDWARE = ("hardware", "hw", "gpu", "gpu_name", "gpu_type", "gpu_model", "devic
 PRECISION = {
     "weights_dtype": ("precision", "quantization", "quant", "weight_dtype", "weights_dtype"),
     "kv_dtype": ("kv_cache_dtype", "kv_dtype", "kv_precision"),
-    "dtype": ("dtype",),  # what is computed with; weights may be smaller
+    "dtype": ("dtype",),  # compute dtype; weights may be smaller
 }
 DEGREES = {
     "tp": ("tensor_parallel_size", "tensor_parallel", "tp_size", "tp"),
@@ -77,7 +77,7 @@ class Name:
     """Hold the contents of the name of a file, or of the folders around it."""
 
     degrees: Mapping[str, int]
-    """By our names, and `ep`. tp counts the GPUs of one dp replica, as in vLLM."""
+    """Names of the degrees by our names, and `ep`. tp counts the GPUs of one dp replica, as in vLLM."""
     lengths: tuple[int | None, int | None]
     several_instances: bool = False
     """True for names such as `1p2d`, in which degrees are those of one of several instances."""

@@ -25,7 +25,7 @@ MS = 1e3
 
 
 class Row(msgspec.Struct, kw_only=True):
-    """The fields that are read; there are more."""
+    """Hold the fields of a result row that are read; others are ignored."""
 
     model: str
     framework: str
@@ -74,7 +74,7 @@ def explain_unsupported(fields: Mapping[str, Any]) -> str:
 
 
 def read(document: Document) -> Result:
-    """Read one row. Raises RecordsError for a document of another tool."""
+    """Read one row. Raise RecordsError for a document of another tool."""
     fields = flatten(document.fields)
     row: Row = result.convert(Document(document.where, fields), Row, TOOLS[INFERENCEX])
     if row.conc < 1:

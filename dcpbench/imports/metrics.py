@@ -31,7 +31,7 @@ def compute_metrics(result: Result, gpus: int) -> tuple[ServeMetrics, list[str]]
 
     With an entry per request every definition is that of docs/metrics.md. The wall time is from the first submission to
     the last token if requests have a start, else the tool's. If chunks hold several tokens, tok/s per user comes from
-    TPOT. Raises RecordsError if no time passed.
+    TPOT. Raise RecordsError if no time passed.
     """
     details = result.details
     chunked = result.several_tokens or (count_chunk_tokens(result) or 1.0) >= MIN_CHUNK_TOKENS

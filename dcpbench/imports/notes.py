@@ -1,4 +1,4 @@
-"""Describe an import in sentences: what it contains, what was read from names, and what was left out."""
+"""Describe an import in sentences: its contents, the facts read from file names, and the parts left out."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def describe_repeats(records: Sequence[Record], results: Sequence[Result]) -> li
 
 
 def describe_names(from_names: Mapping[str, Sequence[str]], count: int) -> list[str]:
-    """Return what was read from names of files and folders, and for how many results."""
+    """Return the facts read from names of files and folders, with the number of results of each."""
     read = "; ".join(f"{what} ({len(files):,} of {count:,})" for what, files in from_names.items())
     return [f"Read from names of files and folders: {read}."] if read else []
 

@@ -41,7 +41,7 @@ mean TPOT weighs them equally, so that their ratio is not exactly 1 with one tok
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Details:
-    """Lists of equal length with an entry per request; times in seconds."""
+    """Hold lists of equal length with an entry per request; times in s."""
 
     input_lens: list[int]
     output_lens: list[int]
@@ -88,7 +88,7 @@ LENS = ("input_lens", "output_lens")
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """Tokens per second and GPU of a result that has neither sums nor a duration."""
+    """Hold tokens per second and GPU of a result that has neither sums nor a duration."""
 
     total: float
     output: float
@@ -97,14 +97,14 @@ class Rates:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
-    """One run of an engine's benchmark; None for what the file does not contain."""
+    """Hold one run of an engine's benchmark; None for facts that the file does not contain."""
 
     where: str
     model: str | None
     backend: str = ""
     """The engine that served, if it is not the one that wrote the benchmark."""
     arrival: str
-    """One of points.names.ARRIVALS."""
+    """Arrival process, one of points.names.ARRIVALS."""
     request_rate: float | None
     burstiness: float = 1.0
     concurrency: int | None
@@ -189,7 +189,7 @@ def count_instance_gpus(layout: Mapping[str, int]) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Lengths of a result's prompts and answers, as a load has them."""
+    """Hold the lengths of a result's prompts and answers, as a load has them."""
 
     prompts: str
     """`1024`, `uniform:256-1024`, or `mean:1022` of all results of the same load; `unknown`."""
@@ -202,7 +202,7 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class _Side:
-    """The prompts of a result, or its answers."""
+    """Hold the prompts of a result, or its answers."""
 
     fixed: str | None
     """Length of all of them, if the file has it."""
@@ -300,7 +300,7 @@ def _compute_max_tokens(prompts: str, answers: str) -> int:
 
 
 def convert(document: Document, into: type[Any], tool: str) -> Any:  # noqa: ANN401 - one of the tools' structs
-    """Return the document as the struct of a tool's file. Raises RecordsError with the name of a wrong field."""
+    """Return the document as the struct of a tool's file. Raise RecordsError with the name of a wrong field."""
     try:
         found = msgspec.convert(document.fields, into)
     except msgspec.ValidationError as e:
@@ -314,7 +314,7 @@ def convert(document: Document, into: type[Any], tool: str) -> Any:  # noqa: ANN
 def read_details(document: Document, completed: int) -> Details | None:
     """Return the lists with an entry per request; None if the file has none, or lengths alone.
 
-    Raises RecordsError if they do not fit each other or the summary.
+    Raise RecordsError if they do not fit each other or the summary.
     """
     given = {name: document.fields[name] for name in LISTS if document.fields.get(name)}
     needed = [f.name for f in dataclasses.fields(Details) if f.default is dataclasses.MISSING]
@@ -345,7 +345,7 @@ def read_details(document: Document, completed: int) -> Details | None:
 def read_equal_lengths(document: Document) -> tuple[str | None, str | None]:
     """Return the length of all prompts and of all answers, if lists of lengths have a single value for finished requests.
 
-    Raises RecordsError for lists that are not lengths.
+    Raise RecordsError for lists that are not lengths.
     """
     prompts, answers = (document.fields.get(name) or [] for name in LENS)
     try:
@@ -365,7 +365,7 @@ def read_equal_lengths(document: Document) -> tuple[str | None, str | None]:
 def read_rate(document: Document, tool: str, words: Sequence[str]) -> float | None:
     """Return the requests per second; None if all are sent at once (`inf`), or for one of the other `words`.
 
-    Raises RecordsError for any other value.
+    Raise RecordsError for any other value.
     """
     value = document.fields.get("request_rate")
     if value is None or value in words:
@@ -392,7 +392,7 @@ def list_unread(document: Document, known: Collection[str], times: Sequence[str]
 
 
 def read_model(name: object, where: str) -> str | None:
-    """Return the name of a model; None for an empty one. Raises RecordsError for a name that is too long."""
+    """Return the name of a model; None for an empty one. Raise RecordsError for a name that is too long."""
     if not isinstance(name, str) or not name.strip():
         return None
     _check_values(name, f"{where}: the model's name")

@@ -32,7 +32,7 @@ MAX_NAMED = 5  # names in a sentence
 def select_measurements(documents: Sequence[Document], engine: str) -> tuple[list[Document], list[str]]:
     """Return the documents that are measurements of their own, and a sentence for each kind of the others.
 
-    Raises RecordsError if there is no measurement.
+    Raise RecordsError if there is no measurement.
     """
     alone = {_collect_numbers(document.fields) for document in documents if not document.listed}
     kept: list[Document] = []
@@ -78,7 +78,7 @@ def _describe_other(engine: str) -> str:
 
 
 def read_result(document: Document, engine: str) -> Result:
-    """Read a document with the reader of `engine`. Raises RecordsError for anything but a result of that tool."""
+    """Read a document with the reader of `engine`. Raise RecordsError for anything but a result of that tool."""
     fields = document.fields
     if "schema_version" in fields and "point" in fields:
         raise RecordsError(f"{document.where} is a record of dcpbench; no import is needed: dcpbench report RUN.")

@@ -42,7 +42,7 @@ ARGUMENTS = """
 
 
 class File(msgspec.Struct, kw_only=True):
-    """The fields that are read; there are more."""
+    """Hold the fields of a result file that are read; others are ignored."""
 
     backend: str
     duration: float
@@ -72,7 +72,7 @@ KNOWN = (*File.__struct_fields__, *result.LISTS, *OTHERS.split())
 
 @dataclasses.dataclass(frozen=True)
 class Deployment:
-    """The servers that a file describes."""
+    """Describe the servers of a result file."""
 
     server: Mapping[str, Any]
     """Information of the server, or of the first one that decodes."""
@@ -84,7 +84,7 @@ class Deployment:
 
 
 def read(document: Document) -> Result:
-    """Read one result. Raises RecordsError for a document of another tool."""
+    """Read one result. Raise RecordsError for a document of another tool."""
     fields = _rename_sums(document.fields)
     found: File = result.convert(type(document)(document.where, fields), File, TOOLS[SGLANG])
     is_trace, per_s = fields.get("request_rate") == TRACE, result.read_rate(document, "SGLang", ("inf", TRACE))
@@ -133,7 +133,7 @@ def _list_servers(info: Mapping[str, Any], kind: str) -> list[dict[str, Any]]:
 
 
 def _read_deployment(document: Document) -> Deployment:
-    """Read which servers there were. Raises RecordsError if servers of one kind have different layouts."""
+    """Read which servers there were. Raise RecordsError if servers of one kind have different layouts."""
     info = _get_server_info(document)
     prefill, decode = _list_servers(info, PREFILL), _list_servers(info, DECODE)
     if prefill and decode:

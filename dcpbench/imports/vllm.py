@@ -31,7 +31,7 @@ TIMES = ("ttft", "itl", "tpot", "e2el")
 
 
 class File(msgspec.Struct, kw_only=True):
-    """The fields that are read; there are more."""
+    """Hold the fields of a result file that are read; others are ignored."""
 
     model_id: str
     num_prompts: int
@@ -66,7 +66,7 @@ MAX_SETTINGS, MAX_SETTING = 100, 200  # parameters of a sweep, characters of one
 
 
 def read(document: Document) -> Result:
-    """Read one result. Raises RecordsError for a document of another tool."""
+    """Read one result. Raise RecordsError for a document of another tool."""
     found: File = result.convert(document, File, TOOLS[VLLM])
     rate = result.read_rate(document, "vLLM", ("inf",))
     details = result.read_details(document, found.completed)
@@ -166,7 +166,7 @@ def read_summary(document: Document, name: str, completed: int, theirs: str = ""
 
 
 def read_time(document: Document, name: str) -> float | None:
-    """Return a time in ms; None if the file does not have it. Raises RecordsError for a value that is not a time."""
+    """Return a time in ms; None if the file does not have it. Raise RecordsError for a value that is not a time."""
     value = document.fields.get(name)
     if value is None:
         return None

@@ -1,1 +1,1 @@
-"""Torchrun jobs, their files, folders and progress."""
+"""Launch torchrun jobs, and manage their files, folders and progress."""

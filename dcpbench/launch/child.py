@@ -1,4 +1,4 @@
-"""A process of a job, tied to the one that started it: if the parent ends in any way, the kernel kills this process.
+"""Run a process of a job tied to the one that started it: if the parent ends, the kernel kills this process.
 
 It is run by its path, before any import, so that a launcher that dies while torch is being imported leaves no process
 behind. It therefore uses only the standard library.
@@ -8,7 +8,7 @@ behind. It therefore uses only the standard library.
                                                  have a process run JOB as one of RANKS ranks, of which this machine
                                                  has those from FIRST on, and record its life cycle:
 
-    FOLDER/rank-R.pid     its process id and start time (start_ticks), written before it imports any module
+    FOLDER/rank-R.pid     its process id and start time (read_start_ticks), written before it imports any module
     LOGS/rank-R.log       its whole output; torchrun's own --log-dir makes up random names
     LOGS/rank-R.exit      how it ended (jobs.Exit)
 
@@ -60,7 +60,7 @@ def read_start_ticks(pid: int) -> tuple[str, int] | None:
 
 
 def _tie(parent: int) -> None:
-    """Have the kernel kill this process when `parent` dies, and exit now if it is dead already."""
+    """Make the kernel kill this process when `parent` dies, and exit now if it is dead already."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
@@ -98,7 +98,7 @@ def _run_rank(worker: str, job: str, folder: str, logs: str, first: str, ranks: 
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     result = {"rank": int(rank), "code": code, "asked": bool(asked), "at": time.time()}
-    with contextlib.suppress(OSError):  # a full disk, or a folder that is gone
+    with contextlib.suppress(OSError):  # a full disk, or a deleted folder
         _write_atomically(f"{logs}/rank-{rank}.exit", json.dumps(result))
     return code if code >= 0 else 128 - code
 

@@ -53,7 +53,7 @@ MAY_CHANGE = ("--seconds", "--profile")
 
 
 def make_folder(folder: Path) -> None:
-    """Make the folder, and make sure that files can be written into it. Raises OutputError, and DiskError for its disk."""
+    """Make the folder, and make sure that files can be written into it. Raise OutputError, and DiskError for its disk."""
     try:
         str(folder).encode()
     except UnicodeEncodeError as e:
@@ -83,7 +83,7 @@ def lock_folder(folder: Path) -> Iterator[int]:
     """Create the folder and lock it against every other run; yield the descriptor, which all processes of a job
     inherit.
 
-    The lock ends with the last process that has the descriptor. Raise OutputError if a run is still at work, or if the
+    The lock ends with the last process that has the descriptor. Raise OutputError if a run is still in progress, or if the
     file system has no locks: two runs that write here would corrupt each other's records.
     """
     make_folder(folder)
@@ -324,7 +324,7 @@ def check_resumed(folder: Path, now: Mapping[str, object]) -> str:
     refused = [name for name in differ if name not in MAY_CHANGE]
     if refused:
         raise OutputError(
-            f"--resume: in {folder} {differences}. Points of one run share {' and '.join(refused)}: give what it was, or "
+            f"--resume: in {folder} {differences}. Points of one run share {' and '.join(refused)}: give the value of that run, or "
             "another folder with -o."
         )
     return (

@@ -1,4 +1,4 @@
-"""Files that the launcher and a torchrun job exchange, as JSON. No torch.
+"""Define the JSON files that the launcher and a torchrun job exchange. No torch.
 
 job-TAG.json          Job, written by torchrun.py, read by every rank
 progress-TAG.jsonl    Progress, one line per event, written by rank 0
@@ -38,7 +38,7 @@ SECRET = "DCPBENCH_SECRET"  # noqa: S105 -- the name of the variable
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings shared by all jobs of a command."""
+    """Hold the settings shared by all jobs of a command."""
 
     kind: str = "sweep"
     """`sweep` or `verify`."""
@@ -46,20 +46,20 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
     """`cuda` or `cpu`."""
     settings: Settings
     pool_points: tuple[Point, ...] = ()
-    """All points of the sweep, those of a job and those already recorded. Empty: those of a job."""
+    """Points of the sweep, including those already recorded; empty means those of the job."""
     engines: tuple[EnginePlan, ...] = ()
     """Kind `sweep`: engines that are built for the points. Planned for all points of the sweep, so that a resumed or
     relaunched job measures with the same memory plan.
     """
     command: str = ""
-    """Command line as typed."""
+    """Command line of the user."""
     prompts: tuple[tuple[int, ...], ...] = ()
     """Kind `verify` with a checkpoint: token ids, one list per request."""
     new_tokens: int = 8
 
 
 class Job(Command, frozen=True, kw_only=True):
-    """Everything one torchrun job does. All points have the same tp, the world size."""
+    """Describe one torchrun job. Its points have the same tp, which is the world size."""
 
     tag: str
     folder: str
@@ -80,7 +80,7 @@ class Job(Command, frozen=True, kw_only=True):
         return Path(self.folder) / "logs" / self.tag
 
     def get_port_path(self) -> Path:
-        """See `store`."""
+        """Return the path of the file with the port of the store; see `store`."""
         return self.get_log_folder() / "port"
 
     def get_progress_path(self) -> Path:
@@ -89,14 +89,14 @@ class Job(Command, frozen=True, kw_only=True):
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """One event of a running job."""
+    """Hold one event of a running job."""
 
     stage: str
     """`start` (job), `build`, `choose` (with `auto`), `check`, `capture`, `measure` (warm-up included), `profile`,
     `done` (point recorded), `end` (job); the launcher adds `failed`, `hung`, `again` (it failed or hung, and will be begun
     once more), `ending` (interrupted) and `stopped`."""
     key: str = ""
-    """Point.key() of the point at work."""
+    """Point.get_key() of the current point."""
     index: int = 0
     of: int = 0
     note: str = ""
@@ -106,7 +106,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank's exception."""
+    """Hold the exception of a rank."""
 
     rank: int
     key: str
@@ -126,13 +126,13 @@ class Exit(msgspec.Struct, frozen=True, kw_only=True):
     code: int
     """Exit code; -9 means signal 9."""
     asked: bool
-    """True if torchrun had asked the rank to end before, so that another rank is the cause."""
+    """True if torchrun had told the rank to end before, so that another rank is the cause."""
     at: float
     """Unix time."""
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
-    """One comparison made by `dcpbench verify`."""
+    """Hold the result of one comparison of `dcpbench verify`."""
 
     name: str
     """`attention`, `kv_write`, `reduce` (workloads/verify.py); `layers`, `logits`, `tokens`, `routing`

@@ -1,6 +1,6 @@
-"""One torchrun job per world size, and its watchdog. A point that dies or hangs never ends the sweep. No torch.
+"""Run one torchrun job per world size, with a watchdog. A point that dies or hangs never ends the sweep. No torch.
 
-torchrun.py has one job on this machine, nodes.py the same on several.
+torchrun.py runs a job on this machine, nodes.py on several.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ GRACE_S = 5.0
 
 
 class Work(jobs.Command, frozen=True, kw_only=True):
-    """Work and supervision of the jobs of a command."""
+    """Hold the settings and the supervision of the jobs of a command."""
 
     folder: Path
     timeout: float = 300.0
@@ -73,7 +73,7 @@ class Work(jobs.Command, frozen=True, kw_only=True):
     hardware: str = ""
     """Hardware of the machine, as named by probes."""
     lock: int | None = None
-    """Descriptor of the folder's lock (folders.locked)."""
+    """Descriptor of the folder's lock (folders.lock_folder)."""
 
     def get_limit_s(self, stage: str) -> float:
         """Return the seconds without a sign of life after which a job in this stage counts as hung."""
@@ -113,7 +113,7 @@ def run_probe(worker: str = WORKER) -> Probe:
 def run_points(points: Sequence[Point], work: Work, machines: Machines, watch: Callable[[Progress], None]) -> None:
     """Run all points, one job per world size; every point leaves a record (kind `verify`: checks, or a failed one).
 
-    `watch` gets each Progress event, and `failed` or `hung` with the reason. Raises WorkerError when a job dies twice
+    `watch` gets each Progress event, and `failed` or `hung` with the reason. Raise WorkerError when a job dies twice
     before it reaches a point. On nodes other than 0 it serves node 0's jobs until the sweep is over.
     """
     if machines.node_rank:
@@ -259,7 +259,7 @@ class _JobEnd:
 
     done: set[str] = dataclasses.field(default_factory=set)
     key: str = ""
-    """Point at work when it ended."""
+    """Current point when it ended."""
     stage: str = ""
     started: bool = False
     """True if any point was started."""
@@ -268,7 +268,7 @@ class _JobEnd:
     over_s: float = 0.0
     """Exceeded time limit of a point in s; 0 if it was not exceeded."""
     begun: float = math.inf
-    """When the point at work was begun, by the monotonic clock."""
+    """Start of the current point, by the monotonic clock."""
     code: int = 0
     """Exit code of torchrun, or 1 if its ranks were ended with it; negative: the signal that killed it."""
     failures: list[Failure] = dataclasses.field(default_factory=list)
@@ -288,7 +288,7 @@ class _JobEnd:
 
     @property
     def gone(self) -> Exit | None:
-        """See first_gone."""
+        """Return the rank that ended first without being told to; see find_first_gone."""
         return find_first_gone(self.failures, self.exits, finished=self.stage == ENDED)
 
     def has_been_ended(self, rank: int) -> bool:
@@ -317,7 +317,7 @@ class Watchdog:
         self._failing: float | None = None
 
     def record_activity(self) -> None:
-        """Note a sign of life."""
+        """Record that the job has made progress."""
         self._heard = time.monotonic()
 
     def is_past_grace(self, failing: Callable[[], bool]) -> bool:
@@ -416,7 +416,7 @@ def _follow_leader(work: Work, machines: Machines) -> None:
             try:
                 job = msgspec.structs.replace(msgspec.json.decode(message, type=Job), folder=str(work.folder))
             except (msgspec.DecodeError, UnicodeDecodeError) as e:
-                raise WorkerError(f"node 0 sent what is no job ({e}); install the same dcpbench on all.") from e
+                raise WorkerError(f"node 0 sent an invalid job ({e}); install the same dcpbench on all.") from e
             with Running(job, machines, work.worker) as running:
                 ended = _serve_job(running, line, machines)
             line.send(msgspec.json.encode(ended))

@@ -1,4 +1,4 @@
-"""Several machines, one sweep: node 0 sends the others the next job to start and tells when to stop it. No torch.
+"""Run one sweep on several machines: node 0 sends the others the next job to start, and when to stop it. No torch.
 
 Every node runs the same command; only node 0 decides, because it alone has the records and knows which points --resume
 or a failed point leaves to do. The others connect to --rdzv-endpoint once, before the first job, and keep that
@@ -41,7 +41,7 @@ LEADS, FOLLOWS = b"node 0", b"another node"
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
-    """First message of each side; node 0 sends a second one with its proof."""
+    """Represent the first message of each side; node 0 sends a second one with its proof."""
 
     node: int
     nonce: str
@@ -62,7 +62,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Line:
-    """A connection to another node that carries whole lines, authenticated once both sides have a key."""
+    """Connect to another node by whole lines, which are authenticated once both sides have a key."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -122,7 +122,7 @@ class Line:
 
 
 class Leader:
-    """Node 0's side: the connections to all other nodes. Context manager; leaving it ends the sweep everywhere."""
+    """Manage node 0's connections to all other nodes. Context manager; leaving it ends the sweep everywhere."""
 
     def __init__(self, endpoint: str, nnodes: int, timeout: float, name: str = "") -> None:
         """Wait for all others, at most `timeout` seconds; `name` is --rdzv-id."""
@@ -138,12 +138,12 @@ class Leader:
             line.close()
 
     def start(self, job: Job) -> None:
-        """Have every other node start this job."""
+        """Make every other node start this job."""
         for line in self._lines:
             line.send(msgspec.json.encode(job))
 
     def stop(self) -> list[Ended]:
-        """Have every other node end its part, and hear how it ended."""
+        """Make every other node end its part, and return how each ended."""
         for line in self._lines:
             line.send(STOP)
         return [_decode_ended(a) for line in self._lines if (a := _receive_answer(line))]

@@ -21,7 +21,7 @@ SOURCES = (".py", ".cu", ".cuh")
 
 
 class Package(msgspec.Struct, frozen=True, kw_only=True):
-    """A dcpbench."""
+    """Identify an installation of dcpbench by its folder and files."""
 
     folder: str
     sha256: str
@@ -70,9 +70,9 @@ def check_same_package(wanted: Package) -> None:
         return
     if mine.folder == wanted.folder:
         raise WorkerError(
-            f"the files of the dcpbench in {mine.folder} are not what they were when the command began, or are others on another "
-            "machine: ranks would measure another program than the records before them. On several machines install the same "
-            "on all; then type the command again, for a run of records with `-o RUN --resume`, which goes on with what is left."
+            f"the files of the dcpbench in {mine.folder} are not what they were when the command began, or differ from those of another "
+            "machine: ranks would measure another program than earlier records. On several machines install the same version "
+            "on all; then repeat the command, for a run of records with `-o RUN --resume`, which continues it."
         )
     raise WorkerError(
         f"the ranks here run the dcpbench in {mine.folder}, whose files are not those of the command, in {wanted.folder}: "

@@ -1,4 +1,4 @@
-"""Ranks of a job on this machine: their messages, exits and stacks. No torch.
+"""Observe the ranks of a job on this machine: their messages, exits and stacks. No torch.
 
 FOLDER/rank-R.pid, LOGS/rank-R.log, LOGS/rank-R.exit    see child.py
 FOLDER/error-R.json, stacks-R.txt                       see jobs.py
@@ -28,7 +28,7 @@ STACKS_WAIT_S = 2.0
 
 
 class Ranks:
-    """Ranks observed through their files, regardless of which process started them."""
+    """Observe ranks through their files, regardless of which process started them."""
 
     def __init__(self, folder: Path, logs: Path, events: Path, ranks: range) -> None:
         """Observe `ranks`; `events` is the file to which rank 0 appends a line of JSON for each event."""
@@ -106,7 +106,7 @@ class Ranks:
 
 
 class Started(Ranks):
-    """Ranks started by this process itself, on one machine and once, where torchrun would only add seconds.
+    """Manage ranks started by this process itself, on one machine and once, where torchrun would only add seconds.
 
     Context manager: leaving it in any way kills all of them; so does the end of this process (child.py).
     """

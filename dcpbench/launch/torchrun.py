@@ -1,4 +1,4 @@
-"""One torchrun job on this machine: its command line, its progress and its end. No torch.
+"""Run one torchrun job on this machine: its command line, its progress and its end. No torch.
 
     FOLDER/job-TAG.json, progress-TAG.jsonl                see jobs.py
     FOLDER/rank-R.pid, error-R.json, logs/TAG/rank-R.log … see ranks.py
@@ -46,14 +46,14 @@ ROOT_CAUSE = re.compile(
 )
 """Matches the end of torchrun's log if one of its ranks ended first."""
 OF_A_SHELL = 128
-"""Exit codes above are of signals, which child.py passes on so."""
+"""Base of exit codes that stand for signals, as child.py passes them on."""
 STOPPED = "T"
 """State of a process that got SIGSTOP, in proc(5)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Machines:
-    """The machines of a sweep, as typed; the defaults mean this one alone."""
+    """Hold the options for the machines of a sweep; the defaults mean this machine only."""
 
     nnodes: int = 1
     node_rank: int = 0
@@ -62,7 +62,7 @@ class Machines:
 
 
 class Running(Ranks):
-    """A started job. Context manager: leaving it ends every process of the job in any case."""
+    """Represent a started job. Context manager: leaving it ends every process of the job in any case."""
 
     def __init__(self, job: Job, machines: Machines, worker: str, lock: int | None = None) -> None:
         """Start it; `lock` is the descriptor of the folder's lock, which is held until the last rank is gone."""

@@ -1,4 +1,4 @@
-"""Retries of points: --point-retries, and the exclusion of points that have failed too often. No torch."""
+"""Retry points (--point-retries), and exclude points that have failed too often. No torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def can_pass(record: Record) -> bool:
 def count_failures(folder: Path) -> collections.Counter[str]:
     """Return how often each point of a run has failed in a way that may pass, by its key. Lines that cannot be read do not count.
 
-    Raises RecordsError.
+    Raise RecordsError.
     """
     if not (folder / RECORDS_FILE).exists():
         return collections.Counter()

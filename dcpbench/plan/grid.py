@@ -101,7 +101,7 @@ def format_dcp_note(candidates: Sequence[Candidate]) -> str:
     if not typed:
         return ""
     baselines = _format_layouts(c for c in candidates if c.added and c.error is None)
-    baseline_note = f", beside {baselines} as baseline" if baselines else ""
+    baseline_note = f", with {baselines} as baseline" if baselines else ""
     alone = "plain TP alone" if all(c.point.dp == 1 for c in typed) else "layouts without it alone"
     return f"DCP is measured by default: {_format_layouts(typed)}{baseline_note}. For {alone}, add --dcp 1."
 

@@ -265,7 +265,7 @@ def _check_auto(point: Point, machine: Machine) -> None:
     if open_ and not machine.timed:
         raise UsageError(f"{asked}, and verify measures none; name what it should compare.")
     if open_ and machine.probe.device == "cpu":
-        raise UsageError(f"{asked}, and times of a CPU say nothing; use --backend reference --exchange {EXCHANGES[0]}.")
+        raise UsageError(f"{asked}, which needs GPU times; use --backend reference --exchange {EXCHANGES[0]}.")
 
 
 def _check_backend(point: Point, shape: ModelShape, machine: Machine) -> None:
@@ -381,7 +381,7 @@ def _check_load(point: Point, load: Load, shape: ModelShape, probe: Probe) -> No
         )
     if open_ := _list_auto_options(point):
         raise UsageError(
-            f"{' and '.join(open_)}: serve takes what is named; dcpbench sweep {' '.join(open_)} says which is fastest."
+            f"{' and '.join(open_)}: serve needs a named kernel; dcpbench sweep {' '.join(open_)} finds the fastest."
         )
     check_positions(point.context, load, shape)
     _check_rows(point, shape)
@@ -405,7 +405,7 @@ def _check_rows(point: Point, shape: ModelShape) -> None:
     raise UsageError(
         f"--dcp {point.dcp}: the prefix of a prompt is gathered from the ranks in rows that are multiples of "
         f"{ROW_UNIT} bytes, and {shape.name} has KV rows of {shape.kv_width} {kept} numbers, "
-        f"{compute_row_bytes(kept)} bytes; use {''.join(fits)}--dcp 1, or dcpbench sweep for decode steps alone."
+        f"{compute_row_bytes(kept)} bytes; use {''.join(fits)}--dcp 1, or dcpbench sweep for decode steps only."
     )
 
 
@@ -440,7 +440,7 @@ def _check_prefill(point: Point, load: Load, shape: ModelShape, probe: Probe) ->
         raise UsageError(
             f"keys and values of prompts are made from rows that are multiples of {TENSOR_UNIT} bytes, and {shape.name} has "
             f"'kv_lora_rank' {shape.latent}, 'qk_rope_head_dim' {shape.rope} and 'v_head_dim' {shape.value} in {point.dtype}; use "
-            "dcpbench sweep for decode steps alone."
+            "dcpbench sweep for decode steps only."
         )
     if load.prefill != "flashinfer":
         return

@@ -107,7 +107,7 @@ def parse_ints(name: str, value: object) -> tuple[int, ...]:
 
 
 def parse_int(name: str, value: object) -> int:
-    """Return the number of `4` or `64k`. Raises UsageError."""
+    """Return the number of `4` or `64k`. Raise UsageError."""
     found = parse_count(value) if isinstance(value, str) else value
     if isinstance(found, int) and not isinstance(found, bool):
         _check_size(name, found, format_value(value))

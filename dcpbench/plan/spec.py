@@ -197,7 +197,7 @@ def resolve_compute_dtype(weights: str, kv: str, usual: str) -> str:
     found = {name for name in (weights, kv) if name not in (FP8, AS_PUBLISHED)}
     if len(found) > 1:
         raise UsageError(
-            f"--weights-dtype {weights} with --kv-dtype {kv}: what is not fp8 is what is computed with, one dtype; use "
+            f"--weights-dtype {weights} with --kv-dtype {kv}: values other than fp8 must be one dtype; use "
             f"--dtype {weights}, or fp8 for one of them."
         )
     return found.pop() if found else usual

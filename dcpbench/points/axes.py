@@ -29,7 +29,7 @@ class Role(enum.Flag):
     PATH = enum.auto()
     """The path through it: its kernels or collectives."""
     EXCHANGE = enum.auto()
-    """How partial attention is merged, which only points with dcp > 1 do."""
+    """Fields of how partial attention is merged, for points with dcp > 1."""
     LOAD = enum.auto()
     """The load that is served or computed."""
     REPEAT = enum.auto()
@@ -37,7 +37,7 @@ class Role(enum.Flag):
     SERVER = enum.auto()
     """An imported server's own options."""
     DEPLOYED = enum.auto()
-    """How many instances of the engine there are, what each does, and what is sent between them."""
+    """Fields of the instances of the engine: their number, their roles, and the transfers between them."""
 
 
 NOTHING = Role(0)
@@ -53,7 +53,7 @@ class Axis:
 
     role: Role
     order: int
-    """Place in lists, in which neighbours share what is slow to build."""
+    """Place in lists, in which neighbours share parts that are slow to build."""
     label: str = ""
     """Format of a value that distinguishes two points; empty if other text names it, such as a layout's name."""
     _: dataclasses.KW_ONLY

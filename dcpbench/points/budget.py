@@ -41,7 +41,7 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     """Describe what an engine holds on each rank, for all points that share it; sizes are bytes per GPU."""
 
     point: Point
-    """One of the points that share the engine."""
+    """Example of the points that share the engine."""
     pages: int
     """Number of pages of the KV pool, including the padding page."""
     max_requests: int

@@ -1,4 +1,4 @@
-"""List GPUs with their limits on paper and the memory that remains after the driver's share. No torch.
+"""List GPUs with their nominal limits and the memory that remains after the driver's share. No torch.
 
 Rates are those of vendors' data sheets: dense products, without sparsity, and NVLink in one direction, while sheets
 state the sum of both. Memory bandwidth is the sheet's, too, unless the bus width that the driver reports allows less:

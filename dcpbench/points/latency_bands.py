@@ -40,13 +40,13 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Hold one load, forecast and served."""
 
     kind: Kind
-    source: str  # folder of results/ with the record of what was served
+    source: str  # folder of results/ with the record of the served load
     forecast: str  # folder of results/ with the record of the forecast; empty if `kind` is estimated
     machine: str  # Environment.host_hash of the machine that served
     load: str
     arrival: str
     ttft: float  # measured / forecast, of the p50
-    itl: float  # likewise
+    itl: float  # the same error for the ITL
     mixed_share: float | None = None  # of the forecast's gaps between tokens, how many had prompts in their step
     mixed_share_measured: float | None = None
 

@@ -55,7 +55,7 @@ BORROWED_ERROR = 0.1
 calls (results/).
 """
 SCALE_ERROR = 0.1
-"""Relative error of scaled rates: kernels reach about the same share of a limit on another GPU; see Machine.scale."""
+"""Relative error of scaled rates: kernels reach about the same share of a limit on another GPU; see Machine.compute_scale."""
 RATES = {
     "read": "memory_bytes_s",
     "copy": "memory_bytes_s",
@@ -77,11 +77,11 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     link: str | Link | None = None
     """Link between hosts; None if there is only one host."""
     measured: str = ""
-    """Hardware and software with which the calls were measured; empty for a description on paper."""
+    """Hardware and software with which the calls were measured; empty for a machine described by data sheets."""
     prompts: list[Prompts] = []
-    """How many times as long steps with prompts take on GPUs of a host together as on the one GPU that represents them.
+    """Ratios of the time of steps with prompts on several GPUs of a host to that on the one GPU that represents them.
 
-    At the power limit the slowest GPU decides, and never rests. Sorted by tokens; empty if not measured.
+    At the power limit the slowest GPU determines the time. Sorted by tokens; empty if not measured.
     """
     calls: dict[str, list[Sample]] = {}
     sha256: str = ""

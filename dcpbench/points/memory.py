@@ -29,7 +29,7 @@ many keys as rows (engine/prefill.py)."""
 FP32 = 4
 """Bytes of a number where partial results are added up."""
 ABSORBED = ("w_uk", "w_uv")
-"""Linear layers that are in what is computed with, however weights are stored; see engine/weights.py."""
+"""Linear layers that are kept in the compute dtype, however weights are stored; see engine/weights.py."""
 PAGES_OF_PADDING = 1
 HEADROOM_TOKENS = 1
 """A decode step writes one token beyond the context."""

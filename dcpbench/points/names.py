@@ -23,7 +23,7 @@ ALL_REDUCES = ("nccl", "symm")
 DTYPES = ("bf16", "fp16", "fp32")
 """Precisions of the computation."""
 FP8 = "fp8"
-"""How weights (e4m3 in blocks of 128 × 128 with a scale each) and KV (e4m3 with a scale for a pool) can be stored."""
+"""Name of the fp8 storage of weights (e4m3, a scale for each block of 128 × 128) and KV (e4m3, a scale for a pool)."""
 AS_COMPUTED = ""
 """Value of a point for weights or KV in the dtype of the computation."""
 PRECISIONS = (*DTYPES, FP8)
@@ -42,11 +42,10 @@ NO_EXCHANGE = "none"
 """Exchange of a point with dcp 1, where nothing is exchanged."""
 
 MIXED, PREFILL_FIRST = POLICIES = ("mixed", "prefill-first")
-"""How prompts and running requests share steps: chunks share steps with decodes, or decodes wait while there are
-chunks.
+"""Scheduling policies: chunks of prompts share steps with decodes, or decodes wait while there are chunks.
 """
 LIVE, REPLAY = MODES = ("live", "replay")
-"""How requests are served: for real, or in virtual time from step times that were measured."""
+"""Modes of serving: live, or in virtual time from measured step times."""
 PREFILLS = ("sdpa", "flashinfer")
 """Values of --prefill; kernels/prefill implements them."""
 OBJECTIVES = ("ttft", "itl", "tpot", "e2el")

@@ -102,7 +102,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     model: Annotated[str, Axis(ENGINE, 1, title="model")]
     tp: Annotated[Count, Axis(ENGINE, 2)]
-    """Number of ranks; 0 if the layout is unknown, as for an import without it; dp and dcp likewise."""
+    """Number of ranks; 0 if the layout is unknown, as for an import without it. The same holds for dp and dcp."""
     dp: Annotated[Count, Axis(ENGINE, 3)] = 1
     dcp: Annotated[Count, Axis(ENGINE, 4)] = 1
     workload: Annotated[str, Axis(LOAD, 5, "{}", title="workload")] = "decode"
@@ -120,11 +120,11 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     ] = names.NO_EXCHANGE
     """`ag_rs`, `a2a`, …; `auto` (see Record.choice); `none` where dcp is 1 and nothing is exchanged."""
     q_replicate: Annotated[bool, Axis(ENGINE | PATH | EXCHANGE, 12, "+q-replicate")] = False
-    """Every rank computes the queries of all heads of its DCP group, and none are gathered."""
+    """True if every rank computes the queries of all heads of its DCP group, so that none are gathered."""
     project_first: Annotated[bool, Axis(ENGINE | PATH | EXCHANGE, 13, "+project-first")] = False
     """Partial outputs are projected to values before they are exchanged."""
     all_reduce: Annotated[str, Axis(PATH, 24, "{} all-reduce", values=names.ALL_REDUCES)] = names.ALL_REDUCES[0]
-    """How partial sums of tensor parallelism are reduced."""
+    """Method that reduces partial sums of tensor parallelism."""
     backend: Annotated[str, Axis(PATH, 10, "{}", values=(*names.BACKENDS, names.AUTO))]
     """The attention kernel; of an import the engine, which chose its own."""
     dtype: Annotated[str, Axis(ENGINE, 21, "{}", values=names.DTYPES, one=True)]
@@ -285,7 +285,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 AXES, LOAD_AXES = axes.read_axes(Point), axes.read_axes(Load)
-"""All fields of a point except its load, and of a load, in the order of lists."""
+"""Fields of a point except its load, and fields of a load, in the order of lists."""
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Provide token ids that `verify --checkpoint` feeds to the model: read from a file, or random. No torch."""
+"""Read or generate token ids that `verify --checkpoint` feeds to the model. No torch."""
 
 from __future__ import annotations
 

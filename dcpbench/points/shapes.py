@@ -233,7 +233,7 @@ _FIXED: dict[str, tuple[object, ...]] = {
     "partial_rotary_factor": (1, 1.0),
     "use_mla": (True,),
 }
-"""Fields that change what is computed, each with the only values that the engine has; null is as good as absent."""
+"""Fields that change the computation, each with the only values that the engine supports; null counts as absent."""
 
 
 def _split_words(text: str) -> frozenset[str]:

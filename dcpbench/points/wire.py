@@ -5,7 +5,7 @@
 
 N ranks, M meetings (1 for a collective; 2 for an exchange that gathers q first, else 1), bytes that a rank receives. Launch, meet
 and rate are fitted per call by least squares of relative errors, none negative; the residual is interpolated between the
-sizes that were measured, linearly in the logarithm of the bytes of a meeting, and between numbers of ranks likewise.
+sizes that were measured, linearly in the logarithm of the bytes of a meeting, and in the same way between numbers of ranks.
 
 The band is the error of the model without a measurement: between two measured sizes the error of a fit without the size in
 between (its 90th percentile); beyond the measured ranks, for each doubling, the worst error of a fit to fewer ranks at the most
@@ -197,7 +197,7 @@ def _interpolate(x: float, points: Sequence[tuple[float, float]]) -> float:
 
 
 RING, OWN_LINK = "ring", "own link"
-"""How bytes leave a host: a ring uses the links of all its GPUs at once, other calls each GPU's own link."""
+"""Ways in which bytes leave a host: a ring uses the links of all its GPUs at once, other calls each GPU's own link."""
 ACROSS: dict[str, str] = {
     "all-gather": RING,
     "reduce-scatter": RING,

@@ -59,7 +59,7 @@ class Query:
     gpus: tuple[int, ...]
     """Numbers of GPUs of a layout; several are compared."""
     loads: tuple[tuple[int, int, Load | None], ...]
-    """(requests in flight, maximum tokens of each, load or None for decode steps alone) of each load."""
+    """(requests in flight, maximum tokens of each, load or None for decode steps only) of each load."""
     weights_dtype: str
     kv_dtype: str
     exchanges: tuple[str, ...]
@@ -481,7 +481,9 @@ def _format_missing(whole: WholeModel, *, one_request: bool) -> str:
         missing = (whole.weight_bytes - room) / GIB
         return f"{weights} of each GPU, {missing:,.1f} GiB more than the {room / GIB:,.1f} GiB for weights and KV"
     kv = f"{'the KV of its longest request' if one_request else 'its KV'} {whole.kv_bytes / GIB:,.1f} GiB"
-    buffers = f" beside {whole.buffer_bytes / GIB:,.1f} GiB for the buffers of a step" if whole.buffer_bytes else ""
+    buffers = (
+        f" in addition to {whole.buffer_bytes / GIB:,.1f} GiB for the buffers of a step" if whole.buffer_bytes else ""
+    )
     return (
         f"{weights} and {kv} of each GPU, {whole.missing_bytes / GIB:,.1f} GiB more than the "
         f"{whole.available_bytes / GIB:,.1f} GiB for both{buffers}"
@@ -562,7 +564,7 @@ def _explain_cpu(ask: Query) -> str:
     """Return why CPU results are left out, and how to get results that count."""
     points = [_make_point(ask, Layout(tp), NO_EXCHANGE, CUT, *load) for tp in ask.gpus for load in ask.loads]
     return (
-        f"run on a CPU, whose times say nothing about speed; on {ask.machine.card.device} type "
+        f"run on a CPU, and CPU times do not count; on {ask.machine.card.device} run "
         f"{format_measure_command(ask, points, ['tp'])} -o runs/measured, and name runs/measured here"
     )
 
@@ -678,7 +680,7 @@ def _select_step_times(ask: Query, known: Evidence) -> tuple[dict[str, StepTimes
         elif wrong := _describe_other_precision(of, ask):
             why = f"step times of {wrong}"
         elif not any(load for _, _, load in ask.loads):
-            why = "step times, by which served loads are replayed; --context asks for decode steps alone"
+            why = "step times, by which served loads are replayed; --context measures decode steps only"
         else:
             found[file] = times
             if times.has_padded_rows:

@@ -190,7 +190,7 @@ def _iter_estimate_notes(ask: Query, choices: Sequence[Choice], steps: Steps) ->
     if ask.weights_dtype != FP8 and any(load for _, _, load in ask.loads):
         yield "Of those with prompts all had fp8 weights: that bf16 reaches the same shares there was not checked."
     if ask.weights_dtype != FP8 and ask.kv_dtype == FP8:
-        yield "None of them had bf16 weights beside an fp8 cache."
+        yield "None of them had bf16 weights with an fp8 cache."
     if ask.machine.gpu != steps.machine:
         yield f"No step was measured on {ask.machine.gpu}: shares are taken to be those of {steps.machine}."
     if max(ask.gpus) > 4:  # noqa: PLR2004 - the published runs'

@@ -103,7 +103,7 @@ class Forecast:
     """Energy per token of a record, if it has any."""
     launch_band: float | None = REPEATS_AGREE_WITHIN  # share by which another launch may differ; None if not known
     ttft_band: Ends | None = None  # ends of the TTFT p50, in ms; None if it was measured, or if its error is unknown
-    itl_band: Ends | None = None  # likewise of the ITL p50
+    itl_band: Ends | None = None  # the same for the ITL p50
     mixed_share: float | None = None  # of an estimate's gaps between tokens, how many have prompts in their step
     layers_held: tuple[int, int] | None = (
         None  # (layers in memory, layers of the model) if the whole model does not fit
@@ -124,7 +124,7 @@ class Forecast:
 
     @property
     def who(self) -> str:
-        """Return the name of the point, as name_point formats it."""
+        """Return the name of the point, as format_point formats it."""
         return format_point(self.point)
 
     def get_judged_value(self, name: str) -> tuple[str, float] | None:
@@ -415,7 +415,7 @@ class Estimator:
         return StepRows(decodes=(context,) * each, sampled=each, tokens=requests)
 
     def compute_terms(self, rows: StepRows) -> dict[str, float] | None:
-        """Return the terms of a padded step, as estimate.terms does."""
+        """Return the terms of a padded step, as estimate.compute_terms does."""
         padded = estimate.pad_step(rows, self.point.dp)
         return estimate.compute_terms(self.sharding, padded, self.rates, self.wire, self.point.exchange)
 

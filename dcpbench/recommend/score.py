@@ -134,8 +134,7 @@ def compute_score(
     every: int = 1,
     watch: Callable[[str], None] = lambda _: None,
 ) -> Score:
-    """Forecast each load that at least two layouts ran, with shares fitted without the load's model if `steps` has
-    them.
+    """Forecast each load that at least two layouts ran, with shares fitted without its model if `steps` has them.
 
     A layout that ran in several variants counts with its best one. With `every` n only each n-th load is used. `watch`
     is called with the work in progress.

@@ -1,1 +1,1 @@
-"""Records of measured points: their fields, their file, and the values computed from them."""
+"""Define the records of measured points: their fields, their file, and the values computed from them."""

@@ -31,7 +31,7 @@ NOT_WRITABLE = (OverflowError, UnicodeEncodeError)  # raised for integers beyond
 def prepare_record(record: Record, decode: Decode) -> tuple[Record, bytes]:
     """Return the record as its reader accepts it, and its line with a checksum.
 
-    Raises UsageError for a point that no reader would accept, which `file.check_point` finds before anything is measured.
+    Raise UsageError for a point that no reader would accept, which `file.check_point` finds before anything is measured.
     """
     found = _encode_line(record, decode)
     if found is None:

@@ -29,7 +29,7 @@ SMALLEST = 1e-4  # correlation below which an AR(1) process is taken to be indep
 
 @dataclasses.dataclass(frozen=True)
 class Correlation:
-    """How strongly the samples of a series depend on those before them."""
+    """Describe how strongly the samples of a series depend on those before them."""
 
     neighbours: float | None  # correlation of a sample with the next one, at least 0; None with too few samples
     inflation: float  # variance of the number of samples below the median, over that of independent samples; at least 1

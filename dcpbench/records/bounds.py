@@ -1,7 +1,7 @@
-"""Holds the values of a record against the bounds that its fields declare (points/bounds.py). No torch.
+"""Check the values of a record against the bounds that its fields declare (points/bounds.py). No torch.
 
-The decoder checks the same bounds in C and stops at the first value that breaks one. What is here runs only after that: it
-names the field as a person would write it, and replaces values that no reader would accept before they are written.
+The decoder checks the same bounds in C and stops at the first value that breaks one. This module runs only after that: it
+names the field in readable form, and replaces values that no reader would accept before they are written.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Path = tuple[str | int, ...]
 
 
 class BadValue(msgspec.Struct, frozen=True, kw_only=True):
-    """A number outside of the bounds of its field."""
+    """Describe a number outside of the bounds of its field."""
 
     path: Path
     value: float

@@ -39,7 +39,7 @@ NOT_RUN = "rejected"
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
-    """A field of a record that holds an impossible value."""
+    """Describe a field of a record that holds an impossible value."""
 
     field: str
     """Dotted name, such as `serve.cached_tokens`."""
@@ -52,7 +52,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ImpossibleValueError(msgspec.ValidationError):
-    """A value that cannot have been measured."""
+    """Report a value that cannot have been measured."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(str(problem))
@@ -60,7 +60,7 @@ class ImpossibleValueError(msgspec.ValidationError):
 
 
 class OtherVersionError(msgspec.ValidationError):
-    """A record of another version."""
+    """Report a record of another version."""
 
 
 def find_problem(record: Record) -> Problem | None:

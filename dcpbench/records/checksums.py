@@ -29,15 +29,15 @@ _BLANKS = b" \t\r\n"
 
 
 class DamageError(msgspec.ValidationError):
-    """A line that does not match its checksum."""
+    """Report a line that does not match its checksum."""
 
 
 class RewrittenError(DamageError):
-    """A line with a checksum and bytes that this package did not write."""
+    """Report a line with a checksum and bytes that this package did not write."""
 
 
 class UnfinishedError(msgspec.DecodeError):
-    """A line that promises a checksum and does not have it: its end is missing, or was damaged."""
+    """Report a line that announces a checksum and does not have it: its end is missing or damaged."""
 
 
 def add_checksum(text: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""The file that records lie in, `records.jsonl`: one JSON object per line, sealed with its checksum. No torch."""
+"""Read and write `records.jsonl`, the file of records: one JSON object per line, with its checksum. No torch."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ _version_decoder = msgspec.json.Decoder(_Version)
 
 
 class BadLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of a file of records that cannot be read."""
+    """Describe a line of a file of records that cannot be read."""
 
     file: str
     line: int
-    """From 1."""
+    """Line number, from 1."""
     why: str
     """Problem with the line, without a full stop."""
     mend: str
@@ -64,7 +64,7 @@ class RecordFile:
 
         A value that a reader would refuse is replaced, and named in `Record.omitted` (acceptance.py). Secrets are
         redacted, but for those in the point, which `--resume` finds by its key. A last line that a
-        crash cut short goes to `records.truncated.txt` first. Raises OutputError if the file cannot be written, if another
+        crash cut short goes to `records.truncated.txt` first. Raise OutputError if the file cannot be written, if another
         process holds its lock for WAIT_S, or if the file system has no locks.
         """
         kept, line = acceptance.prepare_record(record, decode_record)
@@ -111,7 +111,7 @@ def read_records(folder: Path) -> list[Record]:
 
     A last line that was cut short, or ends in the NULs of a power cut, is left out: a crash caused it, or the line is
     being written. Reading never changes the file; the next `RecordFile.append` puts such a line aside.
-    Raises RecordsError for a file that is missing or cannot be read, for damage anywhere else, as in a line that its
+    Raise RecordsError for a file that is missing or cannot be read, for damage anywhere else, as in a line that its
     checksum (checksums.py) does not fit, for values that cannot be (checks.py) and for records of another
     version.
     """
@@ -283,7 +283,7 @@ def _check_version(version: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _LastLine:
-    """The bytes after the last newline of a file."""
+    """Hold the bytes after the last newline of a file."""
 
     begin: int
     line: bytes

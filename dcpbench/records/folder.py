@@ -1,4 +1,4 @@
-"""Names of the files in a run's folder; launch/jobs.py, launch/torchrun.py and records/file.py describe their contents."""
+"""Define the names of the files in a run's folder; launch/jobs.py, launch/torchrun.py and records/file.py describe their contents."""
 
 from __future__ import annotations
 

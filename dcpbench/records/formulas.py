@@ -1,4 +1,4 @@
-"""Formulas of the reported metrics as pure functions; each docstring holds the formula and the unit. No torch.
+"""Compute the reported metrics by pure functions; each docstring holds the formula and the unit. No torch.
 
 Times of a request: `t0` submitted, `t1` first output token, `tn` last output token, `n` output tokens. A request that
 was cut off at the end of its run has tokens, which count as output, but no latency, because its full duration is
@@ -34,19 +34,19 @@ TURNAROUND_S = 1e-3
 concurrency.
 """
 GAPS_PER_MISS = 100
-"""One gap of a request may miss an ITL objective per this many gaps."""
+"""Number of gaps of a request per gap that may miss an ITL objective."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RequestTimes:
-    """Times at which a request was submitted and each of its output tokens came, in seconds of one clock.
+    """Hold the times at which a request was submitted and each of its output tokens came, in s of one clock.
 
     Raise UsageError for no tokens and for decreasing times.
     """
 
     submitted_s: float
     token_s: Sequence[float] | Floats
-    """One time per output token, not per stream chunk; kept as a float64 array."""
+    """Times of the output tokens, one per token, not per stream chunk; kept as a float64 array."""
     finished: bool = True
     """False if the request was cut off: its tokens count, its latencies do not."""
 
@@ -70,9 +70,9 @@ class RequestTimes:
 
 
 def validate_objectives(slo: Mapping[str, float]) -> dict[str, float]:
-    """Service level objectives such as `{"ttft": 500, "itl": 50}`, in ms.
+    """Return validated service level objectives in ms, such as `{"ttft": 500, "itl": 50}`.
 
-    Raises UsageError for other names and for limits of 0 or less.
+    Raise UsageError for other names and for limits of 0 or less.
     """
     for name, limit in slo.items():
         if name not in OBJECTIVES:
@@ -103,7 +103,7 @@ def compute_ttft_ms(request: RequestTimes) -> float:
 
 
 def compute_itl_ms(request: RequestTimes) -> Floats:
-    """Inter-token latencies: each gap between consecutive output tokens, n - 1 of them. Unit: ms. Pool them."""
+    """Return the inter-token latencies: the n - 1 gaps between consecutive output tokens. Unit: ms. Pool them."""
     import numpy as np
 
     return np.diff(request.token_s) * 1e3
@@ -125,9 +125,9 @@ OF_A_REQUEST = {"ttft": compute_ttft_ms, "tpot": compute_tpot_ms, "e2el": comput
 
 
 def summarize_latencies(samples: Sequence[float] | Floats) -> Latencies:
-    """Mean and percentiles in the unit of the samples; percentiles are None where there are too few.
+    """Return mean and percentiles in the unit of the samples; percentiles are None where there are too few.
 
-    p50 needs 1 sample, p90 64, p95 130, p99 662 (stats.least_samples); linear between neighbours. Raises UsageError for
+    p50 needs 1 sample, p90 64, p95 130, p99 662 (stats.compute_min_samples), linear between neighbours. Raise UsageError for
     NaN and infinite samples.
     """
     import numpy as np
@@ -143,7 +143,7 @@ def summarize_latencies(samples: Sequence[float] | Floats) -> Latencies:
 
 
 def compute_wall_s(requests: Sequence[RequestTimes]) -> float:
-    """Wall time of a run: last token - first submission. Unit: s. Raises UsageError for no requests or no time."""
+    """Return the wall time of a run: last token - first submission. Unit: s. Raise UsageError if it is empty or 0."""
     if not requests:
         raise UsageError("no finished requests: throughput is not defined.")
     wall = max(r.end_s for r in requests) - min(r.submitted_s for r in requests)
@@ -155,12 +155,12 @@ def compute_wall_s(requests: Sequence[RequestTimes]) -> float:
 def find_steady_window(
     requests: Sequence[RequestTimes], concurrency: int, waiting_s: Sequence[float] = ()
 ) -> tuple[float, float] | None:
-    """Longest time in which at least 95 % of `concurrency` requests are in flight, as (start, end) in s.
+    """Return the longest time in which at least 95 % of `concurrency` requests are in flight, as (start, end) in s.
 
     A request is in flight from t0 to tn, or to the run's last token where it was cut off. `waiting_s` are t0 of
     requests that were cut off before their first token. One that starts at the moment another ends leaves no gap, and
     neither does a client that takes up to TURNAROUND_S to send its next request. None if the target is never reached.
-    Raises UsageError for a concurrency below 1.
+    Raise UsageError for a concurrency below 1.
     """
     if concurrency < 1:
         raise UsageError(f"a concurrency of {concurrency} cannot be reached; give at least 1.")
@@ -184,7 +184,7 @@ def find_steady_window(
 
 
 def compute_tok_s_within(requests: Sequence[RequestTimes], window: tuple[float, float]) -> float:
-    """Output tokens in (start, end] / its length, so that a token on the border of two windows counts once.
+    """Return the output tokens in (start, end] / its length. A token on the border of two windows counts once.
 
     Unit: tok/s.
     """
@@ -195,7 +195,7 @@ def compute_tok_s_within(requests: Sequence[RequestTimes], window: tuple[float, 
 
 
 def compute_tok_s_per_gpu(tok_s: float, tp: int) -> float:
-    """Throughput per GPU: tok/s / tp. DCP and DP add no GPUs. Unit: tok/s/GPU. Raises UsageError for tp < 1."""
+    """Return throughput per GPU: tok/s / tp. DCP and DP add no GPUs. Unit: tok/s/GPU. Raise UsageError for tp < 1."""
     if tp < 1:
         raise UsageError(f"a layout has at least one GPU, not tp={tp}.")
     return tok_s / tp
@@ -233,15 +233,15 @@ def has_met_slo(request: RequestTimes, slo: Mapping[str, float]) -> bool:
 
 
 def compute_goodput(requests: Sequence[RequestTimes], slo: Mapping[str, float]) -> float:
-    """Goodput: requests that meet all objectives in `slo` / wall time of the run. Unit: requests/s.
+    """Return goodput: requests that meet all objectives in `slo` / wall time of the run. Unit: requests/s.
 
-    Raises UsageError as `compute_wall_s` does.
+    Raise UsageError as `compute_wall_s` does.
     """
     return sum(has_met_slo(r, slo) for r in requests) / compute_wall_s(requests)
 
 
 def compute_percentiles(samples: Sequence[float]) -> Percentiles:
-    """p50, p90, p95 and p99 in the unit of the samples; None where there are too few (stats.least_samples)."""
+    """Return p50, p90, p95 and p99 in the unit of the samples; None with too few (stats.compute_min_samples)."""
     p50, p90, p95, p99 = (compute_percentile(samples, p) for p in PERCENTILES)
     return Percentiles(p50=p50, p90=p90, p95=p95, p99=p99, samples=len(samples))
 

@@ -1,4 +1,4 @@
-"""Lines that were appended to a file since the last look: progress, records and checks of a run at work."""
+"""Read the lines appended to a file since the last read: progress, records and checks of a run in progress."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class Tail:
-    """A growing file of lines. A line that is still being written waits for the next look."""
+    """Follow a growing file of lines. A line that is still being written is left for the next read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""The catalogue of metrics: name, unit, direction and texts of each, its place in a record, and the views that show it.
+"""Define the catalogue of metrics: name, unit, direction and texts of each, its place in a record, and its views.
 
 All code that prints, draws, exports, compares or checks a number uses this catalogue. A new metric is a field of the
 record, an entry of METRICS, and its name in the lists at the end of this file for the views that show it. Formulas are
@@ -61,7 +61,7 @@ PLACES = _collect_places()
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Metric:
-    """One number of a point."""
+    """Define one metric of a point."""
 
     name: str
     """Name including the unit, as in a record."""
@@ -86,7 +86,7 @@ class Metric:
     derived: Callable[[Record], tuple[float, float] | None] | None = None
     """Function that derives the ends of the interval from another metric, if no record holds them."""
     merged: Literal["median", "max", "min", "first", ""] = ""
-    """How a report merges repeats: by the median by default; KV caches are shared by repeats, so the first is used.
+    """Method by which a report merges repeats; by default the median. Repeats share a KV cache, so the first is used.
     Exports and the dashboard show medians.
     """
     ranged: bool = False
@@ -112,7 +112,7 @@ class Metric:
     brief_unit: str | None = None
     """Unit shown with `brief`."""
     scale: float = 1.0
-    """From the unit to the one that is shown."""
+    """Factor from the unit to the one that is shown."""
     digits: int = 4
     """Significant ones in a report's tables."""
     term: str = ""
@@ -213,7 +213,7 @@ class Metric:
 
 @dataclasses.dataclass(frozen=True)
 class Latency:
-    """A latency of requests, from which one metric per statistic is made."""
+    """Define a latency of requests, from which one metric per statistic is made."""
 
     name: str
     label: str
@@ -833,7 +833,7 @@ def is_option(name: str) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Value:
-    """A metric of a point over its repeats: their median, and how far they reach."""
+    """Hold a metric of a point over its repeats: their median and their range."""
 
     metric: Metric
     median: float

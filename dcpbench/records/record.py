@@ -1,4 +1,4 @@
-"""The record that one point leaves on disk: one JSON object per line of `records.jsonl`. No torch.
+"""Define the record of one point on disk: one JSON object per line of `records.jsonl`. No torch.
 
 Units are part of each name (`_us`, `_ms`, `_bytes`, `_tok_s`). Absent measurements are null, never 0.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 OURS = "dcpbench"
 A_SERVER = "engine "
-"""Before the engine's name and version, in the origin of a point that our client measured on a real server."""
+"""Prefix of the engine's name and version in the origin of a point that was measured on a real server."""
 """Origin of points measured by this package."""
 CPU = "CPU"
 """Environment.device of a run without GPUs."""
@@ -47,7 +47,7 @@ def decode_throttle_reasons(bits: int) -> list[str]:
 
 
 class Interval(msgspec.Struct, frozen=True, kw_only=True):
-    """A median with its 95 % confidence interval (order statistics, stats.median_interval)."""
+    """Hold a median with its 95 % confidence interval (order statistics, stats.compute_median_interval)."""
 
     median: Number
     low: Number
@@ -66,7 +66,7 @@ IN_STAGE = re.compile(r"[^:]* in stage '\w+'")
 
 
 class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
-    """p50 to p99; null where there are too few samples (stats.percentile)."""
+    """Hold p50 to p99; null where there are too few samples (stats.compute_percentile)."""
 
     p50: Number | None = None
     p90: Number | None = None
@@ -76,7 +76,7 @@ class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Metrics(msgspec.Struct, frozen=True, kw_only=True):
-    """Measurements of the workload; definitions in formulas.py."""
+    """Hold the measurements of the workload; definitions in formulas.py."""
 
     step_ms: Interval
     """Slowest rank's time from graph launch to the step's end."""
@@ -88,11 +88,11 @@ class Metrics(msgspec.Struct, frozen=True, kw_only=True):
     ttft_ms: Percentiles | None = None
     """Time to first token; null for `decode`, which does not prefill."""
     step_samples_ms: list[PositiveNumber] = []
-    """Every step sample, in order, so that others can compute their own statistics."""
+    """Step samples in order, so that others can compute their own statistics."""
 
 
 class Straggler(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank that the others of a step have to wait for."""
+    """Describe a rank that the others of a step have to wait for."""
 
     rank: Count
     phase: str
@@ -105,7 +105,7 @@ class Straggler(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Phases(msgspec.Struct, frozen=True, kw_only=True):
-    """Breakdown of a step's time, from a separate profiled pass on rank 0; never mixed with `step_ms`."""
+    """Hold the breakdown of a step's time, from a separate profiled pass on rank 0; never mixed with `step_ms`."""
 
     step_us: Number
     """Mean time of the profiled steps, from one step's first kernel to the next one's, back to back."""
@@ -120,7 +120,7 @@ class Phases(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
-    """Measured rates of the machine: medians of a short burst once per job before its points, for the slowest rank.
+    """Hold the measured rates of the machine: medians of a short burst once per job before its points, for the slowest rank.
 
     Null if a rate could not be measured; rates between GPUs are null with a single GPU.
     """
@@ -155,7 +155,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Floor(msgspec.Struct, frozen=True, kw_only=True):
-    """The time below which a step of this point cannot be on a machine of these `rates`; see points/floors.py."""
+    """Hold the minimum time of a step of this point on a machine of these `rates` (roofline); see points/floors.py."""
 
     floor_ms: Number
     """Lower bound of the whole step: the sum over its phases."""
@@ -168,7 +168,7 @@ class Floor(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SyncSite(msgspec.Struct, frozen=True, kw_only=True):
-    """A place where the host waited for the GPU in a profiled step (`dcpbench syncs`), profiled on rank 0."""
+    """Describe a place where the host waited for the GPU in a profiled step (`dcpbench syncs`), on rank 0."""
 
     found_in: str
     """Source of the site: `eager`, where a captured graph would hide it; `replay`; `serve`, an iteration of the serving
@@ -191,7 +191,7 @@ class SyncSite(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Emulated(msgspec.Struct, frozen=True, kw_only=True):
-    """Model used in place of the other ranks of an emulated point; see docs/emulation.md."""
+    """Describe the model that replaces the other ranks of an emulated point; see docs/emulation.md."""
 
     machine: str
     """Machine that the wire model describes (points/machines.py)."""
@@ -236,7 +236,7 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Kv(msgspec.Struct, frozen=True, kw_only=True):
-    """KV cache of the point."""
+    """Describe the KV cache of the point."""
 
     pool_bytes_per_gpu: Count
     bytes_per_token_per_gpu: Number
@@ -269,7 +269,7 @@ class Kv(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Conditions(msgspec.Struct, frozen=True, kw_only=True):
-    """Conditions of the measurement that a reader must know before trusting the numbers."""
+    """Hold the conditions of the measurement that a reader must know before trusting the numbers."""
 
     weights: str
     layers: Count
@@ -294,17 +294,17 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
     """Rows per replica in the captured graph; more than the requests means padding rows on slot 0."""
     cuda_graph: bool = False
     padded_rows: bool | None = None
-    """For requests served with attention DP: true if experts also processed the rows that pad replicas to the fullest
-    one in a step with prompts. Null without attention DP, and in older records.
+    """True if, with attention DP, experts also processed the rows that pad replicas to the fullest one in a step with
+    prompts. Null without attention DP, and in older records.
     """
     step_times: str = ""
-    """For a replay: the file of its step times, which were not measured with this point."""
+    """File of the step times of a replay, which were not measured with this point."""
     step_error: Number | None = None
-    """For a replay: largest |predicted / measured - 1| of the steps that were measured to check predictions."""
+    """Largest |predicted / measured - 1| of the steps that were measured to check the predictions of a replay."""
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
-    """State of the GPUs while the point was measured (NVML); worst over ranks."""
+    """Hold the state of the GPUs while the point was measured (NVML); worst over ranks."""
 
     sm_clock_mhz_min: Count | None = None
     sm_clock_mhz_max: Count | None = None
@@ -316,7 +316,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True):
-    """Hardware and software on which the record was taken."""
+    """Describe the hardware and software on which the record was taken."""
 
     device: str
     """`NVIDIA H200`, or `CPU`."""
@@ -341,7 +341,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Latencies(msgspec.Struct, frozen=True, kw_only=True):
-    """Times of finished requests in ms, as formulas.py defines them; percentiles are null where samples are too few."""
+    """Hold times of finished requests in ms, as formulas.py defines them; percentiles are null with too few samples."""
 
     mean: Number | None = None
     p50: Number | None = None
@@ -352,10 +352,10 @@ class Latencies(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TurnMetrics(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests that were the n-th turn of a session."""
+    """Hold the metrics of requests that were the n-th turn of a session."""
 
     turn: Count
-    """From 1."""
+    """Number of the turn, from 1."""
     requests: Count
     """Requests that got at least one token; the sums below cover the same requests."""
     input_tokens: Count
@@ -367,7 +367,7 @@ class TurnMetrics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InstanceMetrics(msgspec.Struct, frozen=True, kw_only=True):
-    """Metrics of several instances that serve together, in replay."""
+    """Hold the metrics of several instances that serve together, in replay."""
 
     busy_share: dict[str, Number]
     """Mean share of the run during which an instance of each kind ran steps: `prefill` and `decode`, or `both`."""
@@ -377,13 +377,13 @@ class InstanceMetrics(msgspec.Struct, frozen=True, kw_only=True):
     sent_bytes: Count | None = None
     """Bytes sent by each GPU that held part of a request, summed over all transfers."""
     transfer_ms: Latencies | None = None
-    """From the read of a request's first token to the end of its KV's transfer."""
+    """Times from the read of a request's first token to the end of its KV's transfer, in ms."""
     transfer_wait_ms: Latencies | None = None
     """Time waited for both links and for a free decode instance, in ms."""
 
 
 class ServeMetrics(msgspec.Struct, frozen=True, kw_only=True):
-    """Measured or replayed results of the workload `serve`; definitions in formulas.py."""
+    """Hold the measured or replayed results of the workload `serve`; definitions in formulas.py."""
 
     ttft_ms: Latencies
     itl_ms: Latencies
@@ -407,7 +407,7 @@ class ServeMetrics(msgspec.Struct, frozen=True, kw_only=True):
     steady_s: Number | None
     """Length of that interval in s."""
     slo_ms: dict[str, Number] = {}
-    """Objectives as typed: `ttft`, `itl`, `tpot`, `e2el`."""
+    """Objectives as given, in ms: `ttft`, `itl`, `tpot`, `e2el`."""
     goodput_s: Number | None = None
     """Requests per second that meet all objectives; null without objectives."""
     wall_s: Number | None
@@ -445,7 +445,7 @@ class ServeMetrics(msgspec.Struct, frozen=True, kw_only=True):
     prefill_matmul_share: Number | None = None
     """Operations of steps with prompts over the operations possible in their time at the machine's matrix rate."""
     decode_floor_share: Number | None = None
-    """As `prefill_floor_share`, for steps without prompts."""
+    """Counterpart of `prefill_floor_share` for steps without prompts."""
     turns: list[TurnMetrics] = []
     """Metrics by turn; empty for single-turn requests."""
     instances: InstanceMetrics | None = None
@@ -459,7 +459,7 @@ class ServeMetrics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Kernels(msgspec.Struct, frozen=True, kw_only=True):
-    """A backend with an exchange."""
+    """Hold a backend with an exchange."""
 
     backend: str
     exchange: str
@@ -470,7 +470,7 @@ class _Kernels(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Candidate(_Kernels, frozen=True, kw_only=True):
-    """A candidate that `auto` measured."""
+    """Hold a candidate that `auto` measured."""
 
     layer_us: Number | None = None
     """Median time of q's exchange, attention and merge in one layer, slowest rank; null if it cannot run."""
@@ -479,14 +479,14 @@ class Candidate(_Kernels, frozen=True, kw_only=True):
 
 
 class Choice(_Kernels, frozen=True, kw_only=True):
-    """The kernels that `auto` chose for the measurement of the point."""
+    """Hold the kernels that `auto` chose for the measurement of the point."""
 
     candidates: list[Candidate]
-    """All candidates, in the order in which they were tried."""
+    """Candidates in the order in which they were tried."""
 
 
 class FailedRequests(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests to a real server that failed for the same reason."""
+    """Count requests to a real server that failed for the same reason."""
 
     kind: str
     """`refused`, `HTTP 429`, `time-out`, …: docs/servers.md lists them."""
@@ -496,7 +496,7 @@ class FailedRequests(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClientLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """Cost of sending requests to a real server and of reading its answers."""
+    """Hold the cost of sending requests to a real server and of reading its answers."""
 
     processes: Count
     """Number of client processes, each with one event loop, over which the load was divided."""
@@ -508,7 +508,7 @@ class ClientLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Delay of timers set every 20 ms: a bound on how late requests may leave."""
     read_late_p99_ms: Number | None = None
     """Time that bytes lay in the kernel before the client read them. The kernel's timestamps are used in that case, so
-    latencies do not contain it. Null without such timestamps; latencies may then contain as much as `lag_p99_ms`.
+    latencies do not contain it. Null without such timestamps; latencies may then contain up to `lag_p99_ms`.
     """
     starved_share: Number | None = None
     """Share of the run during which a client process was runnable while other processes had its cores; of the worst
@@ -533,7 +533,7 @@ class ClientLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KvSources(msgspec.Struct, frozen=True, kw_only=True):
-    """Numbers that a server's KV capacity was computed from (servers/kv_capacity.py)."""
+    """Hold the numbers from which a server's KV capacity was computed (servers/kv_capacity.py)."""
 
     source: str  # `kv_cache_size_tokens`, `num_gpu_blocks` (vLLM), `max_total_num_tokens` (SGLang) or `log`
     rank_tokens: Count | None = None  # tokens that the pool of one rank holds, over all vLLM engines
@@ -544,7 +544,7 @@ class KvSources(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Server(msgspec.Struct, frozen=True, kw_only=True):
-    """A real server that was measured, as reported by itself and observed by the client."""
+    """Describe a real server that was measured, as reported by itself and observed by the client."""
 
     engine: str
     """`vllm`, `sglang`, or `openai` if the server does not report its engine."""
@@ -567,7 +567,7 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OmittedValue(msgspec.Struct, frozen=True, kw_only=True):
-    """A value that no reader would accept, so that it was replaced when the record was written."""
+    """Describe a value that no reader would accept and that was replaced when the record was written."""
 
     field: str
     """Dotted name, such as `server.max_model_len`."""
@@ -580,7 +580,7 @@ class OmittedValue(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of records.jsonl."""
+    """Hold the record of a point, one line of records.jsonl."""
 
     schema_version: int = SCHEMA_VERSION
     point: Point
@@ -589,9 +589,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     reason: str | None = None
     """Why the outcome is not `ok`, with the next thing to try."""
     no_room: bool | msgspec.UnsetType = msgspec.UNSET
-    """For a rejected point: true if memory was too small. Unset in all other lines."""
+    """True for a point that was rejected because memory is too small. Unset in all other lines."""
     detail: dict[str, str] = {}
-    """For failures: the device, exit code, last log lines, stacks."""
+    """Details of a failure: the device, exit code, last log lines, stacks."""
     marks: list[str] = []
     """Warnings about the point; reports/explain.py lists them, with a sentence for each."""
     metrics: Metrics | None = None
@@ -621,14 +621,14 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     gpu: Gpu | None = None
     environment: Environment | None = None
     measured_with: dict[str, SignedCount | SignedNumber | bool | str | dict[str, SignedNumber] | None] = {}
-    """jobs.Settings as they were in force, whether typed, from a file or by default."""
+    """Effective jobs.Settings, from the command line, a file or defaults."""
     started_at: str = ""
     """UTC, ISO 8601."""
     seconds: Number = 0.0
     """Wall time the point took, set-up included."""
     origin: str | msgspec.UnsetType = msgspec.UNSET
-    """For an import: the tool that measured it (points.names.ENGINES). For a point that a real server served: `engine`,
-    its name and its version. Absent from records of this package.
+    """Tool that measured an imported point (points.names.ENGINES), or `engine`, name and version of a real server.
+    Absent from records of this package.
     """
     straggler: Straggler | msgspec.UnsetType = msgspec.UNSET
     """The slowest rank, if one is a straggler; unset otherwise."""

@@ -37,10 +37,10 @@ BACKUP = ".before-repair"
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
-    """A line that is no record."""
+    """Describe a line that is not a record."""
 
     line: int
-    """From 1."""
+    """Line number, from 1."""
     kind: str
     """`cut short`, `damaged` or `strange`."""
     why: str
@@ -51,7 +51,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Audit(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of the audit of a file of records."""
+    """Hold the result of the audit of a file of records."""
 
     file: str
     records: int
@@ -69,7 +69,7 @@ class Audit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Repair(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of the repair of a file of records."""
+    """Hold the result of the repair of a file of records."""
 
     file: str
     kept: int
@@ -151,7 +151,7 @@ def require_records(found: Audit) -> None:
 
 
 class _Line(msgspec.Struct, frozen=True):
-    """A line, with the records that are in it, and the bytes of each."""
+    """Hold a line with the records in it, and the bytes of each."""
 
     kind: str
     records: list[Record]

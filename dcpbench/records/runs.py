@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """The records of one folder."""
+    """Hold the records of one folder."""
 
     name: str
     folder: Path

@@ -35,7 +35,7 @@ def compute_median_interval(samples: Sequence[float]) -> Interval:
     covers the true median with 95 %: 1 - 2·P(Bin(n, ½) ≤ k-1) ≥ 0.95. For correlated ones the number of samples below
     the median has `inflation` times the variance, so that k ≤ n/2 - t·√(n · inflation)/2, with Student's t for n / inflation
     - 1 degrees of freedom. With fewer than MIN_EFFECTIVE effective samples no pair reaches 95 %: then it is the smallest
-    and the largest sample. Raises UsageError for no samples and for NaN or infinite ones.
+    and the largest sample. Raise UsageError for no samples and for NaN or infinite ones.
     """
     ordered = _sort_finite(samples)
     n, median = len(ordered), _compute_quantile(ordered, 0.5)
@@ -56,9 +56,10 @@ def compute_median_interval(samples: Sequence[float]) -> Interval:
 
 
 def compute_percentile(samples: Sequence[float], p: float) -> float | None:
-    """The p-th percentile (0-100, linear between neighbours, as numpy does), or None with too few samples.
+    """Return the p-th percentile (0-100, linear between neighbours, as numpy does), or None with too few samples.
 
-    Too few means fewer than `least_samples(p)`. Raises UsageError for p outside 0-100 and for NaN or infinite samples.
+    Too few means fewer than `compute_min_samples(p)`. Raise UsageError for p outside 0-100, and for NaN or infinite
+    samples.
     """
     if not samples or len(samples) < compute_min_samples(p):
         return None
@@ -96,7 +97,7 @@ def find_highest_percentile(samples: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class StopRule:
-    """When a point has been measured enough."""
+    """Decide when a point has been measured enough."""
 
     precision: float = 0.01  # half-width of the 95 % interval of the median, as a share of the median
     seconds: float = 10.0  # time limit, after which a point that is not precise is marked `noisy`

@@ -1,4 +1,4 @@
-"""Student's t distribution, for any degrees of freedom and far into its tails, as simultaneous tests require."""
+"""Compute Student's t distribution for any degrees of freedom and far into its tails, for simultaneous tests."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _compute_beta_fraction(a: float, b: float, x: float) -> float:
             -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1)),
         ):
             d, c = 1 + numerator * d, 1 + numerator / c
-            d = 1 / (d if d > TINY or d < -TINY else TINY)  # inlined _not_zero: calls would dominate
+            d = 1 / (d if d > TINY or d < -TINY else TINY)  # inlined _ensure_nonzero: calls would dominate
             c = c if c > TINY or c < -TINY else TINY
             value *= c * d
         if abs(c * d - 1) < 1e-15:  # noqa: PLR2004 -- rounding of a double

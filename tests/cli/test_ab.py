@@ -126,7 +126,7 @@ def test_interrupted_before_the_first_launch_it_is_interrupted_and_not_refused(
     monkeypatch.setattr("dcpbench.plan.spec.make_spec", interrupted)
     code, err = call(*SAME, "-o", "out")
     assert code == 130
-    assert err.endswith("Interrupted. To begin anew, type the same again.\n")
+    assert err.endswith("Interrupted. To start again, repeat the command.\n")
 
 
 @pytest.mark.distributed

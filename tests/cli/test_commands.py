@@ -312,7 +312,7 @@ class TestDcpByDefault:
         return call(*args, "--concurrency", "8", "--dry-run", "--gpu", "H200")[2].split("\n")[0]
 
     def test_tp_alone_measures_dcp_and_says_how_to_measure_tp(self, call) -> None:
-        said = "DCP is measured by default: tp8·dcp8, beside tp8 as baseline. For plain TP alone, add --dcp 1."
+        said = "DCP is measured by default: tp8·dcp8, with tp8 as baseline. For plain TP alone, add --dcp 1."
         assert self.first_line(call, "sweep", "--tp", "8", "--dtype", "bf16") == said
         stored = "Weights fp8, as deepseek-v3 is published; KV bf16. For weights in bf16, add --weights-dtype bf16."
         assert self.first_line(call, "sweep", "--tp", "8") == f"{said} {stored}"
@@ -439,12 +439,12 @@ def test_a_layout_without_any_check_is_not_a_success(tmp_path: Path, capsys: pyt
     (tmp_path / "checks.jsonl").write_bytes(msgspec.json.encode(check) + b"\n")
     assert verify._print_checks(points[:1], tmp_path, options.Run()) == 0
     assert verify._print_checks(points, tmp_path, options.Run()) == 4
-    assert "no check was made for: tp2·ep1" in capsys.readouterr().err
+    assert "no check ran for: tp2·ep1" in capsys.readouterr().err
     both = [c.point for c in expand_layouts(layouts[1:], make_spec({"ep": "1,tp"}, probe), probe)]
     two = msgspec.structs.replace(check, layout="tp2", ep=2)
     (tmp_path / "checks.jsonl").write_bytes(msgspec.json.encode(two) + b"\n")
     assert verify._print_checks(both, tmp_path, options.Run()) == 4
-    assert "no check was made for: tp2·ep1;" in capsys.readouterr().err
+    assert "no check ran for: tp2·ep1;" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["sweep", "verify"])

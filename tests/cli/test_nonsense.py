@@ -53,7 +53,7 @@ def typed(*words: str) -> int:
         ),
         ("serve --requests empty", "--requests empty is not a file, and every rank reads it again; name a file"),
         ("import list.json --from vllm", "holds an empty list, and no result. Run the benchmark again"),
-        ("recommend --machine H200 -o file", "file is no folder; name another one with -o."),
+        ("recommend --machine H200 -o file", "file is not a folder; name another one with -o."),
         (
             "dashboard build empty -o site",
             "empty holds no run that can be read, so no site is written into site; name the folder",
@@ -98,7 +98,7 @@ class TestCtrlC:
 
         monkeypatch.setattr("dcpbench.commands.runs.print_json", interrupted)
         assert typed("machines", "--json") == 130
-        assert capsys.readouterr().err == "\nInterrupted. To begin anew, type the same again.\n"
+        assert capsys.readouterr().err == "\nInterrupted. To start again, repeat the command.\n"
 
     def test_before_the_commands_are_imported_it_ends_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         class Interrupts:

@@ -137,7 +137,7 @@ def test_a_dry_run_lists_loads_and_reasons(call) -> None:
 def test_a_long_live_run_is_announced(call) -> None:
     """768 × 1,500 tokens on average at 8 clients are 144,000 steps: 120 min, were a step 50 ms. A limit, or a replay, is short."""
     _, _, err = call("--dry-run", machine=GPUS)
-    assert "about 120 min for the longest load of each layout, were a step 50 ms. --mode replay" in err
+    assert "about 120 min for the longest load of each layout, at 50 ms per step. --mode replay" in err
     assert "takes long" not in call("--dry-run", "--limit", "60s", machine=GPUS)[2]
     assert "takes long" not in call("--dry-run", "--mode", "replay", machine=GPUS)[2]
 

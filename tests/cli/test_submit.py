@@ -422,19 +422,23 @@ def test_an_interrupt_while_sbatch_is_at_work_does_not_leave_a_job_that_nobody_k
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        ((), 2, "what is to run? Write sweep, serve or verify with its options behind --, as in: dcpbench submit"),
+        (
+            (),
+            2,
+            "the command is missing. Write sweep, serve or verify with its options behind --, as in: dcpbench submit",
+        ),
         (("--", "report", "run"), 2, "'report' cannot be submitted"),
         (("--", "sweep", "--tq", "16"), 2, "No such option: --tq"),
         (("--", "sweep", "--tp", "16", "--nnodes", "2"), 2, "leave --nnodes out behind --"),
         (("--", "sweep", "--tp", "16", "--rdzv-id", "x"), 2, "leave --rdzv-id out behind --"),
-        (("--", "sweep", "--tp", "16", "--dry-run"), 2, "type it before --"),
+        (("--", "sweep", "--tp", "16", "--dry-run"), 2, "write it before --"),
         (("--", "sweep", "--help"), 2, "see `dcpbench sweep --help`"),
-        (("--nodes", "2", "--gpus-per-node", "8", "--", "sweep"), 2, "Add for example --tp 16 behind --."),
+        (("--nodes", "2", "--gpus-per-node", "8", "--", "sweep"), 2, "add for example --tp 16 behind --."),
         (("--nodes", "2", "--", "sweep", "--tp", "3"), 2, "--tp 3 does not divide over --nodes 2"),
         (("--nodes", "2", "--gpus-per-node", "4", "--", "sweep", "--tp", "8,16"), 3, "or take --tp 8."),
         (("--nodes", "2", "--", "verify", "--tp", "4"), 2, "verify runs on one machine; leave --nodes 2 out."),
         (("--nodes", "2", "--", "serve", "--url", "http://a:1", "--tp", "8"), 2, "--url measures from one machine"),
-        (("--", "sweep", "--tp", "8", "--gpu", "H200"), 2, "type it before --"),
+        (("--", "sweep", "--tp", "8", "--gpu", "H200"), 2, "write it before --"),
         (("--gpu", "L40S", "--", "sweep", "--device", "cuda"), 2, "--gpu L40S is unknown"),
         (("--nodes", "0", "--", "sweep"), 2, "--nodes 0 is not positive"),
         (("--gpus-per-node", "-1", "--", "sweep"), 2, "--gpus-per-node -1 is negative"),
@@ -586,7 +590,7 @@ def test_files_of_the_cluster_are_not_looked_at_and_all_else_is(
     tp = () if "--tp" in wrong else ("--tp", "8")
     done = typed(*there, *words, *tp)
     assert done.returncode == 0, done.stderr
-    assert "not looked at here" in done.stderr
+    assert "cannot be checked here" in done.stderr
     assert ("--requests" if "--requests" in words else words[1]) in done.stderr
     done = typed(*there, *words, *tp, *wrong)
     assert done.returncode == 2
@@ -614,7 +618,7 @@ def test_a_file_of_options_that_is_here_is_read_where_the_job_sees_it(typed: Typ
     Path("a.toml").write_text('tp = 8\nweights = "/models/x"\n')
     done = typed(*there)
     assert done.returncode == 0
-    assert "--config is not looked at here" in done.stderr
+    assert "--config cannot be checked here" in done.stderr
 
 
 def test_advice_names_the_options_of_submit(typed: Typed) -> None:
@@ -707,4 +711,4 @@ class TestWithoutGpus:
         Path("pod.yaml").write_text(pod)
         done = typed("submit", *KINDS[1], "--pod", "pod.yaml", "--dry-run", "--", "sweep", "--tp", "1")
         assert done.returncode == (0 if gives else 2), done.stderr
-        assert ("no GPU is asked for" in done.stderr) != gives
+        assert ("the job requests no GPU" in done.stderr) != gives

@@ -109,7 +109,7 @@ def test_a_sweep_over_two_nodes_ends_well(cluster: TwoNodes, tmp_path: Path) -> 
     code, said = submitted.ended()
     assert code == 0, said
     assert [(r.outcome, r.point.tp) for r in read_records(run)] == [("ok", 2)]
-    assert "Node 1: works for node 0 at 127.0.0.1:" in said
+    assert "Node 1: joins node 0 at 127.0.0.1:" in said
     assert "[1/1] tiny tp2" in said
     assert "has ended well." in said
     assert (run / "logs" / "tp2-0" / "rank-0.exit").exists()

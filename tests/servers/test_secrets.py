@@ -292,7 +292,7 @@ def test_a_command_with_a_key_is_not_submitted(seen: Seen, monkeypatch: pytest.M
     command = ["serve", "--serve-cmd", FAKE, "--model", "m", *LOAD]
     for where in (["slurm"], ["slurm", "--dry-run"], ["k8s", "--image", "i"], ["k8s", "--image", "i", "--dry-run"]):
         assert seen.run("submit", *where, "--", *command) == 2
-    assert "a key stands in the command" in seen.output
+    assert "the command contains a key" in seen.output
     seen.check()
 
 

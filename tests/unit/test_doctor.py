@@ -429,7 +429,7 @@ class TestCommand:
         with pytest.raises(SystemExit) as end:
             cli.main(["doctor", "-o", str(tmp_path / "new")])
         assert end.value.code in (0, 1, 4)
-        assert "Read, and as it should be: " in capsys.readouterr().out
+        assert "Checked, without findings: " in capsys.readouterr().out
         assert list(tmp_path.iterdir()) == []
 
 

@@ -195,7 +195,7 @@ class TestResume:
     ) -> None:
         """Pools of other sizes, or points that share nothing with those already there."""
         job(tmp_path, "tp2-0")
-        with pytest.raises(OutputError, match="give what it was, or another folder with -o") as caught:
+        with pytest.raises(OutputError, match="give the value of that run, or another folder with -o") as caught:
             folders.check_resumed(tmp_path, NOW | changed)
         assert words in str(caught.value)
 

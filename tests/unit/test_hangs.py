@@ -435,7 +435,7 @@ def test_an_empty_name_is_not_the_folder_where_one_stands(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
         cli.main(["hang", "explain", ""])
-    assert (ended.value.code, "an empty name" in capsys.readouterr().err) == (2, True)
+    assert (ended.value.code, "a path is empty" in capsys.readouterr().err) == (2, True)
 
 
 def test_a_page_tells_the_same_and_what_others_wrote_is_no_markup_there(tmp_path: Path) -> None:

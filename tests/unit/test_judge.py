@@ -180,7 +180,7 @@ class TestServedRows:
     def test_a_row_that_is_no_multiple_of_16_bytes_is_refused_before_anything_is_launched(self) -> None:
         """34 + 16 numbers of 4 bytes are 200 = 12.5 · 16 bytes."""
         said = "of 16 bytes, and tiny has KV rows of 50 fp32 numbers, 200 bytes; use --dcp 1, or dcpbench sweep"
-        with pytest.raises(UsageError, match=f"--dcp 2: .*{said} for decode steps alone"):
+        with pytest.raises(UsageError, match=f"--dcp 2: .*{said} for decode steps only"):
             self.serve(34)
         self.serve(34, dcp=1, exchange="none")
 

@@ -104,7 +104,7 @@ def test_a_job_is_to_run_this_dcpbench_or_one_that_is_named(tmp_path: Path, monk
         monkeypatch.setattr(package, "find_script_folder", lambda other=other: other)
         if refused:
             with pytest.raises(
-                UsageError, match=f"{script}, which is of the dcpbench in .*{PACKAGE}.*--dcpbench 'PROGRAM'"
+                UsageError, match=f"{script}, which belongs to the dcpbench in .*{PACKAGE}.*--dcpbench 'PROGRAM'"
             ):
                 submit._find_program(None, inside=False)
         else:

@@ -664,7 +664,7 @@ def test_another_node_tells_that_its_ranks_failed_once_and_how_they_ended(
 
 
 def test_what_is_no_job_is_a_sentence_on_another_node(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(WorkerError, match=r"node 0 sent what is no job .*; install the same dcpbench on all"):
+    with pytest.raises(WorkerError, match=r"node 0 sent an invalid job .*; install the same dcpbench on all"):
         serve(launched, monkeypatch, Node0(b"{}", None))
 
 

@@ -578,9 +578,7 @@ def test_a_run_on_a_cpu_is_left_out_with_what_to_type_instead() -> None:
         asked, advise.Evidence(runs=[dataclasses.replace(run, records=[tiny, tiny])])
     )
     assert found == []
-    assert note.startswith(
-        "Left out: 2 records run on a CPU, whose times say nothing about speed; on NVIDIA H200 type "
-    )
+    assert note.startswith("Left out: 2 records run on a CPU, and CPU times do not count; on NVIDIA H200 run ")
     assert (
         "dcpbench sweep --model deepseek-v3 --tp 4 --concurrency 8,32 --context 4000 --exchange a2a --weights-dtype bf16 "
         "--kv-dtype bf16 --kv-memory '40 GB' -o runs/measured, and name runs/measured here"
@@ -691,27 +689,27 @@ def test_a_served_load_is_replayed_by_estimated_steps(capsys: pytest.CaptureFixt
         ("", "--machine H200"),
         ("--machine nope", "is no machine that is known"),
         ("--machine H200 --context 4000 --concurrency 0", "--concurrency 0 is not a positive number"),
-        ("--machine H200 --request-rate x", "--request-rate x is no rate"),
+        ("--machine H200 --request-rate x", "--request-rate x is not a rate"),
         ("--machine H200 --request-rate 1 --concurrency 2", "contradict each other"),
         ("--machine H200 --exchange foo", "--exchange foo is none of"),
-        ("--machine H200 --price -1", "--price -1 is no price"),
-        ("--machine H200 --price 1e308", "--price 1e+308 is no price"),
+        ("--machine H200 --price -1", "--price -1 is not a valid price"),
+        ("--machine H200 --price 1e308", "--price 1e+308 is not a valid price"),
         ("--machine H200 --chunk 0", "--chunk 0 is not positive; try --chunk 8192."),
         ("--machine H200 --request-rate 1 --num-requests -7", "--num-requests -7 is not positive"),
         (
             "--machine H200 --num-requests 9",
-            "--num-requests is of a load at a rate; add --request-rate, or leave it out.",
+            "--num-requests applies only with --request-rate; add --request-rate, or leave it out.",
         ),
         ("--machine H200 --context 4000 --kv-memory 9", "--kv-memory 9 has no unit"),
         ("--machine H200 --input-tokens banana", "--input-tokens banana: not a length"),
         ("--machine H200 --context 4000 --slo ttft=1", "without ttft; leave out --slo, or leave out --context."),
         (
             "--machine H200 --context 4000 --slo e2el=9,itl=60.5,tpot=2",
-            "without e2el or tpot; type --slo itl=60.5, or leave out --context.",
+            "without e2el or tpot; write --slo itl=60.5, or leave out --context.",
         ),
         (
             "--machine H200 --output-tokens 1 --slo itl=9,ttft=1",
-            "asks for one token, without itl; type --slo ttft=1, or leave out --output-tokens.",
+            "asks for one token, without itl; write --slo ttft=1, or leave out --output-tokens.",
         ),
         ("--machine H200 --context 163840", "--context can be up to 163839."),
         (
@@ -1071,13 +1069,13 @@ SERVED = ((8, 1020, load()),)
 @pytest.mark.parametrize(
     ("path", "device", "loads", "said"),
     [
-        ({}, "CPU", SERVED, "step times run on a CPU, whose times say nothing about speed"),
+        ({}, "CPU", SERVED, "step times run on a CPU, and CPU times do not count"),
         ({"model": "kimi-k2"}, "NVIDIA H200", SERVED, "step times of kimi-k2, not of deepseek-v3"),
         ({}, "NVIDIA H100 80GB HBM3", SERVED, "step times of NVIDIA H100 80GB HBM3, not of NVIDIA H200"),
         ({"emulate": "B200"}, "NVIDIA H200", SERVED, "step times emulated for B200, not for H200"),
         ({"tp": 8}, "NVIDIA H200", SERVED, "step times of 8 GPUs, not of 4 (--gpus)"),
         ({"kv_dtype": "fp8"}, "NVIDIA H200", SERVED, "step times of --kv-dtype fp8, not bf16"),
-        ({}, "NVIDIA H200", ((8, 4000, None),), "--context asks for decode steps alone"),
+        ({}, "NVIDIA H200", ((8, 4000, None),), "--context measures decode steps only"),
         ({}, "NVIDIA H200", SERVED, ""),
     ],
 )

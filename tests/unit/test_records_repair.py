@@ -255,7 +255,7 @@ class TestCommand:
         assert "Some of it was damaged" in out
         words = shlex.split(out.rpartition(": ")[2])
         assert words[:3] == ["dcpbench", "records", "repair"]
-        assert "line 4, strange: left as it is (schema_version 99" in typed(capsys, "repair", str(folder))[2]
+        assert "line 4, strange: left unchanged (schema_version 99" in typed(capsys, "repair", str(folder))[2]
         assert typed(capsys, *words[2:])[0] == 0
         assert read_records(folder) == RECORDS
 

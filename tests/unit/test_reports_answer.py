@@ -250,7 +250,7 @@ class TestSlo:
     ) -> None:
         """Beside the path of the report, as who typed it waits for its effect."""
         runs.print_if_unjudged([build.write(tmp_path / "run", records)], "itl=60")
-        assert ("--slo itl=60 changes nothing here" in capsys.readouterr().err) is told
+        assert ("--slo itl=60 has no effect here" in capsys.readouterr().err) is told
 
     def test_names_that_are_no_objectives_are_refused_as_serve_does(self, tmp_path: Path) -> None:
         from dcpbench.commands.options import OneAnswer

@@ -381,7 +381,7 @@ class TestRejections:
 
     @pytest.mark.parametrize("name", ["backend", "exchange"])
     def test_nothing_is_chosen_by_time(self, name: str) -> None:
-        assert f"dcpbench sweep --{name} auto says which is fastest" in reason(H200X4, concurrency=8, **{name: "auto"})
+        assert f"dcpbench sweep --{name} auto finds the fastest" in reason(H200X4, concurrency=8, **{name: "auto"})
 
     def test_a_model_that_needs_gpus_is_told_what_to_type_instead(self) -> None:
         assert "type: dcpbench serve --model tiny" in reason(model="deepseek-v3")

@@ -390,7 +390,7 @@ def test_calibrate_says_how_much_longer_prompts_take_gpus_together(
     assert msgspec.structs.replace(made, prompts=[], sha256="") == msgspec.structs.replace(before, sha256="")
     again = run(capsys, "calibrate", str(out), "--name", "ours", "-o", str(out), "--force")
     assert again[0] == 0
-    assert "up to 1.040 times as long as one that stands for them" in again[2]
+    assert "up to 1.040 times as long on these GPUs as on one emulating GPU" in again[2]
     assert (machines.read_machine(out).name, machines.read_machine(out).prompts) == ("ours", made.prompts)
 
 
@@ -416,7 +416,7 @@ def test_a_folder_may_have_benches_and_step_times(tmp_path: Path, capsys: pytest
         ),
         (["live", "other"], "can be held against nothing"),
         (["cpu"], "is of a CPU, whose times say nothing of GPUs; leave it out."),
-        (["machine", "machine2"], "a machine's file has what benches measured; name one such file, or benches."),
+        (["machine", "machine2"], "a machine's file cannot be combined with others; name one such file, or benches."),
         (["machine"], "machine.toml has no [calls] that were measured; name benches, or a file that has."),
     ],
 )
