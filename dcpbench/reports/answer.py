@@ -209,7 +209,7 @@ def describe_maximum(found: pd.DataFrame, best_found: pd.DataFrame) -> str:
         if best_found.empty:
             return ""
         near = best_found.sort_values("slo_excess", kind="stable").iloc[0]
-        return f"No point meets the SLO; nearest is {near['label']} at {near['load']} ({near['slo_said']})."
+        return f"No point meets the SLO; nearest is {near['label']} at {near['load']} ({near['slo_result']})."
     if len(found) > MAX_SHAPES:
         return ""
     short = make_short_shapes(found["rest"])

@@ -192,9 +192,9 @@ def compare_dcp_with_baseline(points: pd.DataFrame) -> pd.DataFrame:
     split = points[points["dcp"] > 1] if len(points) else points
     if split.empty:
         return pd.DataFrame()
-    taken = ("label", "slo_said", "ttft_p50_ms", "itl_p50_ms")
+    taken = ("label", "slo_result", "ttft_p50_ms", "itl_p50_ms")
     found = add_ratios(split, points[points["dcp"] == 1], BASELINE_OF, "output_tok_s", *taken)
-    found = found.rename(columns={"over_label": "baseline", "over_slo_said": "baseline_slo"})
+    found = found.rename(columns={"over_label": "baseline", "over_slo_result": "baseline_slo"})
     for name in ("ttft", "itl"):
         found[f"{name}_ratio"] = found[f"{name}_p50_ms"].astype(float) / found[f"over_{name}_p50_ms"].astype(float)
     return found.assign(verdict=compute_verdicts(found, without="no baseline")).reset_index(drop=True)
@@ -290,7 +290,7 @@ def format_slo_aside(ratios: pd.DataFrame) -> str:
     """Return the remark on ratios to the same layout without DCP if an SLO is in force, because such ratios ignore the
     SLO.
     """
-    return ", whether or not the SLO is met" if (ratios["slo_said"] != "").any() else ""
+    return ", whether or not the SLO is met" if (ratios["slo_result"] != "").any() else ""
 
 
 def find_break_even(ratios: pd.DataFrame) -> pd.DataFrame:

@@ -243,7 +243,7 @@ def _format_maximum(timed: pd.DataFrame) -> str:
         return f"at most {most}"
     near = pool.sort_values("slo_excess", kind="stable").iloc[0]
     nearest = "" if near.name == top.name else f": nearest is {near['label']} at {rule.format_load(near)}"
-    return f"at most {most}; no point meets the SLO{nearest} ({near['slo_said']})"
+    return f"at most {most}; no point meets the SLO{nearest} ({near['slo_result']})"
 
 
 def _explain_not_compared(frames: Frames, names: list[str]) -> str:

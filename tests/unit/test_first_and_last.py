@@ -439,7 +439,7 @@ def test_of_a_long_reason_the_end_is_shown(over: int) -> None:
         "outcome": "failed",
         "reason": "why",
         "cause": "why",
-        "told": "why",
+        "message": "why",
         "detail": detail,
     }
     table = tables.build_others_table(
