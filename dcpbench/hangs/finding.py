@@ -640,12 +640,12 @@ def _find_device_stall(evidence: Evidence) -> Finding | None:
     same_norm, far = len(norms) == 1, norms[-1] - norms[0] > MAX_NORM_GAP
     late = [] if same_norm or far else by_norm[0]
     at = None if far else known[by_norm[0][0]]
-    why = ["By the norm that each began last: what comes behind it, up to the next one, is not told apart."]
+    why = ["A position is the norm that a device began last. Kernels between two norms cannot be distinguished."]
     why += ["None is behind the others."] if same_norm and len(known) > 1 else []
     why += ["They are too far apart to be in one step: who is behind is not known."] if far else []
     return Finding(
         kind="device",
-        message=f"devices stand still in a step handed over as {handed[0].step or 'nothing'}: {places}",
+        message=f"devices stand still in a step launched as {handed[0].step or 'nothing'}: {places}",
         ranks=late,
         waiting=[r for r in known if late and r not in late],
         layer=at.layer if at else None,

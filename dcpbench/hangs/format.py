@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Hang:
-    """One job that stood still."""
+    """A job that hung."""
 
     name: str
     evidence: Evidence

@@ -300,7 +300,7 @@ def test_of_steps_that_devices_replay_norms_tell_the_layer(
         (tmp_path / f"device-{rank}.json").write_bytes(msgspec.json.encode(Device(norm=norm)))
     found = find_cause(evidence.read_evidence([tmp_path]))
     assert (found.kind, found.ranks, found.layer, found.phase) == ("device", ranks, layer, phase)
-    assert "handed over as replay" in found.message
+    assert "launched as replay" in found.message
     assert why in " ".join(found.why)
 
 
@@ -309,7 +309,7 @@ def test_of_one_rank_alone_its_device_says_where_it_stands(tmp_path: Path) -> No
     own.record_step(beats.REPLAY)
     (tmp_path / "device-0.json").write_bytes(msgspec.json.encode(Device(norm=7)))
     found = find_cause(evidence.read_evidence([tmp_path]))
-    assert found.message == "devices stand still in a step handed over as replay: rank 0 in attention of layer 3"
+    assert found.message == "devices stand still in a step launched as replay: rank 0 in attention of layer 3"
 
 
 @pytest.mark.parametrize("bad", [b"{", b'{"norm": "\xff"}', b'{"norm": -1.5}'], ids=["cut", "no text", "no number"])
