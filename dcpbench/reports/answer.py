@@ -151,7 +151,7 @@ def describe_imports(frames: Frames) -> str:
         return ""
     sources = " and ".join(f"{format_count(n, 'point')} of {TOOLS.get(name, name)}" for name, n in counts.items())
     others = len(table) - counts.total()
-    addition = f", beside {format_count(others, 'point')} of dcpbench" if others else ""
+    addition = f", in addition to {format_count(others, 'point')} of dcpbench" if others else ""
     return (
         f"Imported: {sources}{addition}. Engines are measured through HTTP and with a tokenizer, dcpbench without either, "
         "so that more than the layout differs. What their files do not say is a dash."
