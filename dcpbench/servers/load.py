@@ -42,7 +42,7 @@ UNAVAILABLE = 503
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Call:
-    """One request in the form in which it is sent."""
+    """A request in the form in which it is sent."""
 
     number: int  # in the load
     data: bytes  # head and body

@@ -206,7 +206,7 @@ class _LoadState:
     unprofiled: str = ""
     """Why the server was not profiled, if that was asked for."""
     complete: bool = False
-    """Whether all requests have ended, so that an interruption costs only what comes after them."""
+    """True once all requests have ended: an interruption then loses only later work."""
 
 
 def measure_point(
