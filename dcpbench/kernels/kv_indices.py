@@ -86,7 +86,7 @@ def write_pages_reference(
 
 @triton.jit
 def _local_length(length, rank, DCP: tl.constexpr, INTERLEAVE: tl.constexpr):
-    """See layout.local_length."""
+    """Compute layout.local_length in a kernel."""
     STRIPE: tl.constexpr = DCP * INTERLEAVE
     rest = tl.minimum(tl.maximum(length % STRIPE - rank * INTERLEAVE, 0), INTERLEAVE)
     return length // STRIPE * INTERLEAVE + rest
