@@ -183,7 +183,7 @@ class StepPieces:
         return model.walk_layers(batch, start_walk, run_attention, meanwhile)
 
     def run_piece(self, index: int, y_BhV: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """See Model.run_piece; y and the results lie in the shared buffers."""
+        """Run Model.run_piece. y and the results are in the shared buffers."""
         if not self.graphs:
             return self._compute_piece(index, y_BhV)
         self.graphs[index].replay()
