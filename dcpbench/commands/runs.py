@@ -85,7 +85,7 @@ def run_as_part(what: str = "points") -> Iterator[Part]:
 
 
 def is_part() -> bool:
-    """Whether the command runs inside as_part."""
+    """Whether the command runs inside run_as_part."""
     return _part.get() is not None
 
 

@@ -38,5 +38,5 @@ class KvPool:
         return self.data.flatten(1, 2)
 
     def get_rows(self, index: int) -> torch.Tensor:
-        """Return a view [pages · page_size, width] of one layer, indexed by `layout.row(loc)`."""
+        """Return a view [pages · page_size, width] of one layer, indexed by `layout.get_row(loc)`."""
         return self.data[index].view(-1, self.data.shape[-1])

@@ -233,7 +233,7 @@ class Pieces:
         self.decodes: dict[int, Decodes] = {}
 
     def get_pieces(self, rows: int) -> StepPieces:
-        """Return the pieces of steps with `rows` rows, one of `chunk_row_sizes`."""
+        """Return the pieces of steps with `rows` rows, one of `list_chunk_rows`."""
         if rows not in self.cuts:
             self.cuts[rows] = StepPieces(self, rows)
         return self.cuts[rows]

@@ -44,7 +44,7 @@ class SyntheticSource:
         columns: slice | None = None,
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """Implement weights.Source.get_tensor. At most one of `rows` and `columns`, and consistently so for one name."""
+        """Implement weights.Source.get_tensor. At most one of `rows` and `columns`, consistently for one name."""
         dtype = dtype or self.dtype
         if len(shape) == 1:
             if not name.endswith("bias"):

@@ -217,7 +217,9 @@ def decompress_latents_fused(
     key_ShX: torch.Tensor,
     value_ShW: torch.Tensor,
 ) -> None:
-    """Launch one kernel for keys and one for values. Tensor descriptors fetch both operands; past R columns of a row there are zeros.
+    """Launch one kernel for keys and one for values.
+
+    Tensor descriptors fetch both operands; past R columns of a row there are zeros.
     Rows behind the count, as far as the last tile reaches, are multiplied and not stored.
     """
     heads, latent, value = w_uv.shape

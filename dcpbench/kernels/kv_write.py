@@ -38,7 +38,7 @@ NUMBERED_FROM = 8192
 def write_kv(kv_KQ: torch.Tensor, new_BQ: torch.Tensor, loc_B: torch.Tensor, share: Share, scale: float = 1.0) -> None:
     """Store `new_BQ[b]` at row(loc_B[b]) of `kv_KQ` where owner(loc_B[b]) is the rank; skip loc < 0. No host sync.
 
-    loc_B is an int32 or int64 tensor of virtual locations (layout.owner, layout.row), no two of them the same row.
+    loc_B is an int32 or int64 tensor of virtual locations (layout.get_owner, layout.get_row), no two of them the same row.
     kv_KQ and scale: as in `write_rows`.
     """
     (write_kv_fused if kv_KQ.is_cuda else write_kv_reference)(kv_KQ, new_BQ, loc_B, share, scale)

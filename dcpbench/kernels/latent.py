@@ -149,7 +149,7 @@ def split_latent_fused(
     interleaved: bool,
     quantise: bool = False,
 ) -> torch.Tensor | Rows | None:
-    """Split with one kernel of one or two programs per row. `quantise` the query latent of a multiple of 128 columns."""
+    """Split with one kernel of one or two programs per row. `quantise` a query latent of a multiple of 128 columns."""
     batch, latent, columns = len(qkv_BN), len(kv_norm), row_BQ.shape[1]
     q_width = qkv_BN.shape[1] - columns
     out = rows = None

@@ -55,7 +55,7 @@ ADD_UP_US = 1.7
 def apply_linear(
     x_TK: torch.Tensor | Rows, weight_NK: torch.Tensor | Scaled, out_TN: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return x · weightᵀ [T, N] in x's dtype, in `out` if given. On a GPU, scale blocks are 128 × 128; 128 divides K."""
+    """Return x · weightᵀ [T, N] in x's dtype, in `out` if given. On a GPU, scale blocks are 128 × 128, and 128 | K."""
     if isinstance(x_TK, Rows):
         assert isinstance(weight_NK, Scaled)
         return compute_product(x_TK.scaled, weight_NK, x_TK.dtype, out=out_TN)

@@ -30,7 +30,7 @@ class Mark(NamedTuple):
 def add_rms_norm(
     x_BD: torch.Tensor, residual_BD: torch.Tensor, weight_D: torch.Tensor, eps: float, mark: Mark | None = None
 ) -> torch.Tensor:
-    """Add x to residual in place. Return weight · residual / sqrt(mean(residual²) + eps), mean in fp32, in x's dtype."""
+    """Add x to residual in place. Return weight · residual / sqrt(mean(residual²) + eps) in x's dtype, mean in fp32."""
     return (normalize_fused if x_BD.is_cuda else normalize_reference)(x_BD, residual_BD, weight_D, eps, mark)
 
 
@@ -44,8 +44,10 @@ def normalize_for(
     *,
     keep: bool = True,
 ) -> torch.Tensor | Rows:
-    """Normalise x, with or without a residual, for a product with the weight `feeds`: quantised where that is done, and with
-    `keep` as it is, too. Rows of x may be strided.
+    """Normalise x, with or without a residual, for a product with the weight `feeds`.
+
+    The result is quantised if the product needs it; with `keep` it is also returned unquantised. Rows of x may be
+    strided.
     """
     if needs_quantized_input(feeds):
         return normalize_rows(x_BD, residual_BD, weight_D, eps, mark, keep=keep)

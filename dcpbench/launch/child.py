@@ -8,7 +8,7 @@ behind. It therefore uses only the standard library.
                                                  have a process run JOB as one of RANKS ranks, of which this machine
                                                  has those from FIRST on, and record its life cycle:
 
-    FOLDER/rank-R.pid     its process id and start time (start_ticks), written before it imports any module
+    FOLDER/rank-R.pid     its process id and start time (read_start_ticks), written before it imports any module
     LOGS/rank-R.log       its whole output; torchrun's own --log-dir makes up random names
     LOGS/rank-R.exit      how it ended (jobs.Exit)
 

@@ -73,7 +73,7 @@ class Work(jobs.Command, frozen=True, kw_only=True):
     hardware: str = ""
     """Hardware of the machine, as named by probes."""
     lock: int | None = None
-    """Descriptor of the folder's lock (folders.locked)."""
+    """Descriptor of the folder's lock (folders.lock_folder)."""
 
     def get_limit_s(self, stage: str) -> float:
         """Return the seconds without a sign of life after which a job in this stage counts as hung."""
@@ -288,7 +288,7 @@ class _JobEnd:
 
     @property
     def gone(self) -> Exit | None:
-        """See first_gone."""
+        """See find_first_gone."""
         return find_first_gone(self.failures, self.exits, finished=self.stage == ENDED)
 
     def has_been_ended(self, rank: int) -> bool:

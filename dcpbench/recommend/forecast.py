@@ -124,7 +124,7 @@ class Forecast:
 
     @property
     def who(self) -> str:
-        """Return the name of the point, as name_point formats it."""
+        """Return the name of the point, as format_point formats it."""
         return format_point(self.point)
 
     def get_judged_value(self, name: str) -> tuple[str, float] | None:
@@ -415,7 +415,7 @@ class Estimator:
         return StepRows(decodes=(context,) * each, sampled=each, tokens=requests)
 
     def compute_terms(self, rows: StepRows) -> dict[str, float] | None:
-        """Return the terms of a padded step, as estimate.terms does."""
+        """Return the terms of a padded step, as estimate.compute_terms does."""
         padded = estimate.pad_step(rows, self.point.dp)
         return estimate.compute_terms(self.sharding, padded, self.rates, self.wire, self.point.exchange)
 

@@ -127,7 +127,7 @@ OF_A_REQUEST = {"ttft": compute_ttft_ms, "tpot": compute_tpot_ms, "e2el": comput
 def summarize_latencies(samples: Sequence[float] | Floats) -> Latencies:
     """Mean and percentiles in the unit of the samples; percentiles are None where there are too few.
 
-    p50 needs 1 sample, p90 64, p95 130, p99 662 (stats.least_samples); linear between neighbours. Raises UsageError for
+    p50 needs 1 sample, p90 64, p95 130, p99 662 (stats.compute_min_samples); linear between neighbours. Raises UsageError for
     NaN and infinite samples.
     """
     import numpy as np
@@ -241,7 +241,7 @@ def compute_goodput(requests: Sequence[RequestTimes], slo: Mapping[str, float]) 
 
 
 def compute_percentiles(samples: Sequence[float]) -> Percentiles:
-    """p50, p90, p95 and p99 in the unit of the samples; None where there are too few (stats.least_samples)."""
+    """p50, p90, p95 and p99 in the unit of the samples; None where there are too few (stats.compute_min_samples)."""
     p50, p90, p95, p99 = (compute_percentile(samples, p) for p in PERCENTILES)
     return Percentiles(p50=p50, p90=p90, p95=p95, p99=p99, samples=len(samples))
 

@@ -47,7 +47,7 @@ def decode_throttle_reasons(bits: int) -> list[str]:
 
 
 class Interval(msgspec.Struct, frozen=True, kw_only=True):
-    """A median with its 95 % confidence interval (order statistics, stats.median_interval)."""
+    """A median with its 95 % confidence interval (order statistics, stats.compute_median_interval)."""
 
     median: Number
     low: Number
@@ -66,7 +66,7 @@ IN_STAGE = re.compile(r"[^:]* in stage '\w+'")
 
 
 class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
-    """p50 to p99; null where there are too few samples (stats.percentile)."""
+    """p50 to p99; null where there are too few samples (stats.compute_percentile)."""
 
     p50: Number | None = None
     p90: Number | None = None

@@ -236,7 +236,7 @@ def _compare_most(row: pd.Series[Any], times: float) -> str:
 
 
 def describe_dcp_gain(against: pd.DataFrame) -> str:
-    """Return the loads in which DCP pays (findings.dcp_against_best), with the layout and the gain."""
+    """Return the loads in which DCP pays (findings.compare_dcp_with_best), with the layout and the gain."""
     compared = against[against["verdict"] != "no rival"] if len(against) else against
     if compared.empty:
         return ""
@@ -270,7 +270,7 @@ def is_baseline_best(ratios: pd.DataFrame, against: pd.DataFrame) -> bool:
 def describe_break_even(even: pd.DataFrame, ratios: pd.DataFrame, others: pd.DataFrame, *, pays: bool) -> str:
     """Return, for each request length, the concurrency from which DCP is ahead of the same layout without it.
 
-    `pays`: True if this is also where DCP pays, because that layout is the best one without DCP (baseline_is_best).
+    `pays`: True if this is also where DCP pays, because that layout is the best one without DCP (is_baseline_best).
     """
     alone = _describe_missing_baseline(ratios, others)
     if even.empty:

@@ -138,7 +138,7 @@ class Frames:
 
     @cached_property
     def kv(self) -> pd.DataFrame:
-        """Return the KV cache of each layout (findings.kv_by_layout)."""
+        """Return the KV cache of each layout (findings.compute_kv_by_layout)."""
         return findings.compute_kv_by_layout(self.everything)
 
     @cached_property

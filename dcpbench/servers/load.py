@@ -107,7 +107,7 @@ class Run:
     ) -> None:
         """Take the calls of a closed loop of `clients`; None: each call at its time, at most `at_once` at the same time.
 
-        `realtime`: see first_in_line.
+        `realtime`: see set_realtime_priority.
         """
         self.client, self.calls, self.clients = client, calls, clients
         self.outcomes: list[Outcome] = []

@@ -186,7 +186,7 @@ def measure_points(
 
 @dataclasses.dataclass
 class ServedLoad:
-    """A run of requests, as outcome.serve_metrics takes it."""
+    """A run of requests, as outcome.compute_serve_metrics takes it."""
 
     samples: list[Sample]
 

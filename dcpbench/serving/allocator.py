@@ -29,7 +29,7 @@ NO_PAGES = np.empty(0, dtype=np.int32)
 
 
 class OutOfKvError(CapacityError):
-    """Error for an allocation without enough free pages. Nothing has changed, so the caller may free pages and try again."""
+    """Error for an allocation without enough free pages. Nothing has changed; the caller may free pages and retry."""
 
 
 class Allocation:

@@ -238,7 +238,7 @@ def get_outcome(sample: Sample) -> str:
 def find_warnings(found: ServeMetrics) -> list[str]:
     """Return the warnings of the metrics themselves: `cut_off`, `few_samples`, `rejections`, `requests_failed`.
 
-    `few_samples` is set if a percentile of TTFT or ITL has too few samples (stats.least_samples).
+    `few_samples` is set if a percentile of TTFT or ITL has too few samples (stats.compute_min_samples).
     """
     lacking = any(None in (times.p90, times.p95, times.p99) for times in (found.ttft_ms, found.itl_ms))
     found_warnings = {"cut_off": bool(found.cancelled), "few_samples": lacking, "rejections": bool(found.rejected)}

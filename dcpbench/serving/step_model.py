@@ -426,7 +426,7 @@ class Heat:
         return self.share
 
     def add_step(self, seconds: float, towards: float) -> None:
-        """Advance by a step; see Slowed.left_by."""
+        """Advance by a step; see Slowdown.compute_final_heat."""
         self._update_share(seconds, towards)
         self.until_s += seconds
 

@@ -277,7 +277,7 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return self.model.predict_step_ms(works) * (1 + heat * (self.slowdown(works) - 1))
 
     def predict_host_ms(self, step: Step) -> float:
-        """Return the time during which the host is busy launching the step. Raise as duration_ms does."""
+        """Return the time during which the host is busy launching the step. Raise as predict_duration_ms does."""
         return max(self.host_model.predict_step_ms(compute_step_works(step)), 0.0)
 
     def check_errors(self) -> list[tuple[Case, float]]:

@@ -156,7 +156,7 @@ class Site(msgspec.Struct, kw_only=True):
     bytes: int | None = None
     """Sum over all occurrences."""
     may_block: bool = False
-    """True if the call can wait but did not, or a detector without times cannot decide it. Excluded from totals and gates.
+    """True if the call can wait but did not, or the detector has no times to decide it. Excluded from totals and gates.
     Small copies from pageable memory: CUDA stages them until its staging memory is full."""
     explicit: bool = False
     """Asked for by name, as a stack shows: synchronize() of a device, stream or event."""

@@ -126,7 +126,7 @@ def compute_state(
 ) -> State:
     """Return the state at `now` (Unix time).
 
-    `alive` and `began` are the results of processes.alive; `known_here` is True if this run was alive on this machine
+    `alive` and `began` are the results of processes.find_alive; `known_here` is True if this run was alive on this machine
     before, so that it cannot be a run of another machine on a shared file system.
     """
     job = facts.newest_job

@@ -264,7 +264,7 @@ QUANTISED = (*ROUNDED_INPUTS, "kv_b_proj")
 
 
 def compute_relative_errors(engine: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
-    """Return ‖engine − model‖ / ‖model‖ of each row [P, …]; divided by the median ‖model‖ of all rows if that is larger."""
+    """Return ‖engine − model‖ / ‖model‖ of each row [P, …]. The divisor is at least the median ‖model‖ of all rows."""
     size_P = model.float().norm(dim=-1)
     floor = max(float(size_P.median()), torch.finfo(torch.float32).tiny)
     return (engine.float() - model.float()).norm(dim=-1) / size_P.clamp(min=floor)

@@ -419,7 +419,7 @@ class TestImports:
 
 
 class TestDcpAhead:
-    """One rule for the chart's line and the bullet: findings.dcp_against_best, by intervals."""
+    """One rule for the chart's line and the bullet: findings.compare_dcp_with_best, by intervals."""
 
     def test_two_layouts_with_dcp_that_are_level_are_both_ahead_of_all_without(self, tmp_path: Path) -> None:
         """Neither is ahead of the best other one, which has DCP, too."""

@@ -124,7 +124,7 @@ def _product_kernel(
     LEAST: tl.constexpr,
     LARGEST: tl.constexpr,
 ):
-    """Multiply tokens by expert weights. SCALED: operands are e4m3 with scales (block_scaled.py); BLOCK_N divides a block.
+    """Multiply tokens by expert weights. SCALED: e4m3 operands with scales (block_scaled.py); BLOCK_N divides a block.
 
     QUANTISED: so are results, and BLOCK_N is a group of them.
     """

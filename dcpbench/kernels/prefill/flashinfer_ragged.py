@@ -113,7 +113,7 @@ class FlashInferRagged:
     """Rows of requests without keys, for which fa3 returns no valid result."""
 
     def run(self, q_ThX: torch.Tensor, k_ShX: torch.Tensor, v_ShW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Implement Ragged.run. A tile of values may extend past a request, so rows after the last one are not passed."""
+        """Implement Ragged.run. A tile of values may extend past a request, so no row after the last one is passed."""
         q_ThX = q_ThX[: self.rows]
         if not self.keys:  # fa3 cannot describe an empty tile
             return q_ThX[..., :VALUE], q_ThX.new_full(q_ThX.shape[:2], float("-inf"), dtype=torch.float32)
