@@ -5,7 +5,7 @@
     python -m tools.linear_versions now=. --cuts --rows 16,64 --tp 8 --matrix q_b,o -o cuts.jsonl
 
 A version is a checkout of this project, of which the kernels of linear layers are taken and nothing else. `--cuts`: all that this checkout's
-tiling() chooses from, too; c64p2 is 64 columns a program and two stretches of the depth. A call quantises its rows and multiplies. Each line of
+choose_tiling() chooses from, too; c64p2 is 64 columns a program and two stretches of the depth. A call quantises its rows and multiplies. Each line of
 FILE is a layer: µs of a call of each, from a CUDA graph over cold weights, with the interval of its median, its error against fp64, and what was
 wrong. A version that cannot be compiled, or is wrong, says so and is not timed; the command then ends with 1. Without a GPU all are checked and none
 is timed.

@@ -19,7 +19,7 @@ SCHEMA_VERSION = 1
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """One row of a bench's table, as requested."""
+    """A row of a bench's table, as requested."""
 
     variant: str
     sizes: dict[str, int | float | str]
@@ -176,7 +176,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of a worker: its environment first, then the progress of each case."""
+    """A line of a worker: its environment first, then the progress of each case."""
 
     stage: str
     """`start`, `limits`, then `case` and `done` (timed) for each case; after all of them `counted` for each, then

@@ -43,7 +43,7 @@ def explain(
       for pid in $(pgrep -f my_server); do py-spy dump --pid $pid > dump-$pid.txt; done; dcpbench hang explain dump-*.txt
     """
     from dcpbench.errors import OutputError, UsageError
-    from dcpbench.hangs import said
+    from dcpbench.hangs import format as hang_format
     from dcpbench.show.terminal import print_stderr
     from dcpbench.show.whole_files import write_file
 
@@ -53,21 +53,21 @@ def explain(
         raise OutputError(
             f"--html {html} would be written over; give the page a name of its own, such as --html hang.html, or add --force."
         )
-    hangs = said.read_hangs([Path(path) for path in paths])
+    hangs = hang_format.read_hangs([Path(path) for path in paths])
     if html is not None:
         try:
-            write_file(html, said.render_page(hangs).encode())
+            write_file(html, hang_format.render_page(hangs).encode())
         except OSError as e:
             raise OutputError(f"{html} cannot be written ({e.strerror}); give another file.") from e
     if as_json:
         from dcpbench.commands.runs import print_json
 
-        print_json([said.to_json(hang) for hang in hangs])
+        print_json([hang_format.to_json(hang) for hang in hangs])
     else:
         from dcpbench.show.terminal import make_console
 
         for hang in hangs:
-            make_console().print(said.format_text(hang), markup=False, highlight=False, soft_wrap=True)
+            make_console().print(hang_format.format_text(hang), markup=False, highlight=False, soft_wrap=True)
     if html is not None:
         print_stderr(f"Wrote {html}")
     return 0

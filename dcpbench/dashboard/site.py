@@ -233,7 +233,7 @@ def _remove_unreferenced(site: Path, files: DataFiles, slugs: set[str]) -> None:
 
 
 def read_page_keys(site: Path) -> dict[str, str]:
-    """Return the keys (pages.key) of the pages that the site holds, by slug."""
+    """Return the keys (pages.compute_page_key) of the pages that the site holds, by slug."""
     found = (_read_state(site) or {}).get("pages")
     return {str(k): str(v) for k, v in found.items()} if isinstance(found, dict) else {}
 

@@ -50,7 +50,7 @@ class CheckpointSource:
         columns: slice | None = None,
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """See weights.Source."""
+        """Implement weights.Source.get_tensor."""
         part = self._get_slice(name, shape)
         if name + SCALE in self.file_of:
             height, depth = shape
@@ -65,7 +65,7 @@ class CheckpointSource:
         return tensor.to(self.device, dtype or self.dtype)
 
     def get_scaled(self, name: str, shape: tuple[int, int], *, rows: slice = ALL, columns: slice = ALL) -> Scaled:
-        """See weights.Source. Weights that are not published in fp8 are quantised in the published blocks."""
+        """Implement weights.Source.get_scaled. Other weights than fp8 are quantised in the published blocks."""
         part = self._get_slice(name, shape)
         if name + SCALE not in self.file_of:
             around_it = part[expand_to_blocks(rows, shape[0]), expand_to_blocks(columns, shape[1])]

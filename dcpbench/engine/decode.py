@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class Request:
-    """One request in flight on this replica."""
+    """A request in flight on this replica."""
 
     slot: int
     allocation: Allocation

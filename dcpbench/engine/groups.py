@@ -19,7 +19,7 @@ _handles: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
 
 @dataclasses.dataclass(frozen=True)
 class Groups:
-    """This rank's three groups."""
+    """The three process groups of a rank."""
 
     attn: Group
     """Ranks that share the heads of this replica."""

@@ -34,9 +34,9 @@ class KvPool:
             ) from e
 
     def get_all_rows(self) -> torch.Tensor:
-        """[layers, pages · page_size, width]; a view."""
+        """Return a view [layers, pages · page_size, width]."""
         return self.data.flatten(1, 2)
 
     def get_rows(self, index: int) -> torch.Tensor:
-        """[pages · page_size, width] of one layer; a view, indexed by `layout.row(loc)`."""
+        """Return a view [pages · page_size, width] of one layer, indexed by `layout.get_row(loc)`."""
         return self.data[index].view(-1, self.data.shape[-1])

@@ -1,4 +1,4 @@
-"""One step of an MLA + MoE model on one rank, layer by layer.
+"""A step of an MLA + MoE model on one rank, layer by layer.
 
 Rows of a step: decode rows, which attend in absorbed form over the DCP ranks' shards; then the tokens of prompt chunks,
 which attend without absorption (prefill.py); and padding rows, which do not attend.

@@ -183,7 +183,7 @@ class StepPieces:
         return model.walk_layers(batch, start_walk, run_attention, meanwhile)
 
     def run_piece(self, index: int, y_BhV: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """See Model.run_piece; y and the results lie in the shared buffers."""
+        """Run Model.run_piece. y and the results are in the shared buffers."""
         if not self.graphs:
             return self._compute_piece(index, y_BhV)
         self.graphs[index].replay()
@@ -233,7 +233,7 @@ class Pieces:
         self.decodes: dict[int, Decodes] = {}
 
     def get_pieces(self, rows: int) -> StepPieces:
-        """Return the pieces of steps with `rows` rows, one of `chunk_row_sizes`."""
+        """Return the pieces of steps with `rows` rows, one of `list_chunk_rows`."""
         if rows not in self.cuts:
             self.cuts[rows] = StepPieces(self, rows)
         return self.cuts[rows]

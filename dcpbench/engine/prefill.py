@@ -90,7 +90,7 @@ class KeySet:
     """Keys that rows of a step attend to in one call, in the form that its layers need."""
 
     numbers: torch.Tensor
-    """int32 [1 + keys], on the device: the number of keys, and the row of each one, see kernels.keys.lay; stored rows
+    """int32 [1 + keys], on the device: the number of keys, and the row of each one, see kernels.keys.gather_rows; stored rows
     are in the pool, or in the buffer gathered by `task`.
     """
     task: Task | None
@@ -167,7 +167,7 @@ class Prefiller:
         """Reserve the buffers; collective if a prefix is gathered.
 
         `tokens` is the maximum of chunk tokens in one step of this replica; `rows` the maximum of all rows, including
-        decodes. `window_bytes` bounds the size of a window (memory.window_bytes), by default that of PREFILL_WINDOW
+        decodes. `window_bytes` bounds the size of a window (memory.compute_window_bytes), by default that of PREFILL_WINDOW
         tokens. Raise UsageError for a gather mode or backend that does not exist or cannot run, CapacityError if peers'
         memory cannot be read or the bytes hold no window.
         """

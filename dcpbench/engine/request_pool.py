@@ -16,7 +16,7 @@ from dcpbench.errors import CapacityError
 
 
 class OutOfSlotsError(CapacityError):
-    """Every slot is taken. Raised before anything changes, so the caller may wait and try again."""
+    """Error for an allocation without a free slot. Nothing has changed, so the caller may wait and try again."""
 
 
 class RequestPool:
@@ -38,7 +38,7 @@ class RequestPool:
         self.slots = range(first, first + size)
         self.free_all()
         self.host = np.zeros((size + first, max_context), dtype=np.int32)
-        """The same table on the host, to plan from without asking the device."""
+        """Host copy of the table, for plans without device access."""
         self.table = torch.zeros((size + first, max_context), dtype=torch.int32, device=device)
         """int32 [size + 1, max_context] on the device; one tensor for life, as captured graphs hold its address."""
         self.tokens = torch.zeros((size + first, max_context + 1), dtype=torch.int64, device=device)
@@ -78,7 +78,7 @@ class RequestPool:
             raise ValueError(f"request slot {slot} is not in use")
 
     def set_locs(self, slot: int, start: int, locs: np.ndarray) -> None:
-        """Tokens `start … start + len(locs) - 1` of the request lie at `locs` (integers [n])."""
+        """Set the locations of tokens `start … start + len(locs) - 1` of the request to `locs` (integers [n])."""
         self._check_slot(slot)
         stop = start + len(locs)
         if start < 0 or stop > self.max_context:

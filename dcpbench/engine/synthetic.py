@@ -44,7 +44,7 @@ class SyntheticSource:
         columns: slice | None = None,
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """See weights.Source. At most one of `rows` and `columns`, and consistently so for one name."""
+        """Implement weights.Source.get_tensor. At most one of `rows` and `columns`, consistently for one name."""
         dtype = dtype or self.dtype
         if len(shape) == 1:
             if not name.endswith("bias"):
@@ -63,7 +63,7 @@ class SyntheticSource:
         return out
 
     def get_scaled(self, name: str, shape: tuple[int, int], *, rows: slice = ALL, columns: slice = ALL) -> Scaled:
-        """See weights.Source. Blocks have the scales of normal numbers: their largest, some four deviations, is 448."""
+        """Implement weights.Source.get_scaled. Scales are those of normal numbers with a maximum of 448."""
         dim, part = (0, rows) if columns == ALL else (1, columns)
         part = slice(*part.indices(shape[dim])[:2])
         size = list(shape)

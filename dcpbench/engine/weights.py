@@ -61,7 +61,7 @@ Linear = torch.Tensor | Scaled
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """One layer's attention; h heads of this rank. Linear weights are [out, in]."""
+    """Attention weights of a layer; h heads of this rank. Linear weights are [out, in]."""
 
     input_norm: torch.Tensor
     qkv_a: Linear
@@ -104,7 +104,7 @@ class Moe:
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """One distinct layer."""
+    """Weights of a distinct layer."""
 
     attention: Attention
     mlp: Mlp | Moe
@@ -112,7 +112,7 @@ class Layer:
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """All that one rank holds."""
+    """All weights of a rank."""
 
     embed: torch.Tensor
     """[vocab rows of this rank, D]; rows past the vocabulary are zero."""

@@ -96,23 +96,23 @@ class InOwnMemory:
         self.group, self.spec = group, spec
 
     def get_query_buffer(self, batch: int) -> torch.Tensor:
-        """See Exchange."""
+        """Implement Exchange.get_query_buffer."""
         return self.spec.allocate_query(batch, self.group.size)
 
     def gather_q(self, q_BhQ: torch.Tensor) -> torch.Tensor:
-        """See Exchange."""
+        """Implement Exchange.gather_q."""
         return q_BhQ if self.spec.q_replicate or self.group.size == 1 else gather_heads(self.group, q_BhQ)
 
     def get_partial_buffers(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """See Exchange."""
+        """Implement Exchange.get_partial_buffers."""
         return self.spec.allocate_partial(batch)
 
 
 class NoExchange(InOwnMemory):
-    """dcp 1: every rank holds all tokens of its requests."""
+    """Exchange of dcp 1, where every rank holds all tokens of its requests."""
 
     def merge_partials(self, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - the protocol's
-        """See Exchange."""
+        """Implement Exchange.merge_partials."""
         return o_BHR.transpose(0, 1)
 
 

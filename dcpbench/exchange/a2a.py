@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class AllToAll(InOwnMemory):
-    """See the module."""
+    """Exchange by one all-to-all of packed partial outputs."""
 
     def merge_partials(self, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> torch.Tensor:
-        """See Exchange. Projected values come as [B, h, V] in the spec's dtype, seen as [h, B, V]; else fp32."""
+        """Implement Exchange.merge_partials. Projected values are [B, h, V] in the spec's dtype, else fp32."""
         with record_range("merge"):
             received_NW = self.group.all_to_all(pack_messages(o_BHR, lse_BH, self.group.size))
             batch, heads, columns = o_BHR.shape

@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 
 class AllGatherReduceScatter(InOwnMemory):
-    """See the module."""
+    """Exchange by all-gather and reduce-scatter through NCCL."""
 
     def merge_partials(self, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> torch.Tensor:
-        """See Exchange."""
+        """Implement Exchange.merge_partials."""
         with record_range("merge"):
             lse_NBH = self.group.all_gather(lse_BH)
             share_HBR = correct_attn_out(o_BHR, lse_NBH, self.group.rank, self.spec.wire)
@@ -63,7 +63,7 @@ def _slice_first(flat: torch.Tensor, *shape: int) -> torch.Tensor:
 
 
 class InRegisteredMemory(InOwnMemory):
-    """All-gather and reduce-scatter in registered memory, see the module. Each instance has its own memory."""
+    """Exchange by all-gather and reduce-scatter in registered memory. Each instance has its own memory."""
 
     def __init__(self, group: Group, spec: ExchangeSpec) -> None:
         """Register the memory; collective. Raise CapacityError if memory cannot be registered with NCCL."""
@@ -74,24 +74,24 @@ class InRegisteredMemory(InOwnMemory):
         self.parts = _Parts(Carver(own), spec, group.size)
 
     def get_query_buffer(self, batch: int) -> torch.Tensor:
-        """See Exchange."""
+        """Implement Exchange.get_query_buffer."""
         if self.spec.q_replicate:
             return super().get_query_buffer(batch)
         return _slice_first(self.parts.q, batch, self.spec.heads // self.group.size, self.spec.width)
 
     def gather_q(self, q_BhQ: torch.Tensor) -> torch.Tensor:
-        """See Exchange. Of one request it holds until the next layer's."""
+        """Implement Exchange.gather_q. The gathered q is valid until the next layer's."""
         if self.spec.q_replicate:
             return q_BhQ
         return gather_heads(self.group, q_BhQ, _slice_first(self.parts.all_q, self.group.size, *q_BhQ.shape))
 
     def get_partial_buffers(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """See Exchange."""
+        """Implement Exchange.get_partial_buffers."""
         o_BHR, _ = super().get_partial_buffers(batch)
         return o_BHR, _slice_first(self.parts.lse, batch, self.spec.heads)
 
     def merge_partials(self, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> torch.Tensor:
-        """See Exchange. It holds until the next layer's."""
+        """Implement Exchange.merge_partials. The result is valid until the next layer's."""
         batch, heads, columns = o_BHR.shape
         ranks, parts = self.group.size, self.parts
         with record_range("merge"):

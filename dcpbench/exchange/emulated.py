@@ -66,19 +66,19 @@ class Emulation:
 
 @dataclasses.dataclass(frozen=True)
 class EmulatedGroup(Group):
-    """This rank's place among ranks that are not there."""
+    """Group of this rank and of emulated ranks."""
 
     emulation: Emulation
 
     def all_gather(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """See Group; every rank's part is a copy of this rank's."""
+        """Implement Group.all_gather. Each rank's part is a copy of this rank's."""
         if out is None:
             out = x.new_empty(self.size, *x.shape)
         self.emulation.launch_call("all-gather", self.size, (self.size - 1) * x.nbytes, x, out)
         return out
 
     def reduce_scatter(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """See Group; the sum is this rank's own part."""
+        """Implement Group.reduce_scatter. The sum is this rank's own part."""
         if out is None:
             out = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
         mine = x.view(self.size, -1)[self.rank]
@@ -86,7 +86,7 @@ class EmulatedGroup(Group):
         return out
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """See Group; x is unchanged, because norms follow."""
+        """Implement Group.all_reduce. x is unchanged, because norms follow."""
         self.emulation.launch_call("all-reduce", self.size, 2 * self._count_received_bytes(x), x)
         return x
 
@@ -112,8 +112,8 @@ class EmulatedExchange(InOwnMemory):
         self._split_time(spec.batch)
 
     def gather_q(self, q_BhQ: torch.Tensor) -> torch.Tensor:
-        """See Exchange. Heads lie in the order of arrival, each rank's batch after another's, because their order does
-        not matter.
+        """Implement Exchange.gather_q. Heads lie in the order of arrival, each rank's batch after another's, because
+        their order does not matter.
         """
         if self.spec.q_replicate:
             return q_BhQ
@@ -123,7 +123,7 @@ class EmulatedExchange(InOwnMemory):
             return all_BHQ
 
     def merge_partials(self, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - the protocol's
-        """See Exchange."""
+        """Implement Exchange.merge_partials."""
         with record_range("merge"):
             out_hBR = self.spec.allocate_merged(len(o_BHR), self.spec.heads // self.group.size)
             mine = o_BHR.view(-1)[: out_hBR.numel()]

@@ -33,7 +33,7 @@ REST_S = 0.005
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kind:
-    """One kind of meeting of a buffer; see hangs/meetings.py."""
+    """A kind of meeting of a buffer; see hangs/meetings.py."""
 
     what: str
     phase: str

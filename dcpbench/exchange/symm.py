@@ -77,11 +77,11 @@ class SymmetricMemory:
         self.graph: int | None = None
 
     def get_query_buffer(self, batch: int) -> torch.Tensor:
-        """See Exchange."""
+        """Implement Exchange.get_query_buffer."""
         return self.spec.allocate_query(batch, self.peers.size)
 
     def gather_q(self, q_BhQ: torch.Tensor) -> torch.Tensor:
-        """See Exchange. The gathered q holds until this layer's merge."""
+        """Implement Exchange.gather_q. The gathered q is valid until this layer's merge."""
         if self.spec.q_replicate:
             return q_BhQ
         with record_range("q_gather"):
@@ -90,13 +90,13 @@ class SymmetricMemory:
             return all_BHQ
 
     def get_partial_buffers(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """See Exchange."""
+        """Implement Exchange.get_partial_buffers."""
         if self.spec.q_replicate:
             self._move_to_next_slot()
         return self.parts.o[self.slot][:batch], self.parts.lse[self.slot][:batch]
 
     def merge_partials(self, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> torch.Tensor:
-        """See Exchange."""
+        """Implement Exchange.merge_partials."""
         with record_range("merge"):
             out_hBR = self.spec.allocate_merged(o_BHR.shape[0], o_BHR.shape[1] // self.peers.size)
             merge_from_peers(self.peers, self.parts.met_for_o, o_BHR, lse_BH, out_hBR)

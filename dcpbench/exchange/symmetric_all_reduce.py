@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dcpbench.exchange.collectives import Group
 
 AllReduce = Callable[[torch.Tensor], torch.Tensor]
-"""To the sum of all ranks' x, contiguous, in a new tensor or in x itself. CUDA graphs may hold it."""
+"""Function that returns the sum of all ranks' contiguous x in a new tensor or in x. CUDA graphs may capture it."""
 ONE_SHOT_BYTES = 1536 * 1024
 """Bytes that a rank receives up to which reading all addends beats a second meeting."""
 
@@ -58,7 +58,7 @@ class _Parts:
 
 
 class SymmetricAllReduce:
-    """See the module. Received bytes per rank, with N ranks: (N−1)·bytes while small, 2·(N−1)/N·bytes beyond."""
+    """All-reduce over symmetric memory. Received bytes with N ranks: (N−1)·bytes if small, else 2·(N−1)/N·bytes."""
 
     def __init__(self, group: Group, spec: ReduceSpec, small: int | None = None) -> None:
         """Allocate the memory; collective. Raise CapacityError if the ranks cannot read each other's memory.
@@ -84,7 +84,7 @@ class SymmetricAllReduce:
         return x.numel() <= self.spec.rows * self.spec.columns
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """See AllReduce. x is at most as large as specified."""
+        """Return the sum over all ranks. x is at most as large as specified."""
         assert x.is_contiguous()
         assert x.dtype == self.spec.dtype
         assert self.supports_size(x)

@@ -83,7 +83,7 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CollectiveEvent:
-    """One collective that a rank began."""
+    """A collective that a rank began."""
 
     order: int
     number: int
@@ -162,16 +162,16 @@ class Beats:
         self.set_layer(NO_LAYER)
 
     def set_phase(self, name: str) -> None:
-        """See the module."""
+        """Record the phase that begins."""
         self._phase = self._map[PHASE_AT] = self._names[name] if name in self._names else self._add_name(name)
 
     def set_layer(self, number: int) -> None:
-        """See the module."""
+        """Record the layer that begins."""
         self._layer = number
         LAYER.pack_into(self._map, LAYER_AT, number)
 
     def record_step(self, what: str) -> None:
-        """See the module."""
+        """Record that a step is launched on the device, and how."""
         self._steps += 1
         self.set_phase("")
         self.set_layer(NO_LAYER)
@@ -180,7 +180,7 @@ class Beats:
         )
 
     def start_collective(self, op: str, x: Any, group: Any) -> Self:  # noqa: ANN401 -- a tensor or None, a process group
-        """See the module."""
+        """Record that a collective begins."""
         frame = sys._getframe(1)  # noqa: SLF001 -- the module inspect reads sources
         while frame.f_code.co_filename in self._through and frame.f_back is not None:
             frame = frame.f_back

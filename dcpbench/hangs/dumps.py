@@ -46,7 +46,7 @@ NO_RANK = -1
 
 
 class Frame(msgspec.Struct, frozen=True):
-    """One call of a stack."""
+    """A call of a stack."""
 
     function: str
     file: str
@@ -60,7 +60,7 @@ class Frame(msgspec.Struct, frozen=True):
 
 
 class Thread(msgspec.Struct, frozen=True, kw_only=True):
-    """One thread's stack, innermost call first."""
+    """Stack of a thread, innermost call first."""
 
     rank: int
     process: str = ""

@@ -90,7 +90,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     - `outside`: no rank is in a collective.
     - `unknown`: the evidence does not decide.
     """
-    said: str
+    message: str
     """The finding in one sentence."""
     ranks: list[int] = []
     """Ranks that differ or are behind."""
@@ -279,7 +279,7 @@ def _describe_mismatch(
         why.append(f"From there on they agree in op, dtype and shape up to collective {split}, where they stand still.")
     return Finding(
         kind=kind,
-        said=sentence,
+        message=sentence,
         ranks=sorted(odd),
         waiting=[
             r
@@ -391,7 +391,7 @@ def _report_lost_signal(by_rank: Mapping[int, Rank], lost: Sequence[Wait]) -> Fi
     culprit = by_rank[who[0]]
     return Finding(
         kind="signal",
-        said=f"{_describe_ranks(who)} {_choose_verb(who, 'has', 'have')} passed {one.description}, and no signal of it has come to {_describe_ranks(waiting)}, "
+        message=f"{_describe_ranks(who)} {_choose_verb(who, 'has', 'have')} passed {one.description}, and no signal of it has come to {_describe_ranks(waiting)}, "
         f"where a kernel waits for it{_format_step_place(phase, layer)}; {_describe_ranks(who)} {_choose_verb(who, 'is', 'are')} {_format_position(culprit)}",
         ranks=who,
         waiting=waiting,
@@ -421,7 +421,7 @@ def _report_absent_ranks(by_rank: Mapping[int, Rank], roots: set[int], waiting: 
     on_device = None if first is None or _is_host_position(first) else first.device
     return Finding(
         kind="gone" if gone else "behind",
-        said=f"{_describe_ranks(roots)} {at}; {_describe_ranks(ranks)} {_choose_verb(ranks, 'waits', 'wait')} for its signal in a kernel, "
+        message=f"{_describe_ranks(roots)} {at}; {_describe_ranks(ranks)} {_choose_verb(ranks, 'waits', 'wait')} for its signal in a kernel, "
         f"in {one.description}{_format_step_place(phase, layer)}",
         ranks=sorted(roots),
         waiting=ranks,
@@ -443,7 +443,7 @@ def _report_crossed_meetings(by_rank: Mapping[int, Rank], waiting: Sequence[Wait
     ranks = sorted({w.rank for w in waiting})
     return Finding(
         kind="apart",
-        said="; ".join(
+        message="; ".join(
             f"rank {w.rank} is in {w.description} and waits for {_describe_ranks(w.absent)}" for w in waiting
         ),
         ranks=ranks,
@@ -518,7 +518,7 @@ def _find_behind(evidence: Evidence, groups: Mapping[str, Mapping[int, _Line]]) 
     why += [f"Of {_describe_ranks(unread)} no collectives were read."] if unread else []
     return Finding(
         kind="gone" if len(ended) == len(roots) else "behind",
-        said=sentence,
+        message=sentence,
         ranks=sorted(roots),
         waiting=waiting,
         phase=phase or one.phase,
@@ -542,7 +542,7 @@ def _report_unread_ranks(waits: Mapping[int, CollectiveEvent], unread: set[int])
     assert one.call is not None
     return Finding(
         kind="unknown",
-        said=f"unknown: {_describe_ranks(waits)} {_choose_verb([*waits], 'waits', 'wait')}, rank {rank} in {one.call.description}{_format_context(one)}, and of "
+        message=f"unknown: {_describe_ranks(waits)} {_choose_verb([*waits], 'waits', 'wait')}, rank {rank} in {one.call.description}{_format_context(one)}, and of "
         f"{_describe_ranks(unread)} no collectives were read",
         waiting=sorted(waits),
         collective=one.call.description,
@@ -567,7 +567,7 @@ def _report_crossed_groups(
     assert one.call is not None
     return Finding(
         kind="apart",
-        said="; ".join(parts),
+        message="; ".join(parts),
         ranks=ranks,
         waiting=ranks,
         phase=one.phase,
@@ -595,7 +595,7 @@ def _find_blocked(evidence: Evidence, found: Finding | None) -> Finding | None:
         return msgspec.structs.replace(found, why=[*found.why, why])
     return Finding(
         kind="kernel",
-        said=f"{_describe_ranks(held)} {verb} in the kernel{where}, for a disk, a network file system or a driver that does not answer",
+        message=f"{_describe_ranks(held)} {verb} in the kernel{where}, for a disk, a network file system or a driver that does not answer",
         ranks=sorted(held),
         waiting=sorted({rank.rank for rank in evidence.ranks} - set(held)),
         why=[why],
@@ -615,7 +615,7 @@ def _find_stalled_collective(evidence: Evidence, groups: Mapping[str, Mapping[in
         return None
     return Finding(
         kind="together",
-        said=f"{_describe_ranks(same)} are all in {one.call.description}, collective {one.number} of the group{_format_context(one)}, and none is behind",
+        message=f"{_describe_ranks(same)} are all in {one.call.description}, collective {one.number} of the group{_format_context(one)}, and none is behind",
         waiting=sorted(same),
         phase=one.phase,
         layer=one.layer,
@@ -640,12 +640,12 @@ def _find_device_stall(evidence: Evidence) -> Finding | None:
     same_norm, far = len(norms) == 1, norms[-1] - norms[0] > MAX_NORM_GAP
     late = [] if same_norm or far else by_norm[0]
     at = None if far else known[by_norm[0][0]]
-    why = ["By the norm that each began last: what comes behind it, up to the next one, is not told apart."]
+    why = ["A position is the norm that a device began last. Kernels between two norms cannot be distinguished."]
     why += ["None is behind the others."] if same_norm and len(known) > 1 else []
     why += ["They are too far apart to be in one step: who is behind is not known."] if far else []
     return Finding(
         kind="device",
-        said=f"devices stand still in a step handed over as {handed[0].step or 'nothing'}: {places}",
+        message=f"devices stand still in a step launched as {handed[0].step or 'nothing'}: {places}",
         ranks=late,
         waiting=[r for r in known if late and r not in late],
         layer=at.layer if at else None,
@@ -676,7 +676,7 @@ def _find_by_stacks(evidence: Evidence) -> Finding | None:
     wait = next(iter(waits.values()))
     return Finding(
         kind="behind",
-        said=f"{names} {'is' if len(out) == 1 else 'are'} at {spot.location}, and the other {len(waits)} wait in {wait[0].function}, "
+        message=f"{names} {'is' if len(out) == 1 else 'are'} at {spot.location}, and the other {len(waits)} wait in {wait[0].function}, "
         f"at {wait[1].location}",
         ranks=_list_rank_numbers(ranks, out),
         waiting=_list_rank_numbers(ranks, waits),
@@ -705,7 +705,7 @@ def _find_odd_line(ranks: Mapping[int, Rank], waits: Mapping[int, tuple[Frame, F
     common = next(line for line, of in lines.items() if of is most)
     return Finding(
         kind="order",
-        said=f"{', '.join(ranks[r].name for r in few)} waits in {at}, and the other {len(most)} in {common}",
+        message=f"{', '.join(ranks[r].name for r in few)} waits in {at}, and the other {len(most)} in {common}",
         ranks=_list_rank_numbers(ranks, few),
         waiting=_list_rank_numbers(ranks, waits),
         collective=common,
@@ -728,11 +728,11 @@ def _report_outside(evidence: Evidence) -> Finding:
         why = ["No rank waits in a collective."]
         if on_device:
             why = ["What the device is at inside a step, the host does not see; torch's flight recorder had nothing."]
-        return Finding(kind="unknown" if on_device else "outside", said="; ".join(parts), why=why)
+        return Finding(kind="unknown" if on_device else "outside", message="; ".join(parts), why=why)
     summary = "what was read does not tell who keeps whom waiting"
     unnamed = any(rank.flight is not None and rank.rank == NO_RANK for rank in evidence.ranks)
     why = [NAME_THEM] if unnamed else []
-    return Finding(kind="unknown", said=". ".join(filter(None, (summary, "; ".join(parts)))), why=why)
+    return Finding(kind="unknown", message=". ".join(filter(None, (summary, "; ".join(parts)))), why=why)
 
 
 def _get_frames(evidence: Evidence, key: int) -> tuple[Frame, ...]:

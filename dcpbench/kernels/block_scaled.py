@@ -62,7 +62,7 @@ def needs_quantized_input(weight: torch.Tensor | Scaled | None) -> bool:
 
 
 def allocate_rows(rows: int, depth: int, device: torch.device) -> Scaled:
-    """Room for rows in groups of 128 columns; `depth` must be a multiple of that.
+    """Allocate rows in groups of 128 columns. `depth` must be a multiple of 128.
 
     A program of a product reads a group's scales of all its rows at once. Of few rows these lie side by side.
     """
@@ -99,7 +99,7 @@ def store_quantised(
     LARGEST: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """BLOCK numbers of a row in fp32, from column `first` on, which begins a group: 0 past the row's `width`.
+    """Quantise and store BLOCK fp32 numbers of a row from column `first` on, which begins a group; 0 past `width`.
 
     `scale_row`, `scale_group`: from a scale to that of the next row, and of the next group.
     """
@@ -112,7 +112,7 @@ def store_quantised(
 
 
 def make_store_arguments(rows: Scaled | None) -> dict[str, object]:
-    """Arguments of a kernel that stores quantised rows, or does not."""
+    """Return the arguments of a kernel that can store quantised rows."""
     given: dict[str, object] = {"data": None, "scale": None, "NATIVE": False, "EARLY": False}
     row = group = 0
     if rows is not None:
@@ -142,7 +142,7 @@ def _rows_kernel(
     NATIVE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Each program takes BLOCK_G groups, wherever their rows end."""
+    """Quantise BLOCK_G groups per program, regardless of the ends of their rows."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -167,7 +167,7 @@ def get_launch_options(device: torch.device) -> dict[str, bool]:
 
 
 def quantize_rows(x_TK: torch.Tensor) -> Scaled:
-    """Rows [T, K] in groups of 128 columns, each divided by its largest |x| / 448. K must be a multiple of 128."""
+    """Quantise rows [T, K] in groups of 128 columns, each divided by its largest |x| / 448. K is a multiple of 128."""
     rows = allocate_rows(len(x_TK), x_TK.shape[1], x_TK.device)
     count = rows.scale.numel()
     block = MORE_GROUPS if count > MANY else GROUPS
@@ -195,7 +195,7 @@ def quantize_rows_reference(x_TK: torch.Tensor, group: int = SCALE_BLOCK) -> Sca
 
 
 def quantize_weight(weight: torch.Tensor, block: tuple[int, int] = (SCALE_BLOCK, SCALE_BLOCK)) -> Scaled:
-    """A weight [..., N, K] in blocks, those at the lower and right edges maybe smaller."""
+    """Quantise a weight [..., N, K] in blocks. Those at the lower and right edges may be smaller."""
     return _quantize_blocks(weight, block)
 
 

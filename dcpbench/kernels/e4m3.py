@@ -16,7 +16,7 @@ ROUNDING = 2.0**-4 / 3**0.5
 
 @triton.jit
 def e4m3_byte(x, NATIVE: tl.constexpr):
-    """The byte of float8_e4m3fn nearest to an fp32, ties to even, past ±448 the largest; NaN stays NaN, of any sign.
+    """Return the float8_e4m3fn byte nearest to an fp32: ties to even, ±448 at most, and NaN (of any sign) for NaN.
 
     NATIVE takes the GPU's own cast (compute capability 8.9 on). Otherwise in integers, as older GPUs have no cast and
     that of Triton's interpreter rounds otherwise. Bits 20 and up of an fp32 are its exponent and the three mantissa
@@ -38,7 +38,7 @@ def e4m3_byte(x, NATIVE: tl.constexpr):
 
 @triton.jit
 def e4m3_number(byte):
-    """The fp32 that a byte of float8_e4m3fn is; in integers, as e4m3_byte without NATIVE."""
+    """Return the fp32 value of a float8_e4m3fn byte with integer arithmetic, as e4m3_byte without NATIVE."""
     bits = byte.to(tl.int32)
     size = bits & 0x7F
     normal = ((size << 20) + (120 << 23)).to(tl.float32, bitcast=True)

@@ -39,7 +39,7 @@ def _order_kernel(q, out, batch, length, N: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def to_head_order_fused(q_NBhQ: torch.Tensor) -> torch.Tensor:
-    """One kernel."""
+    """Reorder with one kernel."""
     ranks, batch, heads, width = q_NBhQ.shape
     out_BHQ = q_NBhQ.new_empty(batch, ranks * heads, width)
     length = heads * width

@@ -65,7 +65,7 @@ def _multiply(
     STAGES: gl.constexpr,
     TOGETHER: gl.constexpr,
 ):
-    """Rows 64 · WHO to 64 · WHO + 63 of each tile."""
+    """Multiply rows 64 · WHO to 64 · WHO + 63 of each tile."""
     x_scale, w_scale = scales
     scale_row, scale_group = scale_strides
     x_tiles, w_tiles = tiles
@@ -112,7 +112,7 @@ def _product_kernel(
     STAGES: gl.constexpr,
     TOGETHER: gl.constexpr,
 ):
-    """Each program goes from tile to tile of out [rows, columns], 128 rows by 128 columns each."""
+    """Compute out [rows, columns]; each program iterates over tiles of 128 rows by 128 columns."""
     x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES * 2, SLICE, GROUP], x.layout)
     w_tiles = gl.allocate_shared_memory(weight.dtype, [STAGES, GROUP, GROUP], weight.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -137,7 +137,7 @@ def _product_kernel(
 def compute_product(
     x: Scaled, weight: Scaled, out: torch.Tensor, programs: int, stages: int = 6, together: int = 4
 ) -> None:
-    """Rows [T, K] times weights [N, K] in blocks of 128 × 128 into out [T, N]; K is a multiple of 128, N of 8."""
+    """Multiply rows [T, K] by weights [N, K] in blocks of 128 × 128 into out [T, N]. K is a multiple of 128, N of 8."""
     layout = gl.NVMMASharedLayout(128, 8, rank=2)
     (rows, depth), columns = x.data.shape, len(weight.data)
     tiles = triton.cdiv(rows, 128) * triton.cdiv(columns, 128)

@@ -37,7 +37,7 @@ def gather_rows(
     place_S: torch.Tensor,
     scale: float = 1.0,
 ) -> None:
-    """The first `count` rows of `out_SQ`: `stored_KQ[place]`, or where the place is negative `new_BQ[-1 - place]`.
+    """Fill the first `count` rows of `out_SQ` with `stored_KQ[place]`, or `new_BQ[-1 - place]` for a negative place.
 
     count is int32 [1], place_S int32 [S or more]. stored_KQ is of the dtype of the two others, or float8_e4m3fn of numbers that were
     divided by `scale`. All rows are contiguous. No host sync; further rows are left alone.
@@ -53,7 +53,7 @@ def decompress_latents(
     key_ShX: torch.Tensor,
     value_ShW: torch.Tensor,
 ) -> None:
-    """Keys and values of the first `count` rows: row[:R] · W_UK ‖ row[R:], and row[:R] · W_UV. Added up in fp32.
+    """Compute keys row[:R] · W_UK ‖ row[R:] and values row[:R] · W_UV of the first `count` rows. fp32 accumulation.
 
     w_uk [h, nope, R], w_uv [h, R, V]; X = nope + P, and of W ≥ V columns those behind V are left alone, as further rows
     are. count is int32 [1]; weights are contiguous, and so are the last dimensions of all. No host sync. Raises
@@ -72,7 +72,7 @@ def gather_rows_reference(
     place_S: torch.Tensor,
     scale: float = 1.0,
 ) -> None:
-    """Rows of one kind after those of the other."""
+    """Gather the stored rows and then the new rows."""
     place_S = place_S[: int(count)].long()
     stored_S = place_S >= 0
     out_SQ = out_SQ[: len(place_S)]
@@ -148,7 +148,7 @@ def gather_rows_fused(
     place_S: torch.Tensor,
     scale: float = 1.0,
 ) -> None:
-    """One kernel."""
+    """Gather with one kernel."""
     e4m3 = stored_KQ.dtype != out_SQ.dtype
     _lay_kernel[(_count_programs(out_SQ.device, COPIES, triton.cdiv(len(out_SQ), ROWS)),)](
         out_SQ,
@@ -217,7 +217,9 @@ def decompress_latents_fused(
     key_ShX: torch.Tensor,
     value_ShW: torch.Tensor,
 ) -> None:
-    """A kernel for keys and one for values. Tensor descriptors fetch both operands; past R columns of a row there are zeros.
+    """Launch one kernel for keys and one for values.
+
+    Tensor descriptors fetch both operands; past R columns of a row there are zeros.
     Rows behind the count, as far as the last tile reaches, are multiplied and not stored.
     """
     heads, latent, value = w_uv.shape
@@ -255,5 +257,5 @@ def decompress_latents_fused(
 
 
 def _count_programs(device: torch.device, each: int, tiles: int) -> int:
-    """So many for each multiprocessor, and no more than there can be tiles."""
+    """Return the number of programs: a fixed number per multiprocessor, and at most the number of tiles."""
     return max(min(each * count_multiprocessors(device), tiles), 1)

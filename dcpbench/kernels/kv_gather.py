@@ -30,7 +30,7 @@ UNIT = 16
 
 
 def make_request_table(prefix: Prefix, device: torch.device) -> torch.Tensor:
-    """int32 [requests, 1 + N]: each request's start, and its first row in each rank's part. Does not wait."""
+    """Return int32 [requests, 1 + N]: each request's start and its first row in each rank's part. No host sync."""
     columns = [prefix.starts, *(prefix.list_first_rows(rank) for rank in range(prefix.dcp))]
     host = torch.tensor(columns, dtype=torch.int32)[:, :-1].T.contiguous()
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
@@ -48,7 +48,7 @@ def pack_rows(part_JQ: torch.Tensor, kv_KQ: torch.Tensor, row_J: torch.Tensor) -
 def gather_in_token_order(
     out_TQ: torch.Tensor, own_JQ: torch.Tensor, addresses: Sequence[int], rank: int, prefix: Prefix, table: torch.Tensor
 ) -> None:
-    """All tokens' rows into the first `prefix.tokens` rows of `out_TQ`. No host sync; further rows are left alone.
+    """Gather all tokens' rows into the first `prefix.tokens` rows of `out_TQ`. No host sync; other rows are unchanged.
 
     own_JQ is this rank's part, contiguous, in the dtype of out_TQ, which is contiguous, too; addresses are where the
     parts of rank, rank + 1, … around the group begin, own_JQ's first; table is make_request_table(prefix). Parts that lie in
@@ -79,7 +79,7 @@ def gather_in_token_order(
 
 
 def pack_rows_reference(part_JQ: torch.Tensor, kv_KQ: torch.Tensor, row_J: torch.Tensor) -> None:
-    """One row at a time."""
+    """Pack one row at a time."""
     for j, row in enumerate(row_J.tolist()):
         part_JQ[j] = kv_KQ[row]
 
@@ -156,7 +156,7 @@ def _order_kernel(
 
 
 def pack_rows_fused(part_JQ: torch.Tensor, kv_KQ: torch.Tensor, row_J: torch.Tensor) -> None:
-    """One kernel."""
+    """Pack with one kernel."""
     count = len(row_J)
     _pack_kernel[(triton.cdiv(count, ROWS),)](
         part_JQ, kv_KQ, row_J, count, kv_KQ.stride(0), **split_width(kv_KQ.shape[1]), ROWS=ROWS, num_warps=WARPS

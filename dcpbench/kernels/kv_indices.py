@@ -1,7 +1,7 @@
 """A rank's page tables from the request table, on the device: no length is read by the host.
 
-A request's local rows are, in token order, row 0, 1, … of its share; row j belongs to token `layout.loc_of(j, rank)`,
-lies at `layout.row(loc)` of this rank's pool, and is in page `row // page_size`. Pages are aligned (allocator.py), so
+A request's local rows are, in token order, row 0, 1, … of its share; row j belongs to token `layout.get_loc(j, rank)`,
+lies at `layout.get_row(loc)` of this rank's pool, and is in page `row // page_size`. Pages are aligned (allocator.py), so
 that the rows j·page_size … of a share are one page.
 """
 
@@ -86,7 +86,7 @@ def write_pages_reference(
 
 @triton.jit
 def _local_length(length, rank, DCP: tl.constexpr, INTERLEAVE: tl.constexpr):
-    """See layout.local_length."""
+    """Compute layout.compute_local_length in a kernel."""
     STRIPE: tl.constexpr = DCP * INTERLEAVE
     rest = tl.minimum(tl.maximum(length % STRIPE - rank * INTERLEAVE, 0), INTERLEAVE)
     return length // STRIPE * INTERLEAVE + rest

@@ -38,7 +38,7 @@ NUMBERED_FROM = 8192
 def write_kv(kv_KQ: torch.Tensor, new_BQ: torch.Tensor, loc_B: torch.Tensor, share: Share, scale: float = 1.0) -> None:
     """Store `new_BQ[b]` at row(loc_B[b]) of `kv_KQ` where owner(loc_B[b]) is the rank; skip loc < 0. No host sync.
 
-    loc_B is an int32 or int64 tensor of virtual locations (layout.owner, layout.row), no two of them the same row.
+    loc_B is an int32 or int64 tensor of virtual locations (layout.get_owner, layout.get_row), no two of them the same row.
     kv_KQ and scale: as in `write_rows`.
     """
     (write_kv_fused if kv_KQ.is_cuda else write_kv_reference)(kv_KQ, new_BQ, loc_B, share, scale)
@@ -70,21 +70,21 @@ def write_rows(
 def write_kv_reference(
     kv_KQ: torch.Tensor, new_BQ: torch.Tensor, loc_B: torch.Tensor, share: Share, scale: float = 1.0
 ) -> None:
-    """One row at a time, with the integer arithmetic of layout.py."""
+    """Write one row at a time with the integer arithmetic of layout.py."""
     for b, loc in enumerate(loc_B.tolist()):
         if loc >= 0 and layout.get_owner(loc, share.dcp, share.interleave) == share.rank:
             kv_KQ[layout.get_row(loc, share.dcp, share.interleave)] = convert_to_stored(new_BQ[b], kv_KQ.dtype, scale)
 
 
 def write_rows_reference(kv_KQ: torch.Tensor, new_BQ: torch.Tensor, row_B: torch.Tensor, scale: float = 1.0) -> None:
-    """One row at a time."""
+    """Write one row at a time."""
     for b, row in enumerate(row_B.tolist()):
         if row >= 0:
             kv_KQ[row] = convert_to_stored(new_BQ[b], kv_KQ.dtype, scale)
 
 
 def convert_to_stored(new: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
-    """`new` as a pool of `dtype` holds it: as it is, or as float8_e4m3fn of new × (1 / scale), which ±448 bound.
+    """Return `new` in a pool's `dtype`: unchanged, or new × (1 / scale) clamped to ±448 as float8_e4m3fn.
 
     A pool of uint8 gets the bytes of the float8 numbers. The product is fp32, as in the kernel.
     """
@@ -96,7 +96,7 @@ def convert_to_stored(new: torch.Tensor, dtype: torch.dtype, scale: float = 1.0)
 
 @triton.jit
 def _wait(DEPENDENT: tl.constexpr):
-    """Until the kernel before is done; the one after may be set up from then on."""
+    """Wait for the previous kernel, and then allow the next one to be set up."""
     if DEPENDENT:
         gdc_wait()
         gdc_launch_dependents()
@@ -205,7 +205,7 @@ def choose_tiling(tokens: int, share: int) -> Tiling:
 def write_kv_fused(
     kv_KQ: torch.Tensor, new_BQ: torch.Tensor, loc_B: torch.Tensor, share: Share, scale: float = 1.0
 ) -> None:
-    """One kernel."""
+    """Write with one kernel."""
     owner = {"OWNED": True, "rank": share.rank, "DCP": share.dcp, "INTERLEAVE": share.interleave}
     launch_kernel(kv_KQ, new_BQ, loc_B, choose_tiling(len(loc_B), share.dcp), scale, settled=False, **owner)
 

@@ -109,7 +109,7 @@ def _latent_kernel(
     NATIVE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """The first program of a row takes its KV columns, the second one, if there is one, its query latent."""
+    """Process a row's KV columns in its first program, and its query latent in the second one, if there is one."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -149,7 +149,7 @@ def split_latent_fused(
     interleaved: bool,
     quantise: bool = False,
 ) -> torch.Tensor | Rows | None:
-    """One kernel, one or two programs for each row. `quantise`: the query latent, of a multiple of 128 columns."""
+    """Split with one kernel of one or two programs per row. `quantise` a query latent of a multiple of 128 columns."""
     batch, latent, columns = len(qkv_BN), len(kv_norm), row_BQ.shape[1]
     q_width = qkv_BN.shape[1] - columns
     out = rows = None

@@ -55,7 +55,7 @@ ADD_UP_US = 1.7
 def apply_linear(
     x_TK: torch.Tensor | Rows, weight_NK: torch.Tensor | Scaled, out_TN: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x · weightᵀ in x's dtype, [T, N], in `out` if given. On a GPU, scales are of blocks of 128 × 128, K a multiple of 128."""
+    """Return x · weightᵀ [T, N] in x's dtype, in `out` if given. On a GPU, scale blocks are 128 × 128, and 128 | K."""
     if isinstance(x_TK, Rows):
         assert isinstance(weight_NK, Scaled)
         return compute_product(x_TK.scaled, weight_NK, x_TK.dtype, out=out_TN)
@@ -93,7 +93,7 @@ def _product_kernel(
     WHOLE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """A tile of `out` [parts, rows, columns]; a part is the sum over a stretch of the depth. WHOLE: all tiles have all rows."""
+    """Compute a tile of `out` [parts, rows, columns]. A part sums over a range of K. WHOLE: all tiles have all rows."""
     m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     part = tl.program_id(2)
@@ -154,7 +154,7 @@ class Tiling:
 def compute_product(
     x: Scaled, weight: Scaled, dtype: torch.dtype, how: Tiling | None = None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The product of rows [T, K], fp32 sums rounded to `dtype`. Blocks of 128 × 128, K a multiple of 128."""
+    """Return the product of rows [T, K], fp32 sums rounded to `dtype`. Blocks are 128 × 128; 128 divides K."""
     (rows, depth), columns, device = x.data.shape, len(weight.data), x.data.device
     assert weight.block == (SCALE_BLOCK, SCALE_BLOCK)
     assert depth % SCALE_BLOCK == 0
@@ -205,7 +205,7 @@ def count_multiprocessors(device: torch.device) -> int:
 
 @functools.cache
 def get_shared_memory(device: torch.device) -> int:
-    """Bytes of a multiprocessor; the interpreter minds none."""
+    """Return the shared memory of a multiprocessor in bytes. Triton's interpreter has no limit."""
     return (
         torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor if device.type == "cuda" else SHARED
     )
@@ -223,7 +223,7 @@ def choose_tiling(rows: int, columns: int, depth: int, multiprocessors: int, sha
 
 
 def iter_tilings(rows: int, columns: int, depth: int, multiprocessors: int, shared: int = SHARED) -> Iterator[Tiling]:
-    """All that a product of few rows is chosen from: one to four parts, or as many as fill the GPU once or twice.
+    """Iterate over the tilings of a product of few rows: one to four parts, or enough to fill the GPU once or twice.
 
     Of those that take as long the first is chosen: broader programs read rows fewer times.
     """
@@ -255,7 +255,7 @@ def estimate_us(how: Tiling, rows: int, columns: int, depth: int, multiprocessor
 
 
 def choose_stages(programs: int, multiprocessors: int, stage_bytes: int, shared: int = SHARED) -> int:
-    """The fewest stages that leave a multiprocessor no room for more programs than its share.
+    """Return the lowest number of stages at which a multiprocessor cannot hold more programs than its share.
 
     Programs of a product may begin while those of the kernel before still run. A multiprocessor takes none with this much
     shared memory until it has none of the others left, and the first ones to be free would take all that fit: a third of

@@ -39,7 +39,7 @@ def merge_partials(o_NBHR: torch.Tensor, lse_NBH: torch.Tensor) -> torch.Tensor:
 
 
 def compute_weights(lse_NBH: torch.Tensor) -> torch.Tensor:
-    """exp(lse_n − logsumexp_n lse_n), with 0 where everything is −inf."""
+    """Return exp(lse_n − logsumexp_n lse_n), and 0 where all lse_n are −inf."""
     total_BH = torch.logsumexp(lse_NBH, dim=0)
     nothing_BH = torch.isneginf(total_BH)
     return torch.exp(lse_NBH - total_BH.masked_fill(nothing_BH, 0.0))
@@ -89,7 +89,7 @@ def _correct_kernel(
 def correct_attn_out_fused(
     o_BHR: torch.Tensor, lse_NBH: torch.Tensor, rank: int, dtype: torch.dtype, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """One kernel, writing heads first as the reduce-scatter wants it."""
+    """Correct with one kernel that writes heads first, as the reduce-scatter needs it."""
     batch, heads, latent = o_BHR.shape
     out_HBR = torch.empty(heads, batch, latent, dtype=dtype, device=o_BHR.device) if out is None else out
     _correct_kernel[(batch, heads)](
@@ -151,7 +151,7 @@ def _merge_into_kernel(
 def merge_attn_states_fused(
     o_ThV: torch.Tensor, lse_Th: torch.Tensor, more_ThV: torch.Tensor, more_Th: torch.Tensor
 ) -> None:
-    """One kernel."""
+    """Merge with one kernel."""
     rows, heads, value = o_ThV.shape
     block = min(8, triton.next_power_of_2(heads))
     _merge_into_kernel[(rows, triton.cdiv(heads, block))](

@@ -30,7 +30,7 @@ class Mark(NamedTuple):
 def add_rms_norm(
     x_BD: torch.Tensor, residual_BD: torch.Tensor, weight_D: torch.Tensor, eps: float, mark: Mark | None = None
 ) -> torch.Tensor:
-    """residual += x in place, then weight · residual / sqrt(mean(residual²) + eps), mean in fp32, result in x's dtype."""
+    """Add x to residual in place. Return weight · residual / sqrt(mean(residual²) + eps) in x's dtype, mean in fp32."""
     return (normalize_fused if x_BD.is_cuda else normalize_reference)(x_BD, residual_BD, weight_D, eps, mark)
 
 
@@ -44,8 +44,10 @@ def normalize_for(
     *,
     keep: bool = True,
 ) -> torch.Tensor | Rows:
-    """The same, of x alone without a residual, for a product with the weight `feeds`: quantised where that is done, and with
-    `keep` as it is, too. Rows of x may be strided.
+    """Normalise x, with or without a residual, for a product with the weight `feeds`.
+
+    The result is quantised if the product needs it; with `keep` it is also returned unquantised. Rows of x may be
+    strided.
     """
     if needs_quantized_input(feeds):
         return normalize_rows(x_BD, residual_BD, weight_D, eps, mark, keep=keep)
@@ -71,7 +73,7 @@ def normalize_reference(
 
 @triton.jit
 def normalised(value, weight, width, eps):
-    """A row, 0 past its `width`, times `weight` over its root mean square."""
+    """Return a row, 0 past its `width`, times `weight` over its root mean square."""
     wide = value.to(tl.float32)
     factor = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
     return (wide * factor).to(value.dtype) * weight
@@ -133,7 +135,7 @@ def normalize_fused(
     eps: float,
     mark: Mark | None = None,
 ) -> torch.Tensor:
-    """One kernel, a program for each row; the first one leaves the mark."""
+    """Normalise with one kernel of one program per row. The first program writes the mark."""
     out_BD = torch.empty(x_BD.shape, dtype=x_BD.dtype, device=x_BD.device)
     _launch_norm(x_BD, residual_BD, weight_D, eps, mark, out_BD, None)
     return out_BD

@@ -147,7 +147,7 @@ def _combine_kernel(
 
 
 def pack_messages_fused(o_BHR: torch.Tensor, lse_BH: torch.Tensor, message: Message, wire_NW: torch.Tensor) -> None:
-    """One kernel."""
+    """Pack with one kernel."""
     o_NBhR, lse_NBh = message.split_views(wire_NW)
     ranks, length = wire_NW.shape[0], message.heads * message.columns
     _pack_kernel[(message.batch, ranks, triton.cdiv(length, BLOCK))](
@@ -167,7 +167,7 @@ def pack_messages_fused(o_BHR: torch.Tensor, lse_BH: torch.Tensor, message: Mess
 
 
 def merge_messages_fused(wire_NW: torch.Tensor, message: Message, out_hBR: torch.Tensor) -> None:
-    """One kernel."""
+    """Merge with one kernel."""
     o_NBhR, lse_NBh = message.split_views(wire_NW)
     ranks = wire_NW.shape[0]
     _combine_kernel[(message.batch, message.heads)](

@@ -15,7 +15,7 @@ BLOCK = 16384
 
 
 def read_memory(x: torch.Tensor, out: torch.Tensor) -> None:
-    """Sums of `x` by blocks of BLOCK numbers: a read of everything that no compiler can leave out.
+    """Return sums of blocks of BLOCK numbers of `x`: a read of all of `x` that a compiler cannot remove.
 
     Args:
         x: [n · BLOCK] fp32, contiguous. It may lie in memory of a peer.
@@ -35,5 +35,5 @@ def _read_kernel(x, out, BLOCK: tl.constexpr):
 
 
 def read_fused(x: torch.Tensor, out: torch.Tensor) -> None:
-    """A program has all its loads in flight before it adds: with 8 warps 64 numbers a thread, 16 loads of 16 bytes."""
+    """Read with all loads of a program in flight: with 8 warps, 64 numbers a thread in 16 loads of 16 bytes."""
     _read_kernel[(len(out),)](x, out, BLOCK=BLOCK, num_warps=8)

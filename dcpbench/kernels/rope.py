@@ -88,7 +88,7 @@ def _rope_kernel(
 def apply_rope_fused(
     x_BhP: torch.Tensor, positions_B: torch.Tensor, table: torch.Tensor, out_BhP: torch.Tensor, interleaved: bool
 ) -> None:
-    """One kernel, all heads of a request in one program."""
+    """Apply RoPE with one kernel, all heads of a request in one program."""
     batch, heads, width = x_BhP.shape
     block = min(32, triton.next_power_of_2(heads))
     _rope_kernel[(batch, triton.cdiv(heads, block))](

@@ -31,7 +31,7 @@ def fill_request(kv: torch.Tensor, locs_S: torch.Tensor, share: Share, *, reques
 
 
 def fill_reference(kv: torch.Tensor, locs_S: torch.Tensor, share: Share, *, request: int, seed: int) -> None:
-    """Draws the whole request and keeps this rank's share."""
+    """Draw the whole request and keep this rank's share."""
     locs = locs_S.numpy()
     mine = torch.from_numpy(layout.get_owner(locs, share.dcp, share.interleave) == share.rank)
     rows = torch.from_numpy(layout.get_row(locs, share.dcp, share.interleave)).long()[mine]

@@ -13,7 +13,7 @@ MIN_DOT_SIZE = 16
 
 
 def project_values(o_hBR: torch.Tensor, w_uv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """o_hBR @ w_uv[h, R, V] as [B, h, V] in `dtype`.
+    """Return o_hBR @ w_uv[h, R, V] as [B, h, V] in `dtype`.
 
     An exchange may deliver o in fp32 while the weights are bf16: then the product takes o as it is (tf32), because
     rounding it to bf16 first would add as much error as the attention kernel's own output rounding.
@@ -66,7 +66,7 @@ def _project_kernel(
 def project_values_fused(
     o_hBR: torch.Tensor, w_uv: torch.Tensor, out_BhV: torch.Tensor, precision: str = "tf32"
 ) -> None:
-    """One kernel, without a cast before it. R and V must be powers of two of at least 16; o has unit last stride."""
+    """Project with one kernel, without a cast. R and V must be powers of two of at least 16; o has unit last stride."""
     heads, batch, latent = o_hBR.shape
     value = w_uv.shape[2]
     for what, size in (("latent", latent), ("value", value)):

@@ -288,7 +288,7 @@ class _JobEnd:
 
     @property
     def gone(self) -> Exit | None:
-        """Return the rank that ended first without being told to; see find_first_gone."""
+        """Return the exit of the rank that ended first by itself; see find_first_gone."""
         return find_first_gone(self.failures, self.exits, finished=self.stage == ENDED)
 
     def has_been_ended(self, rank: int) -> bool:
@@ -465,7 +465,7 @@ def _make_record(point: Point, running: Running, end: _JobEnd, work: Work, befor
         detail |= {f"stacks_rank_{rank}": text for rank, text in end.stacks.items()}
         if end.evidence is not None:
             found = hung.explain_hang(end.evidence, end.stacks)
-            reason += f": {found.said}" if found else ""
+            reason += f": {found.message}" if found else ""
             detail |= {
                 "hang": found.kind if found else "unknown",
                 "evidence": str(end.evidence.relative_to(work.folder)),
@@ -476,7 +476,7 @@ def _make_record(point: Point, running: Running, end: _JobEnd, work: Work, befor
         apart = hung.find_difference(running) if cause is None or _is_collective(cause) else None
         if apart is not None:
             folder, found = apart
-            reason = f"ranks began different collectives: {found.said}"
+            reason = f"ranks began different collectives: {found.message}"
             detail |= {"hang": found.kind, "evidence": str(folder.relative_to(work.folder))}
         elif gone is not None:
             reason = format_exit(gone)

@@ -41,7 +41,7 @@ PACKAGES = (
     "uvicorn",
 )
 ON_LOOPBACK = ("NCCL_SOCKET_IFNAME", "lo")
-"""Variable set by ranks.environment on one machine: the interface on which NCCL's ranks meet, which does not affect
+"""Variable set by ranks.make_environment on one machine: the interface on which NCCL's ranks meet, which does not affect
 results.
 """
 WANTED_FOR = {

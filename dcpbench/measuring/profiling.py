@@ -97,7 +97,7 @@ class Kernels:
 
 
 class Pass(NamedTuple):
-    """One profiled pass: its kernels, and the source lines where the host waited."""
+    """A profiled pass: its kernels, and the source lines where the host waited."""
 
     kernels: Kernels
     sites: list[Site]

@@ -189,7 +189,7 @@ def _run_until_all(attempts: Sequence[Callable[[], bool]], orders: random.Random
 
 
 class _TimedVariant:
-    """One of the ways that are timed in turns."""
+    """A variant that is timed in alternation with others."""
 
     def __init__(
         self, chunk: Chunk, rule: StopRule, alive: Callable[[], None], chunk_seconds: float, rounds: int

@@ -151,7 +151,7 @@ def describe_imports(frames: Frames) -> str:
         return ""
     sources = " and ".join(f"{format_count(n, 'point')} of {TOOLS.get(name, name)}" for name, n in counts.items())
     others = len(table) - counts.total()
-    addition = f", beside {format_count(others, 'point')} of dcpbench" if others else ""
+    addition = f", in addition to {format_count(others, 'point')} of dcpbench" if others else ""
     return (
         f"Imported: {sources}{addition}. Engines are measured through HTTP and with a tokenizer, dcpbench without either, "
         "so that more than the layout differs. What their files do not say is a dash."
@@ -209,7 +209,7 @@ def describe_maximum(found: pd.DataFrame, best_found: pd.DataFrame) -> str:
         if best_found.empty:
             return ""
         near = best_found.sort_values("slo_excess", kind="stable").iloc[0]
-        return f"No point meets the SLO; nearest is {near['label']} at {near['load']} ({near['slo_said']})."
+        return f"No point meets the SLO; nearest is {near['label']} at {near['load']} ({near['slo_result']})."
     if len(found) > MAX_SHAPES:
         return ""
     short = make_short_shapes(found["rest"])
@@ -236,7 +236,7 @@ def _compare_most(row: pd.Series[Any], times: float) -> str:
 
 
 def describe_dcp_gain(against: pd.DataFrame) -> str:
-    """Return the loads in which DCP pays (findings.dcp_against_best), with the layout and the gain."""
+    """Return the loads in which DCP pays (findings.compare_dcp_with_best), with the layout and the gain."""
     compared = against[against["verdict"] != "no rival"] if len(against) else against
     if compared.empty:
         return ""
@@ -270,7 +270,7 @@ def is_baseline_best(ratios: pd.DataFrame, against: pd.DataFrame) -> bool:
 def describe_break_even(even: pd.DataFrame, ratios: pd.DataFrame, others: pd.DataFrame, *, pays: bool) -> str:
     """Return, for each request length, the concurrency from which DCP is ahead of the same layout without it.
 
-    `pays`: True if this is also where DCP pays, because that layout is the best one without DCP (baseline_is_best).
+    `pays`: True if this is also where DCP pays, because that layout is the best one without DCP (is_baseline_best).
     """
     alone = _describe_missing_baseline(ratios, others)
     if even.empty:

@@ -84,7 +84,7 @@ def build_ratios_table(found: pd.DataFrame, mode: str) -> Table:
         [
             *LOADED,
             *make_text_columns("baseline", "verdict"),
-            ("SLO", "slo_said"),
+            ("SLO", "slo_result"),
             ("baseline's", "baseline_slo"),
             ("output tok/s [widest]", lambda r: format_with_interval(r["ratio"], r["low"], r["high"], 3)),
             ("TTFT p50", lambda r: format_ratio(r["ttft_ratio"])),
@@ -175,7 +175,7 @@ def _format_ratio_cell(row: pd.Series[Any]) -> str:
 
 def _format_best_label(row: pd.Series[Any]) -> str:
     if not row["meets"]:
-        return f"none meets the SLO; nearest {row['label']} ({row['slo_said']})"
+        return f"none meets the SLO; nearest {row['label']} ({row['slo_result']})"
     if is_missing(row["next"]):
         return f"{row['label']} (the only one that meets the SLO)"
     if row["clear"]:

@@ -131,8 +131,8 @@ BOUNDS = {
     "weights": "weights: the pool takes what the weights leave.",
     "kv_memory": "kv_memory: the pool has the size given with --kv-memory.",
     "sweep": (
-        "sweep: the pool was sized for the largest point of the sweep, on a GPU because not all weights fit and a "
-        "capacity beside weights that are not there would be fiction; compare tokens per GiB instead."
+        "sweep: the pool was sized for the largest point of the sweep, on a GPU because not all weights fit, so "
+        "that the KV capacity with all weights is unknown; compare tokens per GiB instead."
     ),
 }
 
@@ -309,7 +309,7 @@ def explain_warnings(points: pd.DataFrame) -> list[str]:
     everyone = marks.find_shared_warnings(points)
     sentences = []
     for mark in found:
-        where = f" (all {len(points):,} points{'' if mark in marks.STAY else ', so it stands beside none'})"
+        where = f" (all {len(points):,} points{'' if mark in marks.STAY else ', so it is not repeated per point'})"
         here = format_capitalized(marks.describe_clocks(points)) + "." if mark == marks.THROTTLED else ""
         meaning = MARKS.get(mark, "not known to this version of dcpbench.")
         sentences.append(f"{mark}{where if mark in everyone else ''}: {meaning} {here}".rstrip())

@@ -422,7 +422,7 @@ def _get_plain_look(style: Style, layout: str, variant: str) -> dict[str, Any]:
 
 
 def _find_first_ahead(panel: pd.DataFrame) -> float | None:
-    """Return the lowest concurrency from which DCP pays (findings.dcp_against_best)."""
+    """Return the lowest concurrency from which DCP pays (findings.compare_dcp_with_best)."""
     ahead = [(float(str(n)), bool(g["pays"].any())) for n, g in panel.groupby("concurrency")]
     return next((n for i, (n, _) in enumerate(ahead) if all(wins for _, wins in ahead[i:])), None)
 
@@ -715,7 +715,7 @@ def _draw_stack(
 
 
 def _compute_height_below(points: pd.DataFrame) -> float:
-    """Return the height in inches that `watermark_below` adds to panels of bars."""
+    """Return the height in inches that `draw_watermark_below` adds to panels of bars."""
     return LEGEND_LINE_INCHES if bool(points["cpu"].any()) else 0.0
 
 

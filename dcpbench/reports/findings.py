@@ -60,9 +60,9 @@ KV_COLUMNS = (
     "kv_tokens_per_gib",
     "kv_capacity_tokens",
 )
-"""Columns of kv_by_layout, in addition to the metrics of its table."""
+"""Columns of compute_kv_by_layout, in addition to the metrics of its table."""
 PAYS = ("higher", "alone")
-"""Verdicts of dcp_against_best with which DCP pays."""
+"""Verdicts of compare_dcp_with_best with which DCP pays."""
 MIN_IN_FLIGHT_SHARE = 0.9
 """Share of a loop's clients with a request in flight, on average; below it the report states the effect of the last
 requests on throughput.
@@ -192,9 +192,9 @@ def compare_dcp_with_baseline(points: pd.DataFrame) -> pd.DataFrame:
     split = points[points["dcp"] > 1] if len(points) else points
     if split.empty:
         return pd.DataFrame()
-    taken = ("label", "slo_said", "ttft_p50_ms", "itl_p50_ms")
+    taken = ("label", "slo_result", "ttft_p50_ms", "itl_p50_ms")
     found = add_ratios(split, points[points["dcp"] == 1], BASELINE_OF, "output_tok_s", *taken)
-    found = found.rename(columns={"over_label": "baseline", "over_slo_said": "baseline_slo"})
+    found = found.rename(columns={"over_label": "baseline", "over_slo_result": "baseline_slo"})
     for name in ("ttft", "itl"):
         found[f"{name}_ratio"] = found[f"{name}_p50_ms"].astype(float) / found[f"over_{name}_p50_ms"].astype(float)
     return found.assign(verdict=compute_verdicts(found, without="no baseline")).reset_index(drop=True)
@@ -205,9 +205,9 @@ def compare_dcp_with_best(points: pd.DataFrame) -> pd.DataFrame:
     SLO.
 
     `rival` is the fastest layout that meets the SLO; it may differ in everything except GPUs, dtype and weights. `low`
-    and `high` bound the ratio. `verdict` is `higher` or `lower` as in dcp_against_baseline, `alone` if the point meets
+    and `high` bound the ratio. `verdict` is `higher` or `lower` as in compare_dcp_with_baseline, `alone` if the point meets
     the SLO and no rival does, `misses` if the point does not, and `no rival` if none ran. Rows are in the order of
-    dcp_against_baseline.
+    compare_dcp_with_baseline.
     """
     split = points[points["dcp"] > 1] if len(points) else points
     if split.empty:
@@ -290,13 +290,13 @@ def format_slo_aside(ratios: pd.DataFrame) -> str:
     """Return the remark on ratios to the same layout without DCP if an SLO is in force, because such ratios ignore the
     SLO.
     """
-    return ", whether or not the SLO is met" if (ratios["slo_said"] != "").any() else ""
+    return ", whether or not the SLO is met" if (ratios["slo_result"] != "").any() else ""
 
 
 def find_break_even(ratios: pd.DataFrame) -> pd.DataFrame:
     """Return, per layout with its exchange and request length, the lowest concurrency from which DCP is ahead.
 
-    `from` is the lowest concurrency from which on every verdict of dcp_against_baseline is `higher`; it is missing if
+    `from` is the lowest concurrency from which on every verdict of compare_dcp_with_baseline is `higher`; it is missing if
     DCP is not ahead at the highest concurrency tried. `least` is True if `from` is the lowest one tried, so that the
     true one may be lower. `best` is the highest ratio, at `best_at`; `last` is the ratio at the highest concurrency,
     and `ever` is True if DCP is clearly ahead at any. Open loops, for which throughput equals the request rate until
@@ -448,7 +448,7 @@ def select_served_repeats(served: pd.DataFrame) -> pd.DataFrame:
 
 
 def compute_spread(intervals: list[Interval]) -> float | None:
-    """Return the largest relative difference of any two repeats' medians (stats.agreement); None for a single one."""
+    """Return the largest relative difference of any two repeats' medians (stats.compute_median_distance), or None."""
     ordered = sorted(intervals, key=lambda interval: interval.median)
     return compute_median_distance(ordered[0], ordered[-1]) if len(ordered) > 1 else None
 
@@ -474,7 +474,7 @@ def _compare_with_others(points: pd.DataFrame, against_best: pd.DataFrame) -> pd
     `who` is the layout, or the label if all points have one layout; `named` adds its variant if it ran in several.
     `ratio` is its output over that of the fastest other that meets the SLO, or of any other if none does. `meets` is
     True if it meets the SLO itself. `near` is True if it meets the SLO as well as any other and none is clearly ahead
-    of it. `pays` is True if it has DCP that pays (dcp_against_best).
+    of it. `pays` is True if it has DCP that pays (compare_dcp_with_best).
     """
     if points.empty:
         return points

@@ -98,7 +98,7 @@ SOME_HAVE = tuple(name for name in VARIES if name not in ("kv_memory_gib", "limi
 """Fields of VARIES that only some points have; a missing value adds no information. Imports have only `requests`."""
 OTHERS = ("run", "model", "layout", "dcp", "context", "concurrency", "mode", "load", "repeat")
 """Columns of points that did not run, before those of LOST."""
-LOST = ("outcome", "reason", "detail", "no_room", "told", "cause", "device", "cpu", "gpus")
+LOST = ("outcome", "reason", "detail", "no_room", "message", "cause", "device", "cpu", "gpus")
 """Columns of points that did not run: outcome, the reason without job-specific or point-specific parts, memory, and
 hardware.
 """
@@ -138,7 +138,7 @@ class Frames:
 
     @cached_property
     def kv(self) -> pd.DataFrame:
-        """Return the KV cache of each layout (findings.kv_by_layout)."""
+        """Return the KV cache of each layout (findings.compute_kv_by_layout)."""
         return findings.compute_kv_by_layout(self.everything)
 
     @cached_property
@@ -389,7 +389,7 @@ def _make_other_row(run: str, record: Record) -> dict[str, Any]:
         "reason": record.reason or "no reason was recorded",
         "detail": "\n".join(f"{name}: {text}" for name, text in record.detail.items()),
         "no_room": is_rejected_for_memory(record),
-        "told": get_reason(record),
+        "message": get_reason(record),
         "cause": get_cause(record),
         "device": CPU if is_functional(record) else get_device(record),
         "cpu": is_functional(record),

@@ -111,7 +111,7 @@ def build_table(frames: Frames, mode: str) -> Table:
         ("output over instances that do both", lambda r: format_ratio(r["ratio"]) if r["split"] else ABSENT),
         *make_columns(metrics.METRIC[name] for name in ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms")),
         *make_columns(metrics.INSTANCES),
-        ("SLO", "slo_said"),
+        ("SLO", "slo_result"),
     ]
     return make_table(
         f"Instances that prefill and instances that decode, {mode}; the GPUs of all count",

@@ -243,7 +243,7 @@ def _format_maximum(timed: pd.DataFrame) -> str:
         return f"at most {most}"
     near = pool.sort_values("slo_excess", kind="stable").iloc[0]
     nearest = "" if near.name == top.name else f": nearest is {near['label']} at {rule.format_load(near)}"
-    return f"at most {most}; no point meets the SLO{nearest} ({near['slo_said']})"
+    return f"at most {most}; no point meets the SLO{nearest} ({near['slo_result']})"
 
 
 def _explain_not_compared(frames: Frames, names: list[str]) -> str:
@@ -271,7 +271,7 @@ def _describe_imported(frames: Frames, foreign: list[str], rows: pd.DataFrame) -
         most = format_number(top["output_tok_s"], 3)
         text += f", at most {most} output tok/s ({top['model']}{layout} at {rule.format_load(top)})"
     if len(table) > len(theirs):
-        text += f", beside {format_count(len(table) - len(theirs), 'point')} of dcpbench"
+        text += f", in addition to {format_count(len(table) - len(theirs), 'point')} of dcpbench"
     if theirs["cpu"].all():
         return f"{text}. They ran on a CPU, which says nothing about speed."
     compared, ours = (

@@ -32,7 +32,7 @@ MAX_LOADS = 2
 MILLION = 1_000_000
 NEEDED = (
     *("device", "named", "who", "concurrency", "input_typical", "load_arrival", "arrival", "layers", "layers_held"),
-    *("slo_excess", "slo_said", "slo_limits", "meets", "near", "ratio"),
+    *("slo_excess", "slo_result", "slo_limits", "meets", "near", "ratio"),
     *("output_tok_s", "output_tok_s_low", "output_tok_s_high"),
     launch_bands.COLUMN,
 )
@@ -276,7 +276,7 @@ class Rule:
     def _format_none_meets(self) -> str:
         n = self.rows.drop_duplicates(findings.RIVAL_OF).shape[0]
         near = self.rows.sort_values("slo_excess", kind="stable").iloc[0]
-        missed = str(near["slo_said"]).partition(": ")[2]
+        missed = str(near["slo_result"]).partition(": ")[2]
         which = "the one load compared" if n == 1 else f"any of {n:,} loads"
         return (
             f"no layout is to be taken: at {which} none is{self._format_slo()}; nearest is {near['named']} at "

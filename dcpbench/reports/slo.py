@@ -55,9 +55,9 @@ def add_limits(table: pd.DataFrame, given: Limits) -> pd.DataFrame:
 
 
 def add_slo_results(table: pd.DataFrame, given: Limits) -> pd.DataFrame:
-    """Add the columns `slo_excess` and `slo_said`.
+    """Add the columns `slo_excess` and `slo_result`.
 
-    `slo_excess` is the largest value / limit, so that 1 or less meets all; missing if nothing is judged. `slo_said` is
+    `slo_excess` is the largest value / limit, so that 1 or less meets all; missing if nothing is judged. `slo_result` is
     `meets`, `meets at p50` if p99 of an objective lacks samples, or `misses: ITL p99 414 ms`, with `narrowly` within
     NARROWLY of the limit, or what is not known.
     """
@@ -92,7 +92,7 @@ def add_slo_results(table: pd.DataFrame, given: Limits) -> pd.DataFrame:
         narrowly = " narrowly" if abs(top - 1) <= NARROWLY else ""
         meets = f"meets{narrowly}" + (f" at {PERCENTILES[int(rank)]}" if rank else "")
         results.append("" if pd.isna(top) else meets if top <= 1 else f"misses{narrowly}: {which}")
-    return table.assign(slo_excess=worst, slo_said=results)
+    return table.assign(slo_excess=worst, slo_result=results)
 
 
 def describe_objectives(table: pd.DataFrame, given: Limits) -> str:

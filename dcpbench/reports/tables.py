@@ -122,7 +122,7 @@ def build_points_table(found: pd.DataFrame) -> Table:
                 lambda r: format_with_interval(*(r[f"output_tok_s{x}"] for x in ("", "_low", "_high"))),
             ),
             *make_columns(metrics.DECODE_TABLE),
-            ("SLO", "slo_said"),
+            ("SLO", "slo_result"),
             ("steps", lambda r: f"{r['samples']:,.0f}" if r["samples"] else ABSENT),
             APART,
         ],
@@ -160,7 +160,7 @@ def build_served_table(found: pd.DataFrame, mode: str) -> Table:
             *make_text_columns("origin")[:others],
             ("marks", "telling"),
             *make_columns(metrics.SERVED_TABLE),
-            ("SLO", "slo_said"),
+            ("SLO", "slo_result"),
             *make_columns(metrics.SERVED_COUNTS, finished=("finished", _format_finished)),
             APART,
         ],
@@ -224,7 +224,7 @@ def build_others_table(found: pd.DataFrame) -> Table:
     """Build the table of failed, hung and rejected points, grouped by reason."""
     rows = []
     load = "context × concurrency" if found["load"].isna().all() else "load"
-    same = ["run", "model", "layout", "outcome", "told"]
+    same = ["run", "model", "layout", "outcome", "message"]
     for key, group in itertools.islice(sort_commonest_first(found).groupby(same, sort=False), MAX_ROWS):
         plain = group[group["load"].isna()]
         loads = sorted({(int(c), int(n)) for c, n in zip(plain["context"], plain["concurrency"], strict=True)})

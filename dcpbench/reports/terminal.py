@@ -83,7 +83,7 @@ def render(frames: Frames) -> Group:
         if len(found)
         for note in _format_shared_warnings(found) + _list_misses(found)
     ]
-    same = ["model", "layout", "outcome", "told"]
+    same = ["model", "layout", "outcome", "message"]
     for (model, layout, outcome, _), group in sort_commonest_first(others).groupby(same, sort=False):
         reason = group["reason"].iloc[0]
         parts.append(

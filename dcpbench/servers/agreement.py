@@ -55,7 +55,7 @@ RARE, NOISY, UNATTRIBUTED, FEW_TOKENS = "rare", "noisy", "unattributed", "few to
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """One answer of a server."""
+    """An answer of a server."""
 
     tokens: list[str]  # ids where the server gives them, else text
     names: list[str] = []  # the tokens as keys of `tops`
@@ -90,7 +90,7 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """One effect at one length of prompts."""
+    """An effect at one length of prompts."""
 
     effect: str
     server: str  # `A`, `B`, or `AB` for the effect `servers`

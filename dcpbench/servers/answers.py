@@ -84,13 +84,13 @@ class StreamReply:
         self._other = self._done = False
 
     def receive_head(self, status: int, headers: dict[bytes, bytes]) -> None:
-        """See client.Reply."""
+        """Implement client.Reply.receive_head."""
         self.status, self._headers = status, headers
         kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
         self._other = status != OK or (kind not in (EVENT_STREAM, b""))
 
     def receive_body(self, data: bytes, now_s: float) -> None:
-        """See client.Reply."""
+        """Implement client.Reply.receive_body."""
         if self._other:
             self._body += data
             if len(self._body) > MAX_ERROR or (self.status == OK and len(self._body) > MAX_OTHER):
@@ -100,7 +100,7 @@ class StreamReply:
             self._read_event(event, began_s)
 
     def receive_end(self) -> None:
-        """See client.Reply."""
+        """Implement client.Reply.receive_end."""
         if self._other:
             raise self._make_error()
         for event, began_s in self._events.finish_stream():

@@ -213,18 +213,18 @@ class WholeReply:
         self._size, self._limit = 0, limit
 
     def receive_head(self, status: int, headers: dict[bytes, bytes]) -> None:
-        """See Reply."""
+        """Implement Reply.receive_head."""
         self.status, self.headers = status, headers
 
     def receive_body(self, data: bytes, now_s: float) -> None:  # noqa: ARG002
-        """See Reply."""
+        """Implement Reply.receive_body."""
         self._size += len(data)
         if self._size > self._limit:
             raise RequestError("too long", f"the server's answer is longer than {self._limit:,} bytes.")
         self._pieces.append(data)
 
     def receive_end(self) -> None:
-        """See Reply."""
+        """Implement Reply.receive_end."""
 
     @property
     def data(self) -> bytes:
@@ -236,7 +236,7 @@ class WholeOkReply(WholeReply):
     """An answer that is kept whole. Its end raises RequestError if its status is not 200."""
 
     def receive_end(self) -> None:
-        """See Reply."""
+        """Implement Reply.receive_end."""
         if self.status != OK:
             raise make_status_error(self.status, self.headers, self.data)
 
@@ -269,7 +269,7 @@ def make_status_error(status: int, headers: dict[bytes, bytes], body: bytes) -> 
 
 
 class Connection(asyncio.BufferedProtocol):
-    """One connection, which carries one request at a time."""
+    """A connection, which carries one request at a time."""
 
     def __init__(self, sock: StampedSocket, ages_s: list[float], lost: Callable[[Connection], None]) -> None:
         self._socket, self._ages_s, self._lost = sock, ages_s, lost
@@ -326,15 +326,15 @@ class Connection(asyncio.BufferedProtocol):
             self._set_error(error)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See asyncio.Protocol."""
+        """Implement asyncio.Protocol.connection_made."""
         self._transport = transport  # type: ignore[assignment]  # of TCP or TLS
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002
-        """See asyncio.BufferedProtocol. All connections share one buffer, as each read is copied out of it at once."""
+        """Implement asyncio.BufferedProtocol.get_buffer. All connections share one buffer."""
         return BUFFER
 
     def buffer_updated(self, nbytes: int) -> None:
-        """See asyncio.BufferedProtocol."""
+        """Implement asyncio.BufferedProtocol.buffer_updated."""
         now = time.perf_counter()
         if (came_s := self._socket.came_s) is not None:
             came_s = min(max(came_s, self._heard_s), now)  # the machine's date may have been set meanwhile
@@ -354,7 +354,7 @@ class Connection(asyncio.BufferedProtocol):
             self.abort(e)
 
     def eof_received(self) -> None:
-        """See asyncio.Protocol."""
+        """Implement asyncio.Protocol.eof_received."""
         self._ended = True
         if self._parse == self._parse_to_end and self._reply is not None:
             try:
@@ -363,7 +363,7 @@ class Connection(asyncio.BufferedProtocol):
                 self._set_error(e)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio.Protocol."""
+        """Implement asyncio.Protocol.connection_lost."""
         where = "in the middle of its answer" if self.answered else "without an answer"
         why = f" ({exc})" if exc else ""
         self.unread = self._is_unread(exc)

@@ -258,7 +258,7 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 class Completion(msgspec.Struct, frozen=True):
-    """One event of a stream, or a whole answer."""
+    """An event of a stream, or a whole answer."""
 
     choices: list[Choice] | None = None
     usage: Usage | None = None

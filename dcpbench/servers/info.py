@@ -51,7 +51,7 @@ KEPT = """
 
 
 class Card(msgspec.Struct, frozen=True):
-    """One model of /v1/models."""
+    """A model of /v1/models."""
 
     id: str
     max_model_len: int | None = None

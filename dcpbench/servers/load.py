@@ -42,7 +42,7 @@ UNAVAILABLE = 503
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Call:
-    """One request in the form in which it is sent."""
+    """A request in the form in which it is sent."""
 
     number: int  # in the load
     data: bytes  # head and body
@@ -107,7 +107,7 @@ class Run:
     ) -> None:
         """Take the calls of a closed loop of `clients`; None: each call at its time, at most `at_once` at the same time.
 
-        `realtime`: see first_in_line.
+        `realtime`: see set_realtime_priority.
         """
         self.client, self.calls, self.clients = client, calls, clients
         self.outcomes: list[Outcome] = []

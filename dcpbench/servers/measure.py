@@ -186,7 +186,7 @@ def measure_points(
 
 @dataclasses.dataclass
 class ServedLoad:
-    """A run of requests, as outcome.serve_metrics takes it."""
+    """A run of requests, as outcome.compute_serve_metrics takes it."""
 
     samples: list[Sample]
 
@@ -206,7 +206,7 @@ class _LoadState:
     unprofiled: str = ""
     """Why the server was not profiled, if that was asked for."""
     complete: bool = False
-    """Whether all requests have ended, so that an interruption costs only what comes after them."""
+    """True once all requests have ended: an interruption then loses only later work."""
 
 
 def measure_point(

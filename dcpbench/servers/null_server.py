@@ -60,18 +60,18 @@ class Streams:
 
 
 class Null(asyncio.Protocol):
-    """One connection."""
+    """A connection."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams, self._held = streams, b""
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See asyncio.Protocol."""
+        """Implement asyncio.Protocol.connection_made."""
         self._transport = transport  # type: ignore[assignment]  # of TCP
 
     def data_received(self, data: bytes) -> None:
-        """See asyncio.Protocol."""
+        """Implement asyncio.Protocol.data_received."""
         self._held += data
         head, blank, body = self._held.partition(b"\r\n\r\n")
         length = LENGTH.search(head)
@@ -81,7 +81,7 @@ class Null(asyncio.Protocol):
             self._streams.add_stream(self._transport, int(asked[1]) if asked else 1)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
-        """See asyncio.Protocol."""
+        """Implement asyncio.Protocol.connection_lost."""
         if self._transport is not None:
             self._streams.left.pop(self._transport, None)
 

@@ -242,7 +242,7 @@ class Words:
     fixed: float  # tokens of a prompt besides its words, such as those of a chat template
 
     def __call__(self, ids: np.ndarray) -> str:
-        """See Text."""
+        """Return text as Text specifies."""
         count = max(round((len(ids) - self.fixed) / self.per_word), 1)
         found = np.resize(ids, count)
         return " ".join([WORDS[i] for i in (found % len(WORDS)).tolist()])

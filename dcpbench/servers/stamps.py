@@ -41,7 +41,7 @@ class StampedSocket(socket.socket):
         return self
 
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:  # noqa: ANN401 -- any buffer of asyncio
-        """See socket.socket."""
+        """Implement socket.socket.recv_into."""
         if not self._stamps:
             return super().recv_into(buffer, nbytes, flags)
         count, ancillary, _, _ = self.recvmsg_into([buffer], ANCILLARY, flags)

@@ -29,7 +29,7 @@ NO_PAGES = np.empty(0, dtype=np.int32)
 
 
 class OutOfKvError(CapacityError):
-    """Not enough free pages. Raised before anything changes, so the caller may free something and try again."""
+    """Error for an allocation without enough free pages. Nothing has changed; the caller may free pages and retry."""
 
 
 class Allocation:
@@ -95,7 +95,7 @@ class DcpAllocator:
 
     def __init__(self, pages: int, page_size: int, dcp: int, interleave: int = 1) -> None:
         if pages < 2:  # noqa: PLR2004 - the padding page and one to use
-            raise ValueError(f"a KV pool of {pages} pages leaves none beside the padding page")
+            raise ValueError(f"a KV pool of {pages} pages has no page besides the padding page")
         if page_size < 1 or dcp < 1 or interleave < 1:
             raise ValueError(f"page size {page_size}, dcp {dcp} and interleave {interleave} must be positive")
         if page_size % interleave:
@@ -204,7 +204,7 @@ class DcpAllocator:
 
     def _add_free_pages(self, pages: np.ndarray) -> None:
         if self._is_free[pages].any() or (len(pages) > 1 and len(np.unique(pages)) < len(pages)):
-            raise ValueError("pages are given back that nobody holds")
+            raise ValueError("pages are freed that no request holds")
         self._is_free[pages] = True
         self._free[self.free_pages : self.free_pages + len(pages)] = pages
         self.free_pages += len(pages)

@@ -145,7 +145,7 @@ class PrefillScheduler(Scheduler):
         return 0
 
     def _finish_step(self, step: Step) -> None:
-        """Also release requests that have their first token."""
+        """Finish the step and release requests that have their first token."""
         super()._finish_step(step)
         for replica, todo in zip(self.replicas, step.replicas, strict=True):
             gone = [s for s in todo.sampled_sequences if not s.is_finished]

@@ -57,7 +57,7 @@ class StepCounts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """One request, as stored in the samples file; times in seconds after the start of the run."""
+    """A request as stored in the samples file. Times are in seconds after the start of the run."""
 
     number: int
     outcome: str
@@ -80,7 +80,7 @@ class Row:
     prefilled_by: int | None = None
     """Instance that prefilled the request first, if another one decodes; None also if it had no token to decode."""
     kv_sent_s: float | None = None
-    """When its KV began to cross to the other one."""
+    """Time at which the transfer of its KV to the decode instance began."""
     kv_arrived_s: float | None = None
     session: int | None = None
     """Turn within the session; None for single-turn requests."""
@@ -238,7 +238,7 @@ def get_outcome(sample: Sample) -> str:
 def find_warnings(found: ServeMetrics) -> list[str]:
     """Return the warnings of the metrics themselves: `cut_off`, `few_samples`, `rejections`, `requests_failed`.
 
-    `few_samples` is set if a percentile of TTFT or ITL has too few samples (stats.least_samples).
+    `few_samples` is set if a percentile of TTFT or ITL has too few samples (stats.compute_min_samples).
     """
     lacking = any(None in (times.p90, times.p95, times.p99) for times in (found.ttft_ms, found.itl_ms))
     found_warnings = {"cut_off": bool(found.cancelled), "few_samples": lacking, "rejections": bool(found.rejected)}

@@ -89,7 +89,7 @@ class _Instance:
     now: float = 0.0
     """Time of the host's next decision, unless it waits or is idle."""
     free: float = 0.0
-    """When the device has run all that was launched."""
+    """Time at which the device has finished all launched work."""
     launched: float = 0.0
     """Time at which the host has launched its last decision."""
     pending: tuple[Step, float] | None = None
@@ -107,7 +107,7 @@ READ, CROSSED, DECIDE = range(3)
 
 
 class _Clock:
-    """One clock of all instances, on which one thing happens after the other."""
+    """Clock that all instances share; events happen one after the other."""
 
     def __init__(self, traffic: Traffic, deployed: Deployment, times: StepTimes, limit_s: float) -> None:
         self.traffic, self.deployed, self.times, self.limit_s = traffic, deployed, times, limit_s

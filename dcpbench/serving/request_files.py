@@ -45,7 +45,7 @@ _FORMATS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Row:
-    """One request of a file."""
+    """A request of a file."""
 
     arrival_s: float | None
     """Arrival time in s after the first request; None if the file has no times."""

@@ -48,7 +48,7 @@ class _Prompt:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ServeRequest:
-    """One request as a client sends it."""
+    """A request as a client sends it."""
 
     number: int
     """Position in the load, from 0."""
@@ -73,7 +73,7 @@ class ServeRequest:
     """`prompt` with the answers that were really sampled, on ranks that sampled them."""
 
     source: ClassVar[np.ndarray | LazyPrompt]
-    """What `prompt` was given as."""
+    """The prompt as it was passed: an array, or a LazyPrompt that generates it."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -102,9 +102,9 @@ class Transfer:
     target: int
     """Instance that decodes the request."""
     ready_s: float
-    """When its token was sampled, which ends the prefill."""
+    """Time at which its first token was sampled, which ends the prefill."""
     begin_s: float
-    """When both ends' links were free, and the other instance had room."""
+    """Time at which the links of both instances were free and the decode instance had free KV capacity."""
     end_s: float
     sent_bytes: int
     """Bytes sent by each GPU that holds part of the request."""
@@ -120,7 +120,7 @@ class Sequence:
     replica: int = -1
     slot: int = 0
     allocation: Allocation | None = None
-    """None while it waits."""
+    """KV pages of the request; None while it waits."""
     node: Node | None = None
     """Locked node of the prefix cache."""
     computed: int = 0
@@ -188,7 +188,7 @@ class ReplicaStep:
     slots: list[int] = dataclasses.field(default_factory=list)
     """Slots of the decodes."""
     positions: list[int] = dataclasses.field(default_factory=list)
-    """For each decode: index of the token that is read and of the KV row that is written."""
+    """Index per decode of the token that is read and of the KV row that is written."""
     chunks: list[Chunk] = dataclasses.field(default_factory=list)
     table: list[TableWrite] = dataclasses.field(default_factory=list)
     """Writes to the request table that are due before the step runs."""
@@ -208,7 +208,7 @@ class ReplicaStep:
 
 @dataclasses.dataclass(slots=True)
 class Step:
-    """One step of a layout: the simultaneous work of each replica."""
+    """A step of a layout: the simultaneous work of each replica."""
 
     number: int
     replicas: list[ReplicaStep]

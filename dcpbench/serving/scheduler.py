@@ -86,7 +86,7 @@ class SchedulerConfig:
 
 
 class Replica:
-    """One attention replica: its KV pages, slots and requests."""
+    """An attention replica: its KV pages, slots and requests."""
 
     def __init__(self, number: int, config: SchedulerConfig) -> None:
         self.number = number
@@ -123,7 +123,7 @@ class Replica:
 
 
 class Scheduler:
-    """See above."""
+    """Scheduler of a deployment, as the module describes it."""
 
     decode_tokens = 1  # known tokens of a running sequence that are left to a decode row; the others are prefilled
 

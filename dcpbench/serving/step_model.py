@@ -330,7 +330,7 @@ class MixedTimes:
         )  # with attention DP, a replica without chunks has a request more
         if not surface.sizes[0] <= work.rows <= most or each > surface.compute_max_x(work.rows):
             raise _make_outside_error(
-                f"{work.rows} decode rows with {work.kv_tokens:,} KV tokens beside chunks",
+                f"{work.rows} decode rows with {work.kv_tokens:,} KV tokens in a step with chunks",
                 f"{surface.sizes[0]} to {most} rows, there with {surface.compute_max_x(work.rows):,.0f} tokens each",
             )
         return surface(work.rows, each)
@@ -426,7 +426,7 @@ class Heat:
         return self.share
 
     def add_step(self, seconds: float, towards: float) -> None:
-        """Advance by a step; see Slowed.left_by."""
+        """Advance by a step; see Slowdown.compute_final_heat."""
         self._update_share(seconds, towards)
         self.until_s += seconds
 
@@ -488,7 +488,7 @@ class StepModel:
         if self.mixed.tokens:
             return alone + self.mixed(work)
         if work.tokens:
-            raise _make_outside_error(f"{work.rows} decode rows beside chunks", "steps with only one of both")
+            raise _make_outside_error(f"{work.rows} decode rows in a step with chunks", "steps with only one of both")
         # Replicas of one request each: next to one with a chunk, another decodes. The remaining part of G is the read
         # of its KV.
         return alone + self.graphs(work.rows, work.kv_tokens) - self.graphs(work.rows, 0)

@@ -75,9 +75,9 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     use: str = LINE
     """One of USES."""
     after: tuple[Chunks, ...] = ()
-    """For a hot case, the chunks that ran before it; empty: the largest ones of any hot case."""
+    """Chunks that ran before a hot case; empty: the largest ones of any hot case."""
     since: int = 0
-    """For a hot case, the number of identical steps in between."""
+    """Number of identical steps between a hot case and the chunks before it."""
     replicas: int = 0
     """Number of replicas that do the work while the others are idle; 0: all do it."""
 
@@ -190,7 +190,7 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     marks: list[str] = []
     """Warnings in the form of records: `cpu`, `throttled`, …"""
     emulated: Emulated | None = None
-    """For an emulated layout: the model used in its largest decode step."""
+    """Communication model of the largest decode step of an emulated layout."""
     gpu: Gpu | None = None
     """Clocks, power and temperature during the measurement, each of the worst rank; None on the CPU, and in older
     files.
@@ -277,7 +277,7 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return self.model.predict_step_ms(works) * (1 + heat * (self.slowdown(works) - 1))
 
     def predict_host_ms(self, step: Step) -> float:
-        """Return the time during which the host is busy launching the step. Raise as duration_ms does."""
+        """Return the time during which the host is busy launching the step. Raise as predict_duration_ms does."""
         return max(self.host_model.predict_step_ms(compute_step_works(step)), 0.0)
 
     def check_errors(self) -> list[tuple[Case, float]]:
@@ -368,7 +368,9 @@ def _find_use_problem(case: Case, replicas: int) -> str:
     if not 0 <= case.replicas <= replicas:
         return f"case.replicas is {case.replicas}, of a path with dp {replicas}"
     if case.replicas and case.use not in (UNEVEN, CHECK):
-        return f"case.replicas is {case.replicas} where case.use is {case.use!r}, which all replicas do alike"
+        return (
+            f"case.replicas is {case.replicas} where case.use is {case.use!r}, but this use is the same on all replicas"
+        )
     if case.use == UNEVEN and (case.replicas != 1 or case.decodes or replicas == 1):
         return f"case.use is {UNEVEN!r}, which is of chunks that one of several replicas has alone"
     return ""

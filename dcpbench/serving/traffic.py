@@ -38,7 +38,7 @@ class Sample:
     request: ServeRequest
     submitted_s: float
     token_s: list[float] = dataclasses.field(default_factory=list)
-    """When each output token was read."""
+    """Time at which each output token was read."""
     tokens: list[int] = dataclasses.field(default_factory=list)
     """Token ids; empty in replay, and for requests of another replica than the recording rank's."""
     sequence: Sequence | None = None

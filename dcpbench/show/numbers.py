@@ -1,4 +1,4 @@
-"""Format numbers with their units for people; an absent value is a dash, never 0. Bytes: points.sizes.size_text."""
+"""Format numbers with their units for people; an absent value is a dash, never 0. Bytes: points.sizes.format_size."""
 
 from __future__ import annotations
 

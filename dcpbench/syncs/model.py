@@ -22,13 +22,13 @@ class ChildProcess(msgspec.Struct, frozen=True, kw_only=True):
     command: str = ""
     """Command line of the process, or name and target of a multiprocessing.Process."""
     start_method: str = ""
-    """How it was started: `multiprocessing spawn`, `os.fork`, `subprocess`, …"""
+    """Start method of the process: `multiprocessing spawn`, `os.fork`, `subprocess`, …"""
     may_use_gpu: bool = True
     """False for a program that is not Python, and for a Python process that ended without importing torch."""
 
 
 class Coverage(msgspec.Struct, kw_only=True):
-    """What a detector saw of the program, and in sentences what it cannot show."""
+    """Coverage of a detector: what it observed of the program, and sentences on what it cannot show."""
 
     detector: Literal["scan", "live", "dry-run"]
     gpu_events: int = 0
@@ -67,7 +67,7 @@ class Coverage(msgspec.Struct, kw_only=True):
 
 
 class TraceSummary(msgspec.Struct, kw_only=True):
-    """One trace, or one process seen live."""
+    """A trace, or a process observed live."""
 
     path: str
     rank: int | None = None
@@ -76,7 +76,7 @@ class TraceSummary(msgspec.Struct, kw_only=True):
     dp_rank: int | None = None
     """Data-parallel rank that the file's name gives; `rank` may count within it."""
     pp_rank: int | None = None
-    """The same of the pipeline stage."""
+    """Pipeline-parallel rank that the file's name gives."""
     front_end: bool = False
     """True for the trace of a server's front end, which uses no GPU: it is listed and excluded from the verdict."""
     steps: int | None = None
@@ -90,7 +90,7 @@ class TraceSummary(msgspec.Struct, kw_only=True):
 
 
 class Example(msgspec.Struct, kw_only=True):
-    """One occurrence of a site."""
+    """An occurrence of a site."""
 
     trace: str
     ts: float | None = None
@@ -117,7 +117,7 @@ class Site(msgspec.Struct, kw_only=True):
     function: str = ""
     """The user's innermost function; empty without Python stacks."""
     file: str = ""
-    """Its file, relative to the repository if it is inside."""
+    """File of the call, relative to the repository if it is inside."""
     line: int | None = None
     """Line of the call if `line_is` marks it so, else the function's first line."""
     line_is: Literal["call", "function", ""] = ""
@@ -140,7 +140,7 @@ class Site(msgspec.Struct, kw_only=True):
     """Mean over the steps of steady state: all but the first, where there are at least three; None without steps. With
     phases that of the phase which has most."""
     count_per_phase: dict[str, float] = {}
-    """The same for each phase, such as decode, where there are several."""
+    """Mean over the steps of steady state per phase, such as decode, if there are several phases."""
     outside: int = 0
     """Occurrences in no step that are not warm-up, such as those after the last step; excluded from counts per step."""
     warmup_only: bool = False
@@ -149,14 +149,14 @@ class Site(msgspec.Struct, kw_only=True):
     """Sum over all occurrences."""
     wait_median_us: float | None = None
     wait_p99_us: float | None = None
-    """None with fewer than 662 occurrences, as for every percentile of ours."""
+    """p99 of the wait; None with fewer than 662 occurrences, as for each p99 of dcpbench."""
     bubble_us: float | None = None
     """Sum over all occurrences of the GPU idle time that removing that one would win, at most. None where it is not
     known: without durations, GPU events, or calls that caused them."""
     bytes: int | None = None
     """Sum over all occurrences."""
     may_block: bool = False
-    """It could wait and did not, or a detector without times cannot decide it; in no total and no reason to fail.
+    """True if the call can wait but did not, or the detector has no times to decide it. Excluded from totals and gates.
     Small copies from pageable memory: CUDA stages them until its staging memory is full."""
     explicit: bool = False
     """Asked for by name, as a stack shows: synchronize() of a device, stream or event."""
@@ -175,7 +175,7 @@ class Site(msgspec.Struct, kw_only=True):
 
 
 class Totals(msgspec.Struct, kw_only=True):
-    """Over all traces; the profiler's own and what only may block are left out."""
+    """Totals over all traces. Calls of the profiler and calls that only may block are excluded."""
 
     syncs: int = 0
     sites: int = 0
@@ -184,7 +184,7 @@ class Totals(msgspec.Struct, kw_only=True):
 
 
 class Finding(msgspec.Struct, kw_only=True):
-    """One reason not to let a change pass."""
+    """A reason for the gate to fail."""
 
     reason: Literal["sync", "new", "more", "per-step", "bubble"]
     message: str
@@ -193,7 +193,7 @@ class Finding(msgspec.Struct, kw_only=True):
 
 
 class Verdict(msgspec.Struct, kw_only=True):
-    """What the gate says."""
+    """Verdict of the gate."""
 
     status: Literal["clean", "findings", "cannot answer"] = "clean"
     exit_code: Literal[0, 1, 3] = 0

@@ -69,7 +69,7 @@ class Sync:
     ranges: tuple[str, ...] = ()
     """All `record_function` ranges around it, outermost first, steps included."""
     at: float | None = None
-    """When it began: seconds on the host's clock (perf_counter), of a trace microseconds on its own."""
+    """Start time: seconds of perf_counter for a live process, microseconds of the trace's clock for a trace."""
     wait: float | None = None
     """Microseconds."""
     bubble: float | None = None

@@ -237,7 +237,7 @@ class Occurrences(NamedTuple):
     per_step: float | None = None
     """Mean over the steps of steady state, of the phase that has most; None without steps."""
     per_phase: dict[str, float] = {}  # noqa: RUF012 -- never changed
-    """The same for each phase, where there are several."""
+    """Mean over the steps of steady state per phase, if there are several phases."""
     warmup_only: bool = False
     """Each lies before the first step, or in a first one that is warm-up."""
     outside: int = 0

@@ -64,7 +64,7 @@ class PointEnd(NamedTuple):
 
 @dataclasses.dataclass
 class JobFacts:
-    """One torchrun job and its events."""
+    """A torchrun job and its events."""
 
     job: Job
     began: float
@@ -74,13 +74,13 @@ class JobFacts:
     """Time of the last event; 0 before the first."""
     stage: str = ""
     since: float = 0.0
-    """When this stage of this point began."""
+    """Time at which this stage of this point began."""
     key: str = ""
     """Key of the current point."""
     note: str = ""
     """Latest numbers."""
     done: dict[int, float] = dataclasses.field(default_factory=dict)
-    """When points finished, by point_id."""
+    """Time at which each point finished, by point_id."""
 
     @functools.cached_property
     def points(self) -> dict[int, Point]:

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class GpuState(msgspec.Struct, frozen=True, kw_only=True):
-    """One GPU."""
+    """State of a GPU."""
 
     index: int
     name: str = ""

@@ -33,11 +33,11 @@ REJECTED = "rejected"
 BETWEEN = ("done", "start", "end")
 """Stages of no point."""
 QUIET_S = 60.0
-"""Without a sign of life for so long a run is shown as silent; dcpbench itself ends such a job at --timeout."""
+"""Seconds without an event after which a run is shown as silent; dcpbench ends such a job at --timeout."""
 TIMEOUT_S = 300.0
 """Default of --timeout."""
 SLACK_S = 2.0
-"""How far a record's times may be off, which are written in whole seconds."""
+"""Maximum error of a record's times, which are written in whole seconds."""
 MIN_POINTS = 3
 """Minimum number of finished points for a range."""
 T_95 = (4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
@@ -69,7 +69,7 @@ class Activity(msgspec.Struct, frozen=True, kw_only=True):
     silent_s: float
     """Time since the last sign of life."""
     timeout_s: float
-    """After how long dcpbench takes it for hung."""
+    """Seconds without an event after which dcpbench treats the job as hung."""
 
 
 class Size(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,7 +126,7 @@ def compute_state(
 ) -> State:
     """Return the state at `now` (Unix time).
 
-    `alive` and `began` are the results of processes.alive; `known_here` is True if this run was alive on this machine
+    `alive` and `began` are the results of processes.find_alive; `known_here` is True if this run was alive on this machine
     before, so that it cannot be a run of another machine on a shared file system.
     """
     job = facts.newest_job

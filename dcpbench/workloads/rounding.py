@@ -67,7 +67,7 @@ class Roundings:
     mlp_parts: int = 1
     """Ranks that the input columns of down_proj are split over, in dense MLPs and shared experts."""
     expert_parts: int = 1
-    """The same in routed experts."""
+    """Ranks that the input columns of down_proj are split over in routed experts."""
 
     @classmethod
     def from_point(cls, point: Point, dtype: torch.dtype, kv_scale: float) -> Roundings:

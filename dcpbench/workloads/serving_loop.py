@@ -93,7 +93,7 @@ class TimedStep(NamedTuple):
     """Duration of a step on the device, and the work of the replica with the most rows."""
 
     ms: float
-    """From its first kernel to its last one."""
+    """Time from its first kernel to its last one."""
     decodes: int
     context: int
     """Mean number of KV rows that each of these attends to."""
@@ -128,7 +128,7 @@ class TimedStep(NamedTuple):
 
 
 class Loop:
-    """One run of a load. Call `iterate` until it returns False; all ranks call it the same number of times."""
+    """A run of a load. Call `iterate` until it returns False; all ranks call it the same number of times."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""One engine, built for all points that share it, and taken down before the next one is built."""
+"""An engine that is built for all points that share it, and taken down before the next one is built."""
 
 from __future__ import annotations
 

@@ -200,7 +200,7 @@ class Times:
 class _UnreadStep:
     launched: LaunchedStep
     at_s: float
-    """When the call that launched it returned; on the CPU it had run by then."""
+    """Time at which the call that launched it returned; on the CPU the step has run by then."""
     samples: list[float] | None
     """List to which its time is appended; None if it is not needed."""
 

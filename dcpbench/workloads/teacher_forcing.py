@@ -264,7 +264,7 @@ QUANTISED = (*ROUNDED_INPUTS, "kv_b_proj")
 
 
 def compute_relative_errors(engine: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
-    """‖engine − model‖ / ‖model‖ of each row [P, …]; divided by the median ‖model‖ of all rows if that is larger."""
+    """Return ‖engine − model‖ / ‖model‖ of each row [P, …]. The divisor is at least the median ‖model‖ of all rows."""
     size_P = model.float().norm(dim=-1)
     floor = max(float(size_P.median()), torch.finfo(torch.float32).tiny)
     return (engine.float() - model.float()).norm(dim=-1) / size_P.clamp(min=floor)
@@ -356,7 +356,7 @@ def choose_experts(
 
 
 def _compare_experts(ids_Pk: torch.Tensor, engine_Pk: torch.Tensor) -> torch.Tensor:
-    """bool [P]: the two are not the same experts."""
+    """Return bool [P]: True if the two choices of experts differ."""
     if ids_Pk.shape != engine_Pk.shape:
         return torch.ones(len(ids_Pk), dtype=torch.bool)
     return (ids_Pk.sort(-1).values != engine_Pk.sort(-1).values).any(-1)

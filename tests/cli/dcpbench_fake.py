@@ -28,7 +28,7 @@ def write_report(folders: list[Path], out: Path, *, watch: Callable[[str], None]
 
 
 def terminal_table(folders: list[Path]) -> str:
-    """Stand-in of reports.terminal_table."""
+    """Stand-in of reports.render_terminal_table."""
     return f"table of {len(folders)} run"
 
 

@@ -30,7 +30,7 @@ INSIDE = "--inside"
 def in_token_order(
     out_TQ: torch.Tensor, own_JQ: torch.Tensor, addresses: Sequence[int], rank: int, prefix: Prefix, table: torch.Tensor
 ) -> None:
-    """In place of kv_gather.in_token_order; it, too, reads other ranks' parts where they begin."""
+    """In place of kv_gather.gather_in_token_order; it, too, reads other ranks' parts where they begin."""
     from dcpbench.kernels.kv_gather import gather_in_token_order_reference, make_request_table
 
     assert table.equal(make_request_table(prefix, table.device))

@@ -34,7 +34,7 @@ REPLAYS, LAYERS = 2, (1, 2, 3)
 ADDENDS = ((2, 24), (3, 40), (1, 8), (3, 40), (3, 40), (1, 7))
 """Shapes of one sum after the other: below and above the limit, the last of an odd size."""
 SMALL = 64
-"""Bytes up to which one_shot adds, here."""
+"""Bytes up to which reduce_one_shot adds, here."""
 
 
 def layouts(world: int) -> tuple[Layout, ...]:

@@ -27,7 +27,7 @@ def test_a_right_backend_passes(lengths, backend, device):
 
 
 class Wrong(ReferenceBackend):
-    """Right but for what `spoil` does to it."""
+    """Right but for what `reset_to_nan` does to it."""
 
     def __init__(self, spec, spoil) -> None:
         super().__init__(spec)

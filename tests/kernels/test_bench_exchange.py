@@ -25,7 +25,7 @@ def test_a_right_exchange_passes(value, q, variant, device):
 
 
 class Wrong:
-    """An exchange that is right but for what `spoil` does to what it gives."""
+    """An exchange that is right but for what `reset_to_nan` does to what it gives."""
 
     def __init__(self, spec, spoil) -> None:
         self.right, self.spoil = make_exchange("ag_rs", exchange.get_world_group(), spec), spoil

@@ -10,8 +10,9 @@ import msgspec
 
 from dcpbench.dashboard import finding, running
 from dcpbench.errors import DcpbenchError, RecordsError
-from dcpbench.hangs import evidence, said
+from dcpbench.hangs import evidence
 from dcpbench.hangs import finding as hang_finding
+from dcpbench.hangs import format as hang_format
 from dcpbench.imports import Overrides, import_files
 from dcpbench.launch import jobs
 from dcpbench.plan import grid, serve_spec, spec
@@ -256,9 +257,9 @@ def read_audited(path: Path) -> None:
 def explain(path: Path) -> None:
     """Read and format the file as `hang explain` does."""
     hang_finding.find_cause(evidence.read_evidence([path]))
-    (hang,) = said.read_hangs([path])
-    said.format_text(hang)
-    said.render_page([hang])
+    (hang,) = hang_format.read_hangs([path])
+    hang_format.format_text(hang)
+    hang_format.render_page([hang])
 
 
 def imported(engine: str) -> Callable[[Path], object]:

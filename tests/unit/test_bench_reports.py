@@ -23,14 +23,14 @@ def shown(of: BenchRecord, width: int = 200) -> str:
 class TestFindings:
     def test_a_fix_that_still_synchronises_is_told_so_with_what_was_counted(self):
         """The sentence holds the count: two syncs are `twice`, five would be `5 times`."""
-        fix = "filter is the published fix of check-all and was said to avoid synchronisation: it does not, it still"
+        fix = "filter is the published fix of check-all, meant to avoid synchronisation: it does not, it still"
         assert f"{fix} synchronises twice a call." in describe_findings(record(result("filter", syncs=2.0)))
         assert f"{fix} synchronises 5 times a call." in describe_findings(record(result("filter", syncs=5.0)))
 
     def test_a_fix_that_does_not_synchronise_is_told_so_too(self):
         (told,) = describe_findings(record(result("host-slice", syncs=0.0)))
         assert told.startswith("host-slice is the published fix of cuda-slice")
-        assert told.endswith("was said to avoid synchronisation, which is true.")
+        assert told.endswith("meant to avoid synchronisation, and it does.")
 
     def test_nothing_is_said_of_what_was_not_counted(self):
         assert describe_findings(record(result("filter", syncs=None))) == []

@@ -19,7 +19,7 @@ from dcpbench.dashboard import pages
 from dcpbench.doctor import findings
 from dcpbench.errors import RecordsError, UsageError
 from dcpbench.hangs import evidence
-from dcpbench.hangs import said as hangs_said
+from dcpbench.hangs import format as hang_format
 from dcpbench.imports import result, vllm
 from dcpbench.imports.documents import Document
 from dcpbench.launch import jobs
@@ -202,6 +202,6 @@ def test_the_first_three_of_files_are_named(
     count: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(hangs_said, "_read_hang", lambda paths, name: (len(paths), name))
+    monkeypatch.setattr(hang_format, "_read_hang", lambda paths, name: (len(paths), name))
 
-    assert hangs_said.read_hangs([Path(f"f{n}") for n in range(count)]) == [(count, said)]
+    assert hang_format.read_hangs([Path(f"f{n}") for n in range(count)]) == [(count, said)]

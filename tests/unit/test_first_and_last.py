@@ -100,7 +100,7 @@ def test_padding_is_nobodys_and_no_page_is_given_back_twice(pages_back: list[int
     allocation = allocator.allocate(8)
     assert sorted(allocation.pages) == [1, 2]
     allocator.share_pages(allocation, allocation.pages[:2])
-    with pytest.raises(ValueError, match=r"^pages are given back that nobody holds$"):
+    with pytest.raises(ValueError, match=r"^pages are freed that no request holds$"):
         allocator.free_evicted(np.array(pages_back, np.int32))
     allocator.free_evicted(np.array([2, 1], np.int32))
     assert allocator.used_pages == 0
@@ -439,7 +439,7 @@ def test_of_a_long_reason_the_end_is_shown(over: int) -> None:
         "outcome": "failed",
         "reason": "why",
         "cause": "why",
-        "told": "why",
+        "message": "why",
         "detail": detail,
     }
     table = tables.build_others_table(

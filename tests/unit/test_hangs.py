@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from dcpbench import cli
 from dcpbench.errors import RecordsError
-from dcpbench.hangs import beats, dumps, evidence, said
+from dcpbench.hangs import beats, dumps, evidence
+from dcpbench.hangs import format as hang_format
 from dcpbench.hangs.beats import Beats
 from dcpbench.hangs.evidence import Device, ProcessState
 from dcpbench.hangs.finding import find_cause
@@ -208,8 +209,8 @@ def test_a_rank_that_has_not_come_is_named_with_its_phase_line_and_whether_it_sl
     (tmp_path / "ranks.json").write_bytes(msgspec.json.encode(seen))
     found = job.found()
     assert (found.kind, found.ranks, found.waiting, found.phase, found.layer) == ("behind", [2], [0, 1], "moe", 1)
-    assert "rank 2 sleeps in phase moe of layer 1 at dcpbench/engine/model.py:7 in experts" in found.said
-    assert "ranks 0-1 wait for it in all_reduce of float32 [2, 64], collective 9 of the group" in found.said
+    assert "rank 2 sleeps in phase moe of layer 1 at dcpbench/engine/model.py:7 in experts" in found.message
+    assert "ranks 0-1 wait for it in all_reduce of float32 [2, 64], collective 9 of the group" in found.message
 
 
 def test_a_rank_that_has_not_left_a_collective_to_which_all_have_come_is_the_one_that_is_behind(tmp_path: Path) -> None:
@@ -264,10 +265,10 @@ def test_ranks_that_the_kernel_holds_are_not_called_level_with_the_others(held: 
     found = job.found()
     assert (found.kind, found.ranks, found.waiting) == ("kernel", held, [r for r in (0, 1) if r not in held])
     who = "rank 0 waits" if held == [0] else "ranks 0-1 wait"
-    assert found.said == (
+    assert found.message == (
         f"{who} in the kernel in io_schedule, for a disk, a network file system or a driver that does not answer"
     )
-    assert "none is behind" not in found.said
+    assert "none is behind" not in found.message
 
 
 def test_a_rank_that_is_behind_stays_the_one_that_is_named_and_the_kernel_is_a_reason(tmp_path: Path) -> None:
@@ -299,7 +300,7 @@ def test_of_steps_that_devices_replay_norms_tell_the_layer(
         (tmp_path / f"device-{rank}.json").write_bytes(msgspec.json.encode(Device(norm=norm)))
     found = find_cause(evidence.read_evidence([tmp_path]))
     assert (found.kind, found.ranks, found.layer, found.phase) == ("device", ranks, layer, phase)
-    assert "handed over as replay" in found.said
+    assert "launched as replay" in found.message
     assert why in " ".join(found.why)
 
 
@@ -308,7 +309,7 @@ def test_of_one_rank_alone_its_device_says_where_it_stands(tmp_path: Path) -> No
     own.record_step(beats.REPLAY)
     (tmp_path / "device-0.json").write_bytes(msgspec.json.encode(Device(norm=7)))
     found = find_cause(evidence.read_evidence([tmp_path]))
-    assert found.said == "devices stand still in a step handed over as replay: rank 0 in attention of layer 3"
+    assert found.message == "devices stand still in a step launched as replay: rank 0 in attention of layer 3"
 
 
 @pytest.mark.parametrize("bad", [b"{", b'{"norm": "\xff"}', b'{"norm": -1.5}'], ids=["cut", "no text", "no number"])
@@ -352,7 +353,7 @@ def test_a_number_that_is_a_process_id_is_no_rank(tmp_path: Path) -> None:
         (tmp_path / f"dump-{pid}.txt").write_text(SPY.format(pid=pid, frames=frames))
     found = find_cause(evidence.read_evidence([tmp_path]))
     assert (found.kind, found.ranks) == ("behind", [])
-    assert found.said.startswith("process 103 (dump-103.txt) is at app/data.py:12 in load")
+    assert found.message.startswith("process 103 (dump-103.txt) is at app/data.py:12 in load")
 
 
 def test_dumps_of_a_folder_that_could_not_be_read_are_told_and_what_is_none_is_not(tmp_path: Path) -> None:
@@ -385,7 +386,7 @@ def test_dumps_of_one_name_from_several_hosts_are_kept_apart_by_their_folders(tm
         path.parent.mkdir()
         path.write_text(SPY.format(pid=1, frames=ELSEWHERE if host == 2 else IN_REDUCE))
     found = find_cause(evidence.read_evidence([*paths, paths[0].parent]))
-    assert found.said.startswith("process 1 (n2/dump-1.txt) is at app/data.py:12 in load, and the other 2 wait")
+    assert found.message.startswith("process 1 (n2/dump-1.txt) is at app/data.py:12 in load, and the other 2 wait")
     assert found.read == [f"n{host}/dump-1.txt" for host in range(3)]
 
 
@@ -520,8 +521,8 @@ def test_a_gather_that_is_left_out_is_named_where_hosts_go_on(tmp_path: Path, fl
             (tmp_path / f"flight-{rank}.json").write_text(json.dumps(told))
     found = job.found()
     assert (found.kind, found.ranks, found.phase, found.layer, found.number) == ("order", [1], "merge", 1, 2 * 6 + 4)
-    assert "rank 1 began reduce_scatter of float32 [2, 64] (phase merge, layer 1" in found.said
-    assert "rank 0 all_gather of float32 [2, 64]" in found.said
+    assert "rank 1 began reduce_scatter of float32 [2, 64] (phase merge, layer 1" in found.message
+    assert "rank 0 all_gather of float32 [2, 64]" in found.message
     assert any("left that one out" in why for why in found.why)
 
 
@@ -530,7 +531,7 @@ def test_of_ranks_whose_collectives_were_not_read_nothing_is_claimed(tmp_path: P
     (tmp_path / "flight-0.json").write_text(json.dumps(recorded(("all_reduce", [4], "started"))))
     found = find_cause(evidence.read_evidence([tmp_path]))
     assert (found.kind, found.ranks, found.waiting) == ("unknown", [], [0])
-    assert "of rank 1 no collectives were read" in found.said
+    assert "of rank 1 no collectives were read" in found.message
 
 
 def test_parts_of_several_sizes_are_no_fault_of_other_programs(tmp_path: Path) -> None:
@@ -552,8 +553,8 @@ def test_flight_recorders_name_shapes_that_differ(tmp_path: Path) -> None:
     (tmp_path / "flight-1.json").write_text(json.dumps(recorded(("all_reduce", [5], "started"))))
     found = find_cause(evidence.read_evidence([tmp_path]))
     assert found.kind == "shape"
-    assert "all_reduce of float [4]" in found.said
-    assert "all_reduce of float [5]" in found.said
+    assert "all_reduce of float [4]" in found.message
+    assert "all_reduce of float [5]" in found.message
 
 
 def test_a_pickle_is_refused_with_what_to_do_and_never_loaded(tmp_path: Path) -> None:
@@ -603,7 +604,7 @@ def test_a_rank_whose_signal_never_came_is_named_and_not_the_one_that_waits_for_
     found = replayed(tmp_path, [merges(0, 2, 69, {1: 69}), merges(1, 2, 70, {0: 70})], [3, 3])
     assert (found.kind, found.ranks, found.waiting, found.phase, found.layer) == ("signal", [1], [0], "merge", 1)
     assert (found.collective, found.number) == ("merge of symm", 70)
-    assert "rank 1 has passed merge of symm, meeting 70, and no signal of it has come to rank 0" in found.said
+    assert "rank 1 has passed merge of symm, meeting 70, and no signal of it has come to rank 0" in found.message
 
 
 @pytest.mark.parametrize("norm", [2, 3])
@@ -634,8 +635,8 @@ def test_a_rank_that_has_not_come_to_a_meeting_is_named_with_where_its_device_is
     """Rank 1 has rank 0's fifth signal and has ended four: its device is in the experts of layer 0, norm 2 = 2 · 0 + 2."""
     found = replayed(tmp_path, [merges(0, 2, 4, {1: 4}), merges(1, 2, 4, {0: 5})], [3, 2])
     assert (found.kind, found.ranks, found.waiting, found.phase, found.layer) == ("behind", [1], [0], "mlp", 0)
-    assert "rank 1 is by its device in mlp of layer 0; rank 0 waits for its signal in a kernel" in found.said
-    assert "merge of symm, meeting 5 (phase merge, layer 1)" in found.said
+    assert "rank 1 is by its device in mlp of layer 0; rank 0 waits for its signal in a kernel" in found.message
+    assert "merge of symm, meeting 5 (phase merge, layer 1)" in found.message
 
 
 def test_counters_that_have_wrapped_around_are_compared_by_difference(tmp_path: Path) -> None:
@@ -701,7 +702,7 @@ def test_what_nccl_says_of_its_jobs_is_kept_and_shown(tmp_path: Path, monkeypatc
         thread.join()
     assert asked == [b"verbose status\n"]
     Job(tmp_path, 1).steps(1)
-    assert "Communicators: &lt;1 mismatch&gt;" in said.render_page(said.read_hangs([tmp_path]))
+    assert "Communicators: &lt;1 mismatch&gt;" in hang_format.render_page(hang_format.read_hangs([tmp_path]))
 
 
 def test_where_no_nccl_answers_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -743,11 +744,11 @@ def test_whatever_ranks_have_left_something_is_said(
         for rank, (norm, *_) in enumerate(norms or []):
             (job.folder / f"device-{rank}.json").write_bytes(msgspec.json.encode(Device(norm=norm)))
         found = job.found()
-        assert found.said
+        assert found.message
         if found.kind in ("behind", "signal", "device"):
             assert not {*found.ranks} & {*found.waiting}
-        (hang,) = said.read_hangs([job.folder])
-        assert said.format_text(hang)
+        (hang,) = hang_format.read_hangs([job.folder])
+        assert hang_format.format_text(hang)
 
 
 @pytest.mark.parametrize(
@@ -767,5 +768,5 @@ def test_by_stacks_alone_only_few_are_behind_many(of: int, out: int, said: str, 
     found = find_cause(evidence.read_evidence([tmp_path]))
     assert found.kind == ("behind" if said else "unknown")
     if said:
-        assert found.said == f"{said} in all_reduce, at app/train.py:40 in step"
+        assert found.message == f"{said} in all_reduce, at app/train.py:40 in step"
         assert (found.ranks, found.waiting) == ([*range(out)], [*range(out, of)])

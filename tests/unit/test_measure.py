@@ -1,4 +1,4 @@
-"""Warm-up and stop rule of `time_steps`, with chunks of made-up samples instead of clocks."""
+"""Warm-up and stop rule of `measure_steps`, with chunks of made-up samples instead of clocks."""
 
 import itertools
 
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def chunks(monkeypatch):
-    """`time_steps` where chunk i consists of samples `medians[i]` (the last repeats) and takes `seconds`."""
+    """`measure_steps` where chunk i consists of samples `medians[i]` (the last repeats) and takes `seconds`."""
 
     def run(medians, *, seconds=0.1, spread=0.0, settings=None):
         sizes = []

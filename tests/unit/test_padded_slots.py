@@ -131,7 +131,7 @@ class TestReport:
         )
         assert kept == (
             "slot-0-padding: padding rows changed nothing that a live request had stored, and its logits by 0 % of "
-            "their norm; the slot takes up to 776 bytes, beside 1,990,656 of the KV pool's padding page."
+            "their norm; the slot takes up to 776 bytes, in addition to the 1,990,656 bytes of the KV pool's padding page."
         )
         assert speed == "slot-0-padding is 0.99× as fast as slot-0-live."
 
@@ -139,7 +139,7 @@ class TestReport:
         text = io.StringIO()
         Console(width=200, no_color=True, file=text).print(make_table(record(), 200))
         live, padding = (line for line in text.getvalue().splitlines() if "slot-0-" in line.split("×")[0][:18])
-        assert "corrupts, as said" in live
+        assert "corrupts, as expected" in live
         assert "1.2e-01" in live
         assert "yes" in padding
         assert "corrupts" not in padding

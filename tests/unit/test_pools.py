@@ -76,7 +76,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.pool.free_evicted(np.array(gone, dtype=np.int32))
         self.cached = [page for page in self.cached if page not in gone]
         if gone:
-            with pytest.raises(ValueError, match="given back that nobody holds"):
+            with pytest.raises(ValueError, match="freed that no request holds"):
                 self.pool.free_evicted(np.array(gone[:1], dtype=np.int32))
 
     @precondition(lambda self: self.live)
@@ -197,7 +197,7 @@ class TestAllocator:
     @pytest.mark.parametrize(
         ("geometry", "says"),
         [
-            ((1, 1, 1), "none beside the padding page"),
+            ((1, 1, 1), "no page besides the padding page"),
             ((8, 0, 1), "must be positive"),
             ((8, 1, 0), "must be positive"),
             ((8, 4, 2, 3), "a stripe of 3 tokens does not divide a page of 4"),
@@ -247,7 +247,7 @@ class TestAllocator:
         """Pages 1 and 2 are in use."""
         pool = DcpAllocator(8, 1, 4)
         pool.allocate(8)
-        with pytest.raises(ValueError, match="given back that nobody holds"):
+        with pytest.raises(ValueError, match="freed that no request holds"):
             pool.free_evicted(np.array(pages, dtype=np.int32))
         assert (pool.free_pages, pool.tokens) == (5, 8)
 

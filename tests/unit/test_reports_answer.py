@@ -139,7 +139,7 @@ class TestSlo:
         found = read(tmp_path, *records, slo={"itl": 55.0})
         (row,) = findings.find_best_per_load(findings.select_rivals(found)).to_dict("records")
         assert (row["label"], row["meets"]) == ("tp4·dcp4", True)
-        assert found.served.set_index("label")["slo_said"].to_dict() == {
+        assert found.served.set_index("label")["slo_result"].to_dict() == {
             "tp4": "misses: ITL p99 60.0 ms",
             "tp4·dcp4": "meets",
         }
@@ -153,7 +153,7 @@ class TestSlo:
             served(serve.point(DCP), 100, {"p50": 9}, {"p50": 30, "p90": 45}),
         ]
         found = read(tmp_path, *records, slo={"itl": 50.0})
-        assert set(found.served["slo_said"]) == {"meets at p90"}
+        assert set(found.served["slo_result"]) == {"meets at p90"}
         assert (
             answer.format_top_sentences(found)[0]
             == "SLO (--slo): ITL ≤ 50 ms at p90 (not at p99, which needs 662 samples)."
@@ -168,7 +168,7 @@ class TestSlo:
             (60.0, "meets at p50"),
         ):
             (row,) = read(tmp_path / str(limit), record, slo={"itl": limit}).points.to_dict("records")
-            assert row["slo_said"] == words
+            assert row["slo_result"] == words
 
     def test_where_none_meets_it_what_came_nearest_is_named(self, tmp_path: Path) -> None:
         """60 and 90 ms against 50: 1.2 and 1.8 times the limit."""
@@ -181,7 +181,7 @@ class TestSlo:
     def test_decode_has_no_first_token_to_wait_for(self, tmp_path: Path) -> None:
         found = read(tmp_path, step(build.point(TP), 40), slo={"ttft": 1.0, "itl": 50.0})
         assert answer.format_top_sentences(found)[0].endswith("These points have no TTFT.")
-        assert found.points["slo_said"].tolist() == ["meets at p50"]
+        assert found.points["slo_result"].tolist() == ["meets at p50"]
 
     def test_an_slo_that_bounds_nothing_at_hand_is_none(self, tmp_path: Path) -> None:
         """Decode steps have neither a first token nor a whole request; where ITL is bounded, too, that is in force."""
@@ -232,7 +232,7 @@ class TestSlo:
 
     def test_a_cpu_run_meets_and_misses_nothing(self, tmp_path: Path) -> None:
         found = read(tmp_path, *build.cpu_sweep(), slo={"itl": 1e-6})
-        assert set(found.points["slo_said"]) == {""}
+        assert set(found.points["slo_result"]) == {""}
         said = "No point is held against --slo itl=1e-06: latencies of a CPU say nothing."
         assert [s for s in answer.format_top_sentences(found) if "slo" in s.lower()] == [said]
         assert overview.format_answer(found).endswith(said)

@@ -63,7 +63,9 @@ def test_a_mark_that_all_points_have_is_said_once(tmp_path: Path) -> None:
     assert f"throttled: {why}" in text
     assert not [line for line in text if line.startswith("tp4 ") and "throttled" in line]
     (points,) = [s for s in sections.build_sections(read, []) if s.slug == "points"]
-    assert [said for said in points.bullets if said.startswith("throttled (all 2 points, so it stands beside none):")]
+    assert [
+        said for said in points.bullets if said.startswith("throttled (all 2 points, so it is not repeated per point):")
+    ]
 
 
 def test_what_forbids_a_number_stays_beside_it(tmp_path: Path) -> None:

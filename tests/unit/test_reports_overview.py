@@ -376,7 +376,10 @@ class TestImports:
         ours = build.write(tmp_path / "ours", [steps(TP, 8, 40), steps(DCP, 8, 50)])
         text = overview.format_answer(frames.load_frames([tmp_path / "theirs", ours]))
         assert text.startswith(f"{IMPORTED}1 result of InferenceX on ")
-        assert ", beside 2 points of dcpbench. They are of one layout, so nothing here says which to take. " in text
+        assert (
+            ", in addition to 2 points of dcpbench. They are of one layout, so nothing here says which to take. "
+            in text
+        )
         assert f" Of dcpbench's own points: {HELD}take tp4 at 8 requests of 4,000 tokens, for 25 % more" in text
 
     def test_the_title_says_what_was_imported(self, tmp_path: Path) -> None:
@@ -416,7 +419,7 @@ class TestImports:
 
 
 class TestDcpAhead:
-    """One rule for the chart's line and the bullet: findings.dcp_against_best, by intervals."""
+    """One rule for the chart's line and the bullet: findings.compare_dcp_with_best, by intervals."""
 
     def test_two_layouts_with_dcp_that_are_level_are_both_ahead_of_all_without(self, tmp_path: Path) -> None:
         """Neither is ahead of the best other one, which has DCP, too."""

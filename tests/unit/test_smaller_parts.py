@@ -22,7 +22,8 @@ from dcpbench.dashboard import pages
 from dcpbench.doctor import Report
 from dcpbench.errors import RecordsError, UsageError, WorkerError
 from dcpbench.exports import bench_files, prometheus
-from dcpbench.hangs import dumps, finding, said
+from dcpbench.hangs import dumps, finding
+from dcpbench.hangs import format as hang_format
 from dcpbench.hangs.beats import INSIDE, RAISED, CollectiveEvent
 from dcpbench.hangs.dumps import Frame
 from dcpbench.hangs.evidence import Rank
@@ -118,9 +119,9 @@ def test_a_rank_that_left_a_call_with_an_error_says_so_where_it_is_in_none() -> 
     for last, row in ((call, ["all_reduce, left with an error", "7"]), (None, ["", ""])):
         beats.last = last
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(said, "get_open_collective", lambda _: None)
-            patch.setattr(said.finding, "get_position", lambda _: ("", "", "a.py:1"))
-            assert said._make_row(rank, None) == ["rank 0", "moe", "3", *row, "50%", "a.py:1"]
+            patch.setattr(hang_format, "get_open_collective", lambda _: None)
+            patch.setattr(hang_format.finding, "get_position", lambda _: ("", "", "a.py:1"))
+            assert hang_format._make_row(rank, None) == ["rank 0", "moe", "3", *row, "50%", "a.py:1"]
 
 
 @pytest.mark.parametrize(("name", "head"), [("MainThread", "MainThread"), ("", "thread")])
@@ -128,7 +129,7 @@ def test_a_thread_without_a_name_is_a_thread(name: str, head: str) -> None:
     frames = [SimpleNamespace(location="f at a.py:1"), SimpleNamespace(location="g at b.py:2")]
     rank: Any = SimpleNamespace(threads=[SimpleNamespace(name=name, frames=frames)] * 2)
     one = f"{head}\n  f at a.py:1\n  g at b.py:2"
-    assert said._format_stacks(rank) == f"{one}\n\n{one}"
+    assert hang_format._format_stacks(rank) == f"{one}\n\n{one}"
 
 
 def test_the_file_of_a_machine_keeps_letters_as_they_are() -> None:

@@ -34,7 +34,7 @@ LIMIT = 1e-2
 DEVIATION = (KV_WIDTH / (NOPE + ROPE)) ** 0.5
 """Standard deviation of the scores of rows and queries of normal numbers."""
 KV_SCALE = {"bf16": 1.0, FP8: 0.25}
-"""Another than 1 for fp8, or a kernel that forgets it would be right."""
+"""Scale of the KV cache; not 1 for fp8, so that a kernel that ignores it gives wrong results."""
 SPREAD = 7 / 8
 """Uneven lengths lie between 1/8 and 15/8 of their mean."""
 

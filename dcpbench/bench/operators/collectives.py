@@ -56,7 +56,7 @@ INTO: dict[str, Callable[[Group, torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "all-to-all": lambda group, x, out: group.all_to_all(x.view(group.size, -1), out.view(group.size, -1)),
     "all-reduce": lambda group, x, _out: group.all_reduce(x),
 }
-"""The same with memory for the result, as flat as a message."""
+"""Collectives that write into a given flat buffer."""
 SUFFIX = "-registered"
 
 

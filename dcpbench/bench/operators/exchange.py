@@ -50,17 +50,17 @@ class FilledSpec(ExchangeSpec):
     lse_BH: torch.Tensor  # noqa: N815 - as above
 
     def allocate_query(self, batch: int, ranks: int) -> torch.Tensor:  # noqa: ARG002 - made for this batch and these ranks
-        """See ExchangeSpec."""
+        """Return the pre-filled query."""
         return self.q_BhQ
 
     def allocate_partial(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ARG002 - see allocate_query
-        """See ExchangeSpec."""
+        """Return the pre-filled partial output and lse."""
         return self.o_BHR, self.lse_BH
 
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """All ranks' numbers, the same on every rank."""
+    """Inputs of all ranks, identical on each rank."""
 
     q_BHQ: torch.Tensor  # noqa: N815 - as above
     o_NBHR: torch.Tensor  # noqa: N815 - as above

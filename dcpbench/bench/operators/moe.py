@@ -60,7 +60,7 @@ class Sizes:
     """I of one rank."""
     requests: int
     weights: str = "bf16"
-    """Or `fp8`."""
+    """Format of the weights: `bf16` or `fp8`."""
     rows: str
     """`uniform`: all experts have the same chance; `skewed`: expert i has a chance ∝ 1 / (i + 1); `few`: one in four is
     drawn, the others have no row.

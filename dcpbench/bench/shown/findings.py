@@ -137,8 +137,8 @@ def _describe_syncs(variant: str, results: Sequence[Result]) -> str:
     often = f"{' or '.join(map(format_times, counts))} a call{', depending on the case' if len(counts) > 1 else ''}"
     if variant not in PUBLISHED_FIXES:
         return f"{variant} never synchronises." if counts == [0] else f"{variant} synchronises {often}."
-    claim = f"{variant} is the published fix of {PUBLISHED_FIXES[variant]} and was said to avoid synchronisation"
-    return f"{claim}, which is true." if counts == [0] else f"{claim}: it does not, it still synchronises {often}."
+    claim = f"{variant} is the published fix of {PUBLISHED_FIXES[variant]}, meant to avoid synchronisation"
+    return f"{claim}, and it does." if counts == [0] else f"{claim}: it does not, it still synchronises {often}."
 
 
 def _format_sites(variant: str, results: Sequence[Result]) -> str:
@@ -170,7 +170,8 @@ def _describe_overwritten(variant: str, results: Sequence[Result]) -> str:
         )
     return (
         f"{variant}: padding rows changed nothing that a live request had stored, and its logits by {error}; the slot "
-        f"takes up to {most['table_bytes']:,} bytes, beside {most['page_bytes']:,} of the KV pool's padding page."
+        f"takes up to {most['table_bytes']:,} bytes, in addition to the {most['page_bytes']:,} bytes of the KV pool's "
+        "padding page."
     )
 
 

@@ -143,7 +143,7 @@ def _format_verdict(r: Result, shown_reasons: Container[str]) -> Text:
     if r.outcome != "ok":
         return Text.assemble(("failed", "red"), ", as above" if r.reason in shown_reasons else f": {r.reason}")
     if r.correct and has_corruption(r):
-        return Text("corrupts, as said", "yellow")
+        return Text("corrupts, as expected", "yellow")
     return Text("yes", "green") if r.correct else Text("WRONG", "red bold")
 
 

@@ -28,8 +28,8 @@
   function nothing() {
     const { lines, least } = dash.index;
     const long = lines.runs.filter((runs, line) => runs >= least && !lines.cpu[line]).length;
-    const looked = long ? `${dcp.number(long)} ${long === 1 ? "history" : "histories"} of ${least} runs or more ${long === 1 ? "was" : "were"} looked through` : `a change can be told from chance after ${least} runs of a point on the same hardware, driver and conditions; the longest history here has ${Math.max(0, ...lines.runs)}`;
-    return el("p", {}, el("strong", {}, "No change is marked: "), `${looked}. What single runs measured stands below; dcpbench compare says how two of them differ.`);
+    const looked = long ? `${dcp.number(long)} ${long === 1 ? "history" : "histories"} of ${least} runs or more ${long === 1 ? "was" : "were"} looked through` : `a change can be distinguished from chance after ${least} runs of a point on the same hardware, driver and conditions; the longest history here has ${Math.max(0, ...lines.runs)}`;
+    return el("p", {}, el("strong", {}, "No change is marked: "), `${looked}. The measurements of single runs follow below; dcpbench compare says how two of them differ.`);
   }
 
   function step({ before, after, same_code, points, worse, better, groups, untold }) {
@@ -46,7 +46,7 @@
     ];
   }
 
-  /** One point, or several of a layout that changed alike: worse or better said once, and metrics that moved alike together. */
+  /** Return the item for one point, or for several of a layout with the same change. Metrics with equal changes are joined. */
   function group({ line, points, model, verdict, changes }) {
     const of = [model ? dash.word("model", line) : "", dash.word("layout", line)].filter(Boolean).join(" · ");
     const name = points === 1 ? dash.name(line) : `${counted(points, "point")} of ${of}`;

@@ -9,7 +9,7 @@
 globalThis.dash = (() => {
   const ROWS = 50;
   const MOST_PICKED = 8;
-  const USUAL = 0.75; // share of a workload's rows from which on a setting is said once
+  const USUAL = 0.75; // share of a workload's rows from which a setting is shown once, above the table
   const LEAST_USUAL = 4; // rows: of fewer each says how it ran
   const FILTERS = ["model", "workload", "layout", "exchange", "context", "concurrency", "hardware"];
   const LABELS = { model: "Model", workload: "Workload", layout: "Layout", exchange: "Exchange", context: "Context", concurrency: "Concurrency", hardware: "Hardware" };
@@ -120,7 +120,7 @@ globalThis.dash = (() => {
   const SAID = ["model", "workload", "exchange", "hardware"];
   const settings = (line) => [...self.word("how", line).split(" · "), ...self.under(line).filter(Boolean).flatMap((words) => words.split(", "))];
 
-  /** What the rows have in common, to be said once: `columns` with one word in all of them, and `parts` of how they
+  /** Return what the rows share, to be shown once: `columns` with one value in all of them, and `parts` of how they
       ran; `usual`, by workload, has the parts of most of its rows; the others say what they have instead. What is usual in
       every workload is `everywhere`, too. */
   function sharedBy(found) {
@@ -168,12 +168,12 @@ globalThis.dash = (() => {
     for (const name of SAID) find("points-table").classList.toggle(`said-${name}`, common.columns.includes(name));
   }
 
-  /** Equal for `chunk 8,192` and `chunk 4,096`: where a row has one, nobody needs to be told that it has not the other. So
-      with attention kernels, with precisions, and with the limits of an objective. */
+  /** Equal for `chunk 8,192` and `chunk 4,096`: a row that has one need not state that it lacks the other. The same holds
+      for attention kernels, precisions, and the limits of an objective. */
   const kindOf = (part) => (self.index.backends.includes(part) ? "backend" : part.replace(/=.*/, "=").replace(/^(bf|fp)\d.*/, "precision").replace(/ ≤.*/, " ≤").replace(/[\d.,]+/g, "#"));
   const isObjective = (part) => part.includes(" ≤ ");
 
-  /** How a row ran where that is not said above the table. */
+  /** Return the settings of a row that are not shown above the table. */
   function ownSettings(line) {
     const mine = settings(line).filter(Boolean);
     const usual = common.usual.get(self.columns.workload[line]) ?? new Set();
@@ -183,13 +183,13 @@ globalThis.dash = (() => {
     return [...own, ...(without.length ? ["no SLO"] : []), ...lacking.filter((part) => !without.includes(part)).map((part) => `not ${part}`)];
   }
 
-  /** A line's name without what is said once above the table. */
+  /** Return a line's name without the parts that are shown above the table. */
   const shortName = (line) => {
     const kept = ["model", "workload", "layout", "exchange"].filter((name) => !common.columns.includes(name));
     return [...kept.map((name) => self.word(name, line)).filter((word) => word !== "none"), sizes(line)].filter(Boolean).join(" · ");
   };
 
-  /** Under what a line was measured, beside its hardware. */
+  /** Return the conditions of a line in addition to its hardware. */
   self.under = (line) => [self.word("driver", line) && `driver ${self.word("driver", line)}`, self.word("conditions", line)];
 
   /** The change in words, how it stands in a colour, and `, worse` or `, better`. */

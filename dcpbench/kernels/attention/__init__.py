@@ -33,7 +33,7 @@ QUERIES, WEIGHTS = "queries", "weights"
 
 
 class Backend(Protocol):
-    """One attention kernel. `plan` runs outside the graph and does not wait for the device; `run` is captured."""
+    """An attention kernel. `plan` runs outside the graph and does not wait for the device; `run` is captured."""
 
     rounds: tuple[str, ...]
     """Tensors among QUERIES and WEIGHTS that the backend rounds to e4m3."""

@@ -62,10 +62,10 @@ class FlashInferBackend:
         self.plans = 0
 
     def plan_on_device(self) -> None:
-        """See Backend. `plan` does."""
+        """Implement Backend.plan_on_device. `plan` does the work."""
 
     def plan(self, shards: Shards) -> None:
-        """See Backend."""
+        """Implement Backend.plan."""
         spec = self.spec
         used = [-(-length // spec.page_size) for length in shards.lengths]
         pages = np.concatenate([p[:n] for p, n in zip(shards.pages, used, strict=True)])
@@ -87,7 +87,7 @@ class FlashInferBackend:
         )
 
     def run(self, q_BHQ: torch.Tensor, kv: torch.Tensor, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> None:
-        """See Backend. The kernel itself writes the natural logarithm into `lse_BH`."""
+        """Implement Backend.run. The kernel itself writes the natural logarithm into `lse_BH`."""
         latent = self.spec.latent
         self.wrapper.run(
             q_BHQ[..., :latent],

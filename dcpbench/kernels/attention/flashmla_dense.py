@@ -100,18 +100,18 @@ class FlashMlaBackend:
         return get_mla_decoding_metadata(self.tables.lengths, self.spec.heads, 1, is_fp8_kvcache=fp8, use_legacy=True)
 
     def plan(self, shards: Shards) -> None:
-        """See Backend."""
+        """Implement Backend.plan."""
         self.tables.copy_tables(shards)
         self.plan_on_device()
 
     def plan_on_device(self) -> None:
-        """See Backend."""
+        """Implement Backend.plan_on_device."""
         metadata, splits = self._get_schedule()
         self.metadata.tile_scheduler_metadata.copy_(metadata)
         self.metadata.num_splits.copy_(splits)
 
     def run(self, q_BHQ: torch.Tensor, kv: torch.Tensor, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> None:
-        """See Backend."""
+        """Implement Backend.run."""
         o, lse = flash_mla_with_kvcache(
             (quantize_queries(q_BHQ) if self.spec.fp8 else q_BHQ).unsqueeze(1),
             kv.unsqueeze(2),

@@ -394,7 +394,7 @@ __device__ __forceinline__ void load_factors(const float* from, float (&by)[16])
     }
 }
 
-// Has sums so far shrink where they do, beside products that are under way.
+// Scale the running sums down if the maximum has risen, while products are in flight.
 __device__ __forceinline__ void shrink_sums(Shared& sh, const Hand& hand, float (&o)[128]) {
     const uint4 moved = sh.moved[hand.slot()];
     if (!__any_sync(~0u, moved.x | moved.y | moved.z | moved.w)) return;

@@ -3,7 +3,7 @@
 // they have few of. One warpgroup does all of it, and a warp of its own has the copy engine fill a ring of blocks of 64 rows and 64
 // columns, each of which is let go by itself: of almost three tiles two are under way.
 
-// Defined from outside beside what hopper_parts.cuh names: FEW, how many heads products have (8 or 16).
+// Defined by the caller in addition to the names of hopper_parts.cuh: FEW, the number of heads per product (8 or 16).
 
 static constexpr int BLOCKS = WIDTH / 64, ROPE = BLOCKS - 1;
 static constexpr int BLOCK = 64 * 64 * 2;  // bytes of 64 rows and 64 columns, swizzled by 128 bytes

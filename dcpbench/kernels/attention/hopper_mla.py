@@ -66,7 +66,7 @@ def _load(
     PAGE: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Rows of the share into a ring of tiles, and each piece's q before its first tile. Rows past the end become 0."""
+    """Load the share's rows into a ring of tiles, and each piece's q before its first tile. Rows past the end are 0."""
     b, length, start, begin, end, lengths, batch, heads, head_block = walk
     q, kv, tables, table_stride = sources
     q_left, q_right, q_rope = q_tiles
@@ -205,7 +205,7 @@ def _end_piece(
     P_SLOTS: gl.constexpr,
     MMA_S: gl.constexpr,
 ):
-    """The last turn of a piece makes sums averages; its weights are not looked at. Then the log-sum-exps."""
+    """Divide the sums of a finished piece by its weights' sum and store them with the log-sum-exps."""
     part_lse, pieces_of, lse = outs
     b, heads, head_block, tiles, t0, t1 = place
     part, size, ln2 = numbers
@@ -235,7 +235,7 @@ def _score(
     STAGES: gl.constexpr,
     P_SLOTS: gl.constexpr,
 ):
-    """Scores and the running softmax of each piece; also the log-sum-exps."""
+    """Compute the scores, the running softmax and the log-sum-exps of each piece."""
     b, length, start, begin, end, lengths, batch, heads, head_block = walk
     part, size, scale_log2, ln2 = numbers
     q_full, q_empty = q_bars
@@ -293,7 +293,7 @@ def _add_values(
     FIRST: gl.constexpr,
     WAIT: gl.constexpr,
 ):
-    """Weighted sums of 256 columns of the values: of a whole request to its output, of a piece in fp32 to its slot.
+    """Add up weighted values of 256 columns. Store a whole request in its output, and a piece in fp32 in its slot.
 
     Those of the tile `done` lie in a ring of SLOTS, as its number STEP · done + FIRST. WAIT: that they have landed does
     not follow from the weights being there.
@@ -341,7 +341,7 @@ def _add_values(
 
 @gluon.jit
 def _barriers(SLOTS: gl.constexpr, count: gl.constexpr):
-    """Barriers of a ring of SLOTS, each complete after `count` arrivals."""
+    """Allocate the barriers of a ring of SLOTS. Each completes after `count` arrivals."""
     bars = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SLOTS):
         mbarrier.init(bars.index(i), count=count)
@@ -375,7 +375,7 @@ def hopper_kernel(
     LOAD_WARPS: gl.constexpr,
     REGS: gl.constexpr,
 ):
-    """One program per share and block of 64 heads; neighbours share the same rows, which the second finds in L2."""
+    """Run one program per share and block of 64 heads. Neighbours share rows, which the second one finds in L2."""
     head_blocks = gl.cdiv(heads, HEADS)
     part = gl.program_id(0) // head_blocks
     head_block = gl.program_id(0) % head_blocks

@@ -35,7 +35,7 @@ CHUNK = gl.constexpr(128)
 
 @gluon.jit
 def _widen(tiles, halves, full, v_bars, turn, STAGES: gl.constexpr, V_SLOTS: gl.constexpr, WARPS: gl.constexpr):
-    """The values of a tile that has landed as fp16, which holds e4m3 exactly: its left half, then its right."""
+    """Convert a tile that has arrived to fp16, which represents e4m3 exactly: its left half, then its right half."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
     v_full, v_empty = v_bars
     _wait_full(full, turn, STAGES)
@@ -62,7 +62,7 @@ def _load(
     PAGE: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Rows of the share into a ring of tiles, widened STAGES - 1 tiles later. Rows past the end become 0."""
+    """Load the rows of the share into a ring of tiles, widened STAGES - 1 tiles later. Rows past the end become 0."""
     b, length, start, begin, end, lengths, batch, _heads, _head_block = walk
     kv, tables, table_stride = sources
     left, right, rope = kv_tiles
@@ -149,7 +149,7 @@ def _score(
     STAGES: gl.constexpr,
     P_SLOTS: gl.constexpr,
 ):
-    """q, scores and the running softmax of each piece; also the log-sum-exps."""
+    """Load q and compute the scores, the running softmax and the log-sum-exps of each piece."""
     b, length, start, begin, end, lengths, batch, heads, head_block = walk
     part, size, scale_log2, value_scale, ln2 = numbers
     full, empty = kv_bars
@@ -220,7 +220,7 @@ def hopper_fp8_kernel(
     LOAD_WARPS: gl.constexpr,
     REGS: gl.constexpr,
 ):
-    """One program per share and block of 64 heads; neighbours share the same rows, which the second finds in L2."""
+    """Run one program per share and block of 64 heads. Neighbours share rows, which the second one finds in L2."""
     head_blocks = gl.cdiv(heads, HEADS)
     part = gl.program_id(0) // head_blocks
     head_block = gl.program_id(0) % head_blocks

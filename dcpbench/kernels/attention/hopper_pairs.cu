@@ -1,12 +1,12 @@
 // Paged MLA decode for Hopper over rows of 512 + 64 numbers: two warpgroups take the tiles of a pair in turn, and each
-// adds up half of the columns of both, so that scores of one tile run beside values of the other, the schedule that
+// adds up half of the columns of both, so that scores of one tile overlap with values of the other, the schedule that
 // FlashMLA's authors describe as "seesaw". A warp of its own has the copy engine fill what was let go. Compiled for sm_90a by
 // NVRTC (hopper_pairs.py).
 
 static constexpr int TILES = WIDTH / 64;
 static constexpr int BLOCK = 64 * 64 * 2;             // bytes of 64 rows and 64 columns, swizzled by 128 bytes
 static constexpr int ROPE = TILES - 1;
-static constexpr int FETCHED = 48; // tiles of a piece, every other of which L2 is told of ahead where several blocks of heads read them
+static constexpr int FETCHED = 48; // tiles of a piece, every other one is prefetched into L2 if several blocks of heads read them
 static constexpr float MOST = ELEMENT[0] == 'b' ? 0x1p64f : 0x1p15f; // that a thread's weights of a tile and head may come to: fp16 ends at 65504
 
 struct Shared {
@@ -175,7 +175,7 @@ __device__ __forceinline__ void weigh(const float (&s)[32], const float (&top)[2
     }
 }
 
-// A warp has been told, or tells, that scores of its heads are held to more from a tile on.
+// Flag between warps: the maximum of the scores of their heads rises from a tile on.
 __device__ __forceinline__ int& raised(Shared& sh, int tile) { return sh.raised[tile][thread() % GROUP / 32]; }
 
 // Whether a thread of the warpgroup says so. Products are waited for by all of its warps or by none.
@@ -370,8 +370,8 @@ __device__ __forceinline__ void second_of_pair(
     let_go(sh, SECOND_RIGHT);
 }
 
-// Results of a head, which four threads hold: of two blocks of 8 columns, threads with even numbers write the first and those
-// beside them the second, together lines of 64 or 32 bytes.
+// Results of a head, which four threads hold: of two blocks of 8 columns, threads with even numbers write the first
+// and their neighbours the second, together lines of 64 or 32 bytes.
 template <bool WHOLE> __device__ __forceinline__ void store(char* to, const float (&o)[128], int i, float by, bool live) {
     const bool odd = thread() % 2;
     to += (odd * 8 + thread() % 4 / 2 * 4) * (WHOLE ? 2 : 4);

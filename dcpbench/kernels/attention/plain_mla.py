@@ -22,7 +22,7 @@ def _add_tile(
     P: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One step of the running softmax over the rows at `row_k`; `top` is of scores times log2(e)."""
+    """Advance the running softmax by the rows at `row_k`. `top` is the maximum of the scores times log2(e)."""
     r = tl.arange(0, R)
     p = tl.arange(0, P)
     # e4m3 is converted to the dtype of the computation, which represents it exactly.
@@ -67,7 +67,7 @@ def plain_kernel(
     SLACK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program per share of the batch and block of heads; see partition.share and merge_kernel."""
+    """Run one program per share of the batch and block of heads; see partition.share and merge_kernel."""
     head_blocks = tl.cdiv(heads, BLOCK_H)
     part = tl.program_id(0) // head_blocks
     Q: tl.constexpr = R + P

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 def compute_mla_decode(
     q_HQ: torch.Tensor, rows_KQ: torch.Tensor, latent: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One request's heads over its KV rows, computed in q's dtype.
+    """Compute the attention of one request's heads over its KV rows in q's dtype.
 
     score = q·k·scale over all Q columns, value = the first `latent` columns (DeepSeek-V2, arXiv 2405.04434, absorbed
     form). Returns o_HR and lse_H (natural log); zeros and -inf where K = 0.
@@ -35,17 +35,17 @@ class ReferenceBackend:
         self.shards: list[tuple[torch.Tensor, int]] = []
 
     def plan_on_device(self) -> None:
-        """See Backend. `plan` does."""
+        """Implement Backend.plan_on_device. `plan` does the work."""
 
     def plan(self, shards: Shards) -> None:
-        """See Backend."""
+        """Implement Backend.plan."""
         self.shards = [
             (torch.as_tensor(pages, dtype=torch.int64).to(self.spec.device), length)
             for pages, length in zip(shards.pages, shards.lengths, strict=True)
         ]
 
     def run(self, q_BHQ: torch.Tensor, kv: torch.Tensor, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> None:
-        """See Backend."""
+        """Implement Backend.run."""
         wide = torch.promote_types(q_BHQ.dtype, torch.float32)
         for b, (pages, length) in enumerate(self.shards):
             rows_KQ = kv[pages].flatten(0, 1)[:length].to(wide) * self.spec.kv_scale

@@ -41,7 +41,7 @@ INTERPRETED_PARTS = 4
 
 
 def choose_kernel(spec: AttentionSpec) -> str:
-    """'plain' where Hopper's instructions do not exist or sizes are none of those that its kernels are for.
+    """Return 'plain' if the GPU has no Hopper instructions or no Hopper kernel supports the sizes.
 
     There, where pages can be copied whole and it can be compiled, 'hopper-few' up to 16 heads and 'hopper-pairs' past them,
     else 'hopper'; over e4m3 'hopper-apart-fp8', else 'hopper-fp8'.
@@ -60,7 +60,7 @@ def choose_kernel(spec: AttentionSpec) -> str:
 
 
 def choose_merge_shape(pieces: int) -> tuple[int, int, int]:
-    """Columns and pieces that a program of the merge takes at once, and its warps: one round trip to memory if it can.
+    """Return the columns and pieces per program of the merge, and its warps: one round trip to memory if possible.
 
     `pieces` is how many a request has at most, all being equally long.
     """
@@ -115,14 +115,14 @@ class TritonBackend:
         self.pieces_of = torch.zeros(spec.batch, 2, dtype=torch.int32, device=spec.device)
 
     def plan(self, shards: Shards) -> None:
-        """See Backend."""
+        """Implement Backend.plan."""
         self.tables.copy_tables(shards)
 
     def plan_on_device(self) -> None:
         """Do nothing, see Backend: each run divides its own work."""
 
     def run(self, q_BHQ: torch.Tensor, kv: torch.Tensor, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> None:
-        """See Backend."""
+        """Implement Backend.run."""
         spec = self.spec
         batch, heads, _ = q_BHQ.shape
         grid = (self.parts * self.head_blocks,)

@@ -47,7 +47,7 @@ def apply_experts(
     first: int,
     shared_TD: torch.Tensor,
 ) -> torch.Tensor:
-    """shared + Σ_k weight · down_e(silu(gate_e x) · up_e x) over this rank's experts [first, first + E_local).
+    """Return shared + Σ_k weight · down_e(silu(gate_e x) · up_e x) over local experts [first, first + E_local).
 
     gate_up [E_local, 2·I, D] and down [E_local, D, I]; other ranks' experts contribute 0 here. Over e4m3 with scales
     tokens and hidden rows are quantised, too (block_scaled.py). On a GPU bf16 and whole blocks of scales have kernels of
@@ -102,7 +102,7 @@ def apply_scaled_experts_reference(
     first: int,
     shared_TD: torch.Tensor,
 ) -> torch.Tensor:
-    """The same over blocks of any size: hidden rows are rounded once, as e4m3, and each expert's output to x's dtype."""
+    """Apply scaled experts with blocks of any size. Hidden rows are rounded once, to e4m3, and outputs to x's dtype."""
     total_TD = shared_TD.float()
     for e in range(len(gate_up.data)):
         weight_T = (weights_Tk * (ids_Tk == first + e)).sum(-1)

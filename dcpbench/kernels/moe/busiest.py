@@ -18,7 +18,7 @@ CHUNK = 1024
 
 
 def rotate_busiest_first_reference(ids_Tk: torch.Tensor, experts: int, ranks: int) -> torch.Tensor:
-    """See rotate_busiest_first."""
+    """Implement rotate_busiest_first without a kernel."""
     hit_E = torch.zeros(experts, dtype=torch.int32, device=ids_Tk.device)
     hit_E[ids_Tk[ids_Tk != NO_EXPERT].long()] = 1
     first = hit_E.view(ranks, -1).sum(1).argmax() * (experts // ranks)

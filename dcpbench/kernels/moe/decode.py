@@ -82,7 +82,7 @@ def _plan_kernel(
 
 @triton.jit
 def _accumulate(x_MK, w_NK, y, scale_M, WEIGHT_FIRST: tl.constexpr, SCALED: tl.constexpr):
-    """y + x · wᵀ, or its transpose. SCALED: the product of a group of columns, times `scale_M`, is added in fp32."""
+    """Return y + x · wᵀ, or its transpose. SCALED: add the product of a group of columns times `scale_M` in fp32."""
     if SCALED:
         if WEIGHT_FIRST:
             y += tl.dot(w_NK, tl.trans(x_MK)) * scale_M[None, :]
@@ -124,7 +124,7 @@ def _product_kernel(
     LEAST: tl.constexpr,
     LARGEST: tl.constexpr,
 ):
-    """SCALED: operands are e4m3 with scales (block_scaled.py), and BLOCK_N divides or is a block of them.
+    """Multiply tokens by expert weights. SCALED: e4m3 operands with scales (block_scaled.py); BLOCK_N divides a block.
 
     QUANTISED: so are results, and BLOCK_N is a group of them.
     """
@@ -304,7 +304,7 @@ def apply_experts(
     first: int,
     shared_TD: torch.Tensor,
 ) -> torch.Tensor:
-    """See kernels.moe.apply_experts. At most MAX_ASSIGNMENTS assignments."""
+    """Implement kernels.moe.apply_experts. At most MAX_ASSIGNMENTS assignments."""
     local, top_k = len(gate_up), ids_Tk.shape[1]
     found = plan_product(ids_Tk, first, local)
     hidden_II = compute_product(x_TD, gate_up, found, top_k, gated=True)

@@ -67,7 +67,7 @@ def _multiply(
     STAGES: gl.constexpr,
     TOGETHER: gl.constexpr,
 ):
-    """Rows 64 · WHO to 64 · WHO + 63 of each tile."""
+    """Multiply rows 64 · WHO to 64 · WHO + 63 of each tile."""
     x_scale, w_scale = scales
     x_tiles, w_tiles = smem
     full, empty = bars
@@ -113,7 +113,7 @@ def _product_kernel(
     STAGES: gl.constexpr,
     TOGETHER: gl.constexpr,
 ):
-    """Each program goes from tile to tile; `across` blocks of 128 columns of results."""
+    """Iterate over tiles in each program. The results have `across` blocks of 128 columns."""
     x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES * 2, SLICE, GROUP], x.layout)
     w_tiles = gl.allocate_shared_memory(weight.dtype, [STAGES, GROUP, GROUP], weight.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -143,7 +143,7 @@ def _product_kernel(
 def compute_product(
     x: Scaled, weight: Scaled, tiles: torch.Tensor, total: torch.Tensor, *, stages: int = 6, together: int = 2
 ) -> torch.Tensor:
-    """Sorted rows [rows, in] times their expert's weights, in bf16 [rows, out].
+    """Multiply sorted rows [rows, in] by their expert's weights, in bf16 [rows, out].
 
     Args:
         x: quantised rows, those of an expert together; scales contiguous, as compute_gate_up() has them.

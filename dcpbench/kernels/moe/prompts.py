@@ -81,7 +81,7 @@ def _silu_mul_kernel(
     NATIVE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """QUANTISED: results are stored so, and not as they are."""
+    """Compute silu(gate) · up. QUANTISED: store the results quantised only."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -181,7 +181,7 @@ SORT_BLOCK, SORT_WIDTH, SORT_ROWS = 128, 16, 64
 
 
 def sort_by_expert(ids_Tk: torch.Tensor, first: int, local: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(source, place, ends): assignment of each row once sorted by local expert, row of each assignment, and each local
+    """Return (source, place, ends): the assignment of each row sorted by local expert, row of each assignment, each local
     expert's last row + 1.
 
     Other ranks' assignments come last. All int32; stable, so the same on every run. Three kernels, no host sync.
@@ -229,7 +229,7 @@ def merge_expert_outputs(
     first: int,
     local: int,
 ) -> torch.Tensor:
-    """shared + Σ_k weight · y[place] over the experts [first, first + local), added up in fp32 in the order of k."""
+    """Return shared + Σ_k weight · y[place] over experts [first, first + local), summed in fp32 in the order of k."""
     out_TD = torch.empty_like(shared_TD)
     tokens, width = shared_TD.shape
     block = min(2048, triton.next_power_of_2(width))
@@ -251,7 +251,7 @@ def merge_expert_outputs(
 
 
 def silu_mul(gate_up_TI: torch.Tensor) -> torch.Tensor:
-    """silu(gate) · up, of dense layers and shared experts."""
+    """Return silu(gate) · up of dense layers and shared experts."""
     tokens, both = gate_up_TI.shape
     out = torch.empty(tokens, both // 2, dtype=gate_up_TI.dtype, device=gate_up_TI.device)
     _launch_silu_mul(gate_up_TI, out, None)
@@ -259,7 +259,7 @@ def silu_mul(gate_up_TI: torch.Tensor) -> torch.Tensor:
 
 
 def silu_mul_rows(gate_up_TI: torch.Tensor) -> Rows:
-    """silu_mul and quantize_rows in one kernel, bit by bit; there must be a multiple of 128 columns."""
+    """Compute silu_mul and quantize_rows in one kernel, bit-identical. The columns must be a multiple of 128."""
     tokens, both = gate_up_TI.shape
     rows = allocate_rows(tokens, both // 2, gate_up_TI.device)
     _launch_silu_mul(gate_up_TI, None, rows)
@@ -419,7 +419,7 @@ def _product_kernel(
 
 
 def allocate_tiles(max_tiles: int, device: torch.device) -> torch.Tensor:
-    """int32 [3, most] for tiles: expert, first row, and row behind the expert's last one.
+    """Allocate int32 [3, most] for tiles: expert, first row, and the row after the expert's last one.
 
     How far its rows are apart is a constant of kernels, thus a power of two: prompts of any length need few of them compiled.
     """
@@ -524,7 +524,7 @@ def apply_experts(
     first: int,
     shared_TD: torch.Tensor,
 ) -> torch.Tensor:
-    """See kernels.moe.apply_experts. Rows of x, gate_up and down are multiples of 16 bytes."""
+    """Implement kernels.moe.apply_experts. Rows of x, gate_up and down are multiples of 16 bytes."""
     tokens, width = x_TD.shape
     local, top_k = gate_up.shape[0], ids_Tk.shape[1]
     _, place, ends = sort_by_expert(ids_Tk, first, local)

@@ -123,7 +123,7 @@ def _route_kernel(
 def select_experts_fused(
     logits_TE: torch.Tensor, bias_E: torch.Tensor, rule: ModelShape, live: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One kernel: one program a token, top-k by repeated argmax in registers."""
+    """Select with one kernel: one program per token, top-k by repeated argmax in registers."""
     tokens, experts = logits_TE.shape
     weights_Tk = torch.empty(tokens, rule.top_k, dtype=torch.float32, device=logits_TE.device)
     ids_Tk = torch.empty(tokens, rule.top_k, dtype=torch.int32, device=logits_TE.device)

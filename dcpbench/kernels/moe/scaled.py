@@ -41,7 +41,7 @@ def plan_products(ids_Tk: torch.Tensor, first: int, local: int) -> Plan:
 
 
 def compute_gate_up(x: Scaled, weight: Scaled, plan: Plan, top_k: int) -> Scaled:
-    """silu(x · gateᵀ) · (x · upᵀ) of the planned rows of tokens [T, D], quantised; D and I are multiples of 128."""
+    """Return silu(x · gateᵀ) · (x · upᵀ) of the planned rows of tokens [T, D], quantised. 128 divides D and I."""
     columns = weight.data.shape[1] // 2
     data = torch.empty(len(plan.source), columns, dtype=x.data.dtype, device=x.data.device)
     scale = torch.empty(len(plan.source), columns // SCALE_BLOCK, device=x.data.device)
@@ -53,7 +53,7 @@ def compute_gate_up(x: Scaled, weight: Scaled, plan: Plan, top_k: int) -> Scaled
 
 
 def compute_down(x: Scaled, weight: Scaled, plan: Plan, top_k: int) -> torch.Tensor:
-    """Planned rows times their expert's weights, in bf16; I and D are multiples of 128."""
+    """Multiply planned rows by their expert's weights, in bf16. 128 divides I and D."""
     if plan.total is not None:
         # Imported only where it runs: Triton before 3.6 and its interpreter cannot import it.
         from dcpbench.kernels.moe import hopper_scaled
@@ -85,7 +85,7 @@ def apply_experts(
     first: int,
     shared_TD: torch.Tensor,
 ) -> torch.Tensor:
-    """See kernels.moe.apply_experts."""
+    """Implement kernels.moe.apply_experts."""
     local, top_k = len(gate_up_weight.data), ids_Tk.shape[1]
     found = plan_products(ids_Tk, first, local)
     rows = x_TD.scaled if isinstance(x_TD, Rows) else quantize_rows(x_TD)

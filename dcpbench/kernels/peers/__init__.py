@@ -29,7 +29,7 @@ class Peers:
     addresses: tuple[int, ...]
     """Addresses of the buffers in this process: its own first, then that of rank + 1, and so on around the group."""
     own: torch.Tensor
-    """This rank's buffer, [bytes] uint8, zero before anyone reads it; the others' have the same size."""
+    """Buffer of this rank, [bytes] uint8, zeroed before any rank reads it; the others' have the same size."""
 
     @property
     def size(self) -> int:

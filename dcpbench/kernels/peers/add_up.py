@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 ONE_SHOT_BLOCK, ONE_SHOT_WARPS = 1024, 4
 TWO_SHOT_BLOCK, TWO_SHOT_WARPS = 2048, 8
 ONE_SHOT_GRID = 56
-"""The same for all sizes, so that all blocks have met equally often and agree on the slot."""
+"""Grid size for all message sizes, so that all blocks have synchronised equally often and use the same slot."""
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -105,7 +105,7 @@ def _two_shot_kernel(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Numbers rank·part … + part are a rank's to sum up; tile i of every part is the same block's."""
+    """Sum numbers rank·part … + part on each rank. The same block processes tile i of every part."""
     wait_for_earlier_kernels(DEPENDENT)
     first = tl.program_id(0) * BLOCK
     step = tl.num_programs(0) * BLOCK
@@ -171,6 +171,6 @@ def reduce_two_shot(
 
 
 def add_up_reference(x_NBD: torch.Tensor) -> torch.Tensor:
-    """The sum over ranks in rank order, rounded once, from all ranks' tensors in one place; slow and obvious."""
+    """Return the sum over ranks in rank order, rounded once, from all ranks' tensors in one process."""
     wide = torch.promote_types(x_NBD.dtype, torch.float32)
     return x_NBD.to(wide).sum(0).to(x_NBD.dtype)

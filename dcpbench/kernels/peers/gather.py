@@ -33,7 +33,7 @@ def _gather_kernel(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """A tile is BLOCK of the ROW = h·Q numbers that this rank has of one request."""
+    """Gather tiles, each BLOCK of the ROW = h·Q numbers that this rank has of one request."""
     wait_for_earlier_kernels(DEPENDENT)
     tiles: tl.constexpr = (ROW + BLOCK - 1) // BLOCK
     for tile in range(tl.program_id(0), batch * tiles, tl.num_programs(0)):

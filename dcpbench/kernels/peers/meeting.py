@@ -50,7 +50,7 @@ _rest.__triton_builtin__ = True  # type: ignore[attr-defined]  # otherwise the c
 
 @triton.jit
 def wait_for_earlier_kernels(DEPENDENT: tl.constexpr):
-    """Nothing may be read, written or signalled before."""
+    """Wait for earlier kernels. A kernel must not read, write or signal before this call."""
     if DEPENDENT:
         gdc_wait()
 
@@ -154,5 +154,5 @@ def _fence_kernel(peers, counters, N: tl.constexpr, N_BLOCK: tl.constexpr, DEPEN
 
 
 def launch_fence(peers: Peers, counters: torch.Tensor) -> None:
-    """Kernels of this rank that follow start after all peers' kernels before their fence have ended."""
+    """Launch a fence: later kernels of this rank start after all peers' kernels before their fence have ended."""
     _fence_kernel[(1,)](peers.addresses, peers.compute_offset(counters), num_warps=1, **peers.launch_arguments)

@@ -41,7 +41,7 @@ def _merge_kernel(
     ELEMENT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """A tile is ROWS of the batch·h rows (request, head) that are this rank's, from all peers at once."""
+    """Merge tiles, each ROWS of this rank's batch·h rows (request, head), from all peers at once."""
     wait_for_earlier_kernels(DEPENDENT)
     meet_ranks(peers, counters, N, N_BLOCK, DEPENDENT)
     h: tl.constexpr = HEADS // N
@@ -111,6 +111,6 @@ def merge_from_peers(
 
 
 def merge_reference(o_NBHR: torch.Tensor, lse_NBH: torch.Tensor, rank: int) -> torch.Tensor:
-    """[h, B, R] in o's dtype from all ranks' tensors in one place, slow and obvious."""
+    """Return [h, B, R] in o's dtype from all ranks' tensors in one process."""
     h = o_NBHR.shape[2] // o_NBHR.shape[0]
     return merge_partials(o_NBHR, lse_NBH)[:, rank * h : (rank + 1) * h].transpose(0, 1)

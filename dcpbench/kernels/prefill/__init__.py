@@ -49,11 +49,11 @@ class Ragged(Protocol):
     def compute_output(
         self, q_ThX: torch.Tensor, k_ShX: torch.Tensor, v_ShW: torch.Tensor, out_ThV: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """o of `run` alone, in contiguous `out` if given."""
+        """Return only the output o of `run`, in contiguous `out` if given."""
 
 
 class PrefillBackend(Protocol):
-    """One attention kernel."""
+    """An attention kernel."""
 
     value_width: int
     """W ≥ V: columns that v must have."""

@@ -34,7 +34,7 @@ WRAPPERS_AT_START = 8
 
 
 class FlashInferPrefill:
-    """See PrefillBackend."""
+    """PrefillBackend of FlashInfer."""
 
     value_width = VALUE
 
@@ -53,7 +53,7 @@ class FlashInferPrefill:
         """Plans in use, by their lengths and mask."""
 
     def plan(self, q_lengths: Sequence[int], kv_lengths: Sequence[int], *, causal: bool) -> Ragged:
-        """See PrefillBackend."""
+        """Implement PrefillBackend.plan."""
         same = (*q_lengths, *kv_lengths, causal)
         if (live := self.planned.get(same)) is not None:
             return live
@@ -104,7 +104,7 @@ class _Slot:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FlashInferRagged:
-    """See Ragged."""
+    """Ragged attention of FlashInfer."""
 
     wrapper: BatchPrefillWithRaggedKVCacheWrapper
     rows: int
@@ -113,7 +113,7 @@ class FlashInferRagged:
     """Rows of requests without keys, for which fa3 returns no valid result."""
 
     def run(self, q_ThX: torch.Tensor, k_ShX: torch.Tensor, v_ShW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See Ragged. A tile of values may extend past a request, so rows after the last one are not passed."""
+        """Implement Ragged.run. A tile of values may extend past a request, so no row after the last one is passed."""
         q_ThX = q_ThX[: self.rows]
         if not self.keys:  # fa3 cannot describe an empty tile
             return q_ThX[..., :VALUE], q_ThX.new_full(q_ThX.shape[:2], float("-inf"), dtype=torch.float32)
@@ -126,7 +126,7 @@ class FlashInferRagged:
     def compute_output(
         self, q_ThX: torch.Tensor, k_ShX: torch.Tensor, v_ShW: torch.Tensor, out_ThV: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """See Ragged."""
+        """Implement Ragged.compute_output."""
         q_ThX = q_ThX[: self.rows]
         if not self.keys:
             return q_ThX[..., :VALUE] if out_ThV is None else out_ThV
@@ -135,5 +135,5 @@ class FlashInferRagged:
 
 
 def _compute_ends(lengths: Sequence[int]) -> torch.Tensor:
-    """int32 [requests + 1] in pinned memory, as a copy from any other would wait."""
+    """Return int32 [requests + 1] in pinned memory, because a copy from pageable memory waits."""
     return torch.tensor(list(itertools.accumulate(lengths, initial=0)), dtype=torch.int32).pin_memory()

@@ -1,4 +1,4 @@
-"""torch's own attention. In half precision its FlashAttention over ragged requests, else plain matrix products.
+"""PyTorch's attention: FlashAttention over ragged requests in half precision, else plain matrix products.
 
 FlashAttention-2, as torch brings it, wants values as wide as keys: v has zeros behind its V columns.
 """
@@ -27,7 +27,7 @@ SCORES = 1 << 24
 
 
 class SdpaPrefill:
-    """See PrefillBackend. fp32, and all runs on a CPU, are for comparisons and not for timing."""
+    """PrefillBackend of PyTorch. Use fp32, and any run on a CPU, for comparisons and not for timing."""
 
     def __init__(self, spec: PrefillSpec) -> None:
         self.spec = spec
@@ -40,7 +40,7 @@ class SdpaPrefill:
             )
 
     def plan(self, q_lengths: Sequence[int], kv_lengths: Sequence[int], *, causal: bool) -> Ragged:
-        """See PrefillBackend."""
+        """Implement PrefillBackend.plan."""
         spec = self.spec
         if not self.flash:
             return PlainRagged(tuple(q_lengths), tuple(kv_lengths), causal, spec.scale, spec.value)
@@ -64,19 +64,19 @@ class _Values(abc.ABC):
 
     @abc.abstractmethod
     def run(self, q_ThX: torch.Tensor, k_ShX: torch.Tensor, v_ShW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See Ragged."""
+        """Implement Ragged.run."""
 
     def compute_output(
         self, q_ThX: torch.Tensor, k_ShX: torch.Tensor, v_ShW: torch.Tensor, out_ThV: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """See Ragged."""
+        """Implement Ragged.compute_output."""
         o_ThV, _ = self.run(q_ThX, k_ShX, v_ShW)
         return o_ThV if out_ThV is None else out_ThV.copy_(o_ThV)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FlashRagged(_Values):
-    """See Ragged."""
+    """Ragged attention as PyTorch's FlashAttention."""
 
     q_ends: torch.Tensor
     """int32 [requests + 1] on the device: first row of each request; kv_ends in the same form."""
@@ -92,7 +92,7 @@ class FlashRagged(_Values):
     value: int
 
     def run(self, q_ThX: torch.Tensor, k_ShX: torch.Tensor, v_ShW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See Ragged."""
+        """Implement Ragged.run."""
         q_ThX = q_ThX[: self.rows]
         if not self.max_kv:
             return q_ThX[..., : self.value], q_ThX.new_full(q_ThX.shape[:2], float("-inf"), dtype=torch.float32)
@@ -117,7 +117,7 @@ class FlashRagged(_Values):
 
 @dataclasses.dataclass(frozen=True)
 class PlainRagged(_Values):
-    """See Ragged: matrix products in fp32, a block of queries at a time. No call waits for the device."""
+    """Ragged attention as matrix products in fp32, a block of queries at a time. No call waits for the device."""
 
     q_lengths: tuple[int, ...]
     kv_lengths: tuple[int, ...]
@@ -126,7 +126,7 @@ class PlainRagged(_Values):
     value: int
 
     def run(self, q_ThX: torch.Tensor, k_ShX: torch.Tensor, v_ShW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See Ragged."""
+        """Implement Ragged.run."""
         rows, heads = sum(self.q_lengths), q_ThX.shape[1]
         o_ThV = q_ThX.new_zeros(rows, heads, self.value)
         lse_Th = q_ThX.new_full((rows, heads), float("-inf"), dtype=torch.float32)

@@ -10,7 +10,7 @@ dcp.charts = (() => {
   const FLOOR = "floor";
   const ROW_PIXELS = 24;
   const AHEAD = "Above 1 DCP is ahead of the same layout without it. Whether it pays is judged against the best other layout, within the SLO: the answer says so.";
-  const LONG_LABEL = 20; // letters beside a bar, of which a phone has no more room
+  const LONG_LABEL = 20; // characters next to a bar that fit on a phone
   const LABEL_PIXELS = 16; // from one line of small print to the next
   const LABEL_SHARE = 0.09; // of a panel's height that such a line takes, so that no mark lies below it
   const LEAST_GAP = 0.1; // between two labels, as a share of the axis
@@ -99,7 +99,7 @@ dcp.charts = (() => {
     }));
   }
 
-  /** Where along an axis the points of a series stand: series of one layout that share a load beside each other, as one
+  /** Return the positions of a series' points along an axis: series of one layout that share a load stand side by side, as one
       would hide the other, but by no more than half the way to the next load in all. */
   function besideEachOther(points, axis) {
     const place = axis.type === "log" ? [Math.log10, (v) => 10 ** v] : [(v) => v, (v) => v];
@@ -127,7 +127,7 @@ dcp.charts = (() => {
     };
   }
 
-  /** A percentile beside a line. */
+  /** Draw a percentile next to a line. */
   function dashes(points, x, y) {
     const color = series[points[0].series].colour;
     const marker = { symbol: "line-ew-open", size: 13, color, line: { width: 2.5, color } };
@@ -226,7 +226,7 @@ dcp.charts = (() => {
       .filter((p) => p.output_tok_s_per_gpu > top && ((top = p.output_tok_s_per_gpu), true));
   }
 
-  /** Of points those whose labels have room beside each other, on axes that hold `all`; from the last, which is the most loaded. */
+  /** Return the points whose labels do not overlap on axes that hold `all`, from the last one, which is the most loaded. */
   function apart(points, all) {
     const [across, up] = ["tok_s_per_user", "output_tok_s_per_gpu"].map((name) => {
       const numbers = all.map((p) => p[name]).filter((v) => v > 0);
@@ -262,7 +262,7 @@ dcp.charts = (() => {
       };
     });
     const [few, left] = limited(arranged(panels));
-    return { panels: few, items, note: `Up and right is better. The wide line joins the points that no other beats in both; numbers beside them are their load. ${left}`.trim() };
+    return { panels: few, items, note: `Up and right is better. The wide line joins the points that no other beats in both; the numbers next to them are their load. ${left}`.trim() };
   }
 
   function kv(figure, points) {

@@ -30,7 +30,7 @@ dcp.points = (() => {
     return point.workload === "serve" ? `${ends} over ${point.repeats} repeats` : `95 %: ${ends}`;
   }
 
-  /** Those that tell it from the other points of its run; what all of these have is said once, in the text. */
+  /** Return the warnings that distinguish a point from the others of its run. Shared warnings are in the text. */
   const marks = (point) => point.telling ?? "";
 
   function words(point) {

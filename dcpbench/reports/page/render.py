@@ -87,7 +87,7 @@ def render_page(
     """Return the page, with charts of `most` points, and with `pictures` for readers without scripts.
 
     `plotly` is the address, from the page, of a plotly.js that several pages share; without one the page contains it.
-    Strings from records are escaped here, or by web.json_block.
+    Strings from records are escaped here, or by web.format_json_block.
     """
     data = build_page_data(frames, most)
     drawn = [chart for section in sections for chart in list_charts([*section.first, *section.pictures])]

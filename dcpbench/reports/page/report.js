@@ -141,7 +141,7 @@
     };
   }
 
-  /** Words that all points share, said once above their table. */
+  /** Return the settings that all points share, shown once above their table. */
   const served = () => store.choices("workload").includes("serve");
   const shared = () => ["model", ...(served() ? ["mode"] : [])].filter((name) => store.choices(name).length === 1).map((name) => store.brief(String(store.choices(name)[0])));
 
@@ -227,7 +227,7 @@
       drawRest();
     }).catch((error) => {
       find("broken").hidden = false;
-      const instead = root.dataset.plotly ? "dcpbench report of the records beside this page makes one that needs no other file" : "figures/ beside this page has them as pictures";
+      const instead = root.dataset.plotly ? "run dcpbench report on the records next to this page to make one that needs no other file" : "figures/ next to this page has them as pictures";
       find("broken").textContent = `This browser cannot draw the charts (${error.message}); ${instead}.`;
     });
   }

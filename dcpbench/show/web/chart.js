@@ -130,7 +130,7 @@
   const tip = el("div", { class: "tip", hidden: true, "aria-hidden": "true" }); // tables say the same
   const hideTip = () => { tip.hidden = true; };
 
-  const ASIDE = 16; // pixels between a pointer and what is said of its mark
+  const ASIDE = 16; // pixels between a pointer and the text of its mark
   const LEAST_TIP = 240;
   const between = (low, value, high) => Math.max(low, Math.min(value, high));
 

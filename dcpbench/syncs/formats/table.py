@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 NARROW = 110
 """Columns below which a table would break its words; sites are then listed below each other."""
 STYLES = {"finding": "red", "counted": "yellow", "known": "", "allowed": "green"}
-"""By how a site stands; all others are dim."""
+"""Style of a site by its status; all others are dim."""
 STATUS = {"clean": "green", "findings": "red bold", "cannot answer": "yellow bold"}
 
 

@@ -61,7 +61,7 @@ class Gate:
     max_per_step: float | None = None
     max_bubble_us: float | None = None
     step_range: str | None = None
-    """Not the gate's: which range marks a step; kept here as it may come from pyproject.toml."""
+    """Range that marks a step. The gate does not use it; it is here because it may come from pyproject.toml."""
     all_ranks: bool = False
     """Each rank of the program must have a trace, as a server's profiler writes all of them."""
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Hang:
-    """One job that stood still."""
+    """A job that hung."""
 
     name: str
     evidence: Evidence
@@ -105,7 +105,7 @@ def format_text(hang: Hang) -> str:
     table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines = [
         f"{hang.name}: {found.kind}",
-        f"{format_capitalized(found.said)}.",
+        f"{format_capitalized(found.message)}.",
         *found.why,
         "",
         *table,
@@ -123,7 +123,7 @@ def render_page(hangs: Sequence[Hang]) -> str:
         {
             "name": make_printable(hang.name),
             "kind": hang.finding.kind,
-            "said": make_printable(format_capitalized(hang.finding.said)),
+            "message": make_printable(format_capitalized(hang.finding.message)),
             "why": [make_printable(why) for why in hang.finding.why],
             "columns": _make_rows(hang.evidence)[0],
             "rows": [[make_printable(cell) for cell in row] for row in _make_rows(hang.evidence)[1:]],
