@@ -44,7 +44,7 @@ class Line:
     """Identify a line: records belong to the same line if and only if all of these fields are equal."""
 
     point: str
-    """Point.same_but_repeat()."""
+    """Key of the point, the same for all repeats."""
     hardware: str
     """`4 × NVIDIA H200`, or `CPU`."""
     driver: str

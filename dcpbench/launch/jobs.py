@@ -166,7 +166,7 @@ def write_checks(folder: Path, checks: Iterable[Check]) -> None:
 
 
 def decode_check(line: bytes) -> Check:
-    """Return the check of one line after comparing it with its checksum. Raise records.UNREADABLE if it is damaged."""
+    """Return the check of one line after comparing it with its checksum. Raise one of lines.UNREADABLE if it is damaged."""
     checksums.check(line)
     return _checks.decode(line)
 

@@ -51,7 +51,7 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     chunk: int = 0
     """Maximum number of prompt tokens that a step prefills, over the whole layout; 0 if no point serves."""
     bounded_by: str = "sweep"
-    """Limit that determined the size of the KV pool; see records.Kv."""
+    """Limit that determined the size of the KV pool; see record.Kv."""
     kv_bytes: int
     """Bytes of the KV pool, for all layers of the model."""
     weight_bytes: int

@@ -9,7 +9,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Describe how points are measured; the same for all points of a job."""
 
     kv_memory_bytes: int | None = None
-    """--kv-memory: size of the KV pool per GPU; None: budget.kv_pages finds one."""
+    """--kv-memory: size of the KV pool per GPU; None: budget.plan_engine computes it."""
     seconds: float = 10.0
     """--seconds: time limit of one point's measurement; beyond it the record is marked `noisy`."""
     precision: float = 0.01

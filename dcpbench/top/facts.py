@@ -191,5 +191,5 @@ class Facts:
 
 
 def compute_point_id(point: Point) -> int:
-    """Return a short substitute for Point.key()."""
+    """Return a short substitute for Point.get_key()."""
     return hash(point.get_key())

@@ -61,7 +61,7 @@ class Fault:
         return self.culprit and self.at and self.steps == STEP and self.layer == LAYER
 
     def tell(self, of: Any, stage: str, note: str = "") -> None:
-        """Replace Worker.tell."""
+        """Replace Worker.write_progress."""
         self.at = stage == "measure" and of.point is not None and of.point.concurrency == self.concurrency
         if self.at and self.culprit:
             self.goes_on.zero_()
@@ -69,12 +69,12 @@ class Fault:
         tell(of, stage, note)
 
     def run_step(self, of: Any, *args: Any, **kwargs: Any) -> Any:
-        """Model.step."""
+        """Replace Model.run_step."""
         self.steps += self.at
         return step(of, *args, **kwargs)
 
     def run_attention(self, of: Any, q: Any, kv: Any, index: int, *args: Any, **kwargs: Any) -> Any:
-        """Model.attention; the reduction after it is the next."""
+        """Replace Model.run_attention; the reduction after it is the next."""
         self.layer = index
         found = attention(of, q, kv, index, *args, **kwargs)
         self.attending = True
@@ -83,7 +83,7 @@ class Fault:
         return found
 
     def all_reduce(self, of: Any, x: torch.Tensor) -> torch.Tensor:
-        """Group.all_reduce."""
+        """Replace Group.all_reduce."""
         mine = x
         if self.kind in ("missing", "shape", "dtype") and self.attending and self.due():
             self.attending = False
@@ -94,7 +94,7 @@ class Fault:
         return x  # as what comes next takes it: over NCCL, the host goes on
 
     def merge_partials(self, of: Any, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> torch.Tensor:
-        """AllGatherReduceScatter.merge."""
+        """Replace AllGatherReduceScatter.merge_partials."""
         if self.kind not in ("order", "gather") or not self.due():
             return merge(of, o_BHR, lse_BH)
         with record_range("merge"):
@@ -105,19 +105,19 @@ class Fault:
             return found
 
     def merge_by_peers(self, of: Any, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> torch.Tensor:
-        """SymmetricMemory.merge."""
+        """Replace SymmetricMemory.merge_partials."""
         if self.kind == FLAG and self.layer == LAYER:
             sizes = {name: of.peers.launch[name] for name in ("N", "N_BLOCK")}
             _take_back_kernel[(1,)](self.takes_back, of.peers.addresses, of.peers.offset(of.parts.met_for_o), **sizes)
         return merge_by_peers(of, o_BHR, lse_BH)
 
     def capture_step(self, of: Any, batch: Any) -> None:
-        """DecodeEngine.capture."""
+        """Replace DecodeEngine.capture_step."""
         if self.kind in (LOOPS, FLAG):
             capture(of, batch)
 
     def run_experts(self, of: Any, *args: Any) -> Any:
-        """Model.experts."""
+        """Replace Model.run_experts."""
         if self.kind in ("sleeps", "spins") and self.due():
             with record_range("moe"):
                 stall(self.kind)
