@@ -322,7 +322,7 @@ def test_dp_slice_for_real_reads_both_ends_of_a_slice_from_the_gpu(real) -> None
     }
     assert all(r["correct"] for r in record["results"])
     (site,) = record["results"][0]["syncs"]["sites"]
-    assert (site["op"], site["function"], site["kind"]) == ("aten::_local_scalar_dense", "take", "scalar-read")
+    assert (site["op"], site["function"], site["kind"]) == ("aten::_local_scalar_dense", "copy_rows", "scalar-read")
 
 
 @pytest.mark.long

@@ -248,8 +248,8 @@ class TestAdvice:
                 1,
                 3,
                 (
-                    "its weights take 98.0 GiB and its KV 1.0 GiB of each GPU, 2.0 GiB more than the 97.0 GiB for both beside 3.0 GiB "
-                    "for the buffers of a step"
+                    "its weights take 98.0 GiB and its KV 1.0 GiB of each GPU, 2.0 GiB more than the 97.0 GiB for both in "
+                    "addition to 3.0 GiB for the buffers of a step"
                 ),
             ),
         ],

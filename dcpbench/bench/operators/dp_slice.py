@@ -56,7 +56,7 @@ def get_dp_rows(tokens_of_ranks: Sequence[int] | None, rank: int, graph_batch: i
         counts = f"[{graph_batch}] * dp" if graph_batch is not None else "[n_0, n_1, …]"
         raise UsageError(
             "the token counts of the attention-DP ranks are missing on the host (None). Keep the list from which the "
-            "batch was made in addition to the tensor on the GPU; while a CUDA graph is captured there is no batch yet, "
+            "batch was made along with the tensor on the GPU; while a CUDA graph is captured there is no batch yet, "
             f"so pass the padded counts, {counts}."
         )
     if not 0 <= rank < len(tokens_of_ranks):
