@@ -215,7 +215,7 @@ class TestRefusal:
             (replica([7000]), "1 decode rows with 7,001 KV tokens"),
             (replica([], [(9000, 0)]), r"9,216 rows.*give a smaller --chunk or load\."),
             (replica([], [(64, 9 * 1024)]), r"64 rows whose chunks' tokens attend to 9,248.*give a smaller load\."),
-            (replica([9000], [(64, 0)]), "beside chunks"),
+            (replica([9000], [(64, 0)]), "in a step with chunks"),
         ],
         ids=["rows", "eager", "kv", "chunk", "prefix", "mixed-kv"],
     )

@@ -294,7 +294,10 @@ class TestFile:
         ("case", "words"),
         [
             (Case(chunks=(Chunks(1, 1, 0),), replicas=5), "case.replicas is 5, of a path with dp 4"),
-            (Case(chunks=(Chunks(1, 1, 0),), replicas=2), "case.replicas is 2 where case.use is 'line', which all"),
+            (
+                Case(chunks=(Chunks(1, 1, 0),), replicas=2),
+                "case.replicas is 2 where case.use is 'line', but this use is the same on all replicas",
+            ),
             (Case(chunks=(Chunks(1, 1, 0),), replicas=-1), "case.replicas is -1, of a path with dp 4"),
             (Case(chunks=(Chunks(1, 1, 0),), use=UNEVEN), "case.use is 'uneven', which is of chunks that one"),
             (
