@@ -7,12 +7,14 @@ same experts.
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from dcpbench.points.shapes import ModelShape
 
 SEED_VARIABLE = "DCPBENCH_WEIGHTS_SEED"
 """Environment variable that holds the seed of the weights; 0 by default."""
@@ -21,20 +23,30 @@ SEED_VARIABLE = "DCPBENCH_WEIGHTS_SEED"
 def fill_model(model: nn.Module, config: Any) -> None:  # noqa: ANN401 -- a configuration of transformers
     """Load synthetic weights into an engine's model through the model's own `load_weights`.
 
-    `config` is the model's Hugging Face configuration. Raises ModelError if it is not that of a model that this package
-    knows, and ValueError if the seed is not a whole number.
+    `config` is the model's Hugging Face configuration. Raises ModelError if its config.json is not that of a model that
+    this package knows, and ValueError if the seed is not a whole number.
     """
     import torch
 
     from dcpbench.engine.checkpoint_tensors import iter_checkpoint_tensors
     from dcpbench.engine.synthetic import SyntheticSource
     from dcpbench.points.names import FP8
-    from dcpbench.points.shapes import from_config
 
-    # Engines rewrite the rope fields of a configuration, and no weight depends on them.
-    fields = {name: value for name, value in config.to_dict().items() if not name.startswith("rope_")}
-    shape = from_config(fields | {"rope_theta": 10000.0}, Path("config.json"))
+    shape = _load_shape(config)
     device = next(model.parameters()).device
     source = SyntheticSource(int(os.environ.get(SEED_VARIABLE, "0")), torch.bfloat16, device)
     with torch.no_grad():
         model.load_weights(iter_checkpoint_tensors(source, shape, fp8=shape.published == FP8))  # type: ignore[operator]
+
+
+def _load_shape(config: Any) -> ModelShape:  # noqa: ANN401 -- a configuration of transformers
+    """Return the shape of the model's config.json with the number of layers that the engine has built.
+
+    In memory, engines rewrite the rope fields and add fields of their own, such as SGLang's `context_len`.
+    """
+    from transformers.utils.hub import cached_file
+
+    from dcpbench.points.shapes import load_shape
+
+    path = cached_file(config.name_or_path, "config.json")
+    return dataclasses.replace(load_shape(str(path)), layers=config.num_hidden_layers)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -90,8 +89,13 @@ def test_names_and_shapes_are_those_that_transformers_loads(model: str) -> None:
     assert sum(".experts." in name for name in found) == routed
 
 
-def test_a_plugin_loads_what_the_config_describes() -> None:
-    """The engine's model gets fp8 tensors with scales for an fp8 configuration; vLLM has rewritten its rope fields."""
+def test_a_plugin_loads_what_the_config_describes(tmp_path: Path) -> None:
+    """The engine's model gets fp8 tensors with scales for an fp8 configuration.
+
+    In memory vLLM has rewritten the rope fields, SGLang has added `context_len`, and an option has reduced the number of
+    layers.
+    """
+    transformers = pytest.importorskip("transformers")
     loaded: dict[str, torch.Tensor] = {}
 
     class Engine(torch.nn.Linear):
@@ -100,14 +104,18 @@ def test_a_plugin_loads_what_the_config_describes() -> None:
 
     config = {
         "model_type": "deepseek_v3", "hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 256,
-        "num_hidden_layers": 2, "num_attention_heads": 4, "q_lora_rank": 128, "kv_lora_rank": 128,
+        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 128, "kv_lora_rank": 128,
         "qk_nope_head_dim": 64, "qk_rope_head_dim": 16, "v_head_dim": 64, "vocab_size": 203, "n_routed_experts": 4,
         "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "topk_method": "noaux_tc",
         "scoring_func": "sigmoid", "norm_topk_prob": True, "routed_scaling_factor": 2.5, "first_k_dense_replace": 1,
-        "rope_scaling": {"type": "deepseek_yarn", "factor": 40}, "rms_norm_eps": 1e-6, "rope_theta": 10000, "max_position_embeddings": 4096, "tie_word_embeddings": False,
+        "rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}, "rms_norm_eps": 1e-6, "rope_theta": 10000, "max_position_embeddings": 4096, "tie_word_embeddings": False,
         "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
     }  # fmt: skip
-    fill_model(Engine(1, 1), SimpleNamespace(to_dict=lambda: json.loads(json.dumps(config))))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    in_memory = transformers.AutoConfig.from_pretrained(tmp_path)
+    in_memory.update({"context_len": 140_000, "num_hidden_layers": 2, "rope_parameters": {"rope_type": "unheard"}})
+    fill_model(Engine(1, 1), in_memory)
+    assert "model.layers.2.input_layernorm.weight" not in loaded
     weight = loaded["model.layers.1.mlp.experts.3.down_proj.weight"]
     assert (weight.dtype, tuple(weight.shape)) == (torch.float8_e4m3fn, (256, 256))
     assert tuple(loaded["model.layers.1.mlp.experts.3.down_proj.weight_scale_inv"].shape) == (2, 2)
