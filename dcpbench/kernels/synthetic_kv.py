@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def fill_request(kv: torch.Tensor, locs_S: torch.Tensor, share: Share, *, request: int, seed: int) -> None:
-    """Standard normal rows for the tokens of one request, all layers: only this rank's tokens are written.
+    """Write standard normal rows for the tokens of one request in all layers; only this rank's tokens are written.
 
     kv [layers, K, Q] is a rank's pool as rows; locs_S int32 holds the request's virtual locations in token order.
     Numbers are a function of (seed, layer, request, token, column); GPU and CPU draw different ones. A pool of
@@ -38,7 +38,7 @@ def fill_reference(kv: torch.Tensor, locs_S: torch.Tensor, share: Share, *, requ
     for index, pool in enumerate(kv):
         generator = torch.Generator().manual_seed((seed * 1_000_003 + index) * 1_000_003 + request)
         drawn = torch.empty(len(locs_S), kv.shape[-1]).normal_(generator=generator)
-        pool[rows] = drawn[mine].to(kv.dtype)
+        pool[rows] = drawn[mine].to(kv)
 
 
 @triton.jit

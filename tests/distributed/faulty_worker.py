@@ -60,7 +60,7 @@ class Fault:
         """Return True if the fault is due now."""
         return self.culprit and self.at and self.steps == STEP and self.layer == LAYER
 
-    def tell(self, of: Any, stage: str, note: str = "") -> None:
+    def write_progress(self, of: Any, stage: str, note: str = "") -> None:
         """Replace Worker.write_progress."""
         self.at = stage == "measure" and of.point is not None and of.point.concurrency == self.concurrency
         if self.at and self.culprit:
