@@ -31,8 +31,8 @@ def fill_request(kv: torch.Tensor, locs_S: torch.Tensor, share: Share, *, reques
 
 
 def fill_reference(kv: torch.Tensor, locs_S: torch.Tensor, share: Share, *, request: int, seed: int) -> None:
-    """Draw the whole request and keep this rank's share."""
-    locs = locs_S.numpy()
+    """Draw the rows of the whole request, and write only those that belong to this rank."""
+    locs = locs_S.cpu().numpy()
     mine = torch.from_numpy(layout.get_owner(locs, share.dcp, share.interleave) == share.rank)
     rows = torch.from_numpy(layout.get_row(locs, share.dcp, share.interleave)).long()[mine]
     for index, pool in enumerate(kv):
