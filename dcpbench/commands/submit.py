@@ -90,7 +90,7 @@ class Slurm(Group):
         "Another option of sbatch, such as --sbatch=--qos=high; repeat for several.", metavar="OPTION"
     )
     requeue: bool = CLUSTER(
-        "Restart a job that lost a node, was preempted, or was requeued with `scontrol requeue`; it measures what is left.",
+        "Restart a job that lost a node, was preempted, or was requeued with `scontrol requeue`; it measures the remaining points.",
         default=True,
     )
     exclusive: bool = CLUSTER(
@@ -136,7 +136,7 @@ class Kubernetes(Group):
         metavar="NAME",
     )
     restarts: int = CLUSTER(
-        "How often a job that lost a node (evicted, preempted, drained) is submitted again to measure what is left; "
+        "Maximum number of times to submit a job that lost a node (evicted, preempted, drained) again, for the remaining points; "
         "needs --claim.",
         default=0,
         metavar="N",

@@ -42,7 +42,8 @@ def fill_model(model: nn.Module, config: Any) -> None:  # noqa: ANN401 -- a conf
 def _load_shape(config: Any) -> ModelShape:  # noqa: ANN401 -- a configuration of transformers
     """Return the shape of the model's config.json with the number of layers that the engine has built.
 
-    In memory, engines rewrite the rope fields and add fields of their own, such as SGLang's `context_len`.
+    Engines change the loaded configuration, not the file: they rewrite its rope fields and add fields of their own, such
+    as SGLang's `context_len`.
     """
     from transformers.utils.hub import cached_file
 

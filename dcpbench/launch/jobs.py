@@ -126,7 +126,7 @@ class Exit(msgspec.Struct, frozen=True, kw_only=True):
     code: int
     """Exit code; -9 means signal 9."""
     asked: bool
-    """True if torchrun had told the rank to end before, so that another rank is the cause."""
+    """True if torchrun had already asked this rank to stop before it failed, so that another rank is the cause."""
     at: float
     """Unix time."""
 

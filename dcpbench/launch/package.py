@@ -70,8 +70,8 @@ def check_same_package(wanted: Package) -> None:
         return
     if mine.folder == wanted.folder:
         raise WorkerError(
-            f"the files of the dcpbench in {mine.folder} are not what they were when the command began, or differ from those of another "
-            "machine: ranks would measure another program than earlier records. On several machines install the same version "
+            f"dcpbench's files in {mine.folder} have changed since the command began, or differ from those of another "
+            "machine: ranks would measure another program than earlier records did. On several machines install the same version "
             "on all; then repeat the command, for a run of records with `-o RUN --resume`, which continues it."
         )
     raise WorkerError(

@@ -48,7 +48,7 @@ def test_copies_are_one_package_until_a_module_differs(tmp_path: Path, monkeypat
         change()
         with pytest.raises(WorkerError) as error:
             check_same_package(before)
-        assert f"the files of the dcpbench in {second} are not what they were" in str(error.value)
+        assert f"dcpbench's files in {second} have changed since the command began" in str(error.value)
     with pytest.raises(WorkerError) as error:
         check_same_package(wanted)
     assert f"run the dcpbench in {second}, whose files are not those of the command, in {first}" in str(error.value)
@@ -68,7 +68,7 @@ def test_a_command_is_what_lay_there_when_it_began(tmp_path: Path, monkeypatch: 
     with pytest.raises(WorkerError, match="could not describe this machine"):
         launcher.run_probe("no_worker")
     (copy / "launch" / "child.py").write_text("edited")
-    with pytest.raises(WorkerError, match="not what they were when the command began"):
+    with pytest.raises(WorkerError, match="have changed since the command began"):
         check_same_package(package.get_started_package())
 
 
