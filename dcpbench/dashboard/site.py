@@ -47,6 +47,8 @@ class BuildResult:
     changes: int
     pages_made: int
     pages_kept: int
+    pages_left: int
+    """Number of runs that have no page, or one of older records, because only the newest runs' pages were made."""
     skipped: list[str]
     version: str
     """Version of the site's content: equal for equal runs."""
@@ -59,14 +61,15 @@ def build(
     force: bool = False,
     tell: Callable[[str], None] = lambda _: None,
     known: dict[Stamp, RunData] | None = None,
-    wanted: Callable[[RunData], bool] = lambda _: True,
+    newest: int | None = None,
     emptied: bool = True,
 ) -> BuildResult:
     """Bring the site up to date with the runs below `root`.
 
     `force` makes every page again. `tell` is called with the progress. `known` is kept between builds by a caller that
-    builds often. Pages that are not `wanted` now are left as they are; those that were made stay when the build ends
-    early. The index is written before the first page, and again every INDEX_EVERY_S while pages are made.
+    builds often. With `newest`, only the pages of the newest so many runs are made; other pages are left as they are. The
+    pages that were made stay when the build ends early. The index is written before the first page, and again every
+    INDEX_EVERY_S while pages are made.
 
     Raises RecordsError if no run can be read, unless the site may be `emptied`; then nothing is written. Raises
     UsageError if `root` is no folder, OutputError if `site` is not ours or cannot be written, and, before anything else,
@@ -89,7 +92,7 @@ def build(
             site, found, data.build_content(found, say), _find_pages(site, found, read_page_keys(site))
         )
         publisher.publish()
-        _make_pages(publisher, before, wanted, say)
+        omitted = _make_pages(publisher, before, newest, say)
         publisher.publish()
         _remove_unreferenced(site, publisher.files, {run.slug for run in found.runs})
     except OSError as e:
@@ -104,6 +107,7 @@ def build(
         files.changes,
         new,
         len(here) - new,
+        omitted,
         files.skipped,
         publisher.version,
     )
@@ -174,15 +178,19 @@ class _Publisher:
             self.publish()
 
 
-def _make_pages(
-    publisher: _Publisher, before: dict[str, str], wanted: Callable[[RunData], bool], say: Callable[[str], None]
-) -> None:
-    """Make the pages that are missing or older than their records."""
-    runs = publisher.found.runs
-    for number, run in enumerate(runs, 1):
-        if not pages.is_made(publisher.site, run, before) and wanted(run):
-            say(f"page {number} of {len(runs)}: {run.name}")
-            publisher.add_page(run)
+def _make_pages(publisher: _Publisher, before: dict[str, str], newest: int | None, say: Callable[[str], None]) -> int:
+    """Make the pages of the newest runs that are missing or older than their records, the newest run's first.
+
+    Return the number of other runs whose page is missing or older than their records.
+    """
+    due = [run for run in publisher.found.runs if not pages.is_made(publisher.site, run, before)]
+    first = 0 if newest is None else max(len(publisher.found.runs) - newest, 0)
+    wanted = {run.slug for run in publisher.found.runs[first:]}
+    made = [run for run in reversed(due) if run.slug in wanted]
+    for number, run in enumerate(made, 1):
+        say(f"page {number} of {len(made)}: {run.name}")
+        publisher.add_page(run)
+    return len(due) - len(made)
 
 
 def _write_site(site: Path, files: DataFiles, here: dict[str, str]) -> str:

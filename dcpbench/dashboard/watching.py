@@ -43,7 +43,7 @@ class Watcher:
         if now == self._seen:
             return False
         with self._lock:
-            site.build(self.root, self.site, tell=self._tell, known=self._known, wanted=lambda _: False)
+            site.build(self.root, self.site, tell=self._tell, known=self._known, newest=0)
         self._seen = now
         return True
 

@@ -57,17 +57,17 @@ def tree(out: Path) -> dict[str, bytes]:
     return {str(p.relative_to(out)): p.read_bytes() for p in sorted(out.rglob("*")) if p.is_file()}
 
 
-def test_which_page_of_how_many_is_made_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In order of runs; those that are there are counted, and nothing is said of them."""
+def test_progress_counts_the_pages_that_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages are made from the newest run on; a page that the site holds is not counted."""
     monkeypatch.setattr(site, "make_rate_limited", lambda tell: tell)
     for run in range(3):
         found = [dashboard_builder.record(record_builder.point(), run)]
         record_builder.write(tmp_path / "runs" / f"run-{run}", found)
     said: list[str] = []
-    site.build(tmp_path / "runs", tmp_path / "site", tell=said.append, wanted=lambda run: run.name == "run-1")
+    site.build(tmp_path / "runs", tmp_path / "site", tell=said.append, newest=1)
     site.build(tmp_path / "runs", tmp_path / "site", tell=said.append)
     pages_said = [text for text in said if text.startswith("page ")]
-    assert pages_said == ["page 2 of 3: run-1", "page 1 of 3: run-0", "page 3 of 3: run-2"]
+    assert pages_said == ["page 1 of 1: run-2", "page 1 of 2: run-1", "page 2 of 2: run-0"]
 
 
 class TestWhichRuns:
@@ -326,6 +326,17 @@ class TestBuildingAgain:
         assert quick_pages[3:] == ["new/run-000"]
         assert site.build(runs, tmp_path / "site", force=True).pages_made == 4
 
+    def test_only_the_newest_runs_get_pages_and_older_pages_stay(self, tmp_path: Path, quick_pages: list[str]) -> None:
+        runs = dashboard_builder.history(tmp_path / "runs", runs=5, count=1)
+        first = site.build(runs, tmp_path / "site", newest=2)
+        assert (first.runs, first.pages_made, first.pages_left) == (5, 2, 3)
+        assert quick_pages == ["run-004", "run-003"]
+        second = site.build(runs, tmp_path / "site", newest=4)
+        assert (second.pages_made, second.pages_kept, second.pages_left) == (2, 2, 1)
+        assert quick_pages[2:] == ["run-002", "run-001"]
+        third = site.build(runs, tmp_path / "site")
+        assert (third.pages_made, third.pages_kept, third.pages_left) == (1, 4, 0)
+
     def test_a_run_that_grew_gets_a_new_page_and_records(self, tmp_path: Path, quick_pages: list[str]) -> None:
         runs = dashboard_builder.history(tmp_path / "runs", runs=2, count=1)
         site.build(runs, tmp_path / "site")
@@ -333,7 +344,7 @@ class TestBuildingAgain:
         with (runs / "run-001" / "records.jsonl").open("ab") as f:
             f.write(msgspec.json.encode(more) + b"\n")
         site.build(runs, tmp_path / "site")
-        assert quick_pages == ["run-000", "run-001", "run-001"]
+        assert quick_pages == ["run-001", "run-000", "run-001"]
         copy = tmp_path / "site" / "runs" / "run-001" / "records.jsonl"
         assert copy.read_bytes() == (runs / "run-001" / "records.jsonl").read_bytes()
 
@@ -386,7 +397,7 @@ class TestBuildingAgain:
             raise ends
 
         report = pages._write_page
-        chosen = {"run-002": end}
+        chosen = {"run-000": end}
         monkeypatch.setattr(pages, "_write_page", lambda folder, run: chosen.get(run.name, report)(folder, run))
         with pytest.raises((ends, OutputError)):
             site.build(runs, tmp_path / "site")
@@ -396,7 +407,7 @@ class TestBuildingAgain:
             with pytest.raises((ends, OutputError)):
                 site.build(runs, tmp_path / "site")
         built = site.build(runs, tmp_path / "site")
-        assert quick_pages == ["run-000", "run-001", "run-002"]
+        assert quick_pages == ["run-002", "run-001", "run-000"]
         assert (built.pages_made, built.pages_kept) == (0, 3)
 
     def test_a_page_of_a_run_that_grew_is_made_again_also_after_a_build_that_ended_early(
@@ -448,7 +459,7 @@ class TestBuildingAgain:
         monkeypatch.setattr(pages, "_write_page", report)
         monkeypatch.setattr(site.time, "monotonic", lambda: now[0])
         built = site.build(dashboard_builder.history(tmp_path / "runs", runs=4, count=1), tmp_path / "site")
-        assert seen == [[0, 0, 0, 0], [0, 0, 0, 0], [1, 1, 0, 0], [1, 1, 0, 0]]
+        assert seen == [[0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1]]
         assert built.pages_made == 4
         assert data(tmp_path / "site", "index")["runs"]["page"] == [1, 1, 1, 1]
 
@@ -464,17 +475,17 @@ class TestBuildingAgain:
     def test_a_run_that_is_deleted_after_it_was_read_costs_only_its_page(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """It goes while the page of the run before it is made."""
+        """The folder is deleted while the page of the newer run is made."""
         runs = dashboard_builder.history(tmp_path / "runs", runs=2, count=1)
 
         def report(*_: object) -> str:
-            shutil.rmtree(runs / "run-001")
+            shutil.rmtree(runs / "run-000")
             return ""
 
         monkeypatch.setattr(pages, "_write_page", report)
         built = site.build(runs, tmp_path / "site")
-        assert built.skipped == ["run-001: no page, because its records are gone since they were read"]
-        assert [p.name for p in (tmp_path / "site" / "runs").iterdir()] == ["run-000"]
+        assert built.skipped == ["run-000: no page, because its records are gone since they were read"]
+        assert [p.name for p in (tmp_path / "site" / "runs").iterdir()] == ["run-001"]
 
     def test_a_report_that_fails_costs_only_its_page(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(pages, "_write_page", lambda _, run: f"{run.name}: no page, because of a bug")
