@@ -39,7 +39,7 @@ app = typer.Typer(
     "ended by its time limit or a lost node · 130 cancelled.",
 )
 LINES = ("sbatch", "setup")  # options that take a line each, which is checked with them
-RUNNABLE = ("sweep", "serve", "verify")
+RUNNABLE = ("sweep", "serve", "server", "verify")
 WHERE = ("nnodes", "node_rank", "rdzv_endpoint", "rdzv_id")
 """Options of a command that the job sets itself."""
 GPU_OPTION = re.compile(r"-G|.*gpu")
@@ -457,15 +457,13 @@ def _check_command(name: str, typed: Mapping[str, Any], given: set[str], job: Jo
             "--dry-run behind -- would submit a job that prints a plan; write it before -- to see what is submitted, or "
             f"`dcpbench {name} … --gpu H200 --dry-run` for the plan."
         )
-    if "gpu" in given and not any(typed.get(option) for option in elsewhere.REAL_SERVERS):
+    if "gpu" in given and name != "server":
         raise UsageError(f"--gpu {typed['gpu']} behind -- only plans and measures nothing; write it before --.")
     if job.nodes == 1:
         _check_tp(typed, job)
         return
     if "nnodes" not in typed:
         raise UsageError(f"{name} runs on one machine; leave --nodes {job.nodes} out.")
-    if remote := [option for option in elsewhere.REAL_SERVERS if option in given]:
-        raise UsageError(f"--{remote[0].replace('_', '-')} measures from one machine; leave --nodes {job.nodes} out.")
     if not typed.get("tp") and not typed.get("config"):
         total = job.nodes * (job.gpus_per_node or 1)
         raise UsageError(f"--nodes {job.nodes} needs --tp; add for example --tp {total} behind --.")

@@ -71,7 +71,7 @@ def gone(mark: str, within_s: float = 15.0) -> bool:
 def started(mark: str, *more: str) -> list[str]:
     """A command that measures servers with a mark in their command line and two processes of their own each."""
     command = f"{FAKE} --children 2 --gap-ms 50 --version {mark}"
-    words = ["serve", "--serve-cmd", command, "--model", "m", "--tp", "1,2", "--concurrency", "2", *LOAD, *more]
+    words = ["server", "--serve-cmd", command, "--model", "m", "--tp", "1,2", "--concurrency", "2", *LOAD, *more]
     return [sys.executable, "-m", "dcpbench.cli", *words]
 
 
@@ -80,7 +80,7 @@ def test_a_layout_that_a_server_refuses_is_recorded_with_its_reason_and_the_othe
 ) -> None:
     """Of four layouts two run, one is refused by the server, and one does not nest; each configuration is started once."""
     run = tmp_path / "run"
-    words = ["serve", "--serve-cmd", f"{FAKE} --children 1", "--model", "m", "--tp", "1,2", "--dcp", "1,2"]
+    words = ["server", "--serve-cmd", f"{FAKE} --children 1", "--model", "m", "--tp", "1,2", "--dcp", "1,2"]
     words += ["--concurrency", "1,2", *LOAD, "-o", str(run)]
     code, _, err = dcpbench(capsys, *words)
     assert code == 4
@@ -123,7 +123,7 @@ def test_the_kv_capacity_of_a_started_server_is_held_against_its_log(
         ("wrong", "--no-kv-size-label --log-kv-tokens 16000", (16_000, 16_000, ["log"])),
     ):
         run, traces = tmp_path / name, tmp_path / "new" / name
-        words = ["serve", "--serve-cmd", f"{FAKE} {flags} --trace {TRACE}", "--model", "m", "--tp", "4"]
+        words = ["server", "--serve-cmd", f"{FAKE} {flags} --trace {TRACE}", "--model", "m", "--tp", "4"]
         words += ["--dcp", "2", *LOAD]
         code, _, err = dcpbench(capsys, *words, "--concurrency", "2", "--traces", str(traces), "-o", str(run))
         assert code == 0, err
@@ -145,7 +145,7 @@ def test_a_server_that_dies_fails_its_loads_and_the_next_one_runs(
     file = tmp_path / "engine.toml"
     file.write_text(f'name = "crashing"\ncommand = "{FAKE} --gap-ms 30"\n[flags]\ncrash-after = [1.0, 0]\n')
     run = tmp_path / "run"
-    words = ["serve", "--engine", str(file), "--model", "m", "--tp", "1", "--concurrency", "1,2,4", "--device", "cpu"]
+    words = ["server", "--engine", str(file), "--model", "m", "--tp", "1", "--concurrency", "1,2,4", "--device", "cpu"]
     words += ["--num-requests", "8", "--input-tokens", "20", "--output-tokens", "8", "--warm-up", "0", "-o", str(run)]
     code, _, _ = dcpbench(capsys, *words)
     assert code == 4
@@ -294,7 +294,7 @@ def test_a_wrong_engine_file_is_a_sentence(content: str, said: str, tmp_path: Pa
 )
 def test_mistakes_are_sentences(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Before anything is started."""
-    code, _, err = dcpbench(capsys, "serve", *words.split())
+    code, _, err = dcpbench(capsys, "server", *words.split())
     assert code == 2
     assert said in err
     assert "Traceback" not in err
@@ -304,7 +304,7 @@ def test_the_plan_shows_the_commands(capsys: pytest.CaptureFixture[str]) -> None
     """Each once, as it would be started."""
     code, _, err = dcpbench(
         capsys,
-        "serve",
+        "server",
         "--engine",
         "vllm",
         "--model",
