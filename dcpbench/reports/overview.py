@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from dcpbench.points.names import CLOSED, REPLAY, TOOLS, UNKNOWN
 from dcpbench.points.point import UNKNOWN_LAYOUT
-from dcpbench.records.record import A_SERVER, CPU, is_imported_origin
+from dcpbench.records.record import A_SERVER, CPU, DUMMY_WEIGHTS, is_imported_origin
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.reports import answer, findings, floors, launch_bands, marks, rule, slo, words
 from dcpbench.serving.step_times import PADDED_ROWS
@@ -131,6 +131,12 @@ def list_caveats(frames: Frames) -> list[str]:
         every = "" if padded.all() else f" at {int(padded.sum()):,} of {len(table):,} points"
         found.append(
             f"attention DP by step times of an older engine, which sent padding rows to experts{every}: it may be faster now"
+        )
+    if (dummy := marks.find_marked(table, DUMMY_WEIGHTS)).any():
+        every = "" if dummy.all() else f" at {int(dummy.sum()):,} of {len(table):,} points"
+        found.append(
+            f"dummy weights of the engine{every}: every token takes the same few experts, so that the speed is not that of a "
+            "real model"
         )
     power = table["throttle_reasons"].str.contains("power", case=False).fillna(False)  # noqa: FBT003 - pandas' own
     limited = power | marks.find_throttled(table)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import time
 from typing import TYPE_CHECKING
 
@@ -11,9 +12,11 @@ import msgspec
 
 from dcpbench.errors import DcpbenchError
 from dcpbench.launch.jobs import Progress
+from dcpbench.measuring.gpu_state import find_visible_gpus
 from dcpbench.points import redaction
 from dcpbench.records.file import RecordFile
 from dcpbench.records.record import CPU, Record, format_omitted_note
+from dcpbench.servers.engine_log import has_dummy_weights, read_settings
 from dcpbench.servers.kv_capacity import find_pcp
 from dcpbench.servers.launch import Server, find_free_port
 from dcpbench.servers.measure import fetch_server_info, measure_point, resolve_prompt_format
@@ -22,11 +25,12 @@ from dcpbench.serving.outcome import format_summary
 from dcpbench.show.terminal import print_stderr
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from dcpbench.points.point import Point
     from dcpbench.points.settings import Settings
+    from dcpbench.records.record import StartPhase
     from dcpbench.servers.measure import ClientConfig
     from dcpbench.servers.presets import Engine
 
@@ -73,17 +77,18 @@ def measure_started(
             config,
             target=dataclasses.replace(config.target, port=port),
             device_count=left[0].tp,
+            gpus=None if config.device == CPU else find_visible_gpus(left[0].tp),
             facts={"command": redaction.format_command_line(words), "log": str(log.relative_to(folder))},
         )
         profiling = dict.fromkeys(FOLDERS, traces) if traces else {}
         with Server(words, log, profiling | engine.env, port, engine.ready) as server:
             why = ""
             try:
-                waited = server.wait_until_ready(limit_s, make_reporter(left[0], "build"))
-                one = dataclasses.replace(one, facts=one.facts | {"start_s": f"{waited:.1f}"})
+                start = server.wait_until_ready(limit_s, make_reporter(left[0], "build"))
                 info = fetch_server_info(one.target, one.retries).with_kv_capacity(
                     dp=left[0].dp, dcp=left[0].dcp, pcp=find_pcp(words), log=server.read_log()
                 )
+                one = _add_start(one, start, server.read_log(), info.engine, engine.env, left[0])
                 for note in info.notes:
                     print_stderr(note)
                 prompt_format = resolve_prompt_format(one, info.find_model(None).id)
@@ -107,6 +112,17 @@ def measure_started(
                 report_progress(
                     point, "done" if record.outcome == "ok" else "failed", note + format_omitted_note(record)
                 )
+
+
+def _add_start(
+    config: ClientConfig, start: Sequence[StartPhase], log: str, engine: str, env: Mapping[str, str], point: Point
+) -> ClientConfig:
+    """Return the configuration with the phases of the server's start and the settings in its log."""
+    found = read_settings(log)
+    if found is not None and point.dcp <= 1:
+        found = msgspec.structs.replace(found, exchange=None)
+    dummy = has_dummy_weights(engine, found, {**os.environ, **env})
+    return dataclasses.replace(config, start=start, engine_settings=found, dummy_weights=dummy)
 
 
 def _make_log_path(folder: Path, engine: Engine, point: Point) -> Path:

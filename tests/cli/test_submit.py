@@ -640,7 +640,9 @@ def test_a_plan_that_is_interrupted_submits_nothing(typed: Typed, monkeypatch: p
     assert (done.returncode, done.stdout) == (130, "")
 
 
-@pytest.mark.parametrize("words", [("server", "--url", "http://a:1"), ("verify", "--url", "http://a:1")], ids=shlex.join)
+@pytest.mark.parametrize(
+    "words", [("server", "--url", "http://a:1"), ("verify", "--url", "http://a:1")], ids=shlex.join
+)
 def test_no_server_is_asked_before_the_job_runs(
     typed: Typed, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
 ) -> None:

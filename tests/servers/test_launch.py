@@ -27,6 +27,7 @@ from dcpbench.servers.presets import PRESETS, Engine, resolve_engine
 from tests.servers.test_profile import TRACE
 
 ROOT = Path(__file__).parents[2]
+ENGINE_LOGS = ROOT / "tests" / "data" / "engine_logs"
 FAKE = f"{sys.executable} -m tests.servers.fake_server --port {{port}} -tp {{attn_tp}} -dcp {{dcp}} --served-model-name {{model}}"
 LOAD = ["--device", "cpu", "--num-requests", "4", "--input-tokens", "20", "--output-tokens", "4", "--warm-up", "0"]
 LOAD += ["--no-check-client"]
@@ -135,6 +136,47 @@ def test_the_kv_capacity_of_a_started_server_is_held_against_its_log(
         assert ("kv_sources_differ" in record.marks) == bool(sources.conflicts)
         assert ("(by log), but the blocks that it reports hold 32,000" in err) == bool(sources.conflicts)
         assert traces.is_dir()
+
+
+@pytest.mark.parametrize(("variable", "dummy"), [("0", True), ("1", False)])
+def test_a_started_server_is_recorded_with_its_settings_and_its_start(
+    variable: str, dummy: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SGLang's log of two H200 with --load-format dummy: marked, and named in the report's first lines, without our plugin."""
+    run, log = tmp_path / "run", ENGINE_LOGS / "sglang-0.5.17-tp2-dcp2.log"
+    engine = tmp_path / "engine.toml"
+    engine.write_text(
+        f'name = "sglang"\ncommand = "{FAKE} --engine sglang --engine-log {log} --health-delay 1.5"\n'
+        f'[env]\nDCPBENCH_SYNTHETIC_WEIGHTS = "{variable}"\n'
+    )
+    words = [
+        "server",
+        "--engine",
+        str(engine),
+        "--model",
+        "m",
+        "--tp",
+        "2",
+        "--concurrency",
+        "2",
+        *LOAD,
+        "-o",
+        str(run),
+    ]
+    code, _, err = dcpbench(capsys, *words)
+    assert code == 0, err
+    (record,) = read_run(run).records
+    assert record.server is not None
+    settings = record.server.settings
+    assert settings is not None
+    assert (settings.kv_dtype, settings.max_batched_tokens, settings.prefix_caching) == ("bfloat16", 8192, False)
+    assert settings.exchange is None, "one rank has the whole KV cache of a request"
+    phases = [phase.name for phase in record.server.start]
+    assert phases == ["starting", "loading weights", "allocating the KV cache", "capturing CUDA graphs", "warming up"]
+    assert record.server.start[-1].seconds >= 1
+    assert ("dummy_weights" in record.marks) == dummy
+    answer = (run / "report" / "report.md").read_text().split("\n\n")[:4]
+    assert any("dummy weights of the engine" in part for part in answer) == dummy
 
 
 @pytest.mark.long

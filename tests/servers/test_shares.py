@@ -287,7 +287,9 @@ def in_session(leader: int) -> list[int]:
 def test_no_process_outlives_the_command(number: int, wait_s: float, tmp_path: Path) -> None:
     """In the middle of a load, and before it begins."""
     with served("--gap-ms 200", tmp_path / "log") as url:
-        words = f"server --url {url} --device cpu --num-requests 40 --concurrency 4 --input-tokens 20 --output-tokens 50"
+        words = (
+            f"server --url {url} --device cpu --num-requests 40 --concurrency 4 --input-tokens 20 --output-tokens 50"
+        )
         command = [sys.executable, "-m", "dcpbench.cli", *words.split(), "--client-processes", "2"]
         with subprocess.Popen(
             [*command, "-o", str(tmp_path / "run")],
