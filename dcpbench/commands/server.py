@@ -89,6 +89,12 @@ class Options(Group):
         "The same with a command of your own, in which {port}, {model}, {tp}, {dp}, {dcp} and {attn_tp} (tp / dp) are filled in.",
         metavar="COMMAND",
     )
+    weights: str | None = SERVER(
+        "Weights of started servers. model: the model's own. synthetic: those of dcpbench's engine, which route tokens like a "
+        "trained model's; the engine's environment needs dcpbench. dummy: the engine's own dummy weights, with which all tokens take the same few experts. "
+        "Default: synthetic for a folder without a checkpoint, else model.",
+        metavar="NAME",
+    )
     start_timeout: float = SERVER(
         "Time after which a server that accepts no requests has failed.", default=1800.0, metavar="SECONDS"
     )
@@ -183,11 +189,16 @@ def _check_one_source(options: Options) -> None:
     given = [name for name, value in sources.items() if value is not None]
     if not given:
         raise UsageError(
-            "there is no server to measure; add --url http://127.0.0.1:8000 for one that runs, or --engine vllm --model NAME "
-            "to start servers."
+            "there is no server to measure; add for example --url http://127.0.0.1:8000 for one that runs, or --engine vllm "
+            "--model NAME to start servers."
         )
-    if len(given) > 1:
-        raise UsageError(f"{given[0]} and {given[1]} name two servers; leave one of them out.")
+    if len(given) > 1 and options.url is not None:
+        raise UsageError(
+            f"{given[1]} starts a server, and --url measures one that runs already; leave out --url {options.url} to start "
+            f"one, or leave out {given[1]}."
+        )
+    if options.url is not None and options.weights is not None:
+        raise UsageError(f"--weights {options.weights} is for servers that dcpbench starts; leave it out with --url.")
 
 
 def _measure_running(url: str, options: Options, given: dict[str, object], run: opt.Run) -> int:
@@ -244,7 +255,7 @@ def _measure_started(options: Options, given: dict[str, object], run: opt.Run) -
     from dcpbench.plan.server_spec import make_server_spec, split_layouts
     from dcpbench.points import redaction
     from dcpbench.points.machine import Probe
-    from dcpbench.servers.presets import resolve_engine
+    from dcpbench.servers.presets import choose_weights, resolve_engine
     from dcpbench.servers.profile import make_traces_folder
     from dcpbench.servers.sweep import measure_started
 
@@ -253,7 +264,8 @@ def _measure_started(options: Options, given: dict[str, object], run: opt.Run) -
     check_seconds("--start-timeout", options.start_timeout, 1800)
     preset = resolve_engine(options.engine, options.serve_cmd)
     split = [_add_default_ep(options.engine, one) for one in split_layouts({"tp": 1, **given})]
-    specs = [make_server_spec(one, cpu=run.device == "cpu") for one in split]
+    weights = choose_weights(preset, str(given["model"]), options.weights)
+    specs = [make_server_spec(one, cpu=run.device == "cpu", weights=weights) for one in split]
     spec, model = specs[0], str(specs[0].model)
     asked = _make_client_config("http://127.0.0.1:1", options, run, spec.layout["tp"])
     if runs.is_values_only((), ()):

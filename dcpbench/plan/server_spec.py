@@ -66,6 +66,8 @@ class ServerSpec:
     """Error if no server can have this layout."""
     ep: str
     dtype: str | None
+    weights: str
+    """SYNTHETIC, DUMMY, or UNKNOWN for the model's own weights."""
     loads: ServeLoads
     repeats: int
     settings: Settings
@@ -83,6 +85,7 @@ class ServerSpec:
                         model=model,
                         layout=self.layout,
                         ep=self.ep,
+                        weights=self.weights,
                         precision={"dtype": self.dtype} if self.dtype else {},
                         backend=engine,
                         concurrency=concurrency or load.requests,
@@ -106,7 +109,7 @@ def split_layouts(given: Mapping[str, object]) -> list[dict[str, object]]:
     return [rest | dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
 
-def make_server_spec(given: Mapping[str, object], *, cpu: bool) -> ServerSpec:
+def make_server_spec(given: Mapping[str, object], *, cpu: bool, weights: str = UNKNOWN) -> ServerSpec:
     """Parse the given options; `cpu` is True if the server runs on a CPU, for which loads are small by default.
 
     Raise UsageError for several values of an option of which one server has one.
@@ -124,6 +127,7 @@ def make_server_spec(given: Mapping[str, object], *, cpu: bool) -> ServerSpec:
         wrong=_find_layout_error(layout),
         ep=str(layout["tp"]) if ep == WHOLE and layout["tp"] else ep,
         dtype=cast("str | None", options.pop("dtype", None)),
+        weights=weights,
         loads=loads,
         repeats=repeats,
         settings=Settings(**settings, profile=False),  # type: ignore[arg-type]

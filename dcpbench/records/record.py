@@ -551,7 +551,9 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Describe how an engine runs, by its log; null where the log does not state it."""
 
     load_format: str | None = None
-    """`auto`, `safetensors`, `dummy` for the engine's own dummy weights, …"""
+    """`safetensors`, `dummy` for the engine's own dummy weights, …"""
+    weights_fingerprints: list[str] = []
+    """Checksums of dcpbench's synthetic weights, one for each different part that a rank holds; empty for other weights."""
     dtype: str | None = None
     """Data type of activations."""
     weights_dtype: str | None = None

@@ -8,14 +8,12 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from dcpbench.points.names import SGLANG
+from dcpbench.points.names import DUMMY
 from dcpbench.records.record import EngineSettings, StartPhase
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-DUMMY = "dummy"  # load format of both engines for weights near zero
-SYNTHETIC_FORMAT = "dcpbench"  # load format of dcpbench's plugin for vLLM
 SYNTHETIC_VARIABLE = "DCPBENCH_SYNTHETIC_WEIGHTS"  # turns on dcpbench's plugin for SGLang
 UNIFORM_ROUTING: Mapping[str, tuple[str, ...]] = {
     "VLLM_MOE_ROUTING_SIMULATION_STRATEGY": ("uniform_random", "normal_routing"),
@@ -98,7 +96,12 @@ def read_settings(log: str) -> EngineSettings | None:
             found[name] = match[1]
     known = {name: value.removeprefix("torch.") for name, value in found.items() if value not in UNRESOLVED}
     numbers = {name: int(value) if value.isdecimal() else None for name, value in known.items() if name in NUMBERS}
-    return EngineSettings(**{**known, **numbers}, prefix_caching=cache, async_scheduling=asynchronous)  # type: ignore[arg-type]
+    return EngineSettings(
+        **{**known, **numbers},  # type: ignore[arg-type]
+        prefix_caching=cache,
+        async_scheduling=asynchronous,
+        weights_fingerprints=sorted(set(WEIGHTS_REPORT.findall(log))),
+    )
 
 
 def _read_fields(text: str, names: Mapping[str, str], separator: str) -> dict[str, str]:
@@ -111,15 +114,21 @@ def _read_fields(text: str, names: Mapping[str, str], separator: str) -> dict[st
     return found
 
 
-def has_dummy_weights(engine: str, settings: EngineSettings | None, environment: Mapping[str, str]) -> bool:
+def format_weights_report(seed: int, fingerprint: str) -> str:
+    """Return the line that dcpbench's plugins write into an engine's log once a rank has synthetic weights."""
+    return f"dcpbench: synthetic weights of seed {seed}, fingerprint {fingerprint}"
+
+
+WEIGHTS_REPORT = re.compile(format_weights_report(0, "X").replace("0", r"\d+").replace("X", "([0-9a-f]+)"))
+
+
+def has_dummy_weights(settings: EngineSettings, environment: Mapping[str, str]) -> bool:
     """Return whether an engine serves its own dummy weights with the router's own choice of experts.
 
     With such weights all tokens take the same few experts, so that layers with experts read far fewer weights than those
     of a trained model. `environment`: the variables of the server.
     """
-    if settings is None or settings.load_format != DUMMY:
-        return False
-    if engine == SGLANG and environment.get(SYNTHETIC_VARIABLE) == "1":
+    if settings.load_format != DUMMY or settings.weights_fingerprints:
         return False
     return not any(environment.get(name) in values for name, values in UNIFORM_ROUTING.items())
 

@@ -425,7 +425,7 @@ def test_an_interrupt_while_sbatch_is_at_work_does_not_leave_a_job_that_nobody_k
         (
             (),
             2,
-            "the command is missing. Write sweep, serve or verify with its options behind --, as in: dcpbench submit",
+            "the command is missing. Write sweep, serve, server or verify with its options behind --, as in: dcpbench submit",
         ),
         (("--", "report", "run"), 2, "'report' cannot be submitted"),
         (("--", "sweep", "--tq", "16"), 2, "No such option: --tq"),
@@ -437,7 +437,11 @@ def test_an_interrupt_while_sbatch_is_at_work_does_not_leave_a_job_that_nobody_k
         (("--nodes", "2", "--", "sweep", "--tp", "3"), 2, "--tp 3 does not divide over --nodes 2"),
         (("--nodes", "2", "--gpus-per-node", "4", "--", "sweep", "--tp", "8,16"), 3, "or take --tp 8."),
         (("--nodes", "2", "--", "verify", "--tp", "4"), 2, "verify runs on one machine; leave --nodes 2 out."),
-        (("--nodes", "2", "--", "server", "--url", "http://a:1", "--tp", "8"), 2, "--url measures from one machine"),
+        (
+            ("--nodes", "2", "--", "server", "--url", "http://a:1", "--tp", "8"),
+            2,
+            "server runs on one machine; leave --nodes 2 out.",
+        ),
         (("--", "sweep", "--tp", "8", "--gpu", "H200"), 2, "write it before --"),
         (("--gpu", "L40S", "--", "sweep", "--device", "cuda"), 2, "--gpu L40S is unknown"),
         (("--nodes", "0", "--", "sweep"), 2, "--nodes 0 is not positive"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dcpbench.records.record import EngineSettings
-from dcpbench.servers.engine_log import StartWatch, has_dummy_weights, read_settings
+from dcpbench.servers.engine_log import StartWatch, format_weights_report, has_dummy_weights, read_settings
 
 LOGS = Path(__file__).parents[1] / "data" / "engine_logs"
 
@@ -83,26 +83,25 @@ def test_a_line_is_read_once_it_is_complete() -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "load_format", "environment", "dummy"),
+    ("settings", "environment", "dummy"),
     [
-        ("vllm", "dummy", {}, True),
-        ("vllm", "dcpbench", {}, False),
-        ("vllm", "auto", {}, False),
-        ("vllm", None, {}, False),
-        ("vllm", "dummy", {"VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random"}, False),
-        ("vllm", "dummy", {"DCPBENCH_SYNTHETIC_WEIGHTS": "1"}, True),
-        ("sglang", "dummy", {}, True),
-        ("sglang", "dummy", {"DCPBENCH_SYNTHETIC_WEIGHTS": "1"}, False),
-        ("sglang", "dummy", {"DCPBENCH_SYNTHETIC_WEIGHTS": "0"}, True),
-        ("sglang", "dummy", {"SGLANG_SIMULATE_UNIFORM_EXPERTS": "1"}, False),
+        (EngineSettings(load_format="dummy"), {}, True),
+        (EngineSettings(load_format="dcpbench", weights_fingerprints=["1a2b3c4d"]), {}, False),
+        (EngineSettings(load_format="safetensors"), {}, False),
+        (EngineSettings(), {}, False),
+        (EngineSettings(load_format="dummy"), {"VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random"}, False),
+        (EngineSettings(load_format="dummy"), {"SGLANG_SIMULATE_UNIFORM_EXPERTS": "1"}, False),
+        (EngineSettings(load_format="dummy"), {"DCPBENCH_SYNTHETIC_WEIGHTS": "1"}, True),
+        (EngineSettings(load_format="dummy", weights_fingerprints=["1a2b3c4d"]), {}, False),
     ],
 )
-def test_dummy_weights_are_recognised(
-    engine: str, load_format: str | None, environment: dict[str, str], dummy: bool
-) -> None:
-    """The variable of dcpbench's plugin for SGLang does not affect vLLM, which has a load format for it."""
-    assert has_dummy_weights(engine, EngineSettings(load_format=load_format), environment) is dummy
+def test_dummy_weights_are_recognised(settings: EngineSettings, environment: dict[str, str], dummy: bool) -> None:
+    """The variable of dcpbench's plugin proves nothing; the line that the plugin writes does."""
+    assert has_dummy_weights(settings, environment) is dummy
 
 
-def test_a_server_without_settings_is_not_called_dummy() -> None:
-    assert has_dummy_weights("vllm", None, {}) is False
+def test_the_report_of_each_rank_is_read() -> None:
+    lines = [format_weights_report(7, found) for found in ("1a2b3c4d", "00ff00ff", "1a2b3c4d")]
+    settings = read_settings("\n".join([read("sglang-0.5.17-tp2-dcp2.log"), *lines]))
+    assert settings is not None
+    assert settings.weights_fingerprints == ["00ff00ff", "1a2b3c4d"]

@@ -20,8 +20,10 @@ import pytest
 from dcpbench import cli
 from dcpbench.errors import UsageError
 from dcpbench.points.engines import make_engine_load, make_engine_point
+from dcpbench.records.record import Record
 from dcpbench.records.runs import read_run
 from dcpbench.servers import guard
+from dcpbench.servers.engine_log import format_weights_report
 from dcpbench.servers.launch import Server, ServerError, find_free_port, find_reason
 from dcpbench.servers.presets import PRESETS, Engine, resolve_engine
 from tests.servers.test_profile import TRACE
@@ -138,34 +140,32 @@ def test_the_kv_capacity_of_a_started_server_is_held_against_its_log(
         assert traces.is_dir()
 
 
-@pytest.mark.parametrize(("variable", "dummy"), [("0", True), ("1", False)])
-def test_a_started_server_is_recorded_with_its_settings_and_its_start(
-    variable: str, dummy: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """SGLang's log of two H200 with --load-format dummy: marked, and named in the report's first lines, without our plugin."""
-    run, log = tmp_path / "run", ENGINE_LOGS / "sglang-0.5.17-tp2-dcp2.log"
-    engine = tmp_path / "engine.toml"
+def serve_with_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], weights: str, report: str
+) -> tuple[int, Record]:
+    """Measure a server that writes SGLang's log of two H200 and `report`; return the exit code and the record."""
+    log, engine = tmp_path / "engine.log", tmp_path / "engine.toml"
+    log.write_text((ENGINE_LOGS / "sglang-0.5.17-tp2-dcp2.log").read_text() + report)
     engine.write_text(
         f'name = "sglang"\ncommand = "{FAKE} --engine sglang --engine-log {log} --health-delay 1.5"\n'
-        f'[env]\nDCPBENCH_SYNTHETIC_WEIGHTS = "{variable}"\n'
+        '[weights]\nsynthetic = "--seed 0"\ndummy = "--seed 1"\n'
     )
-    words = [
-        "server",
-        "--engine",
-        str(engine),
-        "--model",
-        "m",
-        "--tp",
-        "2",
-        "--concurrency",
-        "2",
-        *LOAD,
-        "-o",
-        str(run),
-    ]
-    code, _, err = dcpbench(capsys, *words)
-    assert code == 0, err
-    (record,) = read_run(run).records
+    words = ["server", "--engine", str(engine), "--model", "m", "--weights", weights, "--tp", "2", "--concurrency", "2"]
+    code, _, _ = dcpbench(capsys, *words, *LOAD, "-o", str(tmp_path / "run"))
+    (record,) = read_run(tmp_path / "run").records
+    return code, record
+
+
+@pytest.mark.parametrize(
+    ("weights", "report", "dummy"),
+    [("dummy", "", True), ("synthetic", format_weights_report(0, "1a2b3c4d") + "\n", False)],
+)
+def test_a_started_server_is_recorded_with_its_settings_and_its_start(
+    weights: str, report: str, dummy: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Points of dummy weights are marked, and named in the report's first lines."""
+    code, record = serve_with_weights(tmp_path, capsys, weights, report)
+    assert (code, record.point.weights) == (0, weights)
     assert record.server is not None
     settings = record.server.settings
     assert settings is not None
@@ -175,8 +175,17 @@ def test_a_started_server_is_recorded_with_its_settings_and_its_start(
     assert phases == ["starting", "loading weights", "allocating the KV cache", "capturing CUDA graphs", "warming up"]
     assert record.server.start[-1].seconds >= 1
     assert ("dummy_weights" in record.marks) == dummy
-    answer = (run / "report" / "report.md").read_text().split("\n\n")[:4]
+    answer = (tmp_path / "run" / "report" / "report.md").read_text().split("\n\n")[:4]
     assert any("dummy weights of the engine" in part for part in answer) == dummy
+
+
+def test_a_server_without_the_synthetic_weights_asked_for_is_not_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The engine started, but no rank reports synthetic weights."""
+    code, record = serve_with_weights(tmp_path, capsys, "synthetic", "")
+    assert (code, record.outcome) == (4, "failed")
+    assert "install dcpbench in the engine's Python environment, or add --weights model" in (record.reason or "")
 
 
 @pytest.mark.long
@@ -331,7 +340,7 @@ def test_a_wrong_engine_file_is_a_sentence(content: str, said: str, tmp_path: Pa
         ("--engine vllm", "--engine needs --model"),
         ("--engine vllm --model m --tp 3 --dcp 2", "dcp"),
         ("--serve-cmd x --model m", "has no {port}"),
-        ("--engine vllm --model m --backend triton", "--backend: that is an option of dcpbench's own engine"),
+        ("--engine vllm --model m --backend triton", "No such option: --backend"),
     ],
 )
 def test_mistakes_are_sentences(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:

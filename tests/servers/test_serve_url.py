@@ -137,10 +137,10 @@ def test_failed_requests_are_counted_by_kind(tmp_path: Path, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--backend triton", "--backend: that is an option of dcpbench's own engine"),
+        ("--backend triton", "No such option: --backend"),
         ("--tp 4,8", "the server at --url has one"),
         ("--dcp 8", "say how many GPUs the server has, for example --tp 8"),
-        ("--nnodes 2", "leave them out with --url"),
+        ("--nnodes 2", "No such option: --nnodes"),
         ("--endpoint embeddings", "embeddings"),
         ("--request-timeout 0", "--request-timeout 0 is not a positive number"),
         ("--warm-up -1", "--warm-up -1 is negative"),
