@@ -89,6 +89,10 @@ class Options(Group):
         "The same with a command of your own, in which {port}, {model}, {tp}, {dp}, {dcp} and {attn_tp} (tp / dp) are filled in.",
         metavar="COMMAND",
     )
+    engine_args: str | None = SERVER(
+        "Further arguments of the engine's command, as one word in quotes, such as '--max-model-len 70000'.",
+        metavar="ARGS",
+    )
     weights: str | None = SERVER(
         "Weights of started servers. model: the model's own. synthetic: those of dcpbench's engine, which route tokens like a "
         "trained model's; the engine's environment needs dcpbench. dummy: the engine's own dummy weights, with which all tokens take the same few experts. "
@@ -197,8 +201,9 @@ def _check_one_source(options: Options) -> None:
             f"{given[1]} starts a server, and --url measures one that runs already; leave out --url {options.url} to start "
             f"one, or leave out {given[1]}."
         )
-    if options.url is not None and options.weights is not None:
-        raise UsageError(f"--weights {options.weights} is for servers that dcpbench starts; leave it out with --url.")
+    started = {"--weights": options.weights, "--engine-args": options.engine_args}
+    if options.url is not None and (alone := [name for name, value in started.items() if value is not None]):
+        raise UsageError(f"{alone[0]} is for servers that dcpbench starts; leave it out with --url.")
 
 
 def _measure_running(url: str, options: Options, given: dict[str, object], run: opt.Run) -> int:
@@ -262,7 +267,7 @@ def _measure_started(options: Options, given: dict[str, object], run: opt.Run) -
     if not given.get("model"):
         raise UsageError("--engine needs --model: a folder, or a name that the engine knows.")
     check_seconds("--start-timeout", options.start_timeout, 1800)
-    preset = resolve_engine(options.engine, options.serve_cmd)
+    preset = resolve_engine(options.engine, options.serve_cmd, options.engine_args)
     split = [_add_default_ep(options.engine, one) for one in split_layouts({"tp": 1, **given})]
     weights = choose_weights(preset, str(given["model"]), options.weights)
     specs = [make_server_spec(one, cpu=run.device == "cpu", weights=weights) for one in split]

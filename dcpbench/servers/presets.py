@@ -272,8 +272,11 @@ def format_command(name: str, point: Point, nnodes: int) -> str:
     return shlex.join(PRESETS[name].make_command(point, {}, model, PORT, nnodes=nnodes))
 
 
-def resolve_engine(named: str | None, command: str | None) -> Engine:
-    """Return the engine of --engine (a preset or a file) or of --serve-cmd. Raises UsageError."""
+def resolve_engine(named: str | None, command: str | None, arguments: str | None = None) -> Engine:
+    """Return the engine of --engine (a preset or a file) or of --serve-cmd, with --engine-args behind its command.
+
+    Raises UsageError.
+    """
     if command is not None:
         if named is not None:
             raise UsageError("--engine and --serve-cmd contradict each other; give one of them.")
@@ -285,11 +288,22 @@ def resolve_engine(named: str | None, command: str | None) -> Engine:
         found = PRESETS[str(named)]
     else:
         found = _read_engine(Path(str(named)))
+    if arguments is not None:
+        found = msgspec.structs.replace(found, command=f"{found.command} {_escape_arguments(arguments)}")
     _check_engine(found, named or "--serve-cmd")
     with contextlib.suppress(ValueError):
         register_command_line(shlex.split(found.command))
     register_command_line(found.secrets)
     return found
+
+
+def _escape_arguments(text: str) -> str:
+    """Return the value of --engine-args for a command, in which braces of its own are doubled. Raises UsageError."""
+    try:
+        words = shlex.split(text)
+    except ValueError as e:
+        raise UsageError(f"--engine-args {text!r} cannot be read: {e}; close every quote.") from e
+    return shlex.join(words).replace("{", "{{").replace("}", "}}")
 
 
 def _read_engine(path: Path) -> Engine:

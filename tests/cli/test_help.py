@@ -158,6 +158,7 @@ SERVER_OPTIONS = {
     "--model",
     "--dtype",
     "--weights",
+    "--engine-args",
     "--concurrency",
     "--request-rate",
     "--burstiness",

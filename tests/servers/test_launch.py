@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
@@ -20,13 +21,16 @@ import pytest
 from dcpbench import cli
 from dcpbench.errors import UsageError
 from dcpbench.points.engines import make_engine_load, make_engine_point
-from dcpbench.records.record import Record
 from dcpbench.records.runs import read_run
 from dcpbench.servers import guard
 from dcpbench.servers.engine_log import format_weights_report
 from dcpbench.servers.launch import Server, ServerError, find_free_port, find_reason
-from dcpbench.servers.presets import PRESETS, Engine, resolve_engine
+from dcpbench.servers.presets import PRESETS, Engine, choose_weights, resolve_engine
 from tests.servers.test_profile import TRACE
+
+if TYPE_CHECKING:
+    from dcpbench.points.point import Point
+    from dcpbench.records.record import Record
 
 ROOT = Path(__file__).parents[2]
 ENGINE_LOGS = ROOT / "tests" / "data" / "engine_logs"
@@ -529,3 +533,59 @@ def test_a_server_has_as_long_as_its_guard_gives_it_twice_and_is_killed_then(end
     did.clear()
     server.stop()
     assert did == [], "it has ended"
+
+
+def make_server_point(**changes: str) -> Point:
+    """A point of one GPU."""
+    load = make_engine_load(input_tokens="2", output_tokens="1", requests=1)
+    layout = {"tp": 1, "dp": 1, "dcp": 1}
+    return make_engine_point(
+        model="m",
+        layout=layout,
+        backend="x",
+        load=load,
+        concurrency=1,
+        context=2,
+        precision={"dtype": "unknown"},
+        **changes,
+    )
+
+
+def test_arguments_of_the_engine_follow_its_command() -> None:
+    """Braces of JSON stay as they are, and quotes hold a word together."""
+    engine = resolve_engine("vllm", None, """--max-model-len 70000 --compilation-config '{"mode": 0}'""")
+    words = engine.make_command(make_server_point(), {}, "m", 80)
+    assert words[-4:] == ["--max-model-len", "70000", "--compilation-config", '{"mode": 0}']
+    with pytest.raises(UsageError, match=r"--engine-args .* close every quote"):
+        resolve_engine("vllm", None, "--x '")
+
+
+@pytest.mark.parametrize(
+    ("engine", "weights", "flags"),
+    [
+        ("vllm", "synthetic", ["--load-format", "dcpbench"]),
+        ("vllm", "dummy", ["--load-format", "dummy"]),
+        ("vllm", "unknown", []),
+        ("sglang", "synthetic", ["--load-format", "dummy"]),
+    ],
+)
+def test_presets_have_flags_for_weights(engine: str, weights: str, flags: list[str]) -> None:
+    words = PRESETS[engine].make_command(make_server_point(weights=weights), {}, "m", 80)
+    assert words[len(words) - len(flags) :] == flags
+    assert ("--load-format" in words) == bool(flags)
+
+
+def test_a_folder_without_a_checkpoint_gets_synthetic_weights(tmp_path: Path) -> None:
+    """If the engine has flags for them; a name that the engine knows is left to it."""
+    (tmp_path / "config.json").touch()
+    bare = Engine(name="own", command="x {port}")
+    assert choose_weights(PRESETS["vllm"], str(tmp_path), None) == "synthetic"
+    assert choose_weights(bare, str(tmp_path), None) == "unknown"
+    assert choose_weights(PRESETS["vllm"], "deepseek-ai/DeepSeek-V3", None) == "unknown"
+    assert choose_weights(PRESETS["vllm"], str(tmp_path), "model") == "unknown"
+    with pytest.raises(UsageError, match=r"own has no flags for it; add them to the engine's file, under \[weights\]"):
+        choose_weights(bare, str(tmp_path), "dummy")
+    with pytest.raises(UsageError, match="--weights real is none of model, synthetic, dummy"):
+        choose_weights(PRESETS["vllm"], str(tmp_path), "real")
+    (tmp_path / "model-00001.safetensors").touch()
+    assert choose_weights(PRESETS["vllm"], str(tmp_path), None) == "unknown"

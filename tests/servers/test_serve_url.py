@@ -145,6 +145,8 @@ def test_failed_requests_are_counted_by_kind(tmp_path: Path, capsys: pytest.Capt
         ("--request-timeout 0", "--request-timeout 0 is not a positive number"),
         ("--warm-up -1", "--warm-up -1 is negative"),
         ("--engine vllm", "--engine starts a server, and --url measures one that runs already; leave out --url"),
+        ("--weights dummy", "--weights is for servers that dcpbench starts; leave it out with --url."),
+        ("--engine-args --x", "--engine-args is for servers that dcpbench starts"),
         ("--header X-Team", "--header takes a name and a value with a colon between them"),
         ("--header content-length:9", "--header content-length: dcpbench sets this header itself"),
         ("--header X-A:1 --header x-a:2", "--header x-a is given twice"),
