@@ -12,8 +12,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dcpbench.launch.launcher import Work
+    from dcpbench.plan.grid import Candidate
+    from dcpbench.plan.server_spec import ServerSpec
     from dcpbench.points.point import Point
     from dcpbench.servers.measure import ClientConfig
+    from dcpbench.servers.presets import Engine
 
 MAX_CLIENT_PROCESSES = 64
 
@@ -32,6 +35,12 @@ class Layouts(opt.Layouts):
     dcp: str | None = opt.LAYOUT(
         "Ranks that share the KV cache of one request, vLLM's --decode-context-parallel-size; divides tp / dp. Adds no "
         "GPUs. Default: 1."
+    )
+
+    exchange: str | None = make_panel("Layouts (comma lists)")(
+        "How partial attention is merged over dcp ranks, by the engine's name: ag_rs, a2a or fi_a2a of vLLM and SGLang. Each of the "
+        "list is a server. Default: the engine's; unknown with --url.",
+        metavar="NAME,…",
     )
 
 
@@ -102,31 +111,31 @@ class Options(Group):
     start_timeout: float = SERVER(
         "Time after which a server that accepts no requests has failed.", default=1800.0, metavar="SECONDS"
     )
-    endpoint: str = SERVER("completions or chat.", default="completions", metavar="NAME")
-    api_key_env: str = SERVER(
+    endpoint: str = CLIENT("completions or chat.", default="completions", metavar="NAME")
+    api_key_env: str = CLIENT(
         "Environment variable that holds the API key. The key is never recorded.",
         default="OPENAI_API_KEY",
         metavar="NAME",
     )
-    header: list[str] | None = SERVER(
+    header: list[str] | None = CLIENT(
         "Header that is sent with every request; can be given several times. Records keep its name, never its value.",
         metavar="'NAME: VALUE'",
     )
-    extra_body: str | None = SERVER(
+    extra_body: str | None = CLIENT(
         "JSON object whose fields are added to every request, such as '{\"top_k\": 20}'. Fields that dcpbench sets itself, such as "
         "model, prompt, stream and max_tokens, are refused.",
         metavar="JSON",
     )
-    tokenizer: Path | None = SERVER(
+    tokenizer: Path | None = CLIENT(
         "Folder with the model's tokenizer.json, for servers that accept no token ids. Default: words; the server counts "
         "their tokens.",
         metavar="FOLDER",
     )
-    request_timeout: float = SERVER(
+    request_timeout: float = CLIENT(
         "Time without a token after which a request has failed.", default=600.0, metavar="SECONDS"
     )
-    warm_up: int = SERVER("Requests before the clock starts, with short answers.", default=8, metavar="N")
-    retries: int = SERVER(
+    warm_up: int = CLIENT("Requests before the clock starts, with short answers.", default=8, metavar="N")
+    retries: int = CLIENT(
         "How often a request is sent again while the server is busy (429, 503, connection refused); also the short ones "
         "before the load. Each is counted, and the wait is in its latency.",
         default=0,
@@ -138,17 +147,17 @@ class Options(Group):
         "profile.",
         metavar="FOLDER",
     )
-    client_processes: int | None = SERVER(
+    client_processes: int | None = CLIENT(
         "Processes that send the load, with an event loop each. Default: one for each 8,000 chunks a second that are "
         "expected, as far as there are cores.",
         metavar="N",
     )
-    client_realtime: bool = SERVER(
+    client_realtime: bool = CLIENT(
         "Let the client run before everything else on its cores (SCHED_RR) while a load is sent, where the kernel allows it: to "
         "root, CAP_SYS_NICE or an RLIMIT_RTPRIO. The record says whether it did.",
         default=True,
     )
-    check_client: bool = SERVER(
+    check_client: bool = CLIENT(
         "After each load, read the same number of streams from an idle local server for a second, to measure the client's "
         "own share of TTFT and ITL.",
         default=True,
@@ -250,15 +259,11 @@ def _measure_running(url: str, options: Options, given: dict[str, object], run: 
 
 def _measure_started(options: Options, given: dict[str, object], run: opt.Run) -> int:
     """Start a server for each layout and each combination of flags, and measure all loads on it."""
-    import itertools
-    import shutil
-
     from dcpbench.commands import runs
-    from dcpbench.errors import MissingPackageError, UsageError
+    from dcpbench.errors import UsageError
     from dcpbench.launch import folders
     from dcpbench.plan.options import check_seconds
     from dcpbench.plan.server_spec import make_server_spec, split_layouts
-    from dcpbench.points import redaction
     from dcpbench.points.machine import Probe
     from dcpbench.servers.presets import choose_weights, resolve_engine
     from dcpbench.servers.profile import make_traces_folder
@@ -275,34 +280,19 @@ def _measure_started(options: Options, given: dict[str, object], run: opt.Run) -
     asked = _make_client_config("http://127.0.0.1:1", options, run, spec.layout["tp"])
     if runs.is_values_only((), ()):
         return 0
+
     tps = tuple(dict.fromkeys(one.layout["tp"] for one in specs))
-    candidates = [
-        candidate
-        for one, settings in itertools.product(specs, preset.list_labels())
-        for candidate in one.make_candidates(preset.name, model, settings)
-    ]
+    candidates = _list_candidates(specs, preset, model)
     probe = Probe(device="cpu" if run.device == "cpu" else "cuda", count=max(tps), name=run.gpu or "")
     runs.record_device(probe)
     if run.dry_run or not runs.is_part():
         print_load_notes(spec.loads, spec.settings, cpu=run.device == "cpu")
     runs.note_plan(candidates, given)
     if runs.finish_if_planned(candidates, probe, run):
-        able = [c.point for c in candidates if c.error is None]
         if not run.as_json:
-            traces = str(options.traces or "")
-            for words in dict.fromkeys(
-                redaction.format_command_line(preset.make_command(p, preset.find_settings(p), model, 0, traces=traces))
-                for p in able
-            ):
-                print_stderr(words)
+            _print_commands(candidates, preset, model, str(options.traces or ""))
         return 0
-    first = candidates[0].point
-    program = preset.make_command(first, preset.find_settings(first), model, 0)[0]
-    if shutil.which(program, path=preset.env.get("PATH")) is None:
-        raise MissingPackageError(
-            f"{preset.name} cannot be started: there is no program {program} here; install it, or begin PATH with the "
-            "folder that holds it."
-        )
+    _check_program(candidates, preset, model)
     if options.traces is not None:
         make_traces_folder(options.traces)
     folder = run.output or folders.choose_folder(f"{preset.name}-{Path(model).name}", tps)
@@ -316,6 +306,47 @@ def _measure_started(options: Options, given: dict[str, object], run: opt.Run) -
 
     work = runs.make_work(folder, spec.settings, probe, run)
     return runs.run_candidates(candidates, folder, work, probe, run, run_all, given=given)
+
+
+def _list_candidates(specs: "Sequence[ServerSpec]", preset: "Engine", model: str) -> "list[Candidate]":
+    """Return the points of all servers; those with an option that the engine lacks are rejected."""
+    import dataclasses
+    import itertools
+
+    found = []
+    for spec, settings in itertools.product(specs, preset.list_labels()):
+        for candidate in spec.make_candidates(preset.name, model, settings):
+            lacking = preset.find_lacking(candidate.point)
+            error = preset.make_lacking_error(lacking) if lacking else candidate.error
+            found.append(dataclasses.replace(candidate, error=error))
+    return found
+
+
+def _print_commands(candidates: "Sequence[Candidate]", preset: "Engine", model: str, traces: str) -> None:
+    """Print the command of each server, for --dry-run."""
+    from dcpbench.points import redaction
+
+    points = [candidate.point for candidate in candidates if candidate.error is None]
+    commands = (preset.make_command(p, preset.find_settings(p), model, 0, traces=traces) for p in points)
+    for command in dict.fromkeys(map(redaction.format_command_line, commands)):
+        print_stderr(command)
+
+
+def _check_program(candidates: "Sequence[Candidate]", preset: "Engine", model: str) -> None:
+    """Raise MissingPackageError if the program of the engine's command is not on PATH."""
+    import shutil
+
+    from dcpbench.errors import MissingPackageError
+
+    point = next((candidate.point for candidate in candidates if candidate.error is None), None)
+    if point is None:
+        return
+    program = preset.make_command(point, preset.find_settings(point), model, 0)[0]
+    if shutil.which(program, path=preset.env.get("PATH")) is None:
+        raise MissingPackageError(
+            f"{preset.name} cannot be started: there is no program {program} here; install it, or begin PATH with the "
+            "folder that holds it."
+        )
 
 
 def _add_default_ep(engine: str | None, given: dict[str, object]) -> dict[str, object]:

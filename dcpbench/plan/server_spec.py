@@ -22,7 +22,7 @@ from dcpbench.serving.loads import compute_extent
 from dcpbench.show.text import format_list
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from dcpbench.plan.serve_spec import ServeLoads
     from dcpbench.points.point import Point
@@ -34,6 +34,7 @@ OPTIONS = [
     "dcp",
     "ep",
     "dtype",
+    "exchange",
     "concurrency",
     "request_rate",
     "burstiness",
@@ -52,7 +53,7 @@ OPTIONS = [
     "repeats",
 ]
 """Options of `server` about its layout and the loads, which a configuration file may hold."""
-SERVER_PARSERS = {name: SERVE_PARSERS[name] for name in OPTIONS}
+SERVER_PARSERS = {name: SERVE_PARSERS[name] for name in OPTIONS} | {"exchange": read.parse_names}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,6 +67,8 @@ class ServerSpec:
     """Error if no server can have this layout."""
     ep: str
     dtype: str | None
+    exchange: str
+    """Exchange of layouts with dcp, by the engine's name for it, or UNKNOWN."""
     weights: str
     """SYNTHETIC, DUMMY, or UNKNOWN for the model's own weights."""
     loads: ServeLoads
@@ -86,6 +89,7 @@ class ServerSpec:
                         layout=self.layout,
                         ep=self.ep,
                         weights=self.weights,
+                        exchange=self.exchange,
                         precision={"dtype": self.dtype} if self.dtype else {},
                         backend=engine,
                         concurrency=concurrency or load.requests,
@@ -103,10 +107,21 @@ class ServerSpec:
 
 
 def split_layouts(given: Mapping[str, object]) -> list[dict[str, object]]:
-    """Return options for each server, with one value of each degree, for all combinations of their lists."""
-    axes = {name: read.parse_ints(name, given[name]) for name in DEGREES if given.get(name) is not None}
+    """Return options for each server, with one value of each degree and one exchange, for all combinations of their lists.
+
+    Without decode context parallelism there is no exchange, and one server stands for all of them.
+    """
+    axes: dict[str, Sequence[object]] = {
+        name: read.parse_ints(name, given[name]) for name in DEGREES if given.get(name) is not None
+    }
+    if given.get("exchange") is not None:
+        axes["exchange"] = read.parse_names("exchange", given["exchange"])
     rest = {name: value for name, value in given.items() if name not in axes}
-    return [rest | dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+    found = [rest | dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+    for one in found:
+        if one.get("dcp", 1) == 1:
+            one.pop("exchange", None)
+    return [one for i, one in enumerate(found) if one not in found[:i]]
 
 
 def make_server_spec(given: Mapping[str, object], *, cpu: bool, weights: str = UNKNOWN) -> ServerSpec:
@@ -127,6 +142,7 @@ def make_server_spec(given: Mapping[str, object], *, cpu: bool, weights: str = U
         wrong=_find_layout_error(layout),
         ep=str(layout["tp"]) if ep == WHOLE and layout["tp"] else ep,
         dtype=cast("str | None", options.pop("dtype", None)),
+        exchange=str(_get_single("exchange", options.pop("exchange"))) if "exchange" in options else UNKNOWN,
         weights=weights,
         loads=loads,
         repeats=repeats,

@@ -26,6 +26,7 @@ def make_engine_point(
     ep: str = UNKNOWN,
     precision: Mapping[str, str],
     weights: str = UNKNOWN,
+    exchange: str = UNKNOWN,
     settings: Mapping[str, str] | None = None,
     repeat: int = 0,
     disaggregate: str = "",
@@ -35,6 +36,7 @@ def make_engine_point(
 
     `precision`: precisions by the names of a point's fields. Without those of weights and KV cache, both have the dtype.
     `weights`: SYNTHETIC or DUMMY for a server that is started with such weights.
+    `exchange`: that of a layout with dcp.
     `settings`: parameters of the server that have no field of their own.
     """
     return Point(
@@ -46,7 +48,7 @@ def make_engine_point(
         workload="serve",
         concurrency=concurrency,
         context=context,
-        exchange=NO_EXCHANGE if layout["dcp"] == 1 else UNKNOWN,
+        exchange=NO_EXCHANGE if layout["dcp"] == 1 else exchange,
         all_reduce=UNKNOWN,
         backend=backend,
         dtype=precision.get("dtype", UNKNOWN),

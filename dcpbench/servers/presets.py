@@ -38,7 +38,7 @@ from dcpbench.points.redaction import redact, register_command_line
 from dcpbench.show.text import format_list
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from dcpbench.points.point import Point
 
@@ -67,7 +67,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     command: str
     ready: str = "/health"  # path that answers 200 once requests are taken
     layout: dict[str, str] = {}  # flags by the names in LAYOUT
-    exchanges: list[str] = []  # exchanges of dcpbench that the engine has; empty: unknown
+    exchanges: list[str] = []  # exchanges that the engine has, by its names; empty: unknown
     flags: dict[str, Value | list[Value]] = {}  # further flags, without their dashes; a list is an axis
     weights: dict[str, str] = {}  # flags by the values of --weights, SYNTHETIC and DUMMY
     profiler: str = ""  # flags for a profiler that is started by HTTP and writes into the folder {traces}
@@ -113,6 +113,14 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             lacking.append(f"{format_flag('interleave')} {point.interleave}")
         return lacking
 
+    def make_lacking_error(self, lacking: Sequence[str]) -> UsageError:
+        """Return the error for options that `find_lacking` returns."""
+        flag = format_flag("exchange")
+        has = f" It has {flag} {','.join(self.exchanges)}." if any(name.startswith(flag) for name in lacking) else ""
+        return UsageError(
+            f"{self.name} has no {format_list(lacking, 'or')}; leave that out, or name another engine.{has}"
+        )
+
     @property
     def secrets(self) -> list[str]:
         """Return the words of a command line that come from keys in the file: its flags and its environment."""
@@ -136,9 +144,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Raises UsageError for a point that the engine cannot run.
         """
         if lacking := self.find_lacking(point):
-            raise UsageError(
-                f"{self.name} has no {format_list(lacking, 'or')}; leave that out, or name another engine."
-            )
+            raise self.make_lacking_error(lacking)
         exchange = point.exchange if point.exchange not in (NO_EXCHANGE, UNKNOWN) else ""
         known = {
             "model": model,
@@ -229,7 +235,7 @@ PRESETS = {
             "kv": "--kv-cache-dtype fp8",
             "nodes": "--nnodes {nnodes} --node-rank 0 --master-addr NODE0",
         },
-        exchanges=["ag_rs", "a2a"],
+        exchanges=["ag_rs", "a2a", "fi_a2a"],
         weights={SYNTHETIC: "--load-format dcpbench", DUMMY: "--load-format dummy"},
         profiler="--profiler-config.profiler torch --profiler-config.torch_profiler_dir {traces}",
     ),
@@ -246,7 +252,7 @@ PRESETS = {
             "kv": "--kv-cache-dtype fp8_e4m3",
             "nodes": "--nnodes {nnodes} --node-rank 0 --dist-init-addr NODE0:29500",
         },
-        exchanges=["ag_rs", "a2a"],
+        exchanges=["ag_rs", "a2a", "fi_a2a"],
         weights={SYNTHETIC: "--load-format dummy", DUMMY: "--load-format dummy"},
     ),
 }

@@ -155,6 +155,7 @@ SERVER_OPTIONS = {
     "--dp",
     "--dcp",
     "--ep",
+    "--exchange",
     "--model",
     "--dtype",
     "--weights",

@@ -575,6 +575,23 @@ def test_presets_have_flags_for_weights(engine: str, weights: str, flags: list[s
     assert ("--load-format" in words) == bool(flags)
 
 
+def test_each_exchange_is_a_server_and_an_unknown_one_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without dcp there is no exchange, so tp2 is served once."""
+    words = (
+        "server --engine vllm --model m --tp 2 --dcp 1,2 --exchange ag_rs,a2a,symm --concurrency 1 --gpu H200 --dry-run"
+    )
+    code, out, err = dcpbench(capsys, *words.split())
+    assert code == 0
+    commands = [line for line in err.splitlines() if line.startswith("vllm serve")]
+    assert [line.partition("--tensor-parallel-size 2")[2].split() for line in commands] == [
+        [],
+        ["--decode-context-parallel-size", "2", "--dcp-comm-backend", "ag_rs"],
+        ["--decode-context-parallel-size", "2", "--dcp-comm-backend", "a2a"],
+    ]
+    assert "vllm has no --exchange symm; leave that out" in out + err
+    assert "It has --exchange ag_rs,a2a,fi_a2a." in out + err
+
+
 def test_a_folder_without_a_checkpoint_gets_synthetic_weights(tmp_path: Path) -> None:
     """If the engine has flags for them; a name that the engine knows is left to it."""
     (tmp_path / "config.json").touch()
