@@ -304,7 +304,7 @@ def draw_break_even(ratios: pd.DataFrame, style: Style, title: str) -> Figure:
 def get_sides(points: pd.DataFrame) -> pd.Series[str]:
     """Return the group within which each point is compared: its model, and its run if there are several."""
     names: pd.Series[str] = points["model"].astype(str)
-    return names.str.cat(points["run"].astype(str), sep=", run ") if len(set(points["run"])) > 1 else names
+    return names.str.cat(points["run_label"].astype(str), sep=", ") if len(set(points["run"])) > 1 else names
 
 
 def _choose_axes(ratios: pd.DataFrame) -> tuple[str, str]:
@@ -345,7 +345,7 @@ def draw_overview(rows: pd.DataFrame, style: Style, title: str, lost: pd.DataFra
     for (i, (model, run)), (j, rest) in itertools.product(enumerate(sides), enumerate(rests)):
         ax = grid[i][j]
         panel = rows[(rows["model"] == model) & (rows["run"] == run) & (rows["rest"] == rest)]
-        name = f"{model}, run {run}" if several else model
+        name = f"{model}, {panel['run_label'].iloc[0]}" if several and len(panel) else model
         ax.axhspan(1 - band, 1 + band, color="#EEEEEE", zorder=0)
         ax.axhline(1, color=GREY, linewidth=1)
         ax.set_title(
@@ -585,9 +585,10 @@ def _draw_legend(figure: Figure, points: pd.DataFrame, style: Style, more: list[
     for layout, variant in [line for line in style.lines if line in shown]:
         look = style.get_look(layout, variant, style.runs[0]) | ({"marker": ""} if runs else {})
         handles.append(Line2D([], [], markersize=5, label=_format_legend_label(f"{layout} {variant}".strip()), **look))
+    labels = dict(zip(points["run"], points["run_label"], strict=True))
     for name in runs:
         look = style.get_look("", "", name) | {"color": GREY}
-        handles.append(Line2D([], [], markersize=5, label=f"run {format_label(name, 24)}", **look))
+        handles.append(Line2D([], [], markersize=5, label=format_label(labels[name], 28), **look))
     draw_legend_below(figure, [*handles, *more, *_make_hollow_entries(points)])
 
 

@@ -11,6 +11,7 @@ from dcpbench.reports import (
     answer_tables,
     chosen,
     client,
+    engines,
     exchanges,
     explain,
     figures,
@@ -103,13 +104,13 @@ def _build_answer(frames: Frames, pictures: list[Picture], folded: list[str]) ->
         aside=format_capitalized(
             words.SEPARATOR.join(caveat for caveat in overview.list_caveats(frames) if caveat not in lead)
         ),
-        first=_select_pictures(pictures, "overview"),
+        first=_select_pictures(pictures, "engines", "overview"),
         bullets=overview.format_bullets(frames),
         folded=folded,
         pictures=_select_pictures(pictures, "break-even"),
-        tables=[*grids, build_definitions(frames, "output throughput", "ratio, ×", "DCP pays", "clearly")]
+        tables=[engines.build_table(frames), *grids, build_definitions(frames, "output throughput", "ratio, ×", "DCP pays", "clearly")]
         if grids
-        else [],
+        else [engines.build_table(frames)],
     )
 
 

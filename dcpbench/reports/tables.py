@@ -165,7 +165,7 @@ def build_served_table(found: pd.DataFrame, mode: str) -> Table:
             APART,
         ],
         text_columns=4 + others,
-        optional=("marks", "SLO", "goodput req/s", "repeats apart"),
+        optional=("marks", "SLO", "goodput req/s", "repeats apart", METRIC["kv_capacity_tokens"].heading),
         fold=len(rows) > FOLD_ABOVE,
     )
 
@@ -295,7 +295,7 @@ def build_conditions_table(found: pd.DataFrame) -> Table:
 
 
 def build_runs_table(frames: Frames) -> Table:
-    """Build the table with one row per run."""
+    """Build the table with one row per run as read, not per engine."""
     rows = []
     for run in frames.runs:
         outcomes = [r.outcome for r in run.records]
@@ -399,7 +399,7 @@ def make_table(
     """
     if found.empty:
         return Table(title, [], [])
-    first = make_text_columns("run") if "run" in found and len(set(found["run"])) > 1 else []
+    first = _make_run_columns(found)
     if load:
         first += make_text_columns("model")
         first += [("context", lambda r: f"{r['context']:,}"), ("concurrency", lambda r: f"{r['concurrency']:,}")]
@@ -417,6 +417,14 @@ def make_table(
     ]
     words = sum(i < len(first) + text_columns for i in keep)
     return Table(title, [columns[i][0] for i in keep], [[r[i] for i in keep] for r in rows], words, fold)
+
+
+def _make_run_columns(found: pd.DataFrame) -> list[Column]:
+    """Return the column with the run, or with the engine if each engine is shown as one run; empty for a single one."""
+    if "run" not in found or len(set(found["run"])) == 1:
+        return []
+    engines = "run_label" in found and found["run_label"].eq(found["run"]).all()
+    return [("engine" if engines else "run", "run")]
 
 
 def _format_idle(row: pd.Series[Any]) -> str:
