@@ -64,7 +64,7 @@ def compare_engines(frames: Frames) -> EngineComparison:
         points = points[~marked]
     if points.empty:
         return EngineComparison(points, left_out)
-    points = _split_by_precision(points.assign(sent=_list_sent_loads(points)))
+    points = _split_by_precision(points.assign(sent=pd.Series(_list_sent_loads(points), points.index)))
     same = [*SAME_LAYOUT_AND_LOAD, "stored"]
     points = points.sort_values("output_tok_s", ascending=False, kind="stable").drop_duplicates([*same, "run"])
     shared = points.groupby(same, dropna=False)["run"].transform("size") > 1
@@ -95,7 +95,8 @@ def _split_by_precision(points: pd.DataFrame) -> pd.DataFrame:
     Where two known precisions differ under one load, only points of equal known precisions are compared.
     """
     precisions = [
-        tuple(stored or dtype for stored in row) for *row, dtype in zip(*(points[n] for n in (*STORED, "dtype")), strict=True)
+        tuple(stored or dtype for stored in row)
+        for *row, dtype in zip(*(points[n] for n in (*STORED, "dtype")), strict=True)
     ]
     known = pd.Series([p if UNKNOWN not in p else None for p in precisions], points.index, dtype=object)
     points = points.assign(stored=known)
@@ -111,7 +112,9 @@ def format_answer(frames: Frames) -> str:
     sentences = [f"{_name_scope(own, scopes)}{_describe_lead(own)}." for own in scopes[:MAX_SCOPES]]
     if not scopes:
         names = format_list(_list_names(frames))
-        sentences = [f"No layout was measured under one load on two of {names}, so nothing here says which engine is ahead."]
+        sentences = [
+            f"No layout was measured under one load on two of {names}, so nothing here says which engine is ahead."
+        ]
     if len(scopes) > MAX_SCOPES:
         sentences.append(f"The table below compares {format_count(len(scopes) - MAX_SCOPES, 'more combination')}.")
     sentences += [f"Not compared: {run}, as it {why}." for run, why in found.left_out.items()]
@@ -148,7 +151,9 @@ def _describe_lead(rows: pd.DataFrame) -> str:
             f"no engine is ahead at every equal layout and load: of {format_count(cells, 'point')}, {_count_leaders(rows)}; "
             f"output over that of {first}: {_format_times(times, cells)}"
         )
-    return f"{text} ({_format_cells(rows)}){findings.format_slo_aside(rows)}, {format_launches(rows)}{_format_power(rows)}"
+    return (
+        f"{text} ({_format_cells(rows)}){findings.format_slo_aside(rows)}, {format_launches(rows)}{_format_power(rows)}"
+    )
 
 
 def _format_times(rows: pd.DataFrame, cells: int, of: str = "") -> str:
@@ -212,7 +217,9 @@ def _format_power(rows: pd.DataFrame) -> str:
     runs = words.list_unique(rows["run"])
     limited = [run for run in runs if slowed[rows["run"] == run].any()]
     hidden = [run for run in runs if unknown[rows["run"] == run].any()]
-    power = not len(rows[slowed]) or rows["throttle_reasons"][slowed].map(lambda text: text in ("", "sw_power_cap")).all()
+    power = (
+        not len(rows[slowed]) or rows["throttle_reasons"][slowed].map(lambda text: text in ("", "sw_power_cap")).all()
+    )
     by = "limited by power" if power else "with lowered clocks"
     parts = []
     if limited:
@@ -242,7 +249,9 @@ def _describe_dcp(frames: Frames, *, same_conditions: bool) -> list[str]:
         gains = [f"{_format_gain(rows)} ({run}{_format_level(rows)})" for run, rows in engines]
         how = "under the same conditions" if same_conditions else f"{format_launches(own)}{_format_power(own)}"
         held = _format_capacity(frames, str(own["model"].iloc[0]), str(layout))
-        sentences.append(f"{where} each engine, {layout} gives {format_list(gains)} the output of {plain}, {how}{held}.")
+        sentences.append(
+            f"{where} each engine, {layout} gives {format_list(gains)} the output of {plain}, {how}{held}."
+        )
     return sentences
 
 
@@ -303,7 +312,7 @@ def build_table(frames: Frames) -> Table:
     rows = compare_engines(frames).rows
     if rows.empty:
         return Table("", [], [])
-    several = [name for name in ("model", "mode") if rows[name].nunique() > 1]
+    several = [name for name in ("model", "mode") if len(set(rows[name])) > 1]
     columns: list[Column] = [
         *make_text_columns(*several, "load", "layout"),
         ("engine", "measured_engine"),

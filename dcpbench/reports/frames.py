@@ -579,7 +579,7 @@ def _build_tidy_table(rows: list[dict[str, Any]]) -> pd.DataFrame:
     variants = pd.Series("", table.index, dtype=object)
     servers = table["engine"].where(table["origin"].str.startswith(A_SERVER), "")
     for _, own in table.groupby(servers, sort=False):
-        variants[own.index] = _format_variants(own)
+        variants.loc[own.index] = pd.Series(_format_variants(own), own.index, dtype=object)
     table["variant"] = variants
     table["label"] = [
         f"{lay} ({var})" if var else lay for lay, var in zip(table["layout"], table["variant"], strict=True)

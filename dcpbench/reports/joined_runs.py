@@ -63,7 +63,9 @@ def find_device_names(runs: Sequence[Run]) -> dict[str, str]:
 def _find_gpu(device: str) -> str:
     """Return the name of a GPU of points/gpus.py, or the device without its maker's name, in small letters."""
     plain = _strip_maker(device)
-    return next((gpu.name.casefold() for gpu in GPUS if plain in (gpu.name.casefold(), _strip_maker(gpu.device))), plain)
+    return next(
+        (gpu.name.casefold() for gpu in GPUS if plain in (gpu.name.casefold(), _strip_maker(gpu.device))), plain
+    )
 
 
 def _strip_maker(device: str) -> str:
@@ -91,17 +93,16 @@ def group_by_engine(runs: Sequence[Run], devices: Mapping[str, str], *, as_repea
 
     Raise UsageError if `as_repeats` joins runs of different environments.
     """
-    parts = [part for run in runs for part in _split_by_engine(run)]
-    groups: dict[tuple[object, ...], list[tuple[str, Run]]] = {}
-    for engine, part in parts:
-        key = () if as_repeats else _make_environment_key(part, devices)
-        groups.setdefault((engine, key if engine else part.name), []).append((engine, part))
-    several = Counter(engine for engine, *_ in groups)
+    groups: dict[tuple[str, object], list[Run]] = {}
+    for engine, part in [part for run in runs for part in _split_by_engine(run)]:
+        key = part.name if not engine else "" if as_repeats else _make_environment_key(part, devices)
+        groups.setdefault((engine, key), []).append(part)
+    several = Counter(engine for engine, _ in groups)
     found = []
     for (engine, _), members in groups.items():
-        sources = tuple(run.name for _, run in members)
-        joined = members[0][1] if len(members) == 1 else join_runs([run for _, run in members])
-        name = str(engine) if several[engine] == 1 else f"{engine} ({format_list(list(sources))})"
+        sources = tuple(run.name for run in members)
+        joined = members[0] if len(members) == 1 else join_runs(members, check=as_repeats)
+        name = engine if several[engine] == 1 else f"{engine} ({format_list(list(sources))})"
         found.append(EngineRun(dataclasses.replace(joined, name=name) if engine else joined, sources))
     return found
 
@@ -142,12 +143,13 @@ def count_launches(runs: Sequence[Run], make_key: Callable[[Record], str]) -> Co
     return found
 
 
-def join_runs(runs: list[Run]) -> Run:
+def join_runs(runs: list[Run], *, check: bool = True) -> Run:
     """Join the runs into one: repeat numbers continue, and a point that is rejected in all runs is rejected once.
 
-    An exact copy of a record is not a repeat. Raise UsageError if runs were taken in different environments.
+    An exact copy of a record is not a repeat. With `check`, raise UsageError if runs were taken in different environments.
     """
-    _check_same_environment(runs)
+    if check:
+        _check_same_environment(runs)
     records: dict[str, Record] = {}
     measured: set[bytes] = set()
     passes = 0
@@ -188,5 +190,3 @@ def _check_same_environment(runs: list[Run]) -> None:
                         f"--as-repeats: {name} is {there} in {first} and {here} in {run.name}, so they are not "
                         "repeats of each other. Leave --as-repeats out to show them side by side."
                     )
-
-

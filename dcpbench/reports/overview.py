@@ -131,7 +131,9 @@ def list_caveats(frames: Frames) -> list[str]:
     if replayed.any():
         every = "" if replayed.all() else f" ({int(replayed.sum()):,} of {len(table):,} points)"
         found.append(f"replayed in virtual time over measured step times, not served live{every}")
-    servers = [joined_runs.format_engine(name) for name in words.list_unique(table["origin"]) if name.startswith(A_SERVER)]
+    servers = [
+        joined_runs.format_engine(name) for name in words.list_unique(table["origin"]) if name.startswith(A_SERVER)
+    ]
     if servers:
         every = "" if table["origin"].str.startswith(A_SERVER).all() else " (those points)"
         found.append(f"measured through HTTP on {format_list(servers)} as it runs{every}")

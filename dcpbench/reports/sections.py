@@ -108,7 +108,11 @@ def _build_answer(frames: Frames, pictures: list[Picture], folded: list[str]) ->
         bullets=overview.format_bullets(frames),
         folded=folded,
         pictures=_select_pictures(pictures, "break-even"),
-        tables=[engines.build_table(frames), *grids, build_definitions(frames, "output throughput", "ratio, ×", "DCP pays", "clearly")]
+        tables=[
+            engines.build_table(frames),
+            *grids,
+            build_definitions(frames, "output throughput", "ratio, ×", "DCP pays", "clearly"),
+        ]
         if grids
         else [engines.build_table(frames)],
     )

@@ -166,7 +166,9 @@ def _make_served_columns(arrival: str, points: pd.DataFrame) -> list[Column]:
 
 def _format_capacities(points: pd.DataFrame) -> list[str]:
     """Return the tokens that the KV cache of each point holds, in thousands or millions: `655 k`, `11.5 M`."""
-    return [ABSENT if is_missing(n) else format_with_unit(float(n), TOKENS).rstrip() for n in points["kv_capacity_tokens"]]
+    return [
+        ABSENT if is_missing(n) else format_with_unit(float(n), TOKENS).rstrip() for n in points["kv_capacity_tokens"]
+    ]
 
 
 def _format_load(point: pd.Series[Any]) -> str:
