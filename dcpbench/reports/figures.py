@@ -337,6 +337,7 @@ def draw_overview(rows: pd.DataFrame, style: Style, title: str, lost: pd.DataFra
     there = set(zip(rows["model"], rows["run"], strict=True))
     sides = [side for side in itertools.product(dict.fromkeys(rows["model"]), style.runs) if side in there]
     several = len(set(rows["run"])) > 1
+    run_labels = dict(zip(rows["run"], rows["run_label"], strict=True))
     rests = list(dict.fromkeys(rows.sort_values(["input_typical", "rest"], kind="stable")["rest"]))
     short = words.make_short_shapes(rests)
     wide = max(2.7, 6.0 / len(rests))  # inches of a panel, at 12.6 letters of its title each
@@ -347,7 +348,7 @@ def draw_overview(rows: pd.DataFrame, style: Style, title: str, lost: pd.DataFra
     for (i, (model, run)), (j, rest) in itertools.product(enumerate(sides), enumerate(rests)):
         ax = grid[i][j]
         panel = rows[(rows["model"] == model) & (rows["run"] == run) & (rows["rest"] == rest)]
-        name = f"{model}, {panel['run_label'].iloc[0]}" if several and len(panel) else model
+        name = f"{model}, {run_labels[run]}" if several else model
         ax.axhspan(1 - band, 1 + band, color="#EEEEEE", zorder=0)
         ax.axhline(1, color=GREY, linewidth=1)
         ax.set_title(

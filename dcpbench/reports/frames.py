@@ -445,6 +445,8 @@ def _make_point_row(run: str, records: list[Record]) -> dict[str, Any]:
         "throttle_reasons": ", ".join(sorted({reason for r in records if r.gpu for reason in r.gpu.throttle_reasons})),
         **_collect_clocks(records),
     }
+    held = row["kv_capacity_tokens"]
+    row["kv_tokens_of_all"] = None if held is None else held * instances.serving
     return row | (_make_served_columns(records) if point.load else _make_decode_columns(records))
 
 

@@ -152,6 +152,8 @@ def build_steps_table(found: pd.DataFrame) -> Table:
 def build_served_table(found: pd.DataFrame, mode: str) -> Table:
     """Build the table of rates and latencies of every served point of a mode."""
     rows, others = select_mode(found, mode), has_imported(found)
+    kv = METRIC["kv_capacity_tokens"]
+    held: Column = (kv.heading, lambda r: format_metric(kv, r["kv_tokens_of_all"]))
     return make_table(
         words.SERVED[mode],
         rows.assign(telling=[warning or ABSENT for warning in marks.format_distinct_warnings(rows)]),
@@ -159,13 +161,13 @@ def build_served_table(found: pd.DataFrame, mode: str) -> Table:
             *LOADED,
             *make_text_columns("origin")[:others],
             ("marks", "telling"),
-            *make_columns(metrics.SERVED_TABLE),
+            *make_columns(metrics.SERVED_TABLE, kv_capacity_tokens=held),
             ("SLO", "slo_result"),
             *make_columns(metrics.SERVED_COUNTS, finished=("finished", _format_finished)),
             APART,
         ],
         text_columns=4 + others,
-        optional=("marks", "SLO", "goodput req/s", "repeats apart", METRIC["kv_capacity_tokens"].heading),
+        optional=("marks", "SLO", "goodput req/s", "repeats apart", kv.heading),
         fold=len(rows) > FOLD_ABOVE,
     )
 

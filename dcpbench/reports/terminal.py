@@ -150,7 +150,7 @@ def _format_half_width(point: pd.Series[Any]) -> str:
 
 def _make_served_columns(arrival: str, points: pd.DataFrame) -> list[Column]:
     load = [Column(LOADS[arrival], [_format_load(p) for _, p in points.iterrows()])] if arrival in LOADS else []
-    goodput, kv = points["goodput_s"], points["kv_capacity_tokens"]
+    goodput, kv = points["goodput_s"], points["kv_tokens_of_all"]
     return [
         *load,
         _make_number_column("tok/s", points["output_tok_s"], 4),
@@ -165,9 +165,9 @@ def _make_served_columns(arrival: str, points: pd.DataFrame) -> list[Column]:
 
 
 def _format_capacities(points: pd.DataFrame) -> list[str]:
-    """Return the tokens that the KV cache of each point holds, in thousands or millions: `655 k`, `11.5 M`."""
+    """Return the tokens that the KV caches of all serving instances of each point hold, in thousands or millions: `655 k`, `11.5 M`."""
     return [
-        ABSENT if is_missing(n) else format_with_unit(float(n), TOKENS).rstrip() for n in points["kv_capacity_tokens"]
+        ABSENT if is_missing(n) else format_with_unit(float(n), TOKENS).rstrip() for n in points["kv_tokens_of_all"]
     ]
 
 

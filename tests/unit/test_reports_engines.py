@@ -374,10 +374,35 @@ class TestKvCapacity:
             console.print(render_terminal_table(write(tmp_path, [measure_server(VLLM, TP, 400)])), width=120)
         assert re.search(r"KV tokens\n.*\n.*9\.86 M\n", shown.get())
 
+    def test_several_instances_hold_their_sum(self, tmp_path: Path) -> None:
+        """1,000 pages of 16 tokens each, in three instances that do both."""
+        record = serving.served(serving.point(TP, 8, {"mode": "replay"}, disaggregate="3"))
+        folders = write(tmp_path, [record])
+        table = tables.build_served_table(frames.load_frames(folders).served, "replay")
+        assert table.rows[0][table.columns.index("KV capacity tokens")] == "48,000"
+        console = make_console()
+        with console.capture() as shown:
+            console.print(render_terminal_table(folders), width=120)
+        assert " 48 k\n" in shown.get()
+
     def test_one_server_s_dcp_capacity_is_stated_without_a_memory_that_is_not_known(self, tmp_path: Path) -> None:
         report = read(tmp_path, [measure_server(VLLM, TP, 400), measure_server(VLLM, DCP, 390)])
         assert "tp2·dcp2 holds 2.00× the tokens of tp2." in overview.format_bullets(report)
         assert "In all, tp2·dcp2 holds 2.00 times as many tokens as tp2." in answer.format_top_sentences(report)
+
+
+class TestRunsOfOneEngine:
+    def test_a_panel_without_points_names_its_run(self, tmp_path: Path) -> None:
+        """Each run has another length, and every panel of the overview still names its run."""
+        runs = [
+            [serving.served(serving.point(layout, 8, {"input_tokens": tokens})) for layout in (TP, DCP)]
+            for tokens in ("400", "800")
+        ]
+        report = read(tmp_path, *runs)
+        rows = report.findings.against_others
+        figure = figures.draw_overview(rows, Style.from_points(report.everything), "title", report.others)
+        assert ["run run-0" in ax.get_title() for ax in figure.axes] == [True, True, False, False]
+        assert ["run run-1" in ax.get_title() for ax in figure.axes] == [False, False, True, True]
 
 
 class TestTableAndFigure:
