@@ -225,7 +225,7 @@ class _Reading:
             "device": self.devices.get(row["device"], row["device"]),
             "engine": engine,
             "run_label": joined_runs.format_run(row["run"], self.engines),
-            "launches": self.launches[engine, make_point_key(records[0])],
+            "launches": self.launches[engine, make_point_key(records[0])] if self.launches else 0,
         }
 
 

@@ -84,12 +84,10 @@ def render(frames: Frames) -> Group:
         if len(found)
         for note in _format_shared_warnings(found) + _list_misses(found)
     ]
-    same = ["model", "layout", "outcome", "message"]
-    for (model, layout, outcome, _), group in sort_commonest_first(others).groupby(same, sort=False):
-        reason = group["reason"].iloc[0]
-        parts.append(
-            make_plain_text(f"{outcome}: {format_count(len(group), 'point')} of {model} {layout}: {reason}", "yellow")
-        )
+    same = ["model", "layout", "outcome", "message", *(["run"] if frames.engines else [])]
+    for (model, layout, outcome, _, *engine), group in sort_commonest_first(others).groupby(same, sort=False):
+        reason, who = group["reason"].iloc[0], " ".join(map(str, (model, *engine, layout)))
+        parts.append(make_plain_text(f"{outcome}: {format_count(len(group), 'point')} of {who}: {reason}", "yellow"))
     parts += [
         make_plain_text(f"• {sentence}")
         for sentence in answer.format_top_sentences(frames) + floors.format_floor_sentences(frames)

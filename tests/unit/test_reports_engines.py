@@ -270,6 +270,9 @@ class TestNames:
         assert table.columns[0] == "engine"
         scope = answer.format_scope(study, "vLLM 0.26.0", "DeepSeek-V3, 8 of 61 layers", "live")
         assert scope == "DeepSeek-V3, 8 of 61 layers, vLLM 0.26.0, live"
+        page = build_page_data(study)
+        assert page["filters"]["run"] == "engine"
+        assert {look["name"] for look in page["series"]} >= {"tp2, vLLM 0.26.0", "tp2·dcp2, SGLang 0.5.17"}
         assert not re.search("run (vLLM|dcpbench)", " ".join(answer.format_top_sentences(study)))
 
     def test_other_records_with_the_folder_have_the_name_and_files_keep_the_folder(
@@ -282,6 +285,13 @@ class TestNames:
         commands = [text for text in build_page_data(study)["columns"]["command"] if text]
         assert commands
         assert all(f"--model {FOLDER} " in text for text in commands)
+
+    def test_a_point_that_failed_names_its_engine(self, tmp_path: Path) -> None:
+        lost = measure_server(SGLANG, DCP, 400, outcome="failed", reason="the server ended.", serve=None)
+        console = make_console()
+        with console.capture() as shown:
+            console.print(render_terminal_table(write(tmp_path, [measure_ours(TP, 500)], [lost])), width=200)
+        assert "failed: 1 point of DeepSeek-V3, 8 of 61 layers SGLang 0.5.17 tp2·dcp2: the server ended." in shown.get()
 
     def test_sizes_in_a_server_s_record_name_its_model(self, tmp_path: Path) -> None:
         sizes = ModelSizes.from_shape(shorten_shape(SHAPES["kimi-k2"], 4))

@@ -123,7 +123,7 @@ def build_page_data(frames: Frames, most: int = MAX_POINTS) -> dict[str, Any]:
         "level": launch_bands.find_largest(frames.everything),
         "single": launch_bands.has_single_launches(frames.everything),
         "no_room": _list_rejected(frames),
-        "filters": FILTERS,
+        "filters": FILTERS | ({"run": "engine"} if frames.engines else {}),
         "colours": COLOURS,
     }
 
