@@ -435,7 +435,7 @@ def compare_repeats(frames: Frames) -> pd.DataFrame:
             point = measured[0].point
             rows.append(
                 {
-                    "model": point.model,
+                    "model": frames.format_model(point.model),
                     "layout": point.layout_name,
                     "context": point.context,
                     "concurrency": point.concurrency,

@@ -119,11 +119,17 @@ class Frames:
     """Requested objectives in ms; if empty, those that the runs were measured with apply (slo.py)."""
     engines: list[EngineRun] = dataclasses.field(default_factory=list)
     """Runs by engine, if several engines were measured: `run` in the tables is then the name of one of these."""
+    model_names: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Shown name of each model folder (model_names.find_model_names)."""
 
     @property
     def shown_runs(self) -> list[Run]:
         """Return the runs that the column `run` of the tables names."""
         return [engine.run for engine in self.engines] or self.runs
+
+    def format_model(self, model: str) -> str:
+        """Return the name under which the tables show a model."""
+        return self.model_names.get(model, model)
 
     def format_run(self, name: str) -> str:
         """Return `run monday`, or the name of an engine alone: `vLLM 0.26.0`."""
@@ -201,6 +207,7 @@ def load_frames(folders: Iterable[Path], *, as_repeats: bool = False, slo: dict[
         slo=slo,
         others=pd.DataFrame(others, columns=[*OTHERS, *LOST]),
         engines=engines,
+        model_names=models,
     )
 
 

@@ -185,7 +185,7 @@ def _build_points(frames: Frames, pictures: list[Picture]) -> list[Section]:
             slug="failures",
             title="Points that did not run",
             paragraphs=[] if len(frames.others) or everything.empty else ["Every point ran."],
-            tables=[tables.build_others_table(frames.others)],
+            tables=[tables.build_others_table(frames.others, engines=bool(frames.engines))],
         ),
         Section(
             slug="points",

@@ -151,7 +151,7 @@ def build_steps_table(found: pd.DataFrame) -> Table:
 
 def build_served_table(found: pd.DataFrame, mode: str) -> Table:
     """Build the table of rates and latencies of every served point of a mode."""
-    rows, others = select_mode(found, mode), has_imported(found)
+    rows, others = select_mode(found, mode), has_imported(found) and _names_runs(found)
     kv = METRIC["kv_capacity_tokens"]
     held: Column = (kv.heading, lambda r: format_metric(kv, r["kv_tokens_of_all"]))
     return make_table(
@@ -159,7 +159,7 @@ def build_served_table(found: pd.DataFrame, mode: str) -> Table:
         rows.assign(telling=[warning or ABSENT for warning in marks.format_distinct_warnings(rows)]),
         [
             *LOADED,
-            *make_text_columns("origin")[:others],
+            *[("origin", "engine")][:others],
             ("marks", "telling"),
             *make_columns(metrics.SERVED_TABLE, kv_capacity_tokens=held),
             ("SLO", "slo_result"),
@@ -222,8 +222,8 @@ def build_kv_table(found: pd.DataFrame) -> Table:
     )
 
 
-def build_others_table(found: pd.DataFrame) -> Table:
-    """Build the table of failed, hung and rejected points, grouped by reason."""
+def build_others_table(found: pd.DataFrame, *, engines: bool = False) -> Table:
+    """Build the table of failed, hung and rejected points, grouped by reason; with `engines`, runs are engines."""
     rows = []
     load = "context × concurrency" if found["load"].isna().all() else "load"
     same = ["run", "model", "layout", "outcome", "message"]
@@ -238,10 +238,12 @@ def build_others_table(found: pd.DataFrame) -> Table:
             "detail": detail if len(detail) <= MAX_DETAIL_CHARS else f"… {detail[-MAX_DETAIL_CHARS:]}",
         }
         rows.append(dict(zip(same, key, strict=True)) | row)
-    shown = make_text_columns("model", "layout", "outcome", load, "reason", "detail")
+    table = pd.DataFrame(rows)
+    table = table.rename(columns={"run": "engine"}) if engines and rows else table
+    shown = make_text_columns(*(["engine"] if engines else []), "model", "layout", "outcome", load, "reason", "detail")
     title = "Failed, hung and rejected points"
     folded = len(rows) > FOLD_ABOVE // 4
-    return make_table(title, pd.DataFrame(rows), shown, text_columns=6, optional=("detail",), fold=folded)
+    return make_table(title, table, shown, text_columns=len(shown), optional=("detail",), fold=folded)
 
 
 def build_repeats_table(found: pd.DataFrame) -> Table:
@@ -425,8 +427,12 @@ def _make_run_columns(found: pd.DataFrame) -> list[Column]:
     """Return the column with the run, or with the engine if each engine is shown as one run; empty for a single one."""
     if "run" not in found or len(set(found["run"])) == 1:
         return []
-    engines = "run_label" in found and found["run_label"].eq(found["run"]).all()
-    return [("engine" if engines else "run", "run")]
+    return [("run" if _names_runs(found) else "engine", "run")]
+
+
+def _names_runs(found: pd.DataFrame) -> bool:
+    """Return True unless the column `run` holds the names of engines."""
+    return "run_label" not in found or not found["run_label"].eq(found["run"]).all()
 
 
 def _format_idle(row: pd.Series[Any]) -> str:

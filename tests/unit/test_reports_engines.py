@@ -18,8 +18,20 @@ from dcpbench.points.memory import compute_weight_bytes, count_all_layers
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import SHAPES
 from dcpbench.records.model_sizes import ModelSizes, read_model_sizes, shorten_shape
-from dcpbench.records.record import Environment, Gpu, Server
-from dcpbench.reports import answer, engines, export, figures, frames, overview, plots, render_terminal_table, tables
+from dcpbench.records.record import Environment, Gpu, Server, SyncSite
+from dcpbench.reports import (
+    answer,
+    engines,
+    export,
+    figures,
+    frames,
+    overview,
+    plots,
+    render_terminal_table,
+    stalls,
+    sync_sites,
+    tables,
+)
 from dcpbench.reports.page.points import build_page_data
 from dcpbench.reports.style import Style
 from dcpbench.servers import measure
@@ -268,6 +280,7 @@ class TestNames:
     def test_tables_and_scopes_name_the_engine(self, study: Frames) -> None:
         table = tables.build_served_table(study.served, "live")
         assert table.columns[0] == "engine"
+        assert "origin" not in table.columns
         scope = answer.format_scope(study, "vLLM 0.26.0", "DeepSeek-V3, 8 of 61 layers", "live")
         assert scope == "DeepSeek-V3, 8 of 61 layers, vLLM 0.26.0, live"
         page = build_page_data(study)
@@ -286,8 +299,23 @@ class TestNames:
         assert commands
         assert all(f"--model {FOLDER} " in text for text in commands)
 
+    def test_an_unknown_chunk_of_prompts_is_not_compared(self, study: Frames) -> None:
+        """dcpbench records 2,048 tokens, a server 0."""
+        assert stalls.build_table(study).rows == []
+
+    def test_sites_of_host_synchronisation_name_the_model(self, tmp_path: Path) -> None:
+        site = SyncSite(
+            found_in="serve", rule="SYNC007", kind="event-sync", call="cudaEventSynchronize", per_step=1.0, wait_us=5.0
+        )
+        report = read(tmp_path, [measure_ours(TP, 500, sync_sites=[site])])
+        assert [row[0] for row in sync_sites.build_table(report).rows] == ["DeepSeek-V3, 8 of 61 layers"]
+
     def test_a_point_that_failed_names_its_engine(self, tmp_path: Path) -> None:
         lost = measure_server(SGLANG, DCP, 400, outcome="failed", reason="the server ended.", serve=None)
+        report = read(tmp_path / "report", [measure_ours(TP, 500)], [lost])
+        assert [row[:3] for row in tables.build_others_table(report.others, engines=True).rows] == [
+            ["SGLang 0.5.17", "DeepSeek-V3, 8 of 61 layers", "tp2·dcp2"]
+        ]
         console = make_console()
         with console.capture() as shown:
             console.print(render_terminal_table(write(tmp_path, [measure_ours(TP, 500)], [lost])), width=200)
