@@ -1,4 +1,4 @@
-"""Join runs whose records belong together: passes over one grid (`--as-repeats`), and the runs of one engine.
+"""Join runs that belong together: passes over one grid (`--as-repeats`), and the runs of one engine.
 
 A report over several engines shows each engine as one run, named after the engine, so that layouts which a server ran
 in different launches are compared, and several launches of a point are its repeats.
