@@ -123,7 +123,7 @@ def recommend(
     with ProgressLine() as line:
         choices, notes = choose_layouts(ask, known, steps, line)
     starts = {
-        best.who: [_make_start(name, ask, choice, best, steps) for name in answer.ENGINE_NAMES]
+        best.who: [_make_start(name, ask, choice, best, steps) for name in answer.STARTED_ENGINES]
         for choice, best in answer.list_recommended(choices)
     }
     found = answer.convert_to_json(ask, choices, notes, steps, starts)

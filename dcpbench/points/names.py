@@ -55,6 +55,8 @@ VLLM, SGLANG, INFERENCEX = ENGINES = ("vllm", "sglang", "inferencex")
 """Values of `dcpbench import --from`, and therefore possible origins of a record."""
 OPENAI = "openai"
 """A real server of unknown kind that speaks OpenAI's API."""
+ENGINE_NAMES = {SGLANG: "SGLang", VLLM: "vLLM", OPENAI: "OpenAI API server"}
+"""Names of engines as their makers write them."""
 TOOLS = {VLLM: "vllm bench serve", SGLANG: "SGLang's bench_serving", INFERENCEX: "InferenceX"}
 """Tools that write the results that are imported."""
 UNKNOWN = "unknown"

@@ -15,7 +15,7 @@ import msgspec
 
 from dcpbench.points import latency_bands
 from dcpbench.points.layout import place_experts
-from dcpbench.points.names import CLOSED, CUT, FP8, OBJECTIVES, SGLANG, VLLM
+from dcpbench.points.names import CLOSED, CUT, ENGINE_NAMES, FP8, OBJECTIVES, SGLANG, VLLM
 from dcpbench.recommend.advise import (
     compute_margin,
     compute_price,
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     Starts = Mapping[str, Sequence["Start"]]  # by recommended layout, one for each engine
 
-ENGINE_NAMES = {SGLANG: "SGLang", VLLM: "vLLM"}
+STARTED_ENGINES = (SGLANG, VLLM)  # engines for which a command that starts the layout is printed
 DASHED = "--"
 """Line style of estimates."""
 MAX_NAMED = 4

@@ -743,6 +743,7 @@ KV_TABLE = _list_metrics("kv_pool_bytes_per_gpu kv_bytes_per_token_per_gpu")
 SERVED_TABLE = _list_metrics(
     """
     output_tok_s steady_tok_s output_tok_s_per_gpu tok_s_per_user ttft_p50_ms ttft_p99_ms itl_p50_ms itl_p99_ms
+    kv_capacity_tokens
     """
 )
 """Columns of its table of served points before the objectives."""

@@ -15,6 +15,7 @@ from dcpbench.points.memory import PAGES_OF_PADDING, count_pages
 from dcpbench.points.names import NO_EXCHANGE
 from dcpbench.points.point import Point
 from dcpbench.points.wire import Prompts
+from dcpbench.records.model_sizes import ModelSizes
 
 if TYPE_CHECKING:
     from dcpbench.points.budget import EnginePlan
@@ -672,6 +673,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """
     straggler: Straggler | msgspec.UnsetType = msgspec.UNSET
     """The slowest rank, if one is a straggler; unset otherwise."""
+    model_sizes: ModelSizes | msgspec.UnsetType = msgspec.UNSET
+    """Sizes of the model if `point.model` is a folder with a readable config.json; unset otherwise, and in older records."""
     server: Server | msgspec.UnsetType = msgspec.UNSET
     """The real server that served the point; absent from the lines of all other records."""
     omitted: list[OmittedValue] | msgspec.UnsetType = msgspec.UNSET
@@ -711,6 +714,13 @@ def is_rejected_for_memory(record: Record) -> bool:
         if record.no_room is msgspec.UNSET
         else bool(record.no_room)
     )
+
+
+def get_kv_capacity(record: Record) -> int | None:
+    """Return how many tokens the KV cache holds, of dcpbench's engine or of a real server; None if it is unknown."""
+    if record.kv is not None:
+        return record.kv.capacity_tokens
+    return record.server.kv_capacity_tokens if isinstance(record.server, Server) else None
 
 
 def get_reason(record: Record) -> str:

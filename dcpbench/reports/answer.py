@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from dcpbench.points.names import CLOSED, MODES, TOOLS
 from dcpbench.records.metrics import REPLAYED
 from dcpbench.records.record import is_imported_origin
-from dcpbench.reports import findings, gaps, instances, launch_bands, marks, slo, stalls
+from dcpbench.reports import engines, findings, gaps, instances, launch_bands, marks, slo, stalls
 from dcpbench.reports.frames import sort_commonest_first
 from dcpbench.reports.words import list_unique, make_short_shapes
 from dcpbench.serving.load_words import format_lock_step_warning
@@ -56,7 +56,15 @@ def format_top_sentences(frames: Frames) -> list[str]:
     """Return the sentences at the top of a report, in reading order: SLO, best layouts, break-even, KV capacity, and
     limits of trust.
     """
-    return split_sentences(frames)[0]
+    first = [engines.format_answer(frames), *engines.format_bullets(frames)] if has_engine_answer(frames) else []
+    return [*first, *split_sentences(frames)[0]]
+
+
+def has_engine_answer(frames: Frames) -> bool:
+    """Return True if the answer of a report compares engines: several were measured on GPUs, and nothing is imported."""
+    return bool(frames.engines) and not (
+        findings.select_timed(frames.everything).empty or frames.everything["origin"].map(is_imported_origin).any()
+    )
 
 
 def split_sentences(frames: Frames) -> tuple[list[str], list[str]]:
@@ -388,15 +396,24 @@ def describe_kv_capacity(kv: pd.DataFrame) -> str:
     if more.empty:
         return ""
     top = more.sort_values("kv_ratio", kind="stable").drop_duplicates(["run", "model"], keep="last")
+    per_gib = top["kv_tokens_per_gib"].notna()
+    sentences = [
+        f"{where}, {_format_capacities(own, 'model' if per_gib.all() else 'run')}."
+        for where, own in (("Per GiB of KV memory on each GPU", top[per_gib]), ("In all", top[~per_gib]))
+        if len(own)
+    ]
+    return " ".join(sentences)
+
+
+def _format_capacities(top: pd.DataFrame, by: str) -> str:
+    """Return `tp4·dcp4 holds 3.99 times as many tokens as tp4`, with the models or runs if there are several."""
     clauses: dict[str, list[str]] = {}
     for _, r in top.iterrows():
         clause = f"{r['layout']} holds {r['kv_ratio']:.2f} times as many tokens as tp{r['tp']}"
-        clauses.setdefault(clause, []).append(str(r["model"]))
-    several = len(set(top["model"])) > 1
-    statements = [
-        f"{text} ({format_list(list_unique(models))})" if several else text for text, models in clauses.items()
-    ]
-    return f"Per GiB of KV memory on each GPU, {'; '.join(statements)}."
+        clauses.setdefault(clause, []).append(str(r[by]))
+    several = len(set(top[by])) > 1
+    statements = [f"{text} ({format_list(list_unique(names))})" if several else text for text, names in clauses.items()]
+    return "; ".join(statements)
 
 
 def describe_replay_errors(found: pd.DataFrame) -> str:
@@ -455,8 +472,8 @@ def format_commonest_reason(frames: Frames) -> str:
 
 
 def format_scope(frames: Frames, run: str, model: str, mode: str) -> str:
-    """Return `kimi-k2, run monday, replay`, limited to the parts of which there is more than one."""
-    where = f"{model}, run {run}" if len(frames.runs) > 1 else str(model)
+    """Return `kimi-k2, run monday, replay` or `kimi-k2, vLLM 0.26.0`, without the parts of which there is only one."""
+    where = f"{model}, {frames.format_run(run)}" if len(frames.shown_runs) > 1 else str(model)
     return f"{where}, {mode}" if mode in MODES else where
 
 

@@ -29,7 +29,7 @@ def build_table(frames: Frames) -> Table:
             rows.append(
                 {
                     "run": run.name,
-                    "model": point.model,
+                    "model": frames.format_model(point.model),
                     "context": point.context,
                     "concurrency": point.concurrency,
                     "layout": point.layout_name,

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from dcpbench.points.names import WHOLE
 from dcpbench.records.metrics import DECODE, METRIC, SERVE, get_definitions
-from dcpbench.records.record import OURS, is_imported_origin
+from dcpbench.records.record import A_SERVER, OURS, is_imported_origin
 from dcpbench.records.stats import compute_min_samples
 from dcpbench.reports import marks
-from dcpbench.reports.tables import Table, has_imported
+from dcpbench.reports.tables import Table
 from dcpbench.show.numbers import format_number, format_percent, is_missing
 from dcpbench.show.text import format_capitalized, format_count
 
@@ -288,8 +288,10 @@ def explain_absent_served(points: pd.DataFrame) -> list[str]:
                     f"{what} p{p} needs {compute_min_samples(p)} {samples} in one run (where it is missing: at most {most:,})"
                 )
     sentences = [f"A dash means not known: {'; '.join(why)}."] if why else []
-    if has_imported(points):
+    if points["origin"].map(is_imported_origin).any():
         sentences.append("Of imported points a dash is what their files do not say.")
+    if points["origin"].str.startswith(A_SERVER).any():
+        sentences.append("For servers a dash is also a value that they do not report.")
     if (given["steady_tok_s"].isna() & given["output_tok_s"].notna()).any():
         sentences.append("No steady throughput: nothing is targeted in an open loop, or the target was never reached.")
     if (points["cancelled"] > 0).any():

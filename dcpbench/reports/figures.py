@@ -30,6 +30,7 @@ from dcpbench.show.figures import (
     draw_legend_below,
     draw_watermark,
     draw_watermark_below,
+    get_colour,
     get_line_style,
     get_marker,
     make_hollow_entry,
@@ -39,7 +40,8 @@ from dcpbench.show.figures import (
     set_value_axis,
 )
 from dcpbench.show.layouts import compute_shade, get_colours
-from dcpbench.show.numbers import format_integer
+from dcpbench.show.numbers import format_integer, format_number
+from dcpbench.show.text import format_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -304,7 +306,7 @@ def draw_break_even(ratios: pd.DataFrame, style: Style, title: str) -> Figure:
 def get_sides(points: pd.DataFrame) -> pd.Series[str]:
     """Return the group within which each point is compared: its model, and its run if there are several."""
     names: pd.Series[str] = points["model"].astype(str)
-    return names.str.cat(points["run"].astype(str), sep=", run ") if len(set(points["run"])) > 1 else names
+    return names.str.cat(points["run_label"].astype(str), sep=", ") if len(set(points["run"])) > 1 else names
 
 
 def _choose_axes(ratios: pd.DataFrame) -> tuple[str, str]:
@@ -335,6 +337,7 @@ def draw_overview(rows: pd.DataFrame, style: Style, title: str, lost: pd.DataFra
     there = set(zip(rows["model"], rows["run"], strict=True))
     sides = [side for side in itertools.product(dict.fromkeys(rows["model"]), style.runs) if side in there]
     several = len(set(rows["run"])) > 1
+    run_labels = dict(zip(rows["run"], rows["run_label"], strict=True))
     rests = list(dict.fromkeys(rows.sort_values(["input_typical", "rest"], kind="stable")["rest"]))
     short = words.make_short_shapes(rests)
     wide = max(2.7, 6.0 / len(rests))  # inches of a panel, at 12.6 letters of its title each
@@ -345,7 +348,7 @@ def draw_overview(rows: pd.DataFrame, style: Style, title: str, lost: pd.DataFra
     for (i, (model, run)), (j, rest) in itertools.product(enumerate(sides), enumerate(rests)):
         ax = grid[i][j]
         panel = rows[(rows["model"] == model) & (rows["run"] == run) & (rows["rest"] == rest)]
-        name = f"{model}, run {run}" if several else model
+        name = f"{model}, {run_labels[run]}" if several else model
         ax.axhspan(1 - band, 1 + band, color="#EEEEEE", zorder=0)
         ax.axhline(1, color=GREY, linewidth=1)
         ax.set_title(
@@ -585,9 +588,10 @@ def _draw_legend(figure: Figure, points: pd.DataFrame, style: Style, more: list[
     for layout, variant in [line for line in style.lines if line in shown]:
         look = style.get_look(layout, variant, style.runs[0]) | ({"marker": ""} if runs else {})
         handles.append(Line2D([], [], markersize=5, label=_format_legend_label(f"{layout} {variant}".strip()), **look))
+    labels = dict(zip(points["run"], points["run_label"], strict=True))
     for name in runs:
         look = style.get_look("", "", name) | {"color": GREY}
-        handles.append(Line2D([], [], markersize=5, label=f"run {format_label(name, 24)}", **look))
+        handles.append(Line2D([], [], markersize=5, label=format_label(labels[name], 28), **look))
     draw_legend_below(figure, [*handles, *more, *_make_hollow_entries(points)])
 
 
@@ -761,3 +765,65 @@ def draw_capacity(points: pd.DataFrame, style: Style, title: str) -> Figure:  # 
 
 def _select_some(values: list[int]) -> list[int]:
     return values if len(values) <= MAX_LOADS else [values[0], values[len(values) // 2], values[-1]]
+
+
+ENGINE_PANELS = (METRIC["output_tok_s"], METRIC["ttft_p50_ms"], METRIC["itl_p50_ms"], METRIC["kv_capacity_tokens"])
+"""Metrics of the figure of engines, each in a panel."""
+MAX_ENGINE_CELLS = 12
+"""Maximum number of layouts × loads in the figure of engines; the table has all."""
+
+
+def draw_engines(rows: pd.DataFrame, style: Style, title: str) -> Figure:  # noqa: ARG001 - same call for all
+    """Draw a bar per engine at each layout and load (EngineComparison.rows of one model and mode), a panel per metric."""
+    from matplotlib.patches import Patch
+
+    runs = list(dict.fromkeys(rows.sort_values("place", kind="stable")["run"]))
+    cells = list(dict.fromkeys(rows["cell"]))[:MAX_ENGINE_CELLS]
+    panels = [metric for metric in ENGINE_PANELS if rows[metric.name].notna().any()]
+    height = 0.17 * len(cells) * (len(runs) + 1) + 1.2
+    columns = choose_columns(len(panels))
+    figure, axes = _make_grid(title, len(panels), columns, (columns * 4.2, height), 0.8)
+    thickness = 0.85 / len(runs)
+    for ax, metric in zip(axes, panels, strict=True):
+        for place, run in enumerate(runs):
+            own = rows[rows["run"] == run].set_index("cell")[metric.name].astype(float)
+            known = [(i, own[cell]) for i, cell in enumerate(cells) if cell in own.index and own[cell] == own[cell]]
+            ys = [i + (place - (len(runs) - 1) / 2) * thickness for i, _ in known]
+            ax.barh(ys, [value for _, value in known], height=thickness, color=get_colour(place))
+            for y, (_, value) in zip(ys, known, strict=True):
+                ax.text(value, y, f" {format_number(value, 3)}", va="center", fontsize=8)
+        ax.set_xlim(0, rows[metric.name].max() * (1.4 if metric.whole else 1.2))
+        ax.set_xticks([])
+        ax.spines["bottom"].set_visible(False)
+        ax.set_title(f"{metric.label} ({metric.shown_unit})", fontsize=10)
+        ax.set_yticks(range(len(cells)), _list_cell_names(rows, cells), fontsize=9)
+        ax.invert_yaxis()
+        ax.grid(visible=False, axis="y")
+        ax.tick_params(axis="y", length=0)
+    draw_legend_below(
+        figure, [Patch(color=get_colour(i), label=format_label(run, MAX_NAME_CHARS)) for i, run in enumerate(runs)]
+    )
+    return figure
+
+
+def _list_cell_names(rows: pd.DataFrame, cells: list[int]) -> list[str]:
+    """Return `tp2, 8 clients` for each cell, with the part of the request lengths that differs between them."""
+    short = words.make_short_shapes(rows["rest"])
+    first = rows.drop_duplicates("cell").set_index("cell")
+    several = len(short) > 1
+    names = []
+    for _, cell in first.loc[cells].iterrows():
+        load = (
+            format_count(int(cell["concurrency"]), "client") if cell["load_arrival"] == CLOSED else str(cell["arrival"])
+        )
+        lines = [f"{cell['layout']}, {load}", short[str(cell["rest"])] if several else ""]
+        names.append("\n".join(format_label(line, LABEL_WIDTH) for line in lines if line))
+    return names
+
+
+def format_alt_engines(title: str, rows: pd.DataFrame) -> str:
+    """Return the alternative text of the figure of engines: output and latencies of each at the first layout and load."""
+    first = rows[rows["cell"] == rows["cell"].iloc[0]]
+    texts = [f"{r['run']} {r['output_tok_s']:,.0f} output tok/s" for _, r in first.iterrows()]
+    where = f"{first['layout'].iloc[0]}, {first['load'].iloc[0]}"
+    return f"{title}. At {where}: {', '.join(texts)}."

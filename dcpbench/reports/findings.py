@@ -52,6 +52,7 @@ SAME_BUT_MODE = ["device", "same_load", *(axis.name for axis in select_point_axe
 """Columns that a replay and its live run share."""
 KV_COLUMNS = (
     "run",
+    "run_label",
     "model",
     "origin",
     "instance",
@@ -334,17 +335,23 @@ def find_break_even(ratios: pd.DataFrame) -> pd.DataFrame:
 def compute_kv_by_layout(points: pd.DataFrame) -> pd.DataFrame:
     """Return the KV cache of an instance of each layout: the pool, its tokens, and the gain over the first layout
     without DCP or DP.
+
+    `kv_ratio` is the gain in tokens per GiB, or in tokens for a server, which does not report the memory of its pool.
+    `capacity_ratio` is the gain in tokens; it is missing if a pool was sized for the largest point of a sweep.
     """
-    if points.empty or points["kv_tokens_per_gib"].isna().all():
+    if points.empty or points["kv_capacity_tokens"].isna().all():
         return pd.DataFrame()
     narrow = [*KV_COLUMNS, *(metric.name for metric in KV_TABLE)]
-    known = points.loc[points["kv_tokens_per_gib"].notna(), list(dict.fromkeys(narrow))]
+    known = points.loc[points["kv_capacity_tokens"].notna(), list(dict.fromkeys(narrow))]
     known = known.sort_values("kv_capacity_tokens", ascending=False).rename(columns={"instance": "layout"})
     best = known.drop_duplicates(["run", "model", "layout"])
     best = best.sort_values(["run", "model", *DEGREES], kind="stable")
-    plain = best[(best["dp"] == 1) & (best["dcp"] == 1) & (best["kv_tokens_per_gib"] > 0)]
+    plain = best[(best["dp"] == 1) & (best["dcp"] == 1) & (best["kv_capacity_tokens"] > 0)]
     first = match_rows(best, plain, ["run", "model", "tp"])
-    return best.assign(kv_ratio=best["kv_tokens_per_gib"] / first["kv_tokens_per_gib"])
+    real = best["kv_bounded_by"].ne("sweep") & first["kv_bounded_by"].ne("sweep")
+    capacity = (best["kv_capacity_tokens"].astype(float) / first["kv_capacity_tokens"].astype(float)).where(real)
+    per_gib = best["kv_tokens_per_gib"].astype(float) / first["kv_tokens_per_gib"].astype(float)
+    return best.assign(kv_ratio=per_gib.fillna(capacity), capacity_ratio=capacity)
 
 
 def find_padded(points: pd.DataFrame) -> pd.DataFrame:
@@ -428,7 +435,7 @@ def compare_repeats(frames: Frames) -> pd.DataFrame:
             point = measured[0].point
             rows.append(
                 {
-                    "model": point.model,
+                    "model": frames.format_model(point.model),
                     "layout": point.layout_name,
                     "context": point.context,
                     "concurrency": point.concurrency,

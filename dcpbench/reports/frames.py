@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
+from collections import Counter
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +18,14 @@ from dcpbench.points import axes
 from dcpbench.points.axes import Role
 from dcpbench.points.layout import DEGREES, find_ep_degree
 from dcpbench.points.memory import GIB
-from dcpbench.points.names import BACKENDS, CLOSED, LIBRARIES, NO_EXCHANGE, STORED, UNKNOWN, WHOLE
+from dcpbench.points.names import CLOSED, NO_EXCHANGE, STORED, UNKNOWN, WHOLE
 from dcpbench.points.point import AXES, LOAD_AXES, SETTING, select_point_axes
 from dcpbench.records import metrics
 from dcpbench.records.folder import RECORDS_FILE, get_record_file, get_run_folder
 from dcpbench.records.launches import measure_bands
 from dcpbench.records.metrics import LATENCIES, METRIC, STATISTICS
 from dcpbench.records.record import (
+    A_SERVER,
     CPU,
     OURS,
     Interval,
@@ -31,14 +33,15 @@ from dcpbench.records.record import (
     ServeMetrics,
     get_cause,
     get_device,
+    get_kv_capacity,
     get_origin,
     get_reason,
     is_functional,
     is_imported_origin,
     is_rejected_for_memory,
 )
-from dcpbench.records.runs import Run, compute_measurement_digest, read_run
-from dcpbench.reports import findings, launch_bands, words
+from dcpbench.records.runs import Run, read_run
+from dcpbench.reports import findings, joined_runs, launch_bands, model_names, words
 from dcpbench.reports import slo as objectives
 from dcpbench.serving.load_words import is_lock_step
 from dcpbench.show.numbers import is_missing
@@ -57,6 +60,7 @@ if TYPE_CHECKING:
 
     from dcpbench.points.axes import Axis
     from dcpbench.records.record import Environment, Record
+    from dcpbench.reports.joined_runs import EngineRun
 
 # Words are few and looked at one by one, for which Arrow's arrays of strings take three times as long.
 pd.set_option("mode.string_storage", "python")
@@ -68,11 +72,6 @@ GPU = "gpu="
 """Prefix of the setting that makes points of different hardware distinct; labels name the hardware itself."""
 BUSIEST = ("busiest_rank_experts", "busiest_rank_rows")
 """Columns that tables have only if any record has them; older records do not."""
-SAME_ENVIRONMENT = ("device", "device_count", "torch", "cuda", "nccl", "flashinfer", "flash_mla", "triton")
-"""Fields of the environment that runs must share to be repeats of each other."""
-FLASHMLA = LIBRARIES["flashmla"]
-WITHOUT_FLASHMLA = tuple(backend for backend in BACKENDS if LIBRARIES.get(backend) != FLASHMLA)
-"""Backends that run the same with and without FlashMLA."""
 MERGES: dict[str, Callable[[list[float]], float]] = {
     "median": lambda values: statistics.median(map(float, values)),
     "max": max,
@@ -109,6 +108,7 @@ class Frames:
     """Hold the tables from which a report is made."""
 
     runs: list[Run]
+    """Runs as read; with `as_repeats` a single one, unless several engines were measured."""
     points: pd.DataFrame
     """One row per point of the workload `decode` that ran, repeats merged (see `_make_point_row`)."""
     served: pd.DataFrame
@@ -117,6 +117,23 @@ class Frames:
     """Points of any workload that did not run, with the columns OTHERS and LOST."""
     slo: dict[str, float] = dataclasses.field(default_factory=dict)
     """Requested objectives in ms; if empty, those that the runs were measured with apply (slo.py)."""
+    engines: list[EngineRun] = dataclasses.field(default_factory=list)
+    """Runs by engine, if several engines were measured: `run` in the tables is then the name of one of these."""
+    model_names: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Shown name of each model folder (model_names.find_model_names)."""
+
+    @property
+    def shown_runs(self) -> list[Run]:
+        """Return the runs that the column `run` of the tables names."""
+        return [engine.run for engine in self.engines] or self.runs
+
+    def format_model(self, model: str) -> str:
+        """Return the name under which the tables show a model."""
+        return self.model_names.get(model, model)
+
+    def format_run(self, name: str) -> str:
+        """Return `run monday`, or the name of an engine alone: `vLLM 0.26.0`."""
+        return joined_runs.format_run(name, self.engines)
 
     @property
     def records(self) -> list[Record]:
@@ -156,20 +173,28 @@ def load_frames(folders: Iterable[Path], *, as_repeats: bool = False, slo: dict[
     """
     runs = read_runs(folders)
     bands = measure_bands(runs)
-    if as_repeats:
-        runs = [_join_runs(runs)]
+    devices = joined_runs.find_device_names(runs)
+    models = model_names.find_model_names(runs)
+    engines, launches = [], Counter[tuple[str, str]]()
+    if len(joined_runs.list_engines(runs)) > 1:
+        engines = joined_runs.group_by_engine(runs, devices, as_repeats=as_repeats)
+        launches = joined_runs.count_launches(runs, make_point_key)
+    elif as_repeats:
+        runs = [joined_runs.join_runs(runs)]
+    report = _Reading(engines, devices, models, launches)
     rows: list[dict[str, Any]] = []
     served: list[dict[str, Any]] = []
     others: list[dict[str, Any]] = []
-    for run in runs:
+    for run in [engine.run for engine in engines] or runs:
         same: dict[str, list[Record]] = {}
         for record in run.records:
             if record.outcome == "ok":
-                same.setdefault(f"{record.point.get_key_without_repeat()} {make_load_key(record)}", []).append(record)
+                same.setdefault(make_point_key(record), []).append(record)
             else:
-                others.append(_make_other_row(run.name, record))
+                others.append(report.add_names(_make_other_row(run.name, record), [record]))
         for records in same.values():
-            (served if records[0].point.load else rows).append(_make_point_row(run.name, records))
+            row = report.add_names(_make_point_row(run.name, records), records)
+            (served if records[0].point.load else rows).append(row)
     slo = slo or {}
     return Frames(
         runs=runs,
@@ -181,7 +206,34 @@ def load_frames(folders: Iterable[Path], *, as_repeats: bool = False, slo: dict[
         ),
         slo=slo,
         others=pd.DataFrame(others, columns=[*OTHERS, *LOST]),
+        engines=engines,
+        model_names=models,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reading:
+    """Hold what the records of a report have in common, for the columns that depend on all of them."""
+
+    engines: list[EngineRun]
+    devices: dict[str, str]
+    """Shown name of each device (joined_runs.find_device_names)."""
+    models: dict[str, str]
+    """Shown name of each model folder (model_names.find_model_names)."""
+    launches: Counter[tuple[str, str]]
+    """Launches of each point by engine and key; counted only if several engines were measured."""
+
+    def add_names(self, row: dict[str, Any], records: list[Record]) -> dict[str, Any]:
+        """Return the row of a point with the shown names of its model and device, and with the engine that ran it."""
+        engine = joined_runs.format_engine(get_origin(records[0]))
+        return row | {
+            "model": self.models.get(row["model"], row["model"]),
+            "model_folder": row["model"] if row["model"] in self.models else "",
+            "device": self.devices.get(row["device"], row["device"]),
+            "engine": engine,
+            "run_label": joined_runs.format_run(row["run"], self.engines),
+            "launches": self.launches[engine, make_point_key(records[0])] if self.launches else 0,
+        }
 
 
 def _add_load_columns(points: pd.DataFrame) -> pd.DataFrame:
@@ -325,54 +377,6 @@ def _fit_strings(value: Any) -> Any:  # noqa: ANN401 - whatever a record holds
     return value
 
 
-def _join_runs(runs: list[Run]) -> Run:
-    """Join the runs into one: repeat numbers continue, and a point that is rejected in all runs is rejected once.
-
-    An exact copy of a record is not a repeat. Raise UsageError if runs were taken in different environments.
-    """
-    _check_same_environment(runs)
-    records: dict[str, Record] = {}
-    measured: set[bytes] = set()
-    passes = 0
-    for run in runs:
-        for record in run.records:
-            if record.metrics or record.serve:
-                if (one := compute_measurement_digest(record)) in measured:
-                    continue
-                measured.add(one)
-            point = msgspec.structs.replace(record.point, repeat=record.point.repeat + passes)
-            key = record.point.get_key_without_repeat() if record.outcome == "rejected" else point.get_key()
-            records.setdefault(key, msgspec.structs.replace(record, point=point))
-        passes += 1 + max((r.point.repeat for r in run.records), default=0)
-    return Run(
-        folder=runs[0].folder,
-        name=" + ".join(run.name for run in runs),
-        records=list(records.values()),
-        replaced=sum(run.replaced for run in runs),
-        truncated=any(run.truncated for run in runs),
-        bad_lines=tuple(line for run in runs for line in run.bad_lines),
-    )
-
-
-def _check_same_environment(runs: list[Run]) -> None:
-    """Raise UsageError if runs were taken in different environments; FlashMLA counts only if points may have run with
-    it.
-    """
-    seen: dict[str, tuple[str, object]] = {}
-    for run in runs:
-        for record in run.records:
-            for name in SAME_ENVIRONMENT if record.environment else ():
-                if name == FLASHMLA and record.point.backend in WITHOUT_FLASHMLA:
-                    continue
-                here = getattr(record.environment, name)
-                first, there = seen.setdefault(name, (run.name, here))
-                if here != there:
-                    raise UsageError(
-                        f"--as-repeats: {name} is {there} in {first} and {here} in {run.name}, so they are not "
-                        "repeats of each other. Leave --as-repeats out to show them side by side."
-                    )
-
-
 def _make_other_row(run: str, record: Record) -> dict[str, Any]:
     point = record.point
     return {
@@ -443,10 +447,13 @@ def _make_point_row(run: str, records: list[Record]) -> dict[str, Any]:
         **{name: getattr(honesty, name, None) for name in condition_names},
         **busiest,
         **merge_metrics(records, *OF_ENGINE),
+        "kv_capacity_tokens": next((n for n in map(get_kv_capacity, records) if n is not None), None),
         **merge_metrics(records, "floor_share"),
         "throttle_reasons": ", ".join(sorted({reason for r in records if r.gpu for reason in r.gpu.throttle_reasons})),
         **_collect_clocks(records),
     }
+    held = row["kv_capacity_tokens"]
+    row["kv_tokens_of_all"] = None if held is None else held * instances.serving
     return row | (_make_served_columns(records) if point.load else _make_decode_columns(records))
 
 
@@ -505,6 +512,11 @@ def _make_served_columns(records: list[Record]) -> dict[str, Any]:
         "slo": slos[0] if same_objectives else "",
         "goodput_s": compute_median(m.goodput_s for m in measured if same_objectives),
     }
+
+
+def make_point_key(record: Record) -> str:
+    """Return a key that all measurements of one point under one load share."""
+    return f"{record.point.get_key_without_repeat()} {make_load_key(record)}"
 
 
 def make_load_key(record: Record) -> str:
@@ -573,13 +585,24 @@ def _build_tidy_table(rows: list[dict[str, Any]]) -> pd.DataFrame:
     if not rows:
         return pd.DataFrame()
     table = _make_plain_table(rows)
-    found = [_format_exchanges(table) if axis.name == "exchange" else _format_varying(table, axis) for axis in AXES]
-    parts = [texts for texts in (*found, _format_devices(table)) if texts]
-    table["variant"] = [", ".join(filter(None, texts)) for texts in zip(*parts, strict=True)]
+    variants = pd.Series("", table.index, dtype=object)
+    servers = table["engine"].where(table["origin"].str.startswith(A_SERVER), "")
+    for _, own in table.groupby(servers, sort=False):
+        variants.loc[own.index] = pd.Series(_format_variants(own), own.index, dtype=object)
+    table["variant"] = variants
     table["label"] = [
         f"{lay} ({var})" if var else lay for lay, var in zip(table["layout"], table["variant"], strict=True)
     ]
     return _sort_table(table, "run", "model", "context", "concurrency")
+
+
+def _format_variants(table: pd.DataFrame) -> list[str]:
+    """Return for each point of one engine what distinguishes it from others of its layout, such as `triton, page 64`."""
+    found = [_format_exchanges(table) if axis.name == "exchange" else _format_varying(table, axis) for axis in AXES]
+    parts = [texts for texts in (*found, _format_devices(table)) if texts]
+    if not parts:
+        return [""] * len(table)
+    return [", ".join(filter(None, texts)) for texts in zip(*parts, strict=True)]
 
 
 def _sort_table(table: pd.DataFrame, *columns: str) -> pd.DataFrame:

@@ -13,7 +13,7 @@ from dcpbench.points.names import CLOSED, PREFILLS, REPLAY, TOOLS, UNKNOWN
 from dcpbench.points.point import UNKNOWN_LAYOUT
 from dcpbench.records.record import A_SERVER, CPU, DUMMY_WEIGHTS, is_imported_origin
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
-from dcpbench.reports import answer, findings, floors, launch_bands, marks, rule, slo, words
+from dcpbench.reports import answer, engines, findings, floors, joined_runs, launch_bands, marks, rule, slo, words
 from dcpbench.serving.step_times import PADDED_ROWS
 from dcpbench.show.numbers import format_number, format_percent, is_missing
 from dcpbench.show.text import format_capitalized, format_count, format_list
@@ -40,15 +40,35 @@ def format_title(frames: Frames) -> str:
         return _format_title_of_none(frames)
     parts = [
         _format_few([words.MODELS.get(name, name) for name in words.list_unique(table["model"])], "models"),
+        _format_few([engine.run.name for engine in frames.engines], "engines"),
         _format_few(words.list_unique(table.sort_values(["tp", "dp", "dcp"], kind="stable")["layout"]), "layouts"),
         format_report_hardware(frames),
-        _format_few([kept.replace(", ", " + ") for kept in words.list_unique(table["precision"])], "precisions"),
-        _format_few(words.list_unique(n for n in table["exchange"] if n not in ("none", UNKNOWN)), "exchanges"),
+        _format_precisions(frames),
+        _format_exchanges(frames),
         _format_dates(frames),
         rule.format_forecast(table),
         _format_imports(table),
     ]
     return words.SEPARATOR.join(part for part in parts if part and part != UNKNOWN)
+
+
+def _format_precisions(frames: Frames) -> str:
+    """Return `fp8 weights + bf16 KV`, with the engines of which the precision is not known if that of others is."""
+    table = frames.everything
+    found = words.list_unique(table["precision"])
+    hidden = words.list_unique(table["run"][table["precision"] == UNKNOWN]) if frames.engines else []
+    if hidden and len(found) > 1:
+        found = [name for name in found if name != UNKNOWN]
+    aside = f" ({format_list(hidden)}: not recorded)" if hidden and found != [UNKNOWN] else ""
+    return _format_few([kept.replace(", ", " + ") for kept in found], "precisions") + aside
+
+
+def _format_exchanges(frames: Frames) -> str:
+    """Return the exchanges; empty for several engines if that of one is not known."""
+    names = words.list_unique(n for n in frames.everything["exchange"] if n != "none")
+    if frames.engines and UNKNOWN in names:
+        return ""
+    return _format_few([name for name in names if name != UNKNOWN], "exchanges")
 
 
 def _format_title_of_none(frames: Frames) -> str:
@@ -111,10 +131,14 @@ def list_caveats(frames: Frames) -> list[str]:
     if replayed.any():
         every = "" if replayed.all() else f" ({int(replayed.sum()):,} of {len(table):,} points)"
         found.append(f"replayed in virtual time over measured step times, not served live{every}")
-    servers = [name.removeprefix(A_SERVER) for name in words.list_unique(table["origin"]) if name.startswith(A_SERVER)]
+    servers = [
+        joined_runs.format_engine(name) for name in words.list_unique(table["origin"]) if name.startswith(A_SERVER)
+    ]
     if servers:
         every = "" if table["origin"].str.startswith(A_SERVER).all() else " (those points)"
         found.append(f"measured through HTTP on {format_list(servers)} as it runs{every}")
+    if unknown := engines.list_unknown(frames):
+        found.append(unknown)
     emulated = table["emulate"].fillna("") != ""
     if emulated.any():
         every = "" if emulated.all() else f" ({int(emulated.sum()):,} of {len(table):,} points)"
@@ -192,7 +216,9 @@ def format_answer(frames: Frames) -> str:
     if timed.empty:
         return "No point has a rate of output, so nothing here says which layout to take."
     rows = frames.findings.against_others
-    if foreign:
+    if answer.has_engine_answer(frames):
+        text = engines.format_answer(frames)
+    elif foreign:
         text = _describe_imported(frames, foreign, rows)
     elif rows.empty:
         text = _describe_single(frames, timed)
@@ -313,10 +339,10 @@ def format_bullets(frames: Frames) -> list[str]:
     bullets = [
         text
         for text in (
-            _describe_dcp_gain(frames),
+            *([_describe_dcp_gain(frames)] if not frames.engines else engines.format_bullets(frames)),
             _describe_rejections(frames),
             floors.format_short_sentence(frames.points),
-            _describe_kv_capacity(frames),
+            _describe_kv_capacity(frames) if not frames.engines else "",
         )
         if text
     ]
@@ -371,7 +397,8 @@ def _describe_kv_capacity(frames: Frames) -> str:
         (kv["tp"] == top["tp"]) & (kv["dcp"] == 1) & (kv["kv_ratio"] >= top["kv_ratio"] * (1 - REPEATS_AGREE_WITHIN))
     ]
     too = f", as does {format_list(words.list_unique(same['layout']), 'or')}" if len(same) else ""
-    return f"{top['layout']} holds {top['kv_ratio']:.2f}× the tokens of tp{top['tp']} in the same KV memory{too}."
+    memory = "" if is_missing(top["kv_tokens_per_gib"]) else " in the same KV memory"
+    return f"{top['layout']} holds {top['kv_ratio']:.2f}× the tokens of tp{top['tp']}{memory}{too}."
 
 
 def _describe_trust(frames: Frames) -> str:

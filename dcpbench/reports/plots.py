@@ -12,7 +12,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from dcpbench.points.names import CLOSED
-from dcpbench.reports import figures, findings, overview, style
+from dcpbench.reports import engines, figures, findings, overview, style
 from dcpbench.show.figures import apply_style, save_figure
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ the time.
 """
 FORMATS = ("png", "svg")
 """File formats of every figure."""
-OVERVIEW, BREAK_EVEN, KV, PHASES = "overview", "break-even", "kv", "phases"
+OVERVIEW, BREAK_EVEN, KV, PHASES, ENGINES = "overview", "break-even", "kv", "phases", "engines"
 """Subjects of the figures that are not in figures.LINES; the first two show all models at once."""
 
 
@@ -50,7 +50,7 @@ class Picture:
     """Describe one drawn figure."""
 
     subject: str
-    """`throughput`, `ttft`, `itl`, `frontier`, `overview`, `break-even`, `kv` or `phases`."""
+    """`throughput`, `ttft`, `itl`, `frontier`, `overview`, `break-even`, `kv`, `phases` or `engines`."""
     mode: str
     """`live` or `replay`, of served requests; empty for `decode`, and for what does not depend on it."""
     title: str
@@ -82,6 +82,7 @@ def draw_all(
 
 def _draw_figures(read: Frames, studio: FigureWriter) -> list[Picture]:
     """Return the pictures of a studio after adding every figure to it."""
+    _draw_engines(read, studio)
     _draw_overview(read, studio)
     _draw_lines(read.points, studio)
     _draw_lines(read.served, studio)
@@ -111,7 +112,9 @@ def _draw_bars(
     for run in find_most_frequent(points, "run", MAX_RUNS):
         of_run, note = sample_points(points[points["run"] == run])
         where = style.format_label(points["model"].iloc[0])
-        where += f", run {style.format_label(run)}" if len(studio.look.runs) > 1 else ""
+        where += (
+            f", {style.format_label(of_run['run_label'].iloc[0])}" if len(studio.look.runs) > 1 and len(of_run) else ""
+        )
         if wanted(of_run):
             studio.add_figure(subject, f"{title}, {where}{note}", of_run, draw)
 
@@ -132,6 +135,21 @@ def _draw_lines(points: pd.DataFrame, studio: FigureWriter) -> None:
                 where = style.format_label(model) if decode else f"{style.format_label(model)}, {mode}"
                 full_title = f"{title.format(load.against)}, {where}{note}"
                 studio.add_figure(subject, full_title, group, draw)
+
+
+def _draw_engines(read: Frames, studio: FigureWriter) -> None:
+    """Draw engines at equal layout and load: a figure for each model and mode."""
+    rows = engines.compare_engines(read).rows
+    for (model, mode), own in list(rows.groupby(["model", "mode"], sort=False))[:MAX_MODELS] if len(rows) else ():
+        where = style.format_label(model) + ("" if mode == "decode" else f", {mode}")
+        kept = len(own.drop_duplicates("cell"))
+        note = (
+            f" (the first {figures.MAX_ENGINE_CELLS} of {kept} layouts and loads)"
+            if kept > figures.MAX_ENGINE_CELLS
+            else ""
+        )
+        title = f"Engines at equal layout and load, {where}{note}"
+        studio.add_figure(ENGINES, title, own, figures.draw_engines, figures.format_alt_engines(title, own))
 
 
 def _draw_overview(read: Frames, studio: FigureWriter) -> None:

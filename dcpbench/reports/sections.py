@@ -11,6 +11,7 @@ from dcpbench.reports import (
     answer_tables,
     chosen,
     client,
+    engines,
     exchanges,
     explain,
     figures,
@@ -103,13 +104,17 @@ def _build_answer(frames: Frames, pictures: list[Picture], folded: list[str]) ->
         aside=format_capitalized(
             words.SEPARATOR.join(caveat for caveat in overview.list_caveats(frames) if caveat not in lead)
         ),
-        first=_select_pictures(pictures, "overview"),
+        first=_select_pictures(pictures, "engines", "overview"),
         bullets=overview.format_bullets(frames),
         folded=folded,
         pictures=_select_pictures(pictures, "break-even"),
-        tables=[*grids, build_definitions(frames, "output throughput", "ratio, ×", "DCP pays", "clearly")]
+        tables=[
+            engines.build_table(frames),
+            *grids,
+            build_definitions(frames, "output throughput", "ratio, ×", "DCP pays", "clearly"),
+        ]
         if grids
-        else [],
+        else [engines.build_table(frames)],
     )
 
 
@@ -180,7 +185,7 @@ def _build_points(frames: Frames, pictures: list[Picture]) -> list[Section]:
             slug="failures",
             title="Points that did not run",
             paragraphs=[] if len(frames.others) or everything.empty else ["Every point ran."],
-            tables=[tables.build_others_table(frames.others)],
+            tables=[tables.build_others_table(frames.others, engines=bool(frames.engines))],
         ),
         Section(
             slug="points",

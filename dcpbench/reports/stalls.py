@@ -53,9 +53,10 @@ def describe_stalls(points: pd.DataFrame) -> str:
 
 def build_table(frames: Frames) -> Table:
     """Build a table of ITL and output of each load and layout, with a column for each chunk; empty if there is only one
-    chunk.
+    chunk. Points of servers and imports, of which the chunk is not known, are left out.
     """
     points = findings.select_timed(frames.served)
+    points = points[points[CHUNK] > 0] if len(points) else points
     title = "ITL p99 ms (output tok/s) by the tokens of a chunk"
     chunks = sorted(set(points[CHUNK])) if len(points) else []
     if len(chunks) < 2:  # noqa: PLR2004 - nothing to compare

@@ -33,7 +33,7 @@ def build_table(frames: Frames) -> Table:
     rows = [
         {
             "run": run.name,
-            "model": record.point.model,
+            "model": frames.format_model(record.point.model),
             "where": f"{site.function} ({site.file}:{site.line})"
             if site.function and site.file
             else site.function or ABSENT,

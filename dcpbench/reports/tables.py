@@ -151,21 +151,23 @@ def build_steps_table(found: pd.DataFrame) -> Table:
 
 def build_served_table(found: pd.DataFrame, mode: str) -> Table:
     """Build the table of rates and latencies of every served point of a mode."""
-    rows, others = select_mode(found, mode), has_imported(found)
+    rows, others = select_mode(found, mode), has_imported(found) and _names_runs(found)
+    kv = METRIC["kv_capacity_tokens"]
+    held: Column = (kv.heading, lambda r: format_metric(kv, r["kv_tokens_of_all"]))
     return make_table(
         words.SERVED[mode],
         rows.assign(telling=[warning or ABSENT for warning in marks.format_distinct_warnings(rows)]),
         [
             *LOADED,
-            *make_text_columns("origin")[:others],
+            *[("origin", "engine")][:others],
             ("marks", "telling"),
-            *make_columns(metrics.SERVED_TABLE),
+            *make_columns(metrics.SERVED_TABLE, kv_capacity_tokens=held),
             ("SLO", "slo_result"),
             *make_columns(metrics.SERVED_COUNTS, finished=("finished", _format_finished)),
             APART,
         ],
         text_columns=4 + others,
-        optional=("marks", "SLO", "goodput req/s", "repeats apart"),
+        optional=("marks", "SLO", "goodput req/s", "repeats apart", kv.heading),
         fold=len(rows) > FOLD_ABOVE,
     )
 
@@ -220,8 +222,8 @@ def build_kv_table(found: pd.DataFrame) -> Table:
     )
 
 
-def build_others_table(found: pd.DataFrame) -> Table:
-    """Build the table of failed, hung and rejected points, grouped by reason."""
+def build_others_table(found: pd.DataFrame, *, engines: bool = False) -> Table:
+    """Build the table of failed, hung and rejected points, grouped by reason; with `engines`, runs are engines."""
     rows = []
     load = "context × concurrency" if found["load"].isna().all() else "load"
     same = ["run", "model", "layout", "outcome", "message"]
@@ -236,10 +238,12 @@ def build_others_table(found: pd.DataFrame) -> Table:
             "detail": detail if len(detail) <= MAX_DETAIL_CHARS else f"… {detail[-MAX_DETAIL_CHARS:]}",
         }
         rows.append(dict(zip(same, key, strict=True)) | row)
-    shown = make_text_columns("model", "layout", "outcome", load, "reason", "detail")
+    table = pd.DataFrame(rows)
+    table = table.rename(columns={"run": "engine"}) if engines and rows else table
+    shown = make_text_columns(*(["engine"] if engines else []), "model", "layout", "outcome", load, "reason", "detail")
     title = "Failed, hung and rejected points"
     folded = len(rows) > FOLD_ABOVE // 4
-    return make_table(title, pd.DataFrame(rows), shown, text_columns=6, optional=("detail",), fold=folded)
+    return make_table(title, table, shown, text_columns=len(shown), optional=("detail",), fold=folded)
 
 
 def build_repeats_table(found: pd.DataFrame) -> Table:
@@ -295,7 +299,7 @@ def build_conditions_table(found: pd.DataFrame) -> Table:
 
 
 def build_runs_table(frames: Frames) -> Table:
-    """Build the table with one row per run."""
+    """Build the table with one row per run as read, not per engine."""
     rows = []
     for run in frames.runs:
         outcomes = [r.outcome for r in run.records]
@@ -399,7 +403,7 @@ def make_table(
     """
     if found.empty:
         return Table(title, [], [])
-    first = make_text_columns("run") if "run" in found and len(set(found["run"])) > 1 else []
+    first = _make_run_columns(found)
     if load:
         first += make_text_columns("model")
         first += [("context", lambda r: f"{r['context']:,}"), ("concurrency", lambda r: f"{r['concurrency']:,}")]
@@ -417,6 +421,18 @@ def make_table(
     ]
     words = sum(i < len(first) + text_columns for i in keep)
     return Table(title, [columns[i][0] for i in keep], [[r[i] for i in keep] for r in rows], words, fold)
+
+
+def _make_run_columns(found: pd.DataFrame) -> list[Column]:
+    """Return the column with the run, or with the engine if each engine is shown as one run; empty for a single one."""
+    if "run" not in found or len(set(found["run"])) == 1:
+        return []
+    return [("run" if _names_runs(found) else "engine", "run")]
+
+
+def _names_runs(found: pd.DataFrame) -> bool:
+    """Return True unless the column `run` holds the names of engines."""
+    return "run_label" not in found or not found["run_label"].eq(found["run"]).all()
 
 
 def _format_idle(row: pd.Series[Any]) -> str:

@@ -20,7 +20,7 @@ from dcpbench.reports import answer, floors, marks, rule
 from dcpbench.reports.frames import sort_commonest_first
 from dcpbench.reports.tables import format_whole
 from dcpbench.reports.words import FEW_SAMPLES
-from dcpbench.show.numbers import ABSENT, format_number, is_missing
+from dcpbench.show.numbers import ABSENT, format_number, format_with_unit, is_missing
 from dcpbench.show.text import format_capitalized, format_count, make_printable
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ SCATTER = (
 )
 IMPLIED = ("cpu", "oversubscribed")
 """Warnings that the title and the layout already express."""
+TOKENS = ((1e6, "M"), (1e3, "k"), (1.0, ""))  # units of KV capacities, largest first
 MAX_WORD_WIDTH = 24
 """Maximum width of a word of a label, in terminal columns."""
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -83,12 +84,10 @@ def render(frames: Frames) -> Group:
         if len(found)
         for note in _format_shared_warnings(found) + _list_misses(found)
     ]
-    same = ["model", "layout", "outcome", "message"]
-    for (model, layout, outcome, _), group in sort_commonest_first(others).groupby(same, sort=False):
-        reason = group["reason"].iloc[0]
-        parts.append(
-            make_plain_text(f"{outcome}: {format_count(len(group), 'point')} of {model} {layout}: {reason}", "yellow")
-        )
+    same = ["model", "layout", "outcome", "message", *(["run"] if frames.engines else [])]
+    for (model, layout, outcome, _, *engine), group in sort_commonest_first(others).groupby(same, sort=False):
+        reason, who = group["reason"].iloc[0], " ".join(map(str, (model, *engine, layout)))
+        parts.append(make_plain_text(f"{outcome}: {format_count(len(group), 'point')} of {who}: {reason}", "yellow"))
     parts += [
         make_plain_text(f"• {sentence}")
         for sentence in answer.format_top_sentences(frames) + floors.format_floor_sentences(frames)
@@ -110,7 +109,7 @@ def _list_misses(points: pd.DataFrame) -> list[str]:
 
 def _format_title(frames: Frames, key: tuple[Any, ...], kind: str, points: pd.DataFrame) -> str:
     run, model = key[:2]
-    where = f"{model}, run {run}" if len(frames.runs) > 1 else str(model)
+    where = f"{model}, {frames.format_run(run)}" if len(frames.shown_runs) > 1 else str(model)
     return where + kind + (" (CPU: functional run)" if points["cpu"].all() else "")
 
 
@@ -149,16 +148,24 @@ def _format_half_width(point: pd.Series[Any]) -> str:
 
 def _make_served_columns(arrival: str, points: pd.DataFrame) -> list[Column]:
     load = [Column(LOADS[arrival], [_format_load(p) for _, p in points.iterrows()])] if arrival in LOADS else []
-    goodput = points["goodput_s"]
+    goodput, kv = points["goodput_s"], points["kv_tokens_of_all"]
     return [
         *load,
         _make_number_column("tok/s", points["output_tok_s"], 4),
         _make_number_column("/GPU", points["output_tok_s_per_gpu"], drop=0, full_name="tok/s per GPU"),
-        _make_number_column("TTFT ms", points["ttft_p50_ms"], drop=4),
+        _make_number_column("TTFT ms", points["ttft_p50_ms"], drop=5),
         _make_number_column("p99", points["ttft_p99_ms"], drop=1, full_name="TTFT p99"),
         _make_number_column("ITL ms", points["itl_p50_ms"]),
         _make_number_column("p99", points["itl_p99_ms"], drop=2, full_name="ITL p99"),
-        *([_make_number_column("good/s", goodput, 2, drop=3)] if goodput.notna().any() else []),
+        *([_make_number_column("good/s", goodput, 2, drop=4)] if goodput.notna().any() else []),
+        *([Column("KV tokens", _format_capacities(points), drop=3)] if kv.notna().any() else []),
+    ]
+
+
+def _format_capacities(points: pd.DataFrame) -> list[str]:
+    """Return the tokens that the KV caches of all serving instances of each point hold, in thousands or millions: `655 k`, `11.5 M`."""
+    return [
+        ABSENT if is_missing(n) else format_with_unit(float(n), TOKENS).rstrip() for n in points["kv_tokens_of_all"]
     ]
 
 

@@ -24,6 +24,7 @@ from dcpbench.plan.grid import Candidate
 from dcpbench.points.names import CLOSED
 from dcpbench.records import formulas
 from dcpbench.records.file import RecordFile
+from dcpbench.records.model_sizes import read_model_sizes
 from dcpbench.records.record import (
     CPU,
     DUMMY_WEIGHTS,
@@ -446,6 +447,7 @@ def _make_record(
         ),
         measured_with=msgspec.to_builtins(settings),
         origin=info.origin,
+        model_sizes=read_model_sizes(point.model),
         server=_make_server(info, prompt_format, config, outcomes, sent),
     )
     shortage = next((o.error for o in outcomes if o.error is not None and o.error.kind == OPEN_FILES), None)

@@ -26,6 +26,7 @@ from dcpbench.points import latency_bands
 from dcpbench.points.older import OFF
 from dcpbench.points.shapes import load_shape
 from dcpbench.records.formulas import compute_forecast_error, summarize_latencies
+from dcpbench.records.model_sizes import read_model_sizes
 from dcpbench.records.record import InstanceMetrics, Kv, Record
 from dcpbench.serving.deployment import Deployment, Disaggregated, Link
 from dcpbench.serving.loads import make_point_requests
@@ -281,6 +282,7 @@ def replay_point(
             step_error=error,
         ),
         environment=msgspec.structs.replace(times.environment, command=command or times.environment.command),
+        model_sizes=read_model_sizes(point.model),
     )
 
 

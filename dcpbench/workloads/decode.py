@@ -25,6 +25,7 @@ from dcpbench.points import floors, memory
 from dcpbench.points.machines import load_machine
 from dcpbench.points.wire import CHUNKS_HIGH, PROMPTS_APART, RANKS_HIGH, RANKS_LOW
 from dcpbench.records import formulas
+from dcpbench.records.model_sizes import read_model_sizes
 from dcpbench.records.record import Emulated, Floor, Kv, Record, Straggler
 from dcpbench.syncs.recorded import MAX_RECORD_SITES
 from dcpbench.workloads.attention_error import compute_attention_error, get_limit
@@ -158,6 +159,7 @@ def run(
         choice=choice,
         gpu=gpu,
         environment=environment,
+        model_sizes=read_model_sizes(point.model),
     )
 
 

@@ -17,6 +17,7 @@ from dcpbench.measuring.gpu_state import GpuSampler, is_throttled, merge_states
 from dcpbench.measuring.profiling import record_steps
 from dcpbench.measuring.timing import collect_compiled_kernels
 from dcpbench.points.floors import Sharding
+from dcpbench.records.model_sizes import read_model_sizes
 from dcpbench.records.record import Kv, Record
 from dcpbench.serving import outcome
 from dcpbench.serving.loads import make_point_requests
@@ -199,6 +200,7 @@ def run(
         ),
         gpu=gpu,
         environment=environment,
+        model_sizes=read_model_sizes(point.model),
     )
 
 

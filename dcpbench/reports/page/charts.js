@@ -169,9 +169,9 @@ dcp.charts = (() => {
     return { panels: few, items, note: [traced, missing, left].join(" ").trim() };
   }
 
-  /** Of several runs each has panels of its own: a ratio is to another point of its run. */
+  /** Each run, or engine, has panels of its own: a ratio is to another point of the same run. */
   const several = (points) => new Set(points.map((p) => p.run)).size > 1;
-  const panelIn = (of, apart) => (apart ? `${of.panel}, run ${of.run}` : of.panel);
+  const panelIn = (of, apart) => (apart ? `${of.panel}, ${data.filters.run === "run" ? "run " : ""}${of.run}` : of.panel);
   const byRun = (points) => (several(points) ? points.map((p) => ({ ...p, panel: panelIn(p, true) })) : points);
 
   /** Ratios to 1, where DCP is level with the same layout without it. */

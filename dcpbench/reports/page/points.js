@@ -42,7 +42,7 @@ dcp.points = (() => {
       rows.push([field.label, [dcp.number(value), field.unit, ends && `[${ends}]`].filter(Boolean).join(" ")]);
       if (field.name === "dcp_ratio") rows.push(["compared with", `${point.baseline}: ${point.verdict}`]);
     }
-    return [...rows, ["marks", marks(point)], ["run", brief(point.run)], ["measured by", point.origin]].filter(([, value]) => value);
+    return [...rows, ["marks", marks(point)], [data.filters.run, brief(point.run)], ["measured by", point.origin]].filter(([, value]) => value);
   }
 
   function fragment() {

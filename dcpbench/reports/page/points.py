@@ -123,7 +123,7 @@ def build_page_data(frames: Frames, most: int = MAX_POINTS) -> dict[str, Any]:
         "level": launch_bands.find_largest(frames.everything),
         "single": launch_bands.has_single_launches(frames.everything),
         "no_room": _list_rejected(frames),
-        "filters": FILTERS,
+        "filters": FILTERS | ({"run": "engine"} if frames.engines else {}),
         "colours": COLOURS,
     }
 
@@ -198,8 +198,9 @@ def _build_columns(
     served = bool((table["mode"] != "decode").any())
     asked = build_points(table)
     found: Columns = {axis.name: get_column(axis.name) for axis in AXES if axis.title}
-    found |= {name: get_column(name) for name in ("run", "layout", "label", "backend", "device", "origin")}
+    found |= {name: get_column(name) for name in ("run", "layout", "label", "backend", "device")}
     found |= {
+        "origin": get_column("engine"),
         "settings": [text or None for text in get_column("settings")],
         "exchange": _format_exchanges(table, asked),
         "mode": get_column("mode") if served else [LIVE] * len(table),
@@ -282,7 +283,8 @@ def build_points(table: pd.DataFrame) -> list[Point]:
                 n: None if is_missing(v := values[place]) else v for n, values in asked.items()
             }
             loads[place] = Load(mode=mode, **fields_of)
-    rows = zip(*(table[name].tolist() for name in fields), strict=True)
+    own = table.assign(model=table["model_folder"].where(table["model_folder"] != "", table["model"]))
+    rows = zip(*(own[name].tolist() for name in fields), strict=True)
     return [Point(**dict(zip(fields, row, strict=True)), load=load) for row, load in zip(rows, loads, strict=True)]
 
 
@@ -319,7 +321,7 @@ class _Series:
 def _index_records(frames: Frames) -> dict[tuple[str, Point, str], Record]:
     """Return the first record of each point, by run, point and load as sent."""
     found: dict[tuple[str, Point, str], Record] = {}
-    for run in frames.runs:
+    for run in frames.shown_runs:
         for record in run.records:
             if record.outcome == "ok":
                 point = msgspec.structs.replace(record.point, repeat=0) if record.point.repeat else record.point

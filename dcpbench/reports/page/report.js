@@ -151,7 +151,7 @@
   function columnsOfTable() {
     const several = (name) => store.choices(name).length > 1;
     const words = [
-      ["run", "run", several("run")], ["model", "model", several("model")], ["label", "layout", true], ["mode", "live or replay", served() && several("mode")],
+      ["run", data.filters.run, several("run")], ["model", "model", several("model")], ["label", "layout", true], ["mode", "live or replay", served() && several("mode")],
       ["load", "load", store.choices("load").length > 1], ["context", "context (tokens)", true], ["concurrency", "concurrency", true],
       ["load_request_rate", "request rate (requests/s)", fields.has("load_request_rate")],
     ].filter(([, , wanted]) => wanted).map(([name, label]) => (fields.has(name)

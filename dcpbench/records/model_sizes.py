@@ -1,0 +1,72 @@
+"""Describe the sizes of a model that is given as a folder, and find the published model that has them. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import msgspec
+
+from dcpbench.errors import ModelError
+from dcpbench.points.bounds import Count
+from dcpbench.points.shapes import ALIASES, SHAPES, ModelShape, load_shape
+
+
+class ModelSizes(msgspec.Struct, frozen=True, kw_only=True):
+    """Hold the sizes that tell published models apart, named as in ModelShape."""
+
+    layers: Count
+    hidden: Count
+    heads: Count
+    experts: Count
+    top_k: Count
+    moe_inter: Count
+    dense_inter: Count
+    first_dense: Count
+    latent: Count
+    vocab: Count
+
+    @classmethod
+    def from_shape(cls, shape: ModelShape) -> ModelSizes:
+        """Return the sizes of a model."""
+        return cls(**{name: getattr(shape, name) for name in cls.__struct_fields__})
+
+
+@dataclasses.dataclass(frozen=True)
+class ShortenedModel:
+    """Describe a published model of which only the first layers are kept."""
+
+    name: str
+    """Name of the published model, such as `deepseek-v3`."""
+    layers: int
+    all_layers: int
+
+
+def is_published_name(model: str) -> bool:
+    """Return True if `--model` names a published model instead of a folder."""
+    return model.lower() in SHAPES or model.lower() in ALIASES
+
+
+def read_model_sizes(model: str) -> ModelSizes | msgspec.UnsetType:
+    """Return the sizes in a model folder's config.json.
+
+    They are unset for a published name, and for a folder that this machine does not have or that is no MLA model.
+    """
+    if is_published_name(model):
+        return msgspec.UNSET
+    try:
+        return ModelSizes.from_shape(load_shape(model))
+    except ModelError:
+        return msgspec.UNSET
+
+
+def shorten_shape(shape: ModelShape, layers: int) -> ModelShape:
+    """Return the shape with only its first `layers` layers."""
+    return dataclasses.replace(shape, layers=layers, first_dense=min(shape.first_dense, layers))
+
+
+def find_shortened_model(sizes: ModelSizes) -> ShortenedModel | None:
+    """Return the published model that differs from these sizes only in having more layers; None if there is none."""
+    for name, shape in SHAPES.items():
+        if sizes.layers < shape.layers and ModelSizes.from_shape(shorten_shape(shape, sizes.layers)) == sizes:
+            return ShortenedModel(name, sizes.layers, shape.layers)
+    return None

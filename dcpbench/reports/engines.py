@@ -1,0 +1,330 @@
+"""Compare engines at equal layout and load, and DCP with plain tensor parallelism inside each engine.
+
+An engine is a run of Frames.engines. Points are equal if model, mode, hardware, layout and the requests that were sent
+are equal; how an engine schedules these requests is its own. Precisions that are known must be equal, too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from dcpbench.points.names import CLOSED, UNKNOWN
+from dcpbench.points.point import LOAD_AXES
+from dcpbench.records.metrics import METRIC
+from dcpbench.reports import findings, launch_bands, marks, rule, words
+from dcpbench.reports.tables import Column, Table, make_column, make_table, make_text_columns
+from dcpbench.show.numbers import format_ratio, format_value_range, is_missing
+from dcpbench.show.text import format_capitalized, format_count, format_list
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from dcpbench.reports.frames import Frames
+
+NOT_COMPARED = {"dummy_weights": "ran with its own dummy weights"}
+"""Warnings with which a point says nothing about the speed of its engine, and what they mean."""
+SCHEDULED = ("mode", "chunk", "policy", "prefix_cache", "prefill")
+"""Fields of a load that describe how it is served, not which requests are sent."""
+DEGREES = ("tp", "dp", "dcp", "pp", "pcp", "disaggregate")
+SAME_LAYOUT_AND_LOAD = ["model", "mode", "device", "gpus", "emulate", *DEGREES, "sent"]
+"""Columns that points of different engines share if they are compared."""
+SCOPE = ["model", "mode", "device", "gpus"]
+"""Columns that points of one sentence share."""
+STORED = ("weights_dtype", "kv_dtype")
+LATENCIES = ("ttft_p50_ms", "itl_p50_ms")
+MAX_SCOPES = 3
+MAX_LAYOUTS = 4
+"""Maximum number of models and modes that have a sentence each, and of layouts that a sentence names."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class EngineComparison:
+    """Hold the points that several engines ran, and the engines that were left out."""
+
+    rows: pd.DataFrame
+    """A row per engine and cell, which is a layout under a load: the engine's fastest variant. `ratio`, `ttft_ratio` and
+    `itl_ratio` are over the fastest engine of the cell, `over_run`; `verdict` is `lower` if the engine is behind it by
+    more than launches may differ."""
+    left_out: dict[str, str]
+    """Why points of an engine are not compared, by engine."""
+
+
+def compare_engines(frames: Frames) -> EngineComparison:
+    """Return the comparison of all engines of a report; without rows if no point was measured on two of them."""
+    points = findings.select_timed(frames.everything)
+    names = _list_names(frames)
+    points = points[points["run"].isin(names)] if len(points) else points
+    left_out: dict[str, str] = {}
+    for mark, reason in NOT_COMPARED.items() if len(points) else ():
+        marked = marks.find_marked(points, mark)
+        left_out |= dict.fromkeys(words.list_unique(points["run"][marked]), reason)
+        points = points[~marked]
+    if points.empty:
+        return EngineComparison(points, left_out)
+    points = _split_by_precision(points.assign(sent=pd.Series(_list_sent_loads(points), points.index)))
+    same = [*SAME_LAYOUT_AND_LOAD, "stored"]
+    points = points.sort_values("output_tok_s", ascending=False, kind="stable").drop_duplicates([*same, "run"])
+    shared = points.groupby(same, dropna=False)["run"].transform("size") > 1
+    rows = points[shared]
+    if rows.empty:
+        return EngineComparison(rows, left_out)
+    rows = rows.assign(cell=rows.groupby(same, sort=False, dropna=False).ngroup())
+    found = findings.add_ratios(rows, rows.drop_duplicates("cell"), ["cell"], "output_tok_s", "run", *LATENCIES)
+    for name in LATENCIES:
+        own, over = (found[column].astype(float) for column in (name, f"over_{name}"))
+        found[f"{name.partition('_')[0]}_ratio"] = own / over
+    found = found.assign(verdict=findings.compute_verdicts(found), place=found["run"].map(names.index))
+    by = ["model", "mode", "input_typical", "rest", "concurrency", "tp", "dp", "dcp", "place"]
+    return EngineComparison(found.sort_values(by, kind="stable", ignore_index=True), left_out)
+
+
+def _list_sent_loads(points: pd.DataFrame) -> list[tuple[Hashable, ...]]:
+    """Return what was sent at each point: clients, requests, lengths, and the time after which the load ended."""
+    columns = [f"load_{axis.name}" for axis in LOAD_AXES if axis.name not in SCHEDULED]
+    columns = ["workload", "context", "concurrency", *columns, "load_limit_seconds"]
+    present = [points[name] for name in columns if name in points]
+    return [tuple(None if is_missing(v) else v for v in row) for row in zip(*present, strict=True)]
+
+
+def _split_by_precision(points: pd.DataFrame) -> pd.DataFrame:
+    """Return the points with `stored`, equal where weights and KV cache may be compared.
+
+    Where two known precisions differ under one load, only points of equal known precisions are compared.
+    """
+    precisions = [
+        tuple(stored or dtype for stored in row)
+        for *row, dtype in zip(*(points[n] for n in (*STORED, "dtype")), strict=True)
+    ]
+    known = pd.Series([p if UNKNOWN not in p else None for p in precisions], points.index, dtype=object)
+    points = points.assign(stored=known)
+    differ = points.groupby(SAME_LAYOUT_AND_LOAD, dropna=False)["stored"].transform("nunique") > 1
+    own = [f"unknown of {run}" if is_missing(p) else str(p) for p, run in zip(known, points["run"], strict=True)]
+    return points.assign(stored=pd.Series(own, points.index).where(differ, ""))
+
+
+def format_answer(frames: Frames) -> str:
+    """Return which engine is ahead at equal layout and load, and what DCP gains or costs inside each engine."""
+    found = compare_engines(frames)
+    scopes = [own for _, own in found.rows.groupby(SCOPE, sort=False, dropna=False)] if len(found.rows) else []
+    sentences = [f"{_name_scope(own, scopes)}{_describe_lead(own)}." for own in scopes[:MAX_SCOPES]]
+    if not scopes:
+        names = format_list(_list_names(frames))
+        sentences = [
+            f"No layout was measured under one load on two of {names}, so nothing here says which engine is ahead."
+        ]
+    if len(scopes) > MAX_SCOPES:
+        sentences.append(f"The table below compares {format_count(len(scopes) - MAX_SCOPES, 'more combination')}.")
+    sentences += [f"Not compared: {run}, as it {why}." for run, why in found.left_out.items()]
+    return " ".join([*sentences, *_describe_dcp(frames, same_conditions=len(scopes) == 1)])
+
+
+def _name_scope(rows: pd.DataFrame, scopes: list[pd.DataFrame]) -> str:
+    """Return `DeepSeek-V3, replay: on 2 × H200, ` with the parts that differ between sentences."""
+    parts = [
+        words.MODELS.get(str(rows[name].iloc[0]), str(rows[name].iloc[0]))
+        for name in ("model", "mode")
+        if len({own[name].iloc[0] for own in scopes}) > 1
+    ]
+    where = rule.format_conditions(rows)
+    return f"{', '.join(parts)}: {where}" if parts else format_capitalized(where)
+
+
+def _describe_lead(rows: pd.DataFrame) -> str:
+    """Return which engine is ahead and by how much, with the conditions of the comparison."""
+    cells = int(rows["cell"].nunique())
+    behind = rows["verdict"].eq("lower") & rows["run"].ne(rows["over_run"])
+    first = str(rows.drop_duplicates("cell")["over_run"].value_counts(sort=True).index[0])
+    others = rows[rows["run"] != first]
+    reference = rows[rows["run"] == first].set_index("cell")["output_tok_s"]
+    points = "the one point compared" if cells == 1 else f"all {cells:,} points compared"
+    everywhere = bool(rows["over_run"].eq(first).all() and behind[others.index].all())
+    if everywhere:
+        times = others.assign(times=others["cell"].map(reference) / others["output_tok_s"])
+        text = f"{first} is ahead at equal layout and load, with {_format_times(times, cells, 'the output of')}, at {points}"
+    else:
+        known = others[others["cell"].isin(reference.index)]
+        times = known.assign(times=known["output_tok_s"] / known["cell"].map(reference))
+        text = (
+            f"no engine is ahead at every equal layout and load: of {format_count(cells, 'point')}, {_count_leaders(rows)}; "
+            f"output over that of {first}: {_format_times(times, cells)}"
+        )
+    return (
+        f"{text} ({_format_cells(rows)}){findings.format_slo_aside(rows)}, {format_launches(rows)}{_format_power(rows)}"
+    )
+
+
+def _format_times(rows: pd.DataFrame, cells: int, of: str = "") -> str:
+    """Return `1.19–1.41 times the output of vLLM 0.26.0 and 1.21–1.44 times that of SGLang 0.5.17`."""
+    clauses = []
+    for run, own in rows.groupby("run", sort=False):
+        some = [] if len(own) == cells else [format_count(len(own), "point")]
+        times = f"{format_value_range(own['times'], '{:.2f}')} times"
+        if of:
+            clauses.append(f"{times} {of} {run}" + "".join(f" ({text})" for text in some))
+            of = "that of"
+        else:
+            clauses.append(f"{times} ({', '.join([str(run), *some])})")
+    return format_list(clauses)
+
+
+def _count_leaders(rows: pd.DataFrame) -> str:
+    """Return at how many points each engine is ahead, and at how many none is."""
+    ahead: dict[str, int] = {}
+    for _, own in rows.groupby("cell", sort=False):
+        level = own[(own["verdict"] != "lower") | (own["run"] == own["over_run"])]
+        name = f"{level['run'].iloc[0]} is ahead" if len(level) == 1 else f"none is {launch_bands.BY_MORE}"
+        ahead[name] = ahead.get(name, 0) + 1
+    return format_list([f"{name} at {count:,}" for name, count in ahead.items()])
+
+
+def _format_cells(rows: pd.DataFrame) -> str:
+    """Return `tp2 and tp2·dcp2, 8–32 requests of 16,000 tokens`."""
+    layouts = words.list_unique(rows["layout"])
+    named = format_list(layouts) if len(layouts) <= MAX_LAYOUTS else f"{len(layouts)} layouts"
+    if (rows["load_arrival"] != CLOSED).any():
+        return f"{named}, {format_count(rows['sent'].nunique(), 'load')}"
+    clients, lengths = rows["concurrency"], rows["input_typical"]
+    of = f" of {_format_range(lengths)} tokens" if lengths.notna().all() else ""
+    return f"{named}, {_format_range(clients)} {'request' if clients.max() == 1 else 'requests'}{of}"
+
+
+def _format_range(values: pd.Series[Any]) -> str:
+    return "–".join(dict.fromkeys(f"{end:,.0f}" for end in (values.min(), values.max())))
+
+
+def format_launches(rows: pd.DataFrame) -> str:
+    """Return in how many launches the points were measured: `in one launch each`, with the exceptions by engine."""
+    least = int(rows["launches"].min())
+    text = launch_bands.IN_ONE_LAUNCH if least <= 1 else f"in {least} launches each"
+    more = rows[rows["launches"] > least]
+    if len(more) == len(rows) or more.empty:
+        return text
+    clauses = []
+    for (run, launches), own in more.groupby(["run", "launches"], sort=False):
+        total = int((rows["run"] == run).sum())
+        where = "" if len(own) == total else f" at {len(own):,} of {format_count(total, 'point')}"
+        clauses.append(f"{launches} of {run}{where}")
+    return f"{text} ({format_list(clauses)})"
+
+
+def _format_power(rows: pd.DataFrame) -> str:
+    """Return which engines were limited by power or heat, and of which the clocks are not known."""
+    slowed = rows["throttle_reasons"].ne("") | marks.find_throttled(rows)
+    unknown = rows["sm_clock_mhz_min"].isna() & ~slowed
+    runs = words.list_unique(rows["run"])
+    limited = [run for run in runs if slowed[rows["run"] == run].any()]
+    hidden = [run for run in runs if unknown[rows["run"] == run].any()]
+    power = (
+        not len(rows[slowed]) or rows["throttle_reasons"][slowed].map(lambda text: text in ("", "sw_power_cap")).all()
+    )
+    by = "limited by power" if power else "with lowered clocks"
+    parts = []
+    if limited:
+        some = "all" if limited == runs else format_list(limited)
+        parts.append(f"{some} {by}")
+    if hidden:
+        parts.append(f"the clocks of {format_list(hidden)} were not recorded")
+    return f"; {' and '.join(parts)}" if parts else ""
+
+
+def _describe_dcp(frames: Frames, *, same_conditions: bool) -> list[str]:
+    """Return, for each model and mode, the output and the KV capacity of DCP over the same layout without it.
+
+    `same_conditions`: True if the sentence before these states the conditions of all points.
+    """
+    ratios = frames.findings.ratios
+    known = ratios[ratios["ratio"].notna()] if len(ratios) else ratios
+    if known.empty:
+        return ["No engine ran a layout both with DCP and without it, so nothing here says what DCP gains or costs."]
+    sentences = []
+    pairs = [own for _, own in known.groupby(["model", "mode", "layout"], sort=False)]
+    scopes = len({(own["model"].iloc[0], own["mode"].iloc[0]) for own in pairs})
+    for own in pairs[:MAX_LAYOUTS]:
+        where = f"{own['model'].iloc[0]}, {own['mode'].iloc[0]}: inside" if scopes > 1 else "Inside"
+        layout, plain = own["layout"].iloc[0], findings.list_without_dcp(own)[0]
+        engines = [(run, rows) for run in _list_names(frames) if len(rows := own[own["run"] == run])]
+        gains = [f"{_format_gain(rows)} ({run}{_format_level(rows)})" for run, rows in engines]
+        how = "under the same conditions" if same_conditions else f"{format_launches(own)}{_format_power(own)}"
+        held = _format_capacity(frames, str(own["model"].iloc[0]), str(layout))
+        sentences.append(
+            f"{where} each engine, {layout} gives {format_list(gains)} the output of {plain}, {how}{held}."
+        )
+    return sentences
+
+
+def _list_names(frames: Frames) -> list[str]:
+    return [engine.run.name for engine in frames.engines]
+
+
+def _format_gain(rows: pd.DataFrame) -> str:
+    best = rows.sort_values("ratio", ascending=False, kind="stable").drop_duplicates("same_load")
+    return f"{format_value_range(best['ratio'], '{:.2f}')} times"
+
+
+def _format_level(rows: pd.DataFrame) -> str:
+    """Return `, not distinguishable` if no ratio differs from 1 by more than launches may."""
+    return "" if rows["verdict"].isin(["higher", "lower"]).any() else f", {launch_bands.NOT_DISTINGUISHABLE}"
+
+
+def _format_capacity(frames: Frames, model: str, layout: str) -> str:
+    """Return `; it holds 2.00 (dcpbench) and 1.99 (SGLang 0.5.17) times the KV tokens of tp2`."""
+    kv = frames.kv
+    own = kv[(kv["model"] == model) & (kv["layout"] == layout) & kv["capacity_ratio"].notna()] if len(kv) else kv
+    if own.empty:
+        return ""
+    ratios = dict(zip(own["run"], own["capacity_ratio"], strict=True))
+    texts = [f"{ratios[run]:.2f} ({run})" for run in _list_names(frames) if run in ratios]
+    return f"; it holds {format_list(texts)} times the KV tokens of tp{own['tp'].iloc[0]}"
+
+
+def format_bullets(frames: Frames) -> list[str]:
+    """Return the latencies of the engines at the same points, over those of the engine that is ahead most often."""
+    rows = compare_engines(frames).rows
+    bullets = []
+    for _, own in rows.groupby(SCOPE, sort=False, dropna=False) if len(rows) else ():
+        first = str(own.drop_duplicates("cell")["over_run"].value_counts(sort=True).index[0])
+        reference = own[own["run"] == first].set_index("cell")
+        others = own[(own["run"] != first) & own["cell"].isin(reference.index)]
+        clauses = []
+        for name in LATENCIES:
+            times = others.assign(times=others[name].astype(float) / others["cell"].map(reference[name].astype(float)))
+            times = times[times["times"].notna()]
+            if len(times):
+                clauses.append(f"{METRIC[name].label} {_format_times(times, len(reference))}")
+        if clauses:
+            bullets.append(f"Latency over that of {first} at the same points: {'; '.join(clauses)}.")
+    return bullets[:MAX_SCOPES]
+
+
+def list_unknown(frames: Frames) -> str:
+    """Return of which engines the weights and the precision were not recorded; empty if they were of all."""
+    table = frames.everything
+    unknown = table[table["run"].isin(_list_names(frames)) & (table["dtype"] == UNKNOWN)]
+    names = words.list_unique(unknown["run"])
+    return f"weights and precision of {format_list(names)} not recorded" if names else ""
+
+
+def build_table(frames: Frames) -> Table:
+    """Build the table of all engines at each layout and load, with ratios over the fastest engine of each."""
+    rows = compare_engines(frames).rows
+    if rows.empty:
+        return Table("", [], [])
+    several = [name for name in ("model", "mode") if len(set(rows[name])) > 1]
+    columns: list[Column] = [
+        *make_text_columns(*several, "load", "layout"),
+        ("engine", "measured_engine"),
+        ("launches", lambda r: f"{r['launches']:,}"),
+        make_column(METRIC["output_tok_s"]),
+        ("× output", lambda r: format_ratio(r["ratio"], 2)),
+        make_column(METRIC["ttft_p50_ms"]),
+        ("× TTFT", lambda r: format_ratio(r["ttft_ratio"], 2)),
+        make_column(METRIC["itl_p50_ms"]),
+        ("× ITL", lambda r: format_ratio(r["itl_ratio"], 2)),
+        make_column(METRIC["kv_capacity_tokens"]),
+    ]
+    title = "Engines at equal layout and load; × is over the engine with the most output"
+    found = rows.rename(columns={"run": "measured_engine"})
+    return make_table(title, found, columns, text_columns=len(several) + 3, optional=("TTFT p50 ms", "× TTFT"))
