@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import numpy as np
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     Key = tuple[str, str]  # effect and server
     Test = tuple[Key, int]  # and the place of a length among those of the effect, -1 for all lengths together
 
+T = TypeVar("T")
 LEVEL = 0.001  # probability of a false alarm in a whole comparison
 CONFIDENCE = 0.95
 MAX_CHANCE_SHARE = 0.01  # share of prompts in which a server may differ from itself by chance beyond rounding
@@ -243,13 +244,18 @@ def find_next_length(report: Report, apart: int) -> int | None:
 
 def check_decides(prompts: int, rounds: int, lengths: int, servers: int) -> None:
     """Raise UsageError if no difference, however large, could be distinguished from chance by so few answers."""
-    if rounds < MIN_ROUNDS:
-        raise UsageError(f"--repeats {rounds} does not repeat anything; use --repeats {MIN_ROUNDS} or more.")
+    check_rounds(rounds)
     if not _can_decide(prompts, lengths, servers):
         enough = next(n for n in range(prompts, 1000) if _can_decide(n, lengths, servers))
         raise UsageError(
             f"with --num-prompts {prompts} no difference could be distinguished from chance; use --num-prompts {enough} or more."
         )
+
+
+def check_rounds(rounds: int) -> None:
+    """Raise UsageError for so few rounds that no request is repeated under the same conditions."""
+    if rounds < MIN_ROUNDS:
+        raise UsageError(f"--repeats {rounds} does not repeat anything; use --repeats {MIN_ROUNDS} or more.")
 
 
 def compute_upper_bound(count: int, total: int, confidence: float = CONFIDENCE) -> float:
@@ -279,23 +285,24 @@ def compute_fisher(a: int, of_a: int, b: int, of_b: int) -> float:
     return min(2 * min(sum(chances[: a + 1]), sum(chances[a:])), 1.0)
 
 
-def reject_by_holm(tests: dict[Test, float]) -> set[Test]:
-    """Return the tests that are significant at LEVEL together, by Holm's procedure."""
-    rejected: set[Test] = set()
+def reject_by_holm(tests: dict[T, float], level: float = LEVEL) -> set[T]:
+    """Return the tests that are significant at `level` together, by Holm's procedure."""
+    rejected: set[T] = set()
     for k, (key, p) in enumerate(sorted(tests.items(), key=lambda item: item[1])):
-        if p > LEVEL / (len(tests) - k):
+        if p > level / (len(tests) - k):
             break
         rejected.add(key)
     return rejected
 
 
+def compute_smallest_share(counts: Iterable[int]) -> float:
+    """Return the smallest share that shows at least once among the fewest observations, with a probability of CONFIDENCE."""
+    least = min(counts, default=0)
+    return 1 - (1 - CONFIDENCE) ** (1 / least) if least else 1.0
+
+
 def compute_detectable(comparisons: Sequence[Comparison]) -> Detectable:
     """Return the smallest shares that would have shown a difference in the effect that was seen least often."""
-
-    def compute_smallest_share(counts: Iterable[int]) -> float:
-        least = min(counts, default=0)
-        return 1 - (1 - CONFIDENCE) ** (1 / least) if least else 1.0
-
     groups = _group_comparisons(comparisons).values()
     return Detectable(
         prompts=compute_smallest_share(sum(c.prompts for c in of) for of in groups),

@@ -9,6 +9,8 @@
     dcp = "--decode-context-parallel-size {dcp}"
     [flags]                        # axes: each combination is a separate server
     max-num-seqs = [32, 64]
+    [variants]                     # further flags by name, for `verify --variant NAME`
+    eager = "--enforce-eager"
     [env]
     VLLM_LOGGING_LEVEL = "WARNING"
 
@@ -66,6 +68,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     layout: dict[str, str] = {}  # flags by the names in LAYOUT
     exchanges: list[str] = []  # exchanges of dcpbench that the engine has; empty: unknown
     flags: dict[str, Value | list[Value]] = {}  # further flags, without their dashes; a list is an axis
+    variants: dict[str, str] = {}  # flags of a server that `verify --variant NAME` adds, by name
     profiler: str = ""  # flags for a profiler that is started by HTTP and writes into the folder {traces}
     env: dict[str, str] = {}
 
@@ -199,6 +202,7 @@ PRESETS = {
             "nodes": "--nnodes {nnodes} --node-rank 0 --master-addr NODE0",
         },
         exchanges=["ag_rs", "a2a"],
+        variants={"eager": "--enforce-eager"},
         profiler="--profiler-config.profiler torch --profiler-config.torch_profiler_dir {traces}",
     ),
     SGLANG: Engine(
@@ -215,6 +219,7 @@ PRESETS = {
             "nodes": "--nnodes {nnodes} --node-rank 0 --dist-init-addr NODE0:29500",
         },
         exchanges=["ag_rs", "a2a"],
+        variants={"eager": "--disable-cuda-graph"},
     ),
 }
 """Presets by --engine. vLLM's tensor parallel degree is that of a replica; ours and SGLang's count all GPUs."""
