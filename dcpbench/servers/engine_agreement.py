@@ -297,7 +297,7 @@ def _add_counts(a: Count, b: Count) -> Count:
 
 
 def _list_tests(counts: Sequence[Count]) -> dict[Test, list[Count]]:
-    """Return the counts of each test. Repeats are tested over all prompts alone, as they give the share of chance."""
+    """Return the counts of each test. Repeats are tested only over all prompts, as they give the share of chance."""
     found: dict[Test, list[Count]] = {}
     for c in counts:
         keys: list[Test] = [(c.effect, "all", None)]
@@ -311,7 +311,7 @@ def _list_tests(counts: Sequence[Count]) -> dict[Test, list[Count]]:
 
 def _compute_p_value(test: Test, counts: Sequence[Count], chance: float) -> float:
     differing, prompts = sum(c.differing for c in counts), sum(c.prompts for c in counts)
-    share = MAX_CHANCE_SHARE if test[0] == REPEAT else min(2 * chance, 1.0)
+    share = {REPEAT: MAX_CHANCE_SHARE, SCORES: 2 * MAX_CHANCE_SHARE}.get(test[0], min(2 * chance, 1.0))
     return compute_tail(differing, prompts, share)
 
 
