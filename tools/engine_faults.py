@@ -51,7 +51,7 @@ CASES = {
     ),
     "every33": Case(
         flags="--fault every33",
-        options="--context 3,15,17,33,40,300 --concurrency 1,2 --num-prompts 12",
+        options="--context 40,300 --concurrency 1 --num-prompts 24",
         period=33,
     ),
     "page": Case(flags="--fault page", options="--context 15,16,17,64 --concurrency 1,2", smallest=(16, 1, "new")),

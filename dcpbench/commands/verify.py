@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from dcpbench.commands import options as opt
 from dcpbench.commands.command import Group, collect_typed, make_panel
 from dcpbench.errors import ExitCode
+from dcpbench.servers.edge_lengths import MAX_CONTEXT
 from dcpbench.show.terminal import make_console, print_stderr
 from dcpbench.show.text import format_count
 
@@ -35,11 +36,12 @@ class Layouts(opt.Layouts):
 
     tp: str | None = opt.LAYOUT(
         "Ranks of a layout. Default: the largest --dp times the largest --dcp; without any of the three, the six "
-        "layouts above."
+        "layouts above. With --engine: 1."
     )
     dp: str | None = opt.LAYOUT("Attention data parallel replicas inside tp. Default: every valid number.")
     dcp: str | None = opt.LAYOUT(
-        "Ranks that share the KV cache of one request; divides tp / dp. Default: every valid number."
+        "Ranks that share the KV cache of one request; divides tp / dp. Default: every valid number; with --engine 1 and "
+        "tp / dp."
     )
 
 
@@ -88,7 +90,7 @@ class Remote(Group):
     )
     max_context: int = SERVERS(
         "With --engine: maximum tokens of a prompt and its answer, for lengths that are not given.",
-        default=131_072,
+        default=MAX_CONTEXT,
         metavar="N",
         min=1,
     )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dcpbench.commands import runs
+from dcpbench.commands.verify import ANSWERS_FILE
 from dcpbench.errors import ExitCode, MissingPackageError, UsageError
 from dcpbench.launch import folders
 from dcpbench.plan import options as read
@@ -52,7 +53,6 @@ TAKEN = (
 )
 NEW_TOKENS = 16  # of an answer: later tokens of synthetic models are seldom compared, as answers have parted
 MIN_PROMPTS = 4  # default of --num-prompts
-ANSWERS_FILE = "answers.json"
 
 
 def compare_engines(remote: Remote, given: dict[str, object], load: Load, run: Run) -> int:

@@ -64,6 +64,11 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     tops: list[dict[str, float]] = []  # log-probabilities of the likeliest tokens at each place; empty if unknown
     cached_tokens: int | None = None  # prompt tokens that a prefix cache held; None if the server does not report it
 
+    @property
+    def has_ids(self) -> bool:
+        """Return whether `tokens` are ids and `names` their text: engines that give no ids are compared by text."""
+        return bool(self.names) and self.tokens != self.names
+
 
 class PromptAnswers(msgspec.Struct, frozen=True, kw_only=True):
     """All answers of one server to one prompt."""
@@ -169,7 +174,8 @@ def compare_pair(a: Answer, b: Answer, tolerance: float = TOLERANCE) -> Pair:
 
 def find_first_difference(a: Answer, b: Answer) -> int | None:
     """Return the index of the first token that differs, the end of an answer included; None if none does."""
-    for i, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=False)):
+    ours, theirs = (a.tokens, b.tokens) if a.has_ids == b.has_ids else (a.names or a.tokens, b.names or b.tokens)
+    for i, (x, y) in enumerate(zip(ours, theirs, strict=False)):
         if x != y:
             return i
     return None if len(a.tokens) == len(b.tokens) else min(len(a.tokens), len(b.tokens))
@@ -272,10 +278,23 @@ def compute_upper_bound(count: int, total: int, confidence: float = CONFIDENCE) 
 
 def compute_tail(count: int, total: int, share: float) -> float:
     """Return the probability that at least `count` of `total` happen, each with probability `share`."""
-    if count <= 0:
-        return 1.0
-    terms = (math.comb(total, k) * share**k * (1 - share) ** (total - k) for k in range(count, total + 1))
-    return min(math.fsum(terms), 1.0)
+    if count <= 0 or share >= 1.0:
+        return float(count <= total)
+    if share <= 0.0 or count > total:
+        return 0.0
+    if count <= total * share:  # the other side is shorter, and this one is not small
+        return max(1.0 - _sum_binomial(0, count - 1, total, share), 0.0)
+    return _sum_binomial(count, total, total, share)
+
+
+def _sum_binomial(first: int, last: int, total: int, share: float) -> float:
+    """Return the probability of `first` to `last` of `total`, from logarithms: coefficients exceed a float from 1,030 on."""
+    k = np.arange(first, last + 1)
+    start = math.lgamma(total + 1) - math.lgamma(first + 1) - math.lgamma(total - first + 1)
+    steps = np.log(total - k[:-1]) - np.log(k[1:])
+    coefficients = start + np.concatenate([[0.0], np.cumsum(steps)])
+    terms = np.exp(coefficients + k * math.log(share) + (total - k) * math.log1p(-share))
+    return min(math.fsum(terms.tolist()), 1.0)
 
 
 def compute_fisher(a: int, of_a: int, b: int, of_b: int) -> float:

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 SCORES = "scores"  # effect: log-probabilities of the tokens of a prompt
 OWN_EFFECTS = (REPEAT, CACHE, BATCH)
-BASE_DIFFERS, NO_ANSWERS = "base differs", "no answers"  # further reasons for no verdict
+BASE_DIFFERS = "base differs"  # further reason for no verdict
 NOISE_FACTOR = 4.0  # a difference of this many times a server's own noise is beyond rounding
 MIN_PERIODIC = 4  # wrong requests from which a period is derived
 

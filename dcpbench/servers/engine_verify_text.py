@@ -165,7 +165,7 @@ def _format_finding(finding: Finding, judgement: Judgement, base: SettingResult)
             f"It {_format_effect_name(finding.effect, base)}: {count}. {smallest} It shows at {_format_shown(finding)}."
         )
     often = (
-        f"every {finding.period}. request is wrong"
+        f"one request in {finding.period} is wrong, at regular places"
         if finding.period
         else "there are no conditions under which most prompts differ"
     )
@@ -236,8 +236,10 @@ def _format_failure(result: SettingResult, failure: Failure) -> list[str]:
     if failure.stage == START:
         head = f"{result.name}: {result.verdict}, as {reason}."
     else:
-        where = f" with {_format_cell(failure.cell)}" if failure.cell is not None else ", before the first prompt"
-        head = f"{result.name}: {result.verdict}. It fails at request {result.requests:,}{where}: {reason}."
+        where = "before the first prompt"
+        if failure.cell is not None:
+            where = f"at request {result.requests:,} with {_format_cell(failure.cell)}"
+        head = f"{result.name}: {result.verdict}. It fails {where}: {reason}."
     log = [f"    {line}" for line in failure.lines]
     advice = (
         f"Read {result.log}; then try flags that avoid it in an engine's file or as a variant, for example --variant "

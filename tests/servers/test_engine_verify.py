@@ -6,6 +6,7 @@ import json
 import math
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -413,6 +414,10 @@ class TestReport:
         report = EngineReport(results=[failures[ANSWER]], not_run=["y"], seed=1, new_tokens=16)
         assert report.verdict == FAILED
         text = format_report(report)
+        before = msgspec.structs.replace(failures[ANSWER].failure, cell=None)
+        early = msgspec.structs.replace(failures[ANSWER], failure=before)
+        first = format_report(EngineReport(results=[early], not_run=[], seed=1, new_tokens=16))[0]
+        assert first.startswith("x: FAILED. It fails before the first prompt: it ended with exit code 1")
         assert "fails at request 49 with a prompt of 17 tokens, batch size 1, shared prefix" in text[0]
         assert text[2:4] == ["    capturing CUDA graphs", "    RuntimeError: shape"]
         assert "Read servers/0-x.log" in text[4]
@@ -498,6 +503,23 @@ def test_long_prompts_are_left_out_with_a_sentence(tmp_path: Path) -> None:
     assert any("longer than the 100 that engine tp2 takes" in line for line in found["text"])
     _, found = run_verify(tmp_path, "--max-num-batched-tokens 70", *words, "--max-context", "60")
     assert found["results"][0]["lengths"][-1] == 17
+
+
+def test_two_engines_are_compared_in_the_same_layouts(tmp_path: Path) -> None:
+    """The second one differs at dcp 2, and gives its prompts' log-probabilities as SGLang does."""
+    other = tmp_path / "other"
+    other.mkdir()
+    path = write_engine_file(other, "--api sglang --fault page")
+    path.write_text(path.read_text().replace('"engine"', '"other"', 1))
+    words = ("--engine", str(path), "--dcp", "1,2", "--context", "16,17", "--concurrency", "1,2")
+    code, found = run_verify(tmp_path, "", *words)
+    assert (code, found["verdict"]) == (1, DIFFER)
+    assert {one["name"]: one["verdict"] for one in found["results"]} == {
+        "engine tp2": CONSISTENT,
+        "engine tp2·dcp2": AGREE,
+        "other tp2": AGREE,
+        "other tp2·dcp2": DIFFER,
+    }
 
 
 @pytest.mark.parametrize("api", ["sglang", "openai"])
