@@ -76,7 +76,9 @@ def compare_engines(remote: Remote, given: dict[str, object], load: Load, run: R
 
 def _make_check(remote: Remote, given: dict[str, object], load: Load, run: Run) -> EngineCheck:
     """Return the comparison that the options describe. Raise UsageError for invalid ones."""
-    runs.check_run(run, remote=True)
+    read.check_seconds("--timeout", run.timeout, 300)
+    if run.gpu is not None or run.gpus is not None:
+        raise UsageError("--gpu and --gpus plan for dcpbench's own engine; leave them out with --engine.")
     if remote.url:
         raise UsageError("--engine starts servers, and --url compares servers that run already; leave one of them out.")
     if wrong := [format_flag(name) for name in given if name not in TAKEN]:

@@ -43,6 +43,7 @@ LAST_LINES, MAX_LINE = 10, 500  # lines of a log that are quoted, and characters
 ENDING_S = 5.0  # time in which a server that broke off an answer may end
 BUDGET_FLAGS = ("--max-num-batched-tokens", "--chunked-prefill-size")
 BUDGET_IN_LOG = re.compile(r"(?:max_num_batched_tokens|chunked_prefill_size)=(\d+)")
+UNCHECKED_LENGTH = 16_384  # maximum length by default for a server that does not report its maximum context
 PAGE_FACTS = ("block_size", "page_size")  # of vLLM and of SGLang
 
 
@@ -207,7 +208,8 @@ class _Run:
             edges = choose_edges(check, info, words, log)
             wanted, _ = split_lengths(list_lengths(edges, tokens), check.max_context - tokens)
         self._max_model_len = longest
-        self._lengths, self._left_out = split_lengths(wanted, wanted[-1] if longest is None else longest - tokens)
+        most = longest - tokens if longest is not None else wanted[-1] if check.typed_lengths else UNCHECKED_LENGTH
+        self._lengths, self._left_out = split_lengths(wanted, most)
         return self._lengths
 
     def _judge(self, answers: CollectedAnswers) -> Judgement:

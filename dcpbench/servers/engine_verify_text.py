@@ -78,13 +78,21 @@ def format_report(report: EngineReport) -> list[str]:
         lines.append(
             f"Not started, as the first setting gave no answers to compare with: {format_list(report.not_run)}."
         )
-    if left_out := next((result for result in report.results if result.left_out), None):
-        longer = _format_values([f"{n:,}" for n in left_out.left_out])
-        lines.append(
-            f"Prompts of {longer} tokens were left out: with {report.new_tokens} new tokens they are longer than the "
-            f"{left_out.max_model_len or 0:,} that {left_out.name} takes (its --max-model-len or --context-length)."
-        )
+    lines += [_format_left_out(result, report.new_tokens) for result in report.results if result.left_out][:1]
     return lines
+
+
+def _format_left_out(result: SettingResult, new_tokens: int) -> str:
+    longer = _format_values([f"{n:,}" for n in result.left_out])
+    if result.max_model_len is None:
+        return (
+            f"Prompts of {longer} tokens were left out, as {result.name} does not report its maximum context; name lengths that it "
+            "takes with --context."
+        )
+    return (
+        f"Prompts of {longer} tokens were left out: with {new_tokens} new tokens they are longer than the "
+        f"{result.max_model_len:,} that {result.name} takes (its --max-model-len or --context-length)."
+    )
 
 
 def _format_effect(judgement: Judgement | None, effect: str) -> str:
@@ -119,7 +127,8 @@ def _format_setting(result: SettingResult, base: SettingResult) -> list[str]:
         found = [_format_finding(first, judgement, base), *_format_further(others, base)]
         return [f"{result.name}: {judgement.verdict}. {' '.join(found)}"]
     if judgement.undecided:
-        return [f"{result.name}: {judgement.verdict}: {'; '.join(DOUBTS[doubt] for doubt in judgement.undecided)}."]
+        doubts = "; ".join(DOUBTS[doubt] for doubt in judgement.undecided)
+        return [f"{result.name}: {judgement.verdict}: {doubts}. {_format_detectable(judgement)}"]
     return [f"{result.name}: {judgement.verdict}. {_format_agreement(result, judgement, base)}"]
 
 
@@ -129,21 +138,27 @@ def _format_agreement(result: SettingResult, judgement: Judgement, base: Setting
     batches = _format_values([str(n) for n in sorted({cell.batch for cell in cells})])
     what = "Its answers repeat" if result is base else f"It answers as {base.name} does"
     ties = sum(c.near_ties for c in judgement.counts)
-    found = judgement.detectable
     text = [
         (
-            f"{what}, apart from rounding (up to {judgement.tolerance:.2g} in log-probability), at {len(result.lengths)} lengths of prompts from "
-            f"{result.lengths[0]:,} to {result.lengths[-1]:,} tokens and batch sizes {batches}; {format_count(ties, 'near-tie')}."
+            f"{what}, apart from rounding (up to {judgement.tolerance:.2g} in log-probability), at "
+            f"{format_count(len(result.lengths), 'length')} of prompts from {result.lengths[0]:,} to {result.lengths[-1]:,} tokens and "
+            f"batch sizes {batches}; {format_count(ties, 'near-tie')}."
         ),
-        (
-            f"A difference in {found.prompts:.2%} of prompts ({found.prompts_of_a_length:.0%} of those of one length), or in "
-            f"{found.tokens:.3%} of tokens, would have been seen with {CONFIDENCE:.0%} confidence; {judgement.coverage:.0%} of tokens were compared."
-        ),
+        _format_detectable(judgement),
     ]
     if not judgement.logprobs:
         text.append("The server gives no log-probabilities: answers were compared by their tokens alone.")
     text.append(_format_hits(result.hit_tokens))
     return " ".join(text)
+
+
+def _format_detectable(judgement: Judgement) -> str:
+    found = judgement.detectable
+    return (
+        f"A difference in {found.prompts:.2%} of prompts ({found.prompts_of_a_length:.0%} of those of one length), or in "
+        f"{found.tokens:.3%} of tokens, would have been seen with {CONFIDENCE:.0%} confidence; {judgement.coverage:.0%} of tokens were "
+        "compared."
+    )
 
 
 def _format_hits(hit_tokens: int | None) -> str:

@@ -55,7 +55,7 @@ class DcpEngine:
         if path == "/health":
             _write_json(writer, {})
         elif path == "/v1/models":
-            card = {"id": "m", "max_model_len": self.given.max_model_len}
+            card = {"id": "m"} | ({"max_model_len": self.given.max_model_len} if self.given.max_model_len else {})
             _write_json(writer, {"object": "list", "data": [card]})
         elif method == "POST" and path == "/v1/completions":
             await self._complete(writer, json.loads(body))

@@ -501,6 +501,9 @@ def test_long_prompts_are_left_out_with_a_sentence(tmp_path: Path) -> None:
     assert result["lengths"][-1] == 71
     assert result["left_out"] == [127, 128, 129, 32762, 131066]
     assert any("longer than the 100 that engine tp2 takes" in line for line in found["text"])
+    _, found = run_verify(tmp_path, "--max-num-batched-tokens 70 --max-model-len 0", *words)
+    assert found["results"][0]["left_out"] == [32762, 131066]
+    assert any("does not report its maximum context; name lengths" in line for line in found["text"])
     _, found = run_verify(tmp_path, "--max-num-batched-tokens 70", *words, "--max-context", "60")
     assert found["results"][0]["lengths"][-1] == 17
 
@@ -547,6 +550,8 @@ def test_prompts_that_another_engine_refuses_are_undecided(tmp_path: Path) -> No
             ["--engine", "vllm", "--model", "m", "--page-size", "64"],
             "--page-size is an option of dcpbench's own engine",
         ),
+        (["--engine", "vllm", "--model", "m", "--gpu", "H200"], "leave them out with --engine"),
+        (["--engine", "vllm", "--model", "m", "--timeout", "0"], "--timeout"),
         (["--engine", "vllm", "--model", "m", "--repeats", "1"], "use --repeats 2 or more"),
         (["--engine", "vllm", "--model", "m", "--max-context", "16"], "use 17 or more"),
         (["--engine", "vllm", "--model", "m", "--tp", "4", "--dcp", "3"], "--dcp 3"),
