@@ -83,7 +83,7 @@ class PromptScorer:
         return []
 
     async def _fetch_vllm(self, prompt: np.ndarray) -> list[float]:
-        body = self.prompt_format.encode_body(prompt, 1, stream=False, prompt_logprobs=0)
+        body = self.prompt_format.encode_body(prompt, 1, stream=False, prompt_logprobs=1)
         request = msgspec.json.decode(body)
         request.pop("stream_options", None)
         data = await self._send(PATHS[COMPLETIONS], request, len(prompt))
