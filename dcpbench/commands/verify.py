@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from dcpbench.commands import options as opt
 from dcpbench.commands.command import Group, collect_typed, make_panel
 from dcpbench.errors import ExitCode
+from dcpbench.servers.edge_lengths import MAX_CONTEXT
 from dcpbench.show.terminal import make_console, print_stderr
 from dcpbench.show.text import format_count
 
@@ -22,10 +23,11 @@ if TYPE_CHECKING:
     from dcpbench.servers.conditions import CacheUse
 
 NEW_TOKENS, SERVERS_TOKENS = 8, 32
+SERVERS_PROMPTS = 12  # default of --num-prompts with --url
 ANSWERS_FILE = "answers.json"
 USUAL = ((1, 1, 1), (2, 1, 1), (2, 1, 2), (4, 1, 2), (4, 1, 4), (4, 2, 2))
 """Default layouts, as (tp, dp, dcp)."""
-SERVERS = make_panel("Running servers")
+SERVERS = make_panel("Servers")
 USUAL_LOAD = {"concurrency": "4", "context": "37"}
 
 
@@ -34,11 +36,12 @@ class Layouts(opt.Layouts):
 
     tp: str | None = opt.LAYOUT(
         "Ranks of a layout. Default: the largest --dp times the largest --dcp; without any of the three, the six "
-        "layouts above."
+        "layouts above. With --engine: 1."
     )
     dp: str | None = opt.LAYOUT("Attention data parallel replicas inside tp. Default: every valid number.")
     dcp: str | None = opt.LAYOUT(
-        "Ranks that share the KV cache of one request; divides tp / dp. Default: every valid number."
+        "Ranks that share the KV cache of one request; divides tp / dp. Default: every valid number; with --engine 1 and "
+        "tp / dp."
     )
 
 
@@ -55,26 +58,57 @@ class Load(Group):
         "With --checkpoint: JSON lists of token ids. Default: seeded random prompts of uneven lengths.", metavar="FILE"
     )
     new_tokens: int | None = opt.LOAD(
-        "With --checkpoint or --url: greedy tokens compared. Default: 8; 32 with --url.", metavar="N", min=1
+        "With --checkpoint, --url or --engine: greedy tokens compared. Default: 8; 32 with --url; 16 with --engine.",
+        metavar="N",
+        min=1,
     )
-    concurrency: str | None = opt.LOAD("With --checkpoint: random prompts. Default: 4.", metavar="N")
+    concurrency: str | None = opt.LOAD(
+        "With --checkpoint: random prompts. Default: 4. With --engine: sizes of batches; default: 1,2,8,33,64.",
+        metavar="N",
+    )
     context: str | None = opt.LOAD(
         "Length of the longest request; the others are shorter, so that shards are uneven. Default: 37. With --url: lengths "
-        "of prompts; default: 64, 128, … as far as the servers take them, to 32,768.",
+        "of prompts; default: 64, 128, … as far as the servers take them, to 32,768. With --engine: lengths; default: the edges "
+        "of pages, of interleaving over dcp, of tiles and of prefill chunks, powers of two, 32k and 128k.",
         metavar="TOKENS",
     )
 
 
 class Remote(Group):
-    """Hold the options for running servers that are compared instead of dcpbench's own engine."""
+    """Hold the options for servers that are compared instead of dcpbench's own engine."""
+
+    engine: list[str] | None = SERVERS(
+        "Start servers of this engine, one for each layout of --tp, --dp and --dcp, and compare the greedy answers of each with "
+        "those of the first: vllm, sglang, or a .toml file with its command and flags (docs/servers.md). --model names the model to "
+        "serve. Given twice, both engines are compared, each in all layouts.",
+        metavar="NAME",
+    )
+    variant: list[str] | None = SERVERS(
+        "With --engine: also compare the last layout with these flags added to its command, such as 'eager=--enforce-eager', or with "
+        "a variant of the engine's file by its name. vllm and sglang have eager (no CUDA graphs). Can be given several times.",
+        metavar="NAME[=FLAGS]",
+    )
+    max_context: int = SERVERS(
+        "With --engine: maximum tokens of a prompt and its answer, for lengths that are not given.",
+        default=MAX_CONTEXT,
+        metavar="N",
+        min=1,
+    )
+    start_timeout: float = SERVERS(
+        "With --engine: time after which a server that accepts no requests has failed.",
+        default=1800.0,
+        metavar="SECONDS",
+    )
 
     url: list[str] | None = SERVERS(
         "Compare the greedy answers of two servers, A and B: give it twice. Each server is also compared with itself: when a prompt "
         "is asked again (prefix cache), and in a batch. Given once, the server is compared with itself alone.",
         metavar="URL",
     )
-    num_prompts: int = SERVERS(
-        "Prompts of each length, which are also the size of a batch.", default=12, metavar="N", min=1
+    num_prompts: int | None = SERVERS(
+        "Prompts of each length, which with --url are also the size of a batch. Default: 12; with --engine 4, and whole batches.",
+        metavar="N",
+        min=1,
     )
     repeats: int = SERVERS(
         "Rounds in which each prompt is asked again, alone and then in a batch.", default=2, metavar="N", min=1
@@ -112,8 +146,8 @@ def verify(layouts: Layouts, load: Load, how: opt.How, remote: Remote, run: Run)
     With --tp: every valid layout of that many ranks. Ends with 1 if any check is wrong, with 4 if none is but some
     points could not be checked.
 
-    With --url: ends with 0 if the answers agree (of one server: if it answers the same again), with 1 if they differ, and
-    with 3 if that could not be decided.
+    With --url or --engine: ends with 0 if the answers agree (of one server: if it answers the same again), with 1 if they
+    differ or a server fails at a request, and with 3 if that could not be decided.
 
     For example:
 
@@ -126,6 +160,10 @@ def verify(layouts: Layouts, load: Load, how: opt.How, remote: Remote, run: Run)
       dcpbench verify --checkpoint ~/models/deepseek-v2-lite --tp 4 --dcp 4
 
       dcpbench verify --url http://127.0.0.1:8000 --url http://127.0.0.1:8001
+
+      dcpbench verify --engine vllm --model /models/v3 --tp 8 --dcp 1,8 --exchange ag_rs,a2a --variant eager
+
+      dcpbench verify --engine vllm --engine sglang --model /models/v3 --tp 8 --dcp 1
     """
     import msgspec
 
@@ -136,6 +174,12 @@ def verify(layouts: Layouts, load: Load, how: opt.How, remote: Remote, run: Run)
     from dcpbench.plan.spec import PARSERS, make_spec
     from dcpbench.points.shapes import check_checkpoint
 
+    if remote.engine:
+        from dcpbench.commands.verify_engines import compare_engines
+
+        return compare_engines(remote, collect_typed(layouts, how, load), load, run)
+    if remote.variant:
+        raise UsageError("--variant needs an engine that is started; add for example --engine vllm.")
     if remote.url:
         return _compare_servers(remote, collect_typed(layouts, how), load, run)
     runs.check_run(run)
@@ -183,7 +227,7 @@ def _compare_servers(remote: Remote, own: dict[str, object], load: Load, run: Ru
     if runs.is_elsewhere():
         return 0
     questions = Questions(
-        prompts=remote.num_prompts,
+        prompts=remote.num_prompts or SERVERS_PROMPTS,
         tokens=load.new_tokens or SERVERS_TOKENS,
         rounds=remote.repeats,
         seed=secrets.randbits(32) if remote.seed is None else remote.seed,
@@ -229,7 +273,7 @@ def _read_servers(
     for context in contexts or ():
         read.check_positive("context", context)
     lengths = len(contexts or choose_contexts(None, None, load.new_tokens or SERVERS_TOKENS))
-    check_decides(remote.num_prompts, remote.repeats, lengths, len(urls))
+    check_decides(remote.num_prompts or SERVERS_PROMPTS, remote.repeats, lengths, len(urls))
     headers, extra_body = parse_headers(remote.header or ()), parse_extra_body(remote.extra_body, greedy=True)
     key = load_api_key(remote.api_key_env)
     return [Target.from_url(url, key=key, headers=headers, timeout_s=run.timeout) for url in urls], contexts, extra_body

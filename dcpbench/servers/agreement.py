@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import numpy as np
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     Key = tuple[str, str]  # effect and server
     Test = tuple[Key, int]  # and the place of a length among those of the effect, -1 for all lengths together
 
+T = TypeVar("T")
 LEVEL = 0.001  # probability of a false alarm in a whole comparison
 CONFIDENCE = 0.95
 MAX_CHANCE_SHARE = 0.01  # share of prompts in which a server may differ from itself by chance beyond rounding
@@ -62,6 +63,11 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: list[float] = []  # of the tokens; empty if unknown
     tops: list[dict[str, float]] = []  # log-probabilities of the likeliest tokens at each place; empty if unknown
     cached_tokens: int | None = None  # prompt tokens that a prefix cache held; None if the server does not report it
+
+    @property
+    def has_ids(self) -> bool:
+        """Return whether `tokens` are ids and `names` their text: engines that give no ids are compared by text."""
+        return bool(self.names) and self.tokens != self.names
 
 
 class PromptAnswers(msgspec.Struct, frozen=True, kw_only=True):
@@ -168,7 +174,8 @@ def compare_pair(a: Answer, b: Answer, tolerance: float = TOLERANCE) -> Pair:
 
 def find_first_difference(a: Answer, b: Answer) -> int | None:
     """Return the index of the first token that differs, the end of an answer included; None if none does."""
-    for i, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=False)):
+    ours, theirs = (a.tokens, b.tokens) if a.has_ids == b.has_ids else (a.names or a.tokens, b.names or b.tokens)
+    for i, (x, y) in enumerate(zip(ours, theirs, strict=False)):
         if x != y:
             return i
     return None if len(a.tokens) == len(b.tokens) else min(len(a.tokens), len(b.tokens))
@@ -243,13 +250,18 @@ def find_next_length(report: Report, apart: int) -> int | None:
 
 def check_decides(prompts: int, rounds: int, lengths: int, servers: int) -> None:
     """Raise UsageError if no difference, however large, could be distinguished from chance by so few answers."""
-    if rounds < MIN_ROUNDS:
-        raise UsageError(f"--repeats {rounds} does not repeat anything; use --repeats {MIN_ROUNDS} or more.")
+    check_rounds(rounds)
     if not _can_decide(prompts, lengths, servers):
         enough = next(n for n in range(prompts, 1000) if _can_decide(n, lengths, servers))
         raise UsageError(
             f"with --num-prompts {prompts} no difference could be distinguished from chance; use --num-prompts {enough} or more."
         )
+
+
+def check_rounds(rounds: int) -> None:
+    """Raise UsageError for so few rounds that no request is repeated under the same conditions."""
+    if rounds < MIN_ROUNDS:
+        raise UsageError(f"--repeats {rounds} does not repeat anything; use --repeats {MIN_ROUNDS} or more.")
 
 
 def compute_upper_bound(count: int, total: int, confidence: float = CONFIDENCE) -> float:
@@ -266,10 +278,23 @@ def compute_upper_bound(count: int, total: int, confidence: float = CONFIDENCE) 
 
 def compute_tail(count: int, total: int, share: float) -> float:
     """Return the probability that at least `count` of `total` happen, each with probability `share`."""
-    if count <= 0:
-        return 1.0
-    terms = (math.comb(total, k) * share**k * (1 - share) ** (total - k) for k in range(count, total + 1))
-    return min(math.fsum(terms), 1.0)
+    if count <= 0 or share >= 1.0:
+        return float(count <= total)
+    if share <= 0.0 or count > total:
+        return 0.0
+    if count <= total * share:  # the other side is shorter, and this one is not small
+        return max(1.0 - _sum_binomial(0, count - 1, total, share), 0.0)
+    return _sum_binomial(count, total, total, share)
+
+
+def _sum_binomial(first: int, last: int, total: int, share: float) -> float:
+    """Return the probability of `first` to `last` of `total`, from logarithms: coefficients exceed a float from 1,030 on."""
+    k = np.arange(first, last + 1)
+    start = math.lgamma(total + 1) - math.lgamma(first + 1) - math.lgamma(total - first + 1)
+    steps = np.log(total - k[:-1]) - np.log(k[1:])
+    coefficients = start + np.concatenate([[0.0], np.cumsum(steps)])
+    terms = np.exp(coefficients + k * math.log(share) + (total - k) * math.log1p(-share))
+    return min(math.fsum(terms.tolist()), 1.0)
 
 
 def compute_fisher(a: int, of_a: int, b: int, of_b: int) -> float:
@@ -279,23 +304,24 @@ def compute_fisher(a: int, of_a: int, b: int, of_b: int) -> float:
     return min(2 * min(sum(chances[: a + 1]), sum(chances[a:])), 1.0)
 
 
-def reject_by_holm(tests: dict[Test, float]) -> set[Test]:
-    """Return the tests that are significant at LEVEL together, by Holm's procedure."""
-    rejected: set[Test] = set()
+def reject_by_holm(tests: dict[T, float], level: float = LEVEL) -> set[T]:
+    """Return the tests that are significant at `level` together, by Holm's procedure."""
+    rejected: set[T] = set()
     for k, (key, p) in enumerate(sorted(tests.items(), key=lambda item: item[1])):
-        if p > LEVEL / (len(tests) - k):
+        if p > level / (len(tests) - k):
             break
         rejected.add(key)
     return rejected
 
 
+def compute_smallest_share(counts: Iterable[int]) -> float:
+    """Return the smallest share that shows at least once among the fewest observations, with a probability of CONFIDENCE."""
+    least = min(counts, default=0)
+    return 1 - (1 - CONFIDENCE) ** (1 / least) if least else 1.0
+
+
 def compute_detectable(comparisons: Sequence[Comparison]) -> Detectable:
     """Return the smallest shares that would have shown a difference in the effect that was seen least often."""
-
-    def compute_smallest_share(counts: Iterable[int]) -> float:
-        least = min(counts, default=0)
-        return 1 - (1 - CONFIDENCE) ** (1 / least) if least else 1.0
-
     groups = _group_comparisons(comparisons).values()
     return Detectable(
         prompts=compute_smallest_share(sum(c.prompts for c in of) for of in groups),

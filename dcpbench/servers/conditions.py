@@ -84,7 +84,7 @@ async def compare_servers(
             found += compare_length(context, answers, questions.tolerance)
         after = [await server_info.fetch_counters(client) for client in clients]
         counts = [now.compute_increase(then)["cached_tokens"] for now, then in zip(after, before, strict=True)]
-        return found, [CacheUse(hit_tokens=_count_hits(*of)) for of in zip(counts, cached, strict=True)]
+        return found, [CacheUse(hit_tokens=count_hits(*of)) for of in zip(counts, cached, strict=True)]
     finally:
         for client in clients:
             client.close()
@@ -144,7 +144,7 @@ async def _make_side(client: Client, questions: Questions, *, text: bool = False
     return Side(client, prompt_format, card.max_model_len)
 
 
-def _count_hits(counter: int | None, answers: Sequence[int | None]) -> int | None:
+def count_hits(counter: int | None, answers: Sequence[int | None]) -> int | None:
     """Return the tokens of prefix-cache hits: by the server's counter, else by the usage of its answers."""
     if counter is not None:
         return counter

@@ -12,6 +12,8 @@
     dummy = "--load-format dummy"
     [flags]                        # axes: each combination is a separate server
     max-num-seqs = [32, 64]
+    [variants]                     # further flags by name, for `verify --variant NAME`
+    eager = "--enforce-eager"
     [env]
     VLLM_LOGGING_LEVEL = "WARNING"
 
@@ -70,6 +72,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     exchanges: list[str] = []  # exchanges that the engine has, by its names; empty: unknown
     flags: dict[str, Value | list[Value]] = {}  # further flags, without their dashes; a list is an axis
     weights: dict[str, str] = {}  # flags by the values of --weights, SYNTHETIC and DUMMY
+    variants: dict[str, str] = {}  # flags of a server that `verify --variant NAME` adds, by name
     profiler: str = ""  # flags for a profiler that is started by HTTP and writes into the folder {traces}
     env: dict[str, str] = {}
 
@@ -237,6 +240,7 @@ PRESETS = {
         },
         exchanges=["ag_rs", "a2a", "fi_a2a"],
         weights={SYNTHETIC: "--load-format dcpbench", DUMMY: "--load-format dummy"},
+        variants={"eager": "--enforce-eager"},
         profiler="--profiler-config.profiler torch --profiler-config.torch_profiler_dir {traces}",
     ),
     SGLANG: Engine(
@@ -254,6 +258,7 @@ PRESETS = {
         },
         exchanges=["ag_rs", "a2a", "fi_a2a"],
         weights={SYNTHETIC: "--load-format dummy", DUMMY: "--load-format dummy"},
+        variants={"eager": "--disable-cuda-graph"},
     ),
 }
 """Presets by --engine. vLLM's tensor parallel degree is that of a replica; ours and SGLang's count all GPUs."""

@@ -126,6 +126,14 @@ class TestPairs:
         named = Answer(tokens=["b"], names=["b"], logprobs=[-1.0])
         assert compare_pair(one, named).kind == TOKEN
 
+    def test_token_ids_of_one_server_are_compared_with_the_text_of_another_by_text(self) -> None:
+        """Not every engine returns ids."""
+        ids = Answer(
+            tokens=["7", "8"], names=["a", "b"], logprobs=[-1.0] * 2, tops=[{"a": -1.0}, {"b": -1.0, "c": -4.0}]
+        )
+        assert compare_pair(ids, answer("ab")).kind == SAME
+        assert (compare_pair(ids, answer("ac")).kind, compare_pair(ids, answer("ac")).first) == (TOKEN, 1)
+
     def test_an_answer_that_ends_earlier_differs_at_its_end(self) -> None:
         """There is no token to say how likely it was."""
         found = compare_pair(answer("ab"), answer("abc"))
@@ -316,6 +324,13 @@ class TestStatistics:
         assert compute_tail(3, 3, 0.5) == pytest.approx(0.125)
         assert compute_tail(2, 3, 0.5) == pytest.approx(0.5)
         assert compute_tail(0, 3, 0.5) == 1.0
+        assert (compute_tail(4, 3, 0.5), compute_tail(3, 3, 1.0), compute_tail(1, 3, 0.0)) == (0.0, 1.0, 0.0)
+
+    def test_binomial_tails_of_many_prompts(self) -> None:
+        """Binomial coefficients of more than 1,029 prompts exceed a float. Values of scipy.stats.binom.sf."""
+        assert compute_tail(300, 9000, 0.02) == pytest.approx(9.083776164433871e-17)
+        assert compute_tail(40, 5000, 0.01) == pytest.approx(0.9363766892389094)
+        assert compute_upper_bound(0, 9000) == pytest.approx(1 - 0.05 ** (1 / 9000))
         assert compute_upper_bound(0, 60) == pytest.approx(1 - 0.05 ** (1 / 60))
         assert compute_upper_bound(0, 0) == compute_upper_bound(5, 5) == 1.0
         assert 1 - compute_tail(3, 40, compute_upper_bound(2, 40)) == pytest.approx(0.05)

@@ -1,0 +1,203 @@
+"""Compare settings of engines that are started here: `dcpbench verify --engine`."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from dcpbench.commands import runs
+from dcpbench.commands.verify import ANSWERS_FILE
+from dcpbench.errors import ExitCode, MissingPackageError, UsageError
+from dcpbench.launch import folders
+from dcpbench.plan import options as read
+from dcpbench.points.names import EXCHANGES, FP8, UNKNOWN, format_flag
+from dcpbench.points.redaction import format_command_line
+from dcpbench.servers.agreement import DIFFER, UNDECIDED, check_rounds
+from dcpbench.servers.client import Target, load_api_key
+from dcpbench.servers.edge_answers import EdgeQuestions
+from dcpbench.servers.edge_lengths import BATCHES
+from dcpbench.servers.engine_settings import Grid, list_all_settings, make_layouts
+from dcpbench.servers.engine_verify import FAILED, EngineCheck, verify_engines
+from dcpbench.servers.engine_verify_text import format_report, make_table
+from dcpbench.servers.presets import resolve_engine
+from dcpbench.servers.prompts import ENDPOINTS
+from dcpbench.servers.request_options import parse_extra_body, parse_headers
+from dcpbench.show.terminal import ProgressLine, make_console, print_stderr
+from dcpbench.show.whole_files import write_file
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from dcpbench.commands.verify import Load, Remote, Run
+    from dcpbench.points.layout import Layout
+    from dcpbench.servers.engine_settings import Setting
+    from dcpbench.servers.engine_verify import EngineReport
+
+TAKEN = (
+    "tp",
+    "dp",
+    "dcp",
+    "ep",
+    "exchange",
+    "q_replicate",
+    "kv_dtype",
+    "interleave",
+    "model",
+    "new_tokens",
+    "concurrency",
+    "context",
+)
+NEW_TOKENS = 16  # of an answer: later tokens of synthetic models are seldom compared, as answers have parted
+MIN_PROMPTS = 4  # default of --num-prompts
+
+
+def compare_engines(remote: Remote, given: dict[str, object], load: Load, run: Run) -> int:
+    """Start the settings, compare their answers, print the verdicts, and return the exit code."""
+    check = _make_check(remote, given, load, run)
+    if runs.is_elsewhere():
+        return 0
+    commands = [format_command_line(setting.make_command(check.model, 0)) for setting in check.settings]
+    if run.dry_run:
+        _print_plan(check.settings, commands, run)
+        return 0
+    _check_programs(check.settings, check.model)
+    folders.make_folder(check.folder)
+    with ProgressLine() as line, folders.convert_write_errors(check.folder):
+        report = verify_engines(check, line)
+    _show_report(report, check.folder, run)
+    return {DIFFER: ExitCode.WRONG, FAILED: ExitCode.WRONG, UNDECIDED: ExitCode.NO_ANSWER}.get(
+        report.verdict, ExitCode.OK
+    )
+
+
+def _make_check(remote: Remote, given: dict[str, object], load: Load, run: Run) -> EngineCheck:
+    """Return the comparison that the options describe. Raise UsageError for invalid ones."""
+    read.check_seconds("--timeout", run.timeout, 300)
+    if run.gpu is not None or run.gpus is not None:
+        raise UsageError("--gpu and --gpus plan for dcpbench's own engine; leave them out with --engine.")
+    if remote.url:
+        raise UsageError("--engine starts servers, and --url compares servers that run already; leave one of them out.")
+    if wrong := [format_flag(name) for name in given if name not in TAKEN]:
+        raise UsageError(f"{wrong[0]} is an option of dcpbench's own engine; leave it out, or --engine.")
+    if not load.model:
+        raise UsageError("--engine needs --model: a folder, or a name that the engine knows.")
+    read.check_known("endpoint", remote.endpoint, ENDPOINTS)
+    read.check_seconds("--start-timeout", remote.start_timeout, 1800)
+    check_rounds(remote.repeats)
+    engines = [resolve_engine(name, None) for name in remote.engine or ()]
+    layouts = _read_layouts(given)
+    settings = list_all_settings(engines, _make_grid(given, load.model, layouts), remote.variant or ())
+    tokens = load.new_tokens or NEW_TOKENS
+    if remote.max_context <= tokens:
+        raise UsageError(
+            f"--max-context {remote.max_context} has no place for a prompt and {tokens} new tokens; use {tokens + 1} or more."
+        )
+    names = "-".join(engine.name for engine in engines)
+    headers, extra_body = parse_headers(remote.header or ()), parse_extra_body(remote.extra_body, greedy=True)
+    key = load_api_key(remote.api_key_env)
+    return EngineCheck(
+        settings=settings,
+        model=load.model,
+        questions=EdgeQuestions(
+            batches=_read_numbers("concurrency", load.concurrency) or BATCHES,
+            prompts=remote.num_prompts or MIN_PROMPTS,
+            tokens=tokens,
+            rounds=remote.repeats,
+            seed=secrets.randbits(32) if remote.seed is None else remote.seed,
+            endpoint=remote.endpoint,
+            extra_body=extra_body,
+        ),
+        target=Target.from_url("http://127.0.0.1:1", key=key, headers=headers, timeout_s=run.timeout),
+        typed_lengths=_read_numbers("context", load.context),
+        max_context=remote.max_context,
+        tolerance=remote.tolerance,
+        start_timeout_s=remote.start_timeout,
+        folder=run.output or folders.choose_folder(f"verify-{names}", tuple(dict.fromkeys(x.tp for x in layouts))),
+    )
+
+
+def _read_layouts(given: dict[str, object]) -> list[Layout]:
+    """Return the layouts. Without --dcp they are dcp 1 and the largest dcp of each tp."""
+    degrees = {name: read.parse_ints(name, given[name]) for name in ("tp", "dp", "dcp") if name in given}
+    tps, dps = degrees.get("tp", (1,)), degrees.get("dp", (1,))
+    for name, values in degrees.items():
+        for value in values:
+            read.check_positive(name, value)
+    if "dcp" in degrees:
+        return make_layouts({"tp": tps, "dp": dps, "dcp": degrees["dcp"]})
+    return [
+        layout
+        for tp in tps
+        for dp in dps
+        for layout in make_layouts({"tp": (tp,), "dp": (dp,), "dcp": tuple(dict.fromkeys((1, max(tp // dp, 1))))})
+    ]
+
+
+def _make_grid(given: dict[str, object], model: str, layouts: Sequence[Layout]) -> Grid:
+    exchanges = read.parse_names("exchange", given["exchange"]) if "exchange" in given else ()
+    for exchange in exchanges:
+        read.check_known("exchange", exchange, EXCHANGES)
+    kv_dtype = str(given.get("kv_dtype", ""))
+    if kv_dtype not in ("", FP8):
+        raise UsageError(f"--kv-dtype {kv_dtype}: with --engine it is fp8, or left out for the engine's default.")
+    interleave = int(str(given.get("interleave", 1)))
+    read.check_positive("interleave", interleave)
+    return Grid(
+        model=model,
+        layouts=layouts,
+        exchanges=exchanges,
+        ep=read.parse_degrees("ep", given["ep"])[0] if "ep" in given else UNKNOWN,
+        kv_dtype=kv_dtype,
+        q_replicate=bool(given.get("q_replicate", False)),
+        interleave=interleave,
+    )
+
+
+def _read_numbers(name: str, text: str | None) -> list[int] | None:
+    """Return the numbers of a comma list in rising order; None without the option."""
+    if text is None:
+        return None
+    found = sorted(set(read.parse_ints(name, text)))
+    for value in found:
+        read.check_positive(name, value)
+    return found
+
+
+def _check_programs(settings: Sequence[Setting], model: str) -> None:
+    """Raise MissingPackageError if the program of an engine is not installed."""
+    for setting in settings:
+        program = setting.make_command(model, 0)[0]
+        if shutil.which(program, path=setting.engine.env.get("PATH")) is None:
+            raise MissingPackageError(
+                f"{setting.engine.name} cannot be started: there is no program {program} here; install it, or begin PATH with "
+                "the folder that holds it."
+            )
+
+
+def _print_plan(settings: Sequence[Setting], commands: Sequence[str], run: Run) -> None:
+    """Print the command of each setting, without starting any."""
+    if run.as_json:
+        runs.print_json({"settings": [{"name": s.name, "command": c} for s, c in zip(settings, commands, strict=True)]})
+        return
+    for setting, command in zip(settings, commands, strict=True):
+        print_stderr(f"{setting.name}: {command}")
+
+
+def _show_report(report: EngineReport, folder: Path, run: Run) -> None:
+    """Write the facts into the output folder, and print them as JSON or as a table with the verdicts."""
+    facts: dict[str, Any] = {"verdict": report.verdict, **msgspec.to_builtins(report)}
+    for row, result in zip(facts["results"], report.results, strict=True):
+        row["verdict"] = result.verdict
+    write_file(folder / ANSWERS_FILE, msgspec.json.format(msgspec.json.encode(facts), indent=1) + b"\n")
+    if run.as_json:
+        runs.print_json(facts | {"text": format_report(report), "folder": str(folder)})
+        return
+    terminal = make_console()
+    terminal.print(make_table(report))
+    for sentence in format_report(report):
+        terminal.print(sentence, soft_wrap=True, markup=False, highlight=False)
+    print_stderr(f"{report.verdict}. Output: {folder}")

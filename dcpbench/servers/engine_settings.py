@@ -1,0 +1,136 @@
+"""List the settings of engines that `dcpbench verify --engine` compares: layouts, exchanges and variants. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import shlex
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dcpbench.errors import UsageError
+from dcpbench.points.engines import format_settings, make_engine_load, make_engine_point
+from dcpbench.points.layout import Layout
+from dcpbench.points.names import CUT, UNKNOWN, WHOLE
+from dcpbench.points.redaction import register_command_line
+from dcpbench.servers.presets import PRESETS
+from dcpbench.show.text import format_list
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from dcpbench.points.point import Point
+    from dcpbench.servers.presets import Engine
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Describe a server that is started: an engine, a layout with its exchange, and further flags."""
+
+    engine: Engine
+    point: Point
+    variant: str = ""
+    flags: tuple[str, ...] = ()  # words that are added to the command
+    settings: Mapping[str, str] = dataclasses.field(default_factory=dict)  # values of the lists in the file's [flags]
+
+    @property
+    def name(self) -> str:
+        """Return the name in tables, such as `vllm tp2·dcp2 a2a eager`."""
+        exchange = "" if self.point.dcp <= 1 or self.point.exchange == UNKNOWN else self.point.exchange
+        return " ".join(filter(None, (self.engine.name, str(self.point.layout), exchange, self.variant)))
+
+    def make_command(self, model: str, port: int) -> list[str]:
+        """Return the command line of the server. Raise UsageError if the engine cannot run it."""
+        return [*self.engine.make_command(self.point, self.settings, model, port), *self.flags]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Grid:
+    """Describe the layouts that are compared, as the options give them."""
+
+    model: str
+    layouts: Sequence[Layout]
+    exchanges: Sequence[str] = ()  # of layouts with dcp; empty: the engine's default
+    ep: str = UNKNOWN
+    kv_dtype: str = ""
+    q_replicate: bool = False
+    interleave: int = 1
+
+
+def list_all_settings(engines: Sequence[Engine], grid: Grid, variants: Sequence[str]) -> list[Setting]:
+    """Return all settings; the others are compared with the first. Variants run in the last layout of each engine.
+
+    Raise UsageError for a variant that an engine does not have.
+    """
+    found: list[Setting] = []
+    for engine in engines:
+        points = [point for layout in grid.layouts for point in _list_points(engine, layout, grid)]
+        combinations = list(zip(engine.list_labels(), engine.list_settings(), strict=True))
+        usual = combinations[0][1]
+        found += [Setting(engine=engine, point=point, settings=usual) for point in points]
+        last = functools.partial(Setting, engine=engine, point=points[-1])
+        found += [last(variant=format_settings(label), settings=values) for label, values in combinations[1:]]
+        own = _read_variants(engine, variants, len(engines))
+        found += [last(variant=name, flags=tuple(flags), settings=usual) for name, flags in own.items()]
+    for setting in found:
+        setting.make_command(grid.model, 1)
+    if repeated := [one.name for i, one in enumerate(found) if one.name in [other.name for other in found[:i]]]:
+        raise UsageError(f"{repeated[0]} is listed twice; name each engine, layout and variant once.")
+    return found
+
+
+def _list_points(engine: Engine, layout: Layout, grid: Grid) -> list[Point]:
+    """Return the points of a layout: one for each exchange if its ranks share the KV cache."""
+    ep = str(layout.tp) if grid.ep == WHOLE else grid.ep
+    if ep == UNKNOWN and layout.dp > 1 and engine.name in PRESETS:
+        ep = CUT  # vLLM and SGLang split experts over all ranks unless they are given their flag for expert parallel
+    point = make_engine_point(
+        model=grid.model,
+        layout={"tp": layout.tp, "dp": layout.dp, "dcp": layout.dcp},
+        ep=ep,
+        backend=engine.name,
+        load=make_engine_load(requests=1, input_tokens="1", output_tokens="1"),
+        concurrency=1,
+        context=1,
+        precision={"kv_dtype": grid.kv_dtype} if grid.kv_dtype else {},
+    )
+    point = msgspec.structs.replace(point, q_replicate=grid.q_replicate, interleave=grid.interleave)
+    if layout.dcp <= 1 or not grid.exchanges:
+        return [point]
+    return [msgspec.structs.replace(point, exchange=exchange) for exchange in grid.exchanges]
+
+
+def _read_variants(engine: Engine, variants: Sequence[str], engines: int) -> dict[str, list[str]]:
+    """Return the flags of each --variant: NAME of the engine's own, or NAME=FLAGS."""
+    found: dict[str, list[str]] = {}
+    for text in variants:
+        name, equals, flags = text.partition("=")
+        if equals and engines > 1:
+            raise UsageError(
+                f"--variant {name}=… with {engines} engines: flags belong to one engine; write them into [variants] of its file, "
+                f"and give --variant {name}."
+            )
+        if not equals and name not in engine.variants:
+            known = format_list(sorted(engine.variants)) or "none"
+            raise UsageError(
+                f"--variant {name}: {engine.name} has no such variant (it has {known}); write for example "
+                f"--variant {name or 'eager'}=--enforce-eager."
+            )
+        if not name or name in found:
+            raise UsageError(
+                f"--variant {text}: each variant needs a name of its own, as in --variant eager=--enforce-eager."
+            )
+        try:
+            found[name] = shlex.split(flags if equals else engine.variants[name])
+        except ValueError as e:
+            raise UsageError(f"--variant {text}: {e}; close its quotes.") from e
+        register_command_line(found[name])
+    return found
+
+
+def make_layouts(degrees: Mapping[str, Sequence[int]]) -> list[Layout]:
+    """Return all combinations of tp, dp and dcp in the given order. Raise LayoutError for degrees that do not divide."""
+    names = list(degrees)
+    return [Layout(**dict(zip(names, values, strict=True))) for values in itertools.product(*degrees.values())]

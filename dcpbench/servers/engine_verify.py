@@ -1,0 +1,253 @@
+"""Start one server for each setting of engines in turn, collect its answers, and compare them with those of the first. No torch."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import re
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dcpbench.errors import DcpbenchError, UsageError
+from dcpbench.points.redaction import format_command_line, redact
+from dcpbench.servers.agreement import AGREE, CONSISTENT, DIFFER, LEVEL, UNDECIDED
+from dcpbench.servers.edge_answers import Cell, Collector, decode_answers
+from dcpbench.servers.edge_lengths import CHUNK, PAGES, Edges, list_lengths, split_lengths
+from dcpbench.servers.engine_agreement import (
+    Count,
+    Judgement,
+    compute_tolerance,
+    count_between,
+    count_own,
+    judge_setting,
+)
+from dcpbench.servers.launch import Server, find_free_port
+from dcpbench.show.text import make_printable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from dcpbench.servers.client import Target
+    from dcpbench.servers.edge_answers import CollectedAnswers, EdgeQuestions, PromptBase
+    from dcpbench.servers.engine_settings import Setting
+    from dcpbench.servers.info import ServerInfo
+
+START, PROMPTS, ANSWER = "start", "prompts", "answer"  # what failed: the start, the form of prompts, or a request
+LOGS = "servers"  # folder with the logs of servers
+FAILED = "FAILED"  # verdict: a server that starts fails at a request
+LAST_LINES, MAX_LINE = 10, 500  # lines of a log that are quoted, and characters of each
+ENDING_S = 5.0  # time in which a server that broke off an answer may end
+BUDGET_FLAGS = ("--max-num-batched-tokens", "--chunked-prefill-size")
+BUDGET_IN_LOG = re.compile(r"(?:max_num_batched_tokens|chunked_prefill_size)=(\d+)")
+UNCHECKED_LENGTH = 16_384  # maximum length by default for a server that does not report its maximum context
+PAGE_FACTS = ("block_size", "page_size")  # of vLLM and of SGLang
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """A server that did not start, or did not answer a request."""
+
+    stage: str  # START, PROMPTS or ANSWER
+    ended: bool  # whether its process ended
+    reason: str
+    cell: Cell | None  # conditions of the request; None before the first
+    lines: list[str]  # the last lines of its log
+
+
+class SettingResult(msgspec.Struct, frozen=True, kw_only=True):
+    """A setting, and what became of it."""
+
+    name: str
+    command: str
+    log: str
+    start_s: float | None = None  # time until it took requests
+    requests: int = 0
+    hit_tokens: int | None = None  # prefix-cache hits; None if the server does not report them
+    lengths: list[int] = []  # of the prompts that it answered
+    left_out: list[int] = []  # lengths that are longer than its maximum context
+    max_model_len: int | None = None
+    failure: Failure | None = None
+    judgement: Judgement | None = None  # None if it did not answer
+
+    @property
+    def verdict(self) -> str:
+        """Return the verdict: one that does not start cannot be judged."""
+        if self.judgement is not None:
+            return self.judgement.verdict
+        return FAILED if self.failure is not None and self.failure.stage == ANSWER else UNDECIDED
+
+
+class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
+    """All settings, the first of which the others are compared with."""
+
+    results: list[SettingResult]
+    not_run: list[str]  # settings that were not started, as the first one failed
+    seed: int
+    new_tokens: int
+
+    @property
+    def verdict(self) -> str:
+        """Return the verdict on all settings together."""
+        verdicts = {result.verdict for result in self.results} | ({UNDECIDED} if self.not_run else set())
+        if wrong := [verdict for verdict in (DIFFER, FAILED, UNDECIDED) if verdict in verdicts]:
+            return wrong[0]
+        return AGREE if len(self.results) > 1 else CONSISTENT
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineCheck:
+    """Describe a comparison of settings."""
+
+    settings: Sequence[Setting]
+    model: str
+    questions: EdgeQuestions
+    target: Target  # the port is replaced
+    typed_lengths: Sequence[int] | None
+    max_context: int
+    tolerance: float
+    start_timeout_s: float
+    folder: Path
+
+
+def verify_engines(check: EngineCheck, tell: Callable[[str], None]) -> EngineReport:
+    """Start and question all settings, one after another, and judge them. After a failure of the first, no other is started."""
+    run = _Run(check, tell)
+    for number, setting in enumerate(check.settings):
+        run.question_setting(number, setting)
+        if number == 0 and run.results[0].judgement is None:
+            break
+    return EngineReport(
+        results=run.results,
+        not_run=[setting.name for setting in check.settings[len(run.results) :]],
+        seed=check.questions.seed,
+        new_tokens=check.questions.tokens,
+    )
+
+
+def choose_edges(check: EngineCheck, info: ServerInfo, words: Sequence[str], log: str) -> Edges:
+    """Return the edges of the first server: its pages and token budget where its command, its log or its reports have them."""
+    points = [setting.point for setting in check.settings]
+    pages = {int(info.facts[name]) for name in PAGE_FACTS if info.facts.get(name, "").isdecimal()}
+    return Edges(
+        dcp=tuple(sorted({point.dcp for point in points})),
+        interleave=max((point.interleave for point in points), default=1) or 1,
+        pages=tuple(sorted({*PAGES, *pages} - {0})),
+        chunk=find_token_budget(words, log) or CHUNK,
+    )
+
+
+def find_token_budget(words: Sequence[str], log: str) -> int | None:
+    """Return the prompt tokens of a step, from the flags of a server or from its log; None if both leave them out."""
+    for flag, value in itertools.pairwise(words):
+        if flag in BUDGET_FLAGS and value.isdecimal() and int(value):
+            return int(value)
+    found = [int(match[1]) for match in BUDGET_IN_LOG.finditer(log) if int(match[1])]
+    return found[-1] if found else None
+
+
+class _Run:
+    """Question settings one after another; keep the answers of the first."""
+
+    def __init__(self, check: EngineCheck, tell: Callable[[str], None]) -> None:
+        self.check, self.tell = check, tell
+        self.results: list[SettingResult] = []
+        self._base: CollectedAnswers | None = None
+        self._prompts: PromptBase | None = None
+        self._base_counts: list[Count] = []
+        self._lengths: list[int] = []
+        self._left_out: list[int] = []
+        self._max_model_len: int | None = None
+
+    def question_setting(self, number: int, setting: Setting) -> None:
+        """Start the server of a setting, collect its answers, end it, and append the result."""
+        port = find_free_port()
+        words = setting.make_command(self.check.model, port)
+        log = _choose_log_path(self.check.folder, f"{number}-{setting.name}")
+        result = SettingResult(name=setting.name, command=format_command_line(words), log=str(log))
+        target = dataclasses.replace(self.check.target, port=port)
+        collector = Collector(target, self.check.questions, lambda note: self.tell(f"{setting.name}: {note}"))
+        with Server(words, log, setting.engine.env, port, setting.engine.ready) as server:
+            stage = START
+            try:
+                waited = server.wait_until_ready(
+                    self.check.start_timeout_s, lambda note: self.tell(f"{setting.name}: {note}")
+                )
+                stage, result = ANSWER, msgspec.structs.replace(result, start_s=waited)
+                choose = lambda info, longest: self._choose_lengths(info, longest, words, server.read_log())  # noqa: E731
+                answers, self._prompts = asyncio.run(collector.collect(self._prompts, choose))
+            except DcpbenchError as e:
+                result = self._add_facts(result, collector.sent)
+                stage = PROMPTS if isinstance(e, UsageError) else stage
+                failure = _make_failure(server, stage, str(e), collector.cell)
+                self.results.append(msgspec.structs.replace(result, failure=failure))
+                return
+        self.tell(f"{setting.name}: comparing")
+        result = msgspec.structs.replace(self._add_facts(result, answers.requests), hit_tokens=answers.hit_tokens)
+        self.results.append(msgspec.structs.replace(result, judgement=self._judge(answers)))
+
+    def _add_facts(self, result: SettingResult, requests: int) -> SettingResult:
+        return msgspec.structs.replace(
+            result,
+            requests=requests,
+            lengths=self._lengths,
+            left_out=self._left_out,
+            max_model_len=self._max_model_len,
+        )
+
+    def _choose_lengths(self, info: ServerInfo, longest: int | None, words: Sequence[str], log: str) -> list[int]:
+        """Return the lengths of prompts: those of the first server, as far as this one takes them."""
+        check, tokens = self.check, self.check.questions.tokens
+        if self._base is not None:
+            wanted = list(self._base.lengths)
+        elif check.typed_lengths:
+            wanted = sorted(set(check.typed_lengths))
+        else:
+            edges = choose_edges(check, info, words, log)
+            wanted, _ = split_lengths(list_lengths(edges, tokens), check.max_context - tokens)
+        self._max_model_len = longest
+        most = longest - tokens if longest is not None else wanted[-1] if check.typed_lengths else UNCHECKED_LENGTH
+        self._lengths, self._left_out = split_lengths(wanted, most)
+        return self._lengths
+
+    def _judge(self, answers: CollectedAnswers) -> Judgement:
+        """Compare the answers of a server with each other and with those of the first."""
+        base = self._base or answers
+        tolerance = compute_tolerance(self.check.tolerance, base.scored, answers.scored)
+        own, between = [], []
+        for length, data in answers.lengths.items():
+            found = decode_answers(data)
+            own += count_own(found, tolerance)
+            if self._base is not None:
+                between += count_between(decode_answers(base.lengths[length]), found, tolerance)
+        first = self._base is None
+        judgement = judge_setting(
+            own,
+            None if first else between,
+            self._base_counts,
+            tolerance=tolerance,
+            base_verdict=CONSISTENT if first else self.results[0].verdict,
+            level=LEVEL / len(self.check.settings),
+        )
+        if first:
+            self._base, self._base_counts = answers, own
+        return judgement
+
+
+def _make_failure(server: Server, stage: str, message: str, cell: Cell | None) -> Failure:
+    """Return the failure of a server; one that ends shortly after an answer broke off gave its reason in the log."""
+    until = time.monotonic() + (ENDING_S if stage == ANSWER else 0.0)
+    while not (ended := server.exit_reason) and time.monotonic() < until:
+        time.sleep(0.1)
+    lines = [make_printable(redact(line))[:MAX_LINE] for line in server.read_log().splitlines() if line.strip()]
+    reason = f"the server died: {ended}" if ended and stage == ANSWER else message
+    return Failure(stage=stage, ended=bool(ended), reason=reason, cell=cell, lines=lines[-LAST_LINES:])
+
+
+def _choose_log_path(folder: Path, name: str) -> Path:
+    """Return a new log file for a server."""
+    plain = "".join(c if c.isalnum() or c in "-_.=" else "_" for c in name)[:120]
+    paths = (folder / LOGS / f"{plain}{f'-{n}' if n else ''}.log" for n in itertools.count())
+    return next(path for path in paths if not path.exists())

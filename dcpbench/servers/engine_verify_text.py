@@ -1,0 +1,263 @@
+"""Format the comparison of engines' settings (engine_verify.py): the table, and the sentences of the verdicts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from dcpbench.servers.agreement import (
+    BATCH,
+    CACHE,
+    CONFIDENCE,
+    DIFFER,
+    FEW_TOKENS,
+    MIN_COVERAGE,
+    RARE,
+    REPEAT,
+    SERVERS,
+    UNATTRIBUTED,
+)
+from dcpbench.servers.edge_answers import AGAIN, NEW, SHARED
+from dcpbench.servers.engine_agreement import BASE_DIFFERS, SCORES
+from dcpbench.servers.engine_verify import PROMPTS, START
+from dcpbench.show.numbers import format_short_number
+from dcpbench.show.text import format_count, format_list
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dcpbench.servers.edge_answers import Cell
+    from dcpbench.servers.engine_agreement import Finding, Judgement
+    from dcpbench.servers.engine_verify import EngineReport, Failure, SettingResult
+
+TITLES = {
+    REPEAT: "repeated",
+    CACHE: "cache hit",
+    BATCH: "in a batch",
+    SERVERS: "from the first",
+    SCORES: "prompt tokens",
+}
+CACHE_NAMES = {NEW: "prefix-cache misses", SHARED: "shared prefixes", AGAIN: "prefix-cache hits"}
+CELL_CACHES = {NEW: "prefix-cache miss", SHARED: "shared prefix", AGAIN: "prefix-cache hit"}
+DOUBTS = {
+    BASE_DIFFERS: "the first setting has no clean verdict, so agreement with it proves nothing",
+    RARE: "some answers differ beyond rounding, too few to be distinguished from chance; ask more with --num-prompts",
+    UNATTRIBUTED: "some answers differ, and no log-probabilities say whether those are near-ties",
+    FEW_TOKENS: f"answers part at near-ties before {MIN_COVERAGE:.0%} of their tokens could be compared; use a smaller --new-tokens",
+}
+MAX_LISTED = 6  # values that are listed one by one
+
+
+def make_table(report: EngineReport) -> Table:
+    """Return a table with a row for each setting, and a column for each effect."""
+    table = Table(
+        box=SIMPLE_HEAD,
+        title=f"Greedy answers, compared with {report.results[0].name}",
+        caption="Prompts that differ beyond rounding, of all prompts; near-ties in parentheses; ? unknown.",
+    )
+    table.add_column("setting")
+    for title in (*TITLES.values(), "verdict"):
+        table.add_column(title, justify="right")
+    for result in report.results:
+        cells = [_format_effect(result.judgement, effect) for effect in TITLES]
+        table.add_row(result.name, *cells, _format_outcome(result))
+    for name in report.not_run:
+        table.add_row(name, *[""] * len(TITLES), "not started")
+    return table
+
+
+def format_report(report: EngineReport) -> list[str]:
+    """Return the sentences below the table: one verdict for each setting, then what was covered."""
+    base = report.results[0]
+    lines = []
+    for result in report.results:
+        lines += _format_setting(result, base)
+    if report.not_run:
+        lines.append(
+            f"Not started, as the first setting gave no answers to compare with: {format_list(report.not_run)}."
+        )
+    lines += [_format_left_out(result, report.new_tokens) for result in report.results if result.left_out][:1]
+    return lines
+
+
+def _format_left_out(result: SettingResult, new_tokens: int) -> str:
+    longer = _format_values([f"{n:,}" for n in result.left_out])
+    if result.max_model_len is None:
+        return (
+            f"Prompts of {longer} tokens were left out, as {result.name} does not report its maximum context; name lengths that it "
+            "takes with --context."
+        )
+    return (
+        f"Prompts of {longer} tokens were left out: with {new_tokens} new tokens they are longer than the "
+        f"{result.max_model_len:,} that {result.name} takes (its --max-model-len or --context-length)."
+    )
+
+
+def _format_effect(judgement: Judgement | None, effect: str) -> str:
+    counts = [c for c in judgement.counts if c.effect == effect] if judgement else []
+    if not counts:
+        return ""
+    differing, prompts, ties, unknown = (
+        sum(getattr(c, name) for c in counts) for name in ("differing", "prompts", "near_ties", "unknown")
+    )
+    return f"{differing:,}/{prompts:,}{f' ({ties:,})' if ties else ''}{f' {unknown:,}?' if unknown else ''}"
+
+
+def _format_outcome(result: SettingResult) -> str:
+    if result.failure is None:
+        return result.verdict
+    return (
+        "did not start"
+        if result.failure.stage == START
+        else "prompts refused"
+        if result.failure.stage == PROMPTS
+        else "failed"
+    )
+
+
+def _format_setting(result: SettingResult, base: SettingResult) -> list[str]:
+    if result.failure is not None:
+        return _format_failure(result, result.failure)
+    judgement = result.judgement
+    assert judgement is not None
+    if judgement.verdict == DIFFER:
+        first, *others = judgement.findings
+        found = [_format_finding(first, judgement, base), *_format_further(others, base)]
+        return [f"{result.name}: {judgement.verdict}. {' '.join(found)}"]
+    if judgement.undecided:
+        doubts = "; ".join(DOUBTS[doubt] for doubt in judgement.undecided)
+        return [f"{result.name}: {judgement.verdict}: {doubts}. {_format_detectable(judgement)}"]
+    return [f"{result.name}: {judgement.verdict}. {_format_agreement(result, judgement, base)}"]
+
+
+def _format_agreement(result: SettingResult, judgement: Judgement, base: SettingResult) -> str:
+    """Return what was compared without a difference, and the smallest difference that would have been seen."""
+    cells = [c.cell for c in judgement.counts]
+    batches = _format_values([str(n) for n in sorted({cell.batch for cell in cells})])
+    what = "Its answers repeat" if result is base else f"It answers as {base.name} does"
+    ties = sum(c.near_ties for c in judgement.counts)
+    text = [
+        (
+            f"{what}, apart from rounding (up to {judgement.tolerance:.2g} in log-probability), at "
+            f"{format_count(len(result.lengths), 'length')} of prompts from {result.lengths[0]:,} to {result.lengths[-1]:,} tokens and "
+            f"batch sizes {batches}; {format_count(ties, 'near-tie')}."
+        ),
+        _format_detectable(judgement),
+    ]
+    if not judgement.logprobs:
+        text.append("The server gives no log-probabilities: answers were compared by their tokens alone.")
+    text.append(_format_hits(result.hit_tokens))
+    return " ".join(text)
+
+
+def _format_detectable(judgement: Judgement) -> str:
+    found = judgement.detectable
+    return (
+        f"A difference in {found.prompts:.2%} of prompts ({found.prompts_of_a_length:.0%} of those of one length), or in "
+        f"{found.tokens:.3%} of tokens, would have been seen with {CONFIDENCE:.0%} confidence; {judgement.coverage:.0%} of tokens were "
+        "compared."
+    )
+
+
+def _format_hits(hit_tokens: int | None) -> str:
+    if hit_tokens is None:
+        return "It does not report prefix-cache hits, so whether repeated prompts used its cache is unknown."
+    if not hit_tokens:
+        return "It reports no prefix-cache hit: its cache was not tested."
+    return f"It reports prefix-cache hits of {hit_tokens:,} tokens."
+
+
+def _format_finding(finding: Finding, judgement: Judgement, base: SettingResult) -> str:
+    """Return the smallest conditions that show a difference, what differs there, and where else it shows."""
+    count = f"{finding.differing:,} of {format_count(finding.prompts, 'prompt')}"
+    smallest = (
+        f"Smallest setting that shows it: {_format_cell(finding.smallest)}; {_format_example(finding, judgement)}."
+    )
+    if finding.lengths:
+        return (
+            f"It {_format_effect_name(finding.effect, base)}: {count}. {smallest} It shows at {_format_shown(finding)}."
+        )
+    often = (
+        f"one request in {finding.period} is wrong, at regular places"
+        if finding.period
+        else "there are no conditions under which most prompts differ"
+    )
+    return f"It {_format_effect_name(finding.effect, base)}: {count}. It is sporadic: {often}. {smallest}"
+
+
+def _format_further(findings: Sequence[Finding], base: SettingResult) -> list[str]:
+    """Return a sentence about findings other than the first."""
+    parts = [
+        f"{_format_effect_name(one.effect, base)} ({one.differing:,} of {format_count(one.prompts, 'prompt')})"
+        for one in findings
+    ]
+    return [f"It also {format_list(parts)}."] if parts else []
+
+
+def _format_effect_name(effect: str, base: SettingResult) -> str:
+    return {
+        SERVERS: f"answers differently from {base.name}",
+        SCORES: f"gives the tokens of prompts other log-probabilities than {base.name}",
+        REPEAT: "differs from itself when a request is repeated",
+        CACHE: "differs from itself when a prompt is asked again (prefix cache)",
+        BATCH: "differs from itself between answers in a batch and alone",
+    }[effect]
+
+
+def _format_cell(cell: Cell) -> str:
+    return f"a prompt of {format_count(cell.length, 'token')}, batch size {cell.batch}, {CELL_CACHES[cell.cache]}"
+
+
+def _format_example(finding: Finding, judgement: Judgement) -> str:
+    """Return the first differing position, the gap there, and that rounding does not explain it."""
+    if finding.first is None:
+        return (
+            f"log-probabilities of equal tokens are {format_short_number(finding.drift)} apart on average, and rounding explains "
+            f"{judgement.tolerance:.2g}"
+        )
+    return (
+        f"token {finding.first} of the answer is another one, {format_short_number(finding.gap)} apart in log-probability; a near-tie "
+        f"(up to {2 * judgement.tolerance:.2g}) does not explain it"
+    )
+
+
+def _format_shown(finding: Finding) -> str:
+    parts = [
+        ("prompts of", "tokens", [f"{n:,}" for n in finding.lengths], [f"{n:,}" for n in finding.clean_lengths]),
+        ("batch sizes", "", [str(n) for n in finding.batches], [str(n) for n in finding.clean_batches]),
+        ("", "", [CACHE_NAMES[c] for c in finding.caches], [CACHE_NAMES[c] for c in finding.clean_caches]),
+    ]
+    return "; ".join(
+        " ".join(filter(None, (before, _format_values(shown), after)))
+        + (f" (not {_format_values(clean)})" if clean else "")
+        for before, after, shown, clean in parts
+    )
+
+
+def _format_values(values: Sequence[str]) -> str:
+    """Return a few values as a list, many as their range."""
+    if len(values) <= MAX_LISTED:
+        return format_list(values)
+    return f"{values[0]} to {values[-1]} ({len(values)} values)"
+
+
+def _format_failure(result: SettingResult, failure: Failure) -> list[str]:
+    """Return what failed, the last lines of the log, and what to do next."""
+    reason = failure.reason.rstrip(".")
+    if failure.stage == PROMPTS:
+        return [f"{result.name}: {result.verdict}: {reason}."]
+    if failure.stage == START:
+        head = f"{result.name}: {result.verdict}, as {reason}."
+    else:
+        where = "before the first prompt"
+        if failure.cell is not None:
+            where = f"at request {result.requests:,} with {_format_cell(failure.cell)}"
+        head = f"{result.name}: {result.verdict}. It fails {where}: {reason}."
+    log = [f"    {line}" for line in failure.lines]
+    advice = (
+        f"Read {result.log}; then try flags that avoid it in an engine's file or as a variant, for example --variant "
+        "'other=--attention-backend triton', or leave this setting out."
+    )
+    return [head, "The last lines of its log:", *log, advice]

@@ -1,0 +1,186 @@
+"""A server that answers as a right or faulty engine with decode context parallelism does, for `verify --engine`.
+
+    python -m tests.servers.dcp_engine --port 8000 --dcp 2 --fault cache --noise
+
+Tokens follow from a hash of the prompt. A fault of FAULTS is present if --dcp is more than 1, or always with --fault-everywhere. With
+--noise logits are moved by rounding as in bf16: another way in each layout, and in a batch another way each time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import hashlib
+import itertools
+import json
+import math
+import os
+import random
+import sys
+from array import array
+from typing import Any
+
+from tests.servers.faulty_engine import BF16_STEP, NOISE, VOCAB, Token, _true_logits, _write_answer, _write_json
+
+FAULTS = ("none", "cache", "batch", "long", "every33", "page", "exchange", "scores")
+PAGE, LONG_FROM, BATCH_ABOVE, PERIOD, WRONG_FROM = 16, 4_096, 2, 33, 2
+STEP_S = 0.003  # time that an answer takes, in which others come to its batch
+SCORE_RANGE = (0.5, 9.0)  # of the negative log-probabilities of a prompt's tokens
+
+
+class DcpEngine:
+    """Answer completions as one setting of an engine."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        self.given = given
+        self.requests = 0
+        self._peaks: dict[int, int] = {}  # of each request in flight: most requests at once since it came
+        self.faulty = given.dcp > 1 or given.fault_everywhere
+        self._random = random.Random(given.dcp)
+        self._blocks: set[bytes] = set()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer the requests of one connection."""
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                await self._answer_one(reader, writer)
+        writer.close()
+
+    async def _answer_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        method, path, _ = head.split(" ", 2)
+        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        body = await reader.readexactly(int(headers.get("content-length", 0)))
+        if path == "/health":
+            _write_json(writer, {})
+        elif path == "/v1/models":
+            card = {"id": "m"} | ({"max_model_len": self.given.max_model_len} if self.given.max_model_len else {})
+            _write_json(writer, {"object": "list", "data": [card]})
+        elif method == "POST" and path == "/v1/completions":
+            await self._complete(writer, json.loads(body))
+        elif method == "POST" and path == "/generate" and self.given.api == "sglang":
+            prompt = json.loads(body)["input_ids"]
+            scores = [[p, token, None] for p, token in zip([None, *self._score(prompt)], prompt, strict=True)]
+            _write_json(writer, {"meta_info": {"input_token_logprobs": scores}})
+        else:
+            _write_json(writer, {"error": "not here"}, 404)
+        await writer.drain()
+
+    async def _complete(self, writer: asyncio.StreamWriter, asked: dict[str, Any]) -> None:
+        prompt: list[int] = asked["prompt"]
+        if self.given.dies_after >= 0 and self.requests >= self.given.dies_after and self.faulty:
+            _die()
+        if asked.get("stream") and max(prompt) >= self.given.vocab:
+            _write_json(writer, {"error": {"message": "token id out of vocabulary", "code": 400}}, 400)
+            return
+        number, self.requests = self.requests, self.requests + 1
+        data = array("i", prompt).tobytes()
+        cached = self._find_cached(data, len(prompt))
+        self._peaks[number] = 0
+        self._peaks = {key: max(peak, len(self._peaks)) for key, peak in self._peaks.items()}
+        await asyncio.sleep(STEP_S)
+        batch = self._peaks.pop(number)
+        alone = batch == 1
+        tokens = self._answer(
+            hashlib.sha1(data, usedforsecurity=False).hexdigest(), asked["max_tokens"], cached, alone=alone
+        )
+        if self._is_wrong(len(prompt), number, cached, batch):
+            for i in range(min(WRONG_FROM, len(tokens) - 1), len(tokens)):
+                tokens[i] = _make_wrong(tokens[i])
+        usage: dict[str, Any] = {"prompt_tokens": len(prompt), "completion_tokens": len(tokens)}
+        usage["prompt_tokens_details"] = {"cached_tokens": cached}
+        if asked.get("prompt_logprobs") is not None and self.given.api == "vllm":
+            scores = zip(prompt[1:], self._score(prompt), strict=True)
+            entries = [None, *({str(token): {"logprob": p, "rank": 1}} for token, p in scores)]
+            choice = {"index": 0, "text": "", "prompt_logprobs": entries, "finish_reason": "length"}
+            _write_json(writer, {"choices": [choice], "usage": usage})
+            return
+        _write_answer(writer, asked, tokens, usage)
+
+    def _find_cached(self, data: bytes, length: int) -> int:
+        """Return the tokens of whole pages at the beginning that the prefix cache holds, and put all pages into it."""
+        ends = [end * 4 for end in range(PAGE, length, PAGE)]
+        names = [hashlib.sha1(data[:end], usedforsecurity=False).digest() for end in ends[:4]]
+        hits = 0
+        for name in names:
+            if name not in self._blocks:
+                break
+            hits += 1
+        self._blocks.update(names)
+        return hits * PAGE
+
+    def _is_wrong(self, length: int, number: int, cached: int, batch: int) -> bool:
+        return self.faulty and {
+            "cache": cached > 0,
+            "batch": batch > BATCH_ABOVE,
+            "long": length >= LONG_FROM,
+            "every33": number % PERIOD == PERIOD - 1,
+            "page": length % PAGE == 0,
+            "exchange": self.given.exchange == "a2a",
+        }.get(self.given.fault, False)
+
+    def _answer(self, name: str, count: int, cached: int, *, alone: bool) -> list[Token]:
+        rounding = random.Random(f"{self.given.dcp} {self.given.exchange} {cached}") if alone else self._random
+        tokens: list[Token] = []
+        for _ in range(count):
+            ids, logits = _true_logits(name, [token.id for token in tokens])
+            if self.given.noise:
+                logits = [round((x + rounding.gauss(0.0, NOISE)) / BF16_STEP) * BF16_STEP for x in logits]
+            norm = math.log(sum(map(math.exp, logits)))
+            top = {token: x - norm for token, x in sorted(zip(ids, logits, strict=True), key=lambda pair: -pair[1])}
+            tokens.append(Token(next(iter(top)), top))
+        return tokens
+
+    def _score(self, prompt: list[int]) -> list[float]:
+        """Return the log-probabilities of the tokens after the first."""
+        found = []
+        for before, token in itertools.pairwise(prompt):
+            p = -random.Random(before * VOCAB + token).uniform(*SCORE_RANGE)
+            p += self._random.gauss(0.0, NOISE) if self.given.noise else 0.0
+            found.append(p + (0.5 * (-1) ** token if self.faulty and self.given.fault == "scores" else 0.0))
+        return found
+
+
+def _make_wrong(token: Token) -> Token:
+    """Return another token, far ahead of the right one."""
+    own = (token.id * 7 + 13) % VOCAB
+    return Token(own, {own: -0.1, token.id: -3.0})
+
+
+def _die() -> None:
+    sys.stderr.write("RuntimeError: tile_scheduler_metadata must have shape (num_sm_parts, 8)\n")
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--dcp", type=int, default=1)
+    parser.add_argument("--exchange", default="ag_rs")
+    parser.add_argument("--fault", choices=FAULTS, default="none")
+    parser.add_argument("--fault-everywhere", action="store_true")
+    parser.add_argument("--noise", action="store_true")
+    parser.add_argument("--api", choices=("vllm", "sglang", "openai"), default="vllm")
+    parser.add_argument("--max-model-len", type=int, default=40_000)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
+    parser.add_argument("--vocab", type=int, default=VOCAB + 2_000)
+    parser.add_argument("--dies-at-start", action="store_true")
+    parser.add_argument("--dies-after", type=int, default=-1, help="requests after which a faulty setting dies")
+    return parser.parse_args()
+
+
+async def _main(given: argparse.Namespace) -> None:
+    server = await asyncio.start_server(DcpEngine(given).serve, "127.0.0.1", given.port, limit=1 << 26, backlog=256)
+    async with server:
+        await server.serve_forever()
+
+
+if __name__ == "__main__":
+    asked = _parse()
+    if asked.dies_at_start and asked.dcp > 1:
+        sys.stderr.write("capturing CUDA graphs\n")
+        _die()
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_main(asked))

@@ -1,0 +1,597 @@
+"""`verify --engine`: planted faults of a stand-in engine are found and named, right engines agree, and engines that die are findings."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+import pytest
+
+from dcpbench import cli
+from dcpbench.errors import UsageError
+from dcpbench.points.layout import Layout
+from dcpbench.servers.agreement import (
+    AGREE,
+    CONSISTENT,
+    DIFFER,
+    FEW_TOKENS,
+    RARE,
+    REPEAT,
+    SERVERS,
+    UNATTRIBUTED,
+    UNDECIDED,
+    Answer,
+)
+from dcpbench.servers.edge_answers import (
+    AGAIN,
+    NEW,
+    SHARED,
+    Cell,
+    GroupAnswers,
+    LengthAnswers,
+    ScoredPrompt,
+    decode_answers,
+    encode_answers,
+    make_distinct_prompts,
+)
+from dcpbench.servers.edge_lengths import Edges, count_prompts, list_batches, list_lengths, split_lengths
+from dcpbench.servers.engine_agreement import (
+    BASE_DIFFERS,
+    SCORES,
+    Judgement,
+    compute_tolerance,
+    count_between,
+    count_own,
+    find_period,
+    judge_setting,
+)
+from dcpbench.servers.engine_settings import Grid, list_all_settings, make_layouts
+from dcpbench.servers.engine_verify import (
+    ANSWER,
+    FAILED,
+    START,
+    EngineReport,
+    Failure,
+    SettingResult,
+    find_token_budget,
+)
+from dcpbench.servers.engine_verify_text import format_report
+from dcpbench.servers.presets import PRESETS, Engine
+from dcpbench.servers.prompt_logprobs import parse_sglang_reply, parse_vllm_reply
+from tools.engine_faults import CASES, RIGHT, format_table, run_case, run_verify, write_engine_file
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FAULTS = [name for name in CASES if name != RIGHT]
+
+
+class TestEdges:
+    def test_each_edge_has_the_lengths_before_and_after_it(self) -> None:
+        """dcp 1 and 4, interleave 1, pages of 16 and 64: 64 and 256 tokens of a page over all ranks."""
+        found = list_lengths(Edges(dcp=(1, 4)), 16)
+        for edge in (4, 16, 64, 256, 128, 8192):
+            assert {edge - 1, edge, edge + 1} <= set(found)
+        assert found[:5] == [1, 2, 3, 4, 5]
+        assert found[-2:] == [32_768 - 16, 131_072 - 16]
+        assert {512, 1024, 2048, 4096} <= set(found), "so that a length from which answers are wrong is enclosed"
+
+    def test_known_pages_interleave_and_budget_are_edges(self) -> None:
+        found = list_lengths(Edges(dcp=(1, 2), interleave=8, pages=(32,), chunk=2048), 16)
+        assert {7, 8, 9, 15, 17, 31, 33, 63, 65, 2047, 2048, 2049} <= set(found)
+        assert 8192 not in found
+
+    def test_lengths_beyond_the_context_are_kept_apart(self) -> None:
+        assert split_lengths([1, 100, 101], 100) == ([1, 100], [101])
+
+    def test_batches_shrink_where_prompts_are_long(self) -> None:
+        """At most 300,000 tokens: 33 prompts of 8,192, two of 128k; the smallest size is always there."""
+        assert list_batches(4096, (1, 2, 8, 33, 64)) == [1, 2, 8, 33, 64]
+        assert list_batches(8192, (1, 2, 8, 33, 64)) == [1, 2, 8, 33]
+        assert list_batches(131_056, (1, 2, 8, 33, 64)) == [1, 2]
+        assert list_batches(400_000, (2, 8)) == [2]
+
+    def test_prompts_fill_whole_batches(self) -> None:
+        assert [count_prompts(size, 4) for size in (1, 2, 8, 33)] == [4, 4, 8, 33]
+
+    @pytest.mark.parametrize(
+        ("words", "log", "budget"),
+        [
+            (["vllm", "--max-num-batched-tokens", "2048"], "", 2048),
+            (["sglang", "--chunked-prefill-size", "4096"], "chunked_prefill_size=8192", 4096),
+            ([], "max_total_num_tokens=100, chunked_prefill_size=8192,", 8192),
+            ([], "Chunked prefill is enabled with max_num_batched_tokens=16384.", 16384),
+            (["--chunked-prefill-size", "-1"], "nothing", None),
+        ],
+    )
+    def test_the_token_budget_comes_from_the_command_or_the_log(self, words, log, budget) -> None:
+        assert find_token_budget(words, log) == budget
+
+    def test_prompts_begin_differently(self) -> None:
+        """Else a prefix cache could hold the first page of a new prompt."""
+        prompts = make_distinct_prompts(np.random.default_rng(0), 20, 64, 100)
+        assert len({int(prompt[0]) for prompt in prompts}) == 64
+        assert len(make_distinct_prompts(np.random.default_rng(0), 1, 12, 5)) == 12, "a vocabulary of 5 repeats some"
+
+
+class TestSettings:
+    @staticmethod
+    def names(engines: list[Engine], grid: Grid, *variants: str) -> list[str]:
+        return [setting.name for setting in list_all_settings(engines, grid, variants)]
+
+    def test_layouts_exchanges_and_variants_are_compared_with_the_first(self) -> None:
+        """The exchange is a choice only where ranks share the KV cache; variants run in the last layout."""
+        grid = Grid(
+            model="m", layouts=make_layouts({"tp": (8,), "dp": (1,), "dcp": (1, 8)}), exchanges=("ag_rs", "a2a")
+        )
+        found = self.names([PRESETS["vllm"]], grid, "eager", "page=--block-size 32")
+        assert found == [
+            "vllm tp8",
+            "vllm tp8·dcp8 ag_rs",
+            "vllm tp8·dcp8 a2a",
+            "vllm tp8·dcp8 a2a eager",
+            "vllm tp8·dcp8 a2a page",
+        ]
+        last = list_all_settings([PRESETS["vllm"]], grid, ["page=--block-size 32"])[-1].make_command("m", 7)
+        assert last[-2:] == ["--block-size", "32"]
+        assert "--dcp-comm-backend a2a" in " ".join(last)
+
+    def test_two_engines_take_the_same_layouts(self) -> None:
+        found = self.names(
+            [PRESETS["vllm"], PRESETS["sglang"]], Grid(model="m", layouts=[Layout(tp=2, dp=1, dcp=1)]), "eager"
+        )
+        assert found == ["vllm tp2", "vllm tp2 eager", "sglang tp2", "sglang tp2 eager"]
+
+    def test_lists_of_an_engine_file_are_settings(self) -> None:
+        """The first combination in all layouts, the others in the last."""
+        engine = Engine(
+            name="x", command="x {port}", layout={"dcp": "-d {dcp}"}, flags={"graphs": [True, False], "n": [1, 2]}
+        )
+        grid = Grid(model="m", layouts=make_layouts({"tp": (2,), "dp": (1,), "dcp": (1, 2)}))
+        found = list_all_settings([engine], grid, [])
+        assert [one.name for one in found] == [
+            "x tp2",
+            "x tp2·dcp2",
+            "x tp2·dcp2 graphs=True, n=2",
+            "x tp2·dcp2 graphs=False, n=1",
+            "x tp2·dcp2 graphs=False, n=2",
+        ]
+        assert found[1].make_command("m", 7) == ["x", "7", "-d", "2", "--graphs", "--n", "1"]
+        assert found[3].make_command("m", 7) == ["x", "7", "-d", "2", "--n", "1"]
+
+    @pytest.mark.parametrize(
+        ("engines", "variants", "message"),
+        [
+            (["vllm"], ["graphs"], "vllm has no such variant (it has eager)"),
+            (["vllm"], ["a=--x", "a=--y"], "each variant needs a name of its own"),
+            (["vllm"], ["=--x"], "each variant needs a name of its own"),
+            (["vllm"], ["a='--x"], "close its quotes"),
+            (["vllm", "sglang"], ["a=--x"], "write them into [variants] of its file"),
+            (["vllm", "vllm"], [], "vllm tp2 is listed twice"),
+        ],
+    )
+    def test_variants_that_cannot_be_are_refused(self, engines, variants, message) -> None:
+        with pytest.raises(UsageError) as error:
+            list_all_settings(
+                [PRESETS[name] for name in engines], Grid(model="m", layouts=[Layout(tp=2, dp=1, dcp=1)]), variants
+            )
+        assert message in str(error.value)
+
+    def test_an_exchange_that_an_engine_lacks_is_refused_before_a_server_is_started(self) -> None:
+        grid = Grid(model="m", layouts=[Layout(tp=2, dp=1, dcp=2)], exchanges=("symm",))
+        with pytest.raises(UsageError, match="vllm has no --exchange symm"):
+            list_all_settings([PRESETS["vllm"]], grid, [])
+
+
+def answer(seed: int, *, wrong: bool = False, shift: float = 0.0, gap: float = 2.0) -> Answer:
+    """Eight tokens; the third one differs if it is wrong."""
+    tokens = [f"{seed}-{i}" for i in range(8)]
+    others = [f"{name}'" for name in tokens]
+    if wrong:
+        tokens[2], others[2] = others[2], tokens[2]
+    tops = [{token: -0.1 + shift, other: -0.1 - gap} for token, other in zip(tokens, others, strict=True)]
+    return Answer(tokens=tokens, names=tokens, logprobs=[-0.1 + shift] * 8, tops=tops)
+
+
+def answers(
+    length: int, *, wrong=lambda *_: False, scores: float = 0.0, gap: float = 2.0, first: int = 0
+) -> LengthAnswers:
+    """Answers at batch sizes 1 and 8; `wrong` of the place of a request, the size of its batch and the state of the cache."""
+    groups, number = [], first
+    for batch, prompts in ((1, 12), (8, 16)):
+        rounds, numbers = [], []
+        for cache in (NEW, AGAIN, AGAIN):
+            numbers.append(list(range(number, number + prompts)))
+            rounds.append([answer(i, wrong=wrong(n, batch, cache), gap=gap) for i, n in enumerate(numbers[-1])])
+            number += prompts
+        places = list(range(number, number + 4)) if batch > 1 else []
+        alone = [answer(i, wrong=wrong(n, 1, AGAIN), gap=gap) for i, n in enumerate(places)]
+        number += len(places)
+        groups.append(
+            GroupAnswers(batch=batch, shared=False, rounds=rounds, numbers=numbers, alone=alone, alone_numbers=places)
+        )
+    spread = [-1.0 - 0.5 * i + scores * (-1) ** i for i in range(length - 1)]
+    return LengthAnswers(
+        length=length, groups=groups, scored=[ScoredPrompt(first=spread, again=spread)] if length > 1 else []
+    )
+
+
+LENGTHS = (17, 64, 300, 4096)
+SIZE = 12 * 3 + 16 * 3 + 4
+"""Requests of a length."""
+
+
+def judge(lengths=LENGTHS, **of_other) -> Judgement:
+    """Judge a setting against a first one without a fault, over all lengths."""
+    own, between, base_counts = [], [], []
+    for i, length in enumerate(lengths):
+        base, other = answers(length, first=i * SIZE), answers(length, first=i * SIZE, **of_other)
+        base_counts += count_own(base, 0.1)
+        own += count_own(other, 0.1)
+        between += count_between(base, other, 0.1)
+    return judge_setting(own, between, base_counts, tolerance=0.1)
+
+
+class TestJudgement:
+    def test_equal_answers_agree(self) -> None:
+        found = judge()
+        assert (found.verdict, found.findings, found.undecided, found.coverage) == (AGREE, [], [], 1.0)
+        assert found.logprobs
+
+    def test_what_could_have_been_seen_is_stated(self) -> None:
+        """Each of four lengths has 28 new prompts, 28 again and 4 alone."""
+        found = judge().detectable
+        assert found.prompts == pytest.approx(1 - 0.05 ** (1 / 240))
+        assert found.prompts_of_a_length == pytest.approx(1 - 0.05 ** (1 / 60))
+
+    @pytest.mark.parametrize(
+        ("wrong", "smallest", "batches", "caches"),
+        [
+            (lambda _number, _batch, _cache: True, (17, 1, NEW), [1, 8], [NEW, AGAIN]),
+            (lambda _number, batch, _cache: batch > 2, (17, 8, NEW), [8], [NEW, AGAIN]),
+            (lambda _number, _batch, cache: cache == AGAIN, (17, 1, AGAIN), [1, 8], [AGAIN]),
+            (lambda _number, batch, cache: batch > 2 and cache == AGAIN, (17, 8, AGAIN), [8], [AGAIN]),
+            (lambda number, _batch, _cache: number >= 2 * SIZE, (300, 1, NEW), [1, 8], [NEW, AGAIN]),
+        ],
+        ids=["always", "batch", "cache", "batch and cache", "length"],
+    )
+    def test_the_smallest_setting_that_shows_a_difference_is_named(self, wrong, smallest, batches, caches) -> None:
+        found = judge(wrong=wrong)
+        assert found.verdict == DIFFER
+        first = found.findings[0]
+        assert first.effect == SERVERS
+        assert (first.smallest.length, first.smallest.batch, first.smallest.cache) == smallest
+        assert (first.batches, first.caches) == (batches, caches)
+        assert (first.first, first.gap) == (3, pytest.approx(2.0))
+
+    def test_every_33rd_request_is_found_by_its_period(self) -> None:
+        """Of 704 requests 21 are wrong, too few for any share; nine of these are sent alone."""
+        found = judge(range(10, 18), wrong=lambda number, _batch, _cache: number % 33 == 5)
+        assert found.verdict == DIFFER
+        assert (found.findings[0].effect, found.findings[0].period, found.findings[0].lengths) == (SERVERS, 33, [])
+
+    def test_a_period_needs_several_requests(self) -> None:
+        assert find_period([5, 38, 71, 137]) == 33
+        assert find_period([5, 38, 71]) is None
+        assert find_period([5, 38, 72, 137]) is None
+
+    def test_rare_differences_are_undecided(self) -> None:
+        found = judge(wrong=lambda number, _batch, _cache: number in (7, 100))
+        assert (found.verdict, found.undecided) == (UNDECIDED, [RARE])
+
+    def test_a_setting_that_differs_from_itself_never_agrees(self) -> None:
+        """Each third request of each round, another one each time: repeats differ."""
+        found = judge(wrong=lambda number, _batch, _cache: number % 3 == 0)
+        assert found.verdict == DIFFER
+        assert REPEAT in [finding.effect for finding in found.findings]
+
+    def test_agreement_with_a_first_setting_that_has_no_clean_verdict_is_undecided(self) -> None:
+        own = count_own(answers(17), 0.1)
+        between = count_between(answers(17), answers(17), 0.1)
+        found = judge_setting(own, between, own, tolerance=0.1, base_verdict=DIFFER)
+        assert (found.verdict, found.undecided) == (UNDECIDED, [BASE_DIFFERS])
+
+    def test_near_ties_agree(self) -> None:
+        """The two tokens are 0.15 apart, within twice the tolerance."""
+        base = [answers(length, gap=0.15) for length in LENGTHS]
+        other = [answers(length, gap=0.15, wrong=lambda number, _batch, _cache: number % 5 == 0) for length in LENGTHS]
+        own = [count for one in base for count in count_own(one, 0.1)]
+        between = [count for a, b in zip(base, other, strict=True) for count in count_between(a, b, 0.1)]
+        found = judge_setting(own, between, own, tolerance=0.1)
+        assert found.verdict == AGREE
+        assert sum(count.near_ties for count in between)
+
+    def test_differences_without_log_probabilities_are_undecided(self) -> None:
+        def strip(one: LengthAnswers) -> LengthAnswers:
+            data = json.loads(json.dumps([[[a.tokens for a in r] for r in g.rounds] for g in one.groups]))
+            groups = [
+                GroupAnswers(
+                    batch=g.batch,
+                    shared=g.shared,
+                    rounds=[[Answer(tokens=tokens) for tokens in r] for r in rounds],
+                    numbers=g.numbers,
+                    alone=[],
+                    alone_numbers=[],
+                )
+                for g, rounds in zip(one.groups, data, strict=True)
+            ]
+            return LengthAnswers(length=one.length, groups=groups, scored=[])
+
+        base, other = strip(answers(17)), strip(answers(17, wrong=lambda *_: True))
+        found = judge_setting(count_own(base, 0.1), count_between(base, other, 0.1), [], tolerance=0.1)
+        assert (found.verdict, found.logprobs) == (UNDECIDED, False)
+        assert found.undecided == [UNATTRIBUTED, FEW_TOKENS]
+
+    def test_log_probabilities_of_prompt_tokens_are_an_effect_of_their_own(self) -> None:
+        found = judge(scores=0.3)
+        assert [finding.effect for finding in found.findings] == [SCORES]
+        assert found.findings[0].drift == pytest.approx(0.3)
+        assert found.findings[0].first is None
+
+    def test_a_single_setting_is_consistent_or_differs_from_itself(self) -> None:
+        own = [count for length in LENGTHS for count in count_own(answers(length), 0.1)]
+        assert judge_setting(own, None, [], tolerance=0.1).verdict == CONSISTENT
+        bad = [c for n in LENGTHS for c in count_own(answers(n, wrong=lambda _n, _b, cache: cache == AGAIN), 0.1)]
+        assert judge_setting(bad, None, [], tolerance=0.1).verdict == DIFFER
+
+    def test_answers_are_encoded_without_loss(self) -> None:
+        assert decode_answers(encode_answers(answers(17))) == answers(17)
+
+
+class TestTolerance:
+    """Of weights that are not trained, log-probabilities lie close together."""
+
+    def test_it_shrinks_with_their_deviation(self) -> None:
+        narrow = [ScoredPrompt(first=[-11.7, -11.9], again=[-11.7, -11.9])]
+        assert compute_tolerance(0.1, narrow, narrow) == pytest.approx(0.01)
+
+    def test_it_is_not_below_the_noise_of_either_server(self) -> None:
+        """They differ from themselves by 0.005 on average, times 4."""
+        narrow = [ScoredPrompt(first=[-11.7, -11.9], again=[-11.7, -11.9])]
+        noisy = [ScoredPrompt(first=[-11.7, -11.9], again=[-11.705, -11.895])]
+        assert compute_tolerance(0.1, narrow, noisy) == pytest.approx(0.02)
+
+    def test_it_never_grows(self) -> None:
+        wide = [ScoredPrompt(first=[-1.0, -9.0], again=[-2.0, -8.0])]
+        assert compute_tolerance(0.1, wide, wide) == 0.1
+        assert compute_tolerance(0.1, [], []) == 0.1
+
+
+class TestPromptLogprobs:
+    PROMPT = np.array([5, 6, 7], np.int32)
+
+    def test_of_vllm(self) -> None:
+        """A likelier token may come first in an entry."""
+        data = b'{"choices":[{"prompt_logprobs":[null,{"9":{"logprob":-0.5},"6":{"logprob":-1.5,"rank":2}},{"7":{"logprob":-2}}]}]}'
+        assert parse_vllm_reply(data, self.PROMPT) == [-1.5, -2.0]
+
+    def test_of_sglang(self) -> None:
+        data = b'{"text":"x","meta_info":{"input_token_logprobs":[[null,5,null],[-1.5,6,null],[-2,7,null]]}}'
+        assert parse_sglang_reply(data, self.PROMPT) == [-1.5, -2.0]
+
+    @pytest.mark.parametrize(
+        "data",
+        [
+            b'{"choices":[{"text":"x"}]}',
+            b'{"choices":[]}',
+            b'{"choices":[{"prompt_logprobs":[null,{"6":{"logprob":-1}}]}]}',
+            b'{"choices":[{"prompt_logprobs":[null,{"6":{"logprob":-1}},{"8":{"logprob":-1}}]}]}',
+            b'{"meta_info":{"input_token_logprobs":[[null,5],[-1,6],[-1,8]]}}',
+            b'{"meta_info":{"input_token_logprobs":[[null,5],[-1,6],[null,7]]}}',
+            b"{",
+        ],
+    )
+    def test_incomplete_ones_are_none(self, data) -> None:
+        assert parse_vllm_reply(data, self.PROMPT) == []
+        assert parse_sglang_reply(data, self.PROMPT) == []
+
+
+class TestReport:
+    RESULT = SettingResult(name="x tp2", command="x", log="servers/0-x.log", lengths=[1, 2])
+
+    def test_a_server_that_does_not_start_is_undecided_and_one_that_fails_later_is_not(self) -> None:
+        failures = {
+            stage: SettingResult(
+                name="x",
+                command="x",
+                log="servers/0-x.log",
+                requests=49,
+                failure=Failure(
+                    stage=stage,
+                    ended=True,
+                    reason="it ended with exit code 1: RuntimeError: shape",
+                    cell=Cell(length=17, batch=1, cache=SHARED) if stage == ANSWER else None,
+                    lines=["capturing CUDA graphs", "RuntimeError: shape"],
+                ),
+            )
+            for stage in (START, ANSWER)
+        }
+        assert failures[START].verdict == UNDECIDED
+        assert failures[ANSWER].verdict == FAILED
+        report = EngineReport(results=[failures[ANSWER]], not_run=["y"], seed=1, new_tokens=16)
+        assert report.verdict == FAILED
+        text = format_report(report)
+        before = msgspec.structs.replace(failures[ANSWER].failure, cell=None)
+        early = msgspec.structs.replace(failures[ANSWER], failure=before)
+        first = format_report(EngineReport(results=[early], not_run=[], seed=1, new_tokens=16))[0]
+        assert first.startswith("x: FAILED. It fails before the first prompt: it ended with exit code 1")
+        assert "fails at request 49 with a prompt of 17 tokens, batch size 1, shared prefix" in text[0]
+        assert text[2:4] == ["    capturing CUDA graphs", "    RuntimeError: shape"]
+        assert "Read servers/0-x.log" in text[4]
+        assert "Not started" in text[5]
+
+    @pytest.mark.parametrize(
+        ("verdicts", "whole"),
+        [
+            ([CONSISTENT], CONSISTENT),
+            ([CONSISTENT, AGREE], AGREE),
+            ([CONSISTENT, AGREE, UNDECIDED], UNDECIDED),
+            ([CONSISTENT, UNDECIDED, DIFFER], DIFFER),
+        ],
+    )
+    def test_the_whole_is_as_good_as_its_worst_setting(self, verdicts, whole) -> None:
+        base = judge()
+        results = []
+        for i, verdict in enumerate(verdicts):
+            judgement = Judgement(**{**{n: getattr(base, n) for n in base.__struct_fields__}, "verdict": verdict})
+            results.append(SettingResult(name=str(i), command="x", log="x", judgement=judgement))
+        assert EngineReport(results=results, not_run=[], seed=1, new_tokens=16).verdict == whole
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_found_and_their_smallest_setting_is_named(fault: str, tmp_path: Path) -> None:
+    """`python -m tools.engine_faults` counts over many runs."""
+    line = run_case(fault, tmp_path)
+    assert line["right"], line
+
+
+@pytest.mark.parametrize("run", range(5))
+def test_right_engines_with_noise_agree(run: int, tmp_path: Path) -> None:
+    line = run_case(RIGHT, tmp_path, "--seed", str(run), options="--context 1,17 --concurrency 1,2,8")
+    assert line["right"], line
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("run", range(50))
+def test_no_false_alarm_in_50_runs(run: int, tmp_path: Path) -> None:
+    line = run_case(RIGHT, tmp_path, "--seed", str(1000 + run))
+    assert line["right"], line
+
+
+def test_the_table_of_faults_fails_with_one_run_that_is_not_right() -> None:
+    lines = [{"case": "cache", "verdict": "DIFFER", "right": True}] * 3
+    assert format_table(lines)[1]
+    assert not format_table([*lines, {"case": "cache", "verdict": "UNDECIDED", "right": False}])[1]
+
+
+def test_a_fault_of_all_settings_is_found_in_the_first(tmp_path: Path) -> None:
+    """The others are as wrong as the first, and do not agree."""
+    code, found = run_verify(tmp_path, "--fault cache --fault-everywhere", "--context", "17,40", "--concurrency", "1,2")
+    assert code == 1
+    assert [one["verdict"] for one in found["results"]] == [DIFFER, DIFFER]
+
+
+@pytest.mark.parametrize(("flags", "code", "stage"), [("--dies-at-start", 3, START), ("--dies-after 12", 1, ANSWER)])
+def test_an_engine_that_dies_is_a_finding_with_its_last_lines(flags, code, stage, tmp_path: Path) -> None:
+    """As SGLang's flashmla does: it takes --dcp-size 2, and dies at capture or at the first request."""
+    ended, found = run_verify(tmp_path, flags, "--context", "17", "--concurrency", "1")
+    assert ended == code
+    failure = found["results"][1]["failure"]
+    assert (failure["stage"], failure["ended"]) == (stage, True)
+    assert failure["lines"][-1] == "RuntimeError: tile_scheduler_metadata must have shape (num_sm_parts, 8)"
+    text = "\n".join(found["text"])
+    assert "RuntimeError: tile_scheduler_metadata must have shape (num_sm_parts, 8)" in text
+    assert "--attention-backend triton" in text
+    assert (failure["cell"] is None) is not (stage == ANSWER)
+
+
+def test_a_first_setting_that_dies_ends_the_comparison(tmp_path: Path) -> None:
+    code, found = run_verify(tmp_path, "--dies-after 12 --fault-everywhere", "--context", "17", "--concurrency", "1")
+    assert (code, found["verdict"], found["not_run"]) == (1, FAILED, ["engine tp2·dcp2"])
+
+
+def test_long_prompts_are_left_out_with_a_sentence(tmp_path: Path) -> None:
+    """The engine takes 100 tokens; its flag sets the chunk to 70."""
+    words = ("--concurrency", "1", "--num-prompts", "1", "--dcp", "1")
+    _, found = run_verify(tmp_path, "--max-model-len 100 --max-num-batched-tokens 70", *words)
+    (result,) = found["results"]
+    assert result["lengths"][-1] == 71
+    assert result["left_out"] == [127, 128, 129, 32762, 131066]
+    assert any("longer than the 100 that engine tp2 takes" in line for line in found["text"])
+    _, found = run_verify(tmp_path, "--max-num-batched-tokens 70 --max-model-len 0", *words)
+    assert found["results"][0]["left_out"] == [32762, 131066]
+    assert any("does not report its maximum context; name lengths" in line for line in found["text"])
+    _, found = run_verify(tmp_path, "--max-num-batched-tokens 70", *words, "--max-context", "60")
+    assert found["results"][0]["lengths"][-1] == 17
+
+
+def test_two_engines_are_compared_in_the_same_layouts(tmp_path: Path) -> None:
+    """The second one differs at dcp 2, and gives its prompts' log-probabilities as SGLang does."""
+    other = tmp_path / "other"
+    other.mkdir()
+    path = write_engine_file(other, "--api sglang --fault page")
+    path.write_text(path.read_text().replace('"engine"', '"other"', 1))
+    words = ("--engine", str(path), "--dcp", "1,2", "--context", "16,17", "--concurrency", "1,2")
+    code, found = run_verify(tmp_path, "", *words)
+    assert (code, found["verdict"]) == (1, DIFFER)
+    assert {one["name"]: one["verdict"] for one in found["results"]} == {
+        "engine tp2": CONSISTENT,
+        "engine tp2·dcp2": AGREE,
+        "other tp2": AGREE,
+        "other tp2·dcp2": DIFFER,
+    }
+
+
+@pytest.mark.parametrize("api", ["sglang", "openai"])
+def test_other_apis_are_compared_with_what_they_give(api: str, tmp_path: Path) -> None:
+    code, found = run_verify(tmp_path, f"--api {api}", "--context", "17,40", "--concurrency", "1,2")
+    assert (code, found["verdict"]) == (0, AGREE)
+    scores = [c for one in found["results"] for c in one["judgement"]["counts"] if c["effect"] == SCORES]
+    assert bool(scores) is (api == "sglang")
+
+
+def test_prompts_that_another_engine_refuses_are_undecided(tmp_path: Path) -> None:
+    code, found = run_verify(
+        tmp_path, "", "--context", "17", "--concurrency", "1", "--dcp", "1", "--variant", "small=--vocab 1000"
+    )
+    assert (code, found["verdict"]) == (3, UNDECIDED)
+    assert "compare engines that take the same prompts" in found["results"][1]["failure"]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--engine", "vllm"], "--engine needs --model"),
+        (["--engine", "vllm", "--model", "m", "--url", "http://x"], "leave one of them out"),
+        (
+            ["--engine", "vllm", "--model", "m", "--page-size", "64"],
+            "--page-size is an option of dcpbench's own engine",
+        ),
+        (["--engine", "vllm", "--model", "m", "--gpu", "H200"], "leave them out with --engine"),
+        (["--engine", "vllm", "--model", "m", "--timeout", "0"], "--timeout"),
+        (["--engine", "vllm", "--model", "m", "--repeats", "1"], "use --repeats 2 or more"),
+        (["--engine", "vllm", "--model", "m", "--max-context", "16"], "use 17 or more"),
+        (["--engine", "vllm", "--model", "m", "--tp", "4", "--dcp", "3"], "--dcp 3"),
+        (["--engine", "vllm", "--model", "m", "--kv-dtype", "bf16"], "--kv-dtype bf16"),
+        (["--engine", "vllm", "--model", "m", "--variant", "x"], "--variant x: vllm has no such variant"),
+        (["--engine", "none.toml", "--model", "m"], "none.toml"),
+        (["--variant", "eager"], "add for example --engine vllm"),
+    ],
+)
+def test_mistakes_are_sentences(words, message, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["verify", *words])
+    assert end.value.code == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_a_dry_run_prints_each_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without --dcp: dcp 1, and tp as dcp."""
+    path = write_engine_file(tmp_path, "")
+    words = ["--engine", str(path), "--model", "m", "--tp", "4", "--exchange", "a2a", "--variant", "same"]
+    with pytest.raises(SystemExit) as end:
+        cli.main(["verify", *words, "--dry-run"])
+    assert not end.value.code
+    err = capsys.readouterr().err
+    names = [line.partition(":")[0] for line in err.splitlines()]
+    assert names == ["engine tp4", "engine tp4·dcp4 a2a", "engine tp4·dcp4 a2a same"]
+    assert "--dcp 4 --exchange a2a --exchange ag_rs" in err
+
+
+def test_a_program_that_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "x.toml"
+    path.write_text('name = "x"\ncommand = "no-such-engine --port {port}"\n')
+    with pytest.raises(SystemExit) as end:
+        cli.main(["verify", "--engine", str(path), "--model", "m"])
+    assert end.value.code == 5
+    assert "there is no program no-such-engine here" in capsys.readouterr().err
+
+
+def test_chance_of_a_period_is_small() -> None:
+    """Four places that are equal modulo 33 are no proof, six are."""
+    assert math.isclose(33.0 ** (2 - 6), 8.4e-7, rel_tol=0.01)

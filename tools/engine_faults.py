@@ -1,0 +1,164 @@
+"""Count how often `dcpbench verify --engine` finds planted faults of a stand-in engine, and calls a right one wrong.
+
+    python -m tools.engine_faults --runs 10 [--cases right,cache] [--results FILE.jsonl]
+
+Each run starts two or three servers (tests/servers/dcp_engine.py), with another seed. A fault is found if the verdict is DIFFER and the smallest setting
+that shows it is the one at which it begins. It ends with 1 if a fault was missed, or if the right engine, with noise as of bf16, was
+not called AGREE. FILE gets a line for each run, and its earlier lines are counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from dcpbench import cli
+
+ROOT = Path(__file__).parents[1]
+RIGHT = "right"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """A stand-in engine, and the smallest setting that shows its fault."""
+
+    flags: str = ""  # of the stand-in engine
+    options: str  # of verify
+    smallest: tuple[int, int, str] | None = (
+        None  # length, batch and cache; None for a right engine, and for a sporadic fault
+    )
+    period: int | None = None  # every so manieth request is wrong
+    wrong: str = "engine tp2·dcp2"  # setting that differs
+    effect: str = "servers"
+
+
+CASES = {
+    RIGHT: Case(options="--context 1,17,300,4096 --concurrency 1,2,8"),
+    "cache": Case(flags="--fault cache", options="--context 1,16,17,300 --concurrency 1,2", smallest=(17, 1, "again")),
+    "batch": Case(flags="--fault batch", options="--context 1,17 --concurrency 1,2,8", smallest=(1, 8, "new")),
+    "long": Case(
+        flags="--fault long", options="--context 17,2048,4095,4096,4097 --concurrency 1,2", smallest=(4096, 1, "new")
+    ),
+    "every33": Case(
+        flags="--fault every33",
+        options="--context 40,300 --concurrency 1 --num-prompts 24",
+        period=33,
+    ),
+    "page": Case(flags="--fault page", options="--context 15,16,17,64 --concurrency 1,2", smallest=(16, 1, "new")),
+    "exchange": Case(
+        flags="--fault exchange",
+        options="--context 1,17 --concurrency 1,8 --exchange ag_rs,a2a",
+        smallest=(1, 1, "new"),
+        wrong="engine tp2·dcp2 a2a",
+    ),
+    "scores": Case(
+        flags="--fault scores",
+        options="--context 15,16,17,64 --concurrency 1",
+        smallest=(15, 1, "new"),
+        effect="scores",
+    ),
+}
+
+
+def write_engine_file(folder: Path, flags: str) -> Path:
+    """Write the file of the stand-in engine with these flags; return its path."""
+    path = folder / "engine.toml"
+    command = f"{sys.executable} -m tests.servers.dcp_engine --port {{port}} --noise {flags}"
+    path.write_text(
+        f'name = "engine"\ncommand = {json.dumps(command)}\n'
+        '[layout]\ndcp = "--dcp {dcp}"\nexchange = "--exchange {exchange}"\n'
+        f"[env]\nPYTHONPATH = {json.dumps(os.pathsep.join([str(ROOT), *filter(None, [os.environ.get('PYTHONPATH')])]))}\n"
+        '[variants]\nsame = "--exchange ag_rs"\n'
+    )
+    return path
+
+
+def run_verify(folder: Path, flags: str, *words: str) -> tuple[int, dict[str, Any]]:
+    """Run `dcpbench verify --engine` on the stand-in engine; return its exit code and its JSON."""
+    out, err = io.StringIO(), io.StringIO()
+    command = ["verify", "--engine", str(write_engine_file(folder, flags)), "--model", "m", "--tp", "2", "--json"]
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            cli.main([*command, "--new-tokens", "6", "-o", str(folder / "out"), *words])
+        except SystemExit as e:
+            assert out.getvalue(), err.getvalue()
+            return int(e.code or 0), json.loads(out.getvalue())
+    raise AssertionError("a command ends with an exit code")
+
+
+def run_case(name: str, folder: Path, *words: str, options: str = "") -> dict[str, Any]:
+    """Run a case, with other options than its own if given; return the verdict, and whether it is right and names the smallest setting."""
+    case = CASES[name]
+    began = time.perf_counter()
+    code, found = run_verify(folder, case.flags, *(options or case.options).split(), *words)
+    line = {
+        "case": name,
+        "seconds": round(time.perf_counter() - began, 1),
+        "verdict": found["verdict"],
+        "exit_code": code,
+    }
+    return line | {"seed": found["seed"], "right": code == (0 if name == RIGHT else 1) and is_named(case, found)}
+
+
+def is_named(case: Case, found: dict[str, Any]) -> bool:
+    """Return whether the wrong setting differs by its planted fault, and all others agree."""
+    verdicts = {one["name"]: one["verdict"] for one in found["results"]}
+    if case.smallest is None and case.period is None:
+        return set(verdicts.values()) == {"CONSISTENT", "AGREE"}
+    if [name for name, verdict in verdicts.items() if verdict not in ("CONSISTENT", "AGREE")] != [case.wrong]:
+        return False
+    (judgement,) = [one["judgement"] for one in found["results"] if one["name"] == case.wrong]
+    finding = judgement["findings"][0]
+    cell = finding["smallest"]
+    shown = (cell["length"], cell["batch"], cell["cache"])
+    is_smallest = shown == case.smallest or case.smallest is None
+    return finding["effect"] == case.effect and is_smallest and finding["period"] == case.period
+
+
+def format_table(lines: list[dict[str, Any]]) -> tuple[str, bool]:
+    """Return the runs of each case as Markdown, and whether all are right."""
+    shown = [
+        "| stand-in engine | runs | AGREE | DIFFER | UNDECIDED | right, smallest setting named |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for name in dict.fromkeys(line["case"] for line in lines):
+        of = [line for line in lines if line["case"] == name]
+        verdicts = collections.Counter(line["verdict"] for line in of)
+        counts = " | ".join(str(verdicts[verdict]) for verdict in ("AGREE", "DIFFER", "UNDECIDED"))
+        shown.append(f"| {name} | {len(of)} | {counts} | {sum(line['right'] for line in of)} |")
+    return "\n".join(shown) + "\n", all(line["right"] for line in lines)
+
+
+def main() -> int:
+    """Run the cases and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=10)
+    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--results", type=Path)
+    given = parser.parse_args()
+    old = given.results.read_text().splitlines() if given.results and given.results.exists() else []
+    lines = [json.loads(line) for line in old]
+    for _ in range(given.runs):
+        for name in given.cases.split(","):
+            with tempfile.TemporaryDirectory() as folder:
+                lines.append(run_case(name, Path(folder)))
+            if given.results:
+                with given.results.open("a") as f:
+                    f.write(json.dumps(lines[-1]) + "\n")
+    shown, right = format_table(lines)
+    sys.stdout.write(shown)
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
