@@ -15,7 +15,7 @@ from dcpbench.points.engines import format_settings, make_engine_load, make_engi
 from dcpbench.points.layout import Layout
 from dcpbench.points.names import CUT, UNKNOWN, WHOLE
 from dcpbench.points.redaction import register_command_line
-from dcpbench.servers.presets import PRESETS
+from dcpbench.servers.presets import PRESETS, choose_weights
 from dcpbench.show.text import format_list
 
 if TYPE_CHECKING:
@@ -95,6 +95,7 @@ def _list_points(engine: Engine, layout: Layout, grid: Grid) -> list[Point]:
         concurrency=1,
         context=1,
         precision={"kv_dtype": grid.kv_dtype} if grid.kv_dtype else {},
+        weights=choose_weights(engine, grid.model, None),
     )
     point = msgspec.structs.replace(point, q_replicate=grid.q_replicate, interleave=grid.interleave)
     if layout.dcp <= 1 or not grid.exchanges:

@@ -24,7 +24,9 @@ from dcpbench.servers.engine_agreement import (
     count_own,
     judge_setting,
 )
+from dcpbench.servers.engine_log import check_weights, read_settings
 from dcpbench.servers.launch import Server, find_free_port
+from dcpbench.servers.presets import make_environment
 from dcpbench.show.text import make_printable
 
 if TYPE_CHECKING:
@@ -169,13 +171,15 @@ class _Run:
         result = SettingResult(name=setting.name, command=format_command_line(words), log=str(log))
         target = dataclasses.replace(self.check.target, port=port)
         collector = Collector(target, self.check.questions, lambda note: self.tell(f"{setting.name}: {note}"))
-        with Server(words, log, setting.engine.env, port, setting.engine.ready) as server:
+        env = make_environment(setting.engine, setting.point)
+        with Server(words, log, env, port, setting.engine.ready) as server:
             stage = START
             try:
-                waited = server.wait_until_ready(
+                start = server.wait_until_ready(
                     self.check.start_timeout_s, lambda note: self.tell(f"{setting.name}: {note}")
                 )
-                stage, result = ANSWER, msgspec.structs.replace(result, start_s=waited)
+                check_weights(setting.point, read_settings(server.read_log()))
+                stage, result = ANSWER, msgspec.structs.replace(result, start_s=sum(phase.seconds for phase in start))
                 choose = lambda info, longest: self._choose_lengths(info, longest, words, server.read_log())  # noqa: E731
                 answers, self._prompts = asyncio.run(collector.collect(self._prompts, choose))
             except DcpbenchError as e:

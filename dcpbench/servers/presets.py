@@ -37,6 +37,7 @@ from dcpbench.points.engines import format_settings
 from dcpbench.points.names import CUT, DUMMY, FP8, NO_EXCHANGE, SGLANG, SYNTHETIC, UNKNOWN, VLLM, format_flag
 from dcpbench.points.point import SETTING
 from dcpbench.points.redaction import redact, register_command_line
+from dcpbench.servers.engine_log import SYNTHETIC_VARIABLE
 from dcpbench.show.text import format_list
 
 if TYPE_CHECKING:
@@ -212,6 +213,11 @@ def choose_weights(engine: Engine, model: str, asked: str | None) -> str:
             f'{asked} = "--load-format dummy".'
         )
     return asked
+
+
+def make_environment(engine: Engine, point: Point, more: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the variables that a server of a point gets: `more`, the switch for synthetic weights, and the engine's own."""
+    return {**(more or {}), **({SYNTHETIC_VARIABLE: "1"} if point.weights == SYNTHETIC else {}), **engine.env}
 
 
 def _make_labels(values: list[str]) -> list[str]:

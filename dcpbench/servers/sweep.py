@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from dcpbench.errors import DcpbenchError, WorkerError
+from dcpbench.errors import DcpbenchError
 from dcpbench.launch.jobs import Progress
 from dcpbench.measuring.gpu_state import find_visible_gpus
 from dcpbench.points import redaction
-from dcpbench.points.names import SYNTHETIC
 from dcpbench.records.file import RecordFile
 from dcpbench.records.record import CPU, Record, format_omitted_note
-from dcpbench.servers.engine_log import SYNTHETIC_VARIABLE, has_dummy_weights, read_settings
+from dcpbench.servers.engine_log import check_weights, has_dummy_weights, read_settings
 from dcpbench.servers.kv_capacity import find_pcp
 from dcpbench.servers.launch import Server, find_free_port
 from dcpbench.servers.measure import fetch_server_info, measure_point, resolve_prompt_format
+from dcpbench.servers.presets import make_environment
 from dcpbench.servers.profile import FOLDERS
 from dcpbench.serving.outcome import format_summary
 from dcpbench.show.terminal import print_stderr
@@ -81,9 +81,7 @@ def measure_started(
             gpus=None if config.device == CPU else find_visible_gpus(left[0].tp),
             facts={"command": redaction.format_command_line(words), "log": str(log.relative_to(folder))},
         )
-        env = dict.fromkeys(FOLDERS, traces) if traces else {}
-        env |= {SYNTHETIC_VARIABLE: "1"} if left[0].weights == SYNTHETIC else {}
-        env |= engine.env
+        env = make_environment(engine, left[0], dict.fromkeys(FOLDERS, traces) if traces else None)
         with Server(words, log, env, port, engine.ready) as server:
             why = ""
             try:
@@ -125,11 +123,7 @@ def _add_start(
     Raises WorkerError if the server should have synthetic weights and no rank reports them.
     """
     found = read_settings(log)
-    if point.weights == SYNTHETIC and not (found and found.weights_fingerprints):
-        raise WorkerError(
-            "the server has no synthetic weights, because its engine did not load dcpbench's plugin; install dcpbench in the "
-            "engine's Python environment, or add --weights model"
-        )
+    check_weights(point, found)
     if found is not None and point.dcp <= 1:
         found = msgspec.structs.replace(found, exchange=None)
     dummy = found is not None and has_dummy_weights(found, {**os.environ, **env})
