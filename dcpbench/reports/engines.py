@@ -256,7 +256,8 @@ def _describe_dcp(frames: Frames, *, same_conditions: bool) -> list[str]:
 
 
 def _list_names(frames: Frames) -> list[str]:
-    return [engine.run.name for engine in frames.engines]
+    """Return the names of the engines that were measured; imported results are not compared with them."""
+    return [engine.run.name for engine in frames.engines if not engine.imported]
 
 
 def _format_gain(rows: pd.DataFrame) -> str:

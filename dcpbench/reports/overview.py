@@ -40,7 +40,7 @@ def format_title(frames: Frames) -> str:
         return _format_title_of_none(frames)
     parts = [
         _format_few([words.MODELS.get(name, name) for name in words.list_unique(table["model"])], "models"),
-        _format_few([engine.run.name for engine in frames.engines], "engines"),
+        _format_few([engine.run.name for engine in frames.engines if not engine.imported], "engines"),
         _format_few(words.list_unique(table.sort_values(["tp", "dp", "dcp"], kind="stable")["layout"]), "layouts"),
         format_report_hardware(frames),
         _format_precisions(frames),

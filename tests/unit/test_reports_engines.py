@@ -248,6 +248,13 @@ class TestWhatIsCompared:
         ]
         assert [e.sources for e in read(tmp_path, *runs).engines] == [("run-0",), ("run-1", "run-2")]
 
+    def test_imported_points_keep_their_run_and_are_not_compared(self, tmp_path: Path) -> None:
+        imported = msgspec.structs.replace(measure_server(VLLM, TP, 700), origin="vllm", server=msgspec.UNSET)
+        report = read(tmp_path, [measure_ours(TP, 500)], [measure_server(SGLANG, TP, 400)], [imported])
+        assert set(engines.compare_engines(report).rows["run"]) == {"dcpbench", "SGLang 0.5.17"}
+        assert dict(zip(report.served["run"], report.served["run_label"], strict=True))["run-2"] == "run run-2"
+        assert overview.format_answer(report).startswith("These figures are what the imported files measured")
+
     def test_one_engine_keeps_its_runs(self, tmp_path: Path) -> None:
         report = read(tmp_path, [measure_server(VLLM, TP, 400)], [measure_server(VLLM, DCP, 390)])
         assert report.engines == []
