@@ -221,7 +221,9 @@ class TestWhatIsCompared:
         assert twice[["run", "layout", "concurrency", "output_tok_s"]].values.tolist() == [
             ["SGLang 0.5.17", "tp2·dcp2", 8, 445.5]
         ]
-        assert [run.name for run in study.runs] == [f"run-{n}" for n in range(5)]
+        rows = tables.build_runs_table(study).rows
+        assert [row[0] for row in rows] == [f"run-{n}" for n in range(5)]
+        assert rows[1][2].startswith("vLLM 0.26.0, dcpbench 0.1.0")
 
     def test_a_run_with_records_of_two_engines_is_split(self, tmp_path: Path) -> None:
         report = read(tmp_path, [measure_ours(TP, 500), measure_server(VLLM, TP, 400)])
