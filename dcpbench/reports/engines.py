@@ -14,6 +14,7 @@ import pandas as pd
 from dcpbench.points.names import CLOSED, UNKNOWN
 from dcpbench.points.point import LOAD_AXES
 from dcpbench.records.metrics import METRIC
+from dcpbench.records.record import DUMMY_WEIGHTS
 from dcpbench.reports import findings, launch_bands, marks, rule, words
 from dcpbench.reports.tables import Column, Table, make_column, make_table, make_text_columns
 from dcpbench.show.numbers import format_ratio, format_value_range, is_missing
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from dcpbench.reports.frames import Frames
 
-NOT_COMPARED = {"dummy_weights": "ran with its own dummy weights"}
+NOT_COMPARED = {DUMMY_WEIGHTS: "ran with its own dummy weights"}
 """Warnings with which a point says nothing about the speed of its engine, and what they mean."""
 SCHEDULED = ("mode", "chunk", "policy", "prefix_cache", "prefill")
 """Fields of a load that describe how it is served, not which requests are sent."""
