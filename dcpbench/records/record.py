@@ -12,7 +12,7 @@ import msgspec
 
 from dcpbench.points.bounds import Count, Number, PositiveNumber, Rate, SignedCount, SignedNumber
 from dcpbench.points.memory import PAGES_OF_PADDING, count_pages
-from dcpbench.points.names import NO_EXCHANGE
+from dcpbench.points.names import FP8, NO_EXCHANGE, UNKNOWN
 from dcpbench.points.point import Point
 from dcpbench.points.wire import Prompts
 from dcpbench.records.model_sizes import ModelSizes
@@ -544,6 +544,14 @@ class KvSources(msgspec.Struct, frozen=True, kw_only=True):
     conflicts: list[str] = []  # sources that disagree: `log`, `replicas`, `context_parallel`
 
 
+ENGINE_DTYPES = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "float32": "fp32",
+    "fp8_e4m3": FP8,
+    "float8_e4m3fn": FP8,
+}
+"""Names of precisions in logs of engines, with those of a point."""
 DUMMY_WEIGHTS = "dummy_weights"
 """Mark of a point whose server has dummy weights, with which every token takes the same few experts."""
 
@@ -721,6 +729,18 @@ def get_kv_capacity(record: Record) -> int | None:
     if record.kv is not None:
         return record.kv.capacity_tokens
     return record.server.kv_capacity_tokens if isinstance(record.server, Server) else None
+
+
+def get_precisions(record: Record) -> tuple[str, str]:
+    """Return the precision of the weights and of the KV cache, each `unknown` if it is not recorded.
+
+    For a server they are those that its log states.
+    """
+    if not isinstance(record.server, Server):
+        return record.point.weights_precision, record.point.kv_precision
+    settings = record.server.settings or EngineSettings()
+    found = (settings.weights_dtype or settings.dtype, settings.kv_dtype)
+    return tuple(ENGINE_DTYPES.get(name, name) if name else UNKNOWN for name in found)  # type: ignore[return-value]
 
 
 def get_reason(record: Record) -> str:

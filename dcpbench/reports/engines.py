@@ -14,6 +14,7 @@ import pandas as pd
 from dcpbench.points.names import CLOSED, UNKNOWN
 from dcpbench.points.point import LOAD_AXES
 from dcpbench.records.metrics import METRIC
+from dcpbench.records.record import DUMMY_WEIGHTS
 from dcpbench.reports import findings, launch_bands, marks, rule, words
 from dcpbench.reports.tables import Column, Table, make_column, make_table, make_text_columns
 from dcpbench.show.numbers import format_ratio, format_value_range, is_missing
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from dcpbench.reports.frames import Frames
 
-NOT_COMPARED = {"dummy_weights": "ran with its own dummy weights"}
+NOT_COMPARED = {DUMMY_WEIGHTS: "ran with its own dummy weights"}
 """Warnings with which a point says nothing about the speed of its engine, and what they mean."""
 SCHEDULED = ("mode", "chunk", "policy", "prefix_cache", "prefill")
 """Fields of a load that describe how it is served, not which requests are sent."""
@@ -33,7 +34,6 @@ SAME_LAYOUT_AND_LOAD = ["model", "mode", "device", "gpus", "emulate", *DEGREES, 
 """Columns that points of different engines share if they are compared."""
 SCOPE = ["model", "mode", "device", "gpus"]
 """Columns that points of one sentence share."""
-STORED = ("weights_dtype", "kv_dtype")
 LATENCIES = ("ttft_p50_ms", "itl_p50_ms")
 MAX_SCOPES = 3
 MAX_LAYOUTS = 4
@@ -90,19 +90,18 @@ def _list_sent_loads(points: pd.DataFrame) -> list[tuple[Hashable, ...]]:
 
 
 def _split_by_precision(points: pd.DataFrame) -> pd.DataFrame:
-    """Return the points with `stored`, equal where weights and KV cache may be compared.
+    """Return the points with `stored`, equal where the precisions of weights and KV cache may be compared.
 
-    Where two known precisions differ under one load, only points of equal known precisions are compared.
+    Where two known precisions differ under one load, points are compared only if theirs is known and equal.
     """
-    precisions = [
-        tuple(stored or dtype for stored in row)
-        for *row, dtype in zip(*(points[n] for n in (*STORED, "dtype")), strict=True)
-    ]
-    known = pd.Series([p if UNKNOWN not in p else None for p in precisions], points.index, dtype=object)
-    points = points.assign(stored=known)
-    differ = points.groupby(SAME_LAYOUT_AND_LOAD, dropna=False)["stored"].transform("nunique") > 1
-    own = [f"unknown of {run}" if is_missing(p) else str(p) for p, run in zip(known, points["run"], strict=True)]
-    return points.assign(stored=pd.Series(own, points.index).where(differ, ""))
+    weights, kv = (pd.Series([pair[i] for pair in points["precisions"]], points.index, dtype=object) for i in (0, 1))
+    stored = pd.Series("", points.index, dtype=object)
+    for values in (weights, kv):
+        known = points.assign(known=values.where(values != UNKNOWN, None))
+        differ = known.groupby(SAME_LAYOUT_AND_LOAD, dropna=False)["known"].transform("nunique") > 1
+        own = values.where(values != UNKNOWN, "unknown of " + points["run"].astype(str))
+        stored = stored.str.cat(own.where(differ, ""), sep=" ")
+    return points.assign(stored=stored)
 
 
 def format_answer(frames: Frames) -> str:
@@ -256,7 +255,8 @@ def _describe_dcp(frames: Frames, *, same_conditions: bool) -> list[str]:
 
 
 def _list_names(frames: Frames) -> list[str]:
-    return [engine.run.name for engine in frames.engines]
+    """Return the names of the engines that were measured; imported results are not compared with them."""
+    return [engine.run.name for engine in frames.engines if not engine.imported]
 
 
 def _format_gain(rows: pd.DataFrame) -> str:
@@ -299,12 +299,18 @@ def format_bullets(frames: Frames) -> list[str]:
     return bullets[:MAX_SCOPES]
 
 
-def list_unknown(frames: Frames) -> str:
-    """Return of which engines the weights and the precision were not recorded; empty if they were of all."""
-    table = frames.everything
-    unknown = table[table["run"].isin(_list_names(frames)) & (table["dtype"] == UNKNOWN)]
-    names = words.list_unique(unknown["run"])
-    return f"weights and precision of {format_list(names)} not recorded" if names else ""
+def list_unknown(frames: Frames) -> list[str]:
+    """Return of which engines the weights, or the precision of weights or KV cache, were not recorded."""
+    table = frames.everything[frames.everything["run"].isin(_list_names(frames))]
+    hidden = {
+        "weights": table["weights"] == UNKNOWN,
+        "precision": table["precisions"].map(lambda pair: UNKNOWN in pair).astype(bool),
+    }
+    found: dict[tuple[str, ...], list[str]] = {}
+    for what, mask in hidden.items():
+        if names := words.list_unique(table["run"][mask]):
+            found.setdefault(tuple(names), []).append(what)
+    return [f"{format_list(what)} of {format_list(list(names))} not recorded" for names, what in found.items()]
 
 
 def build_table(frames: Frames) -> Table:

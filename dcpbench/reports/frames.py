@@ -35,6 +35,7 @@ from dcpbench.records.record import (
     get_device,
     get_kv_capacity,
     get_origin,
+    get_precisions,
     get_reason,
     is_functional,
     is_imported_origin,
@@ -231,6 +232,7 @@ class _Reading:
             "model_folder": row["model"] if row["model"] in self.models else "",
             "device": self.devices.get(row["device"], row["device"]),
             "engine": engine,
+            "precisions": get_precisions(records[0]),
             "run_label": joined_runs.format_run(row["run"], self.engines),
             "launches": self.launches[engine, make_point_key(records[0])] if self.launches else 0,
         }

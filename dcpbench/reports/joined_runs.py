@@ -33,11 +33,12 @@ WITHOUT_FLASHMLA = tuple(backend for backend in BACKENDS if LIBRARIES.get(backen
 
 @dataclasses.dataclass(frozen=True)
 class EngineRun:
-    """Hold all records of one engine as one run."""
+    """Hold all records of one engine as one run, or the imported records of one run."""
 
     run: Run
     sources: tuple[str, ...]
     """Names of the runs that the records come from."""
+    imported: bool = False
 
 
 def format_engine(origin: str) -> str:
@@ -74,7 +75,8 @@ def _strip_maker(device: str) -> str:
 
 def format_run(name: str, engines: Sequence[EngineRun]) -> str:
     """Return `run monday`, or the name of an engine alone: `vLLM 0.26.0`."""
-    return name if any(engine.run.name == name for engine in engines) else f"run {name}"
+    measured = {engine.run.name for engine in engines if not engine.imported}
+    return name if name in measured else f"run {name}"
 
 
 def list_engines(runs: Sequence[Run]) -> list[str]:
@@ -103,7 +105,8 @@ def group_by_engine(runs: Sequence[Run], devices: Mapping[str, str], *, as_repea
         sources = tuple(run.name for run in members)
         joined = members[0] if len(members) == 1 else join_runs(members, check=as_repeats)
         name = engine if several[engine] == 1 else f"{engine} ({format_list(list(sources))})"
-        found.append(EngineRun(dataclasses.replace(joined, name=name) if engine else joined, sources))
+        run = dataclasses.replace(joined, name=name) if engine else joined
+        found.append(EngineRun(run, sources, imported=not engine))
     return found
 
 

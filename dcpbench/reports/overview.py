@@ -40,7 +40,7 @@ def format_title(frames: Frames) -> str:
         return _format_title_of_none(frames)
     parts = [
         _format_few([words.MODELS.get(name, name) for name in words.list_unique(table["model"])], "models"),
-        _format_few([engine.run.name for engine in frames.engines], "engines"),
+        _format_few([engine.run.name for engine in frames.engines if not engine.imported], "engines"),
         _format_few(words.list_unique(table.sort_values(["tp", "dp", "dcp"], kind="stable")["layout"]), "layouts"),
         format_report_hardware(frames),
         _format_precisions(frames),
@@ -53,14 +53,19 @@ def format_title(frames: Frames) -> str:
 
 
 def _format_precisions(frames: Frames) -> str:
-    """Return `fp8 weights + bf16 KV`, with the engines of which the precision is not known if that of others is."""
+    """Return `fp8 weights + bf16 KV`; of several engines with the names of those that do not record theirs."""
     table = frames.everything
-    found = words.list_unique(table["precision"])
-    hidden = words.list_unique(table["run"][table["precision"] == UNKNOWN]) if frames.engines else []
-    if hidden and len(found) > 1:
-        found = [name for name in found if name != UNKNOWN]
-    aside = f" ({format_list(hidden)}: not recorded)" if hidden and found != [UNKNOWN] else ""
-    return _format_few([kept.replace(", ", " + ") for kept in found], "precisions") + aside
+    if not frames.engines:
+        found = words.list_unique(table["precision"])
+        return _format_few([kept.replace(", ", " + ") for kept in found], "precisions")
+    unknown = table["precisions"].map(lambda pair: UNKNOWN in pair).astype(bool)
+    known = dict.fromkeys(table["precisions"][~unknown])
+    named = [weights if weights == kv else f"{weights} weights + {kv} KV" for weights, kv in known]
+    hidden = words.list_unique(table["run"][unknown])
+    if not named:
+        return ""
+    aside = f" ({format_list(hidden)}: not recorded in full)" if hidden else ""
+    return _format_few(named, "precisions") + aside
 
 
 def _format_exchanges(frames: Frames) -> str:
@@ -137,8 +142,7 @@ def list_caveats(frames: Frames) -> list[str]:
     if servers:
         every = "" if table["origin"].str.startswith(A_SERVER).all() else " (those points)"
         found.append(f"measured through HTTP on {format_list(servers)} as it runs{every}")
-    if unknown := engines.list_unknown(frames):
-        found.append(unknown)
+    found += engines.list_unknown(frames)
     emulated = table["emulate"].fillna("") != ""
     if emulated.any():
         every = "" if emulated.all() else f" ({int(emulated.sum()):,} of {len(table):,} points)"

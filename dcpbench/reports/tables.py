@@ -15,10 +15,11 @@ import pandas as pd
 from dcpbench.records import metrics
 from dcpbench.records.checks import OUTCOMES
 from dcpbench.records.metrics import METRIC
-from dcpbench.records.record import OURS, format_hardware, get_device
+from dcpbench.records.record import A_SERVER, OURS, format_hardware, get_device, get_origin
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.reports import marks, words
 from dcpbench.reports.frames import sort_commonest_first
+from dcpbench.reports.joined_runs import format_engine
 from dcpbench.show.numbers import (
     ABSENT,
     format_gib,
@@ -306,7 +307,9 @@ def build_runs_table(frames: Frames) -> Table:
         env = next((r.environment for r in run.records if r.environment), None)
         device = next(filter(None, map(get_device, run.records)), None)
         started = min((r.started_at for r in run.records if r.started_at), default=None)
-        versions = [
+        origins = words.list_unique(map(get_origin, run.records))
+        versions = [format_engine(name) for name in origins if name.startswith(A_SERVER)]
+        versions += [
             f"{n} {getattr(env, n)}"
             for n in ("dcpbench", "torch", "cuda", "flashinfer", "flash_mla")
             if getattr(env, n, None)

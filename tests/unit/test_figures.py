@@ -227,6 +227,8 @@ def test_how_many_figures_there_are_is_told_before_each_is_drawn(
 
 def test_the_side_of_a_figure_says_which_part_is_the_name_of_a_run() -> None:
     """A run may be called as its model is."""
-    points = pd.DataFrame({"model": ["deepseek-v3", "deepseek-v3"], "run": ["deepseek-v3", "b"]})
+    runs = ["deepseek-v3", "b"]
+    labels = [f"run {name}" for name in runs]
+    points = pd.DataFrame({"model": ["deepseek-v3", "deepseek-v3"], "run": runs, "run_label": labels})
     assert figures.get_sides(points).tolist() == ["deepseek-v3, run deepseek-v3", "deepseek-v3, run b"]
     assert figures.get_sides(points[:1]).tolist() == ["deepseek-v3"]

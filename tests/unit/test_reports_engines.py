@@ -18,7 +18,7 @@ from dcpbench.points.memory import compute_weight_bytes, count_all_layers
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import SHAPES
 from dcpbench.records.model_sizes import ModelSizes, read_model_sizes, shorten_shape
-from dcpbench.records.record import Environment, Gpu, Server, SyncSite
+from dcpbench.records.record import EngineSettings, Environment, Gpu, Server, SyncSite
 from dcpbench.reports import (
     answer,
     engines,
@@ -198,11 +198,19 @@ class TestWhatIsCompared:
         report = read(tmp_path, [measure_ours(TP, 500)], [measure_server(VLLM, TP, 400, environment=h100)])
         assert engines.compare_engines(report).rows.empty
 
-    @pytest.mark.parametrize(("kv_dtype", "compared"), [("", 2), ("fp8", 0)])
-    def test_known_precisions_must_be_equal(self, tmp_path: Path, kv_dtype: str, compared: int) -> None:
-        theirs = measure_server(VLLM, TP, 400)
-        known = {"dtype": "bf16", "weights_dtype": "fp8", "kv_dtype": kv_dtype}
-        theirs = msgspec.structs.replace(theirs, point=msgspec.structs.replace(theirs.point, **known))
+    @pytest.mark.parametrize(
+        ("settings", "compared"),
+        [
+            ({"weights_dtype": "fp8", "kv_dtype": "bfloat16"}, 2),
+            ({"weights_dtype": "fp8"}, 2),
+            ({"weights_dtype": "fp8", "kv_dtype": "fp8_e4m3"}, 0),
+            ({"dtype": "bfloat16"}, 0),
+        ],
+    )
+    def test_known_precisions_must_be_equal(self, tmp_path: Path, settings: dict[str, Any], compared: int) -> None:
+        """dcpbench has fp8 weights and a bf16 KV cache."""
+        server = Server(engine="vllm", settings=EngineSettings(**settings))
+        theirs = measure_server(VLLM, TP, 400, server=server)
         assert len(engines.compare_engines(read(tmp_path, [measure_ours(TP, 500)], [theirs])).rows) == compared
 
     def test_an_engine_with_its_own_dummy_weights_is_left_out(self, tmp_path: Path) -> None:
@@ -221,7 +229,9 @@ class TestWhatIsCompared:
         assert twice[["run", "layout", "concurrency", "output_tok_s"]].values.tolist() == [
             ["SGLang 0.5.17", "tp2·dcp2", 8, 445.5]
         ]
-        assert [run.name for run in study.runs] == [f"run-{n}" for n in range(5)]
+        rows = tables.build_runs_table(study).rows
+        assert [row[0] for row in rows] == [f"run-{n}" for n in range(5)]
+        assert rows[1][2].startswith("vLLM 0.26.0, dcpbench 0.1.0")
 
     def test_a_run_with_records_of_two_engines_is_split(self, tmp_path: Path) -> None:
         report = read(tmp_path, [measure_ours(TP, 500), measure_server(VLLM, TP, 400)])
@@ -248,6 +258,13 @@ class TestWhatIsCompared:
         ]
         assert [e.sources for e in read(tmp_path, *runs).engines] == [("run-0",), ("run-1", "run-2")]
 
+    def test_imported_points_keep_their_run_and_are_not_compared(self, tmp_path: Path) -> None:
+        imported = msgspec.structs.replace(measure_server(VLLM, TP, 700), origin="vllm", server=msgspec.UNSET)
+        report = read(tmp_path, [measure_ours(TP, 500)], [measure_server(SGLANG, TP, 400)], [imported])
+        assert set(engines.compare_engines(report).rows["run"]) == {"dcpbench", "SGLang 0.5.17"}
+        assert dict(zip(report.served["run"], report.served["run_label"], strict=True))["run-2"] == "run run-2"
+        assert overview.format_answer(report).startswith("These figures are what the imported files measured")
+
     def test_one_engine_keeps_its_runs(self, tmp_path: Path) -> None:
         report = read(tmp_path, [measure_server(VLLM, TP, 400)], [measure_server(VLLM, DCP, 390)])
         assert report.engines == []
@@ -259,7 +276,7 @@ class TestNames:
         title = overview.format_title(study)
         assert title.startswith(
             "DeepSeek-V3, 8 of 61 layers · dcpbench, vLLM 0.26.0, SGLang 0.5.17 · tp2, tp2·dcp2 · 2 × NVIDIA H200 · "
-            "fp8 weights + bf16 KV (SGLang 0.5.17 and vLLM 0.26.0: not recorded)"
+            "fp8 weights + bf16 KV (SGLang 0.5.17 and vLLM 0.26.0: not recorded in full)"
         )
         assert set(study.served["label"]) == {"tp2", "tp2·dcp2"}
         closed = study.served[study.served["load_arrival"] == "closed"]
