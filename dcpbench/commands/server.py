@@ -38,7 +38,7 @@ class Layouts(opt.Layouts):
     )
 
     exchange: str | None = make_panel("Layouts (comma lists)")(
-        "How partial attention is merged over dcp ranks, by the engine's name: ag_rs, a2a or fi_a2a of vLLM and SGLang. Each of the "
+        "How partial attention is merged over dcp ranks, by the engine's name: ag_rs or a2a, with SGLang also fi_a2a. Each of the "
         "list is a server. Default: the engine's; unknown with --url.",
         metavar="NAME,…",
     )

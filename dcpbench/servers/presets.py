@@ -244,7 +244,7 @@ PRESETS = {
             "kv": "--kv-cache-dtype fp8",
             "nodes": "--nnodes {nnodes} --node-rank 0 --master-addr NODE0",
         },
-        exchanges=["ag_rs", "a2a", "fi_a2a"],
+        exchanges=["ag_rs", "a2a"],
         weights={SYNTHETIC: "--load-format dcpbench", DUMMY: "--load-format dummy"},
         variants={"eager": "--enforce-eager"},
         profiler="--profiler-config.profiler torch --profiler-config.torch_profiler_dir {traces}",
@@ -281,11 +281,12 @@ PORT = 8000
 
 
 def format_command(name: str, point: Point, nnodes: int) -> str:
-    """Return the command line of a preset for the layout of a point, on the first of several machines.
+    """Return the command line of a preset for the layout of a point and the model's own weights, on the first of several machines.
 
     Raises UsageError for a point that the engine cannot run.
     """
     model = CHECKPOINTS.get(point.model, point.model)
+    point = msgspec.structs.replace(point, weights=UNKNOWN)
     return shlex.join(PRESETS[name].make_command(point, {}, model, PORT, nnodes=nnodes))
 
 

@@ -443,6 +443,7 @@ def test_presets_use_documented_flags_alone(name: str, nnodes: int) -> None:
                     ep=ep,
                     kv_dtype=kv,
                     interleave=interleave,
+                    weights="unknown",
                 )
                 words = PRESETS[name].make_command(of, {}, "m", 7, nnodes=nnodes)
                 seen |= {word for word in words if word.startswith("--")}
