@@ -1,4 +1,4 @@
-"""How true times of `serve --url` are: against a server that writes down when it sent what, in another process.
+"""How true times of `server --url` are: against a server that writes down when it sent what, in another process.
 
     python -m tools.client_accuracy [-o FILE.md] [--quick] [OPTIONS OF serve, as --client-processes 2]
 
@@ -141,7 +141,7 @@ def measured(case: Case, folder: Path, more: Sequence[str] = ()) -> tuple[Record
     log, run = folder / "sent.jsonl", folder / "run"
     slo = ",".join(f"{name}={ms:g}" for name, ms in SLO.items())
     with served(case.server, log) as url:
-        words = f"serve --url {url} --device cpu --num-requests {case.requests} --input-tokens 100 {case.load} --slo {slo} -o {run}"
+        words = f"server --url {url} --device cpu --num-requests {case.requests} --input-tokens 100 {case.load} --slo {slo} -o {run}"
         environment = os.environ | {"PYTHONPATH": str(Path.cwd())}
         subprocess.run(
             [sys.executable, "-m", "dcpbench.cli", *words.split(), *more],

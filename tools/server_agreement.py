@@ -140,7 +140,7 @@ def run(asked: argparse.Namespace, folder: Path, number: int) -> None:
     """Run one round of both."""
     wait = STARTING_S[GUIDELLM if asked.guidellm else VLLM]
     ours = (
-        f"sleep {wait}; {sys.executable} -m dcpbench.cli serve --url {asked.url} --device cpu --request-rate {LOAD['rate']} "
+        f"sleep {wait}; {sys.executable} -m dcpbench.cli server --url {asked.url} --device cpu --request-rate {LOAD['rate']} "
         f"--burstiness {LOAD['even']} --num-requests {LOAD['requests']} --input-tokens {LOAD['input']} "
         f"--output-tokens {LOAD['output']} --no-check-client -o {folder}/ours{number}"
     )

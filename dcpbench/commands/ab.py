@@ -26,7 +26,7 @@ from dcpbench.show.text import format_count
 from dcpbench.show.whole_files import write_file
 
 STATE_FILE = "ab.json"
-WORKLOADS = ("sweep", "serve")
+WORKLOADS = ("sweep", "serve", "server")
 MAX_ROUNDS = 1000
 OURS = {
     "output": "-o",
@@ -54,7 +54,7 @@ class Variants(Group):
         metavar="OPTIONS",
     )
     workload: str = RUNS(
-        "sweep or serve: the command that is run, serve also with --url, --engine or --serve-cmd.",
+        "sweep, serve or server: the command that is run.",
         default="sweep",
         metavar="NAME",
     )
@@ -110,9 +110,9 @@ def ab(variants: Variants, judged: JudgedInRounds, launches: Launches, shown: Sh
 
       dcpbench ab --workload serve --both "--tp 4 --concurrency 32" --a "--policy mixed" --b "--policy prefill-first"
 
-      dcpbench ab --workload serve --both "--concurrency 32" --a "--url http://a:8000 --tp 8" --b "--url http://b:8000 --tp 8 --dcp 8"
+      dcpbench ab --workload server --both "--concurrency 32" --a "--url http://a:8000 --tp 8" --b "--url http://b:8000 --tp 8 --dcp 8"
 
-      dcpbench ab --workload serve --both "--engine vllm --model /models/v3 --tp 8" --a "--dcp 1" --b "--dcp 8"
+      dcpbench ab --workload server --both "--engine vllm --model /models/v3 --tp 8" --a "--dcp 1" --b "--dcp 8"
     """
     from dcpbench.compare import outputs
     from dcpbench.compare.sides import find_differing_fields, read_side
@@ -128,7 +128,7 @@ def ab(variants: Variants, judged: JudgedInRounds, launches: Launches, shown: Sh
         print_stderr("A and B are the same: this shows what differs between launches of one variant.")
     if launches.dry_run:
         return (_print_plan_json if out.as_json else _print_plan)(variants, sides, command)
-    if any(_has_option(arguments, ["--gpu"]) and not _has_option(arguments, REMOTE) for arguments in sides.values()):
+    if variants.workload != "server" and any(_has_option(arguments, ["--gpu"]) for arguments in sides.values()):
         raise UsageError("--gpu plans for a machine that is not this one; add --dry-run to ab, or leave --gpu out.")
     folder = launches.output or Path("runs") / f"{time.strftime('%Y-%m-%d-%H%M%S')}-ab-{variants.workload}"
     with folders.lock_folder(folder):
@@ -251,13 +251,15 @@ def _parse_arguments(variants: Variants, side: str, command: Command) -> list[st
             given = [p.name for p in command.params if p.name in OURS and typed.get(p.name) != p.get_default(context)]
     except PARSER_ERROR as e:
         text = shlex.join(hide_headers(shlex.split(text)))
-        serves = variants.workload != "serve" and _has_option(arguments, REMOTE)
-        how = "Add --workload serve." if serves else f"See `dcpbench {variants.workload} --help` for its options."
+        serves = variants.workload != "server" and _has_option(arguments, REMOTE)
+        how = "Add --workload server." if serves else f"See `dcpbench {variants.workload} --help` for its options."
         raise UsageError(f"--{side} {text!r}: {e.format_message()} {how}") from e
     if given:
         raise UsageError(f"--{side} {text!r}: leave out {OURS[given[0]]}; ab sets it for every launch.")
+    if "baseline" not in typed:
+        return arguments
     asked = typed["baseline"] is not None or (typed["config"] and "baseline" in _read_config(typed["config"], variants))
-    return arguments if asked or _has_option(arguments, REMOTE) else [*arguments, "--no-baseline"]
+    return arguments if asked else [*arguments, "--no-baseline"]
 
 
 def _has_option(arguments: Sequence[str], names: Sequence[str]) -> bool:

@@ -30,6 +30,11 @@ ENTRIES = (
         "Serve requests over layouts and loads: TTFT, ITL, throughput and goodput, with prefill and a real scheduler.",
     ),
     Entry(
+        "server",
+        MEASURE,
+        "Measure vLLM, SGLang or another server over layouts and loads: TTFT, ITL, throughput and goodput.",
+    ),
+    Entry(
         "ab",
         MEASURE,
         "Run two variants in turn on this machine, so that drift cancels, and compare them round by round.",
@@ -55,7 +60,7 @@ ENTRIES = (
         "Write the answer, tables, figures and one self-contained HTML page from the records of one or several runs.",
     ),
     Entry("show", READ, "Print the table of one or several runs, in the width of the terminal."),
-    Entry("top", READ, "Watch a sweep, serve or verify that is running, from another terminal."),
+    Entry("top", READ, "Watch a sweep, serve, server or verify that is running, from another terminal."),
     Entry("export", READ, "Write the points of runs in another tool's format."),
     Entry("import", READ, "Make a run from the results of another engine's benchmark, to show them with ours."),
     Entry("verify", CHECK, "Check layouts, backends and exchanges against a slow fp64 reference on one rank."),
@@ -79,7 +84,7 @@ ENTRIES = (
     Entry(
         "submit",
         MEASURE,
-        "Run sweep, serve or verify as a job of Slurm or Kubernetes, on as many machines as it takes.",
+        "Run sweep, serve, server or verify as a job of Slurm or Kubernetes, on as many machines as it takes.",
         is_group=True,
     ),
     Entry(

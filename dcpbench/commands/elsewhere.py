@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dcpbench.points.machine import Probe
 
 REAL_SERVERS = ("url", "engine", "serve_cmd")
-"""Options of `serve` that measure another engine's server, which has its own model and is measured from one machine."""
+"""Options of `server` that name the server, or the command that starts it."""
 SAYS_ALL = ("config", "engine")
 """Options for files without which only single options can be checked, not their combination."""
 DECIDES = {"weights", "model", "requests", "step_times", "emulate", "checkpoint"}
@@ -139,9 +139,10 @@ def _read_config_options(command: Any, config: object) -> dict[str, object]:  # 
 def _check_each(name: str, typed: Mapping[str, Any]) -> None:
     """Parse each option by itself. Raise UsageError for an invalid value."""
     from dcpbench.plan.serve_spec import SERVE_PARSERS
+    from dcpbench.plan.server_spec import SERVER_PARSERS
     from dcpbench.plan.spec import PARSERS
 
-    parsers = SERVE_PARSERS if name == "serve" else PARSERS
+    parsers = {"serve": SERVE_PARSERS, "server": SERVER_PARSERS}.get(name, PARSERS)
     for option, value in typed.items():
         if value is not None and option in parsers:
             parsers[option](option, str(value) if isinstance(value, Path) else value)

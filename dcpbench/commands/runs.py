@@ -224,21 +224,12 @@ def print_defaults(spec: SweepSpec, candidates: Sequence[grid.Candidate]) -> Non
         print_stderr(note)
 
 
-def check_run(run: Run, *, remote: bool = False) -> None:
-    """Raise UsageError if the options contradict each other.
-
-    `remote`: a running server is measured, and --gpu and --gpus describe its hardware.
-    """
+def check_run(run: Run) -> None:
+    """Raise UsageError if the options contradict each other."""
     m = run.machines
-    if run.resume and run.force:
-        raise UsageError("--resume and --force contradict each other; --resume goes on, --force starts over.")
-    if run.resume and run.output is None:
-        raise UsageError("--resume needs the run to go on with; add for example -o runs/NAME.")
+    _check_folder_options(run)
     check_seconds("--timeout", run.timeout, 300)
-    _check_isolation(run, remote=remote)
-    if remote:
-        _check_remote(run)
-        return
+    _check_isolation(run)
     _check_planned(run)
     if m.nnodes < 1:
         raise UsageError(f"--nnodes {m.nnodes} is not positive; try --nnodes 2, or leave it out.")
@@ -255,12 +246,22 @@ def check_run(run: Run, *, remote: bool = False) -> None:
         get_secret()
 
 
-def _check_isolation(run: Run, *, remote: bool) -> None:
+def check_server_run(run: Run) -> None:
+    """Raise UsageError if the options of a command that measures a server contradict each other."""
+    _check_folder_options(run)
+    if run.gpu is not None and run.device == "cpu":
+        raise UsageError(f"--gpu {run.gpu} and --device cpu contradict each other; leave one of them out.")
+
+
+def _check_folder_options(run: Run) -> None:
+    if run.resume and run.force:
+        raise UsageError("--resume and --force contradict each other; --resume goes on, --force starts over.")
+    if run.resume and run.output is None:
+        raise UsageError("--resume needs the run to go on with; add for example -o runs/NAME.")
+
+
+def _check_isolation(run: Run) -> None:
     retries, limit = _get_retries(run), _get_point_limit(run)
-    if remote and (retries or limit is not None):
-        raise UsageError(
-            "--point-retries and --point-limit apply to dcpbench's own engine; leave them out when a server is measured."
-        )
     if retries < 0:
         raise UsageError(f"--point-retries {retries} is negative; try --point-retries 1, or leave it out.")
     if limit is not None:
@@ -274,16 +275,6 @@ def _get_retries(run: Run) -> int:
 
 def _get_point_limit(run: Run) -> float | None:
     return getattr(run, "point_limit", None)
-
-
-def _check_remote(run: Run) -> None:
-    m = run.machines
-    if (m.nnodes, m.node_rank, m.rdzv_endpoint) != (1, 0, ""):
-        raise UsageError(
-            "--nnodes, --node-rank and --rdzv-endpoint apply to dcpbench's own engine; leave them out with --url."
-        )
-    if run.gpu is not None and run.device == "cpu":
-        raise UsageError(f"--gpu {run.gpu} and --device cpu contradict each other; leave one of them out.")
 
 
 def _check_planned(run: Run) -> None:

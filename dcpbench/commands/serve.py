@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, cast
 
 from dcpbench.commands import options as opt
 from dcpbench.commands.command import Group, collect_typed, make_panel
-from dcpbench.serving.load_words import ANSWERS, CHUNK, CPU_ANSWERS, CPU_CHUNK, CPU_PROMPTS, PROMPTS, USUAL_REQUESTS
+from dcpbench.commands.load_options import SLO, Requests, print_load_notes
+from dcpbench.serving.load_words import CHUNK, CPU_CHUNK
 from dcpbench.show.terminal import print_stderr
 
 if TYPE_CHECKING:
@@ -19,16 +20,11 @@ if TYPE_CHECKING:
     from dcpbench.points.point import Load as PointLoad
     from dcpbench.points.point import Point
     from dcpbench.points.settings import Settings
-    from dcpbench.servers.measure import ClientConfig
 
 USUAL_STEP_S = 0.05  # order of magnitude of a step of a large model, to estimate how long a live run takes
 LONG_S = 600.0
-MAX_CLIENT_PROCESSES = 64
 
-WHEN = make_panel("When requests come")
-WHAT = make_panel("What requests are")
 SERVED = make_panel("How requests are served")
-REMOTE = make_panel("Real servers")
 
 
 class Layouts(opt.Layouts):
@@ -38,72 +34,15 @@ class Layouts(opt.Layouts):
 
 
 class Load(Group):
-    """Hold the options for requests and for the scheduler."""
+    """Hold the options for the model."""
 
     model: str | None = opt.MODEL
     weights: str | None = opt.WEIGHTS
-    concurrency: str | None = WHEN(
-        "Closed loop: number of clients over the whole layout (--max-concurrency of vLLM's and SGLang's benches), each of "
-        "which sends its next request when its last one is answered. With --request-rate: requests in flight at most, by default 512 for each dp replica. Default: "
-        "8,32,48 on GPUs; 4 on the CPU.",
-        metavar="N,…",
-    )
-    request_rate: str | None = WHEN(
-        "Open loop: requests per second on average, sent whether or not earlier ones are answered. inf sends all at once or, "
-        "with --concurrency, as a closed loop of so many, as vLLM's bench does. Default: a closed loop.",
-        metavar="R,…",
-    )
-    burstiness: str | None = WHEN(
-        "With --request-rate: shape of the gamma distribution of the gaps. 1 is Poisson, smaller values give bursts, larger "
-        "ones even gaps. Default: 1.",
-        metavar="B",
-    )
-    requests: Path | None = WHEN(
-        "Requests of a file: Mooncake JSONL, our JSONL or CSV. They come at the file's times; with --concurrency in a "
-        "closed loop, with --request-rate at that rate. Default: none, requests are made up.",
-        metavar="FILE",
-    )
-    limit: str | None = WHEN(
-        "Stop early: 200 takes the first 200 requests; 60s ends each run then and counts what has not finished as "
-        "cancelled. Default: no limit.",
-        metavar="N|Ns",
-    )
-    num_requests: str | None = WHAT(
-        f"Requests of each point: --num-prompts of vLLM's and SGLang's benches. Default: {USUAL_REQUESTS} on GPUs; 16 on the CPU.",
-        metavar="N",
-    )
-    input_tokens: str | None = WHAT(
-        "Length of prompts: 4000, uniform:1000-7000 or lognormal:4000:0.5 (median and sigma; at least 1, no upper "
-        f"bound). Each of the list is a point. Default: {PROMPTS} on GPUs; {CPU_PROMPTS} on the CPU.",
-        metavar="LEN,…",
-    )
-    output_tokens: str | None = WHAT(
-        "Tokens that are sampled for a request, in the same notation; no request ends earlier. With identical lengths of outputs and "
-        "prompts, clients of a closed loop run in lock-step: they prefill and decode at the same time, which can change the order of layouts. Default: "
-        f"{ANSWERS} on GPUs; {CPU_ANSWERS} on the CPU.",
-        metavar="LEN,…",
-    )
-    prefix_share: str | None = WHAT(
-        "Share of each prompt, from 0 to less than 1, that begins like the prompts of its group. Default: 0.",
-        metavar="S",
-    )
-    prefix_groups: str | None = WHAT(
-        "With --prefix-share: groups, which take requests in turn. Default: 1.", metavar="N"
-    )
-    turns: str | None = WHAT(
-        "Turns of a session, in the notation of lengths: each prompt begins with the whole conversation so far, so that "
-        "the prefix cache can hold it. --concurrency and --request-rate then count sessions, --num-requests counts "
-        "their turns. Default: 1, requests are independent.",
-        metavar="LEN",
-    )
-    turn_tokens: str | None = WHAT(
-        "With --turns: tokens that each turn after the first adds to the prompt. Default: as --input-tokens.",
-        metavar="LEN",
-    )
-    think_time: str | None = WHAT("With --turns: seconds from an answer to the next turn. Default: 0.", metavar="S")
-    seed: str | None = WHAT(
-        "Seed of lengths, gaps and tokens: the same requests for every layout and machine. Default: 0.", metavar="N"
-    )
+
+
+class Scheduler(Group):
+    """Hold the options for the scheduler and the memory of dcpbench's engine."""
+
     policy: str | None = SERVED(
         "mixed: a step holds chunks of prompts and tokens of running requests; prefill-first: running requests wait while "
         "there are chunks. Default: mixed.",
@@ -179,11 +118,7 @@ class Measured(Group):
         "With --mode replay: step times that were measured before; no GPU is needed then. Default: measure them.",
         metavar="FILE",
     )
-    slo: str | None = opt.MEASURE(
-        "Limits in ms, such as ttft=500,itl=50; also tpot and e2el. Goodput is the rate of requests that meet all "
-        "of them. Default: none.",
-        metavar="NAME=MS,…",
-    )
+    slo: str | None = SLO
     repeats: int | None = opt.REPEATS
     baseline: bool | None = opt.BASELINE
     profile: bool | None = opt.MEASURE(
@@ -191,83 +126,18 @@ class Measured(Group):
     )
 
 
-class Remote(Group):
-    """Hold the options for a server that is measured instead of dcpbench's own engine."""
-
-    url: str | None = REMOTE(
-        "Measure the server at this address, by OpenAI's API, instead of an engine of our own: vLLM, SGLang or another. "
-        "--tp, --dp and --dcp then describe its layout, --model selects one of its models.",
-        metavar="URL",
-    )
-    engine: str | None = REMOTE(
-        "Start servers of this engine instead, one for each layout, serve all loads on each, and end it: vllm, sglang, or a "
-        ".toml file with its command and flags (docs/servers.md). --model names the model to serve.",
-        metavar="NAME",
-    )
-    serve_cmd: str | None = REMOTE(
-        "The same with a command of your own, in which {port}, {model}, {tp}, {dp}, {dcp} and {attn_tp} (tp / dp) are filled in.",
-        metavar="COMMAND",
-    )
-    start_timeout: float = REMOTE(
-        "Time after which a server that accepts no requests has failed.", default=1800.0, metavar="SECONDS"
-    )
-    endpoint: str = REMOTE("completions or chat.", default="completions", metavar="NAME")
-    api_key_env: str = REMOTE(
-        "Environment variable that holds the API key. The key is never recorded.",
-        default="OPENAI_API_KEY",
-        metavar="NAME",
-    )
-    header: list[str] | None = REMOTE(
-        "Header that is sent with every request; can be given several times. Records keep its name, never its value.",
-        metavar="'NAME: VALUE'",
-    )
-    extra_body: str | None = REMOTE(
-        "JSON object whose fields are added to every request, such as '{\"top_k\": 20}'. Fields that dcpbench sets itself, such as "
-        "model, prompt, stream and max_tokens, are refused.",
-        metavar="JSON",
-    )
-    tokenizer: Path | None = REMOTE(
-        "Folder with the model's tokenizer.json, for servers that accept no token ids. Default: words; the server counts "
-        "their tokens.",
-        metavar="FOLDER",
-    )
-    request_timeout: float = REMOTE(
-        "Time without a token after which a request has failed.", default=600.0, metavar="SECONDS"
-    )
-    warm_up: int = REMOTE("Requests before the clock starts, with short answers.", default=8, metavar="N")
-    retries: int = REMOTE(
-        "How often a request is sent again while the server is busy (429, 503, connection refused); also the short ones "
-        "before the load. Each is counted, and the wait is in its latency.",
-        default=0,
-        metavar="N",
-    )
-    traces: Path | None = REMOTE(
-        "Folder into which the server's profiler writes its traces, as seen from here; it is created if it does not exist. After each load a few of its requests "
-        "are served again under the profiler, and where the host waits is in the record, as of our own points. Default: no "
-        "profile.",
-        metavar="FOLDER",
-    )
-    client_processes: int | None = REMOTE(
-        "Processes that send the load, with an event loop each. Default: one for each 8,000 chunks a second that are "
-        "expected, as far as there are cores.",
-        metavar="N",
-    )
-    client_realtime: bool = REMOTE(
-        "Let the client run before everything else on its cores (SCHED_RR) while a load is sent, where the kernel allows it: to "
-        "root, CAP_SYS_NICE or an RLIMIT_RTPRIO. The record says whether it did.",
-        default=True,
-    )
-    check_client: bool = REMOTE(
-        "After each load, read the same number of streams from an idle local server for a second, to measure the client's "
-        "own share of TTFT and ITL.",
-        default=True,
-    )
-
-
-def serve(layouts: Layouts, load: Load, how: How, measured: Measured, remote: Remote, run: opt.RunOnMachines) -> int:
+def serve(
+    layouts: Layouts,
+    load: Load,
+    requests: Requests,
+    scheduler: Scheduler,
+    how: How,
+    measured: Measured,
+    run: opt.RunOnMachines,
+) -> int:
     """Serve requests over layouts and loads: TTFT, ITL, throughput and goodput, with prefill and a real scheduler.
 
-    Every combination of the comma lists is a point; those that cannot run are listed with the reason. The times of every
+    This measures dcpbench's own engine; `dcpbench server` measures vLLM, SGLang and other servers. Every combination of the comma lists is a point; those that cannot run are listed with the reason. The times of every
     request are kept as Parquet next to the records; after Ctrl-C, those of finished requests.
 
     For example:
@@ -281,12 +151,6 @@ def serve(layouts: Layouts, load: Load, how: How, measured: Measured, remote: Re
       dcpbench serve --tp 4 --input-tokens lognormal:8000:0.7 --mode replay
 
       dcpbench serve --mode replay --step-times FILE --concurrency 64
-
-      dcpbench serve --url http://127.0.0.1:8000 --tp 8 --dcp 8 --concurrency 8,32
-
-      dcpbench serve --url http://127.0.0.1:8000 --tp 8 --traces /tmp/traces
-
-      dcpbench serve --engine vllm --model deepseek-ai/DeepSeek-V3 --tp 8 --dcp 1,8 --gpu H200
     """
     import msgspec
 
@@ -297,15 +161,9 @@ def serve(layouts: Layouts, load: Load, how: How, measured: Measured, remote: Re
     from dcpbench.plan.spec import read_options
     from dcpbench.points.names import NO_EXCHANGE, STORED
 
-    runs.check_run(run, remote=remote.url is not None or remote.engine is not None or remote.serve_cmd is not None)
+    runs.check_run(run)
     given = read_options(run.config, SERVE_PARSERS) if run.config else {}
-    given |= collect_typed(layouts, load, how, measured)
-    check_one_server(remote)
-    if remote.url is not None:
-        return _measure_remote(remote.url, remote, given, run)
-    if remote.engine is not None or remote.serve_cmd is not None:
-        return _measure_started(remote, given, run)
-    check_local(remote)
+    given |= collect_typed(layouts, load, requests, scheduler, how, measured)
     path = resolve_step_times(given)
     if path is None:
         probe = runs.get_probe(run)
@@ -326,188 +184,6 @@ def serve(layouts: Layouts, load: Load, how: How, measured: Measured, remote: Re
     spec = make_serve_spec({"baseline": "disaggregate" in given, **own, **given}, probe)
     _print_notes(spec, probe, run)
     return runs.measure(spec, probe, run, _replay_points, given={**own, **given})
-
-
-def check_one_server(remote: Remote) -> None:
-    """Raise UsageError if --engine or --serve-cmd is given together with --url."""
-    from dcpbench.errors import UsageError
-
-    started = {"--engine": remote.engine, "--serve-cmd": remote.serve_cmd}
-    if remote.url is not None and (given := [name for name, value in started.items() if value is not None]):
-        raise UsageError(
-            f"{given[0]} starts a server, and --url measures one that runs already; leave out --url {remote.url} to start "
-            f"one, or leave out {given[0]}."
-        )
-
-
-def check_local(remote: Remote) -> None:
-    """Raise UsageError for an option that needs a server."""
-    from dcpbench.errors import UsageError
-    from dcpbench.points.names import format_flag
-
-    usual = vars(Remote())
-    if alone := [format_flag(name) for name, value in vars(remote).items() if value != usual[name]]:
-        raise UsageError(f"{alone[0]} is for a server that runs already; add for example --url http://127.0.0.1:8000.")
-
-
-def _measure_remote(url: str, remote: Remote, given: dict[str, object], run: opt.Run) -> int:
-    """Measure a server that runs already."""
-    from dcpbench.commands import runs
-    from dcpbench.launch import folders
-    from dcpbench.plan.server_spec import make_server_spec
-    from dcpbench.points.machine import Probe
-    from dcpbench.servers.measure import fetch_server_info, make_candidates, measure_points, resolve_prompt_format
-    from dcpbench.servers.profile import make_traces_folder
-
-    spec = make_server_spec(given, cpu=run.device == "cpu")
-    if spec.wrong is not None:
-        raise spec.wrong
-    probe = Probe(device="cpu" if run.device == "cpu" else "cuda", count=spec.layout["tp"], name=run.gpu or "")
-    asked = _make_client_config(url, remote, run, spec.layout["tp"])
-    if runs.is_elsewhere():
-        return 0
-    info = fetch_server_info(asked.target, asked.retries).with_kv_capacity(dp=spec.layout["dp"], dcp=spec.layout["dcp"])
-    card = info.find_model(spec.model)
-    if run.dry_run or not runs.is_part():
-        for note in (f"{asked.target.url}: {info.origin.removeprefix('engine ')}, model {card.id}.", *info.notes):
-            print_stderr(note)
-    runs.record_device(probe)
-    if run.dry_run or not runs.is_part():
-        _print_load_notes(spec.loads, spec.settings, cpu=run.device == "cpu")
-    candidates = make_candidates(spec.make_points(info.engine, card.id), card.max_model_len)
-    if runs.finish_if_planned(candidates, probe, run):
-        return 0
-    if remote.traces is not None:
-        make_traces_folder(remote.traces)
-    manner = resolve_prompt_format(asked, card.id)
-    folder = run.output or folders.choose_folder(f"{info.engine}-{Path(card.id).name}", (spec.layout["tp"],))
-
-    def run_all(points: "Sequence[Point]", work: "Work", run: opt.Run) -> None:
-        del run
-        with runs.handle_stop(work), runs.make_progress_bar(points) as bar:
-            measure_points(points, asked, info, manner, work.settings, work.folder, bar)
-
-    return runs.run_candidates(
-        candidates, folder, runs.make_work(folder, spec.settings, probe, run), probe, run, run_all
-    )
-
-
-def _measure_started(remote: Remote, given: dict[str, object], run: opt.Run) -> int:
-    """Start a server for each layout and each combination of flags, and measure all loads on it."""
-    import itertools
-    import shutil
-
-    from dcpbench.commands import runs
-    from dcpbench.errors import MissingPackageError, UsageError
-    from dcpbench.launch import folders
-    from dcpbench.plan.options import check_seconds
-    from dcpbench.plan.server_spec import make_server_spec, split_layouts
-    from dcpbench.points import redaction
-    from dcpbench.points.machine import Probe
-    from dcpbench.servers.presets import resolve_engine
-    from dcpbench.servers.profile import make_traces_folder
-    from dcpbench.servers.sweep import measure_started
-
-    if not given.get("model"):
-        raise UsageError("--engine needs --model: a folder, or a name that the engine knows.")
-    check_seconds("--start-timeout", remote.start_timeout, 1800)
-    preset = resolve_engine(remote.engine, remote.serve_cmd)
-    split = [_add_default_ep(remote.engine, one) for one in split_layouts({"tp": 1, **given})]
-    specs = [make_server_spec(one, cpu=run.device == "cpu") for one in split]
-    spec, model = specs[0], str(specs[0].model)
-    asked = _make_client_config("http://127.0.0.1:1", remote, run, spec.layout["tp"])
-    if runs.is_values_only((), ()):
-        return 0
-    tps = tuple(dict.fromkeys(one.layout["tp"] for one in specs))
-    candidates = [
-        candidate
-        for one, settings in itertools.product(specs, preset.list_labels())
-        for candidate in one.make_candidates(preset.name, model, settings)
-    ]
-    probe = Probe(device="cpu" if run.device == "cpu" else "cuda", count=max(tps), name=run.gpu or "")
-    runs.record_device(probe)
-    if run.dry_run or not runs.is_part():
-        _print_load_notes(spec.loads, spec.settings, cpu=run.device == "cpu")
-    runs.note_plan(candidates, given)
-    if runs.finish_if_planned(candidates, probe, run):
-        able = [c.point for c in candidates if c.error is None]
-        if not run.as_json:
-            traces = str(remote.traces or "")
-            for words in dict.fromkeys(
-                redaction.format_command_line(preset.make_command(p, preset.find_settings(p), model, 0, traces=traces))
-                for p in able
-            ):
-                print_stderr(words)
-        return 0
-    first = candidates[0].point
-    program = preset.make_command(first, preset.find_settings(first), model, 0)[0]
-    if shutil.which(program, path=preset.env.get("PATH")) is None:
-        raise MissingPackageError(
-            f"{preset.name} cannot be started: there is no program {program} here; install it, or begin PATH with the "
-            "folder that holds it."
-        )
-    if remote.traces is not None:
-        make_traces_folder(remote.traces)
-    folder = run.output or folders.choose_folder(f"{preset.name}-{Path(model).name}", tps)
-
-    def run_all(points: "Sequence[Point]", work: "Work", run: opt.Run) -> None:
-        del run
-        with runs.handle_stop(work), runs.make_progress_bar(points) as bar:
-            measure_started(points, preset, model, asked, work.settings, work.folder, bar, limit_s=remote.start_timeout)
-
-    work = runs.make_work(folder, spec.settings, probe, run)
-    return runs.run_candidates(candidates, folder, work, probe, run, run_all, given=given)
-
-
-def _add_default_ep(engine: str | None, given: dict[str, object]) -> dict[str, object]:
-    """Return the options of a server, with --ep if it is started with attention data parallel and by a preset.
-
-    vLLM and SGLang split experts over all ranks unless they are given their flag for expert parallel.
-    """
-    from dcpbench.points.names import CUT
-    from dcpbench.servers.presets import PRESETS
-
-    spread = engine in PRESETS and given.get("dp") not in (None, 1)
-    return {"ep": CUT, **given} if spread else given
-
-
-def _make_client_config(url: str, remote: Remote, run: opt.Run, tp: int) -> "ClientConfig":
-    """Return the settings of the client. Raise UsageError for an invalid option."""
-    from dcpbench.errors import UsageError
-    from dcpbench.plan.options import check_known, check_seconds
-    from dcpbench.plan.typed import get_typed_command
-    from dcpbench.records.record import CPU
-    from dcpbench.servers.client import Target, load_api_key
-    from dcpbench.servers.measure import ClientConfig
-    from dcpbench.servers.prompts import ENDPOINTS
-    from dcpbench.servers.request_options import parse_extra_body, parse_headers
-
-    check_known("endpoint", remote.endpoint, ENDPOINTS)
-    check_seconds("--request-timeout", remote.request_timeout, 600)
-    for option, value in (("--warm-up", remote.warm_up), ("--retries", remote.retries)):
-        if value < 0:
-            raise UsageError(f"{option} {value} is negative; write 0 or more.")
-    if remote.client_processes is not None and not 1 <= remote.client_processes <= MAX_CLIENT_PROCESSES:
-        raise UsageError(
-            f"--client-processes {remote.client_processes} cannot be; write 1 to {MAX_CLIENT_PROCESSES}, or leave it out."
-        )
-    headers, extra_body = parse_headers(remote.header or ()), parse_extra_body(remote.extra_body)
-    key = load_api_key(remote.api_key_env)
-    return ClientConfig(
-        target=Target.from_url(url, key=key, headers=headers, timeout_s=remote.request_timeout),
-        endpoint=remote.endpoint,
-        tokenizer=remote.tokenizer,
-        extra_body=extra_body,
-        warm_up=remote.warm_up,
-        retries=remote.retries,
-        processes=remote.client_processes,
-        realtime=remote.client_realtime,
-        check_client=remote.check_client,
-        traces=remote.traces,
-        command=get_typed_command(),
-        device=CPU if run.device == "cpu" else run.gpu or "",
-        device_count=run.gpus or tp,
-    )
 
 
 def _replay_points(points: Sequence["Point"], work: "Work", run: opt.Run) -> None:
@@ -555,7 +231,7 @@ def _print_notes(spec: "SweepSpec", probe: "Probe", run: opt.Run) -> None:
     loads = cast("ServeLoads", spec.serve)
     if loads.trace and loads.trace.sorted:
         print_stderr(f"{loads.trace.path}: its times were out of order; the requests are sent by time.")
-    _print_load_notes(loads, spec.settings, cpu=probe.device == "cpu")
+    print_load_notes(loads, spec.settings, cpu=probe.device == "cpu")
     if LIVE not in loads.mode or probe.device == "cpu":
         return
     seconds = max(_estimate_seconds(concurrency, load, spec.settings) for concurrency, load in loads.iter_loads())
@@ -565,19 +241,6 @@ def _print_notes(spec: "SweepSpec", probe: "Probe", run: opt.Run) -> None:
             f"{USUAL_STEP_S * 1000:g} ms per step. --mode replay measures step times and needs seconds for a load; --limit 60s "
             "ends a run early."
         )
-
-
-def _print_load_notes(loads: "ServeLoads", settings: "Settings", *, cpu: bool) -> None:
-    """Print how --request-rate inf is served and, unless on a CPU, which objectives have too few samples for p99."""
-    from dcpbench.plan.serve_spec import find_short_slos
-
-    if math.inf in loads.request_rate and not loads.concurrency:
-        print_stderr(
-            "--request-rate inf: all requests are sent at once, as a closed loop with one client for each of them."
-        )
-    if not cpu:
-        for short in find_short_slos(loads, settings.slo, settings.trace_path):
-            print_stderr(short.describe())
 
 
 def _estimate_seconds(concurrency: int | None, load: "PointLoad", settings: "Settings") -> float:

@@ -33,13 +33,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Run sweep, serve or verify as a job of Slurm or Kubernetes, on as many machines as it takes."
+    help="Run sweep, serve, server or verify as a job of Slurm or Kubernetes, on as many machines as it takes."
     "\n\nStart with: dcpbench submit slurm --nodes 2 --gpus-per-node 8 --dry-run -- sweep --tp 16 --dcp 8"
     "\n\nExit codes: that of the command which was submitted · 2 options or a cluster that cannot be used · 4 the job was "
     "ended by its time limit or a lost node · 130 cancelled.",
 )
 LINES = ("sbatch", "setup")  # options that take a line each, which is checked with them
-RUNNABLE = ("sweep", "serve", "verify")
+RUNNABLE = ("sweep", "serve", "server", "verify")
 WHERE = ("nnodes", "node_rank", "rdzv_endpoint", "rdzv_id")
 """Options of a command that the job sets itself."""
 GPU_OPTION = re.compile(r"-G|.*gpu")
@@ -457,15 +457,13 @@ def _check_command(name: str, typed: Mapping[str, Any], given: set[str], job: Jo
             "--dry-run behind -- would submit a job that prints a plan; write it before -- to see what is submitted, or "
             f"`dcpbench {name} … --gpu H200 --dry-run` for the plan."
         )
-    if "gpu" in given and not any(typed.get(option) for option in elsewhere.REAL_SERVERS):
+    if "gpu" in given and name != "server":
         raise UsageError(f"--gpu {typed['gpu']} behind -- only plans and measures nothing; write it before --.")
     if job.nodes == 1:
         _check_tp(typed, job)
         return
     if "nnodes" not in typed:
         raise UsageError(f"{name} runs on one machine; leave --nodes {job.nodes} out.")
-    if remote := [option for option in elsewhere.REAL_SERVERS if option in given]:
-        raise UsageError(f"--{remote[0].replace('_', '-')} measures from one machine; leave --nodes {job.nodes} out.")
     if not typed.get("tp") and not typed.get("config"):
         total = job.nodes * (job.gpus_per_node or 1)
         raise UsageError(f"--nodes {job.nodes} needs --tp; add for example --tp {total} behind --.")

@@ -148,6 +148,34 @@ def scan(traces: Traces, gate: Gate, report: Report) -> int:
     return commands.run_scan(traces, gate.make_options(), commands.OutputOptions(**vars(report)))
 
 
+@register_command(app, rich_help_panel="Traces")
+def kernels(
+    traces: Traces,
+    step_range: Annotated[
+        str | None,
+        typer.Option("--step-range", metavar="REGEX", help="Ranges that mark a step, as for scan."),
+    ] = None,
+    top: Annotated[
+        int, typer.Option("--top", metavar="N", min=0, help="Kernels that are listed for each kind of step.")
+    ] = 20,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all kernels of all traces as JSON.")] = False,
+) -> int:
+    """Show the GPU time of an engine's steps by part of a layer and by kernel: attention, experts, projections, exchange, ….
+
+    Steps of decode, prefill and mixed batches are separate where the annotations of vLLM and SGLang tell them apart. The
+    part follows from the kernel's name; kernels whose names match no pattern are shown as unknown.
+
+    For example:
+
+      dcpbench syncs kernels traces/
+
+      dcpbench syncs kernels traces/rank0.pt.trace.json.gz --json > steps.json
+    """
+    from dcpbench.syncs import kernel_output
+
+    return kernel_output.run_kernels(traces, step_range, top, as_json=as_json)
+
+
 class Served(Group):
     """Hold the options for the server and for its load while it is profiled."""
 

@@ -19,7 +19,7 @@ def top(
         bool, typer.Option("--json", help="One JSON object for each look, one a line; with --once a single one.")
     ] = False,
 ) -> int:
-    """Watch a sweep, serve or verify that is running, from another terminal.
+    """Watch a sweep, serve, server or verify that is running, from another terminal.
 
     Shows points, rates, the time left, the current point, and clocks, power and temperature of this machine's GPUs. It
     only reads the run's files and does not disturb it. It waits for a run that has not begun. Without a terminal it prints

@@ -9,7 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
+import zlib
 from typing import TYPE_CHECKING, Any
+
+from dcpbench.servers.engine_log import format_weights_report
 
 if TYPE_CHECKING:
     from torch import nn
@@ -18,6 +22,7 @@ if TYPE_CHECKING:
 
 SEED_VARIABLE = "DCPBENCH_WEIGHTS_SEED"
 """Environment variable that holds the seed of the weights; 0 by default."""
+SAMPLED = 64  # elements of each parameter that enter the fingerprint
 
 
 def fill_model(model: nn.Module, config: Any) -> None:  # noqa: ANN401 -- a configuration of transformers
@@ -32,11 +37,24 @@ def fill_model(model: nn.Module, config: Any) -> None:  # noqa: ANN401 -- a conf
     from dcpbench.engine.synthetic import SyntheticSource
     from dcpbench.points.names import FP8
 
-    shape = _load_shape(config)
+    shape, seed = _load_shape(config), int(os.environ.get(SEED_VARIABLE, "0"))
     device = next(model.parameters()).device
-    source = SyntheticSource(int(os.environ.get(SEED_VARIABLE, "0")), torch.bfloat16, device)
+    source = SyntheticSource(seed, torch.bfloat16, device)
     with torch.no_grad():
         model.load_weights(iter_checkpoint_tensors(source, shape, fp8=shape.published == FP8))  # type: ignore[operator]
+        sys.stderr.write(format_weights_report(seed, compute_fingerprint(model)) + "\n")
+        sys.stderr.flush()
+
+
+def compute_fingerprint(model: nn.Module) -> str:
+    """Return 8 hex digits, a CRC-32 over names, shapes and the first bytes of a rank's parameters."""
+    import torch
+
+    found = 0
+    for name, parameter in model.named_parameters():
+        head = parameter.detach().reshape(-1)[:SAMPLED].contiguous().view(torch.uint8).cpu()
+        found = zlib.crc32(f"{name} {tuple(parameter.shape)} ".encode() + bytes(head.tolist()), found)
+    return f"{found:08x}"
 
 
 def _load_shape(config: Any) -> ModelShape:  # noqa: ANN401 -- a configuration of transformers

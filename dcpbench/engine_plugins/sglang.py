@@ -6,18 +6,20 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from dcpbench.engine_plugins import fill_model
+from dcpbench.servers.engine_log import SYNTHETIC_VARIABLE
 
 if TYPE_CHECKING:
     from torch import nn
 
-ENABLE_VARIABLE = "DCPBENCH_SYNTHETIC_WEIGHTS"
-"""Environment variable that turns the plugin on with the value 1: SGLang's list of load formats is closed."""
 TARGET = "sglang.srt.model_loader.loader.initialize_dummy_weights"
 
 
 def register() -> None:
-    """Replace the fill of dummy weights if DCPBENCH_SYNTHETIC_WEIGHTS is 1; SGLang calls this in each of its processes."""
-    if os.environ.get(ENABLE_VARIABLE) != "1":
+    """Replace the fill of dummy weights if DCPBENCH_SYNTHETIC_WEIGHTS is 1; SGLang calls this in each of its processes.
+
+    A variable turns it on because SGLang's list of load formats is closed.
+    """
+    if os.environ.get(SYNTHETIC_VARIABLE) != "1":
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

@@ -56,6 +56,11 @@ WANTED_FOR = {
 }
 
 
+def get_gpu_uuid(device: torch.device) -> str | None:
+    """Return the UUID of a GPU in NVML's form, `GPU-1a2b…`; None for a CPU."""
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else None
+
+
 def collect_environment(device: torch.device, command: str) -> Environment:
     """Return the environment of this process."""
     cuda = device.type == "cuda"

@@ -1,19 +1,21 @@
-"""Clocks, power, energy, temperature and throttling of this rank's GPU while something is measured (NVML)."""
+"""Sample clocks, power, energy, temperature and throttling of GPUs with NVML while something is measured. No torch."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
+import os
 import threading
 import time
 from typing import TYPE_CHECKING, Any, Self
 
-import torch
+import msgspec
 
 from dcpbench.records.record import Gpu, decode_throttle_reasons
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
 PERIOD_S = 0.05
 MIN_POWER_INTERVAL_S = 0.25
@@ -25,10 +27,13 @@ MAXIMA = ("sm_clock_mhz_max", "power_w_max", "temperature_c_max")
 
 
 class GpuSampler:
-    """Context manager that samples the GPU in a thread; read `get_state()` afterwards. Values that NVML lacks are absent."""
+    """Context manager that samples a GPU in a thread; read `get_state()` afterwards. Values that NVML lacks are absent.
 
-    def __init__(self, device: torch.device) -> None:
-        self.queries = _make_queries(device)
+    `uuid` is the GPU's UUID, such as `GPU-1a2b…`; None samples nothing.
+    """
+
+    def __init__(self, uuid: str | None) -> None:
+        self.queries = _make_queries(uuid) if uuid else {}
         self.seen: dict[str, list[int]] = {name: [] for name in self.queries}
         self.energy: list[tuple[float, int]] = []
         """(seconds, mJ since the driver was loaded) at each change of the counter."""
@@ -105,15 +110,81 @@ def is_throttled(gpu: Gpu | None) -> bool:
     return gpu is not None and bool(gpu.throttle_reasons)
 
 
-def _make_queries(device: torch.device) -> dict[str, Callable[[], int]]:
-    """Return the NVML queries for this rank's GPU; none if NVML cannot be used."""
-    if device.type != "cuda":
-        return {}
+class VisibleGpus(msgspec.Struct, frozen=True, kw_only=True):
+    """Describe GPUs that a program without options of its own would use, by NVML."""
+
+    uuids: tuple[str, ...]
+    name: str
+    """Name of all of them, such as `NVIDIA H200`; several names are separated by commas."""
+    memory_bytes: int | None
+    """Memory of the smallest one in bytes."""
+    driver: str | None
+
+
+def find_visible_gpus(count: int) -> VisibleGpus | None:
+    """Return the first `count` GPUs of CUDA_VISIBLE_DEVICES, or of the machine; None without NVML or with fewer GPUs."""
     try:
         import pynvml
 
         pynvml.nvmlInit()
-        gpu = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode())
+        handles = _list_visible(pynvml)[:count]
+        if len(handles) < count or not handles:
+            return None
+        names = [_to_text(pynvml.nvmlDeviceGetName(gpu)) for gpu in handles]
+        return VisibleGpus(
+            uuids=tuple(_to_text(pynvml.nvmlDeviceGetUUID(gpu)) for gpu in handles),
+            name=", ".join(dict.fromkeys(names)),
+            memory_bytes=min(int(pynvml.nvmlDeviceGetMemoryInfo(gpu).total) for gpu in handles),
+            driver=_to_text(pynvml.nvmlSystemGetDriverVersion()),
+        )
+    except Exception:  # noqa: BLE001 - NVML is optional: after any failure the GPUs are unknown
+        return None
+
+
+def _list_visible(nvml: Any) -> list[Any]:  # noqa: ANN401 - the module and its handles have no types
+    """Return the handles of the GPUs that CUDA_VISIBLE_DEVICES lists, by index or UUID; without it, of all GPUs.
+
+    CUDA ignores what follows an invalid entry. Indices are in PCI order, as NVML's; CUDA_DEVICE_ORDER can change CUDA's.
+    """
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is None:
+        return [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+    handles = []
+    for entry in listed.split(","):
+        try:
+            word = entry.strip()
+            handles.append(
+                nvml.nvmlDeviceGetHandleByIndex(int(word))
+                if word.isdecimal()
+                else nvml.nvmlDeviceGetHandleByUUID(word.encode())
+            )
+        except nvml.NVMLError:
+            break
+    return handles
+
+
+def _to_text(value: bytes | str) -> str:
+    """Return a string of NVML, which older versions of its Python package return as bytes."""
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
+
+
+@contextlib.contextmanager
+def sample_gpus(uuids: Iterable[str]) -> Iterator[Callable[[], Gpu | None]]:
+    """Sample several GPUs; the yielded function returns their merged state, or None if none was sampled."""
+    samplers = [GpuSampler(uuid) for uuid in uuids]
+    with contextlib.ExitStack() as stack:
+        for sampler in samplers:
+            stack.enter_context(sampler)
+        yield lambda: merge_states([sampler.get_state() for sampler in samplers])
+
+
+def _make_queries(uuid: str) -> dict[str, Callable[[], int]]:
+    """Return the NVML queries for a GPU; none if NVML cannot be used."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        gpu = pynvml.nvmlDeviceGetHandleByUUID(uuid.encode())
     except Exception:  # noqa: BLE001 - NVML is optional: after any failure the clocks are unknown
         return {}
     return {

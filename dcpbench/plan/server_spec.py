@@ -1,4 +1,4 @@
-"""Convert the options of `serve --url` and `--engine` to points of the server's engine. No torch."""
+"""Convert the options of `server --url` and `--engine` to points of the server's engine. No torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from dcpbench.plan.serve_spec import ServeLoads
     from dcpbench.points.point import Point
 
-TAKEN = [
+OPTIONS = [
     "model",
     "tp",
     "dp",
@@ -51,7 +51,8 @@ TAKEN = [
     "slo",
     "repeats",
 ]
-"""Options of `serve` that apply to a server; all others belong to dcpbench's own engine."""
+"""Options of `server` about its layout and the loads, which a configuration file may hold."""
+SERVER_PARSERS = {name: SERVE_PARSERS[name] for name in OPTIONS}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,6 +66,8 @@ class ServerSpec:
     """Error if no server can have this layout."""
     ep: str
     dtype: str | None
+    weights: str
+    """SYNTHETIC, DUMMY, or UNKNOWN for the model's own weights."""
     loads: ServeLoads
     repeats: int
     settings: Settings
@@ -82,6 +85,7 @@ class ServerSpec:
                         model=model,
                         layout=self.layout,
                         ep=self.ep,
+                        weights=self.weights,
                         precision={"dtype": self.dtype} if self.dtype else {},
                         backend=engine,
                         concurrency=concurrency or load.requests,
@@ -105,19 +109,13 @@ def split_layouts(given: Mapping[str, object]) -> list[dict[str, object]]:
     return [rest | dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
 
-def make_server_spec(given: Mapping[str, object], *, cpu: bool) -> ServerSpec:
+def make_server_spec(given: Mapping[str, object], *, cpu: bool, weights: str = UNKNOWN) -> ServerSpec:
     """Parse the given options; `cpu` is True if the server runs on a CPU, for which loads are small by default.
 
-    Raise UsageError for options that only dcpbench's own engine has, and for several values of an option of which one
-    server has one.
+    Raise UsageError for several values of an option of which one server has one.
     """
-    if own := [format_flag(name) for name in given if name not in TAKEN]:
-        raise UsageError(
-            f"{format_list(own)}: that is an option of dcpbench's own engine, and --url measures a server as it runs; leave "
-            f"{'it' if len(own) == 1 else 'them'} out, or --url."
-        )
     probe = Probe(device="cpu" if cpu else "cuda", count=0, name="")
-    options = {name: SERVE_PARSERS[name](name, value) for name, value in given.items() if value is not None}
+    options = {name: SERVER_PARSERS[name](name, value) for name, value in given.items() if value is not None}
     loads, settings = read_loads(options, get_serve_defaults(probe) | get_default_clients(probe.device))
     layout = _parse_layout({name: _get_single(name, options.pop(name)) for name in DEGREES if name in options})
     ep = str(_get_single("ep", options.pop("ep"))) if "ep" in options else UNKNOWN
@@ -129,6 +127,7 @@ def make_server_spec(given: Mapping[str, object], *, cpu: bool) -> ServerSpec:
         wrong=_find_layout_error(layout),
         ep=str(layout["tp"]) if ep == WHOLE and layout["tp"] else ep,
         dtype=cast("str | None", options.pop("dtype", None)),
+        weights=weights,
         loads=loads,
         repeats=repeats,
         settings=Settings(**settings, profile=False),  # type: ignore[arg-type]

@@ -25,6 +25,7 @@ def make_engine_point(
     context: int,
     ep: str = UNKNOWN,
     precision: Mapping[str, str],
+    weights: str = UNKNOWN,
     settings: Mapping[str, str] | None = None,
     repeat: int = 0,
     disaggregate: str = "",
@@ -33,6 +34,7 @@ def make_engine_point(
     """Return a served point of the engine `backend`. `layout` has 0 for each degree that is unknown; pp and pcp may be absent.
 
     `precision`: precisions by the names of a point's fields. Without those of weights and KV cache, both have the dtype.
+    `weights`: SYNTHETIC or DUMMY for a server that is started with such weights.
     `settings`: parameters of the server that have no field of their own.
     """
     return Point(
@@ -52,7 +54,7 @@ def make_engine_point(
         kv_dtype=precision.get("kv_dtype", AS_COMPUTED),
         page_size=0,
         interleave=0,
-        weights=UNKNOWN,
+        weights=weights,
         load=load,
         settings=format_settings(settings or {}),
         repeat=repeat,

@@ -37,6 +37,7 @@ CUT, WHOLE = "1", "tp"
 layout), tp for expert parallel (EP: each rank holds some of the experts, undivided). The default is 1 in every layout, as in vLLM and
 SGLang, which turn on expert parallel with --enable-expert-parallel and --ep-size."""
 SYNTHETIC = "synthetic"
+DUMMY = "dummy"  # weights near zero, with which an engine starts without a checkpoint
 """Value of --weights without a checkpoint."""
 NO_EXCHANGE = "none"
 """Exchange of a point with dcp 1, where nothing is exchanged."""

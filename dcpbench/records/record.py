@@ -543,6 +543,42 @@ class KvSources(msgspec.Struct, frozen=True, kw_only=True):
     conflicts: list[str] = []  # sources that disagree: `log`, `replicas`, `context_parallel`
 
 
+DUMMY_WEIGHTS = "dummy_weights"
+"""Mark of a point whose server has dummy weights, with which every token takes the same few experts."""
+
+
+class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Describe how an engine runs, by its log; null where the log does not state it."""
+
+    load_format: str | None = None
+    """`safetensors`, `dummy` for the engine's own dummy weights, …"""
+    weights_fingerprints: list[str] = []
+    """Checksums of dcpbench's synthetic weights, one for each different part that a rank holds; empty for other weights."""
+    dtype: str | None = None
+    """Data type of activations."""
+    weights_dtype: str | None = None
+    """Quantisation of the weights, such as `fp8`."""
+    kv_dtype: str | None = None
+    page_size: Count | None = None
+    """KV rows in a page."""
+    max_batched_tokens: Count | None = None
+    """Maximum number of tokens of a step: vLLM's --max-num-batched-tokens, SGLang's --chunked-prefill-size."""
+    prefix_caching: bool | None = None
+    async_scheduling: bool | None = None
+    attention_backend: str | None = None
+    moe_backend: str | None = None
+    exchange: str | None = None
+    """How partial attention is merged over dcp ranks."""
+
+
+class StartPhase(msgspec.Struct, frozen=True, kw_only=True):
+    """Describe a phase of a server's start, by the lines of its log."""
+
+    name: str
+    """`starting`, `loading weights`, `compiling`, `allocating the KV cache`, `capturing CUDA graphs`, `warming up`."""
+    seconds: Number
+
+
 class Server(msgspec.Struct, frozen=True, kw_only=True):
     """Describe a real server that was measured, as reported by itself and observed by the client."""
 
@@ -562,6 +598,10 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that were sent again, each counted every time."""
     failures: list[FailedRequests] = []
     client: ClientLoad | None = None
+    settings: EngineSettings | None = None
+    """Resolved settings of a server that was started for the measurement; null if it ran already."""
+    start: list[StartPhase] = []
+    """Phases of its start, in order; empty if it ran already."""
     facts: dict[str, str] = {}
     """Further facts about the server: its command, its flags."""
 

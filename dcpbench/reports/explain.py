@@ -119,6 +119,8 @@ MARKS = {
     "gaps_divided": "tokens came several at a time: the gap between two stream chunks is divided over the later one's tokens.",
     "client_bound": "the client that sent the requests was itself too slow, or other programs had its cores: it sent late, so that latencies are "
     "upper bounds and the output of clients that wait for answers is a lower one; give it cores of its own, or send less.",
+    "dummy_weights": "the server has its engine's dummy weights, with which every token takes the same few experts: the speed of "
+    "mixture-of-experts layers is not that of a real model (docs/servers.md).",
     "kv_sources_differ": "the server's endpoints, its log and the degrees given do not agree on its KV capacity; `server.kv_sources` in the record "
     "holds each number and names those that differ.",
     "compiled": "a kernel was compiled or loaded while requests waited; `compiled` in the record names it.",

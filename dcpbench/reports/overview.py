@@ -9,9 +9,9 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
-from dcpbench.points.names import CLOSED, REPLAY, TOOLS, UNKNOWN
+from dcpbench.points.names import CLOSED, PREFILLS, REPLAY, TOOLS, UNKNOWN
 from dcpbench.points.point import UNKNOWN_LAYOUT
-from dcpbench.records.record import A_SERVER, CPU, is_imported_origin
+from dcpbench.records.record import A_SERVER, CPU, DUMMY_WEIGHTS, is_imported_origin
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.reports import answer, findings, floors, launch_bands, marks, rule, slo, words
 from dcpbench.serving.step_times import PADDED_ROWS
@@ -127,11 +127,7 @@ def list_caveats(frames: Frames) -> list[str]:
             ", which favours attention DP: it may be behind where lengths differ" if (waves["dp"] > 1).any() else ""
         )
         found.append(f"clients run in lock-step{every}: all their requests have one length{favours}")
-    if (padded := marks.find_marked(table, PADDED_ROWS)).any():
-        every = "" if padded.all() else f" at {int(padded.sum()):,} of {len(table):,} points"
-        found.append(
-            f"attention DP by step times of an older engine, which sent padding rows to experts{every}: it may be faster now"
-        )
+    found += _list_engine_caveats(table)
     power = table["throttle_reasons"].str.contains("power", case=False).fillna(False)  # noqa: FBT003 - pandas' own
     limited = power | marks.find_throttled(table)
     if limited.any():
@@ -140,6 +136,26 @@ def list_caveats(frames: Frames) -> list[str]:
         steps = f" ({f'{int(by_steps.sum()):,} ' if some else ''}by their step times)" if by_steps.any() else ""
         every = "" if limited.all() and not some else f" at {int(limited.sum()):,} of {len(table):,} points"
         found.append(f"clocks limited{'' if (limited & ~power).any() else ' by power'}{every}{steps}")
+    return found
+
+
+def _list_engine_caveats(table: pd.DataFrame) -> list[str]:
+    """Return what the engine does that makes its speed another than that of a deployment."""
+    found = []
+    if (padded := marks.find_marked(table, PADDED_ROWS)).any():
+        every = "" if padded.all() else f" at {int(padded.sum()):,} of {len(table):,} points"
+        found.append(
+            f"attention DP by step times of an older engine, which sent padding rows to experts{every}: it may be faster now"
+        )
+    if (dummy := marks.find_marked(table, DUMMY_WEIGHTS)).any():
+        every = "" if dummy.all() else f" at {int(dummy.sum()):,} of {len(table):,} points"
+        found.append(
+            f"dummy weights of the engine{every}: every token takes the same few experts, so that the speed is not that of a "
+            "real model"
+        )
+    if "load_prefill" in table and (slow := (table["load_prefill"] == PREFILLS[0]) & ~table["cpu"].astype(bool)).any():
+        every = "" if slow.all() else f" at {int(slow.sum()):,} of {len(table):,} points"
+        found.append(f"prompts are computed by sdpa{every}, which takes longer than FlashInfer")
     return found
 
 

@@ -78,6 +78,11 @@ def format_report(report: EngineReport) -> list[str]:
         lines.append(
             f"Not started, as the first setting gave no answers to compare with: {format_list(report.not_run)}."
         )
+    if dummy := [result.name for result in report.results if result.dummy_weights]:
+        lines.append(
+            f"Engine's own dummy weights: {format_list(dummy)}. They are nearly zero, and need not be the same in every layout or "
+            "engine; use --weights synthetic, or a model with weights."
+        )
     lines += [_format_left_out(result, report.new_tokens) for result in report.results if result.left_out][:1]
     return lines
 

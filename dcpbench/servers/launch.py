@@ -18,11 +18,14 @@ from dcpbench.errors import WorkerError
 from dcpbench.points import redaction
 from dcpbench.points.redaction import redact_part
 from dcpbench.servers import guard
+from dcpbench.servers.engine_log import StartWatch
 from dcpbench.show.text import fit_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
+
+    from dcpbench.records.record import StartPhase
 
 GRACE_S = 10.0
 POLL_S = 0.2
@@ -96,16 +99,21 @@ class Server:
             return ""
         return f"it ended with exit code {code}: {find_reason(self._read_log_bytes())}"
 
-    def wait_until_ready(self, limit_s: float, tell: Callable[[str], None] = lambda _: None) -> float:
-        """Wait until it takes requests; return the seconds that took. Raises ServerError if it ends, or is not ready in time."""
-        began = time.monotonic()
-        while (waited := time.monotonic() - began) < limit_s:
-            if dead := self.exit_reason:
-                raise ServerError(f"the server did not start: {dead}")
-            if self._is_ready():
-                return waited
-            tell(f"starting, {waited:.0f} s")
-            time.sleep(POLL_S)
+    def wait_until_ready(self, limit_s: float, tell: Callable[[str], None] = lambda _: None) -> list[StartPhase]:
+        """Wait until it takes requests; return the phases of its start, as far as its log shows them.
+
+        `tell` is called with the present phase. Raises ServerError if the server ends, or is not ready in time.
+        """
+        began, watch = time.monotonic(), StartWatch()
+        with self.log.open("rb") as log:
+            while (waited := time.monotonic() - began) < limit_s:
+                if dead := self.exit_reason:
+                    raise ServerError(f"the server did not start: {dead}")
+                watch.feed(log.read().decode("utf-8", "replace"), waited)
+                if self._is_ready():
+                    return watch.finish(time.monotonic() - began)
+                tell(f"{watch.phase}, {waited:.0f} s")
+                time.sleep(POLL_S)
         raise ServerError(
             f"the server took no requests within {limit_s:g} s (--start-timeout); the last that it wrote: "
             f"{find_reason(self._read_log_bytes())}"

@@ -19,11 +19,21 @@ import numpy as np
 import dcpbench
 from dcpbench.errors import CapacityError, DcpbenchError, OutputError, UsageError, WorkerError
 from dcpbench.launch.jobs import Progress
+from dcpbench.measuring.gpu_state import is_throttled, sample_gpus
 from dcpbench.plan.grid import Candidate
 from dcpbench.points.names import CLOSED
 from dcpbench.records import formulas
 from dcpbench.records.file import RecordFile
-from dcpbench.records.record import CPU, ClientLoad, Environment, FailedRequests, Record, Server, format_omitted_note
+from dcpbench.records.record import (
+    CPU,
+    DUMMY_WEIGHTS,
+    ClientLoad,
+    Environment,
+    FailedRequests,
+    Record,
+    Server,
+    format_omitted_note,
+)
 from dcpbench.servers import info as server_info
 from dcpbench.servers import turns
 from dcpbench.servers.answers import BY_CHUNKS
@@ -46,9 +56,10 @@ from dcpbench.show.text import format_count
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from dcpbench.measuring.gpu_state import VisibleGpus
     from dcpbench.points.point import Point
     from dcpbench.points.settings import Settings
-    from dcpbench.records.record import ServeMetrics, SyncSite
+    from dcpbench.records.record import EngineSettings, Gpu, ServeMetrics, StartPhase, SyncSite
     from dcpbench.servers.client import RequestError
     from dcpbench.servers.events import Fault
     from dcpbench.servers.info import Counters, ServerInfo
@@ -57,6 +68,7 @@ if TYPE_CHECKING:
 
 CLIENT_BOUND, GAPS_DIVIDED, NOMINAL = "client_bound", "gaps_divided", "nominal_lengths"
 KV_SOURCES_DIFFER = "kv_sources_differ"
+THROTTLED = "throttled"
 """Marks; reports/explain.py has a sentence for each."""
 MAX_CPU_SHARE, MAX_LAG_MS, MAX_LAG_SHARE = 0.9, 3.0, 0.1
 """Thresholds above which a process was the bottleneck: its CPU share; its lateness at p99 in ms, and as a share of the
@@ -108,6 +120,14 @@ class ClientConfig:
     device_count: int = 0
     facts: dict[str, str] = dataclasses.field(default_factory=dict)
     """Facts about the server for its records: how it was started."""
+    gpus: VisibleGpus | None = None
+    """GPUs of a server that was started on this machine; they are sampled while a load is sent."""
+    start: Sequence[StartPhase] = ()
+    """Phases of the start of such a server."""
+    engine_settings: EngineSettings | None = None
+    """Settings in the log of such a server."""
+    dummy_weights: bool = False
+    """True if such a server has dummy weights (engine_log.has_dummy_weights)."""
 
     @property
     def request_facts(self) -> dict[str, str]:
@@ -201,6 +221,8 @@ class _LoadState:
     after: Counters | None = None
     null: dict[str, float | int] = dataclasses.field(default_factory=dict)
     """Measurements of the client alone; empty if they were not taken."""
+    gpu: Gpu | None = None
+    """State of the server's GPUs while the load was sent."""
     waits: tuple[float, list[SyncSite]] | None = None
     """Host-blocking calls of a step of the server, and their source lines."""
     unprofiled: str = ""
@@ -278,11 +300,13 @@ async def _send_load(
                 await run.prepare(min(point.concurrency, MAX_INITIAL_CONNECTIONS))
                 sent.before = await server_info.fetch_counters(client) if info.answers_metrics else None
                 reporting = asyncio.get_running_loop().create_task(_report_progress(run, tell))
-                try:
-                    await run.send_load()
-                    sent.complete = True
-                finally:
-                    reporting.cancel()
+                with sample_gpus(config.gpus.uuids if config.gpus else ()) as get_state:
+                    try:
+                        await run.send_load()
+                        sent.complete = True
+                    finally:
+                        reporting.cancel()
+                        sent.gpu = get_state()
             sent.after = await server_info.fetch_counters(client) if info.answers_metrics else None
     streams = count_peak_streams(sent.run.outcomes)
     if config.check_client and streams:
@@ -413,8 +437,10 @@ def _make_record(
         outcome="failed",
         marks=["cpu"] if config.device == CPU else [],
         environment=Environment(
-            device=config.device,
+            device=config.gpus.name if config.gpus else config.device,
             device_count=config.device_count,
+            device_memory_bytes=config.gpus.memory_bytes if config.gpus else None,
+            driver=config.gpus.driver if config.gpus else None,
             dcpbench=dcpbench.__version__,
             command=config.command,
         ),
@@ -459,6 +485,8 @@ def _make_record(
         GAPS_DIVIDED: any(s.chunk_tokens for s in samples),
         NOMINAL: _has_other_lengths(samples, sent.requests),
         KV_SOURCES_DIFFER: bool(info.kv_sources and info.kv_sources.conflicts),
+        DUMMY_WEIGHTS: config.dummy_weights,
+        THROTTLED: is_throttled(sent.gpu),
     }
     reason = failed or _describe_none_finished(metrics, outcomes)
     if stopped:
@@ -474,6 +502,7 @@ def _make_record(
         host_syncs_per_step=sent.waits[0] if sent.waits else None,
         sync_sites=sent.waits[1] if sent.waits else [],
         serve=metrics,
+        gpu=sent.gpu,
     )
 
 
@@ -535,6 +564,8 @@ def _make_server(
             FailedRequests(kind=kind[0], requests=count, first=first[kind]) for kind, count in kinds.most_common()
         ],
         client=_make_client_load(outcomes, sent.run.paces, sent.null) if sent.run and sent.run.paces else None,
+        settings=config.engine_settings,
+        start=list(config.start),
         facts={
             **info.facts,
             **config.facts,

@@ -7,6 +7,9 @@
     [layout]                       # flags of degrees and of the exchange, added if a degree exceeds 1 or an exchange is set
     tp = "--tensor-parallel-size {attn_tp}"
     dcp = "--decode-context-parallel-size {dcp}"
+    [weights]                      # flags added with --weights synthetic and --weights dummy
+    synthetic = "--load-format dcpbench"
+    dummy = "--load-format dummy"
     [flags]                        # axes: each combination is a separate server
     max-num-seqs = [32, 64]
     [variants]                     # further flags by name, for `verify --variant NAME`
@@ -31,7 +34,7 @@ import msgspec
 
 from dcpbench.errors import UsageError
 from dcpbench.points.engines import format_settings
-from dcpbench.points.names import CUT, FP8, NO_EXCHANGE, SGLANG, UNKNOWN, VLLM, format_flag
+from dcpbench.points.names import CUT, DUMMY, FP8, NO_EXCHANGE, SGLANG, SYNTHETIC, UNKNOWN, VLLM, format_flag
 from dcpbench.points.point import SETTING
 from dcpbench.points.redaction import redact, register_command_line
 from dcpbench.show.text import format_list
@@ -69,6 +72,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     exchanges: list[str] = []  # exchanges of dcpbench that the engine has; empty: unknown
     flags: dict[str, Value | list[Value]] = {}  # further flags, without their dashes; a list is an axis
     variants: dict[str, str] = {}  # flags of a server that `verify --variant NAME` adds, by name
+    weights: dict[str, str] = {}  # flags by the values of --weights, SYNTHETIC and DUMMY
     profiler: str = ""  # flags for a profiler that is started by HTTP and writes into the folder {traces}
     env: dict[str, str] = {}
 
@@ -166,6 +170,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         words = shlex.split(self.command)
         for name, text in self.layout.items():
             words += shlex.split(text) if present[name] else []
+        words += shlex.split(self.weights.get(point.weights, ""))
         words += shlex.split(self.profiler) if traces else []
         words = [word.format_map(known) for word in words]
         same = {name: value for name, value in self.flags.items() if not isinstance(value, list)}
@@ -175,6 +180,32 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             else:
                 words.append(f"--{name}")
         return words
+
+
+MODEL = "model"  # value of --weights: the model's own
+CHECKPOINT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+
+
+def choose_weights(engine: Engine, model: str, asked: str | None) -> str:
+    """Return SYNTHETIC, DUMMY, or UNKNOWN for the model's own weights.
+
+    By default a folder without a checkpoint gets synthetic weights, if the engine has flags for them. Raises UsageError for
+    weights that are no choice or for which the engine has no flags.
+    """
+    if asked is None:
+        folder = Path(model)
+        empty = folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in CHECKPOINT_FILES)
+        return SYNTHETIC if empty and SYNTHETIC in engine.weights else UNKNOWN
+    if asked == MODEL:
+        return UNKNOWN
+    if asked not in (SYNTHETIC, DUMMY):
+        raise UsageError(f"--weights {asked} is none of {MODEL}, {SYNTHETIC}, {DUMMY}.")
+    if asked not in engine.weights:
+        raise UsageError(
+            f"--weights {asked}: {engine.name} has no flags for it; add them to the engine's file, under [weights], such as "
+            f'{asked} = "--load-format dummy".'
+        )
+    return asked
 
 
 def _make_labels(values: list[str]) -> list[str]:
@@ -203,6 +234,7 @@ PRESETS = {
         },
         exchanges=["ag_rs", "a2a"],
         variants={"eager": "--enforce-eager"},
+        weights={SYNTHETIC: "--load-format dcpbench", DUMMY: "--load-format dummy"},
         profiler="--profiler-config.profiler torch --profiler-config.torch_profiler_dir {traces}",
     ),
     SGLANG: Engine(
@@ -220,6 +252,7 @@ PRESETS = {
         },
         exchanges=["ag_rs", "a2a"],
         variants={"eager": "--disable-cuda-graph"},
+        weights={SYNTHETIC: "--load-format dummy", DUMMY: "--load-format dummy"},
     ),
 }
 """Presets by --engine. vLLM's tensor parallel degree is that of a replica; ours and SGLang's count all GPUs."""
@@ -244,8 +277,11 @@ def format_command(name: str, point: Point, nnodes: int) -> str:
     return shlex.join(PRESETS[name].make_command(point, {}, model, PORT, nnodes=nnodes))
 
 
-def resolve_engine(named: str | None, command: str | None) -> Engine:
-    """Return the engine of --engine (a preset or a file) or of --serve-cmd. Raises UsageError."""
+def resolve_engine(named: str | None, command: str | None, arguments: str | None = None) -> Engine:
+    """Return the engine of --engine (a preset or a file) or of --serve-cmd, with --engine-args behind its command.
+
+    Raises UsageError.
+    """
     if command is not None:
         if named is not None:
             raise UsageError("--engine and --serve-cmd contradict each other; give one of them.")
@@ -257,11 +293,22 @@ def resolve_engine(named: str | None, command: str | None) -> Engine:
         found = PRESETS[str(named)]
     else:
         found = _read_engine(Path(str(named)))
+    if arguments is not None:
+        found = msgspec.structs.replace(found, command=f"{found.command} {_escape_arguments(arguments)}")
     _check_engine(found, named or "--serve-cmd")
     with contextlib.suppress(ValueError):
         register_command_line(shlex.split(found.command))
     register_command_line(found.secrets)
     return found
+
+
+def _escape_arguments(text: str) -> str:
+    """Return the value of --engine-args for a command, in which braces of its own are doubled. Raises UsageError."""
+    try:
+        words = shlex.split(text)
+    except ValueError as e:
+        raise UsageError(f"--engine-args {text!r} cannot be read: {e}; close every quote.") from e
+    return shlex.join(words).replace("{", "{{").replace("}", "}}")
 
 
 def _read_engine(path: Path) -> Engine:
@@ -280,7 +327,7 @@ def _read_engine(path: Path) -> Engine:
 
 
 def _check_engine(found: Engine, where: str) -> None:
-    for text in (found.command, *found.layout.values(), found.profiler):
+    for text in (found.command, *found.layout.values(), *found.weights.values(), found.profiler):
         try:
             used = [name for _, name, _, _ in string.Formatter().parse(text) if name is not None]
             shlex.split(text)
@@ -293,6 +340,8 @@ def _check_engine(found: Engine, where: str) -> None:
         raise UsageError(f"{where}: the command has no {{port}}, which dcpbench chooses; write for example {EXAMPLE}.")
     if wrong := [name for name in found.layout if name not in LAYOUT]:
         raise UsageError(f"{where}: layout.{wrong[0]} is none of {', '.join(LAYOUT)}.")
+    if wrong := [name for name in found.weights if name not in (SYNTHETIC, DUMMY)]:
+        raise UsageError(f"{where}: weights.{wrong[0]} is none of {SYNTHETIC}, {DUMMY}.")
     if empty := [name for name, value in found.flags.items() if value == []]:
         raise UsageError(f"{where}: flags.{empty[0]} is empty; write its values, or leave it out.")
     if not found.ready.startswith("/"):

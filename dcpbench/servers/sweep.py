@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import time
 from typing import TYPE_CHECKING
 
@@ -11,9 +12,12 @@ import msgspec
 
 from dcpbench.errors import DcpbenchError
 from dcpbench.launch.jobs import Progress
+from dcpbench.measuring.gpu_state import find_visible_gpus
 from dcpbench.points import redaction
+from dcpbench.points.names import SYNTHETIC
 from dcpbench.records.file import RecordFile
 from dcpbench.records.record import CPU, Record, format_omitted_note
+from dcpbench.servers.engine_log import SYNTHETIC_VARIABLE, check_synthetic_weights, has_dummy_weights, read_settings
 from dcpbench.servers.kv_capacity import find_pcp
 from dcpbench.servers.launch import Server, find_free_port
 from dcpbench.servers.measure import fetch_server_info, measure_point, resolve_prompt_format
@@ -22,11 +26,12 @@ from dcpbench.serving.outcome import format_summary
 from dcpbench.show.terminal import print_stderr
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from dcpbench.points.point import Point
     from dcpbench.points.settings import Settings
+    from dcpbench.records.record import StartPhase
     from dcpbench.servers.measure import ClientConfig
     from dcpbench.servers.presets import Engine
 
@@ -35,7 +40,7 @@ LOGS = "servers"  # folder of a run with the logs of its servers
 
 def make_server_key(point: Point) -> tuple[object, ...]:
     """Return a key that is equal for points that one server can serve."""
-    return point.tp, point.dp, point.dcp, point.ep, point.exchange, point.settings
+    return point.tp, point.dp, point.dcp, point.ep, point.exchange, point.weights, point.settings
 
 
 def measure_started(
@@ -73,17 +78,20 @@ def measure_started(
             config,
             target=dataclasses.replace(config.target, port=port),
             device_count=left[0].tp,
+            gpus=None if config.device == CPU else find_visible_gpus(left[0].tp),
             facts={"command": redaction.format_command_line(words), "log": str(log.relative_to(folder))},
         )
-        profiling = dict.fromkeys(FOLDERS, traces) if traces else {}
-        with Server(words, log, profiling | engine.env, port, engine.ready) as server:
+        env = dict.fromkeys(FOLDERS, traces) if traces else {}
+        env |= {SYNTHETIC_VARIABLE: "1"} if left[0].weights == SYNTHETIC else {}
+        env |= engine.env
+        with Server(words, log, env, port, engine.ready) as server:
             why = ""
             try:
-                waited = server.wait_until_ready(limit_s, make_reporter(left[0], "build"))
-                one = dataclasses.replace(one, facts=one.facts | {"start_s": f"{waited:.1f}"})
+                start = server.wait_until_ready(limit_s, make_reporter(left[0], "build"))
                 info = fetch_server_info(one.target, one.retries).with_kv_capacity(
                     dp=left[0].dp, dcp=left[0].dcp, pcp=find_pcp(words), log=server.read_log()
                 )
+                one = _add_start(one, start, server.read_log(), env, left[0])
                 for note in info.notes:
                     print_stderr(note)
                 prompt_format = resolve_prompt_format(one, info.find_model(None).id)
@@ -107,6 +115,22 @@ def measure_started(
                 report_progress(
                     point, "done" if record.outcome == "ok" else "failed", note + format_omitted_note(record)
                 )
+
+
+def _add_start(
+    config: ClientConfig, start: Sequence[StartPhase], log: str, env: Mapping[str, str], point: Point
+) -> ClientConfig:
+    """Return the configuration with the phases of the server's start and the settings in its log.
+
+    Raises WorkerError if the server should have synthetic weights and no rank reports them.
+    """
+    found = read_settings(log)
+    if point.weights == SYNTHETIC:
+        check_synthetic_weights(found)
+    if found is not None and point.dcp <= 1:
+        found = msgspec.structs.replace(found, exchange=None)
+    dummy = found is not None and has_dummy_weights(found, {**os.environ, **env})
+    return dataclasses.replace(config, start=start, engine_settings=found, dummy_weights=dummy)
 
 
 def _make_log_path(folder: Path, engine: Engine, point: Point) -> Path:

@@ -122,6 +122,12 @@ def scan_columns(
     return summary, group_trace_sites(name, found, steps)
 
 
+def find_trace_steps(columns: Columns, step_range: str | None = None) -> Steps:
+    """Return the steps of a trace."""
+    ranges, total = _find_ranges(columns, find_blocking_calls(columns).start)
+    return find_steps(ranges, total, step_range)
+
+
 def _find_ranges(columns: Columns, waits: Floats) -> tuple[list[Range], Work]:
     """Return the annotations with the work that was launched in each, and all work; traces of 2021 have steps as operators.
 

@@ -17,6 +17,7 @@ import torch
 
 from dcpbench.exchange.collectives import gather_objects, is_first, reduce_max_error
 from dcpbench.exchange.emulated import Tally
+from dcpbench.measuring.environment import get_gpu_uuid
 from dcpbench.measuring.gpu_state import GpuSampler, is_throttled, merge_states
 from dcpbench.measuring.profiling import profile_cpu_step, profile_step
 from dcpbench.measuring.timing import measure_steps
@@ -103,7 +104,7 @@ def run(
             graph_error = _compute_graph_error(engine, batch)
         tell("measure")
         allocated = count_device_allocations(device)
-        with GpuSampler(device) as sampler:
+        with GpuSampler(get_gpu_uuid(device)) as sampler:
             timing = measure_steps(lambda: engine.run_step(batch), device, settings, lambda: tell("measure"))
         allocated = count_device_allocations(device) - allocated
         states = gather_objects(sampler.get_state())

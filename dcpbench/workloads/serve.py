@@ -12,6 +12,7 @@ import numpy as np
 from dcpbench.engine.prefill import Prefiller
 from dcpbench.engine.serve import ServeEngine
 from dcpbench.exchange.collectives import gather_objects, is_first
+from dcpbench.measuring.environment import get_gpu_uuid
 from dcpbench.measuring.gpu_state import GpuSampler, is_throttled, merge_states
 from dcpbench.measuring.profiling import record_steps
 from dcpbench.measuring.timing import collect_compiled_kernels
@@ -156,7 +157,7 @@ def run(
             lambda now: bool(interrupted) or (settings.limit_seconds is not None and now >= settings.limit_seconds),
         )
         allocated = count_device_allocations(device)
-        with GpuSampler(device) as sampler, collect_compiled_kernels() as compiled:
+        with GpuSampler(get_gpu_uuid(device)) as sampler, collect_compiled_kernels() as compiled:
             loop.run(make_rate_limited(lambda: tell("measure", _format_progress(loop)), REPORT_INTERVAL_S))
         gpu = merge_states(gather_objects(sampler.get_state()))
     allocated = count_device_allocations(device) - allocated

@@ -21,6 +21,7 @@ import torch
 
 from dcpbench.exchange.collectives import gather_objects
 from dcpbench.kernels import block_scaled, moe
+from dcpbench.measuring.environment import get_gpu_uuid
 from dcpbench.measuring.gpu_state import GpuSampler, is_throttled, merge_states
 from dcpbench.points.batches import GRAPH_BATCHES
 from dcpbench.points.floors import Sharding, compute_step_floors
@@ -111,7 +112,7 @@ def measure_step_times(
     )
     mine = []
     settle_heap()
-    with GpuSampler(engine.device) as sampler:
+    with GpuSampler(get_gpu_uuid(engine.device)) as sampler:
         for index, case in enumerate(cases):
             report_progress("measure", f"step times: {index} of {len(cases)} cases")
             mine.append(pipeline.run_case(maker.make_steps(case)))

@@ -557,7 +557,7 @@ def test_resume_does_not_measure_other_experts_than_a_run_has_by_its_old_default
 
 def test_a_started_engine_is_named_with_its_experts(call) -> None:
     """vLLM and SGLang split experts over all ranks unless they get their flag; an engine file may have any flags."""
-    words = ["serve", "--engine", "vllm", "--model", "m", "--tp", "8", "--dp", "8", "--concurrency", "1", "--dry-run"]
+    words = ["server", "--engine", "vllm", "--model", "m", "--tp", "8", "--dp", "8", "--concurrency", "1", "--dry-run"]
     for more, name in ([], "tp8·dp8·ep1"), (["--ep", "tp"], "tp8·dp8·ep8"):
         code, out, _ = call(*words, *more, "--json")
         assert code == 0

@@ -120,24 +120,6 @@ SERVE_OPTIONS = {
     "--kv-dtype",
     "--page-size",
     "--interleave",
-    "--url",
-    "--engine",
-    "--serve-cmd",
-    "--start-timeout",
-    "--endpoint",
-    "--extra-body",
-    "--header",
-    "--api-key-env",
-    "--tokenizer",
-    "--request-timeout",
-    "--warm-up",
-    "--retries",
-    "--check-client",
-    "--client-realtime",
-    "--client-processes",
-    "--no-check-client",
-    "--no-client-realtime",
-    "--traces",
     "--mode",
     "--step-times",
     "--slo",
@@ -163,6 +145,64 @@ SERVE_OPTIONS = {
     "--rdzv-id",
     "--point-retries",
     "--point-limit",
+    "-h",
+    "--help",
+}
+
+
+SERVER_OPTIONS = {
+    "--tp",
+    "--dp",
+    "--dcp",
+    "--ep",
+    "--model",
+    "--dtype",
+    "--weights",
+    "--engine-args",
+    "--concurrency",
+    "--request-rate",
+    "--burstiness",
+    "--requests",
+    "--limit",
+    "--num-requests",
+    "--input-tokens",
+    "--output-tokens",
+    "--prefix-share",
+    "--prefix-groups",
+    "--turns",
+    "--turn-tokens",
+    "--think-time",
+    "--seed",
+    "--url",
+    "--engine",
+    "--serve-cmd",
+    "--start-timeout",
+    "--endpoint",
+    "--extra-body",
+    "--header",
+    "--api-key-env",
+    "--tokenizer",
+    "--request-timeout",
+    "--warm-up",
+    "--retries",
+    "--check-client",
+    "--client-realtime",
+    "--client-processes",
+    "--no-check-client",
+    "--no-client-realtime",
+    "--traces",
+    "--slo",
+    "--repeats",
+    "--config",
+    "-o",
+    "--output",
+    "--resume",
+    "--force",
+    "--dry-run",
+    "--json",
+    "--device",
+    "--gpu",
+    "--gpus",
     "-h",
     "--help",
 }
@@ -250,7 +290,9 @@ def test_help_answers_in_half_a_second() -> None:
     assert ours < max(0.5, 5 * typer_alone)
 
 
-@pytest.mark.parametrize(("command", "options"), [("sweep", SWEEP_OPTIONS), ("serve", SERVE_OPTIONS)])
+@pytest.mark.parametrize(
+    ("command", "options"), [("sweep", SWEEP_OPTIONS), ("serve", SERVE_OPTIONS), ("server", SERVER_OPTIONS)]
+)
 def test_the_options_of_a_command_are_these(command: str, options: set[str]) -> None:
     """Scripts rely on them: a new or a lost one must be noticed."""
     import typer
@@ -259,7 +301,7 @@ def test_the_options_of_a_command_are_these(command: str, options: set[str]) -> 
     assert found | {"-h", "--help"} == options
 
 
-COMMANDS = ("sweep", "serve", "ab", "compare", "verify", "report", "show", "env")
+COMMANDS = ("sweep", "serve", "server", "ab", "compare", "verify", "report", "show", "env")
 VALUES = {"--new-tokens": "8", "--timeout": "3", "--seconds": "3"}
 
 

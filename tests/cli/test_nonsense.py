@@ -82,7 +82,7 @@ def test_an_engine_that_is_not_here_is_not_tried_for_every_load(
 ) -> None:
     """Nothing is started, and no folder made."""
     monkeypatch.setenv("PATH", str(folder))
-    assert typed("serve", "--engine", "vllm", "--model", "x", "--tp", "2") == 5
+    assert typed("server", "--engine", "vllm", "--model", "x", "--tp", "2") == 5
     assert "vllm cannot be started: there is no program vllm here; install it" in capsys.readouterr().err
     assert not (folder / "runs").exists()
 

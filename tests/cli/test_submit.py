@@ -425,7 +425,7 @@ def test_an_interrupt_while_sbatch_is_at_work_does_not_leave_a_job_that_nobody_k
         (
             (),
             2,
-            "the command is missing. Write sweep, serve or verify with its options behind --, as in: dcpbench submit",
+            "the command is missing. Write sweep, serve, server or verify with its options behind --, as in: dcpbench submit",
         ),
         (("--", "report", "run"), 2, "'report' cannot be submitted"),
         (("--", "sweep", "--tq", "16"), 2, "No such option: --tq"),
@@ -437,7 +437,11 @@ def test_an_interrupt_while_sbatch_is_at_work_does_not_leave_a_job_that_nobody_k
         (("--nodes", "2", "--", "sweep", "--tp", "3"), 2, "--tp 3 does not divide over --nodes 2"),
         (("--nodes", "2", "--gpus-per-node", "4", "--", "sweep", "--tp", "8,16"), 3, "or take --tp 8."),
         (("--nodes", "2", "--", "verify", "--tp", "4"), 2, "verify runs on one machine; leave --nodes 2 out."),
-        (("--nodes", "2", "--", "serve", "--url", "http://a:1", "--tp", "8"), 2, "--url measures from one machine"),
+        (
+            ("--nodes", "2", "--", "server", "--url", "http://a:1", "--tp", "8"),
+            2,
+            "server runs on one machine; leave --nodes 2 out.",
+        ),
         (("--", "sweep", "--tp", "8", "--gpu", "H200"), 2, "write it before --"),
         (("--gpu", "L40S", "--", "sweep", "--device", "cuda"), 2, "--gpu L40S is unknown"),
         (("--nodes", "0", "--", "sweep"), 2, "--nodes 0 is not positive"),
@@ -514,7 +518,7 @@ PLANNED = [
     ("sweep", "--tp", "8", "--timeout", "-4"),
     ("serve", "--tp", "8", "--slo", "foo"),
     ("serve", "--tp", "8", "--concurrency", "5000"),
-    ("serve", "--tp", "8", "--warm-up", "9"),
+    ("server", "--tp", "8", "--warm-up", "9"),
     ("verify", "--tp", "8", "--dcp", "3"),
 ]
 
@@ -572,9 +576,9 @@ AWAY = [
     (("sweep", "--emulate", "/x.toml"), ("--context", "0")),
     (("serve", "--requests", "/x.jsonl", "--concurrency", "5000"), ("--slo", "foo")),
     (("serve", "--step-times", "/x.json", "--mode", "replay"), ("--chunk", "0")),
-    (("serve", "--engine", "/x.toml", "--model", "a/b"), ("--tp", "eight")),
+    (("server", "--engine", "/x.toml", "--model", "a/b"), ("--tp", "eight")),
     (
-        ("serve", "--engine", "vllm", "--model", "a/b", "--requests", "/x.jsonl", "--concurrency", "5000"),
+        ("server", "--engine", "vllm", "--model", "a/b", "--requests", "/x.jsonl", "--concurrency", "5000"),
         ("--seed", "-1"),
     ),
     (("verify", "--checkpoint", "/models/x", "--prompts", "/x.json"), ("--backend", "foo")),
@@ -640,7 +644,9 @@ def test_a_plan_that_is_interrupted_submits_nothing(typed: Typed, monkeypatch: p
     assert (done.returncode, done.stdout) == (130, "")
 
 
-@pytest.mark.parametrize("words", [("serve", "--url", "http://a:1"), ("verify", "--url", "http://a:1")], ids=shlex.join)
+@pytest.mark.parametrize(
+    "words", [("server", "--url", "http://a:1"), ("verify", "--url", "http://a:1")], ids=shlex.join
+)
 def test_no_server_is_asked_before_the_job_runs(
     typed: Typed, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
 ) -> None:
@@ -681,7 +687,7 @@ class TestWithoutGpus:
         [
             ("sweep", "--tp", "2", "--device", "cpu"),
             ("sweep", "--tp", "2", "--device", "cuda"),
-            ("serve", "--url", "http://a:1"),
+            ("server", "--url", "http://a:1"),
             ("verify", "--url", "http://a:1"),
         ],
         ids=shlex.join,

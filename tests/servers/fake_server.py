@@ -707,6 +707,7 @@ def _arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--start-delay", type=float, default=0.0, help="seconds before it listens")
     parser.add_argument("--health-delay", type=float, default=0.0, help="seconds for which it answers 503 then")
     parser.add_argument("--crash-after", type=float, default=0.0, help="seconds after which it dies")
+    parser.add_argument("--engine-log", type=Path, help="log of a real engine, which is written when it starts")
     parser.add_argument("--ignore-sigterm", action="store_true")
     parser.add_argument("--children", type=int, default=0, help="processes of its own that only wait, as ranks do")
     return parser.parse_known_args()
@@ -775,6 +776,9 @@ def main() -> int:
             f"{given.decode_context_parallel_size} is not supported by the attention backend CPU_ATTN.\n"
         )
         return 1
+    if given.engine_log:
+        sys.stderr.write(given.engine_log.read_text(encoding="utf-8"))
+        sys.stderr.flush()
     for _ in range(given.children):
         if os.fork() == 0:
             while True:

@@ -30,7 +30,7 @@ def ab(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
 def test_two_servers_are_asked_in_turn_and_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """B takes twice as long for a token, and says that it runs otherwise; rounds begin with one and with the other."""
     out = tmp_path / "out"
-    words = ["--workload", "serve", "--both", LOAD, "--rounds", "2", "--allow-cpu", "--json", "-o", str(out)]
+    words = ["--workload", "server", "--both", LOAD, "--rounds", "2", "--allow-cpu", "--json", "-o", str(out)]
     with served("--gap-ms 20", tmp_path / "a") as a, served("--gap-ms 40", tmp_path / "b") as b:
         code, told, err = ab(capsys, *words, "--a", f"--url {a} --tp 1", "--b", f"--url {b} --tp 2 --dcp 2")
     assert code == 0, err
@@ -51,7 +51,7 @@ def test_two_servers_are_asked_in_turn_and_compared(tmp_path: Path, capsys: pyte
 def test_values_of_headers_are_sent_and_kept_nowhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Neither in ab.json nor in records; --resume takes the same options again."""
     out, secret = tmp_path / "out", "tok-0123456789abcdef"
-    words = ["--workload", "serve", "--both", LOAD, "--allow-cpu", "-o", str(out)]
+    words = ["--workload", "server", "--both", LOAD, "--allow-cpu", "-o", str(out)]
     with served("", tmp_path / "log") as url:
         words += [
             "--a",
@@ -78,7 +78,7 @@ def test_two_configurations_of_an_engine_are_started_in_turn(
     monkeypatch.chdir(tmp_path)
     both = f"{LOAD.replace('--device cpu', '--gpu H200')} --model m --tp 2 --serve-cmd"
     command = f"'{sys.executable} -m tests.servers.fake_server --port {{port}} --served-model-name {{model}} -dcp {{dcp}} --refuse 9,9'"
-    words = ["--workload", "serve", "--both", f"{both} {command}", "--rounds", "1", "-o", "out"]
+    words = ["--workload", "server", "--both", f"{both} {command}", "--rounds", "1", "-o", "out"]
     _, _, err = ab(capsys, *words, "--a", "--dcp 1", "--b", "--dcp 2")
     assert "Round 1 of 1: output throughput" in err
     (record,) = read_run(tmp_path / "out" / "b" / "round-1").records
@@ -94,12 +94,12 @@ def test_a_server_without_the_workload_that_asks_servers_is_a_sentence(capsys: p
     code, _, err = ab(capsys, "--a", "--url http://127.0.0.1:9", "--b", "--url http://127.0.0.1:8")
     assert code == 2
     assert "No such option: --url" in err
-    assert "Add --workload serve." in err
+    assert "Add --workload server." in err
 
 
 def test_a_server_that_is_not_there_names_its_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Before the other one has been asked for anything."""
-    words = ["--workload", "serve", "--both", LOAD, "-o", str(tmp_path / "out")]
+    words = ["--workload", "server", "--both", LOAD, "-o", str(tmp_path / "out")]
     with served("", tmp_path / "a") as a:
         code, _, err = ab(capsys, *words, "--a", f"--url {a}", "--b", "--url http://127.0.0.1:9")
     assert code

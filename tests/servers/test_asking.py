@@ -13,6 +13,7 @@ import pytest
 
 from dcpbench.errors import UsageError, WorkerError
 from dcpbench.points.settings import Settings
+from dcpbench.records.record import StartPhase
 from dcpbench.servers import ask, info, load, measure, overhead, shares, sweep, turns
 from dcpbench.servers.answers import StreamReply
 from dcpbench.servers.client import RequestError, Target
@@ -511,12 +512,12 @@ def test_each_server_has_its_points_and_each_point_its_record(tmp_path: Path, mo
 
         read_log = staticmethod(lambda: "")
 
-        def wait_until_ready(self, limit_s: float, tell: Callable[[str], None]) -> float:
+        def wait_until_ready(self, limit_s: float, tell: Callable[[str], None]) -> list[StartPhase]:
             tell(f"starting, {limit_s:g} s at most")
             if self.layout == "8":
                 raise WorkerError("no memory.")
             servers.append(self)
-            return 2.34
+            return [StartPhase(name="starting", seconds=2.3)]
 
         def find_cause(self, said: str) -> str:
             return f" ({said[:2]})"
@@ -524,7 +525,7 @@ def test_each_server_has_its_points_and_each_point_its_record(tmp_path: Path, mo
     servers: list[Server] = []
 
     def measured(point: Any, asked: measure.ClientConfig, *_: object) -> tuple[object, None]:
-        assert asked.facts["start_s"] == "2.3"
+        assert [(phase.name, phase.seconds) for phase in asked.start] == [("starting", 2.3)]
         record = msgspec.structs.replace(SERVED, point=point)
         if servers[-1].layout == "2":
             servers[-1].exit_reason = "killed"
@@ -639,7 +640,7 @@ def test_the_loop_is_looked_at_on_beats_and_none_is_made_up_for(
 def test_a_record_of_a_server_on_a_cpu_is_marked(tmp_path: Path, device: str, marks: list[str]) -> None:
     """And one of which nothing was sent says why, with what is known of the server."""
     point = serve_record_builder.point()
-    asked = SimpleNamespace(device=device, device_count=4, command="dcpbench serve")
+    asked = SimpleNamespace(device=device, device_count=4, command="dcpbench server", gpus=None)
     sent = SimpleNamespace(run=None)
     for failed, stopped, reason in [
         ("no.", False, "no."),

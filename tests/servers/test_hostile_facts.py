@@ -55,10 +55,12 @@ SERVERS = {
 def test_what_is_written_is_read_and_shown(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Whatever becomes of the point: one record, which show, report and records check read."""
     run = str(tmp_path / "run")
-    words = f"serve --device cpu --tp 8 --concurrency 2 --num-requests 4 --input-tokens 20 --output-tokens 4 -o {run}"
+    words = f"server --device cpu --tp 8 --concurrency 2 --num-requests 4 --input-tokens 20 --output-tokens 4 -o {run}"
     with in_thread(Odd(**SERVERS[name])) as url:
         code = called(*words.split(), "--no-check-client", "--client-processes", "1", "--url", url)
-    assert "Traceback" not in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "Traceback" not in err
+    assert "Usage:" not in err
     if code == 2 or not (tmp_path / "run" / "records.jsonl").exists():
         return  # the server was refused in a sentence, and nothing was recorded
     (record,) = read_records(tmp_path / "run")

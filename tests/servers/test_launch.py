@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
@@ -22,11 +23,17 @@ from dcpbench.errors import UsageError
 from dcpbench.points.engines import make_engine_load, make_engine_point
 from dcpbench.records.runs import read_run
 from dcpbench.servers import guard
+from dcpbench.servers.engine_log import format_weights_report
 from dcpbench.servers.launch import Server, ServerError, find_free_port, find_reason
-from dcpbench.servers.presets import PRESETS, Engine, resolve_engine
+from dcpbench.servers.presets import PRESETS, Engine, choose_weights, resolve_engine
 from tests.servers.test_profile import TRACE
 
+if TYPE_CHECKING:
+    from dcpbench.points.point import Point
+    from dcpbench.records.record import Record
+
 ROOT = Path(__file__).parents[2]
+ENGINE_LOGS = ROOT / "tests" / "data" / "engine_logs"
 FAKE = f"{sys.executable} -m tests.servers.fake_server --port {{port}} -tp {{attn_tp}} -dcp {{dcp}} --served-model-name {{model}}"
 LOAD = ["--device", "cpu", "--num-requests", "4", "--input-tokens", "20", "--output-tokens", "4", "--warm-up", "0"]
 LOAD += ["--no-check-client"]
@@ -71,7 +78,7 @@ def gone(mark: str, within_s: float = 15.0) -> bool:
 def started(mark: str, *more: str) -> list[str]:
     """A command that measures servers with a mark in their command line and two processes of their own each."""
     command = f"{FAKE} --children 2 --gap-ms 50 --version {mark}"
-    words = ["serve", "--serve-cmd", command, "--model", "m", "--tp", "1,2", "--concurrency", "2", *LOAD, *more]
+    words = ["server", "--serve-cmd", command, "--model", "m", "--tp", "1,2", "--concurrency", "2", *LOAD, *more]
     return [sys.executable, "-m", "dcpbench.cli", *words]
 
 
@@ -80,7 +87,7 @@ def test_a_layout_that_a_server_refuses_is_recorded_with_its_reason_and_the_othe
 ) -> None:
     """Of four layouts two run, one is refused by the server, and one does not nest; each configuration is started once."""
     run = tmp_path / "run"
-    words = ["serve", "--serve-cmd", f"{FAKE} --children 1", "--model", "m", "--tp", "1,2", "--dcp", "1,2"]
+    words = ["server", "--serve-cmd", f"{FAKE} --children 1", "--model", "m", "--tp", "1,2", "--dcp", "1,2"]
     words += ["--concurrency", "1,2", *LOAD, "-o", str(run)]
     code, _, err = dcpbench(capsys, *words)
     assert code == 4
@@ -123,7 +130,7 @@ def test_the_kv_capacity_of_a_started_server_is_held_against_its_log(
         ("wrong", "--no-kv-size-label --log-kv-tokens 16000", (16_000, 16_000, ["log"])),
     ):
         run, traces = tmp_path / name, tmp_path / "new" / name
-        words = ["serve", "--serve-cmd", f"{FAKE} {flags} --trace {TRACE}", "--model", "m", "--tp", "4"]
+        words = ["server", "--serve-cmd", f"{FAKE} {flags} --trace {TRACE}", "--model", "m", "--tp", "4"]
         words += ["--dcp", "2", *LOAD]
         code, _, err = dcpbench(capsys, *words, "--concurrency", "2", "--traces", str(traces), "-o", str(run))
         assert code == 0, err
@@ -137,6 +144,54 @@ def test_the_kv_capacity_of_a_started_server_is_held_against_its_log(
         assert traces.is_dir()
 
 
+def serve_with_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], weights: str, report: str
+) -> tuple[int, Record]:
+    """Measure a server that writes SGLang's log of two H200 and `report`; return the exit code and the record."""
+    log, engine = tmp_path / "engine.log", tmp_path / "engine.toml"
+    log.write_text((ENGINE_LOGS / "sglang-0.5.17-tp2-dcp2.log").read_text() + report)
+    engine.write_text(
+        f'name = "sglang"\ncommand = "{FAKE} --engine sglang --engine-log {log} --health-delay 1.5"\n'
+        '[weights]\nsynthetic = "--seed 0"\ndummy = "--seed 1"\n'
+    )
+    words = ["server", "--engine", str(engine), "--model", "m", "--weights", weights, "--tp", "2", "--concurrency", "2"]
+    code, _, _ = dcpbench(capsys, *words, *LOAD, "-o", str(tmp_path / "run"))
+    (record,) = read_run(tmp_path / "run").records
+    return code, record
+
+
+@pytest.mark.parametrize(
+    ("weights", "report", "dummy"),
+    [("dummy", "", True), ("synthetic", format_weights_report(0, "1a2b3c4d") + "\n", False)],
+)
+def test_a_started_server_is_recorded_with_its_settings_and_its_start(
+    weights: str, report: str, dummy: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Points of dummy weights are marked, and named in the report's first lines."""
+    code, record = serve_with_weights(tmp_path, capsys, weights, report)
+    assert (code, record.point.weights) == (0, weights)
+    assert record.server is not None
+    settings = record.server.settings
+    assert settings is not None
+    assert (settings.kv_dtype, settings.max_batched_tokens, settings.prefix_caching) == ("bfloat16", 8192, False)
+    assert settings.exchange is None, "one rank has the whole KV cache of a request"
+    phases = [phase.name for phase in record.server.start]
+    assert phases == ["starting", "loading weights", "allocating the KV cache", "capturing CUDA graphs", "warming up"]
+    assert record.server.start[-1].seconds >= 1
+    assert ("dummy_weights" in record.marks) == dummy
+    answer = (tmp_path / "run" / "report" / "report.md").read_text().split("\n\n")[:4]
+    assert any("dummy weights of the engine" in part for part in answer) == dummy
+
+
+def test_a_server_without_the_synthetic_weights_asked_for_is_not_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The engine started, but no rank reports synthetic weights."""
+    code, record = serve_with_weights(tmp_path, capsys, "synthetic", "")
+    assert (code, record.outcome) == (4, "failed")
+    assert "install dcpbench in the engine's Python environment, or add --weights model" in (record.reason or "")
+
+
 @pytest.mark.long
 def test_a_server_that_dies_fails_its_loads_and_the_next_one_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -145,7 +200,7 @@ def test_a_server_that_dies_fails_its_loads_and_the_next_one_runs(
     file = tmp_path / "engine.toml"
     file.write_text(f'name = "crashing"\ncommand = "{FAKE} --gap-ms 30"\n[flags]\ncrash-after = [1.0, 0]\n')
     run = tmp_path / "run"
-    words = ["serve", "--engine", str(file), "--model", "m", "--tp", "1", "--concurrency", "1,2,4", "--device", "cpu"]
+    words = ["server", "--engine", str(file), "--model", "m", "--tp", "1", "--concurrency", "1,2,4", "--device", "cpu"]
     words += ["--num-requests", "8", "--input-tokens", "20", "--output-tokens", "8", "--warm-up", "0", "-o", str(run)]
     code, _, _ = dcpbench(capsys, *words)
     assert code == 4
@@ -289,12 +344,12 @@ def test_a_wrong_engine_file_is_a_sentence(content: str, said: str, tmp_path: Pa
         ("--engine vllm", "--engine needs --model"),
         ("--engine vllm --model m --tp 3 --dcp 2", "dcp"),
         ("--serve-cmd x --model m", "has no {port}"),
-        ("--engine vllm --model m --backend triton", "--backend: that is an option of dcpbench's own engine"),
+        ("--engine vllm --model m --backend triton", "No such option: --backend"),
     ],
 )
 def test_mistakes_are_sentences(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Before anything is started."""
-    code, _, err = dcpbench(capsys, "serve", *words.split())
+    code, _, err = dcpbench(capsys, "server", *words.split())
     assert code == 2
     assert said in err
     assert "Traceback" not in err
@@ -304,7 +359,7 @@ def test_the_plan_shows_the_commands(capsys: pytest.CaptureFixture[str]) -> None
     """Each once, as it would be started."""
     code, _, err = dcpbench(
         capsys,
-        "serve",
+        "server",
         "--engine",
         "vllm",
         "--model",
@@ -478,3 +533,59 @@ def test_a_server_has_as_long_as_its_guard_gives_it_twice_and_is_killed_then(end
     did.clear()
     server.stop()
     assert did == [], "it has ended"
+
+
+def make_server_point(**changes: str) -> Point:
+    """A point of one GPU."""
+    load = make_engine_load(input_tokens="2", output_tokens="1", requests=1)
+    layout = {"tp": 1, "dp": 1, "dcp": 1}
+    return make_engine_point(
+        model="m",
+        layout=layout,
+        backend="x",
+        load=load,
+        concurrency=1,
+        context=2,
+        precision={"dtype": "unknown"},
+        **changes,
+    )
+
+
+def test_arguments_of_the_engine_follow_its_command() -> None:
+    """Braces of JSON stay as they are, and quotes hold a word together."""
+    engine = resolve_engine("vllm", None, """--max-model-len 70000 --compilation-config '{"mode": 0}'""")
+    words = engine.make_command(make_server_point(), {}, "m", 80)
+    assert words[-4:] == ["--max-model-len", "70000", "--compilation-config", '{"mode": 0}']
+    with pytest.raises(UsageError, match=r"--engine-args .* close every quote"):
+        resolve_engine("vllm", None, "--x '")
+
+
+@pytest.mark.parametrize(
+    ("engine", "weights", "flags"),
+    [
+        ("vllm", "synthetic", ["--load-format", "dcpbench"]),
+        ("vllm", "dummy", ["--load-format", "dummy"]),
+        ("vllm", "unknown", []),
+        ("sglang", "synthetic", ["--load-format", "dummy"]),
+    ],
+)
+def test_presets_have_flags_for_weights(engine: str, weights: str, flags: list[str]) -> None:
+    words = PRESETS[engine].make_command(make_server_point(weights=weights), {}, "m", 80)
+    assert words[len(words) - len(flags) :] == flags
+    assert ("--load-format" in words) == bool(flags)
+
+
+def test_a_folder_without_a_checkpoint_gets_synthetic_weights(tmp_path: Path) -> None:
+    """If the engine has flags for them; a name that the engine knows is left to it."""
+    (tmp_path / "config.json").touch()
+    bare = Engine(name="own", command="x {port}")
+    assert choose_weights(PRESETS["vllm"], str(tmp_path), None) == "synthetic"
+    assert choose_weights(bare, str(tmp_path), None) == "unknown"
+    assert choose_weights(PRESETS["vllm"], "deepseek-ai/DeepSeek-V3", None) == "unknown"
+    assert choose_weights(PRESETS["vllm"], str(tmp_path), "model") == "unknown"
+    with pytest.raises(UsageError, match=r"own has no flags for it; add them to the engine's file, under \[weights\]"):
+        choose_weights(bare, str(tmp_path), "dummy")
+    with pytest.raises(UsageError, match="--weights real is none of model, synthetic, dummy"):
+        choose_weights(PRESETS["vllm"], str(tmp_path), "real")
+    (tmp_path / "model-00001.safetensors").touch()
+    assert choose_weights(PRESETS["vllm"], str(tmp_path), None) == "unknown"

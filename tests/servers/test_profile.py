@@ -143,7 +143,7 @@ def test_a_point_of_a_server_says_where_it_waits(
     ]
     with served(f"--trace {TRACE}", tmp_path / "log") as url, pytest.raises(SystemExit) as end:
         cli.main(
-            ["serve", "--url", url, *load, "--traces", str(folder), "-o", str(tmp_path / "run"), "--no-check-client"]
+            ["server", "--url", url, *load, "--traces", str(folder), "-o", str(tmp_path / "run"), "--no-check-client"]
         )
     assert not end.value.code, capsys.readouterr().err
     (record,) = read_run(tmp_path / "run").records
@@ -177,7 +177,7 @@ def test_a_point_whose_server_does_not_profile_keeps_its_times_and_says_why(
     ]
     with served("", tmp_path / "log") as url, pytest.raises(SystemExit) as end:
         cli.main(
-            ["serve", "--url", url, *load, "--traces", str(tmp_path), "-o", str(tmp_path / "run"), "--no-check-client"]
+            ["server", "--url", url, *load, "--traces", str(tmp_path), "-o", str(tmp_path / "run"), "--no-check-client"]
         )
     err = capsys.readouterr().err
     assert not end.value.code
@@ -213,7 +213,7 @@ def test_an_interrupt_after_the_last_request_keeps_the_point(
         "4",
     ]
     with served(f"--trace {TRACE}", tmp_path / "log") as url, pytest.raises(SystemExit) as end:
-        cli.main(["serve", "--url", url, *load, "--traces", str(tmp_path / "t"), "-o", str(tmp_path / "run")])
+        cli.main(["server", "--url", url, *load, "--traces", str(tmp_path / "t"), "-o", str(tmp_path / "run")])
     assert end.value.code == 130
     assert "The point is kept, without its profile." in capsys.readouterr().err
     (record,) = read_run(tmp_path / "run").records

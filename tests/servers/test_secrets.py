@@ -173,7 +173,7 @@ def seen(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Seen:
 def test_what_a_measured_server_repeats_is_nowhere(mode: str, seen: Seen) -> None:
     """Before the load, as an answer to all requests, or to all but those that try out how it is asked."""
     with in_thread(Echo(mode)) as url:
-        seen.run("serve", "--url", url, *LOAD, *ONE, "-o", "run")
+        seen.run("server", "--url", url, *LOAD, *ONE, "-o", "run")
     if Path("run/records.jsonl").exists():
         for command in (["show", "run"], ["show", "run", "--json"], ["records", "check", "run"]):
             seen.run(*command)
@@ -183,7 +183,7 @@ def test_what_a_measured_server_repeats_is_nowhere(mode: str, seen: Seen) -> Non
 @pytest.mark.parametrize("mode", ["later 401", "later no JSON in the stream"])
 def test_processes_of_the_client_redact_before_they_cut(mode: str, seen: Seen) -> None:
     with in_thread(Echo(mode)) as url:
-        assert seen.run("serve", "--url", url, *LOAD, "--client-processes", "2", "-o", "run") == 4
+        assert seen.run("server", "--url", url, *LOAD, "--client-processes", "2", "-o", "run") == 4
     (record,) = read_records(Path("run"))
     assert "(API key)" in str(record.server) + str(record.reason)
     seen.check()
@@ -204,7 +204,7 @@ def test_what_a_profiled_server_repeats_is_nowhere(mode: str, seen: Seen) -> Non
     Path("traces").mkdir()
     with in_thread(Echo(mode)) as url:
         seen.run("syncs", "serve", "--url", url, "--traces", "traces", "--wait", "1")
-        seen.run("serve", "--url", url, *LOAD, *ONE, "--traces", "traces", "-o", "run")
+        seen.run("server", "--url", url, *LOAD, *ONE, "--traces", "traces", "-o", "run")
     seen.check()
 
 
@@ -220,7 +220,7 @@ def test_what_a_profiled_server_repeats_is_nowhere(mode: str, seen: Seen) -> Non
 )
 def test_a_key_in_an_address_is_nowhere(url: str, seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENAI_API_KEY")
-    assert seen.run("serve", "--url", url, *LOAD, "-o", "run") == 2
+    assert seen.run("server", "--url", url, *LOAD, "-o", "run") == 2
     assert seen.run("verify", "--url", url) == 2
     assert seen.run("syncs", "serve", "--url", url, "--traces", ".") == 2
     seen.check()
@@ -234,7 +234,7 @@ def test_a_key_of_a_server_that_is_started_is_only_in_its_own_title(
 ) -> None:
     """The server prints its flags, and fails its requests: the client asks without a key. Then again, and as a dry run."""
     monkeypatch.delenv("OPENAI_API_KEY")
-    command = ["serve", "--serve-cmd", f"{FAKE} --children {KEY}", "--model", "m", *LOAD, *ONE, "-o", "run"]
+    command = ["server", "--serve-cmd", f"{FAKE} --children {KEY}", "--model", "m", *LOAD, *ONE, "-o", "run"]
     seen.run(*command, "--dry-run")
     seen.run(*command, "--dry-run", "--json")
     assert seen.run(*command) == 4, "argparse refuses the flag, and repeats it"
@@ -259,7 +259,7 @@ def test_a_key_that_is_varied_is_in_no_name_and_a_resumed_run_finds_its_points(
     folder.mkdir()
     toml = str(Path("engine.toml").absolute())
     monkeypatch.chdir(folder)
-    command = ["serve", "--engine", toml, "--model", "fake", *LOAD, *ONE, "-o", "run"]
+    command = ["server", "--engine", toml, "--model", "fake", *LOAD, *ONE, "-o", "run"]
     assert seen.run(*command) == 4
     records = {record.point.settings: record for record in read_records(Path("run"))}
     assert {settings: record.outcome for settings, record in records.items()} == {
@@ -279,7 +279,7 @@ def test_two_variants_with_a_key_leave_it_nowhere_and_can_be_gone_on_with(
 ) -> None:
     monkeypatch.delenv("OPENAI_API_KEY")
     both = shlex.join(["--serve-cmd", f"{FAKE} --children {KEY}", "--model", "m", *LOAD, *ONE])
-    command = ["ab", "--workload", "serve", "--both", both, "--a", "--seed 1", "--b", "--seed 2", "--rounds", "1"]
+    command = ["ab", "--workload", "server", "--both", both, "--a", "--seed 1", "--b", "--seed 2", "--rounds", "1"]
     seen.run(*command, "--dry-run")
     seen.run(*command, "-o", "pair")
     seen.run(*command, "-o", "pair", "--resume")
@@ -289,7 +289,7 @@ def test_two_variants_with_a_key_leave_it_nowhere_and_can_be_gone_on_with(
 def test_a_command_with_a_key_is_not_submitted(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its batch script would hold it."""
     monkeypatch.delenv("OPENAI_API_KEY")
-    command = ["serve", "--serve-cmd", FAKE, "--model", "m", *LOAD]
+    command = ["server", "--serve-cmd", FAKE, "--model", "m", *LOAD]
     for where in (["slurm"], ["slurm", "--dry-run"], ["k8s", "--image", "i"], ["k8s", "--image", "i", "--dry-run"]):
         assert seen.run("submit", *where, "--", *command) == 2
     assert "the command contains a key" in seen.output
@@ -312,7 +312,7 @@ def test_a_key_of_the_environment_is_in_no_output_of_any_command(seen: Seen) -> 
         ["syncs", "scan", KEY],
         ["recommend", "--model", KEY],
         ["sweep", "--model", KEY, "--dry-run"],
-        ["serve", "--api-key-env", KEY, "--url", "http://127.0.0.1:1"],
+        ["server", "--api-key-env", KEY, "--url", "http://127.0.0.1:1"],
         ["submit", "follow", KEY],
         [KEY],
     ):
@@ -325,7 +325,7 @@ def test_a_server_that_is_killed_leaves_a_log_without_a_key(mode: str, tmp_path:
     """The command is killed, and with it the server: the log is redacted while it is written, not afterwards."""
     del mode
     program = f"import sys,time; print('key {KEY}', flush=True); time.sleep(60)"
-    words = ["serve", "--serve-cmd", shlex.join([sys.executable, "-c", program, "{port}", "--api-key", KEY])]
+    words = ["server", "--serve-cmd", shlex.join([sys.executable, "-c", program, "{port}", "--api-key", KEY])]
     run = tmp_path / "run"
     command = [sys.executable, "-m", "dcpbench", *words, "--model", "m", *LOAD, "-o", str(run)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:

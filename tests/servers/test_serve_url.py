@@ -1,4 +1,4 @@
-"""`serve --url`: times of a server that keeps an account of its own, records of what it is, and options that it does not take."""
+"""`server --url`: times of a server that keeps an account of its own, records of what it is, and options that it does not take."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     found = Ran(tmp_path_factory.mktemp("served"))
     with pytest.MonkeyPatch.context() as patch, served(QUICK[0].server, found.log) as url:
         patch.setenv("OPENAI_API_KEY", "sk-never-recorded")
-        words = f"serve --url {url} --device cpu --tp 8 --dcp 8 --num-requests {REQUESTS} --input-tokens 100"
+        words = f"server --url {url} --device cpu --tp 8 --dcp 8 --num-requests {REQUESTS} --input-tokens 100"
         with pytest.raises(SystemExit) as end:
             cli.main([*words.split(), *QUICK[0].load.split(), "--slo", "ttft=200,itl=60", "-o", str(found.folder)])
         assert not end.value.code
@@ -118,7 +118,7 @@ def test_failed_requests_are_counted_by_kind(tmp_path: Path, capsys: pytest.Capt
     with served(f"--gap-ms 1 --script {tmp_path / 'scripts'}", tmp_path / "log") as url:
         code, _, _ = dcpbench(
             capsys,
-            *("serve", "--url", url, "--device", "cpu", "--num-requests", "24", "--concurrency", "4"),
+            *("server", "--url", url, "--device", "cpu", "--num-requests", "24", "--concurrency", "4"),
             *("--input-tokens", "20", "--output-tokens", "4", "--warm-up", "0", "-o", str(tmp_path / "run"), "--json"),
         )
     (record,) = read_run(tmp_path / "run").records
@@ -137,14 +137,16 @@ def test_failed_requests_are_counted_by_kind(tmp_path: Path, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--backend triton", "--backend: that is an option of dcpbench's own engine"),
+        ("--backend triton", "No such option: --backend"),
         ("--tp 4,8", "the server at --url has one"),
         ("--dcp 8", "say how many GPUs the server has, for example --tp 8"),
-        ("--nnodes 2", "leave them out with --url"),
+        ("--nnodes 2", "No such option: --nnodes"),
         ("--endpoint embeddings", "embeddings"),
         ("--request-timeout 0", "--request-timeout 0 is not a positive number"),
         ("--warm-up -1", "--warm-up -1 is negative"),
         ("--engine vllm", "--engine starts a server, and --url measures one that runs already; leave out --url"),
+        ("--weights dummy", "--weights is for servers that dcpbench starts; leave it out with --url."),
+        ("--engine-args --x", "--engine-args is for servers that dcpbench starts"),
         ("--header X-Team", "--header takes a name and a value with a colon between them"),
         ("--header content-length:9", "--header content-length: dcpbench sets this header itself"),
         ("--header X-A:1 --header x-a:2", "--header x-a is given twice"),
@@ -160,18 +162,18 @@ def test_options_that_a_server_does_not_take_are_refused(
     words: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Before anybody is asked."""
-    code, _, err = dcpbench(capsys, "serve", "--url", "http://127.0.0.1:9", *words.split())
+    code, _, err = dcpbench(capsys, "server", "--url", "http://127.0.0.1:9", *words.split())
     assert code == 2
     assert said in err
 
 
 def test_a_server_that_is_not_there_is_a_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """And options of servers without one are refused."""
-    code, _, err = dcpbench(capsys, "serve", "--url", "http://127.0.0.1:9", "-o", str(tmp_path / "x"))
+    code, _, err = dcpbench(capsys, "server", "--url", "http://127.0.0.1:9", "-o", str(tmp_path / "x"))
     assert code
     assert "http://127.0.0.1:9" in err
     assert "Traceback" not in err
-    code, _, err = dcpbench(capsys, "serve", "--warm-up", "3")
+    code, _, err = dcpbench(capsys, "server", "--warm-up", "3")
     assert code == 2
     assert "add for example --url" in err
     assert not (tmp_path / "x").exists()
@@ -184,7 +186,7 @@ def test_sglang_without_metrics_is_named_with_the_flag_that_turns_them_on(
     words = ["--device", "cpu", "--num-requests", "4", "--concurrency", "2", "--input-tokens", "20"]
     words += ["--output-tokens", "4", "--no-check-client", "-o", str(tmp_path / "run")]
     with served("--engine sglang --no-offer-metrics", tmp_path / "log") as url:
-        code, _, err = dcpbench(capsys, "serve", "--url", url, *words)
+        code, _, err = dcpbench(capsys, "server", "--url", url, *words)
     assert code == 0
     assert "start it with --enable-metrics." in err
     (record,) = read_run(tmp_path / "run").records
@@ -200,7 +202,7 @@ def test_the_plan_is_shown_without_sending_a_load(tmp_path: Path, capsys: pytest
     with served("", tmp_path / "log") as url:
         code, out, _ = dcpbench(
             capsys,
-            "serve",
+            "server",
             "--url",
             url,
             "--device",
@@ -260,8 +262,8 @@ def test_headers_and_body_fields_are_sent_and_values_of_headers_are_kept_nowhere
         '{"priority": 3}',
     ]
     with pytest.MonkeyPatch.context() as patch, served(f"--api-key {secret}", tmp_path / "log") as url:
-        patch.setattr("sys.argv", ["dcpbench", "serve", "--url", url, *words])
-        code, out, err = dcpbench(capsys, "serve", "--url", url, *words)
+        patch.setattr("sys.argv", ["dcpbench", "server", "--url", url, *words])
+        code, out, err = dcpbench(capsys, "server", "--url", url, *words)
     assert code == 0, err
     (record,) = read_run(run).records
     assert isinstance(record.server, Server)

@@ -243,7 +243,7 @@ def test_a_record_says_how_many_there_were_and_what_the_client_adds(
     """Measured against a server that does nothing, with as many streams."""
     load = "--device cpu --num-requests 12 --concurrency 6 --input-tokens 20 --output-tokens 8"
     with served("--gap-ms 10", tmp_path / "log") as url, pytest.raises(SystemExit) as end:
-        cli.main(["serve", "--url", url, *load.split(), "--client-processes", "2", "-o", str(tmp_path / "run")])
+        cli.main(["server", "--url", url, *load.split(), "--client-processes", "2", "-o", str(tmp_path / "run")])
     assert not end.value.code, capsys.readouterr().err
     (record,) = read_run(tmp_path / "run").records
     assert record.server
@@ -263,7 +263,7 @@ def test_a_record_says_how_many_there_were_and_what_the_client_adds(
 def test_a_number_of_processes_that_cannot_be_is_a_sentence(number: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Before anybody is asked."""
     with pytest.raises(SystemExit) as end:
-        cli.main(["serve", "--url", "http://127.0.0.1:9", "--client-processes", number])
+        cli.main(["server", "--url", "http://127.0.0.1:9", "--client-processes", number])
     assert end.value.code == 2
     assert f"--client-processes {number} cannot be; write 1 to 64" in capsys.readouterr().err
 
@@ -287,7 +287,9 @@ def in_session(leader: int) -> list[int]:
 def test_no_process_outlives_the_command(number: int, wait_s: float, tmp_path: Path) -> None:
     """In the middle of a load, and before it begins."""
     with served("--gap-ms 200", tmp_path / "log") as url:
-        words = f"serve --url {url} --device cpu --num-requests 40 --concurrency 4 --input-tokens 20 --output-tokens 50"
+        words = (
+            f"server --url {url} --device cpu --num-requests 40 --concurrency 4 --input-tokens 20 --output-tokens 50"
+        )
         command = [sys.executable, "-m", "dcpbench.cli", *words.split(), "--client-processes", "2"]
         with subprocess.Popen(
             [*command, "-o", str(tmp_path / "run")],
@@ -321,7 +323,7 @@ def test_ctrl_c_at_a_terminal_keeps_the_requests_of_every_process(tmp_path: Path
         async with Running(Script(gap_ms=100), Model()) as server:
             words = "--device cpu --num-requests 40 --concurrency 4 --input-tokens 20 --output-tokens 500"
             ours = await asyncio.create_subprocess_exec(
-                *[sys.executable, "-m", "dcpbench.cli", "serve", "--url", server.url, *words.split()],
+                *[sys.executable, "-m", "dcpbench.cli", "server", "--url", server.url, *words.split()],
                 *["--client-processes", "2", "-o", str(tmp_path / "run")],
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

@@ -32,14 +32,14 @@ class Program:
         event = {"ph": "X", "cat": category, "name": name, "pid": pid, "tid": tid, "ts": round(start, 3)}
         self.events.append({**event, "dur": round(length, 3), "args": args})
 
-    def work(self, kernels: int, us: float = 50.0) -> None:
+    def work(self, kernels: int, us: float = 50.0, name: str = "gemm") -> None:
         """Launch kernels of `us` microseconds each."""
         for _ in range(kernels):
             op, correlation = next(self.ids), next(self.ids)
             self.add("cpu_op", "aten::mm", self.host, 8, **{"External id": op})
             self.add("cuda_runtime", "cudaLaunchKernel", self.host + 1, 5, correlation=correlation)
             begin = max(self.gpu, self.host + 7)
-            self.add("kernel", "gemm", begin, us, correlation=correlation, device=0, stream=7)
+            self.add("kernel", name, begin, us, correlation=correlation, device=0, stream=7)
             self.gpu, self.host = begin + us, self.host + 9
 
     def read(self, times: int = 1) -> None:

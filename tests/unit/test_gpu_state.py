@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
-import torch
 
 from dcpbench.measuring import gpu_state
 from dcpbench.measuring.gpu_state import ENERGY, GpuSampler, merge_states
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def sampled(monkeypatch: pytest.MonkeyPatch, counter: Sequence[tuple[float, int]]) -> GpuSampler:
     """A sampler that has seen an energy counter: (seconds, mJ)."""
-    sampler = GpuSampler(torch.device("cpu"))
+    sampler = GpuSampler(None)
     sampler.seen[ENERGY] = []
     for at, energy in counter:
         monkeypatch.setattr(gpu_state, "time", SimpleNamespace(perf_counter=lambda at=at: at))
@@ -60,7 +60,7 @@ def test_a_thread_reads_the_counter_beside_all_else(monkeypatch: pytest.MonkeyPa
     queries = {"clock": lambda: 1980, "power": lambda: 500_000, "temperature": lambda: 60, "reasons": lambda: 0}
     queries[ENERGY] = lambda: round(time.perf_counter() * 500_000)
     monkeypatch.setattr(gpu_state, "_make_queries", lambda _: queries)
-    with GpuSampler(torch.device("cpu")) as sampler:
+    with GpuSampler("GPU-0") as sampler:
         time.sleep(0.5)
     state = sampler.get_state()
     assert state is not None
@@ -102,3 +102,97 @@ def test_an_answer_says_joules_where_records_have_them() -> None:
     assert said.count("tp4") == 2
     assert said.endswith("at 8 × 4,000 tokens. Of the others it is not known.")
     assert _format_energy([]) == "Joules a token: no record that was given has energy from NVML."
+
+
+class FakeNvml:
+    """A stand-in for pynvml with four GPUs."""
+
+    class NVMLError(Exception):
+        """NVML's own error."""
+
+    NVML_CLOCK_SM = NVML_TEMPERATURE_GPU = 0
+
+    def nvmlInit(self) -> None:
+        pass
+
+    def nvmlDeviceGetCount(self) -> int:
+        return 4
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        if not 0 <= index < 4:
+            raise self.NVMLError
+        return index
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: bytes) -> int:
+        index = uuid.decode().removeprefix("GPU-")
+        return self.nvmlDeviceGetHandleByIndex(int(index) if index.isdecimal() else -1)
+
+    def nvmlDeviceGetUUID(self, gpu: int) -> str:
+        return f"GPU-{gpu}"
+
+    def nvmlDeviceGetName(self, _: int) -> bytes:
+        return b"NVIDIA H200"
+
+    def nvmlDeviceGetMemoryInfo(self, gpu: int) -> SimpleNamespace:
+        return SimpleNamespace(total=141 * 10**9 + gpu)
+
+    def nvmlSystemGetDriverVersion(self) -> str:
+        return "580.159.04"
+
+    def nvmlDeviceGetClockInfo(self, gpu: int, _: int) -> int:
+        return 1980 - 100 * gpu
+
+    def nvmlDeviceGetPowerUsage(self, gpu: int) -> int:
+        return 600_000 + gpu
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, _: int) -> int:
+        return round(time.perf_counter() * 100_000)
+
+    def nvmlDeviceGetTemperature(self, gpu: int, _: int) -> int:
+        return 60 + gpu
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, gpu: int) -> int:
+        return 4 if gpu == 1 else 0
+
+
+@pytest.mark.parametrize(
+    ("visible", "count", "uuids"),
+    [
+        (None, 2, ("GPU-0", "GPU-1")),
+        ("2,3", 2, ("GPU-2", "GPU-3")),
+        ("GPU-3, 1", 2, ("GPU-3", "GPU-1")),
+        ("3,9,1", 1, ("GPU-3",)),
+        ("3,9,1", 2, None),
+        ("", 1, None),
+        (None, 5, None),
+    ],
+)
+def test_visible_gpus_are_those_that_cuda_would_use(
+    visible: str | None, count: int, uuids: tuple[str, ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA ignores entries after an invalid one; fewer GPUs than a layout needs are unknown."""
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    found = gpu_state.find_visible_gpus(count)
+    assert (found and found.uuids) == uuids
+    if found:
+        assert (found.name, found.driver) == ("NVIDIA H200", "580.159.04")
+        assert found.memory_bytes == 141 * 10**9 + min(int(uuid[-1]) for uuid in found.uuids)
+
+
+def test_several_gpus_are_sampled_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second GPU has the lower clock and is limited by power."""
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
+    with gpu_state.sample_gpus(["GPU-0", "GPU-1"]) as get_state:
+        time.sleep(0.2)
+        state = get_state()
+    assert state is not None
+    assert (state.sm_clock_mhz_min, state.sm_clock_mhz_max, state.temperature_c_max) == (1880, 1980, 61)
+    assert state.throttle_reasons == ["sw_power_cap"]
+
+
+def test_without_gpus_nothing_is_sampled() -> None:
+    with gpu_state.sample_gpus([]) as get_state:
+        assert get_state() is None

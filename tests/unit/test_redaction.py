@@ -49,7 +49,7 @@ def nothing_is_registered() -> Iterator[None]:
         ["--auth-token", KEY],
         ["--ssl-keyfile-password", KEY],
         ["env", f"VLLM_API_KEY={KEY}", "vllm", "serve"],
-        ["serve", "--serve-cmd", f"vllm serve m --port {{port}} --api-key {KEY}"],
+        ["server", "--serve-cmd", f"vllm serve m --port {{port}} --api-key {KEY}"],
         ["ab", "--both", shlex.join(["--serve-cmd", f"vllm serve m --api-key {KEY}"])],
         ["--header", f"Authorization: Bearer {KEY}"],
         [f"--header=X-Api-Key: {KEY}"],

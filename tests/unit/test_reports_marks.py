@@ -123,6 +123,27 @@ def test_the_headline_says_which_replays_are_of_an_engine_with_padding_in_expert
     assert "padding" not in headline("other", records[1:])
 
 
+def test_caveats_name_dummy_weights_and_slow_attention_of_prompts(tmp_path: Path) -> None:
+    """Points on a CPU have no FlashInfer to compare with."""
+    fast = {"prefill": "flashinfer"}
+    records = [
+        serve.served(serve.point(TP, 8, fast), marks=["dummy_weights"]),
+        serve.served(serve.point(TP, 32, fast), marks=[]),
+        serve.served(serve.point(TP, 48, {"prefill": "sdpa"}), marks=[]),
+    ]
+
+    def list_caveats(name: str, shown: list[Record]) -> str:
+        return "; ".join(overview.list_caveats(frames.load_frames([build.write(tmp_path / name, shown)])))
+
+    every = list_caveats("every", records)
+    assert "dummy weights of the engine at 1 of 3 points: every token takes the same few experts" in every
+    assert "prompts are computed by sdpa at 1 of 3 points, which takes longer than FlashInfer" in every
+    assert "dummy" not in list_caveats("fast", records[1:2])
+    assert "sdpa" not in list_caveats("fast again", records[:2])
+    on_cpu = [msgspec.structs.replace(records[2], marks=["cpu"], environment=build.CPU)]
+    assert "sdpa" not in list_caveats("cpu", on_cpu)
+
+
 def test_the_headline_says_how_much_longer_first_tokens_of_a_forecast_may_take(tmp_path: Path) -> None:
     """TTFT p50 is 100 and 200 ms, and 120 and 260 where steps are longer. Older records do not know, and on a CPU nothing is longer."""
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from dcpbench.bench.record import Graph, Syncs, SyncSite, Timing
+from dcpbench.measuring.environment import get_gpu_uuid
 from dcpbench.measuring.gpu_state import GpuSampler
 from dcpbench.measuring.timing import Timer, measure_chunks, measure_in_turns
 from dcpbench.records.stats import StopRule, compute_median_interval
@@ -187,7 +188,7 @@ def measure_gpu_times(
     passes: Sequence[tuple[Run, int]], device: torch.device, settings: BenchSettings
 ) -> tuple[list[Timing], Gpu | None]:
     """Return the times of several passes measured in turns, and the GPU state common to all."""
-    with GpuSampler(device) as sampler:
+    with GpuSampler(get_gpu_uuid(device)) as sampler:
         chunks = [Timer(run, device).measure_chunk for run, _ in passes]
         found = measure_in_turns(chunks, _make_rule(settings), chunk_seconds=CHUNK_SECONDS)
     return [_convert_timing(each, calls) for each, (_, calls) in zip(found, passes, strict=True)], sampler.get_state()

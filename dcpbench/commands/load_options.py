@@ -1,0 +1,103 @@
+"""Define the options for requests, which `serve` and `server` share."""
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dcpbench.commands import options as opt
+from dcpbench.commands.command import Group, make_panel
+from dcpbench.serving.load_words import ANSWERS, CPU_ANSWERS, CPU_PROMPTS, PROMPTS, USUAL_REQUESTS
+from dcpbench.show.terminal import print_stderr
+
+if TYPE_CHECKING:
+    from dcpbench.plan.serve_spec import ServeLoads
+    from dcpbench.points.settings import Settings
+
+WHEN = make_panel("When requests come")
+WHAT = make_panel("What requests are")
+
+SLO = opt.MEASURE(
+    "Limits in ms, such as ttft=500,itl=50; also tpot and e2el. Goodput is the rate of requests that meet all "
+    "of them. Default: none.",
+    metavar="NAME=MS,…",
+)
+
+
+class Requests(Group):
+    """Hold the options for requests: when they come, and how long their prompts and answers are."""
+
+    concurrency: str | None = WHEN(
+        "Closed loop: number of clients over the whole layout (--max-concurrency of vLLM's and SGLang's benches), each of "
+        "which sends its next request when its last one is answered. With --request-rate: requests in flight at most, by default 512 for each dp replica. Default: "
+        "8,32,48 on GPUs; 4 on the CPU.",
+        metavar="N,…",
+    )
+    request_rate: str | None = WHEN(
+        "Open loop: requests per second on average, sent whether or not earlier ones are answered. inf sends all at once or, "
+        "with --concurrency, as a closed loop of so many, as vLLM's bench does. Default: a closed loop.",
+        metavar="R,…",
+    )
+    burstiness: str | None = WHEN(
+        "With --request-rate: shape of the gamma distribution of the gaps. 1 is Poisson, smaller values give bursts, larger "
+        "ones even gaps. Default: 1.",
+        metavar="B",
+    )
+    requests: Path | None = WHEN(
+        "Requests of a file: Mooncake JSONL, our JSONL or CSV. They come at the file's times; with --concurrency in a "
+        "closed loop, with --request-rate at that rate. Default: none, requests are made up.",
+        metavar="FILE",
+    )
+    limit: str | None = WHEN(
+        "Stop early: 200 takes the first 200 requests; 60s ends each run then and counts what has not finished as "
+        "cancelled. Default: no limit.",
+        metavar="N|Ns",
+    )
+    num_requests: str | None = WHAT(
+        f"Requests of each point: --num-prompts of vLLM's and SGLang's benches. Default: {USUAL_REQUESTS} on GPUs; 16 on the CPU.",
+        metavar="N",
+    )
+    input_tokens: str | None = WHAT(
+        "Length of prompts: 4000, uniform:1000-7000 or lognormal:4000:0.5 (median and sigma; at least 1, no upper "
+        f"bound). Each of the list is a point. Default: {PROMPTS} on GPUs; {CPU_PROMPTS} on the CPU.",
+        metavar="LEN,…",
+    )
+    output_tokens: str | None = WHAT(
+        "Tokens that are sampled for a request, in the same notation; no request ends earlier. With identical lengths of outputs and "
+        "prompts, clients of a closed loop run in lock-step: they prefill and decode at the same time, which can change the order of layouts. Default: "
+        f"{ANSWERS} on GPUs; {CPU_ANSWERS} on the CPU.",
+        metavar="LEN,…",
+    )
+    prefix_share: str | None = WHAT(
+        "Share of each prompt, from 0 to less than 1, that begins like the prompts of its group. Default: 0.",
+        metavar="S",
+    )
+    prefix_groups: str | None = WHAT(
+        "With --prefix-share: groups, which take requests in turn. Default: 1.", metavar="N"
+    )
+    turns: str | None = WHAT(
+        "Turns of a session, in the notation of lengths: each prompt begins with the whole conversation so far, so that "
+        "the prefix cache can hold it. --concurrency and --request-rate then count sessions, --num-requests counts "
+        "their turns. Default: 1, requests are independent.",
+        metavar="LEN",
+    )
+    turn_tokens: str | None = WHAT(
+        "With --turns: tokens that each turn after the first adds to the prompt. Default: as --input-tokens.",
+        metavar="LEN",
+    )
+    think_time: str | None = WHAT("With --turns: seconds from an answer to the next turn. Default: 0.", metavar="S")
+    seed: str | None = WHAT(
+        "Seed of lengths, gaps and tokens: the same requests for every layout and machine. Default: 0.", metavar="N"
+    )
+
+
+def print_load_notes(loads: "ServeLoads", settings: "Settings", *, cpu: bool) -> None:
+    """Print how --request-rate inf is served and, unless on a CPU, which objectives have too few samples for p99."""
+    from dcpbench.plan.serve_spec import find_short_slos
+
+    if math.inf in loads.request_rate and not loads.concurrency:
+        print_stderr(
+            "--request-rate inf: all requests are sent at once, as a closed loop with one client for each of them."
+        )
+    if not cpu:
+        for short in find_short_slos(loads, settings.slo, settings.trace_path):
+            print_stderr(short.describe())

@@ -1,0 +1,369 @@
+"""Implement `dcpbench server`: measure vLLM, SGLang and other servers over a grid of layouts and loads."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dcpbench.commands import options as opt
+from dcpbench.commands.command import Group, collect_typed, make_panel
+from dcpbench.commands.load_options import SLO, Requests, print_load_notes
+from dcpbench.show.terminal import print_stderr
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dcpbench.launch.launcher import Work
+    from dcpbench.points.point import Point
+    from dcpbench.servers.measure import ClientConfig
+
+MAX_CLIENT_PROCESSES = 64
+
+SERVER = make_panel("The server")
+CLIENT = make_panel("The client")
+
+
+class Layouts(opt.Layouts):
+    """Hold the degrees of the servers' layouts."""
+
+    tp: str | None = opt.LAYOUT(
+        "GPUs that share one copy of the model, all of a layout: dp and dcp are inside, as in SGLang's --tp-size; vLLM's "
+        "--data-parallel-size × --tensor-parallel-size. With --url it states the server's layout, which no API reports. Default: "
+        "1 with --engine or --serve-cmd; unknown with --url."
+    )
+    dcp: str | None = opt.LAYOUT(
+        "Ranks that share the KV cache of one request, vLLM's --decode-context-parallel-size; divides tp / dp. Adds no "
+        "GPUs. Default: 1."
+    )
+
+
+class Model(Group):
+    """Hold the option for the model."""
+
+    model: str | None = SERVER(
+        "With --url: one of the server's models; by default the only one that it has. With --engine: the model to serve, a "
+        "name that the engine knows or a folder.",
+        metavar="NAME",
+    )
+    dtype: str | None = SERVER("Data type of weights and KV cache, for the records. Default: unknown.", metavar="NAME")
+
+
+class Measured(Group):
+    """Hold the options for the objectives and the repeats."""
+
+    slo: str | None = SLO
+    repeats: int | None = opt.REPEATS
+
+
+class Run(opt.Run):
+    """Hold the options of how the command runs. The hardware is that of the server."""
+
+    timeout = 300.0
+    gpu: str | None = opt.MACHINES(
+        "GPU of the server, for the records, such as H200. Default: unknown.", metavar="NAME"
+    )
+    gpus: int | None = opt.MACHINES("Number of GPUs of the server. Default: --tp.", metavar="N")
+    device: str = opt.MACHINES(
+        "cpu marks the points of a server on a CPU: their timings do not reflect GPU performance.",
+        default="auto",
+        metavar="NAME",
+    )
+    dry_run: bool = opt.OUTPUT(
+        "Only print the points, those that cannot run, each with its reason, and the commands of the servers.",
+        default=False,
+    )
+
+
+class Options(Group):
+    """Hold the options for the server and for the client that sends its load."""
+
+    url: str | None = SERVER(
+        "Measure the server at this address, by OpenAI's API, instead of an engine of our own: vLLM, SGLang or another. "
+        "--tp, --dp and --dcp then describe its layout, --model selects one of its models.",
+        metavar="URL",
+    )
+    engine: str | None = SERVER(
+        "Start servers of this engine instead, one for each layout, serve all loads on each, and end it: vllm, sglang, or a "
+        ".toml file with its command and flags (docs/servers.md). --model names the model to serve.",
+        metavar="NAME",
+    )
+    serve_cmd: str | None = SERVER(
+        "The same with a command of your own, in which {port}, {model}, {tp}, {dp}, {dcp} and {attn_tp} (tp / dp) are filled in.",
+        metavar="COMMAND",
+    )
+    engine_args: str | None = SERVER(
+        "Further arguments of the engine's command, as one word in quotes, such as '--max-model-len 70000'.",
+        metavar="ARGS",
+    )
+    weights: str | None = SERVER(
+        "Weights of started servers. model: the model's own. synthetic: those of dcpbench's engine, which route tokens like a "
+        "trained model's; the engine's environment needs dcpbench. dummy: the engine's own dummy weights, with which all tokens take the same few experts. "
+        "Default: synthetic for a folder without a checkpoint, else model.",
+        metavar="NAME",
+    )
+    start_timeout: float = SERVER(
+        "Time after which a server that accepts no requests has failed.", default=1800.0, metavar="SECONDS"
+    )
+    endpoint: str = SERVER("completions or chat.", default="completions", metavar="NAME")
+    api_key_env: str = SERVER(
+        "Environment variable that holds the API key. The key is never recorded.",
+        default="OPENAI_API_KEY",
+        metavar="NAME",
+    )
+    header: list[str] | None = SERVER(
+        "Header that is sent with every request; can be given several times. Records keep its name, never its value.",
+        metavar="'NAME: VALUE'",
+    )
+    extra_body: str | None = SERVER(
+        "JSON object whose fields are added to every request, such as '{\"top_k\": 20}'. Fields that dcpbench sets itself, such as "
+        "model, prompt, stream and max_tokens, are refused.",
+        metavar="JSON",
+    )
+    tokenizer: Path | None = SERVER(
+        "Folder with the model's tokenizer.json, for servers that accept no token ids. Default: words; the server counts "
+        "their tokens.",
+        metavar="FOLDER",
+    )
+    request_timeout: float = SERVER(
+        "Time without a token after which a request has failed.", default=600.0, metavar="SECONDS"
+    )
+    warm_up: int = SERVER("Requests before the clock starts, with short answers.", default=8, metavar="N")
+    retries: int = SERVER(
+        "How often a request is sent again while the server is busy (429, 503, connection refused); also the short ones "
+        "before the load. Each is counted, and the wait is in its latency.",
+        default=0,
+        metavar="N",
+    )
+    traces: Path | None = SERVER(
+        "Folder into which the server's profiler writes its traces, as seen from here; it is created if it does not exist. After each load a few of its requests "
+        "are served again under the profiler, and where the host waits is in the record, as of our own points. Default: no "
+        "profile.",
+        metavar="FOLDER",
+    )
+    client_processes: int | None = SERVER(
+        "Processes that send the load, with an event loop each. Default: one for each 8,000 chunks a second that are "
+        "expected, as far as there are cores.",
+        metavar="N",
+    )
+    client_realtime: bool = SERVER(
+        "Let the client run before everything else on its cores (SCHED_RR) while a load is sent, where the kernel allows it: to "
+        "root, CAP_SYS_NICE or an RLIMIT_RTPRIO. The record says whether it did.",
+        default=True,
+    )
+    check_client: bool = SERVER(
+        "After each load, read the same number of streams from an idle local server for a second, to measure the client's "
+        "own share of TTFT and ITL.",
+        default=True,
+    )
+
+
+def server(layouts: Layouts, model: Model, options: Options, requests: Requests, measured: Measured, run: Run) -> int:
+    """Measure vLLM, SGLang or another server over layouts and loads: TTFT, ITL, throughput and goodput.
+
+    --url measures a server that runs already. --engine and --serve-cmd start a server for each layout, send all loads to
+    it and end it. The loads are those of `dcpbench serve`, and the records are comparable with those of dcpbench's own
+    engine.
+
+    For example:
+
+      dcpbench server --url http://127.0.0.1:8000 --tp 8 --dcp 8 --concurrency 8,32
+
+      dcpbench server --url http://127.0.0.1:8000 --tp 8 --traces /tmp/traces
+
+      dcpbench server --engine vllm --model deepseek-ai/DeepSeek-V3 --tp 8 --dcp 1,8 --gpu H200
+
+      dcpbench server --serve-cmd 'our-engine {model} --port {port} --tp {tp}' --model /models/v3 --tp 4,8
+    """
+    from dcpbench.commands import runs
+    from dcpbench.plan.server_spec import SERVER_PARSERS
+    from dcpbench.plan.spec import read_options
+
+    runs.check_server_run(run)
+    given = read_options(run.config, SERVER_PARSERS) if run.config else {}
+    given |= collect_typed(layouts, model, requests, measured)
+    _check_one_source(options)
+    if options.url is not None:
+        return _measure_running(options.url, options, given, run)
+    return _measure_started(options, given, run)
+
+
+def _check_one_source(options: Options) -> None:
+    """Raise UsageError unless exactly one of --url, --engine and --serve-cmd is given."""
+    from dcpbench.errors import UsageError
+
+    sources = {"--url": options.url, "--engine": options.engine, "--serve-cmd": options.serve_cmd}
+    given = [name for name, value in sources.items() if value is not None]
+    if not given:
+        raise UsageError(
+            "there is no server to measure; add for example --url http://127.0.0.1:8000 for one that runs, or --engine vllm "
+            "--model NAME to start servers."
+        )
+    if len(given) > 1 and options.url is not None:
+        raise UsageError(
+            f"{given[1]} starts a server, and --url measures one that runs already; leave out --url {options.url} to start "
+            f"one, or leave out {given[1]}."
+        )
+    started = {"--weights": options.weights, "--engine-args": options.engine_args}
+    if options.url is not None and (alone := [name for name, value in started.items() if value is not None]):
+        raise UsageError(f"{alone[0]} is for servers that dcpbench starts; leave it out with --url.")
+
+
+def _measure_running(url: str, options: Options, given: dict[str, object], run: opt.Run) -> int:
+    """Measure a server that runs already."""
+    from dcpbench.commands import runs
+    from dcpbench.launch import folders
+    from dcpbench.plan.server_spec import make_server_spec
+    from dcpbench.points.machine import Probe
+    from dcpbench.servers.measure import fetch_server_info, make_candidates, measure_points, resolve_prompt_format
+    from dcpbench.servers.profile import make_traces_folder
+
+    spec = make_server_spec(given, cpu=run.device == "cpu")
+    if spec.wrong is not None:
+        raise spec.wrong
+    probe = Probe(device="cpu" if run.device == "cpu" else "cuda", count=spec.layout["tp"], name=run.gpu or "")
+    asked = _make_client_config(url, options, run, spec.layout["tp"])
+    if runs.is_elsewhere():
+        return 0
+    info = fetch_server_info(asked.target, asked.retries).with_kv_capacity(dp=spec.layout["dp"], dcp=spec.layout["dcp"])
+    card = info.find_model(spec.model)
+    if run.dry_run or not runs.is_part():
+        for note in (f"{asked.target.url}: {info.origin.removeprefix('engine ')}, model {card.id}.", *info.notes):
+            print_stderr(note)
+    runs.record_device(probe)
+    if run.dry_run or not runs.is_part():
+        print_load_notes(spec.loads, spec.settings, cpu=run.device == "cpu")
+    candidates = make_candidates(spec.make_points(info.engine, card.id), card.max_model_len)
+    if runs.finish_if_planned(candidates, probe, run):
+        return 0
+    if options.traces is not None:
+        make_traces_folder(options.traces)
+    manner = resolve_prompt_format(asked, card.id)
+    folder = run.output or folders.choose_folder(f"{info.engine}-{Path(card.id).name}", (spec.layout["tp"],))
+
+    def run_all(points: "Sequence[Point]", work: "Work", run: opt.Run) -> None:
+        del run
+        with runs.handle_stop(work), runs.make_progress_bar(points) as bar:
+            measure_points(points, asked, info, manner, work.settings, work.folder, bar)
+
+    return runs.run_candidates(
+        candidates, folder, runs.make_work(folder, spec.settings, probe, run), probe, run, run_all
+    )
+
+
+def _measure_started(options: Options, given: dict[str, object], run: opt.Run) -> int:
+    """Start a server for each layout and each combination of flags, and measure all loads on it."""
+    import itertools
+    import shutil
+
+    from dcpbench.commands import runs
+    from dcpbench.errors import MissingPackageError, UsageError
+    from dcpbench.launch import folders
+    from dcpbench.plan.options import check_seconds
+    from dcpbench.plan.server_spec import make_server_spec, split_layouts
+    from dcpbench.points import redaction
+    from dcpbench.points.machine import Probe
+    from dcpbench.servers.presets import choose_weights, resolve_engine
+    from dcpbench.servers.profile import make_traces_folder
+    from dcpbench.servers.sweep import measure_started
+
+    if not given.get("model"):
+        raise UsageError("--engine needs --model: a folder, or a name that the engine knows.")
+    check_seconds("--start-timeout", options.start_timeout, 1800)
+    preset = resolve_engine(options.engine, options.serve_cmd, options.engine_args)
+    split = [_add_default_ep(options.engine, one) for one in split_layouts({"tp": 1, **given})]
+    weights = choose_weights(preset, str(given["model"]), options.weights)
+    specs = [make_server_spec(one, cpu=run.device == "cpu", weights=weights) for one in split]
+    spec, model = specs[0], str(specs[0].model)
+    asked = _make_client_config("http://127.0.0.1:1", options, run, spec.layout["tp"])
+    if runs.is_values_only((), ()):
+        return 0
+    tps = tuple(dict.fromkeys(one.layout["tp"] for one in specs))
+    candidates = [
+        candidate
+        for one, settings in itertools.product(specs, preset.list_labels())
+        for candidate in one.make_candidates(preset.name, model, settings)
+    ]
+    probe = Probe(device="cpu" if run.device == "cpu" else "cuda", count=max(tps), name=run.gpu or "")
+    runs.record_device(probe)
+    if run.dry_run or not runs.is_part():
+        print_load_notes(spec.loads, spec.settings, cpu=run.device == "cpu")
+    runs.note_plan(candidates, given)
+    if runs.finish_if_planned(candidates, probe, run):
+        able = [c.point for c in candidates if c.error is None]
+        if not run.as_json:
+            traces = str(options.traces or "")
+            for words in dict.fromkeys(
+                redaction.format_command_line(preset.make_command(p, preset.find_settings(p), model, 0, traces=traces))
+                for p in able
+            ):
+                print_stderr(words)
+        return 0
+    first = candidates[0].point
+    program = preset.make_command(first, preset.find_settings(first), model, 0)[0]
+    if shutil.which(program, path=preset.env.get("PATH")) is None:
+        raise MissingPackageError(
+            f"{preset.name} cannot be started: there is no program {program} here; install it, or begin PATH with the "
+            "folder that holds it."
+        )
+    if options.traces is not None:
+        make_traces_folder(options.traces)
+    folder = run.output or folders.choose_folder(f"{preset.name}-{Path(model).name}", tps)
+
+    def run_all(points: "Sequence[Point]", work: "Work", run: opt.Run) -> None:
+        del run
+        with runs.handle_stop(work), runs.make_progress_bar(points) as bar:
+            measure_started(
+                points, preset, model, asked, work.settings, work.folder, bar, limit_s=options.start_timeout
+            )
+
+    work = runs.make_work(folder, spec.settings, probe, run)
+    return runs.run_candidates(candidates, folder, work, probe, run, run_all, given=given)
+
+
+def _add_default_ep(engine: str | None, given: dict[str, object]) -> dict[str, object]:
+    """Return the options of a server, with --ep if it is started with attention data parallel and by a preset.
+
+    vLLM and SGLang split experts over all ranks unless they are given their flag for expert parallel.
+    """
+    from dcpbench.points.names import CUT
+    from dcpbench.servers.presets import PRESETS
+
+    spread = engine in PRESETS and given.get("dp") not in (None, 1)
+    return {"ep": CUT, **given} if spread else given
+
+
+def _make_client_config(url: str, options: Options, run: opt.Run, tp: int) -> "ClientConfig":
+    """Return the settings of the client. Raise UsageError for an invalid option."""
+    from dcpbench.errors import UsageError
+    from dcpbench.plan.options import check_known, check_seconds
+    from dcpbench.plan.typed import get_typed_command
+    from dcpbench.records.record import CPU
+    from dcpbench.servers.client import Target, load_api_key
+    from dcpbench.servers.measure import ClientConfig
+    from dcpbench.servers.prompts import ENDPOINTS
+    from dcpbench.servers.request_options import parse_extra_body, parse_headers
+
+    check_known("endpoint", options.endpoint, ENDPOINTS)
+    check_seconds("--request-timeout", options.request_timeout, 600)
+    for option, value in (("--warm-up", options.warm_up), ("--retries", options.retries)):
+        if value < 0:
+            raise UsageError(f"{option} {value} is negative; write 0 or more.")
+    if options.client_processes is not None and not 1 <= options.client_processes <= MAX_CLIENT_PROCESSES:
+        raise UsageError(
+            f"--client-processes {options.client_processes} cannot be; write 1 to {MAX_CLIENT_PROCESSES}, or leave it out."
+        )
+    headers, extra_body = parse_headers(options.header or ()), parse_extra_body(options.extra_body)
+    key = load_api_key(options.api_key_env)
+    return ClientConfig(
+        target=Target.from_url(url, key=key, headers=headers, timeout_s=options.request_timeout),
+        endpoint=options.endpoint,
+        tokenizer=options.tokenizer,
+        extra_body=extra_body,
+        warm_up=options.warm_up,
+        retries=options.retries,
+        processes=options.client_processes,
+        realtime=options.client_realtime,
+        check_client=options.check_client,
+        traces=options.traces,
+        command=get_typed_command(),
+        device=CPU if run.device == "cpu" else run.gpu or "",
+        device_count=run.gpus or tp,
+    )

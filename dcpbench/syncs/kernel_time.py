@@ -1,0 +1,188 @@
+"""Compute the GPU time of an engine's steps by kernel and by part of a layer, from traces of torch.profiler."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from dcpbench.errors import TraceError
+from dcpbench.syncs.scan import find_trace_steps
+from dcpbench.syncs.traces.columns import read_columns
+from dcpbench.syncs.traces.intervals import match_keys, merge_intervals
+from dcpbench.syncs.traces.reading import TraceReader
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from dcpbench.syncs.steps import Steps
+    from dcpbench.syncs.traces.columns import Columns
+
+UNKNOWN = "unknown"
+PARTS = (
+    ("all-reduce", r"AllReduce|cross_device_reduce|allreduce|all_reduce|one_shot|two_shot|multimem_reduce"),
+    ("exchange", r"AllGather|ReduceScatter|AllToAll|SendRecv|all_gather|all2all|alltoall|reduce_scatter"),
+    ("merge", r"correct_attn_cp_out|merge_attn_states|merge_state|MergeState|lse_|_dcp_"),
+    (
+        "attention",
+        (
+            r"flash_fwd|FlashAttnFwd|flash::|flash_mla|splitkv_mla|BatchMLA|BatchDecode|BatchPrefill|SinglePrefill|fmha|"
+            r"_fwd_grouped_kernel|_fwd_kernel_stage|mla_decode|paged_attention|device_kernel.*FlashAttn|prepare_varlen"
+        ),
+    ),
+    (
+        "experts",
+        r"fused_moe|moe_|_moe|MoE|topk|TopK|grouped_gemm|GroupedGemm|group_gemm|GroupProblemShape|count_and_sort|expert|silu_and_mul|act_and_mul",
+    ),
+    ("quantisation", r"quant"),
+    ("KV cache write", r"concat_and_cache|reshape_and_cache|set_mla_kv|set_kv_buffer|store_kv|kv_cache"),
+    ("norm and rope", r"rms_?norm|RMSNorm|layer_?norm|rotary|rope|Rope"),
+    (
+        "projections",
+        r"gemm|Gemm|GEMM|cutlass|nvjet|cublas|splitKreduce|matmul|_w8a8_|bmm|xmma|wgrad|gemv",
+    ),
+    ("sampling", r"argmax|ArgMax|sampl|softmax|Softmax|logits|penalt|multinomial"),
+    ("copies", r"Memcpy|Memset|copy_|CatArray"),
+    (
+        "elementwise",
+        r"elementwise|reduce_kernel|triton_poi|triton_red|triton_per|index|gather|scatter|embedding|arange|fill",
+    ),
+)
+"""Parts of a step and the names of their kernels in vLLM, SGLang and torch, in the order in which they are tried."""
+_PATTERNS = tuple((part, re.compile(pattern)) for part, pattern in PARTS)
+
+
+class KernelTime(msgspec.Struct, frozen=True, kw_only=True):
+    """Hold the time of one kernel in a step, as means over the steps."""
+
+    name: str
+    """Name without template arguments and parameters."""
+    part: str
+    """One of PARTS, or UNKNOWN."""
+    per_step: float
+    """Launches."""
+    us: float
+
+
+class StepTime(msgspec.Struct, frozen=True, kw_only=True):
+    """Hold the GPU time of the steps of one kind, as means over the steps in microseconds."""
+
+    path: str
+    """Trace file."""
+    kind: str
+    """`decode`, `prefill`, `mixed`, or empty if the annotations of steps do not give it."""
+    steps: int
+    """Number of steps, without the first of its kind."""
+    step_us: float
+    """From a step's first GPU work to that of the next step."""
+    idle_us: float
+    """Time in which no kernel or copy runs."""
+    overlap_us: float
+    """Sum of the kernels' times minus the time in which at least one runs."""
+    kernels: list[KernelTime]
+    """Kernels and copies, the one that takes most first. Their times and `idle_us` minus `overlap_us` add up to `step_us`."""
+
+    @property
+    def part_us(self) -> dict[str, float]:
+        """Return the time of each part, the longest first."""
+        found: dict[str, float] = {}
+        for kernel in self.kernels:
+            found[kernel.part] = found.get(kernel.part, 0.0) + kernel.us
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def find_part(name: str) -> str:
+    """Return the part of a step to which a kernel belongs, by its name; UNKNOWN if no pattern matches."""
+    return next((part for part, pattern in _PATTERNS if pattern.search(name)), UNKNOWN)
+
+
+def shorten_name(name: str) -> str:
+    """Return a kernel's name without `void`, template arguments and parameters."""
+    text = name.removeprefix("void ")
+    previous = ""
+    while text != previous:
+        previous, text = text, re.sub(r"<[^<>]*>", "", text)
+    return re.sub(r"\(anonymous namespace\)::", "", text).partition("(")[0].strip() or name
+
+
+def measure_steps(
+    path: Path, *, step_range: str | None = None, progress: Callable[[str], None] | None = None
+) -> list[StepTime]:
+    """Return the GPU time of the steps in a trace, one entry for each kind of step.
+
+    Raises TraceError if the file is no trace, or has no GPU work or no steps.
+    """
+    reader = TraceReader(path)
+    events = 0
+
+    def count_events(more: int) -> None:
+        nonlocal events
+        events += more
+        if progress:
+            progress(f"{path.name}: {events:,} events")
+
+    columns = read_columns(reader.read_blocks(), reader.trouble, count_events)
+    if not len(columns.tables["gpu"]):
+        raise TraceError(f"{path} has no GPU work; give the trace of a rank that ran on a GPU.")
+    steps = find_trace_steps(columns, step_range)
+    if len(steps) < 2:  # noqa: PLR2004 - a step ends where the next one begins
+        raise TraceError(
+            f"{path} has {len(steps)} steps, and at least 2 are needed; record several steps of an engine, or give --step-range."
+        )
+    return _compute_times(str(path), columns, steps)
+
+
+def _compute_times(path: str, columns: Columns, steps: Steps) -> list[StepTime]:
+    gpu, calls = columns.tables["gpu"], columns.tables["calls"]
+    launch = match_keys(calls.correlation, gpu.correlation)
+    moments = np.where(launch >= 0, calls.start[launch], gpu.start) if len(calls) else gpu.start
+    step_of = np.array([-1 if i is None else i for i in steps.find_indices(moments)])
+    begins = np.array([gpu.start[step_of == i].min(initial=np.inf) for i in range(len(steps))])
+    found = []
+    for kind, members in steps.find_steady().items():
+        whole = [i for i in members if i + 1 < len(steps) and begins[i] < begins[i + 1] < np.inf]
+        if whole:
+            found.append(_average(path, kind, columns, step_of, begins, whole))
+    return found
+
+
+def _average(
+    path: str,
+    kind: str,
+    columns: Columns,
+    step_of: NDArray[np.int64],
+    begins: NDArray[np.float64],
+    members: Sequence[int],
+) -> StepTime:
+    """Return the means over these steps, each of which is followed by another one."""
+    gpu = columns.tables["gpu"]
+    chosen = np.isin(step_of, members)
+    start, end, names = gpu.start[chosen], gpu.end[chosen], gpu.name[chosen]
+    busy_start, busy_end = merge_intervals(start, end)
+    busy, total, count = float((busy_end - busy_start).sum()), float((end - start).sum()), len(members)
+    step_us = float(sum(begins[i + 1] - begins[i] for i in members)) / count
+    by_name: dict[str, tuple[float, int]] = {}
+    for number in np.unique(names):
+        rows = names == number
+        name = shorten_name(columns.names[number])
+        us, launches = by_name.get(name, (0.0, 0))
+        by_name[name] = us + float((end - start)[rows].sum()), launches + int(rows.sum())
+    parts = {shorten_name(columns.names[number]): find_part(columns.names[number]) for number in np.unique(names)}
+    kernels = [
+        KernelTime(name=name, part=parts[name], per_step=launches / count, us=us / count)
+        for name, (us, launches) in sorted(by_name.items(), key=lambda item: -item[1][0])
+    ]
+    return StepTime(
+        path=path,
+        kind=kind,
+        steps=count,
+        step_us=step_us,
+        idle_us=step_us - busy / count,
+        overlap_us=(total - busy) / count,
+        kernels=kernels,
+    )

@@ -1,0 +1,107 @@
+"""Settings and start phases that are read from the logs of real servers (vLLM 0.26.0, SGLang 0.5.17 on two H200)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dcpbench.records.record import EngineSettings
+from dcpbench.servers.engine_log import StartWatch, format_weights_report, has_dummy_weights, read_settings
+
+LOGS = Path(__file__).parents[1] / "data" / "engine_logs"
+
+
+def read(name: str) -> str:
+    return (LOGS / name).read_text(encoding="utf-8")
+
+
+def test_settings_of_vllm() -> None:
+    assert read_settings(read("vllm-0.26.0-tp2-dcp2.log")) == EngineSettings(
+        load_format="dcpbench",
+        dtype="bfloat16",
+        weights_dtype="fp8",
+        max_batched_tokens=8192,
+        prefix_caching=False,
+        async_scheduling=True,
+        attention_backend="FLASH_ATTN_MLA",
+        moe_backend="TRITON",
+        exchange="ag_rs",
+    )
+
+
+def test_settings_of_sglang() -> None:
+    """The data type `auto` is unknown; the KV cache has the type of the line that allocates it."""
+    assert read_settings(read("sglang-0.5.17-tp2-dcp2.log")) == EngineSettings(
+        load_format="dummy",
+        weights_dtype="fp8",
+        kv_dtype="bfloat16",
+        page_size=1,
+        max_batched_tokens=8192,
+        prefix_caching=False,
+        async_scheduling=True,
+        attention_backend="flashinfer",
+        exchange="ag_rs",
+    )
+
+
+def test_a_log_without_settings_states_none() -> None:
+    assert read_settings("INFO: Application startup complete.\n") is None
+
+
+@pytest.mark.parametrize(
+    ("log", "phases"),
+    [
+        (
+            "vllm-0.26.0-tp2-dcp2.log",
+            ["loading weights", "allocating the KV cache", "capturing CUDA graphs", "warming up"],
+        ),
+        (
+            "sglang-0.5.17-tp2-dcp2.log",
+            ["loading weights", "allocating the KV cache", "capturing CUDA graphs", "warming up"],
+        ),
+    ],
+)
+def test_phases_are_timed_from_the_growing_log(log: str, phases: list[str]) -> None:
+    """The log arrives in pieces of 1,000 characters, 1 s apart; durations add up to the whole start."""
+    watch, text = StartWatch(), read(log)
+    pieces = [text[i : i + 1000] for i in range(0, len(text), 1000)]
+    for second, piece in enumerate(pieces, 1):
+        watch.feed(piece, float(second))
+    found = watch.finish(len(pieces) + 5.0)
+    assert [phase.name for phase in found] == ["starting", *phases]
+    assert sum(phase.seconds for phase in found) == len(pieces) + 5
+    assert found[-1].seconds >= 5
+
+
+def test_a_line_is_read_once_it_is_complete() -> None:
+    watch = StartWatch()
+    watch.feed("INFO Starting to load mo", 1.0)
+    assert watch.phase == "starting"
+    watch.feed("del /models/v3\n", 2.0)
+    assert watch.phase == "loading weights"
+
+
+@pytest.mark.parametrize(
+    ("settings", "environment", "dummy"),
+    [
+        (EngineSettings(load_format="dummy"), {}, True),
+        (EngineSettings(load_format="dcpbench", weights_fingerprints=["1a2b3c4d"]), {}, False),
+        (EngineSettings(load_format="safetensors"), {}, False),
+        (EngineSettings(), {}, False),
+        (EngineSettings(load_format="dummy"), {"VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random"}, False),
+        (EngineSettings(load_format="dummy"), {"SGLANG_SIMULATE_UNIFORM_EXPERTS": "1"}, False),
+        (EngineSettings(load_format="dummy"), {"DCPBENCH_SYNTHETIC_WEIGHTS": "1"}, True),
+        (EngineSettings(load_format="dummy", weights_fingerprints=["1a2b3c4d"]), {}, False),
+    ],
+)
+def test_dummy_weights_are_recognised(settings: EngineSettings, environment: dict[str, str], dummy: bool) -> None:
+    """The variable of dcpbench's plugin proves nothing; the line that the plugin writes does."""
+    assert has_dummy_weights(settings, environment) is dummy
+
+
+def test_the_report_of_each_rank_is_read() -> None:
+    lines = [format_weights_report(7, found) for found in ("1a2b3c4d", "00ff00ff", "1a2b3c4d")]
+    settings = read_settings("\n".join([read("sglang-0.5.17-tp2-dcp2.log"), *lines]))
+    assert settings is not None
+    assert settings.weights_fingerprints == ["00ff00ff", "1a2b3c4d"]
