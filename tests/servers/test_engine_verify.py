@@ -294,6 +294,14 @@ class TestJudgement:
     def test_rare_differences_are_undecided(self) -> None:
         found = judge(wrong=lambda number, _batch, _cache: number in (7, 100))
         assert (found.verdict, found.undecided) == (UNDECIDED, [RARE])
+        result = SettingResult(name="x tp2·dcp2", command="x", log="x", judgement=found)
+        base = SettingResult(name="x tp2", command="x", log="x", lengths=[17], judgement=judge())
+        text = format_report(EngineReport(results=[base, result], not_run=[], seed=1, new_tokens=16))[1]
+        assert text.startswith("x tp2·dcp2: UNDECIDED: some answers differ beyond rounding, too few")
+        assert (
+            "Smallest setting that shows one: it answers differently from x tp2 with a prompt of 17 tokens, batch size 1, prefix-cache miss."
+            in text
+        )
 
     def test_a_setting_that_differs_from_itself_never_agrees(self) -> None:
         """Each third request of each round, another one each time: repeats differ."""
