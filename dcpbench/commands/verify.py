@@ -88,6 +88,15 @@ class Remote(Group):
         "a variant of the engine's file by its name. vllm and sglang have eager (no CUDA graphs). Can be given several times.",
         metavar="NAME[=FLAGS]",
     )
+    engine_args: str | None = SERVERS(
+        "With --engine: further arguments of the engine's command, as one word in quotes, such as '--max-model-len 70000'.",
+        metavar="ARGS",
+    )
+    weights: str | None = SERVERS(
+        "With --engine: model, synthetic or dummy, as for dcpbench server. Default: synthetic for a folder without a checkpoint, "
+        "else model.",
+        metavar="NAME",
+    )
     max_context: int = SERVERS(
         "With --engine: maximum tokens of a prompt and its answer, for lengths that are not given.",
         default=MAX_CONTEXT,
@@ -178,8 +187,9 @@ def verify(layouts: Layouts, load: Load, how: opt.How, remote: Remote, run: Run)
         from dcpbench.commands.verify_engines import compare_engines
 
         return compare_engines(remote, collect_typed(layouts, how, load), load, run)
-    if remote.variant:
-        raise UsageError("--variant needs an engine that is started; add for example --engine vllm.")
+    own = {"--variant": remote.variant, "--engine-args": remote.engine_args, "--weights": remote.weights}
+    if alone := [name for name, value in own.items() if value is not None]:
+        raise UsageError(f"{alone[0]} needs an engine that is started; add for example --engine vllm.")
     if remote.url:
         return _compare_servers(remote, collect_typed(layouts, how), load, run)
     runs.check_run(run)

@@ -88,15 +88,19 @@ def _make_check(remote: Remote, given: dict[str, object], load: Load, run: Run) 
     read.check_known("endpoint", remote.endpoint, ENDPOINTS)
     read.check_seconds("--start-timeout", remote.start_timeout, 1800)
     check_rounds(remote.repeats)
-    engines = [resolve_engine(name, None) for name in remote.engine or ()]
+    names = remote.engine or []
+    if remote.engine_args is not None and len(names) > 1:
+        raise UsageError(
+            "--engine-args belongs to one engine; write the arguments into the command of each engine's file."
+        )
+    engines = [resolve_engine(name, None, remote.engine_args) for name in names]
     layouts = _read_layouts(given)
-    settings = list_all_settings(engines, _make_grid(given, load.model, layouts), remote.variant or ())
+    settings = list_all_settings(engines, _make_grid(given, load.model, layouts, remote.weights), remote.variant or ())
     tokens = load.new_tokens or NEW_TOKENS
     if remote.max_context <= tokens:
         raise UsageError(
             f"--max-context {remote.max_context} has no place for a prompt and {tokens} new tokens; use {tokens + 1} or more."
         )
-    names = "-".join(engine.name for engine in engines)
     headers, extra_body = parse_headers(remote.header or ()), parse_extra_body(remote.extra_body, greedy=True)
     key = load_api_key(remote.api_key_env)
     return EngineCheck(
@@ -116,7 +120,10 @@ def _make_check(remote: Remote, given: dict[str, object], load: Load, run: Run) 
         max_context=remote.max_context,
         tolerance=remote.tolerance,
         start_timeout_s=remote.start_timeout,
-        folder=run.output or folders.choose_folder(f"verify-{names}", tuple(dict.fromkeys(x.tp for x in layouts))),
+        folder=run.output
+        or folders.choose_folder(
+            f"verify-{'-'.join(x.name for x in engines)}", tuple(dict.fromkeys(x.tp for x in layouts))
+        ),
     )
 
 
@@ -137,7 +144,7 @@ def _read_layouts(given: dict[str, object]) -> list[Layout]:
     ]
 
 
-def _make_grid(given: dict[str, object], model: str, layouts: Sequence[Layout]) -> Grid:
+def _make_grid(given: dict[str, object], model: str, layouts: Sequence[Layout], weights: str | None) -> Grid:
     exchanges = read.parse_names("exchange", given["exchange"]) if "exchange" in given else ()
     for exchange in exchanges:
         read.check_known("exchange", exchange, EXCHANGES)
@@ -151,6 +158,7 @@ def _make_grid(given: dict[str, object], model: str, layouts: Sequence[Layout]) 
         layouts=layouts,
         exchanges=exchanges,
         ep=read.parse_degrees("ep", given["ep"])[0] if "ep" in given else UNKNOWN,
+        weights=weights,
         kv_dtype=kv_dtype,
         q_replicate=bool(given.get("q_replicate", False)),
         interleave=interleave,

@@ -9,13 +9,11 @@ import re
 from typing import TYPE_CHECKING
 
 from dcpbench.errors import WorkerError
-from dcpbench.points.names import DUMMY, SYNTHETIC
+from dcpbench.points.names import DUMMY
 from dcpbench.records.record import EngineSettings, StartPhase
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-    from dcpbench.points.point import Point
 
 SYNTHETIC_VARIABLE = "DCPBENCH_SYNTHETIC_WEIGHTS"  # turns on dcpbench's plugin for SGLang
 UNIFORM_ROUTING: Mapping[str, tuple[str, ...]] = {
@@ -136,12 +134,12 @@ def has_dummy_weights(settings: EngineSettings, environment: Mapping[str, str]) 
     return not any(environment.get(name) in values for name, values in UNIFORM_ROUTING.items())
 
 
-def check_weights(point: Point, settings: EngineSettings | None) -> None:
-    """Raise WorkerError if a server should have synthetic weights and no rank reports them."""
-    if point.weights == SYNTHETIC and not (settings and settings.weights_fingerprints):
+def check_synthetic_weights(settings: EngineSettings | None) -> None:
+    """Raise WorkerError if no rank of an engine reports synthetic weights."""
+    if not (settings and settings.weights_fingerprints):
         raise WorkerError(
             "the server has no synthetic weights, because its engine did not load dcpbench's plugin; install dcpbench in the "
-            "engine's Python environment, or name a model with weights"
+            "engine's Python environment, or add --weights model"
         )
 
 

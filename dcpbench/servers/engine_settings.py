@@ -15,7 +15,7 @@ from dcpbench.points.engines import format_settings, make_engine_load, make_engi
 from dcpbench.points.layout import Layout
 from dcpbench.points.names import CUT, UNKNOWN, WHOLE
 from dcpbench.points.redaction import register_command_line
-from dcpbench.servers.presets import PRESETS, choose_weights
+from dcpbench.servers.presets import PRESETS, choose_weights, make_environment
 from dcpbench.show.text import format_list
 
 if TYPE_CHECKING:
@@ -41,6 +41,11 @@ class Setting:
         exchange = "" if self.point.dcp <= 1 or self.point.exchange == UNKNOWN else self.point.exchange
         return " ".join(filter(None, (self.engine.name, str(self.point.layout), exchange, self.variant)))
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """Return the variables that the server gets in addition to those of this process."""
+        return make_environment(self.engine, self.point)
+
     def make_command(self, model: str, port: int) -> list[str]:
         """Return the command line of the server. Raise UsageError if the engine cannot run it."""
         return [*self.engine.make_command(self.point, self.settings, model, port), *self.flags]
@@ -54,6 +59,7 @@ class Grid:
     layouts: Sequence[Layout]
     exchanges: Sequence[str] = ()  # of layouts with dcp; empty: the engine's default
     ep: str = UNKNOWN
+    weights: str | None = None  # value of --weights; None: the default of each engine
     kv_dtype: str = ""
     q_replicate: bool = False
     interleave: int = 1
@@ -95,9 +101,9 @@ def _list_points(engine: Engine, layout: Layout, grid: Grid) -> list[Point]:
         concurrency=1,
         context=1,
         precision={"kv_dtype": grid.kv_dtype} if grid.kv_dtype else {},
-        weights=choose_weights(engine, grid.model, None),
     )
     point = msgspec.structs.replace(point, q_replicate=grid.q_replicate, interleave=grid.interleave)
+    point = msgspec.structs.replace(point, weights=choose_weights(engine, grid.model, grid.weights))
     if layout.dcp <= 1 or not grid.exchanges:
         return [point]
     return [msgspec.structs.replace(point, exchange=exchange) for exchange in grid.exchanges]

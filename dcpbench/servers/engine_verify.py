@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import itertools
-import re
+import os
 import time
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from dcpbench.errors import DcpbenchError, UsageError
+from dcpbench.points.names import SYNTHETIC
 from dcpbench.points.redaction import format_command_line, redact
+from dcpbench.records.record import StartPhase
 from dcpbench.servers.agreement import AGREE, CONSISTENT, DIFFER, LEVEL, UNDECIDED
 from dcpbench.servers.edge_answers import Cell, Collector, decode_answers
 from dcpbench.servers.edge_lengths import CHUNK, PAGES, Edges, list_lengths, split_lengths
@@ -24,15 +27,15 @@ from dcpbench.servers.engine_agreement import (
     count_own,
     judge_setting,
 )
-from dcpbench.servers.engine_log import check_weights, read_settings
+from dcpbench.servers.engine_log import check_synthetic_weights, has_dummy_weights, read_settings
 from dcpbench.servers.launch import Server, find_free_port
-from dcpbench.servers.presets import make_environment
 from dcpbench.show.text import make_printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from dcpbench.records.record import EngineSettings
     from dcpbench.servers.client import Target
     from dcpbench.servers.edge_answers import CollectedAnswers, EdgeQuestions, PromptBase
     from dcpbench.servers.engine_settings import Setting
@@ -44,7 +47,6 @@ FAILED = "FAILED"  # verdict: a server that starts fails at a request
 LAST_LINES, MAX_LINE = 10, 500  # lines of a log that are quoted, and characters of each
 ENDING_S = 5.0  # time in which a server that broke off an answer may end
 BUDGET_FLAGS = ("--max-num-batched-tokens", "--chunked-prefill-size")
-BUDGET_IN_LOG = re.compile(r"(?:max_num_batched_tokens|chunked_prefill_size)=(\d+)")
 UNCHECKED_LENGTH = 16_384  # maximum length by default for a server that does not report its maximum context
 PAGE_FACTS = ("block_size", "page_size")  # of vLLM and of SGLang
 
@@ -65,7 +67,8 @@ class SettingResult(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     command: str
     log: str
-    start_s: float | None = None  # time until it took requests
+    start: list[StartPhase] = []  # phases of its start
+    dummy_weights: bool = False  # whether it has the engine's own dummy weights
     requests: int = 0
     hit_tokens: int | None = None  # prefix-cache hits; None if the server does not report them
     lengths: list[int] = []  # of the prompts that it answered
@@ -129,25 +132,25 @@ def verify_engines(check: EngineCheck, tell: Callable[[str], None]) -> EngineRep
     )
 
 
-def choose_edges(check: EngineCheck, info: ServerInfo, words: Sequence[str], log: str) -> Edges:
+def choose_edges(check: EngineCheck, info: ServerInfo, words: Sequence[str], settings: EngineSettings | None) -> Edges:
     """Return the edges of the first server: its pages and token budget where its command, its log or its reports have them."""
     points = [setting.point for setting in check.settings]
     pages = {int(info.facts[name]) for name in PAGE_FACTS if info.facts.get(name, "").isdecimal()}
+    pages |= {settings.page_size} if settings is not None and settings.page_size else set()
     return Edges(
         dcp=tuple(sorted({point.dcp for point in points})),
         interleave=max((point.interleave for point in points), default=1) or 1,
         pages=tuple(sorted({*PAGES, *pages} - {0})),
-        chunk=find_token_budget(words, log) or CHUNK,
+        chunk=find_token_budget(words, settings) or CHUNK,
     )
 
 
-def find_token_budget(words: Sequence[str], log: str) -> int | None:
+def find_token_budget(words: Sequence[str], settings: EngineSettings | None) -> int | None:
     """Return the prompt tokens of a step, from the flags of a server or from its log; None if both leave them out."""
     for flag, value in itertools.pairwise(words):
         if flag in BUDGET_FLAGS and value.isdecimal() and int(value):
             return int(value)
-    found = [int(match[1]) for match in BUDGET_IN_LOG.finditer(log) if int(match[1])]
-    return found[-1] if found else None
+    return settings.max_batched_tokens or None if settings is not None else None
 
 
 class _Run:
@@ -171,16 +174,16 @@ class _Run:
         result = SettingResult(name=setting.name, command=format_command_line(words), log=str(log))
         target = dataclasses.replace(self.check.target, port=port)
         collector = Collector(target, self.check.questions, lambda note: self.tell(f"{setting.name}: {note}"))
-        env = make_environment(setting.engine, setting.point)
-        with Server(words, log, env, port, setting.engine.ready) as server:
+        with Server(words, log, setting.environment, port, setting.engine.ready) as server:
             stage = START
             try:
-                start = server.wait_until_ready(
-                    self.check.start_timeout_s, lambda note: self.tell(f"{setting.name}: {note}")
-                )
-                check_weights(setting.point, read_settings(server.read_log()))
-                stage, result = ANSWER, msgspec.structs.replace(result, start_s=sum(phase.seconds for phase in start))
-                choose = lambda info, longest: self._choose_lengths(info, longest, words, server.read_log())  # noqa: E731
+                start = server.wait_until_ready(self.check.start_timeout_s, collector.tell)
+                found = read_settings(server.read_log())
+                if setting.point.weights == SYNTHETIC:
+                    check_synthetic_weights(found)
+                dummy = found is not None and has_dummy_weights(found, {**os.environ, **setting.environment})
+                stage, result = ANSWER, msgspec.structs.replace(result, start=start, dummy_weights=dummy)
+                choose = functools.partial(self._choose_lengths, words, found)
                 answers, self._prompts = asyncio.run(collector.collect(self._prompts, choose))
             except DcpbenchError as e:
                 result = self._add_facts(result, collector.sent)
@@ -201,7 +204,9 @@ class _Run:
             max_model_len=self._max_model_len,
         )
 
-    def _choose_lengths(self, info: ServerInfo, longest: int | None, words: Sequence[str], log: str) -> list[int]:
+    def _choose_lengths(
+        self, words: Sequence[str], settings: EngineSettings | None, info: ServerInfo, longest: int | None
+    ) -> list[int]:
         """Return the lengths of prompts: those of the first server, as far as this one takes them."""
         check, tokens = self.check, self.check.questions.tokens
         if self._base is not None:
@@ -209,7 +214,7 @@ class _Run:
         elif check.typed_lengths:
             wanted = sorted(set(check.typed_lengths))
         else:
-            edges = choose_edges(check, info, words, log)
+            edges = choose_edges(check, info, words, settings)
             wanted, _ = split_lengths(list_lengths(edges, tokens), check.max_context - tokens)
         self._max_model_len = longest
         most = longest - tokens if longest is not None else wanted[-1] if check.typed_lengths else UNCHECKED_LENGTH

@@ -20,7 +20,7 @@ from dcpbench.servers.agreement import (
     UNATTRIBUTED,
 )
 from dcpbench.servers.edge_answers import AGAIN, NEW, SHARED
-from dcpbench.servers.engine_agreement import BASE_DIFFERS, SCORES
+from dcpbench.servers.engine_agreement import BASE_DIFFERS, SCORES, find_smallest
 from dcpbench.servers.engine_verify import PROMPTS, START
 from dcpbench.show.numbers import format_short_number
 from dcpbench.show.text import format_count, format_list
@@ -43,7 +43,8 @@ CACHE_NAMES = {NEW: "prefix-cache misses", SHARED: "shared prefixes", AGAIN: "pr
 CELL_CACHES = {NEW: "prefix-cache miss", SHARED: "shared prefix", AGAIN: "prefix-cache hit"}
 DOUBTS = {
     BASE_DIFFERS: "the first setting has no clean verdict, so agreement with it proves nothing",
-    RARE: "some answers differ beyond rounding, too few to be distinguished from chance; ask more with --num-prompts",
+    RARE: "some answers differ beyond rounding, too few to be distinguished from chance; ask more with --num-prompts, or allow for "
+    "more rounding with --tolerance",
     UNATTRIBUTED: "some answers differ, and no log-probabilities say whether those are near-ties",
     FEW_TOKENS: f"answers part at near-ties before {MIN_COVERAGE:.0%} of their tokens could be compared; use a smaller --new-tokens",
 }
@@ -77,6 +78,11 @@ def format_report(report: EngineReport) -> list[str]:
     if report.not_run:
         lines.append(
             f"Not started, as the first setting gave no answers to compare with: {format_list(report.not_run)}."
+        )
+    if dummy := [result.name for result in report.results if result.dummy_weights]:
+        lines.append(
+            f"Engine's own dummy weights: {format_list(dummy)}. They are nearly zero, and need not be the same in every layout or "
+            "engine; use --weights synthetic, or a model with weights."
         )
     lines += [_format_left_out(result, report.new_tokens) for result in report.results if result.left_out][:1]
     return lines
@@ -128,7 +134,9 @@ def _format_setting(result: SettingResult, base: SettingResult) -> list[str]:
         return [f"{result.name}: {judgement.verdict}. {' '.join(found)}"]
     if judgement.undecided:
         doubts = "; ".join(DOUBTS[doubt] for doubt in judgement.undecided)
-        return [f"{result.name}: {judgement.verdict}: {doubts}. {_format_detectable(judgement)}"]
+        example = _format_rare(judgement, base) if RARE in judgement.undecided else ""
+        text = " ".join(filter(None, (f"{doubts}.", example, _format_detectable(judgement))))
+        return [f"{result.name}: {judgement.verdict}: {text}"]
     return [f"{result.name}: {judgement.verdict}. {_format_agreement(result, judgement, base)}"]
 
 
@@ -204,6 +212,17 @@ def _format_effect_name(effect: str, base: SettingResult) -> str:
         CACHE: "differs from itself when a prompt is asked again (prefix cache)",
         BATCH: "differs from itself between answers in a batch and alone",
     }[effect]
+
+
+def _format_rare(judgement: Judgement, base: SettingResult) -> str:
+    """Return how many pairs of answers differ beyond rounding, and the smallest conditions of one."""
+    smallest = find_smallest(judgement.counts)
+    assert smallest is not None
+    real, pairs = sum(c.real for c in judgement.counts), sum(c.pairs for c in judgement.counts)
+    return (
+        f"{real:,} of {format_count(pairs, 'pair')} of answers differ so. Smallest setting that shows one: it {_format_effect_name(smallest.effect, base)} "
+        f"with {_format_cell(smallest.cell)}."
+    )
 
 
 def _format_cell(cell: Cell) -> str:

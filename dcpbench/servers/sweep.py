@@ -14,9 +14,10 @@ from dcpbench.errors import DcpbenchError
 from dcpbench.launch.jobs import Progress
 from dcpbench.measuring.gpu_state import find_visible_gpus
 from dcpbench.points import redaction
+from dcpbench.points.names import SYNTHETIC
 from dcpbench.records.file import RecordFile
 from dcpbench.records.record import CPU, Record, format_omitted_note
-from dcpbench.servers.engine_log import check_weights, has_dummy_weights, read_settings
+from dcpbench.servers.engine_log import check_synthetic_weights, has_dummy_weights, read_settings
 from dcpbench.servers.kv_capacity import find_pcp
 from dcpbench.servers.launch import Server, find_free_port
 from dcpbench.servers.measure import fetch_server_info, measure_point, resolve_prompt_format
@@ -123,7 +124,8 @@ def _add_start(
     Raises WorkerError if the server should have synthetic weights and no rank reports them.
     """
     found = read_settings(log)
-    check_weights(point, found)
+    if point.weights == SYNTHETIC:
+        check_synthetic_weights(found)
     if found is not None and point.dcp <= 1:
         found = msgspec.structs.replace(found, exchange=None)
     dummy = found is not None and has_dummy_weights(found, {**os.environ, **env})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
 from typing import TYPE_CHECKING
@@ -13,6 +15,7 @@ import pytest
 from dcpbench import cli
 from dcpbench.errors import UsageError
 from dcpbench.points.layout import Layout
+from dcpbench.records.record import EngineSettings
 from dcpbench.servers.agreement import (
     AGREE,
     CONSISTENT,
@@ -98,17 +101,17 @@ class TestEdges:
         assert [count_prompts(size, 4) for size in (1, 2, 8, 33)] == [4, 4, 8, 33]
 
     @pytest.mark.parametrize(
-        ("words", "log", "budget"),
+        ("words", "settings", "budget"),
         [
-            (["vllm", "--max-num-batched-tokens", "2048"], "", 2048),
-            (["sglang", "--chunked-prefill-size", "4096"], "chunked_prefill_size=8192", 4096),
-            ([], "max_total_num_tokens=100, chunked_prefill_size=8192,", 8192),
-            ([], "Chunked prefill is enabled with max_num_batched_tokens=16384.", 16384),
-            (["--chunked-prefill-size", "-1"], "nothing", None),
+            (["vllm", "--max-num-batched-tokens", "2048"], None, 2048),
+            (["sglang", "--chunked-prefill-size", "4096"], EngineSettings(max_batched_tokens=8192), 4096),
+            ([], EngineSettings(max_batched_tokens=16384), 16384),
+            ([], EngineSettings(), None),
+            (["--chunked-prefill-size", "-1"], None, None),
         ],
     )
-    def test_the_token_budget_comes_from_the_command_or_the_log(self, words, log, budget) -> None:
-        assert find_token_budget(words, log) == budget
+    def test_the_token_budget_comes_from_the_command_or_the_log(self, words, settings, budget) -> None:
+        assert find_token_budget(words, settings) == budget
 
     def test_prompts_begin_differently(self) -> None:
         """Else a prefix cache could hold the first page of a new prompt."""
@@ -179,6 +182,16 @@ class TestSettings:
                 [PRESETS[name] for name in engines], Grid(model="m", layouts=[Layout(tp=2, dp=1, dcp=1)]), variants
             )
         assert message in str(error.value)
+
+    def test_a_folder_without_a_checkpoint_gets_synthetic_weights(self, tmp_path: Path) -> None:
+        """SGLang's plugin is turned on by a variable."""
+        grid = Grid(model=str(tmp_path), layouts=[Layout(tp=2, dp=1, dcp=1)])
+        vllm, sglang = list_all_settings([PRESETS["vllm"], PRESETS["sglang"]], grid, [])
+        assert "--load-format dcpbench" in " ".join(vllm.make_command(grid.model, 7))
+        assert sglang.environment["DCPBENCH_SYNTHETIC_WEIGHTS"] == "1"
+        (tmp_path / "model.safetensors").touch()
+        (with_checkpoint,) = list_all_settings([PRESETS["sglang"]], grid, [])
+        assert not with_checkpoint.environment
 
     def test_an_exchange_that_an_engine_lacks_is_refused_before_a_server_is_started(self) -> None:
         grid = Grid(model="m", layouts=[Layout(tp=2, dp=1, dcp=2)], exchanges=("symm",))
@@ -281,6 +294,14 @@ class TestJudgement:
     def test_rare_differences_are_undecided(self) -> None:
         found = judge(wrong=lambda number, _batch, _cache: number in (7, 100))
         assert (found.verdict, found.undecided) == (UNDECIDED, [RARE])
+        result = SettingResult(name="x tp2·dcp2", command="x", log="x", judgement=found)
+        base = SettingResult(name="x tp2", command="x", log="x", lengths=[17], judgement=judge())
+        text = format_report(EngineReport(results=[base, result], not_run=[], seed=1, new_tokens=16))[1]
+        assert text.startswith("x tp2·dcp2: UNDECIDED: some answers differ beyond rounding, too few")
+        assert (
+            "Smallest setting that shows one: it answers differently from x tp2 with a prompt of 17 tokens, batch size 1, prefix-cache miss."
+            in text
+        )
 
     def test_a_setting_that_differs_from_itself_never_agrees(self) -> None:
         """Each third request of each round, another one each time: repeats differ."""
@@ -488,6 +509,30 @@ def test_an_engine_that_dies_is_a_finding_with_its_last_lines(flags, code, stage
     assert (failure["cell"] is None) is not (stage == ANSWER)
 
 
+def test_an_engine_without_the_plugin_for_synthetic_weights_is_no_subject(tmp_path: Path) -> None:
+    """Its servers would not compute the same function."""
+    path = write_engine_file(tmp_path, "")
+    path.write_text(path.read_text() + '[weights]\nsynthetic = ""\n')
+    out = io.StringIO()
+    with pytest.raises(SystemExit) as end, contextlib.redirect_stdout(out):
+        cli.main(
+            [
+                "verify",
+                "--engine",
+                str(path),
+                "--model",
+                "m",
+                "--weights",
+                "synthetic",
+                "--json",
+                "-o",
+                str(tmp_path / "o"),
+            ]
+        )
+    assert end.value.code == 3
+    assert "did not load dcpbench's plugin" in json.loads(out.getvalue())["results"][0]["failure"]["reason"]
+
+
 def test_a_first_setting_that_dies_ends_the_comparison(tmp_path: Path) -> None:
     code, found = run_verify(tmp_path, "--dies-after 12 --fault-everywhere", "--context", "17", "--concurrency", "1")
     assert (code, found["verdict"], found["not_run"]) == (1, FAILED, ["engine tp2·dcp2"])
@@ -558,7 +603,13 @@ def test_prompts_that_another_engine_refuses_are_undecided(tmp_path: Path) -> No
         (["--engine", "vllm", "--model", "m", "--kv-dtype", "bf16"], "--kv-dtype bf16"),
         (["--engine", "vllm", "--model", "m", "--variant", "x"], "--variant x: vllm has no such variant"),
         (["--engine", "none.toml", "--model", "m"], "none.toml"),
+        (
+            ["--engine", "vllm", "--engine", "sglang", "--model", "m", "--engine-args", "x"],
+            "--engine-args belongs to one",
+        ),
+        (["--engine", "vllm", "--model", "m", "--weights", "x"], "--weights x is none of model, synthetic, dummy"),
         (["--variant", "eager"], "add for example --engine vllm"),
+        (["--url", "http://x", "--weights", "dummy"], "--weights needs an engine"),
     ],
 )
 def test_mistakes_are_sentences(words, message, capsys: pytest.CaptureFixture[str]) -> None:

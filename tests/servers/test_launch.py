@@ -189,7 +189,7 @@ def test_a_server_without_the_synthetic_weights_asked_for_is_not_measured(
     """The engine started, but no rank reports synthetic weights."""
     code, record = serve_with_weights(tmp_path, capsys, "synthetic", "")
     assert (code, record.outcome) == (4, "failed")
-    assert "install dcpbench in the engine's Python environment, or name a model with weights" in (record.reason or "")
+    assert "install dcpbench in the engine's Python environment, or add --weights model" in (record.reason or "")
 
 
 @pytest.mark.long
