@@ -21,6 +21,7 @@ import msgspec
 from dcpbench.errors import DcpbenchError, OutputError
 from dcpbench.launch.jobs import read_job
 from dcpbench.launch.processes import COMMAND, find_alive, find_alive_pid
+from dcpbench.points.layout import DEGREES
 from dcpbench.points.names import UNKNOWN, WHOLE, format_flag
 from dcpbench.points.point import HOW
 from dcpbench.records import disks
@@ -48,6 +49,12 @@ if TYPE_CHECKING:
 COMMANDS = {"decode": "sweep", "serve": "serve"}
 """Command that writes records, by workload."""
 ENDING_S, LOOK_S = 5.0, 0.05
+GRID_OPTIONS = frozenset(
+    {*DEGREES, "concurrency", "context", "request_rate", "requests", "input_tokens", "output_tokens"}
+)
+"""Options that give a layout or a load. Without all of them a command measures its default grid."""
+_GRID_FIELDS = ("model", *DEGREES, "concurrency", "context")
+_GRID_FIELDS_OF_LOAD = ("arrival", "request_rate", "input_tokens", "output_tokens", "trace_sha256")
 MAY_CHANGE = ("--seconds", "--profile")
 """Options that only make some points of a run better known than others."""
 
@@ -213,20 +220,38 @@ def check_same_command(folder: Path, point: Point, records: Iterable[Record]) ->
     )
 
 
-def check_default_grid(folder: Path, points: Iterable[Point], records: Sequence[Record]) -> None:
-    """Raise OutputError if a grid that no option describes is not the grid that the folder holds.
+def check_default_grid(
+    folder: Path, points: Iterable[Point], records: Sequence[Record], given: Mapping[str, object]
+) -> None:
+    """Raise OutputError if no option in `given` gives a layout or a load, and the folder holds another grid than the default.
 
-    Without options a command measures its default grid. With --resume that would add points to a run of another grid.
+    With --resume the default grid would be added to a run of another grid. Other options may add points to the same grid,
+    such as --repeats.
     """
+    if GRID_OPTIONS & given.keys():
+        return
     known = _list_point_keys(folder, records)
-    if not known or all(point.get_key() in known for point in points):
+    if given:
+        model = not {"model", "weights"} & given.keys()
+        grid = {_list_grid_values(point, model=model) for point in known.values()}
+        same = all(_list_grid_values(point, model=model) in grid for point in points)
+    else:
+        same = all(point.get_key() in known for point in points)
+    if not known or same:
         return
     again = format_resume_command(folder, records)
     type_this = f"type: {again}" if again else "repeat its options"
     raise OutputError(
-        f"--resume: no options are given, and the default grid of this machine is not the grid of the run in {folder}. "
-        f"To go on with that run, {type_this}"
+        f"--resume: no option gives a layout or a load, and the default grid of this machine is not the grid of the run in "
+        f"{folder}. To go on with that run, {type_this}"
     )
+
+
+def _list_grid_values(point: Point, *, model: bool) -> tuple[object, ...]:
+    """Return the fields of a point that define its place in a grid; those of the model only if `model` is true."""
+    fields = [name for name in _GRID_FIELDS if model or name != "model"]
+    load = [getattr(point.load, name) for name in _GRID_FIELDS_OF_LOAD] if point.load else []
+    return (*(getattr(point, name) for name in fields), *load)
 
 
 def check_default_ep(folder: Path, points: Iterable[Point], records: Iterable[Record]) -> None:
