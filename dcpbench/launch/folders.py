@@ -59,22 +59,36 @@ MAY_CHANGE = ("--seconds", "--profile")
 """Options that only make some points of a run better known than others."""
 
 
-def make_folder(folder: Path) -> None:
-    """Make the folder, and make sure that files can be written into it. Raise OutputError, and DiskError for its disk."""
+def make_folder(folder: Path, remedy: str = "") -> None:
+    """Make the folder, and make sure that files can be written into it.
+
+    Raise OutputError if this fails, and DiskError if its disk is the reason. `remedy` is what else to do in that case, by
+    default to resume the run in it, or to give another folder.
+    """
     try:
         str(folder).encode()
     except UnicodeEncodeError as e:
         raise OutputError(
             f"{make_printable(str(folder))} is no name in UTF-8, so records cannot name it; give another folder with -o."
         ) from e
-    try:
+    with _convert_folder_errors(folder, remedy):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
+
+
+@contextlib.contextmanager
+def _convert_folder_errors(folder: Path, remedy: str) -> Iterator[None]:
+    """Convert errors of the operating system in this block, which makes or locks the folder. `remedy`: see make_folder."""
+    try:
+        yield
     except OSError as e:
-        if e.errno in disks.FULL:
-            raise disks.make_disk_error(folder, e.errno) from e
-        raise OutputError(f"{folder} cannot be used as output folder ({e.strerror}); give another with -o.") from e
+        number = disks.get_disk_error_number(e)
+        if number is None:
+            raise OutputError(f"{folder} cannot be used as output folder ({e.strerror}); give another with -o.") from e
+        if not remedy and _has_content(folder / RECORDS_FILE):
+            raise disks.make_disk_error(folder, number) from e
+        raise disks.make_output_error(folder, e, remedy or "give another folder with -o") from e
 
 
 def choose_folder(name: str, tp: Sequence[int]) -> Path:
@@ -86,22 +100,21 @@ def choose_folder(name: str, tp: Sequence[int]) -> Path:
 
 
 @contextlib.contextmanager
-def lock_folder(folder: Path) -> Iterator[int]:
+def lock_folder(folder: Path, remedy: str = "") -> Iterator[int]:
     """Create the folder and lock it against every other run; yield the descriptor, which all processes of a job
     inherit.
 
-    The lock ends with the last process that has the descriptor. Raise OutputError if a run is still in progress, or if the
+    The lock ends with the last process that has the descriptor. `remedy`: see make_folder. Raise OutputError if a run is still in progress, or if the
     file system has no locks: two runs that write here would corrupt each other's records.
     """
-    make_folder(folder)
-    try:
+    make_folder(folder, remedy)
+    with _convert_folder_errors(folder, remedy):
         lock = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as e:
-        raise OutputError(f"{folder / LOCK_FILE} cannot be written ({e.strerror}); give another folder with -o.") from e
     try:
         _wait_for_lock(lock, folder)
-        os.ftruncate(lock, 0)
-        os.write(lock, f"{os.getpid()}\n".encode())
+        with _convert_folder_errors(folder, remedy):
+            os.ftruncate(lock, 0)
+            os.write(lock, f"{os.getpid()}\n".encode())
         yield lock
     finally:
         os.close(lock)

@@ -460,9 +460,8 @@ def test_so_it_is_for_a_report(call, tmp_path: Path) -> None:
     RecordFile(tmp_path).append(Record(point=POINT, outcome="rejected", reason="no"))
     code, _, err = call("report", str(tmp_path), "-o", "/proc/self")
     assert code == 2
-    assert err.splitlines()[-1].startswith(
-        "error: cannot write the report into /proc/self"
-    )  # behind how far it is, on a slow machine
+    last = err.splitlines()[-1]  # on a slow machine, progress precedes it
+    assert last.startswith("error: /proc/self cannot be written")
 
 
 def test_verify_leaves_the_records_of_a_sweep_alone(call, tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def test_samples_of_a_served_point_that_cannot_be_written_are_not_the_servers_fa
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    words = f"serve --device cpu --tp 1 --concurrency 2 --num-requests 2 --input-tokens 9 --output-tokens 2 -o {run}"
+    words = f"server --device cpu --tp 1 --concurrency 2 --num-requests 2 --input-tokens 9 --output-tokens 2 -o {run}"
     monkeypatch.setattr(samples, "write_file", failing(number))
     with in_thread(FakeServer()) as url, pytest.raises(SystemExit) as end:
         cli.main([*words.split(), "--url", url, "--no-check-client", "--client-processes", "1", "--warm-up", "0"])
