@@ -130,13 +130,14 @@ def main(args: list[str] | None = None) -> None:
 
 def _convert_os_error(e: OSError) -> DcpbenchError | None:
     """Return an error of ours for a disk that cannot be written, and for a file that may not be used; None for others."""
-    from dcpbench.records.disks import get_disk_error_number
+    from dcpbench.records.disks import describe_disk_error, get_disk_error_number
     from dcpbench.show.text import make_printable
 
     name = "" if e.filename is None else make_printable(os.fsdecode(e.filename))
     if (number := get_disk_error_number(e)) is not None:
         what = name or "what the command prints, or a file"
-        return DiskError(f"{what} could not be written ({e.strerror}); make room, or check the disk.", number)
+        remedy = describe_disk_error(number)[1]
+        return DiskError(f"{what} could not be written ({e.strerror}); {remedy}, then repeat the command.", number)
     if name and e.errno in REFUSED:
         return OutputError(f"{name} cannot be used ({e.strerror}); name another file or folder.")
     return None

@@ -23,6 +23,7 @@ from dcpbench.launch.stopping import print_when_stopped
 from dcpbench.plan.options import check_seconds
 from dcpbench.plan.spec import select_device
 from dcpbench.plan.typed import get_typed_command
+from dcpbench.records.disks import convert_output_errors
 from dcpbench.show.streams import write_json
 from dcpbench.show.terminal import make_console, print_stderr
 from dcpbench.show.text import format_count
@@ -250,12 +251,10 @@ def _write_outputs(record: BenchRecord, paths: list[Path]) -> None:
     from dcpbench.bench.shown.pictures import write_picture
 
     data, picture = paths
-    try:
+    with convert_output_errors(data.parent, "give another folder with -o"):
         data.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
         if any(r.outcome == "ok" for r in record.results):
             write_picture(record, picture)
-    except OSError as e:
-        raise OutputError(f"cannot write into {data.parent}: {e}; give another folder with -o.") from e
 
 
 def _print_record(record: BenchRecord) -> None:

@@ -19,6 +19,7 @@ from dcpbench.launch.stopping import INTERRUPTED
 from dcpbench.plan.typed import hide_headers
 from dcpbench.points import redaction
 from dcpbench.points.names import format_flag
+from dcpbench.records.disks import convert_output_errors
 from dcpbench.records.folder import RECORDS_FILE
 from dcpbench.show.numbers import format_duration
 from dcpbench.show.terminal import print_stderr
@@ -312,10 +313,8 @@ def _write_state(folder: Path, state: State) -> None:
     import msgspec
 
     text = msgspec.json.format(msgspec.json.encode(_remove_secrets(state)), indent=2)
-    try:
+    with convert_output_errors(folder / STATE_FILE, "give another folder with -o"):
         write_file(folder / STATE_FILE, text + b"\n")
-    except OSError as e:
-        raise OutputError(f"{folder / STATE_FILE} cannot be written ({e.strerror}); give another folder.") from e
 
 
 def _print_plan(variants: Variants, sides: Mapping[str, list[str]], command: Command) -> int:

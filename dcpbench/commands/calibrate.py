@@ -63,9 +63,9 @@ def calibrate(
 
     from dcpbench.bench import calibration
     from dcpbench.bench.shown import wire as shown
-    from dcpbench.errors import OutputError
     from dcpbench.points import gpus, machines
     from dcpbench.points.wire import Call
+    from dcpbench.records.disks import convert_output_errors
     from dcpbench.show.streams import write_json
 
     _check_files(out, force=force)
@@ -81,10 +81,8 @@ def calibrate(
         made = _make_machine(asked, calibration.read_records(wires) if wires else _measure_calls(), name, gpu)
     written = machines.format_machine(msgspec.structs.replace(made, prompts=prompts or made.prompts)).encode()
     machine = machines.parse_machine(written, "these options")
-    try:
+    with convert_output_errors(out, "name another file with --out"):
         out.write_bytes(written)
-    except OSError as e:
-        raise OutputError(f"cannot write {out}: {e.strerror}; name another file with --out.") from e
     calls = [Call(called, tuple(samples)) for called, samples in machine.calls.items()]
     shown.write_picture(calls, picture, f"{machine.name}: {machine.measured}")
     found = calibration.compute_quality(calls)

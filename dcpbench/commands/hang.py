@@ -44,6 +44,7 @@ def explain(
     """
     from dcpbench.errors import OutputError, UsageError
     from dcpbench.hangs import format as hang_format
+    from dcpbench.records.disks import convert_output_errors
     from dcpbench.show.terminal import print_stderr
     from dcpbench.show.whole_files import write_file
 
@@ -55,10 +56,8 @@ def explain(
         )
     hangs = hang_format.read_hangs([Path(path) for path in paths])
     if html is not None:
-        try:
+        with convert_output_errors(html, "give another file with --html"):
             write_file(html, hang_format.render_page(hangs).encode())
-        except OSError as e:
-            raise OutputError(f"{html} cannot be written ({e.strerror}); give another file.") from e
     if as_json:
         from dcpbench.commands.runs import print_json
 

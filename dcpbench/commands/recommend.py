@@ -110,6 +110,8 @@ def recommend(
     from dcpbench.recommend import answer
     from dcpbench.recommend.advise import choose_layouts
     from dcpbench.recommend.estimate import load_published_steps
+    from dcpbench.records.disks import convert_output_errors
+    from dcpbench.show.whole_files import write_output_file
 
     steps = load_published_steps()
     if score is not None:
@@ -130,13 +132,11 @@ def recommend(
     if output is not None:
         import json
 
-        try:
+        with convert_output_errors(output, "name another folder with -o"):
             output.mkdir(parents=True, exist_ok=True)
-            (output / names[0]).write_text(answer.render_markdown(ask, choices, notes, steps, starts))
-            (output / names[1]).write_text(json.dumps(found, indent=1) + "\n")
+            write_output_file(output / names[0], answer.render_markdown(ask, choices, notes, steps, starts))
+            write_output_file(output / names[1], json.dumps(found, indent=1) + "\n")
             answer.draw_picture(ask, choices, output / names[2])
-        except OSError as e:
-            raise OutputError(f"cannot write into {output}: {e.strerror}; name another folder with -o.") from e
     if as_json:
         print_json(found)
     else:

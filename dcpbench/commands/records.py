@@ -82,7 +82,7 @@ def repair(
     from dcpbench.records.folder import get_run_folder
 
     require_record_file(run)
-    with lock_folder(get_run_folder(run)):
+    with lock_folder(get_run_folder(run), repairing.COPY_FIRST):
         done = repairing.repair_file(run, strange=strange)
     if as_json:
         print_json(msgspec.to_builtins(done))

@@ -327,8 +327,7 @@ def _check_defaults(
     """Raise OutputError if a default, where no option is given, would add points to a resumed run that it does not have."""
     if "ep" not in given:
         folders.check_default_ep(folder, points, records)
-    if not given:
-        folders.check_default_grid(folder, points, records)
+    folders.check_default_grid(folder, points, records, given)
 
 
 def _drop_set_aside(points: list[Point], folder: Path, retries: int) -> list[Point]:

@@ -10,11 +10,13 @@ import msgspec
 
 from dcpbench.compare import ci, gate, markdown, table
 from dcpbench.compare.judging import Options, judge_sides
-from dcpbench.errors import ExitCode, OutputError, UsageError
+from dcpbench.errors import ExitCode, UsageError
 from dcpbench.records import metrics
+from dcpbench.records.disks import convert_output_errors
 from dcpbench.show.ci import append_step_summary
 from dcpbench.show.streams import write_json
 from dcpbench.show.terminal import make_console
+from dcpbench.show.whole_files import write_output_file
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -81,24 +83,21 @@ def run_comparison(a: Sequence[Run], b: Sequence[Run], options: Options, out: Ou
 def write_files(found: Comparison, out: Out) -> list[Path]:
     """Write Markdown, JSON and the forest plot into `out.folder` and JUnit into its file; return the paths.
 
-    Raise OutputError if a file cannot be written.
+    Raise OutputError or DiskError if a file cannot be written.
     """
     paths: list[Path] = []
-    try:
-        if out.folder:
-            from dcpbench.compare import picture
+    if out.folder:
+        from dcpbench.compare import picture
 
+        with convert_output_errors(out.folder, "give another folder with -o"):
             out.folder.mkdir(parents=True, exist_ok=True)
             pictures = picture.draw(found, out.folder)
             page, data = out.folder / "compare.md", out.folder / "compare.json"
-            page.write_text(markdown.render(found, picture=pictures[0].name if pictures else ""), encoding="utf-8")
-            data.write_bytes(msgspec.json.encode(found) + b"\n")
+            write_output_file(page, markdown.render(found, picture=pictures[0].name if pictures else ""))
+            write_output_file(data, msgspec.json.encode(found).decode() + "\n")
             paths += [page, data, *pictures]
-        if out.junit:
-            out.junit.write_text(ci.format_junit(found), encoding="utf-8")
-            paths.append(out.junit)
-    except OSError as e:
-        raise OutputError(
-            f"{e.filename} cannot be written ({e.strerror}); give another place with -o or --junit."
-        ) from e
+    if out.junit:
+        with convert_output_errors(out.junit, "give another file with --junit"):
+            write_output_file(out.junit, ci.format_junit(found))
+        paths.append(out.junit)
     return paths

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from dcpbench import __version__
 from dcpbench.dashboard import changes, data, finding, pages
 from dcpbench.errors import OutputError, RecordsError
+from dcpbench.records.disks import convert_output_errors
 from dcpbench.records.folder import RECORDS_FILE
 from dcpbench.show import web
 from dcpbench.show.terminal import make_rate_limited
@@ -72,7 +73,7 @@ def build(
     INDEX_EVERY_S while pages are made.
 
     Raises RecordsError if no run can be read, unless the site may be `emptied`; then nothing is written. Raises
-    UsageError if `root` is no folder, OutputError if `site` is not ours or cannot be written, and, before anything else,
+    UsageError if `root` is no folder, OutputError if `site` is not ours, OutputError or DiskError if it cannot be written, and, before anything else,
     MissingPackageError without ruptures.
     """
     changes.check_installed()
@@ -86,7 +87,7 @@ def build(
         raise RecordsError(
             "\n".join([f"{root} holds no run that can be read, so {left}; name the folder of your runs.", *reasons])
         )
-    try:
+    with convert_output_errors(site, "give another folder with -o"):
         _prepare_folder(site)
         publisher = _Publisher(
             site, found, data.build_content(found, say), _find_pages(site, found, read_page_keys(site))
@@ -95,8 +96,6 @@ def build(
         omitted = _make_pages(publisher, before, newest, say)
         publisher.publish()
         _remove_unreferenced(site, publisher.files, {run.slug for run in found.runs})
-    except OSError as e:
-        raise OutputError(f"cannot write the site into {site} ({e.strerror}); give another folder with -o.") from e
     here, files = publisher.here, publisher.files
     new = sum(before.get(slug) != digest for slug, digest in here.items())
     return BuildResult(

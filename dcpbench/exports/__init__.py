@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from dcpbench.errors import OutputError, UsageError
 from dcpbench.plan.options import suggest_known
+from dcpbench.records.disks import convert_output_errors
 from dcpbench.show.text import format_count
 from dcpbench.show.whole_files import write_file
 
@@ -133,13 +134,11 @@ def _check_free(files: Iterable[Path], *, force: bool) -> None:
 def _write_files(files: Mapping[Path, bytes], *, force: bool) -> list[Path]:
     """Write all files atomically, replacing older ones, and return their paths.
 
-    Raise OutputError if a file cannot be written, or if it exists already and `force` is not set.
+    Raise OutputError or DiskError if a file cannot be written, OutputError if it exists already and `force` is not set.
     """
     _check_free(files, force=force)
     for path, data in files.items():
-        try:
+        with convert_output_errors(path, "give another place with -o"):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_file(path, data)
-        except OSError as e:
-            raise OutputError(f"cannot write {path} ({e.strerror or e}); give another place with -o.") from e
     return list(files)

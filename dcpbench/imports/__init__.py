@@ -24,6 +24,7 @@ from dcpbench.points.engines import make_engine_load, make_engine_point
 from dcpbench.points.instances import count_gpus
 from dcpbench.points.layout import DEGREES, MAX_RANKS, OUTER_DEGREES, Layout
 from dcpbench.points.names import ENGINES, GAMMA, SGLANG, UNKNOWN, WHOLE, format_flag
+from dcpbench.records.disks import convert_output_errors
 from dcpbench.records.file import RecordFile
 from dcpbench.records.folder import RECORDS_FILE
 from dcpbench.records.record import CPU, Environment, Record, ServeMetrics
@@ -356,10 +357,8 @@ def _write_run(found: Sequence[tuple[Result, Record]], folder: Path, *, force: b
             if (rows := metrics.make_rows(result)) is not None and record.serve:
                 write_samples(half, record.point, rows)
             RecordFile(half).append(record)
-        try:
+        with convert_output_errors(folder, "give another folder with -o"):
             if (half / FOLDER).exists():
                 shutil.copytree(half / FOLDER, folder / FOLDER, dirs_exist_ok=True)
             (half / RECORDS_FILE).replace(path)
-        except OSError as e:
-            raise OutputError(f"{folder} cannot be written ({e.strerror}); give another folder with -o.") from e
     return path

@@ -21,6 +21,7 @@ import msgspec
 from dcpbench.errors import DcpbenchError, OutputError
 from dcpbench.launch.jobs import read_job
 from dcpbench.launch.processes import COMMAND, find_alive, find_alive_pid
+from dcpbench.points.layout import DEGREES
 from dcpbench.points.names import UNKNOWN, WHOLE, format_flag
 from dcpbench.points.point import HOW
 from dcpbench.records import disks
@@ -48,26 +49,46 @@ if TYPE_CHECKING:
 COMMANDS = {"decode": "sweep", "serve": "serve"}
 """Command that writes records, by workload."""
 ENDING_S, LOOK_S = 5.0, 0.05
+GRID_OPTIONS = frozenset(
+    {*DEGREES, "concurrency", "context", "request_rate", "requests", "input_tokens", "output_tokens"}
+)
+"""Options that give a layout or a load. Without all of them a command measures its default grid."""
+_GRID_FIELDS = ("model", *DEGREES, "concurrency", "context")
+_GRID_FIELDS_OF_LOAD = ("arrival", "request_rate", "input_tokens", "output_tokens", "trace_sha256")
 MAY_CHANGE = ("--seconds", "--profile")
 """Options that only make some points of a run better known than others."""
 
 
-def make_folder(folder: Path) -> None:
-    """Make the folder, and make sure that files can be written into it. Raise OutputError, and DiskError for its disk."""
+def make_folder(folder: Path, remedy: str = "") -> None:
+    """Make the folder, and make sure that files can be written into it.
+
+    Raise OutputError if this fails, and DiskError if its disk is the reason. `remedy` is what else to do in that case, by
+    default to resume the run in it, or to give another folder.
+    """
     try:
         str(folder).encode()
     except UnicodeEncodeError as e:
         raise OutputError(
             f"{make_printable(str(folder))} is no name in UTF-8, so records cannot name it; give another folder with -o."
         ) from e
-    try:
+    with _convert_folder_errors(folder, remedy):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
+
+
+@contextlib.contextmanager
+def _convert_folder_errors(folder: Path, remedy: str) -> Iterator[None]:
+    """Convert errors of the operating system in this block, which makes or locks the folder. `remedy`: see make_folder."""
+    try:
+        yield
     except OSError as e:
-        if e.errno in disks.FULL:
-            raise disks.make_disk_error(folder, e.errno) from e
-        raise OutputError(f"{folder} cannot be used as output folder ({e.strerror}); give another with -o.") from e
+        number = disks.get_disk_error_number(e)
+        if number is None:
+            raise OutputError(f"{folder} cannot be used as output folder ({e.strerror}); give another with -o.") from e
+        if not remedy and _has_content(folder / RECORDS_FILE):
+            raise disks.make_disk_error(folder, number) from e
+        raise disks.make_output_error(folder, e, remedy or "give another folder with -o") from e
 
 
 def choose_folder(name: str, tp: Sequence[int]) -> Path:
@@ -79,22 +100,21 @@ def choose_folder(name: str, tp: Sequence[int]) -> Path:
 
 
 @contextlib.contextmanager
-def lock_folder(folder: Path) -> Iterator[int]:
+def lock_folder(folder: Path, remedy: str = "") -> Iterator[int]:
     """Create the folder and lock it against every other run; yield the descriptor, which all processes of a job
     inherit.
 
-    The lock ends with the last process that has the descriptor. Raise OutputError if a run is still in progress, or if the
+    The lock ends with the last process that has the descriptor. `remedy`: see make_folder. Raise OutputError if a run is still in progress, or if the
     file system has no locks: two runs that write here would corrupt each other's records.
     """
-    make_folder(folder)
-    try:
+    make_folder(folder, remedy)
+    with _convert_folder_errors(folder, remedy):
         lock = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as e:
-        raise OutputError(f"{folder / LOCK_FILE} cannot be written ({e.strerror}); give another folder with -o.") from e
     try:
         _wait_for_lock(lock, folder)
-        os.ftruncate(lock, 0)
-        os.write(lock, f"{os.getpid()}\n".encode())
+        with _convert_folder_errors(folder, remedy):
+            os.ftruncate(lock, 0)
+            os.write(lock, f"{os.getpid()}\n".encode())
         yield lock
     finally:
         os.close(lock)
@@ -213,20 +233,38 @@ def check_same_command(folder: Path, point: Point, records: Iterable[Record]) ->
     )
 
 
-def check_default_grid(folder: Path, points: Iterable[Point], records: Sequence[Record]) -> None:
-    """Raise OutputError if a grid that no option describes is not the grid that the folder holds.
+def check_default_grid(
+    folder: Path, points: Iterable[Point], records: Sequence[Record], given: Mapping[str, object]
+) -> None:
+    """Raise OutputError if no option in `given` gives a layout or a load, and the folder holds another grid than the default.
 
-    Without options a command measures its default grid. With --resume that would add points to a run of another grid.
+    With --resume the default grid would be added to a run of another grid. Other options may add points to the same grid,
+    such as --repeats.
     """
+    if GRID_OPTIONS & given.keys():
+        return
     known = _list_point_keys(folder, records)
-    if not known or all(point.get_key() in known for point in points):
+    if given:
+        model = not {"model", "weights"} & given.keys()
+        grid = {_list_grid_values(point, model=model) for point in known.values()}
+        same = all(_list_grid_values(point, model=model) in grid for point in points)
+    else:
+        same = all(point.get_key() in known for point in points)
+    if not known or same:
         return
     again = format_resume_command(folder, records)
     type_this = f"type: {again}" if again else "repeat its options"
     raise OutputError(
-        f"--resume: no options are given, and the default grid of this machine is not the grid of the run in {folder}. "
-        f"To go on with that run, {type_this}"
+        f"--resume: no option gives a layout or a load, and the default grid of this machine is not the grid of the run in "
+        f"{folder}. To go on with that run, {type_this}"
     )
+
+
+def _list_grid_values(point: Point, *, model: bool) -> tuple[object, ...]:
+    """Return the fields of a point that define its place in a grid; those of the model only if `model` is true."""
+    fields = [name for name in _GRID_FIELDS if model or name != "model"]
+    load = [getattr(point.load, name) for name in _GRID_FIELDS_OF_LOAD] if point.load else []
+    return (*(getattr(point, name) for name in fields), *load)
 
 
 def check_default_ep(folder: Path, points: Iterable[Point], records: Iterable[Record]) -> None:

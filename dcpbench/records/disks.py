@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from dcpbench.errors import DcpbenchError, DiskError, OutputError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -47,18 +48,49 @@ def make_disk_error(folder: Path, number: int, where: str = "") -> DiskError:
 
     The error states that every earlier record is on the disk of the run.
     """
-    what, how = {
-        errno.ENOSPC: ("no space is left on its disk", "make room"),
-        errno.EDQUOT: ("the disk quota of this user is used up", "make room"),
-        errno.EROFS: ("its file system is read-only", "mount it for writing"),
-        errno.EIO: ("its disk reported an I/O error, so that the last record may be lost", "check the disk"),
-    }.get(number, (f"its disk cannot be written ({os.strerror(number)})", "check the disk"))
+    what, how = describe_disk_error(number)
+    lost = ", so that the last record may be lost" if number == errno.EIO else ""
     return DiskError(
-        f"{where or folder}: {what}. No point is to blame, and what was recorded before is safe: {how}, then repeat the "
+        f"{where or folder}: {what}{lost}. No point is to blame, and what was recorded before is safe: {how}, then repeat the "
         f"command with {_format_resume_options(folder)}; or write its report elsewhere with `dcpbench report {shlex.quote(str(folder))} -o "
         "ELSEWHERE`.",
         number,
     )
+
+
+def describe_disk_error(number: int) -> tuple[str, str]:
+    """Return what is wrong with a disk, as a clause, and what to do about it."""
+    return {
+        errno.ENOSPC: ("no space is left on its disk", "make room"),
+        errno.EDQUOT: ("the disk quota of this user is used up", "make room"),
+        errno.EROFS: ("its file system is read-only", "mount it for writing"),
+        errno.EIO: ("its disk reported an I/O error", "check the disk"),
+    }.get(number, (f"its disk cannot be written ({os.strerror(number)})", "check the disk"))
+
+
+def make_output_error(place: Path | str, error: OSError, remedy: str, state: str = "") -> DcpbenchError:
+    """Return the error to raise if the output of a command, other than the files of a run, could not be written.
+
+    `remedy` is what else to do, such as `give another folder with -o`; `state` is a sentence on what is not affected.
+    """
+    after = f" {state}" if state else ""
+    if (number := get_disk_error_number(error)) is not None:
+        what, how = describe_disk_error(number)
+        return DiskError(f"{place}: {what}.{after} {_capitalize(how)}, or {remedy}.", number)
+    return OutputError(f"{place} cannot be written ({error.strerror or error}).{after} {_capitalize(remedy)}.")
+
+
+def _capitalize(sentence: str) -> str:
+    return sentence[:1].upper() + sentence[1:]
+
+
+@contextlib.contextmanager
+def convert_output_errors(place: Path | str, remedy: str, state: str = "") -> Iterator[None]:
+    """Convert errors of the operating system in this block, which writes a command's output, with `make_output_error`."""
+    try:
+        yield
+    except OSError as e:
+        raise make_output_error(place, e, remedy, state) from e
 
 
 def check_free_space(folder: Path) -> None:

@@ -217,18 +217,26 @@ def _explain_missing_records(folder: Path) -> str:
     except OSError as e:
         return f"{folder} cannot be read ({e.strerror}); {NAME_A_RUN}"
     if inside is None:
-        return (
-            f"{folder} is no file of records; {NAME_A_RUN}"
-            if folder.exists()
-            else f"{folder} does not exist; {NAME_A_RUN}"
-        )
+        return f"{folder} {_describe_other_file(folder)}; {NAME_A_RUN}"
     if RECORDS_FILE in (folder.name, *inside):
-        return f"{folder} is no run, as its {RECORDS_FILE} is a folder; {NAME_A_RUN}"
+        path = folder / RECORDS_FILE if RECORDS_FILE in inside else folder
+        return f"{folder} is no run, as its {RECORDS_FILE} {_describe_other_file(path)}; {NAME_A_RUN}"
     if not inside:
         return f"{folder} is empty; `dcpbench sweep -o {shlex.quote(str(folder))}` would fill it, or {NAME_A_RUN}"
     if any(fnmatch.fnmatch(file, begun) for file in inside for begun in (LOCK_FILE, JOB_FILES)):
         return f"{folder} holds no record yet; `dcpbench top {shlex.quote(str(folder))}` shows what its run is at."
     return f"{folder} holds no {RECORDS_FILE}, so it is no run; name the folder of one, such as those in runs/."
+
+
+def _describe_other_file(path: Path) -> str:
+    """Return what a path is that is no regular file, as the predicate of a sentence."""
+    if path.is_dir():
+        return "is a folder"
+    if path.is_symlink() and not path.exists():
+        return "is a link to a file that does not exist"
+    kinds = ((path.is_fifo, "a FIFO"), (path.is_char_device, "a device"), (path.is_block_device, "a device"))
+    kind = next((kind for is_kind, kind in kinds if is_kind()), "a socket" if path.is_socket() else "")
+    return f"is {kind}, not a regular file" if kind else "does not exist"
 
 
 def is_last_line_cut_short(run: Path) -> bool:

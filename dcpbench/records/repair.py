@@ -20,6 +20,7 @@ import msgspec
 
 from dcpbench.errors import OutputError, RecordsError
 from dcpbench.records import acceptance, checks, checksums
+from dcpbench.records.disks import convert_output_errors
 from dcpbench.records.file import NUL, decode_record, is_cut_short, require_record_file
 from dcpbench.records.folder import get_record_file, get_run_folder
 from dcpbench.records.lines import UNREADABLE
@@ -32,6 +33,8 @@ SEALED, UNSEALED, CUT_SHORT, DAMAGED, STRANGE = "sealed", "unsealed", "cut short
 MAX_BROKEN_OBJECTS = 64
 """Objects within a damaged line that are tried and have no end: a record has some 20, and each costs a look at the line."""
 _BEGIN, _VALUE = re.compile(r'\{\s*"'), json.JSONDecoder()
+COPY_FIRST = "copy the folder to another disk and repair the copy"
+"""Remedy if the disk of the file cannot be written."""
 BACKUP = ".before-repair"
 """Suffix of the copy of a file of records made before the repair."""
 
@@ -117,7 +120,7 @@ def repair_file(run: Path, *, strange: bool = False) -> Repair:
 
     Complete records between damage in one line, as after a lost newline, get lines of their own. Strange lines stay
     unless `strange` is given. The caller holds the folder's lock, so that no other process writes meanwhile. Raise
-    RecordsError if no line is a record or the file cannot be read, and OutputError if the folder cannot be written; the
+    RecordsError if no line is a record or the file cannot be read, and OutputError or DiskError if the folder cannot be written; the
     file is then unchanged.
     """
     path = get_record_file(run)
@@ -127,13 +130,9 @@ def repair_file(run: Path, *, strange: bool = False) -> Repair:
     taken_out = [fault for fault in found.faults if fault not in left]
     if not taken_out:
         return Repair(file=str(path), kept=found.records, taken_out=[], left=left)
-    try:
+    with convert_output_errors(path, COPY_FIRST, "The file is unchanged."):
         backup = _create_backup(path)
         kept = _write_repaired_file(path, strange=strange)
-    except OSError as e:
-        raise OutputError(
-            f"{path} cannot be repaired ({e.strerror}); it is as it was. Copy it to a disk with room."
-        ) from e
     return Repair(file=str(path), kept=kept, taken_out=taken_out, left=left, backup=str(backup))
 
 

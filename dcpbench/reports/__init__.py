@@ -64,8 +64,7 @@ def write_report(
     Raise RecordsError for a folder without records, UsageError for no folder, and OutputError or DiskError if `out`
     cannot be written.
     """
-    from dcpbench.errors import DiskError, OutputError
-    from dcpbench.records.disks import get_disk_error_number
+    from dcpbench.records.disks import convert_output_errors
     from dcpbench.reports import export, frames, markdown, overview, plots, sections
     from dcpbench.reports.page.render import render_page
     from dcpbench.show.whole_files import write_folder
@@ -74,28 +73,22 @@ def write_report(
     read = frames.load_frames(folders, as_repeats=as_repeats, slo=slo)
     on_read(read.runs)
     title = overview.format_title(read)
-    try:
-        with write_folder(out, last=[TABLE, TEXT, PAGE], ours=_is_ours) as new:
-            pictures = plots.draw_all(read, new / FIGURES, drawn=not page_only, pdf=pdf, watch=watch)
-            watch("writing the page")
-            parts = sections.build_sections(read, pictures)
-            (new / PAGE).write_text(
-                render_page(title, parts, read, pictures=not page_only, plotly=plotly), encoding="utf-8"
-            )
-            export.write_csv(read, new / TABLE)
-            if page_only:
-                return [out / PAGE, out / TABLE]
-            (new / TEXT).write_text(markdown.render(title, parts, new), encoding="utf-8")
-            drawn = [str(path.relative_to(new)) for p in pictures for path in (p.png, p.svg, p.pdf) if path]
-    except OSError as e:
-        again = shlex.join(["dcpbench", "report", *map(str, folders)])
-        message = (
-            f"cannot write the report into {out}: {e.strerror or e}. The records are safe; make room, or type: {again} "
-            "-o ELSEWHERE"
+    again = shlex.join(["dcpbench", "report", *map(str, folders)])
+    with (
+        convert_output_errors(out, f"type `{again} -o ELSEWHERE`", "The records are safe."),
+        write_folder(out, last=[TABLE, TEXT, PAGE], ours=_is_ours) as new,
+    ):
+        pictures = plots.draw_all(read, new / FIGURES, drawn=not page_only, pdf=pdf, watch=watch)
+        watch("writing the page")
+        parts = sections.build_sections(read, pictures)
+        (new / PAGE).write_text(
+            render_page(title, parts, read, pictures=not page_only, plotly=plotly), encoding="utf-8"
         )
-        raise (
-            OutputError(message) if (number := get_disk_error_number(e)) is None else DiskError(message, number)
-        ) from e
+        export.write_csv(read, new / TABLE)
+        if page_only:
+            return [out / PAGE, out / TABLE]
+        (new / TEXT).write_text(markdown.render(title, parts, new), encoding="utf-8")
+        drawn = [str(path.relative_to(new)) for p in pictures for path in (p.png, p.svg, p.pdf) if path]
     return [out / name for name in (PAGE, TEXT, TABLE, *drawn)]
 
 

@@ -42,6 +42,14 @@ def write_file(path: Path, data: bytes, *, durable: bool = True) -> None:
         raise
 
 
+def write_output_file(path: Path, text: str) -> None:
+    """Write a command's output as `write_file` does, or in place if `path` is a link or a device, such as /dev/stdout."""
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        path.write_text(text, encoding="utf-8")
+    else:
+        write_file(path, text.encode())
+
+
 @contextlib.contextmanager
 def write_folder(folder: Path, *, last: Sequence[str], ours: Callable[[Path], bool]) -> Iterator[Path]:
     """Yield a new folder to write into, which atomically replaces `folder` at the end; after an error it is removed.

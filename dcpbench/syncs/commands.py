@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dcpbench.errors import ExitCode, OutputError, UsageError
+from dcpbench.errors import ExitCode, UsageError
+from dcpbench.records.disks import make_output_error
 from dcpbench.show import ci, streams
 from dcpbench.show.terminal import ProgressLine
 from dcpbench.show.text import format_count, make_printable
@@ -217,4 +218,4 @@ def _print_text(text: str, *, as_json: bool = False) -> None:
         raise
     except OSError as e:
         streams.drop_output()
-        raise OutputError(f"stdout cannot be written ({e.strerror}); give a file on another disk with -o.") from e
+        raise make_output_error("stdout", e, "give a file on another disk with -o") from e

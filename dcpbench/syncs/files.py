@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dcpbench.errors import OutputError, TraceError, UsageError
+from dcpbench.records.disks import convert_output_errors
 from dcpbench.show.text import make_natural_key
+from dcpbench.show.whole_files import write_output_file
 from dcpbench.syncs.traces.reading import GZIP_MAGIC, ReadProblems, is_other_json, read_chunks
 
 if TYPE_CHECKING:
@@ -135,9 +137,7 @@ def check_output(path: Path | None, *, force: bool) -> None:
 
 
 def write_output(path: Path, text: str, *, force: bool) -> None:
-    """Write a complete file; raise OutputError as `check_output` does, and if writing fails."""
+    """Write a complete file. Raise OutputError as `check_output` does, and OutputError or DiskError if writing fails."""
     check_output(path, force=force)
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as e:
-        raise OutputError(f"{path} cannot be written ({e.strerror}); give another file with -o.") from e
+    with convert_output_errors(path, "give another file with -o"):
+        write_output_file(path, text)

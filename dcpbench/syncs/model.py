@@ -24,7 +24,8 @@ class ChildProcess(msgspec.Struct, frozen=True, kw_only=True):
     start_method: str = ""
     """Start method of the process: `multiprocessing spawn`, `os.fork`, `subprocess`, …"""
     may_use_gpu: bool = True
-    """False for a program that is not Python, and for a Python process that ended without importing torch."""
+    """False for a program that is known to be harmless, such as git, and for a Python process that reported that it runs
+    under the dry run and that ended without importing torch."""
 
 
 class Coverage(msgspec.Struct, kw_only=True):

@@ -92,6 +92,6 @@ def test_a_full_disk_behind_stdout_is_neither_clean_nor_a_traceback(here: Path) 
             text=True,
             check=False,
         )
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: stdout cannot be written (No space left on device)")
+    assert done.returncode == 3
+    assert done.stderr.startswith("error: stdout: no space is left on its disk. Make room")
     assert "Traceback" not in done.stderr

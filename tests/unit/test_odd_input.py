@@ -13,9 +13,10 @@ from safetensors.torch import save_file
 from dcpbench import cli
 from dcpbench.dashboard import finding
 from dcpbench.engine.checkpoint import CheckpointSource
-from dcpbench.errors import ModelError, OutputError, UsageError
+from dcpbench.errors import ModelError, OutputError, RecordsError, UsageError
 from dcpbench.launch.folders import make_folder
-from dcpbench.records.file import RecordFile
+from dcpbench.points.machine import Probe
+from dcpbench.records.file import RecordFile, require_record_file
 from dcpbench.servers.client import Target
 from dcpbench.submit.k8s import read_pod
 from tests.unit import record_builder as build
@@ -90,6 +91,58 @@ def test_records_that_never_end_are_not_read_by_the_dashboard(kind: str, tmp_pat
     found = finding.load_runs(tmp_path, {}, lambda _: None)
     assert [run.name for run in found.runs] == ["good"]
     assert found.skipped == ["odd: is no regular file, and reading it might never end."]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("FIFO", "is a FIFO, not a regular file"),
+        ("device", "is a device, not a regular file"),
+        ("folder", "is a folder"),
+    ],
+)
+@pytest.mark.parametrize(
+    "command",
+    [
+        "show {run}",
+        "report {run}",
+        "compare {run} {run}",
+        "recommend --machine H200 {run}",
+        "export {run} --to csv -o {run}.csv",
+        "records check {run}",
+        "records repair {run}",
+        "sweep --tp 1 --device cpu -o {run} --resume",
+        "show {run}/records.jsonl",
+    ],
+)
+def test_records_that_are_no_regular_file_are_refused_with_the_reason(
+    command: str,
+    kind: str,
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("dcpbench.launch.launcher.run_probe", lambda _: Probe(device="cpu", count=0, name="CPU"))
+    path = tmp_path / "run" / "records.jsonl"
+    path.parent.mkdir()
+    if kind == "FIFO":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/zero")
+    with pytest.raises(SystemExit) as ended:
+        cli.main(command.format(run=path.parent).split())
+    assert ended.value.code == 2
+    assert f"records.jsonl {reason}; name the folder of a run" in capsys.readouterr().err
+
+
+def test_records_that_are_a_broken_link_are_refused_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "records.jsonl").symlink_to("nowhere")
+    with pytest.raises(RecordsError, match=r"records\.jsonl is a link to a file that does not exist; name the folder"):
+        require_record_file(tmp_path)
 
 
 def test_a_check_of_records_prints_no_escapes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -145,8 +145,8 @@ class TestWhole:
         assert contents(tmp_path) == old
         assert out.exists() == before
         assert str(caught.value) == (
-            f"cannot write the report into {out}: No space left on device. The records are safe; make room, or type: "
-            f"dcpbench report {one} -o ELSEWHERE"
+            f"{out}: no space is left on its disk. The records are safe. Make room, or type `dcpbench report {one} -o "
+            "ELSEWHERE`."
         )
 
     def test_ctrl_c_leaves_what_was_there(
@@ -189,7 +189,7 @@ class TestWhole:
     ) -> None:
         (out / "notes.txt").write_text("mine")
         monkeypatch.setattr(whole_files, "_move_file", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
-        with pytest.raises(DiskError, match="broken"):
+        with pytest.raises(DiskError, match="its disk reported an I/O error"):
             write_report([one], out)
         assert not {"report.html", "report.md", "points.csv"} & {p.name for p in out.iterdir()}
         assert (out / "notes.txt").read_text() == "mine"

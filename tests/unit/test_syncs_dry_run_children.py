@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from dcpbench.commands.syncs import app
 from dcpbench.syncs import run
-from dcpbench.syncs.dry_run.children import is_python
+from dcpbench.syncs.dry_run.programs import is_python, may_use_gpu
 from tests import forks
 
 FORKED = """
@@ -72,6 +72,16 @@ dist.all_reduce(x)
 dist.all_gather([torch.empty_like(x) for _ in range(8)], x)
 splits = torch.full((8,), 1, device="cuda")
 dist.all_to_all_single(torch.empty(8, device="cuda"), torch.ones(8, device="cuda"), splits.tolist(), [1] * 8)
+"""
+FORK_SERVER = """
+import multiprocessing
+
+if __name__ == "__main__":
+    import torch
+    torch.ones(2, device="cuda") + 1
+    process = multiprocessing.get_context("forkserver").Process(target=print)
+    process.start()
+    process.join(60)
 """
 PROFILER_API = """
 import torch
@@ -152,11 +162,27 @@ def test_a_child_that_may_use_a_gpu_is_named_with_exit_code_3(
     assert f"process {child['pid']} ({child['command']}, {method})" in report["verdict"]["reasons"][0]
 
 
-@pytest.mark.parametrize("command", ["['true']", "['git', '--version']", "[sys.executable, '-c', 'import json']"])
-def test_a_child_that_uses_no_gpu_leaves_the_program_clean(tmp_path: Path, command: str) -> None:
-    code, report = check(tmp_path, SUBPROCESS.format(command=command))
+HARMLESS = """
+import os
+import subprocess
+import sys
+import torch
+
+torch.ones(2, device="cuda") + 1
+subprocess.run(["git", "--version"])
+subprocess.run("uname -r | cut -d. -f1", shell=True)
+subprocess.run([sys.executable, "-c", "import json"])
+subprocess.run([sys.executable, "-c", "import subprocess; subprocess.run('true')"])
+os.system("uname > /dev/null")
+os.waitpid(os.posix_spawn("/bin/true", ["true"], {}), 0)
+"""
+
+
+@pytest.mark.parametrize(("source", "number"), [(HARMLESS, 6), (FORK_SERVER, 1)], ids=["programs", "fork server"])
+def test_children_that_use_no_gpu_leave_the_program_clean(tmp_path: Path, source: str, number: int) -> None:
+    code, report = check(tmp_path, source)
     assert (code, report["verdict"]["status"]) == (0, "clean")
-    assert [c["may_use_gpu"] for c in report["traces"][0]["coverage"]["children"]] == [False]
+    assert [c["may_use_gpu"] for c in report["traces"][0]["coverage"]["children"]] == [False] * number
 
 
 @pytest.mark.parametrize(
@@ -174,6 +200,123 @@ def test_waits_are_found_in_programs_that_use_other_apis_of_cuda(tmp_path: Path,
 def test_programs_that_use_other_apis_of_cuda_run_to_their_end(tmp_path: Path, source: str) -> None:
     _, report = check(tmp_path, source)
     assert report["traces"][0]["coverage"]["complete"]
+
+
+UNSEEN = """
+import os
+import subprocess
+import sys
+import torch
+
+def wait(pid):
+    assert os.waitpid(pid, 0)[1] == 0
+
+torch.ones(2, device="cuda") + 1
+python = sys.executable
+subprocess.run(f"{python} -I -c pass", shell=True)
+subprocess.run(f"true; {python} -E -c pass; {python} -c pass", shell=True)
+subprocess.run(["bash", "-c", f"{python} -E -c pass"])
+subprocess.run([f"{python} -I -c pass"], shell=True)
+subprocess.run(["env", "-i", python, "-c", "pass"])
+subprocess.run(["timeout", "60", python, "-I", "-c", "pass"])
+subprocess.run(["nice", python, "-I", "-c", "pass"])
+subprocess.run(["git"], executable=python, stdin=subprocess.DEVNULL, env={})
+subprocess.run([python, "-c", "pass"], env={})
+subprocess.run([python, "-I", "-c", "pass"], preexec_fn=os.getpid)
+os.system(f"{python} -I -c pass")
+wait(os.posix_spawn(python, ["git", "-I", "-c", "pass"], os.environ))
+wait(os.posix_spawnp("python3", ["python3", "-E", "-c", "pass"], os.environ))
+os.spawnv(os.P_WAIT, python, [python, "-I", "-c", "pass"])
+wait(os.fork() or os._exit(0))
+wait(os.forkpty()[0] or os._exit(0))
+"""
+ONE_OF_THEM = """
+import os
+import sys
+import torch
+
+torch.ones(2, device="cuda") + 1
+{}
+"""
+METHODS = ["subprocess"] * 10 + ["os.system", "os.posix_spawn", "os.posix_spawnp", "os.fork", "os.fork", "os.forkpty"]
+
+
+def test_each_process_that_was_not_seen_is_named(tmp_path: Path) -> None:
+    code, report = check(tmp_path, UNSEEN)
+    children = report["traces"][0]["coverage"]["children"]
+    assert (code, report["verdict"]["status"]) == (3, "cannot answer")
+    assert [child["start_method"] for child in children] == METHODS
+    assert [child["command"] for child in children if not child["may_use_gpu"]] == []
+
+
+@pytest.mark.parametrize(
+    ("start", "method"),
+    [
+        ("os.system(f'{sys.executable} -I -c pass')", "os.system"),
+        ("os.waitpid(os.fork() or os._exit(0), 0)", "os.fork"),
+        ("os.waitpid(os.forkpty()[0] or os._exit(0), 0)", "os.forkpty"),
+    ],
+)
+def test_a_process_that_was_not_seen_is_named_with_exit_code_3(tmp_path: Path, start: str, method: str) -> None:
+    code, report = check(tmp_path, ONE_OF_THEM.format(start))
+    [child] = report["traces"][0]["coverage"]["children"]
+    assert (code, report["verdict"]["status"]) == (3, "cannot answer")
+    assert f"{child['command']}, {method})" in report["verdict"]["reasons"][0]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import subprocess, sys; subprocess.run([sys.executable, '-I', '-c', 'pass'])",
+        "import os, sys; os.execv(sys.executable, [sys.executable, '-I', '-c', 'pass'])",
+        "import os, sys; os.system(f'{sys.executable} -I -c pass')",
+    ],
+    ids=["subprocess", "exec", "system"],
+)
+def test_a_program_that_a_python_child_starts_is_named_with_exit_code_3(tmp_path: Path, source: str) -> None:
+    code, report = check(tmp_path, SUBPROCESS.format(command=f"[sys.executable, '-c', {source!r}]"))
+    [child] = [c for c in report["traces"][0]["coverage"]["children"] if c["may_use_gpu"]]
+    assert (code, report["verdict"]["status"]) == (3, "cannot answer")
+    assert child["start_method"] == "a child's child"
+    assert "-I -c pass" in child["command"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["nvidia-smi", "-L"], False),
+        (["/sbin/ldconfig", "-p"], False),
+        (["/bin/sh", "-c", "uname -r | cut -d. -f1 2>/dev/null; git rev-parse HEAD > commit"], False),
+        (["sh", "-c", "git status\ncat /proc/cpuinfo"], False),
+        (["bash", "-c", "[ -f a ] && gcc -v 2>&1"], False),
+        (["env", "true"], True),
+        (["ssh", "host", "true"], True),
+        (["docker", "run", "image"], True),
+        (["sudo", "true"], True),
+        (["torchrun", "train.py"], True),
+        (["./run.sh"], True),
+        (["bash", "run.sh"], True),
+        (["bash", "-lc", "true"], True),
+        (["sh", "-c", "true; torchrun train.py"], True),
+        (["sh", "-c", "true && (python -I a.py)"], True),
+        (["sh", "-c", "true&python -I a.py"], True),
+        (["sh", "-c", "true\npython -I a.py"], True),
+        (["sh", "-c", "echo \\\npython -I a.py"], True),
+        (["sh", "-c", "echo 'a\n'; python -I a.py"], True),
+        (["sh", "-c", 'echo "$(python -I a.py)"'], True),
+        (["sh", "-c", "echo `python -I a.py`"], True),
+        (["sh", "-c", "cat <(python -I a.py)"], True),
+        (["sh", "-c", "echo a#b; python -I a.py"], True),
+        (["sh", "-c", "echo a;>b python -I a.py"], True),
+        (["sh", "-c", "> a python -I a.py"], True),
+        (["sh", "-c", "PATH=. git status"], True),
+        (["sh", "-c", "$PROGRAM"], True),
+        (["sh", "-c", "git() { python -I a.py; }; git"], True),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_only_well_known_programs_cannot_use_a_gpu(words: list[str], expected: bool) -> None:
+    assert may_use_gpu(words) == expected
 
 
 def test_a_python_interpreter_is_recognised_by_its_name_its_target_and_a_first_line(tmp_path: Path) -> None:

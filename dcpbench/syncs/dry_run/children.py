@@ -1,18 +1,19 @@
 """Track processes that the program starts. A dry run does not follow them, so it has to know which may use a GPU.
 
-A forked child has torch. A Python interpreter leaves a note once it imports torch (recorder/child.py), unless it runs
-without the environment or the start-up files of the program. Programs that launch others elsewhere may start anything.
+A forked child has torch. A Python interpreter leaves notes (recorder/child.py), unless it runs without the environment or
+the start-up files of the program. It uses no GPU if its notes show that it began, and that it has ended without torch and
+without another program that may use one. Of other programs, only those that are listed as harmless use no GPU.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import multiprocessing.process
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,18 +21,26 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dcpbench.syncs.dry_run_program import CHILDREN, LAUNCHERS, PYTHON
+from dcpbench.syncs.dry_run.programs import is_python, may_use_gpu
+from dcpbench.syncs.dry_run_program import CHILDREN
 from dcpbench.syncs.model import ChildProcess
+from dcpbench.syncs.recorder.child import BEGAN, FORKED, STARTED, SUFFIX, TORCH
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from dcpbench.syncs.dry_run.virtual_cuda import Patches
 
-ELSEWHERE = LAUNCHERS | {"mpiexec", "ssh", "sudo", "docker", "podman", "sbatch", "kubectl"}
-"""Programs that start others with another environment, or on another machine."""
-_BLIND_FLAGS = frozenset("IES")  # flags with which Python ignores its environment or its start-up files
-_SHEBANG_BYTES = 256
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Notes:
+    """Hold the notes of a Python process."""
+
+    events: frozenset[str]
+    command: str
+    """Command line of the process."""
+    started: tuple[str, ...]
+    """Command lines of the programs that the process started, or became, and that may use a GPU."""
 
 
 class Children:
@@ -39,30 +48,31 @@ class Children:
 
     def __init__(self) -> None:
         self._started: list[ChildProcess] = []
-        self._noted: set[int] = set()
-        """Indices of those that leave a note once they import torch."""
+        self._expected: dict[int, str] = {}
+        """Index of a Python process -> event that it notes unless something prevents it from leaving notes."""
 
-    def add(self, pid: int | None, command: str, start_method: str, *, may_use_gpu: bool, noted: bool = False) -> None:
+    def add(self, pid: int | None, command: str, start_method: str, *, may_use_gpu: bool, expected: str = "") -> None:
         """Add a process; for a process that is already listed, the newer facts replace the older."""
         child = ChildProcess(pid=pid, command=command, start_method=start_method, may_use_gpu=may_use_gpu)
         known = next((n for n, c in enumerate(self._started) if pid is not None and c.pid == pid), len(self._started))
         self._started[known : known + 1] = [child]
-        self._noted.discard(known)
-        if noted:
-            self._noted.add(known)
+        self._expected[known] = expected
 
     def list_processes(self) -> list[ChildProcess]:
         """Return all processes, updated from the notes that they have left so far."""
         notes = _read_notes()
         found = list(self._started)
-        for n in self._noted:
+        for n, expected in self._expected.items():
             pid = found[n].pid
-            if pid is not None and pid not in notes and _has_ended(pid):
+            if pid in notes and expected in notes[pid].events and TORCH not in notes[pid].events and _has_ended(pid):
                 found[n] = msgspec.structs.replace(found[n], may_use_gpu=False)
-        known = {child.pid for child in found}
-        for pid, command in notes.items():
-            if pid not in known and pid != os.getpid():
-                found.append(ChildProcess(pid=pid, command=command, start_method="a child's child", may_use_gpu=True))
+        unseen = {child.pid for child in found if child.may_use_gpu}
+        for pid, left in notes.items():
+            if pid in unseen:
+                continue
+            if TORCH in left.events:
+                found.append(ChildProcess(pid=pid, command=left.command, start_method="a child's child"))
+            found += [ChildProcess(command=command, start_method="a child's child") for command in left.started]
         return found
 
 
@@ -77,9 +87,9 @@ def install_children(patches: Patches, children: Children) -> None:
         target = getattr(self._target, "__name__", "") or type(self).__name__
         start(self)
         method = getattr(self._popen, "method", "") or type(self._popen).__module__
-        noted = method != "fork" and _can_leave_note(None) and not (sys.flags.ignore_environment or sys.flags.no_site)
-        method = f"multiprocessing {method}"
-        children.add(self.pid, f"{self.name} ({target})", method, may_use_gpu=True, noted=noted)
+        expected = {"fork": "", "forkserver": FORKED}.get(method, BEGAN)
+        name = f"{self.name} ({target})"
+        children.add(self.pid, name, f"multiprocessing {method}", may_use_gpu=True, expected=expected)
 
     patches.set_attributes(multiprocessing.process.BaseProcess, start=start_and_add)
 
@@ -110,13 +120,17 @@ def _apply_program_patches(patches: Patches, children: Children) -> None:
     @functools.wraps(begin)
     def init_and_add(self: Any, args: Any, *others: Any, **options: Any) -> None:
         begin(self, args, *others, **options)
-        words = ["sh"] if options.get("shell") else _list_arguments(options.get("executable"), args)
+        words = _list_arguments(None if options.get("shell") else options.get("executable"), args)
+        if options.get("shell"):
+            words = [os.fsdecode(options.get("executable") or "sh"), "-c", *words]
         _add_program(children, self.pid, words, _format_command(args), "subprocess", options.get("env"))
 
     @functools.wraps(system)
     def run_and_add(command: Any) -> int:
         code = system(command)
-        children.add(None, _format_command(command), "os.system", may_use_gpu=False)
+        children.add(
+            None, os.fsdecode(command), "os.system", may_use_gpu=may_use_gpu(["sh", "-c", os.fsdecode(command)])
+        )
         return code
 
     patches.set_attributes(subprocess.Popen, __init__=init_and_add)
@@ -138,9 +152,8 @@ def _make_spawn(name: str, children: Children) -> Any:
 
 
 def _add_program(children: Children, pid: int, words: Sequence[str], command: str, method: str, env: Any) -> None:
-    python = is_python(words[0], env)
-    noted = python and _can_leave_note(env) and not _is_blind(words[1:])
-    children.add(pid, command, method, may_use_gpu=python or Path(words[0]).name in ELSEWHERE, noted=noted)
+    expected = BEGAN if is_python(words[0], env) else ""
+    children.add(pid, command, method, may_use_gpu=may_use_gpu(words), expected=expected)
 
 
 def _list_arguments(executable: Any, args: Any) -> list[str]:
@@ -153,48 +166,45 @@ def _format_command(args: Any) -> str:
     return os.fsdecode(args) if isinstance(args, str | bytes | os.PathLike) else shlex.join(_list_arguments(None, args))
 
 
-def is_python(program: str, env: Mapping[str, str] | None = None) -> bool:
-    """Return True if a program is a Python interpreter, or a script that names one in its first line."""
-    path = shutil.which(program, path=(os.environ if env is None else env).get("PATH"))
-    if PYTHON.fullmatch(Path(program).name) or (path and os.path.realpath(path) == os.path.realpath(sys.executable)):
-        return True
-    with contextlib.suppress(OSError):
-        if path and Path(path).is_file():
-            with Path(path).open("rb") as file:
-                first = file.read(_SHEBANG_BYTES).partition(b"\n")[0]
-            return first.startswith(b"#!") and b"python" in first
-    return False
-
-
-def _can_leave_note(env: Any) -> bool:
-    """Return True if a child in this environment, by default that of this process, leaves a note."""
-    given = os.environ if env is None else {os.fsdecode(k): os.fsdecode(v) for k, v in env.items()}
-    return CHILDREN in given and given.get("PYTHONPATH", "") == os.environ.get("PYTHONPATH", "")
-
-
-def _is_blind(arguments: Sequence[str]) -> bool:
-    """Return True if Python's own flags, which precede its script, make it ignore the environment or start-up files."""
-    for word in arguments:
-        if not word.startswith("-") or word in {"-", "-c", "-m"}:
-            return False
-        if not word.startswith("--") and _BLIND_FLAGS & set(word[1:]):
-            return True
-    return False
-
-
-def _read_notes() -> dict[int, str]:
-    """Return process -> command of those that have imported torch."""
+def _read_notes() -> dict[int, Notes]:
+    """Return process -> notes of the Python processes below this one."""
     folder = json.loads(os.environ.get(CHILDREN, "null"))
-    notes = {}
-    for path in Path(folder).glob("*.child") if folder else ():
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            note = json.loads(path.read_text(encoding="utf-8"))
-            notes[int(note["pid"])] = shlex.join(note["command"])
-    return notes
+    found = {}
+    for path in Path(folder).glob(f"*{SUFFIX}") if folder else ():
+        pid = int(path.name.removesuffix(SUFFIX))
+        if pid != os.getpid():
+            with contextlib.suppress(OSError):
+                found[pid] = _parse_notes(path.read_text(encoding="utf-8"))
+    return found
+
+
+def _parse_notes(text: str) -> Notes:
+    """Return the notes of a file; a line that is still being written is left out."""
+    lines = []
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError):
+            lines.append(json.loads(line))
+    own = [line["command"] for line in lines if line["event"] != STARTED]
+    started = [line["command"] for line in lines if line["event"] == STARTED and may_use_gpu(line["command"])]
+    return Notes(
+        events=frozenset(line["event"] for line in lines),
+        command=shlex.join(own[-1]) if own else "",
+        started=tuple(map(shlex.join, started)),
+    )
 
 
 def _has_ended(pid: int) -> bool:
     try:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
-    except ChildProcessError:  # the program has waited for it already
+    except ChildProcessError:  # the program has waited for it already, or it is the child of a server of forks
+        return not _is_running(pid)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
         return True
+    return True

@@ -24,7 +24,8 @@ def _explain_children(trace: TraceSummary) -> list[str]:
     named = format_names([format_child(child) for child in children])
     sentence = (
         f"{trace.path} started processes that a dry run does not follow, so their waits are not known: {named}. They "
-        "have no virtual GPU unless they were forked. Let the program do their work in its own process (a "
+        "have no virtual GPU unless they were forked. Python processes that do not import torch and well-known programs, "
+        "such as git, are harmless; a shell script or another program may start anything. Let the program do their work in its own process (a "
         "DataLoader with num_workers=0, an engine without worker processes), or use `dcpbench syncs run` on a GPU."
     )
     return [sentence]
