@@ -15,6 +15,7 @@ from typer.models import OptionInfo
 
 from dcpbench import cli
 from dcpbench.commands import catalogue
+from dcpbench.compare.effects import MIN_LAUNCHES
 from dcpbench.plan.serve_spec import SERVE_PARSERS
 from dcpbench.plan.spec import PARSERS
 from dcpbench.points.names import format_flag
@@ -469,3 +470,28 @@ def test_paragraphs_use_the_width_there_is(command: list[str], monkeypatch, caps
     ]
     assert not broken
     assert sum(len(lines) > 1 for lines in paragraphs) >= 1
+
+
+def test_only_a_dry_run_promises_the_line_that_waits() -> None:
+    """torch.profiler records the first line of a function only."""
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert "scan, serve and run name the function; dry-run names the line." in help_of("syncs")
+    assert "A trace names the function that waited; only the dry run knows the line." in readme
+    for command in ("scan", "run", "serve"):
+        assert not re.search(r"(which|the) lines? that wait", help_of("syncs", command))
+
+
+def test_help_of_scan_explains_sites_at_which_no_call_waited() -> None:
+    text = help_of("syncs", "scan")
+    assert '"0 of 1 waited" means that there was nothing to wait for this time.' in text
+    assert "did wait" not in text
+
+
+def test_examples_of_a_gate_in_ci_use_at_least_four_launches_of_each_side() -> None:
+    """A gate of 2 % cannot be judged with fewer launches (docs/statistics.md)."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    [line] = [line for line in readme.splitlines() if line.startswith("dcpbench compare") and "--fail-on" in line]
+    assert "use at least four launches on each side" in line
+    workflow = (ROOT / "examples" / "compare.yml").read_text(encoding="utf-8")
+    [rounds] = re.findall(r"for round in ([\d ]+);", workflow)
+    assert len(rounds.split()) >= MIN_LAUNCHES

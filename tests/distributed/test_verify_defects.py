@@ -102,6 +102,18 @@ def test_defects_are_found_at_61_layers(precision, tmp_path):
     assert [defect.__name__ for defect in FIVE if not found(asked, defect.__name__)] == []
 
 
+def test_a_defect_is_found_in_fp8_at_61_layers(tmp_path, monkeypatch):
+    """Limits do not grow with the depth: a missing YaRN exceeds one, and an engine without a defect exceeds none.
+
+    One short prompt keeps this within seconds; the test above has all of FIVE.
+    """
+    monkeypatch.setattr("tests.distributed.test_verify_defects.PROMPTS", ((3, 5, 7),))
+    monkeypatch.setattr("tests.distributed.test_verify_defects.NEW", 1)
+    asked = point(write_checkpoint(tmp_path / "v3", 61), **IN_FP8)
+    assert found(asked) == []
+    assert found(asked, "no_yarn") == ["layers"]
+
+
 def test_no_experts_are_skipped_because_prompts_never_choose_them(shallow, monkeypatch):
     """A single token takes 4 of 16 experts; those that it does not take are compared, too."""
     asked = point(shallow, **IN_BF16)

@@ -670,6 +670,11 @@ def test_a_record_of_a_server_on_a_cpu_is_marked(tmp_path: Path, device: str, ma
         (True, None, "a signal ended the run before the first token. Serve the load anew with --resume."),
         (True, 9.0, "a signal ended the run before the first token. Serve the load anew with --resume."),
         (False, 9.0, "cut off by --limit 9s; use a longer one."),
+        (
+            False,
+            None,
+            "though neither --limit nor a signal ended the run; read the log of the server or of the run.",
+        ),
     ],
 )
 def test_a_run_without_a_token_says_what_ended_it(

@@ -56,6 +56,17 @@ def test_the_traces_of_all_ranks_are_scanned_and_older_files_are_not(scanned: Ca
     assert "of-yesterday" not in out + err
 
 
+def test_the_folder_of_traces_is_made_with_its_parents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "made" / "traces"
+    monkeypatch.setenv("VLLM_TORCH_PROFILER_DIR", str(folder))
+    with served(f"--trace {TRACE}", tmp_path / "log") as url, pytest.raises(SystemExit) as end:
+        cli.main(["syncs", "serve", "--url", url, "--traces", str(folder), "--num-requests", "2"])
+    assert end.value.code == 1, capsys.readouterr().err
+    assert list(folder.glob("*.json*"))
+
+
 def test_the_gate_is_scans_own(scanned: Callable[..., Asked]) -> None:
     """What is allowed passes."""
     code, _, err = scanned(f"--trace {TRACE}", "--max-per-step", "1000000")
@@ -125,9 +136,8 @@ def test_mistakes_are_sentences(words: list[str], said: str, capsys: pytest.Capt
 def test_a_point_of_a_server_says_where_it_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By the traces that its profiler writes behind the load; its times are those of the load alone."""
-    folder = tmp_path / "traces"
-    folder.mkdir()
+    """Its profiler writes the traces after the load, into a folder that the command makes with its parents."""
+    folder = tmp_path / "traces" / "of a server"
     monkeypatch.setenv("VLLM_TORCH_PROFILER_DIR", str(folder))
     load = [
         "--device",

@@ -1,4 +1,4 @@
-"""Commands whose output goes to a full or read-only disk end with exit code 3 and name the disk and the remedy."""
+"""Commands that write to a full or read-only disk end with exit code 3, and name the disk and the remedy."""
 
 from __future__ import annotations
 

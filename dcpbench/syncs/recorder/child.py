@@ -1,4 +1,4 @@
-"""Leave notes on this Python process for a dry run, whose program started it.
+"""Leave notes for a dry run on this Python process, which a program of the dry run has started.
 
 The file FOLDER/PID.child has a line of JSON for each event, `{"event": EVENT, "command": [WORD, ...]}`:
 
