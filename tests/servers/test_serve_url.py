@@ -98,7 +98,7 @@ def test_a_record_says_whose_it_is_and_how_it_was_asked(ran: Ran) -> None:
 def test_a_report_shows_it_as_a_server_that_ran(ran: Ran) -> None:
     """Not as an imported file."""
     page = (ran.folder / "report" / "report.html").read_text()
-    assert "engine vllm 0.32.0" in page
+    assert "vLLM 0.32.0" in page
     assert "Imported:" not in page
 
 

@@ -629,7 +629,7 @@ class TestWhoseFolder:
     def test_a_folder_that_cannot_be_written_is_a_sentence(self, tmp_path: Path) -> None:
         runs = dashboard_builder.history(tmp_path / "runs", runs=1, count=1)
         (tmp_path / "file").write_text("")
-        with pytest.raises(OutputError, match="give another folder with -o"):
+        with pytest.raises(OutputError, match="Give another folder with -o"):
             site.build(runs, tmp_path / "file" / "site")
 
 

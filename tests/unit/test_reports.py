@@ -363,7 +363,7 @@ def test_no_folder_a_wrong_folder_and_an_unwritable_place_are_told(tmp_path: Pat
     with pytest.raises(RecordsError, match="does not exist"):
         write_report([tmp_path / "none"], tmp_path)
     (tmp_path / "file").touch()
-    with pytest.raises(OutputError, match=r"Not a directory.* type: dcpbench report .*run -o ELSEWHERE"):
+    with pytest.raises(OutputError, match=r"Not a directory.* Type `dcpbench report .*run -o ELSEWHERE`"):
         write_report([build.write(tmp_path / "run", [build.ok(build.point())])], tmp_path / "file")
 
 

@@ -510,15 +510,17 @@ def test_columns_go_in_this_order_where_a_terminal_is_narrow() -> None:
         ("p99", 1),
     ]
     served = decoded | {"ttft_p50_ms": 1.0, "ttft_p99_ms": 1.0, "goodput_s": 0.5, "load_arrival": "closed"}
+    served |= {"kv_tokens_of_all": 655_360.0}
     found = [(c.name, c.drop) for c in terminal._make_served_columns("closed", pd.DataFrame([served]))]
-    assert found[-7:] == [
+    assert found[-8:] == [
         ("tok/s", None),
         ("/GPU", 0),
-        ("TTFT ms", 4),
+        ("TTFT ms", 5),
         ("p99", 1),
         ("ITL ms", None),
         ("p99", 2),
-        ("good/s", 3),
+        ("good/s", 4),
+        ("KV tokens", 3),
     ]
 
 
