@@ -9,10 +9,8 @@ import msgspec
 import numpy as np
 
 from dcpbench.errors import TraceError
-from dcpbench.syncs.scan import find_trace_steps
-from dcpbench.syncs.traces.columns import read_columns
+from dcpbench.syncs.scan import find_trace_steps, read_trace
 from dcpbench.syncs.traces.intervals import match_keys, merge_intervals
-from dcpbench.syncs.traces.reading import TraceReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -117,16 +115,7 @@ def measure_steps(
 
     Raises TraceError if the file is no trace, or has no GPU work or no steps.
     """
-    reader = TraceReader(path)
-    events = 0
-
-    def count_events(more: int) -> None:
-        nonlocal events
-        events += more
-        if progress:
-            progress(f"{path.name}: {events:,} events")
-
-    columns = read_columns(reader.read_blocks(), reader.trouble, count_events)
+    _, columns = read_trace(path, progress)
     if not len(columns.tables["gpu"]):
         raise TraceError(f"{path} has no GPU work; give the trace of a rank that ran on a GPU.")
     steps = find_trace_steps(columns, step_range)

@@ -79,6 +79,18 @@ def _scan_file(
     path: Path, repository: Repository, step_range: str | None, progress: Callable[[str], None] | None
 ) -> tuple[TraceSummary, list[Site], str]:
     """Return the summary and the sites of one trace and, if it has no steps, a sentence about its ranges."""
+    reader, columns = read_trace(path, progress)
+    summary, sites = scan_columns(columns, str(path), repository, step_range=step_range)
+    summary.rank, summary.world_size = reader.rank, reader.world_size
+    summary.dp_rank, summary.pp_rank = parse_file_name(path.name).group
+    summary.front_end = is_front_end(path.name) and not (summary.coverage.gpu_events or summary.coverage.runtime_events)
+    if summary.front_end:
+        summary.coverage.notes = []
+    return summary, sites, "" if summary.steps else format_ranges(columns)
+
+
+def read_trace(path: Path, progress: Callable[[str], None] | None = None) -> tuple[TraceReader, Columns]:
+    """Read a trace file; `progress` is called with the number of events so far. Raises TraceError if it is no trace."""
     reader = TraceReader(path)
     events = 0
 
@@ -88,14 +100,7 @@ def _scan_file(
         if progress:
             progress(f"{path.name}: {events:,} events")
 
-    columns = read_columns(reader.read_blocks(), reader.trouble, count_events)
-    summary, sites = scan_columns(columns, str(path), repository, step_range=step_range)
-    summary.rank, summary.world_size = reader.rank, reader.world_size
-    summary.dp_rank, summary.pp_rank = parse_file_name(path.name).group
-    summary.front_end = is_front_end(path.name) and not (summary.coverage.gpu_events or summary.coverage.runtime_events)
-    if summary.front_end:
-        summary.coverage.notes = []
-    return summary, sites, "" if summary.steps else format_ranges(columns)
+    return reader, read_columns(reader.read_blocks(), reader.trouble, count_events)
 
 
 def scan_columns(
