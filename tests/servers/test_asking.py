@@ -542,7 +542,11 @@ def test_each_server_has_its_points_and_each_point_its_record(tmp_path: Path, mo
         told.append((event.stage, f"{event.index + 1} of {event.of}: {event.note}"))
 
     layouts = (record_builder.Layout(2), record_builder.Layout(4), record_builder.Layout(8))
-    points = [serve_record_builder.point(layout, n, settings="a=1, b=x=y", weights="unknown") for n in (8, 16) for layout in layouts]
+    points = [
+        serve_record_builder.point(layout, n, settings="a=1, b=x=y", weights="unknown")
+        for n in (8, 16)
+        for layout in layouts
+    ]
     asked = measure.ClientConfig(target=Target.from_url("http://127.0.0.1:9", key="k", timeout_s=5.0), device="H200")
     sweep.measure_started(points, PRESETS["vllm"], "m", asked, Settings(), tmp_path, watch, limit_s=9.0)
     rows = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
