@@ -25,11 +25,13 @@ MEASURE = make_panel("How it is measured")
 OUTPUT = make_panel("Output")
 MACHINES = make_panel("Machines")
 
-TP = (
+TP_DEGREE = (
     "GPUs that share one copy of the model, all of a layout: dp and dcp are inside, as in SGLang's --tp-size; vLLM's "
-    "--data-parallel-size × --tensor-parallel-size. Each is one torchrun job."
+    "--data-parallel-size × --tensor-parallel-size."
 )
-"""Help text of --tp, without its default."""
+TP = f"{TP_DEGREE} Each is one torchrun job."
+DCP_DEGREE = "Ranks that share the KV cache of one request, vLLM's --decode-context-parallel-size; divides tp / dp. Adds no GPUs."
+"""Help texts of --tp and --dcp, without their defaults."""
 MODEL = LOAD(
     "deepseek-v3, deepseek-r1, deepseek-v2, deepseek-v2-lite, kimi-k2, tiny, or a folder with a Hugging Face "
     "config.json. Default: the checkpoint's own config.json where one is given, else deepseek-v3; tiny on the CPU.",
@@ -57,10 +59,7 @@ class Layouts(Group):
         "Attention data parallel replicas inside tp: SGLang's --dp-size with --enable-dp-attention, vLLM's "
         "--data-parallel-size, with which its --tensor-parallel-size is our tp / dp. Default: 1."
     )
-    dcp: str | None = LAYOUT(
-        "Ranks that share the KV cache of one request, vLLM's --decode-context-parallel-size; divides tp / dp. Adds no "
-        "GPUs. Default: tp / dp, with dcp 1 as baseline; --dcp 1 measures plain TP alone."
-    )
+    dcp: str | None = LAYOUT(f"{DCP_DEGREE} Default: tp / dp, with dcp 1 as baseline; --dcp 1 measures plain TP alone.")
     ep: str | None = make_panel("Layouts (comma lists)", metavar="1|tp,…")(
         "Expert parallel degree: 1 for tensor-parallel experts, each split over all tp ranks, the default of vLLM and SGLang; tp for "
         "expert parallel, each rank with some of the experts: vLLM's --enable-expert-parallel, SGLang's --ep-size. Default: 1."

@@ -28,14 +28,10 @@ class Layouts(opt.Layouts):
     """Hold the degrees of the servers' layouts."""
 
     tp: str | None = opt.LAYOUT(
-        "GPUs that share one copy of the model, all of a layout: dp and dcp are inside, as in SGLang's --tp-size; vLLM's "
-        "--data-parallel-size × --tensor-parallel-size. With --url it states the server's layout, which no API reports. Default: "
+        f"{opt.TP_DEGREE} With --url it states the server's layout, which no API reports. Default: "
         "1 with --engine or --serve-cmd; unknown with --url."
     )
-    dcp: str | None = opt.LAYOUT(
-        "Ranks that share the KV cache of one request, vLLM's --decode-context-parallel-size; divides tp / dp. Adds no "
-        "GPUs. Default: 1."
-    )
+    dcp: str | None = opt.LAYOUT(f"{opt.DCP_DEGREE} Default: 1.")
 
     exchange: str | None = make_panel("Layouts (comma lists)")(
         "How partial attention is merged over dcp ranks, by the engine's name: ag_rs or a2a, with SGLang also fi_a2a. Each of the "

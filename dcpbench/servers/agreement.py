@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypedDict, TypeVar
 
 import msgspec
 import numpy as np
@@ -372,6 +372,34 @@ OWN_PAIRS: dict[str, Callable[[PromptAnswers], list[tuple[Answer, Answer]]]] = {
 }
 
 
+class Tally(TypedDict):
+    """Hold the counts that Comparison and engine_agreement.Count share, by the names of their fields."""
+
+    prompts: int
+    pairs: int
+    near_ties: int
+    real: int
+    unknown: int
+    differing: int
+    compared: int
+    tokens: int
+
+
+def tally_pairs(prompts: Sequence[Sequence[Pair]]) -> Tally:
+    """Count the pairs of each prompt."""
+    pairs = [pair for of in prompts for pair in of]
+    return {
+        "prompts": len(prompts),
+        "pairs": len(pairs),
+        "near_ties": sum(pair.kind == NEAR_TIE for pair in pairs),
+        "real": sum(pair.is_real for pair in pairs),
+        "unknown": sum(pair.kind == UNKNOWN for pair in pairs),
+        "differing": sum(2 * sum(pair.is_real for pair in of) >= max(len(of), 1) for of in prompts),
+        "compared": sum(pair.compared for pair in pairs),
+        "tokens": sum(pair.tokens for pair in pairs),
+    }
+
+
 def _summarize_pairs(effect: str, server: str, context: int, prompts: Sequence[Sequence[Pair]]) -> Comparison:
     pairs = [pair for of in prompts for pair in of]
     drifts = [pair.drift for pair in pairs if pair.drift is not None]
@@ -379,19 +407,12 @@ def _summarize_pairs(effect: str, server: str, context: int, prompts: Sequence[S
         effect=effect,
         server=server,
         context=context,
-        prompts=len(prompts),
-        pairs=len(pairs),
-        near_ties=sum(pair.kind == NEAR_TIE for pair in pairs),
-        real=sum(pair.is_real for pair in pairs),
-        unknown=sum(pair.kind == UNKNOWN for pair in pairs),
-        differing=sum(2 * sum(pair.is_real for pair in of) >= max(len(of), 1) for of in prompts),
+        **tally_pairs(prompts),
         first=min(
             (pair.first + 1 for pair in pairs if pair.kind in (TOKEN, UNKNOWN) and pair.first is not None), default=None
         ),
         gap=max((pair.gap for pair in pairs if pair.kind == NEAR_TIE and pair.gap is not None), default=None),
         drift=float(np.mean(drifts)) if drifts else None,
-        compared=sum(pair.compared for pair in pairs),
-        tokens=sum(pair.tokens for pair in pairs),
     )
 
 

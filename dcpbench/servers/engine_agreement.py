@@ -31,14 +31,12 @@ from dcpbench.servers.agreement import (
     LEVEL,
     MAX_CHANCE_SHARE,
     MIN_COVERAGE,
-    NEAR_TIE,
     RARE,
     REPEAT,
     SAME,
     SERVERS,
     UNATTRIBUTED,
     UNDECIDED,
-    UNKNOWN,
     Detectable,
     Pair,
     compare_pair,
@@ -46,6 +44,7 @@ from dcpbench.servers.agreement import (
     compute_tail,
     compute_upper_bound,
     reject_by_holm,
+    tally_pairs,
 )
 from dcpbench.servers.edge_answers import AGAIN, CACHES, NEW, SHARED, Cell
 
@@ -98,7 +97,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     first: int | None  # token, from 1, that differs in the first such pair; None if only log-probabilities differ
     gap: float | None  # by how much one server has its token ahead of the other one's there
     drift: float | None  # mean |difference of log-probabilities| of equal tokens
-    period: int | None  # every so manieth request is wrong; None if there is no period
+    period: int | None  # distance in requests between wrong ones; None if it is not constant
     p: float
 
 
@@ -265,14 +264,7 @@ def _count_pairs(
     return Count(
         effect=effect,
         cell=cell,
-        prompts=len(prompts),
-        pairs=len(pairs),
-        near_ties=sum(pair.kind == NEAR_TIE for pair in pairs),
-        real=sum(pair.is_real for pair in pairs),
-        unknown=sum(pair.kind == UNKNOWN for pair in pairs),
-        differing=sum(2 * sum(pair.is_real for pair in of) >= max(len(of), 1) for of in prompts),
-        compared=sum(pair.compared for pair in pairs),
-        tokens=sum(pair.tokens for pair in pairs),
+        **tally_pairs(prompts),
         with_logprobs=sum(pair.drift is not None or pair.gap is not None for pair in pairs),
         example=next((pair for pair in pairs if pair.is_real), None),
         wrong=wrong,

@@ -5,11 +5,12 @@ The patterns match the logs of vLLM 0.26 and SGLang 0.5.17; settings that a log 
 
 from __future__ import annotations
 
+import os
 import re
 from typing import TYPE_CHECKING
 
 from dcpbench.errors import WorkerError
-from dcpbench.points.names import DUMMY
+from dcpbench.points.names import DUMMY, SYNTHETIC
 from dcpbench.records.record import EngineSettings, StartPhase
 
 if TYPE_CHECKING:
@@ -134,13 +135,24 @@ def has_dummy_weights(settings: EngineSettings, environment: Mapping[str, str]) 
     return not any(environment.get(name) in values for name, values in UNIFORM_ROUTING.items())
 
 
-def check_synthetic_weights(settings: EngineSettings | None) -> None:
-    """Raise WorkerError if no rank of an engine reports synthetic weights."""
-    if not (settings and settings.weights_fingerprints):
+def read_started_settings(log: str, weights: str, environment: Mapping[str, str]) -> tuple[EngineSettings | None, bool]:
+    """Return the settings in the log of a started server, and whether it has its engine's own dummy weights.
+
+    Args:
+        log: Text of the log from its beginning.
+        weights: Weights that the server was started with, as a point has them.
+        environment: Variables that the server got in addition to those of this process.
+
+    Raises:
+        WorkerError: The server should have synthetic weights, and no rank reports them.
+    """
+    found = read_settings(log)
+    if weights == SYNTHETIC and not (found and found.weights_fingerprints):
         raise WorkerError(
             "the server has no synthetic weights, because its engine did not load dcpbench's plugin; install dcpbench in the "
             "engine's Python environment, or add --weights model"
         )
+    return found, found is not None and has_dummy_weights(found, {**os.environ, **environment})
 
 
 class StartWatch:

@@ -101,9 +101,9 @@ def _list_points(engine: Engine, layout: Layout, grid: Grid) -> list[Point]:
         concurrency=1,
         context=1,
         precision={"kv_dtype": grid.kv_dtype} if grid.kv_dtype else {},
+        weights=choose_weights(engine, grid.model, grid.weights),
     )
     point = msgspec.structs.replace(point, q_replicate=grid.q_replicate, interleave=grid.interleave)
-    point = msgspec.structs.replace(point, weights=choose_weights(engine, grid.model, grid.weights))
     if layout.dcp <= 1 or not grid.exchanges:
         return [point]
     return [msgspec.structs.replace(point, exchange=exchange) for exchange in grid.exchanges]

@@ -6,14 +6,12 @@ import asyncio
 import dataclasses
 import functools
 import itertools
-import os
 import time
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from dcpbench.errors import DcpbenchError, UsageError
-from dcpbench.points.names import SYNTHETIC
 from dcpbench.points.redaction import format_command_line, redact
 from dcpbench.records.record import StartPhase
 from dcpbench.servers.agreement import AGREE, CONSISTENT, DIFFER, LEVEL, UNDECIDED
@@ -27,8 +25,8 @@ from dcpbench.servers.engine_agreement import (
     count_own,
     judge_setting,
 )
-from dcpbench.servers.engine_log import check_synthetic_weights, has_dummy_weights, read_settings
-from dcpbench.servers.launch import Server, find_free_port
+from dcpbench.servers.engine_log import read_started_settings
+from dcpbench.servers.launch import Server, choose_log_path, find_free_port
 from dcpbench.show.text import make_printable
 
 if TYPE_CHECKING:
@@ -42,7 +40,6 @@ if TYPE_CHECKING:
     from dcpbench.servers.info import ServerInfo
 
 START, PROMPTS, ANSWER = "start", "prompts", "answer"  # what failed: the start, the form of prompts, or a request
-LOGS = "servers"  # folder with the logs of servers
 FAILED = "FAILED"  # verdict: a server that starts fails at a request
 LAST_LINES, MAX_LINE = 10, 500  # lines of a log that are quoted, and characters of each
 ENDING_S = 5.0  # time in which a server that broke off an answer may end
@@ -170,7 +167,7 @@ class _Run:
         """Start the server of a setting, collect its answers, end it, and append the result."""
         port = find_free_port()
         words = setting.make_command(self.check.model, port)
-        log = _choose_log_path(self.check.folder, f"{number}-{setting.name}")
+        log = choose_log_path(self.check.folder, f"{number}-{setting.name}")
         result = SettingResult(name=setting.name, command=format_command_line(words), log=str(log))
         target = dataclasses.replace(self.check.target, port=port)
         collector = Collector(target, self.check.questions, lambda note: self.tell(f"{setting.name}: {note}"))
@@ -178,10 +175,7 @@ class _Run:
             stage = START
             try:
                 start = server.wait_until_ready(self.check.start_timeout_s, collector.tell)
-                found = read_settings(server.read_log())
-                if setting.point.weights == SYNTHETIC:
-                    check_synthetic_weights(found)
-                dummy = found is not None and has_dummy_weights(found, {**os.environ, **setting.environment})
+                found, dummy = read_started_settings(server.read_log(), setting.point.weights, setting.environment)
                 stage, result = ANSWER, msgspec.structs.replace(result, start=start, dummy_weights=dummy)
                 choose = functools.partial(self._choose_lengths, words, found)
                 answers, self._prompts = asyncio.run(collector.collect(self._prompts, choose))
@@ -253,10 +247,3 @@ def _make_failure(server: Server, stage: str, message: str, cell: Cell | None) -
     lines = [make_printable(redact(line))[:MAX_LINE] for line in server.read_log().splitlines() if line.strip()]
     reason = f"the server died: {ended}" if ended and stage == ANSWER else message
     return Failure(stage=stage, ended=bool(ended), reason=reason, cell=cell, lines=lines[-LAST_LINES:])
-
-
-def _choose_log_path(folder: Path, name: str) -> Path:
-    """Return a new log file for a server."""
-    plain = "".join(c if c.isalnum() or c in "-_.=" else "_" for c in name)[:120]
-    paths = (folder / LOGS / f"{plain}{f'-{n}' if n else ''}.log" for n in itertools.count())
-    return next(path for path in paths if not path.exists())

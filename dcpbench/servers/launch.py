@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import itertools
 import json
 import os
 import re
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from dcpbench.records.record import StartPhase
 
+LOGS = "servers"  # folder of a run with the logs of its servers
 GRACE_S = 10.0
 POLL_S = 0.2
 OK = 200
@@ -37,6 +39,13 @@ POINTS_ELSEWHERE = re.compile(
 )
 VALIDATION = re.compile(r"\d+ validation errors? for \w+$")
 MAX_REASON = 400
+
+
+def choose_log_path(folder: Path, name: str) -> Path:
+    """Return the path of a new log file in the folder of servers' logs of a run."""
+    plain = "".join(c if c.isalnum() or c in "-_.=" else "_" for c in name)[:120]
+    paths = (folder / LOGS / f"{plain}{f'-{n}' if n else ''}.log" for n in itertools.count())
+    return next(path for path in paths if not path.exists())
 
 
 class ServerError(WorkerError):

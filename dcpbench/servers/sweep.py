@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 import time
 from typing import TYPE_CHECKING
 
@@ -14,12 +13,11 @@ from dcpbench.errors import DcpbenchError
 from dcpbench.launch.jobs import Progress
 from dcpbench.measuring.gpu_state import find_visible_gpus
 from dcpbench.points import redaction
-from dcpbench.points.names import SYNTHETIC
 from dcpbench.records.file import RecordFile
 from dcpbench.records.record import CPU, Record, format_omitted_note
-from dcpbench.servers.engine_log import check_synthetic_weights, has_dummy_weights, read_settings
+from dcpbench.servers.engine_log import read_started_settings
 from dcpbench.servers.kv_capacity import find_pcp
-from dcpbench.servers.launch import Server, find_free_port
+from dcpbench.servers.launch import Server, choose_log_path, find_free_port
 from dcpbench.servers.measure import fetch_server_info, measure_point, resolve_prompt_format
 from dcpbench.servers.presets import make_environment
 from dcpbench.servers.profile import FOLDERS
@@ -35,8 +33,6 @@ if TYPE_CHECKING:
     from dcpbench.records.record import StartPhase
     from dcpbench.servers.measure import ClientConfig
     from dcpbench.servers.presets import Engine
-
-LOGS = "servers"  # folder of a run with the logs of its servers
 
 
 def make_server_key(point: Point) -> tuple[object, ...]:
@@ -88,9 +84,9 @@ def measure_started(
             try:
                 start = server.wait_until_ready(limit_s, make_reporter(left[0], "build"))
                 info = fetch_server_info(one.target, one.retries).with_kv_capacity(
-                    dp=left[0].dp, dcp=left[0].dcp, pcp=find_pcp(words), log=server.read_log()
+                    dp=left[0].dp, dcp=left[0].dcp, pcp=find_pcp(words), log=(text := server.read_log())
                 )
-                one = _add_start(one, start, server.read_log(), env, left[0])
+                one = _add_start(one, start, text, env, left[0])
                 for note in info.notes:
                     print_stderr(note)
                 prompt_format = resolve_prompt_format(one, info.find_model(None).id)
@@ -123,12 +119,9 @@ def _add_start(
 
     Raises WorkerError if the server should have synthetic weights and no rank reports them.
     """
-    found = read_settings(log)
-    if point.weights == SYNTHETIC:
-        check_synthetic_weights(found)
+    found, dummy = read_started_settings(log, point.weights, env)
     if found is not None and point.dcp <= 1:
         found = msgspec.structs.replace(found, exchange=None)
-    dummy = found is not None and has_dummy_weights(found, {**os.environ, **env})
     return dataclasses.replace(config, start=start, engine_settings=found, dummy_weights=dummy)
 
 
@@ -137,9 +130,7 @@ def _make_log_path(folder: Path, engine: Engine, point: Point) -> Path:
     ep = f"ep{point.ep_degree}" if point.dp > 1 and point.ep_degree else ""
     degrees = f"tp{point.tp}-dp{point.dp}-dcp{point.dcp}"
     name = "-".join(filter(None, (engine.name, degrees, ep, point.settings)))
-    plain = "".join(c if c.isalnum() or c in "-_.=" else "_" for c in name)[:120]
-    names = (folder / LOGS / f"{plain}{f'-{n}' if n else ''}.log" for n in itertools.count())
-    return next(path for path in names if not path.exists())
+    return choose_log_path(folder, name)
 
 
 def _make_failed_record(point: Point, why: str, config: ClientConfig) -> Record:

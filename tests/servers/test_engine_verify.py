@@ -281,7 +281,7 @@ class TestJudgement:
         assert (first.first, first.gap) == (3, pytest.approx(2.0))
 
     def test_every_33rd_request_is_found_by_its_period(self) -> None:
-        """Of 704 requests 21 are wrong, too few for any share; nine of these are sent alone."""
+        """There are 704 requests, and 21 of them are wrong, too few for any share; nine of these are sent alone."""
         found = judge(range(10, 18), wrong=lambda number, _batch, _cache: number % 33 == 5)
         assert found.verdict == DIFFER
         assert (found.findings[0].effect, found.findings[0].period, found.findings[0].lengths) == (SERVERS, 33, [])
@@ -363,7 +363,7 @@ class TestJudgement:
 
 
 class TestTolerance:
-    """Of weights that are not trained, log-probabilities lie close together."""
+    """Without trained weights log-probabilities lie close together."""
 
     def test_it_shrinks_with_their_deviation(self) -> None:
         narrow = [ScoredPrompt(first=[-11.7, -11.9], again=[-11.7, -11.9])]

@@ -40,7 +40,7 @@ def write_engine_trace(path: Path, decodes: int = 5) -> Path:
 
 
 def test_a_decode_step_is_divided_by_part_and_by_kernel(tmp_path: Path) -> None:
-    """Of five decode steps the first is warm-up, and the last has no next one that ends it."""
+    """There are five decode steps: the first is warm-up, and the last has no next one that ends it."""
     prefill_and_decode = measure_steps(write_engine_trace(tmp_path / "rank0.pt.trace.json"))
     (decode,) = [step for step in prefill_and_decode if step.kind == "decode"]
     assert decode.steps == 3
