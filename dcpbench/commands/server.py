@@ -99,9 +99,10 @@ class Options(Group):
         metavar="ARGS",
     )
     weights: str | None = SERVER(
-        "Weights of started servers. model: the model's own. synthetic: those of dcpbench's engine, which route tokens like a "
-        "trained model's; the engine's environment needs dcpbench. dummy: the engine's own dummy weights, with which all tokens take the same few experts. "
-        "Default: synthetic for a folder without a checkpoint, else model.",
+        "Weights of servers that dcpbench starts. model: the weights of --model. synthetic: seeded random weights that route tokens "
+        "to different experts, as a trained model does; vLLM's or SGLang's Python environment needs dcpbench. dummy: what "
+        "the engine loads with --load-format dummy; all tokens then take the same few experts. Default: synthetic if --model is a folder "
+        "without weight files, else model.",
         metavar="NAME",
     )
     start_timeout: float = SERVER(

@@ -205,7 +205,7 @@ def format_launches(rows: pd.DataFrame) -> str:
     for (run, launches), own in more.groupby(["run", "launches"], sort=False):
         total = int((rows["run"] == run).sum())
         where = "" if len(own) == total else f" at {len(own):,} of {format_count(total, 'point')}"
-        clauses.append(f"{launches} of {run}{where}")
+        clauses.append(f"{run}: {launches} launches{where}")
     return f"{text} ({format_list(clauses)})"
 
 

@@ -62,7 +62,7 @@ def _make_part_table(step: StepTime) -> Table:
         table.add_column(heading, justify="left" if heading == "part" else "right")
     rows = step.part_us | {"no kernel": step.idle_us}
     if step.overlap_us >= 0.05:  # noqa: PLR2004 - is shown as 0.0 below
-        rows["overlap, counted twice above"] = -step.overlap_us
+        rows["overlap of streams, subtracted"] = -step.overlap_us
     for part, us in rows.items():
         table.add_row(part, f"{us:,.1f}", f"{us / step.step_us:.1%}" if step.step_us else "")
     return table

@@ -92,7 +92,7 @@ class Script:
     """Number of tokens after which the answer ends, regardless of the request; 0 means never."""
     fault: str = ""
     fault_every: int = 1
-    """Every so manieth request has the fault."""
+    """every n-th request has the fault."""
 
 
 @dataclasses.dataclass

@@ -142,7 +142,7 @@ class TestFirstLines:
 
     def test_launches_are_stated_and_nothing_is_called_clear(self, study: Frames) -> None:
         text = overview.format_answer(study)
-        assert ", in one launch each (2 of SGLang 0.5.17 at 1 of 4 points)" in text
+        assert ", in one launch each (SGLang 0.5.17: 2 launches at 1 of 4 points)" in text
         assert "clear" not in text
         several = engines.compare_engines(study).rows.assign(launches=3)
         assert engines.format_launches(several) == "in 3 launches each"
