@@ -21,13 +21,23 @@ if TYPE_CHECKING:
 
     from dcpbench.reports.frames import Frames
 
-INNER = ("same_load", "slo_recorded", "in_step", "engine", "precisions", "run_label", "launches", "kv_tokens_of_all")
+INNER = (
+    "same_load",
+    "slo_recorded",
+    "in_step",
+    "engine",
+    "precisions",
+    "run_label",
+    "launches",
+    "kv_tokens_of_all",
+    "phase_sum_error",
+)
 """Columns that only distinguish points from each other and are not exported."""
 LATER = (
     point.LATER
     | {f"load_{name}": default for name, default in point.LOADS_LATER.items()}
     | dict.fromkeys(FLOORS)
-    | {"failed": 0, "model_folder": ""}
+    | {"failed": 0, "model_folder": "", "overlap_us": 0.0}
 )
 """Default values of columns added later; a column is left out if all points have its default, as in older tables."""
 
