@@ -23,6 +23,7 @@ from dcpbench.reports.step_parts import (
     EXPERTS,
     IDLE,
     MATRIX_PRODUCTS,
+    OTHERS,
     OVERLAP,
     PROJECTIONS,
     REDUCE,
@@ -241,6 +242,7 @@ def describe_limits(frames: Frames) -> list[str]:
         DP_CONTENTS if (rows["dp"] > 1).any() else "",
         *_list_absent_parts(rows),
         _format_unknown(rows),
+        _format_overlap(rows),
         _format_sums(rows),
     ]
     return [text for text in texts if text]
@@ -266,7 +268,7 @@ def _format_where(rows: pd.DataFrame) -> str:
 
 def _list_absent_parts(rows: pd.DataFrame) -> list[str]:
     """Return a sentence for each part that one engine has at a point and another one has not."""
-    names = [part.name for part in STEP_PARTS if part.name != UNKNOWN]
+    names = [part.name for part in STEP_PARTS if part.name not in (OTHERS, UNKNOWN)]
     absent: dict[tuple[str, str], list[str]] = {}
     for _, cell in rows.groupby("cell", sort=False):
         present = {name for parts in cell["parts"] for name in parts}
@@ -302,6 +304,17 @@ def _format_unknown(rows: pd.DataFrame) -> str:
 def _get_unknown_share(row: Mapping[Any, Any]) -> float:
     """Return the share of unknown kernels in a profiled step."""
     return float(row["parts"].get(UNKNOWN, 0.0) / row["profiled_us"])
+
+
+def _format_overlap(rows: pd.DataFrame) -> str:
+    """Return how long kernels of each engine overlap; empty if none do."""
+    longest = rows.groupby("run", sort=False)["overlap_us"].max()
+    clauses = [f"up to {format_number(us / 1e3, 2)} ms ({run})" for run, us in longest.items() if us > 0]
+    return (
+        f"Kernels overlap for {format_list(clauses)} of a profiled step; the parts count that time more than once."
+        if clauses
+        else ""
+    )
 
 
 def _format_sums(rows: pd.DataFrame) -> str:

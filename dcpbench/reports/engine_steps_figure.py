@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from typing import TYPE_CHECKING, Any
 
 from dcpbench.reports.step_parts import IDLE, STEP_PARTS, UNKNOWN
@@ -12,6 +11,8 @@ from dcpbench.show.numbers import format_integer, format_ratio, is_missing
 from dcpbench.show.text import format_count
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import pandas as pd
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -25,8 +26,12 @@ MAX_NAME_CHARS = 24
 BAR_INCHES, MARGIN_INCHES = 0.23, 1.9
 IDLE_LOOK = {"facecolor": IDLE_COLOUR, "hatch": "///", "edgecolor": "#999999"}
 UNKNOWN_LOOK = {"facecolor": "#FFFFFF", "hatch": "xxx", "edgecolor": "#000000"}
-Row = tuple[str, int, str]
-"""Layout, concurrency and engine of a bar; the engine is empty for the heading of its group."""
+TIMED_LOOK: dict[str, Any] = {"color": "#000000", "linewidth": 1.8, "solid_capstyle": "butt"}
+PROFILED_LOOK: dict[str, Any] = {"color": "#D55E00", "linewidth": 1.8, "solid_capstyle": "butt"}
+Group = tuple[int, int, int, int]
+"""Degrees tp, dp and dcp, and concurrency."""
+Bar = tuple[Group, str]
+"""Group and engine of a bar; the engine is empty for the heading of the group."""
 
 
 def draw_engine_steps(rows: pd.DataFrame, style: Style, title: str) -> Figure:  # noqa: ARG001 - same call for all
@@ -38,7 +43,7 @@ def draw_engine_steps(rows: pd.DataFrame, style: Style, title: str) -> Figure:  
     from matplotlib.figure import Figure
 
     contexts = sorted(set(rows["context"]))[:MAX_CONTEXTS]
-    bars = _list_bars(rows)
+    bars, headings = _list_bars(rows), _list_headings(rows)
     columns = choose_columns(len(contexts))
     lines = -(-len(contexts) // columns)
     height = lines * (BAR_INCHES * len(bars) + 0.9) + MARGIN_INCHES
@@ -48,23 +53,27 @@ def draw_engine_steps(rows: pd.DataFrame, style: Style, title: str) -> Figure:  
     for ax in axes[len(contexts) :]:
         ax.remove()
     for i, (ax, context) in enumerate(zip(axes, contexts, strict=False)):
-        _draw_panel(ax, rows[rows["context"] == context], bars, named=i % columns == 0)
+        _draw_panel(ax, rows[rows["context"] == context], bars, headings, named=i % columns == 0)
         ax.set_title(f"context {format_integer(context)} tokens")
     draw_legend_below(figure, _list_legend_entries(rows))
     return figure
 
 
-def _list_bars(rows: pd.DataFrame) -> list[Row]:
+def _list_bars(rows: pd.DataFrame) -> list[Bar]:
     """Return the rows of a panel: for each layout and concurrency a heading and a bar per engine."""
-    groups = _list_groups(rows)[:MAX_GROUPS]
-    runs = list(dict.fromkeys(rows.sort_values("place", kind="stable")["run"]))
-    return [(str(layout), int(n), run) for layout, n in groups for run in ("", *map(str, runs))]
+    runs = list(dict.fromkeys(map(str, rows.sort_values("place", kind="stable")["run"])))
+    return [(group, run) for group in _list_groups(rows)[:MAX_GROUPS] for run in ("", *runs)]
 
 
-def _list_groups(rows: pd.DataFrame) -> list[tuple[str, int]]:
-    """Return the pairs of layout and concurrency in the order in which they are drawn."""
-    ordered = rows.sort_values(["tp", "dp", "dcp", "concurrency"], kind="stable")
-    return list(dict.fromkeys(zip(ordered["layout"], ordered["concurrency"], strict=True)))
+def _list_groups(rows: pd.DataFrame) -> list[Group]:
+    """Return the groups in the order in which they are drawn."""
+    return sorted({_get_group(row) for row in rows.to_dict("records")})
+
+
+def _get_group(row: Mapping[Any, Any]) -> Group:
+    """Return the group of a point; engines may name the same layout with different degrees of expert parallelism."""
+    tp, dp, dcp, concurrency = (int(row[name]) for name in ("tp", "dp", "dcp", "concurrency"))
+    return tp, dp, dcp, concurrency
 
 
 def format_left_out(rows: pd.DataFrame) -> str:
@@ -81,16 +90,16 @@ def format_left_out(rows: pd.DataFrame) -> str:
     return f" (the first {' and '.join(texts)})" if texts else ""
 
 
-def _draw_panel(ax: Axes, panel: pd.DataFrame, bars: list[Row], *, named: bool) -> None:
+def _draw_panel(ax: Axes, panel: pd.DataFrame, bars: list[Bar], headings: Mapping[Group, str], *, named: bool) -> None:
     """Draw the bars of one context; with `named` the engines are written to the left of them."""
-    found = {(r["layout"], int(r["concurrency"]), r["run"]): r for r in panel.to_dict("records")}
+    found = {(_get_group(row), str(row["run"])): row for row in panel.to_dict("records")}
     ends = [_draw_bar(ax, y, found[bar]) for y, bar in enumerate(bars) if bar in found]
     for y, bar in enumerate(bars):
-        if bar[2] and bar not in found:
+        if bar[1] and bar not in found:
             ax.text(0, y, " did not run", va="center", fontsize=8, color="#777777")
-    names = [_format_bar_name(*bar) if named else "" for bar in bars]
-    ax.set_yticks(range(len(bars)), names, fontsize=9)
-    for tick, (_, _, run) in zip(ax.get_yticklabels(), bars, strict=True):
+    names = [headings[group] if not run else format_label(run, MAX_NAME_CHARS) for group, run in bars]
+    ax.set_yticks(range(len(bars)), names if named else [""] * len(bars), fontsize=9)
+    for tick, (_, run) in zip(ax.get_yticklabels(), bars, strict=True):
         tick.set_fontweight("normal" if run else "bold")
     ax.set_ylim(len(bars) - 0.4, -0.6)
     ax.set_xlim(0, max(ends, default=1.0) * 1.22)
@@ -109,9 +118,11 @@ def _draw_bar(ax: Axes, y: int, row: dict[Any, Any]) -> float:
             ax.barh(y, ms, left=left, height=0.78, linewidth=0 if "hatch" not in look else 0.4, **look)
             left += ms
     end = left
+    if row["overlap_us"] and not is_missing(row["overlap_us"]):
+        ax.plot([row["profiled_us"] / 1e3] * 2, [y - 0.46, y + 0.46], **PROFILED_LOOK)
     if not is_missing(row["step_ms"]):
         end = max(left, row["step_ms"])
-        ax.plot([row["step_ms"]] * 2, [y - 0.46, y + 0.46], color="#000000", linewidth=1.8, solid_capstyle="butt")
+        ax.plot([row["step_ms"]] * 2, [y - 0.46, y + 0.46], **TIMED_LOOK)
     note = "" if row["parts"] else "  not profiled"
     ratio = "" if is_missing(row["step_times"]) else f" {format_ratio(row['step_times'], 2)}"
     ax.text(end, y, f"{ratio}{note}", va="center", fontsize=8)
@@ -130,24 +141,17 @@ def _list_legend_entries(rows: pd.DataFrame) -> list[Any]:
 
     present = {name for parts in rows["parts"] for name in parts}
     entries: list[Any] = [Patch(label=name, **look) for name, look in _list_looks() if name in present]
-    timed = Line2D(
-        [],
-        [],
-        color="#000000",
-        marker="|",
-        markersize=11,
-        markeredgewidth=1.8,
-        linestyle="",
-        label="timed step, without the profiler",
-    )
-    return [*entries, timed]
+    lines = [(TIMED_LOOK, "timed step, without profiler")]
+    if (rows["overlap_us"].fillna(0) > 0).any():
+        lines.append((PROFILED_LOOK, "profiled step (overlap)"))
+    marker = {"marker": "|", "markersize": 11, "markeredgewidth": 1.8, "linestyle": ""}
+    return [*entries, *(Line2D([], [], color=look["color"], label=label, **marker) for look, label in lines)]
 
 
-def _format_bar_name(layout: str, concurrency: int, run: str) -> str:
-    """Return the name of an engine, or `tp2·dcp2, 8 requests` for the heading of a group."""
-    if not run:
-        return f"{layout}, {format_count(concurrency, 'request')}"
-    return textwrap.shorten(format_label(run, MAX_NAME_CHARS), MAX_NAME_CHARS, placeholder="…")
+def _list_headings(rows: pd.DataFrame) -> dict[Group, str]:
+    """Return `tp2·dcp2, 8 requests` for each group, with the layout as the first engine names it."""
+    ordered = rows.sort_values("place", kind="stable", ascending=False).to_dict("records")
+    return {_get_group(row): f"{row['layout']}, {format_count(int(row['concurrency']), 'request')}" for row in ordered}
 
 
 def format_alt_engine_steps(title: str, rows: pd.DataFrame) -> str:

@@ -413,9 +413,32 @@ class TestFigure:
         assert widths == [0.8, 0.2, 1.0, 1.4, 0.2, 0.04, 0.36], "vLLM's parts, unknown kernels and idle time"
         assert [line.get_xdata()[0] for line in figure.axes[0].lines] == [3.0, 3.6, 3.3, 3.9]
         legend = [text.get_text() for text in figure.legends[0].get_texts()]
-        assert legend[-3:] == ["unknown", "no kernel", "timed step, without the profiler"]
+        assert legend[-3:] == ["unknown", "no kernel", "timed step, without profiler"]
         assert "projections and experts" not in legend
         assert figure.axes[0].get_xlabel() == "step (ms); ×: timed step over dcpbench"
+
+    def test_engines_that_name_a_layout_differently_share_its_group(self, tmp_path: Path) -> None:
+        """vLLM's degree of expert parallelism is not known."""
+        report = read(tmp_path, [measure_ours(DP)], [measure_server(VLLM, DP)])
+        rows = engine_steps.compare_steps(report).rows
+        figure = engine_steps_figure.draw_engine_steps(rows, Style.from_points(report.everything), "title")
+        names = [tick.get_text() for tick in figure.axes[0].get_yticklabels()]
+        assert names == ["tp2·dp2·ep2, 8 requests", "dcpbench", "vLLM 0.26.0"]
+        assert "did not run" not in " ".join(text.get_text() for text in figure.axes[0].texts)
+
+    def test_a_step_with_overlap_has_a_line_where_it_ends(self, tmp_path: Path) -> None:
+        """3,640 + 360 - 500 = 3,500 µs."""
+        both = measure_server(phases=profile(THEIRS, 360.0, overlap_us=500.0))
+        report = read(tmp_path, [measure_ours()], [both])
+        rows = engine_steps.compare_steps(report).rows
+        figure = engine_steps_figure.draw_engine_steps(rows, Style.from_points(report.everything), "title")
+        assert [line.get_xdata()[0] for line in figure.axes[0].lines] == [3.4, 3.5, 3.8]
+        assert figure.legends[0].get_texts()[-1].get_text() == "profiled step (overlap)"
+        texts = engine_steps.describe_limits(report)
+        assert (
+            "Kernels overlap for up to 0.50 ms (vLLM 0.26.0) of a profiled step; the parts count that time more than once."
+            in texts
+        )
 
     def test_each_model_has_a_figure_with_its_name_and_an_alternative_text(self, tmp_path: Path) -> None:
         (picture,) = [
