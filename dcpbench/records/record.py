@@ -113,7 +113,7 @@ class Phases(msgspec.Struct, frozen=True, kw_only=True):
     phase_us: dict[str, Number]
     """GPU time by range name (ranges.PHASES), or by part of an engine's step (syncs.kernel_time.PARTS).
 
-    With `idle_us` and without `overlap_us` it sums to `step_us`.
+    With `idle_us` it sums to `step_us`: where kernels overlap, each moment counts for the one that began first.
     """
     idle_us: SignedNumber
     """Time without a running kernel."""
@@ -121,14 +121,11 @@ class Phases(msgspec.Struct, frozen=True, kw_only=True):
     kernels: Count
     """Kernels in one step."""
     steps: Count
-    overlap_us: Number = 0.0
-    """Sum of the kernels' times minus the time in which at least one runs; 0 if `phase_us` counts each moment once."""
 
     @property
     def sum_error(self) -> float:
-        """Return (phases + idle time - overlap) / step - 1: 0 if the phases add up to the step."""
-        found = sum(self.phase_us.values()) + self.idle_us - self.overlap_us
-        return found / self.step_us - 1 if self.step_us else 0.0
+        """Return (phases + idle time) / step - 1: 0 if the phases add up to the step."""
+        return (sum(self.phase_us.values()) + self.idle_us) / self.step_us - 1 if self.step_us else 0.0
 
 
 MAX_SUM_ERROR = 0.03

@@ -24,7 +24,6 @@ from dcpbench.reports.step_parts import (
     IDLE,
     MATRIX_PRODUCTS,
     OTHERS,
-    OVERLAP,
     PROJECTIONS,
     REDUCE,
     STEP_PARTS,
@@ -242,7 +241,6 @@ def describe_limits(frames: Frames) -> list[str]:
         DP_CONTENTS if (rows["dp"] > 1).any() else "",
         *_list_absent_parts(rows),
         _format_unknown(rows),
-        _format_overlap(rows),
         _format_sums(rows),
     ]
     return [text for text in texts if text]
@@ -306,24 +304,13 @@ def _get_unknown_share(row: Mapping[Any, Any]) -> float:
     return float(row["parts"].get(UNKNOWN, 0.0) / row["profiled_us"])
 
 
-def _format_overlap(rows: pd.DataFrame) -> str:
-    """Return how long kernels of each engine overlap; empty if none do."""
-    longest = rows.groupby("run", sort=False)["overlap_us"].max()
-    clauses = [f"up to {format_number(us / 1e3, 2)} ms ({run})" for run, us in longest.items() if us > 0]
-    return (
-        f"Kernels overlap for {format_list(clauses)} of a profiled step; the parts count that time more than once."
-        if clauses
-        else ""
-    )
-
-
 def _format_sums(rows: pd.DataFrame) -> str:
     """Return whether the parts of each point add up to its profiled step."""
     off = rows[rows["phase_sum_error"].abs() > MAX_SUM_ERROR]
     within = format_percent(MAX_SUM_ERROR)
     if off.empty:
-        return f"Parts, idle time and overlap add up to the profiled step within {within} at all {format_count(len(rows), 'point')}."
-    return f"Parts, idle time and overlap do not add up to the profiled step within {within}, so they are not to be compared: {_format_where(off)}."
+        return f"Parts and idle time add up to the profiled step within {within} at all {format_count(len(rows), 'point')}."
+    return f"Parts and idle time do not add up to the profiled step within {within}, so they are not to be compared: {_format_where(off)}."
 
 
 def build_table(frames: Frames) -> Table:
@@ -343,14 +330,11 @@ def build_table(frames: Frames) -> Table:
         ("profiled step ms", lambda r: format_number(_to_ms(r["profiled_us"]))),
         *[(name, _make_part_cell(name, found.reference)) for name in parts],
         (UNKNOWN, format_unknown_cell),
-        (OVERLAP, lambda r: format_number(_to_ms(r["overlap_us"] or None), 3)),
         ("sum / profiled step", format_sum_cell),
     ]
     title = f"{TITLE}: ms, and × over {found.reference}"
     table = found.rows.rename(columns={"run": "measured_engine"})
-    return make_table(
-        title, table, columns, text_columns=len(several) + 4, optional=(OVERLAP,), fold=len(table) > FOLD_ABOVE
-    )
+    return make_table(title, table, columns, text_columns=len(several) + 4, fold=len(table) > FOLD_ABOVE)
 
 
 def list_shown_parts(found: StepComparison) -> list[str]:

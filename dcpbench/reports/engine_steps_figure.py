@@ -27,7 +27,6 @@ BAR_INCHES, MARGIN_INCHES = 0.23, 1.9
 IDLE_LOOK = {"facecolor": IDLE_COLOUR, "hatch": "///", "edgecolor": "#999999"}
 UNKNOWN_LOOK = {"facecolor": "#FFFFFF", "hatch": "xxx", "edgecolor": "#000000"}
 TIMED_LOOK: dict[str, Any] = {"color": "#000000", "linewidth": 1.8, "solid_capstyle": "butt"}
-PROFILED_LOOK: dict[str, Any] = {"color": "#D55E00", "linewidth": 1.8, "solid_capstyle": "butt"}
 Group = tuple[int, int, int, int]
 """Degrees tp, dp and dcp, and concurrency."""
 Bar = tuple[Group, str]
@@ -118,8 +117,6 @@ def _draw_bar(ax: Axes, y: int, row: dict[Any, Any]) -> float:
             ax.barh(y, ms, left=left, height=0.78, linewidth=0 if "hatch" not in look else 0.4, **look)
             left += ms
     end = left
-    if row["overlap_us"] and not is_missing(row["overlap_us"]):
-        ax.plot([row["profiled_us"] / 1e3] * 2, [y - 0.46, y + 0.46], **PROFILED_LOOK)
     if not is_missing(row["step_ms"]):
         end = max(left, row["step_ms"])
         ax.plot([row["step_ms"]] * 2, [y - 0.46, y + 0.46], **TIMED_LOOK)
@@ -141,11 +138,8 @@ def _list_legend_entries(rows: pd.DataFrame) -> list[Any]:
 
     present = {name for parts in rows["parts"] for name in parts}
     entries: list[Any] = [Patch(label=name, **look) for name, look in _list_looks() if name in present]
-    lines = [(TIMED_LOOK, "timed step, without profiler")]
-    if (rows["overlap_us"].fillna(0) > 0).any():
-        lines.append((PROFILED_LOOK, "profiled step (overlap)"))
     marker = {"marker": "|", "markersize": 11, "markeredgewidth": 1.8, "linestyle": ""}
-    return [*entries, *(Line2D([], [], color=look["color"], label=label, **marker) for look, label in lines)]
+    return [*entries, Line2D([], [], color=TIMED_LOOK["color"], label="timed step, without profiler", **marker)]
 
 
 def _list_headings(rows: pd.DataFrame) -> dict[Group, str]:

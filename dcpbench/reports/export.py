@@ -37,7 +37,7 @@ LATER = (
     point.LATER
     | {f"load_{name}": default for name, default in point.LOADS_LATER.items()}
     | dict.fromkeys(FLOORS)
-    | {"failed": 0, "model_folder": "", "overlap_us": 0.0}
+    | {"failed": 0, "model_folder": ""}
 )
 """Default values of columns added later; a column is left out if all points have its default, as in older tables."""
 

@@ -469,10 +469,9 @@ def _list_marks(record: Record) -> list[str]:
 
 
 def _make_profile_columns(profiled: list[Phases]) -> dict[str, Any]:
-    """Return the time of the profiled step, its overlap, and the largest deviation of the sum of its phases."""
+    """Return the time of the profiled step, and the largest deviation of the sum of its phases."""
     return {
         "profiled_us": compute_median(p.step_us for p in profiled),
-        "overlap_us": compute_median(p.overlap_us for p in profiled),
         "phase_sum_error": max((p.sum_error for p in profiled), key=abs),
     }
 

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 UNKNOWN = "unknown"
 IDLE = "no kernel"
-OVERLAP = "overlap, subtracted"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +56,8 @@ CONTENTS = (
     "dcpbench's ranges contain in another part: latent norms, rotary embedding and their quantisation in projections, "
     "sampling in projections, the shared expert, the router and the quantisation of rows in experts, and the all-reduce of the "
     "embedding in other kernels. In other engines the products of the shared expert are projections, and activations of dense "
-    "layers are experts. So projections and experts are compared by their sum."
+    "layers are experts. So projections and experts are compared by their sum. Where kernels overlap, each moment counts for the kernel that "
+    "began first."
 )
 DP_CONTENTS = (
     "With attention data parallelism, other engines gather and scatter rows for the experts by the same kernels as partial attention, "

@@ -52,12 +52,10 @@ THEIRS = {
 """Parts of a step of vLLM in µs; 3,640 together, and 360 without a kernel."""
 
 
-def profile(us: dict[str, float], idle_us: float, step_us: float | None = None, overlap_us: float = 0.0) -> Phases:
+def profile(us: dict[str, float], idle_us: float, step_us: float | None = None) -> Phases:
     """A profiled step, by default as long as its parts and idle time."""
-    step_us = sum(us.values()) + idle_us - overlap_us if step_us is None else step_us
-    return Phases(
-        step_us=step_us, phase_us=us, idle_us=idle_us, idle_fraction=0.01, kernels=900, steps=3, overlap_us=overlap_us
-    )
+    step_us = sum(us.values()) + idle_us if step_us is None else step_us
+    return Phases(step_us=step_us, phase_us=us, idle_us=idle_us, idle_fraction=0.01, kernels=900, steps=3)
 
 
 def measure_ours(
@@ -299,17 +297,9 @@ class TestSums:
             "vLLM 0.26.0": "phases_differ",
         }
         assert (
-            "Parts, idle time and overlap do not add up to the profiled step within 3 %, so they are not to be compared: vLLM 0.26.0 "
+            "Parts and idle time do not add up to the profiled step within 3 %, so they are not to be compared: vLLM 0.26.0 "
             "(1 point)."
         ) in engine_steps.describe_limits(report)
-
-    def test_overlapping_kernels_are_subtracted(self, tmp_path: Path) -> None:
-        """3,640 + 360 - 500 = 3,500."""
-        both = measure_server(phases=profile(THEIRS, 360.0, step_us=3500.0, overlap_us=500.0))
-        report = read(tmp_path, [measure_ours()], [both])
-        row = read_table(report)[1]
-        assert (row["overlap, subtracted"], row["sum / profiled step"]) == ("0.500", "100.0 %")
-        assert "within 3 % at all 2 points." in " ".join(engine_steps.describe_limits(report))
 
     def test_two_percent_off_is_within_the_limit(self) -> None:
         assert profile(THEIRS, 360.0, step_us=4080.0).sum_error == pytest.approx(4000 / 4080 - 1)
@@ -425,20 +415,6 @@ class TestFigure:
         names = [tick.get_text() for tick in figure.axes[0].get_yticklabels()]
         assert names == ["tp2·dp2·ep2, 8 requests", "dcpbench", "vLLM 0.26.0"]
         assert "did not run" not in " ".join(text.get_text() for text in figure.axes[0].texts)
-
-    def test_a_step_with_overlap_has_a_line_where_it_ends(self, tmp_path: Path) -> None:
-        """3,640 + 360 - 500 = 3,500 µs."""
-        both = measure_server(phases=profile(THEIRS, 360.0, overlap_us=500.0))
-        report = read(tmp_path, [measure_ours()], [both])
-        rows = engine_steps.compare_steps(report).rows
-        figure = engine_steps_figure.draw_engine_steps(rows, Style.from_points(report.everything), "title")
-        assert [line.get_xdata()[0] for line in figure.axes[0].lines] == [3.4, 3.5, 3.8]
-        assert figure.legends[0].get_texts()[-1].get_text() == "profiled step (overlap)"
-        texts = engine_steps.describe_limits(report)
-        assert (
-            "Kernels overlap for up to 0.50 ms (vLLM 0.26.0) of a profiled step; the parts count that time more than once."
-            in texts
-        )
 
     def test_each_model_has_a_figure_with_its_name_and_an_alternative_text(self, tmp_path: Path) -> None:
         (picture,) = [
