@@ -69,6 +69,7 @@ def compare_engines(frames: Frames) -> EngineComparison:
     points = points.sort_values("output_tok_s", ascending=False, kind="stable").drop_duplicates([*same, "run"])
     shared = points.groupby(same, dropna=False)["run"].transform("size") > 1
     rows = points[shared]
+    left_out |= _find_other_precisions(points, compared=set(rows["run"]))
     if rows.empty:
         return EngineComparison(rows, left_out)
     rows = rows.assign(cell=rows.groupby(same, sort=False, dropna=False).ngroup())
@@ -102,6 +103,16 @@ def _split_by_precision(points: pd.DataFrame) -> pd.DataFrame:
         own = values.where(values != UNKNOWN, "unknown of " + points["run"].astype(str))
         stored = stored.str.cat(own.where(differ, ""), sep=" ")
     return points.assign(stored=stored)
+
+
+def _find_other_precisions(points: pd.DataFrame, *, compared: set[str]) -> dict[str, str]:
+    """Return why engines are not compared that ran the same layouts and loads as others, with other precisions."""
+    several = points.groupby(SAME_LAYOUT_AND_LOAD, dropna=False)["run"].transform("nunique") > 1
+    apart = points[several & ~points["run"].isin(compared)].drop_duplicates("run")
+    return {
+        str(run): f"ran with weights in {weights} and a KV cache in {kv}, which another engine did not"
+        for run, (weights, kv) in zip(apart["run"], apart["precisions"], strict=True)
+    }
 
 
 def format_answer(frames: Frames) -> str:
