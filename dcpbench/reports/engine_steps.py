@@ -222,8 +222,8 @@ def describe_slower_parts(frames: Frames) -> list[str]:
         )
     if not slower:
         compared = found.rows.groupby("cell")["run"].transform("size") > 1
-        points = format_count(int(found.rows["cell"][compared].nunique()), "point")
-        sentences = [f"No compared part takes longer in {found.reference} than in another engine at any of {points}."]
+        points = format_count(int(found.rows["cell"][compared].nunique()), "compared point")
+        sentences = [f"No compared part takes longer in {found.reference} than in another engine ({points})."]
     return sentences
 
 

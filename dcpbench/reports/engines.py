@@ -292,8 +292,11 @@ def _format_capacity(frames: Frames, model: str, layout: str) -> str:
     return f"; it holds {format_list(texts)} times the KV tokens of tp{own['tp'].iloc[0]}"
 
 
-def format_bullets(frames: Frames) -> list[str]:
-    """Return the latencies of the engines at the same points, over those of the engine that is ahead most often."""
+def format_bullets(frames: Frames, most: int = MAX_SCOPES) -> list[str]:
+    """Return the latencies of the engines at the same points, and where DCP is ahead inside each: up to `most` of each kind.
+
+    Latencies are over those of the engine that is ahead most often.
+    """
     rows = compare_engines(frames).rows
     bullets = []
     for _, own in rows.groupby(SCOPE, sort=False, dropna=False) if len(rows) else ():
@@ -308,7 +311,7 @@ def format_bullets(frames: Frames) -> list[str]:
                 clauses.append(f"{METRIC[name].label} {_format_times(times, len(reference))}")
         if clauses:
             bullets.append(f"Latency over that of {first} at the same points: {'; '.join(clauses)}.")
-    return [*bullets[:MAX_SCOPES], *_describe_where_dcp_is_ahead(frames)[:MAX_SCOPES]]
+    return [*bullets[:most], *_describe_where_dcp_is_ahead(frames)[:most]]
 
 
 def _describe_where_dcp_is_ahead(frames: Frames) -> list[str]:
@@ -332,12 +335,10 @@ def _describe_where_dcp_is_ahead(frames: Frames) -> list[str]:
 def _count_ahead(rows: pd.DataFrame) -> str:
     """Return `at 2 of 6 points, from 32,000 tokens on`, the length from which on DCP is ahead at every concurrency."""
     ahead = rows["verdict"].eq("higher")
-    if not ahead.any():
-        return f"at none of {format_count(len(rows), 'point')}"
     lengths = rows["input_typical"]
     behind = lengths[~ahead]
     many = f"at {int(ahead.sum()):,} of {format_count(len(rows), 'point')}"
-    if lengths.isna().any() or len(set(lengths)) == 1 or not (lengths > behind.max()).any():
+    if not ahead.any() or lengths.isna().any() or len(set(lengths)) == 1 or not (lengths > behind.max()).any():
         return many
     return f"{many}, from {lengths[lengths > behind.max()].min():,.0f} tokens on"
 

@@ -86,9 +86,12 @@ def compute_parts(row: Mapping[str, object]) -> dict[str, float]:
 
 
 def add_sums(parts: Mapping[str, float]) -> dict[str, float]:
-    """Return the parts with SUMS, each over the parts that are present."""
+    """Return the parts with SUMS: that of matrix products only if both parts are present, that of communication if any is."""
+    enough = {MATRIX_PRODUCTS: all, COMMUNICATION: any}
     sums = {
-        name: sum(parts.get(own, 0.0) for own in of) for name, of in SUMS.items() if any(own in parts for own in of)
+        name: sum(parts.get(own, 0.0) for own in of)
+        for name, of in SUMS.items()
+        if enough[name](own in parts for own in of)
     }
     return {**parts, **sums}
 

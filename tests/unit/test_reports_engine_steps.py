@@ -250,6 +250,14 @@ class TestSlowerParts:
         )
         assert {one.part for one in found} == {"attention", "all-reduce"}
 
+    def test_a_sum_of_which_a_part_is_missing_is_not_compared(self, tmp_path: Path) -> None:
+        """vLLM's experts have unknown names."""
+        vllm = measure_server(us={"attention": 1000.0, "projections": 100.0, "unknown": 900.0})
+        report = read(tmp_path, [measure_ours()], [vllm])
+        assert read_table(report)[1]["projections and experts"] == "—"
+        found = engine_steps.find_slower_parts(engine_steps.compare_steps(report))
+        assert "projections and experts" not in {one.part for one in found}
+
     def test_the_timed_step_comes_first(self, tmp_path: Path) -> None:
         report = read(tmp_path, [measure_ours(ms=3.4)], [measure_server(ms=3.2)])
         first, *_ = engine_steps.find_slower_parts(engine_steps.compare_steps(report))
@@ -266,7 +274,7 @@ class TestSlowerParts:
         """1.5 % longer attention."""
         report = read(tmp_path, [measure_ours(us={"attention": 1015.0})], [measure_server(us={"attention": 1000.0})])
         assert engine_steps.describe_slower_parts(report) == [
-            "No compared part takes longer in dcpbench than in another engine at any of 1 point."
+            "No compared part takes longer in dcpbench than in another engine (1 compared point)."
         ]
 
     def test_idle_time_is_named_as_such(self, tmp_path: Path) -> None:
@@ -345,6 +353,12 @@ class TestFirstLines:
         assert engines.format_bullets(read(tmp_path, *make_study()))[-1] == (
             "tp2·dcp2 is ahead of tp2 by more than 2 % at 1 of 2 points, from 128,000 tokens on (dcpbench) and at 1 of 2 points, from "
             "128,000 tokens on (vLLM 0.26.0)."
+        )
+
+    def test_a_bullet_says_where_dcp_is_never_ahead(self, tmp_path: Path) -> None:
+        runs = [[record for record in run if record.point.context == 4000] for run in make_study()]
+        assert engines.format_bullets(read(tmp_path, *runs))[-1] == (
+            "tp2·dcp2 is ahead of tp2 by more than 2 % at 0 of 1 point (dcpbench) and at 0 of 1 point (vLLM 0.26.0)."
         )
 
     def test_terminal_page_and_markdown_have_them_with_the_parts(
