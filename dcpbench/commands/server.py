@@ -32,7 +32,10 @@ class Layouts(opt.Layouts):
         "1 with --engine or --serve-cmd; unknown with --url."
     )
     dcp: str | None = opt.LAYOUT(f"{opt.DCP_DEGREE} Default: 1.")
-
+    ep: str | None = opt.EXPERTS(
+        f"{opt.EP_DEGREE} Default: 1 with --dp for an engine named vllm or sglang, unless its own flags state another degree; "
+        "else unknown."
+    )
     exchange: str | None = make_panel("Layouts (comma lists)")(
         "How partial attention is merged over dcp ranks, by the engine's name: ag_rs or a2a, with SGLang also fi_a2a. Each of the "
         "list is a server. Default: the engine's; unknown with --url.",

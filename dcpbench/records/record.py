@@ -131,7 +131,7 @@ class Phases(msgspec.Struct, frozen=True, kw_only=True):
 MAX_SUM_ERROR = 0.03
 """Maximum deviation of the sum of phases from their step; a record with a larger one has the mark PHASES_DIFFER."""
 PHASES_DIFFER = "phases_differ"
-"""Mark of a point whose phases do not add up to its profiled step."""
+"""Mark of a point with phases that do not add up to its profiled step."""
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):

@@ -97,7 +97,7 @@ def add_sums(parts: Mapping[str, float]) -> dict[str, float]:
 
 
 def list_compared_parts(*, dp: bool) -> list[str]:
-    """Return the parts and sums of parts whose times may be compared between engines, with attention DP or without."""
+    """Return the parts and sums of parts that may be compared between engines, with attention DP or without."""
     if dp:
         return [ATTENTION, COMMUNICATION, MATRIX_PRODUCTS, NORMS, OTHERS, IDLE]
     return [ATTENTION, EXCHANGE, REDUCE, MATRIX_PRODUCTS, NORMS, OTHERS, IDLE]
