@@ -55,8 +55,8 @@ CONTENTS = (
     "dcpbench's parts are ranges of its code, those of other engines follow from the names of their kernels. Work that "
     "dcpbench's ranges contain in another part: latent norms, rotary embedding and their quantisation in projections, "
     "sampling in projections, the shared expert, the router and the quantisation of rows in experts, and the all-reduce of the "
-    "embedding in other kernels. In other engines the products of the shared expert are projections, and activations of dense "
-    "layers are experts. So projections and experts are compared by their sum. Where kernels overlap, each moment counts for the kernel that "
+    "embedding in other kernels. In other engines the products of the shared expert are projections unless it is fused with the routed "
+    "experts, and activations of dense layers are experts. So projections and experts are compared by their sum. Where kernels overlap, each moment counts for the kernel that "
     "began first."
 )
 DP_CONTENTS = (
