@@ -101,6 +101,7 @@ def compare_steps(frames: Frames) -> StepComparison:
     rows = rows[rows["mode"] == DECODE] if len(rows) else rows
     if rows.empty or "profiled_us" not in rows:
         return StepComparison(rows.head(0), "")
+    rows = rows.assign(profiled_us=rows["profiled_us"].where(rows["profiled_us"] > 0))
     profiled = rows.groupby("cell")["profiled_us"].transform("count") > 0
     rows = rows[profiled].reset_index(drop=True)
     if rows.empty:

@@ -220,6 +220,12 @@ class TestTable:
         assert not engine_steps.build_table(report).rows
         assert engine_steps.describe_limits(report) == []
 
+    def test_a_profile_without_time_is_no_profile(self, tmp_path: Path) -> None:
+        empty = measure_server(phases=profile({"attention": 0.0}, 0.0, step_us=0.0))
+        report = read(tmp_path, [measure_ours()], [empty])
+        assert read_table(report)[1]["attention"] == "—"
+        assert "Not profiled: vLLM 0.26.0 (1 point)." in engine_steps.describe_limits(report)
+
     def test_an_engine_that_was_not_profiled_has_dashes_and_is_named(self, tmp_path: Path) -> None:
         report = read(tmp_path, [measure_ours()], [measure_server(phases=None)])
         assert read_table(report)[1] | {"× step": "1.12×", "attention": "—", "unknown": "—"} == read_table(report)[1]
