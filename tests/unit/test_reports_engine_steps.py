@@ -17,6 +17,7 @@ from dcpbench.reports import (
     engine_steps,
     engine_steps_figure,
     engines,
+    figures,
     frames,
     overview,
     plots,
@@ -444,6 +445,19 @@ class TestFigure:
         assert (
             picture.alt == f"{picture.title}. At tp2, 8 requests, context 4,000: dcpbench 3.00 ms, vLLM 0.26.0 3.60 ms."
         )
+
+    def test_the_figure_of_an_engine_alone_shows_its_parts_and_unknown_kernels(self, tmp_path: Path) -> None:
+        """Quantisation and norms, 150 + 50 µs, are the rest."""
+        points = read(tmp_path, [measure_server()]).points
+        shown = figures.compute_phases_ms(points).iloc[0].round(3).to_dict()
+        assert shown == {
+            "attention": 0.8,
+            "all-reduce": 0.2,
+            "projections": 1.0,
+            "experts": 1.4,
+            "unknown": 0.04,
+            "rest": 0.2,
+        }
 
     def test_its_title_counts_what_it_leaves_out(self, tmp_path: Path) -> None:
         contexts = range(1000, 9000, 1000)
