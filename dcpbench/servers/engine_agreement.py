@@ -76,7 +76,9 @@ class Count(msgspec.Struct, frozen=True, kw_only=True):
     prompts: int
     pairs: int
     near_ties: int = 0
-    outliers: int = 0  # pairs of which single tokens differ more than rounding explains, as when a token gets another expert
+    outliers: int = (
+        0  # pairs of which single tokens differ more than rounding explains, as when a token gets another expert
+    )
     real: int = 0  # pairs that differ beyond rounding
     unknown: int = 0
     differing: int = 0  # prompts of which at least half of the pairs are real
@@ -134,7 +136,9 @@ class Tolerance(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def outliers(self) -> float:
         """Return the limit of outliers; the tolerance itself where it does not follow from rounding."""
-        return self.value * (OUTLIER_FACTOR if self.spread is not None and self.value <= NOISE_FACTOR * self.rounding else 1.0)
+        return self.value * (
+            OUTLIER_FACTOR if self.spread is not None and self.value <= NOISE_FACTOR * self.rounding else 1.0
+        )
 
     def compare_pair(self, a: Answer, b: Answer) -> Pair:
         """Compare two answers to one prompt."""
@@ -339,7 +343,18 @@ def _merge_counts(counts: Iterable[Count]) -> list[Count]:
 
 
 def _add_counts(a: Count, b: Count) -> Count:
-    names = ("prompts", "pairs", "near_ties", "outliers", "real", "unknown", "differing", "compared", "tokens", "with_logprobs")
+    names = (
+        "prompts",
+        "pairs",
+        "near_ties",
+        "outliers",
+        "real",
+        "unknown",
+        "differing",
+        "compared",
+        "tokens",
+        "with_logprobs",
+    )
     sums = {name: getattr(a, name) + getattr(b, name) for name in names}
     lists = {name: [*getattr(a, name), *getattr(b, name)] for name in ("wrong", "gaps", "drifts")}
     return msgspec.structs.replace(a, **sums, **lists, example=a.example or b.example)

@@ -21,7 +21,14 @@ from dcpbench.servers.agreement import (
     UNATTRIBUTED,
 )
 from dcpbench.servers.edge_answers import AGAIN, NEW, SHARED
-from dcpbench.servers.engine_agreement import BASE_DIFFERS, MAX_OUTLIER_SHARE, NOISE_FACTOR, OUTLIER_FACTOR, SCORES, find_smallest
+from dcpbench.servers.engine_agreement import (
+    BASE_DIFFERS,
+    MAX_OUTLIER_SHARE,
+    NOISE_FACTOR,
+    OUTLIER_FACTOR,
+    SCORES,
+    find_smallest,
+)
 from dcpbench.servers.engine_verify import PROMPTS, START
 from dcpbench.show.numbers import format_short_number
 from dcpbench.show.text import format_count, format_list

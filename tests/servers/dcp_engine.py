@@ -26,7 +26,11 @@ from typing import Any
 from tests.servers.faulty_engine import BF16_STEP, NOISE, VOCAB, Token, _true_logits, _write_answer, _write_json
 
 FAULTS = ("none", "cache", "batch", "long", "every33", "page", "exchange", "scores")
-FP8_NOISE, FP8_FREEDOM, FP8_MEAN_GAP = 0.06, 4, 0.5  # Student's t: its tails are those of a token that gets another expert
+FP8_NOISE, FP8_FREEDOM, FP8_MEAN_GAP = (
+    0.06,
+    4,
+    0.5,
+)  # Student's t: its tails are those of a token that gets another expert
 PAGE, LONG_FROM, BATCH_ABOVE, PERIOD, WRONG_FROM = 16, 4_096, 2, 33, 2
 MAX_WRONG, WRONG_GAP = 4, 2.9  # wrong tokens with a log-probability, and how far the right one is behind them
 STEP_S = 0.003  # time that an answer takes, in which others come to its batch
