@@ -70,13 +70,13 @@ PARTS = (
     ),
     (
         "copies",
-        r"[Mm]emcpy|[Mm]emset|(?<!_to_)copy_|CatArray|maybe_dequant_cache|cp_gather|[Cc]oncat_?(mla|MLA)|concat_and_cast|get_mla_kv_buffer|zero_kv",
+        r"[Mm]emcpy|[Mm]emset|(?<!_to_)copy_|CatArray|maybe_dequant_cache|cp_gather|[Cc]oncat_?(mla|MLA)|concat_and_cast|get_mla_kv_buffer|zero_kv|multi_tensor_apply_kernel<.*\bCopy<",
     ),
     (
         "elementwise",
         (
             r"elementwise|reduce_kernel|triton_poi|triton_red|triton_per|index|indices|gather|scatter|embedding|arange|fill|cub::|slot_mapping|"
-            r"metadata|block_table|seq_?lens|kv_splits|position|last_loc|req_to_token|page_table|kv_lens|activation_kernel|clamp|scan_kernel|sort"
+            r"metadata|block_table|seq_?lens|kv_splits|position|last_loc|req_to_token|page_table|kv_lens|activation_kernel|clamp|scan_kernel|sort|multi_tensor_apply"
         ),
     ),
 )

@@ -166,7 +166,8 @@ class Site(msgspec.Struct, kw_only=True):
     own: bool = False
     """The profiler's or detector's own; in no total."""
     allowed: str = ""
-    """Reason for which it may synchronise; empty without permission. Set by regions of `allow` and by the gate."""
+    """Reason for which it may synchronise; empty without permission. Set by regions of `allow`, in traces by vLLM's
+    `gpu_sync_allowed`, and by the gate."""
     example: Example | None = None
     """The first occurrence."""
     worst: Example | None = None

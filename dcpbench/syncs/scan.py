@@ -12,6 +12,7 @@ from dcpbench.syncs.model import Report, Site, TraceSummary, build_report
 from dcpbench.syncs.ranks import is_front_end, parse_file_name
 from dcpbench.syncs.sites import Sync, group_trace_sites, merge_sites
 from dcpbench.syncs.steps import PROFILER_STEP, Range, Steps, Work, find_steps
+from dcpbench.syncs.traces.allowed_regions import find_allowed_reasons
 from dcpbench.syncs.traces.blocking import (
     MAX_QUERY_US,
     SYNCHRONISE,
@@ -206,6 +207,7 @@ def _build_syncs(columns: Columns, blocking: BlockingCalls, placed: _CallPlaces,
     of_step = steps.find_indices(blocking.start)
     directions = [parse_direction(name) for name in names]
     frees = explain_frees(columns)
+    allowed = find_allowed_reasons(columns, blocking)
     found = []
     for i, blocked in enumerate(blocking.calls):
         own, where = bool(placed.own[i]), placed.lines[i]
@@ -232,6 +234,7 @@ def _build_syncs(columns: Columns, blocking: BlockingCalls, placed: _CallPlaces,
                 bytes=size if size >= 0 else None,
                 may_block=blocked.may_block,
                 own=own,
+                allowed="" if own else allowed[i],
                 range=within,
                 within="" if where.user and where.user.function else _NUMBERS.sub("#", within),
                 step=of_step[i],

@@ -59,7 +59,7 @@ class Sync:
     bytes: int | None = None
     may_block: bool = False
     allowed: str = ""
-    """Reason of the innermost region of `allow` around it; empty outside of one."""
+    """Reason of the innermost region of `allow` around it, or of vLLM's gpu_sync_allowed; empty outside of one."""
     own: bool = False
     range: str = ""
     within: str = ""
@@ -176,7 +176,8 @@ def group_into_sites(
 def group_trace_sites(trace: str, syncs: Iterable[Sync], steps: Steps) -> list[Site]:
     """Return the sites of one trace, one for each fingerprint, in the order in which they first occurred.
 
-    Their lines are mostly those of functions.
+    Their lines are mostly those of functions. Calls that are allowed are a site of their own, apart from other calls of
+    the same function.
     """
     known: dict[object, str] = {}
     groups: dict[object, list[Sync]] = {}
@@ -184,7 +185,7 @@ def group_trace_sites(trace: str, syncs: Iterable[Sync], steps: Steps) -> list[S
         place = (s.rule, s.user, s.op_chain, s.direction, s.within)
         if place not in known:
             known[place] = s.get_fingerprint(s.file)
-        groups.setdefault((known[place], s.may_block, s.own), []).append(s)
+        groups.setdefault((known[place], s.may_block, s.own, s.allowed), []).append(s)
     return [_build_site(group, group[0].file, steps, trace) for group in groups.values()]
 
 
@@ -248,10 +249,10 @@ def merge_sites(per_trace: Sequence[Sequence[Site]]) -> list[Site]:
     slow as its slowest rank. A p99 needs the samples, which several traces no longer have together, so it is the worst
     one's. If it is unknown for one trace what waited, it is unknown for both.
     """
-    merged: dict[tuple[str, bool, bool], Site] = {}
+    merged: dict[tuple[str, bool, bool, str], Site] = {}
     for sites in per_trace:
         for site in sites:
-            key = (site.fingerprint, site.may_block, site.own)
+            key = (site.fingerprint, site.may_block, site.own, site.allowed)
             merged[key] = _add_site(merged[key], site) if key in merged else site
     return list(merged.values())
 

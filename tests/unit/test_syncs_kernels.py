@@ -82,6 +82,11 @@ GROUPED_MM = (
     "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<cutlass::gemm::GroupProblemShape<cute::tuple<int, int, int> >, "
     "cutlass::gemm::collective::CollectiveMma<int> > >(Params)"
 )
+FOREACH = (
+    "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous namespace)::TensorListMetadata<2>, "
+    "at::native::(anonymous namespace)::{}, at::native::{} >(at::native::(anonymous namespace)::TensorListMetadata<2>)"
+)
+"""Name of the kernel of torch's `_foreach_` operators, with places for the functor and the operation."""
 REAL_NAMES = {
     "all-reduce": [
         "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
@@ -184,6 +189,7 @@ REAL_NAMES = {
         "Memcpy DtoD (Device -> Device)",
         "Memset (Device)",
         "void at::native::elementwise_kernel<128, 4, at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)>(int)",
+        FOREACH.format("UnaryOpFunctor<long, 2, 1, 1>", "Copy<long, long>"),
         "void vllm::ConcatMLAQKernel<c10::BFloat16, 512>(c10::BFloat16*)",
         "void concat_mla_absorb_q_kernel<512, 64>(__nv_bfloat16*)",
         "void vllm::gather_and_maybe_dequant_cache<__nv_bfloat16, __nv_bfloat16, (vllm::Fp8KVCacheDataType)0, 320, 64>(int)",
@@ -192,6 +198,7 @@ REAL_NAMES = {
         "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<c10::BFloat16> >(int)",
         "void at::native::index_elementwise_kernel<128, 4, at::native::gpu_index_kernel>(int)",
         "triton_poi_fused__to_copy_add_0",
+        FOREACH.format("BinaryOpScalarFunctor<float, 1, 1, 0>", "std::plus<float>, float"),
         "_compute_slot_mapping_kernel",
         "_dcp_local_seq_lens_kernel",
         "create_flashinfer_kv_indices_triton",
