@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -129,9 +130,9 @@ def scan_columns(
 
 
 def find_trace_steps(columns: Columns, step_range: str | None = None) -> Steps:
-    """Return the steps of a trace."""
+    """Return the steps of a trace; GPU work of their preparation, which can run during the previous step, counts as that step's."""
     ranges, total = _find_ranges(columns, find_blocking_calls(columns).start)
-    return find_steps(ranges, total, step_range)
+    return dataclasses.replace(find_steps(ranges, total, step_range), prepared=None)
 
 
 def _find_ranges(columns: Columns, waits: Floats) -> tuple[list[Range], Work]:

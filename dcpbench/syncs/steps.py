@@ -73,6 +73,8 @@ class Steps:
     """Share of the work that was launched in steps."""
     rejected: tuple[str, ...] = ()
     """Names of numbered ranges that cover too little of the work."""
+    prepared: NDArray[np.float64] | None = None
+    """Start of the preparation of each step, where an engine annotates it; None where steps begin with `start`."""
 
     @property
     def is_guessed(self) -> bool:
@@ -85,10 +87,11 @@ class Steps:
     def find_indices(self, moments: Sequence[float] | NDArray[Any]) -> list[int | None]:
         """Return the index of the step of each moment.
 
-        A moment between two steps belongs to the earlier one. A moment before the first step has None, a moment behind
-        the last one the number of steps.
+        A moment between two steps belongs to the earlier one, unless it lies in the preparation of the later one. A
+        moment before the first step has None, a moment behind the last one the number of steps.
         """
-        at = np.searchsorted(self.start, moments, "right") - 1
+        begin = self.start if self.prepared is None else self.prepared
+        at = np.searchsorted(begin, moments, "right") - 1
         behind = len(self.start)
         return [None if i < 0 else behind if m > self.end else int(i) for i, m in zip(at, moments, strict=True)]
 
@@ -110,6 +113,8 @@ class Engine(NamedTuple):
     marked_by: str
     pattern: re.Pattern[str]
     find_phase: Callable[[re.Match[str]], str]
+    preparation: str = ""
+    """Annotation in which the next step is prepared; empty if the engine has none."""
 
 
 def _find_phase_by_counts(match: re.Match[str]) -> str:
@@ -139,6 +144,7 @@ ENGINES = (
         "step[MODE bs=N]",
         re.compile(rf"^(?:step\[)?(?P<mode>{'|'.join(_SGLANG_PHASES)})\b.*\bbs=\d+"),
         lambda match: _SGLANG_PHASES[match["mode"]],
+        preparation="scheduler.get_next_batch_to_run",
     ),
 )
 
@@ -188,7 +194,28 @@ def _find_engine_steps(ranges: Sequence[Range], total: Work) -> Steps | None:
         return None
     steps = _make_steps(marked_by, matched, "engine", total)
     by_start = {r.start: phases[marked_by][r.name] for r in matched}
-    return dataclasses.replace(steps, phases=tuple(by_start[start] for start in steps.start.tolist()))
+    (preparation,) = (engine.preparation for engine in ENGINES if engine.marked_by == marked_by)
+    prepared = _find_preparations(steps, matched, [r for r in ranges if r.name == preparation])
+    return dataclasses.replace(
+        steps, prepared=prepared, phases=tuple(by_start[start] for start in steps.start.tolist())
+    )
+
+
+def _find_preparations(
+    steps: Steps, matched: Sequence[Range], preparations: Sequence[Range]
+) -> NDArray[np.float64] | None:
+    """Return when the preparation of each step begins: the last one that lies between the previous step and this one."""
+    if not preparations:
+        return None
+    begin = np.sort([r.start for r in preparations])
+    until = np.sort([r.end for r in preparations])
+    ordered = sorted(matched, key=lambda r: r.start)
+    ends = np.concatenate([[-np.inf], np.maximum.accumulate([r.end for r in ordered])])
+    previous = ends[np.searchsorted([r.start for r in ordered], steps.start)]
+    at = np.searchsorted(until, steps.start, "right") - 1
+    found = begin[at]
+    prepared: NDArray[np.float64] = np.where((at >= 0) & (found >= previous), found, steps.start)
+    return prepared
 
 
 def _find_phases(engine: Engine, names: Iterable[str]) -> dict[str, str]:

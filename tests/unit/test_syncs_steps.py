@@ -87,6 +87,48 @@ class TestFindSteps:
 
 
 @pytest.mark.filterwarnings("ignore:Profiler won't be using warmup", "ignore:CUDA is not available")
+
+
+def build_sglang_trace() -> Trace:
+    """Build SGLang's loop of four prefill and four decode steps; `alloc_for_extend` waits as a batch of a prefill is made."""
+    trace = Trace().work()
+    for number in range(8):
+        at, phase = number * 1000, "EXTEND" if number < 4 else "DECODE"
+        trace.range("scheduler.get_next_batch_to_run", at + 10, at + 200)
+        if phase == "EXTEND":
+            trace.frame("sglang/srt/mem_cache/allocation.py(303): alloc_for_extend", at + 20, at + 190)
+            trace.item(at + 30, at + 100)
+        trace.range("scheduler.run_batch", at + 250, at + 700)
+        trace.range(f"step[{phase} bs=4]", at + 300, at + 600)
+        trace.kernel(at + 310, at + 320, at + 900)
+        trace.range("scheduler.process_batch_result", at + 710, at + 990)
+        trace.frame("sglang/srt/managers/scheduler.py(9): process_batch_result", at + 720, at + 980)
+        trace.call("cudaEventSynchronize", at + 730, at + 905)
+    return trace
+
+
+class TestPreparation:
+    def test_a_wait_while_sglang_prepares_a_batch_belongs_to_the_step_of_that_batch(self, tmp_path: Path) -> None:
+        """Each prefill step has one such wait, and no decode step has one, although they lie between the steps."""
+        sites = {site.function: site for site in build_sglang_trace().scan(tmp_path).sites}
+        assert sites["alloc_for_extend"].count == 4
+        assert sites["alloc_for_extend"].count_per_phase == {"prefill": 1.0, "decode": 0.0}
+        assert sites["process_batch_result"].count_per_phase == {"prefill": 1.0, "decode": 1.0}
+
+    def test_only_the_last_preparation_before_a_step_counts(self) -> None:
+        """SGLang's idle loop makes empty batches, and the first one here lies before the end of the previous step."""
+        prepare = "scheduler.get_next_batch_to_run"
+        found = [
+            Range("step[DECODE bs=1]", 10, 20),
+            Range(prepare, 12, 13),
+            Range("step[DECODE bs=1]", 30, 40),
+            Range(prepare, 42, 43),
+            Range(prepare, 45, 48),
+            Range("step[DECODE bs=1]", 50, 60),
+        ]
+        steps = find_steps(found)
+        assert steps.find_indices([11, 12.5, 21, 42.5, 44, 45, 49, 55, 61]) == [0, 0, 0, 1, 1, 2, 2, 2, 3]
+
 @pytest.mark.parametrize(("batches", "steps"), [(4, 4), (10, 10), (13, 10)])
 def test_the_recipe_of_the_documentation_marks_steps(
     batches: int, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
