@@ -27,8 +27,8 @@ NOTHING = "–"
 MAX_NAMES = 5  # processes or operators that a sentence names
 BOUND_NOTE = (
     "Bubble is an upper bound of the GPU idle time that removing a wait, and no other, would win: idle time from its "
-    "start until the next wait, as far as later launches end it, and never more than the call takes. Wait alone is not "
-    "a cost."
+    "start until the next wait, as far as later launches end it, and never more than the call takes. A wait "
+    "during which the GPU has work costs nothing."
 )
 
 

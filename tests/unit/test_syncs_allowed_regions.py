@@ -119,9 +119,13 @@ def test_a_trace_with_waits_in_regions_only_is_clean(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "trace", [build_trace(allowed="mine.py(3): gpu_sync_allowed"), build_trace(closed=False)], ids=["other", "not closed"]
+    "trace",
+    [build_trace(allowed="mine.py(3): gpu_sync_allowed"), build_trace(closed=False)],
+    ids=["other", "not closed"],
 )
-def test_nothing_is_allowed_by_another_function_or_where_the_end_is_not_in_the_trace(trace: Trace, tmp_path: Path) -> None:
+def test_nothing_is_allowed_by_another_function_or_where_the_end_is_not_in_the_trace(
+    trace: Trace, tmp_path: Path
+) -> None:
     report = trace.scan(tmp_path)
     assert count_by_reason(report) == {"": 4}
     assert exit_code(report, tmp_path) == 1
@@ -162,8 +166,8 @@ def load_program(folder: Path) -> ModuleType:
 
 def test_regions_of_a_recorded_program_hold_its_reads_of_the_maximum_and_no_others(tmp_path: Path) -> None:
     """The program computes a maximum in regions and a sum outside of them. It has four regions, one within another."""
-    from torch import ones  # noqa: PLC0415 - imported where the program is recorded
-    from torch.profiler import profile  # noqa: PLC0415
+    from torch import ones
+    from torch.profiler import profile
 
     program = load_program(tmp_path)
     with profile(with_stack=True) as recorded:
@@ -176,6 +180,8 @@ def test_regions_of_a_recorded_program_hold_its_reads_of_the_maximum_and_no_othe
         name: ops.start[columns.match_names(lambda op, name=name: op == name)[ops.name]].tolist()
         for name in ("aten::max", "aten::sum")
     }
-    inside = {name: sum(any(r.start <= at < r.end for r in regions) for at in at_all) for name, at_all in starts.items()}
+    inside = {
+        name: sum(any(r.start <= at < r.end for r in regions) for at in at_all) for name, at_all in starts.items()
+    }
     assert inside == {"aten::max": 6, "aten::sum": 0}
     assert len(starts["aten::sum"]) >= 5

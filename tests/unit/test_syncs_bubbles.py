@@ -19,7 +19,7 @@ from dcpbench.syncs.traces.columns import read_columns
 from dcpbench.syncs.traces.reading import Args, Event, ReadProblems
 from dcpbench.syncs.words import format_sentence
 from tests.unit.syncs_simulation import Run, Step, run, traced
-from tests.unit.trace_builder import HOST, Trace, mine, only
+from tests.unit.trace_builder import HOST, PINNED, Trace, mine, only
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -127,6 +127,27 @@ class TestWorkedOut:
         trace.call("cudaStreamSynchronize", 20, 105)
         trace.kernel(110, 115, 200)
         assert charged(trace, tmp_path) == [0]
+
+    @pytest.mark.parametrize(("follows", "bubble"), [(True, 2), (False, 190)], ids=["after a kernel", "on its own"])
+    def test_a_wait_for_a_copy_of_what_a_kernel_computes_ends_the_lead(self, follows: bool, bubble: float) -> None:
+        """Asynchronous scheduling waits for a copy on a stream of its own that follows each step's last kernel.
+
+        Without the first wait, of 190 µs, the host reaches the second one earlier; the copy is not earlier, as the kernel before it
+        ends when it did, and only the 2 µs are left by which the wait ends after the copy. A copy that follows no kernel can be earlier by
+        all of it. The GPU is idle from 900 on.
+        """
+        trace = Trace()
+        for launch, start, end in ((0, 10, 300), (20, 300, 600), (330, 600, 900)):
+            trace.kernel(launch, start, end)
+        trace.copy(PINNED, (5, 7), (302, 304), stream=9)
+        trace.call("cudaEventSynchronize", 120, 310)
+        begin = 602 if follows else 640
+        trace.copy(PINNED, (340, 342), (begin, begin + 2), stream=9)
+        trace.call("cudaEventSynchronize", 400, begin + 4)
+        trace.kernel(1500, 1510, 1520)
+        trace.kernel(2500, 2510, 2520)
+        columns = columns_of(trace)
+        assert compute_bubbles(columns, find_blocking_calls(columns))[0] == pytest.approx(bubble, abs=0.01)
 
     def test_work_that_was_queued_before_costs_nothing(self, tmp_path: Path) -> None:
         """The kernel that ends the gap was launched at 15, before the wait: the host is not what it waited for."""

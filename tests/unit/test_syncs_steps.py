@@ -86,9 +86,6 @@ class TestFindSteps:
         assert steps.find_indices([-1, 0, 15, 20, 30, 31]) == [None, 0, 0, 1, 1, 2]
 
 
-@pytest.mark.filterwarnings("ignore:Profiler won't be using warmup", "ignore:CUDA is not available")
-
-
 def build_sglang_trace() -> Trace:
     """Build SGLang's loop of four prefill and four decode steps; `alloc_for_extend` waits as a batch of a prefill is made."""
     trace = Trace().work()
@@ -129,6 +126,8 @@ class TestPreparation:
         steps = find_steps(found)
         assert steps.find_indices([11, 12.5, 21, 42.5, 44, 45, 49, 55, 61]) == [0, 0, 0, 1, 1, 2, 2, 2, 3]
 
+
+@pytest.mark.filterwarnings("ignore:Profiler won't be using warmup", "ignore:CUDA is not available")
 @pytest.mark.parametrize(("batches", "steps"), [(4, 4), (10, 10), (13, 10)])
 def test_the_recipe_of_the_documentation_marks_steps(
     batches: int, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -154,7 +154,7 @@ def _find_function(functions: list[Event]) -> str:
 
 def _is_framework(file: str) -> bool:
     """Return True for a file of PyTorch, Triton or the standard library; the profiler shortens their paths."""
-    parts = file.split("-packages/")[-1].split("/")
+    parts = file.rsplit("-packages/", maxsplit=1)[-1].split("/")
     return parts[0] in {"torch", "triton"} or parts[0].removesuffix(".py") in sys.stdlib_module_names
 
 
@@ -162,7 +162,7 @@ def main(paths: list[str]) -> None:
     """Print the counts of these traces as JSON."""
     if not paths:
         sys.exit("Give at least one trace: python -m tools.syncs.count_calls TRACE...")
-    print(json.dumps([count_trace(Path(path)) for path in paths], indent=1))
+    sys.stdout.write(json.dumps([count_trace(Path(path)) for path in paths], indent=1) + "\n")
 
 
 if __name__ == "__main__":

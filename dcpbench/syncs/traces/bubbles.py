@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from dcpbench.syncs.traces.blocking import BlockingCalls
-    from dcpbench.syncs.traces.columns import Columns
+    from dcpbench.syncs.traces.columns import Columns, Table
     from dcpbench.syncs.traces.intervals import Bools, Floats, Ints
 
 
@@ -99,6 +99,8 @@ class _WaitTargets(NamedTuple):
     everything: Bools
     streams: dict[int, Bools]
     """Stream -> calls that may have waited for it."""
+    start: Floats
+    """Start of each call."""
 
     @property
     def known(self) -> Bools:
@@ -123,7 +125,7 @@ def _find_wait_targets(columns: Columns, blocking: BlockingCalls) -> _WaitTarget
         ended = np.searchsorted(ends, blocking.end, "right") > np.searchsorted(ends, blocking.start, "right")
         streams[stream] = blocks & ((of_copy == stream) | long & ended)
     everything = np.array([call.kind in ("device", "free") for call in blocking.calls], bool)
-    return _WaitTargets(blocks & everything, streams)
+    return _WaitTargets(blocks & everything, streams, blocking.start)
 
 
 def _compute_thread_bubbles(
@@ -152,20 +154,70 @@ def _compute_thread_bubbles(
 def _compute_unseen_time(columns: Columns, waits: _WaitTargets, calls: Ints, start: Floats, end: Floats) -> Floats:
     """Return the time from start to end in which only streams had work for which each of these calls does not wait.
 
-    The host may still be ahead by this time after the call, without any gap on the GPU.
+    The host may still be ahead by this time after the call, without any gap on the GPU. Where the call waits for work that
+    itself waited for another stream, such as a copy of what a kernel computed, the time of that stream's work counts as well.
     """
     gpu = columns.tables["gpu"]
     most = np.zeros(len(calls))
+    if len(waits.streams) < 2:  # noqa: PLR2004 - a stream and another one
+        return most
     busy = merge_intervals(gpu.start, gpu.end)
-    for stream, waiting in waits.streams.items() if len(waits.streams) > 1 else ():
+    of_stream = {stream: merge_intervals(*_take_stream(gpu, stream)) for stream in waits.streams}
+    prerequisites = _find_prerequisites(columns)
+    for stream, waiting in waits.streams.items():
         at = np.flatnonzero(waiting[calls] & ~waits.everything[calls])
-        rows = np.flatnonzero(gpu.thread == stream)
-        its = merge_intervals(gpu.start[rows], gpu.end[rows])
-        begin, until = (
-            sum_covered_time(*busy, moment) - sum_covered_time(*its, moment) for moment in (start[at], end[at])
-        )
-        most[at] = np.maximum(most[at], until - begin)
+        total = sum_covered_time(*busy, end[at]) - sum_covered_time(*busy, start[at])
+        its = of_stream[stream]
+        held = sum_covered_time(*its, end[at]) - sum_covered_time(*its, start[at])
+        rows = _find_only_ended(gpu, stream, waits.start[calls[at]], end[at])
+        for other in np.unique(prerequisites[rows[rows >= 0]]):
+            chosen = np.flatnonzero((rows >= 0) & (prerequisites[rows] == other))
+            if other < 0 or not len(chosen):
+                continue
+            begin = np.maximum(gpu.start[rows[chosen]], start[at[chosen]])
+            before = sum_covered_time(*of_stream[other], begin) - sum_covered_time(*of_stream[other], start[at[chosen]])
+            behind = sum_covered_time(*its, end[at[chosen]]) - sum_covered_time(*its, begin)
+            held[chosen] = np.maximum(held[chosen], before + behind)
+        most[at] = np.maximum(most[at], total - held)
     return most
+
+
+def _take_stream(gpu: Table, stream: int) -> tuple[Floats, Floats]:
+    """Return start and end of the work of a stream."""
+    rows = np.flatnonzero(gpu.thread == stream)
+    return gpu.start[rows], gpu.end[rows]
+
+
+def _find_only_ended(gpu: Table, stream: int, start: Floats, end: Floats) -> Ints:
+    """Return the row of the only work of a stream that ended from `start` to `end`; -1 if several or none did."""
+    rows = np.flatnonzero(gpu.thread == stream)
+    rows = rows[np.argsort(gpu.end[rows], kind="stable")]
+    first, behind = (np.searchsorted(gpu.end[rows], moment, "right") for moment in (start, end))
+    return np.where(behind - first == 1, rows[np.minimum(first, len(rows) - 1)], -1)
+
+
+def _find_prerequisites(columns: Columns) -> Ints:
+    """Return for each GPU work the other stream for which it waited, as a copy does that follows a kernel; else -1.
+
+    Such work was in the queue and the work before it on its stream had ended for longer than a launch takes, and it
+    began as work of exactly one other stream ended.
+    """
+    gpu, calls = columns.tables["gpu"], columns.tables["calls"]
+    launch = match_keys(calls.correlation, gpu.correlation)
+    launched = np.where(launch >= 0, calls.end[launch], np.inf) if len(calls) else np.full(len(gpu), np.inf)
+    order = np.lexsort((gpu.start, gpu.thread))
+    same = gpu.thread[order[1:]] == gpu.thread[order[:-1]]
+    ready = launched.copy()
+    ready[order[1:]] = np.maximum(ready[order[1:]], np.where(same, gpu.end[order[:-1]], -np.inf))
+    ended: Ints = np.full(len(gpu), -1)
+    count = np.zeros(len(gpu), np.int64)
+    for stream in np.unique(gpu.thread).tolist():
+        ends = np.sort(_take_stream(gpu, stream)[1])
+        just = np.searchsorted(ends, gpu.start, "right") > np.searchsorted(ends, gpu.start - MIN_LAUNCH_AGE_US)
+        just &= gpu.thread != stream
+        ended[just] = stream
+        count += just
+    return np.where((gpu.start - ready > MIN_LAUNCH_AGE_US) & (count == 1), ended, -1)
 
 
 def find_waited_work(columns: Columns, blocking: BlockingCalls) -> list[str]:
