@@ -49,7 +49,7 @@ def find_allowed_reasons(columns: Columns, blocking: BlockingCalls) -> list[str]
 
 
 def find_regions(columns: Columns) -> list[Region]:
-    """Return the regions whose `__enter__` and `__exit__` are both in the trace."""
+    """Return the regions of a trace that holds both their `__enter__` and their `__exit__`."""
     python = columns.tables["python"]
     calls, enters, exits = (columns.match_names(pattern.search) for pattern in (_ALLOWED, _ENTER, _EXIT))
     if not len(python) or not calls[python.name].any():
@@ -75,7 +75,7 @@ def _find_parents(python: Table, rows: Ints) -> list[int]:
 
 
 def _pair_children(python: Table, family: Iterable[int], calls: Bools, enters: Bools) -> list[Region]:
-    """Return the regions of one function's call, whose children are given in order of time."""
+    """Return the regions among the children of one call of a function, which are in order of time."""
     found: list[Region] = []
     opened: list[int | None] = []
     announced = False
