@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.errors import UsageError
+from dcpbench.plan import options as read
 from dcpbench.points.engines import format_settings, make_engine_load, make_engine_point
 from dcpbench.points.layout import Layout
 from dcpbench.points.names import CUT, UNKNOWN, WHOLE
@@ -72,7 +73,7 @@ def list_all_settings(engines: Sequence[Engine], grid: Grid, variants: Sequence[
     """
     found: list[Setting] = []
     for engine in engines:
-        points = [point for layout in grid.layouts for point in _list_points(engine, layout, grid)]
+        points = [point for layout in grid.layouts for point in list_points(engine, layout, grid)]
         combinations = list(zip(engine.list_labels(), engine.list_settings(), strict=True))
         usual = combinations[0][1]
         found += [Setting(engine=engine, point=point, settings=usual) for point in points]
@@ -87,8 +88,8 @@ def list_all_settings(engines: Sequence[Engine], grid: Grid, variants: Sequence[
     return found
 
 
-def _list_points(engine: Engine, layout: Layout, grid: Grid) -> list[Point]:
-    """Return the points of a layout: one for each exchange if its ranks share the KV cache."""
+def list_points(engine: Engine, layout: Layout, grid: Grid) -> list[Point]:
+    """Return the served points of a layout: one for each exchange if its ranks share the KV cache."""
     ep = str(layout.tp) if grid.ep == WHOLE else grid.ep
     if ep == UNKNOWN and layout.dp > 1 and engine.name in PRESETS:
         ep = CUT  # vLLM and SGLang split experts over all ranks unless they are given their flag for expert parallel
@@ -141,3 +142,20 @@ def make_layouts(degrees: Mapping[str, Sequence[int]]) -> list[Layout]:
     """Return all combinations of tp, dp and dcp in the given order. Raise LayoutError for degrees that do not divide."""
     names = list(degrees)
     return [Layout(**dict(zip(names, values, strict=True))) for values in itertools.product(*degrees.values())]
+
+
+def parse_layouts(given: Mapping[str, object]) -> list[Layout]:
+    """Return the layouts of the options --tp, --dp and --dcp. Without --dcp they are dcp 1 and the largest dcp of each tp."""
+    degrees = {name: read.parse_ints(name, given[name]) for name in ("tp", "dp", "dcp") if name in given}
+    tps, dps = degrees.get("tp", (1,)), degrees.get("dp", (1,))
+    for name, values in degrees.items():
+        for value in values:
+            read.check_positive(name, value)
+    if "dcp" in degrees:
+        return make_layouts({"tp": tps, "dp": dps, "dcp": degrees["dcp"]})
+    return [
+        layout
+        for tp in tps
+        for dp in dps
+        for layout in make_layouts({"tp": (tp,), "dp": (dp,), "dcp": tuple(dict.fromkeys((1, max(tp // dp, 1))))})
+    ]

@@ -36,6 +36,7 @@ from dcpbench.serving.step_times import HOT, UNEVEN, Case
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from dcpbench.servers.client import Target
@@ -48,9 +49,14 @@ WINDOW_STEPS, MAX_STEPS = 64, 400  # steps around which a window is centred, and
 HOOK_STEPS = 512  # output tokens that are left for a function that is called after the window
 USUAL_TOKEN_BUDGET = 8192  # prompt tokens of a step if the server does not report its limit
 MIN_REPEATS = 7  # fewer samples have no 95 % interval of the median (records/stats.py)
+GAP_REQUESTS = 8  # requests by which the gap of a mixed case is measured
 STEPS_BETWEEN = 4  # decode steps between two prompts of a mixed case
 OVERHEAD_TOKENS, OVERHEAD_REPEATS = 8, 9
-LOOK_S, LOOK_SHARE = 0.1, 5.0  # between two looks at the samples; at least so many times as long as a look takes
+LOOK_S, LOOKED_REQUESTS = (
+    0.2,
+    2,
+)  # between two looks at the samples, by so many requests: tokens wait while they are read
+TELL_S = 1.0
 FILLED_S = 0.02  # after which prompts follow the one that fills steps
 SETTLE_S = 0.2  # after requests were cancelled; the engine ends them a step later
 FILLED_STEPS = 2  # steps of the prompt behind which several prompts wait: a scheduler may plan one step ahead
@@ -95,8 +101,8 @@ REFUSALS = {
     Refusal.BUDGET_UNKNOWN: "the maximum number of tokens in a step of the server is unknown; state it (vLLM: --max-num-batched-tokens, SGLang: --chunked-prefill-size).",
     Refusal.PREFIX_MULTIPLE: "a chunk begins at {needed:,} tokens only if that is a multiple of the {limit:,} tokens that the server takes in a step; choose such a prefix.",
     Refusal.TOKENS: "it has {needed:,} tokens, and the server takes {limit:,} in a step; choose fewer, or start the server with more (vLLM: --max-num-batched-tokens, SGLang: --chunked-prefill-size).",
-    Refusal.REQUESTS: "it needs {needed:,} requests at once, and the server runs {limit:,}; start it with more (vLLM: --max-num-seqs, SGLang: --max-running-requests).",
-    Refusal.LENGTH: "its requests have up to {needed:,} tokens while they are measured, and the server takes {limit:,}; start it with more (vLLM: --max-model-len, SGLang: --context-length).",
+    Refusal.REQUESTS: "it needs {needed:,} requests at once, and the server runs {limit:,}; start it with more (vLLM: --max-num-seqs {needed}, SGLang: --max-running-requests {needed}).",
+    Refusal.LENGTH: "its requests have up to {needed:,} tokens while they are measured, and the server takes {limit:,}; start it with more (vLLM: --max-model-len {needed}, SGLang: --context-length {needed}).",
     Refusal.KV: "its requests have {needed:,} tokens together, and the server's KV cache holds {limit:,}; choose fewer requests or a shorter context.",
     Refusal.CONTEXT: "a request attends to {limit:,} tokens at least when it is timed, and the case asks for {needed:,}; choose a longer context.",
 }
@@ -116,6 +122,7 @@ class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 UNLIMITED, DEFAULT_RULE = ServerLimits(), StopRule()
+NOTHING = contextlib.nullcontext()
 
 
 class Method(enum.StrEnum):
@@ -146,6 +153,10 @@ class CaseSamples(msgspec.Struct, frozen=True, kw_only=True):
     """Share of tokens that arrived several in a chunk, so that the times of their steps are only known together."""
     separate_prefill: bool | None = None
     """True if the prompt of a mixed case ran in a step of its own, between two decode steps: samples contain both. None for others."""
+    counted_by: str = ""
+    """Source of the number of tokens in a chunk, as in records of servers; empty without decodes."""
+    client_cpu_share: float | None = None
+    """CPU time of the client over the time of the window of a decode case: at 1 it cannot read tokens any faster."""
     discarded: int = 0
     """Repeats that were left out because their prompts did not share a step."""
 
@@ -195,13 +206,22 @@ async def open_probe(
         )
 
 
-async def measure_case(probe: StepProbe, case: Case, *, while_running: Hook | None = None) -> CaseSamples:
+async def measure_case(
+    probe: StepProbe,
+    case: Case,
+    *,
+    during_window: AbstractContextManager[object] = NOTHING,
+    while_running: Hook | None = None,
+    tell: Callable[[str], None] = lambda _: None,
+) -> CaseSamples:
     """Return the times of a case on the server, which must be idle otherwise.
 
     Args:
         probe: The server.
         case: Work of each replica in a step.
+        during_window: Entered for the timed window of a decode case.
         while_running: Called after the timed window of a decode case, while all its requests still decode.
+        tell: Called with the progress of a decode case.
 
     Raises:
         UnsupportedCaseError: Requests to this server cannot produce the case.
@@ -218,7 +238,7 @@ async def measure_case(probe: StepProbe, case: Case, *, while_running: Hook | No
         if case.decodes and case.chunks:
             return await _measure_mixed(probe, case)
         if case.decodes:
-            return await _measure_decodes(probe, case, while_running)
+            return await _measure_decodes(probe, case, during_window, while_running, tell)
         return await _measure_chunks(probe, case)
 
 
@@ -298,12 +318,21 @@ def plan_decodes(limits: ServerLimits, case: Case) -> DecodePlan:
     return DecodePlan(before, window, prefill_steps + MAX_STEPS + HOOK_STEPS)
 
 
-async def _measure_decodes(probe: StepProbe, case: Case, while_running: Hook | None) -> CaseSamples:
+async def _measure_decodes(
+    probe: StepProbe,
+    case: Case,
+    during_window: AbstractContextManager[object],
+    while_running: Hook | None,
+    tell: Callable[[str], None],
+) -> CaseSamples:
     plan = plan_decodes(probe.limits, case)
     async with DecodeStreams(probe.client, _make_decodes(probe, case)) as streams:
-        window = await _open_window(streams, case, plan)
-        samples, precise = await _take_steps(probe.rule, window, plan.window)
-        divided = streams.compute_divided_share()
+        window = await _open_window(streams, case, plan, tell)
+        with during_window:
+            began, cpu = time.perf_counter(), time.process_time()
+            samples, precise = await _take_steps(probe.rule, window, plan.window, tell)
+            cpu_share = (time.process_time() - cpu) / (time.perf_counter() - began)
+        divided = streams.compute_divided_share(window.begin_s)
         low, high, mean = window.compute_contexts(len(samples))
         if while_running is not None:
             await while_running(streams)
@@ -317,30 +346,38 @@ async def _measure_decodes(probe: StepProbe, case: Case, while_running: Hook | N
         context_max=high,
         context_mean=mean,
         divided_share=divided,
+        counted_by=streams.replies[0].counted_by,
+        client_cpu_share=cpu_share,
     )
 
 
-async def _take_steps(rule: StopRule, window: StepWindow, least: int) -> tuple[list[float], bool]:
+async def _take_steps(
+    rule: StopRule, window: StepWindow, least: int, tell: Callable[[str], None]
+) -> tuple[list[float], bool]:
     """Return the times of the steps of a window, once the stop rule is met after at least `least` of them, and whether they are
     precise.
     """
-    began, pause_s = time.perf_counter(), LOOK_S
+    began = reported_s = time.perf_counter()
     while True:
-        await asyncio.sleep(pause_s)
+        await asyncio.sleep(LOOK_S)
         window.streams.check_running()
         looked = time.perf_counter()
-        samples = window.list_samples_ms()[:MAX_STEPS]
+        samples = window.list_samples_ms(LOOKED_REQUESTS)[:MAX_STEPS]
         verdict = rule.get_stop_reason(samples, looked - began)
         if verdict == "noisy" or len(samples) == MAX_STEPS or (verdict is not None and len(samples) >= least):
-            return samples, verdict == "precise"
-        pause_s = max(LOOK_S, LOOK_SHARE * (time.perf_counter() - looked))
+            return window.list_samples_ms()[:MAX_STEPS], verdict == "precise"
+        if looked - reported_s >= TELL_S:
+            reported_s = looked
+            tell(f"{len(samples)} steps" + (f" of {statistics.median(samples):.2f} ms" if samples else ""))
 
 
-async def _open_window(streams: DecodeStreams, case: Case, plan: DecodePlan) -> StepWindow:
+async def _open_window(
+    streams: DecodeStreams, case: Case, plan: DecodePlan, tell: Callable[[str], None] = lambda _: None
+) -> StepWindow:
     """Return the window of steps once all requests decode and their context is half a window below the case's."""
     requests = sum(d.requests for d in case.decodes)
     context = sum(d.requests * d.context for d in case.decodes) / requests
-    await streams.wait_until_started()
+    await streams.wait_until_started(lambda started: tell(f"prefilled {started} of {len(streams.requests)} prompts"))
     await streams.wait_for_chunks(DROPPED_STEPS)
     await streams.wait_for_context(context - plan.window / 2 - 2)
     return await streams.open_window()
@@ -493,14 +530,14 @@ async def _measure_mixed(probe: StepProbe, case: Case) -> CaseSamples:
         async def take() -> float:
             [(_, came)] = await _send_prompts(probe, [chunk.tokens])
             await streams.wait_for_chunks(STEPS_BETWEEN)
-            gaps = [find_gap_ms(times, came, SAME_STEP * decode_s) for times in streams.list_token_times()]
+            gaps = [find_gap_ms(times, came, SAME_STEP * decode_s) for times in streams.list_token_times(GAP_REQUESTS)]
             known = [gap for gap in gaps if gap is not None]
             together.append(abs(statistics.median(end for _, end in known) - came) <= SAME_STEP * decode_s)
             return statistics.median(gap for gap, _ in known)
 
-        samples, _, precise = await _repeat(probe, take, lambda: len(window.list_samples_ms()) >= MAX_STEPS)
+        samples, _, precise = await _repeat(probe, take, lambda: len(window.list_samples_ms(1)) >= MAX_STEPS)
         low, high, mean = window.compute_contexts(len(window.list_samples_ms()))
-        divided = streams.compute_divided_share()
+        divided = streams.compute_divided_share(window.begin_s)
     await _settle(probe)
     return CaseSamples(
         case=case,

@@ -22,6 +22,7 @@ from dcpbench.servers.decode_streams import (
     compute_step_times_ms,
     find_gap_ms,
     find_moment_between_steps,
+    merge_arrivals,
 )
 from dcpbench.servers.step_probe import (
     CaseSamples,
@@ -63,7 +64,7 @@ def run_engine(*flags: str) -> Iterator[str]:
             server.kill()
 
 
-def measure(url: str, *cases: Case, limits: ServerLimits = LIMITS, seconds: float = 3.0) -> list[CaseSamples]:
+def measure(url: str, *cases: Case, limits: ServerLimits = LIMITS, seconds: float = 1.5) -> list[CaseSamples]:
     """Return the samples of cases on a server."""
 
     async def run() -> list[CaseSamples]:
@@ -190,6 +191,11 @@ def test_a_step_is_the_median_over_requests_of_their_gaps() -> None:
     assert compute_step_times_ms(times, -0.001) == pytest.approx([10.0, 12.0, 11.0])
     assert compute_step_times_ms(times, 0.016) == pytest.approx([11.0])
     assert compute_step_times_ms(times, 0.03) == []
+
+
+def test_tokens_that_are_read_at_once_share_the_time_since_those_before() -> None:
+    """Two chunks of one token each have the time of one read."""
+    assert merge_arrivals([0.0, 0.03, 0.03, 0.04], [1, 1, 1, 2]) == ([0.0, 0.03, 0.04], [1, 2, 2])
 
 
 def test_the_gap_of_a_prompt_is_that_in_which_its_token_came() -> None:
