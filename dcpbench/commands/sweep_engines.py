@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
-
-import msgspec
 
 from dcpbench.commands import runs
 from dcpbench.commands.started_servers import check_program, print_commands
@@ -18,13 +15,12 @@ from dcpbench.plan import options as read
 from dcpbench.plan.grid import Candidate
 from dcpbench.plan.spec import PARSERS, get_defaults
 from dcpbench.plan.typed import get_typed_command
-from dcpbench.points.engines import format_settings
 from dcpbench.points.machine import Probe
 from dcpbench.points.names import FP8, UNKNOWN, format_flag
 from dcpbench.points.settings import Settings
 from dcpbench.records.record import CPU
 from dcpbench.servers.client import KEY_VARIABLE, Target, load_api_key
-from dcpbench.servers.engine_settings import Grid, list_points, parse_layouts
+from dcpbench.servers.engine_settings import Grid, list_decode_points, parse_layouts
 from dcpbench.servers.measure import ClientConfig
 from dcpbench.servers.presets import resolve_engine, use_step_profiler
 from dcpbench.servers.profile import make_traces_folder
@@ -156,22 +152,8 @@ def _list_candidates(engine: Engine, model: str, given: Mapping[str, object], *,
     }
     repeats = cast("int", PARSERS["repeats"]("repeats", given.get("repeats", 1)))
     read.check_positive("repeats", repeats)
-    grid = _make_grid(given, model)
-    servers = [point for layout in grid.layouts for point in list_points(engine, layout, grid)]
-    found = []
-    for repeat, server, label in itertools.product(range(repeats), servers, engine.list_labels()):
-        for context, concurrency in itertools.product(counts["context"], counts["concurrency"]):
-            point = msgspec.structs.replace(
-                server,
-                workload="decode",
-                load=None,
-                concurrency=concurrency,
-                context=context,
-                settings=format_settings(label),
-                repeat=repeat,
-            )
-            found.append(Candidate(point=point, error=_find_error(engine, point, model)))
-    return found
+    points = list_decode_points(engine, _make_grid(given, model), counts["concurrency"], counts["context"], repeats)
+    return [Candidate(point=point, error=_find_error(engine, point, model)) for point in points]
 
 
 def _parse_counts(name: str, given: Mapping[str, object], default: tuple[int, ...]) -> tuple[int, ...]:

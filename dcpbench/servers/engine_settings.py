@@ -73,7 +73,7 @@ def list_all_settings(engines: Sequence[Engine], grid: Grid, variants: Sequence[
     """
     found: list[Setting] = []
     for engine in engines:
-        points = [point for layout in grid.layouts for point in list_points(engine, layout, grid)]
+        points = [point for layout in grid.layouts for point in _list_points(engine, layout, grid)]
         combinations = list(zip(engine.list_labels(), engine.list_settings(), strict=True))
         usual = combinations[0][1]
         found += [Setting(engine=engine, point=point, settings=usual) for point in points]
@@ -88,8 +88,8 @@ def list_all_settings(engines: Sequence[Engine], grid: Grid, variants: Sequence[
     return found
 
 
-def list_points(engine: Engine, layout: Layout, grid: Grid) -> list[Point]:
-    """Return the served points of a layout: one for each exchange if its ranks share the KV cache."""
+def _list_points(engine: Engine, layout: Layout, grid: Grid) -> list[Point]:
+    """Return the points of a layout: one for each exchange if its ranks share the KV cache."""
     ep = str(layout.tp) if grid.ep == WHOLE else grid.ep
     if ep == UNKNOWN and layout.dp > 1 and engine.name in PRESETS:
         ep = CUT  # vLLM and SGLang split experts over all ranks unless they are given their flag for expert parallel
@@ -158,4 +158,24 @@ def parse_layouts(given: Mapping[str, object]) -> list[Layout]:
         for tp in tps
         for dp in dps
         for layout in make_layouts({"tp": (tp,), "dp": (dp,), "dcp": tuple(dict.fromkeys((1, max(tp // dp, 1))))})
+    ]
+
+
+def list_decode_points(
+    engine: Engine, grid: Grid, concurrency: Sequence[int], context: Sequence[int], repeats: int
+) -> list[Point]:
+    """Return the decode points of all servers: layouts, exchanges and combinations of the engine's flags."""
+    servers = [point for layout in grid.layouts for point in _list_points(engine, layout, grid)]
+    return [
+        msgspec.structs.replace(
+            server,
+            workload="decode",
+            load=None,
+            concurrency=requests,
+            context=tokens,
+            settings=format_settings(label),
+            repeat=repeat,
+        )
+        for repeat, server, label in itertools.product(range(repeats), servers, engine.list_labels())
+        for tokens, requests in itertools.product(context, concurrency)
     ]

@@ -65,8 +65,6 @@ class KernelTime(msgspec.Struct, frozen=True, kw_only=True):
     per_step: float
     """Launches."""
     us: float
-    exposed_us: float = 0.0
-    """Part of `us` in which no kernel or copy that began before still runs."""
 
 
 class StepTime(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,6 +84,8 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
     """Sum of the kernels' times minus the time in which at least one runs."""
     kernels: list[KernelTime]
     """Kernels and copies, the one that takes most first. Their times and `idle_us` minus `overlap_us` add up to `step_us`."""
+    exposed_part_us: dict[str, float] = {}
+    """Time of each part in which no kernel that began before still runs; with `idle_us` it adds up to `step_us`."""
 
     @property
     def part_us(self) -> dict[str, float]:
@@ -93,14 +93,6 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
         found: dict[str, float] = {}
         for kernel in self.kernels:
             found[kernel.part] = found.get(kernel.part, 0.0) + kernel.us
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
-
-    @property
-    def exposed_part_us(self) -> dict[str, float]:
-        """Return the exposed time of each part, the longest first; with `idle_us` they add up to `step_us`."""
-        found: dict[str, float] = {}
-        for kernel in self.kernels:
-            found[kernel.part] = found.get(kernel.part, 0.0) + kernel.exposed_us
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
@@ -165,21 +157,16 @@ def _average(
     busy_start, busy_end = merge_intervals(start, end)
     busy, total, count = float((busy_end - busy_start).sum()), float((end - start).sum()), len(members)
     step_us = float(sum(begins[i + 1] - begins[i] for i in members)) / count
-    exposed = _compute_exposed_time(start, end)
-    by_name: dict[str, tuple[float, int, float]] = {}
+    by_name: dict[str, tuple[float, int]] = {}
     for number in np.unique(names):
         rows = names == number
         name = shorten_name(columns.names[number])
-        us, launches, alone = by_name.get(name, (0.0, 0, 0.0))
-        by_name[name] = (
-            us + float((end - start)[rows].sum()),
-            launches + int(rows.sum()),
-            alone + float(exposed[rows].sum()),
-        )
+        us, launches = by_name.get(name, (0.0, 0))
+        by_name[name] = us + float((end - start)[rows].sum()), launches + int(rows.sum())
     parts = {shorten_name(columns.names[number]): find_part(columns.names[number]) for number in np.unique(names)}
     kernels = [
-        KernelTime(name=name, part=parts[name], per_step=launches / count, us=us / count, exposed_us=alone / count)
-        for name, (us, launches, alone) in sorted(by_name.items(), key=lambda item: -item[1][0])
+        KernelTime(name=name, part=parts[name], per_step=launches / count, us=us / count)
+        for name, (us, launches) in sorted(by_name.items(), key=lambda item: -item[1][0])
     ]
     return StepTime(
         path=path,
@@ -189,13 +176,20 @@ def _average(
         idle_us=step_us - busy / count,
         overlap_us=(total - busy) / count,
         kernels=kernels,
+        exposed_part_us=_sum_exposed_parts([columns.names[number] for number in names], start, end, count),
     )
 
 
-def _compute_exposed_time(start: NDArray[np.float64], end: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the part of each interval that no interval with an earlier start covers."""
+def _sum_exposed_parts(
+    names: Sequence[str], start: NDArray[np.float64], end: NDArray[np.float64], count: int
+) -> dict[str, float]:
+    """Return the time of each part over `count` steps that no kernel with an earlier start covers, the longest first."""
     order = np.argsort(start, kind="stable")
     reached = np.concatenate([[-np.inf], np.maximum.accumulate(end[order])[:-1]])
-    found = np.zeros(len(start))
-    found[order] = np.maximum(end[order] - np.maximum(start[order], reached), 0.0)
-    return found
+    exposed = np.maximum(end[order] - np.maximum(start[order], reached), 0.0) / count
+    part_of = {name: find_part(name) for name in set(names)}
+    found: dict[str, float] = {}
+    for place, us in zip(order, exposed.tolist(), strict=True):
+        part = part_of[names[place]]
+        found[part] = found.get(part, 0.0) + us
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
