@@ -46,6 +46,11 @@ class Engines(Group):
     request_timeout: float = ENGINE(
         "With --engine: time without a token after which a request has failed.", default=600.0, metavar="SECONDS"
     )
+    rates: Path | None = ENGINE(
+        "With --engine: folder of a run of dcpbench's own engine on this machine. From the rates that it measured, the floor of each "
+        "step is computed. Default: no floors.",
+        metavar="RUN",
+    )
     traces: Path | None = ENGINE(
         "With --engine: folder in which the traces of the profiled steps are kept; it is created if it does not exist. Default: they "
         "are deleted after they have been read.",

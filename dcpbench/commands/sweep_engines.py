@@ -11,6 +11,7 @@ from dcpbench.commands import runs
 from dcpbench.commands.started_servers import check_program, print_commands
 from dcpbench.errors import DcpbenchError, UsageError
 from dcpbench.launch import folders
+from dcpbench.measuring.gpu_state import find_visible_gpus
 from dcpbench.plan import options as read
 from dcpbench.plan.grid import Candidate
 from dcpbench.plan.spec import PARSERS, get_defaults
@@ -24,6 +25,7 @@ from dcpbench.servers.engine_settings import Grid, list_decode_points, parse_lay
 from dcpbench.servers.measure import ClientConfig
 from dcpbench.servers.presets import resolve_engine, use_step_profiler
 from dcpbench.servers.profile import make_traces_folder
+from dcpbench.servers.step_floors import read_rates
 from dcpbench.servers.step_points import StepPoints, make_case, read_limits
 from dcpbench.servers.step_probe import check_case
 from dcpbench.servers.sweep import measure_started
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from dcpbench.commands.sweep import Engines
     from dcpbench.launch.launcher import Work
     from dcpbench.points.point import Point
+    from dcpbench.records.record import Rates
     from dcpbench.servers.presets import Engine
     from dcpbench.servers.step_probe import ServerLimits
 
@@ -77,6 +80,7 @@ def measure_engine(engines: Engines, given: Mapping[str, object], run: RunOnMach
             print_commands(candidates, engine, model, "TRACES" if settings.profile else "")
         return 0
     check_program(candidates, engine, model)
+    rates = _read_rates(engines, max(tps), cpu=cpu)
     folder = run.output or folders.choose_folder(f"{engine.name}-{Path(model).name}", tps)
     config = _make_client_config(engines, cpu=cpu)
 
@@ -85,7 +89,9 @@ def measure_engine(engines: Engines, given: Mapping[str, object], run: RunOnMach
         with tempfile.TemporaryDirectory(prefix="dcpbench-traces-") as temporary:
             traces = (engines.traces or Path(temporary)) if work.settings.profile else None
             measure = StepPoints(
-                limits=lambda point: _read_limits(engine, point, model), keep_traces=engines.traces is not None
+                limits=lambda point: _read_limits(engine, point, model),
+                rates=rates,
+                keep_traces=engines.traces is not None,
             )
             with runs.handle_stop(work), runs.make_progress_bar(points) as bar:
                 measure_started(
@@ -166,7 +172,7 @@ def _parse_counts(name: str, given: Mapping[str, object], default: tuple[int, ..
 def _find_error(engine: Engine, point: Point, model: str) -> DcpbenchError | None:
     """Return why a point cannot be measured on the engine; None if nothing is known against it."""
     try:
-        check_case(_read_limits(engine, point, model), make_case(point), point.dp)
+        check_case(_read_limits(engine, point, model), make_case(point))
     except UsageError as e:
         return e
     return None
@@ -174,7 +180,7 @@ def _find_error(engine: Engine, point: Point, model: str) -> DcpbenchError | Non
 
 def _read_limits(engine: Engine, point: Point, model: str) -> ServerLimits:
     """Return the limits that the command of a point's server states. Raise UsageError if the engine cannot run it."""
-    return read_limits(engine.make_command(point, engine.find_settings(point), model, 0))
+    return read_limits(engine.make_command(point, engine.find_settings(point), model, 0), point.dp)
 
 
 def _make_grid(given: Mapping[str, object], model: str) -> Grid:
@@ -201,6 +207,14 @@ def _make_grid(given: Mapping[str, object], model: str) -> Grid:
         q_replicate=bool(given.get("q_replicate", False)),
         interleave=interleave,
     )
+
+
+def _read_rates(engines: Engines, gpus: int, *, cpu: bool) -> dict[int, Rates]:
+    """Return the rates of the run that --rates names; none without it."""
+    if engines.rates is None:
+        return {}
+    found = None if cpu else find_visible_gpus(gpus)
+    return read_rates(engines.rates, found.name if found else "")
 
 
 def _make_client_config(engines: Engines, *, cpu: bool) -> ClientConfig:

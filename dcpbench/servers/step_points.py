@@ -31,6 +31,7 @@ from dcpbench.servers.measure import (
     start_record,
 )
 from dcpbench.servers.profile import find_traces, find_waits, run_profiler, wait_for_traces
+from dcpbench.servers.step_floors import compute_engine_floor
 from dcpbench.servers.step_probe import ServerLimits, StepProbe, measure_case
 from dcpbench.serving.step_times import Case, Decodes
 from dcpbench.show.terminal import print_stderr
@@ -38,13 +39,13 @@ from dcpbench.syncs.kernel_time import measure_steps
 from dcpbench.syncs.ranks import is_front_end
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from dcpbench.measuring.gpu_state import VisibleGpus
     from dcpbench.points.point import Point
     from dcpbench.points.settings import Settings
-    from dcpbench.records.record import Gpu, Record, SyncSite
+    from dcpbench.records.record import Gpu, Rates, Record, SyncSite
     from dcpbench.servers.decode_streams import DecodeStreams
     from dcpbench.servers.info import ServerInfo
     from dcpbench.servers.measure import ClientConfig
@@ -62,22 +63,23 @@ LIMIT_FLAGS = {
     "max_model_len": ("--max-model-len", "--context-length"),
 }
 """Flags of vLLM and SGLang for each limit."""
+OF_A_REPLICA = ("--max-num-seqs",)  # of these flags, those that limit each data-parallel replica for itself
 
 
-def read_limits(words: Sequence[str]) -> ServerLimits:
-    """Return the limits that the command line of a server states; the last flag counts."""
+def read_limits(words: Sequence[str], dp: int = 1) -> ServerLimits:
+    """Return the limits that the command line of a server with `dp` replicas states; the last flag counts."""
     flags = {flag: name for name, pair in LIMIT_FLAGS.items() for flag in pair}
     found: dict[str, int] = {}
     for word, after in zip(words, [*words[1:], ""], strict=True):
         flag, equals, value = word.partition("=")
         if flag in flags and (count := parse_count(value if equals else after)):
-            found[flags[flag]] = count
+            found[flags[flag]] = count * (dp if flag in OF_A_REPLICA else 1)
     return ServerLimits(**found)
 
 
 def make_case(point: Point) -> Case:
-    """Return the step of a decode point: the requests of its fullest replica."""
-    return Case(decodes=(Decodes(-(-point.concurrency // point.dp), point.context),))
+    """Return the step of a decode point, of all replicas together: the server distributes the requests."""
+    return Case(decodes=(Decodes(point.concurrency, point.context),))
 
 
 @dataclasses.dataclass
@@ -98,6 +100,8 @@ class StepPoints:
 
     limits: Callable[[Point], ServerLimits]
     """Limits that the command line of a point's server states."""
+    rates: Mapping[int, Rates] = dataclasses.field(default_factory=dict)
+    """Rates of this machine by number of GPUs, for floors."""
     keep_traces: bool = False
     """True if traces stay in their folder after they have been scanned."""
 
@@ -124,6 +128,12 @@ class StepPoints:
         if stopped is not None and measured.samples is None:
             failed = "interrupted before its steps had been measured."
         record = _make_record(point, config, info, prompt_format, settings, measured, failed)
+        if (
+            record.outcome == "ok" and not config.dummy_weights
+        ):  # with dummy weights fewer experts are read than expected
+            found = compute_engine_floor(point, config.engine_settings, self.rates)
+            rates, floor = found or (None, None)
+            record = msgspec.structs.replace(record, rates=rates, floor=floor)
         seconds = round(time.perf_counter() - begin, 3)
         return msgspec.structs.replace(
             record, started_at=started.isoformat(timespec="seconds"), seconds=seconds
@@ -146,7 +156,6 @@ class StepPoints:
                 client=client,
                 prompt_format=prompt_format,
                 limits=_complete_limits(self.limits(point), config, info, prompt_format),
-                replicas=point.dp,
                 rule=StopRule(precision=settings.precision, seconds=settings.seconds),
                 realtime=config.realtime,
             )

@@ -33,6 +33,7 @@ SWEEP_OPTIONS = {
     "--start-timeout",
     "--request-timeout",
     "--traces",
+    "--rates",
     "--tp",
     "--dp",
     "--dcp",

@@ -6,21 +6,28 @@ import json
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
 
 from dcpbench import cli
-from dcpbench.records.record import Server
+from dcpbench.errors import UsageError
+from dcpbench.points.floors import Sharding, StepRows, compute_step_floors
+from dcpbench.points.layout import Layout
+from dcpbench.points.shapes import load_shape
+from dcpbench.records.record import EngineSettings, Rates, Server
 from dcpbench.records.runs import read_run
 from dcpbench.servers.presets import PRESETS, use_step_profiler
+from dcpbench.servers.step_floors import compute_engine_floor, read_rates
 from dcpbench.servers.step_points import make_case, read_limits
 from dcpbench.servers.step_probe import ServerLimits
 from tests.servers.step_engine import KERNELS, compute_step_ms
+from tests.unit import record_builder
 from tests.unit.record_builder import point
 
 if TYPE_CHECKING:
+    from dcpbench.points.point import Point
     from dcpbench.records.record import Record
 
 ROOT = Path(__file__).parents[2]
@@ -203,10 +210,12 @@ def test_limits_are_read_from_the_flags_of_both_engines() -> None:
     assert read_limits(sglang) == ServerLimits(max_batched_tokens=2048, max_model_len=70000)
 
 
-def test_a_step_holds_the_requests_of_the_fullest_replica() -> None:
-    """9 requests over 2 replicas are 5 and 4."""
-    found = make_case(msgspec.structs.replace(point(tp=2), dp=2, dcp=1, concurrency=9, context=4000))
-    assert [(d.requests, d.context) for d in found.decodes] == [(5, 4000)]
+def test_a_step_has_the_requests_of_all_replicas() -> None:
+    """9 requests over 2 replicas; vLLM's --max-num-seqs is of each of them, SGLang's --max-running-requests of both."""
+    found = make_case(msgspec.structs.replace(point(Layout(2, 2, 1)), concurrency=9, context=4000))
+    assert [(d.requests, d.context) for d in found.decodes] == [(9, 4000)]
+    assert read_limits(["--max-num-seqs", "8"], 2).max_requests == 16
+    assert read_limits(["--max-running-requests", "8"], 2).max_requests == 8
 
 
 def test_engines_profile_steps_without_python_stacks() -> None:
@@ -214,3 +223,65 @@ def test_engines_profile_steps_without_python_stacks() -> None:
     found = use_step_profiler(PRESETS["vllm"])
     assert "torch_profiler_with_stack false" in found.profiler
     assert use_step_profiler(PRESETS["sglang"]).env["SGLANG_PROFILE_WITH_STACK"] == "false"
+
+
+RATES = Rates(read_bytes_s=4e12, copy_bytes_s=3.5e12, matmul_flop_s=7e14, matmul_fp8_flop_s=1.4e15)
+PEERS = msgspec.structs.replace(RATES, peer_bytes_s=4e11, barrier_us=4.0)
+FP8_SETTINGS = EngineSettings(dtype="bfloat16", weights_dtype="fp8")
+
+
+def make_engine_point(tp: int, dcp: int) -> Point:
+    """Return a decode point of vLLM."""
+    unknown = {"dtype": "unknown", "page_size": 0, "all_reduce": "unknown", "ep": "unknown", "backend": "vllm"}
+    return msgspec.structs.replace(point(Layout(tp, 1, dcp)), model="deepseek-v3", **unknown)
+
+
+def test_an_engines_floor_is_that_of_our_own_step() -> None:
+    """The same work at the same rates; all-reduce is the sum of both sums of a layer, and only parts with one meaning have a floor."""
+    own = make_engine_point(2, 2)
+    found = compute_engine_floor(own, FP8_SETTINGS, {2: PEERS})
+    assert found is not None
+    known = msgspec.structs.replace(own, dtype="bf16", weights_dtype="fp8", kv_dtype="bf16", ep="1")
+    step = StepRows(decodes=(own.context + 1,) * own.concurrency, sampled=own.concurrency, tokens=own.concurrency)
+    phases = compute_step_floors(Sharding.from_point(known, load_shape("deepseek-v3")), step, PEERS.limits)
+    assert phases is not None
+    assert found[0] == PEERS
+    assert found[1].floor_ms == pytest.approx(sum(phases.values()) / 1e3)
+    assert found[1].phase_floor_us == pytest.approx(
+        {
+            "attention": phases["attention"],
+            "KV cache write": phases["kv_write"],
+            "all-reduce": phases["attn_reduce"] + phases["mlp_reduce"],
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "rates"),
+    [
+        ({}, FP8_SETTINGS, {4: PEERS}),
+        ({}, FP8_SETTINGS, {2: RATES}),
+        ({}, None, {2: PEERS}),
+        ({}, EngineSettings(dtype="bfloat16", weights_dtype="awq"), {2: PEERS}),
+        ({"model": "someone/else"}, FP8_SETTINGS, {2: PEERS}),
+    ],
+    ids=["other number of GPUs", "no rate between GPUs", "no settings", "weights without a floor", "unknown sizes"],
+)
+def test_a_floor_needs_all_that_it_depends_on(
+    changes: dict[str, Any], settings: EngineSettings | None, rates: dict[int, Rates]
+) -> None:
+    own = msgspec.structs.replace(make_engine_point(2, 2), **changes)
+    assert compute_engine_floor(own, settings, rates) is None
+
+
+def test_rates_come_from_a_run_of_the_same_gpu(tmp_path: Path) -> None:
+    """A run on other GPUs, or without rates, is refused."""
+    record_builder.write(tmp_path / "ours", [record_builder.ok(point(Layout(2)), rates=PEERS)])
+    record_builder.write(tmp_path / "cpu", [record_builder.on_cpu(point(Layout(2)))])
+    [record] = read_run(tmp_path / "ours").records
+    assert record.environment is not None
+    assert read_rates(tmp_path / "ours", record.environment.device) == {2: PEERS}
+    with pytest.raises(UsageError, match="was measured on"):
+        read_rates(tmp_path / "ours", "NVIDIA L4")
+    with pytest.raises(UsageError, match="no point of this run has measured rates"):
+        read_rates(tmp_path / "cpu", "")
