@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
     Hook = Callable[[DecodeStreams], Awaitable[None]]
 
+MAX_CONTEXT_ERROR = 0.04  # deviation of the mean context of a window that is measured for longer than planned
 DROPPED_STEPS = 4  # steps that are not timed after the last request has received its first token
 WINDOW_STEPS, MAX_STEPS = 64, 400  # steps around which a window is centred, and after which it ends
 HOOK_STEPS = 512  # output tokens that are left for a function that is called after the window
@@ -299,6 +300,7 @@ class DecodePlan:
 
     steps_before: int  # tokens by which prompts are shorter than the context
     window: int  # steps around which the window is centred
+    max_steps: int  # steps after which the window ends
     steps_after: int  # tokens beyond the context that a request may reach
 
 
@@ -309,13 +311,14 @@ def plan_decodes(limits: ServerLimits, case: Case) -> DecodePlan:
     each step; on average each gets half as many tokens as there are such steps.
     """
     if not case.decodes:
-        return DecodePlan(0, 0, 0)
+        return DecodePlan(0, 0, 0, 0)
     budget = limits.max_batched_tokens or USUAL_TOKEN_BUDGET
     shortest = min(d.context for d in case.decodes)
     prefill_steps = -(-sum(d.requests * d.context for d in case.decodes) // budget) + 1
     window = max(min(WINDOW_STEPS, shortest // 2), 1)
+    max_steps = min(window + int(2 * MAX_CONTEXT_ERROR * shortest), MAX_STEPS)
     before = min(prefill_steps // 2 + DROPPED_STEPS + window // 2 + 2, shortest - 1)
-    return DecodePlan(before, window, prefill_steps + MAX_STEPS + HOOK_STEPS)
+    return DecodePlan(before, window, max_steps, prefill_steps + MAX_STEPS + HOOK_STEPS)
 
 
 async def _measure_decodes(
@@ -330,7 +333,7 @@ async def _measure_decodes(
         window = await _open_window(streams, case, plan, tell)
         with during_window:
             began, cpu = time.perf_counter(), time.process_time()
-            samples, precise = await _take_steps(probe.rule, window, plan.window, tell)
+            samples, precise = await _take_steps(probe.rule, window, plan, tell)
             cpu_share = (time.process_time() - cpu) / (time.perf_counter() - began)
         divided = streams.compute_divided_share(window.begin_s)
         low, high, mean = window.compute_contexts(len(samples))
@@ -352,9 +355,9 @@ async def _measure_decodes(
 
 
 async def _take_steps(
-    rule: StopRule, window: StepWindow, least: int, tell: Callable[[str], None]
+    rule: StopRule, window: StepWindow, plan: DecodePlan, tell: Callable[[str], None]
 ) -> tuple[list[float], bool]:
-    """Return the times of the steps of a window, once the stop rule is met after at least `least` of them, and whether they are
+    """Return the times of the steps of a window, once the stop rule is met after as many as planned, and whether they are
     precise.
     """
     began = reported_s = time.perf_counter()
@@ -362,10 +365,15 @@ async def _take_steps(
         await asyncio.sleep(LOOK_S)
         window.streams.check_running()
         looked = time.perf_counter()
-        samples = window.list_samples_ms(LOOKED_REQUESTS)[:MAX_STEPS]
+        samples = window.list_samples_ms(LOOKED_REQUESTS)[: plan.max_steps]
         verdict = rule.get_stop_reason(samples, looked - began)
-        if verdict == "noisy" or len(samples) == MAX_STEPS or (verdict is not None and len(samples) >= least):
-            return window.list_samples_ms()[:MAX_STEPS], verdict == "precise"
+        if (
+            verdict == "noisy"
+            or len(samples) == plan.max_steps
+            or (verdict is not None and len(samples) >= plan.window)
+        ):
+            samples = window.list_samples_ms()[: plan.max_steps]
+            return samples, rule.get_stop_reason(samples, looked - began) == "precise"
         if looked - reported_s >= TELL_S:
             reported_s = looked
             tell(f"{len(samples)} steps" + (f" of {statistics.median(samples):.2f} ms" if samples else ""))

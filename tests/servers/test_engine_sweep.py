@@ -35,8 +35,7 @@ POINTS = ["--model", "m", "--device", "cpu", "--context", "100", "--seconds", "0
 ENGINE = """
 name = "vllm"
 command = "{python} -m tests.servers.step_engine --model {{model}} --port {{port}}"
-profiler = "--no-such-flag {{traces}}"
-step_profiler = "--traces {{traces}}"
+profiler = "{profiler}"
 [layout]
 tp = "--tensor-parallel-size {{attn_tp}}"
 dcp = "--decode-context-parallel-size {{dcp}} {of_dcp}"
@@ -44,6 +43,7 @@ exchange = "--dcp-comm-backend {{exchange}}"
 [weights]
 dummy = "--load-format dummy"
 """
+PROFILER = "--traces {traces}"
 Asked = tuple[int, str, str]
 
 
@@ -59,10 +59,10 @@ class Sweep:
     def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.folder, self.run, self.capsys = folder, folder / "run", capsys
 
-    def __call__(self, *words: str, concurrency: str = "2", of_dcp: str = "") -> Asked:
+    def __call__(self, *words: str, concurrency: str = "2", of_dcp: str = "", profiler: str = PROFILER) -> Asked:
         """Return exit code, stdout and stderr of the command; `of_dcp`: flags of servers with dcp 2."""
         engine = self.folder / "engine.toml"
-        engine.write_text(ENGINE.format(python=sys.executable, of_dcp=of_dcp))
+        engine.write_text(ENGINE.format(python=sys.executable, of_dcp=of_dcp, profiler=profiler))
         with pytest.raises(SystemExit) as end:
             cli.main(
                 ["sweep", "--engine", str(engine), "--concurrency", concurrency, *POINTS, *words, "-o", str(self.run)]
@@ -135,6 +135,18 @@ def test_without_a_profile_no_profiler_runs(sweep: Sweep) -> None:
     assert isinstance(record.server, Server)
     assert "--traces" not in record.server.facts["command"]
     assert "not_profiled" not in record.server.facts
+
+
+def test_an_engine_that_does_not_profile_is_timed_all_the_same(sweep: Sweep) -> None:
+    """The record says why it has no phases."""
+    code, _, err = sweep("--dcp", "1", profiler="")
+    assert code == 0, err
+    [record] = sweep.records
+    assert record.metrics is not None
+    assert record.phases is None
+    assert isinstance(record.server, Server)
+    assert "/start_profile" in record.server.facts["not_profiled"]
+    assert "was not profiled" in err
 
 
 def test_an_engine_that_dies_fails_only_its_points(sweep: Sweep) -> None:
