@@ -18,6 +18,7 @@ from dcpbench.points.layout import Layout
 from dcpbench.points.shapes import load_shape
 from dcpbench.records.record import EngineSettings, Rates, Server
 from dcpbench.records.runs import read_run
+from dcpbench.reports import explain, frames
 from dcpbench.servers.presets import PRESETS, use_step_profiler
 from dcpbench.servers.step_floors import compute_engine_floor, read_rates
 from dcpbench.servers.step_points import make_case, read_limits
@@ -297,3 +298,22 @@ def test_rates_come_from_a_run_of_the_same_gpu(tmp_path: Path) -> None:
         read_rates(tmp_path / "ours", "NVIDIA L4")
     with pytest.raises(UsageError, match="no point of this run has measured rates"):
         read_rates(tmp_path / "cpu", "")
+
+
+def test_a_report_says_how_steps_of_each_engine_were_measured(tmp_path: Path) -> None:
+    """Our own steps are graph replays; those of another engine are gaps between tokens."""
+    own = record_builder.ok(point(Layout(2)))
+    other = msgspec.structs.replace(record_builder.ok(make_engine_point(2, 1)), origin="engine vllm 0.26.0")
+    folders = {name: tmp_path / name for name in ("ours", "theirs")}
+    record_builder.write(folders["ours"], [own])
+    record_builder.write(folders["theirs"], [other])
+
+    def describe(*names: str) -> str:
+        return " ".join(explain.describe_method(frames.load_frames([folders[name] for name in names])))
+
+    assert "CUDA graph" in describe("ours")
+    assert "measured_context" not in describe("ours")
+    assert "CUDA graph" not in describe("theirs")
+    assert "measured_context" in describe("theirs")
+    assert "CUDA graph" in describe("ours", "theirs")
+    assert "measured_context" in describe("ours", "theirs")
