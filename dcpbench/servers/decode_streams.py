@@ -105,9 +105,12 @@ class DecodeStreams:
             raise NotRunningError(min(len(self._tasks) - ended, self.started), len(self._tasks))
 
     async def wait_until_started(self, tell: Callable[[int], None] = lambda _: None) -> None:
-        """Wait until every request has received a token; `tell` is called with how many have. Raise as check_running does."""
+        """Wait until every request has received a token; `tell` is called when more of them have. Raise as check_running does."""
+        reported = -1
         while (started := self.started) < len(self.requests):
-            tell(started)
+            if started > reported:
+                tell(started)
+                reported = started
             self.check_running()
             await asyncio.sleep(POLL_S)
         self.check_running()
