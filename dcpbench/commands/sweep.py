@@ -104,8 +104,8 @@ def sweep(
     Every combination of the comma lists is a point; those that cannot run are listed with the reason. One torchrun job
     per tp runs them; a point that dies or hangs is recorded and the others go on.
 
-    With --engine the same points are measured in vLLM, SGLang or another engine: requests whose prompts are really prefilled decode
-    together on its server, and a sample is the time between two of their tokens.
+    With --engine the same points are measured in vLLM, SGLang or another engine: its server prefills the prompts of a point, the requests
+    decode together, and a sample is the time between two tokens of a request.
 
     For example:
 

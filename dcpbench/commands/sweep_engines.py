@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from dcpbench.commands import runs
+from dcpbench.commands.options import RunOnMachines
 from dcpbench.commands.started_servers import check_program, print_commands
 from dcpbench.errors import DcpbenchError, UsageError
 from dcpbench.launch import folders
@@ -33,7 +34,7 @@ from dcpbench.servers.sweep import measure_started
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from dcpbench.commands.options import Run, RunOnMachines
+    from dcpbench.commands.options import Run
     from dcpbench.commands.sweep import Engines
     from dcpbench.launch.launcher import Work
     from dcpbench.points.point import Point
@@ -120,8 +121,10 @@ def _check_options(engines: Engines, given: Mapping[str, object], run: RunOnMach
         raise UsageError(f"{flag} is an option of dcpbench's own engine; leave it out, or --engine.")
     machine = {"--gpu": run.gpu, "--point-limit": run.point_limit, "--nnodes": run.nnodes - 1 or None}
     machine |= {"--point-retries": run.point_retries or None}
+    machine |= {"--timeout": None if run.timeout == RunOnMachines().timeout else run.timeout}
     if wrong := [name for name, value in machine.items() if value is not None]:
         raise UsageError(f"{wrong[0]} is for jobs of dcpbench's own engine; leave it out with --engine.")
+    read.check_known("device", run.device, ("auto", "cuda", "cpu"))
     read.check_seconds("--start-timeout", engines.start_timeout, 1800)
     read.check_seconds("--request-timeout", engines.request_timeout, 600)
     if engines.traces is not None and given.get("profile") is False:

@@ -80,7 +80,7 @@ ENGINE_STEPS = _split_paragraphs(
     `measured_context` in the record has its range.
 
     Phases of another engine: GPU time of kernels by their names, from the engine's own profiler in steps after those that were timed.
-    Kernels whose names match no pattern are `unknown`.
+    Kernels are `unknown` if no pattern matches their names.
     """
 )
 COMMON = ("Percentiles need", "tok/s/user", "KV tokens per GiB")

@@ -53,15 +53,12 @@ MIN_REPEATS = 7  # fewer samples have no 95 % interval of the median (records/st
 GAP_REQUESTS = 8  # requests by which the gap of a mixed case is measured
 STEPS_BETWEEN = 4  # decode steps between two prompts of a mixed case
 OVERHEAD_TOKENS, OVERHEAD_REPEATS = 8, 9
-LOOK_S, LOOKED_REQUESTS = (
-    0.2,
-    2,
-)  # between two looks at the samples, by so many requests: tokens wait while they are read
-TELL_S = 1.0
+LOOK_S, TELL_S = 0.2, 1.0  # between two looks at the samples, and between two reports of progress
+LOOKED_REQUESTS = 2  # requests of which the samples are looked at: tokens are not read meanwhile
 FILLED_S = 0.02  # after which prompts follow the one that fills steps
 SETTLE_S = 0.2  # after requests were cancelled; the engine ends them a step later
 FILLED_STEPS = 2  # steps of the prompt behind which several prompts wait: a scheduler may plan one step ahead
-MAX_SPREAD = 0.1  # of a step: prompts whose first tokens are further apart did not share the step
+MAX_SPREAD = 0.1  # of a step: prompts did not share it if their first tokens are further apart
 SAME_STEP = 0.1  # of a decode step: a prompt's token that comes so close to the others is of the same step
 
 

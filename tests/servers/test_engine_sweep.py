@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Record
 
 ROOT = Path(__file__).parents[2]
-POINTS = ["--model", "m", "--device", "cpu", "--context", "100", "--seconds", "0.6", "--tp", "2"]
+POINTS = ["--model", "m", "--context", "100", "--seconds", "0.6", "--tp", "2"]
 ENGINE = """
 name = "vllm"
 command = "{python} -m tests.servers.step_engine --model {{model}} --port {{port}}"
@@ -52,6 +52,10 @@ Asked = tuple[int, str, str]
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine by its module's name."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
+def _choose_cpu(words: tuple[str, ...]) -> list[str]:
+    return [] if "--device" in words else ["--device", "cpu"]
 
 
 class Sweep:
@@ -190,6 +194,8 @@ def test_a_dry_run_lists_points_and_commands_and_what_the_server_cannot_hold(swe
         (("--no-baseline",), "--no-baseline"),
         (("--nnodes", "2", "--rdzv-endpoint", "10.0.0.1:29500"), "--nnodes"),
         (("--point-limit", "60"), "--point-limit"),
+        (("--timeout", "60"), "--timeout"),
+        (("--device", "tpu"), "--device"),
         (("--kv-dtype", "bf16"), "--kv-dtype"),
         (("--ep", "1,tp"), "--ep"),
         (("--traces", "x", "--no-profile"), "--traces"),
