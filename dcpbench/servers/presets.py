@@ -196,10 +196,14 @@ WITHOUT_STACKS = dict.fromkeys(("SGLANG_PROFILE_WITH_STACK", "SGLANG_PROFILE_REC
 
 
 def use_step_profiler(engine: Engine) -> Engine:
-    """Return the engine with the profiler that slows its steps down the least."""
-    return msgspec.structs.replace(
-        engine, profiler=engine.step_profiler or engine.profiler, env={**WITHOUT_STACKS, **engine.env}
-    )
+    """Return the engine with the profiler that slows its steps down the least.
+
+    An engine's file with the profiler of the preset of its name gets the preset's.
+    """
+    preset = PRESETS.get(engine.name)
+    same = preset is not None and preset.profiler == engine.profiler
+    found = engine.step_profiler or (preset.step_profiler if preset is not None and same else "")
+    return msgspec.structs.replace(engine, profiler=found or engine.profiler, env={**WITHOUT_STACKS, **engine.env})
 
 
 MODEL = "model"  # value of --weights: the model's own

@@ -19,7 +19,7 @@ from dcpbench.points.shapes import load_shape
 from dcpbench.records.record import EngineSettings, Rates, Server
 from dcpbench.records.runs import read_run
 from dcpbench.reports import explain, frames
-from dcpbench.servers.presets import PRESETS, use_step_profiler
+from dcpbench.servers.presets import PRESETS, Engine, use_step_profiler
 from dcpbench.servers.step_floors import compute_engine_floor, read_rates
 from dcpbench.servers.step_points import make_case, read_limits
 from dcpbench.servers.step_probe import ServerLimits
@@ -238,9 +238,16 @@ def test_a_step_has_the_requests_of_all_replicas() -> None:
 
 
 def test_engines_profile_steps_without_python_stacks() -> None:
-    """Stacks take the host longer than a short step takes."""
-    found = use_step_profiler(PRESETS["vllm"])
-    assert "torch_profiler_with_stack false" in found.profiler
+    """Stacks take the host longer than a short step takes. A file with the preset's profiler gets that without stacks, too."""
+    without = PRESETS["vllm"].step_profiler
+    assert "torch_profiler_with_stack false" in without
+    of_file = Engine(name="vllm", command="x {port}", profiler=PRESETS["vllm"].profiler)
+    other = Engine(name="vllm", command="x {port}", profiler="--mine {traces}")
+    assert [use_step_profiler(e).profiler for e in (PRESETS["vllm"], of_file, other)] == [
+        without,
+        without,
+        other.profiler,
+    ]
     assert use_step_profiler(PRESETS["sglang"]).env["SGLANG_PROFILE_WITH_STACK"] == "false"
 
 
