@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from dcpbench.syncs.kernel_time import StepTime
 
 NOISY = "noisy"  # mark: the time limit came before the interval was narrow enough
+WAITS_UNKNOWN = "waits_unknown"  # fact: why the waits of the host were not counted, although the step was profiled
 MEASURED_CONTEXT = "measured_context"  # fact: KV tokens of a request while its steps were timed
 PROFILED_STEPS = 14  # steps of all requests while the profiler runs
 DECODE_KINDS = ("decode", "")  # kinds of the steps of a trace that are decode steps
@@ -91,7 +92,9 @@ class _Measured:
     phases: Phases | None = None
     waits: tuple[float, list[SyncSite]] | None = None
     unprofiled: str = ""
-    """Why the profile is missing or incomplete, if one was asked for."""
+    """Why the parts of a step are unknown, if a profile was asked for."""
+    uncounted: str = ""
+    """Why the waits of the host are unknown, if the parts of a step are known."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -179,6 +182,8 @@ class StepPoints:
             await self._read_profile(traces, before, config.traces_wait_s, measured, tell)
         if measured.unprofiled:
             print_stderr(f"{config.target.url} was not profiled: {measured.unprofiled}")
+        if measured.uncounted:
+            print_stderr(f"{config.target.url}: waits of the host are not counted: {measured.uncounted}")
 
     async def _read_profile(
         self, folder: Path, before: dict[Path, int], wait_s: float, measured: _Measured, tell: Callable[[str], None]
@@ -191,7 +196,10 @@ class StepPoints:
             measured.phases = await asyncio.to_thread(read_phases, paths)
             measured.waits = await asyncio.to_thread(find_waits, paths)
         except DcpbenchError as e:
-            measured.unprofiled = str(e)
+            if measured.phases is None:
+                measured.unprofiled = str(e)
+            else:
+                measured.uncounted = str(e)
         finally:
             for path in () if self.keep_traces else paths:
                 path.unlink(missing_ok=True)
@@ -253,8 +261,10 @@ def _make_record(
     failed: str,
 ) -> Record:
     server, samples = describe_server(info, prompt_format, config), measured.samples
-    if measured.unprofiled:
-        server = msgspec.structs.replace(server, facts={**server.facts, NOT_PROFILED: measured.unprofiled})
+    missing = {NOT_PROFILED: measured.unprofiled, WAITS_UNKNOWN: measured.uncounted}
+    server = msgspec.structs.replace(
+        server, facts={**server.facts, **{name: why for name, why in missing.items() if why}}
+    )
     record = start_record(point, config, info, settings, server)
     if samples is None:
         return msgspec.structs.replace(record, reason=failed)
