@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 NOISY = "noisy"  # mark: the time limit came before the interval was narrow enough
 WAITS_UNKNOWN = "waits_unknown"  # fact: why the waits of the host were not counted, although the step was profiled
 MEASURED_CONTEXT = "measured_context"  # fact: KV tokens of a request while its steps were timed
+NEAR_TOKENS = 16  # deviation of the mean context that matters to no step
 PROFILED_STEPS = 14  # steps of all requests while the profiler runs
 DECODE_KINDS = ("decode", "")  # kinds of the steps of a trace that are decode steps
 LIMIT_FLAGS = {
@@ -275,7 +276,7 @@ def _make_record(
     warnings = {
         NOISY: not samples.precise,
         GAPS_DIVIDED: samples.divided_share > 0,
-        NOMINAL: abs(mean - point.context) > NEAR * point.context,
+        NOMINAL: abs(mean - point.context) > max(NEAR * point.context, NEAR_TOKENS),
         CLIENT_BOUND: is_client_bound(client, metrics.step_ms.median),
         KV_SOURCES_DIFFER: bool(info.kv_sources and info.kv_sources.conflicts),
         DUMMY_WEIGHTS: config.dummy_weights,

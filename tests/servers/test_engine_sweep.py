@@ -69,9 +69,8 @@ class Sweep:
         engine = self.folder / "engine.toml"
         engine.write_text(ENGINE.format(python=sys.executable, of_dcp=of_dcp, profiler=profiler))
         with pytest.raises(SystemExit) as end:
-            cli.main(
-                ["sweep", "--engine", str(engine), "--concurrency", concurrency, *POINTS, *words, "-o", str(self.run)]
-            )
+            words = ("--concurrency", concurrency, *POINTS, *_choose_cpu(words), *words, "-o", str(self.run))
+            cli.main(["sweep", "--engine", str(engine), *words])
         return int(end.value.code or 0), *self.capsys.readouterr()
 
     @property
