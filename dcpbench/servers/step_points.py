@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 NOISY = "noisy"  # mark: the time limit came before the interval was narrow enough
 WAITS_UNKNOWN = "waits_unknown"  # fact: why the waits of the host were not counted, although the step was profiled
 MEASURED_CONTEXT = "measured_context"  # fact: KV tokens of a request while its steps were timed
+END_S = 1.0  # in which a server that has closed its connections ends
 NEAR_TOKENS = 16  # deviation of the mean context that matters to no step
 PROFILED_STEPS = 14  # steps of all requests while the profiler runs
 DECODE_KINDS = ("decode", "")  # kinds of the steps of a trace that are decode steps
@@ -127,8 +128,13 @@ class StepPoints:
             asyncio.run(self._measure(point, config, info, prompt_format, settings, measured, tell))
         except (KeyboardInterrupt, SystemExit) as e:
             stopped = e
-        except (WorkerError, UsageError) as e:
+        except UsageError as e:
             failed = str(e)
+        except WorkerError as e:
+            failed = str(e)
+            time.sleep(
+                END_S
+            )  # a server that dies closes its connections before its process ends, which is the better reason
         if stopped is not None and measured.samples is None:
             failed = "interrupted before its steps had been measured."
         record = _make_record(point, config, info, prompt_format, settings, measured, failed)

@@ -68,8 +68,8 @@ class Sweep:
         """Return exit code, stdout and stderr of the command; `of_dcp`: flags of servers with dcp 2."""
         engine = self.folder / "engine.toml"
         engine.write_text(ENGINE.format(python=sys.executable, of_dcp=of_dcp, profiler=profiler))
+        words = ("--concurrency", concurrency, *POINTS, *_choose_cpu(words), *words, "-o", str(self.run))
         with pytest.raises(SystemExit) as end:
-            words = ("--concurrency", concurrency, *POINTS, *_choose_cpu(words), *words, "-o", str(self.run))
             cli.main(["sweep", "--engine", str(engine), *words])
         return int(end.value.code or 0), *self.capsys.readouterr()
 
