@@ -28,7 +28,7 @@ from dcpbench.servers.presets import resolve_engine, use_step_profiler
 from dcpbench.servers.profile import make_traces_folder
 from dcpbench.servers.step_floors import read_rates
 from dcpbench.servers.step_points import StepPoints, make_case, read_limits
-from dcpbench.servers.step_probe import check_case
+from dcpbench.servers.step_probe import UnsupportedCaseError, check_case
 from dcpbench.servers.sweep import measure_started
 
 if TYPE_CHECKING:
@@ -176,6 +176,8 @@ def _find_error(engine: Engine, point: Point, model: str) -> DcpbenchError | Non
     """Return why a point cannot be measured on the engine; None if nothing is known against it."""
     try:
         check_case(_read_limits(engine, point, model), make_case(point))
+    except UnsupportedCaseError as e:
+        return UsageError(e.sentence)
     except UsageError as e:
         return e
     return None

@@ -84,8 +84,9 @@ class UnsupportedCaseError(UsageError):
     """Report a case that requests to this server cannot produce; `refusal` is the reason."""
 
     def __init__(self, case: Case, refusal: Refusal, *, needed: int = 0, limit: int = 0) -> None:
-        """Keep the reason with its numbers."""
-        super().__init__(f"{case}: {REFUSALS[refusal].format(needed=needed, limit=limit)}")
+        """Keep the reason with its numbers; `sentence` describes it without the case."""
+        self.sentence = REFUSALS[refusal].format(needed=needed, limit=limit)
+        super().__init__(f"{case}: {self.sentence}")
         self.case, self.refusal, self.needed, self.limit = case, refusal, needed, limit
 
 
