@@ -83,7 +83,10 @@ class Measured(Group):
         metavar="SECONDS",
     )
     repeats: int | None = opt.REPEATS
-    baseline: bool | None = opt.BASELINE
+    baseline: bool | None = opt.MEASURE(
+        "Also measure each dcp layout with dcp 1, and, for dp without dcp, tp alone, under the same load. Default: yes. With --engine "
+        "only dcp 1 is added, where --dcp is not given."
+    )
     profile: bool | None = opt.MEASURE(
         "A separate profiled pass for the phase breakdown and host synchronisations; it does not affect the timings. "
         "With --engine, the server's profiler records some steps after those that are timed. Default: yes."

@@ -58,6 +58,7 @@ TAKEN = (
     "seconds",
     "repeats",
     "profile",
+    "baseline",
 )
 """Options of `sweep` that another engine has as well."""
 
@@ -116,9 +117,9 @@ def measure_engine(engines: Engines, given: Mapping[str, object], run: RunOnMach
 def _check_options(engines: Engines, given: Mapping[str, object], run: RunOnMachines) -> None:
     """Raise UsageError for options that only dcpbench's own engine has, and for invalid times."""
     if wrong := [name for name in given if name not in TAKEN]:
-        flag = format_flag(wrong[0])
-        flag = f"--no-{flag[2:]}" if given[wrong[0]] is False else flag
-        raise UsageError(f"{flag} is an option of dcpbench's own engine; leave it out, or --engine.")
+        raise UsageError(f"{format_flag(wrong[0])} is an option of dcpbench's own engine; leave it out, or --engine.")
+    if given.get("baseline"):
+        raise UsageError("--baseline adds no layouts with --engine; name the degrees, for example --dcp 1,2.")
     machine = {"--gpu": run.gpu, "--point-limit": run.point_limit, "--nnodes": run.nnodes - 1 or None}
     machine |= {"--point-retries": run.point_retries or None}
     machine |= {"--timeout": None if run.timeout == RunOnMachines().timeout else run.timeout}
@@ -202,9 +203,12 @@ def _make_grid(given: Mapping[str, object], model: str) -> Grid:
     if len(eps) > 1:
         raise UsageError(f"--ep {','.join(eps)}: with --engine it has one value; measure the other by another command.")
     weights = given.get("weights")
+    layouts = parse_layouts(given)
+    if given.get("baseline") is False and "dcp" not in given:
+        layouts = [layout for layout in layouts if layout.dcp == layout.attn_tp]
     return Grid(
         model=model,
-        layouts=parse_layouts(given),
+        layouts=layouts,
         exchanges=exchanges,
         ep=eps[0],
         weights=None if weights is None else str(weights),

@@ -183,6 +183,14 @@ def test_a_dry_run_lists_points_and_commands_and_what_the_server_cannot_hold(swe
     assert not sweep.run.exists()
 
 
+def test_without_degrees_the_layouts_are_dcp_1_and_the_largest(sweep: Sweep) -> None:
+    """Without a baseline the first is left out, as of our own engine."""
+    assert sweep("--dry-run")[2].count("tests.servers.step_engine") == 2
+    _, out, err = sweep("--dry-run", "--no-baseline")
+    assert err.count("tests.servers.step_engine") == 1
+    assert "tp2·dcp2" in out
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [
@@ -190,7 +198,7 @@ def test_a_dry_run_lists_points_and_commands_and_what_the_server_cannot_hold(swe
         (("--all-reduce", "symm"), "--all-reduce"),
         (("--emulate", "H200"), "--emulate"),
         (("--kv-memory", "10GiB"), "--kv-memory"),
-        (("--no-baseline",), "--no-baseline"),
+        (("--baseline",), "--baseline"),
         (("--nnodes", "2", "--rdzv-endpoint", "10.0.0.1:29500"), "--nnodes"),
         (("--point-limit", "60"), "--point-limit"),
         (("--timeout", "60"), "--timeout"),
