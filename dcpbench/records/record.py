@@ -111,13 +111,27 @@ class Phases(msgspec.Struct, frozen=True, kw_only=True):
     step_us: Number
     """Mean time of the profiled steps, from one step's first kernel to the next one's, back to back."""
     phase_us: dict[str, Number]
-    """GPU time by range name (ranges.PHASES); sums with `idle_us` to `step_us`."""
+    """GPU time by range name (ranges.PHASES), or by part of an engine's step (syncs.kernel_time.PARTS).
+
+    With `idle_us` it sums to `step_us`: where kernels overlap, each moment counts for the one that began first.
+    """
     idle_us: SignedNumber
     """Time without a running kernel."""
     idle_fraction: SignedNumber
     kernels: Count
     """Kernels in one step."""
     steps: Count
+
+    @property
+    def sum_error(self) -> float:
+        """Return (phases + idle time) / step - 1: 0 if the phases add up to the step."""
+        return (sum(self.phase_us.values()) + self.idle_us) / self.step_us - 1 if self.step_us else 0.0
+
+
+MAX_SUM_ERROR = 0.03
+"""Maximum deviation of the sum of phases from their step; a record with a larger one has the mark PHASES_DIFFER."""
+PHASES_DIFFER = "phases_differ"
+"""Mark of a point with phases that do not add up to its profiled step."""
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
