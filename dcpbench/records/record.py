@@ -12,7 +12,7 @@ import msgspec
 
 from dcpbench.points.bounds import Count, Number, PositiveNumber, Rate, SignedCount, SignedNumber
 from dcpbench.points.memory import PAGES_OF_PADDING, count_pages
-from dcpbench.points.names import FP8, NO_EXCHANGE, UNKNOWN
+from dcpbench.points.names import AUTO, BACKENDS, FP8, NO_EXCHANGE, UNKNOWN
 from dcpbench.points.point import Point
 from dcpbench.points.wire import Prompts
 from dcpbench.records.model_sizes import ModelSizes
@@ -711,8 +711,13 @@ def format_omitted_note(record: Record) -> str:
 
 
 def get_origin(record: Record) -> str:
-    """Return the tool that measured a point, in the form of an origin: `dcpbench`, `vllm`, `engine sglang 0.5.5`."""
-    return str(record.origin) if record.origin else OURS
+    """Return the tool that measured a point, in the form of an origin: `dcpbench`, `vllm`, `engine sglang 0.5.5`.
+
+    A point of a server that was rejected, or failed before the server ran, has the engine without a version: `engine sglang`.
+    """
+    if record.origin:
+        return str(record.origin)
+    return OURS if record.point.backend in (*BACKENDS, AUTO) else f"{A_SERVER}{record.point.backend}"
 
 
 def is_imported_origin(name: str) -> bool:

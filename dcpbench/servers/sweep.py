@@ -31,13 +31,21 @@ if TYPE_CHECKING:
     from dcpbench.points.point import Point
     from dcpbench.points.settings import Settings
     from dcpbench.records.record import StartPhase
+    from dcpbench.servers.info import ServerInfo
     from dcpbench.servers.measure import ClientConfig
     from dcpbench.servers.presets import Engine
+    from dcpbench.servers.prompts import PromptFormat
+
+    MeasurePoint = Callable[
+        [Point, ClientConfig, ServerInfo, PromptFormat, Settings, Path, Callable[[str], None]],
+        tuple[Record, BaseException | None],
+    ]
 
 
 def make_server_key(point: Point) -> tuple[object, ...]:
     """Return a key that is equal for points that one server can serve."""
-    return point.tp, point.dp, point.dcp, point.ep, point.exchange, point.weights, point.settings
+    layout = point.tp, point.dp, point.dcp, point.ep, point.exchange, point.q_replicate, point.interleave
+    return *layout, point.kv_dtype, point.weights, point.settings
 
 
 def measure_started(
@@ -50,10 +58,12 @@ def measure_started(
     watch: Callable[[Progress], None],
     *,
     limit_s: float,
+    measure: MeasurePoint = measure_point,
 ) -> None:
     """Measure all points; each leaves a record in the folder. A server that refuses or dies fails only its own points.
 
-    An interruption ends the server with all its child processes, and is raised again.
+    `measure` measures one point on a server, as measure.measure_point does. An interruption ends the server with all its
+    child processes, and is raised again.
     """
     out, places = RecordFile(folder), {point.get_key(): i for i, point in enumerate(points)}
 
@@ -98,7 +108,7 @@ def measure_started(
                     out.append(_make_failed_record(point, why, one))
                     report_progress(point, "failed", why)
                     continue
-                record, stopped = measure_point(
+                record, stopped = measure(
                     point, one, info, prompt_format, settings, folder, make_reporter(point, "measure")
                 )
                 if record.outcome != "ok" and (dead := server.exit_reason):
@@ -106,10 +116,15 @@ def measure_started(
                 record = out.append(record)
                 if stopped is not None:
                     raise stopped
-                note = record.reason or (format_summary(record.serve) if record.serve else "")
-                report_progress(
-                    point, "done" if record.outcome == "ok" else "failed", note + format_omitted_note(record)
-                )
+                report_progress(point, "done" if record.outcome == "ok" else "failed", _format_note(record))
+
+
+def _format_note(record: Record) -> str:
+    """Return the text of a finished point's progress line."""
+    numbers = format_summary(record.serve) if record.serve else ""
+    if record.metrics:
+        numbers = f"step {record.metrics.step_ms.median:.2f} ms, {record.metrics.output_tok_s.median:,.0f} tok/s"
+    return (record.reason or numbers) + format_omitted_note(record)
 
 
 def _add_start(

@@ -1,8 +1,6 @@
 """The house rules that no linter knows: what a wheel holds, what an import costs, what documents promise."""
 
-import ast
 import dataclasses
-import hashlib
 import importlib
 import os
 import re
@@ -260,6 +258,7 @@ FILLED = {
     "reports.sections": "Section",
     "servers.load": "Outcome Pace",
     "servers.measure": "ServedLoad _LoadState",
+    "servers.step_points": "_Measured",
     "serving.outcome": "StepCounts",
     "serving.replay": "_Instance",
     "serving.requests": "Sequence ReplicaStep Step",
@@ -305,105 +304,3 @@ def test_values_cannot_be_changed(room: str) -> None:
     assert found == {
         (module, cls) for module, names in FILLED.items() for cls in names.split() if module.split(".")[0] == room
     }
-
-
-LONG = 5_000
-"""Of a module's longer constants only the first is written out: the others are made of what it holds."""
-
-
-def numbers_in(value: object) -> str:
-    """A value as it is written, with … for what is not made of plain ones; empty where there is no number in it."""
-    if isinstance(value, bool | int | float):
-        return repr(value if isinstance(value, bool | float) else int(value))  # a signal's number
-    if isinstance(value, msgspec.Struct) or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
-        names = (
-            value.__struct_fields__
-            if isinstance(value, msgspec.Struct)
-            else [f.name for f in dataclasses.fields(value)]
-        )
-        parts = {name: getattr(value, name) for name in names}
-        named = ", ".join(f"{name}={numbers_in(v) or shown(v)}" for name, v in parts.items())
-        return f"{type(value).__name__}({named})" if any(map(numbers_in, parts.values())) else ""
-    if isinstance(value, dict):
-        named = ", ".join(f"{numbers_in(k) or shown(k)}: {numbers_in(v) or shown(v)}" for k, v in value.items())
-        return f"{{{named}}}" if any(map(numbers_in, (*value, *value.values()))) else ""
-    if isinstance(value, tuple | list):
-        return f"({', '.join(numbers_in(v) or shown(v) for v in value)})" if any(map(numbers_in, value)) else ""
-    return ""
-
-
-def shown(value: object) -> str:
-    """What has no number."""
-    return (
-        repr(value[:30])
-        if isinstance(value, str)
-        else "None"
-        if value is None
-        else "()"
-        if value in ((), [], {})
-        else "…"
-    )
-
-
-@pytest.mark.parametrize("room", ROOMS)
-def test_values_that_decide_something_are_held(room: str) -> None:
-    """In tests/data/said, so that who changes one says so twice; SAID=write writes them.
-
-    Limits, tolerances and sizes that modules name; and fields of classes with their defaults, most of which are in files.
-    """
-    lines = []
-    for name in modules_without_torch(room):
-        module = importlib.import_module(name)
-        tree = ast.parse(Path(str(module.__file__)).read_text())
-        own = [
-            n.id
-            for node in tree.body
-            for n in ast.walk(node)
-            if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
-        ]
-        found = {c: numbers_in(getattr(module, c, None)) for c in own if c.isupper()}
-        long = [constant for constant, text in found.items() if len(text) > LONG]
-        found |= {c: f"as {long[0]}, sha256 {hashlib.sha256(found[c].encode()).hexdigest()}" for c in long[1:]}
-        lines += [f"{name.removeprefix('dcpbench.')} {constant} = {text}" for constant, text in found.items() if text]
-        for cls in vars(module).values():
-            if isinstance(cls, type) and cls.__module__ == name and (fields := fields_of(cls)):
-                lines.append(f"{name.removeprefix('dcpbench.')} {cls.__name__}({fields}){kind_of(cls)}")
-    path = ROOT / "tests" / "data" / "said" / f"values-{room}.txt"
-    if os.environ.get("SAID") == "write":
-        path.write_text("".join(f"{line}\n" for line in lines))
-    assert lines == path.read_text().splitlines()
-
-
-def kind_of(cls: type) -> str:
-    """How a dataclass is compared and kept, where not as most are."""
-    if not dataclasses.is_dataclass(cls):
-        return ""
-    kinds = {
-        "each is equal to itself alone": cls.__eq__ is object.__eq__,
-        "in order": cls.__lt__ is not object.__lt__,  # type: ignore[operator]
-        "in slots": "__slots__" in vars(cls),
-    }
-    return "".join(f", {kind}" for kind, is_so in kinds.items() if is_so)
-
-
-def fields_of(cls: type) -> str:
-    """Of a dataclass or struct, as it is made: those behind a * by name alone; plain defaults, and … for others."""
-    if dataclasses.is_dataclass(cls):
-        defaults = {
-            f.name: ... if f.default_factory is not dataclasses.MISSING else f.default for f in dataclasses.fields(cls)
-        }
-    elif issubclass(cls, msgspec.Struct):
-        known = [msgspec.NODEFAULT] * len(cls.__struct_fields__) + list(cls.__struct_defaults__)
-        defaults = dict(zip(cls.__struct_fields__, known[-len(cls.__struct_fields__) :], strict=True))
-    else:
-        return ""
-
-    def said(name: str) -> str:
-        default = defaults[name]
-        plain = isinstance(default, bool | int | float | str | None)
-        missing = default in (dataclasses.MISSING, msgspec.NODEFAULT)
-        return name if missing else f"{name}={default!r}" if plain else f"{name}=…"
-
-    by_place = cls.__match_args__
-    by_name = [name for name in defaults if name not in by_place]
-    return ", ".join([*map(said, by_place), *["*"][: len(by_name)], *map(said, by_name)])
