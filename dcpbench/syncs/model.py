@@ -125,7 +125,7 @@ class Site(msgspec.Struct, kw_only=True):
     stack: list[str] = []
     """Python frames, `file(line): function`, outermost first."""
     called_from: str = ""
-    """First frame outside libraries, `file(line): function`, if the site itself is in a library."""
+    """First frame outside libraries, or in traces else of another package, `file(line): function`, if the site is in a library."""
     range: str = ""
     """Innermost `record_function` range that is not a step."""
     direction: str = ""

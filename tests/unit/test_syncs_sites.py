@@ -272,6 +272,28 @@ class TestCalledFrom:
         site = self.site(trace, tmp_path, "run.py(3): <module>", "app/serve.py(40): step")
         assert (site.function, site.called_from) == ("step", "")
 
+    def test_without_code_of_ones_own_the_caller_is_in_another_package(self, trace: Trace, tmp_path: Path) -> None:
+        """An engine's own process has frames of packages alone; SGLang calls FlashInfer, through torch and Python."""
+        site = self.site(
+            trace,
+            tmp_path,
+            "threading.py(1030): _bootstrap",
+            "sglang/srt/model_executor/model_runner.py(9): forward",
+            "sglang/srt/layers/attention/flashinfer_mla_backend.py(883): call_begin_forward",
+            "torch/nn/modules/module.py(8): _call_impl",
+            "contextlib.py(9): inner",
+            "flashinfer/api_logging.py(5): wrapper",
+            "flashinfer/mla/_core.py(1565): plan",
+        )
+        assert site.function == "plan"
+        assert site.called_from == "sglang/srt/layers/attention/flashinfer_mla_backend.py(883): call_begin_forward"
+
+    def test_a_function_of_the_engine_itself_has_no_caller_to_name(self, trace: Trace, tmp_path: Path) -> None:
+        site = self.site(
+            trace, tmp_path, "vllm/v1/engine/core.py(3): run", "vllm/v1/worker/gpu_model_runner.py(307): get_output"
+        )
+        assert (site.function, site.called_from) == ("get_output", "")
+
     def test_a_package_that_lies_in_the_repository_is_ones_own(self, trace: Trace, tmp_path: Path) -> None:
         (tmp_path / "numpy").mkdir()
         (tmp_path / "numpy" / "gen.py").touch()

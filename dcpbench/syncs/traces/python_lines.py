@@ -63,6 +63,11 @@ def _list_installed_packages() -> frozenset[str]:
     return frozenset(p.name for folder in folders if folder.is_dir() for p in folder.iterdir() if p.is_dir())
 
 
+def _find_package(file: str) -> str:
+    """Return the name of the package of a library's file."""
+    return _LIBRARIES.sub("", file).split("/", maxsplit=1)[0]
+
+
 class Repository:
     """Locate files of traces below a folder."""
 
@@ -115,11 +120,30 @@ class Repository:
         return next(reversed(own or candidates), None)
 
     def find_caller(self, frames: Sequence[Frame], at: int) -> int | None:
-        """Return the index of the innermost frame outside libraries if the frame at `at` is in one; else None."""
+        """Return the index of the caller to name if the frame at `at` is in a library; else None.
+
+        It is the innermost frame outside libraries; if there is none, as where an engine calls a library of kernels, the innermost
+        one of another package.
+        """
         if not self._is_library(frames[at].file):
             return None
-        own = (i for i in range(at - 1, -1, -1) if frames[i].file and not self._is_library(frames[i].file))
-        return next(own, None)
+        before = [i for i in range(at - 1, -1, -1) if frames[i].file]
+        own = next((i for i in before if not self._is_library(frames[i].file)), None)
+        return self._find_other_package(frames, at, before) if own is None else own
+
+    def _find_other_package(self, frames: Sequence[Frame], at: int, before: Sequence[int]) -> int | None:
+        """Return the first of these frames that is of another package than the one at `at`, and not of torch or Python."""
+        package = _find_package(frames[at].file)
+        return next(
+            (
+                i
+                for i in before
+                if not _FRAMEWORK.search(frames[i].file)
+                and not self._is_python(frames[i].file)
+                and _find_package(frames[i].file) != package
+            ),
+            None,
+        )
 
     def _is_library(self, file: str) -> bool:
         """Return True if a file belongs to an installed package.
@@ -159,7 +183,7 @@ class Line(NamedTuple):
     calls_synchronize: bool = False
     """True if frames show a call of a function named synchronize."""
     called_from: str = ""
-    """First frame outside libraries, if the line itself is in one."""
+    """First frame outside libraries, or else of another package, if the line itself is in a library."""
 
 
 class Attribution:
