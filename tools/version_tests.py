@@ -56,7 +56,7 @@ TESTS = (
 )
 """Patterns of the test files that run: the libraries decide what these tests see.
 
-Snapshots of whole outputs (test_whole_*.py) are left out, as they hold the ticks and widths of the pinned versions."""
+Whole outputs (test_outputs.py) are left out, as they hold the ticks and widths of the pinned versions."""
 FEW_TESTS = (
     "tests/cli/test_help.py",
     "tests/cli/test_option_groups.py",
