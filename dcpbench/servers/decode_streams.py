@@ -1,0 +1,194 @@
+"""Hold streaming requests that decode at the same time, and compute the time of each step from their tokens. No torch."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+
+from dcpbench.errors import WorkerError
+from dcpbench.records.formulas import compute_token_times
+from dcpbench.servers.answers import StreamReply
+from dcpbench.servers.client import RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from dcpbench.servers.client import Client
+
+POLL_S = 0.01  # between two looks at the streams
+MIN_TOKENS = 4  # tokens of each stream from which a moment between two steps can be found
+
+
+class NotRunningError(WorkerError):
+    """Report that the requests of a step did not decode at the same time."""
+
+    def __init__(self, running: int, requests: int) -> None:
+        """Keep how many of the requests were decoding."""
+        super().__init__(
+            f"only {running} of {requests} requests decode at the same time: some ended before they had been measured "
+            "together. Start the server with a larger maximum batch (vLLM: --max-num-seqs, SGLang: --max-running-requests) or "
+            "with more KV cache."
+        )
+        self.running, self.requests = running, requests
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StreamedRequest:
+    """A request in the form in which it is sent."""
+
+    data: bytes  # head and body
+    prompt_tokens: int
+    output_tokens: int
+
+
+class DecodeStreams:
+    """Requests that stream their answers, as a context manager: leaving it cancels those that still run."""
+
+    def __init__(self, client: Client, requests: Sequence[StreamedRequest]) -> None:
+        self.client, self.requests = client, requests
+        self.replies = [StreamReply(r.output_tokens, prompt_tokens=r.prompt_tokens) for r in requests]
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Self:
+        with contextlib.suppress(RequestError):
+            await self.client.open_connections(len(self.requests))
+        for request, reply in zip(self.requests, self.replies, strict=True):
+            self._tasks.append(asyncio.create_task(self.client.send_request(request.data, reply)))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @property
+    def started(self) -> int:
+        """Return the number of requests that have received a token."""
+        return sum(reply.chunks > 0 for reply in self.replies)
+
+    def list_contexts(self) -> list[int]:
+        """Return the KV tokens to which the next step of each request attends."""
+        return [
+            _get_prompt_tokens(request, reply) + sum(reply.counts.tokens)
+            for request, reply in zip(self.requests, self.replies, strict=True)
+        ]
+
+    def list_token_times(self) -> list[NDArray[np.float64]]:
+        """Return the arrival times of the tokens of each request, in s of time.perf_counter()."""
+        return [np.array(compute_token_times(r.counts.time_s, r.counts.tokens)) for r in self.replies]
+
+    def compute_divided_share(self) -> float:
+        """Return the share of tokens that arrived in chunks of several tokens, whose gaps are divided evenly."""
+        counts = np.concatenate([np.array(r.counts.tokens) for r in self.replies])
+        return float(counts[counts > 1].sum() / counts.sum())
+
+    def check_running(self) -> None:
+        """Raise WorkerError if a request failed, NotRunningError if one has ended."""
+        for task in self._tasks:
+            if not task.done() or task.cancelled() or (error := task.exception()) is None:
+                continue
+            if isinstance(error, RequestError):
+                raise WorkerError(f"a request of the step failed: {error.sentence}") from error
+            raise error
+        if ended := sum(task.done() for task in self._tasks):
+            raise NotRunningError(min(len(self._tasks) - ended, self.started), len(self._tasks))
+
+    async def wait_until_started(self) -> None:
+        """Wait until every request has received a token. Raise as check_running does."""
+        while self.started < len(self.requests):
+            self.check_running()
+            await asyncio.sleep(POLL_S)
+        self.check_running()
+
+    async def wait_for_chunks(self, chunks: int) -> None:
+        """Wait until every request has received `chunks` more chunks of one or more tokens. Raise as check_running does."""
+        wanted = [reply.chunks + chunks for reply in self.replies]
+        while any(reply.chunks < count for reply, count in zip(self.replies, wanted, strict=True)):
+            self.check_running()
+            await asyncio.sleep(POLL_S)
+
+    async def wait_for_context(self, mean: float) -> None:
+        """Wait until the requests attend to at least `mean` tokens each, on average. Raise as check_running does."""
+        while (missing := mean - float(np.mean(self.list_contexts()))) > 0:
+            await self.wait_for_chunks(max(int(missing / 2), 1))
+
+    async def open_window(self) -> StepWindow:
+        """Return a window that begins between two steps, after the present moment. Raise as check_running does."""
+        opened = time.perf_counter()
+        await self.wait_for_chunks(MIN_TOKENS)
+        return StepWindow(self, find_moment_between_steps(self.list_token_times(), opened))
+
+
+@dataclasses.dataclass(frozen=True)
+class StepWindow:
+    """The steps of requests since a moment between two steps."""
+
+    streams: DecodeStreams
+    begin_s: float
+
+    def list_samples_ms(self) -> list[float]:
+        """Return the time of each whole step so far in ms."""
+        return compute_step_times_ms(self.streams.list_token_times(), self.begin_s)
+
+    def compute_contexts(self, steps: int) -> tuple[int, int, float]:
+        """Return the lowest, the highest and the mean number of KV tokens of a request in the first `steps` steps.
+
+        The token that comes first in the window is the input of the first step that is timed.
+        """
+        firsts = [
+            _get_prompt_tokens(request, reply) + int((times <= self.begin_s).sum()) + 1
+            for request, reply, times in zip(
+                self.streams.requests, self.streams.replies, self.streams.list_token_times(), strict=True
+            )
+        ]
+        return min(firsts), max(firsts) + steps - 1, float(np.mean(firsts)) + (steps - 1) / 2
+
+
+def find_moment_between_steps(token_s: Sequence[NDArray[np.float64]], opened_s: float) -> float:
+    """Return a moment after `opened_s` at which no step's tokens are arriving: the middle of the longest pause.
+
+    Tokens of one step arrive close together, so that the longest pause among the first tokens of all requests lies between
+    two steps.
+    """
+    merged = np.sort(np.concatenate([times[times > opened_s][:MIN_TOKENS] for times in token_s]))
+    longest = int(np.argmax(np.diff(merged)))
+    return float(merged[longest] + merged[longest + 1]) / 2
+
+
+def compute_step_times_ms(token_s: Sequence[NDArray[np.float64]], begin_s: float) -> list[float]:
+    """Return the time of each step in ms: the median over requests of the gap between two of their tokens.
+
+    Every request gets one token from each step, so that the n-th token of each after `begin_s` comes from the same step.
+    The last step is left out if some of its tokens have not arrived.
+    """
+    after = [times[times > begin_s] for times in token_s]
+    tokens = min(map(len, after), default=0)
+    if tokens < 2:  # noqa: PLR2004 - a gap lies between two tokens
+        return []
+    gaps = np.diff(np.stack([times[:tokens] for times in after]), axis=1)
+    return [float(gap) * 1e3 for gap in np.median(gaps, axis=0)]
+
+
+def find_gap_ms(times: NDArray[np.float64], moment_s: float, tolerance_s: float) -> tuple[float, float] | None:
+    """Return the gap of a stream in ms in which another token came at `moment_s`, and the moment at which the gap ended.
+
+    The gap ends with the first token at `moment_s` or later; a token of the same step may come up to `tolerance_s` before.
+    None while that token has not come.
+    """
+    ends = np.flatnonzero(times >= moment_s - tolerance_s)
+    if not len(ends) or ends[0] == 0:
+        return None
+    return float(times[ends[0]] - times[ends[0] - 1]) * 1e3, float(times[ends[0]])
+
+
+def _get_prompt_tokens(request: StreamedRequest, reply: StreamReply) -> int:
+    """Return the length of a prompt by the server's count, else as it was sent."""
+    counted = reply.usage.prompt_tokens if reply.usage is not None else None
+    return counted or request.prompt_tokens

@@ -1,0 +1,516 @@
+"""Measure steps of a running engine over HTTP, as a client sees them: cases of step-time files, without its Python. No torch.
+
+    decode   all requests stream; a sample is the gap between two tokens of a request
+    prefill  a prompt with one output token on an idle server; a sample is its time to first token
+    several  prompts that share a step wait behind a prompt that fills two steps; a sample is the time from its first token to theirs
+    prefix   the time to first token of a long prompt minus that of a prompt without its last chunk
+    mixed    a prompt arrives while requests decode; a sample is the gap of their tokens in which its first token comes
+
+Samples contain what a user sees: HTTP, the scheduler and the detokeniser.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import enum
+import secrets
+import statistics
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from dcpbench.errors import UsageError, WorkerError
+from dcpbench.records.stats import StopRule
+from dcpbench.servers import info as server_info
+from dcpbench.servers.answers import StreamReply
+from dcpbench.servers.client import Client, RequestError
+from dcpbench.servers.decode_streams import DecodeStreams, StepWindow, StreamedRequest, find_gap_ms
+from dcpbench.servers.descriptors import raise_open_file_limit
+from dcpbench.servers.load import set_realtime_priority, stop_garbage_collection
+from dcpbench.servers.prompts import COMPLETIONS, PATHS, PromptFormat, find_prompt_format
+from dcpbench.serving.step_times import HOT, UNEVEN, Case
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from dcpbench.servers.client import Target
+    from dcpbench.serving.step_times import Chunks
+
+    Hook = Callable[[DecodeStreams], Awaitable[None]]
+
+DROPPED_STEPS = 4  # steps that are not timed after the last request has received its first token
+WINDOW_STEPS, MAX_STEPS = 64, 400  # steps around which a window is centred, and after which it ends
+HOOK_STEPS = 512  # output tokens that are left for a function that is called after the window
+USUAL_TOKEN_BUDGET = 8192  # prompt tokens of a step if the server does not report its limit
+MIN_REPEATS = 7  # fewer samples have no 95 % interval of the median (records/stats.py)
+STEPS_BETWEEN = 4  # decode steps between two prompts of a mixed case
+OVERHEAD_TOKENS, OVERHEAD_REPEATS = 8, 9
+LOOK_S, LOOK_SHARE = 0.1, 5.0  # between two looks at the samples; at least so many times as long as a look takes
+FILLED_S = 0.02  # after which prompts follow the one that fills steps
+SETTLE_S = 0.2  # after requests were cancelled; the engine ends them a step later
+FILLED_STEPS = 2  # steps of the prompt behind which several prompts wait: a scheduler may plan one step ahead
+MAX_SPREAD = 0.1  # of a step: prompts whose first tokens are further apart did not share the step
+SAME_STEP = 0.1  # of a decode step: a prompt's token that comes so close to the others is of the same step
+
+
+class Refusal(enum.Enum):
+    """Reasons why a case cannot be produced by requests to a server."""
+
+    EMPTY = "empty"
+    HOT = "hot"
+    REPLICAS = "replicas"
+    MIXED_CHUNKS = "mixed chunks"
+    PREFIX_CHUNKS = "prefix chunks"
+    PREFIX_MIXED = "prefix mixed"
+    BUDGET_UNKNOWN = "budget unknown"
+    PREFIX_MULTIPLE = "prefix multiple"
+    TOKENS = "tokens"
+    REQUESTS = "requests"
+    LENGTH = "length"
+    KV = "kv"
+    CONTEXT = "context"
+
+
+class UnsupportedCaseError(UsageError):
+    """Report a case that requests to this server cannot produce; `refusal` is the reason."""
+
+    def __init__(self, case: Case, refusal: Refusal, *, needed: int = 0, limit: int = 0) -> None:
+        """Keep the reason with its numbers."""
+        super().__init__(f"{case}: {REFUSALS[refusal].format(needed=needed, limit=limit)}")
+        self.case, self.refusal, self.needed, self.limit = case, refusal, needed, limit
+
+
+REFUSALS = {
+    Refusal.EMPTY: "the step has no work; give it decodes or chunks.",
+    Refusal.HOT: "steps that follow others while the GPU is hot cannot be ordered over HTTP; leave hot cases out.",
+    Refusal.REPLICAS: "the server chooses which replica takes a prompt; leave out cases of single replicas, and prompts with --dp above 1.",
+    Refusal.MIXED_CHUNKS: "several prompts that arrive while others decode need not share a step; measure one prompt with decodes.",
+    Refusal.PREFIX_CHUNKS: "chunks of several prompts with a prefix cannot be made to share a step; measure one such chunk.",
+    Refusal.PREFIX_MIXED: "a chunk with a prefix cannot be placed in a given step of decodes; measure it without decodes.",
+    Refusal.BUDGET_UNKNOWN: "the maximum number of tokens in a step of the server is unknown; state it (vLLM: --max-num-batched-tokens, SGLang: --chunked-prefill-size).",
+    Refusal.PREFIX_MULTIPLE: "a chunk begins at {needed:,} tokens only if that is a multiple of the {limit:,} tokens that the server takes in a step; choose such a prefix.",
+    Refusal.TOKENS: "it has {needed:,} tokens, and the server takes {limit:,} in a step; choose fewer, or start the server with more (vLLM: --max-num-batched-tokens, SGLang: --chunked-prefill-size).",
+    Refusal.REQUESTS: "it needs {needed:,} requests at once, and the server runs {limit:,}; start it with more (vLLM: --max-num-seqs, SGLang: --max-running-requests).",
+    Refusal.LENGTH: "its requests have up to {needed:,} tokens while they are measured, and the server takes {limit:,}; start it with more (vLLM: --max-model-len, SGLang: --context-length).",
+    Refusal.KV: "its requests have {needed:,} tokens together, and the server's KV cache holds {limit:,}; choose fewer requests or a shorter context.",
+    Refusal.CONTEXT: "a request attends to {limit:,} tokens at least when it is timed, and the case asks for {needed:,}; choose a longer context.",
+}
+"""Sentences for each reason."""
+MIN_CONTEXT = 2 * (1 + DROPPED_STEPS + 1)  # tokens: shorter ones leave no steps before the window
+
+
+class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of a server's steps and requests; None: unknown."""
+
+    max_batched_tokens: int | None = None
+    """Tokens of a step: vLLM's --max-num-batched-tokens, SGLang's --chunked-prefill-size."""
+    max_requests: int | None = None
+    """Requests in a step: vLLM's --max-num-seqs, SGLang's --max-running-requests."""
+    max_model_len: int | None = None
+    kv_tokens: int | None = None
+
+
+UNLIMITED, DEFAULT_RULE = ServerLimits(), StopRule()
+
+
+class Method(enum.StrEnum):
+    """Ways in which samples are obtained; see the module."""
+
+    DECODE = "decode gaps"
+    PREFILL = "time to first token"
+    SEVERAL = "time after a full step"
+    PREFIX = "difference of times to first token"
+    MIXED = "gap of decodes"
+
+
+class CaseSamples(msgspec.Struct, frozen=True, kw_only=True):
+    """Hold the measured times of a case."""
+
+    case: Case
+    samples_ms: list[float]
+    method: Method
+    precise: bool
+    """True if the 95 % interval of the median is within the precision of the stop rule."""
+    context_min: int | None = None
+    context_max: int | None = None
+    context_mean: float | None = None
+    """KV tokens to which the decodes attended while they were timed; None without decodes."""
+    overhead_ms: float | None = None
+    """Time to first token of a prompt of OVERHEAD_TOKENS tokens on the idle server, which samples of prompts contain; None for decodes."""
+    divided_share: float = 0.0
+    """Share of tokens that arrived several in a chunk, so that the times of their steps are only known together."""
+    separate_prefill: bool | None = None
+    """True if the prompt of a mixed case ran in a step of its own, between two decode steps: samples contain both. None for others."""
+    discarded: int = 0
+    """Repeats that were left out because their prompts did not share a step."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepProbe:
+    """A server with all that is needed to measure its steps."""
+
+    client: Client
+    prompt_format: PromptFormat
+    limits: ServerLimits = UNLIMITED
+    replicas: int = 1
+    """Attention replicas; a case is the work of each of them."""
+    rule: StopRule = DEFAULT_RULE
+    realtime: bool = True
+    """True if the client gets real-time priority while it measures, if the kernel allows it."""
+    overheads_ms: list[float] = dataclasses.field(default_factory=list)
+    """The overhead, once it has been measured."""
+
+
+@contextlib.asynccontextmanager
+async def open_probe(
+    target: Target,
+    *,
+    model: str | None = None,
+    endpoint: str = COMPLETIONS,
+    tokenizer: Path | None = None,
+    extra_body: Mapping[str, object] | None = None,
+    limits: ServerLimits | None = None,
+    replicas: int = 1,
+    rule: StopRule | None = None,
+) -> AsyncIterator[StepProbe]:
+    """Provide a probe of a running server within the block; `limits` complete what the server reports.
+
+    Raise WorkerError if the server cannot be measured, UsageError for a model that it does not serve.
+    """
+    async with Client(target) as client:
+        card = (await server_info.fetch_info(client)).find_model(model)
+        prompt_format = await find_prompt_format(client, card.id, endpoint, tokenizer=tokenizer, extra_body=extra_body)
+        given = limits or UNLIMITED
+        yield StepProbe(
+            client=client,
+            prompt_format=prompt_format,
+            limits=msgspec.structs.replace(given, max_model_len=given.max_model_len or card.max_model_len),
+            replicas=replicas,
+            rule=rule or DEFAULT_RULE,
+        )
+
+
+async def measure_case(probe: StepProbe, case: Case, *, while_running: Hook | None = None) -> CaseSamples:
+    """Return the times of a case on the server, which must be idle otherwise.
+
+    Args:
+        probe: The server.
+        case: Work of each replica in a step.
+        while_running: Called after the timed window of a decode case, while all its requests still decode.
+
+    Raises:
+        UnsupportedCaseError: Requests to this server cannot produce the case.
+        NotRunningError: The server did not decode all requests at the same time.
+        WorkerError: Requests failed.
+    """
+    check_case(probe.limits, case, probe.replicas)
+    streams = case.requests * probe.replicas + 1
+    with (
+        raise_open_file_limit(streams, certain=True),
+        stop_garbage_collection(),
+        set_realtime_priority(wanted=probe.realtime),
+    ):
+        if case.decodes and case.chunks:
+            return await _measure_mixed(probe, case)
+        if case.decodes:
+            return await _measure_decodes(probe, case, while_running)
+        return await _measure_chunks(probe, case)
+
+
+def check_case(limits: ServerLimits, case: Case, replicas: int = 1) -> None:
+    """Raise UnsupportedCaseError if requests to a server with these limits cannot produce a case."""
+    if not case.decodes and not case.chunks:
+        raise UnsupportedCaseError(case, Refusal.EMPTY)
+    if case.use == HOT or case.after or case.since:
+        raise UnsupportedCaseError(case, Refusal.HOT)
+    if case.use == UNEVEN or case.replicas or (case.chunks and replicas > 1):
+        raise UnsupportedCaseError(case, Refusal.REPLICAS)
+    if case.chunks:
+        _check_chunks(limits, case)
+    if case.decodes and min(d.context for d in case.decodes) < MIN_CONTEXT:
+        raise UnsupportedCaseError(
+            case, Refusal.CONTEXT, needed=min(d.context for d in case.decodes), limit=MIN_CONTEXT
+        )
+    for refusal, needed, limit in (
+        (Refusal.REQUESTS, case.requests * replicas, limits.max_requests),
+        (Refusal.LENGTH, max(_list_lengths(limits, case)), limits.max_model_len),
+        (Refusal.KV, sum(_list_lengths(limits, case)) * replicas, limits.kv_tokens),
+    ):
+        if limit is not None and needed > limit:
+            raise UnsupportedCaseError(case, refusal, needed=needed, limit=limit)
+
+
+def _check_chunks(limits: ServerLimits, case: Case) -> None:
+    """Raise UnsupportedCaseError if the chunks of a case cannot be placed in one step."""
+    count, prefix = sum(c.chunks for c in case.chunks), max(c.prefix for c in case.chunks)
+    for refusal, holds in (
+        (Refusal.MIXED_CHUNKS, case.decodes and count > 1),
+        (Refusal.PREFIX_MIXED, case.decodes and prefix),
+        (Refusal.PREFIX_CHUNKS, prefix and count > 1),
+        (Refusal.BUDGET_UNKNOWN, limits.max_batched_tokens is None),
+    ):
+        if holds:
+            raise UnsupportedCaseError(case, refusal)
+    budget = limits.max_batched_tokens or 0
+    if prefix % budget:
+        raise UnsupportedCaseError(case, Refusal.PREFIX_MULTIPLE, needed=prefix, limit=budget)
+    tokens = sum(c.chunks * c.tokens for c in case.chunks) + sum(d.requests for d in case.decodes)
+    if tokens > budget:
+        raise UnsupportedCaseError(case, Refusal.TOKENS, needed=tokens, limit=budget)
+
+
+def _list_lengths(limits: ServerLimits, case: Case) -> list[int]:
+    """Return the tokens of each request of a case at the end of its measurement."""
+    plan = plan_decodes(limits, case)
+    lengths = [d.context + plan.steps_after for d in case.decodes for _ in range(d.requests)]
+    lengths += [c.prefix + c.tokens + 1 for c in case.chunks for _ in range(c.chunks)]
+    several = not case.decodes and sum(c.chunks for c in case.chunks) > 1
+    return [*lengths, FILLED_STEPS * (limits.max_batched_tokens or 0) + 1] if several else lengths
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodePlan:
+    """Steps of a decode case around its window."""
+
+    steps_before: int  # tokens by which prompts are shorter than the context
+    window: int  # steps around which the window is centred
+    steps_after: int  # tokens beyond the context that a request may reach
+
+
+def plan_decodes(limits: ServerLimits, case: Case) -> DecodePlan:
+    """Return by how much the prompts of decodes are shorter than their context.
+
+    While prompts are prefilled one after the other, an engine that mixes prompts with decodes gives the first requests a token in
+    each step; on average each gets half as many tokens as there are such steps.
+    """
+    if not case.decodes:
+        return DecodePlan(0, 0, 0)
+    budget = limits.max_batched_tokens or USUAL_TOKEN_BUDGET
+    shortest = min(d.context for d in case.decodes)
+    prefill_steps = -(-sum(d.requests * d.context for d in case.decodes) // budget) + 1
+    window = max(min(WINDOW_STEPS, shortest // 2), 1)
+    before = min(prefill_steps // 2 + DROPPED_STEPS + window // 2 + 2, shortest - 1)
+    return DecodePlan(before, window, prefill_steps + MAX_STEPS + HOOK_STEPS)
+
+
+async def _measure_decodes(probe: StepProbe, case: Case, while_running: Hook | None) -> CaseSamples:
+    plan = plan_decodes(probe.limits, case)
+    async with DecodeStreams(probe.client, _make_decodes(probe, case)) as streams:
+        window = await _open_window(streams, case, plan)
+        samples, precise = await _take_steps(probe.rule, window, plan.window)
+        divided = streams.compute_divided_share()
+        low, high, mean = window.compute_contexts(len(samples))
+        if while_running is not None:
+            await while_running(streams)
+    await _settle(probe)
+    return CaseSamples(
+        case=case,
+        samples_ms=samples,
+        method=Method.DECODE,
+        precise=precise,
+        context_min=low,
+        context_max=high,
+        context_mean=mean,
+        divided_share=divided,
+    )
+
+
+async def _take_steps(rule: StopRule, window: StepWindow, least: int) -> tuple[list[float], bool]:
+    """Return the times of the steps of a window, once the stop rule is met after at least `least` of them, and whether they are
+    precise.
+    """
+    began, pause_s = time.perf_counter(), LOOK_S
+    while True:
+        await asyncio.sleep(pause_s)
+        window.streams.check_running()
+        looked = time.perf_counter()
+        samples = window.list_samples_ms()[:MAX_STEPS]
+        verdict = rule.get_stop_reason(samples, looked - began)
+        if verdict == "noisy" or len(samples) == MAX_STEPS or (verdict is not None and len(samples) >= least):
+            return samples, verdict == "precise"
+        pause_s = max(LOOK_S, LOOK_SHARE * (time.perf_counter() - looked))
+
+
+async def _open_window(streams: DecodeStreams, case: Case, plan: DecodePlan) -> StepWindow:
+    """Return the window of steps once all requests decode and their context is half a window below the case's."""
+    requests = sum(d.requests for d in case.decodes)
+    context = sum(d.requests * d.context for d in case.decodes) / requests
+    await streams.wait_until_started()
+    await streams.wait_for_chunks(DROPPED_STEPS)
+    await streams.wait_for_context(context - plan.window / 2 - 2)
+    return await streams.open_window()
+
+
+def _make_decodes(probe: StepProbe, case: Case) -> list[StreamedRequest]:
+    """Return the requests of the decodes, for all replicas."""
+    plan = plan_decodes(probe.limits, case)
+    output = plan.steps_before + plan.steps_after
+    prompts = [d.context - plan.steps_before for d in case.decodes for _ in range(d.requests * probe.replicas)]
+    limit = probe.limits.max_model_len
+    return [
+        _make_request(probe, tokens, output if limit is None else min(output, limit - tokens)) for tokens in prompts
+    ]
+
+
+def _make_request(probe: StepProbe, tokens: int, output: int) -> StreamedRequest:
+    """Return a request with a new random prompt, which no prefix cache holds."""
+    generator = np.random.Generator(np.random.PCG64(secrets.randbits(64)))
+    prompt = generator.integers(0, probe.prompt_format.vocab, tokens, dtype=np.int32)
+    body = probe.prompt_format.encode_body(prompt, output)
+    data = probe.client.target.encode_request("POST", PATHS[probe.prompt_format.endpoint], body)
+    return StreamedRequest(data, tokens, output)
+
+
+async def _settle(probe: StepProbe) -> None:
+    """Wait until the server is idle after requests were cancelled."""
+    await asyncio.sleep(SETTLE_S)
+    await _send_prompts(probe, [OVERHEAD_TOKENS])
+
+
+async def _send_prompts(probe: StepProbe, tokens: Sequence[int]) -> list[tuple[float, float]]:
+    """Send prompts at once, each for one token; return when each was sent and when its token came.
+
+    Raise WorkerError if one of them fails.
+    """
+    requests = [_make_request(probe, count, 1) for count in tokens]
+    with contextlib.suppress(RequestError):
+        await probe.client.open_connections(len(requests))
+    return await asyncio.gather(*(_send_prompt(probe, request) for request in requests))
+
+
+async def _send_prompt(probe: StepProbe, request: StreamedRequest) -> tuple[float, float]:
+    reply, sent = StreamReply(request.output_tokens, prompt_tokens=request.prompt_tokens), time.perf_counter()
+    try:
+        await probe.client.send_request(request.data, reply)
+    except RequestError as e:
+        raise WorkerError(f"a prompt of the step failed: {e.sentence}") from e
+    return sent, reply.chunk_s[0]
+
+
+async def _measure_ttft_ms(probe: StepProbe, tokens: int) -> float:
+    """Return the time to first token of a prompt on the idle server."""
+    [(sent, came)] = await _send_prompts(probe, [tokens])
+    return (came - sent) * 1e3
+
+
+async def measure_overhead_ms(probe: StepProbe) -> float:
+    """Return the median time to first token of a very short prompt on the idle server; it is measured once for a probe."""
+    if not probe.overheads_ms:
+        await _measure_ttft_ms(probe, OVERHEAD_TOKENS)
+        found = [await _measure_ttft_ms(probe, OVERHEAD_TOKENS) for _ in range(OVERHEAD_REPEATS)]
+        probe.overheads_ms.append(statistics.median(found))
+    return probe.overheads_ms[0]
+
+
+async def _measure_chunks(probe: StepProbe, case: Case) -> CaseSamples:
+    """Measure a step of chunks alone, in one of three ways."""
+    overhead = await measure_overhead_ms(probe)
+    chunks = [c for c in case.chunks for _ in range(c.chunks)]
+    if len(chunks) > 1:
+        method, take = Method.SEVERAL, lambda: _measure_several_ms(probe, chunks)
+    elif chunks[0].prefix:
+        method, take = Method.PREFIX, lambda: _measure_difference_ms(probe, chunks[0])
+    else:
+        method, take = Method.PREFILL, lambda: _measure_ttft_ms(probe, chunks[0].tokens)
+    samples, discarded, precise = await _repeat(probe, take)
+    if not samples:
+        raise WorkerError(
+            f"{case}: its prompts never shared a step in {discarded} attempts; the server may limit how many prompts begin at "
+            "once. Measure a single prompt instead."
+        )
+    return CaseSamples(
+        case=case, samples_ms=samples, method=method, precise=precise, overhead_ms=overhead, discarded=discarded
+    )
+
+
+async def _repeat(
+    probe: StepProbe, take: Callable[[], Awaitable[float | None]], is_over: Callable[[], bool] = lambda: False
+) -> tuple[list[float], int, bool]:
+    """Take samples until the stop rule is met or `is_over`; return them, the number of discarded ones, and whether they are
+    precise.
+
+    The first one is a warm-up. None is a sample to discard.
+    """
+    rule = dataclasses.replace(probe.rule, least_samples=MIN_REPEATS)
+    await take()
+    samples: list[float] = []
+    discarded, began = 0, time.perf_counter()
+    while True:
+        sample = await take()
+        if sample is None:
+            discarded += 1
+        else:
+            samples.append(sample)
+        elapsed = time.perf_counter() - began
+        if (verdict := rule.get_stop_reason(samples, elapsed)) is not None:
+            return samples, discarded, verdict == "precise"
+        if samples and is_over():
+            return samples, discarded, False
+        if discarded >= MIN_REPEATS and not samples:
+            return [], discarded, False
+
+
+async def _measure_several_ms(probe: StepProbe, chunks: Sequence[Chunks]) -> float | None:
+    """Return the time of a step of several prompts, None if they did not share one.
+
+    They arrive while another prompt fills the next steps, so that the scheduler finds all of them at its next decision. The time
+    counts from that prompt's first token.
+    """
+    budget = probe.limits.max_batched_tokens
+    assert budget is not None
+    filler = asyncio.create_task(_send_prompts(probe, [FILLED_STEPS * budget]))
+    await asyncio.sleep(FILLED_S)
+    found = await _send_prompts(probe, [c.tokens for c in chunks])
+    [(began, before)] = await filler
+    sent, came = max(sent for sent, _ in found), [came for _, came in found]
+    in_time = sent - began < (before - began) / FILLED_STEPS
+    step = statistics.median(came) - before
+    return step * 1e3 if in_time and step > 0 and max(came) - min(came) <= MAX_SPREAD * step else None
+
+
+async def _measure_difference_ms(probe: StepProbe, chunk: Chunks) -> float | None:
+    """Return the time of a prompt's last chunk, by a prompt without it; None if noise makes it negative."""
+    prefix = await _measure_ttft_ms(probe, chunk.prefix)
+    whole = await _measure_ttft_ms(probe, chunk.prefix + chunk.tokens)
+    return whole - prefix if whole > prefix else None
+
+
+async def _measure_mixed(probe: StepProbe, case: Case) -> CaseSamples:
+    """Measure the gap of decodes in which a prompt arrives."""
+    overhead = await measure_overhead_ms(probe)
+    plan, [chunk] = plan_decodes(probe.limits, case), case.chunks
+    together: list[bool] = []
+    async with DecodeStreams(probe.client, _make_decodes(probe, case)) as streams:
+        window = await _open_window(streams, case, plan)
+        await streams.wait_for_chunks(STEPS_BETWEEN)
+        decode_s = statistics.median(window.list_samples_ms()) / 1e3
+
+        async def take() -> float:
+            [(_, came)] = await _send_prompts(probe, [chunk.tokens])
+            await streams.wait_for_chunks(STEPS_BETWEEN)
+            gaps = [find_gap_ms(times, came, SAME_STEP * decode_s) for times in streams.list_token_times()]
+            known = [gap for gap in gaps if gap is not None]
+            together.append(abs(statistics.median(end for _, end in known) - came) <= SAME_STEP * decode_s)
+            return statistics.median(gap for gap, _ in known)
+
+        samples, _, precise = await _repeat(probe, take, lambda: len(window.list_samples_ms()) >= MAX_STEPS)
+        low, high, mean = window.compute_contexts(len(window.list_samples_ms()))
+        divided = streams.compute_divided_share()
+    await _settle(probe)
+    return CaseSamples(
+        case=case,
+        samples_ms=samples,
+        method=Method.MIXED,
+        precise=precise,
+        context_min=low,
+        context_max=high,
+        context_mean=mean,
+        overhead_ms=overhead,
+        divided_share=divided,
+        separate_prefill=sum(together) * 2 < len(together),
+    )

@@ -1,0 +1,200 @@
+"""Steps of a running engine are measured over HTTP: the times are those of the engine's step function, and what requests
+cannot produce is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from dcpbench.errors import WorkerError
+from dcpbench.records.stats import StopRule
+from dcpbench.servers.client import Target
+from dcpbench.servers.decode_streams import (
+    NotRunningError,
+    compute_step_times_ms,
+    find_gap_ms,
+    find_moment_between_steps,
+)
+from dcpbench.servers.step_probe import (
+    CaseSamples,
+    Method,
+    Refusal,
+    ServerLimits,
+    UnsupportedCaseError,
+    check_case,
+    measure_case,
+    open_probe,
+)
+from dcpbench.serving.step_times import HOT, UNEVEN, Case, Chunks, Decodes
+from tests.servers.step_engine import compute_step_ms
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from dcpbench.servers.decode_streams import DecodeStreams
+
+ROOT = Path(__file__).parents[2]
+BUDGET = 512
+LIMITS = ServerLimits(max_batched_tokens=BUDGET)
+DECODES = Case(decodes=(Decodes(4, 900),))
+CHUNK = Case(chunks=(Chunks(1, 500, 0),))
+SEVERAL = Case(chunks=(Chunks(3, 150, 0),))
+PREFIX = Case(chunks=(Chunks(1, 500, 2 * BUDGET),))
+MIXED = Case(decodes=(Decodes(3, 700),), chunks=(Chunks(1, 400, 0),))
+
+
+@contextlib.contextmanager
+def run_engine(*flags: str) -> Iterator[str]:
+    """Provide the URL of a stand-in engine."""
+    words = [sys.executable, "-m", "tests.servers.step_engine", "--max-num-batched-tokens", str(BUDGET), *flags]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
+        assert server.stdout is not None
+        try:
+            yield server.stdout.readline().split()[-1]
+        finally:
+            server.kill()
+
+
+def measure(url: str, *cases: Case, limits: ServerLimits = LIMITS, seconds: float = 3.0) -> list[CaseSamples]:
+    """Return the samples of cases on a server."""
+
+    async def run() -> list[CaseSamples]:
+        target = Target.from_url(url, timeout_s=30.0)
+        async with open_probe(target, limits=limits, rule=StopRule(seconds=seconds)) as probe:
+            return [await measure_case(probe, case) for case in cases]
+
+    return asyncio.run(run())
+
+
+def expect_ms(case: Case, *, separate: bool = False) -> float:
+    """Return the time of a case by the engine's step function; `separate`: of its decodes and its chunks, one after the other."""
+    contexts = [d.context for d in case.decodes for _ in range(d.requests)]
+    chunks = [(c.tokens, c.prefix) for c in case.chunks for _ in range(c.chunks)]
+    if separate:
+        return compute_step_ms(contexts, []) + compute_step_ms([], chunks)
+    return compute_step_ms(contexts, chunks)
+
+
+def check_median(found: CaseSamples, expected_ms: float, share: float = 0.06) -> None:
+    """A client on a machine of few cores sees a step a little longer than it is, never much shorter."""
+    assert np.median(found.samples_ms) == pytest.approx(expected_ms, rel=share), found.samples_ms
+
+
+@pytest.mark.parametrize("flags", [(), ("--asynchronous",), ("--separate",)], ids=["plain", "asynchronous", "separate"])
+def test_the_gap_of_decodes_is_the_time_of_a_step(flags: tuple[str, ...]) -> None:
+    """4 requests at 900 tokens: 20 + 4 · 0.5 + 4 · 900 · 0.001 = 25.6 ms; the window is centred on that context."""
+    with run_engine(*flags) as url:
+        [found] = measure(url, DECODES)
+    assert found.method is Method.DECODE
+    check_median(found, 25.6)
+    assert found.context_mean == pytest.approx(900, abs=16)
+    assert found.context_min is not None
+    assert found.context_max is not None
+    assert found.context_min < 900 < found.context_max
+    assert found.divided_share == 0.0
+
+
+@pytest.mark.parametrize("flags", [(), ("--asynchronous",)], ids=["plain", "asynchronous"])
+def test_prompts_that_fill_a_step_are_timed_alone_together_and_behind_a_prefix(flags: tuple[str, ...]) -> None:
+    """500 tokens: 20 + 10 ms, behind 1,024 tokens 5.1 ms more; three of 150 tokens: 20 + 9 ms."""
+    with run_engine(*flags) as url:
+        alone, several, prefix = measure(url, CHUNK, SEVERAL, PREFIX)
+    assert [alone.method, several.method, prefix.method] == [Method.PREFILL, Method.SEVERAL, Method.PREFIX]
+    assert alone.overhead_ms is not None
+    check_median(alone, expect_ms(CHUNK), 0.15)  # with the overhead of HTTP
+    check_median(several, expect_ms(SEVERAL))
+    check_median(prefix, expect_ms(PREFIX), 0.1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "separate"),
+    [((), False), (("--asynchronous",), False), (("--separate",), True)],
+    ids=["plain", "asynchronous", "separate"],
+)
+def test_a_prompt_lengthens_the_gap_of_decodes(flags: tuple[str, ...], separate: bool) -> None:
+    """One step of both, or one of each where the engine does not mix them."""
+    with run_engine(*flags) as url:
+        [found] = measure(url, MIXED)
+    assert found.method is Method.MIXED
+    assert found.separate_prefill is separate
+    check_median(found, expect_ms(MIXED, separate=separate))
+
+
+def test_a_function_is_called_while_all_requests_decode() -> None:
+    running: list[int] = []
+
+    async def look(streams: DecodeStreams) -> None:
+        await streams.wait_for_chunks(5)
+        running.append(streams.started)
+
+    async def run(url: str) -> None:
+        target = Target.from_url(url, timeout_s=30.0)
+        async with open_probe(target, limits=LIMITS, rule=StopRule(seconds=0.5)) as probe:
+            await measure_case(probe, DECODES, while_running=look)
+
+    with run_engine() as url:
+        asyncio.run(run(url))
+    assert running == [4]
+
+
+def test_a_server_with_fewer_slots_is_reported() -> None:
+    """Two of four requests run; the others begin only when those have ended."""
+    with run_engine("--max-num-seqs", "2") as url, pytest.raises(NotRunningError) as failure:
+        measure(url, Case(decodes=(Decodes(4, 40),)))
+    assert (failure.value.running, failure.value.requests) == (2, 4)
+
+
+def test_an_engine_that_dies_is_reported() -> None:
+    with run_engine("--dies-after", "40") as url, pytest.raises(WorkerError):
+        measure(url, DECODES)
+
+
+@pytest.mark.parametrize(
+    ("case", "limits", "refusal"),
+    [
+        (Case(), LIMITS, Refusal.EMPTY),
+        (Case(decodes=(Decodes(4, 900),), use=HOT, after=(Chunks(1, 512, 0),)), LIMITS, Refusal.HOT),
+        (Case(chunks=(Chunks(1, 500, 0),), use=UNEVEN, replicas=1), LIMITS, Refusal.REPLICAS),
+        (Case(decodes=(Decodes(1, 90),), chunks=(Chunks(2, 50, 0),)), LIMITS, Refusal.MIXED_CHUNKS),
+        (Case(decodes=(Decodes(1, 90),), chunks=(Chunks(1, 50, BUDGET),)), LIMITS, Refusal.PREFIX_MIXED),
+        (Case(chunks=(Chunks(2, 50, BUDGET),)), LIMITS, Refusal.PREFIX_CHUNKS),
+        (CHUNK, ServerLimits(), Refusal.BUDGET_UNKNOWN),
+        (Case(chunks=(Chunks(1, 50, 100),)), LIMITS, Refusal.PREFIX_MULTIPLE),
+        (Case(chunks=(Chunks(1, BUDGET + 1, 0),)), LIMITS, Refusal.TOKENS),
+        (DECODES, ServerLimits(max_requests=3), Refusal.REQUESTS),
+        (DECODES, ServerLimits(max_model_len=1000), Refusal.LENGTH),
+        (DECODES, ServerLimits(kv_tokens=3000), Refusal.KV),
+        (Case(decodes=(Decodes(4, 1),)), LIMITS, Refusal.CONTEXT),
+    ],
+    ids=lambda value: value.value if isinstance(value, Refusal) else "",
+)
+def test_a_case_that_requests_cannot_produce_is_refused(case: Case, limits: ServerLimits, refusal: Refusal) -> None:
+    with pytest.raises(UnsupportedCaseError) as error:
+        check_case(limits, case)
+    assert error.value.refusal is refusal
+
+
+def test_a_step_is_the_median_over_requests_of_their_gaps() -> None:
+    """Steps of 10, 12 and 11 ms, the third request 1 ms late: its lateness does not count, and neither does the unfinished step."""
+    first = np.array([0.0, 0.010, 0.022, 0.033])
+    times = [first, first + 0.0002, np.append(first + 0.001, 0.045)]
+    assert find_moment_between_steps(times, -0.001) == pytest.approx(0.0165, abs=1e-3)
+    assert compute_step_times_ms(times, -0.001) == pytest.approx([10.0, 12.0, 11.0])
+    assert compute_step_times_ms(times, 0.016) == pytest.approx([11.0])
+    assert compute_step_times_ms(times, 0.03) == []
+
+
+def test_the_gap_of_a_prompt_is_that_in_which_its_token_came() -> None:
+    """Its token comes at 0.030 with that step's others, or at 0.025 between two steps."""
+    times = np.array([0.0, 0.010, 0.0299, 0.040])
+    assert find_gap_ms(times, 0.030, 0.001) == pytest.approx((19.9, 0.0299))
+    assert find_gap_ms(times, 0.025, 0.001) == pytest.approx((19.9, 0.0299))
+    assert find_gap_ms(times, 0.045, 0.001) is None
