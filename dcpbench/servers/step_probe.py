@@ -32,14 +32,13 @@ from dcpbench.servers.decode_streams import DecodeStreams, StepWindow, StreamedR
 from dcpbench.servers.descriptors import raise_open_file_limit
 from dcpbench.servers.load import set_realtime_priority, stop_garbage_collection
 from dcpbench.servers.prompts import COMPLETIONS, PATHS, PromptFormat, find_prompt_format
-from dcpbench.serving.step_times import HOT, UNEVEN, Case
+from dcpbench.serving.step_times import HOT, UNEVEN, Case, Chunks, Decodes
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
     from pathlib import Path
 
     from dcpbench.servers.client import Target
-    from dcpbench.serving.step_times import Chunks
 
     Hook = Callable[[DecodeStreams], Awaitable[None]]
 
@@ -50,6 +49,7 @@ USUAL_TOKEN_BUDGET = 8192  # prompt tokens of a step if the server does not repo
 MIN_REPEATS = 7  # fewer samples have no 95 % interval of the median (records/stats.py)
 STEPS_BETWEEN = 4  # decode steps between two prompts of a mixed case
 OVERHEAD_TOKENS, OVERHEAD_REPEATS = 8, 9
+MIN_REQUEST_MS = 0.1  # of a request outside of steps: a server never sees one in the instant of another's last token
 LOOK_S, LOOK_SHARE = 0.1, 5.0  # between two looks at the samples; at least so many times as long as a look takes
 FILLED_S = 0.02  # after which prompts follow the one that fills steps
 SETTLE_S = 0.2  # after requests were cancelled; the engine ends them a step later
@@ -405,6 +405,22 @@ async def measure_overhead_ms(probe: StepProbe) -> float:
         found = [await _measure_ttft_ms(probe, OVERHEAD_TOKENS) for _ in range(OVERHEAD_REPEATS)]
         probe.overheads_ms.append(statistics.median(found))
     return probe.overheads_ms[0]
+
+
+async def measure_request_ms(probe: StepProbe) -> float:
+    """Return the time of a request outside of steps: HTTP, tokenizing, scheduling on an idle server, and the way back.
+
+    It is the time to first token of a very short prompt on the idle server, less the time of the same prompt's step behind steps
+    of another prompt, or less a step's time with one decode if the server takes no prompt that fills several steps.
+    """
+    overhead, budget = await measure_overhead_ms(probe), probe.limits.max_batched_tokens
+    chunk, longest = Chunks(1, OVERHEAD_TOKENS, 0), probe.limits.max_model_len
+    if budget is not None and (longest is None or FILLED_STEPS * budget < longest):
+        samples, _, _ = await _repeat(probe, lambda: _measure_several_ms(probe, [chunk]))
+    else:
+        decode = await measure_case(probe, Case(decodes=(Decodes(1, MIN_CONTEXT),)))
+        samples = decode.samples_ms
+    return max(overhead - statistics.median(samples), MIN_REQUEST_MS) if samples else max(overhead, MIN_REQUEST_MS)
 
 
 async def _measure_chunks(probe: StepProbe, case: Case) -> CaseSamples:

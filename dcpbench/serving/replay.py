@@ -305,7 +305,7 @@ def replay_point(
         emulated=emulated,
         kv=Kv.from_plan(plan, point.context) if plan is not None else None,
         origin=times.engine.origin if times.engine is not None else msgspec.UNSET,
-        server=_make_server(times.engine) if times.engine is not None else None,
+        server=_make_server(times.engine) if times.engine is not None else msgspec.UNSET,
         honesty=msgspec.structs.replace(
             times.honesty,
             padded_rows=times.has_padded_rows if point.dp > 1 else None,
