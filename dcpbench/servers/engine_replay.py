@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import datetime as dt
 import itertools
+import statistics
 import time
 from typing import TYPE_CHECKING
 
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     from dcpbench.servers.step_probe import CaseSamples
     from dcpbench.serving.step_times import Case
 
+MIN_QUEUED_AHEAD = 1.1  # decode steps from which a prompt waits for a step that was decided before it came
 CASE_S = 2.0  # time limit of a case, once its requests run
 VOCAB = 1 << 30  # token ids of prompts that are only compared with each other
 DEFAULT_BLOCK = {VLLM: 16, SGLANG: 1}  # tokens of a KV block where the server does not report them
@@ -68,6 +70,16 @@ MAX_REQUESTS = {VLLM: vllm_scheduler.MAX_REQUESTS, SGLANG: sglang_scheduler.MAX_
 MAX_REQUESTS_FLAGS = ("--max-num-seqs", "--max-running-requests")
 MAX_CHUNK_FLAGS = ("--long-prefill-token-threshold",)
 BUDGET_FLAGS = ("--max-num-batched-tokens", "--chunked-prefill-size")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReplayOptions:
+    """Options for replays of servers."""
+
+    policy: str = ""
+    """--policy: policy that replaces the engine's own; empty: none."""
+    token_budget: int | None = None
+    """--token-budget: maximum number of tokens of a step, if the server does not report it."""
 
 
 def find_unsupported(point: Point) -> UsageError | None:
@@ -81,25 +93,26 @@ def find_unsupported(point: Point) -> UsageError | None:
 
 
 def describe_engine(
-    point: Point, config: ClientConfig, info: ServerInfo, command: Sequence[str] = (), token_budget: int | None = None
+    point: Point, config: ClientConfig, info: ServerInfo, options: ReplayOptions, command: Sequence[str] = ()
 ) -> EngineServer:
     """Return the limits of a server and how its engine schedules requests.
 
-    `command` is the command line of a server that was started, `token_budget` the value of --token-budget. Raise UsageError
-    for an engine without a known policy, or if the budget of a step is unknown.
+    `command` is the command line of a server that was started. Raise UsageError for an engine without a known policy, or if
+    the budget of a step is unknown.
     """
-    if info.engine not in ENGINE_POLICIES:
+    policy = options.policy or info.engine
+    if policy not in ENGINE_POLICIES:
         raise UsageError(
             f"{config.target.url} does not report that it is vLLM or SGLang, so that it is not known how it schedules "
-            "requests; use --mode live."
+            "requests; add --policy with the engine that it schedules like, or use --mode live."
         )
     settings, facts = config.engine_settings, info.facts
-    budget = token_budget or _find_flag(command, BUDGET_FLAGS)
+    budget = options.token_budget or _find_flag(command, BUDGET_FLAGS)
     budget = budget or (settings and settings.max_batched_tokens) or parse_count(facts.get("chunked_prefill_size"))
     if budget is None:
         raise UsageError(
             f"{config.target.url} does not report how many tokens its steps have at most; add --token-budget N, the value "
-            f"of {BUDGET_FLAGS[info.engine == SGLANG]} (8192 by default on GPUs such as H200)."
+            f"of {BUDGET_FLAGS[policy == SGLANG]} (8192 by default on GPUs such as H200)."
         )
     block = (
         (settings and settings.page_size) or parse_count(facts.get("block_size")) or parse_count(facts.get("page_size"))
@@ -108,11 +121,11 @@ def describe_engine(
     return EngineServer(
         engine=info.engine,
         version=info.version,
-        policy=info.engine,
+        policy=policy,
         token_budget=budget,
-        max_requests=requests or MAX_REQUESTS[info.engine],
+        max_requests=requests or MAX_REQUESTS[policy],
         max_chunk=_find_flag(command, MAX_CHUNK_FLAGS) or 0,
-        block_tokens=(block or DEFAULT_BLOCK[info.engine]) * max(point.dcp, 1),
+        block_tokens=(block or DEFAULT_BLOCK[policy]) * max(point.dcp, 1),
         kv_tokens=info.kv_capacity_tokens,
         max_model_len=max((card.max_model_len for card in info.models if card.max_model_len), default=None),
         prefix_cache=_has_prefix_cache(settings, info),
@@ -155,7 +168,7 @@ def measure_server_steps(
     with sample_gpus(config.gpus.uuids if config.gpus else ()) as get_state:
         found, request_ms = asyncio.run(_measure_cases(points, engine, config, prompt_format, tell))
         gpu = get_state()
-    cases = [_make_measured_case(one, request_ms) for one in found]
+    cases = [_make_measured_case(one, request_ms) for one in found if not one.separate_prefill]
     marks = {"cpu": config.device == CPU, DUMMY_WEIGHTS: config.dummy_weights, THROTTLED: is_throttled(gpu)}
     sizes = read_model_sizes(points[0].model)
     layers = (sizes.layers if sizes else None) or 0
@@ -169,7 +182,9 @@ def measure_server_steps(
         ),
         environment=make_environment(config),
         marks=[mark for mark, holds in marks.items() if holds],
-        engine=msgspec.structs.replace(engine, request_ms=request_ms),
+        engine=msgspec.structs.replace(
+            engine, request_ms=request_ms, asynchronous=_decides_ahead(found, default=engine.asynchronous)
+        ),
         gpu=gpu,
     )
 
@@ -212,8 +227,8 @@ async def _measure_cases(
                 continue
             if one.separate_prefill and engine.policy == VLLM:
                 raise UsageError(
-                    f"{case}: its prompt and its decodes ran in different steps, which vLLM's policy does not do; use "
-                    "--mode live."
+                    f"{case}: its prompt and its decodes ran in different steps, which vLLM's policy does not do; add "
+                    f"--policy {SGLANG} if the engine schedules like SGLang, or use --mode live."
                 )
             found.append(one)
         return found, await measure_request_ms(probe)
@@ -247,6 +262,15 @@ def _fit_case(case: Case, limits: ServerLimits) -> Case | None:
         else:
             return case
     return None
+
+
+def _decides_ahead(found: Sequence[CaseSamples], *, default: bool) -> bool:
+    """Return True if the engine decides a step while the one before it runs, by how long prompts wait among decodes.
+
+    `default` is returned without such a case.
+    """
+    queued = [one.queued_steps for one in found if one.queued_steps is not None]
+    return statistics.median(queued) > MIN_QUEUED_AHEAD if queued else default
 
 
 def _make_measured_case(found: CaseSamples, request_ms: float) -> MeasuredCase:
@@ -293,16 +317,6 @@ def replay_server_point(
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ReplayOptions:
-    """Options for replays of servers."""
-
-    policy: str = ""
-    """--policy: policy that replaces the engine's own; empty: none."""
-    token_budget: int | None = None
-    """--token-budget: maximum number of tokens of a step, if the server does not report it."""
-
-
 def replay_on_server(
     points: Sequence[Point],
     config: ClientConfig,
@@ -320,7 +334,7 @@ def replay_on_server(
     `words` is the command line of a server that was started. If its steps cannot be measured, all points have failed.
     """
     try:
-        engine = describe_engine(points[0], config, info, words, options.token_budget)
+        engine = describe_engine(points[0], config, info, options, words)
         times = measure_server_steps(points, engine, config, prompt_format, tell)
     except (UsageError, WorkerError, RecordsError) as e:
         for point in points:
@@ -329,4 +343,4 @@ def replay_on_server(
         return
     name = store_step_times(folder, times)
     for point in points:
-        yield replay_server_point(point, times, name, settings, folder, command=config.command, policy=options.policy)
+        yield replay_server_point(point, times, name, settings, folder, command=config.command)

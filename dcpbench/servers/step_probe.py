@@ -146,6 +146,9 @@ class CaseSamples(msgspec.Struct, frozen=True, kw_only=True):
     """Share of tokens that arrived several in a chunk, so that the times of their steps are only known together."""
     separate_prefill: bool | None = None
     """True if the prompt of a mixed case ran in a step of its own, between two decode steps: samples contain both. None for others."""
+    queued_steps: float | None = None
+    """Time from sending the prompt of a mixed case to the begin of its step, in decode steps: up to 1 if an engine decides a step
+    after it has read the one before, from 1 to 2 if it decides one step ahead. None for others."""
     discarded: int = 0
     """Repeats that were left out because their prompts did not share a step."""
 
@@ -501,16 +504,19 @@ async def _measure_mixed(probe: StepProbe, case: Case) -> CaseSamples:
     overhead = await measure_overhead_ms(probe)
     plan, [chunk] = plan_decodes(probe.limits, case), case.chunks
     together: list[bool] = []
+    queued: list[float] = []
     async with DecodeStreams(probe.client, _make_decodes(probe, case)) as streams:
         window = await _open_window(streams, case, plan)
         await streams.wait_for_chunks(STEPS_BETWEEN)
         decode_s = statistics.median(window.list_samples_ms()) / 1e3
 
         async def take() -> float:
-            [(_, came)] = await _send_prompts(probe, [chunk.tokens])
+            [(sent, came)] = await _send_prompts(probe, [chunk.tokens])
             await streams.wait_for_chunks(STEPS_BETWEEN)
             gaps = [find_gap_ms(times, came, SAME_STEP * decode_s) for times in streams.list_token_times()]
             known = [gap for gap in gaps if gap is not None]
+            begin = statistics.median(end - gap / 1e3 for gap, end in known)
+            queued.append((begin - sent) / decode_s)
             together.append(abs(statistics.median(end for _, end in known) - came) <= SAME_STEP * decode_s)
             return statistics.median(gap for gap, _ in known)
 
@@ -529,4 +535,5 @@ async def _measure_mixed(probe: StepProbe, case: Case) -> CaseSamples:
         overhead_ms=overhead,
         divided_share=divided,
         separate_prefill=sum(together) * 2 < len(together),
+        queued_steps=statistics.median(queued),
     )

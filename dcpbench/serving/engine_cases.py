@@ -116,9 +116,15 @@ def _list_sizes(budget: int) -> list[int]:
 
 
 def _iter_mixed_cases(extent: EngineExtent) -> Iterator[Case]:
-    """Yield decode rows next to a prompt, and a check between them."""
+    """Yield decode rows next to a prompt, and a check between them.
+
+    For an engine that does not mix them, yield one: it shows whether the engine decides a step ahead.
+    """
     most_rows, budget = extent.requests - 1, extent.engine.token_budget
-    if not extent.mixes or most_rows < 1:
+    if most_rows < 1:
+        return
+    if not extent.mixes:
+        yield Case(decodes=(Decodes(1, min(FEW_CONTEXT, extent.context)),), chunks=(Chunks(1, budget // 2 or 1, 0),))
         return
     between = max((n for n in GRAPH_BATCHES if n <= most_rows / 3), default=1)
     left = budget - most_rows  # the same sizes for all rows, as predictions interpolate between rows
