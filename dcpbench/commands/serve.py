@@ -155,6 +155,7 @@ def serve(
     import msgspec
 
     from dcpbench.commands import runs
+    from dcpbench.commands.server import replay_step_times
     from dcpbench.errors import UsageError
     from dcpbench.plan.judge import load_step_times
     from dcpbench.plan.serve_spec import OTHERS, SERVE_PARSERS, make_serve_spec, resolve_step_times
@@ -173,6 +174,8 @@ def serve(
     if run.gpu is not None:
         raise UsageError(f"--step-times {path} records the GPUs of its steps; leave --gpu out.")
     times = load_step_times(path)
+    if times.engine is not None:
+        return replay_step_times(Path(path), given, run, str(given.pop("policy", None) or ""))
     probe = msgspec.structs.replace(
         times.make_probe(),
         count=max(times.make_probe().count, int(times.path["tp"])),

@@ -269,7 +269,7 @@ def replay_point(
     def replay_load(times: StepTimes) -> ReplayResult:
         assert point.load is not None
         deployment = _make_deployment(point, plan, times.engine, policy)
-        loop = _get_loop_timing(times.engine)
+        loop = get_loop_timing(times.engine)
         return replay_requests(requests, deployment, point.clients, times, limit_s, point.load.think_time, loop)
 
     def compute_metrics(found: ReplayResult, file: str) -> ServeMetrics:
@@ -318,7 +318,8 @@ def replay_point(
     )
 
 
-def _get_loop_timing(engine: EngineServer | None) -> LoopTiming:
+def get_loop_timing(engine: EngineServer | None) -> LoopTiming:
+    """Return the times of a loop: those of another engine's server, or of dcpbench's own engine."""
     if engine is None:
         return OWN_LOOP
     return LoopTiming(request_s=engine.request_ms / 1e3, asynchronous=engine.asynchronous)
