@@ -136,10 +136,9 @@ def describe_engine(
 
 def _find_flag(command: Sequence[str], flags: Sequence[str]) -> int | None:
     """Return the last value of a flag in a command line, None without it."""
-    pairs = zip(command, [*command[1:], ""], strict=True)
     found = [
         parse_count(after if word in flags else word.partition("=")[2])
-        for word, after in pairs
+        for word, after in itertools.pairwise([*command, ""])
         if word.partition("=")[0] in flags
     ]
     return found[-1] if found else None
