@@ -45,7 +45,8 @@ class Scheduler(Group):
 
     policy: str | None = SERVED(
         "mixed: a step holds chunks of prompts and tokens of running requests; prefill-first: running requests wait while "
-        "there are chunks. Default: mixed.",
+        "there are chunks. vllm, sglang, with --mode replay: the policies of these engines (docs/replay.md). Default: mixed, or "
+        "with step times of another engine its own.",
         metavar="NAME",
     )
     chunk: str | None = SERVED(

@@ -283,6 +283,7 @@ def replay_step_times(path: Path, given: dict[str, object], run: opt.Run, policy
     from dcpbench.launch import folders
     from dcpbench.plan.grid import Candidate
     from dcpbench.plan.judge import load_step_times
+    from dcpbench.plan.options import check_known
     from dcpbench.plan.serve_spec import resolve_step_times
     from dcpbench.plan.server_spec import SERVER_PARSERS, make_server_spec, make_step_time_points
     from dcpbench.points.machine import Probe
@@ -301,6 +302,8 @@ def replay_step_times(path: Path, given: dict[str, object], run: opt.Run, policy
             f"{format_flag(other[0])} cannot be changed for {path}, which has the steps of one server of {times.engine.engine}; "
             "leave it out."
         )
+    if policy:
+        check_known("policy", policy, ENGINE_POLICIES)
     asked = {name: value for name, value in given.items() if name in loads}
     degrees = {name: times.path[name] for name in DEGREES if times.path["tp"]}
     cpu = times.environment.device == CPU

@@ -175,6 +175,7 @@ def test_a_replayed_record_names_kernels_and_policy(tmp_path: Path) -> None:
     assert record.origin == "engine vllm 0.26.0"
     assert record.honesty is not None
     assert (record.honesty.step_times, record.honesty.policy) == ("step-times/f.json", VLLM)
+    assert record.server
     assert record.server.kv_capacity_tokens == 400_000
     other = replay_point(point, None, requests, times, Settings(), tmp_path, policy=SGLANG)
     assert other.honesty is not None
