@@ -323,15 +323,15 @@ def replay_step_times(path: Path, given: dict[str, object], run: opt.Run, policy
     def run_all(points: "Sequence[Point]", work: "Work", run: opt.Run) -> None:
         from dcpbench.records.file import RecordFile
         from dcpbench.servers.engine_replay import replay_server_point
-        from dcpbench.servers.measure import report_record
+        from dcpbench.servers.measure import list_places
 
         del run
         with runs.handle_stop(work), runs.make_progress_bar(points) as bar:
-            for point in points:
+            for place in list_places(points, bar):
                 record = replay_server_point(
-                    point, times, resolved, work.settings, work.folder, command=work.command, policy=policy
+                    place.point, times, resolved, work.settings, work.folder, command=work.command, policy=policy
                 )
-                report_record(RecordFile(work.folder).append(record), points, bar)
+                place.show_record(RecordFile(work.folder).append(record))
 
     work = runs.make_work(folder, settings, probe, run)
     return runs.run_candidates(candidates, folder, work, probe, run, run_all)

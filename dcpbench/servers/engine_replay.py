@@ -69,7 +69,8 @@ DEFAULT_BLOCK = {VLLM: 16, SGLANG: 1}  # tokens of a KV block where the server d
 MAX_REQUESTS = {VLLM: vllm_scheduler.MAX_REQUESTS, SGLANG: sglang_scheduler.MAX_REQUESTS}
 MAX_REQUESTS_FLAGS = ("--max-num-seqs", "--max-running-requests")
 MAX_CHUNK_FLAGS = ("--long-prefill-token-threshold",)
-BUDGET_FLAGS = ("--max-num-batched-tokens", "--chunked-prefill-size")
+BUDGET_FLAGS = {VLLM: "--max-num-batched-tokens", SGLANG: "--chunked-prefill-size"}
+TOKEN_BUDGETS = {VLLM: vllm_scheduler.TOKEN_BUDGET, SGLANG: sglang_scheduler.TOKEN_BUDGET}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,12 +108,12 @@ def describe_engine(
             "requests; add --policy with the engine that it schedules like, or use --mode live."
         )
     settings, facts = config.engine_settings, info.facts
-    budget = options.token_budget or _find_flag(command, BUDGET_FLAGS)
+    budget = options.token_budget or _find_flag(command, [*BUDGET_FLAGS.values()])
     budget = budget or (settings and settings.max_batched_tokens) or parse_count(facts.get("chunked_prefill_size"))
     if budget is None:
         raise UsageError(
             f"{config.target.url} does not report how many tokens its steps have at most; add --token-budget N, the value "
-            f"of {BUDGET_FLAGS[policy == SGLANG]} (8192 by default on GPUs such as H200)."
+            f"of {BUDGET_FLAGS[policy]} ({TOKEN_BUDGETS[policy]} by default on GPUs such as H200)."
         )
     block = (
         (settings and settings.page_size) or parse_count(facts.get("block_size")) or parse_count(facts.get("page_size"))

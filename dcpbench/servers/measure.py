@@ -196,18 +196,20 @@ def measure_points(
     seen the loads.
     """
     out = RecordFile(folder)
-    replayed = [point for point in points if is_replay(point)]
-    for record in replay(replayed, make_reporter(points, replayed[0], watch)) if replay and replayed else ():
-        report_record(out.append(record), points, watch)
-    for point in points:
-        if is_replay(point):
+    places = list_places(points, watch)
+    replayed = [place for place in places if is_replay(place.point)]
+    if replay is not None and replayed:
+        records = replay([place.point for place in replayed], replayed[0].show)
+        for place, record in zip(replayed, records, strict=True):
+            place.show_record(out.append(record))
+    for place in places:
+        if is_replay(place.point):
             continue
-        tell = make_reporter(points, point, watch)
-        record, stopped = measure_point(point, config, info, prompt_format, settings, folder, tell)
+        record, stopped = measure_point(place.point, config, info, prompt_format, settings, folder, place.show)
         record = out.append(record)
         if stopped is not None:
             raise stopped
-        report_record(record, points, watch)
+        place.show_record(record)
 
 
 ReplayServer: TypeAlias = "Callable[[Sequence[Point], Callable[[str], None]], Iterable[Record]]"
@@ -219,19 +221,30 @@ def is_replay(point: Point) -> bool:
     return point.load is not None and point.load.mode == REPLAY
 
 
-def make_reporter(
-    points: Sequence[Point], point: Point, watch: Callable[[Progress], None], stage: str = "measure"
-) -> Callable[[str], None]:
-    """Return a function that shows a note on the progress line, next to a point of `points`."""
-    key, index = point.get_key(), list(points).index(point)
-    return lambda note: watch(Progress(stage=stage, key=key, index=index, of=len(points), note=note, at=time.time()))
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Place of a point among those of a run, for the progress line."""
+
+    point: Point
+    index: int
+    of: int
+    watch: Callable[[Progress], None]
+
+    def show(self, note: str, stage: str = "measure") -> None:
+        """Show a note next to the point."""
+        self.watch(
+            Progress(stage=stage, key=self.point.get_key(), index=self.index, of=self.of, note=note, at=time.time())
+        )
+
+    def show_record(self, record: Record) -> None:
+        """Show that the point has its record."""
+        note = record.reason or (format_summary(record.serve) if record.serve else "")
+        self.show(note + format_omitted_note(record), "done" if record.outcome == "ok" else record.outcome)
 
 
-def report_record(record: Record, points: Sequence[Point], watch: Callable[[Progress], None]) -> None:
-    """Show on the progress line that a point has its record."""
-    stage = "done" if record.outcome == "ok" else record.outcome
-    note = record.reason or (format_summary(record.serve) if record.serve else "")
-    make_reporter(points, record.point, watch, stage)(note + format_omitted_note(record))
+def list_places(points: Sequence[Point], watch: Callable[[Progress], None]) -> list[Place]:
+    """Return the places of the points of a run."""
+    return [Place(point, index, len(points), watch) for index, point in enumerate(points)]
 
 
 @dataclasses.dataclass

@@ -19,11 +19,11 @@ from dcpbench.servers.engine_replay import ReplayOptions, replay_on_server
 from dcpbench.servers.kv_capacity import find_pcp
 from dcpbench.servers.launch import Server, choose_log_path, find_free_port
 from dcpbench.servers.measure import (
+    Place,
     fetch_server_info,
     is_replay,
-    make_reporter,
+    list_places,
     measure_point,
-    report_record,
     resolve_prompt_format,
 )
 from dcpbench.servers.presets import make_environment
@@ -65,9 +65,9 @@ def measure_started(
 
     The steps of a server are measured once for all of its points that are replayed, before it serves others. An interruption ends the server with all its child processes, and is raised again.
     """
-    sweep = _Sweep(points, engine, model, config, settings, folder, watch, limit_s, replay or ReplayOptions())
-    ordered = sorted(points, key=lambda p: list(map(str, make_server_key(p))))
-    for _, group in itertools.groupby(ordered, key=make_server_key):
+    sweep = _Sweep(engine, model, config, settings, folder, limit_s, replay or ReplayOptions())
+    ordered = sorted(list_places(points, watch), key=lambda place: list(map(str, make_server_key(place.point))))
+    for _, group in itertools.groupby(ordered, key=lambda place: make_server_key(place.point)):
         sweep.measure_group(list(group))
 
 
@@ -86,19 +86,17 @@ class _Running:
 class _Sweep:
     """What the servers of a run have in common; see measure_started."""
 
-    points: Sequence[Point]
     engine: Engine
     model: str
     config: ClientConfig
     settings: Settings
     folder: Path
-    watch: Callable[[Progress], None]
     limit_s: float
     replay: ReplayOptions
 
-    def measure_group(self, group: Sequence[Point]) -> None:
+    def measure_group(self, group: Sequence[Place]) -> None:
         """Start the server of these points, measure them, and end it."""
-        first, port = group[0], find_free_port()
+        first, port = group[0].point, find_free_port()
         traces = str(self.config.traces.absolute()) if self.config.traces else ""
         words = self.engine.make_command(first, self.engine.find_settings(first), self.model, port, traces=traces)
         log = _make_log_path(self.folder, self.engine, first)
@@ -112,18 +110,19 @@ class _Sweep:
         env = make_environment(self.engine, first, dict.fromkeys(FOLDERS, traces) if traces else None)
         with Server(words, log, env, port, self.engine.ready) as server:
             try:
-                running = self._wait_until_running(server, config, first, words, env)
+                running = self._wait_until_running(server, config, group[0], words, env)
             except DcpbenchError as e:
                 self._fail_points(group, f"{str(e).rstrip('.')}{server.find_cause(str(e))}", config)
                 return
-            self._replay_points([point for point in group if is_replay(point)], running)
-            self._serve_points([point for point in group if not is_replay(point)], running)
+            self._replay_points([place for place in group if is_replay(place.point)], running)
+            self._serve_points([place for place in group if not is_replay(place.point)], running)
 
     def _wait_until_running(
-        self, server: Server, config: ClientConfig, first: Point, words: Sequence[str], env: Mapping[str, str]
+        self, server: Server, config: ClientConfig, place: Place, words: Sequence[str], env: Mapping[str, str]
     ) -> _Running:
         """Return the server once it takes requests. Raise DcpbenchError if it does not, or cannot be measured."""
-        start = server.wait_until_ready(self.limit_s, make_reporter(self.points, first, self.watch, "build"))
+        first = place.point
+        start = server.wait_until_ready(self.limit_s, lambda note: place.show(note, "build"))
         text = server.read_log()
         info = fetch_server_info(config.target, config.retries).with_kv_capacity(
             dp=first.dp, dcp=first.dcp, pcp=find_pcp(words), log=text
@@ -133,17 +132,16 @@ class _Sweep:
             print_stderr(note)
         return _Running(server, config, info, resolve_prompt_format(config, info.find_model(None).id), words)
 
-    def _fail_points(self, points: Sequence[Point], why: str, config: ClientConfig) -> None:
-        for point in points:
-            self._store(_make_failed_record(point, why, config))
+    def _fail_points(self, places: Sequence[Place], why: str, config: ClientConfig) -> None:
+        for place in places:
+            self._store(place, _make_failed_record(place.point, why, config))
 
-    def _replay_points(self, points: Sequence[Point], running: _Running) -> None:
+    def _replay_points(self, places: Sequence[Place], running: _Running) -> None:
         """Measure the steps of the server, and replay the points."""
-        if not points:
+        if not places:
             return
-        tell = make_reporter(self.points, points[0], self.watch)
-        for record in replay_on_server(
-            points,
+        records = replay_on_server(
+            [place.point for place in places],
             running.config,
             running.info,
             running.prompt_format,
@@ -151,28 +149,34 @@ class _Sweep:
             self.folder,
             self.replay,
             words=running.words,
-            tell=tell,
-        ):
-            self._store(_add_end(record, running))
+            tell=places[0].show,
+        )
+        for place, record in zip(places, records, strict=True):
+            self._store(place, _add_end(record, running))
 
-    def _serve_points(self, points: Sequence[Point], running: _Running) -> None:
+    def _serve_points(self, places: Sequence[Place], running: _Running) -> None:
         """Serve the loads of the points. A server that dies fails those that are left."""
-        for number, point in enumerate(points):
+        for number, place in enumerate(places):
             if dead := running.server.exit_reason:
-                self._fail_points(points[number:], f"the server died: {dead}", running.config)
+                self._fail_points(places[number:], f"the server died: {dead}", running.config)
                 return
-            tell = make_reporter(self.points, point, self.watch)
             record, stopped = measure_point(
-                point, running.config, running.info, running.prompt_format, self.settings, self.folder, tell
+                place.point,
+                running.config,
+                running.info,
+                running.prompt_format,
+                self.settings,
+                self.folder,
+                place.show,
             )
             record = RecordFile(self.folder).append(_add_end(record, running))
             if stopped is not None:
                 raise stopped
-            report_record(record, self.points, self.watch)
+            place.show_record(record)
 
-    def _store(self, record: Record) -> None:
+    def _store(self, place: Place, record: Record) -> None:
         """Write a record, and show it on the progress line."""
-        report_record(RecordFile(self.folder).append(record), self.points, self.watch)
+        place.show_record(RecordFile(self.folder).append(record))
 
 
 def _add_end(record: Record, running: _Running) -> Record:

@@ -152,6 +152,10 @@ SERVE_OPTIONS = {
 
 
 SERVER_OPTIONS = {
+    "--mode",
+    "--step-times",
+    "--policy",
+    "--token-budget",
     "--tp",
     "--dp",
     "--dcp",
