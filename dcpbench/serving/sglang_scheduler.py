@@ -16,8 +16,9 @@ The radix cache holds a prompt once its last chunk has been read, an unfinished 
 answer after its request has finished. With the overlap schedule, step k + 1 is decided while step k runs. A request that
 finishes in step k therefore has a row in step k + 1 whose token is discarded.
 
-Sources: python/sglang/srt/managers/scheduler.py, schedule_policy.py and schedule_batch.py, python/sglang/srt/environ.py
-and server_args.py (defaults) of github.com/sgl-project/sglang, as of versions 0.5.4 to 0.5.17.
+Sources, in github.com/sgl-project/sglang: python/sglang/srt/managers/schedule_policy.py (PrefillAdder, read at commit
+00550cd1), and as of versions 0.4 to 0.5 scheduler.py, schedule_batch.py (retract_decode) and
+scheduler_output_processor_mixin.py there, python/sglang/srt/environ.py and server_args.py (defaults).
 """
 
 from __future__ import annotations

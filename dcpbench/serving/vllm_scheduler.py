@@ -14,9 +14,9 @@ A prefix is found in blocks of `block_size` × dcp tokens, at most to the last t
 they are scheduled. With asynchronous scheduling, step k + 1 is decided while step k runs, so a finished request holds its
 place and its blocks for one more decision, without a row in it.
 
-Sources: vllm/v1/core/sched/scheduler.py, vllm/v1/core/kv_cache_manager.py, vllm/v1/engine/core.py
-(step_with_batch_queue) and vllm/engine/arg_utils.py (defaults) of github.com/vllm-project/vllm, as of versions 0.19 to
-0.26.
+Sources, in github.com/vllm-project/vllm: vllm/v1/core/sched/scheduler.py (read at commit 00024d31),
+vllm/v1/core/kv_cache_manager.py (`full_sequence_must_fit`, since 0.19), vllm/v1/engine/core.py (step_with_batch_queue),
+vllm/engine/arg_utils.py (get_batch_defaults).
 """
 
 from __future__ import annotations
