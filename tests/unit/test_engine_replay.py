@@ -333,8 +333,8 @@ class TestLoop:
             requests,
             make_scheduler(config(pages=60, policy=VLLM)),
             clients,
-            Fixed(),
-            loop=loop,  # type: ignore[arg-type]
+            Fixed(),  # type: ignore[arg-type]
+            loop=loop,
         )
         return [[round(1e3 * s, 3) for s in (sample.submitted_s, *sample.token_s)] for sample in found.traffic.samples]
 
@@ -354,6 +354,20 @@ class TestLoop:
         """Step 0 ends at 23. The decision at 23 does not see request 2, the one at 34 does: it ends at 34 + 17 = 51."""
         found = self.replay((3, 1), (3, 4), (3, 1), clients=2, loop=LoopTiming(request_s=1e-3, asynchronous=False))
         assert found == [[0.0, 23.0], [0.0, 23.0, 34.0, 51.0, 62.0], [23.0, 51.0]]
+
+    def test_the_next_turn_of_a_session_is_delayed_as_well(self) -> None:
+        """As above: the turn after request 0 is sent at 23 and misses the decision of 23."""
+        requests = [request(0, 3, 1), request(1, 3, 1), request(2, 3, 4)]
+        requests[:2] = [dataclasses.replace(r, session=0, turn=turn) for turn, r in enumerate(requests[:2])]
+        found = replay_requests(
+            requests,
+            make_scheduler(config(pages=60, policy=VLLM)),
+            2,
+            Fixed(),  # type: ignore[arg-type]
+            loop=LoopTiming(request_s=1e-3),
+        )
+        sample = next(s for s in found.traffic.samples if s.request.number == 1)
+        assert (round(sample.submitted_s, 6), round(sample.token_s[0], 6)) == (0.023, 0.062)
 
     def test_arrivals_of_an_open_loop_are_delayed_as_well(self) -> None:
         found = self.replay((3, 1), (3, 1), clients=None, arrivals=(0.0, 0.1), loop=LoopTiming(request_s=1e-3))
