@@ -422,6 +422,7 @@ def _measure_running(url: str, options: Options, given: dict[str, object], run: 
 def _measure_started(options: Options, given: dict[str, object], run: opt.Run, replays: Replays) -> int:
     """Start a server for each layout and each combination of flags, and measure all loads on it."""
     from dcpbench.commands import runs
+    from dcpbench.commands.started_servers import check_program, print_commands
     from dcpbench.errors import UsageError
     from dcpbench.launch import folders
     from dcpbench.plan.options import check_seconds
@@ -453,9 +454,9 @@ def _measure_started(options: Options, given: dict[str, object], run: opt.Run, r
     runs.note_plan(candidates, given)
     if runs.finish_if_planned(candidates, probe, run):
         if not run.as_json:
-            _print_commands(candidates, preset, model, str(options.traces or ""))
+            print_commands(candidates, preset, model, str(options.traces or ""))
         return 0
-    _check_program(candidates, preset, model)
+    check_program(candidates, preset, model)
     if options.traces is not None:
         make_traces_folder(options.traces)
     folder = run.output or folders.choose_folder(f"{preset.name}-{Path(model).name}", tps)
@@ -504,33 +505,6 @@ def _reject_replays(candidates: "Sequence[Candidate]") -> "list[Candidate]":
         dataclasses.replace(one, error=one.error or find_unsupported(one.point)) if is_replay(one.point) else one
         for one in candidates
     ]
-
-
-def _print_commands(candidates: "Sequence[Candidate]", preset: "Engine", model: str, traces: str) -> None:
-    """Print the command of each server, for --dry-run."""
-    from dcpbench.points import redaction
-
-    points = [candidate.point for candidate in candidates if candidate.error is None]
-    commands = (preset.make_command(p, preset.find_settings(p), model, 0, traces=traces) for p in points)
-    for command in dict.fromkeys(map(redaction.format_command_line, commands)):
-        print_stderr(command)
-
-
-def _check_program(candidates: "Sequence[Candidate]", preset: "Engine", model: str) -> None:
-    """Raise MissingPackageError if the program of the engine's command is not on PATH."""
-    import shutil
-
-    from dcpbench.errors import MissingPackageError
-
-    point = next((candidate.point for candidate in candidates if candidate.error is None), None)
-    if point is None:
-        return
-    program = preset.make_command(point, preset.find_settings(point), model, 0)[0]
-    if shutil.which(program, path=preset.env.get("PATH")) is None:
-        raise MissingPackageError(
-            f"{preset.name} cannot be started: there is no program {program} here; install it, or begin PATH with the "
-            "folder that holds it."
-        )
 
 
 def _add_default_ep(engine: str | None, given: dict[str, object]) -> dict[str, object]:

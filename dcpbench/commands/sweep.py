@@ -1,7 +1,11 @@
 """Implement `dcpbench sweep`: measure decode over layouts and loads."""
 
+from pathlib import Path
+
 from dcpbench.commands import options as opt
-from dcpbench.commands.command import Group, collect_typed
+from dcpbench.commands.command import Group, collect_typed, make_panel
+
+ENGINE = make_panel("Another engine")
 
 
 class Load(Group):
@@ -14,7 +18,44 @@ class Load(Group):
     context: str | None = opt.LOAD(
         "Tokens already in the KV cache of each request. Default: 4000 on GPUs; 100 on the CPU.", metavar="TOKENS,…"
     )
-    weights: str | None = opt.WEIGHTS
+    weights: str | None = opt.LOAD(
+        "Folder of a checkpoint (safetensors), or synthetic: seeded random weights of full size. Default: synthetic. With --engine: "
+        "model, synthetic or dummy, as for dcpbench server; default: synthetic for a folder without weight files, else model.",
+        metavar="FOLDER",
+    )
+
+
+class Engines(Group):
+    """Hold the options for another engine that is measured instead of dcpbench's own."""
+
+    engine: str | None = ENGINE(
+        "Measure the decode steps of this engine instead, through its server: vllm, sglang, or a .toml file with its command and "
+        "flags (docs/servers.md). One server is started for each layout. --model names one model, a folder or a name that the "
+        "engine knows; without --tp there is one GPU.",
+        metavar="NAME",
+    )
+    engine_args: str | None = ENGINE(
+        "With --engine: further arguments of its command, as one word in quotes, such as '--max-model-len 140000'.",
+        metavar="ARGS",
+    )
+    start_timeout: float = ENGINE(
+        "With --engine: time after which a server that accepts no requests has failed.",
+        default=1800.0,
+        metavar="SECONDS",
+    )
+    request_timeout: float = ENGINE(
+        "With --engine: time without a token after which a request has failed.", default=600.0, metavar="SECONDS"
+    )
+    rates: Path | None = ENGINE(
+        "With --engine: folder of a run of dcpbench's own engine on this machine. From the rates that it measured, the floor of each "
+        "step is computed. Default: no floors.",
+        metavar="RUN",
+    )
+    traces: Path | None = ENGINE(
+        "With --engine: folder in which the traces of the profiled steps are kept; it is created if it does not exist. Default: they "
+        "are deleted after they have been read.",
+        metavar="FOLDER",
+    )
 
 
 class How(opt.How):
@@ -42,20 +83,32 @@ class Measured(Group):
         metavar="SECONDS",
     )
     repeats: int | None = opt.REPEATS
-    baseline: bool | None = opt.BASELINE
+    baseline: bool | None = opt.MEASURE(
+        "Also measure each dcp layout with dcp 1, and, for dp without dcp, tp alone, under the same load. Default: yes. With --engine "
+        "only dcp 1 is added, where --dcp is not given."
+    )
     profile: bool | None = opt.MEASURE(
         "A separate profiled pass for the phase breakdown and host synchronisations; it does not affect the timings. "
-        "Default: yes."
+        "With --engine, the server's profiler records some steps after those that are timed. Default: yes."
     )
 
 
 def sweep(
-    layouts: opt.Layouts, load: Load, how: How, emulation: Emulation, measured: Measured, run: opt.RunOnMachines
+    layouts: opt.Layouts,
+    load: Load,
+    engines: Engines,
+    how: How,
+    emulation: Emulation,
+    measured: Measured,
+    run: opt.RunOnMachines,
 ) -> int:
     """Measure decode over layouts and loads, then write a report.
 
     Every combination of the comma lists is a point; those that cannot run are listed with the reason. One torchrun job
     per tp runs them; a point that dies or hangs is recorded and the others go on.
+
+    With --engine the same points are measured in vLLM, SGLang or another engine: its server prefills the prompts of a point, the requests
+    decode together, and a sample is the time between two tokens of a request.
 
     For example:
 
@@ -66,12 +119,23 @@ def sweep(
       dcpbench sweep --tp 8 --dcp 8 --emulate H200
 
       dcpbench sweep --config sweep.toml --dry-run
+
+      dcpbench sweep --engine vllm --model /models/v3 --tp 2 --dcp 1,2 --concurrency 8,32 --context 4000,32000,128000
     """
     from dcpbench.commands import runs
+    from dcpbench.errors import UsageError
     from dcpbench.plan.spec import make_spec, read_options
+    from dcpbench.points.names import format_flag
 
     runs.check_run(run)
     from_file = read_options(run.config) if run.config else {}
-    probe = runs.get_probe(run)
     given = from_file | collect_typed(layouts, load, how, emulation, measured)
+    if engines.engine is not None:
+        from dcpbench.commands.sweep_engines import measure_engine
+
+        return measure_engine(engines, given, run)
+    defaults = vars(Engines())
+    if alone := [name for name, value in vars(engines).items() if value != defaults[name]]:
+        raise UsageError(f"{format_flag(alone[0])} needs an engine that is started; add for example --engine vllm.")
+    probe = runs.get_probe(run)
     return runs.measure(make_spec(given, probe), probe, run, given=given)

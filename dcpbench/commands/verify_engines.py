@@ -19,7 +19,7 @@ from dcpbench.servers.agreement import DIFFER, UNDECIDED, check_rounds
 from dcpbench.servers.client import Target, load_api_key
 from dcpbench.servers.edge_answers import EdgeQuestions
 from dcpbench.servers.edge_lengths import BATCHES
-from dcpbench.servers.engine_settings import Grid, list_all_settings, make_layouts
+from dcpbench.servers.engine_settings import Grid, list_all_settings, parse_layouts
 from dcpbench.servers.engine_verify import FAILED, EngineCheck, verify_engines
 from dcpbench.servers.engine_verify_text import format_report, make_table
 from dcpbench.servers.presets import resolve_engine
@@ -94,7 +94,7 @@ def _make_check(remote: Remote, given: dict[str, object], load: Load, run: Run) 
             "--engine-args belongs to one engine; write the arguments into the command of each engine's file."
         )
     engines = [resolve_engine(name, None, remote.engine_args) for name in names]
-    layouts = _read_layouts(given)
+    layouts = parse_layouts(given)
     settings = list_all_settings(engines, _make_grid(given, load.model, layouts, remote.weights), remote.variant or ())
     tokens = load.new_tokens or NEW_TOKENS
     if remote.max_context <= tokens:
@@ -125,23 +125,6 @@ def _make_check(remote: Remote, given: dict[str, object], load: Load, run: Run) 
             f"verify-{'-'.join(x.name for x in engines)}", tuple(dict.fromkeys(x.tp for x in layouts))
         ),
     )
-
-
-def _read_layouts(given: dict[str, object]) -> list[Layout]:
-    """Return the layouts. Without --dcp they are dcp 1 and the largest dcp of each tp."""
-    degrees = {name: read.parse_ints(name, given[name]) for name in ("tp", "dp", "dcp") if name in given}
-    tps, dps = degrees.get("tp", (1,)), degrees.get("dp", (1,))
-    for name, values in degrees.items():
-        for value in values:
-            read.check_positive(name, value)
-    if "dcp" in degrees:
-        return make_layouts({"tp": tps, "dp": dps, "dcp": degrees["dcp"]})
-    return [
-        layout
-        for tp in tps
-        for dp in dps
-        for layout in make_layouts({"tp": (tp,), "dp": (dp,), "dcp": tuple(dict.fromkeys((1, max(tp // dp, 1))))})
-    ]
 
 
 def _make_grid(given: dict[str, object], model: str, layouts: Sequence[Layout], weights: str | None) -> Grid:

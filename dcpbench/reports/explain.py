@@ -70,6 +70,19 @@ METHOD = _split_paragraphs(
     server, its figures are those "in one launch each", and none is called clear.
     """
 )
+OF_OWN_STEPS = ("Step time: replays", "Warm-up lasts", "Every sample of a point")
+"""Beginnings of those that hold only for steps of dcpbench's own engine."""
+ENGINE_STEPS = _split_paragraphs(
+    """
+    Steps of another engine (`sweep --engine`): requests of a point decode together on its server after their prompts have been
+    prefilled, and a sample is the gap between two of their tokens at the client, as the median over requests. It contains scheduler,
+    sampling and HTTP server as far as the engine does not hide them behind the GPU. The context grows by a token in each step;
+    `measured_context` in the record has its range.
+
+    Phases of another engine: GPU time of kernels by their names, from the engine's own profiler in steps after those that were timed.
+    Kernels are `unknown` if no pattern matches their names.
+    """
+)
 COMMON = ("Percentiles need", "tok/s/user", "KV tokens per GiB")
 """Beginnings of those that hold for served requests, too."""
 SERVED = _split_paragraphs(
@@ -207,9 +220,18 @@ def list_commands(frames: Frames) -> list[str]:
 def describe_method(frames: Frames) -> list[str]:
     """Describe how the workloads at hand were measured."""
     if frames.served.empty:
-        return METHOD
+        return _describe_steps(frames.points)
     chunks = ["tok/s/user of points marked chunk_gaps: 1000 / median TPOT in ms."] if _has_chunk_gaps(frames) else []
-    return [*(METHOD if len(frames.points) else [p for p in METHOD if p.startswith(COMMON)]), *chunks, *SERVED]
+    steps = _describe_steps(frames.points) if len(frames.points) else [p for p in METHOD if p.startswith(COMMON)]
+    return [*steps, *chunks, *SERVED]
+
+
+def _describe_steps(points: pd.DataFrame) -> list[str]:
+    """Describe how steps were measured, of dcpbench's engine and of others."""
+    others = [str(origin).startswith(A_SERVER) for origin in points["origin"]] if len(points) else []
+    if not any(others):
+        return METHOD
+    return [*(p for p in METHOD if not (all(others) and p.startswith(OF_OWN_STEPS))), *ENGINE_STEPS]
 
 
 def list_file_notes(frames: Frames) -> list[str]:

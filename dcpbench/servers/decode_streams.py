@@ -16,7 +16,7 @@ from dcpbench.servers.answers import StreamReply
 from dcpbench.servers.client import RequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
@@ -80,14 +80,18 @@ class DecodeStreams:
             for request, reply in zip(self.requests, self.replies, strict=True)
         ]
 
-    def list_token_times(self) -> list[NDArray[np.float64]]:
-        """Return the arrival times of the tokens of each request, in s of time.perf_counter()."""
-        return [np.array(compute_token_times(r.counts.time_s, r.counts.tokens)) for r in self.replies]
+    def list_token_times(self, requests: int | None = None) -> list[NDArray[np.float64]]:
+        """Return the arrival times of the tokens of each request, or of the first ones, in s of time.perf_counter()."""
+        arrivals = [merge_arrivals(r.counts.time_s, r.counts.tokens) for r in self.replies[:requests]]
+        return [np.array(compute_token_times(times, tokens)) for times, tokens in arrivals]
 
-    def compute_divided_share(self) -> float:
-        """Return the share of tokens that arrived in chunks of several tokens, whose gaps are divided evenly."""
-        counts = np.concatenate([np.array(r.counts.tokens) for r in self.replies])
-        return float(counts[counts > 1].sum() / counts.sum())
+    def compute_divided_share(self, begin_s: float) -> float:
+        """Return the share of tokens since `begin_s` that arrived together with others of their request."""
+        arrivals = [merge_arrivals(r.counts.time_s, r.counts.tokens) for r in self.replies]
+        counts = np.array(
+            [n for times, tokens in arrivals for at, n in zip(times, tokens, strict=True) if at > begin_s]
+        )
+        return float(counts[counts > 1].sum() / max(counts.sum(), 1))
 
     def check_running(self) -> None:
         """Raise WorkerError if a request failed, NotRunningError if one has ended."""
@@ -100,9 +104,13 @@ class DecodeStreams:
         if ended := sum(task.done() for task in self._tasks):
             raise NotRunningError(min(len(self._tasks) - ended, self.started), len(self._tasks))
 
-    async def wait_until_started(self) -> None:
-        """Wait until every request has received a token. Raise as check_running does."""
-        while self.started < len(self.requests):
+    async def wait_until_started(self, tell: Callable[[int], None] = lambda _: None) -> None:
+        """Wait until every request has received a token; `tell` is called when more of them have. Raise as check_running does."""
+        reported = -1
+        while (started := self.started) < len(self.requests):
+            if started > reported:
+                tell(started)
+                reported = started
             self.check_running()
             await asyncio.sleep(POLL_S)
         self.check_running()
@@ -133,9 +141,9 @@ class StepWindow:
     streams: DecodeStreams
     begin_s: float
 
-    def list_samples_ms(self) -> list[float]:
-        """Return the time of each whole step so far in ms."""
-        return compute_step_times_ms(self.streams.list_token_times(), self.begin_s)
+    def list_samples_ms(self, requests: int | None = None) -> list[float]:
+        """Return the time of each whole step so far in ms; `requests`: only as the first ones see it, which takes less time."""
+        return compute_step_times_ms(self.streams.list_token_times(requests), self.begin_s)
 
     def compute_contexts(self, steps: int) -> tuple[int, int, float]:
         """Return the lowest, the highest and the mean number of KV tokens of a request in the first `steps` steps.
@@ -149,6 +157,17 @@ class StepWindow:
             )
         ]
         return min(firsts), max(firsts) + steps - 1, float(np.mean(firsts)) + (steps - 1) / 2
+
+
+def merge_arrivals(time_s: Sequence[float], tokens: Sequence[int]) -> tuple[list[float], list[int]]:
+    """Return the moments at which chunks of a request arrived and the number of tokens of each moment.
+
+    Chunks that are read from a socket at once have the same time, that of the last one.
+    """
+    found: dict[float, int] = {}
+    for at, count in zip(time_s, tokens, strict=True):
+        found[at] = found.get(at, 0) + count
+    return list(found), list(found.values())
 
 
 def find_moment_between_steps(token_s: Sequence[NDArray[np.float64]], opened_s: float) -> float:
@@ -177,15 +196,19 @@ def compute_step_times_ms(token_s: Sequence[NDArray[np.float64]], begin_s: float
 
 
 def find_gap_ms(times: NDArray[np.float64], moment_s: float, tolerance_s: float) -> tuple[float, float] | None:
-    """Return the gap of a stream in ms in which another token came at `moment_s`, and the moment at which the gap ended.
+    """Return the gap of a stream in ms in which another request's first token came at `moment_s`, and the moment at which it ended.
 
-    The gap ends with the first token at `moment_s` or later; a token of the same step may come up to `tolerance_s` before.
-    None while that token has not come.
+    The gap ends with the first token at `moment_s` or later, or with one that came up to `tolerance_s` earlier, as tokens of one
+    step are not sent at the same time: the longest of these gaps, because the step of a prompt is longer than those around it.
+    None while no token has come since.
     """
-    ends = np.flatnonzero(times >= moment_s - tolerance_s)
-    if not len(ends) or ends[0] == 0:
+    first = int(np.searchsorted(times, moment_s - tolerance_s))
+    last = int(np.searchsorted(times, moment_s))
+    if last == len(times) or last == 0:
         return None
-    return float(times[ends[0]] - times[ends[0] - 1]) * 1e3, float(times[ends[0]])
+    ends = range(max(first, 1), last + 1)
+    end = max(ends, key=lambda index: float(times[index] - times[index - 1]))
+    return float(times[end] - times[end - 1]) * 1e3, float(times[end])
 
 
 def _get_prompt_tokens(request: StreamedRequest, reply: StreamReply) -> int:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.errors import UsageError
+from dcpbench.plan import options as read
 from dcpbench.points.engines import format_settings, make_engine_load, make_engine_point
 from dcpbench.points.layout import Layout
 from dcpbench.points.names import CUT, UNKNOWN, WHOLE
@@ -141,3 +142,40 @@ def make_layouts(degrees: Mapping[str, Sequence[int]]) -> list[Layout]:
     """Return all combinations of tp, dp and dcp in the given order. Raise LayoutError for degrees that do not divide."""
     names = list(degrees)
     return [Layout(**dict(zip(names, values, strict=True))) for values in itertools.product(*degrees.values())]
+
+
+def parse_layouts(given: Mapping[str, object]) -> list[Layout]:
+    """Return the layouts of the options --tp, --dp and --dcp. Without --dcp they are dcp 1 and the largest dcp of each tp."""
+    degrees = {name: read.parse_ints(name, given[name]) for name in ("tp", "dp", "dcp") if name in given}
+    tps, dps = degrees.get("tp", (1,)), degrees.get("dp", (1,))
+    for name, values in degrees.items():
+        for value in values:
+            read.check_positive(name, value)
+    if "dcp" in degrees:
+        return make_layouts({"tp": tps, "dp": dps, "dcp": degrees["dcp"]})
+    return [
+        layout
+        for tp in tps
+        for dp in dps
+        for layout in make_layouts({"tp": (tp,), "dp": (dp,), "dcp": tuple(dict.fromkeys((1, max(tp // dp, 1))))})
+    ]
+
+
+def list_decode_points(
+    engine: Engine, grid: Grid, concurrency: Sequence[int], context: Sequence[int], repeats: int
+) -> list[Point]:
+    """Return the decode points of all servers: layouts, exchanges and combinations of the engine's flags."""
+    servers = [point for layout in grid.layouts for point in _list_points(engine, layout, grid)]
+    return [
+        msgspec.structs.replace(
+            server,
+            workload="decode",
+            load=None,
+            concurrency=requests,
+            context=tokens,
+            settings=format_settings(label),
+            repeat=repeat,
+        )
+        for repeat, server, label in itertools.product(range(repeats), servers, engine.list_labels())
+        for tokens, requests in itertools.product(context, concurrency)
+    ]

@@ -238,8 +238,11 @@ class Place:
 
     def show_record(self, record: Record) -> None:
         """Show that the point has its record."""
-        note = record.reason or (format_summary(record.serve) if record.serve else "")
-        self.show(note + format_omitted_note(record), "done" if record.outcome == "ok" else record.outcome)
+        numbers = format_summary(record.serve) if record.serve else ""
+        if record.metrics:
+            numbers = f"step {record.metrics.step_ms.median:.2f} ms, {record.metrics.output_tok_s.median:,.0f} tok/s"
+        stage = "done" if record.outcome == "ok" else record.outcome
+        self.show((record.reason or numbers) + format_omitted_note(record), stage)
 
 
 def list_places(points: Sequence[Point], watch: Callable[[Progress], None]) -> list[Place]:
@@ -474,6 +477,35 @@ def make_environment(config: ClientConfig) -> Environment:
     )
 
 
+def start_record(point: Point, config: ClientConfig, info: ServerInfo, settings: Settings, server: Server) -> Record:
+    """Return the record of a point without measurements: a failed one, with the facts about the server and the machine."""
+    return Record(
+        point=point,
+        outcome="failed",
+        marks=["cpu"] if config.device == CPU else [],
+        environment=make_environment(config),
+        measured_with=msgspec.to_builtins(settings),
+        origin=info.origin,
+        model_sizes=read_model_sizes(point.model),
+        server=server,
+    )
+
+
+def describe_server(info: ServerInfo, prompt_format: PromptFormat, config: ClientConfig) -> Server:
+    """Return what is known about a server before a point is measured on it."""
+    return Server(
+        engine=info.engine,
+        version=info.version,
+        kv_capacity_tokens=info.kv_capacity_tokens,
+        kv_sources=info.kv_sources,
+        max_model_len=info.find_model(prompt_format.model).max_model_len if info.models else None,
+        prompts=prompt_format.prompts,
+        settings=config.engine_settings,
+        start=list(config.start),
+        facts={**info.facts, **config.facts, **config.request_facts},
+    )
+
+
 def _make_record(
     point: Point,
     config: ClientConfig,
@@ -487,16 +519,7 @@ def _make_record(
     stopped: bool,
 ) -> Record:
     outcomes = sent.run.outcomes if sent.run else []
-    record = Record(
-        point=point,
-        outcome="failed",
-        marks=["cpu"] if config.device == CPU else [],
-        environment=make_environment(config),
-        measured_with=msgspec.to_builtins(settings),
-        origin=info.origin,
-        model_sizes=read_model_sizes(point.model),
-        server=_make_server(info, prompt_format, config, outcomes, sent),
-    )
+    record = start_record(point, config, info, settings, _make_server(info, prompt_format, config, outcomes, sent))
     shortage = next((o.error for o in outcomes if o.error is not None and o.error.kind == OPEN_FILES), None)
     failed = failed or (shortage.sentence if shortage is not None else "")
     if sent.run is None or (stopped and not outcomes):
@@ -530,7 +553,7 @@ def _make_record(
     )
     assert isinstance(record.server, Server)
     found_warnings = {
-        CLIENT_BOUND: _is_client_bound(record.server.client, metrics.itl_ms.p50),
+        CLIENT_BOUND: is_client_bound(record.server.client, metrics.itl_ms.p50),
         GAPS_DIVIDED: any(s.chunk_tokens for s in samples),
         NOMINAL: _has_other_lengths(samples, sent.requests),
         KV_SOURCES_DIFFER: bool(info.kv_sources and info.kv_sources.conflicts),
@@ -600,25 +623,17 @@ def _make_server(
     first = {_get_failure_kind(error): error.sentence for error in reversed(errors)}
     hidden = sum(o.answer.hidden_tokens for o in outcomes if o.answer is not None)
     answered = next((o.answer for o in outcomes if o.answer is not None and o.answer.chunk_s), None)
-    return Server(
-        engine=info.engine,
-        version=info.version,
-        kv_capacity_tokens=info.kv_capacity_tokens,
-        kv_sources=info.kv_sources,
-        max_model_len=info.find_model(prompt_format.model).max_model_len if info.models else None,
-        prompts=prompt_format.prompts,
+    known = describe_server(info, prompt_format, config)
+    return msgspec.structs.replace(
+        known,
         counted=answered.counted_by if answered else BY_CHUNKS,
         retries=sum(o.retries for o in outcomes),
         failures=[
             FailedRequests(kind=kind[0], requests=count, first=first[kind]) for kind, count in kinds.most_common()
         ],
         client=_make_client_load(outcomes, sent.run.paces, sent.null) if sent.run and sent.run.paces else None,
-        settings=config.engine_settings,
-        start=list(config.start),
         facts={
-            **info.facts,
-            **config.facts,
-            **config.request_facts,
+            **known.facts,
             **({NOT_PROFILED: sent.unprofiled} if sent.unprofiled else {}),
             **({NO_METRICS: info.metrics_hint} if info.metrics_hint else {}),
             **({HIDDEN_TOKENS: f"{hidden:,}"} if hidden else {}),
@@ -650,7 +665,8 @@ def _make_client_load(
     )
 
 
-def _is_client_bound(client: ClientLoad | None, itl_ms: float | None) -> bool:
+def is_client_bound(client: ClientLoad | None, itl_ms: float | None) -> bool:
+    """Return whether the client was too slow for the load that it sent."""
     if client is None:
         return False
     late = max(MAX_LAG_MS, MAX_LAG_SHARE * (itl_ms or 0.0))

@@ -4,6 +4,7 @@
     command = "vllm serve {model} --host {host} --port {port}"
     ready = "/health"
     profiler = "--profiler-config.torch_profiler_dir {traces}"    # added with --traces
+    step_profiler = "…"            # in its place for `sweep`: a profiler without Python stacks
     [layout]                       # flags of degrees and of the exchange, added if a degree exceeds 1 or an exchange is set
     tp = "--tensor-parallel-size {attn_tp}"
     dcp = "--decode-context-parallel-size {dcp}"
@@ -75,6 +76,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     weights: dict[str, str] = {}  # flags by the values of --weights, SYNTHETIC and DUMMY
     variants: dict[str, str] = {}  # flags of a server that `verify --variant NAME` adds, by name
     profiler: str = ""  # flags for a profiler that is started by HTTP and writes into the folder {traces}
+    step_profiler: str = ""  # the same without Python stacks, which slow short steps down; empty: `profiler`
     env: dict[str, str] = {}
 
     def list_settings(self) -> list[dict[str, str]]:
@@ -189,6 +191,21 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return words
 
 
+WITHOUT_STACKS = dict.fromkeys(("SGLANG_PROFILE_WITH_STACK", "SGLANG_PROFILE_RECORD_SHAPES"), "false")
+"""Variables with which SGLang's profiler records neither Python stacks nor shapes."""
+
+
+def use_step_profiler(engine: Engine) -> Engine:
+    """Return the engine with the profiler that slows its steps down the least.
+
+    An engine's file with the profiler of the preset of its name gets the preset's.
+    """
+    preset = PRESETS.get(engine.name)
+    same = preset is not None and preset.profiler == engine.profiler
+    found = engine.step_profiler or (preset.step_profiler if preset is not None and same else "")
+    return msgspec.structs.replace(engine, profiler=found or engine.profiler, env={**WITHOUT_STACKS, **engine.env})
+
+
 MODEL = "model"  # value of --weights: the model's own
 CHECKPOINT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
@@ -248,6 +265,11 @@ PRESETS = {
         weights={SYNTHETIC: "--load-format dcpbench", DUMMY: "--load-format dummy"},
         variants={"eager": "--enforce-eager"},
         profiler="--profiler-config.profiler torch --profiler-config.torch_profiler_dir {traces}",
+        step_profiler=(
+            "--profiler-config.profiler torch --profiler-config.torch_profiler_dir {traces} "
+            "--profiler-config.torch_profiler_with_stack false --profiler-config.torch_profiler_dump_cuda_time_total false "
+            "--profiler-config.ignore_frontend true"
+        ),
     ),
     SGLANG: Engine(
         name=SGLANG,
@@ -340,13 +362,14 @@ def _read_engine(path: Path) -> Engine:
 
 
 def _check_engine(found: Engine, where: str) -> None:
-    for text in (found.command, *found.layout.values(), *found.weights.values(), found.profiler):
+    profilers = found.profiler, found.step_profiler
+    for text in (found.command, *found.layout.values(), *found.weights.values(), *profilers):
         try:
             used = [name for _, name, _, _ in string.Formatter().parse(text) if name is not None]
             shlex.split(text)
         except ValueError as e:
             raise UsageError(f"{where}: {text!r} cannot be read: {e}; write {{{{ for a brace of its own.") from e
-        known = (*PLACEHOLDER_NAMES, TRACES) if text == found.profiler else PLACEHOLDER_NAMES
+        known = (*PLACEHOLDER_NAMES, TRACES) if text in profilers else PLACEHOLDER_NAMES
         if unknown := [name for name in used if name not in known]:
             raise UsageError(f"{where}: {{{unknown[0]}}} stands for nothing; these do: {', '.join(known)}.")
     if "{port}" not in found.command:

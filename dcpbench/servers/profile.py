@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +23,7 @@ from dcpbench.syncs.scan import scan_traces
 from dcpbench.syncs.sites import find_worst_phase
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
     from dcpbench.records.record import SyncSite
 
@@ -100,17 +101,14 @@ async def record_traces(
     before = await asyncio.to_thread(find_traces, folder)
     run = Run(client, calls, concurrency)
     await Run(client, calls[:1], 1).send_load()
-    await _switch_profiler(client, START)
-    tell("profiling")
-    try:
+    async with run_profiler(client):
+        tell("profiling")
         await run.send_load()
-    finally:
-        await _switch_profiler(client, STOP)
     if failed := [outcome.error for outcome in run.outcomes if outcome.error is not None]:
         raise WorkerError(
             f"{len(failed)} of {format_count(len(calls), 'request')} failed while the server was profiled; the first one: {failed[0].sentence}"
         )
-    return await _wait_for_traces(folder, before, wait_s, tell)
+    return await wait_for_traces(folder, before, wait_s, tell)
 
 
 def find_waits(paths: Sequence[Path]) -> tuple[float, list[SyncSite]]:
@@ -133,6 +131,16 @@ def find_waits(paths: Sequence[Path]) -> tuple[float, list[SyncSite]]:
     return per_step, build_sync_sites(report.sites, "engine")[:MAX_RECORD_SITES]
 
 
+@contextlib.asynccontextmanager
+async def run_profiler(client: Client) -> AsyncIterator[None]:
+    """Let the server profile itself within the block. Raise WorkerError if it does not."""
+    await _switch_profiler(client, START)
+    try:
+        yield
+    finally:
+        await _switch_profiler(client, STOP)
+
+
 async def _switch_profiler(client: Client, path: str) -> None:
     try:
         reply = await client.post(path, timeout_s=600.0)
@@ -144,10 +152,10 @@ async def _switch_profiler(client: Client, path: str) -> None:
         raise WorkerError(f"{client.target.url}{path}: {error.sentence}{how}")
 
 
-async def _wait_for_traces(
+async def wait_for_traces(
     folder: Path, before: dict[Path, int], wait_s: float, tell: Callable[[str], None]
 ) -> list[Path]:
-    """Return the new files once none has grown for SETTLED_S."""
+    """Return the files that came after `before`, once none has grown for SETTLED_S. Raise WorkerError if none comes."""
     began = last = time.monotonic()
     known: dict[Path, int] = {}
     while time.monotonic() - began < wait_s or (known and time.monotonic() - last < SETTLED_S):

@@ -36,26 +36,30 @@ from dcpbench.serving.step_times import HOT, UNEVEN, Case, Chunks, Decodes
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from dcpbench.servers.client import Target
 
     Hook = Callable[[DecodeStreams], Awaitable[None]]
 
+MAX_CONTEXT_ERROR = 0.04  # deviation of the mean context of a window that is measured for longer than planned
 DROPPED_STEPS = 4  # steps that are not timed after the last request has received its first token
 WINDOW_STEPS, MAX_STEPS = 64, 400  # steps around which a window is centred, and after which it ends
 HOOK_STEPS = 512  # output tokens that are left for a function that is called after the window
 USUAL_TOKEN_BUDGET = 8192  # prompt tokens of a step if the server does not report its limit
 MIN_REPEATS = 7  # fewer samples have no 95 % interval of the median (records/stats.py)
+GAP_REQUESTS = 8  # requests by which the gap of a mixed case is measured
 STEPS_BETWEEN = 4  # decode steps between two prompts of a mixed case
 OVERHEAD_TOKENS, OVERHEAD_REPEATS = 8, 9
 MIN_REQUEST_MS = 0.1  # of a request outside of steps: a server never sees one in the instant of another's last token
-LOOK_S, LOOK_SHARE = 0.1, 5.0  # between two looks at the samples; at least so many times as long as a look takes
+LOOK_S, TELL_S = 0.2, 1.0  # between two looks at the samples, and between two reports of progress
+LOOKED_REQUESTS = 2  # requests of which the samples are looked at: tokens are not read meanwhile
 FILLED_S = 0.02  # after which prompts follow the one that fills steps
 SETTLE_S = 0.2  # after requests were cancelled; the engine ends them a step later
 FILLED_STEPS = 2  # steps of the prompt behind which several prompts wait: a scheduler may plan one step ahead
-MAX_SPREAD = 0.1  # of a step: prompts whose first tokens are further apart did not share the step
-SAME_STEP = 0.1  # of a decode step: a prompt's token that comes so close to the others is of the same step
+MAX_SPREAD = 0.1  # of a step: prompts did not share it if their first tokens are further apart
+MAX_LATER = 0.5  # of a decode step by which tokens of decodes come after a prompt's first token in the same step; else in the next
 
 
 class Refusal(enum.Enum):
@@ -80,8 +84,9 @@ class UnsupportedCaseError(UsageError):
     """Report a case that requests to this server cannot produce; `refusal` is the reason."""
 
     def __init__(self, case: Case, refusal: Refusal, *, needed: int = 0, limit: int = 0) -> None:
-        """Keep the reason with its numbers."""
-        super().__init__(f"{case}: {REFUSALS[refusal].format(needed=needed, limit=limit)}")
+        """Keep the reason with its numbers; `sentence` describes it without the case."""
+        self.sentence = REFUSALS[refusal].format(needed=needed, limit=limit)
+        super().__init__(f"{case}: {self.sentence}")
         self.case, self.refusal, self.needed, self.limit = case, refusal, needed, limit
 
 
@@ -95,8 +100,8 @@ REFUSALS = {
     Refusal.BUDGET_UNKNOWN: "the maximum number of tokens in a step of the server is unknown; state it (vLLM: --max-num-batched-tokens, SGLang: --chunked-prefill-size).",
     Refusal.PREFIX_MULTIPLE: "a chunk begins at {needed:,} tokens only if that is a multiple of the {limit:,} tokens that the server takes in a step; choose such a prefix.",
     Refusal.TOKENS: "it has {needed:,} tokens, and the server takes {limit:,} in a step; choose fewer, or start the server with more (vLLM: --max-num-batched-tokens, SGLang: --chunked-prefill-size).",
-    Refusal.REQUESTS: "it needs {needed:,} requests at once, and the server runs {limit:,}; start it with more (vLLM: --max-num-seqs, SGLang: --max-running-requests).",
-    Refusal.LENGTH: "its requests have up to {needed:,} tokens while they are measured, and the server takes {limit:,}; start it with more (vLLM: --max-model-len, SGLang: --context-length).",
+    Refusal.REQUESTS: "it needs {needed:,} requests at once, and the server runs {limit:,}; start it with more (vLLM: --max-num-seqs {needed}, SGLang: --max-running-requests {needed}).",
+    Refusal.LENGTH: "its requests have up to {needed:,} tokens while they are measured, and the server takes {limit:,}; start it with more (vLLM: --max-model-len {needed}, SGLang: --context-length {needed}).",
     Refusal.KV: "its requests have {needed:,} tokens together, and the server's KV cache holds {limit:,}; choose fewer requests or a shorter context.",
     Refusal.CONTEXT: "a request attends to {limit:,} tokens at least when it is timed, and the case asks for {needed:,}; choose a longer context.",
 }
@@ -116,6 +121,7 @@ class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 UNLIMITED, DEFAULT_RULE = ServerLimits(), StopRule()
+NOTHING = contextlib.nullcontext()
 
 
 class Method(enum.StrEnum):
@@ -149,6 +155,10 @@ class CaseSamples(msgspec.Struct, frozen=True, kw_only=True):
     queued_steps: float | None = None
     """Time from sending the prompt of a mixed case to the begin of its step, in decode steps: up to 1 if an engine decides a step
     after it has read the one before, from 1 to 2 if it decides one step ahead. None for others."""
+    counted_by: str = ""
+    """Source of the number of tokens in a chunk, as in records of servers; empty without decodes."""
+    client_cpu_share: float | None = None
+    """CPU time of the client over the time of the window of a decode case: at 1 it cannot read tokens any faster."""
     discarded: int = 0
     """Repeats that were left out because their prompts did not share a step."""
 
@@ -198,13 +208,22 @@ async def open_probe(
         )
 
 
-async def measure_case(probe: StepProbe, case: Case, *, while_running: Hook | None = None) -> CaseSamples:
+async def measure_case(
+    probe: StepProbe,
+    case: Case,
+    *,
+    during_window: AbstractContextManager[object] = NOTHING,
+    while_running: Hook | None = None,
+    tell: Callable[[str], None] = lambda _: None,
+) -> CaseSamples:
     """Return the times of a case on the server, which must be idle otherwise.
 
     Args:
         probe: The server.
         case: Work of each replica in a step.
+        during_window: Entered for the timed window of a decode case.
         while_running: Called after the timed window of a decode case, while all its requests still decode.
+        tell: Called with the progress of a decode case.
 
     Raises:
         UnsupportedCaseError: Requests to this server cannot produce the case.
@@ -221,7 +240,7 @@ async def measure_case(probe: StepProbe, case: Case, *, while_running: Hook | No
         if case.decodes and case.chunks:
             return await _measure_mixed(probe, case)
         if case.decodes:
-            return await _measure_decodes(probe, case, while_running)
+            return await _measure_decodes(probe, case, during_window, while_running, tell)
         return await _measure_chunks(probe, case)
 
 
@@ -282,6 +301,7 @@ class DecodePlan:
 
     steps_before: int  # tokens by which prompts are shorter than the context
     window: int  # steps around which the window is centred
+    max_steps: int  # steps after which the window ends
     steps_after: int  # tokens beyond the context that a request may reach
 
 
@@ -292,21 +312,31 @@ def plan_decodes(limits: ServerLimits, case: Case) -> DecodePlan:
     each step; on average each gets half as many tokens as there are such steps.
     """
     if not case.decodes:
-        return DecodePlan(0, 0, 0)
+        return DecodePlan(0, 0, 0, 0)
     budget = limits.max_batched_tokens or USUAL_TOKEN_BUDGET
     shortest = min(d.context for d in case.decodes)
     prefill_steps = -(-sum(d.requests * d.context for d in case.decodes) // budget) + 1
     window = max(min(WINDOW_STEPS, shortest // 2), 1)
+    max_steps = min(window + int(2 * MAX_CONTEXT_ERROR * shortest), MAX_STEPS)
     before = min(prefill_steps // 2 + DROPPED_STEPS + window // 2 + 2, shortest - 1)
-    return DecodePlan(before, window, prefill_steps + MAX_STEPS + HOOK_STEPS)
+    return DecodePlan(before, window, max_steps, prefill_steps + MAX_STEPS + HOOK_STEPS)
 
 
-async def _measure_decodes(probe: StepProbe, case: Case, while_running: Hook | None) -> CaseSamples:
+async def _measure_decodes(
+    probe: StepProbe,
+    case: Case,
+    during_window: AbstractContextManager[object],
+    while_running: Hook | None,
+    tell: Callable[[str], None],
+) -> CaseSamples:
     plan = plan_decodes(probe.limits, case)
     async with DecodeStreams(probe.client, _make_decodes(probe, case)) as streams:
-        window = await _open_window(streams, case, plan)
-        samples, precise = await _take_steps(probe.rule, window, plan.window)
-        divided = streams.compute_divided_share()
+        window = await _open_window(streams, case, plan, tell)
+        with during_window:
+            began, cpu = time.perf_counter(), time.process_time()
+            samples, precise = await _take_steps(probe.rule, window, plan, tell)
+            cpu_share = (time.process_time() - cpu) / (time.perf_counter() - began)
+        divided = streams.compute_divided_share(window.begin_s)
         low, high, mean = window.compute_contexts(len(samples))
         if while_running is not None:
             await while_running(streams)
@@ -320,30 +350,43 @@ async def _measure_decodes(probe: StepProbe, case: Case, while_running: Hook | N
         context_max=high,
         context_mean=mean,
         divided_share=divided,
+        counted_by=streams.replies[0].counted_by,
+        client_cpu_share=cpu_share,
     )
 
 
-async def _take_steps(rule: StopRule, window: StepWindow, least: int) -> tuple[list[float], bool]:
-    """Return the times of the steps of a window, once the stop rule is met after at least `least` of them, and whether they are
+async def _take_steps(
+    rule: StopRule, window: StepWindow, plan: DecodePlan, tell: Callable[[str], None]
+) -> tuple[list[float], bool]:
+    """Return the times of the steps of a window, once the stop rule is met after as many as planned, and whether they are
     precise.
     """
-    began, pause_s = time.perf_counter(), LOOK_S
+    began = reported_s = time.perf_counter()
     while True:
-        await asyncio.sleep(pause_s)
+        await asyncio.sleep(LOOK_S)
         window.streams.check_running()
         looked = time.perf_counter()
-        samples = window.list_samples_ms()[:MAX_STEPS]
+        samples = window.list_samples_ms(LOOKED_REQUESTS)[: plan.max_steps]
         verdict = rule.get_stop_reason(samples, looked - began)
-        if verdict == "noisy" or len(samples) == MAX_STEPS or (verdict is not None and len(samples) >= least):
-            return samples, verdict == "precise"
-        pause_s = max(LOOK_S, LOOK_SHARE * (time.perf_counter() - looked))
+        if (
+            verdict == "noisy"
+            or len(samples) == plan.max_steps
+            or (verdict is not None and len(samples) >= plan.window)
+        ):
+            samples = window.list_samples_ms()[: plan.max_steps]
+            return samples, rule.get_stop_reason(samples, looked - began) == "precise"
+        if looked - reported_s >= TELL_S:
+            reported_s = looked
+            tell(f"{len(samples)} steps" + (f" of {statistics.median(samples):.2f} ms" if samples else ""))
 
 
-async def _open_window(streams: DecodeStreams, case: Case, plan: DecodePlan) -> StepWindow:
+async def _open_window(
+    streams: DecodeStreams, case: Case, plan: DecodePlan, tell: Callable[[str], None] = lambda _: None
+) -> StepWindow:
     """Return the window of steps once all requests decode and their context is half a window below the case's."""
     requests = sum(d.requests for d in case.decodes)
     context = sum(d.requests * d.context for d in case.decodes) / requests
-    await streams.wait_until_started()
+    await streams.wait_until_started(lambda started: tell(f"prefilled {started} of {len(streams.requests)} prompts"))
     await streams.wait_for_chunks(DROPPED_STEPS)
     await streams.wait_for_context(context - plan.window / 2 - 2)
     return await streams.open_window()
@@ -513,16 +556,16 @@ async def _measure_mixed(probe: StepProbe, case: Case) -> CaseSamples:
         async def take() -> float:
             [(sent, came)] = await _send_prompts(probe, [chunk.tokens])
             await streams.wait_for_chunks(STEPS_BETWEEN)
-            gaps = [find_gap_ms(times, came, SAME_STEP * decode_s) for times in streams.list_token_times()]
+            gaps = [find_gap_ms(times, came, decode_s) for times in streams.list_token_times(GAP_REQUESTS)]
             known = [gap for gap in gaps if gap is not None]
             begin = statistics.median(end - gap / 1e3 for gap, end in known)
             queued.append((begin - sent) / decode_s)
-            together.append(abs(statistics.median(end for _, end in known) - came) <= SAME_STEP * decode_s)
+            together.append(statistics.median(end for _, end in known) - came <= MAX_LATER * decode_s)
             return statistics.median(gap for gap, _ in known)
 
-        samples, _, precise = await _repeat(probe, take, lambda: len(window.list_samples_ms()) >= MAX_STEPS)
+        samples, _, precise = await _repeat(probe, take, lambda: len(window.list_samples_ms(1)) >= MAX_STEPS)
         low, high, mean = window.compute_contexts(len(window.list_samples_ms()))
-        divided = streams.compute_divided_share()
+        divided = streams.compute_divided_share(window.begin_s)
     await _settle(probe)
     return CaseSamples(
         case=case,

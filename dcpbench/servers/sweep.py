@@ -43,10 +43,16 @@ if TYPE_CHECKING:
     from dcpbench.servers.presets import Engine
     from dcpbench.servers.prompts import PromptFormat
 
+    MeasurePoint = Callable[
+        [Point, ClientConfig, ServerInfo, PromptFormat, Settings, Path, Callable[[str], None]],
+        tuple[Record, BaseException | None],
+    ]
+
 
 def make_server_key(point: Point) -> tuple[object, ...]:
     """Return a key that is equal for points that one server can serve."""
-    return point.tp, point.dp, point.dcp, point.ep, point.exchange, point.weights, point.settings
+    layout = point.tp, point.dp, point.dcp, point.ep, point.exchange, point.q_replicate, point.interleave
+    return *layout, point.kv_dtype, point.weights, point.settings
 
 
 def measure_started(
@@ -59,13 +65,16 @@ def measure_started(
     watch: Callable[[Progress], None],
     *,
     limit_s: float,
+    measure: MeasurePoint = measure_point,
     replay: ReplayOptions | None = None,
 ) -> None:
     """Measure all points; each leaves a record in the folder. A server that refuses or dies fails only its own points.
 
-    The steps of a server are measured once for all of its points that are replayed, before it serves others. An interruption ends the server with all its child processes, and is raised again.
+    `measure` measures one point on a server, as measure.measure_point does. The steps of a server are measured once for all
+    of its points that are replayed, before it serves others. An interruption ends the server with all its child processes,
+    and is raised again.
     """
-    sweep = _Sweep(engine, model, config, settings, folder, limit_s, replay or ReplayOptions())
+    sweep = _Sweep(engine, model, config, settings, folder, limit_s, measure, replay or ReplayOptions())
     ordered = sorted(list_places(points, watch), key=lambda place: list(map(str, make_server_key(place.point))))
     for _, group in itertools.groupby(ordered, key=lambda place: make_server_key(place.point)):
         sweep.measure_group(list(group))
@@ -92,6 +101,7 @@ class _Sweep:
     settings: Settings
     folder: Path
     limit_s: float
+    measure: MeasurePoint
     replay: ReplayOptions
 
     def measure_group(self, group: Sequence[Place]) -> None:
@@ -160,7 +170,7 @@ class _Sweep:
             if dead := running.server.exit_reason:
                 self._fail_points(places[number:], f"the server died: {dead}", running.config)
                 return
-            record, stopped = measure_point(
+            record, stopped = self.measure(
                 place.point,
                 running.config,
                 running.info,

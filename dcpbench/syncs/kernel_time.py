@@ -84,6 +84,8 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
     """Sum of the kernels' times minus the time in which at least one runs."""
     kernels: list[KernelTime]
     """Kernels and copies, the one that takes most first. Their times and `idle_us` minus `overlap_us` add up to `step_us`."""
+    exposed_part_us: dict[str, float] = {}
+    """Time of each part in which no kernel that began before still runs; with `idle_us` it adds up to `step_us`."""
 
     @property
     def part_us(self) -> dict[str, float]:
@@ -174,4 +176,20 @@ def _average(
         idle_us=step_us - busy / count,
         overlap_us=(total - busy) / count,
         kernels=kernels,
+        exposed_part_us=_sum_exposed_parts([columns.names[number] for number in names], start, end, count),
     )
+
+
+def _sum_exposed_parts(
+    names: Sequence[str], start: NDArray[np.float64], end: NDArray[np.float64], count: int
+) -> dict[str, float]:
+    """Return the time of each part over `count` steps that no kernel with an earlier start covers, the longest first."""
+    order = np.argsort(start, kind="stable")
+    reached = np.concatenate([[-np.inf], np.maximum.accumulate(end[order])[:-1]])
+    exposed = np.maximum(end[order] - np.maximum(start[order], reached), 0.0) / count
+    part_of = {name: find_part(name) for name in set(names)}
+    found: dict[str, float] = {}
+    for place, us in zip(order, exposed.tolist(), strict=True):
+        part = part_of[names[place]]
+        found[part] = found.get(part, 0.0) + us
+    return dict(sorted(found.items(), key=lambda item: -item[1]))

@@ -28,6 +28,12 @@ if TYPE_CHECKING:
 ROOT = Path(cli.__file__).parents[1]
 HEAVY = ("torch", "triton", "pandas", "matplotlib", "numpy", "jinja2", "dcpbench.reports", "rich.progress")
 SWEEP_OPTIONS = {
+    "--engine",
+    "--engine-args",
+    "--start-timeout",
+    "--request-timeout",
+    "--traces",
+    "--rates",
     "--tp",
     "--dp",
     "--dcp",

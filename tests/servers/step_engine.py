@@ -1,4 +1,4 @@
-"""An engine's HTTP server without an engine, whose steps take known times: continuous batching with a token budget, as vLLM's.
+"""An engine's HTTP server without an engine. Its steps take known times, and it batches continuously with vLLM's token budget.
 
     python -m tests.servers.step_engine --port 8000 --max-num-batched-tokens 512 --asynchronous
 

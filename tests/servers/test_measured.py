@@ -20,7 +20,7 @@ from dcpbench.records.record import ClientLoad
 from dcpbench.servers import info, measure, null_server, overhead
 from dcpbench.servers.client import RequestError, Target
 from dcpbench.servers.load import Call, Outcome, Pace, Run, can_retry
-from dcpbench.servers.measure import _has_other_lengths, _is_client_bound, _make_client_load
+from dcpbench.servers.measure import _has_other_lengths, _make_client_load, is_client_bound
 from dcpbench.servers.prompts import Tokenized, Words, find_prompt_format
 from dcpbench.servers.sweep import _make_log_path
 from dcpbench.serving.outcome import format_summary
@@ -49,8 +49,8 @@ def test_a_client_is_the_bottleneck_where_it_is_busy_or_late(
     cpu: float, lag_ms: float | None, itl_ms: float | None, bound: bool
 ) -> None:
     """Past 90 % of a core, or at p99 later than 3 ms and than a tenth of the median gap."""
-    assert _is_client_bound(ClientLoad(processes=1, cpu_share=cpu, lag_p99_ms=lag_ms), itl_ms) is bound
-    assert not _is_client_bound(None, itl_ms)
+    assert is_client_bound(ClientLoad(processes=1, cpu_share=cpu, lag_p99_ms=lag_ms), itl_ms) is bound
+    assert not is_client_bound(None, itl_ms)
 
 
 def test_the_worst_process_stands_for_the_client() -> None:

@@ -260,6 +260,7 @@ FILLED = {
     "reports.sections": "Section",
     "servers.load": "Outcome Pace",
     "servers.measure": "ServedLoad _LoadState",
+    "servers.step_points": "_Measured",
     "serving.outcome": "StepCounts",
     "serving.replay": "_Instance",
     "serving.requests": "Sequence ReplicaStep Step",

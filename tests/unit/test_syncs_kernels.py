@@ -67,6 +67,7 @@ def test_kernels_that_overlap_are_counted_and_the_overlap_is_named(tmp_path: Pat
     assert decode.overlap_us == pytest.approx(100, abs=0.01)
     total = sum(kernel.us for kernel in decode.kernels)
     assert total - decode.overlap_us + decode.idle_us == pytest.approx(decode.step_us, abs=0.01)
+    assert sum(decode.exposed_part_us.values()) + decode.idle_us == pytest.approx(decode.step_us, abs=0.01)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,235 @@
+"""Measure the decode steps of an engine that is started: `dcpbench sweep --engine`."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from dcpbench.commands import runs
+from dcpbench.commands.options import RunOnMachines
+from dcpbench.commands.started_servers import check_program, print_commands
+from dcpbench.errors import DcpbenchError, UsageError
+from dcpbench.launch import folders
+from dcpbench.measuring.gpu_state import find_visible_gpus
+from dcpbench.plan import options as read
+from dcpbench.plan.grid import Candidate
+from dcpbench.plan.spec import PARSERS, get_defaults
+from dcpbench.plan.typed import get_typed_command
+from dcpbench.points.machine import Probe
+from dcpbench.points.names import FP8, UNKNOWN, format_flag
+from dcpbench.points.settings import Settings
+from dcpbench.records.record import CPU
+from dcpbench.servers.client import KEY_VARIABLE, Target, load_api_key
+from dcpbench.servers.engine_settings import Grid, list_decode_points, parse_layouts
+from dcpbench.servers.measure import ClientConfig
+from dcpbench.servers.presets import resolve_engine, use_step_profiler
+from dcpbench.servers.profile import make_traces_folder
+from dcpbench.servers.step_floors import read_rates
+from dcpbench.servers.step_points import StepPoints, make_case, read_limits
+from dcpbench.servers.step_probe import UnsupportedCaseError, check_case
+from dcpbench.servers.sweep import measure_started
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from dcpbench.commands.options import Run
+    from dcpbench.commands.sweep import Engines
+    from dcpbench.launch.launcher import Work
+    from dcpbench.points.point import Point
+    from dcpbench.records.record import Rates
+    from dcpbench.servers.presets import Engine
+    from dcpbench.servers.step_probe import ServerLimits
+
+TAKEN = (
+    "model",
+    "tp",
+    "dp",
+    "dcp",
+    "ep",
+    "exchange",
+    "q_replicate",
+    "kv_dtype",
+    "interleave",
+    "concurrency",
+    "context",
+    "weights",
+    "seconds",
+    "repeats",
+    "profile",
+    "baseline",
+)
+"""Options of `sweep` that another engine has as well."""
+
+
+def measure_engine(engines: Engines, given: Mapping[str, object], run: RunOnMachines) -> int:
+    """Start a server for each layout, measure its points, write the report, and return the exit code."""
+    _check_options(engines, given, run)
+    engine = use_step_profiler(resolve_engine(engines.engine, None, engines.engine_args))
+    model = _parse_model(given)
+    cpu = run.device == "cpu"
+    candidates = _list_candidates(engine, model, given, cpu=cpu)
+    if runs.is_values_only((), ()):
+        return 0
+    tps = tuple(dict.fromkeys(c.point.tp for c in candidates))
+    probe = Probe(device="cpu" if cpu else "cuda", count=max(tps), name="")
+    runs.record_device(probe)
+    runs.note_plan(candidates, given)
+    settings = _parse_settings(given)
+    if runs.finish_if_planned(candidates, probe, run):
+        if not run.as_json:
+            print_commands(candidates, engine, model, "TRACES" if settings.profile else "")
+        return 0
+    check_program(candidates, engine, model)
+    rates = _read_rates(engines, max(tps), cpu=cpu)
+    folder = run.output or folders.choose_folder(f"{engine.name}-{Path(model).name}", tps)
+    config = _make_client_config(engines, cpu=cpu)
+
+    def run_all(points: Sequence[Point], work: Work, run: Run) -> None:
+        del run
+        with tempfile.TemporaryDirectory(prefix="dcpbench-traces-") as temporary:
+            traces = (engines.traces or Path(temporary)) if work.settings.profile else None
+            measure = StepPoints(
+                limits=lambda point: _read_limits(engine, point, model),
+                rates=rates,
+                keep_traces=engines.traces is not None,
+            )
+            with runs.handle_stop(work), runs.make_progress_bar(points) as bar:
+                measure_started(
+                    points,
+                    engine,
+                    model,
+                    dataclasses.replace(config, traces=traces),
+                    work.settings,
+                    work.folder,
+                    bar,
+                    limit_s=engines.start_timeout,
+                    measure=measure,
+                )
+
+    if engines.traces is not None:
+        make_traces_folder(engines.traces)
+    work = runs.make_work(folder, settings, probe, run)
+    return runs.run_candidates(candidates, folder, work, probe, run, run_all, given=given)
+
+
+def _check_options(engines: Engines, given: Mapping[str, object], run: RunOnMachines) -> None:
+    """Raise UsageError for options that only dcpbench's own engine has, and for invalid times."""
+    if wrong := [name for name in given if name not in TAKEN]:
+        raise UsageError(f"{format_flag(wrong[0])} is an option of dcpbench's own engine; leave it out, or --engine.")
+    if given.get("baseline"):
+        raise UsageError("--baseline adds no layouts with --engine; name the degrees, for example --dcp 1,2.")
+    machine = {"--gpu": run.gpu, "--point-limit": run.point_limit, "--nnodes": run.nnodes - 1 or None}
+    machine |= {"--point-retries": run.point_retries or None}
+    machine |= {"--timeout": None if run.timeout == RunOnMachines().timeout else run.timeout}
+    if wrong := [name for name, value in machine.items() if value is not None]:
+        raise UsageError(f"{wrong[0]} is for jobs of dcpbench's own engine; leave it out with --engine.")
+    read.check_known("device", run.device, ("auto", "cuda", "cpu"))
+    read.check_seconds("--start-timeout", engines.start_timeout, 1800)
+    read.check_seconds("--request-timeout", engines.request_timeout, 600)
+    if engines.traces is not None and given.get("profile") is False:
+        raise UsageError(
+            "--traces keeps the traces of the profile, and --no-profile records none; leave one of them out."
+        )
+
+
+def _parse_model(given: Mapping[str, object]) -> str:
+    """Return the one model that is served."""
+    names = read.parse_names("model", given["model"]) if "model" in given else ()
+    if not names:
+        raise UsageError("--engine needs --model: a folder, or a name that the engine knows.")
+    if len(names) > 1:
+        raise UsageError(
+            f"--model {','.join(names)}: with --engine it is one model; measure the others by further commands."
+        )
+    return names[0]
+
+
+def _parse_settings(given: Mapping[str, object]) -> Settings:
+    """Return how points are measured."""
+    found = {name: PARSERS[name](name, given[name]) for name in ("seconds", "profile") if name in given}
+    settings = Settings(**found)  # type: ignore[arg-type]
+    read.check_seconds("--seconds", settings.seconds, 10)
+    return settings
+
+
+def _list_candidates(engine: Engine, model: str, given: Mapping[str, object], *, cpu: bool) -> list[Candidate]:
+    """Return all points; those that the engine or the limits of its command exclude have the error."""
+    defaults = get_defaults(Probe(device="cpu" if cpu else "cuda", count=1, name=""))
+    counts = {
+        name: _parse_counts(name, given, cast("tuple[int, ...]", defaults[name])) for name in ("concurrency", "context")
+    }
+    repeats = cast("int", PARSERS["repeats"]("repeats", given.get("repeats", 1)))
+    read.check_positive("repeats", repeats)
+    points = list_decode_points(engine, _make_grid(given, model), counts["concurrency"], counts["context"], repeats)
+    return [Candidate(point=point, error=_find_error(engine, point, model)) for point in points]
+
+
+def _parse_counts(name: str, given: Mapping[str, object], default: tuple[int, ...]) -> tuple[int, ...]:
+    values = tuple(dict.fromkeys(read.parse_ints(name, given[name]))) if name in given else default
+    for value in values:
+        read.check_positive(name, value)
+    return values
+
+
+def _find_error(engine: Engine, point: Point, model: str) -> DcpbenchError | None:
+    """Return why a point cannot be measured on the engine; None if nothing is known against it."""
+    try:
+        check_case(_read_limits(engine, point, model), make_case(point))
+    except UnsupportedCaseError as e:
+        return UsageError(e.sentence)
+    except UsageError as e:
+        return e
+    return None
+
+
+def _read_limits(engine: Engine, point: Point, model: str) -> ServerLimits:
+    """Return the limits that the command of a point's server states. Raise UsageError if the engine cannot run it."""
+    return read_limits(engine.make_command(point, engine.find_settings(point), model, 0), point.dp)
+
+
+def _make_grid(given: Mapping[str, object], model: str) -> Grid:
+    """Return the layouts and what all of them share."""
+    exchanges = read.parse_names("exchange", given["exchange"]) if "exchange" in given else ()
+    kv_dtypes = read.parse_names("kv_dtype", given["kv_dtype"]) if "kv_dtype" in given else ("",)
+    if kv_dtypes not in (("",), (FP8,)):
+        raise UsageError(
+            f"--kv-dtype {','.join(kv_dtypes)}: with --engine it is fp8, or left out for the engine's default."
+        )
+    interleave = int(str(given.get("interleave", 1)))
+    read.check_positive("interleave", interleave)
+    eps = read.parse_degrees("ep", given["ep"]) if "ep" in given else (UNKNOWN,)
+    if len(eps) > 1:
+        raise UsageError(f"--ep {','.join(eps)}: with --engine it has one value; measure the other by another command.")
+    weights = given.get("weights")
+    layouts = parse_layouts(given)
+    if given.get("baseline") is False and "dcp" not in given:
+        layouts = [layout for layout in layouts if layout.dcp == layout.attn_tp]
+    return Grid(
+        model=model,
+        layouts=layouts,
+        exchanges=exchanges,
+        ep=eps[0],
+        weights=None if weights is None else str(weights),
+        kv_dtype=kv_dtypes[0],
+        q_replicate=bool(given.get("q_replicate", False)),
+        interleave=interleave,
+    )
+
+
+def _read_rates(engines: Engines, gpus: int, *, cpu: bool) -> dict[int, Rates]:
+    """Return the rates of the run that --rates names; none without it."""
+    if engines.rates is None:
+        return {}
+    found = None if cpu else find_visible_gpus(gpus)
+    return read_rates(engines.rates, found.name if found else "")
+
+
+def _make_client_config(engines: Engines, *, cpu: bool) -> ClientConfig:
+    """Return the settings of the client; the port of its server follows later."""
+    return ClientConfig(
+        target=Target.from_url("http://127.0.0.1:1", key=load_api_key(KEY_VARIABLE), timeout_s=engines.request_timeout),
+        command=get_typed_command(),
+        device=CPU if cpu else "",
+    )

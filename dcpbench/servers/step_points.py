@@ -1,0 +1,306 @@
+"""Measure decode points on engines that are started: the step of the server, as a client sees it, and a profile of it. No torch."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import datetime as dt
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dcpbench.errors import DcpbenchError, UsageError, WorkerError
+from dcpbench.measuring.gpu_state import is_throttled, sample_gpus
+from dcpbench.records.formulas import compute_decode_metrics
+from dcpbench.records.record import DUMMY_WEIGHTS, ClientLoad, Phases
+from dcpbench.records.stats import StopRule
+from dcpbench.servers.client import Client
+from dcpbench.servers.kv_capacity import parse_count
+from dcpbench.servers.measure import (
+    CLIENT_BOUND,
+    GAPS_DIVIDED,
+    KV_SOURCES_DIFFER,
+    NEAR,
+    NOMINAL,
+    NOT_PROFILED,
+    THROTTLED,
+    describe_server,
+    is_client_bound,
+    start_record,
+)
+from dcpbench.servers.profile import find_traces, find_waits, run_profiler, wait_for_traces
+from dcpbench.servers.step_floors import compute_engine_floor
+from dcpbench.servers.step_probe import ServerLimits, StepProbe, measure_case
+from dcpbench.serving.step_times import Case, Decodes
+from dcpbench.show.terminal import print_stderr
+from dcpbench.syncs.kernel_time import measure_steps
+from dcpbench.syncs.ranks import is_front_end
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from dcpbench.measuring.gpu_state import VisibleGpus
+    from dcpbench.points.point import Point
+    from dcpbench.points.settings import Settings
+    from dcpbench.records.record import Gpu, Rates, Record, SyncSite
+    from dcpbench.servers.decode_streams import DecodeStreams
+    from dcpbench.servers.info import ServerInfo
+    from dcpbench.servers.measure import ClientConfig
+    from dcpbench.servers.prompts import PromptFormat
+    from dcpbench.servers.step_probe import CaseSamples
+    from dcpbench.syncs.kernel_time import StepTime
+
+NOISY = "noisy"  # mark: the time limit came before the interval was narrow enough
+WAITS_UNKNOWN = "waits_unknown"  # fact: why the waits of the host were not counted, although the step was profiled
+MEASURED_CONTEXT = "measured_context"  # fact: KV tokens of a request while its steps were timed
+END_S = 1.0  # in which a server that has closed its connections ends
+NEAR_TOKENS = 16  # deviation of the mean context that matters to no step
+PROFILED_STEPS = 14  # steps of all requests while the profiler runs
+DECODE_KINDS = ("decode", "")  # kinds of the steps of a trace that are decode steps
+LIMIT_FLAGS = {
+    "max_batched_tokens": ("--max-num-batched-tokens", "--chunked-prefill-size"),
+    "max_requests": ("--max-num-seqs", "--max-running-requests"),
+    "max_model_len": ("--max-model-len", "--context-length"),
+}
+"""Flags of vLLM and SGLang for each limit."""
+OF_A_REPLICA = ("--max-num-seqs",)  # of these flags, those that limit each data-parallel replica for itself
+
+
+def read_limits(words: Sequence[str], dp: int = 1) -> ServerLimits:
+    """Return the limits that the command line of a server with `dp` replicas states; the last flag counts."""
+    flags = {flag: name for name, pair in LIMIT_FLAGS.items() for flag in pair}
+    found: dict[str, int] = {}
+    for word, after in zip(words, [*words[1:], ""], strict=True):
+        flag, equals, value = word.partition("=")
+        if flag in flags and (count := parse_count(value if equals else after)):
+            found[flags[flag]] = count * (dp if flag in OF_A_REPLICA else 1)
+    return ServerLimits(**found)
+
+
+def make_case(point: Point) -> Case:
+    """Return the step of a decode point, of all replicas together: the server distributes the requests."""
+    return Case(decodes=(Decodes(point.concurrency, point.context),))
+
+
+@dataclasses.dataclass
+class _Measured:
+    """State of a measured point at its end, for any outcome."""
+
+    samples: CaseSamples | None = None
+    gpu: Gpu | None = None
+    phases: Phases | None = None
+    waits: tuple[float, list[SyncSite]] | None = None
+    unprofiled: str = ""
+    """Why the parts of a step are unknown, if a profile was asked for."""
+    uncounted: str = ""
+    """Why the waits of the host are unknown, if the parts of a step are known."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepPoints:
+    """Measure decode points, as servers.sweep.measure_started takes it."""
+
+    limits: Callable[[Point], ServerLimits]
+    """Limits that the command line of a point's server states."""
+    rates: Mapping[int, Rates] = dataclasses.field(default_factory=dict)
+    """Rates of this machine by number of GPUs, for floors."""
+    keep_traces: bool = False
+    """True if traces stay in their folder after they have been scanned."""
+
+    def __call__(
+        self,
+        point: Point,
+        config: ClientConfig,
+        info: ServerInfo,
+        prompt_format: PromptFormat,
+        settings: Settings,
+        folder: Path,  # noqa: ARG002 - samples are in the record
+        tell: Callable[[str], None],
+    ) -> tuple[Record, BaseException | None]:
+        """Return a point's record, and the interruption that ended its measurement."""
+        started, begin = dt.datetime.now(dt.UTC), time.perf_counter()
+        measured, failed = _Measured(), ""
+        stopped: BaseException | None = None
+        try:
+            asyncio.run(self._measure(point, config, info, prompt_format, settings, measured, tell))
+        except (KeyboardInterrupt, SystemExit) as e:
+            stopped = e
+        except UsageError as e:
+            failed = str(e)
+        except WorkerError as e:
+            failed = str(e)
+            time.sleep(
+                END_S
+            )  # a server that dies closes its connections before its process ends, which is the better reason
+        if stopped is not None and measured.samples is None:
+            failed = "interrupted before its steps had been measured."
+        record = _make_record(point, config, info, prompt_format, settings, measured, failed)
+        if (
+            record.outcome == "ok" and not config.dummy_weights
+        ):  # with dummy weights fewer experts are read than expected
+            found = compute_engine_floor(point, config.engine_settings, self.rates)
+            rates, floor = found or (None, None)
+            record = msgspec.structs.replace(record, rates=rates, floor=floor)
+        seconds = round(time.perf_counter() - begin, 3)
+        return msgspec.structs.replace(
+            record, started_at=started.isoformat(timespec="seconds"), seconds=seconds
+        ), stopped
+
+    async def _measure(
+        self,
+        point: Point,
+        config: ClientConfig,
+        info: ServerInfo,
+        prompt_format: PromptFormat,
+        settings: Settings,
+        measured: _Measured,
+        tell: Callable[[str], None],
+    ) -> None:
+        traces = config.traces if settings.profile else None
+        before = find_traces(traces) if traces is not None else {}
+        async with Client(config.target) as client:
+            probe = StepProbe(
+                client=client,
+                prompt_format=prompt_format,
+                limits=_complete_limits(self.limits(point), config, info, prompt_format),
+                rule=StopRule(precision=settings.precision, seconds=settings.seconds),
+                realtime=config.realtime,
+            )
+
+            async def profile(streams: DecodeStreams) -> None:
+                tell("profiling")
+                try:
+                    async with run_profiler(client):
+                        await streams.wait_for_chunks(PROFILED_STEPS)
+                except DcpbenchError as e:
+                    measured.unprofiled = str(e)
+
+            measured.samples = await measure_case(
+                probe,
+                make_case(point),
+                during_window=_sample_into(config.gpus, measured),
+                while_running=profile if traces is not None else None,
+                tell=tell,
+            )
+        if traces is not None and not measured.unprofiled:
+            await self._read_profile(traces, before, config.traces_wait_s, measured, tell)
+        if measured.unprofiled:
+            print_stderr(f"{config.target.url} was not profiled: {measured.unprofiled}")
+        if measured.uncounted:
+            print_stderr(f"{config.target.url}: waits of the host are not counted: {measured.uncounted}")
+
+    async def _read_profile(
+        self, folder: Path, before: dict[Path, int], wait_s: float, measured: _Measured, tell: Callable[[str], None]
+    ) -> None:
+        """Wait for the traces of all ranks, and read phases and waits from them."""
+        paths: list[Path] = []
+        try:
+            paths = await wait_for_traces(folder, before, wait_s, tell)
+            tell("reading the traces")
+            measured.phases = await asyncio.to_thread(read_phases, paths)
+            measured.waits = await asyncio.to_thread(find_waits, paths)
+        except DcpbenchError as e:
+            if measured.phases is None:
+                measured.unprofiled = str(e)
+            else:
+                measured.uncounted = str(e)
+        finally:
+            for path in () if self.keep_traces else paths:
+                path.unlink(missing_ok=True)
+
+
+def _complete_limits(
+    stated: ServerLimits, config: ClientConfig, info: ServerInfo, prompt_format: PromptFormat
+) -> ServerLimits:
+    """Return the limits of a running server: those that it reports, else those of its command line."""
+    logged = config.engine_settings.max_batched_tokens if config.engine_settings else None
+    return msgspec.structs.replace(
+        stated,
+        max_batched_tokens=logged or stated.max_batched_tokens,
+        max_model_len=info.find_model(prompt_format.model).max_model_len or stated.max_model_len,
+        kv_tokens=info.kv_capacity_tokens,
+    )
+
+
+@contextlib.contextmanager
+def _sample_into(gpus: VisibleGpus | None, measured: _Measured) -> Iterator[None]:
+    """Sample the GPUs of the server within the block, and keep their state."""
+    with sample_gpus(gpus.uuids if gpus else ()) as get_state:
+        yield
+        measured.gpu = get_state()
+
+
+def read_phases(paths: Sequence[Path]) -> Phases:
+    """Return the parts of a decode step from the traces of a server's ranks, for the rank with the longest step.
+
+    Each moment counts for the kernel that began first, so that parts and idle time add up to the step. Raise WorkerError
+    if no trace has decode steps, TraceError if one cannot be read.
+    """
+    times = [time for path in paths if not is_front_end(path.name) for time in measure_steps(path)]
+    found = [time for time in times if time.kind in DECODE_KINDS]
+    if not found:
+        raise WorkerError("its traces hold no step in which all requests decode; see `dcpbench syncs kernels`.")
+    return make_phases(max(found, key=lambda time: time.step_us))
+
+
+def make_phases(found: StepTime) -> Phases:
+    """Return the time of a step by part as a record has it."""
+    return Phases(
+        step_us=found.step_us,
+        phase_us=found.exposed_part_us,
+        idle_us=found.idle_us,
+        idle_fraction=found.idle_us / found.step_us if found.step_us else 0.0,
+        kernels=round(sum(kernel.per_step for kernel in found.kernels)),
+        steps=found.steps,
+    )
+
+
+def _make_record(
+    point: Point,
+    config: ClientConfig,
+    info: ServerInfo,
+    prompt_format: PromptFormat,
+    settings: Settings,
+    measured: _Measured,
+    failed: str,
+) -> Record:
+    server, samples = describe_server(info, prompt_format, config), measured.samples
+    missing = {NOT_PROFILED: measured.unprofiled, WAITS_UNKNOWN: measured.uncounted}
+    server = msgspec.structs.replace(
+        server, facts={**server.facts, **{name: why for name, why in missing.items() if why}}
+    )
+    record = start_record(point, config, info, settings, server)
+    if samples is None:
+        return msgspec.structs.replace(record, reason=failed)
+    client = ClientLoad(processes=1, cpu_share=samples.client_cpu_share or 0.0)
+    metrics = compute_decode_metrics(samples.samples_ms, point.concurrency, point.tp)
+    mean = samples.context_mean or 0.0
+    context = f"{samples.context_min:,} to {samples.context_max:,}, mean {mean:,.0f}"
+    warnings = {
+        NOISY: not samples.precise,
+        GAPS_DIVIDED: samples.divided_share > 0,
+        NOMINAL: abs(mean - point.context) > max(NEAR * point.context, NEAR_TOKENS),
+        CLIENT_BOUND: is_client_bound(client, metrics.step_ms.median),
+        KV_SOURCES_DIFFER: bool(info.kv_sources and info.kv_sources.conflicts),
+        DUMMY_WEIGHTS: config.dummy_weights,
+        THROTTLED: is_throttled(measured.gpu),
+    }
+    return msgspec.structs.replace(
+        record,
+        outcome="ok",
+        marks=[*record.marks, *(mark for mark, holds in warnings.items() if holds)],
+        metrics=metrics,
+        phases=measured.phases,
+        host_syncs_per_step=measured.waits[0] if measured.waits else None,
+        sync_sites=measured.waits[1] if measured.waits else [],
+        gpu=measured.gpu,
+        server=msgspec.structs.replace(
+            server,
+            counted=samples.counted_by,
+            client=client,
+            facts={**server.facts, MEASURED_CONTEXT: context},
+        ),
+    )

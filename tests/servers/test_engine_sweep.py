@@ -1,0 +1,339 @@
+"""`sweep --engine`: decode points of an engine through its server, with their phases, marks and refusals."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+
+from dcpbench import cli
+from dcpbench.errors import UsageError
+from dcpbench.points.floors import Sharding, StepRows, compute_step_floors
+from dcpbench.points.layout import Layout
+from dcpbench.points.shapes import load_shape
+from dcpbench.records.record import EngineSettings, Rates, Server
+from dcpbench.records.runs import read_run
+from dcpbench.reports import explain, frames
+from dcpbench.servers.presets import PRESETS, Engine, use_step_profiler
+from dcpbench.servers.step_floors import compute_engine_floor, read_rates
+from dcpbench.servers.step_points import make_case, read_limits
+from dcpbench.servers.step_probe import ServerLimits
+from tests.servers.step_engine import KERNELS, compute_step_ms
+from tests.unit import record_builder
+from tests.unit.record_builder import point
+
+if TYPE_CHECKING:
+    from dcpbench.points.point import Point
+    from dcpbench.records.record import Record
+
+ROOT = Path(__file__).parents[2]
+POINTS = ["--model", "m", "--context", "100", "--seconds", "0.6", "--tp", "2"]
+ENGINE = """
+name = "vllm"
+command = "{python} -m tests.servers.step_engine --model {{model}} --port {{port}}"
+profiler = "{profiler}"
+[layout]
+tp = "--tensor-parallel-size {{attn_tp}}"
+dcp = "--decode-context-parallel-size {{dcp}} {of_dcp}"
+exchange = "--dcp-comm-backend {{exchange}}"
+[weights]
+dummy = "--load-format dummy"
+"""
+PROFILER = "--traces {traces}"
+Asked = tuple[int, str, str]
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine by its module's name."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
+def _choose_cpu(words: tuple[str, ...]) -> list[str]:
+    return [] if "--device" in words else ["--device", "cpu"]
+
+
+class Sweep:
+    """Run `dcpbench sweep --engine` on the stand-in engine."""
+
+    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.folder, self.run, self.capsys = folder, folder / "run", capsys
+
+    def __call__(self, *words: str, concurrency: str = "2", of_dcp: str = "", profiler: str = PROFILER) -> Asked:
+        """Return exit code, stdout and stderr of the command; `of_dcp`: flags of servers with dcp 2."""
+        engine = self.folder / "engine.toml"
+        engine.write_text(ENGINE.format(python=sys.executable, of_dcp=of_dcp, profiler=profiler))
+        words = ("--concurrency", concurrency, *POINTS, *_choose_cpu(words), *words, "-o", str(self.run))
+        with pytest.raises(SystemExit) as end:
+            cli.main(["sweep", "--engine", str(engine), *words])
+        return int(end.value.code or 0), *self.capsys.readouterr()
+
+    @property
+    def records(self) -> list[Record]:
+        """Return the records of the run."""
+        return read_run(self.run).records
+
+
+@pytest.fixture
+def sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Sweep:
+    """A sweep in a temporary folder."""
+    return Sweep(tmp_path, capsys)
+
+
+def test_a_point_has_the_engines_step_its_phases_and_the_facts_of_its_server(
+    sweep: Sweep, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """2 requests at 100 tokens: 20 + 2 · 0.5 + 200 · 0.001 = 21.2 ms. Of it kernels of four parts run 90 %, on rank 1 2 % longer.
+
+    Both ranks have the same step, and the record is of the first. No trace is left.
+    """
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    code, out, err = sweep("--dcp", "1,2", "--weights", "dummy", "--json")
+    assert code == 0, err
+    assert json.loads(out)["ok"] == 2
+    expected = compute_step_ms([100, 100], [])
+    for record in sweep.records:
+        assert record.metrics is not None
+        assert record.metrics.step_ms.median == pytest.approx(expected, rel=0.06)
+        assert record.metrics.output_tok_s.median == pytest.approx(2e3 / expected, rel=0.06)
+        assert (record.point.workload, record.point.backend, record.point.load) == ("decode", "vllm", None)
+        phases = record.phases
+        assert phases is not None
+        shares = [KERNELS[name] for name in ("flash_fwd_splitkv_mla_kernel", "nvjet_tst_gemm")]
+        assert phases.phase_us["attention"] / phases.step_us == pytest.approx(shares[0], rel=0.03)
+        assert phases.phase_us["projections"] / phases.step_us == pytest.approx(shares[1], rel=0.03)
+        assert set(phases.phase_us) == {"attention", "projections", "all-reduce", "unknown"}
+        assert sum(phases.phase_us.values()) + phases.idle_us == pytest.approx(phases.step_us)
+        assert (phases.kernels, record.host_syncs_per_step) == (len(KERNELS), 0)
+        assert {"cpu", "dummy_weights"} <= set(record.marks)
+        assert isinstance(record.server, Server)
+        assert record.server.settings is not None
+        assert record.server.settings.max_batched_tokens == 512
+        assert record.server.start
+        assert "measured_context" in record.server.facts
+    assert [r.point.dcp for r in sweep.records] == [1, 2]
+    assert [path for path in temporary.rglob("*") if path.is_file()] == []
+
+
+def test_traces_are_kept_in_the_folder_that_is_named(sweep: Sweep, tmp_path: Path) -> None:
+    traces = tmp_path / "kept" / "traces"
+    code, _, err = sweep("--dcp", "1", "--traces", str(traces))
+    assert code == 0, err
+    assert len(list(traces.glob("*rank*"))) == 2
+
+
+def test_without_a_profile_no_profiler_runs(sweep: Sweep) -> None:
+    """The flags of the profiler are left out, too."""
+    code, _, err = sweep("--dcp", "1", "--no-profile")
+    assert code == 0, err
+    [record] = sweep.records
+    assert record.phases is None
+    assert record.host_syncs_per_step is None
+    assert isinstance(record.server, Server)
+    assert "--traces" not in record.server.facts["command"]
+    assert "not_profiled" not in record.server.facts
+
+
+def test_an_engine_that_does_not_profile_is_timed_all_the_same(sweep: Sweep) -> None:
+    """The record says why it has no phases."""
+    code, _, err = sweep("--dcp", "1", profiler="")
+    assert code == 0, err
+    [record] = sweep.records
+    assert record.metrics is not None
+    assert record.phases is None
+    assert isinstance(record.server, Server)
+    assert "/start_profile" in record.server.facts["not_profiled"]
+    assert "was not profiled" in err
+
+
+def test_an_engine_that_dies_fails_only_its_points(sweep: Sweep) -> None:
+    """The server of dcp 2 dies in its 30th step, of 20 and more that its first point takes."""
+    code, _, err = sweep("--dcp", "1,2", "--no-profile", concurrency="1,2", of_dcp="--dies-after 30")
+    assert code == 4, err
+    outcomes = {(r.point.dcp, r.point.concurrency): r.outcome for r in sweep.records}
+    assert outcomes == {(1, 1): "ok", (1, 2): "ok", (2, 1): "failed", (2, 2): "failed"}
+    assert all("illegal memory access" in str(r.reason) for r in sweep.records if r.outcome == "failed")
+
+
+def test_a_run_goes_on_where_it_was_left(sweep: Sweep) -> None:
+    """Of two points the one that was measured is not measured again."""
+    assert sweep("--dcp", "1", "--no-profile")[0] == 0
+    [first] = sweep.records
+    code, _, err = sweep("--dcp", "1", "--no-profile", "--resume", concurrency="2,3")
+    assert code == 0, err
+    assert "1 already measured" in err
+    assert sweep.records[0].started_at == first.started_at
+    assert [r.point.concurrency for r in sweep.records] == [2, 3]
+
+
+def test_a_dry_run_lists_points_and_commands_and_what_the_server_cannot_hold(sweep: Sweep) -> None:
+    """4 requests do not fit into --max-num-seqs 3, and the reason has the flag to type."""
+    code, out, err = sweep("--dcp", "1,2", "--engine-args", "--max-num-seqs 3", "--dry-run", concurrency="2,4")
+    assert code == 0
+    assert out.count("2 × 100") == 2
+    assert "--max-num-seqs 4" in out
+    assert err.count("tests.servers.step_engine") == 2
+    assert not sweep.run.exists()
+
+
+def test_without_degrees_the_layouts_are_dcp_1_and_the_largest(sweep: Sweep) -> None:
+    """Without a baseline the first is left out, as of our own engine."""
+    assert sweep("--dry-run")[2].count("tests.servers.step_engine") == 2
+    _, out, err = sweep("--dry-run", "--no-baseline")
+    assert err.count("tests.servers.step_engine") == 1
+    assert "tp2·dcp2" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("--backend", "triton"), "--backend"),
+        (("--all-reduce", "symm"), "--all-reduce"),
+        (("--emulate", "H200"), "--emulate"),
+        (("--kv-memory", "10GiB"), "--kv-memory"),
+        (("--baseline",), "--baseline"),
+        (("--nnodes", "2", "--rdzv-endpoint", "10.0.0.1:29500"), "--nnodes"),
+        (("--point-limit", "60"), "--point-limit"),
+        (("--timeout", "60"), "--timeout"),
+        (("--device", "tpu"), "--device"),
+        (("--kv-dtype", "bf16"), "--kv-dtype"),
+        (("--ep", "1,tp"), "--ep"),
+        (("--traces", "x", "--no-profile"), "--traces"),
+        (("--weights", "nonsense"), "--weights"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_options_of_our_own_engine_are_refused(
+    sweep: Sweep, words: tuple[str, ...], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DCPBENCH_SECRET", "x" * 32)
+    code, _, err = sweep(*words)
+    assert code == 2
+    assert named in err
+    assert not sweep.run.exists()
+
+
+@pytest.mark.parametrize("words", [("--engine-args", "--x"), ("--traces", "x"), ("--start-timeout", "5")], ids=str)
+def test_options_of_engines_need_one(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["sweep", "--device", "cpu", *words])
+    assert end.value.code == 2
+    assert f"{words[0]} needs an engine" in capsys.readouterr().err
+
+
+def test_limits_are_read_from_the_flags_of_both_engines() -> None:
+    """The last one counts, as in the engines' own parsers."""
+    vllm = ["vllm", "serve", "m", "--max-num-seqs", "8", "--max-model-len=4096", "--max-num-seqs=16"]
+    assert read_limits(vllm) == ServerLimits(max_requests=16, max_model_len=4096)
+    sglang = ["--chunked-prefill-size", "2048", "--context-length", "70000", "--max-running-requests", "x"]
+    assert read_limits(sglang) == ServerLimits(max_batched_tokens=2048, max_model_len=70000)
+
+
+def test_a_step_has_the_requests_of_all_replicas() -> None:
+    """9 requests over 2 replicas; vLLM's --max-num-seqs is of each of them, SGLang's --max-running-requests of both."""
+    found = make_case(msgspec.structs.replace(point(Layout(2, 2, 1)), concurrency=9, context=4000))
+    assert [(d.requests, d.context) for d in found.decodes] == [(9, 4000)]
+    assert read_limits(["--max-num-seqs", "8"], 2).max_requests == 16
+    assert read_limits(["--max-running-requests", "8"], 2).max_requests == 8
+
+
+def test_engines_profile_steps_without_python_stacks() -> None:
+    """Stacks take the host longer than a short step takes. A file with the preset's profiler gets that without stacks, too."""
+    without = PRESETS["vllm"].step_profiler
+    assert "torch_profiler_with_stack false" in without
+    of_file = Engine(name="vllm", command="x {port}", profiler=PRESETS["vllm"].profiler)
+    other = Engine(name="vllm", command="x {port}", profiler="--mine {traces}")
+    assert [use_step_profiler(e).profiler for e in (PRESETS["vllm"], of_file, other)] == [
+        without,
+        without,
+        other.profiler,
+    ]
+    assert use_step_profiler(PRESETS["sglang"]).env["SGLANG_PROFILE_WITH_STACK"] == "false"
+
+
+RATES = Rates(read_bytes_s=4e12, copy_bytes_s=3.5e12, matmul_flop_s=7e14, matmul_fp8_flop_s=1.4e15)
+PEERS = msgspec.structs.replace(RATES, peer_bytes_s=4e11, barrier_us=4.0)
+FP8_SETTINGS = EngineSettings(dtype="bfloat16", weights_dtype="fp8")
+
+
+def make_engine_point(tp: int, dcp: int) -> Point:
+    """Return a decode point of vLLM."""
+    unknown = {"dtype": "unknown", "page_size": 0, "all_reduce": "unknown", "ep": "unknown", "backend": "vllm"}
+    return msgspec.structs.replace(point(Layout(tp, 1, dcp)), model="deepseek-v3", **unknown)
+
+
+def test_an_engines_floor_is_that_of_our_own_step() -> None:
+    """The same work at the same rates; all-reduce is the sum of both sums of a layer, and only parts with one meaning have a floor."""
+    own = make_engine_point(2, 2)
+    found = compute_engine_floor(own, FP8_SETTINGS, {2: PEERS})
+    assert found is not None
+    known = msgspec.structs.replace(own, dtype="bf16", weights_dtype="fp8", kv_dtype="bf16", ep="1")
+    step = StepRows(decodes=(own.context + 1,) * own.concurrency, sampled=own.concurrency, tokens=own.concurrency)
+    phases = compute_step_floors(Sharding.from_point(known, load_shape("deepseek-v3")), step, PEERS.limits)
+    assert phases is not None
+    assert found[0] == PEERS
+    assert found[1].floor_ms == pytest.approx(sum(phases.values()) / 1e3)
+    assert found[1].phase_floor_us == pytest.approx(
+        {
+            "attention": phases["attention"],
+            "KV cache write": phases["kv_write"],
+            "all-reduce": phases["attn_reduce"] + phases["mlp_reduce"],
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "rates"),
+    [
+        ({}, FP8_SETTINGS, {4: PEERS}),
+        ({}, FP8_SETTINGS, {2: RATES}),
+        ({}, None, {2: PEERS}),
+        ({}, EngineSettings(dtype="bfloat16", weights_dtype="awq"), {2: PEERS}),
+        ({"model": "someone/else"}, FP8_SETTINGS, {2: PEERS}),
+    ],
+    ids=["other number of GPUs", "no rate between GPUs", "no settings", "weights without a floor", "unknown sizes"],
+)
+def test_a_floor_needs_all_that_it_depends_on(
+    changes: dict[str, Any], settings: EngineSettings | None, rates: dict[int, Rates]
+) -> None:
+    own = msgspec.structs.replace(make_engine_point(2, 2), **changes)
+    assert compute_engine_floor(own, settings, rates) is None
+
+
+def test_rates_come_from_a_run_of_the_same_gpu(tmp_path: Path) -> None:
+    """A run on other GPUs, or without rates, is refused."""
+    record_builder.write(tmp_path / "ours", [record_builder.ok(point(Layout(2)), rates=PEERS)])
+    record_builder.write(tmp_path / "cpu", [record_builder.on_cpu(point(Layout(2)))])
+    [record] = read_run(tmp_path / "ours").records
+    assert record.environment is not None
+    assert read_rates(tmp_path / "ours", record.environment.device) == {2: PEERS}
+    with pytest.raises(UsageError, match="was measured on"):
+        read_rates(tmp_path / "ours", "NVIDIA L4")
+    with pytest.raises(UsageError, match="no point of this run has measured rates"):
+        read_rates(tmp_path / "cpu", "")
+
+
+def test_a_report_says_how_steps_of_each_engine_were_measured(tmp_path: Path) -> None:
+    """Our own steps are graph replays; those of another engine are gaps between tokens."""
+    own = record_builder.ok(point(Layout(2)))
+    other = msgspec.structs.replace(record_builder.ok(make_engine_point(2, 1)), origin="engine vllm 0.26.0")
+    folders = {name: tmp_path / name for name in ("ours", "theirs")}
+    record_builder.write(folders["ours"], [own])
+    record_builder.write(folders["theirs"], [other])
+
+    def describe(*names: str) -> str:
+        return " ".join(explain.describe_method(frames.load_frames([folders[name] for name in names])))
+
+    assert "CUDA graph" in describe("ours")
+    assert "measured_context" not in describe("ours")
+    assert "CUDA graph" not in describe("theirs")
+    assert "measured_context" in describe("theirs")
+    assert "CUDA graph" in describe("ours", "theirs")
+    assert "measured_context" in describe("ours", "theirs")
