@@ -31,6 +31,7 @@ KERNELS = {
     "some_kernel_of_its_own": 0.05,
 }
 """Kernels of a traced step, each with its share of the step's time; the rest of the step is idle."""
+MAX_LATE_S = 5e-3  # by which a busy machine may delay a step without delaying those after it
 BASE_MS, MS_PER_REQUEST, MS_PER_KV_TOKEN, MS_PER_TOKEN, MS_PER_PAIR = 20.0, 0.5, 1e-3, 0.02, 1e-5
 
 
@@ -78,6 +79,8 @@ class StepEngine:
         self.running: list[Request] = []
         self.wake = asyncio.Event()
         self.steps = 0
+        self.delivered: list[tuple[float, int, int]] = []
+        """When the tokens of each step were sent, in s of time.perf_counter(), and its numbers of prompts and of decodes."""
         self.traced: list[tuple[float, int, int]] | None = None
 
     async def run(self) -> None:
@@ -88,10 +91,11 @@ class StepEngine:
             if step is None:
                 self.wake.clear()
                 await self.wake.wait()
+                end = 0.0
                 continue
             now = time.perf_counter()
-            begin = end if now - end < 5e-3 else now  # a step begins where the one before ended
-            end = begin + step.ms / 1e3
+            begin = end if now - end < MAX_LATE_S else now  # a step begins where the one before ended
+            end = begin + step.ms / 1e3 * self.given.time_factor
             planned = self.plan_step() if self.given.asynchronous else None
             await asyncio.sleep(max(end - time.perf_counter(), 0.0))
             if self.traced is not None:
@@ -125,6 +129,7 @@ class StepEngine:
     def deliver(self, step: Step) -> None:
         """Send the tokens of a step."""
         self.steps += 1
+        self.delivered.append((time.perf_counter(), len(step.prompts), len(step.decodes)))
         if 0 <= self.given.dies_after <= self.steps:
             sys.stderr.write("RuntimeError: CUDA error: an illegal memory access was encountered\n")
             sys.stderr.flush()
@@ -165,6 +170,8 @@ class StepEngine:
         elif path == "/v1/models":
             card = {"id": self.given.model, "max_model_len": self.given.max_model_len}
             _write_json(writer, {"object": "list", "data": [card]})
+        elif path == "/steps":
+            _write_json(writer, self.delivered)
         elif path == "/start_profile" and self.given.traces:
             self.traced = []
             _write_json(writer, {})
@@ -228,6 +235,7 @@ def parse_flags() -> argparse.Namespace:
     parser.add_argument("--traces", default="")
     parser.add_argument("--separate", action="store_true")
     parser.add_argument("--asynchronous", action="store_true")
+    parser.add_argument("--time-factor", type=float, default=1.0, help="by which steps are longer")
     parser.add_argument("--dies-after", type=int, default=-1, help="steps")
     return parser.parse_args()
 

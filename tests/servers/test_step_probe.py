@@ -6,8 +6,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import json
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -84,9 +87,19 @@ def expect_ms(case: Case, *, separate: bool = False) -> float:
     return compute_step_ms(contexts, chunks)
 
 
-def check_median(found: CaseSamples, expected_ms: float, share: float = 0.06) -> None:
-    """A client on a machine of few cores sees a step a little longer than it is, never much shorter."""
-    assert np.median(found.samples_ms) == pytest.approx(expected_ms, rel=share), found.samples_ms
+def check_median(found: CaseSamples, expected_ms: float, low: float = 0.97, high: float = 1.5) -> None:
+    """On a busy machine the engine's steps last longer than they should, but never less."""
+    assert low * expected_ms <= np.median(found.samples_ms) <= high * expected_ms, found.samples_ms
+
+
+def fetch_gaps_ms(url: str, prompts: int, decodes: int) -> list[float]:
+    """Return the time from the step before to each step of the engine with as many prompts and decodes, by its own clock."""
+    with urllib.request.urlopen(f"{url}/steps") as answer:  # noqa: S310 - the stand-in's own address
+        steps = json.loads(answer.read())
+    pairs = itertools.pairwise(steps)
+    return [
+        (step[0] - before[0]) * 1e3 for before, step in pairs if step[1:] == [prompts, decodes] and before[2] == decodes
+    ]
 
 
 @pytest.mark.parametrize("flags", [(), ("--asynchronous",), ("--separate",)], ids=["plain", "asynchronous", "separate"])
@@ -94,13 +107,22 @@ def test_the_gap_of_decodes_is_the_time_of_a_step(flags: tuple[str, ...]) -> Non
     """4 requests at 900 tokens: 20 + 4 · 0.5 + 4 · 900 · 0.001 = 25.6 ms; the window is centred on that context."""
     with run_engine(*flags) as url:
         [found] = measure(url, DECODES)
+        gaps = fetch_gaps_ms(url, 0, 4)
     assert found.method is Method.DECODE
     check_median(found, 25.6)
+    assert np.median(found.samples_ms) == pytest.approx(np.median(gaps), rel=0.03)
     assert found.context_mean == pytest.approx(900, abs=16)
     assert found.context_min is not None
     assert found.context_max is not None
     assert found.context_min < 900 < found.context_max
     assert found.divided_share == 0.0
+
+
+def test_a_window_waits_for_its_context() -> None:
+    """For steps of 64 tokens, prompts are 28 tokens shorter than for the engine's own 512, so that the window begins later."""
+    with run_engine() as url:
+        [found] = measure(url, DECODES, limits=ServerLimits(max_batched_tokens=64))
+    assert found.context_mean == pytest.approx(900, abs=16)
 
 
 @pytest.mark.parametrize("flags", [(), ("--asynchronous",)], ids=["plain", "asynchronous"])
@@ -110,9 +132,9 @@ def test_prompts_that_fill_a_step_are_timed_alone_together_and_behind_a_prefix(f
         alone, several, prefix = measure(url, CHUNK, SEVERAL, PREFIX)
     assert [alone.method, several.method, prefix.method] == [Method.PREFILL, Method.SEVERAL, Method.PREFIX]
     assert alone.overhead_ms is not None
-    check_median(alone, expect_ms(CHUNK), 0.15)  # with the overhead of HTTP
+    check_median(alone, expect_ms(CHUNK))
     check_median(several, expect_ms(SEVERAL))
-    check_median(prefix, expect_ms(PREFIX), 0.1)
+    check_median(prefix, expect_ms(PREFIX), low=0.9)
 
 
 @pytest.mark.parametrize(
@@ -124,9 +146,12 @@ def test_a_prompt_lengthens_the_gap_of_decodes(flags: tuple[str, ...], separate:
     """One step of both, or one of each where the engine does not mix them."""
     with run_engine(*flags) as url:
         [found] = measure(url, MIXED)
+        gaps = fetch_gaps_ms(url, 1, 3)
     assert found.method is Method.MIXED
     assert found.separate_prefill is separate
     check_median(found, expect_ms(MIXED, separate=separate))
+    if not separate:
+        assert np.median(found.samples_ms) == pytest.approx(np.median(gaps), rel=0.05)
 
 
 def test_a_function_is_called_while_all_requests_decode() -> None:
@@ -148,9 +173,14 @@ def test_a_function_is_called_while_all_requests_decode() -> None:
 
 def test_a_server_with_fewer_slots_is_reported() -> None:
     """Two of four requests run; the others begin only when those have ended."""
-    with run_engine("--max-num-seqs", "2") as url, pytest.raises(NotRunningError) as failure:
+    with run_engine("--max-num-seqs", "2", "--time-factor", "0.05") as url, pytest.raises(NotRunningError) as failure:
         measure(url, Case(decodes=(Decodes(4, 40),)))
     assert (failure.value.running, failure.value.requests) == (2, 4)
+
+
+def test_a_case_is_checked_before_requests_are_sent() -> None:
+    with run_engine() as url, pytest.raises(UnsupportedCaseError):
+        measure(url, Case(chunks=(Chunks(1, BUDGET + 1, 0),)))
 
 
 def test_an_engine_that_dies_is_reported() -> None:
@@ -184,10 +214,10 @@ def test_a_case_that_requests_cannot_produce_is_refused(case: Case, limits: Serv
 
 
 def test_a_step_is_the_median_over_requests_of_their_gaps() -> None:
-    """Steps of 10, 12 and 11 ms, the third request 1 ms late: its lateness does not count, and neither does the unfinished step."""
+    """Steps of 10, 12 and 11 ms. The third request gets its second token 2 ms late, which does not count, nor does the unfinished step."""
     first = np.array([0.0, 0.010, 0.022, 0.033])
-    times = [first, first + 0.0002, np.append(first + 0.001, 0.045)]
-    assert find_moment_between_steps(times, -0.001) == pytest.approx(0.0165, abs=1e-3)
+    times = [first, first + 0.0002, np.append(first + np.array([0.001, 0.003, 0.001, 0.001]), 0.045)]
+    assert find_moment_between_steps(times, -0.001) == pytest.approx(0.028)
     assert compute_step_times_ms(times, -0.001) == pytest.approx([10.0, 12.0, 11.0])
     assert compute_step_times_ms(times, 0.016) == pytest.approx([11.0])
     assert compute_step_times_ms(times, 0.03) == []
