@@ -27,6 +27,7 @@ from dcpbench.servers.kv_capacity import parse_count
 from dcpbench.servers.measure import THROTTLED, make_environment
 from dcpbench.servers.step_probe import (
     Method,
+    Refusal,
     ServerLimits,
     StepProbe,
     UnsupportedCaseError,
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     from dcpbench.serving.step_times import Case
 
 MIN_QUEUED_AHEAD = 1.1  # decode steps from which a prompt waits for a step that was decided before it came
+MAX_FAILURES = 3  # cases in succession that a server may fail
 CASE_S = 2.0  # time limit of a case, once its requests run
 VOCAB = 1 << 30  # token ids of prompts that are only compared with each other
 DEFAULT_BLOCK = {VLLM: 16, SGLANG: 1}  # tokens of a KV block where the server does not report them
@@ -213,18 +215,18 @@ async def _measure_cases(
             rule=StopRule(seconds=CASE_S),
             realtime=config.realtime,
         )
+        failures = 0
         for number, case in enumerate(cases, 1):
             tell(f"step times: {number} of {format_count(len(cases), 'case')}, {case}")
             try:
                 one = await measure_case(probe, case)
-            except UnsupportedCaseError as e:
+            except WorkerError as e:  # such as prompts that never shared a step
+                failures += 1
+                if failures == MAX_FAILURES:
+                    raise
                 print_stderr(f"A step is not measured: {e}")
                 continue
-            except WorkerError as e:
-                if len(case.chunks) == 1 and case.chunks[0].chunks == 1:
-                    raise
-                print_stderr(f"A step is not measured: {e}")  # several prompts that never shared a step
-                continue
+            failures = 0
             if one.separate_prefill and engine.policy == VLLM:
                 raise UsageError(
                     f"{case}: its prompt and its decodes ran in different steps, which vLLM's policy does not do; add "
@@ -252,9 +254,9 @@ def _fit_case(case: Case, limits: ServerLimits) -> Case | None:
         except UnsupportedCaseError as e:
             requests = sum(d.requests for d in case.decodes)
             excess = e.needed - e.limit
-            if not requests or e.limit <= 0 or e.refusal.value not in ("length", "kv"):
+            if not requests or e.limit <= 0 or e.refusal not in (Refusal.LENGTH, Refusal.KV):
                 return None
-            less = excess if e.refusal.value == "length" else -(-excess // requests)
+            less = excess if e.refusal is Refusal.LENGTH else -(-excess // requests)
             decodes = tuple(Decodes(d.requests, d.context - less) for d in case.decodes)
             if min(d.context for d in decodes) < 1:
                 return None

@@ -162,3 +162,19 @@ def test_attention_data_parallel_is_not_replayed(capsys: pytest.CaptureFixture[s
     code, out, _ = dcpbench(capsys, "server", *words, "--device", "cpu")
     assert code == 2
     assert "cannot be measured apart; use --dp 1, or --mode live" in " ".join(out.split())
+
+
+def test_an_engine_that_dies_while_its_steps_are_measured_fails_its_points(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Replayed and live points name the end of the server and its log."""
+    load = ["--num-requests", "4", "--input-tokens", "20", "--output-tokens", "6", "--concurrency", "2"]
+    engine = ["--serve-cmd", f"{ENGINE} --dies-after 20", "--model", "m", "--device", "cpu", "--no-check-client"]
+    code, _, err = dcpbench(capsys, "server", *engine, "--mode", "live,replay", *load, "-o", str(tmp_path / "run"))
+    assert code == 4, err
+    records = read_run(tmp_path / "run").records
+    assert [record.outcome for record in records] == ["failed"] * 2
+    for record in records:
+        assert "the server died" in str(record.reason)
+        assert "illegal memory access" in str(record.reason)
+    assert not list((tmp_path / "run").glob("step-times/*"))
