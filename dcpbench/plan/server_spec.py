@@ -114,7 +114,7 @@ class ServerSpec:
 
 
 def make_step_time_points(spec: ServerSpec, times: StepTimes) -> list[Point]:
-    """Return the points of a spec as those of the server whose step times these are."""
+    """Return the points of a spec as points of the server that the step times were measured on."""
     assert times.engine is not None
     found = []
     for point in spec.make_points(times.engine.engine, str(times.path["model"])):

@@ -731,7 +731,7 @@ def _explain_unused_times(ask: Query, times: StepTimes, of: Point) -> str:
 
 
 def _add_engine_settings(times: StepTimes, point: Point) -> Point:
-    """Return the point with the settings of the engine whose step times these are."""
+    """Return the point with the settings of the engine that the step times were measured on."""
     own = {name: times.path[name] for name in Point.__struct_fields__ if name in times.path and name != "model"}
     return msgspec.structs.replace(point, **({"ep": "tp", "weights_dtype": "", "kv_dtype": ""} | own))
 

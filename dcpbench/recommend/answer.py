@@ -236,7 +236,7 @@ def list_unknowns(ask: Query, choices: Sequence[Choice], steps: Steps) -> list[s
 
 
 def describe_engines(forecasts: Sequence[Forecast]) -> str:
-    """Return a sentence that names the engines whose kernels and schedulers the forecasts are of."""
+    """Return a sentence that names the engines (kernels and schedulers) of the forecasts."""
     names = [*dict.fromkeys(f.engine for f in forecasts)]
     if not any(names):
         return "SGLang and vLLM have kernels and schedulers of their own: the forecasts are of dcpbench's engine."

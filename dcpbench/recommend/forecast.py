@@ -87,7 +87,7 @@ class Forecast:
     whence: str
     """Name of the run, the file, or the inputs of the estimate."""
     engine: str = ""
-    """Engine whose kernels and scheduling policy the figure is of, such as `vLLM 0.26.0`; empty for dcpbench's own."""
+    """Engine (kernels and scheduling policy) of the figure, such as `vLLM 0.26.0`; empty for dcpbench's own."""
     tok_s: float
     low: float
     high: float

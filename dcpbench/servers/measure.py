@@ -192,7 +192,7 @@ def measure_points(
 ) -> None:
     """Measure all points, one after the other; each leaves a record in the folder. An interruption is raised again.
 
-    `replay` measures the server's steps and replays the points whose mode is REPLAY; it comes first, before the server has
+    `replay` measures the server's steps and replays the points of mode REPLAY; it comes first, before the server has
     seen the loads.
     """
     out = RecordFile(folder)

@@ -1,4 +1,4 @@
-"""Common parts of the schedulers of other engines, whose policies a replay follows: vLLM's and SGLang's.
+"""Common parts of the schedulers with which a replay follows the policies of vLLM and SGLang.
 
 They differ from dcpbench's own scheduler (scheduler.py) in what all of them have in common:
 
@@ -45,7 +45,7 @@ class EngineScheduler(Scheduler):
         return [sequence for sequence in super().unfinished if not sequence.is_finished]
 
     def handle_read(self, step: Step) -> None:
-        """Free the requests whose last token has been read, and cache the answers of sessions that continue."""
+        """Free the finished requests of a step that has been read, and cache the answers of sessions that continue."""
         for sequence in step.finished:
             answer = sequence.request.answer
             if self.config.prefix_cache and answer is not None:

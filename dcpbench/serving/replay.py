@@ -326,7 +326,7 @@ def get_loop_timing(engine: EngineServer | None) -> LoopTiming:
 
 
 def _make_server(engine: EngineServer) -> Server:
-    """Return the description of the server whose steps are replayed."""
+    """Return the description of the server that the steps were measured on."""
     return Server(
         engine=engine.engine,
         version=engine.version,

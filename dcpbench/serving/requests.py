@@ -193,7 +193,7 @@ class ReplicaStep:
     table: list[TableWrite] = dataclasses.field(default_factory=list)
     """Writes to the request table that are due before the step runs."""
     discarded: list[int] = dataclasses.field(default_factory=list)
-    """KV tokens of each decode row whose token is discarded, as its request has finished in the step before."""
+    """KV tokens of each decode row that produces no token, because its request has finished in the step before."""
 
     @property
     def tokens(self) -> int:

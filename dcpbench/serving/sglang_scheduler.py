@@ -14,7 +14,7 @@
 
 The radix cache holds a prompt once its last chunk has been read, an unfinished prompt from the next decision on, and an
 answer after its request has finished. With the overlap schedule, step k + 1 is decided while step k runs. A request that
-finishes in step k therefore has a row in step k + 1 whose token is discarded.
+finishes in step k therefore has a row in step k + 1, and its token is discarded.
 
 Sources, in github.com/sgl-project/sglang: python/sglang/srt/managers/schedule_policy.py (PrefillAdder, read at commit
 00550cd1), and as of versions 0.4 to 0.5 scheduler.py, schedule_batch.py (retract_decode) and
@@ -64,7 +64,7 @@ class SglangScheduler(EngineScheduler):
         return self._complete_step(step)
 
     def handle_read(self, step: Step) -> None:
-        """Cache the prompts that the step completed, then free the requests whose last token has been read."""
+        """Cache the prompts that the step completed, then free the requests that it finished."""
         self.unread -= 1
         for chunk in step.replicas[0].chunks:
             if chunk.samples:

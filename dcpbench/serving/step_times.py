@@ -172,10 +172,10 @@ def find_differences(path: EnginePath, wanted: EnginePath) -> list[str]:
 
 
 class EngineServer(msgspec.Struct, frozen=True, kw_only=True):
-    """Describe the server of another engine whose steps were measured through HTTP, and how it schedules requests."""
+    """Describe a server of another engine that was measured through HTTP, and how it schedules requests."""
 
     engine: str
-    """`vllm` or `sglang`: whose kernels the steps ran."""
+    """`vllm` or `sglang`: the engine with the kernels that ran the steps."""
     version: str = ""
     policy: str
     """Scheduling policy of the engine, one of ENGINE_POLICIES."""
@@ -231,7 +231,7 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     emulated: Emulated | None = None
     """Communication model of the largest decode step of an emulated layout."""
     engine: EngineServer | None = None
-    """Server of another engine whose steps these are; null for dcpbench's own engine. Its samples are gaps between tokens and
+    """Server of another engine on which the steps were measured; null for dcpbench's own engine. The samples are gaps between tokens and
     differences of times to first token, as a client sees them, less `request_ms`."""
     gpu: Gpu | None = None
     """Clocks, power and temperature during the measurement, each of the worst rank; None on the CPU, and in older

@@ -197,7 +197,7 @@ class Traffic:
             self.free_s.append(now_s)
 
     def _count_free_clients(self, now_s: float) -> int:
-        """Return the number of clients of a closed loop whose next session the scheduler can see."""
+        """Return the number of clients of a closed loop with a next session that the scheduler can see."""
         assert self.concurrency is not None
         if not self.delay_s:
             return self.concurrency - (self.begun - self.ended)

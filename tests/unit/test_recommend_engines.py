@@ -1,4 +1,4 @@
-"""Recommendations from step times and records of other engines: they are used, named, and told apart from the own engine."""
+"""Recommendations from step times and records of other engines: they are used, named, and separated from dcpbench's own engine."""
 
 from __future__ import annotations
 
