@@ -18,6 +18,7 @@ from typer.core import TyperCommand
 from typer.models import OptionInfo
 
 from dcpbench.commands import catalogue
+from dcpbench.commands.counterparts import make_counterpart_error
 from dcpbench.errors import UsageError
 from dcpbench.launch.stopping import INTERRUPTED
 from dcpbench.plan.options import format_value
@@ -156,11 +157,22 @@ def _parse_count(option: str, minimum: float | None, value: object) -> int:
 
 
 class Command(TyperCommand):
-    """Reject an option that is given twice; Click's parser would silently drop the first value."""
+    """Reject an option that is given twice, for which Click's parser would silently drop the first value.
+
+    An option that only the command's counterpart has is an error that names the counterpart, unless the arguments are parsed
+    for another command, such as `ab`.
+    """
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]  # as Click's own
         """Parse the arguments as Click does. Raise UsageError if an option with a value is given twice."""
-        _, _, order = self.make_parser(ctx).parse_args(args=list(args))
+        try:
+            _, _, order = self.make_parser(ctx).parse_args(args=list(args))
+        except PARSER_ERROR as error:
+            unknown = getattr(error, "option_name", None) if ctx.parent is not None else None
+            found = make_counterpart_error(str(ctx.info_name), unknown, args) if unknown else None
+            if found is None:
+                raise
+            raise found from error
         for option, times in Counter(order).items():
             if times > 1 and "…" in (getattr(option, "metavar", None) or ""):
                 name = max(option.opts, key=len)

@@ -51,6 +51,13 @@ JSON = OUTPUT("Print the result as JSON on stdout.", "--json", default=False)
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders, or records.jsonl files.")]
 
 
+EXPERTS = make_panel("Layouts (comma lists)", metavar="1|tp,…")
+EP_DEGREE = (
+    "Expert parallel degree: 1 for tensor-parallel experts, each split over all tp ranks, the default of vLLM and SGLang; tp for "
+    "expert parallel, each rank with some of the experts: vLLM's --enable-expert-parallel, SGLang's --ep-size."
+)
+
+
 class Layouts(Group):
     """Hold the degrees of parallelism of the layouts."""
 
@@ -60,10 +67,7 @@ class Layouts(Group):
         "--data-parallel-size, with which its --tensor-parallel-size is our tp / dp. Default: 1."
     )
     dcp: str | None = LAYOUT(f"{DCP_DEGREE} Default: tp / dp, with dcp 1 as baseline; --dcp 1 measures plain TP alone.")
-    ep: str | None = make_panel("Layouts (comma lists)", metavar="1|tp,…")(
-        "Expert parallel degree: 1 for tensor-parallel experts, each split over all tp ranks, the default of vLLM and SGLang; tp for "
-        "expert parallel, each rank with some of the experts: vLLM's --enable-expert-parallel, SGLang's --ep-size. Default: 1."
-    )
+    ep: str | None = EXPERTS(f"{EP_DEGREE} Default: 1.")
 
 
 class How(Group):

@@ -34,7 +34,10 @@ class Layouts(opt.Layouts):
         "1 with --engine or --serve-cmd; unknown with --url."
     )
     dcp: str | None = opt.LAYOUT(f"{opt.DCP_DEGREE} Default: 1.")
-
+    ep: str | None = opt.EXPERTS(
+        f"{opt.EP_DEGREE} Default: 1 with --dp for an engine named vllm or sglang, unless its own flags state another degree; "
+        "else unknown."
+    )
     exchange: str | None = make_panel("Layouts (comma lists)")(
         "How partial attention is merged over dcp ranks, by the engine's name: ag_rs or a2a, with SGLang also fi_a2a. Each of the "
         "list is a server. Default: the engine's; unknown with --url.",
@@ -437,7 +440,7 @@ def _measure_started(options: Options, given: dict[str, object], run: opt.Run, r
         raise UsageError("--engine needs --model: a folder, or a name that the engine knows.")
     check_seconds("--start-timeout", options.start_timeout, 1800)
     preset = resolve_engine(options.engine, options.serve_cmd, options.engine_args)
-    split = [_add_default_ep(options.engine, one) for one in split_layouts({"tp": 1, **given})]
+    split = [_add_default_ep(preset, one) for one in split_layouts({"tp": 1, **given})]
     weights = choose_weights(preset, str(given["model"]), options.weights)
     specs = [make_server_spec(one, cpu=run.device == "cpu", weights=weights) for one in split]
     spec, model = specs[0], str(specs[0].model)
@@ -507,16 +510,14 @@ def _reject_replays(candidates: "Sequence[Candidate]") -> "list[Candidate]":
     ]
 
 
-def _add_default_ep(engine: str | None, given: dict[str, object]) -> dict[str, object]:
-    """Return the options of a server, with --ep if it is started with attention data parallel and by a preset.
+def _add_default_ep(preset: "Engine", given: dict[str, object]) -> dict[str, object]:
+    """Return the options of a server with --ep, if it is given or its default is known."""
+    from dcpbench.points.names import UNKNOWN
+    from dcpbench.servers.presets import choose_ep
 
-    vLLM and SGLang split experts over all ranks unless they are given their flag for expert parallel.
-    """
-    from dcpbench.points.names import CUT
-    from dcpbench.servers.presets import PRESETS
-
-    spread = engine in PRESETS and given.get("dp") not in (None, 1)
-    return {"ep": CUT, **given} if spread else given
+    dp = given.get("dp")
+    ep = UNKNOWN if given.get("ep") is not None else choose_ep(preset, dp if isinstance(dp, int) else 1)
+    return given if ep == UNKNOWN else {**given, "ep": ep}
 
 
 def _make_client_config(url: str, options: Options, run: opt.Run, tp: int) -> "ClientConfig":

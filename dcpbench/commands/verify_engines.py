@@ -20,7 +20,7 @@ from dcpbench.servers.client import Target, load_api_key
 from dcpbench.servers.edge_answers import EdgeQuestions
 from dcpbench.servers.edge_lengths import BATCHES
 from dcpbench.servers.engine_settings import Grid, list_all_settings, parse_layouts
-from dcpbench.servers.engine_verify import FAILED, EngineCheck, verify_engines
+from dcpbench.servers.engine_verify import FAILED, EngineCheck, EngineComparison
 from dcpbench.servers.engine_verify_text import format_report, make_table
 from dcpbench.servers.presets import resolve_engine
 from dcpbench.servers.prompts import ENDPOINTS
@@ -66,9 +66,18 @@ def compare_engines(remote: Remote, given: dict[str, object], load: Load, run: R
         return 0
     _check_programs(check.settings, check.model)
     folders.make_folder(check.folder)
+    stopped: KeyboardInterrupt | None = None
     with ProgressLine() as line, folders.convert_write_errors(check.folder):
-        report = verify_engines(check, line)
-    _show_report(report, check.folder, run)
+        comparison = EngineComparison(check, line)
+        try:
+            comparison.run()
+        except KeyboardInterrupt as e:
+            stopped = e
+    report = comparison.make_report()
+    if report.results:
+        _show_report(report, check.folder, run)
+    if stopped is not None:
+        raise stopped
     return {DIFFER: ExitCode.WRONG, FAILED: ExitCode.WRONG, UNDECIDED: ExitCode.NO_ANSWER}.get(
         report.verdict, ExitCode.OK
     )

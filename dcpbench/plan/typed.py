@@ -25,12 +25,12 @@ def format_retyped_command(command: str, given: Mapping[str, str], others: Seque
     Without a command line, or on that of another command, only the options in `given` are returned.
     """
     typed = line.get()
-    kept = _remove_options(typed[1:], {*given, *others}) if typed[:1] == (command,) else []
+    kept = remove_options(typed[1:], {*given, *others}) if typed[:1] == (command,) else []
     put = (word for option, value in given.items() for word in (option, value) if word)
     return shlex.join(["dcpbench", command, *put, *kept])
 
 
-def _remove_options(words: Sequence[str], options: set[str]) -> list[str]:
+def remove_options(words: Sequence[str], options: set[str]) -> list[str]:
     """Return the arguments without some options and their values."""
     kept, dropped = [], False
     for word in words:

@@ -12,7 +12,7 @@ import msgspec
 
 from dcpbench.points.bounds import Count, Number, PositiveNumber, Rate, SignedCount, SignedNumber
 from dcpbench.points.memory import PAGES_OF_PADDING, count_pages
-from dcpbench.points.names import FP8, NO_EXCHANGE, UNKNOWN
+from dcpbench.points.names import AUTO, BACKENDS, FP8, NO_EXCHANGE, UNKNOWN
 from dcpbench.points.point import Point
 from dcpbench.points.wire import Prompts
 from dcpbench.records.model_sizes import ModelSizes
@@ -111,13 +111,27 @@ class Phases(msgspec.Struct, frozen=True, kw_only=True):
     step_us: Number
     """Mean time of the profiled steps, from one step's first kernel to the next one's, back to back."""
     phase_us: dict[str, Number]
-    """GPU time by range name (ranges.PHASES); sums with `idle_us` to `step_us`."""
+    """GPU time by range name (ranges.PHASES), or by part of an engine's step (syncs.kernel_time.PARTS).
+
+    With `idle_us` it sums to `step_us`: where kernels overlap, each moment counts for the one that began first.
+    """
     idle_us: SignedNumber
     """Time without a running kernel."""
     idle_fraction: SignedNumber
     kernels: Count
     """Kernels in one step."""
     steps: Count
+
+    @property
+    def sum_error(self) -> float:
+        """Return (phases + idle time) / step - 1: 0 if the phases add up to the step."""
+        return (sum(self.phase_us.values()) + self.idle_us) / self.step_us - 1 if self.step_us else 0.0
+
+
+MAX_SUM_ERROR = 0.03
+"""Maximum deviation of the sum of phases from their step; a record with a larger one has the mark PHASES_DIFFER."""
+PHASES_DIFFER = "phases_differ"
+"""Mark of a point with phases that do not add up to its profiled step."""
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
@@ -699,8 +713,13 @@ def format_omitted_note(record: Record) -> str:
 
 
 def get_origin(record: Record) -> str:
-    """Return the tool that measured a point, in the form of an origin: `dcpbench`, `vllm`, `engine sglang 0.5.5`."""
-    return str(record.origin) if record.origin else OURS
+    """Return the tool that measured a point, in the form of an origin: `dcpbench`, `vllm`, `engine sglang 0.5.5`.
+
+    A point of a server that was rejected, or failed before the server ran, has the engine without a version: `engine sglang`.
+    """
+    if record.origin:
+        return str(record.origin)
+    return OURS if record.point.backend in (*BACKENDS, AUTO) else f"{A_SERVER}{record.point.backend}"
 
 
 def is_imported_origin(name: str) -> bool:

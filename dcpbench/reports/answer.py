@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from dcpbench.points.names import CLOSED, MODES, TOOLS
 from dcpbench.records.metrics import REPLAYED
 from dcpbench.records.record import is_imported_origin
-from dcpbench.reports import engines, findings, gaps, instances, launch_bands, marks, slo, stalls
+from dcpbench.reports import engine_steps, engines, findings, gaps, instances, launch_bands, marks, slo, stalls
 from dcpbench.reports.frames import sort_commonest_first
 from dcpbench.reports.words import list_unique, make_short_shapes
 from dcpbench.serving.load_words import format_lock_step_warning
@@ -56,7 +56,13 @@ def format_top_sentences(frames: Frames) -> list[str]:
     """Return the sentences at the top of a report, in reading order: SLO, best layouts, break-even, KV capacity, and
     limits of trust.
     """
-    first = [engines.format_answer(frames), *engines.format_bullets(frames)] if has_engine_answer(frames) else []
+    if not has_engine_answer(frames):
+        return split_sentences(frames)[0]
+    first = [
+        engines.format_answer(frames),
+        *engines.format_bullets(frames),
+        *engine_steps.describe_slower_parts(frames),
+    ]
     return [*first, *split_sentences(frames)[0]]
 
 

@@ -13,7 +13,7 @@ import pandas as pd
 
 from dcpbench.points.names import CLOSED, UNKNOWN
 from dcpbench.points.point import LOAD_AXES
-from dcpbench.records.metrics import METRIC
+from dcpbench.records.metrics import DECODE, METRIC
 from dcpbench.records.record import DUMMY_WEIGHTS
 from dcpbench.reports import findings, launch_bands, marks, rule, words
 from dcpbench.reports.tables import Column, Table, make_column, make_table, make_text_columns
@@ -69,6 +69,7 @@ def compare_engines(frames: Frames) -> EngineComparison:
     points = points.sort_values("output_tok_s", ascending=False, kind="stable").drop_duplicates([*same, "run"])
     shared = points.groupby(same, dropna=False)["run"].transform("size") > 1
     rows = points[shared]
+    left_out |= _find_other_precisions(points, compared=set(rows["run"]))
     if rows.empty:
         return EngineComparison(rows, left_out)
     rows = rows.assign(cell=rows.groupby(same, sort=False, dropna=False).ngroup())
@@ -102,6 +103,16 @@ def _split_by_precision(points: pd.DataFrame) -> pd.DataFrame:
         own = values.where(values != UNKNOWN, "unknown of " + points["run"].astype(str))
         stored = stored.str.cat(own.where(differ, ""), sep=" ")
     return points.assign(stored=stored)
+
+
+def _find_other_precisions(points: pd.DataFrame, *, compared: set[str]) -> dict[str, str]:
+    """Return why engines are not compared that ran the same layouts and loads as others, with other precisions."""
+    several = points.groupby(SAME_LAYOUT_AND_LOAD, dropna=False)["run"].transform("nunique") > 1
+    apart = points[several & ~points["run"].isin(compared)].drop_duplicates("run")
+    return {
+        str(run): f"ran with weights in {weights} and a KV cache in {kv}, which another engine did not"
+        for run, (weights, kv) in zip(apart["run"], apart["precisions"], strict=True)
+    }
 
 
 def format_answer(frames: Frames) -> str:
@@ -180,14 +191,15 @@ def _count_leaders(rows: pd.DataFrame) -> str:
 
 
 def _format_cells(rows: pd.DataFrame) -> str:
-    """Return `tp2 and tp2·dcp2, 8–32 requests of 16,000 tokens`."""
+    """Return `tp2 and tp2·dcp2, 8–32 requests of 16,000 tokens`, or `…, decode steps of 8–32 requests of …`."""
     layouts = words.list_unique(rows["layout"])
     named = format_list(layouts) if len(layouts) <= MAX_LAYOUTS else f"{len(layouts)} layouts"
     if (rows["load_arrival"] != CLOSED).any():
         return f"{named}, {format_count(rows['sent'].nunique(), 'load')}"
     clients, lengths = rows["concurrency"], rows["input_typical"]
     of = f" of {_format_range(lengths)} tokens" if lengths.notna().all() else ""
-    return f"{named}, {_format_range(clients)} {'request' if clients.max() == 1 else 'requests'}{of}"
+    steps = "decode steps of " if rows["mode"].eq(DECODE).all() else ""
+    return f"{named}, {steps}{_format_range(clients)} {'request' if clients.max() == 1 else 'requests'}{of}"
 
 
 def _format_range(values: pd.Series[Any]) -> str:
@@ -280,8 +292,11 @@ def _format_capacity(frames: Frames, model: str, layout: str) -> str:
     return f"; it holds {format_list(texts)} times the KV tokens of tp{own['tp'].iloc[0]}"
 
 
-def format_bullets(frames: Frames) -> list[str]:
-    """Return the latencies of the engines at the same points, over those of the engine that is ahead most often."""
+def format_bullets(frames: Frames, most: int = MAX_SCOPES) -> list[str]:
+    """Return the latencies of the engines at the same points, and where DCP is ahead inside each: up to `most` of each kind.
+
+    Latencies are over those of the engine that is ahead most often.
+    """
     rows = compare_engines(frames).rows
     bullets = []
     for _, own in rows.groupby(SCOPE, sort=False, dropna=False) if len(rows) else ():
@@ -296,7 +311,36 @@ def format_bullets(frames: Frames) -> list[str]:
                 clauses.append(f"{METRIC[name].label} {_format_times(times, len(reference))}")
         if clauses:
             bullets.append(f"Latency over that of {first} at the same points: {'; '.join(clauses)}.")
-    return bullets[:MAX_SCOPES]
+    return [*bullets[:most], *_describe_where_dcp_is_ahead(frames)[:most]]
+
+
+def _describe_where_dcp_is_ahead(frames: Frames) -> list[str]:
+    """Return, for each model, mode and layout with DCP, at how many points of each engine it is ahead, and from which length on."""
+    ratios = frames.findings.ratios
+    known = ratios[ratios["ratio"].notna()] if len(ratios) else ratios
+    if known.empty:
+        return []
+    pairs = [own for _, own in known.groupby(["model", "mode", "layout"], sort=False)]
+    scopes = len({(own["model"].iloc[0], own["mode"].iloc[0]) for own in pairs})
+    bullets = []
+    for own in pairs:
+        name = f"{own['model'].iloc[0]}, {own['mode'].iloc[0]}: " if scopes > 1 else ""
+        engines = [(run, rows) for run in _list_names(frames) if len(rows := own[own["run"] == run])]
+        clauses = [f"{_count_ahead(rows)} ({run})" for run, rows in engines]
+        layouts = f"{own['layout'].iloc[0]} is ahead of {findings.list_without_dcp(own)[0]} {launch_bands.BY_MORE}"
+        bullets.append(f"{name}{layouts} {format_list(clauses)}.")
+    return bullets
+
+
+def _count_ahead(rows: pd.DataFrame) -> str:
+    """Return `at 2 of 6 points, from 32,000 tokens on`, the length from which on DCP is ahead at every concurrency."""
+    ahead = rows["verdict"].eq("higher")
+    lengths = rows["input_typical"]
+    behind = lengths[~ahead]
+    many = f"at {int(ahead.sum()):,} of {format_count(len(rows), 'point')}"
+    if not ahead.any() or lengths.isna().any() or len(set(lengths)) == 1 or not (lengths > behind.max()).any():
+        return many
+    return f"{many}, from {lengths[lengths > behind.max()].min():,.0f} tokens on"
 
 
 def list_unknown(frames: Frames) -> list[str]:

@@ -119,6 +119,7 @@ MARKS = {
     "host_sync": "the host waited for the GPU inside the step; `Where the host waited` names the lines.",
     "allocates": "memory was allocated from CUDA while steps were timed.",
     "gpu_idle": "no kernel ran during more than 3 % of the profiled step, or between steps without prefill.",
+    "phases_differ": "the phases and the idle time of the profiled step do not add up to it within 3 %: do not compare its phases.",
     "graph_differs": "the captured graph and the eager step do not compute the same: do not use this point.",
     "inaccurate": "the attention output is further from fp64 than rounding explains: do not use this point.",
     "few_samples": "too few requests finished for every percentile of TTFT and ITL.",

@@ -21,7 +21,17 @@ if TYPE_CHECKING:
 
     from dcpbench.reports.frames import Frames
 
-INNER = ("same_load", "slo_recorded", "in_step", "engine", "precisions", "run_label", "launches", "kv_tokens_of_all")
+INNER = (
+    "same_load",
+    "slo_recorded",
+    "in_step",
+    "engine",
+    "precisions",
+    "run_label",
+    "launches",
+    "kv_tokens_of_all",
+    "phase_sum_error",
+)
 """Columns that only distinguish points from each other and are not exported."""
 LATER = (
     point.LATER

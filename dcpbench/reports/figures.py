@@ -813,9 +813,8 @@ def _list_cell_names(rows: pd.DataFrame, cells: list[int]) -> list[str]:
     several = len(short) > 1
     names = []
     for _, cell in first.loc[cells].iterrows():
-        load = (
-            format_count(int(cell["concurrency"]), "client") if cell["load_arrival"] == CLOSED else str(cell["arrival"])
-        )
+        sent = "request" if cell["mode"] == "decode" else "client"
+        load = format_count(int(cell["concurrency"]), sent) if cell["load_arrival"] == CLOSED else str(cell["arrival"])
         lines = [f"{cell['layout']}, {load}", short[str(cell["rest"])] if several else ""]
         names.append("\n".join(format_label(line, LABEL_WIDTH) for line in lines if line))
     return names

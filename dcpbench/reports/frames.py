@@ -27,7 +27,9 @@ from dcpbench.records.metrics import LATENCIES, METRIC, STATISTICS
 from dcpbench.records.record import (
     A_SERVER,
     CPU,
+    MAX_SUM_ERROR,
     OURS,
+    PHASES_DIFFER,
     Interval,
     Kv,
     ServeMetrics,
@@ -60,7 +62,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dcpbench.points.axes import Axis
-    from dcpbench.records.record import Environment, Record
+    from dcpbench.records.record import Environment, Phases, Record
     from dcpbench.reports.joined_runs import EngineRun
 
 # Words are few and looked at one by one, for which Arrow's arrays of strings take three times as long.
@@ -435,7 +437,7 @@ def _make_point_row(run: str, records: list[Record]) -> dict[str, Any]:
         "precision": point.precision,
         "repeats": len(records),
         "origin": get_origin(records[0]),
-        "marks": ", ".join(sorted({mark for r in records for mark in r.marks})),
+        "marks": ", ".join(sorted({mark for r in records for mark in _list_marks(r)})),
         "cpu": any(map(is_functional, records)),
         "device": next(filter(None, map(get_device, records)), None),
         "slo_recorded": objectives.get_recorded_slo(records[0]),
@@ -444,6 +446,7 @@ def _make_point_row(run: str, records: list[Record]) -> dict[str, Any]:
         **merge_metrics(records, "kv_tokens_per_gib"),
         **{f"phase_{name}_us": compute_median(p.phase_us.get(name, 0.0) for p in profiled) for name in phases},
         "idle_us": compute_median(p.idle_us for p in profiled),
+        **(_make_profile_columns(profiled) if profiled else {}),
         **{f"floor_{name}_us": compute_median(f.phase_floor_us.get(name, 0.0) for f in floors) for name in floored},
         **merge_metrics(records, "idle_fraction", "kernels"),
         **{name: getattr(honesty, name, None) for name in condition_names},
@@ -457,6 +460,20 @@ def _make_point_row(run: str, records: list[Record]) -> dict[str, Any]:
     held = row["kv_capacity_tokens"]
     row["kv_tokens_of_all"] = None if held is None else held * instances.serving
     return row | (_make_served_columns(records) if point.load else _make_decode_columns(records))
+
+
+def _list_marks(record: Record) -> list[str]:
+    """Return the marks of a record, with PHASES_DIFFER if its phases do not add up to the profiled step."""
+    differ = record.phases is not None and abs(record.phases.sum_error) > MAX_SUM_ERROR
+    return [*record.marks, *([PHASES_DIFFER] if differ and PHASES_DIFFER not in record.marks else [])]
+
+
+def _make_profile_columns(profiled: list[Phases]) -> dict[str, Any]:
+    """Return the time of the profiled step, and the largest deviation of the sum of its phases."""
+    return {
+        "profiled_us": compute_median(p.step_us for p in profiled),
+        "phase_sum_error": max((p.sum_error for p in profiled), key=abs),
+    }
 
 
 def _collect_clocks(records: list[Record]) -> dict[str, Any]:

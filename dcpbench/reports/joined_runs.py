@@ -81,8 +81,25 @@ def format_run(name: str, engines: Sequence[EngineRun]) -> str:
 
 def list_engines(runs: Sequence[Run]) -> list[str]:
     """Return the names of the engines that were measured live by dcpbench, each once; imported files are left out."""
-    origins = dict.fromkeys(get_origin(record) for run in runs for record in run.records)
-    return [format_engine(origin) for origin in origins if not is_imported_origin(origin)]
+    names = dict.fromkeys(name for run in runs for name in _name_engines(run))
+    return [name for name in names if name]
+
+
+def _name_engines(run: Run) -> list[str]:
+    """Return the name of the engine of each record, empty for imported ones.
+
+    A point that its server never ran has no version. It gets the name of the server that ran the other points, if there is one.
+    """
+    origins = [get_origin(record) for record in run.records]
+    versions = [o for o in dict.fromkeys(origins) if o.startswith(A_SERVER) and " " in o.removeprefix(A_SERVER)]
+
+    def complete(origin: str) -> str:
+        if not origin.startswith(A_SERVER) or origin in versions:
+            return origin
+        found = [version for version in versions if version.startswith(f"{origin} ")] or versions
+        return found[0] if len(found) == 1 else origin
+
+    return ["" if is_imported_origin(origin) else format_engine(complete(origin)) for origin in origins]
 
 
 def group_by_engine(runs: Sequence[Run], devices: Mapping[str, str], *, as_repeats: bool) -> list[EngineRun]:
@@ -113,9 +130,8 @@ def group_by_engine(runs: Sequence[Run], devices: Mapping[str, str], *, as_repea
 def _split_by_engine(run: Run) -> list[tuple[str, Run]]:
     """Return the records of each engine as a run, with the engine's name; imported records have an empty name."""
     records: dict[str, list[Record]] = {}
-    for record in run.records:
-        origin = get_origin(record)
-        records.setdefault("" if is_imported_origin(origin) else format_engine(origin), []).append(record)
+    for record, name in zip(run.records, _name_engines(run), strict=True):
+        records.setdefault(name, []).append(record)
     if len(records) <= 1:
         return [(engine, run) for engine in records]
     return [(engine, Run(name=run.name, folder=run.folder, records=own)) for engine, own in records.items()]

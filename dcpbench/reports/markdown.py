@@ -41,6 +41,7 @@ def render(title: str, sections: list[Section], folder: Path) -> str:
             parts.append(f"{fence}\n{text}\n{fence}")
         parts += [_format_picture(p, folder) for p in section.pictures]
         parts += [_format_table(table, rows) for table in section.tables]
+        parts += [format_markdown_text(p) for p in section.notes]
     return "\n\n".join(parts) + "\n"
 
 

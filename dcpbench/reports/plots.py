@@ -12,7 +12,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from dcpbench.points.names import CLOSED
-from dcpbench.reports import engines, figures, findings, overview, style
+from dcpbench.reports import engine_steps, engine_steps_figure, engines, figures, findings, overview, style
 from dcpbench.show.figures import apply_style, save_figure
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ the time.
 """
 FORMATS = ("png", "svg")
 """File formats of every figure."""
-OVERVIEW, BREAK_EVEN, KV, PHASES, ENGINES = "overview", "break-even", "kv", "phases", "engines"
+OVERVIEW, BREAK_EVEN, KV, PHASES, ENGINES, STEPS = "overview", "break-even", "kv", "phases", "engines", "engine-steps"
 """Subjects of the figures that are not in figures.LINES; the first two show all models at once."""
 
 
@@ -50,7 +50,7 @@ class Picture:
     """Describe one drawn figure."""
 
     subject: str
-    """`throughput`, `ttft`, `itl`, `frontier`, `overview`, `break-even`, `kv`, `phases` or `engines`."""
+    """`throughput`, `ttft`, `itl`, `frontier`, `overview`, `break-even`, `kv`, `phases`, `engines` or `engine-steps`."""
     mode: str
     """`live` or `replay`, of served requests; empty for `decode`, and for what does not depend on it."""
     title: str
@@ -83,6 +83,7 @@ def draw_all(
 def _draw_figures(read: Frames, studio: FigureWriter) -> list[Picture]:
     """Return the pictures of a studio after adding every figure to it."""
     _draw_engines(read, studio)
+    _draw_engine_steps(read, studio)
     _draw_overview(read, studio)
     _draw_lines(read.points, studio)
     _draw_lines(read.served, studio)
@@ -150,6 +151,15 @@ def _draw_engines(read: Frames, studio: FigureWriter) -> None:
         )
         title = f"Engines at equal layout and load, {where}{note}"
         studio.add_figure(ENGINES, title, own, figures.draw_engines, figures.format_alt_engines(title, own))
+
+
+def _draw_engine_steps(read: Frames, studio: FigureWriter) -> None:
+    """Draw the decode steps of the engines by part: a figure for each model."""
+    rows = engine_steps.compare_steps(read).rows
+    for model, own in list(rows.groupby("model", sort=False))[:MAX_MODELS] if len(rows) else ():
+        title = f"{engine_steps.TITLE}, {style.format_label(model)}{engine_steps_figure.format_left_out(own)}"
+        alt = engine_steps_figure.format_alt_engine_steps(title, own)
+        studio.add_figure(STEPS, title, own, engine_steps_figure.draw_engine_steps, alt)
 
 
 def _draw_overview(read: Frames, studio: FigureWriter) -> None:

@@ -11,6 +11,7 @@ from dcpbench.reports import (
     answer_tables,
     chosen,
     client,
+    engine_steps,
     engines,
     exchanges,
     explain,
@@ -57,11 +58,20 @@ class Section:
     commands: list[str] = dataclasses.field(default_factory=list)
     tables: list[Table] = dataclasses.field(default_factory=list)
     pictures: list[Picture] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
+    """Paragraphs below the tables."""
 
     def is_more_than_tables(self) -> bool:
         """Return True if the section has anything besides tables."""
         return bool(
-            self.lead or self.folded or self.first or self.paragraphs or self.bullets or self.commands or self.pictures
+            self.lead
+            or self.folded
+            or self.first
+            or self.paragraphs
+            or self.bullets
+            or self.commands
+            or self.pictures
+            or self.notes
         )
 
 
@@ -70,6 +80,7 @@ def build_sections(frames: Frames, pictures: list[Picture]) -> list[Section]:
     folded, further = answer.split_sentences(frames)
     sections = [
         _build_answer(frames, pictures, folded),
+        _build_engine_steps(frames, pictures),
         *_build_performance(frames, pictures),
         *_build_points(frames, pictures),
         *_build_served(frames),
@@ -115,6 +126,18 @@ def _build_answer(frames: Frames, pictures: list[Picture], folded: list[str]) ->
         ]
         if grids
         else [engines.build_table(frames)],
+    )
+
+
+def _build_engine_steps(frames: Frames, pictures: list[Picture]) -> Section:
+    """Return the section that compares the decode steps of several engines by part."""
+    return Section(
+        slug="engine-steps",
+        title=engine_steps.TITLE,
+        bullets=engine_steps.describe_slower_parts(frames),
+        pictures=_select_pictures(pictures, "engine-steps"),
+        tables=[engine_steps.build_table(frames)],
+        notes=engine_steps.describe_limits(frames),
     )
 
 

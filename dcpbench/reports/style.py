@@ -28,8 +28,16 @@ PHASE_COLOURS = {
     "moe": "#88CCEE",
     "dense_mlp": "#882255",
     "mlp_reduce": "#6699CC",
+    "exchange": "#AA4499",
+    "all-reduce": "#117733",
+    "projections": "#DDCC77",
+    "experts": "#88CCEE",
+    "unknown": "#1A1A1A",
 }
-"""Paul Tol's muted palette and one blue more, for areas: the phases worth telling apart, in stacking order."""
+"""Paul Tol's muted palette and one blue more, for areas: the phases worth telling apart, in stacking order.
+
+The last five are parts of other engines' steps, in the colours of the phases that they correspond to.
+"""
 REST_COLOUR = "#777777"
 IDLE_COLOUR = "#DDDDDD"
 FLOOR_LOOK: dict[str, Any] = {"facecolor": "#FFFFFF", "edgecolor": "#1A1A1A", "linewidth": 0.5}

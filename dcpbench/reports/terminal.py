@@ -16,11 +16,12 @@ from rich.text import Text
 from dcpbench.points.names import CLOSED, GAMMA, TRACE, TRACE_TIMES
 from dcpbench.records.metrics import DECODE
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
-from dcpbench.reports import answer, floors, marks, rule
+from dcpbench.reports import answer, engine_steps, floors, marks, rule
 from dcpbench.reports.frames import sort_commonest_first
+from dcpbench.reports.step_parts import ATTENTION, COMMUNICATION, EXCHANGE, IDLE, MATRIX_PRODUCTS, NORMS, OTHERS
 from dcpbench.reports.tables import format_whole
 from dcpbench.reports.words import FEW_SAMPLES
-from dcpbench.show.numbers import ABSENT, format_number, format_with_unit, is_missing
+from dcpbench.show.numbers import ABSENT, format_number, format_ratio, format_with_unit, is_missing
 from dcpbench.show.text import format_capitalized, format_count, make_printable
 
 if TYPE_CHECKING:
@@ -46,6 +47,16 @@ IMPLIED = ("cpu", "oversubscribed")
 TOKENS = ((1e6, "M"), (1e3, "k"), (1.0, ""))  # units of KV capacities, largest first
 MAX_WORD_WIDTH = 24
 """Maximum width of a word of a label, in terminal columns."""
+STEP_COLUMNS = {
+    ATTENTION: "attn",
+    EXCHANGE: "exch.",
+    COMMUNICATION: "exch.+red.",
+    MATRIX_PRODUCTS: "proj.+exp.",
+    NORMS: "norms",
+    OTHERS: "other",
+    IDLE: "idle",
+}
+"""Short headings of parts of a step in the terminal."""
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -72,6 +83,7 @@ def render(frames: Frames) -> Group:
         parts.append(FittedTable(title, list(group["label"]), _make_served_columns(arrival, group), gap=1))
         parts += [make_plain_text(sentence) for sentence in _format_notes(group)]
     parts += [make_plain_text(SCATTER, "dim")] if len(points) else []
+    parts += _render_engine_steps(frames)
     more = sum(map(len, tables)) - len(points) - len(served) - len(others)
     parts += (
         [make_plain_text(f"{more:,} points more; `dcpbench report` writes all into points.csv.", "yellow")]
@@ -93,6 +105,36 @@ def render(frames: Frames) -> Group:
         for sentence in answer.format_top_sentences(frames) + floors.format_floor_sentences(frames)
     ]
     return Group(*parts)
+
+
+def _render_engine_steps(frames: Frames) -> list[RenderableType]:
+    """Return the table of the engines' decode steps by part with its notes; empty unless several engines were profiled."""
+    found = engine_steps.compare_steps(frames)
+    if found.rows.empty:
+        return []
+    rows = found.rows.head(MAX_ROWS)
+    parts = [name for name in engine_steps.list_shown_parts(found) if name not in engine_steps.ONLY_IN_SUMS]
+    columns = [
+        Column("conc.", [f"{v:,}" for v in rows["concurrency"]]),
+        Column("context", [f"{v:,}" for v in rows["context"]]),
+        Column("engine", list(map(str, rows["run"])), text=True),
+        _make_number_column("step", rows["step_ms"], 3),
+        Column("×", [format_ratio(v, 2) for v in rows["step_times"]]),
+        _make_number_column("profiled", rows["profiled_us"] / 1e3, 3, drop=len(parts) + 1, full_name="profiled step"),
+        *(
+            Column(STEP_COLUMNS.get(name, name), _format_part_ms(rows, name), drop=len(parts) - i, full_name=name)
+            for i, name in enumerate(parts)
+        ),
+        Column("unknown", [engine_steps.format_unknown_share(row) for row in rows.to_dict("records")], drop=len(parts)),
+    ]
+    title = f"{engine_steps.TITLE}: ms, and × of the step over {found.reference}"
+    notes = [make_plain_text(text) for text in engine_steps.describe_limits(frames)]
+    return [FittedTable(title, list(rows["layout"]), columns, gap=1), *notes]
+
+
+def _format_part_ms(rows: pd.DataFrame, name: str) -> list[str]:
+    """Return the time of a part of each step in ms; a dash for a step without it."""
+    return [format_number(parts[name] / 1e3, 3) if name in parts else ABSENT for parts in rows["parts"]]
 
 
 def _list_misses(points: pd.DataFrame) -> list[str]:

@@ -12,7 +12,8 @@ Two answers are compared up to the first token that differs, as later tokens fol
 
     same      if all tokens are equal
     near-tie  if each server that gives log-probabilities has both tokens within 2 × tolerance: rounding decided
-    token     if a server has them further apart: no rounding explains it
+    outlier   if a server has them further apart, within 2 × the limit of outliers: engine_agreement.py says where there are any
+    token     if a server has them still further apart: no rounding explains it
     drift     if log-probabilities of equal tokens are apart by more than the tolerance on average
     unknown   if no server's log-probabilities say how far apart the tokens were
 
@@ -51,7 +52,7 @@ MIN_ROUNDS = 2  # minimum number of rounds of answers, alone and in a batch, for
 MAX_HALVINGS = 10  # lengths that may be added while the first that differs is looked for
 AGREE, CONSISTENT, DIFFER, UNDECIDED = "AGREE", "CONSISTENT", "DIFFER", "UNDECIDED"
 REPEAT, CACHE, BATCH, SERVERS = EFFECTS = ("repeat", "cache", "batch", "servers")
-SAME, NEAR_TIE, TOKEN, DRIFT, UNKNOWN = "same", "near-tie", "token", "drift", "unknown"
+SAME, NEAR_TIE, OUTLIER, TOKEN, DRIFT, UNKNOWN = "same", "near-tie", "outlier", "token", "drift", "unknown"
 RARE, NOISY, UNATTRIBUTED, FEW_TOKENS = "rare", "noisy", "unattributed", "few tokens"  # reasons for no verdict
 
 
@@ -104,6 +105,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     prompts: int
     pairs: int
     near_ties: int = 0  # pairs
+    outliers: int = 0  # pairs
     real: int = 0  # pairs
     unknown: int = 0  # pairs
     differing: int = 0  # prompts with at least half of the pairs real
@@ -154,8 +156,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return any(c.differs for c in self.comparisons if c.context == context)
 
 
-def compare_pair(a: Answer, b: Answer, tolerance: float = TOLERANCE) -> Pair:
-    """Compare two answers to one prompt."""
+def compare_pair(a: Answer, b: Answer, tolerance: float = TOLERANCE, outliers: float = 0.0) -> Pair:
+    """Compare two answers to one prompt. `outliers` is their limit; at most the tolerance: there are none."""
     first, tokens = find_first_difference(a, b), max(len(a.tokens), len(b.tokens))
     equal = min(len(a.tokens), len(b.tokens)) if first is None else first
     drift = _compute_drift(a, b, equal)
@@ -165,7 +167,8 @@ def compare_pair(a: Answer, b: Answer, tolerance: float = TOLERANCE) -> Pair:
         gap = max((size for size, _ in gaps), default=None)
         exact = bool(gaps) and all(known for _, known in gaps)
         kind = UNKNOWN if gap is None or (gap <= 2 * tolerance and not exact) else NEAR_TIE
-        kind = TOKEN if gap is not None and gap > 2 * tolerance else kind
+        if gap is not None and gap > 2 * tolerance:
+            kind = TOKEN if gap > 2 * outliers else OUTLIER
     if kind != TOKEN and drift is not None and drift > tolerance and equal >= MIN_DRIFT_TOKENS:
         kind = DRIFT
     compared = equal + (first is not None)
@@ -378,6 +381,7 @@ class Tally(TypedDict):
     prompts: int
     pairs: int
     near_ties: int
+    outliers: int
     real: int
     unknown: int
     differing: int
@@ -392,6 +396,7 @@ def tally_pairs(prompts: Sequence[Sequence[Pair]]) -> Tally:
         "prompts": len(prompts),
         "pairs": len(pairs),
         "near_ties": sum(pair.kind == NEAR_TIE for pair in pairs),
+        "outliers": sum(pair.kind == OUTLIER for pair in pairs),
         "real": sum(pair.is_real for pair in pairs),
         "unknown": sum(pair.kind == UNKNOWN for pair in pairs),
         "differing": sum(2 * sum(pair.is_real for pair in of) >= max(len(of), 1) for of in prompts),

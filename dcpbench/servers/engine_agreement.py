@@ -31,6 +31,8 @@ from dcpbench.servers.agreement import (
     LEVEL,
     MAX_CHANCE_SHARE,
     MIN_COVERAGE,
+    MIN_DRIFT_TOKENS,
+    NOISY,
     RARE,
     REPEAT,
     SAME,
@@ -60,6 +62,9 @@ SCORES = "scores"  # effect: log-probabilities of the tokens of a prompt
 OWN_EFFECTS = (REPEAT, CACHE, BATCH)
 BASE_DIFFERS = "base differs"  # further reason for no verdict
 NOISE_FACTOR = 4.0  # a difference of this many times a server's own noise is beyond rounding
+MAX_NOISE_SHARE = 0.25  # largest tolerance, as a share of the standard deviation of log-probabilities
+OUTLIER_FACTOR = 3.0  # limit of outliers, as a multiple of a tolerance that follows from rounding
+MAX_OUTLIER_SHARE = 0.05  # of pairs
 MIN_PERIODIC = 4  # wrong requests from which a period is derived
 
 
@@ -71,6 +76,9 @@ class Count(msgspec.Struct, frozen=True, kw_only=True):
     prompts: int
     pairs: int
     near_ties: int = 0
+    outliers: int = (
+        0  # pairs of which single tokens differ more than rounding explains, as when a token gets another expert
+    )
     real: int = 0  # pairs that differ beyond rounding
     unknown: int = 0
     differing: int = 0  # prompts of which at least half of the pairs are real
@@ -79,6 +87,8 @@ class Count(msgspec.Struct, frozen=True, kw_only=True):
     with_logprobs: int = 0  # pairs of which log-probabilities were compared
     example: Pair | None = None  # the first real pair
     wrong: list[int] = []  # places of the requests of real pairs that were sent alone, among those of the server
+    gaps: list[float] = []  # of all pairs that part, where log-probabilities give it
+    drifts: list[float] = []  # of all pairs with log-probabilities of equal tokens
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,37 +121,83 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
     detectable: Detectable
     coverage: float  # share of tokens that were compared
     tolerance: float  # natural logarithms
+    rounding: float  # median |difference of log-probabilities| between conditions that change only the order of sums; 0: unknown
+    spread: float | None  # standard deviation of the log-probabilities of random tokens; None if the server gives none
     logprobs: bool  # whether log-probabilities were compared
 
 
-def compute_tolerance(tolerance: float, base: Sequence[ScoredPrompt], other: Sequence[ScoredPrompt]) -> float:
-    """Return the tolerance for two servers: smaller than the given one where log-probabilities lie close together.
+class Tolerance(msgspec.Struct, frozen=True, kw_only=True):
+    """Differences of log-probabilities that rounding explains, in natural logarithms."""
+
+    value: float
+    rounding: float = 0.0  # see Judgement
+    spread: float | None = None  # see Judgement
+
+    @property
+    def outliers(self) -> float:
+        """Return the limit of outliers; the tolerance itself where it does not follow from rounding."""
+        return self.value * (
+            OUTLIER_FACTOR if self.spread is not None and self.value <= NOISE_FACTOR * self.rounding else 1.0
+        )
+
+    def compare_pair(self, a: Answer, b: Answer) -> Pair:
+        """Compare two answers to one prompt."""
+        return compare_pair(a, b, self.value, self.outliers)
+
+
+def compute_tolerance(
+    tolerance: float, base: Sequence[ScoredPrompt], other: Sequence[ScoredPrompt], rounding: float = 0.0
+) -> Tolerance:
+    """Return the tolerance for two servers, from the given one, the spread of log-probabilities, and the servers' own rounding.
 
     Weights that are not trained can give every token nearly the same log-probability, so that a difference of 0.1 is large. The
-    tolerance is then the same share of the deviation of the log-probabilities, but at least NOISE_FACTOR times the servers' own noise.
+    tolerance is then the same share of the standard deviation of the log-probabilities, but at least NOISE_FACTOR times the noise of
+    repeated log-probabilities. Activations in fp8, and routing to experts, turn the smallest change of a sum into a large one:
+    the tolerance is then NOISE_FACTOR times `rounding` (measure_rounding), and at most MAX_NOISE_SHARE of the standard deviation.
+    Single tokens then differ more than that, up to OUTLIER_FACTOR times the tolerance: a few such outliers are no difference.
     """
     values = [p for one in base for p in one.first]
     if not values:
-        return tolerance
-    noise = max(_measure_noise(base), _measure_noise(other))
-    return min(tolerance, max(tolerance * float(np.std(values)), NOISE_FACTOR * noise))
+        return Tolerance(value=tolerance, rounding=rounding)
+    spread = float(np.std(values))
+    noise = NOISE_FACTOR * max(_measure_noise(base), _measure_noise(other))
+    least = min(tolerance, max(tolerance * spread, noise))
+    most = MAX_NOISE_SHARE * spread
+    return Tolerance(value=max(least, min(NOISE_FACTOR * rounding, most)), rounding=rounding, spread=spread)
 
 
-def count_own(answers: LengthAnswers, tolerance: float) -> list[Count]:
+def measure_rounding(answers: Iterable[LengthAnswers]) -> float:
+    """Return how far log-probabilities of one server's equal tokens are apart under other conditions; 0 if they never are.
+
+    It is the median over pairs of answers that are not identical, of the effect (a prefix-cache hit, a batch) in which it is smaller: a
+    fault in one of them does not raise it.
+    """
+    drifts: dict[str, list[float]] = {effect: [] for effect in OWN_PAIRS}
+    for length in answers:
+        for group in length.groups:
+            for effect, pairs_of in OWN_PAIRS.items():
+                pairs = [compare_pair(x, y) for of in pairs_of(group) for x, y in of]
+                drifts[effect] += [
+                    p.drift for p in pairs if p.drift and p.compared - (p.first is not None) >= MIN_DRIFT_TOKENS
+                ]
+    return min((float(np.median(of)) for effect, of in drifts.items() if of and effect != REPEAT), default=0.0)
+
+
+def count_own(answers: LengthAnswers, tolerance: Tolerance) -> list[Count]:
     """Compare the answers of one server with each other."""
     found = []
     for group in answers.groups:
         cell = Cell(length=answers.length, batch=group.batch, cache=AGAIN)
         for effect, pairs_of in OWN_PAIRS.items():
-            pairs = [[compare_pair(x, y, tolerance) for x, y in of] for of in pairs_of(group)]
+            pairs = [[tolerance.compare_pair(x, y) for x, y in of] for of in pairs_of(group)]
             found.append(_count_pairs(effect, cell, pairs))
     return _merge_counts(found)
 
 
-def count_between(base: LengthAnswers, other: LengthAnswers, tolerance: float) -> list[Count]:
+def count_between(base: LengthAnswers, other: LengthAnswers, tolerance: Tolerance) -> list[Count]:
     """Compare the answers of two servers under the same conditions."""
     found = []
-    compare = functools.partial(compare_pair, tolerance=tolerance)
+    compare = tolerance.compare_pair
     for a, b in zip(base.groups, other.groups, strict=True):
         make_cell = functools.partial(Cell, length=base.length, batch=b.batch)
         first = [[compare(x, y)] for x, y in zip(a.rounds[0], b.rounds[0], strict=True)]
@@ -151,7 +207,7 @@ def count_between(base: LengthAnswers, other: LengthAnswers, tolerance: float) -
             for of_a, of_b in zip(zip(*a.rounds[1:], strict=True), zip(*b.rounds[1:], strict=True), strict=True)
         ]
         found.append(_count_pairs(SERVERS, make_cell(cache=AGAIN), later, b.numbers[1:]))
-    scored = [[_compare_scores(x, y, tolerance)] for x, y in zip(base.scored, other.scored, strict=False)]
+    scored = [[_compare_scores(x, y, tolerance.value)] for x, y in zip(base.scored, other.scored, strict=False)]
     alone = [
         ([[compare(x, y)] for x, y in zip(a.alone, b.alone, strict=True)], b.alone_numbers)
         for a, b in zip(base.groups, other.groups, strict=True)
@@ -166,7 +222,7 @@ def judge_setting(
     between: Sequence[Count] | None,
     base: Sequence[Count],
     *,
-    tolerance: float,
+    tolerance: Tolerance,
     base_verdict: str = CONSISTENT,
     level: float = LEVEL,
 ) -> Judgement:
@@ -194,7 +250,9 @@ def judge_setting(
         counts=judged,
         detectable=_compute_detectable(judged),
         coverage=coverage,
-        tolerance=tolerance,
+        tolerance=tolerance.value,
+        rounding=tolerance.rounding,
+        spread=tolerance.spread,
         logprobs=any(c.with_logprobs for c in judged),
     )
 
@@ -268,6 +326,8 @@ def _count_pairs(
         with_logprobs=sum(pair.drift is not None or pair.gap is not None for pair in pairs),
         example=next((pair for pair in pairs if pair.is_real), None),
         wrong=wrong,
+        gaps=[round(pair.gap, 4) for pair in pairs if pair.gap is not None],
+        drifts=[round(pair.drift, 4) for pair in pairs if pair.drift is not None],
     )
 
 
@@ -283,9 +343,21 @@ def _merge_counts(counts: Iterable[Count]) -> list[Count]:
 
 
 def _add_counts(a: Count, b: Count) -> Count:
-    names = ("prompts", "pairs", "near_ties", "real", "unknown", "differing", "compared", "tokens", "with_logprobs")
+    names = (
+        "prompts",
+        "pairs",
+        "near_ties",
+        "outliers",
+        "real",
+        "unknown",
+        "differing",
+        "compared",
+        "tokens",
+        "with_logprobs",
+    )
     sums = {name: getattr(a, name) + getattr(b, name) for name in names}
-    return msgspec.structs.replace(a, **sums, example=a.example or b.example, wrong=[*a.wrong, *b.wrong])
+    lists = {name: [*getattr(a, name), *getattr(b, name)] for name in ("wrong", "gaps", "drifts")}
+    return msgspec.structs.replace(a, **sums, **lists, example=a.example or b.example)
 
 
 def _list_tests(counts: Sequence[Count]) -> dict[Test, list[Count]]:
@@ -345,6 +417,7 @@ def _find_doubts(counts: Sequence[Count], coverage: float, base_verdict: str) ->
     found = {
         BASE_DIFFERS: base_verdict != CONSISTENT,
         RARE: any(c.real for c in counts),
+        NOISY: sum(c.outliers for c in counts) > MAX_OUTLIER_SHARE * sum(c.pairs for c in counts),
         UNATTRIBUTED: any(c.unknown for c in counts),
         FEW_TOKENS: coverage < MIN_COVERAGE,
     }

@@ -14,9 +14,9 @@ from dcpbench.errors import UsageError
 from dcpbench.plan import options as read
 from dcpbench.points.engines import format_settings, make_engine_load, make_engine_point
 from dcpbench.points.layout import Layout
-from dcpbench.points.names import CUT, UNKNOWN, WHOLE
+from dcpbench.points.names import UNKNOWN, WHOLE
 from dcpbench.points.redaction import register_command_line
-from dcpbench.servers.presets import PRESETS, choose_weights, make_environment
+from dcpbench.servers.presets import choose_ep, choose_weights, make_environment
 from dcpbench.show.text import format_list
 
 if TYPE_CHECKING:
@@ -90,9 +90,7 @@ def list_all_settings(engines: Sequence[Engine], grid: Grid, variants: Sequence[
 
 def _list_points(engine: Engine, layout: Layout, grid: Grid) -> list[Point]:
     """Return the points of a layout: one for each exchange if its ranks share the KV cache."""
-    ep = str(layout.tp) if grid.ep == WHOLE else grid.ep
-    if ep == UNKNOWN and layout.dp > 1 and engine.name in PRESETS:
-        ep = CUT  # vLLM and SGLang split experts over all ranks unless they are given their flag for expert parallel
+    ep = choose_ep(engine, layout.dp, str(layout.tp) if grid.ep == WHOLE else grid.ep)
     point = make_engine_point(
         model=grid.model,
         layout={"tp": layout.tp, "dp": layout.dp, "dcp": layout.dcp},

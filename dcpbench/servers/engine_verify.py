@@ -24,6 +24,7 @@ from dcpbench.servers.engine_agreement import (
     count_between,
     count_own,
     judge_setting,
+    measure_rounding,
 )
 from dcpbench.servers.engine_log import read_started_settings
 from dcpbench.servers.launch import Server, choose_log_path, find_free_port
@@ -86,7 +87,8 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     """All settings, the first of which the others are compared with."""
 
     results: list[SettingResult]
-    not_run: list[str]  # settings that were not started, as the first one failed
+    not_run: list[str]  # settings without a result
+    interrupted: bool = False  # whether they have none because of an interruption, else because the first one failed
     seed: int
     new_tokens: int
 
@@ -114,19 +116,31 @@ class EngineCheck:
     folder: Path
 
 
-def verify_engines(check: EngineCheck, tell: Callable[[str], None]) -> EngineReport:
-    """Start and question all settings, one after another, and judge them. After a failure of the first, no other is started."""
-    run = _Run(check, tell)
-    for number, setting in enumerate(check.settings):
-        run.question_setting(number, setting)
-        if number == 0 and run.results[0].judgement is None:
-            break
-    return EngineReport(
-        results=run.results,
-        not_run=[setting.name for setting in check.settings[len(run.results) :]],
-        seed=check.questions.seed,
-        new_tokens=check.questions.tokens,
-    )
+class EngineComparison:
+    """Start and question all settings, one after another, and judge them."""
+
+    def __init__(self, check: EngineCheck, tell: Callable[[str], None]) -> None:
+        self.check = check
+        self._run = _Run(check, tell)
+        self._complete = False
+
+    def run(self) -> None:
+        """Question the settings. After a failure of the first, no other is started; an interruption leaves the rest out."""
+        for number, setting in enumerate(self.check.settings):
+            self._run.question_setting(number, setting)
+            if number == 0 and self._run.results[0].judgement is None:
+                break
+        self._complete = True
+
+    def make_report(self) -> EngineReport:
+        """Return the report of the settings that were judged or failed so far."""
+        return EngineReport(
+            results=self._run.results,
+            not_run=[setting.name for setting in self.check.settings[len(self._run.results) :]],
+            interrupted=not self._complete,
+            seed=self.check.questions.seed,
+            new_tokens=self.check.questions.tokens,
+        )
 
 
 def choose_edges(check: EngineCheck, info: ServerInfo, words: Sequence[str], settings: EngineSettings | None) -> Edges:
@@ -162,6 +176,7 @@ class _Run:
         self._lengths: list[int] = []
         self._left_out: list[int] = []
         self._max_model_len: int | None = None
+        self._rounding = 0.0
 
     def question_setting(self, number: int, setting: Setting) -> None:
         """Start the server of a setting, collect its answers, end it, and append the result."""
@@ -218,7 +233,9 @@ class _Run:
     def _judge(self, answers: CollectedAnswers) -> Judgement:
         """Compare the answers of a server with each other and with those of the first."""
         base = self._base or answers
-        tolerance = compute_tolerance(self.check.tolerance, base.scored, answers.scored)
+        rounding = measure_rounding(map(decode_answers, answers.lengths.values()))
+        self._rounding = max(self._rounding, rounding)
+        tolerance = compute_tolerance(self.check.tolerance, base.scored, answers.scored, self._rounding)
         own, between = [], []
         for length, data in answers.lengths.items():
             found = decode_answers(data)

@@ -14,13 +14,21 @@ from dcpbench.servers.agreement import (
     DIFFER,
     FEW_TOKENS,
     MIN_COVERAGE,
+    NOISY,
     RARE,
     REPEAT,
     SERVERS,
     UNATTRIBUTED,
 )
 from dcpbench.servers.edge_answers import AGAIN, NEW, SHARED
-from dcpbench.servers.engine_agreement import BASE_DIFFERS, SCORES, find_smallest
+from dcpbench.servers.engine_agreement import (
+    BASE_DIFFERS,
+    MAX_OUTLIER_SHARE,
+    NOISE_FACTOR,
+    OUTLIER_FACTOR,
+    SCORES,
+    find_smallest,
+)
 from dcpbench.servers.engine_verify import PROMPTS, START
 from dcpbench.show.numbers import format_short_number
 from dcpbench.show.text import format_count, format_list
@@ -43,6 +51,7 @@ CACHE_NAMES = {NEW: "prefix-cache misses", SHARED: "shared prefixes", AGAIN: "pr
 CELL_CACHES = {NEW: "prefix-cache miss", SHARED: "shared prefix", AGAIN: "prefix-cache hit"}
 DOUBTS = {
     BASE_DIFFERS: "the first setting has no clean verdict, so agreement with it proves nothing",
+    NOISY: f"more than {MAX_OUTLIER_SHARE:.0%} of the answers part at tokens that rounding seldom separates so far",
     RARE: "some answers differ beyond rounding, too few to be distinguished from chance; ask more with --num-prompts, or allow for "
     "more rounding with --tolerance",
     UNATTRIBUTED: "some answers differ, and no log-probabilities say whether those are near-ties",
@@ -65,7 +74,7 @@ def make_table(report: EngineReport) -> Table:
         cells = [_format_effect(result.judgement, effect) for effect in TITLES]
         table.add_row(result.name, *cells, _format_outcome(result))
     for name in report.not_run:
-        table.add_row(name, *[""] * len(TITLES), "not started")
+        table.add_row(name, *[""] * len(TITLES), "not compared" if report.interrupted else "not started")
     return table
 
 
@@ -77,7 +86,9 @@ def format_report(report: EngineReport) -> list[str]:
         lines += _format_setting(result, base)
     if report.not_run:
         lines.append(
-            f"Not started, as the first setting gave no answers to compare with: {format_list(report.not_run)}."
+            f"Not compared, as the command was interrupted: {format_list(report.not_run)}."
+            if report.interrupted
+            else f"Not started, as the first setting gave no answers to compare with: {format_list(report.not_run)}."
         )
     if dummy := [result.name for result in report.results if result.dummy_weights]:
         lines.append(
@@ -131,11 +142,14 @@ def _format_setting(result: SettingResult, base: SettingResult) -> list[str]:
     if judgement.verdict == DIFFER:
         first, *others = judgement.findings
         found = [_format_finding(first, judgement, base), *_format_further(others, base)]
-        return [f"{result.name}: {judgement.verdict}. {' '.join(found)}"]
+        found.append(_format_rounding(judgement))
+        return [f"{result.name}: {judgement.verdict}. {' '.join(filter(None, found))}"]
     if judgement.undecided:
         doubts = "; ".join(DOUBTS[doubt] for doubt in judgement.undecided)
         example = _format_rare(judgement, base) if RARE in judgement.undecided else ""
-        text = " ".join(filter(None, (f"{doubts}.", example, _format_detectable(judgement))))
+        text = " ".join(
+            filter(None, (f"{doubts}.", example, _format_rounding(judgement), _format_detectable(judgement)))
+        )
         return [f"{result.name}: {judgement.verdict}: {text}"]
     return [f"{result.name}: {judgement.verdict}. {_format_agreement(result, judgement, base)}"]
 
@@ -145,19 +159,33 @@ def _format_agreement(result: SettingResult, judgement: Judgement, base: Setting
     cells = [c.cell for c in judgement.counts]
     batches = _format_values([str(n) for n in sorted({cell.batch for cell in cells})])
     what = "Its answers repeat" if result is base else f"It answers as {base.name} does"
-    ties = sum(c.near_ties for c in judgement.counts)
+    ties, outliers = (sum(getattr(c, name) for c in judgement.counts) for name in ("near_ties", "outliers"))
+    further = f" and {format_count(outliers, 'outlier')}" if outliers else ""
     text = [
         (
             f"{what}, apart from rounding (up to {judgement.tolerance:.2g} in log-probability), at "
             f"{format_count(len(result.lengths), 'length')} of prompts from {result.lengths[0]:,} to {result.lengths[-1]:,} tokens and "
-            f"batch sizes {batches}; {format_count(ties, 'near-tie')}."
+            f"batch sizes {batches}; {format_count(ties, 'near-tie')}{further}."
         ),
         _format_detectable(judgement),
     ]
+    text.append(_format_rounding(judgement))
     if not judgement.logprobs:
         text.append("The server gives no log-probabilities: answers were compared by their tokens alone.")
     text.append(_format_hits(result.hit_tokens))
-    return " ".join(text)
+    return " ".join(filter(None, text))
+
+
+def _format_rounding(judgement: Judgement) -> str:
+    """Return how large rounding is, and how a smaller difference could be seen; empty if it did not raise the tolerance."""
+    if judgement.spread is None or judgement.tolerance > NOISE_FACTOR * judgement.rounding or not judgement.rounding:
+        return ""
+    return (
+        f"Rounding moves log-probabilities by {format_short_number(judgement.rounding)} ({judgement.rounding / judgement.spread:.0%} of "
+        f"their standard deviation) where only the order of sums changes, so smaller differences than {judgement.tolerance:.2g} are "
+        f"not seen, and up to {MAX_OUTLIER_SHARE:.0%} of the answers may part at tokens that are {2 * OUTLIER_FACTOR * judgement.tolerance:.2g} "
+        "apart (outliers); a model without quantized weights and activations shows smaller ones."
+    )
 
 
 def _format_detectable(judgement: Judgement) -> str:

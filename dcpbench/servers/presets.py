@@ -232,6 +232,32 @@ def choose_weights(engine: Engine, model: str, asked: str | None) -> str:
     return asked
 
 
+EP_FLAGS = {
+    VLLM: ("--enable-expert-parallel", "-ep"),
+    SGLANG: ("--ep-size", "--ep", "--expert-parallel-size", "--moe-a2a-backend"),
+}
+"""Flags with which vLLM 0.26 and SGLang 0.5.17 place whole experts on ranks; without them they split every expert."""
+
+
+def choose_ep(engine: Engine, dp: int, asked: str | None = None) -> str:
+    """Return the expert-parallel degree of a server, as points store it: `asked`, or the engine's default.
+
+    vLLM and SGLang split experts over all ranks of a layout with attention data parallelism (CUT) unless one of EP_FLAGS is in
+    the engine's command or flags. UNKNOWN for other engines, and for layouts without attention data parallelism.
+    """
+    if asked not in (None, UNKNOWN):
+        return str(asked)
+    known = engine.name in EP_FLAGS and dp > 1 and not _has_ep_flag(engine)
+    return CUT if known else UNKNOWN
+
+
+def _has_ep_flag(engine: Engine) -> bool:
+    """Return True if the engine's command, flags or flags of a layout with data parallelism contain one of EP_FLAGS."""
+    words = shlex.split(engine.command) + shlex.split(engine.layout.get("dp", ""))
+    words += [f"--{name}" for name, value in engine.flags.items() if value is not False]
+    return any(word.partition("=")[0] in EP_FLAGS[engine.name] for word in words)
+
+
 def make_environment(engine: Engine, point: Point, more: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the variables that a server of a point gets: `more`, the switch for synthetic weights, and the engine's own."""
     return {**(more or {}), **({SYNTHETIC_VARIABLE: "1"} if point.weights == SYNTHETIC else {}), **engine.env}

@@ -23,36 +23,74 @@ if TYPE_CHECKING:
 
 UNKNOWN = "unknown"
 PARTS = (
-    ("all-reduce", r"AllReduce|cross_device_reduce|allreduce|all_reduce|one_shot|two_shot|multimem_reduce"),
-    ("exchange", r"AllGather|ReduceScatter|AllToAll|SendRecv|all_gather|all2all|alltoall|reduce_scatter"),
-    ("merge", r"correct_attn_cp_out|merge_attn_states|merge_state|MergeState|lse_|_dcp_"),
+    ("all-reduce", r"[Aa]ll_?[Rr]educe|cross_device_reduce|one_?shot|two_?shot|multimem_reduce"),
+    (
+        "exchange",
+        r"AllGather|ReduceScatter|AllToAll|SendRecv|all_gather|all_?to_?all|all2all|reduce_scatter|nccl(Sym)?(Dev)?Kernel|nvshmem|deep_ep",
+    ),
+    (
+        "merge",
+        r"correct_attn|merge_attn_states|merge_state|(?<!VariableLength)MergeState|(?<![a-z])lse_|_dcp_(a2a|lse)|mask_empty_context",
+    ),
     (
         "attention",
         (
-            r"flash_fwd|FlashAttnFwd|flash::|flash_mla|splitkv_mla|BatchMLA|BatchDecode|BatchPrefill|SinglePrefill|fmha|"
-            r"_fwd_grouped_kernel|_fwd_kernel_stage|mla_decode|paged_attention|device_kernel.*FlashAttn|prepare_varlen"
+            r"flash_fwd|FlashAttnFwd|flash::|flash_mla|splitkv_mla|BatchMLA|BatchDecode|BatchPrefill|BatchAttention|SinglePrefill|"
+            r"VariableLengthMergeStates|AttentionSum|fmha|Fmha|_fwd_grouped_kernel|_fwd_kernel_stage|^_fwd_kernel(_unified|_alibi)?$|"
+            r"mla_decode|paged_attention|unified_attention|reduce_segments|sparse_attn|sparse_mla|mla_metadata|prepare_varlen|mqa_logits"
         ),
     ),
     (
         "experts",
-        r"fused_moe|moe_|_moe|MoE|topk|TopK|grouped_gemm|GroupedGemm|group_gemm|GroupProblemShape|count_and_sort|expert|silu_and_mul|act_and_mul",
+        (
+            r"[Mm]oe|MoE|topk(?!_topp|_log_softmax)|topK|TopK(?!TopP)|grouped_gemm|GroupedGemm|group_gemm|GroupProblemShape|m_grouped|"
+            r"GemmType\)[1235]|count_and_sort|[Ee]xpert|silu|_and_mul|swiglu|router|expandInputRows|shuffleInputRows|problem_sizes|src2dst|"
+            r"_(pre|post)_reorder|ep_gather|ep_scatter|batched_triton_kernel|compute_arg_sorts|align_single_token|route_radix|compute_identity|deepep_|triton_\w+_fused_copy__mul_sum"
+        ),
     ),
-    ("quantisation", r"quant"),
-    ("KV cache write", r"concat_and_cache|reshape_and_cache|set_mla_kv|set_kv_buffer|store_kv|kv_cache"),
-    ("norm and rope", r"rms_?norm|RMSNorm|layer_?norm|rotary|rope|Rope"),
+    (
+        "KV cache write",
+        r"_and_cache|set_mla_kv|set_kv_buffer|store_kv|store_cache|store_flashmla|(?<!cp_gather_)kv_cache(?!_gather)",
+    ),
+    ("norm and rope", r"(?<![Rr]e)[Nn]orm(?!al)|rms_|rsqrt|[Rr]otary|[Rr]o[Pp][Ee](?![a-z])"),
+    (
+        "quantisation",
+        r"(?<!maybe_de)quant|Quant|convert_fp8|cvt_fp|segmented_max_reduction|absmax|per_group_transpose|align_input_scale",
+    ),
     (
         "projections",
-        r"gemm|Gemm|GEMM|cutlass|nvjet|cublas|splitKreduce|matmul|_w8a8_|bmm|xmma|wgrad|gemv",
+        r"gemm|Gemm|GEMM|cutlass|nvjet|cublas|splitKreduce|matmul|scaled_mm|_w8a8_|bmm|xmma|wgrad|gemv|dot_kernel",
     ),
-    ("sampling", r"argmax|ArgMax|sampl|softmax|Softmax|logits|penalt|multinomial"),
-    ("copies", r"Memcpy|Memset|copy_|CatArray"),
+    (
+        "sampling",
+        (
+            r"argmax|ArgMax|[Ss]ampl|[Ss]oft[Mm]ax|logits|logprob|penalt|multinomial|gumbel|topk_topp|TopKTopP|[Rr]enorm|_normalize_kernel|"
+            r"_temperature_|_min_p_|_bias_kernel|bad_words|bincount|bitmask|vocab_mask|_ranks_kernel|rejection|_partial_sum_kernel|distribution_"
+        ),
+    ),
+    (
+        "copies",
+        r"[Mm]emcpy|[Mm]emset|(?<!_to_)copy_|CatArray|maybe_dequant_cache|cp_gather|[Cc]oncat_?(mla|MLA)|concat_and_cast|get_mla_kv_buffer|zero_kv",
+    ),
     (
         "elementwise",
-        r"elementwise|reduce_kernel|triton_poi|triton_red|triton_per|index|gather|scatter|embedding|arange|fill",
+        (
+            r"elementwise|reduce_kernel|triton_poi|triton_red|triton_per|index|indices|gather|scatter|embedding|arange|fill|cub::|slot_mapping|"
+            r"metadata|block_table|seq_?lens|kv_splits|position|last_loc|req_to_token|page_table|kv_lens|activation_kernel|clamp|scan_kernel|sort"
+        ),
     ),
 )
-"""Parts of a step and the names of their kernels in vLLM, SGLang and torch, in the order in which they are tried."""
+"""Parts of a step and the names of their kernels in vLLM, SGLang and torch, in the order in which they are tried.
+
+Checked against the kernels in vLLM 0.26.0's libraries, and in the sources of vLLM 0.26.0, SGLang 0.5.17, FlashInfer and DeepGEMM. A kernel
+that does the work of two parts belongs to the first of them here, such as a norm that quantises its rows to `norm and rope`.
+Products of a shared expert have the names of other projections, and activations of dense layers those of experts.
+"""
 _PATTERNS = tuple((part, re.compile(pattern)) for part, pattern in PARTS)
+
+
+_IN_CUTLASS = re.compile(r"cutlass::device_kernel<(?:[\w:]*enable_\w+<)?(?:[a-z]\w*::)*(\w+)")
+"""Matches the name of a CUTLASS kernel, with that of the kernel's own class."""
 
 
 class KernelTime(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,8 +140,13 @@ def find_part(name: str) -> str:
 
 
 def shorten_name(name: str) -> str:
-    """Return a kernel's name without `void`, template arguments and parameters."""
+    """Return a kernel's name without `void`, template arguments and parameters.
+
+    CUTLASS launches all its kernels through one template, so the name of its argument is kept: `cutlass::device_kernel: GemmUniversal`.
+    """
     text = name.removeprefix("void ")
+    if found := _IN_CUTLASS.match(text):
+        return f"cutlass::device_kernel: {found[1]}"
     previous = ""
     while text != previous:
         previous, text = text, re.sub(r"<[^<>]*>", "", text)
@@ -157,16 +200,15 @@ def _average(
     busy_start, busy_end = merge_intervals(start, end)
     busy, total, count = float((busy_end - busy_start).sum()), float((end - start).sum()), len(members)
     step_us = float(sum(begins[i + 1] - begins[i] for i in members)) / count
-    by_name: dict[str, tuple[float, int]] = {}
+    times: dict[tuple[str, str], tuple[float, int]] = {}
     for number in np.unique(names):
         rows = names == number
-        name = shorten_name(columns.names[number])
-        us, launches = by_name.get(name, (0.0, 0))
-        by_name[name] = us + float((end - start)[rows].sum()), launches + int(rows.sum())
-    parts = {shorten_name(columns.names[number]): find_part(columns.names[number]) for number in np.unique(names)}
+        key = shorten_name(columns.names[number]), find_part(columns.names[number])
+        us, launches = times.get(key, (0.0, 0))
+        times[key] = us + float((end - start)[rows].sum()), launches + int(rows.sum())
     kernels = [
-        KernelTime(name=name, part=parts[name], per_step=launches / count, us=us / count)
-        for name, (us, launches) in sorted(by_name.items(), key=lambda item: -item[1][0])
+        KernelTime(name=name, part=part, per_step=launches / count, us=us / count)
+        for (name, part), (us, launches) in sorted(times.items(), key=lambda item: -item[1][0])
     ]
     return StepTime(
         path=path,

@@ -77,6 +77,40 @@ def test_it_is_refused_with_what_to_type_instead(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (
+            "serve --url http://127.0.0.1:8000 --tp 8",
+            (
+                "--url is an option of `dcpbench server`, which measures vLLM, SGLang and other servers. "
+                "Type: dcpbench server --url http://127.0.0.1:8000 --tp 8\n"
+            ),
+        ),
+        (
+            "serve --chunk 4096 --engine=vllm --model m",
+            (
+                "That command has no --chunk. Type: dcpbench server --engine=vllm --model m\n"
+                "Or leave out --engine to stay with `dcpbench serve`.\n"
+            ),
+        ),
+        ("serve --serve-cmd x{port}", "Type: dcpbench server --serve-cmd 'x{port}'\n"),
+        ("serve --no-check-client", "Type: dcpbench server --no-check-client\n"),
+        ("server --mode replay", "Type: dcpbench serve --mode replay\n"),
+    ],
+)
+def test_an_option_of_serve_or_server_names_the_other_command(
+    line: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert typed(*line.split()) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_an_option_that_no_command_has_is_an_unknown_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert typed("serve", "--no-such-option") == 2
+    assert "No such option: --no-such-option" in capsys.readouterr().err
+
+
 def test_an_engine_that_is_not_here_is_not_tried_for_every_load(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,9 +1,11 @@
 """A server that answers as a right or faulty engine with decode context parallelism does, for `verify --engine`.
 
-    python -m tests.servers.dcp_engine --port 8000 --dcp 2 --fault cache --noise
+    python -m tests.servers.dcp_engine --port 8000 --dcp 2 --fault cache --noise bf16
 
 Tokens follow from a hash of the prompt. A fault of FAULTS is present if --dcp is more than 1, or always with --fault-everywhere. With
---noise logits are moved by rounding as in bf16: another way in each layout, and in a batch another way each time.
+--noise logits are moved by rounding, another way in each layout, and in a batch another way each time: as in bf16, or as in fp8 with
+experts, where log-probabilities of vLLM 0.26 on an H200 (DeepSeek-V3, 4 layers) differ by 0.06 to 0.16 on average between
+prefix-cache hits and misses, and single ones by several times as much.
 """
 
 from __future__ import annotations
@@ -24,7 +26,13 @@ from typing import Any
 from tests.servers.faulty_engine import BF16_STEP, NOISE, VOCAB, Token, _true_logits, _write_answer, _write_json
 
 FAULTS = ("none", "cache", "batch", "long", "every33", "page", "exchange", "scores")
+FP8_NOISE, FP8_FREEDOM, FP8_MEAN_GAP = (
+    0.06,
+    4,
+    0.5,
+)  # Student's t: its tails are those of a token that gets another expert
 PAGE, LONG_FROM, BATCH_ABOVE, PERIOD, WRONG_FROM = 16, 4_096, 2, 33, 2
+MAX_WRONG, WRONG_GAP = 4, 2.9  # wrong tokens with a log-probability, and how far the right one is behind them
 STEP_S = 0.003  # time that an answer takes, in which others come to its batch
 SCORE_RANGE = (0.5, 9.0)  # of the negative log-probabilities of a prompt's tokens
 
@@ -124,28 +132,36 @@ class DcpEngine:
         rounding = random.Random(f"{self.given.dcp} {self.given.exchange} {cached}") if alone else self._random
         tokens: list[Token] = []
         for _ in range(count):
-            ids, logits = _true_logits(name, [token.id for token in tokens])
+            before = [token.id for token in tokens]
+            ids, logits = _true_logits(name, before, *([FP8_MEAN_GAP] if self.given.noise == "fp8" else []))
             if self.given.noise:
-                logits = [round((x + rounding.gauss(0.0, NOISE)) / BF16_STEP) * BF16_STEP for x in logits]
+                logits = [round((x + self._move(rounding)) / BF16_STEP) * BF16_STEP for x in logits]
             norm = math.log(sum(map(math.exp, logits)))
             top = {token: x - norm for token, x in sorted(zip(ids, logits, strict=True), key=lambda pair: -pair[1])}
             tokens.append(Token(next(iter(top)), top))
         return tokens
+
+    def _move(self, rounding: random.Random) -> float:
+        """Return by how much rounding moves a logit."""
+        if self.given.noise == "bf16":
+            return rounding.gauss(0.0, NOISE)
+        chi_squared = rounding.gammavariate(FP8_FREEDOM / 2, 2)
+        return FP8_NOISE * rounding.gauss(0.0, 1.0) / math.sqrt(chi_squared / FP8_FREEDOM)
 
     def _score(self, prompt: list[int]) -> list[float]:
         """Return the log-probabilities of the tokens after the first."""
         found = []
         for before, token in itertools.pairwise(prompt):
             p = -random.Random(before * VOCAB + token).uniform(*SCORE_RANGE)
-            p += self._random.gauss(0.0, NOISE) if self.given.noise else 0.0
+            p += self._move(self._random) if self.given.noise else 0.0
             found.append(p + (0.5 * (-1) ** token if self.faulty and self.given.fault == "scores" else 0.0))
         return found
 
 
 def _make_wrong(token: Token) -> Token:
-    """Return another token, far ahead of the right one."""
-    own = (token.id * 7 + 13) % VOCAB
-    return Token(own, {own: -0.1, token.id: -3.0})
+    """Return another token, far ahead of the right one, and as close to other wrong ones as that is to other right ones."""
+    top = {(i * 7 + 13) % VOCAB: p for i, p in list(token.top.items())[:MAX_WRONG]}
+    return Token((token.id * 7 + 13) % VOCAB, top | {token.id: token.top[token.id] - WRONG_GAP})
 
 
 def _die() -> None:
@@ -161,7 +177,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--exchange", default="ag_rs")
     parser.add_argument("--fault", choices=FAULTS, default="none")
     parser.add_argument("--fault-everywhere", action="store_true")
-    parser.add_argument("--noise", action="store_true")
+    parser.add_argument("--noise", choices=("bf16", "fp8"))
     parser.add_argument("--api", choices=("vllm", "sglang", "openai"), default="vllm")
     parser.add_argument("--max-model-len", type=int, default=40_000)
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)

@@ -122,13 +122,13 @@ def _planted(name: str, count: int, fault: int | None) -> list[Token]:
     return tokens
 
 
-def _true_logits(name: str, before: list[int]) -> tuple[list[int], list[float]]:
+def _true_logits(name: str, before: list[int], mean_gap: float = MEAN_GAP) -> tuple[list[int], list[float]]:
     """Return the likeliest tokens and their logits in exact arithmetic."""
     chances = random.Random(f"{name} {before}")
     ids = chances.sample(range(10, VOCAB), CANDIDATES)
     logits = [chances.uniform(*LOGITS)]
     for _ in range(CANDIDATES - 1):
-        logits.append(logits[-1] - chances.expovariate(1 / MEAN_GAP))
+        logits.append(logits[-1] - chances.expovariate(1 / mean_gap))
     return ids, logits
 
 

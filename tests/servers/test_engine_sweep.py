@@ -19,8 +19,8 @@ from dcpbench.points.floors import Sharding, StepRows, compute_step_floors
 from dcpbench.points.layout import Layout
 from dcpbench.points.shapes import load_shape
 from dcpbench.records.record import EngineSettings, Rates, Server
-from dcpbench.records.runs import read_run
-from dcpbench.reports import explain, frames
+from dcpbench.records.runs import Run, read_run
+from dcpbench.reports import explain, frames, joined_runs
 from dcpbench.servers import step_points
 from dcpbench.servers.presets import PRESETS, Engine, use_step_profiler
 from dcpbench.servers.step_floors import compute_engine_floor, read_rates
@@ -355,3 +355,20 @@ def test_a_report_says_how_steps_of_each_engine_were_measured(tmp_path: Path) ->
     assert "measured_context" in describe("theirs")
     assert "CUDA graph" in describe("ours", "theirs")
     assert "measured_context" in describe("ours", "theirs")
+
+
+def test_points_that_a_server_never_ran_belong_to_its_engine(tmp_path: Path) -> None:
+    """They have no version of their own, and they are not points of dcpbench's engine."""
+    own = make_engine_point(2, 1)
+    ran = msgspec.structs.replace(record_builder.ok(own), origin="engine vllm 0.26.0")
+    large = msgspec.structs.replace(own, concurrency=4_000)
+    longer = msgspec.structs.replace(own, context=900_000)
+    record_builder.write(tmp_path / "run", [ran, record_builder.rejected(large), record_builder.failed(longer)])
+    run = read_run(tmp_path / "run")
+    assert joined_runs.list_engines([run]) == ["vLLM 0.26.0"]
+    assert frames.load_frames([tmp_path / "run"]).engines == []
+    record_builder.write(tmp_path / "alone", [record_builder.failed(longer)])
+    assert joined_runs.list_engines([read_run(tmp_path / "alone")]) == ["vLLM"]
+    assert joined_runs.list_engines([Run(name="", folder=tmp_path, records=[record_builder.ok(point())])]) == [
+        "dcpbench"
+    ]

@@ -16,6 +16,7 @@ from dcpbench import cli
 from dcpbench.errors import UsageError
 from dcpbench.points.layout import Layout
 from dcpbench.records.record import EngineSettings
+from dcpbench.servers import engine_verify
 from dcpbench.servers.agreement import (
     AGREE,
     CONSISTENT,
@@ -45,11 +46,13 @@ from dcpbench.servers.engine_agreement import (
     BASE_DIFFERS,
     SCORES,
     Judgement,
+    Tolerance,
     compute_tolerance,
     count_between,
     count_own,
     find_period,
     judge_setting,
+    measure_rounding,
 )
 from dcpbench.servers.engine_settings import Grid, list_all_settings, make_layouts
 from dcpbench.servers.engine_verify import (
@@ -64,12 +67,15 @@ from dcpbench.servers.engine_verify import (
 from dcpbench.servers.engine_verify_text import format_report
 from dcpbench.servers.presets import PRESETS, Engine
 from dcpbench.servers.prompt_logprobs import parse_sglang_reply, parse_vllm_reply
-from tools.engine_faults import CASES, RIGHT, format_table, run_case, run_verify, write_engine_file
+from tools.engine_faults import CASES, RIGHT, RIGHT_FP8, format_table, run_case, run_verify, write_engine_file
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-FAULTS = [name for name in CASES if name != RIGHT]
+    from dcpbench.servers.engine_settings import Setting
+
+FAULTS = [name for name in CASES if name not in (RIGHT, RIGHT_FP8)]
+TENTH = Tolerance(value=0.1)
 
 
 class TestEdges:
@@ -210,18 +216,25 @@ def answer(seed: int, *, wrong: bool = False, shift: float = 0.0, gap: float = 2
 
 
 def answers(
-    length: int, *, wrong=lambda *_: False, scores: float = 0.0, gap: float = 2.0, first: int = 0
+    length: int,
+    *,
+    wrong=lambda *_: False,
+    drift=lambda *_: 0.0,
+    scores: float = 0.0,
+    gap: float = 2.0,
+    first: int = 0,
 ) -> LengthAnswers:
-    """Answers at batch sizes 1 and 8; `wrong` of the place of a request, the size of its batch and the state of the cache."""
+    """Answers at batch sizes 1 and 8. `wrong` and `drift` get the place of a request, the size of its batch and the state of the cache."""
     groups, number = [], first
     for batch, prompts in ((1, 12), (8, 16)):
         rounds, numbers = [], []
         for cache in (NEW, AGAIN, AGAIN):
             numbers.append(list(range(number, number + prompts)))
-            rounds.append([answer(i, wrong=wrong(n, batch, cache), gap=gap) for i, n in enumerate(numbers[-1])])
+            at = [(n, batch, cache) for n in numbers[-1]]
+            rounds.append([answer(i, wrong=wrong(*x), shift=drift(*x), gap=gap) for i, x in enumerate(at)])
             number += prompts
         places = list(range(number, number + 4)) if batch > 1 else []
-        alone = [answer(i, wrong=wrong(n, 1, AGAIN), gap=gap) for i, n in enumerate(places)]
+        alone = [answer(i, wrong=wrong(n, 1, AGAIN), shift=drift(n, 1, AGAIN), gap=gap) for i, n in enumerate(places)]
         number += len(places)
         groups.append(
             GroupAnswers(batch=batch, shared=False, rounds=rounds, numbers=numbers, alone=alone, alone_numbers=places)
@@ -242,10 +255,10 @@ def judge(lengths=LENGTHS, **of_other) -> Judgement:
     own, between, base_counts = [], [], []
     for i, length in enumerate(lengths):
         base, other = answers(length, first=i * SIZE), answers(length, first=i * SIZE, **of_other)
-        base_counts += count_own(base, 0.1)
-        own += count_own(other, 0.1)
-        between += count_between(base, other, 0.1)
-    return judge_setting(own, between, base_counts, tolerance=0.1)
+        base_counts += count_own(base, TENTH)
+        own += count_own(other, TENTH)
+        between += count_between(base, other, TENTH)
+    return judge_setting(own, between, base_counts, tolerance=TENTH)
 
 
 class TestJudgement:
@@ -310,18 +323,18 @@ class TestJudgement:
         assert REPEAT in [finding.effect for finding in found.findings]
 
     def test_agreement_with_a_first_setting_that_has_no_clean_verdict_is_undecided(self) -> None:
-        own = count_own(answers(17), 0.1)
-        between = count_between(answers(17), answers(17), 0.1)
-        found = judge_setting(own, between, own, tolerance=0.1, base_verdict=DIFFER)
+        own = count_own(answers(17), TENTH)
+        between = count_between(answers(17), answers(17), TENTH)
+        found = judge_setting(own, between, own, tolerance=TENTH, base_verdict=DIFFER)
         assert (found.verdict, found.undecided) == (UNDECIDED, [BASE_DIFFERS])
 
     def test_near_ties_agree(self) -> None:
         """The two tokens are 0.15 apart, within twice the tolerance."""
         base = [answers(length, gap=0.15) for length in LENGTHS]
         other = [answers(length, gap=0.15, wrong=lambda number, _batch, _cache: number % 5 == 0) for length in LENGTHS]
-        own = [count for one in base for count in count_own(one, 0.1)]
-        between = [count for a, b in zip(base, other, strict=True) for count in count_between(a, b, 0.1)]
-        found = judge_setting(own, between, own, tolerance=0.1)
+        own = [count for one in base for count in count_own(one, TENTH)]
+        between = [count for a, b in zip(base, other, strict=True) for count in count_between(a, b, TENTH)]
+        found = judge_setting(own, between, own, tolerance=TENTH)
         assert found.verdict == AGREE
         assert sum(count.near_ties for count in between)
 
@@ -342,7 +355,7 @@ class TestJudgement:
             return LengthAnswers(length=one.length, groups=groups, scored=[])
 
         base, other = strip(answers(17)), strip(answers(17, wrong=lambda *_: True))
-        found = judge_setting(count_own(base, 0.1), count_between(base, other, 0.1), [], tolerance=0.1)
+        found = judge_setting(count_own(base, TENTH), count_between(base, other, TENTH), [], tolerance=TENTH)
         assert (found.verdict, found.logprobs) == (UNDECIDED, False)
         assert found.undecided == [UNATTRIBUTED, FEW_TOKENS]
 
@@ -353,10 +366,10 @@ class TestJudgement:
         assert found.findings[0].first is None
 
     def test_a_single_setting_is_consistent_or_differs_from_itself(self) -> None:
-        own = [count for length in LENGTHS for count in count_own(answers(length), 0.1)]
-        assert judge_setting(own, None, [], tolerance=0.1).verdict == CONSISTENT
-        bad = [c for n in LENGTHS for c in count_own(answers(n, wrong=lambda _n, _b, cache: cache == AGAIN), 0.1)]
-        assert judge_setting(bad, None, [], tolerance=0.1).verdict == DIFFER
+        own = [count for length in LENGTHS for count in count_own(answers(length), TENTH)]
+        assert judge_setting(own, None, [], tolerance=TENTH).verdict == CONSISTENT
+        bad = [c for n in LENGTHS for c in count_own(answers(n, wrong=lambda _n, _b, cache: cache == AGAIN), TENTH)]
+        assert judge_setting(bad, None, [], tolerance=TENTH).verdict == DIFFER
 
     def test_answers_are_encoded_without_loss(self) -> None:
         assert decode_answers(encode_answers(answers(17))) == answers(17)
@@ -365,20 +378,38 @@ class TestJudgement:
 class TestTolerance:
     """Without trained weights log-probabilities lie close together."""
 
+    NARROW = (ScoredPrompt(first=[-11.7, -11.9], again=[-11.7, -11.9]),)
+    WIDE = (ScoredPrompt(first=[-1.0, -9.0], again=[-1.0, -9.0]),)
+
     def test_it_shrinks_with_their_deviation(self) -> None:
-        narrow = [ScoredPrompt(first=[-11.7, -11.9], again=[-11.7, -11.9])]
-        assert compute_tolerance(0.1, narrow, narrow) == pytest.approx(0.01)
+        assert compute_tolerance(0.1, self.NARROW, self.NARROW).value == pytest.approx(0.01)
 
     def test_it_is_not_below_the_noise_of_either_server(self) -> None:
         """They differ from themselves by 0.005 on average, times 4."""
-        narrow = [ScoredPrompt(first=[-11.7, -11.9], again=[-11.7, -11.9])]
         noisy = [ScoredPrompt(first=[-11.7, -11.9], again=[-11.705, -11.895])]
-        assert compute_tolerance(0.1, narrow, noisy) == pytest.approx(0.02)
+        assert compute_tolerance(0.1, self.NARROW, noisy).value == pytest.approx(0.02)
 
-    def test_it_never_grows(self) -> None:
+    def test_noise_of_prompts_does_not_raise_it(self) -> None:
         wide = [ScoredPrompt(first=[-1.0, -9.0], again=[-2.0, -8.0])]
-        assert compute_tolerance(0.1, wide, wide) == 0.1
-        assert compute_tolerance(0.1, [], []) == 0.1
+        assert compute_tolerance(0.1, wide, wide).value == 0.1
+
+    def test_it_is_four_times_the_rounding_and_at_most_a_quarter_of_the_deviation(self) -> None:
+        assert compute_tolerance(0.1, self.WIDE, self.WIDE, 0.06).value == pytest.approx(0.24)
+        assert compute_tolerance(0.1, self.WIDE, self.WIDE, 0.6) == Tolerance(value=1.0, rounding=0.6, spread=4.0)
+        assert compute_tolerance(0.1, self.WIDE, self.WIDE, 0.01).value == 0.1
+
+    def test_without_log_probabilities_of_prompts_rounding_does_not_raise_it(self) -> None:
+        assert compute_tolerance(0.1, [], [], 0.06) == Tolerance(value=0.1, rounding=0.06)
+
+    def test_rounding_is_that_of_the_effect_with_the_smaller_one(self) -> None:
+        """Batches move log-probabilities by 0.05, and prefix-cache hits by 0.4, as with a fault."""
+
+        def move(number: int, batch: int, cache: str) -> float:
+            assert number >= 0
+            return (0.05 if batch > 1 else 0.0) + (0.4 if cache == AGAIN else 0.0)
+
+        assert measure_rounding([answers(17, drift=move)]) == pytest.approx(0.05)
+        assert measure_rounding([answers(17)]) == 0.0
 
 
 class TestPromptLogprobs:
@@ -475,10 +506,21 @@ def test_right_engines_with_noise_agree(run: int, tmp_path: Path) -> None:
     assert line["right"], line
 
 
+def test_right_engines_with_the_noise_of_fp8_never_differ_and_mostly_agree(tmp_path: Path) -> None:
+    options = "--context 1,17 --concurrency 1,2,8"
+    verdicts = []
+    for run in range(5):
+        (folder := tmp_path / str(run)).mkdir()
+        verdicts.append(run_case(RIGHT_FP8, folder, "--seed", str(run), options=options)["verdict"])
+    assert "DIFFER" not in verdicts
+    assert verdicts.count("AGREE") >= 3
+
+
 @pytest.mark.long
+@pytest.mark.parametrize("noise", [RIGHT, RIGHT_FP8])
 @pytest.mark.parametrize("run", range(50))
-def test_no_false_alarm_in_50_runs(run: int, tmp_path: Path) -> None:
-    line = run_case(RIGHT, tmp_path, "--seed", str(1000 + run))
+def test_no_false_alarm_in_50_runs(run: int, noise: str, tmp_path: Path) -> None:
+    line = run_case(noise, tmp_path, "--seed", str(1000 + run))
     assert line["right"], line
 
 
@@ -531,6 +573,23 @@ def test_an_engine_without_the_plugin_for_synthetic_weights_is_no_subject(tmp_pa
         )
     assert end.value.code == 3
     assert "did not load dcpbench's plugin" in json.loads(out.getvalue())["results"][0]["failure"]["reason"]
+
+
+def test_an_interruption_keeps_the_settings_that_were_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    question = engine_verify._Run.question_setting
+
+    def interrupt_second(self: engine_verify._Run, number: int, setting: Setting) -> None:
+        if number:
+            raise KeyboardInterrupt
+        question(self, number, setting)
+
+    monkeypatch.setattr(engine_verify._Run, "question_setting", interrupt_second)
+    code, found = run_verify(tmp_path, "", "--context", "1,17", "--concurrency", "1", "--dcp", "1,2")
+    assert code == 130
+    assert [one["name"] for one in found["results"]] == ["engine tp2"]
+    assert (found["not_run"], found["interrupted"]) == (["engine tp2·dcp2"], True)
+    assert found["text"][-1] == "Not compared, as the command was interrupted: engine tp2·dcp2."
+    assert json.loads((tmp_path / "out" / "answers.json").read_text())["results"] == found["results"]
 
 
 def test_a_first_setting_that_dies_ends_the_comparison(tmp_path: Path) -> None:

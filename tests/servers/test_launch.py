@@ -19,13 +19,16 @@ import msgspec
 import pytest
 
 from dcpbench import cli
+from dcpbench.commands.server import _add_default_ep
 from dcpbench.errors import UsageError
 from dcpbench.points.engines import make_engine_load, make_engine_point
+from dcpbench.points.layout import Layout
 from dcpbench.records.runs import read_run
 from dcpbench.servers import guard
 from dcpbench.servers.engine_log import format_weights_report
+from dcpbench.servers.engine_settings import Grid, list_all_settings
 from dcpbench.servers.launch import Server, ServerError, find_free_port, find_reason
-from dcpbench.servers.presets import PRESETS, Engine, choose_weights, resolve_engine
+from dcpbench.servers.presets import PRESETS, Engine, choose_ep, choose_weights, resolve_engine
 from tests.servers.test_profile import TRACE
 
 if TYPE_CHECKING:
@@ -300,6 +303,37 @@ def test_presets_say_layouts_in_the_engines_words() -> None:
     assert "--tp-size 8 --dp-size 4 --enable-dp-attention --dcp-size 2" in words_of("sglang", tp=8, dp=4, dcp=2)
 
 
+DP_FILE = 'name = "vllm"\ncommand = "vllm serve {model} --port {port}"\n[layout]\ndp = "--data-parallel-size {dp}"\n'
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "dp", "asked", "ep"),
+    [
+        (DP_FILE, None, 2, None, "1"),
+        (DP_FILE, None, 1, None, "unknown"),
+        (DP_FILE, None, 2, "2", "2"),
+        (DP_FILE, "--enable-expert-parallel", 2, None, "unknown"),
+        (DP_FILE + "[flags]\nenable-expert-parallel = true\n", None, 2, None, "unknown"),
+        (DP_FILE + "[flags]\nenable-expert-parallel = false\n", None, 2, None, "1"),
+        (DP_FILE.replace("{dp}", "{dp} -ep"), None, 2, None, "unknown"),
+        (DP_FILE.replace('name = "vllm"', 'name = "sglang"'), "--ep-size=2", 2, None, "unknown"),
+        (DP_FILE.replace('name = "vllm"', 'name = "own"'), None, 2, None, "unknown"),
+    ],
+)
+def test_experts_of_attention_data_parallelism_follow_from_the_engine_and_its_flags(
+    content: str, arguments: str | None, dp: int, asked: str | None, ep: str, tmp_path: Path
+) -> None:
+    """`server` and `verify --engine` take the same default, for a preset and for an engine file of the same name."""
+    (tmp_path / "engine.toml").write_text(content)
+    engine = resolve_engine(str(tmp_path / "engine.toml"), None, arguments)
+    assert choose_ep(engine, dp, asked) == ep
+    grid = Grid(model="m", layouts=[Layout(tp=2, dp=dp)], ep=asked or "unknown")
+    (setting,) = list_all_settings([engine], grid, [])
+    assert setting.point.ep == ep
+    given: dict[str, object] = {"tp": 2, "dp": dp} | ({} if asked is None else {"ep": asked})
+    assert _add_default_ep(engine, given).get("ep", "unknown") == ep
+
+
 def test_a_server_whose_traces_are_wanted_is_started_so_that_it_can_profile() -> None:
     """vLLM by its flags, into the folder; SGLang by its environment alone, and with metrics in any case."""
     load = make_engine_load(requests=1, input_tokens="1", output_tokens="1")
@@ -344,7 +378,10 @@ def test_a_wrong_engine_file_is_a_sentence(content: str, said: str, tmp_path: Pa
         ("--engine vllm", "--engine needs --model"),
         ("--engine vllm --model m --tp 3 --dcp 2", "dcp"),
         ("--serve-cmd x --model m", "has no {port}"),
-        ("--engine vllm --model m --backend triton", "No such option: --backend"),
+        (
+            "--engine vllm --model m --backend triton",
+            "--backend is an option of `dcpbench serve`, which measures dcpbench's own engine.",
+        ),
     ],
 )
 def test_mistakes_are_sentences(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:

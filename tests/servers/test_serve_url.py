@@ -137,10 +137,10 @@ def test_failed_requests_are_counted_by_kind(tmp_path: Path, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--backend triton", "No such option: --backend"),
+        ("--backend triton", "--backend is an option of `dcpbench serve`, which measures dcpbench's own engine."),
         ("--tp 4,8", "the server at --url has one"),
         ("--dcp 8", "say how many GPUs the server has, for example --tp 8"),
-        ("--nnodes 2", "No such option: --nnodes"),
+        ("--nnodes 2", "--nnodes is an option of `dcpbench serve`, which measures dcpbench's own engine."),
         ("--endpoint embeddings", "embeddings"),
         ("--request-timeout 0", "--request-timeout 0 is not a positive number"),
         ("--warm-up -1", "--warm-up -1 is negative"),

@@ -213,6 +213,24 @@ class TestWhatIsCompared:
         theirs = measure_server(VLLM, TP, 400, server=server)
         assert len(engines.compare_engines(read(tmp_path, [measure_ours(TP, 500)], [theirs])).rows) == compared
 
+    def test_an_engine_with_other_precisions_is_named(self, tmp_path: Path) -> None:
+        """dcpbench has fp8 weights and a bf16 KV cache, vLLM bf16 weights; SGLang's are unknown."""
+        other = Server(engine="vllm", settings=EngineSettings(dtype="bfloat16", kv_dtype="bfloat16"))
+        same = Server(engine="sglang", settings=EngineSettings(weights_dtype="fp8", kv_dtype="bfloat16"))
+        runs = [
+            [measure_ours(TP, 500)],
+            [measure_server(VLLM, TP, 400, server=other)],
+            [measure_server(SGLANG, TP, 450, server=same)],
+        ]
+        text = overview.format_answer(read(tmp_path, *runs))
+        assert "with 1.11 times the output of SGLang 0.5.17" in text
+        assert (
+            "Not compared: vLLM 0.26.0, as it ran with weights in bf16 and a KV cache in bf16, which another engine did not."
+        ) in text
+        alone = overview.format_answer(read(tmp_path / "alone", *runs[:2]))
+        assert alone.startswith("No layout was measured under one load on two of dcpbench and vLLM 0.26.0")
+        assert "Not compared: dcpbench, as it ran with weights in fp8 and a KV cache in bf16" in alone
+
     def test_an_engine_with_its_own_dummy_weights_is_left_out(self, tmp_path: Path) -> None:
         dummy = [measure_server(VLLM, TP, 900, marks=["dummy_weights"])]
         report = read(tmp_path, [measure_ours(TP, 500)], dummy, [measure_server(SGLANG, TP, 400)])

@@ -9,7 +9,7 @@ import pytest
 
 from dcpbench import cli
 from dcpbench.errors import TraceError
-from dcpbench.syncs.kernel_time import UNKNOWN, find_part, measure_steps, shorten_name
+from dcpbench.syncs.kernel_time import PARTS, UNKNOWN, find_part, measure_steps, shorten_name
 from tests.unit.program_traces import Program
 
 if TYPE_CHECKING:
@@ -70,29 +70,165 @@ def test_kernels_that_overlap_are_counted_and_the_overlap_is_named(tmp_path: Pat
     assert sum(decode.exposed_part_us.values()) + decode.idle_us == pytest.approx(decode.step_us, abs=0.01)
 
 
-@pytest.mark.parametrize(
-    ("name", "part"),
-    [
-        ("_fwd_grouped_kernel_stage1", "attention"),
-        ("void flashinfer::mla::hopper::BatchMLAPageAttentionHopperKernel<…>", "attention"),
-        ("_correct_attn_cp_out_kernel", "merge"),
-        ("void vllm::merge_attn_states_kernel<__nv_bfloat16, 128u>", "merge"),
-        ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL", "exchange"),
-        ("void vllm::cross_device_reduce_1stage<__nv_bfloat16, 2>", "all-reduce"),
-        ("void vllm::moe::moe_align_block_size_kernel<int>", "experts"),
-        ("void vllm::act_and_mul_kernel<…silu…>", "experts"),
-        ("per_token_group_quant_8bit_kernel", "quantisation"),
-        ("void vllm::concat_and_cache_mla_kernel<…>", "KV cache write"),
-        ("void vllm::rms_norm_kernel<__nv_bfloat16>", "norm and rope"),
-        ("_w8a8_block_fp8_matmul", "projections"),
-        ("nvjet_tst_64x8_64x16_4x1_v_bz_TNN", "projections"),
-        ("Memcpy DtoD (Device -> Device)", "copies"),
-        ("void at::native::vectorized_elementwise_kernel<4, …>", "elementwise"),
-        ("something_else", UNKNOWN),
-    ],
+FLASH_ATTENTION_3 = (
+    "void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<flash::CollectiveMainloopFwdSm90<2, "
+    "cute::tuple<cute::C<1>, cute::C<1>, cute::C<1> >, cute::tuple<cute::C<64>, cute::C<64>, cute::C<64> >, 512, "
+    "cutlass::bfloat16_t, float, cutlass::arch::Sm90, false>, flash::VarlenDynamicPersistentTileScheduler<64, 64> > > >(Params)"
 )
+SCALED_MM = (
+    "void cutlass::device_kernel<vllm::cutlass_3x_gemm_fp8_blockwise<cutlass::bfloat16_t, 128, 1, 128, cute::tuple<cute::C<128>, "
+    "cute::C<16>, cute::C<128> >, cutlass::gemm::KernelTmaWarpSpecializedPingpongFP8Blockwise, true>::GemmKernel>(Params)"
+)
+GROUPED_MM = (
+    "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<cutlass::gemm::GroupProblemShape<cute::tuple<int, int, int> >, "
+    "cutlass::gemm::collective::CollectiveMma<int> > >(Params)"
+)
+REAL_NAMES = {
+    "all-reduce": [
+        "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+        "void vllm::cross_device_reduce_1stage<__nv_bfloat16, 2>(vllm::RankData*, vllm::RankSignals, vllm::Signal*, __nv_bfloat16*, int, int)",
+        "void flashinfer::trtllm_allreduce_fusion::allreduce_fusion_kernel_oneshot_lamport<(AllReduceFusionPattern)1, __nv_bfloat16, 2, true>",
+        "void multimem_all_reduce_kernel<c10::BFloat16, 16>",
+        "void all_reduce_kernel<2, 1, __nv_bfloat16>",
+    ],
+    "exchange": [
+        "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+        "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL",
+        "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)",
+        "ncclDevKernel_Generic_4(ncclDevKernelArgsStorage<4096ul>)",
+        "_all_gather_kernel_inner",
+    ],
+    "merge": [
+        "_correct_attn_cp_out_kernel",
+        "_dcp_a2a_pack_send_kernel",
+        "_dcp_a2a_unpack_combine_kernel",
+        "_dcp_lse_combine_kernel",
+        "merge_state_kernel",
+        "void vllm::merge_attn_states_kernel<__nv_bfloat16, c10::Float8_e4m3fn, 128u, true>(c10::Float8_e4m3fn*, float*)",
+        "void flashinfer::MergeStateKernel<8u, __nv_bfloat16, __nv_bfloat16>(__nv_bfloat16*)",
+    ],
+    "attention": [
+        FLASH_ATTENTION_3,
+        "void cutlass::device_kernel<flash::FlashAttnFwdCombine<cute::tuple<cute::C<8>, cute::C<128> >, 5, 256, 1, false, true> >(Params)",
+        "void flash::prepare_varlen_num_blocks_kernel<1, true>(int, int, int, int const*)",
+        "void sm90::flash_fwd_splitkv_mla_kernel<cutlass::bfloat16_t>(DenseAttnDecodeParams)",
+        "void smxx::decode::flash_fwd_mla_combine_kernel<cutlass::bfloat16_t, 512, 8, 32, 256>(CombineParams)",
+        "get_mla_metadata_kernel",
+        "void flashinfer::mla::BatchMLAPagedAttentionKernel<KernelTraits>(Params)",
+        "void flashinfer::mla::hopper::BatchMLAPageAttentionHopperKernel<KernelTraits>(Params)",
+        "void flashinfer::PersistentVariableLengthMergeStatesKernel<8u, 16u, 8u, 4u, __nv_bfloat16, __nv_bfloat16, int>(__nv_bfloat16*)",
+        "_fwd_grouped_kernel_stage1",
+        "_fwd_kernel_stage2",
+        "_fwd_kernel",
+        "kernel_unified_attention",
+    ],
+    "experts": [
+        "fused_moe_kernel",
+        GROUPED_MM,
+        "void deep_gemm::sm90_fp8_gemm_1d2d_impl<0u, 4096u, 7168u, 1u, 64u, 128u, 128u, (deep_gemm::GemmType)2, 4u>(float*)",
+        "void vllm::moe::moe_align_block_size_small_batch_expert_kernel<int, 256>(int const*, int*, int*, int*, int*, int, int)",
+        "void vllm::moe::count_and_sort_expert_tokens_kernel<int>(int const*, int*, int*, int*, unsigned long, int, int, int, bool)",
+        "void vllm::moe::grouped_topk_fused_small_expert_count_kernel<float, float, int, (vllm::moe::ScoringFunc)1, 256, true, 8>(float*)",
+        "void vllm::moe::moe_sum_vec_kernel<c10::BFloat16, 8, 8, false>(c10::BFloat16*, c10::BFloat16 const*, long, int, long, long)",
+        "void vllm::moe::moeSigmoid<256, float>(float const*)",
+        "void router_gemm_kernel_float_output<__nv_bfloat16, 128, 8, 4, 256, 7168>(float*)",
+        "_fwd_kernel_ep_scatter_1",
+        "void moe_fused_gate_kernel<float>(void*)",
+        "_moe_sum_reduce_kernel",
+        "triton_per_fused_copy__mul_sum_0",
+        "void vllm::act_and_mul_kernel<c10::BFloat16, __nv_bfloat162, &(c10::BFloat16 vllm::silu_kernel<c10::BFloat16>(float))>(int)",
+        "void vllm::silu_and_mul_per_block_quant_kernel<c10::BFloat16, c10::Float8_e4m3fn, false, 128>(c10::Float8_e4m3fn*, float*)",
+    ],
+    "KV cache write": [
+        "void vllm::concat_and_cache_mla_kernel<__nv_bfloat16, __nv_bfloat16, (vllm::Fp8KVCacheDataType)0>(__nv_bfloat16 const*)",
+        "void vllm::concat_and_cache_mla_rope_fused_kernel<float, c10::BFloat16, true, __nv_bfloat16>(long const*)",
+        "set_mla_kv_buffer_kernel",
+        "set_mla_kv_concat_q_kernel",
+        "void store_kvcache<512, 1>(void*)",
+    ],
+    "norm and rope": [
+        "void vllm::rms_norm_kernel<c10::BFloat16, 16, 2, false>(c10::BFloat16*, c10::BFloat16 const*, long)",
+        "void vllm::rms_norm_per_block_quant_kernel<c10::BFloat16, c10::Float8_e4m3fn, false, false, 128>(c10::Float8_e4m3fn*)",
+        "void flashinfer::norm::FusedAddRMSNormKernel<8u, __nv_bfloat16>(__nv_bfloat16*)",
+        "void vllm::rotary_embedding_kernel<c10::BFloat16, c10::BFloat16, false>(long const*, c10::BFloat16*)",
+        "void flashinfer::BatchQKApplyRotaryPosIdsCosSinCacheKernel<true, 64u, 8u, 8u>(float*)",
+        "fused_rope_kernel",
+        "triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_0",
+    ],
+    "quantisation": [
+        "void per_token_group_quant_8bit_kernel<c10::BFloat16, c10::Float8_e4m3fn, false, false, float>(c10::BFloat16 const*, void*)",
+        "per_token_group_quant_8bit_v2_kernel",
+        "_per_token_group_quant_fp8",
+        "void vllm::convert_fp8_kernel<unsigned char, unsigned short>(unsigned short const*)",
+    ],
+    "projections": [
+        SCALED_MM,
+        "void deep_gemm::sm90_fp8_gemm_1d2d_impl<0u, 2112u, 7168u, 1u, 64u, 128u, 128u, (deep_gemm::GemmType)0, 4u>(float*)",
+        "void fused_a_gemm_kernel<1, 2112, 7168, 16, 16, 256, 12>(__nv_bfloat16*, __nv_bfloat16 const*, __nv_bfloat16 const*, int)",
+        "_w8a8_triton_block_scaled_mm",
+        "_w8a8_block_fp8_matmul",
+        "nvjet_tst_64x8_64x16_4x1_v_bz_TNN",
+        "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>(cublasLt::cublasSplitKParams)",
+        "void gemvx::kernel<int, int, __nv_bfloat16, __nv_bfloat16>(cublasGemvTensorStridedBatched)",
+        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize64x64x64_cublas",
+    ],
+    "sampling": [
+        "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::ArgMaxOps<float>, unsigned int, long, 4> >(float)",
+        "void at::native::(anonymous namespace)::cunn_SoftMaxForward<4, float, float, float>(float*)",
+        "void flashinfer::sampling::TopKTopPSamplingFromProbKernel<1024u, true, float, int>(float*)",
+        "_topk_topp_kernel",
+        "_topk_log_softmax_kernel",
+        "_temperature_kernel",
+        "void vllm::apply_repetition_penalties_kernel<float>(float*)",
+    ],
+    "copies": [
+        "Memcpy DtoD (Device -> Device)",
+        "Memset (Device)",
+        "void at::native::elementwise_kernel<128, 4, at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)>(int)",
+        "void vllm::ConcatMLAQKernel<c10::BFloat16, 512>(c10::BFloat16*)",
+        "void concat_mla_absorb_q_kernel<512, 64>(__nv_bfloat16*)",
+        "void vllm::gather_and_maybe_dequant_cache<__nv_bfloat16, __nv_bfloat16, (vllm::Fp8KVCacheDataType)0, 320, 64>(int)",
+    ],
+    "elementwise": [
+        "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<c10::BFloat16> >(int)",
+        "void at::native::index_elementwise_kernel<128, 4, at::native::gpu_index_kernel>(int)",
+        "triton_poi_fused__to_copy_add_0",
+        "_compute_slot_mapping_kernel",
+        "_dcp_local_seq_lens_kernel",
+        "create_flashinfer_kv_indices_triton",
+        "get_num_kv_splits_triton",
+        "void at_cuda_detail::cub::DeviceScanKernel<Policy>(int*)",
+    ],
+    UNKNOWN: ["something_else", "hadamard_transform_kernel"],
+}
+"""Names of kernels in vLLM 0.26.0's libraries, in the sources of vLLM, SGLang 0.5.17, FlashInfer, DeepGEMM and NCCL, and of torch,
+with shortened template arguments."""
+
+
+@pytest.mark.parametrize(("part", "name"), [(part, name) for part, names in REAL_NAMES.items() for name in names])
 def test_parts_follow_from_the_names_of_kernels(name: str, part: str) -> None:
     assert find_part(name) == part
+
+
+def test_every_part_is_tested_with_names() -> None:
+    assert set(REAL_NAMES) == {*(part for part, _ in PARTS), UNKNOWN}
+
+
+def test_kernels_that_cutlass_launches_by_one_name_are_kept_apart(tmp_path: Path) -> None:
+    """FlashAttention 3 and the products of fp8 weights are both `cutlass::device_kernel`."""
+    program = Program()
+    for _ in range(5):
+        with program.range("execute_context_0(0)_generation_8(8)"):
+            for name, us in ((FLASH_ATTENTION_3, 300.0), (SCALED_MM, 100.0), (GROUPED_MM, 500.0)):
+                program.work(1, us, name)
+        program.host = program.gpu
+    (decode,) = measure_steps(program.write(tmp_path / "rank0.pt.trace.json"))
+    assert decode.part_us == pytest.approx({"experts": 500, "attention": 300, "projections": 100}, abs=0.01)
+    assert [(kernel.name, kernel.part) for kernel in decode.kernels] == [
+        ("cutlass::device_kernel: GemmUniversal", "experts"),
+        ("cutlass::device_kernel: FlashAttnFwdSm90", "attention"),
+        ("cutlass::device_kernel: cutlass_3x_gemm_fp8_blockwise", "projections"),
+    ]
 
 
 def test_names_are_shown_without_template_arguments_and_parameters() -> None:

@@ -53,7 +53,7 @@ def test_plotly_is_what_npm_has() -> None:
 def test_charts_of_pages_have_the_colours_and_marks_of_figures() -> None:
     """On light; a place of the palette means the same in both, and so does a phase of a step."""
     theme, chart = web.read_asset(web.STYLE), web.read_asset("chart.js")
-    light = dict(re.findall(r"--((?:series|phase)-\w+): (?:light-dark\()?(#[0-9a-f]{6})", theme))
+    light = dict(re.findall(r"--((?:series|phase)-[\w-]+): (?:light-dark\()?(#[0-9a-f]{6})", theme))
     assert [light[f"series-{i}"] for i in range(1, len(figures.COLOURS) + 1)] == [c.lower() for c in figures.COLOURS]
     assert {name: light[f"phase-{name}"] for name in style.PHASE_COLOURS} == {
         name: colour.lower() for name, colour in style.PHASE_COLOURS.items()

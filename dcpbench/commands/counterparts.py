@@ -1,0 +1,49 @@
+"""Point from an option that a command lacks to the other command that has it: `serve` and `server`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dcpbench.errors import UsageError
+from dcpbench.plan.typed import hide_headers, remove_options
+from dcpbench.points.redaction import format_command_line
+from dcpbench.show.text import format_list
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+COUNTERPARTS = {
+    "serve": ("server", "measures vLLM, SGLang and other servers"),
+    "server": ("serve", "measures dcpbench's own engine"),
+}
+"""For each command, the command for which its users may take it, and what that command does."""
+
+
+def make_counterpart_error(command: str, option: str, args: Sequence[str]) -> UsageError | None:
+    """Return the error for an unknown option that the command's counterpart has, with the command line to type instead.
+
+    None if no counterpart has the option.
+    """
+    from dcpbench.commands.command import load_command
+
+    if command not in COUNTERPARTS:
+        return None
+    other, purpose = COUNTERPARTS[command]
+    known = list_option_names(load_command(other))
+    if option not in known:
+        return None
+    given = dict.fromkeys(word.partition("=")[0] for word in args if word.startswith("--") and word != "--")
+    lacking = [name for name in given if name not in known]
+    words = remove_options(hide_headers(["dcpbench", other, *args]), set(lacking))
+    text = f"{option} is an option of `dcpbench {other}`, which {purpose}."
+    typed = format_command_line(words)
+    if lacking:
+        return UsageError(
+            f"{text} That command has no {format_list(lacking, 'or')}. Type: {typed}\nOr leave out {option} to stay with `dcpbench {command}`."
+        )
+    return UsageError(f"{text} Type: {typed}")
+
+
+def list_option_names(command: Any) -> set[str]:  # noqa: ANN401 - of Click, or of Typer's copy of it
+    """Return the names of a command's options, with those that switch one off."""
+    return {name for option in command.params for name in (*option.opts, *option.secondary_opts)} | {"--help"}

@@ -1,0 +1,384 @@
+"""Compare the decode steps of several engines part by part, at equal layout, concurrency and context.
+
+Parts are those of step_parts.py, from a profiled step. The time of a step is measured without the profiler, and nothing is
+scaled from one to the other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from dcpbench.records.metrics import DECODE
+from dcpbench.records.record import MAX_SUM_ERROR, OURS
+from dcpbench.records.stats import REPEATS_AGREE_WITHIN
+from dcpbench.reports import engines, words
+from dcpbench.reports.step_parts import (
+    ATTENTION,
+    COMMUNICATION,
+    CONTENTS,
+    DP_CONTENTS,
+    EXPERTS,
+    IDLE,
+    MATRIX_PRODUCTS,
+    OTHERS,
+    PROJECTIONS,
+    REDUCE,
+    STEP_PARTS,
+    UNKNOWN,
+    add_sums,
+    compute_parts,
+    list_compared_parts,
+)
+from dcpbench.reports.tables import FOLD_ABOVE, Table, make_table, make_text_columns
+from dcpbench.show.numbers import (
+    ABSENT,
+    format_integer,
+    format_number,
+    format_percent,
+    format_ratio,
+    format_value_range,
+    is_missing,
+)
+from dcpbench.show.text import format_count, format_list
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from dcpbench.reports.frames import Frames
+    from dcpbench.reports.tables import Column
+
+STEP = "step"
+"""Name of the whole step, measured without the profiler, among the parts that are compared."""
+MIN_SLOWER = 1 + REPEATS_AGREE_WITHIN
+"""Ratio above which a part counts as slower; below it the difference may be that of two launches."""
+MAX_SLOWER = 8
+"""Maximum number of sentences about parts in which dcpbench is slower."""
+MAX_UNKNOWN = 0.03
+"""Share of unknown kernels in a step above which its parts are named as incomplete."""
+ONLY_IN_SUMS = (PROJECTIONS, EXPERTS)
+"""Parts that narrow tables show by their sum only."""
+SINGULAR = (STEP, ATTENTION, REDUCE)
+"""Names of parts that take a verb in the singular."""
+TITLE = "Decode steps of engines by part"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StepComparison:
+    """Hold the decode points that several engines ran and of which at least one was profiled."""
+
+    rows: pd.DataFrame
+    """Rows of engines.compare_engines with `parts`, the time of each part, of the sums of parts and of IDLE in µs (empty without
+    a profile), `step_times`, the step over that of the reference, `part_times`, the same of each part, and `reference`."""
+    reference: str
+    """Engine over which ratios are: dcpbench's, or the one that is ahead most often if dcpbench's did not run."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SlowerPart:
+    """Describe a part of a step that takes longer in the reference than in another engine."""
+
+    part: str
+    """A part or a sum of parts of step_parts, or STEP."""
+    engine: str
+    times: tuple[float, ...]
+    """Time in the reference over that in the engine, at each point where it is slower."""
+    compared: int
+    """Number of points that have the part in both."""
+    worst: float
+    """Time ratio at the point where most time is lost."""
+    lost_ms: float
+    step_ms: float
+    where: str
+    """Layout, concurrency and context of that point."""
+
+
+def compare_steps(frames: Frames) -> StepComparison:
+    """Return the comparison of the engines' decode steps; without rows if no shared point was profiled."""
+    rows = engines.compare_engines(frames).rows
+    rows = rows[rows["mode"] == DECODE] if len(rows) else rows
+    if rows.empty or "profiled_us" not in rows:
+        return StepComparison(rows.head(0), "")
+    rows = rows.assign(profiled_us=rows["profiled_us"].where(rows["profiled_us"] > 0))
+    profiled = rows.groupby("cell")["profiled_us"].transform("count") > 0
+    rows = rows[profiled].reset_index(drop=True)
+    if rows.empty:
+        return StepComparison(rows, "")
+    ours = rows["run"][rows["origin"] == OURS]
+    reference = str((ours if len(ours) else rows["over_run"]).value_counts(sort=True).index[0])
+    records = [{str(k): v for k, v in row.items()} for row in rows.to_dict("records")]
+    parts = [_collect_parts(row) for row in records]
+    of_cell = {row["cell"]: i for i, row in enumerate(records) if row["run"] == reference}
+    first = [of_cell.get(row["cell"]) for row in records]
+    step_times = [
+        None if i is None else row["step_ms"] / records[i]["step_ms"] for row, i in zip(records, first, strict=True)
+    ]
+    part_times = [
+        {} if i is None else {name: us / parts[i][name] for name, us in own.items() if parts[i].get(name, 0.0) > 0}
+        for own, i in zip(parts, first, strict=True)
+    ]
+    columns: dict[str, list[Any]] = {"parts": parts, "step_times": step_times, "part_times": part_times}
+    found = {name: pd.Series(values, rows.index, dtype=object) for name, values in columns.items()}
+    return StepComparison(rows.assign(**found, reference=reference), reference)
+
+
+def _collect_parts(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return the parts of a point with sums and idle time; empty if it was not profiled."""
+    if is_missing(row["profiled_us"]):
+        return {}
+    return add_sums(compute_parts(row)) | {IDLE: float(row["idle_us"])}
+
+
+def find_slower_parts(found: StepComparison) -> list[SlowerPart]:
+    """Return the parts that take longer in the reference than in another engine, the one that loses most time first."""
+    slower = []
+    for engine in words.list_unique(found.rows["run"]) if len(found.rows) else ():
+        if engine == found.reference:
+            continue
+        pairs = list(_iterate_pairs(found, engine))
+        for part in dict.fromkeys(name for _, theirs in pairs for name in (STEP, *_list_compared(theirs))):
+            slower += _find_slower_part(part, engine, pairs)
+    return sorted(slower, key=lambda one: (one.part != STEP, -one.lost_ms))
+
+
+def _iterate_pairs(found: StepComparison, engine: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Yield the reference's and the engine's row of each point that both ran."""
+    rows = found.rows.to_dict("records")
+    ours = {row["cell"]: row for row in rows if row["run"] == found.reference}
+    for row in rows:
+        if row["run"] == engine and row["cell"] in ours:
+            yield {str(k): v for k, v in ours[row["cell"]].items()}, {str(k): v for k, v in row.items()}
+
+
+def _list_compared(row: Mapping[str, Any]) -> list[str]:
+    return list_compared_parts(dp=row["dp"] > 1)
+
+
+def _find_slower_part(part: str, engine: str, pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[SlowerPart]:
+    """Return the part with the points at which it takes longer in the reference; empty if there are none."""
+    known = [
+        (ours, mine, other)
+        for ours, theirs in pairs
+        if part == STEP or part in _list_compared(theirs)
+        for mine, other in [(_get_ms(ours, part), _get_ms(theirs, part))]
+        if mine is not None and other is not None and other > 0
+    ]
+    slower = [(ours, mine, other) for ours, mine, other in known if mine / other > MIN_SLOWER]
+    if not slower:
+        return []
+    row, mine, other = max(slower, key=lambda one: one[1] - one[2])
+    return [
+        SlowerPart(
+            part=part,
+            engine=engine,
+            times=tuple(own / theirs for _, own, theirs in slower),
+            compared=len(known),
+            worst=mine / other,
+            lost_ms=mine - other,
+            step_ms=float(row["step_ms"] if part == STEP else row["profiled_us"] / 1e3),
+            where=format_point(row),
+        )
+    ]
+
+
+def _get_ms(row: Mapping[str, Any], part: str) -> float | None:
+    """Return the time of a part in ms, or of the step without the profiler; None if it is unknown."""
+    if part == STEP:
+        return None if is_missing(row["step_ms"]) else float(row["step_ms"])
+    us = row["parts"].get(part)
+    return None if us is None else us / 1e3
+
+
+def format_point(row: Mapping[str, Any]) -> str:
+    """Return `tp2·dcp2, 8 requests of 32,000 tokens`."""
+    requests = format_count(int(row["concurrency"]), "request")
+    return f"{row['layout']}, {requests} of {int(row['context']):,} tokens"
+
+
+def format_slower_part(one: SlowerPart, reference: str) -> str:
+    """Return `dcpbench's attention takes 1.05–1.31 times as long as vLLM 0.26.0's at 3 of 6 points; …`."""
+    times = f"{format_value_range(one.times, '{:.2f}')} times"
+    points = "the one point compared" if one.compared == 1 else f"{len(one.times):,} of {one.compared:,} points"
+    of = "the step" if one.part == STEP else "the profiled step"
+    most = f"most at {one.where}" if len(one.times) > 1 else one.where
+    lost = f"{most}: {one.worst:.2f} times, {format_number(one.lost_ms, 2)} ms of {of} of {format_number(one.step_ms, 3)} ms"
+    if one.part == IDLE:
+        return f"In {reference}'s profiled step no kernel runs for {times} as long as in {one.engine}'s at {points} ({lost})."
+    verb = "takes" if one.part in SINGULAR else "take"
+    return f"{reference}'s {one.part} {verb} {times} as long as {one.engine}'s at {points} ({lost})."
+
+
+def describe_slower_parts(frames: Frames) -> list[str]:
+    """Return a sentence for each part that takes longer in dcpbench's engine than in another one."""
+    found = compare_steps(frames)
+    if found.rows.empty:
+        return []
+    slower = find_slower_parts(found)
+    sentences = [format_slower_part(one, found.reference) for one in slower[:MAX_SLOWER]]
+    if len(slower) > MAX_SLOWER:
+        sentences.append(
+            f"The table has {format_count(len(slower) - MAX_SLOWER, 'further part')} that {found.reference} is slower in."
+        )
+    if not slower:
+        compared = found.rows.groupby("cell")["run"].transform("size") > 1
+        points = format_count(int(found.rows["cell"][compared].nunique()), "compared point")
+        sentences = [f"No compared part takes longer in {found.reference} than in another engine ({points})."]
+    return sentences
+
+
+def describe_limits(frames: Frames) -> list[str]:
+    """Return what limits the comparison: profiled against timed steps, parts that cannot be separated, unknown kernels, sums."""
+    found = compare_steps(frames)
+    if found.rows.empty:
+        return []
+    rows = found.rows[found.rows["profiled_us"].notna()]
+    missing = found.rows[found.rows["profiled_us"].isna()]
+    texts = [
+        _format_profiled(rows),
+        f"Not profiled: {_format_where(missing)}." if len(missing) else "",
+        CONTENTS if (rows["origin"] == OURS).any() and (rows["origin"] != OURS).any() else "",
+        DP_CONTENTS if (rows["dp"] > 1).any() else "",
+        *_list_absent_parts(rows),
+        _format_unknown(rows),
+        _format_sums(rows),
+    ]
+    return [text for text in texts if text]
+
+
+def _format_profiled(rows: pd.DataFrame) -> str:
+    """Return how much longer the profiled step of each engine takes than the timed one."""
+    clauses = []
+    for run, own in rows.groupby("run", sort=False):
+        times = own["profiled_us"].astype(float) / 1e3 / own["step_ms"].astype(float)
+        clauses.append(f"{format_value_range(times.dropna(), '{:.2f}')} times ({run})")
+    return (
+        "Parts are those of a separate profiled step and are not scaled to the step that was timed without the profiler: the profiled "
+        f"step takes {format_list(clauses)} as long as the timed one."
+    )
+
+
+def _format_where(rows: pd.DataFrame) -> str:
+    """Return `vLLM 0.26.0 (2 points) and …`."""
+    counts = rows["run"].value_counts(sort=False)
+    return format_list([f"{run} ({format_count(int(n), 'point')})" for run, n in counts.items()])
+
+
+def _list_absent_parts(rows: pd.DataFrame) -> list[str]:
+    """Return a sentence for each part that one engine has at a point and another one has not."""
+    names = [part.name for part in STEP_PARTS if part.name not in (OTHERS, UNKNOWN)]
+    absent: dict[tuple[str, str], list[str]] = {}
+    for _, cell in rows.groupby("cell", sort=False):
+        present = {name for parts in cell["parts"] for name in parts}
+        for run, layout, parts in zip(cell["run"], cell["layout"], cell["parts"], strict=True):
+            for name in (name for name in names if name in present and name not in parts):
+                absent.setdefault((run, name), []).append(layout)
+    return [
+        (
+            f"{run} has no kernels of its own for {name} at {format_list(list(dict.fromkeys(layouts)))}: what it does of that work is in "
+            "another part or unknown."
+        )
+        for (run, name), layouts in absent.items()
+    ]
+
+
+def _format_unknown(rows: pd.DataFrame) -> str:
+    """Return which share of the steps unknown kernels take in each engine."""
+    theirs = rows[rows["origin"] != OURS]
+    if theirs.empty:
+        return ""
+    clauses, high = [], []
+    for run, own in theirs.groupby("run", sort=False):
+        shares = [_get_unknown_share(row) for row in own.to_dict("records")]
+        ends = list(dict.fromkeys(format_percent(share) for share in (min(shares), max(shares))))
+        clauses.append(f"{' to '.join(ends)} ({run})")
+        high += [str(run)] if max(shares) > MAX_UNKNOWN else []
+    text = f"Kernels with unknown names take {format_list(clauses)} of the profiled step"
+    return text + (
+        f"; above {format_percent(MAX_UNKNOWN)} the parts of {format_list(high)} are incomplete." if high else "."
+    )
+
+
+def _get_unknown_share(row: Mapping[Any, Any]) -> float:
+    """Return the share of unknown kernels in a profiled step."""
+    return float(row["parts"].get(UNKNOWN, 0.0) / row["profiled_us"])
+
+
+def _format_sums(rows: pd.DataFrame) -> str:
+    """Return whether the parts of each point add up to its profiled step."""
+    off = rows[rows["phase_sum_error"].abs() > MAX_SUM_ERROR]
+    within = format_percent(MAX_SUM_ERROR)
+    if off.empty:
+        return f"Parts and idle time add up to the profiled step within {within} at all {format_count(len(rows), 'point')}."
+    return f"Parts and idle time do not add up to the profiled step within {within}, so they are not to be compared: {_format_where(off)}."
+
+
+def build_table(frames: Frames) -> Table:
+    """Build the table with a row per engine at each layout, concurrency and context: the step, and each part with its ratio."""
+    found = compare_steps(frames)
+    if found.rows.empty:
+        return Table("", [], [])
+    parts = list_shown_parts(found)
+    several = ["model"] if len(set(found.rows["model"])) > 1 else []
+    columns: list[Column] = [
+        *make_text_columns(*several, "layout"),
+        ("requests", lambda r: format_integer(r["concurrency"])),
+        ("context", lambda r: format_integer(r["context"])),
+        ("engine", "measured_engine"),
+        ("step ms", lambda r: format_number(r["step_ms"])),
+        ("× step", lambda r: format_ratio(r["step_times"], 2)),
+        ("profiled step ms", lambda r: format_number(_to_ms(r["profiled_us"]))),
+        *[(name, _make_part_cell(name, found.reference)) for name in parts],
+        (UNKNOWN, format_unknown_cell),
+        ("sum / profiled step", format_sum_cell),
+    ]
+    title = f"{TITLE}: ms, and × over {found.reference}"
+    table = found.rows.rename(columns={"run": "measured_engine"})
+    return make_table(title, table, columns, text_columns=len(several) + 4, fold=len(table) > FOLD_ABOVE)
+
+
+def list_shown_parts(found: StepComparison) -> list[str]:
+    """Return the parts that any engine has, with the sums that are compared, in the order of a layer."""
+    sums = {MATRIX_PRODUCTS: "experts", COMMUNICATION: REDUCE if (found.rows["dp"] > 1).any() else ""}
+    behind = {part: name for name, part in sums.items() if part}
+    names = [
+        name for part in STEP_PARTS if part.name != UNKNOWN for name in (part.name, behind.get(part.name, "")) if name
+    ]
+    return [name for name in (*names, IDLE) if any(name in parts for parts in found.rows["parts"])]
+
+
+def _make_part_cell(name: str, reference: str) -> Callable[[Mapping[str, Any]], str]:
+    def format_cell(row: Mapping[str, Any]) -> str:
+        us = row["parts"].get(name)
+        if us is None:
+            return ABSENT
+        times = row["part_times"].get(name) if row["measured_engine"] != reference else None
+        return format_number(us / 1e3, 3) + ("" if times is None else f" ({format_ratio(times, 2)})")
+
+    return format_cell
+
+
+def format_unknown_cell(row: Mapping[Any, Any]) -> str:
+    """Return the time of unknown kernels with its share of the profiled step; a dash for ranges, which have none."""
+    share = format_unknown_share(row)
+    return ABSENT if share == ABSENT else f"{format_number(row['parts'].get(UNKNOWN, 0.0) / 1e3, 3)} ({share})"
+
+
+def format_unknown_share(row: Mapping[Any, Any]) -> str:
+    """Return the share of unknown kernels in the profiled step; a dash for ranges, which have none."""
+    if is_missing(row["profiled_us"]) or (row["origin"] == OURS and UNKNOWN not in row["parts"]):
+        return ABSENT
+    return format_percent(_get_unknown_share(row))
+
+
+def format_sum_cell(row: Mapping[str, Any]) -> str:
+    """Return the sum of the parts over the profiled step, with a star if it differs too much."""
+    if is_missing(row["phase_sum_error"]):
+        return ABSENT
+    star = "*" if abs(row["phase_sum_error"]) > MAX_SUM_ERROR else ""
+    return f"{(1 + row['phase_sum_error']) * 100:.1f} %{star}"
+
+
+def _to_ms(us: float | None) -> float | None:
+    return None if us is None or is_missing(us) else us / 1e3
