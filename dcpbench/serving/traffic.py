@@ -17,6 +17,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,11 +25,15 @@ import numpy as np
 from dcpbench.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from collections.abc import Sequence as SequenceOf
 
     from dcpbench.serving.deployment import Deployment
     from dcpbench.serving.requests import Sequence, ServeRequest, Step
     from dcpbench.serving.scheduler import Scheduler
+
+
+SPACING_S = 1e-6  # between requests that reach a server at the same time, which it takes one by one
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -113,7 +118,7 @@ class Traffic:
         """Return the number of later turns and of new sessions that are due."""
         if self.stopped:
             return 0, 0
-        turns = sum(1 for _ in itertools.takewhile(lambda turn: turn[0] + self.delay_s <= now_s, self.turns))
+        turns = self._count_seen((due_s for due_s, _ in self.turns), now_s)
         left = len(self.sessions) - self.begun
         if self.concurrency is not None:
             return turns, min(self._count_free_clients(now_s), left)
@@ -201,9 +206,20 @@ class Traffic:
         assert self.concurrency is not None
         if not self.delay_s:
             return self.concurrency - (self.begun - self.ended)
-        if not self.begun:
-            return self.concurrency if self.delay_s <= now_s else 0
-        return sum(1 for _ in itertools.takewhile(lambda free_s: free_s + self.delay_s <= now_s, self.free_s))
+        return self._count_seen(self.free_s if self.begun else itertools.repeat(0.0, self.concurrency), now_s)
+
+    def _count_seen(self, sent_s: Iterable[float], now_s: float) -> int:
+        """Return the number of requests sent at these times, in order, that the scheduler sees at `now_s`.
+
+        With a delay, requests that are sent at the same time are seen SPACING_S apart: an idle engine begins with the first alone.
+        """
+        count, same, before = 0, 0, -math.inf
+        for sent in sent_s:
+            same = same + 1 if sent == before and self.delay_s else 0
+            if sent + self.delay_s + same * SPACING_S > now_s:
+                break
+            count, before = count + 1, sent
+        return count
 
     def _get_arrival_s(self, index: int) -> float:
         arrival = self.sessions[index].arrival_s

@@ -343,20 +343,21 @@ class TestLoop:
         assert self.replay((3, 2), loop=LoopTiming(request_s=1e-3)) == [[0.0, 17.0, 28.0]]
 
     def test_a_client_of_a_busy_engine_misses_the_decision_after_its_last_token(self) -> None:
-        """Request 0 (1 token) and 1 (4 tokens) share step 0: 10 + 2 · 6 = 22 ms, to 23. Step 1 (request 1 alone) ends at 34.
-        Its tokens come at 23, 34, 45, 56. Client 0 sends request 2 at 23; it is seen at 24, after the decision of 23. The next one is
-        at 34, for the step that begins at 45 and decodes request 1, too: 45 + 10 + 1 + 2 · 3 = 62.
+        """Both clients send at 0. The idle engine sees request 0 at 1 ms, a moment before request 1, and runs it alone: 16 ms, to 17.
+        Step 1, decided at 17, has request 1, to 33; step 2 its second token, to 44. Client 0 sends request 2 at 17; it is seen at 18,
+        after the decisions of 17. The next one is at 33, for the step that begins at 44 and decodes request 1, too:
+        44 + 10 + 1 + 2 · 3 = 61.
         """
         found = self.replay((3, 1), (3, 4), (3, 1), clients=2, loop=LoopTiming(request_s=1e-3))
-        assert found == [[0.0, 23.0], [0.0, 23.0, 34.0, 45.0, 62.0], [23.0, 62.0]]
+        assert found == [[0.0, 17.0], [0.0, 33.0, 44.0, 61.0, 72.0], [17.0, 61.0]]
 
     def test_a_synchronous_engine_decides_after_it_has_read(self) -> None:
-        """Step 0 ends at 23. The decision at 23 does not see request 2, the one at 34 does: it ends at 34 + 17 = 51."""
+        """As above, but the decision at 33 is for the step that begins then, with request 2: 33 + 17 = 50."""
         found = self.replay((3, 1), (3, 4), (3, 1), clients=2, loop=LoopTiming(request_s=1e-3, asynchronous=False))
-        assert found == [[0.0, 23.0], [0.0, 23.0, 34.0, 51.0, 62.0], [23.0, 51.0]]
+        assert found == [[0.0, 17.0], [0.0, 33.0, 50.0, 61.0, 72.0], [17.0, 50.0]]
 
     def test_the_next_turn_of_a_session_is_delayed_as_well(self) -> None:
-        """As above: the turn after request 0 is sent at 23 and misses the decision of 23."""
+        """As above: the turn after request 0 is sent at 17 and misses the decisions of 17."""
         requests = [request(0, 3, 1), request(1, 3, 1), request(2, 3, 4)]
         requests[:2] = [dataclasses.replace(r, session=0, turn=turn) for turn, r in enumerate(requests[:2])]
         found = replay_requests(
@@ -367,7 +368,7 @@ class TestLoop:
             loop=LoopTiming(request_s=1e-3),
         )
         sample = next(s for s in found.traffic.samples if s.request.number == 1)
-        assert (round(sample.submitted_s, 6), round(sample.token_s[0], 6)) == (0.023, 0.062)
+        assert (round(sample.submitted_s, 6), round(sample.token_s[0], 6)) == (0.017, 0.061)
 
     def test_arrivals_of_an_open_loop_are_delayed_as_well(self) -> None:
         found = self.replay((3, 1), (3, 1), clients=None, arrivals=(0.0, 0.1), loop=LoopTiming(request_s=1e-3))
