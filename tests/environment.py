@@ -44,7 +44,7 @@ KEPT = frozenset({
     "CI",  # a test of pages fails without a browser instead of being skipped
     "DCPBENCH_MUTATION_LOG",
     "DCPBENCH_TEST_FORKS",
-    "SAID",
+    "UPDATE_OUTPUTS",
 })  # fmt: skip
 KEPT_PREFIXES = (
     "COVERAGE_",

@@ -123,7 +123,8 @@ class Remote(Group):
         "Rounds in which each prompt is asked again, alone and then in a batch.", default=2, metavar="N", min=1
     )
     tolerance: float = SERVERS(
-        "Natural logarithms by which rounding may move a log-probability. Two tokens within twice as much are a near-tie.",
+        "Natural logarithms by which rounding may move a log-probability. Two tokens within twice as much are a near-tie. More is "
+        "allowed where a server's own log-probabilities move more between batches and between prefix-cache hits and misses.",
         default=0.1,
         metavar="X",
         min=0.0,
@@ -247,12 +248,12 @@ def _compare_servers(remote: Remote, own: dict[str, object], load: Load, run: Ru
     )
     with ProgressLine() as line:
         compared, caches = asyncio.run(compare_servers(targets, questions, contexts=contexts, tell=line))
-        report = make_report(compared, remote.tolerance)
+        report = make_report(compared)
         while (length := find_next_length(report, questions.tokens)) is not None:
             more, used = asyncio.run(compare_servers(targets, questions, contexts=[length], tell=line))
             compared += more
             caches = [mine + theirs for mine, theirs in zip(caches, used, strict=True)]
-            report = make_report(compared, remote.tolerance)
+            report = make_report(compared)
     urls = [target.url for target in targets]
     facts = msgspec.to_builtins(report) | {"urls": urls, "seed": questions.seed, "caches": msgspec.to_builtins(caches)}
     _show_servers(report, caches, facts, run)

@@ -12,12 +12,13 @@ Two answers are compared up to the first token that differs, as later tokens fol
 
     same      if all tokens are equal
     near-tie  if each server that gives log-probabilities has both tokens within 2 × tolerance: rounding decided
-    outlier   if a server has them further apart, within 2 × the limit of outliers: engine_agreement.py says where there are any
+    outlier   if a server has them further apart, within 2 × the limit of outliers (Tolerance)
     token     if a server has them still further apart: no rounding explains it
     drift     if log-probabilities of equal tokens are apart by more than the tolerance on average
     unknown   if no server's log-probabilities say how far apart the tokens were
 
-`token` and `drift` are real differences. A prompt counts as differing in an effect if at least half of its pairs are real.
+`token` and `drift` are real differences. The tolerance of a length is the given one, or follows from the servers' own rounding
+(compute_tolerance). A prompt counts as differing in an effect if at least half of its pairs are real.
 The number of such prompts is tested (exact binomial, one-sided) against the share that chance may cause: the upper 95 % bound
 (Clopper-Pearson) of the share among repeats, doubled, since by Markov's inequality at least half of a prompt's pairs are real with at
 most twice the probability of one. The repeats of A and B are compared with each other (Fisher's exact test); those of a single
@@ -26,7 +27,6 @@ server are tested against MAX_CHANCE_SHARE. All tests together give a false alar
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import TYPE_CHECKING, TypedDict, TypeVar
 
@@ -46,6 +46,10 @@ LEVEL = 0.001  # probability of a false alarm in a whole comparison
 CONFIDENCE = 0.95
 MAX_CHANCE_SHARE = 0.01  # share of prompts in which a server may differ from itself by chance beyond rounding
 TOLERANCE = 0.1  # natural logarithms: bf16 sums in another order move a log-probability by some hundredths
+NOISE_FACTOR = 4.0  # a difference of this many times a server's own noise is beyond rounding
+MAX_NOISE_SHARE = 0.25  # largest tolerance, as a share of the standard deviation of log-probabilities
+OUTLIER_FACTOR = 3.0  # limit of outliers, as a multiple of a tolerance that follows from rounding
+MAX_OUTLIER_SHARE = 0.05  # of pairs
 MIN_DRIFT_TOKENS = 4  # equal tokens over which a mean difference of log-probabilities is judged
 MIN_COVERAGE = 0.5  # share of tokens that have to be compared before answers part at near-ties
 MIN_ROUNDS = 2  # minimum number of rounds of answers, alone and in a batch, for repetition
@@ -69,6 +73,13 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     def has_ids(self) -> bool:
         """Return whether `tokens` are ids and `names` their text: engines that give no ids are compared by text."""
         return bool(self.names) and self.tokens != self.names
+
+
+class ScoredPrompt(msgspec.Struct, frozen=True, kw_only=True):
+    """Log-probabilities of the tokens of one prompt, fetched twice."""
+
+    first: list[float]
+    again: list[float]
 
 
 class PromptAnswers(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,6 +125,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     drift: float | None = None  # mean |difference of log-probabilities|
     compared: int = 0  # tokens
     tokens: int = 0
+    tolerance: float = TOLERANCE
     p: float = 1.0
     differs: bool = False
 
@@ -143,7 +155,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     verdict: str
     servers: int
-    tolerance: float
+    tolerance: float  # the largest of all lengths
     comparisons: list[Comparison]
     findings: list[Finding]  # differences
     undecided: list[str]  # reasons why no verdict is possible: `rare`, `noisy`, `unattributed`, `few tokens`
@@ -175,6 +187,68 @@ def compare_pair(a: Answer, b: Answer, tolerance: float = TOLERANCE, outliers: f
     return Pair(kind=kind, first=first, gap=gap, drift=drift, compared=compared, tokens=tokens)
 
 
+class Tolerance(msgspec.Struct, frozen=True, kw_only=True):
+    """Differences of log-probabilities that rounding explains, in natural logarithms."""
+
+    value: float
+    rounding: float = 0.0  # measure_rounding
+    spread: float | None = (
+        None  # standard deviation of the log-probabilities of random tokens; None if a server gives none
+    )
+
+    @property
+    def outliers(self) -> float:
+        """Return the limit of outliers; the tolerance itself where it does not follow from rounding."""
+        return self.value * (
+            OUTLIER_FACTOR if self.spread is not None and self.value <= NOISE_FACTOR * self.rounding else 1.0
+        )
+
+    def compare_pair(self, a: Answer, b: Answer) -> Pair:
+        """Compare two answers to one prompt."""
+        return compare_pair(a, b, self.value, self.outliers)
+
+
+def compute_tolerance(
+    tolerance: float, base: Sequence[ScoredPrompt], other: Sequence[ScoredPrompt], rounding: float = 0.0
+) -> Tolerance:
+    """Return the tolerance for two servers, from the given one, the spread of log-probabilities, and the servers' own rounding.
+
+    Weights that are not trained can give every token nearly the same log-probability, so that a difference of 0.1 is large. The
+    tolerance is then the same share of the standard deviation of the log-probabilities, but at least NOISE_FACTOR times the noise of
+    repeated log-probabilities. Activations in fp8, and routing to experts, turn the smallest change of a sum into a large one:
+    the tolerance is then NOISE_FACTOR times `rounding` (measure_rounding), and at most MAX_NOISE_SHARE of the standard deviation.
+    Single tokens then differ more than that, up to OUTLIER_FACTOR times the tolerance: a few such outliers are no difference.
+    """
+    values = [p for one in base for p in one.first]
+    if not values:
+        return Tolerance(value=tolerance, rounding=rounding)
+    spread = float(np.std(values))
+    noise = NOISE_FACTOR * max(_measure_noise(base), _measure_noise(other))
+    least = min(tolerance, max(tolerance * spread, noise))
+    most = MAX_NOISE_SHARE * spread
+    return Tolerance(value=max(least, min(NOISE_FACTOR * rounding, most)), rounding=rounding, spread=spread)
+
+
+def measure_rounding(effects: Iterable[Sequence[tuple[Answer, Answer]]]) -> float:
+    """Return how far log-probabilities of one server's equal tokens are apart under other conditions; 0 if they never are.
+
+    It is the median over pairs of answers that are not identical, of the effect (a prefix-cache hit, a batch) in which it is smaller: a
+    fault in one of them does not raise it.
+    """
+    medians = []
+    for of in effects:
+        pairs = [compare_pair(x, y) for x, y in of]
+        drifts = [p.drift for p in pairs if p.drift and p.compared - (p.first is not None) >= MIN_DRIFT_TOKENS]
+        medians += [float(np.median(drifts))] if drifts else []
+    return min(medians, default=0.0)
+
+
+def _measure_noise(scored: Sequence[ScoredPrompt]) -> float:
+    """Return the mean |difference| of log-probabilities that were fetched twice."""
+    apart = [abs(x - y) for one in scored for x, y in zip(one.first, one.again, strict=True)]
+    return float(np.mean(apart)) if apart else 0.0
+
+
 def find_first_difference(a: Answer, b: Answer) -> int | None:
     """Return the index of the first token that differs, the end of an answer included; None if none does."""
     ours, theirs = (a.tokens, b.tokens) if a.has_ids == b.has_ids else (a.names or a.tokens, b.names or b.tokens)
@@ -185,10 +259,11 @@ def find_first_difference(a: Answer, b: Answer) -> int | None:
 
 
 def compare_length(
-    context: int, servers: Sequence[Sequence[PromptAnswers]], tolerance: float = TOLERANCE
+    context: int, servers: Sequence[Sequence[PromptAnswers]], tolerance: Tolerance | None = None
 ) -> list[Comparison]:
     """Compare the answers of one or two servers to prompts of one length, [server][prompt]; not yet judged."""
-    compare = functools.partial(compare_pair, tolerance=tolerance)
+    tolerance = tolerance or Tolerance(value=TOLERANCE)
+    compare = tolerance.compare_pair
     found = []
     for name, answers in zip("AB", servers, strict=False):
         for effect, pairs_of in OWN_PAIRS.items():
@@ -197,10 +272,18 @@ def compare_length(
     if len(servers) > 1:
         pairs = [[compare(x, y) for x, y in _pair_servers(*both)] for both in zip(*servers, strict=True)]
         found.append(_summarize_pairs(SERVERS, "AB", context, pairs))
-    return found
+    return [msgspec.structs.replace(one, tolerance=tolerance.value) for one in found]
 
 
-def make_report(comparisons: Sequence[Comparison], tolerance: float = TOLERANCE) -> Report:
+def measure_server_rounding(servers: Sequence[Sequence[PromptAnswers]]) -> float:
+    """Return the rounding of the server that has more of it, from its answers to prompts of one length."""
+    return max(
+        measure_rounding([pair for one in answers for pair in pairs_of(one)] for pairs_of in (_pair_cache, _pair_batch))
+        for answers in servers
+    )
+
+
+def make_report(comparisons: Sequence[Comparison]) -> Report:
     """Test all comparisons together, and decide."""
     chance = compute_chance(comparisons)
     groups = _group_comparisons(comparisons)
@@ -222,7 +305,7 @@ def make_report(comparisons: Sequence[Comparison], tolerance: float = TOLERANCE)
     return Report(
         verdict=DIFFER if findings else UNDECIDED if undecided else agreed,
         servers=1 + two,
-        tolerance=tolerance,
+        tolerance=max((c.tolerance for c in judged), default=TOLERANCE),
         comparisons=judged,
         findings=findings,
         undecided=undecided,
@@ -482,7 +565,7 @@ def _find_doubts(comparisons: Sequence[Comparison], coverage: float) -> list[str
     repeats = _count_differing(c for c in comparisons if c.effect == REPEAT)
     noisy = compute_tail(*repeats, MAX_CHANCE_SHARE) <= LEVEL
     found = {
-        NOISY: noisy,
+        NOISY: noisy or sum(c.outliers for c in comparisons) > MAX_OUTLIER_SHARE * sum(c.pairs for c in comparisons),
         RARE: not noisy and any(c.real for c in comparisons),
         UNATTRIBUTED: any(c.unknown for c in comparisons),
         FEW_TOKENS: coverage < MIN_COVERAGE,

@@ -18,9 +18,10 @@ import msgspec
 import numpy as np
 
 from dcpbench.servers import info as server_info
-from dcpbench.servers.agreement import PromptAnswers, compare_length
+from dcpbench.servers.agreement import PromptAnswers, compare_length, compute_tolerance, measure_server_rounding
 from dcpbench.servers.ask import Side, choose_contexts
 from dcpbench.servers.client import Client
+from dcpbench.servers.prompt_logprobs import PromptScorer
 from dcpbench.servers.prompts import IDS, find_prompt_format
 
 if TYPE_CHECKING:
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
 
     from dcpbench.servers.agreement import Answer, Comparison
     from dcpbench.servers.client import Target
+
+
+SCORED_TOKENS = 256
+"""Length of the prompt whose log-probabilities give the scale of differences."""
 
 
 class CacheUse(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,6 +78,8 @@ async def compare_servers(
         longest = min((side.longest for side in sides if side.longest is not None), default=None)
         before = [await server_info.fetch_counters(client) for client in clients]
         found: list[Comparison] = []
+        (other,) = make_prompts(min(SCORED_TOKENS, longest or SCORED_TOKENS), 1, vocab, questions.seed + 1)
+        scored = await PromptScorer(sides[0].client, sides[0].prompt_format).score_prompt(other)
         cached: list[list[int | None]] = [[] for _ in sides]
         for context in choose_contexts(contexts, longest, questions.tokens):
             prompts = make_prompts(context, questions.prompts, vocab, questions.seed)
@@ -81,7 +88,8 @@ async def compare_servers(
                 tell(f"prompts of {context:,} tokens, {side.client.target.url}")
                 answers.append(await collect_answers(side, prompts, questions.tokens, questions.rounds))
                 hits += [answer.cached_tokens for one in answers[-1] for answer in (*one.alone, *one.batch)]
-            found += compare_length(context, answers, questions.tolerance)
+            rounding = measure_server_rounding(answers)
+            found += compare_length(context, answers, compute_tolerance(questions.tolerance, scored, scored, rounding))
         after = [await server_info.fetch_counters(client) for client in clients]
         counts = [now.compute_increase(then)["cached_tokens"] for now, then in zip(after, before, strict=True)]
         return found, [CacheUse(hit_tokens=count_hits(*of)) for of in zip(counts, cached, strict=True)]

@@ -21,7 +21,7 @@ import numpy as np
 
 from dcpbench.errors import UsageError
 from dcpbench.servers import info as server_info
-from dcpbench.servers.agreement import Answer
+from dcpbench.servers.agreement import Answer, ScoredPrompt
 from dcpbench.servers.ask import Side
 from dcpbench.servers.client import Client
 from dcpbench.servers.conditions import count_hits
@@ -57,13 +57,6 @@ class GroupAnswers(msgspec.Struct, frozen=True, kw_only=True):
     numbers: list[list[int]]  # place of each request of `rounds` among those of the server, from 0
     alone: list[Answer]  # to the first prompts, each alone, after all rounds; empty if the batch has one request
     alone_numbers: list[int]  # places of these requests
-
-
-class ScoredPrompt(msgspec.Struct, frozen=True, kw_only=True):
-    """Log-probabilities of the tokens of one prompt, fetched twice."""
-
-    first: list[float]
-    again: list[float]
 
 
 class LengthAnswers(msgspec.Struct, frozen=True, kw_only=True):
@@ -176,7 +169,8 @@ class Collector:
             prompts = make_distinct_prompts(generator, length, count_prompts(batch, questions.prompts), vocab)
             if length <= MAX_SCORED and not groups:
                 self.cell = Cell(length=length, batch=1, cache=NEW)
-                scored = await self._score_prompt(make_distinct_prompts(generator, length, 1, vocab)[0])
+                scored = await self._scorer.score_prompt(make_distinct_prompts(generator, length, 1, vocab)[0])
+                self.sent += self._scorer.sent
             groups.append(await self._collect_group(length, batch, prompts))
             if batch == 1 and length >= MIN_SHARED:
                 half = length // 2
@@ -217,13 +211,6 @@ class Collector:
             found += await asyncio.gather(*(self._side.fetch_answer(prompt, self.questions.tokens) for prompt in some))
         self._hits += [answer.cached_tokens for answer in found]
         return found
-
-    async def _score_prompt(self, prompt: np.ndarray) -> list[ScoredPrompt]:
-        first = await self._scorer.fetch_logprobs(prompt)
-        self.sent += self._scorer.sent
-        again = await self._scorer.fetch_logprobs(prompt) if first else []
-        self.sent += self._scorer.sent if first else 0
-        return [ScoredPrompt(first=first, again=again)] if first and again else []
 
 
 def make_distinct_prompts(generator: np.random.Generator, length: int, count: int, vocab: int) -> list[np.ndarray]:

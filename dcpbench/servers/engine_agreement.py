@@ -30,8 +30,8 @@ from dcpbench.servers.agreement import (
     FEW_TOKENS,
     LEVEL,
     MAX_CHANCE_SHARE,
+    MAX_OUTLIER_SHARE,
     MIN_COVERAGE,
-    MIN_DRIFT_TOKENS,
     NOISY,
     RARE,
     REPEAT,
@@ -41,30 +41,28 @@ from dcpbench.servers.agreement import (
     UNDECIDED,
     Detectable,
     Pair,
-    compare_pair,
+    Tolerance,
     compute_smallest_share,
     compute_tail,
     compute_upper_bound,
+    measure_rounding,
     reject_by_holm,
     tally_pairs,
 )
 from dcpbench.servers.edge_answers import AGAIN, CACHES, NEW, SHARED, Cell
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from dcpbench.servers.agreement import Answer
-    from dcpbench.servers.edge_answers import GroupAnswers, LengthAnswers, ScoredPrompt
+    from dcpbench.servers.agreement import Answer, ScoredPrompt
+    from dcpbench.servers.edge_answers import GroupAnswers, LengthAnswers
 
     Test = tuple[str, str, object]  # effect, dimension, and its value
 
 SCORES = "scores"  # effect: log-probabilities of the tokens of a prompt
 OWN_EFFECTS = (REPEAT, CACHE, BATCH)
 BASE_DIFFERS = "base differs"  # further reason for no verdict
-NOISE_FACTOR = 4.0  # a difference of this many times a server's own noise is beyond rounding
-MAX_NOISE_SHARE = 0.25  # largest tolerance, as a share of the standard deviation of log-probabilities
-OUTLIER_FACTOR = 3.0  # limit of outliers, as a multiple of a tolerance that follows from rounding
-MAX_OUTLIER_SHARE = 0.05  # of pairs
+MAX_ROUNDING_RATIO = 3.0
 MIN_PERIODIC = 4  # wrong requests from which a period is derived
 
 
@@ -120,67 +118,27 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
     counts: list[Count]
     detectable: Detectable
     coverage: float  # share of tokens that were compared
-    tolerance: float  # natural logarithms
-    rounding: float  # median |difference of log-probabilities| between conditions that change only the order of sums; 0: unknown
+    tolerance: float  # natural logarithms; the largest of all lengths
+    rounding: float  # of the same length: median |difference of log-probabilities| between conditions that change only the order of sums; 0: unknown
     spread: float | None  # standard deviation of the log-probabilities of random tokens; None if the server gives none
     logprobs: bool  # whether log-probabilities were compared
 
 
-class Tolerance(msgspec.Struct, frozen=True, kw_only=True):
-    """Differences of log-probabilities that rounding explains, in natural logarithms."""
-
-    value: float
-    rounding: float = 0.0  # see Judgement
-    spread: float | None = None  # see Judgement
-
-    @property
-    def outliers(self) -> float:
-        """Return the limit of outliers; the tolerance itself where it does not follow from rounding."""
-        return self.value * (
-            OUTLIER_FACTOR if self.spread is not None and self.value <= NOISE_FACTOR * self.rounding else 1.0
-        )
-
-    def compare_pair(self, a: Answer, b: Answer) -> Pair:
-        """Compare two answers to one prompt."""
-        return compare_pair(a, b, self.value, self.outliers)
+def measure_length_rounding(answers: LengthAnswers) -> float:
+    """Return how far log-probabilities of one server's equal tokens are apart under other conditions (agreement.measure_rounding)."""
+    effects = (CACHE, BATCH)
+    pairs = {effect: [pair for g in answers.groups for of in OWN_PAIRS[effect](g) for pair in of] for effect in effects}
+    return measure_rounding(pairs.values())
 
 
-def compute_tolerance(
-    tolerance: float, base: Sequence[ScoredPrompt], other: Sequence[ScoredPrompt], rounding: float = 0.0
-) -> Tolerance:
-    """Return the tolerance for two servers, from the given one, the spread of log-probabilities, and the servers' own rounding.
+def limit_rounding(found: Mapping[int, float]) -> dict[int, float]:
+    """Return the rounding of each length of prompts, from what was measured at it.
 
-    Weights that are not trained can give every token nearly the same log-probability, so that a difference of 0.1 is large. The
-    tolerance is then the same share of the standard deviation of the log-probabilities, but at least NOISE_FACTOR times the noise of
-    repeated log-probabilities. Activations in fp8, and routing to experts, turn the smallest change of a sum into a large one:
-    the tolerance is then NOISE_FACTOR times `rounding` (measure_rounding), and at most MAX_NOISE_SHARE of the standard deviation.
-    Single tokens then differ more than that, up to OUTLIER_FACTOR times the tolerance: a few such outliers are no difference.
+    A length without a measurement has the median of the others, and none has more than MAX_ROUNDING_RATIO times that, so that a fault
+    at one length does not raise its tolerance beyond recognition.
     """
-    values = [p for one in base for p in one.first]
-    if not values:
-        return Tolerance(value=tolerance, rounding=rounding)
-    spread = float(np.std(values))
-    noise = NOISE_FACTOR * max(_measure_noise(base), _measure_noise(other))
-    least = min(tolerance, max(tolerance * spread, noise))
-    most = MAX_NOISE_SHARE * spread
-    return Tolerance(value=max(least, min(NOISE_FACTOR * rounding, most)), rounding=rounding, spread=spread)
-
-
-def measure_rounding(answers: Iterable[LengthAnswers]) -> float:
-    """Return how far log-probabilities of one server's equal tokens are apart under other conditions; 0 if they never are.
-
-    It is the median over pairs of answers that are not identical, of the effect (a prefix-cache hit, a batch) in which it is smaller: a
-    fault in one of them does not raise it.
-    """
-    drifts: dict[str, list[float]] = {effect: [] for effect in OWN_PAIRS}
-    for length in answers:
-        for group in length.groups:
-            for effect, pairs_of in OWN_PAIRS.items():
-                pairs = [compare_pair(x, y) for of in pairs_of(group) for x, y in of]
-                drifts[effect] += [
-                    p.drift for p in pairs if p.drift and p.compared - (p.first is not None) >= MIN_DRIFT_TOKENS
-                ]
-    return min((float(np.median(of)) for effect, of in drifts.items() if of and effect != REPEAT), default=0.0)
+    typical = float(np.median([value for value in found.values() if value] or [0.0]))
+    return {length: min(value or typical, MAX_ROUNDING_RATIO * typical) for length, value in found.items()}
 
 
 def count_own(answers: LengthAnswers, tolerance: Tolerance) -> list[Count]:
@@ -293,12 +251,6 @@ OWN_PAIRS: dict[str, Callable[[GroupAnswers], list[list[tuple[Answer, Answer]]]]
     CACHE: _pair_cache,
     BATCH: _pair_batch,
 }
-
-
-def _measure_noise(scored: Sequence[ScoredPrompt]) -> float:
-    """Return the mean |difference| of log-probabilities that were fetched twice."""
-    apart = [abs(x - y) for one in scored for x, y in zip(one.first, one.again, strict=True)]
-    return float(np.mean(apart)) if apart else 0.0
 
 
 def _compare_scores(a: ScoredPrompt, b: ScoredPrompt, tolerance: float) -> Pair:

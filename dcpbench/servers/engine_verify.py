@@ -14,17 +14,17 @@ import msgspec
 from dcpbench.errors import DcpbenchError, UsageError
 from dcpbench.points.redaction import format_command_line, redact
 from dcpbench.records.record import StartPhase
-from dcpbench.servers.agreement import AGREE, CONSISTENT, DIFFER, LEVEL, UNDECIDED
+from dcpbench.servers.agreement import AGREE, CONSISTENT, DIFFER, LEVEL, UNDECIDED, compute_tolerance
 from dcpbench.servers.edge_answers import Cell, Collector, decode_answers
 from dcpbench.servers.edge_lengths import CHUNK, PAGES, Edges, list_lengths, split_lengths
 from dcpbench.servers.engine_agreement import (
     Count,
     Judgement,
-    compute_tolerance,
     count_between,
     count_own,
     judge_setting,
-    measure_rounding,
+    limit_rounding,
+    measure_length_rounding,
 )
 from dcpbench.servers.engine_log import read_started_settings
 from dcpbench.servers.launch import Server, choose_log_path, find_free_port
@@ -176,7 +176,7 @@ class _Run:
         self._lengths: list[int] = []
         self._left_out: list[int] = []
         self._max_model_len: int | None = None
-        self._rounding = 0.0
+        self._rounding: dict[int, float] = {}  # by length
 
     def question_setting(self, number: int, setting: Setting) -> None:
         """Start the server of a setting, collect its answers, end it, and append the result."""
@@ -233,21 +233,22 @@ class _Run:
     def _judge(self, answers: CollectedAnswers) -> Judgement:
         """Compare the answers of a server with each other and with those of the first."""
         base = self._base or answers
-        rounding = measure_rounding(map(decode_answers, answers.lengths.values()))
-        self._rounding = max(self._rounding, rounding)
-        tolerance = compute_tolerance(self.check.tolerance, base.scored, answers.scored, self._rounding)
-        own, between = [], []
+        mine = {length: measure_length_rounding(decode_answers(data)) for length, data in answers.lengths.items()}
+        for length, value in limit_rounding(mine).items():
+            self._rounding[length] = max(self._rounding.get(length, 0.0), value)
+        own, between, tolerances = [], [], []
         for length, data in answers.lengths.items():
-            found = decode_answers(data)
-            own += count_own(found, tolerance)
+            found, rounding = decode_answers(data), self._rounding[length]
+            tolerances.append(compute_tolerance(self.check.tolerance, base.scored, answers.scored, rounding))
+            own += count_own(found, tolerances[-1])
             if self._base is not None:
-                between += count_between(decode_answers(base.lengths[length]), found, tolerance)
+                between += count_between(decode_answers(base.lengths[length]), found, tolerances[-1])
         first = self._base is None
         judgement = judge_setting(
             own,
             None if first else between,
             self._base_counts,
-            tolerance=tolerance,
+            tolerance=max(tolerances, key=lambda one: one.value),
             base_verdict=CONSISTENT if first else self.results[0].verdict,
             level=LEVEL / len(self.check.settings),
         )

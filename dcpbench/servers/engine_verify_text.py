@@ -13,8 +13,11 @@ from dcpbench.servers.agreement import (
     CONFIDENCE,
     DIFFER,
     FEW_TOKENS,
+    MAX_OUTLIER_SHARE,
     MIN_COVERAGE,
+    NOISE_FACTOR,
     NOISY,
+    OUTLIER_FACTOR,
     RARE,
     REPEAT,
     SERVERS,
@@ -23,9 +26,6 @@ from dcpbench.servers.agreement import (
 from dcpbench.servers.edge_answers import AGAIN, NEW, SHARED
 from dcpbench.servers.engine_agreement import (
     BASE_DIFFERS,
-    MAX_OUTLIER_SHARE,
-    NOISE_FACTOR,
-    OUTLIER_FACTOR,
     SCORES,
     find_smallest,
 )

@@ -65,7 +65,7 @@ class FaultyEngine:
         _, mode, *rest = path.split("/")
         if rest == ["v1", "models"]:
             _write_json(writer, {"object": "list", "data": [{"id": "m", "max_model_len": 131_072}]})
-        elif method == "POST":
+        elif method == "POST" and rest == ["v1", "completions"]:
             await self._complete(writer, mode, json.loads(body))
         else:
             _write_json(writer, {"error": "not here"}, 404)

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import math
+import sys
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -28,6 +29,9 @@ from dcpbench.servers.agreement import (
     UNATTRIBUTED,
     UNDECIDED,
     Answer,
+    ScoredPrompt,
+    Tolerance,
+    compute_tolerance,
 )
 from dcpbench.servers.edge_answers import (
     AGAIN,
@@ -36,7 +40,6 @@ from dcpbench.servers.edge_answers import (
     Cell,
     GroupAnswers,
     LengthAnswers,
-    ScoredPrompt,
     decode_answers,
     encode_answers,
     make_distinct_prompts,
@@ -46,13 +49,12 @@ from dcpbench.servers.engine_agreement import (
     BASE_DIFFERS,
     SCORES,
     Judgement,
-    Tolerance,
-    compute_tolerance,
     count_between,
     count_own,
     find_period,
     judge_setting,
-    measure_rounding,
+    limit_rounding,
+    measure_length_rounding,
 )
 from dcpbench.servers.engine_settings import Grid, list_all_settings, make_layouts
 from dcpbench.servers.engine_verify import (
@@ -65,6 +67,7 @@ from dcpbench.servers.engine_verify import (
     find_token_budget,
 )
 from dcpbench.servers.engine_verify_text import format_report
+from dcpbench.servers.launch import Server, find_free_port
 from dcpbench.servers.presets import PRESETS, Engine
 from dcpbench.servers.prompt_logprobs import parse_sglang_reply, parse_vllm_reply
 from tools.engine_faults import CASES, RIGHT, RIGHT_FP8, format_table, run_case, run_verify, write_engine_file
@@ -408,8 +411,17 @@ class TestTolerance:
             assert number >= 0
             return (0.05 if batch > 1 else 0.0) + (0.4 if cache == AGAIN else 0.0)
 
-        assert measure_rounding([answers(17, drift=move)]) == pytest.approx(0.05)
-        assert measure_rounding([answers(17)]) == 0.0
+        assert measure_length_rounding(answers(17, drift=move)) == pytest.approx(0.05)
+        assert measure_length_rounding(answers(17)) == 0.0
+
+    def test_rounding_of_one_length_does_not_exceed_three_times_the_typical_one(self) -> None:
+        assert limit_rounding({1: 0.0, 17: 0.05, 300: 0.06, 4096: 0.5}) == {
+            1: 0.06,
+            17: 0.05,
+            300: 0.06,
+            4096: pytest.approx(0.18),
+        }
+        assert limit_rounding({1: 0.0}) == {1: 0.0}
 
 
 class TestPromptLogprobs:
@@ -705,3 +717,22 @@ def test_a_program_that_is_missing_is_named(tmp_path: Path, capsys: pytest.Captu
 def test_chance_of_a_period_is_small() -> None:
     """Four places that are equal modulo 33 are no proof, six are."""
     assert math.isclose(33.0 ** (2 - 6), 8.4e-7, rel_tol=0.01)
+
+
+@pytest.mark.parametrize(("fault", "code"), [("none", (0, 3)), ("cache", (1,))])
+def test_running_servers_with_the_noise_of_fp8_are_compared_by_their_own_rounding(
+    fault: str, code: tuple[int, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A fixed tolerance of 0.1 calls the right ones DIFFER."""
+    with contextlib.ExitStack() as stack:
+        urls = []
+        for dcp in (1, 2):
+            port = find_free_port()
+            words = ["-m", "tests.servers.dcp_engine", "--port", str(port), "--dcp", str(dcp), "--noise", "fp8"]
+            command = [sys.executable, *words, "--fault", fault]
+            server = stack.enter_context(Server(command, tmp_path / f"{dcp}.log", {"PYTHONPATH": "."}, port, "/health"))
+            server.wait_until_ready(30)
+            urls += ["--url", f"http://127.0.0.1:{port}"]
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["verify", *urls, "--context", "64,300", "--new-tokens", "8", "--seed", "1", "--json"])
+    assert ended.value.code in code, capsys.readouterr().out
