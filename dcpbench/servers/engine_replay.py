@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from dcpbench.serving.step_times import Case
 
 MIN_QUEUED_AHEAD = 1.1  # decode steps from which a prompt waits for a step that was decided before it came
+MAX_REQUEST_SHARE = 0.25  # of a decode step: a longer request_ms hides whether a prompt waited for one step or for two
 MAX_FAILURES = 3  # cases in succession that a server may fail
 CASE_S = 2.0  # time limit of a case, once its requests run
 VOCAB = 1 << 30  # token ids of prompts that are only compared with each other
@@ -132,7 +133,6 @@ def describe_engine(
         kv_tokens=info.kv_capacity_tokens,
         max_model_len=max((card.max_model_len for card in info.models if card.max_model_len), default=None),
         prefix_cache=_has_prefix_cache(settings, info),
-        asynchronous=settings is None or settings.async_scheduling is not False,
         settings=point.settings,
     )
 
@@ -185,7 +185,7 @@ def measure_server_steps(
         environment=make_environment(config),
         marks=[mark for mark, holds in marks.items() if holds],
         engine=msgspec.structs.replace(
-            engine, request_ms=request_ms, asynchronous=_decides_ahead(found, default=engine.asynchronous)
+            engine, request_ms=request_ms, asynchronous=_decides_ahead(found, request_ms, config.engine_settings)
         ),
         gpu=gpu,
     )
@@ -266,13 +266,19 @@ def _fit_case(case: Case, limits: ServerLimits) -> Case | None:
     return None
 
 
-def _decides_ahead(found: Sequence[CaseSamples], *, default: bool) -> bool:
-    """Return True if the engine decides a step while the one before it runs, by how long prompts wait among decodes.
+def _decides_ahead(found: Sequence[CaseSamples], request_ms: float, settings: EngineSettings | None) -> bool:
+    """Return True if the engine decides a step while the one before it runs.
 
-    `default` is returned without such a case.
+    The log of a server that was started may state it. Else it follows from how long prompts wait among decodes, if steps are
+    long enough to tell that from the time of the request itself. Else it is taken to be so, as both engines do by default.
     """
+    if settings is not None and settings.async_scheduling is not None:
+        return settings.async_scheduling
+    steps_ms = [statistics.median(one.samples_ms) for one in found if one.method is Method.DECODE]
     queued = [one.queued_steps for one in found if one.queued_steps is not None]
-    return statistics.median(queued) > MIN_QUEUED_AHEAD if queued else default
+    if not queued or not steps_ms or request_ms > MAX_REQUEST_SHARE * min(steps_ms):
+        return True
+    return statistics.median(queued) > MIN_QUEUED_AHEAD
 
 
 def _make_measured_case(found: CaseSamples, request_ms: float) -> MeasuredCase:

@@ -14,7 +14,7 @@ from dcpbench.errors import RecordsError, UsageError
 from dcpbench.points.engines import make_engine_load, make_engine_point
 from dcpbench.points.names import CLOSED, GAMMA, MIXED, REPLAY, SGLANG, VLLM
 from dcpbench.points.settings import Settings
-from dcpbench.records.record import Environment
+from dcpbench.records.record import EngineSettings, Environment
 from dcpbench.servers import engine_replay
 from dcpbench.servers.client import Target
 from dcpbench.servers.engine_replay import ReplayOptions, describe_engine
@@ -228,12 +228,20 @@ class TestSamples:
     def test_a_prompt_that_waits_longer_than_a_step_shows_that_steps_are_decided_ahead(
         self, queued: tuple[float | None, ...], ahead: bool
     ) -> None:
+        """With decode steps of 20 ms and requests of 1 ms. With requests of 6 ms nothing can be seen; a log is always right."""
         mixed = Case(decodes=(Decodes(1, 300),), chunks=(Chunks(1, 100, 0),))
-        found = [
+        decode = CaseSamples(
+            case=Case(decodes=(Decodes(1, 300),)), samples_ms=[20.0], method=Method.DECODE, precise=True
+        )
+        found = [decode] + [
             CaseSamples(case=mixed, samples_ms=[30.0], method=Method.MIXED, precise=True, queued_steps=steps)
             for steps in queued
         ]
-        assert engine_replay._decides_ahead(found, default=True) is ahead
+        assert engine_replay._decides_ahead(found, 1.0, None) is ahead
+        assert engine_replay._decides_ahead(found, 1.0, EngineSettings()) is ahead
+        assert engine_replay._decides_ahead(found, 6.0, None) is True
+        for known in (True, False):
+            assert engine_replay._decides_ahead(found, 1.0, EngineSettings(async_scheduling=known)) is known
 
 
 class TestDescription:
