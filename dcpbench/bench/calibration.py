@@ -97,6 +97,8 @@ def compute_prompt_ratios(files: Sequence[Path]) -> list[Prompts]:
         others = [
             of for of in times.values() if (of.emulated is None) != (one.emulated is None) and _has_same_path(of, one)
         ]
+        if one.engine is not None:
+            raise UsageError(f"{file} has steps of {one.engine.engine}, not of dcpbench's engine; leave it out.")
         if one.is_blocking:
             raise UsageError(f"{file} is of a CPU, whose times say nothing of GPUs; leave it out.")
         if not others:

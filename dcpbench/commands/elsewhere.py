@@ -105,7 +105,7 @@ def check_command(
 
     Return a sentence that describes what was checked.
     """
-    each = any(name in SAYS_ALL for name in away)
+    each = any(name in SAYS_ALL for name in away) or (words[0] == "server" and "step_times" in away)
     whole = there.counted and DECIDES.isdisjoint(away)
     try:
         if each:

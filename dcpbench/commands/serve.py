@@ -45,7 +45,8 @@ class Scheduler(Group):
 
     policy: str | None = SERVED(
         "mixed: a step holds chunks of prompts and tokens of running requests; prefill-first: running requests wait while "
-        "there are chunks. Default: mixed.",
+        "there are chunks. vllm, sglang, with --mode replay: the policies of these engines (docs/replay.md). Default: mixed, or "
+        "with step times of another engine its own.",
         metavar="NAME",
     )
     chunk: str | None = SERVED(
@@ -155,6 +156,7 @@ def serve(
     import msgspec
 
     from dcpbench.commands import runs
+    from dcpbench.commands.server import replay_step_times
     from dcpbench.errors import UsageError
     from dcpbench.plan.judge import load_step_times
     from dcpbench.plan.serve_spec import OTHERS, SERVE_PARSERS, make_serve_spec, resolve_step_times
@@ -173,6 +175,8 @@ def serve(
     if run.gpu is not None:
         raise UsageError(f"--step-times {path} records the GPUs of its steps; leave --gpu out.")
     times = load_step_times(path)
+    if times.engine is not None:
+        return replay_step_times(Path(path), given, run, str(given.pop("policy", None) or ""))
     probe = msgspec.structs.replace(
         times.make_probe(),
         count=max(times.make_probe().count, int(times.path["tp"])),

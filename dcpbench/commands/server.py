@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 from dcpbench.commands import options as opt
 from dcpbench.commands.command import Group, collect_typed, make_panel
 from dcpbench.commands.load_options import SLO, Requests, print_load_notes
+from dcpbench.points.layout import DEGREES
+from dcpbench.points.names import ENGINE_POLICIES, LIVE, MODES, REPLAY, format_flag
 from dcpbench.show.terminal import print_stderr
 
 if TYPE_CHECKING:
@@ -55,10 +57,35 @@ class Model(Group):
 
 
 class Measured(Group):
-    """Hold the options for the objectives and the repeats."""
+    """Hold the options for the mode, the objectives and the repeats."""
 
+    mode: str | None = opt.MEASURE(
+        "live: the loads are sent to the server. replay: the times of its steps are measured once for a layout, then its "
+        "engine's scheduling policy runs in virtual time. live,replay: both, the replay first, and the report shows their "
+        "difference. Default: live.",
+        metavar="NAME,…",
+    )
     slo: str | None = SLO
     repeats: int | None = opt.REPEATS
+
+
+class Replays(Group):
+    """Hold the options for replays."""
+
+    step_times: Path | None = opt.MEASURE(
+        "With --mode replay: step times of a server that were measured before; no server is needed then. Default: measure "
+        "them.",
+        metavar="FILE",
+    )
+    policy: str | None = opt.MEASURE(
+        f"With --mode replay: scheduling policy, {' or '.join(ENGINE_POLICIES)}. Default: that of the server's engine.",
+        metavar="NAME",
+    )
+    token_budget: int | None = opt.MEASURE(
+        "With --mode replay and --url: maximum number of tokens in a step of the server, the value of vLLM's "
+        "--max-num-batched-tokens or SGLang's --chunked-prefill-size. Default: as the server reports it.",
+        metavar="N",
+    )
 
 
 class Run(opt.Run):
@@ -164,7 +191,15 @@ class Options(Group):
     )
 
 
-def server(layouts: Layouts, model: Model, options: Options, requests: Requests, measured: Measured, run: Run) -> int:
+def server(
+    layouts: Layouts,
+    model: Model,
+    options: Options,
+    requests: Requests,
+    measured: Measured,
+    replays: Replays,
+    run: Run,
+) -> int:
     """Measure vLLM, SGLang or another server over layouts and loads: TTFT, ITL, throughput and goodput.
 
     --url measures a server that runs already. --engine and --serve-cmd start a server for each layout, send all loads to
@@ -179,6 +214,10 @@ def server(layouts: Layouts, model: Model, options: Options, requests: Requests,
 
       dcpbench server --engine vllm --model deepseek-ai/DeepSeek-V3 --tp 8 --dcp 1,8 --gpu H200
 
+      dcpbench server --engine vllm --model /models/v3 --tp 2 --dcp 1,2 --mode live,replay --concurrency 8,32
+
+      dcpbench server --mode replay --step-times runs/NAME/step-times/FILE.json --request-rate 0.5,1,2
+
       dcpbench server --serve-cmd 'our-engine {model} --port {port} --tp {tp}' --model /models/v3 --tp 4,8
     """
     from dcpbench.commands import runs
@@ -188,10 +227,117 @@ def server(layouts: Layouts, model: Model, options: Options, requests: Requests,
     runs.check_server_run(run)
     given = read_options(run.config, SERVER_PARSERS) if run.config else {}
     given |= collect_typed(layouts, model, requests, measured)
+    _check_replay(replays, given)
+    if replays.step_times is not None:
+        _check_no_source(options, replays.step_times)
+        return replay_step_times(replays.step_times, given, run, replays.policy or "")
     _check_one_source(options)
     if options.url is not None:
-        return _measure_running(options.url, options, given, run)
-    return _measure_started(options, given, run)
+        return _measure_running(options.url, options, given, run, replays)
+    return _measure_started(options, given, run, replays)
+
+
+def _check_replay(replays: Replays, given: dict[str, object]) -> None:
+    """Raise UsageError for options of replays without --mode replay, or for an unknown policy."""
+    from dcpbench.errors import UsageError
+    from dcpbench.plan.options import check_known, check_positive, parse_names
+
+    modes = parse_names("mode", given["mode"]) if given.get("mode") is not None else (LIVE,)
+    for name in modes:
+        check_known("mode", name, MODES)
+    typed = {
+        "--step-times": replays.step_times,
+        "--policy": replays.policy,
+        "--token-budget": replays.token_budget,
+    }
+    named = [name for name, value in typed.items() if value is not None]
+    if named and REPLAY not in modes:
+        raise UsageError(f"{named[0]} is for replays; add --mode replay, or leave it out.")
+    if replays.step_times is not None and set(modes) != {REPLAY}:
+        raise UsageError(
+            "--step-times are replayed without a server; use --mode replay alone, or leave --step-times out."
+        )
+    if replays.policy is not None:
+        check_known("policy", replays.policy, ENGINE_POLICIES)
+    if replays.token_budget is not None:
+        check_positive("token_budget", replays.token_budget)
+
+
+def _check_no_source(options: Options, path: Path) -> None:
+    """Raise UsageError for an option that names a server, next to --step-times."""
+    from dcpbench.errors import UsageError
+
+    sources = {"--url": options.url, "--engine": options.engine, "--serve-cmd": options.serve_cmd}
+    if given := [name for name, value in sources.items() if value is not None]:
+        raise UsageError(
+            f"--step-times {path} needs no server; leave out {given[0]}, or measure its steps without --step-times."
+        )
+
+
+def replay_step_times(path: Path, given: dict[str, object], run: opt.Run, policy: str = "") -> int:
+    """Replay loads with the step times of another engine's server, in this process.
+
+    Raise UsageError for an option that the step times determine, or for a file of dcpbench's own engine.
+    """
+    import msgspec
+
+    from dcpbench.commands import runs
+    from dcpbench.errors import UsageError
+    from dcpbench.launch import folders
+    from dcpbench.plan.grid import Candidate
+    from dcpbench.plan.judge import load_step_times
+    from dcpbench.plan.options import check_known
+    from dcpbench.plan.serve_spec import resolve_step_times
+    from dcpbench.plan.server_spec import SERVER_PARSERS, make_server_spec, make_step_time_points
+    from dcpbench.points.machine import Probe
+    from dcpbench.records.record import CPU
+
+    resolved = resolve_step_times({**given, "step_times": path})
+    assert resolved is not None
+    times = load_step_times(resolved)
+    if times.engine is None:
+        raise UsageError(
+            f"{path} has steps of dcpbench's own engine; use dcpbench serve --mode replay --step-times {path}."
+        )
+    loads = set(SERVER_PARSERS) - {"model", "dtype", "exchange", "ep", *DEGREES}
+    if other := [name for name, value in given.items() if name not in {*loads, "step_times"} and value is not None]:
+        raise UsageError(
+            f"{format_flag(other[0])} cannot be changed for {path}, which has the steps of one server of {times.engine.engine}; "
+            "leave it out."
+        )
+    if policy:
+        check_known("policy", policy, ENGINE_POLICIES)
+    asked = {name: value for name, value in given.items() if name in loads}
+    degrees = {name: times.path[name] for name in DEGREES if times.path["tp"]}
+    cpu = times.environment.device == CPU
+    spec = make_server_spec({**asked, **degrees}, cpu=cpu)
+    settings = msgspec.structs.replace(spec.settings, step_times=resolved)
+    probe = Probe(device="cpu" if cpu else "cuda", count=int(times.path["tp"]), name=times.environment.device)
+    runs.record_device(probe)
+    if run.dry_run or not runs.is_part():
+        print_load_notes(spec.loads, settings, cpu=cpu)
+    candidates = [Candidate(point=point) for point in make_step_time_points(spec, times)]
+    if runs.finish_if_planned(candidates, probe, run):
+        return 0
+    folder = run.output or folders.choose_folder(
+        f"{times.engine.engine}-{Path(str(times.path['model'])).name}", (int(times.path["tp"]),)
+    )
+
+    def run_all(points: "Sequence[Point]", work: "Work", run: opt.Run) -> None:
+        from dcpbench.records.file import RecordFile
+        from dcpbench.servers.engine_replay import replay_server_point
+        from dcpbench.servers.measure import list_places
+
+        del run
+        with runs.handle_stop(work), runs.make_progress_bar(points) as bar:
+            for place in list_places(points, bar):
+                record = replay_server_point(
+                    place.point, times, resolved, work.settings, work.folder, command=work.command, policy=policy
+                )
+                place.show_record(RecordFile(work.folder).append(record))
+
+    work = runs.make_work(folder, settings, probe, run)
+    return runs.run_candidates(candidates, folder, work, probe, run, run_all)
 
 
 def _check_one_source(options: Options) -> None:
@@ -215,12 +361,13 @@ def _check_one_source(options: Options) -> None:
         raise UsageError(f"{alone[0]} is for servers that dcpbench starts; leave it out with --url.")
 
 
-def _measure_running(url: str, options: Options, given: dict[str, object], run: opt.Run) -> int:
+def _measure_running(url: str, options: Options, given: dict[str, object], run: opt.Run, replays: Replays) -> int:
     """Measure a server that runs already."""
     from dcpbench.commands import runs
     from dcpbench.launch import folders
     from dcpbench.plan.server_spec import make_server_spec
     from dcpbench.points.machine import Probe
+    from dcpbench.servers.engine_replay import ReplayOptions, replay_on_server
     from dcpbench.servers.measure import fetch_server_info, make_candidates, measure_points, resolve_prompt_format
     from dcpbench.servers.profile import make_traces_folder
 
@@ -239,7 +386,7 @@ def _measure_running(url: str, options: Options, given: dict[str, object], run: 
     runs.record_device(probe)
     if run.dry_run or not runs.is_part():
         print_load_notes(spec.loads, spec.settings, cpu=run.device == "cpu")
-    candidates = make_candidates(spec.make_points(info.engine, card.id), card.max_model_len)
+    candidates = _reject_replays(make_candidates(spec.make_points(info.engine, card.id), card.max_model_len))
     if runs.finish_if_planned(candidates, probe, run):
         return 0
     if options.traces is not None:
@@ -250,14 +397,32 @@ def _measure_running(url: str, options: Options, given: dict[str, object], run: 
     def run_all(points: "Sequence[Point]", work: "Work", run: opt.Run) -> None:
         del run
         with runs.handle_stop(work), runs.make_progress_bar(points) as bar:
-            measure_points(points, asked, info, manner, work.settings, work.folder, bar)
+            measure_points(
+                points,
+                asked,
+                info,
+                manner,
+                work.settings,
+                work.folder,
+                bar,
+                lambda replayed, tell: replay_on_server(
+                    replayed,
+                    asked,
+                    info,
+                    manner,
+                    work.settings,
+                    work.folder,
+                    ReplayOptions(policy=replays.policy or "", token_budget=replays.token_budget),
+                    tell=tell,
+                ),
+            )
 
     return runs.run_candidates(
         candidates, folder, runs.make_work(folder, spec.settings, probe, run), probe, run, run_all
     )
 
 
-def _measure_started(options: Options, given: dict[str, object], run: opt.Run) -> int:
+def _measure_started(options: Options, given: dict[str, object], run: opt.Run, replays: Replays) -> int:
     """Start a server for each layout and each combination of flags, and measure all loads on it."""
     from dcpbench.commands import runs
     from dcpbench.commands.started_servers import check_program, print_commands
@@ -266,6 +431,7 @@ def _measure_started(options: Options, given: dict[str, object], run: opt.Run) -
     from dcpbench.plan.options import check_seconds
     from dcpbench.plan.server_spec import make_server_spec, split_layouts
     from dcpbench.points.machine import Probe
+    from dcpbench.servers.engine_replay import ReplayOptions
     from dcpbench.servers.presets import choose_weights, resolve_engine
     from dcpbench.servers.profile import make_traces_folder
     from dcpbench.servers.sweep import measure_started
@@ -302,7 +468,15 @@ def _measure_started(options: Options, given: dict[str, object], run: opt.Run) -
         del run
         with runs.handle_stop(work), runs.make_progress_bar(points) as bar:
             measure_started(
-                points, preset, model, asked, work.settings, work.folder, bar, limit_s=options.start_timeout
+                points,
+                preset,
+                model,
+                asked,
+                work.settings,
+                work.folder,
+                bar,
+                limit_s=options.start_timeout,
+                replay=ReplayOptions(policy=replays.policy or "", token_budget=replays.token_budget),
             )
 
     work = runs.make_work(folder, spec.settings, probe, run)
@@ -320,7 +494,20 @@ def _list_candidates(specs: "Sequence[ServerSpec]", preset: "Engine", model: str
             lacking = preset.find_lacking(candidate.point)
             error = preset.make_lacking_error(lacking) if lacking else candidate.error
             found.append(dataclasses.replace(candidate, error=error))
-    return found
+    return _reject_replays(found)
+
+
+def _reject_replays(candidates: "Sequence[Candidate]") -> "list[Candidate]":
+    """Return the candidates; those that would be replayed in a layout that no policy models are rejected."""
+    import dataclasses
+
+    from dcpbench.servers.engine_replay import find_unsupported
+    from dcpbench.servers.measure import is_replay
+
+    return [
+        dataclasses.replace(one, error=one.error or find_unsupported(one.point)) if is_replay(one.point) else one
+        for one in candidates
+    ]
 
 
 def _add_default_ep(preset: "Engine", given: dict[str, object]) -> dict[str, object]:

@@ -39,6 +39,7 @@ from dcpbench.points.names import (
     AUTO,
     CUT,
     DTYPES,
+    ENGINE_POLICIES,
     EXCHANGES,
     FP8,
     LIBRARIES,
@@ -378,6 +379,10 @@ def _check_load(point: Point, load: Load, shape: ModelShape, probe: Probe) -> No
         raise UsageError(
             f"--disaggregate {point.disaggregate}: a live run serves on the GPUs of one instance; take --mode replay "
             "alone, which serves several in virtual time."
+        )
+    if load.policy in ENGINE_POLICIES and point.dp > 1:
+        raise UsageError(
+            f"--policy {load.policy} is modelled for one attention replica; use --dp 1, or a policy of dcpbench's engine."
         )
     if open_ := _list_auto_options(point):
         raise UsageError(

@@ -14,7 +14,18 @@ from dcpbench.plan.options import check_known, check_positive
 from dcpbench.plan.spec import PARSERS, PointLoad, build_spec, get_defaults
 from dcpbench.points.batches import GRAPH_BATCHES
 from dcpbench.points.instances import parse_instances
-from dcpbench.points.names import CLOSED, GAMMA, LIVE, MIXED, ONE_TURN, PREFILLS, REPLAY, TRACE, format_flag
+from dcpbench.points.names import (
+    CLOSED,
+    ENGINE_POLICIES,
+    GAMMA,
+    LIVE,
+    MIXED,
+    ONE_TURN,
+    PREFILLS,
+    REPLAY,
+    TRACE,
+    format_flag,
+)
 from dcpbench.points.point import LOAD_AXES, Load
 from dcpbench.records.stats import OBJECTIVE, compute_min_samples, find_highest_percentile
 from dcpbench.serving.load_words import (
@@ -112,6 +123,21 @@ class ServeLoads:
         self._check_prefixes()
         self._check_sessions()
         self._check_transfers()
+        self._check_policy()
+
+    def _check_policy(self) -> None:
+        """Raise UsageError for the policy of another engine in a live run, or with instances that only prefill."""
+        if self.policy not in ENGINE_POLICIES:
+            return
+        if LIVE in self.mode:
+            raise UsageError(
+                f"--policy {self.policy}: only replays follow the policies of other engines; add --mode replay, or use --policy "
+                f"{MIXED}."
+            )
+        if any(parse_instances(text).disaggregated for text in self.disaggregate):
+            raise UsageError(
+                f"--policy {self.policy} has no instances that only prefill; leave out --disaggregate, or use --policy {MIXED}."
+            )
 
     def _check_arrivals(self) -> None:
         for rate in self.request_rate:

@@ -17,6 +17,7 @@ from dcpbench.points.engines import UNKNOWN_FIELDS, make_engine_load, make_engin
 from dcpbench.points.layout import DEGREES, Layout
 from dcpbench.points.machine import Probe
 from dcpbench.points.names import UNKNOWN, WHOLE, format_flag
+from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
 from dcpbench.serving.loads import compute_extent
 from dcpbench.show.text import format_list
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from dcpbench.plan.serve_spec import ServeLoads
-    from dcpbench.points.point import Point
+    from dcpbench.serving.step_times import StepTimes
 
 OPTIONS = [
     "model",
@@ -49,6 +50,7 @@ OPTIONS = [
     "turn_tokens",
     "think_time",
     "seed",
+    "mode",
     "slo",
     "repeats",
 ]
@@ -101,9 +103,26 @@ class ServerSpec:
                 )
         return found
 
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """Return the modes of the points, LIVE and REPLAY."""
+        return self.loads.mode
+
     def make_candidates(self, engine: str, model: str, settings: Mapping[str, str] | None = None) -> list[Candidate]:
         """Return the same points, with the error if the degrees do not divide each other."""
         return [Candidate(point=point, error=self.wrong) for point in self.make_points(engine, model, settings)]
+
+
+def make_step_time_points(spec: ServerSpec, times: StepTimes) -> list[Point]:
+    """Return the points of a spec as points of the server that the step times were measured on."""
+    assert times.engine is not None
+    found = []
+    for point in spec.make_points(times.engine.engine, str(times.path["model"])):
+        assert point.load is not None
+        own = {name: times.path[name] for name in Point.__struct_fields__ if name in times.path}
+        load = msgspec.structs.replace(point.load, prefill=str(times.path["prefill"]))
+        found.append(msgspec.structs.replace(point, **own, load=load, settings=times.engine.settings))
+    return found
 
 
 def split_layouts(given: Mapping[str, object]) -> list[dict[str, object]]:

@@ -42,9 +42,6 @@ DUMMY = "dummy"  # weights near zero, with which an engine starts without a chec
 NO_EXCHANGE = "none"
 """Exchange of a point with dcp 1, where nothing is exchanged."""
 
-MIXED, PREFILL_FIRST = POLICIES = ("mixed", "prefill-first")
-"""Scheduling policies: chunks of prompts share steps with decodes, or decodes wait while there are chunks.
-"""
 LIVE, REPLAY = MODES = ("live", "replay")
 """Modes of serving: live, or in virtual time from measured step times."""
 PREFILLS = ("sdpa", "flashinfer")
@@ -53,6 +50,13 @@ OBJECTIVES = ("ttft", "itl", "tpot", "e2el")
 """Objectives of --slo, in ms; formulas.py defines them."""
 VLLM, SGLANG, INFERENCEX = ENGINES = ("vllm", "sglang", "inferencex")
 """Values of `dcpbench import --from`, and therefore possible origins of a record."""
+MIXED, PREFILL_FIRST = OWN_POLICIES = ("mixed", "prefill-first")
+"""Scheduling policies of dcpbench's engine: chunks of prompts share steps with decodes, or decodes wait while there are
+chunks."""
+ENGINE_POLICIES = (VLLM, SGLANG)
+"""Scheduling policies of other engines, with their default settings, which only replays follow."""
+POLICIES = (*OWN_POLICIES, *ENGINE_POLICIES)
+"""Values of --policy."""
 OPENAI = "openai"
 """A real server of unknown kind that speaks OpenAI's API."""
 ENGINE_NAMES = {SGLANG: "SGLang", VLLM: "vLLM", OPENAI: "OpenAI API server"}

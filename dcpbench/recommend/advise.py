@@ -11,6 +11,7 @@ import math
 import re
 import shlex
 import statistics
+from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -23,14 +24,14 @@ from dcpbench.plan.spec import make_planned_probe
 from dcpbench.points.budget import measure_whole_model, plan_engine
 from dcpbench.points.layout import DEGREES, Layout, list_valid_layouts, place_experts
 from dcpbench.points.memory import GIB
-from dcpbench.points.names import CLOSED, CUT, GAMMA, NO_EXCHANGE, REPLAY, WHOLE, format_flag
+from dcpbench.points.names import CLOSED, CUT, GAMMA, NO_EXCHANGE, REPLAY, UNKNOWN, WHOLE, format_flag
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import load_shape
 from dcpbench.recommend import forecast, remedies
 from dcpbench.recommend.forecast import ESTIMATED, SOURCES, Forecast
 from dcpbench.records.launches import measure_bands
-from dcpbench.records.record import get_origin, is_functional
+from dcpbench.records.record import A_SERVER, CPU, get_origin, is_functional
 from dcpbench.show.text import format_count, format_list
 
 if TYPE_CHECKING:
@@ -278,7 +279,7 @@ def _choose_layout(
         found += [
             forecast.from_record(r, run, bands.get(get_origin(r)))
             for r, run in records
-            if _is_same_load(r.point, points[0])
+            if _is_same_load(r.point, points[0], server=_is_of_server(r))
         ]
         replays = [_replay_point(ask, points[0], *file, report_progress) for file in times.items()]
         found += [f for f in replays if isinstance(f, Forecast)]
@@ -539,15 +540,17 @@ def _explain_exclusion(record: Record, ask: Query) -> str:
     device = record.environment.device if record.environment else ""
     if is_functional(record):
         return _explain_cpu(ask)
-    if point.model != ask.model:
-        return f"of {point.model}, not of {ask.model}"
+    server = _is_of_server(record)
+    layers = record.model_sizes.layers if record.model_sizes and server else 0
+    if wrong := _describe_other_model(point.model, layers, ask):
+        return f"of {wrong}"
     if point.emulate and not _is_emulated_for(point, ask):
         return f"emulated for {point.emulate}, not for {ask.named}"
     if not point.emulate and not _is_card(device, ask):
         return f"run on {device or 'an unnamed machine'}, not on {ask.machine.card.device}"
     if point.load is not None and _get_pool_size(record) != ask.kv_memory_bytes:
         return f"with {_format_gib(_get_pool_size(record))} of KV on each GPU, not {_format_gib(ask.kv_memory_bytes)} (--kv-memory)"
-    return _describe_other_precision(point, ask)
+    return _describe_other_precision(point, ask, server=server)
 
 
 def _can_be_padded(record: Record) -> bool:
@@ -602,17 +605,37 @@ def format_measure_command(ask: Query, points: Sequence[Point], axes: Sequence[s
     return f"dcpbench {' '.join(words)}"
 
 
+def _describe_other_model(model: str, layers: int, ask: Query) -> str:
+    """Return which model evidence is of, if it is not the one asked for; empty if it is.
+
+    Servers name models in their own way: `deepseek-ai/DeepSeek-V3`, or a folder with that name. `layers` is the number of layers
+    that the server's model has, 0 if that is unknown.
+    """
+    if model != ask.model and PurePath(model).name.lower() != ask.model.lower():
+        return f"{model}, not of {ask.model}"
+    all_layers = load_shape(ask.model).layers
+    return f"{layers} of the {all_layers} layers of {ask.model}" if layers not in (0, all_layers) else ""
+
+
 def _is_card(device: str, ask: Query) -> bool:
     return ask.machine.card.name in re.split(r"[\s-]", device)
 
 
-def _describe_other_precision(point: Point, ask: Query) -> str:
-    """Return how a point's precision differs from the query; empty if it does not."""
+def _describe_other_precision(point: Point, ask: Query, *, server: bool = False) -> str:
+    """Return how a point's precision differs from the query; empty if it does not, or if another engine's server does not report
+    it.
+    """
     pairs = (
         ("--weights-dtype", point.weights_precision, ask.weights_dtype),
         ("--kv-dtype", point.kv_precision, ask.kv_dtype),
     )
-    return format_list([f"{option} {seen}, not {wanted}" for option, seen, wanted in pairs if seen != wanted])
+    return format_list(
+        [
+            f"{option} {seen}, not {wanted}"
+            for option, seen, wanted in pairs
+            if seen != wanted and not (server and seen == UNKNOWN)
+        ]
+    )
 
 
 def _list_unused_runs(records: Sequence[tuple[Record, str]], choices: Sequence[Choice]) -> list[str]:
@@ -645,16 +668,23 @@ def _format_gib(size: int | None) -> str:
     return "all that was left" if size is None else f"{size / GIB:g} GiB"
 
 
-def _is_same_load(seen: Point, wanted: Point) -> bool:
-    """Return whether a record has these degrees under this load; placement of experts, exchange and kernels may differ."""
+def _is_of_server(record: Record) -> bool:
+    """Return True if a record is of a server of another engine that dcpbench measured or replayed."""
+    return get_origin(record).startswith(A_SERVER)
+
+
+def _is_same_load(seen: Point, wanted: Point, *, server: bool = False) -> bool:
+    """Return whether a record has these degrees under this load; placement of experts, exchange and kernels may differ.
+
+    Records of a server of another engine have its own chunk size, which is unknown.
+    """
     if any(getattr(seen, name) != getattr(wanted, name) for name in (*DEGREES, "disaggregate", "concurrency")):
         return False
     if seen.load is None or wanted.load is None:
         return seen.load is wanted.load and seen.context == wanted.context
-    return all(
-        getattr(seen.load, name) == getattr(wanted.load, name)
-        for name in ("input_tokens", "output_tokens", "arrival", "request_rate", "trace_sha256", "chunk")
-    )
+    names = ("input_tokens", "output_tokens", "arrival", "request_rate", "trace_sha256")
+    same_chunk = seen.load.chunk == wanted.load.chunk or (server and seen.load.chunk == 0)
+    return same_chunk and all(getattr(seen.load, name) == getattr(wanted.load, name) for name in names)
 
 
 def _select_step_times(ask: Query, known: Evidence) -> tuple[dict[str, StepTimes], list[str]]:
@@ -663,39 +693,46 @@ def _select_step_times(ask: Query, known: Evidence) -> tuple[dict[str, StepTimes
     """
     found, notes = {}, []
     for file, times in known.times.items():
-        of, device = (
-            _add_engine_settings(times, _make_point(ask, Layout(1), NO_EXCHANGE, CUT, 1, 1, None)),
-            times.environment.device,
-        )
-        if times.is_blocking:
-            why = f"step times {_explain_cpu(ask)}"
-        elif of.model != ask.model:
-            why = f"step times of {of.model}, not of {ask.model}"
-        elif of.emulate and not _is_emulated_for(of, ask):
-            why = f"step times emulated for {of.emulate}, not for {ask.named}"
-        elif not of.emulate and not _is_card(device, ask):
-            why = f"step times of {device}, not of {ask.machine.card.device}"
-        elif of.tp not in ask.gpus:
-            why = f"step times of {format_count(of.tp, 'GPU')}, not of {format_list([str(n) for n in ask.gpus], 'or')} (--gpus)"
-        elif wrong := _describe_other_precision(of, ask):
-            why = f"step times of {wrong}"
-        elif not any(load for _, _, load in ask.loads):
-            why = "step times, by which served loads are replayed; --context measures decode steps only"
-        else:
-            found[file] = times
-            if times.has_padded_rows:
-                notes.append(
-                    f"{file}: measured with an older engine, which sent as many prompt rows to experts for every replica as for "
-                    f"the fullest one. {of.instance_name} may be faster now; measure its step times again."
-                )
+        of = _add_engine_settings(times, _make_point(ask, Layout(1), NO_EXCHANGE, CUT, 1, 1, None))
+        if why := _explain_unused_times(ask, times, of):
+            notes.append(f"Left out: {file}, {why}.")
             continue
-        notes.append(f"Left out: {file}, {why}.")
+        found[file] = times
+        if UNKNOWN in (of.weights_precision, of.kv_precision):
+            notes.append(
+                f"{file}: the precision of the server's weights and KV cache is unknown; it is taken to be as asked."
+            )
+        if times.has_padded_rows:
+            notes.append(
+                f"{file}: measured with an older engine, which sent as many prompt rows to experts for every replica as for "
+                f"the fullest one. {of.instance_name} may be faster now; measure its step times again."
+            )
     return found, notes
 
 
+def _explain_unused_times(ask: Query, times: StepTimes, of: Point) -> str:
+    """Return why step times do not apply to the query; empty if they do. `of` has the settings of their engine."""
+    device, server = times.environment.device, times.engine is not None
+    if device == CPU:
+        return f"step times {_explain_cpu(ask)}"
+    if wrong := _describe_other_model(str(times.path["model"]), times.honesty.layers if server else 0, ask):
+        return f"step times of {wrong}"
+    if of.emulate and not _is_emulated_for(of, ask):
+        return f"step times emulated for {of.emulate}, not for {ask.named}"
+    if not of.emulate and not _is_card(device, ask):
+        return f"step times of {device}, not of {ask.machine.card.device}"
+    if of.tp not in ask.gpus:
+        return f"step times of {format_count(of.tp, 'GPU')}, not of {format_list([str(n) for n in ask.gpus], 'or')} (--gpus)"
+    if wrong := _describe_other_precision(of, ask, server=server):
+        return f"step times of {wrong}"
+    if not any(load for _, _, load in ask.loads):
+        return "step times, by which served loads are replayed; --context measures decode steps only"
+    return ""
+
+
 def _add_engine_settings(times: StepTimes, point: Point) -> Point:
-    """Return the point with the engine settings of the step times."""
-    own = {name: times.path[name] for name in Point.__struct_fields__ if name in times.path}
+    """Return the point with the settings of the engine that the step times were measured on."""
+    own = {name: times.path[name] for name in Point.__struct_fields__ if name in times.path and name != "model"}
     return msgspec.structs.replace(point, **({"ep": "tp", "weights_dtype": "", "kv_dtype": ""} | own))
 
 
@@ -708,7 +745,8 @@ def _replay_point(
     load = msgspec.structs.replace(point.load, mode=REPLAY, prefill=str(times.path["prefill"]))
     of = msgspec.structs.replace(_add_engine_settings(times, point), load=load)
     try:
-        plan = plan_engine([of], ask.settings, load_shape(ask.model), times.make_probe())
+        own = times.engine is None
+        plan = plan_engine([of], ask.settings, load_shape(ask.model), times.make_probe()) if own else None
         return forecast.replay_point(of, plan, times, ask.settings, file, watch)
     except UsageError as e:
         return f"{file}: {e}"

@@ -231,10 +231,22 @@ def list_unknowns(ask: Query, choices: Sequence[Choice], steps: Steps) -> list[s
         sentences.append(
             "The commands of SGLang and vLLM say nothing of --kv-memory: their pools are as large as they make them."
         )
-    sentences.append(
-        "SGLang and vLLM have kernels and schedulers of their own: the forecasts are of dcpbench's engine."
-    )
+    sentences.append(describe_engines(used))
     return sentences
+
+
+def describe_engines(forecasts: Sequence[Forecast]) -> str:
+    """Return a sentence that names the engines (kernels and schedulers) of the forecasts."""
+    names = [*dict.fromkeys(f.engine for f in forecasts)]
+    if not any(names):
+        return "SGLang and vLLM have kernels and schedulers of their own: the forecasts are of dcpbench's engine."
+    engines = format_list([name or "dcpbench's engine" for name in names])
+    if len(names) == 1:
+        return f"The forecasts are of the kernels and the scheduling policy of {engines}."
+    return (
+        f"The forecasts are of the kernels and the scheduling policies of {engines}: layouts of different engines differ by "
+        "their engine, too. Name evidence of one engine to compare layouts."
+    )
 
 
 def describe_latencies(forecasts: Sequence[Forecast]) -> list[str]:
@@ -433,6 +445,7 @@ def _make_forecast_json(ask: Query, f: Forecast) -> dict[str, Any]:
         "source": f.source,
         "set_right_by": f.factor,
         "whence": f.whence,
+        "engine": f.engine,
         "output_tok_s": dict(zip(("mean", "low", "high"), (f.tok_s, *f.band), strict=True)),
         "output_tok_s_per_gpu": compute_tok_s_per_gpu(f),
         **{f"{name}_ms": msgspec.to_builtins(getattr(f, f"{name}_ms")) for name in OBJECTIVES},

@@ -17,12 +17,14 @@ from dcpbench.points.names import OBJECTIVES
 from dcpbench.points.shapes import load_shape
 from dcpbench.recommend import estimate
 from dcpbench.records.metrics import METRIC
-from dcpbench.records.record import Percentiles
+from dcpbench.records.record import A_SERVER, Percentiles, get_origin
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
+from dcpbench.reports.joined_runs import format_engine
 from dcpbench.serving import step_cases
 from dcpbench.serving.loads import make_point_requests
 from dcpbench.serving.outcome import compute_serve_metrics
-from dcpbench.serving.replay import replay_requests
+from dcpbench.serving.policies import make_scheduler
+from dcpbench.serving.replay import get_loop_timing, make_engine_config, replay_requests
 from dcpbench.serving.scheduler import Scheduler, SchedulerConfig
 from dcpbench.serving.step_model import Slowdown, StepModel, compute_step_works
 from dcpbench.serving.step_times import MODELLED
@@ -84,6 +86,8 @@ class Forecast:
     """Source of the figure, one of SOURCES."""
     whence: str
     """Name of the run, the file, or the inputs of the estimate."""
+    engine: str = ""
+    """Engine (kernels and scheduling policy) of the figure, such as `vLLM 0.26.0`; empty for dcpbench's own."""
     tok_s: float
     low: float
     high: float
@@ -119,8 +123,8 @@ class Forecast:
 
     @property
     def origin(self) -> str:
-        """Return `estimate_point`, or `estimated, set right`."""
-        return self.source if self.factor is None else f"{self.source}, set right"
+        """Return `replayed`, `estimated, set right`, or `replayed, vLLM 0.26.0` for another engine."""
+        return ", ".join(filter(None, (self.source, "" if self.factor is None else "set right", self.engine)))
 
     @property
     def who(self) -> str:
@@ -168,6 +172,7 @@ def from_record(record: Record, run: str, launch_band: float | None = REPEATS_AG
             point=point,
             source=source,
             whence=run,
+            engine=_find_engine(record),
             tok_s=rate.median,
             low=rate.low,
             high=rate.high,
@@ -183,6 +188,7 @@ def from_record(record: Record, run: str, launch_band: float | None = REPEATS_AG
         point=point,
         source=source,
         whence=run,
+        engine=_find_engine(record),
         tok_s=tok_s,
         low=tok_s,
         high=tok_s,
@@ -194,6 +200,12 @@ def from_record(record: Record, run: str, launch_band: float | None = REPEATS_AG
         itl_band=_find_emulated_ends(record, "itl"),
         layers_held=_find_layers_held(record.honesty),
     )
+
+
+def _find_engine(record: Record) -> str:
+    """Return the name of the engine that a record is of; empty for dcpbench's own."""
+    origin = get_origin(record)
+    return format_engine(origin) if origin.startswith(A_SERVER) else ""
 
 
 def _find_emulated_ends(record: Record, metric: Metric) -> Ends | None:
@@ -321,19 +333,29 @@ def _divide(ends: Ends | None, factor: float) -> Ends | None:
 
 
 def replay_point(
-    point: Point, plan: EnginePlan, times: StepTimes, settings: Settings, whence: str, watch: Watch = lambda _: None
+    point: Point,
+    plan: EnginePlan | None,
+    times: StepTimes,
+    settings: Settings,
+    whence: str,
+    watch: Watch = lambda _: None,
 ) -> Forecast:
     """Forecast a point from measured step times; `watch` is called with the number of steps served.
 
-    Raise UsageError if the step times do not cover the load.
+    `plan` is that of dcpbench's engine; None for step times of another engine. Raise UsageError if the step times do not cover
+    the load.
     """
-    config = SchedulerConfig.from_point(point, pages=plan.pages, max_context=plan.max_context)
-    vocab = load_shape(point.model).vocab
+    if times.engine is not None:
+        scheduler = make_scheduler(make_engine_config(point, times.engine, times.engine.policy))
+    else:
+        assert plan is not None
+        scheduler = Scheduler(SchedulerConfig.from_point(point, pages=plan.pages, max_context=plan.max_context))
     found = replay_requests(
-        make_point_requests(point, settings, vocab),
-        Scheduler(config),
+        make_point_requests(point, settings, load_shape(point.model).vocab),
+        scheduler,
         point.clients,
         Watched(times, watch),  # type: ignore[arg-type]
+        loop=get_loop_timing(times.engine),
     )
     serve = compute_serve_metrics(
         found.traffic, gpus=point.tp, concurrency=point.clients, slo=settings.slo, steps=found.counts
@@ -343,6 +365,7 @@ def replay_point(
         point=point,
         source=REPLAYED,
         whence=whence,
+        engine=format_engine(times.engine.origin) if times.engine is not None else "",
         tok_s=tok_s,
         low=tok_s,
         high=tok_s,

@@ -314,6 +314,8 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
     """
     step_times: str = ""
     """File of the step times of a replay, which were not measured with this point."""
+    policy: str = ""
+    """Scheduling policy of a replay with step times of another engine's server."""
     step_error: Number | None = None
     """Largest |predicted / measured - 1| of the steps that were measured to check the predictions of a replay."""
 

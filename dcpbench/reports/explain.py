@@ -98,8 +98,8 @@ SERVED = _split_paragraphs(
     Goodput: finished requests that meet every objective / wall time. An ITL objective is met where 99 of 100 gaps of a
     request are within it, and below 100 gaps where all are.
 
-    Live runs are measured. A replay runs the same scheduler in virtual time and takes step times from measurements of
-    single steps; it is no measurement of a load, and no table or line here holds both.
+    Live runs are measured. A replay runs the same scheduler, or the scheduling policy of a server's engine, in virtual time and takes
+    step times from measurements of single steps; it is no measurement of a load, and no table or line here holds both.
 
     A served point has no interval of its own: what one run of a load gave is one sample. Where it was repeated, the
     value is the median of the repeats, and differences count only beyond what repeats reached, and 2 %.

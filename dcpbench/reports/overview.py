@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
-from dcpbench.points.names import CLOSED, PREFILLS, REPLAY, TOOLS, UNKNOWN
+from dcpbench.points.names import CLOSED, ENGINE_NAMES, PREFILLS, REPLAY, TOOLS, UNKNOWN
 from dcpbench.points.point import UNKNOWN_LAYOUT
 from dcpbench.records.record import A_SERVER, CPU, DUMMY_WEIGHTS, is_imported_origin
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
@@ -120,6 +120,13 @@ def _format_dates(frames: Frames) -> str:
     return "" if not days else days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
 
 
+def _format_policies(frames: Frames) -> str:
+    """Return the scheduling policies of other engines that replays followed: `, with the scheduling policy of vLLM`."""
+    used = {record.honesty.policy for record in frames.records if record.honesty and record.honesty.policy}
+    names = format_list([ENGINE_NAMES.get(name, name) for name in sorted(used)])
+    return f", with the scheduling polic{'ies' if len(used) > 1 else 'y'} of {names}" if used else ""
+
+
 def _format_few(names: list[str], what: str) -> str:
     return ", ".join(names) if len(names) <= MAX_NAMES else f"{len(names)} {what}"
 
@@ -135,7 +142,9 @@ def list_caveats(frames: Frames) -> list[str]:
     replayed = table["mode"] == REPLAY
     if replayed.any():
         every = "" if replayed.all() else f" ({int(replayed.sum()):,} of {len(table):,} points)"
-        found.append(f"replayed in virtual time over measured step times, not served live{every}")
+        found.append(
+            f"replayed in virtual time over measured step times, not served live{every}{_format_policies(frames)}"
+        )
     servers = [
         joined_runs.format_engine(name) for name in words.list_unique(table["origin"]) if name.startswith(A_SERVER)
     ]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from dcpbench.points.point import Load, Point
     from dcpbench.records.record import Record
 
-SERVED = {LIVE: "Served live", REPLAY: "Replay: the same scheduler in virtual time, over step times measured before"}
+SERVED = {LIVE: "Served live", REPLAY: "Replay: the scheduler in virtual time, over step times measured before"}
 """Headings of the tables of points."""
 FEW_SAMPLES = "few_samples"
 """Warning that dashes already express, and percentile by which an SLO is judged."""

@@ -196,15 +196,19 @@ def compute_step_times_ms(token_s: Sequence[NDArray[np.float64]], begin_s: float
 
 
 def find_gap_ms(times: NDArray[np.float64], moment_s: float, tolerance_s: float) -> tuple[float, float] | None:
-    """Return the gap of a stream in ms in which another token came at `moment_s`, and the moment at which the gap ended.
+    """Return the gap of a stream in ms in which another request's first token came at `moment_s`, and the moment at which it ended.
 
-    The gap ends with the first token at `moment_s` or later; a token of the same step may come up to `tolerance_s` before.
-    None while that token has not come.
+    The gap ends with the first token at `moment_s` or later, or with one that came up to `tolerance_s` earlier, as tokens of one
+    step are not sent at the same time: the longest of these gaps, because the step of a prompt is longer than those around it.
+    None while no token has come since.
     """
-    ends = np.flatnonzero(times >= moment_s - tolerance_s)
-    if not len(ends) or ends[0] == 0:
+    first = int(np.searchsorted(times, moment_s - tolerance_s))
+    last = int(np.searchsorted(times, moment_s))
+    if last == len(times) or last == 0:
         return None
-    return float(times[ends[0]] - times[ends[0] - 1]) * 1e3, float(times[ends[0]])
+    ends = range(max(first, 1), last + 1)
+    end = max(ends, key=lambda index: float(times[index] - times[index - 1]))
+    return float(times[end] - times[end - 1]) * 1e3, float(times[end])
 
 
 def _get_prompt_tokens(request: StreamedRequest, reply: StreamReply) -> int:

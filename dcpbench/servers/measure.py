@@ -11,7 +11,7 @@ import os
 import secrets
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 import numpy as np
@@ -21,7 +21,7 @@ from dcpbench.errors import CapacityError, DcpbenchError, OutputError, UsageErro
 from dcpbench.launch.jobs import Progress
 from dcpbench.measuring.gpu_state import is_throttled, sample_gpus
 from dcpbench.plan.grid import Candidate
-from dcpbench.points.names import CLOSED
+from dcpbench.points.names import CLOSED, REPLAY
 from dcpbench.records import formulas
 from dcpbench.records.file import RecordFile
 from dcpbench.records.model_sizes import read_model_sizes
@@ -55,7 +55,7 @@ from dcpbench.show.terminal import print_stderr
 from dcpbench.show.text import format_count
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from dcpbench.measuring.gpu_state import VisibleGpus
     from dcpbench.points.point import Point
@@ -188,21 +188,66 @@ def measure_points(
     settings: Settings,
     folder: Path,
     watch: Callable[[Progress], None],
+    replay: ReplayServer | None = None,
 ) -> None:
-    """Measure all points, one after the other; each leaves a record in the folder. An interruption is raised again."""
+    """Measure all points, one after the other; each leaves a record in the folder. An interruption is raised again.
+
+    `replay` measures the server's steps and replays the points of mode REPLAY; it comes first, before the server has
+    seen the loads.
+    """
     out = RecordFile(folder)
-    for number, point in enumerate(points):
-        key = point.get_key()
-
-        def report_progress(note: str, *, stage: str = "measure", key: str = key, index: int = number) -> None:
-            watch(Progress(stage=stage, key=key, index=index, of=len(points), note=note, at=time.time()))
-
-        record, stopped = measure_point(point, config, info, prompt_format, settings, folder, report_progress)
+    places = list_places(points, watch)
+    replayed = [place for place in places if is_replay(place.point)]
+    if replay is not None and replayed:
+        records = replay([place.point for place in replayed], replayed[0].show)
+        for place, record in zip(replayed, records, strict=True):
+            place.show_record(out.append(record))
+    for place in places:
+        if is_replay(place.point):
+            continue
+        record, stopped = measure_point(place.point, config, info, prompt_format, settings, folder, place.show)
         record = out.append(record)
         if stopped is not None:
             raise stopped
-        note = record.reason or (format_summary(record.serve) if record.serve else "")
-        report_progress(note + format_omitted_note(record), stage="done" if record.outcome == "ok" else record.outcome)
+        place.show_record(record)
+
+
+ReplayServer: TypeAlias = "Callable[[Sequence[Point], Callable[[str], None]], Iterable[Record]]"
+"""A function that replays points of one server; it gets the points, and a function that shows how far it is."""
+
+
+def is_replay(point: Point) -> bool:
+    """Return True if a point is replayed with step times of the server instead of served by it."""
+    return point.load is not None and point.load.mode == REPLAY
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Place of a point among those of a run, for the progress line."""
+
+    point: Point
+    index: int
+    of: int
+    watch: Callable[[Progress], None]
+
+    def show(self, note: str, stage: str = "measure") -> None:
+        """Show a note next to the point."""
+        self.watch(
+            Progress(stage=stage, key=self.point.get_key(), index=self.index, of=self.of, note=note, at=time.time())
+        )
+
+    def show_record(self, record: Record) -> None:
+        """Show that the point has its record."""
+        numbers = format_summary(record.serve) if record.serve else ""
+        if record.metrics:
+            numbers = f"step {record.metrics.step_ms.median:.2f} ms, {record.metrics.output_tok_s.median:,.0f} tok/s"
+        stage = "done" if record.outcome == "ok" else record.outcome
+        self.show((record.reason or numbers) + format_omitted_note(record), stage)
+
+
+def list_places(points: Sequence[Point], watch: Callable[[Progress], None]) -> list[Place]:
+    """Return the places of the points of a run."""
+    return [Place(point, index, len(points), watch) for index, point in enumerate(points)]
 
 
 @dataclasses.dataclass
@@ -420,20 +465,25 @@ def _make_requests(point: Point, settings: Settings, vocab: int) -> list[ServeRe
     ]
 
 
+def make_environment(config: ClientConfig) -> Environment:
+    """Return the environment of a server's records, as far as it is known."""
+    return Environment(
+        device=config.gpus.name if config.gpus else config.device,
+        device_count=config.device_count,
+        device_memory_bytes=config.gpus.memory_bytes if config.gpus else None,
+        driver=config.gpus.driver if config.gpus else None,
+        dcpbench=dcpbench.__version__,
+        command=config.command,
+    )
+
+
 def start_record(point: Point, config: ClientConfig, info: ServerInfo, settings: Settings, server: Server) -> Record:
     """Return the record of a point without measurements: a failed one, with the facts about the server and the machine."""
     return Record(
         point=point,
         outcome="failed",
         marks=["cpu"] if config.device == CPU else [],
-        environment=Environment(
-            device=config.gpus.name if config.gpus else config.device,
-            device_count=config.device_count,
-            device_memory_bytes=config.gpus.memory_bytes if config.gpus else None,
-            driver=config.gpus.driver if config.gpus else None,
-            dcpbench=dcpbench.__version__,
-            command=config.command,
-        ),
+        environment=make_environment(config),
         measured_with=msgspec.to_builtins(settings),
         origin=info.origin,
         model_sizes=read_model_sizes(point.model),

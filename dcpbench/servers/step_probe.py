@@ -32,7 +32,7 @@ from dcpbench.servers.decode_streams import DecodeStreams, StepWindow, StreamedR
 from dcpbench.servers.descriptors import raise_open_file_limit
 from dcpbench.servers.load import set_realtime_priority, stop_garbage_collection
 from dcpbench.servers.prompts import COMPLETIONS, PATHS, PromptFormat, find_prompt_format
-from dcpbench.serving.step_times import HOT, UNEVEN, Case
+from dcpbench.serving.step_times import HOT, UNEVEN, Case, Chunks, Decodes
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dcpbench.servers.client import Target
-    from dcpbench.serving.step_times import Chunks
 
     Hook = Callable[[DecodeStreams], Awaitable[None]]
 
@@ -53,13 +52,14 @@ MIN_REPEATS = 7  # fewer samples have no 95 % interval of the median (records/st
 GAP_REQUESTS = 8  # requests by which the gap of a mixed case is measured
 STEPS_BETWEEN = 4  # decode steps between two prompts of a mixed case
 OVERHEAD_TOKENS, OVERHEAD_REPEATS = 8, 9
+MIN_REQUEST_MS = 0.1  # of a request outside of steps: a server never sees one in the instant of another's last token
 LOOK_S, TELL_S = 0.2, 1.0  # between two looks at the samples, and between two reports of progress
 LOOKED_REQUESTS = 2  # requests of which the samples are looked at: tokens are not read meanwhile
 FILLED_S = 0.02  # after which prompts follow the one that fills steps
 SETTLE_S = 0.2  # after requests were cancelled; the engine ends them a step later
 FILLED_STEPS = 2  # steps of the prompt behind which several prompts wait: a scheduler may plan one step ahead
 MAX_SPREAD = 0.1  # of a step: prompts did not share it if their first tokens are further apart
-SAME_STEP = 0.1  # of a decode step: a prompt's token that comes so close to the others is of the same step
+MAX_LATER = 0.5  # of a decode step by which tokens of decodes come after a prompt's first token in the same step; else in the next
 
 
 class Refusal(enum.Enum):
@@ -152,6 +152,9 @@ class CaseSamples(msgspec.Struct, frozen=True, kw_only=True):
     """Share of tokens that arrived several in a chunk, so that the times of their steps are only known together."""
     separate_prefill: bool | None = None
     """True if the prompt of a mixed case ran in a step of its own, between two decode steps: samples contain both. None for others."""
+    queued_steps: float | None = None
+    """Time from sending the prompt of a mixed case to the begin of its step, in decode steps: up to 1 if an engine decides a step
+    after it has read the one before, from 1 to 2 if it decides one step ahead. None for others."""
     counted_by: str = ""
     """Source of the number of tokens in a chunk, as in records of servers; empty without decodes."""
     client_cpu_share: float | None = None
@@ -450,6 +453,22 @@ async def measure_overhead_ms(probe: StepProbe) -> float:
     return probe.overheads_ms[0]
 
 
+async def measure_request_ms(probe: StepProbe) -> float:
+    """Return the time of a request outside of steps: HTTP, tokenizing, scheduling on an idle server, and the way back.
+
+    It is the time to first token of a very short prompt on the idle server, less the time of the same prompt's step behind steps
+    of another prompt, or less a step's time with one decode if the server takes no prompt that fills several steps.
+    """
+    overhead, budget = await measure_overhead_ms(probe), probe.limits.max_batched_tokens
+    chunk, longest = Chunks(1, OVERHEAD_TOKENS, 0), probe.limits.max_model_len
+    if budget is not None and (longest is None or FILLED_STEPS * budget < longest):
+        samples, _, _ = await _repeat(probe, lambda: _measure_several_ms(probe, [chunk]))
+    else:
+        decode = await measure_case(probe, Case(decodes=(Decodes(1, MIN_CONTEXT),)))
+        samples = decode.samples_ms
+    return max(overhead - statistics.median(samples), MIN_REQUEST_MS) if samples else max(overhead, MIN_REQUEST_MS)
+
+
 async def _measure_chunks(probe: StepProbe, case: Case) -> CaseSamples:
     """Measure a step of chunks alone, in one of three ways."""
     overhead = await measure_overhead_ms(probe)
@@ -528,17 +547,20 @@ async def _measure_mixed(probe: StepProbe, case: Case) -> CaseSamples:
     overhead = await measure_overhead_ms(probe)
     plan, [chunk] = plan_decodes(probe.limits, case), case.chunks
     together: list[bool] = []
+    queued: list[float] = []
     async with DecodeStreams(probe.client, _make_decodes(probe, case)) as streams:
         window = await _open_window(streams, case, plan)
         await streams.wait_for_chunks(STEPS_BETWEEN)
         decode_s = statistics.median(window.list_samples_ms()) / 1e3
 
         async def take() -> float:
-            [(_, came)] = await _send_prompts(probe, [chunk.tokens])
+            [(sent, came)] = await _send_prompts(probe, [chunk.tokens])
             await streams.wait_for_chunks(STEPS_BETWEEN)
-            gaps = [find_gap_ms(times, came, SAME_STEP * decode_s) for times in streams.list_token_times(GAP_REQUESTS)]
+            gaps = [find_gap_ms(times, came, decode_s) for times in streams.list_token_times(GAP_REQUESTS)]
             known = [gap for gap in gaps if gap is not None]
-            together.append(abs(statistics.median(end for _, end in known) - came) <= SAME_STEP * decode_s)
+            begin = statistics.median(end - gap / 1e3 for gap, end in known)
+            queued.append((begin - sent) / decode_s)
+            together.append(statistics.median(end for _, end in known) - came <= MAX_LATER * decode_s)
             return statistics.median(gap for gap, _ in known)
 
         samples, _, precise = await _repeat(probe, take, lambda: len(window.list_samples_ms(1)) >= MAX_STEPS)
@@ -556,4 +578,5 @@ async def _measure_mixed(probe: StepProbe, case: Case) -> CaseSamples:
         overhead_ms=overhead,
         divided_share=divided,
         separate_prefill=sum(together) * 2 < len(together),
+        queued_steps=statistics.median(queued),
     )

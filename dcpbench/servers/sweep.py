@@ -10,24 +10,31 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.errors import DcpbenchError
-from dcpbench.launch.jobs import Progress
 from dcpbench.measuring.gpu_state import find_visible_gpus
 from dcpbench.points import redaction
 from dcpbench.records.file import RecordFile
-from dcpbench.records.record import CPU, Record, format_omitted_note
+from dcpbench.records.record import CPU, Record
 from dcpbench.servers.engine_log import read_started_settings
+from dcpbench.servers.engine_replay import ReplayOptions, replay_on_server
 from dcpbench.servers.kv_capacity import find_pcp
 from dcpbench.servers.launch import Server, choose_log_path, find_free_port
-from dcpbench.servers.measure import fetch_server_info, measure_point, resolve_prompt_format
+from dcpbench.servers.measure import (
+    Place,
+    fetch_server_info,
+    is_replay,
+    list_places,
+    measure_point,
+    resolve_prompt_format,
+)
 from dcpbench.servers.presets import make_environment
 from dcpbench.servers.profile import FOLDERS
-from dcpbench.serving.outcome import format_summary
 from dcpbench.show.terminal import print_stderr
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
+    from dcpbench.launch.jobs import Progress
     from dcpbench.points.point import Point
     from dcpbench.points.settings import Settings
     from dcpbench.records.record import StartPhase
@@ -59,72 +66,135 @@ def measure_started(
     *,
     limit_s: float,
     measure: MeasurePoint = measure_point,
+    replay: ReplayOptions | None = None,
 ) -> None:
     """Measure all points; each leaves a record in the folder. A server that refuses or dies fails only its own points.
 
-    `measure` measures one point on a server, as measure.measure_point does. An interruption ends the server with all its
-    child processes, and is raised again.
+    `measure` measures one point on a server, as measure.measure_point does. The steps of a server are measured once for all
+    of its points that are replayed, before it serves others. An interruption ends the server with all its child processes,
+    and is raised again.
     """
-    out, places = RecordFile(folder), {point.get_key(): i for i, point in enumerate(points)}
+    sweep = _Sweep(engine, model, config, settings, folder, limit_s, measure, replay or ReplayOptions())
+    ordered = sorted(list_places(points, watch), key=lambda place: list(map(str, make_server_key(place.point))))
+    for _, group in itertools.groupby(ordered, key=lambda place: make_server_key(place.point)):
+        sweep.measure_group(list(group))
 
-    def make_reporter(point: Point, stage: str) -> Callable[[str], None]:
-        return lambda note: report_progress(point, stage, note)
 
-    def report_progress(point: Point, stage: str, note: str = "") -> None:
-        key = point.get_key()
-        watch(Progress(stage=stage, key=key, index=places[key], of=len(points), note=note, at=time.time()))
+@dataclasses.dataclass(frozen=True)
+class _Running:
+    """A server that takes requests, with all that is known of it."""
 
-    ordered = sorted(points, key=lambda p: list(map(str, make_server_key(p))))
-    for _, group in itertools.groupby(ordered, key=make_server_key):
-        left = list(group)
-        port = find_free_port()
-        traces = str(config.traces.absolute()) if config.traces else ""
-        words = engine.make_command(left[0], engine.find_settings(left[0]), model, port, traces=traces)
-        log = _make_log_path(folder, engine, left[0])
-        one = dataclasses.replace(
-            config,
-            target=dataclasses.replace(config.target, port=port),
-            device_count=left[0].tp,
-            gpus=None if config.device == CPU else find_visible_gpus(left[0].tp),
-            facts={"command": redaction.format_command_line(words), "log": str(log.relative_to(folder))},
+    server: Server
+    config: ClientConfig
+    info: ServerInfo
+    prompt_format: PromptFormat
+    words: Sequence[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sweep:
+    """What the servers of a run have in common; see measure_started."""
+
+    engine: Engine
+    model: str
+    config: ClientConfig
+    settings: Settings
+    folder: Path
+    limit_s: float
+    measure: MeasurePoint
+    replay: ReplayOptions
+
+    def measure_group(self, group: Sequence[Place]) -> None:
+        """Start the server of these points, measure them, and end it."""
+        first, port = group[0].point, find_free_port()
+        traces = str(self.config.traces.absolute()) if self.config.traces else ""
+        words = self.engine.make_command(first, self.engine.find_settings(first), self.model, port, traces=traces)
+        log = _make_log_path(self.folder, self.engine, first)
+        config = dataclasses.replace(
+            self.config,
+            target=dataclasses.replace(self.config.target, port=port),
+            device_count=first.tp,
+            gpus=None if self.config.device == CPU else find_visible_gpus(first.tp),
+            facts={"command": redaction.format_command_line(words), "log": str(log.relative_to(self.folder))},
         )
-        env = make_environment(engine, left[0], dict.fromkeys(FOLDERS, traces) if traces else None)
-        with Server(words, log, env, port, engine.ready) as server:
-            why = ""
+        env = make_environment(self.engine, first, dict.fromkeys(FOLDERS, traces) if traces else None)
+        with Server(words, log, env, port, self.engine.ready) as server:
             try:
-                start = server.wait_until_ready(limit_s, make_reporter(left[0], "build"))
-                info = fetch_server_info(one.target, one.retries).with_kv_capacity(
-                    dp=left[0].dp, dcp=left[0].dcp, pcp=find_pcp(words), log=(text := server.read_log())
-                )
-                one = _add_start(one, start, text, env, left[0])
-                for note in info.notes:
-                    print_stderr(note)
-                prompt_format = resolve_prompt_format(one, info.find_model(None).id)
+                running = self._wait_until_running(server, config, group[0], words, env)
             except DcpbenchError as e:
-                why = f"{str(e).rstrip('.')}{server.find_cause(str(e))}"
-            for point in left:
-                why = why or (f"the server died: {dead}" if (dead := server.exit_reason) else "")
-                if why:
-                    out.append(_make_failed_record(point, why, one))
-                    report_progress(point, "failed", why)
-                    continue
-                record, stopped = measure(
-                    point, one, info, prompt_format, settings, folder, make_reporter(point, "measure")
-                )
-                if record.outcome != "ok" and (dead := server.exit_reason):
-                    record = msgspec.structs.replace(record, reason=f"the server died: {dead}")
-                record = out.append(record)
-                if stopped is not None:
-                    raise stopped
-                report_progress(point, "done" if record.outcome == "ok" else "failed", _format_note(record))
+                self._fail_points(group, f"{str(e).rstrip('.')}{server.find_cause(str(e))}", config)
+                return
+            self._replay_points([place for place in group if is_replay(place.point)], running)
+            self._serve_points([place for place in group if not is_replay(place.point)], running)
+
+    def _wait_until_running(
+        self, server: Server, config: ClientConfig, place: Place, words: Sequence[str], env: Mapping[str, str]
+    ) -> _Running:
+        """Return the server once it takes requests. Raise DcpbenchError if it does not, or cannot be measured."""
+        first = place.point
+        start = server.wait_until_ready(self.limit_s, lambda note: place.show(note, "build"))
+        text = server.read_log()
+        info = fetch_server_info(config.target, config.retries).with_kv_capacity(
+            dp=first.dp, dcp=first.dcp, pcp=find_pcp(words), log=text
+        )
+        config = _add_start(config, start, text, env, first)
+        for note in info.notes:
+            print_stderr(note)
+        return _Running(server, config, info, resolve_prompt_format(config, info.find_model(None).id), words)
+
+    def _fail_points(self, places: Sequence[Place], why: str, config: ClientConfig) -> None:
+        for place in places:
+            self._store(place, _make_failed_record(place.point, why, config))
+
+    def _replay_points(self, places: Sequence[Place], running: _Running) -> None:
+        """Measure the steps of the server, and replay the points."""
+        if not places:
+            return
+        records = replay_on_server(
+            [place.point for place in places],
+            running.config,
+            running.info,
+            running.prompt_format,
+            self.settings,
+            self.folder,
+            self.replay,
+            words=running.words,
+            tell=places[0].show,
+        )
+        for place, record in zip(places, records, strict=True):
+            self._store(place, _add_end(record, running))
+
+    def _serve_points(self, places: Sequence[Place], running: _Running) -> None:
+        """Serve the loads of the points. A server that dies fails those that are left."""
+        for number, place in enumerate(places):
+            if dead := running.server.exit_reason:
+                self._fail_points(places[number:], f"the server died: {dead}", running.config)
+                return
+            record, stopped = self.measure(
+                place.point,
+                running.config,
+                running.info,
+                running.prompt_format,
+                self.settings,
+                self.folder,
+                place.show,
+            )
+            record = RecordFile(self.folder).append(_add_end(record, running))
+            if stopped is not None:
+                raise stopped
+            place.show_record(record)
+
+    def _store(self, place: Place, record: Record) -> None:
+        """Write a record, and show it on the progress line."""
+        place.show_record(RecordFile(self.folder).append(record))
 
 
-def _format_note(record: Record) -> str:
-    """Return the text of a finished point's progress line."""
-    numbers = format_summary(record.serve) if record.serve else ""
-    if record.metrics:
-        numbers = f"step {record.metrics.step_ms.median:.2f} ms, {record.metrics.output_tok_s.median:,.0f} tok/s"
-    return (record.reason or numbers) + format_omitted_note(record)
+def _add_end(record: Record, running: _Running) -> Record:
+    """Return a record, with the end of the server as its reason if it has failed because the server ended."""
+    if record.outcome == "ok" or not (dead := running.server.exit_reason):
+        return record
+    detail = record.detail or dict(running.config.facts)
+    return msgspec.structs.replace(record, reason=f"the server died: {dead}", detail=detail)
 
 
 def _add_start(

@@ -83,6 +83,7 @@ class Deployment:
         del now_s
         for sequence in step.finished if len(self.schedulers) > 1 else ():
             sequence.instance = index
+        self.schedulers[index].handle_read(step)
         self.in_hand[index] -= len(step.finished)
 
     def get_next_end_s(self) -> float:

@@ -27,12 +27,13 @@ from dcpbench.points.older import OFF
 from dcpbench.points.shapes import load_shape
 from dcpbench.records.formulas import compute_forecast_error, summarize_latencies
 from dcpbench.records.model_sizes import read_model_sizes
-from dcpbench.records.record import InstanceMetrics, Kv, Record
+from dcpbench.records.record import InstanceMetrics, Kv, Record, Server
 from dcpbench.serving.deployment import Deployment, Disaggregated, Link
 from dcpbench.serving.loads import make_point_requests
 from dcpbench.serving.outcome import StepCounts, compute_serve_metrics, find_warnings, make_rows
+from dcpbench.serving.policies import make_scheduler
 from dcpbench.serving.samples import write_samples
-from dcpbench.serving.scheduler import Scheduler, SchedulerConfig
+from dcpbench.serving.scheduler import SchedulerConfig
 from dcpbench.serving.step_model import Heat, compute_step_works
 from dcpbench.serving.step_times import PADDED_ROWS, PATH_AXES, read_step_times
 from dcpbench.serving.traffic import Traffic
@@ -46,7 +47,8 @@ if TYPE_CHECKING:
     from dcpbench.points.settings import Settings
     from dcpbench.records.record import Emulated, Latencies, ServeMetrics
     from dcpbench.serving.requests import ServeRequest, Step
-    from dcpbench.serving.step_times import EnginePath, StepTimes
+    from dcpbench.serving.scheduler import Scheduler
+    from dcpbench.serving.step_times import EnginePath, EngineServer, StepTimes
 
 
 FOLDER = "step-times"
@@ -65,6 +67,19 @@ class ReplayResult:
     """Time in s during which each instance ran steps."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoopTiming:
+    """Times of an engine's loop and of its server around the steps."""
+
+    request_s: float = 0.0
+    """Time from sending a request until the scheduler sees it; a server's way back to the client is counted here as well."""
+    asynchronous: bool = True
+    """True if a step is decided while the one before it runs, False if only after that has been read."""
+
+
+OWN_LOOP = LoopTiming()
+
+
 def replay_requests(
     requests: Sequence[ServeRequest],
     scheduler: Scheduler | Deployment,
@@ -72,13 +87,15 @@ def replay_requests(
     times: StepTimes,
     limit_s: float = math.inf,
     think_s: float = 0.0,
+    loop: LoopTiming = OWN_LOOP,
 ) -> ReplayResult:
     """Serve `requests` from second 0 until `limit_s`, with one instance or several; other arguments as in Traffic.
 
     Raise UsageError for a step outside the measured times.
     """
     deployed = scheduler if isinstance(scheduler, Deployment) else Deployment([scheduler])
-    return _Clock(Traffic(requests, deployed, concurrency, think_s), deployed, times, limit_s).run()
+    traffic = Traffic(requests, deployed, concurrency, think_s, loop.request_s)
+    return _Clock(traffic, deployed, times, limit_s, asynchronous=loop.asynchronous).run()
 
 
 @dataclasses.dataclass(slots=True)
@@ -110,7 +127,10 @@ READ, CROSSED, DECIDE = range(3)
 class _Clock:
     """Clock that all instances share; events happen one after the other."""
 
-    def __init__(self, traffic: Traffic, deployed: Deployment, times: StepTimes, limit_s: float) -> None:
+    def __init__(
+        self, traffic: Traffic, deployed: Deployment, times: StepTimes, limit_s: float, *, asynchronous: bool = True
+    ) -> None:
+        self.asynchronous = asynchronous
         self.traffic, self.deployed, self.times, self.limit_s = traffic, deployed, times, limit_s
         self.counts = StepCounts()
         self.instances = [_Instance(scheduler, Heat(times.slowdown.settle_s)) for scheduler in deployed.schedulers]
@@ -170,7 +190,10 @@ class _Clock:
             instance.behind = step, instance.free
             instance.busy += duration
             self.counts.add_step(step)
-        if instance.pending is not None:
+        if not self.asynchronous and instance.behind is not None:
+            instance.pending, instance.behind = instance.behind, None
+            instance.reads = instance.pending[1]
+        elif instance.pending is not None:
             # With an asynchronous device, tokens are read as soon as they arrive, between two layers of a launch.
             instance.reads = max(instance.launched if times.is_blocking else now, instance.pending[1])
         elif instance.behind is None:
@@ -207,18 +230,21 @@ field is included only if it differs from its default.
 """
 
 
-def make_step_times_name(path: EnginePath) -> str:
-    """Return the file's path below the run's folder: `step-times/deepseek-v3-tp4-dp1-dcp4-ag_rs-0123456789ab.json`."""
+def make_step_times_name(path: EnginePath, settings: str = "") -> str:
+    """Return the file's path below the run's folder: `step-times/deepseek-v3-tp4-dp1-dcp4-ag_rs-0123456789ab.json`.
+
+    `settings`: flags by which the servers of another engine differ.
+    """
     later = {a.name: path[a.name] for a in PATH_AXES if a.name not in NAMED.split() and path[a.name] != a.default}
     values = OFF | path
-    named = {name: values[name] for name in NAMED.split()} | later
+    named = {name: values[name] for name in NAMED.split()} | later | ({"settings": settings} if settings else {})
     words = "{0}-tp{tp}-dp{dp}-dcp{dcp}-{exchange}".format(Path(str(path["model"])).name, **path)
     return f"{FOLDER}/{words}-{hashlib.sha256(msgspec.json.encode(named)).hexdigest()[:12]}.json"
 
 
 def replay_point(
     point: Point,
-    plan: EnginePlan,
+    plan: EnginePlan | None,
     requests: Sequence[ServeRequest],
     times: StepTimes,
     settings: Settings,
@@ -226,22 +252,25 @@ def replay_point(
     *,
     file: str = "",
     command: str = "",
+    policy: str = "",
 ) -> Record:
     """Serve the requests in virtual time; write their samples to the run's folder and return the record.
 
+    `plan` is that of the engine that would serve the point; None if the step times are of another engine's server.
     `file` names the step times for the record: a path below the folder, or the given file. `command` is the command
-    line; the rest of the record's environment is that of the step times.
+    line; the rest of the record's environment is that of the step times. `policy` replaces that of another engine.
 
     Raise UsageError if the times belong to another engine than the point's, or do not cover its load.
     """
     times.check_point(point, file or "the step times")
+    policy = (policy or times.engine.policy) if times.engine is not None else ""
     limit_s = math.inf if settings.limit_seconds is None else settings.limit_seconds
 
     def replay_load(times: StepTimes) -> ReplayResult:
         assert point.load is not None
-        return replay_requests(
-            requests, _make_deployment(point, plan), point.clients, times, limit_s, point.load.think_time
-        )
+        deployment = _make_deployment(point, plan, times.engine, policy)
+        loop = get_loop_timing(times.engine)
+        return replay_requests(requests, deployment, point.clients, times, limit_s, point.load.think_time, loop)
 
     def compute_metrics(found: ReplayResult, file: str) -> ServeMetrics:
         return compute_serve_metrics(
@@ -274,23 +303,69 @@ def replay_point(
         marks=[*times.marks, *([PADDED_ROWS] if times.has_padded_rows else []), *find_warnings(metrics)],
         serve=metrics,
         emulated=emulated,
-        kv=Kv.from_plan(plan, point.context),
+        kv=Kv.from_plan(plan, point.context) if plan is not None else None,
+        origin=times.engine.origin if times.engine is not None else msgspec.UNSET,
+        server=_make_server(times.engine) if times.engine is not None else msgspec.UNSET,
         honesty=msgspec.structs.replace(
             times.honesty,
             padded_rows=times.has_padded_rows if point.dp > 1 else None,
             step_times=file,
             step_error=error,
+            policy=policy,
         ),
         environment=msgspec.structs.replace(times.environment, command=command or times.environment.command),
         model_sizes=read_model_sizes(point.model),
     )
 
 
-def _make_deployment(point: Point, plan: EnginePlan) -> Deployment:
-    """Return the instances of a point, each with the memory of the plan."""
+def get_loop_timing(engine: EngineServer | None) -> LoopTiming:
+    """Return the times of a loop: those of another engine's server, or of dcpbench's own engine."""
+    if engine is None:
+        return OWN_LOOP
+    return LoopTiming(request_s=engine.request_ms / 1e3, asynchronous=engine.asynchronous)
+
+
+def _make_server(engine: EngineServer) -> Server:
+    """Return the description of the server that the steps were measured on."""
+    return Server(
+        engine=engine.engine,
+        version=engine.version,
+        kv_capacity_tokens=engine.kv_tokens,
+        max_model_len=engine.max_model_len,
+    )
+
+
+def make_engine_config(point: Point, engine: EngineServer, policy: str) -> SchedulerConfig:
+    """Return the configuration of a scheduler with the limits and the KV cache of another engine's server.
+
+    A KV cache of unknown size holds all requests.
+    """
+    each = -(-point.context // engine.block_tokens) + 1
+    in_flight = min(engine.max_requests, point.concurrency)
+    return SchedulerConfig(
+        replicas=point.dp,
+        pages=engine.kv_blocks or each * (in_flight + 1) + 1,
+        page_size=engine.block_tokens,
+        dcp=1,  # block_tokens counts those of all ranks
+        max_requests=in_flight,
+        chunk=engine.token_budget,
+        max_chunk=engine.max_chunk,
+        policy=policy,
+        prefix_cache=engine.prefix_cache,
+        max_context=min(engine.max_model_len or point.context, point.context),
+    )
+
+
+def _make_deployment(
+    point: Point, plan: EnginePlan | None, engine: EngineServer | None = None, policy: str = ""
+) -> Deployment:
+    """Return the instances of a point, each with the memory of the plan, or the server of another engine."""
+    if engine is not None:
+        return Deployment([make_scheduler(make_engine_config(point, engine, policy))])
+    assert plan is not None
     config, wanted = SchedulerConfig.from_point(point, pages=plan.pages, max_context=plan.max_context), point.instances
     if not wanted.disaggregated:
-        return Deployment([Scheduler(config) for _ in range(wanted.both)])
+        return Deployment([make_scheduler(config) for _ in range(wanted.both)])
     link = Link(
         bytes_s=1e9 * point.transfer_gb_s,
         latency_s=point.transfer_ms / 1e3,

@@ -192,11 +192,13 @@ class ReplicaStep:
     chunks: list[Chunk] = dataclasses.field(default_factory=list)
     table: list[TableWrite] = dataclasses.field(default_factory=list)
     """Writes to the request table that are due before the step runs."""
+    discarded: list[int] = dataclasses.field(default_factory=list)
+    """KV tokens of each decode row that produces no token, because its request has finished in the step before."""
 
     @property
     def tokens(self) -> int:
         """Return the number of rows of the step."""
-        return len(self.decodes) + sum(c.tokens for c in self.chunks)
+        return len(self.decodes) + len(self.discarded) + sum(c.tokens for c in self.chunks)
 
     @property
     def sampled_sequences(self) -> list[Sequence]:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dcpbench.errors import UsageError
-from dcpbench.points.names import MIXED
+from dcpbench.points.names import MIXED, OWN_POLICIES
 from dcpbench.serving.allocator import NO_PAGES, DcpAllocator
 from dcpbench.serving.radix import PrefixCache
 from dcpbench.serving.requests import Chunk, ReplicaStep, Sequence, ServeRequest, Step, TableWrite
@@ -48,11 +48,13 @@ class SchedulerConfig:
     max_requests: int
     """Slots of a replica."""
     chunk: int
-    """Prompt tokens that a replica prefills in one step at most."""
+    """Maximum number of prompt tokens that a replica prefills in one step; with vLLM's policy decodes count as well."""
     policy: str = MIXED
     prefix_cache: bool = True
     max_context: int
     """Tokens of a request that can be stored; all but the last one that is sampled are."""
+    max_chunk: int = 0
+    """Maximum number of prompt tokens of one request in a step, with the policy of another engine; 0: no limit."""
 
     @classmethod
     def from_point(cls, point: Point, *, pages: int, max_context: int) -> SchedulerConfig:
@@ -73,7 +75,7 @@ class SchedulerConfig:
         )
 
     def __post_init__(self) -> None:
-        if self.chunk < self.virtual_page:
+        if self.policy in OWN_POLICIES and self.chunk < self.virtual_page:
             raise UsageError(
                 f"--chunk leaves {self.chunk} tokens per replica, fewer than the {self.virtual_page} of a page on all "
                 f"dcp ranks; use --chunk {self.virtual_page * self.replicas} or more, or a smaller --page-size."
@@ -168,6 +170,9 @@ class Scheduler:
         self.steps += 1
         self._finish_step(step)
         return step
+
+    def handle_read(self, step: Step) -> None:
+        """Do nothing: finished requests have left when their last step was decided."""
 
     def cancel(self) -> list[Sequence]:
         """End everything that has not finished; returns it."""

@@ -73,7 +73,8 @@ def compute_step_works(step: Step) -> list[Work]:
     found = []
     for replica in step.replicas:
         requests, chunks = len(replica.decodes), [(c.tokens, c.start) for c in replica.chunks]
-        found.append(Work.from_requests(requests, sum(replica.positions) + requests, chunks))
+        kv_tokens = sum(replica.positions) + requests + sum(replica.discarded)
+        found.append(Work.from_requests(requests + len(replica.discarded), kv_tokens, chunks))
     return found
 
 

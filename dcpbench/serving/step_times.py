@@ -20,7 +20,7 @@ from dcpbench.points.axes import Role
 from dcpbench.points.bounds import MAX_NUMBER
 from dcpbench.points.floors import StepRows
 from dcpbench.points.machine import HOPPER, Probe
-from dcpbench.points.names import AUTO, format_flag
+from dcpbench.points.names import AUTO, ENGINE_POLICIES, format_flag
 from dcpbench.points.older import OFF
 from dcpbench.points.point import select_load_axes, select_point_axes
 from dcpbench.points.wire import describe_invalid_prompts
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from dcpbench.serving.requests import Step
 
 STEP_TIMES_VERSION = 1
+MAX_ENGINE_TOKENS = 1 << 31  # tokens of a KV cache that a replay can number
 MAX_REQUESTS = 1 << 20
 """Maximum number of requests in a measured step: more than any machine holds, and small enough to enumerate."""
 LINE, GATHER, UNEVEN, CHECK, HOT = USES = ("line", "gather", "uneven", "check", "hot")
@@ -170,6 +171,44 @@ def find_differences(path: EnginePath, wanted: EnginePath) -> list[str]:
     ]
 
 
+class EngineServer(msgspec.Struct, frozen=True, kw_only=True):
+    """Describe a server of another engine that was measured through HTTP, and how it schedules requests."""
+
+    engine: str
+    """`vllm` or `sglang`: the engine with the kernels that ran the steps."""
+    version: str = ""
+    policy: str
+    """Scheduling policy of the engine, one of ENGINE_POLICIES."""
+    token_budget: int
+    """Maximum number of tokens of a step: vLLM's --max-num-batched-tokens, SGLang's --chunked-prefill-size."""
+    max_requests: int
+    """Maximum number of running requests: vLLM's --max-num-seqs, SGLang's --max-running-requests."""
+    max_chunk: int = 0
+    """Maximum number of prompt tokens of one request in a step (vLLM's --long-prefill-token-threshold); 0: no limit."""
+    block_tokens: int
+    """Tokens of a KV block on all dcp ranks."""
+    kv_tokens: int | None = None
+    """Tokens that the KV cache holds on all ranks; null if the server does not report it."""
+    max_model_len: int | None = None
+    prefix_cache: bool = True
+    asynchronous: bool = True
+    """True if the engine decides a step while the one before it runs."""
+    request_ms: float = 0.0
+    """Time of a request outside of steps: HTTP, tokenizing, scheduling on an idle engine, and the way back."""
+    settings: str = ""
+    """Flags that distinguish the server from others of its run, as a point has them."""
+
+    @property
+    def origin(self) -> str:
+        """Return the origin of records that are replayed with its steps, such as `engine vllm 0.26.0`."""
+        return " ".join(filter(None, ("engine", self.engine, self.version)))
+
+    @property
+    def kv_blocks(self) -> int | None:
+        """Return the number of blocks of its KV cache; None if that is unknown."""
+        return None if self.kv_tokens is None else self.kv_tokens // self.block_tokens
+
+
 class _Version(msgspec.Struct):
     schema_version: int
 
@@ -191,6 +230,9 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Warnings in the form of records: `cpu`, `throttled`, …"""
     emulated: Emulated | None = None
     """Communication model of the largest decode step of an emulated layout."""
+    engine: EngineServer | None = None
+    """Server of another engine on which the steps were measured; null for dcpbench's own engine. The samples are gaps between tokens and
+    differences of times to first token, as a client sees them, less `request_ms`."""
     gpu: Gpu | None = None
     """Clocks, power and temperature during the measurement, each of the worst rank; None on the CPU, and in older
     files.
@@ -206,8 +248,8 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def is_blocking(self) -> bool:
-        """Return True if launching a step runs it synchronously, as on the CPU."""
-        return self.environment.device == CPU
+        """Return True if launching a step runs it synchronously, as dcpbench's engine does on the CPU."""
+        return self.engine is None and self.environment.device == CPU
 
     def make_probe(self) -> Probe:
         """Return the probe of the machine of the measurement, for budget.py: a replay divides the memory as a live run
@@ -233,7 +275,7 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """Return True if the savings of replicas with fewer rows are unknown: in older files all replicas ran the
         padded rows.
         """
-        return self.replicas > 1 and not self.select_cases(UNEVEN)
+        return self.engine is None and self.replicas > 1 and not self.select_cases(UNEVEN)
 
     @functools.cached_property
     def model(self) -> StepModel:
@@ -298,6 +340,8 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def check_point(self, point: Point, name: str = "the step times") -> None:
         """Raise UsageError with the differences unless these are the times of the point's engine."""
         found = find_differences(self.path, get_engine_path(point))
+        if self.engine is not None and self.engine.settings != point.settings:
+            found.append(f"{self.engine.settings or 'no varied flags'} instead of {point.settings or 'none'}")
         if found:
             raise UsageError(
                 f"{name}: measured with {', '.join(found)}; name a file that was measured for this point, or leave "
@@ -342,6 +386,8 @@ def read_step_times(path: Path) -> StepTimes:
             raise RecordsError(f"{path}, cases[{number}]: {found}; measure again.")
     if times.emulated and (wrong := describe_invalid_prompts(times.emulated.prompts)):
         raise RecordsError(f"{path}, emulated: {wrong}")
+    if times.engine is not None and (wrong := _find_engine_problem(times.engine, times.replicas)):
+        raise RecordsError(f"{path}, engine: {wrong}; measure again.")
     if not 0 <= times.launch_ms <= MAX_NUMBER:
         raise RecordsError(f"{path}: launch_ms is {times.launch_ms:g}, which is no time; measure again.")
     return times
@@ -373,6 +419,25 @@ def _find_use_problem(case: Case, replicas: int) -> str:
         )
     if case.use == UNEVEN and (case.replicas != 1 or case.decodes or replicas == 1):
         return f"case.use is {UNEVEN!r}, which is of chunks that one of several replicas has alone"
+    return ""
+
+
+def _find_engine_problem(engine: EngineServer, replicas: int) -> str:
+    """Return the first value of an engine's server that cannot be; empty if all are valid."""
+    if engine.policy not in ENGINE_POLICIES:
+        return f"policy is {engine.policy[:40]!r}, none of {', '.join(ENGINE_POLICIES)}"
+    if replicas > 1:
+        return f"path.dp is {replicas}, but the policies of engines are modelled for one attention replica"
+    for name in ("token_budget", "max_requests", "block_tokens", "kv_tokens", "max_model_len"):
+        value = getattr(engine, name)
+        if value is not None and not 1 <= value <= MAX_ENGINE_TOKENS:
+            return f"{name} is {value}, which is not from 1 to {MAX_ENGINE_TOKENS:,}"
+    if not 0 <= engine.max_chunk <= MAX_ENGINE_TOKENS:
+        return f"max_chunk is {engine.max_chunk}, which is not from 0 to {MAX_ENGINE_TOKENS:,}"
+    if engine.kv_tokens is not None and engine.kv_tokens < 2 * engine.block_tokens:
+        return f"kv_tokens are {engine.kv_tokens:,}, less than two blocks of {engine.block_tokens:,}"
+    if not 0 <= engine.request_ms <= MAX_NUMBER:
+        return f"request_ms is {engine.request_ms:g}, which is no time"
     return ""
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,11 +25,15 @@ import numpy as np
 from dcpbench.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from collections.abc import Sequence as SequenceOf
 
     from dcpbench.serving.deployment import Deployment
     from dcpbench.serving.requests import Sequence, ServeRequest, Step
     from dcpbench.serving.scheduler import Scheduler
+
+
+SPACING_S = 1e-6  # between requests that reach a server at the same time, which it takes one by one
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -72,16 +77,19 @@ class Traffic:
         scheduler: Scheduler | Deployment,
         concurrency: int | None,
         think_s: float = 0.0,
+        delay_s: float = 0.0,
     ) -> None:
         """Create the traffic; `requests` are sorted by arrival, with the turns of a session one after the other.
 
-        `concurrency` clients send them, or with None each session starts at the arrival_s of its first turn.
+        `concurrency` clients send them, or with None each session starts at the arrival_s of its first turn. The scheduler
+        sees a request `delay_s` after it was sent, which counts as part of its latency.
         """
         if not requests:
             raise UsageError("there is no request to serve; give --num-requests 1 or more.")
         if concurrency is not None and concurrency < 1:
             raise UsageError(f"--concurrency {concurrency}: no client would send anything; try --concurrency 1.")
         self.requests, self.scheduler, self.concurrency, self.think_s = requests, scheduler, concurrency, think_s
+        self.delay_s = delay_s
         self.sessions = [request for request in requests if not request.turn]
         """First turns of the sessions."""
         self.next_turn = {a.number: b for a, b in itertools.pairwise(requests) if b.turn}
@@ -110,30 +118,34 @@ class Traffic:
         """Return the number of later turns and of new sessions that are due."""
         if self.stopped:
             return 0, 0
-        turns = sum(1 for _ in itertools.takewhile(lambda turn: turn[0] <= now_s, self.turns))
+        turns = self._count_seen((due_s for due_s, _ in self.turns), now_s)
         left = len(self.sessions) - self.begun
         if self.concurrency is not None:
-            return turns, min(self.concurrency - (self.begun - self.ended), left)
+            return turns, min(self._count_free_clients(now_s), left)
         new = 0
-        while new < left and self._get_arrival_s(self.begun + new) <= now_s:
+        while new < left and self._get_arrival_s(self.begun + new) + self.delay_s <= now_s:
             new += 1
         return turns, new
 
     def find_next_arrival_s(self) -> float | None:
-        """Return the due time of the next turn, or of the next session of an open loop; None without either, or if
-        clients wait for answers.
+        """Return when the scheduler sees the next turn or session; None without either, or if clients wait for answers.
+
+        Without a delay, a client of a closed loop sends its next session at once.
         """
         if self.stopped:
             return None
         known = [self.turns[0][0]] if self.turns else []
-        if self.concurrency is None and self.begun < len(self.sessions):
-            known.append(self._get_arrival_s(self.begun))
-        return min(known, default=None)
+        if self.begun < len(self.sessions):
+            if self.concurrency is None:
+                known.append(self._get_arrival_s(self.begun))
+            elif self.delay_s:
+                known += [self.free_s[0]] if self.free_s else [] if self.begun else [0.0]
+        return min(known) + self.delay_s if known else None
 
     def submit(self, turns: int, sessions: int, now_s: float) -> None:
         """Submit the next requests. Their latency counts from their due time, or from when their client was free."""
-        if self.concurrency is not None and not self.begun:
-            self.free_s.extend([now_s] * self.concurrency)
+        if self.concurrency is not None and not self.begun and sessions:
+            self.free_s.extend([max(now_s - self.delay_s, 0.0)] * self.concurrency)
         for _ in range(turns):
             due_s, request = self.turns.popleft()
             self._submit_request(self._add_sampled_answers(request), due_s)
@@ -188,6 +200,26 @@ class Traffic:
         self.ended += 1
         if self.concurrency is not None:
             self.free_s.append(now_s)
+
+    def _count_free_clients(self, now_s: float) -> int:
+        """Return the number of clients of a closed loop with a next session that the scheduler can see."""
+        assert self.concurrency is not None
+        if not self.delay_s:
+            return self.concurrency - (self.begun - self.ended)
+        return self._count_seen(self.free_s if self.begun else itertools.repeat(0.0, self.concurrency), now_s)
+
+    def _count_seen(self, sent_s: Iterable[float], now_s: float) -> int:
+        """Return the number of requests sent at these times, in order, that the scheduler sees at `now_s`.
+
+        With a delay, requests that are sent at the same time are seen SPACING_S apart: an idle engine begins with the first alone.
+        """
+        count, same, before = 0, 0, -math.inf
+        for sent in sent_s:
+            same = same + 1 if sent == before and self.delay_s else 0
+            if sent + self.delay_s + same * SPACING_S > now_s:
+                break
+            count, before = count + 1, sent
+        return count
 
     def _get_arrival_s(self, index: int) -> float:
         arrival = self.sessions[index].arrival_s

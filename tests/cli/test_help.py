@@ -158,6 +158,10 @@ SERVE_OPTIONS = {
 
 
 SERVER_OPTIONS = {
+    "--mode",
+    "--step-times",
+    "--policy",
+    "--token-budget",
     "--tp",
     "--dp",
     "--dcp",

@@ -229,8 +229,10 @@ def test_tokens_that_are_read_at_once_share_the_time_since_those_before() -> Non
 
 
 def test_the_gap_of_a_prompt_is_that_in_which_its_token_came() -> None:
-    """Its token comes at 0.030 with that step's others, or at 0.025 between two steps."""
-    times = np.array([0.0, 0.010, 0.0299, 0.040])
-    assert find_gap_ms(times, 0.030, 0.001) == pytest.approx((19.9, 0.0299))
-    assert find_gap_ms(times, 0.025, 0.001) == pytest.approx((19.9, 0.0299))
-    assert find_gap_ms(times, 0.045, 0.001) is None
+    """Decode steps take 10 ms, the step with the prompt 19.9. Its token comes at 0.030 with that step's others, 3 ms after them, as the
+    first token of an answer takes longer to send, or at 0.025 between two steps.
+    """
+    times = np.array([0.0, 0.010, 0.0299, 0.040, 0.050])
+    for came in (0.030, 0.0329, 0.025, 0.0299):
+        assert find_gap_ms(times, came, 0.010) == pytest.approx((19.9, 0.0299))
+    assert find_gap_ms(times, 0.055, 0.010) is None

@@ -304,3 +304,12 @@ def test_the_error_of_a_forecast_is_that_of_the_step_with_most_requests(
     times = SimpleNamespace(emulated=wire, is_blocking=blocking, cases=cases)
     for found, wanted in zip(replay._compute_forecast_factors(times), factors, strict=True):  # type: ignore[arg-type]
         assert found == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("policy", ["vllm", "sglang"])
+def test_steps_of_the_own_engine_are_replayed_with_the_policy_of_another(policy: str, file, tmp_path) -> None:
+    """SGLang's stalls decodes for whole prefill batches, so that its longest gaps differ from those of mixed steps."""
+    own, other = run(file, tmp_path), run(file, tmp_path, changed(policy=policy))
+    assert other.serve.finished == 60
+    assert other.honesty.policy == ""  # the point names it
+    assert other.serve.output_tok_s != own.serve.output_tok_s

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from dcpbench.points.names import MIXED, POLICIES
+from dcpbench.points.names import MIXED, OWN_POLICIES
 from dcpbench.serving.requests import ServeRequest
 from dcpbench.serving.scheduler import SchedulerConfig
 from tests.unit.serving_builder import check_books, request
@@ -37,7 +37,7 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         interleave=interleave,
         max_requests=draw(st.integers(1, 5)),
         chunk=chunk,
-        policy=draw(st.sampled_from(POLICIES)),
+        policy=draw(st.sampled_from(OWN_POLICIES)),
         prefix_cache=draw(st.booleans()),
         max_context=draw(st.sampled_from([LONGEST, 20])),
     )
@@ -143,7 +143,7 @@ def crowded(policy: str, replicas: int, seed: int) -> Simulation:
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", OWN_POLICIES)
 @pytest.mark.sample(3)
 def test_under_kv_pressure_every_request_finishes_with_the_right_kv(policy, replicas):
     """Twenty loads, none of which can do without preemption and the prefix cache all together."""

@@ -650,3 +650,19 @@ class TestObjectives:
             "Warning: --slo TTFT: with 12 requests the SLO is judged at p50, not at p99, which needs 662 completed requests. "
             "For p99 use --num-requests 768."
         )
+
+
+class TestPolicies:
+    def test_replays_alone_follow_the_policies_of_other_engines(self) -> None:
+        assert [load.policy for load in loads(policy="vllm", mode="replay", tp="1")] == ["vllm"]
+        with pytest.raises(UsageError, match="only replays follow the policies of other engines; add --mode replay"):
+            loads(policy="sglang", mode="live,replay")
+
+    def test_they_have_no_instances_that_only_prefill(self) -> None:
+        with pytest.raises(UsageError, match="leave out --disaggregate"):
+            loads(policy="vllm", mode="replay", disaggregate="1:1", transfer_gb_s="50")
+
+    def test_they_are_modelled_for_one_attention_replica(self) -> None:
+        assert reason(policy="vllm", mode="replay", model="tiny", tp="2", dp="2").startswith(
+            "--policy vllm is modelled for one"
+        )

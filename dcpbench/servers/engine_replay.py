@@ -1,0 +1,354 @@
+"""Measure the step times of a server of vLLM or SGLang, and replay loads with them and with the engine's policy. No torch.
+
+The times of cases are obtained by step_probe.py. Those of single prompts contain the time of a request outside of steps. It is
+measured on its own and subtracted, because a replay adds it to every request (EngineServer.request_ms).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import datetime as dt
+import itertools
+import statistics
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dcpbench.errors import RecordsError, UsageError, WorkerError
+from dcpbench.measuring.gpu_state import is_throttled, sample_gpus
+from dcpbench.points.names import ENGINE_POLICIES, SGLANG, VLLM
+from dcpbench.records.model_sizes import read_model_sizes
+from dcpbench.records.record import CPU, DUMMY_WEIGHTS, Conditions, Record
+from dcpbench.records.stats import StopRule
+from dcpbench.servers.client import Client
+from dcpbench.servers.kv_capacity import parse_count
+from dcpbench.servers.measure import THROTTLED, make_environment
+from dcpbench.servers.step_probe import (
+    Method,
+    Refusal,
+    ServerLimits,
+    StepProbe,
+    UnsupportedCaseError,
+    check_case,
+    measure_case,
+    measure_request_ms,
+)
+from dcpbench.serving import sglang_scheduler, vllm_scheduler
+from dcpbench.serving.engine_cases import EngineExtent, make_engine_cases
+from dcpbench.serving.loads import make_point_requests
+from dcpbench.serving.replay import make_step_times_name, replay_point
+from dcpbench.serving.step_times import (
+    Decodes,
+    EngineServer,
+    MeasuredCase,
+    StepTimes,
+    get_engine_path,
+    write_step_times,
+)
+from dcpbench.show.terminal import print_stderr
+from dcpbench.show.text import format_count
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from dcpbench.points.point import Point
+    from dcpbench.points.settings import Settings
+    from dcpbench.records.record import EngineSettings
+    from dcpbench.servers.info import ServerInfo
+    from dcpbench.servers.measure import ClientConfig
+    from dcpbench.servers.prompts import PromptFormat
+    from dcpbench.servers.step_probe import CaseSamples
+    from dcpbench.serving.step_times import Case
+
+MIN_QUEUED_AHEAD = 1.1  # decode steps from which a prompt waits for a step that was decided before it came
+MAX_REQUEST_SHARE = 0.25  # of a decode step: a longer request_ms hides whether a prompt waited for one step or for two
+MAX_FAILURES = 3  # cases in succession that a server may fail
+CASE_S = 2.0  # time limit of a case, once its requests run
+VOCAB = 1 << 30  # token ids of prompts that are only compared with each other
+DEFAULT_BLOCK = {VLLM: 16, SGLANG: 1}  # tokens of a KV block where the server does not report them
+MAX_REQUESTS = {VLLM: vllm_scheduler.MAX_REQUESTS, SGLANG: sglang_scheduler.MAX_REQUESTS}
+MAX_REQUESTS_FLAGS = ("--max-num-seqs", "--max-running-requests")
+MAX_CHUNK_FLAGS = ("--long-prefill-token-threshold",)
+BUDGET_FLAGS = {VLLM: "--max-num-batched-tokens", SGLANG: "--chunked-prefill-size"}
+TOKEN_BUDGETS = {VLLM: vllm_scheduler.TOKEN_BUDGET, SGLANG: sglang_scheduler.TOKEN_BUDGET}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReplayOptions:
+    """Options for replays of servers."""
+
+    policy: str = ""
+    """--policy: policy that replaces the engine's own; empty: none."""
+    token_budget: int | None = None
+    """--token-budget: maximum number of tokens of a step, if the server does not report it."""
+
+
+def find_unsupported(point: Point) -> UsageError | None:
+    """Return why steps of a point's layout cannot be replayed with the policy of an engine, or None."""
+    if point.dp <= 1:
+        return None
+    return UsageError(
+        f"--mode replay: a server chooses which of its {point.dp} attention replicas takes a request, so that their steps "
+        "cannot be measured apart; use --dp 1, or --mode live."
+    )
+
+
+def describe_engine(
+    point: Point, config: ClientConfig, info: ServerInfo, options: ReplayOptions, command: Sequence[str] = ()
+) -> EngineServer:
+    """Return the limits of a server and how its engine schedules requests.
+
+    `command` is the command line of a server that was started. Raise UsageError for an engine without a known policy, or if
+    the budget of a step is unknown.
+    """
+    policy = options.policy or info.engine
+    if policy not in ENGINE_POLICIES:
+        raise UsageError(
+            f"{config.target.url} does not report that it is vLLM or SGLang, so that it is not known how it schedules "
+            "requests; add --policy with the engine that it schedules like, or use --mode live."
+        )
+    settings, facts = config.engine_settings, info.facts
+    budget = options.token_budget or _find_flag(command, [*BUDGET_FLAGS.values()])
+    budget = budget or (settings and settings.max_batched_tokens) or parse_count(facts.get("chunked_prefill_size"))
+    if budget is None:
+        raise UsageError(
+            f"{config.target.url} does not report how many tokens its steps have at most; add --token-budget N, the value "
+            f"of {BUDGET_FLAGS[policy]} ({TOKEN_BUDGETS[policy]} by default on GPUs such as H200)."
+        )
+    block = (
+        (settings and settings.page_size) or parse_count(facts.get("block_size")) or parse_count(facts.get("page_size"))
+    )
+    requests = _find_flag(command, MAX_REQUESTS_FLAGS) or parse_count(facts.get("max_running_requests"))
+    return EngineServer(
+        engine=info.engine,
+        version=info.version,
+        policy=policy,
+        token_budget=budget,
+        max_requests=requests or MAX_REQUESTS[policy],
+        max_chunk=_find_flag(command, MAX_CHUNK_FLAGS) or 0,
+        block_tokens=(block or DEFAULT_BLOCK[policy]) * max(point.dcp, 1),
+        kv_tokens=info.kv_capacity_tokens,
+        max_model_len=max((card.max_model_len for card in info.models if card.max_model_len), default=None),
+        prefix_cache=_has_prefix_cache(settings, info),
+        settings=point.settings,
+    )
+
+
+def _find_flag(command: Sequence[str], flags: Sequence[str]) -> int | None:
+    """Return the last value of a flag in a command line, None without it."""
+    found = [
+        parse_count(after if word in flags else word.partition("=")[2])
+        for word, after in itertools.pairwise([*command, ""])
+        if word.partition("=")[0] in flags
+    ]
+    return found[-1] if found else None
+
+
+def _has_prefix_cache(settings: EngineSettings | None, info: ServerInfo) -> bool:
+    """Return False if a log or an endpoint states that the engine has no prefix cache, which is on by default."""
+    if settings is not None and settings.prefix_caching is not None:
+        return settings.prefix_caching
+    off = info.facts.get("enable_prefix_caching") == "False" or info.facts.get("disable_radix_cache") == "True"
+    return not off
+
+
+def measure_server_steps(
+    points: Sequence[Point],
+    engine: EngineServer,
+    config: ClientConfig,
+    prompt_format: PromptFormat,
+    tell: Callable[[str], None] = lambda _: None,
+) -> StepTimes:
+    """Measure the step times for all of `points` on the running server that serves them, which must be idle.
+
+    Raise WorkerError if the server fails, UsageError if its steps contradict its policy.
+    """
+    began = time.perf_counter()
+    with sample_gpus(config.gpus.uuids if config.gpus else ()) as get_state:
+        found, request_ms = asyncio.run(_measure_cases(points, engine, config, prompt_format, tell))
+        gpu = get_state()
+    cases = [_make_measured_case(one, request_ms) for one in found if not one.separate_prefill]
+    marks = {"cpu": config.device == CPU, DUMMY_WEIGHTS: config.dummy_weights, THROTTLED: is_throttled(gpu)}
+    sizes = read_model_sizes(points[0].model)
+    layers = (sizes.layers if sizes else None) or 0
+    return StepTimes(
+        path=get_engine_path(points[0]),
+        cases=cases,
+        launch_ms=0.0,
+        measuring_s=time.perf_counter() - began,
+        honesty=Conditions(
+            weights=points[0].weights, layers=layers, layers_held=layers, full_weights_bytes_per_gpu=0, kv="served"
+        ),
+        environment=make_environment(config),
+        marks=[mark for mark, holds in marks.items() if holds],
+        engine=msgspec.structs.replace(
+            engine, request_ms=request_ms, asynchronous=_decides_ahead(found, request_ms, config.engine_settings)
+        ),
+        gpu=gpu,
+    )
+
+
+async def _measure_cases(
+    points: Sequence[Point],
+    engine: EngineServer,
+    config: ClientConfig,
+    prompt_format: PromptFormat,
+    tell: Callable[[str], None],
+) -> tuple[list[CaseSamples], float]:
+    """Return the samples of all cases that requests can produce, and the time of a request outside of steps in ms."""
+    limits = ServerLimits(
+        max_batched_tokens=engine.token_budget,
+        max_requests=engine.max_requests,
+        max_model_len=engine.max_model_len,
+        kv_tokens=engine.kv_tokens,
+    )
+    cases = list(_iter_possible_cases(make_engine_cases(EngineExtent.from_points(points, engine)), limits))
+    found: list[CaseSamples] = []
+    async with Client(config.target) as client:
+        probe = StepProbe(
+            client=client,
+            prompt_format=prompt_format,
+            limits=limits,
+            rule=StopRule(seconds=CASE_S),
+            realtime=config.realtime,
+        )
+        failures = 0
+        for number, case in enumerate(cases, 1):
+            tell(f"step times: {number} of {format_count(len(cases), 'case')}, {case}")
+            try:
+                one = await measure_case(probe, case)
+            except WorkerError as e:  # such as prompts that never shared a step
+                failures += 1
+                if failures == MAX_FAILURES:
+                    raise
+                print_stderr(f"A step is not measured: {e}")
+                continue
+            failures = 0
+            if one.separate_prefill and engine.policy == VLLM:
+                raise UsageError(
+                    f"{case}: its prompt and its decodes ran in different steps, which vLLM's policy does not do; add "
+                    f"--policy {SGLANG} if the engine schedules like SGLang, or use --mode live."
+                )
+            found.append(one)
+        return found, await measure_request_ms(probe)
+
+
+def _iter_possible_cases(cases: Sequence[Case], limits: ServerLimits) -> Iterator[Case]:
+    """Yield the cases that requests can produce, with shorter contexts of decodes where the server takes no longer ones."""
+    seen: set[Case] = set()
+    for case in cases:
+        fitting = _fit_case(case, limits)
+        if fitting is not None and fitting not in seen:
+            seen.add(fitting)
+            yield fitting
+
+
+def _fit_case(case: Case, limits: ServerLimits) -> Case | None:
+    """Return the case, or the same with shorter contexts of its decodes; None if no such step can be produced."""
+    for _ in range(len(limits.__struct_fields__)):
+        try:
+            check_case(limits, case)
+        except UnsupportedCaseError as e:
+            requests = sum(d.requests for d in case.decodes)
+            excess = e.needed - e.limit
+            if not requests or e.limit <= 0 or e.refusal not in (Refusal.LENGTH, Refusal.KV):
+                return None
+            less = excess if e.refusal is Refusal.LENGTH else -(-excess // requests)
+            decodes = tuple(Decodes(d.requests, d.context - less) for d in case.decodes)
+            if min(d.context for d in decodes) < 1:
+                return None
+            case = msgspec.structs.replace(case, decodes=decodes)
+        else:
+            return case
+    return None
+
+
+def _decides_ahead(found: Sequence[CaseSamples], request_ms: float, settings: EngineSettings | None) -> bool:
+    """Return True if the engine decides a step while the one before it runs.
+
+    The log of a server that was started may state it. Else it follows from how long prompts wait among decodes, if steps are
+    long enough to tell that from the time of the request itself. Else it is taken to be so, as both engines do by default.
+    """
+    if settings is not None and settings.async_scheduling is not None:
+        return settings.async_scheduling
+    steps_ms = [statistics.median(one.samples_ms) for one in found if one.method is Method.DECODE]
+    queued = [one.queued_steps for one in found if one.queued_steps is not None]
+    if not queued or not steps_ms or request_ms > MAX_REQUEST_SHARE * min(steps_ms):
+        return True
+    return statistics.median(queued) > MIN_QUEUED_AHEAD
+
+
+def _make_measured_case(found: CaseSamples, request_ms: float) -> MeasuredCase:
+    """Return a case as step-time files have it: with the contexts that were measured, and without the request's own time."""
+    case, samples = found.case, found.samples_ms
+    if found.context_mean is not None and len(case.decodes) == 1:
+        decodes = (Decodes(case.decodes[0].requests, max(round(found.context_mean), 1)),)
+        case = msgspec.structs.replace(case, decodes=decodes)
+    if found.method is Method.PREFILL:
+        least = min(samples) / len(samples)  # noise does not make a step negative
+        samples = [max(ms - request_ms, least) for ms in samples]
+    return MeasuredCase(case=case, samples_ms=samples)
+
+
+def store_step_times(folder: Path, times: StepTimes) -> str:
+    """Write step times below the run's folder, under a new name; return it as records have it."""
+    assert times.engine is not None
+    name = make_step_times_name(times.path, times.engine.settings)
+    numbered = (name.replace(".json", f"-{number}.json") for number in itertools.count(2))
+    while (folder / name).exists():
+        name = next(numbered)
+    write_step_times(folder / name, times)
+    return name
+
+
+def replay_server_point(
+    point: Point, times: StepTimes, file: str, settings: Settings, folder: Path, *, command: str = "", policy: str = ""
+) -> Record:
+    """Return the record of a replayed point; it has failed if the step times do not cover its load.
+
+    `file` names the step times, `policy` the policy of another engine than the server's.
+    """
+    started, begin = dt.datetime.now(dt.UTC), time.perf_counter()
+    requests = make_point_requests(point, settings, VOCAB)
+    try:
+        record = replay_point(point, None, requests, times, settings, folder, file=file, command=command, policy=policy)
+    except (UsageError, RecordsError) as e:
+        record = Record(point=point, outcome="failed", reason=str(e), marks=times.marks, environment=times.environment)
+    return msgspec.structs.replace(
+        record,
+        measured_with=msgspec.to_builtins(settings),
+        started_at=started.isoformat(timespec="seconds"),
+        seconds=round(time.perf_counter() - begin, 3),
+    )
+
+
+def replay_on_server(
+    points: Sequence[Point],
+    config: ClientConfig,
+    info: ServerInfo,
+    prompt_format: PromptFormat,
+    settings: Settings,
+    folder: Path,
+    options: ReplayOptions,
+    *,
+    words: Sequence[str] = (),
+    tell: Callable[[str], None] = lambda _: None,
+) -> Iterator[Record]:
+    """Measure the step times of a running server, store them below the folder, and yield the record of each replayed point.
+
+    `words` is the command line of a server that was started. If its steps cannot be measured, all points have failed.
+    """
+    try:
+        engine = describe_engine(points[0], config, info, options, words)
+        times = measure_server_steps(points, engine, config, prompt_format, tell)
+    except (UsageError, WorkerError, RecordsError) as e:
+        for point in points:
+            environment, marks = make_environment(config), ["cpu"] if config.device == CPU else []
+            yield Record(point=point, outcome="failed", reason=str(e), environment=environment, marks=marks)
+        return
+    name = store_step_times(folder, times)
+    for point in points:
+        yield replay_server_point(point, times, name, settings, folder, command=config.command)

@@ -1,0 +1,139 @@
+"""Select the steps of another engine's server to measure for given loads. No torch.
+
+They are the kinds of cases of step_cases.py that requests to a server can produce, and few enough for about 3 minutes with
+prompts of 16,000 tokens and up to 32 requests. docs/replay.md lists them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from dcpbench.points.batches import GRAPH_BATCHES
+from dcpbench.points.names import CLOSED, SGLANG
+from dcpbench.serving.step_cases import Extent, select_chunk_sizes, select_row_sizes
+from dcpbench.serving.step_times import CHECK, Case, Chunks, Decodes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from dcpbench.points.point import Point
+    from dcpbench.serving.step_times import EngineServer
+
+FEW_CONTEXT = 256  # KV tokens of a request in the cases with few
+SEVERAL, SEVERAL_FROM = 8, 2048  # prompts that share a step, and tokens of a step from which that is measured
+PREFIX_SIZES = (1024, 4096)  # chunks measured behind a prefix, as well as the longest possible one
+MIXED_SIZES = (512, 2048)  # chunks measured next to decodes, as well as the longest possible one
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineExtent:
+    """Maximum size of the steps of another engine's server for given loads."""
+
+    engine: EngineServer
+    requests: int
+    """Maximum number of running requests."""
+    context: int
+    """Maximum number of tokens of a request."""
+    targets: tuple[int, ...] = ()
+    """Requests that closed loops keep in flight."""
+    open_loop: bool = False
+
+    @classmethod
+    def from_points(cls, points: Iterable[Point], engine: EngineServer) -> EngineExtent:
+        """Return the extent of all points that one server serves."""
+        points = list(points)
+        closed = [p for p in points if p.load is not None and p.load.arrival == CLOSED]
+        return cls(
+            engine=engine,
+            requests=min(max(p.concurrency for p in points), engine.max_requests),
+            context=max(p.context for p in points),
+            targets=tuple(sorted({min(p.concurrency, engine.max_requests) for p in closed})),
+            open_loop=len(closed) < len(points),
+        )
+
+    def compute_max_context(self, requests: int) -> int:
+        """Return the maximum number of tokens of each of `requests` requests at once."""
+        kv_tokens = self.engine.kv_tokens
+        return self.context if kv_tokens is None else min(self.context, kv_tokens // requests)
+
+    @property
+    def mixes(self) -> bool:
+        """Return True if decodes and chunks share steps."""
+        return self.engine.policy != SGLANG
+
+
+def make_engine_cases(extent: EngineExtent) -> list[Case]:
+    """Return the cases to measure, the quickest kind first."""
+    kinds = (_iter_chunk_cases(extent), _iter_decode_cases(extent), _iter_mixed_cases(extent))
+    return list(dict.fromkeys(case for kind in kinds for case in kind))
+
+
+def _iter_decode_cases(extent: EngineExtent) -> Iterator[Case]:
+    """Yield few and most KV tokens for each number of rows, and a check with uneven requests."""
+    for rows in select_row_sizes(extent.requests, extent.targets, open_loop=extent.open_loop):
+        requests = min(rows, extent.requests)
+        for context in _list_contexts(extent, requests):
+            yield Case(decodes=(Decodes(requests, context),))
+    half, most = extent.requests // 2, extent.compute_max_context(extent.requests)
+    if half and most > SEVERAL * FEW_CONTEXT:
+        yield Case(decodes=(Decodes(half, most), Decodes(half, most // SEVERAL)), use=CHECK)
+
+
+def _list_contexts(extent: EngineExtent, requests: int) -> list[int]:
+    """Return few and most KV tokens of each request."""
+    most = extent.compute_max_context(requests)
+    return sorted({min(FEW_CONTEXT, most), most})
+
+
+def _iter_chunk_cases(extent: EngineExtent) -> Iterator[Case]:
+    """Yield one prompt of each size, several prompts that share a step, and chunks behind a prefix."""
+    budget = extent.engine.token_budget
+    prefixed = _list_prefixed_sizes(extent)
+    sizes = sorted({*_list_sizes(budget), *prefixed})
+    for size in sizes:
+        yield Case(chunks=(Chunks(1, size, 0),))
+    for size in sorted({size for size in sizes if size >= SEVERAL_FROM} & {SEVERAL_FROM, budget}):
+        if extent.requests >= SEVERAL:
+            yield Case(chunks=(Chunks(SEVERAL, size // SEVERAL, 0),))
+    far = max((extent.context - 1) // budget, 1) * budget
+    for size in prefixed:
+        for prefix in sorted({budget, max(far - (budget if far + size > extent.context else 0), budget)}):
+            yield Case(chunks=(Chunks(1, size, prefix),))
+
+
+def _list_prefixed_sizes(extent: EngineExtent) -> list[int]:
+    """Return the sizes of chunks that are measured behind a prefix: some, and that of the rest of the longest prompt."""
+    budget = extent.engine.token_budget
+    least = min(PREFIX_SIZES[0], budget // 2 or 1)
+    longest = min(max(extent.context - budget, least), budget)
+    return sorted({*(size for size in PREFIX_SIZES if size < longest), longest})
+
+
+def _list_sizes(budget: int) -> list[int]:
+    """Return the sizes of chunks, up to the budget of a step."""
+    return select_chunk_sizes(Extent(requests=1, context=budget, pages=1, virtual_page=budget, chunk=budget))
+
+
+def _iter_mixed_cases(extent: EngineExtent) -> Iterator[Case]:
+    """Yield decode rows next to a prompt, and a check between them.
+
+    For an engine that does not mix them, yield one: it shows whether the engine decides a step ahead.
+    """
+    most_rows, budget = extent.requests - 1, extent.engine.token_budget
+    if most_rows < 1:
+        return
+    if not extent.mixes:
+        yield Case(decodes=(Decodes(1, min(FEW_CONTEXT, extent.context)),), chunks=(Chunks(1, budget // 2 or 1, 0),))
+        return
+    between = max((n for n in GRAPH_BATCHES if n <= most_rows / 3), default=1)
+    left = budget - most_rows  # the same sizes for all rows, as predictions interpolate between rows
+    sizes = sorted({*(size for size in MIXED_SIZES if size < left), left}) if left > 0 else []
+    for rows in sorted({1, between, most_rows}):
+        for size in sizes:
+            for context in _list_contexts(extent, extent.requests):
+                yield Case(decodes=(Decodes(rows, context),), chunks=(Chunks(1, size, 0),))
+    half, size = max(most_rows // 2, 1), budget // 2
+    if size:
+        context = max(extent.compute_max_context(extent.requests) // 2, min(FEW_CONTEXT, extent.context))
+        yield Case(decodes=(Decodes(half, context),), chunks=(Chunks(1, size, 0),), use=CHECK)

@@ -1,0 +1,186 @@
+"""Loads of an engine are forecast over HTTP by its step times and its policy, before the engine has served them.
+
+The stand-in engine (step_engine.py) serves steps of 20 ms and more in real time, with vLLM's token budget.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from dcpbench import cli
+from dcpbench.points.names import SGLANG, VLLM
+from dcpbench.records.runs import read_run
+from dcpbench.reports import findings
+from dcpbench.reports.frames import load_frames
+from dcpbench.serving.step_times import StepTimes, read_step_times
+
+if TYPE_CHECKING:
+    from dcpbench.records.record import Record
+
+ROOT = Path(__file__).parents[2]
+BUDGET = 512
+ENGINE = f"{sys.executable} -m tests.servers.step_engine --port {{port}} --model {{model}} --max-num-batched-tokens {BUDGET} "
+ENGINE += "--max-model-len 4000"
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a started server import the stand-in engine."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
+def dcpbench(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    """Return the exit code, stdout and stderr of a command."""
+    with pytest.raises(SystemExit) as end:
+        cli.main([*words])
+    return int(end.value.code or 0), *capsys.readouterr()
+
+
+def measure(capsys: pytest.CaptureFixture[str], folder: Path, flags: str, *words: str) -> list[Record]:
+    """Return the records of a run with a stand-in engine."""
+    engine = ["--serve-cmd", f"{ENGINE} {flags}", "--model", "m", "--device", "cpu", "--no-check-client"]
+    code, _, err = dcpbench(capsys, "server", *engine, *words, "-o", str(folder))
+    assert code == 0, err
+    return read_run(folder).records
+
+
+def read_times(folder: Path) -> StepTimes:
+    """Return the step times that a run has measured."""
+    (file,) = folder.glob("step-times/*.json")
+    return read_step_times(file)
+
+
+LOADS = ["--request-rate", "inf,1.5", "--concurrency", "4,8", "--num-requests", "64"]
+"""Two closed and two open loops. TTFT of an open loop depends on how far a step is when a request comes, and near saturation on every
+stall of the machine that runs this test: the open loops use a third of what the engine can serve."""
+ONE_LOAD = ["--concurrency", "4", "--num-requests", "48"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("flags", "ahead", "loads", "count"),
+    [("--asynchronous", True, LOADS, 4), ("", False, ONE_LOAD, 1)],
+    ids=["asynchronous", "synchronous"],
+)
+def test_forecasts_of_loads_that_the_server_has_not_seen_agree_with_it(
+    flags: str, ahead: bool, loads: list[str], count: int, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Within 5 % in output and ITL p50 and 8 % in TTFT p50."""
+    lengths = ["--input-tokens", "uniform:200-900", "--output-tokens", "uniform:10-40"]
+    records = measure(capsys, tmp_path / "run", flags, "--mode", "live,replay", *loads, *lengths)
+    modes = [record.point.load.mode for record in records if record.point.load is not None]
+    assert modes == ["replay"] * count + ["live"] * count, "each load is forecast before the server sees it"
+    engine = read_times(tmp_path / "run").engine
+    assert engine is not None
+    assert (engine.policy, engine.token_budget, engine.asynchronous) == (VLLM, BUDGET, ahead)
+    compared = findings.compare_replay_with_live(load_frames([tmp_path / "run"]).served)
+    assert len(compared) == count
+    for name, most in (("output_tok_s", 0.05), ("itl_p50_ms", 0.05), ("ttft_p50_ms", 0.08)):
+        errors = compared[f"{name}_error"].tolist()
+        assert max(map(abs, errors)) <= most, (name, errors)
+
+
+@pytest.mark.long
+def test_a_replay_needs_no_server_once_steps_are_measured(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """`server` and `serve` replay the same file to the same figures; options that the file determines are refused."""
+    load = ["--num-requests", "8", "--input-tokens", "20", "--output-tokens", "6", "--concurrency", "2"]
+    (record,) = measure(capsys, tmp_path / "run", "--asynchronous", "--mode", "replay", *load)
+    assert record.honesty is not None
+    assert record.honesty.policy == VLLM
+    assert record.origin == "engine vllm 0.26.0"
+    file = tmp_path / "run" / record.honesty.step_times
+    assert file.is_file()
+    found = [record]
+    for command in ("server", "serve"):
+        folder = tmp_path / command
+        words = [command, "--mode", "replay", "--step-times", str(file), *load, "-o", str(folder)]
+        code, _, err = dcpbench(capsys, *words)
+        assert code == 0, err
+        found += read_run(folder).records
+    assert len({one.serve.output_tok_s for one in found if one.serve is not None}) == 1
+    assert [one.point.get_key() for one in found] == [record.point.get_key()] * 3
+    for words, problem in (
+        (["--tp", "2"], "--tp cannot be changed"),
+        (["--policy", "mixed"], "--policy mixed is unknown"),
+    ):
+        code, _, err = dcpbench(capsys, "serve", "--mode", "replay", "--step-times", str(file), *words)
+        assert (code, problem in err) == (2, True), err
+    code, _, err = dcpbench(
+        capsys,
+        "server",
+        "--mode",
+        "replay",
+        "--step-times",
+        str(file),
+        "--policy",
+        SGLANG,
+        *load,
+        "-o",
+        str(tmp_path / "p"),
+    )
+    assert code == 0, err
+    (other,) = read_run(tmp_path / "p").records
+    assert other.honesty is not None
+    assert other.honesty.policy == SGLANG
+
+
+@pytest.mark.long
+def test_an_engine_that_runs_prompts_apart_is_not_replayed_with_vllms_policy(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    load = ["--num-requests", "8", "--input-tokens", "20", "--output-tokens", "6", "--concurrency", "2"]
+    engine = ["--serve-cmd", f"{ENGINE} --separate", "--model", "m", "--device", "cpu", "--no-check-client"]
+    code, _, _ = dcpbench(capsys, "server", *engine, "--mode", "replay", *load, "-o", str(tmp_path / "run"))
+    assert code == 4
+    (record,) = read_run(tmp_path / "run").records
+    assert record.outcome == "failed"
+    assert "add --policy sglang if the engine schedules like SGLang" in str(record.reason)
+    (record,) = measure(capsys, tmp_path / "other", "--separate", "--mode", "replay", "--policy", SGLANG, *load)
+    assert record.outcome == "ok"
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--url", "http://127.0.0.1:1", "--policy", "vllm"], "--policy is for replays; add --mode replay"),
+        (["--url", "http://127.0.0.1:1", "--token-budget", "512"], "--token-budget is for replays; add --mode replay"),
+        (["--url", "http://127.0.0.1:1", "--mode", "replays"], "--mode replays is unknown"),
+        (["--mode", "replay", "--step-times", "none.json"], "no such file"),
+        (["--mode", "live,replay", "--step-times", "none.json"], "use --mode replay alone"),
+        (["--mode", "replay", "--step-times", "f.json", "--engine", "vllm"], "needs no server; leave out --engine"),
+        (["--mode", "replay", "--url", "http://127.0.0.1:1", "--token-budget", "0"], "is not positive"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(
+    words: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = dcpbench(capsys, "server", *words)
+    assert code == 2
+    assert problem in err
+
+
+def test_attention_data_parallel_is_not_replayed(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--engine", "vllm", "--model", "m", "--tp", "2", "--dp", "2", "--mode", "replay", "--dry-run"]
+    code, out, _ = dcpbench(capsys, "server", *words, "--device", "cpu")
+    assert code == 2
+    assert "cannot be measured apart; use --dp 1, or --mode live" in " ".join(out.split())
+
+
+def test_an_engine_that_dies_while_its_steps_are_measured_fails_its_points(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Replayed and live points name the end of the server and its log."""
+    load = ["--num-requests", "4", "--input-tokens", "20", "--output-tokens", "6", "--concurrency", "2"]
+    engine = ["--serve-cmd", f"{ENGINE} --dies-after 20", "--model", "m", "--device", "cpu", "--no-check-client"]
+    code, _, err = dcpbench(capsys, "server", *engine, "--mode", "live,replay", *load, "-o", str(tmp_path / "run"))
+    assert code == 4, err
+    records = read_run(tmp_path / "run").records
+    assert [record.outcome for record in records] == ["failed"] * 2
+    for record in records:
+        assert "the server died" in str(record.reason)
+        assert "illegal memory access" in str(record.reason)
+    assert not list((tmp_path / "run").glob("step-times/*"))

@@ -1,0 +1,404 @@
+"""Test replays of other engines' servers without a server: what is measured, and how closely replays follow exact times."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+import pytest
+
+from dcpbench.errors import RecordsError, UsageError
+from dcpbench.points.engines import make_engine_load, make_engine_point
+from dcpbench.points.names import CLOSED, GAMMA, MIXED, REPLAY, SGLANG, VLLM
+from dcpbench.points.settings import Settings
+from dcpbench.records.record import EngineSettings, Environment
+from dcpbench.servers import engine_replay
+from dcpbench.servers.client import Target
+from dcpbench.servers.engine_replay import ReplayOptions, describe_engine
+from dcpbench.servers.info import Card, ServerInfo
+from dcpbench.servers.measure import ClientConfig
+from dcpbench.servers.step_probe import CaseSamples, Method, ServerLimits, check_case
+from dcpbench.serving.engine_cases import EngineExtent, make_engine_cases
+from dcpbench.serving.loads import make_point_requests
+from dcpbench.serving.outcome import compute_serve_metrics
+from dcpbench.serving.policies import make_scheduler
+from dcpbench.serving.replay import (
+    LoopTiming,
+    make_engine_config,
+    make_step_times_name,
+    replay_point,
+    replay_requests,
+)
+from dcpbench.serving.scheduler import Scheduler
+from dcpbench.serving.step_model import Slowdown, Work
+from dcpbench.serving.step_times import (
+    CHECK,
+    Case,
+    Chunks,
+    Decodes,
+    EngineServer,
+    MeasuredCase,
+    StepTimes,
+    get_engine_path,
+    read_step_times,
+    write_step_times,
+)
+from tests.unit.serving_builder import config, request
+from tests.unit.step_times_builder import HONESTY
+from tests.unit.test_replay import Fixed
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dcpbench.points.point import Point
+    from dcpbench.serving.requests import Step
+
+ENGINE = EngineServer(
+    engine=VLLM,
+    version="0.26.0",
+    policy=VLLM,
+    token_budget=2048,
+    max_requests=64,
+    block_tokens=32,
+    kv_tokens=400_000,
+    max_model_len=16_000,
+    request_ms=3.0,
+)
+SGLANG_ENGINE = msgspec.structs.replace(ENGINE, engine=SGLANG, policy=SGLANG)
+CLIENT = ClientConfig(target=Target.from_url("http://127.0.0.1:1"))
+
+
+def engine_point(
+    concurrency: int = 8, *, inputs: str = "uniform:1000-6000", outputs: str = "uniform:20-80", **load: object
+) -> Point:
+    """A served point of vLLM on one replica of tp2·dcp2."""
+    fields = {"requests": 48, "arrival": CLOSED, "mode": REPLAY} | load
+    return make_engine_point(
+        model="m",
+        layout={"tp": 2, "dp": 1, "dcp": 2},
+        backend=VLLM,
+        load=make_engine_load(input_tokens=inputs, output_tokens=outputs, **fields),
+        concurrency=concurrency,
+        context=6100,
+        precision={},
+    )
+
+
+def true_ms(works: list[tuple[int, int]], chunks: list[tuple[int, int]]) -> float:
+    """Duration of a step with decodes (requests, KV tokens) and chunks (tokens, prefix): weights, rows, KV and pairs."""
+    rows, kv = sum(n for n, _ in works), sum(tokens for _, tokens in works)
+    return 8 + 0.05 * rows + 2e-5 * kv + sum(0.015 * n + 1e-6 * n * (before + n / 2) for n, before in chunks)
+
+
+def true_case_ms(case: Case) -> float:
+    return true_ms(
+        [(d.requests, d.requests * d.context) for d in case.decodes],
+        [(c.tokens, c.prefix) for c in case.chunks for _ in range(c.chunks)],
+    )
+
+
+class Exact:
+    """Step times of every step, as an engine with `true_ms` has them."""
+
+    launch_ms, is_blocking, slowdown = 0.0, False, Slowdown([])
+
+    def predict_duration_ms(self, step: Step, _heat: float = 0.0) -> float:
+        (todo,) = step.replicas
+        rows, kv = len(todo.decodes) + len(todo.discarded), sum(p + 1 for p in todo.positions) + sum(todo.discarded)
+        return true_ms([(rows, kv)], [(c.tokens, c.start) for c in todo.chunks])
+
+    def predict_host_ms(self, _step: Step) -> float:
+        return 0.0
+
+
+def measure_exactly(points: list[Point], engine: EngineServer) -> StepTimes:
+    """Step times of the cases for these points, without noise."""
+    limits = ServerLimits(
+        max_batched_tokens=engine.token_budget,
+        max_requests=engine.max_requests,
+        max_model_len=engine.max_model_len,
+        kv_tokens=engine.kv_tokens,
+    )
+    cases = engine_replay._iter_possible_cases(make_engine_cases(EngineExtent.from_points(points, engine)), limits)
+    return StepTimes(
+        path=get_engine_path(points[0]),
+        cases=[MeasuredCase(case=case, samples_ms=[true_case_ms(case)]) for case in cases],
+        launch_ms=0.0,
+        measuring_s=1.0,
+        honesty=HONESTY,
+        environment=Environment(device="NVIDIA H200", device_count=2),
+        engine=engine,
+    )
+
+
+LOADS = {
+    "closed": engine_point(),
+    "one client": engine_point(1, requests=12),
+    "many clients": engine_point(32, requests=128),
+    "equal lengths": engine_point(inputs="4000", outputs="50"),
+    "open": engine_point(48, arrival=GAMMA, request_rate=4.0),
+    "sessions": engine_point(inputs="uniform:500-900", turns="4", turn_tokens="100"),
+    "shared prefix": engine_point(prefix_share=0.5),
+}
+
+
+@pytest.mark.parametrize("name", LOADS)
+@pytest.mark.parametrize("engine", [ENGINE, SGLANG_ENGINE], ids=[VLLM, SGLANG])
+def test_replays_from_measured_cases_follow_exact_step_times(engine: EngineServer, name: str, tmp_path: Path) -> None:
+    """The few cases that requests can produce predict every step of a load: within 3 % in output and ITL, 4 % in TTFT."""
+    point = LOADS[name]
+    times = measure_exactly([point], engine)
+    record = replay_point(point, None, make_point_requests(point, Settings(), 1000), times, Settings(), tmp_path)
+    assert record.serve is not None
+    found = replay_requests(
+        make_point_requests(point, Settings(), 1000),
+        make_scheduler(make_engine_config(point, engine, engine.policy)),
+        point.clients,
+        Exact(),  # type: ignore[arg-type]
+        loop=LoopTiming(request_s=engine.request_ms / 1e3),
+    )
+    exact = compute_serve_metrics(found.traffic, gpus=2, concurrency=point.clients, slo={}, steps=found.counts)
+    assert record.serve.finished == exact.finished == len(found.traffic.samples)
+    assert record.serve.output_tok_s == pytest.approx(exact.output_tok_s, rel=0.03)
+    assert record.serve.itl_ms.p50 == pytest.approx(exact.itl_ms.p50, rel=0.03)
+    assert record.serve.ttft_ms.p50 == pytest.approx(exact.ttft_ms.p50, rel=0.04)
+
+
+def test_a_replayed_record_names_kernels_and_policy(tmp_path: Path) -> None:
+    point = LOADS["closed"]
+    times = measure_exactly([point], ENGINE)
+    requests = make_point_requests(point, Settings(), 1000)
+    record = replay_point(point, None, requests, times, Settings(), tmp_path, file="step-times/f.json")
+    assert record.origin == "engine vllm 0.26.0"
+    assert record.honesty is not None
+    assert (record.honesty.step_times, record.honesty.policy) == ("step-times/f.json", VLLM)
+    assert record.server
+    assert record.server.kv_capacity_tokens == 400_000
+    other = replay_point(point, None, requests, times, Settings(), tmp_path, policy=SGLANG)
+    assert other.honesty is not None
+    assert other.honesty.policy == SGLANG
+    assert other.serve is not None
+    assert record.serve is not None
+    assert other.serve.itl_ms.p99 != record.serve.itl_ms.p99
+
+
+@pytest.mark.parametrize("engine", [ENGINE, SGLANG_ENGINE], ids=[VLLM, SGLANG])
+@pytest.mark.parametrize(
+    ("budget", "context", "requests"), [(8192, 16_200, 32), (512, 900, 4), (64, 100, 1), (8192, 300, 8)]
+)
+def test_all_cases_can_be_produced_by_requests(engine: EngineServer, budget: int, context: int, requests: int) -> None:
+    engine = msgspec.structs.replace(engine, token_budget=budget, max_model_len=None, kv_tokens=None)
+    extent = EngineExtent(engine=engine, requests=requests, context=context, targets=(requests,))
+    cases = make_engine_cases(extent)
+    for case in cases:
+        check_case(ServerLimits(max_batched_tokens=budget), case)
+    assert len(cases) <= 60
+    assert {c.prefix for case in cases for c in case.chunks if c.prefix} == {budget}
+    mixed = [case for case in cases if case.decodes and case.chunks and case.use != CHECK]
+    assert len(mixed) == 1 if engine.policy == SGLANG and requests > 1 else bool(mixed) == (requests > 1)
+
+
+def test_contexts_are_shortened_to_what_the_server_takes() -> None:
+    """A request is longer by up to 913 + 2 tokens when its steps have been timed: of 2,000 tokens, about 1,085 are left."""
+    limits = ServerLimits(max_batched_tokens=2048, max_model_len=2000)
+    fitted = engine_replay._fit_case(Case(decodes=(Decodes(2, 1900),)), limits)
+    assert fitted is not None
+    check_case(limits, fitted)
+    assert 1000 < fitted.decodes[0].context < 1100
+    assert engine_replay._fit_case(Case(chunks=(Chunks(1, 2000, 2048),)), limits) is None
+
+
+class TestSamples:
+    def test_the_time_of_a_request_is_taken_from_the_time_to_first_token_of_one_prompt(self) -> None:
+        chunk = Case(chunks=(Chunks(1, 100, 0),))
+        found = CaseSamples(case=chunk, samples_ms=[25.0, 26.0], method=Method.PREFILL, precise=True)
+        assert engine_replay._make_measured_case(found, 4.0).samples_ms == [21.0, 22.0]
+        several = msgspec.structs.replace(found, method=Method.SEVERAL)
+        assert engine_replay._make_measured_case(several, 4.0).samples_ms == [25.0, 26.0]
+
+    def test_decodes_have_the_context_at_which_they_were_timed(self) -> None:
+        case = Case(decodes=(Decodes(4, 900),))
+        found = CaseSamples(case=case, samples_ms=[25.0], method=Method.DECODE, precise=True, context_mean=907.4)
+        assert engine_replay._make_measured_case(found, 4.0).case.decodes == (Decodes(4, 907),)
+
+    @pytest.mark.parametrize(("queued", "ahead"), [((0.6, 0.9), False), ((1.5, 1.7), True), ((None,), True)])
+    def test_a_prompt_that_waits_longer_than_a_step_shows_that_steps_are_decided_ahead(
+        self, queued: tuple[float | None, ...], ahead: bool
+    ) -> None:
+        """With decode steps of 20 ms and requests of 1 ms. With requests of 6 ms nothing can be seen; a log is always right."""
+        mixed = Case(decodes=(Decodes(1, 300),), chunks=(Chunks(1, 100, 0),))
+        decode = CaseSamples(
+            case=Case(decodes=(Decodes(1, 300),)), samples_ms=[20.0], method=Method.DECODE, precise=True
+        )
+        found = [decode] + [
+            CaseSamples(case=mixed, samples_ms=[30.0], method=Method.MIXED, precise=True, queued_steps=steps)
+            for steps in queued
+        ]
+        assert engine_replay._decides_ahead(found, 1.0, None) is ahead
+        assert engine_replay._decides_ahead(found, 1.0, EngineSettings()) is ahead
+        assert engine_replay._decides_ahead(found, 6.0, None) is True
+        for known in (True, False):
+            assert engine_replay._decides_ahead(found, 1.0, EngineSettings(async_scheduling=known)) is known
+
+
+class TestDescription:
+    INFO = ServerInfo(
+        engine=VLLM,
+        version="0.26.0",
+        models=(Card("m", 70_000),),
+        kv_capacity_tokens=19_678_976,
+        facts={"block_size": "64"},
+    )
+
+    def test_limits_come_from_the_command_and_from_what_the_server_reports(self) -> None:
+        words = ["vllm", "serve", "m", "--max-num-batched-tokens", "4096", "--max-num-seqs=64"]
+        found = describe_engine(engine_point(), CLIENT, self.INFO, ReplayOptions(), words)
+        assert (found.policy, found.token_budget, found.max_requests) == (VLLM, 4096, 64)
+        assert (found.block_tokens, found.kv_blocks) == (128, 153_742)  # 64 × dcp 2
+        assert (found.max_model_len, found.prefix_cache, found.asynchronous) == (70_000, True, True)
+
+    def test_sglang_reports_its_limits(self) -> None:
+        facts = {
+            "chunked_prefill_size": "8192",
+            "max_running_requests": "48",
+            "page_size": "1",
+            "disable_radix_cache": "True",
+        }
+        info = dataclasses.replace(self.INFO, engine=SGLANG, facts=facts)
+        found = describe_engine(engine_point(), CLIENT, info, ReplayOptions())
+        assert (found.token_budget, found.max_requests, found.block_tokens) == (8192, 48, 2)
+        assert not found.prefix_cache
+
+    def test_an_unknown_token_budget_is_asked_for(self) -> None:
+        with pytest.raises(UsageError, match="add --token-budget N, the value of --max-num-batched-tokens"):
+            describe_engine(engine_point(), CLIENT, self.INFO, ReplayOptions())
+        assert describe_engine(engine_point(), CLIENT, self.INFO, ReplayOptions(token_budget=8192)).token_budget == 8192
+
+    def test_an_unknown_engine_needs_a_policy(self) -> None:
+        info = dataclasses.replace(self.INFO, engine="openai")
+        with pytest.raises(UsageError, match="add --policy"):
+            describe_engine(engine_point(), CLIENT, info, ReplayOptions(token_budget=8192))
+        options = ReplayOptions(token_budget=8192, policy=SGLANG)
+        assert describe_engine(engine_point(), CLIENT, info, options).policy == SGLANG
+
+    def test_attention_data_parallel_is_refused(self) -> None:
+        assert engine_replay.find_unsupported(engine_point()) is None
+        assert "--mode live" in str(engine_replay.find_unsupported(msgspec.structs.replace(engine_point(), dp=2)))
+
+
+class TestFile:
+    def test_it_is_read_as_it_was_written_and_belongs_to_its_server_alone(self, tmp_path: Path) -> None:
+        times = measure_exactly([LOADS["closed"]], ENGINE)
+        write_step_times(tmp_path / "f.json", times)
+        again = read_step_times(tmp_path / "f.json")
+        assert again.engine == ENGINE
+        again.check_point(LOADS["closed"])
+        with pytest.raises(UsageError, match="no varied flags instead of max-num-seqs=4"):
+            again.check_point(msgspec.structs.replace(LOADS["closed"], settings="max-num-seqs=4"))
+
+    @pytest.mark.parametrize(
+        ("change", "problem"),
+        [
+            ({"policy": "fifo"}, "policy is 'fifo'"),
+            ({"token_budget": 0}, "token_budget is 0"),
+            ({"kv_tokens": 40}, "less than two blocks"),
+            ({"request_ms": -1.0}, "request_ms is -1"),
+        ],
+    )
+    def test_values_that_cannot_be_are_refused(self, change: dict[str, object], problem: str, tmp_path: Path) -> None:
+        times = measure_exactly([LOADS["closed"]], msgspec.structs.replace(ENGINE, kv_tokens=400_000))
+        write_step_times(
+            tmp_path / "f.json", msgspec.structs.replace(times, engine=msgspec.structs.replace(ENGINE, **change))
+        )
+        with pytest.raises(RecordsError, match=problem):
+            read_step_times(tmp_path / "f.json")
+
+    def test_servers_with_other_flags_have_other_files(self) -> None:
+        path = get_engine_path(LOADS["closed"])
+        assert make_step_times_name(path) != make_step_times_name(path, "max-num-seqs=4")
+
+    def test_another_measurement_does_not_replace_a_file(self, tmp_path: Path) -> None:
+        times = measure_exactly([LOADS["closed"]], ENGINE)
+        names = [engine_replay.store_step_times(tmp_path, times) for _ in range(3)]
+        assert len({*names}) == 3
+        assert all((tmp_path / name).is_file() for name in names)
+
+
+class TestLoop:
+    """Steps take 10 ms, 1 ms more for a decode row and 2 ms for a token of a chunk; a request takes 1 ms to be seen."""
+
+    def replay(
+        self, *sizes: tuple[int, int], clients: int | None = 1, loop: LoopTiming, arrivals: tuple[float, ...] = ()
+    ) -> list[list[float]]:
+        requests = [
+            request(i, prompt, output, at)
+            for i, ((prompt, output), at) in enumerate(itertools.zip_longest(sizes, arrivals))
+        ]
+        found = replay_requests(
+            requests,
+            make_scheduler(config(pages=60, policy=VLLM)),
+            clients,
+            Fixed(),  # type: ignore[arg-type]
+            loop=loop,
+        )
+        return [[round(1e3 * s, 3) for s in (sample.submitted_s, *sample.token_s)] for sample in found.traffic.samples]
+
+    def test_an_idle_engine_sees_a_request_after_its_delay(self) -> None:
+        """It is seen at 1 ms; a step of 16 ms, then one of 11 ms."""
+        assert self.replay((3, 2), loop=LoopTiming(request_s=1e-3)) == [[0.0, 17.0, 28.0]]
+
+    def test_a_client_of_a_busy_engine_misses_the_decision_after_its_last_token(self) -> None:
+        """Both clients send at 0. The idle engine sees request 0 at 1 ms, a moment before request 1, and runs it alone: 16 ms, to 17.
+        Step 1, decided at 17, has request 1, to 33; step 2 its second token, to 44. Client 0 sends request 2 at 17; it is seen at 18,
+        after the decisions of 17. The next one is at 33, for the step that begins at 44 and decodes request 1, too:
+        44 + 10 + 1 + 2 · 3 = 61.
+        """
+        found = self.replay((3, 1), (3, 4), (3, 1), clients=2, loop=LoopTiming(request_s=1e-3))
+        assert found == [[0.0, 17.0], [0.0, 33.0, 44.0, 61.0, 72.0], [17.0, 61.0]]
+
+    def test_a_synchronous_engine_decides_after_it_has_read(self) -> None:
+        """As above, but the decision at 33 is for the step that begins then, with request 2: 33 + 17 = 50."""
+        found = self.replay((3, 1), (3, 4), (3, 1), clients=2, loop=LoopTiming(request_s=1e-3, asynchronous=False))
+        assert found == [[0.0, 17.0], [0.0, 33.0, 50.0, 61.0, 72.0], [17.0, 50.0]]
+
+    def test_the_next_turn_of_a_session_is_delayed_as_well(self) -> None:
+        """As above: the turn after request 0 is sent at 17 and misses the decisions of 17."""
+        requests = [request(0, 3, 1), request(1, 3, 1), request(2, 3, 4)]
+        requests[:2] = [dataclasses.replace(r, session=0, turn=turn) for turn, r in enumerate(requests[:2])]
+        found = replay_requests(
+            requests,
+            make_scheduler(config(pages=60, policy=VLLM)),
+            2,
+            Fixed(),  # type: ignore[arg-type]
+            loop=LoopTiming(request_s=1e-3),
+        )
+        sample = next(s for s in found.traffic.samples if s.request.number == 1)
+        assert (round(sample.submitted_s, 6), round(sample.token_s[0], 6)) == (0.017, 0.061)
+
+    def test_arrivals_of_an_open_loop_are_delayed_as_well(self) -> None:
+        found = self.replay((3, 1), (3, 1), clients=None, arrivals=(0.0, 0.1), loop=LoopTiming(request_s=1e-3))
+        assert found == [[0.0, 17.0], [100.0, 117.0]]
+
+    def test_no_delay_is_as_before(self) -> None:
+        """Own engine: who comes with a token joins the next decision."""
+        requests = [request(0, 3, 2), request(1, 3, 1)]
+        found = replay_requests(requests, Scheduler(config(pages=60, policy=MIXED)), 1, Fixed())  # type: ignore[arg-type]
+        assert [round(1e3 * s.token_s[0], 3) for s in found.traffic.samples] == [16.0, 43.0]
+
+
+def test_rows_whose_tokens_are_discarded_take_time() -> None:
+    """SGLang's client reads its last token while the step after it runs: that step has a row for it."""
+    point = engine_point(1, inputs="100", outputs="5", requests=1)
+    engine = msgspec.structs.replace(SGLANG_ENGINE, request_ms=0.0)
+    found = replay_requests(
+        make_point_requests(point, Settings(), 1000),
+        make_scheduler(make_engine_config(point, engine, SGLANG)),
+        1,
+        Exact(),  # type: ignore[arg-type]
+    )
+    assert found.counts.steps == 1 + 4 + 1
+    assert np.diff(found.traffic.samples[0].token_s) == pytest.approx([8.05e-3] * 4, rel=1e-3)
+    assert Work.from_requests(1, 105, []).rows == 1

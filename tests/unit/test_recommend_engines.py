@@ -1,0 +1,130 @@
+"""Recommendations from step times and records of other engines: they are used, named, and separated from dcpbench's own engine."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from dcpbench.points.engines import make_engine_load, make_engine_point
+from dcpbench.points.layout import Layout
+from dcpbench.points.names import CLOSED, VLLM
+from dcpbench.points.point import Load, Point
+from dcpbench.recommend import advise, answer, estimate, forecast
+from dcpbench.records.record import Environment
+from dcpbench.serving.engine_cases import EngineExtent, make_engine_cases
+from dcpbench.serving.step_times import EngineServer, MeasuredCase, StepTimes, get_engine_path
+from tests.unit import serve_record_builder
+from tests.unit.step_times_builder import HONESTY, true_ms
+from tests.unit.test_recommend import ask, load
+
+if TYPE_CHECKING:
+    from dcpbench.recommend.forecast import Forecast
+
+ENGINE = EngineServer(
+    engine=VLLM, version="0.26.0", policy=VLLM, token_budget=8192, max_requests=64, block_tokens=64, kv_tokens=2_000_000
+)
+
+
+def server_point(model: str = "deepseek-ai/DeepSeek-V3", **precision: str) -> Point:
+    """A served point of a vLLM server on tp4."""
+    wanted = load()
+    fields = {name: value for name, value in msgspec.structs.asdict(wanted).items() if name in Load.__struct_fields__}
+    own = {"chunk", "policy", "prefix_cache", "prefill"}
+    return make_engine_point(
+        model=model,
+        layout={"tp": 4, "dp": 1, "dcp": 1},
+        backend=VLLM,
+        load=make_engine_load(**{name: value for name, value in fields.items() if name not in own}),
+        concurrency=8,
+        context=1020,
+        precision=precision,
+    )
+
+
+def server_times(point: Point, layers: int = 0) -> StepTimes:
+    """Step times of the server that serves a point."""
+    cases = make_engine_cases(EngineExtent.from_points([point], ENGINE))
+    return StepTimes(
+        path=get_engine_path(point),
+        cases=[MeasuredCase(case=case, samples_ms=[true_ms(case.compute_work())]) for case in cases],
+        launch_ms=0.0,
+        measuring_s=1.0,
+        honesty=msgspec.structs.replace(HONESTY, layers=layers, layers_held=layers),
+        environment=Environment(device="NVIDIA H200", device_count=4),
+        engine=ENGINE,
+    )
+
+
+def choose(times: StepTimes) -> tuple[advise.Choice, list[str]]:
+    """The choice among tp4 for the load, and the notes on the step times."""
+    asked = dataclasses.replace(ask("H200"), cycled=True, loads=((8, 1020, load()),))
+    kept, notes = advise._select_step_times(asked, advise.Evidence(times={"vllm.json": times}))
+    steps = estimate.load_published_steps()
+    return advise._choose_layout(asked, kept, steps, [], {}, [Layout(4)], lambda _: None, 8, 1020, load()), notes
+
+
+@pytest.mark.parametrize("model", ["deepseek-v3", "deepseek-ai/DeepSeek-V3", "/models/DeepSeek-V3"])
+def test_step_times_of_a_server_are_replayed_with_its_policy_and_named(model: str) -> None:
+    choice, notes = choose(server_times(server_point(model)))
+    (found,) = choice.forecasts
+    assert (found.source, found.engine, found.whence) == ("replayed", "vLLM 0.26.0", "vllm.json")
+    assert found.origin == "replayed, vLLM 0.26.0"
+    assert notes == [
+        "vllm.json: the precision of the server's weights and KV cache is unknown; it is taken to be as asked."
+    ]
+    assert (
+        answer.describe_engines([found]) == "The forecasts are of the kernels and the scheduling policy of vLLM 0.26.0."
+    )
+    assert answer._make_forecast_json(ask("H200"), found)["engine"] == "vLLM 0.26.0"
+
+
+@pytest.mark.parametrize(
+    ("times", "reason"),
+    [
+        (server_times(server_point(), layers=8), "step times of 8 of the 61 layers of deepseek-v3"),
+        (server_times(server_point("DeepSeek-V2-Lite")), "step times of DeepSeek-V2-Lite, not of deepseek-v3"),
+        (server_times(server_point(dtype="bf16", weights_dtype="fp8")), "step times of --weights-dtype fp8, not bf16"),
+    ],
+    ids=["fewer layers", "another model", "another precision"],
+)
+def test_step_times_of_another_model_are_left_out_with_the_reason(times: StepTimes, reason: str) -> None:
+    choice, notes = choose(times)
+    assert [f.engine for f in choice.forecasts] == [""]
+    assert notes == [f"Left out: vllm.json, {reason}."]
+
+
+def test_all_layers_are_the_whole_model() -> None:
+    choice, _ = choose(server_times(server_point(), layers=61))
+    assert [f.engine for f in choice.forecasts] == ["vLLM 0.26.0"]
+
+
+def test_a_record_of_a_server_counts_and_names_its_engine() -> None:
+    """Its chunk is the engine's own, which no record has."""
+    point = server_point("deepseek-v3")
+    served = serve_record_builder.served(serve_record_builder.point(Layout(4)))
+    record = msgspec.structs.replace(served, point=point, origin="engine vllm 0.26.0")
+    assert record.environment is not None
+    record = msgspec.structs.replace(
+        record, environment=msgspec.structs.replace(record.environment, device="NVIDIA H200")
+    )
+    asked = dataclasses.replace(ask("H200"), loads=((8, 1020, load()),))
+    assert advise._explain_exclusion(record, asked) == ""
+    wanted = advise._make_point(asked, Layout(4), "none", "1", 8, 1020, load())
+    assert advise._is_same_load(point, wanted, server=advise._is_of_server(record))
+    assert not advise._is_same_load(point, wanted)
+    assert forecast.from_record(record, "run").engine == "vLLM 0.26.0"
+    assert forecast.from_record(served, "run").engine == ""
+
+
+def test_several_engines_in_one_answer_are_told_apart() -> None:
+    (vllm,) = choose(server_times(server_point()))[0].forecasts
+    own: Forecast = dataclasses.replace(vllm, engine="")
+    text = answer.describe_engines([vllm, own])
+    assert "vLLM 0.26.0 and dcpbench's engine" in text
+    assert "layouts of different engines differ by their engine, too" in text
+    assert "forecasts are of dcpbench's engine" in answer.describe_engines([own])
+    assert own.point.load is not None
+    assert own.point.load.arrival == CLOSED
