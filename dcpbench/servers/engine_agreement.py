@@ -134,11 +134,11 @@ def measure_length_rounding(answers: LengthAnswers) -> float:
 def limit_rounding(found: Mapping[int, float]) -> dict[int, float]:
     """Return the rounding of each length of prompts, from what was measured at it.
 
-    A length without a measurement has the median of the others, and none has more than MAX_ROUNDING_RATIO times that, so that a fault
-    at one length does not raise its tolerance beyond recognition.
+    Each has at least the median of all lengths, as few pairs at one length can be close by chance, and at most MAX_ROUNDING_RATIO times
+    that, so that a fault at one length does not raise its tolerance beyond recognition.
     """
     typical = float(np.median([value for value in found.values() if value] or [0.0]))
-    return {length: min(value or typical, MAX_ROUNDING_RATIO * typical) for length, value in found.items()}
+    return {length: min(max(value, typical), MAX_ROUNDING_RATIO * typical) for length, value in found.items()}
 
 
 def count_own(answers: LengthAnswers, tolerance: Tolerance) -> list[Count]:

@@ -414,10 +414,10 @@ class TestTolerance:
         assert measure_length_rounding(answers(17, drift=move)) == pytest.approx(0.05)
         assert measure_length_rounding(answers(17)) == 0.0
 
-    def test_rounding_of_one_length_does_not_exceed_three_times_the_typical_one(self) -> None:
+    def test_rounding_of_a_length_is_one_to_three_times_the_typical_one(self) -> None:
         assert limit_rounding({1: 0.0, 17: 0.05, 300: 0.06, 4096: 0.5}) == {
             1: 0.06,
-            17: 0.05,
+            17: 0.06,
             300: 0.06,
             4096: pytest.approx(0.18),
         }
