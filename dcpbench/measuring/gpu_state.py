@@ -117,7 +117,7 @@ class VisibleGpus(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     """Name of all of them, such as `NVIDIA H200`; several names are separated by commas."""
     memory_bytes: int | None
-    """Memory of the smallest one in bytes."""
+    """Memory of the smallest one without what the driver reserves, in bytes."""
     driver: str | None
 
 
@@ -134,11 +134,20 @@ def find_visible_gpus(count: int) -> VisibleGpus | None:
         return VisibleGpus(
             uuids=tuple(_to_text(pynvml.nvmlDeviceGetUUID(gpu)) for gpu in handles),
             name=", ".join(dict.fromkeys(names)),
-            memory_bytes=min(int(pynvml.nvmlDeviceGetMemoryInfo(gpu).total) for gpu in handles),
+            memory_bytes=min(sizes) if len(sizes := _list_usable_bytes(pynvml, handles)) == len(handles) else None,
             driver=_to_text(pynvml.nvmlSystemGetDriverVersion()),
         )
     except Exception:  # noqa: BLE001 - NVML is optional: after any failure the GPUs are unknown
         return None
+
+
+def _list_usable_bytes(nvml: Any, handles: Sequence[Any]) -> list[int]:  # noqa: ANN401 - the module has no types
+    """Return the memory of GPUs without what the driver reserves, as torch's `total_memory`, in bytes; empty if unknown."""
+    try:
+        found = [nvml.nvmlDeviceGetMemoryInfo(gpu, version=nvml.nvmlMemory_v2) for gpu in handles]
+    except nvml.NVMLError:  # a driver before 510
+        return []
+    return [int(memory.total) - int(memory.reserved) for memory in found]
 
 
 def _list_visible(nvml: Any) -> list[Any]:  # noqa: ANN401 - the module and its handles have no types

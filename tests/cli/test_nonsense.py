@@ -96,7 +96,7 @@ def test_it_is_refused_with_what_to_type_instead(
         ),
         ("serve --serve-cmd x{port}", "Type: dcpbench server --serve-cmd 'x{port}'\n"),
         ("serve --no-check-client", "Type: dcpbench server --no-check-client\n"),
-        ("server --mode replay", "Type: dcpbench serve --mode replay\n"),
+        ("server --backend triton", "Type: dcpbench serve --backend triton\n"),
     ],
 )
 def test_an_option_of_serve_or_server_names_the_other_command(

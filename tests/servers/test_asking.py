@@ -536,7 +536,6 @@ def test_each_server_has_its_points_and_each_point_its_record(tmp_path: Path, mo
     monkeypatch.setattr(sweep, "find_free_port", lambda: 77)
     monkeypatch.setattr(sweep, "fetch_server_info", lambda *_: info.ServerInfo(models=(info.Card("m"),)))
     monkeypatch.setattr(sweep, "resolve_prompt_format", lambda *_: None)
-    monkeypatch.setattr(sweep, "measure_point", measured)
 
     def watch(event: Progress) -> None:
         told.append((event.stage, f"{event.index + 1} of {event.of}: {event.note}"))
@@ -548,7 +547,9 @@ def test_each_server_has_its_points_and_each_point_its_record(tmp_path: Path, mo
         for layout in layouts
     ]
     asked = measure.ClientConfig(target=Target.from_url("http://127.0.0.1:9", key="k", timeout_s=5.0), device="H200")
-    sweep.measure_started(points, PRESETS["vllm"], "m", asked, Settings(), tmp_path, watch, limit_s=9.0)
+    sweep.measure_started(
+        points, PRESETS["vllm"], "m", asked, Settings(), tmp_path, watch, limit_s=9.0, measure=measured
+    )
     rows = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
     failed = tmp_path / "failed.jsonl"
     rows += [json.loads(line) for line in failed.read_text().splitlines()] if failed.exists() else []

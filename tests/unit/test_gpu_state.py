@@ -133,8 +133,11 @@ class FakeNvml:
     def nvmlDeviceGetName(self, _: int) -> bytes:
         return b"NVIDIA H200"
 
-    def nvmlDeviceGetMemoryInfo(self, gpu: int) -> SimpleNamespace:
-        return SimpleNamespace(total=141 * 10**9 + gpu)
+    nvmlMemory_v2 = 0x2000028  # noqa: N815 -- NVML's name
+
+    def nvmlDeviceGetMemoryInfo(self, gpu: int, version: int) -> SimpleNamespace:
+        assert version == self.nvmlMemory_v2
+        return SimpleNamespace(total=142 * 10**9 + gpu, reserved=10**9)
 
     def nvmlSystemGetDriverVersion(self) -> str:
         return "580.159.04"
