@@ -15,7 +15,7 @@ import msgspec
 from dcpbench.records.record import Gpu, decode_throttle_reasons
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 PERIOD_S = 0.05
 MIN_POWER_INTERVAL_S = 0.25
