@@ -22,12 +22,13 @@ from dcpbench.points.names import FP8, UNKNOWN, format_flag
 from dcpbench.points.settings import Settings
 from dcpbench.records.record import CPU
 from dcpbench.servers.client import KEY_VARIABLE, Target, load_api_key
+from dcpbench.servers.engine_flags import read_limits
 from dcpbench.servers.engine_settings import Grid, list_decode_points, parse_layouts
 from dcpbench.servers.measure import ClientConfig
 from dcpbench.servers.presets import resolve_engine, use_step_profiler
 from dcpbench.servers.profile import make_traces_folder
 from dcpbench.servers.step_floors import read_rates
-from dcpbench.servers.step_points import StepPoints, make_case, read_limits
+from dcpbench.servers.step_points import StepPoints, make_case
 from dcpbench.servers.step_probe import UnsupportedCaseError, check_case
 from dcpbench.servers.sweep import measure_started
 

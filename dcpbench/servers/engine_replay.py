@@ -23,6 +23,7 @@ from dcpbench.records.model_sizes import read_model_sizes
 from dcpbench.records.record import CPU, DUMMY_WEIGHTS, Conditions, Record
 from dcpbench.records.stats import StopRule
 from dcpbench.servers.client import Client
+from dcpbench.servers.engine_flags import MAX_CHUNK_FLAGS, MAX_REQUESTS_FLAGS, TOKEN_BUDGET_FLAGS, find_count
 from dcpbench.servers.kv_capacity import parse_count
 from dcpbench.servers.measure import THROTTLED, make_environment
 from dcpbench.servers.step_probe import (
@@ -70,9 +71,7 @@ CASE_S = 2.0  # time limit of a case, once its requests run
 VOCAB = 1 << 30  # token ids of prompts that are only compared with each other
 DEFAULT_BLOCK = {VLLM: 16, SGLANG: 1}  # tokens of a KV block where the server does not report them
 MAX_REQUESTS = {VLLM: vllm_scheduler.MAX_REQUESTS, SGLANG: sglang_scheduler.MAX_REQUESTS}
-MAX_REQUESTS_FLAGS = ("--max-num-seqs", "--max-running-requests")
-MAX_CHUNK_FLAGS = ("--long-prefill-token-threshold",)
-BUDGET_FLAGS = {VLLM: "--max-num-batched-tokens", SGLANG: "--chunked-prefill-size"}
+BUDGET_FLAG = dict(zip((VLLM, SGLANG), TOKEN_BUDGET_FLAGS, strict=True))
 TOKEN_BUDGETS = {VLLM: vllm_scheduler.TOKEN_BUDGET, SGLANG: sglang_scheduler.TOKEN_BUDGET}
 
 
@@ -111,40 +110,30 @@ def describe_engine(
             "requests; add --policy with the engine that it schedules like, or use --mode live."
         )
     settings, facts = config.engine_settings, info.facts
-    budget = options.token_budget or _find_flag(command, [*BUDGET_FLAGS.values()])
+    budget = options.token_budget or find_count(command, TOKEN_BUDGET_FLAGS)
     budget = budget or (settings and settings.max_batched_tokens) or parse_count(facts.get("chunked_prefill_size"))
     if budget is None:
         raise UsageError(
             f"{config.target.url} does not report how many tokens its steps have at most; add --token-budget N, the value "
-            f"of {BUDGET_FLAGS[policy]} ({TOKEN_BUDGETS[policy]} by default on GPUs such as H200)."
+            f"of {BUDGET_FLAG[policy]} ({TOKEN_BUDGETS[policy]} by default on GPUs such as H200)."
         )
     block = (
         (settings and settings.page_size) or parse_count(facts.get("block_size")) or parse_count(facts.get("page_size"))
     )
-    requests = _find_flag(command, MAX_REQUESTS_FLAGS) or parse_count(facts.get("max_running_requests"))
+    requests = find_count(command, MAX_REQUESTS_FLAGS) or parse_count(facts.get("max_running_requests"))
     return EngineServer(
         engine=info.engine,
         version=info.version,
         policy=policy,
         token_budget=budget,
         max_requests=requests or MAX_REQUESTS[policy],
-        max_chunk=_find_flag(command, MAX_CHUNK_FLAGS) or 0,
+        max_chunk=find_count(command, MAX_CHUNK_FLAGS) or 0,
         block_tokens=(block or DEFAULT_BLOCK[policy]) * max(point.dcp, 1),
         kv_tokens=info.kv_capacity_tokens,
         max_model_len=max((card.max_model_len for card in info.models if card.max_model_len), default=None),
         prefix_cache=_has_prefix_cache(settings, info),
         settings=point.settings,
     )
-
-
-def _find_flag(command: Sequence[str], flags: Sequence[str]) -> int | None:
-    """Return the last value of a flag in a command line, None without it."""
-    found = [
-        parse_count(after if word in flags else word.partition("=")[2])
-        for word, after in itertools.pairwise([*command, ""])
-        if word.partition("=")[0] in flags
-    ]
-    return found[-1] if found else None
 
 
 def _has_prefix_cache(settings: EngineSettings | None, info: ServerInfo) -> bool:

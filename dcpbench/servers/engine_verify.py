@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-import itertools
 import time
 from typing import TYPE_CHECKING
 
@@ -26,6 +25,7 @@ from dcpbench.servers.engine_agreement import (
     limit_rounding,
     measure_length_rounding,
 )
+from dcpbench.servers.engine_flags import TOKEN_BUDGET_FLAGS, find_count
 from dcpbench.servers.engine_log import read_started_settings
 from dcpbench.servers.launch import Server, choose_log_path, find_free_port
 from dcpbench.show.text import make_printable
@@ -44,7 +44,6 @@ START, PROMPTS, ANSWER = "start", "prompts", "answer"  # what failed: the start,
 FAILED = "FAILED"  # verdict: a server that starts fails at a request
 LAST_LINES, MAX_LINE = 10, 500  # lines of a log that are quoted, and characters of each
 ENDING_S = 5.0  # time in which a server that broke off an answer may end
-BUDGET_FLAGS = ("--max-num-batched-tokens", "--chunked-prefill-size")
 UNCHECKED_LENGTH = 16_384  # maximum length by default for a server that does not report its maximum context
 PAGE_FACTS = ("block_size", "page_size")  # of vLLM and of SGLang
 
@@ -158,10 +157,8 @@ def choose_edges(check: EngineCheck, info: ServerInfo, words: Sequence[str], set
 
 def find_token_budget(words: Sequence[str], settings: EngineSettings | None) -> int | None:
     """Return the prompt tokens of a step, from the flags of a server or from its log; None if both leave them out."""
-    for flag, value in itertools.pairwise(words):
-        if flag in BUDGET_FLAGS and value.isdecimal() and int(value):
-            return int(value)
-    return settings.max_batched_tokens or None if settings is not None else None
+    logged = settings.max_batched_tokens if settings is not None else None
+    return find_count(words, TOKEN_BUDGET_FLAGS) or logged or None
 
 
 class _Run:

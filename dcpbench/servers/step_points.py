@@ -17,7 +17,6 @@ from dcpbench.records.formulas import compute_decode_metrics
 from dcpbench.records.record import DUMMY_WEIGHTS, ClientLoad, Phases
 from dcpbench.records.stats import StopRule
 from dcpbench.servers.client import Client
-from dcpbench.servers.kv_capacity import parse_count
 from dcpbench.servers.measure import (
     CLIENT_BOUND,
     GAPS_DIVIDED,
@@ -60,24 +59,6 @@ END_S = 1.0  # in which a server that has closed its connections ends
 NEAR_TOKENS = 16  # deviation of the mean context that matters to no step
 PROFILED_STEPS = 14  # steps of all requests while the profiler runs
 DECODE_KINDS = ("decode", "")  # kinds of the steps of a trace that are decode steps
-LIMIT_FLAGS = {
-    "max_batched_tokens": ("--max-num-batched-tokens", "--chunked-prefill-size"),
-    "max_requests": ("--max-num-seqs", "--max-running-requests"),
-    "max_model_len": ("--max-model-len", "--context-length"),
-}
-"""Flags of vLLM and SGLang for each limit."""
-OF_A_REPLICA = ("--max-num-seqs",)  # of these flags, those that limit each data-parallel replica for itself
-
-
-def read_limits(words: Sequence[str], dp: int = 1) -> ServerLimits:
-    """Return the limits that the command line of a server with `dp` replicas states; the last flag counts."""
-    flags = {flag: name for name, pair in LIMIT_FLAGS.items() for flag in pair}
-    found: dict[str, int] = {}
-    for word, after in zip(words, [*words[1:], ""], strict=True):
-        flag, equals, value = word.partition("=")
-        if flag in flags and (count := parse_count(value if equals else after)):
-            found[flags[flag]] = count * (dp if flag in OF_A_REPLICA else 1)
-    return ServerLimits(**found)
 
 
 def make_case(point: Point) -> Case:

@@ -22,9 +22,10 @@ from dcpbench.records.record import EngineSettings, Rates, Server
 from dcpbench.records.runs import Run, read_run
 from dcpbench.reports import explain, frames, joined_runs
 from dcpbench.servers import step_points
+from dcpbench.servers.engine_flags import read_limits
 from dcpbench.servers.presets import PRESETS, Engine, use_step_profiler
 from dcpbench.servers.step_floors import compute_engine_floor, read_rates
-from dcpbench.servers.step_points import StepPoints, make_case, read_limits
+from dcpbench.servers.step_points import StepPoints, make_case
 from dcpbench.servers.step_probe import ServerLimits
 from tests.servers.step_engine import KERNELS, StepEngine, compute_step_ms
 from tests.unit import record_builder

@@ -1,0 +1,39 @@
+"""Read limits from the command lines of vLLM's and SGLang's servers. No torch."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING
+
+from dcpbench.servers.kv_capacity import parse_count
+from dcpbench.servers.step_probe import ServerLimits
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+TOKEN_BUDGET_FLAGS = ("--max-num-batched-tokens", "--chunked-prefill-size")
+MAX_REQUESTS_FLAGS = ("--max-num-seqs", "--max-running-requests")
+MAX_LENGTH_FLAGS = ("--max-model-len", "--context-length")
+MAX_CHUNK_FLAGS = ("--long-prefill-token-threshold",)
+OF_A_REPLICA = "--max-num-seqs"  # limits each data-parallel replica by itself
+
+
+def find_count(words: Sequence[str], flags: Sequence[str]) -> int | None:
+    """Return the last positive number that any of these flags has in a command line; None without one."""
+    found = None
+    for word, after in itertools.pairwise([*words, ""]):
+        flag, equals, value = word.partition("=")
+        if flag in flags:
+            found = parse_count(value if equals else after) or found
+    return found
+
+
+def read_limits(words: Sequence[str], dp: int = 1) -> ServerLimits:
+    """Return the limits that the command line of a server with `dp` replicas states."""
+    requests = find_count(words, MAX_REQUESTS_FLAGS)
+    each = any(word.partition("=")[0] == OF_A_REPLICA for word in words)
+    return ServerLimits(
+        max_batched_tokens=find_count(words, TOKEN_BUDGET_FLAGS),
+        max_requests=requests * (dp if each else 1) if requests else None,
+        max_model_len=find_count(words, MAX_LENGTH_FLAGS),
+    )
