@@ -9,6 +9,8 @@ import os
 import re
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from dcpbench.errors import WorkerError
 from dcpbench.points.names import DUMMY, SYNTHETIC
 from dcpbench.records.record import EngineSettings, StartPhase
@@ -103,6 +105,20 @@ def read_settings(log: str) -> EngineSettings | None:
         prefix_caching=cache,
         async_scheduling=asynchronous,
         weights_fingerprints=sorted(set(WEIGHTS_REPORT.findall(log))),
+    )
+
+
+def complete_settings(settings: EngineSettings, facts: Mapping[str, str]) -> EngineSettings:
+    """Return the settings with those that only the server's reports state: the page size, and the KV data type of vLLM.
+
+    vLLM's `auto` is the model's data type. `facts` are those of servers.info.ServerInfo.
+    """
+    pages = next((facts[name] for name in ("block_size", "page_size") if facts.get(name, "").isdecimal()), "0")
+    cache = facts.get("cache_dtype", "")
+    return msgspec.structs.replace(
+        settings,
+        page_size=settings.page_size or int(pages) or None,
+        kv_dtype=settings.kv_dtype or (settings.dtype if cache == "auto" else cache or None),
     )
 
 

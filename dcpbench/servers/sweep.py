@@ -14,7 +14,7 @@ from dcpbench.measuring.gpu_state import find_visible_gpus
 from dcpbench.points import redaction
 from dcpbench.records.file import RecordFile
 from dcpbench.records.record import CPU, Record
-from dcpbench.servers.engine_log import read_started_settings
+from dcpbench.servers.engine_log import complete_settings, read_started_settings
 from dcpbench.servers.engine_replay import ReplayOptions, replay_on_server
 from dcpbench.servers.kv_capacity import find_pcp
 from dcpbench.servers.launch import Server, choose_log_path, find_free_port
@@ -137,7 +137,7 @@ class _Sweep:
         info = fetch_server_info(config.target, config.retries).with_kv_capacity(
             dp=first.dp, dcp=first.dcp, pcp=find_pcp(words), log=text
         )
-        config = _add_start(config, start, text, env, first)
+        config = _add_start(config, start, text, env, first, info.facts)
         for note in info.notes:
             print_stderr(note)
         return _Running(server, config, info, resolve_prompt_format(config, info.find_model(None).id), words)
@@ -198,15 +198,21 @@ def _add_end(record: Record, running: _Running) -> Record:
 
 
 def _add_start(
-    config: ClientConfig, start: Sequence[StartPhase], log: str, env: Mapping[str, str], point: Point
+    config: ClientConfig,
+    start: Sequence[StartPhase],
+    log: str,
+    env: Mapping[str, str],
+    point: Point,
+    facts: Mapping[str, str],
 ) -> ClientConfig:
-    """Return the configuration with the phases of the server's start and the settings in its log.
+    """Return the configuration with the phases of the server's start and the settings in its log and its reports.
 
     Raises WorkerError if the server should have synthetic weights and no rank reports them.
     """
     found, dummy = read_started_settings(log, point.weights, env)
-    if found is not None and point.dcp <= 1:
-        found = msgspec.structs.replace(found, exchange=None)
+    if found is not None:
+        found = complete_settings(found, facts)
+        found = msgspec.structs.replace(found, exchange=found.exchange if point.dcp > 1 else None)
     return dataclasses.replace(config, start=start, engine_settings=found, dummy_weights=dummy)
 
 

@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 
 from dcpbench.records.record import EngineSettings
-from dcpbench.servers.engine_log import StartWatch, format_weights_report, has_dummy_weights, read_settings
+from dcpbench.servers.engine_log import (
+    StartWatch,
+    complete_settings,
+    format_weights_report,
+    has_dummy_weights,
+    read_settings,
+)
 
 LOGS = Path(__file__).parents[1] / "data" / "engine_logs"
 
@@ -28,6 +34,18 @@ def test_settings_of_vllm() -> None:
         moe_backend="TRITON",
         exchange="ag_rs",
     )
+
+
+def test_reports_of_a_server_complete_the_settings_of_its_log() -> None:
+    """vLLM 0.26.0 logs neither its block size nor the data type of its KV cache, and reports both."""
+    logged = read_settings(read("vllm-0.26.0-tp2-dcp2.log"))
+    assert logged is not None
+    found = complete_settings(logged, {"block_size": "16", "cache_dtype": "auto"})
+    assert (found.page_size, found.kv_dtype) == (16, "bfloat16")
+    assert complete_settings(logged, {"cache_dtype": "fp8"}).kv_dtype == "fp8"
+    assert complete_settings(logged, {}) == logged
+    sglang = EngineSettings(page_size=1, kv_dtype="bfloat16")
+    assert complete_settings(sglang, {"page_size": "64", "cache_dtype": "auto"}) == sglang
 
 
 def test_settings_of_sglang() -> None:
