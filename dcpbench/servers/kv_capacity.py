@@ -34,7 +34,7 @@ LOG, REPLICAS, CONTEXT_PARALLEL = "log", "replicas", "context_parallel"  # kinds
 PCP_FLAGS = ("--prefill-context-parallel-size", "-pcp")
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 VLLM_LOG = re.compile(
-    r"^(?P<process>\(EngineCore[^)]*\))?.*GPU KV cache size: (?P<tokens>[\d,]{1,20}) tokens", re.MULTILINE
+    r"^(?P<process>\(EngineCore[^)]*\))?.*[CG]PU KV cache size: (?P<tokens>[\d,]{1,20}) tokens", re.MULTILINE
 )
 SGLANG_LOG = re.compile(r"\bmax_total_num_tokens=(?P<tokens>\d{1,15})\b")
 

@@ -143,3 +143,12 @@ def test_a_server_without_counters_is_named_with_the_flag_that_has_them() -> Non
     assert "start it without --disable-log-stats." in ServerInfo(engine="vllm").notes[0]
     assert ServerInfo(engine="openai").notes == []
     assert ServerInfo(engine="sglang", metrics=True).notes == []
+
+
+def test_the_log_of_a_build_for_the_cpu_is_checked_too() -> None:
+    """vLLM 0.32.0 on a CPU."""
+    line = LINE.replace("GPU", "CPU").format("", 233_008)
+    tokens, sources = compute_capacity(vllm(tokens=233_008), "vllm", dp=1, dcp=1, log=line)
+    assert tokens == 233_008
+    assert sources is not None
+    assert (sources.log_tokens, sources.conflicts) == (233_008, [])
