@@ -23,7 +23,7 @@ from dcpbench.points.settings import Settings
 from dcpbench.records.record import CPU
 from dcpbench.servers.client import KEY_VARIABLE, Target, load_api_key
 from dcpbench.servers.engine_flags import read_limits
-from dcpbench.servers.engine_settings import Grid, list_decode_points, parse_layouts
+from dcpbench.servers.engine_settings import ENGINE_OPTIONS, Grid, list_decode_points, parse_layouts
 from dcpbench.servers.measure import ClientConfig
 from dcpbench.servers.presets import resolve_engine, use_step_profiler
 from dcpbench.servers.profile import make_traces_folder
@@ -43,24 +43,7 @@ if TYPE_CHECKING:
     from dcpbench.servers.presets import Engine
     from dcpbench.servers.step_probe import ServerLimits
 
-TAKEN = (
-    "model",
-    "tp",
-    "dp",
-    "dcp",
-    "ep",
-    "exchange",
-    "q_replicate",
-    "kv_dtype",
-    "interleave",
-    "concurrency",
-    "context",
-    "weights",
-    "seconds",
-    "repeats",
-    "profile",
-    "baseline",
-)
+TAKEN = (*ENGINE_OPTIONS, "weights", "seconds", "repeats", "profile", "baseline")
 """Options of `sweep` that another engine has as well."""
 
 

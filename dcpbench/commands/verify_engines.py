@@ -19,7 +19,7 @@ from dcpbench.servers.agreement import DIFFER, UNDECIDED, check_rounds
 from dcpbench.servers.client import Target, load_api_key
 from dcpbench.servers.edge_answers import EdgeQuestions
 from dcpbench.servers.edge_lengths import BATCHES
-from dcpbench.servers.engine_settings import Grid, list_all_settings, parse_layouts
+from dcpbench.servers.engine_settings import ENGINE_OPTIONS, Grid, list_all_settings, parse_layouts
 from dcpbench.servers.engine_verify import FAILED, EngineCheck, EngineComparison
 from dcpbench.servers.engine_verify_text import format_report, make_table
 from dcpbench.servers.presets import resolve_engine
@@ -37,20 +37,7 @@ if TYPE_CHECKING:
     from dcpbench.servers.engine_settings import Setting
     from dcpbench.servers.engine_verify import EngineReport
 
-TAKEN = (
-    "tp",
-    "dp",
-    "dcp",
-    "ep",
-    "exchange",
-    "q_replicate",
-    "kv_dtype",
-    "interleave",
-    "model",
-    "new_tokens",
-    "concurrency",
-    "context",
-)
+TAKEN = (*ENGINE_OPTIONS, "new_tokens")
 NEW_TOKENS = 16  # of an answer: later tokens of synthetic models are seldom compared, as answers have parted
 MIN_PROMPTS = 4  # default of --num-prompts
 

@@ -58,6 +58,7 @@ AGREE, CONSISTENT, DIFFER, UNDECIDED = "AGREE", "CONSISTENT", "DIFFER", "UNDECID
 REPEAT, CACHE, BATCH, SERVERS = EFFECTS = ("repeat", "cache", "batch", "servers")
 SAME, NEAR_TIE, OUTLIER, TOKEN, DRIFT, UNKNOWN = "same", "near-tie", "outlier", "token", "drift", "unknown"
 RARE, NOISY, UNATTRIBUTED, FEW_TOKENS = "rare", "noisy", "unattributed", "few tokens"  # reasons for no verdict
+MANY_OUTLIERS = "many outliers"  # a further one
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -158,7 +159,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     tolerance: float  # the largest of all lengths
     comparisons: list[Comparison]
     findings: list[Finding]  # differences
-    undecided: list[str]  # reasons why no verdict is possible: `rare`, `noisy`, `unattributed`, `few tokens`
+    undecided: list[str]  # reasons why no verdict is possible, such as `rare`
     detectable: Detectable
     coverage: float  # share of tokens that were compared
     logprobs: bool  # whether log-probabilities were compared
@@ -197,11 +198,14 @@ class Tolerance(msgspec.Struct, frozen=True, kw_only=True):
     )
 
     @property
+    def follows_rounding(self) -> bool:
+        """Return whether the value follows from the servers' rounding, and not from the given tolerance."""
+        return self.spread is not None and 0 < self.value <= NOISE_FACTOR * self.rounding
+
+    @property
     def outliers(self) -> float:
         """Return the limit of outliers; the tolerance itself where it does not follow from rounding."""
-        return self.value * (
-            OUTLIER_FACTOR if self.spread is not None and self.value <= NOISE_FACTOR * self.rounding else 1.0
-        )
+        return self.value * (OUTLIER_FACTOR if self.follows_rounding else 1.0)
 
     def compare_pair(self, a: Answer, b: Answer) -> Pair:
         """Compare two answers to one prompt."""
@@ -565,7 +569,8 @@ def _find_doubts(comparisons: Sequence[Comparison], coverage: float) -> list[str
     repeats = _count_differing(c for c in comparisons if c.effect == REPEAT)
     noisy = compute_tail(*repeats, MAX_CHANCE_SHARE) <= LEVEL
     found = {
-        NOISY: noisy or sum(c.outliers for c in comparisons) > MAX_OUTLIER_SHARE * sum(c.pairs for c in comparisons),
+        NOISY: noisy,
+        MANY_OUTLIERS: sum(c.outliers for c in comparisons) > MAX_OUTLIER_SHARE * sum(c.pairs for c in comparisons),
         RARE: not noisy and any(c.real for c in comparisons),
         UNATTRIBUTED: any(c.unknown for c in comparisons),
         FEW_TOKENS: coverage < MIN_COVERAGE,

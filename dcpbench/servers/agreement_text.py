@@ -16,6 +16,8 @@ from dcpbench.servers.agreement import (
     DIFFER,
     EFFECTS,
     FEW_TOKENS,
+    MANY_OUTLIERS,
+    MAX_OUTLIER_SHARE,
     MIN_COVERAGE,
     NOISY,
     RARE,
@@ -38,7 +40,11 @@ WHEN = {
     BATCH: "between answers alone and in a batch",
 }
 TITLES = {REPEAT: "repeated", CACHE: "asked again", BATCH: "in a batch", SERVERS: "B from A"}
+MANY_OUTLIERS_TEXT = (
+    f"more than {MAX_OUTLIER_SHARE:.0%} of the answers part at tokens that rounding seldom separates so far"
+)
 DOUBTS = {
+    MANY_OUTLIERS: MANY_OUTLIERS_TEXT,
     NOISY: "servers differ from themselves beyond rounding when a request is repeated, so their differences cannot be separated",
     RARE: "some answers differ beyond rounding, too few to be distinguished from chance; ask more with --num-prompts",
     UNATTRIBUTED: "some answers differ, and no log-probabilities say whether those are near-ties",

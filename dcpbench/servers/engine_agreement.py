@@ -29,10 +29,10 @@ from dcpbench.servers.agreement import (
     DRIFT,
     FEW_TOKENS,
     LEVEL,
+    MANY_OUTLIERS,
     MAX_CHANCE_SHARE,
     MAX_OUTLIER_SHARE,
     MIN_COVERAGE,
-    NOISY,
     RARE,
     REPEAT,
     SAME,
@@ -369,7 +369,7 @@ def _find_doubts(counts: Sequence[Count], coverage: float, base_verdict: str) ->
     found = {
         BASE_DIFFERS: base_verdict != CONSISTENT,
         RARE: any(c.real for c in counts),
-        NOISY: sum(c.outliers for c in counts) > MAX_OUTLIER_SHARE * sum(c.pairs for c in counts),
+        MANY_OUTLIERS: sum(c.outliers for c in counts) > MAX_OUTLIER_SHARE * sum(c.pairs for c in counts),
         UNATTRIBUTED: any(c.unknown for c in counts),
         FEW_TOKENS: coverage < MIN_COVERAGE,
     }

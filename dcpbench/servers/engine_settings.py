@@ -26,6 +26,22 @@ if TYPE_CHECKING:
     from dcpbench.servers.presets import Engine
 
 
+ENGINE_OPTIONS = (
+    "model",
+    "tp",
+    "dp",
+    "dcp",
+    "ep",
+    "exchange",
+    "q_replicate",
+    "kv_dtype",
+    "interleave",
+    "concurrency",
+    "context",
+)
+"""Options of dcpbench's own engine that other engines have as well."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
     """Describe a server that is started: an engine, a layout with its exchange, and further flags."""

@@ -115,33 +115,6 @@ class EngineCheck:
     folder: Path
 
 
-class EngineComparison:
-    """Start and question all settings, one after another, and judge them."""
-
-    def __init__(self, check: EngineCheck, tell: Callable[[str], None]) -> None:
-        self.check = check
-        self._run = _Run(check, tell)
-        self._complete = False
-
-    def run(self) -> None:
-        """Question the settings. After a failure of the first, no other is started; an interruption leaves the rest out."""
-        for number, setting in enumerate(self.check.settings):
-            self._run.question_setting(number, setting)
-            if number == 0 and self._run.results[0].judgement is None:
-                break
-        self._complete = True
-
-    def make_report(self) -> EngineReport:
-        """Return the report of the settings that were judged or failed so far."""
-        return EngineReport(
-            results=self._run.results,
-            not_run=[setting.name for setting in self.check.settings[len(self._run.results) :]],
-            interrupted=not self._complete,
-            seed=self.check.questions.seed,
-            new_tokens=self.check.questions.tokens,
-        )
-
-
 def choose_edges(check: EngineCheck, info: ServerInfo, words: Sequence[str], settings: EngineSettings | None) -> Edges:
     """Return the edges of the first server: its pages and token budget where its command, its log or its reports have them."""
     points = [setting.point for setting in check.settings]
@@ -161,8 +134,8 @@ def find_token_budget(words: Sequence[str], settings: EngineSettings | None) -> 
     return find_count(words, TOKEN_BUDGET_FLAGS) or logged or None
 
 
-class _Run:
-    """Question settings one after another; keep the answers of the first."""
+class EngineComparison:
+    """Start and question settings, one after another, and judge them; keep the answers of the first."""
 
     def __init__(self, check: EngineCheck, tell: Callable[[str], None]) -> None:
         self.check, self.tell = check, tell
@@ -174,6 +147,28 @@ class _Run:
         self._left_out: list[int] = []
         self._max_model_len: int | None = None
         self._rounding: dict[int, float] = {}  # by length
+
+    def run(self) -> None:
+        """Question all settings. After a failure of the first, no other is started; an interruption leaves the rest out."""
+        for number, setting in enumerate(self.check.settings):
+            self.question_setting(number, setting)
+            if self._is_first_failed():
+                break
+
+    def make_report(self) -> EngineReport:
+        """Return the report of the settings that were judged or failed so far."""
+        left = [setting.name for setting in self.check.settings[len(self.results) :]]
+        return EngineReport(
+            results=self.results,
+            not_run=left,
+            interrupted=bool(left) and not self._is_first_failed(),
+            seed=self.check.questions.seed,
+            new_tokens=self.check.questions.tokens,
+        )
+
+    def _is_first_failed(self) -> bool:
+        """Return whether the first setting gave no answers to compare with."""
+        return bool(self.results) and self.results[0].judgement is None
 
     def question_setting(self, number: int, setting: Setting) -> None:
         """Start the server of a setting, collect its answers, end it, and append the result."""

@@ -13,22 +13,18 @@ from dcpbench.servers.agreement import (
     CONFIDENCE,
     DIFFER,
     FEW_TOKENS,
+    MANY_OUTLIERS,
     MAX_OUTLIER_SHARE,
     MIN_COVERAGE,
-    NOISE_FACTOR,
-    NOISY,
-    OUTLIER_FACTOR,
     RARE,
     REPEAT,
     SERVERS,
     UNATTRIBUTED,
+    Tolerance,
 )
+from dcpbench.servers.agreement_text import MANY_OUTLIERS_TEXT
 from dcpbench.servers.edge_answers import AGAIN, NEW, SHARED
-from dcpbench.servers.engine_agreement import (
-    BASE_DIFFERS,
-    SCORES,
-    find_smallest,
-)
+from dcpbench.servers.engine_agreement import BASE_DIFFERS, SCORES, find_smallest
 from dcpbench.servers.engine_verify import PROMPTS, START
 from dcpbench.show.numbers import format_short_number
 from dcpbench.show.text import format_count, format_list
@@ -51,7 +47,7 @@ CACHE_NAMES = {NEW: "prefix-cache misses", SHARED: "shared prefixes", AGAIN: "pr
 CELL_CACHES = {NEW: "prefix-cache miss", SHARED: "shared prefix", AGAIN: "prefix-cache hit"}
 DOUBTS = {
     BASE_DIFFERS: "the first setting has no clean verdict, so agreement with it proves nothing",
-    NOISY: f"more than {MAX_OUTLIER_SHARE:.0%} of the answers part at tokens that rounding seldom separates so far",
+    MANY_OUTLIERS: MANY_OUTLIERS_TEXT,
     RARE: "some answers differ beyond rounding, too few to be distinguished from chance; ask more with --num-prompts, or allow for "
     "more rounding with --tolerance",
     UNATTRIBUTED: "some answers differ, and no log-probabilities say whether those are near-ties",
@@ -178,12 +174,13 @@ def _format_agreement(result: SettingResult, judgement: Judgement, base: Setting
 
 def _format_rounding(judgement: Judgement) -> str:
     """Return how large rounding is, and how a smaller difference could be seen; empty if it did not raise the tolerance."""
-    if judgement.spread is None or judgement.tolerance > NOISE_FACTOR * judgement.rounding or not judgement.rounding:
+    used = Tolerance(value=judgement.tolerance, rounding=judgement.rounding, spread=judgement.spread)
+    if judgement.spread is None or not used.follows_rounding:
         return ""
     return (
         f"Rounding moves log-probabilities by {format_short_number(judgement.rounding)} ({judgement.rounding / judgement.spread:.0%} of "
         f"their standard deviation) where only the order of sums changes, so smaller differences than {judgement.tolerance:.2g} are "
-        f"not seen, and up to {MAX_OUTLIER_SHARE:.0%} of the answers may part at tokens that are {2 * OUTLIER_FACTOR * judgement.tolerance:.2g} "
+        f"not seen, and up to {MAX_OUTLIER_SHARE:.0%} of the answers may part at tokens that are {2 * used.outliers:.2g} "
         "apart (outliers); a model without quantized weights and activations shows smaller ones."
     )
 

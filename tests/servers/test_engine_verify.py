@@ -23,6 +23,7 @@ from dcpbench.servers.agreement import (
     CONSISTENT,
     DIFFER,
     FEW_TOKENS,
+    MANY_OUTLIERS,
     RARE,
     REPEAT,
     SERVERS,
@@ -341,6 +342,19 @@ class TestJudgement:
         assert found.verdict == AGREE
         assert sum(count.near_ties for count in between)
 
+    def test_more_outliers_than_rounding_explains_are_undecided(self) -> None:
+        """The two tokens are 0.5 apart: beyond twice the tolerance of 0.2, and within six times."""
+        measured = Tolerance(value=0.2, rounding=0.05, spread=1.0)
+        for wrong, verdict, reasons in (
+            (lambda number, _batch, _cache: number % 5 == 0, UNDECIDED, [MANY_OUTLIERS]),
+            (lambda number, _batch, _cache: number % 50 == 0, AGREE, []),
+        ):
+            base, other = answers(17, gap=0.5), answers(17, gap=0.5, wrong=wrong)
+            own = count_own(base, measured)
+            found = judge_setting(own, count_between(base, other, measured), own, tolerance=measured)
+            assert (found.verdict, found.undecided) == (verdict, reasons)
+            assert sum(count.outliers for count in found.counts)
+
     def test_differences_without_log_probabilities_are_undecided(self) -> None:
         def strip(one: LengthAnswers) -> LengthAnswers:
             data = json.loads(json.dumps([[[a.tokens for a in r] for r in g.rounds] for g in one.groups]))
@@ -588,14 +602,14 @@ def test_an_engine_without_the_plugin_for_synthetic_weights_is_no_subject(tmp_pa
 
 
 def test_an_interruption_keeps_the_settings_that_were_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    question = engine_verify._Run.question_setting
+    question = engine_verify.EngineComparison.question_setting
 
-    def interrupt_second(self: engine_verify._Run, number: int, setting: Setting) -> None:
+    def interrupt_second(self: engine_verify.EngineComparison, number: int, setting: Setting) -> None:
         if number:
             raise KeyboardInterrupt
         question(self, number, setting)
 
-    monkeypatch.setattr(engine_verify._Run, "question_setting", interrupt_second)
+    monkeypatch.setattr(engine_verify.EngineComparison, "question_setting", interrupt_second)
     code, found = run_verify(tmp_path, "", "--context", "1,17", "--concurrency", "1", "--dcp", "1,2")
     assert code == 130
     assert [one["name"] for one in found["results"]] == ["engine tp2"]
