@@ -107,8 +107,9 @@ def sweep(
     Every combination of the comma lists is a point; those that cannot run are listed with the reason. One torchrun job
     per tp runs them; a point that dies or hangs is recorded and the others go on.
 
-    With --engine the same points are measured in vLLM, SGLang or another engine: its server prefills the prompts of a point, the requests
-    decode together, and a sample is the time between two tokens of a request.
+    With --engine, dcpbench starts a server of vLLM, SGLang or another engine and measures its decode steps at the same layouts,
+    concurrencies and contexts. The server prefills all prompts of a point first; a step's time is the gap between two
+    tokens of a request while all requests decode.
 
     For example:
 

@@ -41,7 +41,8 @@ WHEN = {
 }
 TITLES = {REPEAT: "repeated", CACHE: "asked again", BATCH: "in a batch", SERVERS: "B from A"}
 MANY_OUTLIERS_TEXT = (
-    f"more than {MAX_OUTLIER_SHARE:.0%} of the answers part at tokens that rounding seldom separates so far"
+    f"more than {MAX_OUTLIER_SHARE:.0%} of the answers diverge at two tokens whose log-probabilities differ by more than rounding "
+    "usually explains"
 )
 DOUBTS = {
     MANY_OUTLIERS: MANY_OUTLIERS_TEXT,

@@ -16,6 +16,7 @@ from dcpbench.servers.agreement import (
     MANY_OUTLIERS,
     MAX_OUTLIER_SHARE,
     MIN_COVERAGE,
+    NOISE_FACTOR,
     RARE,
     REPEAT,
     SERVERS,
@@ -178,10 +179,11 @@ def _format_rounding(judgement: Judgement) -> str:
     if judgement.spread is None or not used.follows_rounding:
         return ""
     return (
-        f"Rounding moves log-probabilities by {format_short_number(judgement.rounding)} ({judgement.rounding / judgement.spread:.0%} of "
-        f"their standard deviation) where only the order of sums changes, so smaller differences than {judgement.tolerance:.2g} are "
-        f"not seen, and up to {MAX_OUTLIER_SHARE:.0%} of the answers may part at tokens that are {2 * used.outliers:.2g} "
-        "apart (outliers); a model without quantized weights and activations shows smaller ones."
+        f"Rounding alone changes this engine's log-probabilities by {format_short_number(judgement.rounding)}, which is "
+        f"{judgement.rounding / judgement.spread:.0%} of their standard deviation. Differences below {judgement.tolerance:.2g} "
+        f"({NOISE_FACTOR:g} times as much) cannot be detected. Up to {MAX_OUTLIER_SHARE:.0%} of the answers may diverge at two tokens whose "
+        f"log-probabilities differ by up to {2 * used.outliers:.2g} (outliers). A model without quantized weights and activations "
+        "rounds less, so that smaller differences are detected."
     )
 
 
