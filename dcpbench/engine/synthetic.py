@@ -69,7 +69,7 @@ class SyntheticSource:
         size = list(shape)
         size[dim] = part.stop - part.start
         data = torch.empty(size, dtype=torch.float8_e4m3fn, device=self.device)
-        scale = torch.empty([-(-n // SCALE_BLOCK) for n in shape], device=self.device)
+        scale = torch.empty([-(-n // SCALE_BLOCK) for n in shape], dtype=torch.float32, device=self.device)
         for drawn in self._iter_blocks(name, shape, dim, part, shape[1] ** -0.5, torch.float32):
             block = quantize_weight(drawn.numbers)
             drawn.slice_output(data, dim, part).copy_(drawn.slice_numbers(block.data, dim, part))

@@ -285,7 +285,7 @@ class _Loader:
             down.set_expert(i, one.down)
         bias = load_routing_bias(self.source, s, prefix)
         if bias is None:
-            bias = torch.zeros(s.experts, device=router.device)
+            bias = torch.zeros(s.experts, dtype=torch.float32, device=router.device)
         shared = self.load_mlp(m + "shared_experts.", s.shared_experts * s.moe_inter) if s.shared_experts else None
         return Moe(
             router=router, bias=bias, gate_up=gate_up.get_all(), down=down.get_all(), first=held.start, shared=shared

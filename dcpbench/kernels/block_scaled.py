@@ -206,7 +206,7 @@ def _quantize_blocks(x: torch.Tensor, block: tuple[int, int]) -> Scaled:
     padded = torch.nn.functional.pad(x.float(), missing) if any(missing) else x.float()
     blocks = padded.unflatten(-1, (across, block[1])).unflatten(-3, (down, block[0]))
     # By a tensor, as torch on a GPU multiplies with the reciprocal of a number.
-    largest = torch.full((), LARGEST, device=x.device)
+    largest = torch.full((), LARGEST, dtype=torch.float32, device=x.device)
     scale = blocks.abs().amax((-3, -1)).clamp(min=MIN_ABS_MAX) / largest
     data = (blocks / scale[..., :, None, :, None]).flatten(-4, -3).flatten(-2)[..., :height, :depth]
     return Scaled(data.to(torch.float8_e4m3fn).contiguous(), scale, block)

@@ -64,6 +64,19 @@ def test_a_checkpoint_of_these_tensors_gives_each_rank_the_weights_that_it_draws
         assert all(a.dtype == b.dtype and torch.equal(a.float(), b.float()) for a, b in pairs)
 
 
+def test_the_default_dtype_that_an_engine_sets_while_it_loads_changes_no_tensor() -> None:
+    """vLLM and SGLang load weights under the model's dtype as torch's default; scales and routing bias stay fp32."""
+    expected = dict(iter_checkpoint_tensors(source(), SHAPE, fp8=True))
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = dict(iter_checkpoint_tensors(source(), SHAPE, fp8=True))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert expected.keys() == found.keys()
+    assert all(found[name].dtype == tensor.dtype for name, tensor in expected.items())
+    assert all(torch.equal(found[name].float(), tensor.float()) for name, tensor in expected.items())
+
+
 @pytest.mark.parametrize("model", ["deepseek-v3", "deepseek-v2", "deepseek-v2-lite", "kimi-k2"])
 def test_names_and_shapes_are_those_that_transformers_loads(model: str) -> None:
     """A model of transformers with the same sizes has the same parameters, but for experts, which it keeps in one tensor."""
