@@ -1,7 +1,7 @@
 """Measure the step times of a server of vLLM or SGLang, and replay loads with them and with the engine's policy. No torch.
 
-The times of cases are obtained by step_probe.py. Those of single prompts contain the time of a request outside of steps. It is
-measured on its own and subtracted, because a replay adds it to every request (EngineServer.request_ms).
+The times of cases are obtained by step_probe.py. Times to first token contain the time of a request outside of steps. It is measured
+on its own and subtracted, because a replay adds it to every request (EngineServer.request_ms).
 """
 
 from __future__ import annotations
@@ -29,15 +29,23 @@ from dcpbench.servers.measure import THROTTLED, make_environment
 from dcpbench.servers.step_probe import (
     Method,
     Refusal,
+    RequestTimes,
     ServerLimits,
     StepProbe,
     UnsupportedCaseError,
     check_case,
     measure_case,
-    measure_request_ms,
+    measure_request_times,
 )
 from dcpbench.serving import sglang_scheduler, vllm_scheduler
-from dcpbench.serving.engine_cases import EngineExtent, make_engine_cases
+from dcpbench.serving.engine_cases import (
+    ALIGNED,
+    EngineExtent,
+    make_engine_cases,
+    make_row_cases,
+    make_unaligned_cases,
+    make_whole_case,
+)
 from dcpbench.serving.loads import make_point_requests
 from dcpbench.serving.replay import make_step_times_name, replay_point
 from dcpbench.serving.step_times import (
@@ -68,6 +76,7 @@ MIN_QUEUED_AHEAD = 1.1  # decode steps from which a prompt waits for a step that
 MAX_REQUEST_SHARE = 0.25  # of a decode step: a longer request_ms hides whether a prompt waited for one step or for two
 MAX_FAILURES = 3  # cases in succession that a server may fail
 CASE_S = 2.0  # time limit of a case, once its requests run
+MAX_ROW_EFFECT = 0.1  # by which noise changes the time of a prompt, relative to one that is a few tokens longer
 VOCAB = 1 << 30  # token ids of prompts that are only compared with each other
 DEFAULT_BLOCK = {VLLM: 16, SGLANG: 1}  # tokens of a KV block where the server does not report them
 MAX_REQUESTS = {VLLM: vllm_scheduler.MAX_REQUESTS, SGLANG: sglang_scheduler.MAX_REQUESTS}
@@ -157,9 +166,10 @@ def measure_server_steps(
     """
     began = time.perf_counter()
     with sample_gpus(config.gpus.uuids if config.gpus else ()) as get_state:
-        found, request_ms = asyncio.run(_measure_cases(points, engine, config, prompt_format, tell))
+        measured = asyncio.run(_measure_cases(points, engine, config, prompt_format, tell))
         gpu = get_state()
-    cases = [_make_measured_case(one, request_ms) for one in found if not one.separate_prefill]
+    found, request_ms = measured.found, measured.times.request_ms
+    cases = [_make_measured_case(one, measured.times) for one in found if not one.separate_prefill]
     marks = {"cpu": config.device == CPU, DUMMY_WEIGHTS: config.dummy_weights, THROTTLED: is_throttled(gpu)}
     sizes = read_model_sizes(points[0].model)
     layers = (sizes.layers if sizes else None) or 0
@@ -174,10 +184,22 @@ def measure_server_steps(
         environment=make_environment(config),
         marks=[mark for mark, holds in marks.items() if holds],
         engine=msgspec.structs.replace(
-            engine, request_ms=request_ms, asynchronous=_decides_ahead(found, request_ms, config.engine_settings)
+            engine,
+            row_multiple=measured.row_multiple,
+            request_ms=request_ms,
+            asynchronous=_decides_ahead(found, request_ms, config.engine_settings),
         ),
         gpu=gpu,
     )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Measured:
+    """Everything that was measured on a server."""
+
+    found: list[CaseSamples]
+    row_multiple: int
+    times: RequestTimes
 
 
 async def _measure_cases(
@@ -186,16 +208,15 @@ async def _measure_cases(
     config: ClientConfig,
     prompt_format: PromptFormat,
     tell: Callable[[str], None],
-) -> tuple[list[CaseSamples], float]:
-    """Return the samples of all cases that requests can produce, and the time of a request outside of steps in ms."""
+) -> _Measured:
+    """Measure all cases that requests can produce."""
     limits = ServerLimits(
         max_batched_tokens=engine.token_budget,
         max_requests=engine.max_requests,
         max_model_len=engine.max_model_len,
         kv_tokens=engine.kv_tokens,
     )
-    cases = list(_iter_possible_cases(make_engine_cases(EngineExtent.from_points(points, engine)), limits))
-    found: list[CaseSamples] = []
+    extent = EngineExtent.from_points(points, engine)
     async with Client(config.target) as client:
         probe = StepProbe(
             client=client,
@@ -204,25 +225,68 @@ async def _measure_cases(
             rule=StopRule(seconds=CASE_S),
             realtime=config.realtime,
         )
-        failures = 0
-        for number, case in enumerate(cases, 1):
-            tell(f"step times: {number} of {format_count(len(cases), 'case')}, {case}")
-            try:
-                one = await measure_case(probe, case)
-            except WorkerError as e:  # such as prompts that never shared a step
-                failures += 1
-                if failures == MAX_FAILURES:
-                    raise
-                print_stderr(f"A step is not measured: {e}")
-                continue
-            failures = 0
-            if one.separate_prefill and engine.policy == VLLM:
-                raise UsageError(
-                    f"{case}: its prompt and its decodes ran in different steps, which vLLM's policy does not do; add "
-                    f"--policy {SGLANG} if the engine schedules like SGLang, or use --mode live."
-                )
-            found.append(one)
-        return found, await measure_request_ms(probe)
+        cases = _Cases(probe, engine.policy, tell)
+        multiple = await _find_row_multiple(cases, extent)
+        unaligned = make_unaligned_cases(extent) if multiple > 1 else []
+        await cases.measure([*make_engine_cases(extent), *unaligned])
+        return _Measured(found=cases.found, row_multiple=multiple, times=await measure_request_times(probe))
+
+
+class _Cases:
+    """Measure cases one after the other, each of them once, and leave out those that requests cannot produce."""
+
+    def __init__(self, probe: StepProbe, policy: str, tell: Callable[[str], None]) -> None:
+        self.probe, self.policy, self.tell = probe, policy, tell
+        self.found: list[CaseSamples] = []
+        self._failures = 0  # in succession
+
+    async def measure(self, cases: Sequence[Case]) -> None:
+        """Measure the cases that have not been measured. Raise WorkerError if the server fails several in succession."""
+        known = {one.case for one in self.found}
+        fitting = [case for case in _iter_possible_cases(cases, self.probe.limits) if case not in known]
+        for number, case in enumerate(fitting, 1):
+            self.tell(f"step times: {number} of {format_count(len(fitting), 'case')}, {case}")
+            await self._measure(case)
+
+    async def measure_ms(self, case: Case) -> float | None:
+        """Return the median time of a case, whose samples do not become step times; None if it cannot be measured."""
+        if not list(_iter_possible_cases([case], self.probe.limits)):
+            return None
+        self.tell(f"step times: {case}")
+        try:
+            return statistics.median((await measure_case(self.probe, case)).samples_ms)
+        except WorkerError as e:
+            print_stderr(f"A step is not measured: {e}")
+            return None
+
+    async def _measure(self, case: Case) -> None:
+        try:
+            one = await measure_case(self.probe, case)
+        except WorkerError as e:  # such as prompts that never shared a step
+            self._failures += 1
+            if self._failures == MAX_FAILURES:
+                raise
+            print_stderr(f"A step is not measured: {e}")
+            return
+        self._failures = 0
+        if one.separate_prefill and self.policy == VLLM:
+            raise UsageError(
+                f"{case}: its prompt and its decodes ran in different steps, which vLLM's policy does not do; add "
+                f"--policy {SGLANG} if the engine schedules like SGLang, or use --mode live."
+            )
+        self.found.append(one)
+
+
+async def _find_row_multiple(cases: _Cases, extent: EngineExtent) -> int:
+    """Return the number of which the tokens of a step must be a multiple to take no longer; 1 if every number is as fast."""
+    whole = await cases.measure_ms(make_whole_case(extent))
+    if whole is None:
+        return 1
+    for multiple, case in make_row_cases(extent):
+        found = await cases.measure_ms(case)
+        if found is None or found <= (1 + MAX_ROW_EFFECT) * whole:
+            return multiple
+    return ALIGNED
 
 
 def _iter_possible_cases(cases: Sequence[Case], limits: ServerLimits) -> Iterator[Case]:
@@ -270,16 +334,19 @@ def _decides_ahead(found: Sequence[CaseSamples], request_ms: float, settings: En
     return statistics.median(queued) > MIN_QUEUED_AHEAD
 
 
-def _make_measured_case(found: CaseSamples, request_ms: float) -> MeasuredCase:
-    """Return a case as step-time files have it: with the contexts that were measured, and without the request's own time."""
+def _make_measured_case(found: CaseSamples, times: RequestTimes) -> MeasuredCase:
+    """Return a case as step-time files have it: with the contexts that were measured, and without the request's own time.
+
+    The samples of a step with decodes contain the part of its launch that a decode step does not hide.
+    """
     case, samples = found.case, found.samples_ms
     if found.context_mean is not None and len(case.decodes) == 1:
         decodes = (Decodes(case.decodes[0].requests, max(round(found.context_mean), 1)),)
         case = msgspec.structs.replace(case, decodes=decodes)
     if found.method is Method.PREFILL:
         least = min(samples) / len(samples)  # noise does not make a step negative
-        samples = [max(ms - request_ms, least) for ms in samples]
-    return MeasuredCase(case=case, samples_ms=samples)
+        samples = [max(ms - times.request_ms, least) for ms in samples]
+    return MeasuredCase(case=case, samples_ms=samples, host_ms=[times.launch_ms] if case.chunks else [])
 
 
 def store_step_times(folder: Path, times: StepTimes) -> str:

@@ -1,8 +1,8 @@
 """Measure steps of a running engine over HTTP, as a client sees them: cases of step-time files, without its Python. No torch.
 
     decode   all requests stream; a sample is the gap between two tokens of a request
-    prefill  a prompt with one output token on an idle server; a sample is its time to first token
-    several  prompts that share a step wait behind a prompt that fills two steps; a sample is the time from its first token to theirs
+    behind   prompts that share a step wait behind a prompt that fills two steps; a sample is the time from its first token to theirs
+    prefill  a prompt on an idle server that takes no prompt of two steps; a sample is its time to first token
     prefix   the time to first token of a long prompt minus that of a prompt without its last chunk
     mixed    a prompt arrives while requests decode; a sample is the gap of their tokens in which its first token comes
 
@@ -129,7 +129,7 @@ class Method(enum.StrEnum):
 
     DECODE = "decode gaps"
     PREFILL = "time to first token"
-    SEVERAL = "time after a full step"
+    BEHIND = "time after a full step"
     PREFIX = "difference of times to first token"
     MIXED = "gap of decodes"
 
@@ -152,6 +152,8 @@ class CaseSamples(msgspec.Struct, frozen=True, kw_only=True):
     """Share of tokens that arrived several in a chunk, so that the times of their steps are only known together."""
     separate_prefill: bool | None = None
     """True if the prompt of a mixed case ran in a step of its own, between two decode steps: samples contain both. None for others."""
+    decode_ms: float | None = None
+    """Time of a step with the decodes of a mixed case alone. None for others."""
     queued_steps: float | None = None
     """Time from sending the prompt of a mixed case to the begin of its step, in decode steps: up to 1 if an engine decides a step
     after it has read the one before, from 1 to 2 if it decides one step ahead. None for others."""
@@ -453,33 +455,57 @@ async def measure_overhead_ms(probe: StepProbe) -> float:
     return probe.overheads_ms[0]
 
 
-async def measure_request_ms(probe: StepProbe) -> float:
-    """Return the time of a request outside of steps: HTTP, tokenizing, scheduling on an idle server, and the way back.
+@dataclasses.dataclass(frozen=True)
+class RequestTimes:
+    """Times of a request on an idle server that its steps do not contain."""
 
-    It is the time to first token of a very short prompt on the idle server, less the time of the same prompt's step behind steps
-    of another prompt, or less a step's time with one decode if the server takes no prompt that fills several steps.
+    request_ms: float
+    """Time outside of steps: HTTP, tokenizing, scheduling on an idle server, and the way back."""
+    launch_ms: float
+    """Time that the host takes to launch a step with prompts; a step that follows a longer one hides it."""
+
+
+async def measure_request_times(probe: StepProbe) -> RequestTimes:
+    """Return the times of a request outside of steps, from times to first token on the idle server.
+
+    A prompt that fills a step takes its time behind another prompt, where the launch is hidden, and the time of a request; the
+    launch is shorter than such a step. The time to first token of a very short prompt then is that of a request and of the launch.
     """
     overhead, budget = await measure_overhead_ms(probe), probe.limits.max_batched_tokens
-    chunk, longest = Chunks(1, OVERHEAD_TOKENS, 0), probe.limits.max_model_len
-    if budget is not None and (longest is None or FILLED_STEPS * budget < longest):
-        samples, _, _ = await _repeat(probe, lambda: _measure_several_ms(probe, [chunk]))
-    else:
+    if budget is None or not _takes_filler(probe.limits):
         decode = await measure_case(probe, Case(decodes=(Decodes(1, MIN_CONTEXT),)))
-        samples = decode.samples_ms
-    return max(overhead - statistics.median(samples), MIN_REQUEST_MS) if samples else max(overhead, MIN_REQUEST_MS)
+        request = max(overhead - statistics.median(decode.samples_ms), MIN_REQUEST_MS)
+        return RequestTimes(request, max(overhead - request, 0.0))
+    short, _, _ = await _repeat(probe, lambda: _measure_several_ms(probe, [Chunks(1, OVERHEAD_TOKENS, 0)]))
+    whole, _, _ = await _repeat(probe, lambda: _measure_several_ms(probe, [Chunks(1, budget, 0)]))
+    alone, _, _ = await _repeat(probe, lambda: _measure_ttft_ms(probe, budget))
+    request = overhead - statistics.median(short) if short else overhead
+    if whole:
+        request = min(request, statistics.median(alone) - statistics.median(whole))
+    request = max(request, MIN_REQUEST_MS)
+    return RequestTimes(request, max(overhead - request, 0.0))
+
+
+def _takes_filler(limits: ServerLimits) -> bool:
+    """Return True if the server takes a prompt that fills the steps behind which others are timed."""
+    budget, longest = limits.max_batched_tokens, limits.max_model_len
+    return budget is not None and (longest is None or FILLED_STEPS * budget < longest)
 
 
 async def _measure_chunks(probe: StepProbe, case: Case) -> CaseSamples:
     """Measure a step of chunks alone, in one of three ways."""
     overhead = await measure_overhead_ms(probe)
     chunks = [c for c in case.chunks for _ in range(c.chunks)]
-    if len(chunks) > 1:
-        method, take = Method.SEVERAL, lambda: _measure_several_ms(probe, chunks)
-    elif chunks[0].prefix:
+    if chunks[0].prefix:
         method, take = Method.PREFIX, lambda: _measure_difference_ms(probe, chunks[0])
+    elif len(chunks) > 1 or _takes_filler(probe.limits):
+        method, take = Method.BEHIND, lambda: _measure_several_ms(probe, chunks)
     else:
         method, take = Method.PREFILL, lambda: _measure_ttft_ms(probe, chunks[0].tokens)
     samples, discarded, precise = await _repeat(probe, take)
+    if not samples and len(chunks) == 1 and method is Method.BEHIND:
+        method = Method.PREFILL
+        samples, discarded, precise = await _repeat(probe, lambda: _measure_ttft_ms(probe, chunks[0].tokens))
     if not samples:
         raise WorkerError(
             f"{case}: its prompts never shared a step in {discarded} attempts; the server may limit how many prompts begin at "
@@ -578,5 +604,6 @@ async def _measure_mixed(probe: StepProbe, case: Case) -> CaseSamples:
         overhead_ms=overhead,
         divided_share=divided,
         separate_prefill=sum(together) * 2 < len(together),
+        decode_ms=decode_s * 1e3,
         queued_steps=statistics.median(queued),
     )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from dcpbench.points.batches import GRAPH_BATCHES
 from dcpbench.points.names import CLOSED, SGLANG
 from dcpbench.serving.step_cases import Extent, select_chunk_sizes, select_row_sizes
-from dcpbench.serving.step_times import CHECK, Case, Chunks, Decodes
+from dcpbench.serving.step_times import CHECK, UNALIGNED, Case, Chunks, Decodes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 FEW_CONTEXT = 256  # KV tokens of a request in the cases with few
 SEVERAL, SEVERAL_FROM = 8, 2048  # prompts that share a step, and tokens of a step from which that is measured
 PREFIX_SIZES = (1024, 4096)  # chunks measured behind a prefix, as well as the longest possible one
-MIXED_SIZES = (512, 2048)  # chunks measured next to decodes, as well as the longest possible one
+MIXED_SIZES = (512, 2048)  # tokens of steps with decodes and a chunk that are measured, as well as the most possible
+ROW_MULTIPLES = (1, 2, 4, 8)  # numbers of which the tokens of a step with prompts may have to be a multiple to be fast
+ALIGNED = 2 * ROW_MULTIPLES[-1]  # measured numbers of tokens are multiples of it
+UNALIGNED_FROM = 512  # tokens of a step from which it is measured how much longer other numbers take
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,16 +60,49 @@ class EngineExtent:
         kv_tokens = self.engine.kv_tokens
         return self.context if kv_tokens is None else min(self.context, kv_tokens // requests)
 
+    def compute_max_prefix(self, tokens: int) -> int:
+        """Return the prefix, in whole steps of prompts, from which a chunk of `tokens` reaches the end of the longest request.
+
+        It is a step shorter where the server takes no request of that length.
+        """
+        budget, longest = self.engine.token_budget, self.engine.max_model_len
+        steps = max(-(-(self.context - tokens) // budget), 1)
+        while steps > 1 and longest is not None and steps * budget + tokens >= longest:
+            steps -= 1
+        return steps * budget
+
     @property
     def mixes(self) -> bool:
         """Return True if decodes and chunks share steps."""
         return self.engine.policy != SGLANG
 
 
+def make_row_cases(extent: EngineExtent) -> list[tuple[int, Case]]:
+    """Return (multiple, case) for each of ROW_MULTIPLES: a prompt whose length is a multiple of it, and of no larger one."""
+    size = _align(extent.engine.token_budget)
+    return [(multiple, Case(chunks=(Chunks(1, size - multiple, 0),))) for multiple in ROW_MULTIPLES if multiple < size]
+
+
+def make_whole_case(extent: EngineExtent) -> Case:
+    """Return the case of the longest prompt that takes one step, with which those of make_row_cases are compared."""
+    return Case(chunks=(Chunks(1, _align(extent.engine.token_budget), 0),))
+
+
 def make_engine_cases(extent: EngineExtent) -> list[Case]:
     """Return the cases to measure, the quickest kind first."""
     kinds = (_iter_chunk_cases(extent), _iter_decode_cases(extent), _iter_mixed_cases(extent))
     return list(dict.fromkeys(case for kind in kinds for case in kind))
+
+
+def make_unaligned_cases(extent: EngineExtent) -> list[Case]:
+    """Return the cases that measure how much longer steps take whose number of tokens is no multiple of row_multiple."""
+    sizes = {_align(extent.engine.token_budget) >> halved for halved in range(4)}
+    return [Case(chunks=(Chunks(1, size - 1, 0),), use=UNALIGNED) for size in sorted(sizes) if size >= UNALIGNED_FROM]
+
+
+def _align(tokens: int) -> int:
+    """Return a number of tokens rounded down to a multiple of ALIGNED, if it has that many."""
+    return tokens // ALIGNED * ALIGNED or tokens
 
 
 def _iter_decode_cases(extent: EngineExtent) -> Iterator[Case]:
@@ -90,15 +126,14 @@ def _iter_chunk_cases(extent: EngineExtent) -> Iterator[Case]:
     """Yield one prompt of each size, several prompts that share a step, and chunks behind a prefix."""
     budget = extent.engine.token_budget
     prefixed = _list_prefixed_sizes(extent)
-    sizes = sorted({*_list_sizes(budget), *prefixed})
+    sizes = sorted({*map(_align, _list_sizes(budget)), *prefixed})
     for size in sizes:
         yield Case(chunks=(Chunks(1, size, 0),))
-    for size in sorted({size for size in sizes if size >= SEVERAL_FROM} & {SEVERAL_FROM, budget}):
+    for size in sorted({size for size in sizes if size >= SEVERAL_FROM} & {SEVERAL_FROM, _align(budget)}):
         if extent.requests >= SEVERAL:
             yield Case(chunks=(Chunks(SEVERAL, size // SEVERAL, 0),))
-    far = max((extent.context - 1) // budget, 1) * budget
     for size in prefixed:
-        for prefix in sorted({budget, max(far - (budget if far + size > extent.context else 0), budget)}):
+        for prefix in sorted({budget, extent.compute_max_prefix(size)}):
             yield Case(chunks=(Chunks(1, size, prefix),))
 
 
@@ -106,7 +141,7 @@ def _list_prefixed_sizes(extent: EngineExtent) -> list[int]:
     """Return the sizes of chunks that are measured behind a prefix: some, and that of the rest of the longest prompt."""
     budget = extent.engine.token_budget
     least = min(PREFIX_SIZES[0], budget // 2 or 1)
-    longest = min(max(extent.context - budget, least), budget)
+    longest = _align(min(max(extent.context - budget, least), budget))
     return sorted({*(size for size in PREFIX_SIZES if size < longest), longest})
 
 
@@ -127,13 +162,12 @@ def _iter_mixed_cases(extent: EngineExtent) -> Iterator[Case]:
         yield Case(decodes=(Decodes(1, min(FEW_CONTEXT, extent.context)),), chunks=(Chunks(1, budget // 2 or 1, 0),))
         return
     between = max((n for n in GRAPH_BATCHES if n <= most_rows / 3), default=1)
-    left = budget - most_rows  # the same sizes for all rows, as predictions interpolate between rows
-    sizes = sorted({*(size for size in MIXED_SIZES if size < left), left}) if left > 0 else []
+    sizes = sorted({*(size for size in MIXED_SIZES if size < budget), _align(budget)})
     for rows in sorted({1, between, most_rows}):
-        for size in sizes:
+        for size in (size - rows for size in sizes if size > rows):
             for context in _list_contexts(extent, extent.requests):
                 yield Case(decodes=(Decodes(rows, context),), chunks=(Chunks(1, size, 0),))
-    half, size = max(most_rows // 2, 1), budget // 2
-    if size:
+    half = max(most_rows // 2, 1)
+    if (size := _align(budget // 2) - half) > 0:
         context = max(extent.compute_max_context(extent.requests) // 2, min(FEW_CONTEXT, extent.context))
         yield Case(decodes=(Decodes(half, context),), chunks=(Chunks(1, size, 0),), use=CHECK)

@@ -4,6 +4,8 @@
     prefill only   F(tokens, x) + …    weights and products for all tokens, and attention of each to x others
     mixed          F(all rows, x) + G(rows, KV)     decode rows are rows like others, but attend in their own way
     uneven         … - S(rows) · share              some replicas have fewer rows than the fullest for the experts
+    unaligned      … + U(rows)                      another engine whose kernels are slower for numbers of rows that are no
+                                                    multiple of some number
 
 All terms are linear in KV tokens, because attention reads each row once, and in pairs of tokens that attend to each
 other. In rows they bend (number of experts hit, ridge point of the roofline), so neighbouring sizes are measured. Steps
@@ -19,10 +21,10 @@ import statistics
 from typing import TYPE_CHECKING, NamedTuple
 
 from dcpbench.errors import RecordsError, UsageError
-from dcpbench.points.batches import GRAPH_BATCHES, compute_batch_rows, compute_chunk_rows
+from dcpbench.points.batches import CHUNK_TILE, GRAPH_BATCHES, compute_batch_rows, compute_chunk_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from dcpbench.serving.requests import Step
 
@@ -47,6 +49,8 @@ class Work(NamedTuple):
     """Σ tokens · (prefix + tokens / 2) over chunks: tokens times the tokens that each attends to, on average."""
     prefix: int
     """Σ prefix over chunks: stored tokens that are gathered and decompressed."""
+    decodes: int = 0
+    """Decode rows without padding."""
 
     @classmethod
     def from_requests(cls, requests: int, kv_tokens: int, chunks: Iterable[tuple[int, int]]) -> Work:
@@ -56,7 +60,7 @@ class Work(NamedTuple):
             tokens += count
             pairs += count * (before + count / 2)
             prefix += before
-        return cls(compute_batch_rows(requests) if requests else 0, kv_tokens, tokens, pairs, prefix)
+        return cls(compute_batch_rows(requests) if requests else 0, kv_tokens, tokens, pairs, prefix, requests)
 
     @property
     def rows_with_chunks(self) -> int:
@@ -174,13 +178,21 @@ class PrefillTimes:
     prefix on.
     """
 
-    def __init__(self, line: Sequence[Sample], gather: Sequence[Sample], decode_rows: int) -> None:
+    def __init__(
+        self,
+        line: Sequence[Sample],
+        gather: Sequence[Sample],
+        decode_rows: int,
+        *,
+        pad_rows: Callable[[int], int] = compute_chunk_rows,
+    ) -> None:
         """Fit the model; `gather` holds the cases off the line, `decode_rows` the additional decode rows allowed with
-        chunks.
+        chunks. `pad_rows` returns the rows that the engine computes for a number of rows.
         """
+        self.pad_rows = pad_rows
         self.bare = [(w, ms) for w, ms in line if not w.prefix]
         self.stored = [(w, ms) for w, ms in line if w.prefix]
-        self.most = compute_chunk_rows(max(w.tokens for w, _ in line) + decode_rows)
+        self.most = pad_rows(max(w.tokens for w, _ in line) + decode_rows)
         slope = self._estimate_gather_beyond_line(gather) if gather else self._estimate_gather_along_lines()
         self.gather_ms = max(slope, 0.0)  # below 0 is noise: gathering more is never faster
         self.begin, self.ms = self._fit_lines(self.gather_ms)
@@ -189,12 +201,12 @@ class PrefillTimes:
         """Return `begin` and f for a given cost per stored token."""
         lines: dict[int, list[tuple[float, float]]] = collections.defaultdict(list)
         for w, ms in self.bare:
-            rows, x = _compute_rows_and_x(w)
+            rows, x = self._compute_rows_and_x(w)
             lines[rows].append((x, ms))
         _lead_to_short_prompts(lines)
         found: dict[int, list[tuple[float, float]]] = collections.defaultdict(list)
         for w, ms in self.stored:
-            rows, x = _compute_rows_and_x(w)
+            rows, x = self._compute_rows_and_x(w)
             found[rows].append((x, ms - gather_ms * w.prefix))
         begins = [
             (rows, _compute_begin_ms(max(lines[rows]), found[rows]))
@@ -226,7 +238,7 @@ class PrefillTimes:
         left = []
         for gather_ms in (0.0, 1.0):
             begin, f = self._fit_lines(gather_ms)
-            at = [(w, ms, *_compute_rows_and_x(w)) for w, ms in gather]
+            at = [(w, ms, *self._compute_rows_and_x(w)) for w, ms in gather]
             left.append(
                 sum(ms - f(rows, x) - begin.predict_clamped(rows) - gather_ms * w.prefix for w, ms, rows, x in at)
             )
@@ -242,9 +254,11 @@ class PrefillTimes:
         the two: least squares of Δms = a · Δpairs + b · Δprefix, with each line weighted by 1 / Δprefix.
         """
         pieces = []
-        for rows in sorted({_compute_rows_and_x(w)[0] for w, _ in self.stored}):
+        for rows in sorted({self._compute_rows_and_x(w)[0] for w, _ in self.stored}):
             cases = sorted(
-                (w.pairs, w.prefix, ms) for w, ms in [*self.bare, *self.stored] if _compute_rows_and_x(w)[0] == rows
+                (w.pairs, w.prefix, ms)
+                for w, ms in [*self.bare, *self.stored]
+                if self._compute_rows_and_x(w)[0] == rows
             )
             few, many = cases[-2:] if len(cases) > 1 else (cases[0], cases[0])
             if (more := many[1] - few[1]) > 0:
@@ -257,7 +271,7 @@ class PrefillTimes:
 
     def __call__(self, rows: int, pairs: float, prefix: int) -> float:
         """Return the time in ms of a step's `rows` rows, decode rows included, without the attention of the latter."""
-        rows, surface = compute_chunk_rows(rows), self.ms
+        rows, surface = self.pad_rows(rows), self.ms
         x = pairs / rows
         if not surface.sizes[0] <= rows <= self.most or x > surface.compute_max_x(rows) + 1:
             raise _make_outside_error(
@@ -266,6 +280,10 @@ class PrefillTimes:
                 "a smaller --chunk or load" if rows > self.most else "a smaller load",
             )
         return surface(rows, x) + (self.begin.predict_clamped(rows) + self.gather_ms * prefix if prefix else 0.0)
+
+    def _compute_rows_and_x(self, work: Work) -> tuple[int, float]:
+        rows = self.pad_rows(work.tokens)
+        return rows, work.pairs / rows
 
 
 def _compute_begin_ms(bare: tuple[float, float], stored: Sequence[tuple[float, float]]) -> float:
@@ -297,9 +315,9 @@ def _lead_to_short_prompts(lines: dict[int, list[tuple[float, float]]]) -> None:
                 points.append((0.0, ms - slope.predict_clamped(rows) * rows * x))
 
 
-def _compute_rows_and_x(work: Work) -> tuple[int, float]:
-    rows = compute_chunk_rows(work.tokens)
-    return rows, work.pairs / rows
+def _raise_rows(rows: int) -> int:
+    """Return at least CHUNK_TILE rows: fewer take no less time."""
+    return max(rows, CHUNK_TILE)
 
 
 class MixedTimes:
@@ -311,30 +329,60 @@ class MixedTimes:
     """
 
     def __init__(self, cases: Sequence[Sample], prefill: PrefillTimes) -> None:
-        by_tokens: dict[int, list[tuple[int, float, float]]] = collections.defaultdict(list)
+        """Build lines over KV tokens per row for each number of rows and of tokens."""
+        found: dict[int, dict[int, list[tuple[float, float]]]] = collections.defaultdict(
+            lambda: collections.defaultdict(list)
+        )
         for w, ms in cases:
             more = ms - prefill(w.rows + w.tokens, w.pairs, w.prefix)
-            by_tokens[w.tokens].append((w.rows, w.kv_tokens / w.rows, more))
-        self.tokens = sorted(by_tokens)
-        self.surfaces = [Surface(by_tokens[tokens]) for tokens in self.tokens]
+            found[w.rows][w.tokens].append((w.kv_tokens / w.rows, more))
+        self.sizes = sorted(found)
+        self.lines = {
+            rows: [(tokens, Line(points)) for tokens, points in sorted(found[rows].items())] for rows in self.sizes
+        }
 
     def __call__(self, work: Work) -> float:
         """Return the time in ms to add to PrefillTimes."""
-        low, high, share = _find_bracket(self.tokens, work.tokens)
-        share = min(max(share, 0.0), 1.0)
-        return (1 - share) * self._predict_at(low, work) + share * self._predict_at(high, work)
-
-    def _predict_at(self, index: int, work: Work) -> float:
-        surface, each = self.surfaces[index], work.kv_tokens / work.rows
-        most = compute_batch_rows(
-            surface.sizes[-1] + 1
-        )  # with attention DP, a replica without chunks has a request more
-        if not surface.sizes[0] <= work.rows <= most or each > surface.compute_max_x(work.rows):
+        rows, each = work.rows, work.kv_tokens / work.rows
+        low, high, share = _find_bracket(self.sizes, rows)
+        near = [line for index in (low, high) for line in self._find_lines(index, work.tokens)[:2]]
+        max_x = BEYOND * max(line.max_x for line in near)
+        # With attention DP, a replica without chunks has a request more.
+        most = compute_batch_rows(self.sizes[-1] + 1)
+        if not self.sizes[0] <= rows <= most or each > max_x:
             raise _make_outside_error(
-                f"{work.rows} decode rows with {work.kv_tokens:,} KV tokens in a step with chunks",
-                f"{surface.sizes[0]} to {most} rows, there with {surface.compute_max_x(work.rows):,.0f} tokens each",
+                f"{rows} decode rows with {work.kv_tokens:,} KV tokens in a step with chunks",
+                f"{self.sizes[0]} to {most} rows, there with {max_x:,.0f} tokens each",
             )
-        return surface(work.rows, each)
+        return (1 - share) * self._predict_at(low, work.tokens, each) + share * self._predict_at(
+            high, work.tokens, each
+        )
+
+    def _find_lines(self, index: int, tokens: int) -> tuple[Line, Line, float]:
+        """Return the lines of the two nearest numbers of tokens, and the weight of the second."""
+        lines = self.lines[self.sizes[index]]
+        low, high, share = _find_bracket([size for size, _ in lines], tokens)
+        return lines[low][1], lines[high][1], min(max(share, 0.0), 1.0)
+
+    def _predict_at(self, index: int, tokens: int, each: float) -> float:
+        below, above, share = self._find_lines(index, tokens)
+        return (1 - share) * below(each) + share * above(each)
+
+
+class UnalignedTimes:
+    """Additional time of a step with chunks whose number of rows is no multiple of `multiple`: U(rows).
+
+    The products of all rows take longer, whatever the rows attend to. Below the measured rows it falls to 0.
+    """
+
+    def __init__(self, cases: Sequence[Sample], prefill: PrefillTimes, multiple: int) -> None:
+        self.multiple = multiple
+        found = [(w.tokens, ms - prefill(w.tokens, w.pairs, w.prefix)) for w, ms in cases]
+        self.ms = Line([(0, 0.0), *found])
+
+    def __call__(self, rows: int) -> float:
+        """Return the time in ms to add to PrefillTimes and MixedTimes."""
+        return max(self.ms.predict_clamped(rows), 0.0) if rows % self.multiple else 0.0  # below 0 is noise
 
 
 class SparedTimes:
@@ -438,13 +486,31 @@ class Heat:
 class StepModel:
     """Complete model of step times. Raise RecordsError if a term has no case at all."""
 
-    def __init__(self, line: Sequence[Sample], gather: Sequence[Sample] = (), uneven: Sequence[Sample] = ()) -> None:
+    def __init__(
+        self,
+        line: Sequence[Sample],
+        gather: Sequence[Sample] = (),
+        uneven: Sequence[Sample] = (),
+        unaligned: Sequence[Sample] = (),
+        *,
+        exact: bool = False,
+        row_multiple: int = 1,
+    ) -> None:
         """Fit the model.
 
-        `line` holds cases to interpolate between, `gather` those that determine the cost of more stored tokens, and
-        `uneven` those of a single busy replica. Without the last, all replicas are assumed to be as full as the
-        fullest.
+        Args:
+            line: Cases to interpolate between.
+            gather: Cases that determine the cost of more stored tokens.
+            uneven: Cases of a single busy replica; without them, all replicas are assumed to be as full as the fullest.
+            unaligned: Cases of prompts whose number of tokens is no multiple of `row_multiple`.
+            exact: True if the time of a step follows from its rows alone, as in vLLM and SGLang: padding of their graphs reads no
+                further experts. False if they are padded as in batches.py.
+            row_multiple: See `unaligned`.
         """
+        self.exact = exact
+        line, gather, uneven, unaligned = (
+            [(self._pad_work(w), ms) for w, ms in cases] for cases in (line, gather, uneven, unaligned)
+        )
         decode = [(w, ms) for w, ms in line if w.rows and not w.tokens]
         mixed = [(w, ms) for w, ms in line if w.rows and w.tokens]
         chunks = [(w, ms) for w, ms in line if w.tokens and not w.rows]
@@ -456,8 +522,12 @@ class StepModel:
             )
         self.graphs = DecodeTimes(graphs)
         self.eager = DecodeTimes(eager) if eager else None
-        self.prefill = PrefillTimes(chunks, gather, max((compute_batch_rows(w.rows + 1) for w, _ in mixed), default=0))
+        decode_rows = max((compute_batch_rows(w.rows + 1) for w, _ in mixed), default=0)
+        if exact:
+            decode_rows = max(decode_rows, CHUNK_TILE)  # the longest chunk is measured at a multiple of 16 tokens
+        self.prefill = PrefillTimes(chunks, gather, decode_rows, pad_rows=_raise_rows if exact else compute_chunk_rows)
         self.mixed = MixedTimes(mixed, self.prefill)
+        self.unaligned = UnalignedTimes(unaligned, self.prefill, row_multiple) if unaligned else None
         self.spared = SparedTimes(uneven, self.prefill) if uneven else None
         self.least = min(ms for _, ms in [*chunks, *uneven])
 
@@ -466,6 +536,7 @@ class StepModel:
 
         The slowest replica decides, and all run as many rows as the fullest; with chunks, experts are excepted.
         """
+        works = [self._pad_work(w) for w in works]
         if any(w.tokens for w in works):
             return self._predict_with_chunks(works)
         rows = max(w.rows for w in works)
@@ -474,19 +545,23 @@ class StepModel:
             raise _make_outside_error(f"{rows} decode rows", f"those of captured graphs, up to {GRAPH_BATCHES[-1]}")
         return times(rows, max(w.kv_tokens for w in works))
 
+    def _pad_work(self, work: Work) -> Work:
+        return work._replace(rows=work.decodes) if self.exact else work
+
     def _predict_with_chunks(self, works: Sequence[Work]) -> float:
         """Return the time of a step with chunks, at least that of the fastest measured one: less would be noise, as of
         a busy CPU.
         """
         rows = max(w.rows + w.tokens for w in works)
         spared = self.spared(works) if self.spared else 0.0
-        return max(max(self._predict_replica_ms(rows, w) for w in works) - spared, self.least)
+        added = self.unaligned(rows) if self.unaligned else 0.0
+        return max(max(self._predict_replica_ms(rows, w) for w in works) - spared, self.least) + added
 
     def _predict_replica_ms(self, rows: int, work: Work) -> float:
         alone = self.prefill(rows, work.pairs, work.prefix)
         if not work.rows:
             return alone
-        if self.mixed.tokens:
+        if self.mixed.sizes:
             return alone + self.mixed(work)
         if work.tokens:
             raise _make_outside_error(f"{work.rows} decode rows in a step with chunks", "steps with only one of both")

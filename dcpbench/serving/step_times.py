@@ -41,11 +41,11 @@ STEP_TIMES_VERSION = 1
 MAX_ENGINE_TOKENS = 1 << 31  # tokens of a KV cache that a replay can number
 MAX_REQUESTS = 1 << 20
 """Maximum number of requests in a measured step: more than any machine holds, and small enough to enumerate."""
-LINE, GATHER, UNEVEN, CHECK, HOT = USES = ("line", "gather", "uneven", "check", "hot")
-"""Uses of a case: interpolation, cost of more stored tokens, savings of replicas with fewer rows, check of predictions,
-or slowdown after chunks, where power limits slow a GPU down.
+LINE, GATHER, UNEVEN, UNALIGNED, CHECK, HOT = USES = ("line", "gather", "uneven", "unaligned", "check", "hot")
+"""Uses of a case: interpolation, cost of more stored tokens, savings of replicas with fewer rows, cost of a number of rows that is no
+multiple of EngineServer.row_multiple, check of predictions, or slowdown after chunks, where power limits slow a GPU down.
 """
-MODELLED = (LINE, GATHER, UNEVEN)
+MODELLED = (LINE, GATHER, UNEVEN, UNALIGNED)
 """Uses from which predictions are made, in the order of StepModel's arguments."""
 PADDED_ROWS = "padded_rows"
 """Warning of a replay with step times for which all replicas had as many rows as the fullest."""
@@ -193,6 +193,8 @@ class EngineServer(msgspec.Struct, frozen=True, kw_only=True):
     prefix_cache: bool = True
     asynchronous: bool = True
     """True if the engine decides a step while the one before it runs."""
+    row_multiple: int = 1
+    """Steps with prompts take longer if their number of tokens is no multiple of it; 1: all take the same."""
     request_ms: float = 0.0
     """Time of a request outside of steps: HTTP, tokenizing, scheduling on an idle engine, and the way back."""
     settings: str = ""
@@ -297,7 +299,10 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return self._make_model(get_ms)
 
     def _make_model(self, ms: Callable[[MeasuredCase], float]) -> StepModel:
-        return StepModel(*([(m.case.compute_work(), ms(m)) for m in self.select_cases(use)] for use in MODELLED))
+        samples = ([(m.case.compute_work(), ms(m)) for m in self.select_cases(use)] for use in MODELLED)
+        if self.engine is None:
+            return StepModel(*samples)
+        return StepModel(*samples, exact=True, row_multiple=self.engine.row_multiple)
 
     @functools.cached_property
     def slowdown(self) -> Slowdown:
@@ -419,6 +424,8 @@ def _find_use_problem(case: Case, replicas: int) -> str:
         )
     if case.use == UNEVEN and (case.replicas != 1 or case.decodes or replicas == 1):
         return f"case.use is {UNEVEN!r}, which is of chunks that one of several replicas has alone"
+    if case.use == UNALIGNED and (case.decodes or not case.chunks):
+        return f"case.use is {UNALIGNED!r}, which is of chunks without decodes"
     return ""
 
 
@@ -428,7 +435,7 @@ def _find_engine_problem(engine: EngineServer, replicas: int) -> str:
         return f"policy is {engine.policy[:40]!r}, none of {', '.join(ENGINE_POLICIES)}"
     if replicas > 1:
         return f"path.dp is {replicas}, but the policies of engines are modelled for one attention replica"
-    for name in ("token_budget", "max_requests", "block_tokens", "kv_tokens", "max_model_len"):
+    for name in ("token_budget", "max_requests", "block_tokens", "kv_tokens", "max_model_len", "row_multiple"):
         value = getattr(engine, name)
         if value is not None and not 1 <= value <= MAX_ENGINE_TOKENS:
             return f"{name} is {value}, which is not from 1 to {MAX_ENGINE_TOKENS:,}"

@@ -3,7 +3,9 @@
     python -m tests.servers.step_engine --port 8000 --max-num-batched-tokens 512 --asynchronous
 
 A step takes compute_step_ms(). Its flags are vLLM's. With --separate a step has either prompts or decodes, as in SGLang; with
---asynchronous each step is planned while the one before runs. /start_profile and /stop_profile write a trace of the steps
+--asynchronous each step is planned while the one before runs. With --row-multiple N, tokens of prompts take twice as long in a step
+whose number of tokens is no multiple of N. With --launch-ms, the host takes as long to launch a step with prompts, from when it is
+planned, which steps of that length hide behind the one before. /start_profile and /stop_profile write a trace of the steps
 between them for each rank, with the kernels of KERNELS, and one of the front end.
 """
 
@@ -68,6 +70,8 @@ class Step:
     prompts: list[Request]
     finished_prompts: list[Request]
     ms: float
+    launched_s: float
+    """When the host has launched it, in s of time.perf_counter()."""
 
 
 class StepEngine:
@@ -95,7 +99,7 @@ class StepEngine:
                 continue
             now = time.perf_counter()
             begin = end if now - end < MAX_LATE_S else now  # a step begins where the one before ended
-            end = begin + step.ms / 1e3 * self.given.time_factor
+            end = max(begin + step.ms / 1e3 * self.given.time_factor, step.launched_s)
             planned = self.plan_step() if self.given.asynchronous else None
             await asyncio.sleep(max(end - time.perf_counter(), 0.0))
             if self.traced is not None:
@@ -123,8 +127,14 @@ class StepEngine:
         finished = [r for r, _, _ in chunks if r.prefilled == r.prompt]
         for request in (*decodes, *finished):
             request.planned += 1
-        ms = compute_step_ms(contexts, [(take, prefix) for _, take, prefix in chunks])
-        return Step(decodes, [r for r, _, _ in chunks], finished, ms)
+        ms, tokens = (
+            compute_step_ms(contexts, [(take, prefix) for _, take, prefix in chunks]),
+            sum(c[1] for c in chunks),
+        )
+        if tokens and (tokens + len(decodes)) % self.given.row_multiple:
+            ms += MS_PER_TOKEN * tokens
+        launched_s = time.perf_counter() + (self.given.launch_ms / 1e3 if chunks else 0.0)
+        return Step(decodes, [r for r, _, _ in chunks], finished, ms, launched_s)
 
     def deliver(self, step: Step) -> None:
         """Send the tokens of a step."""
@@ -236,6 +246,8 @@ def parse_flags() -> argparse.Namespace:
     parser.add_argument("--separate", action="store_true")
     parser.add_argument("--asynchronous", action="store_true")
     parser.add_argument("--time-factor", type=float, default=1.0, help="by which steps are longer")
+    parser.add_argument("--row-multiple", type=int, default=1)
+    parser.add_argument("--launch-ms", type=float, default=0.0)
     parser.add_argument("--dies-after", type=int, default=-1, help="steps")
     return parser.parse_args()
 

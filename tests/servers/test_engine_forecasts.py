@@ -63,8 +63,12 @@ ONE_LOAD = ["--concurrency", "4", "--num-requests", "48"]
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("flags", "ahead", "loads", "count"),
-    [("--asynchronous", True, LOADS, 4), ("", False, ONE_LOAD, 1)],
-    ids=["asynchronous", "synchronous"],
+    [
+        ("--asynchronous", True, LOADS, 4),
+        ("", False, ONE_LOAD, 1),
+        ("--asynchronous --row-multiple 4 --launch-ms 45", True, LOADS, 4),
+    ],
+    ids=["asynchronous", "synchronous", "slow rows and launches"],
 )
 def test_forecasts_of_loads_that_the_server_has_not_seen_agree_with_it(
     flags: str, ahead: bool, loads: list[str], count: int, capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -77,6 +81,7 @@ def test_forecasts_of_loads_that_the_server_has_not_seen_agree_with_it(
     engine = read_times(tmp_path / "run").engine
     assert engine is not None
     assert (engine.policy, engine.token_budget, engine.asynchronous) == (VLLM, BUDGET, ahead)
+    assert engine.row_multiple == (4 if "--row-multiple" in flags else 1)
     compared = findings.compare_replay_with_live(load_frames([tmp_path / "run"]).served)
     assert len(compared) == count
     for name, most in (("output_tok_s", 0.05), ("itl_p50_ms", 0.05), ("ttft_p50_ms", 0.08)):

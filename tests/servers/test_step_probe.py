@@ -14,6 +14,7 @@ import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -31,10 +32,12 @@ from dcpbench.servers.step_probe import (
     CaseSamples,
     Method,
     Refusal,
+    RequestTimes,
     ServerLimits,
     UnsupportedCaseError,
     check_case,
     measure_case,
+    measure_request_times,
     open_probe,
 )
 from dcpbench.serving.step_times import HOT, UNEVEN, Case, Chunks, Decodes
@@ -129,12 +132,30 @@ def test_a_window_waits_for_its_context() -> None:
 def test_prompts_that_fill_a_step_are_timed_alone_together_and_behind_a_prefix(flags: tuple[str, ...]) -> None:
     """500 tokens: 20 + 10 ms, behind 1,024 tokens 5.1 ms more; three of 150 tokens: 20 + 9 ms."""
     with run_engine(*flags) as url:
-        alone, several, prefix = measure(url, CHUNK, SEVERAL, PREFIX)
-    assert [alone.method, several.method, prefix.method] == [Method.PREFILL, Method.SEVERAL, Method.PREFIX]
+        one, several, prefix = measure(url, CHUNK, SEVERAL, PREFIX)
+        [alone] = measure(url, CHUNK, limits=msgspec.structs.replace(LIMITS, max_model_len=2 * BUDGET))
+    assert [one.method, several.method, prefix.method] == [Method.BEHIND, Method.BEHIND, Method.PREFIX]
+    assert alone.method is Method.PREFILL
     assert alone.overhead_ms is not None
+    check_median(one, expect_ms(CHUNK))
     check_median(alone, expect_ms(CHUNK))
     check_median(several, expect_ms(SEVERAL))
     check_median(prefix, expect_ms(PREFIX), low=0.9)
+
+
+@pytest.mark.parametrize("launch_ms", [0, 26])
+def test_the_time_of_a_request_is_told_from_the_launch_of_its_step(launch_ms: int) -> None:
+    """A step of 8 tokens takes 20.2 ms, so that a launch of 26 ms is not hidden on the idle engine; one of 512 tokens takes 30.2 ms."""
+
+    async def run(url: str) -> RequestTimes:
+        target = Target.from_url(url, timeout_s=30.0)
+        async with open_probe(target, limits=LIMITS, rule=StopRule(seconds=1.5)) as probe:
+            return await measure_request_times(probe)
+
+    with run_engine("--asynchronous", "--launch-ms", str(launch_ms)) as url:
+        found = asyncio.run(run(url))
+    assert found.request_ms < 5
+    assert found.launch_ms == pytest.approx(max(launch_ms, 20.2), rel=0.2)
 
 
 @pytest.mark.parametrize(

@@ -390,7 +390,7 @@ class TestFile:
             (
                 Case(decodes=(Decodes(1, 1),), use="lines"),
                 {},
-                "case.use is 'lines', none of line, gather, uneven, check",
+                "case.use is 'lines', none of line, gather, uneven, unaligned, check",
             ),
             (Case(decodes=(Decodes(1, 1),)), {"samples_ms": [1e300]}, "no samples_ms, or times that are not positive"),
             (Case(decodes=(Decodes(1, 1),)), {"host_ms": [-1.0]}, "its host_ms are no times"),
