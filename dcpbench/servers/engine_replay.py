@@ -48,6 +48,7 @@ from dcpbench.serving.engine_cases import (
 )
 from dcpbench.serving.loads import make_point_requests
 from dcpbench.serving.replay import make_step_times_name, replay_point
+from dcpbench.serving.step_model import Work
 from dcpbench.serving.step_times import (
     Decodes,
     EngineServer,
@@ -241,9 +242,8 @@ class _Cases:
         self._failures = 0  # in succession
 
     async def measure(self, cases: Sequence[Case]) -> None:
-        """Measure the cases that have not been measured. Raise WorkerError if the server fails several in succession."""
-        known = {one.case for one in self.found}
-        fitting = [case for case in _iter_possible_cases(cases, self.probe.limits) if case not in known]
+        """Measure the cases and keep their samples. Raise WorkerError if the server fails several in succession."""
+        fitting = list(_iter_possible_cases(cases, self.probe.limits))
         for number, case in enumerate(fitting, 1):
             self.tell(f"step times: {number} of {format_count(len(fitting), 'case')}, {case}")
             await self._measure(case)
@@ -349,6 +349,20 @@ def _make_measured_case(found: CaseSamples, times: RequestTimes) -> MeasuredCase
     return MeasuredCase(case=case, samples_ms=samples, host_ms=[times.launch_ms] if case.chunks else [])
 
 
+def describe_slow_rows(times: StepTimes) -> str:
+    """Return by how much steps are longer whose number of tokens is no multiple of the engine's; empty if none is."""
+    if times.engine is None or times.engine.row_multiple == 1:
+        return ""
+    multiple, tokens = times.engine.row_multiple, times.engine.token_budget // ALIGNED * ALIGNED
+    whole, less = (
+        times.model.predict_step_ms([Work.from_requests(0, 0, [(n, 0)])]) for n in (tokens, tokens - multiple // 2)
+    )
+    return (
+        f"This server takes {less / whole:.1f} times as long for a step with prompts if its number of tokens is no multiple of "
+        f"{multiple}: {less:.0f} ms for {tokens - multiple // 2:,} tokens, {whole:.0f} ms for {tokens:,}."
+    )
+
+
 def store_step_times(folder: Path, times: StepTimes) -> str:
     """Write step times below the run's folder, under a new name; return it as records have it."""
     assert times.engine is not None
@@ -406,5 +420,7 @@ def replay_on_server(
             yield Record(point=point, outcome="failed", reason=str(e), environment=environment, marks=marks)
         return
     name = store_step_times(folder, times)
+    if sentence := describe_slow_rows(times):
+        print_stderr(sentence)
     for point in points:
         yield replay_server_point(point, times, name, settings, folder, command=config.command)

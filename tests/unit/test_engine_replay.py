@@ -460,3 +460,12 @@ def test_launches_that_steps_do_not_hide_lengthen_steps_of_an_idle_engine(tmp_pa
         assert record.serve is not None
         found.append(record.serve.ttft_ms.p50)
     assert found == [pytest.approx(3 + 8.24, rel=0.02), pytest.approx(3 + 40, rel=0.02)]
+
+
+def test_slow_numbers_of_tokens_are_reported() -> None:
+    """A step of 2,046 tokens takes 8 + 2046 · 0.025 + 2.1 = 61 ms, one of 2,048 takes 41."""
+    assert engine_replay.describe_slow_rows(measure_exactly([engine_point()], SLOW_ROWS)) == (
+        "This server takes 1.5 times as long for a step with prompts if its number of tokens is no multiple of 4: 61 ms for 2,046 "
+        "tokens, 41 ms for 2,048."
+    )
+    assert not engine_replay.describe_slow_rows(measure_exactly([engine_point()], ENGINE))
