@@ -23,11 +23,11 @@ def test_the_lowest_versions_are_the_bounds_of_the_project() -> None:
         assert required.specifier.contains(pins[required.name])
 
 
-def test_the_readme_names_the_lowest_versions() -> None:
+def test_the_guide_for_contributors_names_the_lowest_versions() -> None:
     pins = dict(pin.split("==") for pin in version_tests.list_packages(version_tests.LOWEST))
-    readme = (version_tests.ROOT / "README.md").read_text(encoding="utf-8")
+    guide = (version_tests.ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     for name in ("pandas", "Matplotlib", "Typer", "Rich", "msgspec", "NumPy"):
-        assert f"{name} {pins[name.lower()]}" in " ".join(readme.split())
+        assert f"{name} {pins[name.lower()]}" in " ".join(guide.split())
 
 
 def test_the_newest_versions_have_no_pin() -> None:
