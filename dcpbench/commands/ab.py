@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from dcpbench.commands import options as opt
+from dcpbench.commands.caller import Caller, Part
 from dcpbench.commands.command import PARSER_ERROR, Command, Group, load_command, make_panel, run_command
 from dcpbench.commands.compare import Judged, Shown
 from dcpbench.commands.elsewhere import REAL_SERVERS
@@ -163,16 +164,14 @@ def _launch_all(
     folder: Path, state: State, sides: Mapping[str, list[str]], rounds: int, command: Command, *, force: bool
 ) -> int:
     """Run every launch that has not ended yet, in order; return ExitCode.FAILED if points failed, INTERRUPTED after Ctrl-C."""
-    from dcpbench.commands.runs import run_as_part
-
     todo = [f"{side}/round-{n}" for n in range(1, rounds + 1) for side in get_order(n)]
     left = [name for name in todo if name not in state.done]
     began = time.monotonic()
     for index, name in enumerate(left, 1):
         number = name.rpartition("-")[2]
         try:
-            with run_as_part(f"points of {name[0].upper()}, round {number} of {rounds}"):
-                ended = _launch(folder / name, state.workload, sides[name[0]], command, force=force)
+            part = Part(f"points of {name[0].upper()}, round {number} of {rounds}")
+            ended = _launch(folder / name, state.workload, sides[name[0]], command, part, force=force)
         except (KeyboardInterrupt, SystemExit) as e:
             shared = any(_has_ended_on_both(folder, state, f"round-{n}") for n in range(1, rounds + 1))
             compared = "; the rounds that have ended on both sides are compared" if shared else ""
@@ -193,13 +192,13 @@ def _launch_all(
     return ExitCode.FAILED if ExitCode.FAILED in state.done.values() else 0
 
 
-def _launch(folder: Path, workload: str, options: Sequence[str], command: Command, *, force: bool) -> int:
+def _launch(folder: Path, workload: str, options: Sequence[str], command: Command, part: Part, *, force: bool) -> int:
     """Run sweep or serve in this process with these options; its output goes to stderr, as stdout is the comparison's."""
     arguments = [*options, "-o", str(folder)]
     if (folder / RECORDS_FILE).exists():
         arguments.append("--force" if force else "--resume")
     with _set_argv([workload, *arguments]), contextlib.redirect_stdout(sys.stderr):
-        return run_command(command, arguments, prog_name=f"dcpbench {workload}")
+        return run_command(command, arguments, f"dcpbench {workload}", caller=Caller(part=part))
 
 
 @contextlib.contextmanager
@@ -359,17 +358,16 @@ def _print_start(
 
     Raise the error of a variant's options, or of a resumed run with an older default, before any variant is launched.
     """
-    from dcpbench.commands.runs import run_as_part
     from dcpbench.launch import folders
     from dcpbench.launch.progress import CPU_NOTE, format_rejected
 
     lines: list[str] = []
     devices: set[str] = set()
     for side, arguments in sides.items():
-        plan, notes = io.StringIO(), io.StringIO()
+        plan, notes, part = io.StringIO(), io.StringIO(), Part()
         try:
-            with run_as_part() as part, contextlib.redirect_stdout(plan), contextlib.redirect_stderr(notes):
-                run_command(command, [*arguments, "--dry-run", "--json"])
+            with contextlib.redirect_stdout(plan), contextlib.redirect_stderr(notes):
+                run_command(command, [*arguments, "--dry-run", "--json"], caller=Caller(part=part))
         except DcpbenchError as e:
             raise type(e)(f"--{side} {redaction.format_command_line(arguments)!r}: {e}") from e
         if resume and "ep" not in part.given:

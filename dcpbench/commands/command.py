@@ -29,10 +29,12 @@ from dcpbench.points.names import format_flag
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from dcpbench.commands.caller import Caller
     from dcpbench.commands.catalogue import Entry
 
     Does = TypeVar("Does", bound=Callable[..., int])
 
+CONTEXT = "ctx"
 PARSER_ERROR: Any = typer.BadParameter.__base__
 """Error class that the parser raises for an invalid option; its module differs between versions of Typer."""
 
@@ -111,11 +113,15 @@ def _make_flat(function: Callable[..., int]) -> Callable[..., None]:
         if of_group:
             groups[name] = p.annotation, [option.name for option in options]
 
-    def run_flat(**given: object) -> None:
+    def run_flat(ctx: typer.Context, **given: object) -> None:
         made = {name: kind(**{option: given.pop(option) for option in names}) for name, (kind, names) in groups.items()}
+        for group in made.values():
+            if ctx.obj is not None and hasattr(group, "caller"):
+                group.caller = ctx.obj
         raise typer.Exit(function(**given, **made))
 
     run_flat.__name__ = function.__name__
+    taken = {CONTEXT: inspect.Parameter(CONTEXT, inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)} | taken
     run_flat.__signature__ = inspect.Signature([*taken.values()])  # type: ignore[attr-defined]
     run_flat.__annotations__ = {name: p.annotation for name, p in taken.items()}
     return run_flat
@@ -198,12 +204,14 @@ def _find_values(option: str, args: list[str]) -> list[str]:
     ]
 
 
-def run_command(command: Command, arguments: Sequence[str], prog_name: str | None = None) -> int:
-    """Run a command in this process and return its exit code.
+def run_command(
+    command: Command, arguments: Sequence[str], prog_name: str | None = None, *, caller: Caller | None = None
+) -> int:
+    """Run a command in this process, for the calling command, and return its exit code.
 
     Raise KeyboardInterrupt if Ctrl-C ended it; Typer turns that into an exit code.
     """
-    code = int(command.main(list(arguments), prog_name=prog_name, standalone_mode=False) or 0)
+    code = int(command.main(list(arguments), prog_name=prog_name, standalone_mode=False, obj=caller) or 0)
     if code == INTERRUPTED:
         raise KeyboardInterrupt
     return code

@@ -8,6 +8,7 @@ import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dcpbench.commands.caller import Caller, Elsewhere
 from dcpbench.commands.command import run_command
 from dcpbench.errors import DcpbenchError, UsageError
 from dcpbench.points.names import LIBRARIES, SYNTHETIC
@@ -157,18 +158,16 @@ def _check_plan(
     whole: bool,
 ) -> None:
     """Plan the command without the options in `away`. `whole`: also check its points, not only values."""
-    from dcpbench.commands import runs
-
     unread = {*away, "prompts"} if "checkpoint" in away else set(away)
     options = [option for p in command.params if p.name in unread for option in p.opts]
     arguments = remove_options(words[1:], options, ())
     errors: list[DcpbenchError] = []
     for probe in there.probes:
-        planned = runs.Elsewhere(probe, nodes=there.nodes, points=whole, layouts=there.counted)
+        planned = Elsewhere(probe, nodes=there.nodes, points=whole, layouts=there.counted)
         output = io.StringIO()
         try:
-            with runs.run_elsewhere(planned), contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-                run_command(command, arguments, words[0])
+            with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+                run_command(command, arguments, words[0], caller=Caller(elsewhere=planned))
         except DcpbenchError as e:
             errors.append(e)
         else:

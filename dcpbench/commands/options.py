@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dcpbench.commands.caller import Caller
 from dcpbench.commands.command import Group, make_panel
 from dcpbench.points.gpus import GPUS
 from dcpbench.show.text import format_list
@@ -125,7 +126,9 @@ EMULATE = HOW(
 
 
 class Run(Group):
-    """Hold the options of how a command runs."""
+    """Hold the options of how a command runs, and the command that calls it."""
+
+    caller: Caller = Caller()
 
     timeout: float = MEASURE(
         "A point without progress for this long is treated as hung: stacks of all ranks are saved, its job is ended, and "

@@ -6,8 +6,6 @@ This module does not import torch. Rich and reports are imported where they are 
 from __future__ import annotations
 
 import contextlib
-import contextvars
-import dataclasses
 import itertools
 import json
 import shlex
@@ -58,84 +56,22 @@ USUAL_GPUS = 8  # default number of GPUs of a planned machine
 MAX_NAMED = 10  # maximum number of unreadable lines that are listed one by one
 
 
-@dataclasses.dataclass
-class Part:
-    """Describe a run inside another command, which prints the start, the way to resume and the results itself."""
-
-    what: str = "points"
-    """Label of what the progress bar counts."""
-    devices: set[str] = dataclasses.field(default_factory=set)
-    """Devices on which it runs, once they are known."""
-    points: list[Point] = dataclasses.field(default_factory=list)  # points that the command plans
-    given: set[str] = dataclasses.field(default_factory=set)  # names of the options that describe them
-
-
-_part: contextvars.ContextVar[Part | None] = contextvars.ContextVar("part", default=None)
-
-
-@contextlib.contextmanager
-def run_as_part(what: str = "points") -> Iterator[Part]:
-    """Make runs inside the block print only progress and failures. The caller prints the rest and writes the report."""
-    part = Part(what)
-    token = _part.set(part)
-    try:
-        yield part
-    finally:
-        _part.reset(token)
-
-
-def is_part() -> bool:
-    """Return whether the command runs inside run_as_part."""
-    return _part.get() is not None
-
-
-def record_device(probe: Probe) -> None:
-    """Report the device of this run to the enclosing command."""
-    if part := _part.get():
+def record_device(run: Run, probe: Probe) -> None:
+    """Report the device of this run to the calling command."""
+    if part := run.caller.part:
         part.devices.add(probe.device)
 
 
-def note_plan(candidates: Sequence[grid.Candidate], given: Options) -> None:
-    """Report the planned points and their options to the enclosing command."""
-    if part := _part.get():
+def note_plan(run: Run, candidates: Sequence[grid.Candidate], given: Options) -> None:
+    """Report the planned points and their options to the calling command."""
+    if part := run.caller.part:
         part.points += [c.point for c in candidates]
         part.given |= set(given or ())
 
 
-@dataclasses.dataclass(frozen=True)
-class Elsewhere:
-    """Describe the machine for which a command is only validated: it runs nothing and contacts no server."""
-
-    probe: Probe
-    nodes: int = 1
-    """Number of such machines."""
-    points: bool = True
-    """True if everything that points depend on is known; otherwise only the values of options are checked."""
-    layouts: bool = True
-    """True if the divisibility of degrees is checked as well when `points` is False."""
-
-
-_elsewhere: contextvars.ContextVar[Elsewhere | None] = contextvars.ContextVar("elsewhere", default=None)
-
-
-@contextlib.contextmanager
-def run_elsewhere(there: Elsewhere) -> Iterator[None]:
-    """Validate only: a command in this block returns after its arguments have been checked."""
-    token = _elsewhere.set(there)
-    try:
-        yield
-    finally:
-        _elsewhere.reset(token)
-
-
-def is_elsewhere() -> bool:
-    """Return whether the command runs inside run_elsewhere."""
-    return _elsewhere.get() is not None
-
-
-def is_values_only(tp: Sequence[int], dp: Sequence[int] = (1,), dcp: Sequence[int] = ()) -> bool:
+def is_values_only(run: Run, tp: Sequence[int], dp: Sequence[int] = (1,), dcp: Sequence[int] = ()) -> bool:
     """Return whether only the values of options can be checked. Raise LayoutError if no layout is valid."""
-    there = _elsewhere.get()
+    there = run.caller.elsewhere
     if there is None or there.points:
         return False
     errors = (
@@ -156,7 +92,7 @@ def _find_layout_error(tp: int, dp: int, dcp: int) -> LayoutError | None:
 
 def get_probe(run: Run) -> Probe:
     """Return this machine's probe as --device selects it, or that of the machine that --gpu plans for."""
-    if there := _elsewhere.get():
+    if there := run.caller.elsewhere:
         return select_device(there.probe, run.device)
     found = launcher.run_probe(WORKER) if run.gpu is None else make_planned_probe(run.gpu, run.gpus or USUAL_GPUS)
     return select_device(found, run.device)
@@ -168,13 +104,13 @@ def measure(spec: SweepSpec, probe: Probe, run: Run, work_off: WorkOff | None = 
     `work_off` runs the points and writes a record of each; by default torchrun jobs do. `given`: the options that describe
     the grid, by which --resume detects another grid; with None, --resume does not compare them.
     """
-    record_device(probe)
-    if is_values_only(spec.tp, spec.dp, spec.dcp):
+    record_device(run, probe)
+    if is_values_only(run, spec.tp, spec.dp, spec.dcp):
         return 0
-    there = _elsewhere.get()
+    there = run.caller.elsewhere
     candidates = grid.expand_grid(spec, probe, there.nodes if there else run.machines.nnodes)
     print_defaults(spec, candidates)
-    note_plan(candidates, given)
+    note_plan(run, candidates, given)
     if finish_if_planned(candidates, probe, run):
         return 0
     folder = run.output or folders.choose_folder("-".join(spec.model), spec.tp)
@@ -184,7 +120,7 @@ def measure(spec: SweepSpec, probe: Probe, run: Run, work_off: WorkOff | None = 
         print_stderr(
             f"Node {run.machines.node_rank}: joins node 0 at {run.machines.rdzv_endpoint}, which writes the records."
         )
-        with handle_stop(work):
+        with handle_stop(run, work):
             launcher.run_points([], work, run.machines, lambda _: None)
         return 0
     return run_candidates(candidates, folder, work, probe, run, work_off, given=given)
@@ -207,7 +143,7 @@ def run_candidates(
             points = _drop_set_aside(left, folder, work.retries)
             pool_points = tuple(c.point for c in candidates if c.error is None)
             engines = tuple(dict.fromkeys(c.plan for c in candidates if c.plan))
-            if not is_part():
+            if run.caller.part is None:
                 print_start(candidates, points, folder, probe, aside=len(left) - len(points))
                 if work_off is None:
                     report_at_start(folder, cuda=probe.device == "cuda")
@@ -345,21 +281,21 @@ def _drop_set_aside(points: list[Point], folder: Path, retries: int) -> list[Poi
 
 def run_points(points: Sequence[Point], work: launcher.Work, run: Run) -> None:
     """Run the points and show how far they are; an interrupt ends the workers, then the command."""
-    with handle_stop(work), make_progress_bar(points) as bar:
+    with handle_stop(run, work), make_progress_bar(run, points) as bar:
         launcher.run_points(points, work, run.machines, bar)
 
 
-def make_progress_bar(points: Sequence[Point]) -> ProgressBar:
+def make_progress_bar(run: Run, points: Sequence[Point]) -> ProgressBar:
     """Return a progress bar of the points, on stderr."""
     from dcpbench.launch.progress import ProgressBar, format_point_names
 
-    part = _part.get()
+    part = run.caller.part
     what = part.what if part else "points"
     return ProgressBar(format_point_names(points), make_console(error=True), what, brief=part is not None)
 
 
 @contextlib.contextmanager
-def handle_stop(work: launcher.Work) -> Iterator[None]:
+def handle_stop(run: Run, work: launcher.Work) -> Iterator[None]:
     """End the workers first on Ctrl-C, SIGTERM and a lost terminal (SIGHUP), then print what to type next."""
     folder = shlex.quote(str(work.folder))
     again = f"go on, repeat the command with: -o {folder} --resume"
@@ -373,7 +309,7 @@ def handle_stop(work: launcher.Work) -> Iterator[None]:
         report = f"\nFor a report of what was measured: dcpbench report {folder}" if there else ""
         return f"Interrupted; {ended}what was measured is in {work.folder}. To {again}{report}"
 
-    with print_when_stopped("" if is_part() else explain):
+    with print_when_stopped(explain if run.caller.part is None else ""):
         yield
 
 
@@ -384,7 +320,7 @@ def _finish_run(candidates: Sequence[grid.Candidate], folder: Path, probe: Probe
     last = read_last_records(folder, bad=[])
     records = [last[c.point.get_key()] for c in candidates if c.point.get_key() in last]
     failed = [r for r in records if r.outcome in ("failed", "hung")]
-    if is_part():
+    if run.caller.part is not None:
         return ExitCode.FAILED if failed else 0
     with print_when_stopped(format_no_report([folder])), ProgressLine() as line:
         paths = write_report([folder], folder / "report", watch=line)
@@ -459,7 +395,7 @@ def finish_if_planned(candidates: Sequence[grid.Candidate], probe: Probe, run: R
     if run.dry_run:
         _print_plan(candidates, probe, run)
     grid.require_runnable(candidates, listed_above=run.dry_run and not run.as_json)
-    return run.dry_run or is_elsewhere()
+    return run.dry_run or run.caller.elsewhere is not None
 
 
 def _print_plan(candidates: Sequence[grid.Candidate], probe: Probe, run: Run) -> None:

@@ -201,9 +201,8 @@ def _replay_points(points: Sequence["Point"], work: "Work", run: opt.Run) -> Non
     from dcpbench.serving.outcome import format_summary
     from dcpbench.serving.replay import replay_from_file
 
-    del run
     out = RecordFile(work.folder)
-    with handle_stop(work), make_progress_bar(points) as bar:
+    with handle_stop(run, work), make_progress_bar(run, points) as bar:
         for point in points:
             try:
                 record = replay_from_file(
@@ -227,10 +226,9 @@ def _replay_points(points: Sequence["Point"], work: "Work", run: opt.Run) -> Non
 
 def _print_notes(spec: "SweepSpec", probe: "Probe", run: opt.Run) -> None:
     """Print notes about the options: unordered traces, and long live runs."""
-    from dcpbench.commands.runs import is_elsewhere, is_part
     from dcpbench.points.names import LIVE
 
-    if is_elsewhere() or (is_part() and not run.dry_run):
+    if run.caller.elsewhere is not None or (run.caller.part is not None and not run.dry_run):
         return
     loads = cast("ServeLoads", spec.serve)
     if loads.trace and loads.trace.sorted:

@@ -313,8 +313,8 @@ def replay_step_times(path: Path, given: dict[str, object], run: opt.Run, policy
     spec = make_server_spec({**asked, **degrees}, cpu=cpu)
     settings = msgspec.structs.replace(spec.settings, step_times=resolved)
     probe = Probe(device="cpu" if cpu else "cuda", count=int(times.path["tp"]), name=times.environment.device)
-    runs.record_device(probe)
-    if run.dry_run or not runs.is_part():
+    runs.record_device(run, probe)
+    if run.dry_run or run.caller.part is None:
         print_load_notes(spec.loads, settings, cpu=cpu)
     candidates = [Candidate(point=point) for point in make_step_time_points(spec, times)]
     if runs.finish_if_planned(candidates, probe, run):
@@ -328,8 +328,7 @@ def replay_step_times(path: Path, given: dict[str, object], run: opt.Run, policy
         from dcpbench.servers.engine_replay import replay_server_point
         from dcpbench.servers.measure import list_places
 
-        del run
-        with runs.handle_stop(work), runs.make_progress_bar(points) as bar:
+        with runs.handle_stop(run, work), runs.make_progress_bar(run, points) as bar:
             for place in list_places(points, bar):
                 record = replay_server_point(
                     place.point, times, resolved, work.settings, work.folder, command=work.command, policy=policy
@@ -376,15 +375,15 @@ def _measure_running(url: str, options: Options, given: dict[str, object], run: 
         raise spec.wrong
     probe = Probe(device="cpu" if run.device == "cpu" else "cuda", count=spec.layout["tp"], name=run.gpu or "")
     asked = _make_client_config(url, options, run, spec.layout["tp"])
-    if runs.is_elsewhere():
+    if run.caller.elsewhere is not None:
         return 0
     info = fetch_server_info(asked.target, asked.retries).with_kv_capacity(dp=spec.layout["dp"], dcp=spec.layout["dcp"])
     card = info.find_model(spec.model)
-    if run.dry_run or not runs.is_part():
+    if run.dry_run or run.caller.part is None:
         for note in (f"{asked.target.url}: {info.origin.removeprefix('engine ')}, model {card.id}.", *info.notes):
             print_stderr(note)
-    runs.record_device(probe)
-    if run.dry_run or not runs.is_part():
+    runs.record_device(run, probe)
+    if run.dry_run or run.caller.part is None:
         print_load_notes(spec.loads, spec.settings, cpu=run.device == "cpu")
     candidates = _reject_replays(make_candidates(spec.make_points(info.engine, card.id), card.max_model_len))
     if runs.finish_if_planned(candidates, probe, run):
@@ -395,8 +394,7 @@ def _measure_running(url: str, options: Options, given: dict[str, object], run: 
     folder = run.output or folders.choose_folder(f"{info.engine}-{Path(card.id).name}", (spec.layout["tp"],))
 
     def run_all(points: "Sequence[Point]", work: "Work", run: opt.Run) -> None:
-        del run
-        with runs.handle_stop(work), runs.make_progress_bar(points) as bar:
+        with runs.handle_stop(run, work), runs.make_progress_bar(run, points) as bar:
             measure_points(
                 points,
                 asked,
@@ -445,16 +443,16 @@ def _measure_started(options: Options, given: dict[str, object], run: opt.Run, r
     specs = [make_server_spec(one, cpu=run.device == "cpu", weights=weights) for one in split]
     spec, model = specs[0], str(specs[0].model)
     asked = _make_client_config("http://127.0.0.1:1", options, run, spec.layout["tp"])
-    if runs.is_values_only((), ()):
+    if runs.is_values_only(run, ()):
         return 0
 
     tps = tuple(dict.fromkeys(one.layout["tp"] for one in specs))
     candidates = _list_candidates(specs, preset, model)
     probe = Probe(device="cpu" if run.device == "cpu" else "cuda", count=max(tps), name=run.gpu or "")
-    runs.record_device(probe)
-    if run.dry_run or not runs.is_part():
+    runs.record_device(run, probe)
+    if run.dry_run or run.caller.part is None:
         print_load_notes(spec.loads, spec.settings, cpu=run.device == "cpu")
-    runs.note_plan(candidates, given)
+    runs.note_plan(run, candidates, given)
     if runs.finish_if_planned(candidates, probe, run):
         if not run.as_json:
             print_commands(candidates, preset, model, str(options.traces or ""))
@@ -465,8 +463,7 @@ def _measure_started(options: Options, given: dict[str, object], run: opt.Run, r
     folder = run.output or folders.choose_folder(f"{preset.name}-{Path(model).name}", tps)
 
     def run_all(points: "Sequence[Point]", work: "Work", run: opt.Run) -> None:
-        del run
-        with runs.handle_stop(work), runs.make_progress_bar(points) as bar:
+        with runs.handle_stop(run, work), runs.make_progress_bar(run, points) as bar:
             measure_started(
                 points,
                 preset,

@@ -54,12 +54,12 @@ def measure_engine(engines: Engines, given: Mapping[str, object], run: RunOnMach
     model = _parse_model(given)
     cpu = run.device == "cpu"
     candidates = _list_candidates(engine, model, given, cpu=cpu)
-    if runs.is_values_only((), ()):
+    if runs.is_values_only(run, ()):
         return 0
     tps = tuple(dict.fromkeys(c.point.tp for c in candidates))
     probe = Probe(device="cpu" if cpu else "cuda", count=max(tps), name="")
-    runs.record_device(probe)
-    runs.note_plan(candidates, given)
+    runs.record_device(run, probe)
+    runs.note_plan(run, candidates, given)
     settings = _parse_settings(given)
     if runs.finish_if_planned(candidates, probe, run):
         if not run.as_json:
@@ -71,7 +71,6 @@ def measure_engine(engines: Engines, given: Mapping[str, object], run: RunOnMach
     config = _make_client_config(engines, cpu=cpu)
 
     def run_all(points: Sequence[Point], work: Work, run: Run) -> None:
-        del run
         with tempfile.TemporaryDirectory(prefix="dcpbench-traces-") as temporary:
             traces = (engines.traces or Path(temporary)) if work.settings.profile else None
             measure = StepPoints(
@@ -79,7 +78,7 @@ def measure_engine(engines: Engines, given: Mapping[str, object], run: RunOnMach
                 rates=rates,
                 keep_traces=engines.traces is not None,
             )
-            with runs.handle_stop(work), runs.make_progress_bar(points) as bar:
+            with runs.handle_stop(run, work), runs.make_progress_bar(run, points) as bar:
                 measure_started(
                     points,
                     engine,

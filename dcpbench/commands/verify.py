@@ -202,7 +202,7 @@ def verify(layouts: Layouts, load: Load, how: opt.How, remote: Remote, run: Run)
     given = {name: value for name, value in collect_typed(layouts, load, how).items() if name in PARSERS}
     given |= {name: given.get(name) or value for name, value in USUAL_LOAD.items()}
     spec = make_spec(given | {"weights": str(load.checkpoint) if load.checkpoint else None, "baseline": False}, probe)
-    if runs.is_values_only(spec.tp if layouts.tp else (), spec.dp, spec.dcp):
+    if runs.is_values_only(run, spec.tp if layouts.tp else (), spec.dp, spec.dcp):
         return 0
     candidates = grid.expand_layouts(_list_layouts(spec, layouts, probe), spec, probe)
     if stored := grid.format_precision_note(spec, candidates):
@@ -229,13 +229,12 @@ def _compare_servers(remote: Remote, own: dict[str, object], load: Load, run: Ru
 
     import msgspec
 
-    from dcpbench.commands import runs
     from dcpbench.servers.agreement import DIFFER, UNDECIDED, find_next_length, make_report
     from dcpbench.servers.conditions import Questions, compare_servers
     from dcpbench.show.terminal import ProgressLine
 
     targets, contexts, extra_body = _read_servers(remote, own, load, run)
-    if runs.is_elsewhere():
+    if run.caller.elsewhere is not None:
         return 0
     questions = Questions(
         prompts=remote.num_prompts or SERVERS_PROMPTS,

@@ -45,7 +45,7 @@ MIN_PROMPTS = 4  # default of --num-prompts
 def compare_engines(remote: Remote, given: dict[str, object], load: Load, run: Run) -> int:
     """Start the settings, compare their answers, print the verdicts, and return the exit code."""
     check = _make_check(remote, given, load, run)
-    if runs.is_elsewhere():
+    if run.caller.elsewhere is not None:
         return 0
     commands = [format_command_line(setting.make_command(check.model, 0)) for setting in check.settings]
     if run.dry_run:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from dcpbench.commands import runs
+from dcpbench.commands.options import Run
 from dcpbench.launch import launcher
 from dcpbench.points.settings import Settings
 from tests.unit import record_builder
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 def stop(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
     work = launcher.Work(folder=folder, settings=Settings(), device="cpu", hardware="CPU", worker="w")
-    with pytest.raises(SystemExit) as e, runs.handle_stop(work):
+    with pytest.raises(SystemExit) as e, runs.handle_stop(Run(), work):
         raise KeyboardInterrupt
     assert e.value.code == 130
     return capsys.readouterr().err

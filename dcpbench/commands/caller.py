@@ -1,0 +1,47 @@
+"""Describe the command that calls another one: `ab` runs sweeps as parts of its own run, and `submit` checks commands for other machines."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dcpbench.points.machine import Probe
+    from dcpbench.points.point import Point
+
+
+@dataclasses.dataclass
+class Part:
+    """Describe a run inside another command, which prints the start, the way to resume and the results itself."""
+
+    what: str = "points"
+    """Label of what the progress bar counts."""
+    devices: set[str] = dataclasses.field(default_factory=set)
+    """Devices on which it runs, once they are known."""
+    points: list[Point] = dataclasses.field(default_factory=list)
+    """Points that the command plans."""
+    given: set[str] = dataclasses.field(default_factory=set)
+    """Names of the options that describe the points."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Elsewhere:
+    """Describe the machine for which a command is only validated: it runs nothing and contacts no server."""
+
+    probe: Probe
+    nodes: int = 1
+    """Number of such machines."""
+    points: bool = True
+    """True if everything that points depend on is known; otherwise only the values of options are checked."""
+    layouts: bool = True
+    """True if the divisibility of degrees is checked as well when `points` is False."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Caller:
+    """Describe the command that runs this one; the default is a user's command line."""
+
+    part: Part | None = None
+    """Set if this run is part of the caller's."""
+    elsewhere: Elsewhere | None = None
+    """Set if the command is only validated, for this machine."""
