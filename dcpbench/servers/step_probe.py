@@ -552,9 +552,13 @@ async def _measure_several_ms(probe: StepProbe, chunks: Sequence[Chunks]) -> flo
     budget = probe.limits.max_batched_tokens
     assert budget is not None
     filler = asyncio.create_task(_send_prompts(probe, [FILLED_STEPS * budget]))
-    await asyncio.sleep(FILLED_S)
-    found = await _send_prompts(probe, [c.tokens for c in chunks])
-    [(began, before)] = await filler
+    try:
+        await asyncio.sleep(FILLED_S)
+        found = await _send_prompts(probe, [c.tokens for c in chunks])
+        [(began, before)] = await filler
+    finally:
+        filler.cancel()
+        await asyncio.gather(filler, return_exceptions=True)
     sent, came = max(sent for sent, _ in found), [came for _, came in found]
     in_time = sent - began < (before - began) / FILLED_STEPS
     step = statistics.median(came) - before

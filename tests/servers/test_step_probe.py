@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import json
 import subprocess
@@ -141,6 +142,23 @@ def test_prompts_that_fill_a_step_are_timed_alone_together_and_behind_a_prefix(f
     check_median(alone, expect_ms(CHUNK))
     check_median(several, expect_ms(SEVERAL))
     check_median(prefix, expect_ms(PREFIX), low=0.9)
+
+
+def test_a_server_that_dies_behind_a_full_step_is_one_error(caplog: pytest.LogCaptureFixture) -> None:
+    """Both prompts fail; no exception of either is left for asyncio to log."""
+
+    def find_error(url: str) -> str:
+        try:
+            measure(url, SEVERAL)
+        except WorkerError as e:
+            return str(e)
+        return ""
+
+    with run_engine("--dies-after", "12") as url:
+        error = find_error(url)
+    gc.collect()
+    assert "a prompt of the step failed" in error
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("launch_ms", [0, 26])
