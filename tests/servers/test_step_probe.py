@@ -21,6 +21,7 @@ import pytest
 
 from dcpbench.errors import WorkerError
 from dcpbench.records.stats import StopRule
+from dcpbench.servers import step_probe
 from dcpbench.servers.client import Target
 from dcpbench.servers.decode_streams import (
     NotRunningError,
@@ -144,20 +145,25 @@ def test_prompts_that_fill_a_step_are_timed_alone_together_and_behind_a_prefix(f
     check_median(prefix, expect_ms(PREFIX), low=0.9)
 
 
-def test_a_server_that_dies_behind_a_full_step_is_one_error(caplog: pytest.LogCaptureFixture) -> None:
-    """Both prompts fail; no exception of either is left for asyncio to log."""
+def test_a_server_that_dies_behind_a_full_step_is_one_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The prompt that fills steps fails first; asyncio would log its exception if nothing waited for it."""
 
-    def find_error(url: str) -> str:
+    async def fail(_probe: object, _tokens: list[int]) -> None:
+        raise WorkerError("nothing answers")
+
+    async def run() -> str:
+        probe = step_probe.StepProbe(client=None, prompt_format=None, limits=LIMITS)  # type: ignore[arg-type]
         try:
-            measure(url, SEVERAL)
+            await step_probe._measure_several_ms(probe, [Chunks(1, 8, 0)])
         except WorkerError as e:
             return str(e)
         return ""
 
-    with run_engine("--dies-after", "12") as url:
-        error = find_error(url)
+    monkeypatch.setattr(step_probe, "_send_prompts", fail)
+    assert asyncio.run(run()) == "nothing answers"
     gc.collect()
-    assert "a prompt of the step failed" in error
     assert not caplog.records
 
 
