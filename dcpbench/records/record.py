@@ -106,10 +106,15 @@ class Straggler(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Phases(msgspec.Struct, frozen=True, kw_only=True):
-    """Hold the breakdown of a step's time, from a separate profiled pass on rank 0; never mixed with `step_ms`."""
+    """Hold the breakdown of a step's time, from a separate profiled pass; never mixed with `step_ms`.
+
+    The pass is that of rank 0 in dcpbench's engine. For another engine it is that of the rank with the shortest communication, for which the
+    others wait.
+    """
 
     step_us: Number
-    """Mean time of the profiled steps, from one step's first kernel to the next one's, back to back."""
+    """Time of the profiled step, from its first kernel to the next step's: the mean over steps of dcpbench's engine, back to back. For
+    another engine the sum of the medians of its parts and of `idle_us`, without `host_wait_us`."""
     phase_us: dict[str, Number]
     """GPU time by range name (ranges.PHASES), or by part of an engine's step (syncs.kernel_time.PARTS).
 
@@ -121,6 +126,12 @@ class Phases(msgspec.Struct, frozen=True, kw_only=True):
     kernels: Count
     """Kernels in one step."""
     steps: Count
+    host_wait_us: Number | msgspec.UnsetType = msgspec.UNSET
+    """Median time in which the GPU waits for the host to launch its next work, if the step with it is longer than the one that was
+    timed without the profiler; it is not in `step_us`. Shorter waits are idle time, and this is 0. Unset for dcpbench's engine, and in
+    records of engines whose `step_us` is the mean with all waits."""
+    disturbed: Count | msgspec.UnsetType = msgspec.UNSET
+    """Number of profiled steps that last more than 3 % longer than `step_us`; unset as `host_wait_us`."""
 
     @property
     def sum_error(self) -> float:

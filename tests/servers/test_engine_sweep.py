@@ -240,7 +240,7 @@ def test_traces_are_deleted_once_they_are_read(tmp_path: Path, keep: bool) -> No
     engine.write_traces()
     measured = step_points._Measured()
     points = StepPoints(limits=lambda _: ServerLimits(), keep_traces=keep)
-    asyncio.run(points._read_profile(tmp_path, {}, 10.0, measured, lambda _: None))
+    asyncio.run(points._read_profile(tmp_path, {}, 10.0, 21.0, measured, lambda _: None))
     assert measured.phases is not None
     assert measured.phases.step_us == pytest.approx(21_000)
     assert measured.waits == (0, [])
