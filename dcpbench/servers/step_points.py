@@ -34,6 +34,7 @@ from dcpbench.servers.profile import find_traces, find_waits, run_profiler, wait
 from dcpbench.servers.step_floors import compute_engine_floor
 from dcpbench.servers.step_probe import ServerLimits, StepProbe, measure_case
 from dcpbench.serving.step_times import Case, Decodes
+from dcpbench.show.numbers import format_percent
 from dcpbench.show.terminal import print_stderr
 from dcpbench.syncs.kernel_time import COMMUNICATION_PARTS, MAX_DISTURBANCE, measure_steps
 from dcpbench.syncs.ranks import is_front_end
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
 NOISY = "noisy"  # mark: measuring ended before the interval was narrow enough
 WAITS_UNKNOWN = "waits_unknown"  # fact: why the waits of the host were not counted, although the step was profiled
 MEASURED_CONTEXT = "measured_context"  # fact: KV tokens of a request while its steps were timed
+DIVIDED_TOKENS = "divided_tokens"  # fact: share of tokens that the client read together with others of their request
 END_S = 1.0  # in which a server that has closed its connections ends
 NEAR_TOKENS = 16  # deviation of the mean context that matters to no step
 PROFILED_STEPS = 14  # steps of all requests while the profiler runs
@@ -284,6 +286,9 @@ def _make_record(
     metrics = compute_decode_metrics(samples.samples_ms, point.concurrency, point.tp)
     mean = samples.context_mean or 0.0
     context = f"{samples.context_min:,} to {samples.context_max:,}, mean {mean:,.0f}"
+    facts = {MEASURED_CONTEXT: context}
+    if samples.divided_share > 0:
+        facts[DIVIDED_TOKENS] = format_percent(samples.divided_share)
     warnings = {
         NOISY: not samples.precise,
         GAPS_DIVIDED: samples.divided_share > 0,
@@ -306,6 +311,6 @@ def _make_record(
             server,
             counted=samples.counted_by,
             client=client,
-            facts={**server.facts, MEASURED_CONTEXT: context},
+            facts={**server.facts, **facts},
         ),
     )
