@@ -187,6 +187,36 @@ def test_a_dry_run_lists_points_and_commands_and_what_the_server_cannot_hold(swe
     assert not sweep.run.exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "heading", "degrees"),
+    [("vllm", "vLLM degrees", "dp2·tp1·dcp1"), ("sglang", "SGLang degrees", "tp2·dp2·dcp1"), ("mine", "", "")],
+)
+def test_a_dry_run_has_the_degrees_of_the_engine_that_is_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, heading: str, degrees: str
+) -> None:
+    """SGLang's --tp-size counts all ranks, and the flags of an unknown engine are in its command alone."""
+    engine = tmp_path / "engine.toml"
+    engine.write_text(
+        f'name = "{name}"\ncommand = "serve {{model}} --port {{port}}"\n[layout]\ntp = "--x {{tp}}"\ndp = "--y {{dp}}"\n'
+    )
+    with pytest.raises(SystemExit):
+        cli.main(["sweep", "--engine", str(engine), *POINTS, "--dp", "2", "--dcp", "1", "--dry-run", "--device", "cpu"])
+    out = capsys.readouterr().out
+    assert [word for word in ("vLLM degrees", "SGLang degrees") if word in out] == ([heading] if heading else [])
+    assert [word for word in ("dp2·tp1·dcp1", "tp2·dp2·dcp1") if word in out] == ([degrees] if degrees else [])
+
+
+def test_a_dry_run_reads_the_rates(sweep: Sweep, tmp_path: Path) -> None:
+    """A folder without rates is an error before a server is started."""
+    code, _, err = sweep("--dry-run", "--rates", str(tmp_path / "none"))
+    assert code == 2
+    assert str(tmp_path / "none") in err
+    folder = record_builder.write(tmp_path / "ours", [record_builder.ok(point(Layout(2)))])
+    code, _, err = sweep("--dry-run", "--rates", str(folder))
+    assert code == 2
+    assert "no point of this run has measured rates" in err
+
+
 def test_without_degrees_the_layouts_are_dcp_1_and_the_largest(sweep: Sweep) -> None:
     """Without a baseline the first is left out, as of our own engine."""
     assert sweep("--dry-run")[2].count("tests.servers.step_engine") == 2
