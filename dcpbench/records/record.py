@@ -756,6 +756,18 @@ def is_rejected_for_memory(record: Record) -> bool:
     )
 
 
+KV_LIMIT_FLAGS = ("--num-gpu-blocks-override", "--max-total-tokens")
+"""Flags of vLLM and SGLang that limit the KV cache below what the memory allows."""
+SERVER_FLAG = "server_flag"
+"""Limit of the KV cache of a server that has one of KV_LIMIT_FLAGS, next to those in Kv.bounded_by."""
+
+
+def is_kv_limited(record: Record) -> bool:
+    """Return True if a flag of a server's command, one of KV_LIMIT_FLAGS, limits its KV cache."""
+    command = record.server.facts.get("command", "") if isinstance(record.server, Server) else ""
+    return any(word.partition("=")[0] in KV_LIMIT_FLAGS for word in command.split())
+
+
 def get_kv_capacity(record: Record) -> int | None:
     """Return how many tokens the KV cache holds, of dcpbench's engine or of a real server; None if it is unknown."""
     if record.kv is not None:

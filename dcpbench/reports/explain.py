@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from dcpbench.points.names import WHOLE
 from dcpbench.records.metrics import DECODE, METRIC, SERVE, get_definitions
-from dcpbench.records.record import A_SERVER, OURS, is_imported_origin
+from dcpbench.records.record import A_SERVER, KV_LIMIT_FLAGS, OURS, SERVER_FLAG, is_imported_origin
 from dcpbench.records.stats import compute_min_samples
 from dcpbench.reports import marks
 from dcpbench.reports.tables import Table
 from dcpbench.show.numbers import format_number, format_percent, is_missing
-from dcpbench.show.text import format_capitalized, format_count
+from dcpbench.show.text import format_capitalized, format_count, format_list
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -151,6 +151,10 @@ BOUNDS = {
     "sweep": (
         "sweep: the pool was sized for the largest point of the sweep, on a GPU because not all weights fit, so "
         "that the KV capacity with all weights is unknown; compare tokens per GiB instead."
+    ),
+    SERVER_FLAG: (
+        f"{SERVER_FLAG}: a flag of the server ({format_list(KV_LIMIT_FLAGS, 'or')}) limits its KV cache, so that its capacity without it is "
+        "unknown."
     ),
 }
 

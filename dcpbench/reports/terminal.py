@@ -128,7 +128,8 @@ def _render_engine_steps(frames: Frames) -> list[RenderableType]:
         Column("unknown", [engine_steps.format_unknown_share(row) for row in rows.to_dict("records")], drop=len(parts)),
     ]
     title = f"{engine_steps.TITLE}: ms, and × of the step over {found.reference}"
-    notes = [make_plain_text(text) for text in engine_steps.describe_limits(frames)]
+    texts = [*engine_steps.describe_differences(frames), *engine_steps.describe_limits(frames)]
+    notes = [make_plain_text(text) for text in texts]
     return [FittedTable(title, list(rows["layout"]), columns, gap=1), *notes]
 
 
