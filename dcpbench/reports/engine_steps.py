@@ -348,7 +348,7 @@ def _format_difference(one: StepDifference, reference: str) -> str:
         if one.profiled < len(one.times)
         else ""
     )
-    return f"{text} Of the difference between the profiled steps{at}, {format_list(clauses)}."
+    return f"{text} Shares of the difference between the profiled steps{at}: {format_list(clauses)}."
 
 
 def _format_range_ms(values: tuple[float, ...]) -> str:

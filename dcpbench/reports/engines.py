@@ -300,7 +300,7 @@ def _format_capacity(frames: Frames, model: str, layout: str) -> str:
 def format_bullets(frames: Frames, most: int = MAX_SCOPES) -> list[str]:
     """Return the latencies of the engines at the same points, and where DCP is ahead inside each: up to `most` of each kind.
 
-    Latencies are over those of the engine that is ahead most often.
+    Latencies are over those of the engine that is ahead most often; decode points have none of their own.
     """
     rows = compare_engines(frames).rows
     bullets = []
@@ -308,6 +308,8 @@ def format_bullets(frames: Frames, most: int = MAX_SCOPES) -> list[str]:
         first = str(own.drop_duplicates("cell")["over_run"].value_counts(sort=True).index[0])
         reference = own[own["run"] == first].set_index("cell")
         others = own[(own["run"] != first) & own["cell"].isin(reference.index)]
+        if own["mode"].eq(DECODE).all():
+            continue  # ITL is the step, and the output its inverse; engine_steps compares steps
         clauses = []
         for name in LATENCIES:
             times = others.assign(times=others[name].astype(float) / others["cell"].map(reference[name].astype(float)))

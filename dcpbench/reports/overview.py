@@ -365,7 +365,7 @@ def format_bullets(frames: Frames) -> list[str]:
         text
         for text in (
             *([_describe_dcp_gain(frames)] if not frames.engines else engines.format_bullets(frames, 1)),
-            " ".join(engine_steps.describe_differences(frames)),
+            *engine_steps.describe_differences(frames),
             _describe_rejections(frames),
             floors.format_short_sentence(frames.points),
             _describe_kv_capacity(frames) if not frames.engines else "",
