@@ -402,7 +402,7 @@ def _format_prolonged(rows: pd.DataFrame) -> str:
 
 def _format_left_out(rows: pd.DataFrame) -> str:
     """Return how long the waits for the host are that are left out of profiled steps; empty without any."""
-    apart = rows[rows["host_wait_us"].astype(float) > 0]
+    apart = rows[rows["host_wait_us"].astype(float) > 0] if "host_wait_us" in rows else rows.head(0)
     if apart.empty:
         return ""
     times = [us / 1e3 for us in apart["host_wait_us"].astype(float)]

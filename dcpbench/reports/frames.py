@@ -475,7 +475,7 @@ def _make_profile_columns(profiled: list[Phases]) -> dict[str, Any]:
     """Return the time of the profiled step, the largest deviation of the sum of its phases, and what is left out of it."""
     waits = [p.host_wait_us for p in profiled if p.host_wait_us is not msgspec.UNSET]
     return {
-        "host_wait_us": compute_median(waits) if waits else None,
+        **({"host_wait_us": compute_median(waits)} if waits else {}),
         "profiled_us": compute_median(p.step_us for p in profiled),
         "phase_sum_error": max((p.sum_error for p in profiled), key=abs),
     }
