@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import signal
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -20,7 +22,7 @@ from dcpbench.points.layout import Layout
 from dcpbench.points.shapes import load_shape
 from dcpbench.records.record import EngineSettings, Rates, Server
 from dcpbench.records.runs import Run, read_run
-from dcpbench.reports import explain, frames, joined_runs
+from dcpbench.reports import explain, frames, joined_runs, overview
 from dcpbench.servers import step_points
 from dcpbench.servers.engine_flags import read_limits
 from dcpbench.servers.presets import PRESETS, Engine, use_step_profiler
@@ -175,6 +177,47 @@ def test_a_run_goes_on_where_it_was_left(sweep: Sweep) -> None:
     assert "1 already measured" in err
     assert sweep.records[0].started_at == first.started_at
     assert [r.point.concurrency for r in sweep.records] == [2, 3]
+
+
+def test_a_run_that_is_interrupted_in_a_point_goes_on_with_it(sweep: Sweep, tmp_path: Path) -> None:
+    """SIGINT comes while the second point decodes, as `timeout -s INT` sends it; its record says so until it is measured."""
+    words = [
+        "--engine",
+        str(tmp_path / "engine.toml"),
+        *POINTS,
+        "--seconds",
+        "30",
+        "--concurrency",
+        "2,3",
+        "--dcp",
+        "1",
+    ]
+    sweep("--dry-run")  # writes the engine's file
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dcpbench", "sweep", *words, "--no-profile", "--device", "cpu", "-o", str(sweep.run)],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    lines = []
+    for line in process.stderr:
+        lines.append(line)
+        if line.startswith("[1/2]"):
+            process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130, "".join(lines)
+    assert any("--resume" in line for line in lines)
+    assert any(f"dcpbench report {sweep.run}" in line for line in lines)
+    assert [(r.point.concurrency, r.outcome) for r in sweep.records] == [(2, "ok"), (3, "failed")]
+    assert sweep.records[1].reason == "interrupted before its steps had been measured."
+    answers = overview.format_answer(frames.load_frames([sweep.run]))
+    assert answers
+    code, _, err = sweep("--dcp", "1", "--no-profile", "--resume", concurrency="2,3")
+    assert code == 0, err
+    assert "1 point to run, 1 already measured" in err
+    last = {r.point.concurrency: r.outcome for r in sweep.records}
+    assert last == {2: "ok", 3: "ok"}
 
 
 def test_a_dry_run_lists_points_and_commands_and_what_the_server_cannot_hold(sweep: Sweep) -> None:

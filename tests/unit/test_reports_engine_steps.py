@@ -11,7 +11,7 @@ import pytest
 from dcpbench.measuring.profiling import OTHER
 from dcpbench.measuring.ranges import PHASES
 from dcpbench.points.layout import Layout
-from dcpbench.records.record import EngineSettings, Phases, Server
+from dcpbench.records.record import EngineSettings, Floor, Phases, Server
 from dcpbench.reports import (
     answer,
     engine_steps,
@@ -360,6 +360,18 @@ class TestProlongedSteps:
             "vLLM 0.26.0 (1 point)."
         ) in engine_steps.describe_limits(report)
         assert not [text for text in engine_steps.describe_limits(report) if "(*)" in text]
+
+    def test_the_terminal_marks_them_and_names_the_engines_of_floors(self, tmp_path: Path) -> None:
+        floor = Floor(floor_ms=2.0, phase_floor_us={"attention": 500.0}, experts="expected")
+        ours, theirs = measure_ours(floor=floor), measure_server(ms=3.5, floor=floor)
+        console = make_console()
+        with console.capture() as shown:
+            console.print(render_terminal_table(write(tmp_path, [ours], [theirs])), width=2000)
+        text = shown.get()
+        assert "4.00*" in text
+        assert "3.40*" not in text
+        for engine in ("dcpbench", "vLLM 0.26.0"):
+            assert f", {engine}: a step takes " in text
 
 
 class TestDifferences:
