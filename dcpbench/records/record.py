@@ -129,7 +129,7 @@ class Phases(msgspec.Struct, frozen=True, kw_only=True):
     host_wait_us: Number | msgspec.UnsetType = msgspec.UNSET
     """Median time in which the GPU waits for the host to launch its next work, if the step with it is longer than the one that was
     timed without the profiler; it is not in `step_us`. Shorter waits are idle time, and this is 0. Unset for dcpbench's engine, and in
-    records of engines whose `step_us` is the mean with all waits."""
+    records of engines with a mean `step_us` that includes all waits."""
     disturbed: Count | msgspec.UnsetType = msgspec.UNSET
     """Number of profiled steps that last more than 3 % longer than `step_us`; unset as `host_wait_us`."""
 
