@@ -61,12 +61,12 @@ def measure_engine(engines: Engines, given: Mapping[str, object], run: RunOnMach
     runs.record_device(run, probe)
     runs.note_plan(run, candidates, given)
     settings = _parse_settings(given)
+    rates = {} if runs.is_elsewhere() else _read_rates(engines, max(tps), cpu=cpu)
     if runs.finish_if_planned(candidates, probe, run):
         if not run.as_json:
             print_commands(candidates, engine, model, "TRACES" if settings.profile else "")
         return 0
     check_program(candidates, engine, model)
-    rates = _read_rates(engines, max(tps), cpu=cpu)
     folder = run.output or folders.choose_folder(f"{engine.name}-{Path(model).name}", tps)
     config = _make_client_config(engines, cpu=cpu)
 

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from dcpbench.plan.grid import format_point_name, format_varied_parts
 from dcpbench.points.axes import Role, format_changed_values
+from dcpbench.points.names import ENGINE_NAMES
 from dcpbench.points.point import select_point_axes
 from dcpbench.points.sizes import format_size
 from dcpbench.show.model_fit import format_no_fit, format_range
@@ -152,7 +153,9 @@ def format_no_fit_lines(rows: Sequence[dict[str, object]]) -> list[str]:
 def make_candidates_table(rows: Sequence[dict[str, object]]) -> Table:
     """Return the table of --dry-run: the points that would run, with memory per rank, which is one GPU."""
     table = Table(title="Points, in running order", box=box.SIMPLE, title_justify="left")
-    for name in ("model", "layout", "in vLLM's words", "attention"):
+    engines = list(dict.fromkeys(str(r["engine"]) for r in rows if r["engine_layout"]))
+    translated = [f"{format_list([ENGINE_NAMES[name] for name in engines])} degrees"] if engines else []
+    for name in ("model", "layout", *translated, "attention"):
         table.add_column(name, no_wrap=name != "attention")
     served = any(r["workload"] == "serve" for r in rows)
     table.add_column(
@@ -166,7 +169,7 @@ def make_candidates_table(rows: Sequence[dict[str, object]]) -> Table:
         table.add_row(
             str(r["model"]),
             " ".join(filter(None, (str(r["layout"]), str(r["ep_text"]), "+" if r["added"] else ""))),
-            str(r["vllm_layout"] or ""),
+            *([str(r["engine_layout"] or "")] if engines else []),
             str(r["path"]),
             str(r["load_text"]),
             _format_size(r["kv_pool_bytes"]),

@@ -15,7 +15,7 @@ from dcpbench.plan.spec import check_same_sizes, resolve_compute_dtype
 from dcpbench.points.axes import Role
 from dcpbench.points.budget import EnginePlan, find_engine_plan, plan_engines
 from dcpbench.points.layout import DEGREES, place_experts
-from dcpbench.points.names import ALL_REDUCES, AS_COMPUTED, AS_PUBLISHED, FP8, format_flag
+from dcpbench.points.names import ALL_REDUCES, AS_COMPUTED, AS_PUBLISHED, AUTO, BACKENDS, FP8, VLLM, format_flag
 from dcpbench.points.point import AXES, LOAD_AXES, OPTIONS, Point, select_point_axes
 from dcpbench.points.shapes import ModelShape, load_shape
 from dcpbench.records.record import Record
@@ -152,18 +152,24 @@ def format_path(point: Point) -> str:
 
 
 def make_table(candidates: Sequence[Candidate]) -> list[dict[str, object]]:
-    """Return one row per point for --dry-run: the layout in dcpbench's and vLLM's terms, the load, memory per GPU, or
+    """Return one row per point for --dry-run: the layout in dcpbench's and an engine's terms, the load, memory per GPU, or
     the reason.
+
+    The engine is the one that is started, and vLLM for dcpbench's own.
     """
     rows: list[dict[str, object]] = []
     more = format_varied_parts([c.point for c in candidates])
     for c in candidates:
         p, plan = c.point, c.plan
+        placed = c.error is None and p.tp > 0
+        engine = VLLM if p.backend in (*BACKENDS, AUTO) else p.backend
         rows.append(
             {
                 "model": p.model,
                 "layout": p.layout_name,
-                "vllm_layout": p.layout.format_vllm_name() if c.error is None and p.tp else None,
+                "vllm_layout": p.layout.format_vllm_name() if placed else None,
+                "engine": engine,
+                "engine_layout": p.layout.format_engine_name(engine) if placed else None,
                 **{axis.name: getattr(p, axis.name) for axis in LISTED},
                 "ep_text": p.ep_label,
                 "path": format_path(p),

@@ -21,7 +21,7 @@ import math
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dcpbench.errors import LayoutError
-from dcpbench.points.names import CUT, WHOLE
+from dcpbench.points.names import CUT, SGLANG, VLLM, WHOLE
 
 if TYPE_CHECKING:
     import numpy as np
@@ -93,6 +93,14 @@ class Layout:
     def format_vllm_name(self) -> str:
         """Return the layout in vLLM's terms, in which tp counts the ranks of one attention replica."""
         return f"dp{self.dp}·tp{self.attn_tp}·dcp{self.dcp}"
+
+    def format_engine_name(self, engine: str) -> str:
+        """Return the layout by the degrees of an engine's own flags; empty for an engine with unknown flags.
+
+        SGLang's --tp-size counts all ranks of its attention replicas, as --tp does.
+        """
+        names = {VLLM: self.format_vllm_name(), SGLANG: f"tp{self.tp}·dp{self.dp}·dcp{self.dcp}"}
+        return names.get(engine, "")
 
     def get_dp_rank(self, rank: int) -> int:
         """Return the attention replica of a rank."""

@@ -106,10 +106,15 @@ class Straggler(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Phases(msgspec.Struct, frozen=True, kw_only=True):
-    """Hold the breakdown of a step's time, from a separate profiled pass on rank 0; never mixed with `step_ms`."""
+    """Hold the breakdown of a step's time, from a separate profiled pass; never mixed with `step_ms`.
+
+    The pass is that of rank 0 in dcpbench's engine. For another engine it is that of the rank with the shortest communication, for which the
+    others wait.
+    """
 
     step_us: Number
-    """Mean time of the profiled steps, from one step's first kernel to the next one's, back to back."""
+    """Time of the profiled step, from its first kernel to the next step's: the mean over steps of dcpbench's engine, back to back. For
+    another engine the sum of the medians of its parts and of `idle_us`, without `host_wait_us`."""
     phase_us: dict[str, Number]
     """GPU time by range name (ranges.PHASES), or by part of an engine's step (syncs.kernel_time.PARTS).
 
@@ -121,6 +126,12 @@ class Phases(msgspec.Struct, frozen=True, kw_only=True):
     kernels: Count
     """Kernels in one step."""
     steps: Count
+    host_wait_us: Number | msgspec.UnsetType = msgspec.UNSET
+    """Median time in which the GPU waits for the host to launch its next work, if the step with it is longer than the one that was
+    timed without the profiler; it is not in `step_us`. Shorter waits are idle time, and this is 0. Unset for dcpbench's engine, and in
+    records of engines with a mean `step_us` that includes all waits."""
+    disturbed: Count | msgspec.UnsetType = msgspec.UNSET
+    """Number of profiled steps that last more than 3 % longer than `step_us`; unset as `host_wait_us`."""
 
     @property
     def sum_error(self) -> float:
@@ -743,6 +754,18 @@ def is_rejected_for_memory(record: Record) -> bool:
         if record.no_room is msgspec.UNSET
         else bool(record.no_room)
     )
+
+
+KV_LIMIT_FLAGS = ("--num-gpu-blocks-override", "--max-total-tokens")
+"""Flags of vLLM and SGLang that limit the KV cache below what the memory allows."""
+SERVER_FLAG = "server_flag"
+"""Limit of the KV cache of a server that has one of KV_LIMIT_FLAGS, next to those in Kv.bounded_by."""
+
+
+def is_kv_limited(record: Record) -> bool:
+    """Return True if a flag of a server's command, one of KV_LIMIT_FLAGS, limits its KV cache."""
+    command = record.server.facts.get("command", "") if isinstance(record.server, Server) else ""
+    return any(word.partition("=")[0] in KV_LIMIT_FLAGS for word in command.split())
 
 
 def get_kv_capacity(record: Record) -> int | None:

@@ -11,7 +11,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from dcpbench.points.names import CLOSED, MODES, TOOLS
-from dcpbench.records.metrics import REPLAYED
+from dcpbench.records.metrics import DECODE, REPLAYED
 from dcpbench.records.record import is_imported_origin
 from dcpbench.reports import engine_steps, engines, findings, gaps, instances, launch_bands, marks, slo, stalls
 from dcpbench.reports.frames import sort_commonest_first
@@ -554,12 +554,21 @@ def _format_never(row: pd.Series[Any]) -> str:
 
 
 def _describe_missing_baseline(ratios: pd.DataFrame, others: pd.DataFrame) -> str:
-    """Return the DCP points without a baseline, where they are, and why the baseline did not run."""
+    """Return the DCP points with a baseline that did not run, where they are, and why it did not run.
+
+    A baseline that was not requested, or that an interrupted run had not reached, is not missing.
+    """
     alone = ratios[ratios["verdict"] == "no baseline"] if len(ratios) else ratios
     names = findings.list_without_dcp(alone)
     lost = others[others["layout"].isin(names)] if len(others) else others
     if alone.empty or lost.empty:
-        return ""  # a baseline that was not requested is not missing
+        return ""
+    same = ["run", "model", "concurrency", "context"]
+    missing = set(lost[same].itertuples(index=False, name=None))
+    of_point = list(alone[same].itertuples(index=False, name=None))
+    alone = alone[[mode != DECODE or point in missing for mode, point in zip(alone["mode"], of_point, strict=True)]]
+    if alone.empty:
+        return ""
     whys = [text for outcome, text in NOT_RUN.items() if outcome in set(lost["outcome"])]
     loads = list_unique(alone["load"])
     where = f" ({'; '.join(loads)})" if len(loads) <= MAX_SHAPES else ""

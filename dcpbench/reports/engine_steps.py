@@ -20,11 +20,13 @@ from dcpbench.reports.step_parts import (
     COMMUNICATION,
     CONTENTS,
     DP_CONTENTS,
+    EXCHANGE,
     EXPERTS,
     IDLE,
     MATRIX_PRODUCTS,
     OTHERS,
     PROJECTIONS,
+    PROLONGED,
     REDUCE,
     STEP_PARTS,
     UNKNOWN,
@@ -50,12 +52,17 @@ if TYPE_CHECKING:
     from dcpbench.reports.frames import Frames
     from dcpbench.reports.tables import Column
 
+PROLONGED_STAR = "*"  # behind the ratio of a step that the profiler prolongs
 STEP = "step"
 """Name of the whole step, measured without the profiler, among the parts that are compared."""
 MIN_SLOWER = 1 + REPEATS_AGREE_WITHIN
 """Ratio above which a part counts as slower; below it the difference may be that of two launches."""
 MAX_SLOWER = 8
 """Maximum number of sentences about parts in which dcpbench is slower."""
+MAX_PROFILE_EXCESS = 0.03
+"""Share by which the profiled step may be longer than the timed one until parts of PROLONGED are not compared."""
+MIN_SHARE = 0.1
+"""Share of the difference between two steps from which a part is named."""
 MAX_UNKNOWN = 0.03
 """Share of unknown kernels in a step above which its parts are named as incomplete."""
 ONLY_IN_SUMS = (PROJECTIONS, EXPERTS)
@@ -71,7 +78,8 @@ class StepComparison:
 
     rows: pd.DataFrame
     """Rows of engines.compare_engines with `parts`, the time of each part, of the sums of parts and of IDLE in µs (empty without
-    a profile), `step_times`, the step over that of the reference, `part_times`, the same of each part, and `reference`."""
+    a profile), `step_times`, the step over that of the reference, `part_times`, the same of each part, `profiled_times`, the profiled
+    step over the timed one, and `reference`."""
     reference: str
     """Engine over which ratios are: dcpbench's, or the one that is ahead most often if dcpbench's did not run."""
 
@@ -115,11 +123,19 @@ def compare_steps(frames: Frames) -> StepComparison:
     step_times = [
         None if i is None else row["step_ms"] / records[i]["step_ms"] for row, i in zip(records, first, strict=True)
     ]
+    profiled_times = [_get_profiled_times(row) for row in records]
     part_times = [
-        {} if i is None else {name: us / parts[i][name] for name, us in own.items() if parts[i].get(name, 0.0) > 0}
-        for own, i in zip(parts, first, strict=True)
+        {}
+        if j is None
+        else _compute_part_times(parts[i], parts[j], prolonged=is_prolonged(profiled_times[i], profiled_times[j]))
+        for i, j in enumerate(first)
     ]
-    columns: dict[str, list[Any]] = {"parts": parts, "step_times": step_times, "part_times": part_times}
+    columns: dict[str, list[Any]] = {
+        "parts": parts,
+        "step_times": step_times,
+        "part_times": part_times,
+        "profiled_times": profiled_times,
+    }
     found = {name: pd.Series(values, rows.index, dtype=object) for name, values in columns.items()}
     return StepComparison(rows.assign(**found, reference=reference), reference)
 
@@ -129,6 +145,29 @@ def _collect_parts(row: Mapping[str, Any]) -> dict[str, float]:
     if is_missing(row["profiled_us"]):
         return {}
     return add_sums(compute_parts(row)) | {IDLE: float(row["idle_us"])}
+
+
+def _get_profiled_times(row: Mapping[str, Any]) -> float | None:
+    """Return the profiled step of a point over the timed one; None if either is absent."""
+    if is_missing(row["profiled_us"]) or is_missing(row["step_ms"]):
+        return None
+    return float(row["profiled_us"] / 1e3 / row["step_ms"])
+
+
+def is_prolonged(*profiled_times: float | None) -> bool:
+    """Return True if the profiler prolongs one of several steps by more than MAX_PROFILE_EXCESS."""
+    return any(times is not None and times > 1 + MAX_PROFILE_EXCESS for times in profiled_times)
+
+
+def _compute_part_times(
+    own: Mapping[str, float], reference: Mapping[str, float], *, prolonged: bool
+) -> dict[str, float]:
+    """Return the time of each part over that in the reference, with `prolonged` without parts that the profiler prolongs."""
+    return {
+        name: us / reference[name]
+        for name, us in own.items()
+        if reference.get(name, 0.0) > 0 and not (prolonged and name in PROLONGED)
+    }
 
 
 def find_slower_parts(found: StepComparison) -> list[SlowerPart]:
@@ -156,12 +195,17 @@ def _list_compared(row: Mapping[str, Any]) -> list[str]:
     return list_compared_parts(dp=row["dp"] > 1)
 
 
+def _is_comparable(part: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
+    prolonged = is_prolonged(ours["profiled_times"], theirs["profiled_times"])
+    return part in _list_compared(theirs) and not (prolonged and part in PROLONGED)
+
+
 def _find_slower_part(part: str, engine: str, pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[SlowerPart]:
     """Return the part with the points at which it takes longer in the reference; empty if there are none."""
     known = [
         (ours, mine, other)
         for ours, theirs in pairs
-        if part == STEP or part in _list_compared(theirs)
+        if part == STEP or _is_comparable(part, ours, theirs)
         for mine, other in [(_get_ms(ours, part), _get_ms(theirs, part))]
         if mine is not None and other is not None and other > 0
     ]
@@ -228,6 +272,90 @@ def describe_slower_parts(frames: Frames) -> list[str]:
     return sentences
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepDifference:
+    """Describe by how much an engine's steps are longer than the reference's, and which parts make the difference."""
+
+    engine: str
+    times: tuple[float, ...]
+    """Timed step over that of the reference, at each point that both ran."""
+    more_ms: tuple[float, ...]
+    """Timed step minus that of the reference, at the same points."""
+    profiled: int
+    """Number of points with profiled steps of which the profiler prolongs none, by which parts are compared."""
+    parts_ms: dict[str, tuple[float, ...]]
+    """Part minus that of the reference at these points in ms, for parts with at least MIN_SHARE of the sum of the differences."""
+    shares: dict[str, float]
+    """Share of each of these parts in the sum of the differences, the largest first."""
+
+
+def find_differences(found: StepComparison) -> list[StepDifference]:
+    """Return the difference of each engine to the reference."""
+    engines_behind = [run for run in words.list_unique(found.rows["run"]) if run != found.reference]
+    return [_find_difference(run, list(_iterate_pairs(found, run))) for run in engines_behind]
+
+
+def _find_difference(engine: str, pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> StepDifference:
+    """Return the difference of an engine by its points and those of the reference."""
+    timed = [(ours["step_ms"], theirs["step_ms"]) for ours, theirs in pairs]
+    usable = [
+        (ours, theirs)
+        for ours, theirs in pairs
+        if ours["parts"] and theirs["parts"] and not is_prolonged(ours["profiled_times"], theirs["profiled_times"])
+    ]
+    names = list(dict.fromkeys(name for _, theirs in usable for name in (*_list_compared(theirs), UNKNOWN)))
+    more_ms = {
+        name: tuple((theirs["parts"].get(name, 0.0) - ours["parts"].get(name, 0.0)) / 1e3 for ours, theirs in usable)
+        for name in names
+    }
+    total = sum((theirs["profiled_us"] - ours["profiled_us"]) / 1e3 for ours, theirs in usable)
+    shares = {name: sum(values) / total for name, values in more_ms.items()} if total > 0 else {}
+    named = {name: share for name, share in sorted(shares.items(), key=lambda item: -item[1]) if share >= MIN_SHARE}
+    return StepDifference(
+        engine=engine,
+        times=tuple(theirs / ours for ours, theirs in timed),
+        more_ms=tuple(theirs - ours for ours, theirs in timed),
+        profiled=len(usable),
+        parts_ms={name: more_ms[name] for name in named},
+        shares=named,
+    )
+
+
+def describe_differences(frames: Frames) -> list[str]:
+    """Return a sentence for each engine on the ratio of its steps to the reference's, and on the parts that make the difference."""
+    found = compare_steps(frames)
+    return (
+        [_format_difference(one, found.reference) for one in find_differences(found) if one.times]
+        if len(found.rows)
+        else []
+    )
+
+
+def _format_difference(one: StepDifference, reference: str) -> str:
+    """Return `vLLM 0.26.0's step takes 1.07–1.26 times as long as dcpbench's (14 points, 0.51 to 0.96 ms more). …`."""
+    points = format_count(len(one.times), "point")
+    text = (
+        f"{one.engine}'s step takes {format_value_range(one.times, '{:.2f}')} times as long as {reference}'s "
+        f"({points}, {_format_range_ms(one.more_ms)} more)."
+    )
+    if not one.shares:
+        return text
+    clauses = [
+        f"{name} {format_percent(share)} ({_format_range_ms(one.parts_ms[name])})" for name, share in one.shares.items()
+    ]
+    at = (
+        f" at the {format_count(one.profiled, 'point')} that the profiler does not prolong"
+        if one.profiled < len(one.times)
+        else ""
+    )
+    return f"{text} Shares of the difference between the profiled steps{at}: {format_list(clauses)}."
+
+
+def _format_range_ms(values: tuple[float, ...]) -> str:
+    ends = dict.fromkeys(format_number(end, 2) for end in (min(values), max(values)))
+    return f"{' to '.join(ends)} ms"
+
+
 def describe_limits(frames: Frames) -> list[str]:
     """Return what limits the comparison: profiled against timed steps, parts that cannot be separated, unknown kernels, sums."""
     found = compare_steps(frames)
@@ -237,6 +365,8 @@ def describe_limits(frames: Frames) -> list[str]:
     missing = found.rows[found.rows["profiled_us"].isna()]
     texts = [
         _format_profiled(rows),
+        _format_prolonged(rows),
+        _format_left_out(rows),
         f"Not profiled: {_format_where(missing)}." if len(missing) else "",
         CONTENTS if (rows["origin"] == OURS).any() and (rows["origin"] != OURS).any() else "",
         DP_CONTENTS if (rows["dp"] > 1).any() else "",
@@ -259,6 +389,29 @@ def _format_profiled(rows: pd.DataFrame) -> str:
     )
 
 
+def _format_prolonged(rows: pd.DataFrame) -> str:
+    """Return at which points the profiled step is too long for its waits to be compared; empty if there are none."""
+    longer = rows[rows["profiled_times"].map(is_prolonged).astype(bool)]
+    if longer.empty:
+        return ""
+    return (
+        f"Where the profiled step is more than {MAX_PROFILE_EXCESS * 100:g} % longer than the timed one (*), it contains waits for the host or "
+        f"for another rank that the profiler causes: {_format_where(longer)}. There {EXCHANGE}, {REDUCE} and {IDLE} are not compared."
+    )
+
+
+def _format_left_out(rows: pd.DataFrame) -> str:
+    """Return how long the waits for the host are that are left out of profiled steps; empty without any."""
+    apart = rows[rows["host_wait_us"].astype(float) > 0] if "host_wait_us" in rows else rows.head(0)
+    if apart.empty:
+        return ""
+    times = [us / 1e3 for us in apart["host_wait_us"].astype(float)]
+    return (
+        f"Waits of the GPU for the host that the profiler causes are left out of the profiled step: {_format_range_ms(tuple(times))} a step at "
+        f"points of {_format_where(apart)}."
+    )
+
+
 def _format_where(rows: pd.DataFrame) -> str:
     """Return `vLLM 0.26.0 (2 points) and …`."""
     counts = rows["run"].value_counts(sort=False)
@@ -271,8 +424,9 @@ def _list_absent_parts(rows: pd.DataFrame) -> list[str]:
     absent: dict[tuple[str, str], list[str]] = {}
     for _, cell in rows.groupby("cell", sort=False):
         present = {name for parts in cell["parts"] for name in parts}
+        skipped = () if (cell[["dp", "dcp"]] > 1).any(axis=None) else (EXCHANGE,)  # the gather of logits; see CONTENTS
         for run, layout, parts in zip(cell["run"], cell["layout"], cell["parts"], strict=True):
-            for name in (name for name in names if name in present and name not in parts):
+            for name in (name for name in names if name in present and name not in parts and name not in skipped):
                 absent.setdefault((run, name), []).append(layout)
     return [
         (
@@ -328,7 +482,7 @@ def build_table(frames: Frames) -> Table:
         ("engine", "measured_engine"),
         ("step ms", lambda r: format_number(r["step_ms"])),
         ("× step", lambda r: format_ratio(r["step_times"], 2)),
-        ("profiled step ms", lambda r: format_number(_to_ms(r["profiled_us"]))),
+        ("profiled step ms (÷ step)", format_profiled_cell),
         *[(name, _make_part_cell(name, found.reference)) for name in parts],
         (UNKNOWN, format_unknown_cell),
         ("sum / profiled step", format_sum_cell),
@@ -357,6 +511,14 @@ def _make_part_cell(name: str, reference: str) -> Callable[[Mapping[str, Any]], 
         return format_number(us / 1e3, 3) + ("" if times is None else f" ({format_ratio(times, 2)})")
 
     return format_cell
+
+
+def format_profiled_cell(row: Mapping[Any, Any]) -> str:
+    """Return the profiled step with its ratio to the timed one, and a star if the profiler prolongs it."""
+    times, ms = row["profiled_times"], format_number(_to_ms(row["profiled_us"]))
+    if times is None:
+        return ms
+    return f"{ms} ({format_ratio(times, 2)}{PROLONGED_STAR if is_prolonged(times) else ''})"
 
 
 def format_unknown_cell(row: Mapping[Any, Any]) -> str:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from dcpbench.reports.engine_steps import MAX_PROFILE_EXCESS, PROLONGED_STAR, is_prolonged
 from dcpbench.reports.step_parts import IDLE, STEP_PARTS, UNKNOWN
 from dcpbench.reports.style import IDLE_COLOUR, format_label
 from dcpbench.show.figures import choose_columns, draw_legend_below, set_headline
@@ -27,6 +30,9 @@ BAR_INCHES, MARGIN_INCHES = 0.23, 1.9
 IDLE_LOOK = {"facecolor": IDLE_COLOUR, "hatch": "///", "edgecolor": "#999999"}
 UNKNOWN_LOOK = {"facecolor": "#FFFFFF", "hatch": "xxx", "edgecolor": "#000000"}
 TIMED_LOOK: dict[str, Any] = {"color": "#000000", "linewidth": 1.8, "solid_capstyle": "butt"}
+ABSENT_LOOK: dict[str, Any] = {"va": "center", "fontsize": 8, "color": "#777777"}
+MIN_VISIBLE = 0.002
+"""Share of the longest step below which a part has no entry in the legend, because its bar cannot be seen."""
 Group = tuple[int, int, int, int]
 """Degrees tp, dp and dcp, and concurrency."""
 Bar = tuple[Group, str]
@@ -37,7 +43,7 @@ def draw_engine_steps(rows: pd.DataFrame, style: Style, title: str) -> Figure:  
     """Draw a bar for each engine at each layout, concurrency and context (StepComparison.rows of one model).
 
     A bar is the profiled step by part. A vertical line is the step that was timed without the profiler; behind the bar is its
-    ratio to the reference.
+    ratio to the reference. A star marks profiled steps that the profiler prolongs.
     """
     from matplotlib.figure import Figure
 
@@ -93,9 +99,12 @@ def _draw_panel(ax: Axes, panel: pd.DataFrame, bars: list[Bar], headings: Mappin
     """Draw the bars of one context; with `named` the engines are written to the left of them."""
     found = {(_get_group(row), str(row["run"])): row for row in panel.to_dict("records")}
     ends = [_draw_bar(ax, y, found[bar]) for y, bar in enumerate(bars) if bar in found]
-    for y, bar in enumerate(bars):
-        if bar[1] and bar not in found:
-            ax.text(0, y, " did not run", va="center", fontsize=8, color="#777777")
+    compared = {group for group, _ in found}
+    for y, (group, run) in enumerate(bars):
+        if run and group in compared and (group, run) not in found:
+            ax.text(0, y, " not measured", **ABSENT_LOOK)
+        if not run and group not in compared:
+            ax.text(0, y + 1, " measured on fewer than two engines", **ABSENT_LOOK)
     names = [headings[group] if not run else format_label(run, MAX_NAME_CHARS) for group, run in bars]
     ax.set_yticks(range(len(bars)), names if named else [""] * len(bars), fontsize=9)
     for tick, (_, run) in zip(ax.get_yticklabels(), bars, strict=True):
@@ -121,7 +130,8 @@ def _draw_bar(ax: Axes, y: int, row: dict[Any, Any]) -> float:
         end = max(left, row["step_ms"])
         ax.plot([row["step_ms"]] * 2, [y - 0.46, y + 0.46], **TIMED_LOOK)
     note = "" if row["parts"] else "  not profiled"
-    ratio = "" if is_missing(row["step_times"]) else f" {format_ratio(row['step_times'], 2)}"
+    star = PROLONGED_STAR if is_prolonged(row["profiled_times"]) else ""
+    ratio = star if is_missing(row["step_times"]) else f" {format_ratio(row['step_times'], 2)}{star}"
     ax.text(end, y, f"{ratio}{note}", va="center", fontsize=8)
     return end
 
@@ -136,10 +146,17 @@ def _list_legend_entries(rows: pd.DataFrame) -> list[Any]:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    present = {name for parts in rows["parts"] for name in parts}
+    steps_us = rows[["profiled_us", "step_ms"]].astype(float).mul([1.0, 1e3]).to_numpy()
+    present = {
+        name for parts in rows["parts"] for name, us in parts.items() if us >= MIN_VISIBLE * float(np.nanmax(steps_us))
+    }
     entries: list[Any] = [Patch(label=name, **look) for name, look in _list_looks() if name in present]
     marker = {"marker": "|", "markersize": 11, "markeredgewidth": 1.8, "linestyle": ""}
-    return [*entries, Line2D([], [], color=TIMED_LOOK["color"], label="timed step, without profiler", **marker)]
+    entries.append(Line2D([], [], color=TIMED_LOOK["color"], label="timed step, without profiler", **marker))
+    if rows["profiled_times"].map(is_prolonged).any():
+        label = f"{PROLONGED_STAR} bar over {MAX_PROFILE_EXCESS * 100:g} % longer: waits of the profiler"
+        entries.append(Line2D([], [], linestyle="", label=label))
+    return entries
 
 
 def _list_headings(rows: pd.DataFrame) -> dict[Group, str]:

@@ -14,14 +14,14 @@ import pandas as pd
 from dcpbench.points.names import CLOSED, UNKNOWN
 from dcpbench.points.point import LOAD_AXES
 from dcpbench.records.metrics import DECODE, METRIC
-from dcpbench.records.record import DUMMY_WEIGHTS
+from dcpbench.records.record import DUMMY_WEIGHTS, SERVER_FLAG
 from dcpbench.reports import findings, launch_bands, marks, rule, words
 from dcpbench.reports.tables import Column, Table, make_column, make_table, make_text_columns
-from dcpbench.show.numbers import format_ratio, format_value_range, is_missing
+from dcpbench.show.numbers import format_integer, format_ratio, format_value_range, is_missing
 from dcpbench.show.text import format_capitalized, format_count, format_list
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Hashable, Mapping
 
     from dcpbench.reports.frames import Frames
 
@@ -282,20 +282,25 @@ def _format_level(rows: pd.DataFrame) -> str:
 
 
 def _format_capacity(frames: Frames, model: str, layout: str) -> str:
-    """Return `; it holds 2.00 (dcpbench) and 1.99 (SGLang 0.5.17) times the KV tokens of tp2`."""
+    """Return `; it holds 2.00 (dcpbench) and 1.99 (SGLang 0.5.17) times the KV tokens of tp2`.
+
+    Engines with a KV cache that a flag limits are named instead.
+    """
     kv = frames.kv
-    own = kv[(kv["model"] == model) & (kv["layout"] == layout) & kv["capacity_ratio"].notna()] if len(kv) else kv
+    own = kv[(kv["model"] == model) & (kv["layout"] == layout)] if len(kv) else kv
     if own.empty:
         return ""
-    ratios = dict(zip(own["run"], own["capacity_ratio"], strict=True))
+    ratios = {run: ratio for run, ratio in zip(own["run"], own["capacity_ratio"], strict=True) if not is_missing(ratio)}
     texts = [f"{ratios[run]:.2f} ({run})" for run in _list_names(frames) if run in ratios]
-    return f"; it holds {format_list(texts)} times the KV tokens of tp{own['tp'].iloc[0]}"
+    held = f"; it holds {format_list(texts)} times the KV tokens of tp{own['tp'].iloc[0]}" if texts else ""
+    limited = [run for run in _list_names(frames) if run in set(own["run"][own["kv_bounded_by"].eq(SERVER_FLAG)])]
+    return f"{held}; a flag limits the KV cache of {format_list(limited)}" if limited else held
 
 
 def format_bullets(frames: Frames, most: int = MAX_SCOPES) -> list[str]:
     """Return the latencies of the engines at the same points, and where DCP is ahead inside each: up to `most` of each kind.
 
-    Latencies are over those of the engine that is ahead most often.
+    Latencies are over those of the engine that is ahead most often; decode points have none of their own.
     """
     rows = compare_engines(frames).rows
     bullets = []
@@ -303,6 +308,8 @@ def format_bullets(frames: Frames, most: int = MAX_SCOPES) -> list[str]:
         first = str(own.drop_duplicates("cell")["over_run"].value_counts(sort=True).index[0])
         reference = own[own["run"] == first].set_index("cell")
         others = own[(own["run"] != first) & own["cell"].isin(reference.index)]
+        if own["mode"].eq(DECODE).all():
+            continue  # ITL is the step, and the output its inverse; engine_steps compares steps
         clauses = []
         for name in LATENCIES:
             times = others.assign(times=others[name].astype(float) / others["cell"].map(reference[name].astype(float)))
@@ -373,8 +380,14 @@ def build_table(frames: Frames) -> Table:
         ("× TTFT", lambda r: format_ratio(r["ttft_ratio"], 2)),
         make_column(METRIC["itl_p50_ms"]),
         ("× ITL", lambda r: format_ratio(r["itl_ratio"], 2)),
-        make_column(METRIC["kv_capacity_tokens"]),
+        (METRIC["kv_capacity_tokens"].heading, _format_capacity_cell),
     ]
     title = "Engines at equal layout and load; × is over the engine with the most output"
     found = rows.rename(columns={"run": "measured_engine"})
     return make_table(title, found, columns, text_columns=len(several) + 3, optional=("TTFT p50 ms", "× TTFT"))
+
+
+def _format_capacity_cell(row: Mapping[str, Any]) -> str:
+    """Return the KV capacity, with a note if a flag of the server limits it."""
+    tokens = format_integer(row["kv_capacity_tokens"])
+    return f"{tokens} (limited by a flag)" if row["kv_bounded_by"] == SERVER_FLAG else tokens

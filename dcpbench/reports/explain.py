@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from dcpbench.points.names import WHOLE
 from dcpbench.records.metrics import DECODE, METRIC, SERVE, get_definitions
-from dcpbench.records.record import A_SERVER, OURS, is_imported_origin
+from dcpbench.records.record import A_SERVER, KV_LIMIT_FLAGS, OURS, SERVER_FLAG, is_imported_origin
 from dcpbench.records.stats import compute_min_samples
 from dcpbench.reports import marks
 from dcpbench.reports.tables import Table
 from dcpbench.show.numbers import format_number, format_percent, is_missing
-from dcpbench.show.text import format_capitalized, format_count
+from dcpbench.show.text import format_capitalized, format_count, format_list
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -108,11 +108,12 @@ SERVED = _split_paragraphs(
 
 MARKS = {
     "values_omitted": "a value that no reader would accept was left out; `omitted` in the record names it.",
-    "noisy": "at the time limit the interval of the median was wider than asked for.",
+    "noisy": "measuring ended, at the time limit or at the longest context of the point, while the interval of the median was wider than asked for.",
     "unsettled": "warm-up ended by time, before two successive medians agreed within 1 %.",
     "drift": "the medians of the first and second half of the samples differ by more than 1 %.",
     "throttled": "the GPU lowered its clocks for heat or power while the point was measured.",
-    "straggler": "one rank was slower than the others, which wait for it; `straggler` in the record names it.",
+    "straggler": "one rank's GPU had a lower clock than the others, which wait for it, or its host took longer to plan a step; `straggler` in "
+    "the record names it. A timed decode step contains no planning, so that only a lower clock makes it longer.",
     "emulated": "a forecast: one rank ran, and what it would have waited for was modelled (docs/emulation.md).",
     "cpu": "functional run on a CPU; not a performance number.",
     "l2_warm": "weights or KV cache are so small that they may stay in the L2 cache, which flatters the time.",
@@ -130,7 +131,8 @@ MARKS = {
     "nominal_lengths": "requests were on average more than 5 % shorter or longer than the lengths asked for, by which they are "
     "shown: answers ended early, or lengths were drawn.",
     "requests_failed": "some requests failed; all figures are of the others.",
-    "gaps_divided": "tokens came several at a time: the gap between two stream chunks is divided over the later one's tokens.",
+    "gaps_divided": "some tokens of a request were read several at a time: the gap before them is divided over them, so that single gaps are means "
+    "of a few. `divided_tokens` of `server.facts` in the record has their share at decode points.",
     "client_bound": "the client that sent the requests was itself too slow, or other programs had its cores: it sent late, so that latencies are "
     "upper bounds and the output of clients that wait for answers is a lower one; give it cores of its own, or send less.",
     "dummy_weights": "the server has its engine's dummy weights, with which every token takes the same few experts: the speed of "
@@ -149,6 +151,10 @@ BOUNDS = {
     "sweep": (
         "sweep: the pool was sized for the largest point of the sweep, on a GPU because not all weights fit, so "
         "that the KV capacity with all weights is unknown; compare tokens per GiB instead."
+    ),
+    SERVER_FLAG: (
+        f"{SERVER_FLAG}: a flag of the server ({format_list(KV_LIMIT_FLAGS, 'or')}) limits its KV cache, so that its capacity without it is "
+        "unknown."
     ),
 }
 

@@ -20,7 +20,8 @@ import pandas as pd
 from dcpbench.points.layout import DEGREES
 from dcpbench.points.names import CLOSED, GAMMA, REPLAY
 from dcpbench.records.metrics import METRIC, PERCENTILES
-from dcpbench.reports import launch_bands, words
+from dcpbench.records.record import SERVER_FLAG
+from dcpbench.reports import findings, launch_bands, words
 from dcpbench.reports.floors import PHASE_COLUMN
 from dcpbench.reports.style import FLOOR_LOOK, IDLE_COLOUR, PHASE_COLOURS, REST_COLOUR, Style, format_label
 from dcpbench.show.figures import (
@@ -738,7 +739,7 @@ def draw_capacity(points: pd.DataFrame, style: Style, title: str) -> Figure:  # 
     best = best.assign(layout=best["instance"])
     best = best.drop_duplicates("layout").sort_values([*DEGREES], kind="stable")
     panels = [("kv_tokens_per_gib", "tokens held per GiB of KV memory on each GPU", best)]
-    real = best[best["kv_bounded_by"] != "sweep"]
+    real = best[~best["kv_bounded_by"].isin(findings.NO_CAPACITY)]
     if len(real):
         panels.append(("kv_capacity_tokens", "tokens held in all", real))
     columns = len(panels)
@@ -774,12 +775,16 @@ MAX_ENGINE_CELLS = 12
 
 
 def draw_engines(rows: pd.DataFrame, style: Style, title: str) -> Figure:  # noqa: ARG001 - same call for all
-    """Draw a bar per engine at each layout and load (EngineComparison.rows of one model and mode), a panel per metric."""
+    """Draw a bar per engine at each layout and load (EngineComparison.rows of one model and mode), a panel per metric.
+
+    KV capacities are left out if those of an engine are limited by a flag.
+    """
     from matplotlib.patches import Patch
 
     runs = list(dict.fromkeys(rows.sort_values("place", kind="stable")["run"]))
     cells = list(dict.fromkeys(rows["cell"]))[:MAX_ENGINE_CELLS]
-    panels = [metric for metric in ENGINE_PANELS if rows[metric.name].notna().any()]
+    limited = {"kv_capacity_tokens"} if rows["kv_bounded_by"].eq(SERVER_FLAG).any() else set()
+    panels = [metric for metric in ENGINE_PANELS if metric.name not in limited and rows[metric.name].notna().any()]
     height = 0.17 * len(cells) * (len(runs) + 1) + 1.2
     columns = choose_columns(len(panels))
     figure, axes = _make_grid(title, len(panels), columns, (columns * 4.2, height), 0.8)

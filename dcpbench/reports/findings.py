@@ -20,6 +20,7 @@ from dcpbench.points.layout import DEGREES, Layout, find_ep_degree, format_layou
 from dcpbench.points.names import CLOSED, LIVE, REPLAY
 from dcpbench.points.point import select_point_axes
 from dcpbench.records.metrics import KV_TABLE, REPLAYED
+from dcpbench.records.record import SERVER_FLAG
 from dcpbench.records.runs import compute_measurement_digest
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN, compute_median_distance
 from dcpbench.reports import launch_bands
@@ -62,6 +63,8 @@ KV_COLUMNS = (
     "kv_capacity_tokens",
 )
 """Columns of compute_kv_by_layout, in addition to the metrics of its table."""
+NO_CAPACITY = ("sweep", SERVER_FLAG)
+"""Limits with which the size of a KV cache says nothing about the capacity of a layout."""
 PAYS = ("higher", "alone")
 """Verdicts of compare_dcp_with_best with which DCP pays."""
 MIN_IN_FLIGHT_SHARE = 0.9
@@ -337,7 +340,8 @@ def compute_kv_by_layout(points: pd.DataFrame) -> pd.DataFrame:
     without DCP or DP.
 
     `kv_ratio` is the gain in tokens per GiB, or in tokens for a server, which does not report the memory of its pool.
-    `capacity_ratio` is the gain in tokens; it is missing if a pool was sized for the largest point of a sweep.
+    `capacity_ratio` is the gain in tokens; it is missing if a pool was sized for the largest point of a sweep, or if
+    a flag of the server limits it.
     """
     if points.empty or points["kv_capacity_tokens"].isna().all():
         return pd.DataFrame()
@@ -348,7 +352,7 @@ def compute_kv_by_layout(points: pd.DataFrame) -> pd.DataFrame:
     best = best.sort_values(["run", "model", *DEGREES], kind="stable")
     plain = best[(best["dp"] == 1) & (best["dcp"] == 1) & (best["kv_capacity_tokens"] > 0)]
     first = match_rows(best, plain, ["run", "model", "tp"])
-    real = best["kv_bounded_by"].ne("sweep") & first["kv_bounded_by"].ne("sweep")
+    real = ~best["kv_bounded_by"].isin(NO_CAPACITY) & ~first["kv_bounded_by"].isin(NO_CAPACITY)
     capacity = (best["kv_capacity_tokens"].astype(float) / first["kv_capacity_tokens"].astype(float)).where(real)
     per_gib = best["kv_tokens_per_gib"].astype(float) / first["kv_tokens_per_gib"].astype(float)
     return best.assign(kv_ratio=per_gib.fillna(capacity), capacity_ratio=capacity)

@@ -86,7 +86,8 @@ def format_decode_sentences(points: pd.DataFrame) -> list[str]:
         return []
     texts = []
     held = points.dropna(subset=["floor_share"])
-    for (_, model), group in held.groupby(["run", "model"], sort=False):
+    for (run, model), group in held.groupby(["run", "model"], sort=False):
+        subject = _name_group(points, str(run), str(model))
         rows = sorted(group.to_dict("records"), key=lambda row: row["floor_share"])
         far, near = ({str(k): v for k, v in row.items()} for row in (rows[0], rows[-1]))
         over, least = (format_ratio(1 / row["floor_share"], 2) for row in (far, near))
@@ -95,12 +96,18 @@ def format_decode_sentences(points: pd.DataFrame) -> list[str]:
         lost = ", ".join(map(str, list_named_losses(far, MAX_SENTENCE_PHASES)))
         lost = f". Largest losses, as shares of their own limits: {lost}" if lost else ""
         if len(rows) == 1 or over == least:
-            texts.append(f"{model}: a step takes {over} what this machine allows ({where}: {took}){lost}.")
+            texts.append(f"{subject}: a step takes {over} what this machine allows ({where}: {took}){lost}.")
         else:
             texts.append(
-                f"{model}: a step takes {least} to {over} what this machine allows; furthest is {where}: {took}{lost}."
+                f"{subject}: a step takes {least} to {over} what this machine allows; furthest is {where}: {took}{lost}."
             )
     return texts
+
+
+def _name_group(points: pd.DataFrame, run: str, model: str) -> str:
+    """Return the model, with the run or engine if several of these points' runs have it."""
+    runs = set(points["run"][points["model"] == model])
+    return f"{model}, {run}" if len(runs) > 1 else model
 
 
 def format_served_sentences(points: pd.DataFrame) -> list[str]:
@@ -110,7 +117,8 @@ def format_served_sentences(points: pd.DataFrame) -> list[str]:
     if points.empty or "prefill_floor_share" not in points:
         return []
     texts = []
-    for (_, model), group in points.groupby(["run", "model"], sort=False):
+    for (run, model), group in points.groupby(["run", "model"], sort=False):
+        subject = _name_group(points, str(run), str(model))
         prompts, products, others = (
             group[f"{name}_share"].dropna() for name in ("prefill_floor", "prefill_matmul", "decode_floor")
         )
@@ -121,7 +129,9 @@ def format_served_sentences(points: pd.DataFrame) -> list[str]:
         if len(others):
             clauses.append(f"steps without prompts {'' if clauses else 'take '}{format_value_range(1 / others)}")
         texts += (
-            [f"{model}: {', '.join(clauses)}{'' if len(prompts) else ' what this machine allows'}."] if clauses else []
+            [f"{subject}: {', '.join(clauses)}{'' if len(prompts) else ' what this machine allows'}."]
+            if clauses
+            else []
         )
     return texts
 

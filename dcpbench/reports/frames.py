@@ -30,6 +30,7 @@ from dcpbench.records.record import (
     MAX_SUM_ERROR,
     OURS,
     PHASES_DIFFER,
+    SERVER_FLAG,
     Interval,
     Kv,
     ServeMetrics,
@@ -41,6 +42,7 @@ from dcpbench.records.record import (
     get_reason,
     is_functional,
     is_imported_origin,
+    is_kv_limited,
     is_rejected_for_memory,
 )
 from dcpbench.records.runs import Run, read_run
@@ -442,6 +444,7 @@ def _make_point_row(run: str, records: list[Record]) -> dict[str, Any]:
         "device": next(filter(None, map(get_device, records)), None),
         "slo_recorded": objectives.get_recorded_slo(records[0]),
         **{f"kv_{name}": getattr(kv, name, None) for name in Kv.__struct_fields__},
+        **({"kv_bounded_by": SERVER_FLAG} if any(map(is_kv_limited, records)) else {}),
         "room_for": kv.capacity_requests * instances.serving if kv else None,
         **merge_metrics(records, "kv_tokens_per_gib"),
         **{f"phase_{name}_us": compute_median(p.phase_us.get(name, 0.0) for p in profiled) for name in phases},
@@ -469,8 +472,10 @@ def _list_marks(record: Record) -> list[str]:
 
 
 def _make_profile_columns(profiled: list[Phases]) -> dict[str, Any]:
-    """Return the time of the profiled step, and the largest deviation of the sum of its phases."""
+    """Return the time of the profiled step, the largest deviation of the sum of its phases, and what is left out of it."""
+    waits = [p.host_wait_us for p in profiled if p.host_wait_us is not msgspec.UNSET]
     return {
+        **({"host_wait_us": compute_median(waits)} if waits else {}),
         "profiled_us": compute_median(p.step_us for p in profiled),
         "phase_sum_error": max((p.sum_error for p in profiled), key=abs),
     }

@@ -13,7 +13,19 @@ from dcpbench.points.names import CLOSED, ENGINE_NAMES, PREFILLS, REPLAY, TOOLS,
 from dcpbench.points.point import UNKNOWN_LAYOUT
 from dcpbench.records.record import A_SERVER, CPU, DUMMY_WEIGHTS, is_imported_origin
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
-from dcpbench.reports import answer, engines, findings, floors, joined_runs, launch_bands, marks, rule, slo, words
+from dcpbench.reports import (
+    answer,
+    engine_steps,
+    engines,
+    findings,
+    floors,
+    joined_runs,
+    launch_bands,
+    marks,
+    rule,
+    slo,
+    words,
+)
 from dcpbench.serving.step_times import PADDED_ROWS
 from dcpbench.show.numbers import format_number, format_percent, is_missing
 from dcpbench.show.text import format_capitalized, format_count, format_list
@@ -353,6 +365,7 @@ def format_bullets(frames: Frames) -> list[str]:
         text
         for text in (
             *([_describe_dcp_gain(frames)] if not frames.engines else engines.format_bullets(frames, 1)),
+            *engine_steps.describe_differences(frames),
             _describe_rejections(frames),
             floors.format_short_sentence(frames.points),
             _describe_kv_capacity(frames) if not frames.engines else "",

@@ -54,9 +54,9 @@ SUMS = {MATRIX_PRODUCTS: (PROJECTIONS, EXPERTS), COMMUNICATION: (EXCHANGE, REDUC
 CONTENTS = (
     "dcpbench's parts are ranges of its code, those of other engines follow from the names of their kernels. Work that "
     "dcpbench's ranges contain in another part: latent norms, rotary embedding and their quantisation in projections, "
-    "sampling in projections, the shared expert, the router and the quantisation of rows in experts, and the all-reduce of the "
+    "sampling and the gather of logits in projections, the shared expert, the router and the quantisation of rows in experts, and the all-reduce of the "
     "embedding in other kernels. In other engines the products of the shared expert are projections unless it is fused with the routed "
-    "experts, and activations of dense layers are experts. So projections and experts are compared by their sum. Where kernels overlap, each moment counts for the kernel that "
+    "experts, activations of dense layers are experts, the gather of logits is exchange, and copies before and after an exchange are other kernels. So projections and experts are compared by their sum. Where kernels overlap, each moment counts for the kernel that "
     "began first."
 )
 DP_CONTENTS = (
@@ -94,6 +94,10 @@ def add_sums(parts: Mapping[str, float]) -> dict[str, float]:
         if enough[name](own in parts for own in of)
     }
     return {**parts, **sums}
+
+
+PROLONGED = (EXCHANGE, REDUCE, COMMUNICATION, IDLE)
+"""Parts that contain waits for the host or for other ranks, which the profiler prolongs."""
 
 
 def list_compared_parts(*, dp: bool) -> list[str]:

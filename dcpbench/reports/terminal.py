@@ -120,7 +120,7 @@ def _render_engine_steps(frames: Frames) -> list[RenderableType]:
         Column("engine", list(map(str, rows["run"])), text=True),
         _make_number_column("step", rows["step_ms"], 3),
         Column("×", [format_ratio(v, 2) for v in rows["step_times"]]),
-        _make_number_column("profiled", rows["profiled_us"] / 1e3, 3, drop=len(parts) + 1, full_name="profiled step"),
+        Column("profiled", _format_profiled_ms(rows), drop=len(parts) + 1, full_name="profiled step"),
         *(
             Column(STEP_COLUMNS.get(name, name), _format_part_ms(rows, name), drop=len(parts) - i, full_name=name)
             for i, name in enumerate(parts)
@@ -128,8 +128,17 @@ def _render_engine_steps(frames: Frames) -> list[RenderableType]:
         Column("unknown", [engine_steps.format_unknown_share(row) for row in rows.to_dict("records")], drop=len(parts)),
     ]
     title = f"{engine_steps.TITLE}: ms, and × of the step over {found.reference}"
-    notes = [make_plain_text(text) for text in engine_steps.describe_limits(frames)]
+    texts = [*engine_steps.describe_differences(frames), *engine_steps.describe_limits(frames)]
+    notes = [make_plain_text(text) for text in texts]
     return [FittedTable(title, list(rows["layout"]), columns, gap=1), *notes]
+
+
+def _format_profiled_ms(rows: pd.DataFrame) -> list[str]:
+    """Return each profiled step in ms, with a star if the profiler prolongs it."""
+    return [
+        f"{format_number(us / 1e3, 3)}{engine_steps.PROLONGED_STAR if engine_steps.is_prolonged(times) else ''}"
+        for us, times in zip(rows["profiled_us"], rows["profiled_times"], strict=True)
+    ]
 
 
 def _format_part_ms(rows: pd.DataFrame, name: str) -> list[str]:

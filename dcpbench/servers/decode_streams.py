@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
+import numpy.ma  # np.median loads it in its first call, during which the client would read no tokens
 
 from dcpbench.errors import WorkerError
 from dcpbench.records.formulas import compute_token_times

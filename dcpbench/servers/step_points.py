@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import datetime as dt
+import statistics
 import time
 from typing import TYPE_CHECKING
 
@@ -33,8 +34,9 @@ from dcpbench.servers.profile import find_traces, find_waits, run_profiler, wait
 from dcpbench.servers.step_floors import compute_engine_floor
 from dcpbench.servers.step_probe import ServerLimits, StepProbe, measure_case
 from dcpbench.serving.step_times import Case, Decodes
+from dcpbench.show.numbers import format_percent
 from dcpbench.show.terminal import print_stderr
-from dcpbench.syncs.kernel_time import measure_steps
+from dcpbench.syncs.kernel_time import COMMUNICATION_PARTS, MAX_DISTURBANCE, measure_steps
 from dcpbench.syncs.ranks import is_front_end
 
 if TYPE_CHECKING:
@@ -52,9 +54,10 @@ if TYPE_CHECKING:
     from dcpbench.servers.step_probe import CaseSamples
     from dcpbench.syncs.kernel_time import StepTime
 
-NOISY = "noisy"  # mark: the time limit came before the interval was narrow enough
+NOISY = "noisy"  # mark: measuring ended before the interval was narrow enough
 WAITS_UNKNOWN = "waits_unknown"  # fact: why the waits of the host were not counted, although the step was profiled
 MEASURED_CONTEXT = "measured_context"  # fact: KV tokens of a request while its steps were timed
+DIVIDED_TOKENS = "divided_tokens"  # fact: share of tokens that the client read together with others of their request
 END_S = 1.0  # in which a server that has closed its connections ends
 NEAR_TOKENS = 16  # deviation of the mean context that matters to no step
 PROFILED_STEPS = 14  # steps of all requests while the profiler runs
@@ -167,21 +170,28 @@ class StepPoints:
                 tell=tell,
             )
         if traces is not None and not measured.unprofiled:
-            await self._read_profile(traces, before, config.traces_wait_s, measured, tell)
+            timed_ms = statistics.median(measured.samples.samples_ms)
+            await self._read_profile(traces, before, config.traces_wait_s, timed_ms, measured, tell)
         if measured.unprofiled:
             print_stderr(f"{config.target.url} was not profiled: {measured.unprofiled}")
         if measured.uncounted:
             print_stderr(f"{config.target.url}: waits of the host are not counted: {measured.uncounted}")
 
     async def _read_profile(
-        self, folder: Path, before: dict[Path, int], wait_s: float, measured: _Measured, tell: Callable[[str], None]
+        self,
+        folder: Path,
+        before: dict[Path, int],
+        wait_s: float,
+        timed_ms: float,
+        measured: _Measured,
+        tell: Callable[[str], None],
     ) -> None:
         """Wait for the traces of all ranks, and read phases and waits from them."""
         paths: list[Path] = []
         try:
             paths = await wait_for_traces(folder, before, wait_s, tell)
             tell("reading the traces")
-            measured.phases = await asyncio.to_thread(read_phases, paths)
+            measured.phases = await asyncio.to_thread(read_phases, paths, timed_ms)
             measured.waits = await asyncio.to_thread(find_waits, paths)
         except DcpbenchError as e:
             if measured.phases is None:
@@ -214,28 +224,44 @@ def _sample_into(gpus: VisibleGpus | None, measured: _Measured) -> Iterator[None
         measured.gpu = get_state()
 
 
-def read_phases(paths: Sequence[Path]) -> Phases:
-    """Return the parts of a decode step from the traces of a server's ranks, for the rank with the longest step.
+def read_phases(paths: Sequence[Path], timed_ms: float) -> Phases:
+    """Return the parts of a typical decode step from the traces of a server's ranks.
 
-    Each moment counts for the kernel that began first, so that parts and idle time add up to the step. Raise WorkerError
-    if no trace has decode steps, TraceError if one cannot be read.
+    Each moment counts for the kernel that began first, so that parts and idle time add up to the step. Of the ranks it is the one with
+    the shortest communication: in the others, communication contains the wait for this one. `timed_ms` is the step that was timed
+    without the profiler. Raise WorkerError if no trace has decode steps, TraceError if one cannot be read.
     """
     times = [time for path in paths if not is_front_end(path.name) for time in measure_steps(path)]
     found = [time for time in times if time.kind in DECODE_KINDS]
     if not found:
         raise WorkerError("its traces hold no step in which all requests decode; see `dcpbench syncs kernels`.")
-    return make_phases(max(found, key=lambda time: time.step_us))
+    return make_phases(min(found, key=_get_communication_us), timed_ms)
 
 
-def make_phases(found: StepTime) -> Phases:
-    """Return the time of a step by part as a record has it."""
+def _get_communication_us(time: StepTime) -> float:
+    return sum(time.typical.part_us.get(part, 0.0) for part in COMMUNICATION_PARTS)
+
+
+def make_phases(found: StepTime, timed_ms: float) -> Phases:
+    """Return the time of a typical step by part as a record has it.
+
+    Waits for launches of the host count as idle time, unless the step with them is longer than the one that was timed without the
+    profiler: then the profiler has prolonged them, and they are kept apart.
+    """
+    typical = found.typical
+    idle_us, apart_us = typical.idle_us + typical.host_wait_us, 0.0
+    if typical.step_us + typical.host_wait_us > (1 + MAX_DISTURBANCE) * timed_ms * 1e3:
+        idle_us, apart_us = typical.idle_us, typical.host_wait_us
+    step_us = sum(typical.part_us.values()) + idle_us
     return Phases(
-        step_us=found.step_us,
-        phase_us=found.exposed_part_us,
-        idle_us=found.idle_us,
-        idle_fraction=found.idle_us / found.step_us if found.step_us else 0.0,
+        step_us=step_us,
+        phase_us=typical.part_us,
+        idle_us=idle_us,
+        idle_fraction=idle_us / step_us if step_us else 0.0,
         kernels=round(sum(kernel.per_step for kernel in found.kernels)),
         steps=found.steps,
+        host_wait_us=apart_us,
+        disturbed=typical.count_disturbed(step_us),
     )
 
 
@@ -260,6 +286,9 @@ def _make_record(
     metrics = compute_decode_metrics(samples.samples_ms, point.concurrency, point.tp)
     mean = samples.context_mean or 0.0
     context = f"{samples.context_min:,} to {samples.context_max:,}, mean {mean:,.0f}"
+    facts = {MEASURED_CONTEXT: context}
+    if samples.divided_share > 0:
+        facts[DIVIDED_TOKENS] = format_percent(samples.divided_share)
     warnings = {
         NOISY: not samples.precise,
         GAPS_DIVIDED: samples.divided_share > 0,
@@ -282,6 +311,6 @@ def _make_record(
             server,
             counted=samples.counted_by,
             client=client,
-            facts={**server.facts, MEASURED_CONTEXT: context},
+            facts={**server.facts, **facts},
         ),
     )

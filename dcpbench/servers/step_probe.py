@@ -15,10 +15,11 @@ import asyncio
 import contextlib
 import dataclasses
 import enum
+import math
 import secrets
 import statistics
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 import msgspec
 import numpy as np
@@ -54,6 +55,7 @@ STEPS_BETWEEN = 4  # decode steps between two prompts of a mixed case
 OVERHEAD_TOKENS, OVERHEAD_REPEATS = 8, 9
 MIN_REQUEST_MS = 0.1  # of a request outside of steps: a server never sees one in the instant of another's last token
 LOOK_S, TELL_S = 0.2, 1.0  # between two looks at the samples, and between two reports of progress
+MORE_STEPS = 1.25  # factor by which the steps grow until the samples of all requests are computed again
 LOOKED_REQUESTS = 2  # requests of which the samples are looked at: tokens are not read meanwhile
 FILLED_S = 0.02  # after which prompts follow the one that fills steps
 SETTLE_S = 0.2  # after requests were cancelled; the engine ends them a step later
@@ -338,8 +340,7 @@ async def _measure_decodes(
             began, cpu = time.perf_counter(), time.process_time()
             samples, precise = await _take_steps(probe.rule, window, plan, tell)
             cpu_share = (time.process_time() - cpu) / (time.perf_counter() - began)
-        divided = streams.compute_divided_share(window.begin_s)
-        low, high, mean = window.compute_contexts(len(samples))
+        of_window = _describe_window(window, len(samples))
         if while_running is not None:
             await while_running(streams)
     await _settle(probe)
@@ -348,35 +349,52 @@ async def _measure_decodes(
         samples_ms=samples,
         method=Method.DECODE,
         precise=precise,
-        context_min=low,
-        context_max=high,
-        context_mean=mean,
-        divided_share=divided,
+        **of_window,
         counted_by=streams.replies[0].counted_by,
         client_cpu_share=cpu_share,
     )
 
 
+class _WindowFields(TypedDict):
+    """Fields of CaseSamples that describe the decodes of a window."""
+
+    context_min: int
+    context_max: int
+    context_mean: float
+    divided_share: float
+
+
+def _describe_window(window: StepWindow, steps: int) -> _WindowFields:
+    """Return the contexts of the first `steps` steps of a window, and the share of its tokens that arrived several at a time."""
+    low, high, mean = window.compute_contexts(steps)
+    divided = window.streams.compute_divided_share(window.begin_s)
+    return _WindowFields(context_min=low, context_max=high, context_mean=mean, divided_share=divided)
+
+
 async def _take_steps(
     rule: StopRule, window: StepWindow, plan: DecodePlan, tell: Callable[[str], None]
 ) -> tuple[list[float], bool]:
-    """Return the times of the steps of a window, once the stop rule is met after as many as planned, and whether they are
-    precise.
+    """Return the times of the steps of a window, and whether they are precise.
+
+    The window ends when the stop rule is met after as many steps as planned, at its time limit or after the maximum number of steps.
+    The times are medians over all requests. Computing them takes long enough to delay the client, so that a few requests are
+    looked at until they meet the rule.
     """
     began = reported_s = time.perf_counter()
+    needed = plan.window
     while True:
         await asyncio.sleep(LOOK_S)
         window.streams.check_running()
         looked = time.perf_counter()
         samples = window.list_samples_ms(LOOKED_REQUESTS)[: plan.max_steps]
         verdict = rule.get_stop_reason(samples, looked - began)
-        if (
-            verdict == "noisy"
-            or len(samples) == plan.max_steps
-            or (verdict is not None and len(samples) >= plan.window)
-        ):
-            samples = window.list_samples_ms()[: plan.max_steps]
-            return samples, rule.get_stop_reason(samples, looked - began) == "precise"
+        is_over = verdict == "noisy" or len(samples) == plan.max_steps
+        if is_over or (verdict is not None and len(samples) >= needed):
+            found = window.list_samples_ms()[: plan.max_steps]
+            of_all = rule.get_stop_reason(found, looked - began)
+            if is_over or of_all is not None:
+                return found, of_all == "precise"
+            needed = math.ceil(len(samples) * MORE_STEPS)
         if looked - reported_s >= TELL_S:
             reported_s = looked
             tell(f"{len(samples)} steps" + (f" of {statistics.median(samples):.2f} ms" if samples else ""))

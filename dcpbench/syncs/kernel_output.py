@@ -13,11 +13,13 @@ from dcpbench.show.streams import write_json
 from dcpbench.show.terminal import ProgressLine, make_console, print_stderr
 from dcpbench.show.text import format_count, make_printable
 from dcpbench.syncs.files import expand_names
-from dcpbench.syncs.kernel_time import StepTime, measure_steps
+from dcpbench.syncs.kernel_time import MAX_DISTURBANCE, StepTime, measure_steps
 from dcpbench.syncs.ranks import is_front_end
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+MIN_SHOWN_US = 0.05  # shorter times are shown as 0.0
 
 
 def run_kernels(names: Sequence[str], step_range: str | None, top: int, *, as_json: bool) -> int:
@@ -40,7 +42,7 @@ def run_kernels(names: Sequence[str], step_range: str | None, top: int, *, as_js
         return 0
     console = make_console()
     for step in found:
-        sys.stdout.write(format_heading(step) + "\n")
+        sys.stdout.write(f"{format_heading(step)}\n{format_typical_step(step)}\n")
         console.print(_make_part_table(step))
         if top:
             console.print(_make_kernel_table(step, top))
@@ -56,12 +58,23 @@ def format_heading(step: StepTime) -> str:
     )
 
 
+def format_typical_step(step: StepTime) -> str:
+    """Return the median step, and how many steps the profiler disturbed."""
+    typical = step.typical
+    waits = f", and the GPU waits for the host's launches for a further {typical.host_wait_us:,.1f} µs"
+    return (
+        f"Median step without waits for the host: {typical.step_us:,.1f} µs, of which no kernel runs for {typical.idle_us:,.1f} µs"
+        f"{waits if typical.host_wait_us >= MIN_SHOWN_US else ''}. {typical.count_disturbed(typical.step_us):,} of "
+        f"{format_count(step.steps, 'step')} last more than {MAX_DISTURBANCE * 100:g} % longer than that."
+    )
+
+
 def _make_part_table(step: StepTime) -> Table:
     table = Table(box=None, pad_edge=False)
     for heading in ("part", "µs", "share of step"):
         table.add_column(heading, justify="left" if heading == "part" else "right")
     rows = step.part_us | {"no kernel": step.idle_us}
-    if step.overlap_us >= 0.05:  # noqa: PLR2004 - is shown as 0.0 below
+    if step.overlap_us >= MIN_SHOWN_US:
         rows["overlap of streams, subtracted"] = -step.overlap_us
     for part, us in rows.items():
         table.add_row(part, f"{us:,.1f}", f"{us / step.step_us:.1%}" if step.step_us else "")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from dcpbench.syncs.traces.columns import Columns
 
 UNKNOWN = "unknown"
+COMMUNICATION_PARTS = ("all-reduce", "exchange")  # parts in which a rank waits for the others
+MAX_DISTURBANCE = 0.03  # share by which a step may last longer than the typical one and not count as disturbed
 PARTS = (
     ("all-reduce", r"[Aa]ll_?[Rr]educe|cross_device_reduce|one_?shot|two_?shot|multimem_reduce"),
     (
@@ -105,6 +107,29 @@ class KernelTime(msgspec.Struct, frozen=True, kw_only=True):
     us: float
 
 
+class TypicalStep(msgspec.Struct, frozen=True, kw_only=True):
+    """Hold the medians over the steps of one kind in microseconds, which a minority of disturbed steps does not change.
+
+    The profiler makes each launch of the host take longer. A step that is short for the GPU then waits for the host, which it does
+    not do without the profiler, so these waits are kept apart.
+    """
+
+    step_us: float
+    """Sum of `part_us` and `idle_us`: the step without `host_wait_us`."""
+    part_us: dict[str, float]
+    """Median time of each part, the longest first. Where kernels overlap, each moment counts for the one that began first."""
+    idle_us: float
+    """Median time in which no kernel or copy runs although the next one has been launched."""
+    host_wait_us: float
+    """Median time in which no kernel or copy runs because the host has not launched the next one."""
+    durations_us: list[float]
+    """Time of each step, with its waits."""
+
+    def count_disturbed(self, step_us: float) -> int:
+        """Return the number of steps that last longer than `step_us` by more than MAX_DISTURBANCE."""
+        return sum(us > (1 + MAX_DISTURBANCE) * step_us for us in self.durations_us)
+
+
 class StepTime(msgspec.Struct, frozen=True, kw_only=True):
     """Hold the GPU time of the steps of one kind, as means over the steps in microseconds."""
 
@@ -122,8 +147,9 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
     """Sum of the kernels' times minus the time in which at least one runs."""
     kernels: list[KernelTime]
     """Kernels and copies, the one that takes most first. Their times and `idle_us` minus `overlap_us` add up to `step_us`."""
-    exposed_part_us: dict[str, float] = {}
+    exposed_part_us: dict[str, float]
     """Time of each part in which no kernel that began before still runs; with `idle_us` it adds up to `step_us`."""
+    typical: TypicalStep
 
     @property
     def part_us(self) -> dict[str, float]:
@@ -177,12 +203,73 @@ def _compute_times(path: str, columns: Columns, steps: Steps) -> list[StepTime]:
     moments = np.where(launch >= 0, calls.start[launch], gpu.start) if len(calls) else gpu.start
     step_of = np.array([-1 if i is None else i for i in steps.find_indices(moments)])
     begins = np.array([gpu.start[step_of == i].min(initial=np.inf) for i in range(len(steps))])
+    timeline = _make_timeline(columns, launch)
     found = []
     for kind, members in steps.find_steady().items():
         whole = [i for i in members if i + 1 < len(steps) and begins[i] < begins[i + 1] < np.inf]
         if whole:
-            found.append(_average(path, kind, columns, step_of, begins, whole))
+            typical = _find_typical_step(timeline, begins, whole)
+            found.append(_average(path, kind, columns, step_of, begins, whole, typical))
     return found
+
+
+class _Timeline(NamedTuple):
+    """Hold all GPU work of a trace in order of start, with the time since the work before it ended."""
+
+    start: NDArray[np.float64]
+    reached: NDArray[np.float64]  # end of all work that began earlier; not after `start`
+    exposed: NDArray[np.float64]  # time in which no work that began earlier runs
+    late: NDArray[np.bool_]  # True if the GPU was idle before the call that launched the work had returned
+    part: NDArray[np.int64]
+    parts: tuple[str, ...]
+
+
+def _make_timeline(columns: Columns, launch: NDArray[np.int64]) -> _Timeline:
+    """Return the GPU work of a trace; `launch` is the index of the call that launched each row, -1 if it is unknown.
+
+    A graph is launched by one call, and its later kernels wait for the kernels before them, not for the host.
+    """
+    gpu, calls = columns.tables["gpu"], columns.tables["calls"]
+    order = np.argsort(gpu.start, kind="stable")
+    start, end, launch = gpu.start[order], gpu.end[order], launch[order]
+    reached = np.concatenate([start[:1], np.maximum.accumulate(end)[:-1]])
+    first = np.concatenate([[True], launch[1:] != launch[:-1]])
+    returned = np.where(launch >= 0, calls.end[launch], -np.inf) if len(calls) else np.full(len(start), -np.inf)
+    parts = (*(part for part, _ in PARTS), UNKNOWN)
+    part_of = np.array([parts.index(find_part(name)) for name in columns.names])
+    return _Timeline(
+        start=start,
+        reached=np.minimum(reached, start),
+        exposed=np.maximum(end - np.maximum(start, reached), 0.0),
+        late=first & (returned > reached),
+        part=part_of[gpu.name[order]],
+        parts=parts,
+    )
+
+
+def _find_typical_step(timeline: _Timeline, begins: NDArray[np.float64], members: Sequence[int]) -> TypicalStep:
+    """Return the medians over these steps, each of which ends where the next one begins."""
+    of_step = [_divide_step(timeline, begins[i], begins[i + 1]) for i in members]
+    *parts, idle_us, host_wait_us = np.median(of_step, axis=0).tolist()
+    part_us = {part: us for part, us in zip(timeline.parts, parts, strict=True) if us > 0}
+    step_us = sum(part_us.values()) + idle_us
+    return TypicalStep(
+        step_us=step_us,
+        part_us=dict(sorted(part_us.items(), key=lambda item: -item[1])),
+        idle_us=idle_us,
+        host_wait_us=host_wait_us,
+        durations_us=[float(begins[i + 1] - begins[i]) for i in members],
+    )
+
+
+def _divide_step(timeline: _Timeline, begin: float, end: float) -> NDArray[np.float64]:
+    """Return the time of each part, the time without work, and that in which the host had not launched the next work."""
+    inside = slice(*np.searchsorted(timeline.start, [begin, end]).tolist())
+    busy = np.bincount(timeline.part[inside], timeline.exposed[inside], minlength=len(timeline.parts))
+    since = np.maximum(timeline.reached, begin)
+    gap = np.maximum(np.minimum(timeline.start, end) - since, 0.0)
+    waits = float(gap[timeline.late & (timeline.start > begin) & (timeline.reached < end)].sum())
+    return np.array([*busy, end - begin - busy.sum() - waits, waits])
 
 
 def _average(
@@ -192,6 +279,7 @@ def _average(
     step_of: NDArray[np.int64],
     begins: NDArray[np.float64],
     members: Sequence[int],
+    typical: TypicalStep,
 ) -> StepTime:
     """Return the means over these steps, each of which is followed by another one."""
     gpu = columns.tables["gpu"]
@@ -219,6 +307,7 @@ def _average(
         overlap_us=(total - busy) / count,
         kernels=kernels,
         exposed_part_us=_sum_exposed_parts([columns.names[number] for number in names], start, end, count),
+        typical=typical,
     )
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import signal
+import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +23,7 @@ from dcpbench.points.layout import Layout
 from dcpbench.points.shapes import load_shape
 from dcpbench.records.record import EngineSettings, Rates, Server
 from dcpbench.records.runs import Run, read_run
-from dcpbench.reports import explain, frames, joined_runs
+from dcpbench.reports import explain, frames, joined_runs, overview
 from dcpbench.servers import step_points
 from dcpbench.servers.engine_flags import read_limits
 from dcpbench.servers.presets import PRESETS, Engine, use_step_profiler
@@ -177,6 +180,46 @@ def test_a_run_goes_on_where_it_was_left(sweep: Sweep) -> None:
     assert [r.point.concurrency for r in sweep.records] == [2, 3]
 
 
+def test_a_run_that_is_interrupted_in_a_point_goes_on_with_it(sweep: Sweep, tmp_path: Path) -> None:
+    """SIGINT comes while the second point decodes, as `timeout -s INT` sends it; its record says so until it is measured."""
+    words = [
+        "--engine",
+        str(tmp_path / "engine.toml"),
+        *POINTS,
+        "--concurrency",
+        "2,3",
+        "--dcp",
+        "1",
+    ]
+    sweep("--dry-run")  # writes the engine's file
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dcpbench", "sweep", *words, "--no-profile", "--device", "cpu", "-o", str(sweep.run)],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    lines = []
+    for line in process.stderr:
+        lines.append(line)
+        if line.startswith("[1/2]"):
+            time.sleep(0.4)  # the second point decodes by then; before that it has no record
+            process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130, "".join(lines)
+    assert any("--resume" in line for line in lines)
+    assert any(f"dcpbench report {sweep.run}" in line for line in lines)
+    first, *others = [(r.point.concurrency, r.outcome, r.reason) for r in sweep.records]
+    assert first == (2, "ok", None)
+    assert others in ([], [(3, "failed", "interrupted before its steps had been measured.")])
+    assert "tp2 can run" in overview.format_answer(frames.load_frames([sweep.run]))
+    code, _, err = sweep("--dcp", "1", "--no-profile", "--resume", concurrency="2,3")
+    assert code == 0, err
+    assert "1 point to run, 1 already measured" in err
+    last = {r.point.concurrency: r.outcome for r in sweep.records}
+    assert last == {2: "ok", 3: "ok"}
+
+
 def test_a_dry_run_lists_points_and_commands_and_what_the_server_cannot_hold(sweep: Sweep) -> None:
     """4 requests do not fit into --max-num-seqs 3, and the reason has the flag to type."""
     code, out, err = sweep("--dcp", "1,2", "--engine-args", "--max-num-seqs 3", "--dry-run", concurrency="2,4")
@@ -185,6 +228,36 @@ def test_a_dry_run_lists_points_and_commands_and_what_the_server_cannot_hold(swe
     assert "--max-num-seqs 4" in out
     assert err.count("tests.servers.step_engine") == 2
     assert not sweep.run.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "heading", "degrees"),
+    [("vllm", "vLLM degrees", "dp2·tp1·dcp1"), ("sglang", "SGLang degrees", "tp2·dp2·dcp1"), ("mine", "", "")],
+)
+def test_a_dry_run_has_the_degrees_of_the_engine_that_is_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, heading: str, degrees: str
+) -> None:
+    """SGLang's --tp-size counts all ranks, and the flags of an unknown engine are in its command alone."""
+    engine = tmp_path / "engine.toml"
+    engine.write_text(
+        f'name = "{name}"\ncommand = "serve {{model}} --port {{port}}"\n[layout]\ntp = "--x {{tp}}"\ndp = "--y {{dp}}"\n'
+    )
+    with pytest.raises(SystemExit):
+        cli.main(["sweep", "--engine", str(engine), *POINTS, "--dp", "2", "--dcp", "1", "--dry-run", "--device", "cpu"])
+    out = capsys.readouterr().out
+    assert [word for word in ("vLLM degrees", "SGLang degrees") if word in out] == ([heading] if heading else [])
+    assert [word for word in ("dp2·tp1·dcp1", "tp2·dp2·dcp1") if word in out] == ([degrees] if degrees else [])
+
+
+def test_a_dry_run_reads_the_rates(sweep: Sweep, tmp_path: Path) -> None:
+    """A folder without rates is an error before a server is started."""
+    code, _, err = sweep("--dry-run", "--rates", str(tmp_path / "none"))
+    assert code == 2
+    assert str(tmp_path / "none") in err
+    folder = record_builder.write(tmp_path / "ours", [record_builder.ok(point(Layout(2)))])
+    code, _, err = sweep("--dry-run", "--rates", str(folder))
+    assert code == 2
+    assert "no point of this run has measured rates" in err
 
 
 def test_without_degrees_the_layouts_are_dcp_1_and_the_largest(sweep: Sweep) -> None:
@@ -240,7 +313,7 @@ def test_traces_are_deleted_once_they_are_read(tmp_path: Path, keep: bool) -> No
     engine.write_traces()
     measured = step_points._Measured()
     points = StepPoints(limits=lambda _: ServerLimits(), keep_traces=keep)
-    asyncio.run(points._read_profile(tmp_path, {}, 10.0, measured, lambda _: None))
+    asyncio.run(points._read_profile(tmp_path, {}, 10.0, 21.0, measured, lambda _: None))
     assert measured.phases is not None
     assert measured.phases.step_us == pytest.approx(21_000)
     assert measured.waits == (0, [])

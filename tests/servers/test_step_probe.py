@@ -281,3 +281,60 @@ def test_the_gap_of_a_prompt_is_that_in_which_its_token_came() -> None:
     for came in (0.030, 0.0329, 0.025, 0.0299):
         assert find_gap_ms(times, came, 0.010) == pytest.approx((19.9, 0.0299))
     assert find_gap_ms(times, 0.055, 0.010) is None
+
+
+class FakeWindow:
+    """A window in which each look finds 40 steps more; `of_all` are the samples of all requests, and two requests have 1 ms always."""
+
+    def __init__(self, of_all: list[float]) -> None:
+        self.of_all, self.steps, self.full_looks = of_all, 0, 0
+        self.streams = self
+
+    def check_running(self) -> None:
+        """Accept, as no request fails."""
+
+    def list_samples_ms(self, requests: int | None = None) -> list[float]:
+        """Return the samples so far."""
+        self.steps += 40 if requests else 0
+        self.full_looks += not requests
+        return [1.0] * self.steps if requests else self.of_all[: self.steps]
+
+
+SCATTERED = [0.9, 1.1] * 40
+"""Samples with an interval of the median of ±10 %."""
+
+
+@pytest.mark.parametrize(
+    ("of_all", "samples", "precise"),
+    [
+        ([1.0] * 400, 80, True),
+        (SCATTERED + [1.0] * 320, 120, True),
+        (SCATTERED * 5, 400, False),
+    ],
+)
+def test_a_window_ends_when_the_samples_of_all_requests_are_precise(
+    monkeypatch: pytest.MonkeyPatch, of_all: list[float], samples: int, precise: bool
+) -> None:
+    """The two requests that are looked at first are precise at once, long before the time limit."""
+    monkeypatch.setattr(step_probe, "LOOK_S", 0.0)
+    window = FakeWindow(of_all)
+    plan = step_probe.DecodePlan(steps_before=0, window=64, max_steps=400, steps_after=0)
+    found = asyncio.run(step_probe._take_steps(StopRule(seconds=60), window, plan, lambda _: None))  # type: ignore[arg-type]
+    assert (len(found[0]), found[1]) == (samples, precise)
+    assert window.full_looks < 10
+
+
+def test_the_first_look_at_samples_loads_no_module() -> None:
+    """Loading one takes tens of ms, in which the client reads no tokens."""
+    program = """
+import sys
+import numpy as np
+from dcpbench.records.stats import StopRule
+from dcpbench.servers import step_probe
+from dcpbench.servers.decode_streams import compute_step_times_ms
+before = set(sys.modules)
+StopRule().get_stop_reason(compute_step_times_ms([np.arange(100.0)] * 4, 0.5), 1.0)
+print(sorted(set(sys.modules) - before))
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -11,12 +11,13 @@ import pytest
 from dcpbench.measuring.profiling import OTHER
 from dcpbench.measuring.ranges import PHASES
 from dcpbench.points.layout import Layout
-from dcpbench.records.record import EngineSettings, Phases, Server
+from dcpbench.records.record import EngineSettings, Floor, Phases, Server
 from dcpbench.reports import (
     answer,
     engine_steps,
     engine_steps_figure,
     engines,
+    explain,
     figures,
     frames,
     overview,
@@ -88,7 +89,7 @@ def measure_ours(
 def measure_server(
     origin: str = VLLM,
     layout: Layout = TP,
-    ms: float = 3.8,
+    ms: float = 3.9,
     us: dict[str, float] | None = None,
     *,
     idle_us: float = 360.0,
@@ -154,7 +155,7 @@ class TestMapping:
 class TestTable:
     def test_each_part_has_its_time_and_its_ratio_to_dcpbench(self, tmp_path: Path) -> None:
         """Projections of dcpbench: 300 + 200. vLLM: 1,000 / 500 = 2; 1,400 / 1,500 = 0.93; sums 2,400 / 2,000 = 1.2;
-        norms: (150 + 50) / 100 = 2; 360 / 50 = 7.2; unknown 40 of 4,000. The timed step: 3.8 / 3.4 = 1.12.
+        norms: (150 + 50) / 100 = 2; 360 / 50 = 7.2; unknown 40 of 4,000. The timed step: 3.9 / 3.4 = 1.15; 4.0 / 3.9 = 1.03.
         """
         ours, vllm = read_table(read(tmp_path, [measure_ours()], [measure_server()]))
         assert (
@@ -163,7 +164,7 @@ class TestTable:
                 "engine": "dcpbench",
                 "step ms": "3.400",
                 "× step": "1.00×",
-                "profiled step ms": "3.400",
+                "profiled step ms (÷ step)": "3.400 (1.00×)",
                 "attention": "1.00",
                 "projections": "0.500",
                 "projections and experts": "2.00",
@@ -175,9 +176,9 @@ class TestTable:
             vllm
             | {
                 "engine": "vLLM 0.26.0",
-                "step ms": "3.800",
-                "× step": "1.12×",
-                "profiled step ms": "4.000",
+                "step ms": "3.900",
+                "× step": "1.15×",
+                "profiled step ms (÷ step)": "4.000 (1.03×)",
                 "attention": "0.800 (0.80×)",
                 "all-reduce": "0.200 (0.80×)",
                 "projections": "1.00 (2.00×)",
@@ -194,7 +195,7 @@ class TestTable:
     def test_a_part_without_kernels_of_its_own_is_a_dash_and_named(self, tmp_path: Path) -> None:
         """SGLang's exchange may be inside a kernel of another part."""
         ours = measure_ours(DCP, us=OURS | {"q_gather": 60.0, "merge": 40.0})
-        vllm = measure_server(VLLM, DCP, us=THEIRS | {"exchange": 90.0, "merge": 30.0})
+        vllm = measure_server(VLLM, DCP, ms=4.1, us=THEIRS | {"exchange": 90.0, "merge": 30.0})
         report = read(tmp_path, [ours], [vllm], [measure_server(SGLANG, DCP)])
         assert [row["exchange and merge"] for row in read_table(report)] == ["0.100", "0.120 (1.20×)", "—"]
         (text,) = [text for text in engine_steps.describe_limits(report) if "no kernels of its own" in text]
@@ -229,7 +230,7 @@ class TestTable:
 
     def test_an_engine_that_was_not_profiled_has_dashes_and_is_named(self, tmp_path: Path) -> None:
         report = read(tmp_path, [measure_ours()], [measure_server(phases=None)])
-        assert read_table(report)[1] | {"× step": "1.12×", "attention": "—", "unknown": "—"} == read_table(report)[1]
+        assert read_table(report)[1] | {"× step": "1.15×", "attention": "—", "unknown": "—"} == read_table(report)[1]
         assert "Not profiled: vLLM 0.26.0 (1 point)." in engine_steps.describe_limits(report)
 
 
@@ -285,8 +286,8 @@ class TestSlowerParts:
         ]
 
     def test_idle_time_is_named_as_such(self, tmp_path: Path) -> None:
-        ours = measure_ours(phases=profile(OURS, 720.0))
-        texts = engine_steps.describe_slower_parts(read(tmp_path, [ours], [measure_server()]))
+        ours = measure_ours(ms=4.07, phases=profile(OURS, 720.0))
+        texts = engine_steps.describe_slower_parts(read(tmp_path, [ours], [measure_server(ms=4.0)]))
         assert texts[0].startswith(
             "In dcpbench's profiled step no kernel runs for 2.00 times as long as in vLLM 0.26.0's at the one point compared"
         )
@@ -320,10 +321,10 @@ class TestSums:
         assert profile(THEIRS, 360.0, step_us=4080.0).sum_error == pytest.approx(4000 / 4080 - 1)
 
     def test_the_profiled_step_is_shown_beside_the_timed_one(self, tmp_path: Path) -> None:
-        """4.0 / 3.8 = 1.05."""
+        """4.0 / 3.9 = 1.03."""
         text = engine_steps.describe_limits(read(tmp_path, [measure_ours()], [measure_server()]))[0]
         assert "not scaled" in text
-        assert "takes 1.00 times (dcpbench) and 1.05 times (vLLM 0.26.0) as long as the timed one." in text
+        assert "takes 1.00 times (dcpbench) and 1.03 times (vLLM 0.26.0) as long as the timed one." in text
 
     def test_a_large_share_of_unknown_kernels_is_named(self, tmp_path: Path) -> None:
         """440 of 4,400 µs are 10 %."""
@@ -331,6 +332,99 @@ class TestSums:
         (text,) = [text for text in engine_steps.describe_limits(report) if "unknown names" in text]
         assert text == (
             "Kernels with unknown names take 10 % (vLLM 0.26.0) of the profiled step; above 3 % the parts of vLLM 0.26.0 are incomplete."
+        )
+
+
+class TestProlongedSteps:
+    def test_waits_of_a_step_that_the_profiler_prolongs_are_not_compared(self, tmp_path: Path) -> None:
+        """4.0 / 3.5 = 1.14: attention, 1,000 / 800, is compared, and all-reduce, 250 / 200, is not."""
+        report = read(tmp_path, [measure_ours()], [measure_server(ms=3.5)])
+        found = engine_steps.find_slower_parts(engine_steps.compare_steps(report))
+        assert {one.part for one in found} == {"attention"}
+        row = read_table(report)[1]
+        assert (row["profiled step ms (÷ step)"], row["all-reduce"], row["no kernel"]) == (
+            "4.000 (1.14×*)",
+            "0.200",
+            "0.360",
+        )
+        assert (
+            "Where the profiled step is more than 3 % longer than the timed one (*), it contains waits for the host or for another rank that "
+            "the profiler causes: vLLM 0.26.0 (1 point). There exchange and merge, all-reduce and no kernel are not compared."
+        ) in engine_steps.describe_limits(report)
+
+    def test_waits_that_are_left_out_of_a_profiled_step_are_named(self, tmp_path: Path) -> None:
+        phases = msgspec.structs.replace(profile(THEIRS, 160.0), host_wait_us=1260.0, disturbed=12)
+        report = read(tmp_path, [measure_ours()], [measure_server(ms=3.8, phases=phases)])
+        assert (
+            "Waits of the GPU for the host that the profiler causes are left out of the profiled step: 1.3 ms a step at points of "
+            "vLLM 0.26.0 (1 point)."
+        ) in engine_steps.describe_limits(report)
+        assert not [text for text in engine_steps.describe_limits(report) if "(*)" in text]
+
+    def test_the_terminal_marks_them_and_names_the_engines_of_floors(self, tmp_path: Path) -> None:
+        floor = Floor(floor_ms=2.0, phase_floor_us={"attention": 500.0}, experts="expected")
+        ours, theirs = measure_ours(floor=floor), measure_server(ms=3.5, floor=floor)
+        console = make_console()
+        with console.capture() as shown:
+            console.print(render_terminal_table(write(tmp_path, [ours], [theirs])), width=2000)
+        text = shown.get()
+        assert "4.00*" in text
+        assert "3.40*" not in text
+        for engine in ("dcpbench", "vLLM 0.26.0"):
+            assert f", {engine}: a step takes " in text
+
+
+class TestDifferences:
+    def test_they_say_by_how_much_and_which_parts_make_it(self, tmp_path: Path) -> None:
+        """Profiled: 4.0 - 3.4 = 0.6 ms; products 2,400 - 2,000, idle 360 - 50, norms 200 - 100, attention 800 - 1,000 µs."""
+        report = read(tmp_path, [measure_ours()], [measure_server()])
+        assert engine_steps.describe_differences(report) == [
+            (
+                "vLLM 0.26.0's step takes 1.15 times as long as dcpbench's (1 point, 0.50 ms more). Shares of the difference between the "
+                "profiled steps: projections and experts 67 % (0.40 ms), no kernel 52 % (0.31 ms) and norms, rope, KV write 17 % (0.10 ms)."
+            )
+        ]
+
+    def test_steps_that_the_profiler_prolongs_count_only_as_timed(self, tmp_path: Path) -> None:
+        ours = [measure_ours(), measure_ours(context=8000)]
+        report = read(tmp_path, ours, [measure_server(), measure_server(ms=3.5, context=8000)])
+        (found,) = engine_steps.find_differences(engine_steps.compare_steps(report))
+        assert found.times == pytest.approx((3.9 / 3.4, 3.5 / 3.4))
+        assert found.profiled == 1
+        (text,) = engine_steps.describe_differences(report)
+        assert "at the 1 point that the profiler does not prolong" in text
+
+    def test_they_are_bullets_of_the_answer_in_place_of_equal_latencies(self, tmp_path: Path) -> None:
+        report = read(tmp_path, [measure_ours()], [measure_server()])
+        bullets = overview.format_bullets(report)
+        assert engine_steps.describe_differences(report)[0] in bullets
+        assert not [text for text in bullets if text.startswith("Latency")]
+
+
+class TestKvLimits:
+    @pytest.mark.parametrize("flag", ["--num-gpu-blocks-override 75000", "--max-total-tokens=1200000"])
+    def test_a_kv_cache_that_a_flag_limits_is_no_capacity(self, tmp_path: Path, flag: str) -> None:
+        """The flag gives both layouts 9 M tokens, so that dcp 2 would gain nothing."""
+
+        def limit(record: Record) -> Record:
+            assert isinstance(record.server, Server)
+            server = msgspec.structs.replace(
+                record.server, kv_capacity_tokens=9_000_000, facts={"command": f"vllm serve m {flag}"}
+            )
+            return msgspec.structs.replace(record, server=server)
+
+        theirs = [limit(measure_server(layout=layout)) for layout in (TP, DCP)]
+        report = read(tmp_path, [measure_ours(TP), measure_ours(DCP)], theirs)
+        text = overview.format_answer(report)
+        assert "1.00 (vLLM" not in text
+        assert text.endswith("; a flag limits the KV cache of vLLM 0.26.0.")
+        cells = [row[-1] for row in engines.build_table(report).rows if "vLLM 0.26.0" in row]
+        assert cells == ["9,000,000 (limited by a flag)"] * 2
+        rows = engines.compare_engines(report).rows
+        figure = figures.draw_engines(rows, Style.from_points(report.everything), "title")
+        assert "KV capacity (tokens)" not in [ax.get_title() for ax in figure.axes]
+        assert any(
+            "so that its capacity without it is unknown" in text for text in explain.explain_bounds(report.points)
         )
 
 
@@ -424,7 +518,35 @@ class TestFigure:
         assert widths == [0.8, 0.2, 1.0, 1.4, 0.2, 0.04, 0.36], "vLLM's parts, unknown kernels and idle time"
         assert [line.get_xdata()[0] for line in figure.axes[0].lines] == [3.0, 3.6, 3.3, 3.9]
         legend = [text.get_text() for text in figure.legends[0].get_texts()]
-        assert legend[-3:] == ["unknown", "no kernel", "timed step, without profiler"]
+        assert legend[-4:] == [
+            "unknown",
+            "no kernel",
+            "timed step, without profiler",
+            "* bar over 3 % longer: waits of the profiler",
+        ]
+        ratios = [text.get_text().strip() for text in figure.axes[0].texts]
+        assert ratios == ["1.00×*", "1.20×*", "1.00×*", "1.18×"], (
+            "3.4 / 3.0, 4.0 / 3.6, 3.4 / 3.3 and 4.0 / 3.9 of the timed steps"
+        )
+
+    def test_a_point_of_one_engine_is_not_said_to_be_missing(self, tmp_path: Path) -> None:
+        """Only dcpbench ran tp2 at 8,000 tokens, vLLM did not run tp2·dcp2 at 4,000, where SGLang did."""
+        ours = [measure_ours(layout, context=context) for layout in (TP, DCP) for context in (4000, 8000)]
+        vllm = [measure_server(context=4000), measure_server(layout=DCP, context=8000)]
+        report = read(tmp_path, ours, vllm, [measure_server(SGLANG, DCP, context=4000)])
+        rows = engine_steps.compare_steps(report).rows
+        figure = engine_steps_figure.draw_engine_steps(rows, Style.from_points(report.everything), "title")
+        texts = [[text.get_text().strip() for text in ax.texts] for ax in figure.axes]
+        assert [sum("not measured" in text for text in of_axes) for of_axes in texts] == [2, 1]
+        assert ["measured on fewer than two engines" in of_axes for of_axes in texts] == [False, True]
+
+    def test_a_part_too_short_to_be_seen_has_no_entry_in_the_legend(self, tmp_path: Path) -> None:
+        report = read(tmp_path, [measure_ours()], [measure_server(us=THEIRS | {"unknown": 1.0})])
+        rows = engine_steps.compare_steps(report).rows
+        figure = engine_steps_figure.draw_engine_steps(rows, Style.from_points(report.everything), "title")
+        legend = [text.get_text() for text in figure.legends[0].get_texts()]
+        assert "unknown" not in legend
+        assert "all-reduce" in legend
         assert "projections and experts" not in legend
         assert figure.axes[0].get_xlabel() == "step (ms); ×: timed step over dcpbench"
 

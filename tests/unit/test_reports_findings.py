@@ -200,6 +200,14 @@ def test_a_dcp_point_whose_baseline_was_rejected_is_told_not_compared(tmp_path: 
     assert "1 point with DCP ran where tp4 was rejected" in said
 
 
+def test_a_baseline_that_failed_under_another_load_is_not_missing(tmp_path: Path) -> None:
+    """An interrupted run had reached tp4 at 4,000 tokens alone; at 8,000 no baseline was tried."""
+    interrupted, longer = build.rejected(build.point(TP)), build.point(DCP, context=8000)
+    read = loaded(tmp_path, interrupted, exact(build.point(DCP), 10), exact(longer, 12))
+    text = " ".join(answer.format_top_sentences(read))
+    assert "1 point with DCP ran where tp4 was rejected (concurrency 8 · context 4,000)" in text
+
+
 def test_kv_capacity_is_compared_per_gib_whatever_the_pools_sizes(tmp_path: Path) -> None:
     """The dcp4 pool is half as large and holds 2 times as many tokens: 4 times per GiB."""
     plain, split = exact(build.point(TP), 10), exact(build.point(DCP), 10)

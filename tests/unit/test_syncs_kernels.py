@@ -253,6 +253,9 @@ def test_the_command_prints_parts_and_kernels(tmp_path: Path, capsys: pytest.Cap
     out, err = capsys.readouterr()
     assert end.value.code in (0, None)
     assert "decode step, mean of 3 steps" in out
+    assert "Median step without waits for the host: 980.0 µs" in out
+    assert "the GPU waits for the host's launches for a further 20.0 µs" in out
+    assert "0 of 3 steps last more than 3 % longer than that." in out
     assert any(line.split()[:2] == ["experts", "500.0"] for line in out.splitlines())
     assert "my_new_kernel" not in out
     assert "is the trace of vLLM's front end" in err
