@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import statistics
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from dcpbench.bench.calibration import compute_quality
@@ -22,6 +21,7 @@ from tools.results import unpack_all
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+    from pathlib import Path
 
     from dcpbench.points.point import Point
     from dcpbench.records.record import Record
