@@ -1,4 +1,4 @@
-"""Write docs/wire-checked.md: what the model of the wire says, against records of 2 and 4 GPUs under results/.
+"""Print the communication model and its errors against records of 2 and 4 GPUs under results/, in Markdown.
 
 python -m tools.wire_check
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import statistics
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from dcpbench.bench.calibration import compute_quality
@@ -22,12 +21,11 @@ from tools.results import unpack_all
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+    from pathlib import Path
 
     from dcpbench.points.point import Point
     from dcpbench.records.record import Record
 
-ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "wire-checked.md"
 RESULTS = unpack_all()
 FOUR, TWO = (RESULTS / name for name in ("decode-serving-fp8_4xH200_2026-11-26", "decode-serving_2xH200_2026-11-26"))
 FOLDERS = [
@@ -96,19 +94,17 @@ def _named(run: Path) -> str:
 
 
 def main() -> int:
-    """Write the page."""
+    """Print the tables."""
     machine = load_built_in(MEASURED_ON)
     found = [row for run in RUNS for row in layers(_named(run), read_run(run).records)]
     bf16 = [row for row in found if row.point.weights_precision == "bf16"]
     worst = max(found, key=lambda row: abs(row.off))
     lines = [
-        "# The wire, checked",
-        "",
-        f"Written by `python -m tools.wire_check` from records under `results/`. Hardware: {machine.measured}.",
+        f"Hardware: {machine.measured}.",
         "",
         "## Without the measurement at hand",
         "",
-        "Errors are those of predicting a size without it, and the most ranks from fewer; [wire.md](wire.md) has the formula.",
+        "Errors are those of predicting a size without it, and the most ranks from fewer; docs/wire.md has the formula.",
         "",
         format_markdown(compute_quality(machine.wire.calls.values())),
         "## Inside a step",
@@ -130,8 +126,7 @@ def main() -> int:
             for row in found
         ),
     ]
-    PAGE.write_text("\n".join(lines) + "\n")
-    sys.stdout.write(f"{len(within(found))} of {len(found)} within {BAR:.0%}; wrote {PAGE.relative_to(ROOT)}\n")
+    sys.stdout.write("\n".join(lines) + "\n")
     return 0
 
 

@@ -221,8 +221,7 @@ LINK_BAND = 1.0
 
 LATE = 1.1
 """Time of all-reduces in steps of DeepSeek-V3 and Kimi-K2 on two and four H200 over the time of the same calls alone: the work
-between them takes each rank a different time (docs/wire.md). Exchanges follow shortly after, and have no such factor
-(docs/wire-checked.md)."""
+between them takes each rank a different time. Exchanges follow shortly after, and have no such factor (docs/wire.md)."""
 # Shares of a step by which the step of all ranks may be shorter and longer than that of the emulated rank, in addition to the
 # error of calls: the slowest GPU decides, and the busiest rank is emulated. Set by 42 decode steps that were measured with all
 # ranks and emulated: 32 of results/decode-serving-fp8_4xH200_2026-11-26 and ten of
