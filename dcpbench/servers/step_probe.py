@@ -612,19 +612,15 @@ async def _measure_mixed(probe: StepProbe, case: Case) -> CaseSamples:
             return statistics.median(gap for gap, _ in known)
 
         samples, _, precise = await _repeat(probe, take, lambda: len(window.list_samples_ms(1)) >= MAX_STEPS)
-        low, high, mean = window.compute_contexts(len(window.list_samples_ms()))
-        divided = streams.compute_divided_share(window.begin_s)
+        described = _describe_window(window, len(window.list_samples_ms()))
     await _settle(probe)
     return CaseSamples(
         case=case,
         samples_ms=samples,
         method=Method.MIXED,
         precise=precise,
-        context_min=low,
-        context_max=high,
-        context_mean=mean,
         overhead_ms=overhead,
-        divided_share=divided,
+        **described,
         separate_prefill=sum(together) * 2 < len(together),
         decode_ms=decode_s * 1e3,
         queued_steps=statistics.median(queued),
