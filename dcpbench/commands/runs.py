@@ -66,8 +66,6 @@ class Part:
     """Label of what the progress bar counts."""
     devices: set[str] = dataclasses.field(default_factory=set)
     """Devices on which it runs, once they are known."""
-    points: list[Point] = dataclasses.field(default_factory=list)  # points that the command plans
-    given: set[str] = dataclasses.field(default_factory=set)  # names of the options that describe them
 
 
 _part: contextvars.ContextVar[Part | None] = contextvars.ContextVar("part", default=None)
@@ -93,13 +91,6 @@ def record_device(probe: Probe) -> None:
     """Report the device of this run to the enclosing command."""
     if part := _part.get():
         part.devices.add(probe.device)
-
-
-def note_plan(candidates: Sequence[grid.Candidate], given: Options) -> None:
-    """Report the planned points and their options to the enclosing command."""
-    if part := _part.get():
-        part.points += [c.point for c in candidates]
-        part.given |= set(given or ())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,7 +165,6 @@ def measure(spec: SweepSpec, probe: Probe, run: Run, work_off: WorkOff | None = 
     there = _elsewhere.get()
     candidates = grid.expand_grid(spec, probe, there.nodes if there else run.machines.nnodes)
     print_defaults(spec, candidates)
-    note_plan(candidates, given)
     if finish_if_planned(candidates, probe, run):
         return 0
     folder = run.output or folders.choose_folder("-".join(spec.model), spec.tp)
@@ -304,7 +294,7 @@ def _prepare_folder(
         print_bad_lines(bad)
         folders.check_same_command(folder, candidates[0].point, known.values())
         if given is not None:
-            _check_defaults(folder, [c.point for c in candidates], list(known.values()), given)
+            folders.check_default_grid(folder, [c.point for c in candidates], list(known.values()), given)
     if run.resume and not known and not bad:
         print_stderr(f"{folder} holds no run yet; starting one.")
     elif run.resume and known and not any(c.point.get_key() in known for c in candidates):
@@ -319,15 +309,6 @@ def _prepare_folder(
             RecordFile(folder).append(c.make_rejected_record())
     measured = {key for key, record in known.items() if record.outcome == "ok"}
     return [c.point for c in candidates if c.error is None and c.point.get_key() not in measured]
-
-
-def _check_defaults(
-    folder: Path, points: Sequence[Point], records: Sequence[Record], given: Mapping[str, object]
-) -> None:
-    """Raise OutputError if a default, where no option is given, would add points to a resumed run that it does not have."""
-    if "ep" not in given:
-        folders.check_default_ep(folder, points, records)
-    folders.check_default_grid(folder, points, records, given)
 
 
 def _drop_set_aside(points: list[Point], folder: Path, retries: int) -> list[Point]:

@@ -454,7 +454,6 @@ def _measure_started(options: Options, given: dict[str, object], run: opt.Run, r
     runs.record_device(probe)
     if run.dry_run or not runs.is_part():
         print_load_notes(spec.loads, spec.settings, cpu=run.device == "cpu")
-    runs.note_plan(candidates, given)
     if runs.finish_if_planned(candidates, probe, run):
         if not run.as_json:
             print_commands(candidates, preset, model, str(options.traces or ""))

@@ -59,7 +59,6 @@ def measure_engine(engines: Engines, given: Mapping[str, object], run: RunOnMach
     tps = tuple(dict.fromkeys(c.point.tp for c in candidates))
     probe = Probe(device="cpu" if cpu else "cuda", count=max(tps), name="")
     runs.record_device(probe)
-    runs.note_plan(candidates, given)
     settings = _parse_settings(given)
     if runs.finish_if_planned(candidates, probe, run):
         if not run.as_json:

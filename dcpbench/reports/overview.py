@@ -14,7 +14,6 @@ from dcpbench.points.point import UNKNOWN_LAYOUT
 from dcpbench.records.record import A_SERVER, CPU, DUMMY_WEIGHTS, is_imported_origin
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.reports import answer, engines, findings, floors, joined_runs, launch_bands, marks, rule, slo, words
-from dcpbench.serving.step_times import PADDED_ROWS
 from dcpbench.show.numbers import format_number, format_percent, is_missing
 from dcpbench.show.text import format_capitalized, format_count, format_list
 
@@ -179,11 +178,6 @@ def list_caveats(frames: Frames) -> list[str]:
 def _list_engine_caveats(table: pd.DataFrame) -> list[str]:
     """Return what the engine does that makes its speed another than that of a deployment."""
     found = []
-    if (padded := marks.find_marked(table, PADDED_ROWS)).any():
-        every = "" if padded.all() else f" at {int(padded.sum()):,} of {len(table):,} points"
-        found.append(
-            f"attention DP by step times of an older engine, which sent padding rows to experts{every}: it may be faster now"
-        )
     if (dummy := marks.find_marked(table, DUMMY_WEIGHTS)).any():
         every = "" if dummy.all() else f" at {int(dummy.sum()):,} of {len(table):,} points"
         found.append(

@@ -651,29 +651,6 @@ def test_served_records_count_only_with_the_kv_memory_that_is_asked_for() -> Non
     assert len(same) == len([r for r in run.records if r.outcome == "ok"]) > 0
 
 
-@pytest.mark.parametrize(
-    ("dp", "padded", "told"), [(4, None, True), (4, True, True), (4, False, False), (1, None, False)]
-)
-def test_of_records_of_attention_dp_it_is_told_where_they_may_be_of_an_engine_with_padding_in_experts(
-    dp: int, padded: bool | None, told: bool
-) -> None:
-    """Older ones do not say; whoever was served otherwise than now may be better than its record."""
-    run = read_run(ROOT / "results" / "serving-deepseek-v3-kimi-k2_4xH200_2026-11-21" / "v3-seed-8gib")
-    first = next(r for r in run.records if r.outcome == "ok")
-    record = msgspec.structs.replace(
-        first,
-        point=msgspec.structs.replace(first.point, dp=dp, dcp=1),
-        honesty=msgspec.structs.replace(first.honesty, padded_rows=padded),
-    )
-    found, notes = advise._select_records(
-        dataclasses.replace(ask("H200"), kv_memory="8GiB"),
-        advise.Evidence(runs=[dataclasses.replace(run, records=[record])]),
-    )
-    assert len(found) == 1
-    said = f"{run.name}: it does not say that its engine left rows of padding out of experts, "
-    assert [note.startswith(said) for note in notes if "padding" in note] == [True] * told
-
-
 def test_a_served_load_is_replayed_by_estimated_steps(capsys: pytest.CaptureFixture[str]) -> None:
     """With latencies, against an SLO that nothing meets."""
     asked = "--machine H200 --concurrency 2 --input-tokens 2000 --output-tokens 16 --slo itl=1 --json"
@@ -1092,19 +1069,6 @@ def test_a_file_of_step_times_that_says_nothing_of_what_is_asked_is_left_out_wit
     kept, notes = advise._select_step_times(asked, advise.Evidence(times={"times.json": times}))
     assert list(kept) == ([] if said else ["times.json"])
     assert [note.startswith("Left out: times.json, ") and said in note for note in notes] == [True] * bool(said)
-
-
-@pytest.mark.parametrize(("replicas", "told"), [(1, True), (4, False)], ids=["before", "now"])
-def test_step_times_of_an_engine_that_had_padding_in_experts_are_used_and_told(replicas: int, told: bool) -> None:
-    """A grid for one replica has no case of one alone, as older files have none."""
-    of = step_times_builder.path_of(model="deepseek-v3", tp=4, dp=4, dtype="bf16", backend="flashinfer")
-    extent = dataclasses.replace(step_times_builder.EXTENT, replicas=replicas)
-    times = step_times_builder.step_times(extent, path=of)
-    kept, notes = advise._select_step_times(
-        dataclasses.replace(ask("H200"), loads=SERVED), advise.Evidence(times={"times.json": times})
-    )
-    assert list(kept) == ["times.json"]
-    assert ["tp4·dp4·ep4 may be faster now; measure" in note for note in notes] == [True] * told
 
 
 def test_an_estimate_is_set_right_in_all_that_it_says() -> None:
