@@ -205,7 +205,7 @@ SYNCS = (
     b"[tool.dcpbench.syncs]\nmax-per-step = 2\nmax-bubble-us = 1.5\n"
     b'allow = [{ function = "engine.sampler.*", reason = "tokens", expires = 2026-12-31 }]\n'
 )
-BASELINE = encode_json(baseline.Baseline(baseline_version=baseline.VERSION))
+BASELINE = encode_json(baseline.Baseline(baseline_version=baseline.VERSION, detector="scan"))
 
 
 class Kind(NamedTuple):
