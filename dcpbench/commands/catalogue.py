@@ -78,7 +78,7 @@ ENTRIES = (
     Entry(
         "bench",
         MEASURE,
-        "Measure single operators in several variants: time, share of what this machine can do, host time and synchronisations, and correctness of each.",
+        "Measure single operators in several variants: time, share of what this machine can do, and correctness of each.",
         is_group=True,
     ),
     Entry(

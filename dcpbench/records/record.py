@@ -525,18 +525,6 @@ class ClientLoad(msgspec.Struct, frozen=True, kw_only=True):
     """True if the client had real-time priority on its cores (SCHED_RR), which the kernel grants to root and
     CAP_SYS_NICE.
     """
-    null_streams: Count | None = None
-    """Number of streams of a null server that the same processes read for a second after the run: the peak number of
-    streams of the run, up to 512. Null, like the fields below, if that was not measured.
-    """
-    null_event_us: Number | None = None
-    """CPU time for one event of these streams."""
-    null_ttft_p50_ms: Number | None = None
-    """Median TTFT of the null server, which sends the first token at once: the client's own share of TTFT."""
-    null_lag_p99_ms: Number | None = None
-    """Excess of the gaps between received tokens over the gaps that the null server left: the client's own share of
-    ITL.
-    """
 
 
 class KvSources(msgspec.Struct, frozen=True, kw_only=True):

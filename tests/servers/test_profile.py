@@ -152,9 +152,7 @@ def test_a_point_of_a_server_says_where_it_waits(
         "4",
     ]
     with served(f"--trace {TRACE}", tmp_path / "log") as url, pytest.raises(SystemExit) as end:
-        cli.main(
-            ["server", "--url", url, *load, "--traces", str(folder), "-o", str(tmp_path / "run"), "--no-check-client"]
-        )
+        cli.main(["server", "--url", url, *load, "--traces", str(folder), "-o", str(tmp_path / "run")])
     assert not end.value.code, capsys.readouterr().err
     (record,) = read_run(tmp_path / "run").records
     assert record.outcome == "ok"
@@ -186,9 +184,7 @@ def test_a_point_whose_server_does_not_profile_keeps_its_times_and_says_why(
         "4",
     ]
     with served("", tmp_path / "log") as url, pytest.raises(SystemExit) as end:
-        cli.main(
-            ["server", "--url", url, *load, "--traces", str(tmp_path), "-o", str(tmp_path / "run"), "--no-check-client"]
-        )
+        cli.main(["server", "--url", url, *load, "--traces", str(tmp_path), "-o", str(tmp_path / "run")])
     err = capsys.readouterr().err
     assert not end.value.code
     assert "was not profiled" in err
