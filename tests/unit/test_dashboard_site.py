@@ -173,6 +173,7 @@ class TestWhatIsOneLine:
     def test_what_an_import_does_not_say_is_left_out(self) -> None:
         of = serve_record_builder.point(
             backend="vllm",
+            ep="unknown",
             dtype="unknown",
             all_reduce="unknown",
             weights="unknown",
