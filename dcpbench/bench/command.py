@@ -184,7 +184,7 @@ def _select_device(bench: str, device: str) -> Probe:
     probe = launcher.run_probe()
     if device == "cuda" and probe.device != "cuda":
         raise CapacityError(
-            f"--device cuda, but no GPU is visible; `dcpbench env` says why. Without one, type {_suggest_cpu(bench)}."
+            f"--device cuda, but no GPU is visible; `dcpbench doctor` says why. Without one, type {_suggest_cpu(bench)}."
         )
     return select_device(probe, device)
 

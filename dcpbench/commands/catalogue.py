@@ -67,9 +67,8 @@ ENTRIES = (
     Entry(
         "doctor",
         CHECK,
-        "Check this machine before a long sweep, and print a remedy for each finding. Nothing is changed.",
+        "Show what is installed and visible, check this machine before a long sweep, and print a remedy for each finding.",
     ),
-    Entry("env", CHECK, "Show what is installed and visible, and what is missing."),
     Entry(
         "machines",
         CHECK,

@@ -224,8 +224,8 @@ def make_checks_table(checks: Sequence[jobs.Check]) -> Table:
     return table
 
 
-def make_env_table(probe: Probe) -> Table:
-    """Return the table of `env`: the device and the packages."""
+def make_probe_table(probe: Probe) -> Table:
+    """Return the table of a machine: the device and the packages."""
     table = Table(box=box.SIMPLE, show_header=False)
     table.add_row("device", f"{probe.count} × {probe.name}" if probe.count else probe.name)
     if probe.memory_bytes:
