@@ -98,16 +98,12 @@ class BenchOptions:
                 )
         return counts
 
-    def get_call_count(self, name: str = "layers", default: int = 16, untyped: int = 0) -> int:
-        """Return the number of calls of a pass, `untyped` by default; 0: chosen by the bench."""
-        typed: int | None = self.typed[name]
-        if typed is not None and typed < 1:
-            raise UsageError(f"--{name} {typed} is not a positive number; try --{name} {default}.")
-        return untyped if typed is None else typed
-
     def make_case(self, variant: str, **sizes: float | str) -> Case:
-        """Return a case with --layers calls."""
-        return Case(variant=variant, calls=self.get_call_count(), sizes=sizes)
+        """Return a case with --layers calls; without --layers the bench chooses their number."""
+        layers: int | None = self.typed["layers"]
+        if layers is not None and layers < 1:
+            raise UsageError(f"--layers {layers} is not a positive number; try --layers 16.")
+        return Case(variant=variant, calls=layers or 0, sizes=sizes)
 
 
 def list_attention_cases(options: BenchOptions) -> list[Case]:
