@@ -4,6 +4,7 @@ from pathlib import Path
 
 import typer
 
+from dcpbench.commands.calibrate import calibrate
 from dcpbench.commands.command import Group, make_panel, register_command
 
 app = typer.Typer(
@@ -265,3 +266,4 @@ BENCHES: dict[str, type[Group]] = {
 }
 for bench, its_sizes in BENCHES.items():
     _register_bench(bench, its_sizes)
+register_command(app, name="calibrate")(calibrate)

@@ -40,11 +40,6 @@ ENTRIES = (
         "Run two variants in turn on this machine, so that drift cancels, and compare them round by round.",
     ),
     Entry(
-        "calibrate",
-        MEASURE,
-        "Measure a machine's collectives and exchanges, and write a file that predicts their times, with its error.",
-    ),
-    Entry(
         "recommend",
         READ,
         "Recommend a layout, with its confidence and cost, and print how to start SGLang and vLLM in it.",

@@ -44,6 +44,7 @@ def test_every_option_has_the_name_that_is_written_beside_it() -> None:
     notes = [
         note
         for command in bench.app.registered_commands
+        if command.name in OPTIONS
         for kind in get_type_hints(command.callback, include_extras=True).values()
         for note in getattr(kind, "__metadata__", ())
         if isinstance(note, OptionInfo)
