@@ -174,9 +174,6 @@ def main() -> int:
             lines.append(
                 f"| {case.name} | client: CPU, without a core, sent late, lag, read late p99 ms | | {client.cpu_share:.0%}, {client.starved_share or 0:.0%}, {client.late_p99_ms or 0:.2f}, {client.lag_p99_ms or 0:.2f}, {client.read_late_p99_ms or 0:.2f} | |"
             )
-            lines.append(
-                f"| {case.name} | client alone: streams, TTFT p50, ITL p99 ms | | {client.null_streams}, {client.null_ttft_p50_ms or 0:.2f}, {client.null_lag_p99_ms or 0:.2f} | |"
-            )
     checks = [line for line in lines if line.endswith((" yes |", " **no** |"))]
     text = "\n".join(lines) + f"\n\n{sum(line.endswith(' yes |') for line in checks)} of {len(checks)} hold.\n"
     sys.stdout.write(text)

@@ -36,7 +36,7 @@ BAR = 0.05
 REQUESTS = "1,2,4,8,16,32,64,128,256,512"
 LIVE, EMULATED = "live", "emulated"
 MACHINE = "machine.toml"
-"""File in the folder that `calibrate` writes."""
+"""File in the folder that `bench calibrate` writes."""
 
 
 class Step(NamedTuple):
@@ -55,7 +55,7 @@ def _run(step: Step) -> None:
 
 
 def wire(folder: Path, ranks: int) -> list[Step]:
-    """Return benchmarks of the calls between this many GPUs, and the command `calibrate` that makes the machine file
+    """Return benchmarks of the calls between this many GPUs, and the command `bench calibrate` that makes the machine file
     from them.
     """
     folders = {bench: str(folder / f"{bench}-{ranks}") for bench in ("collectives", "exchange")}
@@ -83,7 +83,7 @@ def wire(folder: Path, ranks: int) -> list[Step]:
         )
         for bench, there in folders.items()
     ]
-    made = ["calibrate", *folders.values(), "-o", str(folder / MACHINE), "--force"]
+    made = ["bench", "calibrate", *folders.values(), "-o", str(folder / MACHINE), "--force"]
     return [*benches, Step(made)]
 
 

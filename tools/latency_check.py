@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -19,7 +19,7 @@ from dcpbench.plan.grid import format_point_load
 from dcpbench.plan.spec import make_planned_probe
 from dcpbench.points import latency_bands
 from dcpbench.points.budget import plan_engine
-from dcpbench.points.latency_bands import EMULATED, ESTIMATED, KINDS, TOGETHER, Case, Published
+from dcpbench.points.latency_bands import EMULATED, ESTIMATED, TOGETHER, Case, Kind, Metric, Published
 from dcpbench.points.machines import MEASURED_ON, load_machine
 from dcpbench.points.names import CLOSED, GAMMA
 from dcpbench.points.settings import Settings
@@ -29,7 +29,7 @@ from dcpbench.records.runs import read_run
 from tools.results import unpack_all
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from dcpbench.records.record import Record
 
@@ -175,19 +175,42 @@ def collect() -> list[Case]:
     return [*estimated, *emulated_cases()]
 
 
+class Coverage(NamedTuple):
+    """Count the left-out cases inside the band of the cases of other machines."""
+
+    inside: int
+    cases: int  # with a band
+    without_number: int  # cases without a forecast of this metric
+
+
+def compute_coverage(kind: Kind, metric: Metric, arrival: str, cases: Sequence[Case]) -> Coverage:
+    """Return how many cases of each machine are inside the band that the cases of all other machines make."""
+    inside = known = unknown = 0
+    for case in (c for c in cases if c.kind == kind and c.arrival == arrival):
+        others = [c for c in cases if c.machine != case.machine]
+        band = latency_bands.find_band(kind, metric, arrival, others, case.mixed_share)
+        if band is None:
+            unknown += 1
+            continue
+        low, high = band.compute_ends(1.0)
+        known += 1
+        inside += low <= getattr(case, metric) <= high
+    return Coverage(inside=inside, cases=known, without_number=unknown)
+
+
 def table(cases: list[Case]) -> list[str]:
     """Return the bands and their coverage as a table of Markdown."""
     lines = [
         "| forecast | arrivals | p50 of | cases, machines | measured / forecast | band | left-out cases inside | without a number |",
         "|---|---|---|--:|--:|--:|--:|--:|",
     ]
-    for kind in KINDS:
+    for kind in (ESTIMATED, EMULATED, TOGETHER):
         for arrival, words in ((CLOSED, "closed loop"), (GAMMA, "at a rate")):
             for metric in ("ttft", "itl"):
                 band = latency_bands.find_band(kind, metric, arrival, cases, 0.0)
                 if band is None:
                     continue
-                found = latency_bands.compute_coverage(kind, metric, arrival, cases)
+                found = compute_coverage(kind, metric, arrival, cases)
                 inside = f"{found.inside} of {found.cases}"
                 lines.append(
                     f"| {kind} | {words} | {metric.upper()} | {band.cases}, {band.machines} | {band.low:.2f} to {band.high:.2f} | "

@@ -26,7 +26,7 @@ from dcpbench.serving.step_times import read_step_times
 from tools.results import unpack_all
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from dcpbench.points.floors import StepRows
     from dcpbench.points.point import Point
@@ -94,6 +94,57 @@ UNITS = {
 OUT = ROOT / "dcpbench" / "points" / "measured" / f"steps-{MEASURED_ON.lower()}.json"
 Case = tuple[str, dict[str, float], float]
 """Model, terms, measured µs."""
+SAME = [
+    *estimate.MULTIPLIED.items(),
+    (estimate.ATTENTION, estimate.FP8_ATTENTION),
+    (estimate.MULTIPLIED[estimate.ATTENTION], estimate.MULTIPLIED[estimate.FP8_ATTENTION]),
+]
+"""Pairs of terms: if no step of a fit has one of them, it gets the share of the other."""
+ENOUGH = 1e-10  # below which a scaled term counts as zero
+
+
+def fit_terms(found: Sequence[tuple[Mapping[str, float], float]], more_terms: Sequence[str] = ()) -> dict[str, float]:
+    """Fit (terms, measured µs) by least squares of relative errors: no part takes less than its floor, nothing is
+    negative.
+
+    The fit solves for the excess of parts over their floors (Lawson and Hanson 1974, chapter 23). A part that no step
+    was bound by multiplying has the share of reading, and the reverse; then attention that no step had over a cache of
+    one precision has its share over the other. `more_terms` are additional terms without floors.
+    """
+    every = (*estimate.TERMS, *more_terms)
+    table = np.array([[terms[name] for name in every] for terms, _ in found])
+    table /= np.array([[us] for _, us in found])
+    floors = np.array([name in estimate.FLOORED for name in every])
+    present = np.abs(table).sum(axis=0) > 0
+    scale = np.where(present, np.abs(table).max(axis=0), 1.0)
+    more = _fit_nonnegative(table / scale, 1 - table[:, floors].sum(axis=1)) / scale
+    solved = dict(zip(every, map(float, np.where(present, floors + more, 0.0)), strict=True))
+    known = dict(zip(every, present, strict=True))
+    for pair in SAME:
+        for one, other in (pair, pair[::-1]):
+            if known[other] and not known[one]:
+                solved[one], known[one] = solved[other], True
+    return solved
+
+
+def _fit_nonnegative(table: np.ndarray, sums: np.ndarray) -> np.ndarray:
+    """Return the numbers ≥ 0 by which sums over rows come nearest to `sums`."""
+    numbers, free = np.zeros(table.shape[1]), np.zeros(table.shape[1], dtype=bool)
+    while True:
+        gain = np.where(free, 0.0, table.T @ (sums - table @ numbers))
+        if gain.max() <= ENOUGH:
+            return numbers
+        free[gain.argmax()] = True
+        while True:
+            wanted = np.zeros(len(numbers))
+            wanted[free] = np.linalg.lstsq(table[:, free], sums, rcond=None)[0]
+            if (wanted[free] > 0).all():
+                numbers = wanted
+                break
+            below = free & (wanted <= 0)
+            numbers = numbers + (numbers[below] / (numbers[below] - wanted[below])).min() * (wanted - numbers)
+            free &= numbers > ENOUGH
+            numbers[~free] = 0.0
 
 
 def cases(timed: list[Path], stepped: list[Path], now: list[Path]) -> tuple[list[Case], list[str]]:
@@ -135,8 +186,8 @@ def fitted(timed: list[Path], stepped: list[Path], now: list[Path]) -> tuple[est
     found, sources = cases(timed, stepped, now)
     more = tuple(OLDER.values()) if now else ()
     models = list(dict.fromkeys(model for model, _, _ in found))
-    without = {left: estimate.fit_terms([(t, us) for model, t, us in found if model != left], more) for left in models}
-    terms = estimate.fit_terms([(t, us) for _, t, us in found], more)
+    without = {left: fit_terms([(t, us) for model, t, us in found if model != left], more) for left in models}
+    terms = fit_terms([(t, us) for _, t, us in found], more)
     errors = [abs(estimate.compute_us({n: t[n] for n in terms}, without[model]) / us - 1) for model, t, us in found]
     say(
         f"{len(found)} steps; of a model that the fit had not seen p50 {np.median(errors):.1%}, p90 {np.quantile(errors, 0.9):.1%}"

@@ -142,7 +142,7 @@ def run(asked: argparse.Namespace, folder: Path, number: int) -> None:
     ours = (
         f"sleep {wait}; {sys.executable} -m dcpbench.cli server --url {asked.url} --device cpu --request-rate {LOAD['rate']} "
         f"--burstiness {LOAD['even']} --num-requests {LOAD['requests']} --input-tokens {LOAD['input']} "
-        f"--output-tokens {LOAD['output']} --no-check-client -o {folder}/ours{number}"
+        f"--output-tokens {LOAD['output']} -o {folder}/ours{number}"
     )
     commands = (command_of(asked, folder, number), ours)
     started = [subprocess.Popen(command, shell=True) for command in commands]  # noqa: S602 - as typed by whoever runs it

@@ -9,8 +9,8 @@ import statistics
 import sys
 from typing import TYPE_CHECKING, NamedTuple
 
-from dcpbench.bench.calibration import compute_quality
-from dcpbench.bench.shown.wire import format_markdown
+from dcpbench.bench.calibration import Quality, compute_quality
+from dcpbench.bench.shown.wire import COLUMNS, format_row
 from dcpbench.points.floors import compute_exchanged_bytes
 from dcpbench.points.machines import MEASURED_ON, load_built_in
 from dcpbench.points.shapes import load_shape
@@ -93,6 +93,12 @@ def _named(run: Path) -> str:
     return str(run.relative_to(RESULTS))
 
 
+def format_quality_table(found: Iterable[Quality]) -> str:
+    """Return the quality of each call as a table in Markdown."""
+    rows = [COLUMNS, tuple("---" for _ in COLUMNS), *map(format_row, found)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows) + "\n"
+
+
 def main() -> int:
     """Print the tables."""
     machine = load_built_in(MEASURED_ON)
@@ -106,7 +112,7 @@ def main() -> int:
         "",
         "Errors are those of predicting a size without it, and the most ranks from fewer; docs/wire.md has the formula.",
         "",
-        format_markdown(compute_quality(machine.wire.calls.values())),
+        format_quality_table(compute_quality(machine.wire.calls.values())),
         "## Inside a step",
         "",
         INSIDE.format(

@@ -70,7 +70,7 @@ def read_records(paths: Sequence[Path]) -> list[BenchRecord]:
         where = ", ".join(map(str, paths))
         raise UsageError(
             f"{where}: no times of bench collectives or bench exchange; measure them on GPUs with dcpbench bench collectives "
-            "--ranks 2 -o FOLDER, or let dcpbench calibrate do it."
+            "--ranks 2 -o FOLDER, or let dcpbench bench calibrate do it."
         )
     return found
 

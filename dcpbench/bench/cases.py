@@ -6,15 +6,13 @@ import dataclasses
 import difflib
 import importlib.util
 import itertools
-import math
 from typing import TYPE_CHECKING, Any
 
 from dcpbench.bench.record import Case
 from dcpbench.errors import UsageError
 from dcpbench.plan.options import parse_bytes
-from dcpbench.points.batches import pad_batch
 from dcpbench.points.counts import parse_count, suggest_counts
-from dcpbench.points.layout import Layout, Prefix, compute_local_length
+from dcpbench.points.layout import Layout, Prefix
 from dcpbench.points.memory import make_attention_products, make_mlp_products
 from dcpbench.points.names import BACKENDS, EXCHANGES, LIBRARIES, OVER_FP8
 from dcpbench.points.shapes import KV_WIDTH, LATENT, SCALE_BLOCK, VALUE, load_shape
@@ -25,12 +23,6 @@ if TYPE_CHECKING:
     from dcpbench.points.memory import Product
     from dcpbench.points.shapes import ModelShape
 
-KV_WRITE_VARIANTS = ("check-all", "filter", "masked-kernel")
-DP_SLICE_VARIANTS = ("cuda-slice", "host-slice")
-PADDED_SLOTS_VARIANTS = ("slot-0-live", "slot-0-padding")
-PROMPT_IDS = ("elsewhere", "known")
-MIN_PADDED_CONTEXT = 3
-"""Tokens of a request of padded-slots: two that padding rows may overwrite, and the one that the step reads."""
 DTYPES = ("bf16", "fp8")
 MERGE_VARIANTS = ("head-order", "correct", "pack", "combine", "value-proj")
 LINEAR_VARIANTS = ("triton", "torch", "deepgemm", "flashinfer")
@@ -106,16 +98,12 @@ class BenchOptions:
                 )
         return counts
 
-    def get_call_count(self, name: str = "layers", default: int = 16, untyped: int = 0) -> int:
-        """Return the number of calls of a pass, `untyped` by default; 0: chosen by the bench."""
-        typed: int | None = self.typed[name]
-        if typed is not None and typed < 1:
-            raise UsageError(f"--{name} {typed} is not a positive number; try --{name} {default}.")
-        return untyped if typed is None else typed
-
     def make_case(self, variant: str, **sizes: float | str) -> Case:
-        """Return a case with --layers calls."""
-        return Case(variant=variant, calls=self.get_call_count(), sizes=sizes)
+        """Return a case with --layers calls; without --layers the bench chooses their number."""
+        layers: int | None = self.typed["layers"]
+        if layers is not None and layers < 1:
+            raise UsageError(f"--layers {layers} is not a positive number; try --layers 16.")
+        return Case(variant=variant, calls=layers or 0, sizes=sizes)
 
 
 def list_attention_cases(options: BenchOptions) -> list[Case]:
@@ -258,29 +246,6 @@ def list_collectives_cases(options: BenchOptions) -> list[Case]:
     return [options.make_case(name, requests=b, width=w, ranks=ranks) for w, name, b in grid]
 
 
-def list_kv_write_cases(options: BenchOptions) -> list[Case]:
-    """Return every variant at every size. --empty adds, for each, a rank of the largest dcp that owns none of the
-    tokens.
-    """
-    scale = options.typed["scale"]
-    if not 0 < scale < math.inf:
-        raise UsageError(f"--scale {scale:g} is not a positive number; try --scale 1.")
-    variants = options.parse_names("variant", KV_WRITE_VARIANTS)
-    sizes = options.parse_counts("tokens", (16, 64), (16, 256, 4096, 65536))
-    ranks = options.parse_counts("dcp", (1, 4), (1, 8))
-    layers = 2 if options.cpu else 61
-    calls = options.get_call_count("layers", layers, layers)
-    shares = [(n, 1) for n in ranks] + ([(max(ranks), 0)] if options.typed["empty"] else [])
-    cases = []
-    for kind, (n, some), size in itertools.product(options.parse_names("dtype", DTYPES), shares, sizes):
-        owned = compute_local_length(size, 0, n) * some
-        columns: dict[str, int | float | str] = {"tokens": size, "dcp": n, "owned": owned, "dtype": kind}
-        if scale != 1.0 and kind == "fp8":
-            columns["scale"] = scale
-        cases += [Case(variant=name, calls=calls, sizes=columns) for name in variants]
-    return cases
-
-
 def list_kv_gather_cases(options: BenchOptions) -> list[Case]:
     """Return both ways with every buffer at every size; `outgrown` is a pool that is too small for a case."""
     ranks, typed = options.ranks, options.typed["pool_bytes"]
@@ -312,37 +277,6 @@ def list_kv_gather_cases(options: BenchOptions) -> list[Case]:
     return cases
 
 
-def list_dp_slice_cases(options: BenchOptions) -> list[Case]:
-    """Return every variant for every number of ranks and of tokens of the busiest one."""
-    variants = options.parse_names("variant", DP_SLICE_VARIANTS)
-    sizes = options.parse_counts("tokens", (16, 64), (16, 256, 4096))
-    ranks = options.parse_counts("dp", (4,), (8,))
-    steps = 2 if options.cpu else 16
-    calls = options.get_call_count("steps", steps, steps)
-    return [
-        Case(variant=name, calls=calls, sizes={"tokens": size, "dp": n})
-        for n, size, name in itertools.product(ranks, sizes, variants)
-    ]
-
-
-def list_padded_slots_cases(options: BenchOptions) -> list[Case]:
-    """Return both variants at every size that leaves a padding row."""
-    cases = []
-    for b, s, kind, name in itertools.product(
-        options.parse_counts("requests", (3,), (3, 33)),
-        options.parse_counts("context", (16,), (64, 8192)),
-        options.parse_names("ids", PROMPT_IDS),
-        options.parse_names("variant", PADDED_SLOTS_VARIANTS),
-    ):
-        rows = pad_batch(b)
-        if rows == b:
-            raise UsageError(f"--requests {b} fill a graph of {rows} rows, and nothing is padded; try --requests 3.")
-        if s < MIN_PADDED_CONTEXT:
-            raise UsageError(f"--context {s} leaves nothing to overwrite; try --context {MIN_PADDED_CONTEXT}.")
-        cases.append(Case(variant=name, calls=1, sizes={"requests": b, "rows": rows, "context": s, "ids": kind}))
-    return cases
-
-
 CASES: dict[str, Callable[[BenchOptions], list[Case]]] = {
     "attention": list_attention_cases,
     "exchange": list_exchange_cases,
@@ -351,8 +285,5 @@ CASES: dict[str, Callable[[BenchOptions], list[Case]]] = {
     "linear": list_linear_cases,
     "moe": list_moe_cases,
     "kv-gather": list_kv_gather_cases,
-    "kv-write": list_kv_write_cases,
-    "dp-slice": list_dp_slice_cases,
-    "padded-slots": list_padded_slots_cases,
 }
 """Functions that make the cases of each bench from its options."""

@@ -34,11 +34,8 @@ if TYPE_CHECKING:
     from dcpbench.points.machine import Probe
 
 WORKER = "dcpbench.bench.worker"
-MAX_BACKLOG_US = 100_000
 CPU_RANKS = 2
-CPU_NOTE = (
-    "CPU: correctness and synchronisations (dry run) only; a time taken here would say nothing about performance."
-)
+CPU_NOTE = "CPU: correctness only; a time taken here would say nothing about performance."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,7 +43,6 @@ class Options:
     """Options common to all benches."""
 
     seconds: float = BenchSettings().seconds
-    backlog: float = BenchSettings().backlog_us
     timeout: float = 300.0
     device: str = "auto"
     output: Path | None = None
@@ -57,9 +53,7 @@ class Options:
         """Return the settings. Raise UsageError for invalid times."""
         check_seconds("--seconds", self.seconds, 1)
         check_seconds("--timeout", self.timeout, 300)
-        if not 0 < self.backlog <= MAX_BACKLOG_US:
-            raise UsageError(f"--backlog {self.backlog:g}: must be 1 to {MAX_BACKLOG_US:,} µs; try --backlog 100.")
-        return BenchSettings(seconds=self.seconds, backlog_us=self.backlog)
+        return BenchSettings(seconds=self.seconds)
 
 
 def run_bench(bench: str, sizes: Mapping[str, Any], options: Options) -> int:
@@ -155,14 +149,11 @@ def _add_event(event: Event, record: BenchRecord) -> None:
         record.limits, record.without = event.limits, event.without
     if event.result:
         record.results[event.index] = event.result
-    for name, value in (("syncs", event.syncs), ("graph", event.graph)):
-        if value is not None:
-            record.results[event.index] = msgspec.structs.replace(record.results[event.index], **{name: value})
 
 
 def _make_progress(event: Event, shown_reasons: set[str]) -> Progress:
     """Return an event in the form of the progress bar; a reason is shown once, and added to `shown_reasons`."""
-    key = str(event.index) if event.stage in ("case", "done", "counted", "graph") else ""
+    key = str(event.index) if event.stage in ("case", "done") else ""
     note, r = "", event.result
     if r and event.stage == "done":
         note = r.reason or r.difference or (f"{r.time.median_us:.3g} µs" if r.time else "correct")
@@ -193,8 +184,7 @@ def _select_device(bench: str, device: str) -> Probe:
     probe = launcher.run_probe()
     if device == "cuda" and probe.device != "cuda":
         raise CapacityError(
-            f"--device cuda, but no GPU is visible; `dcpbench env` says why. Without one, type {_suggest_cpu(bench)} and "
-            "counts synchronisations."
+            f"--device cuda, but no GPU is visible; `dcpbench doctor` says why. Without one, type {_suggest_cpu(bench)}."
         )
     return select_device(probe, device)
 

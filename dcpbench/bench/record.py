@@ -41,8 +41,6 @@ class BenchSettings(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.3
     """Time limit of each timing of a case; a timing that exceeds it is `noisy`."""
     precision: float = 0.01
-    backlog_us: float = 100.0
-    """GPU work queued before each call with measured host time."""
     seed: int = 0
 
 
@@ -89,50 +87,12 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     samples_us: list[float] = []
 
 
-class SyncSite(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of a variant that synchronises."""
-
-    kind: str
-    op: str = ""
-    function: str = ""
-    file: str = ""
-    line: int | None = None
-    per_call: float = 0.0
-
-
-class Syncs(msgspec.Struct, frozen=True, kw_only=True):
-    """Host-blocking calls per call, counted in a separate pass."""
-
-    per_call: float
-    detector: str
-    """`live` on a GPU, `dry-run` on the CPU."""
-    sites: list[SyncSite] = []
-
-
 class Graph(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of capturing a pass into a CUDA graph."""
+    """Measurement of a pass in a CUDA graph."""
 
-    captured: bool
-    reason: str = ""
-    """Error message if it could not be captured."""
     time: Timing | None = None
     """GPU time of a replay, without host time."""
     correct: bool | None = None
-
-
-class Overwritten(msgspec.Struct, frozen=True, kw_only=True):
-    """Effect of the padding rows of a step on live requests, and the memory reserved for padding."""
-
-    kv_rows: int
-    """Number of KV rows, over all layers, that were stored before the step and changed by it."""
-    token_ids: int
-    """Number of the prompts' ids in the request table changed by it."""
-    logit_error: float
-    """‖x − ref‖ / ‖ref‖ of the live request that is off furthest, against the same step without padding rows."""
-    table_bytes: int
-    """Bytes of the request tables' row for slot 0; 0 if it belongs to a request."""
-    page_bytes: int
-    """Bytes of the KV pool's page 0 on a rank, all layers."""
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
@@ -148,28 +108,19 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     correct: bool | None = None
     difference: str = ""
     """Position of the first difference from the reference."""
-    overwritten: Overwritten | None = None
-    """Effect of padding, for padded-slots; results are `correct` if the effect is the expected one of the variant, even
-    if harmful.
-    """
     error: float | None = None
     """‖x − ref‖ / ‖ref‖ against fp64, of the worst rank; null if results must be bitwise equal."""
     work: Work | None = None
     floor_us: float | None = None
     """Lower bound by points.floors; null on the CPU, and if a limit is unknown."""
     bytes_s: float | None = None
-    """`work` over the time in a graph, or over the eager time if no graph could be captured."""
+    """`work` over the time in a graph."""
     flop_s: float | None = None
     received_bytes_s: float | None = None
     time: Timing | None = None
-    """Eager calls back to back, from one pass's start on the GPU to the next one's. Null on the CPU."""
-    host: Timing | None = None
-    """Host time inside a call while the GPU is `backlog_us` behind. Null on the CPU."""
-    syncs: Syncs | None = None
+    """Eager calls back to back, from one pass's start on the GPU to the next one's; null if they were not timed."""
     graph: Graph | None = None
-    """Result of the capture; null if it was not tried: on the CPU, and for all but the first case of a synchronising
-    variant.
-    """
+    """Null on the CPU."""
     marks: list[str] = []
     """`noisy`, `unsettled`, `throttled`, `l2_warm`, as in records.jsonl."""
     gpu: Gpu | None = None
@@ -179,8 +130,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     """A line of a worker: its environment first, then the progress of each case."""
 
     stage: str
-    """`start`, `limits`, then `case` and `done` (timed) for each case; after all of them `counted` for each, then
-    `graph` for captures tried last, and `end`."""
+    """`start`, `limits`, then `case` and `done` for each case, and `end`."""
     index: int = 0
     """Index of the case in the job."""
     environment: Environment | None = None
@@ -188,8 +138,6 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     without: list[str] = []
     """Limits that could not be measured, each with its reason."""
     result: Result | None = None
-    syncs: Syncs | None = None
-    graph: Graph | None = None
 
 
 class BenchRecord(msgspec.Struct, kw_only=True):

@@ -1,9 +1,8 @@
 """Run the cases of a bench as one of its ranks: `python -m dcpbench.bench.worker FOLDER`, started by command.py.
 
 FOLDER/job.json is the job; rank 0 appends a line to FOLDER/events.jsonl for each step of the work. The machine's limits
-come first, then up to three rounds over the cases: first timing, because the detector that counts synchronisations
-afterwards slows all later work, and at the end the captures that are expected to be refused, because a refused capture
-leaves torch's allocator in an undefined state. With several ranks all take every branch together.
+come first, then the cases. Every case is captured into a CUDA graph, which proves that it does not wait for the GPU. With
+several ranks all take every branch together.
 """
 
 from __future__ import annotations
@@ -25,14 +24,11 @@ from dcpbench.bench.operators import calls as measuring
 from dcpbench.bench.operators import limits
 from dcpbench.bench.operators.attention import Attention
 from dcpbench.bench.operators.collectives import Collectives
-from dcpbench.bench.operators.dp_slice import DpSlice
 from dcpbench.bench.operators.exchange import ExchangeBench
 from dcpbench.bench.operators.kv_gather import KvGather
-from dcpbench.bench.operators.kv_write import KvWrite
 from dcpbench.bench.operators.linear import Linear
 from dcpbench.bench.operators.merge import Merge
 from dcpbench.bench.operators.moe import Moe
-from dcpbench.bench.operators.padded_slots import PaddedSlots
 from dcpbench.bench.operators.ranks import RankError, gather_first_text, run_together, start_distributed
 from dcpbench.bench.record import BenchJob, Event, Graph, Result
 from dcpbench.exchange.collectives import gather_objects, reduce_max_error
@@ -57,10 +53,6 @@ class Bench:
     workload: type[Workload]
     limits: tuple[str, ...] = ()
     """Limits with which its cases are compared; see operators/limits.py."""
-    host: bool = False
-    """True if its variants may wait for the GPU: eager time, host time and synchronisations are measured. All others
-    must be capturable, and a captured graph proves that they do not wait.
-    """
     eager_calls: int = 0
     """Number of calls of an eager pass to be timed in addition to the graph, if they do work that a graph cannot; else
     0.
@@ -81,9 +73,6 @@ BENCHES = {
     "moe": Bench(workload=Moe, limits=("read", "matmul", "matmul_fp8"), turns=True),
     "collectives": Bench(workload=Collectives, limits=("peer", "barrier", "smallest"), fresh=True),
     "kv-gather": Bench(workload=KvGather, limits=("copy", "peer", "barrier"), eager_calls=2),
-    "kv-write": Bench(workload=KvWrite, limits=("copy",), host=True),
-    "dp-slice": Bench(workload=DpSlice, host=True),
-    "padded-slots": Bench(workload=PaddedSlots),
 }
 """Benches by name; a further bench is a class with `build(case) -> Calls`, in its own file, and an entry here."""
 
@@ -115,8 +104,6 @@ class BenchWorker:
         self.gpu_times = functools.partial(measuring.measure_gpu_times, device=device, settings=job.settings)
         self.workload = self.bench.workload(device, job.settings.seed)
         self.limits: dict[str, float] = {}
-        self.blocking: dict[str, int] = {}
-        """First case of each variant that waits for the GPU, by its variant."""
 
     def write_event(self, event: Event) -> None:
         """Append one event, on rank 0."""
@@ -125,23 +112,15 @@ class BenchWorker:
                 f.write(msgspec.json.encode(event) + b"\n")
 
     def run_job(self) -> None:
-        """Measure limits, then all cases in up to three rounds."""
+        """Measure limits, then all cases."""
         self.write_event(Event(stage="start", environment=collect_environment(self.device, self.job.command)))
         if self.device.type == "cuda" and self.bench.limits:
             found, without = limits.measure_limits(self.bench.limits, self.device)
             self.limits = {limit.name: limit.median for limit in found}
             self.write_event(Event(stage="limits", limits=found, without=without))
-        done = {}
         for group in self.group_cases():
             for index, result in self.measure_group(group):
-                done[index] = result
                 self.write_event(Event(stage="done", index=index, result=result))
-        for index, result in done.items():
-            if result.outcome == "ok" and self.bench.host:
-                self.count_case_syncs(index, result)
-        ready = {index: self.workload.build_calls(self.job.cases[index]) for index in self.blocking.values()}
-        for index, calls in ready.items():
-            self.write_event(Event(stage="graph", index=index, graph=measuring.try_capture(calls)))
         self.write_event(Event(stage="end"))
 
     def group_cases(self) -> list[dict[int, Case]]:
@@ -164,7 +143,7 @@ class BenchWorker:
         for index, case in group.items():
             self.write_event(Event(stage="case", index=index))
             try:
-                ready[index] = self.prepare_case(index, case)
+                ready[index] = self.prepare_case(case)
             except RankError as e:
                 yield index, make_failed_result(case, e)
         passes = [(each.replay, len(each.calls.calls)) for each in ready.values() if each.replay]
@@ -183,32 +162,26 @@ class BenchWorker:
                 result = make_failed_result(group[index], e)
             yield index, result
 
-    def prepare_case(self, index: int, case: Case) -> PreparedCase:
+    def prepare_case(self, case: Case) -> PreparedCase:
         """Check a case, and on a GPU take the timings that do not involve other cases."""
         calls = run_together(lambda: self.workload.build_calls(case))
         found = check_calls(calls, calls.check, calls.run)
         ready = PreparedCase(calls=calls, result=Result(case=case, calls=len(calls.calls), work=calls.work, **found))
         if self.device.type == "cpu":
             return ready
-        eager = len(calls.calls) if self.bench.host else min(self.bench.eager_calls, len(calls.calls))
-        if eager:
+        if eager := min(self.bench.eager_calls, len(calls.calls)):
             some = functools.partial(measuring.run_all, calls.calls[:eager])
             time, gpu = run_together(lambda: self.gpu_time(some, eager))
             ready.update_result(time=time)
             ready.states.append(gpu)
-        if self.bench.host:
-            ready.update_result(host=run_together(lambda: measuring.measure_host_time(calls, self.job.settings)))
-        if self.bench.host and run_together(lambda: measuring.has_stream_wait(calls.run_captured)):
-            self.blocking.setdefault(case.variant, index)
-        else:
-            ready.replay = run_together(lambda: capture_graph(calls.run_captured).replay)
+        ready.replay = run_together(lambda: capture_graph(calls.run_captured).replay)
         return ready
 
     def add_replay(self, ready: PreparedCase, replay: Run, time: Timing, gpu: Gpu | None) -> None:
         """Add the results of the graph, and check them."""
         calls, result = ready.calls, ready.result
         found = check_calls(calls, calls.check_graph or calls.check, replay)
-        graph = Graph(captured=True, time=time, correct=found["correct"])
+        graph = Graph(time=time, correct=found["correct"])
         if not result.correct:  # an earlier error takes precedence
             found |= {"correct": False, "difference": result.difference}
         elif not graph.correct:
@@ -241,7 +214,7 @@ class BenchWorker:
     def list_warnings(self, calls: Calls, gpu: Gpu | None, result: Result) -> list[str]:
         """Return the warnings of a result, by their names in records.jsonl."""
         l2_bytes = torch.cuda.get_device_properties(self.device).L2_cache_size
-        timings = [t for t in (result.time, result.host, result.graph and result.graph.time) if t]
+        timings = [t for t in (result.time, result.graph and result.graph.time) if t]
         found = {
             "noisy": any(t.noisy for t in timings),
             "unsettled": any(t.unsettled for t in timings),
@@ -249,22 +222,6 @@ class BenchWorker:
             "l2_warm": not self.bench.fresh and calls.written_bytes < measuring.COLD * l2_bytes,
         }
         return [name for name, applies in found.items() if applies]
-
-    def count_case_syncs(self, index: int, result: Result) -> None:
-        """Count the synchronisations of one case."""
-
-        def build_case(device: torch.device) -> Calls:
-            own = device == self.device  # this process's own workload is kept, with its inputs
-            workload = self.workload if own else self.bench.workload(device, self.job.settings.seed)
-            return workload.build_calls(result.case)
-
-        try:
-            syncs = run_together(lambda: measuring.count_syncs(build_case, self.device))
-        except RankError as e:  # as in `run_job`; existing times are kept
-            failed = msgspec.structs.replace(result, outcome="failed", reason=f"counting synchronisations: {e}")
-            self.write_event(Event(stage="counted", index=index, result=failed))
-        else:
-            self.write_event(Event(stage="counted", index=index, syncs=syncs))
 
 
 def make_failed_result(case: Case, error: RankError) -> Result:
@@ -279,7 +236,6 @@ def check_calls(calls: Calls, check: Callable[[Run], str], run: Run) -> dict[str
         "correct": not difference,
         "difference": difference,
         "error": reduce_max_error(run_together(calls.error)) if calls.error else None,
-        "overwritten": calls.overwritten and calls.overwritten(),
     }
 
 
@@ -303,9 +259,7 @@ def main(path: str) -> None:
         worker.run_job()
     if job.ranks > 1:
         dist.barrier(device_ids=[rank] if job.device == "cuda" else None)
-    if worker.blocking or job.ranks > 1:
-        # A refused capture is still open in torch, and its tear-down would report it; that of a group waits for
-        # graphs which hold its collectives.
+    if job.ranks > 1:  # the tear-down of a group waits for graphs that hold its collectives
         sys.stderr.flush()
         os._exit(0)
 

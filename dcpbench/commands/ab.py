@@ -136,7 +136,7 @@ def ab(variants: Variants, judged: JudgedInRounds, launches: Launches, shown: Sh
     with folders.lock_folder(folder):
         kept = {side: hide_headers(arguments) for side, arguments in sides.items()}
         state = _load_state(folder, launches, State(workload=variants.workload, a=kept["a"], b=kept["b"]))
-        _print_start(folder, sides, variants, command, allow_cpu=judged.allow_cpu, resume=launches.resume)
+        _print_start(folder, sides, variants, command, allow_cpu=judged.allow_cpu)
         code = _launch_all(folder, state, sides, variants.rounds, command, force=launches.force)
         try:
             rounds = (f"round-{n}" for n in range(1, variants.rounds + 1))
@@ -352,13 +352,11 @@ def _print_start(
     command: Command,
     *,
     allow_cpu: bool,
-    resume: bool,
 ) -> None:
     """Print once what all launches run, as their own dry runs state it, and a note if they run on a CPU.
 
-    Raise the error of a variant's options, or of a resumed run with an older default, before any variant is launched.
+    Raise the error of a variant's options before any variant is launched.
     """
-    from dcpbench.launch import folders
     from dcpbench.launch.progress import CPU_NOTE, format_rejected
 
     lines: list[str] = []
@@ -370,8 +368,6 @@ def _print_start(
                 run_command(command, [*arguments, "--dry-run", "--json"], caller=Caller(part=part))
         except DcpbenchError as e:
             raise type(e)(f"--{side} {redaction.format_command_line(arguments)!r}: {e}") from e
-        if resume and "ep" not in part.given:
-            folders.check_launches_ep(sorted((folder / side).glob("round-*")), part.points)
         rows = json.loads(plan.getvalue())
         devices |= part.devices
         lines.append(

@@ -4,14 +4,15 @@ from pathlib import Path
 
 import typer
 
+from dcpbench.commands.calibrate import calibrate
 from dcpbench.commands.command import Group, make_panel, register_command
 
 app = typer.Typer(
     name="bench",
     no_args_is_help=True,
     rich_markup_mode="rich",
-    help="Measure single operators in several variants: time, share of what this machine can do, host time and "
-    "synchronisations, and correctness of each.\n\nStart with: dcpbench bench attention",
+    help="Measure single operators in several variants: time, share of what this machine can do, and correctness "
+    "of each.\n\nStart with: dcpbench bench attention",
 )
 
 TITLE = "What is run (comma lists)"
@@ -35,12 +36,11 @@ class Run(Group):
     """Hold the options that all benches share."""
 
     seconds: float = MEASURE(
-        "Time limit of each of a case's up to three timings; one stops earlier once its median is known within ±1 %, "
+        "Time limit of each timing of a case; a timing stops earlier once its median is known within ±1 %, "
         "and is marked noisy otherwise.",
         default=0.3,
         metavar="SECONDS",
     )
-    backlog: float = 100.0
     timeout: float = MEASURE(
         "A bench that makes no progress for this long is treated as hung and ended; at least 300 s are allowed until its first case, "
         "however short this is.",
@@ -48,31 +48,19 @@ class Run(Group):
         metavar="SECONDS",
     )
     device: str = MEASURE(
-        "auto, cuda or cpu. auto takes the GPU where there is one. On the CPU results are checked and synchronisations "
-        "counted by the dry run; nothing is timed.",
+        "auto, cuda or cpu. auto takes the GPU where there is one. On the CPU results are checked and nothing is timed.",
         default="auto",
         metavar="NAME",
     )
     output: Path | None = OUTPUT(
-        "Folder for the raw record (bench-NAME.json, every sample in it), a picture (bench-NAME.png) and the log. On "
-        "the CPU, where nothing is timed, only benches that count synchronisations have a picture. Default: only "
-        "print.",
+        "Folder for the raw record (bench-NAME.json, every sample in it), a picture (bench-NAME.png) and the log. There "
+        "is no picture on the CPU, where nothing is timed. Default: only print.",
         "-o",
         "--output",
         metavar="DIR",
     )
     force: bool = OUTPUT("Write over what is in -o.", default=False)
     as_json: bool = OUTPUT("Print the record as JSON on stdout, without samples.", "--json", default=False)
-
-
-class RunWithHost(Run):
-    """Hold the options of benches that also time the host."""
-
-    backlog: float = MEASURE(
-        "GPU work queued before each call for which host time is measured; a call that synchronises waits for it.",
-        default=100.0,
-        metavar="MICROSECONDS",
-    )
 
 
 class Attention(Group):
@@ -254,76 +242,7 @@ class KvGather(Group):
     layers: int | None = LAYERS
 
 
-class KvWrite(Group):
-    """Measure writing new KV rows on a rank that owns some of them: check first, always filter, or mask in the kernel.
-
-    `check-all` looks at the mask on the host and filters if it must, `filter` always filters, `masked-kernel` keeps the
-    mask on the GPU. docs/case-studies.md has the background.
-
-    For example:
-
-      dcpbench bench kv-write
-
-      dcpbench bench kv-write --tokens 16,65536 --dcp 1,8 --dtype bf16 -o results
-    """
-
-    tokens: str | None = COUNTS("New tokens of a step. Default: 16,256,4096,65536 on a GPU; 16,64 on the CPU.")
-    dcp: str | None = COUNTS(
-        "Ranks that share the KV cache: of N entries, N - 1 are -1. Default: 1,8 on a GPU; 1,4 on the CPU."
-    )
-    empty: bool = WHAT("Also a rank that owns none of the tokens, for the largest dcp.", default=True)
-    dtype: str | None = NAMES("What the pool holds: bf16, or fp8 (float8_e4m3fn, kept as bytes). Default: both.")
-    scale: float = WHAT("fp8 holds numbers divided by this.", default=1.0, metavar="X")
-    layers: int | None = WHAT(
-        "Layers of a pass, each with a pool of its own. Default: 61 on a GPU; 2 on the CPU.", metavar="N"
-    )
-    variant: str | None = NAMES("check-all, filter, masked-kernel. Default: all.")
-
-
-class DpSlice(Group):
-    """Measure slicing a rank's own tokens out of a gathered batch, with offsets from GPU memory or from the host.
-
-    `cuda-slice` reads start and length from the GPU, `host-slice` adds up the counts that the host has; under CUDA
-    graphs the start is rank × graph batch. docs/case-studies.md has the background.
-
-    For example:
-
-      dcpbench bench dp-slice --tokens 16,4096 --dp 8 -o results
-    """
-
-    tokens: str | None = COUNTS(
-        "Tokens of the busiest rank, which is the batch of a CUDA graph. Default: 16,256,4096 on a GPU; 16,64 on the "
-        "CPU."
-    )
-    dp: str | None = COUNTS("Attention data parallel ranks, with uneven tokens. Default: 8 on a GPU; 4 on the CPU.")
-    steps: int | None = WHAT("Calls of a pass. Default: 16 on a GPU; 2 on the CPU.", metavar="N")
-    variant: str | None = NAMES("cuda-slice, host-slice. Default: both.")
-
-
-class PaddedSlots(Group):
-    """Measure decoding fewer requests than a CUDA graph has rows, with slot 0 of the request table live or reserved.
-
-    `slot-0-live` gives slot 0 to a request, and the unused rows then write to it; `slot-0-padding` keeps it unassigned.
-    Runs a step of deepseek-v2-lite on one GPU, of a tiny model on the CPU. docs/case-studies.md has the background.
-
-    For example:
-
-      dcpbench bench padded-slots --requests 3,33 --context 64,8192 -o results
-    """
-
-    requests: str | None = COUNTS(
-        "Requests of a decode step, fewer than the rows of its CUDA graph. Default: 3,33 on a GPU, in graphs of 4 and "
-        "40; 3 on the CPU."
-    )
-    context: str | None = COUNTS("Tokens of each request. Default: 64,8192 on a GPU; 16 on the CPU.")
-    ids: str | None = NAMES(
-        "elsewhere: prompts were prefilled by another server, and their token ids are 0 here. known: they are in the "
-        "request table. Default: both."
-    )
-    variant: str | None = NAMES("slot-0-live, slot-0-padding. Default: both.")
-
-
-def _register_bench(name: str, sizes: type[Group], run: type[Run]) -> None:
+def _register_bench(name: str, sizes: type[Group]) -> None:
     """Register the command of a bench. Its help is the docstring of its class of sizes."""
 
     def measure(sizes: Group, run: Run) -> int:
@@ -332,21 +251,19 @@ def _register_bench(name: str, sizes: type[Group], run: type[Run]) -> None:
         return benches.run_bench(name, vars(sizes), benches.Options(**vars(run)))
 
     measure.__doc__ = sizes.__doc__
-    measure.__annotations__ |= {"sizes": sizes, "run": run}
+    measure.__annotations__ |= {"sizes": sizes, "run": Run}
     register_command(app, name=name)(measure)
 
 
-BENCHES: dict[str, tuple[type[Group], type[Run]]] = {
-    "attention": (Attention, Run),
-    "exchange": (Exchange, Run),
-    "collectives": (Collectives, Run),
-    "merge": (Merge, Run),
-    "linear": (Linear, Run),
-    "moe": (Moe, Run),
-    "kv-gather": (KvGather, Run),
-    "kv-write": (KvWrite, RunWithHost),
-    "dp-slice": (DpSlice, RunWithHost),
-    "padded-slots": (PaddedSlots, Run),
+BENCHES: dict[str, type[Group]] = {
+    "attention": Attention,
+    "exchange": Exchange,
+    "collectives": Collectives,
+    "merge": Merge,
+    "linear": Linear,
+    "moe": Moe,
+    "kv-gather": KvGather,
 }
-for bench, (its_sizes, its_run) in BENCHES.items():
-    _register_bench(bench, its_sizes, its_run)
+for bench, its_sizes in BENCHES.items():
+    _register_bench(bench, its_sizes)
+register_command(app, name="calibrate")(calibrate)

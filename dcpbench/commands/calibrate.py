@@ -1,4 +1,4 @@
-"""Implement `dcpbench calibrate`: write a machine's file from benches between ranks and from measured step times."""
+"""Implement `dcpbench bench calibrate`: write a machine's file from benches between ranks and from measured step times."""
 
 import itertools
 import tempfile
@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dcpbench.commands import bench as commands
 from dcpbench.commands import options as opt
 from dcpbench.show.terminal import make_console, print_stderr
 from dcpbench.show.text import format_list
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
 
 REQUESTS = "1,2,4,8,16,32,64,128,256,512"
 """Numbers of requests of a decode step, for messages between 10 KB and 7 MB."""
-OF_BENCH = {"collectives": commands.Collectives, "exchange": commands.Exchange}
 
 
 def calibrate(
@@ -53,11 +51,11 @@ def calibrate(
 
     For example:
 
-      dcpbench calibrate -o our-h200.toml
+      dcpbench bench calibrate -o our-h200.toml
 
-      dcpbench calibrate results/collectives results/exchange --link rdma-400 -o our-h200.toml
+      dcpbench bench calibrate results/collectives results/exchange --link rdma-400 -o our-h200.toml
 
-      dcpbench calibrate our-h200.toml runs/live runs/emulated -o our-h200.toml --force
+      dcpbench bench calibrate our-h200.toml runs/live runs/emulated -o our-h200.toml --force
     """
     import msgspec
 
@@ -188,6 +186,7 @@ def _measure_calls() -> "list[BenchRecord]":
     from dcpbench.bench import calibration
     from dcpbench.bench import command as benches
     from dcpbench.commands import runs
+    from dcpbench.commands.bench import BENCHES
     from dcpbench.errors import CapacityError
     from dcpbench.launch import launcher
 
@@ -202,7 +201,7 @@ def _measure_calls() -> "list[BenchRecord]":
         while ranks <= count:
             for bench in calibration.BENCHES:
                 print_stderr(f"{bench} on {ranks} GPUs …")
-                sizes = vars(OF_BENCH[bench](requests=REQUESTS, ranks=ranks))
+                sizes = vars(BENCHES[bench](requests=REQUESTS, ranks=ranks))
                 benches.run_bench(bench, sizes, benches.Options(output=Path(folder) / f"{bench}-{ranks}"))
             ranks *= 2
         return calibration.read_records([Path(folder)])

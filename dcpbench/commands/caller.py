@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from dcpbench.points.machine import Probe
-    from dcpbench.points.point import Point
 
 
 @dataclasses.dataclass
@@ -18,10 +17,6 @@ class Part:
     """Label of what the progress bar counts."""
     devices: set[str] = dataclasses.field(default_factory=set)
     """Devices on which it runs, once they are known."""
-    points: list[Point] = dataclasses.field(default_factory=list)
-    """Points that the command plans."""
-    given: set[str] = dataclasses.field(default_factory=set)
-    """Names of the options that describe the points."""
 
 
 @dataclasses.dataclass(frozen=True)

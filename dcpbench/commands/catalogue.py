@@ -40,11 +40,6 @@ ENTRIES = (
         "Run two variants in turn on this machine, so that drift cancels, and compare them round by round.",
     ),
     Entry(
-        "calibrate",
-        MEASURE,
-        "Measure a machine's collectives and exchanges, and write a file that predicts their times, with its error.",
-    ),
-    Entry(
         "recommend",
         READ,
         "Recommend a layout, with its confidence and cost, and print how to start SGLang and vLLM in it.",
@@ -67,9 +62,8 @@ ENTRIES = (
     Entry(
         "doctor",
         CHECK,
-        "Check this machine before a long sweep, and print a remedy for each finding. Nothing is changed.",
+        "Show what is installed and visible, check this machine before a long sweep, and print a remedy for each finding.",
     ),
-    Entry("env", CHECK, "Show what is installed and visible, and what is missing."),
     Entry(
         "machines",
         CHECK,
@@ -78,7 +72,7 @@ ENTRIES = (
     Entry(
         "bench",
         MEASURE,
-        "Measure single operators in several variants: time, share of what this machine can do, host time and synchronisations, and correctness of each.",
+        "Measure single operators in several variants: time, share of what this machine can do, and correctness of each.",
         is_group=True,
     ),
     Entry(

@@ -1,4 +1,4 @@
-"""Implement `dcpbench doctor`: check whether this machine is fit for a long sweep."""
+"""Implement `dcpbench doctor`: show what is installed, and check whether this machine is fit for a long sweep."""
 
 import re
 from pathlib import Path
@@ -31,9 +31,9 @@ def doctor(
     ] = None,
     as_json: bool = opt.JSON,
 ) -> int:
-    """Check this machine before a long sweep, and print a remedy for each finding. Nothing is changed.
+    """Show what is installed and visible, check this machine before a long sweep, and print a remedy for each finding.
 
-    GPUs: other processes, clocks, power caps, throttling, MIG, ECC, peer access. The system: limits, shared memory, disk,
+    Nothing is changed. GPUs: other processes, clocks, power caps, throttling, MIG, ECC, peer access. The system: limits, shared memory, disk,
     ports, clock, cores, NUMA, environment. Versions with known problems. A check that could not be read is reported and
     never counts as passed. A sweep runs the most important of these checks when it starts.
 
@@ -44,17 +44,24 @@ def doctor(
     """
     import msgspec
 
-    from dcpbench.commands.runs import print_json
+    from dcpbench.commands import runs
     from dcpbench.doctor import OK, check_machine
+    from dcpbench.launch import launcher
     from dcpbench.launch.nodes import split_endpoint
+    from dcpbench.launch.progress import make_probe_table
     from dcpbench.show.terminal import make_console
 
     endpoint = split_endpoint(rdzv_endpoint) if rdzv_endpoint else None
-    report = check_machine(output, nnodes=nnodes, endpoint=endpoint)
+    report = check_machine(output, nnodes=nnodes, endpoint=endpoint)  # first, as the probe itself uses a GPU
+    probe = launcher.run_probe(runs.WORKER)
     if as_json:
-        print_json({"exit_code": report.exit_code, "findings": [msgspec.to_builtins(f) for f in report.findings]})
+        findings = [msgspec.to_builtins(f) for f in report.findings]
+        runs.print_json({"exit_code": report.exit_code, "machine": msgspec.to_builtins(probe), "findings": findings})
         return report.exit_code
     terminal = make_console()
+    terminal.print(make_probe_table(probe))
+    for problem in probe.problems:
+        terminal.print(f"• {problem}", soft_wrap=True)
     for line in format_findings(report.findings):
         terminal.print(line, soft_wrap=True)
     well = list(dict.fromkeys(f.check for f in report.findings if f.level == OK))

@@ -8,7 +8,7 @@ def machines(as_json: bool = opt.JSON) -> int:
     """Show the GPUs and links that --gpu, --emulate and recommend know, with where each figure comes from.
 
     A machine is a GPU's name, with +LINK where there is more than one host, such as H200+rdma-400; or a file that
-    dcpbench calibrate writes.
+    dcpbench bench calibrate writes.
 
     Example: dcpbench machines
     """

@@ -119,7 +119,7 @@ class How(Group):
 
 EMULATE = HOW(
     "Run one rank's work on one GPU and model its communication: layouts of any size. MACHINE is a GPU "
-    "of `dcpbench machines`, with +LINK for several hosts (H200+rdma-400), or a file of `dcpbench calibrate`. Such "
+    "of `dcpbench machines`, with +LINK for several hosts (H200+rdma-400), or a file of `dcpbench bench calibrate`. Such "
     "points are forecasts, and marked.",
     metavar="MACHINE,…",
 )

@@ -62,13 +62,6 @@ def record_device(run: Run, probe: Probe) -> None:
         part.devices.add(probe.device)
 
 
-def note_plan(run: Run, candidates: Sequence[grid.Candidate], given: Options) -> None:
-    """Report the planned points and their options to the calling command."""
-    if part := run.caller.part:
-        part.points += [c.point for c in candidates]
-        part.given |= set(given or ())
-
-
 def is_values_only(run: Run, tp: Sequence[int], dp: Sequence[int] = (1,), dcp: Sequence[int] = ()) -> bool:
     """Return whether only the values of options can be checked. Raise LayoutError if no layout is valid."""
     there = run.caller.elsewhere
@@ -110,7 +103,6 @@ def measure(spec: SweepSpec, probe: Probe, run: Run, work_off: WorkOff | None = 
     there = run.caller.elsewhere
     candidates = grid.expand_grid(spec, probe, there.nodes if there else run.machines.nnodes)
     print_defaults(spec, candidates)
-    note_plan(run, candidates, given)
     if finish_if_planned(candidates, probe, run):
         return 0
     folder = run.output or folders.choose_folder("-".join(spec.model), spec.tp)
@@ -240,7 +232,7 @@ def _prepare_folder(
         print_bad_lines(bad)
         folders.check_same_command(folder, candidates[0].point, known.values())
         if given is not None:
-            _check_defaults(folder, [c.point for c in candidates], list(known.values()), given)
+            folders.check_default_grid(folder, [c.point for c in candidates], list(known.values()), given)
     if run.resume and not known and not bad:
         print_stderr(f"{folder} holds no run yet; starting one.")
     elif run.resume and known and not any(c.point.get_key() in known for c in candidates):
@@ -255,15 +247,6 @@ def _prepare_folder(
             RecordFile(folder).append(c.make_rejected_record())
     measured = {key for key, record in known.items() if record.outcome == "ok"}
     return [c.point for c in candidates if c.error is None and c.point.get_key() not in measured]
-
-
-def _check_defaults(
-    folder: Path, points: Sequence[Point], records: Sequence[Record], given: Mapping[str, object]
-) -> None:
-    """Raise OutputError if a default, where no option is given, would add points to a resumed run that it does not have."""
-    if "ep" not in given:
-        folders.check_default_ep(folder, points, records)
-    folders.check_default_grid(folder, points, records, given)
 
 
 def _drop_set_aside(points: list[Point], folder: Path, retries: int) -> list[Point]:

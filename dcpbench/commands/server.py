@@ -184,11 +184,6 @@ class Options(Group):
         "root, CAP_SYS_NICE or an RLIMIT_RTPRIO. The record says whether it did.",
         default=True,
     )
-    check_client: bool = CLIENT(
-        "After each load, read the same number of streams from an idle local server for a second, to measure the client's "
-        "own share of TTFT and ITL.",
-        default=True,
-    )
 
 
 def server(
@@ -452,7 +447,6 @@ def _measure_started(options: Options, given: dict[str, object], run: opt.Run, r
     runs.record_device(run, probe)
     if run.dry_run or run.caller.part is None:
         print_load_notes(spec.loads, spec.settings, cpu=run.device == "cpu")
-    runs.note_plan(run, candidates, given)
     if runs.finish_if_planned(candidates, probe, run):
         if not run.as_json:
             print_commands(candidates, preset, model, str(options.traces or ""))
@@ -548,7 +542,6 @@ def _make_client_config(url: str, options: Options, run: opt.Run, tp: int) -> "C
         retries=options.retries,
         processes=options.client_processes,
         realtime=options.client_realtime,
-        check_client=options.check_client,
         traces=options.traces,
         command=get_typed_command(),
         device=CPU if run.device == "cpu" else run.gpu or "",

@@ -59,9 +59,8 @@ def measure_engine(engines: Engines, given: Mapping[str, object], run: RunOnMach
     tps = tuple(dict.fromkeys(c.point.tp for c in candidates))
     probe = Probe(device="cpu" if cpu else "cuda", count=max(tps), name="")
     runs.record_device(run, probe)
-    runs.note_plan(run, candidates, given)
     settings = _parse_settings(given)
-    rates = {} if runs.is_elsewhere() else _read_rates(engines, max(tps), cpu=cpu)
+    rates = {} if run.caller.elsewhere is not None else _read_rates(engines, max(tps), cpu=cpu)
     if runs.finish_if_planned(candidates, probe, run):
         if not run.as_json:
             print_commands(candidates, engine, model, "TRACES" if settings.profile else "")

@@ -47,8 +47,10 @@ def make_app(watcher: Watcher) -> Starlette:
         text = await anyio.Path(watcher.site / "index.html").read_text(encoding="utf-8")
         return HTMLResponse(text.replace(STATIC, LIVE, 1))
 
+    runs = running.RunningRuns(watcher.root)
+
     async def send_live_state(_: Request) -> Response:
-        jobs = await anyio.to_thread.run_sync(running.find_running_jobs, watcher.root)
+        jobs = await anyio.to_thread.run_sync(runs.read_progress)
         index = await anyio.to_thread.run_sync(site.read_index_path, watcher.site)
         return JSONResponse({"index": index, "jobs": [dataclasses.asdict(job) for job in jobs], "note": watcher.note})
 

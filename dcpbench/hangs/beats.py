@@ -253,12 +253,6 @@ def start_heartbeats(
     _here = Beats(path, rank, ranks, waits=waits, members=members, through=through)
 
 
-def stop_heartbeats() -> None:
-    """Stop writing heartbeats; keep the file as it is."""
-    global _here  # noqa: PLW0603 -- as above
-    _here = None
-
-
 def record_phase(name: str) -> None:
     """Record that the host enters a phase of a step."""
     if _here is not None:

@@ -104,7 +104,7 @@ class Result:
     backend: str = ""
     """The engine that served, if it is not the one that wrote the benchmark."""
     arrival: str
-    """Arrival process, one of points.names.ARRIVALS."""
+    """Arrival process, in the names of a load."""
     request_rate: float | None
     burstiness: float = 1.0
     concurrency: int | None

@@ -1,8 +1,5 @@
 """Write new tokens' KV rows into a rank's pool; only the owner of a location stores it. Nothing is counted on the host.
 
-`write_kv` computes the owner of a virtual location; `write_rows` takes this rank's rows, with -1 for rows of other
-ranks.
-
 A program takes TILE tokens and stores those that are this rank's, ROWS at a time: 16 bytes per thread, all of them
 loaded before the first is stored. If every token may be this rank's, TILE = ROWS. If one of `share` is, TILE is larger,
 and the program first numbers its own tokens, so that others cost only the load of their location.
@@ -39,32 +36,10 @@ def write_kv(kv_KQ: torch.Tensor, new_BQ: torch.Tensor, loc_B: torch.Tensor, sha
     """Store `new_BQ[b]` at row(loc_B[b]) of `kv_KQ` where owner(loc_B[b]) is the rank; skip loc < 0. No host sync.
 
     loc_B is an int32 or int64 tensor of virtual locations (layout.get_owner, layout.get_row), no two of them the same row.
-    kv_KQ and scale: as in `write_rows`.
+    kv_KQ has the dtype of new_BQ, or is float8_e4m3fn, or uint8 with e4m3 bytes: then the stored value is new × (1 /
+    scale), rounded to nearest and bounded by ±448. Rows of other ranks are not read.
     """
     (write_kv_fused if kv_KQ.is_cuda else write_kv_reference)(kv_KQ, new_BQ, loc_B, share, scale)
-
-
-def write_rows(
-    kv_KQ: torch.Tensor,
-    new_BQ: torch.Tensor,
-    row_B: torch.Tensor,
-    *,
-    scale: float = 1.0,
-    share: int = 1,
-    settled: bool = False,
-) -> None:
-    """Store `new_BQ[b]` at row `row_B[b]` of `kv_KQ`; skip rows below 0, and do not read their source. No host sync.
-
-    kv_KQ has the dtype of new_BQ, or is float8_e4m3fn, or uint8 with e4m3 bytes: then the stored value is new × (1 /
-    scale), rounded to nearest and bounded by ±448. row_B is int32 or int64, valid rows distinct and below K. Always a
-    kernel: without a GPU it runs in Triton's interpreter.
-
-    Two hints, for speed only: about one row of `share` is valid; and `settled` promises that neither new_BQ nor row_B
-    was written by the directly preceding kernel, so that both may be read while it still runs; nor by those before it,
-    if it lets this one begin before it has waited for them, as norms and linear layers over e4m3 do.
-    """
-    no_owner = {"OWNED": False, "rank": 0, "DCP": 1, "INTERLEAVE": 1}
-    launch_kernel(kv_KQ, new_BQ, row_B, choose_tiling(len(row_B), share), scale, settled, **no_owner)
 
 
 def write_kv_reference(
@@ -74,13 +49,6 @@ def write_kv_reference(
     for b, loc in enumerate(loc_B.tolist()):
         if loc >= 0 and layout.get_owner(loc, share.dcp, share.interleave) == share.rank:
             kv_KQ[layout.get_row(loc, share.dcp, share.interleave)] = convert_to_stored(new_BQ[b], kv_KQ.dtype, scale)
-
-
-def write_rows_reference(kv_KQ: torch.Tensor, new_BQ: torch.Tensor, row_B: torch.Tensor, scale: float = 1.0) -> None:
-    """Write one row at a time."""
-    for b, row in enumerate(row_B.tolist()):
-        if row >= 0:
-            kv_KQ[row] = convert_to_stored(new_BQ[b], kv_KQ.dtype, scale)
 
 
 def convert_to_stored(new: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
@@ -140,7 +108,6 @@ def _write_kernel(
     new_stride,
     inverse_scale,
     rank,
-    OWNED: tl.constexpr,
     DCP: tl.constexpr,
     INTERLEAVE: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -151,24 +118,18 @@ def _write_kernel(
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
     DEPENDENT: tl.constexpr,
-    SETTLED: tl.constexpr,
 ):
-    if not SETTLED:
-        _wait(DEPENDENT)
+    _wait(DEPENDENT)
     first = tl.program_id(0) * TILE
     t = tl.arange(0, TILE)
     place = tl.load(places + first + t, mask=first + t < tokens, other=-1)
-    if OWNED:
-        stripe = place // INTERLEAVE
-        live = (place >= 0) & (stripe % DCP == rank)
-        row = stripe // DCP * INTERLEAVE + place % INTERLEAVE
-    else:
-        live = place >= 0
-        row = place
+    stripe = place // INTERLEAVE
+    live = (place >= 0) & (stripe % DCP == rank)
+    row = stripe // DCP * INTERLEAVE + place % INTERLEAVE
     if TILE == ROWS:
         source = new + (first + t).to(tl.int64)[:, None] * new_stride
         target = kv + row.to(tl.int64)[:, None] * kv_stride
-        copy_rows(source, target, live, inverse_scale, WIDTH, HEAD, TAIL, FP8, NATIVE, DEPENDENT and SETTLED)
+        copy_rows(source, target, live, inverse_scale, WIDTH, HEAD, TAIL, FP8, NATIVE, False)
     else:
         count = tl.sum(live.to(tl.int32), 0)
         number = tl.where(live, tl.cumsum(live.to(tl.int32), 0) - 1, -1)
@@ -181,9 +142,7 @@ def _write_kernel(
             found = i < count
             source = new + token.to(tl.int64)[:, None] * new_stride
             target = kv + to_row.to(tl.int64)[:, None] * kv_stride
-            copy_rows(source, target, found, inverse_scale, WIDTH, HEAD, TAIL, FP8, NATIVE, DEPENDENT and SETTLED)
-        if SETTLED:
-            _wait(DEPENDENT)
+            copy_rows(source, target, found, inverse_scale, WIDTH, HEAD, TAIL, FP8, NATIVE, False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,8 +165,7 @@ def write_kv_fused(
     kv_KQ: torch.Tensor, new_BQ: torch.Tensor, loc_B: torch.Tensor, share: Share, scale: float = 1.0
 ) -> None:
     """Write with one kernel."""
-    owner = {"OWNED": True, "rank": share.rank, "DCP": share.dcp, "INTERLEAVE": share.interleave}
-    launch_kernel(kv_KQ, new_BQ, loc_B, choose_tiling(len(loc_B), share.dcp), scale, settled=False, **owner)
+    launch_kernel(kv_KQ, new_BQ, loc_B, choose_tiling(len(loc_B), share.dcp), scale, share)
 
 
 def launch_kernel(
@@ -216,10 +174,9 @@ def launch_kernel(
     places_B: torch.Tensor,
     tiles: Tiling,
     scale: float,
-    settled: bool,
-    **owner: int,
+    share: Share,
 ) -> None:
-    """Launch one kernel; `owner` holds the arguments that determine the owner of a location."""
+    """Launch one kernel."""
     fp8 = kv_KQ.element_size() == 1
     hopper = _supports_dependents(kv_KQ.device)
     _write_kernel[(triton.cdiv(len(places_B), tiles.tile),)](
@@ -230,6 +187,9 @@ def launch_kernel(
         kv_KQ.stride(0),
         new_BQ.stride(0),
         1.0 / scale,
+        share.rank,
+        DCP=share.dcp,
+        INTERLEAVE=share.interleave,
         **split_width(kv_KQ.shape[1]),
         FP8=fp8,
         NATIVE=e4m3.has_cast(kv_KQ.device),
@@ -237,9 +197,7 @@ def launch_kernel(
         ROWS=tiles.rows,
         num_warps=tiles.warps,
         DEPENDENT=hopper,
-        SETTLED=settled,
         launch_pdl=hopper,
-        **owner,
     )
 
 

@@ -6,7 +6,6 @@ A sweep owns records.jsonl; `verify` owns checks.jsonl and failed.jsonl, and doe
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import fcntl
 import os
 import shlex
@@ -16,13 +15,11 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from dcpbench.errors import DcpbenchError, OutputError
 from dcpbench.launch.jobs import read_job
 from dcpbench.launch.processes import COMMAND, find_alive, find_alive_pid
 from dcpbench.points.layout import DEGREES
-from dcpbench.points.names import UNKNOWN, WHOLE, format_flag
+from dcpbench.points.names import format_flag
 from dcpbench.points.point import HOW
 from dcpbench.records import disks
 from dcpbench.records.folder import (
@@ -35,7 +32,6 @@ from dcpbench.records.folder import (
     get_job_tag,
     get_progress_file,
 )
-from dcpbench.records.runs import read_last_records
 from dcpbench.show.text import make_printable
 
 if TYPE_CHECKING:
@@ -265,68 +261,6 @@ def _list_grid_values(point: Point, *, model: bool) -> tuple[object, ...]:
     fields = [name for name in _GRID_FIELDS if model or name != "model"]
     load = [getattr(point.load, name) for name in _GRID_FIELDS_OF_LOAD] if point.load else []
     return (*(getattr(point, name) for name in fields), *load)
-
-
-def check_default_ep(folder: Path, points: Iterable[Point], records: Iterable[Record]) -> None:
-    """Raise OutputError if points with the default of --ep are in the folder with another expert parallel degree only."""
-    changed = find_changed_ep(folder, points, records)
-    if changed is None:
-        return
-    go_on = (
-        "The records of this run do not state how experts are placed: measure a new run, in another folder with -o"
-        if changed.recorded.ep == UNKNOWN
-        else f"To go on with points of dp > 1, add {format_flag('ep')} {WHOLE} --no-baseline and give their --dp alone"
-    )
-    planned = changed.planned
-    raise OutputError(
-        f"--resume: {changed.format(folder)} {go_on}; to add {planned.layout_name} to it, add {format_flag('ep')} {planned.ep}."
-    )
-
-
-def check_launches_ep(folders: Iterable[Path], points: Sequence[Point]) -> None:
-    """Raise OutputError if one of these launches of a variant has points with another default of --ep than `points`.
-
-    Launches of a variant are compared as repeats, so that no launch may be added with another layout.
-    """
-    for folder in folders:
-        changed = find_changed_ep(folder, points, read_last_records(folder).values())
-        if changed is not None:
-            same = changed.recorded.ep != UNKNOWN
-            keep = f" and {format_flag('ep')} {WHOLE} in --both for {changed.recorded.layout_name}" if same else ""
-            raise OutputError(
-                f"--resume: {changed.format(folder)} Launches of one variant must have the same layout: begin a new run, in "
-                f"another folder with -o{keep}, or start this one over with --force."
-            )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ChangedEp:
-    """Hold a point that was recorded with an older default of --ep, and the point that is planned in place of it."""
-
-    recorded: Point
-    planned: Point
-
-    def format(self, folder: Path) -> str:
-        """Return the difference as a sentence."""
-        return (
-            f"{folder} has {self.recorded.layout_name}, and without {format_flag('ep')} this command measures "
-            f"{self.planned.layout_name}: the default is {format_flag('ep')} {self.planned.ep} in every layout, and was another one "
-            "where dp > 1 when the run began."
-        )
-
-
-def find_changed_ep(folder: Path, points: Iterable[Point], records: Iterable[Record]) -> ChangedEp | None:
-    """Return the first point that the folder has with another expert parallel degree only; None if there is none.
-
-    The default of --ep was expert parallel where dp > 1. Resumed without --ep, such a run would get points of another layout.
-    """
-    known = _list_point_keys(folder, records)
-    recorded = {msgspec.structs.replace(point, ep="").get_key(): point for point in known.values()}
-    for point in points:
-        other = recorded.get(msgspec.structs.replace(point, ep="").get_key())
-        if point.dp > 1 and point.get_key() not in known and other is not None:
-            return ChangedEp(recorded=other, planned=point)
-    return None
 
 
 def _list_point_keys(folder: Path, records: Iterable[Record]) -> dict[str, Point]:

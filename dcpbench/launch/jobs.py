@@ -21,7 +21,6 @@ import msgspec
 
 from dcpbench.errors import DcpbenchError, RecordsError
 from dcpbench.launch.package import Package
-from dcpbench.points import older
 from dcpbench.points.budget import EnginePlan
 from dcpbench.points.names import ALL_REDUCES
 from dcpbench.points.point import Point
@@ -149,8 +148,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     """Relative error ‖x − ref‖ / ‖ref‖; for `layers` that of the operation that is nearest to its limit; for `logits` the
     largest absolute difference; for `kv_write`, `tokens` and `routing` how many are wrong. Null if it is NaN or infinite,
     which JSON does not have; such a check is never ok."""
-    limit: float | None
-    """Null in runs of older versions, for checks that were reported and not judged."""
+    limit: float
     ok: bool
     detail: str = ""
 
@@ -205,7 +203,7 @@ def open_listener(host: str, port: int) -> socket.socket:
 def read_job(path: Path) -> Job:
     """Read a job file."""
     try:
-        return older.decode_any_version(path.read_bytes(), _jobs)
+        return _jobs.decode(path.read_bytes())
     except (OSError, *UNREADABLE) as e:
         raise DcpbenchError(f"cannot read the job file {path}: {e}") from e
 

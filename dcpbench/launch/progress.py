@@ -220,15 +220,15 @@ def make_checks_table(checks: Sequence[jobs.Check]) -> Table:
             " ".join(format_changed_values(select_point_axes(Role.PATH, but=Role.ENGINE), msgspec.structs.asdict(c))),
             c.dtype,
             "not finite" if c.error is None else f"{c.error:.2g}",
-            "none" if c.limit is None else f"{c.limit:.2g}",
+            f"{c.limit:.2g}",
             verdict,
             Text(c.detail),
         )
     return table
 
 
-def make_env_table(probe: Probe) -> Table:
-    """Return the table of `env`: the device and the packages."""
+def make_probe_table(probe: Probe) -> Table:
+    """Return the table of a machine: the device and the packages."""
     table = Table(box=box.SIMPLE, show_header=False)
     table.add_row("device", f"{probe.count} × {probe.name}" if probe.count else probe.name)
     if probe.memory_bytes:

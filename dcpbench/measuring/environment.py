@@ -1,4 +1,4 @@
-"""Collect the hardware and software facts of a record, which `dcpbench env` shows as well."""
+"""Collect the hardware and software facts of a record, which `dcpbench doctor` shows as well."""
 
 from __future__ import annotations
 

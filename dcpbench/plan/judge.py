@@ -171,7 +171,7 @@ def _check_cpu(point: Point, shape: ModelShape, machine: Machine) -> None:
         plan = {"--model": point.model, "--dry-run": "", "--gpu": like.gpu, "--gpus": str(like.gpus_per_host)}
         raise CapacityError(
             f"--model {point.model} has about {on_gpus / GIB:,.0f} GiB of weights in {FP8 if fp8 else 'bf16'} and needs GPUs; none are "
-            f"{'used with --device cpu' if machine.probe.count else 'visible'} (`dcpbench env` says what is). "
+            f"{'used with --device cpu' if machine.probe.count else 'visible'} (`dcpbench doctor` says what is). "
             f"To plan it for GPUs type: {format_retyped_command(_get_command(point), plan, ['--device'])}. "
             f"For a functional run on the CPU type: dcpbench {_get_command(point)} --model tiny --tp 8 --dcp 8"
         )

@@ -271,7 +271,7 @@ def select_device(probe: Probe, device: str) -> Probe:
     check_known("device", device, ("auto", "cuda", "cpu"))
     if device == "cuda" and probe.device != "cuda":
         raise CapacityError(
-            "--device cuda, but no GPU is visible; `dcpbench env` says why. "
+            "--device cuda, but no GPU is visible; `dcpbench doctor` says why. "
             "Without one, --device cpu makes a functional run."
         )
     if device == "cpu" and probe.device != "cpu":

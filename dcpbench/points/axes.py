@@ -63,8 +63,6 @@ class Axis:
     """Names that are allowed, the default first; empty if any value of the type is allowed."""
     one: bool = False
     """True if the option takes a single value per run instead of a list."""
-    later: bool = False
-    """True if older points lack the field: keys and tables omit it if it has its default."""
     path: bool = False
     """True if a value may be the path of a file, which is printed without its folders."""
     name: str = ""

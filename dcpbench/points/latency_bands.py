@@ -2,8 +2,8 @@
 
 A case is one load that was forecast and that all GPUs served, live or replayed by their own step times. Its ratio is
 measured / forecast. A band reaches as far to both sides as the farthest case of its kind and arrival, as forecasts that are too
-long on one machine are too short on another. It is checked by leaving out all cases of one machine at a time:
-`compute_coverage` counts the left-out cases inside the band of the others.
+long on one machine are too short on another. `tools.latency_check` checks it by leaving out all
+cases of one machine at a time.
 
     python -m tools.latency_check            print the bands and their coverage
     python -m tools.latency_check --write    measure the cases again, from results/, and write points/measured/latencies-h200.json
@@ -30,7 +30,6 @@ Kind = Literal["estimated", "emulated", "emulated, prompts together"]
 ESTIMATED: Kind = "estimated"
 EMULATED: Kind = "emulated"  # one rank represents all, without `prompts` in the machine's file
 TOGETHER: Kind = "emulated, prompts together"  # the same with `prompts`: what steps with prompts take GPUs together
-KINDS: tuple[Kind, ...] = (ESTIMATED, EMULATED, TOGETHER)
 Metric = Literal["ttft", "itl"]
 MIN_MACHINES = 2  # that the band of one kind of arrivals needs; with fewer, cases of all arrivals count
 HALF = 0.5  # share of gaps past which the median is a step with prompts
@@ -77,14 +76,6 @@ class Band(msgspec.Struct, frozen=True, kw_only=True):
         return ms / factor, ms * factor
 
 
-class Coverage(msgspec.Struct, frozen=True, kw_only=True):
-    """Count the left-out cases inside the band of the cases of other machines."""
-
-    inside: int
-    cases: int  # with a band
-    without_number: int  # cases without a forecast of this metric
-
-
 @functools.cache
 def load_published() -> tuple[Case, ...]:
     """Return the cases of the package."""
@@ -125,18 +116,3 @@ def compute_max_sure_share(cases: Iterable[Case]) -> float:
         if case.mixed_share is not None and case.mixed_share_measured is not None
     ]
     return HALF - max([0.0, *errors])
-
-
-def compute_coverage(kind: Kind, metric: Metric, arrival: str, cases: Sequence[Case]) -> Coverage:
-    """Return how many cases of each machine are inside the band that the cases of all other machines make."""
-    inside = known = unknown = 0
-    for case in (c for c in cases if c.kind == kind and c.arrival == arrival):
-        others = [c for c in cases if c.machine != case.machine]
-        band = find_band(kind, metric, arrival, others, case.mixed_share)
-        if band is None:
-            unknown += 1
-            continue
-        low, high = band.compute_ends(1.0)
-        known += 1
-        inside += low <= getattr(case, metric) <= high
-    return Coverage(inside=inside, cases=known, without_number=unknown)

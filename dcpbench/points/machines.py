@@ -1,6 +1,6 @@
 """Describe machines for forecasts: hosts of GPUs (gpus.py), the links between them, and measurements of their calls. No torch.
 
-A machine is named, `H200` or `H200+rdma-400`, or is a file that `dcpbench calibrate` writes and that may be edited:
+A machine is named, `H200` or `H200+rdma-400`, or is a file that `dcpbench bench calibrate` writes and that may be edited:
 
     name = "our H200 hosts"
     gpu = "H200"                   # of `dcpbench machines`
@@ -138,7 +138,7 @@ def load_machine(name_or_file: str) -> Machine:
         gpus, links = (", ".join(thing.name for thing in things) for things in (GPUS, LINKS))
         raise UsageError(
             f"{name_or_file!r} is no machine that is known: name a GPU ({gpus}), with +LINK ({links}) for more than one host, "
-            "or a file that dcpbench calibrate wrote."
+            "or a file that dcpbench bench calibrate wrote."
         )
     found = load_built_in(gpu)
     return msgspec.structs.replace(found, name=name_or_file, link=link) if link else found
@@ -158,7 +158,7 @@ def read_machine(path: Path) -> Machine:
     try:
         content = path.read_bytes()
     except OSError as e:
-        raise UsageError(f"{path}: {e.strerror}; dcpbench calibrate writes such a file.") from e
+        raise UsageError(f"{path}: {e.strerror}; dcpbench bench calibrate writes such a file.") from e
     return parse_machine(content, str(path))
 
 

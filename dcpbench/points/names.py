@@ -67,7 +67,7 @@ UNKNOWN = "unknown"
 """Value of a field that an import does not have."""
 ONE_TURN = "1"
 """Value of --turns for independent requests."""
-CLOSED, GAMMA, TRACE = ARRIVALS = ("closed", "gamma", "trace")
+CLOSED, GAMMA, TRACE = ("closed", "gamma", "trace")
 """Arrival of requests: when others are answered, at random with a rate, or at the times of a file."""
 TRACE_TIMES = "trace times"  # when requests of a trace come, as tables name it and as it follows "at"
 """Text for the arrival times of a trace."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
@@ -13,29 +13,14 @@ from dcpbench.points.axes import Axis, Role
 from dcpbench.points.bounds import Count, Number
 from dcpbench.points.instances import Instances, count_gpus, parse_instances
 from dcpbench.points.layout import GroupWide, Layout, find_ep_degree, format_layout_name
-from dcpbench.points.older import GONE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from dcpbench.points.axes import Value
 
 ENGINE, PATH, EXCHANGE, LOAD, REPEAT, SERVER, DEPLOYED = Role
 UNKNOWN_LAYOUT = "layout unknown"
 SETTING = ", "
 """Separator between the settings of a point."""
-
-
-def _iter_key_fields(of: msgspec.Struct, later: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the fields of a key with their values; fields in `later` only if they differ from the earlier fixed
-    behaviour.
-    """
-    for name in of.__struct_fields__:
-        if name in GONE:
-            yield GONE[name]
-        value = getattr(of, name)
-        if name not in later or value not in (later[name], names.UNKNOWN):
-            yield name, value
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -51,7 +36,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Requests per second, on average."""
     burstiness: Annotated[Number, Axis(LOAD, 53, one=True)] = 1.0
     """Shape of the gamma distribution of the gaps: 1 is Poisson, less comes in bursts, more is regular."""
-    paced: Annotated[bool | None, Axis(LOAD, 59, later=True)] = False
+    paced: Annotated[bool | None, Axis(LOAD, 59)] = False
     """True if the drawn gaps of an open loop are scaled so that the last request comes at the time that the rate
     implies.
 
@@ -66,13 +51,13 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     import lacks it.
     """
     prefix_groups: Annotated[Count, Axis(LOAD, 57, one=True)] = 1
-    turns: Annotated[str, Axis(LOAD, 61, "{} turns", one=True, later=True)] = names.ONE_TURN
+    turns: Annotated[str, Axis(LOAD, 61, "{} turns", one=True)] = names.ONE_TURN
     """Number of requests of a session, in the format of lengths: each begins with the session's earlier prompts and
     answers.
     """
-    turn_tokens: Annotated[str, Axis(LOAD, 62, "{} a turn", one=True, later=True)] = ""
+    turn_tokens: Annotated[str, Axis(LOAD, 62, "{} a turn", one=True)] = ""
     """Length of a client's additions from the second turn on; if empty, `input_tokens` applies to all turns."""
-    think_time: Annotated[Number, Axis(LOAD, 63, "think {:g} s", one=True, later=True)] = 0.0
+    think_time: Annotated[Number, Axis(LOAD, 63, "think {:g} s", one=True)] = 0.0
     """Seconds from an answer's last token to the next turn."""
     trace: Annotated[str, Axis(LOAD, 58)] = ""
     """Name of the file of requests, without its folder."""
@@ -90,12 +75,6 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Return True if requests are turns of sessions."""
         return self.turns != names.ONE_TURN
 
-    def __str__(self) -> str:
-        """Return the load as it is written in keys, which never change: without fields added later that have their
-        original behaviour.
-        """
-        return f"Load({', '.join(f'{name}={value!r}' for name, value in _iter_key_fields(self, LOADS_LATER))})"
-
 
 class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Describe one layout × workload × load, as requested."""
@@ -106,9 +85,9 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     dp: Annotated[Count, Axis(ENGINE, 3)] = 1
     dcp: Annotated[Count, Axis(ENGINE, 4)] = 1
     workload: Annotated[str, Axis(LOAD, 5, "{}", title="workload")] = "decode"
-    ep: Annotated[str, Axis(ENGINE | PATH, 6, "ep{}", title="experts (ep)", later=True)] = names.WHOLE
-    """`1`: tensor-parallel experts, split by width over the tp ranks. `tp`: expert parallel, as in all records without this
-    field. Of an import the expert parallel degree."""
+    ep: Annotated[str, Axis(ENGINE | PATH, 6, "ep{}", title="experts (ep)")] = names.WHOLE
+    """`1`: tensor-parallel experts, split by width over the tp ranks. `tp`: expert parallel. Of an import the
+    expert parallel degree, or unknown."""
     concurrency: Annotated[Count, Axis(LOAD, 40, title="concurrency")]
     """Number of requests in flight over the whole layout; for `serve` the maximum."""
     context: Annotated[Count, Axis(LOAD, 41, title="context")]
@@ -131,11 +110,11 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Precision of the computation: of activations, norms, the router, the embedding and the head, and of all that is
     not fp8.
     """
-    weights_dtype: Annotated[str, Axis(ENGINE | PATH, 26, "{} weights", later=True)] = names.AS_COMPUTED
+    weights_dtype: Annotated[str, Axis(ENGINE | PATH, 26, "{} weights")] = names.AS_COMPUTED
     """`fp8`: linear layers and experts as DeepSeek-V3's checkpoint has them; see `weights_precision`."""
-    kv_dtype: Annotated[str, Axis(ENGINE | PATH, 27, "{} KV", later=True)] = names.AS_COMPUTED
+    kv_dtype: Annotated[str, Axis(ENGINE | PATH, 27, "{} KV")] = names.AS_COMPUTED
     """`fp8`: the KV cache; see `kv_precision`."""
-    emulate: Annotated[str, Axis(ENGINE | PATH, 28, "emulated on {}", later=True, path=True)] = ""
+    emulate: Annotated[str, Axis(ENGINE | PATH, 28, "emulated on {}", path=True)] = ""
     """Machine for which calls between ranks are modelled (points/machines.py) if only one rank runs; empty if all ranks
     run.
     """
@@ -147,27 +126,22 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Index of the pass over the complete sweep, from 0."""
     load: Load | None = None
     """Null for `decode`."""
-    settings: Annotated[str, Axis(SERVER, 30, "{}", title="server settings", later=True)] = ""
+    settings: Annotated[str, Axis(SERVER, 30, "{}", title="server settings")] = ""
     """Parameters of an imported server or load that no other field has, such as `max_num_seqs=4`; comma-separated."""
 
-    disaggregate: Annotated[str, Axis(DEPLOYED, 31, later=True)] = ""
+    disaggregate: Annotated[str, Axis(DEPLOYED, 31)] = ""
     """`1:2`: instances of the layout, each on tp GPUs of its own, of which one only prefills and two only decode. `3`: as
     many that do both. Empty: one that does both."""
-    transfer_gb_s: Annotated[Number, Axis(DEPLOYED, 32, "{:g} GB/s links", later=True)] = 0.0
+    transfer_gb_s: Annotated[Number, Axis(DEPLOYED, 32, "{:g} GB/s links")] = 0.0
     """10⁹ bytes a second at which a GPU of an instance that prefills sends KV to one that decodes; 0 where nothing is sent."""
-    transfer_ms: Annotated[Number, Axis(DEPLOYED, 33, "{:g} ms a transfer", later=True)] = 0.0
+    transfer_ms: Annotated[Number, Axis(DEPLOYED, 33, "{:g} ms a transfer")] = 0.0
     """Additional time of each request's transfer, in ms."""
-    pp: Annotated[Count, Axis(SERVER, 34, later=True)] = 1
+    pp: Annotated[Count, Axis(SERVER, 34)] = 1
     """Pipeline-parallel stages of an imported server. Each stage has `tp` GPUs of its own."""
-    pcp: Annotated[Count, Axis(SERVER, 35, later=True)] = 1
+    pcp: Annotated[Count, Axis(SERVER, 35)] = 1
     """Prefill-context-parallel ranks of an imported server, each with GPUs of its own. SGLang's lie inside tp and count as 1."""
-    prefill_gpus: Annotated[Count, Axis(SERVER, 36, "{} GPUs per prefill instance", later=True)] = 0
+    prefill_gpus: Annotated[Count, Axis(SERVER, 36, "{} GPUs per prefill instance")] = 0
     """GPUs of each prefill instance of an imported server if they have another layout than the decode instances, else 0."""
-
-    def __post_init__(self) -> None:
-        """Set `ep` to unknown for an import without it, including imports made before the field existed."""
-        if self.ep == names.WHOLE and self.backend not in (*names.BACKENDS, names.AUTO):
-            msgspec.structs.force_setattr(self, "ep", names.UNKNOWN)
 
     @property
     def layout(self) -> Layout:
@@ -272,12 +246,8 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return axes.format_changed_values(select_point_axes(role, but), msgspec.structs.asdict(self) | overrides)
 
     def get_key(self) -> str:
-        """Return the identity of this point, which `--resume` and comparisons match.
-
-        The key of a point never changes: it has a field that was added later only if its value is not the default, and
-        it keeps removed options.
-        """
-        return "/".join(f"{name}={value}" for name, value in _iter_key_fields(self, LATER))
+        """Return the identity of this point, which `--resume` and comparisons match."""
+        return "/".join(f"{name}={getattr(self, name)}" for name in self.__struct_fields__)
 
     def get_key_without_repeat(self) -> str:
         """Return the key without the repeat, equal for all measurements of the same thing."""
@@ -304,4 +274,3 @@ HOW = tuple(axis for axis in select_point_axes(ENGINE | PATH) if axis.label)
 """Fields for how a point is computed, besides its model and layout: options of `sweep` with these names."""
 OPTIONS = tuple(axis.name for axis in select_point_axes(EXCHANGE) if axis.kind is bool)
 """Names of the switches of an exchange."""
-LATER, LOADS_LATER = ({axis.name: axis.default for axis in of if axis.later} for of in (AXES, LOAD_AXES))

@@ -72,14 +72,6 @@ def redact_part(text: str) -> str:
     return _remove_cut_secrets(redact(text)) if _forms else text
 
 
-def redact_bytes(data: bytes) -> bytes:
-    """Return the same for text in UTF-8."""
-    for form in _forms:
-        if (found := form.encode()) in data:
-            data = data.replace(found, PLACEHOLDER.encode())
-    return data
-
-
 def redact_values(value: Any) -> Any:  # noqa: ANN401 - whatever JSON holds
     """Return dicts and lists with every text inside redacted."""
     if isinstance(value, str):

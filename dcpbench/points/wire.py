@@ -306,7 +306,7 @@ class Wire:
         if call is None:
             known = ", ".join(self.calls) or "nothing"
             raise UsageError(
-                f"{what} was not measured on this machine (known: {known}); measure it with dcpbench calibrate."
+                f"{what} was not measured on this machine (known: {known}); measure it with dcpbench bench calibrate."
             )
         us = call.predict_us(ranks, received_bytes, meetings)
         bytes_us = min(received_bytes * call.fitted.us_per_byte, us)

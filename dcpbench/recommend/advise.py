@@ -510,7 +510,6 @@ def _select_records(ask: Query, known: Evidence) -> tuple[list[tuple[Record, str
     found: list[tuple[Record, str]] = []
     left: dict[str, int] = {}
     held: set[str] = set()
-    padded: set[str] = set()
     for run in known.runs:
         for record in run.records:
             if record.outcome != "ok":
@@ -521,16 +520,9 @@ def _select_records(ask: Query, known: Evidence) -> tuple[list[tuple[Record, str
             found.append((record, run.name))
             if record.honesty and record.honesty.layers_held < record.honesty.layers:
                 held.add(run.name)
-            if _can_be_padded(record):
-                padded.add(run.name)
     notes = [f"{run.name}: no point of it ran to its end." for run in known.runs if not _has_ended(run)]
     notes += [f"Left out: {format_count(n, 'record')} {why}." for why, n in left.items()]
     notes += [f"{name}: a part of the layers was held and used in turn." for name in sorted(held)]
-    notes += [
-        f"{name}: it does not say that its engine left rows of padding out of experts, as it does now where attention replicas "
-        "differ in a step with prompts. Attention DP may be faster now than it says; serve its loads again."
-        for name in sorted(padded)
-    ]
     return found, notes
 
 
@@ -551,12 +543,6 @@ def _explain_exclusion(record: Record, ask: Query) -> str:
     if point.load is not None and _get_pool_size(record) != ask.kv_memory_bytes:
         return f"with {_format_gib(_get_pool_size(record))} of KV on each GPU, not {_format_gib(ask.kv_memory_bytes)} (--kv-memory)"
     return _describe_other_precision(point, ask, server=server)
-
-
-def _can_be_padded(record: Record) -> bool:
-    """Return True if a record of requests served under attention DP may have sent padding rows to experts."""
-    served = record.point.load is not None and record.point.dp > 1
-    return served and record.honesty is not None and record.honesty.padded_rows is not False
 
 
 def _has_ended(run: Run) -> bool:
@@ -701,11 +687,6 @@ def _select_step_times(ask: Query, known: Evidence) -> tuple[dict[str, StepTimes
         if UNKNOWN in (of.weights_precision, of.kv_precision):
             notes.append(
                 f"{file}: the precision of the server's weights and KV cache is unknown; it is taken to be as asked."
-            )
-        if times.has_padded_rows:
-            notes.append(
-                f"{file}: measured with an older engine, which sent as many prompt rows to experts for every replica as for "
-                f"the fullest one. {of.instance_name} may be faster now; measure its step times again."
             )
     return found, notes
 

@@ -7,7 +7,7 @@ measurements instead of floors. Work that is bound by reading has one share, and
 Launching a layer with fp8 weights takes longer, because rows are quantised, and so do layers in which ranks hold undivided
 experts, because they wait for the busiest rank.
 
-Launch, shares (none is above 1) and `more` are fitted to published step times by least squares of relative errors (`fit_terms`);
+Launch, shares (none is above 1) and `more` are fitted to published step times by least squares of relative errors;
 `python -m tools.recommend_check --write` does that and writes points/measured/steps-h200.json. Floors scale with the rates of
 a machine, shares do not: a band next to the estimate states its error for a model that the fit had not seen.
 """
@@ -22,7 +22,6 @@ from statistics import NormalDist
 from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
 
 from dcpbench.points import memory, names
 from dcpbench.points.batches import compute_batch_rows
@@ -31,7 +30,7 @@ from dcpbench.points.machines import MEASURED_ON, RATES
 from dcpbench.points.wire import Seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from dcpbench.points.floors import Sharding, StepRows
     from dcpbench.points.machines import Machine
@@ -59,11 +58,7 @@ MULTIPLIED = {part: f"{part}, multiplied" for part in ("experts", ATTENTION, FP8
 """Name of the term of each part if it is bound by multiplying; the part's own name is for being bound by reading."""
 PER_LAYER, CALLED = (LAUNCH, QUANTISING), (EXCHANGES, COLLECTIVES)
 FLOORED = (*PARTS, FP8_ATTENTION, *MULTIPLIED.values())
-SAME = [*MULTIPLIED.items(), (ATTENTION, FP8_ATTENTION), (MULTIPLIED[ATTENTION], MULTIPLIED[FP8_ATTENTION])]
-"""Pairs of terms: if no step of a fit has one of them, it gets the share of the other."""
 TERMS = (*PER_LAYER, WAITING, *FLOORED, *CALLED)
-ENOUGH = 1e-10
-"""Limit below which a scaled term counts as zero."""
 
 
 class Steps(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -200,50 +195,6 @@ def predict_calls(sharding: Sharding, rows: StepRows, known: Wire, exchange: str
                 high=before.high + s.layers * each.high,
             )
     return found
-
-
-def fit_terms(found: Sequence[tuple[Mapping[str, float], float]], more_terms: Sequence[str] = ()) -> dict[str, float]:
-    """Fit (terms, measured µs) by least squares of relative errors: no part takes less than its floor, nothing is
-    negative.
-
-    The fit solves for the excess of parts over their floors (Lawson and Hanson 1974, chapter 23). A part that no step
-    was bound by multiplying has the share of reading, and the reverse; then attention that no step had over a cache of
-    one precision has its share over the other. `more_terms` are additional terms without floors.
-    """
-    every = (*TERMS, *more_terms)
-    table = np.array([[terms[name] for name in every] for terms, _ in found])
-    table /= np.array([[us] for _, us in found])
-    floors = np.array([name in FLOORED for name in every])
-    present = np.abs(table).sum(axis=0) > 0
-    scale = np.where(present, np.abs(table).max(axis=0), 1.0)
-    more = _fit_nonnegative(table / scale, 1 - table[:, floors].sum(axis=1)) / scale
-    solved = dict(zip(every, map(float, np.where(present, floors + more, 0.0)), strict=True))
-    known = dict(zip(every, present, strict=True))
-    for pair in SAME:
-        for one, other in (pair, pair[::-1]):
-            if known[other] and not known[one]:
-                solved[one], known[one] = solved[other], True
-    return solved
-
-
-def _fit_nonnegative(table: np.ndarray, sums: np.ndarray) -> np.ndarray:
-    """Return the numbers ≥ 0 by which sums over rows come nearest to `sums`."""
-    numbers, free = np.zeros(table.shape[1]), np.zeros(table.shape[1], dtype=bool)
-    while True:
-        gain = np.where(free, 0.0, table.T @ (sums - table @ numbers))
-        if gain.max() <= ENOUGH:
-            return numbers
-        free[gain.argmax()] = True
-        while True:
-            wanted = np.zeros(len(numbers))
-            wanted[free] = np.linalg.lstsq(table[:, free], sums, rcond=None)[0]
-            if (wanted[free] > 0).all():
-                numbers = wanted
-                break
-            below = free & (wanted <= 0)
-            numbers = numbers + (numbers[below] / (numbers[below] - wanted[below])).min() * (wanted - numbers)
-            free &= numbers > ENOUGH
-            numbers[~free] = 0.0
 
 
 def compute_us(terms_us: Mapping[str, float], fitted: Mapping[str, float]) -> float:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import msgspec
 
 from dcpbench.errors import OutputError, RecordsError
-from dcpbench.points import older, redaction
+from dcpbench.points import redaction
 from dcpbench.points.point import Point
 from dcpbench.records import acceptance, checks, checksums, disks
 from dcpbench.records.folder import ASIDE_FILE, JOB_FILES, LOCK_FILE, RECORDS_FILE, get_record_file
@@ -267,7 +267,7 @@ def decode_record(line: bytes, *, samples: bool = True) -> Record:
     if checksums.check(line) and not samples:
         line = _remove_samples(line)
     try:
-        record = older.decode_any_version(line, _decoder)
+        record = _decoder.decode(line)
     except msgspec.ValidationError as e:
         _check_version(_version_decoder.decode(line).schema_version)
         if (bad := checks.find_bad_number(line)) is not None:

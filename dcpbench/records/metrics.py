@@ -760,7 +760,7 @@ SERVED_DETAILS = _list_metrics(
 INSTANCES = _list_metrics("prefill_busy_share decode_busy_share link_busy_share transfer_p50_ms transfer_wait_p50_ms")
 """Metrics of the division of work between instances that serve together, and of the transfers between them."""
 FLOORS = ("floor_ms", "floor_share", "prefill_floor_share", "prefill_matmul_share", "decode_floor_share")
-"""Metrics derived from measured rates of the machine, which older records lack; left out if no point has them."""
+"""Metrics derived from measured rates of the machine; tables leave them out if no point has them."""
 REPLAYED = _list_metrics("output_tok_s ttft_p50_ms ttft_p99_ms itl_p50_ms itl_p99_ms")
 """Metrics by which a replay is compared with the live run of the same load."""
 DASHBOARD = _list_metrics(

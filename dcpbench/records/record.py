@@ -26,10 +26,6 @@ A_SERVER = "engine "
 """Origin of points measured by this package."""
 CPU = "CPU"
 """Environment.device of a run without GPUs."""
-OUT_OF_MEMORY_REASON = re.compile(
-    r": --kv-memory holds .* of KV cache per GPU, |: the KV cache needs .* and the fewest weights "
-)
-"""Matches the reason of a point that did not fit, in records without `no_room`."""
 SCHEMA_VERSION = 1
 
 THROTTLE_BITS = {
@@ -54,9 +50,7 @@ class Interval(msgspec.Struct, frozen=True, kw_only=True):
     low: Number
     high: Number
     samples: Count
-    autocorrelation: SignedNumber | None = (
-        None  # between neighbouring samples; None for fewer than 4 and in older records
-    )
+    autocorrelation: SignedNumber | None = None  # between neighbouring samples; None for fewer than 4
     effective_samples: Number | None = None  # independent samples of the same precision; None in the same cases
 
 
@@ -238,8 +232,8 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds of `wire_us` by the error of the model."""
     ranks_low: Number = 0.0
     ranks_high: Number = 0.0
-    """Shares of a step by which that of all ranks may be shorter and longer besides; 0 in records that did not know it. The ends
-    of the step's interval have both errors.
+    """Shares of a step by which that of all ranks may be shorter and longer besides. The ends of the step's
+    interval have both errors.
     """
     prompts: tuple[Prompts, ...] = ()
     """Amounts by which steps with prompts are predicted longer than this rank measured, from the machine's file; the
@@ -257,7 +251,7 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
     """Minimum and maximum over three replays: with the forecast steps, with steps shortened, and with steps lengthened
     by the relative error of the largest decode step; steps with prompts use `chunks_low` and `chunks_high` if that is
     more. The bounds of TTFT and ITL are at least as far apart as the errors of published forecasts
-    (points/latency_bands.py), except in older records.
+    (points/latency_bands.py).
     """
 
 
@@ -319,10 +313,6 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
     graph_batch: Count | None = None
     """Rows per replica in the captured graph; more than the requests means padding rows on slot 0."""
     cuda_graph: bool = False
-    padded_rows: bool | None = None
-    """True if, with attention DP, experts also processed the rows that pad replicas to the fullest one in a step with
-    prompts. Null without attention DP, and in older records.
-    """
     step_times: str = ""
     """File of the step times of a replay, which were not measured with this point."""
     policy: str = ""
@@ -546,18 +536,6 @@ class ClientLoad(msgspec.Struct, frozen=True, kw_only=True):
     """True if the client had real-time priority on its cores (SCHED_RR), which the kernel grants to root and
     CAP_SYS_NICE.
     """
-    null_streams: Count | None = None
-    """Number of streams of a null server that the same processes read for a second after the run: the peak number of
-    streams of the run, up to 512. Null, like the fields below, if that was not measured.
-    """
-    null_event_us: Number | None = None
-    """CPU time for one event of these streams."""
-    null_ttft_p50_ms: Number | None = None
-    """Median TTFT of the null server, which sends the first token at once: the client's own share of TTFT."""
-    null_lag_p99_ms: Number | None = None
-    """Excess of the gaps between received tokens over the gaps that the null server left: the client's own share of
-    ITL.
-    """
 
 
 class KvSources(msgspec.Struct, frozen=True, kw_only=True):
@@ -665,7 +643,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     reason: str | None = None
     """Why the outcome is not `ok`, with the next thing to try."""
     no_room: bool | msgspec.UnsetType = msgspec.UNSET
-    """True for a point that was rejected because memory is too small. Unset in all other lines."""
+    """True for a point that was rejected because memory is too small. Unset if the point was not rejected."""
     detail: dict[str, str] = {}
     """Details of a failure: the device, exit code, last log lines, stacks."""
     marks: list[str] = []
@@ -709,7 +687,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     straggler: Straggler | msgspec.UnsetType = msgspec.UNSET
     """The slowest rank, if one is a straggler; unset otherwise."""
     model_sizes: ModelSizes | msgspec.UnsetType = msgspec.UNSET
-    """Sizes of the model if `point.model` is a folder with a readable config.json; unset otherwise, and in older records."""
+    """Sizes of the model if `point.model` is a folder with a readable config.json; unset otherwise."""
     server: Server | msgspec.UnsetType = msgspec.UNSET
     """The real server that served the point; absent from the lines of all other records."""
     omitted: list[OmittedValue] | msgspec.UnsetType = msgspec.UNSET
@@ -747,13 +725,7 @@ def format_hardware(environment: Environment) -> str:
 
 def is_rejected_for_memory(record: Record) -> bool:
     """Return True if a point was rejected because memory was too small."""
-    if record.outcome != "rejected":
-        return False
-    return (
-        bool(OUT_OF_MEMORY_REASON.search(record.reason or ""))
-        if record.no_room is msgspec.UNSET
-        else bool(record.no_room)
-    )
+    return record.outcome == "rejected" and record.no_room is True
 
 
 KV_LIMIT_FLAGS = ("--num-gpu-blocks-override", "--max-total-tokens")

@@ -140,8 +140,6 @@ MARKS = {
     "kv_sources_differ": "the server's endpoints, its log and the degrees given do not agree on its KV capacity; `server.kv_sources` in the record "
     "holds each number and names those that differ.",
     "compiled": "a kernel was compiled or loaded while requests waited; `compiled` in the record names it.",
-    "padded_rows": "step times of an older engine, which sent as many prompt rows to experts for every attention replica as for the "
-    "fullest one: attention DP may be faster now.",
     "oversubscribed": "more ranks than CPU cores shared the machine.",
 }
 
@@ -247,9 +245,7 @@ def list_file_notes(frames: Frames) -> list[str]:
     for run in frames.runs:
         notes += [f"Run {run.name}: {note}" for note in list_left_out(run)]
         if run.replaced:
-            notes.append(
-                f"Run {run.name}: {run.replaced} older records of points that were measured again are left out."
-            )
+            notes.append(f"Run {run.name}: {run.replaced} records are left out, as their points were measured again.")
         if not run.records:
             notes.append(f"Run {run.name} holds no record.")
     return notes

@@ -7,8 +7,6 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from dcpbench.points import point
-from dcpbench.records.metrics import FLOORS
 from dcpbench.reports import answer, floors
 from dcpbench.reports.frames import LOST
 from dcpbench.show.numbers import drop_non_finite
@@ -33,13 +31,6 @@ INNER = (
     "phase_sum_error",
 )
 """Columns that only distinguish points from each other and are not exported."""
-LATER = (
-    point.LATER
-    | {f"load_{name}": default for name, default in point.LOADS_LATER.items()}
-    | dict.fromkeys(FLOORS)
-    | {"failed": 0, "model_folder": ""}
-)
-"""Default values of columns added later; a column is left out if all points have its default, as in older tables."""
 
 
 def write_csv(frames: Frames, path: Path) -> None:
@@ -54,8 +45,7 @@ def write_csv(frames: Frames, path: Path) -> None:
         table = pd.concat([part.astype(object) for part in parts]).infer_objects().reset_index(drop=True)
     else:
         table = parts[0] if parts else frames.others
-    usual = [name for name, default in LATER.items() if name in table and set(table[name].dropna()) <= {default}]
-    table = table.drop(columns=[c for c in table if str(c) in usual or _is_inner(str(c))])
+    table = table.drop(columns=[c for c in table if _is_inner(str(c))])
     words = [c for c in table.columns if not pd.api.types.is_numeric_dtype(table[c])]
     for column in words:
         table[column] = pd.Series([_format_cell(v) for v in table[column]], index=table.index, dtype=object)

@@ -76,7 +76,7 @@ MAX_DETAIL_CHARS = 8_000
 GPU = "gpu="
 """Prefix of the setting that makes points of different hardware distinct; labels name the hardware itself."""
 BUSIEST = ("busiest_rank_experts", "busiest_rank_rows")
-"""Columns that tables have only if any record has them; older records do not."""
+"""Columns that tables have only if any record has them."""
 MERGES: dict[str, Callable[[list[float]], float]] = {
     "median": lambda values: statistics.median(map(float, values)),
     "max": max,

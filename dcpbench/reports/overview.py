@@ -26,7 +26,6 @@ from dcpbench.reports import (
     slo,
     words,
 )
-from dcpbench.serving.step_times import PADDED_ROWS
 from dcpbench.show.numbers import format_number, format_percent, is_missing
 from dcpbench.show.text import format_capitalized, format_count, format_list
 
@@ -191,11 +190,6 @@ def list_caveats(frames: Frames) -> list[str]:
 def _list_engine_caveats(table: pd.DataFrame) -> list[str]:
     """Return what the engine does that makes its speed another than that of a deployment."""
     found = []
-    if (padded := marks.find_marked(table, PADDED_ROWS)).any():
-        every = "" if padded.all() else f" at {int(padded.sum()):,} of {len(table):,} points"
-        found.append(
-            f"attention DP by step times of an older engine, which sent padding rows to experts{every}: it may be faster now"
-        )
     if (dummy := marks.find_marked(table, DUMMY_WEIGHTS)).any():
         every = "" if dummy.all() else f" at {int(dummy.sum()):,} of {len(table):,} points"
         found.append(

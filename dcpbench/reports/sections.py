@@ -87,7 +87,6 @@ def build_sections(frames: Frames, pictures: list[Picture]) -> list[Section]:
         Section(
             slug="client",
             title="The client that sent the requests",
-            paragraphs=client.describe_client(frames),
             tables=[client.build_table(frames)],
         ),
         _build_comparisons(frames, further),

@@ -277,7 +277,7 @@ def _build_disagreement_table(
 def build_conditions_table(found: pd.DataFrame) -> Table:
     """Build the table of measurement conditions per layout; imported points have none."""
     found = found[found["origin"] == OURS] if len(found) else found
-    rows, busiest = [], "busiest_rank_experts"  # of which tables of old records have no column
+    rows, busiest = [], "busiest_rank_experts"
     groups: Iterable[Any] = found.groupby(["run", "model", "label"], sort=False) if len(found) else ()
     for (run, model, label), group in itertools.islice(groups, MAX_ROWS):
         layers = _format_range(group["layers"], 0)

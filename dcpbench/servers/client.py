@@ -43,7 +43,7 @@ MAX_LABEL = 63  # characters between two dots of a host's name (RFC 1035)
 NO_BODY = (204, 304)
 CONTINUE = 100
 OK = 200
-REDIRECT, CLIENT_ERROR = 300, 400
+CLIENT_ERROR = 400
 TOO_MANY = 429
 PORTS = {"http": 80, "https": 443}
 IDENTITY = (b"", b"identity")
@@ -522,7 +522,6 @@ class Client:
 
     def __init__(self, target: Target) -> None:
         self.target = target
-        self.resent = 0  # requests that were sent again, see `send_request`
         self.ages_s: list[
             float
         ] = []  # how long each piece lay in the kernel before it was read, if the kernel stamps it
@@ -581,7 +580,6 @@ class Client:
                 await self._send_once(connection, request, reply, limit_s, option)
             except RequestError as e:
                 if e.kind == CLOSED and kept and connection.unread and not connection.answered:
-                    self.resent += 1
                     continue
                 raise
             except asyncio.CancelledError:

@@ -32,7 +32,6 @@ MAX_NAMES, MAX_SERIES = 4096, 4096  # names of metrics, and series of each name,
 MAX_COUNT = float(1 << 53)  # of a counter: Prometheus sends floats, which are exact up to here
 MAX_NAME, MAX_MODELS = 512, 1024  # characters of a model's name, and models of a server
 MAX_MODEL_LEN = 1 << 40
-MAX_DIGITS = 15  # of block size and number of blocks
 MAX_LISTED = 10  # models named in a message
 PREEMPTIONS = ("vllm:num_preemptions_total", "sglang:num_retracted_requests_total", "sglang:num_retractions_total")
 CACHED = ("vllm:prefix_cache_hits_total", "sglang:cached_tokens_total")

@@ -41,7 +41,6 @@ from dcpbench.servers.answers import BY_CHUNKS
 from dcpbench.servers.client import Client, Target
 from dcpbench.servers.descriptors import OPEN_FILES, raise_open_file_limit
 from dcpbench.servers.load import Call, Run
-from dcpbench.servers.overhead import MAX_STREAMS, count_peak_streams, measure_overhead
 from dcpbench.servers.profile import find_waits, record_traces
 from dcpbench.servers.prompts import COMPLETIONS, PromptFormat, find_prompt_format
 from dcpbench.servers.shares import open_load
@@ -109,8 +108,6 @@ class ClientConfig:
     """Client processes; None: as many as the load is expected to need."""
     realtime: bool = True
     """True if the client gets real-time priority on its cores, if the kernel allows it."""
-    check_client: bool = True
-    """True if the client is measured alone after each load."""
     traces: Path | None = None
     """Folder into which the server writes its profiler's traces: it is profiled after each load."""
     traces_wait_s: float = 120.0
@@ -265,8 +262,6 @@ class _LoadState:
     run: Run | ClientPool | None = None
     before: Counters | None = None
     after: Counters | None = None
-    null: dict[str, float | int] = dataclasses.field(default_factory=dict)
-    """Measurements of the client alone; empty if they were not taken."""
     gpu: Gpu | None = None
     """State of the server's GPUs while the load was sent."""
     waits: tuple[float, list[SyncSite]] | None = None
@@ -354,11 +349,6 @@ async def _send_load(
                         reporting.cancel()
                         sent.gpu = get_state()
             sent.after = await server_info.fetch_counters(client) if info.answers_metrics else None
-    streams = count_peak_streams(sent.run.outcomes)
-    if config.check_client and streams:
-        tell(f"the client itself, {streams} streams of a server that does nothing")
-        with raise_open_file_limit(min(streams, MAX_STREAMS), certain=True):
-            sent.null = await measure_overhead(streams, len(sent.run.paces), realtime=config.realtime)
     if config.traces is not None:
         await _profile_point(point, config, prompt_format, sent, config.traces, tell)
 
@@ -631,7 +621,7 @@ def _make_server(
         failures=[
             FailedRequests(kind=kind[0], requests=count, first=first[kind]) for kind, count in kinds.most_common()
         ],
-        client=_make_client_load(outcomes, sent.run.paces, sent.null) if sent.run and sent.run.paces else None,
+        client=_make_client_load(outcomes, sent.run.paces) if sent.run and sent.run.paces else None,
         facts={
             **known.facts,
             **({NOT_PROFILED: sent.unprofiled} if sent.unprofiled else {}),
@@ -646,9 +636,7 @@ def _get_failure_kind(error: RequestError) -> tuple[str, Fault | None]:
     return error.kind, error.bad.fault if error.bad is not None else None
 
 
-def _make_client_load(
-    outcomes: Sequence[Outcome], paces: Sequence[Pace], null: Mapping[str, float | int]
-) -> ClientLoad:
+def _make_client_load(outcomes: Sequence[Outcome], paces: Sequence[Pace]) -> ClientLoad:
     late = [(o.sent_s - o.submitted_s) * 1e3 for o in outcomes if o.sent_s is not None]
     lags = [lag for pace in paces for lag in pace.lags_s]
     ages = [age for pace in paces for age in pace.ages_s]
@@ -661,7 +649,6 @@ def _make_client_load(
         read_late_p99_ms=float(np.percentile(ages, P99)) * 1e3 if ages else None,
         starved_share=max(starved, default=None),
         realtime=all(pace.realtime for pace in paces),
-        **null,  # type: ignore[arg-type]  # names of its fields
     )
 
 

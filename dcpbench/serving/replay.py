@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.points import latency_bands
-from dcpbench.points.older import OFF
 from dcpbench.points.shapes import load_shape
 from dcpbench.records.formulas import compute_forecast_error, summarize_latencies
 from dcpbench.records.model_sizes import read_model_sizes
@@ -35,7 +34,7 @@ from dcpbench.serving.policies import make_scheduler
 from dcpbench.serving.samples import write_samples
 from dcpbench.serving.scheduler import SchedulerConfig
 from dcpbench.serving.step_model import Heat, compute_step_works
-from dcpbench.serving.step_times import PADDED_ROWS, PATH_AXES, read_step_times
+from dcpbench.serving.step_times import PATH_AXES, read_step_times
 from dcpbench.serving.traffic import Traffic
 
 if TYPE_CHECKING:
@@ -222,22 +221,12 @@ class _Clock:
         return now
 
 
-NAMED = """
-    model tp dp dcp dtype page_size interleave weights backend exchange q_replicate project_first overlap all_reduce prefill
-"""
-"""Fields of a path from which file names are made, in the order of the first version, including a removed one; a later
-field is included only if it differs from its default.
-"""
-
-
 def make_step_times_name(path: EnginePath, settings: str = "") -> str:
     """Return the file's path below the run's folder: `step-times/deepseek-v3-tp4-dp1-dcp4-ag_rs-0123456789ab.json`.
 
     `settings`: flags by which the servers of another engine differ.
     """
-    later = {a.name: path[a.name] for a in PATH_AXES if a.name not in NAMED.split() and path[a.name] != a.default}
-    values = OFF | path
-    named = {name: values[name] for name in NAMED.split()} | later | ({"settings": settings} if settings else {})
+    named = {axis.name: path[axis.name] for axis in PATH_AXES} | {"settings": settings}
     words = "{0}-tp{tp}-dp{dp}-dcp{dcp}-{exchange}".format(Path(str(path["model"])).name, **path)
     return f"{FOLDER}/{words}-{hashlib.sha256(msgspec.json.encode(named)).hexdigest()[:12]}.json"
 
@@ -300,7 +289,7 @@ def replay_point(
     return Record(
         point=point,
         outcome="ok",
-        marks=[*times.marks, *([PADDED_ROWS] if times.has_padded_rows else []), *find_warnings(metrics)],
+        marks=[*times.marks, *find_warnings(metrics)],
         serve=metrics,
         emulated=emulated,
         kv=Kv.from_plan(plan, point.context) if plan is not None else None,
@@ -308,7 +297,6 @@ def replay_point(
         server=_make_server(times.engine) if times.engine is not None else msgspec.UNSET,
         honesty=msgspec.structs.replace(
             times.honesty,
-            padded_rows=times.has_padded_rows if point.dp > 1 else None,
             step_times=file,
             step_error=error,
             policy=policy,

@@ -116,13 +116,11 @@ def read_samples(path: Path) -> list[Row]:
         table = pq.read_table(path)
         file_metadata = {name: value.decode() for name, value in (table.schema.metadata or {}).items()}
         version = file_metadata.get(VERSION_KEY, "none")
-        if version not in ("1", str(SAMPLES_VERSION)):
+        if version != str(SAMPLES_VERSION):
             raise RecordsError(f"{path} holds samples of version {version}, and this dcpbench reads {SAMPLES_VERSION}.")
         found = table.to_pylist()
         rows = [Row(**row) for row in found]
-        as_written = version == "1" or file_metadata.get(SUM_KEY) == _compute_checksum(
-            found, file_metadata.get(POINT_KEY, "")
-        )
+        as_written = file_metadata.get(SUM_KEY) == _compute_checksum(found, file_metadata.get(POINT_KEY, ""))
     except (OSError, pa.ArrowException, ValueError, TypeError, OverflowError, MemoryError) as e:
         raise RecordsError(f"{path} cannot be read as samples of requests: {str(e)[:300]}; {AGAIN}.") from e
     if not as_written:

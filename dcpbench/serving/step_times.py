@@ -21,7 +21,6 @@ from dcpbench.points.bounds import MAX_NUMBER
 from dcpbench.points.floors import StepRows
 from dcpbench.points.machine import HOPPER, Probe
 from dcpbench.points.names import AUTO, ENGINE_POLICIES, format_flag
-from dcpbench.points.older import OFF
 from dcpbench.points.point import select_load_axes, select_point_axes
 from dcpbench.points.wire import describe_invalid_prompts
 from dcpbench.records.lines import UNREADABLE
@@ -47,7 +46,6 @@ multiple of EngineServer.row_multiple, check of predictions, or slowdown after c
 """
 MODELLED = (LINE, GATHER, UNEVEN, UNALIGNED)
 """Uses from which predictions are made, in the order of StepModel's arguments."""
-PADDED_ROWS = "padded_rows"
 """Warning of a replay with step times for which all replicas had as many rows as the fullest."""
 
 
@@ -236,9 +234,7 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Server of another engine on which the steps were measured; null for dcpbench's own engine. The samples are gaps between tokens and
     differences of times to first token, as a client sees them, less `request_ms`."""
     gpu: Gpu | None = None
-    """Clocks, power and temperature during the measurement, each of the worst rank; None on the CPU, and in older
-    files.
-    """
+    """Clocks, power and temperature during the measurement, each of the worst rank; None on the CPU."""
 
     def apply_factors(self, decodes: float, chunks: float) -> StepTimes:
         """Return the step times with steps without prompts, and with, multiplied by these factors."""
@@ -271,13 +267,6 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def replicas(self) -> int:
         """Return the number of attention replicas of the path."""
         return int(self.path["dp"])
-
-    @property
-    def has_padded_rows(self) -> bool:
-        """Return True if the savings of replicas with fewer rows are unknown: in older files all replicas ran the
-        padded rows.
-        """
-        return self.engine is None and self.replicas > 1 and not self.select_cases(UNEVEN)
 
     @functools.cached_property
     def model(self) -> StepModel:
@@ -376,7 +365,8 @@ def read_step_times(path: Path) -> StepTimes:
         version = msgspec.json.decode(data, type=_Version).schema_version
         if version != STEP_TIMES_VERSION:
             raise RecordsError(f"{path} has schema_version {version}, while this dcpbench reads {STEP_TIMES_VERSION}.")
-        times = _add_path_defaults(msgspec.json.decode(data, type=StepTimes))
+        times = msgspec.json.decode(data, type=StepTimes)
+        _check_path(times.path)
     except (OSError, *UNREADABLE) as e:
         reason = "it is nested too deep" if isinstance(e, RecursionError) else str(e)[:300]
         raise RecordsError(
@@ -393,23 +383,24 @@ def read_step_times(path: Path) -> StepTimes:
         raise RecordsError(f"{path}, emulated: {wrong}")
     if times.engine is not None and (wrong := _find_engine_problem(times.engine, times.replicas)):
         raise RecordsError(f"{path}, engine: {wrong}; measure again.")
+    if times.engine is None and times.replicas > 1 and not times.select_cases(UNEVEN):
+        raise RecordsError(
+            f"{path}: no case has prompts on one replica of {times.replicas} only, so the time that rows without experts save is "
+            "unknown; measure again."
+        )
     if not 0 <= times.launch_ms <= MAX_NUMBER:
         raise RecordsError(f"{path}: launch_ms is {times.launch_ms:g}, which is no time; measure again.")
     return times
 
 
-def _add_path_defaults(times: StepTimes) -> StepTimes:
-    """Return the times with every field of the path; raise ValidationError for a missing field without a default or a
-    surplus one.
-    """
-    path = {axis.name: times.path.get(axis.name, axis.default) for axis in PATH_AXES}
-    more = next((name for name, value in times.path.items() if name not in path and OFF.get(name) is not value), None)
-    if more is not None:
-        raise msgspec.ValidationError(f"path.{more} is an option that this version of dcpbench does not know")
+def _check_path(path: EnginePath) -> None:
+    """Raise ValidationError if a field of the path is missing, is of another type or is unknown."""
     for axis in PATH_AXES:
-        if type(path[axis.name]) is not axis.kind:
+        if type(path.get(axis.name)) is not axis.kind:
             raise msgspec.ValidationError(f"path.{axis.name} is missing, or no {axis.kind.__name__}")
-    return msgspec.structs.replace(times, path=path)
+    unknown = next((name for name in path if name not in {axis.name for axis in PATH_AXES}), None)
+    if unknown is not None:
+        raise msgspec.ValidationError(f"path.{unknown} is an option that this version of dcpbench does not know")
 
 
 def _find_use_problem(case: Case, replicas: int) -> str:

@@ -123,14 +123,14 @@ def _format_axis_label(label: str, scale: str) -> str:
     return label.removesuffix(")") + ", log scale)" if scale == "log" else label
 
 
-LETTERS_IN_AN_INCH = 11
-"""Letters of a title per inch."""
+LETTERS_IN_AN_INCH = 11  # of a title
+MAX_TITLE_COLUMNS = 90
 
 
-def set_headline(figure: Figure, title: str, *, width: int = 90) -> None:
-    """Set the title of a figure, broken into lines of at most `width` characters, by default by the figure's width."""
-    room = min(width, int(figure.get_figwidth() * LETTERS_IN_AN_INCH))
-    figure.suptitle("\n".join(textwrap.wrap(title, room, break_on_hyphens=False)), fontsize=12)
+def set_headline(figure: Figure, title: str) -> None:
+    """Set the title of a figure, broken into lines that fit the figure's width."""
+    columns = min(MAX_TITLE_COLUMNS, int(figure.get_figwidth() * LETTERS_IN_AN_INCH))
+    figure.suptitle("\n".join(textwrap.wrap(title, columns, break_on_hyphens=False)), fontsize=12)
 
 
 LEGEND_LINES = 4

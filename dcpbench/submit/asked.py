@@ -13,8 +13,6 @@ from dcpbench.show.whole_files import write_file
 
 SUBMIT_FOLDER = "submit"
 STATE_FILE = "job.json"
-NODES_FOLDER = "nodes"
-"""Below the run: a folder for each machine but the first, which has the run's own."""
 TERM_CODE = 143
 """Exit code of a command that SIGTERM ended."""
 

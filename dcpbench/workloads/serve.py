@@ -195,9 +195,7 @@ def run(
         allocations_per_step=allocated / loop.counts.steps if device.type == "cuda" else None,
         kv=Kv.from_plan(session.plan, point.context, session.engine.allocator.compute_fragmentation()),
         memory_peak_bytes=get_memory_in_use(device),
-        honesty=describe_weights(
-            session, kv="served", cuda_graph=device.type == "cuda", padded_rows=False if point.dp > 1 else None
-        ),
+        honesty=describe_weights(session, kv="served", cuda_graph=device.type == "cuda"),
         gpu=gpu,
         environment=environment,
         model_sizes=read_model_sizes(point.model),

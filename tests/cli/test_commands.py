@@ -167,17 +167,16 @@ def test_verify_ends_with_4_when_nothing_is_wrong_but_a_point_failed(dcpbench: T
     assert done.stdout == ""
 
 
-def test_env_is_read_off_the_last_line_that_the_worker_prints(dcpbench: Typed) -> None:
+def test_the_machine_is_read_off_the_last_line_that_the_worker_prints(dcpbench: Typed) -> None:
     """The fake prints a greeting first, as libraries do; --json is nothing but JSON."""
-    found = msgspec.json.decode(dcpbench("env", "--json").stdout, type=Probe)
+    found = msgspec.convert(json.loads(dcpbench("doctor", "--json").stdout)["machine"], Probe)
     assert found.packages == {"torch": "2.9", "flashinfer": None}
 
 
-def test_env_shows_what_is_missing_for_what(call) -> None:
+def test_doctor_shows_what_is_missing_for_what(call) -> None:
     """Packages with versions, and the problems as sentences."""
     machine = msgspec.structs.replace(CPU, problems=["FlashInfer is missing: --backend flashinfer cannot run."])
-    code, out, _ = call("env", machine=machine)
-    assert code == 0
+    _, out, _ = call("doctor", machine=machine)
     assert "flashinfer" in out
     assert "missing" in out
     assert "• FlashInfer is missing: --backend flashinfer cannot run." in out
@@ -398,7 +397,7 @@ def test_an_unexpected_exception_keeps_its_traceback(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("dcpbench.launch.launcher.run_probe", broken)
     with pytest.raises(ZeroDivisionError):
-        cli.main(["env"])
+        cli.main(["doctor"])
 
 
 def test_verify_without_a_layout_takes_the_usual_six_that_the_gpus_can_hold(call) -> None:
@@ -581,28 +580,6 @@ def test_resume_with_repeats_adds_them_to_a_run_of_the_default_grid(call, tmp_pa
     started.clear()
     assert call("sweep", "-o", str(tmp_path), "--resume", "--repeats", "2")[0] == 0
     assert started == [msgspec.structs.replace(point, repeat=1) for point in first]
-
-
-def test_resume_does_not_measure_other_experts_than_a_run_has_by_its_old_default(
-    call, tmp_path: Path, monkeypatch
-) -> None:
-    """A run of before is expert parallel where dp > 1; resumed without --ep nothing starts, with either --ep what it says."""
-    started: list[str] = []
-    monkeypatch.setattr(
-        "dcpbench.launch.launcher.run_points", lambda points, *_: started.extend(point.layout_name for point in points)
-    )
-    old = msgspec.structs.replace(POINT, tp=2, dp=2, ep="tp")
-    RecordFile(tmp_path).append(fake_worker.record(old))
-    words = ["sweep", "--tp", "2", "--dp", "2", "--dcp", "1", "--concurrency", "2", "--context", "100"]
-    words += ["--no-baseline", "-o", str(tmp_path), "--resume"]
-    code, _, err = call(*words)
-    assert code == 2
-    assert "has tp2·dp2·ep2, and without --ep this command measures tp2·dp2·ep1" in " ".join(err.split())
-    assert not started
-    assert call(*words, "--ep", "tp")[0] == 0
-    assert not started
-    call(*words, "--ep", "1")
-    assert started == ["tp2·dp2·ep1"]
 
 
 def test_a_started_engine_is_named_with_its_experts(call) -> None:

@@ -197,10 +197,8 @@ SERVER_OPTIONS = {
     "--request-timeout",
     "--warm-up",
     "--retries",
-    "--check-client",
     "--client-realtime",
     "--client-processes",
-    "--no-check-client",
     "--no-client-realtime",
     "--traces",
     "--slo",
@@ -276,7 +274,7 @@ def test_the_list_of_commands_is_the_help_with_all_commands_loaded(capsys: pytes
     assert "sweep" in printed[0]
 
 
-@pytest.mark.parametrize("args", [["env"], ["--", "env"]], ids=" ".join)
+@pytest.mark.parametrize("args", [["machines"], ["--", "machines"]], ids=" ".join)
 def test_a_command_runs_however_the_line_begins(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main([*args, "--json"])
@@ -313,7 +311,7 @@ def test_the_options_of_a_command_are_these(command: str, options: set[str]) -> 
     assert found | {"-h", "--help"} == options
 
 
-COMMANDS = ("sweep", "serve", "server", "ab", "compare", "verify", "report", "show", "env")
+COMMANDS = ("sweep", "serve", "server", "ab", "compare", "verify", "report", "show", "machines")
 VALUES = {"--new-tokens": "8", "--timeout": "3", "--seconds": "3"}
 
 

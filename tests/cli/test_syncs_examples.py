@@ -17,7 +17,7 @@ import yaml
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 TRACE = ROOT / "tests" / "data" / "h200_stacks.trace.json.gz"
-EMPTY = '{"baseline_version": 1, "sites": []}'
+EMPTY = '{"baseline_version": 1, "detector": "scan", "sites": []}'
 INSTALL = "pip install dcpbench"
 RECORD = "python benchmark.py --profile-to traces"
 

@@ -19,7 +19,7 @@ from dcpbench.kernels.head_order import to_head_order
 from dcpbench.kernels.keys import decompress_latents, gather_rows
 from dcpbench.kernels.kv_gather import gather_in_token_order, make_request_table, pack_rows
 from dcpbench.kernels.kv_indices import Share, write_pages
-from dcpbench.kernels.kv_write import write_kv, write_rows
+from dcpbench.kernels.kv_write import write_kv
 from dcpbench.kernels.latent import split_latent_fused
 from dcpbench.kernels.merge import correct_attn_out
 from dcpbench.kernels.moe import apply_experts
@@ -82,8 +82,6 @@ def kv() -> None:
     locs[::3] = -1
     for dtype in (torch.bfloat16, torch.uint8):
         pool = torch.zeros(77, 576, dtype=dtype, device="cuda")
-        for settled in (False, True):
-            write_rows(pool, new, locs, settled=settled)
         write_kv(pool, new, locs, Share(rank=0, dcp=2))
     table = torch.zeros(5, 3000, dtype=torch.int32, device="cuda")
     slots, lengths = torch.arange(5, device="cuda"), torch.tensor([0, 1, 3000, 2999, 17], device="cuda")

@@ -42,7 +42,7 @@ def dcpbench(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str,
 
 def measure(capsys: pytest.CaptureFixture[str], folder: Path, flags: str, *words: str) -> list[Record]:
     """Return the records of a run with a stand-in engine."""
-    engine = ["--serve-cmd", f"{ENGINE} {flags}", "--model", "m", "--device", "cpu", "--no-check-client"]
+    engine = ["--serve-cmd", f"{ENGINE} {flags}", "--model", "m", "--device", "cpu"]
     code, _, err = dcpbench(capsys, "server", *engine, *words, "-o", str(folder))
     assert code == 0, err
     return read_run(folder).records
@@ -138,7 +138,7 @@ def test_an_engine_that_runs_prompts_apart_is_not_replayed_with_vllms_policy(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     load = ["--num-requests", "8", "--input-tokens", "20", "--output-tokens", "6", "--concurrency", "2"]
-    engine = ["--serve-cmd", f"{ENGINE} --separate", "--model", "m", "--device", "cpu", "--no-check-client"]
+    engine = ["--serve-cmd", f"{ENGINE} --separate", "--model", "m", "--device", "cpu"]
     code, _, _ = dcpbench(capsys, "server", *engine, "--mode", "replay", *load, "-o", str(tmp_path / "run"))
     assert code == 4
     (record,) = read_run(tmp_path / "run").records
@@ -180,7 +180,7 @@ def test_an_engine_that_dies_while_its_steps_are_measured_fails_its_points(
 ) -> None:
     """Replayed and live points name the end of the server and its log."""
     load = ["--num-requests", "4", "--input-tokens", "20", "--output-tokens", "6", "--concurrency", "2"]
-    engine = ["--serve-cmd", f"{ENGINE} --dies-after 20", "--model", "m", "--device", "cpu", "--no-check-client"]
+    engine = ["--serve-cmd", f"{ENGINE} --dies-after 20", "--model", "m", "--device", "cpu"]
     code, _, err = dcpbench(capsys, "server", *engine, "--mode", "live,replay", *load, "-o", str(tmp_path / "run"))
     assert code == 4, err
     records = read_run(tmp_path / "run").records

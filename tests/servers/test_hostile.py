@@ -66,7 +66,7 @@ def read_peak_mb(pid: int) -> float:
 
 def run(url: str, options: str, folder: Path, limit_s: float) -> Ended:
     """Run `dcpbench server` against a server, and kill it after `limit_s`, of which time without a core is no part."""
-    words = f"-m dcpbench server --url {url} --device cpu --no-check-client --request-timeout {TIMEOUT_S:g} {LOAD} {options}"
+    words = f"-m dcpbench server --url {url} --device cpu --request-timeout {TIMEOUT_S:g} {LOAD} {options}"
     began = time.monotonic()
     with (folder / "output").open("wb") as out:
         process = subprocess.Popen(

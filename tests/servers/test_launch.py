@@ -39,7 +39,6 @@ ROOT = Path(__file__).parents[2]
 ENGINE_LOGS = ROOT / "tests" / "data" / "engine_logs"
 FAKE = f"{sys.executable} -m tests.servers.fake_server --port {{port}} -tp {{attn_tp}} -dcp {{dcp}} --served-model-name {{model}}"
 LOAD = ["--device", "cpu", "--num-requests", "4", "--input-tokens", "20", "--output-tokens", "4", "--warm-up", "0"]
-LOAD += ["--no-check-client"]
 
 
 @pytest.fixture(autouse=True)

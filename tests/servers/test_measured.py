@@ -6,9 +6,8 @@ import asyncio
 import contextlib
 import re
 import time
-from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -17,7 +16,7 @@ import pytest
 from dcpbench.errors import UsageError, WorkerError
 from dcpbench.records.file import read_records
 from dcpbench.records.record import ClientLoad
-from dcpbench.servers import info, measure, null_server, overhead
+from dcpbench.servers import info, measure
 from dcpbench.servers.client import RequestError, Target
 from dcpbench.servers.load import Call, Outcome, Pace, Run, can_retry
 from dcpbench.servers.measure import _has_other_lengths, _make_client_load, is_client_bound
@@ -29,6 +28,8 @@ from dcpbench.serving.traffic import Sample
 from tests.unit import record_builder, serve_record_builder
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from dcpbench.launch.jobs import Progress
 
 
@@ -60,7 +61,7 @@ def test_the_worst_process_stands_for_the_client() -> None:
         Pace(lags_s=[0.003] * 100, ages_s=[0.002], cpu_s=2.0, starved_s=1.0, realtime=False, wall_s=10.0),
     ]
     calls = [Outcome(Call(i, b"", 1), submitted_s=5.0, sent_s=5.0 + (i + 1) / 1e3) for i in range(100)]
-    load = _make_client_load([*calls, Outcome(Call(100, b"", 1), submitted_s=5.0)], paces, {"null_streams": 7})
+    load = _make_client_load([*calls, Outcome(Call(100, b"", 1), submitted_s=5.0)], paces)
     assert load.late_p99_ms == pytest.approx(99.01)
     assert load.read_late_p99_ms == pytest.approx(3.98)
     expected = ClientLoad(
@@ -71,7 +72,6 @@ def test_the_worst_process_stands_for_the_client() -> None:
         read_late_p99_ms=load.read_late_p99_ms,
         starved_share=0.1,
         realtime=False,
-        null_streams=7,
     )
     assert msgspec.to_builtins(load) == msgspec.to_builtins(expected)
 
@@ -115,7 +115,7 @@ def test_each_server_of_a_run_has_a_log_named_by_its_layout_and_settings(tmp_pat
 
 
 def test_what_no_process_noted_is_absent() -> None:
-    load = _make_client_load([], [Pace(realtime=True)], {})
+    load = _make_client_load([], [Pace(realtime=True)])
     assert load == ClientLoad(processes=1, cpu_share=0.0, realtime=True)
 
 
@@ -185,46 +185,6 @@ def test_what_ended_is_said_of_each_point_with_its_figures_or_its_reason(
         ("failed", bad.reason, 1, 3),
     ]
     assert [r.outcome for r in read_records(tmp_path)] == ["ok", "failed", "failed"]
-
-
-def test_what_the_client_adds_is_told_by_a_server_whose_gaps_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two streams of 40 chunks: first ones after 3 and 5 ms, gaps 2.5 times the server's, 1 s of two cores."""
-    gap = 2.5 * null_server.GAP_S
-
-    class Sent:
-        paces = (Pace(cpu_s=0.5), Pace(cpu_s=0.5))
-        outcomes: list[Outcome]
-
-        def __init__(self, *_: object, **__: object) -> None:
-            self.outcomes = [
-                Outcome(
-                    Call(n, b"", 40), 1.0, answer=SimpleNamespace(chunk_s=[1.0 + first + i * gap for i in range(40)])
-                )  # type: ignore[arg-type]
-                for n, first in enumerate((3e-3, 5e-3))
-            ]
-
-        async def __aenter__(self) -> Self:
-            return self
-
-        async def __aexit__(self, *_: object) -> None:
-            pass
-
-        async def prepare(self, streams: int) -> None:
-            assert streams == 2
-
-        async def send_load(self) -> None:
-            pass
-
-    nobody = contextlib.nullcontext(Target.from_url("http://127.0.0.1:9"))
-    monkeypatch.setattr(overhead, "start_null_server", lambda: nobody)
-    monkeypatch.setattr(overhead, "open_load", Sent)
-    told = asyncio.run(overhead.measure_overhead(2, 1))
-    assert told == {
-        "null_streams": 2,
-        "null_event_us": pytest.approx(1e6 / 80),
-        "null_ttft_p50_ms": pytest.approx(4.0),
-        "null_lag_p99_ms": pytest.approx(1.5e3 * null_server.GAP_S),
-    }
 
 
 def test_of_all_that_a_server_refused_the_last_is_told() -> None:
@@ -413,13 +373,3 @@ def test_ids_of_tokens_are_kept_where_all_are_told(ids: list[int], kept: list[in
     assert (sample.submitted_s, sample.failed, sample.cached_tokens) == (0.5, "gone.", 2)
     of = sample.request
     assert (len(of.prompt), of.output_tokens, of.session, of.turn, of.arrival_s) == (6, 4, 4, 2, 0.5)
-
-
-def test_the_null_server_is_the_packages_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not that of a folder of this name in the working directory, where `python -m` looks first."""
-    (tmp_path / "dcpbench").mkdir()
-    (tmp_path / "dcpbench" / "__init__.py").write_text("raise SystemExit('another dcpbench')")
-    monkeypatch.setenv("PYTHONPATH", str(Path(overhead.__file__).parents[2]))
-    monkeypatch.chdir(tmp_path)
-    with overhead.start_null_server() as target:
-        assert target.port > 0

@@ -152,9 +152,7 @@ def test_a_point_of_a_server_says_where_it_waits(
         "4",
     ]
     with served(f"--trace {TRACE}", tmp_path / "log") as url, pytest.raises(SystemExit) as end:
-        cli.main(
-            ["server", "--url", url, *load, "--traces", str(folder), "-o", str(tmp_path / "run"), "--no-check-client"]
-        )
+        cli.main(["server", "--url", url, *load, "--traces", str(folder), "-o", str(tmp_path / "run")])
     assert not end.value.code, capsys.readouterr().err
     (record,) = read_run(tmp_path / "run").records
     assert record.outcome == "ok"
@@ -186,9 +184,7 @@ def test_a_point_whose_server_does_not_profile_keeps_its_times_and_says_why(
         "4",
     ]
     with served("", tmp_path / "log") as url, pytest.raises(SystemExit) as end:
-        cli.main(
-            ["server", "--url", url, *load, "--traces", str(tmp_path), "-o", str(tmp_path / "run"), "--no-check-client"]
-        )
+        cli.main(["server", "--url", url, *load, "--traces", str(tmp_path), "-o", str(tmp_path / "run")])
     err = capsys.readouterr().err
     assert not end.value.code
     assert "was not profiled" in err
@@ -199,17 +195,16 @@ def test_a_point_whose_server_does_not_profile_keeps_its_times_and_says_why(
     assert "It does not profile; start vLLM with" in record.server.facts["not_profiled"]
 
 
-@pytest.mark.parametrize("during", ["record_traces", "measure_overhead"])
 def test_an_interrupt_after_the_last_request_keeps_the_point(
-    during: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C while the server is profiled, or while the client is checked, ends the command and costs no request."""
+    """Ctrl-C while the server is profiled ends the command and costs no request."""
 
     async def interrupt(*_: object, **__: object) -> None:
         os.kill(os.getpid(), signal.SIGINT)
         await asyncio.sleep(60)
 
-    monkeypatch.setattr(measure, during, interrupt)
+    monkeypatch.setattr(measure, "record_traces", interrupt)
     load = [
         "--device",
         "cpu",

@@ -29,7 +29,7 @@ KEY = "sk-Planted0123456789abcdefghijKLM"
 PIECES = [KEY[i : i + 10].encode() for i in range(len(KEY) - 9)]
 """What is left of a key that is cut is nearly a key."""
 LOAD = ["--device", "cpu", "--tp", "1", "--concurrency", "2", "--num-requests", "4", "--input-tokens", "20"]
-LOAD += ["--output-tokens", "4", "--warm-up", "0", "--no-check-client"]
+LOAD += ["--output-tokens", "4", "--warm-up", "0"]
 ONE = ["--client-processes", "1"]
 LONG = "x" * 275 + " "
 """Behind it a key lies across the place where a message is cut."""

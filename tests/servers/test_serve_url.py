@@ -184,7 +184,7 @@ def test_sglang_without_metrics_is_named_with_the_flag_that_turns_them_on(
 ) -> None:
     """In the terminal and in the record; its KV capacity is known all the same."""
     words = ["--device", "cpu", "--num-requests", "4", "--concurrency", "2", "--input-tokens", "20"]
-    words += ["--output-tokens", "4", "--no-check-client", "-o", str(tmp_path / "run")]
+    words += ["--output-tokens", "4", "-o", str(tmp_path / "run")]
     with served("--engine sglang --no-offer-metrics", tmp_path / "log") as url:
         code, _, err = dcpbench(capsys, "server", "--url", url, *words)
     assert code == 0
@@ -253,7 +253,7 @@ def test_headers_and_body_fields_are_sent_and_values_of_headers_are_kept_nowhere
     """The names and the fields are in the record; the command line has no value, and a secret that a server repeats is blotted out."""
     run, secret = tmp_path / "run", "tok-0123456789abcdef"
     words = ["--device", "cpu", "--num-requests", "4", "--concurrency", "2", "--input-tokens", "20"]
-    words += ["--output-tokens", "4", "--no-check-client", "-o", str(run)]
+    words += ["--output-tokens", "4", "-o", str(run)]
     words += [
         "--header",
         f"Authorization: Bearer {secret}",

@@ -13,10 +13,14 @@ import pytest
 
 from dcpbench.servers.client import Client, Target
 from dcpbench.servers.load import Run, set_realtime_priority
-from dcpbench.servers.null_server import CHUNK, END, HEAD
 from dcpbench.servers.stamps import SO_TIMESTAMPNS, SURE_NS, TIMESPEC, read_arrival_s
 from tests.servers.test_faults import call
 
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+EVENT = b'data: {"choices": [{"index": 0, "text": " a", "finish_reason": null}]}\n\n'
+LAST = b"data: [DONE]\n\n"
+CHUNK = b"%x\r\n%s\r\n" % (len(EVENT), EVENT)
+END = b"%x\r\n%s\r\n0\r\n\r\n" % (len(LAST), LAST)
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux stamps")
 BLOCKED_S, READ_S = 0.3, 0.001
 """Two clocks are read one after the other."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from dcpbench.dashboard import finding, running
+from dcpbench.dashboard import finding
 from dcpbench.errors import DcpbenchError, RecordsError
 from dcpbench.hangs import evidence
 from dcpbench.hangs import finding as hang_finding
@@ -154,7 +154,6 @@ def read_job(path: Path) -> None:
     facts = Facts(path.parent)
     facts.read_updates()
     facts.find_failure()
-    running._read_events(path.parent / "progress-t.jsonl")
     with contextlib.suppress(DcpbenchError):
         jobs.read_checks(path.parent)
     jobs.read_job(path)
@@ -205,7 +204,7 @@ SYNCS = (
     b"[tool.dcpbench.syncs]\nmax-per-step = 2\nmax-bubble-us = 1.5\n"
     b'allow = [{ function = "engine.sampler.*", reason = "tokens", expires = 2026-12-31 }]\n'
 )
-BASELINE = encode_json(baseline.Baseline(baseline_version=baseline.VERSION))
+BASELINE = encode_json(baseline.Baseline(baseline_version=baseline.VERSION, detector="scan"))
 
 
 class Kind(NamedTuple):

@@ -33,7 +33,7 @@ def result(variant: str, us: float, work: Work, **sizes) -> Result:
         correct=True,
         error=1e-3,
         work=work,
-        graph=Graph(captured=True, time=timing(us), correct=True),
+        graph=Graph(time=timing(us), correct=True),
         floor_us=compute_floor_us(work, LIMITS),
         bytes_s=work.memory_bytes / us * 1e6 or None,
         flop_s=work.flops / us * 1e6 or None,

@@ -14,10 +14,9 @@ import msgspec
 import pytest
 
 from dcpbench.dashboard import data as data_files
-from dcpbench.dashboard import finding, lines, pages, running, site
+from dcpbench.dashboard import finding, lines, pages, site
 from dcpbench.dashboard.changes import Change
 from dcpbench.errors import MissingPackageError, OutputError, RecordsError, UsageError
-from dcpbench.launch.jobs import Progress
 from dcpbench.points.layout import Layout
 from dcpbench.show.model_fit import NO_FIT
 from tests.unit import dashboard_builder, record_builder, serve_record_builder
@@ -173,6 +172,7 @@ class TestWhatIsOneLine:
     def test_what_an_import_does_not_say_is_left_out(self) -> None:
         of = serve_record_builder.point(
             backend="vllm",
+            ep="unknown",
             dtype="unknown",
             all_reduce="unknown",
             weights="unknown",
@@ -641,14 +641,6 @@ def test_runs_as_large_as_a_site_takes_are_read(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(finding, "MAX_BYTES", size - 1)
     skipped = finding.load_runs(tmp_path / "runs", {}, lambda _: None).skipped
     assert f"{size:,} bytes of records; a site takes runs of up to {size - 1:,}." in str(skipped)
-
-
-@pytest.mark.parametrize(("size", "events"), [(16 << 20, 1), ((16 << 20) + 1, 0)])
-def test_progress_of_more_than_16_mib_is_no_jobs(tmp_path: Path, size: int, events: int) -> None:
-    """A line has 300 bytes: that would be 50,000 events."""
-    line = msgspec.json.encode(Progress(stage="measure"))
-    (tmp_path / "progress").write_bytes(line.ljust(size - 1) + b"\n")
-    assert len(running._read_events(tmp_path / "progress")) == events
 
 
 def test_a_page_that_is_made_later_is_noted_beside_all_that_a_build_left(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 from dcpbench import cli
 from dcpbench.commands import doctor as command
 from dcpbench.doctor import BAD, NOTE, OK, UNREAD, check_at_start, check_machine, gpus, host, software
+from dcpbench.points.machine import Probe
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -417,10 +418,12 @@ class TestCommand:
     ) -> None:
         monkeypatch.setattr("dcpbench.doctor._import_driver", lambda: Driver(nvmlDeviceGetMigMode=[1, 1]))
         monkeypatch.setattr(host, "Host", System)
+        monkeypatch.setattr("dcpbench.launch.launcher.run_probe", lambda _: Probe(device="cuda", count=2, name="H200"))
         with pytest.raises(SystemExit) as end:
             cli.main(["doctor", "-o", str(tmp_path), "--json"])
         told = json.loads(capsys.readouterr().out)
         assert end.value.code == told["exit_code"] == 1
+        assert (told["machine"]["count"], told["machine"]["name"]) == (2, "H200")
         assert [f["where"] for f in told["findings"] if f["level"] == BAD] == ["GPU 0", "GPU 1"]
 
     def test_this_machine_is_looked_at_without_a_failure_and_without_a_change(

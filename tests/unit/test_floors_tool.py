@@ -35,7 +35,7 @@ def bench(name: str, *floors_us: float, variant: str = "triton", **sizes: object
             case=Case(variant=variant, calls=1, sizes={**({"product": p} if p else {}), **sizes}),
             correct=True,
             floor_us=us,
-            graph=Graph(captured=True, time=timing(us * 4 / 3)),
+            graph=Graph(time=timing(us * 4 / 3)),
         )
         for p, us in zip(products, floors_us, strict=True)
     ]

@@ -10,14 +10,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dcpbench.errors import DcpbenchError, OutputError
+from dcpbench.errors import OutputError
 from dcpbench.launch import folders
-from dcpbench.launch.jobs import Job, read_job
-from dcpbench.points.budget import plan_engine
-from dcpbench.points.machine import Probe
+from dcpbench.launch.jobs import Job
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
-from dcpbench.points.shapes import load_shape
 from dcpbench.records.file import RecordFile, read_records
 from dcpbench.records.folder import CHECKS_FILE, FAILED_FILE, LOCK_FILE, RECORDS_FILE
 from dcpbench.records.record import Record
@@ -226,22 +223,6 @@ class TestResume:
         for age, tag in ((30, "tp2-0"), (20, "tp2-1"), (10, "tp2-2")):
             os.utime(tmp_path / f"job-{tag}.json", (1e9 - age, 1e9 - age))
         assert "--seconds was 3 and is 10" in folders.check_resumed(tmp_path, NOW)
-
-    def test_a_job_of_a_version_with_more_options_is_read_where_all_points_left_them_off(self, tmp_path: Path) -> None:
-        """Its points, those of the whole sweep and those of its plans."""
-        plan = plan_engine([POINT], SETTINGS, load_shape("tiny"), Probe(device="cpu", count=0, name="CPU"))
-        job(tmp_path, "tp2-0")
-        path = tmp_path / "job-tp2-0.json"
-        made = msgspec.structs.replace(read_job(path), pool_points=(POINT,), engines=(plan,))
-        older = msgspec.to_builtins(made)
-        for point in (*older["points"], *older["pool_points"], older["engines"][0]["point"]):
-            point["overlap"] = False
-        path.write_bytes(msgspec.json.encode(older))
-        assert read_job(path) == made
-        older["engines"][0]["point"]["overlap"] = True
-        path.write_bytes(msgspec.json.encode(older))
-        with pytest.raises(DcpbenchError, match="unknown field `overlap`"):
-            read_job(path)
 
 
 def test_a_run_notices_that_its_folder_is_another_one(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from dcpbench.recommend.answer import _format_energy
 from dcpbench.recommend.forecast import from_record
 from dcpbench.records.metrics import METRIC
 from dcpbench.records.record import Gpu
+from dcpbench.show.numbers import format_number
 from tests.unit import record_builder as build
 
 if TYPE_CHECKING:
@@ -97,8 +98,7 @@ def test_an_answer_says_joules_where_records_have_them() -> None:
         for gpu in (Gpu(power_w_all=1000.0), Gpu(power_w_all=2000.0), None)
     )
     said = _format_energy([SimpleNamespace(name="8 × 4,000 tokens", forecasts=[plain, silent, thrifty])])  # type: ignore[list-item]
-    assert thrifty.joules_per_token is not None
-    assert said.index(f"{thrifty.joules_per_token:.3g}"[:3]) < said.index(f"{plain.joules_per_token:.3g}"[:3])
+    assert said.index(format_number(thrifty.joules_per_token)) < said.index(format_number(plain.joules_per_token))
     assert said.count("tp4") == 2
     assert said.endswith("at 8 × 4,000 tokens. Of the others it is not known.")
     assert _format_energy([]) == "Joules a token: no record that was given has energy from NVML."

@@ -240,7 +240,6 @@ class TestMake:
 FILLED = {
     "dashboard.site": "_Publisher",
     "bench.operators.attention": "Pools",
-    "bench.operators.padded_slots": "Scene",
     "bench.record": "BenchRecord",
     "bench.worker": "PreparedCase",
     "commands.ab": "State",

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from dcpbench.points import latency_bands
-from dcpbench.points.latency_bands import EMULATED, ESTIMATED, TOGETHER, Case, compute_coverage, find_band
+from dcpbench.points.latency_bands import EMULATED, ESTIMATED, TOGETHER, Case, find_band
 from dcpbench.recommend import answer, estimate, forecast
 from dcpbench.records.record import Emulated, Record
 from dcpbench.serving import replay
@@ -76,11 +76,11 @@ class TestCoverage:
     def test_a_machine_is_judged_by_all_others(self) -> None:
         """a: 0.9 and 1.0 are within b's factor of 1.2; b: 1.2 is outside a's 1.11, and 0.9 inside."""
         cases = [case("a", ttft=0.9), case("a", ttft=1.0), case("b", ttft=1.2), case("b", ttft=0.9)]
-        found = compute_coverage(ESTIMATED, "ttft", "closed", cases)
+        found = latency_check.compute_coverage(ESTIMATED, "ttft", "closed", cases)
         assert (found.inside, found.cases, found.without_number) == (3, 4, 0)
 
     def test_one_machine_alone_cannot_be_checked(self) -> None:
-        found = compute_coverage(ESTIMATED, "ttft", "closed", [case("a"), case("a")])
+        found = latency_check.compute_coverage(ESTIMATED, "ttft", "closed", [case("a"), case("a")])
         assert (found.inside, found.cases, found.without_number) == (0, 0, 2)
 
 

@@ -13,7 +13,6 @@ from dcpbench.exports import csv_table, measured
 from dcpbench.launch.folders import list_settings
 from dcpbench.plan import grid
 from dcpbench.points import budget, names
-from dcpbench.points import point as point_module
 from dcpbench.points.axes import COMPUTES, Axis, Role, format_changed_values
 from dcpbench.points.layout import DEGREES, Layout
 from dcpbench.points.names import UNKNOWN, format_flag
@@ -141,8 +140,7 @@ class TestAxes:
         assert HOW_EXCHANGED == ("exchange", *OPTIONS) == ("exchange", "q_replicate", "project_first")
 
     def test_what_is_usual_and_what_nobody_knows_goes_without_saying(self) -> None:
-        """And the default of one that once was not there is in no key."""
-        axis = Axis(Role.PATH, 1, "page {}", later=True, name="page_size", kind=int, default=1)
+        axis = Axis(Role.PATH, 1, "page {}", name="page_size", kind=int, default=1)
         assert [format_changed_values([axis], {"page_size": value}) for value in (1, 0, 64)] == [[], [], ["page 64"]]
         assert [axis.format_value(value) for value in (1, 0, 64)] == ["page 1", "", "page 64"]
         switch = Axis(Role.LOAD, 2, "cache {}", name="cache", kind=bool, default=True)
@@ -156,37 +154,6 @@ class TestAxes:
         """Those of a dtype are those whose numbers have a size; fp8 is how they are stored."""
         (dtype,) = (axis for axis in AXES if axis.name == "dtype")
         assert {*dtype.values, names.FP8} == set(names.PRECISIONS) == set(budget.ITEMSIZE)
-
-
-class TestKeys:
-    """Stored with what was made of a point, so that a point of today has to have the key that it had."""
-
-    def test_they_are_those_of_the_first_records(self) -> None:
-        """With `overlap`, an option of then that is gone."""
-        assert build.point(DCP).get_key() == (
-            "model=kimi-k2/tp=8/dp=1/dcp=2/workload=decode/concurrency=8/context=4000/exchange=ag_rs/q_replicate=False/"
-            "project_first=False/overlap=False/all_reduce=nccl/backend=flashinfer/dtype=bfloat16/page_size=64/"
-            "interleave=1/weights=synthetic/repeat=0/load=None"
-        )
-
-    def test_a_load_stands_in_them_as_in_the_first_records(self) -> None:
-        load = Load(requests=3, input_tokens="4", output_tokens="5", chunk=6)
-        assert str(load) == (
-            "Load(mode='live', requests=3, arrival='closed', request_rate=None, burstiness=1.0, input_tokens='4', "
-            "output_tokens='5', prefix_share=0.0, prefix_groups=1, trace='', trace_sha256='', chunk=6, policy='mixed', "
-            "prefix_cache=True, prefill='sdpa', seed=0)"
-        )
-        assert f"/load={load}" in msgspec.structs.replace(build.point(DCP), load=load).get_key()
-
-    def test_what_was_added_later_is_in_them_where_it_says_something(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """As if project_first and seed were new."""
-        monkeypatch.setitem(point_module.LATER, name="project_first", value=False)
-        monkeypatch.setitem(point_module.LOADS_LATER, "seed", 0)
-        point = serve.point(DCP)
-        assert "project_first" not in point.get_key()
-        assert "seed" not in point.get_key()
-        assert "/project_first=True/" in changed(point, "project_first").get_key()
-        assert ", seed=7)" in changed(point, "seed").get_key()
 
 
 class TestComparisons:

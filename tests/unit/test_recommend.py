@@ -43,6 +43,7 @@ from dcpbench.serving.load_words import ANSWERS, is_lock_step
 from dcpbench.serving.loads import compute_extent, make_point_requests
 from dcpbench.show import terminal
 from tests.unit import record_builder, serve_record_builder, step_times_builder
+from tools import recommend_check
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -90,7 +91,9 @@ def test_the_fit_finds_what_steps_were_made_of() -> None:
         dict.fromkeys(estimate.TERMS, 0.0) | {"launch": 61.0, "experts": experts, "attention": attention}
         for experts, attention in ((100.0, 10.0), (500.0, 40.0), (900.0, 800.0), (50.0, 300.0))
     ]
-    fitted = estimate.fit_terms([(terms, sum(true.get(name, 0) * us for name, us in terms.items())) for terms in seen])
+    fitted = recommend_check.fit_terms(
+        [(terms, sum(true.get(name, 0) * us for name, us in terms.items())) for terms in seen]
+    )
     over_fp8 = ("attention over fp8", "attention over fp8, multiplied")
     others = {"experts, multiplied": 2.0, "attention, multiplied": 1.25} | dict.fromkeys(over_fp8, 1.25)
     assert {name: round(value, 6) for name, value in fitted.items() if value} == true | others
@@ -102,7 +105,7 @@ def test_a_fit_takes_no_less_than_floors_and_is_the_best_of_all_such() -> None:
         (dict.fromkeys(estimate.TERMS, 0.0) | {"launch": 10.0, "experts": 10.0 + more}, 30.0 - 2 * more)
         for more in (0.0, 1.0, 3.0)
     ]
-    fitted = estimate.fit_terms(seen)
+    fitted = recommend_check.fit_terms(seen)
     table = np.array([[terms["launch"] / us, terms["experts"] / us] for terms, us in seen])
 
     def error(numbers: tuple[float, float]) -> float:
@@ -121,7 +124,9 @@ def test_attention_over_caches_of_two_precisions_has_shares_of_its_own() -> None
         dict.fromkeys(estimate.TERMS, 0.0) | {"launch": 61.0, name: us}
         for name, us in itertools.product(list(true)[1:], (50.0, 700.0))
     ]
-    fitted = estimate.fit_terms([(terms, sum(true.get(name, 0) * us for name, us in terms.items())) for terms in seen])
+    fitted = recommend_check.fit_terms(
+        [(terms, sum(true.get(name, 0) * us for name, us in terms.items())) for terms in seen]
+    )
     assert {name: round(fitted[name], 6) for name in true} == true
     assert fitted["attention over fp8"] == pytest.approx(2.5)
 
@@ -129,10 +134,10 @@ def test_attention_over_caches_of_two_precisions_has_shares_of_its_own() -> None
 def test_a_part_that_was_multiplied_alone_is_read_with_the_same_share() -> None:
     """The reverse of above; no part takes less than its floor, whatever would fit better."""
     terms = dict.fromkeys(estimate.TERMS, 0.0) | {"launch": 1.0, "linear, multiplied": 10.0}
-    fitted = estimate.fit_terms([(terms, 26.0), (terms | {"linear, multiplied": 20.0}, 51.0)])
+    fitted = recommend_check.fit_terms([(terms, 26.0), (terms | {"linear, multiplied": 20.0}, 51.0)])
     assert (fitted["launch"], fitted["linear, multiplied"]) == (pytest.approx(1.0), pytest.approx(2.5))
     assert fitted["linear"] == fitted["linear, multiplied"]
-    faster = estimate.fit_terms([(terms, 6.0), (terms | {"linear, multiplied": 20.0}, 11.0)])
+    faster = recommend_check.fit_terms([(terms, 6.0), (terms | {"linear, multiplied": 20.0}, 11.0)])
     assert faster["linear, multiplied"] == 1.0
 
 
@@ -143,10 +148,10 @@ def test_what_older_steps_take_beyond_is_told_from_what_all_take() -> None:
         for experts, older in ((100.0, 61.0), (500.0, 0.0), (900.0, 61.0), (50.0, 0.0))
     ]
     found = [(terms, 3 * 61.0 + 2 * terms["launch, older"] + 1.5 * terms["experts"]) for terms in seen]
-    fitted = estimate.fit_terms(found, ["launch, older"])
+    fitted = recommend_check.fit_terms(found, ["launch, older"])
     assert (fitted["launch"], fitted["launch, older"]) == (pytest.approx(3.0), pytest.approx(2.0))
     assert fitted["experts"] == pytest.approx(1.5)
-    assert estimate.fit_terms(found)["launch"] > 3.1
+    assert recommend_check.fit_terms(found)["launch"] > 3.1
 
 
 def of_steps(prompt: int = 0, exchange: str = "none", context: int = 4000, **of: object) -> dict[str, float]:
@@ -651,29 +656,6 @@ def test_served_records_count_only_with_the_kv_memory_that_is_asked_for() -> Non
     assert len(same) == len([r for r in run.records if r.outcome == "ok"]) > 0
 
 
-@pytest.mark.parametrize(
-    ("dp", "padded", "told"), [(4, None, True), (4, True, True), (4, False, False), (1, None, False)]
-)
-def test_of_records_of_attention_dp_it_is_told_where_they_may_be_of_an_engine_with_padding_in_experts(
-    dp: int, padded: bool | None, told: bool
-) -> None:
-    """Older ones do not say; whoever was served otherwise than now may be better than its record."""
-    run = read_run(ROOT / "results" / "serving-deepseek-v3-kimi-k2_4xH200_2026-11-21" / "v3-seed-8gib")
-    first = next(r for r in run.records if r.outcome == "ok")
-    record = msgspec.structs.replace(
-        first,
-        point=msgspec.structs.replace(first.point, dp=dp, dcp=1),
-        honesty=msgspec.structs.replace(first.honesty, padded_rows=padded),
-    )
-    found, notes = advise._select_records(
-        dataclasses.replace(ask("H200"), kv_memory="8GiB"),
-        advise.Evidence(runs=[dataclasses.replace(run, records=[record])]),
-    )
-    assert len(found) == 1
-    said = f"{run.name}: it does not say that its engine left rows of padding out of experts, "
-    assert [note.startswith(said) for note in notes if "padding" in note] == [True] * told
-
-
 def test_a_served_load_is_replayed_by_estimated_steps(capsys: pytest.CaptureFixture[str]) -> None:
     """With latencies, against an SLO that nothing meets."""
     asked = "--machine H200 --concurrency 2 --input-tokens 2000 --output-tokens 16 --slo itl=1 --json"
@@ -1092,19 +1074,6 @@ def test_a_file_of_step_times_that_says_nothing_of_what_is_asked_is_left_out_wit
     kept, notes = advise._select_step_times(asked, advise.Evidence(times={"times.json": times}))
     assert list(kept) == ([] if said else ["times.json"])
     assert [note.startswith("Left out: times.json, ") and said in note for note in notes] == [True] * bool(said)
-
-
-@pytest.mark.parametrize(("replicas", "told"), [(1, True), (4, False)], ids=["before", "now"])
-def test_step_times_of_an_engine_that_had_padding_in_experts_are_used_and_told(replicas: int, told: bool) -> None:
-    """A grid for one replica has no case of one alone, as older files have none."""
-    of = step_times_builder.path_of(model="deepseek-v3", tp=4, dp=4, dtype="bf16", backend="flashinfer")
-    extent = dataclasses.replace(step_times_builder.EXTENT, replicas=replicas)
-    times = step_times_builder.step_times(extent, path=of)
-    kept, notes = advise._select_step_times(
-        dataclasses.replace(ask("H200"), loads=SERVED), advise.Evidence(times={"times.json": times})
-    )
-    assert list(kept) == ["times.json"]
-    assert ["tp4·dp4·ep4 may be faster now; measure" in note for note in notes] == [True] * told
 
 
 def test_an_estimate_is_set_right_in_all_that_it_says() -> None:

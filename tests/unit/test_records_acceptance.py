@@ -43,8 +43,6 @@ SERVER = Server(
         late_p99_ms=0.1,
         lag_p99_ms=0.2,
         starved_share=0.01,
-        null_streams=8,
-        null_event_us=9.0,
     ),
     facts={"command": "vllm serve m", "block_size": "16"},
 )

@@ -7,7 +7,6 @@ import json
 import random
 import shlex
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -23,7 +22,6 @@ from dcpbench.records import file
 from dcpbench.records.file import RecordFile, read_records
 from dcpbench.records.folder import RECORDS_FILE
 from dcpbench.records.repair import BACKUP, CUT_SHORT, DAMAGED, STRANGE, audit_file, repair_file
-from dcpbench.records.runs import read_last_records
 from tests.unit import record_builder as build
 from tests.unit import serve_record_builder as serve_build
 
@@ -169,31 +167,6 @@ def test_a_line_full_of_beginnings_is_given_up(piece: bytes, count: int, tmp_pat
     """A megabyte; each beginning costs a look at all that follows, so that all of them would take minutes."""
     found = audit_file(put(tmp_path, lines_of(tmp_path)[0], piece * count))
     assert [(fault.line, fault.kind, fault.held) for fault in found.faults] == [(2, DAMAGED, 0)]
-
-
-def _kept(now: dict[str, Any], held: dict[str, Any]) -> dict[str, Any]:
-    """Return what is left of a record's fields, without fields that were added later, nested ones included."""
-    return {k: _kept(v, held[k]) if isinstance(held[k], dict) else v for k, v in now.items() if k in held}
-
-
-class TestVersionOne:
-    """There has been no other version: its lines once had no checksum and fewer fields, and are read as they are."""
-
-    def test_the_first_records_that_were_kept_are_read_with_every_value_they_hold(self) -> None:
-        lines = (EARLIEST / RECORDS_FILE).read_bytes().splitlines()
-        assert audit_file(EARLIEST).unsealed == len(lines)
-        for line, record in zip(lines, read_records(EARLIEST), strict=True):
-            held, now = json.loads(line), json.loads(msgspec.json.encode(record))
-            assert {name for name in held if name not in now} == set(), "no field is dropped"
-            assert {k: v for k, v in now["point"].items() if k in held["point"]} == held["point"]
-            assert _kept(now["metrics"] or {}, held["metrics"] or {}) == (held["metrics"] or {})
-
-    def test_a_record_is_written_anew_with_a_checksum_and_is_still_the_same_point(self, tmp_path: Path) -> None:
-        old = read_last_records(EARLIEST)
-        for record in old.values():
-            RecordFile(tmp_path).append(record)
-        assert read_last_records(tmp_path) == old
-        assert audit_file(tmp_path).unsealed == 0
 
 
 class TestOneWriter:

@@ -24,7 +24,6 @@ from dcpbench.serving.step_times import (
     MeasuredCase,
     StepTimes,
     get_engine_path,
-    read_step_times,
     write_step_times,
 )
 from tests.unit.step_times_builder import EXTENT, step_times
@@ -156,11 +155,6 @@ class TestRecord:
         record = run(file, tmp_path, settings=Settings(limit_seconds=5.0))
         assert record.serve.cancelled == 8
         assert record.serve.wall_s < 6
-
-    @pytest.mark.parametrize("path", sorted(MEASURED.glob("*.json")), ids=lambda path: path.stem)
-    def test_a_file_keeps_its_name_for_ever(self, path: Path) -> None:
-        """Those of committed runs: `--resume` finds what an older version measured."""
-        assert Path(make_step_times_name(read_step_times(path).path)).name == path.name
 
     def test_points_of_one_path_share_a_file(self) -> None:
         """Whatever their load; the name tells model and layout."""

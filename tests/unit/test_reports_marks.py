@@ -110,19 +110,6 @@ def test_the_headline_counts_replays_whose_step_times_were_throttled_beside_poin
     assert headline("one", records[1:])[-1] == "clocks limited at 1 of 2 points (by their step times)"
 
 
-def test_the_headline_says_which_replays_are_of_an_engine_with_padding_in_experts(tmp_path: Path) -> None:
-    """What attention DP loses by may be that, so it stands beside who is best."""
-    records = [serve.served(serve.point(TP, n), marks=marks) for n, marks in ((8, ["padded_rows"]), (32, []))]
-
-    def headline(name: str, shown: list[Record]) -> str:
-        return "; ".join(overview.list_caveats(frames.load_frames([build.write(tmp_path / name, shown)])))
-
-    said = "which sent padding rows to experts{}: it may be faster now"
-    assert said.format(" at 1 of 2 points") in headline("both", records)
-    assert said.format("") in headline("one", records[:1])
-    assert "padding" not in headline("other", records[1:])
-
-
 def test_caveats_name_dummy_weights_and_slow_attention_of_prompts(tmp_path: Path) -> None:
     """Points on a CPU have no FlashInfer to compare with."""
     fast = {"prefill": "flashinfer"}

@@ -484,17 +484,6 @@ class TestNoRoom:
         found = {(r.point.tp, r.point.dcp): is_rejected_for_memory(r) for r in records}
         assert found == {(4, 1): True, (4, 3): False, (8, 1): False, (8, 3): False}
 
-    def test_older_records_are_known_by_the_plans_words(self) -> None:
-        """Both of its sentences; a word such as memory in another reason is not enough."""
-        reasons = {
-            "tp4: --kv-memory holds 104.0 GiB of KV cache per GPU, 164.2 GiB less than 32 requests need.": True,
-            "tp4: the KV cache needs 9.0 GiB per GPU and the fewest weights 120.0 GiB, 3.0 GiB more than there is.": True,
-            "--exchange symm needs memory that peers can read": False,
-            "--tp 8 needs 8 GPUs and there are 4; it does not fit": False,
-        }
-        old = [msgspec.structs.replace(build.rejected(build.point(TP), why), no_room=msgspec.UNSET) for why in reasons]
-        assert [is_rejected_for_memory(record) for record in old] == list(reasons.values())
-
     def test_the_bullet_names_layouts_with_the_least_load(self, tmp_path: Path) -> None:
         lost = [build.rejected(build.point(x, context=128_000, concurrency=n)) for x in (TP, DCP2) for n in (32, 48)]
         found = read(tmp_path, steps(TP, 8, 40), steps(DCP, 8, 50), *lost)

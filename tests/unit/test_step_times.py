@@ -319,23 +319,7 @@ class TestFile:
         step = Step(0, [replica([99, 1000], [(700, 256)])])
         assert read_step_times(path).predict_duration_ms(step) == TIMES.predict_duration_ms(step)
 
-    def test_a_path_from_before_an_option_was_there_leaves_it_off(self, tmp_path) -> None:
-        write_step_times(tmp_path / "x.json", TIMES)
-        older = msgspec.json.decode((tmp_path / "x.json").read_bytes())
-        del older["path"]["q_replicate"], older["path"]["prefill"]
-        (tmp_path / "x.json").write_bytes(msgspec.json.encode(older))
-        assert read_step_times(tmp_path / "x.json").path == PATH
-
-    def test_a_path_that_left_off_an_option_that_is_gone_is_the_same_path_today(self, tmp_path) -> None:
-        write_step_times(tmp_path / "x.json", TIMES)
-        older = msgspec.json.decode((tmp_path / "x.json").read_bytes())
-        older["path"]["overlap"] = False
-        (tmp_path / "x.json").write_bytes(msgspec.json.encode(older))
-        assert read_step_times(tmp_path / "x.json").path == PATH
-
-    @pytest.mark.parametrize(
-        "change", [{"tp": "4"}, {"model": None}, {"q_replicate": 1}, {"overlap": True}, {"halves": False}], ids=str
-    )
+    @pytest.mark.parametrize("change", [{"tp": "4"}, {"model": None}, {"q_replicate": 1}, {"halves": False}], ids=str)
     def test_a_path_that_no_point_has_says_so(self, tmp_path, change: dict[str, object]) -> None:
         write_step_times(tmp_path / "x.json", TIMES)
         bad = msgspec.json.decode((tmp_path / "x.json").read_bytes())

@@ -144,13 +144,6 @@ class TestOtherDetectors:
             self.settle(path, "scan")
         assert f"`dcpbench syncs baseline TRACE -o {tmp_path}/base-scan.json`" in str(error.value)
 
-    def test_a_file_of_an_older_version_is_one_of_traces(self, tmp_path: Path) -> None:
-        path = tmp_path / "base.json"
-        path.write_text('{"baseline_version": 1, "sites": []}')
-        assert baselines.read_baseline(path).detector == "scan"
-        with pytest.raises(UsageError, match="baseline of traces"):
-            baselines.read_baseline(path, "dry-run")
-
     @pytest.mark.parametrize(
         ("keys", "fits"),
         [

@@ -218,7 +218,7 @@ class TestBaseline:
             (b"{", "is no baseline"),
             (b"\xff", "is no baseline"),
             (b'{"sites": [{"rule": "x"}]}', "is no baseline"),
-            (b'{"baseline_version": 9}', "version 9"),
+            (b'{"baseline_version": 9, "detector": "scan"}', "version 9"),
             (b"[]", "is no baseline"),
         ],
     )

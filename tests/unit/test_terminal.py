@@ -74,7 +74,7 @@ def test_tables_say_what_they_mean_in_colours_and_names_of_others_stay_as_they_a
     )
     make_console().print(progress.make_checks_table([wrong]))
     make_console().print(
-        progress.make_env_table(Probe(device="cpu", count=0, name="[bold]CPU", packages={"triton": None}))
+        progress.make_probe_table(Probe(device="cpu", count=0, name="[bold]CPU", packages={"triton": None}))
     )
     out = capsys.readouterr().out
     assert "WRONG" in out
@@ -104,7 +104,7 @@ def test_sizes_of_a_device_are_rounded_and_not_cut() -> None:
     probe = Probe(
         device="cuda", count=8, name="NVIDIA B200", memory_bytes=178 << 30, l2_bytes=507 << 18, capability="10.0"
     )
-    Console(file=out, width=80).print(progress.make_env_table(probe))
+    Console(file=out, width=80).print(progress.make_probe_table(probe))
     assert [" ".join(line.split()) for line in out.getvalue().splitlines() if line.strip()] == [
         "device 8 × NVIDIA B200",
         "memory 178.0 GiB each",

@@ -22,14 +22,12 @@ from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import SHAPES
 from dcpbench.recommend import estimate
 from dcpbench.recommend.forecast import EstimatedTimes, Estimator
-from dcpbench.serving.replay import replay_from_file
 from dcpbench.serving.requests import Chunk, ReplicaStep, Sequence, ServeRequest, Step, TableWrite
 from dcpbench.serving.step_cases import BETWEEN_TOKENS, CHUNK_TOKENS, CaseMaker, Extent, is_bare, make_cases
 from dcpbench.serving.step_model import StepModel, Work, compute_step_works
 from dcpbench.serving.step_times import (
     CHECK,
     LINE,
-    PADDED_ROWS,
     UNEVEN,
     Case,
     Chunks,
@@ -260,32 +258,14 @@ class TestPrediction:
         assert model.predict_step_ms([chunk, empty, empty, empty]) == model.predict_step_ms([chunk] * DP)
 
 
-class TestOlderFiles:
-    """Of an engine in which all replicas ran as many rows as the fullest, experts' included."""
-
-    OLD = msgspec.structs.replace(TIMES, cases=[m for m in TIMES.cases if not m.case.replicas])
-
-    def test_their_steps_take_what_they_took(self) -> None:
-        chunk, others = Work.from_requests(0, 0, [(4096, 0)]), [Work.from_requests(12, 12 * 4000, [])] * (DP - 1)
-        assert self.OLD.model.predict_step_ms([chunk, *others]) == self.OLD.model.predict_step_ms([chunk] * DP)
-        assert TIMES.model.predict_step_ms([chunk, *others]) < self.OLD.model.predict_step_ms([chunk, *others])
-
-    def test_replays_by_them_are_marked(self, tmp_path: Path) -> None:
-        """And those by others say that they are not."""
-        for times, padded in ((self.OLD, True), (TIMES, False)):
-            write_step_times(tmp_path / "times.json", times)
-            plan = plan_engine([POINT], Settings(), SHAPES[POINT.model], times.make_probe())
-            record = replay_from_file(POINT, plan, tmp_path / "times.json", Settings(), tmp_path)
-            assert (PADDED_ROWS in record.marks) == padded
-            assert record.honesty is not None
-            assert record.honesty.padded_rows is padded
-
-    def test_one_replica_has_no_others(self) -> None:
-        assert not step_times().has_padded_rows
-        assert self.OLD.has_padded_rows
-
-
 class TestFile:
+    def test_a_file_without_cases_of_one_busy_replica_is_refused(self, tmp_path: Path) -> None:
+        """A forecast from it would let attention DP pay for rows that the engine leaves out."""
+        cases = [m for m in TIMES.cases if m.case.use != UNEVEN]
+        write_step_times(tmp_path / "x.json", msgspec.structs.replace(TIMES, cases=cases))
+        with pytest.raises(RecordsError, match=r"x\.json: no case has prompts on one replica of 4 only.*measure again"):
+            read_step_times(tmp_path / "x.json")
+
     def test_a_file_is_read_as_it_was_written(self, tmp_path: Path) -> None:
         write_step_times(tmp_path / "x.json", TIMES)
         assert read_step_times(tmp_path / "x.json") == TIMES

@@ -295,20 +295,22 @@ def test_a_wrong_file_gets_a_sentence_that_names_the_field(content: str, said: s
 @pytest.mark.parametrize("name", ["H2000", "", "H200+sneakernet", "nowhere.toml"])
 def test_an_unknown_machine_gets_a_sentence(name: str) -> None:
     """That says what there is."""
-    with pytest.raises(UsageError, match=r"rdma-400|dcpbench calibrate writes such a file"):
+    with pytest.raises(UsageError, match=r"rdma-400|dcpbench bench calibrate writes such a file"):
         machines.load_machine(name)
 
 
 def test_calibrate_writes_a_file_a_picture_and_its_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """From folders of benches; JSON for scripts; nothing is written over."""
     out = tmp_path / "m.toml"
-    code, printed, _ = run(capsys, "calibrate", *map(str, BENCHES), "-o", str(out), "--link", "rdma-400", "--json")
+    code, printed, _ = run(
+        capsys, "bench", "calibrate", *map(str, BENCHES), "-o", str(out), "--link", "rdma-400", "--json"
+    )
     assert code == 0
     said = json.loads(printed)
     assert {row["call"] for row in said["calls"]} >= {"all-gather", "a2a", "symm"}
     assert machines.read_machine(out).link == "rdma-400"
     assert out.with_suffix(".png").stat().st_size > 10_000
-    code, _, complaint = run(capsys, "calibrate", str(BENCHES[0]), "-o", str(out))
+    code, _, complaint = run(capsys, "bench", "calibrate", str(BENCHES[0]), "-o", str(out))
     assert code == 2
     assert "would be written over; add --force" in complaint
 
@@ -330,7 +332,7 @@ def test_calibrate_refuses_its_options_before_it_measures(
     """Measuring takes minutes, which would be lost; on this machine it would end with 3, for want of GPUs."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there").mkdir()
-    code, _, complaint = run(capsys, "calibrate", "--force", *options)
+    code, _, complaint = run(capsys, "bench", "calibrate", "--force", *options)
     assert code == 2
     assert said in complaint
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
@@ -341,7 +343,7 @@ def test_calibrate_says_which_calls_it_lacks_and_what_measures_them(
 ) -> None:
     """A file of exchanges alone emulates no layout with tp; what is suggested is what the bench takes, and completes it."""
     collectives, exchange = BENCHES[0], TWO / "exchange-2"
-    code, printed, said = run(capsys, "calibrate", str(exchange), "-o", str(tmp_path / "m.toml"), "--json")
+    code, printed, said = run(capsys, "bench", "calibrate", str(exchange), "-o", str(tmp_path / "m.toml"), "--json")
     assert code == 0
     lacks = ["all-gather", "reduce-scatter", "all-to-all", "all-reduce", "all-reduce-symm"]
     assert json.loads(printed)["lacks"] == lacks
@@ -350,7 +352,7 @@ def test_calibrate_says_which_calls_it_lacks_and_what_measures_them(
     assert words[-2:] == ["-o", "FOLDER"]
     measured = machines.read_machine(tmp_path / "m.toml").calls.values()
     assert int(words[words.index("--ranks") + 1]) == max(sample.ranks for samples in measured for sample in samples)
-    _, _, said = run(capsys, "calibrate", str(collectives), str(exchange), "-o", str(tmp_path / "whole.toml"))
+    _, _, said = run(capsys, "bench", "calibrate", str(collectives), str(exchange), "-o", str(tmp_path / "whole.toml"))
     assert "all-gather" not in said
 
 
@@ -378,8 +380,8 @@ def test_calibrate_says_how_much_longer_prompts_take_gpus_together(
     runs = [written(tmp_path / "live", live)]
     runs += [written(tmp_path / f"gpu-{shorter}", emulated(live, shorter)) for shorter in (1.05, 1.03)]
     first, out = tmp_path / "first.toml", tmp_path / "out.toml"
-    assert run(capsys, "calibrate", *map(str, BENCHES[:1]), "-o", str(first))[0] == 0
-    code, printed, said = run(capsys, "calibrate", str(first), *map(str, runs), "-o", str(out), "--json")
+    assert run(capsys, "bench", "calibrate", *map(str, BENCHES[:1]), "-o", str(first))[0] == 0
+    code, printed, said = run(capsys, "bench", "calibrate", str(first), *map(str, runs), "-o", str(out), "--json")
     assert code == 0, said
     made, before = machines.read_machine(out), machines.read_machine(first)
     assert {p.times for p in made.prompts} == {1.04}
@@ -388,7 +390,7 @@ def test_calibrate_says_how_much_longer_prompts_take_gpus_together(
     )
     assert [[p.tokens, p.times] for p in made.prompts] == json.loads(printed)["prompts"]
     assert msgspec.structs.replace(made, prompts=[], sha256="") == msgspec.structs.replace(before, sha256="")
-    again = run(capsys, "calibrate", str(out), "--name", "ours", "-o", str(out), "--force")
+    again = run(capsys, "bench", "calibrate", str(out), "--name", "ours", "-o", str(out), "--force")
     assert again[0] == 0
     assert "up to 1.040 times as long on these GPUs as on one emulating GPU" in again[2]
     assert (machines.read_machine(out).name, machines.read_machine(out).prompts) == ("ours", made.prompts)
@@ -399,7 +401,7 @@ def test_a_folder_may_have_benches_and_step_times(tmp_path: Path, capsys: pytest
     written(tmp_path / "all" / "live", live)
     written(tmp_path / "all" / "alone", emulated(live, 1.05))
     shutil.copytree(BENCHES[0], tmp_path / "all" / "bench")
-    code, _, said = run(capsys, "calibrate", str(tmp_path / "all"), "-o", str(tmp_path / "m.toml"))
+    code, _, said = run(capsys, "bench", "calibrate", str(tmp_path / "all"), "-o", str(tmp_path / "m.toml"))
     assert code == 0, said
     made = machines.read_machine(tmp_path / "m.toml")
     assert made.calls == calibration.collect_samples(calibration.read_records([BENCHES[0]]))
@@ -434,7 +436,7 @@ def test_calibrate_refuses_step_times_that_say_nothing(
     for path in paths:
         if path.suffix == ".toml":
             path.write_text(GOOD)
-    code, _, said = run(capsys, "calibrate", *map(str, paths), "-o", str(tmp_path / "m.toml"))
+    code, _, said = run(capsys, "bench", "calibrate", *map(str, paths), "-o", str(tmp_path / "m.toml"))
     assert code == 2
     assert told in said
     assert not (tmp_path / "m.toml").exists()
@@ -457,7 +459,7 @@ def test_calibrate_refuses_a_bench_of_another_version(tmp_path: Path) -> None:
 def test_a_machine_of_another_gpu_says_whose_wire_it_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Nothing of it was measured on the GPU that is typed."""
     out = tmp_path / "m.toml"
-    code, _, _ = run(capsys, "calibrate", str(BENCHES[0]), "--gpu", "H100", "-o", str(out))
+    code, _, _ = run(capsys, "bench", "calibrate", str(BENCHES[0]), "--gpu", "H100", "-o", str(out))
     assert code == 0
     assert machines.read_machine(out).name == "H100, its wire measured on H200"
 

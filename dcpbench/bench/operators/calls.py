@@ -1,44 +1,32 @@
-"""Measure calls that may wait for the GPU: eagerly, on the host behind queued work, and from a CUDA graph."""
+"""Measure calls, eagerly or as a pass from a CUDA graph, and check their results."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import time
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from dcpbench.bench.record import Graph, Syncs, SyncSite, Timing
+from dcpbench.bench.record import Timing
 from dcpbench.measuring.environment import get_gpu_uuid
 from dcpbench.measuring.gpu_state import GpuSampler
-from dcpbench.measuring.timing import Timer, measure_chunks, measure_in_turns
+from dcpbench.measuring.timing import Timer, measure_in_turns
 from dcpbench.records.stats import StopRule, compute_median_interval
-from dcpbench.syncs.sites import group_into_sites
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from typing import Literal
 
-    from dcpbench.bench.record import BenchSettings, Case, Overwritten
+    from dcpbench.bench.record import BenchSettings, Case
     from dcpbench.measuring import timing
     from dcpbench.points.floors import Work
     from dcpbench.records.record import Gpu
-    from dcpbench.syncs.sites import Sync
 
     Run = Callable[[], None]
     Tensors = tuple[torch.Tensor, ...]
 
 CHUNK_SECONDS = 0.04
 """Passes between two looks at the stop rule; short, as a bench has many cases."""
-REFUSALS = (RuntimeError, SystemError)
-"""Exceptions that torch raises for a wait within a capture or in the debug mode `error`. After the live detector was
-used, a condition on a tensor loses its exception on the way through torch's callbacks, and raises SystemError (2.11).
-"""
-HOST_CALLS = 16
-"""Calls of a pass for which host time is taken; with a backlog each, 61 would take long and give no further
-information.
-"""
 COLD = 4
 """Minimum size of a pass's data relative to the L2 cache; a smaller one is marked `l2_warm`."""
 FRESH_CALLS = 16
@@ -47,11 +35,6 @@ exchange alternates.
 """
 MAX_SETS = 256
 CPU_SETS = 2
-SPIN_CYCLES = 20_000_000
-"""Some 10 ms of waiting on a GPU, to find out how long a cycle is."""
-
-_tried: list[torch.cuda.CUDAGraph] = []
-"""Graphs for which capture was refused; torch's allocator still queries them for their allocations."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,8 +55,6 @@ class Calls:
     """‖x − ref‖ / ‖ref‖ of the results of the last pass, if they are not bitwise equal."""
     work: Work | None = None
     """Minimum work of one call; None without a limit to compare with."""
-    overwritten: Callable[[], Overwritten] | None = None
-    """Data that the last checked pass overwrote, for variants that are known to do so."""
 
     def run(self) -> None:
         """Run one pass, eagerly."""
@@ -150,31 +131,6 @@ class Workload(Protocol):
         """Return a case, ready to run."""
 
 
-class HostClock:
-    """Measure host time inside calls, each after work that keeps the GPU busy: a launch is short, a wait is not.
-
-    This is the only place that reads a host clock around asynchronous work, because it measures the host.
-    """
-
-    def __init__(self, calls: Sequence[Run], backlog_us: float) -> None:
-        self.calls, self.cycles = calls, round(backlog_us * _measure_cycles_per_us())
-
-    def measure_chunk(self, passes: int) -> tuple[list[float], float]:
-        """Return (host time inside the calls of each pass in ms, elapsed seconds); see measuring.timing.measure_chunks."""
-        begin = time.perf_counter()
-        return [self._measure_pass() for _ in range(passes)], time.perf_counter() - begin
-
-    def _measure_pass(self) -> float:
-        spent = 0.0
-        for call in self.calls:
-            torch.cuda._sleep(self.cycles)  # noqa: SLF001 - keeps the GPU busy and touches no memory
-            begin = time.perf_counter()
-            call()
-            spent += time.perf_counter() - begin
-        torch.cuda.synchronize()
-        return spent * 1e3
-
-
 def measure_gpu_time(run: Run, calls: int, device: torch.device, settings: BenchSettings) -> tuple[Timing, Gpu | None]:
     """Return the time of a call by CUDA events; `run` is a pass of `calls` calls, repeated back to back.
 
@@ -194,91 +150,6 @@ def measure_gpu_times(
     return [_convert_timing(each, calls) for each, (_, calls) in zip(found, passes, strict=True)], sampler.get_state()
 
 
-def measure_host_time(calls: Calls, settings: BenchSettings) -> Timing:
-    """Return the host time inside a call while the GPU is `backlog_us` behind."""
-    clock = HostClock(calls.calls[:HOST_CALLS], settings.backlog_us)
-    return _convert_timing(
-        measure_chunks(clock.measure_chunk, _make_rule(settings), chunk_seconds=CHUNK_SECONDS), len(clock.calls)
-    )
-
-
-def try_capture(calls: Calls) -> Graph:
-    """Try to capture a pass; return the result, with torch's message if it fails. No timing should follow."""
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    _tried.append(graph)
-    torch.cuda.synchronize()
-    reason = ""
-    with torch.cuda.stream(stream):
-        # Not torch.cuda.graph, which empties the allocator's cache: after a refusal that is an error of its own.
-        graph.capture_begin()
-        try:
-            calls.run_captured()
-        except REFUSALS as e:
-            reason = "" if isinstance(e, SystemError) else get_first_line(e)
-        try:
-            graph.capture_end()
-        except RuntimeError as e:
-            reason = reason or get_first_line(e)
-    return Graph(captured=not reason, reason=reason)
-
-
-def has_stream_wait(run: Run) -> bool:
-    """Return True if torch itself would wait for a stream in `run`.
-
-    Called before all other counts: the live detector's callbacks are permanent and would slow later timings.
-    """
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        run()
-    except REFUSALS:
-        return True
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
-        torch.cuda.synchronize()
-    return False
-
-
-def count_syncs(build: Callable[[torch.device], Calls], device: torch.device) -> Syncs:
-    """Count the synchronisations of one pass, per call, without those of building it.
-
-    On a GPU no timing may follow, because the detector's callbacks stay. On the CPU the case is built again, on a
-    device that imitates a GPU.
-    """
-    if device.type == "cuda":
-        from dcpbench.syncs.live import watch
-
-        calls = build(device)
-        with watch() as seen:
-            calls.run()
-        return _make_syncs(seen.syncs, calls, "live")
-    from dcpbench.syncs.dry_run import dry_run
-
-    # A dry run begins with a backward pass, which inference mode would refuse.
-    with torch.inference_mode(mode=False), dry_run() as run:
-        calls = build(torch.device("cuda", 0))
-        before = len(run.syncs)
-        calls.run()
-        return _make_syncs(run.syncs[before:], calls, "dry-run")
-
-
-def _make_syncs(syncs: Sequence[Sync], calls: Calls, detector: Literal["live", "dry-run"]) -> Syncs:
-    passes = len(calls.calls)
-    certain = [sync for sync in syncs if not sync.may_block]
-    sites = [
-        SyncSite(
-            kind=site.kind,
-            op=site.op,
-            function=site.function,
-            file=site.file,
-            line=site.line,
-            per_call=site.count / passes,
-        )
-        for site in group_into_sites(certain)
-    ]
-    return Syncs(per_call=len(certain) / passes, detector=detector, sites=sites)
-
-
 def _convert_timing(found: timing.Timing, calls: int) -> Timing:
     samples = [ms * 1e3 / calls for ms in found.samples_ms]
     interval = compute_median_interval(samples)
@@ -296,15 +167,6 @@ def _convert_timing(found: timing.Timing, calls: int) -> Timing:
 
 def _make_rule(settings: BenchSettings) -> StopRule:
     return StopRule(precision=settings.precision, seconds=settings.seconds)
-
-
-def _measure_cycles_per_us() -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for event in (start, end):  # the first spin also wakes the clocks
-        torch.cuda._sleep(SPIN_CYCLES)  # noqa: SLF001 - see HostClock
-        event.record()
-    end.synchronize()
-    return SPIN_CYCLES / (start.elapsed_time(end) * 1e3)
 
 
 def get_first_line(error: BaseException) -> str:

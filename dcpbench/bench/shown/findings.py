@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dcpbench.bench.record import Overwritten
 from dcpbench.points.memory import GIB
 from dcpbench.show.numbers import format_with_unit
 from dcpbench.show.text import format_count
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from dcpbench.bench.record import BenchRecord, Limit, Result, Timing
 
     Groups = dict[str, list[Result]]
 
-PUBLISHED_FIXES = {"filter": "check-all", "host-slice": "cuda-slice"}
-"""Variant published as a fix -> variant that it fixes. Each was described as avoiding synchronisation, which is checked
-against the counts.
-"""
 MARKS = {
     "noisy": "the time limit came before a median was known within ±1 %; give more --seconds",
     "unsettled": "the warm-up had not settled when half the time limit was over; give more --seconds",
@@ -31,7 +26,6 @@ BASELINES = {
     "attention": ("flashinfer", "flashmla"),
     "exchange": ("ag_rs", "ag_rs-bf16"),
     "collectives": ("all-reduce",),
-    "padded-slots": ("slot-0-live",),
     "linear": ("deepgemm", "flashinfer"),
     "moe": ("torch", "deepgemm"),
 }
@@ -42,27 +36,9 @@ UNITS = {"B/s": ((1e12, "TB/s"), (1e9, "GB/s")), "FLOP/s": ((1e12, "TFLOP/s"),),
 
 
 def describe_findings(record: BenchRecord) -> list[str]:
-    """Return sentences about correctness, synchronisation, host time, rates and CUDA graphs, as far as there are
-    numbers.
-    """
-    ok = [r for r in record.results if r.outcome == "ok"]
-    of = group_results(ok)
-    notes = [f"WRONG: {r.case.name()}: {r.difference}." for r in ok if r.correct is False]
-    notes += [sentence for name in of if (sentence := _describe_syncs(name, of[name]))]
-    notes += [sentence for name in of if (sentence := _format_sites(name, of[name]))]
-    if host := _format_ranges(of, lambda r: r.host):
-        notes.append(f"Host time inside a call while the GPU is {record.settings.backlog_us:g} µs behind: {host}.")
-    notes += [sentence for name in of if (sentence := _describe_overwritten(name, of[name]))]
-    notes += _describe_rates(record)
-    replay = _format_ranges(of, lambda r: r.graph.time if r.graph else None)
-    if replay and any(r.host for r in ok):
-        notes.append(f"GPU time of a call replayed from a CUDA graph: {replay}.")
-    notes += [
-        f"{r.case.variant} cannot be captured in a CUDA graph: {r.graph.reason}"
-        for r in ok
-        if r.graph and not r.graph.captured
-    ]
-    return notes
+    """Return sentences about correctness and rates, as far as there are numbers."""
+    wrong = (r for r in record.results if r.outcome == "ok" and r.correct is False)
+    return [*(f"WRONG: {r.case.name()}: {r.difference}." for r in wrong), *_describe_rates(record)]
 
 
 def group_results(results: Iterable[Result], name_of: Callable[[Result], str] = lambda r: r.case.variant) -> Groups:
@@ -113,76 +89,10 @@ def format_amount(limit: Limit) -> str:
     return format_with_unit(limit.median, UNITS[limit.unit])
 
 
-def has_corruption(r: Result) -> bool:
-    """Return True if padding rows changed stored data of a live request."""
-    return r.overwritten is not None and bool(r.overwritten.kv_rows or r.overwritten.token_ids)
-
-
 def format_warnings(results: Sequence[Result]) -> list[str]:
     """Return a sentence for each warning of any result."""
     counts = {name: sum(name in r.marks for r in results) for name in MARKS}
     return [f"{name} ({count} of {len(results)}): {MARKS[name]}." for name, count in counts.items() if count]
-
-
-def format_times(count: float) -> str:
-    """Return `once`, `twice`, `3 times`; `1.5 times` if the calls of a pass differ."""
-    words: dict[float, str] = {0: "never", 1: "once", 2: "twice"}
-    return words.get(count, f"{count:g} times")
-
-
-def _describe_syncs(variant: str, results: Sequence[Result]) -> str:
-    counts = sorted({r.syncs.per_call for r in results if r.syncs})
-    if not counts:
-        return ""
-    often = f"{' or '.join(map(format_times, counts))} a call{', depending on the case' if len(counts) > 1 else ''}"
-    if variant not in PUBLISHED_FIXES:
-        return f"{variant} never synchronises." if counts == [0] else f"{variant} synchronises {often}."
-    claim = f"{variant} is the published fix of {PUBLISHED_FIXES[variant]}, meant to avoid synchronisation"
-    return f"{claim}, and it does." if counts == [0] else f"{claim}: it does not, it still synchronises {often}."
-
-
-def _format_sites(variant: str, results: Sequence[Result]) -> str:
-    """Return the source lines that wait, of the result with the most."""
-    counted = [r.syncs for r in results if r.syncs and r.syncs.sites]
-    if not counted:
-        return ""
-    most = max(counted, key=lambda s: s.per_call)
-    sites = [
-        f"{s.op or s.kind} in {s.function} ({s.file.rpartition('/')[2]}:{s.line}), {format_times(s.per_call)}"
-        for s in most.sites
-    ]
-    return f"{variant} waits for {'; '.join(sites)}."
-
-
-def _describe_overwritten(variant: str, results: Sequence[Result]) -> str:
-    """Return a sentence on the effect of padding rows and its frequency, or on the cost of preventing it."""
-    found = [r.overwritten for r in results if r.overwritten]
-    if not found:
-        return ""
-    hurt = sum(has_corruption(r) for r in results)
-    most = {name: max(getattr(o, name) for o in found) for name in Overwritten.__struct_fields__}
-    error = f"{100 * most['logit_error']:.3g} % of their norm"
-    if hurt:
-        return (
-            f"{variant}: in {hurt} of {format_count(len(found), 'case')} padding rows wrote over a live request, up to "
-            f"{most['kv_rows']:,} of its stored KV rows and {most['token_ids']:,} of its token ids; its logits are off "
-            f"by up to {error}."
-        )
-    return (
-        f"{variant}: padding rows changed nothing that a live request had stored, and its logits by {error}; the slot "
-        f"takes up to {most['table_bytes']:,} bytes, in addition to the {most['page_bytes']:,} bytes of the KV pool's "
-        "padding page."
-    )
-
-
-def _format_ranges(of: Mapping[str, Sequence[Result]], timing: Callable[[Result], Timing | None]) -> str:
-    parts = []
-    for variant, results in of.items():
-        medians = [t.median_us for r in results if (t := timing(r))]
-        if medians:
-            low, high = f"{min(medians):,.3g}", f"{max(medians):,.3g}"
-            parts.append(f"{variant} {low if low == high else f'{low} to {high}'} µs")
-    return ", ".join(parts)
 
 
 def _describe_rates(record: BenchRecord) -> list[str]:

@@ -1,4 +1,4 @@
-"""The picture of a bench: time against tokens or against bytes, a line for each variant, or a roofline."""
+"""Draw the picture of a bench: time against bytes, with a line for each variant, or a roofline."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from dcpbench.bench.shown.findings import get_gpu_time, group_results
 from dcpbench.points.floors import get_flops_limit
 from dcpbench.show.figures import (
     GREY,
-    LINES,
     apply_style,
     choose_columns,
     draw_legend_below,
@@ -21,7 +20,6 @@ from dcpbench.show.figures import (
     get_marker,
     save_figure,
     set_headline,
-    set_measured_ticks,
     set_value_axis,
 )
 from dcpbench.show.numbers import BYTES, format_with_unit
@@ -37,9 +35,6 @@ if TYPE_CHECKING:
 
     Draw = Callable[[Axes, str, list[Result]], None]
 
-KINDS = {"eager": "eager", "host": "host time inside the call", "graph": "CUDA graph"}
-"""Curves of each variant over tokens, each with its own line style, and their labels."""
-X = "tokens"
 ALONG = {"kv-gather": ("tokens", "buffer", "pool_bytes")}
 """Sizes that vary along a line over bytes or name it, `requests` by default; other sizes make panels."""
 MAX_TICKS = 8
@@ -51,29 +46,18 @@ WHAT = {
     "linear": "bytes of weights and rows",
     "moe": "bytes of experts that have a row, and of rows",
 }
-"""Benches that are drawn over bytes, each with the label of the axis."""
-TOKENS_PANEL, BYTES_PANEL, ROOFLINE = (3.9, 3.1), (7.2, 4.4), (7.2, 4.3)
+"""Label of the axis of each bench that is drawn over bytes."""
+BYTES_PANEL, ROOFLINE = (7.2, 4.4), (7.2, 4.3)
 """Inches of a panel."""
 ASIDE = 0.06
 """Horizontal offset between backends, as a share of their common intensity."""
-WITHOUT = ("padded-slots",)
-"""Benches shown without a picture: two times that should be equal need none."""
 
 
 def write_picture(record: BenchRecord, path: Path) -> None:
-    """Write a PNG: times on a GPU; only synchronisations on the CPU, where times have no meaning for performance.
-
-    On the CPU, benches with variants that never wait get no picture, as they have no times.
-    """
-    draw = (
-        _plot_roofline
-        if record.bench == "attention"
-        else _plot_over_bytes
-        if record.bench in WHAT
-        else _plot_over_tokens
-    )
-    if record.bench in WITHOUT or not (record.performance or draw is _plot_over_tokens):
+    """Write a PNG of the times; nothing on the CPU, where times have no meaning for performance."""
+    if not record.performance:
         return
+    draw = _plot_over_bytes if record.bench in WHAT else _plot_roofline
     with apply_style():
         save_figure(draw(record), path, "png")
 
@@ -88,9 +72,9 @@ def _draw_panels(groups: Groups, size: tuple[float, float], draw: Draw) -> Figur
     return figure
 
 
-def _draw_title(figure: Figure, record: BenchRecord, what: str, width: int = 90) -> None:
+def _draw_title(figure: Figure, record: BenchRecord, what: str) -> None:
     device = record.environment.device if record.environment else ""
-    set_headline(figure, f"bench {record.bench}{what}, {device}", width=width)
+    set_headline(figure, f"bench {record.bench}{what}, {device}")
 
 
 def _draw_line(ax: Axes, points: Sequence[tuple[float, Timing]], **look: Any) -> Line2D:  # noqa: ANN401 - as matplotlib's
@@ -101,78 +85,6 @@ def _draw_line(ax: Axes, points: Sequence[tuple[float, Timing]], **look: Any) ->
         [x for x, _ in points], [t.median_us for t in times], yerr=spread, linewidth=1.5, capsize=2, **look
     )
     return drawn.lines[0]
-
-
-def _plot_over_tokens(record: BenchRecord) -> Figure:
-    """Draw times, or on the CPU the number of waits of each variant."""
-    ok = [r for r in record.results if r.outcome == "ok"]
-    variants, groups, timed = list(group_results(ok)), group_results(ok, _format_other_sizes), record.performance
-
-    def draw_panel(ax: Axes, name: str, results: list[Result]) -> None:
-        syncs = _find_max_syncs(results, variants)
-        if timed:
-            _draw_times(ax, results, variants)
-            name = f"{name}\nsyncs: " + ", ".join(f"{v} {count:g}" for v, count in syncs.items())
-        else:
-            bars = ax.bar(list(syncs), list(syncs.values()), color=[get_colour(variants.index(v)) for v in syncs])
-            ax.bar_label(bars, fmt="%g")
-            set_value_axis(ax, list(syncs.values()), "y")
-        ax.set_title(name, fontsize=9)
-
-    figure = _draw_panels(groups, TOKENS_PANEL, draw_panel)
-    what = "time per call against tokens" if timed else "synchronisations per call (nothing is timed)"
-    _draw_title(figure, record, f": {what}", width=40 if len(groups) == 1 else 90)
-    figure.supylabel("µs per call" if timed else "syncs per call", fontsize=10)
-    if timed:
-        for ax in figure.axes[-choose_columns(len(groups)) :]:
-            ax.set_xlabel(X)
-        draw_legend_below(figure, _make_handles(variants, ok))
-    return figure
-
-
-def _format_other_sizes(r: Result) -> str:
-    """Return the sizes except the tokens, such as `dcp 8, bf16`, with a note for a rank without owned tokens."""
-    sizes = {name: value for name, value in r.case.sizes.items() if name not in (X, "owned")}
-    words = [str(value) if isinstance(value, str) else f"{name} {value}" for name, value in sizes.items()]
-    return ", ".join([*words, *(["no row owned"] if r.case.sizes.get("owned") == 0 else [])])
-
-
-def _draw_times(ax: Axes, results: Sequence[Result], variants: Sequence[str]) -> None:
-    for place, variant in enumerate(variants):
-        mine = sorted((r for r in results if r.case.variant == variant), key=lambda r: float(r.case.sizes[X]))
-        for kind, line in zip(KINDS, LINES, strict=False):
-            points = [(float(r.case.sizes[X]), t) for r in mine if (t := _get_timing(r, kind))]
-            if points:
-                _draw_line(ax, points, markersize=4, color=get_colour(place), linestyle=line, marker=get_marker(place))
-    set_measured_ticks(ax, [float(r.case.sizes[X]) for r in results])
-    set_value_axis(ax, [t.high_us for r in results for kind in KINDS if (t := _get_timing(r, kind))], "y")
-
-
-def _find_max_syncs(results: Sequence[Result], variants: Sequence[str]) -> dict[str, float]:
-    """Return the maximum synchronisations per call of each counted variant over all tokens."""
-    counted = [(r.case.variant, r.syncs.per_call) for r in results if r.syncs]
-    return {v: max(c for name, c in counted if name == v) for v in variants if any(name == v for name, _ in counted)}
-
-
-def _get_timing(r: Result, kind: str) -> Timing | None:
-    if kind == "graph":
-        return r.graph.time if r.graph else None
-    return r.time if kind == "eager" else r.host
-
-
-def _make_handles(variants: Sequence[str], results: Sequence[Result]) -> list[Line2D]:
-    """Return legend entries: colours for variants, line styles for kinds of times."""
-    return [
-        *(
-            Line2D([], [], color=get_colour(i), marker=get_marker(i), markersize=5, label=v)
-            for i, v in enumerate(variants)
-        ),
-        *(
-            Line2D([], [], color=GREY, linestyle=line, label=label)
-            for (kind, label), line in zip(KINDS.items(), LINES, strict=False)
-            if any(_get_timing(r, kind) for r in results)
-        ),
-    ]
 
 
 def _plot_over_bytes(record: BenchRecord) -> Figure:

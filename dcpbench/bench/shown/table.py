@@ -8,13 +8,13 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from dcpbench.bench.shown.findings import compute_share, compute_speed_up, format_limits, has_corruption, list_baselines
+from dcpbench.bench.shown.findings import compute_share, compute_speed_up, format_limits, list_baselines
 from dcpbench.show.numbers import format_short_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Sequence
 
-    from dcpbench.bench.record import BenchRecord, Overwritten, Result, Timing
+    from dcpbench.bench.record import BenchRecord, Result, Timing
 
     Cell = Callable[[Result], str]
 
@@ -26,17 +26,12 @@ DETAILS = ("TB/s", "TFLOP/s", "GB/s", "wire KB", "error")
 MEDIANS = "Per call: medians, 95 % intervals in parentheses."
 LEGEND = {
     "eager µs": "eager: calls back to back, GPU clock, the host's waiting in it.",
-    "host µs": "host: time the host spends inside a call while the GPU is {backlog:g} µs behind.",
     "graph µs": "graph: replayed from a CUDA graph, GPU time only.",
     "TB/s": "TB/s, TFLOP/s: what a call must read, write and compute on paper, over its time.",
     "GB/s": "GB/s: what a rank must receive at the least, over the time; the bus bandwidth of collectives.",
     "wire KB": "wire: what a rank receives by the variant's own formula.",
     "of limit": "of limit: the least time that this machine allows for that (docs/benches.md), over the time taken.",
     "error": "error is ‖x − ref‖ / ‖ref‖ against fp64, of the worst rank.",
-    "KV rows lost": "KV rows, ids lost: stored rows of all layers, and prompt ids, of live requests that padding rows "
-    "overwrote; logit error: ‖x − ref‖ / ‖ref‖ of the request that is off furthest, against no padding.",
-    "slot KB": "slot, page: memory of the request tables' row 0 and of the KV pool's page 0 where they are set aside.",
-    "syncs": "syncs: how often the host waits for the GPU in a call, counted apart from the timing ({detector}).",
 }
 """Explanations of the columns, by the name of a column."""
 FRESH = ("exchange", "collectives")
@@ -74,14 +69,9 @@ def make_table(record: BenchRecord, width: int = WIDE) -> Table:
 
 def format_legend(record: BenchRecord, width: int = WIDE) -> list[str]:
     """Return the explanations of the columns, and the machine's limits."""
-    detector = next((f"detector: {r.syncs.detector}" for r in record.results if r.syncs), "not counted")
     columns = _choose_columns(record, width)
     lines = [MEDIANS, L2[record.bench in FRESH]] if record.performance else []
-    lines += [
-        line.format(backlog=record.settings.backlog_us, detector=detector)
-        for name, line in LEGEND.items()
-        if name in columns
-    ]
+    lines += [line for name, line in LEGEND.items() if name in columns]
     lines += format_limits(record)
     if record.performance and width < WIDE:
         what, least = (
@@ -102,14 +92,10 @@ def _split_sizes(results: Sequence[Result]) -> tuple[list[str], list[str]]:
 def _choose_columns(record: BenchRecord, width: int) -> dict[str, Cell]:
     """Return the columns between sizes and verdict, as far as any result has a value."""
     results = record.results
-    refused = {r.case.variant for r in results if r.graph and not r.graph.captured}
-    host, wide = any(r.host for r in results), width >= WIDE
+    wide = width >= WIDE
     columns: dict[str, Cell] = {
         "eager µs": lambda r: _format_time(r.time, wide=wide),
-        "host µs": lambda r: _format_time(r.host, wide=wide),
-        "graph µs": lambda r: (
-            "refused" if r.case.variant in refused else _format_time(r.graph.time if r.graph else None, wide=wide)
-        ),
+        "graph µs": lambda r: _format_time(r.graph.time if r.graph else None, wide=wide),
         "TB/s": lambda r: _format_rate(r.bytes_s, 1e12),
         "TFLOP/s": lambda r: _format_rate(r.flop_s, 1e12),
         "GB/s": lambda r: _format_rate(r.received_bytes_s, 1e9),
@@ -118,23 +104,13 @@ def _choose_columns(record: BenchRecord, width: int) -> dict[str, Cell]:
     }
     for name in list_baselines(record):
         columns[f"× {name}"] = lambda r, name=name: _format_ratio(compute_speed_up(r, name, results))  # type: ignore[misc]
-    lost: dict[str, Callable[[Overwritten], str]] = {
-        "KV rows lost": lambda o: f"{o.kv_rows:,}",
-        "ids lost": lambda o: f"{o.token_ids:,}",
-        "logit error": lambda o: f"{o.logit_error:.1e}" if o.logit_error else "0",
-        "slot KB": lambda o: format_short_number(o.table_bytes / 1e3),
-        "page KB": lambda o: format_short_number(o.page_bytes / 1e3),
-    }
-    for name, cell in lost.items():
-        columns[name] = lambda r, cell=cell: cell(r.overwritten) if r.overwritten else ""  # type: ignore[misc]
-    columns["syncs"] = lambda r: f"{r.syncs.per_call:g}" if r.syncs else ""
     columns["error"] = lambda r: f"{r.error:.1e}" if r.error is not None else ""
-    always = {"eager µs": host, "graph µs": record.performance, "syncs": host}
+    always = ("graph µs",) if record.performance else ()
     left_out = () if width >= MEDIUM else DETAILS
     return {
         name: cell
         for name, cell in columns.items()
-        if name not in left_out and (always.get(name) or any(map(cell, results)))
+        if name not in left_out and (name in always or any(map(cell, results)))
     }
 
 
@@ -142,8 +118,6 @@ def _format_verdict(r: Result, shown_reasons: Container[str]) -> Text:
     """Return the verdict as text; a reason already shown for an earlier case is not repeated."""
     if r.outcome != "ok":
         return Text.assemble(("failed", "red"), ", as above" if r.reason in shown_reasons else f": {r.reason}")
-    if r.correct and has_corruption(r):
-        return Text("corrupts, as expected", "yellow")
     return Text("yes", "green") if r.correct else Text("WRONG", "red bold")
 
 

@@ -56,12 +56,6 @@ def make_table(found: Iterable[Quality]) -> Table:
     return shown
 
 
-def format_markdown(found: Iterable[Quality]) -> str:
-    """Return the table in Markdown."""
-    rows = [COLUMNS, tuple("---" for _ in COLUMNS), *map(format_row, found)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows) + "\n"
-
-
 def write_picture(calls: Sequence[Call], path: Path, title: str) -> None:
     """Write a PNG: a panel for each call, measured times as marks and the model as a line, a colour for each number of
     ranks.

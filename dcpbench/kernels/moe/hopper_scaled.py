@@ -19,9 +19,6 @@ from dcpbench.kernels.hopper_linear import GROUP, MMA, SLICE, place
 if TYPE_CHECKING:
     from dcpbench.kernels.block_scaled import Scaled
 
-ROWS = 128
-"""Rows of a tile."""
-
 
 @gluon.jit
 def _load(

@@ -54,8 +54,8 @@ class Baseline(msgspec.Struct, kw_only=True):
 
     baseline_version: int
     """Has no default: a report also holds `sites`, and would let all of them pass."""
-    detector: Detector = "scan"
-    """Detector that made it; baselines without this field are of traces."""
+    detector: Detector
+    """Detector that made it."""
     sites: list[Entry] = []
     unmeasured: list[str] = []
     """Operators that a dry run accepts although it was never measured whether they wait."""
