@@ -28,13 +28,13 @@ from dcpbench.errors import UsageError
 from dcpbench.servers.answer_noise import (
     MAX_CHANCE_SHARE,
     REAL,
-    SHARE_TESTS,
     Limits,
     ShareTest,
+    choose_test,
     compute_limits,
     compute_share_tests,
-    find_strictest,
     measure_sizes,
+    reject_tests,
 )
 from dcpbench.servers.answer_pairs import (
     BATCH,
@@ -59,7 +59,7 @@ from dcpbench.servers.answer_verdict import (
     compute_mean_compared,
     find_doubts,
 )
-from dcpbench.servers.exact_tests import LEVEL, compute_fisher, compute_tail, compute_upper_bound, reject_by_holm
+from dcpbench.servers.exact_tests import LEVEL, compute_fisher, compute_tail, compute_upper_bound
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -119,7 +119,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     prompts: int
     first: int | None  # earliest token, from 1, at the first of these lengths
     p: float
-    test: ShareTest = REAL  # the strictest test that shows it
+    test: ShareTest = REAL  # that shows it
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -178,7 +178,7 @@ def make_report(comparisons: Sequence[Comparison], limits: Limits | None = None)
     limits = limits or Limits()
     groups = _group_comparisons(comparisons)
     tests = _compute_p_values(groups, compute_chance(comparisons), limits)
-    rejected = reject_by_holm(tests)
+    rejected = reject_tests(tests, LEVEL, lambda test: test[-1])
     findings = [
         _make_finding(groups[key], rejected, key, tests, limits) for key in groups if any(t[0] == key for t in rejected)
     ]
@@ -348,13 +348,13 @@ def _count_differing(of: Iterable[Comparison]) -> tuple[int, int]:
 def _make_finding(
     of: Sequence[Comparison], rejected: set[Test], key: Key, tests: dict[Test, float], limits: Limits
 ) -> Finding:
-    strictest = find_strictest(test for k, _, test in rejected if k == key)
-    places = {place for k, place, test in rejected if k == key and test == strictest}
+    stated = choose_test({test: tests[test] for test in rejected if test[0] == key}, lambda test: test[-1])
+    places = {place for k, place, test in rejected if k == key and test == stated}
     alone = [c for i, c in enumerate(of) if i in places]
     differing, prompts = _count_differing(alone or of)
-    if strictest != REAL:
+    if stated != REAL:
         gaps, drifts = ([x for c in alone or of for x in getattr(c, name)] for name in ("gaps", "drifts"))
-        differing = strictest.count_prompts(gaps, drifts, limits)
+        differing = stated.count_prompts(gaps, drifts, limits)
     return Finding(
         effect=key[0],
         server=key[1],
@@ -363,7 +363,7 @@ def _make_finding(
         prompts=prompts,
         first=min((c.first for c in alone[:1] or of if c.first is not None), default=None),
         p=min(p for test, p in tests.items() if test[0] == key),
-        test=strictest,
+        test=stated,
     )
 
 
@@ -385,5 +385,5 @@ def _list_doubts(
 
 def _can_decide(prompts: int, lengths: int, servers: int) -> bool:
     chance = max(compute_upper_bound(0, prompts * lengths * servers), MAX_CHANCE_SHARE)
-    tests = (2 * servers + (servers > 1)) * (lengths + 1) * (1 + len(SHARE_TESTS)) + 1
-    return compute_tail(prompts, prompts, min(2 * chance, 1.0)) <= LEVEL / tests
+    tests = (2 * servers + (servers > 1)) * (lengths + 1) + 1
+    return compute_tail(prompts, prompts, min(2 * chance, 1.0)) <= LEVEL / 2 / tests

@@ -56,9 +56,9 @@ def format_rounding(limits: Limits) -> str:
 def format_detectable(found: Detectable, mean_compared: float) -> str:
     """Return the smallest fault that would have been seen, and how much of the answers was compared."""
     shares = f"{found.prompts:.2%} of prompts ({found.prompts_of_a_length:.0%} of those of one length), or in {found.tokens:.3%} of tokens"
+    gap = f"more than {format_short_number(found.gap)} apart in log-probability"
     text = [
-        f"A fault in {shares}, would have been seen with {CONFIDENCE:.0%} confidence, if it changes tokens that are more than "
-        f"{format_short_number(found.gap)} apart in log-probability, or all likely tokens."
+        f"A fault in {shares}, would have been seen with {CONFIDENCE:.0%} confidence, if it chooses tokens {gap}, or replaces all likely tokens."
     ]
     if found.typical_prompts < 1 and found.typical_gap < found.gap:
         smaller = format_short_number(found.typical_gap)

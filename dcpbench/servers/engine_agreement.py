@@ -28,9 +28,10 @@ from dcpbench.servers.answer_noise import (
     REAL,
     Limits,
     ShareTest,
+    choose_test,
     compute_share_tests,
-    find_strictest,
     measure_sizes,
+    reject_tests,
 )
 from dcpbench.servers.answer_pairs import (
     BATCH,
@@ -54,7 +55,7 @@ from dcpbench.servers.answer_verdict import (
     find_doubts,
 )
 from dcpbench.servers.edge_answers import AGAIN, CACHES, NEW, SHARED, Cell
-from dcpbench.servers.exact_tests import LEVEL, compute_tail, compute_upper_bound, reject_by_holm
+from dcpbench.servers.exact_tests import LEVEL, compute_tail, compute_upper_bound
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -111,7 +112,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     drift: float | None  # mean |difference of log-probabilities| of equal tokens
     period: int | None  # distance in requests between wrong ones; None if it is not constant
     p: float
-    test: ShareTest = REAL  # the strictest test that shows it
+    test: ShareTest = REAL  # that shows it
 
 
 class Judgement(msgspec.Struct, frozen=True, kw_only=True):
@@ -189,7 +190,7 @@ def judge_setting(
     if (period := find_period(wrong)) is not None:
         periodic = (SERVERS, "period", period, REAL)
         tests[periodic] = float(period) ** (2 - len(wrong))
-    rejected = reject_by_holm(tests, level)
+    rejected = reject_tests(tests, level, lambda test: test[-1])
     found = period if periodic in rejected else None
     effects = dict.fromkeys(test[0] for test in rejected)
     findings = [_make_finding(effect, judged, tests, rejected, found, limits) for effect in effects]
@@ -357,7 +358,8 @@ def _count_differing(c: Count, test: ShareTest, limits: Limits) -> int:
 def _is_shown(c: Count, test: ShareTest, limits: Limits) -> bool:
     """Return whether at least half of the prompts differ, or some where answers often part before the fault."""
     differing = _count_differing(c, test, limits)
-    return 2 * differing >= c.prompts > 0 or (differing >= MIN_SHOWN and differing >= MIN_SHOWN_SHARE * c.prompts)
+    several = test == REAL and differing >= max(MIN_SHOWN, MIN_SHOWN_SHARE * c.prompts)
+    return 2 * differing >= c.prompts > 0 or several
 
 
 def _make_finding(
@@ -368,21 +370,23 @@ def _make_finding(
     period: int | None,
     limits: Limits,
 ) -> Finding:
-    strictest = find_strictest(test[-1] for test in rejected if test[0] == effect)
+    mine = {test: tests[test] for test in rejected if test[0] == effect}
+    stated = choose_test(mine, lambda test: test[-1])
     of = [c for c in counts if c.effect == effect]
-    smallest = find_smallest(of, strictest, limits)
+    showing = of if stated == REAL else _select_conditions(of, mine)
+    smallest = find_smallest(showing, stated, limits)
     assert smallest is not None
     assert smallest.example is not None
-    shown = [] if period else [c.cell for c in of if _is_shown(c, strictest, limits)]
+    shown = [] if period else [c.cell for c in showing if _is_shown(c, stated, limits)]
     cells = [c.cell for c in of]
     lengths, batches = {c.length for c in shown}, {c.batch for c in shown}
     caches = [name for name in CACHES if any(c.cache == name for c in shown)]
     example = smallest.example
-    drifts = example.kind == DRIFT or strictest.size == DRIFT_SIZE
+    drifts = example.kind == DRIFT or stated.size == DRIFT_SIZE
     return Finding(
         effect=effect,
         smallest=smallest.cell,
-        differing=sum(_count_differing(c, strictest, limits) for c in of),
+        differing=sum(_count_differing(c, stated, limits) for c in of),
         prompts=sum(c.prompts for c in of),
         lengths=sorted(lengths),
         batches=sorted(batches),
@@ -395,8 +399,20 @@ def _make_finding(
         drift=example.drift,
         period=period,
         p=min(p for test, p in tests.items() if test[0] == effect),
-        test=strictest,
+        test=stated,
     )
+
+
+def _select_conditions(counts: Sequence[Count], rejected: Iterable[Test]) -> list[Count]:
+    """Return the counts whose length, batch and cache state are significant by themselves, as far as any value is."""
+    values: dict[str, set[object]] = {}
+    for _, name, value, _ in rejected:
+        values.setdefault(name, set()).add(value)
+    found = list(counts)
+    for name in ("length", "batch", "cache"):
+        if name in values:
+            found = [c for c in found if getattr(c.cell, name) in values[name]]
+    return found or list(counts)
 
 
 def _list_doubts(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING, TypeVar
 
@@ -15,6 +16,7 @@ LEVEL = 0.001  # probability of a false alarm in a whole comparison
 CONFIDENCE = 0.95
 
 
+@functools.cache
 def compute_upper_bound(count: int, total: int, confidence: float = CONFIDENCE) -> float:
     """Return the upper one-sided Clopper-Pearson bound of a share; 1 without any observation."""
     if count >= total:
