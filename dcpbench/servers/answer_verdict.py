@@ -94,6 +94,7 @@ def compute_detectable(
     `prompts` and `tokens` are the numbers of each effect, `by_length` those of the prompts of each length; `tests` is the number of tests.
     """
     fewest = min(prompts, default=0)
+    seen = limits.get_limit if limits.is_measured else limits.get_explained  # unknown rounding lets nothing else agree
     shares = [
         compute_smallest_found_share(fewest, limits.get_typical_share(size, 0), LEVEL / max(tests, 1))
         for size in (GAP, DRIFT_SIZE)
@@ -102,8 +103,8 @@ def compute_detectable(
         prompts=compute_smallest_share(prompts),
         prompts_of_a_length=compute_smallest_share(by_length),
         tokens=compute_smallest_share(tokens),
-        gap=limits.get_limit(GAP),
-        drift=limits.get_limit(DRIFT_SIZE),
+        gap=seen(GAP),
+        drift=seen(DRIFT_SIZE),
         typical_prompts=max(shares),
         typical_gap=limits.list_limits(GAP)[0],
         typical_drift=limits.list_limits(DRIFT_SIZE)[0],

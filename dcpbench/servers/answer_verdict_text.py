@@ -62,7 +62,9 @@ def format_detectable(found: Detectable, mean_compared: float) -> str:
     ]
     if found.typical_prompts < 1 and found.typical_gap < found.gap:
         smaller = format_short_number(found.typical_gap)
-        text.append(f"A fault in {found.typical_prompts:.0%} of prompts would have been seen from {smaller} apart on.")
+        text.append(
+            f"A fault in {found.typical_prompts:.0%} of prompts would have been seen if they are more than {smaller} apart."
+        )
     text.append(f"On average {mean_compared:.1f} tokens of an answer were compared.")
     return " ".join(text)
 

@@ -58,7 +58,7 @@ from dcpbench.servers.edge_answers import AGAIN, CACHES, NEW, SHARED, Cell
 from dcpbench.servers.exact_tests import LEVEL, compute_tail, compute_upper_bound
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from dcpbench.servers.answer_noise import Sizes
     from dcpbench.servers.answer_pairs import Answer, ScoredPrompt
@@ -403,16 +403,14 @@ def _make_finding(
     )
 
 
-def _select_conditions(counts: Sequence[Count], rejected: Iterable[Test]) -> list[Count]:
-    """Return the counts whose length, batch and cache state are significant by themselves, as far as any value is."""
-    values: dict[str, set[object]] = {}
-    for _, name, value, _ in rejected:
-        values.setdefault(name, set()).add(value)
-    found = list(counts)
-    for name in ("length", "batch", "cache"):
-        if name in values:
-            found = [c for c in found if getattr(c.cell, name) in values[name]]
-    return found or list(counts)
+def _select_conditions(counts: Sequence[Count], rejected: Mapping[Test, float]) -> Sequence[Count]:
+    """Return the counts with the lengths, the batch sizes or the cache states that differ: whichever of these is most significant."""
+    found = {test: p for test, p in rejected.items() if test[1] in ("length", "batch", "cache")}
+    if not found:
+        return counts
+    name = min(found, key=lambda test: found[test])[1]
+    values = {test[2] for test in found if test[1] == name}
+    return [c for c in counts if getattr(c.cell, name) in values]
 
 
 def _list_doubts(

@@ -207,7 +207,7 @@ class TestVerdicts:
         )
         assert seen.startswith(
             "A fault in 11.73% of prompts (22% of those of one length), or in 0.389% of tokens, would have been seen with 95% confidence, if "
-            "it chooses tokens more than 1.2 apart in log-probability, or replaces all likely tokens."
+            "it chooses tokens more than 0.2 apart in log-probability, or replaces all likely tokens."
         )
 
     def test_one_server_is_never_said_to_agree(self) -> None:
