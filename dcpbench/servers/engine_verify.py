@@ -28,6 +28,7 @@ from dcpbench.servers.engine_agreement import (
 from dcpbench.servers.engine_flags import TOKEN_BUDGET_FLAGS, find_count
 from dcpbench.servers.engine_log import read_started_settings
 from dcpbench.servers.exact_tests import LEVEL
+from dcpbench.servers.exit_reason import Cause
 from dcpbench.servers.launch import Server, choose_log_path, find_free_port
 from dcpbench.show.text import make_printable
 
@@ -57,6 +58,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     cell: Cell | None  # conditions of the request; None before the first
     lines: list[str]  # the last lines of its log
+    cause: Cause = Cause.UNKNOWN  # of its end
 
 
 class SettingResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -257,4 +259,6 @@ def _make_failure(server: Server, stage: str, message: str, cell: Cell | None) -
         time.sleep(0.1)
     lines = [make_printable(redact(line))[:MAX_LINE] for line in server.read_log().splitlines() if line.strip()]
     reason = f"the server died: {ended}" if ended and stage == ANSWER else message
-    return Failure(stage=stage, ended=bool(ended), reason=reason, cell=cell, lines=lines[-LAST_LINES:])
+    return Failure(
+        stage=stage, ended=bool(ended), reason=reason, cell=cell, lines=lines[-LAST_LINES:], cause=server.exit_cause
+    )

@@ -14,6 +14,7 @@ from dcpbench.servers.answer_verdict_text import DOUBT_TEXTS, format_detectable,
 from dcpbench.servers.edge_answers import AGAIN, NEW, SHARED
 from dcpbench.servers.engine_agreement import BASE_DIFFERS, SCORES, find_smallest
 from dcpbench.servers.engine_verify import PROMPTS, START
+from dcpbench.servers.exit_reason import ADVICE
 from dcpbench.show.numbers import format_short_number
 from dcpbench.show.text import format_count, format_list
 
@@ -266,6 +267,8 @@ def _format_failure(result: SettingResult, failure: Failure) -> list[str]:
             where = f"at request {result.requests:,} with {_format_cell(failure.cell)}"
         head = f"{result.name}: {result.verdict}. It fails {where}: {reason}."
     log = [f"    {line}" for line in failure.lines]
+    if failure.cause in ADVICE:  # the reason ends with it
+        return [head, "The last lines of its log:", *log, f"Its log: {result.log}."]
     advice = (
         f"Read {result.log}; then try flags that avoid it in an engine's file or as a variant, for example --variant "
         "'other=--attention-backend triton', or leave this setting out."
