@@ -2,9 +2,10 @@
 
     python -m tools.engine_faults --runs 10 [--cases right,cache] [--results FILE.jsonl]
 
-Each run starts two or three servers (tests/servers/dcp_engine.py), with another seed. A fault is found if the verdict is DIFFER and the smallest setting
-that shows it is the one at which it begins. It ends with 1 if a fault was missed, if a right engine was called DIFFER, or if one with noise as
-of bf16 was not called AGREE; with noise as of fp8 it may also be UNDECIDED. FILE gets a line for each run, and its earlier lines are counted.
+Each run starts two or three servers (tests/servers/dcp_engine.py), with another seed. A fault is found if the verdict is DIFFER and the
+smallest setting that shows it is the one at which it begins. It ends with 1 if a fault was missed, if a right engine was called DIFFER, or if
+one with noise as of bf16 was not called AGREE; with noise as of fp8, or as of vLLM with fp8 and experts (flips), it may also be UNDECIDED.
+FILE gets a line for each run, and its earlier lines are counted.
 """
 
 from __future__ import annotations

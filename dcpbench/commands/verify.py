@@ -123,8 +123,8 @@ class Remote(Group):
         "Rounds in which each prompt is asked again, alone and then in a batch.", default=2, metavar="N", min=1
     )
     tolerance: float = SERVERS(
-        "Natural logarithms by which rounding may move a log-probability. Two tokens within twice as much are a near-tie. More is "
-        "allowed where a server's own log-probabilities move more between batches and between prefix-cache hits and misses.",
+        "Natural logarithms by which rounding may always move a log-probability. Two tokens within twice as much are a near-tie. More is "
+        "allowed where the log-probabilities of one server move more between batches and between prefix-cache hits and misses.",
         default=0.1,
         metavar="X",
         min=0.0,

@@ -7,7 +7,7 @@ distribution: bf16 sums move log-probabilities by hundredths, fp8 activations by
 Two layouts change the order of sums, too. Their differences count as real if they are LAYOUT_FACTOR times as large as the
 server's own at the same quantile of the distribution: the typical difference is compared with the typical rounding, and the largest
 with the largest. Only answers that are not identical enter the distribution, as some conditions change no sum at all: short prompts
-are computed alike in each batch, but not in each layout.
+are computed in the same way in each batch, but not in each layout.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ def measure_noise(effects: Mapping[str, Sequence[float]]) -> Noise:
 def compute_limits(
     tolerance: float, sizes: Sequence[Sizes], base: Sequence[ScoredPrompt], other: Sequence[ScoredPrompt]
 ) -> Limits:
-    """Return the limits for the answers of servers, from the rounding of the first one whose answers show it.
+    """Return the limits for the answers of servers, from the rounding of the first one that shows it.
 
     Weights that are not trained can give every token nearly the same log-probability, so that a difference of 0.1 is large. All bounds
     are then the same share of the standard deviation of the log-probabilities, but the tolerance is at least NOISE_FACTOR times the

@@ -28,7 +28,7 @@ SAME, NEAR_TIE, OUTLIER, TOKEN, DRIFT, UNKNOWN = "same", "near-tie", "outlier", 
 REPEAT, CACHE, BATCH, SERVERS = EFFECTS = ("repeat", "cache", "batch", "servers")
 TOLERANCE = 0.1  # natural logarithms: bf16 sums in another order move a log-probability by some hundredths
 MIN_DRIFT_TOKENS = 4  # equal tokens over which a mean difference of log-probabilities is judged
-MIN_LISTED = 5  # likeliest tokens of each answer whose lists must have one in common
+MIN_LISTED = 5  # tokens from which a list of likeliest tokens must have one in common with another
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):

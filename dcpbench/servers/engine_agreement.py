@@ -88,7 +88,7 @@ class Count(msgspec.Struct, frozen=True, kw_only=True):
     compared: int = 0  # tokens
     tokens: int = 0
     with_logprobs: int = 0  # pairs of which log-probabilities were compared
-    example: Pair | None = None  # the first real pair; without any, the one whose tokens or drift are furthest apart
+    example: Pair | None = None  # the first real pair; without any, the one with the largest gap or drift
     wrong: list[int] = []  # places of the requests of real pairs that were sent alone, among those of the server
     gaps: list[float] = []  # of each prompt: at least half of its pairs are so far apart where they part; 0: none parts
     drifts: list[float] = []  # of each prompt: at least half of its pairs drift so much

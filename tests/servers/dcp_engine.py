@@ -7,7 +7,7 @@ Tokens follow from a hash of the prompt. A fault of FAULTS is present if --dcp i
 experts, where log-probabilities of vLLM 0.26 on an H200 (DeepSeek-V3, 4 layers) differ by 0.06 to 0.16 on average between
 prefix-cache hits and misses, and single ones by several times as much. With `--noise flips` the differences have the distribution of
 vLLM 0.26 on two H200 (tests/data/verify/vllm_2xH200.json): some tokens get another expert, which moves all log-probabilities more, and
-short prompts are computed alike in each batch, but not in each layout.
+short prompts are computed in the same way in each batch, but not in each layout.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class DcpEngine:
         return tokens
 
     def _answer_with_flips(self, name: str, count: int, state: str) -> list[Token]:
-        """Return the tokens whose log-probabilities are moved as in vLLM. Equal states move them alike."""
+        """Return the tokens, with log-probabilities that are moved as in vLLM: in the same way in equal states."""
         rounding = random.Random(f"{self.given.dcp} {self.given.exchange} {name} {state}")
         tokens: list[Token] = []
         for _ in range(count):

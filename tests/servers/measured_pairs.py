@@ -10,8 +10,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from dcpbench.servers.answer_noise import DRIFT_SIZE, GAP, Limits, Sizes, compute_limits
 from dcpbench.servers.answer_pairs import DRIFT, SAME, TOKEN, Pair, ScoredPrompt
 from dcpbench.servers.edge_answers import Cell
@@ -88,11 +86,6 @@ def scale_sizes(rows: list[dict[str, Any]], factor: float) -> list[dict[str, Any
         else row
         for row in rows
     ]
-
-
-def format_limits(limits: Limits) -> dict[str, object]:
-    """Return the limits for display."""
-    return msgspec.to_builtins(limits) | {size: limits.list_limits(size) for size in (GAP, DRIFT_SIZE)}
 
 
 def _pad_values(row: dict[str, Any], name: str) -> list[float]:
