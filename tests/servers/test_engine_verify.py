@@ -816,20 +816,23 @@ def test_chance_of_a_period_is_small() -> None:
     assert math.isclose(33.0 ** (2 - 6), 8.4e-7, rel_tol=0.01)
 
 
+@pytest.mark.parametrize("noise", ["fp8", "flips"])
 @pytest.mark.parametrize(("fault", "code"), [("none", (0, 3)), ("cache", (1,))])
-def test_running_servers_with_the_noise_of_fp8_are_compared_by_their_own_rounding(
-    fault: str, code: tuple[int, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_running_servers_with_noise_are_compared_by_their_own_rounding(
+    fault: str, code: tuple[int, ...], noise: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A fixed tolerance of 0.1 calls the right ones DIFFER."""
+    """A fixed tolerance of 0.1 calls the right ones DIFFER. The verdict states the rounding, as that of --engine does."""
     with contextlib.ExitStack() as stack:
         urls = []
         for dcp in (1, 2):
             port = find_free_port()
-            words = ["-m", "tests.servers.dcp_engine", "--port", str(port), "--dcp", str(dcp), "--noise", "fp8"]
+            words = ["-m", "tests.servers.dcp_engine", "--port", str(port), "--dcp", str(dcp), "--noise", noise]
             command = [sys.executable, *words, "--fault", fault]
             server = stack.enter_context(Server(command, tmp_path / f"{dcp}.log", {"PYTHONPATH": "."}, port, "/health"))
             server.wait_until_ready(30)
             urls += ["--url", f"http://127.0.0.1:{port}"]
         with pytest.raises(SystemExit) as ended:
             cli.main(["verify", *urls, "--context", "64,300", "--new-tokens", "8", "--seed", "1", "--json"])
-    assert ended.value.code in code, capsys.readouterr().out
+    found = json.loads(capsys.readouterr().out)
+    assert ended.value.code in code, found["text"]
+    assert any("Rounding moves log-probabilities by 0.0" in line for line in found["text"])
