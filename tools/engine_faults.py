@@ -181,11 +181,12 @@ def run_case(name: str, folder: Path, *words: str, options: str = "") -> dict[st
 
 
 def is_named(case: Case, found: dict[str, Any]) -> bool:
-    """Return whether the wrong setting differs by its planted fault, and all others agree."""
+    """Return whether the wrong setting differs by its planted fault, and all others agree (with much noise: do not differ)."""
     verdicts = {one["name"]: one["verdict"] for one in found["results"]}
     if case.smallest is None and case.period is None:
         return set(verdicts.values()) <= {"CONSISTENT", "AGREE", *(["UNDECIDED"] if case.noise != "bf16" else [])}
-    if [name for name, verdict in verdicts.items() if verdict not in ("CONSISTENT", "AGREE")] != [case.wrong]:
+    others = ("CONSISTENT", "AGREE", *(["UNDECIDED"] if case.noise != "bf16" else []))
+    if [name for name, verdict in verdicts.items() if verdict not in others] != [case.wrong]:
         return False
     (judgement,) = [one["judgement"] for one in found["results"] if one["name"] == case.wrong]
     finding = judgement["findings"][0]
