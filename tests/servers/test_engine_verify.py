@@ -91,7 +91,12 @@ if TYPE_CHECKING:
 
     from dcpbench.servers.engine_settings import Setting
 
-FAULTS = [name for name in CASES if name not in (RIGHT, RIGHT_FP8, RIGHT_FLIPS)]
+QUICK_FLIPS = ("cache flips", "long flips")  # of the cases with the noise of vLLM, which take longer
+FAULTS = [
+    pytest.param(name, marks=[pytest.mark.long] if name.endswith("flips") and name not in QUICK_FLIPS else [])
+    for name in CASES
+    if name not in (RIGHT, RIGHT_FP8, RIGHT_FLIPS)
+]
 TENTH = Limits()
 
 
