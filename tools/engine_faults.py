@@ -2,9 +2,10 @@
 
     python -m tools.engine_faults --runs 10 [--cases right,cache] [--results FILE.jsonl]
 
-Each run starts two or three servers (tests/servers/dcp_engine.py), with another seed. A fault is found if the verdict is DIFFER and the smallest setting
-that shows it is the one at which it begins. It ends with 1 if a fault was missed, if a right engine was called DIFFER, or if one with noise as
-of bf16 was not called AGREE; with noise as of fp8 it may also be UNDECIDED. FILE gets a line for each run, and its earlier lines are counted.
+Each run starts two or three servers (tests/servers/dcp_engine.py), with another seed. A fault is found if the verdict is DIFFER and the
+smallest setting that shows it is the one at which it begins. It ends with 1 if a fault was missed, if a right engine was called DIFFER, or if
+one with noise as of bf16 was not called AGREE; with noise as of fp8, or as of vLLM with fp8 and experts (flips), it may also be UNDECIDED.
+FILE gets a line for each run, and its earlier lines are counted.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 from dcpbench import cli
 
 ROOT = Path(__file__).parents[1]
-RIGHT, RIGHT_FP8 = "right", "right fp8"
+RIGHT, RIGHT_FP8, RIGHT_FLIPS = "right", "right fp8", "right flips"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,7 +34,7 @@ class Case:
     """A stand-in engine, and the smallest setting that shows its fault."""
 
     flags: str = ""  # of the stand-in engine
-    noise: str = "bf16"  # or fp8
+    noise: str = "bf16"  # fp8, or flips
     options: str  # of verify
     smallest: tuple[int, int, str] | None = (
         None  # length, batch and cache; None for a right engine, and for a sporadic fault
@@ -46,6 +47,48 @@ class Case:
 CASES = {
     RIGHT: Case(options="--context 1,17,300,4096 --concurrency 1,2,8"),
     RIGHT_FP8: Case(noise="fp8", options="--context 1,17,300,4096 --concurrency 1,2,8"),
+    RIGHT_FLIPS: Case(noise="flips", options="--context 1,17,300,4096 --concurrency 1,2,8"),
+    "cache flips": Case(
+        flags="--fault cache",
+        noise="flips",
+        options="--context 1,16,17,300 --concurrency 1,2,8 --num-prompts 8",
+        smallest=(17, 1, "again"),
+    ),
+    "batch flips": Case(
+        flags="--fault batch",
+        noise="flips",
+        options="--context 1,17,300 --concurrency 1,2,8 --num-prompts 8",
+        smallest=(1, 8, "new"),
+    ),
+    "long flips": Case(
+        flags="--fault long",
+        noise="flips",
+        options="--context 17,2048,4095,4096,4097 --concurrency 1,2,8 --num-prompts 8",
+        smallest=(4096, 1, "new"),
+    ),
+    "every33 flips": Case(
+        flags="--fault every33", noise="flips", options="--context 40,300 --concurrency 1 --num-prompts 48", period=33
+    ),
+    "page flips": Case(
+        flags="--fault page",
+        noise="flips",
+        options="--context 15,16,17,64,300 --concurrency 1,2,8 --num-prompts 8",
+        smallest=(16, 1, "new"),
+    ),
+    "exchange flips": Case(
+        flags="--fault exchange",
+        noise="flips",
+        options="--context 1,64,300 --concurrency 1,2,8 --exchange ag_rs,a2a --num-prompts 8",
+        smallest=(1, 1, "new"),
+        wrong="engine tp2·dcp2 a2a",
+    ),
+    "scores flips": Case(
+        flags="--fault scores",
+        noise="flips",
+        options="--context 15,16,17,64,300 --concurrency 1,8",
+        smallest=(15, 1, "new"),
+        effect="scores",
+    ),
     "cache fp8": Case(
         flags="--fault cache",
         noise="fp8",
@@ -84,7 +127,7 @@ CASES = {
 }
 
 
-EXPECTED = {RIGHT: (0,), RIGHT_FP8: (0, 3)}
+EXPECTED = {RIGHT: (0,), RIGHT_FP8: (0, 3), RIGHT_FLIPS: (0, 3)}
 """Exit codes of right engines; 1 for all others."""
 
 
@@ -138,11 +181,12 @@ def run_case(name: str, folder: Path, *words: str, options: str = "") -> dict[st
 
 
 def is_named(case: Case, found: dict[str, Any]) -> bool:
-    """Return whether the wrong setting differs by its planted fault, and all others agree."""
+    """Return whether the wrong setting differs by its planted fault, and all others agree (with much noise: do not differ)."""
     verdicts = {one["name"]: one["verdict"] for one in found["results"]}
     if case.smallest is None and case.period is None:
-        return set(verdicts.values()) <= {"CONSISTENT", "AGREE", *(["UNDECIDED"] if case.noise == "fp8" else [])}
-    if [name for name, verdict in verdicts.items() if verdict not in ("CONSISTENT", "AGREE")] != [case.wrong]:
+        return set(verdicts.values()) <= {"CONSISTENT", "AGREE", *(["UNDECIDED"] if case.noise != "bf16" else [])}
+    others = ("CONSISTENT", "AGREE", *(["UNDECIDED"] if case.noise != "bf16" else []))
+    if [name for name, verdict in verdicts.items() if verdict not in others] != [case.wrong]:
         return False
     (judgement,) = [one["judgement"] for one in found["results"] if one["name"] == case.wrong]
     finding = judgement["findings"][0]

@@ -123,8 +123,8 @@ class Remote(Group):
         "Rounds in which each prompt is asked again, alone and then in a batch.", default=2, metavar="N", min=1
     )
     tolerance: float = SERVERS(
-        "Natural logarithms by which rounding may move a log-probability. Two tokens within twice as much are a near-tie. More is "
-        "allowed where a server's own log-probabilities move more between batches and between prefix-cache hits and misses.",
+        "Natural logarithms by which rounding may always move a log-probability. Two tokens within twice as much are a near-tie. More is "
+        "allowed where the log-probabilities of one server move more between batches and between prefix-cache hits and misses.",
         default=0.1,
         metavar="X",
         min=0.0,
@@ -229,8 +229,9 @@ def _compare_servers(remote: Remote, own: dict[str, object], load: Load, run: Ru
 
     import msgspec
 
-    from dcpbench.servers.agreement import DIFFER, UNDECIDED, find_next_length, make_report
-    from dcpbench.servers.conditions import Questions, compare_servers
+    from dcpbench.servers.agreement import find_next_length, judge_answers
+    from dcpbench.servers.answer_verdict import DIFFER, UNDECIDED
+    from dcpbench.servers.conditions import Questions, question_servers
     from dcpbench.show.terminal import ProgressLine
 
     targets, contexts, extra_body = _read_servers(remote, own, load, run)
@@ -242,17 +243,15 @@ def _compare_servers(remote: Remote, own: dict[str, object], load: Load, run: Ru
         rounds=remote.repeats,
         seed=secrets.randbits(32) if remote.seed is None else remote.seed,
         endpoint=remote.endpoint,
-        tolerance=remote.tolerance,
         extra_body=extra_body,
     )
     with ProgressLine() as line:
-        compared, caches = asyncio.run(compare_servers(targets, questions, contexts=contexts, tell=line))
-        report = make_report(compared)
+        answers = asyncio.run(question_servers(targets, questions, contexts=contexts, tell=line))
+        report = judge_answers(answers.lengths, answers.scored, remote.tolerance)
         while (length := find_next_length(report, questions.tokens)) is not None:
-            more, used = asyncio.run(compare_servers(targets, questions, contexts=[length], tell=line))
-            compared += more
-            caches = [mine + theirs for mine, theirs in zip(caches, used, strict=True)]
-            report = make_report(compared)
+            answers += asyncio.run(question_servers(targets, questions, contexts=[length], tell=line))
+            report = judge_answers(answers.lengths, answers.scored, remote.tolerance)
+    caches = answers.caches
     urls = [target.url for target in targets]
     facts = msgspec.to_builtins(report) | {"urls": urls, "seed": questions.seed, "caches": msgspec.to_builtins(caches)}
     _show_servers(report, caches, facts, run)

@@ -15,7 +15,8 @@ from dcpbench.launch import folders
 from dcpbench.plan import options as read
 from dcpbench.points.names import EXCHANGES, FP8, UNKNOWN, format_flag
 from dcpbench.points.redaction import format_command_line
-from dcpbench.servers.agreement import DIFFER, UNDECIDED, check_rounds
+from dcpbench.servers.agreement import check_rounds
+from dcpbench.servers.answer_verdict import DIFFER, UNDECIDED
 from dcpbench.servers.client import Target, load_api_key
 from dcpbench.servers.edge_answers import EdgeQuestions
 from dcpbench.servers.edge_lengths import BATCHES

@@ -7,24 +7,11 @@ from typing import TYPE_CHECKING
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from dcpbench.servers.agreement import (
-    AGREE,
-    BATCH,
-    CACHE,
-    CONFIDENCE,
-    CONSISTENT,
-    DIFFER,
-    EFFECTS,
-    FEW_TOKENS,
-    MANY_OUTLIERS,
-    MAX_OUTLIER_SHARE,
-    MIN_COVERAGE,
-    NOISY,
-    RARE,
-    REPEAT,
-    SERVERS,
-    UNATTRIBUTED,
-)
+from dcpbench.servers.agreement import NOISY
+from dcpbench.servers.answer_noise import REAL
+from dcpbench.servers.answer_pairs import BATCH, CACHE, EFFECTS, REPEAT, SERVERS
+from dcpbench.servers.answer_verdict import AGREE, CONSISTENT, DIFFER
+from dcpbench.servers.answer_verdict_text import DOUBT_TEXTS, format_detectable, format_limit, format_rounding
 from dcpbench.show.numbers import format_short_number
 from dcpbench.show.text import format_count, format_list
 
@@ -40,16 +27,8 @@ WHEN = {
     BATCH: "between answers alone and in a batch",
 }
 TITLES = {REPEAT: "repeated", CACHE: "asked again", BATCH: "in a batch", SERVERS: "B from A"}
-MANY_OUTLIERS_TEXT = (
-    f"more than {MAX_OUTLIER_SHARE:.0%} of the answers diverge at two tokens whose log-probabilities differ by more than rounding "
-    "usually explains"
-)
-DOUBTS = {
-    MANY_OUTLIERS: MANY_OUTLIERS_TEXT,
+DOUBTS = DOUBT_TEXTS | {
     NOISY: "servers differ from themselves beyond rounding when a request is repeated, so their differences cannot be separated",
-    RARE: "some answers differ beyond rounding, too few to be distinguished from chance; ask more with --num-prompts",
-    UNATTRIBUTED: "some answers differ, and no log-probabilities say whether those are near-ties",
-    FEW_TOKENS: f"answers part at near-ties before {MIN_COVERAGE:.0%} of their tokens could be compared; use a smaller --new-tokens",
 }
 MIN_CACHED_CONTEXT = 256  # tokens of a prompt long enough for any prefix cache to keep whole blocks
 
@@ -84,8 +63,10 @@ def format_verdict(report: Report, caches: Sequence[CacheUse] = ()) -> list[str]
     """Return the sentences below the table, the verdict first."""
     lines = [f"{report.verdict}: {_format_reason(report)}"]
     if report.verdict != DIFFER:
-        lines.append(_format_detectable(report))
-    if not report.logprobs:
+        lines.append(format_detectable(report.detectable, report.mean_compared))
+    if report.logprobs:
+        lines.append(format_rounding(report.limits))
+    else:
         lines.append("The servers give no log-probabilities: answers were compared by their tokens alone.")
     lines += [_format_cache(name, use, report) for name, use in zip("AB", caches, strict=False)]
     return lines
@@ -120,7 +101,9 @@ def _format_finding(finding: Finding, report: Report) -> str:
     if finding.first is not None:
         context = f" (after {finding.contexts[0] + finding.first - 1:,} tokens of context)" if finding.contexts else ""
         place = f", first in token {finding.first} of an answer{context}"
-    return f"{' '.join(filter(None, what))}: {finding.differing} of {format_count(finding.prompts, 'prompt')} beyond rounding{place}."
+    count = f"{finding.differing} of {format_count(finding.prompts, 'prompt')}"
+    limit = format_limit(finding.test, report.limits)
+    return f"{' '.join(filter(None, what))}: {count} {limit}{place if finding.test == REAL else ''}."
 
 
 def _format_own(report: Report) -> str:
@@ -134,14 +117,6 @@ def _format_own(report: Report) -> str:
         kinds = [f"{n} {kind}" for n, kind in ((ties, "near-ties"), (real, "beyond rounding"), (other, "unknown")) if n]
         parts.append(f"{who} in {ties + real + other} of {pairs:,} pairs" + (f" ({', '.join(kinds)})" if kinds else ""))
     return f"{format_list(parts)}."
-
-
-def _format_detectable(report: Report) -> str:
-    found = report.detectable
-    return (
-        f"A difference in {found.prompts:.1%} of prompts ({found.prompts_of_a_length:.0%} of those of one length), or in "
-        f"{found.tokens:.2%} of tokens, would have been seen with {CONFIDENCE:.0%} confidence; {report.coverage:.0%} of tokens were compared."
-    )
 
 
 def _format_cache(name: str, use: CacheUse, report: Report) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dcpbench.errors import UsageError, WorkerError
-from dcpbench.servers.agreement import Answer
+from dcpbench.servers.answer_pairs import Answer
 from dcpbench.servers.answers import BROKEN_OFF, is_refusal
 from dcpbench.servers.client import RequestError, WholeOkReply
 from dcpbench.servers.events import BadStream, Choice, Completion, Fault, StreamError, read_completion

@@ -18,7 +18,8 @@ import msgspec
 import numpy as np
 
 from dcpbench.servers import info as server_info
-from dcpbench.servers.agreement import PromptAnswers, compare_length, compute_tolerance, measure_server_rounding
+from dcpbench.servers.agreement import PromptAnswers
+from dcpbench.servers.answer_pairs import ScoredPrompt
 from dcpbench.servers.ask import Side, choose_contexts
 from dcpbench.servers.client import Client
 from dcpbench.servers.prompt_logprobs import PromptScorer
@@ -27,7 +28,7 @@ from dcpbench.servers.prompts import IDS, find_prompt_format
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from dcpbench.servers.agreement import Answer, Comparison
+    from dcpbench.servers.answer_pairs import Answer
     from dcpbench.servers.client import Target
 
 
@@ -55,19 +56,30 @@ class Questions:
     rounds: int
     seed: int
     endpoint: str
-    tolerance: float
     extra_body: Mapping[str, object] = dataclasses.field(default_factory=dict)
 
 
-async def compare_servers(
+class ServerAnswers(msgspec.Struct, frozen=True, kw_only=True):
+    """Answers of one or two servers."""
+
+    lengths: dict[int, list[list[PromptAnswers]]]  # {length of the prompts: [server][prompt]}
+    scored: list[ScoredPrompt]  # of the first server; empty if it gives no log-probabilities of prompts
+    caches: list[CacheUse]  # of each server
+
+    def __add__(self, other: ServerAnswers) -> ServerAnswers:
+        """Return the answers of both, with the log-probabilities of the first."""
+        caches = [mine + theirs for mine, theirs in zip(self.caches, other.caches, strict=True)]
+        return ServerAnswers(lengths=self.lengths | other.lengths, scored=self.scored, caches=caches)
+
+
+async def question_servers(
     targets: Sequence[Target],
     questions: Questions,
     *,
     contexts: Sequence[int] | None,
     tell: Callable[[str], None] = lambda _: None,
-) -> tuple[list[Comparison], list[CacheUse]]:
-    """Send the questions to one or two servers, one after the other at each length, and compare their answers; not yet
-    judged.
+) -> ServerAnswers:
+    """Send the questions to one or two servers, one after the other at each length, and return their answers.
 
     Raise WorkerError if a server does not answer, UsageError for lengths that it does not accept.
     """
@@ -77,22 +89,21 @@ async def compare_servers(
         vocab = min(side.prompt_format.vocab for side in sides)
         longest = min((side.longest for side in sides if side.longest is not None), default=None)
         before = [await server_info.fetch_counters(client) for client in clients]
-        found: list[Comparison] = []
+        found: dict[int, list[list[PromptAnswers]]] = {}
         (other,) = make_prompts(min(SCORED_TOKENS, longest or SCORED_TOKENS), 1, vocab, questions.seed + 1)
         scored = await PromptScorer(sides[0].client, sides[0].prompt_format).score_prompt(other)
         cached: list[list[int | None]] = [[] for _ in sides]
         for context in choose_contexts(contexts, longest, questions.tokens):
             prompts = make_prompts(context, questions.prompts, vocab, questions.seed)
-            answers = []
+            found[context] = []
             for side, hits in zip(sides, cached, strict=True):
                 tell(f"prompts of {context:,} tokens, {side.client.target.url}")
-                answers.append(await collect_answers(side, prompts, questions.tokens, questions.rounds))
-                hits += [answer.cached_tokens for one in answers[-1] for answer in (*one.alone, *one.batch)]
-            rounding = measure_server_rounding(answers)
-            found += compare_length(context, answers, compute_tolerance(questions.tolerance, scored, scored, rounding))
+                found[context].append(await collect_answers(side, prompts, questions.tokens, questions.rounds))
+                hits += [answer.cached_tokens for one in found[context][-1] for answer in (*one.alone, *one.batch)]
         after = [await server_info.fetch_counters(client) for client in clients]
         counts = [now.compute_increase(then)["cached_tokens"] for now, then in zip(after, before, strict=True)]
-        return found, [CacheUse(hit_tokens=count_hits(*of)) for of in zip(counts, cached, strict=True)]
+        caches = [CacheUse(hit_tokens=count_hits(*of)) for of in zip(counts, cached, strict=True)]
+        return ServerAnswers(lengths=found, scored=scored, caches=caches)
     finally:
         for client in clients:
             client.close()

@@ -21,7 +21,7 @@ import numpy as np
 
 from dcpbench.errors import UsageError
 from dcpbench.servers import info as server_info
-from dcpbench.servers.agreement import Answer, ScoredPrompt
+from dcpbench.servers.answer_pairs import Answer, ScoredPrompt
 from dcpbench.servers.ask import Side
 from dcpbench.servers.client import Client
 from dcpbench.servers.conditions import count_hits

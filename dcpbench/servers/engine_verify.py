@@ -13,7 +13,8 @@ import msgspec
 from dcpbench.errors import DcpbenchError, UsageError
 from dcpbench.points.redaction import format_command_line, redact
 from dcpbench.records.record import StartPhase
-from dcpbench.servers.agreement import AGREE, CONSISTENT, DIFFER, LEVEL, UNDECIDED, compute_tolerance
+from dcpbench.servers.answer_noise import Sizes, compute_limits
+from dcpbench.servers.answer_verdict import AGREE, CONSISTENT, DIFFER, UNDECIDED
 from dcpbench.servers.edge_answers import Cell, Collector, decode_answers
 from dcpbench.servers.edge_lengths import CHUNK, PAGES, Edges, list_lengths, split_lengths
 from dcpbench.servers.engine_agreement import (
@@ -22,11 +23,12 @@ from dcpbench.servers.engine_agreement import (
     count_between,
     count_own,
     judge_setting,
-    limit_rounding,
-    measure_length_rounding,
+    measure_length_sizes,
 )
 from dcpbench.servers.engine_flags import TOKEN_BUDGET_FLAGS, find_count
 from dcpbench.servers.engine_log import read_started_settings
+from dcpbench.servers.exact_tests import LEVEL
+from dcpbench.servers.exit_reason import Cause
 from dcpbench.servers.launch import Server, choose_log_path, find_free_port
 from dcpbench.show.text import make_printable
 
@@ -56,6 +58,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     cell: Cell | None  # conditions of the request; None before the first
     lines: list[str]  # the last lines of its log
+    cause: Cause = Cause.UNKNOWN  # of its end
 
 
 class SettingResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,7 +149,7 @@ class EngineComparison:
         self._lengths: list[int] = []
         self._left_out: list[int] = []
         self._max_model_len: int | None = None
-        self._rounding: dict[int, float] = {}  # by length
+        self._base_sizes = Sizes(gaps={}, drifts={})
 
     def run(self) -> None:
         """Question all settings. After a failure of the first, no other is started; an interruption leaves the rest out."""
@@ -225,27 +228,27 @@ class EngineComparison:
     def _judge(self, answers: CollectedAnswers) -> Judgement:
         """Compare the answers of a server with each other and with those of the first."""
         base = self._base or answers
-        mine = {length: measure_length_rounding(decode_answers(data)) for length, data in answers.lengths.items()}
-        for length, value in limit_rounding(mine).items():
-            self._rounding[length] = max(self._rounding.get(length, 0.0), value)
-        own, between, tolerances = [], [], []
+        sizes = sum(
+            (measure_length_sizes(decode_answers(data)) for data in answers.lengths.values()), Sizes(gaps={}, drifts={})
+        )
+        limits = compute_limits(self.check.tolerance, [self._base_sizes, sizes], base.scored, answers.scored)
+        own, between = [], []
         for length, data in answers.lengths.items():
-            found, rounding = decode_answers(data), self._rounding[length]
-            tolerances.append(compute_tolerance(self.check.tolerance, base.scored, answers.scored, rounding))
-            own += count_own(found, tolerances[-1])
+            found = decode_answers(data)
+            own += count_own(found, limits)
             if self._base is not None:
-                between += count_between(decode_answers(base.lengths[length]), found, tolerances[-1])
+                between += count_between(decode_answers(base.lengths[length]), found, limits)
         first = self._base is None
         judgement = judge_setting(
             own,
             None if first else between,
             self._base_counts,
-            tolerance=max(tolerances, key=lambda one: one.value),
+            limits=limits,
             base_verdict=CONSISTENT if first else self.results[0].verdict,
             level=LEVEL / len(self.check.settings),
         )
         if first:
-            self._base, self._base_counts = answers, own
+            self._base, self._base_counts, self._base_sizes = answers, own, sizes
         return judgement
 
 
@@ -256,4 +259,6 @@ def _make_failure(server: Server, stage: str, message: str, cell: Cell | None) -
         time.sleep(0.1)
     lines = [make_printable(redact(line))[:MAX_LINE] for line in server.read_log().splitlines() if line.strip()]
     reason = f"the server died: {ended}" if ended and stage == ANSWER else message
-    return Failure(stage=stage, ended=bool(ended), reason=reason, cell=cell, lines=lines[-LAST_LINES:])
+    return Failure(
+        stage=stage, ended=bool(ended), reason=reason, cell=cell, lines=lines[-LAST_LINES:], cause=server.exit_cause
+    )

@@ -7,26 +7,14 @@ from typing import TYPE_CHECKING
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from dcpbench.servers.agreement import (
-    BATCH,
-    CACHE,
-    CONFIDENCE,
-    DIFFER,
-    FEW_TOKENS,
-    MANY_OUTLIERS,
-    MAX_OUTLIER_SHARE,
-    MIN_COVERAGE,
-    NOISE_FACTOR,
-    RARE,
-    REPEAT,
-    SERVERS,
-    UNATTRIBUTED,
-    Tolerance,
-)
-from dcpbench.servers.agreement_text import MANY_OUTLIERS_TEXT
+from dcpbench.servers.answer_noise import DRIFT_SIZE, GAP, REAL
+from dcpbench.servers.answer_pairs import BATCH, CACHE, REPEAT, SERVERS
+from dcpbench.servers.answer_verdict import DIFFER, RARE
+from dcpbench.servers.answer_verdict_text import DOUBT_TEXTS, format_detectable, format_limit, format_rounding
 from dcpbench.servers.edge_answers import AGAIN, NEW, SHARED
 from dcpbench.servers.engine_agreement import BASE_DIFFERS, SCORES, find_smallest
 from dcpbench.servers.engine_verify import PROMPTS, START
+from dcpbench.servers.exit_reason import ADVICE
 from dcpbench.show.numbers import format_short_number
 from dcpbench.show.text import format_count, format_list
 
@@ -46,13 +34,8 @@ TITLES = {
 }
 CACHE_NAMES = {NEW: "prefix-cache misses", SHARED: "shared prefixes", AGAIN: "prefix-cache hits"}
 CELL_CACHES = {NEW: "prefix-cache miss", SHARED: "shared prefix", AGAIN: "prefix-cache hit"}
-DOUBTS = {
+DOUBTS = DOUBT_TEXTS | {
     BASE_DIFFERS: "the first setting has no clean verdict, so agreement with it proves nothing",
-    MANY_OUTLIERS: MANY_OUTLIERS_TEXT,
-    RARE: "some answers differ beyond rounding, too few to be distinguished from chance; ask more with --num-prompts, or allow for "
-    "more rounding with --tolerance",
-    UNATTRIBUTED: "some answers differ, and no log-probabilities say whether those are near-ties",
-    FEW_TOKENS: f"answers part at near-ties before {MIN_COVERAGE:.0%} of their tokens could be compared; use a smaller --new-tokens",
 }
 MAX_LISTED = 6  # values that are listed one by one
 
@@ -139,14 +122,14 @@ def _format_setting(result: SettingResult, base: SettingResult) -> list[str]:
     if judgement.verdict == DIFFER:
         first, *others = judgement.findings
         found = [_format_finding(first, judgement, base), *_format_further(others, base)]
-        found.append(_format_rounding(judgement))
+        found.append(format_rounding(judgement.limits) if judgement.logprobs else "")
         return [f"{result.name}: {judgement.verdict}. {' '.join(filter(None, found))}"]
     if judgement.undecided:
         doubts = "; ".join(DOUBTS[doubt] for doubt in judgement.undecided)
         example = _format_rare(judgement, base) if RARE in judgement.undecided else ""
-        text = " ".join(
-            filter(None, (f"{doubts}.", example, _format_rounding(judgement), _format_detectable(judgement)))
-        )
+        seen = format_detectable(judgement.detectable, judgement.mean_compared)
+        rounding = format_rounding(judgement.limits) if judgement.logprobs else ""
+        text = " ".join(filter(None, (f"{doubts}.", example, seen, rounding)))
         return [f"{result.name}: {judgement.verdict}: {text}"]
     return [f"{result.name}: {judgement.verdict}. {_format_agreement(result, judgement, base)}"]
 
@@ -158,42 +141,16 @@ def _format_agreement(result: SettingResult, judgement: Judgement, base: Setting
     what = "Its answers repeat" if result is base else f"It answers as {base.name} does"
     ties, outliers = (sum(getattr(c, name) for c in judgement.counts) for name in ("near_ties", "outliers"))
     further = f" and {format_count(outliers, 'outlier')}" if outliers else ""
+    lengths = f"{format_count(len(result.lengths), 'length')} of prompts from {result.lengths[0]:,} to {result.lengths[-1]:,} tokens"
     text = [
-        (
-            f"{what}, apart from rounding (up to {judgement.tolerance:.2g} in log-probability), at "
-            f"{format_count(len(result.lengths), 'length')} of prompts from {result.lengths[0]:,} to {result.lengths[-1]:,} tokens and "
-            f"batch sizes {batches}; {format_count(ties, 'near-tie')}{further}."
-        ),
-        _format_detectable(judgement),
+        f"{what}, apart from rounding, at {lengths} and batch sizes {batches}; {format_count(ties, 'near-tie')}{further}.",
+        format_detectable(judgement.detectable, judgement.mean_compared),
+        format_rounding(judgement.limits)
+        if judgement.logprobs
+        else "The server gives no log-probabilities: answers were compared by their tokens alone.",
     ]
-    text.append(_format_rounding(judgement))
-    if not judgement.logprobs:
-        text.append("The server gives no log-probabilities: answers were compared by their tokens alone.")
     text.append(_format_hits(result.hit_tokens))
     return " ".join(filter(None, text))
-
-
-def _format_rounding(judgement: Judgement) -> str:
-    """Return how large rounding is, and how a smaller difference could be seen; empty if it did not raise the tolerance."""
-    used = Tolerance(value=judgement.tolerance, rounding=judgement.rounding, spread=judgement.spread)
-    if judgement.spread is None or not used.follows_rounding:
-        return ""
-    return (
-        f"Rounding alone changes this engine's log-probabilities by {format_short_number(judgement.rounding)}, which is "
-        f"{judgement.rounding / judgement.spread:.0%} of their standard deviation. Differences below {judgement.tolerance:.2g} "
-        f"({NOISE_FACTOR:g} times as much) cannot be detected. Up to {MAX_OUTLIER_SHARE:.0%} of the answers may diverge at two tokens whose "
-        f"log-probabilities differ by up to {2 * used.outliers:.2g} (outliers). A model without quantized weights and activations "
-        "rounds less, so that smaller differences are detected."
-    )
-
-
-def _format_detectable(judgement: Judgement) -> str:
-    found = judgement.detectable
-    return (
-        f"A difference in {found.prompts:.2%} of prompts ({found.prompts_of_a_length:.0%} of those of one length), or in "
-        f"{found.tokens:.3%} of tokens, would have been seen with {CONFIDENCE:.0%} confidence; {judgement.coverage:.0%} of tokens were "
-        "compared."
-    )
 
 
 def _format_hits(hit_tokens: int | None) -> str:
@@ -207,6 +164,8 @@ def _format_hits(hit_tokens: int | None) -> str:
 def _format_finding(finding: Finding, judgement: Judgement, base: SettingResult) -> str:
     """Return the smallest conditions that show a difference, what differs there, and where else it shows."""
     count = f"{finding.differing:,} of {format_count(finding.prompts, 'prompt')}"
+    if finding.test != REAL:
+        count += f" {format_limit(finding.test, judgement.limits)}"
     smallest = (
         f"Smallest setting that shows it: {_format_cell(finding.smallest)}; {_format_example(finding, judgement)}."
     )
@@ -258,15 +217,21 @@ def _format_cell(cell: Cell) -> str:
 
 def _format_example(finding: Finding, judgement: Judgement) -> str:
     """Return the first differing position, the gap there, and that rounding does not explain it."""
+    limits, test = judgement.limits, finding.test
     if finding.first is None:
+        limit = limits.scores if finding.effect == SCORES else limits.list_limits(DRIFT_SIZE)[test.place]
         return (
-            f"log-probabilities of equal tokens are {format_short_number(finding.drift)} apart on average, and rounding explains "
-            f"{judgement.tolerance:.2g}"
+            f"log-probabilities of equal tokens are {format_short_number(finding.drift)} apart on average, and rounding explains up to "
+            f"{format_short_number(limit)}"
         )
-    return (
-        f"token {finding.first} of the answer is another one, {format_short_number(finding.gap)} apart in log-probability; a near-tie "
-        f"(up to {2 * judgement.tolerance:.2g}) does not explain it"
+    limit = limits.list_limits(GAP)[test.place]
+    apart = f", {format_short_number(finding.gap)} apart in log-probability" if finding.gap is not None else ""
+    explained = (
+        f"rounding explains up to {format_short_number(limit)}"
+        if finding.gap is not None and finding.gap > limit
+        else "the servers list no likely token in common there"
     )
+    return f"token {finding.first} of the answer is another one{apart}; {explained}"
 
 
 def _format_shown(finding: Finding) -> str:
@@ -302,6 +267,8 @@ def _format_failure(result: SettingResult, failure: Failure) -> list[str]:
             where = f"at request {result.requests:,} with {_format_cell(failure.cell)}"
         head = f"{result.name}: {result.verdict}. It fails {where}: {reason}."
     log = [f"    {line}" for line in failure.lines]
+    if failure.cause in ADVICE:  # the reason ends with it
+        return [head, "The last lines of its log:", *log, f"Its log: {result.log}."]
     advice = (
         f"Read {result.log}; then try flags that avoid it in an engine's file or as a variant, for example --variant "
         "'other=--attention-backend triton', or leave this setting out."

@@ -7,7 +7,6 @@ import http.client
 import itertools
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -17,10 +16,9 @@ from typing import TYPE_CHECKING, Self
 
 from dcpbench.errors import WorkerError
 from dcpbench.points import redaction
-from dcpbench.points.redaction import redact_part
 from dcpbench.servers import guard
 from dcpbench.servers.engine_log import StartWatch
-from dcpbench.show.text import fit_line
+from dcpbench.servers.exit_reason import POINTS_ELSEWHERE, Cause, find_exit_reason, find_reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -32,13 +30,6 @@ LOGS = "servers"  # folder of a run with the logs of its servers
 GRACE_S = 10.0
 POLL_S = 0.2
 OK = 200
-TAIL = 1 << 17  # bytes at the end of a log in which a reason is looked for
-RAISED = re.compile(r"^(?:.*?\s)?([A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt)): (.+)$")
-POINTS_ELSEWHERE = re.compile(
-    r"root cause above|initialization failed|see (the )?(stack )?trace|encountered an issue", re.IGNORECASE
-)
-VALIDATION = re.compile(r"\d+ validation errors? for \w+$")
-MAX_REASON = 400
 
 
 def choose_log_path(folder: Path, name: str) -> Path:
@@ -57,21 +48,6 @@ def find_free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
-
-
-def find_reason(log: bytes) -> str:
-    """Return why a server ended: the last error in its log that names a cause, else its last line."""
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", redact_part(log[-TAIL:].decode("utf-8", "replace")))
-    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
-    raised = [(m, i) for i, line in enumerate(lines) if (m := RAISED.match(line))]
-    causes = [(m, i) for m, i in raised if not POINTS_ELSEWHERE.search(m[0])]
-    if found := (causes or raised):
-        error, place = found[-1]
-        reason = f"{error[1]}: {error[2]}"
-        if VALIDATION.search(reason) and place + 1 < len(lines):  # pydantic's message begins in the next line
-            reason += f": {lines[place + 1].strip().partition(' [type=')[0]}"
-        return fit_line(reason)[:MAX_REASON]
-    return fit_line(lines[-1])[:MAX_REASON] if lines else "it wrote nothing"
 
 
 class Server:
@@ -102,11 +78,18 @@ class Server:
 
     @property
     def exit_reason(self) -> str:
-        """Return the reason why the server ended; empty while it runs."""
+        """Return the reason why the server ended, and what to do about a known cause; empty while it runs."""
         code = self._guard.poll()
         if code is None:
             return ""
-        return f"it ended with exit code {code}: {find_reason(self._read_log_bytes())}"
+        found = find_exit_reason(self._read_log_bytes())
+        advice = f". {found.advice}" if found.advice else ""
+        return f"it ended with exit code {code}: {found.message.rstrip('.') if advice else found.message}{advice}"
+
+    @property
+    def exit_cause(self) -> Cause:
+        """Return the cause for which the server ended, as far as its log shows it."""
+        return Cause.UNKNOWN if self._guard.poll() is None else find_exit_reason(self._read_log_bytes()).cause
 
     def wait_until_ready(self, limit_s: float, tell: Callable[[str], None] = lambda _: None) -> list[StartPhase]:
         """Wait until it takes requests; return the phases of its start, as far as its log shows them.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dcpbench.errors import WorkerError
-from dcpbench.servers.agreement import ScoredPrompt
+from dcpbench.servers.answer_pairs import ScoredPrompt
 from dcpbench.servers.answers import is_refusal
 from dcpbench.servers.client import RequestError, WholeOkReply
 from dcpbench.servers.prompts import COMPLETIONS, IDS, NO_ENDPOINT, PATHS

@@ -5,7 +5,9 @@
 Tokens follow from a hash of the prompt. A fault of FAULTS is present if --dcp is more than 1, or always with --fault-everywhere. With
 --noise logits are moved by rounding, another way in each layout, and in a batch another way each time: as in bf16, or as in fp8 with
 experts, where log-probabilities of vLLM 0.26 on an H200 (DeepSeek-V3, 4 layers) differ by 0.06 to 0.16 on average between
-prefix-cache hits and misses, and single ones by several times as much.
+prefix-cache hits and misses, and single ones by several times as much. With `--noise flips` the differences have the distribution of
+vLLM 0.26 on two H200 (tests/data/verify/vllm_2xH200.json): some tokens get another expert, which moves all log-probabilities more, and
+short prompts are computed in the same way in each batch, but not in each layout.
 """
 
 from __future__ import annotations
@@ -31,6 +33,17 @@ FP8_NOISE, FP8_FREEDOM, FP8_MEAN_GAP = (
     4,
     0.5,
 )  # Student's t: its tails are those of a token that gets another expert
+FLIP_SHARE, FLIP_NOISE, SUM_NOISE = (
+    0.3,
+    0.13,
+    0.04,
+)  # tokens that get another expert; their noise, and that of all others
+FLIP_STEP, FLIP_SPACING, FLIP_LISTED = (
+    2**-5,
+    0.23,
+    20,
+)  # of bf16 logits; of the likeliest two tokens, as among 129,280 normal logits
+FLIPS_FROM = 64  # tokens of a prompt from which batches and prefix-cache hits change the order of sums
 PAGE, LONG_FROM, BATCH_ABOVE, PERIOD, WRONG_FROM = 16, 4_096, 2, 33, 2
 MAX_WRONG, WRONG_GAP = 4, 2.9  # wrong tokens with a log-probability, and how far the right one is behind them
 STEP_S = 0.003  # time that an answer takes, in which others come to its batch
@@ -90,9 +103,10 @@ class DcpEngine:
         await asyncio.sleep(STEP_S)
         batch = self._peaks.pop(number)
         alone = batch == 1
-        tokens = self._answer(
-            hashlib.sha1(data, usedforsecurity=False).hexdigest(), asked["max_tokens"], cached, alone=alone
-        )
+        short = len(prompt) < FLIPS_FROM
+        state = "short" if short else f"alone {cached}" if alone else f"batch {self._random.random()}"
+        name = hashlib.sha1(data, usedforsecurity=False).hexdigest()
+        tokens = self._answer(name, asked["max_tokens"], cached, state, alone=alone)
         if self._is_wrong(len(prompt), number, cached, batch):
             for i in range(min(WRONG_FROM, len(tokens) - 1), len(tokens)):
                 tokens[i] = _make_wrong(tokens[i])
@@ -128,7 +142,9 @@ class DcpEngine:
             "exchange": self.given.exchange == "a2a",
         }.get(self.given.fault, False)
 
-    def _answer(self, name: str, count: int, cached: int, *, alone: bool) -> list[Token]:
+    def _answer(self, name: str, count: int, cached: int, state: str, *, alone: bool) -> list[Token]:
+        if self.given.noise == "flips":
+            return self._answer_with_flips(name, count, state)
         rounding = random.Random(f"{self.given.dcp} {self.given.exchange} {cached}") if alone else self._random
         tokens: list[Token] = []
         for _ in range(count):
@@ -141,10 +157,27 @@ class DcpEngine:
             tokens.append(Token(next(iter(top)), top))
         return tokens
 
+    def _answer_with_flips(self, name: str, count: int, state: str) -> list[Token]:
+        """Return the tokens, with log-probabilities that are moved as in vLLM: in the same way in equal states."""
+        rounding = random.Random(f"{self.given.dcp} {self.given.exchange} {name} {state}")
+        tokens: list[Token] = []
+        for _ in range(count):
+            chances = random.Random(f"{name} {[token.id for token in tokens]}")
+            ids = chances.sample(range(10, VOCAB), FLIP_LISTED)
+            spacings = [chances.expovariate(k / FLIP_SPACING) for k in range(1, FLIP_LISTED)]
+            noise = FLIP_NOISE if rounding.random() < FLIP_SHARE else SUM_NOISE
+            logprobs = [-2.0 - x for x in itertools.accumulate(spacings, initial=0.0)]
+            moved = [round((x + rounding.gauss(0.0, noise)) / FLIP_STEP) * FLIP_STEP for x in logprobs]
+            top = dict(sorted(zip(ids, moved, strict=True), key=lambda pair: -pair[1]))
+            tokens.append(Token(next(iter(top)), top))
+        return tokens
+
     def _move(self, rounding: random.Random) -> float:
         """Return by how much rounding moves a logit."""
         if self.given.noise == "bf16":
             return rounding.gauss(0.0, NOISE)
+        if self.given.noise == "flips":
+            return rounding.gauss(0.0, FLIP_NOISE if rounding.random() < FLIP_SHARE else SUM_NOISE)
         chi_squared = rounding.gammavariate(FP8_FREEDOM / 2, 2)
         return FP8_NOISE * rounding.gauss(0.0, 1.0) / math.sqrt(chi_squared / FP8_FREEDOM)
 
@@ -177,7 +210,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--exchange", default="ag_rs")
     parser.add_argument("--fault", choices=FAULTS, default="none")
     parser.add_argument("--fault-everywhere", action="store_true")
-    parser.add_argument("--noise", choices=("bf16", "fp8"))
+    parser.add_argument("--noise", choices=("bf16", "fp8", "flips"))
     parser.add_argument("--api", choices=("vllm", "sglang", "openai"), default="vllm")
     parser.add_argument("--max-model-len", type=int, default=40_000)
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)

@@ -12,43 +12,52 @@ import pytest
 from dcpbench import cli
 from dcpbench.errors import UsageError
 from dcpbench.servers.agreement import (
-    AGREE,
-    BATCH,
-    CACHE,
-    CONSISTENT,
-    DIFFER,
-    DRIFT,
-    FEW_TOKENS,
-    LEVEL,
-    NEAR_TIE,
     NOISY,
-    RARE,
-    REPEAT,
-    SAME,
-    SERVERS,
-    TOKEN,
-    UNATTRIBUTED,
-    UNDECIDED,
-    UNKNOWN,
-    Answer,
     Comparison,
     PromptAnswers,
     check_decides,
     compare_length,
-    compare_pair,
-    compute_detectable,
-    compute_fisher,
-    compute_tail,
-    compute_upper_bound,
     find_next_length,
+    judge_answers,
     make_report,
-    reject_by_holm,
 )
 from dcpbench.servers.agreement_text import format_verdict, make_table
+from dcpbench.servers.answer_noise import Limits, Noise
+from dcpbench.servers.answer_pairs import (
+    BATCH,
+    CACHE,
+    DRIFT,
+    NEAR_TIE,
+    OUTLIER,
+    REPEAT,
+    SAME,
+    SERVERS,
+    TOKEN,
+    UNKNOWN,
+    Answer,
+)
+from dcpbench.servers.answer_verdict import (
+    AGREE,
+    CONSISTENT,
+    DIFFER,
+    FEW_TOKENS,
+    RARE,
+    UNATTRIBUTED,
+    UNDECIDED,
+    UNMEASURED,
+)
 from dcpbench.servers.ask import choose_contexts, parse_answer
 from dcpbench.servers.client import Target
-from dcpbench.servers.conditions import CacheUse, Questions, compare_servers, make_prompts
+from dcpbench.servers.conditions import CacheUse, Questions, make_prompts, question_servers
 from dcpbench.servers.events import read_completion
+from dcpbench.servers.exact_tests import (
+    LEVEL,
+    compute_fisher,
+    compute_smallest_found_share,
+    compute_tail,
+    compute_upper_bound,
+    reject_by_holm,
+)
 from tests.servers.fake_server import Model, Running, Script
 from tools.client_accuracy import served
 from tools.server_agreement import PAIRS, RIGHT, faulty_engine, table_of_faults, verify
@@ -61,8 +70,10 @@ if TYPE_CHECKING:
 
 N = 32
 
+compare_pair = Limits().compare_pair
 
-def answer(tokens: str, *, ahead: float = 1.0, second: str = "?", off: float = 0.0, logprobs: bool = True) -> Answer:
+
+def answer(tokens: str, *, ahead: float = 2.0, second: str = "?", off: float = 0.0, logprobs: bool = True) -> Answer:
     """An answer of one-letter tokens, each `ahead` of `second` in log-probability."""
     if not logprobs:
         return Answer(tokens=list(tokens))
@@ -101,9 +112,11 @@ class TestPairs:
         found = compare_pair(answer("abc"), answer("abc"))
         assert (found.kind, found.first, found.drift, found.compared, found.tokens) == (SAME, None, 0.0, 3, 3)
 
-    @pytest.mark.parametrize(("ahead", "kind"), [(0.05, NEAR_TIE), (0.2, NEAR_TIE), (0.21, TOKEN), (3.0, TOKEN)])
-    def test_a_near_tie_is_told_by_both_log_probabilities(self, ahead: float, kind: str) -> None:
-        """Rounding moves each log-probability by 0.1 at most, so that tokens within 0.2 may change places."""
+    @pytest.mark.parametrize(
+        ("ahead", "kind"), [(0.05, NEAR_TIE), (0.2, NEAR_TIE), (0.21, OUTLIER), (1.19, OUTLIER), (1.21, TOKEN)]
+    )
+    def test_both_log_probabilities_decide_on_a_near_tie(self, ahead: float, kind: str) -> None:
+        """Tokens within 0.2 may change places, as rounding moves each log-probability by 0.1; above 1.2 no rounding is known."""
         near, sure = answer("axx", second="b", ahead=0.05), answer("bxx", second="a", ahead=ahead)
         for x, y in ((near, sure), (sure, near)):
             found = compare_pair(x, y)
@@ -111,11 +124,26 @@ class TestPairs:
             assert found.gap == pytest.approx(max(ahead, 0.05))
 
     def test_a_token_that_is_not_among_the_likeliest_is_further_apart_than_those(self) -> None:
-        """`z` is in no list: behind a second that is 0.5 behind, it is no near-tie; behind one at 0.1, unknown."""
-        assert compare_pair(answer("a", ahead=0.5), answer("z", ahead=0.5)).kind == TOKEN
+        """`z` is in no list: behind a second that is 2 behind, it is no near-tie; behind one at 0.1, unknown."""
+        assert compare_pair(answer("a", ahead=2.0), answer("z", ahead=2.0)).kind == TOKEN
         assert compare_pair(answer("a", ahead=0.1), answer("z", ahead=0.1)).kind == UNKNOWN
         alone = Answer(tokens=["a"], names=["a"], logprobs=[-1.0], tops=[{"a": -1.0}])
         assert compare_pair(alone, answer("z", ahead=0.1)).kind == UNKNOWN
+
+    @pytest.mark.parametrize(
+        ("common", "measured", "kind"), [(0, False, TOKEN), (0, True, TOKEN), (3, False, UNKNOWN), (3, True, OUTLIER)]
+    )
+    def test_lists_of_likely_tokens_without_a_common_one_are_a_difference(
+        self, common: int, measured: bool, kind: str
+    ) -> None:
+        """20 likely tokens of 129,280 lie within 0.8, so that no gap shows that another function was computed."""
+
+        def list_answer(prefix: str) -> Answer:
+            top = {f"{prefix if i < 20 - common else 'both'}{i}": -3.0 - 0.04 * i for i in range(20)}
+            return Answer(tokens=[f"{prefix}0"], names=[f"{prefix}0"], logprobs=[-3.0], tops=[top])
+
+        noise = Noise(prompts=30, values=[0.2, 0.4, 0.6, 0.8]) if measured else Noise()
+        assert Limits(gap_noise=noise).compare_pair(list_answer("a"), list_answer("b")).kind == kind
 
     def test_without_log_probabilities_a_difference_cannot_be_attributed(self) -> None:
         """One side's are enough."""
@@ -140,10 +168,10 @@ class TestPairs:
         assert (found.kind, found.first, found.compared, found.tokens) == (UNKNOWN, 2, 3, 3)
 
     @pytest.mark.parametrize(
-        ("off", "tokens", "kind"), [(0.09, 8, SAME), (0.11, 8, DRIFT), (0.11, 3, SAME), (0.5, 4, DRIFT)]
+        ("off", "tokens", "kind"), [(0.09, 8, SAME), (0.11, 8, OUTLIER), (0.11, 3, SAME), (0.76, 4, DRIFT)]
     )
     def test_equal_tokens_whose_log_probabilities_are_apart_drift(self, off: float, tokens: int, kind: str) -> None:
-        """By more than the tolerance on average, over at least four tokens."""
+        """On average over at least four tokens: by more than the tolerance, or by more than any rounding."""
         found = compare_pair(answer("a" * tokens), answer("a" * tokens, off=off))
         assert found.kind == kind
         assert found.drift == pytest.approx(off)
@@ -151,7 +179,7 @@ class TestPairs:
     def test_a_drift_before_a_near_tie_is_a_drift(self) -> None:
         """The near-tie does not hide it."""
         tied = {"second": "b", "ahead": 0.05}
-        other = answer("aaaaa", second="a", ahead=0.05, off=0.5)
+        other = answer("aaaaa", second="a", ahead=0.05, off=0.8)
         other = Answer(
             tokens=[*other.tokens[:4], "b"],
             names=[*other.names[:4], "b"],
@@ -178,7 +206,8 @@ class TestVerdicts:
             "from itself in 0 of 120 pairs and B differed from A in 0 of 120 pairs."
         )
         assert seen.startswith(
-            "A difference in 11.7% of prompts (22% of those of one length), or in 0.39% of tokens, would have been seen with 95% confidence"
+            "A fault in 11.73% of prompts (22% of those of one length), or in 0.389% of tokens, would have been seen with 95% confidence, if "
+            "it chooses tokens more than 0.2 apart in log-probability, or replaces all likely tokens."
         )
 
     def test_one_server_is_never_said_to_agree(self) -> None:
@@ -232,8 +261,14 @@ class TestVerdicts:
 
     def test_drift_between_servers_is_a_difference(self) -> None:
         """The tokens are the same."""
-        report = compared({}, {"off": 0.3})
+        report = compared({}, {"off": 0.7})
         assert [(f.effect, f.first) for f in report.findings] == [(SERVERS, None)]
+
+    def test_drift_that_rounding_could_explain_is_undecided_where_rounding_is_unknown(self) -> None:
+        """Both servers repeat themselves exactly, which says nothing on the rounding between them."""
+        report = compared({}, {"off": 0.2})
+        assert (report.verdict, report.undecided) == (UNDECIDED, [UNMEASURED])
+        assert "Rounding could not be measured" in format_verdict(report)[-1]
 
     def test_near_ties_are_no_difference(self) -> None:
         """Every answer of B parts from A's at its last token, which A has 0.05 ahead."""
@@ -253,7 +288,7 @@ class TestVerdicts:
     def test_differences_that_cannot_be_attributed_are_undecided(self) -> None:
         """Without log-probabilities a near-tie and a fault look the same."""
         report = compared({"logprobs": False}, {"alone": WRONG, "logprobs": False})
-        assert (report.verdict, report.undecided) == (UNDECIDED, [UNATTRIBUTED, FEW_TOKENS])
+        assert (report.verdict, report.undecided) == (UNDECIDED, [UNATTRIBUTED])
         assert "no log-probabilities say whether those are near-ties" in format_verdict(report)[0]
         assert "compared by their tokens alone" in format_verdict(report)[-1]
         assert compared({"logprobs": False}, {"logprobs": False}).verdict == AGREE
@@ -349,16 +384,23 @@ class TestStatistics:
         assert reject_by_holm(tests) == {(key, 0), (key, 1)}
         assert reject_by_holm({(key, 0): LEVEL / 2.9, (key, 1): LEVEL / 2, (key, 2): LEVEL}) == set()
 
+    def test_the_smallest_share_that_a_test_finds(self) -> None:
+        """Of 100 prompts at least 17 must differ, as 16 are too probable at a share of 0.07."""
+        assert compute_tail(17, 100, 0.07) <= 0.001 < compute_tail(16, 100, 0.07)
+        share = compute_smallest_found_share(100, 0.07, 0.001)
+        assert compute_tail(17, 100, share) == pytest.approx(0.95)
+        assert compute_smallest_found_share(2, 0.5, 0.001) == 1.0
+
     def test_detectable_is_of_the_effect_that_was_seen_least(self) -> None:
         """Nothing seen: nothing could have been."""
         made = [
             Comparison(effect=effect, server="A", context=9, prompts=n, pairs=n, compared=100 * n, tokens=100 * n)
             for effect, n in ((REPEAT, 5), (CACHE, 10))
         ]
-        found = compute_detectable(made)
+        found = make_report(made).detectable
         assert found.prompts == pytest.approx(1 - 0.05 ** (1 / 5))
         assert found.tokens == pytest.approx(1 - 0.05 ** (1 / 500))
-        assert compute_detectable([]).tokens == 1.0
+        assert make_report([]).detectable.tokens == 1.0
 
     @pytest.mark.parametrize(
         ("prompts", "rounds", "lengths", "servers", "message"),
@@ -451,15 +493,15 @@ def test_answers_as_apis_put_them(data: bytes, wanted: Answer) -> None:
     assert parse_answer(choices[0]) == wanted
 
 
-QUESTIONS = Questions(prompts=8, tokens=16, rounds=2, seed=0, endpoint="completions", tolerance=0.1)
+QUESTIONS = Questions(prompts=8, tokens=16, rounds=2, seed=0, endpoint="completions")
 
 
 async def compare_models(a: Model, b: Model, contexts: list[int], script: Script | None = None) -> Report:
     """Judge two servers in this process."""
     async with Running(script, a) as first, Running(script, b) as second:
         targets = [Target.from_url(first.url, timeout_s=5), Target.from_url(second.url, timeout_s=5)]
-        found, _ = await compare_servers(targets, QUESTIONS, contexts=contexts)
-        return make_report(found)
+        found = await question_servers(targets, QUESTIONS, contexts=contexts)
+        return judge_answers(found.lengths, found.scored, 0.1)
 
 
 @pytest.mark.parametrize(
@@ -467,7 +509,7 @@ async def compare_models(a: Model, b: Model, contexts: list[int], script: Script
     [
         (Model(), []),
         (Model(wrong_from=300), [290, 400]),
-        (Model(drift_from=300, drift=0.5), [290, 400]),
+        (Model(drift_from=300, drift=2.0), [290, 400]),
         (Model(version="9"), []),
     ],
     ids=["same", "token", "drift", "other-version"],
@@ -529,7 +571,7 @@ def test_where_one_server_takes_no_ids_both_get_the_same_text() -> None:
     async def main() -> tuple[list[object], list[object]]:
         async with Running(Script()) as one, Running(Script(takes_ids=False)) as other:
             targets = [Target.from_url(one.url), Target.from_url(other.url)]
-            await compare_servers(targets, QUESTIONS, contexts=[16])
+            await question_servers(targets, QUESTIONS, contexts=[16])
             of_one, of_other = ([sent.body["prompt"] for sent in server.server.sent] for server in (one, other))
             return of_one, of_other
 
@@ -543,7 +585,7 @@ def test_each_prompt_is_asked_new_and_again_alone_and_in_a_batch() -> None:
 
     async def main() -> list[tuple[int, float, float]]:
         async with Running(Script(ttft_ms=30)) as server:
-            await compare_servers([Target.from_url(server.url)], QUESTIONS, contexts=[300])
+            await question_servers([Target.from_url(server.url)], QUESTIONS, contexts=[300])
             sent = [s for s in server.server.sent if s.prompt_tokens == 300]
             return [(hash(tuple(s.body["prompt"])), s.came_s, s.ended_s) for s in sent]
 

@@ -27,7 +27,8 @@ from dcpbench.records.runs import read_run
 from dcpbench.servers import guard
 from dcpbench.servers.engine_log import format_weights_report
 from dcpbench.servers.engine_settings import Grid, list_all_settings
-from dcpbench.servers.launch import Server, ServerError, find_free_port, find_reason
+from dcpbench.servers.exit_reason import Cause, find_exit_reason, find_reason
+from dcpbench.servers.launch import Server, ServerError, find_free_port
 from dcpbench.servers.presets import PRESETS, Engine, choose_ep, choose_weights, resolve_engine
 from tests.servers.test_profile import TRACE
 
@@ -281,6 +282,58 @@ VLLMS = """(EngineCore_0 pid=7) ERROR 11-23 AssertionError: DCP not supported fo
 def test_the_reason_is_the_servers_own(log: str, reason: str) -> None:
     """The cause, not the error that points at it."""
     assert find_reason(log.encode()) == reason
+
+
+NCCL = """torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:93, unhandled cuda error
+ncclUnhandledCudaError: Call to CUDA function failed.
+Last error:
+Failed to CUDA calloc 10485760 bytes
+
+[2026-11-29 15:45:02] SIGQUIT received. It usually means one child failed.
+Exception raised from sendBytes at Utils.hpp:653 (most recent call first):
+"""  # of SGLang 0.5.17 on a GPU without free memory
+BOUND = "DistNetworkError: The server socket has failed to listen. port: 43761, name: EADDRINUSE, message: address already in use"
+
+
+@pytest.mark.parametrize(
+    ("log", "message", "cause", "advice"),
+    [
+        (
+            NCCL,
+            "ncclUnhandledCudaError: Call to CUDA function failed: Failed to CUDA calloc 10485760 bytes",
+            Cause.MEMORY,
+            "nvidia-smi",
+        ),
+        (
+            "(Worker) torch.AcceleratorError: CUDA error: out of memory\n" + VLLMS.splitlines()[-1],
+            "torch.AcceleratorError: CUDA error: out of memory",
+            Cause.MEMORY,
+            "--gpu-memory-utilization",
+        ),
+        (f"x torch.distributed.{BOUND}", f"torch.distributed.{BOUND}", Cause.PORT, "run the command again"),
+        ("ValueError: tp 3", "ValueError: tp 3", Cause.UNKNOWN, ""),
+    ],
+    ids=["NCCL without memory", "memory", "port", "unknown"],
+)
+def test_known_causes_come_with_advice(log: str, message: str, cause: Cause, advice: str) -> None:
+    found = find_exit_reason(log.encode())
+    assert (found.message, found.cause) == (message, cause)
+    assert advice in found.advice
+    assert bool(advice) is bool(found.advice)
+
+
+def test_a_server_whose_port_was_taken_is_one_sentence_with_advice(tmp_path: Path) -> None:
+    code = f"import sys; sys.exit('torch.distributed.{BOUND}')"
+    with (
+        Server([sys.executable, "-c", code], tmp_path / "log", {}, 1, "/health") as server,
+        pytest.raises(ServerError) as error,
+    ):
+        server.wait_until_ready(20)
+    assert str(error.value).startswith(
+        f"the server did not start: it ended with exit code 1: torch.distributed.{BOUND}."
+    )
+    assert "Another process took a port" in str(error.value)
+    assert server.exit_cause == Cause.PORT
 
 
 def words_of(name: str, **layout: int) -> str:
