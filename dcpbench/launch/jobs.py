@@ -148,7 +148,8 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     """Relative error ‖x − ref‖ / ‖ref‖; for `layers` that of the operation that is nearest to its limit; for `logits` the
     largest absolute difference; for `kv_write`, `tokens` and `routing` how many are wrong. Null if it is NaN or infinite,
     which JSON does not have; such a check is never ok."""
-    limit: float
+    limit: float | None
+    """Null if it is no finite number, as of an engine that computes NaN."""
     ok: bool
     detail: str = ""
 

@@ -220,7 +220,7 @@ def make_checks_table(checks: Sequence[jobs.Check]) -> Table:
             " ".join(format_changed_values(select_point_axes(Role.PATH, but=Role.ENGINE), msgspec.structs.asdict(c))),
             c.dtype,
             "not finite" if c.error is None else f"{c.error:.2g}",
-            f"{c.limit:.2g}",
+            "not finite" if c.limit is None else f"{c.limit:.2g}",
             verdict,
             Text(c.detail),
         )

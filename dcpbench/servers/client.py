@@ -522,6 +522,8 @@ class Client:
 
     def __init__(self, target: Target) -> None:
         self.target = target
+        self.resent = 0
+        """Requests that were sent again; see send_request."""
         self.ages_s: list[
             float
         ] = []  # how long each piece lay in the kernel before it was read, if the kernel stamps it
@@ -580,6 +582,7 @@ class Client:
                 await self._send_once(connection, request, reply, limit_s, option)
             except RequestError as e:
                 if e.kind == CLOSED and kept and connection.unread and not connection.answered:
+                    self.resent += 1
                     continue
                 raise
             except asyncio.CancelledError:

@@ -24,7 +24,7 @@ def make_check(point: Point, name: str, error: float, limit: float, detail: str)
         all_reduce=point.all_reduce,
         dtype=point.precision,
         error=error if finite else None,
-        limit=limit,
+        limit=limit if math.isfinite(limit) else None,
         ok=finite and error <= limit,
         detail=detail,
     )

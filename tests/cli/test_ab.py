@@ -17,9 +17,7 @@ from dcpbench.commands import ab as ab_command
 from dcpbench.commands.ab import State, get_order
 from dcpbench.compare.model import Comparison
 from dcpbench.points.machine import Probe
-from dcpbench.points.point import Point
-from dcpbench.records.file import RecordFile, read_records
-from tests.cli import fake_worker
+from dcpbench.records.file import read_records
 from tests.cli.typed import ENV, Typed
 from tests.cli.waiting import until
 
@@ -289,23 +287,3 @@ def test_gpus_of_another_machine_are_planned_and_never_launched(ab, tmp_path: Pa
     planned = ab(*typed, "--dry-run")
     assert planned.returncode == 0
     assert planned.stderr.count("A plan for 8 × NVIDIA H200") == 2
-
-
-def test_resume_refuses_launches_with_an_older_default_of_ep(call, tmp_path: Path, monkeypatch) -> None:
-    """A launch of tp2·dp2 from before is expert parallel. A second round without --ep would have another layout."""
-    launched: list[str] = []
-    monkeypatch.setattr(ab_command, "_launch", lambda folder, *_, **__: launched.append(folder.name) or 0)
-    variants = ["--both", "--tp 2 --dp 2 --dcp 1 --concurrency 2", "--a", "--context 100", "--b", "--context 200"]
-    assert call(*variants, "--rounds", "1", "-o", "out")[0] == 2  # this fake launch leaves no records
-    launched.clear()
-    first = Point(model="tiny", tp=2, dp=2, ep="tp", concurrency=2, context=100, backend="reference", dtype="fp32")
-    (tmp_path / "out" / "a" / "round-1").mkdir(parents=True)
-    RecordFile(tmp_path / "out" / "a" / "round-1").append(fake_worker.record(first))
-    code, err = call(*variants, "--rounds", "2", "-o", "out", "--resume")
-    text = " ".join(err.split())
-    assert code == 2
-    assert not launched
-    assert "out/a/round-1 has tp2·dp2·ep2, and without --ep this command measures tp2·dp2·ep1" in text
-    assert (
-        "in another folder with -o and --ep tp in --both for tp2·dp2·ep2, or start this one over with --force" in text
-    )

@@ -14,7 +14,7 @@ import pytest
 from dcpbench.errors import UsageError, WorkerError
 from dcpbench.points.settings import Settings
 from dcpbench.records.record import StartPhase
-from dcpbench.servers import ask, info, load, measure, overhead, shares, sweep, turns
+from dcpbench.servers import ask, info, load, measure, shares, sweep, turns
 from dcpbench.servers.answers import StreamReply
 from dcpbench.servers.client import RequestError, Target
 from dcpbench.servers.conditions import make_prompts
@@ -403,18 +403,6 @@ def test_prompts_of_a_length_are_the_same_each_time_and_different_from_each_othe
         match=r"^--context 6 with 32 new tokens is more than the 37 that a server takes; --context can be up to 5",
     ):
         ask.choose_contexts([6], 37, 32)
-
-
-def test_two_answers_at_once_are_two() -> None:
-    """From 0 to 2 and from 1 to 3 s; one that begins as another ends is beside none, and one without a chunk is none."""
-
-    def outcome(start: float, *chunks: float) -> Outcome:
-        answer: Any = SimpleNamespace(chunk_s=list(chunks))
-        return Outcome(Call(0, b"", 1), start, answer=answer)
-
-    assert overhead.count_peak_streams([outcome(0, 1, 2), outcome(1, 3), outcome(3, 4), outcome(0)]) == 2
-    assert overhead.count_peak_streams([outcome(0, 1), outcome(1, 2)]) == 1
-    assert overhead.count_peak_streams([Outcome(Call(0, b"", 1), 0.0)]) == 0
 
 
 def test_warm_up_has_other_tokens_and_short_answers() -> None:

@@ -95,8 +95,9 @@ def test_published_forecasts_of_steps_are_as_the_readme_says(
     monkeypatch.setattr("sys.argv", ["emulation_live", *words])
     assert emulation_live.main() == 0
     assert capsys.readouterr().out.count("kimi-k2 tp4 fp8/fp8") == 4
-    readme = (PUBLISHED.parent / "README.md").read_text(encoding="utf-8")
-    assert "24 of 32 in fp8 within 1.6 %, the eight of tp4 2.3 to 5.9 % too short" in " ".join(readme.split())
+    page = (PUBLISHED.parent / "docs" / "emulation.md").read_text(encoding="utf-8")
+    assert "24 steps with DCP or attention DP | -1.3 to +1.6 %" in page
+    assert "than live | -5.9 to -2.3 %" in page
 
 
 def test_plain_tp_is_not_too_short_once_gaps_are_equal() -> None:

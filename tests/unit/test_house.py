@@ -243,7 +243,7 @@ FILLED = {
     "bench.record": "BenchRecord",
     "bench.worker": "PreparedCase",
     "commands.ab": "State",
-    "commands.runs": "Part",
+    "commands.caller": "Part",
     "compare.judging": "_Test",
     "compare.model": "Row PointResult Difference Broken Finding Comparison",
     "hangs.evidence": "Rank Evidence",

@@ -564,11 +564,6 @@ class TestSweeps:
         self.said(tmp_path)
         assert [r.point.settings for r in read_records(tmp_path / "run")] == ["max_num_seqs=4", "max_num_seqs=8"]
 
-    def test_a_point_without_settings_has_the_key_it_always_had(self) -> None:
-        """Names of files and addresses of pages are made of it."""
-        assert "settings" not in build.point(build.DCP).get_key()
-        assert "/settings=a=1" in msgspec.structs.replace(build.point(build.DCP), settings="a=1").get_key()
-
 
 class TestUnread:
     def test_fields_that_are_not_read_are_named(self, tmp_path: Path) -> None:

@@ -252,15 +252,6 @@ class TestSamples:
         with pytest.raises(RecordsError, match="cannot be read as samples"):
             read_samples(path)
 
-    def test_files_of_the_first_version_have_no_checksum_and_are_read(self, tmp_path: Path) -> None:
-        import pyarrow.parquet as pq
-
-        traffic, _ = build.serve([build.request(0, outputs=2)], concurrency=1)
-        path = tmp_path / write_samples(tmp_path, POINT, make_rows(traffic.samples))
-        told = {b"dcpbench.samples_version": b"1", POINT_KEY: POINT.get_key()}
-        pq.write_table(pq.read_table(path).replace_schema_metadata(told), path)
-        assert read_samples(path) == make_rows(traffic.samples)
-
     def test_a_folder_that_cannot_be_written_is_told(self, tmp_path: Path) -> None:
         (tmp_path / "samples").touch()
         with pytest.raises(OutputError, match="another folder"):

@@ -536,7 +536,6 @@ class TestInstances:
         (found,) = expand(**self.REPLAY, disaggregate=1)
         (usual,) = expand(**self.REPLAY)
         assert found.point.get_key() == usual.point.get_key()
-        assert "disaggregate" not in found.point.get_key()
 
     def test_a_ratio_has_as_many_instances_that_do_both_beside_it(self) -> None:
         """And both have the same without DCP."""
