@@ -66,7 +66,7 @@ ONE_LOAD = ["--concurrency", "4", "--num-requests", "48"]
     [
         ("--asynchronous", True, LOADS, 4),
         ("", False, ONE_LOAD, 1),
-        ("--asynchronous --row-multiple 4 --launch-ms 45", True, LOADS, 4),
+        ("--asynchronous --row-multiple 4 --launch-ms 26", True, LOADS, 4),
     ],
     ids=["asynchronous", "synchronous", "slow rows and launches"],
 )
