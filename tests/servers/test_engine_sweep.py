@@ -192,21 +192,16 @@ def test_a_run_that_is_interrupted_in_a_point_goes_on_with_it(sweep: Sweep, tmp_
         "1",
     ]
     sweep("--dry-run")  # writes the engine's file
-    process = subprocess.Popen(
-        [sys.executable, "-m", "dcpbench", "sweep", *words, "--no-profile", "--device", "cpu", "-o", str(sweep.run)],
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stderr is not None
+    words = [sys.executable, "-m", "dcpbench", "sweep", *words, "--no-profile", "--device", "cpu", "-o", str(sweep.run)]
     lines = []
-    for line in process.stderr:
-        lines.append(line)
-        if line.startswith("[1/2]"):
-            time.sleep(0.4)  # the second point decodes by then; before that it has no record
-            process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 130, "".join(lines)
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            lines.append(line)
+            if line.startswith("[1/2]"):
+                time.sleep(0.4)  # the second point decodes by then; before that it has no record
+                process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130, "".join(lines)
     assert any("--resume" in line for line in lines)
     assert any(f"dcpbench report {sweep.run}" in line for line in lines)
     first, *others = [(r.point.concurrency, r.outcome, r.reason) for r in sweep.records]
