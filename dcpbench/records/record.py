@@ -133,6 +133,8 @@ class Phases(msgspec.Struct, frozen=True, kw_only=True):
         return (sum(self.phase_us.values()) + self.idle_us) / self.step_us - 1 if self.step_us else 0.0
 
 
+MAX_DISTURBANCE = 0.03
+"""Share by which a profiled step may be longer than the typical or the timed one; a longer one is disturbed by the profiler."""
 MAX_SUM_ERROR = 0.03
 """Maximum deviation of the sum of phases from their step; a record with a larger one has the mark PHASES_DIFFER."""
 PHASES_DIFFER = "phases_differ"

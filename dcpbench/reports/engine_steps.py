@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from dcpbench.records.metrics import DECODE
-from dcpbench.records.record import MAX_SUM_ERROR, OURS
+from dcpbench.records.record import MAX_DISTURBANCE, MAX_SUM_ERROR, OURS
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.reports import engines, words
 from dcpbench.reports.step_parts import (
@@ -59,8 +59,6 @@ MIN_SLOWER = 1 + REPEATS_AGREE_WITHIN
 """Ratio above which a part counts as slower; below it the difference may be that of two launches."""
 MAX_SLOWER = 8
 """Maximum number of sentences about parts in which dcpbench is slower."""
-MAX_PROFILE_EXCESS = 0.03
-"""Share by which the profiled step may be longer than the timed one until parts of PROLONGED are not compared."""
 MIN_SHARE = 0.1
 """Share of the difference between two steps from which a part is named."""
 MAX_UNKNOWN = 0.03
@@ -155,8 +153,8 @@ def _get_profiled_times(row: Mapping[str, Any]) -> float | None:
 
 
 def is_prolonged(*profiled_times: float | None) -> bool:
-    """Return True if the profiler prolongs one of several steps by more than MAX_PROFILE_EXCESS."""
-    return any(times is not None and times > 1 + MAX_PROFILE_EXCESS for times in profiled_times)
+    """Return True if the profiler prolongs one of several steps by more than MAX_DISTURBANCE."""
+    return any(times is not None and times > 1 + MAX_DISTURBANCE for times in profiled_times)
 
 
 def _compute_part_times(
@@ -395,7 +393,7 @@ def _format_prolonged(rows: pd.DataFrame) -> str:
     if longer.empty:
         return ""
     return (
-        f"Where the profiled step is more than {MAX_PROFILE_EXCESS * 100:g} % longer than the timed one (*), it contains waits for the host or "
+        f"Where the profiled step is more than {MAX_DISTURBANCE * 100:g} % longer than the timed one (*), it contains waits for the host or "
         f"for another rank that the profiler causes: {_format_where(longer)}. There {EXCHANGE}, {REDUCE} and {IDLE} are not compared."
     )
 

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dcpbench.reports.engine_steps import MAX_PROFILE_EXCESS, PROLONGED_STAR, is_prolonged
+from dcpbench.records.record import MAX_DISTURBANCE
+from dcpbench.reports.engine_steps import PROLONGED_STAR, is_prolonged
 from dcpbench.reports.step_parts import IDLE, STEP_PARTS, UNKNOWN
 from dcpbench.reports.style import IDLE_COLOUR, format_label
 from dcpbench.show.figures import choose_columns, draw_legend_below, set_headline
@@ -154,7 +155,7 @@ def _list_legend_entries(rows: pd.DataFrame) -> list[Any]:
     marker = {"marker": "|", "markersize": 11, "markeredgewidth": 1.8, "linestyle": ""}
     entries.append(Line2D([], [], color=TIMED_LOOK["color"], label="timed step, without profiler", **marker))
     if rows["profiled_times"].map(is_prolonged).any():
-        label = f"{PROLONGED_STAR} bar over {MAX_PROFILE_EXCESS * 100:g} % longer: waits of the profiler"
+        label = f"{PROLONGED_STAR} bar over {MAX_DISTURBANCE * 100:g} % longer: waits of the profiler"
         entries.append(Line2D([], [], linestyle="", label=label))
     return entries
 

@@ -71,7 +71,6 @@ if TYPE_CHECKING:
     Test = tuple[Key, int, ShareTest]  # with the place of a length, or ALL
 
 MIN_ROUNDS = 2  # minimum number of rounds of answers, alone and in a batch, for repetition
-MAX_HALVINGS = 10  # lengths that may be added while the first that differs is looked for
 NOISY = "noisy"  # reason for no verdict: servers differ from themselves when a request is repeated
 ALL = -1  # place of all lengths together
 
@@ -313,8 +312,7 @@ def _compute_p_values(groups: dict[Key, list[Comparison]], chance: float, limits
             tests[key, place, REAL] = _compute_real_p(groups, key, some, chance)
             if key[0] == REPEAT:
                 continue
-            gaps, drifts = [x for c in some for x in c.gaps], [x for c in some for x in c.drifts]
-            found = compute_share_tests(gaps, drifts, limits, chance)
+            found = compute_share_tests(some, limits, chance)
             tests |= {(key, place, test): p for test, p in found.items()}
     return tests
 
@@ -353,8 +351,7 @@ def _make_finding(
     alone = [c for i, c in enumerate(of) if i in places]
     differing, prompts = _count_differing(alone or of)
     if stated != REAL:
-        gaps, drifts = ([x for c in alone or of for x in getattr(c, name)] for name in ("gaps", "drifts"))
-        differing = stated.count_prompts(gaps, drifts, limits)
+        differing = stated.count_prompts(alone or of, limits)
     return Finding(
         effect=key[0],
         server=key[1],

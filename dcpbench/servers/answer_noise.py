@@ -13,7 +13,7 @@ are computed in the same way in each batch, but not in each layout.
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -232,30 +232,40 @@ def compute_limits(
     return found
 
 
+class Sized(Protocol):
+    """Describe the sizes of prompts that agreement.Comparison and engine_agreement.Count share."""
+
+    @property
+    def gaps(self) -> list[float]:
+        """Return the gap of each prompt."""
+
+    @property
+    def drifts(self) -> list[float]:
+        """Return the drift of each prompt."""
+
+
 class ShareTest(msgspec.Struct, frozen=True, kw_only=True):
     """A test of how many prompts exceed one limit."""
 
     size: str = ""  # GAP or DRIFT_SIZE; empty: the prompts of which at least half of the pairs are real
     place: int = len(QUANTILES)  # of the limit in QUANTILES
 
-    def count_prompts(self, gaps: Iterable[float], drifts: Iterable[float], limits: Limits) -> int:
+    def count_prompts(self, counts: Iterable[Sized], limits: Limits) -> int:
         """Return how many prompts exceed the limit."""
         limit = limits.list_limits(self.size)[self.place]
-        return sum(value > limit for value in (gaps if self.size == GAP else drifts))
+        return sum(value > limit for c in counts for value in (c.gaps if self.size == GAP else c.drifts))
 
 
 REAL = ShareTest()
 SHARE_TESTS = [ShareTest(size=size, place=place) for size in (GAP, DRIFT_SIZE) for place in range(len(QUANTILES))]
 
 
-def compute_share_tests(
-    gaps: Sequence[float], drifts: Sequence[float], limits: Limits, chance: float
-) -> dict[ShareTest, float]:
+def compute_share_tests(counts: Sequence[Sized], limits: Limits, chance: float) -> dict[ShareTest, float]:
     """Return the probability that rounding puts so many prompts beyond each limit, if `chance` alone explains that share."""
-    found = {}
+    found, prompts = {}, sum(len(c.gaps) for c in counts)
     for test in SHARE_TESTS:
         share = max(limits.get_typical_share(test.size, test.place), min(2 * chance, 1.0))
-        found[test] = compute_tail(test.count_prompts(gaps, drifts, limits), len(gaps), share)
+        found[test] = compute_tail(test.count_prompts(counts, limits), prompts, share)
     return found
 
 

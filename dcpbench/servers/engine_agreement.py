@@ -344,15 +344,14 @@ def _compute_p_values(counts: Sequence[Count], chance: float, limits: Limits) ->
         tests[effect, name, value, REAL] = compute_tail(differing, prompts, share)
         if effect == SCORES:
             continue
-        gaps, drifts = [x for c in some for x in c.gaps], [x for c in some for x in c.drifts]
-        found = compute_share_tests(gaps, drifts, limits, chance if effect != REPEAT else 0.0)
+        found = compute_share_tests(some, limits, chance if effect != REPEAT else 0.0)
         tests |= {(effect, name, value, test): p for test, p in found.items()}
     return tests
 
 
 def _count_differing(c: Count, test: ShareTest, limits: Limits) -> int:
     """Return the prompts that exceed the limit of a test."""
-    return c.differing if test == REAL else test.count_prompts(c.gaps, c.drifts, limits)
+    return c.differing if test == REAL else test.count_prompts([c], limits)
 
 
 def _is_shown(c: Count, test: ShareTest, limits: Limits) -> bool:

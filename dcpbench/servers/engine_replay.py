@@ -239,6 +239,7 @@ class _Cases:
     def __init__(self, probe: StepProbe, policy: str, tell: Callable[[str], None]) -> None:
         self.probe, self.policy, self.tell = probe, policy, tell
         self.found: list[CaseSamples] = []
+        self._taken: dict[Case, CaseSamples] = {}
         self._failures = 0  # in succession
 
     async def measure(self, cases: Sequence[Case]) -> None:
@@ -246,20 +247,21 @@ class _Cases:
         fitting = list(_iter_possible_cases(cases, self.probe.limits))
         for number, case in enumerate(fitting, 1):
             self.tell(f"step times: {number} of {format_count(len(fitting), 'case')}, {case}")
-            await self._measure(case)
+            if (one := await self._take(case)) is not None:
+                self.found.append(one)
 
     async def measure_ms(self, case: Case) -> float | None:
-        """Return the median time of a case, whose samples do not become step times; None if it cannot be measured."""
+        """Return the median time of a case; None if it cannot be measured."""
         if not list(_iter_possible_cases([case], self.probe.limits)):
             return None
         self.tell(f"step times: {case}")
-        try:
-            return statistics.median((await measure_case(self.probe, case)).samples_ms)
-        except WorkerError as e:
-            print_stderr(f"A step is not measured: {e}")
-            return None
+        one = await self._take(case)
+        return None if one is None else statistics.median(one.samples_ms)
 
-    async def _measure(self, case: Case) -> None:
+    async def _take(self, case: Case) -> CaseSamples | None:
+        """Return the samples of a case, which is measured once; None if the server fails."""
+        if case in self._taken:
+            return self._taken[case]
         try:
             one = await measure_case(self.probe, case)
         except WorkerError as e:  # such as prompts that never shared a step
@@ -267,14 +269,15 @@ class _Cases:
             if self._failures == MAX_FAILURES:
                 raise
             print_stderr(f"A step is not measured: {e}")
-            return
+            return None
         self._failures = 0
         if one.separate_prefill and self.policy == VLLM:
             raise UsageError(
                 f"{case}: its prompt and its decodes ran in different steps, which vLLM's policy does not do; add "
                 f"--policy {SGLANG} if the engine schedules like SGLang, or use --mode live."
             )
-        self.found.append(one)
+        self._taken[case] = one
+        return one
 
 
 async def _find_row_multiple(cases: _Cases, extent: EngineExtent) -> int:

@@ -15,7 +15,7 @@ import msgspec
 from dcpbench.errors import DcpbenchError, UsageError, WorkerError
 from dcpbench.measuring.gpu_state import is_throttled, sample_gpus
 from dcpbench.records.formulas import compute_decode_metrics
-from dcpbench.records.record import DUMMY_WEIGHTS, ClientLoad, Phases
+from dcpbench.records.record import DUMMY_WEIGHTS, MAX_DISTURBANCE, ClientLoad, Phases
 from dcpbench.records.stats import StopRule
 from dcpbench.servers.client import Client
 from dcpbench.servers.measure import (
@@ -36,7 +36,7 @@ from dcpbench.servers.step_probe import ServerLimits, StepProbe, measure_case
 from dcpbench.serving.step_times import Case, Decodes
 from dcpbench.show.numbers import format_percent
 from dcpbench.show.terminal import print_stderr
-from dcpbench.syncs.kernel_time import COMMUNICATION_PARTS, MAX_DISTURBANCE, measure_steps
+from dcpbench.syncs.kernel_time import COMMUNICATION_PARTS, measure_steps
 from dcpbench.syncs.ranks import is_front_end
 
 if TYPE_CHECKING:

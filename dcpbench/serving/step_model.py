@@ -337,16 +337,15 @@ class MixedTimes:
             more = ms - prefill(w.rows + w.tokens, w.pairs, w.prefix)
             found[w.rows][w.tokens].append((w.kv_tokens / w.rows, more))
         self.sizes = sorted(found)
-        self.lines = {
-            rows: [(tokens, Line(points)) for tokens, points in sorted(found[rows].items())] for rows in self.sizes
-        }
+        self.tokens = {rows: sorted(found[rows]) for rows in self.sizes}
+        self.lines = {rows: [Line(found[rows][tokens]) for tokens in self.tokens[rows]] for rows in self.sizes}
 
     def __call__(self, work: Work) -> float:
         """Return the time in ms to add to PrefillTimes."""
         rows, each = work.rows, work.kv_tokens / work.rows
         low, high, share = _find_bracket(self.sizes, rows)
-        near = [line for index in (low, high) for line in self._find_lines(index, work.tokens)[:2]]
-        max_x = BEYOND * max(line.max_x for line in near)
+        near = [self._find_lines(self.sizes[index], work.tokens) for index in (low, high)]
+        max_x = BEYOND * max(line.max_x for *lines, _ in near for line in lines)
         # With attention DP, a replica without chunks has a request more.
         most = compute_batch_rows(self.sizes[-1] + 1)
         if not self.sizes[0] <= rows <= most or each > max_x:
@@ -354,19 +353,14 @@ class MixedTimes:
                 f"{rows} decode rows with {work.kv_tokens:,} KV tokens in a step with chunks",
                 f"{self.sizes[0]} to {most} rows, there with {max_x:,.0f} tokens each",
             )
-        return (1 - share) * self._predict_at(low, work.tokens, each) + share * self._predict_at(
-            high, work.tokens, each
-        )
+        fewer, more = ((1 - weight) * below(each) + weight * above(each) for below, above, weight in near)
+        return (1 - share) * fewer + share * more
 
-    def _find_lines(self, index: int, tokens: int) -> tuple[Line, Line, float]:
+    def _find_lines(self, rows: int, tokens: int) -> tuple[Line, Line, float]:
         """Return the lines of the two nearest numbers of tokens, and the weight of the second."""
-        lines = self.lines[self.sizes[index]]
-        low, high, share = _find_bracket([size for size, _ in lines], tokens)
-        return lines[low][1], lines[high][1], min(max(share, 0.0), 1.0)
-
-    def _predict_at(self, index: int, tokens: int, each: float) -> float:
-        below, above, share = self._find_lines(index, tokens)
-        return (1 - share) * below(each) + share * above(each)
+        lines = self.lines[rows]
+        low, high, share = _find_bracket(self.tokens[rows], tokens)
+        return lines[low], lines[high], min(max(share, 0.0), 1.0)
 
 
 class UnalignedTimes:
@@ -508,9 +502,10 @@ class StepModel:
             row_multiple: See `unaligned`.
         """
         self.exact = exact
-        line, gather, uneven, unaligned = (
-            [(self._pad_work(w), ms) for w, ms in cases] for cases in (line, gather, uneven, unaligned)
-        )
+        if exact:
+            line, gather, uneven, unaligned = (
+                [(_drop_padding(w), ms) for w, ms in cases] for cases in (line, gather, uneven, unaligned)
+            )
         decode = [(w, ms) for w, ms in line if w.rows and not w.tokens]
         mixed = [(w, ms) for w, ms in line if w.rows and w.tokens]
         chunks = [(w, ms) for w, ms in line if w.tokens and not w.rows]
@@ -536,7 +531,8 @@ class StepModel:
 
         The slowest replica decides, and all run as many rows as the fullest; with chunks, experts are excepted.
         """
-        works = [self._pad_work(w) for w in works]
+        if self.exact:
+            works = [_drop_padding(w) for w in works]
         if any(w.tokens for w in works):
             return self._predict_with_chunks(works)
         rows = max(w.rows for w in works)
@@ -544,9 +540,6 @@ class StepModel:
         if times is None:
             raise _make_outside_error(f"{rows} decode rows", f"those of captured graphs, up to {GRAPH_BATCHES[-1]}")
         return times(rows, max(w.kv_tokens for w in works))
-
-    def _pad_work(self, work: Work) -> Work:
-        return work._replace(rows=work.decodes) if self.exact else work
 
     def _predict_with_chunks(self, works: Sequence[Work]) -> float:
         """Return the time of a step with chunks, at least that of the fastest measured one: less would be noise, as of
@@ -568,6 +561,10 @@ class StepModel:
         # Replicas of one request each: next to one with a chunk, another decodes. The remaining part of G is the read
         # of its KV.
         return alone + self.graphs(work.rows, work.kv_tokens) - self.graphs(work.rows, 0)
+
+
+def _drop_padding(work: Work) -> Work:
+    return work._replace(rows=work.decodes)
 
 
 def _make_outside_error(what: str, measured: str, less: str = "a smaller load") -> UsageError:

@@ -9,11 +9,12 @@ import msgspec
 from rich.table import Table
 
 from dcpbench.errors import TraceError
+from dcpbench.records.record import MAX_DISTURBANCE
 from dcpbench.show.streams import write_json
 from dcpbench.show.terminal import ProgressLine, make_console, print_stderr
 from dcpbench.show.text import format_count, make_printable
 from dcpbench.syncs.files import expand_names
-from dcpbench.syncs.kernel_time import MAX_DISTURBANCE, StepTime, measure_steps
+from dcpbench.syncs.kernel_time import StepTime, measure_steps
 from dcpbench.syncs.ranks import is_front_end
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from dcpbench.errors import TraceError
+from dcpbench.records.record import MAX_DISTURBANCE
 from dcpbench.syncs.scan import find_trace_steps, read_trace
 from dcpbench.syncs.traces.intervals import match_keys, merge_intervals
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 UNKNOWN = "unknown"
 COMMUNICATION_PARTS = ("all-reduce", "exchange")  # parts in which a rank waits for the others
-MAX_DISTURBANCE = 0.03  # share by which a step may last longer than the typical one and not count as disturbed
 PARTS = (
     ("all-reduce", r"[Aa]ll_?[Rr]educe|cross_device_reduce|one_?shot|two_?shot|multimem_reduce"),
     (

@@ -385,7 +385,7 @@ class TestStatistics:
         assert reject_by_holm({(key, 0): LEVEL / 2.9, (key, 1): LEVEL / 2, (key, 2): LEVEL}) == set()
 
     def test_the_smallest_share_that_a_test_finds(self) -> None:
-        """Of 100 prompts at least 17 must differ, as 16 are too probable at a share of 0.07."""
+        """At least 17 of 100 prompts must differ, as 16 are too probable at a share of 0.07."""
         assert compute_tail(17, 100, 0.07) <= 0.001 < compute_tail(16, 100, 0.07)
         share = compute_smallest_found_share(100, 0.07, 0.001)
         assert compute_tail(17, 100, share) == pytest.approx(0.95)

@@ -418,7 +418,7 @@ class TestJudgement:
 
 
 class TestRounding:
-    """What rounding explains follows from the answers of one server."""
+    """The limits of rounding follow from the answers of one server."""
 
     NARROW = (ScoredPrompt(first=[-11.7, -11.9], again=[-11.7, -11.9]),)
     WIDE = (ScoredPrompt(first=[-1.0, -9.0], again=[-1.0, -9.0]),)
@@ -440,7 +440,7 @@ class TestRounding:
         assert compute_limits(0.1, self.NONE, wide, wide).tolerance == 0.1
 
     def test_limits_are_twice_the_rounding_at_each_quantile(self) -> None:
-        """Of 101 prompts from 0.01 to 0.21: the median is 0.11, the 90 % quantile 0.19, the 98 % quantile 0.206."""
+        """For 101 prompts from 0.01 to 0.21 the median is 0.11, the 90 % quantile 0.19, the 98 % quantile 0.206."""
         drifts = {"cache": [0.01 + 0.002 * i for i in range(101)]}
         found = compute_limits(0.1, [Sizes(gaps={}, drifts=drifts)], self.WIDE, self.WIDE)
         assert found.list_limits(DRIFT_SIZE) == pytest.approx([0.22, 0.38, 0.412, 0.42])

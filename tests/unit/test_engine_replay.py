@@ -21,7 +21,7 @@ from dcpbench.servers.client import Target
 from dcpbench.servers.engine_replay import ReplayOptions, describe_engine
 from dcpbench.servers.info import Card, ServerInfo
 from dcpbench.servers.measure import ClientConfig
-from dcpbench.servers.step_probe import CaseSamples, Method, RequestTimes, ServerLimits, check_case
+from dcpbench.servers.step_probe import CaseSamples, Method, RequestTimes, ServerLimits, StepProbe, check_case
 from dcpbench.serving.engine_cases import EngineExtent, make_engine_cases, make_unaligned_cases
 from dcpbench.serving.loads import make_point_requests
 from dcpbench.serving.outcome import compute_serve_metrics
@@ -469,3 +469,19 @@ def test_slow_numbers_of_tokens_are_reported() -> None:
         "tokens, 41 ms for 2,048."
     )
     assert not engine_replay.describe_slow_rows(measure_exactly([engine_point()], ENGINE))
+
+
+def test_a_case_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The longest prompt of one step is compared with others, and is a step time as well."""
+    asked: list[Case] = []
+
+    async def measure(_probe: object, case: Case) -> CaseSamples:
+        asked.append(case)
+        return CaseSamples(case=case, samples_ms=[9.0], method=Method.BEHIND, precise=True)
+
+    monkeypatch.setattr(engine_replay, "measure_case", measure)
+    probe = StepProbe(client=None, prompt_format=None, limits=ServerLimits(max_batched_tokens=2048))  # type: ignore[arg-type]
+    cases, whole = engine_replay._Cases(probe, VLLM, lambda _: None), Case(chunks=(Chunks(1, 2048, 0),))
+    assert asyncio.run(cases.measure_ms(whole)) == 9.0
+    asyncio.run(cases.measure([whole]))
+    assert (asked, [one.case for one in cases.found]) == ([whole], [whole])
