@@ -19,8 +19,8 @@ from dcpbench.plan.grid import format_point_load
 from dcpbench.plan.spec import make_planned_probe
 from dcpbench.points import latency_bands
 from dcpbench.points.budget import plan_engine
+from dcpbench.points.cluster_specs import MEASURED_ON, load_machine
 from dcpbench.points.latency_bands import EMULATED, ESTIMATED, TOGETHER, Case, Kind, Metric, Published
-from dcpbench.points.machines import MEASURED_ON, load_machine
 from dcpbench.points.names import CLOSED, GAMMA
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import load_shape

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from dcpbench.plan.spec import make_planned_probe
-from dcpbench.points.machines import MEASURED_ON, load_machine
+from dcpbench.points.cluster_specs import MEASURED_ON, load_machine
 from dcpbench.recommend import estimate
 from dcpbench.recommend.forecast import Estimator
 from dcpbench.recommend.score import Score, compute_score
@@ -28,8 +28,8 @@ from tools.results import unpack_all
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from dcpbench.points.floors import StepRows
     from dcpbench.points.point import Point
+    from dcpbench.points.roofline import StepRows
     from dcpbench.records.record import Record
 
 ROOT = Path(__file__).parents[1]

@@ -44,7 +44,7 @@ def doctor(
     """
     import msgspec
 
-    from dcpbench.commands import runs
+    from dcpbench.commands import point_runner
     from dcpbench.doctor import OK, check_machine
     from dcpbench.launch import launcher
     from dcpbench.launch.nodes import split_endpoint
@@ -53,10 +53,12 @@ def doctor(
 
     endpoint = split_endpoint(rdzv_endpoint) if rdzv_endpoint else None
     report = check_machine(output, nnodes=nnodes, endpoint=endpoint)  # first, as the probe itself uses a GPU
-    probe = launcher.run_probe(runs.WORKER)
+    probe = launcher.run_probe(point_runner.WORKER)
     if as_json:
         findings = [msgspec.to_builtins(f) for f in report.findings]
-        runs.print_json({"exit_code": report.exit_code, "machine": msgspec.to_builtins(probe), "findings": findings})
+        point_runner.print_json(
+            {"exit_code": report.exit_code, "machine": msgspec.to_builtins(probe), "findings": findings}
+        )
         return report.exit_code
     terminal = make_console()
     terminal.print(make_probe_table(probe))

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from dcpbench.launch import jobs
+    from dcpbench.points.device_probe import Probe
     from dcpbench.points.gpus import Gpu
-    from dcpbench.points.machine import Probe
     from dcpbench.points.point import Point
 
 FINISHED = ("done", "failed", "hung")

@@ -11,9 +11,9 @@ import msgspec
 
 from dcpbench.errors import UsageError
 from dcpbench.points import latency_bands
-from dcpbench.points.floors import Sharding, StepRows
 from dcpbench.points.gpus import GPUS
 from dcpbench.points.names import OBJECTIVES
+from dcpbench.points.roofline import Sharding, StepRows
 from dcpbench.points.shapes import load_shape
 from dcpbench.recommend import estimate
 from dcpbench.records.metrics import METRIC
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from dcpbench.points.budget import EnginePlan
+    from dcpbench.points.cluster_specs import Machine
     from dcpbench.points.latency_bands import Metric
-    from dcpbench.points.machines import Machine
     from dcpbench.points.point import Point
     from dcpbench.points.settings import Settings
     from dcpbench.recommend.estimate import Steps

@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from dcpbench.records.record import EngineSettings
     from dcpbench.servers.info import ServerInfo
     from dcpbench.servers.measure import ClientConfig
-    from dcpbench.servers.prompts import PromptFormat
+    from dcpbench.servers.prompt_format import PromptFormat
     from dcpbench.servers.step_probe import CaseSamples
     from dcpbench.serving.step_times import Case
 

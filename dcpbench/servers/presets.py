@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.errors import UsageError
-from dcpbench.points.engines import format_settings
+from dcpbench.points.engine_points import format_settings
 from dcpbench.points.names import CUT, DUMMY, FP8, NO_EXCHANGE, SGLANG, SYNTHETIC, UNKNOWN, VLLM, format_flag
 from dcpbench.points.point import SETTING
 from dcpbench.points.redaction import redact, register_command_line

@@ -32,7 +32,7 @@ from dcpbench.servers.client import Client, RequestError
 from dcpbench.servers.decode_streams import DecodeStreams, StepWindow, StreamedRequest, find_gap_ms
 from dcpbench.servers.descriptors import raise_open_file_limit
 from dcpbench.servers.load import set_realtime_priority, stop_garbage_collection
-from dcpbench.servers.prompts import COMPLETIONS, PATHS, PromptFormat, find_prompt_format
+from dcpbench.servers.prompt_format import COMPLETIONS, PATHS, PromptFormat, find_prompt_format
 from dcpbench.serving.step_times import HOT, UNEVEN, Case, Chunks, Decodes
 
 if TYPE_CHECKING:

@@ -18,11 +18,11 @@ import msgspec
 from dcpbench.errors import RecordsError, UsageError
 from dcpbench.points.axes import Role
 from dcpbench.points.bounds import MAX_NUMBER
-from dcpbench.points.floors import StepRows
-from dcpbench.points.machine import HOPPER, Probe
+from dcpbench.points.comm_model import describe_invalid_prompts
+from dcpbench.points.device_probe import HOPPER, Probe
 from dcpbench.points.names import AUTO, ENGINE_POLICIES, format_flag
 from dcpbench.points.point import select_load_axes, select_point_axes
-from dcpbench.points.wire import describe_invalid_prompts
+from dcpbench.points.roofline import StepRows
 from dcpbench.records.lines import UNREADABLE
 from dcpbench.records.record import CPU, Conditions, Emulated, Environment, Gpu
 from dcpbench.serving.load_words import MAX_TOKENS
@@ -129,7 +129,7 @@ class MeasuredCase(msgspec.Struct, frozen=True, kw_only=True):
     host_ms: list[float] = []
     """Time during which the host was busy launching such a step, for the slowest rank."""
     floor_ms: float | None = None
-    """Lower bound of the step's time at the rates of the machine (points/floors.py), with the expected number of
+    """Lower bound of the step's time at the rates of the machine (points/roofline.py), with the expected number of
     experts hit. Null on the CPU.
     """
 

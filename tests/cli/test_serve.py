@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from dcpbench import cli
-from dcpbench.points.machine import Probe
+from dcpbench.points.device_probe import Probe
 from dcpbench.records.file import read_records
 from dcpbench.records.record import Conditions, Environment
 from dcpbench.serving.step_times import Case, Chunks, Decodes, MeasuredCase, StepTimes, write_step_times

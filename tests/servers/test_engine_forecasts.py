@@ -15,7 +15,7 @@ from dcpbench import cli
 from dcpbench.points.names import SGLANG, VLLM
 from dcpbench.records.runs import read_run
 from dcpbench.reports import findings
-from dcpbench.reports.frames import load_frames
+from dcpbench.reports.dataframes import load_frames
 from dcpbench.serving.step_times import StepTimes, read_step_times
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from dcpbench.compare import sides, words
+from dcpbench.compare import comparison_text, sides
 from dcpbench.compare.judging import CPU_REASON, NO_ENDS, NO_SAMPLES, WITHIN_ENDS, Options, judge_sides
 from dcpbench.compare.sides import read_side
 from dcpbench.errors import RecordsError, UsageError
@@ -34,7 +34,7 @@ from tests.unit.kept_runs import RESULTS, RUNS
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from dcpbench.compare.model import Comparison, PointResult
+    from dcpbench.compare.comparison import Comparison, PointResult
     from dcpbench.records.record import Record
 
 DECODE = RESULTS / "decode-deepseek-v3-kimi-k2_4xH200_2026-11-20"
@@ -476,7 +476,9 @@ class TestDifferences:
 def test_the_margin_of_same_is_said_in_percent(tmp_path: Path) -> None:
     """0.02 is 2 %."""
     one = [build.ok(build.point(Layout(4)), steps=20)]
-    assert "SAME: within 2 %." in words.format_method(compared(tmp_path, one, one, margin=0.02, launch_noise=0.02))
+    assert "SAME: within 2 %." in comparison_text.format_method(
+        compared(tmp_path, one, one, margin=0.02, launch_noise=0.02)
+    )
 
 
 class TestSizes:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dcpbench.errors import RecordsError, UsageError
-from dcpbench.points.engines import make_engine_load, make_engine_point
+from dcpbench.points.engine_points import make_engine_load, make_engine_point
 from dcpbench.points.names import CLOSED, GAMMA, MIXED, REPLAY, SGLANG, VLLM
 from dcpbench.points.settings import Settings
 from dcpbench.records.record import EngineSettings, Environment

@@ -11,7 +11,7 @@ import pytest
 
 from dcpbench.points import latency_bands
 from dcpbench.points.latency_bands import EMULATED, ESTIMATED, TOGETHER, Case, find_band
-from dcpbench.recommend import answer, estimate, forecast
+from dcpbench.recommend import answer_formats, estimate, forecast
 from dcpbench.records.record import Emulated, Record
 from dcpbench.serving import replay
 from tests.unit.test_recommend import ask, choice, run
@@ -177,11 +177,11 @@ class TestForecasts:
         assert (right.ttft_band, right.itl_band) == ((160.0, 240.0), None)
 
     def test_a_cell_has_the_ends(self) -> None:
-        assert answer.format_p50(20.0, (18.0, 25.0)) == "20.0 [18.0–25.0]"
-        assert answer.format_p50(20.0, None) == "20.0"
-        assert answer.format_p50(None, None) == "—"
-        row = answer.make_rows(ask("H200"), [choice(100.0)])[0]
-        assert len(row) == len(answer.COLUMNS)
+        assert answer_formats.format_p50(20.0, (18.0, 25.0)) == "20.0 [18.0–25.0]"
+        assert answer_formats.format_p50(20.0, None) == "20.0"
+        assert answer_formats.format_p50(None, None) == "—"
+        row = answer_formats.make_rows(ask("H200"), [choice(100.0)])[0]
+        assert len(row) == len(answer_formats.COLUMNS)
 
 
 def test_ends_of_emulated_loads_are_as_wide_as_published_errors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dcpbench.syncs.dry_run import DryRun, dry_run
-from dcpbench.syncs.dry_run.measured import EQUIVALENT, FILE, is_measured
+from dcpbench.syncs.dry_run.measured_operators import EQUIVALENT, FILE, is_measured
 from dcpbench.syncs.formats import render_report
 from dcpbench.syncs.gating import baseline as baselines
 from dcpbench.syncs.gating.gate import Gate, compute_verdict
@@ -25,7 +25,7 @@ from tools.syncs.operators.table import format_table
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from dcpbench.syncs.model import Report
+    from dcpbench.syncs.sync_report import Report
 
 ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "results" / "hidden-syncs-operators_H200_2026-11-28"

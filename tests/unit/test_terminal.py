@@ -10,7 +10,7 @@ from rich.console import Console
 
 from dcpbench.launch import progress
 from dcpbench.launch.jobs import Check, Progress
-from dcpbench.points.machine import Probe
+from dcpbench.points.device_probe import Probe
 from dcpbench.points.point import Point
 from dcpbench.show.terminal import make_console
 
