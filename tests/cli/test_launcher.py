@@ -33,7 +33,7 @@ HERE = str(Path(__file__).parent)
 
 @pytest.fixture(autouse=True)
 def _find_the_fake(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", f"{HERE}:{Path(launcher.__file__).parents[1]}")
+    monkeypatch.setenv("PYTHONPATH", f"{HERE}:{Path(launcher.__file__).parents[2]}")
     as_fork.agents(monkeypatch.setattr)
 
 

@@ -31,7 +31,7 @@ from tests.cli.waiting import LOOK_S
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]  # some start real ranks twice
 HERE = Path(__file__).parent
-ROOT = Path(launcher.__file__).parents[1]
+ROOT = Path(launcher.__file__).parents[2]
 SWEEP = ("sweep", "--tp", "2", "--context", "50,66", "--concurrency", "2", "--no-baseline", "-o", "run")
 BENCH = (
     "from dcpbench import cli; from dcpbench.bench import runner; runner.WORKER = 'fake_bench_worker'; "
