@@ -33,7 +33,7 @@ STAMP = ".unpacked"
 
 def packed_folders() -> list[Path]:
     """Return the result folders that have an archive."""
-    return sorted(path.parent for path in RESULTS.glob(f"*/{ARCHIVE}"))
+    return sorted(path.parent for path in RESULTS.rglob(ARCHIVE))
 
 
 def unpack(folder: Path) -> Path:
