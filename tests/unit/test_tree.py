@@ -102,7 +102,7 @@ def test_the_tracked_tree_is_small() -> None:
     )
 
 
-def result_folders() -> set[Path]:
+def list_result_folders() -> set[Path]:
     """Return the folders below results/ that have tracked files, a folder per subject."""
     inside = (path.relative_to(results.RESULTS) for path in tracked() if path.is_relative_to(results.RESULTS))
     return {results.RESULTS / path.parts[0] for path in inside if len(path.parts) > 1}
@@ -110,7 +110,7 @@ def result_folders() -> set[Path]:
 
 def test_results_have_few_folders_with_a_page_and_raw_records_each() -> None:
     """An archive lies in the folder of a subject, or in each of its subfolders."""
-    folders = result_folders()
+    folders = list_result_folders()
     assert 0 < len(folders) <= MAX_RESULT_FOLDERS, "add the measurement to the folder of its subject"
     for folder in folders:
         page = folder / "README.md"
@@ -167,6 +167,19 @@ class TestArchives:
         (folder / results.ARCHIVE).write_bytes(old)
         results.unpack(folder)
         assert (folder / "tables.py").read_text() == "tables.py"
+
+    def test_reports_of_a_measurement_are_left_out(self, folder: Path) -> None:
+        """A measurement is a folder inside the folder of its subject; `make results` writes its reports again."""
+        for name in ("fp8_H200_2026-01-01/records.jsonl", "fp8_H200_2026-01-01/report-bf16/points.csv"):
+            (folder / name).parent.mkdir(parents=True)
+            (folder / name).write_text(name)
+        assert "fp8_H200_2026-01-01/records.jsonl" in map(str, results.pack(folder))
+        assert not [name for name in results.read_members(folder) if "report" in name]
+
+    def test_a_subfolder_may_have_an_archive_of_its_own(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        results.pack(folder)
+        monkeypatch.setattr(results, "RESULTS", folder.parent.parent)
+        assert results.packed_folders() == [folder]
 
     def test_packing_refuses_to_lose_a_file(self, folder: Path) -> None:
         results.pack(folder)
