@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "dcpbench" / "points" / "measured" / f"latencies-{MEASURED_ON.lower()}.json"
-FOUR, PAIR = "decode-serving-fp8_4xH200_2026-11-26", "decode-serving_2xH200_2026-11-26"
+FOUR, PAIR = "decode_4xH200/decode-serving-fp8_4xH200_2026-11-26", "decode-serving_2xH200_2026-11-26"
 CHUNKS, LIVE, ONE = (
-    "emulated-chunks_4xH200_2026-11-26",
-    "attention-dp-live_4xH200_2026-11-27",
-    "replay-against-live_H200_2026-11-26",
+    "emulation_H200/emulated-chunks_4xH200_2026-11-26",
+    "serving_4xH200/attention-dp-live_4xH200_2026-11-27",
+    "replay_H100-H200/replay-against-live_H200_2026-11-26",
 )
 SERVED = (
     f"{FOUR}/served/*",

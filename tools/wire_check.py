@@ -27,7 +27,10 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Record
 
 RESULTS = unpack_all()
-FOUR, TWO = (RESULTS / name for name in ("decode-serving-fp8_4xH200_2026-11-26", "decode-serving_2xH200_2026-11-26"))
+FOUR, TWO = (
+    RESULTS / name
+    for name in ("decode_4xH200/decode-serving-fp8_4xH200_2026-11-26", "decode-serving_2xH200_2026-11-26")
+)
 FOLDERS = [
     *(FOUR / name for name in ("grid", "a2a-k2", "bf16", "bf16-k2")),
     *(TWO / name for name in ("grid", "bf16", "experts")),

@@ -224,20 +224,19 @@ LATE = 1.1
 between them takes each rank a different time. Exchanges follow shortly after, and have no such factor (docs/wire.md)."""
 # Shares of a step by which the step of all ranks may be shorter and longer than that of the emulated rank, in addition to the
 # error of calls: the slowest GPU decides, and the busiest rank is emulated. Set by 42 decode steps that were measured with all
-# ranks and emulated: 32 of results/decode-serving-fp8_4xH200_2026-11-26 and ten of
-# results/emulated-against-live_2xH200_2026-11-23. 41 of them lie within both errors if gaps between kernels are equal, and 20
-# within the error of calls alone. `python -m tools.emulation_live --live RUN... --emulated RUN...` compares the runs of these
-# folders (docs/emulation.md).
+# ranks and emulated: 32 of results/decode_4xH200/decode-serving-fp8_4xH200_2026-11-26 and ten of
+# results/emulation_H200/emulated-against-live_2xH200_2026-11-23. 41 of them lie within both errors if gaps between kernels are
+# equal, and 20 within the error of calls alone. `python -m tools.emulation_live --live RUN... --emulated RUN...` compares the
+# runs of these folders (docs/emulation.md).
 RANKS_LOW, RANKS_HIGH = 0.01, 0.02
 
-# Share by which a step with prompts may be longer, if that is more than both errors together: the largest of 112 cases, the
-# steps of two pairs of H200 (live-0, live-2) as forecast by each of their GPUs (emulated-0 to emulated-3), which are the raw
-# records of results/emulated-chunks_4xH200_2026-11-26. `python tables.py` in that folder compares them.
+# Share by which a step with prompts may be longer, if that is more than both errors together: the largest of 224 forecasts, of
+# 112 steps of two pairs of H200 (live-0, live-2) by each of their GPUs (emulated-0 to emulated-3), which are the raw records of
+# results/emulation_H200/emulated-chunks_4xH200_2026-11-26. `python -m tools.chunk_forecasts` compares them.
 CHUNKS_HIGH = 0.09
 
 # Share by which a step with prompts may be shorter or longer if the machine's file has the times of such steps on its GPUs
-# together: of 224 cases of the same folder, both pairs by the four GPUs and with the file of the other pair, two exceed it
-# (`python calibrated.py` in that folder).
+# together: of the same 224 forecasts, with the factors of the other pair, one exceeds it (the same tool).
 PROMPTS_APART = 0.03
 
 

@@ -195,6 +195,9 @@ class EngineServer(msgspec.Struct, frozen=True, kw_only=True):
     """Steps with prompts take longer if their number of tokens is no multiple of it; 1: all take the same."""
     request_ms: float = 0.0
     """Time of a request outside of steps: HTTP, tokenizing, scheduling on an idle engine, and the way back."""
+    begin_ms: float = 0.0
+    """Time from the decision for a step with prompts until the GPU begins it, if it waits for no step before: the host prepares and
+    launches it."""
     settings: str = ""
     """Flags that distinguish the server from others of its run, as a point has them."""
 
@@ -311,6 +314,10 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """
         works = compute_step_works(step)
         return self.model.predict_step_ms(works) * (1 + heat * (self.slowdown(works) - 1))
+
+    def get_begin_ms(self, step: Step) -> float:
+        """Return the time from the decision for a step until an idle device begins it."""
+        return self.launch_ms + (self.engine.begin_ms if self.engine is not None and step.has_chunks else 0.0)
 
     def predict_host_ms(self, step: Step) -> float:
         """Return the time during which the host is busy launching the step. Raise as predict_duration_ms does."""

@@ -15,7 +15,7 @@ from dcpbench.show.layouts import get_colours
 if TYPE_CHECKING:
     from tests.browser.conftest import Visit
 
-RUNS = Path(__file__).parents[2] / "results" / "decode-deepseek-v3-kimi-k2_4xH200_2026-11-20"
+RUNS = Path(__file__).parents[2] / "results" / "decode_4xH200/decode-deepseek-v3-kimi-k2_4xH200_2026-11-20"
 MOST_PICKED = 8
 COUNT = """() => Object.fromEntries([...document.querySelectorAll("#charts figure")].map((figure) => [
   figure.dataset.measure,

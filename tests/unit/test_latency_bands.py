@@ -18,7 +18,7 @@ from tests.unit.test_recommend import ask, choice, run
 from tools import latency_check
 
 PUBLISHED = latency_bands.load_published()
-DP_LIVE = "attention-dp-live_4xH200_2026-11-27"
+DP_LIVE = "serving_4xH200/attention-dp-live_4xH200_2026-11-27"
 DOCS = Path(__file__).parents[2] / "docs"
 
 
@@ -189,7 +189,10 @@ def test_ends_of_emulated_loads_are_as_wide_as_published_errors(monkeypatch: pyt
     cases = (case("a", ttft=0.9, itl=0.99, kind=EMULATED), case("b", ttft=1.05, itl=1.2, kind=EMULATED))
     monkeypatch.setattr(latency_bands, "load_published", lambda: cases)
     record = next(
-        r for _, r in latency_check.read_served("attention-dp-live_4xH200_2026-11-27/replays/alone-0-48-100-300")
+        r
+        for _, r in latency_check.read_served(
+            "serving_4xH200/attention-dp-live_4xH200_2026-11-27/replays/alone-0-48-100-300"
+        )
     )
     assert record.serve is not None
     assert record.emulated is not None

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ROOT = Path(__file__).parents[2]
-DECODED = ROOT / "results" / "decode-deepseek-v3-kimi-k2_4xH200_2026-11-20" / "run1"
+DECODED = ROOT / "results" / "decode_4xH200/decode-deepseek-v3-kimi-k2_4xH200_2026-11-20" / "run1"
 
 
 def point(**given: object) -> Point:
@@ -647,7 +647,7 @@ def test_emulated_points_count_for_the_machine_that_they_stand_for() -> None:
 
 def test_served_records_count_only_with_the_kv_memory_that_is_asked_for() -> None:
     """How much KV there is decides who waits: points at 8 GiB say nothing of a whole GPU."""
-    run = read_run(ROOT / "results" / "serving-deepseek-v3-kimi-k2_4xH200_2026-11-21" / "v3-seed-8gib")
+    run = read_run(ROOT / "results" / "serving_4xH200/serving-deepseek-v3-kimi-k2_4xH200_2026-11-21" / "v3-seed-8gib")
     asked = ask("H200")
     none, notes = advise._select_records(asked, advise.Evidence(runs=[run]))
     assert none == []
@@ -1161,7 +1161,7 @@ def test_one_launch_of_a_server_decides_nothing() -> None:
 
 def test_a_served_load_is_scored_with_its_latencies_under_a_name_of_its_own() -> None:
     """Of two layouts that ran it; KV memory and times of arrival are of its name."""
-    run = read_run(ROOT / "results" / "serving-deepseek-v3-kimi-k2_4xH200_2026-11-21" / "v3-seed-8gib")
+    run = read_run(ROOT / "results" / "serving_4xH200/serving-deepseek-v3-kimi-k2_4xH200_2026-11-21" / "v3-seed-8gib")
     from dcpbench.points.device_probe import Probe
 
     machine = load_machine("H200")

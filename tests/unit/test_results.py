@@ -32,8 +32,8 @@ COMMITTED = [
 
 def test_the_reports_that_documents_link_are_committed() -> None:
     assert [(folder, arguments(typed)[1]) for folder, typed in COMMITTED] == [
-        ("decode-fp8_4xH200_2026-11-26", "report"),
-        ("attention-dp-live_4xH200_2026-11-27", "report"),
+        ("decode_4xH200/decode-fp8_4xH200_2026-11-26", "report"),
+        ("serving_4xH200/attention-dp-live_4xH200_2026-11-27", "report"),
     ]
 
 
@@ -72,7 +72,9 @@ def test_a_committed_report_says_what_its_records_say(
 def test_every_serving_and_decode_run_stands_in_a_report() -> None:
     """A folder of records that nothing shows would be forgotten."""
     shown = {RESULTS / folder / run for folder, typed in LINES for run in arguments(typed)[0]}
-    runs = {path.parent for name in ("decode", "serving") for path in RESULTS.glob(f"{name}*/*/records.jsonl")}
+    runs = {
+        path.parent for path in RESULTS.rglob("records.jsonl") if path.parents[1].name.startswith(("decode", "serving"))
+    }
     assert runs - shown == set()
 
 

@@ -23,7 +23,10 @@ from tests.unit.step_times_builder import step_times
 
 RESULTS = Path(__file__).parents[2] / "results"
 WIRE = RESULTS / "decode-serving_2xH200_2026-11-26" / "wire"
-FOUR, TWO = RESULTS / "kernels-exchanges_4xH200_2026-11-21", RESULTS / "emulated-against-live_2xH200_2026-11-23"
+FOUR, TWO = (
+    RESULTS / "exchanges_H100-H200/kernels-exchanges_4xH200_2026-11-21",
+    RESULTS / "emulation_H200/emulated-against-live_2xH200_2026-11-23",
+)
 BENCHES = [
     *(WIRE / f"{bench}-{ranks}" for ranks in (2, 4) for bench in ("collectives", "exchange")),
     FOUR / "exchange-q-replicate",
