@@ -97,7 +97,9 @@ def run_faults(runs: int, results: Path | None) -> list[dict[str, Any]]:
             began = time.perf_counter()
             found = verify(base, modes, "--context", CONTEXTS)
             line = {"pair": name, "seconds": round(time.perf_counter() - began, 1)}
-            lines.append(line | {key: found[key] for key in ("verdict", "exit_code", "seed", "undecided", "coverage")})
+            line |= {key: found[key] for key in ("verdict", "exit_code", "seed")}
+            judgement = found["results"][-1]["judgement"]
+            lines.append(line | {key: judgement[key] for key in ("undecided", "coverage")})
             if results:
                 with results.open("a") as f:
                     f.write(json.dumps(lines[-1]) + "\n")

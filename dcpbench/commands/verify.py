@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dcpbench.commands import options as opt
 from dcpbench.commands.command import Group, collect_typed, make_panel
@@ -18,13 +18,8 @@ if TYPE_CHECKING:
     from dcpbench.points.layout import Layout
     from dcpbench.points.point import Point
     from dcpbench.points.prompts import Prompts
-    from dcpbench.servers.agreement import Report
-    from dcpbench.servers.client import Target
-    from dcpbench.servers.conditions import CacheUse
 
-NEW_TOKENS, SERVERS_TOKENS = 8, 32
-SERVERS_PROMPTS = 12  # default of --num-prompts with --url
-ANSWERS_FILE = "answers.json"
+NEW_TOKENS = 8
 USUAL = ((1, 1, 1), (2, 1, 1), (2, 1, 2), (4, 1, 2), (4, 1, 4), (4, 2, 2))
 """Default layouts, as (tp, dp, dcp)."""
 SERVERS = make_panel("Servers")
@@ -63,7 +58,7 @@ class Load(Group):
         min=1,
     )
     concurrency: str | None = opt.LOAD(
-        "With --checkpoint: random prompts. Default: 4. With --engine: sizes of batches; default: 1,2,8,33,64.",
+        "With --checkpoint: random prompts. Default: 4. With --engine and --url: sizes of batches. Default: 1,2,8,33,64; with --url 1,8.",
         metavar="N",
     )
     context: str | None = opt.LOAD(
@@ -115,7 +110,7 @@ class Remote(Group):
         metavar="URL",
     )
     num_prompts: int | None = SERVERS(
-        "Prompts of each length, which with --url are also the size of a batch. Default: 12; with --engine 4, and whole batches.",
+        "Minimum number of prompts for each length and size of batch. Default: 8 with --url, 4 with --engine.",
         metavar="N",
         min=1,
     )
@@ -185,14 +180,16 @@ def verify(layouts: Layouts, load: Load, how: opt.How, remote: Remote, run: Run)
     from dcpbench.points.shapes import check_checkpoint
 
     if remote.engine:
-        from dcpbench.commands.verify_engines import compare_engines
+        from dcpbench.commands.verify_servers import compare_engines
 
         return compare_engines(remote, collect_typed(layouts, how, load), load, run)
     own = {"--variant": remote.variant, "--engine-args": remote.engine_args, "--weights": remote.weights}
     if alone := [name for name, value in own.items() if value is not None]:
         raise UsageError(f"{alone[0]} needs an engine that is started; add for example --engine vllm.")
     if remote.url:
-        return _compare_servers(remote, collect_typed(layouts, how), load, run)
+        from dcpbench.commands.verify_servers import compare_servers
+
+        return compare_servers(remote, collect_typed(layouts, how, load), load, run)
     point_runner.check_run(run)
     probe = point_runner.get_probe(run)
     if load.checkpoint:
@@ -220,93 +217,6 @@ def verify(layouts: Layouts, load: Load, how: opt.How, remote: Remote, run: Run)
             point_runner.print_start(candidates, points, folder, probe, cpu_note=False)
             point_runner.run_points(points, msgspec.structs.replace(work, lock=lock), run)
         return _print_checks(points, folder, run)
-
-
-def _compare_servers(remote: Remote, own: dict[str, object], load: Load, run: Run) -> int:
-    """Send prompts to the servers, judge their answers, print the verdict, and return the exit code."""
-    import asyncio
-    import secrets
-
-    import msgspec
-
-    from dcpbench.servers.agreement import find_next_length, judge_answers
-    from dcpbench.servers.answer_verdict import DIFFER, UNDECIDED
-    from dcpbench.servers.conditions import Questions, question_servers
-    from dcpbench.show.terminal import ProgressLine
-
-    targets, contexts, extra_body = _read_servers(remote, own, load, run)
-    if run.caller.elsewhere is not None:
-        return 0
-    questions = Questions(
-        prompts=remote.num_prompts or SERVERS_PROMPTS,
-        tokens=load.new_tokens or SERVERS_TOKENS,
-        rounds=remote.repeats,
-        seed=secrets.randbits(32) if remote.seed is None else remote.seed,
-        endpoint=remote.endpoint,
-        extra_body=extra_body,
-    )
-    with ProgressLine() as line:
-        answers = asyncio.run(question_servers(targets, questions, contexts=contexts, tell=line))
-        report = judge_answers(answers.lengths, answers.scored, remote.tolerance)
-        while (length := find_next_length(report, questions.tokens)) is not None:
-            answers += asyncio.run(question_servers(targets, questions, contexts=[length], tell=line))
-            report = judge_answers(answers.lengths, answers.scored, remote.tolerance)
-    caches = answers.caches
-    urls = [target.url for target in targets]
-    facts = msgspec.to_builtins(report) | {"urls": urls, "seed": questions.seed, "caches": msgspec.to_builtins(caches)}
-    _show_servers(report, caches, facts, run)
-    return {DIFFER: ExitCode.WRONG, UNDECIDED: ExitCode.NO_ANSWER}.get(report.verdict, 0)
-
-
-def _read_servers(
-    remote: Remote, own: dict[str, object], load: Load, run: Run
-) -> "tuple[list[Target], list[int] | None, dict[str, object]]":
-    """Return the servers, lengths of prompts, and further fields of requests. Raise UsageError for invalid options."""
-    from dcpbench.errors import UsageError
-    from dcpbench.plan import option_parsers as read
-    from dcpbench.points.names import format_flag
-    from dcpbench.servers.agreement import check_decides
-    from dcpbench.servers.ask import choose_contexts
-    from dcpbench.servers.client import Target, load_api_key
-    from dcpbench.servers.prompt_format import ENDPOINTS
-    from dcpbench.servers.request_options import parse_extra_body, parse_headers
-
-    own |= collect_typed(load)
-    if wrong := [format_flag(name) for name in own if name not in ("context", "new_tokens")]:
-        raise UsageError(f"{wrong[0]} is an option of dcpbench's own engine; leave it out, or --url.")
-    urls = remote.url or []
-    if len(urls) > 2:  # noqa: PLR2004 - A and B
-        raise UsageError(f"--url is given {len(urls)} times; give it once, or twice to compare two servers.")
-    read.check_known("endpoint", remote.endpoint, ENDPOINTS)
-    contexts = None if load.context is None else list(dict.fromkeys(read.parse_ints("context", load.context)))
-    for context in contexts or ():
-        read.check_positive("context", context)
-    lengths = len(contexts or choose_contexts(None, None, load.new_tokens or SERVERS_TOKENS))
-    check_decides(remote.num_prompts or SERVERS_PROMPTS, remote.repeats, lengths, len(urls))
-    headers, extra_body = parse_headers(remote.header or ()), parse_extra_body(remote.extra_body, greedy=True)
-    key = load_api_key(remote.api_key_env)
-    return [Target.from_url(url, key=key, headers=headers, timeout_s=run.timeout) for url in urls], contexts, extra_body
-
-
-def _show_servers(report: "Report", caches: "Sequence[CacheUse]", facts: dict[str, Any], run: Run) -> None:
-    """Write the facts into the output folder, and print them as JSON or as a table with the verdict."""
-    import msgspec
-
-    from dcpbench.commands import point_runner
-    from dcpbench.launch import folders
-    from dcpbench.servers.agreement_text import format_verdict, make_table
-    from dcpbench.show.whole_files import write_file
-
-    if run.output is not None:
-        folders.make_folder(run.output)
-        write_file(run.output / ANSWERS_FILE, msgspec.json.format(msgspec.json.encode(facts), indent=1) + b"\n")
-    if run.as_json:
-        point_runner.print_json(facts | {"text": format_verdict(report, caches)})
-        return
-    terminal = make_console()
-    terminal.print(make_table(report, facts["urls"]))
-    for sentence in format_verdict(report, caches):
-        terminal.print(sentence, soft_wrap=True)
 
 
 def _list_layouts(spec: "SweepSpec", asked: Layouts, probe: "Probe") -> list["Layout"]:

@@ -13,7 +13,7 @@ are computed in the same way in each batch, but not in each layout.
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -30,16 +30,16 @@ from dcpbench.servers.answer_pairs import (
     find_prompt_value,
     measure_distance,
 )
-from dcpbench.servers.exact_tests import compute_tail, compute_upper_bound, reject_by_holm
+from dcpbench.servers.exact_tests import compute_tail, compute_upper_bound
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
+    from dcpbench.servers.answer_counts import Count
     from dcpbench.servers.answer_pairs import Answer, Distance, ScoredPrompt
 
     Prompts = Iterable[Sequence[tuple[Answer, Answer]]]
 
-T = TypeVar("T")
 LAYOUT_FACTOR = 2.0
 """Rounding between layouts may be this many times that of a server with itself. It is 1.0 times in gaps and 1.3 times in drifts, at all
 quantiles, for vLLM 0.26 with DeepSeek-V3's layers in fp8 at dcp 1 and 2 (tests/data/verify/vllm_2xH200.json).
@@ -232,26 +232,16 @@ def compute_limits(
     return found
 
 
-class Sized(Protocol):
-    """Describe the sizes of prompts that agreement.Comparison and engine_agreement.Count share."""
-
-    @property
-    def gaps(self) -> list[float]:
-        """Return the gap of each prompt."""
-
-    @property
-    def drifts(self) -> list[float]:
-        """Return the drift of each prompt."""
-
-
 class ShareTest(msgspec.Struct, frozen=True, kw_only=True):
-    """A test of how many prompts exceed one limit."""
+    """A test of how many prompts exceed one limit. REAL is the test of differences that no rounding explains."""
 
     size: str = ""  # GAP or DRIFT_SIZE; empty: the prompts of which at least half of the pairs are real
     place: int = len(QUANTILES)  # of the limit in QUANTILES
 
-    def count_prompts(self, counts: Iterable[Sized], limits: Limits) -> int:
+    def count_prompts(self, counts: Iterable[Count], limits: Limits) -> int:
         """Return how many prompts exceed the limit."""
+        if not self.size:
+            return sum(c.differing for c in counts)
         limit = limits.list_limits(self.size)[self.place]
         return sum(value > limit for c in counts for value in (c.gaps if self.size == GAP else c.drifts))
 
@@ -260,26 +250,13 @@ REAL = ShareTest()
 SHARE_TESTS = [ShareTest(size=size, place=place) for size in (GAP, DRIFT_SIZE) for place in range(len(QUANTILES))]
 
 
-def compute_share_tests(counts: Sequence[Sized], limits: Limits, chance: float) -> dict[ShareTest, float]:
+def compute_share_tests(counts: Sequence[Count], limits: Limits, chance: float) -> dict[ShareTest, float]:
     """Return the probability that rounding puts so many prompts beyond each limit, if `chance` alone explains that share."""
     found, prompts = {}, sum(len(c.gaps) for c in counts)
     for test in SHARE_TESTS:
         share = max(limits.get_typical_share(test.size, test.place), min(2 * chance, 1.0))
         found[test] = compute_tail(test.count_prompts(counts, limits), prompts, share)
     return found
-
-
-def reject_tests(tests: Mapping[T, float], level: float, get_test: Callable[[T], ShareTest]) -> set[T]:
-    """Return the significant tests. Tests of real differences and of the distribution of the rounding have half of the level each."""
-    real = {key: p for key, p in tests.items() if get_test(key) == REAL}
-    others = {key: p for key, p in tests.items() if key not in real}
-    return reject_by_holm(real, level / 2) | reject_by_holm(others, level / 2)
-
-
-def choose_test(rejected: Mapping[T, float], get_test: Callable[[T], ShareTest]) -> ShareTest:
-    """Return the test that a finding states, from the p values of the significant ones: REAL, else the one with the smallest."""
-    real = [key for key in rejected if get_test(key) == REAL]
-    return get_test(min(real or rejected, key=lambda key: rejected[key]))
 
 
 def _measure_score_noise(scored: Sequence[ScoredPrompt]) -> float:

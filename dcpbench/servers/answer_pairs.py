@@ -14,18 +14,16 @@ A pair of answers is
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    Comparer = Callable[["Answer", "Answer"], "Pair"]
+    from collections.abc import Sequence
 
 SAME, NEAR_TIE, OUTLIER, TOKEN, DRIFT, UNKNOWN = "same", "near-tie", "outlier", "token", "drift", "unknown"
-REPEAT, CACHE, BATCH, SERVERS = EFFECTS = ("repeat", "cache", "batch", "servers")
+REPEAT, CACHE, BATCH, SERVERS, SCORES = ("repeat", "cache", "batch", "servers", "scores")  # effects
 TOLERANCE = 0.1  # natural logarithms: bf16 sums in another order move a log-probability by some hundredths
 MIN_DRIFT_TOKENS = 4  # equal tokens over which a mean difference of log-probabilities is judged
 MIN_LISTED = 5  # tokens from which a list of likeliest tokens must have one in common with another
@@ -91,6 +89,7 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
     drift: float | None = None  # mean |difference of log-probabilities| of equal tokens
     compared: int = 0  # tokens up to the first that differs, and that one
     tokens: int = 0  # tokens of the longer answer
+    place: int | None = None  # of the request among those of the server, if it was sent alone
 
     @property
     def is_real(self) -> bool:
@@ -156,37 +155,3 @@ def _count_common(a: Answer, b: Answer, place: int) -> int | None:
         return None
     mine, theirs = a.tops[place], b.tops[place]
     return len(mine.keys() & theirs.keys()) if min(len(mine), len(theirs)) >= MIN_LISTED else None
-
-
-class Tally(TypedDict):
-    """Hold the counts that agreement.Comparison and engine_agreement.Count share, by the names of their fields."""
-
-    prompts: int
-    pairs: int
-    near_ties: int
-    outliers: int
-    real: int
-    unknown: int
-    differing: int
-    compared: int
-    tokens: int
-    gaps: list[float]
-    drifts: list[float]
-
-
-def tally_pairs(prompts: Sequence[Sequence[Pair]]) -> Tally:
-    """Count the pairs of each prompt."""
-    pairs = [pair for of in prompts for pair in of]
-    return {
-        "prompts": len(prompts),
-        "pairs": len(pairs),
-        "near_ties": sum(pair.kind == NEAR_TIE for pair in pairs),
-        "outliers": sum(pair.kind == OUTLIER for pair in pairs),
-        "real": sum(pair.is_real for pair in pairs),
-        "unknown": sum(pair.kind == UNKNOWN for pair in pairs),
-        "differing": sum(2 * sum(pair.is_real for pair in of) >= max(len(of), 1) for of in prompts),
-        "compared": sum(pair.compared for pair in pairs),
-        "tokens": sum(pair.tokens for pair in pairs),
-        "gaps": [round(find_prompt_value([pair.gap or 0.0 for pair in of]), 4) for of in prompts],
-        "drifts": [round(find_prompt_value([pair.judged_drift for pair in of]), 4) for of in prompts],
-    }

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dcpbench.errors import UsageError, WorkerError
+from dcpbench.errors import WorkerError
 from dcpbench.servers.answer_pairs import Answer
 from dcpbench.servers.answers import BROKEN_OFF, is_refusal
 from dcpbench.servers.client import RequestError, WholeOkReply
@@ -26,10 +26,6 @@ if TYPE_CHECKING:
 
 TOP_LOGPROBS = (20, 5, 2)
 """Numbers of top log-probabilities to request, tried in order until a server accepts one."""
-MIN_CONTEXT, MAX_CONTEXT = 64, 32_768
-"""Lengths of prompts without --context: doubled from the first to the second, or to the maximum that the servers
-accept.
-"""
 MIN_ANSWER_BYTES, BYTES_OF_TOKEN = 1 << 20, 1 << 12  # of a whole answer, and for each token with its log-probabilities
 
 
@@ -60,8 +56,8 @@ class Logprobs(msgspec.Struct, frozen=True):
 class Side:
     """A server and how requests to it are written."""
 
-    def __init__(self, client: Client, prompt_format: PromptFormat, longest: int | None) -> None:
-        self.client, self.prompt_format, self.longest = client, prompt_format, longest
+    def __init__(self, client: Client, prompt_format: PromptFormat) -> None:
+        self.client, self.prompt_format = client, prompt_format
         self._extras = [
             {"logprobs": True, "top_logprobs": count} if prompt_format.endpoint == CHAT else {"logprobs": count}
             for count in TOP_LOGPROBS
@@ -142,19 +138,3 @@ def parse_answer(choice: Choice) -> Answer:
         return Answer(tokens=tokens)
     finite = [{name: p for name, p in top.items() if p is not None and math.isfinite(p)} for top in tops]
     return Answer(tokens=tokens, names=names, logprobs=known, tops=finite if len(finite) == len(tokens) else [])
-
-
-def choose_contexts(typed: Sequence[int] | None, longest: int | None, tokens: int) -> list[int]:
-    """Return the lengths of prompts in rising order. Raise UsageError for those that a server does not accept."""
-    most = MAX_CONTEXT if longest is None else longest - tokens
-    if typed:
-        if longest is not None and max(typed) > most:
-            raise UsageError(
-                f"--context {max(typed):,} with {tokens} new tokens is more than the {longest:,} that a server takes; --context can be up to {most:,}."
-            )
-        return sorted(set(typed))
-    found, length = [], MIN_CONTEXT
-    while length <= min(most, MAX_CONTEXT):
-        found.append(length)
-        length *= 2
-    return found or [max(most, 1)]

@@ -6,6 +6,8 @@ import dataclasses
 import itertools
 from typing import TYPE_CHECKING
 
+from dcpbench.errors import UsageError
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -15,6 +17,8 @@ TILE = 128  # tokens that attention kernels take at a time
 CHUNK = 8192  # prompt tokens of a step: the default of vLLM and SGLang on large GPUs
 LONG_CONTEXTS = (32_768, 131_072)  # tokens of a prompt and its answer
 MAX_CONTEXT = LONG_CONTEXTS[-1]  # default of --max-context
+DOUBLED = tuple(64 << n for n in range(10))  # lengths of prompts for servers of which no edge is known
+UNCHECKED_LENGTH = 16_384  # maximum length by default for a server that does not report its maximum context
 MAX_BATCH_TOKENS = 300_000  # prompt tokens of a batch; 33 prompts of a chunk fit
 MIN_SHARED = 32  # tokens of a prompt of which the first half fills a KV page
 
@@ -43,6 +47,22 @@ def list_lengths(edges: Edges, new_tokens: int) -> list[int]:
 def split_lengths(lengths: Sequence[int], longest: int) -> tuple[list[int], list[int]]:
     """Return the lengths up to `longest`, and those that are longer."""
     return [n for n in lengths if n <= longest], [n for n in lengths if n > longest]
+
+
+def fit_lengths(wanted: Sequence[int], longest: int | None, tokens: int, *, given: bool) -> tuple[list[int], list[int]]:
+    """Return the lengths that a server takes with answers of so many tokens, and those that are too long.
+
+    `longest` is its maximum context. If it takes none, raise UsageError for lengths that were given, and return the longest possible.
+    """
+    if longest is None:
+        return split_lengths(wanted, wanted[-1] if given else UNCHECKED_LENGTH)
+    fitting, longer = split_lengths(wanted, longest - tokens)
+    if given and not fitting:
+        raise UsageError(
+            f"--context {wanted[0]:,} with {tokens} new tokens is more than the {longest:,} that a server takes; --context can be up to "
+            f"{longest - tokens:,}."
+        )
+    return fitting or [max(longest - tokens, 1)], longer
 
 
 def list_batches(length: int, batches: Sequence[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Exact tests of shares: binomial tails and bounds, Fisher's test, and Holm's procedure. No I/O."""
+"""Exact tests of shares: binomial tails and bounds, and Holm's procedure. No I/O."""
 
 from __future__ import annotations
 
@@ -48,13 +48,6 @@ def _sum_binomial(first: int, last: int, total: int, share: float) -> float:
     coefficients = start + np.concatenate([[0.0], np.cumsum(steps)])
     terms = np.exp(coefficients + k * math.log(share) + (total - k) * math.log1p(-share))
     return min(math.fsum(terms.tolist()), 1.0)
-
-
-def compute_fisher(a: int, of_a: int, b: int, of_b: int) -> float:
-    """Return the two-sided p of Fisher's exact test for the shares a / of_a and b / of_b, by doubling the smaller tail."""
-    total, every = a + b, math.comb(of_a + of_b, a + b)
-    chances = [math.comb(of_a, k) * math.comb(of_b, total - k) / every for k in range(total + 1)]
-    return min(2 * min(sum(chances[: a + 1]), sum(chances[a:])), 1.0)
 
 
 def reject_by_holm(tests: dict[T, float], level: float = LEVEL) -> set[T]:

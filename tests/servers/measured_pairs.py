@@ -10,10 +10,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from dcpbench.servers.answer_counts import OWN_PAIRS, Cell, Count
 from dcpbench.servers.answer_noise import DRIFT_SIZE, GAP, Limits, Sizes, compute_limits
-from dcpbench.servers.answer_pairs import DRIFT, SAME, TOKEN, Pair, ScoredPrompt
-from dcpbench.servers.edge_answers import Cell
-from dcpbench.servers.engine_agreement import OWN_EFFECTS, SCORES, Count, Judgement, judge_setting
+from dcpbench.servers.answer_pairs import DRIFT, SAME, SCORES, TOKEN, Pair, ScoredPrompt
+from dcpbench.servers.answer_verdict import Judgement, judge_counts
 
 VLLM = Path(__file__).parents[1] / "data" / "verify" / "vllm_2xH200.json"
 
@@ -29,7 +29,7 @@ def measure_rows(rows: list[dict[str, Any]]) -> Sizes:
     """Return the gaps and drifts of the pairs of one server's own answers."""
     sizes: dict[str, dict[str, list[float]]] = {"gaps": {}, "drifts": {}}
     for row in rows:
-        if row["effect"] in OWN_EFFECTS:
+        if row["effect"] in OWN_PAIRS:
             for name, found in sizes.items():
                 found.setdefault(row["effect"], []).extend(_pad_values(row, name))
     return Sizes(**sizes)
@@ -70,10 +70,10 @@ def judge_rows(settings: list[list[dict[str, Any]]], spread: float) -> list[Judg
     for rows in settings:
         limits = compute_limits(0.1, [first, measure_rows(rows)], scored, scored)
         counts = [make_count(row, limits) for row in rows]
-        own = [c for c in counts if c.effect in OWN_EFFECTS]
-        between = [c for c in counts if c.effect not in OWN_EFFECTS]
+        own = [c for c in counts if c.effect in OWN_PAIRS]
+        between = [c for c in counts if c.effect not in OWN_PAIRS]
         verdict = found[0].verdict if found else "CONSISTENT"
-        found.append(judge_setting(own, between or None, base, limits=limits, base_verdict=verdict, level=0.0005))
+        found.append(judge_counts(own, between or None, base, limits=limits, base_verdict=verdict, level=0.0005))
         base = base or own
     return found
 
@@ -82,7 +82,7 @@ def scale_sizes(rows: list[dict[str, Any]], factor: float) -> list[dict[str, Any
     """Return the rows with the differences between settings multiplied."""
     return [
         row | {name: [x * factor for x in row[name]] for name in ("gaps", "drifts")}
-        if row["effect"] not in OWN_EFFECTS
+        if row["effect"] not in OWN_PAIRS
         else row
         for row in rows
     ]

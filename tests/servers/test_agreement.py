@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
-import math
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from dcpbench import cli
 from dcpbench.errors import UsageError
-from dcpbench.servers.agreement import (
-    NOISY,
-    Comparison,
-    PromptAnswers,
-    check_decides,
-    compare_length,
-    find_next_length,
-    judge_answers,
-    make_report,
-)
-from dcpbench.servers.agreement_text import format_verdict, make_table
+from dcpbench.servers.answer_collector import Collector, Questions, make_distinct_prompts
+from dcpbench.servers.answer_counts import AGAIN, Cell, Count, GroupAnswers, LengthAnswers, count_between, count_own
 from dcpbench.servers.answer_noise import Limits, Noise
 from dcpbench.servers.answer_pairs import (
     BATCH,
@@ -45,19 +37,24 @@ from dcpbench.servers.answer_verdict import (
     UNATTRIBUTED,
     UNDECIDED,
     UNMEASURED,
+    check_decides,
+    check_rounds,
+    find_next_length,
+    judge_counts,
 )
-from dcpbench.servers.ask import choose_contexts, parse_answer
+from dcpbench.servers.answer_verdict_text import format_report, make_table
+from dcpbench.servers.ask import parse_answer
 from dcpbench.servers.client import Target
-from dcpbench.servers.conditions import CacheUse, Questions, make_prompts, question_servers
+from dcpbench.servers.edge_lengths import DOUBLED, fit_lengths
 from dcpbench.servers.events import read_completion
 from dcpbench.servers.exact_tests import (
     LEVEL,
-    compute_fisher,
     compute_smallest_found_share,
     compute_tail,
     compute_upper_bound,
     reject_by_holm,
 )
+from dcpbench.servers.server_comparison import Report, SettingResult, compare_running
 from tests.servers.fake_server import Model, Running, Script
 from tools.client_accuracy import served
 from tools.server_agreement import PAIRS, RIGHT, faulty_engine, table_of_faults, verify
@@ -66,7 +63,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from dcpbench.servers.agreement import Report
+    from dcpbench.servers.answer_verdict import Finding, Judgement
 
 N = 32
 
@@ -82,23 +79,63 @@ def answer(tokens: str, *, ahead: float = 2.0, second: str = "?", off: float = 0
     return Answer(tokens=list(tokens), names=list(tokens), logprobs=[logprob] * len(tokens), tops=tops)
 
 
-def answers(
-    alone: str = "a" * N, *, first: str = "", batch: str = "", rounds: int = 2, again: str = "", **how: Any
-) -> PromptAnswers:
-    """Answers of a server to a prompt; what is not given is as the answers alone, and `again` is the last of those."""
-    others = [answer(alone, **how)] * (rounds - 1) + [answer(again or alone, **how)]
-    return PromptAnswers(
-        first=answer(first or alone, **how),
-        first_in_batch=False,
-        alone=others,
-        batch=[answer(batch or alone, **how)] * rounds,
-    )
+def collect(context: int, prompts: list[dict[str, Any]], batch: int = 12) -> LengthAnswers:
+    """Answers of a server to prompts: alone (`first` while they were new, `again` in the last round), and in a `batch`."""
+    alone: list[list[Answer]] = [[], [], []]
+    together = []
+    for prompt in prompts:
+        how = dict(prompt)
+        right = how.get("alone", "a" * N)
+        texts = [how.pop(name, right) for name in ("first", "alone", "again", "batch")]
+        *rounds, in_batch = (answer(text, **how) for text in texts)
+        for of, one in zip(alone, rounds, strict=True):
+            of.append(one)
+        together.append(in_batch)
+    groups = [
+        GroupAnswers(batch=1, shared=False, number=0, rounds=alone, alone=[]),
+        GroupAnswers(
+            batch=batch, shared=False, number=3 * len(prompts), rounds=[together] * 3, alone=alone[1][: len(prompts)]
+        ),
+    ]
+    return LengthAnswers(length=context, groups=groups, scored=[])
+
+
+def judge(servers: list[list[LengthAnswers]], hits: tuple[int | None, ...] = (0, None)) -> Report:
+    """A judged comparison of one or two servers, [server][length]."""
+    results: list[SettingResult] = []
+    limits = Limits()
+    base = [c for of in servers[0] for c in count_own(of, limits)]
+    for name, lengths, hit_tokens in zip("AB", servers, hits, strict=False):
+        own = [c for of in lengths for c in count_own(of, limits)]
+        both = zip(servers[0], lengths, strict=True)
+        judgement = judge_counts(
+            own,
+            [c for a, b in both for c in count_between(a, b, limits)] if results else None,
+            base if results else [],
+            limits=limits,
+            base_verdict=results[0].verdict if results else CONSISTENT,
+            level=LEVEL / len(servers),
+        )
+        contexts = [of.length for of in lengths]
+        results.append(SettingResult(name=name, hit_tokens=hit_tokens, lengths=contexts, judgement=judgement))
+    return Report(results=results, seed=1, new_tokens=N)
 
 
 def compared(*servers: dict[str, Any], contexts: tuple[int, ...] = (512,), prompts: int = 12) -> Report:
     """A judged comparison of servers whose answers to all prompts of all lengths are so."""
-    found = [c for n in contexts for c in compare_length(n, [[answers(**how)] * prompts for how in servers])]
-    return make_report(found)
+    return judge([[collect(n, [how] * prompts) for n in contexts] for how in servers])
+
+
+def get_judgements(report: Report) -> list[Judgement]:
+    """The judgement of each server."""
+    return [result.judgement for result in report.results if result.judgement is not None]
+
+
+def list_findings(report: Report) -> list[tuple[str, Finding]]:
+    """The findings on all servers, each with the name of the server."""
+    return [
+        (name, finding) for name, one in zip("AB", get_judgements(report), strict=False) for finding in one.findings
+    ]
 
 
 WRONG = "a" * 4 + "b" * (N - 4)
@@ -193,36 +230,35 @@ class TestVerdicts:
     """Over all pairs."""
 
     def test_equal_servers_agree_and_say_what_could_have_been_seen(self) -> None:
-        """24 prompts of two lengths: a share p of wrong prompts is missed with (1 − p)^24, which is 5 % at 11.7 %."""
+        """Two lengths, 12 prompts new, again, in a batch new and again, and alone: a share p is missed with (1 − p)^120."""
         report = compared({}, {}, contexts=(64, 512))
-        assert (report.verdict, report.coverage, report.findings, report.undecided) == (AGREE, 1.0, [], [])
-        assert report.detectable.prompts == pytest.approx(1 - 0.05 ** (1 / 24))
-        assert report.detectable.prompts_of_a_length == pytest.approx(1 - 0.05 ** (1 / 12))
-        tokens = 24 * N  # of `repeat`, which has one pair of each prompt
-        assert report.detectable.tokens == pytest.approx(3 / tokens, rel=0.01)
-        verdict, seen, *_ = format_verdict(report)
-        assert verdict == (
-            "AGREE: B answers as A does up to prompts of 512 tokens. A differed from itself in 0 of 120 pairs, B differed "
-            "from itself in 0 of 120 pairs and B differed from A in 0 of 120 pairs."
+        judgement = get_judgements(report)[1]
+        assert (report.verdict, judgement.coverage, judgement.findings, judgement.undecided) == (AGREE, 1.0, [], [])
+        assert judgement.detectable.prompts == pytest.approx(1 - 0.05 ** (1 / 120))
+        assert judgement.detectable.prompts_of_a_length == pytest.approx(1 - 0.05 ** (1 / 60))
+        tokens = 2 * 12 * N * 7  # of one pair new, two again, in a batch as many, and one alone
+        assert judgement.detectable.tokens == pytest.approx(3 / tokens, rel=0.01)
+        a, b = format_report(report)
+        assert a.startswith(
+            "A: CONSISTENT. Its answers repeat, apart from rounding, at 2 lengths of prompts from 64 to 512"
         )
-        assert seen.startswith(
-            "A fault in 11.73% of prompts (22% of those of one length), or in 0.389% of tokens, would have been seen with 95% confidence, if "
-            "it chooses tokens more than 0.2 apart in log-probability, or replaces all likely tokens."
+        assert b.startswith(
+            "B: AGREE. It answers as A does, apart from rounding, at 2 lengths of prompts from 64 to 512 tokens and batch sizes 1 and 12; "
+            "0 near-ties. A fault in 2.47% of prompts (5% of those of one length), or in 0.056% of tokens, would have been seen with 95% "
+            "confidence, if it chooses tokens more than 0.2 apart in log-probability, or replaces all likely tokens."
         )
 
     def test_one_server_is_never_said_to_agree(self) -> None:
-        """The verdict says how often it differed from itself."""
+        """It is consistent with itself."""
         report = compared({})
         assert report.verdict == CONSISTENT
-        assert format_verdict(report)[0] == (
-            "CONSISTENT: up to prompts of 512 tokens, the server differed from itself in 0 of 60 pairs."
-        )
+        assert format_report(report)[0].startswith("A: CONSISTENT. Its answers repeat")
 
     @pytest.mark.parametrize(
         ("how", "effect", "words"),
         [
             ({"first": WRONG}, CACHE, "when a prompt is asked again (prefix cache)"),
-            ({"batch": WRONG}, BATCH, "between answers alone and in a batch"),
+            ({"batch": WRONG}, BATCH, "between answers in a batch and alone"),
         ],
     )
     @pytest.mark.parametrize("side", ["A", "B", "both", "one"])
@@ -233,42 +269,39 @@ class TestVerdicts:
         sides = {"A": [how, {}], "B": [{}, how], "both": [how, how], "one": [how]}[side]
         report = compared(*sides)
         assert report.verdict == DIFFER
-        found = {finding.server for finding in report.findings if finding.effect == effect}
-        assert found == {"both": {"A", "B"}, "one": {"A"}}.get(side, {side})
-        who = "the server" if side == "one" else min(found)
-        assert (
-            f"{who} differs from itself from prompts of 512 tokens on {words}: 12 of 12 prompts"
-            in format_verdict(report)[0]
-        )
+        found = {name: finding for name, finding in list_findings(report) if finding.effect == effect}
+        assert set(found) == {"both": {"A", "B"}, "one": {"A"}}.get(side, {side})
+        text = format_report(report)["AB".index(min(found))]
+        assert f"differs from itself {words}" in text
+        for finding in found.values():
+            assert (finding.differing, finding.lengths, finding.first) == (12, [512], 5)
 
     def test_servers_that_differ_from_each_other_differ(self) -> None:
         """In the fifth token, from 512 tokens on; the first length that differs is looked for between."""
-        found = [
-            *compare_length(64, [[answers()] * 12] * 2),
-            *compare_length(512, [[answers()] * 12, [answers(WRONG)] * 12]),
-        ]
-        report = make_report(found)
-        (finding,) = report.findings
-        assert (report.verdict, finding.effect, finding.server, finding.contexts) == (DIFFER, SERVERS, "AB", [512])
-        assert (finding.differing, finding.prompts, finding.first) == (12, 12, 5)
-        assert format_verdict(report)[0] == (
-            "DIFFER: B differs from A from prompts of 512 tokens on: 12 of 12 prompts beyond rounding, first in token 5 of an "
-            "answer (after 516 tokens of context)."
+        right, wrong = [collect(n, [{}] * 12) for n in (64, 512)], collect(512, [{"alone": WRONG, "batch": WRONG}] * 12)
+        report = judge([right, [right[0], wrong]])
+        ((server, finding),) = list_findings(report)
+        assert (report.verdict, server, finding.effect, finding.lengths) == (DIFFER, "B", SERVERS, [512])
+        assert (finding.differing, finding.prompts, finding.first) == (60, 120, 5)
+        assert format_report(report)[1].startswith(
+            "B: DIFFER. It answers differently from A: 60 of 120 prompts. Smallest setting that shows it: a prompt of 512 tokens, batch "
+            "size 1, prefix-cache miss; token 5 of the answer (after 516 tokens of context) is another one, 2 apart in log-probability; "
+            "rounding explains up to 1.2. It shows at prompts of 512 tokens (not 64)"
         )
-        assert find_next_length(report, 32) == 288
-        assert find_next_length(report, 448) is None
-        assert find_next_length(make_report(found[:7]), 32) is None
+        assert find_next_length(get_judgements(report), 32) == 288
+        assert find_next_length(get_judgements(report), 448) is None
+        assert find_next_length(get_judgements(compared({}, {}, contexts=(64, 512))), 32) is None
 
     def test_drift_between_servers_is_a_difference(self) -> None:
         """The tokens are the same."""
         report = compared({}, {"off": 0.7})
-        assert [(f.effect, f.first) for f in report.findings] == [(SERVERS, None)]
+        assert [(name, f.effect, f.first) for name, f in list_findings(report)] == [("B", SERVERS, None)]
 
     def test_drift_that_rounding_could_explain_is_undecided_where_rounding_is_unknown(self) -> None:
         """Both servers repeat themselves exactly, which says nothing on the rounding between them."""
         report = compared({}, {"off": 0.2})
-        assert (report.verdict, report.undecided) == (UNDECIDED, [UNMEASURED])
-        assert "Rounding could not be measured" in format_verdict(report)[-1]
+        assert (report.verdict, get_judgements(report)[1].undecided) == (UNDECIDED, [UNMEASURED])
+        assert "Rounding could not be measured" in format_report(report)[1]
 
     def test_near_ties_are_no_difference(self) -> None:
         """Every answer of B parts from A's at its last token, which A has 0.05 ahead."""
@@ -276,79 +309,80 @@ class TestVerdicts:
         b = {"alone": "a" * (N - 1) + "b", "second": "a", "ahead": 0.05}
         report = compared(a, b)
         assert report.verdict == AGREE
-        assert "B differed from A in 60 of 60 pairs (60 near-ties)" in format_verdict(report)[0]
+        assert "; 84 near-ties." in format_report(report)[1], "12 prompts of 7 pairs"
 
     def test_answers_that_part_at_once_show_nothing(self) -> None:
         """At a near-tie in the first token: nothing of the others is compared."""
         a = {"alone": "a" * N, "second": "b", "ahead": 0.05}
         b = {"alone": "b" * N, "second": "a", "ahead": 0.05}
         report = compared(a, b)
-        assert (report.verdict, report.undecided, report.coverage) == (UNDECIDED, [FEW_TOKENS], 1 / N)
+        judgement = get_judgements(report)[1]
+        assert (report.verdict, judgement.undecided, judgement.coverage) == (UNDECIDED, [FEW_TOKENS], 1 / N)
 
     def test_differences_that_cannot_be_attributed_are_undecided(self) -> None:
         """Without log-probabilities a near-tie and a fault look the same."""
         report = compared({"logprobs": False}, {"alone": WRONG, "logprobs": False})
-        assert (report.verdict, report.undecided) == (UNDECIDED, [UNATTRIBUTED])
-        assert "no log-probabilities say whether those are near-ties" in format_verdict(report)[0]
-        assert "compared by their tokens alone" in format_verdict(report)[-1]
+        assert (report.verdict, get_judgements(report)[1].undecided) == (UNDECIDED, [UNATTRIBUTED])
+        text = format_report(report)[1]
+        assert "no log-probabilities say whether those are near-ties" in text
+        assert "compared by their tokens alone" in text
         assert compared({"logprobs": False}, {"logprobs": False}).verdict == AGREE
 
     def test_a_rare_difference_is_undecided(self) -> None:
         """One prompt of twelve: neither agreement nor more than chance."""
-        found = compare_length(512, [[answers()] * 12, [*[answers()] * 11, answers(WRONG)]])
-        report = make_report(found)
-        assert (report.verdict, report.undecided) == (UNDECIDED, [RARE])
-        assert "ask more with --num-prompts" in format_verdict(report)[0]
+        report = judge([[collect(512, [{}] * 12)], [collect(512, [*[{}] * 11, {"alone": WRONG}])]])
+        assert (report.verdict, get_judgements(report)[1].undecided) == (UNDECIDED, [RARE])
+        assert "ask more with --num-prompts" in format_report(report)[1]
 
     def test_a_pair_that_is_real_prevents_agreement_also_where_most_of_a_prompts_are_not(self) -> None:
-        """One of five."""
-        report = make_report(
-            compare_length(512, [[answers()] * 12, [*[answers()] * 11, answers(first=WRONG, rounds=4)]])
-        )
+        """One of seven."""
+        report = judge([[collect(512, [{}] * 12)], [collect(512, [*[{}] * 11, {"first": WRONG}])]])
         assert report.verdict == UNDECIDED
 
-    def test_servers_that_do_not_repeat_themselves_are_undecided_and_one_of_both_differs(self) -> None:
-        """Half of the prompts get another answer under the same conditions, from both servers or from B alone."""
-        noisy = [answers(again=WRONG)] * 6 + [answers()] * 6
-        both = make_report([c for n in (64, 128, 256) for c in compare_length(n, [noisy, noisy])])
-        assert (both.verdict, both.undecided) == (UNDECIDED, [NOISY])
-        one = make_report([c for n in (64, 128, 256) for c in compare_length(n, [[answers()] * 12, noisy])])
-        assert one.verdict == DIFFER
-        assert (REPEAT, "B") in {(f.effect, f.server) for f in one.findings}
-        alone = make_report([c for n in (64, 128, 256) for c in compare_length(n, [noisy])])
-        assert [f.effect for f in alone.findings] == [REPEAT]
+    def test_servers_that_do_not_repeat_themselves_differ(self) -> None:
+        """Half of the prompts get another answer under the same conditions, from both servers, from B alone, or from a single server."""
+        noisy = [collect(n, [{"again": WRONG}] * 6 + [{}] * 6) for n in (64, 128, 256)]
+        right = [collect(n, [{}] * 12) for n in (64, 128, 256)]
+        for servers, who in (([noisy, noisy], {"A", "B"}), ([right, noisy], {"B"}), ([noisy], {"A"})):
+            report = judge(servers)
+            assert report.verdict == DIFFER
+            assert {name for name, finding in list_findings(report) if finding.effect == REPEAT} == who
 
     def test_repeats_say_what_chance_may_do(self) -> None:
         """A share of differing prompts as among repeats is no finding."""
-        noisy = [answers(again=WRONG)] * 3 + [answers()] * 9
-        batch = [answers(batch=WRONG)] * 3 + [answers()] * 9
-        found = compare_length(512, [noisy, noisy]) + compare_length(1024, [batch, batch])
-        assert not [f for f in make_report(found).findings if f.effect == BATCH]
+        noisy = collect(512, [{"again": WRONG}] * 3 + [{}] * 9)
+        batch = collect(1024, [{"batch": WRONG}] * 3 + [{}] * 9)
+        assert not [f for _, f in list_findings(judge([[noisy, batch]] * 2)) if f.effect == BATCH]
 
     def test_nothing_compared_is_no_agreement(self) -> None:
         """Answers without a token."""
         assert compared({"alone": ""}, {"alone": ""}).verdict == UNDECIDED
 
-    def test_the_table_has_a_row_for_each_server_and_length(self) -> None:
-        """With what differs beyond chance marked."""
-        table = make_table(compared({}, {"batch": WRONG}), ["http://a", "http://b"])
-        assert [column.header for column in table.columns][2:] == [
+    def test_the_table_has_a_row_for_each_server(self) -> None:
+        """With what differs in each effect."""
+        table = make_table(compared({}, {"batch": WRONG}))
+        assert [column.header for column in table.columns] == [
+            "setting",
             "repeated",
-            "asked again",
+            "cache hit",
             "in a batch",
-            "B from A",
-            "drift",
+            "from the first",
+            "prompt tokens",
+            "verdict",
         ]
-        assert [list(column.cells) for column in table.columns][4] == ["0/24", "24/24 *"]
+        cells = [list(column.cells) for column in table.columns]
+        assert (cells[3], cells[4], cells[6]) == (["0/12", "12/12"], ["", "24/60"], [CONSISTENT, DIFFER])
 
     def test_what_is_known_of_the_prefix_cache_is_said(self) -> None:
         """Its hits, that there were none, or that they are unknown."""
-        report = compared({}, {}, contexts=(512,))
-        *_, a, b = format_verdict(report, [CacheUse(hit_tokens=512), CacheUse()])
-        assert a == "A reports prefix-cache hits of 512 tokens."
-        assert b == "B does not report prefix-cache hits, so whether answers used its cache is unknown."
-        assert "its cache was not tested" in format_verdict(report, [CacheUse(hit_tokens=0)])[-1]
-        assert "name longer ones" in format_verdict(compared({}, contexts=(64,)), [CacheUse()])[-1]
+        lengths = [collect(512, [{}] * 12)]
+        a, b = format_report(judge([lengths, lengths], (512, None)))
+        assert a.endswith("It reports prefix-cache hits of 512 tokens.")
+        assert b.endswith(
+            "It does not report prefix-cache hits, so whether repeated prompts used its cache is unknown."
+        )
+        assert format_report(judge([lengths], (0,)))[0].endswith("its cache was not tested.")
+        assert "name longer ones" in format_report(judge([[collect(64, [{}] * 12)]], (None,)))[0]
 
 
 class TestStatistics:
@@ -370,13 +404,6 @@ class TestStatistics:
         assert compute_upper_bound(0, 0) == compute_upper_bound(5, 5) == 1.0
         assert 1 - compute_tail(3, 40, compute_upper_bound(2, 40)) == pytest.approx(0.05)
 
-    def test_fisher(self) -> None:
-        """4 of 4 against 0 of 4: 1 of 70 tables is as extreme on one side."""
-        assert compute_fisher(4, 4, 0, 4) == pytest.approx(2 / math.comb(8, 4))
-        assert compute_fisher(0, 4, 4, 4) == pytest.approx(2 / math.comb(8, 4))
-        assert compute_fisher(2, 4, 2, 4) == 1.0
-        assert compute_fisher(0, 4, 0, 4) == 1.0
-
     def test_holm(self) -> None:
         """The smallest of three is held against a third of the level, the next against half of it."""
         key = (REPEAT, "A")
@@ -391,70 +418,108 @@ class TestStatistics:
         assert compute_tail(17, 100, share) == pytest.approx(0.95)
         assert compute_smallest_found_share(2, 0.5, 0.001) == 1.0
 
-    def test_detectable_is_of_the_effect_that_was_seen_least(self) -> None:
-        """Nothing seen: nothing could have been."""
+    def test_detectable_is_of_what_was_compared(self) -> None:
+        """Of a single server in its prefix cache. Nothing seen: nothing could have been."""
         made = [
-            Comparison(effect=effect, server="A", context=9, prompts=n, pairs=n, compared=100 * n, tokens=100 * n)
+            Count(
+                effect=effect,
+                cell=Cell(length=9, batch=1, cache=AGAIN),
+                prompts=n,
+                pairs=n,
+                compared=100 * n,
+                tokens=100 * n,
+            )
             for effect, n in ((REPEAT, 5), (CACHE, 10))
         ]
-        found = make_report(made).detectable
-        assert found.prompts == pytest.approx(1 - 0.05 ** (1 / 5))
-        assert found.tokens == pytest.approx(1 - 0.05 ** (1 / 500))
-        assert make_report([]).detectable.tokens == 1.0
+        found = judge_counts(made, None, [], limits=Limits()).detectable
+        assert found.prompts == pytest.approx(1 - 0.05 ** (1 / 10))
+        assert found.tokens == pytest.approx(1 - 0.05 ** (1 / 1000))
+        assert judge_counts([], None, [], limits=Limits()).detectable.tokens == 1.0
 
     @pytest.mark.parametrize(
-        ("prompts", "rounds", "lengths", "servers", "message"),
+        ("prompts", "lengths", "servers", "message"),
         [
-            (12, 2, 1, 1, ""),
-            (12, 2, 10, 2, ""),
-            (5, 2, 10, 2, ""),
+            (8, DOUBLED[:1], 2, ""),
+            (8, DOUBLED, 2, ""),
+            (5, DOUBLED, 2, ""),
             (
-                4,
+                3,
+                DOUBLED,
                 2,
-                10,
-                2,
-                "with --num-prompts 4 no difference could be distinguished from chance; use --num-prompts 5 or more.",
+                "with --num-prompts 3 no difference could be distinguished from chance; use --num-prompts 4 or more.",
             ),
-            (8, 2, 1, 1, "use --num-prompts 12 or more"),
-            (12, 1, 1, 1, "--repeats 1 does not repeat anything; use --repeats 2 or more."),
+            (4, DOUBLED[:1], 1, "use --num-prompts 8 or more"),
         ],
     )
     def test_a_comparison_that_could_find_no_difference_is_refused(
-        self, prompts: int, rounds: int, lengths: int, servers: int, message: str
+        self, prompts: int, lengths: tuple[int, ...], servers: int, message: str
     ) -> None:
         """Also where every prompt differed."""
         if not message:
-            check_decides(prompts, rounds, lengths, servers)
+            check_decides(prompts, lengths, (1, 8), servers)
             return
         with pytest.raises(UsageError) as error:
-            check_decides(prompts, rounds, lengths, servers)
+            check_decides(prompts, lengths, (1, 8), servers)
         assert message in str(error.value)
+
+    def test_a_single_round_is_refused(self) -> None:
+        """It repeats nothing."""
+        check_rounds(2)
+        with pytest.raises(UsageError, match="--repeats 1 does not repeat anything; use --repeats 2 or more"):
+            check_rounds(1)
 
     def test_what_is_not_refused_decides(self) -> None:
         """Where every prompt of one length differs, in the effect that is tested with the others."""
-        for servers, lengths, prompts in ((1, 1, 12), (2, 1, 9), (2, 10, 5)):
-            check_decides(prompts, 2, lengths, servers)
-            right = [[answers()] * prompts] * servers
-            wrong = [[answers(batch=WRONG)] * prompts, *right[1:]]
-            found = [c for n in range(1, lengths) for c in compare_length(n, right)] + compare_length(lengths, wrong)
-            assert make_report(found).verdict == DIFFER
+        for servers, lengths, prompts in ((1, 1, 12), (2, 1, 10), (2, 10, 5)):
+            check_decides(prompts, range(1, lengths + 1), (1, prompts), servers)
+            right = [collect(n, [{}] * prompts, prompts) for n in range(1, lengths + 1)]
+            wrong = [*right[:-1], collect(lengths, [{"batch": WRONG}] * prompts, prompts)]
+            found = list_findings(judge([wrong, *[right] * (servers - 1)]))
+            assert ("A", BATCH) in [(name, finding.effect) for name, finding in found]
 
 
-def test_lengths_of_prompts() -> None:
-    """As far as the servers take them, or as typed."""
-    assert choose_contexts(None, 300, 32) == [64, 128, 256]
-    assert choose_contexts(None, None, 32)[-1] == 32768
-    assert choose_contexts([9, 3], 300, 32) == [3, 9]
-    with pytest.raises(UsageError, match="can be up to 268"):
-        choose_contexts([300], 300, 32)
+@pytest.mark.parametrize(
+    ("wanted", "given", "longest", "tokens", "lengths"),
+    [
+        (DOUBLED, False, None, 32, [64 * 2**n for n in range(9)]),
+        (DOUBLED, False, 300, 32, [64, 128, 256]),
+        (DOUBLED, False, 96, 32, [64]),
+        (DOUBLED, False, 95, 32, [63]),
+        (DOUBLED, False, 33, 32, [1]),
+        (DOUBLED, False, 32, 32, [1]),
+        (DOUBLED, False, 9, 32, [1]),
+        (DOUBLED, False, 32_800, 32, [64 * 2**n for n in range(10)]),
+        ([3, 5], True, None, 32, [3, 5]),
+        ([3, 20_000], True, None, 32, [3, 20_000]),
+        ([5, 6], True, 37, 32, [5]),
+    ],
+)
+def test_lengths_of_prompts_are_those_that_a_server_takes(
+    wanted: list[int], given: bool, longest: int | None, tokens: int, lengths: list[int]
+) -> None:
+    """Without a reported maximum context up to 16,384 tokens, or as given; others are left out."""
+    found, longer = fit_lengths(wanted, longest, tokens, given=given)
+    assert found == lengths
+    assert longer == [n for n in wanted if n > max(lengths)]
+
+
+def test_lengths_of_which_a_server_takes_none_are_refused() -> None:
+    """If they were given."""
+    with pytest.raises(
+        UsageError,
+        match=r"^--context 6 with 32 new tokens is more than the 37 that a server takes; --context can be up to 5",
+    ):
+        fit_lengths([6, 9], 37, 32, given=True)
 
 
 def test_prompts_of_a_seed_and_a_length_are_the_same_each_time() -> None:
     """And different from each other."""
-    first, other = make_prompts(50, 2, 30, 1)
-    assert [p.tolist() for p in make_prompts(50, 2, 30, 1)] == [first.tolist(), other.tolist()]
-    assert first.tolist() != other.tolist()
-    assert make_prompts(50, 1, 30, 2)[0].tolist() != first.tolist()
+    first, other = make_distinct_prompts(np.random.default_rng([1, 50]), 50, 2, 30)
+    again = make_distinct_prompts(np.random.default_rng([1, 50]), 50, 2, 30)
+    assert [p.tolist() for p in again] == [first.tolist(), other.tolist()]
+    assert (len(first), first.dtype, first.tolist() != other.tolist()) == (50, np.int32, True)
+    assert 0 <= first.min() <= first.max() < 30
+    assert make_distinct_prompts(np.random.default_rng([2, 50]), 50, 1, 30)[0].tolist() != first.tolist()
 
 
 @pytest.mark.parametrize(
@@ -493,15 +558,20 @@ def test_answers_as_apis_put_them(data: bytes, wanted: Answer) -> None:
     assert parse_answer(choices[0]) == wanted
 
 
-QUESTIONS = Questions(prompts=8, tokens=16, rounds=2, seed=0, endpoint="completions")
+QUESTIONS = Questions(lengths=None, batches=(1, 8), prompts=8, tokens=16, rounds=2, seed=0, endpoint="completions")
+
+
+async def compare_targets(targets: list[Target], contexts: list[int]) -> Report:
+    """Compare servers of this process from another thread."""
+    questions = dataclasses.replace(QUESTIONS, lengths=contexts)
+    return await asyncio.to_thread(compare_running, targets, questions, 0.1, lambda _: None)
 
 
 async def compare_models(a: Model, b: Model, contexts: list[int], script: Script | None = None) -> Report:
     """Judge two servers in this process."""
     async with Running(script, a) as first, Running(script, b) as second:
         targets = [Target.from_url(first.url, timeout_s=5), Target.from_url(second.url, timeout_s=5)]
-        found = await question_servers(targets, QUESTIONS, contexts=contexts)
-        return judge_answers(found.lengths, found.scored, 0.1)
+        return await compare_targets(targets, contexts)
 
 
 @pytest.mark.parametrize(
@@ -515,19 +585,31 @@ async def compare_models(a: Model, b: Model, contexts: list[int], script: Script
     ids=["same", "token", "drift", "other-version"],
 )
 def test_injected_faults_are_found_at_their_place(b: Model, wrong: list[int]) -> None:
-    """From 300 tokens of context on: at prompts of 290 in the eleventh token."""
-    report = asyncio.run(compare_models(Model(), b, [100, 200, 290, 400]))
-    assert [n for n in (100, 200, 290, 400) if report.has_difference_at(n)] == wrong
+    """From 300 tokens of context on: at prompts of 290 in the eleventh token. Lengths between the right and the wrong ones are asked, too."""
+    report = asyncio.run(compare_models(Model(), b, [100, 200, 280, 290, 400]))
+    found = [finding for _, finding in list_findings(report) if finding.effect == SERVERS]
+    assert [[n for n in finding.lengths if n in (100, 200, 280, 290, 400)] for finding in found] == (
+        [wrong] if wrong else []
+    )
     assert report.verdict == (DIFFER if wrong else AGREE)
     if b.wrong_from:
-        assert "first in token 11 of an answer (after 300 tokens of context)" in format_verdict(report)[0]
+        assert "token 11 of the answer (after 300 tokens of context)" in format_report(report)[1]
+
+
+def test_a_difference_is_narrowed_down_to_the_length_of_an_answer() -> None:
+    """Between 100 and 400 tokens lengths are asked until the first wrong one is at most 16 tokens after a right one."""
+    report = asyncio.run(compare_models(Model(), Model(wrong_from=300), [100, 400]))
+    (finding,) = [finding for _, finding in list_findings(report)]
+    assert finding.lengths[0] - max(finding.clean_lengths) <= 16
+    assert 300 - 16 <= finding.lengths[0] <= 300
+    assert [result.lengths for result in report.results] == [sorted([*finding.lengths, *finding.clean_lengths])] * 2
 
 
 def test_servers_without_logprobs_are_never_said_to_agree_where_they_differ() -> None:
     """Also where they take no token ids."""
     script = Script(takes_ids=False, token_ids=False)
     report = asyncio.run(compare_models(Model(strict=True), Model(strict=True, wrong_from=60), [20, 100], script))
-    assert (report.verdict, report.logprobs) == (DIFFER, True)
+    assert (report.verdict, get_judgements(report)[1].logprobs) == (DIFFER, True)
     without = Model(strict=True, logprobs=False)
     wrong = Model(strict=True, logprobs=False, wrong_from=60)
     assert asyncio.run(compare_models(without, wrong, [20, 100], script)).verdict == UNDECIDED
@@ -540,7 +622,7 @@ def test_the_command_ends_as_it_judges(tmp_path: Path, capsys: pytest.CaptureFix
         (["--url", "http://127.0.0.1:9", "--tp", "2"], "--tp is an option of dcpbench's own engine"),
         (["--url", "http://127.0.0.1:9", "--url", "x", "--url", "y"], "--url is given 3 times"),
         (["--url", "http://127.0.0.1:9", "--context", "0"], "--context"),
-        (["--url", "http://127.0.0.1:9", "--num-prompts", "2"], "use --num-prompts 5 or more"),
+        (["--url", "http://127.0.0.1:9", "--num-prompts", "2"], "use --num-prompts 4 or more"),
         (["--url", "http://127.0.0.1:9", "--extra-body", '{"temperature": 1}'], "dcpbench sets temperature itself"),
         (["--url", "http://127.0.0.1:9"], "http://127.0.0.1:9"),
     ):
@@ -556,9 +638,10 @@ def test_the_command_ends_as_it_judges(tmp_path: Path, capsys: pytest.CaptureFix
         cli.main(["verify", "--url", url, *words, "--json"])
     assert not end.value.code
     found = json.loads(capsys.readouterr().out)
-    assert (found["verdict"], found["servers"], found["urls"]) == (CONSISTENT, 1, [url])
-    assert {c["context"] for c in found["comparisons"]} == {300, 400}
-    assert found["caches"][0]["hit_tokens"] > 0
+    (result,) = found["results"]
+    assert (found["verdict"], result["verdict"], result["url"]) == (CONSISTENT, CONSISTENT, url)
+    assert {c["cell"]["length"] for c in result["judgement"]["counts"]} == set(result["lengths"]) == {300, 400}
+    assert result["hit_tokens"] > 0
     assert json.loads((tmp_path / "out" / "answers.json").read_text())["seed"] == found["seed"]
     assert "blue" not in json.dumps(found) + (tmp_path / "out" / "answers.json").read_text()
     sent = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
@@ -571,7 +654,7 @@ def test_where_one_server_takes_no_ids_both_get_the_same_text() -> None:
     async def main() -> tuple[list[object], list[object]]:
         async with Running(Script()) as one, Running(Script(takes_ids=False)) as other:
             targets = [Target.from_url(one.url), Target.from_url(other.url)]
-            await question_servers(targets, QUESTIONS, contexts=[16])
+            await compare_targets(targets, [16])
             of_one, of_other = ([sent.body["prompt"] for sent in server.server.sent] for server in (one, other))
             return of_one, of_other
 
@@ -581,21 +664,25 @@ def test_where_one_server_takes_no_ids_both_get_the_same_text() -> None:
 
 
 def test_each_prompt_is_asked_new_and_again_alone_and_in_a_batch() -> None:
-    """Of 8 prompts 4 are new alone, 4 in a batch of 8; then all alone and all at once, twice."""
+    """8 prompts alone, and 8 that share their first half, each three times; then 8 in a batch three times, and these alone."""
 
-    async def main() -> list[tuple[int, float, float]]:
+    async def main() -> list[tuple[tuple[int, ...], float, float]]:
         async with Running(Script(ttft_ms=30)) as server:
-            await question_servers([Target.from_url(server.url)], QUESTIONS, contexts=[300])
-            sent = [s for s in server.server.sent if s.prompt_tokens == 300]
-            return [(hash(tuple(s.body["prompt"])), s.came_s, s.ended_s) for s in sent]
+            await Collector(Target.from_url(server.url), QUESTIONS, lambda _: None).collect(None, lambda _: [300])
+            sent = [s for s in server.server.sent if s.prompt_tokens == 300 and s.body.get("max_tokens") == 16]
+            return [(tuple(s.body["prompt"]), s.came_s, s.ended_s) for s in sent]
 
     sent = asyncio.run(main())
     at_once = [sum(came < end and begin < ended for _, begin, end in sent) for _, came, ended in sent]
-    assert at_once == [1] * 4 + [8] * 8 + ([1] * 8 + [8] * 8) * 2
-    names = [name for name, _, _ in sent]
-    assert len(set(names)) == 8
-    assert len(set(names[:4])) == 4
-    assert set(names[4:12]) == set(names)
+    assert at_once == [1] * 48 + [8] * 24 + [1] * 8
+    prompts = [prompt for prompt, _, _ in sent]
+    alone, shared, batch = (prompts[i : i + 24] for i in (0, 24, 48))
+    for asked in (alone, shared, batch):
+        assert len(set(asked[:8])) == 8
+        assert sorted(asked[:8]) == sorted(asked[8:16]) == sorted(asked[16:])
+    assert [prompt[:150] for prompt in shared[:8]] == [prompt[:150] for prompt in alone[:8]]
+    assert not set(alone) & set(shared)
+    assert prompts[72:] == batch[:8]
 
 
 @pytest.fixture(scope="module")
@@ -609,7 +696,7 @@ def engines() -> Iterator[str]:
 def test_planted_faults_are_found_and_right_engines_are_not_blamed(pair: str, engines: str) -> None:
     """`python -m tools.server_agreement faults` does it 50 times, and at more lengths."""
     contexts = "4096" if pair == "long prompts" else "512"
-    found = verify(engines, PAIRS[pair], "--context", contexts, "--num-prompts", "12", "--new-tokens", "16")
+    found = verify(engines, PAIRS[pair], "--context", contexts, "--new-tokens", "16")
     right = {1: CONSISTENT, 2: AGREE}[len(PAIRS[pair])]
     assert (found["verdict"], found["exit_code"]) == ((right, 0) if pair in RIGHT else (DIFFER, 1)), found["text"]
 

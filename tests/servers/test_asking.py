@@ -11,13 +11,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from dcpbench.errors import UsageError, WorkerError
+from dcpbench.errors import WorkerError
 from dcpbench.points.settings import Settings
 from dcpbench.records.record import StartPhase
 from dcpbench.servers import ask, client_pool, info, load, measure, server_sweep, sessions
 from dcpbench.servers.answers import StreamReply
 from dcpbench.servers.client import RequestError, Target
-from dcpbench.servers.conditions import make_prompts
 from dcpbench.servers.events import read_completion
 from dcpbench.servers.load import Call, Outcome
 from dcpbench.servers.presets import PRESETS
@@ -381,38 +380,6 @@ def test_an_answer_is_what_a_server_tells_of_its_tokens(
     assert (found.tokens, found.logprobs, found.tops) == (tokens, logprobs, tops)
 
 
-@pytest.mark.parametrize(
-    ("typed", "longest", "tokens", "lengths"),
-    [
-        (None, None, 32, [64 * 2**n for n in range(10)]),
-        (None, 96, 32, [64]),
-        (None, 95, 32, [63]),
-        (None, 33, 32, [1]),
-        (None, 32, 32, [1]),
-        (None, 9, 32, [1]),
-        (None, 32_800, 32, [64 * 2**n for n in range(10)]),
-        ([5, 3, 5], None, 32, [3, 5]),
-        ([5], 37, 32, [5]),
-    ],
-)
-def test_lengths_of_prompts_double_as_far_as_a_server_takes_them(
-    typed: list[int] | None, longest: int | None, tokens: int, lengths: list[int]
-) -> None:
-    assert ask.choose_contexts(typed, longest, tokens) == lengths
-
-
-def test_prompts_of_a_length_are_the_same_each_time_and_different_from_each_other() -> None:
-    first, other = make_prompts(50, 2, 30, 1)
-    assert [p.tolist() for p in make_prompts(50, 2, 30, 1)] == [first.tolist(), other.tolist()]
-    assert (len(first), first.dtype, first.tolist() != other.tolist()) == (50, np.int32, True)
-    assert 0 <= first.min() <= first.max() < 30
-    with pytest.raises(
-        UsageError,
-        match=r"^--context 6 with 32 new tokens is more than the 37 that a server takes; --context can be up to 5",
-    ):
-        ask.choose_contexts([6], 37, 32)
-
-
 def test_warm_up_has_other_tokens_and_short_answers() -> None:
     """As many of a prompt, of an answer 16 at most; under the numbers of the load."""
     asked: list[ServeRequest] = []
@@ -714,7 +681,7 @@ def test_fewer_log_probabilities_are_asked_for_until_a_server_takes_the_request(
     choice = {"index": 0, "text": "a b", "message": {"content": "a b"}}
     client = Answering(lambda _, said: (400, refuses) if "logprobs" in said else (200, {"choices": [choice]}))
     manner = PromptFormat(endpoint=endpoint, model="m", extras={"ignore_eos": True}, vocab=9, text=Words(1.0, 0.0))
-    side = ask.Side(client, manner, 99)  # type: ignore[arg-type]
+    side = ask.Side(client, manner)  # type: ignore[arg-type]
     for _ in range(2):
         assert asyncio.run(side.fetch_answer(np.arange(3, dtype=np.int32), 2)) == ask.Answer(tokens=["a", "b"])
     bodies = [body for _, body in client.asked]
@@ -725,7 +692,7 @@ def test_fewer_log_probabilities_are_asked_for_until_a_server_takes_the_request(
         assert (body["stream"], body["seed"], "stream_options" in body, body["ignore_eos"]) == (False, 0, False, True)
     client = Answering(lambda *_: (200, {"choices": []}))
     with pytest.raises(WorkerError, match=r"^http://127\.0\.0\.1:9: its answer holds no choice\.$"):
-        asyncio.run(ask.Side(client, manner, 99).fetch_answer(np.arange(3, dtype=np.int32), 2))  # type: ignore[arg-type]
+        asyncio.run(ask.Side(client, manner).fetch_answer(np.arange(3, dtype=np.int32), 2))  # type: ignore[arg-type]
 
 
 WHOLE_ANSWER = {"index": 0, "text": "a b", "finish_reason": "length"}
@@ -755,7 +722,7 @@ def test_a_whole_answer_is_held_against_what_was_asked(
     client = Answering(lambda *_: (200, {"choices": [WHOLE_ANSWER | changed], "usage": usage}))
     manner = PromptFormat(endpoint="completions", model="m", extras={}, vocab=9)
     with pytest.raises(WorkerError) as error:
-        asyncio.run(ask.Side(client, manner, 99).fetch_answer(np.arange(3, dtype=np.int32), 2))  # type: ignore[arg-type]
+        asyncio.run(ask.Side(client, manner).fetch_answer(np.arange(3, dtype=np.int32), 2))  # type: ignore[arg-type]
     assert message in str(error.value)
 
 
@@ -769,5 +736,5 @@ def test_a_whole_answer_may_be_as_long_as_its_tokens_and_its_prompt_need() -> No
 
     client = Kept(lambda *_: (200, {"choices": [WHOLE_ANSWER]}))
     manner = PromptFormat(endpoint="completions", model="m", extras={}, vocab=9)
-    asyncio.run(ask.Side(client, manner, None).fetch_answer(np.zeros(1000, np.int32), 2))  # type: ignore[arg-type]
+    asyncio.run(ask.Side(client, manner).fetch_answer(np.zeros(1000, np.int32), 2))  # type: ignore[arg-type]
     assert client.limit == (1 << 20) + 2 * 4096 + 1000 * 12

@@ -17,7 +17,19 @@ from dcpbench import cli
 from dcpbench.errors import UsageError
 from dcpbench.points.layout import Layout
 from dcpbench.records.record import EngineSettings
-from dcpbench.servers import engine_verify
+from dcpbench.servers import server_comparison
+from dcpbench.servers.answer_collector import decode_answers, encode_answers, make_distinct_prompts
+from dcpbench.servers.answer_counts import (
+    AGAIN,
+    NEW,
+    SHARED,
+    Cell,
+    GroupAnswers,
+    LengthAnswers,
+    count_between,
+    count_own,
+    measure_length_sizes,
+)
 from dcpbench.servers.answer_noise import (
     DRIFT_SIZE,
     GAP,
@@ -27,9 +39,10 @@ from dcpbench.servers.answer_noise import (
     compute_limits,
     measure_noise,
 )
-from dcpbench.servers.answer_pairs import REPEAT, SERVERS, Answer, ScoredPrompt
+from dcpbench.servers.answer_pairs import REPEAT, SCORES, SERVERS, Answer, ScoredPrompt
 from dcpbench.servers.answer_verdict import (
     AGREE,
+    BASE_DIFFERS,
     CONSISTENT,
     DIFFER,
     MANY_OUTLIERS,
@@ -37,43 +50,25 @@ from dcpbench.servers.answer_verdict import (
     UNATTRIBUTED,
     UNDECIDED,
     UNMEASURED,
-)
-from dcpbench.servers.edge_answers import (
-    AGAIN,
-    NEW,
-    SHARED,
-    Cell,
-    GroupAnswers,
-    LengthAnswers,
-    decode_answers,
-    encode_answers,
-    make_distinct_prompts,
-)
-from dcpbench.servers.edge_lengths import Edges, count_prompts, list_batches, list_lengths, split_lengths
-from dcpbench.servers.engine_agreement import (
-    BASE_DIFFERS,
-    SCORES,
     Judgement,
-    count_between,
-    count_own,
     find_period,
-    judge_setting,
-    measure_length_sizes,
+    judge_counts,
 )
+from dcpbench.servers.answer_verdict_text import format_report
+from dcpbench.servers.edge_lengths import Edges, count_prompts, list_batches, list_lengths, split_lengths
 from dcpbench.servers.engine_settings import Grid, list_all_settings, make_layouts
-from dcpbench.servers.engine_verify import (
-    ANSWER,
-    FAILED,
-    START,
-    EngineReport,
-    Failure,
-    SettingResult,
-    find_token_budget,
-)
-from dcpbench.servers.engine_verify_text import format_report
 from dcpbench.servers.launch import Server, find_free_port
 from dcpbench.servers.presets import PRESETS, Engine
 from dcpbench.servers.prompt_logprobs import parse_sglang_reply, parse_vllm_reply
+from dcpbench.servers.server_comparison import (
+    ANSWER,
+    FAILED,
+    START,
+    Failure,
+    Report,
+    SettingResult,
+    find_token_budget,
+)
 from tests.servers.measured_pairs import judge_rows, read_rows, scale_sizes
 from tools.engine_faults import (
     CASES,
@@ -249,18 +244,15 @@ def answers(
     """Answers at batch sizes 1 and 8. `wrong` and `drift` get the place of a request, the size of its batch and the state of the cache."""
     groups, number = [], first
     for batch, prompts in ((1, 12), (8, 16)):
-        rounds, numbers = [], []
+        start, rounds = number, []
         for cache in (NEW, AGAIN, AGAIN):
-            numbers.append(list(range(number, number + prompts)))
-            at = [(n, batch, cache) for n in numbers[-1]]
+            at = [(n, batch, cache) for n in range(number, number + prompts)]
             rounds.append([answer(i, wrong=wrong(*x), shift=drift(*x), gap=gap) for i, x in enumerate(at)])
             number += prompts
-        places = list(range(number, number + 4)) if batch > 1 else []
-        alone = [answer(i, wrong=wrong(n, 1, AGAIN), shift=drift(n, 1, AGAIN), gap=gap) for i, n in enumerate(places)]
+        places = [(n, 1, AGAIN) for n in range(number, number + 4)] if batch > 1 else []
+        alone = [answer(i, wrong=wrong(*x), shift=drift(*x), gap=gap) for i, x in enumerate(places)]
         number += len(places)
-        groups.append(
-            GroupAnswers(batch=batch, shared=False, rounds=rounds, numbers=numbers, alone=alone, alone_numbers=places)
-        )
+        groups.append(GroupAnswers(batch=batch, shared=False, number=start, rounds=rounds, alone=alone))
     spread = [-1.0 - 0.5 * i + scores * (-1) ** i for i in range(length - 1)]
     return LengthAnswers(
         length=length, groups=groups, scored=[ScoredPrompt(first=spread, again=spread)] if length > 1 else []
@@ -280,7 +272,7 @@ def judge(lengths=LENGTHS, **of_other) -> Judgement:
         base_counts += count_own(base, TENTH)
         own += count_own(other, TENTH)
         between += count_between(base, other, TENTH)
-    return judge_setting(own, between, base_counts, limits=TENTH)
+    return judge_counts(own, between, base_counts, limits=TENTH)
 
 
 class TestJudgement:
@@ -331,7 +323,7 @@ class TestJudgement:
         assert (found.verdict, found.undecided) == (UNDECIDED, [RARE])
         result = SettingResult(name="x tp2·dcp2", command="x", log="x", judgement=found)
         base = SettingResult(name="x tp2", command="x", log="x", lengths=[17], judgement=judge())
-        text = format_report(EngineReport(results=[base, result], not_run=[], seed=1, new_tokens=16))[1]
+        text = format_report(Report(results=[base, result], not_run=[], seed=1, new_tokens=16))[1]
         assert text.startswith("x tp2·dcp2: UNDECIDED: some answers differ beyond rounding, too few")
         assert (
             "Smallest setting that shows one: it answers differently from x tp2 with a prompt of 17 tokens, batch size 1, prefix-cache miss."
@@ -347,7 +339,7 @@ class TestJudgement:
     def test_agreement_with_a_first_setting_that_has_no_clean_verdict_is_undecided(self) -> None:
         own = count_own(answers(17), TENTH)
         between = count_between(answers(17), answers(17), TENTH)
-        found = judge_setting(own, between, own, limits=TENTH, base_verdict=DIFFER)
+        found = judge_counts(own, between, own, limits=TENTH, base_verdict=DIFFER)
         assert (found.verdict, found.undecided) == (UNDECIDED, [BASE_DIFFERS])
 
     def test_near_ties_agree(self) -> None:
@@ -356,7 +348,7 @@ class TestJudgement:
         other = [answers(length, gap=0.15, wrong=lambda number, _batch, _cache: number % 5 == 0) for length in LENGTHS]
         own = [count for one in base for count in count_own(one, TENTH)]
         between = [count for a, b in zip(base, other, strict=True) for count in count_between(a, b, TENTH)]
-        found = judge_setting(own, between, own, limits=TENTH)
+        found = judge_counts(own, between, own, limits=TENTH)
         assert found.verdict == AGREE
         assert sum(count.near_ties for count in between)
 
@@ -377,27 +369,20 @@ class TestJudgement:
         base = answers(17, gap=gap)
         other = answers(17, gap=gap, wrong=lambda number, _batch, _cache: number % every == 0)
         own = count_own(base, limits)
-        found = judge_setting(count_own(base, limits), count_between(base, other, limits), own, limits=limits)
+        found = judge_counts(count_own(base, limits), count_between(base, other, limits), own, limits=limits)
         assert (found.verdict, found.undecided) == (verdict, reasons)
 
     def test_differences_without_log_probabilities_are_undecided(self) -> None:
         def strip(one: LengthAnswers) -> LengthAnswers:
             data = json.loads(json.dumps([[[a.tokens for a in r] for r in g.rounds] for g in one.groups]))
             groups = [
-                GroupAnswers(
-                    batch=g.batch,
-                    shared=g.shared,
-                    rounds=[[Answer(tokens=tokens) for tokens in r] for r in rounds],
-                    numbers=g.numbers,
-                    alone=[],
-                    alone_numbers=[],
-                )
+                msgspec.structs.replace(g, rounds=[[Answer(tokens=tokens) for tokens in r] for r in rounds], alone=[])
                 for g, rounds in zip(one.groups, data, strict=True)
             ]
             return LengthAnswers(length=one.length, groups=groups, scored=[])
 
         base, other = strip(answers(17)), strip(answers(17, wrong=lambda *_: True))
-        found = judge_setting(count_own(base, TENTH), count_between(base, other, TENTH), [], limits=TENTH)
+        found = judge_counts(count_own(base, TENTH), count_between(base, other, TENTH), [], limits=TENTH)
         assert (found.verdict, found.logprobs) == (UNDECIDED, False)
         assert found.undecided == [UNATTRIBUTED]
 
@@ -409,9 +394,9 @@ class TestJudgement:
 
     def test_a_single_setting_is_consistent_or_differs_from_itself(self) -> None:
         own = [count for length in LENGTHS for count in count_own(answers(length), TENTH)]
-        assert judge_setting(own, None, [], limits=TENTH).verdict == CONSISTENT
+        assert judge_counts(own, None, [], limits=TENTH).verdict == CONSISTENT
         bad = [c for n in LENGTHS for c in count_own(answers(n, wrong=lambda _n, _b, cache: cache == AGAIN), TENTH)]
-        assert judge_setting(bad, None, [], limits=TENTH).verdict == DIFFER
+        assert judge_counts(bad, None, [], limits=TENTH).verdict == DIFFER
 
     def test_answers_are_encoded_without_loss(self) -> None:
         assert decode_answers(encode_answers(answers(17))) == answers(17)
@@ -573,12 +558,12 @@ class TestReport:
         }
         assert failures[START].verdict == UNDECIDED
         assert failures[ANSWER].verdict == FAILED
-        report = EngineReport(results=[failures[ANSWER]], not_run=["y"], seed=1, new_tokens=16)
+        report = Report(results=[failures[ANSWER]], not_run=["y"], seed=1, new_tokens=16)
         assert report.verdict == FAILED
         text = format_report(report)
         before = msgspec.structs.replace(failures[ANSWER].failure, cell=None)
         early = msgspec.structs.replace(failures[ANSWER], failure=before)
-        first = format_report(EngineReport(results=[early], not_run=[], seed=1, new_tokens=16))[0]
+        first = format_report(Report(results=[early], not_run=[], seed=1, new_tokens=16))[0]
         assert first.startswith("x: FAILED. It fails before the first prompt: it ended with exit code 1")
         assert "fails at request 49 with a prompt of 17 tokens, batch size 1, shared prefix" in text[0]
         assert text[2:4] == ["    capturing CUDA graphs", "    RuntimeError: shape"]
@@ -600,7 +585,7 @@ class TestReport:
         for i, verdict in enumerate(verdicts):
             judgement = Judgement(**{**{n: getattr(base, n) for n in base.__struct_fields__}, "verdict": verdict})
             results.append(SettingResult(name=str(i), command="x", log="x", judgement=judgement))
-        assert EngineReport(results=results, not_run=[], seed=1, new_tokens=16).verdict == whole
+        assert Report(results=results, not_run=[], seed=1, new_tokens=16).verdict == whole
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -692,14 +677,14 @@ def test_an_engine_without_the_plugin_for_synthetic_weights_is_no_subject(tmp_pa
 
 
 def test_an_interruption_keeps_the_settings_that_were_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    question = engine_verify.EngineComparison.question_setting
+    question = server_comparison.EngineComparison.question_setting
 
-    def interrupt_second(self: engine_verify.EngineComparison, number: int, setting: Setting) -> None:
+    def interrupt_second(self: server_comparison.EngineComparison, number: int, setting: Setting) -> None:
         if number:
             raise KeyboardInterrupt
         question(self, number, setting)
 
-    monkeypatch.setattr(engine_verify.EngineComparison, "question_setting", interrupt_second)
+    monkeypatch.setattr(server_comparison.EngineComparison, "question_setting", interrupt_second)
     code, found = run_verify(tmp_path, "", "--context", "1,17", "--concurrency", "1", "--dcp", "1,2")
     assert code == 130
     assert [one["name"] for one in found["results"]] == ["engine tp2"]

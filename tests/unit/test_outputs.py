@@ -25,9 +25,8 @@ from dcpbench.points import memory
 from dcpbench.points.layout import GroupWide, Layout
 from dcpbench.points.shapes import SHAPES
 from dcpbench.reports import dataframes, points_export, report_markdown, sections
-from dcpbench.servers import agreement
-from dcpbench.servers.agreement_text import format_verdict, make_table
-from dcpbench.servers.conditions import CacheUse
+from dcpbench.servers.answer_verdict import find_next_length
+from dcpbench.servers.answer_verdict_text import format_report, make_table
 from dcpbench.show import terminal
 from dcpbench.syncs.formats import render_report
 from dcpbench.syncs.gating.config import Allow
@@ -245,9 +244,9 @@ def test_verdicts_on_answers_of_servers(tmp_path: Path) -> None:
     for name, servers in sides.items():
         for contexts in ((64,), (256, 1024)):
             report = agreeing.compared(*servers, contexts=contexts)
-            caches = [CacheUse(hit_tokens=0), CacheUse()][: len(servers)]
-            lines += [f"{name} {contexts} {agreement.find_next_length(report, 32)}", *format_verdict(report, caches)]
-            lines += [str([list(column.cells) for column in make_table(report, ["a", "b"]).columns])]
+            between = find_next_length(agreeing.get_judgements(report), 32)
+            lines += [f"{name} {contexts} {between}", *format_report(report)]
+            lines += [str([list(column.cells) for column in make_table(report).columns])]
     check_output("agreement.txt", "\n".join(lines), tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""Compare settings of engines that are started here: `dcpbench verify --engine`."""
+"""Compare servers that run already, or settings of engines that are started here: `dcpbench verify --url` and `--engine`."""
 
 from __future__ import annotations
 
@@ -9,23 +9,21 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dcpbench.commands import point_runner
-from dcpbench.commands.verify import ANSWERS_FILE
 from dcpbench.errors import ExitCode, MissingPackageError, UsageError
 from dcpbench.launch import folders
 from dcpbench.plan import option_parsers as read
 from dcpbench.points.names import EXCHANGES, FP8, UNKNOWN, format_flag
 from dcpbench.points.redaction import format_command_line
-from dcpbench.servers.agreement import check_rounds
-from dcpbench.servers.answer_verdict import DIFFER, UNDECIDED
+from dcpbench.servers.answer_collector import Questions
+from dcpbench.servers.answer_verdict import DIFFER, UNDECIDED, check_decides, check_rounds
+from dcpbench.servers.answer_verdict_text import format_report, make_table
 from dcpbench.servers.client import Target, load_api_key
-from dcpbench.servers.edge_answers import EdgeQuestions
-from dcpbench.servers.edge_lengths import BATCHES
+from dcpbench.servers.edge_lengths import BATCHES, DOUBLED
 from dcpbench.servers.engine_settings import ENGINE_OPTIONS, Grid, list_all_settings, parse_layouts
-from dcpbench.servers.engine_verify import FAILED, EngineCheck, EngineComparison
-from dcpbench.servers.engine_verify_text import format_report, make_table
 from dcpbench.servers.presets import resolve_engine
 from dcpbench.servers.prompt_format import ENDPOINTS
 from dcpbench.servers.request_options import parse_extra_body, parse_headers
+from dcpbench.servers.server_comparison import FAILED, EngineCheck, EngineComparison, compare_running
 from dcpbench.show.terminal import ProgressLine, make_console, print_stderr
 from dcpbench.show.whole_files import write_file
 
@@ -36,11 +34,33 @@ if TYPE_CHECKING:
     from dcpbench.commands.verify import Load, Remote, Run
     from dcpbench.points.layout import Layout
     from dcpbench.servers.engine_settings import Setting
-    from dcpbench.servers.engine_verify import EngineReport
+    from dcpbench.servers.server_comparison import Report
 
-TAKEN = (*ENGINE_OPTIONS, "new_tokens")
+ANSWERS_FILE = "answers.json"
+URL_OPTIONS = ("concurrency", "context", "new_tokens")  # options that --url takes as well
 NEW_TOKENS = 16  # of an answer: later tokens of synthetic models are seldom compared, as answers have parted
-MIN_PROMPTS = 4  # default of --num-prompts
+URL_TOKENS = 32
+MIN_PROMPTS, URL_PROMPTS = 4, 8  # defaults of --num-prompts with --engine and with --url
+URL_BATCHES = (1, 8)  # default of --concurrency with --url
+EXIT_CODES = {DIFFER: ExitCode.WRONG, FAILED: ExitCode.WRONG, UNDECIDED: ExitCode.NO_ANSWER}
+
+
+def compare_servers(remote: Remote, given: dict[str, object], load: Load, run: Run) -> int:
+    """Compare servers that run already, print the verdicts, and return the exit code."""
+    urls = remote.url or []
+    _check_options(given, URL_OPTIONS, "--url")
+    if len(urls) > 2:  # noqa: PLR2004 - A and B
+        raise UsageError(f"--url is given {len(urls)} times; give it once, or twice to compare two servers.")
+    prompts = remote.num_prompts or URL_PROMPTS
+    questions = _make_questions(remote, load, URL_BATCHES, prompts, URL_TOKENS)
+    check_decides(prompts, questions.lengths or DOUBLED, questions.batches, len(urls))
+    targets = [_make_target(url, remote, run) for url in urls]
+    if run.caller.elsewhere is not None:
+        return 0
+    with ProgressLine() as line:
+        report = compare_running(targets, questions, remote.tolerance, line)
+    _show_report(report, run.output, run)
+    return EXIT_CODES.get(report.verdict, ExitCode.OK)
 
 
 def compare_engines(remote: Remote, given: dict[str, object], load: Load, run: Run) -> int:
@@ -66,9 +86,34 @@ def compare_engines(remote: Remote, given: dict[str, object], load: Load, run: R
         _show_report(report, check.folder, run)
     if stopped is not None:
         raise stopped
-    return {DIFFER: ExitCode.WRONG, FAILED: ExitCode.WRONG, UNDECIDED: ExitCode.NO_ANSWER}.get(
-        report.verdict, ExitCode.OK
+    return EXIT_CODES.get(report.verdict, ExitCode.OK)
+
+
+def _check_options(given: dict[str, object], taken: Sequence[str], option: str) -> None:
+    """Raise UsageError for an option that belongs to dcpbench's own engine."""
+    if wrong := [format_flag(name) for name in given if name not in taken]:
+        raise UsageError(f"{wrong[0]} is an option of dcpbench's own engine; leave it out, or {option}.")
+
+
+def _make_questions(remote: Remote, load: Load, batches: Sequence[int], prompts: int, tokens: int) -> Questions:
+    """Return the questions that the options describe, with defaults. Raise UsageError for invalid ones."""
+    read.check_known("endpoint", remote.endpoint, ENDPOINTS)
+    check_rounds(remote.repeats)
+    return Questions(
+        lengths=_read_numbers("context", load.context),
+        batches=_read_numbers("concurrency", load.concurrency) or batches,
+        prompts=prompts,
+        tokens=load.new_tokens or tokens,
+        rounds=remote.repeats,
+        seed=secrets.randbits(32) if remote.seed is None else remote.seed,
+        endpoint=remote.endpoint,
+        extra_body=parse_extra_body(remote.extra_body, greedy=True),
     )
+
+
+def _make_target(url: str, remote: Remote, run: Run) -> Target:
+    key, headers = load_api_key(remote.api_key_env), parse_headers(remote.header or ())
+    return Target.from_url(url, key=key, headers=headers, timeout_s=run.timeout)
 
 
 def _make_check(remote: Remote, given: dict[str, object], load: Load, run: Run) -> EngineCheck:
@@ -78,13 +123,16 @@ def _make_check(remote: Remote, given: dict[str, object], load: Load, run: Run) 
         raise UsageError("--gpu and --gpus plan for dcpbench's own engine; leave them out with --engine.")
     if remote.url:
         raise UsageError("--engine starts servers, and --url compares servers that run already; leave one of them out.")
-    if wrong := [format_flag(name) for name in given if name not in TAKEN]:
-        raise UsageError(f"{wrong[0]} is an option of dcpbench's own engine; leave it out, or --engine.")
+    _check_options(given, (*ENGINE_OPTIONS, "new_tokens"), "--engine")
     if not load.model:
         raise UsageError("--engine needs --model: a folder, or a name that the engine knows.")
-    read.check_known("endpoint", remote.endpoint, ENDPOINTS)
     read.check_seconds("--start-timeout", remote.start_timeout, 1800)
-    check_rounds(remote.repeats)
+    questions = _make_questions(remote, load, BATCHES, remote.num_prompts or MIN_PROMPTS, NEW_TOKENS)
+    if remote.max_context <= questions.tokens:
+        raise UsageError(
+            f"--max-context {remote.max_context} has no place for a prompt and {questions.tokens} new tokens; use {questions.tokens + 1} "
+            "or more."
+        )
     names = remote.engine or []
     if remote.engine_args is not None and len(names) > 1:
         raise UsageError(
@@ -92,35 +140,18 @@ def _make_check(remote: Remote, given: dict[str, object], load: Load, run: Run) 
         )
     engines = [resolve_engine(name, None, remote.engine_args) for name in names]
     layouts = parse_layouts(given)
-    settings = list_all_settings(engines, _make_grid(given, load.model, layouts, remote.weights), remote.variant or ())
-    tokens = load.new_tokens or NEW_TOKENS
-    if remote.max_context <= tokens:
-        raise UsageError(
-            f"--max-context {remote.max_context} has no place for a prompt and {tokens} new tokens; use {tokens + 1} or more."
-        )
-    headers, extra_body = parse_headers(remote.header or ()), parse_extra_body(remote.extra_body, greedy=True)
-    key = load_api_key(remote.api_key_env)
+    degrees = tuple(dict.fromkeys(layout.tp for layout in layouts))
     return EngineCheck(
-        settings=settings,
-        model=load.model,
-        questions=EdgeQuestions(
-            batches=_read_numbers("concurrency", load.concurrency) or BATCHES,
-            prompts=remote.num_prompts or MIN_PROMPTS,
-            tokens=tokens,
-            rounds=remote.repeats,
-            seed=secrets.randbits(32) if remote.seed is None else remote.seed,
-            endpoint=remote.endpoint,
-            extra_body=extra_body,
+        settings=list_all_settings(
+            engines, _make_grid(given, load.model, layouts, remote.weights), remote.variant or ()
         ),
-        target=Target.from_url("http://127.0.0.1:1", key=key, headers=headers, timeout_s=run.timeout),
-        typed_lengths=_read_numbers("context", load.context),
+        model=load.model,
+        questions=questions,
+        target=_make_target("http://127.0.0.1:1", remote, run),
         max_context=remote.max_context,
         tolerance=remote.tolerance,
         start_timeout_s=remote.start_timeout,
-        folder=run.output
-        or folders.choose_folder(
-            f"verify-{'-'.join(x.name for x in engines)}", tuple(dict.fromkeys(x.tp for x in layouts))
-        ),
+        folder=run.output or folders.choose_folder(f"verify-{'-'.join(x.name for x in engines)}", degrees),
     )
 
 
@@ -177,17 +208,20 @@ def _print_plan(settings: Sequence[Setting], commands: Sequence[str], run: Run) 
         print_stderr(f"{setting.name}: {command}")
 
 
-def _show_report(report: EngineReport, folder: Path, run: Run) -> None:
+def _show_report(report: Report, folder: Path | None, run: Run) -> None:
     """Write the facts into the output folder, and print them as JSON or as a table with the verdicts."""
     facts: dict[str, Any] = {"verdict": report.verdict, **msgspec.to_builtins(report)}
     for row, result in zip(facts["results"], report.results, strict=True):
         row["verdict"] = result.verdict
-    write_file(folder / ANSWERS_FILE, msgspec.json.format(msgspec.json.encode(facts), indent=1) + b"\n")
+    if folder is not None:
+        folders.make_folder(folder)
+        write_file(folder / ANSWERS_FILE, msgspec.json.format(msgspec.json.encode(facts), indent=1) + b"\n")
+    sentences = format_report(report)
     if run.as_json:
-        point_runner.print_json(facts | {"text": format_report(report), "folder": str(folder)})
+        point_runner.print_json(facts | {"text": sentences} | ({"folder": str(folder)} if folder else {}))
         return
     terminal = make_console()
     terminal.print(make_table(report))
-    for sentence in format_report(report):
+    for sentence in sentences:
         terminal.print(sentence, soft_wrap=True, markup=False, highlight=False)
-    print_stderr(f"{report.verdict}. Output: {folder}")
+    print_stderr(f"{report.verdict}.{f' Output: {folder}' if folder else ''}")

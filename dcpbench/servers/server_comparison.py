@@ -1,4 +1,4 @@
-"""Start one server for each setting of engines in turn, collect its answers, and compare them with those of the first. No torch."""
+"""Collect the answers of running servers, or of a server that is started for each setting, and compare them with the first. No torch."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ import msgspec
 from dcpbench.errors import DcpbenchError, UsageError
 from dcpbench.points.redaction import format_command_line, redact
 from dcpbench.records.record import StartPhase
+from dcpbench.servers.answer_collector import Collector, decode_answers, find_shared_prompts
+from dcpbench.servers.answer_counts import Cell, Count, count_between, count_own, measure_length_sizes
 from dcpbench.servers.answer_noise import Sizes, compute_limits
-from dcpbench.servers.answer_verdict import AGREE, CONSISTENT, DIFFER, UNDECIDED
-from dcpbench.servers.edge_answers import Cell, Collector, decode_answers
-from dcpbench.servers.edge_lengths import CHUNK, PAGES, Edges, list_lengths, split_lengths
-from dcpbench.servers.engine_agreement import (
-    Count,
+from dcpbench.servers.answer_verdict import (
+    AGREE,
+    CONSISTENT,
+    DIFFER,
+    UNDECIDED,
     Judgement,
-    count_between,
-    count_own,
-    judge_setting,
-    measure_length_sizes,
+    find_next_length,
+    judge_counts,
 )
+from dcpbench.servers.edge_lengths import CHUNK, DOUBLED, PAGES, Edges, list_lengths, split_lengths
 from dcpbench.servers.engine_flags import TOKEN_BUDGET_FLAGS, find_count
 from dcpbench.servers.engine_log import read_started_settings
 from dcpbench.servers.exact_tests import LEVEL
@@ -37,8 +38,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dcpbench.records.record import EngineSettings
+    from dcpbench.servers.answer_collector import CollectedAnswers, Questions, SharedPrompts
     from dcpbench.servers.client import Target
-    from dcpbench.servers.edge_answers import CollectedAnswers, EdgeQuestions, PromptBase
     from dcpbench.servers.engine_settings import Setting
     from dcpbench.servers.info import ServerInfo
 
@@ -46,7 +47,6 @@ START, PROMPTS, ANSWER = "start", "prompts", "answer"  # what failed: the start,
 FAILED = "FAILED"  # verdict: a server that starts fails at a request
 LAST_LINES, MAX_LINE = 10, 500  # lines of a log that are quoted, and characters of each
 ENDING_S = 5.0  # time in which a server that broke off an answer may end
-UNCHECKED_LENGTH = 16_384  # maximum length by default for a server that does not report its maximum context
 PAGE_FACTS = ("block_size", "page_size")  # of vLLM and of SGLang
 
 
@@ -65,8 +65,9 @@ class SettingResult(msgspec.Struct, frozen=True, kw_only=True):
     """A setting, and what became of it."""
 
     name: str
-    command: str
-    log: str
+    url: str = ""  # of a server that runs already
+    command: str = ""  # of a server that is started
+    log: str = ""
     start: list[StartPhase] = []  # phases of its start
     dummy_weights: bool = False  # whether it has the engine's own dummy weights
     requests: int = 0
@@ -85,11 +86,11 @@ class SettingResult(msgspec.Struct, frozen=True, kw_only=True):
         return FAILED if self.failure is not None and self.failure.stage == ANSWER else UNDECIDED
 
 
-class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
+class Report(msgspec.Struct, frozen=True, kw_only=True):
     """All settings, the first of which the others are compared with."""
 
     results: list[SettingResult]
-    not_run: list[str]  # settings without a result
+    not_run: list[str] = []  # settings without a result
     interrupted: bool = False  # whether they have none because of an interruption, else because the first one failed
     seed: int
     new_tokens: int
@@ -105,17 +106,25 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineCheck:
-    """Describe a comparison of settings."""
+    """Describe a comparison of settings that are started here."""
 
     settings: Sequence[Setting]
     model: str
-    questions: EdgeQuestions
+    questions: Questions
     target: Target  # the port is replaced
-    typed_lengths: Sequence[int] | None
     max_context: int
     tolerance: float
     start_timeout_s: float
     folder: Path
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Judged:
+    """Hold the answers of a server and the verdict on them."""
+
+    answers: CollectedAnswers
+    own: list[Count]
+    judgement: Judgement
 
 
 def choose_edges(check: EngineCheck, info: ServerInfo, words: Sequence[str], settings: EngineSettings | None) -> Edges:
@@ -143,35 +152,27 @@ class EngineComparison:
     def __init__(self, check: EngineCheck, tell: Callable[[str], None]) -> None:
         self.check, self.tell = check, tell
         self.results: list[SettingResult] = []
-        self._base: CollectedAnswers | None = None
-        self._prompts: PromptBase | None = None
-        self._base_counts: list[Count] = []
-        self._lengths: list[int] = []
-        self._left_out: list[int] = []
-        self._max_model_len: int | None = None
-        self._base_sizes = Sizes(gaps={}, drifts={})
+        self._first: Judged | None = None
+        self._first_sizes: list[Sizes] = []
+        self._prompts: SharedPrompts | None = None
 
     def run(self) -> None:
         """Question all settings. After a failure of the first, no other is started; an interruption leaves the rest out."""
         for number, setting in enumerate(self.check.settings):
             self.question_setting(number, setting)
-            if self._is_first_failed():
+            if self._first is None:
                 break
 
-    def make_report(self) -> EngineReport:
+    def make_report(self) -> Report:
         """Return the report of the settings that were judged or failed so far."""
         left = [setting.name for setting in self.check.settings[len(self.results) :]]
-        return EngineReport(
+        return Report(
             results=self.results,
             not_run=left,
-            interrupted=bool(left) and not self._is_first_failed(),
+            interrupted=bool(left) and (not self.results or self._first is not None),
             seed=self.check.questions.seed,
             new_tokens=self.check.questions.tokens,
         )
-
-    def _is_first_failed(self) -> bool:
-        """Return whether the first setting gave no answers to compare with."""
-        return bool(self.results) and self.results[0].judgement is None
 
     def question_setting(self, number: int, setting: Setting) -> None:
         """Start the server of a setting, collect its answers, end it, and append the result."""
@@ -187,69 +188,122 @@ class EngineComparison:
                 start = server.wait_until_ready(self.check.start_timeout_s, collector.tell)
                 found, dummy = read_started_settings(server.read_log(), setting.point.weights, setting.environment)
                 stage, result = ANSWER, msgspec.structs.replace(result, start=start, dummy_weights=dummy)
-                choose = functools.partial(self._choose_lengths, words, found)
+                choose = functools.partial(_choose_lengths, self.check, words, found)
                 answers, self._prompts = asyncio.run(collector.collect(self._prompts, choose))
             except DcpbenchError as e:
-                result = self._add_facts(result, collector.sent)
                 stage = PROMPTS if isinstance(e, UsageError) else stage
                 failure = _make_failure(server, stage, str(e), collector.cell)
-                self.results.append(msgspec.structs.replace(result, failure=failure))
+                self.results.append(_complete_result(result, collector, failure=failure))
                 return
         self.tell(f"{setting.name}: comparing")
-        result = msgspec.structs.replace(self._add_facts(result, answers.requests), hit_tokens=answers.hit_tokens)
-        self.results.append(msgspec.structs.replace(result, judgement=self._judge(answers)))
+        sizes = _measure_all_sizes(answers)
+        level = LEVEL / len(self.check.settings)
+        judged = judge_answers(answers, self._first, [*self._first_sizes, sizes], self.check.tolerance, level)
+        if self._first is None:
+            self._first, self._first_sizes = judged, [sizes]
+        self.results.append(
+            _complete_result(result, collector, hit_tokens=answers.hit_tokens, judgement=judged.judgement)
+        )
 
-    def _add_facts(self, result: SettingResult, requests: int) -> SettingResult:
-        return msgspec.structs.replace(
+
+def compare_running(
+    targets: Sequence[Target], questions: Questions, tolerance: float, tell: Callable[[str], None]
+) -> Report:
+    """Question servers that run already, A and perhaps B, judge them, and narrow a difference down to the length of an answer."""
+    prompts = asyncio.run(find_shared_prompts(targets, questions))
+    collectors: list[Collector] = []
+    answers: list[CollectedAnswers] = []
+    for target in targets:
+        collectors.append(Collector(target, questions, tell))
+        found, prompts = asyncio.run(collectors[-1].collect(prompts, lambda _: DOUBLED))
+        answers.append(found)
+    results = [
+        _complete_result(SettingResult(name=name, url=t.url), c)
+        for name, t, c in zip("AB", targets, collectors, strict=False)
+    ]
+    while True:
+        sizes = [_measure_all_sizes(one) for one in answers]
+        judged: list[Judged] = []
+        for one in answers:
+            first = judged[0] if judged else None
+            judged.append(judge_answers(one, first, sizes, tolerance, LEVEL / len(answers)))
+        length = find_next_length([one.judgement for one in judged], questions.tokens)
+        if length is None:
+            break
+        further = dataclasses.replace(prompts, lengths=[length])
+        for i, collector in enumerate(collectors):
+            found, _ = asyncio.run(collector.collect(further, lambda _: DOUBLED))
+            answers[i] += found
+    results = [
+        msgspec.structs.replace(
             result,
-            requests=requests,
-            lengths=self._lengths,
-            left_out=self._left_out,
-            max_model_len=self._max_model_len,
+            requests=collector.sent,
+            hit_tokens=one.answers.hit_tokens,
+            lengths=sorted(one.answers.lengths),
+            judgement=one.judgement,
         )
+        for result, collector, one in zip(results, collectors, judged, strict=True)
+    ]
+    return Report(results=results, seed=questions.seed, new_tokens=questions.tokens)
 
-    def _choose_lengths(
-        self, words: Sequence[str], settings: EngineSettings | None, info: ServerInfo, longest: int | None
-    ) -> list[int]:
-        """Return the lengths of prompts: those of the first server, as far as this one takes them."""
-        check, tokens = self.check, self.check.questions.tokens
-        if self._base is not None:
-            wanted = list(self._base.lengths)
-        elif check.typed_lengths:
-            wanted = sorted(set(check.typed_lengths))
-        else:
-            edges = choose_edges(check, info, words, settings)
-            wanted, _ = split_lengths(list_lengths(edges, tokens), check.max_context - tokens)
-        self._max_model_len = longest
-        most = longest - tokens if longest is not None else wanted[-1] if check.typed_lengths else UNCHECKED_LENGTH
-        self._lengths, self._left_out = split_lengths(wanted, most)
-        return self._lengths
 
-    def _judge(self, answers: CollectedAnswers) -> Judgement:
-        """Compare the answers of a server with each other and with those of the first."""
-        base = self._base or answers
-        sizes = sum(
-            (measure_length_sizes(decode_answers(data)) for data in answers.lengths.values()), Sizes(gaps={}, drifts={})
-        )
-        limits = compute_limits(self.check.tolerance, [self._base_sizes, sizes], base.scored, answers.scored)
-        own, between = [], []
-        for length, data in answers.lengths.items():
-            found = decode_answers(data)
-            own += count_own(found, limits)
-            if self._base is not None:
-                between += count_between(decode_answers(base.lengths[length]), found, limits)
-        first = self._base is None
-        judgement = judge_setting(
-            own,
-            None if first else between,
-            self._base_counts,
-            limits=limits,
-            base_verdict=CONSISTENT if first else self.results[0].verdict,
-            level=LEVEL / len(self.check.settings),
-        )
-        if first:
-            self._base, self._base_counts, self._base_sizes = answers, own, sizes
-        return judgement
+def judge_answers(
+    answers: CollectedAnswers, first: Judged | None, sizes: Sequence[Sizes], tolerance: float, level: float
+) -> Judged:
+    """Compare the answers of a server with each other and with those of the first; rounding follows from the first of `sizes` that shows it."""
+    limits = compute_limits(tolerance, sizes, (first.answers if first else answers).scored, answers.scored)
+    own, between = [], []
+    for length, data in answers.lengths.items():
+        found = decode_answers(data)
+        own += count_own(found, limits)
+        if first is not None:
+            between += count_between(decode_answers(first.answers.lengths[length]), found, limits)
+    judgement = judge_counts(
+        own,
+        None if first is None else between,
+        [] if first is None else first.own,
+        limits=limits,
+        base_verdict=CONSISTENT if first is None else first.judgement.verdict,
+        level=level,
+    )
+    return Judged(answers=answers, own=own, judgement=judgement)
+
+
+def _measure_all_sizes(answers: CollectedAnswers) -> Sizes:
+    """Return how far the answers of one server are apart."""
+    found = (measure_length_sizes(decode_answers(data)) for data in answers.lengths.values())
+    return sum(found, Sizes(gaps={}, drifts={}))
+
+
+def _choose_lengths(
+    check: EngineCheck, words: Sequence[str], settings: EngineSettings | None, info: ServerInfo
+) -> list[int]:
+    """Return the lengths of prompts at the edges of the first server, up to the maximum context."""
+    tokens = check.questions.tokens
+    return split_lengths(list_lengths(choose_edges(check, info, words, settings), tokens), check.max_context - tokens)[
+        0
+    ]
+
+
+def _complete_result(
+    result: SettingResult,
+    collector: Collector,
+    *,
+    hit_tokens: int | None = None,
+    failure: Failure | None = None,
+    judgement: Judgement | None = None,
+) -> SettingResult:
+    """Return the result with what was asked, and what came of it."""
+    return msgspec.structs.replace(
+        result,
+        requests=collector.sent,
+        hit_tokens=hit_tokens,
+        lengths=collector.lengths,
+        left_out=collector.left_out,
+        max_model_len=collector.max_model_len,
+        failure=failure,
+        judgement=judgement,
+    )
 
 
 def _make_failure(server: Server, stage: str, message: str, cell: Cell | None) -> Failure:
