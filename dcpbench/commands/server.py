@@ -1,5 +1,6 @@
 """Implement `dcpbench server`: measure vLLM, SGLang and other servers over a grid of layouts and loads."""
 
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -362,7 +363,14 @@ def _measure_running(url: str, options: Options, given: dict[str, object], run: 
     from dcpbench.plan.server_spec import make_server_spec
     from dcpbench.points.device_probe import Probe
     from dcpbench.servers.engine_replay import ReplayOptions, replay_on_server
-    from dcpbench.servers.measure import fetch_server_info, make_candidates, measure_points, resolve_prompt_format
+    from dcpbench.servers.measure import (
+        MeasuredServer,
+        fetch_server_info,
+        list_places,
+        make_candidates,
+        measure_points,
+        resolve_prompt_format,
+    )
     from dcpbench.servers.profile import make_traces_folder
 
     spec = make_server_spec(given, cpu=run.device == "cpu")
@@ -385,30 +393,17 @@ def _measure_running(url: str, options: Options, given: dict[str, object], run: 
         return 0
     if options.traces is not None:
         make_traces_folder(options.traces)
-    manner = resolve_prompt_format(asked, card.id)
+    prompt_format = resolve_prompt_format(asked, card.id)
     folder = run.output or folders.choose_folder(f"{info.engine}-{Path(card.id).name}", (spec.layout["tp"],))
+    options_of_replays = ReplayOptions(policy=replays.policy or "", token_budget=replays.token_budget)
 
     def run_all(points: "Sequence[Point]", work: "Work", run: opt.Run) -> None:
+        server = MeasuredServer(
+            config=asked, info=info, prompt_format=prompt_format, settings=work.settings, folder=work.folder
+        )
         with point_runner.handle_stop(run, work), point_runner.make_progress_bar(run, points) as bar:
-            measure_points(
-                points,
-                asked,
-                info,
-                manner,
-                work.settings,
-                work.folder,
-                bar,
-                lambda replayed, tell: replay_on_server(
-                    replayed,
-                    asked,
-                    info,
-                    manner,
-                    work.settings,
-                    work.folder,
-                    ReplayOptions(policy=replays.policy or "", token_budget=replays.token_budget),
-                    tell=tell,
-                ),
-            )
+            replay = functools.partial(replay_on_server, options=options_of_replays)
+            measure_points(list_places(points, bar), server, replay=replay)
 
     return point_runner.run_candidates(
         candidates, folder, point_runner.make_work(folder, spec.settings, probe, run), probe, run, run_all

@@ -68,8 +68,7 @@ if TYPE_CHECKING:
     from dcpbench.points.settings import Settings
     from dcpbench.records.record import EngineSettings
     from dcpbench.servers.info import ServerInfo
-    from dcpbench.servers.measure import ClientConfig
-    from dcpbench.servers.prompt_format import PromptFormat
+    from dcpbench.servers.measure import MeasuredServer
     from dcpbench.servers.step_probe import CaseSamples
     from dcpbench.serving.step_times import Case
 
@@ -106,14 +105,12 @@ def find_unsupported(point: Point) -> UsageError | None:
     )
 
 
-def describe_engine(
-    point: Point, config: ClientConfig, info: ServerInfo, options: ReplayOptions, command: Sequence[str] = ()
-) -> EngineServer:
+def describe_engine(point: Point, server: MeasuredServer, options: ReplayOptions) -> EngineServer:
     """Return the limits of a server and how its engine schedules requests.
 
-    `command` is the command line of a server that was started. Raise UsageError for an engine without a known policy, or if
-    the budget of a step is unknown.
+    Raise UsageError for an engine without a known policy, or if the budget of a step is unknown.
     """
+    config, info, command = server.config, server.info, server.process.words if server.process is not None else ()
     policy = options.policy or info.engine
     if policy not in ENGINE_POLICIES:
         raise UsageError(
@@ -158,17 +155,16 @@ def _has_prefix_cache(settings: EngineSettings | None, info: ServerInfo) -> bool
 def measure_server_steps(
     points: Sequence[Point],
     engine: EngineServer,
-    config: ClientConfig,
-    prompt_format: PromptFormat,
+    server: MeasuredServer,
     tell: Callable[[str], None] = lambda _: None,
 ) -> StepTimes:
     """Measure the step times for all of `points` on the running server that serves them, which must be idle.
 
     Raise WorkerError if the server fails, UsageError if its steps contradict its policy.
     """
-    began = time.perf_counter()
+    began, config = time.perf_counter(), server.config
     with sample_gpus(config.gpus.uuids if config.gpus else ()) as get_state:
-        measured = asyncio.run(_measure_cases(points, engine, config, prompt_format, tell))
+        measured = asyncio.run(_measure_cases(points, engine, server, tell))
         gpu = get_state()
     found, request_ms = measured.found, measured.times.request_ms
     seen = [*found, *([measured.exposed] if measured.exposed is not None else [])]
@@ -212,11 +208,7 @@ class _Measured:
 
 
 async def _measure_cases(
-    points: Sequence[Point],
-    engine: EngineServer,
-    config: ClientConfig,
-    prompt_format: PromptFormat,
-    tell: Callable[[str], None],
+    points: Sequence[Point], engine: EngineServer, server: MeasuredServer, tell: Callable[[str], None]
 ) -> _Measured:
     """Measure all cases that requests can produce."""
     limits = ServerLimits(
@@ -226,13 +218,13 @@ async def _measure_cases(
         kv_tokens=engine.kv_tokens,
     )
     extent = EngineExtent.from_points(points, engine)
-    async with Client(config.target) as client:
+    async with Client(server.config.target) as client:
         probe = StepProbe(
             client=client,
-            prompt_format=prompt_format,
+            prompt_format=server.prompt_format,
             limits=limits,
             rule=StopRule(seconds=CASE_S),
-            realtime=config.realtime,
+            realtime=server.config.realtime,
         )
         cases = _Cases(probe, engine.policy, tell)
         multiple = await _find_row_multiple(cases, extent)
@@ -429,31 +421,23 @@ def replay_server_point(
 
 
 def replay_on_server(
-    points: Sequence[Point],
-    config: ClientConfig,
-    info: ServerInfo,
-    prompt_format: PromptFormat,
-    settings: Settings,
-    folder: Path,
-    options: ReplayOptions,
-    *,
-    words: Sequence[str] = (),
-    tell: Callable[[str], None] = lambda _: None,
+    points: Sequence[Point], server: MeasuredServer, tell: Callable[[str], None], options: ReplayOptions
 ) -> Iterator[Record]:
     """Measure the step times of a running server, store them below the folder, and yield the record of each replayed point.
 
-    `words` is the command line of a server that was started. If its steps cannot be measured, all points have failed.
+    If its steps cannot be measured, all points have failed.
     """
+    config = server.config
     try:
-        engine = describe_engine(points[0], config, info, options, words)
-        times = measure_server_steps(points, engine, config, prompt_format, tell)
+        engine = describe_engine(points[0], server, options)
+        times = measure_server_steps(points, engine, server, tell)
     except (UsageError, WorkerError, RecordsError) as e:
         for point in points:
             environment, marks = make_environment(config), ["cpu"] if config.device == CPU else []
             yield Record(point=point, outcome="failed", reason=str(e), environment=environment, marks=marks)
         return
-    name = store_step_times(folder, times)
+    name = store_step_times(server.folder, times)
     if sentence := describe_slow_rows(times):
         print_stderr(sentence)
     for point in points:
-        yield replay_server_point(point, times, name, settings, folder, command=config.command)
+        yield replay_server_point(point, times, name, server.settings, server.folder, command=config.command)

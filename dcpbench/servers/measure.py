@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from dcpbench.servers.client_pool import ClientPool
     from dcpbench.servers.events import Fault
     from dcpbench.servers.info import Counters, ServerInfo
+    from dcpbench.servers.launch import Server as StartedServer
     from dcpbench.servers.load import Outcome, Pace
 
 CLIENT_BOUND, GAPS_DIVIDED, NOMINAL = "client_bound", "gaps_divided", "nominal_lengths"
@@ -135,6 +136,27 @@ class ClientConfig:
         return {name: text for name, text in (("headers", names), ("extra_body", body)) if text}
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeasuredServer:
+    """Hold a running server with all that is needed to measure points on it."""
+
+    config: ClientConfig
+    info: ServerInfo
+    prompt_format: PromptFormat
+    settings: Settings
+    folder: Path  # of the run
+    process: StartedServer | None = None  # the server if dcpbench started it
+
+    @property
+    def exit_reason(self) -> str:
+        """Return why a server that dcpbench started has ended; empty for others, and while it runs."""
+        return self.process.exit_reason if self.process is not None else ""
+
+
+MeasurePoint: TypeAlias = "Callable[[Point, MeasuredServer, Callable[[str], None]], tuple[Record, BaseException | None]]"  # a function such as measure_point
+ReplayPoints: TypeAlias = "Callable[[Sequence[Point], MeasuredServer, Callable[[str], None]], Iterable[Record]]"
+
+
 def fetch_server_info(target: Target, retries: int = 0) -> ServerInfo:
     """Return a server's reports about itself. Raise WorkerError if it cannot be measured."""
 
@@ -178,39 +200,54 @@ def make_candidates(points: Sequence[Point], max_model_len: int | None) -> list[
 
 
 def measure_points(
-    points: Sequence[Point],
-    config: ClientConfig,
-    info: ServerInfo,
-    prompt_format: PromptFormat,
-    settings: Settings,
-    folder: Path,
-    watch: Callable[[Progress], None],
-    replay: ReplayServer | None = None,
+    places: Sequence[Place],
+    server: MeasuredServer,
+    measure: MeasurePoint | None = None,
+    replay: ReplayPoints | None = None,
 ) -> None:
-    """Measure all points, one after the other; each leaves a record in the folder. An interruption is raised again.
+    """Measure points on a server, one after the other; each leaves a record in the folder. An interruption is raised again.
 
-    `replay` measures the server's steps and replays the points of mode REPLAY; it comes first, before the server has
-    seen the loads.
+    `measure` measures one point, by default as measure_point does. `replay` measures the steps of the server once and replays the points
+    of mode REPLAY; it comes first, before the server has seen the loads. A server that dies fails the points that are left.
     """
-    out = RecordFile(folder)
-    places = list_places(points, watch)
+    out = RecordFile(server.folder)
     replayed = [place for place in places if is_replay(place.point)]
     if replay is not None and replayed:
-        records = replay([place.point for place in replayed], replayed[0].show)
+        records = replay([place.point for place in replayed], server, replayed[0].show)
         for place, record in zip(replayed, records, strict=True):
-            place.show_record(out.append(record))
-    for place in places:
-        if is_replay(place.point):
-            continue
-        record, stopped = measure_point(place.point, config, info, prompt_format, settings, folder, place.show)
-        record = out.append(record)
+            place.show_record(out.append(_add_exit_reason(record, server)))
+    served = [place for place in places if not is_replay(place.point)]
+    for number, place in enumerate(served):
+        if ended := server.exit_reason:
+            fail_points(served[number:], f"the server died: {ended}", server.config, server.folder)
+            return
+        record, stopped = (measure or measure_point)(place.point, server, place.show)
+        record = out.append(_add_exit_reason(record, server))
         if stopped is not None:
             raise stopped
         place.show_record(record)
 
 
-ReplayServer: TypeAlias = "Callable[[Sequence[Point], Callable[[str], None]], Iterable[Record]]"
-"""A function that replays points of one server; it gets the points, and a function that shows how far it is."""
+def fail_points(places: Sequence[Place], reason: str, config: ClientConfig, folder: Path) -> None:
+    """Write the records of points that a server that dcpbench started cannot serve."""
+    for place in places:
+        record = Record(
+            point=place.point,
+            outcome="failed",
+            reason=f"{reason.rstrip('.')}. Read {config.facts['log']} in the run's folder",
+            detail=dict(config.facts),
+            marks=["cpu"] if config.device == CPU else [],
+            started_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        )
+        place.show_record(RecordFile(folder).append(record))
+
+
+def _add_exit_reason(record: Record, server: MeasuredServer) -> Record:
+    """Return a record, with the end of the server as its reason if it has failed because the server ended."""
+    if record.outcome == "ok" or not (ended := server.exit_reason):
+        return record
+    detail = record.detail or dict(server.config.facts)
+    return msgspec.structs.replace(record, reason=f"the server died: {ended}", detail=detail)
 
 
 def is_replay(point: Point) -> bool:
@@ -273,51 +310,39 @@ class _LoadState:
 
 
 def measure_point(
-    point: Point,
-    config: ClientConfig,
-    info: ServerInfo,
-    prompt_format: PromptFormat,
-    settings: Settings,
-    folder: Path,
-    tell: Callable[[str], None] = lambda _: None,
+    point: Point, server: MeasuredServer, tell: Callable[[str], None] = lambda _: None
 ) -> tuple[Record, BaseException | None]:
-    """Send a point's load; write its samples below `folder`, and return its record.
+    """Send a point's load; write its samples below the run's folder, and return its record.
 
     An interruption ends the run and is returned with the record, which keeps the requests that have finished. The point
     has failed then, unless all requests had ended and only the client's check or the server's profile were cut short.
     `tell` gets the last numbers about once a second.
     """
     started, begin = dt.datetime.now(dt.UTC), time.perf_counter()
-    sent = _LoadState(_make_requests(point, settings, prompt_format.vocab))
+    sent = _LoadState(_make_requests(point, server.settings, server.prompt_format.vocab))
     stopped: BaseException | None = None
     failed = ""
     try:
-        asyncio.run(_send_load(point, config, info, prompt_format, settings, sent, tell))
+        asyncio.run(_send_load(point, server, sent, tell))
     except (KeyboardInterrupt, SystemExit) as e:
         stopped = e
     except (WorkerError, UsageError) as e:
         failed = str(e)
     cut_short = stopped is not None and not sent.complete
-    if stopped is not None and sent.complete and config.traces is not None and sent.waits is None:
+    if stopped is not None and sent.complete and server.config.traces is not None and sent.waits is None:
         sent.unprofiled = INTERRUPTED
-        print_stderr(f"{config.target.url} was not profiled: {INTERRUPTED}. The point is kept, without its profile.")
-    record = _make_record(point, config, info, prompt_format, settings, folder, sent, failed=failed, stopped=cut_short)
+        print_stderr(
+            f"{server.config.target.url} was not profiled: {INTERRUPTED}. The point is kept, without its profile."
+        )
+    record = _make_record(point, server, sent, failed=failed, stopped=cut_short)
     record = msgspec.structs.replace(
         record, started_at=started.isoformat(timespec="seconds"), seconds=round(time.perf_counter() - begin, 3)
     )
     return record, stopped
 
 
-async def _send_load(
-    point: Point,
-    config: ClientConfig,
-    info: ServerInfo,
-    prompt_format: PromptFormat,
-    settings: Settings,
-    sent: _LoadState,
-    tell: Callable[[str], None],
-) -> None:
-    load = point.load
+async def _send_load(point: Point, server: MeasuredServer, sent: _LoadState, tell: Callable[[str], None]) -> None:
+    load, config, prompt_format = point.load, server.config, server.prompt_format
     assert load is not None
     async with Client(config.target) as client:
         warm = await _warm_up(client, config, prompt_format, sent.requests)
@@ -333,13 +358,13 @@ async def _send_load(
                 point.clients,
                 processes,
                 at_once=bound,
-                limit_s=settings.limit_seconds,
+                limit_s=server.settings.limit_seconds,
                 retries=config.retries,
                 realtime=config.realtime,
             ) as run:
                 sent.run = run
                 await run.prepare(min(point.concurrency, MAX_INITIAL_CONNECTIONS))
-                sent.before = await server_info.fetch_counters(client) if info.answers_metrics else None
+                sent.before = await server_info.fetch_counters(client) if server.info.answers_metrics else None
                 reporting = asyncio.get_running_loop().create_task(_report_progress(run, tell))
                 with sample_gpus(config.gpus.uuids if config.gpus else ()) as get_state:
                     try:
@@ -348,32 +373,27 @@ async def _send_load(
                     finally:
                         reporting.cancel()
                         sent.gpu = get_state()
-            sent.after = await server_info.fetch_counters(client) if info.answers_metrics else None
+            sent.after = await server_info.fetch_counters(client) if server.info.answers_metrics else None
     if config.traces is not None:
-        await _profile_point(point, config, prompt_format, sent, config.traces, tell)
+        await _profile_point(point, server, sent, config.traces, tell)
 
 
 async def _profile_point(
-    point: Point,
-    config: ClientConfig,
-    prompt_format: PromptFormat,
-    sent: _LoadState,
-    folder: Path,
-    tell: Callable[[str], None],
+    point: Point, server: MeasuredServer, sent: _LoadState, folder: Path, tell: Callable[[str], None]
 ) -> None:
     """Send a few requests of the load again, with the server's profiler on; their times are not part of the
     measurement.
     """
     try:
-        async with Client(config.target) as client:
-            calls = _make_short_calls(client, prompt_format, sent.requests[:PROFILED])
+        async with Client(server.config.target) as client:
+            calls = _make_short_calls(client, server.prompt_format, sent.requests[:PROFILED])
             paths = await record_traces(
-                client, calls, min(point.concurrency, PROFILED), folder, config.traces_wait_s, tell
+                client, calls, min(point.concurrency, PROFILED), folder, server.config.traces_wait_s, tell
             )
         sent.waits = await asyncio.to_thread(find_waits, paths)
     except DcpbenchError as e:
         sent.unprofiled = str(e)
-        print_stderr(f"{config.target.url} was not profiled: {e}")
+        print_stderr(f"{server.config.target.url} was not profiled: {e}")
 
 
 def choose_processes(point: Point, requests: Sequence[ServeRequest], warm_itl_s: float | None) -> int:
@@ -467,65 +487,55 @@ def make_environment(config: ClientConfig) -> Environment:
     )
 
 
-def start_record(point: Point, config: ClientConfig, info: ServerInfo, settings: Settings, server: Server) -> Record:
+def start_record(point: Point, server: MeasuredServer, described: Server) -> Record:
     """Return the record of a point without measurements: a failed one, with the facts about the server and the machine."""
     return Record(
         point=point,
         outcome="failed",
-        marks=["cpu"] if config.device == CPU else [],
-        environment=make_environment(config),
-        measured_with=msgspec.to_builtins(settings),
-        origin=info.origin,
+        marks=["cpu"] if server.config.device == CPU else [],
+        environment=make_environment(server.config),
+        measured_with=msgspec.to_builtins(server.settings),
+        origin=server.info.origin,
         model_sizes=read_model_sizes(point.model),
-        server=server,
+        server=described,
     )
 
 
-def describe_server(info: ServerInfo, prompt_format: PromptFormat, config: ClientConfig) -> Server:
+def describe_server(server: MeasuredServer) -> Server:
     """Return what is known about a server before a point is measured on it."""
+    info, config = server.info, server.config
     return Server(
         engine=info.engine,
         version=info.version,
         kv_capacity_tokens=info.kv_capacity_tokens,
         kv_sources=info.kv_sources,
-        max_model_len=info.find_model(prompt_format.model).max_model_len if info.models else None,
-        prompts=prompt_format.prompts,
+        max_model_len=info.find_model(server.prompt_format.model).max_model_len if info.models else None,
+        prompts=server.prompt_format.prompts,
         settings=config.engine_settings,
         start=list(config.start),
         facts={**info.facts, **config.facts, **config.request_facts},
     )
 
 
-def _make_record(
-    point: Point,
-    config: ClientConfig,
-    info: ServerInfo,
-    prompt_format: PromptFormat,
-    settings: Settings,
-    folder: Path,
-    sent: _LoadState,
-    *,
-    failed: str,
-    stopped: bool,
-) -> Record:
+def _make_record(point: Point, server: MeasuredServer, sent: _LoadState, *, failed: str, stopped: bool) -> Record:
     outcomes = sent.run.outcomes if sent.run else []
-    record = start_record(point, config, info, settings, _make_server(info, prompt_format, config, outcomes, sent))
+    record = start_record(point, server, _make_server(server, outcomes, sent))
     shortage = next((o.error for o in outcomes if o.error is not None and o.error.kind == OPEN_FILES), None)
     failed = failed or (shortage.sentence if shortage is not None else "")
     if sent.run is None or (stopped and not outcomes):
         return msgspec.structs.replace(record, reason=failed or "interrupted before any request was sent.")
     samples = [_make_sample(o, sent) for o in outcomes]
     try:
-        name = write_samples(folder, point, make_rows(samples))
+        name = write_samples(server.folder, point, make_rows(samples))
         metrics = compute_serve_metrics(
             ServedLoad(samples),
             gpus=point.tp,
             concurrency=point.clients,
-            slo=settings.slo,
+            slo=server.settings.slo,
             steps=StepCounts(),
             samples_file=name,
             interrupted=stopped,
-            limit_s=settings.limit_seconds,
+            limit_s=server.settings.limit_seconds,
         )
     except OutputError:
         raise  # the disk is at fault, not the point
@@ -546,8 +556,8 @@ def _make_record(
         CLIENT_BOUND: is_client_bound(record.server.client, metrics.itl_ms.p50),
         GAPS_DIVIDED: any(s.chunk_tokens for s in samples),
         NOMINAL: _has_other_lengths(samples, sent.requests),
-        KV_SOURCES_DIFFER: bool(info.kv_sources and info.kv_sources.conflicts),
-        DUMMY_WEIGHTS: config.dummy_weights,
+        KV_SOURCES_DIFFER: bool(server.info.kv_sources and server.info.kv_sources.conflicts),
+        DUMMY_WEIGHTS: server.config.dummy_weights,
         THROTTLED: is_throttled(sent.gpu),
     }
     reason = failed or _describe_none_finished(metrics, outcomes)
@@ -605,15 +615,13 @@ def _make_sample(outcome: Outcome, sent: _LoadState) -> Sample:
     return sample
 
 
-def _make_server(
-    info: ServerInfo, prompt_format: PromptFormat, config: ClientConfig, outcomes: Sequence[Outcome], sent: _LoadState
-) -> Server:
+def _make_server(server: MeasuredServer, outcomes: Sequence[Outcome], sent: _LoadState) -> Server:
     errors = [o.error for o in outcomes if o.error is not None]
     kinds = collections.Counter(map(_get_failure_kind, errors))
     first = {_get_failure_kind(error): error.sentence for error in reversed(errors)}
     hidden = sum(o.answer.hidden_tokens for o in outcomes if o.answer is not None)
     answered = next((o.answer for o in outcomes if o.answer is not None and o.answer.chunk_s), None)
-    known = describe_server(info, prompt_format, config)
+    known = describe_server(server)
     return msgspec.structs.replace(
         known,
         counted=answered.counted_by if answered else BY_CHUNKS,
@@ -625,7 +633,7 @@ def _make_server(
         facts={
             **known.facts,
             **({NOT_PROFILED: sent.unprofiled} if sent.unprofiled else {}),
-            **({NO_METRICS: info.metrics_hint} if info.metrics_hint else {}),
+            **({NO_METRICS: server.info.metrics_hint} if server.info.metrics_hint else {}),
             **({HIDDEN_TOKENS: f"{hidden:,}"} if hidden else {}),
         },
     )

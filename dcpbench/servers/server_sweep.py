@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-import time
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -12,18 +12,18 @@ import msgspec
 from dcpbench.errors import DcpbenchError
 from dcpbench.measuring.gpu_state import find_visible_gpus
 from dcpbench.points import redaction
-from dcpbench.records.file import RecordFile
-from dcpbench.records.record import CPU, Record
+from dcpbench.records.record import CPU
 from dcpbench.servers.engine_log import complete_settings, read_started_settings
 from dcpbench.servers.engine_replay import ReplayOptions, replay_on_server
 from dcpbench.servers.kv_capacity import find_pcp
 from dcpbench.servers.launch import Server, choose_log_path, find_free_port
 from dcpbench.servers.measure import (
+    MeasuredServer,
     Place,
+    fail_points,
     fetch_server_info,
-    is_replay,
     list_places,
-    measure_point,
+    measure_points,
     resolve_prompt_format,
 )
 from dcpbench.servers.presets import make_environment
@@ -38,15 +38,8 @@ if TYPE_CHECKING:
     from dcpbench.points.point import Point
     from dcpbench.points.settings import Settings
     from dcpbench.records.record import StartPhase
-    from dcpbench.servers.info import ServerInfo
-    from dcpbench.servers.measure import ClientConfig
+    from dcpbench.servers.measure import ClientConfig, MeasurePoint
     from dcpbench.servers.presets import Engine
-    from dcpbench.servers.prompt_format import PromptFormat
-
-    MeasurePoint = Callable[
-        [Point, ClientConfig, ServerInfo, PromptFormat, Settings, Path, Callable[[str], None]],
-        tuple[Record, BaseException | None],
-    ]
 
 
 def make_server_key(point: Point) -> tuple[object, ...]:
@@ -65,7 +58,7 @@ def measure_started(
     watch: Callable[[Progress], None],
     *,
     limit_s: float,
-    measure: MeasurePoint = measure_point,
+    measure: MeasurePoint | None = None,
     replay: ReplayOptions | None = None,
 ) -> None:
     """Measure all points; each leaves a record in the folder. A server that refuses or dies fails only its own points.
@@ -81,17 +74,6 @@ def measure_started(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Running:
-    """A server that takes requests, with all that is known of it."""
-
-    server: Server
-    config: ClientConfig
-    info: ServerInfo
-    prompt_format: PromptFormat
-    words: Sequence[str]
-
-
-@dataclasses.dataclass(frozen=True)
 class _Sweep:
     """What the servers of a run have in common; see measure_started."""
 
@@ -101,7 +83,7 @@ class _Sweep:
     settings: Settings
     folder: Path
     limit_s: float
-    measure: MeasurePoint
+    measure: MeasurePoint | None
     replay: ReplayOptions
 
     def measure_group(self, group: Sequence[Place]) -> None:
@@ -120,81 +102,33 @@ class _Sweep:
         env = make_environment(self.engine, first, dict.fromkeys(FOLDERS, traces) if traces else None)
         with Server(words, log, env, port, self.engine.ready) as server:
             try:
-                running = self._wait_until_running(server, config, group[0], words, env)
+                running = self._wait_until_running(server, config, group[0], env)
             except DcpbenchError as e:
-                self._fail_points(group, f"{str(e).rstrip('.')}{server.find_cause(str(e))}", config)
+                fail_points(group, f"{str(e).rstrip('.')}{server.find_cause(str(e))}", config, self.folder)
                 return
-            self._replay_points([place for place in group if is_replay(place.point)], running)
-            self._serve_points([place for place in group if not is_replay(place.point)], running)
+            measure_points(group, running, self.measure, functools.partial(replay_on_server, options=self.replay))
 
     def _wait_until_running(
-        self, server: Server, config: ClientConfig, place: Place, words: Sequence[str], env: Mapping[str, str]
-    ) -> _Running:
+        self, server: Server, config: ClientConfig, place: Place, env: Mapping[str, str]
+    ) -> MeasuredServer:
         """Return the server once it takes requests. Raise DcpbenchError if it does not, or cannot be measured."""
         first = place.point
         start = server.wait_until_ready(self.limit_s, lambda note: place.show(note, "build"))
         text = server.read_log()
         info = fetch_server_info(config.target, config.retries).with_kv_capacity(
-            dp=first.dp, dcp=first.dcp, pcp=find_pcp(words), log=text
+            dp=first.dp, dcp=first.dcp, pcp=find_pcp(server.words), log=text
         )
         config = _add_start(config, start, text, env, first, info.facts)
         for note in info.notes:
             print_stderr(note)
-        return _Running(server, config, info, resolve_prompt_format(config, info.find_model(None).id), words)
-
-    def _fail_points(self, places: Sequence[Place], why: str, config: ClientConfig) -> None:
-        for place in places:
-            self._store(place, _make_failed_record(place.point, why, config))
-
-    def _replay_points(self, places: Sequence[Place], running: _Running) -> None:
-        """Measure the steps of the server, and replay the points."""
-        if not places:
-            return
-        records = replay_on_server(
-            [place.point for place in places],
-            running.config,
-            running.info,
-            running.prompt_format,
-            self.settings,
-            self.folder,
-            self.replay,
-            words=running.words,
-            tell=places[0].show,
+        return MeasuredServer(
+            config=config,
+            info=info,
+            prompt_format=resolve_prompt_format(config, info.find_model(None).id),
+            settings=self.settings,
+            folder=self.folder,
+            process=server,
         )
-        for place, record in zip(places, records, strict=True):
-            self._store(place, _add_end(record, running))
-
-    def _serve_points(self, places: Sequence[Place], running: _Running) -> None:
-        """Serve the loads of the points. A server that dies fails those that are left."""
-        for number, place in enumerate(places):
-            if dead := running.server.exit_reason:
-                self._fail_points(places[number:], f"the server died: {dead}", running.config)
-                return
-            record, stopped = self.measure(
-                place.point,
-                running.config,
-                running.info,
-                running.prompt_format,
-                self.settings,
-                self.folder,
-                place.show,
-            )
-            record = RecordFile(self.folder).append(_add_end(record, running))
-            if stopped is not None:
-                raise stopped
-            place.show_record(record)
-
-    def _store(self, place: Place, record: Record) -> None:
-        """Write a record, and show it on the progress line."""
-        place.show_record(RecordFile(self.folder).append(record))
-
-
-def _add_end(record: Record, running: _Running) -> Record:
-    """Return a record, with the end of the server as its reason if it has failed because the server ended."""
-    if record.outcome == "ok" or not (dead := running.server.exit_reason):
-        return record
-    detail = record.detail or dict(running.config.facts)
-    return msgspec.structs.replace(record, reason=f"the server died: {dead}", detail=detail)
 
 
 def _add_start(
@@ -222,14 +156,3 @@ def _make_log_path(folder: Path, engine: Engine, point: Point) -> Path:
     degrees = f"tp{point.tp}-dp{point.dp}-dcp{point.dcp}"
     name = "-".join(filter(None, (engine.name, degrees, ep, point.settings)))
     return choose_log_path(folder, name)
-
-
-def _make_failed_record(point: Point, why: str, config: ClientConfig) -> Record:
-    return Record(
-        point=point,
-        outcome="failed",
-        reason=f"{why.rstrip('.')}. Read {config.facts['log']} in the run's folder",
-        detail=dict(config.facts),
-        marks=["cpu"] if config.device == CPU else [],
-        started_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    )

@@ -45,12 +45,9 @@ if TYPE_CHECKING:
 
     from dcpbench.measuring.gpu_state import VisibleGpus
     from dcpbench.points.point import Point
-    from dcpbench.points.settings import Settings
     from dcpbench.records.record import Gpu, Rates, Record, SyncSite
     from dcpbench.servers.decode_streams import DecodeStreams
-    from dcpbench.servers.info import ServerInfo
-    from dcpbench.servers.measure import ClientConfig
-    from dcpbench.servers.prompt_format import PromptFormat
+    from dcpbench.servers.measure import MeasuredServer
     from dcpbench.servers.step_probe import CaseSamples
     from dcpbench.syncs.kernel_time import StepTime
 
@@ -95,38 +92,26 @@ class StepPoints:
     """True if traces stay in their folder after they have been scanned."""
 
     def __call__(
-        self,
-        point: Point,
-        config: ClientConfig,
-        info: ServerInfo,
-        prompt_format: PromptFormat,
-        settings: Settings,
-        folder: Path,  # noqa: ARG002 - samples are in the record
-        tell: Callable[[str], None],
+        self, point: Point, server: MeasuredServer, tell: Callable[[str], None]
     ) -> tuple[Record, BaseException | None]:
         """Return a point's record, and the interruption that ended its measurement."""
         started, begin = dt.datetime.now(dt.UTC), time.perf_counter()
         measured, failed = _Measured(), ""
         stopped: BaseException | None = None
         try:
-            asyncio.run(self._measure(point, config, info, prompt_format, settings, measured, tell))
+            asyncio.run(self._measure(point, server, measured, tell))
         except (KeyboardInterrupt, SystemExit) as e:
             stopped = e
         except UsageError as e:
             failed = str(e)
         except WorkerError as e:
             failed = str(e)
-            time.sleep(
-                END_S
-            )  # a server that dies closes its connections before its process ends, which is the better reason
+            time.sleep(END_S)  # a server that dies closes its connections before its process ends, a better reason
         if stopped is not None and measured.samples is None:
             failed = "interrupted before its steps had been measured."
-        record = _make_record(point, config, info, prompt_format, settings, measured, failed)
-        if (
-            record.outcome == "ok" and not config.dummy_weights
-        ):  # with dummy weights fewer experts are read than expected
-            found = compute_engine_floor(point, config.engine_settings, self.rates)
-            rates, floor = found or (None, None)
+        record, config = _make_record(point, server, measured, failed), server.config
+        if record.outcome == "ok" and not config.dummy_weights:  # with those fewer experts are read than expected
+            rates, floor = compute_engine_floor(point, config.engine_settings, self.rates) or (None, None)
             record = msgspec.structs.replace(record, rates=rates, floor=floor)
         seconds = round(time.perf_counter() - begin, 3)
         return msgspec.structs.replace(
@@ -134,22 +119,16 @@ class StepPoints:
         ), stopped
 
     async def _measure(
-        self,
-        point: Point,
-        config: ClientConfig,
-        info: ServerInfo,
-        prompt_format: PromptFormat,
-        settings: Settings,
-        measured: _Measured,
-        tell: Callable[[str], None],
+        self, point: Point, server: MeasuredServer, measured: _Measured, tell: Callable[[str], None]
     ) -> None:
+        config, settings = server.config, server.settings
         traces = config.traces if settings.profile else None
         before = find_traces(traces) if traces is not None else {}
         async with Client(config.target) as client:
             probe = StepProbe(
                 client=client,
-                prompt_format=prompt_format,
-                limits=_complete_limits(self.limits(point), config, info, prompt_format),
+                prompt_format=server.prompt_format,
+                limits=_complete_limits(self.limits(point), server),
                 rule=StopRule(precision=settings.precision, seconds=settings.seconds),
                 realtime=config.realtime,
             )
@@ -203,16 +182,14 @@ class StepPoints:
                 path.unlink(missing_ok=True)
 
 
-def _complete_limits(
-    stated: ServerLimits, config: ClientConfig, info: ServerInfo, prompt_format: PromptFormat
-) -> ServerLimits:
+def _complete_limits(stated: ServerLimits, server: MeasuredServer) -> ServerLimits:
     """Return the limits of a running server: those that it reports, else those of its command line."""
-    logged = config.engine_settings.max_batched_tokens if config.engine_settings else None
+    logged = server.config.engine_settings.max_batched_tokens if server.config.engine_settings else None
     return msgspec.structs.replace(
         stated,
         max_batched_tokens=logged or stated.max_batched_tokens,
-        max_model_len=info.find_model(prompt_format.model).max_model_len or stated.max_model_len,
-        kv_tokens=info.kv_capacity_tokens,
+        max_model_len=server.info.find_model(server.prompt_format.model).max_model_len or stated.max_model_len,
+        kv_tokens=server.info.kv_capacity_tokens,
     )
 
 
@@ -265,28 +242,18 @@ def make_phases(found: StepTime, timed_ms: float) -> Phases:
     )
 
 
-def _make_record(
-    point: Point,
-    config: ClientConfig,
-    info: ServerInfo,
-    prompt_format: PromptFormat,
-    settings: Settings,
-    measured: _Measured,
-    failed: str,
-) -> Record:
-    server, samples = describe_server(info, prompt_format, config), measured.samples
+def _make_record(point: Point, server: MeasuredServer, measured: _Measured, failed: str) -> Record:
+    described, samples = describe_server(server), measured.samples
     missing = {NOT_PROFILED: measured.unprofiled, WAITS_UNKNOWN: measured.uncounted}
-    server = msgspec.structs.replace(
-        server, facts={**server.facts, **{name: why for name, why in missing.items() if why}}
-    )
-    record = start_record(point, config, info, settings, server)
+    facts = {**described.facts, **{name: why for name, why in missing.items() if why}}
+    described = msgspec.structs.replace(described, facts=facts)
+    record = start_record(point, server, described)
     if samples is None:
         return msgspec.structs.replace(record, reason=failed)
     client = ClientLoad(processes=1, cpu_share=samples.client_cpu_share or 0.0)
     metrics = compute_decode_metrics(samples.samples_ms, point.concurrency, point.tp)
     mean = samples.context_mean or 0.0
-    context = f"{samples.context_min:,} to {samples.context_max:,}, mean {mean:,.0f}"
-    facts = {MEASURED_CONTEXT: context}
+    facts[MEASURED_CONTEXT] = f"{samples.context_min:,} to {samples.context_max:,}, mean {mean:,.0f}"
     if samples.divided_share > 0:
         facts[DIVIDED_TOKENS] = format_percent(samples.divided_share)
     warnings = {
@@ -294,8 +261,8 @@ def _make_record(
         GAPS_DIVIDED: samples.divided_share > 0,
         NOMINAL: abs(mean - point.context) > max(NEAR * point.context, NEAR_TOKENS),
         CLIENT_BOUND: is_client_bound(client, metrics.step_ms.median),
-        KV_SOURCES_DIFFER: bool(info.kv_sources and info.kv_sources.conflicts),
-        DUMMY_WEIGHTS: config.dummy_weights,
+        KV_SOURCES_DIFFER: bool(server.info.kv_sources and server.info.kv_sources.conflicts),
+        DUMMY_WEIGHTS: server.config.dummy_weights,
         THROTTLED: is_throttled(measured.gpu),
     }
     return msgspec.structs.replace(
@@ -307,10 +274,5 @@ def _make_record(
         host_syncs_per_step=measured.waits[0] if measured.waits else None,
         sync_sites=measured.waits[1] if measured.waits else [],
         gpu=measured.gpu,
-        server=msgspec.structs.replace(
-            server,
-            counted=samples.counted_by,
-            client=client,
-            facts={**server.facts, **facts},
-        ),
+        server=msgspec.structs.replace(described, counted=samples.counted_by, client=client, facts=facts),
     )

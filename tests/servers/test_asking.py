@@ -464,6 +464,7 @@ def test_each_server_has_its_points_and_each_point_its_record(tmp_path: Path, mo
     class Server:
         def __init__(self, words: list[str], log: Path, env: dict[str, str], port: int, ready: str) -> None:
             started.append(words)
+            self.words = words
             self.layout, self.exit_reason = words[words.index("--tensor-parallel-size") + 1], ""
             assert (log.parent.name, env, port, ready) == ("servers", {}, 77, "/health")
 
@@ -487,8 +488,8 @@ def test_each_server_has_its_points_and_each_point_its_record(tmp_path: Path, mo
 
     servers: list[Server] = []
 
-    def measured(point: Any, asked: measure.ClientConfig, *_: object) -> tuple[object, None]:
-        assert [(phase.name, phase.seconds) for phase in asked.start] == [("starting", 2.3)]
+    def measured(point: Any, server: measure.MeasuredServer, _: object) -> tuple[object, None]:
+        assert [(phase.name, phase.seconds) for phase in server.config.start] == [("starting", 2.3)]
         record = msgspec.structs.replace(SERVED, point=point)
         if servers[-1].layout == "2":
             servers[-1].exit_reason = "killed"
@@ -619,13 +620,16 @@ def test_a_record_of_a_server_on_a_cpu_is_marked(tmp_path: Path, device: str, ma
     ]:
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(measure, "_make_server", lambda *_: SERVED.server)
+            server = measure.MeasuredServer(
+                config=asked,  # type: ignore[arg-type]
+                info=SimpleNamespace(origin="vllm"),  # type: ignore[arg-type]
+                prompt_format=PromptFormat(endpoint="completions", model="m", extras={}, vocab=9),
+                settings=Settings(),
+                folder=tmp_path,
+            )
             record = measure._make_record(
                 point,
-                asked,  # type: ignore[arg-type]
-                SimpleNamespace(origin="vllm"),  # type: ignore[arg-type]
-                PromptFormat(endpoint="completions", model="m", extras={}, vocab=9),
-                Settings(),
-                tmp_path,
+                server,
                 sent,  # type: ignore[arg-type]
                 failed=failed,
                 stopped=stopped,
@@ -654,13 +658,16 @@ def test_a_run_without_a_token_says_what_ended_it(
     point = serve_record_builder.point()
     request = ServeRequest(number=0, prompt=np.zeros(4, np.int32), output_tokens=4, arrival_s=None)
     run = SimpleNamespace(outcomes=[Outcome(Call(0, b"", 4), 1.0)], start_s=1.0, paces=[])
+    server = measure.MeasuredServer(
+        config=measure.ClientConfig(target=Target.from_url("http://127.0.0.1:9")),
+        info=info.ServerInfo(),
+        prompt_format=PromptFormat(endpoint="completions", model="m", extras={}, vocab=9),
+        settings=Settings(limit_seconds=limit_s),
+        folder=tmp_path,
+    )
     record = measure._make_record(
         point,
-        measure.ClientConfig(target=Target.from_url("http://127.0.0.1:9")),
-        info.ServerInfo(),
-        PromptFormat(endpoint="completions", model="m", extras={}, vocab=9),
-        Settings(limit_seconds=limit_s),
-        tmp_path,
+        server,
         measure._LoadState([request], run=run),  # type: ignore[arg-type]
         failed="",
         stopped=stopped,

@@ -177,8 +177,9 @@ def test_what_ended_is_said_of_each_point_with_its_figures_or_its_reason(
     records = iter([(good, None), (bad, None), (bad, KeyboardInterrupt())])
     monkeypatch.setattr(measure, "measure_point", lambda *_: next(records))
     seen: list[Progress] = []
+    places = measure.list_places([good.point] * 3, seen.append)
     with pytest.raises(KeyboardInterrupt):
-        measure.measure_points([good.point] * 3, *[None] * 4, tmp_path, seen.append)  # type: ignore[call-arg,arg-type]
+        measure.measure_points(places, SimpleNamespace(folder=tmp_path, exit_reason=""))  # type: ignore[arg-type]
     assert good.serve is not None
     assert [(e.stage, e.note, e.index, e.of) for e in seen] == [
         ("done", format_summary(good.serve), 0, 3),

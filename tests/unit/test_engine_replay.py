@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -20,7 +22,8 @@ from dcpbench.servers import engine_replay
 from dcpbench.servers.client import Target
 from dcpbench.servers.engine_replay import ReplayOptions, describe_engine
 from dcpbench.servers.info import Card, ServerInfo
-from dcpbench.servers.measure import ClientConfig
+from dcpbench.servers.measure import ClientConfig, MeasuredServer
+from dcpbench.servers.prompt_format import PromptFormat
 from dcpbench.servers.step_probe import CaseSamples, Method, RequestTimes, ServerLimits, StepProbe, check_case
 from dcpbench.serving.engine_cases import EngineExtent, make_engine_cases, make_unaligned_cases
 from dcpbench.serving.loads import make_point_requests
@@ -52,8 +55,6 @@ from tests.unit.step_times_builder import HONESTY
 from tests.unit.test_replay import Fixed
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from dcpbench.points.point import Point
     from dcpbench.serving.requests import Step
 
@@ -270,6 +271,20 @@ class TestSamples:
             assert engine_replay._decides_ahead(found, 1.0, EngineSettings(async_scheduling=known)) is known
 
 
+def serve(info: ServerInfo, words: list[str] | None = None) -> MeasuredServer:
+    """A running server, which was started with these words."""
+    prompt_format = PromptFormat(endpoint="completions", model="m", extras={}, vocab=9)
+    process = None if words is None else SimpleNamespace(words=words)
+    return MeasuredServer(
+        config=CLIENT,
+        info=info,
+        prompt_format=prompt_format,
+        settings=Settings(),
+        folder=Path(),
+        process=process,  # type: ignore[arg-type]
+    )
+
+
 class TestDescription:
     INFO = ServerInfo(
         engine=VLLM,
@@ -281,7 +296,7 @@ class TestDescription:
 
     def test_limits_come_from_the_command_and_from_what_the_server_reports(self) -> None:
         words = ["vllm", "serve", "m", "--max-num-batched-tokens", "4096", "--max-num-seqs=64"]
-        found = describe_engine(engine_point(), CLIENT, self.INFO, ReplayOptions(), words)
+        found = describe_engine(engine_point(), serve(self.INFO, words), ReplayOptions())
         assert (found.policy, found.token_budget, found.max_requests) == (VLLM, 4096, 64)
         assert (found.block_tokens, found.kv_blocks) == (128, 153_742)  # 64 × dcp 2
         assert (found.max_model_len, found.prefix_cache, found.asynchronous) == (70_000, True, True)
@@ -294,21 +309,21 @@ class TestDescription:
             "disable_radix_cache": "True",
         }
         info = dataclasses.replace(self.INFO, engine=SGLANG, facts=facts)
-        found = describe_engine(engine_point(), CLIENT, info, ReplayOptions())
+        found = describe_engine(engine_point(), serve(info), ReplayOptions())
         assert (found.token_budget, found.max_requests, found.block_tokens) == (8192, 48, 2)
         assert not found.prefix_cache
 
     def test_an_unknown_token_budget_is_asked_for(self) -> None:
         with pytest.raises(UsageError, match="add --token-budget N, the value of --max-num-batched-tokens"):
-            describe_engine(engine_point(), CLIENT, self.INFO, ReplayOptions())
-        assert describe_engine(engine_point(), CLIENT, self.INFO, ReplayOptions(token_budget=8192)).token_budget == 8192
+            describe_engine(engine_point(), serve(self.INFO), ReplayOptions())
+        assert describe_engine(engine_point(), serve(self.INFO), ReplayOptions(token_budget=8192)).token_budget == 8192
 
     def test_an_unknown_engine_needs_a_policy(self) -> None:
         info = dataclasses.replace(self.INFO, engine="openai")
         with pytest.raises(UsageError, match="add --policy"):
-            describe_engine(engine_point(), CLIENT, info, ReplayOptions(token_budget=8192))
+            describe_engine(engine_point(), serve(info), ReplayOptions(token_budget=8192))
         options = ReplayOptions(token_budget=8192, policy=SGLANG)
-        assert describe_engine(engine_point(), CLIENT, info, options).policy == SGLANG
+        assert describe_engine(engine_point(), serve(info), options).policy == SGLANG
 
     def test_attention_data_parallel_is_refused(self) -> None:
         assert engine_replay.find_unsupported(engine_point()) is None

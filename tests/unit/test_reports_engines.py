@@ -413,17 +413,15 @@ class TestModelSizes:
     def test_the_record_of_a_server_has_them(self, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(CONFIG))
         of = measure_server(VLLM, TP, 400).point
-        record = measure._make_record(
-            msgspec.structs.replace(of, model=str(tmp_path)),
-            measure.ClientConfig(target=Target(scheme="http", host="127.0.0.1", port=9)),
-            ServerInfo(engine="vllm", version="0.26.0"),
-            PromptFormat(endpoint="completions", model=str(tmp_path), extras={}, vocab=1000),
-            Settings(),
-            tmp_path,
-            measure._LoadState([]),
-            failed="",
-            stopped=False,
+        server = measure.MeasuredServer(
+            config=measure.ClientConfig(target=Target(scheme="http", host="127.0.0.1", port=9)),
+            info=ServerInfo(engine="vllm", version="0.26.0"),
+            prompt_format=PromptFormat(endpoint="completions", model=str(tmp_path), extras={}, vocab=1000),
+            settings=Settings(),
+            folder=tmp_path,
         )
+        point = msgspec.structs.replace(of, model=str(tmp_path))
+        record = measure._make_record(point, server, measure._LoadState([]), failed="", stopped=False)
         assert record.model_sizes == ModelSizes.from_shape(dataclasses.replace(SHAPES["deepseek-v3"], layers=8))
         assert msgspec.json.decode(msgspec.json.encode(record))["model_sizes"]["layers"] == 8
 
