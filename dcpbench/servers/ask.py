@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from dcpbench.servers.client import Client
     from dcpbench.servers.prompt_format import PromptFormat
 
-TOP_LOGPROBS = (20, 5, 2)
-"""Numbers of top log-probabilities to request, tried in order until a server accepts one."""
+TOP_LOGPROBS = (20, 5, 2)  # numbers of top log-probabilities to request, tried in order until a server accepts one
 MIN_ANSWER_BYTES, BYTES_OF_TOKEN = 1 << 20, 1 << 12  # of a whole answer, and for each token with its log-probabilities
 
 

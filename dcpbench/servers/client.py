@@ -88,8 +88,7 @@ def _make_request_error(
     return RequestError(kind, sentence, status=status, retry_after_s=retry_after_s, bad=bad)
 
 
-KEY_VARIABLE = "OPENAI_API_KEY"
-"""Default environment variable of a server's key."""
+KEY_VARIABLE = "OPENAI_API_KEY"  # default environment variable of a server's key
 
 
 def load_api_key(variable: str) -> str:
@@ -115,14 +114,11 @@ class Target:
     scheme: str
     host: str
     port: int
-    path: str = ""
-    """Path before /v1."""
-    key: str = dataclasses.field(default="", repr=False)
-    """API key; never recorded or printed."""
+    path: str = ""  # path before /v1
+    key: str = dataclasses.field(default="", repr=False)  # API key; never recorded or printed
     headers: tuple[tuple[str, str], ...] = dataclasses.field(default=(), repr=False)
     """Further headers of every request (--header); their values are never recorded or printed."""
-    timeout_s: float = 600.0
-    """Time in s without any received data after which a request has failed."""
+    timeout_s: float = 600.0  # time in s without any received data after which a request has failed
 
     @classmethod
     def from_url(

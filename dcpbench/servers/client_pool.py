@@ -30,13 +30,10 @@ if TYPE_CHECKING:
     from dcpbench.servers.client import Target
     from dcpbench.servers.load import Call, Outcome, Pace
 
-AHEAD_S = 0.25
-"""Time between the choice of a start and the start."""
+AHEAD_S = 0.25  # time between the choice of a start and the start
 PROGRESS_S = 0.5
-STOP_S = 10.0
-"""Limit for a stopped process to send its outcomes."""
-END_S = 5.0
-"""Time limit in s for a terminated process to end, after which it is killed."""
+STOP_S = 10.0  # limit for a stopped process to send its outcomes
+END_S = 5.0  # time limit in s for a terminated process to end, after which it is killed
 READY, PROGRESS, DONE, STOP = "ready", "progress", "done", "stop"
 
 

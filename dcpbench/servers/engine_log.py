@@ -22,8 +22,7 @@ SYNTHETIC_VARIABLE = "DCPBENCH_SYNTHETIC_WEIGHTS"  # turns on dcpbench's plugin 
 UNIFORM_ROUTING: Mapping[str, tuple[str, ...]] = {
     "VLLM_MOE_ROUTING_SIMULATION_STRATEGY": ("uniform_random", "normal_routing"),
     "SGLANG_SIMULATE_UNIFORM_EXPERTS": ("1", "true", "True"),
-}
-"""Variables of the engines that replace the router's choice of experts by an even one."""
+}  # variables of the engines that replace the router's choice of experts by an even one
 
 PHASES = (
     ("loading weights", re.compile(r"Starting to load model|Load weight begin")),
@@ -31,8 +30,7 @@ PHASES = (
     ("allocating the KV cache", re.compile(r"Model loading took|Load weight end")),
     ("capturing CUDA graphs", re.compile(r"(?:Capturing|Profiling) CUDA graph|Capture .*CUDA graph begin")),
     ("warming up", re.compile(r"Graph capturing finished|Capture .*CUDA graph end|Application startup complete")),
-)
-"""Phases of a start with the line that begins each. A phase that began stays until a later one begins."""
+)  # phases of a start with the line that begins each. A phase that began stays until a later one begins
 STARTING = "starting"
 
 VALUE = r"('[^']*'|\"[^\"]*\"|\[[^\]]*\]|[^,()\s]+)"
@@ -45,8 +43,7 @@ RESOLVED = {
     "max_batched_tokens": re.compile(r"max_num_batched_tokens=(\d+)"),
     "kv_dtype": re.compile(r"KV Cache is allocated\. dtype: torch\.(\w+)"),
     "weights_dtype": re.compile(r"Load weight end\..* quant=(\w+)"),
-}
-"""Lines in which an engine names a setting that it chose."""
+}  # lines in which an engine names a setting that it chose
 SGLANG_FIELDS = {
     "load_format": "load_format",
     "dtype": "dtype",
@@ -67,8 +64,7 @@ VLLM_FIELDS = {
 }
 VLLM_GIVEN_FIELDS = {"page_size": "block_size", "moe_backend": "moe_backend"}
 NUMBERS = ("page_size", "max_batched_tokens")
-UNRESOLVED = ("", "auto", "None")
-"""Values that only state that the engine chooses."""
+UNRESOLVED = ("", "auto", "None")  # values that only state that the engine chooses
 
 
 def read_settings(log: str) -> EngineSettings | None:

@@ -89,8 +89,7 @@ TOKEN_BUDGETS = {VLLM: vllm_scheduler.TOKEN_BUDGET, SGLANG: sglang_scheduler.TOK
 class ReplayOptions:
     """Options for replays of servers."""
 
-    policy: str = ""
-    """--policy: policy that replaces the engine's own; empty: none."""
+    policy: str = ""  # --policy: policy that replaces the engine's own; empty: none
     token_budget: int | None = None
     """--token-budget: maximum number of tokens of a step, if the server does not report it."""
 

@@ -38,8 +38,7 @@ ENGINE_OPTIONS = (
     "interleave",
     "concurrency",
     "context",
-)
-"""Options of dcpbench's own engine that other engines have as well."""
+)  # options of dcpbench's own engine that other engines have as well
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

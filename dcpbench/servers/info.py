@@ -45,8 +45,7 @@ KEPT = """
     tp_size dp_size dcp_size ep_size enable_dp_attention attention_backend kv_cache_dtype quantization dtype
     chunked_prefill_size max_running_requests mem_fraction_static schedule_policy disable_radix_cache page_size
     speculative_algorithm model_path
-"""
-"""Arguments of SGLang that affect performance."""
+"""  # arguments of SGLang that affect performance
 
 
 class Card(msgspec.Struct, frozen=True):
@@ -71,17 +70,13 @@ class _Models(msgspec.Struct, frozen=True):
 class ServerInfo:
     """Description of a server."""
 
-    engine: str = OPENAI
-    """VLLM, SGLANG, or OPENAI if the server does not report its engine."""
+    engine: str = OPENAI  # VLLM, SGLANG, or OPENAI if the server does not report its engine
     version: str = ""
     models: tuple[Card, ...] = ()
-    kv: KvReport = dataclasses.field(default_factory=KvReport)
-    """Numbers about the KV cache, as reported."""
-    kv_capacity_tokens: int | None = None
-    """Total capacity; None before `with_kv_capacity`, or if it is unknown."""
+    kv: KvReport = dataclasses.field(default_factory=KvReport)  # numbers about the KV cache, as reported
+    kv_capacity_tokens: int | None = None  # total capacity; None before `with_kv_capacity`, or if it is unknown
     kv_sources: KvSources | None = None
-    metrics: bool = False
-    """True if /metrics has the engine's counters."""
+    metrics: bool = False  # True if /metrics has the engine's counters
     answers_metrics: bool = False  # whether /metrics answered in time; only then its counters are read again
     facts: dict[str, str] = dataclasses.field(default_factory=dict)
 

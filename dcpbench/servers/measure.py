@@ -67,27 +67,22 @@ if TYPE_CHECKING:
     from dcpbench.servers.launch import Server as StartedServer
     from dcpbench.servers.load import Outcome, Pace
 
-CLIENT_BOUND, GAPS_DIVIDED, NOMINAL = "client_bound", "gaps_divided", "nominal_lengths"
-KV_SOURCES_DIFFER = "kv_sources_differ"
-THROTTLED = "throttled"
-"""Marks; reports/explain.py has a sentence for each."""
+CLIENT_BOUND, GAPS_DIVIDED, NOMINAL = "client_bound", "gaps_divided", "nominal_lengths"  # marks, as are the next two;
+KV_SOURCES_DIFFER, THROTTLED = "kv_sources_differ", "throttled"  # reports/explain.py has a sentence for each
 MAX_CPU_SHARE, MAX_LAG_MS, MAX_LAG_SHARE = 0.9, 3.0, 0.1
 """Thresholds above which a process was the bottleneck: its CPU share; its lateness at p99 in ms, and as a share of the
 median ITL.
 """
-NEAR = 0.05
-"""Relative deviation of answer lengths from the requested ones above which a warning is given."""
+NEAR = 0.05  # relative deviation of answer lengths from the requested ones above which a warning is given
 WARM_UP, WARM_UP_OUTPUT = 8, 16
 NOT_PROFILED, NO_METRICS = "not_profiled", "no_metrics"
 """Names of facts: why the server was not profiled, and how its counters are turned on."""
 INTERRUPTED = "interrupted after all requests had ended"
 HIDDEN_TOKENS = "hidden_reasoning_tokens"  # name of the fact: tokens that the server counted and did not send
-PROFILED = 8
-"""Number of requests served while the server is profiled."""
+PROFILED = 8  # number of requests served while the server is profiled
 MAX_INITIAL_CONNECTIONS = 256
 """Connections that are made before an open loop begins; others are made when they are needed."""
-CHUNKS_EACH = 8_000
-"""Chunks a second for which a process of the client is taken: about a third of a core."""
+CHUNKS_EACH = 8_000  # chunks a second for which a process of the client is taken: about a third of a core
 TELL_S = 1.0
 P99 = 99
 
@@ -101,32 +96,23 @@ class ClientConfig:
     tokenizer: Path | None = None
     extra_body: Mapping[str, object] = dataclasses.field(default_factory=dict)
     """Fields of --extra-body, sent with every request."""
-    warm_up: int = WARM_UP
-    """Requests before the clock starts."""
-    retries: int = 0
-    """Retries of each request that a busy server rejects."""
-    processes: int | None = None
-    """Client processes; None: as many as the load is expected to need."""
-    realtime: bool = True
-    """True if the client gets real-time priority on its cores, if the kernel allows it."""
+    warm_up: int = WARM_UP  # requests before the clock starts
+    retries: int = 0  # retries of each request that a busy server rejects
+    processes: int | None = None  # client processes; None: as many as the load is expected to need
+    realtime: bool = True  # True if the client gets real-time priority on its cores, if the kernel allows it
     traces: Path | None = None
     """Folder into which the server writes its profiler's traces: it is profiled after each load."""
     traces_wait_s: float = 120.0
-    command: str = ""
-    """Command line as typed."""
-    device: str = ""
-    """Hardware of the server, as specified by the user; CPU marks its points as functional runs."""
+    command: str = ""  # command line as typed
+    device: str = ""  # hardware of the server, as specified by the user; CPU marks its points as functional runs
     device_count: int = 0
     facts: dict[str, str] = dataclasses.field(default_factory=dict)
     """Facts about the server for its records: how it was started."""
     gpus: VisibleGpus | None = None
     """GPUs of a server that was started on this machine; they are sampled while a load is sent."""
-    start: Sequence[StartPhase] = ()
-    """Phases of the start of such a server."""
-    engine_settings: EngineSettings | None = None
-    """Settings in the log of such a server."""
-    dummy_weights: bool = False
-    """True if such a server has dummy weights (engine_log.has_dummy_weights)."""
+    start: Sequence[StartPhase] = ()  # phases of the start of such a server
+    engine_settings: EngineSettings | None = None  # settings in the log of such a server
+    dummy_weights: bool = False  # True if such a server has dummy weights (engine_log.has_dummy_weights)
 
     @property
     def request_facts(self) -> dict[str, str]:
@@ -299,14 +285,11 @@ class _LoadState:
     run: Run | ClientPool | None = None
     before: Counters | None = None
     after: Counters | None = None
-    gpu: Gpu | None = None
-    """State of the server's GPUs while the load was sent."""
+    gpu: Gpu | None = None  # state of the server's GPUs while the load was sent
     waits: tuple[float, list[SyncSite]] | None = None
     """Host-blocking calls of a step of the server, and their source lines."""
-    unprofiled: str = ""
-    """Why the server was not profiled, if that was asked for."""
-    complete: bool = False
-    """True once all requests have ended: an interruption then loses only later work."""
+    unprofiled: str = ""  # why the server was not profiled, if that was asked for
+    complete: bool = False  # True once all requests have ended: an interruption then loses only later work
 
 
 def measure_point(

@@ -235,8 +235,7 @@ def choose_weights(engine: Engine, model: str, asked: str | None) -> str:
 EP_FLAGS = {
     VLLM: ("--enable-expert-parallel", "-ep"),
     SGLANG: ("--ep-size", "--ep", "--expert-parallel-size", "--moe-a2a-backend"),
-}
-"""Flags with which vLLM 0.26 and SGLang 0.5.17 place whole experts on ranks; without them they split every expert."""
+}  # flags with which vLLM 0.26 and SGLang 0.5.17 place whole experts on ranks; without them they split every expert
 
 
 def choose_ep(engine: Engine, dp: int, asked: str | None = None) -> str:
@@ -323,8 +322,7 @@ CHECKPOINTS = {
     "deepseek-v2": "deepseek-ai/DeepSeek-V2",
     "deepseek-v2-lite": "deepseek-ai/DeepSeek-V2-Lite",
     "kimi-k2": "moonshotai/Kimi-K2-Instruct",
-}
-"""Checkpoints of the models that dcpbench knows by name."""
+}  # checkpoints of the models that dcpbench knows by name
 PORT = 8000
 
 

@@ -19,8 +19,7 @@ SO_TIMESTAMPNS = 35
 an error.
 """
 NS = 1e-9
-SURE_NS = 20_000
-"""Between two readings of one clock, within which another is taken for simultaneous."""
+SURE_NS = 20_000  # between two readings of one clock, within which another is taken for simultaneous
 
 
 class StampedSocket(socket.socket):

@@ -74,22 +74,18 @@ class _Measured:
     gpu: Gpu | None = None
     phases: Phases | None = None
     waits: tuple[float, list[SyncSite]] | None = None
-    unprofiled: str = ""
-    """Why the parts of a step are unknown, if a profile was asked for."""
-    uncounted: str = ""
-    """Why the waits of the host are unknown, if the parts of a step are known."""
+    unprofiled: str = ""  # why the parts of a step are unknown, if a profile was asked for
+    uncounted: str = ""  # why the waits of the host are unknown, if the parts of a step are known
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepPoints:
     """Measure decode points, as servers.server_sweep.measure_started takes it."""
 
-    limits: Callable[[Point], ServerLimits]
-    """Limits that the command line of a point's server states."""
+    limits: Callable[[Point], ServerLimits]  # limits that the command line of a point's server states
     rates: Mapping[int, Rates] = dataclasses.field(default_factory=dict)
     """Rates of this machine by number of GPUs, for floors."""
-    keep_traces: bool = False
-    """True if traces stay in their folder after they have been scanned."""
+    keep_traces: bool = False  # True if traces stay in their folder after they have been scanned
 
     def __call__(
         self, point: Point, server: MeasuredServer, tell: Callable[[str], None]

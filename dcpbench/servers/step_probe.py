@@ -109,8 +109,7 @@ REFUSALS = {
     Refusal.LENGTH: "its requests have up to {needed:,} tokens while they are measured, and the server takes {limit:,}; start it with more (vLLM: --max-model-len {needed}, SGLang: --context-length {needed}).",
     Refusal.KV: "its requests have {needed:,} tokens together, and the server's KV cache holds {limit:,}; choose fewer requests or a shorter context.",
     Refusal.CONTEXT: "a request attends to {limit:,} tokens at least when it is timed, and the case asks for {needed:,}; choose a longer context.",
-}
-"""Sentences for each reason."""
+}  # sentences for each reason
 MIN_CONTEXT = 2 * (1 + DROPPED_STEPS + 1)  # tokens: shorter ones leave no steps before the window
 
 
@@ -119,8 +118,7 @@ class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     max_batched_tokens: int | None = None
     """Tokens of a step: vLLM's --max-num-batched-tokens, SGLang's --chunked-prefill-size."""
-    max_requests: int | None = None
-    """Requests in a step: vLLM's --max-num-seqs, SGLang's --max-running-requests."""
+    max_requests: int | None = None  # requests in a step: vLLM's --max-num-seqs, SGLang's --max-running-requests
     max_model_len: int | None = None
     kv_tokens: int | None = None
 
@@ -145,8 +143,7 @@ class CaseSamples(msgspec.Struct, frozen=True, kw_only=True):
     case: Case
     samples_ms: list[float]
     method: Method
-    precise: bool
-    """True if the 95 % interval of the median is within the precision of the stop rule."""
+    precise: bool  # True if the 95 % interval of the median is within the precision of the stop rule
     context_min: int | None = None
     context_max: int | None = None
     context_mean: float | None = None
@@ -157,17 +154,14 @@ class CaseSamples(msgspec.Struct, frozen=True, kw_only=True):
     """Share of tokens that arrived several in a chunk, so that the times of their steps are only known together."""
     separate_prefill: bool | None = None
     """True if the prompt of a mixed case ran in a step of its own, between two decode steps: samples contain both. None for others."""
-    decode_ms: float | None = None
-    """Time of a step with the decodes of a mixed case alone. None for others."""
+    decode_ms: float | None = None  # time of a step with the decodes of a mixed case alone. None for others
     queued_steps: float | None = None
     """Time from sending the prompt of a mixed case to the begin of its step, in decode steps: up to 1 if an engine decides a step
     after it has read the one before, from 1 to 2 if it decides one step ahead. None for others."""
-    counted_by: str = ""
-    """Source of the number of tokens in a chunk, as in records of servers; empty without decodes."""
+    counted_by: str = ""  # source of the number of tokens in a chunk, as in records of servers; empty without decodes
     client_cpu_share: float | None = None
     """CPU time of the client over the time of the window of a decode case: at 1 it cannot read tokens any faster."""
-    discarded: int = 0
-    """Repeats that were left out because their prompts did not share a step."""
+    discarded: int = 0  # repeats that were left out because their prompts did not share a step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -177,13 +171,10 @@ class StepProbe:
     client: Client
     prompt_format: PromptFormat
     limits: ServerLimits = UNLIMITED
-    replicas: int = 1
-    """Attention replicas; a case is the work of each of them."""
+    replicas: int = 1  # attention replicas; a case is the work of each of them
     rule: StopRule = DEFAULT_RULE
-    realtime: bool = True
-    """True if the client gets real-time priority while it measures, if the kernel allows it."""
-    overheads_ms: list[float] = dataclasses.field(default_factory=list)
-    """The overhead, once it has been measured."""
+    realtime: bool = True  # True if the client gets real-time priority while it measures, if the kernel allows it
+    overheads_ms: list[float] = dataclasses.field(default_factory=list)  # the overhead, once it has been measured
 
 
 @contextlib.asynccontextmanager
@@ -483,10 +474,8 @@ async def measure_overhead_ms(probe: StepProbe) -> float:
 class RequestTimes:
     """Times of a request on an idle server that its steps do not contain."""
 
-    request_ms: float
-    """Time outside of steps: HTTP, tokenizing, scheduling on an idle server, and the way back."""
-    launch_ms: float
-    """Time that the host takes to launch a step with prompts; a step that follows a longer one hides it."""
+    request_ms: float  # time outside of steps: HTTP, tokenizing, scheduling on an idle server, and the way back
+    launch_ms: float  # for which the host launches a step with prompts; a step behind a longer one hides it
 
 
 async def measure_request_times(probe: StepProbe) -> RequestTimes:
@@ -571,14 +560,10 @@ async def _repeat(
 class _Sent:
     """Prompts that were sent while another prompt filled the steps before."""
 
-    sent_s: float
-    """When the last of them was sent, in s of time.perf_counter()."""
-    came_s: list[float]
-    """When the first token of each came."""
-    before_s: float
-    """When the first token of the prompt before them came."""
-    in_time: bool
-    """True if they were sent early enough for the step behind that prompt."""
+    sent_s: float  # when the last of them was sent, in s of time.perf_counter()
+    came_s: list[float]  # when the first token of each came
+    before_s: float  # when the first token of the prompt before them came
+    in_time: bool  # True if they were sent early enough for the step behind that prompt
 
 
 async def _send_behind(probe: StepProbe, tokens: Sequence[int], filler: int, steps: int = FILLED_STEPS) -> _Sent:
