@@ -422,7 +422,7 @@ def _measure_started(options: Options, given: dict[str, object], run: opt.Run, r
     from dcpbench.servers.engine_replay import ReplayOptions
     from dcpbench.servers.presets import choose_weights, resolve_engine
     from dcpbench.servers.profile import make_traces_folder
-    from dcpbench.servers.server_sweep import measure_started
+    from dcpbench.servers.server_sweep import ServerSweep
 
     if not given.get("model"):
         raise UsageError("--engine needs --model: a folder, or a name that the engine knows.")
@@ -453,17 +453,16 @@ def _measure_started(options: Options, given: dict[str, object], run: opt.Run, r
 
     def run_all(points: "Sequence[Point]", work: "Work", run: opt.Run) -> None:
         with point_runner.handle_stop(run, work), point_runner.make_progress_bar(run, points) as bar:
-            measure_started(
-                points,
-                preset,
-                model,
-                asked,
-                work.settings,
-                work.folder,
-                bar,
+            servers = ServerSweep(
+                engine=preset,
+                model=model,
+                config=asked,
+                settings=work.settings,
+                folder=work.folder,
                 limit_s=options.start_timeout,
                 replay=ReplayOptions(policy=replays.policy or "", token_budget=replays.token_budget),
             )
+            servers.measure(points, bar)
 
     work = point_runner.make_work(folder, spec.settings, probe, run)
     return point_runner.run_candidates(candidates, folder, work, probe, run, run_all, given=given)

@@ -27,7 +27,7 @@ from dcpbench.servers.engine_settings import ENGINE_OPTIONS, Grid, list_decode_p
 from dcpbench.servers.measure import ClientConfig
 from dcpbench.servers.presets import resolve_engine, use_step_profiler
 from dcpbench.servers.profile import make_traces_folder
-from dcpbench.servers.server_sweep import measure_started
+from dcpbench.servers.server_sweep import ServerSweep
 from dcpbench.servers.step_floors import read_rates
 from dcpbench.servers.step_points import StepPoints, make_case
 from dcpbench.servers.step_probe import UnsupportedCaseError, check_case
@@ -78,17 +78,16 @@ def measure_engine(engines: Engines, given: Mapping[str, object], run: RunOnMach
                 keep_traces=engines.traces is not None,
             )
             with point_runner.handle_stop(run, work), point_runner.make_progress_bar(run, points) as bar:
-                measure_started(
-                    points,
-                    engine,
-                    model,
-                    dataclasses.replace(config, traces=traces),
-                    work.settings,
-                    work.folder,
-                    bar,
+                servers = ServerSweep(
+                    engine=engine,
+                    model=model,
+                    config=dataclasses.replace(config, traces=traces),
+                    settings=work.settings,
+                    folder=work.folder,
                     limit_s=engines.start_timeout,
-                    measure=measure,
+                    measure_point=measure,
                 )
+                servers.measure(points, bar)
 
     if engines.traces is not None:
         make_traces_folder(engines.traces)

@@ -38,9 +38,7 @@ if TYPE_CHECKING:
     from dcpbench.servers.info import ServerInfo
     from dcpbench.servers.prompt_format import PromptFormat, Text
 
-SCALE_TOKENS = (
-    256  # length of a prompt whose log-probabilities give the scale of differences, if all others are too long
-)
+SCALE_TOKENS = 256  # length of a prompt that gives the scale of log-probabilities if all others are too long
 
 _decoder = msgspec.msgpack.Decoder(LengthAnswers)
 
@@ -129,7 +127,7 @@ class Collector:
         self.target, self.questions, self.tell = target, questions, tell
         self.cell: Cell | None = None
         self.sent = 0
-        self.lengths: list[int] = []  # of the prompts
+        self.lengths: list[int] = []  # of the prompts so far
         self.left_out: list[int] = []  # lengths that are longer than its maximum context
         self.max_model_len: int | None = None
         self._hits: list[int | None] = []
@@ -156,21 +154,22 @@ class Collector:
             form = dataclasses.replace(form, text=shared.text)
             self._side, self._scorer = Side(client, form), PromptScorer(client, form)
             wanted, given = shared.lengths or self.questions.lengths or choose(info), bool(self.questions.lengths)
-            self.lengths, self.left_out = fit_lengths(wanted, self.max_model_len, self.questions.tokens, given=given)
+            lengths, longer = fit_lengths(wanted, self.max_model_len, self.questions.tokens, given=given)
+            self.lengths, self.left_out = sorted({*self.lengths, *lengths}), [*self.left_out, *longer]
             before = await server_info.fetch_counters(client)
             answers, scored = {}, []
-            for length in self.lengths:
+            for length in lengths:
                 found = await self._collect_length(length, shared.vocab)
                 answers[length] = encode_answers(found)
                 scored += found.scored
-            if self.lengths[0] > MAX_SCORED:
+            if lengths[0] > MAX_SCORED:
                 scored = await self._score_prompt(
                     np.random.default_rng(self.questions.seed), SCALE_TOKENS, shared.vocab
                 )
             after = await server_info.fetch_counters(client)
             hits = _count_hits(after.compute_increase(before)["cached_tokens"], self._hits)
             collected = CollectedAnswers(lengths=answers, scored=scored, hit_tokens=hits)
-            return collected, dataclasses.replace(shared, lengths=shared.lengths or self.lengths)
+            return collected, dataclasses.replace(shared, lengths=shared.lengths or lengths)
         finally:
             client.close()
 
@@ -193,8 +192,9 @@ class Collector:
         return LengthAnswers(length=length, groups=groups, scored=scored)
 
     async def _score_prompt(self, generator: np.random.Generator, length: int, vocab: int) -> list[ScoredPrompt]:
+        sent = self._scorer.sent
         found = await self._scorer.score_prompt(make_distinct_prompts(generator, length, 1, vocab)[0])
-        self.sent += self._scorer.sent
+        self.sent += self._scorer.sent - sent
         return found
 
     async def _collect_group(self, batch: int, prompts: Sequence[np.ndarray], *, shared: bool = False) -> GroupAnswers:

@@ -57,9 +57,7 @@ class Distance(msgspec.Struct, frozen=True, kw_only=True):
     first: int | None = None  # index of the first token that differs
     gap: float | None = None  # natural logarithms between the two tokens there, at least
     exact: bool = True  # False: the gap is a lower bound, as one list of likeliest tokens lacks the other token
-    common: int | None = (
-        None  # tokens that both lists of likeliest tokens have there; None if a list is short or missing
-    )
+    common: int | None = None  # likely tokens that both lists have there; None if a list is short or missing
     drift: float | None = None  # mean |difference of log-probabilities| of equal tokens
     equal: int = 0  # tokens before the first that differs
     tokens: int = 0  # tokens of the longer answer

@@ -35,11 +35,9 @@ class TopLogprob(msgspec.Struct, frozen=True):
     logprob: float
 
 
-class ChatLogprob(msgspec.Struct, frozen=True):
+class ChatLogprob(TopLogprob, frozen=True):
     """A token of a chat's answer."""
 
-    token: str
-    logprob: float
     top_logprobs: list[TopLogprob] | None = None
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import os
 import re
 import socket
@@ -45,6 +46,8 @@ CONTINUE = 100
 OK = 200
 CLIENT_ERROR = 400
 TOO_MANY = 429
+KEY_ERRORS, NO_ENDPOINT = (401, 403), (404, 405, 501)  # statuses of a wrong key, and of an endpoint that a server lacks
+KEY_HINT = "Put its API key into the environment variable that --api-key-env names, OPENAI_API_KEY by default."
 PORTS = {"http": 80, "https": 443}
 IDENTITY = (b"", b"identity")
 STATUS_LINE = re.compile(rb"HTTP/1\.\S*\s+(\d{3})(?=\s|$)")
@@ -79,13 +82,8 @@ class RequestError(Exception):
 
     def __reduce__(self) -> tuple[Callable[..., RequestError], tuple[object, ...]]:
         """Support pickling: errors travel between client processes."""
-        return _make_request_error, (self.kind, self.sentence, self.status, self.retry_after_s, self.bad)
-
-
-def _make_request_error(
-    kind: str, sentence: str, status: int, retry_after_s: float | None, bad: BadStream | None
-) -> RequestError:
-    return RequestError(kind, sentence, status=status, retry_after_s=retry_after_s, bad=bad)
+        make = functools.partial(RequestError, status=self.status, retry_after_s=self.retry_after_s, bad=self.bad)
+        return make, (self.kind, self.sentence)
 
 
 KEY_VARIABLE = "OPENAI_API_KEY"  # default environment variable of a server's key
@@ -518,11 +516,8 @@ class Client:
 
     def __init__(self, target: Target) -> None:
         self.target = target
-        self.resent = 0
-        """Requests that were sent again; see send_request."""
-        self.ages_s: list[
-            float
-        ] = []  # how long each piece lay in the kernel before it was read, if the kernel stamps it
+        self.resent = 0  # requests that were sent again; see send_request
+        self.ages_s: list[float] = []  # how long each piece lay in the kernel before it was read, if it stamps it
         self._idle: list[Connection] = []
         self._all: set[Connection] = set()
         self._tls: ssl.SSLContext | None = ssl.create_default_context() if target.scheme == "https" else None

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
     from dcpbench.servers.client import Target
-    from dcpbench.servers.load import Call, Outcome, Pace
+    from dcpbench.servers.load import Call, LoadOptions, Outcome, Pace
 
 AHEAD_S = 0.25  # time between the choice of a start and the start
 PROGRESS_S = 0.5
@@ -43,14 +43,9 @@ class Share:
 
     target: Target
     calls: Sequence[Call]
-    clients: int | None
-    at_once: int | None
-    limit_s: float | None
-    retries: int
-    realtime: bool
+    options: LoadOptions
     connections: int = 0
-    secrets: tuple[str, ...] = dataclasses.field(default=(), repr=False)
-    """Secrets to redact in messages about its requests."""
+    secrets: tuple[str, ...] = dataclasses.field(default=(), repr=False)  # to redact in messages about requests
 
 
 def split_evenly(number: int, parts: int) -> list[int]:
@@ -58,29 +53,20 @@ def split_evenly(number: int, parts: int) -> list[int]:
     return [number // parts + (i < number % parts) for i in range(parts)]
 
 
-def split_load(
-    target: Target,
-    calls: Sequence[Call],
-    clients: int | None,
-    processes: int,
-    *,
-    at_once: int | None = None,
-    limit_s: float | None = None,
-    retries: int = 0,
-    realtime: bool = False,
-) -> list[Share]:
+def split_load(target: Target, calls: Sequence[Call], options: LoadOptions, processes: int) -> list[Share]:
     """Divide a load into non-empty shares, as described in the module."""
+    clients, at_once = options.clients, options.at_once
     count = max(min(processes, len(calls), *(n for n in (clients, at_once) if n is not None)), 1)
     hands = clients if clients is not None else count
     return [
         Share(
             target=target,
             calls=[call for i, call in enumerate(calls) if i % hands % count == part],
-            clients=None if clients is None else split_evenly(clients, count)[part],
-            at_once=None if at_once is None else split_evenly(at_once, count)[part],
-            limit_s=limit_s,
-            retries=retries,
-            realtime=realtime,
+            options=dataclasses.replace(
+                options,
+                clients=None if clients is None else split_evenly(clients, count)[part],
+                at_once=None if at_once is None else split_evenly(at_once, count)[part],
+            ),
             secrets=redaction.list_secrets(),
         )
         for part in range(count)
@@ -211,20 +197,10 @@ class ClientPool:
 
 @contextlib.asynccontextmanager
 async def open_load(
-    target: Target,
-    calls: Sequence[Call],
-    clients: int | None,
-    processes: int = 1,
-    *,
-    at_once: int | None = None,
-    limit_s: float | None = None,
-    retries: int = 0,
-    realtime: bool = False,
+    target: Target, calls: Sequence[Call], options: LoadOptions, processes: int = 1
 ) -> AsyncIterator[Run | ClientPool]:
     """Provide a load sent by this process or by several, and end all of them with the block."""
-    shares = split_load(
-        target, calls, clients, processes, at_once=at_once, limit_s=limit_s, retries=retries, realtime=realtime
-    )
+    shares = split_load(target, calls, options, processes)
     if len(shares) > 1:
         several = ClientPool(shares)
         try:
@@ -233,7 +209,7 @@ async def open_load(
             several.close()
         return
     async with Client(target) as client:
-        yield Run(client, calls, clients, at_once=at_once, limit_s=limit_s, retries=retries, realtime=realtime)
+        yield Run(client, calls, options)
 
 
 @contextlib.contextmanager
@@ -263,15 +239,7 @@ async def _run_share(pipe: Connection, share: Share) -> None:
     loop = asyncio.get_running_loop()
     redaction.register_secrets(*share.secrets)
     async with Client(share.target) as client:
-        run = Run(
-            client,
-            share.calls,
-            share.clients,
-            at_once=share.at_once,
-            limit_s=share.limit_s,
-            retries=share.retries,
-            realtime=share.realtime,
-        )
+        run = Run(client, share.calls, share.options)
         await run.prepare(share.connections)
         pipe.send((READY, None))
         start_s = await asyncio.to_thread(pipe.recv)

@@ -11,9 +11,12 @@ from dcpbench.servers.step_probe import ServerLimits
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from dcpbench.records.record import EngineSettings
+
 TOKEN_BUDGET_FLAGS = ("--max-num-batched-tokens", "--chunked-prefill-size")
 MAX_REQUESTS_FLAGS = ("--max-num-seqs", "--max-running-requests")
 MAX_LENGTH_FLAGS = ("--max-model-len", "--context-length")
+PCP_FLAGS = ("--prefill-context-parallel-size", "-pcp")  # vLLM's prefill context parallelism
 MAX_CHUNK_FLAGS = ("--long-prefill-token-threshold",)
 OF_A_REPLICA = "--max-num-seqs"  # limits each data-parallel replica by itself
 
@@ -26,6 +29,12 @@ def find_count(words: Sequence[str], flags: Sequence[str]) -> int | None:
         if flag in flags:
             found = parse_count(value if equals else after) or found
     return found
+
+
+def find_token_budget(words: Sequence[str], settings: EngineSettings | None) -> int | None:
+    """Return the prompt tokens of a step, from the flags of a server or from its log; None if both leave them out."""
+    logged = settings.max_batched_tokens if settings is not None else None
+    return find_count(words, TOKEN_BUDGET_FLAGS) or logged or None
 
 
 def read_limits(words: Sequence[str], dp: int = 1) -> ServerLimits:

@@ -14,6 +14,7 @@ import msgspec
 from dcpbench.errors import WorkerError
 from dcpbench.points.names import DUMMY, SYNTHETIC
 from dcpbench.records.record import EngineSettings, StartPhase
+from dcpbench.servers.kv_capacity import find_page_size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -55,13 +56,7 @@ SGLANG_FIELDS = {
     "moe_backend": "moe_runner_backend",
     "exchange": "dcp_comm_backend",
 }
-VLLM_FIELDS = {
-    "load_format": "load_format",
-    "dtype": "dtype",
-    "weights_dtype": "quantization",
-    "kv_dtype": "kv_cache_dtype",
-    "exchange": "dcp_comm_backend",
-}
+VLLM_FIELDS = {name: SGLANG_FIELDS[name] for name in ("load_format", "dtype", "weights_dtype", "kv_dtype", "exchange")}
 VLLM_GIVEN_FIELDS = {"page_size": "block_size", "moe_backend": "moe_backend"}
 NUMBERS = ("page_size", "max_batched_tokens")
 UNRESOLVED = ("", "auto", "None")  # values that only state that the engine chooses
@@ -109,11 +104,10 @@ def complete_settings(settings: EngineSettings, facts: Mapping[str, str]) -> Eng
 
     vLLM's `auto` is the model's data type. `facts` are those of servers.info.ServerInfo.
     """
-    pages = next((facts[name] for name in ("block_size", "page_size") if facts.get(name, "").isdecimal()), "0")
     cache = facts.get("cache_dtype", "")
     return msgspec.structs.replace(
         settings,
-        page_size=settings.page_size or int(pages) or None,
+        page_size=find_page_size(settings, facts),
         kv_dtype=settings.kv_dtype or (settings.dtype if cache == "auto" else cache or None),
     )
 

@@ -23,8 +23,14 @@ from dcpbench.records.model_sizes import read_model_sizes
 from dcpbench.records.record import CPU, DUMMY_WEIGHTS, Conditions, Record
 from dcpbench.records.stats import StopRule
 from dcpbench.servers.client import Client
-from dcpbench.servers.engine_flags import MAX_CHUNK_FLAGS, MAX_REQUESTS_FLAGS, TOKEN_BUDGET_FLAGS, find_count
-from dcpbench.servers.kv_capacity import parse_count
+from dcpbench.servers.engine_flags import (
+    MAX_CHUNK_FLAGS,
+    MAX_REQUESTS_FLAGS,
+    TOKEN_BUDGET_FLAGS,
+    find_count,
+    find_token_budget,
+)
+from dcpbench.servers.kv_capacity import find_page_size, parse_count
 from dcpbench.servers.measure import THROTTLED, make_environment
 from dcpbench.servers.step_probe import (
     Method,
@@ -117,16 +123,13 @@ def describe_engine(point: Point, server: MeasuredServer, options: ReplayOptions
             "requests; add --policy with the engine that it schedules like, or use --mode live."
         )
     settings, facts = config.engine_settings, info.facts
-    budget = options.token_budget or find_count(command, TOKEN_BUDGET_FLAGS)
-    budget = budget or (settings and settings.max_batched_tokens) or parse_count(facts.get("chunked_prefill_size"))
+    budget = options.token_budget or find_token_budget(command, settings)
+    budget = budget or parse_count(facts.get("chunked_prefill_size"))
     if budget is None:
         raise UsageError(
             f"{config.target.url} does not report how many tokens its steps have at most; add --token-budget N, the value "
             f"of {BUDGET_FLAG[policy]} ({TOKEN_BUDGETS[policy]} by default on GPUs such as H200)."
         )
-    block = (
-        (settings and settings.page_size) or parse_count(facts.get("block_size")) or parse_count(facts.get("page_size"))
-    )
     requests = find_count(command, MAX_REQUESTS_FLAGS) or parse_count(facts.get("max_running_requests"))
     return EngineServer(
         engine=info.engine,
@@ -135,7 +138,7 @@ def describe_engine(point: Point, server: MeasuredServer, options: ReplayOptions
         token_budget=budget,
         max_requests=requests or MAX_REQUESTS[policy],
         max_chunk=find_count(command, MAX_CHUNK_FLAGS) or 0,
-        block_tokens=(block or DEFAULT_BLOCK[policy]) * max(point.dcp, 1),
+        block_tokens=(find_page_size(settings, facts) or DEFAULT_BLOCK[policy]) * max(point.dcp, 1),
         kv_tokens=info.kv_capacity_tokens,
         max_model_len=max((card.max_model_len for card in info.models if card.max_model_len), default=None),
         prefix_cache=_has_prefix_cache(settings, info),
@@ -202,8 +205,9 @@ class _Measured:
     found: list[CaseSamples]
     row_multiple: int
     times: RequestTimes
-    exposed: CaseSamples | None
-    """A case with decodes and a chunk behind decode steps, which hide less of its launch than the steps before those in `found`."""
+    exposed: (
+        CaseSamples | None
+    )  # decodes and a chunk behind decode steps, which hide less of its launch than in `found`
 
 
 async def _measure_cases(

@@ -12,7 +12,7 @@ import msgspec
 
 from dcpbench.errors import UsageError, WorkerError
 from dcpbench.points.names import OPENAI, SGLANG, VLLM
-from dcpbench.servers.client import MAX_BODY, OK, RequestError, make_status_error
+from dcpbench.servers.client import KEY_ERRORS, KEY_HINT, MAX_BODY, NO_ENDPOINT, OK, RequestError, make_status_error
 from dcpbench.servers.kv_capacity import KvReport, compute_capacity, describe_conflicts, read_sglang, read_vllm
 from dcpbench.servers.load import retry_while_busy
 from dcpbench.show.text import fit_line, fit_name, format_count, format_list
@@ -38,8 +38,7 @@ CACHED = ("vllm:prefix_cache_hits_total", "sglang:cached_tokens_total")
 CACHE_CONFIG = "vllm:cache_config_info"
 READ = {*PREEMPTIONS, *CACHED, CACHE_CONFIG}  # metrics with series to keep; for all others only the names are kept
 SGLANG_INFO = ("/server_info", "/get_server_info")
-METRICS_FLAGS = {SGLANG: "with --enable-metrics", VLLM: "without --disable-log-stats"}
-"""Flags with which each engine exposes its counters at /metrics."""
+METRICS_FLAGS = {SGLANG: "with --enable-metrics", VLLM: "without --disable-log-stats"}  # for counters at /metrics
 MAX_FACT_LENGTH = 200
 KEPT = """
     tp_size dp_size dcp_size ep_size enable_dp_attention attention_backend kv_cache_dtype quantization dtype
@@ -154,7 +153,8 @@ async def fetch_info(client: Client, retries: int = 0) -> ServerInfo:
     try:
         models = await _fetch_models(client, retries)
     except RequestError as e:
-        raise WorkerError(_format_failure(client, e)) from e
+        hint = f" {KEY_HINT}" if e.status in KEY_ERRORS else ""
+        raise WorkerError(f"{client.target.url} cannot be measured: {e.sentence}{hint}") from e
     until_s = time.monotonic() + TIMEOUT_S
     info = ServerInfo(models=models)
     version = await _fetch_json(client, "/version", until_s)
@@ -178,7 +178,7 @@ async def _fetch_models(client: Client, retries: int) -> tuple[Card, ...]:
         answer = await client.get("/v1/models", TIMEOUT_S)
         if answer.status == OK:
             return answer.data
-        if answer.status in (404, 405, 501):
+        if answer.status in NO_ENDPOINT:
             return b""
         raise make_status_error(answer.status, answer.headers, answer.data)
 
@@ -296,11 +296,3 @@ def _decode_json(data: bytes, kind: Any) -> Any:  # noqa: ANN401 -- as msgspec h
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-
-
-def _format_failure(client: Client, error: RequestError) -> str:
-    url = client.target.url
-    more = ""
-    if error.status in (401, 403):
-        more = " Put its API key into the environment variable that --api-key-env names, OPENAI_API_KEY by default."
-    return f"{url} cannot be measured: {error.sentence}{more}"

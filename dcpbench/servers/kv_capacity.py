@@ -28,10 +28,11 @@ from dcpbench.records.record import KvSources
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from dcpbench.records.record import EngineSettings
+
 MAX_TOKENS = 10**15  # a larger number is no capacity: 1e15 tokens of 1 byte are a petabyte
 BY_LABEL, BY_LOG, BY_BLOCKS, BY_POOL = "kv_cache_size_tokens", "log", "num_gpu_blocks", "max_total_num_tokens"
 LOG, REPLICAS, CONTEXT_PARALLEL = "log", "replicas", "context_parallel"  # kinds of KvSources.conflicts
-PCP_FLAGS = ("--prefill-context-parallel-size", "-pcp")
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 VLLM_LOG = re.compile(
     r"^(?P<process>\(EngineCore[^)]*\))?.*[CG]PU KV cache size: (?P<tokens>[\d,]{1,20}) tokens", re.MULTILINE
@@ -112,15 +113,10 @@ def parse_count(value: object) -> int | None:
     return value if type(value) is int and 0 < value <= MAX_TOKENS else None
 
 
-def find_pcp(command: Sequence[str]) -> int:
-    """Return the prefill context parallel degree in a vLLM command line, 1 if it has none."""
-    pairs = zip(command, [*command[1:], ""], strict=True)
-    found = [
-        parse_count(after if word in PCP_FLAGS else word.partition("=")[2])
-        for word, after in pairs
-        if word.partition("=")[0] in PCP_FLAGS
-    ]
-    return found[-1] or 1 if found else 1
+def find_page_size(settings: EngineSettings | None, facts: Mapping[str, str]) -> int | None:
+    """Return the tokens of a KV page, from the log of a server or from its reports (ServerInfo.facts); None if both leave them out."""
+    logged = settings.page_size if settings is not None else None
+    return logged or parse_count(facts.get("block_size")) or parse_count(facts.get("page_size"))
 
 
 def _compute_vllm(

@@ -91,30 +91,26 @@ class LoadProgress:
     chunks: int = 0
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """Describe how the calls of a load are sent."""
+
+    clients: int | None  # of a closed loop; None: each call is sent at its time
+    at_once: int | None = None  # maximum number of requests in flight at the same time
+    limit_s: float | None = None  # after which the load ends
+    retries: int = 0  # of each request that a busy server rejects
+    realtime: bool = False  # see set_realtime_priority
+
+
 class Run:
     """A load under way. `outcomes` can be read at any time, also after an interruption."""
 
-    def __init__(
-        self,
-        client: Client,
-        calls: Sequence[Call],
-        clients: int | None,
-        *,
-        at_once: int | None = None,
-        limit_s: float | None = None,
-        retries: int = 0,
-        realtime: bool = False,
-    ) -> None:
-        """Take the calls of a closed loop of `clients`; None: each call at its time, at most `at_once` at the same time.
-
-        `realtime`: see set_realtime_priority.
-        """
-        self.client, self.calls, self.clients = client, calls, clients
+    def __init__(self, client: Client, calls: Sequence[Call], options: LoadOptions) -> None:
+        self.client, self.calls, self.options = client, calls, options
         self.outcomes: list[Outcome] = []
         self.start_s = 0.0
         self.pace = Pace()
-        self._concurrency_limit = asyncio.Semaphore(at_once) if at_once is not None else None
-        self._limit_s, self._retries, self._realtime = limit_s, retries, realtime
+        self._concurrency_limit = asyncio.Semaphore(options.at_once) if options.at_once is not None else None
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def prepare(self, connections: int) -> None:
@@ -141,9 +137,9 @@ class Run:
     async def send_load(self, start_s: float | None = None) -> None:
         """Send the load, to its end or to the limit. `start_s`: of time.perf_counter(), the same for all processes."""
         loop = asyncio.get_running_loop()
-        with stop_garbage_collection(), set_realtime_priority(wanted=self._realtime) as self.pace.realtime:
+        with stop_garbage_collection(), set_realtime_priority(wanted=self.options.realtime) as self.pace.realtime:
             self.start_s = time.perf_counter() + SOON_S if start_s is None else start_s  # a heap takes long to settle
-            sending = self._send_closed_loop() if self.clients is not None else self._send_open_loop()
+            sending = self._send_closed_loop() if self.options.clients is not None else self._send_open_loop()
             beat = loop.create_task(self._measure_lag())
             cpu, starved = time.process_time(), read_starved_s()
             del self.client.ages_s[:]
@@ -162,7 +158,8 @@ class Run:
                 await self._stop_tasks()
 
     def _compute_left_s(self) -> float | None:
-        return None if self._limit_s is None else max(self.start_s + self._limit_s - time.perf_counter(), 0.0)
+        limit_s = self.options.limit_s
+        return None if limit_s is None else max(self.start_s + limit_s - time.perf_counter(), 0.0)
 
     async def _stop_tasks(self) -> None:
         for task in self._tasks:
@@ -177,7 +174,7 @@ class Run:
             for call in calls:
                 await self._send_session(call, time.perf_counter())
 
-        clients = [self._start_task(run_client()) for _ in range(self.clients or 0)]
+        clients = [self._start_task(run_client()) for _ in range(self.options.clients or 0)]
         await asyncio.gather(*clients)
 
     async def _send_open_loop(self) -> None:
@@ -227,7 +224,7 @@ class Run:
             outcome.error = error  # if the run ends while the client waits
 
         try:
-            await retry_while_busy(send_once, self._retries, record_retry)
+            await retry_while_busy(send_once, self.options.retries, record_retry)
         except RequestError as e:
             outcome.error = e
         outcome.ended = True

@@ -6,12 +6,13 @@ import asyncio
 import collections
 import dataclasses
 import datetime as dt
+import functools
 import math
 import os
 import secrets
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -41,7 +42,7 @@ from dcpbench.servers.answers import BY_CHUNKS
 from dcpbench.servers.client import Client, Target
 from dcpbench.servers.client_pool import open_load
 from dcpbench.servers.descriptors import OPEN_FILES, raise_open_file_limit
-from dcpbench.servers.load import Call, Run
+from dcpbench.servers.load import Call, LoadOptions, Run
 from dcpbench.servers.profile import find_waits, record_traces
 from dcpbench.servers.prompt_format import COMPLETIONS, PromptFormat, find_prompt_format
 from dcpbench.serving.loads import make_point_requests
@@ -54,7 +55,7 @@ from dcpbench.show.terminal import print_stderr
 from dcpbench.show.text import format_count
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
     from dcpbench.measuring.gpu_state import VisibleGpus
     from dcpbench.points.point import Point
@@ -69,22 +70,20 @@ if TYPE_CHECKING:
 
 CLIENT_BOUND, GAPS_DIVIDED, NOMINAL = "client_bound", "gaps_divided", "nominal_lengths"  # marks, as are the next two;
 KV_SOURCES_DIFFER, THROTTLED = "kv_sources_differ", "throttled"  # reports/explain.py has a sentence for each
-MAX_CPU_SHARE, MAX_LAG_MS, MAX_LAG_SHARE = 0.9, 3.0, 0.1
-"""Thresholds above which a process was the bottleneck: its CPU share; its lateness at p99 in ms, and as a share of the
-median ITL.
-"""
+MAX_CPU_SHARE = 0.9  # of a process of the client; above it the process was the bottleneck
+MAX_LAG_MS, MAX_LAG_SHARE = 3.0, 0.1  # the same for its lateness at p99, which may also be a share of the median ITL
 NEAR = 0.05  # relative deviation of answer lengths from the requested ones above which a warning is given
 WARM_UP, WARM_UP_OUTPUT = 8, 16
-NOT_PROFILED, NO_METRICS = "not_profiled", "no_metrics"
-"""Names of facts: why the server was not profiled, and how its counters are turned on."""
+NOT_PROFILED = "not_profiled"  # name of the fact: why the server was not profiled
+NO_METRICS = "no_metrics"  # name of the fact: how the counters of the server are turned on
 INTERRUPTED = "interrupted after all requests had ended"
 HIDDEN_TOKENS = "hidden_reasoning_tokens"  # name of the fact: tokens that the server counted and did not send
 PROFILED = 8  # number of requests served while the server is profiled
-MAX_INITIAL_CONNECTIONS = 256
-"""Connections that are made before an open loop begins; others are made when they are needed."""
+MAX_INITIAL_CONNECTIONS = 256  # made before an open loop begins; others are made when they are needed
 CHUNKS_EACH = 8_000  # chunks a second for which a process of the client is taken: about a third of a core
 TELL_S = 1.0
 P99 = 99
+ResultT = TypeVar("ResultT")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,22 +93,18 @@ class ClientConfig:
     target: Target
     endpoint: str = COMPLETIONS
     tokenizer: Path | None = None
-    extra_body: Mapping[str, object] = dataclasses.field(default_factory=dict)
-    """Fields of --extra-body, sent with every request."""
+    extra_body: Mapping[str, object] = dataclasses.field(default_factory=dict)  # sent with every request
     warm_up: int = WARM_UP  # requests before the clock starts
     retries: int = 0  # retries of each request that a busy server rejects
     processes: int | None = None  # client processes; None: as many as the load is expected to need
     realtime: bool = True  # True if the client gets real-time priority on its cores, if the kernel allows it
-    traces: Path | None = None
-    """Folder into which the server writes its profiler's traces: it is profiled after each load."""
+    traces: Path | None = None  # folder for traces of the server, which is profiled after each load
     traces_wait_s: float = 120.0
     command: str = ""  # command line as typed
     device: str = ""  # hardware of the server, as specified by the user; CPU marks its points as functional runs
     device_count: int = 0
-    facts: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Facts about the server for its records: how it was started."""
-    gpus: VisibleGpus | None = None
-    """GPUs of a server that was started on this machine; they are sampled while a load is sent."""
+    facts: dict[str, str] = dataclasses.field(default_factory=dict)  # for records: how the server was started
+    gpus: VisibleGpus | None = None  # of a server that was started here; sampled while a load is sent
     start: Sequence[StartPhase] = ()  # phases of the start of such a server
     engine_settings: EngineSettings | None = None  # settings in the log of such a server
     dummy_weights: bool = False  # True if such a server has dummy weights (engine_log.has_dummy_weights)
@@ -145,29 +140,25 @@ ReplayPoints: TypeAlias = "Callable[[Sequence[Point], MeasuredServer, Callable[[
 
 def fetch_server_info(target: Target, retries: int = 0) -> ServerInfo:
     """Return a server's reports about itself. Raise WorkerError if it cannot be measured."""
-
-    async def fetch_info() -> ServerInfo:
-        async with Client(target) as client:
-            return await server_info.fetch_info(client, retries)
-
-    return asyncio.run(fetch_info())
+    return asyncio.run(_ask_server(target, lambda client: server_info.fetch_info(client, retries)))
 
 
 def resolve_prompt_format(config: ClientConfig, model: str) -> PromptFormat:
     """Return how requests to the server are written. Raise WorkerError or UsageError if it accepts none."""
+    find_format = functools.partial(
+        find_prompt_format,
+        model=model,
+        endpoint=config.endpoint,
+        tokenizer=config.tokenizer,
+        extra_body=config.extra_body,
+        retries=config.retries,
+    )
+    return asyncio.run(_ask_server(config.target, find_format))
 
-    async def find_format() -> PromptFormat:
-        async with Client(config.target) as client:
-            return await find_prompt_format(
-                client,
-                model,
-                config.endpoint,
-                tokenizer=config.tokenizer,
-                extra_body=config.extra_body,
-                retries=config.retries,
-            )
 
-    return asyncio.run(find_format())
+async def _ask_server(target: Target, ask: Callable[[Client], Awaitable[ResultT]]) -> ResultT:
+    async with Client(target) as client:
+        return await ask(client)
 
 
 def make_candidates(points: Sequence[Point], max_model_len: int | None) -> list[Candidate]:
@@ -286,8 +277,7 @@ class _LoadState:
     before: Counters | None = None
     after: Counters | None = None
     gpu: Gpu | None = None  # state of the server's GPUs while the load was sent
-    waits: tuple[float, list[SyncSite]] | None = None
-    """Host-blocking calls of a step of the server, and their source lines."""
+    waits: tuple[float, list[SyncSite]] | None = None  # host-blocking calls of a step, and their source lines
     unprofiled: str = ""  # why the server was not profiled, if that was asked for
     complete: bool = False  # True once all requests have ended: an interruption then loses only later work
 
@@ -335,16 +325,14 @@ async def _send_load(point: Point, server: MeasuredServer, sent: _LoadState, tel
         with raise_open_file_limit(
             -(-point.concurrency // processes), certain=load.arrival == CLOSED, processes=processes
         ):
-            async with open_load(
-                config.target,
-                calls,
-                point.clients,
-                processes,
+            options = LoadOptions(
+                clients=point.clients,
                 at_once=bound,
                 limit_s=server.settings.limit_seconds,
                 retries=config.retries,
                 realtime=config.realtime,
-            ) as run:
+            )
+            async with open_load(config.target, calls, options, processes) as run:
                 sent.run = run
                 await run.prepare(min(point.concurrency, MAX_INITIAL_CONNECTIONS))
                 sent.before = await server_info.fetch_counters(client) if server.info.answers_metrics else None
@@ -406,7 +394,7 @@ async def _warm_up(
     calls = _make_short_calls(client, prompt_format, requests[: config.warm_up])
     if not calls:
         return None
-    run = Run(client, calls, len(calls), retries=config.retries)
+    run = Run(client, calls, LoadOptions(clients=len(calls), retries=config.retries))
     await run.send_load()
     errors = [outcome.error for outcome in run.outcomes if outcome.error is not None]
     if len(errors) == len(calls):
@@ -484,6 +472,13 @@ def start_record(point: Point, server: MeasuredServer, described: Server) -> Rec
     )
 
 
+def list_marks(server: MeasuredServer, gpu: Gpu | None, found: Mapping[str, bool]) -> list[str]:
+    """Return the marks that hold: those of `found`, and those of any point on the server."""
+    conflicts = bool(server.info.kv_sources and server.info.kv_sources.conflicts)
+    found = {**found, KV_SOURCES_DIFFER: conflicts, DUMMY_WEIGHTS: server.config.dummy_weights}
+    return [mark for mark, holds in {**found, THROTTLED: is_throttled(gpu)}.items() if holds]
+
+
 def describe_server(server: MeasuredServer) -> Server:
     """Return what is known about a server before a point is measured on it."""
     info, config = server.info, server.config
@@ -539,9 +534,6 @@ def _make_record(point: Point, server: MeasuredServer, sent: _LoadState, *, fail
         CLIENT_BOUND: is_client_bound(record.server.client, metrics.itl_ms.p50),
         GAPS_DIVIDED: any(s.chunk_tokens for s in samples),
         NOMINAL: _has_other_lengths(samples, sent.requests),
-        KV_SOURCES_DIFFER: bool(server.info.kv_sources and server.info.kv_sources.conflicts),
-        DUMMY_WEIGHTS: server.config.dummy_weights,
-        THROTTLED: is_throttled(sent.gpu),
     }
     reason = failed or _describe_none_finished(metrics, outcomes)
     if stopped:
@@ -553,7 +545,7 @@ def _make_record(point: Point, server: MeasuredServer, sent: _LoadState, *, fail
         record,
         outcome="failed" if reason else "ok",
         reason=reason,
-        marks=[*record.marks, *(mark for mark, holds in found_warnings.items() if holds), *find_warnings(metrics)],
+        marks=[*record.marks, *list_marks(server, sent.gpu, found_warnings), *find_warnings(metrics)],
         host_syncs_per_step=sent.waits[0] if sent.waits else None,
         sync_sites=sent.waits[1] if sent.waits else [],
         serve=metrics,

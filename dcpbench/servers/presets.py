@@ -46,18 +46,7 @@ if TYPE_CHECKING:
 
     from dcpbench.points.point import Point
 
-PLACEHOLDER_NAMES = (
-    "model",
-    "host",
-    "port",
-    "tp",
-    "dp",
-    "dcp",
-    "attn_tp",
-    "exchange",
-    "interleave",
-    "nnodes",
-)  # names in braces
+PLACEHOLDER_NAMES = ("model", "host", "port", "tp", "dp", "dcp", "attn_tp", "exchange", "interleave", "nnodes")
 TRACES = "traces"  # further name in the profiler's flags: the folder of --traces
 EXAMPLE = "--serve-cmd 'vllm serve {model} --host {host} --port {port} --tensor-parallel-size {tp}'"
 LAYOUT = ("tp", "dp", "dcp", "ep", "exchange", "q_replicate", "interleave", "kv", "nodes")  # parts that have flags
@@ -79,16 +68,19 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     step_profiler: str = ""  # the same without Python stacks, which slow short steps down; empty: `profiler`
     env: dict[str, str] = {}
 
+    @property
+    def axes(self) -> dict[str, list[str]]:
+        """Return the values of the flags that are lists."""
+        return {name: list(map(str, values)) for name, values in self.flags.items() if isinstance(values, list)}
+
     def list_settings(self) -> list[dict[str, str]]:
         """Return the settings of each server: one combination of the flags that are lists."""
-        axes = {name: values for name, values in self.flags.items() if isinstance(values, list)}
-        return [dict(zip(axes, map(str, values), strict=True)) for values in itertools.product(*axes.values())]
+        return [dict(zip(self.axes, values, strict=True)) for values in itertools.product(*self.axes.values())]
 
     def list_labels(self) -> list[dict[str, str]]:
         """Return the same as points and file names have it: a number in the place of each secret."""
-        axes = {name: values for name, values in self.flags.items() if isinstance(values, list)}
-        shown = {name: _make_labels([str(value) for value in values]) for name, values in axes.items()}
-        return [dict(zip(axes, values, strict=True)) for values in itertools.product(*shown.values())]
+        shown = map(_make_labels, self.axes.values())
+        return [dict(zip(self.axes, values, strict=True)) for values in itertools.product(*shown)]
 
     def find_settings(self, point: Point) -> dict[str, str]:
         """Return the flags of the server of a point, with the secrets that its settings represent."""
@@ -191,8 +183,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return words
 
 
-WITHOUT_STACKS = dict.fromkeys(("SGLANG_PROFILE_WITH_STACK", "SGLANG_PROFILE_RECORD_SHAPES"), "false")
-"""Variables with which SGLang's profiler records neither Python stacks nor shapes."""
+WITHOUT_STACKS = {"SGLANG_PROFILE_WITH_STACK": "false", "SGLANG_PROFILE_RECORD_SHAPES": "false"}  # of its profiler
 
 
 def use_step_profiler(engine: Engine) -> Engine:

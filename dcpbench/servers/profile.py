@@ -13,7 +13,7 @@ import numpy as np
 from dcpbench.errors import UsageError, WorkerError
 from dcpbench.servers import info as server_info
 from dcpbench.servers.client import CLIENT_ERROR, OK, Client, RequestError, Target, make_status_error
-from dcpbench.servers.load import Call, Run
+from dcpbench.servers.load import Call, LoadOptions, Run
 from dcpbench.servers.prompt_format import PATHS, find_prompt_format
 from dcpbench.show.text import format_count
 from dcpbench.syncs.files import drop_copies
@@ -75,17 +75,12 @@ async def profile_server(
         info = await server_info.fetch_info(client)
         prompt_format = await find_prompt_format(client, info.find_model(None).id, endpoint, extra_body=extra_body)
         generator = np.random.Generator(np.random.PCG64(0))
-        bodies = [
-            target.encode_request(
-                "POST",
-                PATHS[endpoint],
-                prompt_format.encode_body(
-                    generator.integers(0, prompt_format.vocab, input_tokens, dtype=np.int32), output_tokens
-                ),
-            )
-            for _ in range(requests)
+        prompts = generator.integers(0, prompt_format.vocab, (requests, input_tokens), dtype=np.int32)
+        bodies = [prompt_format.encode_body(prompt, output_tokens) for prompt in prompts]
+        calls = [
+            Call(i, target.encode_request("POST", PATHS[endpoint], body), output_tokens, prompt_tokens=input_tokens)
+            for i, body in enumerate(bodies)
         ]
-        calls = [Call(i, body, output_tokens, prompt_tokens=input_tokens) for i, body in enumerate(bodies)]
         return await record_traces(client, calls, concurrency, folder, wait_s, tell)
 
 
@@ -99,8 +94,8 @@ async def record_traces(
 ) -> list[Path]:
     """Send one call as warm-up and then all calls under the profiler; return the traces. Raises WorkerError if none comes."""
     before = await asyncio.to_thread(find_traces, folder)
-    run = Run(client, calls, concurrency)
-    await Run(client, calls[:1], 1).send_load()
+    run = Run(client, calls, LoadOptions(clients=concurrency))
+    await Run(client, calls[:1], LoadOptions(clients=1)).send_load()
     async with run_profiler(client):
         tell("profiling")
         await run.send_load()

@@ -15,7 +15,15 @@ import numpy as np
 
 from dcpbench.errors import MissingPackageError, UsageError, WorkerError
 from dcpbench.servers.answers import StreamReply
-from dcpbench.servers.client import CLIENT_ERROR, TOO_MANY, RequestError, WholeOkReply
+from dcpbench.servers.client import (
+    CLIENT_ERROR,
+    KEY_ERRORS,
+    KEY_HINT,
+    NO_ENDPOINT,
+    TOO_MANY,
+    RequestError,
+    WholeOkReply,
+)
 from dcpbench.servers.events import Completion, StreamError, format_bad_stream, read_completion
 from dcpbench.servers.load import UNAVAILABLE, retry_while_busy
 from dcpbench.servers.token_counts import Limits
@@ -56,8 +64,6 @@ token: 1.3 MB for 200,000 tokens, which delays that token (vllm/entrypoints/open
 TRIED_TOKENS, TRIED_OUTPUT = 8, 2  # tokens of the prompt and of the answer of a short request
 CALIBRATION_WORDS = (40, 240)
 MIN_PER_WORD = 0.25  # tokens of a word; with fewer the server does not count the prompt
-UNAUTHORIZED, FORBIDDEN, NOT_FOUND, NOT_ALLOWED, NOT_IMPLEMENTED = 401, 403, 404, 405, 501
-NO_ENDPOINT = (NOT_FOUND, NOT_ALLOWED, NOT_IMPLEMENTED)
 BUSY = (TOO_MANY, UNAVAILABLE)
 MAY_BE_FIELDS = ("bad stream", "closed", "cut off", "no stream", "no tokens")  # failures that other fields may avoid
 COMMON_WORDS = """
@@ -90,9 +96,7 @@ class PromptFormat:
     text: Text | None = None  # None: prompts are token ids
     prompts: str = IDS  # IDS, TOKENIZER or COUNTED
     id_extras: dict[str, Any] | None = None  # fields that request the ids of the answer; None: unsupported
-    extra_body: Mapping[str, object] = dataclasses.field(
-        default_factory=dict
-    )  # fields of --extra-body, sent with every request
+    extra_body: Mapping[str, object] = dataclasses.field(default_factory=dict)  # sent with every request
 
     def make_prompt(self, ids: np.ndarray) -> Prompt:
         """Return the prompt for these ids of a load."""
@@ -305,7 +309,7 @@ class Trial:
         if last.status in BUSY:
             more = f"Wait until it is ready, or {'raise --retries' if self.retries else 'add --retries 5'}."
             return WorkerError(f"{url} cannot be measured: {last.sentence} {more}")
-        if last.status in (UNAUTHORIZED, FORBIDDEN):
+        if last.status in KEY_ERRORS:
             return WorkerError(f"{url} cannot be measured: {last.sentence} {KEY_HINT}")
         if _should_try_other_fields(last):
             return WorkerError(f"{url} accepts no request to {path}; the last one failed: {last.sentence}")
@@ -325,9 +329,6 @@ class Trial:
         return other
 
 
-KEY_HINT = "Put its API key into the environment variable that --api-key-env names, OPENAI_API_KEY by default."
-
-
 def _should_try_other_fields(error: RequestError) -> bool:
     """Return whether the same request may succeed with other fields.
 
@@ -336,7 +337,7 @@ def _should_try_other_fields(error: RequestError) -> bool:
     """
     if error.status < CLIENT_ERROR:
         return error.kind in MAY_BE_FIELDS
-    return error.status not in (UNAUTHORIZED, FORBIDDEN, *NO_ENDPOINT, *BUSY)
+    return error.status not in (*KEY_ERRORS, *NO_ENDPOINT, *BUSY)
 
 
 async def _fit_text_length(client: Client, prompt_format: PromptFormat, retries: int) -> PromptFormat:

@@ -14,8 +14,8 @@ import msgspec
 from dcpbench.errors import WorkerError
 from dcpbench.servers.answer_pairs import ScoredPrompt
 from dcpbench.servers.answers import is_refusal
-from dcpbench.servers.client import RequestError, WholeOkReply
-from dcpbench.servers.prompt_format import COMPLETIONS, IDS, NO_ENDPOINT, PATHS
+from dcpbench.servers.client import NO_ENDPOINT, RequestError, WholeOkReply
+from dcpbench.servers.prompt_format import COMPLETIONS, IDS, PATHS
 
 if TYPE_CHECKING:
     import numpy as np
@@ -65,19 +65,16 @@ class PromptScorer:
         self.client, self.prompt_format = client, prompt_format
         takes_ids = prompt_format.prompts == IDS and prompt_format.endpoint == COMPLETIONS
         self._ways = [self._fetch_vllm, self._fetch_sglang] if takes_ids else []
-        self.sent = 0  # requests of the last call
+        self.sent = 0  # requests so far
 
     async def score_prompt(self, prompt: np.ndarray) -> list[ScoredPrompt]:
         """Return the log-probabilities of the tokens after the first, fetched twice; empty if the server gives none."""
         first = await self.fetch_logprobs(prompt)
-        sent = self.sent
         again = await self.fetch_logprobs(prompt) if first else []
-        self.sent = sent + (self.sent if first else 0)
         return [ScoredPrompt(first=first, again=again)] if first and again else []
 
     async def fetch_logprobs(self, prompt: np.ndarray) -> list[float]:
         """Return the log-probabilities of the tokens after the first; empty if the server gives none."""
-        self.sent = 0
         while self._ways and len(prompt) > 1:
             try:
                 self.sent += 1

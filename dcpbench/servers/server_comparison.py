@@ -26,10 +26,11 @@ from dcpbench.servers.answer_verdict import (
     judge_counts,
 )
 from dcpbench.servers.edge_lengths import CHUNK, DOUBLED, PAGES, Edges, list_lengths, split_lengths
-from dcpbench.servers.engine_flags import TOKEN_BUDGET_FLAGS, find_count
+from dcpbench.servers.engine_flags import find_token_budget
 from dcpbench.servers.engine_log import read_started_settings
 from dcpbench.servers.exact_tests import LEVEL
 from dcpbench.servers.exit_reason import Cause
+from dcpbench.servers.kv_capacity import find_page_size
 from dcpbench.servers.launch import Server, choose_log_path, find_free_port
 from dcpbench.show.text import make_printable
 
@@ -47,7 +48,6 @@ START, PROMPTS, ANSWER = "start", "prompts", "answer"  # what failed: the start,
 FAILED = "FAILED"  # verdict: a server that starts fails at a request
 LAST_LINES, MAX_LINE = 10, 500  # lines of a log that are quoted, and characters of each
 ENDING_S = 5.0  # time in which a server that broke off an answer may end
-PAGE_FACTS = ("block_size", "page_size")  # of vLLM and of SGLang
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,20 +130,12 @@ class Judged:
 def choose_edges(check: EngineCheck, info: ServerInfo, words: Sequence[str], settings: EngineSettings | None) -> Edges:
     """Return the edges of the first server: its pages and token budget where its command, its log or its reports have them."""
     points = [setting.point for setting in check.settings]
-    pages = {int(info.facts[name]) for name in PAGE_FACTS if info.facts.get(name, "").isdecimal()}
-    pages |= {settings.page_size} if settings is not None and settings.page_size else set()
     return Edges(
         dcp=tuple(sorted({point.dcp for point in points})),
         interleave=max((point.interleave for point in points), default=1) or 1,
-        pages=tuple(sorted({*PAGES, *pages} - {0})),
+        pages=tuple(sorted({*PAGES, find_page_size(settings, info.facts) or PAGES[0]})),
         chunk=find_token_budget(words, settings) or CHUNK,
     )
-
-
-def find_token_budget(words: Sequence[str], settings: EngineSettings | None) -> int | None:
-    """Return the prompt tokens of a step, from the flags of a server or from its log; None if both leave them out."""
-    logged = settings.max_batched_tokens if settings is not None else None
-    return find_count(words, TOKEN_BUDGET_FLAGS) or logged or None
 
 
 class EngineComparison:
@@ -217,10 +209,6 @@ def compare_running(
         collectors.append(Collector(target, questions, tell))
         found, prompts = asyncio.run(collectors[-1].collect(prompts, lambda _: DOUBLED))
         answers.append(found)
-    results = [
-        _complete_result(SettingResult(name=name, url=t.url), c)
-        for name, t, c in zip("AB", targets, collectors, strict=False)
-    ]
     while True:
         sizes = [_measure_all_sizes(one) for one in answers]
         judged: list[Judged] = []
@@ -235,14 +223,13 @@ def compare_running(
             found, _ = asyncio.run(collector.collect(further, lambda _: DOUBLED))
             answers[i] += found
     results = [
-        msgspec.structs.replace(
-            result,
-            requests=collector.sent,
+        _complete_result(
+            SettingResult(name=name, url=collector.target.url),
+            collector,
             hit_tokens=one.answers.hit_tokens,
-            lengths=sorted(one.answers.lengths),
             judgement=one.judgement,
         )
-        for result, collector, one in zip(results, collectors, judged, strict=True)
+        for name, collector, one in zip("AB", collectors, judged, strict=False)
     ]
     return Report(results=results, seed=questions.seed, new_tokens=questions.tokens)
 

@@ -13,9 +13,9 @@ from dcpbench.errors import DcpbenchError
 from dcpbench.measuring.gpu_state import find_visible_gpus
 from dcpbench.points import redaction
 from dcpbench.records.record import CPU
+from dcpbench.servers.engine_flags import PCP_FLAGS, find_count
 from dcpbench.servers.engine_log import complete_settings, read_started_settings
 from dcpbench.servers.engine_replay import ReplayOptions, replay_on_server
-from dcpbench.servers.kv_capacity import find_pcp
 from dcpbench.servers.launch import Server, choose_log_path, find_free_port
 from dcpbench.servers.measure import (
     MeasuredServer,
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from dcpbench.launch.jobs import Progress
     from dcpbench.points.point import Point
     from dcpbench.points.settings import Settings
-    from dcpbench.records.record import StartPhase
     from dcpbench.servers.measure import ClientConfig, MeasurePoint
     from dcpbench.servers.presets import Engine
 
@@ -48,43 +47,28 @@ def make_server_key(point: Point) -> tuple[object, ...]:
     return *layout, point.kv_dtype, point.weights, point.settings
 
 
-def measure_started(
-    points: Sequence[Point],
-    engine: Engine,
-    model: str,
-    config: ClientConfig,
-    settings: Settings,
-    folder: Path,
-    watch: Callable[[Progress], None],
-    *,
-    limit_s: float,
-    measure: MeasurePoint | None = None,
-    replay: ReplayOptions | None = None,
-) -> None:
-    """Measure all points; each leaves a record in the folder. A server that refuses or dies fails only its own points.
-
-    `measure` measures one point on a server, as measure.measure_point does. The steps of a server are measured once for all
-    of its points that are replayed, before it serves others. An interruption ends the server with all its child processes,
-    and is raised again.
-    """
-    sweep = _Sweep(engine, model, config, settings, folder, limit_s, measure, replay or ReplayOptions())
-    ordered = sorted(list_places(points, watch), key=lambda place: list(map(str, make_server_key(place.point))))
-    for _, group in itertools.groupby(ordered, key=lambda place: make_server_key(place.point)):
-        sweep.measure_group(list(group))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Sweep:
-    """What the servers of a run have in common; see measure_started."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServerSweep:
+    """Measure points on the servers of an engine, each of which is started for the points that it can serve."""
 
     engine: Engine
     model: str
     config: ClientConfig
     settings: Settings
     folder: Path
-    limit_s: float
-    measure: MeasurePoint | None
-    replay: ReplayOptions
+    limit_s: float  # for the start of a server
+    measure_point: MeasurePoint | None = None  # None: as measure.measure_point
+    replay: ReplayOptions = dataclasses.field(default_factory=ReplayOptions)
+
+    def measure(self, points: Sequence[Point], watch: Callable[[Progress], None]) -> None:
+        """Measure all points; each leaves a record in the folder. A server that refuses or dies fails only its own points.
+
+        The steps of a server are measured once for all of its points that are replayed, before it serves others. An interruption ends
+        the server with all its child processes, and is raised again.
+        """
+        ordered = sorted(list_places(points, watch), key=lambda place: list(map(str, make_server_key(place.point))))
+        for _, group in itertools.groupby(ordered, key=lambda place: make_server_key(place.point)):
+            self.measure_group(list(group))
 
     def measure_group(self, group: Sequence[Place]) -> None:
         """Start the server of these points, measure them, and end it."""
@@ -106,19 +90,26 @@ class _Sweep:
             except DcpbenchError as e:
                 fail_points(group, f"{str(e).rstrip('.')}{server.find_cause(str(e))}", config, self.folder)
                 return
-            measure_points(group, running, self.measure, functools.partial(replay_on_server, options=self.replay))
+            measure_points(group, running, self.measure_point, functools.partial(replay_on_server, options=self.replay))
 
     def _wait_until_running(
         self, server: Server, config: ClientConfig, place: Place, env: Mapping[str, str]
     ) -> MeasuredServer:
-        """Return the server once it takes requests. Raise DcpbenchError if it does not, or cannot be measured."""
+        """Return the server once it takes requests, with the settings in its log and its reports.
+
+        Raise DcpbenchError if it does not take any, cannot be measured, or lacks the synthetic weights that it should have.
+        """
         first = place.point
         start = server.wait_until_ready(self.limit_s, lambda note: place.show(note, "build"))
         text = server.read_log()
         info = fetch_server_info(config.target, config.retries).with_kv_capacity(
-            dp=first.dp, dcp=first.dcp, pcp=find_pcp(server.words), log=text
+            dp=first.dp, dcp=first.dcp, pcp=find_count(server.words, PCP_FLAGS) or 1, log=text
         )
-        config = _add_start(config, start, text, env, first, info.facts)
+        found, dummy = read_started_settings(text, first.weights, env)
+        if found is not None:
+            found = complete_settings(found, info.facts)
+            found = msgspec.structs.replace(found, exchange=found.exchange if first.dcp > 1 else None)
+        config = dataclasses.replace(config, start=start, engine_settings=found, dummy_weights=dummy)
         for note in info.notes:
             print_stderr(note)
         return MeasuredServer(
@@ -129,25 +120,6 @@ class _Sweep:
             folder=self.folder,
             process=server,
         )
-
-
-def _add_start(
-    config: ClientConfig,
-    start: Sequence[StartPhase],
-    log: str,
-    env: Mapping[str, str],
-    point: Point,
-    facts: Mapping[str, str],
-) -> ClientConfig:
-    """Return the configuration with the phases of the server's start and the settings in its log and its reports.
-
-    Raises WorkerError if the server should have synthetic weights and no rank reports them.
-    """
-    found, dummy = read_started_settings(log, point.weights, env)
-    if found is not None:
-        found = complete_settings(found, facts)
-        found = msgspec.structs.replace(found, exchange=found.exchange if point.dcp > 1 else None)
-    return dataclasses.replace(config, start=start, engine_settings=found, dummy_weights=dummy)
 
 
 def _make_log_path(folder: Path, engine: Engine, point: Point) -> Path:

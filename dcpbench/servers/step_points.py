@@ -13,21 +13,20 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.errors import DcpbenchError, UsageError, WorkerError
-from dcpbench.measuring.gpu_state import is_throttled, sample_gpus
+from dcpbench.measuring.gpu_state import sample_gpus
 from dcpbench.records.formulas import compute_decode_metrics
-from dcpbench.records.record import DUMMY_WEIGHTS, MAX_DISTURBANCE, ClientLoad, Phases
+from dcpbench.records.record import MAX_DISTURBANCE, ClientLoad, Phases
 from dcpbench.records.stats import StopRule
 from dcpbench.servers.client import Client
 from dcpbench.servers.measure import (
     CLIENT_BOUND,
     GAPS_DIVIDED,
-    KV_SOURCES_DIFFER,
     NEAR,
     NOMINAL,
     NOT_PROFILED,
-    THROTTLED,
     describe_server,
     is_client_bound,
+    list_marks,
     start_record,
 )
 from dcpbench.servers.profile import find_traces, find_waits, run_profiler, wait_for_traces
@@ -80,11 +79,10 @@ class _Measured:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepPoints:
-    """Measure decode points, as servers.server_sweep.measure_started takes it."""
+    """Measure decode points, as servers.server_sweep.ServerSweep takes it."""
 
     limits: Callable[[Point], ServerLimits]  # limits that the command line of a point's server states
-    rates: Mapping[int, Rates] = dataclasses.field(default_factory=dict)
-    """Rates of this machine by number of GPUs, for floors."""
+    rates: Mapping[int, Rates] = dataclasses.field(default_factory=dict)  # by number of GPUs, for floors
     keep_traces: bool = False  # True if traces stay in their folder after they have been scanned
 
     def __call__(
@@ -257,14 +255,11 @@ def _make_record(point: Point, server: MeasuredServer, measured: _Measured, fail
         GAPS_DIVIDED: samples.divided_share > 0,
         NOMINAL: abs(mean - point.context) > max(NEAR * point.context, NEAR_TOKENS),
         CLIENT_BOUND: is_client_bound(client, metrics.step_ms.median),
-        KV_SOURCES_DIFFER: bool(server.info.kv_sources and server.info.kv_sources.conflicts),
-        DUMMY_WEIGHTS: server.config.dummy_weights,
-        THROTTLED: is_throttled(measured.gpu),
     }
     return msgspec.structs.replace(
         record,
         outcome="ok",
-        marks=[*record.marks, *(mark for mark, holds in warnings.items() if holds)],
+        marks=[*record.marks, *list_marks(server, measured.gpu, warnings)],
         metrics=metrics,
         phases=measured.phases,
         host_syncs_per_step=measured.waits[0] if measured.waits else None,

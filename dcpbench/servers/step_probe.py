@@ -21,28 +21,24 @@ import math
 import secrets
 import statistics
 import time
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
 from dcpbench.errors import UsageError, WorkerError
 from dcpbench.records.stats import StopRule
-from dcpbench.servers import info as server_info
 from dcpbench.servers.answers import StreamReply
 from dcpbench.servers.client import Client, RequestError
 from dcpbench.servers.decode_streams import DecodeStreams, StepWindow, StreamedRequest, find_gap_ms
 from dcpbench.servers.descriptors import raise_open_file_limit
 from dcpbench.servers.load import set_realtime_priority, stop_garbage_collection
-from dcpbench.servers.prompt_format import COMPLETIONS, PATHS, PromptFormat, find_prompt_format
+from dcpbench.servers.prompt_format import PATHS, PromptFormat
 from dcpbench.serving.step_times import HOT, UNEVEN, Case, Chunks, Decodes
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
     from contextlib import AbstractContextManager
-    from pathlib import Path
-
-    from dcpbench.servers.client import Target
 
     Hook = Callable[[DecodeStreams], Awaitable[None]]
 
@@ -68,21 +64,23 @@ MAX_LATER = 0.5  # of a decode step by which tokens of decodes come after a prom
 
 
 class Refusal(enum.Enum):
-    """Reasons why a case cannot be produced by requests to a server."""
+    """Reasons why a case cannot be produced by requests to a server, as sentences."""
 
-    EMPTY = "empty"
-    HOT = "hot"
-    REPLICAS = "replicas"
-    MIXED_CHUNKS = "mixed chunks"
-    PREFIX_CHUNKS = "prefix chunks"
-    PREFIX_MIXED = "prefix mixed"
-    BUDGET_UNKNOWN = "budget unknown"
-    PREFIX_MULTIPLE = "prefix multiple"
-    TOKENS = "tokens"
-    REQUESTS = "requests"
-    LENGTH = "length"
-    KV = "kv"
-    CONTEXT = "context"
+    EMPTY = "the step has no work; give it decodes or chunks."
+    HOT = "steps that follow others while the GPU is hot cannot be ordered over HTTP; leave hot cases out."
+    REPLICAS = "the server chooses which replica takes a prompt; leave out cases of single replicas."
+    MIXED_CHUNKS = (
+        "several prompts that arrive while others decode need not share a step; measure one prompt with decodes."
+    )
+    PREFIX_CHUNKS = "chunks of several prompts with a prefix cannot be made to share a step; measure one such chunk."
+    PREFIX_MIXED = "a chunk with a prefix cannot be placed in a given step of decodes; measure it without decodes."
+    BUDGET_UNKNOWN = "the maximum number of tokens in a step of the server is unknown; state it (vLLM: --max-num-batched-tokens, SGLang: --chunked-prefill-size)."
+    PREFIX_MULTIPLE = "a chunk begins at {needed:,} tokens only if that is a multiple of the {limit:,} tokens that the server takes in a step, or fewer if it takes prompts of three steps; choose such a prefix."
+    TOKENS = "it has {needed:,} tokens, and the server takes {limit:,} in a step; choose fewer, or start the server with more (vLLM: --max-num-batched-tokens, SGLang: --chunked-prefill-size)."
+    REQUESTS = "it needs {needed:,} requests at once, and the server runs {limit:,}; start it with more (vLLM: --max-num-seqs {needed}, SGLang: --max-running-requests {needed})."
+    LENGTH = "its requests have up to {needed:,} tokens while they are measured, and the server takes {limit:,}; start it with more (vLLM: --max-model-len {needed}, SGLang: --context-length {needed})."
+    KV = "its requests have {needed:,} tokens together, and the server's KV cache holds {limit:,}; choose fewer requests or a shorter context."
+    CONTEXT = "a request attends to {limit:,} tokens at least when it is timed, and the case asks for {needed:,}; choose a longer context."
 
 
 class UnsupportedCaseError(UsageError):
@@ -90,34 +88,18 @@ class UnsupportedCaseError(UsageError):
 
     def __init__(self, case: Case, refusal: Refusal, *, needed: int = 0, limit: int = 0) -> None:
         """Keep the reason with its numbers; `sentence` describes it without the case."""
-        self.sentence = REFUSALS[refusal].format(needed=needed, limit=limit)
+        self.sentence = refusal.value.format(needed=needed, limit=limit)
         super().__init__(f"{case}: {self.sentence}")
         self.case, self.refusal, self.needed, self.limit = case, refusal, needed, limit
 
 
-REFUSALS = {
-    Refusal.EMPTY: "the step has no work; give it decodes or chunks.",
-    Refusal.HOT: "steps that follow others while the GPU is hot cannot be ordered over HTTP; leave hot cases out.",
-    Refusal.REPLICAS: "the server chooses which replica takes a prompt; leave out cases of single replicas, and prompts with --dp above 1.",
-    Refusal.MIXED_CHUNKS: "several prompts that arrive while others decode need not share a step; measure one prompt with decodes.",
-    Refusal.PREFIX_CHUNKS: "chunks of several prompts with a prefix cannot be made to share a step; measure one such chunk.",
-    Refusal.PREFIX_MIXED: "a chunk with a prefix cannot be placed in a given step of decodes; measure it without decodes.",
-    Refusal.BUDGET_UNKNOWN: "the maximum number of tokens in a step of the server is unknown; state it (vLLM: --max-num-batched-tokens, SGLang: --chunked-prefill-size).",
-    Refusal.PREFIX_MULTIPLE: "a chunk begins at {needed:,} tokens only if that is a multiple of the {limit:,} tokens that the server takes in a step, or fewer if it takes prompts of three steps; choose such a prefix.",
-    Refusal.TOKENS: "it has {needed:,} tokens, and the server takes {limit:,} in a step; choose fewer, or start the server with more (vLLM: --max-num-batched-tokens, SGLang: --chunked-prefill-size).",
-    Refusal.REQUESTS: "it needs {needed:,} requests at once, and the server runs {limit:,}; start it with more (vLLM: --max-num-seqs {needed}, SGLang: --max-running-requests {needed}).",
-    Refusal.LENGTH: "its requests have up to {needed:,} tokens while they are measured, and the server takes {limit:,}; start it with more (vLLM: --max-model-len {needed}, SGLang: --context-length {needed}).",
-    Refusal.KV: "its requests have {needed:,} tokens together, and the server's KV cache holds {limit:,}; choose fewer requests or a shorter context.",
-    Refusal.CONTEXT: "a request attends to {limit:,} tokens at least when it is timed, and the case asks for {needed:,}; choose a longer context.",
-}  # sentences for each reason
 MIN_CONTEXT = 2 * (1 + DROPPED_STEPS + 1)  # tokens: shorter ones leave no steps before the window
 
 
 class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of a server's steps and requests; None: unknown."""
 
-    max_batched_tokens: int | None = None
-    """Tokens of a step: vLLM's --max-num-batched-tokens, SGLang's --chunked-prefill-size."""
+    max_batched_tokens: int | None = None  # of a step: vLLM's --max-num-batched-tokens, SGLang's --chunked-prefill-size
     max_requests: int | None = None  # requests in a step: vLLM's --max-num-seqs, SGLang's --max-running-requests
     max_model_len: int | None = None
     kv_tokens: int | None = None
@@ -146,21 +128,20 @@ class CaseSamples(msgspec.Struct, frozen=True, kw_only=True):
     precise: bool  # True if the 95 % interval of the median is within the precision of the stop rule
     context_min: int | None = None
     context_max: int | None = None
-    context_mean: float | None = None
-    """KV tokens to which the decodes attended while they were timed; None without decodes."""
-    overhead_ms: float | None = None
-    """Time to first token of a prompt of OVERHEAD_TOKENS tokens on the idle server, which samples of prompts contain; None for decodes."""
-    divided_share: float = 0.0
-    """Share of tokens that arrived several in a chunk, so that the times of their steps are only known together."""
-    separate_prefill: bool | None = None
-    """True if the prompt of a mixed case ran in a step of its own, between two decode steps: samples contain both. None for others."""
+    context_mean: float | None = (
+        None  # KV tokens to which the decodes attended, as the two before; None without decodes
+    )
+    overhead_ms: float | None = (
+        None  # TTFT of OVERHEAD_TOKENS tokens, which samples of prompts contain; None for decodes
+    )
+    divided_share: float = 0.0  # of tokens that arrived several in a chunk: times of their steps are known together
+    separate_prefill: bool | None = None  # True if the prompt of a mixed case ran in a step of its own; None for others
     decode_ms: float | None = None  # time of a step with the decodes of a mixed case alone. None for others
     queued_steps: float | None = None
     """Time from sending the prompt of a mixed case to the begin of its step, in decode steps: up to 1 if an engine decides a step
     after it has read the one before, from 1 to 2 if it decides one step ahead. None for others."""
     counted_by: str = ""  # source of the number of tokens in a chunk, as in records of servers; empty without decodes
-    client_cpu_share: float | None = None
-    """CPU time of the client over the time of the window of a decode case: at 1 it cannot read tokens any faster."""
+    client_cpu_share: float | None = None  # CPU time of the client over that of a decode window: at 1 it is too slow
     discarded: int = 0  # repeats that were left out because their prompts did not share a step
 
 
@@ -171,39 +152,9 @@ class StepProbe:
     client: Client
     prompt_format: PromptFormat
     limits: ServerLimits = UNLIMITED
-    replicas: int = 1  # attention replicas; a case is the work of each of them
     rule: StopRule = DEFAULT_RULE
     realtime: bool = True  # True if the client gets real-time priority while it measures, if the kernel allows it
     overheads_ms: list[float] = dataclasses.field(default_factory=list)  # the overhead, once it has been measured
-
-
-@contextlib.asynccontextmanager
-async def open_probe(
-    target: Target,
-    *,
-    model: str | None = None,
-    endpoint: str = COMPLETIONS,
-    tokenizer: Path | None = None,
-    extra_body: Mapping[str, object] | None = None,
-    limits: ServerLimits | None = None,
-    replicas: int = 1,
-    rule: StopRule | None = None,
-) -> AsyncIterator[StepProbe]:
-    """Provide a probe of a running server within the block; `limits` complete what the server reports.
-
-    Raise WorkerError if the server cannot be measured, UsageError for a model that it does not serve.
-    """
-    async with Client(target) as client:
-        card = (await server_info.fetch_info(client)).find_model(model)
-        prompt_format = await find_prompt_format(client, card.id, endpoint, tokenizer=tokenizer, extra_body=extra_body)
-        given = limits or UNLIMITED
-        yield StepProbe(
-            client=client,
-            prompt_format=prompt_format,
-            limits=msgspec.structs.replace(given, max_model_len=given.max_model_len or card.max_model_len),
-            replicas=replicas,
-            rule=rule or DEFAULT_RULE,
-        )
 
 
 async def measure_case(
@@ -219,7 +170,7 @@ async def measure_case(
 
     Args:
         probe: The server.
-        case: Work of each replica in a step.
+        case: Work of a step.
         during_window: Entered for the timed window of a decode case.
         while_running: Called after the timed window of a decode case, while all its requests still decode.
         tell: Called with the progress of a decode case.
@@ -231,8 +182,8 @@ async def measure_case(
         NotRunningError: The server did not decode all requests at the same time.
         WorkerError: Requests failed.
     """
-    check_case(probe.limits, case, probe.replicas)
-    streams = case.requests * probe.replicas + 1
+    check_case(probe.limits, case)
+    streams = case.requests + 1
     with (
         raise_open_file_limit(streams, certain=True),
         stop_garbage_collection(),
@@ -245,13 +196,13 @@ async def measure_case(
         return await _measure_chunks(probe, case)
 
 
-def check_case(limits: ServerLimits, case: Case, replicas: int = 1) -> None:
+def check_case(limits: ServerLimits, case: Case) -> None:
     """Raise UnsupportedCaseError if requests to a server with these limits cannot produce a case."""
     if not case.decodes and not case.chunks:
         raise UnsupportedCaseError(case, Refusal.EMPTY)
     if case.use == HOT or case.after or case.since:
         raise UnsupportedCaseError(case, Refusal.HOT)
-    if case.use == UNEVEN or case.replicas or (case.chunks and replicas > 1):
+    if case.use == UNEVEN or case.replicas:
         raise UnsupportedCaseError(case, Refusal.REPLICAS)
     if case.chunks:
         _check_chunks(limits, case)
@@ -260,9 +211,9 @@ def check_case(limits: ServerLimits, case: Case, replicas: int = 1) -> None:
             case, Refusal.CONTEXT, needed=min(d.context for d in case.decodes), limit=MIN_CONTEXT
         )
     for refusal, needed, limit in (
-        (Refusal.REQUESTS, case.requests * replicas, limits.max_requests),
+        (Refusal.REQUESTS, case.requests, limits.max_requests),
         (Refusal.LENGTH, max(_list_lengths(limits, case)), limits.max_model_len),
-        (Refusal.KV, sum(_list_lengths(limits, case)) * replicas, limits.kv_tokens),
+        (Refusal.KV, sum(_list_lengths(limits, case)), limits.kv_tokens),
     ):
         if limit is not None and needed > limit:
             raise UnsupportedCaseError(case, refusal, needed=needed, limit=limit)
@@ -352,20 +303,11 @@ async def _measure_decodes(
     )
 
 
-class _WindowFields(TypedDict):
-    """Fields of CaseSamples that describe the decodes of a window."""
-
-    context_min: int
-    context_max: int
-    context_mean: float
-    divided_share: float
-
-
-def _describe_window(window: StepWindow, steps: int) -> _WindowFields:
-    """Return the contexts of the first `steps` steps of a window, and the share of its tokens that arrived several at a time."""
+def _describe_window(window: StepWindow, steps: int) -> dict[str, Any]:
+    """Return the fields of CaseSamples about the first `steps` steps: contexts, and the share of tokens that arrived several at a time."""
     low, high, mean = window.compute_contexts(steps)
     divided = window.streams.compute_divided_share(window.begin_s)
-    return _WindowFields(context_min=low, context_max=high, context_mean=mean, divided_share=divided)
+    return {"context_min": low, "context_max": high, "context_mean": mean, "divided_share": divided}
 
 
 async def _take_steps(
@@ -410,10 +352,10 @@ async def _open_window(
 
 
 def _make_decodes(probe: StepProbe, case: Case) -> list[StreamedRequest]:
-    """Return the requests of the decodes, for all replicas."""
+    """Return the requests of the decodes."""
     plan = plan_decodes(probe.limits, case)
     output = plan.steps_before + plan.steps_after
-    prompts = [d.context - plan.steps_before for d in case.decodes for _ in range(d.requests * probe.replicas)]
+    prompts = [d.context - plan.steps_before for d in case.decodes for _ in range(d.requests)]
     limit = probe.limits.max_model_len
     return [
         _make_request(probe, tokens, output if limit is None else min(output, limit - tokens)) for tokens in prompts

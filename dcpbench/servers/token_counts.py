@@ -61,21 +61,21 @@ class Limits:
 
     def find_excess(self, usage: Usage) -> BadStream | None:
         """Return the fault of the first field of a `usage` that is out of range; None if all are in range."""
-        prompt, output, reasoning = usage.prompt_tokens, usage.completion_tokens, usage.reasoning
-        if prompt is not None and not 0 <= prompt <= self.usage_prompt:
-            return self._make_excess("prompt_tokens", prompt, self.usage_prompt)
-        if not 0 <= reasoning <= MAX_HIDDEN:
-            return self._make_excess("reasoning_tokens", reasoning, MAX_HIDDEN)
-        if output is not None and not 0 <= output <= self.usage_output + reasoning:
-            return self._make_excess("completion_tokens", output, self.usage_output + reasoning)
-        cached, limit = usage.cached_tokens, max(prompt or 0, self.prompt_tokens or self.usage_prompt)
-        if cached is not None and not 0 <= cached <= limit:
-            return self._make_excess("prompt_tokens_details.cached_tokens", cached, limit)
+        prompt, reasoning = usage.prompt_tokens, usage.reasoning
+        for field, value, limit in (
+            ("prompt_tokens", prompt, self.usage_prompt),
+            ("reasoning_tokens", reasoning, MAX_HIDDEN),
+            ("completion_tokens", usage.completion_tokens, self.usage_output + reasoning),
+            (
+                "prompt_tokens_details.cached_tokens",
+                usage.cached_tokens,
+                max(prompt or 0, self.prompt_tokens or self.usage_prompt),
+            ),
+        ):
+            if value is not None and not 0 <= value <= limit:
+                asked = self.prompt_tokens if field.startswith("prompt") else self.output_tokens
+                return BadStream(fault=Fault.USAGE, field=field, value=value, limit=limit, asked=asked)
         return None
-
-    def _make_excess(self, field: str, value: int, limit: int) -> BadStream:
-        asked = self.prompt_tokens if field.startswith("prompt") else self.output_tokens
-        return BadStream(fault=Fault.USAGE, field=field, value=value, limit=limit, asked=asked)
 
 
 NO_USAGE = -1

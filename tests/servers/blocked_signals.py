@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dcpbench.servers.client import Target
 from dcpbench.servers.client_pool import ClientPool, open_load
-from dcpbench.servers.load import Call
+from dcpbench.servers.load import Call, LoadOptions
 
 NOWHERE = Target.from_url("http://127.0.0.1:9")
 
@@ -23,7 +23,7 @@ def blocked(pid: int) -> str:
 async def main() -> None:
     """Start the processes, and look."""
     calls = [Call(n, NOWHERE.encode_request("POST", "/v1/completions", b""), 1) for n in range(3)]
-    async with open_load(NOWHERE, calls, 3, 3) as run:
+    async with open_load(NOWHERE, calls, LoadOptions(clients=3), 3) as run:
         assert isinstance(run, ClientPool)
         await run.prepare(3)
         for process in run._processes:

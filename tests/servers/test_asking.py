@@ -511,9 +511,16 @@ def test_each_server_has_its_points_and_each_point_its_record(tmp_path: Path, mo
         for layout in layouts
     ]
     asked = measure.ClientConfig(target=Target.from_url("http://127.0.0.1:9", key="k", timeout_s=5.0), device="H200")
-    server_sweep.measure_started(
-        points, PRESETS["vllm"], "m", asked, Settings(), tmp_path, watch, limit_s=9.0, measure=measured
+    sweep = server_sweep.ServerSweep(
+        engine=PRESETS["vllm"],
+        model="m",
+        config=asked,
+        settings=Settings(),
+        folder=tmp_path,
+        limit_s=9.0,
+        measure_point=measured,  # type: ignore[arg-type]
     )
+    sweep.measure(points, watch)
     rows = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
     failed = tmp_path / "failed.jsonl"
     rows += [json.loads(line) for line in failed.read_text().splitlines()] if failed.exists() else []

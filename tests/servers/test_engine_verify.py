@@ -56,6 +56,7 @@ from dcpbench.servers.answer_verdict import (
 )
 from dcpbench.servers.answer_verdict_text import format_report
 from dcpbench.servers.edge_lengths import Edges, count_prompts, list_batches, list_lengths, split_lengths
+from dcpbench.servers.engine_flags import find_token_budget
 from dcpbench.servers.engine_settings import Grid, list_all_settings, make_layouts
 from dcpbench.servers.launch import Server, find_free_port
 from dcpbench.servers.presets import PRESETS, Engine
@@ -67,7 +68,6 @@ from dcpbench.servers.server_comparison import (
     Failure,
     Report,
     SettingResult,
-    find_token_budget,
 )
 from tests.servers.measured_pairs import judge_rows, read_rows, scale_sizes
 from tools.engine_faults import (
@@ -84,7 +84,7 @@ from tools.engine_faults import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from dcpbench.servers.engine_settings import Setting
+from dcpbench.servers.engine_settings import Setting
 
 QUICK_FLIPS = ("cache flips", "long flips")  # of the cases with the noise of vLLM, which take longer
 FAULTS = [

@@ -11,7 +11,7 @@ import pytest
 from dcpbench.errors import UsageError, WorkerError
 from dcpbench.servers import measure
 from dcpbench.servers.client import Client, RequestError, Target, load_api_key
-from dcpbench.servers.load import Call, Outcome, Run
+from dcpbench.servers.load import Call, LoadOptions, Outcome, Run
 from dcpbench.servers.prompt_format import ANSWER_IDS, PromptFormat
 from tests.servers.fake_server import FAULTS, Model, Running, Script
 
@@ -55,7 +55,7 @@ async def answered(script: Script, *, requests: int = 1, retries: int = 0, model
     async with Running(script, model) as server:
         target = Target.from_url(server.url, timeout_s=LIMIT_S)
         async with Client(target) as client:
-            run = Run(client, [call(target, n) for n in range(requests)], 1, retries=retries)
+            run = Run(client, [call(target, n) for n in range(requests)], LoadOptions(clients=1, retries=retries))
             await asyncio.wait_for(run.send_load(), 20)
             return run.outcomes
 
@@ -110,7 +110,7 @@ def test_nobody_listens() -> None:
         async with Running() as server:
             target = Target.from_url(server.url, timeout_s=LIMIT_S)
         async with Client(target) as client:
-            run = Run(client, [call(target)], 1)
+            run = Run(client, [call(target)], LoadOptions(clients=1))
             await run.send_load()
             assert run.outcomes[0].error is not None
             return run.outcomes[0].error
@@ -126,7 +126,7 @@ def test_tls_where_there_is_none_is_a_sentence() -> None:
         async with Running() as server:
             target = Target.from_url(server.url.replace("http:", "https:"), timeout_s=LIMIT_S)
             async with Client(target) as client:
-                run = Run(client, [call(target)], 1)
+                run = Run(client, [call(target)], LoadOptions(clients=1))
                 await asyncio.wait_for(run.send_load(), 20)
                 assert run.outcomes[0].error is not None
                 return run.outcomes[0].error

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from dcpbench.servers.engine_flags import PCP_FLAGS, find_count
 from dcpbench.servers.info import ServerInfo
-from dcpbench.servers.kv_capacity import KvReport, compute_capacity, find_pcp, read_sglang, read_vllm
+from dcpbench.servers.kv_capacity import KvReport, compute_capacity, read_sglang, read_vllm
 
 BLOCKS, MAX_MODEL_LEN = 615_109, 70_000  # vLLM 0.26.0, tp2·dcp2: 16 tokens a block; 9,841,744 tokens a rank
 LOGGED = 19_678_989  # which that vLLM logged: int(615,109 / 2,188 blocks of a request × 70,000)
@@ -71,9 +72,9 @@ def test_prefill_context_parallelism_multiplies_the_blocks_of_vllm_alone() -> No
     """pcp 2 · dcp 4 of 100 blocks of 16: 12,800; SGLang keeps a copy on each prefill rank."""
     assert compute_capacity(vllm(blocks=100), "vllm", dp=1, dcp=4, pcp=2)[0] == 12_800
     assert compute_capacity(sglang(4, each=1_600), "sglang", dp=1, dcp=4, pcp=2)[0] == 6_400
-    assert find_pcp(["vllm", "serve", "m", "--prefill-context-parallel-size", "2"]) == 2
-    assert find_pcp(["vllm", "serve", "m", "-pcp=4"]) == 4
-    assert find_pcp(["vllm", "serve", "m", "--decode-context-parallel-size", "2"]) == 1
+    assert find_count(["vllm", "serve", "m", "--prefill-context-parallel-size", "2"], PCP_FLAGS) == 2
+    assert find_count(["vllm", "serve", "m", "-pcp=4"], PCP_FLAGS) == 4
+    assert find_count(["vllm", "serve", "m", "--decode-context-parallel-size", "2"], PCP_FLAGS) is None
 
 
 @pytest.mark.parametrize("states", [True, False])

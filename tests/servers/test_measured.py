@@ -18,7 +18,7 @@ from dcpbench.records.file import read_records
 from dcpbench.records.record import ClientLoad
 from dcpbench.servers import info, measure
 from dcpbench.servers.client import RequestError, Target
-from dcpbench.servers.load import Call, Outcome, Pace, Run, can_retry
+from dcpbench.servers.load import Call, LoadOptions, Outcome, Pace, Run, can_retry
 from dcpbench.servers.measure import _has_other_lengths, _make_client_load, is_client_bound
 from dcpbench.servers.prompt_format import Tokenized, Words, find_prompt_format
 from dcpbench.servers.server_sweep import _make_log_path
@@ -93,12 +93,12 @@ def test_a_server_that_is_busy_or_not_there_is_asked_again(kind: str, status: in
 
 def test_a_load_has_the_time_to_its_limit_and_never_less_than_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Begun at 100 s with 30 s: 20 s are left at 110 s, and none at 131 s."""
-    load = Run(None, [], 1, limit_s=30.0)  # type: ignore[arg-type]  # nothing is sent
+    load = Run(None, [], LoadOptions(clients=1, limit_s=30.0))  # type: ignore[arg-type]  # nothing is sent
     load.start_s = 100.0
     for now, left in ((110.0, 20.0), (130.0, 0.0), (131.0, 0.0)):
         monkeypatch.setattr("dcpbench.servers.load.time.perf_counter", lambda now=now: now)
         assert load._compute_left_s() == left
-    assert Run(None, [], 1)._compute_left_s() is None  # type: ignore[arg-type]
+    assert Run(None, [], LoadOptions(clients=1))._compute_left_s() is None  # type: ignore[arg-type]
 
 
 def test_each_server_of_a_run_has_a_log_named_by_its_layout_and_settings(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_lengths_that_differ_by_more_than_a_twentieth_are_said(prompt: int, toke
 
 def test_a_load_that_is_ended_before_it_began_took_no_time() -> None:
     async def main() -> Run:
-        load = Run(SimpleNamespace(ages_s=[]), [], 1)  # type: ignore[arg-type]
+        load = Run(SimpleNamespace(ages_s=[]), [], LoadOptions(clients=1))  # type: ignore[arg-type]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0):
                 await load.send_load(time.perf_counter() + 1000)
@@ -160,7 +160,7 @@ def test_a_load_took_the_time_from_its_start_to_its_end() -> None:
     """No more than has passed for who looks at the same clock."""
 
     async def main() -> Run:
-        load = Run(SimpleNamespace(ages_s=[]), [], 1)  # type: ignore[arg-type]
+        load = Run(SimpleNamespace(ages_s=[]), [], LoadOptions(clients=1))  # type: ignore[arg-type]
         await load.send_load(began - 2.0)
         return load
 

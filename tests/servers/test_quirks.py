@@ -19,7 +19,7 @@ from dcpbench.errors import WorkerError
 from dcpbench.records import formulas
 from dcpbench.servers import sessions
 from dcpbench.servers.client import Client, RequestError, Target
-from dcpbench.servers.load import Run
+from dcpbench.servers.load import LoadOptions, Run
 from dcpbench.servers.prompt_format import find_prompt_format
 from dcpbench.serving.requests import ServeRequest
 
@@ -118,7 +118,11 @@ def measure(
                 ServeRequest(number=n, prompt=np.arange(prompt_tokens, dtype=np.int32) % 30_000, output_tokens=TOKENS)
                 for n in range(REQUESTS)
             ]
-            run = Run(client, sessions.make_calls(client.target, manner, requests, 0.0), clients, retries=retries)
+            run = Run(
+                client,
+                sessions.make_calls(client.target, manner, requests, 0.0),
+                LoadOptions(clients=clients, retries=retries),
+            )
             await asyncio.wait_for(run.send_load(), 60)
             truth = json.loads((await client.get("/_truth")).data)
             return Measured(run.outcomes, truth)

@@ -20,7 +20,7 @@ from dcpbench.records.runs import read_run
 from dcpbench.servers import client_pool as sharing
 from dcpbench.servers.client import Target
 from dcpbench.servers.client_pool import DONE, PROGRESS, READY, STOP, ClientPool, open_load, split_evenly, split_load
-from dcpbench.servers.load import Call, Outcome, Pace
+from dcpbench.servers.load import Call, LoadOptions, Outcome, Pace
 from dcpbench.servers.measure import CHUNKS_EACH, WARM_UP_OUTPUT, choose_processes
 from dcpbench.servers.prompt_format import ANSWER_IDS, PromptFormat
 from dcpbench.serving.requests import ServeRequest
@@ -54,28 +54,30 @@ def test_numbers_are_divided_evenly(number: int, parts: int, each: list[int]) ->
 
 def test_clients_are_divided_with_as_many_requests_each() -> None:
     """5 clients over 2 processes: 3 and 2, and of 10 requests 6 and 4."""
-    shares = split_load(NOWHERE, calls_to(NOWHERE, 10), 5, 2)
-    assert [share.clients for share in shares] == [3, 2]
+    shares = split_load(NOWHERE, calls_to(NOWHERE, 10), LoadOptions(clients=5), 2)
+    assert [share.options.clients for share in shares] == [3, 2]
     assert [[call.number for call in share.calls] for share in shares] == [[0, 2, 4, 5, 7, 9], [1, 3, 6, 8]]
 
 
 def test_arrivals_are_divided_in_turn() -> None:
     """With them the bound on what is at once."""
-    shares = split_load(NOWHERE, calls_to(NOWHERE, 5, gap_s=0.1), None, 2, at_once=3)
-    assert [share.at_once for share in shares] == [2, 1]
+    shares = split_load(NOWHERE, calls_to(NOWHERE, 5, gap_s=0.1), LoadOptions(clients=None, at_once=3), 2)
+    assert [share.options.at_once for share in shares] == [2, 1]
     assert [[call.number for call in share.calls] for share in shares] == [[0, 2, 4], [1, 3]]
 
 
 @pytest.mark.parametrize(("requests", "clients", "processes", "expected"), [(1, 4, 4, 1), (9, 2, 4, 2), (9, 9, 1, 1)])
 def test_no_process_has_nothing_to_do(requests: int, clients: int, processes: int, expected: int) -> None:
     """As many as have a request and a client."""
-    assert len(split_load(NOWHERE, calls_to(NOWHERE, requests), clients, processes)) == expected
+    assert len(split_load(NOWHERE, calls_to(NOWHERE, requests), LoadOptions(clients=clients), processes)) == expected
 
 
 async def _sent(script: Script, clients: int | None, gap_s: float | None, limit_s: float | None = None) -> ClientPool:
     async with Running(script, Model()) as server:
         target = Target.from_url(server.url)
-        async with open_load(target, calls_to(target, 12, gap_s=gap_s), clients, 2, limit_s=limit_s) as run:
+        async with open_load(
+            target, calls_to(target, 12, gap_s=gap_s), LoadOptions(clients=clients, limit_s=limit_s), 2
+        ) as run:
             assert isinstance(run, ClientPool)
             await run.prepare(4)
             await run.send_load()
@@ -119,7 +121,9 @@ def test_a_limit_ends_an_open_loop_of_one_process() -> None:
     async def main() -> list[Outcome]:
         async with Running(Script(gap_ms=2000), Model()) as server:
             target = Target.from_url(server.url)
-            async with open_load(target, calls_to(target, 3, gap_s=0.02), None, 1, limit_s=0.5) as run:
+            async with open_load(
+                target, calls_to(target, 3, gap_s=0.02), LoadOptions(clients=None, limit_s=0.5)
+            ) as run:
                 await run.prepare(3)
                 await run.send_load()
                 return run.outcomes
@@ -135,7 +139,7 @@ def test_of_a_load_that_is_stopped_what_came_of_each_process_is_kept() -> None:
         async with Running(Script(gap_ms=5000), Model()) as server:
             target = Target.from_url(server.url)
             calls = [*calls_to(target, 1, tokens=1), *calls_to(target, 2, tokens=5)[1:]]
-            async with open_load(target, calls, 2, 2) as run:
+            async with open_load(target, calls, LoadOptions(clients=2), 2) as run:
                 assert isinstance(run, ClientPool)
                 await run.prepare(2)
                 running = asyncio.create_task(run.send_load())
@@ -170,7 +174,7 @@ def test_where_one_process_dies_the_outcomes_of_the_others_are_kept() -> None:
     async def main() -> ClientPool:
         async with Running(Script(gap_ms=5000), Model()) as server:
             target = Target.from_url(server.url)
-            async with open_load(target, calls_to(target, 3), 3, 3) as run:
+            async with open_load(target, calls_to(target, 3), LoadOptions(clients=3), 3) as run:
                 assert isinstance(run, ClientPool)
                 await run.prepare(3)
                 running = asyncio.create_task(run.send_load())
@@ -197,7 +201,7 @@ def test_a_process_that_does_not_answer_is_named(
     async def main() -> ClientPool:
         async with Running(Script(gap_ms=5000), Model()) as server:
             target = Target.from_url(server.url)
-            async with open_load(target, calls_to(target, 2), 2, 2) as run:
+            async with open_load(target, calls_to(target, 2), LoadOptions(clients=2), 2) as run:
                 assert isinstance(run, ClientPool)
                 await run.prepare(2)
                 running = asyncio.create_task(run.send_load())
@@ -224,7 +228,7 @@ def test_a_process_that_dies_is_a_sentence() -> None:
     async def main() -> None:
         async with Running(Script(gap_ms=500)) as server:
             target = Target.from_url(server.url)
-            async with open_load(target, calls_to(target, 4), 4, 2) as run:
+            async with open_load(target, calls_to(target, 4), LoadOptions(clients=4), 2) as run:
                 assert isinstance(run, ClientPool)
                 await run.prepare(4)
                 pid = run._processes[1].pid
@@ -382,7 +386,7 @@ def test_a_process_sends_its_share_when_it_is_told_and_says_what_came_of_it(told
         gap_ms = 5000 if told == "to stop meanwhile" else 1
         async with Running(Script(gap_ms=gap_ms), Model()) as server:
             target = Target.from_url(server.url)
-            (share,) = split_load(target, calls_to(target, 3), 1, 1)
+            (share,) = split_load(target, calls_to(target, 3), LoadOptions(clients=1), 1)
             ours, theirs = multiprocessing.Pipe()
             working = asyncio.create_task(sharing._run_share(theirs, share))
             assert await asyncio.to_thread(ours.recv) == (READY, None)

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from dcpbench.servers.client import Client, Target
-from dcpbench.servers.load import Run, set_realtime_priority
+from dcpbench.servers.load import LoadOptions, Run, set_realtime_priority
 from dcpbench.servers.socket_timestamps import SO_TIMESTAMPNS, SURE_NS, TIMESPEC, read_arrival_s
 from tests.servers.test_faults import call
 
@@ -47,7 +47,7 @@ def test_a_client_that_was_held_up_takes_no_time_of_it_for_the_servers() -> None
 
         async def held_up() -> Run:
             async with Client(target) as client:
-                run = Run(client, [call(target, tokens=1)], 1)
+                run = Run(client, [call(target, tokens=1)], LoadOptions(clients=1))
                 await run.prepare(1)
                 loops.append(asyncio.get_running_loop())
                 await run.send_load()

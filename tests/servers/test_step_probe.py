@@ -22,7 +22,7 @@ import pytest
 from dcpbench.errors import WorkerError
 from dcpbench.records.stats import StopRule
 from dcpbench.servers import step_probe
-from dcpbench.servers.client import Target
+from dcpbench.servers.client import Client, Target
 from dcpbench.servers.decode_streams import (
     NotRunningError,
     compute_step_times_ms,
@@ -30,23 +30,25 @@ from dcpbench.servers.decode_streams import (
     find_moment_between_steps,
     merge_arrivals,
 )
+from dcpbench.servers.info import fetch_info
+from dcpbench.servers.prompt_format import COMPLETIONS, find_prompt_format
 from dcpbench.servers.step_probe import (
     CaseSamples,
     Method,
     Refusal,
     RequestTimes,
     ServerLimits,
+    StepProbe,
     UnsupportedCaseError,
     check_case,
     measure_case,
     measure_request_times,
-    open_probe,
 )
 from dcpbench.serving.step_times import HOT, UNEVEN, Case, Chunks, Decodes
 from tests.servers.step_engine import compute_step_ms
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import AsyncIterator, Iterator
 
     from dcpbench.servers.decode_streams import DecodeStreams
 
@@ -59,6 +61,16 @@ SEVERAL = Case(chunks=(Chunks(3, 150, 0),))
 PREFIX = Case(chunks=(Chunks(1, 500, 2 * BUDGET),))
 SHORT_PREFIX = Case(chunks=(Chunks(1, 400, 128),))
 MIXED = Case(decodes=(Decodes(3, 700),), chunks=(Chunks(1, 400, 0),))
+
+
+@contextlib.asynccontextmanager
+async def open_probe(target: Target, rule: StopRule, limits: ServerLimits) -> AsyncIterator[StepProbe]:
+    """Provide a probe of a running server within the block."""
+    async with Client(target) as client:
+        card = (await fetch_info(client)).find_model(None)
+        prompt_format = await find_prompt_format(client, card.id, COMPLETIONS)
+        limits = msgspec.structs.replace(limits, max_model_len=limits.max_model_len or card.max_model_len)
+        yield StepProbe(client=client, prompt_format=prompt_format, limits=limits, rule=rule)
 
 
 @contextlib.contextmanager
@@ -80,7 +92,7 @@ def measure(
 
     async def run() -> list[CaseSamples]:
         target = Target.from_url(url, timeout_s=30.0)
-        async with open_probe(target, limits=limits, rule=StopRule(seconds=seconds)) as probe:
+        async with open_probe(target, StopRule(seconds=seconds), limits) as probe:
             return [await measure_case(probe, case, hide_launch=hide_launch) for case in cases]
 
     return asyncio.run(run())
@@ -188,7 +200,7 @@ def test_the_time_of_a_request_is_told_from_the_launch_of_its_step(launch_ms: in
 
     async def run(url: str) -> RequestTimes:
         target = Target.from_url(url, timeout_s=30.0)
-        async with open_probe(target, limits=LIMITS, rule=StopRule(seconds=1.5)) as probe:
+        async with open_probe(target, StopRule(seconds=1.5), LIMITS) as probe:
             return await measure_request_times(probe)
 
     with run_engine("--asynchronous", "--launch-ms", str(launch_ms)) as url:
@@ -223,7 +235,7 @@ def test_a_function_is_called_while_all_requests_decode() -> None:
 
     async def run(url: str) -> None:
         target = Target.from_url(url, timeout_s=30.0)
-        async with open_probe(target, limits=LIMITS, rule=StopRule(seconds=0.5)) as probe:
+        async with open_probe(target, StopRule(seconds=0.5), LIMITS) as probe:
             await measure_case(probe, DECODES, while_running=look)
 
     with run_engine() as url:
@@ -270,7 +282,7 @@ def test_an_engine_that_dies_is_reported() -> None:
         (DECODES, ServerLimits(kv_tokens=3000), Refusal.KV),
         (Case(decodes=(Decodes(4, 1),)), LIMITS, Refusal.CONTEXT),
     ],
-    ids=lambda value: value.value if isinstance(value, Refusal) else "",
+    ids=lambda value: value.name if isinstance(value, Refusal) else "",
 )
 def test_a_case_that_requests_cannot_produce_is_refused(case: Case, limits: ServerLimits, refusal: Refusal) -> None:
     with pytest.raises(UnsupportedCaseError) as error:

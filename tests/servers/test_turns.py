@@ -15,7 +15,7 @@ from dcpbench.servers.answers import StreamReply
 from dcpbench.servers.client import Client, Target
 from dcpbench.servers.client_pool import split_load
 from dcpbench.servers.events import PromptDetails, Usage
-from dcpbench.servers.load import Call, Outcome, Run
+from dcpbench.servers.load import Call, LoadOptions, Outcome, Run
 from dcpbench.servers.measure import _make_sample
 from dcpbench.servers.prompt_format import find_prompt_format
 from dcpbench.serving.loads import make_requests
@@ -42,7 +42,9 @@ def sent(
                 manner = await find_prompt_format(client, "fake", endpoint)
                 server.sent.clear()
                 run = Run(
-                    client, sessions.make_calls(target, manner, make_requests(LOAD, manner.vocab), think_s), clients
+                    client,
+                    sessions.make_calls(target, manner, make_requests(LOAD, manner.vocab), think_s),
+                    LoadOptions(clients=clients),
                 )
                 await run.send_load(time.perf_counter())
                 return server, run
@@ -120,7 +122,7 @@ def test_sessions_stay_in_one_process() -> None:
         def __init__(self, number: int) -> None:
             self.number, self.requests = number, 3
 
-    shares = split_load(target, [Made(n) for n in manner_calls], 3, 2)  # type: ignore[arg-type]
+    shares = split_load(target, [Made(n) for n in manner_calls], LoadOptions(clients=3), 2)  # type: ignore[arg-type]
     assert sorted(call.number for share in shares for call in share.calls) == manner_calls
     assert len(shares) == 2
 
