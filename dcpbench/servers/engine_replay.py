@@ -205,9 +205,7 @@ class _Measured:
     found: list[CaseSamples]
     row_multiple: int
     times: RequestTimes
-    exposed: (
-        CaseSamples | None
-    )  # decodes and a chunk behind decode steps, which hide less of its launch than in `found`
+    exposed: CaseSamples | None  # decodes and a chunk behind decode steps, which hide less of its launch
 
 
 async def _measure_cases(

@@ -39,10 +39,6 @@ def choose_log_path(folder: Path, name: str) -> Path:
     return next(path for path in paths if not path.exists())
 
 
-class ServerError(WorkerError):
-    """A server did not start, or died; the message quotes its own reason."""
-
-
 def find_free_port() -> int:
     """Return a port of the loopback that is free at the moment."""
     with socket.socket() as s:
@@ -94,19 +90,19 @@ class Server:
     def wait_until_ready(self, limit_s: float, tell: Callable[[str], None] = lambda _: None) -> list[StartPhase]:
         """Wait until it takes requests; return the phases of its start, as far as its log shows them.
 
-        `tell` is called with the present phase. Raises ServerError if the server ends, or is not ready in time.
+        `tell` is called with the present phase. Raises WorkerError if the server ends, or is not ready in time.
         """
         began, watch = time.monotonic(), StartWatch()
         with self.log.open("rb") as log:
             while (waited := time.monotonic() - began) < limit_s:
                 if dead := self.exit_reason:
-                    raise ServerError(f"the server did not start: {dead}")
+                    raise WorkerError(f"the server did not start: {dead}")
                 watch.feed(log.read().decode("utf-8", "replace"), waited)
                 if self._is_ready():
                     return watch.finish(time.monotonic() - began)
                 tell(f"{watch.phase}, {waited:.0f} s")
                 time.sleep(POLL_S)
-        raise ServerError(
+        raise WorkerError(
             f"the server took no requests within {limit_s:g} s (--start-timeout); the last that it wrote: "
             f"{find_reason(self._read_log_bytes())}"
         )

@@ -28,16 +28,10 @@ BYTES_OF_TOKEN = 1 << 10  # maximum size of one token's entry in an answer
 GENERATE = "/generate"
 
 
-class TokenLogprob(msgspec.Struct, frozen=True):
-    """A token's log-probability as vLLM writes it."""
-
-    logprob: float | None = None
-
-
 class VllmChoice(msgspec.Struct, frozen=True):
     """An answer of vLLM: for each token of the prompt its log-probability, and those of likelier tokens, by their ids."""
 
-    prompt_logprobs: list[dict[str, TokenLogprob] | None] | None = None
+    prompt_logprobs: list[dict[str, dict[str, Any]] | None] | None = None
 
 
 class VllmReply(msgspec.Struct, frozen=True):
@@ -119,8 +113,8 @@ def parse_vllm_reply(data: bytes, prompt: np.ndarray) -> list[float]:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return []
     entries = (choices[0].prompt_logprobs or [])[1:] if choices else []
-    found = [(entry or {}).get(str(token)) for entry, token in zip(entries, prompt[1:].tolist(), strict=False)]
-    return _keep_complete([one.logprob if one is not None else None for one in found], len(prompt))
+    found = [(entry or {}).get(str(token), {}) for entry, token in zip(entries, prompt[1:].tolist(), strict=False)]
+    return _keep_complete([one.get("logprob") for one in found], len(prompt))
 
 
 def parse_sglang_reply(data: bytes, prompt: np.ndarray) -> list[float]:

@@ -14,7 +14,7 @@ from dcpbench.errors import DcpbenchError, UsageError
 from dcpbench.points.redaction import format_command_line, redact
 from dcpbench.records.record import StartPhase
 from dcpbench.servers.answer_collector import Collector, decode_answers, find_shared_prompts
-from dcpbench.servers.answer_counts import Cell, Count, count_between, count_own, measure_length_sizes
+from dcpbench.servers.answer_counts import Cell, count_between, count_own, measure_length_sizes
 from dcpbench.servers.answer_noise import Sizes, compute_limits
 from dcpbench.servers.answer_verdict import (
     AGREE,
@@ -123,19 +123,7 @@ class Judged:
     """Hold the answers of a server and the verdict on them."""
 
     answers: CollectedAnswers
-    own: list[Count]
     judgement: Judgement
-
-
-def choose_edges(check: EngineCheck, info: ServerInfo, words: Sequence[str], settings: EngineSettings | None) -> Edges:
-    """Return the edges of the first server: its pages and token budget where its command, its log or its reports have them."""
-    points = [setting.point for setting in check.settings]
-    return Edges(
-        dcp=tuple(sorted({point.dcp for point in points})),
-        interleave=max((point.interleave for point in points), default=1) or 1,
-        pages=tuple(sorted({*PAGES, find_page_size(settings, info.facts) or PAGES[0]})),
-        chunk=find_token_budget(words, settings) or CHUNK,
-    )
 
 
 class EngineComparison:
@@ -248,12 +236,12 @@ def judge_answers(
     judgement = judge_counts(
         own,
         None if first is None else between,
-        [] if first is None else first.own,
+        [] if first is None else first.judgement.counts,
         limits=limits,
         base_verdict=CONSISTENT if first is None else first.judgement.verdict,
         level=level,
     )
-    return Judged(answers=answers, own=own, judgement=judgement)
+    return Judged(answers=answers, judgement=judgement)
 
 
 def _measure_all_sizes(answers: CollectedAnswers) -> Sizes:
@@ -265,11 +253,17 @@ def _measure_all_sizes(answers: CollectedAnswers) -> Sizes:
 def _choose_lengths(
     check: EngineCheck, words: Sequence[str], settings: EngineSettings | None, info: ServerInfo
 ) -> list[int]:
-    """Return the lengths of prompts at the edges of the first server, up to the maximum context."""
-    tokens = check.questions.tokens
-    return split_lengths(list_lengths(choose_edges(check, info, words, settings), tokens), check.max_context - tokens)[
-        0
-    ]
+    """Return the lengths of prompts at the edges of the first server: its pages and token budget where its command, its log or its
+    reports have them.
+    """
+    points, tokens = [setting.point for setting in check.settings], check.questions.tokens
+    edges = Edges(
+        dcp=tuple(sorted({point.dcp for point in points})),
+        interleave=max((point.interleave for point in points), default=1) or 1,
+        pages=tuple(sorted({*PAGES, find_page_size(settings, info.facts) or PAGES[0]})),
+        chunk=find_token_budget(words, settings) or CHUNK,
+    )
+    return split_lengths(list_lengths(edges, tokens), check.max_context - tokens)[0]
 
 
 def _complete_result(

@@ -128,18 +128,15 @@ class CaseSamples(msgspec.Struct, frozen=True, kw_only=True):
     precise: bool  # True if the 95 % interval of the median is within the precision of the stop rule
     context_min: int | None = None
     context_max: int | None = None
-    context_mean: float | None = (
-        None  # KV tokens to which the decodes attended, as the two before; None without decodes
-    )
-    overhead_ms: float | None = (
-        None  # TTFT of OVERHEAD_TOKENS tokens, which samples of prompts contain; None for decodes
-    )
+    context_mean: float | None = None  # of KV tokens to which decodes attended; None without decodes
+    overhead_ms: float | None = None  # TTFT of OVERHEAD_TOKENS tokens, part of samples of prompts; else None
     divided_share: float = 0.0  # of tokens that arrived several in a chunk: times of their steps are known together
     separate_prefill: bool | None = None  # True if the prompt of a mixed case ran in a step of its own; None for others
     decode_ms: float | None = None  # time of a step with the decodes of a mixed case alone. None for others
-    queued_steps: float | None = None
-    """Time from sending the prompt of a mixed case to the begin of its step, in decode steps: up to 1 if an engine decides a step
-    after it has read the one before, from 1 to 2 if it decides one step ahead. None for others."""
+    queued_steps: float | None = (
+        None  # decode steps between the sending of a mixed case's prompt and the begin of its step:
+    )
+    # up to 1 if an engine decides a step after it has read the one before, from 1 to 2 if it decides one step ahead
     counted_by: str = ""  # source of the number of tokens in a chunk, as in records of servers; empty without decodes
     client_cpu_share: float | None = None  # CPU time of the client over that of a decode window: at 1 it is too slow
     discarded: int = 0  # repeats that were left out because their prompts did not share a step

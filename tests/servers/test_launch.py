@@ -20,7 +20,7 @@ import pytest
 
 from dcpbench import cli
 from dcpbench.commands.server import _add_default_ep
-from dcpbench.errors import UsageError
+from dcpbench.errors import UsageError, WorkerError
 from dcpbench.points.engine_points import make_engine_load, make_engine_point
 from dcpbench.points.layout import Layout
 from dcpbench.records.runs import read_run
@@ -28,7 +28,7 @@ from dcpbench.servers import process_group
 from dcpbench.servers.engine_log import format_weights_report
 from dcpbench.servers.engine_settings import Grid, list_all_settings
 from dcpbench.servers.exit_reason import Cause, find_exit_reason, find_reason
-from dcpbench.servers.launch import Server, ServerError, find_free_port
+from dcpbench.servers.launch import Server, find_free_port
 from dcpbench.servers.presets import PRESETS, Engine, choose_ep, choose_weights, resolve_engine
 from tests.servers.test_profile import TRACE
 
@@ -249,10 +249,10 @@ def test_a_server_that_is_never_ready_is_a_sentence(tmp_path: Path) -> None:
     """With the last that it wrote; so is a command that is not there."""
     port = find_free_port()
     words = f"{sys.executable} -m tests.servers.fake_server --port {port} --health-delay 60"
-    never = pytest.raises(ServerError, match=r"took no requests within 6 s \(--start-timeout\).*listening on")
+    never = pytest.raises(WorkerError, match=r"took no requests within 6 s \(--start-timeout\).*listening on")
     with Server(words.split(), tmp_path / "a", {}, port, "/health") as server, never:
         server.wait_until_ready(6)
-    absent = pytest.raises(ServerError, match="exit code 127: FileNotFoundError: /no/such/engine")
+    absent = pytest.raises(WorkerError, match="exit code 127: FileNotFoundError: /no/such/engine")
     with Server(["/no/such/engine"], tmp_path / "b", {}, port, "/health") as server, absent:
         server.wait_until_ready(10)
 
@@ -326,7 +326,7 @@ def test_a_server_whose_port_was_taken_is_one_sentence_with_advice(tmp_path: Pat
     code = f"import sys; sys.exit('torch.distributed.{BOUND}')"
     with (
         Server([sys.executable, "-c", code], tmp_path / "log", {}, 1, "/health") as server,
-        pytest.raises(ServerError) as error,
+        pytest.raises(WorkerError) as error,
     ):
         server.wait_until_ready(20)
     assert str(error.value).startswith(
