@@ -651,7 +651,7 @@ def test_no_server_is_asked_before_the_job_runs(
     typed: Typed, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
 ) -> None:
     monkeypatch.setattr("dcpbench.servers.measure.fetch_server_info", None)
-    monkeypatch.setattr("dcpbench.servers.server_comparison.compare_running", None)
+    monkeypatch.setattr("dcpbench.commands.verify_servers.compare_running", None)
     done = typed("submit", "slurm", "--dry-run", "--", *words)
     assert (done.returncode, done.stderr) == (0, "")
 
