@@ -155,6 +155,11 @@ class Collector:
             self._side, self._scorer = Side(client, form), PromptScorer(client, form)
             wanted, given = shared.lengths or self.questions.lengths or choose(info), bool(self.questions.lengths)
             lengths, longer = fit_lengths(wanted, self.max_model_len, self.questions.tokens, given=given)
+            if shared.lengths and lengths[0] not in shared.lengths:
+                raise UsageError(
+                    f"it takes prompts of up to {lengths[0]:,} tokens, and the first server was asked longer ones; name lengths for both "
+                    "with --context."
+                )
             self.lengths, self.left_out = sorted({*self.lengths, *lengths}), [*self.left_out, *longer]
             before = await server_info.fetch_counters(client)
             answers, scored = {}, []

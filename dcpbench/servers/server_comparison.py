@@ -161,7 +161,7 @@ class EngineComparison:
         log = choose_log_path(self.check.folder, f"{number}-{setting.name}")
         result = SettingResult(name=setting.name, command=format_command_line(words), log=str(log))
         target = dataclasses.replace(self.check.target, port=port)
-        collector = Collector(target, self.check.questions, lambda note: self.tell(f"{setting.name}: {note}"))
+        collector = Collector(target, self.check.questions, functools.partial(_tell_named, self.tell, setting.name))
         with Server(words, log, setting.environment, port, setting.engine.ready) as server:
             stage = START
             try:
@@ -193,8 +193,8 @@ def compare_running(
     prompts = asyncio.run(find_shared_prompts(targets, questions))
     collectors: list[Collector] = []
     answers: list[CollectedAnswers] = []
-    for target in targets:
-        collectors.append(Collector(target, questions, tell))
+    for name, target in zip("AB", targets, strict=False):
+        collectors.append(Collector(target, questions, functools.partial(_tell_named, tell, name)))
         found, prompts = asyncio.run(collectors[-1].collect(prompts, lambda _: DOUBLED))
         answers.append(found)
     while True:
@@ -208,6 +208,8 @@ def compare_running(
             break
         further = dataclasses.replace(prompts, lengths=[length])
         for i, collector in enumerate(collectors):
+            if collector.max_model_len is not None and length + questions.tokens > collector.max_model_len:
+                continue
             found, _ = asyncio.run(collector.collect(further, lambda _: DOUBLED))
             answers[i] += found
     results = [
@@ -220,6 +222,10 @@ def compare_running(
         for name, collector, one in zip("AB", collectors, judged, strict=False)
     ]
     return Report(results=results, seed=questions.seed, new_tokens=questions.tokens)
+
+
+def _tell_named(tell: Callable[[str], None], name: str, note: str) -> None:
+    tell(f"{name}: {note}")
 
 
 def judge_answers(

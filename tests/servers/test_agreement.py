@@ -561,13 +561,13 @@ def test_answers_as_apis_put_them(data: bytes, wanted: Answer) -> None:
 QUESTIONS = Questions(lengths=None, batches=(1, 8), prompts=8, tokens=16, rounds=2, seed=0, endpoint="completions")
 
 
-async def compare_targets(targets: list[Target], contexts: list[int]) -> Report:
+async def compare_targets(targets: list[Target], contexts: list[int] | None) -> Report:
     """Compare servers of this process from another thread."""
     questions = dataclasses.replace(QUESTIONS, lengths=contexts)
     return await asyncio.to_thread(compare_running, targets, questions, 0.1, lambda _: None)
 
 
-async def compare_models(a: Model, b: Model, contexts: list[int], script: Script | None = None) -> Report:
+async def compare_models(a: Model, b: Model, contexts: list[int] | None, script: Script | None = None) -> Report:
     """Judge two servers in this process."""
     async with Running(script, a) as first, Running(script, b) as second:
         targets = [Target.from_url(first.url, timeout_s=5), Target.from_url(second.url, timeout_s=5)]
@@ -603,6 +603,27 @@ def test_a_difference_is_narrowed_down_to_the_length_of_an_answer() -> None:
     assert finding.lengths[0] - max(finding.clean_lengths) <= 16
     assert 300 - 16 <= finding.lengths[0] <= 300
     assert [result.lengths for result in report.results] == [sorted([*finding.lengths, *finding.clean_lengths])] * 2
+
+
+def test_a_server_with_a_shorter_context_is_compared_as_far_as_it_goes() -> None:
+    """A takes 300 tokens, and is asked 64, 128 and 256 with 16 new ones. B takes 150 of them, or 60, which none of these prompts fits."""
+    report = asyncio.run(compare_models(Model(max_model_len=300), Model(max_model_len=150), None))
+    assert [(result.lengths, result.left_out[:1]) for result in report.results] == [
+        ([64, 128, 256], [512]),
+        ([64, 128], [256]),
+    ]
+    assert report.verdict == AGREE
+    assert "longer than the 300 that A takes" in format_report(report)[-1]
+    with pytest.raises(UsageError, match="it takes prompts of up to 44 tokens"):
+        asyncio.run(compare_models(Model(max_model_len=300), Model(max_model_len=60), None))
+
+
+def test_a_length_between_others_is_asked_of_the_servers_that_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A takes 600 tokens and B 150, so that only A is asked 200."""
+    lengths = iter([200, None])
+    monkeypatch.setattr("dcpbench.servers.server_comparison.find_next_length", lambda *_: next(lengths))
+    report = asyncio.run(compare_models(Model(max_model_len=600), Model(max_model_len=150), [64, 500]))
+    assert [result.lengths for result in report.results] == [[64, 200, 500], [64]]
 
 
 def test_servers_without_logprobs_are_never_said_to_agree_where_they_differ() -> None:
