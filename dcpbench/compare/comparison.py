@@ -54,6 +54,16 @@ class Row(msgspec.Struct, kw_only=True):
         return self.verdict in ("SLOWER", bad)
 
 
+class Uncompared(msgspec.Struct, frozen=True, kw_only=True):
+    """Hold a metric of a point that only one side has."""
+
+    metric: str
+    absent_in: Literal["a", "b"]
+
+    def __str__(self) -> str:
+        return f"{self.metric} (absent in {self.absent_in.upper()})"
+
+
 class PointResult(msgspec.Struct, kw_only=True):
     """Hold one point that both sides have."""
 
@@ -75,8 +85,7 @@ class PointResult(msgspec.Struct, kw_only=True):
     for its throughput.
     """
     rows: list[Row] = []
-    not_compared: list[str] = []
-    """Metrics that only one side has."""
+    not_compared: list[Uncompared] = []
 
     @property
     def rank(self) -> int:

@@ -121,9 +121,9 @@ def format_precision_note(spec: SweepSpec, candidates: Sequence[Candidate]) -> s
     return f"Weights {FP8}, {published}; KV {kept}. For weights in bf16, add --weights-dtype bf16."
 
 
-def format_point_name(point: Point) -> str:
+def format_point_name(point: Point, *, repeated: bool = True) -> str:
     """Return a point in a line: `tiny tp8·dcp8 reference ag_rs, 8 × 100 tokens`; with expert parallel `tp8·dcp8 ep8`."""
-    repeat = f", repeat {point.repeat}" if point.repeat else ""
+    repeat = f", repeat {point.repeat}" if repeated and point.repeat else ""
     load = format_point_load(point) + ("" if point.load else " tokens")
     who = (point.model, point.layout_name, point.ep_label, format_path(point))
     return f"{' '.join(filter(None, who))}, {load}{repeat}"

@@ -17,9 +17,8 @@ from dcpbench.points.roofline import Sharding, StepRows
 from dcpbench.points.shapes import load_shape
 from dcpbench.recommend import estimate
 from dcpbench.records.metrics import METRIC
-from dcpbench.records.record import A_SERVER, Percentiles, get_origin
+from dcpbench.records.record import Percentiles, get_origin, parse_origin
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
-from dcpbench.reports.joined_runs import format_engine
 from dcpbench.serving import step_cases
 from dcpbench.serving.loads import make_point_requests
 from dcpbench.serving.outcome import compute_serve_metrics
@@ -204,8 +203,8 @@ def from_record(record: Record, run: str, launch_band: float | None = REPEATS_AG
 
 def _find_engine(record: Record) -> str:
     """Return the name of the engine that a record is of; empty for dcpbench's own."""
-    origin = get_origin(record)
-    return format_engine(origin) if origin.startswith(A_SERVER) else ""
+    origin = parse_origin(get_origin(record))
+    return origin.label if origin.engine else ""
 
 
 def _find_emulated_ends(record: Record, metric: Metric) -> Ends | None:
@@ -365,7 +364,7 @@ def replay_point(
         point=point,
         source=REPLAYED,
         whence=whence,
-        engine=format_engine(times.engine.origin) if times.engine is not None else "",
+        engine=parse_origin(times.engine.origin).label if times.engine is not None else "",
         tok_s=tok_s,
         low=tok_s,
         high=tok_s,

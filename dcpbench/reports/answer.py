@@ -11,6 +11,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from dcpbench.points.names import CLOSED, MODES, TOOLS
+from dcpbench.records.launches import is_clearly_ahead
 from dcpbench.records.metrics import DECODE, REPLAYED
 from dcpbench.records.record import is_imported_origin
 from dcpbench.reports import (
@@ -257,7 +258,7 @@ def _compare_most(row: pd.Series[Any], times: float) -> str:
     bands = (row[launch_bands.COLUMN], row["other_band"])
     if any(map(is_missing, bands)):
         return f"{times:.2f} times, {launch_bands.IN_ONE_LAUNCH},"
-    clear = row["output_tok_s_low"] > row["other_high"] and times > 1 + max(bands)
+    clear = is_clearly_ahead(times, row["output_tok_s_low"] / row["other_high"], max(bands))
     return f"{times:.2f} times" if clear else "not clearly more than"
 
 

@@ -25,7 +25,6 @@ from dcpbench.records.folder import RECORDS_FILE, get_record_file, get_run_folde
 from dcpbench.records.launches import measure_bands
 from dcpbench.records.metrics import LATENCIES, METRIC, STATISTICS
 from dcpbench.records.record import (
-    A_SERVER,
     CPU,
     MAX_SUM_ERROR,
     OURS,
@@ -44,6 +43,8 @@ from dcpbench.records.record import (
     is_imported_origin,
     is_kv_limited,
     is_rejected_for_memory,
+    is_server_origin,
+    parse_origin,
 )
 from dcpbench.records.runs import Run, read_run
 from dcpbench.reports import findings, joined_runs, launch_bands, load_labels, model_names
@@ -230,7 +231,7 @@ class _Reading:
 
     def add_names(self, row: dict[str, Any], records: list[Record]) -> dict[str, Any]:
         """Return the row of a point with the shown names of its model and device, and with the engine that ran it."""
-        engine = joined_runs.format_engine(get_origin(records[0]))
+        engine = parse_origin(get_origin(records[0])).label
         return row | {
             "model": self.models.get(row["model"], row["model"]),
             "model_folder": row["model"] if row["model"] in self.models else "",
@@ -610,7 +611,7 @@ def _build_tidy_table(rows: list[dict[str, Any]]) -> pd.DataFrame:
         return pd.DataFrame()
     table = _make_plain_table(rows)
     variants = pd.Series("", table.index, dtype=object)
-    servers = table["engine"].where(table["origin"].str.startswith(A_SERVER), "")
+    servers = table["engine"].where(table["origin"].map(is_server_origin), "")
     for _, own in table.groupby(servers, sort=False):
         variants.loc[own.index] = pd.Series(_format_variants(own), own.index, dtype=object)
     table["variant"] = variants

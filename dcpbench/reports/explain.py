@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from dcpbench.points.names import WHOLE
 from dcpbench.records.metrics import DECODE, METRIC, SERVE, get_definitions
-from dcpbench.records.record import A_SERVER, KV_LIMIT_FLAGS, OURS, SERVER_FLAG, is_imported_origin
+from dcpbench.records.record import KV_LIMIT_FLAGS, OURS, SERVER_FLAG, is_imported_origin, is_server_origin
 from dcpbench.records.stats import compute_min_samples
 from dcpbench.reports import point_warnings
 from dcpbench.reports.tables import Table
@@ -233,7 +233,7 @@ def describe_method(frames: Frames) -> list[str]:
 
 def _describe_steps(points: pd.DataFrame) -> list[str]:
     """Describe how steps were measured, of dcpbench's engine and of others."""
-    others = [str(origin).startswith(A_SERVER) for origin in points["origin"]] if len(points) else []
+    others = [is_server_origin(origin) for origin in points["origin"]] if len(points) else []
     if not any(others):
         return METHOD
     return [*(p for p in METHOD if not (all(others) and p.startswith(OF_OWN_STEPS))), *ENGINE_STEPS]
@@ -315,7 +315,7 @@ def explain_absent_served(points: pd.DataFrame) -> list[str]:
     sentences = [f"A dash means not known: {'; '.join(why)}."] if why else []
     if points["origin"].map(is_imported_origin).any():
         sentences.append("Of imported points a dash is what their files do not say.")
-    if points["origin"].str.startswith(A_SERVER).any():
+    if points["origin"].map(is_server_origin).any():
         sentences.append("For servers a dash is also a value that they do not report.")
     if (given["steady_tok_s"].isna() & given["output_tok_s"].notna()).any():
         sentences.append("No steady throughput: nothing is targeted in an open loop, or the target was never reached.")

@@ -21,6 +21,7 @@ from dcpbench.points.layout import DEGREES
 from dcpbench.points.names import CLOSED, GAMMA, REPLAY
 from dcpbench.records.metrics import METRIC, PERCENTILES
 from dcpbench.records.record import SERVER_FLAG
+from dcpbench.records.stats import find_lasting_start
 from dcpbench.reports import findings, launch_bands, load_labels
 from dcpbench.reports.floors import PHASE_COLUMN
 from dcpbench.reports.style import FLOOR_LOOK, IDLE_COLOUR, PHASE_COLOURS, REST_COLOUR, Style, format_label
@@ -427,8 +428,9 @@ def _get_plain_look(style: Style, layout: str, variant: str) -> dict[str, Any]:
 
 def _find_first_ahead(panel: pd.DataFrame) -> float | None:
     """Return the lowest concurrency from which DCP pays (findings.compare_dcp_with_best)."""
-    ahead = [(float(str(n)), bool(g["pays"].any())) for n, g in panel.groupby("concurrency")]
-    return next((n for i, (n, _) in enumerate(ahead) if all(wins for _, wins in ahead[i:])), None)
+    pays = panel.groupby("concurrency")["pays"].any()
+    start = find_lasting_start(pays.tolist())
+    return None if start is None else float(pays.index[start])
 
 
 def _select_panel(lost: pd.DataFrame, panel: pd.DataFrame) -> pd.DataFrame:

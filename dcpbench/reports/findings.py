@@ -19,10 +19,11 @@ from dcpbench.points.instances import parse_instances
 from dcpbench.points.layout import DEGREES, Layout, find_ep_degree, format_layout_name
 from dcpbench.points.names import CLOSED, LIVE, REPLAY
 from dcpbench.points.point import select_point_axes
+from dcpbench.records.launches import is_clearly_ahead
 from dcpbench.records.metrics import KV_TABLE, REPLAYED
 from dcpbench.records.record import SERVER_FLAG
 from dcpbench.records.runs import compute_measurement_digest
-from dcpbench.records.stats import REPEATS_AGREE_WITHIN, compute_median_distance
+from dcpbench.records.stats import REPEATS_AGREE_WITHIN, compute_median_distance, find_lasting_start
 from dcpbench.reports import launch_bands
 from dcpbench.show.numbers import format_percent, is_missing
 from dcpbench.show.text import format_count
@@ -143,7 +144,8 @@ def find_best_per_load(points: pd.DataFrame) -> pd.DataFrame:
     top = found[tops].set_axis(["top", "top_low", "top_band"], axis=1)
     behind = fits.join(top, on="place")
     band = launch_bands.find_band(behind["top_band"], behind[launch_bands.COLUMN])
-    clearly = (behind["top_low"] > behind["output_tok_s_high"]) & (behind["top"] > behind["output_tok_s"] * (1 + band))
+    ratio, low = behind["top"] / behind["output_tok_s"], behind["top_low"] / behind["output_tok_s_high"]
+    clearly = is_clearly_ahead(ratio, low, band)
     level = behind[~clearly].groupby("place")["label"].agg(list).to_dict()
     together = {place: [*dict.fromkeys([label, *level.get(place, [])])] for place, label in found["label"].items()}
     found["level"] = pd.Series(together, dtype=object)
@@ -279,8 +281,8 @@ def compute_verdicts(
     """
     found_verdicts = pd.Series("no clear difference", found.index, dtype=object)
     band = launch_bands.find_band(found[launch_bands.COLUMN], found[f"over_{launch_bands.COLUMN}"])
-    found_verdicts[(found["low"] > 1) & (found["ratio"] > 1 + band)] = above
-    found_verdicts[(found["high"] < 1) & (found["ratio"] < 1 - band)] = below
+    found_verdicts[is_clearly_ahead(found["ratio"], found["low"], band)] = above
+    found_verdicts[is_clearly_ahead(1 / found["ratio"], 1 / found["high"], band)] = below
     found_verdicts[found["ratio"].isna()] = without
     return found_verdicts
 
@@ -314,7 +316,7 @@ def find_break_even(ratios: pd.DataFrame) -> pd.DataFrame:
     for key, group in known.groupby(kept, sort=False) if len(known) else ():
         ordered = group.sort_values("concurrency", kind="stable")
         ahead = ordered["verdict"].eq("higher").tolist()
-        first = next((i for i in range(len(ahead)) if all(ahead[i:])), None)
+        first = find_lasting_start(ahead)
         top = ordered.sort_values("ratio", kind="stable").iloc[-1]
         at = {} if first is None else ordered.iloc[first].to_dict()
         rows.append(
@@ -509,11 +511,9 @@ def _compare_with_others(points: pd.DataFrame, against_best: pd.DataFrame) -> pd
     other = rivals.reindex(keys)[columns].set_axis(one.index)
     found = one["group"].ge(0) & other["who"].notna()
     one, other = one[found], other[found]
-    clear = other["output_tok_s_low"] > one["output_tok_s_high"]
-    behind = other["meets"].astype(bool) & clear
     band = launch_bands.find_band(one[launch_bands.COLUMN], other[launch_bands.COLUMN])
-    behind &= other["output_tok_s"] / one["output_tok_s"] > 1 + band
-    ratio = one["output_tok_s"] / other["output_tok_s"]
+    ratio, low = one["output_tok_s"] / other["output_tok_s"], other["output_tok_s_low"] / one["output_tok_s_high"]
+    behind = other["meets"].astype(bool) & is_clearly_ahead(1 / ratio, low, band)
     table = one.assign(ratio=ratio, rival=other["who"], near=one["meets"] & ~behind)
     by = ["model", "mode", "input_typical", "rest", "concurrency", "tp", "dp", "dcp"]
     table = table.sort_values("group", kind="stable").sort_values(by, kind="stable", ignore_index=True)

@@ -15,6 +15,7 @@ from dcpbench.points.axes import COMPUTES, Role
 from dcpbench.points.instances import parse_instances
 from dcpbench.points.point import select_point_axes
 from dcpbench.records import metrics
+from dcpbench.records.launches import is_clearly_ahead
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.reports import findings, launch_bands
 from dcpbench.reports.load_labels import MODELS, make_short_shapes
@@ -145,8 +146,11 @@ def _describe_load(load: pd.DataFrame) -> str:
         near = load.sort_values("slo_excess", kind="stable").iloc[0]
         return f"{where}none is within the SLO, nearest {near['label']}"
     level = load[~(load["slo_excess"] > 1)]
-    band = launch_bands.find_largest(load)
-    level = level[level["output_tok_s_per_gpu"] * (1 + band) >= best["output_tok_s_per_gpu"]]
+    ratio = best["output_tok_s_per_gpu"] / level["output_tok_s_per_gpu"]
+    low = (
+        ratio * (best["output_tok_s_low"] / best["output_tok_s"]) * (level["output_tok_s"] / level["output_tok_s_high"])
+    )
+    level = level[~is_clearly_ahead(ratio, low, launch_bands.find_largest(load))]
     names = [best["label"], *(name for name in level["label"] if name != best["label"])]
     text = (
         f"{where}{format_list(names, 'or')}, {format_number(best['output_tok_s_per_gpu'], 3)} tok/s{_format_busy(best)}"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from dcpbench.points.names import CLOSED, ENGINE_NAMES, PREFILLS, REPLAY, TOOLS, UNKNOWN
 from dcpbench.points.point import UNKNOWN_LAYOUT
-from dcpbench.records.record import A_SERVER, CPU, DUMMY_WEIGHTS, is_imported_origin
+from dcpbench.records.record import CPU, DUMMY_WEIGHTS, is_imported_origin, parse_origin
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.reports import (
     answer,
@@ -19,7 +19,6 @@ from dcpbench.reports import (
     engines,
     findings,
     floors,
-    joined_runs,
     launch_bands,
     load_labels,
     point_warnings,
@@ -160,13 +159,9 @@ def list_caveats(frames: Frames) -> list[str]:
         found.append(
             f"replayed in virtual time over measured step times, not served live{every}{_format_policies(frames)}"
         )
-    servers = [
-        joined_runs.format_engine(name)
-        for name in load_labels.list_unique(table["origin"])
-        if name.startswith(A_SERVER)
-    ]
-    if servers:
-        every = "" if table["origin"].str.startswith(A_SERVER).all() else " (those points)"
+    origins = [parse_origin(name) for name in load_labels.list_unique(table["origin"])]
+    if servers := [origin.label for origin in origins if origin.engine]:
+        every = "" if len(servers) == len(origins) else " (those points)"
         found.append(f"measured through HTTP on {format_list(servers)} as it runs{every}")
     found += engines.list_unknown(frames)
     emulated = table["emulate"].fillna("") != ""

@@ -29,6 +29,7 @@ INNER = (
     "launches",
     "kv_tokens_of_all",
     "phase_sum_error",
+    "slo_missed",
 )
 """Columns that only distinguish points from each other and are not exported."""
 

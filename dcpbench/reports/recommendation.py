@@ -18,6 +18,7 @@ from dcpbench.show.numbers import format_integer, format_percent, is_missing
 from dcpbench.show.text import format_capitalized, format_count, format_list
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from typing import Any
 
     import pandas as pd
@@ -32,7 +33,7 @@ MAX_LOADS = 2
 MILLION = 1_000_000
 NEEDED = (
     *("device", "named", "who", "concurrency", "input_typical", "load_arrival", "arrival", "layers", "layers_held"),
-    *("slo_excess", "slo_result", "slo_limits", "meets", "near", "ratio"),
+    *("slo_excess", "slo_missed", "slo_result", "slo_limits", "meets", "near", "ratio"),
     *("output_tok_s", "output_tok_s_low", "output_tok_s_high"),
     launch_bands.COLUMN,
 )
@@ -154,12 +155,14 @@ class Rule:
             return f"no layout is to be taken throughout: of {loads}, {self._kind} is {each}{self._format_slo()}{self._format_launches()}{self._format_beyond()}"
         light, heavy = self.loads[self.loads["place"] < self.at], self.loads[self.loads["place"] >= self.at]
         if light.empty:
-            text = f"take {_format_taken(heavy, self.then)} at {self._format_tried()}{_format_lead(heavy, self.then)}"
+            lead = _format_lead(_find_lead(heavy, self.then))
+            text = f"take {_format_taken_at(heavy, self.then)} at {self._format_tried()}{lead}"
         else:
+            first, then = _find_lead(light, self.first), _find_lead(heavy, self.then)
             text = (
-                f"take {_format_taken(light, self.first)} up to {self._format_size(light.iloc[-1])} in flight{_format_lead(light, self.first)}, "
-                f"and {_format_taken(heavy, self.then)} {self._format_reach(heavy)}{self._format_named_loads(heavy)}"
-                f"{_format_lead(heavy, self.then, before=_format_lead(light, self.first))}"
+                f"take {_format_taken_at(light, self.first)} up to {self._format_size(light.iloc[-1])} in flight{_format_lead(first)}, "
+                f"and {_format_taken_at(heavy, self.then)} {self._format_reach(heavy)}{self._format_named_loads(heavy)}"
+                f"{_format_lead(then, first)}"
             )
         return f"{text}: {self._format_right()}{self._format_slo()}{self._format_launches()}{self._format_wrong()}{self._format_beyond()}"
 
@@ -276,7 +279,7 @@ class Rule:
     def _format_none_meets(self) -> str:
         n = self.rows.drop_duplicates(findings.RIVAL_OF).shape[0]
         near = self.rows.sort_values("slo_excess", kind="stable").iloc[0]
-        missed = str(near["slo_result"]).partition(": ")[2]
+        missed = near["slo_missed"]
         which = "the one load compared" if n == 1 else f"any of {n:,} loads"
         return (
             f"no layout is to be taken: at {which} none is{self._format_slo()}; nearest is {near['named']} at "
@@ -332,36 +335,50 @@ def _list_level_layouts(loads: pd.DataFrame, who: str) -> list[str]:
     return [who, *(name for name in list_unique(loads["who"]) if name != who and near.get(name, 0) == n)]
 
 
-def _format_taken(loads: pd.DataFrame, who: str) -> str:
-    """Return `tp4·dcp4 (symm) or tp4·dp4, which are level,`; a layout has its variant if that is
-    the same in all loads.
-    """
+def format_taken(names: Sequence[str], level: str = "level") -> str:
+    """Return what to take: `tp4·dcp4 (symm)`, or `tp4·dcp4 (symm) or tp4·dp4, which are level,` for several."""
+    return names[0] if len(names) == 1 else f"{format_list(names, 'or')}, which are {level},"
+
+
+def _format_taken_at(loads: pd.DataFrame, who: str) -> str:
+    """Return a layout and all that are level with it; a layout has its variant if that is the same in all loads."""
     named = []
     for name in _list_level_layouts(loads, who):
         variants = list_unique(loads[loads["who"] == name]["named"])
         named.append(variants[0] if len(variants) == 1 else name)
-    if len(named) == 1:
-        return named[0]
-    single = launch_bands.has_single_launches(loads)
-    return f"{format_list(named, 'or')}, which are {launch_bands.NOT_DISTINGUISHABLE if single else 'level'},"
+    return format_taken(named, launch_bands.NOT_DISTINGUISHABLE if launch_bands.has_single_launches(loads) else "level")
 
 
-def _format_lead(loads: pd.DataFrame, who: str, before: str = "") -> str:
-    """Return `, for up to 10 % more output than tp4·dp4`: the lead over the best other layout, if it is clear by
-    findings' rule.
+@dataclasses.dataclass(frozen=True)
+class _Lead:
+    """Hold the lead of a layout over the best others in some loads."""
 
-    A lead that is already stated in `before` is left out.
-    """
+    over: str  # another layout, `the next best` for several, or empty if no other meets the SLO
+    share: float = 0.0  # the largest
+    several: bool = False  # whether there are several loads
+
+
+def _find_lead(loads: pd.DataFrame, who: str) -> _Lead | None:
+    """Return the lead over the best other layout; None unless it is clear by findings' rule."""
     level, meets = loads["who"].isin(_list_level_layouts(loads, who)), loads["meets"]
     others = _select_fastest(loads[~level & meets])
     if others.empty:
-        return "" if level.all() else ", which alone meets the SLO there"
+        return None if level.all() else _Lead("")
     found = findings.add_ratios(_select_fastest(loads[level & meets]), others, ["place"], "output_tok_s", "who")
     clear = found[findings.compute_verdicts(found) == "higher"]
     if clear.empty:
-        return ""
+        return None
     rivals = list_unique(clear["over_who"])
     over = rivals[0] if len(rivals) == 1 else "the next best"
-    upto = "up to " if len(set(loads["place"])) > 1 else ""
-    than = "" if before.endswith(f" than {over}") else f" than {over}"
-    return f", for {upto}{format_percent(clear['ratio'].max() - 1)} more{'' if before else ' output'}{than}"
+    return _Lead(over, clear["ratio"].max() - 1, len(set(loads["place"])) > 1)
+
+
+def _format_lead(lead: _Lead | None, before: _Lead | None = None) -> str:
+    """Return `, for up to 10 % more output than tp4·dp4`, without what the lead `before` states already."""
+    if lead is None:
+        return ""
+    if not lead.over:
+        return ", which alone meets the SLO there"
+    than = "" if before and before.over == lead.over else f" than {lead.over}"
+    more = "more" if before else "more output"
+    return f", for {'up to ' if lead.several else ''}{format_percent(lead.share)} {more}{than}"

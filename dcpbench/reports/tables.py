@@ -15,11 +15,10 @@ import pandas as pd
 from dcpbench.records import metrics
 from dcpbench.records.checks import OUTCOMES
 from dcpbench.records.metrics import METRIC
-from dcpbench.records.record import A_SERVER, OURS, format_hardware, get_device, get_origin
+from dcpbench.records.record import OURS, format_hardware, get_device, get_origin, parse_origin
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.reports import load_labels, point_warnings
 from dcpbench.reports.dataframes import sort_commonest_first
-from dcpbench.reports.joined_runs import format_engine
 from dcpbench.show.numbers import (
     ABSENT,
     format_gib,
@@ -307,8 +306,8 @@ def build_runs_table(frames: Frames) -> Table:
         env = next((r.environment for r in run.records if r.environment), None)
         device = next(filter(None, map(get_device, run.records)), None)
         started = min((r.started_at for r in run.records if r.started_at), default=None)
-        origins = load_labels.list_unique(map(get_origin, run.records))
-        versions = [format_engine(name) for name in origins if name.startswith(A_SERVER)]
+        origins = [parse_origin(name) for name in dict.fromkeys(map(get_origin, run.records))]
+        versions = [origin.label for origin in origins if origin.engine]
         versions += [
             f"{n} {getattr(env, n)}"
             for n in ("dcpbench", "torch", "cuda", "flashinfer", "flash_mla")
