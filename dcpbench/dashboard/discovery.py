@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import os
 import re
-import shlex
 from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
@@ -117,8 +116,7 @@ def load_runs(root: Path, known: dict[Stamp, RunData], tell: Callable[[str], Non
         try:
             run = known.get(stamp) or _load_run(stamp, name)
         except RecordsError as e:
-            message = str(e).replace(shlex.quote(str(stamp.path)), RECORDS_FILE).replace(str(stamp.path), RECORDS_FILE)
-            skipped.append(f"{name}: {fit_line(message)}")
+            skipped.append(f"{name}: {fit_line(f'{RECORDS_FILE}{e.problem}')}")
             continue
         known[stamp] = run
         if run.sha256 in by_digest:
@@ -156,9 +154,9 @@ def _walk_record_files(root: Path) -> Iterator[Path]:
 
 def _load_run(stamp: Stamp, name: str) -> RunData:
     if not stamp.path.is_file():
-        raise RecordsError("is no regular file, and reading it might never end.")
+        raise RecordsError(" is no regular file, and reading it might never end.")
     if stamp.size > MAX_BYTES:
-        raise RecordsError(f"{stamp.size:,} bytes of records; a site takes runs of up to {MAX_BYTES:,}.")
+        raise RecordsError(f" has {stamp.size:,} bytes; a site takes runs of up to {MAX_BYTES:,}.")
     try:
         with stamp.path.open("rb") as file:
             digest, lines_here = hashlib.sha256(), 0
@@ -166,14 +164,14 @@ def _load_run(stamp: Stamp, name: str) -> RunData:
                 digest.update(piece)
                 lines_here += piece.count(b"\n")
         if lines_here > MAX_POINTS:
-            raise RecordsError(f"{lines_here:,} records; a site takes {MAX_POINTS:,}.")
+            raise RecordsError(f" has {lines_here:,} records; a site takes {MAX_POINTS:,}.")
         read = read_run(stamp.path, skip_bad_lines=True)
     except OSError as e:
-        raise RecordsError(f"cannot be read ({e.strerror}).") from e
+        raise RecordsError(f" cannot be read ({e.strerror}).") from e
     except RecursionError as e:
-        raise RecordsError("a line is nested deeper than any record.") from e
+        raise RecordsError(": a line is nested deeper than any record.") from e
     if not read.records:
-        raise RecordsError("holds no whole record.")
+        raise RecordsError(" holds no whole record.")
     found = _make_run_data(name, stamp.path, digest.hexdigest(), read.records)
     return dataclasses.replace(found, cut_short=is_last_line_cut_short(stamp.path), bad_lines=read.bad_lines)
 
@@ -182,7 +180,7 @@ def _make_run_data(name: str, path: Path, digest: str, records: Sequence[Record]
     try:
         entries = series.collect_lines(records)
     except (ArithmeticError, ValueError, TypeError) as e:
-        raise RecordsError(f"a record holds values that none of ours has ({e}).") from e
+        raise RecordsError(f": a record holds values that none of ours has ({e}).") from e
     environments = [r.environment for r in records if r.environment]
     commits = dict.fromkeys(series.fit_label(e.git_commit or "", COMMIT + 1).rstrip("…")[:COMMIT] for e in environments)
     return RunData(

@@ -58,9 +58,9 @@ class Candidate:
         return Record(point=self.point, outcome="rejected", reason=str(self.error), no_room=no_room)
 
 
-def expand_grid(spec: SweepSpec, probe: Probe, nnodes: int = 1) -> list[Candidate]:
+def expand_grid(spec: SweepSpec, probe: Probe, nnodes: int = 1, *, submitted: bool = False) -> list[Candidate]:
     """Return every point of the grid with its baseline, in running order: neighbours share an engine."""
-    found = _expand_spec(spec, Machine(probe=probe, nnodes=nnodes))
+    found = _expand_spec(spec, Machine(probe=probe, nnodes=nnodes, submitted=submitted))
     _check_used(spec, (c.point for c in found))
     return found
 

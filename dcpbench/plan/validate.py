@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from dcpbench.errors import (
     UsageError,
     format_install_hint,
 )
-from dcpbench.plan.command_line import format_retyped_command
+from dcpbench.plan.command_line import format_retyped_command, retype_command
 from dcpbench.plan.kernel_limits import TENSOR_UNIT, find_kernel_limit
 from dcpbench.points import memory
 from dcpbench.points.batches import GRAPH_BATCHES
@@ -83,11 +84,17 @@ class Machine:
     nnodes: int = 1
     timed: bool = True
     """True if points are measured (`sweep`; on a GPU with CUDA graphs), False if they are only compared (`verify`)."""
+    submitted: bool = False  # True for `submit`, which has an option of its own for the number of machines
 
     @property
     def gpus(self) -> int:
         """Return the number of GPUs of all machines; each is assumed to have as many as this one."""
         return self.probe.count * self.nnodes
+
+    @property
+    def nodes_option(self) -> str:
+        """Return the option with the number of machines."""
+        return "--nodes" if self.submitted else "--nnodes"
 
 
 def check_runnable(point: Point, settings: Settings, shape: ModelShape, machine: Machine) -> None:
@@ -96,7 +103,9 @@ def check_runnable(point: Point, settings: Settings, shape: ModelShape, machine:
     if settings.step_times:  # first, as all else is judged by the machine and the engine of the file
         load_step_times(settings.step_times).check_point(point, settings.step_times)
         if machine.nnodes > 1:
-            raise UsageError("--step-times are replayed by one process on one machine; leave --nnodes out.")
+            raise UsageError(
+                f"--step-times are replayed by one process on one machine; leave {machine.nodes_option} out."
+            )
     if probe.device == "cpu":
         _check_cpu(point, shape, machine)
     point.layout.check_model(shape, point.ep)
@@ -179,17 +188,21 @@ def _check_cpu(point: Point, shape: ModelShape, machine: Machine) -> None:
 
 def _check_ranks(point: Point, shape: ModelShape, machine: Machine) -> None:
     if point.tp % machine.nnodes:
-        raise LayoutError(f"--tp {point.tp} does not divide over --nnodes {machine.nnodes}; use a multiple of it.")
+        raise LayoutError(
+            f"--tp {point.tp} does not divide over {machine.nodes_option} {machine.nnodes}; use a multiple of it."
+        )
     if point.emulate:
         _check_emulated(point, machine)
         return
     if machine.probe.device == "cpu" or point.tp <= machine.gpus:
         return
     nodes = -(-point.tp // machine.probe.count)
+    instead = shlex.join(_suggest_smaller(point, shape, machine))
     raise CapacityError(
         f"--tp {point.tp} needs {point.tp} GPUs and there are {machine.gpus} ({machine.probe.name}). "
-        f"Type instead: {_suggest_smaller(point, shape, machine)} "
-        f"(or run it on {nodes} such machines with --nnodes {nodes}; see dcpbench {_get_command(point)} --help). To forecast "
+        f"{f'Type behind --: {instead}' if machine.submitted else f'Type instead: dcpbench {instead}'} "
+        f"(or run it on {nodes} such machines with {machine.nodes_option} {nodes}; "
+        f"see dcpbench {'submit' if machine.submitted else _get_command(point)} --help). To forecast "
         f"{point.instance_name} from one GPU, add --emulate {_find_machine_name(point, machine.probe)}."
     )
 
@@ -210,7 +223,7 @@ def _find_machine_name(point: Point, probe: Probe) -> str:
 def _check_emulated(point: Point, machine: Machine) -> None:
     """Raise an error unless the rank that emulates a layout has a known wire model and its results are not compared."""
     if machine.nnodes > 1:
-        raise UsageError("--emulate runs one rank on this machine alone; leave --nnodes out.")
+        raise UsageError(f"--emulate runs one rank on this machine alone; leave {machine.nodes_option} out.")
     if not machine.timed or point.weights != SYNTHETIC:
         raise UsageError(
             f"--emulate {point.emulate}: one rank's results mean nothing without the others'; "
@@ -235,8 +248,8 @@ def _check_emulated(point: Point, machine: Machine) -> None:
             described_machine.wire.predict_seconds(name, ranks, 1)
 
 
-def _suggest_smaller(point: Point, shape: ModelShape, machine: Machine) -> str:
-    """Return the command for the largest layout of the same kind that these GPUs can hold."""
+def _suggest_smaller(point: Point, shape: ModelShape, machine: Machine) -> list[str]:
+    """Return the words of the command for the largest layout of the same kind that these GPUs can hold."""
     for tp in range(machine.gpus, 0, -1):
         layouts = [x for x in list_valid_layouts(shape, tp, point.ep) if x.dp <= point.dp and x.dcp <= point.dcp]
         if layouts:
@@ -245,10 +258,8 @@ def _suggest_smaller(point: Point, shape: ModelShape, machine: Machine) -> str:
             given |= {"--dp": str(best.dp)} if best.dp > 1 else {}
             given |= {"--dcp": str(best.dcp)}
             given |= {"--ep": point.ep} if point.ep != place_experts(CUT, point.tp) else {}
-            return format_retyped_command(
-                _get_command(point), given | _get_plan_options(machine.probe), ["--dp", "--ep"]
-            )
-    return f"dcpbench {_get_command(point)} --device cpu --model tiny --tp 8 --dcp 8"
+            return retype_command(_get_command(point), given | _get_plan_options(machine.probe), ["--dp", "--ep"])
+    return f"{_get_command(point)} --device cpu --model tiny --tp 8 --dcp 8".split()
 
 
 def _get_command(point: Point) -> str:

@@ -148,7 +148,7 @@ def iter_records(
             f.seek(begin)
             yield from parse_records(f, path, begin, samples=samples, bad=bad)
     except OSError as e:
-        raise RecordsError(f"{path} cannot be read: {e.strerror or e}; name another folder.") from e
+        raise RecordsError(f" cannot be read: {e.strerror or e}; name another folder.", path) from e
 
 
 def parse_records(
@@ -169,7 +169,7 @@ def parse_records(
                 before = path.read_bytes().count(b"\n", 0, begin) if begin else 0
                 read = read or _has_record(path)
                 if bad is None or not (read or checks.is_record_line(line)):
-                    raise RecordsError(_explain_unreadable_line(path, before + number, line, e, read=read)) from e
+                    raise RecordsError(_explain_unreadable_line(path, before + number, line, e, read=read), path) from e
                 mend = checks.suggest_repair_command(path, e)
                 bad.append(
                     BadLine(file=str(path), line=before + number, why=checks.describe_bad_line(line, e), mend=mend)
@@ -184,14 +184,14 @@ def _has_record(path: Path) -> bool:
 
 
 def _explain_unreadable_line(path: Path, number: int, line: bytes, error: Exception, *, read: bool) -> str:
-    """Return the problem with a line and the remedy: `repair` only if the file holds a record."""
-    where = f"{path}, line {number}: "
+    """Return the problem with a line, to follow the path, and the remedy: `repair` only if the file holds a record."""
+    where = f", line {number}: "
     if read:
         mend = checks.suggest_repair_command(path, error)
         return f"{where}{checks.explain_bad_line(line, error)}{f' To take it out, and keep a copy of the file: {mend}' if mend else ''}"
     if checks.is_record_line(line):
         return f"{where}{checks.explain_bad_line(line, error)}"
-    return f"{path} is no file of records, as no line of it is one (line {number}: {checks.describe_bad_line(line, error)}); {NAME_A_RUN}"
+    return f" is no file of records, as no line of it is one (line {number}: {checks.describe_bad_line(line, error)}); {NAME_A_RUN}"
 
 
 def read_record_at(path: Path, place: int) -> Record | None:
@@ -245,7 +245,7 @@ def is_last_line_cut_short(run: Path) -> bool:
     try:
         last = _find_last_line(path)
     except OSError as e:
-        raise RecordsError(f"{path} cannot be read: {e.strerror or e}; name another folder.") from e
+        raise RecordsError(f" cannot be read: {e.strerror or e}; name another folder.", path) from e
     if last is None or last.error is None:
         return False
     return not last.line or is_cut_short(last.line, last.error)

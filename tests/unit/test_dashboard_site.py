@@ -640,7 +640,7 @@ def test_runs_as_large_as_a_site_takes_are_read(tmp_path: Path, monkeypatch: pyt
     assert len(discovery.load_runs(tmp_path / "runs", {}, lambda _: None).runs) == 1
     monkeypatch.setattr(discovery, "MAX_BYTES", size - 1)
     skipped = discovery.load_runs(tmp_path / "runs", {}, lambda _: None).skipped
-    assert f"{size:,} bytes of records; a site takes runs of up to {size - 1:,}." in str(skipped)
+    assert f"records.jsonl has {size:,} bytes; a site takes runs of up to {size - 1:,}." in str(skipped)
 
 
 def test_a_page_that_is_made_later_is_noted_beside_all_that_a_build_left(tmp_path: Path) -> None:
