@@ -173,8 +173,8 @@ def _build_run_columns(runs: Sequence[RunData], pages: set[str], records: set[st
 
 
 def _build_line_columns(histories: Sequence[History], shards: Sequence[tuple[int, str]]) -> dict[str, object]:
-    rows = [series.describe_line(history.line, history.layers_held) for history in histories]
-    shared, distinct = series.find_shared_settings(rows), series.remove_shared_settings(rows)
+    shared = series.find_shared_settings([history.line for history in histories])
+    distinct = [series.describe_line(history.line, history.layers_held, shared) for history in histories]
     words: dict[str, list[str]] = {}
     columns: dict[str, list[int] | list[str]] = {"id": [history.line.id for history in histories]}
     for name in WORDS:

@@ -20,7 +20,7 @@ from dcpbench.reports import load_labels
 from dcpbench.show.text import fit_text
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from dcpbench.points.point import Point
     from dcpbench.records.metrics import Value
@@ -48,7 +48,7 @@ class Line:
     hardware: str
     """`4 × NVIDIA H200`, or `CPU`."""
     driver: str
-    conditions: str
+    conditions: tuple[str, ...]
     """Settings that change the figures: KV memory, a time limit, objectives, NCCL's variables, and the source of an
     import.
     """
@@ -59,7 +59,7 @@ class Line:
     @property
     def id(self) -> str:
         """Return a short name that is stable over builds, for addresses."""
-        known = "\n".join((self.point, self.hardware, self.driver, self.conditions, str(self.cpu)))
+        known = "\n".join((self.point, self.hardware, self.driver, SEPARATOR.join(self.conditions), str(self.cpu)))
         return hashlib.sha256(known.encode(errors="replace")).hexdigest()[:10]
 
 
@@ -82,11 +82,11 @@ def collect_lines(records: Sequence[Record]) -> dict[Line, Entry]:
     """
     usual = Counter(_describe_hardware(r.environment) for r in records if r.environment)
     fallback = usual.most_common(1)[0][0] if usual else (NOT_RECORDED, NOT_RECORDED)
-    conditions = Counter(_format_conditions(r) for r in records if r.outcome == "ok")
+    conditions = Counter(_list_conditions(r) for r in records if r.outcome == "ok")
     same: dict[Line, list[Record]] = {}
     for record in records:
         where, driver = _describe_hardware(record.environment) if record.environment else fallback
-        own_conditions = _format_conditions(record)
+        own_conditions = _list_conditions(record)
         if record.outcome != "ok" and not record.measured_with and len(conditions) == 1:
             own_conditions = next(iter(conditions))
         line = Line(
@@ -101,8 +101,11 @@ def collect_lines(records: Sequence[Record]) -> dict[Line, Entry]:
     return {line: _make_entry(found) for line, found in same.items()}
 
 
-def describe_line(line: Line, layers_held: str = "") -> dict[str, str | int]:
-    """Return what the page shows of a line and filters by; `layers_held` of its newest entry that ran."""
+def describe_line(line: Line, layers_held: str = "", shared: Collection[str] = ()) -> dict[str, str | int]:
+    """Return what the page shows of a line and filters by; `layers_held` of its newest entry that ran.
+
+    Conditions in `shared` are left out.
+    """
     point = line.example
     mode = f"{load_labels.SEPARATOR}{point.load.mode}" if point.load else ""
     # defaults, and fields that an import lacks, are left out
@@ -122,7 +125,7 @@ def describe_line(line: Line, layers_held: str = "") -> dict[str, str | int]:
         "load": fit_label(load_labels.format_served_load(point) if point.load else ""),
         "hardware": fit_label(line.hardware),
         "driver": fit_label(line.driver),
-        "conditions": fit_label(line.conditions),
+        "conditions": fit_label(SEPARATOR.join(part for part in line.conditions if part not in shared)),
     }
 
 
@@ -146,19 +149,10 @@ def _describe_computation(point: Point) -> list[str]:
     return [*texts, *([point.precision] if point.precision != UNKNOWN else [])]
 
 
-def find_shared_settings(rows: list[dict[str, str | int]]) -> list[str]:
-    """Return the environment variables that all rows share, which a page states once."""
-    parts = [str(row["conditions"]).split(SEPARATOR) for row in rows]
-    return sorted(part for part in set(parts[0]).intersection(*parts[1:]) if "=" in part) if rows else []
-
-
-def remove_shared_settings(rows: list[dict[str, str | int]]) -> list[dict[str, str | int]]:
-    """Return the rows without the environment variables that all rows share."""
-    common = find_shared_settings(rows)
-    for row in rows:
-        mine = str(row["conditions"]).split(SEPARATOR)
-        row["conditions"] = SEPARATOR.join(part for part in mine if part not in common)
-    return rows
+def find_shared_settings(lines: Sequence[Line]) -> list[str]:
+    """Return the environment variables that all lines share, which a page states once."""
+    shared = set(lines[0].conditions).intersection(*(line.conditions for line in lines)) if lines else ()
+    return sorted(part for part in shared if "=" in part)
 
 
 def fit_label(text: str, longest: int = MAX_NAME_CHARS) -> str:
@@ -171,7 +165,7 @@ def _describe_hardware(environment: Environment) -> tuple[str, str]:
     return format_hardware(environment), driver
 
 
-def _format_conditions(record: Record) -> str:
+def _list_conditions(record: Record) -> tuple[str, ...]:
     known = record.measured_with
     parts = []
     if memory := known.get("kv_memory_bytes"):
@@ -185,7 +179,7 @@ def _format_conditions(record: Record) -> str:
     if record.environment:
         settings = sorted(record.environment.settings.items())
         parts += [f"{name}={value}" for name, value in settings if name not in WITHOUT_EFFECT]
-    return SEPARATOR.join(parts)
+    return tuple(parts)
 
 
 def _make_entry(records: Sequence[Record]) -> Entry:

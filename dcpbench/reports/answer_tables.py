@@ -123,9 +123,8 @@ def _build_maximum_grid(points: pd.DataFrame, where: str) -> Table:
         return f"{format_number(best['output_tok_s'], 3)} at {at}"
 
     rows = [[short[rest], *(format_cell(rest, label) for label in labels)] for rest in dict.fromkeys(judged["rest"])]
-    title = f"Maximum output tok/s within the SLO, at which concurrency of those that ran{where}"
-    if (judged["load_arrival"] != CLOSED).any():
-        title = title.replace("concurrency", "load")
+    load = "concurrency" if judged["load_arrival"].eq(CLOSED).all() else "load"
+    title = f"Maximum output tok/s within the SLO, at which {load} of those that ran{where}"
     columns = ["load", *labels]
     return Table(f"{title}; {shared}" if shared else title, columns, rows[:MAX_ROWS], len(columns))
 

@@ -103,7 +103,7 @@ SOME_HAVE = tuple(name for name in VARIES if name not in ("kv_memory_gib", "limi
 """Fields of VARIES that only some points have; a missing value adds no information. Imports have only `requests`."""
 OTHERS = ("run", "model", "layout", "dcp", "context", "concurrency", "mode", "load", "repeat")
 """Columns of points that did not run, before those of LOST."""
-LOST = ("outcome", "reason", "detail", "no_room", "message", "cause", "device", "cpu", "gpus")
+LOST = ("outcome", "reason", "detail", "no_room", "message", "cause", "device", "cpu", "gpus", "shape")
 """Columns of points that did not run: outcome, the reason without job-specific or point-specific parts, memory, and
 hardware.
 """
@@ -269,7 +269,7 @@ def _add_served_columns(table: pd.DataFrame) -> pd.DataFrame:
         return table
     # columns that may be unknown in every row, which pandas would not take for numbers
     table = table.assign(**{name: pd.to_numeric(table[name]) for name in METRIC if name in table})
-    parts = [table["shape"].tolist()]
+    parts = {"shape": table["shape"].tolist()}
     for name, form in VARIES.items():
         shown = _find_printed(table, name).tolist()
         loads = table[f"load_{name}"].tolist()
@@ -278,11 +278,16 @@ def _add_served_columns(table: pd.DataFrame) -> pd.DataFrame:
         ]
         if len(set(values) - ({None} if name in SOME_HAVE else set())) > 1:
             printed = [("on" if v else "off") if isinstance(v, bool) else v for v in values]
-            parts.append(["" if v is None else form.format(v) for v in printed])
-    rest = [load_labels.SEPARATOR.join(filter(None, texts)) for texts in zip(*parts, strict=True)]
-    load = [f"{a}{load_labels.SEPARATOR}{r}" for a, r in zip(table["arrival"], rest, strict=True)]
+            parts[name] = ["" if v is None else form.format(v) for v in printed]
+
+    def join(*columns: list[str]) -> list[str]:
+        return [load_labels.SEPARATOR.join(filter(None, texts)) for texts in zip(*columns, strict=True)]
+
+    arrival, rest = table["arrival"].tolist(), join(*parts.values())
+    any_chunk = join(arrival, *(texts for name, texts in parts.items() if name != "chunk"))
+    table = table.assign(rest=rest, load=join(arrival, rest), load_with_any_chunk=any_chunk)
     by = ("run", "model", "mode", "load_arrival", "input_typical", "rest", "load_request_rate", "concurrency")
-    return _sort_table(table.assign(rest=rest, load=load).copy(), *by)  # in one piece, as pandas wants wide tables
+    return _sort_table(table.copy(), *by)  # in one piece, as pandas wants wide tables
 
 
 def _find_printed(table: pd.DataFrame, name: str) -> pd.Series[Any]:
@@ -405,6 +410,7 @@ def _make_other_row(run: str, record: Record) -> dict[str, Any]:
         "device": CPU if is_functional(record) else get_device(record),
         "cpu": is_functional(record),
         "gpus": point.gpus,
+        "shape": load_labels.format_shape(point.load) if point.load else None,
     }
 
 
@@ -440,7 +446,7 @@ def _make_point_row(run: str, records: list[Record]) -> dict[str, Any]:
         "precision": point.precision,
         "repeats": len(records),
         "origin": get_origin(records[0]),
-        "marks": ", ".join(sorted({mark for r in records for mark in _list_marks(r)})),
+        "marks": tuple(sorted({mark for r in records for mark in _list_marks(r)})),
         "cpu": any(map(is_functional, records)),
         "device": next(filter(None, map(get_device, records)), None),
         "slo_recorded": objectives.get_recorded_slo(records[0]),
@@ -458,7 +464,7 @@ def _make_point_row(run: str, records: list[Record]) -> dict[str, Any]:
         **merge_metrics(records, *OF_ENGINE),
         "kv_capacity_tokens": next((n for n in map(get_kv_capacity, records) if n is not None), None),
         **merge_metrics(records, "floor_share"),
-        "throttle_reasons": ", ".join(sorted({reason for r in records if r.gpu for reason in r.gpu.throttle_reasons})),
+        "throttle_reasons": tuple(sorted({reason for r in records if r.gpu for reason in r.gpu.throttle_reasons})),
         **_collect_clocks(records),
     }
     held = row["kv_capacity_tokens"]

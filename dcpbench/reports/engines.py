@@ -223,14 +223,12 @@ def format_launches(rows: pd.DataFrame) -> str:
 
 def _format_power(rows: pd.DataFrame) -> str:
     """Return which engines were limited by power or heat, and of which the clocks are not known."""
-    slowed = rows["throttle_reasons"].ne("") | point_warnings.find_throttled(rows)
+    slowed = rows["throttle_reasons"].map(bool) | point_warnings.find_throttled(rows)
     unknown = rows["sm_clock_mhz_min"].isna() & ~slowed
     runs = load_labels.list_unique(rows["run"])
     limited = [run for run in runs if slowed[rows["run"] == run].any()]
     hidden = [run for run in runs if unknown[rows["run"] == run].any()]
-    power = (
-        not len(rows[slowed]) or rows["throttle_reasons"][slowed].map(lambda text: text in ("", "sw_power_cap")).all()
-    )
+    power = {*rows["throttle_reasons"][slowed].explode().dropna()} <= {"sw_power_cap"}
     by = "limited by power" if power else "with lowered clocks"
     parts = []
     if limited:

@@ -29,7 +29,20 @@ def _split_paragraphs(text: str) -> list[str]:
     return [" ".join(paragraph.split()) for paragraph in text.strip().split("\n\n")]
 
 
-METHOD = _split_paragraphs(
+METHOD = (
+    STEP_TIME,
+    WARM_UP,
+    INTERVALS,
+    PERCENTILES,
+    ITL,
+    TTFT,
+    OUTPUT,
+    PER_USER,
+    KV_TOKENS,
+    PROFILE,
+    SAMPLES,
+    DIFFERENCES,
+) = _split_paragraphs(
     f"""
     Step time: replays of a captured CUDA graph, timed by CUDA events on every rank; a sample is the slowest rank's.
     On a CPU it is wall time.
@@ -70,8 +83,8 @@ METHOD = _split_paragraphs(
     server, its figures are those "in one launch each", and none is called clear.
     """
 )
-OF_OWN_STEPS = ("Step time: replays", "Warm-up lasts", "Every sample of a point")
-"""Beginnings of those that hold only for steps of dcpbench's own engine."""
+OF_OWN_STEPS = (STEP_TIME, WARM_UP, SAMPLES)  # what holds only for steps of dcpbench's own engine
+COMMON = (PERCENTILES, PER_USER, KV_TOKENS)  # what holds for served requests, too
 ENGINE_STEPS = _split_paragraphs(
     """
     Steps of another engine (`sweep --engine`): requests of a point decode together on its server after their prompts have been
@@ -83,8 +96,6 @@ ENGINE_STEPS = _split_paragraphs(
     Kernels are `unknown` if no pattern matches their names.
     """
 )
-COMMON = ("Percentiles need", "tok/s/user", "KV tokens per GiB")
-"""Beginnings of those that hold for served requests, too."""
 SERVED = _split_paragraphs(
     """
     Served requests: t0 is when a request was submitted (in an open loop, when it was due), t1 its first output token,
@@ -214,7 +225,7 @@ def _explain_difference(frames: Frames, name: str) -> str:
 
 
 def _has_chunk_gaps(frames: Frames) -> bool:
-    return len(frames.served) > 0 and bool(frames.served["marks"].str.contains("chunk_gaps", regex=False).any())
+    return len(frames.served) > 0 and bool(point_warnings.find_marked(frames.served, "chunk_gaps").any())
 
 
 def list_commands(frames: Frames) -> list[str]:
@@ -227,7 +238,7 @@ def describe_method(frames: Frames) -> list[str]:
     if frames.served.empty:
         return _describe_steps(frames.points)
     chunks = ["tok/s/user of points marked chunk_gaps: 1000 / median TPOT in ms."] if _has_chunk_gaps(frames) else []
-    steps = _describe_steps(frames.points) if len(frames.points) else [p for p in METHOD if p.startswith(COMMON)]
+    steps = _describe_steps(frames.points) if len(frames.points) else COMMON
     return [*steps, *chunks, *SERVED]
 
 
@@ -235,8 +246,8 @@ def _describe_steps(points: pd.DataFrame) -> list[str]:
     """Describe how steps were measured, of dcpbench's engine and of others."""
     others = [is_server_origin(origin) for origin in points["origin"]] if len(points) else []
     if not any(others):
-        return METHOD
-    return [*(p for p in METHOD if not (all(others) and p.startswith(OF_OWN_STEPS))), *ENGINE_STEPS]
+        return list(METHOD)
+    return [*(p for p in METHOD if not (all(others) and p in OF_OWN_STEPS)), *ENGINE_STEPS]
 
 
 def list_file_notes(frames: Frames) -> list[str]:
@@ -334,7 +345,7 @@ def explain_warnings(points: pd.DataFrame) -> list[str]:
     """Return the warnings that occur, with their meaning."""
     if points.empty:
         return []
-    found = sorted({mark for text in points["marks"] for mark in str(text).split(", ") if mark})
+    found = sorted({mark for marks in points["marks"] for mark in marks if mark})
     everyone = point_warnings.find_shared_warnings(points)
     sentences = []
     for mark in found:

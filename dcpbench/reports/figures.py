@@ -440,10 +440,9 @@ def _select_panel(lost: pd.DataFrame, panel: pd.DataFrame) -> pd.DataFrame:
     first = panel.iloc[0]
     same = [lost[name] == first[name] for name in ("model", "mode", "run")]
     own: pd.DataFrame = lost[functools.reduce(operator.and_, same)]
-    if first["mode"] == "decode":
-        keep = [bool(n == first["context"]) for n in own["context"]]
-        return own[keep]
-    return own[[str(load).endswith(str(first["shape"])) for load in own["load"]]]
+    column = "context" if first["mode"] == "decode" else "shape"
+    found: pd.DataFrame = own[own[column] == first[column]]
+    return found
 
 
 def format_alt_overview(title: str, rows: pd.DataFrame) -> str:

@@ -177,10 +177,10 @@ def list_caveats(frames: Frames) -> list[str]:
         )
         found.append(f"clients run in lock-step{every}: all their requests have one length{favours}")
     found += _list_engine_caveats(table)
-    power = table["throttle_reasons"].str.contains("power", case=False).fillna(False)  # noqa: FBT003 - pandas' own
+    power = table["throttle_reasons"].map(lambda reasons: any("power" in reason for reason in reasons)).astype(bool)
     limited = power | point_warnings.find_throttled(table)
     if limited.any():
-        by_steps = limited & replayed & (table["throttle_reasons"] == "")
+        by_steps = limited & replayed & ~table["throttle_reasons"].map(bool)
         some = by_steps.any() and (limited & ~by_steps).any()
         steps = f" ({f'{int(by_steps.sum()):,} ' if some else ''}by their step times)" if by_steps.any() else ""
         every = "" if limited.all() and not some else f" at {int(limited.sum()):,} of {len(table):,} points"

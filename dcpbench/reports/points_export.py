@@ -30,6 +30,7 @@ INNER = (
     "kv_tokens_of_all",
     "phase_sum_error",
     "slo_missed",
+    "load_with_any_chunk",
 )
 """Columns that only distinguish points from each other and are not exported."""
 
@@ -54,7 +55,12 @@ def write_csv(frames: Frames, path: Path) -> None:
 
 
 def _format_cell(value: object) -> object:
+    value = _join_names(value)
     return format_spreadsheet_cell(value) if isinstance(value, str) else value
+
+
+def _join_names(value: object) -> object:
+    return ", ".join(value) if isinstance(value, tuple) else value
 
 
 def format_json(frames: Frames) -> str:
@@ -88,7 +94,7 @@ def build_json(frames: Frames) -> dict[str, Any]:
 
 def _list_rows(table: pd.DataFrame) -> list[dict[str, Any]]:
     shown = table[[name for name in table if not _is_inner(str(name))]]
-    return [{str(name): value for name, value in row.items()} for row in shown.to_dict("records")]
+    return [{str(name): _join_names(value) for name, value in row.items()} for row in shown.to_dict("records")]
 
 
 def _is_inner(name: str) -> bool:

@@ -12,7 +12,7 @@ import pandas as pd
 
 from dcpbench.points.instances import parse_instances
 from dcpbench.reports import findings
-from dcpbench.reports.load_labels import SEPARATOR, list_unique
+from dcpbench.reports.load_labels import list_unique
 from dcpbench.reports.tables import Table, make_table, make_text_columns, read_rows
 from dcpbench.show.numbers import ABSENT, format_number, format_percent, is_missing
 from dcpbench.show.text import format_count, format_list
@@ -61,7 +61,7 @@ def build_table(frames: Frames) -> Table:
     chunks = sorted(set(points[CHUNK])) if len(points) else []
     if len(chunks) < 2:  # noqa: PLR2004 - nothing to compare
         return Table(title, [], [])
-    points = _remove_chunk(points)
+    points = points.assign(load=points["load_with_any_chunk"])
     rows = []
     for (run, model, mode, load, label), own in points.groupby([*findings.SCOPE, "load", "label"], sort=False):
         cells = {
@@ -74,12 +74,6 @@ def build_table(frames: Frames) -> Table:
     return make_table(title, found, make_text_columns("model", "mode", "load", "layout", *names), text_columns=4)
 
 
-def _remove_chunk(points: pd.DataFrame) -> pd.DataFrame:
-    """Return the points with `load` without its chunk, in the order of loads."""
-    rest = [SEPARATOR.join(p for p in text.split(SEPARATOR) if not p.startswith("chunk ")) for text in points["rest"]]
-    return points.assign(load=[f"{a}{SEPARATOR}{r}" for a, r in zip(points["arrival"], rest, strict=True)])
-
-
 def _select_judged(points: pd.DataFrame) -> pd.DataFrame:
     """Return the served points with an ITL objective: `limit`, the judged `value`, and its percentile `at`."""
     if points.empty or "slo_itl_at" not in points or CHUNK not in points:
@@ -87,7 +81,7 @@ def _select_judged(points: pd.DataFrame) -> pd.DataFrame:
     points = points[(points["slo_itl_at"] != "") & (points["mode"] != "decode")]
     value = [row[f"itl_{row['slo_itl_at']}_ms"] for row in read_rows(points)]
     limit = [limits["itl"] for limits in points["slo_limits"]]
-    found = _remove_chunk(points.assign(value=value, limit=limit, at=points["slo_itl_at"]))
+    found = points.assign(value=value, limit=limit, at=points["slo_itl_at"], load=points["load_with_any_chunk"])
     return found[found["value"].notna()].assign(keeps=lambda t: t["value"] <= t["limit"])
 
 

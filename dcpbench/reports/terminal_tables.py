@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+import pandas as pd
 from rich import box
 from rich.console import Group
 from rich.table import Table
@@ -18,7 +19,6 @@ from dcpbench.records.metrics import DECODE
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.reports import answer, engine_steps, floors, point_warnings, recommendation
 from dcpbench.reports.dataframes import sort_commonest_first
-from dcpbench.reports.load_labels import FEW_SAMPLES
 from dcpbench.reports.step_parts import ATTENTION, COMMUNICATION, EXCHANGE, IDLE, MATRIX_PRODUCTS, NORMS, OTHERS
 from dcpbench.reports.tables import format_whole
 from dcpbench.show.numbers import ABSENT, format_number, format_ratio, format_with_unit, is_missing
@@ -27,7 +27,6 @@ from dcpbench.show.text import format_capitalized, format_count, make_printable
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import pandas as pd
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
     from dcpbench.reports.dataframes import Frames
@@ -69,7 +68,8 @@ def render(frames: Frames) -> Group:
     tables = (frames.points, frames.served, frames.others)
     points, served, others = (table.head(MAX_ROWS) for table in tables)
     points, served = (
-        found.assign(shown=format_shown_warnings(found)) if len(found) else found for found in (points, served)
+        found.assign(shown=pd.Series(_list_shown_warnings(found), found.index)) if len(found) else found
+        for found in (points, served)
     )
     no_fit = [] if frames.everything.empty else recommendation.format_no_fit_notes(frames.everything)
     parts: list[RenderableType] = [make_plain_text(f"{format_capitalized(text)}.", "yellow") for text in no_fit]
@@ -232,8 +232,8 @@ def _format_notes(points: pd.DataFrame) -> list[str]:
     goodput.
     """
     marked: dict[str, list[str]] = {}
-    for text, (_, p) in zip(points["shown"], points.iterrows(), strict=True):
-        if warnings := ", ".join(mark for mark in text.split(", ") if mark and mark != FEW_SAMPLES):
+    for marks, (_, p) in zip(points["shown"], points.iterrows(), strict=True):
+        if warnings := ", ".join(marks):
             marked.setdefault(warnings, []).append(f"{p['label']} at {p['arrival']}")
     notes = _format_bounds(points)
     notes += [f"{mark}: {', '.join(where) if len(where) < len(points) else 'all'}" for mark, where in marked.items()]
@@ -307,24 +307,22 @@ class FittedTable:
     title: str
     labels: Sequence[str]
     columns: Sequence[Column]
-    marks: Sequence[str] = ()
-    """Warnings of each row as one text, empty for rows without; printed as letters with a legend if the text does not
-    fit.
-    """
+    marks: Sequence[Sequence[str]] = ()  # warnings of each row; printed as letters with a legend if they do not fit
     gap: int = 2
     """Number of spaces between columns; more than one if the width allows."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the parts of the table to Rich."""
         yield make_plain_text(self.title, "bold")
-        marks = dict.fromkeys(mark for text in self.marks for mark in text.split(", ") if mark)
-        legend = {mark: LETTERS[i % len(LETTERS)] for i, mark in enumerate(marks)}
-        columns = [*self.columns, *([Column("marks", self.marks, text=True)] if legend else [])]
+        known = dict.fromkeys(mark for marks in self.marks for mark in marks)
+        legend = {mark: LETTERS[i % len(LETTERS)] for i, mark in enumerate(known)}
+        texts = [", ".join(marks) for marks in self.marks]
+        columns = [*self.columns, *([Column("marks", texts, text=True)] if legend else [])]
         for gap in (self.gap, 1):
             if self._compute_width(columns, gap) <= options.max_width:
                 yield self._build_table(columns, gap)
                 return
-        letters = ["".join(legend[mark] for mark in text.split(", ") if mark) for text in self.marks]
+        letters = ["".join(legend[mark] for mark in marks) for marks in self.marks]
         columns = [*self.columns, *([Column("", letters, text=True)] if legend else [])]
         gap = 1 if self._compute_width(columns, 1) <= options.max_width else 0
         left_out = self._choose_dropped(columns, options.max_width) if gap == 0 else []
@@ -363,14 +361,9 @@ class FittedTable:
         return table
 
 
-def format_shown_warnings(points: pd.DataFrame) -> list[str]:
-    """Return the warnings of each point, without those that the title, the layout, or all points of its run and mode
-    have.
-    """
-    return [
-        ", ".join(m for m in point_warnings.split_warnings(text) if m not in IMPLIED)
-        for text in point_warnings.format_distinct_warnings(points, falls=False)
-    ]
+def _list_shown_warnings(points: pd.DataFrame) -> list[list[str]]:
+    """Return the warnings of each point but those that the title, the layout, or all points of its run and mode have."""
+    return [[m for m in marks if m not in IMPLIED] for marks in point_warnings.list_distinct_warnings(points)]
 
 
 def make_plain_text(text: object, style: str = "") -> Text:

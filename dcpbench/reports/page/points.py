@@ -207,7 +207,7 @@ def _build_columns(
         "load": get_column("rest") if served else ["decode"] * len(table),
         "panel": _format_panels(table, served=served),
         "arrival": get_column("load_arrival"),
-        "marks": [[mark for mark in text.split(", ") if mark] or [UNMARKED] for text in get_column("marks")],
+        "marks": [[mark for mark in marks if mark] or [UNMARKED] for marks in get_column("marks")],
         "kv_bounded_by": get_column("kv_bounded_by"),
         "baseline": get_column("baseline"),
         "verdict": get_column("verdict"),
