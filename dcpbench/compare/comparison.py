@@ -22,20 +22,16 @@ class Row(msgspec.Struct, kw_only=True):
     absolute: bool = False
     sampled: bool = True  # False for a count, of which every difference is one
     judged: bool = False  # whether it could have got another verdict than UNDECIDED
-    a: float
-    """Geometric mean over launches, each the geometric mean of its repeats; for counted metrics the median."""
+    a: float  # geometric mean over launches, each the geometric mean of its repeats; for counted metrics the median
     b: float
-    ratio: float | None
-    """B / A; null if A is 0."""
-    low: float | None = None
-    """Lower end of the ratio's interval at `confidence`; null if its uncertainty is unknown."""
+    ratio: float | None  # B / A; null if A is 0
+    low: float | None = None  # lower end of the ratio's interval at `confidence`; null if its uncertainty is unknown
     high: float | None = None
     confidence: float | None = None
     """Confidence of this interval after correcting for all tests; null for counted metrics."""
     p_differs: float | None = None
     p_same: float | None = None
-    differs: bool = False
-    """True if the corrected test finds A and B unequal, however small the difference."""
+    differs: bool = False  # True if the corrected test finds A and B unequal, however small the difference
     verdict: Verdict
     least_visible: float | None = None  # smallest ratio above 1 that is found in 4 of 5 cases; null if not judged
     reason: str = ""  # why it is undecided
@@ -68,16 +64,13 @@ class PointResult(msgspec.Struct, kw_only=True):
     """Hold one point that both sides have."""
 
     name: str
-    other_name: str = ""
-    """Name of the point in B if it differs (`across`)."""
+    other_name: str = ""  # name of the point in B if it differs (`across`)
     workload: Workload
-    mode: str = ""
-    """`live` or `replay`, for served points."""
+    mode: str = ""  # `live` or `replay`, for served points
     cpu: bool = False
     forecast: list[Literal["a", "b"]] = []
     """Sides that are forecasts, of which one rank ran: intervals reach to their ends."""
-    without_ends: list[str] = []
-    """Metrics that are not judged because a forecast has no ends for them."""
+    without_ends: list[str] = []  # metrics that are not judged because a forecast has no ends for them
     marks_a: list[str] = []
     marks_b: list[str] = []
     output_tok_s: tuple[float, float] | None = None
@@ -117,8 +110,7 @@ class Broken(msgspec.Struct, kw_only=True):
     """Hold a point that ran on one side only."""
 
     name: str
-    side: Literal["a", "b"]
-    """Side on which it did not run."""
+    side: Literal["a", "b"]  # side on which it did not run
     outcome: str
     reason: str
 
@@ -141,8 +133,7 @@ class Comparison(msgspec.Struct, kw_only=True):
     """Hold the comparison of A and B."""
 
     schema_version: int = 1
-    a: list[str]
-    """Names of the launches of A."""
+    a: list[str]  # names of the launches of A
     b: list[str]
     paired: bool
     across: list[str]
@@ -150,14 +141,11 @@ class Comparison(msgspec.Struct, kw_only=True):
     alpha: float
     launch_noise: float | None  # null if it was not given
     tests: int  # judged rows that were sampled: the family that verdicts are corrected for
-    counts: dict[str, int]
-    """Number of rows by verdict."""
-    cpu: bool
-    """True if any point ran on a CPU, so that its times allow no conclusion about performance."""
+    counts: dict[str, int]  # number of rows by verdict
+    cpu: bool  # True if any point ran on a CPU, so that its times allow no conclusion about performance
     forecast: bool
     """True if any point is a forecast on either side; the points state which, and which metrics were not judged for them."""
-    performance: bool
-    """True if times of CPU points were judged nevertheless (--allow-cpu), or if there are none."""
+    performance: bool  # True if times of CPU points were judged nevertheless (--allow-cpu), or if there are none
     differences: list[Difference]
     points: list[PointResult]
     only_a: list[str]

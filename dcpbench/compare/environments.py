@@ -43,8 +43,7 @@ SERVER = (
     ("prompts as", "prompts"),
     ("tokens counted by", "counted"),
 )
-CLOCK_APART = 0.01
-"""Minimum relative difference of lowest SM clocks that is reported."""
+CLOCK_APART = 0.01  # minimum relative difference of lowest SM clocks that is reported
 MAX_SHOWN, MAX_TEXT_CHARS = 4, 60
 WITHHELD = " (value withheld)"
 SECRET = re.compile(r"key|token|secret|password|credential", re.IGNORECASE)

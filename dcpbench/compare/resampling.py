@@ -16,19 +16,16 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     Floats = npt.NDArray[np.float64]
-    Statistic = Callable[[Floats], Floats]
-    """Function that computes a statistic of each row of a matrix."""
+    Statistic = Callable[[Floats], Floats]  # function that computes a statistic of each row of a matrix
 
 DRAWS = 400
-MIN_SAMPLES = 8
-"""Minimum number of samples that show their scatter."""
+MIN_SAMPLES = 8  # minimum number of samples that show their scatter
 MANY = 20_000
 """Number of samples above which they are cut into BATCHES contiguous batches: the same result, without copying them 400
 times.
 """
 BATCHES = 64
-MAX_DRAWN_VALUES = 4_000_000
-"""Maximum number of values that are drawn at once."""
+MAX_DRAWN_VALUES = 4_000_000  # maximum number of values that are drawn at once
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -39,8 +36,7 @@ class Error:
     df: float
     draws: Floats | None = None
     """Logarithms of the statistic of resampled requests; the n-th draw of any launch has the same requests."""
-    samples: int = 0
-    """Number of these requests."""
+    samples: int = 0  # number of these requests
 
     @property
     def of_requests(self) -> bool:

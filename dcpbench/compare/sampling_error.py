@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from dcpbench.records.metrics import Error, Metric
     from dcpbench.records.record import Record
 
-WINDOWS = 64
-"""Number of windows of a served run in which tokens are counted, to estimate the scatter of a rate."""
+WINDOWS = 64  # number of windows of a served run in which tokens are counted, to estimate the scatter of a rate
 SMALLEST = 1e-150
 """Lower bound of measured values, and reciprocal of the upper bound; ratios of such values fit into a double."""
 
@@ -31,10 +30,8 @@ SMALLEST = 1e-150
 class Requests:
     """Hold the requests of one served record in order of submission; none without a file of samples."""
 
-    times: list[formulas.RequestTimes]
-    """Times of requests that have tokens, including those that were cut off."""
-    waiting_s: list[float]
-    """Submission times of requests that were cut off before their first token."""
+    times: list[formulas.RequestTimes]  # times of requests that have tokens, including those that were cut off
+    waiting_s: list[float]  # submission times of requests that were cut off before their first token
 
     @property
     def finished(self) -> list[formulas.RequestTimes]:

@@ -23,14 +23,12 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Record
     from dcpbench.records.runs import Run
 
-MAX_POINTS = 10_000
-"""Maximum number of points that both sides share; each takes milliseconds."""
+MAX_POINTS = 10_000  # maximum number of points that both sides share; each takes milliseconds
 FIELDS = tuple(axis.name for axis in (*AXES, *LOAD_AXES) if axis.name not in ("repeat", "workload", "mode"))
 """Fields of a point and its load that `across` may ignore; live is never compared with replay."""
 
 
-Side = list[tuple["Run", list["Record"]]]
-"""Records of a point by launch; launches without the point are left out."""
+Side = list[tuple["Run", list["Record"]]]  # records of a point by launch; launches without the point are left out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,11 +66,9 @@ class Matched:
     """Hold all points of two sides, matched."""
 
     pairs: list[Pair]
-    only_a: list[Record]
-    """Records of points that the other side lacks, one for each."""
+    only_a: list[Record]  # records of points that the other side lacks, one for each
     only_b: list[Record]
-    broken_a: list[Record]
-    """Points that ran in B and not in A, as A's record, which has the reason."""
+    broken_a: list[Record]  # points that ran in B and not in A, as A's record, which has the reason
     broken_b: list[Record]
 
 

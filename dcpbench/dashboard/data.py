@@ -37,18 +37,15 @@ if TYPE_CHECKING:
 SHARD_ENTRIES = 800
 DIGITS = 5
 DIGEST = 12
-MAX_WHOLE = 1e15
-"""Limit above which numbers stay floats: JSON of larger integers is longer, and no script can read it."""
+MAX_WHOLE = 1e15  # limit above which numbers stay floats: JSON of larger integers is longer, and no script can read it
 WORDS = ("model", "workload", "layout", "exchange", "how", "load", "hardware", "driver", "conditions")
 NUMBERS = ("context", "concurrency")
 MEASURES = {metric.shown_name: metric for metric in DASHBOARD}
 FOLDER = "data"
-MAX_RUN_PAIRS = 3
-"""Maximum number of pairs of runs that the page opens with, the newest first."""
+MAX_RUN_PAIRS = 3  # maximum number of pairs of runs that the page opens with, the newest first
 MAX_GROUPS = 5
 """Maximum number of points, or groups of points with similar changes, per pair of runs, the largest first."""
-MAX_SIZE_RATIO = 2.0
-"""Maximum factor between steps, in logarithms, that are listed in one line with the largest."""
+MAX_SIZE_RATIO = 2.0  # maximum factor between steps, in logarithms, that are listed in one line with the largest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +53,7 @@ class History:
     """Hold a line with its entry of each run, oldest first."""
 
     line: Line
-    entries: list[tuple[int, Entry]]
-    """Entries with the number of their run."""
+    entries: list[tuple[int, Entry]]  # entries with the number of their run
     changes: dict[str, list[tuple[list[int], Change]]] = dataclasses.field(default_factory=dict)
     """Changes by measure, each with the indices of the entries that have a value; none for functional runs."""
 
@@ -83,16 +79,14 @@ class History:
 class DataFiles:
     """Hold the files of the site's data folder."""
 
-    files: dict[str, str]
-    """Text by path in the site."""
+    files: dict[str, str]  # text by path in the site
     index: str
     first: str
     """Paths of the files that the page loads first: the index and the measure that it shows first."""
     lines: int
     entries: int
     changes: int
-    skipped: list[str]
-    """Sentence for each run, or page, that was left out."""
+    skipped: list[str]  # sentence for each run, or page, that was left out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,8 +95,7 @@ class Content:
 
     runs: Sequence[RunData]
     files: dict[str, str]
-    index: dict[str, object]
-    """Fields of the index, except its runs and what was left out."""
+    index: dict[str, object]  # fields of the index, except its runs and what was left out
     first: str
     lines: int
     entries: int
@@ -237,10 +230,8 @@ class ChangedPoint:
     """Hold a point that changed between two runs, in one metric or several."""
 
     line: int
-    steps: dict[int, Change]
-    """Changes by number of the measure."""
-    verdict: str
-    """`better`, `worse`, or empty if its largest change is neither."""
+    steps: dict[int, Change]  # changes by number of the measure
+    verdict: str  # `better`, `worse`, or empty if its largest change is neither
 
     @property
     def size(self) -> float:

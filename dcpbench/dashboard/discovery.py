@@ -28,15 +28,12 @@ if TYPE_CHECKING:
     from dcpbench.records.file import BadLine
     from dcpbench.records.record import Record
 
-STATE_FILE = "site.json"
-"""State file in a folder that the dashboard wrote; its copies of records are not runs."""
-MAX_BYTES = 1 << 30
-"""Maximum size of a record file; a larger one holds samples of more points than a page can show."""
+STATE_FILE = "site.json"  # state file in a folder that the dashboard wrote; its copies of records are not runs
+MAX_BYTES = 1 << 30  # maximum size of a record file; a larger one holds samples of more points than a page can show
 MAX_POINTS = 200_000
 PIECE = 1 << 20
 MAX_SLUG_CHARS = 80
-COMMIT = 12
-"""Number of characters of a git commit that are shown."""
+COMMIT = 12  # number of characters of a git commit that are shown
 HEADLINE = metrics.DASHBOARD[0].name
 
 
@@ -53,15 +50,11 @@ class Stamp:
 class RunData:
     """Hold one run, without its samples."""
 
-    name: str
-    """Path of the run's folder below the given one."""
-    slug: str
-    """Name of the run's folder in the site, made of safe characters."""
+    name: str  # path of the run's folder below the given one
+    slug: str  # name of the run's folder in the site, made of safe characters
     path: Path
-    sha256: str
-    """SHA-256 of the record file."""
-    date: str | None
-    """Start of its first point, UTC, ISO 8601; null if no record has it."""
+    sha256: str  # SHA-256 of the record file
+    date: str | None  # start of its first point, UTC, ISO 8601; null if no record has it
     commit: str
     hardware: str
     driver: str
@@ -72,8 +65,7 @@ class RunData:
     cpu: bool
     headline: str
     entries: dict[Line, Entry]
-    cut_short: bool = False
-    """True if the last line of its record file is incomplete."""
+    cut_short: bool = False  # True if the last line of its record file is incomplete
     bad_lines: tuple[BadLine, ...] = ()
 
 
@@ -81,10 +73,8 @@ class RunData:
 class FoundRuns:
     """Hold everything found below a folder."""
 
-    runs: list[RunData]
-    """Runs, oldest first; those without a date come before all others."""
-    skipped: list[str]
-    """Sentence for each record file that was left out, or of which the last line was."""
+    runs: list[RunData]  # runs, oldest first; those without a date come before all others
+    skipped: list[str]  # sentence for each record file that was left out, or of which the last line was
 
 
 def list_stamps(root: Path) -> list[Stamp]:

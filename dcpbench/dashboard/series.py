@@ -30,12 +30,10 @@ MAX_NAME_CHARS = 160
 """Maximum number of characters of a name on the page; longer names are cut, and stay distinguishable."""
 MAX_REASON_CHARS = 600
 NOT_RECORDED = "not recorded"
-SEPARATOR = ", "
-"""Separator between conditions."""
+SEPARATOR = ", "  # separator between conditions
 WITHOUT_EFFECT = ("NCCL_VERSION", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
 """Variables set by images and torchrun: a version, which histories span, and the behaviour after an error."""
-PRECISIONS = ("dtype", "weights_dtype", "kv_dtype")
-"""Fields of a point that determine its precision."""
+PRECISIONS = ("dtype", "weights_dtype", "kv_dtype")  # fields of a point that determine its precision
 WORST = ("hung", "failed", "rejected")
 
 
@@ -43,18 +41,15 @@ WORST = ("hung", "failed", "rejected")
 class Line:
     """Identify a line: records belong to the same line if and only if all of these fields are equal."""
 
-    point: str
-    """Key of the point, the same for all repeats."""
-    hardware: str
-    """`4 × NVIDIA H200`, or `CPU`."""
+    point: str  # key of the point, the same for all repeats
+    hardware: str  # `4 × NVIDIA H200`, or `CPU`
     driver: str
     conditions: tuple[str, ...]
     """Settings that change the figures: KV memory, a time limit, objectives, NCCL's variables, and the source of an
     import.
     """
     example: Point = dataclasses.field(compare=False)
-    cpu: bool
-    """True for functional runs, in which times say nothing about performance."""
+    cpu: bool  # true for functional runs, in which times say nothing about performance
 
     @property
     def id(self) -> str:
@@ -68,8 +63,7 @@ class Entry:
     """Hold one run's values of a line."""
 
     outcome: str
-    values: dict[str, Value]
-    """Values by metric name, in the display unit."""
+    values: dict[str, Value]  # values by metric name, in the display unit
     repeats: int
     marks: str
     reason: str

@@ -42,8 +42,7 @@ class BuildResult:
 
     site: Path
     runs: int
-    points: int
-    """Number of lines: each point counts once per hardware, driver and conditions."""
+    points: int  # number of lines: each point counts once per hardware, driver and conditions
     entries: int
     changes: int
     pages_made: int
@@ -51,8 +50,7 @@ class BuildResult:
     pages_left: int
     """Number of runs that have no page, or one of older records, because only the newest runs' pages were made."""
     skipped: list[str]
-    version: str
-    """Version of the site's content: equal for equal runs."""
+    version: str  # version of the site's content: equal for equal runs
 
 
 def build(
@@ -147,10 +145,8 @@ class _Publisher:
     site: Path
     found: FoundRuns
     content: data.Content
-    here: dict[str, str]
-    """Keys of the pages that the site holds, by slug."""
-    notes: list[str] = dataclasses.field(default_factory=list)
-    """Reasons why other runs have no page."""
+    here: dict[str, str]  # keys of the pages that the site holds, by slug
+    notes: list[str] = dataclasses.field(default_factory=list)  # reasons why other runs have no page
     version: str = ""
     files: DataFiles = dataclasses.field(init=False)
     _at: float = dataclasses.field(init=False)

@@ -56,22 +56,17 @@ class Query:
 
     model: str
     machine: Machine
-    named: str
-    """Machine as given on the command line: a name, or a file."""
-    gpus: tuple[int, ...]
-    """Numbers of GPUs of a layout; several are compared."""
+    named: str  # machine as given on the command line: a name, or a file
+    gpus: tuple[int, ...]  # numbers of GPUs of a layout; several are compared
     loads: tuple[tuple[int, int, Load | None], ...]
     """(requests in flight, maximum tokens of each, load or None for decode steps only) of each load."""
     weights_dtype: str
     kv_dtype: str
     exchanges: tuple[str, ...]
     slo: Mapping[str, float]
-    price: float | None = None
-    """Price of a GPU per hour."""
-    kv_memory: str | None = None
-    """--kv-memory as given; None means the memory left next to the weights."""
-    cycled: bool = False
-    """True if layouts count for which only some layers fit, as `sweep` measures them."""
+    price: float | None = None  # price of a GPU per hour
+    kv_memory: str | None = None  # --kv-memory as given; None means the memory left next to the weights
+    cycled: bool = False  # True if layouts count for which only some layers fit, as `sweep` measures them
 
     @property
     def kv_memory_bytes(self) -> int | None:
@@ -89,8 +84,7 @@ class Evidence:
     """Hold the evidence that is available in addition to estimates."""
 
     runs: Sequence[Run] = ()
-    times: Mapping[str, StepTimes] = dataclasses.field(default_factory=dict)
-    """Step times by file."""
+    times: Mapping[str, StepTimes] = dataclasses.field(default_factory=dict)  # step times by file
 
 
 NO_WHOLE_MODEL = "no whole model"  # all layers and the KV cache do not fit
@@ -121,8 +115,7 @@ class Choice:
     concurrency: int
     forecasts: list[Forecast]
     """One forecast for each layout that fits: first those that meet the SLO, each group fastest first."""
-    misses: dict[str, list[str]]
-    """Objectives that each layout misses."""
+    misses: dict[str, list[str]]  # objectives that each layout misses
     refused: dict[str, Refusal]  # layouts that do not fit, or for which nothing is known
     short: dict[str, str] = dataclasses.field(default_factory=dict)
     """Layouts that are estimated because their step times do not cover the load, with the file and what it lacks."""

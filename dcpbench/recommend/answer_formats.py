@@ -48,10 +48,8 @@ if TYPE_CHECKING:
     Starts = Mapping[str, Sequence["Start"]]  # by recommended layout, one for each engine
 
 STARTED_ENGINES = (SGLANG, VLLM)  # engines for which a command that starts the layout is printed
-DASHED = "--"
-"""Line style of estimates."""
-MAX_NAMED = 4
-"""Maximum number of layouts in a clause of the sentence."""
+DASHED = "--"  # line style of estimates
+MAX_NAMED = 4  # maximum number of layouts in a clause of the sentence
 COLUMNS = ("load", "best", "tok/s", "tok/s\nper GPU", "ITL p50\nms", "TTFT p50\nms", "runner-up", "ahead by", "from")
 
 

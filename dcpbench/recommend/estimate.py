@@ -72,16 +72,11 @@ class Steps(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """The parameters fitted without the steps of a model, by its name: a score must not use the
     steps that it judges.
     """
-    band: float
-    """90th percentile of |estimate / measured − 1|, for a model that the fit had not seen."""
-    ratio_band: float
-    """The same percentile for the ratio of two layouts at one load, in which common errors cancel."""
-    machine: str
-    """Machine of the published steps; a GPU of points/gpus.py."""
-    sources: list[str]
-    """Folders of results/."""
-    steps: int
-    """Number of steps that were fitted."""
+    band: float  # 90th percentile of |estimate / measured − 1|, for a model that the fit had not seen
+    ratio_band: float  # the same percentile for the ratio of two layouts at one load, in which common errors cancel
+    machine: str  # machine of the published steps; a GPU of points/gpus.py
+    sources: list[str]  # folders of results/
+    steps: int  # number of steps that were fitted
 
 
 @functools.cache

@@ -45,8 +45,7 @@ if TYPE_CHECKING:
 
 ROUNDS = 4
 """Requests of each client if an estimate is served in virtual time: more change the result by no more than its band."""
-WATCHED_STEPS = 250
-"""Number of steps between progress reports: about a second with a thousand requests in flight."""
+WATCHED_STEPS = 250  # number of steps between progress reports: about a second with a thousand requests in flight
 MEASURED, REPLAYED, EMULATED, ESTIMATED = SOURCES = ("measured", "replayed", "emulated", "estimated")
 """Sources of a figure, the best first."""
 PERCENTILES = ("p50", "p90", "p95", "p99")
@@ -81,20 +80,16 @@ class Forecast:
     """Hold the forecast of a layout under a load, and its source."""
 
     point: Point
-    source: str
-    """Source of the figure, one of SOURCES."""
-    whence: str
-    """Name of the run, the file, or the inputs of the estimate."""
+    source: str  # source of the figure, one of SOURCES
+    whence: str  # name of the run, the file, or the inputs of the estimate
     engine: str = ""
     """Engine (kernels and scheduling policy) of the figure, such as `vLLM 0.26.0`; empty for dcpbench's own."""
     tok_s: float
     low: float
-    high: float
-    """Upper end of output tok/s: the interval of a record, the band of an estimate."""
+    high: float  # upper end of output tok/s: the interval of a record, the band of an estimate
     wire_errors: dict[str, float] = dataclasses.field(default_factory=dict)
     """Part of the band that is due to calls between ranks, by kind of call."""
-    ratio_error: float = 0.0
-    """Remaining relative error of the ratio of two such figures."""
+    ratio_error: float = 0.0  # remaining relative error of the ratio of two such figures
     factor: float | None = None
     """Factor that corrected an estimate: records of other layouts under the same load over their estimates."""
     ttft_ms: Percentiles = NONE
@@ -102,8 +97,7 @@ class Forecast:
     tpot_ms: Percentiles = NONE
     e2el_ms: Percentiles = NONE
     preemptions: int | None = None
-    joules_per_token: float | None = None
-    """Energy per token of a record, if it has any."""
+    joules_per_token: float | None = None  # energy per token of a record, if it has any
     launch_band: float | None = REPEATS_AGREE_WITHIN  # share by which another launch may differ; None if not known
     ttft_band: Ends | None = None  # ends of the TTFT p50, in ms; None if it was measured, or if its error is unknown
     itl_band: Ends | None = None  # the same for the ITL p50

@@ -20,13 +20,10 @@ if TYPE_CHECKING:
     from dcpbench.points.point import Load
     from dcpbench.recommend.advise import Query
 
-    Answers = Callable[[Query], bool]
-    """Function that returns True if a query has an answer for one of its loads."""
+    Answers = Callable[[Query], bool]  # function that returns True if a query has an answer for one of its loads
 
-MAX_HOSTS = 8
-"""Maximum number of hosts of a suggested layout."""
-SMALLER_CHUNK = 8192
-"""Number of prompt tokens of a step that is suggested if the query has more."""
+MAX_HOSTS = 8  # maximum number of hosts of a suggested layout
+SMALLER_CHUNK = 8192  # number of prompt tokens of a step that is suggested if the query has more
 
 
 def suggest_options(ask: Query, answers: Answers) -> list[str]:

@@ -46,8 +46,7 @@ if TYPE_CHECKING:
 
     from dcpbench.reports.dataframes import Frames
 
-MAX_SENTENCES = 9
-"""Maximum number of sentences at the top of a report; less important ones stand further below."""
+MAX_SENTENCES = 9  # maximum number of sentences at the top of a report; less important ones stand further below
 MAX_SHAPES = 4
 """Maximum number of request lengths for which a sentence names loads; above it the sentence counts them and the table
 names them.
@@ -57,8 +56,7 @@ MAX_LENGTHS = 8
 MAX_CLAUSES = 8
 """Maximum number of changes along the concurrencies that a sentence names; above it the sentence counts loads."""
 MAX_WARNINGS = 4
-LOST = "no longer"
-"""Text for a lead that exists at some concurrency but not at the highest one."""
+LOST = "no longer"  # text for a lead that exists at some concurrency but not at the highest one
 NOT_RUN = {"rejected": "was rejected", "failed": "failed", "hung": "hung"}
 """Outcome of a point without numbers, as a sentence states it."""
 

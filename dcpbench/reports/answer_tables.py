@@ -23,10 +23,8 @@ if TYPE_CHECKING:
 
 MAX_COLUMNS = 9
 """Maximum number of concurrency columns; with more concurrencies the first, the last and some between are shown."""
-MAX_LAYOUTS = 12
-"""Maximum number of layout columns in the table of the highest output within the SLO."""
-MAX_ROWS = 40
-"""Maximum number of rows of a grid; larger grids are left to the long tables."""
+MAX_LAYOUTS = 12  # maximum number of layout columns in the table of the highest output within the SLO
+MAX_ROWS = 40  # maximum number of rows of a grid; larger grids are left to the long tables
 
 
 def build_grids(frames: Frames) -> list[Table]:

@@ -74,10 +74,8 @@ pd.set_option("mode.string_storage", "python")
 MAX_POINTS = 100_000  # of one run; a report about as many takes four minutes
 MAX_DETAIL_CHARS = 8_000
 """Maximum number of characters kept of a log; its end is kept because it is the most informative part."""
-GPU = "gpu="
-"""Prefix of the setting that makes points of different hardware distinct; labels name the hardware itself."""
-BUSIEST = ("busiest_rank_experts", "busiest_rank_rows")
-"""Columns that tables have only if any record has them."""
+GPU = "gpu="  # prefix of the setting that makes points of different hardware distinct; labels name the hardware itself
+BUSIEST = ("busiest_rank_experts", "busiest_rank_rows")  # columns that tables have only if any record has them
 MERGES: dict[str, Callable[[list[float]], float]] = {
     "median": lambda values: statistics.median(map(float, values)),
     "max": max,
@@ -113,14 +111,10 @@ hardware.
 class Frames:
     """Hold the tables from which a report is made."""
 
-    runs: list[Run]
-    """Runs as read; with `as_repeats` a single one, unless several engines were measured."""
-    points: pd.DataFrame
-    """One row per point of the workload `decode` that ran, repeats merged (see `_make_point_row`)."""
-    served: pd.DataFrame
-    """One row per served point of `serve` that ran, repeats merged (see `_make_served_columns`)."""
-    others: pd.DataFrame
-    """Points of any workload that did not run, with the columns OTHERS and LOST."""
+    runs: list[Run]  # runs as read; with `as_repeats` a single one, unless several engines were measured
+    points: pd.DataFrame  # one row per point of the workload `decode` that ran, repeats merged (see `_make_point_row`)
+    served: pd.DataFrame  # one row per served point of `serve` that ran, repeats merged (see `_make_served_columns`)
+    others: pd.DataFrame  # points of any workload that did not run, with the columns OTHERS and LOST
     slo: dict[str, float] = dataclasses.field(default_factory=dict)
     """Requested objectives in ms; if empty, those that the runs were measured with apply (slo.py)."""
     engines: list[EngineRun] = dataclasses.field(default_factory=list)
@@ -222,10 +216,8 @@ class _Reading:
     """Hold what the records of a report have in common, for the columns that depend on all of them."""
 
     engines: list[EngineRun]
-    devices: dict[str, str]
-    """Shown name of each device (joined_runs.find_device_names)."""
-    models: dict[str, str]
-    """Shown name of each model folder (model_names.find_model_names)."""
+    devices: dict[str, str]  # shown name of each device (joined_runs.find_device_names)
+    models: dict[str, str]  # shown name of each model folder (model_names.find_model_names)
     launches: Counter[tuple[str, str]]
     """Launches of each point by engine and key; counted only if several engines were measured."""
 

@@ -53,20 +53,14 @@ if TYPE_CHECKING:
     from dcpbench.reports.tables import Column
 
 PROLONGED_STAR = "*"  # behind the ratio of a step that the profiler prolongs
-STEP = "step"
-"""Name of the whole step, measured without the profiler, among the parts that are compared."""
+STEP = "step"  # name of the whole step, measured without the profiler, among the parts that are compared
 MIN_SLOWER = 1 + REPEATS_AGREE_WITHIN
 """Ratio above which a part counts as slower; below it the difference may be that of two launches."""
-MAX_SLOWER = 8
-"""Maximum number of sentences about parts in which dcpbench is slower."""
-MIN_SHARE = 0.1
-"""Share of the difference between two steps from which a part is named."""
-MAX_UNKNOWN = 0.03
-"""Share of unknown kernels in a step above which its parts are named as incomplete."""
-ONLY_IN_SUMS = (PROJECTIONS, EXPERTS)
-"""Parts that narrow tables show by their sum only."""
-SINGULAR = (STEP, ATTENTION, REDUCE)
-"""Names of parts that take a verb in the singular."""
+MAX_SLOWER = 8  # maximum number of sentences about parts in which dcpbench is slower
+MIN_SHARE = 0.1  # share of the difference between two steps from which a part is named
+MAX_UNKNOWN = 0.03  # share of unknown kernels in a step above which its parts are named as incomplete
+ONLY_IN_SUMS = (PROJECTIONS, EXPERTS)  # parts that narrow tables show by their sum only
+SINGULAR = (STEP, ATTENTION, REDUCE)  # names of parts that take a verb in the singular
 TITLE = "Decode steps of engines by part"
 
 
@@ -86,19 +80,14 @@ class StepComparison:
 class SlowerPart:
     """Describe a part of a step that takes longer in the reference than in another engine."""
 
-    part: str
-    """A part or a sum of parts of step_parts, or STEP."""
+    part: str  # a part or a sum of parts of step_parts, or STEP
     engine: str
-    times: tuple[float, ...]
-    """Time in the reference over that in the engine, at each point where it is slower."""
-    compared: int
-    """Number of points that have the part in both."""
-    worst: float
-    """Time ratio at the point where most time is lost."""
+    times: tuple[float, ...]  # time in the reference over that in the engine, at each point where it is slower
+    compared: int  # number of points that have the part in both
+    worst: float  # time ratio at the point where most time is lost
     lost_ms: float
     step_ms: float
-    where: str
-    """Layout, concurrency and context of that point."""
+    where: str  # layout, concurrency and context of that point
 
 
 def compare_steps(frames: Frames) -> StepComparison:
@@ -275,16 +264,13 @@ class StepDifference:
     """Describe by how much an engine's steps are longer than the reference's, and which parts make the difference."""
 
     engine: str
-    times: tuple[float, ...]
-    """Timed step over that of the reference, at each point that both ran."""
-    more_ms: tuple[float, ...]
-    """Timed step minus that of the reference, at the same points."""
+    times: tuple[float, ...]  # timed step over that of the reference, at each point that both ran
+    more_ms: tuple[float, ...]  # timed step minus that of the reference, at the same points
     profiled: int
     """Number of points with profiled steps of which the profiler prolongs none, by which parts are compared."""
     parts_ms: dict[str, tuple[float, ...]]
     """Part minus that of the reference at these points in ms, for parts with at least MIN_SHARE of the sum of the differences."""
-    shares: dict[str, float]
-    """Share of each of these parts in the sum of the differences, the largest first."""
+    shares: dict[str, float]  # share of each of these parts in the sum of the differences, the largest first
 
 
 def find_differences(found: StepComparison) -> list[StepDifference]:

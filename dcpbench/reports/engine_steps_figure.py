@@ -34,10 +34,8 @@ TIMED_LOOK: dict[str, Any] = {"color": "#000000", "linewidth": 1.8, "solid_capst
 ABSENT_LOOK: dict[str, Any] = {"va": "center", "fontsize": 8, "color": "#777777"}
 MIN_VISIBLE = 0.002
 """Share of the longest step below which a part has no entry in the legend, because its bar cannot be seen."""
-Group = tuple[int, int, int, int]
-"""Degrees tp, dp and dcp, and concurrency."""
-Bar = tuple[Group, str]
-"""Group and engine of a bar; the engine is empty for the heading of the group."""
+Group = tuple[int, int, int, int]  # degrees tp, dp and dcp, and concurrency
+Bar = tuple[Group, str]  # group and engine of a bar; the engine is empty for the heading of the group
 
 
 def draw_engine_steps(rows: pd.DataFrame, style: Style, title: str) -> Figure:  # noqa: ARG001 - same call for all

@@ -32,8 +32,7 @@ SCHEDULED = ("mode", "chunk", "policy", "prefix_cache", "prefill")
 DEGREES = ("tp", "dp", "dcp", "pp", "pcp", "disaggregate")
 SAME_LAYOUT_AND_LOAD = ["model", "mode", "device", "gpus", "emulate", *DEGREES, "sent"]
 """Columns that points of different engines share if they are compared."""
-SCOPE = ["model", "mode", "device", "gpus"]
-"""Columns that points of one sentence share."""
+SCOPE = ["model", "mode", "device", "gpus"]  # columns that points of one sentence share
 LATENCIES = ("ttft_p50_ms", "itl_p50_ms")
 MAX_SCOPES = 3
 MAX_LAYOUTS = 4
@@ -48,8 +47,7 @@ class EngineComparison:
     """A row per engine and cell, which is a layout under a load: the engine's fastest variant. `ratio`, `ttft_ratio` and
     `itl_ratio` are over the fastest engine of the cell, `over_run`; `verdict` is `lower` if the engine is behind it by
     more than launches may differ."""
-    left_out: dict[str, str]
-    """Why points of an engine are not compared, by engine."""
+    left_out: dict[str, str]  # why points of an engine are not compared, by engine
 
 
 def compare_engines(frames: Frames) -> EngineComparison:

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
     from dcpbench.reports.dataframes import Frames
 
-PLAIN = EXCHANGES[0]
-"""Exchange that the others are compared with: NCCL's collectives, as in the first implementation."""
+PLAIN = EXCHANGES[0]  # exchange that the others are compared with: NCCL's collectives, as in the first implementation
 
 
 def compare_exchanges(timed: pd.DataFrame) -> pd.DataFrame:

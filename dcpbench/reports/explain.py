@@ -168,8 +168,7 @@ BOUNDS = {
 }
 
 
-WORDS = "What the words mean"
-"""Title of tables of definitions."""
+WORDS = "What the words mean"  # title of tables of definitions
 KV = METRIC["kv_tokens_per_gib"]
 FLOOR = METRIC["floor_ms"]
 EVERYWHERE = {

@@ -56,25 +56,19 @@ if TYPE_CHECKING:
 
 WIDE_PANEL = (3.7, 3.0)
 SINGLE_PANEL = (4.4, 3.0)
-TITLE_WIDTH = 42
-"""Maximum number of characters per line of a panel's title."""
+TITLE_WIDTH = 42  # maximum number of characters per line of a panel's title
 PALE = "#D0D0D0"
-FRONTIER = (METRIC["tok_s_per_user"], METRIC["output_tok_s_per_gpu"])
-"""Metrics on the axes of the frontier."""
+FRONTIER = (METRIC["tok_s_per_user"], METRIC["output_tok_s_per_gpu"])  # metrics on the axes of the frontier
 MAX_CURVES = 8
 """Maximum number of curves in a panel of the break-even figure; with more, each layout with its exchange has its own
 panel.
 """
 MAX_LOADS = 3
 """Maximum number of concurrencies in the phase figure; with more, the lowest, the middle and the highest are shown."""
-IDLE = "idle"
-"""Name of the part of a step that belongs to no phase, drawn at the end of each bar."""
-LABEL_WIDTH = 30
-"""Maximum number of characters per line of a bar's label; a longer label takes two lines."""
-ASIDE = 0.05
-"""Horizontal offset between points of the same load, as a share of the load."""
-LINE_OF_WORDS = 0.1
-"""Height of a line of small text, as a share of the panel's height."""
+IDLE = "idle"  # name of the part of a step that belongs to no phase, drawn at the end of each bar
+LABEL_WIDTH = 30  # maximum number of characters per line of a bar's label; a longer label takes two lines
+ASIDE = 0.05  # horizontal offset between points of the same load, as a share of the load
+LINE_OF_WORDS = 0.1  # height of a line of small text, as a share of the panel's height
 LEGEND_WIDTH, MAX_NAME_CHARS = 64, 160
 """Maximum number of characters of a legend entry per line, and in all; names of a server's settings differ at their
 ends.
@@ -201,19 +195,17 @@ def find_frontier(points: pd.DataFrame) -> pd.DataFrame:
     return ordered[ordered["output_tok_s_per_gpu"] > before]
 
 
-LINES = (
+LINES = (  # kind, title and drawing function of each line figure; a `decode` point has no first token
     ("throughput", "Output throughput against {}", draw_throughput),
     ("ttft", "Time to first token against {}", draw_ttft),
     ("itl", "Inter-token latency against {}", draw_itl),
     ("frontier", "Throughput per GPU against speed per user", draw_frontier),
 )
-"""Kind, title and drawing function of each line figure; a `decode` point has no first token."""
 SUBJECTS = [kind for kind, _, _ in LINES]
-EDGE = {
+EDGE = {  # text for each metric that a point on the frontier needs
     "tok_s_per_user": "a speed for one user (1000 / median ITL)",
     "output_tok_s_per_gpu": "an output per GPU (an import with --tp says how many there were)",
 }
-"""Text for each metric that a point on the frontier needs."""
 NAMES = load_labels.OBJECTIVES | {"frontier": "Throughput per GPU against speed per user"}
 """Names of the figures from which some points can be missing."""
 
@@ -771,8 +763,7 @@ def _select_some(values: list[int]) -> list[int]:
 
 ENGINE_PANELS = (METRIC["output_tok_s"], METRIC["ttft_p50_ms"], METRIC["itl_p50_ms"], METRIC["kv_capacity_tokens"])
 """Metrics of the figure of engines, each in a panel."""
-MAX_ENGINE_CELLS = 12
-"""Maximum number of layouts × loads in the figure of engines; the table has all."""
+MAX_ENGINE_CELLS = 12  # maximum number of layouts × loads in the figure of engines; the table has all
 
 
 def draw_engines(rows: pd.DataFrame, style: Style, title: str) -> Figure:  # noqa: ARG001 - same call for all

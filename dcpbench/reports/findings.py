@@ -35,24 +35,20 @@ if TYPE_CHECKING:
     from dcpbench.reports.dataframes import Frames
 
 
-NO_MATCH = -1
-"""Row index that stands for no match."""
-SCOPE = ["run", "model", "mode"]
-"""Columns that define the scope of a sentence of the answer."""
-LOAD = [*SCOPE, "same_load"]
-"""Columns that compared points share; such points differ in their `label`."""
-BASELINE_OF = [
+NO_MATCH = -1  # row index that stands for no match
+SCOPE = ["run", "model", "mode"]  # columns that define the scope of a sentence of the answer
+LOAD = [*SCOPE, "same_load"]  # columns that compared points share; such points differ in their `label`
+BASELINE_OF = [  # columns that a DCP point and its dcp=1 baseline share, in addition to LOAD
     *LOAD,
     *(a.name for a in select_point_axes(COMPUTES, but=Role.EXCHANGE) if a.name not in ("model", "dcp")),
 ]
-"""Columns that a DCP point and its dcp=1 baseline share, in addition to LOAD."""
 RIVAL_OF = [*LOAD, "gpus", "dtype", "weights_dtype", "kv_dtype", "weights", "emulate"]
 """Columns that layouts share of which one is to be chosen: the load, the GPUs, and what is computed."""
 SAME_BUT_EXCHANGE = ["run", *(axis.name for axis in select_point_axes(COMPUTES | Role.LOAD, but=Role.EXCHANGE))]
 """Columns that points of `decode` share if they differ only in their exchange."""
 SAME_BUT_MODE = ["device", "same_load", *(axis.name for axis in select_point_axes(COMPUTES))]
 """Columns that a replay and its live run share."""
-KV_COLUMNS = (
+KV_COLUMNS = (  # columns of compute_kv_by_layout, in addition to the metrics of its table
     "run",
     "run_label",
     "model",
@@ -63,11 +59,9 @@ KV_COLUMNS = (
     "kv_tokens_per_gib",
     "kv_capacity_tokens",
 )
-"""Columns of compute_kv_by_layout, in addition to the metrics of its table."""
 NO_CAPACITY = ("sweep", SERVER_FLAG)
 """Limits with which the size of a KV cache says nothing about the capacity of a layout."""
-PAYS = ("higher", "alone")
-"""Verdicts of compare_dcp_with_best with which DCP pays."""
+PAYS = ("higher", "alone")  # verdicts of compare_dcp_with_best with which DCP pays
 MIN_IN_FLIGHT_SHARE = 0.9
 """Share of a loop's clients with a request in flight, on average; below it the report states the effect of the last
 requests on throughput.

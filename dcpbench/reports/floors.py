@@ -18,8 +18,7 @@ PHASE_COLUMN = re.compile(r"phase_.+_us")
 """Pattern of the columns with the time of a phase; the column `floor_…_us` has its floor."""
 MAX_SENTENCE_PHASES, MAX_ROW_PHASES = 3, 6
 """Maximum number of phases that a sentence names, and that a row of the table lists."""
-TELLING = 0.01
-"""Minimum share of a step that a phase must lose to be named."""
+TELLING = 0.01  # minimum share of a step that a phase must lose to be named
 TITLE = "A step against what its machine allows"
 
 
@@ -27,8 +26,7 @@ class Loss(NamedTuple):
     """Hold a phase with the time above its floor."""
 
     phase: str
-    share: float
-    """Floor divided by time."""
+    share: float  # floor divided by time
     lost_us: float
 
     def __str__(self) -> str:

@@ -33,11 +33,9 @@ SAME_BUT_INSTANCES = [
     *(a.name for a in select_point_axes(COMPUTES, but=Role.DEPLOYED) if a.name != "model"),
 ]
 """Columns that a point shares with the point on the same number of GPUs in which all instances do both."""
-COMPARED_LATENCIES = ("itl_p99_ms", "ttft_p50_ms")
-"""Latencies that are reported for both if they differ."""
+COMPARED_LATENCIES = ("itl_p99_ms", "ttft_p50_ms")  # latencies that are reported for both if they differ
 MAX_COLUMNS = 16
-MAX_LOADS = 6
-"""Maximum number of loads that sentences name; the table has all."""
+MAX_LOADS = 6  # maximum number of loads that sentences name; the table has all
 UNEVEN = 0.2
 """Minimum difference of the busy shares of prefill and decode from which one of them is reported as the bottleneck."""
 

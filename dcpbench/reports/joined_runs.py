@@ -36,8 +36,7 @@ class EngineRun:
     """Hold all records of one engine as one run, or the imported records of one run."""
 
     run: Run
-    sources: tuple[str, ...]
-    """Names of the runs that the records come from."""
+    sources: tuple[str, ...]  # names of the runs that the records come from
     imported: bool = False
 
 

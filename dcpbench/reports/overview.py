@@ -33,12 +33,9 @@ if TYPE_CHECKING:
 
     from dcpbench.reports.dataframes import Frames
 
-MAX_NAMES = 6
-"""Maximum number of layouts or models that a title names; above it the title counts them."""
-MAX_CLAUSES = 3
-"""Maximum number of loads without KV capacity that a bullet names."""
-MAX_BULLETS = 4
-"""Maximum number of bullets below the first sentence."""
+MAX_NAMES = 6  # maximum number of layouts or models that a title names; above it the title counts them
+MAX_CLAUSES = 3  # maximum number of loads without KV capacity that a bullet names
+MAX_BULLETS = 4  # maximum number of bullets below the first sentence
 
 
 def format_title(frames: Frames) -> str:

@@ -39,8 +39,7 @@ SOME_LOADS = 24
 """Maximum number of panels and points if there are more than the limits above: fewer are as readable and drawn in half
 the time.
 """
-FORMATS = ("png", "svg")
-"""File formats of every figure."""
+FORMATS = ("png", "svg")  # file formats of every figure
 OVERVIEW, BREAK_EVEN, KV, PHASES, ENGINES, STEPS = "overview", "break-even", "kv", "phases", "engines", "engine-steps"
 """Subjects of the figures that are not in figures.LINES; the first two show all models at once."""
 
@@ -51,11 +50,9 @@ class Picture:
 
     subject: str
     """`throughput`, `ttft`, `itl`, `frontier`, `overview`, `break-even`, `kv`, `phases`, `engines` or `engine-steps`."""
-    mode: str
-    """`live` or `replay`, of served requests; empty for `decode`, and for what does not depend on it."""
+    mode: str  # `live` or `replay`, of served requests; empty for `decode`, and for what does not depend on it
     title: str
-    alt: str
-    """Alternative text of the figure."""
+    alt: str  # alternative text of the figure
     png: Path
     svg: Path
     pdf: Path | None = None
@@ -200,8 +197,7 @@ class FigureWriter:
     look: style.Style
     drawn: bool = True
     formats: tuple[str, ...] = FORMATS
-    of: int = 0
-    """Total number of figures."""
+    of: int = 0  # total number of figures
     watch: Callable[[str], None] = lambda _: None
     pictures: list[Picture] = dataclasses.field(default_factory=list)
 

@@ -19,14 +19,13 @@ STAY = ("cpu", "graph_differs", "inaccurate")
 """Warnings shown at every number, even if all points have them, because a reader of a single number
 must not miss them.
 """
-REASONS = {
+REASONS = {  # text for each cause of lowered clocks
     "sw_power_cap": "the power limit",
     "hw_slowdown": "the hardware's slowdown",
     "sw_thermal": "heat",
     "hw_thermal": "heat, by the hardware",
     "hw_power_brake": "the power brake",
 }
-"""Text for each cause of lowered clocks."""
 
 
 def list_shown(marks: Iterable[str]) -> list[str]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from dcpbench.reports.dataframes import Frames
 
-INNER = (
+INNER = (  # columns that only distinguish points from each other and are not exported
     "same_load",
     "slo_recorded",
     "in_step",
@@ -32,7 +32,6 @@ INNER = (
     "slo_missed",
     "load_with_any_chunk",
 )
-"""Columns that only distinguish points from each other and are not exported."""
 
 
 def write_csv(frames: Frames, path: Path) -> None:

@@ -28,16 +28,14 @@ ENOUGH = 0.75
 none.
 """
 MAX_RULES = 4
-MAX_LOADS = 2
-"""Maximum number of loads named if several have the same number of tokens in flight."""
+MAX_LOADS = 2  # maximum number of loads named if several have the same number of tokens in flight
 MILLION = 1_000_000
-NEEDED = (
+NEEDED = (  # columns of `Findings.against_others` that a rule needs, in addition to those of a load
     *("device", "named", "who", "concurrency", "input_typical", "load_arrival", "arrival", "layers", "layers_held"),
     *("slo_excess", "slo_missed", "slo_result", "slo_limits", "meets", "near", "ratio"),
     *("output_tok_s", "output_tok_s_low", "output_tok_s_high"),
     launch_bands.COLUMN,
 )
-"""Columns of `Findings.against_others` that a rule needs, in addition to those of a load."""
 
 
 def format_recommendation(rows: pd.DataFrame) -> str:
@@ -126,16 +124,13 @@ def format_load(row: pd.Series[Any]) -> str:
 class Rule:
     """Describe one layout up to a load, and one from a heavier load on, which may be the same."""
 
-    rows: pd.DataFrame
-    """Rows of all loads."""
+    rows: pd.DataFrame  # rows of all loads
     loads: pd.DataFrame
     """Rows of the loads that some layout runs within the SLO; `place` numbers them from light to heavy."""
     first: str
     then: str
-    at: int
-    """The `place` of the first load from which `then` is to be used."""
-    right: list[bool]
-    """True for each load in which the rule's layout is within the SLO and none is clearly ahead of it."""
+    at: int  # the `place` of the first load from which `then` is to be used
+    right: list[bool]  # true for each load in which the rule's layout is within the SLO and none is clearly ahead of it
 
     @property
     def share(self) -> float:

@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from dcpbench.reports.tables import Table
 
 
-FOLDED = "The answer in full"
-"""Heading of the bullets of a section that are folded."""
+FOLDED = "The answer in full"  # heading of the bullets of a section that are folded
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -45,21 +44,16 @@ class Section:
 
     slug: str
     title: str
-    lead: str = ""
-    """Sentence that answers the section's question."""
-    aside: str = ""
-    """Conditions that change how the numbers of the section are to be read."""
-    first: list[Picture] = dataclasses.field(default_factory=list)
-    """Pictures above everything but the lead."""
+    lead: str = ""  # sentence that answers the section's question
+    aside: str = ""  # conditions that change how the numbers of the section are to be read
+    first: list[Picture] = dataclasses.field(default_factory=list)  # pictures above everything but the lead
     paragraphs: list[str] = dataclasses.field(default_factory=list)
     bullets: list[str] = dataclasses.field(default_factory=list)
-    folded: list[str] = dataclasses.field(default_factory=list)
-    """Further bullets, folded under FOLDED."""
+    folded: list[str] = dataclasses.field(default_factory=list)  # further bullets, folded under FOLDED
     commands: list[str] = dataclasses.field(default_factory=list)
     tables: list[Table] = dataclasses.field(default_factory=list)
     pictures: list[Picture] = dataclasses.field(default_factory=list)
-    notes: list[str] = dataclasses.field(default_factory=list)
-    """Paragraphs below the tables."""
+    notes: list[str] = dataclasses.field(default_factory=list)  # paragraphs below the tables
 
     def is_more_than_tables(self) -> bool:
         """Return True if the section has anything besides tables."""

@@ -23,14 +23,10 @@ if TYPE_CHECKING:
     from dcpbench.reports.dataframes import Frames
 
 CHUNK = "load_chunk"
-MAX_LOADS = 4
-"""Maximum number of loads that the sentence names."""
-MAX_CHUNKS = 12
-"""Maximum number of columns of the table."""
-BEYOND_P99 = 0.01
-"""Share of steps that hold chunks; below it p99 may be smaller than all gaps that the chunks lengthen."""
-HALF = 0.5
-"""Share of steps that hold chunks; above it the median gap is one of the lengthened ones."""
+MAX_LOADS = 4  # maximum number of loads that the sentence names
+MAX_CHUNKS = 12  # maximum number of columns of the table
+BEYOND_P99 = 0.01  # share of steps that hold chunks; below it p99 may be smaller than all gaps that the chunks lengthen
+HALF = 0.5  # share of steps that hold chunks; above it the median gap is one of the lengthened ones
 
 
 def describe_stalls(points: pd.DataFrame) -> str:

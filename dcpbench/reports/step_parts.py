@@ -37,7 +37,7 @@ ATTENTION, EXCHANGE, REDUCE, PROJECTIONS, EXPERTS, NORMS, OTHERS = (
     "norms, rope, KV write",
     "other kernels",
 )
-STEP_PARTS = (
+STEP_PARTS = (  # common parts in the order of a layer. Names that none of them has are UNKNOWN.
     StepPart(ATTENTION, ("attention", "prefill"), ("attention",), "#332288"),
     StepPart(EXCHANGE, ("q_gather", "merge", "dp_gather", "prefix_gather"), ("exchange", "merge"), "#CC6677"),
     StepPart(REDUCE, ("attn_reduce", "mlp_reduce"), ("all-reduce",), "#117733"),
@@ -47,7 +47,6 @@ STEP_PARTS = (
     StepPart(OTHERS, ("embed", "other"), ("sampling", "copies", "elementwise"), "#44AA99"),
     StepPart(UNKNOWN, (), (UNKNOWN,), "#000000"),
 )
-"""Common parts in the order of a layer. Names that none of them has are UNKNOWN."""
 MATRIX_PRODUCTS, COMMUNICATION = "projections and experts", "exchange, merge and all-reduce"
 SUMS = {MATRIX_PRODUCTS: (PROJECTIONS, EXPERTS), COMMUNICATION: (EXCHANGE, REDUCE)}
 """Sums of parts that contain the same work in all engines where the parts themselves do not; the second with attention DP."""

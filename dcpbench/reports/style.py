@@ -58,8 +58,7 @@ class Style:
     distinguishes two lines of one layout.
     """
 
-    lines: list[tuple[str, str]]
-    """Layout and variant of each that was run, in the order of legends."""
+    lines: list[tuple[str, str]]  # layout and variant of each that was run, in the order of legends
     runs: list[str]
 
     @classmethod

@@ -38,8 +38,7 @@ if TYPE_CHECKING:
     from dcpbench.records.metrics import Metric
     from dcpbench.reports.dataframes import Frames
 
-FOLD_ABOVE = 24
-"""Number of rows above which a table that only supports a figure is folded at first."""
+FOLD_ABOVE = 24  # number of rows above which a table that only supports a figure is folded at first
 MANY_ROWS = 12
 """Maximum number of rows of a table that Markdown shows unfolded, and of a folded one that does not state its row
 count.
@@ -49,8 +48,7 @@ MAX_CELL_CHARS = 1_000
 """Maximum number of rows of a table, and of characters of a cell: a long name must not dominate it, and points.csv has
 all.
 """
-MAX_DETAIL_CHARS = 600
-"""Maximum number of characters of a log; its end is kept because it is the most informative part."""
+MAX_DETAIL_CHARS = 600  # maximum number of characters of a log; its end is kept because it is the most informative part
 Column = tuple[str, "str | Callable[[Any], str]"]
 """Heading of a column, and its content: the name of a row's field, or a function of the row."""
 
@@ -62,8 +60,7 @@ class Table:
     title: str
     columns: list[str]
     rows: list[list[str]]
-    text_columns: int = 1
-    """Number of leading columns with text; the others hold numbers and are right-aligned."""
+    text_columns: int = 1  # number of leading columns with text; the others hold numbers and are right-aligned
     fold: bool = False
 
     @property

@@ -31,22 +31,18 @@ if TYPE_CHECKING:
 
     from dcpbench.reports.dataframes import Frames
 
-MAX_ROWS = 2_000
-"""Maximum number of rows of all tables; more would scroll by for minutes."""
-MAX_NAMED_LOADS = 8
-"""Maximum number of loads named per layout that misses the SLO."""
+MAX_ROWS = 2_000  # maximum number of rows of all tables; more would scroll by for minutes
+MAX_NAMED_LOADS = 8  # maximum number of loads named per layout that misses the SLO
 KINDS = {CLOSED: "closed loop", GAMMA: "open loop", TRACE: TRACE_TIMES}
 LOADS = {CLOSED: "conc.", GAMMA: "req/s"}
 SCATTER = (
     "scatter: 95 % interval of the median within one launch. Another launch differs by more, with dcpbench's own engine by up "
     f"to {REPEATS_AGREE_WITHIN * 100:g} %; `dcpbench compare` measures it from four launches of each side."
 )
-IMPLIED = ("cpu", "oversubscribed")
-"""Warnings that the title and the layout already express."""
+IMPLIED = ("cpu", "oversubscribed")  # warnings that the title and the layout already express
 TOKENS = ((1e6, "M"), (1e3, "k"), (1.0, ""))  # units of KV capacities, largest first
-MAX_WORD_WIDTH = 24
-"""Maximum width of a word of a label, in terminal columns."""
-STEP_COLUMNS = {
+MAX_WORD_WIDTH = 24  # maximum width of a word of a label, in terminal columns
+STEP_COLUMNS = {  # short headings of parts of a step in the terminal
     ATTENTION: "attn",
     EXCHANGE: "exch.",
     COMMUNICATION: "exch.+red.",
@@ -55,7 +51,6 @@ STEP_COLUMNS = {
     OTHERS: "other",
     IDLE: "idle",
 }
-"""Short headings of parts of a step in the terminal."""
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -289,8 +284,7 @@ class Column:
     cells: Sequence[str]
     drop: int | None = None
     """Rank for dropping: on narrow terminals the columns with the lowest values go first; None means never."""
-    full_name: str = ""
-    """Name of the column in the list of dropped columns, if its heading alone is unclear."""
+    full_name: str = ""  # name of the column in the list of dropped columns, if its heading alone is unclear
 
     text: bool = False
 
@@ -308,8 +302,7 @@ class FittedTable:
     labels: Sequence[str]
     columns: Sequence[Column]
     marks: Sequence[Sequence[str]] = ()  # warnings of each row; printed as letters with a legend if they do not fit
-    gap: int = 2
-    """Number of spaces between columns; more than one if the width allows."""
+    gap: int = 2  # number of spaces between columns; more than one if the width allows
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the parts of the table to Rich."""

@@ -13,13 +13,12 @@ import math
 import re
 from functools import cache
 
-Lch = tuple[float, float, float]
-"""Lightness, chroma and hue of Björn Ottosson's OKLCH, where equal steps look equal."""
+Lch = tuple[float, float, float]  # lightness, chroma and hue of Björn Ottosson's OKLCH, where equal steps look equal
 PLAIN: Lch = (0.53, 0.14, 245)
 DCP: tuple[Lch, ...] = ((0.72, 0.16, 78), (0.63, 0.18, 48), (0.50, 0.19, 22), (0.40, 0.14, 5))
 DP: tuple[Lch, ...] = ((0.72, 0.12, 190), (0.62, 0.13, 163), (0.43, 0.11, 150), (0.35, 0.09, 135))
 """Degrees 2, 4, 8, and 16 or more."""
-BOTH: tuple[Lch, ...] = (
+BOTH: tuple[Lch, ...] = (  # 2 × 2; 2 × 4 and 4 × 2; 2 × 8, 4 × 4 and 8 × 2, which is used for all further ones
     (0.68, 0.13, 345),
     (0.58, 0.17, 325),
     (0.50, 0.20, 300),
@@ -27,11 +26,8 @@ BOTH: tuple[Lch, ...] = (
     (0.66, 0.09, 285),
     (0.46, 0.07, 320),
 )
-"""2 × 2; 2 × 4 and 4 × 2; 2 × 8, 4 × 4 and 8 × 2, which is used for all further ones."""
-SHADES = (0.0, -0.10, 0.06)
-"""Added to the lightness: of tp4 and tp32, of tp8, and of tp2 and tp16."""
-ALONE = 0.17
-"""Chroma of tp1."""
+SHADES = (0.0, -0.10, 0.06)  # added to the lightness: of tp4 and tp32, of tp8, and of tp2 and tp16
+ALONE = 0.17  # chroma of tp1
 ON_DARK = 0.13
 DARKEST_ON_DARK, LIGHTEST = 0.53, 0.92
 PALEST, DARKEST = 0.78, 0.36

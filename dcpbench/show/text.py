@@ -19,12 +19,10 @@ MAX_TEXT_CHARS = 2_000
 """Maximum number of characters kept of a string of a record; the omitted part is noted with a hash."""
 MAX_NAME_CHARS, MAX_LINE_CHARS = 200, 300
 """Maximum number of characters of a name, and of a sentence, in lists and tables."""
-LINES = "\n\t"
-"""Control characters kept in multi-line strings."""
+LINES = "\n\t"  # control characters kept in multi-line strings
 HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
 """Unicode categories that a terminal obeys instead of showing: controls, direction marks, lone surrogates, …"""
-FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
-"""A spreadsheet would run a cell that starts with one of these."""
+FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet would run a cell that starts with one of these
 
 
 def format_count(n: int, what: str) -> str:

@@ -24,14 +24,10 @@ if TYPE_CHECKING:
     from dcpbench.top.gpu_monitor import GpuState
     from dcpbench.top.state import State
 
-BAR = 60
-"""Columns of the bar at most."""
-WIDE, NARROW = 70, 50
-"""Columns of the terminal from which on, and below which, tables have all and least columns."""
-FIXED_LINES = 12
-"""Lines above and around the last points."""
-MAX_LAST_POINTS, MIN_LAST_POINTS = 20, 3
-"""Last points that are shown."""
+BAR = 60  # columns of the bar at most
+WIDE, NARROW = 70, 50  # columns of the terminal from which on, and below which, tables have all and least columns
+FIXED_LINES = 12  # lines above and around the last points
+MAX_LAST_POINTS, MIN_LAST_POINTS = 20, 3  # last points that are shown
 
 
 def render_state(state: State, width: int, height: int) -> RenderableType:

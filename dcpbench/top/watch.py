@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 
     Show = Callable[[State], None]
 
-RUNS = Path("runs")
-"""Default parent folder of runs of sweep and serve."""
+RUNS = Path("runs")  # default parent folder of runs of sweep and serve
 
 
 def top(folder: Path | None, *, every: float = 1.0, once: bool = False, as_json: bool = False) -> int:

@@ -29,19 +29,15 @@ if TYPE_CHECKING:
 
 MAX_POINTS = 20_000
 """Maximum number of points that a page holds; a browser draws these within seconds, and points.csv has all."""
-DIGITS = 7
-"""Number of significant digits in a page; points.csv has all."""
-MAX_CELL_CHARS = 4000
-"""Maximum number of characters of a sentence or a cell; records.jsonl has all."""
-MAX_NAME_CHARS = 200
-"""Maximum number of characters of a name in the page's data, where each point repeats it."""
+DIGITS = 7  # number of significant digits in a page; points.csv has all
+MAX_CELL_CHARS = 4000  # maximum number of characters of a sentence or a cell; records.jsonl has all
+MAX_NAME_CHARS = 200  # maximum number of characters of a name in the page's data, where each point repeats it
 MAX_COMMAND_CHARS = 2000
 """Maximum number of characters of a command; a longer one contains a name that reports cut, and would select another
 point.
 """
-UNMARKED = "unmarked"
-"""Filter value for points without a warning."""
-LOADS = {
+UNMARKED = "unmarked"  # filter value for points without a warning
+LOADS = {  # label and unit of the numbers of a load and layout
     "concurrency": ("concurrency", "requests"),
     "load_request_rate": ("request rate", "requests/s"),
     "context": ("context", "tokens"),
@@ -50,8 +46,7 @@ LOADS = {
     "dp": ("attention replicas (dp)", ""),
     "dcp": ("KV shards (dcp)", ""),
 }
-"""Label and unit of the numbers of a load and layout."""
-FILTERS = {
+FILTERS = {  # names in the page's data, with the label that the page shows
     "layout": "layout",
     **{axis.name: axis.title for axis in (*AXES, *LOAD_AXES) if axis.title},
     "load": "load",
@@ -59,15 +54,12 @@ FILTERS = {
     "run": "run",
     "marks": "marks",
 }
-"""Names in the page's data, with the label that the page shows."""
 COLOURS = (*(name for name in FILTERS if name not in ("load", "marks")), "backend", "device")
 """Names by which the reader's own chart can be coloured."""
 PHASE = "phase:"
 IDLE = f"{PHASE}idle"
-Columns = dict[str, list[Any]]
-"""Values of each name, for all points in order."""
-ExtraValues = dict[tuple[Any, ...], dict[str, Any]]
-"""Additional values of points, keyed by the columns SAME."""
+Columns = dict[str, list[Any]]  # values of each name, for all points in order
+ExtraValues = dict[tuple[Any, ...], dict[str, Any]]  # additional values of points, keyed by the columns SAME
 
 
 def format_brief(text: object, most: int = MAX_CELL_CHARS) -> str:
@@ -81,12 +73,11 @@ def _make_field(name: str, label: str, unit: str, metric: Metric | None = None) 
     return {"name": name, "label": label, "unit": unit, "table": metric in PAGE_TABLE, "range": ranged}
 
 
-FIELDS = [
+FIELDS = [  # numeric fields of a point on the page, in order
     *(_make_field(name, *words) for name, words in LOADS.items()),
     *(_make_field(metric.name, metric.label, metric.shown_unit or "", metric) for metric in PAGE),
     _make_field("repeats", "repeats", ""),
 ]
-"""Numeric fields of a point on the page, in order."""
 
 
 def build_page_data(frames: Frames, most: int = MAX_POINTS) -> dict[str, Any]:
@@ -143,10 +134,8 @@ def _list_rejected(frames: Frames) -> list[dict[str, Any]]:
     ]
 
 
-LOOPS = {CLOSED: "closed loop", GAMMA: "open loop"}
-"""Text for each kind of arrival."""
-SAME = [*LOAD, "label"]
-"""Columns that only a point and its comparison with its baseline share."""
+LOOPS = {CLOSED: "closed loop", GAMMA: "open loop"}  # text for each kind of arrival
+SAME = [*LOAD, "label"]  # columns that only a point and its comparison with its baseline share
 
 
 def _collect_ratios(frames: Frames) -> ExtraValues:
