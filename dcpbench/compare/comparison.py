@@ -74,9 +74,7 @@ class PointResult(msgspec.Struct, kw_only=True):
     marks_a: list[str] = []
     marks_b: list[str] = []
     output_tok_s: tuple[float, float] | None = None
-    """Output tok/s of A and B in `decode`: concurrency / step time. Null in `serve`, which has rows
-    for its throughput.
-    """
+    """Output tok/s of A and B in `decode`: concurrency / step time. Null in `serve`, which has rows for its throughput."""
     rows: list[Row] = []
     not_compared: list[Uncompared] = []
 
@@ -95,9 +93,7 @@ class Difference(msgspec.Struct, kw_only=True):
 
 
 class LayersHeld(msgspec.Struct, frozen=True, kw_only=True):
-    """Hold a model that did not fit on a side: the number of its layers that were in memory, and
-    were cycled through.
-    """
+    """Hold a model that did not fit on a side: the number of its layers that were in memory, and were cycled through."""
 
     side: Literal["a", "b"]
     model: str

@@ -90,9 +90,7 @@ def collect_warnings(records: Iterable[Record]) -> list[str]:
 
 
 def _list_conditions(r: Record, settings: Sequence[str], asked: Sequence[str]) -> list[tuple[str, Sequence[object]]]:
-    """Return how a record was taken, as pairs of name and values, including these `settings` of its machine and its
-    command.
-    """
+    """Return how a record was taken, as pairs of name and values, including these `settings` of its machine and its command."""
     env, honesty, given = r.environment, r.honesty, r.measured_with
     return [
         *((what, [getattr(env, name)] if env else []) for what, name in ENVIRONMENT),

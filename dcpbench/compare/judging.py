@@ -164,8 +164,7 @@ def _compare_point(pair: Pair, options: Options, a: Sequence[Run], b: Sequence[R
 
 
 def _compute_forecast_error(metric: Metric, pair: Pair) -> tuple[float, float] | None:
-    """Return by how much the logarithm of the ratio may be lower and higher due to forecasts; 0 without one, None
-    without ends.
+    """Return by how much the logarithm of the ratio may be lower and higher due to forecasts; 0 without one, None without ends.
 
     The ends that are furthest off count, as if forecasts of A and of B erred independently: no record has the error
     that both share.

@@ -117,9 +117,7 @@ def _check_count(points: int) -> None:
 
 
 def _count_lines(path: Path) -> int:
-    """Return the number of lines of a file; 0 for anything that is no regular file, for which reading raises a specific
-    error.
-    """
+    """Return the number of lines of a file; 0 for anything that is no regular file, for which reading raises a specific error."""
     if not path.is_file():
         return 0
     with path.open("rb") as file:
@@ -206,9 +204,7 @@ def _group_by_point(launches: Sequence[Run], across: Sequence[str]) -> dict[str,
 
 
 def _compute_identity(record: Record) -> bytes:
-    """Return the identity of a measurement and its copies; empty without a start time, because two equal ones may be
-    distinct.
-    """
+    """Return the identity of a measurement and its copies; empty without a start time, because two equal ones may be distinct."""
     return compute_measurement_digest(record) if has_results(record) and record.started_at else b""
 
 

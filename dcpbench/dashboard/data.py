@@ -59,9 +59,7 @@ class History:
 
     @property
     def layers_held(self) -> str:
-        """Return a note that the whole model did not fit in the newest run of this point; empty if all layers were
-        held.
-        """
+        """Return a note that the whole model did not fit in the newest run of this point; empty if all layers were held."""
         return next((entry.layers_held for _, entry in reversed(self.entries) if entry.values), "")
 
     def find_changes(self) -> None:
@@ -272,9 +270,7 @@ def _collect_latest(
 
 
 def _group_similar(moved: Sequence[ChangedPoint], histories: Sequence[History]) -> list[list[ChangedPoint]]:
-    """Return groups of points of one layout that all became better, or all worse, by similar steps;
-    the largest first.
-    """
+    """Return groups of points of one layout that all became better, or all worse, by similar steps; the largest first."""
     groups: list[list[ChangedPoint]] = []
     newest: dict[tuple[str, str], list[ChangedPoint]] = {}
     for one in sorted(moved, key=lambda one: -one.size):
@@ -288,9 +284,7 @@ def _group_similar(moved: Sequence[ChangedPoint], histories: Sequence[History]) 
 
 
 def _summarize_group(group: Sequence[ChangedPoint], histories: Sequence[History]) -> dict[str, object]:
-    """Return the point that changed most, and each metric with its number of points, its range and
-    its largest change.
-    """
+    """Return the point that changed most, and each metric with its number of points, its range and its largest change."""
     rows = []
     for number in sorted({number for one in group for number in one.steps}):
         steps = sorted((one.steps[number] for one in group if number in one.steps), key=_compute_size, reverse=True)
@@ -372,9 +366,7 @@ def _encode_gaps(numbers: Sequence[int]) -> list[int]:
 
 
 def _to_json_number(value: float | None) -> float | int | None:
-    """Return the value with five significant digits, more than any of these figures is accurate to; null if it is not
-    finite.
-    """
+    """Return the value with five significant digits, more than any of these figures is accurate to; null if it is not finite."""
     if value is None or not math.isfinite(value):
         return None
     short = float(f"{value:.{DIGITS}g}")

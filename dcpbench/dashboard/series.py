@@ -45,9 +45,7 @@ class Line:
     hardware: str  # `4 × NVIDIA H200`, or `CPU`
     driver: str
     conditions: tuple[str, ...]
-    """Settings that change the figures: KV memory, a time limit, objectives, NCCL's variables, and the source of an
-    import.
-    """
+    """Settings that change the figures: KV memory, a time limit, objectives, NCCL's variables, and the source of an import."""
     example: Point = dataclasses.field(compare=False)
     cpu: bool  # true for functional runs, in which times say nothing about performance
 
@@ -71,9 +69,7 @@ class Entry:
 
 
 def collect_lines(records: Sequence[Record]) -> dict[Line, Entry]:
-    """Return the lines of one run; a record without an environment, such as a rejected one, gets the run's most common
-    one.
-    """
+    """Return the lines of one run; a record without an environment, such as a rejected one, gets the run's most common one."""
     usual = Counter(_describe_hardware(r.environment) for r in records if r.environment)
     fallback = usual.most_common(1)[0][0] if usual else (NOT_RECORDED, NOT_RECORDED)
     conditions = Counter(_list_conditions(r) for r in records if r.outcome == "ok")

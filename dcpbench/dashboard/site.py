@@ -1,6 +1,4 @@
-"""Build a complete site in a folder: data and index first, then the pages of runs; other programs'
-folders are refused.
-"""
+"""Build a complete site in a folder: data and index first, then the pages of runs; other programs' folders are refused."""
 
 from __future__ import annotations
 

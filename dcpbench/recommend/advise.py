@@ -1,6 +1,4 @@
-"""Answer a query: find the layouts that fit, forecast each under each load, and choose the best of
-each load. No torch.
-"""
+"""Answer a query: find the layouts that fit, forecast each under each load, and choose the best of each load. No torch."""
 
 from __future__ import annotations
 
@@ -199,9 +197,7 @@ def is_ahead(a: Forecast, b: Forecast) -> bool:
 
 
 def compute_price(price: float, of: Forecast) -> tuple[float, float, float]:
-    """Return (mean, low, high) of the price of a million output tokens: price per GPU hour · GPUs / (3600 · tok/s) ·
-    10⁶.
-    """
+    """Return (mean, low, high) of the price of a million output tokens: price per GPU hour · GPUs / (3600 · tok/s) · 10⁶."""
 
     def compute_at(tok_s: float) -> float:
         return price * of.point.tp / 3600 / tok_s * 1e6
@@ -466,9 +462,7 @@ def _choose_refusal(found: Sequence[Refusal]) -> Refusal:
 
 
 def _drop_layers_held(ask: Query, found: Forecast) -> Forecast:
-    """Return the forecast without its number of held layers if the whole model fits the query: its
-    run had less memory.
-    """
+    """Return the forecast without its number of held layers if the whole model fits the query: its run had less memory."""
     if found.layers_held is None:
         return found
     whole = measure_whole_model(found.point, ask.settings, load_shape(ask.model), _make_probe(ask))
@@ -560,9 +554,7 @@ def _explain_cpu(ask: Query) -> str:
 
 
 def format_measure_command(ask: Query, points: Sequence[Point], axes: Sequence[str]) -> str:
-    """Return the command that measures these points with all options of the query and the points' values of these
-    layout axes.
-    """
+    """Return the command that measures these points with all options of the query and the points' values of these layout axes."""
     loads = [p.load for p in points if p.load is not None]
 
     def format_values(name: str, of: Sequence[Point] | Sequence[Load] = points) -> str:
@@ -670,9 +662,7 @@ def _is_same_load(seen: Point, wanted: Point, *, server: bool = False) -> bool:
 
 
 def _select_step_times(ask: Query, known: Evidence) -> tuple[dict[str, StepTimes], list[str]]:
-    """Return the files of step times that apply to the query, and sentences on the others and on
-    limitations of these.
-    """
+    """Return the files of step times that apply to the query, and sentences on the others and on limitations of these."""
     found, notes = {}, []
     for file, times in known.times.items():
         of = _add_engine_settings(times, _make_point(ask, Layout(1), NO_EXCHANGE, CUT, 1, 1, None))

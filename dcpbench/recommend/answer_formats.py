@@ -1,6 +1,4 @@
-"""Format an answer as text, JSON, Markdown and a picture: the sentence, a table of loads, what does not fit, commands.
-No torch.
-"""
+"""Format an answer as text, JSON, Markdown and a picture: the sentence, a table of loads, what does not fit, commands. No torch."""
 
 from __future__ import annotations
 
@@ -55,9 +53,7 @@ COLUMNS = ("load", "best", "tok/s", "tok/s\nper GPU", "ITL p50\nms", "TTFT p50\n
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Start:
-    """Describe how an engine is started in a recommended layout or, if it lacks a part of that, in the nearest that it
-    can run.
-    """
+    """Describe how an engine is started in a recommended layout or, if it lacks a part of that, in the nearest that it can run."""
 
     engine: str
     command: str = ""  # empty if there is no configuration that the engine can run
@@ -108,9 +104,7 @@ def _format_layers_held(choices: Sequence[Choice]) -> str:
 
 
 def _format_lock_step(ask: Query, choices: Sequence[Choice]) -> str:
-    """Return a sentence if the advantage of attention DP in the answer depends on clients that run in lock-step; else
-    empty.
-    """
+    """Return a sentence if the advantage of attention DP in the answer depends on clients that run in lock-step; else empty."""
     waves = _list_lock_step_loads(ask)
     if not waves or not any(f.point.dp > 1 for choice in choices for f in choice.level):
         return ""
@@ -548,9 +542,7 @@ def draw_picture(ask: Query, choices: Sequence[Choice], path: Path) -> None:
 
 
 def _choose_styles(forecasts: Sequence[Forecast]) -> dict[str, dict[str, str]]:
-    """Return colour and marker of each name: those of its layout, with further markers for other names of the same
-    layout.
-    """
+    """Return colour and marker of each name: those of its layout, with further markers for other names of the same layout."""
     from dcpbench.show.figure_style import get_marker
     from dcpbench.show.layouts import find_marker_index, get_colours
 

@@ -39,9 +39,7 @@ if TYPE_CHECKING:
 LAUNCH, QUANTISING = "launch", "quantising"
 """Names of the terms for the µs of every layer, and for the additional µs of one with fp8 weights."""
 WAITING = "waiting"
-"""Name of the term for the wait for the rank with most experts to read, relative to the wait that random routing
-implies.
-"""
+"""Name of the term for the wait for the rank with most experts to read, relative to the wait that random routing implies."""
 EXCHANGES, COLLECTIVES = "exchanges", "collectives"
 """Names of the terms for calls between ranks, relative to their modelled time in steps: DCP's own, and all others."""
 PARTS: dict[str, tuple[str, ...]] = {
@@ -65,13 +63,9 @@ class Steps(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Hold the parameters that published steps give for steps that were not measured; stored in a file."""
 
     terms: dict[str, float]
-    """Fitted parameters: µs for PER_LAYER, 1 / share for FLOORED, the ratio to the computed time for WAITING and
-    CALLED.
-    """
+    """Fitted parameters: µs for PER_LAYER, 1 / share for FLOORED, the ratio to the computed time for WAITING and CALLED."""
     without: dict[str, dict[str, float]]
-    """The parameters fitted without the steps of a model, by its name: a score must not use the
-    steps that it judges.
-    """
+    """The parameters fitted without the steps of a model, by its name: a score must not use the steps that it judges."""
     band: float  # 90th percentile of |estimate / measured − 1|, for a model that the fit had not seen
     ratio_band: float  # the same percentile for the ratio of two layouts at one load, in which common errors cancel
     machine: str  # machine of the published steps; a GPU of points/gpus.py
@@ -156,8 +150,7 @@ def get_call_term(what: str) -> str:
 
 
 def predict_calls(sharding: Sharding, rows: StepRows, known: Wire, exchange: str) -> dict[str, Seconds]:
-    """Return the calls between ranks of a step as the engine makes them, by kind; calls of one kind have the same
-    relative error.
+    """Return the calls between ranks of a step as the engine makes them, by kind; calls of one kind have the same relative error.
 
     Raise UsageError if a call is unknown for the machine.
     """

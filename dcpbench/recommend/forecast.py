@@ -1,6 +1,4 @@
-"""Forecast a load from a record, from measured step times in virtual time, or from an estimate of
-its steps. No torch.
-"""
+"""Forecast a load from a record, from measured step times in virtual time, or from an estimate of its steps. No torch."""
 
 from __future__ import annotations
 
@@ -108,9 +106,7 @@ class Forecast:
 
     @property
     def band(self) -> tuple[float, float]:
-        """Return the ends of the output: its own interval, widened to the difference between
-        launches if that is known.
-        """
+        """Return the ends of the output: its own interval, widened to the difference between launches if that is known."""
         repeats = 1 + (self.launch_band or 0.0)
         return min(self.low, self.tok_s / repeats), max(self.high, self.tok_s * repeats)
 
@@ -125,9 +121,7 @@ class Forecast:
         return format_point(self.point)
 
     def get_judged_value(self, name: str) -> tuple[str, float] | None:
-        """Return (percentile, ms) by which an objective is judged: p99 if there are enough samples, else the next lower
-        one.
-        """
+        """Return (percentile, ms) by which an objective is judged: p99 if there are enough samples, else the next lower one."""
         latencies: Percentiles = getattr(self, f"{name}_ms")
         for percentile in reversed(PERCENTILES):
             value = getattr(latencies, percentile)
@@ -397,9 +391,7 @@ def limit_requests(point: Point) -> Point:
 
 
 def _compute_scale_error(machine: Machine, steps: Steps) -> float:
-    """Return the additional relative error on another GPU than the one of the shares: the largest
-    error of its rates.
-    """
+    """Return the additional relative error on another GPU than the one of the shares: the largest error of its rates."""
     there = next(gpu for gpu in GPUS if gpu.name == steps.machine)
     if machine.gpu == there.name:
         return 0.0

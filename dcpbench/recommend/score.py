@@ -1,6 +1,4 @@
-"""Score a forecast: how often it would have picked the layout measured as best, compared with the
-best constant answer.
-"""
+"""Score a forecast: how often it would have picked the layout measured as best, compared with the best constant answer."""
 
 from __future__ import annotations
 

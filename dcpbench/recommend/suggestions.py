@@ -27,9 +27,7 @@ SMALLER_CHUNK = 8192  # number of prompt tokens of a step that is suggested if t
 
 
 def suggest_options(ask: Query, answers: Answers) -> list[str]:
-    """Return options with each of which there is an answer, with the nearest numbers that do; pairs if no single option
-    does.
-    """
+    """Return options with each of which there is an answer, with the nearest numbers that do; pairs if no single option does."""
     more = (words for words, other in _iter_more_gpus(ask) if answers(other))
     alone = (words for words, other in _iter_switches(ask) if answers(other))
     both = (
@@ -108,9 +106,7 @@ def _limit_chunk(load: Load) -> Load:
 
 
 def _find_largest(limit: int, holds: Callable[[int], bool]) -> int:
-    """Return the largest number of 1 to `most` for which `holds` is true, assuming that it is true up to that number;
-    else 0.
-    """
+    """Return the largest number of 1 to `most` for which `holds` is true, assuming that it is true up to that number; else 0."""
     low, high = 0, limit
     while low < high:
         middle = (low + high + 1) // 2

@@ -184,9 +184,7 @@ def describe_imports(frames: Frames) -> str:
 
 
 def describe_lock_step(frames: Frames) -> str:
-    """Describe that clients of closed loops run in lock-step and what that changes; empty if no
-    point on a GPU does so.
-    """
+    """Describe that clients of closed loops run in lock-step and what that changes; empty if no point on a GPU does so."""
     found = select_lock_step(frames.served)
     if found.empty:
         return ""
@@ -204,9 +202,7 @@ def select_lock_step(served: pd.DataFrame) -> pd.DataFrame:
 
 
 def describe_best(found: pd.DataFrame) -> str:
-    """Return the best layout of each load of one run, model and mode; consecutive loads with the same answer share a
-    clause.
-    """
+    """Return the best layout of each load of one run, model and mode; consecutive loads with the same answer share a clause."""
     if found.empty:
         return "No load was run with two layouts of equally many GPUs, so none can be called the best."
     judged = bool(found["slo_excess"].notna().any())
@@ -331,8 +327,7 @@ def describe_break_even(even: pd.DataFrame, ratios: pd.DataFrame, others: pd.Dat
 
 
 def _format_paying_loads(rows: pd.DataFrame) -> str:
-    """Return `tp4·dcp4 at 24–32 (1.03–1.05× tp4)` or `nowhere (at most 0.99× tp4, tp4·dcp4 at 4)` for one request
-    length.
+    """Return `tp4·dcp4 at 24–32 (1.03–1.05× tp4)` or `nowhere (at most 0.99× tp4, tp4·dcp4 at 4)` for one request length.
 
     `nowhere clearly` is used only if some ratio is above 1, but by no more than repeats may differ.
     """
@@ -361,9 +356,7 @@ def _format_paying_loads(rows: pd.DataFrame) -> str:
 
 
 def explain_jumps(points: pd.DataFrame) -> str:
-    """Explain jumps of throughput between neighbouring concurrencies that the layout does not
-    cause; empty without any.
-    """
+    """Explain jumps of throughput between neighbouring concurrencies that the layout does not cause; empty without any."""
     texts = []
     padded = findings.find_padded(points)
     clauses: dict[str, list[str]] = {}
@@ -406,9 +399,7 @@ def describe_kv_pressure(short_of_kv: pd.DataFrame, points: pd.DataFrame) -> str
 
 
 def describe_kv_capacity(kv: pd.DataFrame) -> str:
-    """Return how many more tokens the layout with the largest KV capacity holds; one sentence for all models if they
-    agree.
-    """
+    """Return how many more tokens the layout with the largest KV capacity holds; one sentence for all models if they agree."""
     more = kv if kv.empty else kv[(kv["dcp"] > 1) & kv["kv_ratio"].notna()]
     if more.empty:
         return ""
@@ -457,9 +448,7 @@ def describe_agreement(frames: Frames, apart: list[float]) -> str:
 
 
 def describe_trust(frames: Frames, apart: list[float]) -> str:
-    """State how well repeats and gaps between kernels agree, which points did not run, and how many points carry a
-    warning.
-    """
+    """State how well repeats and gaps between kernels agree, which points did not run, and how many points carry a warning."""
     texts = [describe_agreement(frames, apart)]
     if len(frames.others):
         texts.append(f"Not every point ran: {format_outcomes(frames)}, listed with reasons.")
@@ -557,9 +546,7 @@ def _format_break_even(group: pd.DataFrame) -> str:
 
 
 def _format_never(row: pd.Series[Any]) -> str:
-    """Return `never` if no ratio is above 1, `never clearly` if one is within the difference
-    between repeats, or LOST.
-    """
+    """Return `never` if no ratio is above 1, `never clearly` if one is within the difference between repeats, or LOST."""
     more = launch_bands.BY_MORE if row["single"] else "clearly"
     return LOST if row["ever"] else "never" if row["best"] <= 1 else f"never {more}"
 

@@ -138,9 +138,7 @@ def _build_ratio_grid(found: pd.DataFrame, where: str) -> Table:
 def _build_grid(
     title: str, found: pd.DataFrame, keys: list[str], names: list[str], cell: Callable[[Any], str]
 ) -> Table:
-    """Build a grid with a row for each value of `keys`, the first of which is the request length, and a column per
-    concurrency.
-    """
+    """Build a grid with a row for each value of `keys`, the first of which is the request length, and a column per concurrency."""
     if found.empty:
         return Table(title, [], [])
     short, shared = make_short_shapes(found["rest"]), find_shared_shape(found["rest"])

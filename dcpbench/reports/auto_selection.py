@@ -14,9 +14,7 @@ if TYPE_CHECKING:
 
 
 def build_table(frames: Frames) -> Table:
-    """Build a table with one row per measured point that left its backend or exchange to `auto`; each repeat has its
-    own row.
-    """
+    """Build a table with one row per measured point that left its backend or exchange to `auto`; each repeat has its own row."""
     rows = []
     for run in frames.runs:
         for record in run.records:

@@ -1,6 +1,4 @@
-"""Load records as tidy tables: one row per point with its repeats merged, and failed or rejected points in a separate
-table.
-"""
+"""Load records as tidy tables: one row per point with its repeats merged, and failed or rejected points in a separate table."""
 
 from __future__ import annotations
 
@@ -94,17 +92,13 @@ VARIES = {
     "kv_memory_gib": "{:g} GiB of KV",
     "limit_seconds": "ended at {:g} s",
 }
-"""Further fields of a load or of its serving settings that may distinguish two points of a report, with their print
-format.
-"""
+"""Further fields of a load or of its serving settings that may distinguish two points of a report, with their print format."""
 SOME_HAVE = tuple(name for name in VARIES if name not in ("kv_memory_gib", "limit_seconds"))
 """Fields of VARIES that only some points have; a missing value adds no information. Imports have only `requests`."""
 OTHERS = ("run", "model", "layout", "dcp", "context", "concurrency", "mode", "load", "repeat")
 """Columns of points that did not run, before those of LOST."""
 LOST = ("outcome", "reason", "detail", "no_room", "message", "cause", "device", "cpu", "gpus", "shape")
-"""Columns of points that did not run: outcome, the reason without job-specific or point-specific parts, memory, and
-hardware.
-"""
+"""Columns of points that did not run: outcome, the reason without job-specific or point-specific parts, memory, and hardware."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,9 +248,7 @@ def _add_load_columns(points: pd.DataFrame) -> pd.DataFrame:
 
 
 def _add_served_columns(table: pd.DataFrame) -> pd.DataFrame:
-    """Return served points with `load` as text, in reading order: by mode, then loads from light to heavy, then
-    layouts.
-    """
+    """Return served points with `load` as text, in reading order: by mode, then loads from light to heavy, then layouts."""
     if table.empty:
         return table
     # columns that may be unknown in every row, which pandas would not take for numbers
@@ -415,9 +407,7 @@ def sort_commonest_first(others: pd.DataFrame) -> pd.DataFrame:
 
 
 def _make_point_row(run: str, records: list[Record]) -> dict[str, Any]:
-    """Return the repeats of one point as one row: medians of medians; intervals are the envelope of the repeats'
-    intervals.
-    """
+    """Return the repeats of one point as one row: medians of medians; intervals are the envelope of the repeats' intervals."""
     point = records[0].point
     fields = [name for name in point.__struct_fields__ if name not in ("repeat", "load")]
     row: dict[str, Any] = {name: getattr(point, name) for name in fields}
@@ -543,8 +533,7 @@ def make_point_key(record: Record) -> str:
 
 
 def make_load_key(record: Record) -> str:
-    """Return a key that is equal for all points that were sent the same requests, in any mode, with the same KV memory
-    and limit.
+    """Return a key that is equal for all points that were sent the same requests, in any mode, with the same KV memory and limit.
 
     The key is empty for `decode`, because the point describes it completely.
     """
@@ -562,8 +551,7 @@ def compute_median(values: Iterable[float | None]) -> float | None:
 
 
 def merge_metrics(records: Sequence[Record], *names: str) -> dict[str, float | None]:
-    """Return columns of these metrics: the merged value of the repeats, and both ends of an interval if tables have
-    them.
+    """Return columns of these metrics: the merged value of the repeats, and both ends of an interval if tables have them.
 
     An interval is the envelope of the repeats' intervals, or of the repeats' values if they have no intervals.
     """
@@ -602,9 +590,7 @@ def _make_plain_table(rows: pd.DataFrame | list[dict[Any, Any]]) -> pd.DataFrame
 
 
 def _build_tidy_table(rows: list[dict[str, Any]]) -> pd.DataFrame:
-    """Return rows as a table in reading order, with a `variant` that distinguishes points of the
-    same layout and load.
-    """
+    """Return rows as a table in reading order, with a `variant` that distinguishes points of the same layout and load."""
     if not rows:
         return pd.DataFrame()
     table = _make_plain_table(rows)
@@ -629,9 +615,7 @@ def _format_variants(table: pd.DataFrame) -> list[str]:
 
 
 def _sort_table(table: pd.DataFrame, *columns: str) -> pd.DataFrame:
-    """Sort by these columns and the layout; numbers in texts sort by value, so that `max_num_seqs=8` comes before
-    `=32`.
-    """
+    """Sort by these columns and the layout; numbers in texts sort by value, so that `max_num_seqs=8` comes before `=32`."""
 
     def make_sort_key(column: pd.Series[Any]) -> pd.Series[Any]:
         if not any(isinstance(value, str) for value in column):

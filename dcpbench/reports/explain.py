@@ -1,6 +1,4 @@
-"""Provide the text around the tables: definitions, the meaning of warnings, reasons for absent values, and what to know
-first.
-"""
+"""Provide the text around the tables: definitions, the meaning of warnings, reasons for absent values, and what to know first."""
 
 from __future__ import annotations
 
@@ -294,9 +292,7 @@ def explain_absent(points: pd.DataFrame) -> list[str]:
 
 
 def describe_served(points: pd.DataFrame) -> list[str]:
-    """Describe the served points of one mode: their objectives, the accuracy of step predictions, and the reasons for
-    dashes.
-    """
+    """Describe the served points of one mode: their objectives, the accuracy of step predictions, and the reasons for dashes."""
     slos = [slo for slo in dict.fromkeys(points["slo"]) if slo]
     without = " (not all points)" if (points["slo"] == "").any() else ""
     objectives = f"Objectives behind goodput{without}: {'; or '.join(slos)}."

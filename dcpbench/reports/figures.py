@@ -60,9 +60,7 @@ TITLE_WIDTH = 42  # maximum number of characters per line of a panel's title
 PALE = "#D0D0D0"
 FRONTIER = (METRIC["tok_s_per_user"], METRIC["output_tok_s_per_gpu"])  # metrics on the axes of the frontier
 MAX_CURVES = 8
-"""Maximum number of curves in a panel of the break-even figure; with more, each layout with its exchange has its own
-panel.
-"""
+"""Maximum number of curves in a panel of the break-even figure; with more, each layout with its exchange has its own panel."""
 MAX_LOADS = 3
 """Maximum number of concurrencies in the phase figure; with more, the lowest, the middle and the highest are shown."""
 IDLE = "idle"  # name of the part of a step that belongs to no phase, drawn at the end of each bar
@@ -70,9 +68,7 @@ LABEL_WIDTH = 30  # maximum number of characters per line of a bar's label; a lo
 ASIDE = 0.05  # horizontal offset between points of the same load, as a share of the load
 LINE_OF_WORDS = 0.1  # height of a line of small text, as a share of the panel's height
 LEGEND_WIDTH, MAX_NAME_CHARS = 64, 160
-"""Maximum number of characters of a legend entry per line, and in all; names of a server's settings differ at their
-ends.
-"""
+"""Maximum number of characters of a legend entry per line, and in all; names of a server's settings differ at their ends."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,9 +89,7 @@ AXIS_OF_ARRIVAL = {
 
 
 def draw_throughput(points: pd.DataFrame, style: Style, title: str) -> Figure:
-    """Draw output tok/s of the whole layout, with 95 % intervals for `decode` and the range over repeats for served
-    runs.
-    """
+    """Draw output tok/s of the whole layout, with 95 % intervals for `decode` and the range over repeats for served runs."""
     figure, drawn, load = _start_figure(points, title)
     for ax, panel in drawn:
         for line, look in _iterate_series(panel, style, load.column):
@@ -165,9 +159,7 @@ def _find_tail_percentile(points: pd.DataFrame, name: str) -> str:
 
 
 def draw_frontier(points: pd.DataFrame, style: Style, title: str) -> Figure:
-    """Draw output tok/s/GPU against tok/s/user; a grey line joins the Pareto-optimal points, which are labelled with
-    their load.
-    """
+    """Draw output tok/s/GPU against tok/s/user; a grey line joins the Pareto-optimal points, which are labelled with their load."""
     from matplotlib.lines import Line2D
 
     figure, drawn, load = _start_figure(points, title)
@@ -480,9 +472,7 @@ def format_cpu_aside(points: pd.DataFrame) -> str:
 
 
 def _start_figure(points: pd.DataFrame, title: str) -> tuple[Figure, Panels, LoadAxis]:
-    """Create a figure with a panel for each request shape, and return it with the panels and the quantity of the x
-    axis.
-    """
+    """Create a figure with a panel for each request shape, and return it with the panels and the quantity of the x axis."""
     load = get_load_axis(points)
     form = "{} tokens" if load is DECODE else "{}"
     return *_make_panels(points, title, by="rest", form=form, order="input_typical"), load
@@ -718,9 +708,7 @@ def _compute_height_below(points: pd.DataFrame) -> float:
 
 
 def _draw_bars(ax: Axes, parts: list[tuple[int, float, float]], **look: Any) -> None:  # noqa: ANN401 - matplotlib's
-    """Draw parts of bars with the same look, each given as row, width and left end, in one call,
-    which is much faster.
-    """
+    """Draw parts of bars with the same look, each given as row, width and left end, in one call, which is much faster."""
     if parts:
         places, widths, lefts = zip(*parts, strict=True)
         ax.barh(places, widths, left=lefts, **look)

@@ -1,5 +1,4 @@
-"""Compute the findings of the records: best layout per load, DCP against its baseline, break-even, KV capacity,
-repeats.
+"""Compute the findings of the records: best layout per load, DCP against its baseline, break-even, KV capacity, repeats.
 
 Points of `decode` and of `serve` are treated the same way. Live runs and replays are kept apart; only
 `compare_replay_with_live` compares them. CPU runs have no findings about speed.
@@ -201,8 +200,7 @@ def compare_dcp_with_baseline(points: pd.DataFrame) -> pd.DataFrame:
 
 
 def compare_dcp_with_best(points: pd.DataFrame) -> pd.DataFrame:
-    """Return the throughput of every DCP point over that of the best layout without DCP under the same load, within the
-    SLO.
+    """Return the throughput of every DCP point over that of the best layout without DCP under the same load, within the SLO.
 
     `rival` is the fastest layout that meets the SLO; it may differ in everything except GPUs, dtype and weights. `low`
     and `high` bound the ratio. `verdict` is `higher` or `lower` as in compare_dcp_with_baseline, `alone` if the point meets
@@ -234,8 +232,7 @@ def format_plain_layout(tp: int, dp: int, ep: str, disaggregate: str) -> str:
 
 
 def add_ratios(points: pd.DataFrame, others: pd.DataFrame, same: list[str], value: str, *more: str) -> pd.DataFrame:
-    """Return the points with columns `over_…`: `value` and `more` of the first row of `others` with the same values in
-    `same`.
+    """Return the points with columns `over_…`: `value` and `more` of the first row of `others` with the same values in `same`.
 
     `ratio` is the ratio of the two values, missing without a match; `low` and `high` bound it.
     """
@@ -287,9 +284,7 @@ def list_keys(table: pd.DataFrame, names: Sequence[str]) -> list[tuple[Any, ...]
 
 
 def format_slo_aside(ratios: pd.DataFrame) -> str:
-    """Return the remark on ratios to the same layout without DCP if an SLO is in force, because such ratios ignore the
-    SLO.
-    """
+    """Return the remark on ratios to the same layout without DCP if an SLO is in force, because such ratios ignore the SLO."""
     return ", whether or not the SLO is met" if (ratios["slo_result"] != "").any() else ""
 
 
@@ -385,9 +380,7 @@ def find_last_waves(points: pd.DataFrame) -> pd.DataFrame:
 
 
 def find_kv_pressure(points: pd.DataFrame) -> pd.DataFrame:
-    """Return the served points that were short of KV cache: requests were preempted, or fewer fit
-    than were in flight.
-    """
+    """Return the served points that were short of KV cache: requests were preempted, or fewer fit than were in flight."""
     if points.empty:
         return points
     short = (points["load_arrival"] == CLOSED) & (points["room_for"] < points["concurrency"])
@@ -395,9 +388,7 @@ def find_kv_pressure(points: pd.DataFrame) -> pd.DataFrame:
 
 
 def compare_replay_with_live(served: pd.DataFrame) -> pd.DataFrame:
-    """Return each replay with the errors against the live run of the same point and load: `…_error` = replay / live -
-    1.
-    """
+    """Return each replay with the errors against the live run of the same point and load: `…_error` = replay / live - 1."""
     if served.empty:
         return served
     names = [metric.name for metric in REPLAYED]

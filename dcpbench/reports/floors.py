@@ -35,9 +35,7 @@ class Loss(NamedTuple):
 
 
 def list_losses(row: dict[str, Any]) -> list[Loss]:
-    """Return the phases of a profiled point, largest loss first; kernels outside ranges and idle time count as lost in
-    full.
-    """
+    """Return the phases of a profiled point, largest loss first; kernels outside ranges and idle time count as lost in full."""
     found = []
     for name, us in row.items():
         floor = row.get(f"floor_{name.removeprefix('phase_')}")
@@ -77,9 +75,7 @@ def format_short_sentence(points: pd.DataFrame) -> str:
 
 
 def format_decode_sentences(points: pd.DataFrame) -> list[str]:
-    """Return, for each run and model, how far steps are from their floors, and in which phases the worst point loses
-    most.
-    """
+    """Return, for each run and model, how far steps are from their floors, and in which phases the worst point loses most."""
     if points.empty or "floor_share" not in points:
         return []
     texts = []
@@ -109,9 +105,7 @@ def _name_group(points: pd.DataFrame, run: str, model: str) -> str:
 
 
 def format_served_sentences(points: pd.DataFrame) -> list[str]:
-    """Return, for each run and model, how far the steps of served points are from their floors, from the best to the
-    worst.
-    """
+    """Return, for each run and model, how far the steps of served points are from their floors, from the best to the worst."""
     if points.empty or "prefill_floor_share" not in points:
         return []
     texts = []

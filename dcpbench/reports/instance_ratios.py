@@ -1,5 +1,4 @@
-"""Compare ratios of prefill to decode instances: which ratio gives most output per GPU under which load, and what
-bounds it.
+"""Compare ratios of prefill to decode instances: which ratio gives most output per GPU under which load, and what bounds it.
 
 Ratios have different numbers of GPUs, so they are compared per GPU, and each one with the same number of GPUs as
 instances that do both prefill and decode.
@@ -59,9 +58,7 @@ def compare_ratios(points: pd.DataFrame) -> pd.DataFrame:
 
 
 def describe_best_ratios(points: pd.DataFrame) -> list[str]:
-    """Return, for each load, the ratio with most output per GPU within the SLO, compared with
-    instances that do both.
-    """
+    """Return, for each load, the ratio with most output per GPU within the SLO, compared with instances that do both."""
     found = compare_ratios(points)
     texts = []
     for scope in dict.fromkeys(findings.list_keys(found, findings.SCOPE)):

@@ -184,9 +184,7 @@ def join_runs(runs: list[Run], *, check: bool = True) -> Run:
 
 
 def _check_same_environment(runs: list[Run]) -> None:
-    """Raise UsageError if runs were taken in different environments; FlashMLA counts only if points may have run with
-    it.
-    """
+    """Raise UsageError if runs were taken in different environments; FlashMLA counts only if points may have run with it."""
     seen: dict[str, tuple[str, object]] = {}
     for run in runs:
         for record in run.records:

@@ -107,9 +107,7 @@ def make_short_shapes(rests: Iterable[str]) -> dict[str, str]:
 
 
 def find_shared_shape(rests: Iterable[str]) -> str:
-    """Return the part that all request lengths share, such as `500 out`; empty for a single one, or if they share
-    nothing.
-    """
+    """Return the part that all request lengths share, such as `500 out`; empty for a single one, or if they share nothing."""
     known = list(dict.fromkeys(rests))
     if len(known) < 2:  # noqa: PLR2004 - one shares everything with itself
         return ""

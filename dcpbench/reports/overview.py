@@ -39,9 +39,7 @@ MAX_BULLETS = 4  # maximum number of bullets below the first sentence
 
 
 def format_title(frames: Frames) -> str:
-    """Return `DeepSeek-V3 · tp4, tp4·dcp4 · 4 × NVIDIA H200 · bf16 · ag_rs · 2026-11-20`, without the parts that no
-    record has.
-    """
+    """Return `DeepSeek-V3 · tp4, tp4·dcp4 · 4 × NVIDIA H200 · bf16 · ag_rs · 2026-11-20`, without the parts that no record has."""
     table = frames.everything
     if table.empty:
         return _format_title_of_none(frames)

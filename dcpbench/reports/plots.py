@@ -36,9 +36,7 @@ of a line.
 """
 SOME_LENGTHS = 6
 SOME_LOADS = 24
-"""Maximum number of panels and points if there are more than the limits above: fewer are as readable and drawn in half
-the time.
-"""
+"""Maximum number of panels and points if there are more than the limits above: fewer are as readable and drawn in half the time."""
 FORMATS = ("png", "svg")  # file formats of every figure
 OVERVIEW, BREAK_EVEN, KV, PHASES, ENGINES, STEPS = "overview", "break-even", "kv", "phases", "engines", "engine-steps"
 """Subjects of the figures that are not in figures.LINES; the first two show all models at once."""
@@ -61,8 +59,7 @@ class Picture:
 def draw_all(
     read: Frames, folder: Path, *, drawn: bool = True, pdf: bool = False, watch: Callable[[str], None] = lambda _: None
 ) -> list[Picture]:
-    """Draw every figure that the points allow into `folder`, with `pdf` also as PDF; with `drawn=False` only return the
-    list.
+    """Draw every figure that the points allow into `folder`, with `pdf` also as PDF; with `drawn=False` only return the list.
 
     `watch` is called with the figure in progress.
     """

@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 
 THROTTLED = "throttled"
 STAY = ("cpu", "graph_differs", "inaccurate")
-"""Warnings shown at every number, even if all points have them, because a reader of a single number
-must not miss them.
-"""
+"""Warnings shown at every number, even if all points have them, because a reader of a single number must not miss them."""
 REASONS = {  # text for each cause of lowered clocks
     "sw_power_cap": "the power limit",
     "hw_slowdown": "the hardware's slowdown",
@@ -72,9 +70,7 @@ def summarize_warnings(points: pd.DataFrame, most: int) -> str:
 
 
 def find_throttled(points: pd.DataFrame) -> pd.Series[bool]:
-    """Return a mask of the points with lowered clocks, in their own measurement or in the step
-    times of their replay.
-    """
+    """Return a mask of the points with lowered clocks, in their own measurement or in the step times of their replay."""
     return find_marked(points, THROTTLED)
 
 

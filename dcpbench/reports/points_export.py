@@ -1,6 +1,4 @@
-"""Write the points for other programs: as CSV with one row per point and units in the column names, and as JSON for
-scripts.
-"""
+"""Write the points for other programs: as CSV with one row per point and units in the column names, and as JSON for scripts."""
 
 from __future__ import annotations
 
@@ -35,9 +33,7 @@ INNER = (  # columns that only distinguish points from each other and are not ex
 
 
 def write_csv(frames: Frames, path: Path) -> None:
-    """Write every point that ran, then every point that did not run with its outcome and reason; absent values are
-    empty.
-    """
+    """Write every point that ran, then every point that did not run with its outcome and reason; absent values are empty."""
     import pandas as pd
 
     ran = [table.assign(outcome="ok") for table in (frames.points, frames.served) if len(table)]

@@ -24,9 +24,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 ENOUGH = 0.75
-"""Minimum share of all loads in which a rule must hold; below it each model has its own rule, and a single model has
-none.
-"""
+"""Minimum share of all loads in which a rule must hold; below it each model has its own rule, and a single model has none."""
 MAX_RULES = 4
 MAX_LOADS = 2  # maximum number of loads named if several have the same number of tokens in flight
 MILLION = 1_000_000
@@ -98,9 +96,7 @@ def format_no_fit_notes(rows: pd.DataFrame) -> list[str]:
 
 
 def format_advice(rows: pd.DataFrame) -> str:
-    """Return `take tp4 up to …, and tp4·dp4 from … on: …`, for each model separately if no single
-    rule holds for all.
-    """
+    """Return `take tp4 up to …, and tp4·dp4 from … on: …`, for each model separately if no single rule holds for all."""
     rows = rows[list(dict.fromkeys([*findings.RIVAL_OF, *NEEDED]))]
     rule = find_rule(rows)
     if rule.share >= ENOUGH or len(set(rows["model"])) == 1:
@@ -138,9 +134,7 @@ class Rule:
         return sum(self.right) / len(self.right) if self.right else 1.0
 
     def format_sentence(self) -> str:
-        """Return which layout to use from which load on, its lead over which layout, and in how many loads that is
-        right.
-        """
+        """Return which layout to use from which load on, its lead over which layout, and in how many loads that is right."""
         if not self.right:
             return self._format_none_meets()
         if self.share < ENOUGH:
@@ -178,9 +172,7 @@ class Rule:
         return bool(lengths.notna().all() and len(set(lengths)) > 1)
 
     def _format_size(self, load: pd.Series[Any], *, short: bool = False) -> str:
-        """Return `256,000 tokens` or `16 requests of 4,000 tokens`; with `short`, after such a text, `1.02 million` or
-        `24`.
-        """
+        """Return `256,000 tokens` or `16 requests of 4,000 tokens`; with `short`, after such a text, `1.02 million` or `24`."""
         if not self._by_tokens:
             return format_integer(load["concurrency"]) if short else format_load(load)
         tokens = load["weight"]
@@ -244,9 +236,7 @@ class Rule:
         return f", {launch_bands.IN_ONE_LAUNCH}" if launch_bands.has_single_launches(self.rows) else ""
 
     def _format_wrong(self) -> str:
-        """Return `; in the other 3 it is tp4·dcp4, by up to 4.1 %`: the layout that is ahead where
-        the rule is wrong.
-        """
+        """Return `; in the other 3 it is tp4·dcp4, by up to 4.1 %`: the layout that is ahead where the rule is wrong."""
         wrong = {i: self.first if i < self.at else self.then for i, right in enumerate(self.right) if not right}
         if not wrong:
             return ""

@@ -1,6 +1,4 @@
-"""Render the report as Markdown for pull requests and READMEs: the answer first, long tables folded, pictures next to
-them.
-"""
+"""Render the report as Markdown for pull requests and READMEs: the answer first, long tables folded, pictures next to them."""
 
 from __future__ import annotations
 

@@ -38,8 +38,7 @@ def get_recorded_slo(record: Record) -> dict[str, float]:
 
 
 def add_limits(table: pd.DataFrame, given: Limits) -> pd.DataFrame:
-    """Add the column `slo_limits`: the given objectives, or those that all points of a run, model and mode were
-    measured with.
+    """Add the column `slo_limits`: the given objectives, or those that all points of a run, model and mode were measured with.
 
     `slo_recorded` is removed. If points of a scope have different objectives, the scope has none.
     """
@@ -97,9 +96,7 @@ def add_slo_results(table: pd.DataFrame, given: Limits) -> pd.DataFrame:
 
 
 def describe_objectives(table: pd.DataFrame, given: Limits) -> str:
-    """State which objectives are in force, by which percentiles they are judged, and where they come from, in one
-    sentence.
-    """
+    """State which objectives are in force, by which percentiles they are judged, and where they come from, in one sentence."""
     timed = table if table.empty else table[~table["cpu"]]
     if timed.empty:
         return ""

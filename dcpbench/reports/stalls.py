@@ -1,5 +1,4 @@
-"""Report how prompt chunks delay concurrent decodes: which layout meets the ITL objective under which load, and with
-which chunk.
+"""Report how prompt chunks delay concurrent decodes: which layout meets the ITL objective under which load, and with which chunk.
 
 Here a load is the same for every value of `--chunk` that it was served with.
 """
@@ -30,9 +29,7 @@ HALF = 0.5  # share of steps that hold chunks; above it the median gap is one of
 
 
 def describe_stalls(points: pd.DataFrame) -> str:
-    """Name the loads in which no layout meets the ITL objective, or in which only some chunks do, with the reason; else
-    empty.
-    """
+    """Name the loads in which no layout meets the ITL objective, or in which only some chunks do, with the reason; else empty."""
     judged = _select_judged(points)
     if judged.empty:
         return ""
@@ -119,9 +116,7 @@ def _format_figures(row: Mapping[str, Any]) -> str:
 
 
 def _explain_stall(row: Mapping[str, Any]) -> str:
-    """Return `, since chunks of prompts stall decodes (8.3 % of steps, median gap 65.2 ms)` if that
-    holds; else empty.
-    """
+    """Return `, since chunks of prompts stall decodes (8.3 % of steps, median gap 65.2 ms)` if that holds; else empty."""
     if (
         is_missing(row["steps"])
         or not row["steps"]

@@ -44,9 +44,7 @@ FLOOR_LOOK: dict[str, Any] = {"facecolor": "#FFFFFF", "edgecolor": "#1A1A1A", "l
 """Seen on each of these."""
 
 UNLIKE = 3
-"""Distance in figures.MARKERS between the markers of consecutive variants: neighbours there are hard to distinguish
-when small.
-"""
+"""Distance in figures.MARKERS between the markers of consecutive variants: neighbours there are hard to distinguish when small."""
 
 
 @dataclasses.dataclass(frozen=True)

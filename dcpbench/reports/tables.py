@@ -40,14 +40,10 @@ if TYPE_CHECKING:
 
 FOLD_ABOVE = 24  # number of rows above which a table that only supports a figure is folded at first
 MANY_ROWS = 12
-"""Maximum number of rows of a table that Markdown shows unfolded, and of a folded one that does not state its row
-count.
-"""
+"""Maximum number of rows of a table that Markdown shows unfolded, and of a folded one that does not state its row count."""
 MAX_ROWS = 2_000
 MAX_CELL_CHARS = 1_000
-"""Maximum number of rows of a table, and of characters of a cell: a long name must not dominate it, and points.csv has
-all.
-"""
+"""Maximum number of rows of a table, and of characters of a cell: a long name must not dominate it, and points.csv has all."""
 MAX_DETAIL_CHARS = 600  # maximum number of characters of a log; its end is kept because it is the most informative part
 Column = tuple[str, "str | Callable[[Any], str]"]
 """Heading of a column, and its content: the name of a row's field, or a function of the row."""
@@ -86,9 +82,7 @@ def format_metric(metric: Metric, value: float | None) -> str:
 
 
 def make_columns(listed: Iterable[Metric], **instead: Column) -> list[Column]:
-    """Return metrics as columns with heading and format from the catalogue; `instead` replaces
-    columns by metric name.
-    """
+    """Return metrics as columns with heading and format from the catalogue; `instead` replaces columns by metric name."""
     return [instead.get(metric.name) or make_column(metric) for metric in listed]
 
 
@@ -397,9 +391,7 @@ def make_table(
     optional: Iterable[str] = (),
     fold: bool = False,
 ) -> Table:
-    """Build a table of rows formatted by `columns`; the run is shown only if there are several, and the load first if
-    requested.
-    """
+    """Build a table of rows formatted by `columns`; the run is shown only if there are several, and the load first if requested."""
     if found.empty:
         return Table(title, [], [])
     first = _make_run_columns(found)

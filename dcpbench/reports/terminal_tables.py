@@ -55,8 +55,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def render(frames: Frames) -> Group:
-    """Return a note on models that do not fit, a table for each run and model, the points that did not run, and the
-    headline.
+    """Return a note on models that do not fit, a table for each run and model, the points that did not run, and the headline.
 
     Served points have a table for each mode and kind of load.
     """
@@ -223,9 +222,7 @@ def _format_load(point: pd.Series[Any]) -> str:
 
 
 def _format_notes(points: pd.DataFrame) -> list[str]:
-    """Return notes below a table: warnings, requests that were not served, preemptions, and the objectives behind
-    goodput.
-    """
+    """Return notes below a table: warnings, requests that were not served, preemptions, and the objectives behind goodput."""
     marked: dict[str, list[str]] = {}
     for marks, (_, p) in zip(points["shown"], points.iterrows(), strict=True):
         if warnings := ", ".join(marks):

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.lines import Line2D
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""Okabe and Ito's palette, distinguishable with any kind of colour vision; its yellow is too pale for lines on white.
-"""
+"""Okabe and Ito's palette, distinguishable with any kind of colour vision; its yellow is too pale for lines on white."""
 GREY = "#555555"
 """Colour of elements that belong to no series: limits, and symbols in a legend."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")

@@ -1,5 +1,4 @@
-"""Define the appearance of a layout in all figures: one colour on light, one on dark, and one marker, independent of other
-layouts.
+"""Define the appearance of a layout in all figures: one colour on light, one on dark, and one marker, independent of other layouts.
 
 Hue encodes the sharing: blue none (`tp4`), amber to crimson KV over DCP ranks, green attention data parallel, pink to
 violet both. Within a hue, a higher degree is darker, and twice the GPUs are another shade. All other differences
@@ -32,9 +31,7 @@ ON_DARK = 0.13
 DARKEST_ON_DARK, LIGHTEST = 0.53, 0.92
 PALEST, DARKEST = 0.78, 0.36
 PLAIN_MARKER, DCP_MARKERS, DP_MARKERS, BOTH_MARKERS = 0, (1, 2, 4, 5), (5, 3, 4, 6), (6, 5, 4, 1, 2, 3)
-"""Places in figures.MARKERS: different ones for layouts of as many GPUs with colours that some readers cannot
-distinguish.
-"""
+"""Places in figures.MARKERS: different ones for layouts of as many GPUs with colours that some readers cannot distinguish."""
 DEGREE = re.compile(r"(?<![a-z0-9])(tp|dp|dcp)(\d+)")
 INSTANCES = re.compile(r" (\d+P\d+D|×\d+)$")
 UNKNOWN: Lch = (0.45, 0.0, 0.0)
@@ -121,9 +118,7 @@ def _encode_srgb(part: float) -> float:
 
 
 def _compute_linear_rgb(lightness: float, chroma: float, hue: float) -> tuple[float, float, float]:
-    """Return linear red, green and blue, below 0 or above 1 outside the displayable range
-    (bottosson.github.io/posts/oklab).
-    """
+    """Return linear red, green and blue, below 0 or above 1 outside the displayable range (bottosson.github.io/posts/oklab)."""
     a, b = chroma * math.cos(math.radians(hue)), chroma * math.sin(math.radians(hue))
     l, m, s = (
         (lightness + x * a + y * b) ** 3

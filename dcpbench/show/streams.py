@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 CLOSED = ExitCode.OUTPUT_CLOSED
-"""Exit code of a command with a closed reader, as in `… | head -1`: 128 + SIGPIPE, like a shell's for other commands.
-"""
+"""Exit code of a command with a closed reader, as in `… | head -1`: 128 + SIGPIPE, like a shell's for other commands."""
 FORMS = {  # ASCII replacements of characters that the encoding of a terminal, a pipe or a log lacks
     "·": ".",
     "×": "x",
@@ -54,8 +53,7 @@ HANDLER = "dcpbench.forms"  # name of an error handler of codecs that puts them 
 
 
 def prepare_streams() -> None:
-    """Make stdout and stderr accept any text: with ASCII replacements if their encoding requires it; no-op if they are
-    closed.
+    """Make stdout and stderr accept any text: with ASCII replacements if their encoding requires it; no-op if they are closed.
 
     An error handler chosen by the caller, as with PYTHONIOENCODING=ascii:ignore, is kept. Secrets are redacted in all
     later output.

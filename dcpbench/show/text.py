@@ -72,9 +72,7 @@ def fit_line(text: str, most: int = MAX_LINE_CHARS) -> str:
 
 
 def summarize_long_text(text: str, most: int = MAX_TEXT_CHARS) -> str:
-    """Return a string, shortened if it is too long to its beginning, its length and a hash; printable, line breaks
-    stay.
-    """
+    """Return a string, shortened if it is too long to its beginning, its length and a hash; printable, line breaks stay."""
     text = redact(text)
     if len(text) <= most:
         return make_printable(text, LINES)
@@ -96,9 +94,7 @@ def get_path_end(path: str, limit: int) -> str:
 
 
 def format_markdown_text(text: str) -> str:
-    """Return text that Markdown and HTML show unchanged, on one line; `@name` notifies no user, no address becomes a
-    link.
-    """
+    """Return text that Markdown and HTML show unchanged, on one line; `@name` notifies no user, no address becomes a link."""
     text = re.sub(r"([\\`*_{}\[\]#|~$])", r"\\\1", html.escape(make_printable(" ".join(text.split())), quote=False))
     return text.replace("@", "@<!-- -->").replace("://", "&#58;//")
 

@@ -148,8 +148,7 @@ def compute_state(
 
 
 def estimate_time_left(durations: Sequence[float], left: int, spent: float = 0.0) -> Estimate | None:
-    """Estimate the seconds until `left` more points have finished; the current one has been running for `spent`
-    seconds.
+    """Estimate the seconds until `left` more points have finished; the current one has been running for `spent` seconds.
 
     Points are treated as draws of one distribution, so with m and s, mean and standard deviation of n `durations` (s
     each, from one point's end to the next one's): left · m, ± t(n - 1) · s · sqrt(left + left² / n), the prediction

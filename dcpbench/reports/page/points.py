@@ -33,9 +33,7 @@ DIGITS = 7  # number of significant digits in a page; points.csv has all
 MAX_CELL_CHARS = 4000  # maximum number of characters of a sentence or a cell; records.jsonl has all
 MAX_NAME_CHARS = 200  # maximum number of characters of a name in the page's data, where each point repeats it
 MAX_COMMAND_CHARS = 2000
-"""Maximum number of characters of a command; a longer one contains a name that reports cut, and would select another
-point.
-"""
+"""Maximum number of characters of a command; a longer one contains a name that reports cut, and would select another point."""
 UNMARKED = "unmarked"  # filter value for points without a warning
 LOADS = {  # label and unit of the numbers of a load and layout
     "concurrency": ("concurrency", "requests"),
@@ -81,9 +79,7 @@ FIELDS = [  # numeric fields of a point on the page, in order
 
 
 def build_page_data(frames: Frames, most: int = MAX_POINTS) -> dict[str, Any]:
-    """Return the data for the scripts of the page: columns of the first `most` points, the looks of their series, and
-    all names.
-    """
+    """Return the data for the scripts of the page: columns of the first `most` points, the looks of their series, and all names."""
     tables = [table for table in (frames.points, frames.served) if len(table)]
     series, recorded = _Series(frames), _index_records(frames)
     extras = [_collect_ratios(frames), _collect_other_ratios(frames)]
@@ -139,9 +135,7 @@ SAME = [*LOAD, "label"]  # columns that only a point and its comparison with its
 
 
 def _collect_ratios(frames: Frames) -> ExtraValues:
-    """Return the comparison of each DCP point with its baseline; ambiguous entries, which two points share, are
-    dropped.
-    """
+    """Return the comparison of each DCP point with its baseline; ambiguous entries, which two points share, are dropped."""
     found = frames.findings.ratios
     if found.empty:
         return {}
@@ -171,9 +165,7 @@ def _build_columns(
     series: _Series,
     recorded: dict[tuple[str, Point, str], Record],
 ) -> Columns:
-    """Return the points of one kind as columns: text, numbers in the units of FIELDS, and the ends
-    of their intervals.
-    """
+    """Return the points of one kind as columns: text, numbers in the units of FIELDS, and the ends of their intervals."""
     same = list(zip(*(table[name] for name in SAME), strict=True))
     more: list[dict[str, Any]] = [
         {name: value for of in extras for name, value in of.get(key, {}).items()} for key in same
