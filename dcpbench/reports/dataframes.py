@@ -555,8 +555,6 @@ def merge_metrics(records: Sequence[Record], *names: str) -> dict[str, float | N
 
     An interval is the envelope of the repeats' intervals, or of the repeats' values if they have no intervals.
     """
-    if len(records) == 1:
-        return _collect_single(records[0], names)
     row: dict[str, float | None] = {}
     for metric in (METRIC[name] for name in names):
         held = [found for record in records if (found := metric.get_recorded(record)) is not None]
@@ -565,20 +563,6 @@ def merge_metrics(records: Sequence[Record], *names: str) -> dict[str, float | N
         if metric.ranged:
             row[f"{metric.name}_low"] = min((low for _, low, _ in known), default=None)
             row[f"{metric.name}_high"] = max((high for _, _, high in known), default=None)
-    return row
-
-
-def _collect_single(record: Record, names: tuple[str, ...]) -> dict[str, float | None]:
-    """Return the columns of `merged` for a point without repeats, of which there may be many thousand."""
-    row: dict[str, float | None] = {}
-    for metric in (METRIC[name] for name in names):
-        found = metric.get_recorded(record)
-        value, low, high = (
-            (found.median, found.low, found.high) if isinstance(found, Interval) else (found, found, found)
-        )
-        row[metric.name] = float(value) if metric.merged == "median" and value is not None else value
-        if metric.ranged:
-            row[f"{metric.name}_low"], row[f"{metric.name}_high"] = low, high
     return row
 
 

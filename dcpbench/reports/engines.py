@@ -242,18 +242,14 @@ def _describe_dcp(frames: Frames, *, same_conditions: bool) -> list[str]:
 
     `same_conditions`: True if the sentence before these states the conditions of all points.
     """
-    ratios = frames.findings.ratios
-    known = ratios[ratios["ratio"].notna()] if len(ratios) else ratios
-    if known.empty:
+    pairs = _list_dcp_pairs(frames)
+    if not pairs:
         return ["No engine ran a layout both with DCP and without it, so nothing here says what DCP gains or costs."]
     sentences = []
-    pairs = [own for _, own in known.groupby(["model", "mode", "layout"], sort=False)]
-    scopes = len({(own["model"].iloc[0], own["mode"].iloc[0]) for own in pairs})
-    for own in pairs[:MAX_LAYOUTS]:
-        where = f"{own['model'].iloc[0]}, {own['mode'].iloc[0]}: inside" if scopes > 1 else "Inside"
+    for scope, own, engines in pairs[:MAX_LAYOUTS]:
+        where = f"{scope}: inside" if scope else "Inside"
         layout, plain = own["layout"].iloc[0], findings.list_without_dcp(own)[0]
-        engines = [(run, rows) for run in _list_names(frames) if len(rows := own[own["run"] == run])]
-        gains = [f"{_format_gain(rows)} ({run}{_format_level(rows)})" for run, rows in engines]
+        gains = [_format_gain(run, rows) for run, rows in engines]
         how = "under the same conditions" if same_conditions else f"{format_launches(own)}{_format_power(own)}"
         held = _format_capacity(frames, str(own["model"].iloc[0]), str(layout))
         sentences.append(
@@ -262,19 +258,35 @@ def _describe_dcp(frames: Frames, *, same_conditions: bool) -> list[str]:
     return sentences
 
 
+def _list_dcp_pairs(frames: Frames) -> list[tuple[str, pd.DataFrame, list[tuple[str, pd.DataFrame]]]]:
+    """Return the ratios to the same layout without DCP of each model, mode and layout, in all and by engine.
+
+    They are behind `DeepSeek-V3, live`, which is empty if all have the same model and mode.
+    """
+    ratios = frames.findings.ratios
+    known = ratios[ratios["ratio"].notna()] if len(ratios) else ratios
+    groups = list(known.groupby(["model", "mode", "layout"], sort=False)) if len(known) else []
+    several = len({key[:2] for key, _ in groups}) > 1
+    return [
+        (
+            f"{model}, {mode}" if several else "",
+            own,
+            [(run, rows) for run in _list_names(frames) if len(rows := own[own["run"] == run])],
+        )
+        for (model, mode, _), own in groups
+    ]
+
+
 def _list_names(frames: Frames) -> list[str]:
     """Return the names of the engines that were measured; imported results are not compared with them."""
     return [engine.run.name for engine in frames.engines if not engine.imported]
 
 
-def _format_gain(rows: pd.DataFrame) -> str:
+def _format_gain(run: str, rows: pd.DataFrame) -> str:
+    """Return `1.02–1.10 times (vLLM 0.26.0)`, and `not distinguishable` if no ratio differs from 1 by more than launches may."""
     best = rows.sort_values("ratio", ascending=False, kind="stable").drop_duplicates("same_load")
-    return f"{format_value_range(best['ratio'], '{:.2f}')} times"
-
-
-def _format_level(rows: pd.DataFrame) -> str:
-    """Return `, not distinguishable` if no ratio differs from 1 by more than launches may."""
-    return "" if rows["verdict"].isin(["higher", "lower"]).any() else f", {launch_bands.NOT_DISTINGUISHABLE}"
+    level = "" if rows["verdict"].isin(["higher", "lower"]).any() else f", {launch_bands.NOT_DISTINGUISHABLE}"
+    return f"{format_value_range(best['ratio'], '{:.2f}')} times ({run}{level})"
 
 
 def _format_capacity(frames: Frames, model: str, layout: str) -> str:
@@ -319,19 +331,11 @@ def format_bullets(frames: Frames, most: int = MAX_SCOPES) -> list[str]:
 
 def _describe_where_dcp_is_ahead(frames: Frames) -> list[str]:
     """Return, for each model, mode and layout with DCP, at how many points of each engine it is ahead, and from which length on."""
-    ratios = frames.findings.ratios
-    known = ratios[ratios["ratio"].notna()] if len(ratios) else ratios
-    if known.empty:
-        return []
-    pairs = [own for _, own in known.groupby(["model", "mode", "layout"], sort=False)]
-    scopes = len({(own["model"].iloc[0], own["mode"].iloc[0]) for own in pairs})
     bullets = []
-    for own in pairs:
-        name = f"{own['model'].iloc[0]}, {own['mode'].iloc[0]}: " if scopes > 1 else ""
-        engines = [(run, rows) for run in _list_names(frames) if len(rows := own[own["run"] == run])]
+    for scope, own, engines in _list_dcp_pairs(frames):
         clauses = [f"{_count_ahead(rows)} ({run})" for run, rows in engines]
         layouts = f"{own['layout'].iloc[0]} is ahead of {findings.list_without_dcp(own)[0]} {launch_bands.BY_MORE}"
-        bullets.append(f"{name}{layouts} {format_list(clauses)}.")
+        bullets.append(f"{scope}{': ' if scope else ''}{layouts} {format_list(clauses)}.")
     return bullets
 
 

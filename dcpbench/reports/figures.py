@@ -23,7 +23,7 @@ from dcpbench.records.metrics import METRIC, PERCENTILES
 from dcpbench.records.record import SERVER_FLAG
 from dcpbench.records.stats import find_lasting_start
 from dcpbench.reports import findings, launch_bands, load_labels
-from dcpbench.reports.floors import PHASE_COLUMN
+from dcpbench.reports.floors import find_phases
 from dcpbench.reports.style import FLOOR_LOOK, IDLE_COLOUR, PHASE_COLOURS, REST_COLOUR, Style, format_label
 from dcpbench.show.figure_style import (
     GREY,
@@ -106,8 +106,6 @@ def _draw_latency(points: pd.DataFrame, style: Style, title: str, name: str, lab
     """Draw the median, for `decode` with its 95 % interval, and p99 as a dash, or the highest percentile that has
     enough samples.
     """
-    from matplotlib.lines import Line2D
-
     figure, drawn, load = _start_figure(points, title)
     top = _find_tail_percentile(points, name)
     tail = f"{name}_{top or 'p99'}_ms"
@@ -124,13 +122,9 @@ def _draw_latency(points: pd.DataFrame, style: Style, title: str, name: str, lab
         set_measured_ticks(ax, panel[load.column])
         set_value_axis(ax, [*points[f"{median}_high" if decode else median].dropna(), *points[tail].dropna()], "y")
     set_axis_labels(figure, load.label, label)
-    handles = []
-    if top:
-        tail_label = top if top == "p99" else f"{top} (p99 lacks samples)"
-        size = dash["markersize"]
-        handles = [
-            Line2D([], [], color=GREY, marker="_", linestyle="", markersize=size, markeredgewidth=2, label=tail_label)
-        ]
+    tail_label = top if top == "p99" else f"{top} (p99 lacks samples)"
+    tail_look = {"color": GREY, "marker": "_", "linestyle": "", "markersize": dash["markersize"], "markeredgewidth": 2}
+    handles = [_make_entry(tail_label, **tail_look)] if top else []
     _draw_legend(figure, points, style, handles)
     return figure
 
@@ -153,15 +147,12 @@ def _find_tail_percentile(points: pd.DataFrame, name: str) -> str:
     """
     some = points[points[f"{name}_p50_ms"].notna()]
     known = {p: some[f"{name}_{p}_ms"].notna() for p in PERCENTILES[:0:-1]}
-    return next((p for p, has in known.items() if len(some) and has.all()), "") or next(
-        (p for p, has in known.items() if has.any()), ""
-    )
+    every = [p for p, has in known.items() if len(some) and has.all()]
+    return next(iter(every or [p for p, has in known.items() if has.any()]), "")
 
 
 def draw_frontier(points: pd.DataFrame, style: Style, title: str) -> Figure:
     """Draw output tok/s/GPU against tok/s/user; a grey line joins the Pareto-optimal points, which are labelled with their load."""
-    from matplotlib.lines import Line2D
-
     figure, drawn, load = _start_figure(points, title)
     for ax, panel in drawn:
         best = find_frontier(panel)
@@ -175,7 +166,7 @@ def draw_frontier(points: pd.DataFrame, style: Style, title: str) -> Figure:
         set_value_axis(ax, points["tok_s_per_user"].dropna(), "x")
         set_value_axis(ax, points["output_tok_s_per_gpu"].dropna(), "y")
     set_axis_labels(figure, *(f"{metric.label} ({metric.shown_unit})" for metric in FRONTIER))
-    _draw_legend(figure, points, style, [Line2D([], [], color=PALE, linewidth=7, label=f"best ({load.against})")])
+    _draw_legend(figure, points, style, [_make_entry(f"best ({load.against})", color=PALE, linewidth=7)])
     return figure
 
 
@@ -234,7 +225,6 @@ def draw_break_even(ratios: pd.DataFrame, style: Style, title: str) -> Figure:
     each model a panel. If that makes too many curves, or curves of one colour that differ only in the exchange, each
     layout with its exchange has a panel.
     """
-    from matplotlib.lines import Line2D
     from matplotlib.ticker import FuncFormatter
 
     x, other = _choose_axes(ratios)
@@ -266,24 +256,14 @@ def draw_break_even(ratios: pd.DataFrame, style: Style, title: str) -> Figure:
     loads = (DECODE if decode else AXIS_OF_ARRIVAL[CLOSED]).label
     set_axis_labels(figure, length if x == "input_typical" else loads, "with DCP / without")
     named = [format_label(f"concurrency {v}" if other == "concurrency" else v) for v in others]
-    curves = [
-        Line2D(
-            [],
-            [],
-            markersize=5,
-            color=compute_shade("", _compute_share(others, v)) if split else GREY,
-            label=name,
-            **_make_curve_look(i),
-        )
-        for i, (v, name) in enumerate(zip(others, named, strict=True))
-    ]
+    curves = []
+    for i, (value, name) in enumerate(zip(others, named, strict=True)):
+        colour = compute_shade("", _compute_share(others, value)) if split else GREY
+        curves.append(_make_entry(name, color=colour, **_make_curve_look(i)))
     pairs = order.drop_duplicates("label")[["layout", "variant"]].astype(str)
     looks = [style.get_look(layout, variant, style.runs[0]) for layout, variant in pairs.itertuples(index=False)]
     bare = {} if one else {"linestyle": "-", "marker": ""}
-    layouts = [
-        Line2D([], [], markersize=5, label=_format_legend_label(name), **look | bare)
-        for name, look in zip(labels, looks, strict=True)
-    ]
+    layouts = [_make_entry(_format_legend_label(name), **look | bare) for name, look in zip(labels, looks, strict=True)]
     entries = curves if split else [*layouts, *([] if one and len(labels) > 1 else curves)]
     draw_legend_below(figure, [*entries, *_make_hollow_entries(ratios)])
     return figure
@@ -382,21 +362,13 @@ def draw_overview(rows: pd.DataFrame, style: Style, title: str, lost: pd.DataFra
 
 
 def _draw_overview_legend(figure: Figure, rows: pd.DataFrame, style: Style) -> None:
-    from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    handles = []
+    handles: list[Any] = []
     for (layout, who), line in rows.sort_values([*DEGREES], kind="stable").groupby(["layout", "who"], sort=False):
         variant = "" if who == layout else str(line["variant"].iloc[0])
-        handles.append(
-            Line2D(
-                [],
-                [],
-                label=_format_legend_label(str(who)),
-                markersize=5,
-                **_get_plain_look(style, str(layout), variant),
-            )
-        )
+        look = _get_plain_look(style, str(layout), variant)
+        handles.append(_make_entry(_format_legend_label(str(who)), **look))
     if not rows["meets"].all():
         handles.append(make_hollow_entry("misses the SLO"))
     within = f"within {launch_bands.find_largest(rows) * 100:.2g} %"
@@ -553,30 +525,40 @@ def _draw_legend(figure: Figure, points: pd.DataFrame, style: Style, more: list[
     With several runs and several variants a dash style identifies a pair of run and variant, so that the legend lists
     each line.
     """
-    from matplotlib.lines import Line2D
-
     named = [points[name].astype(str) for name in ("layout", "variant", "run")]
     shown = set(zip(*named[:2], strict=True))
-    if len(style.runs) > 1 and len(set(named[1])) > 1:
+    several = len(style.runs) > 1
+    if several and len(set(named[1])) > 1:
         drawn = set(zip(*named, strict=True))
         lines = [(*line, run) for line in style.lines for run in style.runs if (*line, run) in drawn]
-        every = [
-            (f"{layout} {variant}".strip() + f", {run}", style.get_look(layout, variant, run))
+        handles = [
+            _make_entry(
+                _format_legend_label(f"{layout} {variant}".strip() + f", {run}"), **style.get_look(layout, variant, run)
+            )
             for layout, variant, run in lines
         ]
-        handles = [Line2D([], [], markersize=5, label=_format_legend_label(name), **look) for name, look in every]
-        draw_legend_below(figure, [*handles, *more, *_make_hollow_entries(points)])
-        return
-    runs = [name for name in style.runs if name in set(points["run"])] if len(style.runs) > 1 else []
-    handles = []
-    for layout, variant in [line for line in style.lines if line in shown]:
-        look = style.get_look(layout, variant, style.runs[0]) | ({"marker": ""} if runs else {})
-        handles.append(Line2D([], [], markersize=5, label=_format_legend_label(f"{layout} {variant}".strip()), **look))
-    labels = dict(zip(points["run"], points["run_label"], strict=True))
-    for name in runs:
-        look = style.get_look("", "", name) | {"color": GREY}
-        handles.append(Line2D([], [], markersize=5, label=format_label(labels[name], 28), **look))
+    else:
+        runs = [name for name in style.runs if several and name in set(named[2])]
+        bare = {"marker": ""} if runs else {}
+        handles = [
+            _make_entry(
+                _format_legend_label(f"{layout} {variant}".strip()),
+                **style.get_look(layout, variant, style.runs[0]) | bare,
+            )
+            for layout, variant in style.lines
+            if (layout, variant) in shown
+        ]
+        labels = dict(zip(points["run"], points["run_label"], strict=True))
+        looks = {name: style.get_look("", "", name) | {"color": GREY} for name in runs}
+        handles += [_make_entry(format_label(labels[name], 28), **look) for name, look in looks.items()]
     draw_legend_below(figure, [*handles, *more, *_make_hollow_entries(points)])
+
+
+def _make_entry(label: str, **look: Any) -> Line2D:  # noqa: ANN401 - matplotlib's
+    """Return a legend entry for a line."""
+    from matplotlib.lines import Line2D
+
+    return Line2D([], [], label=label, **{"markersize": 5} | look)
 
 
 def _format_legend_label(name: str) -> str:
@@ -587,7 +569,7 @@ def compute_phases_ms(points: pd.DataFrame) -> pd.DataFrame:
     """Return the time of each phase in ms, one column per phase in stacking order; small and unknown phases are summed
     as `rest`.
     """
-    columns = {c.removeprefix("phase_").removesuffix("_us"): c for c in map(str, points) if PHASE_COLUMN.fullmatch(c)}
+    columns = find_phases(points)
     times = points[list(columns.values())].set_axis(list(columns), axis=1) / 1e3
     shown = [name for name in PHASE_COLOURS if name in columns and times[name].sum() > 0]
     rest = [name for name in columns if name not in PHASE_COLOURS]
@@ -596,7 +578,7 @@ def compute_phases_ms(points: pd.DataFrame) -> pd.DataFrame:
 
 def compute_floors_ms(points: pd.DataFrame) -> pd.DataFrame:
     """Return the floors of the columns of `compute_phases_ms` in ms, without columns in which no point has a floor."""
-    columns = {c.removeprefix("phase_").removesuffix("_us"): c for c in map(str, points) if PHASE_COLUMN.fullmatch(c)}
+    columns = find_phases(points)
     found = {}
     for name in compute_phases_ms(points):
         own = [n for n in columns if n not in PHASE_COLOURS] if name == "rest" else [name]
@@ -609,11 +591,6 @@ def compute_floors_ms(points: pd.DataFrame) -> pd.DataFrame:
 def has_phases(points: pd.DataFrame) -> bool:
     """Return True if any point was profiled."""
     return bool(points["idle_us"].notna().any()) and compute_phases_ms(points).sum().sum() > 0
-
-
-def has_capacity(points: pd.DataFrame) -> bool:
-    """Return True if any point has the number of tokens that its KV cache holds."""
-    return bool(points["kv_tokens_per_gib"].notna().any())
 
 
 def draw_phases(points: pd.DataFrame, style: Style, title: str) -> Figure:  # noqa: ARG001 - same call for all
@@ -629,7 +606,7 @@ def draw_phases(points: pd.DataFrame, style: Style, title: str) -> Figure:  # no
     rows: list[tuple[int, str]] = [row for c in loads for row in ((c, ""), *((c, label) for label in labels))]
     columns = choose_columns(len(contexts))
     row_inches = 0.32 if any("\n" in _format_bar_name(label) for label in labels) else 0.2
-    size = (max(2.9 * columns + 1.3, 6.0), row_inches * len(rows) + 0.9 + _compute_height_below(points))
+    size = (max(2.9 * columns + 1.3, 6.0), row_inches * len(rows) + 0.9 + _get_height_below(points))
     figure, axes = _make_grid(title, len(contexts), columns, size, 1.1)
     times, floors = compute_phases_ms(points), compute_floors_ms(points)
     for ax, context in zip(axes, contexts, strict=True):
@@ -702,7 +679,7 @@ def _draw_stack(
     ax.tick_params(axis="y", length=0, labelleft=True)
 
 
-def _compute_height_below(points: pd.DataFrame) -> float:
+def _get_height_below(points: pd.DataFrame) -> float:
     """Return the height in inches that `draw_watermark_below` adds to panels of bars."""
     return LEGEND_LINE_INCHES if bool(points["cpu"].any()) else 0.0
 
@@ -725,7 +702,7 @@ def draw_capacity(points: pd.DataFrame, style: Style, title: str) -> Figure:  # 
         panels.append(("kv_capacity_tokens", "tokens held in all", real))
     columns = len(panels)
     figure, axes = _make_grid(
-        title, columns, columns, (max(5.0 * columns, 6.4), 0.38 * len(best) + 0.9 + _compute_height_below(best)), 0.6
+        title, columns, columns, (max(5.0 * columns, 6.4), 0.38 * len(best) + 0.9 + _get_height_below(best)), 0.6
     )
     for ax, (column, label, table) in zip(axes, panels, strict=True):
         values = table[column].astype(float).tolist()

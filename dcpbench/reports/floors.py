@@ -10,6 +10,8 @@ from dcpbench.show.numbers import format_number, format_ratio, format_value_rang
 from dcpbench.show.text import format_list
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import pandas as pd
 
     from dcpbench.reports.dataframes import Frames
@@ -20,6 +22,11 @@ MAX_SENTENCE_PHASES, MAX_ROW_PHASES = 3, 6
 """Maximum number of phases that a sentence names, and that a row of the table lists."""
 TELLING = 0.01  # minimum share of a step that a phase must lose to be named
 TITLE = "A step against what its machine allows"
+
+
+def find_phases(columns: Iterable[object]) -> dict[str, str]:
+    """Return the column with the time of each phase, by phase."""
+    return {c.removeprefix("phase_").removesuffix("_us"): c for c in map(str, columns) if PHASE_COLUMN.fullmatch(c)}
 
 
 class Loss(NamedTuple):
@@ -37,10 +44,10 @@ class Loss(NamedTuple):
 def list_losses(row: dict[str, Any]) -> list[Loss]:
     """Return the phases of a profiled point, largest loss first; kernels outside ranges and idle time count as lost in full."""
     found = []
-    for name, us in row.items():
-        floor = row.get(f"floor_{name.removeprefix('phase_')}")
-        if PHASE_COLUMN.fullmatch(name) and not is_missing(us) and not is_missing(floor) and us > 0:
-            found.append(Loss(name.removeprefix("phase_").removesuffix("_us"), floor / us, us - floor))
+    for phase, column in find_phases(row).items():
+        us, floor = row[column], row.get(f"floor_{phase}_us")
+        if not is_missing(us) and not is_missing(floor) and us > 0:
+            found.append(Loss(phase, floor / us, us - floor))
     if found and not is_missing(row["idle_us"]) and row["idle_us"] > 0:
         found.append(Loss("idle", 0.0, row["idle_us"]))
     return sorted(found, key=lambda loss: -loss.lost_us)

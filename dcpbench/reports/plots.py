@@ -86,7 +86,14 @@ def _draw_figures(read: Frames, studio: FigureWriter) -> list[Picture]:
         few, _ = sample_points(points)
         _draw_bars(few, studio, PHASES, "Where a step's time goes", figures.draw_phases, figures.has_phases)
     for points in _group_by_model(read.everything):
-        _draw_bars(points, studio, KV, "KV cache capacity by layout", figures.draw_capacity, figures.has_capacity)
+        _draw_bars(
+            points,
+            studio,
+            KV,
+            "KV cache capacity by layout",
+            figures.draw_capacity,
+            lambda t: bool(t["kv_tokens_per_gib"].notna().any()),
+        )
     return studio.pictures
 
 

@@ -57,16 +57,11 @@ class Section:
 
     def is_more_than_tables(self) -> bool:
         """Return True if the section has anything besides tables."""
-        return bool(
-            self.lead
-            or self.folded
-            or self.first
-            or self.paragraphs
-            or self.bullets
-            or self.commands
-            or self.pictures
-            or self.notes
+        above, below = (
+            (self.lead, self.first, self.paragraphs, self.bullets),
+            (self.commands, self.pictures, self.notes),
         )
+        return any((*above, self.folded, *below))
 
 
 def build_sections(frames: Frames, pictures: list[Picture]) -> list[Section]:

@@ -12,7 +12,7 @@ import pandas as pd
 from dcpbench.points.instances import parse_instances
 from dcpbench.reports import findings
 from dcpbench.reports.load_labels import list_unique
-from dcpbench.reports.tables import Table, make_table, make_text_columns, read_rows
+from dcpbench.reports.tables import Table, make_table, make_text_columns
 from dcpbench.show.numbers import ABSENT, format_number, format_percent, is_missing
 from dcpbench.show.text import format_count, format_list
 
@@ -59,7 +59,7 @@ def build_table(frames: Frames) -> Table:
     for (run, model, mode, load, label), own in points.groupby([*findings.SCOPE, "load", "label"], sort=False):
         cells = {
             f"{r[CHUNK]:,}": f"{format_number(r['itl_p99_ms'], 3)} ({format_number(r['output_tok_s'], 3)})"
-            for r in read_rows(own)
+            for r in own.to_dict("records")
         }
         rows.append({"run": run, "model": model, "mode": mode, "load": load, "layout": label} | cells)
     names = [f"{chunk:,}" for chunk in chunks[:MAX_CHUNKS]]
@@ -72,7 +72,7 @@ def _select_judged(points: pd.DataFrame) -> pd.DataFrame:
     if points.empty or "slo_itl_at" not in points or CHUNK not in points:
         return pd.DataFrame()
     points = points[(points["slo_itl_at"] != "") & (points["mode"] != "decode")]
-    value = [row[f"itl_{row['slo_itl_at']}_ms"] for row in read_rows(points)]
+    value = [row[f"itl_{row['slo_itl_at']}_ms"] for row in points.to_dict("records")]
     limit = [limits["itl"] for limits in points["slo_limits"]]
     found = points.assign(value=value, limit=limit, at=points["slo_itl_at"], load=points["load_with_any_chunk"])
     return found[found["value"].notna()].assign(keeps=lambda t: t["value"] <= t["limit"])
@@ -87,9 +87,9 @@ def _describe_load(load: pd.DataFrame, gpus: str) -> str:
     where = f"at {load['load'].iloc[0]}{gpus} "
     kept, missed = (load[load["keeps"] == own].sort_values("output_tok_s", kind="stable") for own in (True, False))
     if kept.empty:
-        near = read_rows(load.sort_values("value", kind="stable"))[0]
+        near = load.sort_values("value", kind="stable").to_dict("records")[0]
         return f"{where}no layout keeps it{several}{_explain_stall(near)}; nearest is {_format_layout(near, chunks)} ({_format_figures(near)})"
-    of_kept, of_missed = read_rows(kept)[-1], read_rows(missed)[-1] if len(missed) else None
+    of_kept, of_missed = kept.to_dict("records")[-1], missed.to_dict("records")[-1] if len(missed) else None
     if (
         of_missed is None
         or of_missed["output_tok_s"] <= of_kept["output_tok_s"]
@@ -105,17 +105,17 @@ def _describe_load(load: pd.DataFrame, gpus: str) -> str:
     return f"{where}{', and '.join(pair)}{why}{none}"
 
 
-def _format_layout(row: Mapping[str, Any], chunks: list[int]) -> str:
+def _format_layout(row: Mapping[Any, Any], chunks: list[int]) -> str:
     """Return `tp4 with 2,048`, without the chunk if there is only one."""
     return f"{row['label']} with {int(row[CHUNK]):,}" if len(chunks) > 1 else str(row["label"])
 
 
-def _format_figures(row: Mapping[str, Any]) -> str:
+def _format_figures(row: Mapping[Any, Any]) -> str:
     """Return `p99 131 ms, 185 tok/s`."""
     return f"{row['at']} {format_number(row['value'], 3)} ms, {format_number(row['output_tok_s'], 3)} tok/s"
 
 
-def _explain_stall(row: Mapping[str, Any]) -> str:
+def _explain_stall(row: Mapping[Any, Any]) -> str:
     """Return `, since chunks of prompts stall decodes (8.3 % of steps, median gap 65.2 ms)` if that holds; else empty."""
     if (
         is_missing(row["steps"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+from dcpbench.reports.floors import find_phases
 from dcpbench.show.numbers import is_missing
 
 if TYPE_CHECKING:
@@ -77,9 +78,9 @@ def compute_parts(row: Mapping[str, object]) -> dict[str, float]:
     A part of which the profile has no phase or kernel is absent.
     """
     found: dict[str, float] = {}
-    for column, us in row.items():
-        if column.startswith("phase_") and column.endswith("_us") and not is_missing(us) and us:
-            part = find_step_part(column.removeprefix("phase_").removesuffix("_us"))
+    for phase, column in find_phases(row).items():
+        if not is_missing(us := row[column]) and us:
+            part = find_step_part(phase)
             found[part] = found.get(part, 0.0) + float(us)  # type: ignore[arg-type]
     return {part.name: found[part.name] for part in STEP_PARTS if part.name in found}
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
@@ -33,7 +32,7 @@ from dcpbench.show.numbers import (
 from dcpbench.show.text import fit_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
 
     from dcpbench.records.metrics import Metric
     from dcpbench.reports.dataframes import Frames
@@ -347,40 +346,6 @@ def has_imported(found: pd.DataFrame) -> bool:
     return len(found) > 0 and bool((found["origin"] != OURS).any())
 
 
-class _Row(Mapping[str, Any]):
-    """Read a row of a table lazily, only the columns that are requested; a table of points has 200."""
-
-    def __init__(self, columns: _Columns, number: int) -> None:
-        self._columns, self._number = columns, number
-
-    def __getitem__(self, name: str) -> Any:  # noqa: ANN401 -- any kind of value
-        return self._columns[name][self._number]
-
-    def __iter__(self) -> Iterator[str]:
-        return map(str, self._columns.table.columns)
-
-    def __len__(self) -> int:
-        return self._columns.table.shape[1]
-
-
-class _Columns(dict[str, list[Any]]):
-    """Convert columns of a table to lists of plain values, each when it is first read."""
-
-    def __init__(self, table: pd.DataFrame) -> None:
-        super().__init__()
-        self.table = table
-
-    def __missing__(self, name: str) -> list[Any]:
-        self[name] = values = self.table[name].tolist()
-        return values
-
-
-def read_rows(table: pd.DataFrame) -> list[Mapping[str, Any]]:
-    """Return the rows as `table.to_dict("records")` does, in a time that depends on the columns that are used."""
-    columns = _Columns(table)
-    return [_Row(columns, number) for number in range(len(table))]
-
-
 def make_table(
     title: str,
     found: pd.DataFrame,
@@ -402,7 +367,7 @@ def make_table(
     if len(found) > MAX_ROWS:
         title = f"{title} (the first {MAX_ROWS:,} of {len(found):,}; points.csv has every point)"
         found = found.head(MAX_ROWS)
-    texts = [[format_text(r[s]) if isinstance(s, str) else s(r) for _, s in columns] for r in read_rows(found)]
+    texts = [[format_text(r[s]) if isinstance(s, str) else s(r) for _, s in columns] for r in found.to_dict("records")]
     rows = [[fit_text(cell, MAX_CELL_CHARS) for cell in row] for row in texts]
     theirs = "origin" in found and OURS not in set(found["origin"])  # omit columns that no file has a value for
     keep = [
