@@ -74,42 +74,27 @@ class History:
 
 
 @dataclasses.dataclass(frozen=True)
-class DataFiles:
-    """Hold the files of the site's data folder."""
-
-    files: dict[str, str]  # text by path in the site
-    index: str
-    first: str
-    """Paths of the files that the page loads first: the index and the measure that it shows first."""
-    lines: int
-    entries: int
-    changes: int
-    skipped: list[str]  # sentence for each run, or page, that was left out
-
-
-@dataclasses.dataclass(frozen=True)
 class Content:
     """Hold the data of a site that do not depend on which runs have a page yet."""
 
     runs: Sequence[RunData]
     files: dict[str, str]
     index: dict[str, object]  # fields of the index, except its runs and what was left out
-    first: str
+    first: str  # path of the measure that the page shows first
     lines: int
     entries: int
     changes: int
 
-    def add_index(self, pages: Sequence[str], records: Sequence[str], skipped: Sequence[str]) -> DataFiles:
-        """Return all data files; `pages` are slugs of the runs that have a page, `records` of those with records to download."""
+    def add_index(
+        self, pages: Sequence[str], records: Sequence[str], skipped: Sequence[str]
+    ) -> tuple[dict[str, str], str]:
+        """Return the text of all data files by path, and the path of the index.
+
+        `pages` are slugs of the runs that have a page, `records` of those with records to download.
+        """
         files = dict(self.files)
-        index = {
-            "runs": _build_run_columns(self.runs, set(pages), set(records)),
-            "skipped": list(skipped),
-            **self.index,
-        }
-        return DataFiles(
-            files, _add_file(files, "index", index), self.first, self.lines, self.entries, self.changes, list(skipped)
-        )
+        runs = _build_run_columns(self.runs, set(pages), set(records))
+        return files, _add_file(files, "index", {"runs": runs, "skipped": list(skipped), **self.index})
 
 
 @stop_garbage_collector()

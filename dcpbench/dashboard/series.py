@@ -98,6 +98,9 @@ def describe_line(line: Line, layers_held: str = "", shared: Collection[str] = (
     """
     point = line.example
     mode = f"{load_labels.SEPARATOR}{point.load.mode}" if point.load else ""
+    experts = (
+        [] if point.ep_degree is None else [f"ep{point.ep_degree}"]
+    )  # in every row, so that a page can state it once
     # defaults, and fields that an import lacks, are left out
     load = axes.format_changed_values(LOAD_AXES, msgspec.structs.asdict(point.load)) if point.load else []
     return {
@@ -106,9 +109,7 @@ def describe_line(line: Line, layers_held: str = "", shared: Collection[str] = (
         "layout": point.layout_name,
         "exchange": fit_label(point.format_exchange_label() or "none"),
         "how": fit_label(
-            load_labels.SEPARATOR.join(
-                [*_describe_experts(point), *_describe_computation(point), *load, *filter(None, [layers_held])]
-            )
+            load_labels.SEPARATOR.join([*experts, *_describe_computation(point), *load, *filter(None, [layers_held])])
         ),
         "context": point.context,
         "concurrency": point.concurrency,
@@ -117,11 +118,6 @@ def describe_line(line: Line, layers_held: str = "", shared: Collection[str] = (
         "driver": fit_label(line.driver),
         "conditions": fit_label(SEPARATOR.join(part for part in line.conditions if part not in shared)),
     }
-
-
-def _describe_experts(point: Point) -> list[str]:
-    """Return `ep8` or `ep1`, which every row has, so that a page can state once what all rows have in common."""
-    return [] if point.ep_degree is None else [f"ep{point.ep_degree}"]
 
 
 def _describe_computation(point: Point) -> list[str]:

@@ -349,9 +349,7 @@ def _find_quickest(ask: Query, points: Sequence[Point], steps: Steps) -> Point:
 
 
 def _apply_records(ask: Query, found: dict[str, Forecast], steps: Steps) -> dict[str, Forecast]:
-    """Return the forecasts with estimates corrected by records: multiplied by the geometric mean of records over their
-    own estimates.
-    """
+    """Return the forecasts, with estimates times the geometric mean of records over their own estimates."""
     there = [f for f in found.values() if f.source != ESTIMATED]
     if not there or len(there) == len(found):
         return found
@@ -601,9 +599,7 @@ def _is_card(device: str, ask: Query) -> bool:
 
 
 def _describe_other_precision(point: Point, ask: Query, *, server: bool = False) -> str:
-    """Return how a point's precision differs from the query; empty if it does not, or if another engine's server does not report
-    it.
-    """
+    """Return how a point's precision differs from the query; empty if it does not, or if a server does not report it."""
     pairs = (
         ("--weights-dtype", point.weights_precision, ask.weights_dtype),
         ("--kv-dtype", point.kv_precision, ask.kv_dtype),
@@ -720,9 +716,7 @@ def _replay_point(
 
 
 def find_break_even(choices: Sequence[Choice]) -> tuple[int | None, bool]:
-    """Return (lowest concurrency from which a layout with DCP is clearly ahead of all without, True if both kinds were
-    compared).
-    """
+    """Return (lowest concurrency from which DCP is clearly ahead of all without, whether both kinds were compared)."""
     compared = []
     for choice in sorted(choices, key=lambda c: c.concurrency):
         with_dcp = [f for f in choice.forecasts if f.point.dcp > 1]

@@ -105,9 +105,7 @@ def pad_step(rows: StepRows, replicas: int) -> StepRows:
 def compute_terms(
     sharding: Sharding, rows: StepRows, rates: Mapping[str, float], known: Wire, exchange: str
 ) -> dict[str, float] | None:
-    """Return the µs of each of TERMS before fitting; None if `rates` lack one that the step needs; raise the errors of
-    `predict_calls`.
-    """
+    """Return the µs of each of TERMS before fitting; None if `rates` lack one that the step needs. Raise as `predict_calls` does."""
     found = dict.fromkeys(TERMS, 0.0)
     part_of = {phase: part for part, phases in PARTS.items() for phase in phases}
     for phase, times, work in iter_phase_works(sharding, rows):

@@ -17,7 +17,6 @@ from dcpbench.serving.loads import compute_extent
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from dcpbench.points.point import Load
     from dcpbench.recommend.advise import Query
 
     Answers = Callable[[Query], bool]  # function that returns True if a query has an answer for one of its loads
@@ -58,7 +57,10 @@ def _iter_more_gpus(ask: Query) -> Iterator[tuple[str, Query]]:
 
 def _iter_switches(ask: Query) -> Iterator[tuple[str, Query]]:
     """Yield queries with one option that is not set yet, or without one that is."""
-    smaller = tuple((n, most, load and _limit_chunk(load)) for n, most, load in ask.loads)
+    smaller = tuple(
+        (n, most, load and msgspec.structs.replace(load, chunk=min(load.chunk, SMALLER_CHUNK)))
+        for n, most, load in ask.loads
+    )
     for words, other in (
         *((f"--weights-dtype {name}", dataclasses.replace(ask, weights_dtype=name)) for name in (FP8, "bf16")),
         ("--kv-dtype fp8", dataclasses.replace(ask, kv_dtype=FP8)),
@@ -99,10 +101,6 @@ def _iter_numbers(ask: Query) -> Iterator[tuple[str, int, Callable[[int], Query]
 
     if lengths.kind == FIXED:
         yield "input-tokens", lengths.low, make_shorter
-
-
-def _limit_chunk(load: Load) -> Load:
-    return msgspec.structs.replace(load, chunk=min(load.chunk, SMALLER_CHUNK))
 
 
 def _find_largest(limit: int, holds: Callable[[int], bool]) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import fcntl
 import fnmatch
@@ -15,7 +14,6 @@ import msgspec
 
 from dcpbench.errors import OutputError, RecordsError
 from dcpbench.points import redaction
-from dcpbench.points.point import Point
 from dcpbench.records import acceptance, checks, checksums, disks
 from dcpbench.records.folder import ASIDE_FILE, JOB_FILES, LOCK_FILE, RECORDS_FILE, get_record_file
 from dcpbench.records.lines import UNREADABLE
@@ -24,6 +22,8 @@ from dcpbench.records.record import SCHEMA_VERSION, Record
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
+
+    from dcpbench.points.point import Point
 
 
 class _Version(msgspec.Struct):
@@ -116,21 +116,6 @@ def read_records(folder: Path) -> list[Record]:
     version.
     """
     return [record for _, record in iter_records(folder)]
-
-
-class _Measured(msgspec.Struct, frozen=True):
-    point: Point
-    outcome: str
-
-
-def read_points(path: Path) -> Iterator[tuple[Point, str]]:
-    """Yield point and outcome of each record without the rest, which is much quicker; unreadable lines are left out."""
-    decoder = msgspec.json.Decoder(_Measured)
-    with path.open("rb", buffering=READ_BYTES) as lines:
-        for line in lines:
-            with contextlib.suppress(*UNREADABLE):
-                found = decoder.decode(line)
-                yield found.point, found.outcome
 
 
 def iter_records(

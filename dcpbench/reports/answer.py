@@ -48,9 +48,7 @@ if TYPE_CHECKING:
 
 MAX_SENTENCES = 9  # maximum number of sentences at the top of a report; less important ones stand further below
 MAX_SHAPES = 4
-"""Maximum number of request lengths for which a sentence names loads; above it the sentence counts them and the table
-names them.
-"""
+"""Maximum number of request lengths of which a sentence names loads; the table names all."""
 MAX_LENGTHS = 8
 """Maximum number of request lengths that the break-even sentence names; above it the sentence counts them."""
 MAX_CLAUSES = 8
@@ -62,9 +60,7 @@ NOT_RUN = {"rejected": "was rejected", "failed": "failed", "hung": "hung"}
 
 
 def format_top_sentences(frames: Frames) -> list[str]:
-    """Return the sentences at the top of a report, in reading order: SLO, best layouts, break-even, KV capacity, and
-    limits of trust.
-    """
+    """Return the sentences at the top of a report, in reading order."""
     if not has_engine_answer(frames):
         return split_sentences(frames)[0]
     first = [
@@ -127,9 +123,7 @@ def _collect_ranked(frames: Frames) -> list[tuple[float, str]]:
 
 
 def describe_functional(frames: Frames) -> str:
-    """State that times measured on a CPU allow no conclusion about performance, for all points or some; empty without
-    CPU points.
-    """
+    """State that times of a CPU allow no conclusion about performance; empty without CPU points."""
     slow = frames.everything["cpu"]
     if not slow.any():
         return ""
@@ -142,9 +136,7 @@ def describe_functional(frames: Frames) -> str:
 
 
 def _iterate_scopes(frames: Frames) -> Iterable[tuple[float, str]]:
-    """Yield sentences with their rank for each run, model and mode: best layouts, maximum within the SLO, where DCP
-    pays, KV pressure.
-    """
+    """Yield sentences with their rank for each run, model and mode."""
     found = frames.findings
     tables = (found.points, found.best, found.most, found.break_even, found.ratios, found.against_best)
     short = findings.find_kv_pressure(findings.select_timed(frames.served))
@@ -167,9 +159,7 @@ def _iterate_scopes(frames: Frames) -> Iterable[tuple[float, str]]:
 
 
 def describe_imports(frames: Frames) -> str:
-    """Return a sentence that counts the imported points per tool and explains why they are not directly comparable with
-    dcpbench's own; empty without imported points.
-    """
+    """Return a sentence that counts the imported points by tool and limits their comparison; empty without any."""
     table = frames.served
     counts = Counter(name for name in table["origin"] if is_imported_origin(name)) if len(table) else Counter[str]()
     if not counts:
@@ -212,16 +202,20 @@ def describe_best(found: pd.DataFrame) -> str:
     answers = found["rest"].str.cat(found["label"]).where(found["clear"], "tie")
     changes = int((answers != answers.shift()).sum())  # from one load to the next
     if found["rest"].nunique() > MAX_SHAPES or changes > MAX_CLAUSES:
-        clear, meets = found["clear"].astype(bool), found["meets"].astype(bool)
-        won = [f"{label} in {n}" for label, n in found[clear]["label"].value_counts().items()]
-        tied, none = int((meets & ~clear).sum()), int((~meets).sum())
-        won += [f"no layout {launch_bands.BY_MORE if single else 'clearly'} in {tied}"] if tied else []
-        won += [f"none within the SLO in {none}"] if none else []
-        return f"{what}: of {format_count(len(found), 'load')}, {format_list(won)}."
+        return f"{what}: of {format_count(len(found), 'load')}, {count_winners(found)}."
     short = make_short_shapes(found["rest"])
     shapes = [f"{short[str(rest)]}: {_format_winners(loads)}" for rest, loads in found.groupby("rest", sort=False)]
     closed = found["load_arrival"].eq(CLOSED).all()
     return f"{what}{', at each concurrency' if closed else ''}. {format_capitalized('; '.join(shapes))}."
+
+
+def count_winners(found: pd.DataFrame) -> str:
+    """Return in how many loads each layout is the best: `tp4 in 3, no layout clearly in 1 and none within the SLO in 2`."""
+    clear, meets = found["clear"].astype(bool), found["meets"].astype(bool)
+    more = launch_bands.BY_MORE if launch_bands.has_single_launches(found) else "clearly"
+    others = {f"no layout {more}": int((meets & ~clear).sum()), "none within the SLO": int((~meets).sum())}
+    won = found[clear]["label"].value_counts().to_dict() | {what: n for what, n in others.items() if n}
+    return format_list([f"{who} in {n}" for who, n in won.items()])
 
 
 def describe_maximum(found: pd.DataFrame, best_found: pd.DataFrame) -> str:
@@ -381,9 +375,7 @@ def explain_jumps(points: pd.DataFrame) -> str:
 
 
 def describe_kv_pressure(short_of_kv: pd.DataFrame, points: pd.DataFrame) -> str:
-    """Return the heaviest load under which a layout was short of KV capacity, with the layout that is shortest and the
-    best one there.
-    """
+    """Return the heaviest load at which a layout was short of KV capacity, with the shortest and the best layout there."""
     if short_of_kv.empty:
         return ""
     heaviest = short_of_kv.sort_values(["input_typical", "concurrency"], kind="stable").iloc[-1]

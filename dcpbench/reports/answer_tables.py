@@ -28,9 +28,7 @@ MAX_ROWS = 40  # maximum number of rows of a grid; larger grids are left to the 
 
 
 def build_grids(frames: Frames) -> list[Table]:
-    """Build the grids of each model and mode: the highest output of each layout within the SLO and, for closed loops, the
-    best layout of each load and DCP over the baseline.
-    """
+    """Build the grids of each model and mode: highest output within the SLO, best layouts, DCP over its baseline."""
     found = frames.findings
     tables = []
     for scope in dict.fromkeys([*list_keys(found.best, SCOPE), *list_keys(found.ratios, SCOPE)]):
@@ -43,9 +41,7 @@ def build_grids(frames: Frames) -> list[Table]:
 
 
 def add_rivals(found: Findings) -> pd.DataFrame:
-    """Return each DCP point against its baseline and against the best layout without DCP, the latter as `rival` and
-    `rival_ratio`.
-    """
+    """Return each DCP point against its baseline, and as `rival` against the best layout without DCP."""
     if found.ratios.empty:
         return found.ratios
     return found.ratios.assign(rival=found.against_best["rival"], rival_ratio=found.against_best["ratio"])
@@ -102,9 +98,7 @@ def _build_best_grid(found: pd.DataFrame, where: str) -> Table:
 
 
 def _build_maximum_grid(points: pd.DataFrame, where: str) -> Table:
-    """Build the grid of the highest output of each layout and the load at which it has it; `none` if the layout ran and
-    never meets the SLO.
-    """
+    """Build the grid of each layout's highest output and its load; `none` if the layout never meets the SLO."""
     judged = points[points["slo_excess"].notna()] if len(points) else points
     if judged.empty:
         return Table("", [], [])

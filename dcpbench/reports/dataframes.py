@@ -343,9 +343,7 @@ class _Clipper:
 
 
 def _is_short(parts: dict[str, Any]) -> bool:
-    """Return True if certainly no string inside needs to be cut: as JSON the strings have no escapes, and no text
-    between two quotes is long.
-    """
+    """Return True if no string inside needs to be cut: JSON without escapes or long text between two quotes."""
     text = msgspec.json.encode(parts)
     return (
         text.isascii()
@@ -649,9 +647,7 @@ def _format_experts(table: pd.DataFrame) -> list[str]:
 
 
 def _format_settings(table: pd.DataFrame) -> list[str]:
-    """Return for each point the settings that not all points of its run have, or that another run sets differently:
-    `max_num_seqs=4`.
-    """
+    """Return the settings of each point that not all points of its run have, or that another run sets differently."""
     settings = [[p for p in text.split(SETTING) if p and not p.startswith(GPU)] for text in table["settings"]]
     of_run: dict[str, list[set[str]]] = {}
     values: dict[str, set[str]] = {}
@@ -673,9 +669,7 @@ def _format_devices(table: pd.DataFrame) -> list[str]:
 
 
 def _format_exchanges(table: pd.DataFrame) -> list[str]:
-    """Return for each point with an exchange the parts that not all of these have in common, such as `a2a
-    +q-replicate`; else empty.
-    """
+    """Return the parts of each point's exchange that not all have in common, such as `a2a +q-replicate`."""
     own = select_point_axes(Role.EXCHANGE)
     rows = table[[axis.name for axis in own]].to_dict("records")
     exchanges = ~table["exchange"].isin((NO_EXCHANGE, UNKNOWN))

@@ -104,26 +104,15 @@ def compare_steps(frames: Frames) -> StepComparison:
     ours = rows["run"][rows["origin"] == OURS]
     reference = str((ours if len(ours) else rows["over_run"]).value_counts(sort=True).index[0])
     records = [{str(k): v for k, v in row.items()} for row in rows.to_dict("records")]
-    parts = [_collect_parts(row) for row in records]
-    of_cell = {row["cell"]: i for i, row in enumerate(records) if row["run"] == reference}
-    first = [of_cell.get(row["cell"]) for row in records]
-    step_times = [
-        None if i is None else row["step_ms"] / records[i]["step_ms"] for row, i in zip(records, first, strict=True)
-    ]
-    profiled_times = [_get_profiled_times(row) for row in records]
-    part_times = [
-        {}
-        if j is None
-        else _compute_part_times(parts[i], parts[j], prolonged=is_prolonged(profiled_times[i], profiled_times[j]))
-        for i, j in enumerate(first)
-    ]
-    columns: dict[str, list[Any]] = {
-        "parts": parts,
-        "step_times": step_times,
-        "part_times": part_times,
-        "profiled_times": profiled_times,
-    }
-    found = {name: pd.Series(values, rows.index, dtype=object) for name, values in columns.items()}
+    for row in records:
+        row |= {"parts": _collect_parts(row), "profiled_times": _get_profiled_times(row)}
+    of_cell = {row["cell"]: row for row in records if row["run"] == reference}
+    for row in records:
+        first = of_cell.get(row["cell"])
+        row["step_times"] = None if first is None else row["step_ms"] / first["step_ms"]
+        row["part_times"] = {} if first is None else _compute_part_times(row, first)
+    names = ("parts", "step_times", "part_times", "profiled_times")
+    found = {name: pd.Series([row[name] for row in records], rows.index, dtype=object) for name in names}
     return StepComparison(rows.assign(**found, reference=reference), reference)
 
 
@@ -146,14 +135,13 @@ def is_prolonged(*profiled_times: float | None) -> bool:
     return any(times is not None and times > 1 + MAX_DISTURBANCE for times in profiled_times)
 
 
-def _compute_part_times(
-    own: Mapping[str, float], reference: Mapping[str, float], *, prolonged: bool
-) -> dict[str, float]:
-    """Return the time of each part over that in the reference, with `prolonged` without parts that the profiler prolongs."""
+def _compute_part_times(row: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[str, float]:
+    """Return the time of each part over that in the reference, without parts that the profiler prolongs."""
+    prolonged = is_prolonged(row["profiled_times"], reference["profiled_times"])
     return {
-        name: us / reference[name]
-        for name, us in own.items()
-        if reference.get(name, 0.0) > 0 and not (prolonged and name in PROLONGED)
+        name: us / reference["parts"][name]
+        for name, us in row["parts"].items()
+        if reference["parts"].get(name, 0.0) > 0 and not (prolonged and name in PROLONGED)
     }
 
 
@@ -308,11 +296,8 @@ def _find_difference(engine: str, pairs: list[tuple[dict[str, Any], dict[str, An
 def describe_differences(frames: Frames) -> list[str]:
     """Return a sentence for each engine on the ratio of its steps to the reference's, and on the parts that make the difference."""
     found = compare_steps(frames)
-    return (
-        [_format_difference(one, found.reference) for one in find_differences(found) if one.times]
-        if len(found.rows)
-        else []
-    )
+    different = find_differences(found) if len(found.rows) else []
+    return [_format_difference(one, found.reference) for one in different if one.times]
 
 
 def _format_difference(one: StepDifference, reference: str) -> str:
@@ -499,7 +484,10 @@ def _make_part_cell(name: str, reference: str) -> Callable[[Mapping[str, Any]], 
 
 def format_profiled_cell(row: Mapping[Any, Any]) -> str:
     """Return the profiled step with its ratio to the timed one, and a star if the profiler prolongs it."""
-    times, ms = row["profiled_times"], format_number(_to_ms(row["profiled_us"]))
+    times, ms = (
+        row["profiled_times"],
+        format_number(None if is_missing(row["profiled_us"]) else row["profiled_us"] / 1e3),
+    )
     if times is None:
         return ms
     return f"{ms} ({format_ratio(times, 2)}{PROLONGED_STAR if is_prolonged(times) else ''})"
@@ -524,7 +512,3 @@ def format_sum_cell(row: Mapping[str, Any]) -> str:
         return ABSENT
     star = "*" if abs(row["phase_sum_error"]) > MAX_SUM_ERROR else ""
     return f"{(1 + row['phase_sum_error']) * 100:.1f} %{star}"
-
-
-def _to_ms(us: float | None) -> float | None:
-    return None if us is None or is_missing(us) else us / 1e3

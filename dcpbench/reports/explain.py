@@ -225,11 +225,6 @@ def _has_chunk_gaps(frames: Frames) -> bool:
     return len(frames.served) > 0 and bool(point_warnings.find_marked(frames.served, "chunk_gaps").any())
 
 
-def list_commands(frames: Frames) -> list[str]:
-    """Return the command lines that the records name, each once."""
-    return list(dict.fromkeys(r.environment.command for r in frames.records if r.environment and r.environment.command))
-
-
 def describe_method(frames: Frames) -> list[str]:
     """Describe how the workloads at hand were measured."""
     if frames.served.empty:

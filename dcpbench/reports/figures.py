@@ -1,5 +1,4 @@
-"""Draw figures with a line per layout and a panel per request length (rates, latencies, frontier, DCP over its
-baseline), and with a bar per layout (time of a step by phase, KV capacity).
+"""Draw figures with a line per layout and a panel per request length, and figures with a bar per layout.
 
 A figure holds points of `decode`, live runs, or replays. Replays have hollow markers, and each panel's title names
 them.
@@ -103,9 +102,7 @@ def draw_throughput(points: pd.DataFrame, style: Style, title: str) -> Figure:
 
 
 def _draw_latency(points: pd.DataFrame, style: Style, title: str, name: str, label: str) -> Figure:
-    """Draw the median, for `decode` with its 95 % interval, and p99 as a dash, or the highest percentile that has
-    enough samples.
-    """
+    """Draw the median with its interval, and p99 or the highest percentile with enough samples as a dash."""
     figure, drawn, load = _start_figure(points, title)
     top = _find_tail_percentile(points, name)
     tail = f"{name}_{top or 'p99'}_ms"
@@ -142,9 +139,7 @@ def _draw_intervals(ax: Axes, line: pd.DataFrame, x: str, y: str, low: str, high
 
 
 def _find_tail_percentile(points: pd.DataFrame, name: str) -> str:
-    """Return the highest percentile of a latency that all points with a median have, else one that some have, else an
-    empty string.
-    """
+    """Return the highest percentile of a latency that all points with a median have, else one that some have."""
     some = points[points[f"{name}_p50_ms"].notna()]
     known = {p: some[f"{name}_{p}_ms"].notna() for p in PERCENTILES[:0:-1]}
     every = [p for p, has in known.items() if len(some) and has.all()]
@@ -566,9 +561,7 @@ def _format_legend_label(name: str) -> str:
 
 
 def compute_phases_ms(points: pd.DataFrame) -> pd.DataFrame:
-    """Return the time of each phase in ms, one column per phase in stacking order; small and unknown phases are summed
-    as `rest`.
-    """
+    """Return the time of each phase in ms, in stacking order; small and unknown phases are summed as `rest`."""
     columns = find_phases(points)
     times = points[list(columns.values())].set_axis(list(columns), axis=1) / 1e3
     shown = [name for name in PHASE_COLOURS if name in columns and times[name].sum() > 0]

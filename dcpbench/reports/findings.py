@@ -62,9 +62,7 @@ NO_CAPACITY = ("sweep", SERVER_FLAG)
 """Limits with which the size of a KV cache says nothing about the capacity of a layout."""
 PAYS = ("higher", "alone")  # verdicts of compare_dcp_with_best with which DCP pays
 MIN_IN_FLIGHT_SHARE = 0.9
-"""Share of a loop's clients with a request in flight, on average; below it the report states the effect of the last
-requests on throughput.
-"""
+"""Mean share of a loop's clients in flight below which the report states the effect of the last requests."""
 MAX_CURVES = 2_000
 """Maximum number of pairs of layout and request length for which break-even is computed, in the order of the tables."""
 
@@ -116,8 +114,7 @@ def select_rivals(frames: Frames) -> pd.DataFrame:
 
 
 def find_best_per_load(points: pd.DataFrame) -> pd.DataFrame:
-    """Return the layout with the highest throughput of each load, of those that meet its SLO; only loads that at least
-    two layouts on the same number of GPUs ran.
+    """Return the fastest layout within the SLO of each load that several layouts on as many GPUs ran.
 
     `clear` is False if its interval overlaps the next one's or it leads by no more than launches may differ; `level`
     lists it and all layouts that it does not clearly lead. `next` is missing if no other meets the SLO. If none does,
@@ -267,9 +264,7 @@ def _list_comparable_keys(table: pd.DataFrame, names: Sequence[str]) -> list[tup
 def compute_verdicts(
     found: pd.DataFrame, *, above: str = "higher", below: str = "lower", without: str = ""
 ) -> pd.Series[Any]:
-    """Return whether ratios are `above` or `below` 1, else `without`: only if the whole interval is, and by more than
-    launches may differ.
-    """
+    """Return whether ratios are clearly `above` or `below` 1 (is_clearly_ahead), else `without`."""
     found_verdicts = pd.Series("no clear difference", found.index, dtype=object)
     band = launch_bands.find_band(found[launch_bands.COLUMN], found[f"over_{launch_bands.COLUMN}"])
     found_verdicts[is_clearly_ahead(found["ratio"], found["low"], band)] = above
@@ -327,8 +322,7 @@ def find_break_even(ratios: pd.DataFrame) -> pd.DataFrame:
 
 
 def compute_kv_by_layout(points: pd.DataFrame) -> pd.DataFrame:
-    """Return the KV cache of an instance of each layout: the pool, its tokens, and the gain over the first layout
-    without DCP or DP.
+    """Return the KV cache of an instance of each layout, and its gain over the first layout without DCP or DP.
 
     `kv_ratio` is the gain in tokens per GiB, or in tokens for a server, which does not report the memory of its pool.
     `capacity_ratio` is the gain in tokens; it is missing if a pool was sized for the largest point of a sweep, or if

@@ -132,9 +132,7 @@ def _find_best(load: pd.DataFrame) -> Row | None:
 
 
 def _describe_load(load: pd.DataFrame) -> str:
-    """Return `at closed 48 · 4,000 in · 1,500 out tp4 1P1D, 47.9 tok/s (prefill 20 % busy, decode 99 %)`, and the
-    comparison with others.
-    """
+    """Return `at closed 48 · 4,000 in · 1,500 out tp4 1P1D, 47.9 tok/s (…)`, and the comparison with others."""
     where = f"at {load['load'].iloc[0]} "
     best = _find_best(load)
     if best is None:

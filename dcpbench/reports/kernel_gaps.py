@@ -20,9 +20,7 @@ MAX_GAP_US = 1.0  # maximum mean gap between kernels of a graph in µs; with lon
 
 
 def describe_unequal_gaps(points: pd.DataFrame) -> str:
-    """Describe the two points of one load that unequal gaps separate most, with the share of a step; empty if gaps are
-    equal enough.
-    """
+    """Describe the two points of one load that unequal gaps separate most; empty if gaps are equal enough."""
     if points.empty:
         return ""
     gaps_us = points["idle_us"] / points["kernels"]

@@ -31,9 +31,7 @@ MAX_RUNS = 6
 MAX_LENGTHS = 9
 MAX_LINES = 16
 MAX_LOADS = 48
-"""Maximum number, per figure, of models and runs with their own figures, of panels, of lines in a panel, and of points
-of a line.
-"""
+"""Maximum number of models and runs with figures of their own, of panels, of lines of a panel, and of points of a line."""
 SOME_LENGTHS = 6
 SOME_LOADS = 24
 """Maximum number of panels and points if there are more than the limits above: fewer are as readable and drawn in half the time."""

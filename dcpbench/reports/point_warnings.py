@@ -57,9 +57,7 @@ def find_shared_warnings(points: pd.DataFrame) -> list[str]:
 
 
 def summarize_warnings(points: pd.DataFrame, most: int) -> str:
-    """Return counts such as `25 throttled (the power limit: …), 3 noisy` or `all throttled`; of more than `most` kinds
-    the first ones.
-    """
+    """Return counts of at most `most` kinds, such as `25 throttled (the power limit: …), 3 noisy` or `all throttled`."""
     names = [mark for marks in points["marks"] for mark in list_shown(marks)]
     everyone = set(find_shared_warnings(points))
     counts = []

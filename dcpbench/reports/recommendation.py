@@ -184,12 +184,9 @@ class Rule:
     def _format_reach(self, heavy: pd.DataFrame) -> str:
         """Return `from 1.02 million on`, or `from 64,000 to 96,000` if no layout meets the SLO at some load above."""
         least, most = (self._format_size(heavy.iloc[i], short=True) for i in (0, -1))
-        if not self._has_misses_above():
+        if not self.rows["weight"].max() > self.loads["weight"].max():
             return f"from {least} on"
         return f"from {least} to {most}" if most != least else f"at {least}"
-
-    def _has_misses_above(self) -> bool:
-        return bool(self.rows["weight"].max() > self.loads["weight"].max())
 
     def _format_named_loads(self, heavy: pd.DataFrame) -> str:
         """Return ` (32 requests of 32,000 or 8 of 128,000)`: the first loads of a rule that is based on tokens."""
@@ -204,8 +201,7 @@ class Rule:
         return f" ({' or '.join(named)})"
 
     def _format_tried(self) -> str:
-        """Return `every load tried (8–48 requests of 4,000–128,000 tokens)`, or `most loads tried` if another layout is
-        ahead at some.
+        """Return `every load tried (8–48 requests of 4,000–128,000 tokens)`; `most` if another layout is ahead at some.
 
         The words before the brackets are left out if no layout is within the SLO at some load.
         """

@@ -266,7 +266,7 @@ def _build_trust(frames: Frames) -> list[Section]:
             else [findings.format_repeats_sentence(answer.collect_repeat_differences(frames))],
             tables=[
                 tables.build_repeats_table(repeats),
-                tables.build_served_repeats_table(findings.select_served_repeats(frames.served)),
+                tables.build_repeats_table(findings.select_served_repeats(frames.served), served=True),
             ],
         ),
         Section(
@@ -278,7 +278,7 @@ def _build_trust(frames: Frames) -> list[Section]:
         Section(
             slug="run",
             title="What was run",
-            commands=explain.list_commands(frames),
+            commands=list(dict.fromkeys(e.command for r in frames.records if (e := r.environment) and e.command)),
             tables=[tables.build_runs_table(frames)],
             paragraphs=explain.list_file_notes(frames),
         ),

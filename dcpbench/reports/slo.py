@@ -115,9 +115,7 @@ def describe_objectives(table: pd.DataFrame, given: Limits) -> str:
 
 
 def explain_unjudged(table: pd.DataFrame, given: Limits) -> str:
-    """State that the objectives judge nothing because all points ran on a CPU; empty without objectives, or with a
-    point on a GPU.
-    """
+    """State that the objectives judge nothing if all points ran on a CPU; else empty."""
     if table.empty or not table["cpu"].all() or not (given or any(table["slo_limits"])):
         return ""
     source = "--slo " + ",".join(f"{name}={ms:g}" for name, ms in given.items()) if given else "the SLO of the run"

@@ -45,9 +45,7 @@ def describe_stalls(points: pd.DataFrame) -> str:
 
 
 def build_table(frames: Frames) -> Table:
-    """Build a table of ITL and output of each load and layout, with a column for each chunk; empty if there is only one
-    chunk. Points of servers and imports, of which the chunk is not known, are left out.
-    """
+    """Build a table of ITL and output with a column for each known chunk; empty if there is only one."""
     points = findings.select_timed(frames.served)
     points = points[points[CHUNK] > 0] if len(points) else points
     title = "ITL p99 ms (output tok/s) by the tokens of a chunk"
@@ -79,9 +77,7 @@ def _select_judged(points: pd.DataFrame) -> pd.DataFrame:
 
 
 def _describe_load(load: pd.DataFrame, gpus: str) -> str:
-    """Describe the points of a load with all its chunks on one number of GPUs; empty if all meet the objective, or
-    chunks change nothing.
-    """
+    """Describe a load on one number of GPUs; empty if all points meet the objective, or chunks change nothing."""
     chunks = sorted(set(load[CHUNK].astype(int)))
     several = f" with chunks of {format_list([f'{c:,}' for c in chunks], 'or')}" if len(chunks) > 1 else ""
     where = f"at {load['load'].iloc[0]}{gpus} "

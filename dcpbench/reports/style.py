@@ -49,8 +49,7 @@ UNLIKE = 3
 
 @dataclasses.dataclass(frozen=True)
 class Style:
-    """Assign a colour to each layout (show/layouts.py), and a dash and a marker to each variant; with several runs,
-    markers to runs.
+    """Assign a colour to each layout, a dash and a marker to each variant; of several runs, markers to runs.
 
     A variant is an exchange, a backend, a server of an import, or how instances share the work: anything that
     distinguishes two lines of one layout.
@@ -70,9 +69,7 @@ class Style:
 
     @cached_property
     def _turns(self) -> dict[str, int]:
-        """Return the index of each variant: the first one, and no variant, are drawn solid; exchanges are in the order
-        of EXCHANGES.
-        """
+        """Return the index of each variant; exchanges are in the order of EXCHANGES, and the first is drawn solid."""
         lines = [self._split_layout(*line) for line in self.lines]
         named = list(dict.fromkeys(variant for _, variant in lines if variant))
         named.sort(key=lambda name: EXCHANGES.index(first) if (first := name.split(" ")[0]) in EXCHANGES else 0)

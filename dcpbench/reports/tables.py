@@ -236,30 +236,24 @@ def build_others_table(found: pd.DataFrame, *, engines: bool = False) -> Table:
     return make_table(title, table, shown, text_columns=len(shown), optional=("detail",), fold=folded)
 
 
-def build_repeats_table(found: pd.DataFrame) -> Table:
-    """Build the table of points of `decode` for which repeats disagree."""
-    medians: Column = ("step medians ms", lambda r: ", ".join(format_number(m) for m in r["medians_ms"]))
-    context: Column = ("context", lambda r: f"{r['context']:,}")
-    shown = [*make_text_columns("model", "layout"), context, *make_text_columns("concurrency"), medians]
-    return _build_disagreement_table("Points", found, shown, 2)
-
-
-def build_served_repeats_table(found: pd.DataFrame) -> Table:
-    """Build the table of served points for which repeats disagree."""
-    rates: Column = (
-        "output tok/s",
-        lambda r: f"{format_number(r['output_tok_s_low'])} to {format_number(r['output_tok_s_high'])}",
-    )
-    return _build_disagreement_table("Served points", found, [*LOADED, rates], 3, " in output throughput")
-
-
-def _build_disagreement_table(
-    what: str, found: pd.DataFrame, shown: list[Column], text_columns: int, of: str = ""
-) -> Table:
+def build_repeats_table(found: pd.DataFrame, *, served: bool = False) -> Table:
+    """Build the table of points for which repeats disagree: of `decode`, or served ones."""
     apart = found[found["apart"] > REPEATS_AGREE_WITHIN].sort_values("apart", ascending=False) if len(found) else found
-    title = f"{what} whose repeats differ by more than {REPEATS_AGREE_WITHIN * 100:.0f} %{of}"
+    shown: list[Column] = [
+        *make_text_columns("model", "layout"),
+        ("context", lambda r: f"{r['context']:,}"),
+        *make_text_columns("concurrency"),
+        ("step medians ms", lambda r: ", ".join(format_number(m) for m in r["medians_ms"])),
+    ]
+    if served:
+        ends = ("output_tok_s_low", "output_tok_s_high")
+        shown = [*LOADED, ("output tok/s", lambda r: " to ".join(format_number(r[end]) for end in ends))]
     return make_table(
-        title, apart, [*shown, ("apart", lambda r: format_percent(r["apart"]))], text_columns=text_columns
+        f"{'Served points' if served else 'Points'} whose repeats differ by more than {REPEATS_AGREE_WITHIN * 100:.0f} %"
+        f"{' in output throughput' if served else ''}",
+        apart,
+        [*shown, ("apart", lambda r: format_percent(r["apart"]))],
+        text_columns=3 if served else 2,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
@@ -241,15 +242,14 @@ def _format_panels(table: pd.DataFrame, *, served: bool) -> list[str]:
 
 def _to_json_numbers(values: list[Any], scale: float = 1.0) -> list[float | int | None]:
     """Return the values in the unit shown, rounded to DIGITS; null for values that were not measured."""
-    return [
-        None if value is None or value != value or isinstance(value, str) else _to_json_number(value, scale)  # noqa: PLR0124 - NaN
-        for value in values
-    ]
 
+    def convert(value: Any) -> float | int | None:  # noqa: ANN401 - whatever a table holds
+        if is_missing(value) or isinstance(value, str):
+            return None
+        scaled = value if scale == 1 else value * scale
+        return scaled if isinstance(scaled, int) else float(f"{scaled:.{DIGITS}g}")
 
-def _to_json_number(value: float, scale: float) -> float | int:
-    value = value if scale == 1 else value * scale
-    return value if isinstance(value, int) else float(f"{value:.{DIGITS}g}")
+    return list(map(convert, values))
 
 
 def build_points(table: pd.DataFrame) -> list[Point]:
@@ -319,13 +319,10 @@ def _make_commands(
     would be too long.
     """
     loads = table["same_load"].tolist() if any(point.load for point in asked) else [""] * len(asked)
-    rows = zip(table["run"], asked, loads, table["cpu"].tolist(), strict=True)
-    return [_make_command(point, recorded[run, point, load], cpu=bool(cpu)) for run, point, load, cpu in rows]
-
-
-def _make_command(point: Point, record: Record, *, cpu: bool) -> str | None:
-    try:
-        command = None if record.origin else build_command(point, record.measured_with, cpu=cpu)
-    except UsageError:
-        command = None
-    return command if command and len(command) <= MAX_COMMAND_CHARS else None
+    commands = []
+    for run, point, load, cpu in zip(table["run"], asked, loads, table["cpu"].tolist(), strict=True):
+        record, command = recorded[run, point, load], ""
+        with contextlib.suppress(UsageError):
+            command = "" if record.origin else build_command(point, record.measured_with, cpu=bool(cpu))
+        commands.append(command if 0 < len(command) <= MAX_COMMAND_CHARS else None)
+    return commands
