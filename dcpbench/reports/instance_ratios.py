@@ -99,7 +99,9 @@ def build_table(frames: Frames, mode: str) -> Table:
     """Build a table of all such points: output per GPU, busy shares of both sides, and cost of transfers."""
     found = compare_ratios(select_mode(frames.served, mode))
     if len(found):
-        found = found.sort_values(["run", "model", "load", "split", "gpus"], kind="stable", key=_make_order_key(found))
+        places = {load: place for place, load in enumerate(dict.fromkeys(found["load"]))}
+        found = found.assign(place=found["load"].map(places))
+        found = found.sort_values(["run", "model", "place", "split", "gpus"], kind="stable")
     shown: list[Column] = [
         *LOADED,
         ("GPUs", lambda r: f"{r['gpus']:,}"),
@@ -117,12 +119,6 @@ def build_table(frames: Frames, mode: str) -> Table:
         optional=("SLO", "output over instances that do both", "of it waiting"),
         fold=len(found) > FOLD_ABOVE,
     )
-
-
-def _make_order_key(found: pd.DataFrame) -> Any:  # noqa: ANN401 - what pandas takes
-    """Return a sort key with which loads keep their order."""
-    places = {load: place for place, load in enumerate(dict.fromkeys(found["load"]))}
-    return lambda column: column.map(places) if column.name == "load" else column
 
 
 def _find_best(load: pd.DataFrame) -> Row | None:

@@ -162,27 +162,28 @@ def _draw_engine_steps(read: Frames, studio: FigureWriter) -> None:
 
 
 def _draw_overview(read: Frames, studio: FigureWriter) -> None:
-    """Draw each layout over the best other one: a figure for decode, one for live runs and one for replays."""
-    rows, lost = read.findings.against_others, overview.select_rejected_for_memory(read)
-    draw = functools.partial(figures.draw_overview, lost=lost)
-    for mode, found in rows.groupby("mode", sort=False) if len(rows) else ():
-        group, note = sample_points(_select_sides(found), rate="ratio")
-        full_title = f"Output of each layout over the best other one{'' if mode == 'decode' else f', {mode}'}{note}"
-        studio.add_figure(OVERVIEW, full_title, group, draw, figures.format_alt_overview(full_title, group))
+    """Draw each layout over the best other one."""
+    draw = functools.partial(figures.draw_overview, lost=overview.select_rejected_for_memory(read))
+    for mode, group, note in _sample_modes(read.findings.against_others):
+        title = f"Output of each layout over the best other one{'' if mode == 'decode' else f', {mode}'}{note}"
+        studio.add_figure(OVERVIEW, title, group, draw, figures.format_alt_overview(title, group))
 
 
 def _draw_break_even(read: Frames, studio: FigureWriter) -> None:
-    """Draw DCP over its baseline: a figure for decode, one for live runs and one for replays, over all models."""
+    """Draw DCP over its baseline."""
     ratios = read.findings.ratios
     loops = ratios[ratios["ratio"].notna() & (ratios["load_arrival"] == CLOSED)] if len(ratios) else ratios
-    for mode, found in loops.groupby("mode", sort=False) if len(loops) else ():
-        group, note = sample_points(_select_sides(found), rate="ratio")
-        full_title = (
-            f"Output tok/s with DCP over the same layout without it, {mode}{findings.format_slo_aside(group)}{note}"
-        )
+    for mode, group, note in _sample_modes(loops):
+        title = f"Output tok/s with DCP over the same layout without it, {mode}{findings.format_slo_aside(group)}{note}"
         studio.add_figure(
-            BREAK_EVEN, full_title, group, figures.draw_break_even, figures.format_alt_break_even(full_title, group)
+            BREAK_EVEN, title, group, figures.draw_break_even, figures.format_alt_break_even(title, group)
         )
+
+
+def _sample_modes(rows: pd.DataFrame) -> list[tuple[str, pd.DataFrame, str]]:
+    """Return the rows of a figure over all models for decode, live runs and replays, and what of them it shows."""
+    groups = rows.groupby("mode", sort=False) if len(rows) else ()
+    return [(str(mode), *sample_points(_select_sides(found), rate="ratio")) for mode, found in groups]
 
 
 def _select_sides(found: pd.DataFrame) -> pd.DataFrame:

@@ -9,8 +9,6 @@ from dcpbench.points.names import LIVE, MODES, REPLAY
 from dcpbench.reports import (
     answer,
     answer_tables,
-    auto_selection,
-    client_cost,
     engine_steps,
     engines,
     exchanges,
@@ -20,8 +18,8 @@ from dcpbench.reports import (
     floors,
     instance_ratios,
     load_labels,
-    multi_turn,
     overview,
+    record_tables,
     stalls,
     sync_sites,
     tables,
@@ -76,7 +74,7 @@ def build_sections(frames: Frames, pictures: list[Picture]) -> list[Section]:
         Section(
             slug="client",
             title="The client that sent the requests",
-            tables=[client_cost.build_table(frames)],
+            tables=[record_tables.build_client_table(frames)],
         ),
         _build_comparisons(frames, further),
         *_build_trust(frames),
@@ -204,7 +202,7 @@ def _build_points(frames: Frames, pictures: list[Picture]) -> list[Section]:
         Section(
             slug="points",
             title="Every point",
-            tables=[tables.build_points_table(points), auto_selection.build_table(frames)],
+            tables=[tables.build_points_table(points), record_tables.build_choice_table(frames)],
             paragraphs=explain.explain_absent(points),
             bullets=explain.explain_warnings(points),
         ),
@@ -224,7 +222,7 @@ def _build_served(frames: Frames) -> list[Section]:
             bullets=explain.explain_warnings(points),
             tables=[
                 tables.build_served_table(served, mode),
-                multi_turn.build_table(frames, mode),
+                record_tables.build_turns_table(frames, mode),
                 tables.build_served_details(served, mode),
             ],
         )
