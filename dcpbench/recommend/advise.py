@@ -513,7 +513,11 @@ def _select_records(ask: Query, known: Evidence) -> tuple[list[tuple[Record, str
             found.append((record, run.name))
             if record.honesty and record.honesty.layers_held < record.honesty.layers:
                 held.add(run.name)
-    notes = [f"{run.name}: no point of it ran to its end." for run in known.runs if not _has_ended(run)]
+    notes = [
+        f"{run.name}: no point of it ran to its end."
+        for run in known.runs
+        if all(r.outcome != "ok" for r in run.records)
+    ]
     notes += [f"Left out: {format_count(n, 'record')} {why}." for why, n in left.items()]
     notes += [f"{name}: a part of the layers was held and used in turn." for name in sorted(held)]
     return found, notes
@@ -536,10 +540,6 @@ def _explain_exclusion(record: Record, ask: Query) -> str:
     if point.load is not None and _get_pool_size(record) != ask.kv_memory_bytes:
         return f"with {_format_gib(_get_pool_size(record))} of KV on each GPU, not {_format_gib(ask.kv_memory_bytes)} (--kv-memory)"
     return _describe_other_precision(point, ask, server=server)
-
-
-def _has_ended(run: Run) -> bool:
-    return any(record.outcome == "ok" for record in run.records)
 
 
 def _explain_cpu(ask: Query) -> str:

@@ -471,7 +471,7 @@ def format_commonest_reason(frames: Frames) -> str:
 
 def format_scope(frames: Frames, run: str, model: str, mode: str) -> str:
     """Return `kimi-k2, run monday, replay` or `kimi-k2, vLLM 0.26.0`, without the parts of which there is only one."""
-    where = f"{model}, {frames.format_run(run)}" if len(frames.shown_runs) > 1 else str(model)
+    where = frames.format_scope(run, model)
     return f"{where}, {mode}" if mode in MODES else where
 
 

@@ -125,9 +125,9 @@ class Frames:
         """Return the name under which the tables show a model."""
         return self.model_names.get(model, model)
 
-    def format_run(self, name: str) -> str:
-        """Return `run monday`, or the name of an engine alone: `vLLM 0.26.0`."""
-        return joined_runs.format_run(name, self.engines)
+    def format_scope(self, run: str, model: str) -> str:
+        """Return `kimi-k2, run monday` or `kimi-k2, vLLM 0.26.0`; of a single run the model alone."""
+        return f"{model}, {joined_runs.format_run(run, self.engines)}" if len(self.shown_runs) > 1 else model
 
     @property
     def records(self) -> list[Record]:

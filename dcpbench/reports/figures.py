@@ -459,7 +459,7 @@ def _make_panels(points: pd.DataFrame, title: str, *, by: str, order: str, form:
     values = list(dict.fromkeys(points.sort_values(order, kind="stable")[by]))
     columns = choose_columns(len(values))
     width, height = SINGLE_PANEL if columns == 1 else WIDE_PANEL
-    figure, axes = _make_grid(title, len(values), columns, (max(columns * width, 6.0), height), 1.0, sharey=True)
+    figure, axes = make_grid(title, len(values), columns, (max(columns * width, 6.0), height), 1.0, sharey=True)
     found = []
     for ax, value in zip(axes, values, strict=True):
         panel = points[points[by] == value]
@@ -471,7 +471,7 @@ def _make_panels(points: pd.DataFrame, title: str, *, by: str, order: str, form:
     return figure, found
 
 
-def _make_grid(
+def make_grid(
     title: str, panels: int, columns: int, size: tuple[float, float], margin: float, *, sharey: bool = False
 ) -> tuple[Figure, list[Axes]]:
     """Create a figure with a number of panels.
@@ -600,7 +600,7 @@ def draw_phases(points: pd.DataFrame, style: Style, title: str) -> Figure:  # no
     columns = choose_columns(len(contexts))
     row_inches = 0.32 if any("\n" in _format_bar_name(label) for label in labels) else 0.2
     size = (max(2.9 * columns + 1.3, 6.0), row_inches * len(rows) + 0.9 + _get_height_below(points))
-    figure, axes = _make_grid(title, len(contexts), columns, size, 1.1)
+    figure, axes = make_grid(title, len(contexts), columns, size, 1.1)
     times, floors = compute_phases_ms(points), compute_floors_ms(points)
     for ax, context in zip(axes, contexts, strict=True):
         panel = points[points["context"] == context]
@@ -694,7 +694,7 @@ def draw_capacity(points: pd.DataFrame, style: Style, title: str) -> Figure:  # 
     if len(real):
         panels.append(("kv_capacity_tokens", "tokens held in all", real))
     columns = len(panels)
-    figure, axes = _make_grid(
+    figure, axes = make_grid(
         title, columns, columns, (max(5.0 * columns, 6.4), 0.38 * len(best) + 0.9 + _get_height_below(best)), 0.6
     )
     for ax, (column, label, table) in zip(axes, panels, strict=True):
@@ -737,7 +737,7 @@ def draw_engines(rows: pd.DataFrame, style: Style, title: str) -> Figure:  # noq
     panels = [metric for metric in ENGINE_PANELS if metric.name not in limited and rows[metric.name].notna().any()]
     height = 0.17 * len(cells) * (len(runs) + 1) + 1.2
     columns = choose_columns(len(panels))
-    figure, axes = _make_grid(title, len(panels), columns, (columns * 4.2, height), 0.8)
+    figure, axes = make_grid(title, len(panels), columns, (columns * 4.2, height), 0.8)
     thickness = 0.85 / len(runs)
     for ax, metric in zip(axes, panels, strict=True):
         for place, run in enumerate(runs):

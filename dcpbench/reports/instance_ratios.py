@@ -61,14 +61,13 @@ def describe_best_ratios(points: pd.DataFrame) -> list[str]:
     """Return, for each load, the ratio with most output per GPU within the SLO, compared with instances that do both."""
     found = compare_ratios(points)
     texts = []
-    for scope in dict.fromkeys(findings.list_keys(found, findings.SCOPE)):
-        own = found[[key == scope for key in findings.list_keys(found, findings.SCOPE)]]
+    for scope, own in found.groupby(findings.SCOPE, sort=False) if len(found) else ():
         loads = [_describe_load(load) for _, load in own.groupby("load", sort=False)]
         more = len(loads) - MAX_LOADS
         clauses = "; ".join(loads[:MAX_LOADS]) + (f"; {more:,} more loads are in the table" if more > 0 else "")
         launches = f" {launch_bands.IN_ONE_LAUNCH}" if launch_bands.has_single_launches(own) else ""
         texts.append(
-            f"Prefill apart from decode, {MODELS.get(scope[1], scope[1])}, most output for each GPU{launches}: {clauses}."
+            f"Prefill apart from decode, {MODELS.get(str(scope[1]), scope[1])}, most output for each GPU{launches}: {clauses}."
         )
     return texts
 
@@ -77,8 +76,7 @@ def build_grids(frames: Frames) -> list[Table]:
     """Build grids of output per GPU: a row for each load, a column for each ratio and for instances that do both."""
     found = compare_ratios(findings.select_timed(frames.served))
     tables = []
-    for scope in dict.fromkeys(findings.list_keys(found, findings.SCOPE)):
-        own = found[[key == scope for key in findings.list_keys(found, findings.SCOPE)]]
+    for scope, own in found.groupby(findings.SCOPE, sort=False) if len(found) else ():
         labels = list(dict.fromkeys(own.sort_values(["split", "gpus"], kind="stable")["label"]))[:MAX_COLUMNS]
         short = make_short_shapes(own["rest"])
         rows = []

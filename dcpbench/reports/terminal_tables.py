@@ -153,9 +153,7 @@ def _list_misses(points: pd.DataFrame) -> list[str]:
 
 
 def _format_title(frames: Frames, key: tuple[Any, ...], kind: str, points: pd.DataFrame) -> str:
-    run, model = key[:2]
-    where = f"{model}, {frames.format_run(run)}" if len(frames.shown_runs) > 1 else str(model)
-    return where + kind + (" (CPU: functional run)" if points["cpu"].all() else "")
+    return frames.format_scope(*key[:2]) + kind + (" (CPU: functional run)" if points["cpu"].all() else "")
 
 
 def _make_number_column(
