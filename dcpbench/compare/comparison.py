@@ -27,8 +27,7 @@ class Row(msgspec.Struct, kw_only=True):
     ratio: float | None  # B / A; null if A is 0
     low: float | None = None  # lower end of the ratio's interval at `confidence`; null if its uncertainty is unknown
     high: float | None = None
-    confidence: float | None = None
-    """Confidence of this interval after correcting for all tests; null for counted metrics."""
+    confidence: float | None = None  # of this interval after correcting for all tests; null for counted metrics
     p_differs: float | None = None
     p_same: float | None = None
     differs: bool = False  # True if the corrected test finds A and B unequal, however small the difference

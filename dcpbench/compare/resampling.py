@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 DRAWS = 400
 MIN_SAMPLES = 8  # minimum number of samples that show their scatter
-MANY = 20_000
-"""Number of samples above which they are cut into BATCHES contiguous batches: the same result, without copying them 400 times."""
+MANY = 20_000  # samples above which BATCHES contiguous batches give the same result with fewer copies
 BATCHES = 64
 MAX_DRAWN_VALUES = 4_000_000  # maximum number of values that are drawn at once
 
@@ -30,8 +29,7 @@ class Error:
 
     variance: float
     df: float
-    draws: Floats | None = None
-    """Logarithms of the statistic of resampled requests; the n-th draw of any launch has the same requests."""
+    draws: Floats | None = None  # logarithms for resampled requests; the n-th draw of any launch has the same ones
     samples: int = 0  # number of these requests
 
     @property

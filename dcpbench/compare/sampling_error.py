@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Record
 
 WINDOWS = 64  # number of windows of a served run in which tokens are counted, to estimate the scatter of a rate
-SMALLEST = 1e-150
-"""Lower bound of measured values, and reciprocal of the upper bound; ratios of such values fit into a double."""
+SMALLEST = 1e-150  # of values, and reciprocal of the largest: ratios of these fit into a double
 
 
 @dataclasses.dataclass(frozen=True)

@@ -43,8 +43,7 @@ NUMBERS = ("context", "concurrency")
 MEASURES = {metric.shown_name: metric for metric in DASHBOARD}
 FOLDER = "data"
 MAX_RUN_PAIRS = 3  # maximum number of pairs of runs that the page opens with, the newest first
-MAX_GROUPS = 5
-"""Maximum number of points, or groups of points with similar changes, per pair of runs, the largest first."""
+MAX_GROUPS = 5  # points, or groups of points with similar changes, of a pair of runs at most
 MAX_SIZE_RATIO = 2.0  # maximum factor between steps, in logarithms, that are listed in one line with the largest
 
 

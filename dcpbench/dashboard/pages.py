@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 FOLDER = "runs"
 PAGE = "report.html"
 ASSETS = "assets"  # folder of the site with files that its pages share
-PLOTLY = f"../../{ASSETS}/{web.PLOTLY}"
-"""Path of plotly.js relative to a run's page: a copy in each page would be most of a site."""
+PLOTLY = f"../../{ASSETS}/{web.PLOTLY}"  # from a page: copies would be most of a site
 MAX_POINTS = 3_000  # maximum number of points that a page draws; more are unreadable and take minutes
 
 

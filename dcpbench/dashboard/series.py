@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from dcpbench.records.metrics import Value
     from dcpbench.records.record import Environment, Record
 
-MAX_NAME_CHARS = 160
-"""Maximum number of characters of a name on the page; longer names are cut, and stay distinguishable."""
+MAX_NAME_CHARS = 160  # characters of a name on the page; longer names are cut, and stay distinguishable
 MAX_REASON_CHARS = 600
 NOT_RECORDED = "not recorded"
 SEPARATOR = ", "  # separator between conditions

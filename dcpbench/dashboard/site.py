@@ -44,8 +44,7 @@ class BuildResult:
     changes: int
     pages_made: int
     pages_kept: int
-    pages_left: int
-    """Number of runs that have no page, or one of older records, because only the newest runs' pages were made."""
+    pages_left: int  # runs without a page of their records, because only the newest runs' pages were made
     skipped: list[str]
     version: str  # version of the site's content: equal for equal runs
 

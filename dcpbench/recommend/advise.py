@@ -111,8 +111,7 @@ class Choice:
     requests: str  # in flight, or the rate at which they come: `32`, `2 req/s`
     lengths: str  # `4000 → 1500 tokens`
     concurrency: int
-    forecasts: list[Forecast]
-    """One forecast for each layout that fits: first those that meet the SLO, each group fastest first."""
+    forecasts: list[Forecast]  # of each layout that fits: first those that meet the SLO, fastest first
     misses: dict[str, list[str]]  # objectives that each layout misses
     refused: dict[str, Refusal]  # layouts that do not fit, or for which nothing is known
     short: dict[str, str] = dataclasses.field(default_factory=dict)

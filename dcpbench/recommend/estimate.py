@@ -36,10 +36,8 @@ if TYPE_CHECKING:
     from dcpbench.points.comm_model import Wire
     from dcpbench.points.roofline import Sharding, StepRows
 
-LAUNCH, QUANTISING = "launch", "quantising"
-"""Names of the terms for the µs of every layer, and for the additional µs of one with fp8 weights."""
-WAITING = "waiting"
-"""Name of the term for the wait for the rank with most experts to read, relative to the wait that random routing implies."""
+LAUNCH, QUANTISING = "launch", "quantising"  # terms: µs of every layer, and more µs of one with fp8 weights
+WAITING = "waiting"  # term: wait for the rank with most experts, relative to that of random routing
 EXCHANGES, COLLECTIVES = "exchanges", "collectives"
 """Names of the terms for calls between ranks, relative to their modelled time in steps: DCP's own, and all others."""
 PARTS: dict[str, tuple[str, ...]] = {
@@ -50,8 +48,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "prefill": ("prefill",),
 }
 """Phases of points/roofline.py by the part to which they belong; all other phases are calls between ranks."""
-ATTENTION, FP8_ATTENTION = "attention", "attention over fp8"
-"""Names of attention over a cache of each precision, which use different kernels."""
+ATTENTION, FP8_ATTENTION = "attention", "attention over fp8"  # over a cache of each precision
 MULTIPLIED = {part: f"{part}, multiplied" for part in ("experts", ATTENTION, FP8_ATTENTION, "linear")}
 """Name of the term of each part if it is bound by multiplying; the part's own name is for being bound by reading."""
 PER_LAYER, CALLED = (LAUNCH, QUANTISING), (EXCHANGES, COLLECTIVES)

@@ -43,8 +43,7 @@ if TYPE_CHECKING:
 
     Watch = Callable[[str], None]
 
-ROUNDS = 4
-"""Requests of each client if an estimate is served in virtual time: more change the result by no more than its band."""
+ROUNDS = 4  # requests of each client of an estimate: more change the result by less than its band
 WATCHED_STEPS = 250  # number of steps between progress reports: about a second with a thousand requests in flight
 MEASURED, REPLAYED, EMULATED, ESTIMATED = SOURCES = ("measured", "replayed", "emulated", "estimated")
 """Sources of a figure, the best first."""
@@ -82,16 +81,14 @@ class Forecast:
     point: Point
     source: str  # source of the figure, one of SOURCES
     whence: str  # name of the run, the file, or the inputs of the estimate
-    engine: str = ""
-    """Engine (kernels and scheduling policy) of the figure, such as `vLLM 0.26.0`; empty for dcpbench's own."""
+    engine: str = ""  # kernels and scheduling policy, such as `vLLM 0.26.0`; empty for dcpbench's own
     tok_s: float
     low: float
     high: float  # upper end of output tok/s: the interval of a record, the band of an estimate
     wire_errors: dict[str, float] = dataclasses.field(default_factory=dict)
     """Part of the band that is due to calls between ranks, by kind of call."""
     ratio_error: float = 0.0  # remaining relative error of the ratio of two such figures
-    factor: float | None = None
-    """Factor that corrected an estimate: records of other layouts under the same load over their estimates."""
+    factor: float | None = None  # that corrected an estimate: records of other layouts over their estimates
     ttft_ms: Percentiles = NONE
     itl_ms: Percentiles = NONE
     tpot_ms: Percentiles = NONE

@@ -47,16 +47,12 @@ if TYPE_CHECKING:
     from dcpbench.reports.dataframes import Frames
 
 MAX_SENTENCES = 9  # maximum number of sentences at the top of a report; less important ones stand further below
-MAX_SHAPES = 4
-"""Maximum number of request lengths of which a sentence names loads; the table names all."""
-MAX_LENGTHS = 8
-"""Maximum number of request lengths that the break-even sentence names; above it the sentence counts them."""
-MAX_CLAUSES = 8
-"""Maximum number of changes along the concurrencies that a sentence names; above it the sentence counts loads."""
+MAX_SHAPES = 4  # request lengths of which a sentence names loads at most; the table names all
+MAX_LENGTHS = 8  # request lengths that the break-even sentence names at most; else it counts them
+MAX_CLAUSES = 8  # changes along the concurrencies that a sentence names at most; else it counts loads
 MAX_WARNINGS = 4
 LOST = "no longer"  # text for a lead that exists at some concurrency but not at the highest one
-NOT_RUN = {"rejected": "was rejected", "failed": "failed", "hung": "hung"}
-"""Outcome of a point without numbers, as a sentence states it."""
+NOT_RUN = {"rejected": "was rejected", "failed": "failed", "hung": "hung"}  # outcomes, as a sentence states them
 
 
 def format_top_sentences(frames: Frames) -> list[str]:

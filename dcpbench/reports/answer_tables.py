@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from dcpbench.reports.dataframes import Frames
     from dcpbench.reports.findings import Findings
 
-MAX_COLUMNS = 9
-"""Maximum number of concurrency columns; with more concurrencies the first, the last and some between are shown."""
+MAX_COLUMNS = 9  # concurrencies with a column at most: of more the first, the last and some between
 MAX_LAYOUTS = 12  # maximum number of layout columns in the table of the highest output within the SLO
 MAX_ROWS = 40  # maximum number of rows of a grid; larger grids are left to the long tables
 

@@ -70,8 +70,7 @@ if TYPE_CHECKING:
 pd.set_option("mode.string_storage", "python")
 
 MAX_POINTS = 100_000  # of one run; a report about as many takes four minutes
-MAX_DETAIL_CHARS = 8_000
-"""Maximum number of characters kept of a log; its end is kept because it is the most informative part."""
+MAX_DETAIL_CHARS = 8_000  # characters that are kept of the end of a log, which is the most informative part
 GPU = "gpu="  # prefix of the setting that makes points of different hardware distinct; labels name the hardware itself
 BUSIEST = ("busiest_rank_experts", "busiest_rank_rows")  # columns that tables have only if any record has them
 MERGES: dict[str, Callable[[list[float]], float]] = {
@@ -82,8 +81,7 @@ MERGES: dict[str, Callable[[list[float]], float]] = {
 }
 """Function that merges repeats into one value, for each merge kind in the catalogue of metrics."""
 OF_ENGINE = [m.name for m in metrics.METRICS if m.at and not m.parts & {"metrics", "serve"}]
-OF_DECODE = [m.name for m in metrics.METRICS if "metrics" in m.parts]
-"""Metrics of points of `decode`, in the order of a table."""
+OF_DECODE = [m.name for m in metrics.METRICS if "metrics" in m.parts]  # in the order of a table
 SERVED = [name for name in ServeMetrics.__struct_fields__ if name in METRIC and name != "goodput_s"]
 """Metrics that only served points have, in the order of a record; goodput is reported with its objectives."""
 VARIES = {

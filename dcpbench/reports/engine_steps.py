@@ -54,8 +54,7 @@ if TYPE_CHECKING:
 
 PROLONGED_STAR = "*"  # behind the ratio of a step that the profiler prolongs
 STEP = "step"  # name of the whole step, measured without the profiler, among the parts that are compared
-MIN_SLOWER = 1 + REPEATS_AGREE_WITHIN
-"""Ratio above which a part counts as slower; below it the difference may be that of two launches."""
+MIN_SLOWER = 1 + REPEATS_AGREE_WITHIN  # ratio above which a part counts as slower than in another launch
 MAX_SLOWER = 8  # maximum number of sentences about parts in which dcpbench is slower
 MIN_SHARE = 0.1  # share of the difference between two steps from which a part is named
 MAX_UNKNOWN = 0.03  # share of unknown kernels in a step above which its parts are named as incomplete
@@ -72,8 +71,7 @@ class StepComparison:
     """Rows of engines.compare_engines with `parts`, the time of each part, of the sums of parts and of IDLE in µs (empty without
     a profile), `step_times`, the step over that of the reference, `part_times`, the same of each part, `profiled_times`, the profiled
     step over the timed one, and `reference`."""
-    reference: str
-    """Engine over which ratios are: dcpbench's, or the one that is ahead most often if dcpbench's did not run."""
+    reference: str  # engine over which ratios are: dcpbench's, else the one that is ahead most often
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -254,8 +252,7 @@ class StepDifference:
     engine: str
     times: tuple[float, ...]  # timed step over that of the reference, at each point that both ran
     more_ms: tuple[float, ...]  # timed step minus that of the reference, at the same points
-    profiled: int
-    """Number of points with profiled steps of which the profiler prolongs none, by which parts are compared."""
+    profiled: int  # points by which parts are compared: profiled, and not prolonged by the profiler
     parts_ms: dict[str, tuple[float, ...]]
     """Part minus that of the reference at these points in ms, for parts with at least MIN_SHARE of the sum of the differences."""
     shares: dict[str, float]  # share of each of these parts in the sum of the differences, the largest first

@@ -33,8 +33,7 @@ IDLE_LOOK = {"facecolor": IDLE_COLOUR, "hatch": "///", "edgecolor": "#999999"}
 UNKNOWN_LOOK = {"facecolor": "#FFFFFF", "hatch": "xxx", "edgecolor": "#000000"}
 TIMED_LOOK: dict[str, Any] = {"color": "#000000", "linewidth": 1.8, "solid_capstyle": "butt"}
 ABSENT_LOOK: dict[str, Any] = {"va": "center", "fontsize": 8, "color": "#777777"}
-MIN_VISIBLE = 0.002
-"""Share of the longest step below which a part has no entry in the legend, because its bar cannot be seen."""
+MIN_VISIBLE = 0.002  # share of the longest step below which a part has no entry in the legend
 Group = tuple[int, int, int, int]  # degrees tp, dp and dcp, and concurrency
 Bar = tuple[Group, str]  # group and engine of a bar; the engine is empty for the heading of the group
 

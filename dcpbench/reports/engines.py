@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
 NOT_COMPARED = {DUMMY_WEIGHTS: "ran with its own dummy weights"}
 """Warnings with which a point says nothing about the speed of its engine, and what they mean."""
-SCHEDULED = ("mode", "chunk", "policy", "prefix_cache", "prefill")
-"""Fields of a load that describe how it is served, not which requests are sent."""
+SCHEDULED = ("mode", "chunk", "policy", "prefix_cache", "prefill")  # fields of how a load is served
 DEGREES = ("tp", "dp", "dcp", "pp", "pcp", "disaggregate")
 SAME_LAYOUT_AND_LOAD = ["model", "mode", "device", "gpus", "emulate", *DEGREES, "sent"]
 """Columns that points of different engines share if they are compared."""

@@ -58,10 +58,8 @@ SINGLE_PANEL = (4.4, 3.0)
 TITLE_WIDTH = 42  # maximum number of characters per line of a panel's title
 PALE = "#D0D0D0"
 FRONTIER = (METRIC["tok_s_per_user"], METRIC["output_tok_s_per_gpu"])  # metrics on the axes of the frontier
-MAX_CURVES = 8
-"""Maximum number of curves in a panel of the break-even figure; with more, each layout with its exchange has its own panel."""
-MAX_LOADS = 3
-"""Maximum number of concurrencies in the phase figure; with more, the lowest, the middle and the highest are shown."""
+MAX_CURVES = 8  # curves of a panel of break-even at most; with more, each layout and exchange has a panel
+MAX_LOADS = 3  # concurrencies of the phase figure at most: of more the lowest, the middle and the highest
 IDLE = "idle"  # name of the part of a step that belongs to no phase, drawn at the end of each bar
 LABEL_WIDTH = 30  # maximum number of characters per line of a bar's label; a longer label takes two lines
 ASIDE = 0.05  # horizontal offset between points of the same load, as a share of the load

@@ -58,13 +58,10 @@ KV_COLUMNS = (  # columns of compute_kv_by_layout, in addition to the metrics of
     "kv_tokens_per_gib",
     "kv_capacity_tokens",
 )
-NO_CAPACITY = ("sweep", SERVER_FLAG)
-"""Limits with which the size of a KV cache says nothing about the capacity of a layout."""
+NO_CAPACITY = ("sweep", SERVER_FLAG)  # limits with which the size of a KV cache says nothing about a layout's capacity
 PAYS = ("higher", "alone")  # verdicts of compare_dcp_with_best with which DCP pays
-MIN_IN_FLIGHT_SHARE = 0.9
-"""Mean share of a loop's clients in flight below which the report states the effect of the last requests."""
-MAX_CURVES = 2_000
-"""Maximum number of pairs of layout and request length for which break-even is computed, in the order of the tables."""
+MIN_IN_FLIGHT_SHARE = 0.9  # mean share of clients in flight below which the last requests are reported
+MAX_CURVES = 2_000  # pairs of layout and request length at most for which break-even is computed
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

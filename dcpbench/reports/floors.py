@@ -16,10 +16,8 @@ if TYPE_CHECKING:
 
     from dcpbench.reports.dataframes import Frames
 
-PHASE_COLUMN = re.compile(r"phase_.+_us")
-"""Pattern of the columns with the time of a phase; the column `floor_…_us` has its floor."""
-MAX_SENTENCE_PHASES, MAX_ROW_PHASES = 3, 6
-"""Maximum number of phases that a sentence names, and that a row of the table lists."""
+PHASE_COLUMN = re.compile(r"phase_.+_us")  # time of a phase; the column `floor_…_us` has its floor
+MAX_SENTENCE_PHASES, MAX_ROW_PHASES = 3, 6  # phases that a sentence names, and that a row lists, at most
 TELLING = 0.01  # minimum share of a step that a phase must lose to be named
 TITLE = "A step against what its machine allows"
 

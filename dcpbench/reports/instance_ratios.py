@@ -35,8 +35,7 @@ SAME_BUT_INSTANCES = [
 COMPARED_LATENCIES = ("itl_p99_ms", "ttft_p50_ms")  # latencies that are reported for both if they differ
 MAX_COLUMNS = 16
 MAX_LOADS = 6  # maximum number of loads that sentences name; the table has all
-UNEVEN = 0.2
-"""Minimum difference of the busy shares of prefill and decode from which one of them is reported as the bottleneck."""
+UNEVEN = 0.2  # difference of the busy shares of both sides from which one is reported as the bottleneck
 
 
 def compare_ratios(points: pd.DataFrame) -> pd.DataFrame:

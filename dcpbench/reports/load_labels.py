@@ -21,8 +21,7 @@ SERVED = {LIVE: "Served live", REPLAY: "Replay: the scheduler in virtual time, o
 FEW_SAMPLES = "few_samples"  # warning that dashes already express, and percentile by which an SLO is judged
 OBJECTIVES = {name: latency.label for name, latency in LATENCIES.items()}
 SEPARATOR = " · "
-OF_SESSIONS = ("turns", "turn_tokens", "think_time")
-"""Fields of a load that `format_shape` prints only if requests are turns of sessions."""
+OF_SESSIONS = ("turns", "turn_tokens", "think_time")  # printed only if requests are turns of sessions
 MODELS = {"deepseek-v3": "DeepSeek-V3", "kimi-k2": "Kimi-K2"}  # names of the models as their makers write them
 
 

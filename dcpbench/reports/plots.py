@@ -44,8 +44,7 @@ OVERVIEW, BREAK_EVEN, KV, PHASES, ENGINES, STEPS = "overview", "break-even", "kv
 class Picture:
     """Describe one drawn figure."""
 
-    subject: str
-    """`throughput`, `ttft`, `itl`, `frontier`, `overview`, `break-even`, `kv`, `phases`, `engines` or `engine-steps`."""
+    subject: str  # one of SUBJECTS of figures, or of the subjects above
     mode: str  # `live` or `replay`, of served requests; empty for `decode`, and for what does not depend on it
     title: str
     alt: str  # alternative text of the figure

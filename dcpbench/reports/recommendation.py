@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
     import pandas as pd
 
-ENOUGH = 0.75
-"""Minimum share of all loads in which a rule must hold; below it each model has its own rule, and a single model has none."""
+ENOUGH = 0.75  # share of loads in which a rule must hold; below it each model has its own, or there is none
 MAX_RULES = 4
 MAX_LOADS = 2  # maximum number of loads named if several have the same number of tokens in flight
 MILLION = 1_000_000
@@ -121,8 +120,7 @@ class Rule:
     """Describe one layout up to a load, and one from a heavier load on, which may be the same."""
 
     rows: pd.DataFrame  # rows of all loads
-    loads: pd.DataFrame
-    """Rows of the loads that some layout runs within the SLO; `place` numbers them from light to heavy."""
+    loads: pd.DataFrame  # of `rows`, loads that some layout runs within the SLO; `place` numbers them by weight
     first: str
     then: str
     at: int  # the `place` of the first load from which `then` is to be used

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     Limits = Mapping[str, float]
 
 PERCENTILES = metrics.PERCENTILES[::-1]
-NARROWLY = 0.02
-"""Relative distance to a limit within which a value counts as narrow, because repeats may differ by as much."""
+NARROWLY = 0.02  # relative distance to a limit that counts as narrow, as repeats may differ by as much
 
 
 def get_recorded_slo(record: Record) -> dict[str, float]:

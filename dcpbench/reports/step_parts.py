@@ -96,8 +96,7 @@ def add_sums(parts: Mapping[str, float]) -> dict[str, float]:
     return {**parts, **sums}
 
 
-PROLONGED = (EXCHANGE, REDUCE, COMMUNICATION, IDLE)
-"""Parts that contain waits for the host or for other ranks, which the profiler prolongs."""
+PROLONGED = (EXCHANGE, REDUCE, COMMUNICATION, IDLE)  # by the profiler, as they contain waits
 
 
 def list_compared_parts(*, dp: bool) -> list[str]:

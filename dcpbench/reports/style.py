@@ -43,8 +43,7 @@ IDLE_COLOUR = "#DDDDDD"
 FLOOR_LOOK: dict[str, Any] = {"facecolor": "#FFFFFF", "edgecolor": "#1A1A1A", "linewidth": 0.5}
 """Seen on each of these."""
 
-UNLIKE = 3
-"""Distance in figures.MARKERS between the markers of consecutive variants: neighbours there are hard to distinguish when small."""
+UNLIKE = 3  # distance in figures.MARKERS between consecutive variants: neighbours are hard to distinguish
 
 
 @dataclasses.dataclass(frozen=True)

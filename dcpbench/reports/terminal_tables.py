@@ -277,8 +277,7 @@ class Column:
 
     name: str
     cells: Sequence[str]
-    drop: int | None = None
-    """Rank for dropping: on narrow terminals the columns with the lowest values go first; None means never."""
+    drop: int | None = None  # rank: narrow terminals drop the columns with the lowest first; None means never
     full_name: str = ""  # name of the column in the list of dropped columns, if its heading alone is unclear
 
     text: bool = False

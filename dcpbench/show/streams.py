@@ -16,8 +16,7 @@ from dcpbench.points.redaction import redact
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-CLOSED = ExitCode.OUTPUT_CLOSED
-"""Exit code of a command with a closed reader, as in `… | head -1`: 128 + SIGPIPE, like a shell's for other commands."""
+CLOSED = ExitCode.OUTPUT_CLOSED  # of a command with a closed reader, as in `… | head -1`: 128 + SIGPIPE
 FORMS = {  # ASCII replacements of characters that the encoding of a terminal, a pipe or a log lacks
     "·": ".",
     "×": "x",

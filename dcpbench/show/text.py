@@ -15,10 +15,8 @@ from dcpbench.points.redaction import redact
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-MAX_TEXT_CHARS = 2_000
-"""Maximum number of characters kept of a string of a record; the omitted part is noted with a hash."""
-MAX_NAME_CHARS, MAX_LINE_CHARS = 200, 300
-"""Maximum number of characters of a name, and of a sentence, in lists and tables."""
+MAX_TEXT_CHARS = 2_000  # of a string of a record; the omitted part is noted with a hash
+MAX_NAME_CHARS, MAX_LINE_CHARS = 200, 300  # of a name, and of a sentence, in lists and tables
 LINES = "\n\t"  # control characters kept in multi-line strings
 HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
 """Unicode categories that a terminal obeys instead of showing: controls, direction marks, lone surrogates, …"""

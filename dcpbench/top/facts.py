@@ -54,8 +54,7 @@ class PointEnd(NamedTuple):
 
     outcome: str
     at: float | None  # Unix time; None if the record has none
-    ran: bool = True
-    """False for a point that was not tried, because it would have failed for the same reason as another one."""
+    ran: bool = True  # False for a point that was not tried, as it would have failed like another one
 
 
 @dataclasses.dataclass

@@ -28,13 +28,11 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Record
     from dcpbench.reports.dataframes import Frames
 
-MAX_POINTS = 20_000
-"""Maximum number of points that a page holds; a browser draws these within seconds, and points.csv has all."""
+MAX_POINTS = 20_000  # of a page; a browser draws these within seconds, and points.csv has all
 DIGITS = 7  # number of significant digits in a page; points.csv has all
 MAX_CELL_CHARS = 4000  # maximum number of characters of a sentence or a cell; records.jsonl has all
 MAX_NAME_CHARS = 200  # maximum number of characters of a name in the page's data, where each point repeats it
-MAX_COMMAND_CHARS = 2000
-"""Maximum number of characters of a command; a longer one contains a name that reports cut, and would select another point."""
+MAX_COMMAND_CHARS = 2000  # a longer command contains a name that reports cut, and would select another point
 UNMARKED = "unmarked"  # filter value for points without a warning
 LOADS = {  # label and unit of the numbers of a load and layout
     "concurrency": ("concurrency", "requests"),
@@ -269,8 +267,7 @@ def build_points(table: pd.DataFrame) -> list[Point]:
     return [Point(**dict(zip(fields, row, strict=True)), load=load) for row, load in zip(rows, loads, strict=True)]
 
 
-LINE = ("workload", "layout", "variant", "run", "label")
-"""Columns that points of one line share; the label follows from the layout and the variant."""
+LINE = ("workload", "layout", "variant", "run", "label")  # columns that points of one line share
 
 
 class _Series:
