@@ -96,6 +96,11 @@ class CapacityError(DcpbenchError):
 class NoRoomError(CapacityError):
     """Report weights or KV cache that do not fit; the message states how much memory is missing."""
 
+    def __init__(self, message: str, problem: str = "") -> None:
+        """Keep the problem alone, which the message states with the layout and what to type instead."""
+        super().__init__(message)
+        self.problem = problem or message
+
 
 class DiskError(DcpbenchError):
     """Report a disk that is full, read-only or broken; the message states how to go on once it can be written."""

@@ -180,17 +180,15 @@ def _drop_uncertain(x: Floats, bounds: list[int]) -> list[int]:
         certainties = []
         for ends in zip(bounds, bounds[1:], bounds[2:], strict=False):
             if ends not in known:
-                known[ends] = _compute_certainty(x, *ends)
+                begin, split, end = ends
+                enough = end - begin >= MIN_RUNS
+                known[ends] = measure_step(x[begin:split], x[split:end]).certainty if enough else 0.0
             certainties.append(known[ends])
         worst = min(range(len(certainties)), key=certainties.__getitem__)
         if certainties[worst] >= 1:
             break
         del bounds[worst + 1]
     return bounds
-
-
-def _compute_certainty(x: Floats, begin: int, split: int, end: int) -> float:
-    return measure_step(x[begin:split], x[split:end]).certainty if end - begin >= MIN_RUNS else 0.0
 
 
 def measure_step(before: Floats, after: Floats) -> Step:

@@ -476,14 +476,12 @@ def _format_tokens(load: Load) -> str:
 
 def _check_memory(point: Point, settings: Settings, shape: ModelShape, probe: Probe) -> None:
     """Raise NoRoomError, with options to use instead, if a point does not fit in memory."""
-    problem, advice = find_shortage(point, settings, shape, probe)
-    if problem:
-        raise NoRoomError(f"{problem}{advice}")
+    if shortage := find_shortage(point, settings, shape, probe):
+        raise shortage
 
 
-def find_shortage(point: Point, settings: Settings, shape: ModelShape, probe: Probe) -> tuple[str, str]:
-    """Return what does not fit, as text behind the layout, and the options to use instead; both empty if the point
-    fits.
+def find_shortage(point: Point, settings: Settings, shape: ModelShape, probe: Probe) -> NoRoomError | None:
+    """Return an error with what does not fit, and the options to use instead; None if the point fits.
 
     The pool must hold what a decode step needs, or the longest request that is served; with --kv-memory any request of
     a load is enough.
@@ -496,8 +494,8 @@ def find_shortage(point: Point, settings: Settings, shape: ModelShape, probe: Pr
         if settings.kv_memory_bytes is not None:
             room = compute_max_pages(point, shape, probe) * one
             advice = f" --kv-memory can be up to {format_size(room, '')} here."
-        return str(e), f".{advice}"
-    holds = f"{point.instance_name}: --kv-memory holds {format_size(plan.kv_bytes)} of KV cache per GPU"
+        return NoRoomError(f"{e}.{advice}", e.problem)
+    holds = f"--kv-memory holds {format_size(plan.kv_bytes)} of KV cache per GPU"
     if point.load is None:
         missing = (count_needed_pages(point) - plan.pages) * one
         if missing > 0:
@@ -505,19 +503,17 @@ def find_shortage(point: Point, settings: Settings, shape: ModelShape, probe: Pr
             more = f" --kv-memory {format_size_up(count_needed_pages(point) * one)} holds all of them." if room else ""
             needs = "needs" if point.concurrency == 1 else "need"
             needed = f"{format_count(point.concurrency, 'request')} of {point.context} tokens {needs}"
-            return (
-                f"{holds}, {format_size(missing)} less than {needed}",
-                f". {_suggest_fit(point, settings, shape, probe)}{more}",
-            )
+            problem = f"{holds}, {format_size(missing)} less than {needed}"
+            advice = _suggest_fit(point, settings, shape, probe)
+            return NoRoomError(f"{point.instance_name}: {problem}. {advice}{more}", problem)
     elif plan.bounded_by == "kv_memory":  # else it is sized for the longest request, or more
         shortest = compute_extent(point.load, settings.trace_path).shortest
         need = memory.count_pages(shortest - 1, point.layout, point.page_size) + memory.PAGES_OF_PADDING
         if need > plan.pages:
-            return (
-                f"{holds}, and the shortest request, {shortest:,} tokens, needs {format_size(need * one)}",
-                f"; all requests here need {format_size_up(count_min_pages(point) * one)} or more.",
-            )
-    return "", ""
+            problem = f"{holds}, and the shortest request, {shortest:,} tokens, needs {format_size(need * one)}"
+            advice = f"all requests here need {format_size_up(count_min_pages(point) * one)} or more."
+            return NoRoomError(f"{point.instance_name}: {problem}; {advice}", problem)
+    return None
 
 
 def _suggest_fit(point: Point, settings: Settings, shape: ModelShape, probe: Probe) -> str:

@@ -444,8 +444,8 @@ def find_refusal(ask: Query, point: Point) -> Refusal | None:
         if whole.missing_bytes:
             one_request = point.load is not None and ask.kv_memory is None
             return Refusal(NO_WHOLE_MODEL, _format_missing(whole, one_request=one_request))
-    reason, _ = find_shortage(point, ask.settings, shape, probe)
-    return Refusal(NO_ROOM, reason.removeprefix(f"{point.instance_name}: ")) if reason else None
+    shortage = find_shortage(point, ask.settings, shape, probe)
+    return Refusal(NO_ROOM, shortage.problem) if shortage else None
 
 
 def _choose_refusal(found: Sequence[Refusal]) -> Refusal:

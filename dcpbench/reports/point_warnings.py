@@ -45,7 +45,7 @@ def format_distinct_warnings(points: pd.DataFrame) -> list[str]:
     """Return for each point, as text, its distinct warnings, with how far clocks fell: `noisy, throttled −27 %`."""
     falls = points["clock_fall"] if len(points) else ()
     return [
-        ", ".join(f"{mark}{_format_fall(fall)}" if mark == THROTTLED else mark for mark in marks)
+        ", ".join(f"{m} −{fall * 100:.2g} %" if m == THROTTLED and not is_missing(fall) else m for m in marks)
         for marks, fall in zip(list_distinct_warnings(points), falls, strict=True)
     ]
 
@@ -99,7 +99,3 @@ def describe_clocks(points: pd.DataFrame) -> str:
         replayed = ", as a replay has no clocks of its own" if (unknown["mode"] == REPLAY).all() else ""
         found.append(f"by how much is not known of {format_count(len(unknown), 'point')}{replayed}")
     return "; ".join(found)
-
-
-def _format_fall(share: float | None) -> str:
-    return "" if is_missing(share) or share is None else f" −{share * 100:.2g} %"

@@ -139,7 +139,7 @@ def build_steps_table(found: pd.DataFrame) -> Table:
 
 def build_served_table(found: pd.DataFrame, mode: str) -> Table:
     """Build the table of rates and latencies of every served point of a mode."""
-    rows, others = select_mode(found, mode), has_imported(found) and _names_runs(found)
+    rows, others = select_mode(found, mode), bool((found["origin"] != OURS).any()) and _names_runs(found)
     kv = METRIC["kv_capacity_tokens"]
     held: Column = (kv.heading, lambda r: format_metric(kv, r["kv_tokens_of_all"]))
     return make_table(
@@ -331,11 +331,6 @@ def build_environment_table(frames: Frames) -> Table:
 def select_mode(found: pd.DataFrame, mode: str) -> pd.DataFrame:
     """Return the points of a mode, if there are any points."""
     return found[found["mode"] == mode] if len(found) else found
-
-
-def has_imported(found: pd.DataFrame) -> bool:
-    """Return True if some points come from other tools, so that each row must name its origin."""
-    return len(found) > 0 and bool((found["origin"] != OURS).any())
 
 
 def make_table(
