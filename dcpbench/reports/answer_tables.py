@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dcpbench.points.names import CLOSED
+from dcpbench.records.metrics import METRIC
 from dcpbench.reports import answer, launch_bands
 from dcpbench.reports.findings import SCOPE, find_most_per_layout, format_plain_layout, format_slo_aside, list_keys
 from dcpbench.reports.load_labels import find_shared_shape, make_short_shapes
 from dcpbench.reports.plots import sample_evenly
-from dcpbench.reports.tables import FOLD_ABOVE, LOADED, Table, make_table, make_text_columns, select_mode
+from dcpbench.reports.tables import FOLD_ABOVE, LOADED, Table, make_columns, make_table, make_text_columns, select_mode
 from dcpbench.show.numbers import ABSENT, format_number, format_ratio, format_with_interval, is_missing
 from dcpbench.show.text import format_list
 
@@ -59,8 +60,7 @@ def build_best_table(found: pd.DataFrame, mode: str) -> Table:
             *make_text_columns("next"),
             ("output tok/s [95 %]", _format_rate),
             ("over the next", lambda r: format_ratio(r["lead"])),
-            ("TTFT p50 ms", lambda r: format_number(r["ttft_p50_ms"])),
-            ("ITL p50 ms", lambda r: format_number(r["itl_p50_ms"])),
+            *make_columns(METRIC[name] for name in ("ttft_p50_ms", "itl_p50_ms")),
         ],
         text_columns=4,
         optional=("TTFT p50 ms",),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from dcpbench.records.metrics import DECODE
+from dcpbench.records.metrics import DECODE, METRIC
 from dcpbench.records.record import MAX_DISTURBANCE, MAX_SUM_ERROR, OURS
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.reports import engines, load_labels
@@ -34,7 +34,7 @@ from dcpbench.reports.step_parts import (
     compute_parts,
     list_compared_parts,
 )
-from dcpbench.reports.tables import FOLD_ABOVE, Table, make_table, make_text_columns
+from dcpbench.reports.tables import FOLD_ABOVE, Table, make_column, make_table, make_text_columns
 from dcpbench.show.numbers import (
     ABSENT,
     format_integer,
@@ -446,7 +446,7 @@ def build_table(frames: Frames) -> Table:
         ("requests", lambda r: format_integer(r["concurrency"])),
         ("context", lambda r: format_integer(r["context"])),
         ("engine", "measured_engine"),
-        ("step ms", lambda r: format_number(r["step_ms"])),
+        make_column(METRIC["step_ms"], "step ms"),
         ("× step", lambda r: format_ratio(r["step_times"], 2)),
         ("profiled step ms (÷ step)", format_profiled_cell),
         *[(name, _make_part_cell(name, found.reference)) for name in parts],

@@ -303,16 +303,14 @@ def describe_served(points: pd.DataFrame) -> list[str]:
 
 def explain_absent_served(points: pd.DataFrame) -> list[str]:
     """Explain why a dash stands where a percentile could be, and how many samples it needs."""
-    why = []
     given = points[points["origin"] == OURS]
-    for name, what, samples in (("ttft", "TTFT", "finished requests"), ("itl", "ITL", "gaps between tokens")):
-        for p in (90, 95, 99):
-            lacking = given[given[f"{name}_p{p}_ms"].isna() & given[f"{name}_p50_ms"].notna()]
-            if len(lacking):
-                most = int(lacking[f"{name}_samples"].max())
-                why.append(
-                    f"{what} p{p} needs {compute_min_samples(p)} {samples} in one run (where it is missing: at most {most:,})"
-                )
+    why = [
+        f"{what} p{p} needs {compute_min_samples(p)} {samples} in one run (where it is missing: at most "
+        f"{int(lacking[f'{name}_samples'].max()):,})"
+        for name, what, samples in (("ttft", "TTFT", "finished requests"), ("itl", "ITL", "gaps between tokens"))
+        for p in (90, 95, 99)
+        if len(lacking := given[given[f"{name}_p{p}_ms"].isna() & given[f"{name}_p50_ms"].notna()])
+    ]
     sentences = [f"A dash means not known: {'; '.join(why)}."] if why else []
     if points["origin"].map(is_imported_origin).any():
         sentences.append("Of imported points a dash is what their files do not say.")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dcpbench.reports.tables import FOLD_ABOVE, Table, make_table
+from dcpbench.records.metrics import METRIC
+from dcpbench.reports.tables import FOLD_ABOVE, Table, make_column, make_table
 from dcpbench.show.numbers import format_number, format_ratio, format_value_range, is_missing
 from dcpbench.show.text import format_list
 
@@ -125,11 +126,8 @@ def format_served_sentences(points: pd.DataFrame) -> list[str]:
             clauses.append(f"steps with prompts take {format_value_range(1 / prompts)} what this machine allows{rate}")
         if len(others):
             clauses.append(f"steps without prompts {'' if clauses else 'take '}{format_value_range(1 / others)}")
-        texts += (
-            [f"{subject}: {', '.join(clauses)}{'' if len(prompts) else ' what this machine allows'}."]
-            if clauses
-            else []
-        )
+        if clauses:
+            texts.append(f"{subject}: {', '.join(clauses)}{'' if len(prompts) else ' what this machine allows'}.")
     return texts
 
 
@@ -142,8 +140,8 @@ def build_table(points: pd.DataFrame) -> Table:
         [
             ("layout", "label"),
             ("largest losses: share of its limit, ms lost", _format_losses),
-            ("step ms", lambda r: format_number(r["step_ms"])),
-            ("floor ms", lambda r: format_number(r["floor_ms"])),
+            make_column(METRIC["step_ms"], "step ms"),
+            make_column(METRIC["floor_ms"]),
             ("step / floor", lambda r: format_ratio(1 / r["floor_share"], 2)),
         ],
         load=True,

@@ -9,7 +9,7 @@ import pandas as pd
 
 from dcpbench.reports import load_labels
 from dcpbench.reports.tables import FOLD_ABOVE, Table, make_table, make_text_columns
-from dcpbench.show.numbers import ABSENT, format_number, format_percent
+from dcpbench.show.numbers import format_number, format_percent
 
 if TYPE_CHECKING:
     from dcpbench.reports.dataframes import Frames
@@ -66,8 +66,8 @@ def build_turns_table(frames: Frames, mode: str) -> Table:
             ("turn", lambda r: f"{r['turn']:,}"),
             ("requests", lambda r: f"{r['requests']:,}"),
             ("prompt tokens", lambda r: f"{r['prompt']:,.0f}"),
-            ("cached", lambda r: format_percent(r["cached"]) if pd.notna(r["cached"]) else ABSENT),
-            ("TTFT p50 ms", lambda r: format_number(r["ttft"]) if pd.notna(r["ttft"]) else ABSENT),
+            ("cached", lambda r: format_percent(r["cached"])),
+            ("TTFT p50 ms", lambda r: format_number(r["ttft"])),
         ],
         text_columns=2,
         fold=len(rows) > FOLD_ABOVE,

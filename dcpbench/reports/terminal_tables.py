@@ -79,11 +79,8 @@ def render(frames: Frames) -> Group:
     parts += [make_plain_text(SCATTER, "dim")] if len(points) else []
     parts += _render_engine_steps(frames)
     more = sum(map(len, tables)) - len(points) - len(served) - len(others)
-    parts += (
-        [make_plain_text(f"{more:,} points more; `dcpbench report` writes all into points.csv.", "yellow")]
-        if more
-        else []
-    )
+    if more:
+        parts.append(make_plain_text(f"{more:,} points more; `dcpbench report` writes all into points.csv.", "yellow"))
     parts += [
         make_plain_text(note)
         for found in (points, served)
@@ -231,11 +228,8 @@ def _format_notes(points: pd.DataFrame) -> list[str]:
     clauses = [f"{p['label']} at {p['arrival']} {format_whole(p['preemptions'])}" for _, p in preempted.iterrows()]
     notes += [f"preemptions: {', '.join(clauses)}"] if clauses else []
     cut, rejected = points["cancelled"].sum(), points["rejected"].sum()
-    notes += (
-        [f"not served: {format_count(int(cut), 'request')} cut off, {rejected:,.0f} that can never fit"]
-        if cut or rejected
-        else []
-    )
+    if cut or rejected:
+        notes.append(f"not served: {format_count(int(cut), 'request')} cut off, {rejected:,.0f} that can never fit")
     slos = [slo for slo in dict.fromkeys(points["slo"]) if slo]
     return notes + ([f"good/s: requests per second with {'; or '.join(slos)}"] if slos else [])
 
