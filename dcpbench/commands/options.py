@@ -12,6 +12,7 @@ import typer
 
 from dcpbench.commands.caller import Caller
 from dcpbench.commands.command import Group, make_panel
+from dcpbench.models import ALIASES, SHAPES
 from dcpbench.points.gpus import GPUS
 from dcpbench.show.text import format_list
 
@@ -34,8 +35,8 @@ TP = f"{TP_DEGREE} Each is one torchrun job."
 DCP_DEGREE = "Ranks that share the KV cache of one request, vLLM's --decode-context-parallel-size; divides tp / dp. Adds no GPUs."
 """Help texts of --tp and --dcp, without their defaults."""
 MODEL = LOAD(
-    "deepseek-v3, deepseek-r1, deepseek-v2, deepseek-v2-lite, kimi-k2, tiny, or a folder with a Hugging Face "
-    "config.json. Default: the checkpoint's own config.json where one is given, else deepseek-v3; tiny on the CPU.",
+    f"{', '.join([*SHAPES, *ALIASES])}, or a folder with a Hugging Face config.json. "
+    "Default: the checkpoint's own config.json where one is given, else deepseek-v3; tiny on the CPU.",
     metavar="NAME,…",
 )
 WEIGHTS = LOAD(

@@ -10,6 +10,7 @@ import typer
 
 from dcpbench.commands import options as opt
 from dcpbench.commands.command import Group
+from dcpbench.models import REPOSITORIES
 from dcpbench.points.names import format_flag
 from dcpbench.serving.load_words import ANSWERS, CHUNK, PROMPTS
 from dcpbench.show.terminal import ProgressLine, make_console
@@ -35,7 +36,7 @@ class Wanted(Group):
     """Hold the options for the model, the machine and the load."""
 
     model: str = opt.LOAD(
-        "deepseek-v3, deepseek-r1, deepseek-v2, deepseek-v2-lite, kimi-k2, or a folder with a config.json.",
+        f"{', '.join(REPOSITORIES)}, or a folder with a config.json.",
         default="deepseek-v3",
         metavar="NAME",
     )
@@ -166,11 +167,11 @@ def _make_start(name: str, ask: "Query", choice: "Choice", best: "Forecast", ste
 
 def _make_query(wanted: Wanted) -> "Query":
     from dcpbench.errors import UsageError
+    from dcpbench.models import load_shape
     from dcpbench.plan import option_parsers as read
     from dcpbench.points.bounds import MAX_NUMBER
     from dcpbench.points.cluster_specs import load_machine
     from dcpbench.points.names import AS_PUBLISHED, AUTO_EXCHANGES, FP8
-    from dcpbench.points.shapes import load_shape
     from dcpbench.recommend.advise import Query
 
     named, here = (wanted.machine, 0) if wanted.machine is not None else _find_local_gpu()

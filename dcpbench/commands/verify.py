@@ -180,9 +180,9 @@ def verify(layouts: Layouts, load: Load, how: opt.How, remote: Remote, run: Run)
     from dcpbench.commands import point_runner
     from dcpbench.errors import UsageError
     from dcpbench.launch import folders
+    from dcpbench.models.checkpoint_folder import check_checkpoint
     from dcpbench.plan import grid
     from dcpbench.plan.spec import PARSERS, make_spec
-    from dcpbench.points.shapes import check_checkpoint
 
     if remote.engine:
         from dcpbench.commands.verify_engines import compare_engines
@@ -311,8 +311,8 @@ def _show_servers(report: "Report", caches: "Sequence[CacheUse]", facts: dict[st
 
 def _list_layouts(spec: "SweepSpec", asked: Layouts, probe: "Probe") -> list["Layout"]:
     """Return the default layouts that fit these GPUs, or every valid layout with the given degrees."""
+    from dcpbench.models import load_shape
     from dcpbench.points.layout import Layout, list_valid_layouts, place_experts
-    from dcpbench.points.shapes import load_shape
 
     if not (asked.tp or asked.dp or asked.dcp):
         usual = [Layout(tp=tp, dp=dp, dcp=dcp) for tp, dp, dcp in USUAL]
@@ -333,8 +333,8 @@ def _list_layouts(spec: "SweepSpec", asked: Layouts, probe: "Probe") -> list["La
 
 
 def _load_prompts(spec: "SweepSpec", load: Load) -> "Prompts":
+    from dcpbench.models import load_shape
     from dcpbench.points.prompts import make_random_prompts, read_prompts
-    from dcpbench.points.shapes import load_shape
 
     if load.checkpoint is None:
         return ()

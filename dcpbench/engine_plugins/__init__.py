@@ -18,7 +18,7 @@ from dcpbench.servers.engine_log import format_weights_report
 if TYPE_CHECKING:
     from torch import nn
 
-    from dcpbench.points.shapes import ModelShape
+    from dcpbench.models.shapes import ModelShape
 
 SEED_VARIABLE = "DCPBENCH_WEIGHTS_SEED"
 """Environment variable that holds the seed of the weights; 0 by default."""
@@ -65,7 +65,7 @@ def _load_shape(config: Any) -> ModelShape:  # noqa: ANN401 -- a configuration o
     """
     from transformers.utils.hub import cached_file
 
-    from dcpbench.points.shapes import load_shape
+    from dcpbench.models import load_shape
 
     path = cached_file(config.name_or_path, "config.json")
-    return dataclasses.replace(load_shape(str(path)), layers=config.num_hidden_layers)
+    return dataclasses.replace(load_shape(str(path)), layers=config.get_text_config().num_hidden_layers)

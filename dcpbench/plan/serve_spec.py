@@ -49,10 +49,10 @@ from dcpbench.show.text import format_count, format_list
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    from dcpbench.models.shapes import ModelShape
     from dcpbench.plan.spec import SweepSpec
     from dcpbench.points.axes import Value
     from dcpbench.points.device_probe import Probe
-    from dcpbench.points.shapes import ModelShape
     from dcpbench.serving.request_files import Trace
 
 OTHERS = ("context", "seconds")

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Protocol, cast
 import msgspec
 
 from dcpbench.errors import CapacityError, MissingPackageError, ModelError, UsageError
+from dcpbench.models import load_shape
+from dcpbench.models.checkpoint_folder import check_checkpoint
 from dcpbench.plan import option_parsers as read
 from dcpbench.plan.option_parsers import check_known, check_positive, check_seconds, suggest_known
 from dcpbench.plan.yaml_text import load_yaml
@@ -22,15 +24,14 @@ from dcpbench.points.layout import DEGREES
 from dcpbench.points.names import AS_PUBLISHED, CUT, DTYPES, FP8, LIBRARIES, PRECISIONS, STORED, SYNTHETIC, format_flag
 from dcpbench.points.point import HOW
 from dcpbench.points.settings import Settings
-from dcpbench.points.shapes import check_checkpoint, load_shape
 from dcpbench.show.text import fit_line, format_list
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
+    from dcpbench.models.shapes import ModelShape
     from dcpbench.points.axes import Value
     from dcpbench.points.point import Load
-    from dcpbench.points.shapes import ModelShape
 
 
 MAX_GPUS = 72

@@ -17,6 +17,7 @@ from dcpbench.errors import (
     UsageError,
     format_install_hint,
 )
+from dcpbench.models.shapes import NOPE, ROPE, VALUE
 from dcpbench.plan.command_line import format_retyped_command
 from dcpbench.plan.kernel_limits import TENSOR_UNIT, find_kernel_limit
 from dcpbench.points import memory
@@ -52,17 +53,16 @@ from dcpbench.points.names import (
     format_flag,
 )
 from dcpbench.points.point import OPTIONS
-from dcpbench.points.shapes import NOPE, ROPE, VALUE
 from dcpbench.points.sizes import format_size, format_size_up
 from dcpbench.serving.loads import compute_extent
 from dcpbench.serving.step_times import read_step_times
 from dcpbench.show.text import format_count
 
 if TYPE_CHECKING:
+    from dcpbench.models.shapes import ModelShape
     from dcpbench.points.device_probe import Probe
     from dcpbench.points.point import Load, Point
     from dcpbench.points.settings import Settings
-    from dcpbench.points.shapes import ModelShape
     from dcpbench.serving.step_times import StepTimes
 
 SMALLEST_TILE = 16

@@ -26,7 +26,7 @@ from dcpbench.points.names import CUT, SGLANG, VLLM, WHOLE
 if TYPE_CHECKING:
     import numpy as np
 
-    from dcpbench.points.shapes import ModelShape
+    from dcpbench.models.shapes import ModelShape
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

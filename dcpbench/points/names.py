@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dcpbench.models import shapes
+
 BACKENDS = ("reference", "triton", "flashinfer", "flashmla")
 """Values of --backend; kernels/attention implements them."""
 REGISTERED = "ag_rs_registered"
@@ -22,7 +24,7 @@ ALL_REDUCES = ("nccl", "symm")
 """Values of --all-reduce."""
 DTYPES = ("bf16", "fp16", "fp32")
 """Precisions of the computation."""
-FP8 = "fp8"
+FP8 = shapes.FP8
 """Name of the fp8 storage of weights (e4m3, a scale for each block of 128 × 128) and KV (e4m3, a scale for a pool)."""
 AS_COMPUTED = ""
 """Value of a point for weights or KV in the dtype of the computation."""

@@ -24,8 +24,6 @@ OBJECTIVES = {name: latency.label for name, latency in LATENCIES.items()}
 SEPARATOR = " · "
 OF_SESSIONS = ("turns", "turn_tokens", "think_time")
 """Fields of a load that `format_shape` prints only if requests are turns of sessions."""
-MODELS = {"deepseek-v3": "DeepSeek-V3", "kimi-k2": "Kimi-K2"}
-"""Names of the models as their makers write them."""
 
 
 def format_arrival(point: Point) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
+from dcpbench.models import SHAPES, get_title
 from dcpbench.points.budget import ITEMSIZE
 from dcpbench.points.layout import Layout
 from dcpbench.points.memory import compute_weight_bytes, count_all_layers
 from dcpbench.points.names import FP8
-from dcpbench.points.shapes import SHAPES
 from dcpbench.records.model_sizes import (
     ModelSizes,
     ShortenedModel,
@@ -17,7 +17,6 @@ from dcpbench.records.model_sizes import (
     is_published_name,
     shorten_shape,
 )
-from dcpbench.reports import load_labels
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -48,7 +47,7 @@ def _find_doubled(names: dict[str, str], folders: Iterable[str]) -> set[str]:
 
 def _format_shortened(model: ShortenedModel) -> str:
     """Return `DeepSeek-V3, 8 of 61 layers`."""
-    return f"{load_labels.MODELS.get(model.name, model.name)}, {model.layers} of {model.all_layers} layers"
+    return f"{get_title(model.name)}, {model.layers} of {model.all_layers} layers"
 
 
 def identify_model(record: Record) -> ShortenedModel | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
+from dcpbench.models import get_title
 from dcpbench.points.names import CLOSED, ENGINE_NAMES, PREFILLS, REPLAY, TOOLS, UNKNOWN
 from dcpbench.points.point import UNKNOWN_LAYOUT
 from dcpbench.records.record import A_SERVER, CPU, DUMMY_WEIGHTS, is_imported_origin
@@ -50,7 +51,7 @@ def format_title(frames: Frames) -> str:
     if table.empty:
         return _format_title_of_none(frames)
     parts = [
-        _format_few([load_labels.MODELS.get(name, name) for name in load_labels.list_unique(table["model"])], "models"),
+        _format_few([get_title(name) for name in load_labels.list_unique(table["model"])], "models"),
         _format_few([engine.run.name for engine in frames.engines if not engine.imported], "engines"),
         _format_few(
             load_labels.list_unique(table.sort_values(["tp", "dp", "dcp"], kind="stable")["layout"]), "layouts"
@@ -94,9 +95,7 @@ def _format_title_of_none(frames: Frames) -> str:
     lost = frames.others
     if lost.empty:
         return "dcpbench: " + ", ".join(run.name for run in frames.runs)
-    models = _format_few(
-        [load_labels.MODELS.get(name, name) for name in load_labels.list_unique(lost["model"])], "models"
-    )
+    models = _format_few([get_title(name) for name in load_labels.list_unique(lost["model"])], "models")
     parts = [
         models,
         _format_few(load_labels.list_unique(lost["layout"]), "layouts"),
@@ -393,7 +392,7 @@ def _describe_dcp_gain(frames: Frames) -> str:
     if rated.empty:
         return f"{text}."
     top = rated.sort_values("ratio", kind="stable").iloc[-1]
-    who = f"{load_labels.MODELS.get(top['model'], top['model'])}, {top['label']} at {recommendation.format_load(top)}"
+    who = f"{get_title(top['model'])}, {top['label']} at {recommendation.format_load(top)}"
     if paid:
         return f"{text}, by at most {format_percent(top['ratio'] - 1)} ({who})."
     return f"{text}; nearest is {top['ratio']:.2f}× ({who})."

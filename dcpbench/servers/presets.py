@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.errors import UsageError
+from dcpbench.models import REPOSITORIES
 from dcpbench.points.engine_points import format_settings
 from dcpbench.points.names import CUT, DUMMY, FP8, NO_EXCHANGE, SGLANG, SYNTHETIC, UNKNOWN, VLLM, format_flag
 from dcpbench.points.point import SETTING
@@ -317,14 +318,6 @@ PRESETS = {
 }
 """Presets by --engine. vLLM's tensor parallel degree is that of a replica; ours and SGLang's count all GPUs."""
 
-CHECKPOINTS = {
-    "deepseek-v3": "deepseek-ai/DeepSeek-V3",
-    "deepseek-r1": "deepseek-ai/DeepSeek-R1",
-    "deepseek-v2": "deepseek-ai/DeepSeek-V2",
-    "deepseek-v2-lite": "deepseek-ai/DeepSeek-V2-Lite",
-    "kimi-k2": "moonshotai/Kimi-K2-Instruct",
-}
-"""Checkpoints of the models that dcpbench knows by name."""
 PORT = 8000
 
 
@@ -333,7 +326,7 @@ def format_command(name: str, point: Point, nnodes: int) -> str:
 
     Raises UsageError for a point that the engine cannot run.
     """
-    model = CHECKPOINTS.get(point.model, point.model)
+    model = REPOSITORIES.get(point.model, point.model)
     point = msgspec.structs.replace(point, weights=UNKNOWN)
     return shlex.join(PRESETS[name].make_command(point, {}, model, PORT, nnodes=nnodes))
 

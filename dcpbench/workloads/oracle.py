@@ -13,9 +13,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from dcpbench.engine.checkpoint import SCALE
 from dcpbench.errors import MissingPackageError, format_install_hint
-from dcpbench.points.shapes import INDEX_FILE
+from dcpbench.models import find_family, get_text_fields
+from dcpbench.models.checkpoint_folder import INDEX_FILE
+from dcpbench.models.tensor_names import SCALE
 from dcpbench.workloads.rounding import dequantize_blocks, round_weight
 from dcpbench.workloads.teacher_forcing import IMPLEMENTATION, QUANTISED, TeacherForcing, run_attached_attention
 
@@ -117,16 +118,20 @@ def _dequantize_tensors(tensors: dict[str, torch.Tensor], fp8: bool) -> dict[str
 
 
 def _load_config(folder: str) -> PreTrainedConfig:
-    """Return the checkpoint's config.json for a class of transformers; Kimi-K2 has no class, and uses that of V3.
+    """Return the checkpoint's config.json for its family's class of transformers.
 
     Null values are left to the default of the class, which accepts null for few fields; no shared experts become
     experts of width 0.
     """
-    from transformers import DeepseekV2Config, DeepseekV3Config
+    import transformers
 
     given = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-    kind = DeepseekV2Config if given["model_type"] == "deepseek_v2" else DeepseekV3Config
+    family = find_family(given)
+    assert family is not None  # its shape has been loaded
+    given = get_text_fields(given)
     absent = {"n_shared_experts": 0, "q_lora_rank": None, "num_key_value_heads": given["num_attention_heads"]}
     left_out = ("model_type", "quantization_config")
     fields = {name: value for name, value in given.items() if value is not None and name not in left_out}
-    return kind.from_dict({name: value for name, value in absent.items() if name not in fields} | fields)
+    return getattr(transformers, family.transformers_config).from_dict(
+        {name: value for name, value in absent.items() if name not in fields} | fields
+    )

@@ -26,8 +26,8 @@ from dcpbench.workloads.verify_checks import make_check
 if TYPE_CHECKING:
     from dcpbench.engine.decode_engine import DecodeEngine, Request
     from dcpbench.launch.jobs import Check, Job
+    from dcpbench.models.shapes import ModelShape
     from dcpbench.points.point import Point
-    from dcpbench.points.shapes import ModelShape
 
 
 def run(point: Point, shape: ModelShape, job: Job, *, rank: int, device: torch.device) -> list[Check]:

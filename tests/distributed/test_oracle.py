@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 from dcpbench.launch import launcher
 from dcpbench.launch.jobs import Check, Job
 from dcpbench.launch.torchrun import Machines
+from dcpbench.models import load_shape
 from dcpbench.points.layout import Layout, compute_local_length
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
-from dcpbench.points.shapes import load_shape
 from dcpbench.records.folder import FAILED_FILE
 from dcpbench.records.runs import read_last_records
 from dcpbench.workloads import verify as workload

@@ -18,9 +18,9 @@ import pytest
 
 from dcpbench import cli
 from dcpbench.errors import UsageError
+from dcpbench.models import load_shape
 from dcpbench.points.layout import Layout
 from dcpbench.points.roofline import Sharding, StepRows, compute_step_floors
-from dcpbench.points.shapes import load_shape
 from dcpbench.records.record import EngineSettings, Rates, Server
 from dcpbench.records.runs import Run, read_run
 from dcpbench.reports import dataframes, explain, joined_runs, overview

@@ -20,6 +20,7 @@ from dcpbench.kernels.moe.busiest import rotate_busiest_first
 from dcpbench.kernels.moe.routing import NO_EXPERT
 from dcpbench.measuring.environment import collect_environment
 from dcpbench.measuring.gpu_state import GpuSampler
+from dcpbench.models import SHAPES
 from dcpbench.plan import grid, validate
 from dcpbench.plan.serve_spec import make_serve_spec
 from dcpbench.plan.spec import make_planned_probe, make_spec
@@ -31,7 +32,6 @@ from dcpbench.points.layout import Layout
 from dcpbench.points.point import Load, Point
 from dcpbench.points.roofline import Sharding
 from dcpbench.points.settings import Settings
-from dcpbench.points.shapes import SHAPES
 from dcpbench.records.record import Gpu, Kv
 from dcpbench.workloads import decode, replay_job, serve
 from dcpbench.workloads.session import build_session

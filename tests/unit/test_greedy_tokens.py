@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 def answers(name: str, *rows: list[tuple[int, float]], shift: float = 0.0) -> Answers:
     """Return answers whose positions list their token and token 9, each `shift` more likely."""
     return Answers(
-        name=name, answers=[[Position(token, {token: lp + shift, 9: -5.0 + shift}) for token, lp in row] for row in rows]
+        name=name,
+        answers=[[Position(token, {token: lp + shift, 9: -5.0 + shift}) for token, lp in row] for row in rows],
     )
 
 

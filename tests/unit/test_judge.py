@@ -11,6 +11,7 @@ import pytest
 
 from dcpbench.errors import UsageError
 from dcpbench.kernels import kv_gather, kv_up_proj
+from dcpbench.models import SHAPES
 from dcpbench.plan import grid, validate
 from dcpbench.plan.kernel_limits import TENSOR_UNIT, compute_part_sizes
 from dcpbench.plan.spec import make_spec
@@ -18,10 +19,9 @@ from dcpbench.points.device_probe import Probe
 from dcpbench.points.layout import Layout
 from dcpbench.points.point import Load, Point
 from dcpbench.points.settings import Settings
-from dcpbench.points.shapes import SHAPES
 
 if TYPE_CHECKING:
-    from dcpbench.points.shapes import ModelShape
+    from dcpbench.models.shapes import ModelShape
 
 GIB = 1 << 30
 CPU = Probe(device="cpu", count=0, name="CPU")

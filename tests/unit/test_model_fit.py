@@ -13,11 +13,11 @@ from dcpbench.compare import comparison_table, comparison_text
 from dcpbench.compare.judging import Options, judge_sides
 from dcpbench.dashboard import series
 from dcpbench.dashboard.discovery import _format_headline
+from dcpbench.models import load_shape
 from dcpbench.plan.spec import make_planned_probe
 from dcpbench.points.budget import measure_whole_model
 from dcpbench.points.memory import GIB
 from dcpbench.points.settings import Settings
-from dcpbench.points.shapes import load_shape
 from dcpbench.recommend import advise, answer_formats
 from dcpbench.records.runs import read_run
 from dcpbench.reports import dataframes, overview

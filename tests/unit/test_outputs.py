@@ -21,9 +21,9 @@ from dcpbench import cli
 from dcpbench.commands import doctor as doctor_command
 from dcpbench.dashboard import data as dashboard_data
 from dcpbench.dashboard import discovery
+from dcpbench.models import SHAPES
 from dcpbench.points import memory
 from dcpbench.points.layout import GroupWide, Layout
-from dcpbench.points.shapes import SHAPES
 from dcpbench.reports import dataframes, points_export, report_markdown, sections
 from dcpbench.servers import agreement
 from dcpbench.servers.agreement_text import format_verdict, make_table

@@ -19,6 +19,7 @@ import pytest
 from dcpbench.cli import main
 from dcpbench.commands import recommend as command
 from dcpbench.errors import RecordsError, UsageError
+from dcpbench.models import load_shape
 from dcpbench.plan import validate
 from dcpbench.plan.serve_spec import get_serve_defaults
 from dcpbench.plan.spec import make_planned_probe
@@ -31,7 +32,6 @@ from dcpbench.points.point import Load as PointLoad
 from dcpbench.points.point import Point
 from dcpbench.points.roofline import Sharding, StepRows
 from dcpbench.points.settings import Settings
-from dcpbench.points.shapes import load_shape
 from dcpbench.recommend import advise, answer_formats, estimate
 from dcpbench.recommend.forecast import EMULATED, ESTIMATED, MEASURED, Estimator, Forecast, apply_factor, from_record
 from dcpbench.recommend.score import Load, Score, compute_score

@@ -9,13 +9,13 @@ import pytest
 
 from dcpbench.errors import CapacityError, DcpbenchError, MissingPackageError, UsageError
 from dcpbench.launch.progress import format_point_names, format_rejected
+from dcpbench.models import SHAPES, load_shape
 from dcpbench.plan import grid
 from dcpbench.plan.serve_spec import SERVE_PARSERS, ServeLoads, find_short_slos, make_serve_spec, resolve_step_times
 from dcpbench.plan.spec import read_options
 from dcpbench.points import budget, memory
 from dcpbench.points.layout import Layout
 from dcpbench.points.names import CLOSED, CUT, GAMMA, TRACE
-from dcpbench.points.shapes import SHAPES, load_shape
 from dcpbench.records.stats import compute_min_samples, find_highest_percentile
 from dcpbench.serving.load_words import ANSWERS, CPU_ANSWERS, format_varied_lengths, is_lock_step, parse_lengths
 from dcpbench.serving.loads import draw_arrival_times, draw_lengths

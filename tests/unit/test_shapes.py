@@ -13,12 +13,13 @@ import torch
 
 from dcpbench.errors import DcpbenchError, ModelError
 from dcpbench.kernels.rope import compute_softmax_scale, make_rope_table
+from dcpbench.models import SHAPES, from_config, load_shape
+from dcpbench.models.checkpoint_folder import check_checkpoint
 from dcpbench.plan import validate
 from dcpbench.points.budget import plan_engine
 from dcpbench.points.device_probe import Probe
 from dcpbench.points.point import Load, Point
 from dcpbench.points.settings import Settings
-from dcpbench.points.shapes import SHAPES, check_checkpoint, from_config, load_shape
 
 FP8: dict[str, Any] = {
     "activation_scheme": "dynamic",

@@ -12,6 +12,7 @@ import pytest
 
 from dcpbench.errors import CapacityError, DcpbenchError, LayoutError, MissingPackageError, ModelError, UsageError
 from dcpbench.launch.progress import format_rejected
+from dcpbench.models import load_shape
 from dcpbench.plan import grid
 from dcpbench.plan.spec import make_planned_probe, make_spec
 from dcpbench.points import budget, memory
@@ -19,7 +20,6 @@ from dcpbench.points.device_probe import Probe
 from dcpbench.points.layout import Layout
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
-from dcpbench.points.shapes import load_shape
 from dcpbench.reports.dataframes import load_frames
 from dcpbench.reports.findings import BASELINE_OF
 from dcpbench.serving.allocator import DcpAllocator
