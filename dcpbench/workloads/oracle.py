@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
+import re
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,9 +16,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from dcpbench.errors import MissingPackageError, format_install_hint
-from dcpbench.models import find_family, get_text_fields
+from dcpbench.models import find_family, get_text_fields, load_shape
 from dcpbench.models.checkpoint_folder import INDEX_FILE
-from dcpbench.models.tensor_names import SCALE
+from dcpbench.models.tensor_names import DEEPSEEK_NAMES, SCALE, TensorNames
 from dcpbench.workloads.rounding import dequantize_blocks, round_weight
 from dcpbench.workloads.teacher_forcing import IMPLEMENTATION, QUANTISED, TeacherForcing, run_attached_attention
 
@@ -73,6 +75,7 @@ def _load_model(folder: str, *, fp8: bool, attention: str) -> Any:  # noqa: ANN4
             dtype=torch.float32,
             attn_implementation=attention,
             experts_implementation="eager",
+            key_mapping=_map_names(load_shape(folder).tensors),
         ).eval()
 
 
@@ -115,6 +118,13 @@ def _dequantize_tensors(tensors: dict[str, torch.Tensor], fp8: bool) -> dict[str
         else:
             found[name] = tensor
     return found
+
+
+def _map_names(names: TensorNames) -> dict[str, str] | None:
+    """Return patterns of a checkpoint's names with the names that transformers' models have; None if they are the same."""
+    pairs = zip(dataclasses.astuple(names), dataclasses.astuple(DEEPSEEK_NAMES), strict=True)
+    begins = [(own.partition("{}")[0], theirs.partition("{}")[0]) for own, theirs in pairs if own != theirs]
+    return {re.escape(own): theirs for own, theirs in begins} or None
 
 
 def _load_config(folder: str) -> PreTrainedConfig:
