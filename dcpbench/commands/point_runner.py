@@ -274,7 +274,8 @@ def make_progress_bar(run: Run, points: Sequence[Point]) -> ProgressBar:
 
     part = run.caller.part
     what = part.what if part else "points"
-    return ProgressBar(format_point_names(points), make_console(error=True), what, brief=part is not None)
+    kinds = {point.get_key(): point.load.mode if point.load else "" for point in points}
+    return ProgressBar(format_point_names(points), make_console(error=True), what, brief=part is not None, kinds=kinds)
 
 
 @contextlib.contextmanager
