@@ -207,12 +207,17 @@ def list_settings(point: Point, settings: Settings, device: str) -> dict[str, ob
         "--seconds": settings.seconds,
         "--profile": settings.profile,
         "--slo": ",".join(f"{name}={ms:g}" for name, ms in settings.slo.items()) or None,
-        "--limit": settings.limit_seconds and f"{settings.limit_seconds:g}s",
+        "--timeout load": settings.limit_seconds,
         "--step-times": settings.step_times or None,
         "--kv-memory": settings.kv_memory_bytes and f"{settings.kv_memory_bytes}B",
-        **{format_flag(axis.name): getattr(point, axis.name) for axis in HOW if axis.one},
+        **{_name_field(axis.name): getattr(point, axis.name) for axis in HOW if axis.one},
         "--device": device,
     }
+
+
+def _name_field(name: str) -> str:
+    """Return the option of a field, or the field itself if no option sets it."""
+    return name if name == "dtype" else format_flag(name)
 
 
 def check_same_command(folder: Path, point: Point, records: Iterable[Record]) -> None:

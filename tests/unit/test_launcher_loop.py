@@ -259,7 +259,7 @@ def test_a_point_past_its_limit_is_ended_whatever_is_heard_of_it(launched: Launc
             yield
 
     records = launched([B, A], busy, point_limit=90)
-    assert str(records[1].reason).startswith("not done after 90 s (--point-limit), in stage 'measure'")
+    assert str(records[1].reason).startswith("not done after 90 s (--timeout point), in stage 'measure'")
     assert records[1].outcome == "hung"
 
 
