@@ -19,7 +19,7 @@ from dcpbench.errors import DcpbenchError, OutputError
 from dcpbench.launch.jobs import read_job
 from dcpbench.launch.processes import COMMAND, find_alive, find_alive_pid
 from dcpbench.points.layout import DEGREES
-from dcpbench.points.names import format_flag
+from dcpbench.points.names import format_field
 from dcpbench.points.point import HOW
 from dcpbench.records import disks
 from dcpbench.records.folder import (
@@ -210,14 +210,9 @@ def list_settings(point: Point, settings: Settings, device: str) -> dict[str, ob
         "--timeout load": settings.limit_seconds,
         "--step-times": settings.step_times or None,
         "--kv-memory": settings.kv_memory_bytes and f"{settings.kv_memory_bytes}B",
-        **{_name_field(axis.name): getattr(point, axis.name) for axis in HOW if axis.one},
+        **{format_field(axis.name): getattr(point, axis.name) for axis in HOW if axis.one},
         "--device": device,
     }
-
-
-def _name_field(name: str) -> str:
-    """Return the option of a field, or the field itself if no option sets it."""
-    return name if name == "dtype" else format_flag(name)
 
 
 def check_same_command(folder: Path, point: Point, records: Iterable[Record]) -> None:

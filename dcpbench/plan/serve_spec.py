@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, cast
 from dcpbench.errors import UsageError
 from dcpbench.plan import options as read
 from dcpbench.plan.options import check_known, check_positive, check_seconds
-from dcpbench.plan.spec import COMPUTED, PARSERS, SPEC_PARSERS, PointLoad, build_spec, get_defaults
+from dcpbench.plan.spec import PARSERS, SPEC_PARSERS, PointLoad, build_spec, get_defaults
 from dcpbench.points.batches import GRAPH_BATCHES
 from dcpbench.points.instances import parse_instances
 from dcpbench.points.names import (
     CLOSED,
+    COMPUTED,
     ENGINE_POLICIES,
     GAMMA,
     LIVE,

@@ -19,7 +19,18 @@ from dcpbench.plan.yaml_text import load_yaml
 from dcpbench.points.gpus import GPUS
 from dcpbench.points.layout import DEGREES
 from dcpbench.points.machine import HOPPER, Probe
-from dcpbench.points.names import AS_PUBLISHED, CUT, DTYPES, FP8, LIBRARIES, PRECISIONS, STORED, SYNTHETIC, format_flag
+from dcpbench.points.names import (
+    AS_PUBLISHED,
+    COMPUTED,
+    CUT,
+    DTYPES,
+    FP8,
+    LIBRARIES,
+    PRECISIONS,
+    STORED,
+    SYNTHETIC,
+    format_flag,
+)
 from dcpbench.points.point import HOW
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import check_checkpoint, load_shape
@@ -173,8 +184,6 @@ def build_spec(options: Mapping[str, object], base: Mapping[str, object], settin
     return SweepSpec(**found, how=how, settings=Settings(**settings, **more))  # type: ignore[arg-type]
 
 
-COMPUTED = "dtype"
-"""Field for the dtype of the computation."""
 OVER_FP8 = "backend over fp8"
 """Key of the default backend for an fp8 KV cache; it is no option's name."""
 UNSIZED_FIELDS = ("name", "published")

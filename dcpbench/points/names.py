@@ -30,6 +30,8 @@ AS_COMPUTED = ""
 """Value of a point for weights or KV in the dtype of the computation."""
 PRECISIONS = (*DTYPES, FP8)
 """Values of --weights-dtype and --kv-dtype."""
+COMPUTED = "dtype"
+"""Field of a point for the dtype of the computation, which follows from the options in STORED."""
 STORED = ("weights_dtype", "kv_dtype")
 """Options, and fields of a point, for the precision of stored weights and KV."""
 AS_PUBLISHED = "published"
@@ -87,6 +89,11 @@ def format_flag(name: str) -> str:
 def format_setting(name: str, value: object) -> str:
     """Return the option of a name with its value: `--kv-dtype fp8`, `--page-size interleave=8`."""
     return join_value(format_flag(name), value)
+
+
+def format_field(name: str) -> str:
+    """Return the option that sets a field of a point, or the name of the field if it follows from other options."""
+    return name if name == COMPUTED else format_flag(name)
 
 
 def join_value(flag: str, value: object) -> str:

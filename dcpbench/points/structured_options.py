@@ -41,7 +41,7 @@ class Key:
         return f"{self.text} Default: {self.default}." if self.default else self.text
 
 
-class StructuredOption(msgspec.Struct, kw_only=True):
+class StructuredOption(msgspec.Struct, frozen=True, kw_only=True):
     """Hold the values of a structured option; None means not given."""
 
     option: ClassVar[str]
@@ -193,7 +193,7 @@ def _is_union(kind: object) -> bool:
     return typing.get_origin(kind) in (types.UnionType, typing.Union)
 
 
-class Sessions(StructuredOption):
+class Sessions(StructuredOption, frozen=True, kw_only=True):
     """Requests that are turns of sessions."""
 
     option = "--sessions"
@@ -214,7 +214,7 @@ class Sessions(StructuredOption):
     think: Annotated[float | None, Key("S", "seconds from an answer to the next turn.", "0", "think_time")] = None
 
 
-class PrefixShare(StructuredOption):
+class PrefixShare(StructuredOption, frozen=True, kw_only=True):
     """Common beginnings of prompts."""
 
     option = "--prefix-share"
@@ -233,7 +233,7 @@ class PrefixShare(StructuredOption):
     groups: Annotated[int | None, Key("N", "groups, which take requests in turn.", "1", "prefix_groups")] = None
 
 
-class Disaggregate(StructuredOption):
+class Disaggregate(StructuredOption, frozen=True, kw_only=True):
     """Several instances of a layout, and the transfers between them."""
 
     option = "--disaggregate"
@@ -265,7 +265,7 @@ class Disaggregate(StructuredOption):
     )
 
 
-class Prefill(StructuredOption):
+class Prefill(StructuredOption, frozen=True, kw_only=True):
     """How prompts are prefilled."""
 
     option = "--prefill"
@@ -292,7 +292,7 @@ class Prefill(StructuredOption):
     ] = None
 
 
-class PageSize(StructuredOption):
+class PageSize(StructuredOption, frozen=True, kw_only=True):
     """Pages of the KV cache."""
 
     option = "--page-size"
@@ -314,7 +314,7 @@ class PageSize(StructuredOption):
     ] = None
 
 
-class Collectives(StructuredOption):
+class Collectives(StructuredOption, frozen=True, kw_only=True):
     """Variants of the communication of a layer."""
 
     option = "--collectives"
@@ -349,7 +349,7 @@ class Collectives(StructuredOption):
     ] = None
 
 
-class Timeout(StructuredOption):
+class Timeout(StructuredOption, frozen=True, kw_only=True):
     """Time limits, in seconds."""
 
     option = "--timeout"
@@ -383,7 +383,7 @@ class Timeout(StructuredOption):
     ] = None
 
 
-class Nodes(StructuredOption):
+class Nodes(StructuredOption, frozen=True, kw_only=True):
     """Several machines, as torchrun's --nnodes, --node-rank and --rdzv-endpoint."""
 
     option = "--nodes"
@@ -408,7 +408,7 @@ class Nodes(StructuredOption):
 _GPUS = " or ".join(", ".join(gpu.name for gpu in GPUS).rsplit(", ", 1))
 
 
-class Gpu(StructuredOption):
+class Gpu(StructuredOption, frozen=True, kw_only=True):
     """GPUs of a machine that is not this one."""
 
     option = "--gpu"
@@ -419,7 +419,7 @@ class Gpu(StructuredOption):
     count: Annotated[int | None, Key("N", "GPUs of a machine.", "8")] = None
 
 
-class Client(StructuredOption):
+class Client(StructuredOption, frozen=True, kw_only=True):
     """The client that sends requests to a server."""
 
     option = "--client"

@@ -10,7 +10,18 @@ from dcpbench.errors import UsageError
 from dcpbench.points.axes import Role
 from dcpbench.points.layout import DEGREES, place_experts
 from dcpbench.points.memory import GIB
-from dcpbench.points.names import CUT, FP8, GAMMA, NO_EXCHANGE, STORED, SYNTHETIC, TRACE, format_flag, format_setting
+from dcpbench.points.names import (
+    COMPUTED,
+    CUT,
+    FP8,
+    GAMMA,
+    NO_EXCHANGE,
+    STORED,
+    SYNTHETIC,
+    TRACE,
+    format_flag,
+    format_setting,
+)
 from dcpbench.points.point import AXES, select_point_axes
 from dcpbench.points.structured_options import KEYS
 
@@ -40,7 +51,7 @@ def build_command(point: Point, settings: Mapping[str, object], *, cpu: bool = F
     if not settings.get("step_times"):  # a file of step times has its own defaults
         untyped["ep"] = place_experts(CUT, point.tp)
     how |= {name: FP8 if how[name] == FP8 else point.dtype for name in STORED}
-    dtype = how.pop("dtype")
+    dtype = how.pop(COMPUTED)
     if all(how[name] == FP8 for name in STORED) and dtype != ("fp32" if cpu else "bf16"):
         raise UsageError(f"no option selects {dtype} for the computation if weights and KV are fp8.")
     how = {name: value for name, value in how.items() if untyped.get(name) != value}

@@ -20,7 +20,7 @@ from dcpbench.points.axes import Role
 from dcpbench.points.bounds import MAX_NUMBER
 from dcpbench.points.floors import StepRows
 from dcpbench.points.machine import HOPPER, Probe
-from dcpbench.points.names import AUTO, ENGINE_POLICIES, format_flag, format_setting
+from dcpbench.points.names import AUTO, ENGINE_POLICIES, format_field, join_value
 from dcpbench.points.point import select_load_axes, select_point_axes
 from dcpbench.points.wire import describe_invalid_prompts
 from dcpbench.records.lines import UNREADABLE
@@ -161,17 +161,12 @@ def find_differences(path: EnginePath, wanted: EnginePath) -> list[str]:
     A wanted value of `auto` matches all values.
     """
     return [
-        f"{_format_field(name, path[name])} instead of {value or 'none'}"
+        f"{join_value(format_field(name), path[name])} instead of {value or 'none'}"
         if path[name] != ""
-        else f"no {format_flag(name)} instead of {value}"
+        else f"no {format_field(name)} instead of {value}"
         for name, value in wanted.items()
         if value not in (path[name], AUTO)
     ]
-
-
-def _format_field(name: str, value: object) -> str:
-    """Return an option with its value, or a field that no option sets."""
-    return f"{name} {value}" if name == "dtype" else format_setting(name, value)
 
 
 class EngineServer(msgspec.Struct, frozen=True, kw_only=True):
