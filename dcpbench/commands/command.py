@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from dcpbench.commands.caller import Caller
     from dcpbench.commands.catalogue import Entry
-    from dcpbench.points.structured_options import StructuredOption
+    from dcpbench.points.key_values import StructuredOption
 
     Does = TypeVar("Does", bound=Callable[..., int])
 

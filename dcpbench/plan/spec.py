@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from dcpbench.points.axes import Value
+    from dcpbench.points.key_values import StructuredOption
     from dcpbench.points.point import Load
     from dcpbench.points.shapes import ModelShape
-    from dcpbench.points.structured_options import StructuredOption
 
 
 MAX_GPUS = 72

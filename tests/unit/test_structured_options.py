@@ -28,12 +28,13 @@ from dcpbench.points.structured_options import (
     Prefill,
     PrefixShare,
     Sessions,
-    StructuredOption,
     Timeout,
 )
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from dcpbench.points.key_values import StructuredOption
 
 CPU = Probe(device="cpu", count=0, name="CPU")
 SERVE_FIELDS = {*SERVE_PARSERS, *SPEC_PARSERS}
