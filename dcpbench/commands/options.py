@@ -171,13 +171,7 @@ class RunOnMachines(Run):
     """Hold the options of a command that can run on several machines."""
 
     nodes: Nodes | None = make_structured(MACHINES, Nodes)
-    timeout: Timeout | None = make_structured(MEASURE, Timeout, "stall", "point")
-    point_retries: int = MEASURE(
-        "How often a point that hung or failed is retried, after the others. --resume skips a point that has "
-        "failed twice, or once more than this.",
-        default=0,
-        metavar="N",
-    )
+    timeout: Timeout | None = make_structured(MEASURE, Timeout, "stall", "point", "retries")
 
 
 class Limits(Group):

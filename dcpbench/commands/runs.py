@@ -199,14 +199,13 @@ def _check_folder_options(run: Run) -> None:
 def _check_isolation(run: Run) -> None:
     retries, limit = _get_retries(run), _get_point_limit(run)
     if retries < 0:
-        raise UsageError(f"--point-retries {retries} is negative; try --point-retries 1, or leave it out.")
+        raise UsageError(f"--timeout retries={retries} is negative; try retries=1, or leave it out.")
     if limit is not None:
         check_seconds("--timeout point", limit, 1800)
 
 
 def _get_retries(run: Run) -> int:
-    """Return the value of --point-retries, or 0 if the command has no such option."""
-    return getattr(run, "point_retries", 0)
+    return 0 if run.timeout is None else run.timeout.retries
 
 
 def _get_point_limit(run: Run) -> float | None:
@@ -271,7 +270,7 @@ def _drop_set_aside(points: list[Point], folder: Path, retries: int) -> list[Poi
         max_times = max(failed[p.get_key()] for p in aside)
         print_stderr(
             f"{format_count(len(aside), 'point')} that failed {max_times} times {'is' if len(aside) == 1 else 'are'} set aside: the "
-            f"records say why. To try {'it' if len(aside) == 1 else 'them'} again, add --point-retries {max_times}."
+            f"records say why. To try {'it' if len(aside) == 1 else 'them'} again, add --timeout retries={max_times}."
         )
     return [p for p in points if p not in aside]
 

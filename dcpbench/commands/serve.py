@@ -91,7 +91,7 @@ class How(opt.How):
 class Run(opt.RunOnMachines):
     """Hold the options of how the command runs, with a limit of each load."""
 
-    timeout: Timeout | None = make_structured(opt.MEASURE, Timeout, "stall", "point", "load")
+    timeout: Timeout | None = make_structured(opt.MEASURE, Timeout, "stall", "point", "retries", "load")
 
 
 class Measured(Group):

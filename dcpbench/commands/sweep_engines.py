@@ -108,7 +108,7 @@ def _check_options(engines: Engines, given: Mapping[str, object], run: RunOnMach
     if given.get("baseline"):
         raise UsageError("--baseline adds no layouts with --engine; name the degrees, for example --dcp 1,2.")
     machine = {"--gpu": run.gpu, "--timeout point": run.timeout and run.timeout.point, "--nodes": run.nodes}
-    machine |= {"--point-retries": run.point_retries or None}
+    machine |= {"--timeout retries": (run.timeout and run.timeout.retries) or None}
     if wrong := [name for name, value in machine.items() if value is not None]:
         raise UsageError(f"{wrong[0]} is for jobs of dcpbench's own engine; leave it out with --engine.")
     read.check_known("device", run.device, ("auto", "cuda", "cpu"))

@@ -168,10 +168,10 @@ class Collectives(StructuredOption, frozen=True, kw_only=True):
 
 
 class Timeout(StructuredOption, frozen=True, kw_only=True):
-    """Hold time limits, in seconds."""
+    """Hold time limits in seconds, and the number of retries of points that exceed them."""
 
     option = "--timeout"
-    text = "Time limits in seconds."
+    text = "Time limits in seconds, and retries."
     bare = "stall"
 
     stall: Annotated[
@@ -187,6 +187,14 @@ class Timeout(StructuredOption, frozen=True, kw_only=True):
         float | None,
         Key("S", "a point that takes longer than this, including its build, is treated as hung.", "none"),
     ] = None
+    retries: Annotated[
+        int,
+        Key(
+            "N",
+            "how often a point that hung or failed is retried, after the others. --resume skips a point that has failed twice, or "
+            "once more than this.",
+        ),
+    ] = 0
     load: Annotated[
         float | None,
         Key(

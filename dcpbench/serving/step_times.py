@@ -366,6 +366,7 @@ def read_step_times(path: Path) -> StepTimes:
         if version != STEP_TIMES_VERSION:
             raise RecordsError(f"{path} has schema_version {version}, while this dcpbench reads {STEP_TIMES_VERSION}.")
         times = msgspec.json.decode(data, type=StepTimes)
+        times = msgspec.structs.replace(times, path=_complete_path(times.path))
         _check_path(times.path)
     except (OSError, *UNREADABLE) as e:
         reason = "it is nested too deep" if isinstance(e, RecursionError) else str(e)[:300]
@@ -391,6 +392,12 @@ def read_step_times(path: Path) -> StepTimes:
     if not 0 <= times.launch_ms <= MAX_NUMBER:
         raise RecordsError(f"{path}: launch_ms is {times.launch_ms:g}, which is no time; measure again.")
     return times
+
+
+def _complete_path(path: EnginePath) -> EnginePath:
+    """Return the path with the defaults of fields that a file of an earlier version does not have."""
+    defaults = {axis.name: axis.default for axis in PATH_AXES if axis.default is not msgspec.NODEFAULT}
+    return cast("EnginePath", defaults | path)
 
 
 def _check_path(path: EnginePath) -> None:

@@ -66,7 +66,6 @@ SWEEP_OPTIONS = {
     "--device",
     "--gpu",
     "--nodes",
-    "--point-retries",
     "-h",
     "--help",
 }
@@ -120,7 +119,6 @@ SERVE_OPTIONS = {
     "--device",
     "--gpu",
     "--nodes",
-    "--point-retries",
     "-h",
     "--help",
 }

@@ -157,7 +157,7 @@ def test_a_point_that_failed_is_begun_again_after_the_others_as_often_as_asked(t
         "failed",
     ]
     assert str(records[1].reason).endswith("try again with --resume")
-    assert str(records[4].reason).endswith("try again with --resume --point-retries 2")
+    assert str(records[4].reason).endswith("try again with --resume --timeout retries=2")
     assert dict(tries.count_failures(tmp_path)) == {points[0].get_key(): 1, points[1].get_key(): 2}
 
 

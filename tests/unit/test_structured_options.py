@@ -261,7 +261,10 @@ class TestCommandLine:
         [
             (("--timeout", "3", "--timeout", "4"), "--timeout is given 2 times; give it once."),
             (("--timeout", "load=3", "--timeout", "load=4"), "--timeout has load twice; give it once."),
-            (("--timeout", "start=3"), "--timeout has no key 'start'; its keys are stall=S, point=S, load=S."),
+            (
+                ("--timeout", "start=3"),
+                "--timeout has no key 'start'; its keys are stall=S, point=S, retries=N, load=S.",
+            ),
         ],
     )
     def test_a_key_is_given_once(
