@@ -22,7 +22,7 @@ from dcpbench.commands.counterparts import make_counterpart_error
 from dcpbench.errors import UsageError
 from dcpbench.launch.stopping import INTERRUPTED
 from dcpbench.plan.options import format_value
-from dcpbench.plan.typed import hide_headers, line, remove_options
+from dcpbench.plan.typed import hide_headers, line
 from dcpbench.points.counts import parse_count, suggest_counts
 from dcpbench.points.structured_options import expand_structured
 
@@ -219,8 +219,14 @@ def _merge_structured(args: list[str], order: Sequence[Any]) -> list[str]:
         name = max(option.opts, key=len)
         values = sorted(_find_values(name, merged), key=lambda value: "=" in value.partition(",")[0])
         if sum("=" not in value.partition(",")[0] for value in values) <= 1:
-            merged = [*remove_options(merged, {name}), name, ",".join(values)]
+            merged = [*_remove_option(name, merged), name, ",".join(values)]
     return merged
+
+
+def _remove_option(option: str, args: Sequence[str]) -> list[str]:
+    """Return the arguments without an option and its values."""
+    pairs = zip(["", *args], args, strict=False)
+    return [word for before, word in pairs if option not in (before, word.partition("=")[0])]
 
 
 def _find_values(option: str, args: list[str]) -> list[str]:

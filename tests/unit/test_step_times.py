@@ -328,7 +328,7 @@ class TestFile:
         with pytest.raises(RecordsError, match=f"path.*{'' if None in change.values() else next(iter(change))}"):
             read_step_times(tmp_path / "x.json")
 
-    def test_a_field_that_is_newer_than_the_file_has_its_default(self, tmp_path) -> None:
+    def test_a_field_that_is_newer_than_the_file_has_its_default(self, tmp_path: Path) -> None:
         """Files stay readable if an axis is added. A field without a default cannot be left out."""
         path = tmp_path / "one.json"
         write_step_times(path, TIMES)

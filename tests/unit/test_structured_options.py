@@ -256,6 +256,13 @@ class TestCommandLine:
             assert context.params["timeout"] == Timeout(stall=300.0, point=900.0, load=60.0)
             assert context.params["tp"] == "2"
 
+    def test_other_arguments_stay(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """An argument that the command does not have is an error, wherever it is."""
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["serve", "--timeout", "3", "unknown", "--timeout", "load=4"])
+        assert ended.value.code == 2
+        assert "unknown" in capsys.readouterr().err
+
     @pytest.mark.parametrize(
         ("words", "message"),
         [
