@@ -57,7 +57,7 @@ mutation: $(STAMP) ## Change 500 lines one at a time, and say which no test sees
 	test -e $(SOAK)/covered.sqlite || $(BIN)/python -m tools.mutation cover --data $(SOAK)/covered.sqlite
 	$(BIN)/python -m tools.mutation run --data $(SOAK)/covered.sqlite --out $(SOAK)/mutants.jsonl
 
-unpack: $(RUNTIME) ## Unpack the raw records of all results (results/*/raw.tar.xz)
+unpack: $(RUNTIME) ## Unpack the raw records of all results (results/**/raw.tar.xz)
 	$(BIN)/python -m tools.results unpack
 
 results: unpack ## Write the reports under results/ again, from their raw records (results/reports.txt)

@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 
 from dcpbench.bench.operators import limits
-from dcpbench.bench.operators.ranks import start_distributed
+from dcpbench.bench.operators.rendezvous import start_distributed
 from dcpbench.errors import ExitCode, WorkerError
-from dcpbench.exchange import collectives, registered_memory, signals
-from dcpbench.hangs import beats
+from dcpbench.exchange import registered_memory, signals, torch_collectives
+from dcpbench.hangs import heartbeats
 from dcpbench.hangs.evidence import Device
-from dcpbench.launch import hung, jobs, package
+from dcpbench.launch import hang_capture, jobs, version_check
 from dcpbench.launch.jobs import Failure, Job
 from dcpbench.measuring import flight_recorder
 from dcpbench.measuring.environment import collect_environment, get_hardware
@@ -35,7 +35,7 @@ from dcpbench.records.disks import get_disk_error_number
 from dcpbench.records.file import RecordFile
 from dcpbench.records.record import format_omitted_note
 from dcpbench.serving.outcome import format_summary
-from dcpbench.workloads import decode, replay, serve, verify
+from dcpbench.workloads import decode, replay_job, serve, verify
 from dcpbench.workloads.session import build_session, free_memory
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Worker:
         self.rates: Rates | None = None
         self.records = RecordFile(Path(job.folder))
         self.session: Session | None = None
-        self.step_times: replay.StepTimesByPath = {}
+        self.step_times: replay_job.StepTimesByPath = {}
         self.point: Point | None = None
 
     def write_progress(self, stage: str, note: str = "") -> None:
@@ -112,7 +112,7 @@ class Worker:
         serving = serve.get_serving(session, point)
         job, folder = self.job, Path(self.job.folder)
         if point.load is not None and point.load.mode == REPLAY:
-            return replay.run(
+            return replay_job.run(
                 serving,
                 point,
                 job.points,
@@ -206,7 +206,7 @@ def main(path: str) -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # an exception would wait for threads and for the other ranks
     try:
         if job.package is not None:
-            package.check_same_package(job.package)
+            version_check.check_same_package(job.package)
     except WorkerError as e:  # before ranks connect: another version may do that differently
         _report_failure(folder, rank, "", e)
     faulthandler.enable()
@@ -223,23 +223,23 @@ def main(path: str) -> int:
     start_distributed(device, rank, ranks, job.get_port_path(), job.store)
     marks = torch.zeros(1, dtype=torch.int32, pin_memory=True) if job.device == "cuda" else None
     says = {  # the first answer needs no other component: CUDA may not respond
-        hung.DEVICE: lambda: b"" if marks is None else msgspec.json.encode(Device(norm=int(marks[0]))),
-        hung.STACKS: flight_recorder.collect_stacks,
-        hung.FLIGHT: flight_recorder.export_trace,
-        hung.SIGNALS: signals.read_signals,
-        hung.ANSWERED: lambda: b"{}",
+        hang_capture.DEVICE: lambda: b"" if marks is None else msgspec.json.encode(Device(norm=int(marks[0]))),
+        hang_capture.STACKS: flight_recorder.collect_stacks,
+        hang_capture.FLIGHT: flight_recorder.export_trace,
+        hang_capture.SIGNALS: signals.read_signals,
+        hang_capture.ANSWERED: lambda: b"{}",
     }
     flight_recorder.start_responder(
-        job.get_log_folder() / hung.ASK.format(rank),
+        job.get_log_folder() / hang_capture.ASK.format(rank),
         {job.get_log_folder() / name.format(rank): say for name, say in says.items()},
     )
-    collectives.start_rank_heartbeats(job.get_log_folder() / hung.BEATS.format(rank), rank, ranks, device)
+    torch_collectives.start_rank_heartbeats(job.get_log_folder() / hang_capture.BEATS.format(rank), rank, ranks, device)
     worker = None
     try:
         worker = Worker(job, rank, device, marks)
         with torch.inference_mode():
             worker.run()
-        with beats.record_collective("barrier", None, dist.group.WORLD):
+        with heartbeats.record_collective("barrier", None, dist.group.WORLD):
             dist.barrier(device_ids=[local_rank] if job.device == "cuda" else None)
     except Exception as e:  # noqa: BLE001 - report any error to the launcher
         _report_failure(folder, rank, worker.point.get_key() if worker and worker.point else "", e)

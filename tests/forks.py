@@ -35,7 +35,7 @@ IMPORTED = (
     "torch._inductor.config",  # torch's profiler asks it something
     "triton.language",
     "dcpbench.worker",
-    "dcpbench.bench.worker",
+    "dcpbench.bench.bench_worker",
     "dcpbench.syncs.dry_run.main",
     "transformers.models.deepseek_v2.modeling_deepseek_v2",
     "transformers.models.deepseek_v3.modeling_deepseek_v3",

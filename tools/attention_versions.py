@@ -22,8 +22,8 @@ from unittest import mock
 
 import torch
 
+from dcpbench.bench.bench_record import BenchSettings, Case
 from dcpbench.bench.operators import attention
-from dcpbench.bench.record import BenchSettings, Case
 from dcpbench.kernels import attention as kernels
 from dcpbench.points.names import BACKENDS, FP8
 from tools.versions import Version, asked_for, measured, told, written

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from dcpbench.records.record import Record
 
-FOUR = unpack_all() / "emulated_4xH200_2026-11-26" / "bf16"
+FOUR = unpack_all() / "emulation_H200/emulated_4xH200_2026-11-26" / "bf16"
 PUBLISHED = (FOUR / "deepseek-v3-bf16", FOUR / "kimi-k2-bf16")
 EXCHANGED, CALLS = ("q_gather", "merge"), ("attn_reduce", "dp_gather", "mlp_reduce", "embed", "lm_head")
 """Phases that are an exchange, and phases that end in another call between ranks."""

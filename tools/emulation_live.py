@@ -24,7 +24,7 @@ from dcpbench.bench.cases import COLLECTIVES, REGISTERED_COLLECTIVES
 from dcpbench.plan.grid import format_point_load
 from dcpbench.points.names import EXCHANGES
 from dcpbench.records.runs import read_run
-from dcpbench.reports.gaps import UNEQUAL
+from dcpbench.reports.kernel_gaps import UNEQUAL
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from dcpbench.bench.record import BenchRecord, Result
-from dcpbench.points import floors, memory
+from dcpbench.bench.bench_record import BenchRecord, Result
+from dcpbench.points import memory, roofline
 from dcpbench.points.layout import compute_local_length
 from dcpbench.points.shapes import load_shape
 from dcpbench.records.runs import read_run
@@ -98,7 +98,7 @@ def _experts(record: Record, found: Sequence[Result]) -> Iterator[Compared]:
     """Yield gate-up and down of a variant together, if rank 0 has all experts; without router and shared expert."""
     assert record.floor is not None
     point = record.point
-    sharding = floors.Sharding.from_point(point, load_shape(point.model))
+    sharding = roofline.Sharding.from_point(point, load_shape(point.model))
     shape, layers = sharding.shape, memory.count_all_layers(sharding.shape).moe
     if sharding.expert_ranks > 1 or record.rates is None:
         return
@@ -110,9 +110,9 @@ def _experts(record: Record, found: Sequence[Result]) -> Iterator[Compared]:
         "requests": point.concurrency,
         "rows": "uniform",
     }
-    nothing = ((floors.Routed(hit=0, rows=0),),) * layers
-    without = floors.StepRows(tokens=point.concurrency, routing=nothing)
-    others = floors.compute_step_floors(sharding, without, record.rates.limits)
+    nothing = ((roofline.Routed(hit=0, rows=0),),) * layers
+    without = roofline.StepRows(tokens=point.concurrency, routing=nothing)
+    others = roofline.compute_step_floors(sharding, without, record.rates.limits)
     same = [r for r in found if wanted.items() <= r.case.sizes.items()]
     for variant in dict.fromkeys(r.case.variant for r in same):
         both = [r for r in same if r.case.variant == variant]

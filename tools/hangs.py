@@ -29,7 +29,7 @@ from dcpbench.launch import launcher
 from dcpbench.launch.torchrun import Machines
 from dcpbench.plan.spec import make_planned_probe
 from dcpbench.points.budget import plan_engines
-from dcpbench.points.machine import Probe
+from dcpbench.points.device_probe import Probe
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
 from dcpbench.records.file import read_records

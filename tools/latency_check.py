@@ -19,8 +19,8 @@ from dcpbench.plan.grid import format_point_load
 from dcpbench.plan.spec import make_planned_probe
 from dcpbench.points import latency_bands
 from dcpbench.points.budget import plan_engine
+from dcpbench.points.cluster_specs import MEASURED_ON, load_machine
 from dcpbench.points.latency_bands import EMULATED, ESTIMATED, TOGETHER, Case, Kind, Metric, Published
-from dcpbench.points.machines import MEASURED_ON, load_machine
 from dcpbench.points.names import CLOSED, GAMMA
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import load_shape
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "dcpbench" / "points" / "measured" / f"latencies-{MEASURED_ON.lower()}.json"
-FOUR, PAIR = "decode-serving-fp8_4xH200_2026-11-26", "decode-serving_2xH200_2026-11-26"
+FOUR, PAIR = "decode_4xH200/decode-serving-fp8_4xH200_2026-11-26", "decode-serving_2xH200_2026-11-26"
 CHUNKS, LIVE, ONE = (
-    "emulated-chunks_4xH200_2026-11-26",
-    "attention-dp-live_4xH200_2026-11-27",
-    "replay-against-live_H200_2026-11-26",
+    "emulation_H200/emulated-chunks_4xH200_2026-11-26",
+    "serving_4xH200/attention-dp-live_4xH200_2026-11-27",
+    "replay_H100-H200/replay-against-live_H200_2026-11-26",
 )
 SERVED = (
     f"{FOUR}/served/*",

@@ -23,9 +23,9 @@ from unittest import mock
 import torch
 
 from dcpbench import kernels
+from dcpbench.bench.bench_record import BenchSettings, Case
 from dcpbench.bench.cases import LAYERS_BY_NAME, list_linear_layers
 from dcpbench.bench.operators import linear
-from dcpbench.bench.record import BenchSettings, Case
 from dcpbench.kernels import block_scaled
 from dcpbench.kernels import linear as ours
 from dcpbench.kernels.block_scaled import Scaled

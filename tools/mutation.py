@@ -56,7 +56,7 @@ ROOMS = (
     *("compare", "dashboard", "doctor", "exports", "hangs", "imports", "launch", "plan", "points", "recommend"),
     *("records", "reports", "servers", "serving", "show", "syncs", "top"),
 )
-NOT_HERE = ("syncs/dry_run", "syncs/live", "syncs/recorder", "launch/child.py")
+NOT_HERE = ("syncs/dry_run", "syncs/live", "syncs/recorder", "launch/subprocess_guard.py")
 """Modules that run inside other programs, or before anything is imported."""
 OPERATORS = re.compile(
     r"core/(ReplaceBinaryOperator_(Add|Sub|Mul|Div|FloorDiv|Mod)_(Add|Sub|Mul|Div|FloorDiv|Mod)"

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from dcpbench.plan.spec import make_planned_probe
-from dcpbench.points.machines import MEASURED_ON, load_machine
+from dcpbench.points.cluster_specs import MEASURED_ON, load_machine
 from dcpbench.recommend import estimate
 from dcpbench.recommend.forecast import Estimator
 from dcpbench.recommend.score import Score, compute_score
@@ -28,19 +28,19 @@ from tools.results import unpack_all
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from dcpbench.points.floors import StepRows
     from dcpbench.points.point import Point
+    from dcpbench.points.roofline import StepRows
     from dcpbench.records.record import Record
 
 ROOT = Path(__file__).parents[1]
 RESULTS = unpack_all()
-FOUR = RESULTS / "decode-serving-fp8_4xH200_2026-11-26"
-ONE = RESULTS / "fp8_H200_2026-11-23"
-FOUR_NOW = RESULTS / "decode-fp8_4xH200_2026-11-26"
+FOUR = RESULTS / "decode_4xH200/decode-serving-fp8_4xH200_2026-11-26"
+ONE = RESULTS / "steps_H100-H200/fp8_H200_2026-11-23"
+FOUR_NOW = RESULTS / "decode_4xH200/decode-fp8_4xH200_2026-11-26"
 GRID_NOW = [FOUR_NOW / name for name in ("deepseek-v3", "kimi-k2")]
-NOW = [*GRID_NOW, RESULTS / "steps-fp8_H200_2026-11-26" / "now"]
+NOW = [*GRID_NOW, RESULTS / "steps_H100-H200/steps-fp8_H200_2026-11-26" / "now"]
 """Runs that measured the present kernels; the fp8 runs of all other folders have those up to commit 630e490a."""
-PROMPTS = RESULTS / "replay-against-live_H200_2026-11-26" / "v3-open"
+PROMPTS = RESULTS / "replay_H100-H200/replay-against-live_H200_2026-11-26" / "v3-open"
 PAIR = RESULTS / "decode-serving_2xH200_2026-11-26"
 TWO, TWO_BF16, TWO_EXPERTS = (sorted((PAIR / name).iterdir()) for name in ("grid", "bf16", "experts"))
 GRID = [FOUR / "grid" / name for name in ("deepseek-v3-fp8", "kimi-k2-fp8")]

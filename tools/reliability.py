@@ -1,6 +1,6 @@
 """Print the tables of fault injection, random kills, fuzzing and mutation testing from their raw records, in Markdown.
 
-    python -m tools.reliability results/reliability_CPU_2026-11-25
+    python -m tools.reliability results/reliability_CPU-H100-H200/reliability_CPU_2026-11-25
 
 The folder holds `faults.xml` (pytest --junitxml of tests/faults), `kills-*.jsonl` (tools.kills --out), `fuzz.jsonl`
 (tools.fuzz --out), `mutants-first-SEED.jsonl` (tools.mutation run --out) and `mutants-again-*.jsonl` (run --again). Each row

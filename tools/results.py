@@ -1,4 +1,4 @@
-"""Pack and unpack the raw records of published results: `results/NAME_HARDWARE_DATE/raw.tar.xz`.
+"""Pack and unpack the raw records of published results: `results/SUBJECT_HARDWARE/raw.tar.xz`.
 
     python -m tools.results unpack [FOLDER...]
     python -m tools.results pack FOLDER...
@@ -33,7 +33,7 @@ STAMP = ".unpacked"
 
 def packed_folders() -> list[Path]:
     """Return the result folders that have an archive."""
-    return sorted(path.parent for path in RESULTS.glob(f"*/{ARCHIVE}"))
+    return sorted(path.parent for path in RESULTS.rglob(ARCHIVE))
 
 
 def unpack(folder: Path) -> Path:
@@ -57,6 +57,12 @@ def unpack_all() -> Path:
     return RESULTS
 
 
+def read_members(folder: Path) -> list[str]:
+    """Return the names in a folder's archive, relative to the folder."""
+    with tarfile.open(folder / ARCHIVE) as tar:
+        return tar.getnames()
+
+
 def pack(folder: Path) -> list[Path]:
     """Write a folder's archive from its untracked files; return what the archive holds, relative to the folder.
 
@@ -65,8 +71,8 @@ def pack(folder: Path) -> list[Path]:
     archive = folder / ARCHIVE
     files = sorted(_raw_files(folder), key=lambda path: (path.name, path))
     if not files:
-        raise SystemExit(f"{folder} holds no raw file; name the folder of a result, as results/NAME_HARDWARE_DATE.")
-    lost = sorted(set(_members(archive)) - {str(path) for path in files}) if archive.is_file() else []
+        raise SystemExit(f"{folder} holds no raw file; name the folder of a result, as results/SUBJECT_HARDWARE.")
+    lost = sorted(set(read_members(folder)) - {str(path) for path in files}) if archive.is_file() else []
     if lost:
         raise SystemExit(
             f"{archive} holds {len(lost)} files that {folder} does not, {lost[0]} among them. "
@@ -96,14 +102,9 @@ def _raw_files(folder: Path) -> Iterator[Path]:
     tracked = set(listed.split("\0"))
     for path in folder.rglob("*"):
         inside = path.relative_to(folder)
-        written_again = inside.parts[0].startswith("report") or path.suffix in {".png", ".pyc"}
+        written_again = any(part.startswith("report") for part in inside.parts[:-1]) or path.suffix in {".png", ".pyc"}
         if path.is_file() and not written_again and str(inside) not in {*tracked, ARCHIVE, STAMP}:
             yield inside
-
-
-def _members(archive: Path) -> list[str]:
-    with tarfile.open(archive) as tar:
-        return tar.getnames()
 
 
 @contextlib.contextmanager
@@ -123,7 +124,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("folder", nargs="*", type=Path)
     asked = parser.parse_args(arguments)
     if asked.what == "pack" and not asked.folder:
-        parser.error("pack needs the folders to pack: python -m tools.results pack results/NAME_HARDWARE_DATE")
+        parser.error("pack needs the folders to pack: python -m tools.results pack results/SUBJECT_HARDWARE")
     for folder in asked.folder or packed_folders():
         if asked.what == "pack":
             files = pack(folder)

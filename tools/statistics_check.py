@@ -23,7 +23,7 @@ from scipy.special import betaincinv
 
 from dcpbench.compare import effects
 from dcpbench.compare.judging import Options
-from dcpbench.dashboard import changes
+from dcpbench.dashboard import change_points
 from dcpbench.records.stats import StopRule, compute_median_interval
 
 if TYPE_CHECKING:
@@ -142,13 +142,13 @@ def draw_histories(kind: str, count: int, runs: int, seed: int, step: float = 0.
 
 def count_marked(histories: Floats) -> int:
     """Return how many histories have a change as they stand."""
-    return sum(bool(changes.find_changes(row)) for row in histories.tolist())
+    return sum(bool(change_points.find_changes(row)) for row in histories.tolist())
 
 
 def count_ever_marked(histories: Floats, every: int = 1) -> int:
     """Return how many histories have a change at any look while they grow; a look follows `every` runs."""
-    looks = range(changes.MIN_RUNS, histories.shape[1] + 1, every)
-    return sum(any(changes.find_changes(row[:n]) for n in looks) for row in histories.tolist())
+    looks = range(change_points.MIN_RUNS, histories.shape[1] + 1, every)
+    return sum(any(change_points.find_changes(row[:n]) for n in looks) for row in histories.tolist())
 
 
 def check_false_marks(draws: int) -> Table:
@@ -166,7 +166,7 @@ def check_false_marks(draws: int) -> Table:
     return Table(
         "Change points: unchanged histories that are marked",
         f"A scatter of {percent(SCATTER)}, {rows[0][1][0].of:,} histories a line. *Ever*: the history is looked at after every run from "
-        f"run {changes.MIN_RUNS} on, and is marked at one look at least. Documented: at most {percent(FALSE_MARKS)} ever, for the first "
+        f"run {change_points.MIN_RUNS} on, and is marked at one look at least. Documented: at most {percent(FALSE_MARKS)} ever, for the first "
         f"{len(NOISES)} lines.",
         ("noise", *(f"at {n} runs" for n in RUNS), f"ever up to {RUNS[-1]} runs"),
         rows,

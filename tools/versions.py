@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from dcpbench.bench.bench_record import BenchSettings, Case
     from dcpbench.bench.operators.calls import Calls
-    from dcpbench.bench.record import BenchSettings, Case
 
 
 class Version:

@@ -10,9 +10,9 @@ import sys
 from typing import TYPE_CHECKING, NamedTuple
 
 from dcpbench.bench.calibration import Quality, compute_quality
-from dcpbench.bench.shown.wire import COLUMNS, format_row
-from dcpbench.points.floors import compute_exchanged_bytes
-from dcpbench.points.machines import MEASURED_ON, load_built_in
+from dcpbench.bench.shown.comm_model_fit import COLUMNS, format_row
+from dcpbench.points.cluster_specs import MEASURED_ON, load_built_in
+from dcpbench.points.roofline import compute_exchanged_bytes
 from dcpbench.points.shapes import load_shape
 from dcpbench.records.runs import read_run
 from tools import emulation_live
@@ -27,7 +27,10 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Record
 
 RESULTS = unpack_all()
-FOUR, TWO = (RESULTS / name for name in ("decode-serving-fp8_4xH200_2026-11-26", "decode-serving_2xH200_2026-11-26"))
+FOUR, TWO = (
+    RESULTS / name
+    for name in ("decode_4xH200/decode-serving-fp8_4xH200_2026-11-26", "decode-serving_2xH200_2026-11-26")
+)
 FOLDERS = [
     *(FOUR / name for name in ("grid", "a2a-k2", "bf16", "bf16-k2")),
     *(TWO / name for name in ("grid", "bf16", "experts")),

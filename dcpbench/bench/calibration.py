@@ -1,6 +1,6 @@
 """Calibrate the wire model of a machine from benchmarks between ranks, and assess its quality.
 
-Records become samples of points.wire. Step times of several GPUs and of a single emulating GPU calibrate steps with
+Records become samples of points.comm_model. Step times of several GPUs and of a single emulating GPU calibrate steps with
 prompts. No torch.
 """
 
@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from dcpbench.bench.bench_record import SCHEMA_VERSION, BenchRecord
 from dcpbench.bench.cases import AUTO_VARIANTS, COLLECTIVES
-from dcpbench.bench.record import SCHEMA_VERSION, BenchRecord
 from dcpbench.errors import UsageError
+from dcpbench.points.comm_model import ACROSS, Call, Prompts, Sample
 from dcpbench.points.gpus import GPUS
-from dcpbench.points.wire import ACROSS, Call, Prompts, Sample
 from dcpbench.serving.step_times import LINE, StepTimes, read_step_times
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ import importlib.util
 import itertools
 from typing import TYPE_CHECKING, Any
 
-from dcpbench.bench.record import Case
+from dcpbench.bench.bench_record import Case
 from dcpbench.errors import UsageError
-from dcpbench.plan.options import parse_bytes
+from dcpbench.plan.option_parsers import parse_bytes
 from dcpbench.points.counts import parse_count, suggest_counts
 from dcpbench.points.layout import Layout, Prefix
 from dcpbench.points.memory import make_attention_products, make_mlp_products

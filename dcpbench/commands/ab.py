@@ -17,7 +17,7 @@ from dcpbench.commands.compare import Judged, Shown
 from dcpbench.commands.elsewhere import REAL_SERVERS
 from dcpbench.errors import DcpbenchError, ExitCode, OutputError, UsageError
 from dcpbench.launch.stopping import INTERRUPTED
-from dcpbench.plan.typed import hide_headers
+from dcpbench.plan.command_line import hide_headers
 from dcpbench.points import redaction
 from dcpbench.points.names import format_flag
 from dcpbench.records.disks import convert_output_errors
@@ -327,7 +327,7 @@ def _print_plan(variants: Variants, sides: Mapping[str, list[str]], command: Com
 
 def _print_plan_json(variants: Variants, sides: Mapping[str, list[str]], command: Command) -> int:
     """Print the plan as JSON: the arguments and points of each variant, and the order of launches."""
-    from dcpbench.commands.runs import print_json
+    from dcpbench.commands.point_runner import print_json
 
     found: dict[str, object] = {}
     for side, arguments in sides.items():

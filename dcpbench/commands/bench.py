@@ -246,7 +246,7 @@ def _register_bench(name: str, sizes: type[Group]) -> None:
     """Register the command of a bench. Its help is the docstring of its class of sizes."""
 
     def measure(sizes: Group, run: Run) -> int:
-        from dcpbench.bench import command as benches
+        from dcpbench.bench import runner as benches
 
         return benches.run_bench(name, vars(sizes), benches.Options(**vars(run)))
 

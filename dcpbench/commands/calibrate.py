@@ -12,8 +12,8 @@ from dcpbench.show.terminal import make_console, print_stderr
 from dcpbench.show.text import format_list
 
 if TYPE_CHECKING:
-    from dcpbench.bench.record import BenchRecord
-    from dcpbench.points.machines import Machine
+    from dcpbench.bench.bench_record import BenchRecord
+    from dcpbench.points.cluster_specs import Machine
 
 REQUESTS = "1,2,4,8,16,32,64,128,256,512"
 """Numbers of requests of a decode step, for messages between 10 KB and 7 MB."""
@@ -60,25 +60,25 @@ def calibrate(
     import msgspec
 
     from dcpbench.bench import calibration
-    from dcpbench.bench.shown import wire as shown
-    from dcpbench.points import gpus, machines
-    from dcpbench.points.wire import Call
+    from dcpbench.bench.shown import comm_model_fit as shown
+    from dcpbench.points import cluster_specs, gpus
+    from dcpbench.points.comm_model import Call
     from dcpbench.records.disks import convert_output_errors
     from dcpbench.show.streams import write_json
 
     _check_files(out, force=force)
     picture = out.with_suffix(".png")
-    host = gpus_per_host or machines.GPUS_PER_HOST
-    asked = machines.Machine(name="options", gpu=gpu or gpus.GPUS[0].name, gpus_per_host=host, link=link)
-    machines.parse_machine(machines.format_machine(asked).encode(), "these options")
+    host = gpus_per_host or cluster_specs.GPUS_PER_HOST
+    asked = cluster_specs.Machine(name="options", gpu=gpu or gpus.GPUS[0].name, gpus_per_host=host, link=link)
+    cluster_specs.parse_machine(cluster_specs.format_machine(asked).encode(), "these options")
     prompts = calibration.compute_prompt_ratios(calibration.find_step_times(runs or []))
     wires = [path for path in runs or [] if any(path.rglob("bench-*.json")) or not calibration.find_step_times([path])]
     if any(path.suffix == ".toml" for path in wires):
         made = _update_machine(wires, name=name, gpu=gpu, gpus_per_host=gpus_per_host, link=link)
     else:
         made = _make_machine(asked, calibration.read_records(wires) if wires else _measure_calls(), name, gpu)
-    written = machines.format_machine(msgspec.structs.replace(made, prompts=prompts or made.prompts)).encode()
-    machine = machines.parse_machine(written, "these options")
+    written = cluster_specs.format_machine(msgspec.structs.replace(made, prompts=prompts or made.prompts)).encode()
+    machine = cluster_specs.parse_machine(written, "these options")
     with convert_output_errors(out, "name another file with --out"):
         out.write_bytes(written)
     calls = [Call(called, tuple(samples)) for called, samples in machine.calls.items()]
@@ -149,13 +149,13 @@ def _update_machine(paths: list[Path], **typed: object) -> "Machine":
     import msgspec
 
     from dcpbench.errors import UsageError
-    from dcpbench.points import machines
+    from dcpbench.points import cluster_specs
 
     if len(paths) > 1:
         raise UsageError(
             f"{format_list([str(path) for path in paths])}: a machine's file cannot be combined with others; name one such file, or benches."
         )
-    found = machines.read_machine(paths[0])
+    found = cluster_specs.read_machine(paths[0])
     if not found.calls:
         raise UsageError(f"{paths[0]} has no [calls] that were measured; name benches, or a file that has.")
     return msgspec.structs.replace(found, **{k: v for k, v in typed.items() if v is not None})
@@ -184,13 +184,13 @@ def _print_lacking(lacks: dict[str, list[str]], max_ranks: int) -> None:
 def _measure_calls() -> "list[BenchRecord]":
     """Run both benches on 2, 4, … GPUs of this machine, and return their records."""
     from dcpbench.bench import calibration
-    from dcpbench.bench import command as benches
-    from dcpbench.commands import runs
+    from dcpbench.bench import runner as benches
+    from dcpbench.commands import point_runner
     from dcpbench.commands.bench import BENCHES
     from dcpbench.errors import CapacityError
     from dcpbench.launch import launcher
 
-    count = launcher.run_probe(runs.WORKER).count
+    count = launcher.run_probe(point_runner.WORKER).count
     if count < 2:  # noqa: PLR2004 - collectives need two
         raise CapacityError(
             f"calibrate measures communication between GPUs, and this machine has {count}; name records of bench collectives "

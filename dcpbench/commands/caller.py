@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from dcpbench.points.machine import Probe
+    from dcpbench.points.device_probe import Probe
 
 
 @dataclasses.dataclass

@@ -21,8 +21,8 @@ from dcpbench.commands import catalogue
 from dcpbench.commands.counterparts import make_counterpart_error
 from dcpbench.errors import UsageError
 from dcpbench.launch.stopping import INTERRUPTED
-from dcpbench.plan.options import format_value
-from dcpbench.plan.typed import hide_headers, line
+from dcpbench.plan.command_line import hide_headers, line
+from dcpbench.plan.option_parsers import format_value
 from dcpbench.points.counts import parse_count, suggest_counts
 from dcpbench.points.structured_options import expand_structured
 

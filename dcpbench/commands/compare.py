@@ -103,7 +103,7 @@ def compare(
 
       dcpbench compare runs/main runs/branch
     """
-    from dcpbench.commands.runs import print_left_out
+    from dcpbench.commands.point_runner import print_left_out
     from dcpbench.compare import outputs
     from dcpbench.compare.sides import check_sizes, read_side
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dcpbench.errors import UsageError
-from dcpbench.plan.typed import hide_headers, remove_options
+from dcpbench.plan.command_line import hide_headers, remove_options
 from dcpbench.points.redaction import format_command_line
 from dcpbench.show.text import format_list
 

@@ -133,10 +133,10 @@ def serve(
     try:
         import uvicorn
 
-        from dcpbench.dashboard import finding, server, watching
+        from dcpbench.dashboard import discovery, watching, web_server
     except ImportError as e:
         raise MissingPackageError(f"the server needs {e.name}; type: {INSTALL}") from e
-    finding.list_stamps(runs)
+    discovery.list_stamps(runs)
     with _open_folder(output) as folder, _bind_port(port) as bound:
         if output is not None:
             _check_apart(runs, folder)
@@ -150,7 +150,7 @@ def serve(
         follower = threading.Thread(target=watcher.follow, daemon=True)
         follower.start()
         config = uvicorn.Config(
-            server.make_app(watcher),
+            web_server.make_app(watcher),
             log_level="warning",
             access_log=False,
             lifespan="off",

@@ -48,7 +48,7 @@ def doctor(
     """
     import msgspec
 
-    from dcpbench.commands import runs
+    from dcpbench.commands import point_runner
     from dcpbench.doctor import OK, check_machine
     from dcpbench.errors import UsageError
     from dcpbench.launch import launcher
@@ -61,10 +61,12 @@ def doctor(
         raise UsageError(f"--nodes {run_on.count} is not positive; try --nodes 2, or leave it out.")
     endpoint = split_endpoint(run_on.endpoint) if run_on.endpoint else None
     report = check_machine(output, nnodes=run_on.count, endpoint=endpoint)  # first, as the probe itself uses a GPU
-    probe = launcher.run_probe(runs.WORKER)
+    probe = launcher.run_probe(point_runner.WORKER)
     if as_json:
         findings = [msgspec.to_builtins(f) for f in report.findings]
-        runs.print_json({"exit_code": report.exit_code, "machine": msgspec.to_builtins(probe), "findings": findings})
+        point_runner.print_json(
+            {"exit_code": report.exit_code, "machine": msgspec.to_builtins(probe), "findings": findings}
+        )
         return report.exit_code
     terminal = make_console()
     terminal.print(make_probe_table(probe))

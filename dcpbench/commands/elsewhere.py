@@ -17,7 +17,7 @@ from dcpbench.points.structured_options import expand_structured
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from dcpbench.points.machine import Probe
+    from dcpbench.points.device_probe import Probe
 
 REAL_SERVERS = ("url", "engine", "serve_cmd")
 """Options of `server` that name the server, or the command that starts it."""
@@ -42,7 +42,7 @@ class Machines:
 
 def make_unknown_probe(count: int) -> Probe:
     """Return a probe with `count` GPUs of unknown type: all kernels are available and memory is unlimited."""
-    from dcpbench.points.machine import HOPPER, Probe
+    from dcpbench.points.device_probe import HOPPER, Probe
 
     return Probe(
         device="cuda",

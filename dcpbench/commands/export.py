@@ -46,7 +46,7 @@ def export(
       dcpbench export runs/monday --to prometheus -o /var/lib/node_exporter/dcpbench.prom --force
     """
     from dcpbench import exports
-    from dcpbench.commands.runs import print_left_out
+    from dcpbench.commands.point_runner import print_left_out
 
     done = exports.export_runs(runs, to, output, force=force)
     print_left_out(done.runs)

@@ -59,7 +59,7 @@ def explain(
         with convert_output_errors(html, "give another file with --html"):
             write_file(html, hang_format.render_page(hangs).encode())
     if as_json:
-        from dcpbench.commands.runs import print_json
+        from dcpbench.commands.point_runner import print_json
 
         print_json([hang_format.to_json(hang) for hang in hangs])
     else:

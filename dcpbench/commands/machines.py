@@ -14,12 +14,12 @@ def machines(as_json: bool = opt.JSON) -> int:
     """
     import msgspec
 
-    from dcpbench.commands import runs
+    from dcpbench.commands import point_runner
+    from dcpbench.points.cluster_specs import GPUS_PER_HOST, LINKS, MEASURED_ON, load_built_in
     from dcpbench.points.gpus import GPUS
-    from dcpbench.points.machines import GPUS_PER_HOST, LINKS, MEASURED_ON, load_built_in
 
     if as_json:
-        runs.print_json(
+        point_runner.print_json(
             {"gpus": msgspec.to_builtins(GPUS), "links": msgspec.to_builtins(LINKS), "gpus_per_host": GPUS_PER_HOST}
         )
         return 0

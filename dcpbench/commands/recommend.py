@@ -18,7 +18,7 @@ from dcpbench.show.text import format_list
 if TYPE_CHECKING:
     from dcpbench.points.point import Load
     from dcpbench.recommend.advise import Choice, Evidence, Query
-    from dcpbench.recommend.answer import Start
+    from dcpbench.recommend.answer_formats import Start
     from dcpbench.recommend.estimate import Steps
     from dcpbench.recommend.forecast import Forecast
     from dcpbench.records.runs import Run
@@ -105,9 +105,9 @@ def recommend(
 
       dcpbench recommend --machine H200 --gpus 4 --weights-dtype bf16 --cycled --context 4000 runs/measured
     """
-    from dcpbench.commands.runs import print_json
+    from dcpbench.commands.point_runner import print_json
     from dcpbench.errors import ExitCode, OutputError
-    from dcpbench.recommend import answer
+    from dcpbench.recommend import answer_formats
     from dcpbench.recommend.advise import choose_layouts
     from dcpbench.recommend.estimate import load_published_steps
     from dcpbench.records.disks import convert_output_errors
@@ -125,22 +125,22 @@ def recommend(
     with ProgressLine() as line:
         choices, notes = choose_layouts(ask, known, steps, line)
     starts = {
-        best.who: [_make_start(name, ask, choice, best, steps) for name in answer.STARTED_ENGINES]
-        for choice, best in answer.list_recommended(choices)
+        best.who: [_make_start(name, ask, choice, best, steps) for name in answer_formats.STARTED_ENGINES]
+        for choice, best in answer_formats.list_recommended(choices)
     }
-    found = answer.convert_to_json(ask, choices, notes, steps, starts)
+    found = answer_formats.convert_to_json(ask, choices, notes, steps, starts)
     if output is not None:
         import json
 
         with convert_output_errors(output, "name another folder with -o"):
             output.mkdir(parents=True, exist_ok=True)
-            write_output_file(output / names[0], answer.render_markdown(ask, choices, notes, steps, starts))
+            write_output_file(output / names[0], answer_formats.render_markdown(ask, choices, notes, steps, starts))
             write_output_file(output / names[1], json.dumps(found, indent=1) + "\n")
-            answer.draw_picture(ask, choices, output / names[2])
+            answer_formats.draw_picture(ask, choices, output / names[2])
     if as_json:
         print_json(found)
     else:
-        answer.show(ask, choices, notes, steps, starts, make_console())
+        answer_formats.show(ask, choices, notes, steps, starts, make_console())
         if output is not None:
             sys.stdout.write("".join(f"Wrote {output / name}\n" for name in names))
     return ExitCode.OK if any(choice.best for choice in choices) else ExitCode.NO_ANSWER
@@ -149,7 +149,7 @@ def recommend(
 def _make_start(name: str, ask: "Query", choice: "Choice", best: "Forecast", steps: "Steps") -> "Start":
     """Return the command that starts an engine in a recommended layout, or in the nearest one that it supports."""
     from dcpbench.recommend.advise import find_nearest
-    from dcpbench.recommend.answer import Start
+    from dcpbench.recommend.answer_formats import Start
     from dcpbench.servers.presets import PRESETS, format_command
 
     nodes = -(-best.point.tp // ask.machine.gpus_per_host)
@@ -166,9 +166,9 @@ def _make_start(name: str, ask: "Query", choice: "Choice", best: "Forecast", ste
 
 def _make_query(wanted: Wanted) -> "Query":
     from dcpbench.errors import UsageError
-    from dcpbench.plan import options as read
+    from dcpbench.plan import option_parsers as read
     from dcpbench.points.bounds import MAX_NUMBER
-    from dcpbench.points.machines import load_machine
+    from dcpbench.points.cluster_specs import load_machine
     from dcpbench.points.names import AS_PUBLISHED, AUTO_EXCHANGES, FP8
     from dcpbench.points.shapes import load_shape
     from dcpbench.recommend.advise import Query
@@ -208,12 +208,12 @@ def _make_query(wanted: Wanted) -> "Query":
 
 def _find_local_gpu() -> tuple[str, int]:
     """Return the name and number of this machine's GPUs. Raise UsageError if there is no known GPU."""
-    from dcpbench.commands import runs
+    from dcpbench.commands import point_runner
     from dcpbench.errors import UsageError
     from dcpbench.launch import launcher
     from dcpbench.points.gpus import GPUS
 
-    probe = launcher.run_probe(runs.WORKER)
+    probe = launcher.run_probe(point_runner.WORKER)
     for gpu in GPUS:
         if probe.device == "cuda" and gpu.name in re.split(r"[\s-]", probe.name):
             return gpu.name, probe.count
@@ -225,7 +225,7 @@ def _find_local_gpu() -> tuple[str, int]:
 
 def _parse_positive(name: str, typed: str, example: str) -> tuple[int, ...]:
     from dcpbench.errors import UsageError
-    from dcpbench.plan import options as read
+    from dcpbench.plan import option_parsers as read
 
     found = read.parse_ints(name, typed)
     if wrong := [n for n in found if n < 1]:
@@ -236,7 +236,7 @@ def _parse_positive(name: str, typed: str, example: str) -> tuple[int, ...]:
 def _make_loads(wanted: Wanted, positions: int) -> "list[tuple[int, int, Load | None]]":
     """Return (concurrency, context, load) of each load, as Query holds them. `positions`: the model's maximum length."""
     from dcpbench.errors import UsageError
-    from dcpbench.plan.options import check_positive
+    from dcpbench.plan.option_parsers import check_positive
     from dcpbench.points.names import CLOSED, GAMMA
     from dcpbench.points.point import Load
     from dcpbench.recommend.forecast import ROUNDS
@@ -314,7 +314,7 @@ def _parse_objectives(wanted: Wanted) -> dict[str, float]:
 
 def _parse_rates(typed: str) -> list[float]:
     from dcpbench.errors import UsageError
-    from dcpbench.plan import options as read
+    from dcpbench.plan import option_parsers as read
 
     try:
         rates = [float(str(item)) for item in read.split_items("request_rate", typed)]
@@ -362,10 +362,10 @@ def _read_run(path: Path) -> "Run":
 
 
 def _print_score(run: Path, wanted: Wanted, *, as_json: bool) -> int:
-    from dcpbench.commands.runs import print_json
+    from dcpbench.commands.point_runner import print_json
     from dcpbench.errors import UsageError
     from dcpbench.plan.spec import make_planned_probe
-    from dcpbench.points.machines import load_machine
+    from dcpbench.points.cluster_specs import load_machine
     from dcpbench.recommend.estimate import load_published_steps
     from dcpbench.recommend.score import compute_score
     from dcpbench.records.record import is_functional

@@ -38,7 +38,7 @@ def check(runs: opt.Runs, as_json: AsJson = False) -> int:
     """
     import msgspec
 
-    from dcpbench.commands.runs import print_json
+    from dcpbench.commands.point_runner import print_json
     from dcpbench.records.repair import audit_file, require_records
 
     found = [audit_file(run) for run in runs]
@@ -75,7 +75,7 @@ def repair(
     """
     import msgspec
 
-    from dcpbench.commands.runs import print_json
+    from dcpbench.commands.point_runner import print_json
     from dcpbench.launch.folders import lock_folder
     from dcpbench.records import repair as repairing
     from dcpbench.records.file import require_record_file

@@ -28,7 +28,7 @@ def report(
 
     Example: dcpbench report runs/monday runs/tuesday --as-repeats --slo ttft=2000,itl=60 -o both
     """
-    from dcpbench.commands.runs import format_no_report, print_if_unjudged, print_left_out, print_paths
+    from dcpbench.commands.point_runner import format_no_report, print_if_unjudged, print_left_out, print_paths
     from dcpbench.launch.stopping import print_when_stopped
     from dcpbench.reports import write_report
 

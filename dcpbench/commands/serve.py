@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dcpbench.launch.launcher import Work
     from dcpbench.plan.serve_spec import ServeLoads
     from dcpbench.plan.spec import SweepSpec
-    from dcpbench.points.machine import Probe
+    from dcpbench.points.device_probe import Probe
     from dcpbench.points.point import Load as PointLoad
     from dcpbench.points.point import Point
     from dcpbench.points.settings import Settings
@@ -142,23 +142,23 @@ def serve(
     """
     import msgspec
 
-    from dcpbench.commands import runs
+    from dcpbench.commands import point_runner
     from dcpbench.commands.server import replay_step_times
     from dcpbench.errors import UsageError
-    from dcpbench.plan.judge import load_step_times
     from dcpbench.plan.serve_spec import OTHERS, SERVE_PARSERS, make_serve_spec, resolve_step_times
     from dcpbench.plan.spec import read_options
+    from dcpbench.plan.validate import load_step_times
     from dcpbench.points.names import NO_EXCHANGE, STORED
 
-    runs.check_run(run)
+    point_runner.check_run(run)
     given = read_options(run.config, SERVE_PARSERS) if run.config else {}
     given |= collect_typed(layouts, load, requests, scheduler, how, measured, opt.Limits(timeout=run.timeout))
     path = resolve_step_times(given)
     if path is None:
-        probe = runs.get_probe(run)
+        probe = point_runner.get_probe(run)
         spec = make_serve_spec(given, probe)
         _print_notes(spec, probe, run)
-        return runs.measure(spec, probe, run, given=given)
+        return point_runner.measure(spec, probe, run, given=given)
     if run.gpu_name is not None:
         raise UsageError(f"--step-times {path} records the GPUs of its steps; leave --gpu out.")
     times = load_step_times(path)
@@ -174,12 +174,12 @@ def serve(
     own = {name: value for name, value in times.path.items() if name not in unsaid}
     spec = make_serve_spec({"baseline": "disaggregate" in given, **own, **given}, probe)
     _print_notes(spec, probe, run)
-    return runs.measure(spec, probe, run, _replay_points, given={**own, **given})
+    return point_runner.measure(spec, probe, run, _replay_points, given={**own, **given})
 
 
 def _replay_points(points: Sequence["Point"], work: "Work", run: opt.Run) -> None:
     """Replay each point in virtual time, in this process."""
-    from dcpbench.commands.runs import handle_stop, make_progress_bar
+    from dcpbench.commands.point_runner import handle_stop, make_progress_bar
     from dcpbench.errors import DcpbenchError
     from dcpbench.launch.jobs import Progress
     from dcpbench.points.budget import find_engine_plan

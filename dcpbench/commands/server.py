@@ -204,11 +204,11 @@ def server(
 
       dcpbench server --serve-cmd 'our-engine {model} --port {port} --tp {tp}' --model /models/v3 --tp 4,8
     """
-    from dcpbench.commands import runs
+    from dcpbench.commands import point_runner
     from dcpbench.plan.server_spec import SERVER_PARSERS
     from dcpbench.plan.spec import read_options
 
-    runs.check_server_run(run)
+    point_runner.check_server_run(run)
     given = read_options(run.config, SERVER_PARSERS) if run.config else {}
     given |= collect_typed(layouts, model, requests, measured, opt.Limits(timeout=run.timeout))
     _check_replay(replays, given)
@@ -224,7 +224,7 @@ def server(
 def _check_replay(replays: Replays, given: dict[str, object]) -> None:
     """Raise UsageError for options of replays without --mode replay, or for an unknown policy."""
     from dcpbench.errors import UsageError
-    from dcpbench.plan.options import check_known, check_positive, parse_names
+    from dcpbench.plan.option_parsers import check_known, check_positive, parse_names
 
     modes = parse_names("mode", given["mode"]) if given.get("mode") is not None else (LIVE,)
     for name in modes:
@@ -265,15 +265,15 @@ def replay_step_times(path: Path, given: dict[str, object], run: opt.Run, policy
     """
     import msgspec
 
-    from dcpbench.commands import runs
+    from dcpbench.commands import point_runner
     from dcpbench.errors import UsageError
     from dcpbench.launch import folders
     from dcpbench.plan.grid import Candidate
-    from dcpbench.plan.judge import load_step_times
-    from dcpbench.plan.options import check_known
+    from dcpbench.plan.option_parsers import check_known
     from dcpbench.plan.serve_spec import resolve_step_times
     from dcpbench.plan.server_spec import SERVER_PARSERS, make_server_spec, make_step_time_points
-    from dcpbench.points.machine import Probe
+    from dcpbench.plan.validate import load_step_times
+    from dcpbench.points.device_probe import Probe
     from dcpbench.records.record import CPU
 
     resolved = resolve_step_times({**given, "step_times": path})
@@ -297,11 +297,11 @@ def replay_step_times(path: Path, given: dict[str, object], run: opt.Run, policy
     spec = make_server_spec({**asked, **degrees}, cpu=cpu)
     settings = msgspec.structs.replace(spec.settings, step_times=resolved)
     probe = Probe(device="cpu" if cpu else "cuda", count=int(times.path["tp"]), name=times.environment.device)
-    runs.record_device(run, probe)
+    point_runner.record_device(run, probe)
     if run.dry_run or run.caller.part is None:
         print_load_notes(spec.loads, settings, cpu=cpu)
     candidates = [Candidate(point=point) for point in make_step_time_points(spec, times)]
-    if runs.finish_if_planned(candidates, probe, run):
+    if point_runner.finish_if_planned(candidates, probe, run):
         return 0
     folder = run.output or folders.choose_folder(
         f"{times.engine.engine}-{Path(str(times.path['model'])).name}", (int(times.path["tp"]),)
@@ -312,15 +312,15 @@ def replay_step_times(path: Path, given: dict[str, object], run: opt.Run, policy
         from dcpbench.servers.engine_replay import replay_server_point
         from dcpbench.servers.measure import list_places
 
-        with runs.handle_stop(run, work), runs.make_progress_bar(run, points) as bar:
+        with point_runner.handle_stop(run, work), point_runner.make_progress_bar(run, points) as bar:
             for place in list_places(points, bar):
                 record = replay_server_point(
                     place.point, times, resolved, work.settings, work.folder, command=work.command, policy=policy
                 )
                 place.show_record(RecordFile(work.folder).append(record))
 
-    work = runs.make_work(folder, settings, probe, run)
-    return runs.run_candidates(candidates, folder, work, probe, run, run_all)
+    work = point_runner.make_work(folder, settings, probe, run)
+    return point_runner.run_candidates(candidates, folder, work, probe, run, run_all)
 
 
 def _check_one_source(options: Options) -> None:
@@ -346,10 +346,10 @@ def _check_one_source(options: Options) -> None:
 
 def _measure_running(url: str, options: Options, given: dict[str, object], run: opt.Run, replays: Replays) -> int:
     """Measure a server that runs already."""
-    from dcpbench.commands import runs
+    from dcpbench.commands import point_runner
     from dcpbench.launch import folders
     from dcpbench.plan.server_spec import make_server_spec
-    from dcpbench.points.machine import Probe
+    from dcpbench.points.device_probe import Probe
     from dcpbench.servers.engine_replay import ReplayOptions, replay_on_server
     from dcpbench.servers.measure import fetch_server_info, make_candidates, measure_points, resolve_prompt_format
     from dcpbench.servers.profile import make_traces_folder
@@ -366,11 +366,11 @@ def _measure_running(url: str, options: Options, given: dict[str, object], run: 
     if run.dry_run or run.caller.part is None:
         for note in (f"{asked.target.url}: {info.origin.removeprefix('engine ')}, model {card.id}.", *info.notes):
             print_stderr(note)
-    runs.record_device(run, probe)
+    point_runner.record_device(run, probe)
     if run.dry_run or run.caller.part is None:
         print_load_notes(spec.loads, spec.settings, cpu=run.device == "cpu")
     candidates = _reject_replays(make_candidates(spec.make_points(info.engine, card.id), card.max_model_len))
-    if runs.finish_if_planned(candidates, probe, run):
+    if point_runner.finish_if_planned(candidates, probe, run):
         return 0
     if options.traces is not None:
         make_traces_folder(options.traces)
@@ -378,7 +378,7 @@ def _measure_running(url: str, options: Options, given: dict[str, object], run: 
     folder = run.output or folders.choose_folder(f"{info.engine}-{Path(card.id).name}", (spec.layout["tp"],))
 
     def run_all(points: "Sequence[Point]", work: "Work", run: opt.Run) -> None:
-        with runs.handle_stop(run, work), runs.make_progress_bar(run, points) as bar:
+        with point_runner.handle_stop(run, work), point_runner.make_progress_bar(run, points) as bar:
             measure_points(
                 points,
                 asked,
@@ -399,23 +399,23 @@ def _measure_running(url: str, options: Options, given: dict[str, object], run: 
                 ),
             )
 
-    return runs.run_candidates(
-        candidates, folder, runs.make_work(folder, spec.settings, probe, run), probe, run, run_all
+    return point_runner.run_candidates(
+        candidates, folder, point_runner.make_work(folder, spec.settings, probe, run), probe, run, run_all
     )
 
 
 def _measure_started(options: Options, given: dict[str, object], run: opt.Run, replays: Replays) -> int:
     """Start a server for each layout and each combination of flags, and measure all loads on it."""
-    from dcpbench.commands import runs
+    from dcpbench.commands import point_runner
     from dcpbench.commands.started_servers import check_program, get_start_s, print_commands
     from dcpbench.errors import UsageError
     from dcpbench.launch import folders
     from dcpbench.plan.server_spec import make_server_spec, split_layouts
-    from dcpbench.points.machine import Probe
+    from dcpbench.points.device_probe import Probe
     from dcpbench.servers.engine_replay import ReplayOptions
     from dcpbench.servers.presets import choose_weights, resolve_engine
     from dcpbench.servers.profile import make_traces_folder
-    from dcpbench.servers.sweep import measure_started
+    from dcpbench.servers.server_sweep import measure_started
 
     if not given.get("model"):
         raise UsageError("--engine needs --model: a folder, or a name that the engine knows.")
@@ -425,16 +425,16 @@ def _measure_started(options: Options, given: dict[str, object], run: opt.Run, r
     specs = [make_server_spec(one, cpu=run.device == "cpu", weights=weights) for one in split]
     spec, model = specs[0], str(specs[0].model)
     asked = _make_client_config("http://127.0.0.1:1", options, run, spec.layout["tp"])
-    if runs.is_values_only(run, ()):
+    if point_runner.is_values_only(run, ()):
         return 0
 
     tps = tuple(dict.fromkeys(one.layout["tp"] for one in specs))
     candidates = _list_candidates(specs, preset, model)
     probe = Probe(device="cpu" if run.device == "cpu" else "cuda", count=max(tps), name=run.gpu_name or "")
-    runs.record_device(run, probe)
+    point_runner.record_device(run, probe)
     if run.dry_run or run.caller.part is None:
         print_load_notes(spec.loads, spec.settings, cpu=run.device == "cpu")
-    if runs.finish_if_planned(candidates, probe, run):
+    if point_runner.finish_if_planned(candidates, probe, run):
         if not run.as_json:
             print_commands(candidates, preset, model, str(options.traces or ""))
         return 0
@@ -444,7 +444,7 @@ def _measure_started(options: Options, given: dict[str, object], run: opt.Run, r
     folder = run.output or folders.choose_folder(f"{preset.name}-{Path(model).name}", tps)
 
     def run_all(points: "Sequence[Point]", work: "Work", run: opt.Run) -> None:
-        with runs.handle_stop(run, work), runs.make_progress_bar(run, points) as bar:
+        with point_runner.handle_stop(run, work), point_runner.make_progress_bar(run, points) as bar:
             measure_started(
                 points,
                 preset,
@@ -457,8 +457,8 @@ def _measure_started(options: Options, given: dict[str, object], run: opt.Run, r
                 replay=ReplayOptions(policy=replays.policy or "", token_budget=replays.token_budget),
             )
 
-    work = runs.make_work(folder, spec.settings, probe, run)
-    return runs.run_candidates(candidates, folder, work, probe, run, run_all, given=given)
+    work = point_runner.make_work(folder, spec.settings, probe, run)
+    return point_runner.run_candidates(candidates, folder, work, probe, run, run_all, given=given)
 
 
 def _list_candidates(specs: "Sequence[ServerSpec]", preset: "Engine", model: str) -> "list[Candidate]":
@@ -502,12 +502,12 @@ def _make_client_config(url: str, options: Options, run: opt.Run, tp: int) -> "C
     """Return the settings of the client. Raise UsageError for an invalid option."""
     from dcpbench.commands.started_servers import check_server_limits, get_request_s
     from dcpbench.errors import UsageError
-    from dcpbench.plan.options import check_known
-    from dcpbench.plan.typed import get_typed_command
+    from dcpbench.plan.command_line import get_typed_command
+    from dcpbench.plan.option_parsers import check_known
     from dcpbench.records.record import CPU
     from dcpbench.servers.client import Target, load_api_key
     from dcpbench.servers.measure import ClientConfig
-    from dcpbench.servers.prompts import ENDPOINTS
+    from dcpbench.servers.prompt_format import ENDPOINTS
     from dcpbench.servers.request_options import parse_extra_body, parse_headers
 
     check_known("endpoint", options.endpoint, ENDPOINTS)

@@ -20,15 +20,15 @@ def show(
 
     Example: dcpbench show runs/monday
     """
-    from dcpbench.commands.runs import print_left_out
+    from dcpbench.commands.point_runner import print_left_out
     from dcpbench.reports import render_terminal_table
 
     options = answer.of_runs
     if as_json:
-        from dcpbench.reports import export, frames
+        from dcpbench.reports import dataframes, points_export
 
-        read = frames.load_frames(runs, **options)
-        text = export.format_json(read)
+        read = dataframes.load_frames(runs, **options)
+        text = points_export.format_json(read)
         print_left_out(read.runs)
         sys.stdout.write(text + "\n")
         return 0

@@ -6,7 +6,7 @@ import shutil
 from typing import TYPE_CHECKING
 
 from dcpbench.errors import MissingPackageError
-from dcpbench.plan.options import check_seconds
+from dcpbench.plan.option_parsers import check_seconds
 from dcpbench.points import redaction
 from dcpbench.show.terminal import print_stderr
 

@@ -492,7 +492,7 @@ def _check_gpus(typed: Mapping[str, Any], job: Job, where: Where) -> None:
 
     A Slurm node may have GPUs without a request, so that is a warning; a Kubernetes pod has only those that it requests.
     """
-    from dcpbench.commands.runs import USUAL_GPUS
+    from dcpbench.commands.point_runner import USUAL_GPUS
 
     if job.gpus_per_node or where.otherwise or not _needs_gpus(typed):
         return
@@ -532,8 +532,8 @@ def _check_plan(runs: Any, words: Sequence[str], typed: Mapping[str, Any], job: 
 
 def _make_machines(typed: Mapping[str, Any], job: Job) -> elsewhere.Machines:
     """Return the machines that the job requests. Without a request for GPUs, those that its layouts need, or a CPU."""
-    from dcpbench.commands.runs import USUAL_GPUS
-    from dcpbench.points.machine import Probe
+    from dcpbench.commands.point_runner import USUAL_GPUS
+    from dcpbench.points.device_probe import Probe
 
     max_tp = max(_parse_tps(typed), default=0)
     count = job.gpus_per_node or -(-max_tp // job.nodes)
@@ -553,7 +553,7 @@ def _check_containers(containers: SlurmContainers) -> None:
 
 def _find_program(typed: str | None, *, inside: bool) -> tuple[str, ...]:
     """Return the command that starts dcpbench on a machine. Raise UsageError if that is another installation."""
-    from dcpbench.launch import package
+    from dcpbench.launch import version_check
 
     if typed:
         return tuple(shlex.split(typed))
@@ -562,7 +562,7 @@ def _find_program(typed: str | None, *, inside: bool) -> tuple[str, ...]:
     script = Path(sys.executable).with_name("dcpbench")
     if not script.exists():
         return (sys.executable, "-m", "dcpbench.cli")
-    mine, other = str(package.get_folder()), package.find_script_folder()
+    mine, other = str(version_check.get_folder()), version_check.find_script_folder()
     if other != mine:
         raise UsageError(
             f"the job would run {script}, which belongs to the dcpbench in {other or 'a deleted folder'}; this command belongs to "

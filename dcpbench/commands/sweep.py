@@ -129,12 +129,12 @@ def sweep(
 
       dcpbench sweep --engine vllm --model /models/v3 --tp 2 --dcp 1,2 --concurrency 8,32 --context 4000,32000,128000
     """
-    from dcpbench.commands import runs
+    from dcpbench.commands import point_runner
     from dcpbench.errors import UsageError
     from dcpbench.plan.spec import make_spec, read_options
     from dcpbench.points.names import format_flag
 
-    runs.check_run(run)
+    point_runner.check_run(run)
     from_file = read_options(run.config) if run.config else {}
     given = from_file | collect_typed(layouts, load, how, emulation, measured)
     if engines.engine is not None:
@@ -147,5 +147,5 @@ def sweep(
         alone.append("--timeout start")
     if alone:
         raise UsageError(f"{alone[0]} needs an engine that is started; add for example --engine vllm.")
-    probe = runs.get_probe(run)
-    return runs.measure(make_spec(given, probe), probe, run, given=given)
+    probe = point_runner.get_probe(run)
+    return point_runner.measure(make_spec(given, probe), probe, run, given=given)

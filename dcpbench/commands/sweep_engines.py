@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from dcpbench.commands import runs
+from dcpbench.commands import point_runner
 from dcpbench.commands.started_servers import (
     check_program,
     check_server_limits,
@@ -18,11 +18,11 @@ from dcpbench.commands.started_servers import (
 from dcpbench.errors import DcpbenchError, UsageError
 from dcpbench.launch import folders
 from dcpbench.measuring.gpu_state import find_visible_gpus
-from dcpbench.plan import options as read
+from dcpbench.plan import option_parsers as read
+from dcpbench.plan.command_line import get_typed_command
 from dcpbench.plan.grid import Candidate
 from dcpbench.plan.spec import PARSERS, get_defaults
-from dcpbench.plan.typed import get_typed_command
-from dcpbench.points.machine import Probe
+from dcpbench.points.device_probe import Probe
 from dcpbench.points.names import FP8, UNKNOWN, format_flag
 from dcpbench.points.settings import Settings
 from dcpbench.records.record import CPU
@@ -32,10 +32,10 @@ from dcpbench.servers.engine_settings import ENGINE_OPTIONS, Grid, list_decode_p
 from dcpbench.servers.measure import ClientConfig
 from dcpbench.servers.presets import resolve_engine, use_step_profiler
 from dcpbench.servers.profile import make_traces_folder
+from dcpbench.servers.server_sweep import measure_started
 from dcpbench.servers.step_floors import read_rates
 from dcpbench.servers.step_points import StepPoints, make_case
 from dcpbench.servers.step_probe import UnsupportedCaseError, check_case
-from dcpbench.servers.sweep import measure_started
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -59,14 +59,14 @@ def measure_engine(engines: Engines, given: Mapping[str, object], run: RunOnMach
     model = _parse_model(given)
     cpu = run.device == "cpu"
     candidates = _list_candidates(engine, model, given, cpu=cpu)
-    if runs.is_values_only(run, ()):
+    if point_runner.is_values_only(run, ()):
         return 0
     tps = tuple(dict.fromkeys(c.point.tp for c in candidates))
     probe = Probe(device="cpu" if cpu else "cuda", count=max(tps), name="")
-    runs.record_device(run, probe)
+    point_runner.record_device(run, probe)
     settings = _parse_settings(given)
     rates = {} if run.caller.elsewhere is not None else _read_rates(engines, max(tps), cpu=cpu)
-    if runs.finish_if_planned(candidates, probe, run):
+    if point_runner.finish_if_planned(candidates, probe, run):
         if not run.as_json:
             print_commands(candidates, engine, model, "TRACES" if settings.profile else "")
         return 0
@@ -82,7 +82,7 @@ def measure_engine(engines: Engines, given: Mapping[str, object], run: RunOnMach
                 rates=rates,
                 keep_traces=engines.traces is not None,
             )
-            with runs.handle_stop(run, work), runs.make_progress_bar(run, points) as bar:
+            with point_runner.handle_stop(run, work), point_runner.make_progress_bar(run, points) as bar:
                 measure_started(
                     points,
                     engine,
@@ -97,8 +97,8 @@ def measure_engine(engines: Engines, given: Mapping[str, object], run: RunOnMach
 
     if engines.traces is not None:
         make_traces_folder(engines.traces)
-    work = runs.make_work(folder, settings, probe, run)
-    return runs.run_candidates(candidates, folder, work, probe, run, run_all, given=given)
+    work = point_runner.make_work(folder, settings, probe, run)
+    return point_runner.run_candidates(candidates, folder, work, probe, run, run_all, given=given)
 
 
 def _check_options(engines: Engines, given: Mapping[str, object], run: RunOnMachines) -> None:

@@ -210,10 +210,10 @@ def serve(served: Served, gate: Gate, report: Report) -> int:
     import asyncio
 
     from dcpbench.errors import UsageError
-    from dcpbench.plan.options import check_known, check_seconds
+    from dcpbench.plan.option_parsers import check_known, check_seconds
     from dcpbench.servers.client import Target, load_api_key
     from dcpbench.servers.profile import profile_server
-    from dcpbench.servers.prompts import ENDPOINTS
+    from dcpbench.servers.prompt_format import ENDPOINTS
     from dcpbench.servers.request_options import parse_extra_body, parse_headers
     from dcpbench.show.terminal import ProgressLine
     from dcpbench.syncs import commands
@@ -360,13 +360,13 @@ def dry_run(
 
       dcpbench syncs dry-run --assume-device --format github -- python -m pytest tests/test_scheduler.py
     """
-    from dcpbench.launch import package
+    from dcpbench.launch import version_check
     from dcpbench.syncs import commands, dry_run_program
 
     out, options, elsewhere = (
         commands.OutputOptions(**vars(report)),
         gate.make_options(),
-        bool(package.get_environment()),
+        bool(version_check.get_environment()),
     )
     return dry_run_program.run_without_gpu(
         program or [],

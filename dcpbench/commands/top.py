@@ -34,7 +34,7 @@ def top(
 
       dcpbench top runs/monday --once --json
     """
-    from dcpbench.plan.options import check_seconds
+    from dcpbench.plan.option_parsers import check_seconds
     from dcpbench.top import watch
 
     check_seconds("--every", every, 1)

@@ -15,8 +15,8 @@ from dcpbench.show.text import format_count
 
 if TYPE_CHECKING:
     from dcpbench.plan.spec import SweepSpec
+    from dcpbench.points.device_probe import Probe
     from dcpbench.points.layout import Layout
-    from dcpbench.points.machine import Probe
     from dcpbench.points.point import Point
     from dcpbench.points.prompts import Prompts
     from dcpbench.servers.agreement import Report
@@ -174,7 +174,7 @@ def verify(layouts: Layouts, load: Load, how: opt.How, remote: Remote, run: Run)
     """
     import msgspec
 
-    from dcpbench.commands import runs
+    from dcpbench.commands import point_runner
     from dcpbench.errors import UsageError
     from dcpbench.launch import folders
     from dcpbench.plan import grid
@@ -190,8 +190,8 @@ def verify(layouts: Layouts, load: Load, how: opt.How, remote: Remote, run: Run)
         raise UsageError(f"{alone[0]} needs an engine that is started; add for example --engine vllm.")
     if remote.url:
         return _compare_servers(remote, collect_typed(layouts, how), load, run)
-    runs.check_run(run)
-    probe = runs.get_probe(run)
+    point_runner.check_run(run)
+    probe = point_runner.get_probe(run)
     if load.checkpoint:
         check_checkpoint(load.checkpoint, "--checkpoint")
     elif load.prompts:
@@ -199,23 +199,23 @@ def verify(layouts: Layouts, load: Load, how: opt.How, remote: Remote, run: Run)
     given = {name: value for name, value in collect_typed(layouts, load, how).items() if name in PARSERS}
     given |= {name: given.get(name) or value for name, value in USUAL_LOAD.items()}
     spec = make_spec(given | {"weights": str(load.checkpoint) if load.checkpoint else None, "baseline": False}, probe)
-    if runs.is_values_only(run, spec.tp if layouts.tp else (), spec.dp, spec.dcp):
+    if point_runner.is_values_only(run, spec.tp if layouts.tp else (), spec.dp, spec.dcp):
         return 0
     candidates = grid.expand_layouts(_list_layouts(spec, layouts, probe), spec, probe)
     if stored := grid.format_precision_note(spec, candidates):
         print_stderr(stored)
-    if runs.finish_if_planned(candidates, probe, run):
+    if point_runner.finish_if_planned(candidates, probe, run):
         return 0
     texts = _load_prompts(spec, load)
     folder = run.output or folders.choose_folder("verify", spec.tp)
     points = [c.point for c in candidates if c.error is None]
-    work = runs.make_work(folder, spec.settings, probe, run)
+    work = point_runner.make_work(folder, spec.settings, probe, run)
     work = msgspec.structs.replace(work, kind="verify", new_tokens=load.new_tokens or NEW_TOKENS, prompts=texts)
     with folders.lock_folder(folder) as lock:
         with folders.convert_write_errors(folder):
             folders.prepare_checks(folder, force=run.force)
-            runs.print_start(candidates, points, folder, probe, cpu_note=False)
-            runs.run_points(points, msgspec.structs.replace(work, lock=lock), run)
+            point_runner.print_start(candidates, points, folder, probe, cpu_note=False)
+            point_runner.run_points(points, msgspec.structs.replace(work, lock=lock), run)
         return _print_checks(points, folder, run)
 
 
@@ -260,12 +260,12 @@ def _read_servers(
 ) -> "tuple[list[Target], list[int] | None, dict[str, object]]":
     """Return the servers, lengths of prompts, and further fields of requests. Raise UsageError for invalid options."""
     from dcpbench.errors import UsageError
-    from dcpbench.plan import options as read
+    from dcpbench.plan import option_parsers as read
     from dcpbench.points.names import format_flag
     from dcpbench.servers.agreement import check_decides
     from dcpbench.servers.ask import choose_contexts
     from dcpbench.servers.client import Target, load_api_key
-    from dcpbench.servers.prompts import ENDPOINTS
+    from dcpbench.servers.prompt_format import ENDPOINTS
     from dcpbench.servers.request_options import parse_extra_body, parse_headers
 
     own |= collect_typed(load)
@@ -289,7 +289,7 @@ def _show_servers(report: "Report", caches: "Sequence[CacheUse]", facts: dict[st
     """Write the facts into the output folder, and print them as JSON or as a table with the verdict."""
     import msgspec
 
-    from dcpbench.commands import runs
+    from dcpbench.commands import point_runner
     from dcpbench.launch import folders
     from dcpbench.servers.agreement_text import format_verdict, make_table
     from dcpbench.show.whole_files import write_file
@@ -298,7 +298,7 @@ def _show_servers(report: "Report", caches: "Sequence[CacheUse]", facts: dict[st
         folders.make_folder(run.output)
         write_file(run.output / ANSWERS_FILE, msgspec.json.format(msgspec.json.encode(facts), indent=1) + b"\n")
     if run.as_json:
-        runs.print_json(facts | {"text": format_verdict(report, caches)})
+        point_runner.print_json(facts | {"text": format_verdict(report, caches)})
         return
     terminal = make_console()
     terminal.print(make_table(report, facts["urls"]))
@@ -344,7 +344,7 @@ def _load_prompts(spec: "SweepSpec", load: Load) -> "Prompts":
 def _print_checks(points: Sequence["Point"], folder: Path, run: opt.Run) -> int:
     import msgspec
 
-    from dcpbench.commands import runs
+    from dcpbench.commands import point_runner
     from dcpbench.launch.jobs import read_checks
     from dcpbench.plan import grid
     from dcpbench.records.folder import FAILED_FILE
@@ -357,7 +357,7 @@ def _print_checks(points: Sequence["Point"], folder: Path, run: opt.Run) -> int:
     ok = bool(checks) and all(c.ok for c in checks) and not failed and not silent
     if run.as_json:
         broken = [{"point": msgspec.to_builtins(r.point), "reason": r.reason} for r in failed]
-        runs.print_json(
+        point_runner.print_json(
             {"ok": ok, "checks": msgspec.to_builtins(checks), "failed": broken, "unchecked": sorted(silent)}
         )
     elif checks:

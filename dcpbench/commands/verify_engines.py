@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dcpbench.commands import runs
+from dcpbench.commands import point_runner
 from dcpbench.commands.started_servers import check_server_limits, get_start_s
 from dcpbench.commands.verify import ANSWERS_FILE
 from dcpbench.errors import ExitCode, MissingPackageError, UsageError
 from dcpbench.launch import folders
-from dcpbench.plan import options as read
+from dcpbench.plan import option_parsers as read
 from dcpbench.points.names import EXCHANGES, FP8, UNKNOWN, format_flag
 from dcpbench.points.redaction import format_command_line
 from dcpbench.servers.agreement import check_rounds
@@ -25,7 +25,7 @@ from dcpbench.servers.engine_settings import ENGINE_OPTIONS, Grid, list_all_sett
 from dcpbench.servers.engine_verify import FAILED, EngineCheck, EngineComparison
 from dcpbench.servers.engine_verify_text import format_report, make_table
 from dcpbench.servers.presets import resolve_engine
-from dcpbench.servers.prompts import ENDPOINTS
+from dcpbench.servers.prompt_format import ENDPOINTS
 from dcpbench.servers.request_options import parse_extra_body, parse_headers
 from dcpbench.show.terminal import ProgressLine, make_console, print_stderr
 from dcpbench.show.whole_files import write_file
@@ -169,7 +169,9 @@ def _check_programs(settings: Sequence[Setting], model: str) -> None:
 def _print_plan(settings: Sequence[Setting], commands: Sequence[str], run: Run) -> None:
     """Print the command of each setting, without starting any."""
     if run.as_json:
-        runs.print_json({"settings": [{"name": s.name, "command": c} for s, c in zip(settings, commands, strict=True)]})
+        point_runner.print_json(
+            {"settings": [{"name": s.name, "command": c} for s, c in zip(settings, commands, strict=True)]}
+        )
         return
     for setting, command in zip(settings, commands, strict=True):
         print_stderr(f"{setting.name}: {command}")
@@ -182,7 +184,7 @@ def _show_report(report: EngineReport, folder: Path, run: Run) -> None:
         row["verdict"] = result.verdict
     write_file(folder / ANSWERS_FILE, msgspec.json.format(msgspec.json.encode(facts), indent=1) + b"\n")
     if run.as_json:
-        runs.print_json(facts | {"text": format_report(report), "folder": str(folder)})
+        point_runner.print_json(facts | {"text": format_report(report), "folder": str(folder)})
         return
     terminal = make_console()
     terminal.print(make_table(report))

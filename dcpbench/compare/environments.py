@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Literal
 
-from dcpbench.compare.model import Difference, LayersHeld
+from dcpbench.compare.comparison import Difference, LayersHeld
 from dcpbench.records.record import get_origin
 from dcpbench.show.text import fit_name
 

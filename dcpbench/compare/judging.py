@@ -9,11 +9,11 @@ import zlib
 from typing import TYPE_CHECKING, Any, Literal
 
 from dcpbench.compare import effects
+from dcpbench.compare.comparison import WORST_FIRST, Broken, Comparison, PointResult, Row
+from dcpbench.compare.comparison_text import count_launches
 from dcpbench.compare.environments import collect_warnings, count_layers_held, find_differences
-from dcpbench.compare.model import WORST_FIRST, Broken, Comparison, PointResult, Row
-from dcpbench.compare.samples import Requests, estimate_error, get_comparable, read_record_requests
+from dcpbench.compare.sampling_error import Requests, estimate_error, get_comparable, read_record_requests
 from dcpbench.compare.sides import find_fields_apart, match_points
-from dcpbench.compare.words import count_launches
 from dcpbench.errors import UsageError
 from dcpbench.plan.grid import format_point_name
 from dcpbench.records.metrics import list_compared_metrics
@@ -23,7 +23,7 @@ from dcpbench.show.text import format_count, make_printable
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dcpbench.compare.model import Workload
+    from dcpbench.compare.comparison import Workload
     from dcpbench.compare.sides import Matched, Pair
     from dcpbench.points.point import Point
     from dcpbench.records.metrics import Error, Metric

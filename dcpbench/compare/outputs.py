@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from dcpbench.compare import ci, gate, markdown, table
+from dcpbench.compare import comparison_ci, comparison_markdown, comparison_table, fail_on
 from dcpbench.compare.judging import Options, judge_sides
 from dcpbench.errors import ExitCode, UsageError
 from dcpbench.records import metrics
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from dcpbench.compare.model import Comparison
+    from dcpbench.compare.comparison import Comparison
     from dcpbench.records.runs import Run
 
 MIN_ALPHA, MAX_SHARE = 1e-6, 0.5
@@ -43,7 +43,7 @@ class Out:
 
 def check_options(options: Options, out: Out) -> None:
     """Raise UsageError for options that cannot work, before anything takes long."""
-    gate.read_rules(out.fail_on)
+    fail_on.read_rules(out.fail_on)
     for name, value in (("--margin", options.margin), ("--launch-noise", options.launch_noise)):
         if value is not None and not 0 <= value <= MAX_SHARE:
             raise UsageError(f"{name} {value * 100:g}% cannot be; give a share from 0% to 50%, such as {name} 1%.")
@@ -58,23 +58,23 @@ def run_comparison(a: Sequence[Run], b: Sequence[Run], options: Options, out: Ou
 
     1 if a rule of --fail-on fails, else 3 if a rule could not be judged, else 0.
     """
-    rules = gate.read_rules(out.fail_on)
+    rules = fail_on.read_rules(out.fail_on)
     found = judge_sides(a, b, options)
-    gate.apply_rules(found, rules)
+    fail_on.apply_rules(found, rules)
     found.notes += [
-        f"--fail-on {text} guards nothing: no compared point has it." for text in gate.list_unused(found, rules)
+        f"--fail-on {text} guards nothing: no compared point has it." for text in fail_on.list_unused(found, rules)
     ]
     paths = write_files(found, out)
     if out.as_json:
         write_json(msgspec.json.format(msgspec.json.encode(found), indent=2).decode() + "\n")
     else:
         terminal = make_console()
-        for line in table.render(found, every=out.every):
+        for line in comparison_table.render(found, every=out.every):
             terminal.print(line, soft_wrap=not terminal.is_terminal)
     if out.github:
-        sys.stdout.write(ci.format_github(found))
+        sys.stdout.write(comparison_ci.format_github(found))
         sys.stdout.flush()
-        append_step_summary(markdown.render(found))
+        append_step_summary(comparison_markdown.render(found))
     for path in paths:
         (sys.stderr if out.as_json else sys.stdout).write(f"Wrote {path}\n")
     return ExitCode.WRONG if found.fails else NOT_JUDGED if found.unjudged else 0
@@ -93,11 +93,11 @@ def write_files(found: Comparison, out: Out) -> list[Path]:
             out.folder.mkdir(parents=True, exist_ok=True)
             pictures = picture.draw(found, out.folder)
             page, data = out.folder / "compare.md", out.folder / "compare.json"
-            write_output_file(page, markdown.render(found, picture=pictures[0].name if pictures else ""))
+            write_output_file(page, comparison_markdown.render(found, picture=pictures[0].name if pictures else ""))
             write_output_file(data, msgspec.json.encode(found).decode() + "\n")
             paths += [page, data, *pictures]
     if out.junit:
         with convert_output_errors(out.junit, "give another file with --junit"):
-            write_output_file(out.junit, ci.format_junit(found))
+            write_output_file(out.junit, comparison_ci.format_junit(found))
         paths.append(out.junit)
     return paths

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from matplotlib.figure import Figure
 
-from dcpbench.compare.words import format_forecast_note, format_label, format_summary
-from dcpbench.show.figures import WATERMARK, apply_style, get_colour, save_figure
+from dcpbench.compare.comparison_text import format_forecast_note, format_label, format_summary
+from dcpbench.show.figure_style import WATERMARK, apply_style, get_colour, save_figure
 from dcpbench.show.text import fit_text
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-    from dcpbench.compare.model import Comparison, PointResult, Row
+    from dcpbench.compare.comparison import Comparison, PointResult, Row
 
 MAX_ROWS = 60
 """Maximum number of rows of the picture, worst first."""

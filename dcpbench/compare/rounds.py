@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING
 
+from dcpbench.compare.comparison_text import LARGE
 from dcpbench.compare.sides import find_differing_fields, match_points
-from dcpbench.compare.words import LARGE
 from dcpbench.records.metrics import COMPARED
 from dcpbench.show.numbers import format_short_number
 from dcpbench.show.text import format_count

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from dcpbench.dashboard import changes, lines
+from dcpbench.dashboard import change_points, series
 from dcpbench.points.layout import DEGREES
 from dcpbench.points.names import BACKENDS
 from dcpbench.records.checks import OUTCOMES
@@ -30,9 +30,9 @@ from dcpbench.show.web import encode_markup
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from dcpbench.dashboard.changes import Change
-    from dcpbench.dashboard.finding import FoundRuns, RunData
-    from dcpbench.dashboard.lines import Entry, Line
+    from dcpbench.dashboard.change_points import Change
+    from dcpbench.dashboard.discovery import FoundRuns, RunData
+    from dcpbench.dashboard.series import Entry, Line
 
 SHARD_ENTRIES = 800
 DIGITS = 5
@@ -70,11 +70,11 @@ class History:
 
     def find_changes(self) -> None:
         """Find the changes; raise MissingPackageError if a package for that is missing."""
-        if self.line.cpu or len(self.entries) < changes.MIN_RUNS:
+        if self.line.cpu or len(self.entries) < change_points.MIN_RUNS:
             return
         for name in MEASURES:
             having = [i for i, (_, entry) in enumerate(self.entries) if name in entry.values]
-            steps = changes.find_changes([self.entries[i][1].values[name].median for i in having])
+            steps = change_points.find_changes([self.entries[i][1].values[name].median for i in having])
             if steps:
                 self.changes[name] = [(having, step) for step in steps]
 
@@ -135,7 +135,7 @@ def build_content(found: FoundRuns, tell: Callable[[str], None]) -> Content:
         **_build_line_columns(histories, shards),
         "measures": measures,
         "latest": _collect_latest(histories, [str(measure["id"]) for measure in measures], found.runs),
-        "least": changes.MIN_RUNS,
+        "least": change_points.MIN_RUNS,
         "backends": BACKENDS,
         "shards": [path for _, path in shards],
         "first": measures[0]["id"] if measures else "",
@@ -173,8 +173,8 @@ def _build_run_columns(runs: Sequence[RunData], pages: set[str], records: set[st
 
 
 def _build_line_columns(histories: Sequence[History], shards: Sequence[tuple[int, str]]) -> dict[str, object]:
-    rows = [lines.describe_line(history.line, history.layers_held) for history in histories]
-    shared, distinct = lines.find_shared_settings(rows), lines.remove_shared_settings(rows)
+    rows = [series.describe_line(history.line, history.layers_held) for history in histories]
+    shared, distinct = series.find_shared_settings(rows), series.remove_shared_settings(rows)
     words: dict[str, list[str]] = {}
     columns: dict[str, list[int] | list[str]] = {"id": [history.line.id for history in histories]}
     for name in WORDS:

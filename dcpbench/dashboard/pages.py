@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from dcpbench.dashboard.finding import RunData
+    from dcpbench.dashboard.discovery import RunData
 
 FOLDER = "runs"
 PAGE = "report.html"

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dcpbench.dashboard.lines import fit_label
+from dcpbench.dashboard.series import fit_label
 from dcpbench.launch import processes
 from dcpbench.records.folder import LOCK_FILE
 from dcpbench.top.facts import Facts

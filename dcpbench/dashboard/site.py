@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING
 
 from dcpbench import __version__
-from dcpbench.dashboard import changes, data, finding, pages
+from dcpbench.dashboard import change_points, data, discovery, pages
 from dcpbench.errors import OutputError, RecordsError
 from dcpbench.records.disks import convert_output_errors
 from dcpbench.records.folder import RECORDS_FILE
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dcpbench.dashboard.data import DataFiles
-    from dcpbench.dashboard.finding import FoundRuns, RunData, Stamp
+    from dcpbench.dashboard.discovery import FoundRuns, RunData, Stamp
 
 INDEX_EVERY_S = 10.0  # how often the index is written anew while pages are made
 MAX_REASONS = 10  # runs that were left out, named by an error
@@ -76,11 +76,11 @@ def build(
     UsageError if `root` is no folder, OutputError if `site` is not ours, OutputError or DiskError if it cannot be written, and, before anything else,
     MissingPackageError without ruptures.
     """
-    changes.check_installed()
+    change_points.check_installed()
     check_folder(site)
     say = make_rate_limited(tell)
     before = {} if force else read_page_keys(site)
-    found = finding.load_runs(root, {} if known is None else known, say)
+    found = discovery.load_runs(root, {} if known is None else known, say)
     if not (found.runs or emptied):
         left = f"the site in {site} is left as it is" if read_page_keys(site) else f"no site is written into {site}"
         reasons = [f"left out: {sentence}" for sentence in found.skipped[:MAX_REASONS]]
@@ -260,14 +260,14 @@ def read_index_path(site: Path) -> str:
 def _read_state(site: Path) -> dict[str, object] | None:
     """Return the state of the last build; None if the folder is not the dashboard's."""
     try:
-        found = json.loads((site / finding.STATE_FILE).read_text(encoding="utf-8"))
+        found = json.loads((site / discovery.STATE_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) and found.get(OURS) == FORMAT else None
 
 
 def _write_state(site: Path, state: dict[str, object]) -> None:
-    _write_if_changed(site / finding.STATE_FILE, json.dumps(state, indent=1) + "\n")
+    _write_if_changed(site / discovery.STATE_FILE, json.dumps(state, indent=1) + "\n")
 
 
 def _write_if_changed(path: Path, text: str) -> None:

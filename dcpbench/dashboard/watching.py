@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from dcpbench.dashboard import finding, pages, site
+from dcpbench.dashboard import discovery, pages, site
 from dcpbench.errors import DcpbenchError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from dcpbench.dashboard.finding import RunData, Stamp
+    from dcpbench.dashboard.discovery import RunData, Stamp
 
 EVERY_S = 2.0
 
@@ -39,7 +39,7 @@ class Watcher:
         """Rebuild if a record file was added, removed or changed; return True if one was; raise the errors of
         site.build.
         """
-        now = finding.list_stamps(self.root)
+        now = discovery.list_stamps(self.root)
         if now == self._seen:
             return False
         with self._lock:

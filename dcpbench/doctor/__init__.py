@@ -6,8 +6,8 @@ import os
 import threading
 from typing import TYPE_CHECKING, Any
 
-from dcpbench.doctor import gpus, host, software
-from dcpbench.doctor.findings import BAD, NOTE, OK, UNREAD, Finding, Report
+from dcpbench.doctor import gpu_checks, host, software
+from dcpbench.doctor.health_report import BAD, NOTE, OK, UNREAD, Finding, Report
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,7 +30,7 @@ def check_machine(
 ) -> Report:
     """Return the complete report on this machine, for a run on `nnodes` nodes that writes into `folder`."""
     report, driver, env = Report(), nvml or _import_driver(), os.environ if env is None else env
-    gpus.check_gpus(report, driver, env)
+    gpu_checks.check_gpus(report, driver, env)
     host.check_host(report, system or host.Host(), folder, nnodes=nnodes, endpoint=endpoint)
     host.check_environment(report, env)
     software.check_versions(report, driver)
@@ -57,7 +57,7 @@ def check_at_start(
         host.check_essentials(report, system or host.Host(), folder)
         host.check_environment(report, env)
         if cuda:
-            gpus.check_gpus(report, nvml or _import_driver(), env, brief=True)
+            gpu_checks.check_gpus(report, nvml or _import_driver(), env, brief=True)
 
     asking = threading.Thread(
         target=run_checks, daemon=True

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dcpbench.doctor.findings import BAD, NOTE, OK, Report
+from dcpbench.doctor.health_report import BAD, NOTE, OK, Report
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

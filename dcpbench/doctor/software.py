@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dcpbench.doctor.findings import BAD, NOTE, OK, UNREAD, Report
+from dcpbench.doctor.health_report import BAD, NOTE, OK, UNREAD, Report
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from dcpbench.exchange.collectives import Group
 from dcpbench.exchange.emulated import EmulatedGroup
+from dcpbench.exchange.torch_collectives import Group
 
 if TYPE_CHECKING:
     from dcpbench.exchange.emulated import Emulation

@@ -16,15 +16,15 @@ import torch
 
 from dcpbench.engine.weights import Moe
 from dcpbench.exchange.symmetric_all_reduce import SymmetricAllReduce
-from dcpbench.hangs import beats
+from dcpbench.hangs import heartbeats
 from dcpbench.kernels import moe
 from dcpbench.kernels.block_scaled import Rows, Scaled, needs_quantized_input, quantize_rows
 from dcpbench.kernels.kv_indices import Share
 from dcpbench.kernels.kv_write import write_kv
-from dcpbench.kernels.latent import split_latent
 from dcpbench.kernels.linear import apply_linear
 from dcpbench.kernels.moe.busiest import rotate_busiest_first
 from dcpbench.kernels.norm import Mark, add_rms_norm, normalize_for
+from dcpbench.kernels.qkv_norm_rope import split_latent
 from dcpbench.kernels.rope import apply_rope, make_rope_table
 from dcpbench.kernels.value_proj import project_values
 from dcpbench.measuring.ranges import record_range
@@ -33,10 +33,10 @@ from dcpbench.points.layout import OWN_HEADS
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dcpbench.engine.decode import Batch
+    from dcpbench.engine.decode_engine import Batch
     from dcpbench.engine.groups import Groups
     from dcpbench.engine.kv_pool import KvPool
-    from dcpbench.engine.pieces import StepBuffers
+    from dcpbench.engine.piecewise_graph import StepBuffers
     from dcpbench.engine.prefill import PrefillPlan
     from dcpbench.engine.weights import Attention, Mlp, Weights
     from dcpbench.exchange.symmetric_all_reduce import AllReduce
@@ -134,17 +134,17 @@ class Model:
         `begin` maps the residual [B, D] to a function that runs pieces as `run_piece` does; `attention` maps a layer, q and
         KV rows to values. `meanwhile` is called after each layer has been launched.
         """
-        beats.record_step(beats.LAUNCH)
+        heartbeats.record_step(heartbeats.LAUNCH)
         run = begin(self.embed_tokens(batch.tokens))
-        beats.record_layer(0)
+        heartbeats.record_layer(0)
         q_Bh, row_BQ = run(0, None)
         for index in range(self.shape.layers):
-            beats.record_layer(index)
+            heartbeats.record_layer(index)
             y_BhV = attention(index, q_Bh, row_BQ)
             q_Bh, row_BQ = run(index + 1, y_BhV)
             meanwhile()
         x_BD, residual_BD = q_Bh, row_BQ
-        beats.record_layer(beats.NO_LAYER)
+        heartbeats.record_layer(heartbeats.NO_LAYER)
         with record_range("lm_head"):
             if batch.logit_rows is not None:
                 x_BD, residual_BD = x_BD[batch.logit_rows], residual_BD[batch.logit_rows]

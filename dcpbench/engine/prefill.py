@@ -27,9 +27,9 @@ import torch
 
 from dcpbench.errors import CapacityError, UsageError
 from dcpbench.exchange.prefix import Gatherer, Task, allocate_symmetric
-from dcpbench.kernels.keys import decompress_latents, gather_rows
 from dcpbench.kernels.kv_gather import make_request_table
 from dcpbench.kernels.kv_indices import write_pages
+from dcpbench.kernels.kv_up_proj import decompress_latents, gather_rows
 from dcpbench.kernels.merge import merge_attn_states
 from dcpbench.kernels.prefill import PrefillSpec, make_prefill
 from dcpbench.kernels.rope import compute_softmax_scale
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from dcpbench.engine.model import Model
-    from dcpbench.kernels.peers import Peers
     from dcpbench.kernels.prefill import Ragged
+    from dcpbench.kernels.symm_mem import Peers
     from dcpbench.serving.requests import Chunk
 
 MIN_PREFIXES = 32
@@ -90,7 +90,7 @@ class KeySet:
     """Keys that rows of a step attend to in one call, in the form that its layers need."""
 
     numbers: torch.Tensor
-    """int32 [1 + keys], on the device: the number of keys, and the row of each one, see kernels.keys.gather_rows; stored rows
+    """int32 [1 + keys], on the device: the number of keys, and the row of each one, see kernels.kv_up_proj.gather_rows; stored rows
     are in the pool, or in the buffer gathered by `task`.
     """
     task: Task | None
@@ -342,7 +342,7 @@ class Prefiller:
 
 
 def _list_places(call: Call, lengths: list[int], rows: list[int]) -> np.ndarray:
-    """Return the row of each key of a call in the form of kernels.keys.gather_rows, with stored rows numbered from 0.
+    """Return the row of each key of a call in the form of kernels.kv_up_proj.gather_rows, with stored rows numbered from 0.
 
     `rows` holds the first row of each chunk in the step.
     """

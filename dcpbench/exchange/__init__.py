@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from dcpbench.errors import UsageError
-from dcpbench.exchange.collectives import gather_heads
+from dcpbench.exchange.torch_collectives import gather_heads
+from dcpbench.points.comm_model import GATHERS
 from dcpbench.points.names import EXCHANGES, NO_EXCHANGE, REGISTERED
-from dcpbench.points.wire import GATHERS
 
 if TYPE_CHECKING:
-    from dcpbench.exchange.collectives import Group
+    from dcpbench.exchange.torch_collectives import Group
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

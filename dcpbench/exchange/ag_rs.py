@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from dcpbench.exchange import InOwnMemory
-from dcpbench.exchange.collectives import gather_heads
 from dcpbench.exchange.registered_memory import get_shared_buffer
+from dcpbench.exchange.torch_collectives import gather_heads
 from dcpbench.kernels.merge import correct_attn_out
-from dcpbench.kernels.peers import Carver
+from dcpbench.kernels.symm_mem import Carver
 from dcpbench.measuring.ranges import record_range
 from dcpbench.points.names import REGISTERED
 
 if TYPE_CHECKING:
     from dcpbench.exchange import ExchangeSpec
-    from dcpbench.exchange.collectives import Group
+    from dcpbench.exchange.torch_collectives import Group
 
 
 class AllGatherReduceScatter(InOwnMemory):

@@ -1,5 +1,5 @@
 """Groups of ranks of which only one exists: its work is real, and the waits for the others are modelled
-(points/wire.py).
+(points/comm_model.py).
 
 A collective leaves data of the right shape and size in the right place, with this rank's own data in place of the
 others', and takes the modelled time. An exchange is modelled as a whole, including its own kernels, from benchmarks of
@@ -14,17 +14,17 @@ import math
 from typing import TYPE_CHECKING
 
 from dcpbench.exchange import InOwnMemory
-from dcpbench.exchange.collectives import Group
-from dcpbench.kernels.hold import copy_and_wait
+from dcpbench.exchange.torch_collectives import Group
+from dcpbench.kernels.delay import copy_and_wait
 from dcpbench.measuring.ranges import record_range
-from dcpbench.points.floors import compute_exchanged_bytes
-from dcpbench.points.wire import GATHERS
+from dcpbench.points.comm_model import GATHERS
+from dcpbench.points.roofline import compute_exchanged_bytes
 
 if TYPE_CHECKING:
     import torch
 
     from dcpbench.exchange import ExchangeSpec
-    from dcpbench.points.wire import Seconds, Wire
+    from dcpbench.points.comm_model import Seconds, Wire
 
 
 @dataclasses.dataclass
@@ -55,7 +55,7 @@ class Emulation:
     def launch_call(
         self, what: str, ranks: int, received: int, x: torch.Tensor, out: torch.Tensor | None = None
     ) -> None:
-        """Emulate a collective over `ranks` ranks, each of which receives `received` bytes; see kernels.hold.copy_and_wait."""
+        """Emulate a collective over `ranks` ranks, each of which receives `received` bytes; see kernels.delay.copy_and_wait."""
         self.launch_hold(self.wire.predict_seconds(what, ranks, received), x, out)
 
     def launch_hold(self, seconds: Seconds, x: torch.Tensor, out: torch.Tensor | None = None) -> None:

@@ -19,13 +19,13 @@ from dcpbench.exchange.registered_memory import RegisteredBuffer
 from dcpbench.exchange.signals import Kind, Meetings
 from dcpbench.exchange.symmetric_memory import allocate_peers
 from dcpbench.kernels.kv_gather import gather_in_token_order, pack_rows
-from dcpbench.kernels.peers import Carver, Peers
-from dcpbench.kernels.peers.meeting import launch_fence
+from dcpbench.kernels.symm_mem import Carver, Peers
+from dcpbench.kernels.symm_mem.barrier import launch_fence
 
 if TYPE_CHECKING:
     import torch
 
-    from dcpbench.exchange.collectives import Group
+    from dcpbench.exchange.torch_collectives import Group
     from dcpbench.points.layout import Prefix
 
     Buffer = Peers | RegisteredBuffer | torch.Tensor

@@ -20,7 +20,7 @@ from dcpbench.errors import CapacityError
 from dcpbench.exchange import symmetric_memory
 
 if TYPE_CHECKING:
-    from dcpbench.exchange.collectives import Group
+    from dcpbench.exchange.torch_collectives import Group
 
 MIN_NCCL = (2, 27)
 """The first with windows and symmetric kernels."""

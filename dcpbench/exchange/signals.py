@@ -17,12 +17,12 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from dcpbench.hangs.meetings import Meeting, Signals
+from dcpbench.hangs.signal_waits import Meeting, Signals
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dcpbench.exchange.collectives import Group
+    from dcpbench.exchange.torch_collectives import Group
 
 COPY_S = 0.4
 """Maximum duration of a copy in s."""
@@ -33,7 +33,7 @@ REST_S = 0.005
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kind:
-    """A kind of meeting of a buffer; see hangs/meetings.py."""
+    """A kind of meeting of a buffer; see hangs/signal_waits.py."""
 
     what: str
     phase: str
@@ -125,7 +125,7 @@ def _wait_for_copies(there: Sequence[Meetings], devices: set[torch.device], limi
 
 
 def _make_rows(counters: torch.Tensor, rank: int, *, by_blocks: bool) -> list[list[int]]:
-    """Return rows in the form of Meeting from counters in the layout of meeting.py, with the peer at distance n in
+    """Return rows in the form of Meeting from counters in the layout of kernels/symm_mem/barrier.py, with the peer at distance n in
     column n.
     """
     size = counters.shape[1]

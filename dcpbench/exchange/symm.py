@@ -31,15 +31,15 @@ import torch
 
 from dcpbench.exchange.signals import Kind, Meetings
 from dcpbench.exchange.symmetric_memory import allocate_peers
-from dcpbench.kernels.peers import Carver
-from dcpbench.kernels.peers.gather import gather_queries
-from dcpbench.kernels.peers.meeting import launch_fence
-from dcpbench.kernels.peers.merge import merge_from_peers
+from dcpbench.kernels.symm_mem import Carver
+from dcpbench.kernels.symm_mem.barrier import launch_fence
+from dcpbench.kernels.symm_mem.gather import gather_queries
+from dcpbench.kernels.symm_mem.pull_merge import merge_from_peers
 from dcpbench.measuring.ranges import record_range
 
 if TYPE_CHECKING:
     from dcpbench.exchange import ExchangeSpec
-    from dcpbench.exchange.collectives import Group
+    from dcpbench.exchange.torch_collectives import Group
 
 
 class _Parts:

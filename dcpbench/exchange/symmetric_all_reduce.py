@@ -12,12 +12,12 @@ from dcpbench.errors import UsageError
 from dcpbench.exchange.emulated import EmulatedGroup
 from dcpbench.exchange.signals import Kind, Meetings
 from dcpbench.exchange.symmetric_memory import allocate_peers
-from dcpbench.kernels.peers import Carver
-from dcpbench.kernels.peers.add_up import reduce_one_shot, reduce_two_shot
+from dcpbench.kernels.symm_mem import Carver
+from dcpbench.kernels.symm_mem.all_reduce import reduce_one_shot, reduce_two_shot
 from dcpbench.points.names import ALL_REDUCES
 
 if TYPE_CHECKING:
-    from dcpbench.exchange.collectives import Group
+    from dcpbench.exchange.torch_collectives import Group
 
 AllReduce = Callable[[torch.Tensor], torch.Tensor]
 """Function that returns the sum of all ranks' contiguous x in a new tensor or in x. CUDA graphs may capture it."""

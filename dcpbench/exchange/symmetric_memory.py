@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 
 from dcpbench.errors import CapacityError
-from dcpbench.hangs.beats import record_collective
-from dcpbench.kernels.peers import Peers
+from dcpbench.hangs.heartbeats import record_collective
+from dcpbench.kernels.symm_mem import Peers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dcpbench.exchange.collectives import Group
+    from dcpbench.exchange.torch_collectives import Group
 
 SHARED_FOLDER = Path("/dev/shm")  # noqa: S108 - Linux's shared memory, not a place for temporary files
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dcpbench.errors import OutputError, UsageError
-from dcpbench.plan.options import suggest_known
+from dcpbench.plan.option_parsers import suggest_known
 from dcpbench.records.disks import convert_output_errors
 from dcpbench.show.text import format_count
 from dcpbench.show.whole_files import write_file
@@ -81,14 +81,14 @@ def export_runs(folders: Sequence[Path], to: str, output: Path | None, *, force:
     """
     if to not in FORMATS:
         raise UsageError(f"--to {to} is unknown{suggest_known(to, tuple(FORMATS))}")
-    from dcpbench.exports import measured
-    from dcpbench.reports import frames
+    from dcpbench.exports import measured_points
+    from dcpbench.reports import dataframes
 
     module = importlib.import_module(f"dcpbench.exports.{FORMATS[to]}")
     if folders and (name := getattr(module, "FILE", "")):  # before records are read, which can take minutes
         _check_free(_choose_paths({name: b""}, output, folders[0], to), force=force)
-    runs = frames.read_runs(folders)
-    points = measured.collect_points(runs)
+    runs = dataframes.read_runs(folders)
+    points = measured_points.collect_points(runs)
     rendered = module.render(points)
     note = _format_left_out(rendered.left_out, len(points))
     if not rendered.files:

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from typing import TYPE_CHECKING
 
-from dcpbench.exports.measured import DECODE_STEPS, DID_NOT_RUN, MeasuredPoint, Rule, filter_points
+from dcpbench.exports.measured_points import DECODE_STEPS, DID_NOT_RUN, MeasuredPoint, Rule, filter_points
 from dcpbench.points.names import CLOSED, GAMMA
 from dcpbench.records.metrics import PERCENTILES
 from dcpbench.serving.outcome import FINISHED, REJECTED

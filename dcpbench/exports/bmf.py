@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dcpbench.exports import RenderedFiles, encode_json_object, measured
+from dcpbench.exports import RenderedFiles, encode_json_object, measured_points
 from dcpbench.show.text import fit_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dcpbench.exports.measured import MeasuredPoint
+    from dcpbench.exports.measured_points import MeasuredPoint
     from dcpbench.records.metrics import Value
 
 FILE = "bmf.json"
@@ -24,13 +24,13 @@ MAX_NAME_CHARS = 1024
 
 def render(points: Sequence[MeasuredPoint]) -> RenderedFiles:
     """Return one file with every point."""
-    kept, left_out = measured.filter_points(points, measured.DID_NOT_RUN)
-    groups = measured.group_repeats(kept)
+    kept, left_out = measured_points.filter_points(points, measured_points.DID_NOT_RUN)
+    groups = measured_points.group_repeats(kept)
     found = {
         fit_name(name, MAX_NAME_CHARS): {
-            v.metric.name.replace("_", "-"): _build_metric(v) for v in measured.collect_values(group)
+            v.metric.name.replace("_", "-"): _build_metric(v) for v in measured_points.collect_values(group)
         }
-        for name, group in zip(measured.make_names(groups), groups, strict=True)
+        for name, group in zip(measured_points.make_names(groups), groups, strict=True)
     }
     return RenderedFiles({FILE: encode_json_object(found)} if found else {}, left_out)
 

@@ -19,7 +19,7 @@ from dcpbench.show.text import format_spreadsheet_cell
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from dcpbench.exports.measured import MeasuredPoint
+    from dcpbench.exports.measured_points import MeasuredPoint
     from dcpbench.points.axes import Axis
 
 FILE = "points.csv"

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dcpbench.exports import RenderedFiles, encode_json_list, measured
-from dcpbench.reports import words
+from dcpbench.exports import RenderedFiles, encode_json_list, measured_points
+from dcpbench.reports import load_labels
 from dcpbench.show.text import fit_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dcpbench.exports.measured import MeasuredPoint
+    from dcpbench.exports.measured_points import MeasuredPoint
     from dcpbench.records.metrics import Value
 
 FILES = {"lower": "gha-smaller-is-better.json", "higher": "gha-bigger-is-better.json"}
@@ -22,11 +22,11 @@ FILES = {"lower": "gha-smaller-is-better.json", "higher": "gha-bigger-is-better.
 
 def render(points: Sequence[MeasuredPoint]) -> RenderedFiles:
     """Return both files, without a file that has no entries, because the action fails on an empty list."""
-    kept, left_out = measured.filter_points(points, measured.DID_NOT_RUN)
-    groups = measured.group_repeats(kept)
+    kept, left_out = measured_points.filter_points(points, measured_points.DID_NOT_RUN)
+    groups = measured_points.group_repeats(kept)
     entries: dict[str, list[dict[str, Any]]] = {better: [] for better in FILES}
-    for name, group in zip(measured.make_names(groups), groups, strict=True):
-        for value in measured.collect_values(group):
+    for name, group in zip(measured_points.make_names(groups), groups, strict=True):
+        for value in measured_points.collect_values(group):
             if value.metric.better:
                 entries[value.metric.better].append(_build_entry(name, group, value))
     return RenderedFiles(
@@ -44,11 +44,11 @@ def _build_entry(name: str, group: Sequence[MeasuredPoint], v: Value) -> dict[st
         f"measured by {first.origin}" + (f" on {fit_name(first.device)}" if first.device else ""),
         f"{len(v.each)} repeats" if len(v.each) > 1 else "",
         {
-            measured.FUNCTIONAL: "functional run on a CPU: no performance number",
-            measured.REPLAYED: "replay: computed",
-            measured.EMULATED: "forecast: one rank ran, its wire modelled",
+            measured_points.FUNCTIONAL: "functional run on a CPU: no performance number",
+            measured_points.REPLAYED: "replay: computed",
+            measured_points.EMULATED: "forecast: one rank ran, its wire modelled",
         }.get(first.standing, ""),
-        words.describe_layers_held(m.record for m in group),
+        load_labels.describe_layers_held(m.record for m in group),
         "marks: " + ", ".join(marks) if (marks := sorted({mark for m in group for mark in m.record.marks})) else "",
     ]
     return entry | {"extra": "\n".join(filter(None, facts))}

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dcpbench.exports import RenderedFiles, encode_json_list, measured
+from dcpbench.exports import RenderedFiles, encode_json_list, measured_points
 from dcpbench.points.axes import Role
 from dcpbench.points.point import select_point_axes
 from dcpbench.records.record import OURS
-from dcpbench.reports import words
+from dcpbench.reports import load_labels
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dcpbench.exports.measured import MeasuredPoint
+    from dcpbench.exports.measured_points import MeasuredPoint
     from dcpbench.records.metrics import Value
     from dcpbench.records.record import Environment
 
@@ -32,11 +32,11 @@ BETTER = {"higher": "bigger", "lower": "smaller", "": ""}
 
 def render(points: Sequence[MeasuredPoint]) -> RenderedFiles:
     """Return one file with a list of records."""
-    kept, left_out = measured.filter_points(points, *measured.PUBLIC)
+    kept, left_out = measured_points.filter_points(points, *measured_points.PUBLIC)
     found = []
-    for group in measured.group_repeats(kept):
+    for group in measured_points.group_repeats(kept):
         shared = _build_shared_fields(group)
-        found += [{"metric": _build_metric(v), **shared} for v in measured.collect_values(group)]
+        found += [{"metric": _build_metric(v), **shared} for v in measured_points.collect_values(group)]
     return RenderedFiles({FILE: encode_json_list(found)} if found else {}, left_out)
 
 
@@ -57,7 +57,7 @@ def _build_shared_fields(group: Sequence[MeasuredPoint]) -> dict[str, Any]:
             "mode": "inference",
             "dtype": point.precision,
             "extra_info": _convert_to_strings(
-                _collect_facts(first) | {"layers": words.describe_layers_held(m.record for m in group)}
+                _collect_facts(first) | {"layers": load_labels.describe_layers_held(m.record for m in group)}
             ),
         },
         "model": {

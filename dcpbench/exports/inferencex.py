@@ -11,7 +11,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from dcpbench.exports import RenderedFiles, bench_files, encode_json_list
-from dcpbench.exports.measured import PUBLIC, MeasuredPoint, Rule
+from dcpbench.exports.measured_points import PUBLIC, MeasuredPoint, Rule
 from dcpbench.points.names import CLOSED
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from dcpbench.exports.csv_table import COLUMNS, build_rows
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dcpbench.exports.measured import MeasuredPoint
+    from dcpbench.exports.measured_points import MeasuredPoint
 
 FILE = "points.parquet"
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from dcpbench.exports import RenderedFiles, measured
+from dcpbench.exports import RenderedFiles, measured_points
 from dcpbench.records.metrics import LATENCIES, Metric, list_exported_metrics
 from dcpbench.show.text import fit_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dcpbench.exports.measured import MeasuredPoint
+    from dcpbench.exports.measured_points import MeasuredPoint
 
 FILE = "dcpbench.prom"
 MARK = "dcpbench_point_mark"
@@ -57,12 +57,12 @@ GAUGES = {metric.name: make_gauge(metric) for metric in list_exported_metrics()}
 
 def render(points: Sequence[MeasuredPoint]) -> RenderedFiles:
     """Return one file; the value of a point is the median of its repeats."""
-    kept, left_out = measured.filter_points(points, measured.DID_NOT_RUN)
+    kept, left_out = measured_points.filter_points(points, measured_points.DID_NOT_RUN)
     families: dict[str, list[str]] = {}
     marked: list[str] = []
-    for group in measured.group_repeats(kept):
+    for group in measured_points.group_repeats(kept):
         labels = _format_labels(collect_labels(group[0]))
-        for v in measured.collect_values(group):
+        for v in measured_points.collect_values(group):
             to = GAUGES[v.metric.name]
             statistic = f',statistic="{to.statistic}"' if to.statistic else ""
             series = f"{to.name}{{{labels}{statistic}}} {v.median * to.scale!r}\n"

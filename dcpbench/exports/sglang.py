@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from dcpbench.exports import RenderedFiles, bench_files, encode_json
 from dcpbench.points.names import TRACE
-from dcpbench.reports import words
+from dcpbench.reports import load_labels
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dcpbench.exports.bench_files import ServedPoint
-    from dcpbench.exports.measured import MeasuredPoint
+    from dcpbench.exports.measured_points import MeasuredPoint
 
 NAMES = {"e2el": "e2e_latency", "ttft": "ttft", "tpot": "tpot", "itl": "itl"}
 FILE = "sglang.jsonl"
@@ -50,7 +50,7 @@ def _build_result(p: ServedPoint) -> dict[str, Any]:
         "server_info": {
             "model_path": p.m.record.point.model,
             **({"ep_size": ranks} if ranks else {}),
-            **({"layers": held} if (held := words.describe_layers_held([p.m.record])) else {}),
+            **({"layers": held} if (held := load_labels.describe_layers_held([p.m.record])) else {}),
         },
         "duration": wall,
         "completed": totals.finished,

@@ -10,15 +10,15 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from dcpbench.exports import RenderedFiles, bench_files, encode_json
-from dcpbench.exports.measured import compute_digest
-from dcpbench.reports import words
+from dcpbench.exports.measured_points import compute_digest
+from dcpbench.reports import load_labels
 from dcpbench.show.text import fit_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dcpbench.exports.bench_files import ServedPoint
-    from dcpbench.exports.measured import MeasuredPoint
+    from dcpbench.exports.measured_points import MeasuredPoint
 
 TP, DP, DCP, EP = "tensor_parallel_size", "data_parallel_size", "decode_context_parallel_size", "enable_expert_parallel"
 """Metadata under vLLM's own option names; vLLM's tp counts the GPUs of one dp replica, dcpbench's those of all
@@ -76,7 +76,7 @@ def _build_metadata(p: ServedPoint) -> dict[str, str]:
         found[EP] = str(point.ep_degree == point.tp)
     if goodput := _format_goodput(p):
         found["goodput"] = goodput
-    if held := words.describe_layers_held([p.m.record]):
+    if held := load_labels.describe_layers_held([p.m.record]):
         found["layers"] = held
     if marks := p.m.record.marks:
         found["marks"] = ",".join(marks)

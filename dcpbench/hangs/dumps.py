@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dcpbench.errors import RecordsError
-from dcpbench.hangs.beats import INSIDE, RETURNED, Call, CollectiveEvent, format_ranks
+from dcpbench.hangs.heartbeats import INSIDE, RETURNED, Call, CollectiveEvent, format_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

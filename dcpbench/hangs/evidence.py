@@ -1,6 +1,6 @@
 """Evidence about the ranks of a hanging job, read from a folder or from dump files of any program.
 
-beats-R.bin                 see beats.py
+beats-R.bin                 see heartbeats.py
 flight-R.json               torch's flight recorder
 stacks-R.txt, py-spy-R.txt  Python stacks, by faulthandler and by py-spy
 ranks.json                  state of each process, one ProcessState per process
@@ -19,17 +19,17 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from dcpbench.errors import RecordsError
-from dcpbench.hangs import beats, dumps
+from dcpbench.hangs import dumps, heartbeats
 from dcpbench.hangs.dumps import NO_RANK
-from dcpbench.hangs.meetings import Signals
+from dcpbench.hangs.signal_waits import Signals
 from dcpbench.show.text import make_unique_names
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from dcpbench.hangs.beats import CollectiveEvent, RankBeats
     from dcpbench.hangs.dumps import Frame, Thread
+    from dcpbench.hangs.heartbeats import CollectiveEvent, RankBeats
 
 SEEN_FILE, GPUS_FILE, NCCL_FILE = "ranks.json", "gpus.txt", "nccl-ras.txt"
 BUSY, IDLE = 0.7, 0.2
@@ -171,7 +171,7 @@ def _read_file(found: Evidence, path: Path, called: str) -> bool:
     Dumps with the same file name come from several hosts, so the number in such a name is local to its host.
     """
     if path.suffix == ".bin":
-        read = beats.read_heartbeats(path)
+        read = heartbeats.read_heartbeats(path)
         found.get_rank(read.rank).beats = read
         return True
     for beginning, take in OURS.items():

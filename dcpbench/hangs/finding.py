@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from dcpbench.hangs import meetings
-from dcpbench.hangs.beats import INSIDE, RAISED, RETURNED, CollectiveEvent, format_ranks, parse_ranks
+from dcpbench.hangs import signal_waits
 from dcpbench.hangs.dumps import NO_RANK
+from dcpbench.hangs.heartbeats import INSIDE, RAISED, RETURNED, CollectiveEvent, format_ranks, parse_ranks
 from dcpbench.show.text import format_list
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from dcpbench.hangs.dumps import Frame
     from dcpbench.hangs.evidence import Evidence, Rank
-    from dcpbench.hangs.meetings import Wait
+    from dcpbench.hangs.signal_waits import Wait
 
 UNEVEN = ("all_gather", "all_to_all", "alltoall", "gather", "reduce_scatter", "scatter")
 REDUCES = {"attention": "attn_reduce", "mlp": "mlp_reduce"}
@@ -181,7 +181,7 @@ def get_open_collective(rank: Rank) -> CollectiveEvent | None:
 
 def find_signal_waits(evidence: Evidence) -> list[Wait]:
     """Return the ranks that wait in a kernel for signals of their peers."""
-    return meetings.find_waits({rank.rank: rank.signals for rank in evidence.ranks if rank.signals is not None})
+    return signal_waits.find_waits({rank.rank: rank.signals for rank in evidence.ranks if rank.signals is not None})
 
 
 def _group_collectives(evidence: Evidence) -> dict[str, dict[int, _Line]]:
@@ -465,7 +465,7 @@ def _get_meeting_place(rank: Rank, wait: Wait) -> tuple[str, int | None]:
     """Return (phase, layer) of the meeting that a rank is in."""
     if not _is_host_position(rank):
         assert rank.device is not None
-        # In captured pieces prefixes of a layer are gathered ahead of its first norm (engine/pieces.py).
+        # In captured pieces prefixes of a layer are gathered ahead of its first norm (engine/piecewise_graph.py).
         ahead = wait.meeting.phase == "prefix_gather" and rank.device.half == "mlp"
         return wait.meeting.phase or REDUCES[rank.device.half], rank.device.layer + ahead
     phase, layer, _ = get_position(rank)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.hangs import evidence, finding
-from dcpbench.hangs.beats import RAISED
 from dcpbench.hangs.finding import find_cause, find_signal_waits, get_open_collective
+from dcpbench.hangs.heartbeats import RAISED
 from dcpbench.records.folder import HANGS_FOLDER
 from dcpbench.show import web
 from dcpbench.show.text import LINES, MAX_LINE_CHARS, fit_text, format_capitalized, make_printable
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from dcpbench.hangs.evidence import Evidence, Rank
     from dcpbench.hangs.finding import Finding
-    from dcpbench.hangs.meetings import Wait
+    from dcpbench.hangs.signal_waits import Wait
 
 
 @dataclasses.dataclass(frozen=True)

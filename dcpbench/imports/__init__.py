@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.errors import LayoutError, OutputError, RecordsError, UsageError
-from dcpbench.imports import documents, field_names, identity, metrics, notes, vllm
+from dcpbench.imports import documents, field_names, identity, imported_metrics, notes, vllm
 from dcpbench.imports.result import make_shapes
 from dcpbench.imports.selection import read_result, select_measurements
 from dcpbench.launch.folders import lock_folder
-from dcpbench.plan.options import suggest_known
-from dcpbench.points.engines import make_engine_load, make_engine_point
+from dcpbench.plan.option_parsers import suggest_known
+from dcpbench.points.engine_points import make_engine_load, make_engine_point
 from dcpbench.points.instances import count_gpus
 from dcpbench.points.layout import DEGREES, MAX_RANKS, OUTER_DEGREES, Layout
 from dcpbench.points.names import ENGINES, GAMMA, SGLANG, UNKNOWN, WHOLE, format_flag
@@ -146,7 +146,7 @@ def _read_document(document: Document, engine: str, overrides: Overrides) -> Rea
     result = dataclasses.replace(result, layout=_choose_layout(result, overrides))
     if not (result.rates.output if result.rates else result.completed and result.output_tokens):
         return Reading(result, document.file, None, [], from_name)
-    serve, marks = metrics.compute_metrics(result, _count_all_gpus(result))
+    serve, marks = imported_metrics.compute_metrics(result, _count_all_gpus(result))
     return Reading(result, document.file, serve, marks, from_name)
 
 
@@ -332,16 +332,16 @@ def _make_point(result: Result, shape: Shape, engine: str, overrides: Overrides)
 def _make_record(reading: Reading, point: Point, shape: Shape, engine: str, overrides: Overrides) -> Record:
     result, serve = reading.result, reading.serve
     detail = {"source": Path(result.where).name, **{name: text for name, text in result.facts.items() if text}}
-    if metrics.CHUNK_GAPS in reading.marks and (tokens := metrics.count_chunk_tokens(result)):
+    if imported_metrics.CHUNK_GAPS in reading.marks and (tokens := imported_metrics.count_chunk_tokens(result)):
         detail["tokens_per_chunk"] = f"{tokens:.3g}"
     environment = Environment(device=result.device, device_count=point.gpus) if result.device else None
     record = Record(point=point, outcome="failed", detail=detail, origin=engine, environment=environment)
     if serve is None:
         reason = f"no output token came; see {result.where} and the server's log."
         return msgspec.structs.replace(record, reason=reason)
-    if metrics.make_rows(result) is not None:
+    if imported_metrics.make_rows(result) is not None:
         serve = msgspec.structs.replace(serve, samples_file=make_samples_name(point))
-    more = {metrics.NOMINAL: shape.nominal, "cpu": overrides.gpu == CPU}
+    more = {imported_metrics.NOMINAL: shape.nominal, "cpu": overrides.gpu == CPU}
     marks = [*reading.marks, *(mark for mark, is_set in more.items() if is_set)]
     return msgspec.structs.replace(record, outcome="ok", marks=marks, serve=serve, seconds=result.duration_s or 0.0)
 
@@ -354,7 +354,7 @@ def _write_run(found: Sequence[tuple[Result, Record]], folder: Path, *, force: b
     with lock_folder(folder), tempfile.TemporaryDirectory(dir=folder, prefix=".import-") as name:
         half = Path(name)
         for result, record in found:
-            if (rows := metrics.make_rows(result)) is not None and record.serve:
+            if (rows := imported_metrics.make_rows(result)) is not None and record.serve:
                 write_samples(half, record.point, rows)
             RecordFile(half).append(record)
         with convert_output_errors(folder, "give another folder with -o"):

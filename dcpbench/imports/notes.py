@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from dcpbench.imports import identity, metrics
+from dcpbench.imports import identity, imported_metrics
 from dcpbench.imports.selection import MAX_NAMED, format_first
 from dcpbench.points.names import CLOSED, SGLANG, TOOLS, VLLM
 from dcpbench.show.text import fit_line, format_count
@@ -26,15 +26,15 @@ def describe_records(records: Sequence[Record], engine: str) -> list[str]:
     marks = Counter(mark for record in records for mark in record.marks)
     count = len(records)
     found = [f"{format_count(count, 'result')} of {TOOLS[engine]}."]
-    if n := marks[metrics.SUMMARY_ONLY]:
+    if n := marks[imported_metrics.SUMMARY_ONLY]:
         computed = f" With details ({DETAILED[engine]}) ours are computed." if engine in DETAILED else ""
         found.append(f"{n} of {count} without times of requests: means and percentiles are the tool's own.{computed}")
-    if n := marks[metrics.NOMINAL]:
+    if n := marks[imported_metrics.NOMINAL]:
         found.append(
             f"{n} of {count} shown by the lengths asked for, while their requests were on average more than 5 % shorter "
             "or longer."
         )
-    if n := marks[metrics.CHUNK_GAPS]:
+    if n := marks[imported_metrics.CHUNK_GAPS]:
         found.append(
             f"{n} of {count} with several tokens in a stream chunk: ITL is the gap between chunks, and tok/s/user is "
             "1000 / median TPOT."

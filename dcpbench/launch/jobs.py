@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.errors import DcpbenchError, RecordsError
-from dcpbench.launch.package import Package
+from dcpbench.launch.version_check import Package
 from dcpbench.points.budget import EnginePlan
 from dcpbench.points.names import ALL_REDUCES
 from dcpbench.points.point import Point
@@ -119,7 +119,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Exit(msgspec.Struct, frozen=True, kw_only=True):
-    """Exit of a rank, written by child.py."""
+    """Exit of a rank, written by subprocess_guard.py."""
 
     rank: int
     code: int

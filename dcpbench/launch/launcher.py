@@ -23,13 +23,13 @@ import msgspec
 
 from dcpbench import errors
 from dcpbench.errors import DiskError, WorkerError
-from dcpbench.launch import child, folders, hung, jobs, package, tries
+from dcpbench.launch import folders, hang_capture, jobs, retry, subprocess_guard, version_check
 from dcpbench.launch.jobs import Exit, Failure, Job, Progress, format_exit_code
 from dcpbench.launch.nodes import FAILED, STOP, Ended, Leader, Line, join_leader, split_endpoint
 from dcpbench.launch.ranks import LOG_LINES
 from dcpbench.launch.torchrun import KEEP_WAIT_S, Machines, Running
 from dcpbench.points import budget
-from dcpbench.points.machine import Probe
+from dcpbench.points.device_probe import Probe
 from dcpbench.records import disks
 from dcpbench.records.file import RecordFile
 from dcpbench.records.folder import FAILED_FILE, RECORDS_FILE, get_job_file
@@ -95,9 +95,9 @@ class Work(jobs.Command, frozen=True, kw_only=True):
 
 def run_probe(worker: str = WORKER) -> Probe:
     """Return the hardware of the machine, from a subprocess, so that this process never loads torch."""
-    package.get_started_package()  # files edited later count as another program
-    command = child.make_tied_command([sys.executable, "-m", worker, "--probe"])
-    env = os.environ | package.get_environment()
+    version_check.get_started_package()  # files edited later count as another program
+    command = subprocess_guard.make_tied_command([sys.executable, "-m", worker, "--probe"])
+    env = os.environ | version_check.get_environment()
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     lines = done.stdout.strip().splitlines()
     try:
@@ -176,7 +176,7 @@ def _run_size(
     """
     stillborn = 0
     unusable = []
-    failed = tries.count_failures(work.folder) if work.kind == "sweep" else collections.Counter[str]()
+    failed = retry.count_failures(work.folder) if work.kind == "sweep" else collections.Counter[str]()
     while points:
         work.check_folder()
         records = RecordFile(work.folder, work.records)
@@ -206,7 +206,7 @@ def _run_size(
             record = _make_record(stuck, running, end, work, failed[key])
             points.remove(stuck)
             failed[key] += 1
-            if again := tries.can_pass(record) and failed[key] <= work.retries:
+            if again := retry.can_pass(record) and failed[key] <= work.retries:
                 points.append(stuck)  # after the others, so that it cannot prevent their measurement
             _record_failure(record, work, watch, again=again)
             if _is_model_error(record):
@@ -245,7 +245,7 @@ def _has_same_cause(point: Point, record: Record) -> bool:
     failed = record.point
     if _is_model_error(record):
         return (point.model, point.weights) == (failed.model, failed.weights)
-    ours, built = record.detail.get("error") in tries.OURS, record.detail.get("stage") == "build"
+    ours, built = record.detail.get("error") in retry.OURS, record.detail.get("stage") == "build"
     return ours and built and budget.is_same_path(point, failed) and budget.is_same_engine(point, failed)
 
 
@@ -362,7 +362,7 @@ def _follow_job(running: Running, work: Work, others: Leader, watch: Callable[[P
         if silent or end.is_past_limit(work.point_limit):
             end.hung_s, end.over_s = (work.get_limit_s(end.stage), 0.0) if silent else (0.0, work.point_limit or 0.0)
             _check_answers(work.folder, watch)
-            end.evidence, end.stacks = hung.capture_hang(running)
+            end.evidence, end.stacks = hang_capture.capture_hang(running)
             _report_lingering(end, watch)
             break
         time.sleep(POLL_S)
@@ -446,7 +446,12 @@ def _make_job(points: list[Point], work: Work, machines: Machines) -> Job:
     store = split_endpoint(machines.rdzv_endpoint) if machines.nnodes > 1 else None
     same = {name: getattr(work, name) for name in jobs.Command.__struct_fields__}
     return Job(
-        tag=tag, folder=str(work.folder), points=points, store=store, package=package.get_started_package(), **same
+        tag=tag,
+        folder=str(work.folder),
+        points=points,
+        store=store,
+        package=version_check.get_started_package(),
+        **same,
     )
 
 
@@ -464,7 +469,7 @@ def _make_record(point: Point, running: Running, end: _JobEnd, work: Work, befor
             reason = f"not done after {end.over_s:g} s (--timeout point), in stage '{end.stage}'"
         detail |= {f"stacks_rank_{rank}": text for rank, text in end.stacks.items()}
         if end.evidence is not None:
-            found = hung.explain_hang(end.evidence, end.stacks)
+            found = hang_capture.explain_hang(end.evidence, end.stacks)
             reason += f": {found.message}" if found else ""
             detail |= {
                 "hang": found.kind if found else "unknown",
@@ -473,7 +478,7 @@ def _make_record(point: Point, running: Running, end: _JobEnd, work: Work, befor
     else:
         detail["exit_code"] = str(gone.code if gone else end.code)
         detail |= {f"error_rank_{f.rank}": f"{f.kind}: {f.message}" for f in end.failures}
-        apart = hung.find_difference(running) if cause is None or _is_collective(cause) else None
+        apart = hang_capture.find_difference(running) if cause is None or _is_collective(cause) else None
         if apart is not None:
             folder, found = apart
             reason = f"ranks began different collectives: {found.message}"
@@ -485,8 +490,8 @@ def _make_record(point: Point, running: Running, end: _JobEnd, work: Work, befor
             detail |= {"error": cause.kind, "traceback": cause.traceback}
         else:
             reason = f"torchrun itself {format_exit_code(end.code)}, and its ranks with it"
-    if detail.get("error") not in tries.OURS:
-        how = tries.format_retry_options(before + 1, work.retries)
+    if detail.get("error") not in retry.OURS:
+        how = retry.format_retry_options(before + 1, work.retries)
         again = f", then try again with {how}" if work.kind == "sweep" else ""
         log = detail["log"].removeprefix("logs/")
         reason = f"{reason.rstrip('.')}{READ_LOG}{log} in the run's folder{again}"

@@ -9,7 +9,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from dcpbench.launch import child
+from dcpbench.launch import subprocess_guard
 from dcpbench.records.folder import LOCK_FILE
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def _read_start_time(pid: int, written: float) -> float | None:
     """Return the Unix time at which the process started; None if it is gone, or its id was reused after the lock was
     written.
     """
-    found = child.read_start_ticks(pid)
+    found = subprocess_guard.read_start_ticks(pid)
     if found is None:
         return None
     state, ticks = found

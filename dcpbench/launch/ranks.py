@@ -1,6 +1,6 @@
 """Observe the ranks of a job on this machine: their messages, exits and stacks. No torch.
 
-FOLDER/rank-R.pid, LOGS/rank-R.log, LOGS/rank-R.exit    see child.py
+FOLDER/rank-R.pid, LOGS/rank-R.log, LOGS/rank-R.exit    see subprocess_guard.py
 FOLDER/error-R.json, stacks-R.txt                       see jobs.py
 """
 
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Self
 
 import msgspec
 
-from dcpbench.launch import child, package
+from dcpbench.launch import subprocess_guard, version_check
 from dcpbench.launch.jobs import SECRET, Exit, Failure
 from dcpbench.records.lines import Tail
 
@@ -90,7 +90,7 @@ class Ranks:
         return {
             r: pid
             for r, (pid, ticks) in recorded.items()
-            if str((child.read_start_ticks(pid) or ("", None))[1]) == ticks
+            if str((subprocess_guard.read_start_ticks(pid) or ("", None))[1]) == ticks
         }
 
     def remove_files(self) -> None:
@@ -108,18 +108,18 @@ class Ranks:
 class Started(Ranks):
     """Manage ranks started by this process itself, on one machine and once, where torchrun would only add seconds.
 
-    Context manager: leaving it in any way kills all of them; so does the end of this process (child.py).
+    Context manager: leaving it in any way kills all of them; so does the end of this process (subprocess_guard.py).
     """
 
     def __init__(self, folder: Path, events: Path, count: int, worker: str, device: str) -> None:
         """Start `python -m WORKER FOLDER` for each rank, with RANK and WORLD_SIZE in its environment."""
         super().__init__(folder, folder, events, range(count))
-        self._command = child.make_rank_command(worker, str(folder), str(folder), str(folder), 0, count)
+        self._command = subprocess_guard.make_rank_command(worker, str(folder), str(folder), str(folder), 0, count)
         self._device = device
         self._accounts: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Self:
-        env = make_environment(self._device) | {child.PARENT: str(os.getpid())}
+        env = make_environment(self._device) | {subprocess_guard.PARENT: str(os.getpid())}
         try:
             for rank in self.ranks:
                 self._accounts.append(
@@ -155,7 +155,7 @@ class Started(Ranks):
 
 def make_environment(device: str, *, loopback: bool = True) -> dict[str, str]:
     """Return the environment of ranks on this device; with `loopback` they listen only there unless it says otherwise."""
-    env = os.environ | package.get_environment()
+    env = os.environ | version_check.get_environment()
     env.pop(SECRET, None)  # of no use to ranks
     if device == "cpu":
         env.setdefault("OMP_NUM_THREADS", "1")

@@ -4,7 +4,7 @@
     FOLDER/rank-R.pid, error-R.json, logs/TAG/rank-R.log … see ranks.py
     FOLDER/logs/TAG/agent.log                              output of torchrun itself
 
-The job file names the folder; a run writes no files outside it. Every process is tied to the one above it (child.py):
+The job file names the folder; a run writes no files outside it. Every process is tied to the one above it (subprocess_guard.py):
 this one, torchrun's agent, one watching process per rank, the rank.
 """
 
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Self
 
 import msgspec
 
-from dcpbench.launch import child, hung
+from dcpbench.launch import hang_capture, subprocess_guard
 from dcpbench.launch.jobs import Exit, Job, Progress, decode_progress
 from dcpbench.launch.ranks import Ranks, make_environment, read_text
 
@@ -46,7 +46,7 @@ ROOT_CAUSE = re.compile(
 )
 """Matches the end of torchrun's log if one of its ranks ended first."""
 OF_A_SHELL = 128
-"""Base of exit codes that stand for signals, as child.py passes them on."""
+"""Base of exit codes that stand for signals, as subprocess_guard.py passes them on."""
 STOPPED = "T"
 """State of a process that got SIGSTOP, in proc(5)."""
 
@@ -77,7 +77,7 @@ class Running(Ranks):
         job.get_path().write_bytes(msgspec.json.encode(job))
         with self.agent_log.open("ab") as log:
             self._agent = subprocess.Popen(
-                child.make_tied_command(_make_command(job, worker, self.ranks)),
+                subprocess_guard.make_tied_command(_make_command(job, worker, self.ranks)),
                 stdin=subprocess.DEVNULL if lock is None else lock,
                 stdout=log,
                 stderr=log,
@@ -109,7 +109,7 @@ class Running(Ranks):
 
     def is_stopped(self) -> bool:
         """Return True if torchrun's agent was stopped (SIGSTOP), so that it would never notice the end of its ranks."""
-        return (child.read_start_ticks(self._agent.pid) or ("", 0))[0] == STOPPED
+        return (subprocess_guard.read_start_ticks(self._agent.pid) or ("", 0))[0] == STOPPED
 
     def resume(self) -> None:
         """Resume a stopped agent."""
@@ -152,8 +152,8 @@ class Running(Ranks):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._agent.pid, signal.SIGKILL)
             self._agent.wait()
-        asks = self.logs.glob(hung.ASK.format("*"))
-        beats = self.logs.glob(hung.BEATS.format("*")) if self._agent.poll() == 0 else ()
+        asks = self.logs.glob(hang_capture.ASK.format("*"))
+        beats = self.logs.glob(hang_capture.BEATS.format("*")) if self._agent.poll() == 0 else ()
         unused = [path for path in self.list_files("stacks-{}.txt") if not path.stat().st_size]
         for path in (
             *self.list_files("rank-{}.pid"),
@@ -182,7 +182,9 @@ def _make_command(job: Job, worker: str, ranks: range) -> list[str]:
         "--local-addr": LOOPBACK,
         "--max-restarts": "0",
     }
-    rank = child.make_rank_command(worker, str(job.get_path()), job.folder, str(logs), ranks.start, job.points[0].world)
+    rank = subprocess_guard.make_rank_command(
+        worker, str(job.get_path()), job.folder, str(logs), ranks.start, job.points[0].world
+    )
     flat = itertools.chain.from_iterable(options.items())
     return [sys.executable, "-m", "torch.distributed.run", *flat, "--no-python", *rank]
 

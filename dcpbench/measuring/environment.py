@@ -19,7 +19,7 @@ import torch
 
 import dcpbench
 from dcpbench.errors import format_install_hint
-from dcpbench.points.machine import Probe
+from dcpbench.points.device_probe import Probe
 from dcpbench.records.record import Environment
 
 if TYPE_CHECKING:

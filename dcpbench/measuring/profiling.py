@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from dcpbench.records.record import SyncSite
-    from dcpbench.syncs.model import Site
+    from dcpbench.syncs.sync_report import Site
     from dcpbench.syncs.traces.columns import Columns
 
 STEP_RANGE = "dcpbench_step"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import nvtx
 import torch
 
-from dcpbench.hangs import beats
+from dcpbench.hangs import heartbeats
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,7 +53,7 @@ def drop_ranges() -> Iterator[None]:
 
 def record_range(name: str) -> AbstractContextManager[None]:
     """Mark a phase of a step; its beginning is also written to the heartbeats."""
-    beats.record_phase(name)
+    heartbeats.record_phase(name)
     return _NOTHING if _quiet else _record_named_range(name)
 
 

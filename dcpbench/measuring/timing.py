@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import triton
 
-from dcpbench.hangs.beats import record_collective
+from dcpbench.hangs.heartbeats import record_collective
 from dcpbench.records.stats import StopRule, has_settled
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.errors import DcpbenchError, NoRoomError, UsageError
-from dcpbench.plan.judge import Machine, check_runnable
 from dcpbench.plan.spec import check_same_sizes, resolve_compute_dtype
+from dcpbench.plan.validate import Machine, check_runnable
 from dcpbench.points.axes import Role
 from dcpbench.points.budget import EnginePlan, find_engine_plan, plan_engines
 from dcpbench.points.layout import DEGREES, place_experts
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from dcpbench.plan.spec import SweepSpec
     from dcpbench.points.axes import Value
+    from dcpbench.points.device_probe import Probe
     from dcpbench.points.layout import Layout
-    from dcpbench.points.machine import Probe
 
 WITHOUT_EXCHANGE: dict[str, object] = {axis.name: axis.default for axis in select_point_axes(Role.EXCHANGE)}
 """Fields of a point with dcp 1."""

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from dcpbench.errors import UsageError
-from dcpbench.plan import options as read
-from dcpbench.plan.options import check_known, check_positive, check_seconds
+from dcpbench.plan import option_parsers as read
+from dcpbench.plan.option_parsers import check_known, check_positive, check_seconds
 from dcpbench.plan.spec import PARSERS, SPEC_PARSERS, PointLoad, build_spec, get_defaults
 from dcpbench.points.batches import GRAPH_BATCHES
 from dcpbench.points.instances import parse_instances
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
     from dcpbench.plan.spec import SweepSpec
     from dcpbench.points.axes import Value
-    from dcpbench.points.machine import Probe
+    from dcpbench.points.device_probe import Probe
     from dcpbench.points.shapes import ModelShape
     from dcpbench.serving.request_files import Trace
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 
 from dcpbench.errors import LayoutError, UsageError
-from dcpbench.plan import options as read
+from dcpbench.plan import option_parsers as read
 from dcpbench.plan.grid import Candidate
-from dcpbench.plan.options import check_positive
+from dcpbench.plan.option_parsers import check_positive
 from dcpbench.plan.serve_spec import SERVE_SPEC_PARSERS, get_default_clients, get_serve_defaults, read_loads
-from dcpbench.points.engines import UNKNOWN_FIELDS, make_engine_load, make_engine_point
+from dcpbench.points.device_probe import Probe
+from dcpbench.points.engine_points import UNKNOWN_FIELDS, make_engine_load, make_engine_point
 from dcpbench.points.layout import DEGREES, Layout
-from dcpbench.points.machine import Probe
 from dcpbench.points.names import UNKNOWN, WHOLE, format_flag
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings

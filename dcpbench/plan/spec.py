@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Protocol, cast
 import msgspec
 
 from dcpbench.errors import CapacityError, MissingPackageError, ModelError, UsageError
-from dcpbench.plan import options as read
-from dcpbench.plan.options import check_known, check_positive, check_seconds, suggest_known
+from dcpbench.plan import option_parsers as read
+from dcpbench.plan.option_parsers import check_known, check_positive, check_seconds, suggest_known
 from dcpbench.plan.yaml_text import load_yaml
+from dcpbench.points.device_probe import HOPPER, Probe
 from dcpbench.points.gpus import GPUS
 from dcpbench.points.layout import DEGREES
-from dcpbench.points.machine import HOPPER, Probe
 from dcpbench.points.names import (
     AS_PUBLISHED,
     COMPUTED,

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from dcpbench.errors import UsageError
-from dcpbench.plan.options import format_value
+from dcpbench.plan.option_parsers import format_value
 from dcpbench.show.text import fit_line
 
 

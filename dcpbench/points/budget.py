@@ -13,7 +13,7 @@ import msgspec
 from dcpbench.errors import NoRoomError
 from dcpbench.points import memory
 from dcpbench.points.axes import Role
-from dcpbench.points.machine import Probe
+from dcpbench.points.device_probe import Probe
 from dcpbench.points.memory import GIB, Layers
 from dcpbench.points.names import FP8
 from dcpbench.points.point import Point, select_point_axes

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from dcpbench.points.machines import MEASURED_ON
+from dcpbench.points.cluster_specs import MEASURED_ON
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

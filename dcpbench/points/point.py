@@ -115,7 +115,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     kv_dtype: Annotated[str, Axis(ENGINE | PATH, 27, "{} KV")] = names.AS_COMPUTED
     """`fp8`: the KV cache; see `kv_precision`."""
     emulate: Annotated[str, Axis(ENGINE | PATH, 28, "emulated on {}", path=True)] = ""
-    """Machine for which calls between ranks are modelled (points/machines.py) if only one rank runs; empty if all ranks
+    """Machine for which calls between ranks are modelled (points/cluster_specs.py) if only one rank runs; empty if all ranks
     run.
     """
     page_size: Annotated[Count, Axis(ENGINE, 22, "page {}", one=True)] = 1

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.errors import LayoutError, UsageError
-from dcpbench.plan.judge import check_positions, find_batch_limit, find_shortage
 from dcpbench.plan.kernel_limits import find_kernel_limit
-from dcpbench.plan.options import parse_bytes
+from dcpbench.plan.option_parsers import parse_bytes
 from dcpbench.plan.spec import make_planned_probe
+from dcpbench.plan.validate import check_positions, find_batch_limit, find_shortage
 from dcpbench.points.budget import measure_whole_model, plan_engine
 from dcpbench.points.layout import DEGREES, Layout, list_valid_layouts, place_experts
 from dcpbench.points.memory import GIB
@@ -28,7 +28,7 @@ from dcpbench.points.names import CLOSED, CUT, GAMMA, NO_EXCHANGE, REPLAY, UNKNO
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import load_shape
-from dcpbench.recommend import forecast, remedies
+from dcpbench.recommend import forecast, suggestions
 from dcpbench.recommend.forecast import ESTIMATED, SOURCES, Forecast
 from dcpbench.records.launches import measure_bands
 from dcpbench.records.record import A_SERVER, CPU, get_origin, is_functional
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from dcpbench.points.budget import WholeModel
-    from dcpbench.points.machine import Probe
-    from dcpbench.points.machines import Machine
+    from dcpbench.points.cluster_specs import Machine
+    from dcpbench.points.device_probe import Probe
     from dcpbench.points.point import Load
     from dcpbench.points.shapes import ModelShape
     from dcpbench.recommend.estimate import Steps
@@ -225,7 +225,7 @@ def choose_layouts(
     bands = measure_bands(known.runs)
     choices = [_choose_layout(ask, times, steps, records, bands, layouts, tell, *load) for load, tell in named]
     if not any(choice.best for choice in choices):
-        instead = remedies.suggest_options(ask, lambda other: _has_answer(other, steps))
+        instead = suggestions.suggest_options(ask, lambda other: _has_answer(other, steps))
         choices = [dataclasses.replace(choice, instead=instead) for choice in choices]
     return choices, [*notes, *unused, *_list_unused_runs(records, choices)]
 

@@ -2,7 +2,7 @@
 
     seconds(step) = layers · launch + Σ over parts (floor of the part / share) + Σ over kinds of calls (more · calls of the wire)
 
-Parts are groups of the phases of points/floors.py, without communication between ranks, for which points/wire.py has
+Parts are groups of the phases of points/roofline.py, without communication between ranks, for which points/comm_model.py has
 measurements instead of floors. Work that is bound by reading has one share, and work that is bound by multiplying another.
 Launching a layer with fp8 weights takes longer, because rows are quantised, and so do layers in which ranks hold undivided
 experts, because they wait for the busiest rank.
@@ -25,16 +25,16 @@ import msgspec
 
 from dcpbench.points import memory, names
 from dcpbench.points.batches import compute_batch_rows
-from dcpbench.points.floors import compute_exchanged_bytes, compute_floor_us, get_flops_limit, iter_phase_works
-from dcpbench.points.machines import MEASURED_ON, RATES
-from dcpbench.points.wire import Seconds
+from dcpbench.points.cluster_specs import MEASURED_ON, RATES
+from dcpbench.points.comm_model import Seconds
+from dcpbench.points.roofline import compute_exchanged_bytes, compute_floor_us, get_flops_limit, iter_phase_works
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from dcpbench.points.floors import Sharding, StepRows
-    from dcpbench.points.machines import Machine
-    from dcpbench.points.wire import Wire
+    from dcpbench.points.cluster_specs import Machine
+    from dcpbench.points.comm_model import Wire
+    from dcpbench.points.roofline import Sharding, StepRows
 
 LAUNCH, QUANTISING = "launch", "quantising"
 """Names of the terms for the µs of every layer, and for the additional µs of one with fp8 weights."""
@@ -51,7 +51,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "rows": ("embed", "norm", "kv_write"),
     "prefill": ("prefill",),
 }
-"""Phases of points/floors.py by the part to which they belong; all other phases are calls between ranks."""
+"""Phases of points/roofline.py by the part to which they belong; all other phases are calls between ranks."""
 ATTENTION, FP8_ATTENTION = "attention", "attention over fp8"
 """Names of attention over a cache of each precision, which use different kernels."""
 MULTIPLIED = {part: f"{part}, multiplied" for part in ("experts", ATTENTION, FP8_ATTENTION, "linear")}
@@ -92,7 +92,7 @@ def load_published_steps() -> Steps:
 
 
 def get_limits(machine: Machine) -> dict[str, float]:
-    """Return the nominal rates of the machine's GPU, by the names of points/floors.py."""
+    """Return the nominal rates of the machine's GPU, by the names of points/roofline.py."""
     found = {name: getattr(machine.card, field) for name, field in RATES.items()}
     return {name: rate for name, rate in found.items() if rate is not None}
 

@@ -11,9 +11,9 @@ import msgspec
 
 from dcpbench.errors import UsageError
 from dcpbench.points import latency_bands
-from dcpbench.points.floors import Sharding, StepRows
 from dcpbench.points.gpus import GPUS
 from dcpbench.points.names import OBJECTIVES
+from dcpbench.points.roofline import Sharding, StepRows
 from dcpbench.points.shapes import load_shape
 from dcpbench.recommend import estimate
 from dcpbench.records.metrics import METRIC
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from dcpbench.points.budget import EnginePlan
+    from dcpbench.points.cluster_specs import Machine
     from dcpbench.points.latency_bands import Metric
-    from dcpbench.points.machines import Machine
     from dcpbench.points.point import Point
     from dcpbench.points.settings import Settings
     from dcpbench.recommend.estimate import Steps
@@ -469,12 +469,8 @@ class Watched:
 
     def __init__(self, times: StepTimes | EstimatedTimes, watch: Watch) -> None:
         self.times, self.watch, self.steps = times, watch, 0
-        self.is_blocking, self.launch_ms, self.predict_host_ms = (
-            times.is_blocking,
-            times.launch_ms,
-            times.predict_host_ms,
-        )
-        self.slowdown = times.slowdown
+        self.is_blocking, self.slowdown = times.is_blocking, times.slowdown
+        self.get_begin_ms, self.predict_host_ms = times.get_begin_ms, times.predict_host_ms
 
     def predict_duration_ms(self, step: Step, heat: float = 0.0) -> float:
         """Return the duration of a step, as StepTimes does."""
@@ -488,7 +484,6 @@ class EstimatedTimes:
     """Replace serving.step_times.StepTimes in a replay: the same cases, each estimated."""
 
     is_blocking = False
-    launch_ms = 0.0
     slowdown = Slowdown([])
 
     def __init__(self, of: Estimator, point: Point, plan: EnginePlan) -> None:
@@ -505,6 +500,10 @@ class EstimatedTimes:
     def predict_duration_ms(self, step: Step, _heat: float = 0.0) -> float:
         """Return the duration of a step, as StepTimes does."""
         return self.model.predict_step_ms(compute_step_works(step))
+
+    def get_begin_ms(self, _step: Step) -> float:
+        """Return 0: an idle device is assumed to begin a step when it is decided."""
+        return 0.0
 
     def predict_host_ms(self, _step: Step) -> float:
         """Return 0: launching a step is assumed to take the host less time than the device needs for it.

@@ -18,8 +18,8 @@ from dcpbench.recommend import forecast
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from dcpbench.points.machine import Probe
-    from dcpbench.points.machines import Machine
+    from dcpbench.points.cluster_specs import Machine
+    from dcpbench.points.device_probe import Probe
     from dcpbench.recommend.estimate import Steps
     from dcpbench.records.record import Record
 

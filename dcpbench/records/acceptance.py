@@ -12,7 +12,7 @@ import msgspec
 
 from dcpbench.errors import UsageError
 from dcpbench.records import checksums
-from dcpbench.records.bounds import REFUSED, drop_refused_parts, get_record_type
+from dcpbench.records.bounds_check import REFUSED, drop_refused_parts, get_record_type
 from dcpbench.records.checks import MAX_ENTRIES, ImpossibleValueError
 from dcpbench.records.lines import UNREADABLE
 from dcpbench.records.record import OmittedValue, Record

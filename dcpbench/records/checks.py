@@ -15,7 +15,7 @@ import msgspec
 from dcpbench.errors import UsageError
 from dcpbench.points.layout import DEGREES, MAX_RANKS, OUTER_DEGREES
 from dcpbench.records import checksums
-from dcpbench.records.bounds import find_bad_values, get_record_type
+from dcpbench.records.bounds_check import find_bad_values, get_record_type
 from dcpbench.records.metrics import METRICS
 from dcpbench.records.record import Interval, get_origin, is_imported_origin
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.points.bounds import Count, Number, PositiveNumber, Rate, SignedCount, SignedNumber
+from dcpbench.points.comm_model import Prompts
 from dcpbench.points.memory import PAGES_OF_PADDING, count_pages
 from dcpbench.points.names import AUTO, BACKENDS, FP8, NO_EXCHANGE, UNKNOWN
 from dcpbench.points.point import Point
-from dcpbench.points.wire import Prompts
 from dcpbench.records.model_sizes import ModelSizes
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def limits(self) -> dict[str, float]:
-        """Return the known rates by the names of points.floors, in bytes/s, operations/s and s."""
+        """Return the known rates by the names of points.roofline, in bytes/s, operations/s and s."""
         found = {
             "read": self.read_bytes_s,
             "copy": self.copy_bytes_s,
@@ -177,7 +177,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Floor(msgspec.Struct, frozen=True, kw_only=True):
-    """Hold the minimum time of a step of this point on a machine of these `rates` (roofline); see points/floors.py."""
+    """Hold the minimum time of a step of this point on a machine of these `rates` (roofline); see points/roofline.py."""
 
     floor_ms: Number
     """Lower bound of the whole step: the sum over its phases."""
@@ -216,7 +216,7 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
     """Describe the model that replaces the other ranks of an emulated point; see docs/emulation.md."""
 
     machine: str
-    """Machine that the wire model describes (points/machines.py)."""
+    """Machine that the wire model describes (points/cluster_specs.py)."""
     sha256: str = ""
     """SHA-256 of the machine's file; empty for a machine that only a table describes."""
     measured: str = ""
@@ -460,7 +460,7 @@ class ServeMetrics(msgspec.Struct, frozen=True, kw_only=True):
     Null in replay and on the CPU.
     """
     prefill_floor_share: Number | None = None
-    """Sum of the floors (points/floors.py) of all steps with chunks of prompts over the sum of their times on rank 0's
+    """Sum of the floors (points/roofline.py) of all steps with chunks of prompts over the sum of their times on rank 0's
     GPU, with as many experts hit as expected. Null in replay and on the CPU, like the next two."""
     prefill_matmul_share: Number | None = None
     """Operations of steps with prompts over the operations possible in their time at the machine's matrix rate."""

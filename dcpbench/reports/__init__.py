@@ -65,12 +65,12 @@ def write_report(
     cannot be written.
     """
     from dcpbench.records.disks import convert_output_errors
-    from dcpbench.reports import export, frames, markdown, overview, plots, sections
+    from dcpbench.reports import dataframes, overview, plots, points_export, report_markdown, sections
     from dcpbench.reports.page.render import render_page
     from dcpbench.show.whole_files import write_folder
 
     watch("reading records")
-    read = frames.load_frames(folders, as_repeats=as_repeats, slo=slo)
+    read = dataframes.load_frames(folders, as_repeats=as_repeats, slo=slo)
     on_read(read.runs)
     title = overview.format_title(read)
     again = shlex.join(["dcpbench", "report", *map(str, folders)])
@@ -84,10 +84,10 @@ def write_report(
         (new / PAGE).write_text(
             render_page(title, parts, read, pictures=not page_only, plotly=plotly), encoding="utf-8"
         )
-        export.write_csv(read, new / TABLE)
+        points_export.write_csv(read, new / TABLE)
         if page_only:
             return [out / PAGE, out / TABLE]
-        (new / TEXT).write_text(markdown.render(title, parts, new), encoding="utf-8")
+        (new / TEXT).write_text(report_markdown.render(title, parts, new), encoding="utf-8")
         drawn = [str(path.relative_to(new)) for p in pictures for path in (p.png, p.svg, p.pdf) if path]
     return [out / name for name in (PAGE, TEXT, TABLE, *drawn)]
 
@@ -107,8 +107,8 @@ def render_terminal_table(
     on_read: Callable[[list[Run]], None] = lambda _: None,
 ) -> RenderableType:
     """Return what `rich` prints about one or several runs; see `write_report` for options and errors."""
-    from dcpbench.reports import frames, terminal
+    from dcpbench.reports import dataframes, terminal_tables
 
-    read = frames.load_frames(folders, as_repeats=as_repeats, slo=slo)
+    read = dataframes.load_frames(folders, as_repeats=as_repeats, slo=slo)
     on_read(read.runs)
-    return terminal.render(read)
+    return terminal_tables.render(read)

@@ -13,9 +13,19 @@ from typing import TYPE_CHECKING, Any
 from dcpbench.points.names import CLOSED, MODES, TOOLS
 from dcpbench.records.metrics import DECODE, REPLAYED
 from dcpbench.records.record import is_imported_origin
-from dcpbench.reports import engine_steps, engines, findings, gaps, instances, launch_bands, marks, slo, stalls
-from dcpbench.reports.frames import sort_commonest_first
-from dcpbench.reports.words import list_unique, make_short_shapes
+from dcpbench.reports import (
+    engine_steps,
+    engines,
+    findings,
+    instance_ratios,
+    kernel_gaps,
+    launch_bands,
+    point_warnings,
+    slo,
+    stalls,
+)
+from dcpbench.reports.dataframes import sort_commonest_first
+from dcpbench.reports.load_labels import list_unique, make_short_shapes
 from dcpbench.serving.load_words import format_lock_step_warning
 from dcpbench.show.numbers import (
     format_integer,
@@ -33,7 +43,7 @@ if TYPE_CHECKING:
 
     import pandas as pd
 
-    from dcpbench.reports.frames import Frames
+    from dcpbench.reports.dataframes import Frames
 
 MAX_SENTENCES = 9
 """Maximum number of sentences at the top of a report; less important ones stand further below."""
@@ -107,7 +117,9 @@ def _collect_ranked(frames: Frames) -> list[tuple[float, str]]:
             *_iterate_scopes(frames),
         ]
         notes.append((2.5, explain_jumps(frames.findings.points)))
-        notes += [(1.2, sentence) for sentence in instances.describe_best_ratios(findings.select_timed(frames.served))]
+        notes += [
+            (1.2, sentence) for sentence in instance_ratios.describe_best_ratios(findings.select_timed(frames.served))
+        ]
         notes.append(
             (3.5, describe_replay_errors(findings.compare_replay_with_live(findings.select_timed(frames.served))))
         )
@@ -440,7 +452,7 @@ def describe_agreement(frames: Frames, apart: list[float]) -> str:
     """State how well repeats agree, and whether gaps between kernels agree if that matters."""
     return " ".join(
         text
-        for text in (findings.format_repeats_sentence(apart), gaps.describe_unequal_gaps(frames.findings.points))
+        for text in (findings.format_repeats_sentence(apart), kernel_gaps.describe_unequal_gaps(frames.findings.points))
         if text
     )
 
@@ -454,7 +466,7 @@ def describe_trust(frames: Frames, apart: list[float]) -> str:
         texts.append(f"Not every point ran: {format_outcomes(frames)}, listed with reasons.")
     marked = frames.findings.points
     if len(marked):
-        counts = marks.summarize_warnings(marked, MAX_WARNINGS)
+        counts = point_warnings.summarize_warnings(marked, MAX_WARNINGS)
         texts += [f"Marked, of {format_count(len(frames.everything), 'point')}: {counts}."] if counts else []
     return " ".join(texts)
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 from dcpbench.points.names import CLOSED
 from dcpbench.reports import answer, launch_bands
 from dcpbench.reports.findings import SCOPE, find_most_per_layout, format_plain_layout, format_slo_aside, list_keys
+from dcpbench.reports.load_labels import find_shared_shape, make_short_shapes
 from dcpbench.reports.plots import sample_evenly
 from dcpbench.reports.tables import FOLD_ABOVE, LOADED, Table, make_table, make_text_columns, select_mode
-from dcpbench.reports.words import find_shared_shape, make_short_shapes
 from dcpbench.show.numbers import ABSENT, format_number, format_ratio, format_with_interval, is_missing
 from dcpbench.show.text import format_list
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     import pandas as pd
 
+    from dcpbench.reports.dataframes import Frames
     from dcpbench.reports.findings import Findings
-    from dcpbench.reports.frames import Frames
 
 MAX_COLUMNS = 9
 """Maximum number of concurrency columns; with more concurrencies the first, the last and some between are shown."""

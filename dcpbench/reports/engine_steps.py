@@ -14,7 +14,7 @@ import pandas as pd
 from dcpbench.records.metrics import DECODE
 from dcpbench.records.record import MAX_DISTURBANCE, MAX_SUM_ERROR, OURS
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
-from dcpbench.reports import engines, words
+from dcpbench.reports import engines, load_labels
 from dcpbench.reports.step_parts import (
     ATTENTION,
     COMMUNICATION,
@@ -49,7 +49,7 @@ from dcpbench.show.text import format_count, format_list
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from dcpbench.reports.frames import Frames
+    from dcpbench.reports.dataframes import Frames
     from dcpbench.reports.tables import Column
 
 PROLONGED_STAR = "*"  # behind the ratio of a step that the profiler prolongs
@@ -171,7 +171,7 @@ def _compute_part_times(
 def find_slower_parts(found: StepComparison) -> list[SlowerPart]:
     """Return the parts that take longer in the reference than in another engine, the one that loses most time first."""
     slower = []
-    for engine in words.list_unique(found.rows["run"]) if len(found.rows) else ():
+    for engine in load_labels.list_unique(found.rows["run"]) if len(found.rows) else ():
         if engine == found.reference:
             continue
         pairs = list(_iterate_pairs(found, engine))
@@ -289,7 +289,7 @@ class StepDifference:
 
 def find_differences(found: StepComparison) -> list[StepDifference]:
     """Return the difference of each engine to the reference."""
-    engines_behind = [run for run in words.list_unique(found.rows["run"]) if run != found.reference]
+    engines_behind = [run for run in load_labels.list_unique(found.rows["run"]) if run != found.reference]
     return [_find_difference(run, list(_iterate_pairs(found, run))) for run in engines_behind]
 
 

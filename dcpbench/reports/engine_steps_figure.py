@@ -10,7 +10,7 @@ from dcpbench.records.record import MAX_DISTURBANCE
 from dcpbench.reports.engine_steps import PROLONGED_STAR, is_prolonged
 from dcpbench.reports.step_parts import IDLE, STEP_PARTS, UNKNOWN
 from dcpbench.reports.style import IDLE_COLOUR, format_label
-from dcpbench.show.figures import choose_columns, draw_legend_below, set_headline
+from dcpbench.show.figure_style import choose_columns, draw_legend_below, set_headline
 from dcpbench.show.numbers import format_integer, format_ratio, is_missing
 from dcpbench.show.text import format_count
 

@@ -15,7 +15,7 @@ from dcpbench.points.names import CLOSED, UNKNOWN
 from dcpbench.points.point import LOAD_AXES
 from dcpbench.records.metrics import DECODE, METRIC
 from dcpbench.records.record import DUMMY_WEIGHTS, SERVER_FLAG
-from dcpbench.reports import findings, launch_bands, marks, rule, words
+from dcpbench.reports import findings, launch_bands, load_labels, point_warnings, recommendation
 from dcpbench.reports.tables import Column, Table, make_column, make_table, make_text_columns
 from dcpbench.show.numbers import format_integer, format_ratio, format_value_range, is_missing
 from dcpbench.show.text import format_capitalized, format_count, format_list
@@ -23,7 +23,7 @@ from dcpbench.show.text import format_capitalized, format_count, format_list
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping
 
-    from dcpbench.reports.frames import Frames
+    from dcpbench.reports.dataframes import Frames
 
 NOT_COMPARED = {DUMMY_WEIGHTS: "ran with its own dummy weights"}
 """Warnings with which a point says nothing about the speed of its engine, and what they mean."""
@@ -59,8 +59,8 @@ def compare_engines(frames: Frames) -> EngineComparison:
     points = points[points["run"].isin(names)] if len(points) else points
     left_out: dict[str, str] = {}
     for mark, reason in NOT_COMPARED.items() if len(points) else ():
-        marked = marks.find_marked(points, mark)
-        left_out |= dict.fromkeys(words.list_unique(points["run"][marked]), reason)
+        marked = point_warnings.find_marked(points, mark)
+        left_out |= dict.fromkeys(load_labels.list_unique(points["run"][marked]), reason)
         points = points[~marked]
     if points.empty:
         return EngineComparison(points, left_out)
@@ -134,11 +134,11 @@ def format_answer(frames: Frames) -> str:
 def _name_scope(rows: pd.DataFrame, scopes: list[pd.DataFrame]) -> str:
     """Return `DeepSeek-V3, replay: on 2 × H200, ` with the parts that differ between sentences."""
     parts = [
-        words.MODELS.get(str(rows[name].iloc[0]), str(rows[name].iloc[0]))
+        load_labels.MODELS.get(str(rows[name].iloc[0]), str(rows[name].iloc[0]))
         for name in ("model", "mode")
         if len({own[name].iloc[0] for own in scopes}) > 1
     ]
-    where = rule.format_conditions(rows)
+    where = recommendation.format_conditions(rows)
     return f"{', '.join(parts)}: {where}" if parts else format_capitalized(where)
 
 
@@ -192,7 +192,7 @@ def _count_leaders(rows: pd.DataFrame) -> str:
 
 def _format_cells(rows: pd.DataFrame) -> str:
     """Return `tp2 and tp2·dcp2, 8–32 requests of 16,000 tokens`, or `…, decode steps of 8–32 requests of …`."""
-    layouts = words.list_unique(rows["layout"])
+    layouts = load_labels.list_unique(rows["layout"])
     named = format_list(layouts) if len(layouts) <= MAX_LAYOUTS else f"{len(layouts)} layouts"
     if (rows["load_arrival"] != CLOSED).any():
         return f"{named}, {format_count(rows['sent'].nunique(), 'load')}"
@@ -223,9 +223,9 @@ def format_launches(rows: pd.DataFrame) -> str:
 
 def _format_power(rows: pd.DataFrame) -> str:
     """Return which engines were limited by power or heat, and of which the clocks are not known."""
-    slowed = rows["throttle_reasons"].ne("") | marks.find_throttled(rows)
+    slowed = rows["throttle_reasons"].ne("") | point_warnings.find_throttled(rows)
     unknown = rows["sm_clock_mhz_min"].isna() & ~slowed
-    runs = words.list_unique(rows["run"])
+    runs = load_labels.list_unique(rows["run"])
     limited = [run for run in runs if slowed[rows["run"] == run].any()]
     hidden = [run for run in runs if unknown[rows["run"] == run].any()]
     power = (
@@ -359,7 +359,7 @@ def list_unknown(frames: Frames) -> list[str]:
     }
     found: dict[tuple[str, ...], list[str]] = {}
     for what, mask in hidden.items():
-        if names := words.list_unique(table["run"][mask]):
+        if names := load_labels.list_unique(table["run"][mask]):
             found.setdefault(tuple(names), []).append(what)
     return [f"{format_list(what)} of {format_list(list(names))} not recorded" for names, what in found.items()]
 

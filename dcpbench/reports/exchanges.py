@@ -14,7 +14,7 @@ from dcpbench.show.numbers import format_number, format_with_interval
 if TYPE_CHECKING:
     import pandas as pd
 
-    from dcpbench.reports.frames import Frames
+    from dcpbench.reports.dataframes import Frames
 
 PLAIN = EXCHANGES[0]
 """Exchange that the others are compared with: NCCL's collectives, as in the first implementation."""

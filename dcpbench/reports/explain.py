@@ -11,7 +11,7 @@ from dcpbench.points.names import WHOLE
 from dcpbench.records.metrics import DECODE, METRIC, SERVE, get_definitions
 from dcpbench.records.record import A_SERVER, KV_LIMIT_FLAGS, OURS, SERVER_FLAG, is_imported_origin
 from dcpbench.records.stats import compute_min_samples
-from dcpbench.reports import marks
+from dcpbench.reports import point_warnings
 from dcpbench.reports.tables import Table
 from dcpbench.show.numbers import format_number, format_percent, is_missing
 from dcpbench.show.text import format_capitalized, format_count, format_list
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from dcpbench.records.runs import Run
-    from dcpbench.reports.frames import Frames
+    from dcpbench.reports.dataframes import Frames
 
 MAX_NAMED = 10  # lines and values of a run, each with a sentence of its own
 
@@ -335,11 +335,15 @@ def explain_warnings(points: pd.DataFrame) -> list[str]:
     if points.empty:
         return []
     found = sorted({mark for text in points["marks"] for mark in str(text).split(", ") if mark})
-    everyone = marks.find_shared_warnings(points)
+    everyone = point_warnings.find_shared_warnings(points)
     sentences = []
     for mark in found:
-        where = f" (all {len(points):,} points{'' if mark in marks.STAY else ', so it is not repeated per point'})"
-        here = format_capitalized(marks.describe_clocks(points)) + "." if mark == marks.THROTTLED else ""
+        where = (
+            f" (all {len(points):,} points{'' if mark in point_warnings.STAY else ', so it is not repeated per point'})"
+        )
+        here = (
+            format_capitalized(point_warnings.describe_clocks(points)) + "." if mark == point_warnings.THROTTLED else ""
+        )
         meaning = MARKS.get(mark, "not known to this version of dcpbench.")
         sentences.append(f"{mark}{where if mark in everyone else ''}: {meaning} {here}".rstrip())
     return sentences

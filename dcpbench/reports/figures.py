@@ -21,10 +21,10 @@ from dcpbench.points.layout import DEGREES
 from dcpbench.points.names import CLOSED, GAMMA, REPLAY
 from dcpbench.records.metrics import METRIC, PERCENTILES
 from dcpbench.records.record import SERVER_FLAG
-from dcpbench.reports import findings, launch_bands, words
+from dcpbench.reports import findings, launch_bands, load_labels
 from dcpbench.reports.floors import PHASE_COLUMN
 from dcpbench.reports.style import FLOOR_LOOK, IDLE_COLOUR, PHASE_COLOURS, REST_COLOUR, Style, format_label
-from dcpbench.show.figures import (
+from dcpbench.show.figure_style import (
     GREY,
     LEGEND_LINE_INCHES,
     choose_columns,
@@ -213,7 +213,7 @@ EDGE = {
     "output_tok_s_per_gpu": "an output per GPU (an import with --tp says how many there were)",
 }
 """Text for each metric that a point on the frontier needs."""
-NAMES = words.OBJECTIVES | {"frontier": "Throughput per GPU against speed per user"}
+NAMES = load_labels.OBJECTIVES | {"frontier": "Throughput per GPU against speed per user"}
 """Names of the figures from which some points can be missing."""
 
 
@@ -340,7 +340,7 @@ def draw_overview(rows: pd.DataFrame, style: Style, title: str, lost: pd.DataFra
     several = len(set(rows["run"])) > 1
     run_labels = dict(zip(rows["run"], rows["run_label"], strict=True))
     rests = list(dict.fromkeys(rows.sort_values(["input_typical", "rest"], kind="stable")["rest"]))
-    short = words.make_short_shapes(rests)
+    short = load_labels.make_short_shapes(rests)
     wide = max(2.7, 6.0 / len(rests))  # inches of a panel, at 12.6 letters of its title each
     figure = Figure(figsize=(len(rests) * wide + 0.6, len(sides) * 2.3 + 1.2), layout="constrained")
     set_headline(figure, title)
@@ -813,7 +813,7 @@ def draw_engines(rows: pd.DataFrame, style: Style, title: str) -> Figure:  # noq
 
 def _list_cell_names(rows: pd.DataFrame, cells: list[int]) -> list[str]:
     """Return `tp2, 8 clients` for each cell, with the part of the request lengths that differs between them."""
-    short = words.make_short_shapes(rows["rest"])
+    short = load_labels.make_short_shapes(rows["rest"])
     first = rows.drop_duplicates("cell").set_index("cell")
     several = len(short) > 1
     names = []

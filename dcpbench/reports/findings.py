@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dcpbench.records.record import Interval, Record
-    from dcpbench.reports.frames import Frames
+    from dcpbench.reports.dataframes import Frames
 
 
 NO_MATCH = -1

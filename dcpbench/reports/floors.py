@@ -12,7 +12,7 @@ from dcpbench.show.text import format_list
 if TYPE_CHECKING:
     import pandas as pd
 
-    from dcpbench.reports.frames import Frames
+    from dcpbench.reports.dataframes import Frames
 
 PHASE_COLUMN = re.compile(r"phase_.+_us")
 """Pattern of the columns with the time of a phase; the column `floor_…_us` has its floor."""

@@ -17,7 +17,7 @@ from dcpbench.records.model_sizes import (
     is_published_name,
     shorten_shape,
 )
-from dcpbench.reports import words
+from dcpbench.reports import load_labels
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -48,7 +48,7 @@ def _find_doubled(names: dict[str, str], folders: Iterable[str]) -> set[str]:
 
 def _format_shortened(model: ShortenedModel) -> str:
     """Return `DeepSeek-V3, 8 of 61 layers`."""
-    return f"{words.MODELS.get(model.name, model.name)}, {model.layers} of {model.all_layers} layers"
+    return f"{load_labels.MODELS.get(model.name, model.name)}, {model.layers} of {model.all_layers} layers"
 
 
 def identify_model(record: Record) -> ShortenedModel | None:

@@ -21,10 +21,10 @@ from dcpbench.reports import (
     floors,
     joined_runs,
     launch_bands,
-    marks,
-    rule,
+    load_labels,
+    point_warnings,
+    recommendation,
     slo,
-    words,
 )
 from dcpbench.show.numbers import format_number, format_percent, is_missing
 from dcpbench.show.text import format_capitalized, format_count, format_list
@@ -32,7 +32,7 @@ from dcpbench.show.text import format_capitalized, format_count, format_list
 if TYPE_CHECKING:
     import pandas as pd
 
-    from dcpbench.reports.frames import Frames
+    from dcpbench.reports.dataframes import Frames
 
 MAX_NAMES = 6
 """Maximum number of layouts or models that a title names; above it the title counts them."""
@@ -50,29 +50,31 @@ def format_title(frames: Frames) -> str:
     if table.empty:
         return _format_title_of_none(frames)
     parts = [
-        _format_few([words.MODELS.get(name, name) for name in words.list_unique(table["model"])], "models"),
+        _format_few([load_labels.MODELS.get(name, name) for name in load_labels.list_unique(table["model"])], "models"),
         _format_few([engine.run.name for engine in frames.engines if not engine.imported], "engines"),
-        _format_few(words.list_unique(table.sort_values(["tp", "dp", "dcp"], kind="stable")["layout"]), "layouts"),
+        _format_few(
+            load_labels.list_unique(table.sort_values(["tp", "dp", "dcp"], kind="stable")["layout"]), "layouts"
+        ),
         format_report_hardware(frames),
         _format_precisions(frames),
         _format_exchanges(frames),
         _format_dates(frames),
-        rule.format_forecast(table),
+        recommendation.format_forecast(table),
         _format_imports(table),
     ]
-    return words.SEPARATOR.join(part for part in parts if part and part != UNKNOWN)
+    return load_labels.SEPARATOR.join(part for part in parts if part and part != UNKNOWN)
 
 
 def _format_precisions(frames: Frames) -> str:
     """Return `fp8 weights + bf16 KV`; of several engines with the names of those that do not record theirs."""
     table = frames.everything
     if not frames.engines:
-        found = words.list_unique(table["precision"])
+        found = load_labels.list_unique(table["precision"])
         return _format_few([kept.replace(", ", " + ") for kept in found], "precisions")
     unknown = table["precisions"].map(lambda pair: UNKNOWN in pair).astype(bool)
     known = dict.fromkeys(table["precisions"][~unknown])
     named = [weights if weights == kv else f"{weights} weights + {kv} KV" for weights, kv in known]
-    hidden = words.list_unique(table["run"][unknown])
+    hidden = load_labels.list_unique(table["run"][unknown])
     if not named:
         return ""
     aside = f" ({format_list(hidden)}: not recorded in full)" if hidden else ""
@@ -81,7 +83,7 @@ def _format_precisions(frames: Frames) -> str:
 
 def _format_exchanges(frames: Frames) -> str:
     """Return the exchanges; empty for several engines if that of one is not known."""
-    names = words.list_unique(n for n in frames.everything["exchange"] if n != "none")
+    names = load_labels.list_unique(n for n in frames.everything["exchange"] if n != "none")
     if frames.engines and UNKNOWN in names:
         return ""
     return _format_few([name for name in names if name != UNKNOWN], "exchanges")
@@ -92,19 +94,21 @@ def _format_title_of_none(frames: Frames) -> str:
     lost = frames.others
     if lost.empty:
         return "dcpbench: " + ", ".join(run.name for run in frames.runs)
-    models = _format_few([words.MODELS.get(name, name) for name in words.list_unique(lost["model"])], "models")
+    models = _format_few(
+        [load_labels.MODELS.get(name, name) for name in load_labels.list_unique(lost["model"])], "models"
+    )
     parts = [
         models,
-        _format_few(words.list_unique(lost["layout"]), "layouts"),
+        _format_few(load_labels.list_unique(lost["layout"]), "layouts"),
         format_report_hardware(frames),
         _format_dates(frames),
     ]
-    return words.SEPARATOR.join([*filter(None, parts), "no point finished"])
+    return load_labels.SEPARATOR.join([*filter(None, parts), "no point finished"])
 
 
 def _format_imports(table: pd.DataFrame) -> str:
     """Return `imported from vllm bench serve`, or `some imported from …` if dcpbench measured other points."""
-    theirs = [name for name in words.list_unique(table["origin"]) if is_imported_origin(name)]
+    theirs = [name for name in load_labels.list_unique(table["origin"]) if is_imported_origin(name)]
     some = "" if table["origin"].map(is_imported_origin).all() else "some "
     return f"{some}imported from {format_list([TOOLS.get(name, name) for name in theirs])}" if theirs else ""
 
@@ -118,7 +122,7 @@ def format_report_hardware(frames: Frames) -> str:
 
 def format_table_hardware(table: pd.DataFrame) -> str:
     """Return the hardware of these points, as `format_report_hardware` does."""
-    devices = [name for name in words.list_unique(table["device"].dropna()) if name != UNKNOWN]
+    devices = [name for name in load_labels.list_unique(table["device"].dropna()) if name != UNKNOWN]
     if table["cpu"].all() or not devices:
         return _format_few(devices, "devices")
     sizes = sorted({int(n) for n in table["gpus"] if not is_missing(n) and n})
@@ -147,7 +151,7 @@ def list_caveats(frames: Frames) -> list[str]:
     table = frames.everything
     if table.empty:
         return []
-    found = rule.format_no_fit_notes(table)
+    found = recommendation.format_no_fit_notes(table)
     if (table["weights"] == "synthetic").any():
         found.append("synthetic weights")
     replayed = table["mode"] == REPLAY
@@ -157,7 +161,9 @@ def list_caveats(frames: Frames) -> list[str]:
             f"replayed in virtual time over measured step times, not served live{every}{_format_policies(frames)}"
         )
     servers = [
-        joined_runs.format_engine(name) for name in words.list_unique(table["origin"]) if name.startswith(A_SERVER)
+        joined_runs.format_engine(name)
+        for name in load_labels.list_unique(table["origin"])
+        if name.startswith(A_SERVER)
     ]
     if servers:
         every = "" if table["origin"].str.startswith(A_SERVER).all() else " (those points)"
@@ -177,7 +183,7 @@ def list_caveats(frames: Frames) -> list[str]:
         found.append(f"clients run in lock-step{every}: all their requests have one length{favours}")
     found += _list_engine_caveats(table)
     power = table["throttle_reasons"].str.contains("power", case=False).fillna(False)  # noqa: FBT003 - pandas' own
-    limited = power | marks.find_throttled(table)
+    limited = power | point_warnings.find_throttled(table)
     if limited.any():
         by_steps = limited & replayed & (table["throttle_reasons"] == "")
         some = by_steps.any() and (limited & ~by_steps).any()
@@ -190,7 +196,7 @@ def list_caveats(frames: Frames) -> list[str]:
 def _list_engine_caveats(table: pd.DataFrame) -> list[str]:
     """Return what the engine does that makes its speed another than that of a deployment."""
     found = []
-    if (dummy := marks.find_marked(table, DUMMY_WEIGHTS)).any():
+    if (dummy := point_warnings.find_marked(table, DUMMY_WEIGHTS)).any():
         every = "" if dummy.all() else f" at {int(dummy.sum()):,} of {len(table):,} points"
         found.append(
             f"dummy weights of the engine{every}: every token takes the same few experts, so that the speed is not that of a "
@@ -227,7 +233,7 @@ def format_answer(frames: Frames) -> str:
         text = f"No point finished{on} ({answer.format_outcomes(frames)}), so nothing here says which layout to take."
         return " ".join(filter(None, (text, answer.format_commonest_reason(frames))))
     timed = findings.select_timed(table)
-    foreign = [name for name in words.list_unique(table["origin"]) if is_imported_origin(name)]
+    foreign = [name for name in load_labels.list_unique(table["origin"]) if is_imported_origin(name)]
     if timed.empty and foreign:
         return _describe_imported(frames, foreign, timed)
     if table["cpu"].all():
@@ -242,7 +248,7 @@ def format_answer(frames: Frames) -> str:
     elif rows.empty:
         text = _describe_single(frames, timed)
     else:
-        text = rule.format_recommendation(rows)
+        text = recommendation.format_recommendation(rows)
     slow = int(table["cpu"].sum())
     return (
         f"{text} {format_capitalized(format_count(slow, 'point'))} ran on a CPU, which says nothing about speed."
@@ -253,7 +259,7 @@ def format_answer(frames: Frames) -> str:
 
 def _describe_functional(frames: Frames) -> str:
     """Return the sentence for runs on a CPU only."""
-    ran = format_list(words.list_unique(frames.everything["layout"]))
+    ran = format_list(load_labels.list_unique(frames.everything["layout"]))
     lost = frames.others[frames.others["outcome"] != "rejected"] if len(frames.others) else frames.others
     not_all = f"; {format_count(len(lost), 'point')} did not finish" if len(lost) else ""
     text = f"This says nothing about speed: a functional run on a CPU, which shows that {ran} can run{not_all}."
@@ -266,13 +272,13 @@ def _describe_single(frames: Frames, timed: pd.DataFrame) -> str:
     """
     most = _format_maximum(timed)
     best = frames.findings.best
-    where = rule.format_conditions(timed)
-    names = words.list_unique(timed["layout"])
+    where = recommendation.format_conditions(timed)
+    names = load_labels.list_unique(timed["layout"])
     if best.empty or best["load_arrival"].eq(CLOSED).any():
         if len(names) > 1:
             return f"{format_capitalized(f'{where}{_explain_not_compared(frames, names)}')}, so nothing here says which layout to take: {most}."
         lost = (
-            [n for n in words.list_unique(select_rejected_for_memory(frames)["layout"]) if n not in names]
+            [n for n in load_labels.list_unique(select_rejected_for_memory(frames)["layout"]) if n not in names]
             if len(select_rejected_for_memory(frames))
             else []
         )
@@ -299,11 +305,11 @@ def _format_maximum(timed: pd.DataFrame) -> str:
     fits = pool[~(pool["slo_excess"] > 1)]
     within = "" if judged.empty else " within the SLO"
     top = (pool if fits.empty else fits).sort_values("output_tok_s", kind="stable").iloc[-1]
-    most = f"{format_number(top['output_tok_s'], 3)} output tok/s{'' if fits.empty else within}, with {top['label']} at {rule.format_load(top)}"
+    most = f"{format_number(top['output_tok_s'], 3)} output tok/s{'' if fits.empty else within}, with {top['label']} at {recommendation.format_load(top)}"
     if len(fits):
         return f"at most {most}"
     near = pool.sort_values("slo_excess", kind="stable").iloc[0]
-    nearest = "" if near.name == top.name else f": nearest is {near['label']} at {rule.format_load(near)}"
+    nearest = "" if near.name == top.name else f": nearest is {near['label']} at {recommendation.format_load(near)}"
     return f"at most {most}; no point meets the SLO{nearest} ({near['slo_result']})"
 
 
@@ -330,7 +336,7 @@ def _describe_imported(frames: Frames, foreign: list[str], rows: pd.DataFrame) -
         top = tops.iloc[-1]
         layout = "" if top["layout"] == UNKNOWN_LAYOUT else f" with {top['label']}"
         most = format_number(top["output_tok_s"], 3)
-        text += f", at most {most} output tok/s ({top['model']}{layout} at {rule.format_load(top)})"
+        text += f", at most {most} output tok/s ({top['model']}{layout} at {recommendation.format_load(top)})"
     if len(table) > len(theirs):
         text += f", in addition to {format_count(len(table) - len(theirs), 'point')} of dcpbench"
     if theirs["cpu"].all():
@@ -338,17 +344,17 @@ def _describe_imported(frames: Frames, foreign: list[str], rows: pd.DataFrame) -
     compared, ours = (
         rows[~rows["origin"].map(is_imported_origin) == own] if len(rows) else rows for own in (False, True)
     )
-    layouts = words.list_unique(theirs["layout"])
+    layouts = load_labels.list_unique(theirs["layout"])
     nothing = "so nothing here says which to take"
     if len(compared):
-        text = f"{text}. By these, {rule.format_advice(compared)}."
+        text = f"{text}. By these, {recommendation.format_advice(compared)}."
     elif layouts == [UNKNOWN_LAYOUT]:
         text = f"{text}. They do not say which layout ran, {nothing}."
     elif len(layouts) == 1:
         text = f"{text}. They are of one layout, {nothing}."
     else:
         text = f"{text}. {format_capitalized(_explain_not_compared(frames, layouts))}, {nothing}."
-    return f"{text} Of dcpbench's own points: {rule.format_recommendation(ours)}" if len(ours) else text
+    return f"{text} Of dcpbench's own points: {recommendation.format_recommendation(ours)}" if len(ours) else text
 
 
 def format_bullets(frames: Frames) -> list[str]:
@@ -387,7 +393,7 @@ def _describe_dcp_gain(frames: Frames) -> str:
     if rated.empty:
         return f"{text}."
     top = rated.sort_values("ratio", kind="stable").iloc[-1]
-    who = f"{words.MODELS.get(top['model'], top['model'])}, {top['label']} at {rule.format_load(top)}"
+    who = f"{load_labels.MODELS.get(top['model'], top['model'])}, {top['label']} at {recommendation.format_load(top)}"
     if paid:
         return f"{text}, by at most {format_percent(top['ratio'] - 1)} ({who})."
     return f"{text}; nearest is {top['ratio']:.2f}× ({who})."
@@ -402,7 +408,7 @@ def _describe_rejections(frames: Frames) -> str:
         least = int(rows["concurrency"].min())
         length = f" of {'' if mode == 'decode' else 'up to '}{context:,} tokens" if context != 0 else ""
         clauses.setdefault(f"from {format_count(least, 'request')}{length} on", []).append(str(layout))
-    texts = [f"{format_list(words.list_unique(names))} {where}" for where, names in clauses.items()]
+    texts = [f"{format_list(load_labels.list_unique(names))} {where}" for where, names in clauses.items()]
     more = f"; and {len(texts) - MAX_CLAUSES:,} more" if len(texts) > MAX_CLAUSES else ""
     return f"No room in memory: {'; '.join(texts[:MAX_CLAUSES])}{more}."
 
@@ -416,7 +422,7 @@ def _describe_kv_capacity(frames: Frames) -> str:
     same = kv[
         (kv["tp"] == top["tp"]) & (kv["dcp"] == 1) & (kv["kv_ratio"] >= top["kv_ratio"] * (1 - REPEATS_AGREE_WITHIN))
     ]
-    too = f", as does {format_list(words.list_unique(same['layout']), 'or')}" if len(same) else ""
+    too = f", as does {format_list(load_labels.list_unique(same['layout']), 'or')}" if len(same) else ""
     memory = "" if is_missing(top["kv_tokens_per_gib"]) else " in the same KV memory"
     return f"{top['layout']} holds {top['kv_ratio']:.2f}× the tokens of tp{top['tp']}{memory}{too}."
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dcpbench.points.names import CLOSED
 from dcpbench.reports import engine_steps, engine_steps_figure, engines, figures, findings, overview, style
-from dcpbench.show.figures import apply_style, save_figure
+from dcpbench.show.figure_style import apply_style, save_figure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-    from dcpbench.reports.frames import Frames
+    from dcpbench.reports.dataframes import Frames
 
     Draw = Callable[..., Figure]
 

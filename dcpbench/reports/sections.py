@@ -9,8 +9,8 @@ from dcpbench.points.names import LIVE, MODES, REPLAY
 from dcpbench.reports import (
     answer,
     answer_tables,
-    chosen,
-    client,
+    auto_selection,
+    client_cost,
     engine_steps,
     engines,
     exchanges,
@@ -18,19 +18,19 @@ from dcpbench.reports import (
     figures,
     findings,
     floors,
-    instances,
+    instance_ratios,
+    load_labels,
+    multi_turn,
     overview,
     stalls,
     sync_sites,
     tables,
-    turns,
-    words,
 )
 from dcpbench.reports.explain import build_definitions
 from dcpbench.show.text import format_capitalized
 
 if TYPE_CHECKING:
-    from dcpbench.reports.frames import Frames
+    from dcpbench.reports.dataframes import Frames
     from dcpbench.reports.plots import Picture
     from dcpbench.reports.tables import Table
 
@@ -87,7 +87,7 @@ def build_sections(frames: Frames, pictures: list[Picture]) -> list[Section]:
         Section(
             slug="client",
             title="The client that sent the requests",
-            tables=[client.build_table(frames)],
+            tables=[client_cost.build_table(frames)],
         ),
         _build_comparisons(frames, further),
         *_build_trust(frames),
@@ -112,7 +112,7 @@ def _build_answer(frames: Frames, pictures: list[Picture], folded: list[str]) ->
         title="The answer",
         lead=lead,
         aside=format_capitalized(
-            words.SEPARATOR.join(caveat for caveat in overview.list_caveats(frames) if caveat not in lead)
+            load_labels.SEPARATOR.join(caveat for caveat in overview.list_caveats(frames) if caveat not in lead)
         ),
         first=_select_pictures(pictures, "engines", "overview"),
         bullets=overview.format_bullets(frames),
@@ -169,8 +169,11 @@ def _build_performance(frames: Frames, pictures: list[Picture]) -> list[Section]
         Section(
             slug="instances",
             title="Prefill and decode on separate GPUs",
-            bullets=instances.describe_best_ratios(findings.select_timed(frames.served)),
-            tables=[*instances.build_grids(frames), *(instances.build_table(frames, mode) for mode in MODES)],
+            bullets=instance_ratios.describe_best_ratios(findings.select_timed(frames.served)),
+            tables=[
+                *instance_ratios.build_grids(frames),
+                *(instance_ratios.build_table(frames, mode) for mode in MODES),
+            ],
         ),
     ]
 
@@ -212,7 +215,7 @@ def _build_points(frames: Frames, pictures: list[Picture]) -> list[Section]:
         Section(
             slug="points",
             title="Every point",
-            tables=[tables.build_points_table(points), chosen.build_table(frames)],
+            tables=[tables.build_points_table(points), auto_selection.build_table(frames)],
             paragraphs=explain.explain_absent(points),
             bullets=explain.explain_warnings(points),
         ),
@@ -232,7 +235,7 @@ def _build_served(frames: Frames) -> list[Section]:
             bullets=explain.explain_warnings(points),
             tables=[
                 tables.build_served_table(served, mode),
-                turns.build_table(frames, mode),
+                multi_turn.build_table(frames, mode),
                 tables.build_served_details(served, mode),
             ],
         )

@@ -14,7 +14,7 @@ import pandas as pd
 from dcpbench.records import metrics
 from dcpbench.records.stats import compute_min_samples
 from dcpbench.reports.findings import LOAD, SCOPE, list_keys
-from dcpbench.reports.words import OBJECTIVES
+from dcpbench.reports.load_labels import OBJECTIVES
 from dcpbench.show.numbers import format_number
 
 if TYPE_CHECKING:

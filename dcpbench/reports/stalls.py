@@ -12,15 +12,15 @@ import pandas as pd
 
 from dcpbench.points.instances import parse_instances
 from dcpbench.reports import findings
+from dcpbench.reports.load_labels import SEPARATOR, list_unique
 from dcpbench.reports.tables import Table, make_table, make_text_columns, read_rows
-from dcpbench.reports.words import SEPARATOR, list_unique
 from dcpbench.show.numbers import ABSENT, format_number, format_percent, is_missing
 from dcpbench.show.text import format_count, format_list
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from dcpbench.reports.frames import Frames
+    from dcpbench.reports.dataframes import Frames
 
 CHUNK = "load_chunk"
 MAX_LOADS = 4

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from dcpbench.points.layout import DEGREES
 from dcpbench.points.names import EXCHANGES
-from dcpbench.reports.words import list_unique
-from dcpbench.show.figures import LINES, MARKERS, get_line_style, get_marker
+from dcpbench.reports.load_labels import list_unique
+from dcpbench.show.figure_style import LINES, MARKERS, get_line_style, get_marker
 from dcpbench.show.layouts import find_marker_index, get_colours, split_experts, split_instances
 from dcpbench.show.text import fit_line
 

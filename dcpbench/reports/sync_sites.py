@@ -10,7 +10,7 @@ from dcpbench.reports.tables import Table, make_table, make_text_columns
 from dcpbench.show.numbers import ABSENT, format_number
 
 if TYPE_CHECKING:
-    from dcpbench.reports.frames import Frames
+    from dcpbench.reports.dataframes import Frames
 
 
 def describe_sites(frames: Frames) -> list[str]:

@@ -17,8 +17,8 @@ from dcpbench.records.checks import OUTCOMES
 from dcpbench.records.metrics import METRIC
 from dcpbench.records.record import A_SERVER, OURS, format_hardware, get_device, get_origin
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
-from dcpbench.reports import marks, words
-from dcpbench.reports.frames import sort_commonest_first
+from dcpbench.reports import load_labels, point_warnings
+from dcpbench.reports.dataframes import sort_commonest_first
 from dcpbench.reports.joined_runs import format_engine
 from dcpbench.show.numbers import (
     ABSENT,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from dcpbench.records.metrics import Metric
-    from dcpbench.reports.frames import Frames
+    from dcpbench.reports.dataframes import Frames
 
 FOLD_ABOVE = 24
 """Number of rows above which a table that only supports a figure is folded at first."""
@@ -114,7 +114,7 @@ def build_points_table(found: pd.DataFrame) -> Table:
     """Build the table with the numbers of every point."""
     return make_table(
         "Medians; 95 % interval in brackets",
-        found.assign(telling=marks.format_distinct_warnings(found)),
+        found.assign(telling=point_warnings.format_distinct_warnings(found)),
         [
             ("layout", "label"),
             ("marks", "telling"),
@@ -156,8 +156,8 @@ def build_served_table(found: pd.DataFrame, mode: str) -> Table:
     kv = METRIC["kv_capacity_tokens"]
     held: Column = (kv.heading, lambda r: format_metric(kv, r["kv_tokens_of_all"]))
     return make_table(
-        words.SERVED[mode],
-        rows.assign(telling=[warning or ABSENT for warning in marks.format_distinct_warnings(rows)]),
+        load_labels.SERVED[mode],
+        rows.assign(telling=[warning or ABSENT for warning in point_warnings.format_distinct_warnings(rows)]),
         [
             *LOADED,
             *[("origin", "engine")][:others],
@@ -307,7 +307,7 @@ def build_runs_table(frames: Frames) -> Table:
         env = next((r.environment for r in run.records if r.environment), None)
         device = next(filter(None, map(get_device, run.records)), None)
         started = min((r.started_at for r in run.records if r.started_at), default=None)
-        origins = words.list_unique(map(get_origin, run.records))
+        origins = load_labels.list_unique(map(get_origin, run.records))
         versions = [format_engine(name) for name in origins if name.startswith(A_SERVER)]
         versions += [
             f"{n} {getattr(env, n)}"

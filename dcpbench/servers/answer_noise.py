@@ -48,7 +48,7 @@ QUANTILES = (0.5, 0.9, 0.98)
 CEILINGS = (0.25, 0.4, 0.5, 0.6)
 """Upper bounds of the limits of drifts, as shares of the scale, at each of QUANTILES and at the maximum; those of gaps are twice as large.
 They are above all rounding that was measured with fp8 and weights that are not trained: 0.06, 0.13, 0.2 and 0.47 in drifts, 0.19, 0.44,
-0.7 and 0.9 in gaps (the same data, and results/engines_1xH200_2026-11-29).
+0.7 and 0.9 in gaps (the same data, and results/engines_H200/engines_1xH200_2026-11-29).
 """
 MIN_NOISE_PROMPTS = 20  # prompts with answers that are not identical, from which a distribution is measured
 MIN_NOISE_SHARE = 0.1  # share of such prompts; where fewer differ, the conditions change too few sums

@@ -12,7 +12,7 @@ from dcpbench.servers.answer_pairs import Answer
 from dcpbench.servers.answers import BROKEN_OFF, is_refusal
 from dcpbench.servers.client import RequestError, WholeOkReply
 from dcpbench.servers.events import BadStream, Choice, Completion, Fault, StreamError, read_completion
-from dcpbench.servers.prompts import CHAT, PATHS
+from dcpbench.servers.prompt_format import CHAT, PATHS
 from dcpbench.servers.token_counts import Limits
 from dcpbench.show.text import fit_line
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from dcpbench.servers.client import Client
-    from dcpbench.servers.prompts import PromptFormat
+    from dcpbench.servers.prompt_format import PromptFormat
 
 TOP_LOGPROBS = (20, 5, 2)
 """Numbers of top log-probabilities to request, tried in order until a server accepts one."""

@@ -1,6 +1,6 @@
 """An HTTP/1.1 client for a load generator: bytes are timestamped on arrival, before any other processing.
 
-The kernel timestamps them if it can (stamps.py), else the read does. A connection is an asyncio.Protocol that parses
+The kernel timestamps them if it can (socket_timestamps.py), else the read does. A connection is an asyncio.Protocol that parses
 received data and passes each piece of a body on at once, in the same iteration of the loop: there is no stream, queue
 or task between the socket and the clock. The buffered size of heads, lines and bodies is bounded.
 """
@@ -26,7 +26,7 @@ from dcpbench.points import redaction
 from dcpbench.servers.descriptors import OPEN_FILES, SHORTAGE, format_shortage
 from dcpbench.servers.events import BadStream, StreamError, read_error_message
 from dcpbench.servers.request_options import find_secrets
-from dcpbench.servers.stamps import StampedSocket
+from dcpbench.servers.socket_timestamps import StampedSocket
 from dcpbench.show.text import fit_line
 
 if TYPE_CHECKING:

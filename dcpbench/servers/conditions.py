@@ -22,8 +22,8 @@ from dcpbench.servers.agreement import PromptAnswers
 from dcpbench.servers.answer_pairs import ScoredPrompt
 from dcpbench.servers.ask import Side, choose_contexts
 from dcpbench.servers.client import Client
+from dcpbench.servers.prompt_format import IDS, find_prompt_format
 from dcpbench.servers.prompt_logprobs import PromptScorer
-from dcpbench.servers.prompts import IDS, find_prompt_format
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

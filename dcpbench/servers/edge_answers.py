@@ -26,8 +26,8 @@ from dcpbench.servers.ask import Side
 from dcpbench.servers.client import Client
 from dcpbench.servers.conditions import count_hits
 from dcpbench.servers.edge_lengths import MIN_SHARED, count_prompts, list_batches
+from dcpbench.servers.prompt_format import IDS, find_prompt_format
 from dcpbench.servers.prompt_logprobs import MAX_SCORED, PromptScorer
-from dcpbench.servers.prompts import IDS, find_prompt_format
 from dcpbench.show.text import format_count
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from dcpbench.servers.client import Target
     from dcpbench.servers.info import ServerInfo
-    from dcpbench.servers.prompts import PromptFormat, Text
+    from dcpbench.servers.prompt_format import PromptFormat, Text
 
 NEW, SHARED, AGAIN = CACHES = ("new", "shared prefix", "again")  # what a prefix cache may hold of a prompt
 

@@ -69,12 +69,13 @@ if TYPE_CHECKING:
     from dcpbench.records.record import EngineSettings
     from dcpbench.servers.info import ServerInfo
     from dcpbench.servers.measure import ClientConfig
-    from dcpbench.servers.prompts import PromptFormat
+    from dcpbench.servers.prompt_format import PromptFormat
     from dcpbench.servers.step_probe import CaseSamples
     from dcpbench.serving.step_times import Case
 
 MIN_QUEUED_AHEAD = 1.1  # decode steps from which a prompt waits for a step that was decided before it came
 MAX_REQUEST_SHARE = 0.25  # of a decode step: a longer request_ms hides whether a prompt waited for one step or for two
+MIN_BEGIN_SHARE = 0.03  # of a step by which it is longer behind decode steps if its begin is delayed; less is noise
 MAX_FAILURES = 3  # cases in succession that a server may fail
 CASE_S = 2.0  # time limit of a case, once its requests run
 MAX_ROW_EFFECT = 0.1  # by which noise changes the time of a prompt, relative to one that is a few tokens longer
@@ -170,7 +171,11 @@ def measure_server_steps(
         measured = asyncio.run(_measure_cases(points, engine, config, prompt_format, tell))
         gpu = get_state()
     found, request_ms = measured.found, measured.times.request_ms
-    cases = [_make_measured_case(one, measured.times) for one in found if not one.separate_prefill]
+    seen = [*found, *([measured.exposed] if measured.exposed is not None else [])]
+    asynchronous = _decides_ahead(seen, request_ms, config.engine_settings)
+    begin_ms = min(_compute_begin_ms(found, measured.exposed, asynchronous=asynchronous), request_ms)
+    times = RequestTimes(request_ms - begin_ms, measured.times.launch_ms + begin_ms)
+    cases = [_make_measured_case(one, times) for one in found if not one.separate_prefill]
     marks = {"cpu": config.device == CPU, DUMMY_WEIGHTS: config.dummy_weights, THROTTLED: is_throttled(gpu)}
     sizes = read_model_sizes(points[0].model)
     layers = (sizes.layers if sizes else None) or 0
@@ -187,8 +192,9 @@ def measure_server_steps(
         engine=msgspec.structs.replace(
             engine,
             row_multiple=measured.row_multiple,
-            request_ms=request_ms,
-            asynchronous=_decides_ahead(found, request_ms, config.engine_settings),
+            request_ms=times.request_ms,
+            begin_ms=begin_ms,
+            asynchronous=asynchronous,
         ),
         gpu=gpu,
     )
@@ -201,6 +207,8 @@ class _Measured:
     found: list[CaseSamples]
     row_multiple: int
     times: RequestTimes
+    exposed: CaseSamples | None
+    """A case with decodes and a chunk behind decode steps, which hide less of its launch than the steps before those in `found`."""
 
 
 async def _measure_cases(
@@ -230,7 +238,10 @@ async def _measure_cases(
         multiple = await _find_row_multiple(cases, extent)
         unaligned = make_unaligned_cases(extent) if multiple > 1 else []
         await cases.measure([*make_engine_cases(extent), *unaligned])
-        return _Measured(found=cases.found, row_multiple=multiple, times=await measure_request_times(probe))
+        mixed = _find_longest_mixed(cases.found)
+        exposed = None if mixed is None or engine.policy != VLLM else await measure_case(probe, mixed.case)
+        times = await measure_request_times(probe)
+        return _Measured(found=cases.found, row_multiple=multiple, times=times, exposed=exposed)
 
 
 class _Cases:
@@ -263,7 +274,7 @@ class _Cases:
         if case in self._taken:
             return self._taken[case]
         try:
-            one = await measure_case(self.probe, case)
+            one = await measure_case(self.probe, case, hide_launch=self.policy == VLLM)
         except WorkerError as e:  # such as prompts that never shared a step
             self._failures += 1
             if self._failures == MAX_FAILURES:
@@ -337,11 +348,30 @@ def _decides_ahead(found: Sequence[CaseSamples], request_ms: float, settings: En
     return statistics.median(queued) > MIN_QUEUED_AHEAD
 
 
-def _make_measured_case(found: CaseSamples, times: RequestTimes) -> MeasuredCase:
-    """Return a case as step-time files have it: with the contexts that were measured, and without the request's own time.
+def _find_longest_mixed(found: Sequence[CaseSamples]) -> CaseSamples | None:
+    """Return the case with most tokens of a chunk, and of those with fewest decodes; None without decodes and chunks in a step."""
+    mixed = [one for one in found if one.case.decodes and one.case.chunks and not one.separate_prefill]
+    return max(mixed, key=lambda one: (one.case.chunks[0].tokens, -one.case.decodes[0].requests), default=None)
 
-    The samples of a step with decodes contain the part of its launch that a decode step does not hide.
+
+def _compute_begin_ms(found: Sequence[CaseSamples], exposed: CaseSamples | None, *, asynchronous: bool) -> float:
+    """Return the time in ms from the decision for a step with chunks until the GPU begins it (EngineServer.begin_ms).
+
+    A step behind a decode step waits for the rest of that time, and one behind a step with chunks does not. An asynchronous
+    engine decides it when the decode step begins, another one when it ends. Differences below MIN_BEGIN_SHARE of the step are noise.
     """
+    hidden = _find_longest_mixed(found)
+    if exposed is None or hidden is None or exposed.decode_ms is None:
+        return 0.0
+    step_ms = statistics.median(hidden.samples_ms)
+    more_ms = statistics.median(exposed.samples_ms) - step_ms
+    if more_ms < MIN_BEGIN_SHARE * step_ms:
+        return 0.0
+    return more_ms + (exposed.decode_ms if asynchronous else 0.0)
+
+
+def _make_measured_case(found: CaseSamples, times: RequestTimes) -> MeasuredCase:
+    """Return a case as step-time files have it: with the contexts that were measured, and without the request's own time."""
     case, samples = found.case, found.samples_ms
     if found.context_mean is not None and len(case.decodes) == 1:
         decodes = (Decodes(case.decodes[0].requests, max(round(found.context_mean), 1)),)

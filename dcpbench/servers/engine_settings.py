@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.errors import UsageError
-from dcpbench.plan import options as read
-from dcpbench.points.engines import format_settings, make_engine_load, make_engine_point
+from dcpbench.plan import option_parsers as read
+from dcpbench.points.engine_points import format_settings, make_engine_load, make_engine_point
 from dcpbench.points.layout import Layout
 from dcpbench.points.names import UNKNOWN, WHOLE
 from dcpbench.points.redaction import register_command_line

@@ -1,4 +1,4 @@
-"""Start a server, wait until it takes requests, and end it with all its child processes (guard.py). No torch."""
+"""Start a server, wait until it takes requests, and end it with all its child processes (process_group.py). No torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Self
 
 from dcpbench.errors import WorkerError
 from dcpbench.points import redaction
-from dcpbench.servers import guard
+from dcpbench.servers import process_group
 from dcpbench.servers.engine_log import StartWatch
 from dcpbench.servers.exit_reason import POINTS_ELSEWHERE, Cause, find_exit_reason, find_reason
 
@@ -59,7 +59,7 @@ class Server:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as out:
             self._guard = subprocess.Popen(
-                [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(GRACE_S)],
+                [sys.executable, "-I", "-S", process_group.__file__, str(os.getpid()), str(GRACE_S)],
                 stdin=subprocess.PIPE,
                 stdout=out,
                 stderr=out,

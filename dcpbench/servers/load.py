@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 
     from dcpbench.servers.client import Client
-    from dcpbench.servers.turns import Session
+    from dcpbench.servers.sessions import Session
 
 ResultT = TypeVar("ResultT")
 EARLY_S = 1.2e-3  # epoll wakes a process up to 1 ms late: the loop wakes this long before a request is due, and spins

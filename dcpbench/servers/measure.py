@@ -36,14 +36,14 @@ from dcpbench.records.record import (
     format_omitted_note,
 )
 from dcpbench.servers import info as server_info
-from dcpbench.servers import turns
+from dcpbench.servers import sessions
 from dcpbench.servers.answers import BY_CHUNKS
 from dcpbench.servers.client import Client, Target
+from dcpbench.servers.client_pool import open_load
 from dcpbench.servers.descriptors import OPEN_FILES, raise_open_file_limit
 from dcpbench.servers.load import Call, Run
 from dcpbench.servers.profile import find_waits, record_traces
-from dcpbench.servers.prompts import COMPLETIONS, PromptFormat, find_prompt_format
-from dcpbench.servers.shares import open_load
+from dcpbench.servers.prompt_format import COMPLETIONS, PromptFormat, find_prompt_format
 from dcpbench.serving.loads import make_point_requests
 from dcpbench.serving.outcome import StepCounts, compute_serve_metrics, find_warnings, format_summary, make_rows
 from dcpbench.serving.request_files import read_requests
@@ -61,10 +61,10 @@ if TYPE_CHECKING:
     from dcpbench.points.settings import Settings
     from dcpbench.records.record import EngineSettings, Gpu, ServeMetrics, StartPhase, SyncSite
     from dcpbench.servers.client import RequestError
+    from dcpbench.servers.client_pool import ClientPool
     from dcpbench.servers.events import Fault
     from dcpbench.servers.info import Counters, ServerInfo
     from dcpbench.servers.load import Outcome, Pace
-    from dcpbench.servers.shares import ClientPool
 
 CLIENT_BOUND, GAPS_DIVIDED, NOMINAL = "client_bound", "gaps_divided", "nominal_lengths"
 KV_SOURCES_DIFFER = "kv_sources_differ"
@@ -321,7 +321,7 @@ async def _send_load(
     assert load is not None
     async with Client(config.target) as client:
         warm = await _warm_up(client, config, prompt_format, sent.requests)
-        calls = turns.make_calls(client.target, prompt_format, sent.requests, load.think_time)
+        calls = sessions.make_calls(client.target, prompt_format, sent.requests, load.think_time)
         processes = config.processes or choose_processes(point, sent.requests, warm)
         bound = point.concurrency if load.arrival != CLOSED and point.concurrency < load.requests else None
         with raise_open_file_limit(

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.errors import UsageError
-from dcpbench.points.engines import format_settings
+from dcpbench.points.engine_points import format_settings
 from dcpbench.points.names import (
     CUT,
     DUMMY,

@@ -14,7 +14,7 @@ from dcpbench.errors import UsageError, WorkerError
 from dcpbench.servers import info as server_info
 from dcpbench.servers.client import CLIENT_ERROR, OK, Client, RequestError, Target, make_status_error
 from dcpbench.servers.load import Call, Run
-from dcpbench.servers.prompts import PATHS, find_prompt_format
+from dcpbench.servers.prompt_format import PATHS, find_prompt_format
 from dcpbench.show.text import format_count
 from dcpbench.syncs.files import drop_copies
 from dcpbench.syncs.gating.gate import can_be_finding, explain_guesses, explain_missing, explain_no_answer

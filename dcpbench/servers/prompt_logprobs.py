@@ -15,13 +15,13 @@ from dcpbench.errors import WorkerError
 from dcpbench.servers.answer_pairs import ScoredPrompt
 from dcpbench.servers.answers import is_refusal
 from dcpbench.servers.client import RequestError, WholeOkReply
-from dcpbench.servers.prompts import COMPLETIONS, IDS, NO_ENDPOINT, PATHS
+from dcpbench.servers.prompt_format import COMPLETIONS, IDS, NO_ENDPOINT, PATHS
 
 if TYPE_CHECKING:
     import numpy as np
 
     from dcpbench.servers.client import Client
-    from dcpbench.servers.prompts import PromptFormat
+    from dcpbench.servers.prompt_format import PromptFormat
 
 MAX_SCORED = 1024  # tokens of a prompt: the logits of all its tokens are in GPU memory at once
 BYTES_OF_TOKEN = 1 << 10  # maximum size of one token's entry in an answer

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.errors import UsageError
-from dcpbench.plan.typed import HEADER
+from dcpbench.plan.command_line import HEADER
 from dcpbench.show.text import fit_name, format_list
 
 if TYPE_CHECKING:

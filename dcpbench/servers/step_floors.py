@@ -8,9 +8,9 @@ import msgspec
 
 from dcpbench.errors import ModelError, UsageError
 from dcpbench.points.budget import ITEMSIZE
-from dcpbench.points.floors import Sharding, StepRows, compute_step_floors
 from dcpbench.points.memory import HEADROOM_TOKENS
 from dcpbench.points.names import CUT, UNKNOWN
+from dcpbench.points.roofline import Sharding, StepRows, compute_step_floors
 from dcpbench.points.shapes import load_shape
 from dcpbench.records.record import ENGINE_DTYPES, Floor
 from dcpbench.records.runs import read_run

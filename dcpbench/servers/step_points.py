@@ -37,7 +37,7 @@ from dcpbench.serving.step_times import Case, Decodes
 from dcpbench.show.numbers import format_percent
 from dcpbench.show.terminal import print_stderr
 from dcpbench.syncs.kernel_time import COMMUNICATION_PARTS, measure_steps
-from dcpbench.syncs.ranks import is_front_end
+from dcpbench.syncs.trace_ranks import is_front_end
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from dcpbench.servers.decode_streams import DecodeStreams
     from dcpbench.servers.info import ServerInfo
     from dcpbench.servers.measure import ClientConfig
-    from dcpbench.servers.prompts import PromptFormat
+    from dcpbench.servers.prompt_format import PromptFormat
     from dcpbench.servers.step_probe import CaseSamples
     from dcpbench.syncs.kernel_time import StepTime
 
@@ -85,7 +85,7 @@ class _Measured:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepPoints:
-    """Measure decode points, as servers.sweep.measure_started takes it."""
+    """Measure decode points, as servers.server_sweep.measure_started takes it."""
 
     limits: Callable[[Point], ServerLimits]
     """Limits that the command line of a point's server states."""

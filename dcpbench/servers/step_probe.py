@@ -1,10 +1,12 @@
 """Measure steps of a running engine over HTTP, as a client sees them: cases of step-time files, without its Python. No torch.
 
     decode   all requests stream; a sample is the gap between two tokens of a request
-    behind   prompts that share a step wait behind a prompt that fills two steps; a sample is the time from its first token to theirs
+    behind   prompts that share a step wait behind a prompt that fills the steps before; a sample is the time from its first token to
+             theirs; a prefix shorter than a step shares the last of these steps
     prefill  a prompt on an idle server that takes no prompt of two steps; a sample is its time to first token
     prefix   the time to first token of a long prompt minus that of a prompt without its last chunk
-    mixed    a prompt arrives while requests decode; a sample is the gap of their tokens in which its first token comes
+    mixed    a prompt arrives while requests decode; a sample is the gap of their tokens in which its first token comes. It waits behind a
+             prompt that fills the steps before, which hide how long the host takes to begin a step, unless hide_launch is False
 
 Samples contain what a user sees: HTTP, the scheduler and the detokeniser.
 """
@@ -32,7 +34,7 @@ from dcpbench.servers.client import Client, RequestError
 from dcpbench.servers.decode_streams import DecodeStreams, StepWindow, StreamedRequest, find_gap_ms
 from dcpbench.servers.descriptors import raise_open_file_limit
 from dcpbench.servers.load import set_realtime_priority, stop_garbage_collection
-from dcpbench.servers.prompts import COMPLETIONS, PATHS, PromptFormat, find_prompt_format
+from dcpbench.servers.prompt_format import COMPLETIONS, PATHS, PromptFormat, find_prompt_format
 from dcpbench.serving.step_times import HOT, UNEVEN, Case, Chunks, Decodes
 
 if TYPE_CHECKING:
@@ -60,6 +62,7 @@ LOOKED_REQUESTS = 2  # requests of which the samples are looked at: tokens are n
 FILLED_S = 0.02  # after which prompts follow the one that fills steps
 SETTLE_S = 0.2  # after requests were cancelled; the engine ends them a step later
 FILLED_STEPS = 2  # steps of the prompt behind which several prompts wait: a scheduler may plan one step ahead
+PREFIX_FILLED_STEPS = FILLED_STEPS + 1  # the same for a prompt that begins in the last of them
 MAX_SPREAD = 0.1  # of a step: prompts did not share it if their first tokens are further apart
 MAX_LATER = 0.5  # of a decode step by which tokens of decodes come after a prompt's first token in the same step; else in the next
 
@@ -100,7 +103,7 @@ REFUSALS = {
     Refusal.PREFIX_CHUNKS: "chunks of several prompts with a prefix cannot be made to share a step; measure one such chunk.",
     Refusal.PREFIX_MIXED: "a chunk with a prefix cannot be placed in a given step of decodes; measure it without decodes.",
     Refusal.BUDGET_UNKNOWN: "the maximum number of tokens in a step of the server is unknown; state it (vLLM: --max-num-batched-tokens, SGLang: --chunked-prefill-size).",
-    Refusal.PREFIX_MULTIPLE: "a chunk begins at {needed:,} tokens only if that is a multiple of the {limit:,} tokens that the server takes in a step; choose such a prefix.",
+    Refusal.PREFIX_MULTIPLE: "a chunk begins at {needed:,} tokens only if that is a multiple of the {limit:,} tokens that the server takes in a step, or fewer if it takes prompts of three steps; choose such a prefix.",
     Refusal.TOKENS: "it has {needed:,} tokens, and the server takes {limit:,} in a step; choose fewer, or start the server with more (vLLM: --max-num-batched-tokens, SGLang: --chunked-prefill-size).",
     Refusal.REQUESTS: "it needs {needed:,} requests at once, and the server runs {limit:,}; start it with more (vLLM: --max-num-seqs {needed}, SGLang: --max-running-requests {needed}).",
     Refusal.LENGTH: "its requests have up to {needed:,} tokens while they are measured, and the server takes {limit:,}; start it with more (vLLM: --max-model-len {needed}, SGLang: --context-length {needed}).",
@@ -219,6 +222,7 @@ async def measure_case(
     during_window: AbstractContextManager[object] = NOTHING,
     while_running: Hook | None = None,
     tell: Callable[[str], None] = lambda _: None,
+    hide_launch: bool = False,
 ) -> CaseSamples:
     """Return the times of a case on the server, which must be idle otherwise.
 
@@ -228,6 +232,8 @@ async def measure_case(
         during_window: Entered for the timed window of a decode case.
         while_running: Called after the timed window of a decode case, while all its requests still decode.
         tell: Called with the progress of a decode case.
+        hide_launch: True to time steps of decodes and chunks behind other steps with chunks instead of behind decode steps, if the
+            server takes the prompts for that.
 
     Raises:
         UnsupportedCaseError: Requests to this server cannot produce the case.
@@ -242,7 +248,7 @@ async def measure_case(
         set_realtime_priority(wanted=probe.realtime),
     ):
         if case.decodes and case.chunks:
-            return await _measure_mixed(probe, case)
+            return await _measure_mixed(probe, case, hide_launch=hide_launch and _takes_filler(probe.limits))
         if case.decodes:
             return await _measure_decodes(probe, case, during_window, while_running, tell)
         return await _measure_chunks(probe, case)
@@ -283,7 +289,7 @@ def _check_chunks(limits: ServerLimits, case: Case) -> None:
         if holds:
             raise UnsupportedCaseError(case, refusal)
     budget = limits.max_batched_tokens or 0
-    if prefix % budget:
+    if prefix % budget and not (prefix < budget and _takes_filler(limits, PREFIX_FILLED_STEPS)):
         raise UnsupportedCaseError(case, Refusal.PREFIX_MULTIPLE, needed=prefix, limit=budget)
     tokens = sum(c.chunks * c.tokens for c in case.chunks) + sum(d.requests for d in case.decodes)
     if tokens > budget:
@@ -504,24 +510,24 @@ async def measure_request_times(probe: StepProbe) -> RequestTimes:
     return RequestTimes(request, max(overhead - request, 0.0))
 
 
-def _takes_filler(limits: ServerLimits) -> bool:
+def _takes_filler(limits: ServerLimits, steps: int = FILLED_STEPS) -> bool:
     """Return True if the server takes a prompt that fills the steps behind which others are timed."""
     budget, longest = limits.max_batched_tokens, limits.max_model_len
-    return budget is not None and (longest is None or FILLED_STEPS * budget < longest)
+    return budget is not None and (longest is None or steps * budget < longest)
 
 
 async def _measure_chunks(probe: StepProbe, case: Case) -> CaseSamples:
     """Measure a step of chunks alone, in one of three ways."""
     overhead = await measure_overhead_ms(probe)
     chunks = [c for c in case.chunks for _ in range(c.chunks)]
-    if chunks[0].prefix:
+    if chunks[0].prefix and not chunks[0].prefix % (probe.limits.max_batched_tokens or 1):
         method, take = Method.PREFIX, lambda: _measure_difference_ms(probe, chunks[0])
     elif len(chunks) > 1 or _takes_filler(probe.limits):
         method, take = Method.BEHIND, lambda: _measure_several_ms(probe, chunks)
     else:
         method, take = Method.PREFILL, lambda: _measure_ttft_ms(probe, chunks[0].tokens)
     samples, discarded, precise = await _repeat(probe, take)
-    if not samples and len(chunks) == 1 and method is Method.BEHIND:
+    if not samples and len(chunks) == 1 and method is Method.BEHIND and not chunks[0].prefix:
         method = Method.PREFILL
         samples, discarded, precise = await _repeat(probe, lambda: _measure_ttft_ms(probe, chunks[0].tokens))
     if not samples:
@@ -561,26 +567,49 @@ async def _repeat(
             return [], discarded, False
 
 
+@dataclasses.dataclass(frozen=True)
+class _Sent:
+    """Prompts that were sent while another prompt filled the steps before."""
+
+    sent_s: float
+    """When the last of them was sent, in s of time.perf_counter()."""
+    came_s: list[float]
+    """When the first token of each came."""
+    before_s: float
+    """When the first token of the prompt before them came."""
+    in_time: bool
+    """True if they were sent early enough for the step behind that prompt."""
+
+
+async def _send_behind(probe: StepProbe, tokens: Sequence[int], filler: int, steps: int = FILLED_STEPS) -> _Sent:
+    """Send prompts while another one of `filler` tokens fills the next `steps` steps, so that the scheduler finds all of them at once.
+
+    Raise WorkerError if one of them fails.
+    """
+    filling = asyncio.create_task(_send_prompts(probe, [filler]))
+    try:
+        await asyncio.sleep(FILLED_S)
+        found = await _send_prompts(probe, tokens)
+        [(began, before)] = await filling
+    finally:
+        filling.cancel()
+        await asyncio.gather(filling, return_exceptions=True)
+    sent = max(sent for sent, _ in found)
+    return _Sent(sent, [came for _, came in found], before, sent - began < (before - began) / steps)
+
+
 async def _measure_several_ms(probe: StepProbe, chunks: Sequence[Chunks]) -> float | None:
     """Return the time of a step of several prompts, None if they did not share one.
 
-    They arrive while another prompt fills the next steps, so that the scheduler finds all of them at its next decision. The time
-    counts from that prompt's first token.
+    The time counts from the first token of the prompt before them. The last step of that prompt has capacity for the prefix of a
+    single chunk.
     """
-    budget = probe.limits.max_batched_tokens
+    budget, steps = probe.limits.max_batched_tokens, PREFIX_FILLED_STEPS if chunks[0].prefix else FILLED_STEPS
     assert budget is not None
-    filler = asyncio.create_task(_send_prompts(probe, [FILLED_STEPS * budget]))
-    try:
-        await asyncio.sleep(FILLED_S)
-        found = await _send_prompts(probe, [c.tokens for c in chunks])
-        [(began, before)] = await filler
-    finally:
-        filler.cancel()
-        await asyncio.gather(filler, return_exceptions=True)
-    sent, came = max(sent for sent, _ in found), [came for _, came in found]
-    in_time = sent - began < (before - began) / FILLED_STEPS
-    step = statistics.median(came) - before
-    return step * 1e3 if in_time and step > 0 and max(came) - min(came) <= MAX_SPREAD * step else None
+    found = await _send_behind(probe, [c.prefix + c.tokens for c in chunks], steps * budget - chunks[0].prefix, steps)
+    step = statistics.median(found.came_s) - found.before_s
+    together = max(found.came_s) - min(found.came_s) <= MAX_SPREAD * step
+    return step * 1e3 if found.in_time and step > 0 and together else None
 
 
 async def _measure_difference_ms(probe: StepProbe, chunk: Chunks) -> float | None:
@@ -590,10 +619,11 @@ async def _measure_difference_ms(probe: StepProbe, chunk: Chunks) -> float | Non
     return whole - prefix if whole > prefix else None
 
 
-async def _measure_mixed(probe: StepProbe, case: Case) -> CaseSamples:
-    """Measure the gap of decodes in which a prompt arrives."""
+async def _measure_mixed(probe: StepProbe, case: Case, *, hide_launch: bool) -> CaseSamples:
+    """Measure the gap of decodes in which a prompt arrives, behind a prompt that fills the steps before if `hide_launch`."""
     overhead = await measure_overhead_ms(probe)
     plan, [chunk] = plan_decodes(probe.limits, case), case.chunks
+    filler = FILLED_STEPS * ((probe.limits.max_batched_tokens or 0) - sum(d.requests for d in case.decodes))
     together: list[bool] = []
     queued: list[float] = []
     async with DecodeStreams(probe.client, _make_decodes(probe, case)) as streams:
@@ -601,19 +631,31 @@ async def _measure_mixed(probe: StepProbe, case: Case) -> CaseSamples:
         await streams.wait_for_chunks(STEPS_BETWEEN)
         decode_s = statistics.median(window.list_samples_ms()) / 1e3
 
-        async def take() -> float:
-            [(sent, came)] = await _send_prompts(probe, [chunk.tokens])
+        async def take() -> float | None:
+            if hide_launch:
+                found = await _send_behind(probe, [chunk.tokens], filler)
+                [came], in_time = found.came_s, found.in_time
+            else:
+                [(sent, came)] = await _send_prompts(probe, [chunk.tokens])
+                in_time = True
             await streams.wait_for_chunks(STEPS_BETWEEN)
+            if not in_time:
+                return None
             gaps = [find_gap_ms(times, came, decode_s) for times in streams.list_token_times(GAP_REQUESTS)]
             known = [gap for gap in gaps if gap is not None]
-            begin = statistics.median(end - gap / 1e3 for gap, end in known)
-            queued.append((begin - sent) / decode_s)
+            if not hide_launch:
+                queued.append((statistics.median(end - gap / 1e3 for gap, end in known) - sent) / decode_s)
             together.append(statistics.median(end for _, end in known) - came <= MAX_LATER * decode_s)
             return statistics.median(gap for gap, _ in known)
 
-        samples, _, precise = await _repeat(probe, take, lambda: len(window.list_samples_ms(1)) >= MAX_STEPS)
+        samples, discarded, precise = await _repeat(probe, take, lambda: len(window.list_samples_ms(1)) >= MAX_STEPS)
         described = _describe_window(window, len(window.list_samples_ms()))
     await _settle(probe)
+    if not samples:
+        raise WorkerError(
+            f"{case}: its prompt was never in time for the step behind another prompt in {discarded} attempts; the machine of the "
+            "client may be busy."
+        )
     return CaseSamples(
         case=case,
         samples_ms=samples,
@@ -623,5 +665,6 @@ async def _measure_mixed(probe: StepProbe, case: Case) -> CaseSamples:
         **described,
         separate_prefill=sum(together) * 2 < len(together),
         decode_ms=decode_s * 1e3,
-        queued_steps=statistics.median(queued),
+        queued_steps=statistics.median(queued) if queued else None,
+        discarded=discarded,
     )

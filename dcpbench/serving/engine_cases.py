@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 FEW_CONTEXT = 256  # KV tokens of a request in the cases with few
 SEVERAL, SEVERAL_FROM = 8, 2048  # prompts that share a step, and tokens of a step from which that is measured
 PREFIX_SIZES = (1024, 4096)  # chunks measured behind a prefix, as well as the longest possible one
+SHORT_PREFIX = 512  # tokens of the prefix that shows what attending to any prefix costs; at most a quarter of a step
 MIXED_SIZES = (512, 2048)  # tokens of steps with decodes and a chunk that are measured, as well as the most possible
 ROW_MULTIPLES = (1, 2, 4, 8)  # numbers of which the tokens of a step with prompts may have to be a multiple to be fast
 ALIGNED = 2 * ROW_MULTIPLES[-1]  # measured numbers of tokens are multiples of it
@@ -70,6 +71,12 @@ class EngineExtent:
         while steps > 1 and longest is not None and steps * budget + tokens >= longest:
             steps -= 1
         return steps * budget
+
+    @property
+    def takes_three_steps(self) -> bool:
+        """Return True if the server takes a prompt of three steps, behind which chunks with a short prefix are timed."""
+        longest = self.engine.max_model_len
+        return longest is None or 3 * self.engine.token_budget < longest
 
     @property
     def mixes(self) -> bool:
@@ -133,7 +140,8 @@ def _iter_chunk_cases(extent: EngineExtent) -> Iterator[Case]:
         if extent.requests >= SEVERAL:
             yield Case(chunks=(Chunks(SEVERAL, size // SEVERAL, 0),))
     for size in prefixed:
-        for prefix in sorted({budget, extent.compute_max_prefix(size)}):
+        short = {_align(min(SHORT_PREFIX, budget // 4))} if extent.takes_three_steps else set()
+        for prefix in sorted({*short, budget, extent.compute_max_prefix(size)} - {0}):
             yield Case(chunks=(Chunks(1, size, prefix),))
 
 

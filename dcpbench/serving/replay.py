@@ -178,7 +178,7 @@ class _Clock:
         self.deployed.handle_decision(which, now)
         instance.launched, instance.behind = now, None
         if step is not None:
-            begin = max(now + times.launch_ms / 1e3, instance.free)
+            begin = max(now + times.get_begin_ms(step) / 1e3, instance.free)
             duration = times.predict_duration_ms(step, instance.heat.compute_share(begin)) / 1e3
             instance.heat.add_step(
                 duration, times.slowdown.compute_final_heat(compute_step_works(step)) if step.has_chunks else 0.0

@@ -18,11 +18,11 @@ import msgspec
 from dcpbench.errors import RecordsError, UsageError
 from dcpbench.points.axes import Role
 from dcpbench.points.bounds import MAX_NUMBER
-from dcpbench.points.floors import StepRows
-from dcpbench.points.machine import HOPPER, Probe
+from dcpbench.points.comm_model import describe_invalid_prompts
+from dcpbench.points.device_probe import HOPPER, Probe
 from dcpbench.points.names import AUTO, ENGINE_POLICIES, format_field, join_value
 from dcpbench.points.point import select_load_axes, select_point_axes
-from dcpbench.points.wire import describe_invalid_prompts
+from dcpbench.points.roofline import StepRows
 from dcpbench.records.lines import UNREADABLE
 from dcpbench.records.record import CPU, Conditions, Emulated, Environment, Gpu
 from dcpbench.serving.load_words import MAX_TOKENS
@@ -129,7 +129,7 @@ class MeasuredCase(msgspec.Struct, frozen=True, kw_only=True):
     host_ms: list[float] = []
     """Time during which the host was busy launching such a step, for the slowest rank."""
     floor_ms: float | None = None
-    """Lower bound of the step's time at the rates of the machine (points/floors.py), with the expected number of
+    """Lower bound of the step's time at the rates of the machine (points/roofline.py), with the expected number of
     experts hit. Null on the CPU.
     """
 
@@ -195,6 +195,9 @@ class EngineServer(msgspec.Struct, frozen=True, kw_only=True):
     """Steps with prompts take longer if their number of tokens is no multiple of it; 1: all take the same."""
     request_ms: float = 0.0
     """Time of a request outside of steps: HTTP, tokenizing, scheduling on an idle engine, and the way back."""
+    begin_ms: float = 0.0
+    """Time from the decision for a step with prompts until the GPU begins it, if it waits for no step before: the host prepares and
+    launches it."""
     settings: str = ""
     """Flags that distinguish the server from others of its run, as a point has them."""
 
@@ -311,6 +314,10 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """
         works = compute_step_works(step)
         return self.model.predict_step_ms(works) * (1 + heat * (self.slowdown(works) - 1))
+
+    def get_begin_ms(self, step: Step) -> float:
+        """Return the time from the decision for a step until an idle device begins it."""
+        return self.launch_ms + (self.engine.begin_ms if self.engine is not None and step.has_chunks else 0.0)
 
     def predict_host_ms(self, step: Step) -> float:
         """Return the time during which the host is busy launching the step. Raise as predict_duration_ms does."""

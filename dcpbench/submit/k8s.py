@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dcpbench.errors import UsageError, WorkerError
-from dcpbench.launch import child
+from dcpbench.launch import subprocess_guard
 from dcpbench.launch.jobs import SECRET
 from dcpbench.plan.yaml_text import load_yaml
 from dcpbench.show.terminal import print_stderr
@@ -274,7 +274,7 @@ class Queue:
             self._of_all = self._over
             command = [*self._job.kubectl, "logs", "--follow", "--timestamps", *since, "-c", CONTAINER, self._pod]
             self._logs = subprocess.Popen(
-                child.make_tied_command(command), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+                subprocess_guard.make_tied_command(command), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
             )
             assert self._logs.stdout is not None
             os.set_blocking(self._logs.stdout.fileno(), False)

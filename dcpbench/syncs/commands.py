@@ -19,14 +19,14 @@ from dcpbench.syncs.formats import PLAIN_WIDTH, check_format, github, markdown, 
 from dcpbench.syncs.gating import baseline as baselines
 from dcpbench.syncs.gating.config import Allow, find_config, find_root
 from dcpbench.syncs.gating.gate import Gate, can_be_finding, check_limits, compute_verdict
-from dcpbench.syncs.model import encode_json
-from dcpbench.syncs.words import make_report_printable
+from dcpbench.syncs.site_text import make_report_printable
+from dcpbench.syncs.sync_report import encode_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dcpbench.syncs.gating.config import Config
-    from dcpbench.syncs.model import Report
+    from dcpbench.syncs.sync_report import Report
 
 BASELINE = "syncs-baseline.json"
 NO_STEPS = (

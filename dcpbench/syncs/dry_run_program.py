@@ -18,7 +18,7 @@ import msgspec
 
 from dcpbench.errors import ExitCode, UsageError
 from dcpbench.show.text import make_printable
-from dcpbench.syncs.model import Coverage, Report, TraceSummary
+from dcpbench.syncs.sync_report import Coverage, Report, TraceSummary
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,7 +15,7 @@ from dcpbench.show.terminal import ProgressLine, make_console, print_stderr
 from dcpbench.show.text import format_count, make_printable
 from dcpbench.syncs.files import expand_names
 from dcpbench.syncs.kernel_time import StepTime, measure_steps
-from dcpbench.syncs.ranks import is_front_end
+from dcpbench.syncs.trace_ranks import is_front_end
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from dcpbench.records.record import SyncSite
-from dcpbench.syncs.model import get_sort_key
 from dcpbench.syncs.rules import ALLOCATION
+from dcpbench.syncs.sync_report import get_sort_key
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dcpbench.syncs.model import Site
+    from dcpbench.syncs.sync_report import Site
 
 MAX_RECORD_SITES = 8
 """Sites that a record holds at most."""

@@ -25,7 +25,7 @@ import msgspec
 from dcpbench.errors import CapacityError, ExitCode, OutputError, UsageError
 from dcpbench.show.text import format_count, make_printable
 from dcpbench.syncs.dry_run_program import RECORDER, suggest_dry_run
-from dcpbench.syncs.model import Coverage, Report, TraceSummary
+from dcpbench.syncs.sync_report import Coverage, Report, TraceSummary
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

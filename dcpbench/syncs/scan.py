@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from dcpbench.errors import UsageError
-from dcpbench.syncs.model import Report, Site, TraceSummary, build_report
-from dcpbench.syncs.ranks import is_front_end, parse_file_name
 from dcpbench.syncs.sites import Sync, group_trace_sites, merge_sites
 from dcpbench.syncs.steps import PROFILER_STEP, Range, Steps, Work, find_steps
+from dcpbench.syncs.sync_report import Report, Site, TraceSummary, build_report
+from dcpbench.syncs.trace_ranks import is_front_end, parse_file_name
 from dcpbench.syncs.traces.allowed_regions import find_allowed_reasons
 from dcpbench.syncs.traces.blocking import (
     MAX_QUERY_US,

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from dcpbench.records.stats import compute_percentile
-from dcpbench.syncs.frames import find_caller, get_relative_path
-from dcpbench.syncs.model import Example, Site
+from dcpbench.syncs.python_frames import find_caller, get_relative_path
 from dcpbench.syncs.rules import BY_ID
 from dcpbench.syncs.steps import Steps, count_occurrences
+from dcpbench.syncs.sync_report import Example, Site
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-    from dcpbench.syncs.frames import Frame
+    from dcpbench.syncs.python_frames import Frame
 
 _UNSTABLE = re.compile(r"\b(?=\w*\d)\w{20,}\b|\d+")
 """Hashes and numbers in names such as `## Call CompiledFxGraph f7xq… ##` and `Torch-Compiled Region: 3/0`."""

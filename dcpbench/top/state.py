@@ -16,7 +16,7 @@ from dcpbench.launch.processes import COMMAND, NONE, WORKERS
 from dcpbench.plan.grid import format_point_name
 from dcpbench.show.text import fit_line
 from dcpbench.top.facts import VERIFY, FinishedPoint, PointEnd
-from dcpbench.top.gpus import GpuState
+from dcpbench.top.gpu_monitor import GpuState
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -19,9 +19,9 @@ from dcpbench.show.streams import write_json
 from dcpbench.show.terminal import make_console, print_stderr
 from dcpbench.show.text import make_printable
 from dcpbench.top.facts import Facts
-from dcpbench.top.gpus import Gpus
+from dcpbench.top.gpu_monitor import Gpus
 from dcpbench.top.state import State, compute_state
-from dcpbench.top.words import format_changes, format_snapshot
+from dcpbench.top.state_text import format_changes, format_snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -152,7 +152,7 @@ def _open_live_view(terminal: Console) -> Iterator[Show]:
     """Show the state on the terminal's alternate screen, resized with it; the last state stays on the main screen."""
     from rich.live import Live
 
-    from dcpbench.top.render import render_state
+    from dcpbench.top.state_view import render_state
 
     last: State | None = None
     writing = paused = False
@@ -196,7 +196,7 @@ def _open_live_view(terminal: Console) -> Iterator[Show]:
 
 def _print_once(state: State) -> None:
     if sys.stdout.isatty():
-        from dcpbench.top.render import render_state
+        from dcpbench.top.state_view import render_state
 
         terminal = make_console()
         terminal.print(render_state(state, terminal.width, terminal.height))

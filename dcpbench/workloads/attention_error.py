@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from dcpbench.exchange.collectives import reduce_max_error
+from dcpbench.exchange.torch_collectives import reduce_max_error
 from dcpbench.kernels.attention import compute_rounding_error
 from dcpbench.kernels.attention.reference import compute_mla_decode
 from dcpbench.kernels.rope import compute_softmax_scale
 from dcpbench.points import layout as arithmetic
 
 if TYPE_CHECKING:
-    from dcpbench.engine.decode import Batch, DecodeEngine, Request
+    from dcpbench.engine.decode_engine import Batch, DecodeEngine, Request
 
 LAYER = 0
 DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}

@@ -15,21 +15,21 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dcpbench.exchange.collectives import gather_objects
+from dcpbench.exchange.torch_collectives import gather_objects
 from dcpbench.kernels.attention import compute_rounding_error
 from dcpbench.kernels.e4m3 import ROUNDING
 from dcpbench.show.text import format_count
 from dcpbench.workloads import oracle
-from dcpbench.workloads.checks import make_check
 from dcpbench.workloads.rounding import Roundings
 from dcpbench.workloads.session import DTYPES, build_whole_session
 from dcpbench.workloads.teacher_forcing import ATTENTION, EXPERT, LATENT, LOGITS, MLP, QUERY, ROPE_KEY
 from dcpbench.workloads.trace import EXPERTS, DecodeResult, Trace, decode_prompts
+from dcpbench.workloads.verify_checks import make_check
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dcpbench.engine.decode import DecodeEngine
+    from dcpbench.engine.decode_engine import DecodeEngine
     from dcpbench.launch.jobs import Check, Job
     from dcpbench.points.point import Point
     from dcpbench.points.shapes import ModelShape

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dcpbench.errors import DcpbenchError
-from dcpbench.exchange.collectives import gather_objects
+from dcpbench.exchange.torch_collectives import gather_objects
 from dcpbench.measuring.timing import Timer, capture_graph, measure_chunks
 from dcpbench.points.names import AUTO, AUTO_EXCHANGES, TIMED_BACKENDS
 from dcpbench.records.record import Candidate, Choice
@@ -23,7 +23,7 @@ from dcpbench.records.stats import StopRule
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dcpbench.engine.decode import Batch, DecodeEngine
+    from dcpbench.engine.decode_engine import Batch, DecodeEngine
     from dcpbench.points.point import Point
 
 RULE = StopRule(seconds=1.0)

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
-from dcpbench.exchange.collectives import gather_objects, is_first, reduce_max_error
 from dcpbench.exchange.emulated import Tally
+from dcpbench.exchange.torch_collectives import gather_objects, is_first, reduce_max_error
 from dcpbench.measuring.environment import get_gpu_uuid
 from dcpbench.measuring.gpu_state import GpuSampler, is_throttled, merge_states
 from dcpbench.measuring.profiling import profile_cpu_step, profile_step
 from dcpbench.measuring.timing import measure_steps
-from dcpbench.points import floors, memory
-from dcpbench.points.machines import load_machine
-from dcpbench.points.wire import CHUNKS_HIGH, PROMPTS_APART, RANKS_HIGH, RANKS_LOW
+from dcpbench.points import memory, roofline
+from dcpbench.points.cluster_specs import load_machine
+from dcpbench.points.comm_model import CHUNKS_HIGH, PROMPTS_APART, RANKS_HIGH, RANKS_LOW
 from dcpbench.records import formulas
 from dcpbench.records.model_sizes import read_model_sizes
 from dcpbench.records.record import Emulated, Floor, Kv, Record, Straggler
@@ -41,7 +41,7 @@ from dcpbench.workloads.point_facts import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from dcpbench.engine.decode import Batch, DecodeEngine, Request
+    from dcpbench.engine.decode_engine import Batch, DecodeEngine, Request
     from dcpbench.measuring.timing import Timing
     from dcpbench.points.point import Point
     from dcpbench.points.settings import Settings
@@ -326,15 +326,15 @@ def compute_step_floor(
     """
     if rates is None:
         return None
-    sharding = floors.Sharding.from_point(point, session.shape)
+    sharding = roofline.Sharding.from_point(point, session.shape)
     live = [replica * rows + i for replica in range(point.dp) for i in range(_split_requests(point, replica))]
-    step = floors.StepRows(
+    step = roofline.StepRows(
         decodes=(point.context + memory.HEADROOM_TOKENS,) * _split_requests(point, 0),
         sampled=_split_requests(point, 0),
         tokens=point.concurrency,
         routing=tuple(tuple(sharding.count_routed(ids_Tk[live].flatten().tolist())) for ids_Tk in chosen),
     )
-    phase_us = floors.compute_step_floors(sharding, step, rates.limits)
+    phase_us = roofline.compute_step_floors(sharding, step, rates.limits)
     if phase_us is None:
         return None
     return Floor(floor_ms=sum(phase_us.values()) / 1e3, phase_floor_us=phase_us, experts="routed")

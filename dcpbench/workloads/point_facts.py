@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dcpbench.exchange.collectives import gather_objects
+from dcpbench.exchange.torch_collectives import gather_objects
 from dcpbench.records.record import Conditions
 
 if TYPE_CHECKING:

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dcpbench.engine.prefill import Prefiller
-from dcpbench.engine.serve import ServeEngine
-from dcpbench.exchange.collectives import gather_objects, is_first
+from dcpbench.engine.serve_engine import ServeEngine
+from dcpbench.exchange.torch_collectives import gather_objects, is_first
 from dcpbench.measuring.environment import get_gpu_uuid
 from dcpbench.measuring.gpu_state import GpuSampler, is_throttled, merge_states
 from dcpbench.measuring.profiling import record_steps
 from dcpbench.measuring.timing import collect_compiled_kernels
-from dcpbench.points.floors import Sharding
+from dcpbench.points.roofline import Sharding
 from dcpbench.records.model_sizes import read_model_sizes
 from dcpbench.records.record import Kv, Record
 from dcpbench.serving import outcome
@@ -234,7 +234,7 @@ def _add_tokens_of_other_replicas(traffic: Traffic) -> None:
 
 def _is_token_read(site: SyncSite) -> bool:
     """Return True if a wait is for the tokens of the preceding step."""
-    return site.file.endswith("engine/serve.py") and site.function.endswith("wait")
+    return site.file.endswith("engine/serve_engine.py") and site.function.endswith("wait")
 
 
 def _find_sync_sites(serving: Serving, point: Point) -> list[SyncSite] | None:

@@ -7,12 +7,12 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from dcpbench.points.floors import compute_step_floors, compute_step_matmul_s
+from dcpbench.points.roofline import compute_step_floors, compute_step_matmul_s
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dcpbench.points.floors import Sharding
+    from dcpbench.points.roofline import Sharding
     from dcpbench.records.record import Rates
     from dcpbench.workloads.serving_loop import TimedStep
 

@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.distributed as dist
 
-from dcpbench.hangs.beats import record_collective
-from dcpbench.points.floors import StepRows
+from dcpbench.hangs.heartbeats import record_collective
+from dcpbench.points.roofline import StepRows
 from dcpbench.serving.outcome import StepCounts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dcpbench.engine.serve import LaunchedStep, ServeEngine
+    from dcpbench.engine.serve_engine import LaunchedStep, ServeEngine
     from dcpbench.serving.scheduler import Scheduler
     from dcpbench.serving.traffic import Traffic
 

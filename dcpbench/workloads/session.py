@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dcpbench.engine.checkpoint import CheckpointSource
-from dcpbench.engine.decode import DecodeEngine
+from dcpbench.engine.decode_engine import DecodeEngine
 from dcpbench.engine.groups import make_emulated_groups, make_groups
 from dcpbench.engine.kv_pool import KvPool
 from dcpbench.engine.model import Model
@@ -20,7 +20,7 @@ from dcpbench.exchange.emulated import Emulation
 from dcpbench.exchange.symmetric_all_reduce import ReduceSpec, make_all_reduce
 from dcpbench.points.batches import compute_batch_rows
 from dcpbench.points.budget import plan_whole
-from dcpbench.points.machines import load_machine
+from dcpbench.points.cluster_specs import load_machine
 from dcpbench.points.names import FP8, WHOLE
 from dcpbench.workloads import choice
 

@@ -13,7 +13,7 @@ from dcpbench.kernels import moe
 from dcpbench.kernels.block_scaled import Rows, needs_quantized_input, quantize_rows
 
 if TYPE_CHECKING:
-    from dcpbench.engine.decode import Batch, DecodeEngine, Request
+    from dcpbench.engine.decode_engine import Batch, DecodeEngine, Request
     from dcpbench.engine.model import Model
     from dcpbench.points.prompts import Prompts
 

@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
-from dcpbench.exchange.collectives import gather_objects, reduce_max_error
+from dcpbench.exchange.torch_collectives import gather_objects, reduce_max_error
 from dcpbench.points import layout as arithmetic
 from dcpbench.points.names import ALL_REDUCES, SYNTHETIC
 from dcpbench.workloads.attention_error import LIMIT, compute_attention_error, get_limit
 from dcpbench.workloads.checkpoint_checks import compare_checkpoint
-from dcpbench.workloads.checks import make_check
 from dcpbench.workloads.session import build_whole_session
+from dcpbench.workloads.verify_checks import make_check
 
 if TYPE_CHECKING:
-    from dcpbench.engine.decode import DecodeEngine, Request
+    from dcpbench.engine.decode_engine import DecodeEngine, Request
     from dcpbench.launch.jobs import Check, Job
     from dcpbench.points.point import Point
     from dcpbench.points.shapes import ModelShape

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from dcpbench.points.layout import Layout
-from dcpbench.reports import frames, plots, sections
+from dcpbench.reports import dataframes, plots, sections
 from dcpbench.reports.page.points import MAX_POINTS
 from dcpbench.reports.page.render import render_page
 from dcpbench.reports.plots import Picture
@@ -29,7 +29,7 @@ def page(folder: Path, records: list[Record], *, most: int = MAX_POINTS) -> Path
     run = record_builder.write(folder / "run", records)
     picture = folder / "picture.svg"
     picture.write_text(SVG)
-    read = frames.load_frames([run])
+    read = dataframes.load_frames([run])
     subjects = (DECODE if len(read.points) else []) + (SERVED if len(read.served) else [])
     pictures = [Picture(*of, " ".join(of), f"alt of {' '.join(of)}", picture, picture) for of in subjects]
     out = folder / "report.html"
@@ -44,7 +44,7 @@ def page_of(folder: Path, run: Path) -> Path:
         del title, points, draw
         path.with_suffix(".svg").write_text(SVG)
 
-    read = frames.load_frames([run])
+    read = dataframes.load_frames([run])
     with mock.patch.object(plots.FigureWriter, "write_figure", box):
         told = sections.build_sections(read, plots.draw_all(read, folder / "figures"))
     out = folder / "report.html"

@@ -13,7 +13,7 @@ import pytest
 import uvicorn
 
 from dcpbench.commands import dashboard
-from dcpbench.dashboard import pages, server, site, watching
+from dcpbench.dashboard import pages, site, watching, web_server
 from dcpbench.points.layout import Layout, place_experts
 from dcpbench.points.names import CUT
 from tests.browser.pointer import point_at
@@ -509,7 +509,7 @@ def served(tmp_path: Path) -> Iterator[tuple[watching.Watcher, str]]:
     watcher = watching.Watcher(dashboard_builder.history(tmp_path / "runs", runs=2, count=8), tmp_path / "site", print)
     watcher.refresh()
     with dashboard._bind_port(0) as bound:
-        config = uvicorn.Config(server.make_app(watcher), log_level="critical", lifespan="off")
+        config = uvicorn.Config(web_server.make_app(watcher), log_level="critical", lifespan="off")
         running = uvicorn.Server(config)
         thread = threading.Thread(target=running.run, kwargs={"sockets": [bound]})
         thread.start()

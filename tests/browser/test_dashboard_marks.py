@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from dcpbench.dashboard import finding, site
+from dcpbench.dashboard import discovery, site
 from dcpbench.records.metrics import DASHBOARD
 from dcpbench.show.layouts import get_colours
 
 if TYPE_CHECKING:
     from tests.browser.conftest import Visit
 
-RUNS = Path(__file__).parents[2] / "results" / "decode-deepseek-v3-kimi-k2_4xH200_2026-11-20"
+RUNS = Path(__file__).parents[2] / "results" / "decode_4xH200/decode-deepseek-v3-kimi-k2_4xH200_2026-11-20"
 MOST_PICKED = 8
 COUNT = """() => Object.fromEntries([...document.querySelectorAll("#charts figure")].map((figure) => [
   figure.dataset.measure,
@@ -39,7 +39,7 @@ def test_each_chart_has_a_mark_for_each_value_in_the_colour_of_its_layout(
     """Two histories of each of four layouts, all metrics: counted in records, not in what the page loads."""
     site.build(RUNS, tmp_path / "site", wanted=lambda _: False)
     entries = collections.defaultdict(list)
-    for run in finding.load_runs(RUNS, {}, lambda _: None).runs:
+    for run in discovery.load_runs(RUNS, {}, lambda _: None).runs:
         for line, entry in run.entries.items():
             entries[line].append(entry)
     by_layout = collections.defaultdict(list)

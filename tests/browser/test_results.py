@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from dcpbench.imports import Overrides, import_files
-from dcpbench.reports import frames, plots, sections
+from dcpbench.reports import dataframes, plots, sections
 from dcpbench.reports.page import render
 from tests.unit import engine_files_builder, record_builder
 
@@ -54,51 +54,51 @@ Panel = tuple[str, int, int]
 """Its title, and how many marks and lines it is to have."""
 
 
-def report(typed: str, folder: str) -> frames.Frames:
+def report(typed: str, folder: str) -> dataframes.Frames:
     """What a line of reports.txt reads."""
     *words, _, _ = shlex.split(typed)
     runs = [ROOT / "results" / folder / word for word in words if word != "--as-repeats"]
-    return frames.load_frames(runs, as_repeats="--as-repeats" in words)
+    return dataframes.load_frames(runs, as_repeats="--as-repeats" in words)
 
 
-def cpu(tmp_path: Path) -> frames.Frames:
-    return frames.load_frames([record_builder.write(tmp_path / "run", record_builder.cpu_sweep())])
+def cpu(tmp_path: Path) -> dataframes.Frames:
+    return dataframes.load_frames([record_builder.write(tmp_path / "run", record_builder.cpu_sweep())])
 
 
-def imported(tmp_path: Path) -> frames.Frames:
+def imported(tmp_path: Path) -> dataframes.Frames:
     """Four results of vLLM's benchmark, which are files in a public repository."""
     files = sorted((ROOT / "tests" / "data" / "imports" / "glm-4.7_1k1k").glob("*.json"))
     import_files(files, "vllm", tmp_path / "run", Overrides(tp=8))
-    return frames.load_frames([tmp_path / "run"])
+    return dataframes.load_frames([tmp_path / "run"])
 
 
-def of_sglang(tmp_path: Path) -> frames.Frames:
+def of_sglang(tmp_path: Path) -> dataframes.Frames:
     """Rates of one data set and of another, appended to one file."""
     chat = {"dataset_name": "sharegpt", "total_input_tokens": 67_500, "total_output_tokens": 57_300}
     lines = [*map(engine_files_builder.sglang_of_2024, (1, 2, 4)), engine_files_builder.sglang_of_2024(4, **chat)]
     import_files(
         [engine_files_builder.file(tmp_path, *lines)], "sglang", tmp_path / "run", Overrides(model="llama", tp=2)
     )
-    return frames.load_frames([tmp_path / "run"])
+    return dataframes.load_frames([tmp_path / "run"])
 
 
-def of_a_sweep(tmp_path: Path) -> frames.Frames:
+def of_a_sweep(tmp_path: Path) -> dataframes.Frames:
     """Four servers at two rates, three runs each."""
     for share, seqs, rate in itertools.product((0.9, 0.95), (128, 256), (8, 16)):
         server = {"gpu_memory_utilization": share, "max_num_seqs": seqs}
         engine_files_builder.sweep(tmp_path / "sweep", server, {"request_rate": rate}, runs=3)
     import_files([tmp_path / "sweep"], "vllm", tmp_path / "run", Overrides(tp=8))
-    return frames.load_frames([tmp_path / "run"])
+    return dataframes.load_frames([tmp_path / "run"])
 
 
-PAGES: dict[str, Callable[[Path], frames.Frames]] = {
+PAGES: dict[str, Callable[[Path], dataframes.Frames]] = {
     f"{folder} {shlex.split(typed)[-1]}": lambda _, typed=typed, folder=folder: report(typed, folder)
     for folder, typed in REPORTS
 } | {"cpu": cpu, "imported": imported, "of sglang": of_sglang, "of a sweep": of_a_sweep}
 """By folder and the report's own name in it, as in several folders it is `report`."""
 
 
-def page_of(read: frames.Frames, folder: Path) -> tuple[Path, list[dict[str, Any]], list[dict[str, Any]]]:
+def page_of(read: dataframes.Frames, folder: Path) -> tuple[Path, list[dict[str, Any]], list[dict[str, Any]]]:
     """The page without pictures; its charts, and its points as rows."""
     told = sections.build_sections(read, plots.draw_all(read, folder / "figures", drawn=False))
     page = folder / "report.html"

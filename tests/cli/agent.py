@@ -5,8 +5,8 @@ one that started it.
 import os
 import runpy
 
-from dcpbench.launch import child
+from dcpbench.launch import subprocess_guard
 
 if __name__ == "__main__":
-    os.environ[child.PARENT] = str(os.getpid())
+    os.environ[subprocess_guard.PARENT] = str(os.getpid())
     runpy.run_module("torch.distributed.run", run_name="__main__", alter_sys=True)

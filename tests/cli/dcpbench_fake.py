@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dcpbench import cli, reports
-from dcpbench.commands import runs
+from dcpbench.commands import point_runner
 from dcpbench.launch import torchrun
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def install(put: Callable[[object, str, object], None], *, quickly: bool) -> Non
     """`put`, which is like setattr, all stand-ins in their places."""
     put(reports, "write_report", write_report)
     put(reports, "render_terminal_table", terminal_table)
-    put(runs, "WORKER", "fake_worker")
+    put(point_runner, "WORKER", "fake_worker")
     if quickly:
         put(torchrun, "_make_command", quick)
 

@@ -1,4 +1,4 @@
-"""Stands in for dcpbench.bench.worker: answers every case at once, or ends as DCPBENCH_FAKE says.
+"""Stands in for dcpbench.bench.bench_worker: answers every case at once, or ends as DCPBENCH_FAKE says.
 
 `wrong` finds a difference, `dies` ends after the first case, `stillborn` before it, `hangs` says nothing more, `half`
 leaves half a line of what it found before the rest of it, `failed` cannot run the second case, `lonely` loses rank 1
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from dcpbench.bench.record import BenchJob, Event, Limit, Result
+from dcpbench.bench.bench_record import BenchJob, Event, Limit, Result
 from dcpbench.records.record import Environment
 
 

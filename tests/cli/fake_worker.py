@@ -26,7 +26,7 @@ import msgspec
 
 from dcpbench.errors import CapacityError, ModelError
 from dcpbench.launch import jobs
-from dcpbench.points.machine import Probe
+from dcpbench.points.device_probe import Probe
 from dcpbench.records.disks import get_disk_error_number
 from dcpbench.records.file import RecordFile
 from dcpbench.records.record import Interval, Latencies, Metrics, Percentiles, Record, ServeMetrics

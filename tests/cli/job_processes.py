@@ -47,7 +47,7 @@ def role(words: list[str]) -> str:
     """Return the role of a process in a job."""
     if "torch.distributed.run" in words or "quick_torchrun" in words:
         return AGENT
-    if any(w.endswith("child.py") for w in words):
+    if any(w.endswith("subprocess_guard.py") for w in words):
         return ACCOUNT
     return RANK if any(Path(w).name.startswith("job-") for w in words) else OTHER
 

@@ -15,8 +15,8 @@ import pytest
 from dcpbench import cli
 from dcpbench.commands import ab as ab_command
 from dcpbench.commands.ab import State, get_order
-from dcpbench.compare.model import Comparison
-from dcpbench.points.machine import Probe
+from dcpbench.compare.comparison import Comparison
+from dcpbench.points.device_probe import Probe
 from dcpbench.records.file import read_records
 from tests.cli.typed import ENV, Typed
 from tests.cli.waiting import until
@@ -130,7 +130,7 @@ def test_interrupted_before_the_first_launch_it_is_interrupted_and_not_refused(
 @pytest.mark.distributed
 def test_interrupted_inside_a_launch_it_ends_with_one_hint(ab, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the launch itself had nothing to keep: its command ends with 130, which is no failure of it."""
-    monkeypatch.setattr("dcpbench.commands.runs.measure", lambda *_, **__: 130)
+    monkeypatch.setattr("dcpbench.commands.point_runner.measure", lambda *_, **__: 130)
     monkeypatch.setattr(ab_command, "_print_start", lambda *_, **__: None)
     done = ab(*SAME, "--rounds", "2", "-o", "out")
     assert done.returncode == 130

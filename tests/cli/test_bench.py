@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Self
 import pytest
 
 from dcpbench import cli
-from dcpbench.bench import command
-from dcpbench.bench.record import Case, Event, Result
+from dcpbench.bench import runner
+from dcpbench.bench.bench_record import Case, Event, Result
 from dcpbench.errors import ExitCode
 from dcpbench.launch import launcher, ranks
-from dcpbench.launch.package import Package
-from dcpbench.points.machine import Probe
+from dcpbench.launch.version_check import Package
+from dcpbench.points.device_probe import Probe
 from tests import forks
 
 if TYPE_CHECKING:
-    from dcpbench.bench.record import BenchRecord
+    from dcpbench.bench.bench_record import BenchRecord
 
 HERE = Path(__file__).parent
 ROOT = Path(cli.__file__).parents[1]
@@ -38,7 +38,7 @@ TWO = ("merge", "--heads", "8", "--requests", "3", "--dcp", "2", "--variant", "p
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path):
     """Run `dcpbench bench …` in this process and in an empty folder; gives (exit code, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(command, "WORKER", "fake_bench_worker")
+    monkeypatch.setattr(runner, "WORKER", "fake_bench_worker")
     monkeypatch.setenv(
         "PYTHONPATH", os.pathsep.join([str(HERE), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     )
@@ -121,13 +121,13 @@ def test_a_hung_worker_is_ended(call, monkeypatch: pytest.MonkeyPatch) -> None:
     """
     now = itertools.count(0, 3600)
     done: list[bool] = []
-    take = command._add_event
+    take = runner._add_event
 
     def taken(event: Event, record: BenchRecord) -> None:
         take(event, record)
         done.extend([True] * (event.stage == "done"))
 
-    monkeypatch.setattr(command, "_add_event", taken)
+    monkeypatch.setattr(runner, "_add_event", taken)
     monkeypatch.setattr(launcher, "time", SimpleNamespace(monotonic=lambda: next(now) if done else 0))
     monkeypatch.setattr(ranks, "STACKS_WAIT_S", 0)
     code, out, err = call(*TWO, "--timeout", "2", fake="hangs")
@@ -185,7 +185,7 @@ def test_ctrl_c_ends_every_rank_and_writes_nothing(call, monkeypatch: pytest.Mon
 
     popen = subprocess.Popen
     monkeypatch.setattr(ranks.subprocess, "Popen", start)
-    monkeypatch.setattr(command.time, "sleep", interrupted)
+    monkeypatch.setattr(runner.time, "sleep", interrupted)
     code, out, err = call("exchange", "--variant", "ag_rs", "-o", "out", fake="hangs")
     assert code == 130
     assert "Interrupted; the worker has ended and nothing was written." in err
@@ -275,8 +275,8 @@ class Forked(ranks.Ranks):
 @pytest.fixture
 def real(call, monkeypatch: pytest.MonkeyPatch):
     """Run a bench for real on the CPU, but for the time that importing torch takes; gives its record."""
-    monkeypatch.setattr(command, "WORKER", "dcpbench.bench.worker")
-    monkeypatch.setattr(command, "Started", Forked)
+    monkeypatch.setattr(runner, "WORKER", "dcpbench.bench.bench_worker")
+    monkeypatch.setattr(runner, "Started", Forked)
 
     def run(*args: str, code: int = 0) -> dict:
         ended, out, err = call(*args, "--device", "cpu", "--json")
@@ -346,7 +346,7 @@ def test_a_reason_is_told_once_while_cases_run() -> None:
     case = Case(variant="pack", calls=1, sizes={})
     results = [Result(case=case, outcome="failed", reason=why) for why in ("no x", "no y", "no x")]
     told: set[str] = set()
-    notes = [command._make_progress(Event(stage="done", index=n, result=r), told).note for n, r in enumerate(results)]
+    notes = [runner._make_progress(Event(stage="done", index=n, result=r), told).note for n, r in enumerate(results)]
     assert notes == ["no x", "no y", "failed, as before"]
 
 
@@ -356,7 +356,7 @@ def test_on_a_gpu_there_are_limits_and_shares_of_them(call, monkeypatch: pytest.
 
     Of several tries, as other tests may use the GPU while its limits are measured.
     """
-    monkeypatch.setattr(command, "WORKER", "dcpbench.bench.worker")
+    monkeypatch.setattr(runner, "WORKER", "dcpbench.bench.bench_worker")
     shares = []
     for _ in range(TRIES):
         code, out, _ = call("merge", "--requests", "512", "--variant", "pack", "--json", machine=GPU)
@@ -372,9 +372,9 @@ def test_on_a_gpu_there_are_limits_and_shares_of_them(call, monkeypatch: pytest.
 
 def test_a_bench_by_another_package_than_the_commands_measures_nothing(call, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real worker, of whose package the command takes another for its own."""
-    monkeypatch.setattr(command, "WORKER", "dcpbench.bench.worker")
+    monkeypatch.setattr(runner, "WORKER", "dcpbench.bench.bench_worker")
     monkeypatch.setattr(
-        command.package, "get_started_package", lambda: Package(folder="/elsewhere/dcpbench", sha256="0" * 64)
+        runner.version_check, "get_started_package", lambda: Package(folder="/elsewhere/dcpbench", sha256="0" * 64)
     )
     code, out, err = call(*TWO)
     assert code == ExitCode.FAILED

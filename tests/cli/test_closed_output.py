@@ -105,7 +105,7 @@ ALL = """
 import os, sys
 from dcpbench import cli
 from dcpbench.launch import launcher
-from dcpbench.points.machine import Probe
+from dcpbench.points.device_probe import Probe
 launcher.run_probe = lambda _: Probe(device="cpu", count=0, name="CPU", problems=["no GPU is visible."])
 for number, line in enumerate(sys.argv[1:]):
     if line.startswith("report"):

@@ -13,12 +13,12 @@ import msgspec
 import pytest
 
 from dcpbench import __version__, cli
-from dcpbench.commands import options, runs, verify
+from dcpbench.commands import options, point_runner, verify
 from dcpbench.launch.jobs import Check, Job
 from dcpbench.plan.grid import expand_layouts
 from dcpbench.plan.spec import make_spec
+from dcpbench.points.device_probe import Probe
 from dcpbench.points.layout import Layout
-from dcpbench.points.machine import Probe
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
 from dcpbench.records import checksums
@@ -236,7 +236,7 @@ class TestPlansForAnotherMachine:
     def test_nothing_is_asked_of_this_machine(self, call, monkeypatch: pytest.MonkeyPatch) -> None:
         """Which would start a process that loads torch, and may have none."""
         asked = []
-        monkeypatch.setattr(runs, "select_device", lambda probe, _: asked.append(probe.name) or probe)
+        monkeypatch.setattr(point_runner, "select_device", lambda probe, _: asked.append(probe.name) or probe)
         assert call("sweep", "--dry-run", "--gpu", "B200", machine=None)[0] == 0
         assert asked == ["NVIDIA B200"]
 

@@ -12,10 +12,10 @@ import msgspec
 import pytest
 
 from dcpbench.errors import WorkerError
-from dcpbench.launch import launcher, ranks, tries
+from dcpbench.launch import launcher, ranks, retry
 from dcpbench.launch.jobs import SECRET, Progress
-from dcpbench.launch.package import Package
 from dcpbench.launch.torchrun import Machines
+from dcpbench.launch.version_check import Package
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
 from dcpbench.records.file import read_records
@@ -33,7 +33,7 @@ HERE = str(Path(__file__).parent)
 
 @pytest.fixture(autouse=True)
 def _find_the_fake(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", f"{HERE}:{Path(launcher.__file__).parents[1]}")
+    monkeypatch.setenv("PYTHONPATH", f"{HERE}:{Path(launcher.__file__).parents[2]}")
     as_fork.agents(monkeypatch.setattr)
 
 
@@ -158,7 +158,7 @@ def test_a_point_that_failed_is_begun_again_after_the_others_as_often_as_asked(t
     ]
     assert str(records[1].reason).endswith("try again with --resume")
     assert str(records[4].reason).endswith("try again with --resume --timeout retries=2")
-    assert dict(tries.count_failures(tmp_path)) == {points[0].get_key(): 1, points[1].get_key(): 2}
+    assert dict(retry.count_failures(tmp_path)) == {points[0].get_key(): 1, points[1].get_key(): 2}
 
 
 @pytest.mark.long
@@ -178,7 +178,7 @@ def test_a_point_past_its_limit_is_ended_though_it_shows_progress(tmp_path: Path
 def test_a_point_is_set_aside_once_it_has_failed_twice_or_once_more_than_retries(
     times: int, retries: int, aside: bool
 ) -> None:
-    assert tries.is_set_aside(times, retries) is aside
+    assert retry.is_set_aside(times, retries) is aside
 
 
 @pytest.mark.long
@@ -279,7 +279,7 @@ def test_ranks_and_probes_have_the_package_of_the_command_and_not_that_of_the_wo
 def test_ranks_of_another_package_than_the_commands_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real worker, of whose package the launcher takes another for its own: no point is begun."""
     monkeypatch.setattr(
-        launcher.package, "get_started_package", lambda: Package(folder="/elsewhere/dcpbench", sha256="0" * 64)
+        launcher.version_check, "get_started_package", lambda: Package(folder="/elsewhere/dcpbench", sha256="0" * 64)
     )
     real = msgspec.structs.replace(work(tmp_path), worker="tests.distributed.rank")
     with pytest.raises(WorkerError) as error:

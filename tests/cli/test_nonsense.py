@@ -130,7 +130,7 @@ class TestCtrlC:
         def interrupted(_: object) -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr("dcpbench.commands.runs.print_json", interrupted)
+        monkeypatch.setattr("dcpbench.commands.point_runner.print_json", interrupted)
         assert typed("machines", "--json") == 130
         assert capsys.readouterr().err == "\nInterrupted. To start again, repeat the command.\n"
 

@@ -20,7 +20,7 @@ from dcpbench.launch import folders, launcher
 from dcpbench.launch.jobs import Job, Progress
 from dcpbench.launch.torchrun import Machines, Running
 from dcpbench.points.budget import plan_engines
-from dcpbench.points.machine import Probe
+from dcpbench.points.device_probe import Probe
 from dcpbench.points.settings import Settings
 from dcpbench.records.file import read_records
 from dcpbench.records.folder import LOCK_FILE
@@ -31,10 +31,10 @@ from tests.cli.waiting import LOOK_S
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]  # some start real ranks twice
 HERE = Path(__file__).parent
-ROOT = Path(launcher.__file__).parents[1]
+ROOT = Path(launcher.__file__).parents[2]
 SWEEP = ("sweep", "--tp", "2", "--context", "50,66", "--concurrency", "2", "--no-baseline", "-o", "run")
 BENCH = (
-    "from dcpbench import cli; from dcpbench.bench import command; command.WORKER = 'fake_bench_worker'; "
+    "from dcpbench import cli; from dcpbench.bench import runner; runner.WORKER = 'fake_bench_worker'; "
     "cli.main(['bench', 'exchange'])"
 )
 

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from dcpbench import cli
-from dcpbench.points.machine import Probe
+from dcpbench.points.device_probe import Probe
 from dcpbench.records.file import read_records
 from dcpbench.records.record import Conditions, Environment
 from dcpbench.serving.step_times import Case, Chunks, Decodes, MeasuredCase, StepTimes, write_step_times
@@ -167,7 +167,10 @@ def test_a_rate_of_inf_is_explained(call) -> None:
         (["--chunk", "3"], "use --chunk 4 or more"),
         (["--chunk", "2x"], "--chunk 2x: not a whole number; write for example --chunk 8192"),
         (["--prefix-share", "50%"], "--prefix-share share=50%: not a number; write --prefix-share [share=]S,groups=N."),
-        (["--timeout", "load=soon"], "--timeout load=soon: not a number; write --timeout [stall=]S,point=S,retries=N,load=S"),
+        (
+            ["--timeout", "load=soon"],
+            "--timeout load=soon: not a number; write --timeout [stall=]S,point=S,retries=N,load=S",
+        ),
         (["--slo", "ttft"], "write for example --slo ttft=500,itl=50, in ms"),
         (["--requests", "none"], "--requests none cannot be read"),
         (["--prefill", "flashinfer"], "use --prefill sdpa"),

@@ -27,7 +27,7 @@ from tests.unit import syncs_builder as build
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from dcpbench.syncs.model import Report
+    from dcpbench.syncs.sync_report import Report
 
 ROOT = Path(cli.__file__).parents[1]
 COMMANDS = ("scan", "baseline")

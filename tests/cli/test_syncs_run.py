@@ -15,8 +15,8 @@ import pytest
 from dcpbench.errors import CapacityError
 from dcpbench.syncs import run as runs
 from dcpbench.syncs.commands import GateOptions, OutputOptions
-from dcpbench.syncs.model import Coverage, Report, TraceSummary
 from dcpbench.syncs.run import Note, Recording
+from dcpbench.syncs.sync_report import Coverage, Report, TraceSummary
 from tests import forks
 
 ROOT = Path(__file__).parents[2]

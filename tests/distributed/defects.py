@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dcpbench.engine import decode, model
-from dcpbench.engine.decode import DecodeEngine
+from dcpbench.engine import decode_engine, model
+from dcpbench.engine.decode_engine import DecodeEngine
 from dcpbench.engine.kv_pool import KvPool
 from dcpbench.engine.model import Model
 from dcpbench.kernels import moe
@@ -83,7 +83,7 @@ def no_yarn(patch: Patch) -> None:
 
 def no_mscale(patch: Patch) -> None:
     """The softmax scale without mscale_all_dim's factor."""
-    patch(decode, "compute_softmax_scale", lambda shape: (shape.nope + shape.rope) ** -0.5)
+    patch(decode_engine, "compute_softmax_scale", lambda shape: (shape.nope + shape.rope) ** -0.5)
 
 
 def routed_scale_of_1(patch: Patch) -> None:
@@ -152,8 +152,12 @@ def weights_not_normalised(patch: Patch) -> None:
 def kv_scale_twice(patch: Patch) -> None:
     """A KV cache with a scale that attention multiplies with twice."""
     patch(KvPool, "scale", 0.25)
-    make = decode.make_backend
-    patch(decode, "make_backend", lambda name, spec: make(name, dataclasses.replace(spec, kv_scale=spec.kv_scale**2)))
+    make = decode_engine.make_backend
+    patch(
+        decode_engine,
+        "make_backend",
+        lambda name, spec: make(name, dataclasses.replace(spec, kv_scale=spec.kv_scale**2)),
+    )
 
 
 def wrong_row_of_a_page(patch: Patch) -> None:

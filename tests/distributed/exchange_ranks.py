@@ -21,7 +21,7 @@ from dcpbench.exchange import ExchangeSpec, ag_rs, make_exchange
 from dcpbench.points.layout import Layout
 
 if TYPE_CHECKING:
-    from dcpbench.exchange.collectives import Group
+    from dcpbench.exchange.torch_collectives import Group
 
 WORLD = 4
 LAYOUTS = (Layout(WORLD, dcp=4), Layout(WORLD, dcp=2))

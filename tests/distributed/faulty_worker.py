@@ -22,13 +22,13 @@ import triton
 import triton.language as tl
 
 from dcpbench import worker
-from dcpbench.engine.decode import DecodeEngine
+from dcpbench.engine.decode_engine import DecodeEngine
 from dcpbench.engine.model import Model
 from dcpbench.exchange.ag_rs import AllGatherReduceScatter
-from dcpbench.exchange.collectives import Group
 from dcpbench.exchange.symm import SymmetricMemory
+from dcpbench.exchange.torch_collectives import Group
 from dcpbench.kernels.merge import correct_attn_out
-from dcpbench.kernels.peers.meeting import _theirs
+from dcpbench.kernels.symm_mem.barrier import _theirs
 from dcpbench.measuring.ranges import record_range
 from tests import as_fork, forks
 

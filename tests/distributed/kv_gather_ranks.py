@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from dcpbench.bench.bench_record import Case
 from dcpbench.bench.operators import kv_gather as bench
 from dcpbench.bench.operators.kv_gather import KvGather
-from dcpbench.bench.record import Case
 from dcpbench.exchange.registered_memory import RegisteredBuffer
 
 POOL_BYTES = 1 << 16

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from dcpbench.engine.pieces import Pieces
+from dcpbench.engine.piecewise_graph import Pieces
 from dcpbench.engine.prefill import Prefiller
 from dcpbench.kernels import kv_gather
 from dcpbench.kernels.moe.routing import NO_EXPERT

@@ -1,10 +1,10 @@
 """The dcpbench command with agents and ranks that begin at once."""
 
 from dcpbench import cli
-from dcpbench.commands import runs
+from dcpbench.commands import point_runner
 from tests import as_fork
 
 if __name__ == "__main__":
     as_fork.agents(setattr)
-    runs.WORKER = "tests.distributed.rank"
+    point_runner.WORKER = "tests.distributed.rank"
     cli.main()

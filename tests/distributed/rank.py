@@ -54,10 +54,10 @@ if __name__ == "__main__":
     if INSIDE not in sys.argv:
         sys.exit(as_fork.main([__spec__.name, *sys.argv[1:], INSIDE]))
     from dcpbench.exchange import prefix
-    from dcpbench.workloads import step_times
+    from dcpbench.workloads import step_timing
     from tests.distributed import shared
 
-    step_times.MAX_SAMPLES = 4
+    step_timing.MAX_SAMPLES = 4
     prefix.gather_in_token_order = in_token_order
     shared.replace()
     gc.unfreeze = lambda: None

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from dcpbench.exchange import ExchangeSpec, make_exchange, registered_memory
-from dcpbench.exchange.collectives import Group
+from dcpbench.exchange.torch_collectives import Group
 
 WORLD, BATCHES, HEADS, WIDTH, LATENT = 2, (8, 3, 1), 32, 576, 512
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from dcpbench.exchange import collectives
+from dcpbench.exchange import torch_collectives
 from dcpbench.exchange.symmetric_memory import SHARED_FOLDER
 
 if TYPE_CHECKING:
@@ -142,6 +142,6 @@ def barrier(group: dist.ProcessGroup | None = None, device_ids: Sequence[int] | 
 
 def replace() -> None:
     """From now on, in this process."""
-    collectives._all_gather, collectives._reduce_scatter = all_gather, reduce_scatter
+    torch_collectives._all_gather, torch_collectives._reduce_scatter = all_gather, reduce_scatter
     dist.all_to_all_single, dist.all_reduce = all_to_all, all_reduce
     dist.broadcast, dist.barrier = broadcast, barrier

@@ -19,11 +19,11 @@ import torch.multiprocessing as mp
 from dcpbench.engine.groups import make_groups
 from dcpbench.exchange import ExchangeSpec, make_exchange, symm
 from dcpbench.exchange.symmetric_all_reduce import ReduceSpec, SymmetricAllReduce
-from dcpbench.kernels.peers import merge as merging
+from dcpbench.kernels.symm_mem import pull_merge as merging
 from dcpbench.points.layout import Layout
 
 if TYPE_CHECKING:
-    from dcpbench.exchange.collectives import Group
+    from dcpbench.exchange.torch_collectives import Group
 
 WORLDS = (2, 4, 8)
 HEADS, LATENT, WIDTH = 8, 24, 40

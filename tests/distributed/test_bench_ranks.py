@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from dcpbench.bench.operators.ranks import RankError, gather_first_text, get_world_group, run_together
+from dcpbench.bench.operators.rendezvous import RankError, gather_first_text, get_world_group, run_together
 
 ROOT = Path(__file__).parents[2]
 RANK = """
 import os, torch
 from pathlib import Path
-from dcpbench.bench.operators.ranks import RankError, gather_first_text, get_world_group, run_together, start_distributed
+from dcpbench.bench.operators.rendezvous import RankError, gather_first_text, get_world_group, run_together, start_distributed
 rank = int(os.environ["RANK"])
 start_distributed(torch.device("cpu"), rank, 2, Path(os.environ["FOLDER"]) / "port")
 def step():

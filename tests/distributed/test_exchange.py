@@ -5,7 +5,7 @@ import torch
 
 from dcpbench.errors import UsageError
 from dcpbench.exchange import make_exchange
-from dcpbench.exchange.collectives import Group
+from dcpbench.exchange.torch_collectives import Group
 from dcpbench.kernels.merge import merge_partials
 from dcpbench.points.layout import Layout
 from tests.distributed import exchange_ranks as ranks

@@ -10,8 +10,8 @@ import pytest
 from dcpbench.launch import launcher
 from dcpbench.launch.torchrun import Machines
 from dcpbench.points.budget import plan_engines
+from dcpbench.points.device_probe import Probe
 from dcpbench.points.layout import Layout
-from dcpbench.points.machine import Probe
 from dcpbench.points.point import Load, Point
 from dcpbench.points.settings import Settings
 from dcpbench.records.file import read_records

@@ -12,13 +12,13 @@ import torch
 
 from dcpbench.errors import CapacityError, UsageError
 from dcpbench.exchange import make_exchange, symmetric_memory
-from dcpbench.exchange.collectives import Group
 from dcpbench.exchange.symmetric_all_reduce import ReduceSpec, make_all_reduce
 from dcpbench.exchange.symmetric_memory import Place, check_places
+from dcpbench.exchange.torch_collectives import Group
 from dcpbench.kernels.head_order import to_head_order_reference
-from dcpbench.kernels.peers import MAX_BLOCKS, Carver, Peers
-from dcpbench.kernels.peers.add_up import add_up_reference
-from dcpbench.kernels.peers.merge import merge_reference
+from dcpbench.kernels.symm_mem import MAX_BLOCKS, Carver, Peers
+from dcpbench.kernels.symm_mem.all_reduce import add_up_reference
+from dcpbench.kernels.symm_mem.pull_merge import merge_reference
 from tests.distributed import symm_ranks as ranks
 from tests.distributed.forked import forked
 

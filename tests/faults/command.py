@@ -3,9 +3,9 @@
 import dcpbench_fake
 
 from dcpbench import cli
-from dcpbench.commands import runs
+from dcpbench.commands import point_runner
 
 if __name__ == "__main__":
     dcpbench_fake.install(setattr, quickly=True)
-    runs.WORKER = "faulty"
+    point_runner.WORKER = "faulty"
     cli.main()

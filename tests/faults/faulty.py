@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import fake_worker
 
 from dcpbench.launch import jobs
-from dcpbench.launch.child import PARENT
+from dcpbench.launch.subprocess_guard import PARENT
 from dcpbench.records.file import RecordFile
 from dcpbench.records.folder import RECORDS_FILE
 

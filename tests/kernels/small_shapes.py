@@ -16,19 +16,19 @@ import torch
 
 from dcpbench.kernels.attention import AttentionSpec, Shards, make_backend
 from dcpbench.kernels.head_order import to_head_order
-from dcpbench.kernels.keys import decompress_latents, gather_rows
 from dcpbench.kernels.kv_gather import gather_in_token_order, make_request_table, pack_rows
 from dcpbench.kernels.kv_indices import Share, write_pages
+from dcpbench.kernels.kv_up_proj import decompress_latents, gather_rows
 from dcpbench.kernels.kv_write import write_kv
-from dcpbench.kernels.latent import split_latent_fused
 from dcpbench.kernels.merge import correct_attn_out
 from dcpbench.kernels.moe import apply_experts
-from dcpbench.kernels.moe.prompts import silu_mul_rows
+from dcpbench.kernels.moe.prefill_experts import silu_mul_rows
 from dcpbench.kernels.norm import normalize_rows
 from dcpbench.kernels.pack import Message, merge_messages, pack_messages
-from dcpbench.kernels.peers.add_up import reduce_one_shot, reduce_two_shot
-from dcpbench.kernels.peers.gather import gather_queries
-from dcpbench.kernels.peers.merge import merge_from_peers
+from dcpbench.kernels.qkv_norm_rope import split_latent_fused
+from dcpbench.kernels.symm_mem.all_reduce import reduce_one_shot, reduce_two_shot
+from dcpbench.kernels.symm_mem.gather import gather_queries
+from dcpbench.kernels.symm_mem.pull_merge import merge_from_peers
 from dcpbench.kernels.value_proj import project_values
 from dcpbench.points.layout import Prefix
 from tests.kernels.test_peers import Ranks

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from dcpbench.bench.bench_record import Case
 from dcpbench.bench.operators import attention
 from dcpbench.bench.operators.attention import Attention, make_lengths, make_shards
-from dcpbench.bench.record import Case
 from dcpbench.kernels.attention.reference import ReferenceBackend
-from dcpbench.points.floors import compute_attention_work
+from dcpbench.points.roofline import compute_attention_work
 
 
 def case(**sizes) -> Case:

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from dcpbench.bench.bench_record import Case
 from dcpbench.bench.operators import collectives, exchange
 from dcpbench.bench.operators.collectives import Collectives
 from dcpbench.bench.operators.exchange import ExchangeBench, Inputs, compute_work
-from dcpbench.bench.record import Case
 from dcpbench.exchange import make_exchange
 
 

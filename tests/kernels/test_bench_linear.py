@@ -6,14 +6,14 @@ import types
 import pytest
 import torch
 
+from dcpbench.bench.bench_record import Case
 from dcpbench.bench.cases import BenchOptions, list_linear_cases
 from dcpbench.bench.operators import linear
 from dcpbench.bench.operators.linear import Linear
-from dcpbench.bench.record import Case
 from dcpbench.errors import MissingPackageError, UsageError
 from dcpbench.kernels.block_scaled import Scaled, dequantize_rows, dequantize_weight, quantize_rows_reference
-from dcpbench.points.floors import compute_linear_work
 from dcpbench.points.memory import Product
+from dcpbench.points.roofline import compute_linear_work
 
 
 def case(variant: str, weights: str = "fp8", rows: int = 3) -> Case:

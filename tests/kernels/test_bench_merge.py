@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 import torch
 
+from dcpbench.bench.bench_record import Case
 from dcpbench.bench.operators import merge
 from dcpbench.bench.operators.merge import Merge, Sizes
-from dcpbench.bench.record import Case
 
 
 def case(variant: str) -> Case:

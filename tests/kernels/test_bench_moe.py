@@ -7,10 +7,10 @@ import types
 import pytest
 import torch
 
+from dcpbench.bench.bench_record import Case
 from dcpbench.bench.cases import BenchOptions, list_moe_cases
 from dcpbench.bench.operators import moe
 from dcpbench.bench.operators.moe import Inputs, Moe, Sizes
-from dcpbench.bench.record import Case
 from dcpbench.errors import MissingPackageError, UsageError
 from dcpbench.kernels import block_scaled
 from dcpbench.kernels.block_scaled import Scaled

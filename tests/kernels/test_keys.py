@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dcpbench.kernels.e4m3 import LARGEST
-from dcpbench.kernels.keys import (
+from dcpbench.kernels.kv_up_proj import (
     decompress_latents,
     decompress_latents_fused,
     decompress_latents_reference,

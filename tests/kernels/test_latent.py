@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from dcpbench.kernels.block_scaled import dequantize_rows, quantize_rows
-from dcpbench.kernels.latent import split_latent_fused, split_latent_reference
-from dcpbench.kernels.moe import prompts
+from dcpbench.kernels.moe import prefill_experts
 from dcpbench.kernels.norm import Mark, normalize_fused, normalize_rows
+from dcpbench.kernels.qkv_norm_rope import split_latent_fused, split_latent_reference
 from dcpbench.kernels.rope import apply_rope_fused, make_rope_table
 from dcpbench.points.shapes import SHAPES
 
@@ -68,8 +68,8 @@ def test_a_norm_quantises_what_it_gives(width, adds, device):
 def test_silu_quantises_what_it_gives(width, device):
     """Blocks of columns that end in the middle of what a program takes, too."""
     both = rows(5, 2 * width, device) / 100
-    found = prompts.silu_mul_rows(both)
-    same(found.scaled, quantize_rows(prompts.silu_mul(both)))
+    found = prefill_experts.silu_mul_rows(both)
+    same(found.scaled, quantize_rows(prefill_experts.silu_mul(both)))
     assert found.plain is None
 
 

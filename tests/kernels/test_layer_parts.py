@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dcpbench.kernels.block_scaled import quantize_weight
-from dcpbench.kernels.moe import apply_experts, apply_experts_reference, decode, prompts, scaled
+from dcpbench.kernels.moe import apply_experts, apply_experts_reference, decode_experts, prefill_experts, scaled
 from dcpbench.kernels.moe.routing import NO_EXPERT, select_experts_fused, select_experts_reference
 from dcpbench.kernels.norm import Mark, normalize_fused, normalize_reference
 from dcpbench.kernels.rope import apply_rope_fused, apply_rope_reference, compute_softmax_scale, make_rope_table
@@ -146,7 +146,7 @@ def test_the_bias_chooses_but_does_not_weigh():
 def test_sorting_by_expert_is_a_stable_permutation(tokens, device):
     """Places are all different; local experts come first, in order, and `ends` counts them."""
     ids = torch.randint(0, 8, (tokens, 3), dtype=torch.int32, device=device)
-    _, place, ends = prompts.sort_by_expert(ids, 2, 4)
+    _, place, ends = prefill_experts.sort_by_expert(ids, 2, 4)
     assert (place.dtype, ends.dtype) == (torch.int32, torch.int32)
     keys = [e - 2 if 2 <= e < 6 else 4 for e in ids.flatten().tolist()]
     order = sorted(range(len(keys)), key=lambda i: keys[i])
@@ -161,8 +161,8 @@ def test_decode_sorts_as_prompts_do_and_cuts_experts_into_tiles(tokens, first, l
     ids = torch.randint(0, 64, (tokens, 8), dtype=torch.int32, generator=generator)
     ids[: tokens // 2, 0] = first  # one expert of many rows
     ids = ids.to(device)
-    _, place, ends = prompts.sort_by_expert(ids, first, local)
-    plan = decode.plan_product(ids, first, local, rows=16)
+    _, place, ends = prefill_experts.sort_by_expert(ids, first, local)
+    plan = decode_experts.plan_product(ids, first, local, rows=16)
     assert torch.equal(plan.place, place)
     assert torch.equal(plan.source[place.long()], torch.arange(ids.numel(), dtype=torch.int32, device=device))
     begins = [0, *ends.tolist()]
@@ -209,7 +209,9 @@ def test_experts_agree_and_ignore_other_ranks_tokens(way, first, tokens, device,
     weights, ids = select_experts_reference(make(tokens, 12), bias, rule)
     truth = apply_experts_reference(*(t.double() for t in (x, gate_up, down)), weights, ids, first, shared.double())
     monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
-    found = {"decode": decode, "prompts": prompts}[way].apply_experts(x, gate_up, down, weights, ids, first, shared)
+    found = {"decode": decode_experts, "prompts": prefill_experts}[way].apply_experts(
+        x, gate_up, down, weights, ids, first, shared
+    )
     assert error(found, truth) < 1
 
 
@@ -231,15 +233,18 @@ def test_tokens_that_go_to_nobody_cost_no_tile_and_change_no_other(way, first, d
         gate_up, down = quantize_weight(gate_up.float()), quantize_weight(down.float())
     if way == "scaled-prompts":
         monkeypatch.setattr(scaled, "MAX_ASSIGNMENTS", 0)
-    of = {"decode": decode, "prompts": prompts}.get(way, scaled).apply_experts
+    of = {"decode": decode_experts, "prompts": prefill_experts}.get(way, scaled).apply_experts
     monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
     found = of(x, gate_up, down, weights, ids, first, shared)
     assert torch.equal(found[1::2], shared[1::2])
     assert torch.equal(found[::2], of(few[0], gate_up, down, few[1], few[2], first, few[3]))
     if "prompts" in way:
-        totals = [prompts.split_tiles(prompts.sort_by_expert(i, first, 4)[2], i.numel(), 64)[1] for i in (ids, few[2])]
+        totals = [
+            prefill_experts.split_tiles(prefill_experts.sort_by_expert(i, first, 4)[2], i.numel(), 64)[1]
+            for i in (ids, few[2])
+        ]
     else:
-        totals = [(decode.plan_product(i, first, 4, 16).tiles[0] >= 0).sum() for i in (ids, few[2])]
+        totals = [(decode_experts.plan_product(i, first, 4, 16).tiles[0] >= 0).sum() for i in (ids, few[2])]
     assert int(totals[0]) == int(totals[1]) > 0
 
 
@@ -252,7 +257,7 @@ def test_slices_of_experts_add_up_to_whole_ones(way, device):
     weights, ids = select_experts_reference(make(9, 4), torch.zeros(4, device=device), ungrouped(top_k=3, scale=2.0))
     whole = (t.double() for t in (x, gate_up.flatten(1, 2), down))
     truth = apply_experts_reference(*whole, weights, ids, 0, shared.double())
-    of, total = {"decode": decode, "prompts": prompts}[way].apply_experts, 0
+    of, total = {"decode": decode_experts, "prompts": prefill_experts}[way].apply_experts, 0
     for rank in range(3):
         mine = slice(16 * rank, 16 * (rank + 1))
         slices = gate_up[:, :, mine].flatten(1, 2).contiguous(), down[..., mine].contiguous()
@@ -266,9 +271,9 @@ def test_every_shape_of_the_product_gives_the_same(rows, depth, device):
     """Down products of each kernel shape against fp64: 3 experts of which one has no row; depths are no blocks' sum."""
     make = numbers(device, depth)
     ids = torch.tensor([[0], [2], [0]] * 12, dtype=torch.int32, device=device)
-    plan = decode.plan_product(ids, 0, 3, rows)
+    plan = decode_experts.plan_product(ids, 0, 3, rows)
     x, weight = make(36, depth), make(3, 130, depth)
-    found = decode.compute_product(x, weight, plan, 1, gated=False)
+    found = decode_experts.compute_product(x, weight, plan, 1, gated=False)
     truth = torch.stack([weight[0 if row < 24 else 2].double() @ x[row].double() for row in range(36)])
     assert error(found, truth) < 1
 
@@ -280,11 +285,11 @@ def test_every_tiling_of_prompts_gives_the_same(columns, gated, wide, rows, devi
 
     151 and 400 rows end in a tile of 128 and some more; 72 is deep enough for the tilings of `WIDE` where that is 72.
     """
-    monkeypatch.setattr(prompts, "WIDE", wide)
+    monkeypatch.setattr(prefill_experts, "WIDE", wide)
     make = numbers(device, rows)
     ends = torch.tensor([2 * rows, 2 * rows, 3 * rows + 1, 4 * rows], dtype=torch.int32, device=device)
     x, weight = make(4 * rows, 72) * 0.3, make(4, 2 * columns if gated else columns, 72) * 0.3
-    found = prompts.compute_product(x, weight, ends, gated=gated)
+    found = prefill_experts.compute_product(x, weight, ends, gated=gated)
     expert = torch.searchsorted(ends, torch.arange(4 * rows, dtype=torch.int32, device=device), right=True).tolist()
     truth = torch.stack([weight[e].double() @ row.double() for e, row in zip(expert, x, strict=True)])
     if gated:
@@ -295,7 +300,7 @@ def test_every_tiling_of_prompts_gives_the_same(columns, gated, wide, rows, devi
 def test_tiles_of_prompts_hold_each_row_of_each_expert_once(device):
     """Tiles of 64: 130 rows are three, none is none, and what follows the last expert is nobody's."""
     ends = torch.tensor([130, 130, 131, 195], dtype=torch.int32, device=device)
-    tiles, total = prompts.split_tiles(ends, 300, 64)
+    tiles, total = prefill_experts.split_tiles(ends, 300, 64)
     assert total.tolist() == [5]
     assert tiles[:, :5].T.tolist() == [[0, 0, 130], [0, 64, 130], [0, 128, 130], [2, 130, 131], [3, 131, 195]]
 
@@ -303,7 +308,7 @@ def test_tiles_of_prompts_hold_each_row_of_each_expert_once(device):
 def test_the_last_tile_of_an_expert_may_be_longer(device):
     """Tiles of 64 and up to 32 more: 96 rows are one, 97 and 130 two, and one row is one."""
     ends = torch.tensor([96, 193, 193, 323, 324], dtype=torch.int32, device=device)
-    tiles, total = prompts.split_tiles(ends, 400, 64, 32)
+    tiles, total = prefill_experts.split_tiles(ends, 400, 64, 32)
     assert total.tolist() == [6]
     found = [[0, 0, 96], [1, 96, 193], [1, 160, 193], [3, 193, 323], [3, 257, 323], [4, 323, 324]]
     assert tiles[:, :6].T.tolist() == found
@@ -311,12 +316,12 @@ def test_the_last_tile_of_an_expert_may_be_longer(device):
 
 def experts_by_torch(x, gate_up, down, weights, ids, first, shared):
     """Experts by torch's grouped product."""
-    _, place, ends = prompts.sort_by_expert(ids, first, len(gate_up))
+    _, place, ends = prefill_experts.sort_by_expert(ids, first, len(gate_up))
     rows = torch.empty(ids.numel(), x.shape[1], dtype=x.dtype, device=x.device)
     rows[place.long()] = x.repeat_interleave(ids.shape[1], 0)
     both = torch._grouped_mm(rows, gate_up.transpose(-2, -1), offs=ends)
-    y = torch._grouped_mm(prompts.silu_mul(both), down.transpose(-2, -1), offs=ends)
-    return prompts.merge_expert_outputs(y, weights, ids, place, shared, first, len(gate_up))
+    y = torch._grouped_mm(prefill_experts.silu_mul(both), down.transpose(-2, -1), offs=ends)
+    return prefill_experts.merge_expert_outputs(y, weights, ids, place, shared, first, len(gate_up))
 
 
 @pytest.mark.gpu
@@ -347,9 +352,9 @@ def test_experts_on_gpu_agree_in_bf16(tokens):
 def test_prompts_of_any_length_need_few_kernels_compiled(device):
     """How far rows of tiles lie apart is a constant of kernels: 1,600 lengths have five, of 64 experts and 6 of a token."""
     ends = torch.zeros(64, dtype=torch.int32, device=device)
-    apart = {prompts.split_tiles(ends, 6 * tokens, 64)[0].stride(0) for tokens in range(200, 1800, 40)}
+    apart = {prefill_experts.split_tiles(ends, 6 * tokens, 64)[0].stride(0) for tokens in range(200, 1800, 40)}
     apart |= {
-        decode.plan_product(torch.zeros(tokens, 6, dtype=torch.int32, device=device), 0, 64).tiles.stride(0)
+        decode_experts.plan_product(torch.zeros(tokens, 6, dtype=torch.int32, device=device), 0, 64).tiles.stride(0)
         for tokens in range(1, 60, 7)
     }
     assert apart <= {8, 16, 32, 64, 128, 256}
@@ -362,8 +367,8 @@ class TestSort:
         generator = torch.Generator().manual_seed(tokens)
         ids = torch.randint(0, experts, (tokens, 8), generator=generator).to(device)
         ids[: tokens // 2, 0] = first  # one expert has many
-        found = prompts.sort_by_expert(ids, first, local)
-        expected = prompts.sort_by_expert_reference(ids.cpu(), first, local)
+        found = prefill_experts.sort_by_expert(ids, first, local)
+        expected = prefill_experts.sort_by_expert_reference(ids.cpu(), first, local)
         for one, other in zip(found, expected, strict=True):
             assert torch.equal(one.cpu(), other)
             assert one.dtype == torch.int32

@@ -14,7 +14,7 @@ from dcpbench.kernels.e4m3 import get_capability
 from dcpbench.kernels.linear import Tiling, apply_linear, apply_linear_reference, choose_tiling, compute_product
 from dcpbench.kernels.moe import apply_experts_reference, apply_scaled_experts_reference, scaled
 
-MEASURED = Path(__file__).parents[2] / "results" / "linear-fp8_H200_2026-11-26"
+MEASURED = Path(__file__).parents[2] / "results" / "linear-experts_H200/linear-fp8_H200_2026-11-26"
 STEP = 32
 """Products of e4m3 that a tensor core of Hopper adds at once to a sum: each of these 33 numbers with 13 bits behind the
 leading one of the largest, the rest cut off."""

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from dcpbench.kernels.head_order import to_head_order_reference
-from dcpbench.kernels.peers import Carver, Peers
-from dcpbench.kernels.peers.add_up import add_up_reference, reduce_one_shot, reduce_two_shot
-from dcpbench.kernels.peers.gather import gather_queries
-from dcpbench.kernels.peers.meeting import launch_fence
-from dcpbench.kernels.peers.merge import merge_from_peers, merge_reference
+from dcpbench.kernels.symm_mem import Carver, Peers
+from dcpbench.kernels.symm_mem.all_reduce import add_up_reference, reduce_one_shot, reduce_two_shot
+from dcpbench.kernels.symm_mem.barrier import launch_fence
+from dcpbench.kernels.symm_mem.gather import gather_queries
+from dcpbench.kernels.symm_mem.pull_merge import merge_from_peers, merge_reference
 
 BYTES = 1 << 22
 pytestmark = pytest.mark.gpu

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from dcpbench.exchange import signals
-from dcpbench.exchange.collectives import Group
 from dcpbench.exchange.signals import Kind, Meetings
-from dcpbench.hangs.meetings import Signals
-from dcpbench.kernels.peers import Carver
-from dcpbench.launch import hung
+from dcpbench.exchange.torch_collectives import Group
+from dcpbench.hangs.signal_waits import Signals
+from dcpbench.kernels.symm_mem import Carver
+from dcpbench.launch import hang_capture
 from dcpbench.measuring import flight_recorder
 
 RANKS = 3
@@ -113,18 +113,22 @@ def test_stacks_that_no_signal_brought_are_those_that_the_rank_wrote_itself(tmp_
     logs.mkdir()
     never = threading.Event()
     monkeypatch.setattr(flight_recorder, "EACH_S", 0.5)
-    says = {hung.FLIGHT: never.wait, hung.STACKS: flight_recorder.collect_stacks, hung.ANSWERED: lambda: b"{}"}
+    says = {
+        hang_capture.FLIGHT: never.wait,
+        hang_capture.STACKS: flight_recorder.collect_stacks,
+        hang_capture.ANSWERED: lambda: b"{}",
+    }
     flight_recorder.start_responder(
-        logs / hung.ASK.format(0), {logs / name.format(0): say for name, say in says.items()}
+        logs / hang_capture.ASK.format(0), {logs / name.format(0): say for name, say in says.items()}
     )
-    ask = hung._send_request
+    ask = hang_capture._send_request
 
     def ask_once_it_listens(pipe) -> bool:
         while not ask(pipe):
             time.sleep(0.01)
         return True
 
-    monkeypatch.setattr(hung, "_send_request", ask_once_it_listens)
+    monkeypatch.setattr(hang_capture, "_send_request", ask_once_it_listens)
     ranks = SimpleNamespace(
         folder=tmp_path,
         logs=logs,
@@ -133,8 +137,8 @@ def test_stacks_that_no_signal_brought_are_those_that_the_rank_wrote_itself(tmp_
         collect_stacks=lambda: {"0": brought},
         read_exits=list,
     )
-    folder, stacks = hung.capture_hang(ranks)
-    (logs / hung.ASK.format(0)).unlink()
+    folder, stacks = hang_capture.capture_hang(ranks)
+    (logs / hang_capture.ASK.format(0)).unlink()
     assert (folder / "stacks-0.txt").read_text() == stacks["0"]
     assert stacks["0"] == brought or (not brought and "in test_stacks_that_no_signal_brought" in stacks["0"])
     assert [*logs.iterdir()] == []

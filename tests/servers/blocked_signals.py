@@ -7,8 +7,8 @@ import signal
 from pathlib import Path
 
 from dcpbench.servers.client import Target
+from dcpbench.servers.client_pool import ClientPool, open_load
 from dcpbench.servers.load import Call
-from dcpbench.servers.shares import ClientPool, open_load
 
 NOWHERE = Target.from_url("http://127.0.0.1:9")
 

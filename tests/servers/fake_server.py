@@ -28,7 +28,7 @@ import zlib
 from pathlib import Path
 from typing import Any, Self
 
-from dcpbench.servers.stamps import ANCILLARY, StampedSocket, read_arrival_s
+from dcpbench.servers.socket_timestamps import ANCILLARY, StampedSocket, read_arrival_s
 
 FAULTS = (
     "401",

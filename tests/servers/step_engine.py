@@ -5,7 +5,8 @@
 A step takes compute_step_ms(). Its flags are vLLM's. With --separate a step has either prompts or decodes, as in SGLang; with
 --asynchronous each step is planned while the one before runs. With --row-multiple N, tokens of prompts take twice as long in a step
 whose number of tokens is no multiple of N. With --launch-ms, the host takes as long to launch a step with prompts, from when it is
-planned, which steps of that length hide behind the one before. /start_profile and /stop_profile write a trace of the steps
+planned, which steps of that length hide behind the one before; with --begin-ms, such a step begins that long after it is planned at the
+earliest. /start_profile and /stop_profile write a trace of the steps
 between them for each rank, with the kernels of KERNELS, and one of the front end.
 """
 
@@ -70,8 +71,10 @@ class Step:
     prompts: list[Request]
     finished_prompts: list[Request]
     ms: float
+    begin_s: float
+    """When it can begin, in s of time.perf_counter()."""
     launched_s: float
-    """When the host has launched it, in s of time.perf_counter()."""
+    """When the host has launched it."""
 
 
 class StepEngine:
@@ -99,7 +102,7 @@ class StepEngine:
                 continue
             now = time.perf_counter()
             begin = end if now - end < MAX_LATE_S else now  # a step begins where the one before ended
-            end = max(begin + step.ms / 1e3 * self.given.time_factor, step.launched_s)
+            end = max(max(begin, step.begin_s) + step.ms / 1e3 * self.given.time_factor, step.launched_s)
             planned = self.plan_step() if self.given.asynchronous else None
             await asyncio.sleep(max(end - time.perf_counter(), 0.0))
             if self.traced is not None:
@@ -133,8 +136,11 @@ class StepEngine:
         )
         if tokens and (tokens + len(decodes)) % self.given.row_multiple:
             ms += MS_PER_TOKEN * tokens
-        launched_s = time.perf_counter() + (self.given.launch_ms / 1e3 if chunks else 0.0)
-        return Step(decodes, [r for r, _, _ in chunks], finished, ms, launched_s)
+        now = time.perf_counter()
+        begin_s, launched_s = (
+            now + (of_host / 1e3 if chunks else 0.0) for of_host in (self.given.begin_ms, self.given.launch_ms)
+        )
+        return Step(decodes, [r for r, _, _ in chunks], finished, ms, begin_s, launched_s)
 
     def deliver(self, step: Step) -> None:
         """Send the tokens of a step."""
@@ -248,6 +254,7 @@ def parse_flags() -> argparse.Namespace:
     parser.add_argument("--time-factor", type=float, default=1.0, help="by which steps are longer")
     parser.add_argument("--row-multiple", type=int, default=1)
     parser.add_argument("--launch-ms", type=float, default=0.0)
+    parser.add_argument("--begin-ms", type=float, default=0.0)
     parser.add_argument("--dies-after", type=int, default=-1, help="steps")
     return parser.parse_args()
 

@@ -14,14 +14,22 @@ import pytest
 from dcpbench.errors import UsageError, WorkerError
 from dcpbench.points.settings import Settings
 from dcpbench.records.record import StartPhase
-from dcpbench.servers import ask, info, load, measure, shares, sweep, turns
+from dcpbench.servers import ask, client_pool, info, load, measure, server_sweep, sessions
 from dcpbench.servers.answers import StreamReply
 from dcpbench.servers.client import RequestError, Target
 from dcpbench.servers.conditions import make_prompts
 from dcpbench.servers.events import read_completion
 from dcpbench.servers.load import Call, Outcome
 from dcpbench.servers.presets import PRESETS
-from dcpbench.servers.prompts import ANSWER_IDS, EXTRAS, USAGE_IN_EACH, WORDS, PromptFormat, Words, find_prompt_format
+from dcpbench.servers.prompt_format import (
+    ANSWER_IDS,
+    EXTRAS,
+    USAGE_IN_EACH,
+    WORDS,
+    PromptFormat,
+    Words,
+    find_prompt_format,
+)
 from dcpbench.serving.requests import ServeRequest
 from tests.unit import record_builder, serve_record_builder
 
@@ -159,7 +167,7 @@ def test_a_turn_whose_answer_the_next_one_repeats_asks_for_its_ids() -> None:
         for n in range(3)
     ]
     target = Target.from_url("http://127.0.0.1:9")
-    (call,) = turns.make_calls(target, of, turn, 0.0)
+    (call,) = sessions.make_calls(target, of, turn, 0.0)
     answer: Any = SimpleNamespace(tokens=[7, 8], list_chunk_tokens=lambda: [1, 1])
     sent = [call]
     while sent[-1].session is not None:
@@ -167,7 +175,7 @@ def test_a_turn_whose_answer_the_next_one_repeats_asks_for_its_ids() -> None:
     assert [b"return_token_ids" in call.data for call in sent] == [True, True, False]
     assert [call.prompt_tokens for call in sent] == [4, 8, 12]
     alone = ServeRequest(number=0, prompt=np.arange(4), output_tokens=2)
-    assert b"return_token_ids" not in turns.make_calls(target, of, [alone], 0.0)[0].data
+    assert b"return_token_ids" not in sessions.make_calls(target, of, [alone], 0.0)[0].data
 
 
 @pytest.mark.parametrize("status", [400, 415, 422, 500, 502])
@@ -520,10 +528,10 @@ def test_each_server_has_its_points_and_each_point_its_record(tmp_path: Path, mo
             record = msgspec.structs.replace(record, outcome="failed", reason="closed", serve=None)
         return record, None
 
-    monkeypatch.setattr(sweep, "Server", Server)
-    monkeypatch.setattr(sweep, "find_free_port", lambda: 77)
-    monkeypatch.setattr(sweep, "fetch_server_info", lambda *_: info.ServerInfo(models=(info.Card("m"),)))
-    monkeypatch.setattr(sweep, "resolve_prompt_format", lambda *_: None)
+    monkeypatch.setattr(server_sweep, "Server", Server)
+    monkeypatch.setattr(server_sweep, "find_free_port", lambda: 77)
+    monkeypatch.setattr(server_sweep, "fetch_server_info", lambda *_: info.ServerInfo(models=(info.Card("m"),)))
+    monkeypatch.setattr(server_sweep, "resolve_prompt_format", lambda *_: None)
 
     def watch(event: Progress) -> None:
         told.append((event.stage, f"{event.index + 1} of {event.of}: {event.note}"))
@@ -535,7 +543,7 @@ def test_each_server_has_its_points_and_each_point_its_record(tmp_path: Path, mo
         for layout in layouts
     ]
     asked = measure.ClientConfig(target=Target.from_url("http://127.0.0.1:9", key="k", timeout_s=5.0), device="H200")
-    sweep.measure_started(
+    server_sweep.measure_started(
         points, PRESETS["vllm"], "m", asked, Settings(), tmp_path, watch, limit_s=9.0, measure=measured
     )
     rows = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
@@ -600,9 +608,11 @@ def test_a_share_tells_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     sent = list[object]()
     with pytest.raises(Slept):
         asyncio.run(
-            shares._report_progress(SimpleNamespace(send=sent.append), SimpleNamespace(get_progress=lambda: "so far"))
+            client_pool._report_progress(
+                SimpleNamespace(send=sent.append), SimpleNamespace(get_progress=lambda: "so far")
+            )
         )  # type: ignore[arg-type]
-    assert (slept, sent) == ([shares.PROGRESS_S] * 2, [(shares.PROGRESS, "so far")] * 2)
+    assert (slept, sent) == ([client_pool.PROGRESS_S] * 2, [(client_pool.PROGRESS, "so far")] * 2)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from dcpbench import cli
 from dcpbench.points.names import SGLANG, VLLM
 from dcpbench.records.runs import read_run
 from dcpbench.reports import findings
-from dcpbench.reports.frames import load_frames
+from dcpbench.reports.dataframes import load_frames
 from dcpbench.serving.step_times import StepTimes, read_step_times
 
 if TYPE_CHECKING:
@@ -67,8 +67,9 @@ ONE_LOAD = ["--concurrency", "4", "--num-requests", "48"]
         ("--asynchronous", True, LOADS, 4),
         ("", False, ONE_LOAD, 1),
         ("--asynchronous --row-multiple 4 --launch-ms 26", True, LOADS, 4),
+        ("--asynchronous --begin-ms 26", True, ONE_LOAD, 1),
     ],
-    ids=["asynchronous", "synchronous", "slow rows and launches"],
+    ids=["asynchronous", "synchronous", "slow rows and launches", "late begin"],
 )
 def test_forecasts_of_loads_that_the_server_has_not_seen_agree_with_it(
     flags: str, ahead: bool, loads: list[str], count: int, capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -82,6 +83,7 @@ def test_forecasts_of_loads_that_the_server_has_not_seen_agree_with_it(
     assert engine is not None
     assert (engine.policy, engine.token_budget, engine.asynchronous) == (VLLM, BUDGET, ahead)
     assert engine.row_multiple == (4 if "--row-multiple" in flags else 1)
+    assert engine.begin_ms == pytest.approx(26 if "--begin-ms" in flags else 0, abs=1.5)
     compared = findings.compare_replay_with_live(load_frames([tmp_path / "run"]).served)
     assert len(compared) == count
     for name, most in (("output_tok_s", 0.05), ("itl_p50_ms", 0.05), ("ttft_p50_ms", 0.08)):

@@ -18,12 +18,12 @@ import pytest
 
 from dcpbench import cli
 from dcpbench.errors import UsageError
-from dcpbench.points.floors import Sharding, StepRows, compute_step_floors
 from dcpbench.points.layout import Layout
+from dcpbench.points.roofline import Sharding, StepRows, compute_step_floors
 from dcpbench.points.shapes import load_shape
 from dcpbench.records.record import EngineSettings, Rates, Server
 from dcpbench.records.runs import Run, read_run
-from dcpbench.reports import explain, frames, joined_runs, overview
+from dcpbench.reports import dataframes, explain, joined_runs, overview
 from dcpbench.servers import step_points
 from dcpbench.servers.engine_flags import read_limits
 from dcpbench.servers.presets import PRESETS, Engine, use_step_profiler
@@ -207,7 +207,7 @@ def test_a_run_that_is_interrupted_in_a_point_goes_on_with_it(sweep: Sweep, tmp_
     first, *others = [(r.point.concurrency, r.outcome, r.reason) for r in sweep.records]
     assert first == (2, "ok", None)
     assert others in ([], [(3, "failed", "interrupted before its steps had been measured.")])
-    assert "tp2 can run" in overview.format_answer(frames.load_frames([sweep.run]))
+    assert "tp2 can run" in overview.format_answer(dataframes.load_frames([sweep.run]))
     code, _, err = sweep("--dcp", "1", "--no-profile", "--resume", concurrency="2,3")
     assert code == 0, err
     assert "1 point to run, 1 already measured" in err
@@ -424,7 +424,7 @@ def test_a_report_says_how_steps_of_each_engine_were_measured(tmp_path: Path) ->
     record_builder.write(folders["theirs"], [other])
 
     def describe(*names: str) -> str:
-        return " ".join(explain.describe_method(frames.load_frames([folders[name] for name in names])))
+        return " ".join(explain.describe_method(dataframes.load_frames([folders[name] for name in names])))
 
     assert "CUDA graph" in describe("ours")
     assert "measured_context" not in describe("ours")
@@ -443,7 +443,7 @@ def test_points_that_a_server_never_ran_belong_to_its_engine(tmp_path: Path) -> 
     record_builder.write(tmp_path / "run", [ran, record_builder.rejected(large), record_builder.failed(longer)])
     run = read_run(tmp_path / "run")
     assert joined_runs.list_engines([run]) == ["vLLM 0.26.0"]
-    assert frames.load_frames([tmp_path / "run"]).engines == []
+    assert dataframes.load_frames([tmp_path / "run"]).engines == []
     record_builder.write(tmp_path / "alone", [record_builder.failed(longer)])
     assert joined_runs.list_engines([read_run(tmp_path / "alone")]) == ["vLLM"]
     assert joined_runs.list_engines([Run(name="", folder=tmp_path, records=[record_builder.ok(point())])]) == [

@@ -12,7 +12,7 @@ from dcpbench.errors import UsageError, WorkerError
 from dcpbench.servers import measure
 from dcpbench.servers.client import Client, RequestError, Target, load_api_key
 from dcpbench.servers.load import Call, Outcome, Run
-from dcpbench.servers.prompts import ANSWER_IDS, PromptFormat
+from dcpbench.servers.prompt_format import ANSWER_IDS, PromptFormat
 from tests.servers.fake_server import FAULTS, Model, Running, Script
 
 LIMIT_S = 1.0

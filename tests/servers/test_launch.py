@@ -21,10 +21,10 @@ import pytest
 from dcpbench import cli
 from dcpbench.commands.server import _add_default_ep
 from dcpbench.errors import UsageError
-from dcpbench.points.engines import make_engine_load, make_engine_point
+from dcpbench.points.engine_points import make_engine_load, make_engine_point
 from dcpbench.points.layout import Layout
 from dcpbench.records.runs import read_run
-from dcpbench.servers import guard
+from dcpbench.servers import process_group
 from dcpbench.servers.engine_log import format_weights_report
 from dcpbench.servers.engine_settings import Grid, list_all_settings
 from dcpbench.servers.exit_reason import Cause, find_exit_reason, find_reason
@@ -499,15 +499,15 @@ def test_who_guards_a_server_ends_as_it_did(status: int, code: int, monkeypatch:
     """With its exit code, or as a shell would tell its signal; what it left behind is ended first."""
     ended: list[float] = []
     waits = iter([(0, 0), (77, status)])
-    monkeypatch.setattr(guard.ctypes, "CDLL", lambda *_, **__: SimpleNamespace(prctl=lambda *_: 0))
-    monkeypatch.setattr(guard.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(guard.os, "fork", lambda: 77)
-    monkeypatch.setattr(guard.os, "waitpid", lambda *_: next(waits))
-    monkeypatch.setattr(guard.time, "sleep", lambda _: None)
-    monkeypatch.setattr(guard, "_stop_all", ended.append)
-    assert guard.main(os.getppid(), 5.0, ["serve"]) == code
+    monkeypatch.setattr(process_group.ctypes, "CDLL", lambda *_, **__: SimpleNamespace(prctl=lambda *_: 0))
+    monkeypatch.setattr(process_group.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(process_group.os, "fork", lambda: 77)
+    monkeypatch.setattr(process_group.os, "waitpid", lambda *_: next(waits))
+    monkeypatch.setattr(process_group.time, "sleep", lambda _: None)
+    monkeypatch.setattr(process_group, "_stop_all", ended.append)
+    assert process_group.main(os.getppid(), 5.0, ["serve"]) == code
     assert ended == [5.0]
-    assert guard.main(-1, 5.0, ["serve"]) == 1, "whoever began it is gone"
+    assert process_group.main(-1, 5.0, ["serve"]) == 1, "whoever began it is gone"
 
 
 def test_a_guard_is_run_by_its_path_and_gets_its_command_through_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -516,22 +516,22 @@ def test_a_guard_is_run_by_its_path_and_gets_its_command_through_a_pipe(monkeypa
     def begin(*command: object) -> None:
         raise RuntimeError(*command)
 
-    monkeypatch.setattr(guard.ctypes, "CDLL", lambda *_, **__: SimpleNamespace(prctl=lambda *_: 0))
-    monkeypatch.setattr(guard.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(guard.os, "fork", lambda: 0)
-    monkeypatch.setattr(guard.os, "setpgid", lambda *_: None)
-    monkeypatch.setattr(guard.os, "execvp", begin)
-    monkeypatch.setattr(guard.os, "dup2", lambda *_: None)
+    monkeypatch.setattr(process_group.ctypes, "CDLL", lambda *_, **__: SimpleNamespace(prctl=lambda *_: 0))
+    monkeypatch.setattr(process_group.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(process_group.os, "fork", lambda: 0)
+    monkeypatch.setattr(process_group.os, "setpgid", lambda *_: None)
+    monkeypatch.setattr(process_group.os, "execvp", begin)
+    monkeypatch.setattr(process_group.os, "dup2", lambda *_: None)
     asked = json.dumps({"command": ["serve", "--port", "1"], "secrets": [], "placeholder": ""})
     monkeypatch.setattr(sys, "stdin", io.StringIO(asked))
-    monkeypatch.setattr(sys, "argv", ["guard.py", str(os.getppid()), "2.5"])
+    monkeypatch.setattr(sys, "argv", ["process_group.py", str(os.getppid()), "2.5"])
     with pytest.raises(RuntimeError) as began:
-        runpy.run_path(guard.__file__, run_name="__main__")
+        runpy.run_path(process_group.__file__, run_name="__main__")
     assert began.value.args == ("serve", ["serve", "--port", "1"])
     sys.argv[1] = "-1"
     monkeypatch.setattr(sys, "stdin", io.StringIO(asked))
     with pytest.raises(SystemExit) as ended:
-        runpy.run_path(guard.__file__, run_name="__main__")
+        runpy.run_path(process_group.__file__, run_name="__main__")
     assert ended.value.code == 1
 
 
@@ -542,11 +542,13 @@ class Below:
         """`lives`: looks that a process is there behind SIGTERM, and behind SIGKILL."""
         self.lives, self.got, self.now = lives, list[tuple[int, int]](), 0.0
         self.left: dict[int, int] = dict.fromkeys(lives, 1 << 30)
-        monkeypatch.setattr(guard, "list_descendants", lambda _: [pid for pid, left in self.left.items() if left > 0])
-        monkeypatch.setattr(guard, "_reap_children", lambda: None)
-        monkeypatch.setattr(guard.os, "kill", self.kill)
+        monkeypatch.setattr(
+            process_group, "list_descendants", lambda _: [pid for pid, left in self.left.items() if left > 0]
+        )
+        monkeypatch.setattr(process_group, "_reap_children", lambda: None)
+        monkeypatch.setattr(process_group.os, "kill", self.kill)
         clock = SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep)
-        monkeypatch.setattr(guard, "time", clock)
+        monkeypatch.setattr(process_group, "time", clock)
 
     def kill(self, pid: int, number: int) -> None:
         self.got.append((pid, number))
@@ -563,29 +565,29 @@ def test_all_processes_below_a_guard_are_asked_to_end_and_killed_where_they_do_n
 ) -> None:
     """7 ends when it is asked, and 8 never does: it is killed after its grace."""
     below = Below(monkeypatch, {7: (2, 1), 8: (1 << 30, 1)})
-    guard._stop_all(1.0)
+    process_group._stop_all(1.0)
     assert below.got[:2] == [(7, signal.SIGTERM), (8, signal.SIGTERM)]
     assert set(below.got[2:]) == {(8, signal.SIGKILL)}
-    assert below.now == pytest.approx(1.0 + guard.REST_S, abs=2 * guard.REST_S)
+    assert below.now == pytest.approx(1.0 + process_group.REST_S, abs=2 * process_group.REST_S)
 
 
 def test_where_all_end_when_they_are_asked_nobody_waits_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
     below = Below(monkeypatch, {7: (2, 1), 8: (4, 1)})
-    guard._stop_all(60.0)
+    process_group._stop_all(60.0)
     assert [number for _, number in below.got] == [signal.SIGTERM] * 2
-    assert below.now == pytest.approx(4 * guard.REST_S)
+    assert below.now == pytest.approx(4 * process_group.REST_S)
 
 
 def test_processes_below_one_are_found_however_deep() -> None:
     """A shell, and what it waits for."""
     with subprocess.Popen(["sh", "-c", "sleep 60 & wait"]) as shell:
-        while not (found := guard.list_descendants(shell.pid)):
+        while not (found := process_group.list_descendants(shell.pid)):
             time.sleep(0.01)
-        assert shell.pid in guard.list_descendants(os.getpid())
-        assert set(found) <= set(guard.list_descendants(os.getpid()))
+        assert shell.pid in process_group.list_descendants(os.getpid())
+        assert set(found) <= set(process_group.list_descendants(os.getpid()))
         os.kill(found[0], signal.SIGKILL)
         shell.wait()
-    assert guard.list_descendants(shell.pid) == []
+    assert process_group.list_descendants(shell.pid) == []
 
 
 def test_of_several_errors_the_last_is_why_a_server_ended() -> None:

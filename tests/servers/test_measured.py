@@ -20,8 +20,8 @@ from dcpbench.servers import info, measure
 from dcpbench.servers.client import RequestError, Target
 from dcpbench.servers.load import Call, Outcome, Pace, Run, can_retry
 from dcpbench.servers.measure import _has_other_lengths, _make_client_load, is_client_bound
-from dcpbench.servers.prompts import Tokenized, Words, find_prompt_format
-from dcpbench.servers.sweep import _make_log_path
+from dcpbench.servers.prompt_format import Tokenized, Words, find_prompt_format
+from dcpbench.servers.server_sweep import _make_log_path
 from dcpbench.serving.outcome import format_summary
 from dcpbench.serving.requests import ServeRequest
 from dcpbench.serving.traffic import Sample

@@ -17,10 +17,10 @@ import pytest
 
 from dcpbench.errors import WorkerError
 from dcpbench.records import formulas
-from dcpbench.servers import turns
+from dcpbench.servers import sessions
 from dcpbench.servers.client import Client, RequestError, Target
 from dcpbench.servers.load import Run
-from dcpbench.servers.prompts import find_prompt_format
+from dcpbench.servers.prompt_format import find_prompt_format
 from dcpbench.serving.requests import ServeRequest
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def measure(
                 ServeRequest(number=n, prompt=np.arange(prompt_tokens, dtype=np.int32) % 30_000, output_tokens=TOKENS)
                 for n in range(REQUESTS)
             ]
-            run = Run(client, turns.make_calls(client.target, manner, requests, 0.0), clients, retries=retries)
+            run = Run(client, sessions.make_calls(client.target, manner, requests, 0.0), clients, retries=retries)
             await asyncio.wait_for(run.send_load(), 60)
             truth = json.loads((await client.get("/_truth")).data)
             return Measured(run.outcomes, truth)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dcpbench.errors import UsageError
-from dcpbench.plan.typed import hide_headers
+from dcpbench.plan.command_line import hide_headers
 from dcpbench.servers.client import Target
 from dcpbench.servers.request_options import GREEDY_FIELDS, OWN_FIELDS, find_secrets, parse_extra_body, parse_headers
 

@@ -245,7 +245,7 @@ def test_a_key_of_a_server_that_is_started_is_only_in_its_own_title(
     assert seen.run(*command, "--resume") == 4
     assert Path("run/records.jsonl").read_bytes().startswith(before)
     seen.check(titles=False)
-    assert not [title for title in seen.titles if KEY.encode() in title and b"guard.py" in title]
+    assert not [title for title in seen.titles if KEY.encode() in title and b"process_group.py" in title]
 
 
 def test_a_key_that_is_varied_is_in_no_name_and_a_resumed_run_finds_its_points(

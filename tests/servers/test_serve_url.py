@@ -10,7 +10,7 @@ import pytest
 
 from dcpbench import cli
 from dcpbench.points import redaction
-from dcpbench.points.engines import make_engine_load, make_engine_point
+from dcpbench.points.engine_points import make_engine_load, make_engine_point
 from dcpbench.records.file import RecordFile
 from dcpbench.records.record import Server
 from dcpbench.records.runs import read_run

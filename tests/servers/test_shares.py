@@ -17,12 +17,12 @@ import pytest
 from dcpbench import cli
 from dcpbench.errors import WorkerError
 from dcpbench.records.runs import read_run
-from dcpbench.servers import shares as sharing
+from dcpbench.servers import client_pool as sharing
 from dcpbench.servers.client import Target
+from dcpbench.servers.client_pool import DONE, PROGRESS, READY, STOP, ClientPool, open_load, split_evenly, split_load
 from dcpbench.servers.load import Call, Outcome, Pace
 from dcpbench.servers.measure import CHUNKS_EACH, WARM_UP_OUTPUT, choose_processes
-from dcpbench.servers.prompts import ANSWER_IDS, PromptFormat
-from dcpbench.servers.shares import DONE, PROGRESS, READY, STOP, ClientPool, open_load, split_evenly, split_load
+from dcpbench.servers.prompt_format import ANSWER_IDS, PromptFormat
 from dcpbench.serving.requests import ServeRequest
 from dcpbench.serving.samples import read_samples
 from tests.servers.fake_server import Model, Running, Script
@@ -337,7 +337,7 @@ def test_ctrl_c_at_a_terminal_keeps_the_requests_of_every_process(tmp_path: Path
 
 def point(**load: object) -> object:
     """A served point of an engine."""
-    from dcpbench.points.engines import make_engine_load, make_engine_point
+    from dcpbench.points.engine_points import make_engine_load, make_engine_point
 
     clients = int(str(load.pop("clients", 200)))
     said = make_engine_load(requests=400, input_tokens="1", output_tokens="100", **load)

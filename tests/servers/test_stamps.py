@@ -13,7 +13,7 @@ import pytest
 
 from dcpbench.servers.client import Client, Target
 from dcpbench.servers.load import Run, set_realtime_priority
-from dcpbench.servers.stamps import SO_TIMESTAMPNS, SURE_NS, TIMESPEC, read_arrival_s
+from dcpbench.servers.socket_timestamps import SO_TIMESTAMPNS, SURE_NS, TIMESPEC, read_arrival_s
 from tests.servers.test_faults import call
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"

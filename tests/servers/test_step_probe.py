@@ -57,6 +57,7 @@ DECODES = Case(decodes=(Decodes(4, 900),))
 CHUNK = Case(chunks=(Chunks(1, 500, 0),))
 SEVERAL = Case(chunks=(Chunks(3, 150, 0),))
 PREFIX = Case(chunks=(Chunks(1, 500, 2 * BUDGET),))
+SHORT_PREFIX = Case(chunks=(Chunks(1, 400, 128),))
 MIXED = Case(decodes=(Decodes(3, 700),), chunks=(Chunks(1, 400, 0),))
 
 
@@ -72,13 +73,15 @@ def run_engine(*flags: str) -> Iterator[str]:
             server.kill()
 
 
-def measure(url: str, *cases: Case, limits: ServerLimits = LIMITS, seconds: float = 1.5) -> list[CaseSamples]:
+def measure(
+    url: str, *cases: Case, limits: ServerLimits = LIMITS, seconds: float = 1.5, hide_launch: bool = False
+) -> list[CaseSamples]:
     """Return the samples of cases on a server."""
 
     async def run() -> list[CaseSamples]:
         target = Target.from_url(url, timeout_s=30.0)
         async with open_probe(target, limits=limits, rule=StopRule(seconds=seconds)) as probe:
-            return [await measure_case(probe, case) for case in cases]
+            return [await measure_case(probe, case, hide_launch=hide_launch) for case in cases]
 
     return asyncio.run(run())
 
@@ -132,17 +135,29 @@ def test_a_window_waits_for_its_context() -> None:
 
 @pytest.mark.parametrize("flags", [(), ("--asynchronous",)], ids=["plain", "asynchronous"])
 def test_prompts_that_fill_a_step_are_timed_alone_together_and_behind_a_prefix(flags: tuple[str, ...]) -> None:
-    """500 tokens: 20 + 10 ms, behind 1,024 tokens 5.1 ms more; three of 150 tokens: 20 + 9 ms."""
+    """500 tokens: 20 + 10 ms, behind 1,024 tokens 5.1 ms more; 400 behind 128: 20 + 8 + 0.5 ms; three of 150: 20 + 9 ms."""
     with run_engine(*flags) as url:
-        one, several, prefix = measure(url, CHUNK, SEVERAL, PREFIX)
+        one, several, prefix, short = measure(url, CHUNK, SEVERAL, PREFIX, SHORT_PREFIX)
         [alone] = measure(url, CHUNK, limits=msgspec.structs.replace(LIMITS, max_model_len=2 * BUDGET))
     assert [one.method, several.method, prefix.method] == [Method.BEHIND, Method.BEHIND, Method.PREFIX]
+    assert short.method is Method.BEHIND
     assert alone.method is Method.PREFILL
     assert alone.overhead_ms is not None
     check_median(one, expect_ms(CHUNK))
     check_median(alone, expect_ms(CHUNK))
     check_median(several, expect_ms(SEVERAL))
     check_median(prefix, expect_ms(PREFIX), low=0.9)
+    check_median(short, expect_ms(SHORT_PREFIX))
+
+
+def test_a_step_behind_prompts_hides_how_long_the_host_takes_to_begin_it() -> None:
+    """3 decodes at 700 tokens take 23.6 ms, so that a step that begins 30 ms after it is planned begins 6.4 ms late."""
+    with run_engine("--asynchronous", "--begin-ms", "30") as url:
+        [late] = measure(url, MIXED)
+        [hidden] = measure(url, MIXED, hide_launch=True)
+    assert hidden.queued_steps is None
+    assert min(hidden.samples_ms) == pytest.approx(expect_ms(MIXED), rel=0.1), "a busy machine only makes steps longer"
+    assert min(late.samples_ms) - min(hidden.samples_ms) == pytest.approx(6.4, abs=3)
 
 
 def test_a_server_that_dies_behind_a_full_step_is_one_error(
@@ -243,7 +258,12 @@ def test_an_engine_that_dies_is_reported() -> None:
         (Case(decodes=(Decodes(1, 90),), chunks=(Chunks(1, 50, BUDGET),)), LIMITS, Refusal.PREFIX_MIXED),
         (Case(chunks=(Chunks(2, 50, BUDGET),)), LIMITS, Refusal.PREFIX_CHUNKS),
         (CHUNK, ServerLimits(), Refusal.BUDGET_UNKNOWN),
-        (Case(chunks=(Chunks(1, 50, 100),)), LIMITS, Refusal.PREFIX_MULTIPLE),
+        (Case(chunks=(Chunks(1, 50, BUDGET + 100),)), LIMITS, Refusal.PREFIX_MULTIPLE),
+        (
+            Case(chunks=(Chunks(1, 50, 100),)),
+            msgspec.structs.replace(LIMITS, max_model_len=3 * BUDGET),
+            Refusal.PREFIX_MULTIPLE,
+        ),
         (Case(chunks=(Chunks(1, BUDGET + 1, 0),)), LIMITS, Refusal.TOKENS),
         (DECODES, ServerLimits(max_requests=3), Refusal.REQUESTS),
         (DECODES, ServerLimits(max_model_len=1000), Refusal.LENGTH),

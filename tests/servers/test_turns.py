@@ -10,14 +10,14 @@ from types import SimpleNamespace
 import pytest
 
 from dcpbench.points.point import Load
-from dcpbench.servers import turns
+from dcpbench.servers import sessions
 from dcpbench.servers.answers import StreamReply
 from dcpbench.servers.client import Client, Target
+from dcpbench.servers.client_pool import split_load
 from dcpbench.servers.events import PromptDetails, Usage
 from dcpbench.servers.load import Call, Outcome, Run
 from dcpbench.servers.measure import _make_sample
-from dcpbench.servers.prompts import find_prompt_format
-from dcpbench.servers.shares import split_load
+from dcpbench.servers.prompt_format import find_prompt_format
 from dcpbench.serving.loads import make_requests
 from dcpbench.serving.outcome import make_rows
 from tests.servers.fake_server import FakeServer, Model, Running, Script
@@ -41,7 +41,9 @@ def sent(
             async with Client(target) as client:
                 manner = await find_prompt_format(client, "fake", endpoint)
                 server.sent.clear()
-                run = Run(client, turns.make_calls(target, manner, make_requests(LOAD, manner.vocab), think_s), clients)
+                run = Run(
+                    client, sessions.make_calls(target, manner, make_requests(LOAD, manner.vocab), think_s), clients
+                )
                 await run.send_load(time.perf_counter())
                 return server, run
 

@@ -1,7 +1,7 @@
 """Build records of benches as a GPU or a CPU would leave them, with numbers chosen by the test."""
 
-from dcpbench.bench.record import BenchRecord, Case, Graph, Result, Timing
-from dcpbench.points.floors import Work
+from dcpbench.bench.bench_record import BenchRecord, Case, Graph, Result, Timing
+from dcpbench.points.roofline import Work
 from dcpbench.records.record import Environment
 
 

@@ -19,7 +19,7 @@ from tests.unit import record_builder as build
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from dcpbench.compare.model import Comparison
+    from dcpbench.compare.comparison import Comparison
     from dcpbench.records.record import Record
 
 STEPS = 24

@@ -6,13 +6,13 @@ import dataclasses
 
 import torch
 
-from dcpbench.engine.decode import DecodeEngine
+from dcpbench.engine.decode_engine import DecodeEngine
 from dcpbench.engine.groups import Groups
 from dcpbench.engine.kv_pool import KvPool
 from dcpbench.engine.model import Model
 from dcpbench.engine.synthetic import SyntheticSource
 from dcpbench.engine.weights import load_weights
-from dcpbench.exchange.collectives import Group
+from dcpbench.exchange.torch_collectives import Group
 from dcpbench.points import memory
 from dcpbench.points.layout import Layout
 from dcpbench.points.shapes import SHAPES, ModelShape

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dcpbench.exports.measured import MeasuredPoint
+from dcpbench.exports.measured_points import MeasuredPoint
 from dcpbench.points.layout import Layout
 from dcpbench.serving.outcome import StepCounts, compute_serve_metrics, find_warnings, make_rows
 from dcpbench.serving.samples import write_samples

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from dcpbench.dashboard import finding
+from dcpbench.dashboard import discovery
 from dcpbench.errors import DcpbenchError, RecordsError
 from dcpbench.hangs import evidence
 from dcpbench.hangs import finding as hang_finding
@@ -16,9 +16,9 @@ from dcpbench.hangs import format as hang_format
 from dcpbench.imports import Overrides, import_files
 from dcpbench.launch import jobs
 from dcpbench.plan import grid, serve_spec, spec
-from dcpbench.points import machines, prompts
+from dcpbench.points import cluster_specs, prompts
+from dcpbench.points.device_probe import Probe
 from dcpbench.points.layout import Layout
-from dcpbench.points.machine import Probe
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import load_shape
 from dcpbench.records.file import RecordFile, is_last_line_cut_short, read_records
@@ -29,8 +29,8 @@ from dcpbench.serving import samples, step_times
 from dcpbench.serving.request_files import read_requests
 from dcpbench.serving.requests import Step
 from dcpbench.syncs.gating import baseline, config
-from dcpbench.syncs.model import encode_json
 from dcpbench.syncs.scan import scan_traces
+from dcpbench.syncs.sync_report import encode_json
 from dcpbench.top.facts import Facts
 from tests.unit import engine_files_builder as engines
 from tests.unit import record_builder as build
@@ -141,7 +141,7 @@ def sealed_lines(folder: Path) -> bytes:
 def read_run(path: Path) -> None:
     """As `show`, `top` and `dashboard` read it."""
     Facts(path.parent).read_updates()
-    finding.load_runs(path.parent, {}, lambda _: None)
+    discovery.load_runs(path.parent, {}, lambda _: None)
     is_last_line_cut_short(path.parent)
     read_records(path.parent)
 
@@ -282,7 +282,7 @@ def a_trace() -> bytes:
 SPY_DUMP = SPY.format(pid=100, frames=IN_REDUCE).encode()
 FLIGHT = text(recorded(("all_reduce", [4, 3], "completed"), ("all_gather", [4], "started")))
 CHECKS = msgspec.json.encode(CHECK) + b"\n"
-MACHINE = machines.format_machine(machines.load_built_in("H200")).encode()
+MACHINE = cluster_specs.format_machine(cluster_specs.load_built_in("H200")).encode()
 
 KINDS = {
     "records": Kind(RECORDS_FILE, record_lines(), read_audited),
@@ -296,7 +296,7 @@ KINDS = {
     "options in TOML": Kind("x.toml", TOML, plan),
     "options in YAML": Kind("x.yaml", YAML, plan),
     "options of serve": Kind("x.toml", SERVE, plan_serve),
-    "machine": Kind("machine.toml", MACHINE, machines.read_machine),
+    "machine": Kind("machine.toml", MACHINE, cluster_specs.read_machine),
     "requests": Kind("x.jsonl", REQUESTS, read_requests),
     "requests of Mooncake": Kind("x.jsonl", MOONCAKE, read_requests),
     "requests in CSV": Kind("x.csv", CSV, read_requests),

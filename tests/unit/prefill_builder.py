@@ -12,8 +12,8 @@ from dcpbench.points.batches import compute_chunk_rows
 from dcpbench.serving.requests import Chunk
 
 if TYPE_CHECKING:
-    from dcpbench.engine.decode import DecodeEngine, Request
-    from dcpbench.engine.pieces import Pieces
+    from dcpbench.engine.decode_engine import DecodeEngine, Request
+    from dcpbench.engine.piecewise_graph import Pieces
     from dcpbench.engine.prefill import Prefiller
 
 

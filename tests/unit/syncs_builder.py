@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dcpbench.syncs.model import Coverage, Example, Report, Site, TraceSummary, sum_totals
+from dcpbench.syncs.sync_report import Coverage, Example, Report, Site, TraceSummary, sum_totals
 
 NOTE = "Calls of the driver API do not show: the trace holds no cuda_sync events."
 

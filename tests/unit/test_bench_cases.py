@@ -2,8 +2,8 @@
 
 import pytest
 
+from dcpbench.bench.bench_record import Case
 from dcpbench.bench.cases import BenchOptions, list_attention_cases, list_collectives_cases
-from dcpbench.bench.record import Case
 from dcpbench.errors import UsageError
 
 COLLECTIVES = dict.fromkeys(("requests", "width", "variant", "layers"))

@@ -5,9 +5,9 @@ import io
 import pytest
 from rich.console import Console
 
-from dcpbench.bench.record import BenchRecord, Case, Graph, Limit, Result
+from dcpbench.bench.bench_record import BenchRecord, Case, Graph, Limit, Result
 from dcpbench.bench.shown import pictures
-from dcpbench.bench.shown.findings import (
+from dcpbench.bench.shown.bench_findings import (
     compute_share,
     compute_speed_up,
     describe_findings,
@@ -15,9 +15,9 @@ from dcpbench.bench.shown.findings import (
     format_limits,
     list_baselines,
 )
+from dcpbench.bench.shown.bench_table import format_legend, make_table
 from dcpbench.bench.shown.pictures import select_spaced, write_picture
-from dcpbench.bench.shown.table import format_legend, make_table
-from dcpbench.points.floors import Work, compute_floor_us
+from dcpbench.points.roofline import Work, compute_floor_us
 from dcpbench.records.record import Environment
 from tests.unit.bench_builder import timing
 

@@ -5,10 +5,10 @@ import io
 import msgspec
 from rich.console import Console
 
-from dcpbench.bench.record import BenchRecord
-from dcpbench.bench.shown.findings import describe_findings, format_warnings
+from dcpbench.bench.bench_record import BenchRecord
+from dcpbench.bench.shown.bench_findings import describe_findings, format_warnings
+from dcpbench.bench.shown.bench_table import format_legend, make_table
 from dcpbench.bench.shown.pictures import write_picture
-from dcpbench.bench.shown.table import format_legend, make_table
 from tests.unit.bench_builder import record, result
 
 

@@ -6,10 +6,10 @@ import types
 import pytest
 import torch
 
-from dcpbench.bench import worker as module
+from dcpbench.bench import bench_worker as module
+from dcpbench.bench.bench_record import BenchJob, Case, Timing
+from dcpbench.bench.bench_worker import Bench, BenchWorker
 from dcpbench.bench.operators.calls import Calls
-from dcpbench.bench.record import BenchJob, Case, Timing
-from dcpbench.bench.worker import Bench, BenchWorker
 
 STAND_IN = types.SimpleNamespace(type="cuda")
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from dcpbench.serving.step_times import read_step_times
 from tools import chunk_steps as tool
 
-RESULTS = Path(__file__).parents[2] / "results/replay-against-live_H100_2026-11-25"
+RESULTS = Path(__file__).parents[2] / "results/replay_H100-H200/replay-against-live_H100_2026-11-25"
 FILE = "step-times/deepseek-v2-lite-tp1-dp1-dcp1-none-7c47c473b5ec.json"
 NOW, BEFORE = read_step_times(RESULTS / "build-deepseek-v2-lite" / FILE), read_step_times(RESULTS / "windows" / FILE)
 

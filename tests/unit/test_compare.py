@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from dcpbench.compare import sides, words
+from dcpbench.compare import comparison_text, sides
 from dcpbench.compare.judging import CPU_REASON, NO_ENDS, NO_SAMPLES, WITHIN_ENDS, Options, judge_sides
 from dcpbench.compare.sides import read_side
 from dcpbench.errors import RecordsError, UsageError
@@ -34,10 +34,10 @@ from tests.unit.kept_runs import RESULTS, RUNS
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from dcpbench.compare.model import Comparison, PointResult
+    from dcpbench.compare.comparison import Comparison, PointResult
     from dcpbench.records.record import Record
 
-DECODE = RESULTS / "decode-deepseek-v3-kimi-k2_4xH200_2026-11-20"
+DECODE = RESULTS / "decode_4xH200/decode-deepseek-v3-kimi-k2_4xH200_2026-11-20"
 
 
 def with_ends(record: Record, share: float) -> dict[str, float]:
@@ -91,7 +91,7 @@ class TestRealRecords:
         assert not {"FASTER", "SLOWER", "MORE", "FEWER"} & set(found.counts)
 
     def test_a_live_run_is_not_compared_with_its_replay(self) -> None:
-        (one,) = read_side([RESULTS / "serving-deepseek-v3-kimi-k2_4xH200_2026-11-21" / "v3-pressure"])
+        (one,) = read_side([RESULTS / "serving_4xH200/serving-deepseek-v3-kimi-k2_4xH200_2026-11-21" / "v3-pressure"])
         by_mode = {r.point.load.mode: [r] for r in one.records}
         a, b = ([Run(mode, one.folder, by_mode[mode])] for mode in ("live", "replay"))
         with pytest.raises(
@@ -103,7 +103,7 @@ class TestRealRecords:
 
     def test_points_that_differ_are_compared_with_the_option_that_is_named(self) -> None:
         """Answers of another length are another context, too; the nearest of B's points is the one to compare with."""
-        at = RESULTS / "clients-in-step_4xH200_2026-11-27" / "v3" / "4gib"
+        at = RESULTS / "serving_4xH200/clients-in-step_4xH200_2026-11-27" / "v3" / "4gib"
         runs = [read_side([at / f"tp4-dcp4-{name}"])[0] for name in ("alike", "near")]
         a, b = ([Run(r.name, r.folder, [x for x in r.records if x.point.concurrency == 48])] for r in runs)
         with pytest.raises(UsageError, match="to compare these two, add --across ") as refused:
@@ -476,7 +476,9 @@ class TestDifferences:
 def test_the_margin_of_same_is_said_in_percent(tmp_path: Path) -> None:
     """0.02 is 2 %."""
     one = [build.ok(build.point(Layout(4)), steps=20)]
-    assert "SAME: within 2 %." in words.format_method(compared(tmp_path, one, one, margin=0.02, launch_noise=0.02))
+    assert "SAME: within 2 %." in comparison_text.format_method(
+        compared(tmp_path, one, one, margin=0.02, launch_noise=0.02)
+    )
 
 
 class TestSizes:

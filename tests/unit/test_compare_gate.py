@@ -1,4 +1,4 @@
-"""compare/gate.py: rules of --fail-on that no compared point has, and limits."""
+"""compare/fail_on.py: rules of --fail-on that no compared point has, and limits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from dcpbench.compare import gate
+from dcpbench.compare import fail_on
 from tests.unit import record_builder as build
 from tests.unit.compare_builder import compared
 
@@ -21,7 +21,7 @@ def test_a_rule_that_guards_nothing_is_not_judged_and_never_passes(tmp_path: Pat
     """Decode has no TTFT: nothing proves that it is worse, and nothing that it is not."""
     p = build.point()
     found = compared(tmp_path, [build.ok(p)], [build.ok(p)])
-    gate.apply_rules(found, gate.read_rules(rules))
+    fail_on.apply_rules(found, fail_on.read_rules(rules))
     assert [f.rule for f in found.findings] == ["ttft_p99:5%"]
     assert found.findings[0].status == ("fails" if fails else "unjudged")
     assert bool(found.fails) is fails
@@ -32,7 +32,7 @@ def test_undecided_alone_fails_where_a_verdict_is_undecided_and_nowhere_else(tmp
     """Of one launch each, how launches scatter leaves times undecided; memory is counted, and the same."""
     p = build.point()
     found = compared(tmp_path / "level", [build.ok(p)], [build.ok(p)])
-    gate.apply_rules(found, gate.read_rules(rules))
+    fail_on.apply_rules(found, fail_on.read_rules(rules))
     undecided = [row for row in found.points[0].rows if row.verdict == "UNDECIDED"]
     assert undecided
     assert len(undecided) < len(found.points[0].rows)
@@ -53,6 +53,6 @@ def test_a_rate_is_as_much_worse_as_what_it_counts_takes_longer(
     rule: str, a: float, higher: bool, limit: float
 ) -> None:
     """100 tok/s that become 90 take 100 / 90 of the time; 100 ms that become 110 take 1.1 of it."""
-    (one,) = gate.read_rules(rule)
+    (one,) = fail_on.read_rules(rule)
     row = SimpleNamespace(a=a, higher_is_better=higher)
-    assert gate._compute_limit(row, one) == pytest.approx(limit)  # type: ignore[arg-type]
+    assert fail_on._compute_limit(row, one) == pytest.approx(limit)  # type: ignore[arg-type]

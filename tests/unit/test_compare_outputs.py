@@ -15,10 +15,20 @@ import pytest
 import yaml
 
 from dcpbench import cli
-from dcpbench.compare import ci, gate, judging, markdown, picture, rounds, sides, table, words
+from dcpbench.compare import (
+    comparison_ci,
+    comparison_markdown,
+    comparison_table,
+    comparison_text,
+    fail_on,
+    judging,
+    picture,
+    rounds,
+    sides,
+)
+from dcpbench.compare.comparison import Comparison, Difference
 from dcpbench.compare.judging import Options, judge_sides
-from dcpbench.compare.model import Comparison, Difference
-from dcpbench.compare.samples import read_record_requests
+from dcpbench.compare.sampling_error import read_record_requests
 from dcpbench.errors import UsageError
 from dcpbench.points.layout import Layout
 from dcpbench.records.metrics import METRIC
@@ -54,11 +64,11 @@ def test_only_what_is_decided_and_not_worse_gets_a_tick(tmp_path: Path) -> None:
     for point in decided.points:
         point.rows = [row for row in point.rows if row.verdict == "SAME"]
     assert decided.points[0].rows
-    assert markdown.render(decided).startswith("## ✅ ")
+    assert comparison_markdown.render(decided).startswith("## ✅ ")
     decided.points[0].rows[0].verdict = "UNDECIDED"
-    assert markdown.render(decided).startswith("## ❔ ")
+    assert comparison_markdown.render(decided).startswith("## ❔ ")
     decided.points = []
-    assert markdown.render(decided).startswith("## ❔ ")
+    assert comparison_markdown.render(decided).startswith("## ❔ ")
 
 
 def test_every_form_says_which_sides_are_forecasts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +76,7 @@ def test_every_form_says_which_sides_are_forecasts(tmp_path: Path, monkeypatch: 
     of = build.point(Layout(4), concurrency=16)
     a, b = ([forecast_steps(ms, (0.1, 0.1)), build.ok(of)] for ms in (10, 8))
     found = compared(tmp_path, a, b, launch_noise=0.02)
-    note = words.format_forecast_note(found)
+    note = comparison_text.format_forecast_note(found)
     assert note.startswith("Forecast: one rank ran for all of A and B in 1 of 2 points, and the wire was modelled; ")
     (without,) = (point.without_ends for point in found.points if point.forecast)
     assert "ITL p90" in without
@@ -75,21 +85,23 @@ def test_every_form_says_which_sides_are_forecasts(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(picture, "save_figure", lambda figure, *_: figures.append(figure) or [])
     picture.draw(found, tmp_path)
     title = figures[0].axes[0].get_title(loc="left").replace("\n", " ")
-    text = "\n".join(line.plain for line in table.render(found))
-    assert all(note in form for form in (text, markdown.render(found), ci.format_github(found), title))
+    text = "\n".join(line.plain for line in comparison_table.render(found))
+    assert all(
+        note in form for form in (text, comparison_markdown.render(found), comparison_ci.format_github(found), title)
+    )
     measured = compared(tmp_path / "measured", a[1:], b[1:])
-    assert (words.format_forecast_note(measured), measured.forecast) == ("", False)
+    assert (comparison_text.format_forecast_note(measured), measured.forecast) == ("", False)
 
 
 def test_a_gate_cannot_pass_what_a_forecast_leaves_open(tmp_path: Path) -> None:
     """25 % slower and 30 % unsure is undecided; a metric without ends cannot be judged, nor can a single launch."""
     sides = [forecast_steps(8, (0.3, 0.3))], [forecast_steps(10, (0.3, 0.3))]
     found = compared(tmp_path, *sides, launch_noise=0.02)
-    gate.apply_rules(found, gate.read_rules("slower:2%,itl_p90:2%"))
+    fail_on.apply_rules(found, fail_on.read_rules("slower:2%,itl_p90:2%"))
     gates = {row.metric: row.gate for row in found.points[0].rows if row.gate}
     assert gates == {"step_time": "undecided", "itl_p90": "unjudged"}
     single = compared(tmp_path, *sides)
-    gate.apply_rules(single, gate.read_rules("slower:2%"))
+    fail_on.apply_rules(single, fail_on.read_rules("slower:2%"))
     assert [f.status for f in single.findings] == ["unjudged"]
 
 
@@ -114,7 +126,7 @@ def test_names_of_rows_of_a_forest_are_whole_and_have_room(tmp_path: Path, monke
 class TestGate:
     def apply(self, tmp_path: Path, rules: str | None, a: Record, *b: Record) -> Comparison:
         found = compared(tmp_path, [a], list(b))
-        gate.apply_rules(found, gate.read_rules(rules))
+        fail_on.apply_rules(found, fail_on.read_rules(rules))
         return found
 
     def test_one_more_sync_fails_a_limit_of_none(self, tmp_path: Path) -> None:
@@ -128,18 +140,18 @@ class TestGate:
 
     def test_a_proven_slowdown_fails_only_beyond_its_limit(self, tmp_path: Path) -> None:
         found = of_launches(tmp_path, 4, faster=1 / 1.05)
-        gate.apply_rules(found, gate.read_rules("slower:2%"))
+        fail_on.apply_rules(found, fail_on.read_rules("slower:2%"))
         assert len(found.fails) == 4
-        gate.apply_rules(found, gate.read_rules("slower:10%,itl_p50:10%,tok_s:10%"))
+        fail_on.apply_rules(found, fail_on.read_rules("slower:10%,itl_p50:10%,tok_s:10%"))
         assert found.findings == []
         assert {row.gate for p in found.points for row in p.rows if row.metric == "step_time"} == {"passes"}
 
     def test_a_limit_may_be_given_in_the_metrics_unit(self, tmp_path: Path) -> None:
         """10 ms become 10.5."""
         found = of_launches(tmp_path, 4, faster=1 / 1.05)
-        gate.apply_rules(found, gate.read_rules("step_time:+0.2"))
+        fail_on.apply_rules(found, fail_on.read_rules("step_time:+0.2"))
         assert len(found.fails) == 4
-        gate.apply_rules(found, gate.read_rules("step_time:+2"))
+        fail_on.apply_rules(found, fail_on.read_rules("step_time:+2"))
         assert found.fails == []
 
     def test_a_single_launch_passes_no_gate_and_fails_none(self, tmp_path: Path) -> None:
@@ -148,7 +160,7 @@ class TestGate:
         a, b = build.ok(p, median_ms=10), build.ok(p, median_ms=10.3)
         found = self.apply(tmp_path, "slower:2%", a, b)
         assert [f.status for f in found.findings] == ["unjudged"]
-        assert words.format_gate(found) == (
+        assert comparison_text.format_gate(found) == (
             "--fail-on slower:2%: 1 could not be judged, so the gate is UNDECIDED (exit code 3)."
         )
         assert "1 launch of A and 1 of B cannot show how launches scatter" in found.findings[0].message
@@ -161,26 +173,26 @@ class TestGate:
         a = write_launches(tmp_path / "a", 4, seed=1, cv=0.03)
         b = write_launches(tmp_path / "b", 4, seed=2, cv=0.03)
         found = judge_sides(sides.read_side([a]), sides.read_side([b]), Options(metrics=("step_time",)))
-        gate.apply_rules(found, gate.read_rules("slower:2%"))
+        fail_on.apply_rules(found, fail_on.read_rules("slower:2%"))
         assert {f.status for f in found.findings} == {"undecided"}
         row = found.points[0].rows[0]
         assert row.least_visible > 1.02
         assert f"{100 * (row.least_visible - 1):.0f}" in found.findings[0].message.rpartition("; ")[2]
         assert found.findings[0].message.endswith(" worse would have been found")
-        assert words.format_gate(found).startswith("--fail-on slower:2%: nothing is proven worse; ")
-        gate.apply_rules(found, gate.read_rules("slower:2%,undecided"))
+        assert comparison_text.format_gate(found).startswith("--fail-on slower:2%: nothing is proven worse; ")
+        fail_on.apply_rules(found, fail_on.read_rules("slower:2%,undecided"))
         assert {f.status for f in found.findings} == {"fails"}
 
     def test_a_point_that_fails_in_b_alone_fails_any_gate(self, tmp_path: Path) -> None:
         p = [build.point(concurrency=n) for n in (8, 16)]
         found = compared(tmp_path, [build.ok(x) for x in p], [build.ok(p[0]), build.failed(p[1])])
-        gate.apply_rules(found, gate.read_rules("syncs:+0"))
+        fail_on.apply_rules(found, fail_on.read_rules("syncs:+0"))
         assert [f.rule for f in found.fails] == ["failed"]
 
     def test_a_point_that_b_lacks_fails_where_that_is_asked(self, tmp_path: Path) -> None:
         p = [build.point(concurrency=n) for n in (8, 16)]
         found = compared(tmp_path, [build.ok(x) for x in p], [build.ok(p[0])])
-        gate.apply_rules(found, gate.read_rules("missing"))
+        fail_on.apply_rules(found, fail_on.read_rules("missing"))
         assert [f.message for f in found.fails] == ["kimi-k2 tp1 flashinfer, 16 × 4,000 tokens: only in A"]
 
     def test_without_rules_nothing_fails(self, tmp_path: Path) -> None:
@@ -201,12 +213,12 @@ class TestGate:
     )
     def test_a_rule_that_cannot_be_read_says_what_to_type(self, text: str, advice: str) -> None:
         with pytest.raises(UsageError, match=advice):
-            gate.read_rules(text)
+            fail_on.read_rules(text)
 
     def test_a_rule_that_guards_nothing_is_named(self, tmp_path: Path) -> None:
         p = build.point()
         found = compared(tmp_path, [build.ok(p)], [build.ok(p)])
-        assert gate.list_unused(found, gate.read_rules("ttft_p99:5%,slower:2%")) == ["ttft_p99:5%"]
+        assert fail_on.list_unused(found, fail_on.read_rules("ttft_p99:5%,slower:2%")) == ["ttft_p99:5%"]
 
 
 class TestOutputs:
@@ -269,7 +281,7 @@ class TestOutputs:
 
     def test_rows_fit_into_80_columns(self, tmp_path: Path) -> None:
         found = of_launches(tmp_path, 2)
-        for line in table.render(found):
+        for line in comparison_table.render(found):
             if re.match(r"  (step time|KV|memory|host|ITL)", line.plain):
                 assert len(line.plain) <= 80
 
@@ -280,20 +292,20 @@ class TestOutputs:
         steps = yaml.safe_load((EXAMPLES / "compare.yml").read_text())["jobs"]["compare"]["steps"]
         (judging,) = (s["run"].split() for s in steps if "dcpbench compare" in s.get("run", ""))
         with commands["compare"].make_context("compare", judging[2:]) as context:
-            assert gate.read_rules(context.params["fail_on"])
+            assert fail_on.read_rules(context.params["fail_on"])
         sweep = yaml.safe_load((EXAMPLES / "compare.yml").read_text())["jobs"]["compare"]["env"]["SWEEP"]
         with commands["sweep"].make_context("sweep", sweep.split()) as context:
             assert context.params["tp"] == "4"
 
     def test_what_would_decide_is_said_once(self, tmp_path: Path) -> None:
         """Fewer than four launches each need more of them first; of four each, a number of launches is known."""
-        few = str(table.render(of_launches(tmp_path / "x", 1)))
+        few = str(comparison_table.render(of_launches(tmp_path / "x", 1)))
         assert "UNDECIDED, 4×: 1 launch of A and 1 of B cannot show how launches scatter; verdicts need 4" in few
         write_launches(tmp_path / "a", 4, seed=1, cv=0.01)
         write_launches(tmp_path / "b", 4, seed=5, cv=0.01, faster=1.03)
         options = Options(metrics=("step_time",))
         found = judge_sides(sides.read_side([tmp_path / "a"]), sides.read_side([tmp_path / "b"]), options)
-        text = "".join(line.plain for line in table.render(found))
+        text = "".join(line.plain for line in comparison_table.render(found))
         assert re.search(r"UNDECIDED, \d×: \d+( to \d+)? more launches of each side would decide them", text)
 
     def test_mistakes_are_one_sentence(self, tmp_path: Path, call) -> None:
@@ -352,13 +364,13 @@ class TestHostileRecords:
             )
         ]
         found = judge_sides(a, b, Options(launch_noise=0.02))
-        gate.apply_rules(found, gate.read_rules("slower:2%,syncs:+0,memory:1%,missing,undecided"))
-        text = markdown.render(found)
+        fail_on.apply_rules(found, fail_on.read_rules("slower:2%,syncs:+0,memory:1%,missing,undecided"))
+        text = comparison_markdown.render(found)
         assert "<script" not in text
-        assert "\x1b" not in "".join(line.plain for line in table.render(found))
-        assert all(line.startswith("::") for line in ci.format_github(found).splitlines())
-        assert "\n::error::x" not in ci.format_github(found)
-        ET.fromstring(ci.format_junit(found))  # noqa: S314 -- written by us
+        assert "\x1b" not in "".join(line.plain for line in comparison_table.render(found))
+        assert all(line.startswith("::") for line in comparison_ci.format_github(found).splitlines())
+        assert "\n::error::x" not in comparison_ci.format_github(found)
+        ET.fromstring(comparison_ci.format_junit(found))  # noqa: S314 -- written by us
         assert picture.draw(found, tmp_path)
         assert "<script" not in (tmp_path / "forest.svg").read_text()
         json.loads(msgspec.json.encode(found))
@@ -417,7 +429,7 @@ class TestHostileRecords:
 @pytest.mark.parametrize(("count", "last"), [(20, "  setting 19: 1 | 2"), (21, "  and 1 more"), (25, "  and 5 more")])
 def test_twenty_differences_are_named_and_the_rest_counted(count: int, last: str) -> None:
     found = [Difference(what=f"setting {n}", a="1", b="2") for n in range(count)]
-    shown = table._format_differences(SimpleNamespace(differences=found))  # type: ignore[arg-type]
+    shown = comparison_table._format_differences(SimpleNamespace(differences=found))  # type: ignore[arg-type]
     assert (shown[1].plain, shown[-1].plain) == ("  setting 0: 1 | 2", last)
 
 
@@ -439,9 +451,11 @@ def test_points_that_a_terminal_leaves_out_are_counted_by_their_worst_verdict(
     one.rows = [row for row in one.rows if row.verdict == "SAME"]
     slower = msgspec.structs.replace(one, rows=[msgspec.structs.replace(one.rows[0], verdict="SLOWER"), *one.rows])
     found.points = [*[slower] * (40 + more // 3), *[one] * (more - more // 3)]
-    lines = [line.plain for line in table.render(found)]
+    lines = [line.plain for line in comparison_table.render(found)]
     assert [line for line in lines if line.startswith("… and")] == ([said] if said else [])
-    assert not any(line.startswith("… and") for line in (text.plain for text in table.render(found, every=True)))
+    assert not any(
+        line.startswith("… and") for line in (text.plain for text in comparison_table.render(found, every=True))
+    )
 
 
 def test_a_latency_of_zero_was_not_measured(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dcpbench.compare import resampling
-from dcpbench.compare.samples import NO_REQUESTS, WINDOWS, Requests, estimate_error, read_record_requests
+from dcpbench.compare.sampling_error import NO_REQUESTS, WINDOWS, Requests, estimate_error, read_record_requests
 from dcpbench.records import formulas
 from dcpbench.records.formulas import RequestTimes
 from dcpbench.records.metrics import METRICS, SERVE

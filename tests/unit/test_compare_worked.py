@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from dcpbench.compare import effects, judging
+from dcpbench.compare.comparison import Row
 from dcpbench.compare.judging import NO_SAMPLES, Options
-from dcpbench.compare.model import Row
 from dcpbench.compare.resampling import Error
 from dcpbench.records import student
 

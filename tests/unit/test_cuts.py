@@ -16,7 +16,7 @@ import pytest
 
 from dcpbench.compare import environments, judging
 from dcpbench.dashboard import pages
-from dcpbench.doctor import findings
+from dcpbench.doctor import health_report
 from dcpbench.errors import RecordsError, UsageError
 from dcpbench.hangs import evidence
 from dcpbench.hangs import format as hang_format
@@ -94,7 +94,7 @@ CUTS: dict[str, tuple[str, Callable[[], str]]] = {
         f"--disaggregate {LONG[:80]}: not a ratio of instances; {instances.HOW_TO_WRITE}.",
         lambda: raised(UsageError, lambda: instances.parse_instances(LONG)),
     ),
-    "a check of a machine": (LONG[:200], lambda: findings.format_error(ValueError(f" {LONG}"))),
+    "a check of a machine": (LONG[:200], lambda: health_report.format_error(ValueError(f" {LONG}"))),
     "an error of a server": (f"the server answered HTTP 500: {LONG[:299]}….", lambda: server_said(LONG)),
     "another answer of a server": (
         f"the server answered HTTP 500: {LATIN[:200]}….",

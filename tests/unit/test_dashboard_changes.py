@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from dcpbench.dashboard import changes
+from dcpbench.dashboard import change_points
 from dcpbench.errors import MissingPackageError
 from tools.statistics_check import FALSE_MARKS, NOISES, OTHERS, count_ever_marked, draw_ar1, draw_histories
 
 if TYPE_CHECKING:
-    from dcpbench.dashboard.changes import Change
+    from dcpbench.dashboard.change_points import Change
 
 HISTORIES = 200
 CV = 0.01
@@ -28,7 +28,7 @@ def histories(runs: int, *, step: float = 1.0, at: int = 0, seed: int = 0) -> np
 
 
 def found_in(rows: np.ndarray) -> list[tuple[Change, ...]]:
-    return [changes.find_changes(row) for row in rows.tolist()]
+    return [change_points.find_changes(row) for row in rows.tolist()]
 
 
 def count_found(rows: np.ndarray) -> int:
@@ -108,7 +108,7 @@ def test_a_run_is_odd_if_it_lies_far_from_its_neighbours_and_few_others_do() -> 
     def replaced(value: float, *places: int) -> list[int]:
         x = flat.copy()
         x[list(places)] = value
-        return np.flatnonzero(changes._replace_odd_runs(x) != x).tolist()
+        return np.flatnonzero(change_points._replace_odd_runs(x) != x).tolist()
 
     assert replaced(1.9, 20) == []
     assert replaced(9, 20) == [20]
@@ -121,7 +121,7 @@ def test_a_run_is_odd_if_it_lies_far_from_its_neighbours_and_few_others_do() -> 
 def test_two_valued_noise_is_not_taken_for_odd_runs() -> None:
     """One run in five is 2 % above the others: without them, five in a row would be a step without any scatter."""
     rows = np.log(draw_histories("two-valued", HISTORIES, 30, seed=4))
-    same = [np.array_equal(changes._replace_odd_runs(row), row) for row in rows if (row == row.max()).sum() > 2]
+    same = [np.array_equal(change_points._replace_odd_runs(row), row) for row in rows if (row == row.max()).sum() > 2]
     assert len(same) > 0.9 * HISTORIES
     assert all(same)
 
@@ -135,16 +135,16 @@ def test_a_step_of_one_or_two_runs_is_no_change_yet(since: int) -> None:
 class TestSteps:
     def test_without_correlation_the_variance_is_that_of_independent_runs(self) -> None:
         """g(k) = 1/k for ρ = 0; with ρ = 0.5 and two runs (1 + 0.5) / 2."""
-        assert changes._compute_variance_of_mean(7, 0.0) == pytest.approx(1 / 7)
-        assert changes._compute_variance_of_mean(2, 0.5) == pytest.approx(0.75)
-        assert changes._compute_variance_of_mean(5, 0.5) == pytest.approx(
+        assert change_points._compute_variance_of_mean(7, 0.0) == pytest.approx(1 / 7)
+        assert change_points._compute_variance_of_mean(2, 0.5) == pytest.approx(0.75)
+        assert change_points._compute_variance_of_mean(5, 0.5) == pytest.approx(
             (1 + 2 * (0.8 / 2 + 0.6 / 4 + 0.4 / 8 + 0.2 / 16)) / 5
         )
 
     def test_the_error_of_a_step_is_worked_out(self) -> None:
         """Residuals ±1, of which neighbours differ: ρ = MIN_CORRELATION = 0.3, eight squares of 1 in all."""
         before, after = np.array([-1.0, 1.0] * 2), np.array([9.0, 11.0] * 2)
-        step = changes.measure_step(before, after)
+        step = change_points.measure_step(before, after)
         g = (1 + 2 * (0.75 * 0.3 + 0.5 * 0.09 + 0.25 * 0.027)) / 4
         assert (step.difference, step.runs) == (10, 8)
         assert step.error == pytest.approx(np.sqrt(8 / (8 - 8 * g) * 2 * g))
@@ -153,14 +153,16 @@ class TestSteps:
     def test_correlated_runs_know_their_levels_less_well(self) -> None:
         rng = np.random.default_rng(0)
         errors = {
-            rho: np.mean([changes.measure_step(*np.split(row, [30])).error for row in draw_ar1(rho, 200, 60, rng)])
+            rho: np.mean(
+                [change_points.measure_step(*np.split(row, [30])).error for row in draw_ar1(rho, 200, 60, rng)]
+            )
             for rho in (0.0, 0.7)
         }
         assert errors[0.7] > 1.5 * errors[0.0]
 
     def test_levels_that_never_scatter_are_certain(self) -> None:
-        assert changes.measure_step(np.full(8, 1.0), np.full(8, 2.0)).score == np.inf
-        assert changes.measure_step(np.full(8, 1.0), np.full(8, 1.0)).score == 0
+        assert change_points.measure_step(np.full(8, 1.0), np.full(8, 2.0)).score == np.inf
+        assert change_points.measure_step(np.full(8, 1.0), np.full(8, 1.0)).score == 0
 
 
 def test_a_step_up_and_back_down_is_two() -> None:
@@ -172,7 +174,7 @@ def test_a_step_up_and_back_down_is_two() -> None:
 def test_levels_and_ratio_of_a_clear_step() -> None:
     """Geometric means of 100, 101, 99 … and of 110, 111, 109 …: 10 % more."""
     values = [100.0, 101.0, 99.0, 100.0, 101.0, 99.0, 110.0, 111.1, 108.9, 110.0, 111.1, 108.9]
-    (step,) = changes.find_changes(values)
+    (step,) = change_points.find_changes(values)
     assert step.before == 5
     assert step.old == pytest.approx(99.997, abs=0.01)
     assert step.ratio == pytest.approx(1.1, abs=1e-3)
@@ -183,42 +185,42 @@ def test_levels_and_ratio_of_a_clear_step() -> None:
 
 def test_counts_that_may_be_zero_change_by_plain_difference() -> None:
     """Two host synchronisations per step where there were none have no ratio."""
-    (step,) = changes.find_changes([0.0] * 8 + [2.0] * 8)
+    (step,) = change_points.find_changes([0.0] * 8 + [2.0] * 8)
     assert (step.before, step.old, step.new) == (7, 0.0, 2.0)
     assert step.ratio is None
 
 
 def test_a_sure_change_of_a_thousandth_is_not_marked() -> None:
     """Replays of one set of step times scatter so little that any rounding would be a change."""
-    assert changes.find_changes([100.0] * 10 + [100.1] * 10) == ()
+    assert change_points.find_changes([100.0] * 10 + [100.1] * 10) == ()
 
 
 @pytest.mark.parametrize(
     "values", [[], [1.0], [1.0] * 6 + [2.0] * 5, [3.0] * 30], ids=["none", "one", "eleven", "equal"]
 )
 def test_short_and_constant_histories_have_none(values: list[float]) -> None:
-    assert changes.find_changes(values) == ()
+    assert change_points.find_changes(values) == ()
 
 
 def test_the_same_history_always_has_the_same_marks() -> None:
     row = list(histories(30, step=1.05, at=12)[0])
-    one = changes.find_changes(row)
-    changes._find_cached.cache_clear()
-    assert changes.find_changes(row) == one
+    one = change_points.find_changes(row)
+    change_points._find_cached.cache_clear()
+    assert change_points.find_changes(row) == one
 
 
 def test_without_ruptures_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ruptures", None)
-    changes._find_cached.cache_clear()
+    change_points._find_cached.cache_clear()
     with pytest.raises(MissingPackageError, match=r"pip install '\.\[dashboard\]'"):
-        changes.find_changes([1.0] * 6 + [2.0] * 6)
+        change_points.find_changes([1.0] * 6 + [2.0] * 6)
 
 
 def test_pages_need_neither_matplotlib_nor_ruptures() -> None:
     """Importing both takes longer than making several pages."""
     code = (
         "import sys, dcpbench.dashboard.site, dcpbench.reports.sections, dcpbench.reports.page.render\n"
-        "dcpbench.dashboard.changes.check_installed()\n"
+        "dcpbench.dashboard.change_points.check_installed()\n"
         "print([name for name in ('matplotlib', 'ruptures') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from dcpbench.commands import dashboard
-from dcpbench.dashboard import pages, running, server, site, watching
+from dcpbench.dashboard import pages, running, site, watching, web_server
 from dcpbench.errors import MissingPackageError, OutputError, UsageError
 from dcpbench.launch.folders import lock_folder
 from dcpbench.launch.jobs import Job, write_progress
@@ -44,7 +44,7 @@ def watcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> watching.Watcher
 @pytest.fixture
 def client(watcher: watching.Watcher) -> Client:
     """A browser on this machine."""
-    return Client(server.make_app(watcher), "127.0.0.1:8321")
+    return Client(web_server.make_app(watcher), "127.0.0.1:8321")
 
 
 class TestWhoIsAnswered:

@@ -14,8 +14,8 @@ import msgspec
 import pytest
 
 from dcpbench.dashboard import data as data_files
-from dcpbench.dashboard import finding, lines, pages, site
-from dcpbench.dashboard.changes import Change
+from dcpbench.dashboard import discovery, pages, series, site
+from dcpbench.dashboard.change_points import Change
 from dcpbench.errors import MissingPackageError, OutputError, RecordsError, UsageError
 from dcpbench.points.layout import Layout
 from dcpbench.show.model_fit import NO_FIT
@@ -34,7 +34,7 @@ def quick_pages(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Reports have tests of their own; here a page is a file that says which run it is of."""
     made: list[str] = []
 
-    def report(folder: Path, run: finding.RunData) -> str:
+    def report(folder: Path, run: discovery.RunData) -> str:
         (folder / pages.PAGE).write_text(run.name)
         made.append(run.name)
         return ""
@@ -74,7 +74,7 @@ class TestWhichRuns:
         of = record_builder.point()
         record_builder.write(tmp_path / "runs" / "b" / "deep", [dashboard_builder.record(of, 1)])
         record_builder.write(tmp_path / "runs" / "z", [dashboard_builder.record(of, 0)])
-        found = finding.load_runs(tmp_path / "runs", {}, print)
+        found = discovery.load_runs(tmp_path / "runs", {}, print)
         assert [(run.name, run.slug) for run in found.runs] == [("z", "z"), ("b/deep", "b~deep")]
         assert [run.date for run in found.runs] == ["2026-01-05T06:00:00Z", "2026-01-06T06:00:00Z"]
 
@@ -97,7 +97,7 @@ class TestWhichRuns:
             (root / name).mkdir(parents=True)
             (root / name / "records.jsonl").write_bytes(content)
         record_builder.write(root / "good", [good])
-        found = finding.load_runs(root, {}, print)
+        found = discovery.load_runs(root, {}, print)
         assert [run.name for run in found.runs] == ["damaged", "good"], "one line of the former can be read"
         assert {sentence.partition(":")[0] for sentence in found.skipped} == set(broken)
         assert all(len(sentence) < 400 for sentence in found.skipped)
@@ -106,14 +106,14 @@ class TestWhichRuns:
     def test_a_copy_of_a_run_is_counted_once(self, tmp_path: Path) -> None:
         record_builder.write(tmp_path / "a", [dashboard_builder.record(record_builder.point(), 0)])
         shutil.copytree(tmp_path / "a", tmp_path / "b")
-        found = finding.load_runs(tmp_path, {}, print)
+        found = discovery.load_runs(tmp_path, {}, print)
         assert [run.name for run in found.runs] == ["a"]
         assert found.skipped == ["b: the same records as a"]
 
     def test_copies_of_records_in_a_site_are_not_runs(self, tmp_path: Path) -> None:
         runs = dashboard_builder.history(tmp_path / "runs", runs=2, count=1)
         site.build(runs, runs / "site")
-        assert [run.name for run in finding.load_runs(runs, {}, print).runs] == ["run-000", "run-001"]
+        assert [run.name for run in discovery.load_runs(runs, {}, print).runs] == ["run-000", "run-001"]
 
     def test_a_folder_without_runs_does_not_empty_a_site_that_has_pages(self, tmp_path: Path) -> None:
         runs = dashboard_builder.history(tmp_path / "runs", runs=1, count=1)
@@ -130,9 +130,9 @@ class TestWhichRuns:
 
     @pytest.mark.parametrize("name", ["a b", "ä", "x" * 200, "..a", "a;rm -rf", "<b>"])
     def test_a_name_becomes_a_safe_folder_of_its_own(self, name: str) -> None:
-        slug = finding._make_slug(name)
-        assert slug != finding._make_slug(name + "2")
-        assert len(slug) <= finding.MAX_SLUG_CHARS + 9
+        slug = discovery._make_slug(name)
+        assert slug != discovery._make_slug(name + "2")
+        assert len(slug) <= discovery.MAX_SLUG_CHARS + 9
         assert not set(slug) - set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._~-")
         assert slug[0] != "."
 
@@ -143,7 +143,7 @@ def _objectives() -> str:
 
 def kinds(*records: Record) -> int:
     """How many lines some records make."""
-    return len(lines.collect_lines(records))
+    return len(series.collect_lines(records))
 
 
 class TestWhatIsOneLine:
@@ -181,8 +181,8 @@ class TestWhatIsOneLine:
             changed={"chunk": 0, "policy": "unknown", "prefill": "unknown"},
         )
         served = serve_record_builder.served(serve_record_builder.point())
-        (line,) = lines.collect_lines([msgspec.structs.replace(served, point=of, origin="vllm", environment=None)])
-        said = lines.describe_line(line)
+        (line,) = series.collect_lines([msgspec.structs.replace(served, point=of, origin="vllm", environment=None)])
+        said = series.describe_line(line)
         assert (said["how"], said["conditions"]) == ("vllm · 96 requests", f"{_objectives()}, from vllm")
         assert said["hardware"] == "not recorded"
 
@@ -197,31 +197,31 @@ class TestWhatIsOneLine:
     def test_a_precision_is_one_word_of_how_a_point_ran(self, precision: dict[str, str], said: str) -> None:
         """What is computed with, alone, is what the rows of both would share: `bf16` above a table with fp8 weights."""
         of = record_builder.point(**({"dtype": "bf16"} | precision))
-        (line,) = lines.collect_lines([dashboard_builder.record(of, 0)])
-        assert str(lines.describe_line(line)["how"]).split(" · ")[-1] == said
+        (line,) = series.collect_lines([dashboard_builder.record(of, 0)])
+        assert str(series.describe_line(line)["how"]).split(" · ")[-1] == said
 
     def test_variables_that_all_lines_share_are_not_said_and_all_else_is(self) -> None:
         rows: list[dict[str, str | int]] = [
             {"conditions": "KV memory 8 GiB, from vllm, NCCL_NVLS_ENABLE=0, NCCL_GRAPH_MIXING_SUPPORT=0"},
             {"conditions": "KV memory 8 GiB, from vllm, NCCL_NVLS_ENABLE=0"},
         ]
-        said = [row["conditions"] for row in lines.remove_shared_settings(rows)]
+        said = [row["conditions"] for row in series.remove_shared_settings(rows)]
         assert said == ["KV memory 8 GiB, from vllm, NCCL_GRAPH_MIXING_SUPPORT=0", "KV memory 8 GiB, from vllm"]
-        assert lines.remove_shared_settings([]) == []
-        assert lines.find_shared_settings([]) == []
+        assert series.remove_shared_settings([]) == []
+        assert series.find_shared_settings([]) == []
 
     def test_commit_versions_and_repeats_are_not(self) -> None:
         """These are what a history is over, or what one entry sums up."""
         first = dashboard_builder.record(record_builder.point(), 0)
         again = dashboard_builder.record(record_builder.point(repeat=1), 1)
         newer = dashboard_builder.environment(2, torch="2.12")
-        found = lines.collect_lines([first, again, msgspec.structs.replace(first, environment=newer)])
+        found = series.collect_lines([first, again, msgspec.structs.replace(first, environment=newer)])
         assert [entry.repeats for entry in found.values()] == [3]
 
     def test_a_rejected_point_takes_the_hardware_of_its_run(self) -> None:
         ok = dashboard_builder.record(record_builder.point(), 0)
         rejected = record_builder.rejected(record_builder.point(Layout(4)))
-        assert {line.hardware for line in lines.collect_lines([ok, rejected])} == {"4 × NVIDIA H200"}
+        assert {line.hardware for line in series.collect_lines([ok, rejected])} == {"4 × NVIDIA H200"}
 
     def test_repeats_are_the_median_with_the_envelope_of_their_intervals(self) -> None:
         """Steps of 10, 12 and 11 ms: the median is 11, the interval reaches from the lowest to the highest."""
@@ -229,7 +229,7 @@ class TestWhatIsOneLine:
             record_builder.ok(record_builder.point(repeat=i), median_ms=ms, steps=30)
             for i, ms in enumerate((10.0, 12.0, 11.0))
         ]
-        (entry,) = lines.collect_lines(found).values()
+        (entry,) = series.collect_lines(found).values()
         steps = [r.metrics.step_ms for r in found if r.metrics]
         assert entry.values["step_ms"].median == pytest.approx(sorted(s.median for s in steps)[1])
         assert entry.values["step_ms"].low == min(s.low for s in steps)
@@ -238,7 +238,7 @@ class TestWhatIsOneLine:
     def test_a_failed_repeat_is_told_beside_those_that_finished(self) -> None:
         of = record_builder.point()
         records = [dashboard_builder.record(of, 0), record_builder.failed(record_builder.point(repeat=1))]
-        (entry,) = lines.collect_lines(records).values()
+        (entry,) = series.collect_lines(records).values()
         assert entry.outcome == "ok"
         assert entry.reason.startswith("1 of 2 repeats did not finish")
 
@@ -436,8 +436,8 @@ class TestBuildingAgain:
             with pytest.raises(OutputError):
                 site.build(runs, tmp_path / "site")
         after = tree(tmp_path / "site")
-        assert {name: after[name] for name in before if name != finding.STATE_FILE} == {
-            name: content for name, content in before.items() if name != finding.STATE_FILE
+        assert {name: after[name] for name in before if name != discovery.STATE_FILE} == {
+            name: content for name, content in before.items() if name != discovery.STATE_FILE
         }
         assert site.read_index_path(tmp_path / "site").encode() in before["index.html"]
 
@@ -581,7 +581,7 @@ class TestLatestChanges:
             {speed: change(0.85), step: change(None)},
         ]
         of = record_builder.point()
-        (line,) = lines.collect_lines([dashboard_builder.record(of, 0)])
+        (line,) = series.collect_lines([dashboard_builder.record(of, 0)])
         histories = [data_files.History(line, []) for _ in steps]
         moved = [data_files.ChangedPoint(i, one, "worse") for i, one in enumerate(steps)]
         told = data_files._summarize_group(moved, histories)
@@ -636,16 +636,16 @@ class TestWhoseFolder:
 def test_runs_as_large_as_a_site_takes_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (run,) = dashboard_builder.history(tmp_path / "runs", runs=1).iterdir()
     size = (run / "records.jsonl").stat().st_size
-    monkeypatch.setattr(finding, "MAX_BYTES", size)
-    assert len(finding.load_runs(tmp_path / "runs", {}, lambda _: None).runs) == 1
-    monkeypatch.setattr(finding, "MAX_BYTES", size - 1)
-    skipped = finding.load_runs(tmp_path / "runs", {}, lambda _: None).skipped
+    monkeypatch.setattr(discovery, "MAX_BYTES", size)
+    assert len(discovery.load_runs(tmp_path / "runs", {}, lambda _: None).runs) == 1
+    monkeypatch.setattr(discovery, "MAX_BYTES", size - 1)
+    skipped = discovery.load_runs(tmp_path / "runs", {}, lambda _: None).skipped
     assert f"{size:,} bytes of records; a site takes runs of up to {size - 1:,}." in str(skipped)
 
 
 def test_a_page_that_is_made_later_is_noted_beside_all_that_a_build_left(tmp_path: Path) -> None:
     """And where nothing was built yet it is noted alone."""
-    (run,) = finding.load_runs(dashboard_builder.history(tmp_path / "runs", runs=1), {}, lambda _: None).runs
+    (run,) = discovery.load_runs(dashboard_builder.history(tmp_path / "runs", runs=1), {}, lambda _: None).runs
     site._write_state(tmp_path, {site.OURS: site.FORMAT, "index": "data/index.json", "pages": {"other": "key"}})
     site.record_page(tmp_path, run)
     assert site.read_index_path(tmp_path) == "data/index.json"

@@ -9,10 +9,10 @@ import torch
 from dcpbench.measuring.ranges import PHASES
 from dcpbench.measuring.timing import Timer, Timing
 from dcpbench.points import budget, memory
-from dcpbench.points.floors import Routed, Sharding, StepRows, compute_step_floors
+from dcpbench.points.device_probe import Probe
 from dcpbench.points.layout import Layout
-from dcpbench.points.machine import Probe
 from dcpbench.points.point import Point
+from dcpbench.points.roofline import Routed, Sharding, StepRows, compute_step_floors
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import load_shape
 from dcpbench.records.record import Emulated, Environment, Gpu, Phases, Rates, Record, SyncSite

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dcpbench import cli
-from dcpbench.points.machine import Probe
+from dcpbench.points.device_probe import Probe
 from dcpbench.records import disks
 from dcpbench.records.file import RecordFile
 from tests.unit import record_builder as build

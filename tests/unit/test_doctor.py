@@ -15,13 +15,13 @@ import pytest
 
 from dcpbench import cli
 from dcpbench.commands import doctor as command
-from dcpbench.doctor import BAD, NOTE, OK, UNREAD, check_at_start, check_machine, gpus, host, software
-from dcpbench.points.machine import Probe
+from dcpbench.doctor import BAD, NOTE, OK, UNREAD, check_at_start, check_machine, gpu_checks, host, software
+from dcpbench.points.device_probe import Probe
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from dcpbench.doctor.findings import Report
+    from dcpbench.doctor.health_report import Report
 
 GIB = 1 << 30
 LOST = pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
@@ -266,7 +266,7 @@ def test_gpus_that_cannot_reach_each_other_are_named_in_pairs(tmp_path: Path) ->
     assert found(BAD, report) == [
         "peer access GPU 0 and 2: they cannot read and write each other's memory (chipset not supported)."
     ]
-    slow = looked(tmp_path, nvmlDeviceGetP2PStatus=lambda *a: int(a[2] == gpus.NVLINK))
+    slow = looked(tmp_path, nvmlDeviceGetP2PStatus=lambda *a: int(a[2] == gpu_checks.NVLINK))
     assert found(NOTE, slow) == [
         "peer access GPU 0 and 1: they reach each other, but not by NVLink, which takes several times as long."
     ]
@@ -442,9 +442,9 @@ def test_cores_near_a_gpu_are_counted_from_words_of_64_bits(monkeypatch: pytest.
     card = SimpleNamespace(
         fetch=lambda *_: [0, 1 << 3], add_verdict=lambda _, wrong, __, fine, **___: said.append((wrong, fine))
     )
-    monkeypatch.setattr(gpus.os, "cpu_count", lambda: 128)
-    monkeypatch.setattr(gpus.os, "sched_getaffinity", lambda _: {67})
-    gpus._check_numa(card)
+    monkeypatch.setattr(gpu_checks.os, "cpu_count", lambda: 128)
+    monkeypatch.setattr(gpu_checks.os, "sched_getaffinity", lambda _: {67})
+    gpu_checks._check_numa(card)
     assert said == [("", "1 cores near it.")]
 
 
@@ -642,7 +642,7 @@ def test_a_run_sees_gpus_as_cuda_takes_their_names(named: str, numbers: list[int
     """In the order named, up to the first that is none; by number, or by the head of a UUID."""
     report = software.Report()
     driver = Driver(nvmlDeviceGetCount=3, nvmlDeviceGetUUID=lambda gpu: f"GPU-{'abc'[gpu]}0")
-    cards = gpus.find_visible(report, driver, {"CUDA_VISIBLE_DEVICES": named})
+    cards = gpu_checks.find_visible(report, driver, {"CUDA_VISIBLE_DEVICES": named})
     assert [card.index for card in cards] == numbers
     assert sum("which is no GPU that NVML lists" in f.what for f in report.findings) == wrong
     said = report.findings[-1]
@@ -653,16 +653,16 @@ def test_a_run_sees_gpus_as_cuda_takes_their_names(named: str, numbers: list[int
 @pytest.mark.parametrize(("cpus", "words"), [(None, 1), (1, 1), (64, 1), (65, 2), (128, 2)])
 def test_cores_are_asked_for_in_words_of_64(cpus: int | None, words: int, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
-    monkeypatch.setattr(gpus.os, "cpu_count", lambda: cpus)
-    gpus._check_numa(SimpleNamespace(fetch=lambda *args: asked.append(args)))
+    monkeypatch.setattr(gpu_checks.os, "cpu_count", lambda: cpus)
+    gpu_checks._check_numa(SimpleNamespace(fetch=lambda *args: asked.append(args)))
     assert asked == [("NUMA", "nvmlDeviceGetCpuAffinity", words)]
 
 
 def test_an_error_is_told_in_few_words() -> None:
     assert software.Report().read("x", lambda: 1 // 0) is None
-    assert gpus.format_error(ValueError(" no such thing. ")) == "no such thing"
-    assert gpus.format_error(ValueError("x" * 300)) == "x" * 200
-    assert gpus.format_error(ValueError()) == "ValueError"
+    assert gpu_checks.format_error(ValueError(" no such thing. ")) == "no such thing"
+    assert gpu_checks.format_error(ValueError("x" * 300)) == "x" * 200
+    assert gpu_checks.format_error(ValueError()) == "ValueError"
 
 
 def test_a_file_of_proc_is_read_without_the_space_around_it(tmp_path: Path) -> None:

@@ -20,20 +20,20 @@ from dcpbench.kernels.moe.busiest import rotate_busiest_first
 from dcpbench.kernels.moe.routing import NO_EXPERT
 from dcpbench.measuring.environment import collect_environment
 from dcpbench.measuring.gpu_state import GpuSampler
-from dcpbench.plan import grid, judge
+from dcpbench.plan import grid, validate
 from dcpbench.plan.serve_spec import make_serve_spec
 from dcpbench.plan.spec import make_planned_probe, make_spec
 from dcpbench.points.budget import plan_engine
-from dcpbench.points.floors import Sharding
+from dcpbench.points.cluster_specs import load_machine
+from dcpbench.points.comm_model import Seconds, Wire
+from dcpbench.points.device_probe import Probe
 from dcpbench.points.layout import Layout
-from dcpbench.points.machine import Probe
-from dcpbench.points.machines import load_machine
 from dcpbench.points.point import Load, Point
+from dcpbench.points.roofline import Sharding
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import SHAPES
-from dcpbench.points.wire import Seconds, Wire
 from dcpbench.records.record import Gpu, Kv
-from dcpbench.workloads import decode, replay, serve
+from dcpbench.workloads import decode, replay_job, serve
 from dcpbench.workloads.session import build_session
 from tests.unit import serve_record_builder as served
 
@@ -339,7 +339,7 @@ def test_a_served_load_is_replayed_by_one_ranks_step_times(
         session = build_session(asked, TINY, plan, rank=0, device=CPU, seed=0)
         serving = serve.get_serving(session, asked)
         here, known = collect_environment(CPU, "x"), {}  # type: ignore[var-annotated]
-        record = replay.run(serving, asked, [asked], settings, here, tmp_path, known, tell=lambda *_, **__: None)
+        record = replay_job.run(serving, asked, [asked], settings, here, tmp_path, known, tell=lambda *_, **__: None)
     (times,) = known.values()
     assert "emulated" in record.marks
     assert record.emulated is not None
@@ -357,20 +357,20 @@ def test_a_served_load_is_replayed_by_one_ranks_step_times(
 def test_step_times_are_replayed_where_the_machines_file_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their wire was modelled when they were measured."""
     point = served.point(served.DCP, changed={"mode": "replay"}, dtype="bf16", emulate="/gone/machine.toml")
-    machine = judge.Machine(probe=make_planned_probe("H200", 8))
+    machine = validate.Machine(probe=make_planned_probe("H200", 8))
     with pytest.raises(UsageError, match=r"/gone/machine\.toml: No such file"):
-        judge.check_runnable(point, Settings(), SHAPES[point.model], machine)
+        validate.check_runnable(point, Settings(), SHAPES[point.model], machine)
     files = []
 
     def known(path: str) -> SimpleNamespace:
         files.append(path)
         return SimpleNamespace(check_point=lambda *_: None)
 
-    monkeypatch.setattr(judge, "load_step_times", known)
-    judge.check_runnable(point, Settings(step_times="times.json"), SHAPES[point.model], machine)
+    monkeypatch.setattr(validate, "load_step_times", known)
+    validate.check_runnable(point, Settings(step_times="times.json"), SHAPES[point.model], machine)
     assert files == ["times.json"]
     with pytest.raises(UsageError, match="leave --nodes out"):
-        judge.check_runnable(
+        validate.check_runnable(
             point, Settings(step_times="times.json"), SHAPES[point.model], dataclasses.replace(machine, nnodes=3)
         )
 
@@ -386,12 +386,12 @@ def test_what_one_rank_computes_is_not_verified() -> None:
     """Nor are a checkpoint's weights of use."""
     asked = point(Layout(8), backend="triton", dtype="bf16")
     for machine, changed, said in (
-        (judge.Machine(probe=ONE_GPU, timed=False), asked, "verify compares results"),
-        (judge.Machine(probe=ONE_GPU), msgspec.structs.replace(asked, weights="folder"), "leave --weights out"),
-        (judge.Machine(probe=ONE_GPU, nnodes=2), asked, "leave --nodes out"),
+        (validate.Machine(probe=ONE_GPU, timed=False), asked, "verify compares results"),
+        (validate.Machine(probe=ONE_GPU), msgspec.structs.replace(asked, weights="folder"), "leave --weights out"),
+        (validate.Machine(probe=ONE_GPU, nnodes=2), asked, "leave --nodes out"),
     ):
         with pytest.raises(UsageError, match=said):
-            judge.check_runnable(changed, Settings(), TINY, machine)
+            validate.check_runnable(changed, Settings(), TINY, machine)
 
 
 def test_a_forecast_never_has_the_key_of_a_measurement() -> None:

@@ -67,7 +67,7 @@ def test_steps_with_unequal_gaps_between_kernels_are_counted_apart() -> None:
 
 
 PUBLISHED = unpack_all()
-FOUR = PUBLISHED / "decode-serving-fp8_4xH200_2026-11-26"
+FOUR = PUBLISHED / "decode_4xH200/decode-serving-fp8_4xH200_2026-11-26"
 
 
 def test_published_forecasts_of_steps_are_as_the_readme_says(
@@ -102,7 +102,7 @@ def test_published_forecasts_of_steps_are_as_the_readme_says(
 
 def test_plain_tp_is_not_too_short_once_gaps_are_equal() -> None:
     """In bf16, measured since processes begin with two streams: tp4 as far off as the others."""
-    of = PUBLISHED / "emulated_4xH200_2026-11-26"
+    of = PUBLISHED / "emulation_H200/emulated_4xH200_2026-11-26"
     live, forecasts = (emulation_live.measured(sorted(folder.iterdir())) for folder in (of / "bf16", of / "emulated"))
     found = [emulation_live.Pair(*both) for both in emulation_live.pairs(live, forecasts)]
     plain = [row.error for row in found if row.live.point.dcp == row.live.point.dp == 1]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from dcpbench.engine.decode import DecodeEngine, Request
+from dcpbench.engine.decode_engine import DecodeEngine, Request
 from dcpbench.errors import UsageError
 from dcpbench.hangs.evidence import Device
 from dcpbench.points import layout as arithmetic

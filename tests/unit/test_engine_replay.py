@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dcpbench.errors import RecordsError, UsageError
-from dcpbench.points.engines import make_engine_load, make_engine_point
+from dcpbench.points.engine_points import make_engine_load, make_engine_point
 from dcpbench.points.names import CLOSED, GAMMA, MIXED, REPLAY, SGLANG, VLLM
 from dcpbench.points.settings import Settings
 from dcpbench.records.record import EngineSettings, Environment
@@ -110,7 +110,11 @@ def true_case_ms(case: Case, multiple: int = 1) -> float:
 class Exact:
     """Step times of every step, as an engine with `true_ms` has them."""
 
-    launch_ms, is_blocking, slowdown = 0.0, False, Slowdown([])
+    is_blocking, slowdown = False, Slowdown([])
+
+    def get_begin_ms(self, _step: Step) -> float:
+        """Return the time from the decision for a step until an idle device begins it."""
+        return 0.0
 
     def __init__(self, multiple: int = 1) -> None:
         self.multiple = multiple
@@ -211,9 +215,12 @@ def test_all_cases_can_be_produced_by_requests(engine: EngineServer, budget: int
     cases = make_engine_cases(extent)
     for case in cases:
         check_case(ServerLimits(max_batched_tokens=budget), case)
-    assert len(cases) <= 60
+    assert len(cases) <= 64
     stored = [c for case in cases for c in case.chunks if c.prefix]
-    assert not [c for c in stored if c.prefix % budget]
+    assert not [c for c in stored if c.prefix % budget and c.prefix > budget / 4]
+    short = msgspec.structs.replace(engine, max_model_len=3 * budget)
+    without = make_engine_cases(EngineExtent(engine=short, requests=requests, context=context, targets=(requests,)))
+    assert not [c for case in without for c in case.chunks if c.prefix % budget], "no prompt of three steps fits"
     for size in {c.tokens for c in stored}:
         assert max(c.prefix for c in stored if c.tokens == size) + size >= min(context, budget + size)
     mixed = [case for case in cases if case.decodes and case.chunks and case.use != CHECK]
@@ -475,7 +482,7 @@ def test_a_case_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The longest prompt of one step is compared with others, and is a step time as well."""
     asked: list[Case] = []
 
-    async def measure(_probe: object, case: Case) -> CaseSamples:
+    async def measure(_probe: object, case: Case, **_options: bool) -> CaseSamples:
         asked.append(case)
         return CaseSamples(case=case, samples_ms=[9.0], method=Method.BEHIND, precise=True)
 

@@ -14,7 +14,7 @@ TRACES = Path(__file__).parents[1] / "data" / "engine_traces"
 VLLM = TRACES / "vllm-0.26.0-tp2-dcp2-8x4000.rank0.pt.trace.json.gz"
 SGLANG = TRACES / "sglang-0.5.17-tp2-8x4000.TP-0.trace.json.gz"
 """GPU work, its launches and the annotations of nine decode steps of 8 requests of 4,000 tokens on an H200
-(results/engines_2xH200_2026-11-29): a warm-up step, seven measured ones and the one that ends them."""
+(results/engines_H200/engines_2xH200_2026-11-29): a warm-up step, seven measured ones and the one that ends them."""
 VLLM_MS, SGLANG_MS = 4.078, 3.835  # steps of the same points, timed without the profiler
 
 

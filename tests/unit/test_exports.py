@@ -21,7 +21,7 @@ from dcpbench.exports import (
     sglang,
     vllm,
 )
-from dcpbench.exports.measured import MeasuredPoint, compute_digest
+from dcpbench.exports.measured_points import MeasuredPoint, compute_digest
 from dcpbench.imports import Overrides, import_files
 from dcpbench.records.file import read_records
 from dcpbench.serving import samples

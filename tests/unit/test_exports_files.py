@@ -18,12 +18,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from dcpbench import exports
 from dcpbench.errors import OutputError, UsageError
-from dcpbench.exports import FORMATS, bmf, csv_table, export_runs, measured, parquet_table
+from dcpbench.exports import FORMATS, bmf, csv_table, export_runs, measured_points, parquet_table
 from dcpbench.exports.bench_files import Requests
-from dcpbench.exports.measured import MeasuredPoint
+from dcpbench.exports.measured_points import MeasuredPoint
 from dcpbench.points.layout import Layout
 from dcpbench.records.metrics import list_exported_metrics
-from dcpbench.reports import words
+from dcpbench.reports import load_labels
 from tests.unit import engine_files_builder as files
 from tests.unit import record_builder
 from tests.unit import serve_record_builder as build
@@ -91,9 +91,10 @@ class TestLayersHeld:
     def test_of_repeats_the_fewest_are_told(self) -> None:
         both = [self.holding(files.decoded(), held).record for held in (14, 12)]
         assert (
-            words.describe_layers_held(both) == "whole model and KV cache do not fit: 12 of 61 layers held and cycled"
+            load_labels.describe_layers_held(both)
+            == "whole model and KV cache do not fit: 12 of 61 layers held and cycled"
         )
-        assert words.describe_layers_held([record_builder.failed(record_builder.point(TP))]) == ""
+        assert load_labels.describe_layers_held([record_builder.failed(record_builder.point(TP))]) == ""
 
 
 class TestTables:
@@ -231,7 +232,7 @@ class TestFiles:
 
 def test_a_layout_without_dcp_has_no_exchange_in_its_name() -> None:
     plain = MeasuredPoint("run", NOWHERE, record_builder.ok(record_builder.point(Layout(4))))
-    assert measured.make_names([[plain]]) == ["kimi-k2 tp4 flashinfer bfloat16, decode: 8 × 4,000"]
+    assert measured_points.make_names([[plain]]) == ["kimi-k2 tp4 flashinfer bfloat16, decode: 8 × 4,000"]
 
 
 @pytest.mark.parametrize(("there", "said"), [(1, "a would"), (2, "a and 1 more would"), (4, "a and 3 more would")])
@@ -276,11 +277,11 @@ def test_a_file_that_is_there_is_refused_before_records_are_read(
     to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A folder named by -o, the file itself, and the place below the run that is the default."""
-    from dcpbench.reports import frames
+    from dcpbench.reports import dataframes
 
     run = record_builder.write(tmp_path / "run", [record_builder.ok(record_builder.point())])
     name = importlib.import_module(f"dcpbench.exports.{FORMATS[to]}").FILE
-    monkeypatch.setattr(frames, "read_runs", lambda _: pytest.fail("records were read"))
+    monkeypatch.setattr(dataframes, "read_runs", lambda _: pytest.fail("records were read"))
     for folder, output in (
         (tmp_path / "out", tmp_path / "out"),
         (tmp_path / "o", tmp_path / "o" / name),

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from dcpbench.exports import prometheus
-from dcpbench.exports.measured import MeasuredPoint
+from dcpbench.exports.measured_points import MeasuredPoint
 from dcpbench.records.metrics import list_exported_metrics
 from tests.unit import engine_files_builder as files
 from tests.unit import record_builder

@@ -12,7 +12,7 @@ from dcpbench.imports import Overrides, import_files
 from dcpbench.points.layout import Layout
 from dcpbench.records.formulas import compute_decode_metrics
 from dcpbench.records.metrics import PERCENTILES
-from dcpbench.reports import figures, frames, overview, plots
+from dcpbench.reports import dataframes, figures, overview, plots
 from dcpbench.reports.style import Style
 from tests.unit import engine_files_builder as files
 from tests.unit import record_builder as build
@@ -40,7 +40,7 @@ def names(figure: Figure) -> list[str]:
 
 
 @pytest.fixture
-def beside(tmp_path: Path) -> frames.Frames:
+def beside(tmp_path: Path) -> dataframes.Frames:
     """A run of ours, and one of another engine, under the same loads: two layouts each, one of them in both."""
     load = {"input_tokens": "8192", "output_tokens": "1024"}
     points = [serve.point(layout, n, load, model="deepseek-r1") for n in (8, 32) for layout in (TP, DCP)]
@@ -48,11 +48,11 @@ def beside(tmp_path: Path) -> frames.Frames:
     rows = [files.inferencex(tp=4, conc=n, **dp) for n in (8, 32) for dp in ({}, {"dp_attention": "true"})]
     told = Overrides(model="deepseek-r1")
     import_files([files.file(tmp_path, *rows)], "inferencex", tmp_path / "theirs", told, force=False)
-    return frames.load_frames([tmp_path / "theirs", ours])
+    return dataframes.load_frames([tmp_path / "theirs", ours])
 
 
 @pytest.mark.long
-def test_what_is_drawn_beside_ours_looks_as_the_legend_says(beside: frames.Frames) -> None:
+def test_what_is_drawn_beside_ours_looks_as_the_legend_says(beside: dataframes.Frames) -> None:
     """A dash says which run and which server of it at once: so each line has an entry of its own."""
     assert len(set(beside.served["rest"])) == 1
     figure = figures.draw_throughput(beside.served, Style.from_points(beside.served), "title")
@@ -68,7 +68,7 @@ def test_names_of_servers_that_differ_at_their_ends_differ_in_legends_and_in_wor
         more = {**LONG, "gpu_memory_utilization": 0.9, "max_num_batched_tokens": 4096, "max_num_seqs": seqs}
         files.sweep(tmp_path / "sweep", more, {"max_concurrency": 8}, runs=1)
     import_files([tmp_path / "sweep"], "vllm", tmp_path / "run", Overrides(tp=8), force=False)
-    found = frames.load_frames([tmp_path / "run"]).served
+    found = dataframes.load_frames([tmp_path / "run"]).served
     told = names(figures.draw_throughput(found, Style.from_points(found), "title"))
     assert len(set(told)) == len(told) == 4
     assert all(name.endswith(("max_num_seqs=128", "max_num_seqs=256")) for name in told)
@@ -81,7 +81,7 @@ def test_points_of_one_layout_at_its_only_load_do_not_hide_each_other(tmp_path: 
     for seqs in (4, 8, 16):
         files.sweep(tmp_path / "sweep", {"max_num_seqs": seqs}, {"max_concurrency": 8}, runs=1)
     import_files([tmp_path / "sweep"], "vllm", tmp_path / "run", Overrides(tp=8), force=False)
-    found = frames.load_frames([tmp_path / "run"]).served
+    found = dataframes.load_frames([tmp_path / "run"]).served
     (ax,) = figures.draw_throughput(found, Style.from_points(found), "title").axes
     at = [line.get_xdata()[0] for line in ax.get_lines() if line.get_marker() not in ("None", "_", "|")]  # type: ignore[index]
     assert sorted(at) == pytest.approx([7.6, 8.0, 8.4])
@@ -92,7 +92,7 @@ def test_ratios_of_several_runs_have_panels_of_their_own(tmp_path: Path) -> None
     """A layout is over another one of its run: as one line, two runs would go up and down at each load."""
     points = [build.point(layout, concurrency=n) for layout in (TP, DCP) for n in (8, 32)]
     runs = [build.write(tmp_path / name, map(build.ok, points)) for name in ("monday", "tuesday")]
-    read = frames.load_frames(runs)
+    read = dataframes.load_frames(runs)
     look = Style.from_points(read.points)
     rows = read.findings.against_others
     compared = figures.draw_overview(rows, look, "title", overview.select_rejected_for_memory(read))
@@ -112,15 +112,15 @@ def test_of_many_runs_the_ratios_of_some_are_drawn(tmp_path: Path) -> None:
     """A figure has a row for each."""
     points = [build.point(layout) for layout in (TP, DCP)]
     runs = [build.write(tmp_path / f"run-{n}", map(build.ok, points)) for n in range(plots.MAX_LENGTHS + 3)]
-    found = plots._select_sides(frames.load_frames(runs).findings.against_others)
+    found = plots._select_sides(dataframes.load_frames(runs).findings.against_others)
     assert found["run"].nunique() == plots.MAX_LENGTHS
 
 
 def test_layouts_that_differ_in_their_experts_alone_have_one_colour_and_other_dashes(tmp_path: Path) -> None:
     """Of a layout that is drawn with one expert parallel degree the line is solid, as one without attention DP."""
     points = [build.point(TP), *(build.point(Layout(4, dp=4), ep=ep) for ep in ("1", "tp"))]
-    both = Style.from_points(frames.load_frames([build.write(tmp_path / "both", map(build.ok, points))]).points)
-    one = Style.from_points(frames.load_frames([build.write(tmp_path / "one", map(build.ok, points[:2]))]).points)
+    both = Style.from_points(dataframes.load_frames([build.write(tmp_path / "both", map(build.ok, points))]).points)
+    one = Style.from_points(dataframes.load_frames([build.write(tmp_path / "one", map(build.ok, points[:2]))]).points)
     split, parallel = (both.get_look(f"tp4·dp4·ep{n}", "", both.runs[0]) for n in (1, 4))
     assert split["color"] == parallel["color"]
     assert (split["linestyle"], split["marker"]) != (parallel["linestyle"], parallel["marker"])
@@ -133,7 +133,7 @@ def test_variants_of_a_layout_have_markers_that_are_unlike(tmp_path: Path) -> No
     """Neighbours in the row of markers are alike when small: a triangle and a diamond, or one that stands on its tip."""
     of = {"exchange": "ag_rs"}, {"exchange": "a2a"}, {"exchange": "symm"}
     points = [build.point(DCP, **changes) for changes in of]
-    found = frames.load_frames([build.write(tmp_path / "run", map(build.ok, points))]).points
+    found = dataframes.load_frames([build.write(tmp_path / "run", map(build.ok, points))]).points
     look = Style.from_points(found)
     markers = [look.get_look("tp4·dcp4", name, look.runs[0])["marker"] for name in ("ag_rs", "a2a", "symm")]
     assert markers == ["^", "P", "s"]
@@ -144,7 +144,7 @@ def test_bars_of_error_end_where_the_interval_does(least: float, most: float, tm
     """Of seven steps the interval goes from the least to the most, on one side of the median further than on the other."""
     metrics = compute_decode_metrics([least, 39, 39.5, 40, 40.5, 41, most], 8, 4)
     record = msgspec.structs.replace(build.ok(build.point(TP, concurrency=8), steps=1), metrics=metrics)
-    points = frames.load_frames([build.write(tmp_path / "run", [record])]).points
+    points = dataframes.load_frames([build.write(tmp_path / "run", [record])]).points
     for draw, name in ((figures.draw_throughput, "output_tok_s"), (figures.draw_itl, "step_ms")):
         (ax,) = draw(points, Style.from_points(points), "title").axes
         ((ends,),) = (bar.get_segments() for bar in ax.collections)  # type: ignore[attr-defined]
@@ -177,7 +177,7 @@ def test_the_highest_percentile_that_all_points_have_is_drawn_else_one_that_some
 
 def test_the_watermark_of_a_cpu_run_covers_no_mark_and_is_covered_by_no_bar(tmp_path: Path) -> None:
     """Behind points, lines and bars of error; below the axis of bars, which may fill their panel."""
-    points = frames.load_frames([build.write(tmp_path / "run", build.cpu_sweep())]).points
+    points = dataframes.load_frames([build.write(tmp_path / "run", build.cpu_sweep())]).points
     look = Style.from_points(points)
     for draw in (figures.draw_throughput, figures.draw_itl, figures.draw_frontier):
         for ax in draw(points, look, "title").axes:
@@ -196,7 +196,7 @@ def test_where_marks_are_hollow_as_points_are_replayed_the_legend_says_so(
     draw: Callable[..., Figure], mode: str, tmp_path: Path
 ) -> None:
     """And nowhere else."""
-    served = frames.load_frames([build.write(tmp_path / "run", serve.run())]).served
+    served = dataframes.load_frames([build.write(tmp_path / "run", serve.run())]).served
     points = served[served["mode"] == mode]
     figure = draw(points, Style.from_points(points), "title")
     hollow = {line.get_markerfacecolor() for ax in figure.axes for line in ax.get_lines() if line.get_marker() == "o"}
@@ -205,7 +205,7 @@ def test_where_marks_are_hollow_as_points_are_replayed_the_legend_says_so(
 
 
 def test_the_legend_of_replayed_ratios_says_what_is_hollow(tmp_path: Path) -> None:
-    ratios = frames.load_frames([build.write(tmp_path / "run", serve.run())]).findings.ratios
+    ratios = dataframes.load_frames([build.write(tmp_path / "run", serve.run())]).findings.ratios
     told = {
         mode: names(figures.draw_break_even(found, Style.from_points(found), "title"))
         for mode, found in ratios.groupby("mode")
@@ -218,7 +218,7 @@ def test_how_many_figures_there_are_is_told_before_each_is_drawn(
 ) -> None:
     monkeypatch.setattr(plots.FigureWriter, "write_figure", lambda *_: None)
     told: list[str] = []
-    read = frames.load_frames([build.write(tmp_path / "run", serve.run())])
+    read = dataframes.load_frames([build.write(tmp_path / "run", serve.run())])
     pictures = plots.draw_all(read, tmp_path / "figures", watch=told.append)
     assert told == [f"figure {n} of {len(pictures)}: {one.title}" for n, one in enumerate(pictures, 1)]
     assert plots.draw_all(read, tmp_path / "none", drawn=False, watch=told.append)

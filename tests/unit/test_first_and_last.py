@@ -14,21 +14,21 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from dcpbench.compare import gate, picture
+from dcpbench.compare import fail_on, picture
 from dcpbench.dashboard import data, pages, site
 from dcpbench.errors import LayoutError, RecordsError, UsageError
-from dcpbench.hangs import beats, dumps, evidence
-from dcpbench.launch import hung
-from dcpbench.plan import options
-from dcpbench.points import machines
+from dcpbench.hangs import dumps, evidence, heartbeats
+from dcpbench.launch import hang_capture
+from dcpbench.plan import option_parsers
+from dcpbench.points import cluster_specs
+from dcpbench.points.cluster_specs import load_machine
+from dcpbench.points.comm_model import Call, Sample
 from dcpbench.points.layout import Layout
-from dcpbench.points.machines import load_machine
 from dcpbench.points.prompts import make_random_prompts
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import SHAPES
-from dcpbench.points.wire import Call, Sample
 from dcpbench.records.record import Rates
-from dcpbench.reports import explain, figures, findings, markdown, rule, tables
+from dcpbench.reports import explain, figures, findings, recommendation, report_markdown, tables
 from dcpbench.reports.sections import Section
 from dcpbench.servers import measure
 from dcpbench.serving import replay, request_files
@@ -181,7 +181,7 @@ def test_a_functions_own_lines_are_those_of_no_function_in_it(behind: str, own: 
 def test_a_host_has_a_gpu(gpus: int, wrong: bool) -> None:
     machine = msgspec.structs.replace(load_machine("H200"), gpus_per_host=gpus)
     said = f"gpus_per_host = {gpus}: write how many GPUs read each other's memory, such as 8."
-    assert machines._describe_invalid_field(machine) == (said if wrong else "")
+    assert cluster_specs._describe_invalid_field(machine) == (said if wrong else "")
 
 
 def test_ranks_that_heads_can_be_split_over_are_named_up_to_64() -> None:
@@ -196,7 +196,7 @@ def test_ranks_that_heads_can_be_split_over_are_named_up_to_64() -> None:
 
 @pytest.mark.parametrize(("text", "fence"), [("", 3), ("a`b", 3), ("```", 4), ("a ```` b `", 5)])
 def test_a_fence_is_longer_than_any_in_its_text(text: str, fence: int) -> None:
-    text_of = markdown.render("title", [Section(slug="slug", title="section", commands=[text])], Path())
+    text_of = report_markdown.render("title", [Section(slug="slug", title="section", commands=[text])], Path())
     assert f"\n{'`' * fence}\n{text}\n{'`' * fence}\n" in text_of
 
 
@@ -206,8 +206,8 @@ def test_a_fence_is_longer_than_any_in_its_text(text: str, fence: int) -> None:
 def test_gpus_are_named_from_the_fewest_to_the_most(
     gpus: list[int], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rule, "_list_conditions", lambda _: [])
-    assert rule.format_conditions(pd.DataFrame({"device": ["NVIDIA H200"] * len(gpus), "gpus": gpus})) == said
+    monkeypatch.setattr(recommendation, "_list_conditions", lambda _: [])
+    assert recommendation.format_conditions(pd.DataFrame({"device": ["NVIDIA H200"] * len(gpus), "gpus": gpus})) == said
 
 
 @pytest.mark.parametrize(
@@ -272,34 +272,34 @@ def test_how_busy_a_rank_was_is_known_by_two_looks(
     before: int | None, after: int | None, cpu: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In 2 s of 100 ticks each."""
-    monkeypatch.setattr(hung, "_read_cpu_ticks", lambda _: after)
+    monkeypatch.setattr(hang_capture, "_read_cpu_ticks", lambda _: after)
     monkeypatch.setattr("os.sysconf", lambda _: 100)
-    monkeypatch.setattr(hung.child, "read_start_ticks", lambda _: ("R", 7))
+    monkeypatch.setattr(hang_capture.subprocess_guard, "read_start_ticks", lambda _: ("R", 7))
     exits = [SimpleNamespace(rank=0, code=1), SimpleNamespace(rank=1, code=-9)]
     ranks: Any = SimpleNamespace(read_exits=lambda: exits)
-    seen = hung._describe_rank(ranks, 2, 77, before, 2.0)
+    seen = hang_capture._describe_rank(ranks, 2, 77, before, 2.0)
     assert (seen.rank, seen.pid, seen.state, seen.cpu, seen.ended) == (2, 77, "R", cpu, "")
-    assert hung._describe_rank(ranks, 0, 77, before, 2.0).ended == hung.format_exit_code(1)
-    gone = hung._describe_rank(ranks, 2, None, before, 2.0)
+    assert hang_capture._describe_rank(ranks, 0, 77, before, 2.0).ended == hang_capture.format_exit_code(1)
+    gone = hang_capture._describe_rank(ranks, 2, None, before, 2.0)
     assert (gone.pid, gone.cpu, gone.ended) == (None, None, "its process was gone")
-    assert hung._describe_rank(ranks, 1, None, before, 2.0).ended == hung.format_exit_code(-9)
+    assert hang_capture._describe_rank(ranks, 1, None, before, 2.0).ended == hang_capture.format_exit_code(-9)
 
 
 def test_collectives_that_were_being_written_are_passed_over(tmp_path: Path) -> None:
     """Of three the second has a phase, then a state, that none can have."""
     path = tmp_path / "beats-0"
-    beat = beats.Beats(path, 0, 2, waits=True, members=lambda _: ("all", [0, 1]))
+    beat = heartbeats.Beats(path, 0, 2, waits=True, members=lambda _: ("all", [0, 1]))
     for _ in range(3):
         with beat.start_collective("all_reduce", None, None):
             pass
     data = bytearray(path.read_bytes())
-    assert [one.order for one in beats.read_heartbeats(path).met] == [1, 2, 3]
-    at = beats.RING_AT + beats.MET.size
-    fields = beats.MET.unpack_from(data, at)
-    for place, value in ((0, 7), (4, beats.NAMES), (5, beats.RAISED + 1)):
-        beats.MET.pack_into(data, at, *(value if i == place else field for i, field in enumerate(fields)))
+    assert [one.order for one in heartbeats.read_heartbeats(path).met] == [1, 2, 3]
+    at = heartbeats.RING_AT + heartbeats.MET.size
+    fields = heartbeats.MET.unpack_from(data, at)
+    for place, value in ((0, 7), (4, heartbeats.NAMES), (5, heartbeats.RAISED + 1)):
+        heartbeats.MET.pack_into(data, at, *(value if i == place else field for i, field in enumerate(fields)))
         path.write_bytes(data)
-        assert [one.order for one in beats.read_heartbeats(path).met] == [1, 3]
+        assert [one.order for one in heartbeats.read_heartbeats(path).met] == [1, 3]
 
 
 CLIENTS_OF_TWO = 1 / measure.CHUNKS_EACH
@@ -390,7 +390,7 @@ def test_a_time_that_is_longer_and_a_rate_that_is_lower_are_worse(
     higher_is_better: bool, ratio: float | None, worse: float
 ) -> None:
     row: Any = SimpleNamespace(higher_is_better=higher_is_better)
-    assert gate._compute_worsening(row, ratio) == pytest.approx(worse)
+    assert fail_on._compute_worsening(row, ratio) == pytest.approx(worse)
 
 
 @pytest.mark.parametrize(
@@ -409,7 +409,7 @@ def test_how_much_worse_a_rule_allows(
 ) -> None:
     """Of 10 units."""
     row: Any = SimpleNamespace(higher_is_better=higher_is_better, a=10.0)
-    assert gate._compute_limit(row, SimpleNamespace(share=share, more=more)) == pytest.approx(limit)  # type: ignore[arg-type]
+    assert fail_on._compute_limit(row, SimpleNamespace(share=share, more=more)) == pytest.approx(limit)  # type: ignore[arg-type]
 
 
 def test_what_could_not_be_read_is_named_where_somebody_typed_it(tmp_path: Path) -> None:
@@ -451,9 +451,9 @@ def test_of_a_long_reason_the_end_is_shown(over: int) -> None:
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_no_number_is_above_what_can_be_measured(sign: int) -> None:
-    options._check_size("context", sign * options.MAX_NUMBER, "typed")
+    option_parsers._check_size("context", sign * option_parsers.MAX_NUMBER, "typed")
     with pytest.raises(UsageError, match=r"^--context typed is above "):
-        options._check_size("context", sign * options.MAX_NUMBER * 1.01, "typed")
+        option_parsers._check_size("context", sign * option_parsers.MAX_NUMBER * 1.01, "typed")
 
 
 def test_what_a_machine_does_is_known_in_bytes_operations_and_seconds() -> None:

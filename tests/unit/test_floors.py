@@ -6,7 +6,8 @@ import pytest
 
 from dcpbench.measuring.ranges import PHASES
 from dcpbench.points import memory
-from dcpbench.points.floors import (
+from dcpbench.points.layout import GroupWide, Layout
+from dcpbench.points.roofline import (
     Routed,
     Sharding,
     StepRows,
@@ -18,10 +19,9 @@ from dcpbench.points.floors import (
     estimate_experts_hit,
     iter_phase_works,
 )
-from dcpbench.points.layout import GroupWide, Layout
 from dcpbench.points.shapes import SHAPES, ModelShape
 from dcpbench.records.record import Floor, Phases
-from dcpbench.reports import frames
+from dcpbench.reports import dataframes
 from dcpbench.reports.floors import format_decode_sentences
 from tests.unit import record_builder
 
@@ -181,7 +181,7 @@ def test_a_report_says_of_that_step_what_its_share_of_the_limit_is(tmp_path):
         ),
         floor=Floor(floor_ms=sum(us.values()) / 1e3, phase_floor_us=us, experts="routed"),
     )
-    points = frames.load_frames([record_builder.write(tmp_path / "run", [record])]).points
+    points = dataframes.load_frames([record_builder.write(tmp_path / "run", [record])]).points
     assert format_decode_sentences(points) == [
         (
             "by hand: a step takes 1.50× what this machine allows (tp2·dcp2 at concurrency 2 · context 5: 10.00 ms where 6.66 "

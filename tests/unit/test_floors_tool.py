@@ -3,9 +3,9 @@
 import msgspec
 import pytest
 
-from dcpbench.bench.record import BenchRecord, Case, Graph, Result
-from dcpbench.points.floors import Sharding, StepRows, compute_step_floors, iter_phase_works
+from dcpbench.bench.bench_record import BenchRecord, Case, Graph, Result
 from dcpbench.points.layout import Layout
+from dcpbench.points.roofline import Sharding, StepRows, compute_step_floors, iter_phase_works
 from dcpbench.points.shapes import load_shape
 from dcpbench.records.record import Floor, Phases, Rates, Record
 from tests.unit import record_builder as build

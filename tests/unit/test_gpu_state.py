@@ -13,7 +13,7 @@ import pytest
 from dcpbench.measuring import gpu_state
 from dcpbench.measuring.gpu_state import ENERGY, GpuSampler, merge_states
 from dcpbench.points.layout import Layout
-from dcpbench.recommend.answer import _format_energy
+from dcpbench.recommend.answer_formats import _format_energy
 from dcpbench.recommend.forecast import from_record
 from dcpbench.records.metrics import METRIC
 from dcpbench.records.record import Gpu

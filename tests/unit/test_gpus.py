@@ -10,8 +10,8 @@ import pytest
 from dcpbench.errors import UsageError
 from dcpbench.plan import grid
 from dcpbench.plan.spec import make_planned_probe, make_spec
+from dcpbench.points.device_probe import Probe
 from dcpbench.points.gpus import GPUS, Gpu
-from dcpbench.points.machine import Probe
 from dcpbench.points.sizes import format_size
 
 ROOT = Path(__file__).parents[2]

@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 
 from dcpbench import cli
 from dcpbench.errors import RecordsError
-from dcpbench.hangs import beats, dumps, evidence
+from dcpbench.hangs import dumps, evidence, heartbeats
 from dcpbench.hangs import format as hang_format
-from dcpbench.hangs.beats import Beats
 from dcpbench.hangs.evidence import Device, ProcessState
 from dcpbench.hangs.finding import find_cause
-from dcpbench.hangs.meetings import Meeting, Signals
-from dcpbench.launch import hung
+from dcpbench.hangs.heartbeats import Beats
+from dcpbench.hangs.signal_waits import Meeting, Signals
+from dcpbench.launch import hang_capture
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -77,9 +77,9 @@ class Job:
 def test_beats_say_where_a_rank_is_and_what_it_waits_in(tmp_path: Path) -> None:
     job = Job(tmp_path, 1)
     job.steps(1)
-    job.ranks[0].record_step(beats.REPLAY)
+    job.ranks[0].record_step(heartbeats.REPLAY)
     job.does(0, "all_gather", "merge", 1, x=HALF, hangs=True)
-    read = beats.read_heartbeats(tmp_path / "beats-0.bin")
+    read = heartbeats.read_heartbeats(tmp_path / "beats-0.bin")
     assert (read.rank, read.ranks, read.steps, read.step, read.phase, read.layer) == (0, 1, 1, "replay", "merge", 1)
     one = read.inside
     assert one is not None
@@ -94,19 +94,19 @@ def test_of_more_collectives_than_the_ring_has_the_last_are_kept_and_a_text_that
 ) -> None:
     """1,034 shapes, one each: the ring has the last 1,024, and the texts' places were used anew for the first ten."""
     job = Job(tmp_path, 1)
-    for n in range(beats.RING + 10):
+    for n in range(heartbeats.RING + 10):
         job.does(0, "all_reduce", "moe", 0, x=SimpleNamespace(dtype="torch.float32", shape=(n,)))
-    met = beats.read_heartbeats(tmp_path / "beats-0.bin").met
-    assert [met[0].number, met[-1].number, len(met)] == [11, beats.RING + 10, beats.RING]
+    met = heartbeats.read_heartbeats(tmp_path / "beats-0.bin").met
+    assert [met[0].number, met[-1].number, len(met)] == [11, heartbeats.RING + 10, heartbeats.RING]
     assert met[-1].call is not None
-    assert met[-1].call.shape == (beats.RING + 9,)
-    place = beats.TEXTS_AT + (beats.RING + 10) % beats.TEXTS * beats.TEXT_BYTES
+    assert met[-1].call.shape == (heartbeats.RING + 9,)
+    place = heartbeats.TEXTS_AT + (heartbeats.RING + 10) % heartbeats.TEXTS * heartbeats.TEXT_BYTES
     data = bytearray((tmp_path / "beats-0.bin").read_bytes())
-    text = place + beats.TEXT.size
+    text = place + heartbeats.TEXT.size
     for at, value in ((place, data[place] ^ 1), (text, ord("x")), (text + 3, 0xFF)):
         damaged = data[:at] + bytes([value]) + data[at + 1 :]
         (tmp_path / "beats-0.bin").write_bytes(damaged)
-        assert beats.read_heartbeats(tmp_path / "beats-0.bin").met[-1].call is None
+        assert heartbeats.read_heartbeats(tmp_path / "beats-0.bin").met[-1].call is None
 
 
 def test_of_a_group_all_members_are_told_or_none(tmp_path: Path) -> None:
@@ -116,8 +116,8 @@ def test_of_a_group_all_members_are_told_or_none(tmp_path: Path) -> None:
     for group in groups:
         for rank in (0, 2):
             job.does(rank, "all_reduce", "moe", 0, group=group, hangs=group == "150")
-    calls = [met.call for met in beats.read_heartbeats(tmp_path / "beats-2.bin").met]
-    told = [call is not None and beats.parse_ranks(call.ranks) for call in calls]
+    calls = [met.call for met in heartbeats.read_heartbeats(tmp_path / "beats-2.bin").met]
+    told = [call is not None and heartbeats.parse_ranks(call.ranks) for call in calls]
     most = sum(map(bool, told))
     assert told == [*map(list, groups.values())][:most] + [[]] * (150 - most)
     assert 60 < most < 150
@@ -130,15 +130,15 @@ def test_what_is_too_long_to_be_told_of_a_collective_is_told_by_its_end_and_its_
     job = Job(tmp_path, 1, {(name := "g" * 50 + "h" * 300): [0]})
     at = f"{'d' * 300}/file.py:12 in function"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(beats, "_format_frame", lambda _: at)
+        patch.setattr(heartbeats, "_format_frame", lambda _: at)
         job.does(0, "all_reduce", "moe", 0, group=name)
-    (met,) = beats.read_heartbeats(tmp_path / "beats-0.bin").met
-    assert met.call == beats.Call("all_reduce", "float32", (2, 64), name[:40], "0", at[-100:])
+    (met,) = heartbeats.read_heartbeats(tmp_path / "beats-0.bin").met
+    assert met.call == heartbeats.Call("all_reduce", "float32", (2, 64), name[:40], "0", at[-100:])
 
 
 @pytest.mark.parametrize("ranks", [[0], [0, 1, 2, 3, 6], [5, 7], [60_000, 60_001], []])
 def test_spans_are_read_back(ranks: list[int]) -> None:
-    assert beats.parse_ranks(beats.format_ranks(ranks)) == ranks
+    assert heartbeats.parse_ranks(heartbeats.format_ranks(ranks)) == ranks
 
 
 @pytest.mark.parametrize("x, kind", [(HALF, "shape"), (DOUBLE, "dtype")])  # noqa: PT006 -- as everywhere
@@ -189,7 +189,7 @@ def test_the_place_where_ranks_parted_is_named_though_their_tensors_agree_for_a_
         job.does(rank, "all_reduce", "attn_reduce", 0)
         job.does(rank, "all_reduce", "mlp_reduce", 0, hangs=True)
     job.does(1, "all_reduce", "mlp_reduce", 0)
-    job.does(1, "all_gather", "lm_head", beats.NO_LAYER, hangs=True)
+    job.does(1, "all_gather", "lm_head", heartbeats.NO_LAYER, hangs=True)
     found = job.found()
     assert (found.kind, found.ranks, found.number, found.layer) == ("order", [1], 9, 0)
     assert any("left that one out" in why for why in found.why)
@@ -296,7 +296,7 @@ def test_of_steps_that_devices_replay_norms_tell_the_layer(
     """Norm 36 = 2 · 17 + 2 is the one behind attention of layer 17."""
     for rank, norm in enumerate(norms):
         own = Beats(tmp_path / f"beats-{rank}.bin", rank, 2, waits=False, members=lambda _: ("0", [0, 1]))
-        own.record_step(beats.REPLAY)
+        own.record_step(heartbeats.REPLAY)
         (tmp_path / f"device-{rank}.json").write_bytes(msgspec.json.encode(Device(norm=norm)))
     found = find_cause(evidence.read_evidence([tmp_path]))
     assert (found.kind, found.ranks, found.layer, found.phase) == ("device", ranks, layer, phase)
@@ -306,7 +306,7 @@ def test_of_steps_that_devices_replay_norms_tell_the_layer(
 
 def test_of_one_rank_alone_its_device_says_where_it_stands(tmp_path: Path) -> None:
     own = Beats(tmp_path / "beats-0.bin", 0, 1, waits=False, members=lambda _: ("0", [0]))
-    own.record_step(beats.REPLAY)
+    own.record_step(heartbeats.REPLAY)
     (tmp_path / "device-0.json").write_bytes(msgspec.json.encode(Device(norm=7)))
     found = find_cause(evidence.read_evidence([tmp_path]))
     assert found.message == "devices stand still in a step launched as replay: rank 0 in attention of layer 3"
@@ -320,7 +320,7 @@ def test_what_a_rank_wrote_that_is_no_json_of_ours_is_named(tmp_path: Path, bad:
 
 
 def test_of_replayed_steps_without_marks_nothing_is_claimed(tmp_path: Path) -> None:
-    Beats(tmp_path / "beats-0.bin", 0, 1, waits=False, members=lambda _: ("0", [0])).record_step(beats.REPLAY)
+    Beats(tmp_path / "beats-0.bin", 0, 1, waits=False, members=lambda _: ("0", [0])).record_step(heartbeats.REPLAY)
     assert find_cause(evidence.read_evidence([tmp_path])).kind == "unknown"
 
 
@@ -510,12 +510,12 @@ def test_a_gather_that_is_left_out_is_named_where_hosts_go_on(tmp_path: Path, fl
         for rank in range(2):
             calls = [
                 (f"_{m.call.op}_base", [2, 64], "scheduled")
-                for m in beats.read_heartbeats(tmp_path / f"beats-{rank}.bin").met
+                for m in heartbeats.read_heartbeats(tmp_path / f"beats-{rank}.bin").met
                 if m.call
             ]
             told: Any = recorded(*calls)
             for entry, m in zip(
-                told["entries"], beats.read_heartbeats(tmp_path / f"beats-{rank}.bin").met, strict=True
+                told["entries"], heartbeats.read_heartbeats(tmp_path / f"beats-{rank}.bin").met, strict=True
             ):
                 entry["time_created_ns"] = m.began_ns
             (tmp_path / f"flight-{rank}.json").write_text(json.dumps(told))
@@ -593,7 +593,7 @@ def replayed(folder: Path, signals: Sequence[Signals], norms: Sequence[int]) -> 
     ranks = range(len(signals))
     for rank, told, norm in zip(ranks, signals, norms, strict=True):
         own = Beats(folder / f"beats-{rank}.bin", rank, len(ranks), waits=False, members=lambda _: ("0", ranks))
-        own.record_step(beats.REPLAY)
+        own.record_step(heartbeats.REPLAY)
         (folder / f"device-{rank}.json").write_bytes(msgspec.json.encode(Device(norm=norm)))
         (folder / f"signals-{rank}.json").write_bytes(msgspec.json.encode(told))
     return find_cause(evidence.read_evidence([folder]))
@@ -698,7 +698,7 @@ def test_what_nccl_says_of_its_jobs_is_kept_and_shown(tmp_path: Path, monkeypatc
         monkeypatch.setenv("NCCL_RAS_ADDR", f"127.0.0.1:{server.getsockname()[1]}")
         thread = threading.Thread(target=answer)
         thread.start()
-        hung.fetch_nccl_report(tmp_path / "nccl-ras.txt")
+        hang_capture.fetch_nccl_report(tmp_path / "nccl-ras.txt")
         thread.join()
     assert asked == [b"verbose status\n"]
     Job(tmp_path, 1).steps(1)
@@ -711,7 +711,7 @@ def test_where_no_nccl_answers_nothing_is_kept(tmp_path: Path, monkeypatch: pyte
         free = server.getsockname()[1]
     for address in (f"127.0.0.1:{free}", "nowhere", ""):
         monkeypatch.setenv("NCCL_RAS_ADDR", address)
-        hung.fetch_nccl_report(tmp_path / "nccl-ras.txt")
+        hang_capture.fetch_nccl_report(tmp_path / "nccl-ras.txt")
     assert [*tmp_path.iterdir()] == []
 
 

@@ -25,6 +25,20 @@ TORCH = next(c for c in PROJECT["tool"]["importlinter"]["contracts"] if c["type"
 TORCH_FREE = TORCH["source_modules"]
 WITH_TORCH = tuple({line.split(" -> ")[0].removesuffix(".**") for line in TORCH["ignore_imports"]})
 """Parts of these rooms that run inside a program with torch."""
+SHARED_FILE_NAMES = {
+    "inferencex.py": {"exports", "imports"},
+    "sglang.py": {"engine_plugins", "exports", "imports"},
+    "vllm.py": {"engine_plugins", "exports", "imports"},
+    "kv_gather.py": {"bench/operators", "kernels"},
+    "linear.py": {"bench/operators", "kernels"},
+    "merge.py": {"bench/operators", "kernels"},
+    "reference.py": {"kernels/attention", "kernels/prefill"},
+    "serve.py": {"commands", "workloads"},
+    "verify.py": {"commands", "workloads"},
+}
+"""File names that several modules have, with their folders: backends for the same tool, a kernel and its bench, slow
+references of two operations, and a command and its workload.
+"""
 
 
 def named(path: Path) -> str:
@@ -117,6 +131,14 @@ class TestImports:
 
 
 class TestSources:
+    def test_two_modules_share_a_file_name_only_as_backends_of_one_kind(self) -> None:
+        """A traceback, a tab of an editor and a table of documentation name a module without its folder."""
+        folders: dict[str, set[str]] = {}
+        for path in SOURCES:
+            folders.setdefault(path.name, set()).add(str(path.parent.relative_to(PACKAGE)))
+        shared = {name: places for name, places in folders.items() if len(places) > 1 and name != "__init__.py"}
+        assert shared == SHARED_FILE_NAMES
+
     def test_the_tree_of_errors_is_drawn_as_it_is(self) -> None:
         """Each line of the drawing is an exception with its exit code, one level deeper than its base."""
         drawn = re.findall(r"^ {4}([│├└─ ]*)(\w+Error) +(\d)  ", errors.__doc__ or "", re.MULTILINE)
@@ -240,12 +262,12 @@ class TestMake:
 FILLED = {
     "dashboard.site": "_Publisher",
     "bench.operators.attention": "Pools",
-    "bench.record": "BenchRecord",
-    "bench.worker": "PreparedCase",
+    "bench.bench_record": "BenchRecord",
+    "bench.bench_worker": "PreparedCase",
     "commands.ab": "State",
     "commands.caller": "Part",
     "compare.judging": "_Test",
-    "compare.model": "Row PointResult Difference Broken Finding Comparison",
+    "compare.comparison": "Row PointResult Difference Broken Finding Comparison",
     "hangs.evidence": "Rank Evidence",
     "imports.inferencex": "Row",
     "imports.sglang": "File",
@@ -264,7 +286,7 @@ FILLED = {
     "serving.step_times": "_Version",
     "serving.traffic": "Sample",
     "syncs.gating.baseline": "Entry Baseline",
-    "syncs.model": "Coverage TraceSummary Example Site Totals Finding Verdict Report",
+    "syncs.sync_report": "Coverage TraceSummary Example Site Totals Finding Verdict Report",
     "syncs.run": "Note",
     "syncs.traces.columns": "Table",
     "syncs.traces.reading": "Args Event ReadProblems",

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from dcpbench.errors import OutputError, RecordsError, UsageError
 from dcpbench.exports import vllm as to_vllm
-from dcpbench.imports import Overrides, field_names, import_files, metrics, sglang, vllm
+from dcpbench.imports import Overrides, field_names, import_files, imported_metrics, sglang, vllm
 from dcpbench.imports.documents import Document
 from dcpbench.imports.result import _Side
 from dcpbench.launch.folders import lock_folder
 from dcpbench.records.file import read_records
-from dcpbench.reports import answer, frames, sections
+from dcpbench.reports import answer, dataframes, sections
 from dcpbench.reports.style import Style
 from dcpbench.serving import samples
 from tests.unit import engine_files_builder as files
@@ -423,7 +423,7 @@ class TestLengths:
             for n in (1, 8, 64)
         ]
         imported(tmp_path, "vllm", *results)
-        served = frames.load_frames([tmp_path / "run"]).served
+        served = dataframes.load_frames([tmp_path / "run"]).served
         assert served["rest"].unique().tolist() == ["1,022 on average in · 128 on average out"]
         assert served["concurrency"].tolist() == [1, 8, 64]
 
@@ -435,7 +435,7 @@ class TestLengths:
             for n in (3, 30)
         ]
         imported(tmp_path, "vllm", *results)
-        served = frames.load_frames([tmp_path / "run"]).served
+        served = dataframes.load_frames([tmp_path / "run"]).served
         assert [rest.rpartition(" · ")[2] for rest in served["rest"]] == ["3 requests", "30 requests"]
 
 
@@ -455,7 +455,7 @@ class TestSweeps:
         assert [(r.point.settings, r.point.repeat) for r in records] == [
             (f"max_num_seqs={seqs}", run) for seqs in (4, 8, 32, 128) for run in (0, 1)
         ]
-        served = frames.load_frames([tmp_path / "run"]).served
+        served = dataframes.load_frames([tmp_path / "run"]).served
         assert served["variant"].tolist() == [f"max_num_seqs={seqs}" for seqs in (4, 8, 32, 128)]
         assert served["repeats"].tolist() == [2] * 4
 
@@ -472,7 +472,7 @@ class TestSweeps:
         said = self.said(tmp_path)
         assert said[0] == "9 results of vllm bench serve."
         assert not any("Not read" in text for text in said)
-        served = frames.load_frames([tmp_path / "run"]).served
+        served = dataframes.load_frames([tmp_path / "run"]).served
         assert served["rest"].unique().tolist() == ["1,000 in · 100 out"]
         assert served["load_request_rate"].unique().tolist() == [16]
         assert served["repeats"].tolist() == [3, 3, 3]
@@ -490,7 +490,7 @@ class TestSweeps:
             "block_size=64, max_num_seqs=4",
             "block_size=64, max_num_seqs=8",
         }
-        served = frames.load_frames([tmp_path / "run"]).served
+        served = dataframes.load_frames([tmp_path / "run"]).served
         assert served["variant"].tolist() == ["max_num_seqs=4", "max_num_seqs=8"]
 
     def test_a_summary_is_not_counted_again(self, tmp_path: Path) -> None:
@@ -597,7 +597,7 @@ class TestReport:
             path = files.file(tmp_path, result, name=f"{engine}.json")
             import_files([path], engine, folder, Overrides(tp=8, dcp=8), force=False)
             runs.append(folder)
-        read = frames.load_frames(runs)
+        read = dataframes.load_frames(runs)
         assert set(read.served["origin"]) == {"dcpbench", "vllm", "sglang"}
         labels = dict(zip(read.served["origin"], read.served["label"], strict=True))
         assert "vllm" in labels["vllm"]
@@ -624,7 +624,7 @@ class TestReport:
         import_files([files.file(tmp_path, row)], "inferencex", tmp_path / "run", Overrides(), force=False)
         told = [
             table
-            for section in sections.build_sections(frames.load_frames([tmp_path / "run"]), [])
+            for section in sections.build_sections(dataframes.load_frames([tmp_path / "run"]), [])
             for table in section.tables
         ]
         empty = [(t.title, name) for t in told for i, name in enumerate(t.columns) if {r[i] for r in t.rows} == {"—"}]
@@ -635,7 +635,9 @@ class TestReport:
         ]
         assert "What stood behind the numbers" not in {table.title for table in told}
         ours = record_builder.write(tmp_path / "ours", [build.served(build.point(build.DCP))])
-        both = [t for s in sections.build_sections(frames.load_frames([tmp_path / "run", ours]), []) for t in s.tables]
+        both = [
+            t for s in sections.build_sections(dataframes.load_frames([tmp_path / "run", ours]), []) for t in s.tables
+        ]
         (served,) = [table for table in both if table.title == "Served live"]
         assert "p99" in served.columns
         assert any("—" in row for row in served.rows)
@@ -646,7 +648,7 @@ REAL = Path(__file__).parents[1] / "data" / "imports"
 
 def curves(folder: Path) -> dict[str, list[int]]:
     """The lines of a report's panels: what tells them apart, and the concurrencies along them."""
-    served = frames.load_frames([folder]).served
+    served = dataframes.load_frames([folder]).served
     return {
         " | ".join(map(str, names)): line["concurrency"].tolist()
         for names, line in served.groupby(["model", "rest", "label"], sort=False)
@@ -800,7 +802,7 @@ class TestCurves:
         (tmp_path / "all" / "eager").rename(tmp_path / "all" / "run-1")
         (tmp_path / "all" / "graphs").rename(tmp_path / "all" / "20261121_101112")
         self.said(tmp_path, tmp_path / "all", "vllm")
-        assert frames.load_frames([tmp_path / "run"]).served["repeats"].tolist() == [2, 2]
+        assert dataframes.load_frames([tmp_path / "run"]).served["repeats"].tolist() == [2, 2]
 
 
 class TestOlderFiles:
@@ -810,7 +812,7 @@ class TestOlderFiles:
         rates = [files.sglang_of_2024(rate) for rate in (1.0, 2.0, 4.0)]
         chat = {"dataset_name": "sharegpt", "total_input_tokens": 67_500, "total_output_tokens": 57_300}
         records = imported(tmp_path, "sglang", *rates, files.sglang_of_2024(4.0, **chat), model="llama", tp=2)
-        served = frames.load_frames([tmp_path / "run"]).served
+        served = dataframes.load_frames([tmp_path / "run"]).served
         along = served.groupby("rest")["load_request_rate"].apply(list).to_dict()
         assert along == {"1–1,024 in · 1–1,024 out": [1, 2, 4], "225 on average in · 191 on average out": [4]}
         serve = records[0].serve
@@ -901,7 +903,7 @@ class TestInferenceX:
         lengths = {"isl": int(point.load.input_tokens), "osl": int(point.load.output_tokens)}
         path = files.file(tmp_path, files.inferencex(model=point.model, **lengths))
         import_files([path], "inferencex", tmp_path / "run", Overrides())
-        served = frames.load_frames([ours, tmp_path / "run"]).served
+        served = dataframes.load_frames([ours, tmp_path / "run"]).served
         panels = served.groupby("rest")["origin"].agg(set)
         assert {"dcpbench", "inferencex"} in panels.tolist(), "how many requests ours had is no other panel"
         assert served["label"].nunique() == 2
@@ -958,7 +960,7 @@ def test_what_goes_out_as_vllms_file_comes_back_with_the_same_metrics(
     load = {} if closed else {"arrival": "gamma", "request_rate": 2.5}
     m = files.measured(tmp_path_factory.mktemp("run"), times, files.point(changed={"requests": len(times), **load}))
     (data,) = to_vllm.render([m]).files.values()
-    back, _ = metrics.compute_metrics(vllm.read(Document("file", json.loads(data))), m.record.point.tp)
+    back, _ = imported_metrics.compute_metrics(vllm.read(Document("file", json.loads(data))), m.record.point.tp)
     was = m.record.serve
     assert was
     ours = msgspec.to_builtins(was)

@@ -11,7 +11,7 @@ import pytest
 from dcpbench.errors import RecordsError, UsageError
 from dcpbench.imports import Overrides, import_files
 from dcpbench.records.file import read_records
-from dcpbench.reports import frames, sections
+from dcpbench.reports import dataframes, sections
 from tests.unit import engine_files_builder as files
 
 if TYPE_CHECKING:
@@ -293,14 +293,14 @@ class TestChunks:
     def test_a_report_explains_the_mark(self, tmp_path: Path) -> None:
         row = files.inferencex(mean_tpot=0.01, median_tpot=0.01, mean_itl=0.1, median_itl=0.1, p99_tpot=0.1)
         one(tmp_path, "inferencex", row)
-        text = str(sections.build_sections(frames.load_frames([tmp_path / "run"]), []))
+        text = str(sections.build_sections(dataframes.load_frames([tmp_path / "run"]), []))
         assert "tok/s/user is 1000 / median TPOT" in text
         assert "1000 / median ITL in ms; 1000 / median TPOT in ms for points marked chunk_gaps" in text
 
     @pytest.mark.parametrize(("pp", "named"), [(1, False), (2, True)])
     def test_a_report_defines_the_gpus_of_imports(self, pp: int, named: bool, tmp_path: Path) -> None:
         one(tmp_path, "vllm", summary(), tp=4, pp=pp)
-        text = str(sections.build_sections(frames.load_frames([tmp_path / "run"]), []))
+        text = str(sections.build_sections(dataframes.load_frames([tmp_path / "run"]), []))
         assert ("of an import / all GPUs: tp × pp × pcp" in text) is named
 
 

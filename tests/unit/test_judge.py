@@ -10,12 +10,12 @@ import msgspec
 import pytest
 
 from dcpbench.errors import UsageError
-from dcpbench.kernels import keys, kv_gather
-from dcpbench.plan import grid, judge
+from dcpbench.kernels import kv_gather, kv_up_proj
+from dcpbench.plan import grid, validate
 from dcpbench.plan.kernel_limits import TENSOR_UNIT, compute_part_sizes
 from dcpbench.plan.spec import make_spec
+from dcpbench.points.device_probe import Probe
 from dcpbench.points.layout import Layout
-from dcpbench.points.machine import Probe
 from dcpbench.points.point import Load, Point
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import SHAPES
@@ -39,7 +39,7 @@ def check(shape: ModelShape = SHAPES["tiny"], probe: Probe = H200X4, *, timed: b
     """Judge one point of the tiny model."""
     point = Point(model="tiny", tp=2, dcp=2, concurrency=2, context=9, exchange="ag_rs", backend="triton", dtype="bf16")
     changed = msgspec.structs.replace(point, **changes)
-    judge.check_runnable(changed, Settings(), shape, judge.Machine(probe=probe, timed=timed))
+    validate.check_runnable(changed, Settings(), shape, validate.Machine(probe=probe, timed=timed))
 
 
 def tiny(**sizes: int) -> ModelShape:
@@ -142,7 +142,7 @@ def test_symmetric_memory_ends_at_the_machine() -> None:
 
     def judged(**changes: object) -> None:
         changed = msgspec.structs.replace(point, **changes)
-        judge.check_runnable(changed, Settings(), SHAPES["tiny"], judge.Machine(probe=two, nnodes=2))
+        validate.check_runnable(changed, Settings(), SHAPES["tiny"], validate.Machine(probe=two, nnodes=2))
 
     judged(dcp=2)
     with pytest.raises(UsageError, match=r"--exchange symm .* of 4 ranks.* 2 of them; use --exchange a2a"):
@@ -193,8 +193,8 @@ class TestServedRows:
         self.serve(36, "fp32")
 
     def test_the_unit_is_the_kernels(self) -> None:
-        assert kv_gather.UNIT == judge.ROW_UNIT
-        assert keys.UNIT == TENSOR_UNIT
+        assert kv_gather.UNIT == validate.ROW_UNIT
+        assert kv_up_proj.UNIT == TENSOR_UNIT
 
     def test_keys_and_values_are_made_of_whole_units_on_gpus(self) -> None:
         """Values of 36 bf16 numbers are 72 bytes; a CPU takes them."""
@@ -215,7 +215,7 @@ def test_calls_of_an_emulated_layout_must_be_known_with_those_of_stored_prefixes
     """tp8·dp2·dcp2 by symm: all-gathers of 4 heads' ranks and of 2 replicas; a served one gathers prefixes over dcp, too."""
     asked: list[tuple[str, int]] = []
     wire = SimpleNamespace(predict_seconds=lambda name, ranks, _: asked.append((name, ranks)))
-    monkeypatch.setattr(judge, "load_machine", lambda _: SimpleNamespace(wire=wire))
+    monkeypatch.setattr(validate, "load_machine", lambda _: SimpleNamespace(wire=wire))
     load = Load(requests=4, input_tokens="10", output_tokens="5", chunk=2048, mode="replay") if served else None
     point = Point(
         model="deepseek-v3",
@@ -230,6 +230,6 @@ def test_calls_of_an_emulated_layout_must_be_known_with_those_of_stored_prefixes
         emulate="H200",
         load=load,
     )
-    judge._check_emulated(point, judge.Machine(probe=H200X4, timed=True))
+    validate._check_emulated(point, validate.Machine(probe=H200X4, timed=True))
     assert asked[:3] == [("symm", 2), ("symm", 2), ("all-reduce", 4)]
     assert sorted(ranks for name, ranks in asked if name == "all-gather") == sorted(gathers)

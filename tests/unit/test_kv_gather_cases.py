@@ -2,8 +2,8 @@
 
 import pytest
 
+from dcpbench.bench.bench_record import Case
 from dcpbench.bench.cases import BenchOptions, list_kv_gather_cases
-from dcpbench.bench.record import Case
 from dcpbench.errors import UsageError
 
 NOTHING = dict.fromkeys(("requests", "tokens", "variant", "buffer", "pool_bytes", "layers"))

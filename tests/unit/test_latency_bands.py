@@ -11,14 +11,14 @@ import pytest
 
 from dcpbench.points import latency_bands
 from dcpbench.points.latency_bands import EMULATED, ESTIMATED, TOGETHER, Case, find_band
-from dcpbench.recommend import answer, estimate, forecast
+from dcpbench.recommend import answer_formats, estimate, forecast
 from dcpbench.records.record import Emulated, Record
 from dcpbench.serving import replay
 from tests.unit.test_recommend import ask, choice, run
 from tools import latency_check
 
 PUBLISHED = latency_bands.load_published()
-DP_LIVE = "attention-dp-live_4xH200_2026-11-27"
+DP_LIVE = "serving_4xH200/attention-dp-live_4xH200_2026-11-27"
 DOCS = Path(__file__).parents[2] / "docs"
 
 
@@ -177,11 +177,11 @@ class TestForecasts:
         assert (right.ttft_band, right.itl_band) == ((160.0, 240.0), None)
 
     def test_a_cell_has_the_ends(self) -> None:
-        assert answer.format_p50(20.0, (18.0, 25.0)) == "20.0 [18.0–25.0]"
-        assert answer.format_p50(20.0, None) == "20.0"
-        assert answer.format_p50(None, None) == "—"
-        row = answer.make_rows(ask("H200"), [choice(100.0)])[0]
-        assert len(row) == len(answer.COLUMNS)
+        assert answer_formats.format_p50(20.0, (18.0, 25.0)) == "20.0 [18.0–25.0]"
+        assert answer_formats.format_p50(20.0, None) == "20.0"
+        assert answer_formats.format_p50(None, None) == "—"
+        row = answer_formats.make_rows(ask("H200"), [choice(100.0)])[0]
+        assert len(row) == len(answer_formats.COLUMNS)
 
 
 def test_ends_of_emulated_loads_are_as_wide_as_published_errors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +189,10 @@ def test_ends_of_emulated_loads_are_as_wide_as_published_errors(monkeypatch: pyt
     cases = (case("a", ttft=0.9, itl=0.99, kind=EMULATED), case("b", ttft=1.05, itl=1.2, kind=EMULATED))
     monkeypatch.setattr(latency_bands, "load_published", lambda: cases)
     record = next(
-        r for _, r in latency_check.read_served("attention-dp-live_4xH200_2026-11-27/replays/alone-0-48-100-300")
+        r
+        for _, r in latency_check.read_served(
+            "serving_4xH200/attention-dp-live_4xH200_2026-11-27/replays/alone-0-48-100-300"
+        )
     )
     assert record.serve is not None
     assert record.emulated is not None

@@ -17,7 +17,7 @@ import pytest
 
 from dcpbench.errors import DcpbenchError, DiskError, OutputError, UsageError, WorkerError
 from dcpbench.hangs.evidence import ProcessState
-from dcpbench.launch import folders, hung, launcher, nodes, torchrun
+from dcpbench.launch import folders, hang_capture, launcher, nodes, torchrun
 from dcpbench.launch.jobs import SECRET, Exit, Failure, Job, Progress, format_exit_code, open_listener
 from dcpbench.launch.ranks import Ranks
 from dcpbench.launch.torchrun import Machines, Running
@@ -539,7 +539,7 @@ def test_what_is_taken_down_of_a_job_that_hangs(tmp_path: Path) -> None:
         collect_stacks=lambda: {"0": "Thread 1\n", "1": ""},
         read_exits=lambda: [Exit(rank=1, code=3, asked=False, at=1.0)],
     )
-    folder, stacks = hung.capture_hang(ranks)  # type: ignore[arg-type]
+    folder, stacks = hang_capture.capture_hang(ranks)  # type: ignore[arg-type]
     assert (folder, stacks) == (tmp_path / "hangs" / "tp2-0-0", {"0": "Thread 1\n", "1": ""})
     assert (folder / "log-0.txt").read_text() == "".join(f"line {n}\n" for n in range(10, 30))
     assert (folder / "beats-0.bin").read_bytes() == b"beats"
@@ -547,9 +547,9 @@ def test_what_is_taken_down_of_a_job_that_hangs(tmp_path: Path) -> None:
     assert (here.rank, here.pid, here.state, here.ended) == (0, os.getpid(), "R", "")
     assert gone == ProcessState(rank=1, ended="ended with exit code 3")
     assert not (folder / "stacks-1.txt").exists()
-    assert hung.explain_hang(folder, stacks) is not None
+    assert hang_capture.explain_hang(folder, stacks) is not None
     assert (folder / "stacks-0.txt").read_text() == "Thread 1\n"
-    assert hung.capture_hang(ranks)[0].name == "tp2-0-1"  # type: ignore[arg-type]
+    assert hang_capture.capture_hang(ranks)[0].name == "tp2-0-1"  # type: ignore[arg-type]
 
 
 def test_a_folder_that_nobody_named_is_new_and_says_when_and_what(
@@ -649,7 +649,7 @@ def test_what_a_rank_says_when_it_is_asked_is_kept_and_its_own_stacks_stand_in_f
         collect_stacks=lambda: {"0": "", "1": "by signal"},
         read_exits=list,
     )
-    folder, stacks = hung.capture_hang(ranks)  # type: ignore[arg-type]
+    folder, stacks = hang_capture.capture_hang(ranks)  # type: ignore[arg-type]
     thread.join()
     assert stacks == {"0": "own-stacks-0.txt", "1": "by signal"}
     kept = {path.name: path.read_text() for path in folder.iterdir() if path.name != "ranks.json"}
@@ -668,14 +668,14 @@ def test_ranks_of_a_job_that_broke_are_told_apart_by_their_beats(tmp_path: Path,
     logs = tmp_path / "logs" / "tp2-0"
     logs.mkdir(parents=True)
     ranks = SimpleNamespace(folder=tmp_path, logs=logs, ranks=range(2))
-    assert hung.find_difference(ranks) is None  # type: ignore[arg-type]
+    assert hang_capture.find_difference(ranks) is None  # type: ignore[arg-type]
     beating = test_hangs.Job(logs, 2)
     beating.steps()
     for rank in range(2):
         x = test_hangs.HALF if odd and rank else test_hangs.X
         beating.does(rank, "all_reduce", "attn_reduce", 0, x=x, hangs=True)
     (logs / "rank-1.log").write_text("last words\n")
-    found = hung.find_difference(ranks)  # type: ignore[arg-type]
+    found = hang_capture.find_difference(ranks)  # type: ignore[arg-type]
     if kind is None:
         assert found is None
         assert not (tmp_path / "hangs").exists()
@@ -687,15 +687,15 @@ def test_ranks_of_a_job_that_broke_are_told_apart_by_their_beats(tmp_path: Path,
 
 
 def test_tools_that_are_there_are_started_and_ended_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert hung._start_tool(["no-such-tool"], tmp_path / "none.txt") is None
+    assert hang_capture._start_tool(["no-such-tool"], tmp_path / "none.txt") is None
     assert not (tmp_path / "none.txt").exists()
-    monkeypatch.setattr(hung.child, "make_tied_command", lambda command: command)
-    said = hung._start_tool(["echo", "hello"], tmp_path / "said.txt")
-    long = hung._start_tool(["sleep", "60"], tmp_path / "long.txt")
+    monkeypatch.setattr(hang_capture.subprocess_guard, "make_tied_command", lambda command: command)
+    said = hang_capture._start_tool(["echo", "hello"], tmp_path / "said.txt")
+    long = hang_capture._start_tool(["sleep", "60"], tmp_path / "long.txt")
     assert said is not None
     assert long is not None
     said.wait()
-    hung._wait_for_tools([said, None, long], 0.0)
+    hang_capture._wait_for_tools([said, None, long], 0.0)
     assert (tmp_path / "said.txt").read_text() == "hello\n"
     assert (said.returncode, long.returncode) == (0, -9)
 
@@ -706,10 +706,10 @@ def test_how_busy_a_rank_was_is_its_ticks_over_the_time(
 ) -> None:
     """150 ticks of 10 ms in 2 s are 0.75 of a core; of one that is gone nothing is known."""
     ranks = SimpleNamespace(read_exits=list)
-    monkeypatch.setattr(hung, "_read_cpu_ticks", lambda _: 250)
-    monkeypatch.setattr(hung.child, "read_start_ticks", lambda _: ("S", "1"))
-    monkeypatch.setattr(hung.os, "sysconf", lambda _: 100)
-    seen = hung._describe_rank(ranks, 3, pid, 100, seconds)  # type: ignore[arg-type]
+    monkeypatch.setattr(hang_capture, "_read_cpu_ticks", lambda _: 250)
+    monkeypatch.setattr(hang_capture.subprocess_guard, "read_start_ticks", lambda _: ("S", "1"))
+    monkeypatch.setattr(hang_capture.os, "sysconf", lambda _: 100)
+    seen = hang_capture._describe_rank(ranks, 3, pid, 100, seconds)  # type: ignore[arg-type]
     if pid is None:
         assert seen == ProcessState(rank=3, ended="its process was gone")
     else:

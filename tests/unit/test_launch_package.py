@@ -13,8 +13,8 @@ import pytest
 import dcpbench
 from dcpbench.commands import submit
 from dcpbench.errors import UsageError, WorkerError
-from dcpbench.launch import launcher, package
-from dcpbench.launch.package import Package, check_same_package, read_package
+from dcpbench.launch import launcher, version_check
+from dcpbench.launch.version_check import Package, check_same_package, read_package
 
 PACKAGE = Path(dcpbench.__file__).parent
 
@@ -24,7 +24,7 @@ def elsewhere(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     copy = folder / "dcpbench"
     shutil.copytree(PACKAGE / "launch", copy / "launch", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(dcpbench.__file__, copy)
-    monkeypatch.setattr(package, "dcpbench", SimpleNamespace(__file__=str(copy / "__init__.py")))
+    monkeypatch.setattr(version_check, "dcpbench", SimpleNamespace(__file__=str(copy / "__init__.py")))
     return copy
 
 
@@ -34,10 +34,10 @@ def test_copies_are_one_package_until_a_module_differs(tmp_path: Path, monkeypat
     wanted = read_package()
     second = elsewhere(tmp_path / "other", monkeypatch)
     (second / "__pycache__").mkdir()
-    (second / "__pycache__" / "child.pyc").write_bytes(b"compiled")
+    (second / "__pycache__" / "subprocess_guard.pyc").write_bytes(b"compiled")
     assert (wanted.folder, read_package().folder) == (str(first), str(second))
     check_same_package(wanted)
-    module = second / "launch" / "child.py"
+    module = second / "launch" / "subprocess_guard.py"
     for change in (
         lambda: module.write_text("other"),
         (second / "new.py").touch,
@@ -57,19 +57,21 @@ def test_copies_are_one_package_until_a_module_differs(tmp_path: Path, monkeypat
 def test_what_an_editor_leaves_beside_a_module_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copy = elsewhere(tmp_path, monkeypatch)
     wanted = read_package()
-    (copy / "launch" / ".#child.py").symlink_to("nobody@nowhere.1:2")
+    (copy / "launch" / ".#subprocess_guard.py").symlink_to("nobody@nowhere.1:2")
     check_same_package(wanted)
 
 
 def test_a_command_is_what_lay_there_when_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A module that is edited during a sweep would be another program in the jobs behind it."""
     copy = elsewhere(tmp_path, monkeypatch)
-    monkeypatch.setattr(package, "get_started_package", functools.cache(package.get_started_package.__wrapped__))
+    monkeypatch.setattr(
+        version_check, "get_started_package", functools.cache(version_check.get_started_package.__wrapped__)
+    )
     with pytest.raises(WorkerError, match="could not describe this machine"):
         launcher.run_probe("no_worker")
-    (copy / "launch" / "child.py").write_text("edited")
+    (copy / "launch" / "subprocess_guard.py").write_text("edited")
     with pytest.raises(WorkerError, match="have changed since the command began"):
-        check_same_package(package.get_started_package())
+        check_same_package(version_check.get_started_package())
 
 
 def test_only_where_it_lies_in_the_working_directory_are_modules_looked_for_there(
@@ -77,16 +79,16 @@ def test_only_where_it_lies_in_the_working_directory_are_modules_looked_for_ther
 ) -> None:
     """A checkout from which `python -m dcpbench` is typed is on no other path."""
     monkeypatch.chdir(tmp_path)
-    assert package.get_environment() == {"PYTHONSAFEPATH": "1"}
+    assert version_check.get_environment() == {"PYTHONSAFEPATH": "1"}
     monkeypatch.chdir(PACKAGE.parent)
-    assert package.get_environment() == {}
+    assert version_check.get_environment() == {}
     (tmp_path / "link").symlink_to(PACKAGE.parent)
     monkeypatch.chdir(tmp_path / "link")
-    assert package.get_environment() == {}
+    assert version_check.get_environment() == {}
     monkeypatch.chdir(tmp_path)
     (tmp_path / "dcpbench").symlink_to(PACKAGE)
-    monkeypatch.setattr(package, "dcpbench", SimpleNamespace(__file__=str(tmp_path / "dcpbench" / "__init__.py")))
-    assert package.get_environment() == {}
+    monkeypatch.setattr(version_check, "dcpbench", SimpleNamespace(__file__=str(tmp_path / "dcpbench" / "__init__.py")))
+    assert version_check.get_environment() == {}
 
 
 def test_a_package_knows_its_folder_and_all_of_its_modules() -> None:
@@ -101,7 +103,7 @@ def test_a_job_is_to_run_this_dcpbench_or_one_that_is_named(tmp_path: Path, monk
     script.touch()
     monkeypatch.setattr(sys, "executable", str(script.with_name("python")))
     for other, refused in ((str(PACKAGE), False), ("/opt/dcpbench", True), ("", True)):
-        monkeypatch.setattr(package, "find_script_folder", lambda other=other: other)
+        monkeypatch.setattr(version_check, "find_script_folder", lambda other=other: other)
         if refused:
             with pytest.raises(
                 UsageError, match=f"{script}, which belongs to the dcpbench in .*{PACKAGE}.*--dcpbench 'PROGRAM'"
@@ -120,4 +122,4 @@ def test_programs_beside_this_python_are_of_this_package_wherever_they_are_typed
     (tmp_path / "dcpbench" / "__init__.py").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(PACKAGE.parent))
-    assert package.find_script_folder() == str(PACKAGE)
+    assert version_check.find_script_folder() == str(PACKAGE)

@@ -14,10 +14,10 @@ from matplotlib.lines import Line2D
 from dcpbench.imports import Overrides, import_files
 from dcpbench.points.layout import Layout, list_valid_layouts
 from dcpbench.points.shapes import load_shape
-from dcpbench.reports import figures, frames, plots
+from dcpbench.reports import dataframes, figures, plots
 from dcpbench.reports.page.points import build_page_data
 from dcpbench.reports.style import Style
-from dcpbench.show import figures as show_figures
+from dcpbench.show import figure_style as show_figures
 from dcpbench.show.layouts import compute_shade, find_marker_index, get_colours
 from tests.unit import engine_files_builder as files
 from tests.unit import record_builder as build
@@ -32,26 +32,26 @@ APART, ALONE = 0.03, 0.05
 """Least distance of two colours with markers of their own, and with the same, in OKLab: 0.02 is just seen side by side."""
 
 
-def decode(folder: Path) -> frames.Frames:
+def decode(folder: Path) -> dataframes.Frames:
     """Four layouts, one of them with two exchanges."""
     points = [build.point(of, concurrency=n) for of in (TP, DCP2, DCP4, DP4) for n in (8, 32)]
     other = [build.point(DCP4, concurrency=n, exchange="symm") for n in (8, 32)]
-    return frames.load_frames([build.write(folder, map(build.ok, (*points, *other)))])
+    return dataframes.load_frames([build.write(folder, map(build.ok, (*points, *other)))])
 
 
-def served(folder: Path) -> frames.Frames:
+def served(folder: Path) -> dataframes.Frames:
     """Without tp4·dcp2, and in another order."""
     points = [serve.point(of, n) for of in (DP4, DCP4, TP) for n in (8, 32)]
-    return frames.load_frames([build.write(folder, map(serve.served, points))])
+    return dataframes.load_frames([build.write(folder, map(serve.served, points))])
 
 
-def imported(folder: Path) -> frames.Frames:
+def imported(folder: Path) -> dataframes.Frames:
     """Two servers of tp4, one of tp4·dp4, and one of tp8."""
     said = ({"tp": 4}, {"tp": 4, "hw": "b200"}, {"tp": 4, "dp_attention": "true"}, {"tp": 8})
     rows = [files.inferencex(conc=n, **server) for n in (4, 8) for server in said]
     folder.mkdir()
     import_files([files.file(folder, *rows)], "inferencex", folder / "run", Overrides())
-    return frames.load_frames([folder / "run"])
+    return dataframes.load_frames([folder / "run"])
 
 
 def in_figure(figure: Figure) -> dict[str, set[str]]:
@@ -67,7 +67,7 @@ def in_figure(figure: Figure) -> dict[str, set[str]]:
     return found
 
 
-def in_page(read: frames.Frames) -> dict[str, set[str]]:
+def in_page(read: dataframes.Frames) -> dict[str, set[str]]:
     """Colours on light and dark of the page's series, by the layouts of their points."""
     data = build_page_data(read)
     found: dict[str, set[str]] = {}
@@ -97,7 +97,7 @@ def test_dcp_over_its_baseline_has_the_colour_of_the_layout(tmp_path: Path) -> N
     grid = [{"context": context, "concurrency": n} for context in (4000, 64000) for n in (8, 32)]
     asked = [{"exchange": name} | load for name in ("ag_rs", "symm") for load in grid]
     points = [*(build.point(TP, **load) for load in grid), *(build.point(DCP4, **changes) for changes in asked)]
-    more = frames.load_frames([build.write(tmp_path / "more", map(build.ok, points))])
+    more = dataframes.load_frames([build.write(tmp_path / "more", map(build.ok, points))])
     split = figures.draw_break_even(more.findings.ratios, Style.from_points(more.points), "title")
     assert [ax.get_title() for ax in split.axes] == [f"kimi-k2: tp4·dcp4 ({name})" for name in ("ag_rs", "symm")]
     for ax in split.axes:
@@ -157,7 +157,7 @@ def test_the_only_curve_of_a_figure_is_named_with_its_load(tmp_path: Path) -> No
         grid = [(layout, context) for layout in (TP, *layouts) for context in (4000, 64000)]
         run = tmp_path / str(len(layouts))
         points = [build.ok(build.point(layout, context=context, concurrency=8)) for layout, context in grid]
-        read = frames.load_frames([build.write(run, points)])
+        read = dataframes.load_frames([build.write(run, points)])
         (found,) = figures.draw_break_even(read.findings.ratios, Style.from_points(read.points), "title").legends
         return [text.get_text() for text in found.get_texts()]
 

@@ -12,13 +12,13 @@ import pytest
 from dcpbench.compare.judging import Options
 from dcpbench.compare.outputs import Out, check_options
 from dcpbench.errors import DcpbenchError, UsageError
-from dcpbench.hangs import beats
+from dcpbench.hangs import heartbeats
 from dcpbench.imports import Overrides, check_overrides, result
-from dcpbench.plan import options
+from dcpbench.plan import option_parsers
 from dcpbench.plan.serve_spec import make_serve_spec
 from dcpbench.plan.spec import make_planned_probe
+from dcpbench.points.device_probe import Probe
 from dcpbench.points.layout import Layout
-from dcpbench.points.machine import Probe
 from dcpbench.records import checks
 from dcpbench.serving import load_words, request_files, step_times
 from dcpbench.syncs.gating.gate import check_limits
@@ -78,7 +78,7 @@ def ranks(degree: int) -> None:
 
 
 def members(last: int) -> None:
-    refuse("" if len(beats.parse_ranks(f"0-{last}")) == last + 1 else "none")
+    refuse("" if len(heartbeats.parse_ranks(f"0-{last}")) == last + 1 else "none")
 
 
 LIMITS: dict[str, tuple[Callable[[Any], object], list[object], list[object]]] = {
@@ -96,7 +96,7 @@ LIMITS: dict[str, tuple[Callable[[Any], object], list[object], list[object]]] = 
     "--max-per-step": (lambda x: check_limits(x, None), [None, 0, 1e9], [-1e-9, math.nan]),
     "--max-bubble-us": (lambda x: check_limits(None, x), [None, 0, 1e9], [-1e-9, math.nan]),
     "--alpha": (lambda x: compared(alpha=x), [0.5], [0, 0.51]),
-    "--model": (lambda n: options.parse_name("model", "m" * n), [1, 1_000], [0, 1_001]),
+    "--model": (lambda n: option_parsers.parse_name("model", "m" * n), [1, 1_000], [0, 1_001]),
     "--input-tokens": (lambda n: load_words._parse_tokens("--input-tokens", "", str(n)), [1, 10**9], [0, 10**9 + 1]),
     "sigma": (lambda x: load_words._parse_sigma("--input-tokens", "", str(x)), [0.001, 3], [0, 3.001, "x"]),
     "--input-len": (lambda n: check_overrides(Overrides(input_len=n)), [1, 1_000_000_000], [0, 1_000_000_001]),

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from dcpbench.errors import CapacityError
 from dcpbench.points import budget, memory
+from dcpbench.points.device_probe import Probe
 from dcpbench.points.layout import OWN_HEADS, GroupWide, Layout, compute_local_length
-from dcpbench.points.machine import Probe
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import SHAPES

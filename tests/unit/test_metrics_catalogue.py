@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hin
 
 import pytest
 
-from dcpbench.compare.samples import ERRORS
+from dcpbench.compare.sampling_error import ERRORS
 from dcpbench.points.names import OBJECTIVES
 from dcpbench.records import formulas, metrics
 from dcpbench.records.metrics import LATENCIES, METRIC, METRICS, Metric
 from dcpbench.records.record import Interval, Kv, Latencies, Percentiles, Record, ServeMetrics
 from dcpbench.records.record import Metrics as DecodeMetrics
-from dcpbench.reports import frames
+from dcpbench.reports import dataframes
 from dcpbench.reports.page.points import FIELDS
 from tests.unit import record_builder
 from tests.unit import serve_record_builder as build
@@ -229,7 +229,7 @@ def test_three_metrics_are_intervals_in_tables_and_on_the_page() -> None:
 
 def test_what_an_engine_was_is_said_of_each_point_and_what_it_did_of_its_own_kind() -> None:
     """Memory and waits stand in the tables of decode and of served points; step times and latencies do not."""
-    assert {"memory_peak_bytes", "kv_capacity_tokens", "host_syncs_per_step"} <= {*frames.OF_ENGINE}
-    assert not {*frames.OF_ENGINE} & {*frames.OF_DECODE, *frames.SERVED}
-    assert "step_ms" in frames.OF_DECODE
-    assert "ttft_p50_ms" not in frames.OF_ENGINE
+    assert {"memory_peak_bytes", "kv_capacity_tokens", "host_syncs_per_step"} <= {*dataframes.OF_ENGINE}
+    assert not {*dataframes.OF_ENGINE} & {*dataframes.OF_DECODE, *dataframes.SERVED}
+    assert "step_ms" in dataframes.OF_DECODE
+    assert "ttft_p50_ms" not in dataframes.OF_ENGINE

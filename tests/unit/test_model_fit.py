@@ -9,19 +9,19 @@ import msgspec
 import pytest
 
 from dcpbench.cli import main
-from dcpbench.compare import table, words
+from dcpbench.compare import comparison_table, comparison_text
 from dcpbench.compare.judging import Options, judge_sides
-from dcpbench.dashboard import lines
-from dcpbench.dashboard.finding import _format_headline
+from dcpbench.dashboard import series
+from dcpbench.dashboard.discovery import _format_headline
 from dcpbench.plan.spec import make_planned_probe
 from dcpbench.points.budget import measure_whole_model
 from dcpbench.points.memory import GIB
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import load_shape
-from dcpbench.recommend import advise, answer
+from dcpbench.recommend import advise, answer_formats
 from dcpbench.records.runs import read_run
-from dcpbench.reports import frames, overview
-from dcpbench.reports.terminal import render
+from dcpbench.reports import dataframes, overview
+from dcpbench.reports.terminal_tables import render
 from dcpbench.show.model_fit import NO_FIT
 from tests.unit import record_builder
 from tests.unit.test_recommend import ask, choice, point
@@ -55,15 +55,15 @@ def test_report_show_compare_and_dashboard_begin_with_the_same_words(tmp_path: P
     for held, expected in ((14, True), (61, False)):
         write_run(tmp_path / f"a{held}", held)
         write_run(tmp_path / f"b{held}", held)
-        read = frames.load_frames([tmp_path / f"a{held}"])
+        read = dataframes.load_frames([tmp_path / f"a{held}"])
         compared = judge_sides([read_run(tmp_path / f"a{held}")], [read_run(tmp_path / f"b{held}")], Options())
         records = read_run(tmp_path / f"a{held}").records
         first_lines = [
             overview.format_answer(read).partition(",")[0],
             str(render(read).renderables[0]),
-            str(table.render(compared)[0]),
-            " ".join(words.list_notes(compared)[:1]),
-            _format_headline(lines.collect_lines(records)),
+            str(comparison_table.render(compared)[0]),
+            " ".join(comparison_text.list_notes(compared)[:1]),
+            _format_headline(series.collect_lines(records)),
         ]
         assert [HELD.lower() in line.lower() for line in first_lines] == [expected] * 5, first_lines
         assert [(h.side, h.fewest, h.most, h.layers) for h in compared.layers_held] == (
@@ -75,7 +75,7 @@ def test_compare_names_the_side_that_does_not_fit(tmp_path: Path) -> None:
     write_run(tmp_path / "a", 61)
     write_run(tmp_path / "b", 14)
     compared = judge_sides([read_run(tmp_path / "a")], [read_run(tmp_path / "b")], Options())
-    assert words.format_no_fit_note(compared) == f"W{HELD[1:]} (B)."
+    assert comparison_text.format_no_fit_note(compared) == f"W{HELD[1:]} (B)."
 
 
 class TestRecommend:
@@ -104,8 +104,8 @@ class TestRecommend:
         other = dataclasses.replace(best.forecasts[0], layers_held=None)
         some = dataclasses.replace(best, forecasts=[*held, other])
         name = held[0].point.layout_name
-        assert f"({HELD} in {name})" in answer.format_answer(ask("H200"), [some])
-        assert NO_FIT not in answer.format_answer(ask("H200"), [best])
+        assert f"({HELD} in {name})" in answer_formats.format_answer(ask("H200"), [some])
+        assert NO_FIT not in answer_formats.format_answer(ask("H200"), [best])
 
     def test_the_shortage_is_that_of_the_whole_model(self, capsys: pytest.CaptureFixture[str]) -> None:
         """tp8·dcp4: 79.4 GiB of weights and 134.3 of KV; beside the fewest layers that sweep can hold, 8.7 GiB, 11.2 were missing."""

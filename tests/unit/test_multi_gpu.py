@@ -15,7 +15,7 @@ from tools.multi_gpu.parts import Command, Part, Plan, rehearsed
 from tools.multi_gpu.running import CUT, DONE, FAILED, SKIPPED, Runner
 
 ROOT = Path(__file__).parents[2]
-CALIBRATED = ROOT / "results" / "emulated-against-live_2xH200_2026-11-23" / "machine.toml"
+CALIBRATED = ROOT / "results" / "emulation_H200/emulated-against-live_2xH200_2026-11-23" / "machine.toml"
 MACHINES = {2: "H100", 4: "H200", 8: "H200"}
 
 

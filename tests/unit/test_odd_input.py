@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import save_file
 
 from dcpbench import cli
-from dcpbench.dashboard import finding
+from dcpbench.dashboard import discovery
 from dcpbench.engine.checkpoint import CheckpointSource
 from dcpbench.errors import ModelError, OutputError, RecordsError, UsageError
 from dcpbench.launch.folders import make_folder
-from dcpbench.points.machine import Probe
+from dcpbench.points.device_probe import Probe
 from dcpbench.records.file import RecordFile, require_record_file
 from dcpbench.servers.client import Target
 from dcpbench.submit.k8s import read_pod
@@ -88,7 +88,7 @@ def test_records_that_never_end_are_not_read_by_the_dashboard(kind: str, tmp_pat
         os.mkfifo(path)
     else:
         path.symlink_to("/dev/zero")
-    found = finding.load_runs(tmp_path, {}, lambda _: None)
+    found = discovery.load_runs(tmp_path, {}, lambda _: None)
     assert [run.name for run in found.runs] == ["good"]
     assert found.skipped == ["odd: is no regular file, and reading it might never end."]
 

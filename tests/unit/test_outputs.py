@@ -20,11 +20,11 @@ import pytest
 from dcpbench import cli
 from dcpbench.commands import doctor as doctor_command
 from dcpbench.dashboard import data as dashboard_data
-from dcpbench.dashboard import finding
+from dcpbench.dashboard import discovery
 from dcpbench.points import memory
 from dcpbench.points.layout import GroupWide, Layout
 from dcpbench.points.shapes import SHAPES
-from dcpbench.reports import export, frames, markdown, sections
+from dcpbench.reports import dataframes, points_export, report_markdown, sections
 from dcpbench.servers import agreement
 from dcpbench.servers.agreement_text import format_verdict, make_table
 from dcpbench.servers.conditions import CacheUse
@@ -140,9 +140,9 @@ REPORTS: dict[str, Callable[[], list[Record]]] = {
 def test_a_report(name: str, tmp_path: Path) -> None:
     """As Markdown, which has all words of the page, and the table of points."""
     folder = record_builder.write(tmp_path / "run", REPORTS[name]())
-    read = frames.load_frames([folder], slo={"ttft": 2000.0, "itl": 45.0} if name == "serve" else None)
-    text = markdown.render("title", sections.build_sections(read, []), tmp_path)
-    export.write_csv(read, tmp_path / "points.csv")
+    read = dataframes.load_frames([folder], slo={"ttft": 2000.0, "itl": 45.0} if name == "serve" else None)
+    text = report_markdown.render("title", sections.build_sections(read, []), tmp_path)
+    points_export.write_csv(read, tmp_path / "points.csv")
     check_output(f"report-{name}.md", f"{text}\n{(tmp_path / 'points.csv').read_text()}", tmp_path)
 
 
@@ -163,8 +163,8 @@ def test_a_report_of_other_engines_with_ours(tmp_path: Path, run_command: Callab
         ("all", ["runs/vllm", "runs/sglang", "runs/inferencex", "ours"]),
         ("theirs", ["runs/inferencex"]),
     ):
-        read = frames.load_frames([tmp_path / run for run in runs])
-        texts.append(markdown.render(name, sections.build_sections(read, []), tmp_path))
+        read = dataframes.load_frames([tmp_path / run for run in runs])
+        texts.append(report_markdown.render(name, sections.build_sections(read, []), tmp_path))
     check_output("report-imported.md", "\n".join(texts), tmp_path)
 
 
@@ -202,7 +202,7 @@ def test_a_comparison(tmp_path: Path, run_command: Callable[..., str]) -> None:
 def test_a_dashboard(tmp_path: Path) -> None:
     """The data of 12 runs with two points, of which the first becomes slower."""
     runs = dashboard_builder.history(tmp_path / "runs", runs=12, count=2, step_at=7, cv=0.002)
-    found = finding.load_runs(runs, {}, lambda _: None)
+    found = discovery.load_runs(runs, {}, lambda _: None)
     files = dashboard_data.build_content(found, lambda _: None).add_index([], [], found.skipped)
     text = "\n".join(f"--- {name}\n{text}" for name, text in sorted(files.files.items()))
     check_output("dashboard.txt", text, tmp_path)
@@ -253,9 +253,9 @@ def test_verdicts_on_answers_of_servers(tmp_path: Path) -> None:
 
 def test_findings_of_the_doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with all faults of a GPU, and one without any."""
-    monkeypatch.setattr("dcpbench.doctor.gpus.os.sched_getaffinity", lambda _: {0, 1})
-    monkeypatch.setattr("dcpbench.doctor.gpus.os.cpu_count", lambda: 64)
-    monkeypatch.setattr("dcpbench.doctor.gpus._read_command", lambda _: "python")
+    monkeypatch.setattr("dcpbench.doctor.gpu_checks.os.sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr("dcpbench.doctor.gpu_checks.os.cpu_count", lambda: 64)
+    monkeypatch.setattr("dcpbench.doctor.gpu_checks._read_command", lambda _: "python")
     monkeypatch.setattr("dcpbench.doctor.host.tempfile.gettempdir", lambda: "/tmp")  # noqa: S108 -- a name
     wrong: dict[str, Any] = {k: v for answers, *_ in GPU_FAULTS.values() for k, v in answers.items()}
     sick = looked(

@@ -5,15 +5,15 @@ import dataclasses
 import pytest
 import torch
 
-from dcpbench.engine.decode import DecodeEngine
+from dcpbench.engine.decode_engine import DecodeEngine
 from dcpbench.engine.kv_pool import KvPool
 from dcpbench.engine.model import Model
-from dcpbench.engine.pieces import Pieces, StepPieces
+from dcpbench.engine.piecewise_graph import Pieces, StepPieces
 from dcpbench.engine.prefill import Prefiller
 from dcpbench.engine.synthetic import SyntheticSource
 from dcpbench.engine.weights import load_weights
-from dcpbench.exchange.collectives import Group
-from dcpbench.hangs import beats
+from dcpbench.exchange.torch_collectives import Group
+from dcpbench.hangs import heartbeats
 from dcpbench.kernels.prefill.sdpa import PlainRagged
 from dcpbench.points import memory
 from dcpbench.points.batches import compute_chunk_rows, list_chunk_rows
@@ -158,7 +158,7 @@ class TestBeats:
     def test_a_prefix_is_gathered_in_the_layer_that_attends_to_it(self, window, monkeypatch):
         """Of a rank that waits in an all-gather of prefixes `hang` says the layer by its last beat."""
         said, gathered = [], []
-        monkeypatch.setattr(beats, "record_layer", said.append)
+        monkeypatch.setattr(heartbeats, "record_layer", said.append)
         monkeypatch.setattr(Prefiller, "gather_prefix", lambda _, _seen, index: gathered.append((index, said[-1])))
         of, prefiller = engine(TINY, window=window)
         pieces, prompt = Pieces(prefiller, None), Prompt.admit(of, prompt_tokens(0, 24))

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from dcpbench.dashboard import lines
-from dcpbench.exports import csv_table, measured
+from dcpbench.dashboard import series
+from dcpbench.exports import csv_table, measured_points
 from dcpbench.launch.folders import list_settings
 from dcpbench.plan import grid
 from dcpbench.points import budget, names
@@ -18,7 +18,7 @@ from dcpbench.points.layout import DEGREES, Layout
 from dcpbench.points.names import UNKNOWN, format_field
 from dcpbench.points.point import AXES, HOW, LOAD_AXES, OPTIONS, Load, Point, select_point_axes
 from dcpbench.points.settings import Settings
-from dcpbench.reports import exchanges, findings, frames
+from dcpbench.reports import dataframes, exchanges, findings
 from dcpbench.reports.page.points import build_page_data
 from dcpbench.reports.reproduce import build_command
 from dcpbench.serving.step_times import get_engine_path
@@ -105,10 +105,10 @@ def changed(point: Point, name: str) -> Point:
     return msgspec.structs.replace(point, load=msgspec.structs.replace(point.load, **{name: OTHER_LOAD[name]}))
 
 
-def as_repeats(tmp_path: Path, *records: Record) -> frames.Frames:
+def as_repeats(tmp_path: Path, *records: Record) -> dataframes.Frames:
     """Each record is a run of its own, and they are read as repeats of one sweep."""
     folders = [build.write(tmp_path / f"run-{i}", [record]) for i, record in enumerate(records)]
-    return frames.load_frames(folders, as_repeats=True)
+    return dataframes.load_frames(folders, as_repeats=True)
 
 
 def served(point: Point, **settings: Any) -> Record:
@@ -217,7 +217,7 @@ class TestComparisons:
         again = msgspec.structs.replace(split, measured_with=split.measured_with | setting, started_at="later")
         assert as_repeats(tmp_path / "repeat", split, again).served["repeats"].tolist() == [1, 1]
 
-    def verdict(self, read: frames.Frames) -> str:
+    def verdict(self, read: dataframes.Frames) -> str:
         """On the one point with DCP."""
         (found,) = findings.compare_dcp_with_baseline(read.everything)["verdict"]
         return str(found)
@@ -253,7 +253,7 @@ class TestWords:
     def test_lines_of_a_dashboard_that_differ_have_different_words(self, name: str) -> None:
         point = serve.point(DCP)
         said = [
-            lines.describe_line(line) for line in lines.collect_lines([served(point), served(changed(point, name))])
+            series.describe_line(line) for line in series.collect_lines([served(point), served(changed(point, name))])
         ]
         assert len(said) == 2
         assert said[0] != said[1]
@@ -325,7 +325,7 @@ class TestTables:
     def test_an_exported_table_has_a_column(self, name: str) -> None:
         point = build.point(DCP)
         rows = csv_table.build_rows(
-            [measured.MeasuredPoint("run", Path(), build.ok(p)) for p in (point, changed(point, name))],
+            [measured_points.MeasuredPoint("run", Path(), build.ok(p)) for p in (point, changed(point, name))],
         )
         assert rows[0][name] != rows[1][name]
 

@@ -16,7 +16,7 @@ from dcpbench.engine.kv_pool import KvPool
 from dcpbench.engine.model import Model, StepInput
 from dcpbench.engine.synthetic import SyntheticSource
 from dcpbench.engine.weights import load_weights
-from dcpbench.kernels import block_scaled, latent, moe, norm
+from dcpbench.kernels import block_scaled, moe, norm, qkv_norm_rope
 from dcpbench.kernels import linear as linears
 from dcpbench.kernels.block_scaled import Rows, Scaled, quantize_rows
 from dcpbench.points.layout import Layout
@@ -65,7 +65,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         )
 
     def split_latent(*given: object, feeds: object, **more: object) -> object:
-        return latent.split_latent_fused(*given, quantise=isinstance(feeds, Scaled), **more)
+        return qkv_norm_rope.split_latent_fused(*given, quantise=isinstance(feeds, Scaled), **more)
 
     for module in (block_scaled, norm, moe):
         monkeypatch.setattr(module, "needs_quantized_input", lambda weight: isinstance(weight, Scaled))

@@ -19,20 +19,20 @@ import pytest
 from dcpbench.cli import main
 from dcpbench.commands import recommend as command
 from dcpbench.errors import RecordsError, UsageError
-from dcpbench.plan import judge
-from dcpbench.plan.judge import find_shortage
+from dcpbench.plan import validate
 from dcpbench.plan.serve_spec import get_serve_defaults
 from dcpbench.plan.spec import make_planned_probe
-from dcpbench.points.floors import Sharding, StepRows
+from dcpbench.plan.validate import find_shortage
+from dcpbench.points.cluster_specs import load_machine
+from dcpbench.points.comm_model import Seconds
+from dcpbench.points.device_probe import Probe
 from dcpbench.points.layout import Layout, list_valid_layouts
-from dcpbench.points.machine import Probe
-from dcpbench.points.machines import load_machine
 from dcpbench.points.point import Load as PointLoad
 from dcpbench.points.point import Point
+from dcpbench.points.roofline import Sharding, StepRows
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import load_shape
-from dcpbench.points.wire import Seconds
-from dcpbench.recommend import advise, answer, estimate
+from dcpbench.recommend import advise, answer_formats, estimate
 from dcpbench.recommend.forecast import EMULATED, ESTIMATED, MEASURED, Estimator, Forecast, apply_factor, from_record
 from dcpbench.recommend.score import Load, Score, compute_score
 from dcpbench.records.record import Percentiles
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ROOT = Path(__file__).parents[2]
-DECODED = ROOT / "results" / "decode-deepseek-v3-kimi-k2_4xH200_2026-11-20" / "run1"
+DECODED = ROOT / "results" / "decode_4xH200/decode-deepseek-v3-kimi-k2_4xH200_2026-11-20" / "run1"
 
 
 def point(**given: object) -> Point:
@@ -261,7 +261,7 @@ def test_layouts_that_split_a_block_of_scales_are_refused_with_the_largest_that_
 def why_sweep_refuses(one: Point, probe: Probe) -> str:
     """The message with which the planner of `sweep` refuses a point; empty if it takes it."""
     try:
-        judge.check_runnable(one, Settings(), load_shape(one.model), judge.Machine(probe=probe))
+        validate.check_runnable(one, Settings(), load_shape(one.model), validate.Machine(probe=probe))
     except UsageError as e:
         return str(e)
     return ""
@@ -510,13 +510,13 @@ def test_the_nearest_that_an_engine_can_run_is_a_record_before_an_estimate() -> 
     )
     found = advise.find_nearest(ask("H200"), load, best, ["ag_rs", "a2a"], estimate.load_published_steps())
     assert found is faster
-    start = answer.Start(
+    start = answer_formats.Start(
         engine="vllm", lacking=["--exchange symm"], nearest=found, load=load.name, command="vllm serve"
     )
-    said = answer.explain_start(start)
+    said = answer_formats.explain_start(start)
     assert said.startswith("vLLM has no --exchange symm. The nearest that it can run is tp4·dcp4 (a2a), 450 tok/s")
-    unknown = answer.Start(engine="vllm", lacking=["--exchange symm"])
-    assert answer.explain_start(unknown).endswith("no command.")
+    unknown = answer_formats.Start(engine="vllm", lacking=["--exchange symm"])
+    assert answer_formats.explain_start(unknown).endswith("no command.")
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -647,7 +647,7 @@ def test_emulated_points_count_for_the_machine_that_they_stand_for() -> None:
 
 def test_served_records_count_only_with_the_kv_memory_that_is_asked_for() -> None:
     """How much KV there is decides who waits: points at 8 GiB say nothing of a whole GPU."""
-    run = read_run(ROOT / "results" / "serving-deepseek-v3-kimi-k2_4xH200_2026-11-21" / "v3-seed-8gib")
+    run = read_run(ROOT / "results" / "serving_4xH200/serving-deepseek-v3-kimi-k2_4xH200_2026-11-21" / "v3-seed-8gib")
     asked = ask("H200")
     none, notes = advise._select_records(asked, advise.Evidence(runs=[run]))
     assert none == []
@@ -775,11 +775,13 @@ def test_where_nothing_fits_a_label_is_said_once() -> None:
     small = dataclasses.replace(
         choice(), refused={"tp8": "its weights are large"}, without_room={"tp8"}, instead=["--x"]
     )
-    assert answer.format_answer(ask("H200"), [small]).endswith(
+    assert answer_formats.format_answer(ask("H200"), [small]).endswith(
         "can be recommended: tp8: its weights are large; give --x."
     )
     other = dataclasses.replace(small, refused={"tp8": "nothing is known of it; measure it."}, without_room=set())
-    assert answer.format_answer(ask("H200"), [other]).endswith("recommended: tp8: nothing is known of it; measure it.")
+    assert answer_formats.format_answer(ask("H200"), [other]).endswith(
+        "recommended: tp8: nothing is known of it; measure it."
+    )
 
 
 def test_a_pool_that_is_too_small_for_a_step_refuses_a_layout_as_sweep_does(
@@ -852,11 +854,11 @@ def test_no_figure_is_told_closer_than_launches_differ() -> None:
     assert advise.compute_price(3.6, seen) == pytest.approx(
         (4.0, 4.0 / (1 + REPEATS_AGREE_WITHIN), 4.0 * (1 + REPEATS_AGREE_WITHIN))
     )
-    (row,) = answer.make_rows(priced, [one])
+    (row,) = answer_formats.make_rows(priced, [one])
     assert row[2] == "1,000 [980–1,020]"
-    told = answer.convert_to_json(priced, [one], [], estimate.load_published_steps(), {})["loads"][0]["layouts"][0][
-        "output_tok_s"
-    ]
+    told = answer_formats.convert_to_json(priced, [one], [], estimate.load_published_steps(), {})["loads"][0][
+        "layouts"
+    ][0]["output_tok_s"]
     assert told == {"mean": 1000, "low": low, "high": high}
     assert advise.compute_margin(seen, seen) == REPEATS_AGREE_WITHIN
 
@@ -866,7 +868,7 @@ def test_the_picture_names_layouts_as_the_table_does_and_marks_what_was_not_meas
 ) -> None:
     """Two exchanges of one layout have two marks of one colour; estimates are hollow and dashed, replays hollow."""
     drawn: list[Figure] = []
-    monkeypatch.setattr("dcpbench.show.figures.save_figure", lambda figure, *_: drawn.append(figure))
+    monkeypatch.setattr("dcpbench.show.figure_style.save_figure", lambda figure, *_: drawn.append(figure))
     loads = [
         [forecast(800, MEASURED), forecast(700, dcp=4, exchange="a2a"), forecast(500, "replayed", dp=2, ep="1")],
         [forecast(900, MEASURED), forecast(800, dcp=4, exchange="symm"), forecast(600, dp=2, ep="1")],
@@ -876,7 +878,7 @@ def test_the_picture_names_layouts_as_the_table_does_and_marks_what_was_not_meas
         dataclasses.replace(choice(), name=f"{n} × 4,000", concurrency=n, forecasts=of)
         for n, of in zip((8, 16, 32), loads, strict=True)
     ]
-    answer.draw_picture(ask("H200"), choices, tmp_path / "x.png")
+    answer_formats.draw_picture(ask("H200"), choices, tmp_path / "x.png")
     (figure,) = drawn
     signs = {str(sign.get_label()): sign for sign in figure.legends[0].legend_handles}
     named = {f.who for of in loads for f in of}
@@ -898,13 +900,17 @@ def test_layouts_that_would_fit_and_are_not_judged_stand_beside_the_answer() -> 
     known = dataclasses.replace(
         choice(100.0), refused={"tp8": "no call was measured.", "tp2": "large"}, without_room={"tp2"}
     )
-    assert answer.format_answer(ask("H200"), [known]).endswith(" Not judged at every load: tp8; why, see below.")
+    assert answer_formats.format_answer(ask("H200"), [known]).endswith(
+        " Not judged at every load: tp8; why, see below."
+    )
     many = dataclasses.replace(known, refused={f"tp{n}": "no call was measured." for n in range(8)}, without_room=set())
-    assert answer.format_answer(ask("H200"), [many]).endswith(" Not judged at every load: 8 layouts; why, see below.")
+    assert answer_formats.format_answer(ask("H200"), [many]).endswith(
+        " Not judged at every load: 8 layouts; why, see below."
+    )
     fits = dataclasses.replace(known, without_room={"tp2", "tp8"})
-    assert "judged" not in answer.format_answer(ask("H200"), [fits])
+    assert "judged" not in answer_formats.format_answer(ask("H200"), [fits])
     nothing = [dataclasses.replace(one, forecasts=[]) for one in (known, fits)]
-    assert [row[1] for row in answer.make_rows(ask("H200"), nothing)] == ["none judged", "none fits"]
+    assert [row[1] for row in answer_formats.make_rows(ask("H200"), nothing)] == ["none judged", "none fits"]
 
 
 def test_layouts_over_hosts_need_a_link(capsys: pytest.CaptureFixture[str]) -> None:
@@ -995,7 +1001,7 @@ def test_clients_that_go_in_step_are_told(changed: list[dict[str, object]], told
         asked = dataclasses.replace(ask("H200"), loads=tuple((requests, *rest) for _, *rest in loads))
         said = [
             text
-            for text in answer.list_unknowns(asked, [stepped()], estimate.load_published_steps())
+            for text in answer_formats.list_unknowns(asked, [stepped()], estimate.load_published_steps())
             if "in lock-step" in text
         ]
         assert [text[: len(words or "")] for text in said] == [words] * bool(words)
@@ -1009,7 +1015,7 @@ def test_the_answer_says_that_attention_dp_gains_by_clients_in_step(dp: int, out
     of = forecast(100)
     of = dataclasses.replace(of, point=msgspec.structs.replace(of.point, dp=dp))
     choice = advise.Choice(name="8 × 1,020", concurrency=8, forecasts=[of], misses={}, refused={})
-    text = answer.format_answer(asked, [choice])
+    text = answer_formats.format_answer(asked, [choice])
     assert text.endswith("which favours attention DP: ask again with --output-tokens uniform:18-22.") == told
     assert ("in lock-step" in text) == told
 
@@ -1020,7 +1026,7 @@ def test_where_step_times_do_not_reach_the_load_floors_stand_in() -> None:
     assert [f.source for f in choice.forecasts] == ["estimated"]
     assert choice.refused == {}
     assert choice.short["tp4"].startswith("times.json: no step time is known")
-    told = answer.list_unknowns(ask("H200"), [choice], estimate.load_published_steps())
+    told = answer_formats.list_unknowns(ask("H200"), [choice], estimate.load_published_steps())
     assert any(text.startswith(f"tp4 at {choice.name} is estimated: times.json: ") for text in told)
     times = step_times_builder.step_times(path=step_times_builder.path_of(model="deepseek-v3", tp=4, dtype="bf16"))
     served = point(concurrency=1, context=100_020, load=load(input_tokens="100000", requests=2))
@@ -1088,16 +1094,20 @@ def test_an_estimate_is_set_right_in_all_that_it_says() -> None:
 def test_what_is_set_right_is_said_with_its_factor() -> None:
     """In the table's last column and in a sentence, for who does not read the JSON."""
     right = dataclasses.replace(choice(200, 320), forecasts=[apply_factor(forecast(200, tp=2), 0.5)])
-    assert answer.make_rows(ask("H200"), [right])[0][-1] == "estimated, set right"
+    assert answer_formats.make_rows(ask("H200"), [right])[0][-1] == "estimated, set right"
     (text,) = [
-        t for t in answer.list_unknowns(ask("H200"), [right], estimate.load_published_steps()) if "set right" in t
+        t
+        for t in answer_formats.list_unknowns(ask("H200"), [right], estimate.load_published_steps())
+        if "set right" in t
     ]
     assert "(0.500× at 8 × 4,000)" in text
 
 
 def test_columns_of_numbers_name_their_units() -> None:
     """Whoever sees the table alone must not guess."""
-    named = [name.replace("\n", " ") for name in answer.list_columns(dataclasses.replace(ask("H200"), price=1.0))]
+    named = [
+        name.replace("\n", " ") for name in answer_formats.list_columns(dataclasses.replace(ask("H200"), price=1.0))
+    ]
     assert {"tok/s", "tok/s per GPU", "ITL p50 ms", "TTFT p50 ms", "$/M output tokens"} <= set(named)
 
 
@@ -1121,13 +1131,13 @@ def choice(*tok_s: float, slo: bool = True) -> advise.Choice:
     ids=["one", "two", "four", "five", "missed", "five missed"],
 )
 def test_up_to_four_layouts_that_nothing_tells_apart_are_named(of: advise.Choice, said: str) -> None:
-    assert answer.format_answer(ask("H200"), [of]).startswith(f"4 × H200: {said} at 8 × 4,000 (")
+    assert answer_formats.format_answer(ask("H200"), [of]).startswith(f"4 × H200: {said} at 8 × 4,000 (")
 
 
 def test_a_row_says_by_how_much_the_best_is_ahead_and_by_how_much_it_must_be() -> None:
     """100 tok/s a GPU against 80: 25 % more, where 4 % are needed."""
-    (row,) = answer.make_rows(ask("H200"), [choice(200, 320)])
-    told = dict(zip(answer.COLUMNS, row, strict=True))
+    (row,) = answer_formats.make_rows(ask("H200"), [choice(200, 320)])
+    told = dict(zip(answer_formats.COLUMNS, row, strict=True))
     assert (told["best"], told["runner-up"], told["ahead by"]) == ("tp2", "tp4", "25 % ± 4 %")
 
 
@@ -1140,17 +1150,19 @@ def test_one_launch_of_a_server_decides_nothing() -> None:
     undecided = dataclasses.replace(choice(1), forecasts=single)
     assert math.isinf(advise.compute_margin(*single))
     assert len(undecided.level) == 2
-    assert answer.make_rows(ask("H200"), [undecided])[0][7] == "10 % in one launch, undecided"
+    assert answer_formats.make_rows(ask("H200"), [undecided])[0][7] == "10 % in one launch, undecided"
     assert single[0].band == (1100, 1100)
     known = [dataclasses.replace(f, launch_band=0.03) for f in single]
     assert dataclasses.replace(undecided, forecasts=known).decided
-    assert answer.make_rows(ask("H200"), [dataclasses.replace(undecided, forecasts=known)])[0][7] == "10 % ± 3 %"
+    assert (
+        answer_formats.make_rows(ask("H200"), [dataclasses.replace(undecided, forecasts=known)])[0][7] == "10 % ± 3 %"
+    )
 
 
 def test_a_served_load_is_scored_with_its_latencies_under_a_name_of_its_own() -> None:
     """Of two layouts that ran it; KV memory and times of arrival are of its name."""
-    run = read_run(ROOT / "results" / "serving-deepseek-v3-kimi-k2_4xH200_2026-11-21" / "v3-seed-8gib")
-    from dcpbench.points.machine import Probe
+    run = read_run(ROOT / "results" / "serving_4xH200/serving-deepseek-v3-kimi-k2_4xH200_2026-11-21" / "v3-seed-8gib")
+    from dcpbench.points.device_probe import Probe
 
     machine = load_machine("H200")
     probe = Probe(
@@ -1197,13 +1209,13 @@ def test_objectives_that_are_met_are_named_with_the_percentile_that_was_judged()
     best = dataclasses.replace(forecast(1000.0), itl_ms=itl, ttft_ms=ttft)
     asked = dataclasses.replace(ask("H200"), slo={"ttft": 2000.0, "itl": 30.0}, loads=((32, 4000, None),))
     choice = advise.Choice(name="32 × 4,000 tokens", concurrency=32, forecasts=[best], misses={}, refused={})
-    ((_, who, *_),) = answer.make_rows(asked, [choice])
+    ((_, who, *_),) = answer_formats.make_rows(asked, [choice])
     assert who == "tp4, meets TTFT p50 900 ms and ITL p90 25 ms"
-    assert answer._make_layout_json(asked, choice, best)["objectives"] == [
+    assert answer_formats._make_layout_json(asked, choice, best)["objectives"] == [
         {"name": "ttft", "limit_ms": 2000.0, "percentile": "p50", "ms": 900.0, "met": True},
         {"name": "itl", "limit_ms": 30.0, "percentile": "p90", "ms": 25.0, "met": True},
     ]
-    ((_, who, *_),) = answer.make_rows(dataclasses.replace(asked, slo={}), [choice])
+    ((_, who, *_),) = answer_formats.make_rows(dataclasses.replace(asked, slo={}), [choice])
     assert who == "tp4"
 
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from dcpbench.points.engines import make_engine_load, make_engine_point
+from dcpbench.points.engine_points import make_engine_load, make_engine_point
 from dcpbench.points.layout import Layout
 from dcpbench.points.names import CLOSED, VLLM
 from dcpbench.points.point import Load, Point
-from dcpbench.recommend import advise, answer, estimate, forecast
+from dcpbench.recommend import advise, answer_formats, estimate, forecast
 from dcpbench.records.record import Environment
 from dcpbench.serving.engine_cases import EngineExtent, make_engine_cases
 from dcpbench.serving.step_times import EngineServer, MeasuredCase, StepTimes, get_engine_path
@@ -76,9 +76,10 @@ def test_step_times_of_a_server_are_replayed_with_its_policy_and_named(model: st
         "vllm.json: the precision of the server's weights and KV cache is unknown; it is taken to be as asked."
     ]
     assert (
-        answer.describe_engines([found]) == "The forecasts are of the kernels and the scheduling policy of vLLM 0.26.0."
+        answer_formats.describe_engines([found])
+        == "The forecasts are of the kernels and the scheduling policy of vLLM 0.26.0."
     )
-    assert answer._make_forecast_json(ask("H200"), found)["engine"] == "vLLM 0.26.0"
+    assert answer_formats._make_forecast_json(ask("H200"), found)["engine"] == "vLLM 0.26.0"
 
 
 @pytest.mark.parametrize(
@@ -122,9 +123,9 @@ def test_a_record_of_a_server_counts_and_names_its_engine() -> None:
 def test_several_engines_in_one_answer_are_told_apart() -> None:
     (vllm,) = choose(server_times(server_point()))[0].forecasts
     own: Forecast = dataclasses.replace(vllm, engine="")
-    text = answer.describe_engines([vllm, own])
+    text = answer_formats.describe_engines([vllm, own])
     assert "vLLM 0.26.0 and dcpbench's engine" in text
     assert "layouts of different engines differ by their engine, too" in text
-    assert "forecasts are of dcpbench's engine" in answer.describe_engines([own])
+    assert "forecasts are of dcpbench's engine" in answer_formats.describe_engines([own])
     assert own.point.load is not None
     assert own.point.load.arrival == CLOSED

@@ -190,7 +190,7 @@ def test_the_duration_of_a_failed_job_is_of_a_clock_that_nobody_sets(
     running: Any = SimpleNamespace(
         logs=tmp_path / "logs", started=1e9, begun=1000.0, log_tail=lambda _: "", find_first_seen=lambda: None
     )
-    monkeypatch.setattr(launcher.hung, "find_difference", lambda _: None)
+    monkeypatch.setattr(launcher.hang_capture, "find_difference", lambda _: None)
     work: Any = SimpleNamespace(hardware="", folder=tmp_path, device="cpu", retries=0, kind="sweep")
     record = launcher._make_record(LOST.point, running, launcher._JobEnd(code=1), work)
     assert record.seconds == 40.0

@@ -27,7 +27,7 @@ from tests.unit import serve_record_builder as serve_build
 
 RECORDS = [build.ok(build.point(Layout(4), concurrency=n), steps=3) for n in (1, 2, 4)]
 ROOT = Path(__file__).parents[2]
-EARLIEST = ROOT / "results" / "decode-deepseek-v3-kimi-k2_4xH200_2026-11-20" / "run1"
+EARLIEST = ROOT / "results" / "decode_4xH200/decode-deepseek-v3-kimi-k2_4xH200_2026-11-20" / "run1"
 """Version 1 before checksums: the first records that were kept."""
 
 

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from dcpbench.points import redaction
 from dcpbench.points.redaction import PLACEHOLDER, redact, redact_part
 from dcpbench.records.file import RecordFile, read_records
-from dcpbench.servers.guard import copy_redacted
 from dcpbench.servers.presets import Engine, resolve_engine
+from dcpbench.servers.process_group import copy_redacted
 from dcpbench.show import streams, text
 from tests.unit import record_builder as build
 
@@ -183,7 +183,7 @@ def test_a_servers_log_is_redacted_however_its_writes_are_divided(cuts: list[int
     pieces = _divided(told, cuts)
     left = iter([*pieces, b""])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dcpbench.servers.guard.os.read", lambda *_: next(left))
+        patch.setattr("dcpbench.servers.process_group.os.read", lambda *_: next(left))
         copy_redacted(source, target, [KEY.encode()], PLACEHOLDER.encode())
     os.close(sink)
     os.close(target)

@@ -8,8 +8,8 @@ import torch
 
 from dcpbench.errors import CapacityError
 from dcpbench.exchange import registered_memory, symmetric_memory
-from dcpbench.exchange.collectives import Group
 from dcpbench.exchange.registered_memory import RegisteredBuffer, close_all, get_shared_buffer, register_buffer
+from dcpbench.exchange.torch_collectives import Group
 from dcpbench.points import names
 
 CPU = torch.device("cpu")

@@ -33,6 +33,9 @@ class Fixed:
     """What the host needs to launch a step with chunks, and as much for each token of them."""
     slowdown: Slowdown = dataclasses.field(default_factory=lambda: Slowdown([]))
 
+    def get_begin_ms(self, _step: Step) -> float:
+        return self.launch_ms
+
     def predict_duration_ms(self, step: Step, _heat: float = 0.0) -> float:
         return 10.0 + max(len(r.decodes) + 2 * sum(c.tokens for c in r.chunks) for r in step.replicas)
 

@@ -59,6 +59,9 @@ class Truth:
     def predict_host_ms(self, _step: Step) -> float:
         return 0.0
 
+    def get_begin_ms(self, _step: Step) -> float:
+        return self.launch_ms
+
     def predict_duration_ms(self, step: Step, _heat: float = 0.0) -> float:
         works = compute_step_works(step)
         each = (

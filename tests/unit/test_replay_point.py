@@ -28,7 +28,9 @@ from dcpbench.serving.step_times import (
 )
 from tests.unit.step_times_builder import EXTENT, step_times
 
-MEASURED = Path(__file__).parents[2] / "results/serving-deepseek-v3-kimi-k2_4xH200_2026-11-21/k2/step-times"
+MEASURED = (
+    Path(__file__).parents[2] / "results/serving_4xH200/serving-deepseek-v3-kimi-k2_4xH200_2026-11-21/k2/step-times"
+)
 
 LOAD = Load(mode="replay", requests=60, input_tokens="4000", output_tokens="30", chunk=8192)
 POINT = Point(

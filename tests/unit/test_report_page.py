@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from dcpbench.points.layout import Layout
-from dcpbench.reports import frames
+from dcpbench.reports import dataframes
 from dcpbench.reports.page.points import build_page_data, build_points, format_brief
 from dcpbench.reports.page.render import list_charts
 from dcpbench.reports.plots import Picture
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def data(tmp_path: Path, records: list[Record], **options: Any) -> dict[str, Any]:
-    return build_page_data(frames.load_frames([record_builder.write(tmp_path / "run", records)]), **options)
+    return build_page_data(dataframes.load_frames([record_builder.write(tmp_path / "run", records)]), **options)
 
 
 def picture(subject: str, mode: str, tmp_path: Path, alt: str = "") -> Picture:
@@ -38,7 +38,7 @@ def mixed() -> list[Record]:
 def test_every_point_comes_back_out_of_its_row(tmp_path: Path) -> None:
     """So that the command of a row is that of its record, whatever pandas made of the columns."""
     records = mixed()
-    read = frames.load_frames([record_builder.write(tmp_path / "run", records)])
+    read = dataframes.load_frames([record_builder.write(tmp_path / "run", records)])
     found = [*build_points(read.points), *build_points(read.served)]
     assert len(found) == len(records)
     assert set(found) == {record.point for record in records}

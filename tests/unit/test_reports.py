@@ -17,12 +17,12 @@ from dcpbench import cli
 from dcpbench.errors import OutputError, RecordsError, UsageError
 from dcpbench.points.layout import Layout
 from dcpbench.reports import (
+    dataframes,
     figures,
     findings,
-    frames,
-    markdown,
     plots,
     render_terminal_table,
+    report_markdown,
     sections,
     style,
     tables,
@@ -375,7 +375,7 @@ def test_importing_the_reports_imports_nothing_heavy() -> None:
 
 def test_a_logarithmic_axis_says_so(tmp_path: Path) -> None:
     """Loads 8 and 32 are far apart; equal steps to the right are equal factors."""
-    read = frames.load_frames([build.write(tmp_path / "run", small())])
+    read = dataframes.load_frames([build.write(tmp_path / "run", small())])
     figure = figures.draw_itl(read.points, style.Style.from_points(read.points), "title")
     assert [ax.get_xlabel() for ax in figure.axes] == ["concurrency (requests in flight, log scale)"]
 
@@ -390,8 +390,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     where = msgspec.structs.replace(build.GPU, settings=settings)
     folder = tmp_path_factory.mktemp("small-things")
     record = msgspec.structs.replace(record, kv=kv, environment=where, marks=["throttled"])
-    read = frames.load_frames([build.write(folder, [record])])
-    return markdown.render("title", sections.build_sections(read, []), folder).replace("\\", "")
+    read = dataframes.load_frames([build.write(folder, [record])])
+    return report_markdown.render("title", sections.build_sections(read, []), folder).replace("\\", "")
 
 
 class TestWordsOfSmallThings:
@@ -422,8 +422,8 @@ def test_the_busiest_rank_of_expert_parallel_is_named_where_records_have_it(tmp_
         told[ep] = msgspec.structs.replace(points[ep], honesty=honesty)
 
     def text_of(name: str, *records: Record) -> str:
-        read = frames.load_frames([build.write(tmp_path / name, [*records])])
-        return markdown.render("title", sections.build_sections(read, []), tmp_path).replace("\\", "")
+        read = dataframes.load_frames([build.write(tmp_path / name, [*records])])
+        return report_markdown.render("title", sections.build_sections(read, []), tmp_path).replace("\\", "")
 
     text = text_of("run", *told.values())
     assert "the busiest rank had 1.25 × as many experts to read as the mean, and the others waited for it." in text

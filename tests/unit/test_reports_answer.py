@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from dcpbench.commands import runs
+from dcpbench.commands import point_runner
 from dcpbench.errors import UsageError
 from dcpbench.points.layout import Layout
 from dcpbench.records.formulas import compute_decode_metrics
 from dcpbench.records.record import Latencies
-from dcpbench.reports import answer, answer_tables, findings, frames, markdown, overview, sections
+from dcpbench.reports import answer, answer_tables, dataframes, findings, overview, report_markdown, sections
+from dcpbench.reports.load_labels import find_shared_shape, make_short_shapes
 from dcpbench.reports.tables import Table
-from dcpbench.reports.words import find_shared_shape, make_short_shapes
 from dcpbench.serving.load_words import format_lock_step_warning, format_varied_option, parse_lengths
 from tests.unit import record_builder as build
 from tests.unit import serve_record_builder as serve
@@ -46,12 +46,12 @@ def served(of: Point, tok_s: float, ttft: dict[str, float], itl: dict[str, float
     )
 
 
-def read(tmp_path: Path, *records: Record, slo: dict[str, float] | None = None) -> frames.Frames:
+def read(tmp_path: Path, *records: Record, slo: dict[str, float] | None = None) -> dataframes.Frames:
     """One run with these records."""
-    return frames.load_frames([build.write(tmp_path / "run", records)], slo=slo)
+    return dataframes.load_frames([build.write(tmp_path / "run", records)], slo=slo)
 
 
-def said(found: frames.Frames, words: str) -> str:
+def said(found: dataframes.Frames, words: str) -> str:
     """The one opening sentence with these words."""
     (sentence,) = [s for s in answer.format_top_sentences(found) if words in s]
     return sentence
@@ -60,7 +60,7 @@ def said(found: frames.Frames, words: str) -> str:
 class TestClientsInStep:
     """Closed loops of requests of one length: docs/serving.md."""
 
-    def read(self, tmp_path: Path, *points: Point, **changed: object) -> frames.Frames:
+    def read(self, tmp_path: Path, *points: Point, **changed: object) -> dataframes.Frames:
         """Points, the last of which has another load."""
         records = [served(point, 100, {}, {}) for point in points]
         of = records[-1].point
@@ -249,7 +249,7 @@ class TestSlo:
         self, records: list[Record], told: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         """Beside the path of the report, as who typed it waits for its effect."""
-        runs.print_if_unjudged([build.write(tmp_path / "run", records)], "itl=60")
+        point_runner.print_if_unjudged([build.write(tmp_path / "run", records)], "itl=60")
         assert ("--slo itl=60 has no effect here" in capsys.readouterr().err) is told
 
     def test_names_that_are_no_objectives_are_refused_as_serve_does(self, tmp_path: Path) -> None:
@@ -295,7 +295,7 @@ class TestMost:
 class TestJumps:
     """What throughput does between two concurrencies that the layout has no part in."""
 
-    def read(self, tmp_path: Path, batch: float, requests: int = 96) -> frames.Frames:
+    def read(self, tmp_path: Path, batch: float, requests: int = 96) -> dataframes.Frames:
         """tp4·dp4·ep4 with 24, 40 and 48 clients, of which so large a share is in flight."""
         records = []
         for n in (24, 40, 48):
@@ -376,7 +376,7 @@ class TestBreakEven:
 class TestPays:
     """DCP pays where it is clearly above the best layout without DCP on as many GPUs, both within the SLO."""
 
-    def read(self, tmp_path: Path, rates: dict[Layout, float], late: tuple[Layout, ...] = ()) -> frames.Frames:
+    def read(self, tmp_path: Path, rates: dict[Layout, float], late: tuple[Layout, ...] = ()) -> dataframes.Frames:
         """One load of these rates; the gaps of those that are late miss an SLO of 50 ms."""
         records = [
             served(serve.point(lay), rate, {"p50": 9, "p99": 9}, {"p50": 9, "p99": 99 if lay in late else 9})
@@ -459,7 +459,7 @@ class TestOpening:
         hours = {
             f"run-{h}": [step(p, 9 + p.dcp, started_at=f"2026-11-21T0{h}:00:00Z") for p in points] for h in range(4)
         }
-        found = frames.load_frames(
+        found = dataframes.load_frames(
             [build.write(tmp_path / name, run) for name, run in hours.items()], slo={"itl": 12.0}
         )
         assert len(answer.format_top_sentences(found)) == answer.MAX_SENTENCES
@@ -528,15 +528,15 @@ class TestTables:
     def test_long_tables_are_folded_in_markdown(self) -> None:
         """GitHub folds what stands in details, and shows a table after an empty line."""
         short, long = (Table("Title", ["a"], [["1"]] * n) for n in (3, 30))
-        assert markdown._format_table(short, 99).startswith("**Title**")
-        folded = markdown._format_table(long, 99)
+        assert report_markdown._format_table(short, 99).startswith("**Title**")
+        folded = report_markdown._format_table(long, 99)
         assert folded.startswith("<details><summary>Title (30 rows)</summary>\n\n| a |")
         assert folded.endswith("\n\n</details>")
 
     def test_markdown_stays_below_what_github_shows(self, tmp_path: Path) -> None:
         """Rows that are left out are counted."""
         section = sections.Section(slug="s", title="s", tables=[Table("t", ["a"], [["x" * 900]] * 2_000)])
-        text = markdown.render("title", [section], tmp_path)
+        text = report_markdown.render("title", [section], tmp_path)
         assert len(text.encode()) < 1_000_000
         assert "rows more in points.csv" in text
 
@@ -551,6 +551,6 @@ class TestShapes:
 
 @pytest.mark.parametrize(("inside", "fence"), [("no ticks", 3), ("a ```` b", 5), ("`", 3), ("a ``` b", 4)])
 def test_a_fence_is_longer_than_any_run_of_backticks_in_it(inside: str, fence: int, tmp_path: Path) -> None:
-    text = markdown.render("title", [sections.Section(slug="slug", title="Title", commands=[inside])], tmp_path)
+    text = report_markdown.render("title", [sections.Section(slug="slug", title="Title", commands=[inside])], tmp_path)
     assert f"\n{'`' * fence}\n{inside}\n{'`' * fence}\n" in text
     assert "`" * (fence + 1) not in text

@@ -14,12 +14,12 @@ from dcpbench.points.layout import Layout
 from dcpbench.records.record import EngineSettings, Floor, Phases, Server
 from dcpbench.reports import (
     answer,
+    dataframes,
     engine_steps,
     engine_steps_figure,
     engines,
     explain,
     figures,
-    frames,
     overview,
     plots,
     render_terminal_table,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dcpbench.records.record import Record
-    from dcpbench.reports.frames import Frames
+    from dcpbench.reports.dataframes import Frames
 
 TP, DCP, DP = Layout(2), Layout(2, 1, 2), Layout(2, 2)
 VLLM, SGLANG = "engine vllm 0.26.0", "engine sglang 0.5.17"
@@ -122,7 +122,7 @@ def write(tmp_path: Path, *runs: list[Record]) -> list[Path]:
 
 
 def read(tmp_path: Path, *runs: list[Record]) -> Frames:
-    return frames.load_frames(write(tmp_path, *runs))
+    return dataframes.load_frames(write(tmp_path, *runs))
 
 
 def read_table(report: Frames) -> list[dict[str, str]]:

@@ -21,12 +21,12 @@ from dcpbench.records.model_sizes import ModelSizes, read_model_sizes, shorten_s
 from dcpbench.records.record import EngineSettings, Environment, Gpu, Server, SyncSite
 from dcpbench.reports import (
     answer,
+    dataframes,
     engines,
-    export,
     figures,
-    frames,
     overview,
     plots,
+    points_export,
     render_terminal_table,
     stalls,
     sync_sites,
@@ -37,7 +37,7 @@ from dcpbench.reports.style import Style
 from dcpbench.servers import measure
 from dcpbench.servers.client import Target
 from dcpbench.servers.info import ServerInfo
-from dcpbench.servers.prompts import PromptFormat
+from dcpbench.servers.prompt_format import PromptFormat
 from dcpbench.show.terminal import make_console
 from tests.unit import record_builder as build
 from tests.unit import serve_record_builder as serving
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dcpbench.records.record import Record
-    from dcpbench.reports.frames import Frames
+    from dcpbench.reports.dataframes import Frames
 
 TP, DCP = Layout(2), Layout(2, 1, 2)
 VLLM, SGLANG = "engine vllm 0.26.0", "engine sglang 0.5.17"
@@ -93,7 +93,7 @@ def measure_server(origin: str, layout: Layout, rate: float, concurrency: int = 
 
 
 def read(tmp_path: Path, *runs: list[Record], **options: Any) -> Frames:
-    return frames.load_frames(write(tmp_path, *runs), **options)
+    return dataframes.load_frames(write(tmp_path, *runs), **options)
 
 
 def write(tmp_path: Path, *runs: list[Record]) -> list[Path]:
@@ -149,7 +149,7 @@ class TestFirstLines:
 
     def test_show_and_json_begin_with_them_too(self, study: Frames, tmp_path: Path) -> None:
         assert answer.format_top_sentences(study)[0] == overview.format_answer(study)
-        assert json.loads(export.format_json(study))["findings"][0] == overview.format_answer(study)
+        assert json.loads(points_export.format_json(study))["findings"][0] == overview.format_answer(study)
         console = make_console()
         with console.capture() as shown:
             console.print(render_terminal_table(write(tmp_path, *make_study())), width=2000)
@@ -327,7 +327,7 @@ class TestNames:
         self, study: Frames, tmp_path: Path
     ) -> None:
         assert set(study.served["model"]) == {"DeepSeek-V3, 8 of 61 layers"}
-        export.write_csv(study, tmp_path / "points.csv")
+        points_export.write_csv(study, tmp_path / "points.csv")
         rows = list(csv.DictReader(io.StringIO((tmp_path / "points.csv").read_text(encoding="utf-8"))))
         assert {(row["model"], row["model_folder"]) for row in rows} == {("DeepSeek-V3, 8 of 61 layers", FOLDER)}
         commands = [text for text in build_page_data(study)["columns"]["command"] if text]
@@ -434,7 +434,7 @@ class TestKvCapacity:
         at = table.columns.index("KV capacity tokens")
         assert {row[at] for row in table.rows if row[0] == "vLLM 0.26.0"} == {"9,857,792", "19,683,040"}
         assert all(row[at] != "—" for row in table.rows)
-        export.write_csv(study, tmp_path / "points.csv")
+        points_export.write_csv(study, tmp_path / "points.csv")
         rows = list(csv.DictReader(io.StringIO((tmp_path / "points.csv").read_text(encoding="utf-8"))))
         assert {row["kv_capacity_tokens"] for row in rows if row["run"] == "SGLang 0.5.17"} == {"9857792", "19683040"}
         page = build_page_data(study)
@@ -451,7 +451,7 @@ class TestKvCapacity:
         """1,000 pages of 16 tokens each, in three instances that do both."""
         record = serving.served(serving.point(TP, 8, {"mode": "replay"}, disaggregate="3"))
         folders = write(tmp_path, [record])
-        table = tables.build_served_table(frames.load_frames(folders).served, "replay")
+        table = tables.build_served_table(dataframes.load_frames(folders).served, "replay")
         assert table.rows[0][table.columns.index("KV capacity tokens")] == "48,000"
         console = make_console()
         with console.capture() as shown:

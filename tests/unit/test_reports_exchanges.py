@@ -9,10 +9,10 @@ import pytest
 
 from dcpbench.points.layout import Layout
 from dcpbench.records.formulas import compute_decode_metrics
-from dcpbench.reports import exchanges, findings, frames
+from dcpbench.reports import dataframes, exchanges, findings
 from dcpbench.reports.figures import draw_itl, draw_phases
 from dcpbench.reports.style import Style
-from dcpbench.show.figures import MARKERS
+from dcpbench.show.figure_style import MARKERS
 from tests.unit import record_builder as build
 
 if TYPE_CHECKING:
@@ -32,9 +32,9 @@ def exact(of: Point, *steps: float) -> Record:
     )
 
 
-def loaded(tmp_path: Path, *records: Record) -> frames.Frames:
+def loaded(tmp_path: Path, *records: Record) -> dataframes.Frames:
     """Records written and read again."""
-    return frames.load_frames([build.write(tmp_path / "run", records)])
+    return dataframes.load_frames([build.write(tmp_path / "run", records)])
 
 
 def test_each_exchange_is_compared_with_the_plain_one_of_the_same_point(tmp_path: Path) -> None:

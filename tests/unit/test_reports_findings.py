@@ -1,4 +1,4 @@
-"""reports/frames.py and findings.py: what is merged, what is compared, and what is not claimed."""
+"""reports/dataframes.py and findings.py: what is merged, what is compared, and what is not claimed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dcpbench.errors import UsageError
 from dcpbench.points.layout import Layout
 from dcpbench.points.names import UNKNOWN
 from dcpbench.records.formulas import compute_decode_metrics
-from dcpbench.reports import answer, findings, frames
+from dcpbench.reports import answer, dataframes, findings
 from dcpbench.reports.figures import find_frontier
 from tests.unit import record_builder as build
 
@@ -31,9 +31,9 @@ def exact(of: Point, *steps: float, **changes: object) -> Record:
     return msgspec.structs.replace(record, metrics=compute_decode_metrics(list(steps), of.concurrency, of.tp))
 
 
-def loaded(tmp_path: Path, *records: Record) -> frames.Frames:
+def loaded(tmp_path: Path, *records: Record) -> dataframes.Frames:
     """Records written and read again."""
-    return frames.load_frames([build.write(tmp_path / "run", records)])
+    return dataframes.load_frames([build.write(tmp_path / "run", records)])
 
 
 def test_repeats_become_one_row_with_their_median_envelope_and_spread(tmp_path: Path) -> None:
@@ -54,18 +54,18 @@ def test_runs_as_repeats_are_one_run_whose_points_were_measured_twice(tmp_path: 
         build.write(tmp_path / "monday", [exact(build.point(TP), 10), no_room]),
         build.write(tmp_path / "tuesday", [exact(build.point(TP), 11), no_room]),
     ]
-    read = frames.load_frames(folders, as_repeats=True)
+    read = dataframes.load_frames(folders, as_repeats=True)
     (row,) = read.points.to_dict("records")
     assert (row["run"], row["repeats"], row["step_ms"]) == ("monday + tuesday", 2, 10.5)
     assert row["spread"] == pytest.approx(1 / 10.5)
     assert len(read.others) == 1
-    assert len(frames.load_frames(folders).points) == 2, "side by side without the option"
+    assert len(dataframes.load_frames(folders).points) == 2, "side by side without the option"
 
 
 def test_a_copy_of_a_run_is_no_repeat_of_it(tmp_path: Path) -> None:
     """The same samples at the same time were measured once, under whatever name they lie."""
     folders = [build.write(tmp_path / name, [exact(build.point(TP), 10)]) for name in ("monday", "copy")]
-    (row,) = frames.load_frames(folders, as_repeats=True).points.to_dict("records")
+    (row,) = dataframes.load_frames(folders, as_repeats=True).points.to_dict("records")
     assert row["repeats"] == 1
 
 
@@ -78,8 +78,8 @@ def test_runs_of_different_environments_are_no_repeats(tmp_path: Path) -> None:
         build.write(tmp_path / "tuesday", [slow]),
     ]
     with pytest.raises(UsageError, match=r"nccl is 2\.27 in monday and 2\.99 in tuesday"):
-        frames.load_frames(folders, as_repeats=True)
-    assert len(frames.load_frames(folders).points) == 2
+        dataframes.load_frames(folders, as_repeats=True)
+    assert len(dataframes.load_frames(folders).points) == 2
 
 
 @pytest.mark.parametrize(("backend", "passes"), [("triton", 2), ("flashinfer", 2), ("flashmla", 0), ("auto", 0)])
@@ -93,11 +93,11 @@ def test_flashmla_sets_passes_apart_where_points_may_have_run_with_it(
         environment = msgspec.structs.replace(build.GPU, flash_mla=version)
         folders.append(build.write(tmp_path / name, [msgspec.structs.replace(record, environment=environment)]))
     if passes:
-        (row,) = frames.load_frames(folders, as_repeats=True).points.to_dict("records")
+        (row,) = dataframes.load_frames(folders, as_repeats=True).points.to_dict("records")
         assert row["repeats"] == passes
     else:
         with pytest.raises(UsageError, match=r"flash_mla is 1\.0\.0 in with and None in without"):
-            frames.load_frames(folders, as_repeats=True)
+            dataframes.load_frames(folders, as_repeats=True)
 
 
 def test_a_point_measured_again_counts_once_with_its_last_record(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_runs_with_the_same_name_are_told_apart_by_their_path(tmp_path: Path) ->
     """By as many folders as it takes; one that has its name alone keeps it."""
     places = ("a/run", "b/run", "alone", "x/c/same", "y/c/same")
     folders = [build.write(tmp_path / place, [exact(build.point(TP), 1)]) for place in places]
-    assert set(frames.load_frames(folders).points["run"]) == set(places)
+    assert set(dataframes.load_frames(folders).points["run"]) == set(places)
 
 
 def test_the_best_layout_of_a_load_is_clear_only_if_intervals_lie_apart_and_it_leads_by_more_than_two_percent(
@@ -245,14 +245,14 @@ def test_a_copied_run_beside_its_original_is_no_repeat(tmp_path: Path) -> None:
     """Otherwise every point of it would agree within 0 %."""
     record = exact(build.point(TP), 10)
     a, b = (build.write(tmp_path / name, [record]) for name in "ab")
-    assert findings.compare_repeats(frames.load_frames([a, b])).empty
+    assert findings.compare_repeats(dataframes.load_frames([a, b])).empty
 
 
 def test_runs_on_different_hardware_are_not_repeats_of_each_other(tmp_path: Path) -> None:
     """The same point on an H200 and on a CPU."""
     a = build.write(tmp_path / "a", [exact(build.point(TP), 10)])
     b = build.write(tmp_path / "b", [exact(build.point(TP), 99, environment=build.CPU)])
-    assert findings.compare_repeats(frames.load_frames([a, b])).empty
+    assert findings.compare_repeats(dataframes.load_frames([a, b])).empty
 
 
 def test_cpu_points_are_left_out_of_every_comparison_of_speed(tmp_path: Path) -> None:
@@ -299,7 +299,7 @@ def test_points_beside_imports_of_the_same_lengths_are_told_apart_by_what_differ
             f"load_{name}": [*ours, 0],
         }
     )
-    assert frames._find_printed(table, name).tolist() == told
+    assert dataframes._find_printed(table, name).tolist() == told
 
 
 @pytest.mark.parametrize(
@@ -315,7 +315,7 @@ def test_of_one_rank_and_of_imports_nothing_is_said_of_experts(placed: list[tupl
     """(tp, ep): where all others of a kind place them alike, nothing is said at all."""
     tps, eps = zip(*placed, strict=True)
     table = pd.DataFrame({"tp": tps, "dp": [1] * len(tps), "ep": eps})
-    assert (frames._format_experts(table) or [""] * len(tps)) == said
+    assert (dataframes._format_experts(table) or [""] * len(tps)) == said
 
 
 @pytest.mark.parametrize(

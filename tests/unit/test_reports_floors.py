@@ -10,7 +10,16 @@ import pytest
 from dcpbench.points.layout import Layout
 from dcpbench.records.metrics import METRIC
 from dcpbench.records.record import Floor, Phases, Rates, Record
-from dcpbench.reports import explain, export, figures, floors, frames, overview, render_terminal_table, sections
+from dcpbench.reports import (
+    dataframes,
+    explain,
+    figures,
+    floors,
+    overview,
+    points_export,
+    render_terminal_table,
+    sections,
+)
 from dcpbench.reports.page.points import build_page_data
 from dcpbench.reports.style import Style
 from tests.unit import record_builder as build
@@ -42,9 +51,9 @@ FAR = floored(attention=18_000.0, moe=42_000.0, mlp_reduce=2_000.0, norm=500.0)
 than 1 % of the step, as is norm, which loses nothing."""
 
 
-def read(tmp_path: Path, *records: Record) -> frames.Frames:
+def read(tmp_path: Path, *records: Record) -> dataframes.Frames:
     """As a report reads them."""
-    return frames.load_frames([build.write(tmp_path / "run", records)])
+    return dataframes.load_frames([build.write(tmp_path / "run", records)])
 
 
 def test_the_largest_loss_comes_first_and_what_is_not_worth_naming_does_not(tmp_path):
@@ -106,7 +115,7 @@ def test_show_and_report_say_it_and_explain_the_word(tmp_path):
     assert "floor" in [row[0] for row in time.tables[-1].rows]
     told = render_terminal_table([tmp_path / "run"])
     assert any("1.60×" in str(part) for part in told.renderables)
-    assert floors.format_decode_sentences(found.points)[0] in export.build_json(found)["findings"]
+    assert floors.format_decode_sentences(found.points)[0] in points_export.build_json(found)["findings"]
 
 
 def test_where_no_point_has_a_floor_nothing_is_said_of_it(tmp_path):

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from dcpbench.points.layout import Layout
-from dcpbench.reports import answer, frames, gaps, overview
+from dcpbench.reports import answer, dataframes, kernel_gaps, overview
 from tests.unit import record_builder as build
 
 if TYPE_CHECKING:
@@ -28,10 +28,10 @@ def step(layout: Layout, ms: float, idle_us: float, kernels: int = 2000, **chang
     )
 
 
-def loaded(folder: Path, *records: Record) -> frames.Frames:
+def loaded(folder: Path, *records: Record) -> dataframes.Frames:
     """Frames of a run of these."""
     build.write(folder, records)
-    return frames.load_frames([folder])
+    return dataframes.load_frames([folder])
 
 
 def test_the_load_where_gaps_set_layouts_apart_most_is_named(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_the_load_where_gaps_set_layouts_apart_most_is_named(tmp_path: Path) -> 
         step(TP4, 40.0, 140.0, concurrency=32),
         step(DCP4, 44.0, 740.0, concurrency=32),
     )
-    said = gaps.describe_unequal_gaps(found.findings.points)
+    said = kernel_gaps.describe_unequal_gaps(found.findings.points)
     assert "0.07 µs with tp4 and 0.37 with tp4·dcp4 at 8 requests of 4,000 tokens: 3 % of a step" in said
     assert said in overview.format_bullets(found)[-1]
     assert said in answer.describe_trust(found, [])
@@ -61,13 +61,13 @@ def test_the_load_where_gaps_set_layouts_apart_most_is_named(tmp_path: Path) -> 
 def test_what_is_no_such_difference_is_not_spoken_of(tmp_path: Path, idle_us: float, kernels: int) -> None:
     """Of two steps of 20 ms, the other with gaps of 0.07 µs."""
     found = loaded(tmp_path, step(TP4, 20.0, 140.0), step(DCP4, 20.0, idle_us, kernels))
-    assert gaps.describe_unequal_gaps(found.findings.points) == ""
+    assert kernel_gaps.describe_unequal_gaps(found.findings.points) == ""
 
 
 def test_two_exchanges_of_a_layout_are_told_apart(tmp_path: Path) -> None:
     """They were measured one behind the other, too."""
     found = loaded(tmp_path, step(DCP4, 20.0, 140.0), step(DCP4, 20.0, 740.0, exchange="symm"))
-    assert "0.07 µs with tp4·dcp4 (ag_rs) and 0.37 with tp4·dcp4 (symm)" in gaps.describe_unequal_gaps(
+    assert "0.07 µs with tp4·dcp4 (ag_rs) and 0.37 with tp4·dcp4 (symm)" in kernel_gaps.describe_unequal_gaps(
         found.findings.points
     )
 
@@ -75,4 +75,4 @@ def test_two_exchanges_of_a_layout_are_told_apart(tmp_path: Path) -> None:
 def test_layouts_under_different_loads_are_not_set_against_each_other(tmp_path: Path) -> None:
     """They are not compared."""
     found = loaded(tmp_path, step(TP4, 20.0, 140.0), step(DCP4, 22.0, 740.0, concurrency=32))
-    assert gaps.describe_unequal_gaps(found.findings.points) == ""
+    assert kernel_gaps.describe_unequal_gaps(found.findings.points) == ""

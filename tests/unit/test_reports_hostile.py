@@ -20,18 +20,18 @@ from dcpbench.records.folder import RECORDS_FILE
 from dcpbench.records.runs import read_run
 from dcpbench.reports import (
     answer_tables,
-    export,
+    dataframes,
     figures,
     findings,
-    frames,
-    markdown,
     plots,
+    points_export,
+    report_markdown,
     sections,
     style,
-    terminal,
+    terminal_tables,
 )
 from dcpbench.reports.tables import MAX_CELL_CHARS, MAX_ROWS
-from dcpbench.show.figures import apply_style
+from dcpbench.show.figure_style import apply_style
 from dcpbench.show.text import MAX_TEXT_CHARS
 from tests.unit import record_builder as build
 from tests.unit import serve_record_builder as serve
@@ -72,12 +72,12 @@ def changed(path: str, value: object, record: Record | None = None) -> dict[str,
 
 def everything(folder: Path) -> str:
     """All that is printed about a run: Markdown, CSV and terminal."""
-    read = frames.load_frames([folder])
-    told = markdown.render("title", sections.build_sections(read, []), folder)
-    export.write_csv(read, folder / "points.csv")
+    read = dataframes.load_frames([folder])
+    told = report_markdown.render("title", sections.build_sections(read, []), folder)
+    points_export.write_csv(read, folder / "points.csv")
     console = Console(width=80, force_terminal=False)
     with console.capture() as captured:
-        console.print(terminal.render(read))
+        console.print(terminal_tables.render(read))
     return told + (folder / "points.csv").read_text(encoding="utf-8") + captured.get()
 
 
@@ -152,7 +152,7 @@ def test_a_line_that_no_run_wrote_is_refused_with_its_file_and_number_and_what_t
     assert f"{folder / RECORDS_FILE}, line 2: " in message
     assert re.search("measure its point again|the version that wrote it|name a run's folder", message)
     assert len(message) < 1_000, "whatever the line holds"
-    (bad,) = frames.load_frames([folder]).runs[0].bad_lines
+    (bad,) = dataframes.load_frames([folder]).runs[0].bad_lines
     assert bad.line == 2
 
 
@@ -178,7 +178,7 @@ def test_a_file_that_is_no_record_file_is_not_taken_for_one_cut_short(tmp_path: 
     with pytest.raises(
         RecordsError, match=r"results\.zip is no file of records, as no line of it is one \(line 1: it is no record"
     ):
-        frames.load_frames([path])
+        dataframes.load_frames([path])
 
 
 def test_a_last_line_is_cut_short_only_where_it_can_be_completed(tmp_path: Path) -> None:
@@ -231,13 +231,13 @@ def test_ten_megabytes_in_any_string_are_cut_everywhere(tmp_path: Path, field: s
 def test_two_names_that_begin_alike_stay_two_models(tmp_path: Path) -> None:
     """What is cut off ends in a hash of the whole."""
     found = [changed("point.model", "x" * 9_000 + end) for end in "ab"]
-    assert frames.load_frames([run(tmp_path / "run", *found)]).points["model"].nunique() == 2
+    assert dataframes.load_frames([run(tmp_path / "run", *found)]).points["model"].nunique() == 2
 
 
 def test_a_long_cell_is_cut_in_every_table(tmp_path: Path) -> None:
     """A model of 1,900 letters is kept by the records, and by points.csv."""
     folder = run(tmp_path / "run", changed("point.model", "x" * 1_900))
-    told = sections.build_sections(frames.load_frames([folder]), [])
+    told = sections.build_sections(dataframes.load_frames([folder]), [])
     cells = [cell for section in told for table in section.tables for row in table.rows for cell in row]
     assert max(map(len, cells)) <= MAX_CELL_CHARS
     everything(folder)
@@ -271,17 +271,17 @@ def test_what_is_odd_and_can_be_shown_is_shown(tmp_path: Path, spoiled: dict[str
 )
 def test_no_figure_breaks(tmp_path: Path, spoiled: dict[str, Any]) -> None:
     """Titles, legends and axes of lines are drawn."""
-    read = frames.load_frames([run(tmp_path / "run", spoiled, line(build.ok(build.point(DCP), steps=5)))])
+    read = dataframes.load_frames([run(tmp_path / "run", spoiled, line(build.ok(build.point(DCP), steps=5)))])
     with apply_style():
         for draw in (figures.draw_throughput, figures.draw_itl, figures.draw_frontier):
             draw(read.points, style.Style.from_points(read.points), "title").savefig(tmp_path / "figure.svg")
             assert (tmp_path / "figure.svg").read_text().endswith("</svg>\n")
 
 
-def grid(folder: Path, contexts: int, loads: int) -> frames.Frames:
+def grid(folder: Path, contexts: int, loads: int) -> dataframes.Frames:
     """tp4 and tp4·dcp4 at every context and load."""
     template = build.ok(build.point(TP), steps=2)
-    return frames.load_frames(
+    return dataframes.load_frames(
         [
             build.write(
                 folder,
@@ -328,28 +328,28 @@ def test_the_fastest_layouts_are_those_that_a_figure_keeps(tmp_path: Path) -> No
         msgspec.structs.replace(build.ok(build.point(TP, backend=f"b{i:02}"), steps=3, median_ms=10.0 + i))
         for i in range(20)
     ]
-    shown, note = plots.sample_points(frames.load_frames([build.write(tmp_path / "run", records)]).points)
+    shown, note = plots.sample_points(dataframes.load_frames([build.write(tmp_path / "run", records)]).points)
     assert set(shown["backend"]) == {f"b{i:02}" for i in range(16)}
     assert "the 16 fastest of 20 layouts" in note
-    shown, note = plots.sample_points(frames.load_frames([build.write(tmp_path / "few", records[:16])]).points)
+    shown, note = plots.sample_points(dataframes.load_frames([build.write(tmp_path / "few", records[:16])]).points)
     assert (len(shown), note) == (16, "")
 
 
 def test_thousands_of_reasons_are_as_many_rows_as_a_table_holds(tmp_path: Path) -> None:
     """Every point failed with a reason of its own."""
     failed = (build.failed(build.point(TP, context=i), f"reason {i}") for i in range(1, 2_100))
-    told = sections.build_sections(frames.load_frames([build.write(tmp_path / "run", failed)]), [])
+    told = sections.build_sections(dataframes.load_frames([build.write(tmp_path / "run", failed)]), [])
     assert max(len(table.rows) for section in told for table in section.tables) == MAX_ROWS
-    assert not findings.select_rivals(frames.load_frames([tmp_path / "run"])).size
+    assert not findings.select_rivals(dataframes.load_frames([tmp_path / "run"])).size
 
 
 def test_more_points_than_are_read_of_a_run_are_refused_with_what_to_do(tmp_path: Path, monkeypatch) -> None:
     """At 100,000, which is three here; the same point again is no more of them."""
-    monkeypatch.setattr(frames, "MAX_POINTS", 3)
+    monkeypatch.setattr(dataframes, "MAX_POINTS", 3)
     points = [line(build.ok(build.point(context=1000 + n))) for n in range(4)]
-    assert len(frames.load_frames([run(tmp_path / "three", *points[:3], points[0])]).points) == 3
+    assert len(dataframes.load_frames([run(tmp_path / "three", *points[:3], points[0])]).points) == 3
     with pytest.raises(RecordsError, match=r"four.records\.jsonl holds more than 3 points.*split -l 3"):
-        frames.load_frames([run(tmp_path / "four", *points)])
+        dataframes.load_frames([run(tmp_path / "four", *points)])
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from dcpbench.errors import RecordsError
 from dcpbench.records.record import InstanceMetrics, Latencies
-from dcpbench.reports import answer, findings, frames, instances, overview, style, write_report
+from dcpbench.reports import answer, dataframes, findings, instance_ratios, overview, style, write_report
 from tests.unit import record_builder
 from tests.unit import serve_record_builder as build
 from tests.unit.unsaved_figures import leave_figures_unsaved
@@ -47,9 +47,9 @@ def served(
     return msgspec.structs.replace(made, serve=metrics)
 
 
-def loaded(tmp_path: Path, *records: Record, **how: Any) -> frames.Frames:
+def loaded(tmp_path: Path, *records: Record, **how: Any) -> dataframes.Frames:
     """One run with these records."""
-    return frames.load_frames([record_builder.write(tmp_path / "run", records)], **how)
+    return dataframes.load_frames([record_builder.write(tmp_path / "run", records)], **how)
 
 
 class TestComparisons:
@@ -63,14 +63,14 @@ class TestComparisons:
             served("2", 60),
             served("", 90),
         )
-        rows = {row["label"]: row for row in instances.compare_ratios(read.served).to_dict("records")}
+        rows = {row["label"]: row for row in instance_ratios.compare_ratios(read.served).to_dict("records")}
         assert {name: rows[name]["ratio"] for name in ("tp4 1P2D", "tp4 1P1D")} == {"tp4 1P2D": 1.5, "tp4 1P1D": 0.5}
         assert rows["tp4 1P2D"]["over_label"] == "tp4 ×3"
 
     def test_loads_that_no_ratio_served_are_left_out(self, tmp_path: Path) -> None:
         read = loaded(tmp_path, served("1:1", 30, **RATE), served("2", 60), served("2", 60, 32))
-        assert set(instances.compare_ratios(read.served)["concurrency"]) == {8}
-        assert instances.compare_ratios(loaded(tmp_path / "alike", served("2", 60)).served).empty
+        assert set(instance_ratios.compare_ratios(read.served)["concurrency"]) == {8}
+        assert instance_ratios.compare_ratios(loaded(tmp_path / "alike", served("2", 60)).served).empty
 
     def test_layouts_are_chosen_among_those_on_as_many_gpus(self, tmp_path: Path) -> None:
         """8 GPUs: 1P1D and two that do both. The one instance that does both has four."""
@@ -99,7 +99,7 @@ class TestSentences:
             served("1:1", 30, 32, **RATE),
             served("1:2", 40, 32, busy={"prefill": 0.97, "decode": 0.5}, **RATE),
         )
-        (said,) = instances.describe_best_ratios(read.served)
+        (said,) = instance_ratios.describe_best_ratios(read.served)
         assert said == (
             "Prefill apart from decode, Kimi-K2, most output for each GPU: at closed 8 · 400 in · 40 out tp4 1P1D, 30.0 "
             "tok/s (prefill 20 % busy, decode 95 %: decode bounds it), 1.20× tp4 ×2 with ITL p99 20.0 instead of 80.0 ms; "
@@ -109,26 +109,26 @@ class TestSentences:
 
     def test_where_instances_that_do_both_are_ahead_the_best_ratio_is_said_beside(self, tmp_path: Path) -> None:
         read = loaded(tmp_path, served("1:1", 30, **RATE), served("2", 60))
-        (said,) = instances.describe_best_ratios(read.served)
+        (said,) = instance_ratios.describe_best_ratios(read.served)
         assert "tp4 ×2, 60.0 tok/s; of ratios tp4 1P1D, 30.0 (prefill 40 % busy, decode 50 %), 0.50× tp4 ×2." in said
 
     def test_what_is_level_is_named_together(self, tmp_path: Path) -> None:
         """Within 2 %, as far as repeats may differ."""
         read = loaded(tmp_path, served("1:1", 30, **RATE), served("1:2", 29.9, **RATE), served("2:1", 20, **RATE))
-        assert "tp4 1P1D or tp4 1P2D, 30.0 tok/s" in instances.describe_best_ratios(read.served)[0]
+        assert "tp4 1P1D or tp4 1P2D, 30.0 tok/s" in instance_ratios.describe_best_ratios(read.served)[0]
 
     def test_only_what_meets_the_slo_is_taken(self, tmp_path: Path) -> None:
         records = [served("1:1", 30, itl=20, **RATE), served("2", 60, itl=80)]
         assert (
             "tp4 1P1D, 30.0 tok/s"
-            in instances.describe_best_ratios(loaded(tmp_path / "a", *records, slo={"itl": 50}).served)[0]
+            in instance_ratios.describe_best_ratios(loaded(tmp_path / "a", *records, slo={"itl": 50}).served)[0]
         )
-        tight = instances.describe_best_ratios(loaded(tmp_path / "b", *records, slo={"itl": 10}).served)[0]
+        tight = instance_ratios.describe_best_ratios(loaded(tmp_path / "b", *records, slo={"itl": 10}).served)[0]
         assert "none is within the SLO, nearest tp4 1P1D" in tight
 
     def test_nothing_is_said_where_all_do_both(self, tmp_path: Path) -> None:
         read = loaded(tmp_path, served("2", 60), served("", 60))
-        assert instances.describe_best_ratios(read.served) == instances.build_grids(read) == []
+        assert instance_ratios.describe_best_ratios(read.served) == instance_ratios.build_grids(read) == []
 
 
 class TestTables:
@@ -141,7 +141,7 @@ class TestTables:
             served("1:2", 50, 32, **RATE),
             slo={"itl": 50},
         )
-        (grid,) = instances.build_grids(read)
+        (grid,) = instance_ratios.build_grids(read)
         assert grid.columns == ["load", "tp4 ×3", "tp4 1P2D"]
         assert grid.rows == [
             ["closed 8 · 400 in · 40 out", "(60.0)", "▲ 40.0"],
@@ -149,7 +149,7 @@ class TestTables:
         ]
 
     def test_a_table_has_how_busy_both_sides_were_and_what_transfers_took(self, tmp_path: Path) -> None:
-        table = instances.build_table(loaded(tmp_path, served("1:1", 30, **RATE), served("2", 60)), "replay")
+        table = instance_ratios.build_table(loaded(tmp_path, served("1:1", 30, **RATE), served("2", 60)), "replay")
         rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
         told = [[row[name] for name in ("layout", "GPUs", "prefill busy", "decode busy", "links busy")] for row in rows]
         assert told == [["tp4 ×2", "8", "90 %", "90 %", "—"], ["tp4 1P1D", "8", "40 %", "50 %", "10 %"]]

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from dcpbench.points.layout import Layout
-from dcpbench.reports import answer, answer_tables, findings, frames, launch_bands, overview
+from dcpbench.reports import answer, answer_tables, dataframes, findings, launch_bands, overview
 from dcpbench.reports.figures import draw_overview
 from dcpbench.reports.page import points as page
 from dcpbench.reports.style import Style
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dcpbench.records.record import Record
-    from dcpbench.reports.frames import Frames
+    from dcpbench.reports.dataframes import Frames
 
 ENGINE = "engine vllm 0.33"
 CLAIMS = re.compile(r"clearly|\bbest\b|\blevel\b", re.IGNORECASE)
@@ -39,7 +39,7 @@ def point(layout: Layout, rate: float, launch: int = 1, origin: str = ENGINE, co
 def read(tmp_path: Path, *launches: list[Record], as_repeats: bool = False) -> Frames:
     """A report on so many runs."""
     folders = [build.write(tmp_path / f"run-{n}", records) for n, records in enumerate(launches)]
-    return frames.load_frames(folders, as_repeats=as_repeats, slo={"ttft": 1e6})
+    return dataframes.load_frames(folders, as_repeats=as_repeats, slo={"ttft": 1e6})
 
 
 def sentences(report: Frames) -> list[str]:

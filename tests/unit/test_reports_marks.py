@@ -10,7 +10,16 @@ import msgspec
 
 from dcpbench.points.layout import Layout
 from dcpbench.records.record import Emulated, Gpu
-from dcpbench.reports import answer, explain, frames, marks, overview, render_terminal_table, sections, tables
+from dcpbench.reports import (
+    answer,
+    dataframes,
+    explain,
+    overview,
+    point_warnings,
+    render_terminal_table,
+    sections,
+    tables,
+)
 from dcpbench.reports.page import render
 from dcpbench.reports.page.points import build_page_data
 from tests.unit import record_builder as build
@@ -31,15 +40,15 @@ def ok(layout: Layout, *said: str, gpu: Gpu | None = None, concurrency: int = 8)
     return msgspec.structs.replace(record, gpu=gpu)
 
 
-def trust(read: frames.Frames) -> str:
+def trust(read: dataframes.Frames) -> str:
     return answer.describe_trust(read, [])
 
 
 def test_a_mark_that_not_all_points_have_stands_beside_those_with_how_far_clocks_fell(tmp_path: Path) -> None:
     """1 - 1,485 / 1,980 = 25 %."""
     records = [ok(TP, "throttled", gpu=LOWERED), ok(DCP)]
-    read = frames.load_frames([build.write(tmp_path / "run", records)])
-    assert marks.format_distinct_warnings(read.points) == ["throttled −25 %", ""]
+    read = dataframes.load_frames([build.write(tmp_path / "run", records)])
+    assert point_warnings.format_distinct_warnings(read.points) == ["throttled −25 %", ""]
     assert build_page_data(read)["columns"]["telling"] == ["throttled −25 %", None]
     assert "1 throttled (by the power limit: lowest SM clock 25 % below the highest, 1,485 of 1,980 MHz)." in trust(
         read
@@ -51,8 +60,8 @@ def test_a_mark_that_all_points_have_is_said_once(tmp_path: Path) -> None:
     less = msgspec.structs.replace(LOWERED, sm_clock_mhz_min=1782)
     records = [ok(TP, "throttled", gpu=LOWERED), ok(DCP, "throttled", "noisy", gpu=less)]
     folder = build.write(tmp_path / "run", records)
-    read = frames.load_frames([folder])
-    assert marks.format_distinct_warnings(read.points) == ["", "noisy"]
+    read = dataframes.load_frames([folder])
+    assert point_warnings.format_distinct_warnings(read.points) == ["", "noisy"]
     columns = build_page_data(read)["columns"]
     assert columns["telling"] == [None, "noisy"]
     assert columns["marks"] == [["throttled"], ["noisy", "throttled"]], "filters know all of them"
@@ -69,8 +78,8 @@ def test_a_mark_that_all_points_have_is_said_once(tmp_path: Path) -> None:
 
 
 def test_what_forbids_a_number_stays_beside_it(tmp_path: Path) -> None:
-    read = frames.load_frames([build.write(tmp_path / "run", [ok(lay, "graph_differs") for lay in (TP, DCP)])])
-    assert marks.format_distinct_warnings(read.points) == ["graph_differs", "graph_differs"]
+    read = dataframes.load_frames([build.write(tmp_path / "run", [ok(lay, "graph_differs") for lay in (TP, DCP)])])
+    assert point_warnings.format_distinct_warnings(read.points) == ["graph_differs", "graph_differs"]
 
 
 def test_a_replay_has_no_clocks_of_its_own(tmp_path: Path) -> None:
@@ -81,7 +90,7 @@ def test_a_replay_has_no_clocks_of_its_own(tmp_path: Path) -> None:
         serve.served(msgspec.structs.replace(p, load=load), marks=["throttled"], gpu=None)
         for p, load in zip(points, loads, strict=True)
     ]
-    read = frames.load_frames([build.write(tmp_path / "run", records)])
+    read = dataframes.load_frames([build.write(tmp_path / "run", records)])
     said = "all throttled (by how much is not known of 2 points, as a replay has no clocks of its own)."
     assert said in trust(read)
 
@@ -101,7 +110,7 @@ def test_the_headline_counts_replays_whose_step_times_were_throttled_beside_poin
     ]
 
     def headline(name: str, shown: list[Record]) -> list[str]:
-        return overview.list_caveats(frames.load_frames([build.write(tmp_path / name, shown)]))
+        return overview.list_caveats(dataframes.load_frames([build.write(tmp_path / name, shown)]))
 
     assert headline("all", records)[-1] == "clocks limited at 2 of 3 points (1 by their step times)"
     assert headline("live", [records[0], records[2]])[-1] == "clocks limited by power at 1 of 2 points"
@@ -120,7 +129,7 @@ def test_caveats_name_dummy_weights_and_slow_attention_of_prompts(tmp_path: Path
     ]
 
     def list_caveats(name: str, shown: list[Record]) -> str:
-        return "; ".join(overview.list_caveats(frames.load_frames([build.write(tmp_path / name, shown)])))
+        return "; ".join(overview.list_caveats(dataframes.load_frames([build.write(tmp_path / name, shown)])))
 
     every = list_caveats("every", records)
     assert "dummy weights of the engine at 1 of 3 points: every token takes the same few experts" in every
@@ -146,7 +155,7 @@ def test_the_headline_says_how_much_longer_first_tokens_of_a_forecast_may_take(t
             )
             metrics = msgspec.structs.replace(record.serve, ttft_ms=ttft_ms)
             records.append(msgspec.structs.replace(record, serve=metrics, emulated=wire))
-        found = overview.list_caveats(frames.load_frames([build.write(tmp_path / name, records)]))
+        found = overview.list_caveats(dataframes.load_frames([build.write(tmp_path / name, records)]))
         return next(words for words in found if words.startswith("forecast"))
 
     said = "forecast: one rank ran, its wire modelled as of H200"
@@ -162,7 +171,7 @@ def test_the_repeat_whose_clocks_fell_most_is_told(tmp_path: Path) -> None:
     less = msgspec.structs.replace(LOWERED, sm_clock_mhz_min=1782)
     records = [ok(TP, "throttled", gpu=gpu) for gpu in (less, LOWERED)]
     records[1] = msgspec.structs.replace(records[1], point=msgspec.structs.replace(records[1].point, repeat=1))
-    read = frames.load_frames([build.write(tmp_path / "run", records)])
+    read = dataframes.load_frames([build.write(tmp_path / "run", records)])
     assert read.points["clock_fall"].tolist() == [0.25]
 
 

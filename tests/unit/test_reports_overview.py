@@ -18,7 +18,7 @@ from dcpbench.points.layout import Layout
 from dcpbench.points.names import REPLAY
 from dcpbench.records.formulas import compute_decode_metrics
 from dcpbench.records.record import is_rejected_for_memory
-from dcpbench.reports import answer, figures, frames, overview, sections, tables
+from dcpbench.reports import answer, dataframes, figures, overview, sections, tables
 from tests.unit import engine_files_builder as files
 from tests.unit import record_builder as build
 from tests.unit import serve_record_builder as serve
@@ -34,8 +34,8 @@ AROUND_40 = (38, 39, 39.5, 40, 40.5, 41, 42)
 IMPORTED = "These figures are what the imported files measured: "
 
 
-def read(folder: Path, *records: Record, **slo: float) -> frames.Frames:
-    return frames.load_frames([build.write(folder / "run", list(records))], slo=slo)
+def read(folder: Path, *records: Record, **slo: float) -> dataframes.Frames:
+    return dataframes.load_frames([build.write(folder / "run", list(records))], slo=slo)
 
 
 def steps(layout: Layout, concurrency: int, *ms: float, **changes: Any) -> Record:
@@ -48,12 +48,12 @@ def said(folder: Path, *records: Record, **slo: float) -> str:
 
 
 @pytest.fixture
-def crossing(tmp_path: Path) -> frames.Frames:
+def crossing(tmp_path: Path) -> dataframes.Frames:
     """tp4 gives 8 / 40 ms = 200 tok/s over 160; at 32, tp4·dcp4 gives 800 over 640."""
     return read(tmp_path, steps(TP, 8, 40), steps(DCP, 8, 50), steps(TP, 32, 50), steps(DCP, 32, 40))
 
 
-def test_each_layout_is_set_against_the_best_other_one(crossing: frames.Frames) -> None:
+def test_each_layout_is_set_against_the_best_other_one(crossing: dataframes.Frames) -> None:
     """200 / 160 is 1.25, and 160 / 200 is 0.8."""
     rows = crossing.findings.against_others
     assert rows["who"].tolist() == ["tp4", "tp4·dcp4"] * 2
@@ -63,7 +63,7 @@ def test_each_layout_is_set_against_the_best_other_one(crossing: frames.Frames) 
 class TestWhichLayoutToTake:
     """The rule, and its words."""
 
-    def test_from_which_load_on_and_by_how_much_over_what(self, crossing: frames.Frames) -> None:
+    def test_from_which_load_on_and_by_how_much_over_what(self, crossing: dataframes.Frames) -> None:
         """Of one length, loads go by their requests."""
         assert overview.format_answer(crossing) == (
             f"{HELD}take tp4 up to 8 requests of 4,000 tokens in flight, for 25 % more output than tp4·dcp4, and tp4·dcp4 "
@@ -361,7 +361,7 @@ class TestImports:
 
     def sentence(self, folder: Path, *results: dict[str, Any], **told: Any) -> str:
         import_files([files.file(folder, *results)], "inferencex", folder / "run", Overrides(**told), force=False)
-        return overview.format_answer(frames.load_frames([folder / "run"]))
+        return overview.format_answer(dataframes.load_frames([folder / "run"]))
 
     def test_of_one_layout_they_do_not_say_which_to_take(self, tmp_path: Path) -> None:
         text = self.sentence(tmp_path, files.inferencex())
@@ -374,7 +374,7 @@ class TestImports:
             [files.file(tmp_path, files.inferencex())], "inferencex", tmp_path / "theirs", Overrides(), force=False
         )
         ours = build.write(tmp_path / "ours", [steps(TP, 8, 40), steps(DCP, 8, 50)])
-        text = overview.format_answer(frames.load_frames([tmp_path / "theirs", ours]))
+        text = overview.format_answer(dataframes.load_frames([tmp_path / "theirs", ours]))
         assert text.startswith(f"{IMPORTED}1 result of InferenceX on ")
         assert (
             ", in addition to 2 points of dcpbench. They are of one layout, so nothing here says which to take. "
@@ -387,22 +387,24 @@ class TestImports:
             [files.file(tmp_path, files.inferencex())], "inferencex", tmp_path / "theirs", Overrides(), force=False
         )
         ours = build.write(tmp_path / "ours", [steps(TP, 8, 40)])
-        assert overview.format_title(frames.load_frames([tmp_path / "theirs"])).endswith(" · imported from InferenceX")
-        assert overview.format_title(frames.load_frames([tmp_path / "theirs", ours])).endswith(
+        assert overview.format_title(dataframes.load_frames([tmp_path / "theirs"])).endswith(
+            " · imported from InferenceX"
+        )
+        assert overview.format_title(dataframes.load_frames([tmp_path / "theirs", ours])).endswith(
             " · some imported from InferenceX"
         )
-        assert "imported" not in overview.format_title(frames.load_frames([ours]))
+        assert "imported" not in overview.format_title(dataframes.load_frames([ours]))
 
     def test_repeats_are_results_too(self, tmp_path: Path) -> None:
         files.sweep(tmp_path / "sweep", {"max_num_seqs": 4}, {}, runs=3)
         import_files([tmp_path / "sweep"], "vllm", tmp_path / "run", Overrides(), force=False)
         assert f"{IMPORTED}3 results of vllm bench serve" in overview.format_answer(
-            frames.load_frames([tmp_path / "run"])
+            dataframes.load_frames([tmp_path / "run"])
         )
 
     def test_on_a_cpu_they_say_nothing_about_speed(self, tmp_path: Path) -> None:
         import_files([files.file(tmp_path, files.vllm())], "vllm", tmp_path / "run", Overrides(gpu="CPU"), force=False)
-        text = overview.format_answer(frames.load_frames([tmp_path / "run"]))
+        text = overview.format_answer(dataframes.load_frames([tmp_path / "run"]))
         assert text.startswith(f"{IMPORTED}1 result of vllm bench serve on CPU")
         assert text.endswith("They ran on a CPU, which says nothing about speed.")
 
@@ -411,7 +413,7 @@ class TestImports:
         for name, dcp in (("tp", 1), ("dcp", 8)):
             path = files.file(tmp_path, files.vllm(max_concurrency=8), name=f"{name}.json")
             import_files([path], "vllm", tmp_path / name, Overrides(tp=8, dcp=dcp, gpu="NVIDIA H200"), force=False)
-        read = frames.load_frames([tmp_path / "tp", tmp_path / "dcp"], as_repeats=True)
+        read = dataframes.load_frames([tmp_path / "tp", tmp_path / "dcp"], as_repeats=True)
         text = overview.format_answer(read)
         assert text.startswith(f"{IMPORTED}2 results of vllm bench serve on 8 × NVIDIA H200, at most ")
         assert ". By these, take tp8 or tp8·dcp8, which are not distinguishable, at 8 requests of " in text
@@ -440,7 +442,7 @@ class TestDcpAhead:
         assert figures._find_first_ahead(rows) is None
         assert "DCP is not clearly ahead" in overview.format_bullets(found)[0]
 
-    def test_as_the_crossing_says(self, crossing: frames.Frames) -> None:
+    def test_as_the_crossing_says(self, crossing: dataframes.Frames) -> None:
         assert figures._find_first_ahead(crossing.findings.against_others) == 32
         assert overview.format_bullets(crossing)[0] == (
             "At 1 of 2 loads DCP is clearly ahead of the best layout without it, by at most 25 % (Kimi-K2, tp4·dcp4 at 32 "
@@ -492,7 +494,7 @@ class TestNoRoom:
         )
 
 
-def test_the_title_names_model_layouts_and_hardware(crossing: frames.Frames) -> None:
+def test_the_title_names_model_layouts_and_hardware(crossing: dataframes.Frames) -> None:
     title = overview.format_title(crossing)
     assert "tp4, tp4·dcp4 · 4 ×" in title
 

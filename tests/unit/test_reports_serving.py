@@ -12,13 +12,13 @@ from rich.console import Console
 from dcpbench.points.layout import Layout
 from dcpbench.reports import (
     answer,
+    dataframes,
     explain,
     findings,
-    frames,
+    load_labels,
     plots,
     render_terminal_table,
     tables,
-    words,
     write_report,
 )
 from tests.unit import record_builder
@@ -51,9 +51,9 @@ def times(p50: float, **changes: Any) -> Any:
     return Latencies(p50=p50, samples=99, **changes)
 
 
-def loaded(tmp_path: Path, *records: Record) -> frames.Frames:
+def loaded(tmp_path: Path, *records: Record) -> dataframes.Frames:
     """One run with these records."""
-    return frames.load_frames([record_builder.write(tmp_path / "run", records)])
+    return dataframes.load_frames([record_builder.write(tmp_path / "run", records)])
 
 
 def terminal(folder: Path) -> str:
@@ -425,8 +425,8 @@ class TestWords:
         ],
     )
     def test_lengths(self, spec: str, text: str, middle: float | None) -> None:
-        assert words.format_lengths(spec) == text
-        assert words.get_typical_length(spec) == middle
+        assert load_labels.format_lengths(spec) == text
+        assert load_labels.get_typical_length(spec) == middle
 
     @pytest.mark.parametrize(
         ("changes", "text"),
@@ -440,11 +440,11 @@ class TestWords:
         ],
     )
     def test_arrivals(self, changes: dict[str, Any], text: str) -> None:
-        assert words.format_arrival(build.point(Layout(4), 48, changes)) == text
+        assert load_labels.format_arrival(build.point(Layout(4), 48, changes)) == text
 
     def test_shared_prefixes_are_named(self) -> None:
         assert (
-            words.format_shape(build.load(prefix_share=0.5, prefix_groups=4))
+            load_labels.format_shape(build.load(prefix_share=0.5, prefix_groups=4))
             == "400 in · 40 out · 50 % shared by 4 groups"
         )
 
@@ -484,7 +484,7 @@ class TestWords:
             )
             for gib in (8, 16)
         ]
-        assert [text.rpartition(" · ")[2] for text in frames.load_frames(runs).served["load"]] == [
+        assert [text.rpartition(" · ")[2] for text in dataframes.load_frames(runs).served["load"]] == [
             "8 GiB of KV",
             "16 GiB of KV",
         ]

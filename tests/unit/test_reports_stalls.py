@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from dcpbench.records.record import Latencies
-from dcpbench.reports import answer, findings, frames, stalls
+from dcpbench.reports import answer, dataframes, findings, stalls
 from tests.unit import record_builder
 from tests.unit import serve_record_builder as build
 
@@ -46,9 +46,9 @@ def served(
     return msgspec.structs.replace(made, serve=metrics)
 
 
-def loaded(tmp_path: Path, *records: Record, slo: dict[str, float] | None = None) -> frames.Frames:
+def loaded(tmp_path: Path, *records: Record, slo: dict[str, float] | None = None) -> dataframes.Frames:
     """One run, held against SLO."""
-    return frames.load_frames([record_builder.write(tmp_path / "run", records)], slo=SLO if slo is None else slo)
+    return dataframes.load_frames([record_builder.write(tmp_path / "run", records)], slo=SLO if slo is None else slo)
 
 
 def said(tmp_path: Path, *records: Record, **how: Any) -> str:

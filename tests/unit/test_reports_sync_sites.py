@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from dcpbench.points.layout import Layout
 from dcpbench.records.record import SyncSite
-from dcpbench.reports import frames, sync_sites, write_report
+from dcpbench.reports import dataframes, sync_sites, write_report
 from tests.unit import record_builder as build
 
 if TYPE_CHECKING:
@@ -31,13 +31,13 @@ def site(**changes: object) -> SyncSite:
     return SyncSite(**{**plain, **changes})  # type: ignore[arg-type]
 
 
-def run(tmp_path: Path, *sites_of_points: list[SyncSite]) -> frames.Frames:
+def run(tmp_path: Path, *sites_of_points: list[SyncSite]) -> dataframes.Frames:
     """A run with one point for each list, with another concurrency each."""
     records = [
         build.ok(build.point(Layout(2), concurrency=8 * i), sync_sites=sites, host_syncs_per_step=2.0)
         for i, sites in enumerate(sites_of_points, 1)
     ]
-    return frames.load_frames([build.write(tmp_path / "run", records)])
+    return dataframes.load_frames([build.write(tmp_path / "run", records)])
 
 
 def test_points_with_the_same_site_are_one_row_with_the_worst_of_each(tmp_path: Path) -> None:

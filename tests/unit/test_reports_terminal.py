@@ -15,8 +15,8 @@ import pytest
 from rich.console import Console
 
 from dcpbench.points.layout import Layout
-from dcpbench.reports import export, frames, render_terminal_table, terminal
-from dcpbench.reports.terminal import Column, FittedTable
+from dcpbench.reports import dataframes, points_export, render_terminal_table, terminal_tables
+from dcpbench.reports.terminal_tables import Column, FittedTable
 from tests.unit import record_builder as build
 from tests.unit import serve_record_builder
 
@@ -87,18 +87,18 @@ class TestFitting:
 
 
 @pytest.fixture(scope="module")
-def mixed(tmp_path_factory: pytest.TempPathFactory) -> frames.Frames:
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> dataframes.Frames:
     """Decode and serve, long names, failed and rejected points."""
     records = build.gpu_sweep()[:40]
     records += [build.failed(build.point(Layout(4, 1, 4), context=9, model="a/very/long/name-of-a-model" * 4))]
     records += serve_record_builder.run()
-    return frames.load_frames([build.write(tmp_path_factory.mktemp("mixed") / "run", records)])
+    return dataframes.load_frames([build.write(tmp_path_factory.mktemp("mixed") / "run", records)])
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 140, 200])
-def test_no_number_is_cut_at_any_width(mixed: frames.Frames, width: int) -> None:
+def test_no_number_is_cut_at_any_width(mixed: dataframes.Frames, width: int) -> None:
     """Every rate of the record stands in the table."""
-    lines = shown(terminal.render(mixed), width)
+    lines = shown(terminal_tables.render(mixed), width)
     assert max(map(len, lines)) <= width
     assert not any("…" in line for line in lines)
     for table in (mixed.points, mixed.served):
@@ -141,7 +141,7 @@ class TestJson:
     def test_rows_and_findings_are_one_object(self, tmp_path: Path) -> None:
         points = [build.point(Layout(4)), build.point(Layout(4, 1, 4))]
         records = [build.ok(p, median_ms=10.0) for p in points] + [build.rejected(build.point(context=10**6))]
-        found = json.loads(export.format_json(frames.load_frames([build.write(tmp_path / "run", records)])))
+        found = json.loads(points_export.format_json(dataframes.load_frames([build.write(tmp_path / "run", records)])))
         assert set(found) == {"runs", "cpu", "points", "served", "others", "findings"}
         assert [(p["layout"], p["concurrency"], p["ttft_p50_ms"]) for p in found["points"]] == [
             ("tp4", 8, None),
@@ -153,7 +153,7 @@ class TestJson:
 
     def test_nothing_in_it_steers_a_terminal(self, tmp_path: Path) -> None:
         records = [build.ok(build.point(model="\x1b[2J\x9b\u202e"))]
-        text = export.format_json(frames.load_frames([build.write(tmp_path / "run", records)]))
+        text = points_export.format_json(dataframes.load_frames([build.write(tmp_path / "run", records)]))
         assert text.isascii()
         assert all(c.isprintable() or c == "\n" for c in text)
 
@@ -212,7 +212,7 @@ def test_columns_stand_closer_where_that_makes_them_fit(width: int, between: int
 def test_what_was_not_served_is_told_whichever_way(
     cancelled: int, rejected: int, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(terminal, "_format_bounds", lambda _: [])
+    monkeypatch.setattr(terminal_tables, "_format_bounds", lambda _: [])
     plain = {"shown": "", "label": "tp4", "arrival": "closed 8", "preemptions": 0, "slo": "", "load_arrival": "closed"}
     points = pd.DataFrame([plain | {"cancelled": cancelled, "rejected": rejected}])
-    assert terminal._format_notes(points) == said
+    assert terminal_tables._format_notes(points) == said

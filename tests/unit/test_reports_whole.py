@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from dcpbench.commands import options, runs
+from dcpbench.commands import options, point_runner
 from dcpbench.commands.report import report
 from dcpbench.errors import DiskError
+from dcpbench.points.device_probe import Probe
 from dcpbench.points.layout import Layout
-from dcpbench.points.machine import Probe
-from dcpbench.reports import export, frames, markdown, plots, write_report
+from dcpbench.reports import dataframes, plots, points_export, report_markdown, write_report
 from dcpbench.reports.page import render
 from dcpbench.show import whole_files
 from tests.unit import record_builder as build
@@ -83,11 +83,11 @@ def contents(folder: Path) -> dict[str, bytes]:
 def ends(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     """Writing a report ends so after its figures, page and text were written."""
 
-    def fail(_: frames.Frames, path: Path) -> None:
+    def fail(_: dataframes.Frames, path: Path) -> None:
         path.write_text("half of")
         raise error
 
-    monkeypatch.setattr(export, "write_csv", fail)
+    monkeypatch.setattr(points_export, "write_csv", fail)
 
 
 class TestWhole:
@@ -123,8 +123,8 @@ class TestWhole:
         for module, name in (
             (plots, "draw_all"),
             (render, "render_page"),
-            (markdown, "render"),
-            (export, "write_csv"),
+            (report_markdown, "render"),
+            (points_export, "write_csv"),
         ):
             monkeypatch.setattr(module, name, looking(getattr(module, name)))
         write_report([one], out)
@@ -164,9 +164,9 @@ class TestWhole:
         program = f"""
             import os, signal
             from pathlib import Path
-            from dcpbench.reports import export, plots, write_report
+            from dcpbench.reports import plots, points_export, write_report
             plots.FigureWriter.write_figure = lambda _, path, *__: [path.with_suffix(e).write_text({SVG!r}) for e in (".png", ".svg")]
-            export.write_csv = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            points_export.write_csv = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
             write_report([Path({str(one)!r})], Path({str(out)!r}))
         """
         done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], timeout=120, check=False)
@@ -234,7 +234,7 @@ class TestCommand:
         self, number: signal.Signals, one: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         """With its own exit code, and without leaving anything."""
-        monkeypatch.setattr(export, "write_csv", lambda *_: signal.raise_signal(number))
+        monkeypatch.setattr(points_export, "write_csv", lambda *_: signal.raise_signal(number))
         old = contents(one)
         with pytest.raises(SystemExit) as end:
             report([one], answer=options.OneAnswer())
@@ -249,7 +249,7 @@ class TestCommand:
         ends(monkeypatch, KeyboardInterrupt())
         probe = Probe(device="cuda", count=4, name="NVIDIA H200")
         with pytest.raises(SystemExit) as end:
-            runs._finish_run([], one, probe, options.Run())
+            point_runner._finish_run([], one, probe, options.Run())
         assert end.value.code == 130
         said = capsys.readouterr().err
         assert (

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from dcpbench import cli
-from dcpbench.commands import runs
+from dcpbench.commands import point_runner
 from dcpbench.errors import UsageError
 from dcpbench.plan import grid
 from dcpbench.plan.serve_spec import make_serve_spec
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dcpbench.plan.spec import SweepSpec
-    from dcpbench.points.machine import Probe
+    from dcpbench.points.device_probe import Probe
     from dcpbench.points.point import Point
 
     ReadBack = Callable[[str], SweepSpec]
@@ -43,8 +43,8 @@ def read_back(monkeypatch: pytest.MonkeyPatch) -> ReadBack:
         typed.append(spec)
         return 0
 
-    monkeypatch.setattr(runs, "get_probe", lambda run: CPU if run.device == "cpu" else H200X4)
-    monkeypatch.setattr(runs, "measure", noted)
+    monkeypatch.setattr(point_runner, "get_probe", lambda run: CPU if run.device == "cpu" else H200X4)
+    monkeypatch.setattr(point_runner, "measure", noted)
 
     def back(command: str) -> SweepSpec:
         words = shlex.split(command)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dcpbench.reports import export, findings, frames, markdown, overview, plots, sections
+from dcpbench.reports import dataframes, findings, overview, plots, points_export, report_markdown, sections
 
 RESULTS = Path(__file__).parents[2] / "results"
 LINES = [
@@ -32,8 +32,8 @@ COMMITTED = [
 
 def test_the_reports_that_documents_link_are_committed() -> None:
     assert [(folder, arguments(typed)[1]) for folder, typed in COMMITTED] == [
-        ("decode-fp8_4xH200_2026-11-26", "report"),
-        ("attention-dp-live_4xH200_2026-11-27", "report"),
+        ("decode_4xH200/decode-fp8_4xH200_2026-11-26", "report"),
+        ("serving_4xH200/attention-dp-live_4xH200_2026-11-27", "report"),
     ]
 
 
@@ -44,9 +44,9 @@ def test_every_report_can_be_written(folder: str, typed: str, tmp_path: Path, mo
     monkeypatch.chdir(RESULTS / folder)
     monkeypatch.setattr(plots.FigureWriter, "write_figure", lambda *_: b"")
     runs, _, how = arguments(typed)
-    read = frames.load_frames(runs, **how)
+    read = dataframes.load_frames(runs, **how)
     pictures = plots.draw_all(read, tmp_path / "figures")
-    text = markdown.render(overview.format_title(read), sections.build_sections(read, pictures), tmp_path)
+    text = report_markdown.render(overview.format_title(read), sections.build_sections(read, pictures), tmp_path)
     assert [picture.png.name for picture in pictures if f"figures/{picture.png.name}" not in text] == []
 
 
@@ -58,12 +58,12 @@ def test_a_committed_report_says_what_its_records_say(
     monkeypatch.chdir(RESULTS / folder)
     monkeypatch.setattr(plots.FigureWriter, "write_figure", lambda *_: b"")
     runs, out, how = arguments(typed)
-    read = frames.load_frames(runs, **how)
+    read = dataframes.load_frames(runs, **how)
     pictures = plots.draw_all(read, tmp_path / "figures")
     title = overview.format_title(read)
-    text = markdown.render(title, sections.build_sections(read, pictures), tmp_path)
+    text = report_markdown.render(title, sections.build_sections(read, pictures), tmp_path)
     assert text == Path(out, "report.md").read_text(encoding="utf-8"), "run `make results` and commit what it wrote"
-    export.write_csv(read, tmp_path / "points.csv")
+    points_export.write_csv(read, tmp_path / "points.csv")
     assert (tmp_path / "points.csv").read_bytes() == Path(out, "points.csv").read_bytes()
     shown: set[Any] = {picture.png.name for picture in pictures}
     assert shown == {path.name for path in Path(out, "figures").glob("*.png")}
@@ -72,7 +72,9 @@ def test_a_committed_report_says_what_its_records_say(
 def test_every_serving_and_decode_run_stands_in_a_report() -> None:
     """A folder of records that nothing shows would be forgotten."""
     shown = {RESULTS / folder / run for folder, typed in LINES for run in arguments(typed)[0]}
-    runs = {path.parent for name in ("decode", "serving") for path in RESULTS.glob(f"{name}*/*/records.jsonl")}
+    runs = {
+        path.parent for path in RESULTS.rglob("records.jsonl") if path.parents[1].name.startswith(("decode", "serving"))
+    }
     assert runs - shown == set()
 
 
@@ -83,7 +85,7 @@ def test_dcp_pays_in_the_loads_in_which_every_best_layout_has_it(
     """Two ways to the same loads: against the best other layout, and among the layouts that none clearly beats."""
     monkeypatch.chdir(RESULTS / folder)
     runs, _, how = arguments(typed)
-    points = findings.select_rivals(frames.load_frames(runs, **how))
+    points = findings.select_rivals(dataframes.load_frames(runs, **how))
     against = findings.compare_dcp_with_best(points)
     compared = against[~against["verdict"].isin(["no rival", "alone"])]
     pays = set(compared[compared["verdict"] == "higher"]["same_load"])
@@ -98,6 +100,6 @@ def test_within_its_slo_dcp_pays_in_none_of_the_84_loads_of_the_break_even(monke
     (folder, typed) = next(line for line in LINES if "break-even" in line[1])
     monkeypatch.chdir(RESULTS / folder)
     runs, _, how = arguments(typed)
-    against = findings.compare_dcp_with_best(findings.select_rivals(frames.load_frames(runs, **how)))
+    against = findings.compare_dcp_with_best(findings.select_rivals(dataframes.load_frames(runs, **how)))
     assert len(against.drop_duplicates(["model", "same_load"])) == 84
     assert not set(against["verdict"]) & {"higher", "alone"}

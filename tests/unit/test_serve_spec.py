@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from dcpbench.points.machine import Probe
+    from dcpbench.points.device_probe import Probe
     from dcpbench.points.point import Load
 
 

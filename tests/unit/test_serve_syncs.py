@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dcpbench.engine.decode import DecodeEngine
+from dcpbench.engine.decode_engine import DecodeEngine
 from dcpbench.engine.kv_pool import KvPool
 from dcpbench.engine.model import Model
-from dcpbench.engine.serve import READ
+from dcpbench.engine.serve_engine import READ
 from dcpbench.engine.synthetic import SyntheticSource
 from dcpbench.engine.weights import load_weights
 from dcpbench.points.layout import Layout

@@ -13,9 +13,9 @@ import torch
 
 from dcpbench.errors import DcpbenchError, ModelError
 from dcpbench.kernels.rope import compute_softmax_scale, make_rope_table
-from dcpbench.plan import judge
+from dcpbench.plan import validate
 from dcpbench.points.budget import plan_engine
-from dcpbench.points.machine import Probe
+from dcpbench.points.device_probe import Probe
 from dcpbench.points.point import Load, Point
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import SHAPES, check_checkpoint, from_config, load_shape
@@ -509,7 +509,7 @@ def test_whatever_a_config_holds_is_judged_or_refused_in_a_sentence(
             *make_rope_table(dataclasses.replace(shape, rope=64), 2, CPU).flatten().tolist(),
         ]
         assert not any(map(math.isnan, scales))
-        judge.check_runnable(point, settings, shape, judge.Machine(probe=probe))
+        validate.check_runnable(point, settings, shape, validate.Machine(probe=probe))
         plan = plan_engine([point], settings, shape, probe)
         assert plan.kv_bytes > 0
     except DcpbenchError as e:

@@ -11,8 +11,8 @@ import pytest
 from dcpbench.commands.machines import machines
 from dcpbench.compare.resampling import compute_request_block_length, estimate_pooled_error
 from dcpbench.plan import grid, spec
-from dcpbench.points.machine import Probe
-from dcpbench.points.machines import LINKS
+from dcpbench.points.cluster_specs import LINKS
+from dcpbench.points.device_probe import Probe
 from dcpbench.points.sizes import format_size
 from dcpbench.recommend.score import Load, Score
 from dcpbench.reports.page import points as page_points

@@ -24,27 +24,27 @@ from dcpbench.errors import RecordsError, UsageError, WorkerError
 from dcpbench.exports import bench_files, prometheus
 from dcpbench.hangs import dumps, finding
 from dcpbench.hangs import format as hang_format
-from dcpbench.hangs.beats import INSIDE, RAISED, CollectiveEvent
 from dcpbench.hangs.dumps import Frame
 from dcpbench.hangs.evidence import Rank
+from dcpbench.hangs.heartbeats import INSIDE, RAISED, CollectiveEvent
 from dcpbench.imports import documents, selection, vllm
 from dcpbench.imports.documents import Document
 from dcpbench.imports.field_names import parse_name as read_name
 from dcpbench.imports.result import Result
-from dcpbench.launch import hung, nodes, processes, progress, ranks
+from dcpbench.launch import hang_capture, nodes, processes, progress, ranks
 from dcpbench.launch.jobs import Progress
 from dcpbench.launch.launcher import _JobEnd
 from dcpbench.plan.serve_spec import ServeLoads
 from dcpbench.points.bounds import MAX_NUMBER
 from dcpbench.points.budget import WholeModel
-from dcpbench.points.machines import format_machine, load_machine
+from dcpbench.points.cluster_specs import format_machine, load_machine
 from dcpbench.recommend import advise
 from dcpbench.recommend.forecast import apply_factor
 from dcpbench.records.checks import MAX_ENTRIES
 from dcpbench.records.lines import Tail
 from dcpbench.records.metrics import METRIC
 from dcpbench.records.record import Percentiles
-from dcpbench.reports import explain, floors, markdown, terminal
+from dcpbench.reports import explain, floors, report_markdown, terminal_tables
 from dcpbench.reports.sections import Section
 from dcpbench.reports.tables import Table
 from dcpbench.serving import outcome
@@ -60,7 +60,7 @@ from dcpbench.serving.step_times import (
     _find_problem,
 )
 from dcpbench.syncs import files
-from dcpbench.syncs.model import get_sort_key
+from dcpbench.syncs.sync_report import get_sort_key
 from dcpbench.syncs.traces.reading import GZIP_MAGIC
 from dcpbench.top import watch
 from tests.unit import syncs_builder
@@ -291,7 +291,7 @@ class TestMarkdown:
         ("most", "more"), [(12, ""), (7, "5 rows more in points.csv."), (1, "11 rows more in points.csv.")]
     )
     def test_rows_that_do_not_fit_are_counted(self, most: int, more: str) -> None:
-        text = markdown._format_table(Table("t", ["a", "b"], [[str(n), "x"] for n in range(12)]), most)
+        text = report_markdown._format_table(Table("t", ["a", "b"], [[str(n), "x"] for n in range(12)]), most)
         assert text.count("| x |") == most
         assert text.partition("| x |\n\n")[2].partition("\n")[0].endswith(more)
         assert ("rows more" in text) is bool(more)
@@ -303,11 +303,13 @@ class TestMarkdown:
             tables = [Table("t", ["a"], [["123456"]] * rows) for _ in range(2)]
             return [Section(slug="s", title="t", tables=tables)]
 
-        most = markdown.MAX_CHARACTERS
-        assert markdown._count_rows_that_fit(sections(9)) == 9
+        most = report_markdown.MAX_CHARACTERS
+        assert report_markdown._count_rows_that_fit(sections(9)) == 9
         many = most // 10
-        assert markdown._count_rows_that_fit(sections(many)) == max(markdown.MANY_ROWS, int(most / 2 / 10))
-        assert markdown._count_rows_that_fit([]) == 0
+        assert report_markdown._count_rows_that_fit(sections(many)) == max(
+            report_markdown.MANY_ROWS, int(most / 2 / 10)
+        )
+        assert report_markdown._count_rows_that_fit([]) == 0
 
 
 def test_a_run_whose_page_cannot_be_made_costs_no_other_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -475,8 +477,8 @@ def test_what_bounds_an_open_loop_is_the_least_of_what_is_asked_held_and_sent(
 ) -> None:
     row = {"load_arrival": "gamma", "instances": None, "concurrency": asked, "room_for": held, "load_requests": sent}
     points = pd.DataFrame([row | {"label": "tp4"}])
-    assert terminal._format_bounds(points) == [f"requests at once, at most: {said}"]
-    assert terminal._format_bounds(points.assign(load_arrival="closed")) == []
+    assert terminal_tables._format_bounds(points) == [f"requests at once, at most: {said}"]
+    assert terminal_tables._format_bounds(points.assign(load_arrival="closed")) == []
 
 
 @pytest.mark.parametrize(
@@ -491,14 +493,14 @@ def test_what_bounds_an_open_loop_is_the_least_of_what_is_asked_held_and_sent(
 )
 def test_scatter_is_the_wider_side_of_an_interval(median: float, low: float, high: float, said: str) -> None:
     point = pd.Series({"output_tok_s": median, "output_tok_s_low": low, "output_tok_s_high": high})
-    assert terminal._format_half_width(point) == said
+    assert terminal_tables._format_half_width(point) == said
 
 
 def test_columns_go_in_this_order_where_a_terminal_is_narrow() -> None:
     """Those with the lowest number first; those without stay."""
     decoded = {"context": 1, "concurrency": 2, "output_tok_s": 3.0, "output_tok_s_low": 3.0, "output_tok_s_high": 3.0}
     decoded |= {"output_tok_s_per_gpu": 1.0, "tok_s_per_user": 1.0, "itl_p50_ms": 1.0, "itl_p99_ms": 1.0}
-    found = [(c.name, c.drop) for c in terminal._make_decode_columns(pd.DataFrame([decoded]))]
+    found = [(c.name, c.drop) for c in terminal_tables._make_decode_columns(pd.DataFrame([decoded]))]
     assert found == [
         ("context", None),
         ("conc.", None),
@@ -511,7 +513,7 @@ def test_columns_go_in_this_order_where_a_terminal_is_narrow() -> None:
     ]
     served = decoded | {"ttft_p50_ms": 1.0, "ttft_p99_ms": 1.0, "goodput_s": 0.5, "load_arrival": "closed"}
     served |= {"kv_tokens_of_all": 655_360.0}
-    found = [(c.name, c.drop) for c in terminal._make_served_columns("closed", pd.DataFrame([served]))]
+    found = [(c.name, c.drop) for c in terminal_tables._make_served_columns("closed", pd.DataFrame([served]))]
     assert found[-8:] == [
         ("tok/s", None),
         ("/GPU", 0),
@@ -541,7 +543,7 @@ def test_a_rank_is_known_by_its_id_and_when_it_began(
 ) -> None:
     """Process 100 began at tick 7: what has its id since is another one."""
     (tmp_path / "rank-0.pid").write_text(words)
-    monkeypatch.setattr(ranks.child, "read_start_ticks", lambda pid: ("S", 7) if pid == 100 else None)
+    monkeypatch.setattr(ranks.subprocess_guard, "read_start_ticks", lambda pid: ("S", 7) if pid == 100 else None)
     of = ranks.Ranks(tmp_path, tmp_path / "logs", tmp_path / "progress.jsonl", range(2))
     assert (of.find_pids(), of.read_pids()) == (known, list(known.values()))
 
@@ -801,14 +803,14 @@ def test_nccl_is_listened_to_for_a_while_and_up_to_a_mebibyte(tmp_path: Path, mo
         yield Talking()
 
     monkeypatch.setattr("socket.create_connection", connected)
-    hung.fetch_nccl_report(tmp_path / "slow")
-    assert asked == [(("::1", 28028), hung.NCCL_S)]
-    assert left == pytest.approx([hung.NCCL_S - n for n in range(len(left))])
-    assert (tmp_path / "slow").read_bytes() == b"x" * math.ceil(hung.NCCL_S)
+    hang_capture.fetch_nccl_report(tmp_path / "slow")
+    assert asked == [(("::1", 28028), hang_capture.NCCL_S)]
+    assert left == pytest.approx([hang_capture.NCCL_S - n for n in range(len(left))])
+    assert (tmp_path / "slow").read_bytes() == b"x" * math.ceil(hang_capture.NCCL_S)
     monkeypatch.setattr(Talking, "size", 1 << 20)
     monkeypatch.setattr("time.monotonic", lambda: 0.0)
-    hung.fetch_nccl_report(tmp_path / "much")
-    assert (tmp_path / "much").stat().st_size == hung.NCCL_BYTES
+    hang_capture.fetch_nccl_report(tmp_path / "much")
+    assert (tmp_path / "much").stat().st_size == hang_capture.NCCL_BYTES
 
 
 @pytest.mark.parametrize(

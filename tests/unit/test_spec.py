@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from dcpbench.errors import CapacityError, DcpbenchError, ModelError, UsageError
-from dcpbench.plan.options import parse_bytes
+from dcpbench.plan.option_parsers import parse_bytes
 from dcpbench.plan.spec import SPEC_PARSERS, SweepSpec, make_spec, read_options, select_device
-from dcpbench.points.machine import Probe
+from dcpbench.points.device_probe import Probe
 from dcpbench.points.point import HOW
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import pytest
 
 from dcpbench.errors import RecordsError, UsageError
 from dcpbench.points.batches import compute_chunk_rows
-from dcpbench.points.wire import Prompts
+from dcpbench.points.comm_model import Prompts
 from dcpbench.records.record import Emulated
 from dcpbench.serving.requests import Chunk, ReplicaStep, Sequence, ServeRequest, Step
 from dcpbench.serving.step_cases import Extent, make_cases, select_chunk_sizes, select_row_sizes

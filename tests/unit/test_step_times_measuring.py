@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from dcpbench.kernels import moe
-from dcpbench.kernels.moe import decode, prompts, scaled
-from dcpbench.points.floors import Sharding, StepRows, compute_step_floors
+from dcpbench.kernels.moe import decode_experts, prefill_experts, scaled
 from dcpbench.points.layout import Layout
+from dcpbench.points.roofline import Sharding, StepRows, compute_step_floors
 from dcpbench.points.shapes import SHAPES
 from dcpbench.records.record import Rates
 from dcpbench.serving.requests import Chunk, ReplicaStep, Sequence, ServeRequest, Step
 from dcpbench.serving.step_cases import CaseSteps
 from dcpbench.serving.step_times import Case, Chunks, Decodes
-from dcpbench.workloads import step_times
-from dcpbench.workloads.step_times import Pipeline, Times, has_enough_samples, list_kernel_changes
+from dcpbench.workloads import step_timing
+from dcpbench.workloads.step_timing import Pipeline, Times, has_enough_samples, list_kernel_changes
 
 PROMPT = Sequence(ServeRequest(number=-1, prompt=np.zeros(9, np.int32), output_tokens=2), 1, replica=0, slot=1)
 CHUNK = ReplicaStep(chunks=[Chunk(PROMPT, slot=1, start=0, stop=9, samples=True)])
@@ -34,14 +34,14 @@ class TestFloors:
         assert case.compute_rows(2) == rows
         sharding = Sharding(shape=SHAPES["tiny"], layout=Layout(2, 2), itemsize=2)
         rates = Rates(read_bytes_s=1e9, copy_bytes_s=1e9, matmul_flop_s=1e12, peer_bytes_s=1e9, barrier_us=3.0)
-        assert step_times.compute_floor_ms(sharding, case, rates) == pytest.approx(
+        assert step_timing.compute_floor_ms(sharding, case, rates) == pytest.approx(
             sum(compute_step_floors(sharding, rows, rates.limits).values()) / 1e3
         )
 
     @pytest.mark.parametrize("rates", [None, Rates(read_bytes_s=1e9)], ids=["cpu", "some"])
     def test_without_all_rates_that_it_takes_it_has_none(self, rates: Rates | None) -> None:
         sharding = Sharding(shape=SHAPES["tiny"], layout=Layout(1), itemsize=2)
-        assert step_times.compute_floor_ms(sharding, Case(chunks=(Chunks(1, 8, 0),)), rates) is None
+        assert step_timing.compute_floor_ms(sharding, Case(chunks=(Chunks(1, 8, 0),)), rates) is None
 
 
 class TestKernelChanges:
@@ -66,11 +66,11 @@ class TestKernelChanges:
 
         def chosen(tokens: int) -> object:
             count = 8 * tokens
-            if count <= (scaled if in_fp8 else decode).MAX_ASSIGNMENTS:
-                return "decode", tokens <= decode.WIDE_TILES
+            if count <= (scaled if in_fp8 else decode_experts).MAX_ASSIGNMENTS:
+                return "decode", tokens <= decode_experts.WIDE_TILES
             if in_fp8:
                 return "prompts", count // local <= scaled.FEW_ROWS
-            return [prompts.choose_tiling(count // local, 2048, gated=gated) for gated in (False, True)]
+            return [prefill_experts.choose_tiling(count // local, 2048, gated=gated) for gated in (False, True)]
 
         jumps = [n for n in range(1, 7000) if chosen(n) != chosen(n + 1)]
         assert moe.list_kernel_changes(local, 8, in_fp8=in_fp8) == jumps
@@ -193,7 +193,7 @@ class TestPipeline:
         """
         engine = Engine([500, 90, 90, 90, 20, 70, *[20] * 5, 70, *[20] * 4, 70])
         clock = Clock(engine, 0.04)
-        monkeypatch.setattr(step_times, "time", clock)
+        monkeypatch.setattr(step_timing, "time", clock)
         pipeline = Pipeline(engine, agreed, BETWEEN)
         times = pipeline.run_case(CaseSteps(CHUNKS_FIRST, CHUNKS))
         pipeline.read_in_flight()
@@ -226,7 +226,7 @@ class TestPipeline:
         first; clocks fell meanwhile, and the later half counts.
         """
         engine = Engine([500, *[40, 40, 10], *[41, 41, 11], *[42, 42, 12]])
-        monkeypatch.setattr(step_times, "time", Clock(engine, 0.06))
+        monkeypatch.setattr(step_timing, "time", Clock(engine, 0.06))
         pipeline = Pipeline(engine, agreed, BETWEEN)
         times = pipeline.run_hot(CaseSteps(FIRST, AGAIN), CHUNKS, count=2, times=1)
         assert times == [Times([11, 12])]
@@ -237,7 +237,7 @@ class TestPipeline:
     def test_steps_that_follow_each_other_behind_chunks_are_timed_each_for_itself(self, monkeypatch) -> None:
         """Two rounds are enough that took a second: 900 ms of chunks and three steps, of which the first is slowest."""
         engine = Engine([500, *[900, 13, 12, 11], *[900, 15, 14, 13]])
-        monkeypatch.setattr(step_times, "time", Clock(engine, 0.13))
+        monkeypatch.setattr(step_timing, "time", Clock(engine, 0.13))
         pipeline = Pipeline(engine, agreed, BETWEEN)
         times = pipeline.run_hot(CaseSteps(FIRST, AGAIN), CHUNKS, count=1, times=3)
         assert times == [Times([13, 15]), Times([12, 14]), Times([11, 13])]

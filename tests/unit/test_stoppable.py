@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from dcpbench.commands import runs
+from dcpbench.commands import point_runner
 from dcpbench.commands.options import Run
 from dcpbench.launch import launcher
 from dcpbench.points.settings import Settings
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def stop(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
     work = launcher.Work(folder=folder, settings=Settings(), device="cpu", hardware="CPU", worker="w")
-    with pytest.raises(SystemExit) as e, runs.handle_stop(Run(), work):
+    with pytest.raises(SystemExit) as e, point_runner.handle_stop(Run(), work):
         raise KeyboardInterrupt
     assert e.value.code == 130
     return capsys.readouterr().err

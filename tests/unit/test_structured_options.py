@@ -12,7 +12,7 @@ from dcpbench.commands.command import collect_typed, load_command
 from dcpbench.errors import UsageError
 from dcpbench.plan.serve_spec import SERVE_PARSERS, make_serve_spec
 from dcpbench.plan.spec import PARSERS, SPEC_PARSERS, list_file_names, make_spec, read_options
-from dcpbench.points.machine import Probe
+from dcpbench.points.device_probe import Probe
 from dcpbench.points.names import format_flag, format_setting
 from dcpbench.points.shapes import load_shape
 from dcpbench.points.structured_options import (

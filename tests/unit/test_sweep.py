@@ -15,13 +15,13 @@ from dcpbench.launch.progress import format_rejected
 from dcpbench.plan import grid
 from dcpbench.plan.spec import make_planned_probe, make_spec
 from dcpbench.points import budget, memory
+from dcpbench.points.device_probe import Probe
 from dcpbench.points.layout import Layout
-from dcpbench.points.machine import Probe
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import load_shape
+from dcpbench.reports.dataframes import load_frames
 from dcpbench.reports.findings import BASELINE_OF
-from dcpbench.reports.frames import load_frames
 from dcpbench.serving.allocator import DcpAllocator
 from tests.unit import record_builder
 from tests.unit.test_shapes import V3 as V3_CONFIG

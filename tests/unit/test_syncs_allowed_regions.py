@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import ModuleType
 
-    from dcpbench.syncs.model import Report
+    from dcpbench.syncs.sync_report import Report
 
 ALLOWED = "vllm/utils/gpu_sync_debug.py(108): gpu_sync_allowed"
 ENTER, EXIT = "contextlib.py(132): __enter__", "contextlib.py(141): __exit__"

@@ -31,7 +31,7 @@ from tests.unit.trace_builder import Trace, exit_code, scanned
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dcpbench.syncs.model import Report
+    from dcpbench.syncs.sync_report import Report
 
 H200 = Path(__file__).parents[1] / "data" / "h200_stacks.trace.json.gz"
 TEXT = gzip.decompress(H200.read_bytes())

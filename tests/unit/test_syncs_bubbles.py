@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from dcpbench.syncs.formats import FORMATS, render_report
 from dcpbench.syncs.gating.gate import Gate, compute_verdict
+from dcpbench.syncs.site_text import format_sentence
 from dcpbench.syncs.traces import intervals
 from dcpbench.syncs.traces.blocking import find_blocking_calls
 from dcpbench.syncs.traces.bubbles import compute_bubbles, compute_busy_and_idle
 from dcpbench.syncs.traces.columns import read_columns
 from dcpbench.syncs.traces.reading import Args, Event, ReadProblems
-from dcpbench.syncs.words import format_sentence
 from tests.unit.syncs_simulation import Run, Step, run, traced
 from tests.unit.trace_builder import HOST, PINNED, Trace, mine, only
 

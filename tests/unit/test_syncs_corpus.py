@@ -16,7 +16,7 @@ from tools.syncs.corpus.score import CorpusRun, Seen, Truth, contradictions, mar
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data"
 TRACES = sorted((DATA / "corpus").glob("*.json.gz"))
-RECORD = ROOT / "results" / "hidden-syncs_H200_2026-11-21" / "corpus" / "corpus.json"
+RECORD = ROOT / "results" / "syncs-graphs_H200/hidden-syncs_H200_2026-11-21" / "corpus" / "corpus.json"
 BY_NAME = {p.name: p for p in PROGRAMS}
 OTHER_NAMES = {
     "bool(all)": "bool_all",

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from dcpbench.commands.syncs import app
 from dcpbench.errors import DcpbenchError, UsageError
-from dcpbench.syncs import model, run
+from dcpbench.syncs import run, sync_report
 from dcpbench.syncs.commands import GateOptions, OutputOptions, prepare_gate
 from dcpbench.syncs.gating import baseline as baselines
 from tests import forks
@@ -128,7 +128,7 @@ class TestOtherDetectors:
 
     def test_a_baseline_of_traces_is_refused_with_the_command_for_a_dry_run(self, start: Start, tmp_path: Path) -> None:
         path = tmp_path / "base.json"
-        path.write_text(model.encode_json(baselines.build_baseline([])))
+        path.write_text(sync_report.encode_json(baselines.build_baseline([])))
         with pytest.raises(UsageError, match="baseline of traces") as error:
             self.settle(path, "dry-run")
         assert f"`dcpbench syncs dry-run --write-baseline {tmp_path}/base-dry-run.json -- python" in str(error.value)
@@ -139,7 +139,7 @@ class TestOtherDetectors:
 
     def test_a_baseline_of_a_dry_run_is_refused_for_traces(self, tmp_path: Path) -> None:
         path = tmp_path / "base.json"
-        path.write_text(model.encode_json(baselines.build_baseline([], "dry-run")))
+        path.write_text(sync_report.encode_json(baselines.build_baseline([], "dry-run")))
         with pytest.raises(UsageError, match="baseline of a dry run") as error:
             self.settle(path, "scan")
         assert f"`dcpbench syncs baseline TRACE -o {tmp_path}/base-scan.json`" in str(error.value)
@@ -153,8 +153,8 @@ class TestOtherDetectors:
         ],
     )
     def test_pyproject_names_one_for_each_detector(self, tmp_path: Path, keys: str, *, fits: bool) -> None:
-        (tmp_path / "scan.json").write_text(model.encode_json(baselines.build_baseline([])))
-        (tmp_path / "dry.json").write_text(model.encode_json(baselines.build_baseline([], "dry-run")))
+        (tmp_path / "scan.json").write_text(sync_report.encode_json(baselines.build_baseline([])))
+        (tmp_path / "dry.json").write_text(sync_report.encode_json(baselines.build_baseline([], "dry-run")))
         (tmp_path / "pyproject.toml").write_text(f"[tool.dcpbench.syncs]\n{keys}\n")
         if fits:
             gate = prepare_gate(GateOptions(root=tmp_path), OutputOptions(), "dry-run")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dcpbench.syncs.dry_run import DryRun, dry_run
-from dcpbench.syncs.dry_run.measured import EQUIVALENT, FILE, is_measured
+from dcpbench.syncs.dry_run.measured_operators import EQUIVALENT, FILE, is_measured
 from dcpbench.syncs.formats import render_report
 from dcpbench.syncs.gating import baseline as baselines
 from dcpbench.syncs.gating.gate import Gate, compute_verdict
@@ -25,10 +25,10 @@ from tools.syncs.operators.table import format_table
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from dcpbench.syncs.model import Report
+    from dcpbench.syncs.sync_report import Report
 
 ROOT = Path(__file__).parents[2]
-RECORD = ROOT / "results" / "hidden-syncs-operators_H200_2026-11-28"
+RECORD = ROOT / "results" / "syncs-graphs_H200/hidden-syncs-operators_H200_2026-11-28"
 READ, TO_HOST, FROM_HOST, COUNT, STREAM = "SYNC001", "SYNC003", "SYNC004", "SYNC002", "SYNC006"
 COMPARED = (
     "cholesky",
@@ -228,12 +228,14 @@ class TestOtherOperators:
 class TestAgainstTheMeasurement:
     def test_the_list_of_operators_is_made_of_the_record(self) -> None:
         """Otherwise: see the second line of the list."""
-        assert FILE.read_text(encoding="utf-8") == format_table(read_measurement(unpack(RECORD) / "ops.jsonl"))
+        assert FILE.read_text(encoding="utf-8") == format_table(
+            read_measurement(unpack(RECORD.parent) / RECORD.name / "ops.jsonl")
+        )
 
     @pytest.mark.parametrize("name", COMPARED)
     def test_the_same_cases_wait(self, name: str) -> None:
         """The samples of these operators are the same in several versions of torch."""
-        measured = read_measurement(unpack(RECORD) / "ops.jsonl").cases()
+        measured = read_measurement(unpack(RECORD.parent) / RECORD.name / "ops.jsonl").cases()
         infos, _ = _databases()
         groups = [f"op:{n}" for n, info in enumerate(infos) if info.name == name]
         calls = [call for group in groups for call in predict(group)["calls"] if call["what"] in measured]

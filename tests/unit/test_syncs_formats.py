@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpbench.errors import UsageError
-from dcpbench.syncs import model, words
+from dcpbench.syncs import site_text, sync_report
 from dcpbench.syncs.formats import FORMATS, github, render_report
 from dcpbench.syncs.gating import baseline
 from dcpbench.syncs.gating.config import Allow
 from dcpbench.syncs.gating.gate import Gate, compute_verdict
-from dcpbench.syncs.model import Report
 from dcpbench.syncs.rules import BY_ID, RULES
+from dcpbench.syncs.sync_report import Report
 from tests.unit import syncs_builder as build
 
 if TYPE_CHECKING:
@@ -88,15 +88,24 @@ class TestEveryFormat:
 
 class TestWords:
     def test_a_time_that_nobody_knows_is_a_dash(self) -> None:
-        assert words.format_microseconds(None) == "–"
-        assert words.format_microseconds(1500.0) == "1.5 ms"
+        assert site_text.format_microseconds(None) == "–"
+        assert site_text.format_microseconds(1500.0) == "1.5 ms"
 
     def test_dotted_names_of_a_function_begin_at_every_folder(self) -> None:
         """Where a package begins is not known, so `engine.kv.f` must match as well as `python.engine.kv.f`."""
-        assert words.list_dotted_names(build.site(function="f")) == ["python.engine.kv.f", "engine.kv.f", "kv.f", "f"]
-        assert words.list_dotted_names(build.site(function="f", file="/a/pkg/__init__.py")) == ["a.pkg.f", "pkg.f", "f"]
-        assert words.list_dotted_names(build.site(function="f", file="")) == ["f"]
-        assert words.list_dotted_names(build.site(function="")) == []
+        assert site_text.list_dotted_names(build.site(function="f")) == [
+            "python.engine.kv.f",
+            "engine.kv.f",
+            "kv.f",
+            "f",
+        ]
+        assert site_text.list_dotted_names(build.site(function="f", file="/a/pkg/__init__.py")) == [
+            "a.pkg.f",
+            "pkg.f",
+            "f",
+        ]
+        assert site_text.list_dotted_names(build.site(function="f", file="")) == ["f"]
+        assert site_text.list_dotted_names(build.site(function="")) == []
 
 
 class TestTable:
@@ -207,7 +216,7 @@ class TestJson:
     @pytest.mark.parametrize("make", REPORTS)
     def test_it_is_the_report_and_nothing_else(self, make: Callable[[], Report]) -> None:
         report = judged(make())
-        assert msgspec.json.decode(show(report, "json"), type=Report) == words.make_report_printable(report)
+        assert msgspec.json.decode(show(report, "json"), type=Report) == site_text.make_report_printable(report)
 
     @pytest.mark.parametrize("make", REPORTS)
     def test_it_is_valid_by_the_schema_in_docs(self, make: Callable[[], Report]) -> None:
@@ -219,12 +228,12 @@ class TestJson:
         report = json.loads(show(judged(build.all_kinds()), "json"))
         for breakage in ({"schema_version": 2}, {"sites": [{}]}, {"verdict": {"status": "fine"}}):
             with pytest.raises(jsonschema.ValidationError):
-                jsonschema.validate({**report, **breakage}, model.build_json_schema())
+                jsonschema.validate({**report, **breakage}, sync_report.build_json_schema())
 
     def test_the_schema_in_docs_is_of_today(self) -> None:
-        """Otherwise: python -m dcpbench.syncs.model > docs/syncs.schema.json."""
+        """Otherwise: python -m dcpbench.syncs.sync_report > docs/syncs.schema.json."""
         assert (ROOT / "docs/syncs.schema.json").read_text() == json.dumps(
-            model.build_json_schema(), indent=2, ensure_ascii=False
+            sync_report.build_json_schema(), indent=2, ensure_ascii=False
         ) + "\n"
 
 
@@ -377,7 +386,7 @@ class TestGithub:
         report = judged(build.report(known, unknown, build.site("c", function="sample")))
         lines = show(report, "github").splitlines()
         errors = [line for line in lines if line.startswith("::error file=")]
-        assert [words.format_advice(known, BY_ID["SYNC001"].fix) in line for line in errors] == [
+        assert [site_text.format_advice(known, BY_ID["SYNC001"].fix) in line for line in errors] == [
             "SYNC001" in e for e in errors
         ]
         assert ["SYNC999" in line for line in errors].count(True) == len(errors) - 1 == 1

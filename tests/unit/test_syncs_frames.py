@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from dcpbench.syncs.frames import SUBSCRIPT, UNKNOWN, find_call_name
+from dcpbench.syncs.python_frames import SUBSCRIPT, UNKNOWN, find_call_name
 
 
 class Probe:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from dcpbench.errors import UsageError
-from dcpbench.syncs import model
+from dcpbench.syncs import sync_report
 from dcpbench.syncs.gating import baseline as baselines
 from dcpbench.syncs.gating import comments
 from dcpbench.syncs.gating.config import Allow
@@ -19,7 +19,7 @@ from dcpbench.syncs.gating.gate import Gate, can_be_finding, compute_verdict
 from tests.unit import syncs_builder as build
 
 if TYPE_CHECKING:
-    from dcpbench.syncs.model import Report, Site, Verdict
+    from dcpbench.syncs.sync_report import Report, Site, Verdict
 
 NOWHERE = Path("/nonexistent")
 TODAY = dt.date(2026, 6, 15)
@@ -201,14 +201,14 @@ class TestBaseline:
             build.site("b", file="a.py", wait_us=1.0, count=99),
             build.site("a", file="z.py", bubble_us=0.0, line=99),
         ]
-        text = model.encode_json(baseline_of(build.report(*sites)))
-        assert text == model.encode_json(baseline_of(build.report(*again)))
+        text = sync_report.encode_json(baseline_of(build.report(*sites)))
+        assert text == sync_report.encode_json(baseline_of(build.report(*again)))
         assert text.index('"a.py"') < text.index('"z.py"')
         assert "count" not in text.replace("count_per_step", "")
 
     def test_it_is_read_as_it_was_written(self, tmp_path: Path) -> None:
         made = baseline_of(build.all_kinds())
-        (tmp_path / "b.json").write_text(model.encode_json(made))
+        (tmp_path / "b.json").write_text(sync_report.encode_json(made))
         assert baselines.read_baseline(tmp_path / "b.json") == made
 
     @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import torch
 
 from dcpbench.syncs import watch
 from dcpbench.syncs.live import callbacks
-from dcpbench.syncs.model import Report
 from dcpbench.syncs.rules import ALLOCATION
+from dcpbench.syncs.sync_report import Report
 from tools.syncs.corpus.inputs import make_inputs
 from tools.syncs.corpus.programs import PROGRAMS, Program
 

@@ -12,15 +12,15 @@ from dcpbench.cli import app
 from dcpbench.errors import WorkerError
 from dcpbench.servers.profile import find_waits
 from dcpbench.syncs.gating.gate import Gate, compute_verdict
-from dcpbench.syncs.ranks import FileRank, Group, find_missing, is_front_end, parse_file_name
 from dcpbench.syncs.scan import scan_traces
+from dcpbench.syncs.trace_ranks import FileRank, Group, find_missing, is_front_end, parse_file_name
 from tests.unit import syncs_builder as build
 from tests.unit.trace_builder import Trace
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from dcpbench.syncs.model import TraceSummary
+    from dcpbench.syncs.sync_report import TraceSummary
 
 FRONT_END = "node7_4242.async_llm.1764354000000000000.pt.trace.json.gz"
 

@@ -8,8 +8,8 @@ import pytest
 from dcpbench.errors import OutputError, UsageError
 from dcpbench.syncs import run as runs
 from dcpbench.syncs.commands import GateOptions, OutputOptions
-from dcpbench.syncs.model import Coverage, Example, Report, Site, TraceSummary
 from dcpbench.syncs.run import Note, Recording
+from dcpbench.syncs.sync_report import Coverage, Example, Report, Site, TraceSummary
 
 
 class TestReport:

@@ -17,7 +17,7 @@ from dcpbench.syncs.scan import scan_traces
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dcpbench.syncs.model import Report, Site
+    from dcpbench.syncs.sync_report import Report, Site
 
 TRACE = Path(__file__).parents[1] / "data" / "h200_stacks.trace.json.gz"
 RAW: dict[str, Any] = json.loads(gzip.decompress(TRACE.read_bytes()))

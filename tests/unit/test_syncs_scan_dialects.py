@@ -11,8 +11,8 @@ import pytest
 from dcpbench.syncs import scan as scan_module
 from dcpbench.syncs.formats import FORMATS, render_report
 from dcpbench.syncs.gating.gate import Gate, compute_verdict
-from dcpbench.syncs.model import Report, encode_json
 from dcpbench.syncs.scan import scan_traces
+from dcpbench.syncs.sync_report import Report, encode_json
 from dcpbench.syncs.traces.blocking import get_wait_kind, parse_direction
 from dcpbench.syncs.traces.columns import read_columns
 from dcpbench.syncs.traces.reading import TraceReader

@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from dcpbench.syncs import recorded, sites, words
+from dcpbench.syncs import recorded, site_text, sites
 from dcpbench.syncs.formats import FORMATS, render_report
-from dcpbench.syncs.frames import Frame
 from dcpbench.syncs.gating.gate import Gate, compute_verdict
-from dcpbench.syncs.model import Example
+from dcpbench.syncs.python_frames import Frame
 from dcpbench.syncs.scan import scan_traces
 from dcpbench.syncs.sites import Sync, group_into_sites, merge_sites
+from dcpbench.syncs.sync_report import Example
 from dcpbench.syncs.traces import blocking
 from tests.unit import syncs_builder as build
 from tests.unit.trace_builder import PAGEABLE, PINNED, TO_GPU, Trace, exit_code, mine, only
 
 if TYPE_CHECKING:
-    from dcpbench.syncs.model import Report, Site
+    from dcpbench.syncs.sync_report import Report, Site
 
 NOWHERE = Path("/nonexistent")
 
@@ -186,12 +186,12 @@ class TestWaited:
     def test_it_is_told_how_many_found_something_to_wait_for(self, trace: Trace, tmp_path: Path) -> None:
         site = only(self.report(trace, tmp_path))
         assert (site.count, site.waited) == (3, 1)
-        assert "3 in all (1 of 3 waited)" in words.format_sentence(site)
+        assert "3 in all (1 of 3 waited)" in site_text.format_sentence(site)
 
     def test_large_numbers_are_read_in_thousands_and_where_all_waited_nothing_is_added(self) -> None:
-        assert "1,360 in all (550 of 1,360 waited)" in words.format_sentence(build.site(count=1360, waited=550))
-        assert "waited" not in words.format_sentence(build.site(count=10, waited=10))
-        assert "waited" not in words.format_sentence(build.site(count=10, waited=None))
+        assert "1,360 in all (550 of 1,360 waited)" in site_text.format_sentence(build.site(count=1360, waited=550))
+        assert "waited" not in site_text.format_sentence(build.site(count=10, waited=10))
+        assert "waited" not in site_text.format_sentence(build.site(count=10, waited=None))
 
     @pytest.mark.parametrize("form", FORMATS)
     def test_every_format_tells_it(self, form: str, trace: Trace, tmp_path: Path) -> None:
@@ -266,7 +266,7 @@ class TestCalledFrom:
         )
         assert site.function == "sample"
         assert site.called_from == "app/serve.py(40): step"
-        assert "called from app/serve.py(40): step" in words.format_sentence(site)
+        assert "called from app/serve.py(40): step" in site_text.format_sentence(site)
 
     def test_one_in_ones_own_code_needs_no_caller(self, trace: Trace, tmp_path: Path) -> None:
         site = self.site(trace, tmp_path, "run.py(3): <module>", "app/serve.py(40): step")

@@ -20,7 +20,7 @@ from tests.unit.program_traces import Program
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dcpbench.syncs.model import Report, Verdict
+    from dcpbench.syncs.sync_report import Report, Verdict
 
 
 ROOT = Path(__file__).parents[2]

@@ -15,12 +15,12 @@ from rich.console import Console
 
 from dcpbench.errors import UsageError
 from dcpbench.launch import processes
-from dcpbench.top import watch, words
+from dcpbench.top import state_text, watch
 from dcpbench.top.facts import Facts
-from dcpbench.top.gpus import Gpus, GpuState
-from dcpbench.top.render import render_state
+from dcpbench.top.gpu_monitor import Gpus, GpuState
 from dcpbench.top.state import Estimate
-from dcpbench.top.words import format_changes, format_snapshot
+from dcpbench.top.state_text import format_changes, format_snapshot
+from dcpbench.top.state_view import render_state
 from tests.unit import top_builder as build
 
 if TYPE_CHECKING:
@@ -180,9 +180,9 @@ class TestLines:
 
 def test_time_left_has_its_range_or_its_reason() -> None:
     ranged = Estimate(seconds=540, low=420, high=720, points=9)
-    assert words.format_time_left(ranged) == "about 9 min left (7 min to 12 min)"
-    assert words.format_time_left(Estimate(seconds=540, points=1)) == "about 9 min left, by 1 point alone"
-    assert words.format_time_left(Estimate(seconds=0, points=1)) == "the last point takes longer than others did"
+    assert state_text.format_time_left(ranged) == "about 9 min left (7 min to 12 min)"
+    assert state_text.format_time_left(Estimate(seconds=540, points=1)) == "about 9 min left, by 1 point alone"
+    assert state_text.format_time_left(Estimate(seconds=0, points=1)) == "the last point takes longer than others did"
 
 
 class TestProcesses:

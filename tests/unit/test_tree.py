@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 MAX_TREE_BYTES = 20 << 20
 """A transfer to a GPU machine is limited to 64 MiB and also carries parts of a serving engine."""
+MAX_RESULT_FOLDERS = 15
+MAX_RESULT_WORDS = 900
+"""One page, with its tables."""
+PROGRAMS = {".py", ".pyc", ".sh", ".cu", ".cpp"}
 CODE = re.compile(r"^(```|~~~).*?^\1|(`+)[^`\n]+\2", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(<?([^)\s>]+)>?(?: \"[^\"]*\")?\)")
 
@@ -93,20 +97,40 @@ def test_the_tracked_tree_is_small() -> None:
     largest = sorted(sizes, key=lambda path: -sizes[path])[:5]
     assert sum(sizes.values()) <= MAX_TREE_BYTES, (
         f"the tracked files hold {sum(sizes.values()):,} bytes, and at most {MAX_TREE_BYTES:,} are allowed. Pack the raw records of new "
-        "results (python -m tools.results pack results/NAME_HARDWARE_DATE), remove pictures that no document shows, and remove "
+        "results (python -m tools.results pack results/SUBJECT_HARDWARE), remove pictures that no document shows, and remove "
         f"results that newer ones replace. The largest files: {', '.join(str(path.relative_to(ROOT)) for path in largest)}"
     )
 
 
-def test_every_result_has_a_readme_and_its_raw_records() -> None:
-    """Small records may lie beside the README without an archive."""
+def list_result_folders() -> set[Path]:
+    """Return the folders below results/ that have tracked files, a folder per subject."""
     inside = (path.relative_to(results.RESULTS) for path in tracked() if path.is_relative_to(results.RESULTS))
-    folders = {results.RESULTS / path.parts[0] for path in inside if len(path.parts) > 1}
-    assert folders
+    return {results.RESULTS / path.parts[0] for path in inside if len(path.parts) > 1}
+
+
+def test_results_have_few_folders_with_a_page_and_raw_records_each() -> None:
+    """An archive lies in the folder of a subject, or in each of its subfolders."""
+    folders = list_result_folders()
+    assert 0 < len(folders) <= MAX_RESULT_FOLDERS, "add the measurement to the folder of its subject"
     for folder in folders:
-        held = {path.name for path in tracked() if path.is_relative_to(folder)}
-        assert "README.md" in held, folder.name
-        assert held & {results.ARCHIVE, "records.jsonl"}, folder.name
+        page = folder / "README.md"
+        assert page in tracked(), folder.name
+        assert len(page.read_text(encoding="utf-8").split()) <= MAX_RESULT_WORDS, folder.name
+        assert any(path.name == results.ARCHIVE and path.is_relative_to(folder) for path in tracked()), folder.name
+
+
+def test_no_program_lies_in_results() -> None:
+    """Programs that measure or that print tables belong into tools/."""
+    held = {folder: {Path(name).suffix for name in results.read_members(folder)} for folder in results.packed_folders()}
+    found = {folder.name for folder, suffixes in held.items() if suffixes & PROGRAMS}
+    assert found == set()
+    assert [path for path in tracked() if path.is_relative_to(results.RESULTS) and path.suffix in PROGRAMS] == []
+
+
+def test_each_archive_holds_the_files_of_its_folder_alone() -> None:
+    """Unpacking overwrites no tracked file."""
+    for folder in results.packed_folders():
+        assert set(tracked()).isdisjoint(folder / name for name in results.read_members(folder)), folder.name
 
 
 class TestArchives:
@@ -143,6 +167,19 @@ class TestArchives:
         (folder / results.ARCHIVE).write_bytes(old)
         results.unpack(folder)
         assert (folder / "tables.py").read_text() == "tables.py"
+
+    def test_reports_of_a_measurement_are_left_out(self, folder: Path) -> None:
+        """A measurement is a folder inside the folder of its subject; `make results` writes its reports again."""
+        for name in ("fp8_H200_2026-01-01/records.jsonl", "fp8_H200_2026-01-01/report-bf16/points.csv"):
+            (folder / name).parent.mkdir(parents=True)
+            (folder / name).write_text(name)
+        assert "fp8_H200_2026-01-01/records.jsonl" in map(str, results.pack(folder))
+        assert not [name for name in results.read_members(folder) if "report" in name]
+
+    def test_a_subfolder_may_have_an_archive_of_its_own(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        results.pack(folder)
+        monkeypatch.setattr(results, "RESULTS", folder.parent.parent)
+        assert results.packed_folders() == [folder]
 
     def test_packing_refuses_to_lose_a_file(self, folder: Path) -> None:
         results.pack(folder)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dcpbench.commands import runs
-from dcpbench.launch import tries
+from dcpbench.commands import point_runner
+from dcpbench.launch import retry
 from dcpbench.points.point import Point
 from dcpbench.records.file import RecordFile
 from dcpbench.records.record import Record
@@ -25,12 +25,12 @@ def fail(folder: Path, point: Point, **detail: str) -> None:
 
 def test_only_failures_that_may_pass_are_counted(tmp_path: Path) -> None:
     """An interrupt has no stage, as no job broke; an error of ours says what to type instead."""
-    assert not tries.count_failures(tmp_path)
+    assert not retry.count_failures(tmp_path)
     fail(tmp_path, POINTS[0], stage="measure", error="RuntimeError")
     fail(tmp_path, POINTS[0], stage="measure")
     fail(tmp_path, POINTS[1], stage="build", error="CapacityError")
     fail(tmp_path, POINTS[1])
-    assert tries.count_failures(tmp_path) == {POINTS[0].get_key(): 2}
+    assert retry.count_failures(tmp_path) == {POINTS[0].get_key(): 2}
 
 
 def test_a_point_that_failed_twice_is_left_out_with_what_tries_it_again(
@@ -39,8 +39,8 @@ def test_a_point_that_failed_twice_is_left_out_with_what_tries_it_again(
     for _ in range(2):
         fail(tmp_path, POINTS[0], stage="measure")
     fail(tmp_path, POINTS[1], stage="measure")
-    assert runs._drop_set_aside(POINTS, tmp_path, retries=0) == POINTS[1:]
+    assert point_runner._drop_set_aside(POINTS, tmp_path, retries=0) == POINTS[1:]
     assert capsys.readouterr().err == (
         "1 point that failed 2 times is set aside: the records say why. To try it again, add --timeout retries=2.\n"
     )
-    assert runs._drop_set_aside(POINTS, tmp_path, retries=2) == POINTS
+    assert point_runner._drop_set_aside(POINTS, tmp_path, retries=2) == POINTS

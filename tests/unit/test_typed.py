@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from dcpbench.plan import typed
+from dcpbench.plan import command_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -16,9 +16,9 @@ WORDS = ("sweep", "--tp", "16", "--dcp=8", "--context", "128000", "--device", "c
 
 @pytest.fixture
 def line() -> Iterator[None]:
-    before = typed.line.set(WORDS)
+    before = command_line.line.set(WORDS)
     yield
-    typed.line.reset(before)
+    command_line.line.reset(before)
 
 
 @pytest.mark.usefixtures("line")
@@ -26,9 +26,9 @@ def test_options_take_the_place_of_those_typed_and_all_others_stay() -> None:
     """Written with a space or =, with a value or none; what has a space is quoted."""
     given = {"--tp": "8", "--dcp": "4", "--dry-run": ""}
     said = "dcpbench sweep --tp 8 --dcp 4 --dry-run --context 128000 -o 'my runs'"
-    assert typed.format_retyped_command("sweep", given, ["--device"]) == said
+    assert command_line.format_retyped_command("sweep", given, ["--device"]) == said
 
 
 @pytest.mark.usefixtures("line")
 def test_of_another_command_only_what_is_given_is_said() -> None:
-    assert typed.format_retyped_command("serve", {"--tp": "8"}) == "dcpbench serve --tp 8"
+    assert command_line.format_retyped_command("serve", {"--tp": "8"}) == "dcpbench serve --tp 8"

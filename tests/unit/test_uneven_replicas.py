@@ -13,11 +13,11 @@ from dcpbench.errors import RecordsError
 from dcpbench.kernels.moe.routing import NO_EXPERT
 from dcpbench.points.batches import compute_batch_rows, compute_chunk_rows
 from dcpbench.points.budget import plan_engine
-from dcpbench.points.floors import Sharding, StepRows, compute_gather_work, iter_expert_works, iter_phase_works
+from dcpbench.points.cluster_specs import load_machine
+from dcpbench.points.device_probe import Probe
 from dcpbench.points.layout import Layout
-from dcpbench.points.machine import Probe
-from dcpbench.points.machines import load_machine
 from dcpbench.points.point import Load, Point
+from dcpbench.points.roofline import Sharding, StepRows, compute_gather_work, iter_expert_works, iter_phase_works
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import SHAPES
 from dcpbench.recommend import estimate

@@ -12,7 +12,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from dcpbench.reports import style
-from dcpbench.show import figures, web
+from dcpbench.show import figure_style, web
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -54,11 +54,13 @@ def test_charts_of_pages_have_the_colours_and_marks_of_figures() -> None:
     """On light; a place of the palette means the same in both, and so does a phase of a step."""
     theme, chart = web.read_asset(web.STYLE), web.read_asset("chart.js")
     light = dict(re.findall(r"--((?:series|phase)-[\w-]+): (?:light-dark\()?(#[0-9a-f]{6})", theme))
-    assert [light[f"series-{i}"] for i in range(1, len(figures.COLOURS) + 1)] == [c.lower() for c in figures.COLOURS]
+    assert [light[f"series-{i}"] for i in range(1, len(figure_style.COLOURS) + 1)] == [
+        c.lower() for c in figure_style.COLOURS
+    ]
     assert {name: light[f"phase-{name}"] for name in style.PHASE_COLOURS} == {
         name: colour.lower() for name, colour in style.PHASE_COLOURS.items()
     }
-    for name, marks in (("SYMBOLS", figures.MARKERS), ("DASHES", figures.LINES)):
+    for name, marks in (("SYMBOLS", figure_style.MARKERS), ("DASHES", figure_style.LINES)):
         (listed,) = re.findall(rf"const {name} = (\[.*\]);", chart)
         assert len(json.loads(listed)) == len(marks)
 
@@ -67,10 +69,10 @@ def test_equal_figures_are_equal_files(tmp_path: Path) -> None:
     """So that a report made again is the same; SVG and PDF would hold the time, and random names."""
     made = []
     for name in ("one", "other"):
-        with figures.apply_style():
+        with figure_style.apply_style():
             figure = Figure((2, 2))
-            figure.subplots().plot([1, 2], [2, 1], marker=figures.get_marker(1), color=figures.get_colour(8))
-            made.append(figures.save_figure(figure, tmp_path / name, "png", "svg", "pdf"))
+            figure.subplots().plot([1, 2], [2, 1], marker=figure_style.get_marker(1), color=figure_style.get_colour(8))
+            made.append(figure_style.save_figure(figure, tmp_path / name, "png", "svg", "pdf"))
     assert [path.name for path in made[0]] == ["one.png", "one.svg", "one.pdf"]
     for one, other in zip(*made, strict=True):
         assert one.read_bytes() == other.read_bytes()

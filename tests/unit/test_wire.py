@@ -13,9 +13,9 @@ import pytest
 from dcpbench import cli
 from dcpbench.bench import calibration
 from dcpbench.errors import DcpbenchError, UsageError
-from dcpbench.points import machines
+from dcpbench.points import cluster_specs
+from dcpbench.points.comm_model import LATE, Call, Fit, Link, Prompts, Sample, Wire, _interpolate, fit_samples
 from dcpbench.points.gpus import GPUS
-from dcpbench.points.wire import LATE, Call, Fit, Link, Prompts, Sample, Wire, _interpolate, fit_samples
 from dcpbench.records.record import Emulated
 from dcpbench.serving.step_cases import Extent
 from dcpbench.serving.step_times import LINE, StepTimes, write_step_times
@@ -23,7 +23,10 @@ from tests.unit.step_times_builder import step_times
 
 RESULTS = Path(__file__).parents[2] / "results"
 WIRE = RESULTS / "decode-serving_2xH200_2026-11-26" / "wire"
-FOUR, TWO = RESULTS / "kernels-exchanges_4xH200_2026-11-21", RESULTS / "emulated-against-live_2xH200_2026-11-23"
+FOUR, TWO = (
+    RESULTS / "exchanges_H100-H200/kernels-exchanges_4xH200_2026-11-21",
+    RESULTS / "emulation_H200/emulated-against-live_2xH200_2026-11-23",
+)
 BENCHES = [
     *(WIRE / f"{bench}-{ranks}" for ranks in (2, 4) for bench in ("collectives", "exchange")),
     FOUR / "exchange-q-replicate",
@@ -188,22 +191,24 @@ def test_another_machines_rate_and_error_are_reckoned_with() -> None:
 def test_faster_links_shorten_bytes_alone_and_the_band_reaches_to_the_measured_time() -> None:
     """Of B200, whose wire nobody has measured."""
     here, there = (
-        machines.load_machine(name).wire.predict_seconds("symm", 4, 20_000_000, 2) for name in ("H200", "B200")
+        cluster_specs.load_machine(name).wire.predict_seconds("symm", 4, 20_000_000, 2) for name in ("H200", "B200")
     )
     assert here.mean / 2 < there.mean < here.mean
     assert there.high > here.mean
-    small = [machines.load_machine(name).wire.predict_seconds("symm", 4, 1000, 2).mean for name in ("H200", "B200")]
+    small = [
+        cluster_specs.load_machine(name).wire.predict_seconds("symm", 4, 1000, 2).mean for name in ("H200", "B200")
+    ]
     assert small[1] == pytest.approx(small[0], rel=0.05)
 
 
 @pytest.mark.parametrize("gpu", [gpu.name for gpu in GPUS])
 def test_every_gpu_of_the_table_is_a_machine(gpu: str) -> None:
     """With a band that is wider than H200's own, and links by name."""
-    machine = machines.load_machine(f"{gpu}+rdma-400")
+    machine = cluster_specs.load_machine(f"{gpu}+rdma-400")
     assert machine.card.name == gpu
     inside, own = (
         machine.wire.predict_seconds("a2a", 8, 10**6, 2),
-        machines.load_machine("H200").wire.predict_seconds("a2a", 8, 10**6, 2),
+        cluster_specs.load_machine("H200").wire.predict_seconds("a2a", 8, 10**6, 2),
     )
     assert inside.low < inside.mean < inside.high
     assert gpu == "H200" or inside.high / inside.mean > own.high / own.mean
@@ -212,27 +217,27 @@ def test_every_gpu_of_the_table_is_a_machine(gpu: str) -> None:
 
 def test_compute_is_scaled_by_a_named_rate_or_refused() -> None:
     """H200's reads on H100 take 4.8 / 3.35 as long, give or take; A100 has no fp8."""
-    h200 = machines.load_machine("H200").card
-    ratio, error = machines.load_machine("H100").compute_scale("read", h200)
+    h200 = cluster_specs.load_machine("H200").card
+    ratio, error = cluster_specs.load_machine("H100").compute_scale("read", h200)
     assert ratio == pytest.approx(4.8 / 3.35)
     assert 0.1 < error < 0.2
-    assert machines.load_machine("H200").compute_scale("matmul", h200) == (1.0, 0.0)
+    assert cluster_specs.load_machine("H200").compute_scale("matmul", h200) == (1.0, 0.0)
     with pytest.raises(UsageError, match="A100 has no matmul_fp8 rate"):
-        machines.load_machine("A100").compute_scale("matmul_fp8", h200)
+        cluster_specs.load_machine("A100").compute_scale("matmul_fp8", h200)
 
 
 def test_the_built_in_wire_is_that_of_the_records() -> None:
     """The file in the package is what calibrate makes of results/."""
     records, older = calibration.read_records(BENCHES), calibration.read_records(OLDER)
     calls = calibration.collect_samples(older) | calibration.collect_samples(records)
-    assert calls == machines.load_built_in("H200").calls
-    assert calibration.describe_hardware([*records, *older]) == ("H200", machines.load_built_in("H200").measured)
+    assert calls == cluster_specs.load_built_in("H200").calls
+    assert calibration.describe_hardware([*records, *older]) == ("H200", cluster_specs.load_built_in("H200").measured)
 
 
 def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     """Also with a link of one's own; a name may hold anything."""
     link = Link(name="our fabric", bytes_s=25e9, latency_us=6.0, source="ib_write_bw")
-    made_up = machines.Machine(
+    made_up = cluster_specs.Machine(
         name='a "b" ü',
         gpu="H200",
         gpus_per_host=4,
@@ -241,8 +246,8 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
         calls={"a2a": [Sample(2, 2, 10, 1.5)]},
     )
     path = tmp_path / "machine.toml"
-    path.write_text(machines.format_machine(made_up))
-    found = machines.load_machine(str(path))
+    path.write_text(cluster_specs.format_machine(made_up))
+    found = cluster_specs.load_machine(str(path))
     assert len(found.sha256) == 64
     assert msgspec.structs.replace(found, sha256="") == made_up
 
@@ -287,7 +292,7 @@ def test_a_wrong_file_gets_a_sentence_that_names_the_field(content: str, said: s
     path = tmp_path / "m.toml"
     path.write_bytes(content.encode("latin-1"))
     with pytest.raises(UsageError) as error:
-        machines.read_machine(path)
+        cluster_specs.read_machine(path)
     assert said in str(error.value)
     assert str(path) in str(error.value)
 
@@ -296,7 +301,7 @@ def test_a_wrong_file_gets_a_sentence_that_names_the_field(content: str, said: s
 def test_an_unknown_machine_gets_a_sentence(name: str) -> None:
     """That says what there is."""
     with pytest.raises(UsageError, match=r"rdma-400|dcpbench bench calibrate writes such a file"):
-        machines.load_machine(name)
+        cluster_specs.load_machine(name)
 
 
 def test_calibrate_writes_a_file_a_picture_and_its_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -308,7 +313,7 @@ def test_calibrate_writes_a_file_a_picture_and_its_errors(tmp_path: Path, capsys
     assert code == 0
     said = json.loads(printed)
     assert {row["call"] for row in said["calls"]} >= {"all-gather", "a2a", "symm"}
-    assert machines.read_machine(out).link == "rdma-400"
+    assert cluster_specs.read_machine(out).link == "rdma-400"
     assert out.with_suffix(".png").stat().st_size > 10_000
     code, _, complaint = run(capsys, "bench", "calibrate", str(BENCHES[0]), "-o", str(out))
     assert code == 2
@@ -350,7 +355,7 @@ def test_calibrate_says_which_calls_it_lacks_and_what_measures_them(
     words = said.partition("GPUs: dcpbench ")[2].partition(", and name")[0].split()
     assert words[:4] == ["bench", "collectives", "--variant", ",".join(lacks)]
     assert words[-2:] == ["-o", "FOLDER"]
-    measured = machines.read_machine(tmp_path / "m.toml").calls.values()
+    measured = cluster_specs.read_machine(tmp_path / "m.toml").calls.values()
     assert int(words[words.index("--ranks") + 1]) == max(sample.ranks for samples in measured for sample in samples)
     _, _, said = run(capsys, "bench", "calibrate", str(collectives), str(exchange), "-o", str(tmp_path / "whole.toml"))
     assert "all-gather" not in said
@@ -383,7 +388,7 @@ def test_calibrate_says_how_much_longer_prompts_take_gpus_together(
     assert run(capsys, "bench", "calibrate", *map(str, BENCHES[:1]), "-o", str(first))[0] == 0
     code, printed, said = run(capsys, "bench", "calibrate", str(first), *map(str, runs), "-o", str(out), "--json")
     assert code == 0, said
-    made, before = machines.read_machine(out), machines.read_machine(first)
+    made, before = cluster_specs.read_machine(out), cluster_specs.read_machine(first)
     assert {p.times for p in made.prompts} == {1.04}
     assert [p.tokens for p in made.prompts] == sorted(
         {m.case.compute_work().tokens for m in live.select_cases(LINE)} - {0}
@@ -393,7 +398,7 @@ def test_calibrate_says_how_much_longer_prompts_take_gpus_together(
     again = run(capsys, "bench", "calibrate", str(out), "--name", "ours", "-o", str(out), "--force")
     assert again[0] == 0
     assert "up to 1.040 times as long on these GPUs as on one emulating GPU" in again[2]
-    assert (machines.read_machine(out).name, machines.read_machine(out).prompts) == ("ours", made.prompts)
+    assert (cluster_specs.read_machine(out).name, cluster_specs.read_machine(out).prompts) == ("ours", made.prompts)
 
 
 def test_a_folder_may_have_benches_and_step_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -403,7 +408,7 @@ def test_a_folder_may_have_benches_and_step_times(tmp_path: Path, capsys: pytest
     shutil.copytree(BENCHES[0], tmp_path / "all" / "bench")
     code, _, said = run(capsys, "bench", "calibrate", str(tmp_path / "all"), "-o", str(tmp_path / "m.toml"))
     assert code == 0, said
-    made = machines.read_machine(tmp_path / "m.toml")
+    made = cluster_specs.read_machine(tmp_path / "m.toml")
     assert made.calls == calibration.collect_samples(calibration.read_records([BENCHES[0]]))
     assert {p.times for p in made.prompts} == {1.05}
 
@@ -461,7 +466,7 @@ def test_a_machine_of_another_gpu_says_whose_wire_it_has(tmp_path: Path, capsys:
     out = tmp_path / "m.toml"
     code, _, _ = run(capsys, "bench", "calibrate", str(BENCHES[0]), "--gpu", "H100", "-o", str(out))
     assert code == 0
-    assert machines.read_machine(out).name == "H100, its wire measured on H200"
+    assert cluster_specs.read_machine(out).name == "H100, its wire measured on H200"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from dcpbench.syncs.gating.gate import Gate, compute_verdict
 from dcpbench.syncs.scan import scan_traces
 
 if TYPE_CHECKING:
-    from dcpbench.syncs.model import Report, Site
+    from dcpbench.syncs.sync_report import Report, Site
 
 HOST = 100
 """Process and main thread."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from dcpbench.points.names import ALL_REDUCES
 from dcpbench.records.runs import read_run
-from dcpbench.reports import words
+from dcpbench.reports import load_labels
 from tools import emulation_live
 from tools.multi_gpu.running import Ran
 
@@ -202,7 +202,7 @@ def served(folder: Path) -> list[str]:
     of: dict[tuple[str, ...], dict[str, Record]] = collections.defaultdict(dict)
     for _, r in records(folder):
         if r.outcome == "ok" and r.serve is not None and r.point.load is not None:
-            load = f"{r.point.load.requests} × {words.format_shape(r.point.load)}"
+            load = f"{r.point.load.requests} × {load_labels.format_shape(r.point.load)}"
             how = "emulated" if r.point.emulate else r.point.load.mode
             of[load, told(r), _arrival(r.point)][how] = r
     for (load, what, arrival), hows in of.items():

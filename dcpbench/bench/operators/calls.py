@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from dcpbench.bench.record import Timing
+from dcpbench.bench.bench_record import Timing
 from dcpbench.measuring.environment import get_gpu_uuid
 from dcpbench.measuring.gpu_state import GpuSampler
 from dcpbench.measuring.timing import Timer, measure_in_turns
@@ -17,9 +17,9 @@ from dcpbench.records.stats import StopRule, compute_median_interval
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from dcpbench.bench.record import BenchSettings, Case
+    from dcpbench.bench.bench_record import BenchSettings, Case
     from dcpbench.measuring import timing
-    from dcpbench.points.floors import Work
+    from dcpbench.points.roofline import Work
     from dcpbench.records.record import Gpu
 
     Run = Callable[[], None]

@@ -20,18 +20,18 @@ from typing import TYPE_CHECKING
 import torch
 
 from dcpbench.bench.operators.calls import FRESH_CALLS, compute_relative_error, make_checked_calls
-from dcpbench.bench.operators.ranks import get_world_group
+from dcpbench.bench.operators.rendezvous import get_world_group
 from dcpbench.exchange.registered_memory import get_shared_buffer
 from dcpbench.exchange.symmetric_all_reduce import ReduceSpec, make_all_reduce
-from dcpbench.kernels.peers import Carver
-from dcpbench.points.floors import compute_all_reduce_work, compute_gather_work
+from dcpbench.kernels.symm_mem import Carver
+from dcpbench.points.roofline import compute_all_reduce_work, compute_gather_work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from dcpbench.bench.bench_record import Case
     from dcpbench.bench.operators.calls import Calls
-    from dcpbench.bench.record import Case
-    from dcpbench.exchange.collectives import Group
+    from dcpbench.exchange.torch_collectives import Group
 
 ROUNDING = 2.0**-8
 """Largest relative error of a number in bf16. A sum over ranks is rounded more than once, but mostly by less."""

@@ -20,19 +20,19 @@ from typing import TYPE_CHECKING
 import torch
 
 from dcpbench.bench.operators.calls import FRESH_CALLS, Calls, compute_relative_error, describe_error, reset_to_nan
-from dcpbench.bench.operators.ranks import get_world_group
+from dcpbench.bench.operators.rendezvous import get_world_group
 from dcpbench.exchange import ExchangeSpec, make_exchange
-from dcpbench.exchange.collectives import gather_objects
+from dcpbench.exchange.torch_collectives import gather_objects
 from dcpbench.kernels.merge import merge_partials
-from dcpbench.points.floors import Work, compute_exchanged_bytes, compute_merge_work, compute_query_work
+from dcpbench.points.roofline import Work, compute_exchanged_bytes, compute_merge_work, compute_query_work
 from dcpbench.points.shapes import KV_WIDTH, LATENT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dcpbench.bench.record import Case
+    from dcpbench.bench.bench_record import Case
     from dcpbench.exchange import Exchange
-    from dcpbench.exchange.collectives import Group
+    from dcpbench.exchange.torch_collectives import Group
 
 DTYPE = torch.bfloat16
 LIMIT = 1e-2

@@ -26,16 +26,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from dcpbench.bench.operators.calls import Calls, count_cold_sets
-from dcpbench.bench.operators.ranks import get_world_group
+from dcpbench.bench.operators.rendezvous import get_world_group
 from dcpbench.engine.request_pool import RequestPool
 from dcpbench.errors import CapacityError
 from dcpbench.exchange.prefix import Gatherer, Task, allocate_symmetric
 from dcpbench.exchange.registered_memory import RegisteredBuffer, register_buffer
 from dcpbench.kernels.kv_gather import make_request_table
 from dcpbench.kernels.kv_indices import Share, write_pages
-from dcpbench.points.floors import Work
 from dcpbench.points.layout import Prefix
 from dcpbench.points.memory import GIB
+from dcpbench.points.roofline import Work
 from dcpbench.points.shapes import KV_WIDTH
 from dcpbench.serving.allocator import DcpAllocator
 
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
-    from dcpbench.bench.record import Case
-    from dcpbench.exchange.collectives import Group
-    from dcpbench.kernels.peers import Peers
+    from dcpbench.bench.bench_record import Case
+    from dcpbench.exchange.torch_collectives import Group
+    from dcpbench.kernels.symm_mem import Peers
 
     Buffer = Peers | RegisteredBuffer | torch.Tensor
     Lend = Callable[[], AbstractContextManager[Buffer]]

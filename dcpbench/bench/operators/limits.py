@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from dcpbench.bench.bench_record import Limit
 from dcpbench.bench.operators import collectives
-from dcpbench.bench.operators.ranks import RankError, get_world_group, run_together
-from dcpbench.bench.record import Limit
+from dcpbench.bench.operators.rendezvous import RankError, get_world_group, run_together
 from dcpbench.errors import CapacityError
 from dcpbench.kernels.read import BLOCK, read_memory
 from dcpbench.measuring.timing import Timer, capture_graph
@@ -33,7 +33,7 @@ from dcpbench.records.stats import compute_median_interval
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from dcpbench.exchange.collectives import Group
+    from dcpbench.exchange.torch_collectives import Group
 
     Run = Callable[[], object]
 

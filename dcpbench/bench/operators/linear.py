@@ -20,14 +20,14 @@ from dcpbench.bench.operators.moe import make_exact, make_weights
 from dcpbench.errors import MissingPackageError, UsageError
 from dcpbench.kernels import linear as kernels
 from dcpbench.kernels.block_scaled import Scaled, dequantize_weight, quantize_rows
-from dcpbench.points.floors import compute_linear_work
 from dcpbench.points.memory import Product
+from dcpbench.points.roofline import compute_linear_work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from dcpbench.bench.bench_record import Case
     from dcpbench.bench.operators.calls import Calls
-    from dcpbench.bench.record import Case
 
 LIMIT = 4e-3
 """Relative error past which a result is wrong: rounding it to bf16 is off by 2⁻⁸ at most, by 2⁻⁸/√3 on average."""

@@ -22,14 +22,14 @@ from dcpbench.kernels.head_order import to_head_order
 from dcpbench.kernels.merge import compute_weights
 from dcpbench.kernels.pack import Message, merge_messages, pack_messages
 from dcpbench.kernels.value_proj import project_values
-from dcpbench.points.floors import Work
+from dcpbench.points.roofline import Work
 from dcpbench.points.shapes import KV_WIDTH, LATENT, VALUE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from dcpbench.bench.bench_record import Case
     from dcpbench.bench.operators.calls import Calls
-    from dcpbench.bench.record import Case
 
 DTYPE = torch.bfloat16
 LIMIT = 5e-3

@@ -24,17 +24,17 @@ from dcpbench.errors import MissingPackageError, UsageError
 from dcpbench.kernels import block_scaled
 from dcpbench.kernels.block_scaled import Scaled
 from dcpbench.kernels.e4m3 import LARGEST
-from dcpbench.kernels.moe import decode, prompts, scaled
-from dcpbench.points.floors import compute_expert_work
+from dcpbench.kernels.moe import decode_experts, prefill_experts, scaled
 from dcpbench.points.memory import Product
+from dcpbench.points.roofline import compute_expert_work
 from dcpbench.points.shapes import SCALE_BLOCK
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from dcpbench.bench.bench_record import Case
     from dcpbench.bench.operators.calls import Calls
-    from dcpbench.bench.record import Case
-    from dcpbench.points.floors import Work
+    from dcpbench.points.roofline import Work
 
 LIMIT = 8e-3
 """Relative error past which a result is wrong: rounding it, and for gate-up its factors, to bf16."""
@@ -152,17 +152,17 @@ def prepare_triton(inputs: Inputs) -> PreparedVariant:
     if isinstance(inputs.weight, Scaled):
         return prepare_scaled(inputs, inputs.weight)
     weight = inputs.weight
-    if inputs.ids.numel() > decode.MAX_ASSIGNMENTS:
+    if inputs.ids.numel() > decode_experts.MAX_ASSIGNMENTS:
         rows_ID = inputs.sorted_rows
-        *_, ends = prompts.sort_by_expert(inputs.ids, 0, sizes.experts)
+        *_, ends = prefill_experts.sort_by_expert(inputs.ids, 0, sizes.experts)
         return PreparedVariant(
-            call=lambda: (prompts.compute_product(rows_ID, weight, ends, gated=sizes.gated),),
+            call=lambda: (prefill_experts.compute_product(rows_ID, weight, ends, gated=sizes.gated),),
             rows=lambda y: y,
             fused=True,
         )
-    plan = decode.plan_product(inputs.ids, 0, sizes.experts)
+    plan = decode_experts.plan_product(inputs.ids, 0, sizes.experts)
     return PreparedVariant(
-        call=lambda: (decode.compute_product(inputs.x, weight, plan, sizes.top_k, gated=sizes.gated),),
+        call=lambda: (decode_experts.compute_product(inputs.x, weight, plan, sizes.top_k, gated=sizes.gated),),
         rows=lambda y: y,
         fused=True,
     )
@@ -192,7 +192,7 @@ def prepare_torch(inputs: Inputs) -> PreparedVariant:
             "torch has no grouped product for block scales; use --variant triton,deepgemm with --weights fp8."
         )
     rows_ID, weight = inputs.sorted_rows, inputs.weight.transpose(-2, -1)
-    *_, ends = prompts.sort_by_expert(inputs.ids, 0, inputs.sizes.experts)
+    *_, ends = prefill_experts.sort_by_expert(inputs.ids, 0, inputs.sizes.experts)
     grouped_mm = torch._grouped_mm  # noqa: SLF001 - public only from 2.12 on
     return PreparedVariant(call=lambda: (grouped_mm(rows_ID, weight, offs=ends),), rows=lambda y: y)
 

@@ -9,9 +9,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
-from dcpbench.bench.shown.findings import get_gpu_time, group_results
-from dcpbench.points.floors import get_flops_limit
-from dcpbench.show.figures import (
+from dcpbench.bench.shown.bench_findings import get_gpu_time, group_results
+from dcpbench.points.roofline import get_flops_limit
+from dcpbench.show.figure_style import (
     GREY,
     apply_style,
     choose_columns,
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-    from dcpbench.bench.record import BenchRecord, Result, Timing
-    from dcpbench.bench.shown.findings import Groups
+    from dcpbench.bench.bench_record import BenchRecord, Result, Timing
+    from dcpbench.bench.shown.bench_findings import Groups
 
     Draw = Callable[[Axes, str, list[Result]], None]
 

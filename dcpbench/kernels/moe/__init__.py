@@ -7,7 +7,7 @@ from torch.nn.functional import linear, silu
 
 from dcpbench.kernels.block_scaled import Rows, Scaled, needs_quantized_input
 from dcpbench.kernels.linear import apply_linear_reference
-from dcpbench.kernels.moe import decode, prompts, scaled
+from dcpbench.kernels.moe import decode_experts, prefill_experts, scaled
 from dcpbench.kernels.moe.routing import select_experts
 
 __all__ = [
@@ -25,10 +25,14 @@ def list_kernel_changes(local: int, top_k: int, *, in_fp8: bool) -> list[int]:
     """Return the maximum numbers of tokens up to which `local` experts of a rank use the same kernels; beyond, the time
     jumps.
     """
-    most = (scaled.MAX_ASSIGNMENTS if in_fp8 else decode.MAX_ASSIGNMENTS) // top_k
-    rows = [scaled.FEW_ROWS + 1] if in_fp8 else [prompts.FEW_ROWS + 1, prompts.SOME_ROWS + 1, prompts.MANY_ROWS]
+    most = (scaled.MAX_ASSIGNMENTS if in_fp8 else decode_experts.MAX_ASSIGNMENTS) // top_k
+    rows = (
+        [scaled.FEW_ROWS + 1]
+        if in_fp8
+        else [prefill_experts.FEW_ROWS + 1, prefill_experts.SOME_ROWS + 1, prefill_experts.MANY_ROWS]
+    )
     tiles = [(n * local - 1) // top_k for n in rows]
-    return sorted({min(decode.WIDE_TILES, most), most, *(n for n in tiles if n > most)})
+    return sorted({min(decode_experts.WIDE_TILES, most), most, *(n for n in tiles if n > most)})
 
 
 def compute_router_logits(x_TD: torch.Tensor, router_ED: torch.Tensor) -> torch.Tensor:
@@ -62,7 +66,7 @@ def apply_experts(
     assert not isinstance(down, Scaled)
     assert not isinstance(x_TD, Rows)
     if x_TD.is_cuda and x_TD.dtype == torch.bfloat16:
-        fast = decode if ids_Tk.numel() <= decode.MAX_ASSIGNMENTS else prompts
+        fast = decode_experts if ids_Tk.numel() <= decode_experts.MAX_ASSIGNMENTS else prefill_experts
         return fast.apply_experts(x_TD, gate_up, down, weights_Tk, ids_Tk, first, shared_TD)
     return apply_experts_reference(x_TD, gate_up, down, weights_Tk, ids_Tk, first, shared_TD)
 
@@ -122,8 +126,8 @@ def silu_mul(gate_up_TI: torch.Tensor, feeds: torch.Tensor | Scaled | None = Non
     Dense layers and shared experts use it. The result is quantised where kernels quantise the input of `feeds`.
     """
     if needs_quantized_input(feeds):
-        return prompts.silu_mul_rows(gate_up_TI)
+        return prefill_experts.silu_mul_rows(gate_up_TI)
     if gate_up_TI.is_cuda:
-        return prompts.silu_mul(gate_up_TI)
+        return prefill_experts.silu_mul(gate_up_TI)
     gate_TI, up_TI = gate_up_TI.to(torch.promote_types(gate_up_TI.dtype, torch.float32)).chunk(2, dim=-1)
     return (silu(gate_TI) * up_TI).to(gate_up_TI.dtype)

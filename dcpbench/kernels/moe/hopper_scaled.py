@@ -1,6 +1,6 @@
 """`down` of experts over fp8 for prompts on Hopper, in Gluon: a warp loads tiles, two warpgroups multiply 64 rows each.
 
-As kernels/hopper_linear.py, over the tiles of prompts.split_tiles. gate-up in this way is slower than decode.py's kernel: two
+As kernels/hopper_linear.py, over the tiles of prefill_experts.split_tiles. gate-up in this way is slower than decode_experts.py's kernel: two
 products that wait for each other leave a warpgroup no time to add them up.
 """
 
@@ -145,7 +145,7 @@ def compute_product(
     Args:
         x: quantised rows, those of an expert together; scales contiguous, as compute_gate_up() has them.
         weight: [E, out, in] in blocks of 128 × 128; in and out are multiples of 128.
-        tiles: of up to ROWS rows; see prompts.split_tiles.
+        tiles: of up to ROWS rows; see prefill_experts.split_tiles.
         total: how many tiles there are.
         stages: tiles in flight.
         together: tiles that go through the columns side by side.

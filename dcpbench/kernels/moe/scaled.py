@@ -1,6 +1,6 @@
 """Experts of one rank over e4m3 weights with scales (block_scaled.py), for decode batches and for prompts.
 
-Both products are decode.py's kernel. Tokens are quantised once, in front of it or by the norm that made them, and
+Both products are decode_experts.py's kernel. Tokens are quantised once, in front of it or by the norm that made them, and
 hidden rows by the product that makes them. A decode batch is planned by one kernel; the many assignments of prompts are
 sorted by three.
 """
@@ -13,12 +13,12 @@ import torch
 
 from dcpbench.kernels.block_scaled import Rows, Scaled, quantize_rows
 from dcpbench.kernels.e4m3 import get_capability
-from dcpbench.kernels.moe import decode
-from dcpbench.kernels.moe.prompts import merge_expert_outputs, sort_by_expert, split_tiles
+from dcpbench.kernels.moe import decode_experts
+from dcpbench.kernels.moe.prefill_experts import merge_expert_outputs, sort_by_expert, split_tiles
 from dcpbench.points.shapes import SCALE_BLOCK
 
 if TYPE_CHECKING:
-    from dcpbench.kernels.moe.decode import Plan, Shape
+    from dcpbench.kernels.moe.decode_experts import Plan, Shape
 
 HOPPER = 9
 """Major compute capability."""
@@ -32,12 +32,14 @@ def plan_products(ids_Tk: torch.Tensor, first: int, local: int) -> Plan:
     """Return the plan of both products for the experts [first, first + local). No host sync, deterministic."""
     count = ids_Tk.numel()
     if count <= MAX_ASSIGNMENTS:
-        return decode.plan_product(ids_Tk, first, local)
+        return decode_experts.plan_product(ids_Tk, first, local)
     rows = 64 if count // local <= FEW_ROWS else 128
     source, place, ends = sort_by_expert(ids_Tk, first, local)
     tiles, total = split_tiles(ends, count, rows)
     from_tile_to_tile = rows == 128 and get_capability(ids_Tk.device)[0] == HOPPER
-    return decode.Plan(source=source, place=place, tiles=tiles, rows=rows, total=total if from_tile_to_tile else None)
+    return decode_experts.Plan(
+        source=source, place=place, tiles=tiles, rows=rows, total=total if from_tile_to_tile else None
+    )
 
 
 def compute_gate_up(x: Scaled, weight: Scaled, plan: Plan, top_k: int) -> Scaled:
@@ -46,7 +48,7 @@ def compute_gate_up(x: Scaled, weight: Scaled, plan: Plan, top_k: int) -> Scaled
     data = torch.empty(len(plan.source), columns, dtype=x.data.dtype, device=x.data.device)
     scale = torch.empty(len(plan.source), columns // SCALE_BLOCK, device=x.data.device)
     operands = (x.data, x.scale), (weight.data, weight.scale), (data.view(torch.uint8), scale)
-    decode.launch_product(
+    decode_experts.launch_product(
         *operands, plan, top_k, gated=True, shape=choose_shape(plan.rows, weight.data.shape[-1], gated=True)
     )
     return Scaled(data, scale, (1, SCALE_BLOCK))
@@ -61,7 +63,7 @@ def compute_down(x: Scaled, weight: Scaled, plan: Plan, top_k: int) -> torch.Ten
         return hopper_scaled.compute_product(x, weight, plan.tiles, plan.total)
     out = torch.empty(len(plan.source), weight.data.shape[1], dtype=torch.bfloat16, device=x.data.device)
     shape = choose_shape(plan.rows, weight.data.shape[-1], gated=False)
-    decode.launch_product(
+    decode_experts.launch_product(
         (x.data, x.scale), (weight.data, weight.scale), (out, None), plan, top_k, gated=False, shape=shape
     )
     return out

@@ -12,12 +12,12 @@ from dcpbench.points.axes import Role
 from dcpbench.points.names import CLOSED, GAMMA, LIVE, TRACE_TIMES
 from dcpbench.points.point import AXES, LOAD_AXES, Load, Point, select_point_axes
 from dcpbench.records.metrics import METRIC, PAGE, PAGE_TABLE, Metric
-from dcpbench.reports import launch_bands, marks, overview, style, words
+from dcpbench.reports import launch_bands, load_labels, overview, point_warnings, style
+from dcpbench.reports.dataframes import make_load_key
 from dcpbench.reports.figures import compute_floors_ms, compute_phases_ms, has_phases
 from dcpbench.reports.findings import LOAD
-from dcpbench.reports.frames import make_load_key
 from dcpbench.reports.reproduce import build_command
-from dcpbench.show import figures
+from dcpbench.show import figure_style
 from dcpbench.show.layouts import format_css_colours
 from dcpbench.show.numbers import is_missing
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from dcpbench.records.record import Record
-    from dcpbench.reports.frames import Frames
+    from dcpbench.reports.dataframes import Frames
 
 MAX_POINTS = 20_000
 """Maximum number of points that a page holds; a browser draws these within seconds, and points.csv has all."""
@@ -100,7 +100,7 @@ def build_page_data(frames: Frames, most: int = MAX_POINTS) -> dict[str, Any]:
     count = 0
     for table in tables:
         if len(part := table.head(max(most - count, 0))):
-            telling = [text or None for text in marks.format_distinct_warnings(table)[: len(part)]]
+            telling = [text or None for text in point_warnings.format_distinct_warnings(table)[: len(part)]]
             parts.append(_build_columns(part, extras, series, recorded) | {"telling": telling})
             count += len(part)
     names = dict.fromkeys(name for part in parts for name in part)
@@ -118,8 +118,8 @@ def build_page_data(frames: Frames, most: int = MAX_POINTS) -> dict[str, Any]:
         "series": series.looks,
         "phases": [name.removeprefix(PHASE) for name in names if name.startswith(PHASE) and name != IDLE],
         "fields": [field for field in FIELDS if field["name"] in columns],
-        "watermark": figures.WATERMARK,
-        "log_range": figures.LOG_RANGE,
+        "watermark": figure_style.WATERMARK,
+        "log_range": figure_style.LOG_RANGE,
         "level": launch_bands.find_largest(frames.everything),
         "single": launch_bands.has_single_launches(frames.everything),
         "no_room": _list_rejected(frames),
@@ -301,7 +301,7 @@ class _Series:
         self._styles: dict[bool, style.Style] = {}
         tables = {served: t for served, t in ((False, frames.points), (True, frames.served)) if len(t)}
         if tables:
-            runs = words.list_unique(frames.everything["run"])
+            runs = load_labels.list_unique(frames.everything["run"])
             self._styles = {s: dataclasses.replace(style.Style.from_points(t), runs=runs) for s, t in tables.items()}
 
     def find_indices(self, table: pd.DataFrame) -> list[int]:

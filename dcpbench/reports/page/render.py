@@ -20,7 +20,7 @@ from dcpbench.show import web
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from dcpbench.reports.frames import Frames
+    from dcpbench.reports.dataframes import Frames
     from dcpbench.reports.plots import Picture
     from dcpbench.reports.sections import Section
 

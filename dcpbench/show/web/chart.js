@@ -6,7 +6,7 @@
                                       are read anew when the theme changes, and for paper. Size: that of the element; on paper
                                       its `data-paper` pixels wide. One that cannot be drawn says so in its place.
    dcp.undrawn(element, error)        puts the sentence that says so into a place for charts
-   dcp.series(i), symbol(i), dash(i)  colour, marker and line of the i-th thing to tell apart, as in show/figures.py
+   dcp.series(i), symbol(i), dash(i)  colour, marker and line of the i-th thing to tell apart, as in show/figure_style.py
    dcp.spread(middle, low, high, look)  error bars from lists of numbers, of which ends may be null
    dcp.text(string)                   any string as text for Plotly, which takes <b> and <a href> for markup
    trace.tip = (i) => [title, [[name, value]]]  of a trace given to dcp.draw: says all of its i-th mark when a pointer

@@ -34,7 +34,7 @@ from dcpbench.syncs.dry_run.device_tensor import (
     set_data,
     to_device,
 )
-from dcpbench.syncs.dry_run.measured import is_measured
+from dcpbench.syncs.dry_run.measured_operators import is_measured
 from dcpbench.syncs.dry_run.operators import convert_to_host, find_device_tensors, run_operator
 from dcpbench.syncs.dry_run.subclasses import install_subclasses
 from dcpbench.syncs.dry_run.sync_ops import POINTWISE_MIXERS, find_operator_waits
@@ -44,10 +44,10 @@ from dcpbench.syncs.dry_run.virtual_libraries import install_libraries
 from dcpbench.syncs.dry_run.virtual_runtime import install_runtime
 from dcpbench.syncs.dry_run.virtual_torchscript import install_torchscript
 from dcpbench.syncs.dry_run.waits import make_wait
-from dcpbench.syncs.frames import walk_stack
-from dcpbench.syncs.model import Coverage, Report, TraceSummary, build_report
+from dcpbench.syncs.python_frames import walk_stack
 from dcpbench.syncs.sites import Sync, group_into_sites
 from dcpbench.syncs.steps import Work, find_steps
+from dcpbench.syncs.sync_report import Coverage, Report, TraceSummary, build_report
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

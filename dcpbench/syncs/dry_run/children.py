@@ -23,8 +23,8 @@ import msgspec
 
 from dcpbench.syncs.dry_run.programs import is_python, may_use_gpu
 from dcpbench.syncs.dry_run_program import CHILDREN
-from dcpbench.syncs.model import ChildProcess
 from dcpbench.syncs.recorder.child import BEGAN, FORKED, STARTED, SUFFIX, TORCH
+from dcpbench.syncs.sync_report import ChildProcess
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """Find waits of factorisations, solvers and other operators on matrices, as measured on an H200.
 
-The measurement is in results/hidden-syncs-operators_H200_2026-11-28. cuSOLVER and MAGMA wait more often for some matrices
+The measurement is in results/syncs-graphs_H200/hidden-syncs-operators_H200_2026-11-28. cuSOLVER and MAGMA wait more often for some matrices
 (an iteration that converges slowly, a batch that is solved one matrix after another); the numbers here are the smallest
 that were measured. An operator that is given no element waits only where this module says so.
 """

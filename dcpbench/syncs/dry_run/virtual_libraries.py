@@ -12,7 +12,7 @@ import torch.autograd.graph
 from torch.utils._pytree import tree_map
 
 from dcpbench.syncs.dry_run.device_tensor import DeviceTensor
-from dcpbench.syncs.frames import walk_stack
+from dcpbench.syncs.python_frames import walk_stack
 from dcpbench.syncs.steps import Range, Work
 
 if TYPE_CHECKING:

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 from dcpbench.errors import UsageError
 from dcpbench.syncs.formats import github, junit, markdown, sarif
-from dcpbench.syncs.model import encode_json
-from dcpbench.syncs.words import make_report_printable
+from dcpbench.syncs.site_text import make_report_printable
+from dcpbench.syncs.sync_report import encode_json
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from dcpbench.syncs.model import Report
+    from dcpbench.syncs.sync_report import Report
 
 PLAIN = {
     "json": encode_json,

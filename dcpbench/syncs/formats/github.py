@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from dcpbench.show.ci import MAX_ANNOTATIONS, format_annotation, format_annotation_lines
 from dcpbench.syncs.rules import BY_ID
-from dcpbench.syncs.words import LEVELS, count_notes, format_advice, format_message, get_status, list_labels
+from dcpbench.syncs.site_text import LEVELS, count_notes, format_advice, format_message, get_status, list_labels
 
 if TYPE_CHECKING:
-    from dcpbench.syncs.model import Report, Site
+    from dcpbench.syncs.sync_report import Report, Site
 
 
 def render(report: Report) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from dcpbench.show.ci import add_junit_result, format_junit, make_junit_case
 from dcpbench.syncs.gating.gate import explain_no_answer
 from dcpbench.syncs.rules import BY_ID
-from dcpbench.syncs.words import (
+from dcpbench.syncs.site_text import (
     format_message,
     format_sentence,
     get_site_name,
@@ -21,7 +21,7 @@ from dcpbench.syncs.words import (
 if TYPE_CHECKING:
     from xml.etree.ElementTree import Element
 
-    from dcpbench.syncs.model import Report, Site
+    from dcpbench.syncs.sync_report import Report, Site
 
 
 def render(report: Report) -> str:

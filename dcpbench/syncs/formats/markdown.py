@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from dcpbench.show.ci import format_bullet_list, format_markdown_row
 from dcpbench.show.text import format_count, format_markdown_code, format_markdown_text
 from dcpbench.syncs.rules import BY_ID
-from dcpbench.syncs.words import (
+from dcpbench.syncs.site_text import (
     BOUND_NOTE,
     NOTHING,
     count_notes,
@@ -25,7 +25,7 @@ from dcpbench.syncs.words import (
 )
 
 if TYPE_CHECKING:
-    from dcpbench.syncs.model import Report, Site
+    from dcpbench.syncs.sync_report import Report, Site
 
 MAX_SITES = 500  # in the table: a step summary may have 1 MiB
 HEAD = ("", "Rule", "Where", "Operator", "Count", "Per step", "Wait total", "median", "p99", "Bubble ≤", "Copy")

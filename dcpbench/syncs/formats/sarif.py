@@ -11,7 +11,7 @@ import msgspec
 
 from dcpbench import __version__
 from dcpbench.syncs.rules import BY_ID, RULES
-from dcpbench.syncs.words import (
+from dcpbench.syncs.site_text import (
     LEVELS,
     count_notes,
     format_advice,
@@ -22,8 +22,8 @@ from dcpbench.syncs.words import (
 )
 
 if TYPE_CHECKING:
-    from dcpbench.syncs.model import Report, Site
     from dcpbench.syncs.rules import Rule
+    from dcpbench.syncs.sync_report import Report, Site
 
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 ROOT = "%SRCROOT%"

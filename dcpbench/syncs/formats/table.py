@@ -14,7 +14,7 @@ from rich.text import Text
 from dcpbench.show.terminal import render_to_text
 from dcpbench.show.text import format_count, get_path_end
 from dcpbench.syncs.rules import BY_ID
-from dcpbench.syncs.words import (
+from dcpbench.syncs.site_text import (
     BOUND_NOTE,
     count_notes,
     format_bubble,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console, RenderableType
 
-    from dcpbench.syncs.model import Report, Site
+    from dcpbench.syncs.sync_report import Report, Site
 
 NARROW = 110
 """Columns below which a table would break its words; sites are then listed below each other."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-    from dcpbench.syncs.model import Site
+    from dcpbench.syncs.sync_report import Site
 
 VERSION = 1
 DIGITS = 4  # decimals of a count per step: once in ten thousand steps is still a difference

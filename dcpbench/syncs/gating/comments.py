@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from dcpbench.syncs.model import Site
+    from dcpbench.syncs.sync_report import Site
 
 COMMENT = re.compile(r"#\s*dcpbench:\s*allow-sync\b(?:\s*\((?P<reason>.*)\))?")
 MAX_SOURCE_BYTES = 4 << 20

@@ -11,13 +11,13 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from dcpbench.errors import UsageError
-from dcpbench.syncs.words import list_dotted_names
+from dcpbench.syncs.site_text import list_dotted_names
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from dcpbench.syncs.model import Site
+    from dcpbench.syncs.sync_report import Site
 
 FILE = "pyproject.toml"
 TABLE = "[tool.dcpbench.syncs]"

@@ -18,17 +18,17 @@ from dcpbench.show import text
 from dcpbench.syncs.gating import baseline as baselines
 from dcpbench.syncs.gating.comments import Comments
 from dcpbench.syncs.gating.unseen import explain_unseen_parts
-from dcpbench.syncs.model import Finding, Verdict, get_sort_key
-from dcpbench.syncs.ranks import find_missing
-from dcpbench.syncs.sites import count_in_phase, find_worst_phase
-from dcpbench.syncs.steps import HOW_TO_MARK
-from dcpbench.syncs.words import (
+from dcpbench.syncs.site_text import (
     format_count_per_step,
     format_microseconds,
     format_place,
     format_sentence,
     get_site_name,
 )
+from dcpbench.syncs.sites import count_in_phase, find_worst_phase
+from dcpbench.syncs.steps import HOW_TO_MARK
+from dcpbench.syncs.sync_report import Finding, Verdict, get_sort_key
+from dcpbench.syncs.trace_ranks import find_missing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
     from dcpbench.syncs.gating.baseline import Baseline, Entry
     from dcpbench.syncs.gating.config import Allow
-    from dcpbench.syncs.model import Report, Site, TraceSummary
-    from dcpbench.syncs.ranks import MissingRanks
+    from dcpbench.syncs.sync_report import Report, Site, TraceSummary
+    from dcpbench.syncs.trace_ranks import MissingRanks
 
 SLACK = 1e-3
 """Counts per step are rounded in a baseline; a smaller difference is that."""

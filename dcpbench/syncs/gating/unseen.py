@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dcpbench.syncs.words import format_names
+from dcpbench.syncs.site_text import format_names
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from dcpbench.syncs.model import ChildProcess, TraceSummary
+    from dcpbench.syncs.sync_report import ChildProcess, TraceSummary
 
 
 def explain_unseen_parts(trace: TraceSummary, known: Collection[str] = ()) -> list[str]:

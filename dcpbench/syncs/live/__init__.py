@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dcpbench.errors import CapacityError, SyncError, UsageError
 from dcpbench.syncs import allowed
 from dcpbench.syncs.live import callbacks, sighting
-from dcpbench.syncs.model import Coverage, Report, TraceSummary, build_report
 from dcpbench.syncs.sites import format_syncs, group_into_sites
+from dcpbench.syncs.sync_report import Coverage, Report, TraceSummary, build_report
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from dcpbench.errors import CapacityError
 from dcpbench.syncs.gating.config import Allow
-from dcpbench.syncs.model import Report
 from dcpbench.syncs.sites import format_syncs, group_into_sites
+from dcpbench.syncs.sync_report import Report
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

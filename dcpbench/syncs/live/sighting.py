@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from dcpbench.syncs import rules
-from dcpbench.syncs.frames import (
+from dcpbench.syncs.live import callbacks
+from dcpbench.syncs.live.pageable import find_copy
+from dcpbench.syncs.python_frames import (
     SUBSCRIPT,
     UNKNOWN,
     Frame,
@@ -20,8 +22,6 @@ from dcpbench.syncs.frames import (
     list_framework_folders,
     walk_stack_from,
 )
-from dcpbench.syncs.live import callbacks
-from dcpbench.syncs.live.pageable import find_copy
 from dcpbench.syncs.sites import Sync
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dcpbench.show.text import format_count
-from dcpbench.syncs.model import Coverage
 from dcpbench.syncs.steps import HOW_TO_MARK
+from dcpbench.syncs.sync_report import Coverage
 from dcpbench.syncs.traces.blocking import API_NAMES, RUNTIMES, SYNC_EVENTS, get_wait_kind, parse_direction
 
 if TYPE_CHECKING:

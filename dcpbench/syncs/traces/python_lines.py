@@ -10,7 +10,7 @@ import sys
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from dcpbench.syncs.frames import Frame
+from dcpbench.syncs.python_frames import Frame
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import msgspec
 
 from dcpbench.errors import TraceError
-from dcpbench.syncs.ranks import parse_file_name
+from dcpbench.syncs.trace_ranks import parse_file_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -16,7 +16,7 @@ IN_CORPUS = (
 )  # used by programs of tools/syncs/corpus, with measured waits
 HEAD = (
     "# Operators whose waits were measured: {device}, torch {torch}.",
-    "# Written by `python -m tools.syncs.operators.table results/hidden-syncs-operators_H200_2026-11-28/ops.jsonl`,",
+    "# Written by `python -m tools.syncs.operators.table results/syncs-graphs_H200/hidden-syncs-operators_H200_2026-11-28/ops.jsonl`,",
     "# which `make unpack` unpacks. Some operators are in programs of tools/syncs/corpus alone.",
 )
 

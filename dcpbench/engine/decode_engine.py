@@ -1,0 +1,246 @@
+"""The decode engine of one rank: pools, requests, padded batches, and steps run eagerly or from a CUDA graph."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from dcpbench.engine.model import Model, StepInput
+from dcpbench.engine.request_pool import RequestPool, copy_async
+from dcpbench.errors import CapacityError
+from dcpbench.exchange import ExchangeSpec, make_exchange
+from dcpbench.hangs import heartbeats
+from dcpbench.kernels.attention import AttentionSpec, Shards, make_backend
+from dcpbench.kernels.kv_indices import write_pages
+from dcpbench.kernels.rope import compute_softmax_scale
+from dcpbench.kernels.synthetic_kv import fill_request
+from dcpbench.measuring.timing import capture_graph
+from dcpbench.points import layout as arithmetic
+from dcpbench.points.batches import PADDING_POSITION, PADDING_SLOT, compute_batch_rows
+from dcpbench.serving.allocator import DcpAllocator
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dcpbench.exchange import Exchange
+    from dcpbench.kernels.attention import Backend
+    from dcpbench.serving.allocator import Allocation
+
+
+@dataclasses.dataclass
+class Request:
+    """A request in flight on this replica."""
+
+    slot: int
+    allocation: Allocation
+
+    @property
+    def length(self) -> int:
+        """Return the number of tokens with a KV location, including the one that the next step writes."""
+        return self.allocation.tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class CapturedStep:
+    """A graph and the tensors it writes; an eager step in between leaves its results elsewhere."""
+
+    graph: torch.cuda.CUDAGraph
+    logits: torch.Tensor
+    next_tokens: torch.Tensor
+
+
+class Batch:
+    """Fixed buffers, attention plan and graph of one padded batch size."""
+
+    def __init__(self, size: int, backend: Backend, exchange: Exchange, device: torch.device) -> None:
+        self.size, self.backend, self.exchange = size, backend, exchange
+        self.rows = torch.zeros(2, size, dtype=torch.int64, device=device)
+        """Request slot and token index of each row: the only values that differ between steps."""
+        self.slots, self.positions = self.rows
+        self.logits: torch.Tensor | None = None
+        self.next_tokens: torch.Tensor | None = None
+        """[B] int64, tokens sampled by the last step, which has also written them to the table of tokens."""
+        self.router_inputs: torch.Tensor | None = None
+        """See StepInput; set before the first step, as a graph holds its address."""
+        self.captured: CapturedStep | None = None
+
+
+class DecodeEngine:
+    """Requests of one attention replica, as one of its ranks sees them. Every rank makes the same calls."""
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        backend: str,
+        exchange: str,
+        max_requests: int,
+        max_context: int,
+        padding: bool = True,
+    ) -> None:
+        """Create the engine; `padding=False` only serves to test what the padding slot and page prevent, see
+        RequestPool.
+        """
+        self.model = model
+        self.device = model.kv.data.device
+        self.largest = compute_batch_rows(max_requests)
+        self.made: dict[str, Exchange] = {}
+        self.batches: dict[int, Batch] = {}
+        self.select_path(backend, exchange)
+        _, pages, self.page_size, _ = model.kv.data.shape
+        self.max_context = max_context
+        self.requests = RequestPool(max_requests, max_context, self.device, padding=padding)
+        self.allocator = DcpAllocator(pages, self.page_size, model.layout.dcp, model.interleave)
+
+    def select_path(self, backend: str, exchange: str) -> None:
+        """Switch to this backend and exchange; batches, with their plans and graphs, are made again. Collective.
+
+        Raise the same DcpbenchError on all ranks if the exchange cannot work here; nothing is changed in that case.
+        """
+        if exchange not in self.made:
+            self.made[exchange] = make_exchange(exchange, self.model.groups.dcp, self._make_exchange_spec())
+        if self.batches and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # no running graph may read the memory that is freed here
+        self.backend_name, self.exchange, self.batches = backend, self.made[exchange], {}
+
+    def add_request(self, tokens: int) -> Request:
+        """Return a new request with capacity for `tokens` tokens. Raise CapacityError if slots or pages run out."""
+        slot = self.requests.allocate_slot()
+        try:
+            allocation = self.allocator.allocate(tokens)
+        except CapacityError:
+            self.requests.free_slot(slot)
+            raise
+        self.requests.set_locs(slot, 0, allocation.compute_locs(0, tokens))
+        return Request(slot=slot, allocation=allocation)
+
+    def write_random_kv(self, request: Request, number: int, seed: int) -> None:
+        """Fill the KV rows of all tokens of a request with random numbers instead of a prefill, the same in every
+        layout.
+
+        `number` identifies the request within the whole layout.
+        """
+        self.write_random_locs(self.requests.table[request.slot, : request.length], number, seed)
+
+    def write_random_locs(self, locs: torch.Tensor, number: int, seed: int) -> None:
+        """Fill virtual locations, int32, with random KV rows, the same as those of request `number`."""
+        fill_request(self.model.kv.get_all_rows(), locs, self.model.share, request=number, seed=seed)
+
+    def append_token(self, request: Request) -> None:
+        """Allocate one more token."""
+        self.allocator.extend(request.allocation, 1)
+        self.requests.set_locs(
+            request.slot, request.length - 1, request.allocation.compute_locs(request.length - 1, request.length)
+        )
+
+    def remove_request(self, request: Request) -> None:
+        """End a request."""
+        self.allocator.free(request.allocation)
+        self.requests.free_slot(request.slot)
+
+    def get_batch(self, requests: int) -> Batch:
+        """Return the buffers for a replica with up to `requests` requests, created on first use."""
+        size = compute_batch_rows(requests)
+        if size not in self.batches:
+            backend = make_backend(self.backend_name, self._make_attention_spec(size))
+            self.batches[size] = Batch(size, backend, self.exchange, self.device)
+        return self.batches[size]
+
+    def _make_attention_spec(self, batch: int) -> AttentionSpec:
+        model, shape = self.model, self.model.shape
+        return AttentionSpec(
+            batch=batch,
+            heads=model.heads * model.layout.dcp,
+            latent=shape.latent,
+            rope=shape.rope,
+            page_size=self.page_size,
+            max_pages=self.allocator.count_pages(self.max_context),
+            scale=compute_softmax_scale(shape),
+            dtype=model.dtype,
+            kv_dtype=model.kv.data.dtype,
+            kv_scale=model.kv.scale,
+            device=self.device,
+        )
+
+    def _make_exchange_spec(self) -> ExchangeSpec:
+        model, shape = self.model, self.model.shape
+        return ExchangeSpec(
+            batch=self.largest,
+            heads=model.heads * model.layout.dcp,
+            width=shape.kv_width,
+            value=shape.value if model.wide.value else shape.latent,
+            dtype=model.dtype,
+            device=self.device,
+            q_replicate=model.wide.query,
+            project_first=model.wide.value,
+        )
+
+    def plan_step(self, requests: list[Request], rows: int | None = None) -> Batch:
+        """Prepare the next step of `requests`, which writes the last token of each. See `plan_rows`."""
+        return self.plan_rows([r.slot for r in requests], [r.length - 1 for r in requests], rows)
+
+    def plan_rows(self, slots: Sequence[int], positions: Sequence[int], rows: int | None = None) -> Batch:
+        """Prepare the next step from host-side integers only; rows past the given ones are padding.
+
+        A row reads token `positions[b]` of the request in `slots[b]` and writes its KV row. With attention DP all
+        replicas must run the same number of rows: `rows` is the maximum number of requests of any replica.
+        """
+        batch = self.get_batch(rows or len(slots))
+        padding = batch.size - len(slots)
+        slots = [*slots, *[PADDING_SLOT] * padding]
+        positions = [*positions, *[PADDING_POSITION] * padding]
+        copy_async(np.asarray((slots, positions), dtype=np.int64), batch.rows)
+        tables = batch.backend.tables
+        if tables is None:
+            batch.backend.plan(self._make_shards(slots, positions))
+        else:
+            lengths_B = batch.positions + 1
+            write_pages(
+                tables.pages, None, tables.lengths, self.requests.table, batch.slots, lengths_B, self.model.share
+            )
+            batch.backend.plan_on_device()
+        return batch
+
+    def _make_shards(self, slots: Sequence[int], positions: Sequence[int]) -> Shards:
+        """Return the pages and lengths that this rank attends to, for backends that plan on the host."""
+        share, page = self.model.share, self.allocator.virtual_page
+        lengths = [arithmetic.compute_local_length(p + 1, share.rank, share.dcp, share.interleave) for p in positions]
+        tables = [self.requests.host[s, : p + 1 : page] // page for s, p in zip(slots, positions, strict=True)]
+        return Shards(pages=tables, lengths=lengths)
+
+    def run_eager(self, batch: Batch) -> None:
+        """Run one eager step: logits and next tokens of the planned batch, which become the requests' tokens."""
+        locs = self.requests.table[batch.slots, batch.positions]
+        tokens = self.requests.tokens[batch.slots, batch.positions]
+        inputs = StepInput(tokens, batch.positions, locs, batch.router_inputs)
+        batch.logits = self.model.run_step(inputs, batch)
+        batch.next_tokens = self.model.sample_greedy(batch.logits)
+        self.requests.tokens[batch.slots, batch.positions + 1] = batch.next_tokens
+
+    def capture_step(self, batch: Batch) -> None:
+        """Capture the step as a CUDA graph, once per batch size.
+
+        Every kernel has run on every rank before: a rank that loads modules while others wait in a captured collective
+        causes a hang (vLLM #46145).
+        """
+        if batch.captured is not None:
+            return
+        for _ in range(2):
+            self.run_eager(batch)
+        torch.cuda.synchronize()
+        graph = capture_graph(lambda: self.run_eager(batch))
+        assert batch.logits is not None
+        assert batch.next_tokens is not None
+        batch.captured = CapturedStep(graph, batch.logits, batch.next_tokens)
+
+    def run_step(self, batch: Batch) -> None:
+        """Run one planned step, with the captured graph if there is one."""
+        if batch.captured is None:
+            self.run_eager(batch)
+            return
+        heartbeats.record_step(heartbeats.REPLAY)
+        batch.captured.graph.replay()
+        batch.logits, batch.next_tokens = batch.captured.logits, batch.captured.next_tokens

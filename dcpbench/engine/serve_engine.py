@@ -1,0 +1,230 @@
+"""Run the scheduler's steps on one rank: decode rows from a graph, or with chunks of prompts in captured pieces.
+
+    launch(k + 1)     tables, rows and kernels queue behind step k, which may still run
+    wait of step k    the one wait of the loop: the tokens that step k sampled
+
+No value from the device is needed to launch a step: the tokens that it reads are in the device's own table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from dcpbench.engine.model import StepInput
+from dcpbench.engine.piecewise_graph import Pieces
+from dcpbench.engine.request_pool import copy_async
+from dcpbench.measuring.ranges import drop_ranges
+from dcpbench.points.batches import (
+    GRAPH_BATCHES,
+    PADDING_POSITION,
+    PADDING_SLOT,
+    compute_batch_rows,
+    compute_chunk_rows,
+)
+from dcpbench.syncs.allowed import allow
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dcpbench.engine.decode_engine import Batch, DecodeEngine
+    from dcpbench.engine.prefill import Prefiller
+    from dcpbench.serving.requests import ReplicaStep, Step
+
+IN_FLIGHT = 2
+"""Maximum number of steps with tokens in transfer: the one being read, and the one launched after it."""
+READ = "the tokens of a step are read while the next one runs"
+
+
+@dataclasses.dataclass(slots=True)
+class LaunchedStep:
+    """A step on its way."""
+
+    step: Step
+    tokens: torch.Tensor
+    """Tokens on the host, sampled for this replica's `emits`; valid once `wait_tokens` has returned."""
+    read: torch.cuda.Event | None = None
+    started: torch.cuda.Event | None = None
+    ended: torch.cuda.Event | None = None
+
+    @property
+    def has_arrived(self) -> bool:
+        """Return True if the step's tokens are on the host, without waiting. Always False on the CPU, which runs
+        synchronously.
+        """
+        return self.read is not None and self.read.query()
+
+    def wait_tokens(self) -> list[int]:
+        """Return the sampled token ids, once they are on the host."""
+        if self.read is not None:
+            with allow(READ):
+                self.read.synchronize()
+        return self.tokens.tolist()
+
+
+class ServeEngine:
+    """The part of a DecodeEngine that serves. All ranks launch the same steps."""
+
+    def __init__(self, engine: DecodeEngine, prefiller: Prefiller, router_inputs: torch.Tensor | None) -> None:
+        """Create the server; `router_inputs` [1, rows of all replicas, D] replaces the router's input with synthetic
+        weights, see StepInput.
+        """
+        self.engine, self.prefiller, self.router_inputs = engine, prefiller, router_inputs
+        self.model, self.requests, self.device = engine.model, engine.requests, engine.device
+        self.replica = self.model.groups.dp.rank
+        self.pieces = Pieces(prefiller, router_inputs)
+        self.numbers: dict[int, int] = {}
+        """Request number of the prompt in the table of tokens, by slot."""
+        while self.requests.available:  # the scheduler hands out slots
+            self.requests.allocate_slot()
+        cuda = self.device.type == "cuda"
+        self.host = [torch.zeros(engine.largest, dtype=torch.int64, pin_memory=cuda) for _ in range(IN_FLIGHT)]
+        self.launches = 0
+
+    def capture_steps(self, alive: Callable[[], None] = lambda: None) -> None:
+        """Capture the step of every batch size, on padding rows, and the capturable pieces of steps with chunks.
+
+        On the CPU, only run the former. `alive` is called from time to time.
+        """
+        batches = []
+        for size in reversed(GRAPH_BATCHES):
+            if size > self.engine.largest:
+                continue
+            batch = self._get_batch([], [], size)
+            batches.append(batch)
+            if self.device.type == "cuda":
+                self.engine.capture_step(batch)
+            else:
+                self.engine.run_eager(batch)
+            alive()
+        self.prefiller.warm_kernels()
+        if self.device.type == "cuda":
+            self.pieces.capture_all(batches, alive)
+
+    def reset_slots(self) -> None:
+        """Invalidate the contents of the slots before another scheduler begins."""
+        self.numbers = {}
+
+    def launch_step(self, step: Step, meanwhile: Callable[[], None] = lambda: None) -> LaunchedStep:
+        """Queue a step on the device. At most IN_FLIGHT may be unread.
+
+        A step with chunks takes the host a while to launch; `meanwhile` is then called from time to time.
+        """
+        mine = step.replicas[self.replica]
+        self._write_tables(mine)
+        kernels = self._prepare_mixed(step, mine, meanwhile) if step.has_chunks else self._prepare_decode(step, mine)
+        started, ended = _make_events(2, self.device, timing=True)
+        _record_event(started)
+        sampled = kernels()
+        _record_event(ended)
+        count = len(mine.sampled_sequences)
+        tokens = self.host[self.launches % IN_FLIGHT][:count]
+        self.launches += 1
+        tokens.copy_(sampled[:count], non_blocking=True)
+        (read,) = _make_events(1, self.device, timing=False)
+        _record_event(read)
+        return LaunchedStep(step, tokens, read, started, ended)
+
+    def _write_tables(self, mine: ReplicaStep) -> None:
+        for write in mine.table:
+            self.requests.set_locs(write.slot, write.start, write.locs)
+        for chunk in mine.chunks:
+            request = chunk.sequence.request
+            if self.numbers.get(chunk.slot) != request.number:
+                self.numbers[chunk.slot] = request.number
+                self.requests.set_tokens(chunk.slot, 0, request.ids)
+
+    def _get_batch(self, slots: list[int], positions: list[int], rows: int) -> Batch:
+        batch = self.engine.get_batch(rows)
+        batch.router_inputs = self.router_inputs
+        return self.engine.plan_rows(slots, positions, rows)
+
+    def _count_decode_rows(self, replica: ReplicaStep) -> int:
+        """Return the rows of a replica's decodes in a step with chunks, padded as in a graph."""
+        return compute_batch_rows(len(replica.decodes)) if replica.decodes else 0
+
+    def _list_rows(self, mine: ReplicaStep, count: int) -> tuple[np.ndarray, list[int]]:
+        """Return slot and position of each of `count` rows, int64 [2, count], and the rows with a sampled next token."""
+        rows = np.empty((2, count), dtype=np.int64)
+        rows[0], rows[1] = PADDING_SLOT, PADDING_POSITION
+        decodes = len(mine.decodes)
+        rows[:, :decodes] = mine.slots, mine.positions
+        sampled = list(range(decodes))
+        at = self._count_decode_rows(mine)
+        for chunk in mine.chunks:
+            rows[0, at : at + chunk.tokens] = chunk.slot
+            rows[1, at : at + chunk.tokens] = np.arange(chunk.start, chunk.stop)
+            at += chunk.tokens
+            if chunk.samples:
+                sampled.append(at - 1)
+        return rows, sampled
+
+    def _prepare_decode(self, step: Step, mine: ReplicaStep) -> Callable[[], torch.Tensor]:
+        batch = self._get_batch(mine.slots, mine.positions, max(len(r.decodes) for r in step.replicas))
+
+        def run_kernels() -> torch.Tensor:
+            self.engine.run_step(batch)
+            assert batch.next_tokens is not None
+            return batch.next_tokens
+
+        return run_kernels
+
+    def _prepare_mixed(
+        self, step: Step, mine: ReplicaStep, meanwhile: Callable[[], None]
+    ) -> Callable[[], torch.Tensor]:
+        """Prepare decode rows, padded as in a graph, then chunks, then padding: the same number of rows on all
+        replicas.
+
+        Rows in excess of those of the replica alone go to no expert.
+        """
+        batch = self._get_batch(mine.slots, mine.positions, len(mine.decodes)) if mine.decodes else None
+        each = [compute_chunk_rows(self._count_decode_rows(r) + sum(c.tokens for c in r.chunks)) for r in step.replicas]
+        count = max(each)
+        rows, sampled = self._list_rows(mine, count)
+        slots, positions = self._to_device(rows)
+        live = self._to_device(np.asarray(each)) if len(each) > 1 else None
+        (last,) = self._to_device(np.asarray([sampled or [0]]))
+        prefill = (
+            self.prefiller.plan_chunks(mine.chunks, self.requests.table, self._count_decode_rows(mine))
+            if mine.chunks
+            else None
+        )
+        cut = self.pieces.get_pieces(count)
+        decodes = self.pieces.get_decodes(batch) if batch else None
+
+        def run_kernels() -> torch.Tensor:
+            requests = self.requests
+            inputs = StepInput(
+                tokens=requests.tokens[slots, positions],
+                positions=positions,
+                locs=requests.table[slots, positions],
+                router_inputs=self.router_inputs,
+                logit_rows=last,
+                live=live,
+            )
+            with drop_ranges():
+                logits = cut.run_step(inputs, decodes, prefill, meanwhile)
+            if not sampled:
+                return last[:0]
+            tokens = self.model.sample_greedy(logits)
+            requests.tokens[slots[last], positions[last] + 1] = tokens
+            return tokens
+
+        return run_kernels
+
+    def _to_device(self, values: np.ndarray) -> torch.Tensor:
+        on_device = torch.empty(values.shape, dtype=torch.int64, device=self.device)
+        copy_async(values.astype(np.int64, copy=False), on_device)
+        return on_device
+
+
+def _make_events(count: int, device: torch.device, *, timing: bool) -> list[torch.cuda.Event | None]:
+    return [torch.cuda.Event(enable_timing=timing) if device.type == "cuda" else None for _ in range(count)]
+
+
+def _record_event(event: torch.cuda.Event | None) -> None:
+    if event is not None:
+        event.record()

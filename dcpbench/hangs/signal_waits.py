@@ -1,0 +1,119 @@
+"""Find which rank waits in a kernel for a signal of which peer, by the counters of kernels that synchronise in peer
+memory.
+
+The protocol is in kernels/symm_mem/barrier.py: a rank adds one to a counter in each peer's memory and waits until every
+peer has added the same count to its own counters. If a peer has received the signal of a rank's next meeting, that rank
+is in the meeting; the rank's own counters show which peer's signal is missing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+WRAP = 1 << 32
+"""Counters are int32 and wrap around."""
+
+
+class Meeting(msgspec.Struct, frozen=True, kw_only=True):
+    """The counters of one kind of meeting in the memory of one rank."""
+
+    number: int
+    """Index of the rank's buffer that holds the counters; the same on all ranks of the group."""
+    what: str
+    """`merge of symm`."""
+    phase: str = ""
+    """Phase of the step; empty if the half of the layer determines it."""
+    ranks: tuple[int, ...]
+    """Ranks of the group, in group order."""
+    rows: list[list[int]] = []
+    """One row per block that synchronises by itself: number of meetings it has ended here, then number of signals from
+    each of `ranks` (for this rank itself, the number it has ended). Rows after the last non-zero one may be missing.
+    """
+
+
+class Signals(msgspec.Struct, frozen=True, kw_only=True):
+    """Signal counters found in the memory of one rank."""
+
+    meetings: list[Meeting] = []
+    unread: str = ""
+    """Reason why no further counters could be read."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wait:
+    """A rank that waits in a meeting, with the peers that it waits for."""
+
+    rank: int
+    meeting: Meeting
+    number: int
+    """Number of the meeting among those of its kind, from 1."""
+    passed: list[int]
+    """Peers that have ended this meeting, or have signalled it to other ranks: their signal to this rank is missing.
+    """
+    absent: list[int]
+    """Peers that have not begun the meeting, as far as is known."""
+
+    @property
+    def description(self) -> str:
+        """Return the meeting as `merge of symm, meeting 70`."""
+        return f"{self.meeting.what}, meeting {self.number}"
+
+
+def find_waits(signals: Mapping[int, Signals]) -> list[Wait]:
+    """Return all waiting ranks, in order; for each rank the first meeting of each buffer and kind."""
+    kinds: dict[tuple[object, ...], dict[int, Meeting]] = {}
+    for rank, rank_signals in sorted(signals.items()):
+        for meeting in rank_signals.meetings:
+            if rank in meeting.ranks:
+                kinds.setdefault((meeting.number, meeting.what, meeting.ranks), {})[rank] = meeting
+    found = [wait for by_rank in kinds.values() for rank in by_rank if (wait := _find_wait(by_rank, rank)) is not None]
+    return sorted(found, key=lambda wait: wait.rank)
+
+
+def _find_wait(by_rank: Mapping[int, Meeting], rank: int) -> Wait | None:
+    """Return the first wait among the rank's blocks, or None."""
+    ranks = by_rank[rank].ranks
+    for block in range(max(len(meeting.rows) for meeting in by_rank.values())):
+        ended = _count_ended(by_rank[rank], block)
+        ahead = max((_compute_lead(heard, ended) for heard in _iter_received_signals(by_rank, rank, block)), default=0)
+        if ahead != 1:  # a peer can be ahead by at most one: these counters were read while ranks went on
+            continue
+        missing = [p for p in ranks if p != rank and _compute_lead(_count_signals(by_rank[rank], block, p), ended) <= 0]
+        if missing:
+            passed = [
+                p
+                for p in missing
+                if p in by_rank
+                and (
+                    _compute_lead(_count_ended(by_rank[p], block), ended) > 0
+                    or any(_compute_lead(heard, ended) > 0 for heard in _iter_received_signals(by_rank, p, block))
+                )
+            ]
+            absent = [p for p in missing if p not in passed]
+            return Wait(rank=rank, meeting=by_rank[rank], number=ended + 1, passed=passed, absent=absent)
+    return None
+
+
+def _iter_received_signals(by_rank: Mapping[int, Meeting], rank: int, block: int) -> Iterator[int]:
+    """Yield the number of this rank's signals that each of its peers has received."""
+    return (_count_signals(meeting, block, rank) for peer, meeting in by_rank.items() if peer != rank)
+
+
+def _count_ended(meeting: Meeting, block: int) -> int:
+    return next(iter(meeting.rows[block]), 0) if block < len(meeting.rows) else 0
+
+
+def _count_signals(meeting: Meeting, block: int, peer: int) -> int:
+    place = 1 + meeting.ranks.index(peer)
+    return meeting.rows[block][place] if block < len(meeting.rows) and place < len(meeting.rows[block]) else 0
+
+
+def _compute_lead(count: int, of: int) -> int:
+    """Return by how much a wrapping counter is ahead of another."""
+    return (count - of + WRAP // 2) % WRAP - WRAP // 2

@@ -1,0 +1,540 @@
+"""Check that a point can run on this machine; otherwise name the options to use instead. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dcpbench.errors import (
+    CapacityError,
+    LayoutError,
+    MissingPackageError,
+    NoRoomError,
+    UsageError,
+    format_install_hint,
+)
+from dcpbench.plan.command_line import format_retyped_command
+from dcpbench.plan.kernel_limits import TENSOR_UNIT, find_kernel_limit
+from dcpbench.points import memory
+from dcpbench.points.batches import GRAPH_BATCHES
+from dcpbench.points.budget import (
+    CPU_BYTES,
+    ITEMSIZE,
+    compute_max_pages,
+    count_min_pages,
+    count_needed_pages,
+    plan_engine,
+)
+from dcpbench.points.cluster_specs import LINKS, load_machine
+from dcpbench.points.comm_model import GATHERS
+from dcpbench.points.device_probe import HOPPER
+from dcpbench.points.gpus import GPUS
+from dcpbench.points.layout import Layout, list_valid_layouts, place_experts
+from dcpbench.points.memory import GIB
+from dcpbench.points.names import (
+    ALL_REDUCES,
+    AUTO,
+    CUT,
+    DTYPES,
+    ENGINE_POLICIES,
+    EXCHANGES,
+    FP8,
+    LIBRARIES,
+    NO_EXCHANGE,
+    OVER_FP8,
+    REGISTERED,
+    REPLAY,
+    SYNTHETIC,
+    format_flag,
+    join_value,
+)
+from dcpbench.points.point import OPTIONS
+from dcpbench.points.shapes import NOPE, ROPE, VALUE
+from dcpbench.points.sizes import format_size, format_size_up
+from dcpbench.serving.loads import compute_extent
+from dcpbench.serving.step_times import read_step_times
+from dcpbench.show.text import format_count
+
+if TYPE_CHECKING:
+    from dcpbench.points.device_probe import Probe
+    from dcpbench.points.point import Load, Point
+    from dcpbench.points.settings import Settings
+    from dcpbench.points.shapes import ModelShape
+    from dcpbench.serving.step_times import StepTimes
+
+SMALLEST_TILE = 16
+"""Side of the smallest product that the tensor cores take."""
+FLASHMLA_PAGE = 64
+SYMMETRIC = "symm"
+"""Exchange and all-reduce that work inside one machine."""
+ROW_UNIT = 16
+"""Bytes that a thread of kernels/kv_gather reads at once; a test compares the two."""
+_CPU_VERIFY = "dcpbench verify --device cpu --backend reference can take it"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Describe what points are checked against."""
+
+    probe: Probe
+    nnodes: int = 1
+    timed: bool = True
+    """True if points are measured (`sweep`; on a GPU with CUDA graphs), False if they are only compared (`verify`)."""
+
+    @property
+    def gpus(self) -> int:
+        """Return the number of GPUs of all machines; each is assumed to have as many as this one."""
+        return self.probe.count * self.nnodes
+
+
+def check_runnable(point: Point, settings: Settings, shape: ModelShape, machine: Machine) -> None:
+    """Raise an error that names the options to use instead, unless the point can run."""
+    probe = machine.probe
+    if settings.step_times:  # first, as all else is judged by the machine and the engine of the file
+        load_step_times(settings.step_times).check_point(point, settings.step_times)
+        if machine.nnodes > 1:
+            raise UsageError("--step-times are replayed by one process on one machine; leave --nodes out.")
+    if probe.device == "cpu":
+        _check_cpu(point, shape, machine)
+    point.layout.check_model(shape, point.ep)
+    here = not settings.step_times  # else the point has run, on ranks and by a wire that need not be here
+    if here:
+        _check_ranks(point, shape, machine)
+    if probe.device == "cuda" and machine.timed and point.dtype != "bf16":  # others run the reference's experts
+        raise UsageError(
+            f"--weights-dtype {point.dtype}: on GPUs the grouped product of the experts is bf16 only; use --weights-dtype bf16. "
+            "fp16 and fp32 on a GPU are for dcpbench verify."
+        )
+    _check_auto(point, machine)
+    _check_backend(point, shape, machine)
+    if here:
+        _check_exchange(point, machine)
+    if probe.device == "cuda":
+        _check_gpu_kernels(point, shape)
+        _check_kernel_limits(point, shape, probe)
+    if point.load:
+        _check_load(point, point.load, shape, probe)
+    else:
+        check_decode_batch(point)
+        check_positions(point.context, None, shape)
+    _check_memory(point, settings, shape, probe)
+
+
+@functools.cache
+def load_step_times(path: str) -> StepTimes:
+    """Return the step times of --step-times; the file is read once."""
+    return read_step_times(Path(path))
+
+
+def find_batch_limit(point: Point) -> tuple[str, int] | None:
+    """Return why a decode step has too many requests and the maximum concurrency; None if a CUDA graph can take it."""
+    limit = GRAPH_BATCHES[-1]
+    if -(-point.concurrency // point.dp) <= limit:
+        return None
+    requests = f"{limit} requests" if point.dp == 1 else f"{limit} requests on each of its {point.dp} replicas"
+    reason = f"--concurrency {point.concurrency} is more than {point.instance_name} takes, {requests} (the largest CUDA graph)"
+    return reason, limit * point.dp
+
+
+def check_decode_batch(point: Point) -> None:
+    """Raise UsageError if a decode step has more requests than the largest CUDA graph."""
+    if found := find_batch_limit(point):
+        raise UsageError(f"{found[0]}; --concurrency can be up to {found[1]}.")
+
+
+def check_positions(context: int, load: Load | None, shape: ModelShape) -> None:
+    """Raise UsageError if a model has fewer positions than requests have tokens."""
+    if load is None and context + memory.HEADROOM_TOKENS > shape.max_position:
+        raise UsageError(
+            f"--context {context} and one new token pass {shape.name}'s {shape.max_position} positions; "
+            f"--context can be up to {shape.max_position - memory.HEADROOM_TOKENS}."
+        )
+    if load is not None and context > shape.max_position:
+        remedy = "take longer ones out of the file" if load.trace else "lower --input-tokens or --output-tokens"
+        raise UsageError(
+            f"requests of {_format_tokens(load)}, {context:,} tokens together, pass {shape.name}'s "
+            f"{shape.max_position:,} positions; {remedy}."
+        )
+
+
+def _check_cpu(point: Point, shape: ModelShape, machine: Machine) -> None:
+    """Raise an error for a point that a CPU cannot run; a full-size model is reported first, because no other advice
+    would help.
+    """
+    layers, fp8 = memory.count_all_layers(shape), point.weights_precision == FP8
+    if memory.compute_weight_bytes(shape, Layout(tp=1), ITEMSIZE[point.dtype], *layers) > CPU_BYTES:
+        on_gpus = memory.compute_weight_bytes(shape, Layout(tp=1), ITEMSIZE["bf16"], *layers, fp8=fp8)
+        like = load_machine(point.emulate or "H200")
+        plan = {"--model": point.model, "--dry-run": "", "--gpu": f"{like.gpu},count={like.gpus_per_host}"}
+        raise CapacityError(
+            f"--model {point.model} has about {on_gpus / GIB:,.0f} GiB of weights in {FP8 if fp8 else 'bf16'} and needs GPUs; none are "
+            f"{'used with --device cpu' if machine.probe.count else 'visible'} (`dcpbench doctor` says what is). "
+            f"To plan it for GPUs type: {format_retyped_command(_get_command(point), plan, ['--device'])}. "
+            f"For a functional run on the CPU type: dcpbench {_get_command(point)} --model tiny --tp 8 --dcp 8"
+        )
+
+
+def _check_ranks(point: Point, shape: ModelShape, machine: Machine) -> None:
+    if point.tp % machine.nnodes:
+        raise LayoutError(f"--tp {point.tp} does not divide over --nodes {machine.nnodes}; use a multiple of it.")
+    if point.emulate:
+        _check_emulated(point, machine)
+        return
+    if machine.probe.device == "cpu" or point.tp <= machine.gpus:
+        return
+    nodes = -(-point.tp // machine.probe.count)
+    raise CapacityError(
+        f"--tp {point.tp} needs {point.tp} GPUs and there are {machine.gpus} ({machine.probe.name}). "
+        f"Type instead: {_suggest_smaller(point, shape, machine)} "
+        f"(or run it on {nodes} such machines with --nodes {nodes}; see dcpbench {_get_command(point)} --help). To forecast "
+        f"{point.instance_name} from one GPU, add --emulate {_find_machine_name(point, machine.probe)}."
+    )
+
+
+def _get_plan_options(probe: Probe) -> dict[str, str]:
+    """Return the options that turn a command into a plan for this machine, if it is not the present one."""
+    return {"--dry-run": "", "--gpu": f"{probe.gpu.name},count={probe.count}"} if probe.gpu else {}
+
+
+def _find_machine_name(point: Point, probe: Probe) -> str:
+    """Return the entry of the table of machines that matches this one, with a link if one host is too small."""
+    name = next((gpu.name for gpu in GPUS if gpu.device == probe.name), None)
+    if name is None:
+        return "MACHINE (see dcpbench machines)"
+    return name if point.tp <= load_machine(name).gpus_per_host else f"{name}+{LINKS[0].name}"
+
+
+def _check_emulated(point: Point, machine: Machine) -> None:
+    """Raise an error unless the rank that emulates a layout has a known wire model and its results are not compared."""
+    if machine.nnodes > 1:
+        raise UsageError("--emulate runs one rank on this machine alone; leave --nodes out.")
+    if not machine.timed or point.weights != SYNTHETIC:
+        raise UsageError(
+            f"--emulate {point.emulate}: one rank's results mean nothing without the others'; "
+            + ("verify compares results: leave --emulate out." if not machine.timed else "leave --weights out.")
+        )
+    if point.load and point.load.mode != REPLAY:
+        raise UsageError(
+            f"--emulate {point.emulate}: requests are answered by all ranks, and one has no answers; add --mode replay, which "
+            "serves them in virtual time."
+        )
+    described_machine = load_machine(point.emulate)
+    if point.exchange == REGISTERED:
+        raise UsageError(f"--exchange {REGISTERED} cannot be emulated; use --exchange {', '.join(GATHERS)}.")
+    gather = GATHERS.get(point.exchange)
+    needed = [(point.exchange, point.dcp), (gather, point.dcp)] if gather else []
+    needed += [("all-reduce" if point.all_reduce == ALL_REDUCES[0] else "all-reduce-symm", point.layout.attn_tp)]
+    needed += [("all-gather", point.layout.attn_tp), ("all-gather", point.dp), ("reduce-scatter", point.dp)]
+    if point.load:
+        needed.append(("all-gather", point.dcp))  # of stored prefixes
+    for name, ranks in needed:
+        if ranks > 1:
+            described_machine.wire.predict_seconds(name, ranks, 1)
+
+
+def _suggest_smaller(point: Point, shape: ModelShape, machine: Machine) -> str:
+    """Return the command for the largest layout of the same kind that these GPUs can hold."""
+    for tp in range(machine.gpus, 0, -1):
+        layouts = [x for x in list_valid_layouts(shape, tp, point.ep) if x.dp <= point.dp and x.dcp <= point.dcp]
+        if layouts:
+            best = max(layouts, key=lambda x: (x.dp == point.dp, x.dcp))
+            given = {"--model": point.model, "--tp": str(best.tp)}
+            given |= {"--dp": str(best.dp)} if best.dp > 1 else {}
+            given |= {"--dcp": str(best.dcp)}
+            given |= {"--ep": point.ep} if point.ep != place_experts(CUT, point.tp) else {}
+            return format_retyped_command(
+                _get_command(point), given | _get_plan_options(machine.probe), ["--dp", "--ep"]
+            )
+    return f"dcpbench {_get_command(point)} --device cpu --model tiny --tp 8 --dcp 8"
+
+
+def _get_command(point: Point) -> str:
+    return "serve" if point.load else "sweep"
+
+
+def _list_auto_options(point: Point) -> list[str]:
+    """Return the options that leave a choice to timing."""
+    return [f"--{name} {AUTO}" for name in ("backend", "exchange") if getattr(point, name) == AUTO]
+
+
+def _check_auto(point: Point, machine: Machine) -> None:
+    open_ = _list_auto_options(point)
+    asked = f"{' and '.join(open_)} choose{'s' if len(open_) == 1 else ''} by time"
+    if open_ and not machine.timed:
+        raise UsageError(f"{asked}, and verify measures none; name what it should compare.")
+    if open_ and machine.probe.device == "cpu":
+        raise UsageError(f"{asked}, which needs GPU times; use --backend reference --exchange {EXCHANGES[0]}.")
+
+
+def _check_backend(point: Point, shape: ModelShape, machine: Machine) -> None:
+    probe = machine.probe
+    if point.backend == "reference" and probe.device == "cuda" and machine.timed:
+        raise UsageError(
+            "--backend reference plans with new tensors in every step, which a CUDA graph would not see; use --backend "
+            "triton or --backend flashinfer. On a GPU the reference is for dcpbench verify."
+        )
+    if point.backend in ("triton", AUTO) and not (_is_power_of_two(shape.latent) and _is_power_of_two(shape.rope)):
+        instead = "use --backend reference" if probe.device == "cpu" else _CPU_VERIFY
+        raise UsageError(
+            f"--backend {point.backend} needs a latent and a rope width that are powers of two from {SMALLEST_TILE}, "
+            f"and {shape.name} has {shape.latent} and {shape.rope}; {instead}."
+        )
+    if point.backend in ("flashinfer", "flashmla"):
+        _check_library(point, shape, probe)
+
+
+def _check_library(point: Point, shape: ModelShape, probe: Probe) -> None:
+    backend = f"--backend {point.backend}"
+    if probe.device == "cpu":
+        raise UsageError(f"{backend} needs a GPU; on the CPU use --backend reference or --backend triton.")
+    if (shape.latent, shape.rope) != (512, 64):
+        raise UsageError(
+            f"{backend} reads KV rows of 512 + 64 numbers and {shape.name} has {shape.latent} + {shape.rope}; use "
+            "--backend triton."
+        )
+    if point.kv_precision == FP8 and point.backend not in OVER_FP8:
+        raise UsageError(
+            f"{backend} does not read an fp8 KV cache here; use --backend flashmla, --backend triton or --kv-dtype bf16."
+        )
+    if point.dtype not in ("bf16", "fp16"):
+        raise UsageError(
+            f"{backend} runs in bf16 and fp16, not {point.dtype}; use --kv-dtype bf16 or --backend triton."
+        )
+    if point.backend == "flashmla":
+        _check_flashmla(point, probe)
+    _check_installed("--backend", point.backend, "triton", probe)
+
+
+def _check_flashmla(point: Point, probe: Probe) -> None:
+    if probe.capability != HOPPER:
+        raise UsageError(f"--backend flashmla needs a Hopper GPU, and {probe.name} is none; use --backend triton.")
+    if point.page_size != FLASHMLA_PAGE:
+        raise UsageError(
+            f"--backend flashmla reads pages of {FLASHMLA_PAGE} rows, not {point.page_size}; use --page-size "
+            f"{FLASHMLA_PAGE} or --backend triton."
+        )
+
+
+def _check_installed(option: str, library: str, instead: str, probe: Probe) -> None:
+    """Raise an error unless a library is installed; `library` is both the option's value and the name of our extra."""
+    if not probe.packages.get(LIBRARIES[library]):
+        raise MissingPackageError(
+            f"{option} {library}: {LIBRARIES[library]} cannot be imported; {format_install_hint(library)}, or use {option} "
+            f"{instead}."
+        )
+
+
+def _check_exchange(point: Point, machine: Machine) -> None:
+    on = [format_flag(name) for name in OPTIONS if getattr(point, name)]
+    if on and point.exchange == NO_EXCHANGE:
+        raise UsageError(
+            f"{', '.join(on)}: {point.instance_name} exchanges nothing; use --dcp 2 or more, or leave it out."
+        )
+    if point.exchange == REGISTERED and machine.probe.device == "cpu":
+        raise UsageError(
+            f"--exchange {REGISTERED} registers memory with NCCL, which needs GPUs; use --exchange {EXCHANGES[0]}."
+        )
+    near = load_machine(point.emulate).gpus_per_host if point.emulate else point.tp // machine.nnodes
+    for option, name, ranks, instead in (
+        ("--exchange", point.exchange, point.dcp, "a2a"),
+        ("--collectives all-reduce", point.all_reduce, point.layout.attn_tp, "nccl"),
+    ):
+        if name in (SYMMETRIC, REGISTERED) and ranks > near:
+            raise UsageError(
+                f"{join_value(option, name)} reads the memory of {ranks} ranks, and a machine has {near} of them; use "
+                f"{join_value(option, instead)}."
+            )
+
+
+def _check_gpu_kernels(point: Point, shape: ModelShape) -> None:
+    """Raise an error if GPU kernels that no --backend replaces cannot take the model."""
+    if not _is_power_of_two(shape.rope):
+        raise UsageError(
+            f"the rope kernel needs a width that is a power of two from {SMALLEST_TILE}, and {shape.name} has "
+            f"'qk_rope_head_dim' {shape.rope}; {_CPU_VERIFY}."
+        )
+    merged_wide = point.dcp > 1 and point.dtype != "fp32" and not point.project_first
+    if merged_wide and not (_is_power_of_two(shape.latent) and _is_power_of_two(shape.value)):
+        raise UsageError(
+            f"with --dcp {point.dcp} the values are projected in fp32, which needs 'kv_lora_rank' and 'v_head_dim' to "
+            f"be powers of two from {SMALLEST_TILE}, and {shape.name} has {shape.latent} and {shape.value}; use --dcp "
+            f"1, or {_CPU_VERIFY}."
+        )
+
+
+def _check_kernel_limits(point: Point, shape: ModelShape, probe: Probe) -> None:
+    limit = find_kernel_limit(point, shape, probe)
+    if limit is not None:
+        raise UsageError(limit.format_for_sweep())
+
+
+def _is_power_of_two(width: int) -> bool:
+    return width >= SMALLEST_TILE and not width & (width - 1)
+
+
+def _check_load(point: Point, load: Load, shape: ModelShape, probe: Probe) -> None:
+    """Raise an error that names the options to use instead, unless this model in this layout can serve the load."""
+    if point.disaggregate and load.mode != REPLAY:
+        raise UsageError(
+            f"--disaggregate {point.disaggregate}: a live run serves on the GPUs of one instance; take --mode replay "
+            "alone, which serves several in virtual time."
+        )
+    if load.policy in ENGINE_POLICIES and point.dp > 1:
+        raise UsageError(
+            f"--policy {load.policy} is modelled for one attention replica; use --dp 1, or a policy of dcpbench's engine."
+        )
+    if open_ := _list_auto_options(point):
+        raise UsageError(
+            f"{' and '.join(open_)}: serve needs a named kernel; dcpbench sweep {' '.join(open_)} finds the fastest."
+        )
+    check_positions(point.context, load, shape)
+    _check_rows(point, shape)
+    _check_chunk(point, load)
+    _check_chunk_memory(point, load, shape, probe)
+    _check_prefill(point, load, shape, probe)
+
+
+def _check_rows(point: Point, shape: ModelShape) -> None:
+    """Raise an error unless KV rows have a multiple of the unit with which the kernel reorders rows
+    from the DCP ranks.
+    """
+
+    def compute_row_bytes(dtype: str) -> int:
+        return shape.kv_width * ITEMSIZE[dtype]
+
+    kept = point.kv_precision
+    if point.dcp == 1 or compute_row_bytes(kept) % ROW_UNIT == 0:
+        return
+    fits = [f"--kv-dtype {dtype}, " for dtype in DTYPES if compute_row_bytes(dtype) % ROW_UNIT == 0]
+    raise UsageError(
+        f"--dcp {point.dcp}: the prefix of a prompt is gathered from the ranks in rows that are multiples of "
+        f"{ROW_UNIT} bytes, and {shape.name} has KV rows of {shape.kv_width} {kept} numbers, "
+        f"{compute_row_bytes(kept)} bytes; use {''.join(fits)}--dcp 1, or dcpbench sweep for decode steps only."
+    )
+
+
+def _check_chunk(point: Point, load: Load) -> None:
+    page = point.page_size * point.dcp
+    if load.chunk // point.dp < page:
+        of = f" for each of {point.dp} replicas" if point.dp > 1 else ""
+        raise UsageError(
+            f"--chunk {load.chunk} leaves {load.chunk // point.dp} tokens{of}, and {point.instance_name} cuts prompts at "
+            f"multiples of page size × dcp = {page}; use --chunk {page * point.dp} or more, or a smaller --page-size."
+        )
+
+
+def _check_chunk_memory(point: Point, load: Load, shape: ModelShape, probe: Probe) -> None:
+    """Raise an error if a step's chunks take a GPU's whole memory; whether weights and KV fit next to them is checked
+    later.
+    """
+    total = probe.memory_bytes if probe.device == "cuda" else None
+    need = memory.compute_prefill_bytes(
+        shape, point.layout, load.chunk, ITEMSIZE[point.dtype], point.ep, kv_itemsize=ITEMSIZE[point.kv_precision]
+    )
+    if total is not None and need > total:
+        raise CapacityError(
+            f"--chunk {load.chunk}: a step of so many prompt tokens needs {format_size(need)} on a GPU of "
+            f"{format_size(total)}; use a smaller one, such as --chunk 8192."
+        )
+
+
+def _check_prefill(point: Point, load: Load, shape: ModelShape, probe: Probe) -> None:
+    widths = shape.kv_width, shape.latent, shape.value
+    if probe.device == "cuda" and any(n * ITEMSIZE[point.dtype] % TENSOR_UNIT for n in widths):
+        raise UsageError(
+            f"keys and values of prompts are made from rows that are multiples of {TENSOR_UNIT} bytes, and {shape.name} has "
+            f"'kv_lora_rank' {shape.latent}, 'qk_rope_head_dim' {shape.rope} and 'v_head_dim' {shape.value} in {point.dtype}; use "
+            "dcpbench sweep for decode steps only."
+        )
+    if load.prefill != "flashinfer":
+        return
+    if probe.device == "cpu":
+        raise UsageError("--prefill flashinfer needs a GPU; use --prefill sdpa.")
+    _check_installed("--prefill", "flashinfer", "sdpa", probe)
+    if (shape.nope + shape.rope, shape.value) != (NOPE + ROPE, VALUE) or point.dtype not in ("bf16", "fp16"):
+        raise UsageError(
+            f"--prefill flashinfer takes keys of {NOPE + ROPE} and values of {VALUE} numbers in bf16 or fp16, and "
+            f"{shape.name} has {shape.nope + shape.rope} and {shape.value} in {point.dtype}; use --prefill sdpa."
+        )
+
+
+def _format_tokens(load: Load) -> str:
+    return f"{load.trace}" if load.trace else f"--input-tokens {load.input_tokens} --output-tokens {load.output_tokens}"
+
+
+def _check_memory(point: Point, settings: Settings, shape: ModelShape, probe: Probe) -> None:
+    """Raise NoRoomError, with options to use instead, if a point does not fit in memory."""
+    problem, advice = find_shortage(point, settings, shape, probe)
+    if problem:
+        raise NoRoomError(f"{problem}{advice}")
+
+
+def find_shortage(point: Point, settings: Settings, shape: ModelShape, probe: Probe) -> tuple[str, str]:
+    """Return what does not fit, as text behind the layout, and the options to use instead; both empty if the point
+    fits.
+
+    The pool must hold what a decode step needs, or the longest request that is served; with --kv-memory any request of
+    a load is enough.
+    """
+    one = memory.compute_page_bytes(shape, point.page_size, ITEMSIZE[point.kv_precision])
+    try:
+        plan = plan_engine([point], settings, shape, probe)
+    except NoRoomError as e:
+        advice = "" if point.load else f" {_suggest_fit(point, settings, shape, probe)}"
+        if settings.kv_memory_bytes is not None:
+            room = compute_max_pages(point, shape, probe) * one
+            advice = f" --kv-memory can be up to {format_size(room, '')} here."
+        return str(e), f".{advice}"
+    holds = f"{point.instance_name}: --kv-memory holds {format_size(plan.kv_bytes)} of KV cache per GPU"
+    if point.load is None:
+        missing = (count_needed_pages(point) - plan.pages) * one
+        if missing > 0:
+            room = count_needed_pages(point) <= compute_max_pages(point, shape, probe)
+            more = f" --kv-memory {format_size_up(count_needed_pages(point) * one)} holds all of them." if room else ""
+            needs = "needs" if point.concurrency == 1 else "need"
+            needed = f"{format_count(point.concurrency, 'request')} of {point.context} tokens {needs}"
+            return (
+                f"{holds}, {format_size(missing)} less than {needed}",
+                f". {_suggest_fit(point, settings, shape, probe)}{more}",
+            )
+    elif plan.bounded_by == "kv_memory":  # else it is sized for the longest request, or more
+        shortest = compute_extent(point.load, settings.trace_path).shortest
+        need = memory.count_pages(shortest - 1, point.layout, point.page_size) + memory.PAGES_OF_PADDING
+        if need > plan.pages:
+            return (
+                f"{holds}, and the shortest request, {shortest:,} tokens, needs {format_size(need * one)}",
+                f"; all requests here need {format_size_up(count_min_pages(point) * one)} or more.",
+            )
+    return "", ""
+
+
+def _suggest_fit(point: Point, settings: Settings, shape: ModelShape, probe: Probe) -> str:
+    """Return the largest concurrency that fits here, and the smallest larger dcp with which the
+    point fits unchanged.
+    """
+    pool = compute_max_pages(point, shape, probe)
+    if settings.kv_memory_bytes is not None:
+        one = memory.compute_page_bytes(shape, point.page_size, ITEMSIZE[point.kv_precision])
+        pool = min(pool, settings.kv_memory_bytes // one)
+    one = memory.count_pages(point.context + memory.HEADROOM_TOKENS, point.layout, point.page_size)
+    max_requests = max((pool - memory.PAGES_OF_PADDING) // one, 0) * point.dp
+    advice = (
+        f"At --context {point.context} the largest --concurrency that fits is {max_requests}."
+        if max_requests
+        else f"Not even one request of {point.context} tokens fits."
+    )
+    for layout in list_valid_layouts(shape, point.tp, point.ep):
+        if layout.dp != point.dp or layout.dcp <= point.dcp:
+            continue
+        wider = msgspec.structs.replace(point, dcp=layout.dcp)
+        try:
+            plan = plan_engine([wider], settings, shape, probe)
+        except NoRoomError:
+            continue
+        if count_needed_pages(wider) <= plan.pages:
+            return f"{advice} With --dcp {layout.dcp} it fits."
+    return advice

@@ -1,0 +1,459 @@
+"""Compute floors: the minimum time of an operator, a phase and a whole step on a machine of given rates. No torch.
+
+    floor of an operator = max(bytes / memory rate, operations / matrix rate, barriers · barrier + received / peer rate)
+    floor of a phase     = sum over its operators, of all layers: each needs the result of the one before it
+    floor of a step      = sum over its phases
+
+Work counts what every kernel must do: weights, inputs and results once each, the operations of the rows that are needed,
+and the fewest bytes that any algorithm sends between ranks. It excludes padding of a graph, launches, tables, and data
+that passes through memory between two operators which one kernel could fuse. A rank's work is that of the busiest one.
+Benchmarks of single operators count their work with the same functions.
+
+Letters: D hidden, H heads of a DCP group of N ranks, h of one rank, R latent, P rope, Q = R + P, V value, E experts,
+k of them per token, I their width, B rows of a replica, T of all replicas. Bytes are those of the dtype of the
+computation unless stated otherwise. Weights in fp8 take a byte each and 4 for every block of 128 × 128; their products
+are compared with the fp8 rate.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dcpbench.points import memory
+from dcpbench.points.budget import ITEMSIZE
+from dcpbench.points.layout import OWN_HEADS, compute_local_length
+from dcpbench.points.names import FP8
+from dcpbench.points.shapes import KV_WIDTH, LATENT, SCALE_BLOCK
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from dcpbench.points.layout import GroupWide, Layout
+    from dcpbench.points.point import Point
+    from dcpbench.points.shapes import ModelShape
+
+LSE_BYTES = 4
+"""Bytes of a log-sum-exp, fp32."""
+SCALE_BYTES = 4
+"""Bytes of a scale of fp8 values, fp32."""
+CANDIDATE_BYTES = 8
+"""Bytes of a rank's best logit and its token id, from which the ranks choose a token."""
+
+
+class Work(msgspec.Struct, frozen=True, kw_only=True):
+    """Describe the minimum work of one call for any variant: computed sizes, not what a kernel was observed to do."""
+
+    memory_bytes: int = 0
+    """Device memory read and written, in bytes, each byte counted once."""
+    memory_limit: str = "copy"
+    """Limit for these bytes: `read` if hardly anything is written."""
+    flops: int = 0
+    flops_limit: str = "matmul"
+    """Limit for the operations: `matmul_fp8` if both operands are fp8."""
+    otherwise: str = ""
+    """Limit to use on a GPU without that one, because operands can be widened; empty if there is no other."""
+    received_bytes: int = 0
+    """Bytes that one rank receives from other ranks."""
+    wire_bytes: int = 0
+    """Bytes that the chosen variant receives instead, by its own formula; 0 if there is only one variant."""
+    barriers: int = 0
+    """Number of times that ranks have to wait for each other."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Return True if there is no work."""
+        return not (self.memory_bytes or self.flops or self.received_bytes or self.barriers)
+
+
+def get_flops_limit(work: Work, limits: Mapping[str, float]) -> str:
+    """Return the name of the limit for the operations on a GPU with these limits, even if the GPU lacks that limit."""
+    return work.otherwise if work.otherwise and work.flops_limit not in limits else work.flops_limit
+
+
+def compute_floor_us(work: Work, limits: Mapping[str, float]) -> float | None:
+    """Return the minimum time of a call in µs; None if a limit that it needs is unknown, or if it does nothing.
+
+    max(memory_bytes / memory, flops / matmul, barriers · barrier + received_bytes / peer), with limits by name: `read`
+    or `copy` and `peer` in bytes/s, `matmul` or `matmul_fp8` in operations/s, `barrier` in s.
+    """
+    multiplied = get_flops_limit(work, limits)
+    needs = {work.memory_limit: work.memory_bytes, multiplied: work.flops}
+    needs |= {"peer": work.received_bytes, "barrier": work.barriers}
+    if any(amount and name not in limits for name, amount in needs.items()):
+        return None
+    seconds = {name: amount / limits[name] if amount else 0.0 for name, amount in needs.items()}
+    waiting = work.barriers * limits["barrier"] if work.barriers else 0.0
+    return max(seconds[work.memory_limit], seconds[multiplied], waiting + seconds["peer"]) * 1e6 or None
+
+
+def compute_attention_work(
+    heads: int,
+    lengths: Sequence[int],
+    itemsize: int,
+    width: int = KV_WIDTH,
+    latent: int = LATENT,
+    kv_itemsize: int | None = None,
+) -> Work:
+    """Return the work of MLA decode over one rank's KV rows of requests: rows·Q + B·H·(Q + R) numbers, 2·rows·H·(Q + R)
+    operations.
+
+    Every KV row, q and o counts once; each row and head has Q multiplications for the score, R for the output, and as
+    many additions. Rows have `kv_itemsize` bytes per number, q and o `itemsize`. Over rows in fp8 the operations are
+    compared with the fp8 rate, if the GPU has one: a kernel can quantise q and scores on its way, and one that widens
+    rows takes longer.
+    """
+    rows, each = sum(lengths), heads * (width + latent)
+    return Work(
+        memory_bytes=rows * width * (kv_itemsize or itemsize) + len(lengths) * each * itemsize,
+        memory_limit="read",
+        flops=2 * rows * each,
+        flops_limit="matmul_fp8" if kv_itemsize == 1 else "matmul",
+        otherwise="matmul" if kv_itemsize == 1 else "",
+    )
+
+
+def compute_product_work(product: memory.Product, rows: int, itemsize: int) -> Work:
+    """Return the work of a linear layer: its weights, inputs and results once, 2 operations per weight and row."""
+    through = rows * product.heads * (product.inputs + product.outputs)
+    return Work(
+        memory_bytes=(product.elements + through) * itemsize, memory_limit="read", flops=2 * rows * product.elements
+    )
+
+
+def compute_expert_work(
+    product: memory.Product, *, gated: bool, rows_in: int, rows: int, hit: int, itemsize: int, scaled: bool = False
+) -> Work:
+    """Return the work of a product of a rank's experts: weights of the `hit` experts that have a row, rows in and
+    results out.
+
+    `rows` counts pairs of a token and an expert of this rank. With `gated`, the two halves of the results become one.
+    With `scaled`, weights and the rows between both products are fp8 with fp32 scales, but the input tokens and the
+    final results are not.
+    """
+    elements = product.inputs * product.outputs
+    blocks = math.ceil(product.inputs / SCALE_BLOCK) * math.ceil(product.outputs / SCALE_BLOCK)
+    weight = elements + blocks * SCALE_BYTES if scaled else elements * itemsize
+    between = 1 + SCALE_BYTES / SCALE_BLOCK if scaled else itemsize
+    into, out = (itemsize, between) if gated else (between, itemsize)
+    through = rows_in * product.inputs * into + rows * (product.outputs // 2 if gated else product.outputs) * out
+    return Work(
+        memory_bytes=round(hit * weight + through),
+        memory_limit="read",
+        flops=2 * rows * elements,
+        flops_limit="matmul_fp8" if scaled else "matmul",
+    )
+
+
+def compute_linear_work(product: memory.Product, rows: int, *, itemsize: int, scaled: bool) -> Work:
+    """Return the work of a linear layer with unquantised rows and results, over weights that may be fp8 with scales."""
+    found = compute_product_work(product, rows, itemsize)
+    if not scaled:
+        return found
+    blocks = math.ceil(product.inputs / SCALE_BLOCK) * math.ceil(product.outputs / SCALE_BLOCK)
+    fewer = product.elements * (itemsize - 1) - blocks * SCALE_BYTES
+    return msgspec.structs.replace(found, memory_bytes=found.memory_bytes - fewer, flops_limit="matmul_fp8")
+
+
+def compute_gather_work(message_bytes: int, ranks: int) -> Work:
+    """Return the work of an all-gather, reduce-scatter or all-to-all: a rank receives (N − 1)/N of the message behind
+    one barrier.
+    """
+    if ranks == 1:
+        return Work()
+    return Work(received_bytes=round((ranks - 1) / ranks * message_bytes), barriers=1)
+
+
+def compute_all_reduce_work(message_bytes: int, ranks: int) -> Work:
+    """Return the work of summing all ranks' messages on all of them: a rank receives 2·(N − 1)/N of the message."""
+    return compute_gather_work(2 * message_bytes, ranks)
+
+
+def compute_query_work(batch: int, heads: int, ranks: int, width: int, itemsize: int) -> Work:
+    """Return the work of gathering the queries of a DCP group: (N − 1)/N·B·H·Q numbers behind one barrier."""
+    return compute_gather_work(batch * heads * width * itemsize, ranks)
+
+
+def compute_merge_work(batch: int, heads: int, ranks: int, value: int, itemsize: int) -> Work:
+    """Return the work of receiving partial outputs and lse of a rank's heads: (N − 1)/N·B·H·(R numbers + 4 bytes), one
+    barrier.
+
+    `value` is the number of columns of an output: R, or V if outputs are projected first.
+    """
+    return compute_gather_work(batch * heads * (value * itemsize + LSE_BYTES), ranks)
+
+
+def compute_exchanged_bytes(
+    exchange: str, batch: int, heads: int, ranks: int, width: int, value: int, itemsize: int
+) -> tuple[int, int]:
+    """Return the bytes that a rank receives by an exchange's own algorithm (exchange/*.py): (queries, partial outputs
+    with their lse).
+
+    `ag_rs` sums outputs in fp32 (its bench's `-bf16` in two bytes), and gives each rank the lse of all.
+    """
+    queries = compute_query_work(batch, heads, ranks, width, itemsize).received_bytes
+    merged = compute_merge_work(batch, heads, ranks, value, itemsize).received_bytes
+    if exchange.startswith("ag_rs"):
+        numbers = batch * heads * value * (ranks - 1) // ranks
+        merged = numbers * (2 if exchange.endswith("-bf16") else 4) + (ranks - 1) * batch * heads * LSE_BYTES
+    return queries, merged
+
+
+def estimate_experts_hit(experts: int, top_k: int, tokens: int) -> float:
+    """Return the expected number of experts with a token if all E are equally likely: E·(1 − (1 − k/E)^T), regardless
+    of groups.
+    """
+    return experts * (1 - (1 - top_k / experts) ** tokens)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Routed:
+    """Describe which part of a layer's routing reaches one rank."""
+
+    hit: int
+    """Number of the rank's experts that have a row."""
+    rows: int
+    """Number of pairs of a token and one of the rank's experts."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """Describe how a model is distributed over its ranks."""
+
+    shape: ModelShape
+    layout: Layout
+    itemsize: int
+    interleave: int = 1
+    wide: GroupWide = OWN_HEADS
+    scaled: bool = False
+    """True if linear layers and experts have fp8 weights with scales."""
+    kv_itemsize: int | None = None
+    """Bytes per number in the KV cache; None if they are those of all other tensors."""
+    ep: int | None = None
+    """Expert parallel degree; each expert is split by width over the remaining ranks. None: the degree is the number of
+    ranks.
+    """
+
+    @classmethod
+    def from_point(cls, point: Point, shape: ModelShape) -> Sharding:
+        """Return the sharding of a point."""
+        return cls(
+            shape=shape,
+            layout=point.layout,
+            itemsize=ITEMSIZE[point.dtype],
+            interleave=point.interleave,
+            wide=point.group_wide,
+            ep=point.ep_degree,
+            scaled=point.weights_precision == FP8,
+            kv_itemsize=ITEMSIZE[point.kv_precision],
+        )
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a KV row as it is stored."""
+        return self.shape.kv_width * (self.kv_itemsize or self.itemsize)
+
+    def get_linear_work(self, product: memory.Product, rows: int) -> Work:
+        """Return the work of a linear layer with weights stored like those of linear layers and experts."""
+        return compute_linear_work(product, rows, itemsize=self.itemsize, scaled=self.scaled)
+
+    @property
+    def expert_ranks(self) -> int:
+        """Expert parallel degree as a number."""
+        return self.layout.tp if self.ep is None else self.ep
+
+    @property
+    def expert_width(self) -> int:
+        """Width of an expert on one rank."""
+        return self.shape.moe_inter * self.expert_ranks // self.layout.tp
+
+    def count_routed(self, ids: Sequence[int]) -> list[Routed]:
+        """Return the work of each rank if tokens select these experts, k per token."""
+        each = self.shape.experts // self.expert_ranks
+        of_rank = [[e for e in ids if e // each == rank] for rank in range(self.expert_ranks)]
+        return [Routed(hit=len(set(found)), rows=len(found)) for found in of_rank]
+
+    def estimate_routed(self, tokens: int) -> Routed:
+        """Return the expected work of a rank if only the number of tokens is known: all experts are equally likely."""
+        hit = estimate_experts_hit(self.shape.experts, self.shape.top_k, tokens) / self.expert_ranks
+        return Routed(hit=round(hit), rows=round(tokens * self.shape.top_k / self.expert_ranks))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepRows:
+    """Describe what a step computes, without padding, of the busiest replica unless stated otherwise."""
+
+    decodes: tuple[int, ...] = ()
+    """Number of KV rows that each decoding request attends to, over all ranks, its own included."""
+    chunks: tuple[tuple[int, int], ...] = ()
+    """(tokens, stored tokens before them) of each prompt chunk."""
+    sampled: int = 0
+    """Number of rows for which logits are needed."""
+    tokens: int = 0
+    """Number of rows of all replicas together, which share the experts."""
+    idle: int = 0
+    """Number of padding rows among them that go to no expert (engine/serve_engine.py)."""
+    routing: tuple[tuple[Routed, ...], ...] = ()
+    """Routing per layer with experts and rank; empty if it is unknown, and `estimate_routed` is used instead."""
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of a replica."""
+        return len(self.decodes) + sum(tokens for tokens, _ in self.chunks)
+
+    @property
+    def live(self) -> int:
+        """Number of rows of all replicas that go to experts."""
+        return self.tokens - self.idle
+
+
+def compute_step_floors(sharding: Sharding, step: StepRows, limits: Mapping[str, float]) -> dict[str, float] | None:
+    """Return the floor in µs of each phase (measuring.ranges.PHASES) with work, over all layers.
+
+    Return None if a limit is unknown: a sum without one of its terms would be too low. Phases are profiled on rank 0,
+    so the experts' floor is rank 0's; the floor of the following sum includes the wait for the busiest rank, layer by
+    layer, as its measured time does. Without known routing all ranks have the same work.
+    """
+    found: dict[str, float] = {}
+    for phase, times, work in iter_phase_works(sharding, step):
+        if work.is_empty:
+            continue
+        us = compute_floor_us(work, limits)
+        if us is None:
+            return None
+        found[phase] = found.get(phase, 0.0) + times * us
+    for layer in step.routing:
+        waits = [_compute_experts_us(sharding, step, routed, limits) for routed in layer]
+        if max(waits) > waits[0]:
+            found["mlp_reduce"] = found.get("mlp_reduce", 0.0) + max(waits) - waits[0]
+    return found
+
+
+def compute_step_matmul_s(sharding: Sharding, step: StepRows, limits: Mapping[str, float]) -> float | None:
+    """Return the seconds that operations of a step take on rank 0 at the matrix rates, each at the rate of its
+    operands.
+
+    Counted are all linear layers, experts and attention. Return None if a rate is unknown.
+    """
+    works = [
+        (times * work.flops, get_flops_limit(work, limits))
+        for _, times, work in iter_phase_works(sharding, step)
+        if work.flops
+    ]
+    if any(limit not in limits for _, limit in works):
+        return None
+    return sum(flops / limits[limit] for flops, limit in works)
+
+
+def iter_phase_works(sharding: Sharding, step: StepRows) -> Iterator[tuple[str, int, Work]]:
+    """Yield (phase, number of calls in a step, the work of an operator) for rank 0."""
+    s, layout, itemsize = sharding.shape, sharding.layout, sharding.itemsize
+    hidden_bytes = s.hidden * itemsize
+    layers = memory.count_all_layers(s)
+    rows = step.rows
+    reduced = compute_all_reduce_work(rows * hidden_bytes, layout.attn_tp)
+    yield "embed", 1, Work(memory_bytes=2 * rows * hidden_bytes)
+    yield "embed", 1, reduced
+    # The first reads the residual alone, the one behind the last layer belongs to the LM head.
+    yield "norm", 2 * s.layers - 1, Work(memory_bytes=4 * rows * hidden_bytes)
+    yield "norm", 1, Work(memory_bytes=2 * rows * hidden_bytes)
+    for phase, work in itertools.chain(_iter_attention_works(sharding, step), _iter_prefill_works(sharding, step)):
+        yield phase, s.layers, work
+    yield "attn_reduce", s.layers, reduced
+    yield "dp_gather", s.layers, compute_gather_work(step.tokens * hidden_bytes, layout.dp)
+    for product in memory.make_mlp_products(s, s.dense_inter // layout.tp):
+        yield "dense_mlp", layers.dense, sharding.get_linear_work(product, step.tokens)
+    yield from _iter_moe_works(sharding, step, layers.moe)
+    yield "mlp_reduce", s.layers, compute_gather_work(step.tokens * hidden_bytes, layout.dp)
+    yield "mlp_reduce", s.layers, reduced
+    head = memory.Product(s.hidden, memory.compute_vocab_rows(s, layout))
+    yield "lm_head", 1, compute_product_work(head, step.sampled, itemsize)
+    yield "lm_head", 1, compute_gather_work(step.sampled * CANDIDATE_BYTES * layout.attn_tp, layout.attn_tp)
+
+
+def _iter_attention_works(sharding: Sharding, step: StepRows) -> Iterator[tuple[str, Work]]:
+    """Yield the work of one layer's projections, of writing the new KV rows, and of decode attention."""
+    s, layout, itemsize, wide = sharding.shape, sharding.layout, sharding.itemsize, sharding.wide
+    products = memory.make_attention_products(s, layout, wide)
+    absorbed = functools.partial(compute_product_work, itemsize=itemsize)
+    decodes, heads = len(step.decodes), s.heads // layout.attn_tp * layout.dcp
+    yield "qkv_proj", sharding.get_linear_work(products["qkv_a"], step.rows)
+    if "q_b" in products:
+        yield "qkv_proj", sharding.get_linear_work(products["q_b"], step.rows)
+    yield "kv_write", Work(memory_bytes=step.rows * (s.kv_width * itemsize + sharding.row_bytes))
+    yield "o_proj", sharding.get_linear_work(products["o"], step.rows)
+    if not decodes:
+        return
+    yield "qkv_proj", absorbed(products["w_uk"], decodes)
+    if not wide.query:
+        yield "q_gather", compute_query_work(decodes, heads, layout.dcp, s.kv_width, itemsize)
+    lengths = [compute_local_length(n, 0, layout.dcp, sharding.interleave) for n in step.decodes]
+    yield "attention", compute_attention_work(heads, lengths, itemsize, s.kv_width, s.latent, sharding.kv_itemsize)
+    yield "merge", compute_merge_work(decodes, heads, layout.dcp, s.value if wide.value else s.latent, itemsize)
+    yield "o_proj", absorbed(products["w_uv"], decodes)
+
+
+def _iter_prefill_works(sharding: Sharding, step: StepRows) -> Iterator[tuple[str, Work]]:
+    """Yield the work of one layer's attention of chunks: n tokens behind p stored ones, with keys and values of this
+    rank's heads.
+
+    n + p rows are decompressed with 2·(n + p)·R·h·(nope + V) operations; n·p + n·(n + 1)/2 pairs are attended to, each
+    with 2·h·(nope + P + V) operations. Rows, weights, q and o count once; keys and values need not pass through memory.
+    Stored rows are read, and sent, in their stored precision.
+    """
+    if not step.chunks:
+        return
+    s, layout, itemsize = sharding.shape, sharding.layout, sharding.itemsize
+    heads = s.heads // layout.attn_tp
+    tokens, stored = sum(n for n, _ in step.chunks), sum(p for _, p in step.chunks)
+    pairs = sum(n * p + n * (n + 1) // 2 for n, p in step.chunks)
+    weights = s.latent * heads * (s.nope + s.value)
+    numbers = tokens * s.kv_width + weights + tokens * heads * (s.nope + s.rope + s.value)
+    decompressed, attended = (tokens + stored) * weights, pairs * heads * (s.nope + s.rope + s.value)
+    yield "prefix_gather", compute_gather_work(stored * sharding.row_bytes, layout.dcp)
+    yield (
+        "prefill",
+        Work(
+            memory_bytes=numbers * itemsize + stored * sharding.row_bytes,
+            memory_limit="read",
+            flops=2 * (decompressed + attended),
+        ),
+    )
+
+
+def _iter_moe_works(sharding: Sharding, step: StepRows, layers: int) -> Iterator[tuple[str, int, Work]]:
+    """Yield the work of the router, the shared expert and rank 0's experts, for all layers that have them."""
+    s, layout, itemsize = sharding.shape, sharding.layout, sharding.itemsize
+    yield "moe", layers, compute_product_work(memory.Product(s.hidden, s.experts), step.tokens, itemsize)
+    if s.shared_experts:
+        for product in memory.make_mlp_products(s, s.shared_experts * s.moe_inter // layout.tp):
+            yield "moe", layers, sharding.get_linear_work(product, step.tokens)
+    routing = [(1, layer[0]) for layer in step.routing] or [(layers, sharding.estimate_routed(step.live))]
+    for times, routed in routing:
+        for work in iter_expert_works(sharding, step, routed):
+            yield "moe", times, work
+
+
+def iter_expert_works(sharding: Sharding, step: StepRows, routed: Routed) -> Iterator[Work]:
+    """Yield the work of both products of a rank's experts in one layer."""
+    for number, product in enumerate(memory.make_mlp_products(sharding.shape, sharding.expert_width)):
+        gated = number == 0
+        rows_in = min(step.live, routed.rows) if gated else routed.rows
+        yield compute_expert_work(
+            product,
+            gated=gated,
+            rows_in=rows_in,
+            rows=routed.rows,
+            hit=routed.hit,
+            itemsize=sharding.itemsize,
+            scaled=sharding.scaled,
+        )
+
+
+def _compute_experts_us(sharding: Sharding, step: StepRows, routed: Routed, limits: Mapping[str, float]) -> float:
+    return sum(compute_floor_us(work, limits) or 0.0 for work in iter_expert_works(sharding, step, routed))

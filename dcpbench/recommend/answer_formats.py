@@ -1,0 +1,608 @@
+"""Format an answer as text, JSON, Markdown and a picture: the sentence, a table of loads, what does not fit, commands.
+No torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from dcpbench.points import latency_bands
+from dcpbench.points.layout import place_experts
+from dcpbench.points.names import CLOSED, CUT, ENGINE_NAMES, FP8, OBJECTIVES, SGLANG, VLLM
+from dcpbench.recommend.advise import (
+    compute_margin,
+    compute_price,
+    compute_tok_s_per_gpu,
+    find_break_even,
+    format_measure_command,
+)
+from dcpbench.recommend.forecast import EMULATED, ESTIMATED, MEASURED, SOURCES
+from dcpbench.serving.load_words import format_lock_step_warning, format_varied_option, is_lock_step
+from dcpbench.show import numbers
+from dcpbench.show.model_fit import NO_FIT, format_no_fit, format_range
+from dcpbench.show.numbers import format_number, format_percent, format_ratio
+from dcpbench.show.text import format_capitalized, format_list
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from matplotlib.axes import Axes
+    from matplotlib.lines import Line2D
+    from rich.console import Console
+
+    from dcpbench.points.point import Load
+    from dcpbench.recommend.advise import Choice, Query
+    from dcpbench.recommend.estimate import Steps
+    from dcpbench.recommend.forecast import Forecast
+
+    Starts = Mapping[str, Sequence["Start"]]  # by recommended layout, one for each engine
+
+STARTED_ENGINES = (SGLANG, VLLM)  # engines for which a command that starts the layout is printed
+DASHED = "--"
+"""Line style of estimates."""
+MAX_NAMED = 4
+"""Maximum number of layouts in a clause of the sentence."""
+COLUMNS = ("load", "best", "tok/s", "tok/s\nper GPU", "ITL p50\nms", "TTFT p50\nms", "runner-up", "ahead by", "from")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Start:
+    """Describe how an engine is started in a recommended layout or, if it lacks a part of that, in the nearest that it
+    can run.
+    """
+
+    engine: str
+    command: str = ""  # empty if there is no configuration that the engine can run
+    lacking: Sequence[str] = ()  # parts of the recommended configuration that the engine does not have
+    nearest: Forecast | None = None  # what the command starts, if it is not the recommended configuration
+    load: str = ""  # the load that `nearest` is forecast for
+
+
+def format_answer(ask: Query, choices: Sequence[Choice]) -> str:
+    """Return which layout to use from which load on, for which machine, and how certain that is."""
+    able = [choice for choice in choices if choice.best]
+    if not able:
+        who, reason = next(iter(choices[0].refused.items()))
+        instead = choices[0].instead if who in choices[0].without_room | choices[0].too_many else []
+        give = f"; give {format_list(instead, 'or')}" if instead else ""
+        why = (
+            f", as the {NO_FIT}" if all(choice.no_whole_model.issuperset(choice.refused) for choice in choices) else ""
+        )
+        return f"No layout of {ask.model} on {_format_gpus(ask)} can be recommended{why}: {who}: {reason.rstrip('.')}{give}."
+    runs = []
+    for text, group in itertools.groupby(able, key=_format_choice):
+        loads = list(group)
+        first, last = loads[0].name, loads[-1].name
+        if len(loads) == 1:
+            names = first
+        elif first.partition(" × ")[2] == last.partition(" × ")[2]:
+            names = f"{first.partition(' × ')[0]} to {last}"
+        else:
+            names = f"{first} to {last}"
+        runs.append(f"{text} at {names}")
+    return f"{format_capitalized(_format_gpus(ask))}{_format_layers_held(able)}: {'; '.join(runs)} ({_format_basis(able)}).{_format_unjudged(choices)}{_format_lock_step(ask, able)}"
+
+
+def _format_unjudged(choices: Sequence[Choice]) -> str:
+    """Return a sentence on the layouts that may fit but could not be judged; empty without any."""
+    names = list(dict.fromkeys(who for c in choices for who in c.refused if who not in c.without_room))
+    if not names:
+        return ""
+    who = format_list(names) if len(names) <= MAX_NAMED else f"{len(names)} layouts"
+    return f" Not judged at every load: {who}; why, see below."
+
+
+def _format_layers_held(choices: Sequence[Choice]) -> str:
+    """Return that the whole model does not fit, with the layers held, and by which layouts if the others hold all of them."""
+    forecasts = [f for choice in choices for f in choice.forecasts]
+    cut = [f for f in forecasts if f.layers_held]
+    if not cut:
+        return ""
+    held, (_, layers) = [f.layers_held[0] for f in cut if f.layers_held], cut[0].layers_held or (0, 0)
+    names = list(dict.fromkeys(f.point.layout_name for f in cut))
+    who = format_list(names) if len(names) <= MAX_NAMED else f"{len(names)} layouts"
+    some = "" if len(cut) == len(forecasts) else f" in {who}"
+    return f" ({format_no_fit(format_range(held), str(layers))}{some})"
+
+
+def _format_lock_step(ask: Query, choices: Sequence[Choice]) -> str:
+    """Return a sentence if the advantage of attention DP in the answer depends on clients that run in lock-step; else
+    empty.
+    """
+    waves = _list_lock_step_loads(ask)
+    if not waves or not any(f.point.dp > 1 for choice in choices for f in choice.level):
+        return ""
+    return (
+        " Clients with requests of one length run in lock-step, which favours attention DP: ask again with "
+        f"{format_varied_option(waves[0].output_tokens)}."
+    )
+
+
+def _list_lock_step_loads(ask: Query) -> list[Load]:
+    """Return the loads in which clients run in lock-step."""
+    return [load for requests, _, load in ask.loads if load and is_lock_step(load, requests)]
+
+
+def _format_gpus(ask: Query) -> str:
+    return f"{format_list([f'{n}' for n in ask.gpus], 'or')} × {ask.machine.name}"
+
+
+def _format_choice(choice: Choice) -> str:
+    """Return `take tp8·dcp8 (a2a)`, `undecided between …`, or that no layout is within the SLO."""
+    level = [f.who for f in choice.level]
+    if not choice.meets:
+        level = level[:MAX_NAMED]
+        return (
+            f"none within the SLO, nearest {level[0]}"
+            if len(level) == 1
+            else f"none within the SLO, nearest {format_list(level, 'or')}"
+        )
+    if len(level) == 1:
+        return f"take {level[0]}"
+    if len(level) > MAX_NAMED:
+        return f"undecided, {level[0]} first of {len(level)} layouts that nothing tells apart"
+    return f"undecided between {format_list(level)}"
+
+
+def _format_basis(choices: Sequence[Choice]) -> str:
+    used = dict.fromkeys(f.source for choice in choices for f in choice.forecasts)
+    sources = [name for name in SOURCES if name in used]
+    estimates = [f for choice in choices for f in choice.forecasts if f.source == ESTIMATED]
+    band = f", with bands of up to {format_percent(max(f.high / f.tok_s - 1 for f in estimates))}" if estimates else ""
+    return f"{format_list(sources)}{band}"
+
+
+def format_break_even(choices: Sequence[Choice]) -> str:
+    """Return where the break-even of DCP is."""
+    closed = [
+        c for c in choices if c.forecasts and (f := c.forecasts[0].point.load) is not None and f.arrival == CLOSED
+    ]
+    steps = [c for c in choices if c.forecasts and c.forecasts[0].point.load is None]
+    clauses: list[str] = []
+    groups: dict[str, list[Choice]] = {}
+    for choice in (*steps, *closed):
+        groups.setdefault(choice.name.partition(" × ")[2], []).append(choice)
+    for of, group in groups.items():
+        least, compared = find_break_even(group)
+        if not compared:
+            continue
+        ends = dict.fromkeys((min(c.concurrency for c in group), max(c.concurrency for c in group)))
+        tried = " to ".join(map(str, ends))
+        where = "at no concurrency" if least is None else f"from concurrency {least} on"
+        clauses.append(f"{of}: {where} (tried: {tried})")
+    return f"A layout with DCP is clearly ahead of all without, {'; '.join(clauses)}." if clauses else ""
+
+
+def _iter_estimate_notes(ask: Query, choices: Sequence[Choice], steps: Steps) -> Iterator[str]:
+    """Yield sentences on the basis of the estimates, and on conditions for which they were not checked."""
+    folders = list(dict.fromkeys(Path(source).parts[1] for source in steps.sources))
+    yield (
+        f"Estimates: floors of steps on {ask.machine.gpu}, by the shares of them that {steps.steps} steps on {steps.machine} reached in "
+        f"{format_list(folders)} of results/. They are not measured."
+    )
+    if ask.weights_dtype != FP8 and any(load for _, _, load in ask.loads):
+        yield "Of those with prompts all had fp8 weights: that bf16 reaches the same shares there was not checked."
+    if ask.weights_dtype != FP8 and ask.kv_dtype == FP8:
+        yield "None of them had bf16 weights with an fp8 cache."
+    if ask.machine.gpu != steps.machine:
+        yield f"No step was measured on {ask.machine.gpu}: shares are taken to be those of {steps.machine}."
+    if max(ask.gpus) > 4:  # noqa: PLR2004 - the published runs'
+        yield "More than 4 ranks were never measured: calls among them are the wire's model, with its error in the band."
+    yield f"Measured steps replace estimates: {format_emulate_command(ask, choices)}, then name its run here."
+
+
+def list_unknowns(ask: Query, choices: Sequence[Choice], steps: Steps) -> list[str]:
+    """Return sentences on what the answer does not know."""
+    used = [f for choice in choices for f in choice.forecasts]
+    sentences: list[str] = []
+    if any(f.source == ESTIMATED for f in used):
+        sentences += _iter_estimate_notes(ask, choices, steps)
+    if right := [f"{format_ratio(c.factor)} at {c.name}" for c in choices if c.factor]:
+        sentences.append(
+            "Estimates of loads of which there are records are set right by them, tok/s by what the records are of their own estimates "
+            f"({format_list(right)}), ITL, TTFT and other latencies by one over that."
+        )
+    sentences += describe_latencies(used)
+    waves = _list_lock_step_loads(ask)
+    if waves and used:
+        some = "" if len(waves) == len(ask.loads) else f" under {len(waves)} of {len(ask.loads)} loads"
+        sentences.append(
+            format_lock_step_warning(waves[0].output_tokens, some=some, dp=any(f.point.dp > 1 for f in used))
+        )
+    for choice in choices:
+        sentences += [f"{who} at {choice.name} is estimated: {why.rstrip('.')}." for who, why in choice.short.items()]
+    if ask.cycled:
+        sentences.append(
+            "With --cycled, weights need not fit: servers of these layouts may not start on this many GPUs."
+        )
+    if any(f.source == EMULATED for f in used):
+        sentences.append(
+            "Emulated points model what ranks wait for each other; docs/emulation.md says what they do not know."
+        )
+    sentences.append(_format_energy(choices))
+    if ask.kv_memory is not None and used:
+        sentences.append(
+            "The commands of SGLang and vLLM say nothing of --kv-memory: their pools are as large as they make them."
+        )
+    sentences.append(describe_engines(used))
+    return sentences
+
+
+def describe_engines(forecasts: Sequence[Forecast]) -> str:
+    """Return a sentence that names the engines (kernels and schedulers) of the forecasts."""
+    names = [*dict.fromkeys(f.engine for f in forecasts)]
+    if not any(names):
+        return "SGLang and vLLM have kernels and schedulers of their own: the forecasts are of dcpbench's engine."
+    engines = format_list([name or "dcpbench's engine" for name in names])
+    if len(names) == 1:
+        return f"The forecasts are of the kernels and the scheduling policy of {engines}."
+    return (
+        f"The forecasts are of the kernels and the scheduling policies of {engines}: layouts of different engines differ by "
+        "their engine, too. Name evidence of one engine to compare layouts."
+    )
+
+
+def describe_latencies(forecasts: Sequence[Forecast]) -> list[str]:
+    """Return what the latencies of served estimates rest on, and which layouts have no ITL, with the reason."""
+    estimates = [f for f in forecasts if f.source == ESTIMATED and f.mixed_share is not None]
+    if not estimates:
+        return []
+    cases = latency_bands.load_published()
+    arrivals = list(dict.fromkeys(f.point.load.arrival for f in estimates if f.point.load))
+    bands = [latency_bands.find_band(latency_bands.ESTIMATED, "ttft", arrival, cases) for arrival in arrivals]
+    count = sum(band.cases for band in bands if band)
+    sentences = [
+        (
+            f"The ends of TTFT and ITL p50 are the largest errors of estimates of {count} published loads, by steps of "
+            "another model. Other percentiles, TPOT and E2EL have no ends, also where objectives are held against them."
+        )
+    ]
+    if without := list(dict.fromkeys(f.who for f in estimates if f.itl_band is None)):
+        limit = latency_bands.compute_max_sure_share(cases)
+        who = format_list(without) if len(without) <= MAX_NAMED else f"{len(without)} layouts"
+        sentences.append(
+            f"{who}: no ITL, as prompts are in the steps of {format_percent(limit)} or more of the gaps between tokens. The median may be a "
+            "decode step or a step with a prompt there, which takes several times as long."
+        )
+    return sentences
+
+
+def _format_energy(choices: Sequence[Choice]) -> str:
+    """Return the measured energy per token in J of the best of each load, or that none was measured."""
+    known = [
+        f"{f.who} {format_number(f.joules_per_token)} at {choice.name}"
+        for choice in choices
+        for f in sorted(choice.forecasts, key=lambda f: f.joules_per_token or math.inf)
+        if f.joules_per_token
+    ]
+    if not known:
+        return "Joules a token: no record that was given has energy from NVML."
+    return f"Joules a token, of all GPUs, where records have energy from NVML: {'; '.join(known)}. Of the others it is not known."
+
+
+def format_emulate_command(ask: Query, choices: Sequence[Choice]) -> str:
+    """Return the command that measures one rank of each layout, on a machine with a GPU."""
+    points = [f.point for choice in choices for f in choice.forecasts]
+    by_default = all(point.ep == place_experts(CUT, point.tp) for point in points)
+    axes = ["tp", "dp", "dcp", *([] if by_default else ["ep"])]
+    return f"{format_measure_command(ask, points, axes)} --emulate {shlex.quote(ask.named)} -o runs/emulated"
+
+
+def list_recommended(choices: Sequence[Choice]) -> list[tuple[Choice, Forecast]]:
+    """Return the best layouts, each once, with the first load that it is best for."""
+    found: dict[str, tuple[Choice, Forecast]] = {}
+    for choice in choices:
+        if choice.best:
+            found.setdefault(choice.best.who, (choice, choice.best))
+    return list(found.values())
+
+
+def explain_start(start: Start) -> str:
+    """Return what the engine lacks and what its command starts in place of that; empty if it lacks nothing."""
+    if not start.lacking:
+        return ""
+    name, parts = ENGINE_NAMES[start.engine], format_list(list(start.lacking), "or")
+    if start.nearest is None:
+        return f"{name} has no {parts}, and nothing is known of a configuration near to it that {name} can run: no command."
+    of = start.nearest
+    rate = numbers.format_tok_s(of.tok_s, *of.band)
+    return f"{name} has no {parts}. The nearest that it can run is {of.who}, {rate} at {start.load} ({of.origin}):"
+
+
+def make_rows(ask: Query, choices: Sequence[Choice]) -> list[list[str]]:
+    """Return a table row per load, with the columns COLUMNS and, with a price, one more."""
+    found = []
+    for choice in choices:
+        best, behind = choice.best, choice.next
+        if best is None:
+            what = "none fits" if choice.without_room.issuperset(choice.refused) else "none judged"
+            found.append([choice.name, what, *[""] * (len(COLUMNS) - 2 + (ask.price is not None))])
+            continue
+        by = "alone"
+        if behind is not None:
+            lead, needed = compute_tok_s_per_gpu(best) / compute_tok_s_per_gpu(behind) - 1, compute_margin(best, behind)
+            known = (
+                f"{format_percent(lead)} ± {format_percent(needed)}"
+                if math.isfinite(needed)
+                else f"{format_percent(lead)} in one launch"
+            )
+            by = known + _format_undecided(choice)
+        row = [
+            choice.name,
+            best.who + _format_slo(ask, choice, best),
+            numbers.format_tok_s(best.tok_s, *best.band, unit=""),
+            format_number(compute_tok_s_per_gpu(best), 3),
+            format_p50(best.itl_ms.p50, best.itl_band),
+            format_p50(best.ttft_ms.p50, best.ttft_band),
+            behind.who if behind else "",
+            by,
+            best.origin,
+        ]
+        if ask.price is not None:
+            cost, low, high = compute_price(ask.price, best)
+            row.append(f"{cost:.2f} [{low:.2f}–{high:.2f}]")
+        found.append(row)
+    return found
+
+
+def _format_slo(ask: Query, choice: Choice, best: Forecast) -> str:
+    """Return the objectives that the best layout misses or meets, with the percentile that was judged; empty without an SLO."""
+    if not choice.meets:
+        return f", misses {', '.join(choice.misses[best.who])}"
+    return f", meets {format_list([judged.format() for judged in best.judge(ask.slo)])}" if ask.slo else ""
+
+
+def format_p50(ms: float | None, ends: tuple[float, float] | None) -> str:
+    """Return a median latency with the ends of its band, if it has one."""
+    return format_number(ms, 3) if ms is None or ends is None else numbers.format_tok_s(ms, *ends, unit="")
+
+
+def _format_undecided(choice: Choice) -> str:
+    """Return what is undecided: against the runner-up, or only against layouts behind it with larger uncertainty."""
+    rest = choice.level[1:]
+    if not rest:
+        return ""
+    return ", undecided" if choice.next in rest else f", undecided against {rest[0].who}"
+
+
+def list_columns(ask: Query) -> list[str]:
+    """Return the column headings of `make_rows` with their units, on two lines if a terminal has no space for one."""
+    return [*COLUMNS, *(["$/M output\ntokens"] if ask.price is not None else [])]
+
+
+def group_refused(choices: Sequence[Choice]) -> dict[str, list[str]]:
+    """Return the reasons for refusing layouts, each once, with the layouts and loads: `tp4 at 48 × 32,000 tokens`."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for choice in choices:
+        for who, reason in choice.refused.items():
+            found.setdefault(reason, {}).setdefault(who, []).append(choice.name)
+    every = len(choices)
+    return {
+        reason: [who if len(loads) == every else f"{who} at {format_list(loads)}" for who, loads in of.items()]
+        for reason, of in found.items()
+    }
+
+
+def convert_to_json(
+    ask: Query, choices: Sequence[Choice], notes: Sequence[str], steps: Steps, starts: Starts
+) -> dict[str, Any]:
+    """Return the complete answer for JSON; numbers in tok/s, ms and dollars."""
+    return {
+        "answer": format_answer(ask, choices),
+        "break_even": format_break_even(choices),
+        "machine": ask.machine.name,
+        "gpus": list(ask.gpus),
+        "model": ask.model,
+        "loads": [
+            {
+                "load": choice.name,
+                "concurrency": choice.concurrency,
+                "best": choice.best.who if choice.best else None,
+                "decided": choice.decided,
+                "level": [f.who for f in choice.level],
+                "meets_slo": choice.meets,
+                "layouts": [_make_layout_json(ask, choice, f) for f in choice.forecasts],
+                "refused": choice.refused,
+            }
+            for choice in choices
+        ],
+        "commands": {who: {s.engine: s.command for s in of if not s.lacking} for who, of in starts.items()},
+        "nearest": {
+            who: {s.engine: _make_nearest_json(ask, s) for s in lacking}
+            for who, of in starts.items()
+            if (lacking := [s for s in of if s.lacking])
+        },
+        "unknown": [*notes, *list_unknowns(ask, choices, steps)],
+    }
+
+
+def _make_nearest_json(ask: Query, start: Start) -> dict[str, Any]:
+    """Return what an engine lacks of a recommended configuration, and the nearest that it can run."""
+    found: dict[str, Any] = {"lacks": list(start.lacking), "layout": None, "load": None, "command": None}
+    if start.nearest is not None:
+        layout = _make_forecast_json(ask, start.nearest)
+        found |= {"layout": layout, "load": start.load, "command": start.command}
+    return found
+
+
+def _make_layout_json(ask: Query, choice: Choice, f: Forecast) -> dict[str, Any]:
+    objectives = [dataclasses.asdict(judged) | {"met": judged.met} for judged in f.judge(ask.slo)]
+    return _make_forecast_json(ask, f) | {"misses": choice.misses.get(f.who, []), "objectives": objectives}
+
+
+def _make_forecast_json(ask: Query, f: Forecast) -> dict[str, Any]:
+    cost = compute_price(ask.price, f) if ask.price is not None else None
+    return {
+        "layout": f.who,
+        "gpus": f.point.tp,
+        "source": f.source,
+        "set_right_by": f.factor,
+        "whence": f.whence,
+        "engine": f.engine,
+        "output_tok_s": dict(zip(("mean", "low", "high"), (f.tok_s, *f.band), strict=True)),
+        "output_tok_s_per_gpu": compute_tok_s_per_gpu(f),
+        **{f"{name}_ms": msgspec.to_builtins(getattr(f, f"{name}_ms")) for name in OBJECTIVES},
+        "ttft_p50_ms_band": f.ttft_band,
+        "itl_p50_ms_band": f.itl_band,
+        "joules_per_token": f.joules_per_token,
+        "dollars_per_million_output_tokens": None
+        if cost is None
+        else dict(zip(("mean", "low", "high"), cost, strict=True)),
+    }
+
+
+def show(
+    ask: Query, choices: Sequence[Choice], notes: Sequence[str], steps: Steps, starts: Starts, terminal: Console
+) -> None:
+    """Print the answer on a terminal."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    terminal.print(format_answer(ask, choices), soft_wrap=True)
+    if break_even_text := format_break_even(choices):
+        terminal.print(break_even_text, soft_wrap=True)
+    table = Table(box=SIMPLE_HEAD)
+    for name in list_columns(ask):
+        table.add_column(name, overflow="fold")
+    for row in make_rows(ask, choices):
+        table.add_row(*row)
+    terminal.print(table)
+    for reason, those in group_refused(choices).items():
+        terminal.print(f"Not {format_list(those)}: {reason.rstrip('.')}.", soft_wrap=True)
+    for who, of in starts.items():
+        terminal.print(f"\n{who}:", soft_wrap=True)
+        for start in of:
+            for text in filter(None, (explain_start(start), start.command)):
+                terminal.print(f"  {text}", soft_wrap=True)
+    terminal.print("\nWhat this does not know:")
+    for text in (*notes, *list_unknowns(ask, choices, steps)):
+        terminal.print(f"- {text}", soft_wrap=True)
+
+
+def render_markdown(ask: Query, choices: Sequence[Choice], notes: Sequence[str], steps: Steps, starts: Starts) -> str:
+    """Return the answer as a Markdown page, with a link to the picture."""
+    names = [name.replace("\n", " ") for name in list_columns(ask)]
+    lines = [
+        f"# {ask.model} on {_format_gpus(ask)}",
+        "",
+        format_answer(ask, choices),
+        "",
+        format_break_even(choices),
+        "",
+    ]
+    lines += ["![Output tokens a second and GPU of each layout; hollow: not measured](recommendation.png)", ""]
+    lines += ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
+    lines += ["| " + " | ".join(row) + " |" for row in make_rows(ask, choices)]
+    lines += [
+        "",
+        *(f"- Not {format_list(those)}: {reason.rstrip('.')}." for reason, those in group_refused(choices).items()),
+    ]
+    for who, of in starts.items():
+        lines += ["", f"## {who}"]
+        for start in of:
+            lines += ["", text] if (text := explain_start(start)) else []
+            lines += ["", "```", start.command, "```"] if start.command else []
+    lines += [
+        "",
+        "## What this does not know",
+        "",
+        *(f"- {text}" for text in (*notes, *list_unknowns(ask, choices, steps))),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def draw_picture(ask: Query, choices: Sequence[Choice], path: Path) -> None:
+    """Draw output tok/s per GPU over concurrency: a line with its band per layout, a panel per request length.
+
+    Layouts are named as in the table. Points that were not measured have hollow markers, and estimates are joined by
+    dashes.
+    """
+    from matplotlib.figure import Figure
+
+    from dcpbench.show.figure_style import (
+        apply_style,
+        choose_columns,
+        draw_legend_below,
+        make_hollow_entry,
+        save_figure,
+        set_headline,
+        set_measured_ticks,
+    )
+
+    groups: dict[str, list[Choice]] = {}
+    for choice in choices:
+        if choice.forecasts:
+            groups.setdefault(choice.name.partition(" × ")[2], []).append(choice)
+    columns = choose_columns(len(groups))
+    drawn = [f for group in groups.values() for c in group for f in c.forecasts]
+    looks = _choose_styles(drawn)
+    with apply_style():
+        figure = Figure(figsize=(5.5 * columns, 3.6 * -(-len(groups) // columns)), layout="constrained")
+        panels = figure.subplots(-(-len(groups) // columns), columns, squeeze=False).ravel()
+        handles: dict[str, Any] = {}
+        for ax in panels[len(groups) :]:
+            ax.set_visible(False)
+        for ax, (name, group) in zip(panels, groups.items(), strict=False):
+            for who in dict.fromkeys(f.who for choice in group for f in choice.forecasts):
+                seen = [(c.concurrency, f) for c in group for f in c.forecasts if f.who == who]
+                handles[who] = _draw_line(ax, sorted(seen, key=lambda pair: pair[0]), looks[who])
+            set_measured_ticks(ax, [c.concurrency for c in group])
+            ax.set_title(name)
+            ax.set_xlabel("requests in flight")
+            ax.set_ylabel("output tok/s a GPU")
+            ax.set_ylim(bottom=0)
+        set_headline(
+            figure, f"{ask.model} on {_format_gpus(ask)}: {_format_basis([c for g in groups.values() for c in g])}"
+        )
+        sources = [name for name in SOURCES if any(f.source == name for f in drawn)]
+        ran = [name for name in sources if name not in (MEASURED, ESTIMATED)]
+        signs = [make_hollow_entry(format_list(ran, "or"))] if ran else []
+        signs += [make_hollow_entry(ESTIMATED, DASHED)] if ESTIMATED in sources else []
+        draw_legend_below(figure, [*handles.values(), *signs])
+        save_figure(figure, path.with_suffix(""), "png")
+
+
+def _choose_styles(forecasts: Sequence[Forecast]) -> dict[str, dict[str, str]]:
+    """Return colour and marker of each name: those of its layout, with further markers for other names of the same
+    layout.
+    """
+    from dcpbench.show.figure_style import get_marker
+    from dcpbench.show.layouts import find_marker_index, get_colours
+
+    found: dict[str, dict[str, str]] = {}
+    places: dict[str, int] = {}
+    for f in forecasts:
+        layout = str(f.point.layout)
+        if f.who not in found:
+            place = places.setdefault(layout, find_marker_index(layout))
+            found[f.who] = {"color": get_colours(layout)[0], "marker": get_marker(place), "label": f.who}
+            places[layout] = place + 1
+    return found
+
+
+def _draw_line(ax: Axes, seen: Sequence[tuple[int, Forecast]], look: Mapping[str, str]) -> Line2D:
+    """Draw a layout over concurrency with its band, and return its legend entry."""
+    from matplotlib.lines import Line2D
+
+    colour = look["color"]
+    for (x, f), (after, other) in itertools.pairwise(seen):
+        style = DASHED if ESTIMATED in (f.source, other.source) else "-"
+        ax.plot([x, after], [compute_tok_s_per_gpu(f), compute_tok_s_per_gpu(other)], color=colour, linestyle=style)
+    for x, f in seen:
+        face = colour if f.source == MEASURED else "white"
+        ax.plot(
+            [x], [compute_tok_s_per_gpu(f)], color=colour, marker=look["marker"], markerfacecolor=face, linestyle=""
+        )
+    low, high = zip(*(f.band for _, f in seen), strict=True)
+    gpus = seen[0][1].point.tp
+    ax.fill_between(
+        [x for x, _ in seen], [n / gpus for n in low], [n / gpus for n in high], color=colour, alpha=0.08, linewidth=0
+    )
+    return Line2D([], [], **look)

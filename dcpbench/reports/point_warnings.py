@@ -1,0 +1,107 @@
+"""Select the warnings that distinguish a point from the others of its run, and report by how much clocks fell."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dcpbench.points.names import REPLAY
+from dcpbench.reports.load_labels import FEW_SAMPLES
+from dcpbench.show.numbers import is_missing
+from dcpbench.show.text import format_count, format_list
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+THROTTLED = "throttled"
+STAY = ("cpu", "graph_differs", "inaccurate")
+"""Warnings shown at every number, even if all points have them, because a reader of a single number
+must not miss them.
+"""
+REASONS = {
+    "sw_power_cap": "the power limit",
+    "hw_slowdown": "the hardware's slowdown",
+    "sw_thermal": "heat",
+    "hw_thermal": "heat, by the hardware",
+    "hw_power_brake": "the power brake",
+}
+"""Text for each cause of lowered clocks."""
+
+
+def split_warnings(text: str) -> list[str]:
+    """Return `noisy, throttled` as a list, without the warning that dashes already express."""
+    return [mark for mark in text.split(", ") if mark not in ("", FEW_SAMPLES)]
+
+
+def format_distinct_warnings(points: pd.DataFrame, *, falls: bool = True) -> list[str]:
+    """Return for each point, as text, the warnings that not all points of its run and mode have; with `falls`, how far
+    clocks fell.
+    """
+    texts = [""] * len(points)
+    for _, group in points.reset_index(drop=True).groupby(["run", "mode"], sort=False) if len(points) else ():
+        everyone = set(find_shared_warnings(group)) - set(STAY)
+        for place, text, fall in zip(group.index, group["marks"], group["clock_fall"], strict=True):
+            texts[int(str(place))] = ", ".join(
+                f"{mark}{_format_fall(fall)}" if falls and mark == THROTTLED else mark
+                for mark in split_warnings(text)
+                if mark not in everyone
+            )
+    return texts
+
+
+def find_shared_warnings(points: pd.DataFrame) -> list[str]:
+    """Return the warnings that all of at least two points have, and that therefore distinguish none of them."""
+    found = [split_warnings(text) for text in points["marks"]]
+    return [mark for mark in found[0] if all(mark in marks for marks in found)] if len(found) > 1 else []
+
+
+def summarize_warnings(points: pd.DataFrame, most: int) -> str:
+    """Return counts such as `25 throttled (the power limit: …), 3 noisy` or `all throttled`; of more than `most` kinds
+    the first ones.
+    """
+    names = [mark for text in points["marks"] for mark in split_warnings(text)]
+    everyone = set(find_shared_warnings(points))
+    counts = []
+    for name in list(dict.fromkeys(names))[:most]:
+        why = describe_clocks(points) if name == THROTTLED else ""
+        counts.append(f"{'all' if name in everyone else names.count(name)} {name}{f' ({why})' if why else ''}")
+    return ", ".join(counts) + (" and others" if len(set(names)) > most else "")
+
+
+def find_throttled(points: pd.DataFrame) -> pd.Series[bool]:
+    """Return a mask of the points with lowered clocks, in their own measurement or in the step
+    times of their replay.
+    """
+    return find_marked(points, THROTTLED)
+
+
+def find_marked(points: pd.DataFrame, mark: str) -> pd.Series[bool]:
+    """Return a mask of the points that have a warning."""
+    return points["marks"].map(split_warnings).map(lambda marks: mark in marks).astype(bool)
+
+
+def describe_clocks(points: pd.DataFrame) -> str:
+    """Return by how much clocks fell at throttled points, and the cause; a replay has no clocks.
+
+    Example: `by the power limit: lowest SM clock 0.8–27 % below the highest, 1,455 of 1,980 MHz`.
+    """
+    slowed = points[find_throttled(points)]
+    if slowed.empty:
+        return ""
+    known = slowed[slowed["clock_fall"].notna()]
+    found = []
+    if len(known):
+        reasons = sorted({reason for text in known["throttle_reasons"] for reason in text.split(", ") if reason})
+        by = f"by {format_list([REASONS.get(reason, reason) for reason in reasons])}: " if reasons else ""
+        worst = known.sort_values("clock_fall", kind="stable").iloc[-1]
+        ends = list(dict.fromkeys(f"{fall * 100:.2g}" for fall in (known["clock_fall"].min(), worst["clock_fall"])))
+        at = f"{worst['sm_clock_mhz_max'] * (1 - worst['clock_fall']):,.0f} of {worst['sm_clock_mhz_max']:,.0f} MHz"
+        found.append(f"{by}lowest SM clock {'–'.join(ends)} % below the highest, {at}{' at worst' if ends[1:] else ''}")
+    unknown = slowed[slowed["clock_fall"].isna()]
+    if len(unknown):
+        replayed = ", as a replay has no clocks of its own" if (unknown["mode"] == REPLAY).all() else ""
+        found.append(f"by how much is not known of {format_count(len(unknown), 'point')}{replayed}")
+    return "; ".join(found)
+
+
+def _format_fall(share: float | None) -> str:
+    return "" if is_missing(share) or share is None else f" −{share * 100:.2g} %"

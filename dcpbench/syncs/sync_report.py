@@ -1,0 +1,272 @@
+"""Define the report of every detector: sites, their cost, and what the detector could not see; the JSON of `syncs`.
+Its schema: `python -m dcpbench.syncs.sync_report > docs/syncs.schema.json`.
+
+Times are microseconds. A detector leaves values that it cannot know at None: nothing here is guessed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any, Literal
+
+import msgspec
+
+SCHEMA_VERSION = 1
+
+
+class ChildProcess(msgspec.Struct, frozen=True, kw_only=True):
+    """A process that the program started, and that the detector does not follow."""
+
+    pid: int | None = None
+    command: str = ""
+    """Command line of the process, or name and target of a multiprocessing.Process."""
+    start_method: str = ""
+    """Start method of the process: `multiprocessing spawn`, `os.fork`, `subprocess`, …"""
+    may_use_gpu: bool = True
+    """False for a program that is known to be harmless, such as git, and for a Python process that reported that it runs
+    under the dry run and that ended without importing torch."""
+
+
+class Coverage(msgspec.Struct, kw_only=True):
+    """Coverage of a detector: what it observed of the program, and sentences on what it cannot show."""
+
+    detector: Literal["scan", "live", "dry-run"]
+    gpu_events: int = 0
+    """Kernels, copies and fills on the GPU."""
+    runtime_events: int = 0
+    """Calls of the CUDA or HIP runtime."""
+    driver_events: int = 0
+    """Calls of the driver API."""
+    sync_events: int = 0
+    """`cuda_sync` events, which also show what the driver API and other libraries wait for."""
+    ops: int = 0
+    """Operators of the framework (`cpu_op`)."""
+    stacks: Literal["python_function", "call stack", "frames", "none"] = "none"
+    """Source of Python frames; `frames` means that they were read live, with the line of the call."""
+    steps_from: str = ""
+    """Common part of the names of the ranges that are steps; empty if no steps were found."""
+    steps_by_phase: dict[str, int] = {}
+    """Number of steps of each phase, such as decode, where an engine's annotations give it."""
+    steps_share: float | None = None
+    """Share of the work that was launched in steps: of the GPU time or of the launches, the smaller one."""
+    steps_guessed: bool = False
+    """Steps are numbered ranges that cover most of the work: a guess, by which no wait is warm-up."""
+    unreadable_events: int = 0
+    complete: bool = True
+    """False if the file ends early, parts of it could not be read, or it contradicts itself."""
+    damage: list[str] = []
+    """Why it is not complete: clauses that go on from the name of the trace, each with what to type."""
+    foreign: list[str] = []
+    """Traces of accelerators with unknown waits: categories of events, or names of calls."""
+    unmeasured: list[str] = []
+    """Operators in a dry run for which it was never measured whether they wait, such as `mylib::sample`."""
+    children: list[ChildProcess] = []
+    """Processes that a dry run did not follow."""
+    notes: list[str] = []
+    """Limits of this detector, or of this trace; one sentence each."""
+
+
+class TraceSummary(msgspec.Struct, kw_only=True):
+    """A trace, or a process observed live."""
+
+    path: str
+    rank: int | None = None
+    world_size: int | None = None
+    """Number of ranks of the program, where the trace holds it."""
+    dp_rank: int | None = None
+    """Data-parallel rank that the file's name gives; `rank` may count within it."""
+    pp_rank: int | None = None
+    """Pipeline-parallel rank that the file's name gives."""
+    front_end: bool = False
+    """True for the trace of a server's front end, which uses no GPU: it is listed and excluded from the verdict."""
+    steps: int | None = None
+    span_us: float | None = None
+    """First to last event on host or GPU."""
+    gpu_busy_us: float | None = None
+    """Time in which at least one stream had work."""
+    gpu_idle_us: float | None = None
+    """Time between the first and the last GPU event in which none had."""
+    coverage: Coverage
+
+
+class Example(msgspec.Struct, kw_only=True):
+    """An occurrence of a site."""
+
+    trace: str
+    ts: float | None = None
+    """Start of the blocking call on the trace's own clock."""
+    wait_us: float | None = None
+    bubble_us: float | None = None
+    step: int | None = None
+    waited_for: str = ""
+    """Last GPU work to end before the host went on."""
+
+
+class Site(msgspec.Struct, kw_only=True):
+    """A place in code that synchronises, whatever number of times."""
+
+    fingerprint: str
+    rule: str
+    """Stable id, such as SYNC001; see rules.py."""
+    kind: str
+    """The rule's name, such as scalar-read."""
+    op: str = ""
+    """Innermost operator around the blocking call; empty if there is none."""
+    op_chain: list[str] = []
+    """Operators around the blocking call, outermost first."""
+    function: str = ""
+    """The user's innermost function; empty without Python stacks."""
+    file: str = ""
+    """File of the call, relative to the repository if it is inside."""
+    line: int | None = None
+    """Line of the call if `line_is` marks it so, else the function's first line."""
+    line_is: Literal["call", "function", ""] = ""
+    stack: list[str] = []
+    """Python frames, `file(line): function`, outermost first."""
+    called_from: str = ""
+    """First frame outside libraries, or in traces else of another package, `file(line): function`, if the site is in a library."""
+    range: str = ""
+    """Innermost `record_function` range that is not a step."""
+    direction: str = ""
+    """Direction of the copy: DtoH, HtoD, DtoD; with the host's memory if known: `DtoH pageable`."""
+    call: str = ""
+    """Runtime or driver call that blocked, such as cudaStreamSynchronize; `cudaMemcpyAsync` where a copy blocked."""
+    threads: list[str] = []
+    count: int = 0
+    waited: int | None = None
+    """Occurrences during which GPU work ended, or that took more than 50 µs; the others found nothing to wait for. None
+    without GPU events, or where calls or GPU work have no durations."""
+    count_per_step: float | None = None
+    """Mean over the steps of steady state: all but the first, where there are at least three; None without steps. With
+    phases that of the phase which has most."""
+    count_per_phase: dict[str, float] = {}
+    """Mean over the steps of steady state per phase, such as decode, if there are several phases."""
+    outside: int = 0
+    """Occurrences in no step that are not warm-up, such as those after the last step; excluded from counts per step."""
+    warmup_only: bool = False
+    """Seen before the first step or in it, but in none of at least two others."""
+    wait_us: float | None = None
+    """Sum over all occurrences."""
+    wait_median_us: float | None = None
+    wait_p99_us: float | None = None
+    """p99 of the wait; None with fewer than 662 occurrences, as for each p99 of dcpbench."""
+    bubble_us: float | None = None
+    """Sum over all occurrences of the GPU idle time that removing that one would win, at most. None where it is not
+    known: without durations, GPU events, or calls that caused them."""
+    bytes: int | None = None
+    """Sum over all occurrences."""
+    may_block: bool = False
+    """True if the call can wait but did not, or the detector has no times to decide it. Excluded from totals and gates.
+    Small copies from pageable memory: CUDA stages them until its staging memory is full."""
+    explicit: bool = False
+    """Asked for by name, as a stack shows: synchronize() of a device, stream or event."""
+    cause: str = ""
+    """Probable cause of the site, if other calls of the trace show it; a sentence."""
+    own: bool = False
+    """The profiler's or detector's own; in no total."""
+    allowed: str = ""
+    """Reason for which it may synchronise; empty without permission. Set by regions of `allow`, in traces by vLLM's
+    `gpu_sync_allowed`, and by the gate."""
+    example: Example | None = None
+    """The first occurrence."""
+    worst: Example | None = None
+    """The one with the largest bubble, then wait."""
+    traces: list[str] = []
+    """Traces in which it occurs."""
+
+
+class Totals(msgspec.Struct, kw_only=True):
+    """Totals over all traces. Calls of the profiler and calls that only may block are excluded."""
+
+    syncs: int = 0
+    sites: int = 0
+    wait_us: float | None = None
+    bubble_us: float | None = None
+
+
+class Finding(msgspec.Struct, kw_only=True):
+    """A reason for the gate to fail."""
+
+    reason: Literal["sync", "new", "more", "per-step", "bubble"]
+    message: str
+    fingerprint: str = ""
+    """Site it is about; empty where it is about all of them."""
+
+
+class Verdict(msgspec.Struct, kw_only=True):
+    """Verdict of the gate."""
+
+    status: Literal["clean", "findings", "cannot answer"] = "clean"
+    exit_code: Literal[0, 1, 3] = 0
+    findings: list[Finding] = []
+    allowed: dict[str, str] = {}
+    """Fingerprint of an allowed site -> why it is. Lines of a function share a fingerprint: `Site.allowed` is exact."""
+    stale: list[str] = []
+    """Allow-list and baseline entries that matched nothing, one sentence each."""
+    reasons: list[str] = []
+    """Why the trace cannot answer."""
+
+
+class Report(msgspec.Struct, kw_only=True):
+    """Result of `scan`, `run`, `dry-run` or `watch()`."""
+
+    schema_version: int = SCHEMA_VERSION
+    traces: list[TraceSummary] = []
+    sites: list[Site] = []
+    """Worst first: by bubble, then wait, then count."""
+    totals: Totals = msgspec.field(default_factory=Totals)
+    verdict: Verdict = msgspec.field(default_factory=Verdict)
+
+
+def get_sort_key(site: Site) -> tuple[int, float, float, int, str, int, str]:
+    """Sort key: worst site first, then what may block, the profiler's own last."""
+    return (
+        site.own + site.own + site.may_block,
+        -(site.bubble_us or 0.0),
+        -(site.wait_us or 0.0),
+        -site.count,
+        site.file,
+        site.line or 0,
+        site.fingerprint,
+    )
+
+
+def sum_totals(sites: list[Site]) -> Totals:
+    """Return the sums over the program's own sites, without those that only may block."""
+    mine = [s for s in sites if not (s.own or s.may_block)]
+    waits = [s.wait_us for s in mine if s.wait_us is not None]
+    bubbles = [s.bubble_us for s in mine if s.bubble_us is not None]
+    return Totals(
+        syncs=sum(s.count for s in mine),
+        sites=len(mine),
+        wait_us=sum(waits) if waits else None,
+        bubble_us=sum(bubbles) if bubbles else None,
+    )
+
+
+def build_report(traces: list[TraceSummary], sites: list[Site]) -> Report:
+    """Return a report of sites in any order; the gate adds the verdict."""
+    return Report(traces=traces, sites=sorted(sites, key=get_sort_key), totals=sum_totals(sites))
+
+
+def encode_json(value: msgspec.Struct) -> str:
+    """Encode a report or a baseline as JSON with one field per line, so that diffs show only changed fields."""
+    return msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n"
+
+
+def build_json_schema() -> dict[str, Any]:
+    """Return the JSON schema (draft 2020-12) of the output of `--format json`, in which every field is always present."""
+    made = msgspec.json.schema(Report)
+    definitions = made["$defs"]
+    for definition in definitions.values():
+        definition["required"] = list(definition["properties"])
+        for field in definition["properties"].values():
+            field.pop("default", None)
+    definitions["Report"]["properties"]["schema_version"]["const"] = SCHEMA_VERSION
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Report of dcpbench syncs"}
+    return {**head, "$ref": made["$ref"], "$defs": dict(sorted(definitions.items()))}
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(build_json_schema(), indent=2, ensure_ascii=False) + "\n")

@@ -1,0 +1,98 @@
+"""Compare steps with prompts on two pairs of H200 with the forecasts of each GPU, as `CHUNKS_HIGH` and `PROMPTS_APART` need it.
+
+    python -m tools.chunk_forecasts
+
+Prints the errors of steps of one kind, and the range of errors of all steps with prompts: by the measured times of each GPU of the pair,
+and with the factors that `dcpbench calibrate` computes from the other pair. Needs no GPU.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dcpbench.bench.calibration import compute_prompt_ratios, find_step_times
+from dcpbench.points.comm_model import CHUNKS_HIGH, PROMPTS_APART
+from dcpbench.serving.step_times import LINE, read_step_times
+from tools.results import unpack_all
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from dcpbench.serving.step_times import Case, StepTimes
+
+FOLDER = unpack_all() / "emulation_H200" / "emulated-chunks_4xH200_2026-11-26"
+PAIRS = {"live-0": ("emulated-0", "emulated-1"), "live-2": ("emulated-2", "emulated-3")}
+"""Run on both GPUs of a pair, and the runs in which each of them represents both."""
+
+
+def load(run: str) -> StepTimes:
+    """Return the step times of a run."""
+    (file,) = find_step_times([FOLDER / run])
+    return read_step_times(file)
+
+
+def load_calibrated(run: str, others: Iterable[str]) -> StepTimes:
+    """Return the step times of an emulated run, with the factors for prompts that other runs give."""
+    times = load(run)
+    assert times.emulated is not None
+    prompts = tuple(compute_prompt_ratios(find_step_times([FOLDER / other for other in others])))
+    return msgspec.structs.replace(times, emulated=msgspec.structs.replace(times.emulated, prompts=prompts))
+
+
+def compute_medians(times: StepTimes) -> dict[Case, float]:
+    """Return the median ms of each case that predictions use."""
+    return {m.case: m.median_ms for m in times.select_cases(LINE)}
+
+
+def compute_excess(live: StepTimes, emulated: StepTimes) -> dict[Case, float]:
+    """Return, for each step with prompts, the share by which it takes longer on the pair than forecast."""
+    measured, expected = compute_medians(live), compute_medians(emulated)
+    return {case: measured[case] / ms - 1 for case, ms in expected.items() if case.chunks and case in measured}
+
+
+def compute_all_excess(*, calibrated: bool) -> list[float]:
+    """Return the shares of both pairs, as forecast by each of their GPUs."""
+    found: list[float] = []
+    for run, gpus in PAIRS.items():
+        (other,) = PAIRS.keys() - {run}
+        for gpu in gpus:
+            times = load_calibrated(gpu, (other, *PAIRS[other])) if calibrated else load(gpu)
+            found += compute_excess(load(run), times).values()
+    return found
+
+
+def format_table() -> Iterator[str]:
+    """Yield rows of steps that have prompts or decodes alone, without a stored prefix."""
+    columns = [run for pair, gpus in PAIRS.items() for run in (pair, *gpus)]
+    medians = {run: compute_medians(load(run)) for run in columns}
+    yield f"| ms of a step | {' | '.join(columns)} |"
+    yield f"|---|{'--:|' * len(columns)}"
+    for case in medians["live-0"]:
+        if (case.chunks and case.decodes) or any(of.prefix for of in case.chunks):
+            continue
+        cells = []
+        for pair, gpus in PAIRS.items():
+            live = medians[pair][case]
+            cells += [f"{live:.1f}", *(f"{medians[gpu][case] / live - 1:+.1%}" for gpu in gpus)]
+        yield f"| {case} | {' | '.join(cells)} |"
+
+
+def main() -> int:
+    """Print the table and both ranges."""
+    for line in format_table():
+        sys.stdout.write(f"{line}\n")
+    for name, calibrated, limit in (("alone", False, CHUNKS_HIGH), ("calibrated", True, PROMPTS_APART)):
+        found = compute_all_excess(calibrated=calibrated)
+        beyond = sum(abs(share) > limit for share in found)
+        sys.stdout.write(
+            f"{name}: steps with prompts take {min(found):+.1%} to {max(found):+.1%} of the forecast more, {beyond} of {len(found)} "
+            f"beyond {limit:.0%}\n"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

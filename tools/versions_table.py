@@ -1,0 +1,82 @@
+"""Print a file of tools.attention_versions or tools.linear_versions as a table in Markdown.
+
+    python -m tools.versions_table FILE --base now
+    python -m tools.versions_table FILE --base now --layers qkv_a,q_b,o,shared-gate-up,shared-down
+
+A row is a case, with µs of a call of the base and the time of each other version over it: above 1 the base is faster. With --layers, a
+row is the sum over these layers, by the tensor parallel size and the number of rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+Times = dict[str, dict[str, float]]
+"""µs of a call by case and version."""
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """Return the cases of a file."""
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def collect_times(lines: Sequence[dict[str, Any]]) -> Times:
+    """Return the medians of each case, named by the sizes in which cases differ."""
+    varied = [name for name in lines[0]["sizes"] if len({str(line["sizes"][name]) for line in lines}) > 1]
+    found: Times = {}
+    for line in lines:
+        name = ", ".join(f"{size} {line['sizes'][size]}" for size in varied)
+        found[name] = {version: times["median_us"] for version, times in line["found"].items()}
+    return found
+
+
+def sum_layers(lines: Sequence[dict[str, Any]], layers: Sequence[str]) -> Times:
+    """Return the medians added up over layers, by tensor parallel size and rows."""
+    sums: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for line in lines:
+        for name in line["sizes"]["layer"].split(", "):
+            tp, layer = name.split()
+            if layer in layers:
+                for version, times in line["found"].items():
+                    sums[f"{tp}, rows {line['sizes']['rows']}"][version] += times["median_us"]
+    return {name: dict(times) for name, times in sums.items()}
+
+
+def format_table(times: Times, base: str) -> Iterator[str]:
+    """Yield the rows of a table of the cases that have the base."""
+    others = list(dict.fromkeys(version for found in times.values() for version in found if version != base))
+    yield f"| case | {base}, µs | {' | '.join(others)} |"
+    yield f"|---|--:|{'--:|' * len(others)}"
+    for name, found in times.items():
+        if base in found:
+            ratios = (f"{found[version] / found[base]:.2f}" if version in found else "" for version in others)
+            yield f"| {name} | {found[base]:.1f} | {' | '.join(ratios)} |"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--base", default="now", help="the version that others are compared with")
+    parser.add_argument("--layers", default="", help="layers to add up, of a file of tools.linear_versions")
+    asked = parser.parse_args(arguments)
+    lines = read_lines(asked.file)
+    times = sum_layers(lines, asked.layers.split(",")) if asked.layers else collect_times(lines)
+    if not any(asked.base in found for found in times.values()):
+        versions = dict.fromkeys(version for found in times.values() for version in found)
+        parser.error(f"{asked.file} has no times of {asked.base}; --base takes one of {', '.join(versions)}")
+    for row in format_table(times, asked.base):
+        sys.stdout.write(f"{row}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
