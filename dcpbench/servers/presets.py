@@ -36,7 +36,18 @@ import msgspec
 from dcpbench.errors import UsageError
 from dcpbench.models import REPOSITORIES
 from dcpbench.points.engine_points import format_settings
-from dcpbench.points.names import CUT, DUMMY, FP8, NO_EXCHANGE, SGLANG, SYNTHETIC, UNKNOWN, VLLM, format_flag
+from dcpbench.points.names import (
+    CUT,
+    DUMMY,
+    FP8,
+    NO_EXCHANGE,
+    SGLANG,
+    SYNTHETIC,
+    UNKNOWN,
+    VLLM,
+    format_flag,
+    format_setting,
+)
 from dcpbench.points.point import SETTING
 from dcpbench.points.redaction import redact, register_command_line
 from dcpbench.servers.engine_log import SYNTHETIC_VARIABLE
@@ -111,13 +122,13 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             return []
         lacking = []
         if point.exchange not in (*self.exchanges, NO_EXCHANGE, UNKNOWN):
-            lacking.append(f"{format_flag('exchange')} {point.exchange}")
+            lacking.append(format_setting("exchange", point.exchange))
         if point.project_first:
             lacking.append(format_flag("project_first"))
         if point.q_replicate and "q_replicate" not in self.layout:
             lacking.append(format_flag("q_replicate"))
         if point.interleave > 1 and "interleave" not in self.layout:
-            lacking.append(f"{format_flag('interleave')} {point.interleave}")
+            lacking.append(format_setting("interleave", point.interleave))
         return lacking
 
     def make_lacking_error(self, lacking: Sequence[str]) -> UsageError:

@@ -372,7 +372,9 @@ def command(*arguments: str) -> tuple[int, dict[str, Any], str]:
 @pytest.mark.long
 def test_the_command_compares_in_half_precision_too(checkpoints, tmp_path):
     """Rounding is the engine's own in both, so that tokens are judged, too."""
-    code, said, _ = command("--checkpoint", checkpoints["v2"], "--tp", "1", "--dtype", "bf16", "-o", str(tmp_path))
+    code, said, _ = command(
+        "--checkpoint", checkpoints["v2"], "--tp", "1", "--weights-dtype", "bf16", "-o", str(tmp_path)
+    )
     checks = {c["name"]: c for c in said["checks"]}
     assert list(checks) == CHECKS
     assert (code, said["ok"]) == (0, True)

@@ -141,5 +141,5 @@ def test_the_memory_of_a_whole_model_is_that_of_its_plan() -> None:
 
 def test_a_plan_says_it_first(capsys: pytest.CaptureFixture[str]) -> None:
     command = "sweep --model deepseek-v3 --tp 4 --dcp 1 --weights-dtype fp8 --kv-dtype fp8 --kv-memory 100GiB --dry-run"
-    code, (first, *_) = run(capsys, f"{command} --gpu H200 --gpus 4 --context 4000 --concurrency 8")
+    code, (first, *_) = run(capsys, f"{command} --gpu H200,count=4 --context 4000 --concurrency 8")
     assert (code, first) == (0, f"W{HELD[1:]}.")

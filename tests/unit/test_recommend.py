@@ -463,9 +463,9 @@ def test_presets_use_documented_flags_alone(name: str, nnodes: int) -> None:
     [
         ("vllm", {"exchange": "symm"}, ["--exchange symm"]),
         ("sglang", {"exchange": "ag_rs_registered"}, ["--exchange ag_rs_registered"]),
-        ("vllm", {"exchange": "a2a", "q_replicate": True, "interleave": 64}, ["--q-replicate"]),
-        ("sglang", {"exchange": "a2a", "q_replicate": True, "interleave": 64}, ["--interleave 64"]),
-        ("sglang", {"exchange": "symm", "project_first": True}, ["--exchange symm", "--project-first"]),
+        ("vllm", {"exchange": "a2a", "q_replicate": True, "interleave": 64}, ["--collectives q-replicate"]),
+        ("sglang", {"exchange": "a2a", "q_replicate": True, "interleave": 64}, ["--page-size interleave=64"]),
+        ("sglang", {"exchange": "symm", "project_first": True}, ["--exchange symm", "--collectives project-first"]),
         ("vllm", {"dcp": 1, "exchange": "none", "interleave": 64}, []),
     ],
 )
