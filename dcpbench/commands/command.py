@@ -183,6 +183,14 @@ class Command(TyperCommand):
     for another command, such as `ab`.
     """
 
+    def get_params(self, ctx: typer.Context) -> list[Any]:  # type: ignore[override]  # as Click's own
+        """Return the options; the help of a switch shows no type, as if it took a value."""
+        params = super().get_params(ctx)
+        for param in params:
+            if getattr(param, "is_flag", False) and param.metavar is None:
+                param.metavar = ""
+        return params
+
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]  # as Click's own
         """Parse the arguments as Click does. Raise UsageError if an option with a value is given twice."""
         try:

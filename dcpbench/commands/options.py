@@ -45,7 +45,7 @@ REPEATS = MEASURE("Passes over the whole grid. Default: 1.", metavar="N")
 BASELINE = MEASURE(
     "Also measure each dcp layout with dcp 1, and, for dp without dcp, tp alone, under the same load. Default: yes."
 )
-RESUME = OUTPUT("Go on with the run in --output: measured points are skipped, failed ones tried again.", default=False)
+RESUME = OUTPUT("Go on with the run in --output: measured points are skipped, failed ones retried.", default=False)
 FORCE = OUTPUT("Start over in a folder that already holds records.", default=False)
 JSON = OUTPUT("Print the result as JSON on stdout.", "--json", default=False)
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders, or records.jsonl files.")]

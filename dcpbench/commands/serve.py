@@ -60,7 +60,7 @@ class Scheduler(Group):
     disaggregate: Disaggregate | None = make_structured(SERVED, Disaggregate)
     kv_memory: str | None = SERVED(
         "KV pool per GPU, such as 20GiB. Where it is less than the requests in flight need, they wait and are "
-        "preempted. Default: all that the weights leave, where all of them fit; else what the requests in flight need, "
+        "preempted. Default: all memory that the weights leave; if the model does not fit, what the requests in flight need, "
         "as far as there is room.",
         metavar="SIZE",
     )

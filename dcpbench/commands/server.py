@@ -122,12 +122,12 @@ class Options(Group):
     """Hold the options for the server and for the client that sends its load."""
 
     url: str | None = SERVER(
-        "Measure the server at this address, by OpenAI's API, instead of an engine of our own: vLLM, SGLang or another. "
+        "Measure the running server at this address, by OpenAI's API: vLLM, SGLang or another. "
         "--tp, --dp and --dcp then describe its layout, --model selects one of its models.",
         metavar="URL",
     )
     engine: str | None = SERVER(
-        "Start servers of this engine instead, one for each layout, serve all loads on each, and end it: vllm, sglang, or a "
+        "Start a server of this engine for each layout, serve all loads on it, and stop it: vllm, sglang, or a "
         ".toml file with its command and flags (docs/servers.md). --model names the model to serve.",
         metavar="NAME",
     )
@@ -168,8 +168,8 @@ class Options(Group):
     )
     client: Client | None = make_structured(CLIENT, Client)
     traces: Path | None = SERVER(
-        "Folder into which the server's profiler writes its traces, as seen from here; it is created if it does not exist. After each load a few of its requests "
-        "are served again under the profiler, and where the host waits is in the record, as of our own points. Default: no "
+        "Folder into which the server's profiler writes its traces, on this machine; it is created if it does not exist. After each load a few of its requests "
+        "are served again under the profiler, and the record has where the host waits. Default: no "
         "profile.",
         metavar="FOLDER",
     )

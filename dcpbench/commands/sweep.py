@@ -55,8 +55,8 @@ class How(opt.How):
     """Hold the options of how a layer is computed, with the size of the KV pool."""
 
     kv_memory: str | None = opt.HOW(
-        "KV pool per GPU, such as 100GiB or 40GB. Default: all that the weights leave, if all of them fit together with "
-        "the largest point of the layout; else what that point needs.",
+        "KV pool per GPU, such as 100GiB or 40GB. Default: all memory that the weights leave; if the model does not fit, "
+        "what the largest point of the layout needs.",
         metavar="SIZE",
     )
 

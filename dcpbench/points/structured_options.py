@@ -191,8 +191,8 @@ class Timeout(StructuredOption, frozen=True, kw_only=True):
         int,
         Key(
             "N",
-            "how often a point that hung or failed is retried, after the others. --resume skips a point that has failed twice, or "
-            "once more than this.",
+            "how often a point that hung or failed is retried, after the others. --resume skips a point after N + 1 failures, but "
+            "not before the second.",
         ),
     ] = 0
     load: Annotated[
