@@ -29,15 +29,19 @@ def fill_model(model: nn.Module, config: Any) -> None:  # noqa: ANN401 -- a conf
     """Load synthetic weights into an engine's model through the model's own `load_weights`.
 
     `config` is the model's Hugging Face configuration. Raises ModelError if its config.json is not that of a model that
-    this package knows, and ValueError if the seed is not a whole number.
+    this package knows or its weights are neither in bf16 nor in fp8, and ValueError if the seed is not a whole number.
     """
     import torch
 
     from dcpbench.engine.checkpoint_tensors import iter_checkpoint_tensors
     from dcpbench.engine.synthetic import SyntheticSource
+    from dcpbench.errors import ModelError
     from dcpbench.points.names import FP8
 
-    shape, seed = _load_shape(config), int(os.environ.get(SEED_VARIABLE, "0"))
+    shape = _load_shape(config)
+    if not shape.is_sized:
+        raise ModelError(f"synthetic weights exist in bf16 and in fp8, and this model has others: {shape.published}.")
+    seed = int(os.environ.get(SEED_VARIABLE, "0"))
     device = next(model.parameters()).device
     source = SyntheticSource(seed, torch.bfloat16, device)
     with torch.no_grad():

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dcpbench.errors import ModelError
-from dcpbench.models import deepseek_v2, deepseek_v3, kimi_k2, mla_config
+from dcpbench.models import deepseek_v2, deepseek_v3, kimi_k2, kimi_k25, mla_config
 from dcpbench.models.config_fields import format_value
 
 if TYPE_CHECKING:
     from dcpbench.models.family import Family
     from dcpbench.models.shapes import ModelShape
 
-FAMILIES: tuple[Family, ...] = (deepseek_v2.FAMILY, deepseek_v3.FAMILY, kimi_k2.FAMILY)
+FAMILIES: tuple[Family, ...] = (deepseek_v2.FAMILY, deepseek_v3.FAMILY, kimi_k2.FAMILY, kimi_k25.FAMILY)
 
 _PRESETS = [(family, preset) for family in FAMILIES for preset in family.presets]
 SHAPES = {
@@ -25,6 +25,8 @@ ALIASES = {name: preset.shape.name for _, preset in _PRESETS for name in preset.
 """Further names of published models, with the name of the shape that they have."""
 REPOSITORIES = {name: repository for _, preset in _PRESETS for name, repository in preset.repositories.items()}
 """Hugging Face repositories of the models that can be named on the command line."""
+OF_ALL = ("quantization_config",)
+"""Fields that a config.json with a nested language model may have at the top instead."""
 _TITLES = {preset.shape.name: preset.title for _, preset in _PRESETS if preset.title}
 
 
@@ -49,7 +51,17 @@ def get_text_fields(config: dict[str, Any]) -> dict[str, Any]:
     fields = config[family.nested_in]
     if not isinstance(fields, dict):
         raise ValueError(f"{family.nested_in!r} is {format_value(fields)}, not an object")  # noqa: TRY004 - input, not a bug
-    return fields
+    around = {name: config[name] for name in OF_ALL if name in config}
+    return around | fields
+
+
+def check_published(shape: ModelShape) -> None:
+    """Raise ModelError if weights are to be as published, in a format whose size is unknown."""
+    if not shape.is_sized:
+        raise ModelError(
+            f"the weights of {shape.name} are published in a format that dcpbench cannot size ({shape.published}); with "
+            "--weights-dtype fp8 or bf16, the same layers are planned and measured in that precision instead."
+        )
 
 
 def load_shape(model: str) -> ModelShape:

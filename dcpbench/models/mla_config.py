@@ -268,11 +268,27 @@ def _drop_unset(rope: dict[str, Any], field: str) -> dict[str, Any]:
 
 
 def _parse_published_precision(config: dict[str, Any]) -> str:
-    """Return `fp8` if `quantization_config` equals DeepSeek-V3's; else `bf16`, as for a model that is not quantised.
+    """Return `bf16` without a `quantization_config`, `fp8` if it equals DeepSeek-V3's, else a description of the format."""
+    found = get_quantisation(config)
+    if not found:
+        return BF16
+    return FP8 if found == FP8_BLOCKS else _describe_quantisation(config["quantization_config"])
 
-    Other quantisations change how tensors are stored but no size; `check_checkpoint` refuses them for checkpoints.
-    """
-    return FP8 if get_quantisation(config) == FP8_BLOCKS else BF16
+
+def _describe_quantisation(found: object) -> str:
+    """Return a `quantization_config` in words: `compressed-tensors, 4 bits, groups of 32`."""
+    if not isinstance(found, dict):
+        return str(format_value(found))
+    groups = found.get("config_groups")
+    first = next(iter(groups.values()), None) if isinstance(groups, dict) else None
+    weights = first.get("weights") if isinstance(first, dict) else None
+    nested = {**found, **weights} if isinstance(weights, dict) else found
+    words = [found.get("quant_method") or "quantised", found.get("quant_algo") or found.get("fmt")]
+    bits, group = nested.get("num_bits") or nested.get("bits"), nested.get("group_size")
+    words += [f"{bits} bits" if bits else None, f"groups of {group}" if group else None]
+    block = found.get("weight_block_size")
+    words += [f"blocks of {block}" if block else None, found.get("activation_scheme")]
+    return ", ".join(str(word) for word in words if word)
 
 
 def get_quantisation(config: dict[str, Any]) -> dict[str, object]:

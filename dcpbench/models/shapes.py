@@ -78,7 +78,13 @@ class ModelShape:
     tensors: TensorNames = DEEPSEEK_NAMES
     """Names of the checkpoint's tensors."""
     published: str = BF16
-    """Precision of the published checkpoint's linear layers: `bf16`, or `fp8` in blocks of 128 × 128 with scales."""
+    """Precision of the published checkpoint's linear layers: `bf16`, or `fp8` in blocks of 128 × 128 with scales; else a description of
+    the format, whose size is unknown."""
+
+    @property
+    def is_sized(self) -> bool:
+        """Return True if the bytes of the published weights are known."""
+        return self.published in (BF16, FP8)
 
     @property
     def kv_width(self) -> int:

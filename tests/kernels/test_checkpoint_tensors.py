@@ -16,6 +16,7 @@ from dcpbench.engine.synthetic import SyntheticSource
 from dcpbench.engine.weights import Moe, Weights, load_weights
 from dcpbench.engine_plugins import fill_model
 from dcpbench.engine_plugins.vllm import LOAD_FORMAT
+from dcpbench.errors import ModelError
 from dcpbench.models import load_shape
 from dcpbench.models.tensor_names import TensorNames
 from dcpbench.points.layout import Layout
@@ -156,6 +157,10 @@ def test_a_plugin_loads_what_the_config_describes(tmp_path: Path) -> None:
     assert tuple(loaded["model.layers.1.mlp.experts.3.down_proj.weight_scale_inv"].shape) == (2, 2)
     assert loaded["model.layers.1.mlp.gate.e_score_correction_bias"].dtype == torch.float32
     assert LOAD_FORMAT == "dcpbench"
+    config["quantization_config"] = {"quant_method": "compressed-tensors"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="this model has others: compressed-tensors"):
+        fill_model(Engine(1, 1), in_memory)
 
 
 def _shrink(shape: ModelShape) -> ModelShape:

@@ -9,7 +9,7 @@ import pytest
 
 from dcpbench import models
 from dcpbench.errors import ModelError
-from dcpbench.models import ALIASES, FAMILIES, REPOSITORIES, SHAPES, from_config, kimi_k2, load_shape
+from dcpbench.models import ALIASES, FAMILIES, REPOSITORIES, SHAPES, from_config, kimi_k2, kimi_k25, load_shape
 from dcpbench.models.checkpoint_folder import check_checkpoint
 from dcpbench.models.family import Family
 from dcpbench.models.mla_config import FP8_BLOCKS
@@ -68,7 +68,9 @@ def test_a_family_reads_its_published_sizes_from_its_own_configuration(family: F
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda x: x.model_type)
 def test_only_its_own_model_type_selects_a_family(family: Family) -> None:
-    config = make_config(family, family.presets[0].shape) | {"model_type": f"{family.model_type}_next"}
+    config = make_config(family, family.presets[0].shape if family.presets else kimi_k2.SHAPE) | {
+        "model_type": f"{family.model_type}_next"
+    }
     supported = ", ".join(known.model_type for known in FAMILIES)
     with pytest.raises(ModelError, match=f"which may compute otherwise; {supported} are supported|is not an MLA model"):
         from_config(config, Path("config.json"))
@@ -93,6 +95,37 @@ NAMES = TensorNames(layer="language_model.model.layers.{}.", lm_head="language_m
 NESTED = dataclasses.replace(
     kimi_k2.FAMILY, model_type="nested_k2", nested_in="text_config", tensors=NAMES, title="Kimi-Nested"
 )
+
+
+INT4 = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 32, "type": "int"}}},
+}
+
+
+@pytest.mark.parametrize(
+    ("found", "published"),
+    [
+        (None, "bf16"),
+        (FP8_BLOCKS, "fp8"),
+        (INT4, "compressed-tensors, 4 bits, groups of 32"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}, "modelopt, NVFP4, groups of 16"),
+        ({"quant_method": "mxfp4"}, "mxfp4"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "gptq, 4 bits, groups of 128"),
+        ({"config_groups": [], "quant_method": ["x"]}, "['x']"),
+        ("int4", "'int4'"),
+    ],
+)
+@pytest.mark.parametrize("nested", [True, False])
+def test_a_format_whose_size_is_unknown_is_described(found: object, published: str, nested: bool) -> None:
+    """Kimi-K2.5's config.json nests the language model; its quantisation may be at either place."""
+    config = make_config(kimi_k25.FAMILY, kimi_k2.SHAPE)
+    del config["text_config"]["quantization_config"]
+    (config["text_config"] if nested else config)["quantization_config"] = found
+    shape = from_config(config, Path("kimi-k2.5.json"))
+    assert (shape.published, shape.is_sized) == (published, published in ("bf16", "fp8"))
+    assert (shape.experts, shape.heads) == (384, 64)
 
 
 class TestNestedFields:

@@ -13,7 +13,7 @@ import torch
 
 from dcpbench.errors import DcpbenchError, ModelError
 from dcpbench.kernels.rope import compute_softmax_scale, make_rope_table
-from dcpbench.models import SHAPES, from_config, load_shape
+from dcpbench.models import SHAPES, check_published, from_config, load_shape
 from dcpbench.models.checkpoint_folder import check_checkpoint
 from dcpbench.plan import validate
 from dcpbench.points.budget import plan_engine
@@ -378,12 +378,15 @@ def test_a_quantisation_in_fp8_blocks_is_how_a_model_is_published(left_out: str)
         ({"fmt": "e5m2"}, "'fmt' is 'e5m2'"),
     ],
 )
-def test_other_quantisations_give_a_shape_but_no_checkpoint(
+def test_other_quantisations_give_a_shape_but_no_bytes_and_no_checkpoint(
     changed: dict[str, object], named: str, tmp_path: Path
 ) -> None:
-    """Sizes can be planned and made up with; where the tensors are to be read, the field is named."""
+    """Layers can be planned in bf16 or fp8; where the tensors are to be read, the field is named."""
     config = V3 | {"quantization_config": FP8 | changed}
-    assert from_config(config, Path("v3.json")).published == "bf16"
+    shape = from_config(config, Path("v3.json"))
+    assert not shape.is_sized
+    with pytest.raises(ModelError, match=r"that dcpbench cannot size .* --weights-dtype fp8 or bf16"):
+        check_published(shape)
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(ModelError, match=f"'quantization_config'.*{named}"):
