@@ -16,8 +16,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Find hidden CUDA synchronisation: where the host waits for the GPU, and what it costs. scan, serve and run "
-    "report the function that waits, as traces do not have more; dry-run reports the line."
+    help="Find hidden CUDA synchronisation: where the host waits for the GPU, and what it costs."
+    "\n\nscan, serve and run report the function that waits, as traces do not have more; dry-run reports the line."
     "\n\nStart with: dcpbench syncs scan trace.json.gz\n\nExit codes: 0 clean · 1 findings · 2 options or input that "
     "cannot be used · 3 the trace cannot answer (no GPU events, no runtime calls, no steps, a rank is missing, or it ends early); "
     "run and dry-run have further ones.",

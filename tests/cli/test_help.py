@@ -455,8 +455,8 @@ def test_paragraphs_use_the_width_there_is(command: list[str], monkeypatch, caps
 def test_only_a_dry_run_promises_the_line_that_waits() -> None:
     """torch.profiler records the first line of a function only."""
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    assert "scan, serve and run name the function; dry-run names the line." in help_of("syncs")
-    assert "A trace names the function that waited; only the dry run knows the line." in readme
+    assert "dry-run reports the line." in help_of("syncs")
+    assert "`dcpbench syncs dry-run -- python serve.py` prints the line that waits" in readme
     for command in ("scan", "run", "serve"):
         assert not re.search(r"(which|the) lines? that wait", help_of("syncs", command))
 
