@@ -41,7 +41,7 @@ EXIT_CODES = {
     ExitCode.FAILED: "a rank, a server, a program or some points failed, or doctor could not read something",
     ExitCode.MISSING_PACKAGE: "a package is missing",
     ExitCode.INTERRUPTED: "interrupted",
-    ExitCode.OUTPUT_CLOSED: "the reader of the output closed it, as in `dcpbench show RUN | head -1`",
+    ExitCode.OUTPUT_CLOSED: "the output pipe was closed, as in `dcpbench show RUN | head -1`",
 }
 
 

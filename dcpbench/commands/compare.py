@@ -91,8 +91,8 @@ def compare(
     """Judge for every point that two sides share whether B is FASTER, SLOWER, the SAME or UNDECIDED.
 
     A side is a folder with at least 4 launches: with fewer the variation between launches is unknown, and times stay
-    UNDECIDED. `dcpbench ab` runs launches of both sides in turn. Exit codes: 0 · 1 a rule of --fail-on fails · 2 options
-    or records that cannot be used · 3 a rule could not be judged · 141 the reader of the output closed it.
+    UNDECIDED. `dcpbench ab` runs launches of both sides in turn. Exit codes: 0 success · 1 a rule of --fail-on fails · 2 options
+    or records that cannot be used · 3 a rule could not be judged · 141 the output pipe was closed.
     docs/comparing.md explains the statistics.
 
     For example:

@@ -12,6 +12,7 @@ from dcpbench.commands.caller import Caller, Elsewhere
 from dcpbench.commands.command import run_command
 from dcpbench.errors import DcpbenchError, UsageError
 from dcpbench.points.names import LIBRARIES, SYNTHETIC
+from dcpbench.points.structured_options import expand_structured
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -141,7 +142,7 @@ def _check_each(name: str, typed: Mapping[str, Any]) -> None:
     from dcpbench.plan.spec import PARSERS
 
     parsers = {"serve": SERVE_PARSERS, "server": SERVER_PARSERS}.get(name, PARSERS)
-    for option, value in typed.items():
+    for option, value in expand_structured(typed).items():
         if value is not None and option in parsers:
             parsers[option](option, str(value) if isinstance(value, Path) else value)
 

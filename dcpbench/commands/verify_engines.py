@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dcpbench.commands import point_runner
+from dcpbench.commands.started_servers import check_server_limits, get_start_s
 from dcpbench.commands.verify import ANSWERS_FILE
 from dcpbench.errors import ExitCode, MissingPackageError, UsageError
 from dcpbench.launch import folders
@@ -20,7 +21,7 @@ from dcpbench.servers.answer_verdict import DIFFER, UNDECIDED
 from dcpbench.servers.client import Target, load_api_key
 from dcpbench.servers.edge_answers import EdgeQuestions
 from dcpbench.servers.edge_lengths import BATCHES
-from dcpbench.servers.engine_settings import ENGINE_OPTIONS, Grid, list_all_settings, parse_layouts
+from dcpbench.servers.engine_settings import ENGINE_OPTIONS, Grid, list_all_settings, parse_layouts, parse_q_replicate
 from dcpbench.servers.engine_verify import FAILED, EngineCheck, EngineComparison
 from dcpbench.servers.engine_verify_text import format_report, make_table
 from dcpbench.servers.presets import resolve_engine
@@ -73,9 +74,9 @@ def compare_engines(remote: Remote, given: dict[str, object], load: Load, run: R
 
 def _make_check(remote: Remote, given: dict[str, object], load: Load, run: Run) -> EngineCheck:
     """Return the comparison that the options describe. Raise UsageError for invalid ones."""
-    read.check_seconds("--timeout", run.timeout, 300)
-    if run.gpu is not None or run.gpus is not None:
-        raise UsageError("--gpu and --gpus plan for dcpbench's own engine; leave them out with --engine.")
+    check_server_limits(run.timeout)
+    if run.gpu is not None:
+        raise UsageError("--gpu plans for dcpbench's own engine; leave it out with --engine.")
     if remote.url:
         raise UsageError("--engine starts servers, and --url compares servers that run already; leave one of them out.")
     if wrong := [format_flag(name) for name in given if name not in TAKEN]:
@@ -83,7 +84,6 @@ def _make_check(remote: Remote, given: dict[str, object], load: Load, run: Run) 
     if not load.model:
         raise UsageError("--engine needs --model: a folder, or a name that the engine knows.")
     read.check_known("endpoint", remote.endpoint, ENDPOINTS)
-    read.check_seconds("--start-timeout", remote.start_timeout, 1800)
     check_rounds(remote.repeats)
     names = remote.engine or []
     if remote.engine_args is not None and len(names) > 1:
@@ -112,11 +112,11 @@ def _make_check(remote: Remote, given: dict[str, object], load: Load, run: Run) 
             endpoint=remote.endpoint,
             extra_body=extra_body,
         ),
-        target=Target.from_url("http://127.0.0.1:1", key=key, headers=headers, timeout_s=run.timeout),
+        target=Target.from_url("http://127.0.0.1:1", key=key, headers=headers, timeout_s=run.stall_s),
         typed_lengths=_read_numbers("context", load.context),
         max_context=remote.max_context,
         tolerance=remote.tolerance,
-        start_timeout_s=remote.start_timeout,
+        start_timeout_s=get_start_s(run.timeout),
         folder=run.output
         or folders.choose_folder(
             f"verify-{'-'.join(x.name for x in engines)}", tuple(dict.fromkeys(x.tp for x in layouts))
@@ -140,7 +140,7 @@ def _make_grid(given: dict[str, object], model: str, layouts: Sequence[Layout], 
         ep=read.parse_degrees("ep", given["ep"])[0] if "ep" in given else UNKNOWN,
         weights=weights,
         kv_dtype=kv_dtype,
-        q_replicate=bool(given.get("q_replicate", False)),
+        q_replicate=parse_q_replicate(given),
         interleave=interleave,
     )
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.errors import DcpbenchError, NoRoomError, UsageError
+from dcpbench.models import check_published, load_shape
 from dcpbench.plan.spec import check_same_sizes, resolve_compute_dtype
 from dcpbench.plan.validate import Machine, check_runnable
 from dcpbench.points.axes import Role
@@ -17,7 +18,6 @@ from dcpbench.points.budget import EnginePlan, find_engine_plan, plan_engines
 from dcpbench.points.layout import DEGREES, place_experts
 from dcpbench.points.names import ALL_REDUCES, AS_COMPUTED, AS_PUBLISHED, AUTO, BACKENDS, FP8, VLLM, format_flag
 from dcpbench.points.point import AXES, LOAD_AXES, OPTIONS, Point, select_point_axes
-from dcpbench.points.shapes import ModelShape, load_shape
 from dcpbench.records.record import Record
 from dcpbench.serving.load_words import format_load
 from dcpbench.show.text import format_list
@@ -25,6 +25,7 @@ from dcpbench.show.text import format_list
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from dcpbench.models.shapes import ModelShape
     from dcpbench.plan.spec import SweepSpec
     from dcpbench.points.axes import Value
     from dcpbench.points.device_probe import Probe
@@ -229,6 +230,8 @@ def _resolve_precision(how: Mapping[str, Value], shape: ModelShape) -> dict[str,
     weights, kv = str(how["weights_dtype"]), str(how["kv_dtype"])
     dtype = resolve_compute_dtype(weights, kv, str(how["dtype"]))
     if weights == AS_PUBLISHED:
+        if dtype == "bf16":
+            check_published(shape)
         weights = FP8 if shape.published == FP8 and dtype == "bf16" else dtype
     stored = {"weights_dtype": weights, "kv_dtype": kv}
     return {"dtype": dtype} | {name: FP8 if typed == FP8 else AS_COMPUTED for name, typed in stored.items()}

@@ -18,6 +18,7 @@ from dcpbench.errors import (
     UsageError,
     format_install_hint,
 )
+from dcpbench.models.shapes import NOPE, ROPE, VALUE
 from dcpbench.plan.command_line import format_retyped_command, retype_command
 from dcpbench.plan.kernel_limits import TENSOR_UNIT, find_kernel_limit
 from dcpbench.points import memory
@@ -51,19 +52,19 @@ from dcpbench.points.names import (
     REPLAY,
     SYNTHETIC,
     format_flag,
+    join_value,
 )
 from dcpbench.points.point import OPTIONS
-from dcpbench.points.shapes import NOPE, ROPE, VALUE
 from dcpbench.points.sizes import format_size, format_size_up
 from dcpbench.serving.loads import compute_extent
 from dcpbench.serving.step_times import read_step_times
 from dcpbench.show.text import format_count
 
 if TYPE_CHECKING:
+    from dcpbench.models.shapes import ModelShape
     from dcpbench.points.device_probe import Probe
     from dcpbench.points.point import Load, Point
     from dcpbench.points.settings import Settings
-    from dcpbench.points.shapes import ModelShape
     from dcpbench.serving.step_times import StepTimes
 
 SMALLEST_TILE = 16
@@ -84,17 +85,12 @@ class Machine:
     nnodes: int = 1
     timed: bool = True
     """True if points are measured (`sweep`; on a GPU with CUDA graphs), False if they are only compared (`verify`)."""
-    submitted: bool = False  # True for `submit`, which has an option of its own for the number of machines
+    submitted: bool = False  # True if `submit` checks the point for the machines of a job
 
     @property
     def gpus(self) -> int:
         """Return the number of GPUs of all machines; each is assumed to have as many as this one."""
         return self.probe.count * self.nnodes
-
-    @property
-    def nodes_option(self) -> str:
-        """Return the option with the number of machines."""
-        return "--nodes" if self.submitted else "--nnodes"
 
 
 def check_runnable(point: Point, settings: Settings, shape: ModelShape, machine: Machine) -> None:
@@ -103,9 +99,7 @@ def check_runnable(point: Point, settings: Settings, shape: ModelShape, machine:
     if settings.step_times:  # first, as all else is judged by the machine and the engine of the file
         load_step_times(settings.step_times).check_point(point, settings.step_times)
         if machine.nnodes > 1:
-            raise UsageError(
-                f"--step-times are replayed by one process on one machine; leave {machine.nodes_option} out."
-            )
+            raise UsageError("--step-times are replayed by one process on one machine; leave --nodes out.")
     if probe.device == "cpu":
         _check_cpu(point, shape, machine)
     point.layout.check_model(shape, point.ep)
@@ -114,7 +108,7 @@ def check_runnable(point: Point, settings: Settings, shape: ModelShape, machine:
         _check_ranks(point, shape, machine)
     if probe.device == "cuda" and machine.timed and point.dtype != "bf16":  # others run the reference's experts
         raise UsageError(
-            f"--dtype {point.dtype}: on GPUs the grouped product of the experts is bf16 only; use --dtype bf16. "
+            f"--weights-dtype {point.dtype}: on GPUs the grouped product of the experts is bf16 only; use --weights-dtype bf16. "
             "fp16 and fp32 on a GPU are for dcpbench verify."
         )
     _check_auto(point, machine)
@@ -177,7 +171,7 @@ def _check_cpu(point: Point, shape: ModelShape, machine: Machine) -> None:
     if memory.compute_weight_bytes(shape, Layout(tp=1), ITEMSIZE[point.dtype], *layers) > CPU_BYTES:
         on_gpus = memory.compute_weight_bytes(shape, Layout(tp=1), ITEMSIZE["bf16"], *layers, fp8=fp8)
         like = load_machine(point.emulate or "H200")
-        plan = {"--model": point.model, "--dry-run": "", "--gpu": like.gpu, "--gpus": str(like.gpus_per_host)}
+        plan = {"--model": point.model, "--dry-run": "", "--gpu": f"{like.gpu},count={like.gpus_per_host}"}
         raise CapacityError(
             f"--model {point.model} has about {on_gpus / GIB:,.0f} GiB of weights in {FP8 if fp8 else 'bf16'} and needs GPUs; none are "
             f"{'used with --device cpu' if machine.probe.count else 'visible'} (`dcpbench doctor` says what is). "
@@ -188,9 +182,7 @@ def _check_cpu(point: Point, shape: ModelShape, machine: Machine) -> None:
 
 def _check_ranks(point: Point, shape: ModelShape, machine: Machine) -> None:
     if point.tp % machine.nnodes:
-        raise LayoutError(
-            f"--tp {point.tp} does not divide over {machine.nodes_option} {machine.nnodes}; use a multiple of it."
-        )
+        raise LayoutError(f"--tp {point.tp} does not divide over --nodes {machine.nnodes}; use a multiple of it.")
     if point.emulate:
         _check_emulated(point, machine)
         return
@@ -201,7 +193,7 @@ def _check_ranks(point: Point, shape: ModelShape, machine: Machine) -> None:
     raise CapacityError(
         f"--tp {point.tp} needs {point.tp} GPUs and there are {machine.gpus} ({machine.probe.name}). "
         f"{f'Type behind --: {instead}' if machine.submitted else f'Type instead: dcpbench {instead}'} "
-        f"(or run it on {nodes} such machines with {machine.nodes_option} {nodes}; "
+        f"(or run it on {nodes} such machines with --nodes {nodes}; "
         f"see dcpbench {'submit' if machine.submitted else _get_command(point)} --help). To forecast "
         f"{point.instance_name} from one GPU, add --emulate {_find_machine_name(point, machine.probe)}."
     )
@@ -209,7 +201,7 @@ def _check_ranks(point: Point, shape: ModelShape, machine: Machine) -> None:
 
 def _get_plan_options(probe: Probe) -> dict[str, str]:
     """Return the options that turn a command into a plan for this machine, if it is not the present one."""
-    return {"--dry-run": "", "--gpu": probe.gpu.name, "--gpus": str(probe.count)} if probe.gpu else {}
+    return {"--dry-run": "", "--gpu": f"{probe.gpu.name},count={probe.count}"} if probe.gpu else {}
 
 
 def _find_machine_name(point: Point, probe: Probe) -> str:
@@ -223,7 +215,7 @@ def _find_machine_name(point: Point, probe: Probe) -> str:
 def _check_emulated(point: Point, machine: Machine) -> None:
     """Raise an error unless the rank that emulates a layout has a known wire model and its results are not compared."""
     if machine.nnodes > 1:
-        raise UsageError(f"--emulate runs one rank on this machine alone; leave {machine.nodes_option} out.")
+        raise UsageError("--emulate runs one rank on this machine alone; leave --nodes out.")
     if not machine.timed or point.weights != SYNTHETIC:
         raise UsageError(
             f"--emulate {point.emulate}: one rank's results mean nothing without the others'; "
@@ -311,7 +303,9 @@ def _check_library(point: Point, shape: ModelShape, probe: Probe) -> None:
             f"{backend} does not read an fp8 KV cache here; use --backend flashmla, --backend triton or --kv-dtype bf16."
         )
     if point.dtype not in ("bf16", "fp16"):
-        raise UsageError(f"{backend} runs in bf16 and fp16, not {point.dtype}; use --dtype bf16 or --backend triton.")
+        raise UsageError(
+            f"{backend} runs in bf16 and fp16, not {point.dtype}; use --kv-dtype bf16 or --backend triton."
+        )
     if point.backend == "flashmla":
         _check_flashmla(point, probe)
     _check_installed("--backend", point.backend, "triton", probe)
@@ -349,12 +343,12 @@ def _check_exchange(point: Point, machine: Machine) -> None:
     near = load_machine(point.emulate).gpus_per_host if point.emulate else point.tp // machine.nnodes
     for option, name, ranks, instead in (
         ("--exchange", point.exchange, point.dcp, "a2a"),
-        ("--all-reduce", point.all_reduce, point.layout.attn_tp, "nccl"),
+        ("--collectives all-reduce", point.all_reduce, point.layout.attn_tp, "nccl"),
     ):
         if name in (SYMMETRIC, REGISTERED) and ranks > near:
             raise UsageError(
-                f"{option} {name} reads the memory of {ranks} ranks, and a machine has {near} of them; use "
-                f"{option} {instead}."
+                f"{join_value(option, name)} reads the memory of {ranks} ranks, and a machine has {near} of them; use "
+                f"{join_value(option, instead)}."
             )
 
 
@@ -417,7 +411,7 @@ def _check_rows(point: Point, shape: ModelShape) -> None:
     kept = point.kv_precision
     if point.dcp == 1 or compute_row_bytes(kept) % ROW_UNIT == 0:
         return
-    fits = [f"--dtype {dtype}, " for dtype in DTYPES if compute_row_bytes(dtype) % ROW_UNIT == 0]
+    fits = [f"--kv-dtype {dtype}, " for dtype in DTYPES if compute_row_bytes(dtype) % ROW_UNIT == 0]
     raise UsageError(
         f"--dcp {point.dcp}: the prefix of a prompt is gathered from the ranks in rows that are multiples of "
         f"{ROW_UNIT} bytes, and {shape.name} has KV rows of {shape.kv_width} {kept} numbers, "

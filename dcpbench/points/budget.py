@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dcpbench.errors import NoRoomError
+from dcpbench.models import load_shape
 from dcpbench.points import memory
 from dcpbench.points.axes import Role
 from dcpbench.points.device_probe import Probe
 from dcpbench.points.memory import GIB, Layers
 from dcpbench.points.names import FP8
 from dcpbench.points.point import Point, select_point_axes
-from dcpbench.points.shapes import load_shape
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from dcpbench.models.shapes import ModelShape
     from dcpbench.points.settings import Settings
-    from dcpbench.points.shapes import ModelShape
 
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4, FP8: 1}
 """Bytes of a number, by precision."""

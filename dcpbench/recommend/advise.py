@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.errors import LayoutError, UsageError
+from dcpbench.models import load_shape
 from dcpbench.plan.kernel_limits import find_kernel_limit
 from dcpbench.plan.option_parsers import parse_bytes
 from dcpbench.plan.spec import make_planned_probe
@@ -25,7 +26,6 @@ from dcpbench.points.memory import GIB
 from dcpbench.points.names import CLOSED, CUT, GAMMA, NO_EXCHANGE, REPLAY, UNKNOWN, WHOLE, format_flag
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
-from dcpbench.points.shapes import load_shape
 from dcpbench.recommend import forecast, suggestions
 from dcpbench.recommend.forecast import ESTIMATED, SOURCES, Forecast
 from dcpbench.records.launches import is_clearly_ahead, measure_bands
@@ -36,11 +36,11 @@ from dcpbench.show.text import format_count, format_list
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from dcpbench.models.shapes import ModelShape
     from dcpbench.points.budget import WholeModel
     from dcpbench.points.cluster_specs import Machine
     from dcpbench.points.device_probe import Probe
     from dcpbench.points.point import Load
-    from dcpbench.points.shapes import ModelShape
     from dcpbench.recommend.estimate import Steps
     from dcpbench.recommend.forecast import Watch
     from dcpbench.records.record import Record

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dcpbench.errors import UsageError
+from dcpbench.models import load_shape
 from dcpbench.points import latency_bands
 from dcpbench.points.gpus import GPUS
 from dcpbench.points.names import OBJECTIVES
 from dcpbench.points.roofline import Sharding, StepRows
-from dcpbench.points.shapes import load_shape
 from dcpbench.recommend import estimate
 from dcpbench.records.metrics import METRIC
 from dcpbench.records.record import Percentiles, get_origin, parse_origin

@@ -7,10 +7,10 @@ import dataclasses
 import itertools
 from typing import TYPE_CHECKING, Any
 
+from dcpbench.models import load_shape
 from dcpbench.points.budget import plan_engine
 from dcpbench.points.names import CLOSED, REPLAY
 from dcpbench.points.settings import Settings
-from dcpbench.points.shapes import load_shape
 from dcpbench.recommend import forecast
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from dcpbench.models import load_shape
 from dcpbench.points.cluster_specs import LINKS, load_machine
 from dcpbench.points.names import FP8
-from dcpbench.points.shapes import load_shape
 from dcpbench.serving.load_words import FIXED, parse_lengths
 from dcpbench.serving.loads import compute_extent
 

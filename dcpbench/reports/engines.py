@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from dcpbench.models import get_title
 from dcpbench.points.names import CLOSED, UNKNOWN
 from dcpbench.points.point import LOAD_AXES
 from dcpbench.records.metrics import DECODE, METRIC
@@ -131,7 +132,7 @@ def format_answer(frames: Frames) -> str:
 def _name_scope(rows: pd.DataFrame, scopes: list[pd.DataFrame]) -> str:
     """Return `DeepSeek-V3, replay: on 2 × H200, ` with the parts that differ between sentences."""
     parts = [
-        load_labels.MODELS.get(str(rows[name].iloc[0]), str(rows[name].iloc[0]))
+        get_title(str(rows[name].iloc[0]))
         for name in ("model", "mode")
         if len({own[name].iloc[0] for own in scopes}) > 1
     ]

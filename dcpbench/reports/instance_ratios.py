@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from dcpbench.models import get_title
 from dcpbench.points.axes import COMPUTES, Role
 from dcpbench.points.instances import parse_instances
 from dcpbench.points.point import select_point_axes
@@ -17,7 +18,7 @@ from dcpbench.records import metrics
 from dcpbench.records.launches import is_clearly_ahead
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.reports import findings, launch_bands
-from dcpbench.reports.load_labels import MODELS, make_short_shapes
+from dcpbench.reports.load_labels import make_short_shapes
 from dcpbench.reports.tables import FOLD_ABOVE, LOADED, Column, Table, make_columns, make_table, select_mode
 from dcpbench.show.numbers import ABSENT, format_number, format_percent, format_ratio, is_missing
 from dcpbench.show.text import format_list
@@ -66,7 +67,7 @@ def describe_best_ratios(points: pd.DataFrame) -> list[str]:
         clauses = "; ".join(loads[:MAX_LOADS]) + (f"; {more:,} more loads are in the table" if more > 0 else "")
         launches = f" {launch_bands.IN_ONE_LAUNCH}" if launch_bands.has_single_launches(own) else ""
         texts.append(
-            f"Prefill apart from decode, {MODELS.get(str(scope[1]), scope[1])}, most output for each GPU{launches}: {clauses}."
+            f"Prefill apart from decode, {get_title(str(scope[1]))}, most output for each GPU{launches}: {clauses}."
         )
     return texts
 

@@ -22,7 +22,6 @@ FEW_SAMPLES = "few_samples"  # warning that dashes already express, and percenti
 OBJECTIVES = {name: latency.label for name, latency in LATENCIES.items()}
 SEPARATOR = " · "
 OF_SESSIONS = ("turns", "turn_tokens", "think_time")  # printed only if requests are turns of sessions
-MODELS = {"deepseek-v3": "DeepSeek-V3", "kimi-k2": "Kimi-K2"}  # names of the models as their makers write them
 
 
 def format_arrival(point: Point) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
+from dcpbench.models import SHAPES, get_title
 from dcpbench.points.budget import ITEMSIZE
 from dcpbench.points.layout import Layout
 from dcpbench.points.memory import compute_weight_bytes, count_all_layers
 from dcpbench.points.names import FP8
-from dcpbench.points.shapes import SHAPES
 from dcpbench.records.model_sizes import (
     ModelSizes,
     ShortenedModel,
@@ -17,7 +17,6 @@ from dcpbench.records.model_sizes import (
     is_published_name,
     shorten_shape,
 )
-from dcpbench.reports import load_labels
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -37,7 +36,7 @@ def find_model_names(runs: Sequence[Run]) -> dict[str, str]:
         if (model := identify_model(record)) is not None:
             found.setdefault(record.point.model, set()).add(model)
     names = {
-        folder: f"{load_labels.MODELS.get(one.name, one.name)}, {one.layers} of {one.all_layers} layers"
+        folder: f"{get_title(one.name)}, {one.layers} of {one.all_layers} layers"
         for folder, (one, *others) in found.items()
         if not others
     }

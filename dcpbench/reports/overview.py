@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
+from dcpbench.models import get_title
 from dcpbench.points.names import CLOSED, ENGINE_NAMES, PREFILLS, REPLAY, TOOLS, UNKNOWN
 from dcpbench.points.point import UNKNOWN_LAYOUT
 from dcpbench.records.record import CPU, DUMMY_WEIGHTS, is_imported_origin, parse_origin
@@ -50,7 +51,7 @@ def format_title(frames: Frames) -> str:
         [recommendation.format_forecast(table), _format_imports(table)] if len(table) else ["no point finished"]
     )
     parts = [
-        _format_few([load_labels.MODELS.get(name, name) for name in load_labels.list_unique(named["model"])], "models"),
+        _format_few([get_title(name) for name in load_labels.list_unique(named["model"])], "models"),
         _format_few([engine.run.name for engine in frames.engines if not engine.imported and len(table)], "engines"),
         _format_few(load_labels.list_unique(ordered["layout"]), "layouts"),
         format_report_hardware(frames),
@@ -362,7 +363,7 @@ def _describe_dcp_gain(frames: Frames) -> str:
     if rated.empty:
         return f"{text}."
     top = rated.sort_values("ratio", kind="stable").iloc[-1]
-    who = f"{load_labels.MODELS.get(top['model'], top['model'])}, {top['label']} at {recommendation.format_load(top)}"
+    who = f"{get_title(top['model'])}, {top['label']} at {recommendation.format_load(top)}"
     if paid:
         return f"{text}, by at most {format_percent(top['ratio'] - 1)} ({who})."
     return f"{text}; nearest is {top['ratio']:.2f}× ({who})."

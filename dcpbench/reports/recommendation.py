@@ -10,9 +10,10 @@ import dataclasses
 import itertools
 from typing import TYPE_CHECKING
 
+from dcpbench.models import get_title
 from dcpbench.points.names import CLOSED, REPLAY, UNKNOWN
 from dcpbench.reports import findings, launch_bands
-from dcpbench.reports.load_labels import MODELS, OBJECTIVES, list_unique
+from dcpbench.reports.load_labels import OBJECTIVES, list_unique
 from dcpbench.show.model_fit import format_no_fit
 from dcpbench.show.numbers import format_integer, format_percent, is_missing
 from dcpbench.show.text import format_capitalized, format_count, format_list
@@ -82,7 +83,7 @@ def format_no_fit_notes(rows: pd.DataFrame) -> list[str]:
     all_equal = len(set(counts.values())) == 1 and set(counts) == set(rows["model"])
     notes = []
     for layers, own in cut.groupby("layers", sort=False):
-        names = {model: MODELS.get(model, model) for model in list_unique(own["model"])}
+        names = {model: get_title(model) for model in list_unique(own["model"])}
         many, of = _format_range(own["layers_held"]), f"{layers:g}"
         if len(names) > MAX_RULES:
             many = f"{many} ({format_count(len(names), 'model')})"
@@ -101,7 +102,7 @@ def format_advice(rows: pd.DataFrame) -> str:
     if rule.share >= ENOUGH or len(set(rows["model"])) == 1:
         return rule.format_sentence()
     models = [(str(name), own) for name, own in rows.groupby("model", sort=False)]
-    clauses = [f"for {MODELS.get(name, name)}, {find_rule(own).format_sentence()}" for name, own in models[:MAX_RULES]]
+    clauses = [f"for {get_title(name)}, {find_rule(own).format_sentence()}" for name, own in models[:MAX_RULES]]
     more = len(models) - len(clauses)
     return "; ".join(clauses) + (f"; {more:,} more models are below" if more > 0 else "")
 

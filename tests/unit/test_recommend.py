@@ -19,6 +19,7 @@ import pytest
 from dcpbench.cli import main
 from dcpbench.commands import recommend as command
 from dcpbench.errors import RecordsError, UsageError
+from dcpbench.models import load_shape
 from dcpbench.plan import validate
 from dcpbench.plan.serve_spec import get_serve_defaults
 from dcpbench.plan.spec import make_planned_probe
@@ -31,7 +32,6 @@ from dcpbench.points.point import Load as PointLoad
 from dcpbench.points.point import Point
 from dcpbench.points.roofline import Sharding, StepRows
 from dcpbench.points.settings import Settings
-from dcpbench.points.shapes import load_shape
 from dcpbench.recommend import advise, answer_formats, estimate
 from dcpbench.recommend.forecast import EMULATED, ESTIMATED, MEASURED, Estimator, Forecast, apply_factor, from_record
 from dcpbench.recommend.score import Load, Score, compute_score
@@ -466,9 +466,9 @@ def test_presets_use_documented_flags_alone(name: str, nnodes: int) -> None:
     [
         ("vllm", {"exchange": "symm"}, ["--exchange symm"]),
         ("sglang", {"exchange": "ag_rs_registered"}, ["--exchange ag_rs_registered"]),
-        ("vllm", {"exchange": "a2a", "q_replicate": True, "interleave": 64}, ["--q-replicate"]),
-        ("sglang", {"exchange": "a2a", "q_replicate": True, "interleave": 64}, ["--interleave 64"]),
-        ("sglang", {"exchange": "symm", "project_first": True}, ["--exchange symm", "--project-first"]),
+        ("vllm", {"exchange": "a2a", "q_replicate": True, "interleave": 64}, ["--collectives q-replicate"]),
+        ("sglang", {"exchange": "a2a", "q_replicate": True, "interleave": 64}, ["--page-size interleave=64"]),
+        ("sglang", {"exchange": "symm", "project_first": True}, ["--exchange symm", "--collectives project-first"]),
         ("vllm", {"dcp": 1, "exchange": "none", "interleave": 64}, []),
     ],
 )
