@@ -105,13 +105,12 @@ def compare(
     """
     from dcpbench.commands.point_runner import print_left_out
     from dcpbench.compare import outputs
-    from dcpbench.compare.sides import check_sizes, read_side
+    from dcpbench.compare.sides import read_side
 
     options = judged.make_options(paired=matched.paired, across=matched.across)
     out = outputs.Out(fail_on=judged.fail_on, **vars(shown))
     outputs.check_options(options, out)
     sides = [a, *(matched.with_a or [])], [b, *(matched.with_b or [])]
-    check_sizes(*sides, options.across)
     first, second = map(read_side, sides)
     print_left_out([*first, *second])
     return outputs.run_comparison(first, second, options, out)

@@ -115,9 +115,7 @@ def check_command(
         else:
             _check_plan(command, words, there, away, whole=whole)
     except DcpbenchError as e:
-        message = str(e).replace(f"see dcpbench {words[0]} --help", "see dcpbench submit --help")
-        message = message.replace(f"Type instead: dcpbench {words[0]}", f"Type behind --: {words[0]}")
-        raise type(e)(f"the submitted {words[0]}: {message}") from e
+        raise type(e)(f"the submitted {words[0]}: {e}") from e
     if each:
         return "The other options were checked one by one."
     return (

@@ -105,7 +105,9 @@ def measure(spec: SweepSpec, probe: Probe, run: Run, work_off: WorkOff | None = 
     if is_values_only(run, spec.tp, spec.dp, spec.dcp):
         return 0
     there = run.caller.elsewhere
-    candidates = grid.expand_grid(spec, probe, there.nodes if there else run.machines.nnodes)
+    candidates = grid.expand_grid(
+        spec, probe, there.nodes if there else run.machines.nnodes, submitted=there is not None
+    )
     print_defaults(spec, candidates)
     if finish_if_planned(candidates, probe, run):
         return 0

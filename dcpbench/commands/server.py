@@ -364,7 +364,7 @@ def _measure_running(url: str, options: Options, given: dict[str, object], run: 
     info = fetch_server_info(asked.target, asked.retries).with_kv_capacity(dp=spec.layout["dp"], dcp=spec.layout["dcp"])
     card = info.find_model(spec.model)
     if run.dry_run or run.caller.part is None:
-        for note in (f"{asked.target.url}: {info.origin.removeprefix('engine ')}, model {card.id}.", *info.notes):
+        for note in (f"{asked.target.url}: {f'{info.engine} {info.version}'.rstrip()}, model {card.id}.", *info.notes):
             print_stderr(note)
     point_runner.record_device(run, probe)
     if run.dry_run or run.caller.part is None:

@@ -59,9 +59,9 @@ class Candidate:
         return Record(point=self.point, outcome="rejected", reason=str(self.error), no_room=no_room)
 
 
-def expand_grid(spec: SweepSpec, probe: Probe, nnodes: int = 1) -> list[Candidate]:
+def expand_grid(spec: SweepSpec, probe: Probe, nnodes: int = 1, *, submitted: bool = False) -> list[Candidate]:
     """Return every point of the grid with its baseline, in running order: neighbours share an engine."""
-    found = _expand_spec(spec, Machine(probe=probe, nnodes=nnodes))
+    found = _expand_spec(spec, Machine(probe=probe, nnodes=nnodes, submitted=submitted))
     _check_used(spec, (c.point for c in found))
     return found
 
@@ -122,9 +122,9 @@ def format_precision_note(spec: SweepSpec, candidates: Sequence[Candidate]) -> s
     return f"Weights {FP8}, {published}; KV {kept}. For weights in bf16, add --weights-dtype bf16."
 
 
-def format_point_name(point: Point) -> str:
+def format_point_name(point: Point, *, repeated: bool = True) -> str:
     """Return a point in a line: `tiny tp8·dcp8 reference ag_rs, 8 × 100 tokens`; with expert parallel `tp8·dcp8 ep8`."""
-    repeat = f", repeat {point.repeat}" if point.repeat else ""
+    repeat = f", repeat {point.repeat}" if repeated and point.repeat else ""
     load = format_point_load(point) + ("" if point.load else " tokens")
     who = (point.model, point.layout_name, point.ep_label, format_path(point))
     return f"{' '.join(filter(None, who))}, {load}{repeat}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from dcpbench.errors import (
     format_install_hint,
 )
 from dcpbench.models.shapes import NOPE, ROPE, VALUE
-from dcpbench.plan.command_line import format_retyped_command
+from dcpbench.plan.command_line import format_retyped_command, retype_command
 from dcpbench.plan.kernel_limits import TENSOR_UNIT, find_kernel_limit
 from dcpbench.points import memory
 from dcpbench.points.batches import GRAPH_BATCHES
@@ -84,6 +85,7 @@ class Machine:
     nnodes: int = 1
     timed: bool = True
     """True if points are measured (`sweep`; on a GPU with CUDA graphs), False if they are only compared (`verify`)."""
+    submitted: bool = False  # True if `submit` checks the point for the machines of a job
 
     @property
     def gpus(self) -> int:
@@ -187,10 +189,12 @@ def _check_ranks(point: Point, shape: ModelShape, machine: Machine) -> None:
     if machine.probe.device == "cpu" or point.tp <= machine.gpus:
         return
     nodes = -(-point.tp // machine.probe.count)
+    instead = shlex.join(_suggest_smaller(point, shape, machine))
     raise CapacityError(
         f"--tp {point.tp} needs {point.tp} GPUs and there are {machine.gpus} ({machine.probe.name}). "
-        f"Type instead: {_suggest_smaller(point, shape, machine)} "
-        f"(or run it on {nodes} such machines with --nodes {nodes}; see dcpbench {_get_command(point)} --help). To forecast "
+        f"{f'Type behind --: {instead}' if machine.submitted else f'Type instead: dcpbench {instead}'} "
+        f"(or run it on {nodes} such machines with --nodes {nodes}; "
+        f"see dcpbench {'submit' if machine.submitted else _get_command(point)} --help). To forecast "
         f"{point.instance_name} from one GPU, add --emulate {_find_machine_name(point, machine.probe)}."
     )
 
@@ -236,8 +240,8 @@ def _check_emulated(point: Point, machine: Machine) -> None:
             described_machine.wire.predict_seconds(name, ranks, 1)
 
 
-def _suggest_smaller(point: Point, shape: ModelShape, machine: Machine) -> str:
-    """Return the command for the largest layout of the same kind that these GPUs can hold."""
+def _suggest_smaller(point: Point, shape: ModelShape, machine: Machine) -> list[str]:
+    """Return the words of the command for the largest layout of the same kind that these GPUs can hold."""
     for tp in range(machine.gpus, 0, -1):
         layouts = [x for x in list_valid_layouts(shape, tp, point.ep) if x.dp <= point.dp and x.dcp <= point.dcp]
         if layouts:
@@ -246,10 +250,8 @@ def _suggest_smaller(point: Point, shape: ModelShape, machine: Machine) -> str:
             given |= {"--dp": str(best.dp)} if best.dp > 1 else {}
             given |= {"--dcp": str(best.dcp)}
             given |= {"--ep": point.ep} if point.ep != place_experts(CUT, point.tp) else {}
-            return format_retyped_command(
-                _get_command(point), given | _get_plan_options(machine.probe), ["--dp", "--ep"]
-            )
-    return f"dcpbench {_get_command(point)} --device cpu --model tiny --tp 8 --dcp 8"
+            return retype_command(_get_command(point), given | _get_plan_options(machine.probe), ["--dp", "--ep"])
+    return f"{_get_command(point)} --device cpu --model tiny --tp 8 --dcp 8".split()
 
 
 def _get_command(point: Point) -> str:
@@ -468,14 +470,12 @@ def _format_tokens(load: Load) -> str:
 
 def _check_memory(point: Point, settings: Settings, shape: ModelShape, probe: Probe) -> None:
     """Raise NoRoomError, with options to use instead, if a point does not fit in memory."""
-    problem, advice = find_shortage(point, settings, shape, probe)
-    if problem:
-        raise NoRoomError(f"{problem}{advice}")
+    if shortage := find_shortage(point, settings, shape, probe):
+        raise shortage
 
 
-def find_shortage(point: Point, settings: Settings, shape: ModelShape, probe: Probe) -> tuple[str, str]:
-    """Return what does not fit, as text behind the layout, and the options to use instead; both empty if the point
-    fits.
+def find_shortage(point: Point, settings: Settings, shape: ModelShape, probe: Probe) -> NoRoomError | None:
+    """Return an error with what does not fit, and the options to use instead; None if the point fits.
 
     The pool must hold what a decode step needs, or the longest request that is served; with --kv-memory any request of
     a load is enough.
@@ -488,8 +488,8 @@ def find_shortage(point: Point, settings: Settings, shape: ModelShape, probe: Pr
         if settings.kv_memory_bytes is not None:
             room = compute_max_pages(point, shape, probe) * one
             advice = f" --kv-memory can be up to {format_size(room, '')} here."
-        return str(e), f".{advice}"
-    holds = f"{point.instance_name}: --kv-memory holds {format_size(plan.kv_bytes)} of KV cache per GPU"
+        return NoRoomError(f"{e}.{advice}", e.problem)
+    holds = f"--kv-memory holds {format_size(plan.kv_bytes)} of KV cache per GPU"
     if point.load is None:
         missing = (count_needed_pages(point) - plan.pages) * one
         if missing > 0:
@@ -497,19 +497,17 @@ def find_shortage(point: Point, settings: Settings, shape: ModelShape, probe: Pr
             more = f" --kv-memory {format_size_up(count_needed_pages(point) * one)} holds all of them." if room else ""
             needs = "needs" if point.concurrency == 1 else "need"
             needed = f"{format_count(point.concurrency, 'request')} of {point.context} tokens {needs}"
-            return (
-                f"{holds}, {format_size(missing)} less than {needed}",
-                f". {_suggest_fit(point, settings, shape, probe)}{more}",
-            )
+            problem = f"{holds}, {format_size(missing)} less than {needed}"
+            advice = _suggest_fit(point, settings, shape, probe)
+            return NoRoomError(f"{point.instance_name}: {problem}. {advice}{more}", problem)
     elif plan.bounded_by == "kv_memory":  # else it is sized for the longest request, or more
         shortest = compute_extent(point.load, settings.trace_path).shortest
         need = memory.count_pages(shortest - 1, point.layout, point.page_size) + memory.PAGES_OF_PADDING
         if need > plan.pages:
-            return (
-                f"{holds}, and the shortest request, {shortest:,} tokens, needs {format_size(need * one)}",
-                f"; all requests here need {format_size_up(count_min_pages(point) * one)} or more.",
-            )
-    return "", ""
+            problem = f"{holds}, and the shortest request, {shortest:,} tokens, needs {format_size(need * one)}"
+            advice = f"all requests here need {format_size_up(count_min_pages(point) * one)} or more."
+            return NoRoomError(f"{point.instance_name}: {problem}; {advice}", problem)
+    return None
 
 
 def _suggest_fit(point: Point, settings: Settings, shape: ModelShape, probe: Probe) -> str:

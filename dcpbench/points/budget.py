@@ -269,10 +269,11 @@ class _Rank:
         kv, weights, layout = pages * self.page_bytes, self.compute_weight_bytes(self.fewest), self.point.layout
         name = self.point.instance_name
         if self.gpu:
-            return NoRoomError(
-                f"{name}: the KV cache needs {kv / GIB:.1f} GiB per GPU and the fewest weights {weights / GIB:.1f} "
+            problem = (
+                f"the KV cache needs {kv / GIB:.1f} GiB per GPU and the fewest weights {weights / GIB:.1f} "
                 f"GiB ({sum(self.fewest)} of {self.shape.layers} layers), {(kv + weights - self.room) / GIB:.1f} GiB more than the {self.room / GIB:.1f} GiB available"
             )
+            return NoRoomError(f"{name}: {problem}", problem)
         return NoRoomError(
             f"{self.shape.name} {name} in {self.point.precision} needs {layout.tp * weights / GIB:,.1f} GiB of weights "
             f"and {layout.tp * kv / GIB:,.1f} GiB of KV cache over its {layout.tp} ranks, and a CPU run may take "

@@ -35,7 +35,11 @@ def find_model_names(runs: Sequence[Run]) -> dict[str, str]:
     for record in (record for run in runs for record in run.records):
         if (model := identify_model(record)) is not None:
             found.setdefault(record.point.model, set()).add(model)
-    names = {folder: _format_shortened(*models) for folder, models in found.items() if len(models) == 1}
+    names = {
+        folder: f"{get_title(one.name)}, {one.layers} of {one.all_layers} layers"
+        for folder, (one, *others) in found.items()
+        if not others
+    }
     doubled = {name for run in runs for name in _find_doubled(names, {record.point.model for record in run.records})}
     return {folder: f"{name} ({PurePath(folder).name})" if name in doubled else name for folder, name in names.items()}
 
@@ -43,11 +47,6 @@ def find_model_names(runs: Sequence[Run]) -> dict[str, str]:
 def _find_doubled(names: dict[str, str], folders: Iterable[str]) -> set[str]:
     shown = [names[folder] for folder in folders if folder in names]
     return {name for name in shown if shown.count(name) > 1}
-
-
-def _format_shortened(model: ShortenedModel) -> str:
-    """Return `DeepSeek-V3, 8 of 61 layers`."""
-    return f"{get_title(model.name)}, {model.layers} of {model.all_layers} layers"
 
 
 def identify_model(record: Record) -> ShortenedModel | None:

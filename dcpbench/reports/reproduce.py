@@ -30,16 +30,14 @@ if TYPE_CHECKING:
 
     from dcpbench.points.point import Point
 
-LISTS = [axis.name for axis in AXES if axis.kind is str and not axis.one]
-"""Options that take a comma-separated list of names."""
+LISTS = [axis.name for axis in AXES if axis.kind is str and not axis.one]  # options that take a list of names
 UNTYPED: dict[str, object] = {"exchange": NO_EXCHANGE, "weights": SYNTHETIC, "emulate": ""}
 UNTYPED |= {axis.name: axis.default for axis in select_point_axes(Role.DEPLOYED)}
 """Values for which an option is left out."""
 
 
 def build_command(point: Point, settings: Mapping[str, object], *, cpu: bool = False) -> str:
-    """Return `dcpbench sweep …` or `dcpbench serve …` for a shell, with this point as the only one, as its first
-    repeat.
+    """Return `dcpbench sweep …` or `dcpbench serve …` for a shell, with this point as the only one, as its first repeat.
 
     `settings` are Record.measured_with; those that have an option are included. If the point's KV pool was sized for a
     larger point of its sweep (kv_memory_bytes is null), it is sized for this point alone. Raise UsageError for a point

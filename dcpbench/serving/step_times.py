@@ -24,7 +24,7 @@ from dcpbench.points.names import AUTO, ENGINE_POLICIES, format_field, join_valu
 from dcpbench.points.point import select_load_axes, select_point_axes
 from dcpbench.points.roofline import StepRows
 from dcpbench.records.lines import UNREADABLE
-from dcpbench.records.record import CPU, Conditions, Emulated, Environment, Gpu
+from dcpbench.records.record import CPU, Conditions, Emulated, Environment, Gpu, format_server_origin
 from dcpbench.serving.load_words import MAX_TOKENS
 from dcpbench.serving.step_model import HotStep, Line, Slowdown, StepModel, Work, compute_step_works
 from dcpbench.show.whole_files import write_file
@@ -204,7 +204,7 @@ class EngineServer(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def origin(self) -> str:
         """Return the origin of records that are replayed with its steps, such as `engine vllm 0.26.0`."""
-        return " ".join(filter(None, ("engine", self.engine, self.version)))
+        return format_server_origin(self.engine, self.version)
 
     @property
     def kv_blocks(self) -> int | None:

@@ -635,7 +635,7 @@ def test_advice_names_the_options_of_submit(typed: Typed) -> None:
 
 
 def test_a_plan_that_is_interrupted_submits_nothing(typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object) -> None:
+    def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("dcpbench.plan.grid.expand_grid", interrupted)

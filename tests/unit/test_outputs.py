@@ -203,8 +203,8 @@ def test_a_dashboard(tmp_path: Path) -> None:
     """The data of 12 runs with two points, of which the first becomes slower."""
     runs = dashboard_builder.history(tmp_path / "runs", runs=12, count=2, step_at=7, cv=0.002)
     found = discovery.load_runs(runs, {}, lambda _: None)
-    files = dashboard_data.build_content(found, lambda _: None).add_index([], [], found.skipped)
-    text = "\n".join(f"--- {name}\n{text}" for name, text in sorted(files.files.items()))
+    files, _ = dashboard_data.build_content(found, lambda _: None).add_index([], [], found.skipped)
+    text = "\n".join(f"--- {name}\n{text}" for name, text in sorted(files.items()))
     check_output("dashboard.txt", text, tmp_path)
 
 

@@ -12,7 +12,7 @@ import pytest
 from dcpbench.errors import UsageError
 from dcpbench.plan.serve_spec import ServeLoads, read_loads
 from dcpbench.points.point import Load, Point
-from dcpbench.reports.multi_turn import build_table
+from dcpbench.reports.record_tables import build_turns_table as build_table
 from dcpbench.serving.load_words import format_load
 from dcpbench.serving.loads import compute_extent, make_requests
 from dcpbench.serving.outcome import StepCounts, compute_serve_metrics, make_rows

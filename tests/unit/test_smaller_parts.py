@@ -267,11 +267,11 @@ class TestAdvice:
         )
         monkeypatch.setattr(advise, "measure_whole_model", lambda *_: whole)
         ask = advised.ask("H200")
-        assert advise.find_no_fit(ask, advised.point()) == advise.NoFit(whole_model=True, reason=said)
-        assert advise.find_no_fit(dataclasses.replace(ask, cycled=True), advised.point()) is None
+        assert advise.find_refusal(ask, advised.point()) == advise.Refusal(advise.NO_WHOLE_MODEL, said)
+        assert advise.find_refusal(dataclasses.replace(ask, cycled=True), advised.point()) is None
         fits = msgspec.structs.replace(whole, weight_bytes=1, kv_bytes=1)
         monkeypatch.setattr(advise, "measure_whole_model", lambda *_: fits)
-        assert advise.find_no_fit(ask, advised.point()) is None
+        assert advise.find_refusal(ask, advised.point()) is None
 
 
 def test_idle_time_is_told_as_a_share_of_a_step_in_percent() -> None:
