@@ -1,7 +1,7 @@
 """Format the answer of a report as sentences: the few at its top, and the others, for all workloads, models and runs.
 
 Every sentence is made from the records at hand. A sentence about an uncertain value states the uncertainty: intervals
-in brackets, `not clearly` where intervals overlap or a lead is within the difference between repeats.
+in brackets, `level` where intervals overlap or a lead is within the difference between repeats.
 """
 
 from __future__ import annotations
@@ -287,9 +287,7 @@ def describe_break_even(even: pd.DataFrame, ratios: pd.DataFrame, others: pd.Dat
     if even.empty:
         return f"{alone}." if alone else ""
     over = format_list(list_unique(even["baseline"]), "or")
-    loosely = (
-        f"Looser, over {over} alone{findings.format_slo_aside(ratios)}"  # `Looser, over tp4 alone, whether or not …`
-    )
+    loosely = f"Compared with {over} alone{findings.format_slo_aside(ratios)}"
     if even["rest"].nunique() > MAX_LENGTHS:
         begins = "DCP starts to pay" if pays else f"{loosely}, DCP is ahead"
         found = f"{even['from'].notna().sum():,} of {len(even):,} combinations of layout and length"
@@ -496,13 +494,11 @@ def _format_winner(row: pd.Series[Any]) -> str:
         return "none within the SLO"
     if is_missing(row["next"]):
         return f"only {row['label']}"
-    level = format_list(sorted(row["level"]), "or")
+    level = format_list(sorted(row["level"]))
     if row["clear"]:
         return str(row["label"])
     return (
-        f"{level} ({launch_bands.NOT_DISTINGUISHABLE})"
-        if is_missing(row[launch_bands.COLUMN])
-        else f"not clearly {level}"
+        f"{level} ({launch_bands.NOT_DISTINGUISHABLE})" if is_missing(row[launch_bands.COLUMN]) else f"level: {level}"
     )
 
 

@@ -338,7 +338,7 @@ def draw_overview(rows: pd.DataFrame, style: Style, title: str, lost: pd.DataFra
         gone = _select_panel(lost, panel)
         for place, (layout, own) in enumerate(gone.groupby("layout", sort=False) if len(gone) else ()):
             color = get_colours(str(layout))[0]
-            text = f"{layout!s}: no room from {format_integer(own['concurrency'].min())}"
+            text = f"{layout!s}: does not fit from {format_integer(own['concurrency'].min())}"
             ax.text(
                 0.98, 0.03 + LINE_OF_WORDS * place, text, transform=ax.transAxes, ha="right", fontsize=8, color=color
             )

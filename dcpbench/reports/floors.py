@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dcpbench.records.metrics import METRIC
 from dcpbench.reports.tables import FOLD_ABOVE, Table, make_column, make_table
-from dcpbench.show.numbers import format_number, format_ratio, format_value_range, is_missing
+from dcpbench.show.numbers import format_integer, format_number, format_ratio, format_value_range, is_missing
 from dcpbench.show.text import format_list
 
 if TYPE_CHECKING:
@@ -76,8 +76,12 @@ def format_short_sentence(points: pd.DataFrame) -> str:
         ]
     )
     over = format_value_range(1 / held["floor_share"])
-    where = f" at {far['label']}" if len(held) > 1 and lost else ""
-    return f"A step takes {over} what the hardware allows{f'; most is lost in {lost}{where}' if lost else ''}."
+    where = (
+        f"at the worst point, {far['label']} with {far['concurrency']} × {format_integer(far['context'])} tokens, "
+        if len(held) > 1
+        else ""
+    )
+    return f"A step takes {over} what the hardware allows{f'; {where}most is lost in {lost}' if lost else ''}."
 
 
 def format_decode_sentences(points: pd.DataFrame) -> list[str]:

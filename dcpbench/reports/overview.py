@@ -380,7 +380,7 @@ def _describe_rejections(frames: Frames) -> str:
         clauses.setdefault(f"from {format_count(least, 'request')}{length} on", []).append(str(layout))
     texts = [f"{format_list(load_labels.list_unique(names))} {where}" for where, names in clauses.items()]
     more = f"; and {len(texts) - MAX_CLAUSES:,} more" if len(texts) > MAX_CLAUSES else ""
-    return f"No room in memory: {'; '.join(texts[:MAX_CLAUSES])}{more}."
+    return f"Does not fit into memory: {'; '.join(texts[:MAX_CLAUSES])}{more}."
 
 
 def _describe_kv_capacity(frames: Frames) -> str:

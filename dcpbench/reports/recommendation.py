@@ -75,8 +75,8 @@ def _list_conditions(rows: pd.DataFrame) -> list[str]:
 def format_no_fit_notes(rows: pd.DataFrame) -> list[str]:
     """Return that whole models do not fit, an entry for each number of layers; empty if all layers were held everywhere.
 
-    Models are named unless all hold the same number: `…: 7 (DeepSeek-V3) and 3–4 (Kimi-K2) of 61 layers held and cycled`,
-    and `…: 60 of Kimi-K2's 61 layers held and cycled` if the other models are held whole.
+    Models are named unless all hold the same number: `…: 7 (DeepSeek-V3) and 3–4 (Kimi-K2) of 61 layers held and reused`,
+    and `…: 60 of Kimi-K2's 61 layers held and reused` if the other models are held whole.
     """
     cut = rows[rows["layers_held"].notna() & (rows["layers_held"] < rows["layers"])]
     counts = {model: _format_range(own["layers_held"]) for model, own in cut.groupby("model", sort=False)}

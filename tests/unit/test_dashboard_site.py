@@ -666,7 +666,7 @@ def test_a_point_of_which_some_layers_were_cycled_says_so_in_the_index(tmp_path:
     site.build(tmp_path / "runs", tmp_path / "site", tell=lambda _: None)
     index = data(tmp_path / "site", "index")
     (how,) = index["words"]["how"]
-    assert how.split(" · ")[-1] == f"{NO_FIT}: 14 of 61 layers held and cycled"
+    assert how.split(" · ")[-1] == f"{NO_FIT}: 14 of 61 layers held and reused"
     assert index["lines"]["runs"] == [2]
     ends = [said.rpartition(", ")[2] for said in index["runs"]["headline"]]
-    assert ends == [f"{NO_FIT}: {held} of 61 layers held and cycled" for held in (19, 14)]
+    assert ends == [f"{NO_FIT}: {held} of 61 layers held and reused" for held in (19, 14)]

@@ -29,7 +29,7 @@ from tests.unit.test_recommend import ask, choice, point
 if TYPE_CHECKING:
     from pathlib import Path
 
-HELD = f"{NO_FIT}: 14 of 61 layers held and cycled"
+HELD = f"{NO_FIT}: 14 of 61 layers held and reused"
 
 
 def run(capsys: pytest.CaptureFixture[str], command: str) -> tuple[int, list[str]]:
@@ -96,7 +96,7 @@ class TestRecommend:
         command = "recommend --machine H200 --gpus 4 --context 4000 --concurrency 8 --kv-dtype fp8 --cycled"
         code, (first, *_) = run(capsys, command)
         assert code == 0
-        assert first.startswith(f"4 × H200 ({NO_FIT}: 47–51 of 61 layers held and cycled): take tp4")
+        assert first.startswith(f"4 × H200 ({NO_FIT}: 47–51 of 61 layers held and reused): take tp4")
 
     def test_layouts_are_named_if_others_fit(self) -> None:
         best = choice(100.0)
